@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decoder: one function for prefill, decode, verify and scoring.
+
+Whether a call is prefill or decode is only the shape of its tokens; every operation treats its rows
+one by one, so the bits of a position do not depend on it.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from detjax.array_types import Activation, Array, Float32
+from detjax.models.layers import (
+    Recipe,
+    Tokens,
+    add_and_norm,
+    attention_layer,
+    embed_tokens,
+    mlp_layer,
+)
+from detjax.numerics import NumericsProfile, tree_reduction
+from detjax.pallas_kernels.linear.api import linear
+from detjax.pallas_kernels.rms_norm.api import rms_norm
+from detjax.parallel.mesh import TP_AXIS
+
+
+def check_mesh(config, profile: NumericsProfile, tp: int) -> None:
+    """Refuse a tp whose ranks would not own whole subtrees.
+
+    Raises:
+        ValueError: Naming the layer, its width and the largest tp that works.
+    """
+    widths = {
+        "o_proj": config.num_heads * config.head_dim,
+        "down_proj": config.intermediate_size,
+    }
+    for layer, k_len in widths.items():
+        leaves = tree_reduction(k_len, profile).num_leaves
+        if leaves % tp:
+            raise ValueError(
+                f"tp={tp} does not divide the {leaves} leaves of {layer} (width {k_len}): a rank "
+                f"must own whole leaves of 16 or more; use --tp {leaves} or less"
+            )
+
+
+def forward(
+    recipe: Recipe,
+    params: dict,
+    rope_tables: tuple[Float32[Array, "S half"], Float32[Array, "S half"]],
+    pages: Activation[Array, "L N 2 K P C"],
+    tokens: Tokens,
+) -> tuple[Activation[Array, "L N 2 K P C"], Activation[Array, "B T D"]]:
+    """Run every layer on new tokens and put their keys and values in the cache.
+
+    Call inside `shard_map`; `pages` and `params` are this rank's share.
+
+    Returns:
+        The cache, and the final normalised hidden state of each token.
+
+    Numerics:
+        Only kernels do arithmetic. A position's bits depend on the tokens at and before it, the
+        weights and the profile.
+    """
+    eps, backend = recipe.config.rms_norm_eps, recipe.backend
+    batch, length = tokens.ids.shape
+    flat_positions = jnp.maximum(tokens.positions, 0).reshape(-1)
+    cos, sin = (jnp.take(table, flat_positions, axis=0, mode="clip") for table in rope_tables)
+
+    layers = params["layers"]
+    residual = embed_tokens(recipe, params["embed"], tokens.ids.reshape(-1))
+    x = rms_norm(residual, layers[0]["attn_norm"], eps=eps, backend=backend)
+    next_gains = [weights["attn_norm"] for weights in layers[1:]] + [params["final_norm"]]
+    for layer, (weights, next_gain) in enumerate(zip(layers, next_gains, strict=True)):
+        pages, partial = attention_layer(recipe, weights, x, cos, sin, pages, tokens, layer)
+        residual, x = add_and_norm(
+            recipe, partial, residual, weights.get("o_bias"), weights["mlp_norm"]
+        )
+        partial = mlp_layer(recipe, weights, x)
+        residual, x = add_and_norm(recipe, partial, residual, None, next_gain)
+    return pages, x.reshape(batch, length, -1)
+
+
+def local_logits(
+    recipe: Recipe, params: dict, hidden: Activation[Array, "M D"]
+) -> Float32[Array, "M v"]:
+    """This rank's share of the float32 logits; columns past the vocabulary are -inf."""
+    logits = linear(
+        hidden, params["lm_head"], out_dtype=jnp.dtype(jnp.float32), backend=recipe.backend
+    )
+    width = logits.shape[1]
+    token_ids = lax.axis_index(TP_AXIS) * width + jnp.arange(width, dtype=jnp.int32)
+    return jnp.where(token_ids < recipe.config.vocab_size, logits, -jnp.inf)
+
+
+def last_hidden(hidden: Activation[Array, "B T D"], last: jax.Array) -> Activation[Array, "B D"]:
+    """The hidden state of token `last[b]` of each sequence."""
+    return jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]

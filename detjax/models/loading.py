@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model ready to run: configuration, sharded weights, tables, and what claims it can make."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from detjax.array_types import Array, Float32
+from detjax.models.config import ModelConfig
+from detjax.models.decoder import check_mesh
+from detjax.models.hf_config import load_config
+from detjax.models.params import kv_layout, partition_specs
+from detjax.models.rope import rope_tables
+from detjax.models.weights import load_params, random_params, resolve_model
+from detjax.numerics import Build, NumericsProfile, fingerprint
+from detjax.pallas_kernels.backend import Backend
+from detjax.parallel.mesh import TP_AXIS
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedModel:
+    """Weights on their devices and everything static about how they run."""
+
+    config: ModelConfig
+    params: dict
+    partition_specs: dict
+    rope_tables: tuple[Float32[Array, "S half"], Float32[Array, "S half"]]
+    mesh: Mesh
+    profile: NumericsProfile
+    backend: Backend
+    fingerprint: str
+    folder: Path | None
+
+    @property
+    def num_kv_slots(self) -> int:
+        """Key/value heads in the cache, replicas included."""
+        config, tp = self.config, self.mesh.shape[TP_AXIS]
+        return kv_layout(config.num_heads, config.num_kv_heads, tp).num_slots
+
+
+def place_model(
+    config: ModelConfig,
+    make_params: Callable[[], dict],
+    *,
+    profile: NumericsProfile,
+    mesh: Mesh,
+    backend: Backend,
+    folder: Path | None,
+) -> LoadedModel:
+    """Check that the model can run on the mesh, then make its weights there.
+
+    Raises:
+        ValueError: If a rank would not own whole heads, columns or leaves.
+    """
+    tp = mesh.shape[TP_AXIS]
+    specs = partition_specs(config, tp=tp, vocab_block=profile.vocab_block)
+    check_mesh(config, profile, tp)
+    tables = rope_tables(
+        config.rope, head_dim=config.head_dim, max_len=config.max_position_embeddings
+    )
+    build = Build.current(backend.value, mesh.devices.flat[0])
+    return LoadedModel(
+        config=config,
+        params=make_params(),
+        partition_specs=specs,
+        rope_tables=tuple(jax.device_put(t, NamedSharding(mesh, P())) for t in tables),
+        mesh=mesh,
+        profile=profile,
+        backend=backend,
+        fingerprint=fingerprint(profile, build),
+        folder=folder,
+    )
+
+
+def load_model(
+    name_or_path: str,
+    *,
+    revision: str | None,
+    profile: NumericsProfile,
+    mesh: Mesh,
+    backend: Backend,
+    progress: Callable[[str, int, int], None],
+) -> LoadedModel:
+    """Load a Hugging Face folder or id onto the mesh.
+
+    Args:
+        name_or_path: A folder with config.json and safetensors, or a Hugging Face id.
+        revision: Branch, tag or commit of a Hugging Face id.
+        profile: The numerics to run with.
+        mesh: Where to put the weights.
+        backend: Which kernels will run.
+        progress: Called with (what, done, total) as tensors arrive.
+
+    Raises:
+        ValueError: If the configuration, the weights or the mesh do not fit, naming which.
+        FileNotFoundError: If a file is missing, naming it.
+    """
+    folder = resolve_model(name_or_path, revision=revision)
+    config = load_config(folder)
+
+    def make_params():
+        return load_params(
+            folder,
+            config,
+            mesh,
+            dtype=profile.param_dtype,
+            vocab_block=profile.vocab_block,
+            progress=progress,
+        )
+
+    return place_model(
+        config, make_params, profile=profile, mesh=mesh, backend=backend, folder=folder
+    )
+
+
+def random_model(
+    config: ModelConfig, *, seed: int, profile: NumericsProfile, mesh: Mesh, backend: Backend
+) -> LoadedModel:
+    """A model of this configuration with random weights, the same on every mesh."""
+
+    def make_params():
+        return random_params(
+            config, mesh, seed=seed, dtype=profile.param_dtype, vocab_block=profile.vocab_block
+        )
+
+    return place_model(
+        config, make_params, profile=profile, mesh=mesh, backend=backend, folder=None
+    )

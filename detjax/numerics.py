@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every choice that can change a bit of an answer, in one frozen type.
+
+What decides a bit is the order of an element's additions, whether a multiply and an add are fused,
+and where it is rounded. The functions here that pick a reduction structure take dimensions of the
+model and the profile. Neither has a field for a batch, a schedule or a mesh, so a structure that
+depends on one of them cannot be written down.
+
+The specification is `docs/numerics.md`.
+"""
+
+import dataclasses
+import hashlib
+import json
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import jaxlib
+
+NUMERICS_VERSION = 1
+"""Raised by every change that alters an output bit; each has a Bits entry in CHANGELOG.md."""
+
+DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NumericsProfile:
+    """The numerics of a run: same profile, build and inputs, same bits.
+
+    Attributes:
+        version: Which revision of the specification this follows.
+        num_leaves: Most leaves of a row-parallel sum (o_proj, down_proj); bounds tp.
+        attention_block: Keys of one online-softmax step; also the tokens of a cache page.
+        attention_split: Keys of one split; splits are merged left to right.
+        vocab_block: Logits of one partial sum of the log-softmax.
+        weight_dtype: What weights are stored in.
+        compute_dtype: What activations, the residual stream and the cache are rounded to.
+            Products and sums are float32 in either. float32 with 16-bit weights is the LayerCast
+            profile (Yuan et al. 2025, arXiv:2506.09501).
+
+    Raises:
+        ValueError: If a field is out of range, or float32 weights would be rounded to bfloat16.
+    """
+
+    version: int = NUMERICS_VERSION
+    num_leaves: int = 8
+    attention_block: int = 128
+    attention_split: int = 512
+    vocab_block: int = 128
+    weight_dtype: str = "bfloat16"
+    compute_dtype: str = "bfloat16"
+
+    def __post_init__(self):
+        """Refuse what is not specified."""
+        if self.version != NUMERICS_VERSION:
+            raise ValueError(
+                f"numerics version {self.version} is not in this build, which has "
+                f"{NUMERICS_VERSION}; install the detjax release that had it"
+            )
+        for name in ("num_leaves", "attention_block", "attention_split", "vocab_block"):
+            value = getattr(self, name)
+            if value < 1 or value & (value - 1):
+                raise ValueError(f"{name}={value} must be a power of two")
+        if self.attention_split % self.attention_block:
+            raise ValueError(
+                f"attention_split={self.attention_split} must be a multiple of "
+                f"attention_block={self.attention_block}"
+            )
+        for name in ("weight_dtype", "compute_dtype"):
+            if getattr(self, name) not in DTYPES:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be one of {list(DTYPES)}")
+        if self.weight_dtype == "float32" and self.compute_dtype == "bfloat16":
+            raise ValueError(
+                "float32 weights with bfloat16 compute would round the weights inside the "
+                "products; use --dtype bfloat16 or --compute float32"
+            )
+
+    @property
+    def activation_dtype(self) -> jnp.dtype:
+        """`compute_dtype` as a JAX dtype."""
+        return jnp.dtype(DTYPES[self.compute_dtype])
+
+    @property
+    def param_dtype(self) -> jnp.dtype:
+        """`weight_dtype` as a JAX dtype."""
+        return jnp.dtype(DTYPES[self.weight_dtype])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reduction:
+    """How a linear layer sums over K: `num_leaves` equal runs of `leaf_len`, added as a tree."""
+
+    num_leaves: int
+    leaf_len: int
+
+
+def sequential_reduction(k_len: int) -> Reduction:
+    """One leaf: K in order (q/k/v, gate/up, lm_head)."""
+    return Reduction(num_leaves=1, leaf_len=k_len)
+
+
+def tree_reduction(k_len: int, profile: NumericsProfile) -> Reduction:
+    """The leaves of a row-parallel sum over `k_len` (o_proj, down_proj).
+
+    The largest power of two up to `profile.num_leaves` for which a leaf is a multiple of 16, the
+    depth of one tensor-core instruction; 1 where there is none. A rule of K alone.
+    """
+    leaves = profile.num_leaves
+    while leaves > 1 and k_len % (16 * leaves):
+        leaves //= 2
+    return Reduction(num_leaves=leaves, leaf_len=k_len // leaves)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Build:
+    """What compiled and ran the kernels: no claim is made across two different builds."""
+
+    jax: str
+    jaxlib: str
+    backend: str
+    arch: str
+    compiler: str
+
+    @classmethod
+    def current(cls, backend: str, device: jax.Device) -> "Build":
+        """Describe this process. `backend` is the kernels' backend, `device` one that runs them."""
+        if device.platform == "cpu":
+            arch, compiler = _cpu_arch(), "xla:cpu"
+        else:
+            arch = f"{device.device_kind} sm_{device.compute_capability}"
+            compiler = device.client.platform_version.replace("\n", " ")
+        return cls(
+            jax=jax.__version__,
+            jaxlib=jaxlib.__version__,
+            backend=backend,
+            arch=arch,
+            compiler=compiler,
+        )
+
+
+def _cpu_arch() -> str:
+    """The processor and the instruction sets XLA:CPU chooses from, where the system tells."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if not cpuinfo.exists():
+        return f"{platform.machine()} {platform.processor()}"
+    fields = {}
+    for line in cpuinfo.read_text().splitlines():
+        key, _, value = line.partition(":")
+        fields.setdefault(key.strip(), value.strip())
+    sets = [f for f in fields.get("flags", fields.get("Features", "")).split() if _is_vector(f)]
+    family = " ".join(fields.get(k, "") for k in ("vendor_id", "cpu family", "model"))
+    return f"{platform.machine()} {family} {' '.join(sorted(sets))}"
+
+
+def _is_vector(flag: str) -> bool:
+    return flag.startswith(("avx", "amx", "fma", "f16c", "sve", "asimd", "bf16", "i8mm"))
+
+
+def fingerprint(profile: NumericsProfile, build: Build) -> str:
+    """Hash the profile and the build to 16 hexadecimal digits.
+
+    Covers everything that may change a bit and nothing that may not: mesh, batch, schedule and
+    serving mode are left out. Every output that makes a claim carries it.
+    """
+    parts = {"profile": dataclasses.asdict(profile), "build": dataclasses.asdict(build)}
+    text = json.dumps(parts, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention over the paged cache, on tiles of 16 query rows of one key/value head."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+from detjax.numerics import NumericsProfile
+from detjax.pallas_kernels.fixed_blocks import ROWS, pad_axis, round_to, run_blocks
+
+LOG2_E = 1.4426950408889634
+
+
+def _merge(state, other, is_live):
+    """Fold (max, sum, output) of `other` into `state` where it has seen a key.
+
+    # ORDER: this recurrence, left to right; a row that saw nothing keeps its bits.
+    """
+    m, weight_sum, out = state
+    other_m, other_sum, other_out = other
+    new_m = jnp.maximum(m, other_m)
+    scale, other_scale = jnp.exp2(m - new_m), jnp.exp2(other_m - new_m)
+    merged = (
+        new_m,
+        weight_sum * scale + other_sum * other_scale,
+        out * scale + other_out * other_scale,
+    )
+    return tuple(jnp.where(is_live, new, old) for new, old in zip(merged, state, strict=True))
+
+
+def _empty(channels: int):
+    return (
+        jnp.full((ROWS, 1), -jnp.inf, jnp.float32),
+        jnp.zeros((ROWS, 1), jnp.float32),
+        jnp.zeros((ROWS, channels), jnp.float32),
+    )
+
+
+def attention(
+    q, pages, page_table, positions, *, layer: int, window: int | None, profile: NumericsProfile
+) -> jax.Array:
+    """See `api.attention`."""
+    batch, query_len, num_heads, channels = q.shape
+    kv_heads, block = pages.shape[3], pages.shape[4]
+    group = num_heads // kv_heads
+    blocks_per_split = profile.attention_split // block
+    scale = float(np.float32(LOG2_E * channels**-0.5))
+
+    # One row a (token, query head of the group), so a decode tile holds the group's heads.
+    rows = q.reshape(batch, query_len, kv_heads, group, channels).transpose(0, 2, 1, 3, 4)
+    rows = pad_axis(rows.reshape(batch * kv_heads, query_len * group, channels), 1, ROWS)
+    row_positions = jnp.repeat(positions, group, axis=1)
+    pad = rows.shape[1] - row_positions.shape[1]
+    row_positions = jnp.pad(row_positions, ((0, 0), (0, pad)), constant_values=-1)
+
+    def body(q_ref, pages_ref, table_ref, positions_ref, out_ref):
+        seq, head = pl.program_id(0) // kv_heads, pl.program_id(0) % kv_heads
+        tile = pl.ds(pl.program_id(1) * ROWS, ROWS)
+        query = q_ref[pl.program_id(0), tile, :].astype(jnp.float32)  # [16, C]
+        pos = positions_ref[seq, tile][:, None]  # [16, 1], -1 where padded
+        last = jnp.max(pos)
+        is_row = pos >= 0
+        first = jnp.int32(0)
+        if window is not None:
+            earliest = jnp.min(jnp.where(is_row, pos, jnp.iinfo(jnp.int32).max))
+            first = jnp.maximum(earliest - window + 1, 0)
+
+        def softmax_step(i, state):
+            m, weight_sum, out = state
+            page = table_ref[seq, i]
+            k = pages_ref[layer, page, 0, head, :, :].astype(jnp.float32)  # [P, C]
+            v = pages_ref[layer, page, 1, head, :, :].astype(jnp.float32)  # [P, C]
+            key_pos = i * block + lax.broadcasted_iota(jnp.int32, (1, block), 1)
+            is_seen = key_pos <= pos
+            if window is not None:
+                is_seen = is_seen & (key_pos > pos - window)
+            # What no row of the tile may see is not there yet: never let it meet a product.
+            is_written = (key_pos <= last).reshape(block, 1)
+            v = jnp.where(is_written, v, 0.0)
+            scores = lax.dot_general(
+                query, k, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST
+            )
+            scores = jnp.where(is_seen, scores * scale, -jnp.inf)
+            new_m = jnp.maximum(m, jnp.max(scores, axis=1, keepdims=True))
+            weights = jnp.exp2(scores - new_m)
+            decay = jnp.exp2(m - new_m)
+            # ROUND: weights to the compute dtype for the product; their sum is not rounded.
+            product = jnp.dot(
+                round_to(weights, q_ref.dtype), v, precision=lax.Precision.HIGHEST
+            )
+            new = (
+                new_m,
+                weight_sum * decay + jnp.sum(weights, axis=1, keepdims=True),
+                out * decay + product,
+            )
+            is_live = jnp.any(is_seen, axis=1, keepdims=True)
+            return tuple(jnp.where(is_live, n, o) for n, o in zip(new, state, strict=True))
+
+        def split_step(s, state):
+            low = jnp.maximum(s * blocks_per_split, first // block)
+            high = jnp.minimum((s + 1) * blocks_per_split, last // block + 1)
+            part = lax.fori_loop(low, high, softmax_step, _empty(channels))
+            return _merge(state, part, part[1] > 0)
+
+        splits = (first // profile.attention_split, last // profile.attention_split + 1)
+        _, weight_sum, out = lax.fori_loop(*splits, split_step, _empty(channels))
+        out = jnp.where(is_row, out / weight_sum, 0.0)
+        # An exact zero is +0: its sign could tell of keys that were masked.
+        out = jnp.where(out == 0.0, 0.0, out)
+        out_ref[...] = out.astype(out_ref.dtype)[None]
+
+    out = run_blocks(
+        body,
+        rows,
+        pages,
+        page_table,
+        row_positions,
+        name="attention",
+        grid=(batch * kv_heads, rows.shape[1] // ROWS),
+        out_shape=jax.ShapeDtypeStruct(rows.shape, q.dtype),
+        out_specs=pl.BlockSpec((1, ROWS, channels), lambda b, t: (b, t, 0)),
+    )
+    out = out[:, : query_len * group].reshape(batch, kv_heads, query_len, group, channels)
+    return out.transpose(0, 2, 1, 3, 4).reshape(q.shape)

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How every portable kernel is launched: one body of one fixed shape, over and over.
+
+XLA:CPU picks vector widths, unrolling and fused multiply-adds by the shapes and the neighbours of
+an operation, so the same formula on 1 row and on 17 rows has different bits. Here each program of
+the grid runs the same body on blocks of the same shape, whatever the number of rows, columns or
+ranks. The grid is a loop whose bound the compiler cannot see, so a grid of one is not inlined into
+its surroundings and fused with them.
+"""
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+ROWS = 16
+"""Rows of a block that feeds a matrix product, and of every other block too."""
+
+COLS = 128
+"""Columns of an elementwise block; a multiple of every vector width."""
+
+
+def num_blocks(size: int, block: int) -> int:
+    """How many blocks cover `size`."""
+    return -(-size // block)
+
+
+def pad_axis(x: jax.Array, axis: int, block: int) -> jax.Array:
+    """Append zeros until `axis` is a multiple of `block`."""
+    size = x.shape[axis]
+    extra = num_blocks(size, block) * block - size
+    if extra == 0:
+        return x
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, extra)
+    return jnp.pad(x, widths)
+
+
+def run_blocks(
+    body: Callable[..., None],
+    *operands: jax.Array,
+    name: str,
+    grid: Sequence[int],
+    out_shape: jax.ShapeDtypeStruct | Sequence[jax.ShapeDtypeStruct],
+    out_specs: pl.BlockSpec | Sequence[pl.BlockSpec],
+) -> jax.Array | list[jax.Array]:
+    """Run `body` once for each point of `grid`, last axis fastest.
+
+    The body gets every operand whole and reads its own blocks with `pl.ds`: a block handed in by
+    the interpreter would be written back each time, which copies weights and cache.
+    """
+    # SHAPE: the bound is hidden from the compiler, see the module's docstring.
+    hidden = lax.optimization_barrier(jnp.int32(grid[0]))
+    return pl.pallas_call(
+        body,
+        name=f"portable_{name}",
+        grid=(hidden, *grid[1:]),
+        in_specs=[pl.BlockSpec(memory_space=pl.ANY)] * len(operands),
+        out_specs=out_specs,
+        out_shape=out_shape,
+        interpret=True,
+    )(*operands)
+
+
+def round_to(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Round float32 to `dtype`'s precision and keep it float32.
+
+    # ROUND: `reduce_precision`, since XLA may drop a pair of converts.
+    """
+    if dtype == jnp.bfloat16:
+        return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+    return x

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear layers: `x @ w.T` with the order of K fixed by K alone. Weights are (out, in)."""
+
+import jax.numpy as jnp
+
+from detjax.array_types import Activation, Array, Float32
+from detjax.numerics import Reduction
+from detjax.pallas_kernels.backend import Backend, refuse
+from detjax.pallas_kernels.linear import portable
+
+
+def linear(
+    x: Activation[Array, "M K"],
+    w: Activation[Array, "N K"],
+    bias: Activation[Array, " N"] | None = None,
+    *,
+    out_dtype: jnp.dtype,
+    backend: Backend,
+) -> Activation[Array, "M N"]:
+    """Multiply by a weight matrix whose outputs are split over ranks, if at all.
+
+    `out[m, n] = round(sum_k(x[m, k] * w[n, k]) + bias[n])`
+
+    Args:
+        x: Activations.
+        w: Weights, (out, in).
+        bias: Added in float32 before the rounding.
+        out_dtype: What the sum is rounded to; float32 keeps it.
+        backend: Which implementation runs.
+
+    Raises:
+        ValueError: If K of `x` and `w` differ.
+
+    Numerics:
+        Operands are widened to float32 exactly; products and sums are float32. K is summed in
+        order, in the steps `portable.step_len` gives; the bias is added last; one rounding.
+        Claims: run-invariant, batch-invariant, path-consistent. Bits depend on (K, dtypes, build).
+    """
+    if x.shape[1] != w.shape[1]:
+        raise ValueError(f"{x.shape=} and {w.shape=} must agree in their last axis, K")
+    if backend is not Backend.PORTABLE:
+        refuse("linear", backend)
+    return portable.linear(x, w, bias, out_dtype=out_dtype)
+
+
+def linear_partial(
+    x: Activation[Array, "M k"],
+    w: Activation[Array, "N k"],
+    *,
+    reduction: Reduction,
+    backend: Backend,
+) -> Float32[Array, "M N"]:
+    """This rank's subtree of a row-parallel product, unrounded.
+
+    `out[m, n] = tree(sum_{k in leaf}(x[m, k] * w[n, k]) for leaf in this rank's leaves)`
+
+    Args:
+        x: This rank's columns of the activations: whole leaves.
+        w: The same columns of the weights, (out, in).
+        reduction: The leaves of the whole K, from `numerics.tree_reduction`.
+        backend: Which implementation runs.
+
+    Raises:
+        ValueError: If `k` is not a power-of-two number of leaves, so that the ranks' sums would
+            not be subtrees of the profile's tree.
+
+    Numerics:
+        Each leaf is summed in order in float32. Leaves are added as the perfect binary tree
+        ((l0 + l1) + (l2 + l3)) + ...; no rounding below float32. The ranks' butterfly
+        (`detjax.parallel.collectives`) continues the tree.
+        Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
+
+    Reference:
+        Tree-based invariant kernels: Zhang et al. 2025, arXiv:2511.17826. There the tree is added
+        in bfloat16, here in float32.
+    """
+    if x.shape[1] != w.shape[1]:
+        raise ValueError(f"{x.shape=} and {w.shape=} must agree in their last axis, K")
+    leaves, rest = divmod(x.shape[1], reduction.leaf_len)
+    if rest or leaves < 1 or leaves & (leaves - 1):
+        raise ValueError(
+            f"a rank's share of K, {x.shape[1]}, must be a power-of-two number of leaves of "
+            f"{reduction.leaf_len}"
+        )
+    if backend is not Backend.PORTABLE:
+        refuse("linear_partial", backend)
+    return portable.linear_partial(x, w, reduction=reduction)
+
+
+def add_partials(
+    a: Float32[Array, "M N"], b: Float32[Array, "M N"], *, backend: Backend
+) -> Float32[Array, "M N"]:
+    """Add two subtrees: one node of the tree.
+
+    `out = a + b`
+
+    Numerics:
+        One float32 addition an element; commutative, so both ranks of a pair get the same bits.
+        Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
+    """
+    if backend is not Backend.PORTABLE:
+        refuse("add_partials", backend)
+    return portable.add_partials(a, b)

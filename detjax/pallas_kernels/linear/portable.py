@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Matrix products in blocks of 16 rows and 64 columns, one leaf of K at a time."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from detjax.numerics import Reduction
+from detjax.pallas_kernels.fixed_blocks import ROWS, num_blocks, pad_axis, run_blocks
+
+COLS = 64
+"""Output columns of a block. Divides every real width, so weights are not padded."""
+
+MAX_STEP = 1024
+"""Most of K in one product; longer leaves are cut into equal steps."""
+
+
+def step_len(leaf_len: int) -> int:
+    """The longest equal step of at most `MAX_STEP` that divides a leaf. A rule of K alone."""
+    if leaf_len <= MAX_STEP:
+        return leaf_len
+    unit = 16 if leaf_len % 16 == 0 else 1
+    return max(s for s in range(unit, MAX_STEP + 1, unit) if leaf_len % s == 0)
+
+
+def _leaf_sum(x_ref, w_ref, rows, cols, start, leaf_len: int) -> jax.Array:
+    """Sum one leaf for one block.
+
+    # ORDER: ((s0 + s1) + s2) + ..., s = step of K; inside a step, the one fixed-shape product.
+    """
+    step = step_len(leaf_len)
+
+    def add_step(i, total):
+        k = pl.ds(start + i * step, step)
+        x = x_ref[rows, k].astype(jnp.float32)  # [16, step]
+        w = w_ref[cols, k].astype(jnp.float32)  # [64, step]
+        product = lax.dot_general(
+            x, w, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST
+        )
+        return total + product
+
+    return lax.fori_loop(0, leaf_len // step, add_step, jnp.zeros((ROWS, COLS), jnp.float32))
+
+
+def _block(row_block, col_block):
+    return pl.ds(row_block * ROWS, ROWS), pl.ds(col_block * COLS, COLS)
+
+
+def linear(x, w, bias, *, out_dtype: jnp.dtype) -> jax.Array:
+    """See `api.linear`."""
+    num_rows, k_len = x.shape
+    num_cols = w.shape[0]
+    x, w = pad_axis(x, 0, ROWS), pad_axis(w, 0, COLS)
+    operands = (x, w) if bias is None else (x, w, pad_axis(bias, 0, COLS))
+
+    def body(x_ref, w_ref, *refs):
+        rows, cols = _block(pl.program_id(1), pl.program_id(0))
+        total = _leaf_sum(x_ref, w_ref, rows, cols, 0, k_len)
+        if bias is not None:
+            total = total + refs[0][cols].astype(jnp.float32)[None, :]
+        refs[-1][...] = total.astype(out_dtype)  # ROUND: once, to the output's dtype
+
+    out = run_blocks(
+        body,
+        *operands,
+        name="linear",
+        grid=(w.shape[0] // COLS, x.shape[0] // ROWS),
+        out_shape=jax.ShapeDtypeStruct((x.shape[0], w.shape[0]), out_dtype),
+        out_specs=pl.BlockSpec((ROWS, COLS), lambda n, m: (m, n)),
+    )
+    return out[:num_rows, :num_cols]
+
+
+def linear_leaves(x, w, *, reduction: Reduction) -> jax.Array:
+    """Every leaf's sum, [leaves, rows, cols] padded to whole blocks."""
+    leaf_len = reduction.leaf_len
+    leaves = x.shape[1] // leaf_len
+    x, w = pad_axis(x, 0, ROWS), pad_axis(w, 0, COLS)
+
+    def body(x_ref, w_ref, out_ref):
+        rows, cols = _block(pl.program_id(1), pl.program_id(0))
+        start = pl.program_id(2) * leaf_len
+        out_ref[...] = _leaf_sum(x_ref, w_ref, rows, cols, start, leaf_len)[None]
+
+    return run_blocks(
+        body,
+        x,
+        w,
+        name="linear_leaves",
+        grid=(w.shape[0] // COLS, x.shape[0] // ROWS, leaves),
+        out_shape=jax.ShapeDtypeStruct((leaves, x.shape[0], w.shape[0]), jnp.float32),
+        out_specs=pl.BlockSpec((1, ROWS, COLS), lambda n, m, leaf: (leaf, m, n)),
+    )
+
+
+def linear_partial(x, w, *, reduction: Reduction) -> jax.Array:
+    """See `api.linear_partial`."""
+    num_rows, num_cols = x.shape[0], w.shape[0]
+    leaves = linear_leaves(x, w, reduction=reduction)
+    width = leaves.shape[2]
+
+    def body(leaves_ref, out_ref):
+        totals = leaves_ref[:, pl.ds(pl.program_id(0) * ROWS, ROWS), :]
+        # ORDER: ((l0 + l1) + (l2 + l3)) + ..., additions only, so nothing can fuse.
+        while totals.shape[0] > 1:
+            totals = totals[0::2] + totals[1::2]
+        out_ref[...] = totals[0]
+
+    out = run_blocks(
+        body,
+        leaves,
+        name="linear_tree",
+        grid=(leaves.shape[1] // ROWS,),
+        out_shape=jax.ShapeDtypeStruct(leaves.shape[1:], jnp.float32),
+        out_specs=pl.BlockSpec((ROWS, width), lambda m: (m, 0)),
+    )
+    return out[:num_rows, :num_cols]
+
+
+def add_partials(a, b) -> jax.Array:
+    """See `api.add_partials`."""
+    num_rows, width = a.shape
+    a, b = pad_axis(a, 0, ROWS), pad_axis(b, 0, ROWS)
+
+    def body(a_ref, b_ref, out_ref):
+        rows = pl.ds(pl.program_id(0) * ROWS, ROWS)
+        out_ref[...] = a_ref[rows, :] + b_ref[rows, :]
+
+    out = run_blocks(
+        body,
+        a,
+        b,
+        name="add_partials",
+        grid=(num_blocks(num_rows, ROWS),),
+        out_shape=jax.ShapeDtypeStruct(a.shape, jnp.float32),
+        out_specs=pl.BlockSpec((ROWS, width), lambda m: (m, 0)),
+    )
+    return out[:num_rows]
+
+
+__all__ = ["add_partials", "linear", "linear_leaves", "linear_partial"]

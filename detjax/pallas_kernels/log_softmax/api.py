@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Log-softmax of logits that are split over ranks: block sums here, one tree everywhere."""
+
+from detjax.array_types import Array, Float32
+from detjax.pallas_kernels.backend import Backend, refuse
+from detjax.pallas_kernels.log_softmax import portable
+
+
+def block_stats(
+    logits: Float32[Array, "M v"], *, vocab_block: int, backend: Backend
+) -> tuple[Float32[Array, "M n"], Float32[Array, "M n"]]:
+    """Maximum and sum of exponentials of each block of the vocabulary.
+
+    `maxima[m, n] = max(logits[m, block n])`, `sums[m, n] = sum(exp(logits - maxima[m, n]))`
+
+    Args:
+        logits: This rank's share of the vocabulary; -inf marks padding.
+        vocab_block: Logits of a block; `profile.vocab_block`.
+        backend: Which implementation runs.
+
+    Raises:
+        ValueError: If the share is not whole blocks.
+
+    Numerics:
+        One float32 row sum of fixed shape a block. A block of padding gives (-inf, 0).
+        Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
+    """
+    if logits.shape[1] % vocab_block:
+        raise ValueError(f"{logits.shape[1]} logits must be whole blocks of {vocab_block}")
+    if backend is not Backend.PORTABLE:
+        refuse("block_stats", backend)
+    return portable.block_stats(logits, vocab_block=vocab_block)
+
+
+def log_sum_exp(
+    maxima: Float32[Array, "M n"], sums: Float32[Array, "M n"], *, backend: Backend
+) -> Float32[Array, " M"]:
+    """Combine the blocks of the whole vocabulary.
+
+    `m = max(maxima)`, `out = m + log(tree(sums[n] * exp(maxima[n] - m) for n in blocks))`
+
+    Args:
+        maxima: Of every rank, in vocabulary order.
+        sums: Likewise.
+        backend: Which implementation runs.
+
+    Numerics:
+        float32; a perfect binary tree over blocks in vocabulary order. Blocks of padding add exact
+        zeros at the end, so how far a mesh pads the vocabulary does not matter.
+        Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
+    """
+    if backend is not Backend.PORTABLE:
+        refuse("log_sum_exp", backend)
+    return portable.log_sum_exp(maxima, sums)
+
+
+def log_probs(
+    logits: Float32[Array, "M n"], lse: Float32[Array, " M"], *, backend: Backend
+) -> Float32[Array, "M n"]:
+    """Log-probabilities of chosen logits.
+
+    `out[m, n] = logits[m, n] - lse[m]`
+
+    Numerics:
+        One float32 subtraction an element.
+        Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
+    """
+    if backend is not Backend.PORTABLE:
+        refuse("log_probs", backend)
+    return portable.subtract_rows(logits, lse)

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Choosing a token: Gumbel-max scores and the sums behind top-p."""
+
+from detjax.array_types import Array, Float32, Int32, UInt32
+from detjax.pallas_kernels.backend import Backend, refuse
+from detjax.pallas_kernels.sampling import portable
+
+
+def gumbel_scores(
+    logits: Float32[Array, "M v"],
+    temperature: Float32[Array, " M"],
+    key: tuple[UInt32[Array, " M"], UInt32[Array, " M"]],
+    *,
+    first_token_id: int | Int32[Array, ""],
+    backend: Backend,
+) -> Float32[Array, "M v"]:
+    """Score every token so that the first maximum is the sampled one.
+
+    `out[m, v] = logits[m, v] / temperature[m] + noise(key[m], first_token_id + v)`, or the logit
+    itself where the temperature is 0.
+
+    Args:
+        logits: This rank's share of the vocabulary.
+        temperature: 0 is greedy.
+        key: Of each row, from `noise.row_key`.
+        first_token_id: Token of the first column; a multiple of 128.
+        backend: Which implementation runs.
+
+    Numerics:
+        Elementwise float32: a division, then an addition; the noise as `noise` specifies.
+        Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
+
+    Reference:
+        Gumbel-max: Maddison et al. 2014, arXiv:1411.0030.
+    """
+    if backend is not Backend.PORTABLE:
+        refuse("gumbel_scores", backend)
+    return portable.gumbel_scores(logits, temperature, key, first_token_id=first_token_id)
+
+
+def nucleus_sums(
+    sorted_logits: Float32[Array, "M V"],
+    temperature: Float32[Array, " M"],
+    top_k: Int32[Array, " M"],
+    top_p: Float32[Array, " M"],
+    *,
+    backend: Backend,
+) -> tuple[Float32[Array, "M V"], Float32[Array, "M V"], Float32[Array, " M"]]:
+    """Weights of tokens sorted by logit, the sums before each, and top-p's share of the total.
+
+    `weight[r] = exp((x[r] - x[0]) / temperature)`, `before[r] = sum(weight[:r])` and
+    `limit = top_p * sum(weight)`, with both sums over ranks below `top_k` only.
+
+    Args:
+        sorted_logits: The whole vocabulary, largest first.
+        temperature: 0 counts as 1; a greedy row takes rank 0 whatever is kept.
+        top_k: How many ranks may be kept; at least 1.
+        top_p: In (0, 1].
+        backend: Which implementation runs.
+
+    Numerics:
+        float32; chunks of 128 ranks left to right, a scan of fixed shape inside a chunk.
+        Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
+
+    Reference:
+        Holtzman et al. 2019, arXiv:1904.09751.
+    """
+    if backend is not Backend.PORTABLE:
+        refuse("nucleus_sums", backend)
+    return portable.nucleus_sums(sorted_logits, temperature, top_k, top_p)

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gumbel-max scores and nucleus sums on fixed blocks."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from detjax.pallas_kernels.fixed_blocks import COLS, ROWS, pad_axis, run_blocks
+from detjax.pallas_kernels.sampling import noise
+
+
+def _row_block():
+    return pl.ds(pl.program_id(0) * ROWS, ROWS)
+
+
+def gumbel_scores(logits, temperature, key, *, first_token_id) -> jax.Array:
+    """See `api.gumbel_scores`."""
+    num_rows, width = logits.shape
+    logits = pad_axis(pad_axis(logits, 0, ROWS), 1, COLS)
+    columns = [pad_axis(x[:, None], 0, ROWS) for x in (temperature, *key)]
+    first = jnp.asarray(first_token_id, jnp.int32).reshape(1)
+
+    def body(logits_ref, temperature_ref, key0_ref, key1_ref, first_ref, out_ref):
+        rows = _row_block()
+        x = logits_ref[rows, pl.ds(pl.program_id(1) * COLS, COLS)]
+        t = temperature_ref[rows, :]
+        offset = first_ref[0] + pl.program_id(1) * COLS
+        token_ids = offset + lax.broadcasted_iota(jnp.int32, (ROWS, COLS), 1)
+        bits = noise.token_bits((key0_ref[rows, :], key1_ref[rows, :]), token_ids)
+        is_greedy = t == 0.0
+        scores = x / jnp.where(is_greedy, 1.0, t) + noise.gumbel(bits)
+        out_ref[...] = jnp.where(is_greedy, x, scores)
+
+    out = run_blocks(
+        body,
+        logits,
+        *columns,
+        first,
+        name="gumbel_scores",
+        grid=(logits.shape[0] // ROWS, logits.shape[1] // COLS),
+        out_shape=jax.ShapeDtypeStruct(logits.shape, jnp.float32),
+        out_specs=pl.BlockSpec((ROWS, COLS), lambda m, v: (m, v)),
+    )
+    return out[:num_rows, :width]
+
+
+def nucleus_sums(sorted_logits, temperature, top_k, top_p):
+    """See `api.nucleus_sums`."""
+    num_rows, width = sorted_logits.shape
+    padded = pad_axis(sorted_logits, 0, ROWS)
+    extra = -width % COLS
+    padded = jnp.pad(padded, ((0, 0), (0, extra)), constant_values=-jnp.inf)
+    chunks = padded.shape[1] // COLS
+    columns = [pad_axis(x[:, None], 0, ROWS) for x in (temperature, top_k, top_p)]
+    columns[0] = jnp.where(columns[0] == 0.0, 1.0, columns[0])
+    # SHAPE: hidden from the compiler, so one chunk is still a loop.
+    bound = lax.optimization_barrier(jnp.full((1,), chunks, jnp.int32))
+
+    def body(x_ref, t_ref, k_ref, p_ref, bound_ref, weight_ref, before_ref, limit_ref):
+        rows = _row_block()
+        t, k = t_ref[rows, :], k_ref[rows, :]
+        top = x_ref[rows, pl.ds(0, 1)]
+
+        def chunk(i, carry):
+            cols = pl.ds(i * COLS, COLS)
+            rank = i * COLS + lax.broadcasted_iota(jnp.int32, (ROWS, COLS), 1)
+            weight = jnp.exp((x_ref[rows, cols] - top) / t)
+            counted = jnp.where(rank < k, weight, 0.0)
+            # ORDER: a fixed-shape scan inside a chunk, chunks left to right.
+            inclusive = jnp.cumsum(counted, axis=1)
+            exclusive = jnp.concatenate(
+                [jnp.zeros((ROWS, 1), jnp.float32), inclusive[:, :-1]], axis=1
+            )
+            weight_ref[:, cols] = weight
+            before_ref[:, cols] = carry + exclusive
+            return carry + inclusive[:, -1:]
+
+        total = lax.fori_loop(0, bound_ref[0], chunk, jnp.zeros((ROWS, 1), jnp.float32))
+        limit_ref[...] = p_ref[rows, :] * total
+
+    wide = jax.ShapeDtypeStruct(padded.shape, jnp.float32)
+    wide_spec = pl.BlockSpec((ROWS, padded.shape[1]), lambda m: (m, 0))
+    weight, before, limit = run_blocks(
+        body,
+        padded,
+        *columns,
+        bound,
+        name="nucleus_sums",
+        grid=(padded.shape[0] // ROWS,),
+        out_shape=[wide, wide, jax.ShapeDtypeStruct((padded.shape[0], 1), jnp.float32)],
+        out_specs=[wide_spec, wide_spec, pl.BlockSpec((ROWS, 1), lambda m: (m, 0))],
+    )
+    return weight[:num_rows, :width], before[:num_rows, :width], limit[:num_rows, 0]

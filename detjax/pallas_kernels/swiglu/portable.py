@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SwiGLU on blocks of 16 rows and 128 columns."""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from detjax.pallas_kernels.fixed_blocks import COLS, ROWS, pad_axis, run_blocks
+
+
+def swiglu(gate, up) -> jax.Array:
+    """See `api.swiglu`."""
+    num_rows, width = gate.shape
+    gate, up = (pad_axis(pad_axis(x, 0, ROWS), 1, COLS) for x in (gate, up))
+
+    def body(gate_ref, up_ref, out_ref):
+        block = pl.ds(pl.program_id(0) * ROWS, ROWS), pl.ds(pl.program_id(1) * COLS, COLS)
+        g = gate_ref[block].astype(jnp.float32)
+        u = up_ref[block].astype(jnp.float32)
+        out_ref[...] = (g / (1.0 + jnp.exp(-g)) * u).astype(out_ref.dtype)  # ROUND: once
+
+    out = run_blocks(
+        body,
+        gate,
+        up,
+        name="swiglu",
+        grid=(gate.shape[0] // ROWS, gate.shape[1] // COLS),
+        out_shape=jax.ShapeDtypeStruct(gate.shape, gate.dtype),
+        out_specs=pl.BlockSpec((ROWS, COLS), lambda m, f: (m, f)),
+    )
+    return out[:num_rows, :width]

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The device mesh: `dp` replicas of a `tp`-way tensor-parallel group."""
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+DP_AXIS = "dp"
+TP_AXIS = "tp"
+
+
+def configure_virtual_devices(count: int) -> None:
+    """Let the CPU appear as `count` devices; call before anything else touches JAX's devices.
+
+    Raises:
+        ValueError: If JAX has already started with fewer devices.
+    """
+    if count < 1:
+        raise ValueError(f"{count=} must be at least 1")
+    try:
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError as error:
+        if len(jax.devices("cpu")) < count:
+            raise ValueError(
+                f"dp * tp needs {count} devices, but JAX has already started with "
+                f"{len(jax.devices('cpu'))}; set the mesh before using any array"
+            ) from error
+
+
+def make_mesh(dp: int, tp: int) -> Mesh:
+    """Arrange the first `dp * tp` CPU devices as (dp, tp); neighbours share a tp group.
+
+    Raises:
+        ValueError: If a size is not positive, tp is not a power of two, or devices are missing.
+    """
+    if dp < 1 or tp < 1:
+        raise ValueError(f"{dp=} and {tp=} must be at least 1")
+    if tp & (tp - 1):
+        raise ValueError(f"{tp=} must be a power of two: the ranks are leaves of a binary tree")
+    devices = jax.devices("cpu")
+    if len(devices) < dp * tp:
+        raise ValueError(
+            f"{dp=} times {tp=} needs {dp * tp} devices, there are {len(devices)}; "
+            "lower one of them, or call configure_virtual_devices first"
+        )
+    return Mesh(np.asarray(devices[: dp * tp]).reshape(dp, tp), (DP_AXIS, TP_AXIS))

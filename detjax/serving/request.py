@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a user asks for and what comes back, as plain data."""
+
+import enum
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+
+
+class FinishReason(enum.Enum):
+    """Why a completion ended."""
+
+    STOP = "stop"  # an end-of-sequence or stop token, or a stop string
+    LENGTH = "length"  # `max_tokens`, or the end of the model's context
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen from canonical logits.
+
+    Attributes:
+        max_tokens: Most tokens to generate; at least 1.
+        temperature: Divides the logits; 0 takes the first maximum (greedy).
+        top_k: Keep the k most likely tokens; 0 keeps all.
+        top_p: Keep the smallest set of most likely tokens with this probability; in (0, 1].
+        min_p: Drop tokens less likely than this fraction of the most likely one; in [0, 1).
+        seed: 0 to 2**64 - 1. Same seed, same noise: see `docs/numerics.md`.
+        n: Samples a prompt; sample i draws noise stream i of the seed.
+        stop_token_ids: Tokens that end a completion (the model's own end tokens are added).
+        num_top_logprobs: How many of the most likely tokens to report at each position.
+
+    Raises:
+        ValueError: If a value is outside its range; the message names the value.
+    """
+
+    max_tokens: int = 64
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    n: int = 1
+    stop_token_ids: tuple[int, ...] = ()
+    num_top_logprobs: int = 0
+
+    def __post_init__(self):
+        """Check every range."""
+        checks = (
+            (self.max_tokens >= 1, f"{self.max_tokens=} must be at least 1"),
+            (
+                np.isfinite(self.temperature) and self.temperature >= 0,
+                f"{self.temperature=} must be finite and at least 0",
+            ),
+            (self.top_k >= 0, f"{self.top_k=} must be at least 0 (0 keeps all tokens)"),
+            (0 < self.top_p <= 1, f"{self.top_p=} must be in (0, 1]"),
+            (0 <= self.min_p < 1, f"{self.min_p=} must be in [0, 1)"),
+            (0 <= self.seed < 2**64, f"{self.seed=} must be in [0, 2**64)"),
+            (self.n >= 1, f"{self.n=} must be at least 1"),
+            (
+                0 <= self.num_top_logprobs <= 64,
+                f"{self.num_top_logprobs=} must be in [0, 64]",
+            ),
+        )
+        for holds, message in checks:
+            if not holds:
+                raise ValueError(message.replace("self.", ""))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """One prompt, as token ids, and how to continue it."""
+
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenEvent:
+    """One generated token. `top_logprobs` holds (token id, logprob), most likely first."""
+
+    request_idx: int
+    sample_idx: int
+    token_id: int
+    logprob: np.float32
+    top_logprobs: tuple[tuple[int, np.float32], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Completion:
+    """A finished sample of a request.
+
+    `token_ids` holds every generated token, the one that ended it included. `logprobs[i]` is the
+    canonical float32 log-probability of `token_ids[i]` at temperature 1 before any filter.
+    """
+
+    request_idx: int
+    sample_idx: int
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    logprobs: tuple[np.float32, ...]
+    top_logprobs: tuple[tuple[tuple[int, np.float32], ...], ...]
+    finish_reason: FinishReason
+
+    def digest(self) -> str:
+        """Sha256 over the token ids (int32) and the logprobs (float32), little-endian."""
+        hasher = hashlib.sha256()
+        hasher.update(np.asarray(self.token_ids, "<i4").tobytes())
+        hasher.update(np.asarray(self.logprobs, "<f4").tobytes())
+        return hasher.hexdigest()

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From this rank's logits to the next token and its log-probabilities, on the device."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from detjax.array_types import Array, Bool, Float32, Int32, UInt32
+from detjax.models.layers import Recipe
+from detjax.pallas_kernels.log_softmax.api import block_stats, log_probs, log_sum_exp
+from detjax.pallas_kernels.sampling import noise
+from detjax.pallas_kernels.sampling.api import gumbel_scores, nucleus_sums
+from detjax.parallel.collectives import gather_columns
+from detjax.parallel.mesh import TP_AXIS
+from detjax.serving.request import SamplingParams
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingRows:
+    """Sampling parameters of each row; a row's touch no other row's bits."""
+
+    temperature: Float32[Array | np.ndarray, " B"]
+    top_k: Int32[Array | np.ndarray, " B"]
+    top_p: Float32[Array | np.ndarray, " B"]
+    min_p: Float32[Array | np.ndarray, " B"]
+    seed_low: UInt32[Array | np.ndarray, " B"]
+    seed_high: UInt32[Array | np.ndarray, " B"]
+    sample_idx: UInt32[Array | np.ndarray, " B"]
+
+    @classmethod
+    def pack(cls, rows: list[tuple[SamplingParams, int]]) -> "SamplingRows":
+        """Lay out (parameters, sample index) of each row as host arrays."""
+        columns = {
+            "temperature": ([p.temperature for p, _ in rows], np.float32),
+            "top_k": ([min(p.top_k, 2**31 - 1) for p, _ in rows], np.int32),
+            "top_p": ([p.top_p for p, _ in rows], np.float32),
+            "min_p": ([p.min_p for p, _ in rows], np.float32),
+            "seed_low": ([p.seed & 0xFFFFFFFF for p, _ in rows], np.uint32),
+            "seed_high": ([p.seed >> 32 for p, _ in rows], np.uint32),
+            "sample_idx": ([i for _, i in rows], np.uint32),
+        }
+        return cls(**{name: np.asarray(values, dtype) for name, (values, dtype) in columns.items()})
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """The chosen token of each row, its log-probability, and the most likely tokens."""
+
+    token_ids: Int32[Array, " B"]
+    logprobs: Float32[Array, " B"]
+    top_ids: Int32[Array, "B n"]
+    top_logprobs: Float32[Array, "B n"]
+
+
+def is_filtered(params: SamplingParams) -> bool:
+    """Whether any token may be excluded before sampling; greedy never looks."""
+    narrows = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+    return params.temperature > 0 and narrows
+
+
+def _kept_tokens(
+    recipe: Recipe, logits: Float32[Array, "B v"], rows: SamplingRows
+) -> Bool[Array, "B v"]:
+    """Which of this rank's tokens top-k, top-p and min-p keep, in that order of definition."""
+    vocab_size, width = recipe.config.vocab_size, logits.shape[1]
+    whole = gather_columns(logits, TP_AXIS)
+    # Stable, so equal logits keep the order of their token ids.
+    order = jnp.argsort(whole[:, :vocab_size], axis=1, descending=True, stable=True)
+    ranked = jnp.take_along_axis(whole, order, axis=1)
+    top_k = jnp.where(rows.top_k == 0, vocab_size, jnp.minimum(rows.top_k, vocab_size))
+    weight, before, limit = nucleus_sums(
+        ranked, rows.temperature, top_k, rows.top_p, backend=recipe.backend
+    )
+    rank = jnp.arange(vocab_size, dtype=jnp.int32)[None, :]
+    in_nucleus = (before < limit[:, None]) | (rows.top_p >= 1)[:, None]
+    kept = (rank < top_k[:, None]) & in_nucleus & (weight >= rows.min_p[:, None])
+    kept = kept | (rank == 0)
+    row_ids = jnp.arange(logits.shape[0])[:, None]
+    by_token = jnp.zeros(whole.shape, bool).at[row_ids, order].set(kept, unique_indices=True)
+    start = lax.axis_index(TP_AXIS) * width
+    return lax.dynamic_slice_in_dim(by_token, start, width, axis=1)
+
+
+def _best_over_ranks(values, ids):
+    """The largest of the ranks' values and its id; the lowest rank wins a tie."""
+    all_values = gather_columns(values[:, None], TP_AXIS)
+    all_ids = gather_columns(ids[:, None], TP_AXIS)
+    winner = jnp.argmax(all_values, axis=1)[:, None]
+    return jnp.take_along_axis(all_ids, winner, axis=1)[:, 0]
+
+
+def _most_likely(logits, first, count: int):
+    """The largest logits of all ranks and their token ids; equal ones in order of id."""
+    if count == 0:
+        return logits[:, :0], jnp.zeros((logits.shape[0], 0), jnp.int32)
+    values, ids = lax.top_k(logits, count)
+    values, picks = lax.top_k(gather_columns(values, TP_AXIS), count)
+    ids = gather_columns(first + ids, TP_AXIS)
+    return values, jnp.take_along_axis(ids, picks, axis=1).astype(jnp.int32)
+
+
+def choose(
+    recipe: Recipe,
+    logits: Float32[Array, "B v"],
+    rows: SamplingRows,
+    positions: Int32[Array, " B"],
+    *,
+    num_top: int,
+    with_filters: bool,
+) -> Choice:
+    """Choose the token at `positions` of each row, inside `shard_map`.
+
+    Args:
+        recipe: The model, the profile and the mesh.
+        logits: This rank's share; -inf past the vocabulary.
+        rows: Sampling parameters.
+        positions: Absolute position of the token being chosen.
+        num_top: How many of the most likely tokens to report.
+        with_filters: Whether some row has a top-k, top-p or min-p. Rows without one have the same
+            bits either way.
+
+    Numerics:
+        Log-probabilities are of the logits as they are: temperature 1, before any filter. Kernels
+        do the arithmetic; gathers, comparisons, sorts and argmax are exact.
+    """
+    backend = recipe.backend
+    first = lax.axis_index(TP_AXIS) * logits.shape[1]
+    maxima, sums = block_stats(logits, vocab_block=recipe.profile.vocab_block, backend=backend)
+    lse = log_sum_exp(
+        gather_columns(maxima, TP_AXIS), gather_columns(sums, TP_AXIS), backend=backend
+    )
+
+    key = noise.row_key(rows.seed_low, rows.seed_high, rows.sample_idx, positions)
+    scores = gumbel_scores(logits, rows.temperature, key, first_token_id=first, backend=backend)
+    if with_filters:
+        scores = jnp.where(_kept_tokens(recipe, logits, rows), scores, -jnp.inf)
+    local_id = jnp.argmax(scores, axis=1).astype(jnp.int32)
+    best = jnp.take_along_axis(scores, local_id[:, None], axis=1)[:, 0]
+    token_ids = _best_over_ranks(best, first + local_id)
+
+    local = token_ids - first
+    owned = jnp.take_along_axis(
+        logits, jnp.clip(local, 0, logits.shape[1] - 1)[:, None], axis=1
+    )
+    owner = token_ids // logits.shape[1]
+    chosen = jnp.take_along_axis(gather_columns(owned, TP_AXIS), owner[:, None], axis=1)
+
+    top_values, top_ids = _most_likely(logits, first, num_top)
+    logprobs = log_probs(jnp.concatenate([chosen, top_values], axis=1), lse, backend=backend)
+    return Choice(
+        token_ids=token_ids,
+        logprobs=logprobs[:, 0],
+        top_ids=top_ids,
+        top_logprobs=logprobs[:, 1:],
+    )
