@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Eight virtual CPU devices, strict promotion, and skips that a GPU runner may not take."""
+
+import os
+
+import jax
+import pytest
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def _num_gpus() -> int:
+    try:
+        return len(jax.devices("gpu"))
+    except RuntimeError:
+        return 0
+
+
+def pytest_collection_modifyitems(config, items):
+    """Skip GPU tests where there are too few GPUs; fail them there if DETJAX_NO_SKIP=1."""
+    must_run = os.environ.get("DETJAX_NO_SKIP") == "1"
+    for item in items:
+        marker = item.get_closest_marker("gpus")
+        needed = marker.args[0] if marker else int(item.get_closest_marker("gpu") is not None)
+        if needed and not must_run and needed > _num_gpus():
+            reason = f"needs {needed} Hopper GPU(s), {_num_gpus()} here"
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """Turn a skip into a failure under DETJAX_NO_SKIP=1: a skipped proof is a false green."""
+    report = yield
+    if os.environ.get("DETJAX_NO_SKIP") == "1" and report.skipped and not hasattr(report, "wasxfail"):
+        report.outcome = "failed"
+        report.longrepr = f"skipped under DETJAX_NO_SKIP=1: {report.longrepr}"
+    return report
