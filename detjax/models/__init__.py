@@ -1,1 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
+"""One functional decoder, the families it covers, and their weights, tables and tokenizers."""

@@ -1,1 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Every operation that rounds a float, one folder each."""

@@ -9,6 +9,7 @@ its surroundings and fused with them.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,11 +46,16 @@ def run_blocks(
     grid: Sequence[int],
     out_shape: jax.ShapeDtypeStruct | Sequence[jax.ShapeDtypeStruct],
     out_specs: pl.BlockSpec | Sequence[pl.BlockSpec],
-) -> jax.Array | list[jax.Array]:
+) -> Any:
     """Run `body` once for each point of `grid`, last axis fastest.
+
+    Callers are jitted, so a kernel that a model calls once a layer is traced and lowered once.
 
     The body gets every operand whole and reads its own blocks with `pl.ds`: a block handed in by
     the interpreter would be written back each time, which copies weights and cache.
+
+    Returns:
+        An array, or one array for each of several `out_shape`s.
     """
     # SHAPE: the bound is hidden from the compiler, see the module's docstring.
     hidden = lax.optimization_barrier(jnp.int32(grid[0]))

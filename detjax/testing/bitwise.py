@@ -9,8 +9,11 @@ def raw_bits(x) -> np.ndarray:
     array = np.asarray(x)
     if array.dtype == bool:
         return array.astype(np.uint8)
-    return np.ascontiguousarray(array).reshape(-1).view(f"u{array.dtype.itemsize}").reshape(
-        array.shape
+    return (
+        np.ascontiguousarray(array)
+        .reshape(-1)
+        .view(f"u{array.dtype.itemsize}")
+        .reshape(array.shape)
     )
 
 
@@ -27,9 +30,7 @@ def assert_bitwise_equal(actual, expected, *, claim: str) -> None:
     """
     a, b = np.asarray(actual), np.asarray(expected)
     if a.dtype != b.dtype or a.shape != b.shape:
-        raise AssertionError(
-            f"{claim}\n{a.dtype}{list(a.shape)} is not {b.dtype}{list(b.shape)}"
-        )
+        raise AssertionError(f"{claim}\n{a.dtype}{list(a.shape)} is not {b.dtype}{list(b.shape)}")
     bits_a, bits_b = raw_bits(a), raw_bits(b)
     different = bits_a != bits_b
     if not different.any():

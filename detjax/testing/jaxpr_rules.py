@@ -13,8 +13,8 @@ MOVES_BITS = frozenset(
         "clamp", "concatenate", "convert_element_type", "copy", "dynamic_slice",
         "dynamic_update_slice", "eq", "gather", "ge", "gt", "iota", "is_finite", "le", "lt", "max",
         "min", "ne", "optimization_barrier", "pad", "ppermute", "reduce_max", "reduce_min",
-        "reshape", "rev", "scatter", "select_n", "slice", "sort", "split", "squeeze", "stop_gradient",
-        "top_k", "transpose",
+        "reshape", "rev", "scatter", "select_n", "slice", "sort", "split", "squeeze",
+        "stop_gradient", "top_k", "transpose",
     }
 )  # fmt: skip
 """Primitives that may take floats outside a kernel: copies, comparisons and exact widening."""

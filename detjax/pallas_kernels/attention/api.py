@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Causal attention of new tokens over the paged cache: prefill, decode and verify in one."""
 
+import jax.numpy as jnp
+
 from detjax.array_types import Activation, Array, Int32
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.attention import portable
@@ -55,9 +57,11 @@ def attention(
             f"a page of {pages.shape[4]} tokens must be one block of {profile.attention_block=}"
         )
     if q.shape[2] % pages.shape[3]:
-        raise ValueError(f"{q.shape[2]} query heads must be a multiple of {pages.shape[3]} kv heads")
+        raise ValueError(
+            f"{q.shape[2]} query heads must be a multiple of {pages.shape[3]} kv heads"
+        )
     if backend is not Backend.PORTABLE:
         refuse("attention", backend)
     return portable.attention(
-        q, pages, page_table, positions, layer=layer, window=window, profile=profile
+        q, pages, page_table, positions, jnp.int32(layer), window=window, profile=profile
     )

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention over the paged cache, on tiles of 16 query rows of one key/value head."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,8 +40,9 @@ def _empty(channels: int):
     )
 
 
+@partial(jax.jit, static_argnames=("window", "profile"))
 def attention(
-    q, pages, page_table, positions, *, layer: int, window: int | None, profile: NumericsProfile
+    q, pages, page_table, positions, layer, *, window: int | None, profile: NumericsProfile
 ) -> jax.Array:
     """See `api.attention`."""
     batch, query_len, num_heads, channels = q.shape
@@ -55,7 +58,7 @@ def attention(
     pad = rows.shape[1] - row_positions.shape[1]
     row_positions = jnp.pad(row_positions, ((0, 0), (0, pad)), constant_values=-1)
 
-    def body(q_ref, pages_ref, table_ref, positions_ref, out_ref):
+    def body(q_ref, pages_ref, table_ref, positions_ref, layer_ref, out_ref):
         seq, head = pl.program_id(0) // kv_heads, pl.program_id(0) % kv_heads
         tile = pl.ds(pl.program_id(1) * ROWS, ROWS)
         query = q_ref[pl.program_id(0), tile, :].astype(jnp.float32)  # [16, C]
@@ -69,7 +72,7 @@ def attention(
 
         def softmax_step(i, state):
             m, weight_sum, out = state
-            page = table_ref[seq, i]
+            page, layer = table_ref[seq, i], layer_ref[0]
             k = pages_ref[layer, page, 0, head, :, :].astype(jnp.float32)  # [P, C]
             v = pages_ref[layer, page, 1, head, :, :].astype(jnp.float32)  # [P, C]
             key_pos = i * block + lax.broadcasted_iota(jnp.int32, (1, block), 1)
@@ -87,9 +90,7 @@ def attention(
             weights = jnp.exp2(scores - new_m)
             decay = jnp.exp2(m - new_m)
             # ROUND: weights to the compute dtype for the product; their sum is not rounded.
-            product = jnp.dot(
-                round_to(weights, q_ref.dtype), v, precision=lax.Precision.HIGHEST
-            )
+            product = jnp.dot(round_to(weights, q_ref.dtype), v, precision=lax.Precision.HIGHEST)
             new = (
                 new_m,
                 weight_sum * decay + jnp.sum(weights, axis=1, keepdims=True),
@@ -117,6 +118,7 @@ def attention(
         pages,
         page_table,
         row_positions,
+        layer.reshape(1),
         name="attention",
         grid=(batch * kv_heads, rows.shape[1] // ROWS),
         out_shape=jax.ShapeDtypeStruct(rows.shape, q.dtype),

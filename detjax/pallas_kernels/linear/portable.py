@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matrix products in blocks of 16 rows and 64 columns, one leaf of K at a time."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -35,9 +37,7 @@ def _leaf_sum(x_ref, w_ref, rows, cols, start, leaf_len: int) -> jax.Array:
         k = pl.ds(start + i * step, step)
         x = x_ref[rows, k].astype(jnp.float32)  # [16, step]
         w = w_ref[cols, k].astype(jnp.float32)  # [64, step]
-        product = lax.dot_general(
-            x, w, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST
-        )
+        product = lax.dot_general(x, w, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST)
         return total + product
 
     return lax.fori_loop(0, leaf_len // step, add_step, jnp.zeros((ROWS, COLS), jnp.float32))
@@ -47,6 +47,7 @@ def _block(row_block, col_block):
     return pl.ds(row_block * ROWS, ROWS), pl.ds(col_block * COLS, COLS)
 
 
+@partial(jax.jit, static_argnames=("out_dtype",))
 def linear(x, w, bias, *, out_dtype: jnp.dtype) -> jax.Array:
     """See `api.linear`."""
     num_rows, k_len = x.shape
@@ -94,6 +95,7 @@ def linear_leaves(x, w, *, reduction: Reduction) -> jax.Array:
     )
 
 
+@partial(jax.jit, static_argnames=("reduction",))
 def linear_partial(x, w, *, reduction: Reduction) -> jax.Array:
     """See `api.linear_partial`."""
     num_rows, num_cols = x.shape[0], w.shape[0]
@@ -118,6 +120,7 @@ def linear_partial(x, w, *, reduction: Reduction) -> jax.Array:
     return out[:num_rows, :num_cols]
 
 
+@jax.jit
 def add_partials(a, b) -> jax.Array:
     """See `api.add_partials`."""
     num_rows, width = a.shape

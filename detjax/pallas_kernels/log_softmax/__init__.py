@@ -1,1 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Log-softmax over a vocabulary that may be split over ranks."""

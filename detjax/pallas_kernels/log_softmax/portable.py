@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log-sum-exp over fixed blocks of the vocabulary, added as a tree."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -8,6 +10,7 @@ from jax.experimental import pallas as pl
 from detjax.pallas_kernels.fixed_blocks import COLS, ROWS, num_blocks, pad_axis, run_blocks
 
 
+@partial(jax.jit, static_argnames=("vocab_block",))
 def block_stats(logits, *, vocab_block: int) -> tuple[jax.Array, jax.Array]:
     """See `api.block_stats`."""
     num_rows, width = logits.shape
@@ -37,6 +40,7 @@ def block_stats(logits, *, vocab_block: int) -> tuple[jax.Array, jax.Array]:
     return maxima[:num_rows], sums[:num_rows]
 
 
+@jax.jit
 def log_sum_exp(maxima, sums) -> jax.Array:
     """See `api.log_sum_exp`."""
     num_rows, blocks = maxima.shape
@@ -84,6 +88,7 @@ def log_sum_exp(maxima, sums) -> jax.Array:
     return out[:num_rows, 0]
 
 
+@jax.jit
 def subtract_rows(logits, lse) -> jax.Array:
     """See `api.log_probs`."""
     num_rows, width = logits.shape

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """RMSNorm on blocks of 16 whole rows."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -15,9 +17,10 @@ def _normalise(v: jax.Array, gain: jax.Array, eps: float) -> jax.Array:
     # ORDER: one fixed-shape row sum; rsqrt, not 1/sqrt.
     """
     mean_square = jnp.sum(v * v, axis=1, keepdims=True) / v.shape[1]
-    return v * lax.rsqrt(mean_square + eps) * gain.astype(jnp.float32)
+    return v * lax.rsqrt(mean_square + eps) * gain.astype(jnp.float32)[None, :]
 
 
+@partial(jax.jit, static_argnames=("eps",))
 def rms_norm(x, gain, *, eps: float) -> jax.Array:
     """See `api.rms_norm`."""
     num_rows, width = x.shape
@@ -39,6 +42,7 @@ def rms_norm(x, gain, *, eps: float) -> jax.Array:
     return out[:num_rows]
 
 
+@partial(jax.jit, static_argnames=("eps",))
 def add_rms_norm(partial, residual, bias, gain, *, eps: float) -> tuple[jax.Array, jax.Array]:
     """See `api.add_rms_norm`."""
     num_rows, width = residual.shape

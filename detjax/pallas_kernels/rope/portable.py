@@ -8,6 +8,7 @@ from jax.experimental import pallas as pl
 from detjax.pallas_kernels.fixed_blocks import ROWS, pad_axis, run_blocks
 
 
+@jax.jit
 def rope(x, cos, sin) -> jax.Array:
     """See `api.rope`."""
     num_rows, num_heads, channels = x.shape

@@ -14,6 +14,7 @@ def _row_block():
     return pl.ds(pl.program_id(0) * ROWS, ROWS)
 
 
+@jax.jit
 def gumbel_scores(logits, temperature, key, *, first_token_id) -> jax.Array:
     """See `api.gumbel_scores`."""
     num_rows, width = logits.shape
@@ -45,6 +46,7 @@ def gumbel_scores(logits, temperature, key, *, first_token_id) -> jax.Array:
     return out[:num_rows, :width]
 
 
+@jax.jit
 def nucleus_sums(sorted_logits, temperature, top_k, top_p):
     """See `api.nucleus_sums`."""
     num_rows, width = sorted_logits.shape

@@ -8,6 +8,7 @@ from jax.experimental import pallas as pl
 from detjax.pallas_kernels.fixed_blocks import COLS, ROWS, pad_axis, run_blocks
 
 
+@jax.jit
 def swiglu(gate, up) -> jax.Array:
     """See `api.swiglu`."""
     num_rows, width = gate.shape

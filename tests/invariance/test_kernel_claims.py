@@ -1,0 +1,520 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every claim in a kernel's docstring, on the portable backend.
+
+A case builds a function of rows; each claim is a way of calling it that must not matter. One test
+requires that every `Claims:` line in the package has its cases here.
+"""
+
+import functools
+import importlib
+import inspect
+import pkgutil
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import detjax.pallas_kernels
+import detjax.parallel.collectives
+from detjax.numerics import NumericsProfile, Reduction, tree_reduction
+from detjax.pallas_kernels.attention.api import attention
+from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.embedding.api import embed
+from detjax.pallas_kernels.linear.api import add_partials, linear, linear_partial
+from detjax.pallas_kernels.log_softmax.api import block_stats, log_probs, log_sum_exp
+from detjax.pallas_kernels.rms_norm.api import add_rms_norm, rms_norm
+from detjax.pallas_kernels.rope.api import rope
+from detjax.pallas_kernels.sampling.api import gumbel_scores, nucleus_sums
+from detjax.pallas_kernels.swiglu.api import swiglu
+from detjax.parallel.collectives import butterfly_sum
+from detjax.parallel.mesh import make_mesh
+from detjax.testing import (
+    assert_bitwise_equal,
+    assert_order_sensitive,
+    count_different_bits,
+    wide,
+)
+
+ON = {"backend": Backend.PORTABLE}
+M, K, N, C = 37, 192, 130, 16
+PROFILE = NumericsProfile()
+ROW_COUNTS = (1, 2, 5, 15, 16, 17, 33)
+
+
+def bf16(rng, *shape) -> jax.Array:
+    return jnp.asarray(wide(rng, shape, 0.7), jnp.bfloat16)
+
+
+def f32(rng, *shape) -> jax.Array:
+    return jnp.asarray(wide(rng, shape, 0.7))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A kernel as a function of its row operands; anything else is closed over."""
+
+    kernel: Callable
+    call: Callable
+    rows: tuple
+    slices: Callable | None = None
+    """(rank, number of ranks) -> (call on that share, how to cut the whole result alike)."""
+
+
+def _columns(num_ranks, rank, width):
+    return slice(rank * width // num_ranks, (rank + 1) * width // num_ranks)
+
+
+def _cases() -> dict[str, Case]:
+    rng = np.random.default_rng(7)
+    w, bias, gain = bf16(rng, N, K), bf16(rng, N), bf16(rng, K)
+    cos, sin = f32(rng, M, C // 2), f32(rng, M, C // 2)
+    table = bf16(rng, 50, 64)
+    gate, up = bf16(rng, M, 512), bf16(rng, M, 512)
+    logits = f32(rng, M, 1024)
+    temperature = jnp.asarray(np.where(np.arange(M) % 3 == 0, 0.0, 0.7), jnp.float32)
+    key = tuple(jnp.asarray(rng.integers(0, 2**32, M), jnp.uint32) for _ in range(2))
+    ranked = jnp.sort(logits, axis=1, descending=True)
+    top_k = jnp.asarray(rng.integers(1, 1024, M), jnp.int32)
+    top_p = jnp.asarray(rng.uniform(0.1, 1, M), jnp.float32)
+    maxima, sums = (jnp.abs(f32(rng, M, 24)) for _ in range(2))
+    leaf = tree_reduction(K, PROFILE)
+    wide_w = bf16(rng, N, 8 * 32)
+    eight = tree_reduction(8 * 32, PROFILE)
+    pages = bf16(rng, 2, 9, 2, 2, 128, C)
+    pages_of = jnp.asarray([[3, 0, 7], [1, 8, 2]], jnp.int32)
+    q_positions = jnp.asarray(rng.integers(0, 3 * 128, M), jnp.int32)
+
+    def attend(q, positions, *, heads=slice(None)):
+        out = attention(
+            q[None], pages[:, :, :, heads], pages_of[:1], positions[None], layer=1, window=None,
+            profile=PROFILE, **ON,
+        )  # fmt: skip
+        return out[0]
+
+    def share_of_linear(rank, ranks):
+        cols = _columns(ranks, rank, 128)
+        return lambda x: linear(x, w[cols], bias[cols], out_dtype=x.dtype, **ON), cols
+
+    def share_of(fn, operands, width):
+        def share(rank, ranks):
+            cols = _columns(ranks, rank, width)
+            return lambda *_: fn(*(x[:, cols] for x in operands), **ON), cols
+
+        return share
+
+    def noise_share(rank, ranks):
+        cols = _columns(ranks, rank, 1024)
+        call = lambda x, t, a, b: gumbel_scores(  # noqa: E731
+            x[:, cols], t, (a, b), first_token_id=cols.start, **ON
+        )
+        return call, cols
+
+    def heads_share(width):
+        def share(rank, ranks):
+            heads = _columns(ranks, rank, width)
+            return lambda x, c, s: rope(x[:, heads], c, s, **ON), heads
+
+        return share
+
+    def attention_share(rank, ranks):
+        first = rank * 2 // ranks
+        q_heads, kv_heads = _columns(ranks, rank, 8), slice(first, first + 1)
+        return lambda q, p: attend(q[:, q_heads], p, heads=kv_heads), q_heads
+
+    return {
+        "linear": Case(
+            kernel=linear,
+            call=lambda x: linear(x, w, bias, out_dtype=x.dtype, **ON),
+            rows=(bf16(rng, M, K),),
+        ),
+        "linear_partial": Case(
+            kernel=linear_partial,
+            call=lambda x: linear_partial(x, w, reduction=leaf, **ON),
+            rows=(bf16(rng, M, K),),
+        ),
+        "add_partials": Case(
+            kernel=add_partials,
+            call=lambda a, b: add_partials(a, b, **ON),
+            rows=(f32(rng, M, 512), f32(rng, M, 512)),
+            slices=lambda rank, ranks: (
+                lambda a, b: add_partials(
+                    *(x[:, _columns(ranks, rank, 512)] for x in (a, b)), **ON
+                ),
+                _columns(ranks, rank, 512),
+            ),
+        ),
+        "rms_norm": Case(
+            kernel=rms_norm,
+            call=lambda x: rms_norm(x, gain, eps=1e-5, **ON),
+            rows=(bf16(rng, M, K),),
+        ),
+        "add_rms_norm": Case(
+            kernel=add_rms_norm,
+            call=lambda p, r: jnp.stack(add_rms_norm(p, r, gain, gain, eps=1e-5, **ON), axis=1),
+            rows=(f32(rng, M, K), bf16(rng, M, K)),
+        ),
+        "rope": Case(
+            kernel=rope,
+            call=lambda x, c, s: rope(x, c, s, **ON),
+            rows=(bf16(rng, M, 8, C), cos, sin),
+            slices=heads_share(8),
+        ),
+        "swiglu": Case(
+            kernel=swiglu,
+            call=lambda g, u: swiglu(g, u, **ON),
+            rows=(gate, up),
+            slices=lambda rank, ranks: (
+                lambda g, u: swiglu(*(x[:, _columns(ranks, rank, 512)] for x in (g, u)), **ON),
+                _columns(ranks, rank, 512),
+            ),
+        ),
+        "embed": Case(
+            kernel=embed,
+            call=lambda i: embed(table, i, out_dtype=jnp.dtype(jnp.float32), **ON),
+            rows=(jnp.asarray(rng.integers(0, 50, M), jnp.int32),),
+            slices=lambda rank, ranks: (
+                lambda i: embed(
+                    table[:, _columns(ranks, rank, 64)], i, out_dtype=jnp.dtype(jnp.float32), **ON
+                ),
+                _columns(ranks, rank, 64),
+            ),
+        ),
+        "attention": Case(
+            kernel=attention,
+            call=attend,
+            rows=(bf16(rng, M, 8, C), q_positions),
+            slices=attention_share,
+        ),
+        "block_stats": Case(
+            kernel=block_stats,
+            call=lambda x: jnp.stack(block_stats(x, vocab_block=128, **ON), axis=-1),
+            rows=(logits,),
+            slices=lambda rank, ranks: (
+                lambda x: jnp.stack(
+                    block_stats(x[:, _columns(ranks, rank, 1024)], vocab_block=128, **ON), axis=-1
+                ),
+                _columns(ranks, rank, 8),
+            ),
+        ),
+        "log_sum_exp": Case(
+            kernel=log_sum_exp,
+            call=lambda m, s: log_sum_exp(m, s, **ON),
+            rows=(maxima, sums),
+            # What a mesh changes is how many blocks of padding follow.
+            slices=lambda rank, ranks: (
+                lambda m, s: log_sum_exp(
+                    jnp.pad(m, ((0, 0), (0, 100 * rank)), constant_values=-jnp.inf),
+                    jnp.pad(s, ((0, 0), (0, 100 * rank))),
+                    **ON,
+                ),
+                slice(None),
+            ),
+        ),
+        "log_probs": Case(
+            kernel=log_probs,
+            call=lambda x, s: log_probs(x, s, **ON),
+            rows=(logits, f32(rng, M)),
+            slices=lambda rank, ranks: (
+                lambda x, s: log_probs(x[:, _columns(ranks, rank, 1024)], s, **ON),
+                _columns(ranks, rank, 1024),
+            ),
+        ),
+        "gumbel_scores": Case(
+            kernel=gumbel_scores,
+            call=lambda x, t, a, b: gumbel_scores(x, t, (a, b), first_token_id=0, **ON),
+            rows=(logits, temperature, *key),
+            slices=noise_share,
+        ),
+        "nucleus_sums": Case(
+            kernel=nucleus_sums,
+            call=lambda x, t, k, p: jnp.concatenate(
+                [y if y.ndim == 2 else y[:, None] for y in nucleus_sums(x, t, k, p, **ON)], axis=1
+            ),
+            rows=(ranked, temperature, top_k, top_p),
+            # Every rank sorts the whole gathered row: nothing is cut.
+            slices=lambda rank, ranks: (
+                lambda *rows: _cases_cache()["nucleus_sums"].call(*rows),
+                slice(None),
+            ),
+        ),
+        "butterfly_sum": Case(
+            kernel=butterfly_sum,
+            call=lambda x: _butterfly(x, wide_w, eight, tp=4),
+            rows=(bf16(rng, M, 8 * 32),),
+        ),
+    }
+
+
+_CACHE: dict[str, Case] = {}
+
+
+def _cases_cache() -> dict[str, Case]:
+    if not _CACHE:
+        _CACHE.update(_cases())
+    return _CACHE
+
+
+def _butterfly(x, w, reduction: Reduction, *, tp: int) -> jax.Array:
+    def rank(x, w):
+        partial = linear_partial(x, w, reduction=reduction, **ON)
+        return butterfly_sum(partial, "tp", tp, **ON)
+
+    return jax.shard_map(
+        rank,
+        mesh=make_mesh(1, tp),
+        in_specs=(P(None, "tp"), P(None, "tp")),
+        out_specs=P(),
+        check_vma=False,
+    )(x, w)
+
+
+def _run(call, rows) -> np.ndarray:
+    """Compile anew, so that nothing is shared with another call."""
+    return np.asarray(jax.jit(lambda *a: call(*a))(*rows))
+
+
+NAMES = tuple(_cases_cache())
+
+
+@functools.cache
+def whole(name: str) -> np.ndarray:
+    """A case on all its rows, computed once."""
+    case = _cases_cache()[name]
+    return _run(case.call, case.rows)
+
+
+@pytest.mark.invariance
+@pytest.mark.parametrize("name", NAMES)
+def test_kernel_is_bitwise_run_invariant(name):
+    case = _cases_cache()[name]
+    again = _run(case.call, case.rows)
+    assert_bitwise_equal(again, whole(name), claim=f"{name}: compiled again, same bits")
+
+
+@pytest.mark.invariance
+@pytest.mark.parametrize("name", NAMES)
+def test_kernel_is_bitwise_batch_invariant(name):
+    case = _cases_cache()[name]
+    for count in ROW_COUNTS:
+        got = _run(case.call, [x[:count] for x in case.rows])
+        assert_bitwise_equal(got, whole(name)[:count], claim=f"{name}: the first {count} rows")
+    order = np.random.default_rng(1).permutation(M)
+    got = _run(case.call, [x[order] for x in case.rows])
+    assert_bitwise_equal(got, whole(name)[order], claim=f"{name}: rows in another order")
+    for position in (0, 16, 36):  # row 20 among extreme neighbours
+        loud = [_extreme(x).at[position].set(x[20]) for x in case.rows]
+        got = _run(case.call, loud)[position]
+        assert_bitwise_equal(got, whole(name)[20], claim=f"{name}: loud neighbours, {position}")
+
+
+def _extreme(x: jax.Array) -> jax.Array:
+    """Neighbours of huge and tiny magnitude; integers stay valid indices."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    factor = jnp.where(jnp.arange(x.shape[0]) % 2 == 0, 1e4, 1e-20).astype(x.dtype)
+    return x * factor.reshape((-1,) + (1,) * (x.ndim - 1))
+
+
+@pytest.mark.invariance
+@pytest.mark.parametrize("name", NAMES)
+def test_kernel_is_bitwise_path_consistent(name):
+    """One row inside another program, fused with whatever the compiler likes around it."""
+    case = _cases_cache()[name]
+
+    def surrounded(one, rows):
+        scaled = [x * one.astype(x.dtype) for x in rows]
+        return case.call(*scaled) * one.astype(whole(name).dtype)
+
+    for row in (0, 9, 36):
+        rows = [x[row : row + 1] for x in case.rows]
+        got = np.asarray(jax.jit(surrounded)(jnp.float32(1), rows))
+        assert_bitwise_equal(got, whole(name)[row : row + 1], claim=f"{name}: row {row} alone")
+
+
+@pytest.mark.invariance
+@pytest.mark.parametrize("name", [n for n in NAMES if _cases_cache()[n].slices])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_kernel_is_bitwise_mesh_invariant(name, ranks):
+    case = _cases_cache()[name]
+    if name == "attention" and ranks == 8:
+        ranks = 4  # 8 ranks of one query head each read a slot as 4 do
+    for rank in range(ranks):
+        call, cols = case.slices(rank, ranks)
+        got = _run(call, case.rows)
+        want = whole(name)[:, cols] if whole(name).ndim > 1 else whole(name)
+        assert_bitwise_equal(got, want, claim=f"{name}: rank {rank} of {ranks}")
+
+
+K_LENGTHS = (172, 6144, 11008, 14336, 25600)
+
+
+@pytest.mark.invariance
+@pytest.mark.parametrize("k_len", K_LENGTHS)
+def test_linear_partial_is_bitwise_mesh_invariant(k_len):
+    rng = np.random.default_rng(k_len)
+    x, w = bf16(rng, 3, k_len), bf16(rng, 24, k_len)
+    assert_order_sensitive(np.asarray(x[0], np.float32) * np.asarray(w, np.float32))
+    reduction = tree_reduction(k_len, PROFILE)
+    one = _run(lambda x, w: linear_partial(x, w, reduction=reduction, **ON), (x, w))
+    tp = 2
+    while tp <= reduction.num_leaves:
+        shares = [
+            _run(
+                lambda x, w: linear_partial(x, w, reduction=reduction, **ON),
+                (x[:, _columns(tp, r, k_len)], w[:, _columns(tp, r, k_len)]),
+            )
+            for r in range(tp)
+        ]
+        while len(shares) > 1:
+            shares = [a + b for a, b in zip(shares[0::2], shares[1::2], strict=True)]
+        assert_bitwise_equal(shares[0], one, claim=f"K={k_len} over {tp} ranks")
+        tp *= 2
+
+
+@pytest.mark.invariance
+@pytest.mark.parametrize("tp", [2, 4, 8])
+def test_butterfly_sum_is_bitwise_mesh_invariant(tp):
+    rng = np.random.default_rng(tp)
+    x, w = bf16(rng, 5, 8 * 48), bf16(rng, 70, 8 * 48)
+    reduction = tree_reduction(8 * 48, PROFILE)
+    assert_order_sensitive(np.asarray(x[0], np.float32) * np.asarray(w, np.float32))
+    one = _run(lambda x, w: linear_partial(x, w, reduction=reduction, **ON), (x, w))
+    got = _run(lambda x, w: _butterfly(x, w, reduction, tp=tp), (x, w))
+    assert_bitwise_equal(got, one, claim=f"tp={tp} has the bits of tp=1")
+
+
+@pytest.mark.control
+def test_control_psum_is_not_mesh_invariant():
+    rng = np.random.default_rng(0)
+    x, w = bf16(rng, 64, 8 * 48), bf16(rng, 256, 8 * 48)
+
+    def naive(tp):
+        def rank(x, w):
+            part = jnp.dot(x, w.T, preferred_element_type=jnp.float32)
+            return jax.lax.psum(part, "tp")
+
+        specs = (P(None, "tp"), P(None, "tp"))
+        mesh = make_mesh(1, tp)
+        return _run(
+            lambda x, w: jax.shard_map(rank, mesh=mesh, in_specs=specs, out_specs=P())(x, w), (x, w)
+        )
+
+    assert count_different_bits(naive(1), naive(8)) > 0
+
+
+@pytest.mark.control
+def test_control_jnp_dot_is_not_batch_invariant():
+    x, w = (jnp.asarray(wide(np.random.default_rng(i), (70, 256))) for i in range(2))
+    whole = _run(lambda x: jnp.dot(x, w.T), (x,))
+    changed = [m for m in range(1, 70) if count_different_bits(
+        _run(lambda x: jnp.dot(x, w.T), (x[:m],)), whole[:m])]  # fmt: skip
+    assert changed
+
+
+@pytest.mark.control
+def test_control_xla_softmax_and_norm_are_not_batch_invariant():
+    x = jnp.asarray(wide(np.random.default_rng(0), (70, 250)))
+    functions = {
+        "softmax": lambda x: jax.nn.softmax(x, axis=1),
+        "rms_norm": lambda x: x * jax.lax.rsqrt(jnp.mean(x * x, axis=1, keepdims=True) + 1e-5),
+    }
+    for name, fn in functions.items():
+        whole = _run(fn, (x,))
+        changed = [m for m in (1, 2, 3, 7, 8, 15) if count_different_bits(
+            _run(fn, (x[:m],)), whole[:m])]  # fmt: skip
+        assert changed, name
+
+
+@pytest.mark.invariance
+def test_attention_is_bitwise_schedule_invariant():
+    """Chunks of any size, pages anywhere, and NaN in what is not written yet."""
+    rng = np.random.default_rng(3)
+    length, heads = 700, 4
+    q, k, v = (bf16(rng, length, n, C) for n in (heads, 2, 2))
+    assert_order_sensitive(np.asarray(q[-1, 0], np.float32) * np.asarray(k[:, 0], np.float32))
+
+    def pages_with(written, placement):
+        pages = np.full((1, 8, 2, 2, 128, C), np.nan, jnp.bfloat16)
+        for pos in range(written):
+            pages[0, placement[pos // 128], :, :, pos % 128] = np.stack([k[pos], v[pos]])
+        return jnp.asarray(pages)
+
+    def attend(low, high, placement):
+        positions = jnp.arange(low, high, dtype=jnp.int32)[None]
+        table = jnp.asarray(placement, jnp.int32)[None]
+        return np.asarray(
+            attention(
+                q[None, low:high], pages_with(high, placement), table, positions, layer=0,
+                window=None, profile=PROFILE, **ON,
+            )
+        )[0]  # fmt: skip
+
+    forwards, backwards = list(range(6)), [7, 2, 5, 0, 3, 1]
+    whole = attend(0, length, forwards)
+    assert np.isfinite(whole.astype(np.float32)).all()
+    for low, high in ((0, 1), (127, 128), (128, 129), (511, 513), (0, 512), (37, 74), (512, 700)):
+        got = attend(low, high, backwards)
+        assert_bitwise_equal(got, whole[low:high], claim=f"queries {low} to {high} in one chunk")
+
+
+@pytest.mark.control
+def test_control_split_length_changes_attention():
+    """The probe depends on order: another split length has other bits."""
+    rng = np.random.default_rng(4)
+    q, pages = bf16(rng, 1, 4, 4, C), bf16(rng, 1, 8, 2, 2, 128, C)
+    positions = jnp.asarray([[600, 700, 900, 1000]], jnp.int32)
+    table = jnp.arange(8, dtype=jnp.int32)[None]
+
+    def attend(split):
+        profile = NumericsProfile(attention_split=split, compute_dtype="bfloat16")
+        return np.asarray(
+            attention(
+                q.astype(jnp.float32), pages.astype(jnp.float32), table, positions, layer=0,
+                window=None, profile=profile, **ON,
+            )
+        )  # fmt: skip
+
+    assert count_different_bits(attend(512), attend(128)) > 0
+
+
+def _public_claims():
+    """(function, claims) of every public function that has a `Claims:` line."""
+    modules = [detjax.parallel.collectives]
+    for info in pkgutil.walk_packages(detjax.pallas_kernels.__path__, "detjax.pallas_kernels."):
+        if info.name.endswith(".api"):
+            modules.append(importlib.import_module(info.name))
+    for module in modules:
+        for name, fn in vars(module).items():
+            if inspect.isfunction(fn) and fn.__module__ == module.__name__ and name[0] != "_":
+                doc = re.sub(r"\s+", " ", inspect.getdoc(fn) or "")
+                match = re.search(r"Claims: ([a-z, -]+)\.", doc)
+                yield name, fn, tuple(match[1].split(", ")) if match else ()
+
+
+def test_every_claim_has_its_test():
+    """A kernel may not promise what no case here proves."""
+    proven = {"run-invariant", "batch-invariant", "path-consistent"}
+    missing = []
+    for name, _, claims in _public_claims():
+        for claim in claims:
+            own = f"test_{name}_is_bitwise_{claim.replace('-', '_')}"
+            case = _cases_cache().get(name)
+            has_case = case is not None and (
+                claim in proven or (claim == "mesh-invariant" and case.slices is not None)
+            )
+            if not has_case and own not in globals():
+                missing.append((name, claim))
+    assert not missing
+
+
+def test_every_kernel_states_its_numerics():
+    for name, fn, _ in _public_claims():
+        if name in ("gather_columns",):
+            continue
+        doc = inspect.getdoc(fn) or ""
+        assert "Numerics:" in doc and "Claims:" in doc, name
