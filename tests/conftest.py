@@ -33,7 +33,11 @@ def pytest_collection_modifyitems(config, items):
 def pytest_runtest_makereport(item, call):
     """Turn a skip into a failure under DETJAX_NO_SKIP=1: a skipped proof is a false green."""
     report = yield
-    if os.environ.get("DETJAX_NO_SKIP") == "1" and report.skipped and not hasattr(report, "wasxfail"):
+    if (
+        os.environ.get("DETJAX_NO_SKIP") == "1"
+        and report.skipped
+        and not hasattr(report, "wasxfail")
+    ):
         report.outcome = "failed"
         report.longrepr = f"skipped under DETJAX_NO_SKIP=1: {report.longrepr}"
     return report

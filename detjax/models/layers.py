@@ -5,6 +5,7 @@ No arithmetic of their own: kernels, collectives and indexing.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,17 +37,17 @@ class Recipe:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tokens:
-    """New tokens of a batch, padded to one length.
+    """New tokens of a batch, padded to one length. Leaves are arrays, or what JAX puts for them.
 
     Attributes:
-        ids: Token ids.
-        positions: Absolute position of each; -1 marks padding.
-        page_table: Cache page of each block of a sequence.
+        ids: Token ids, int32 [B, T].
+        positions: Absolute position of each, int32 [B, T]; -1 marks padding.
+        page_table: Cache page of each block of a sequence, int32 [B, n].
     """
 
-    ids: Int32[Array, "B T"]
-    positions: Int32[Array, "B T"]
-    page_table: Int32[Array, "B n"]
+    ids: Any
+    positions: Any
+    page_table: Any
 
 
 def embed_tokens(recipe: Recipe, table, ids: Int32[Array, " M"]) -> Activation[Array, "M D"]:

@@ -331,9 +331,7 @@ class Engine:
                 self._accept(sequence, choice, row, on_token)
         self.stats.decode_s += time.perf_counter() - start
 
-    def _accept(
-        self, sequence: _Sequence, choice: Choice, row: int, on_token: OnToken
-    ) -> None:
+    def _accept(self, sequence: _Sequence, choice: Choice, row: int, on_token: OnToken) -> None:
         """Record a chosen token, tell the caller, and free the slot if it was the last."""
         token_id, logprob = int(choice.token_ids[row]), choice.logprobs[row]
         if np.isnan(logprob):

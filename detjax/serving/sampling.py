@@ -2,13 +2,14 @@
 """From this rank's logits to the next token and its log-probabilities, on the device."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from detjax.array_types import Array, Bool, Float32, Int32, UInt32
+from detjax.array_types import Array, Bool, Float32, Int32
 from detjax.models.layers import Recipe
 from detjax.pallas_kernels.log_softmax.api import block_stats, log_probs, log_sum_exp
 from detjax.pallas_kernels.sampling import noise
@@ -21,15 +22,25 @@ from detjax.serving.request import SamplingParams
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingRows:
-    """Sampling parameters of each row; a row's touch no other row's bits."""
+    """Sampling parameters of each row; a row's touch no other row's bits.
 
-    temperature: Float32[Array | np.ndarray, " B"]
-    top_k: Int32[Array | np.ndarray, " B"]
-    top_p: Float32[Array | np.ndarray, " B"]
-    min_p: Float32[Array | np.ndarray, " B"]
-    seed_low: UInt32[Array | np.ndarray, " B"]
-    seed_high: UInt32[Array | np.ndarray, " B"]
-    sample_idx: UInt32[Array | np.ndarray, " B"]
+    Attributes:
+        temperature: float32 [B]; 0 is greedy.
+        top_k: int32 [B]; 0 keeps all.
+        top_p: float32 [B].
+        min_p: float32 [B].
+        seed_low: uint32 [B].
+        seed_high: uint32 [B].
+        sample_idx: uint32 [B].
+    """
+
+    temperature: Any
+    top_k: Any
+    top_p: Any
+    min_p: Any
+    seed_low: Any
+    seed_high: Any
+    sample_idx: Any
 
     @classmethod
     def pack(cls, rows: list[tuple[SamplingParams, int]]) -> "SamplingRows":
@@ -49,12 +60,19 @@ class SamplingRows:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """The chosen token of each row, its log-probability, and the most likely tokens."""
+    """What was chosen for each row.
 
-    token_ids: Int32[Array, " B"]
-    logprobs: Float32[Array, " B"]
-    top_ids: Int32[Array, "B n"]
-    top_logprobs: Float32[Array, "B n"]
+    Attributes:
+        token_ids: int32 [B].
+        logprobs: float32 [B], of the chosen token.
+        top_ids: int32 [B, n], the most likely tokens, most likely first.
+        top_logprobs: float32 [B, n].
+    """
+
+    token_ids: Any
+    logprobs: Any
+    top_ids: Any
+    top_logprobs: Any
 
 
 def is_filtered(params: SamplingParams) -> bool:
@@ -144,9 +162,7 @@ def choose(
     token_ids = _best_over_ranks(best, first + local_id)
 
     local = token_ids - first
-    owned = jnp.take_along_axis(
-        logits, jnp.clip(local, 0, logits.shape[1] - 1)[:, None], axis=1
-    )
+    owned = jnp.take_along_axis(logits, jnp.clip(local, 0, logits.shape[1] - 1)[:, None], axis=1)
     owner = token_ids // logits.shape[1]
     chosen = jnp.take_along_axis(gather_columns(owned, TP_AXIS), owner[:, None], axis=1)
 

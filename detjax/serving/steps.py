@@ -73,9 +73,7 @@ def step_function(model: LoadedModel, *, num_top: int, with_filters: bool) -> Ca
         last: Int32[Array, " B"] = jnp.argmax(tokens.positions, axis=1).astype(jnp.int32)
         positions = jnp.max(tokens.positions, axis=1) + 1
         logits = local_logits(recipe, params, last_hidden(hidden, last))
-        choice = choose(
-            recipe, logits, rows, positions, num_top=num_top, with_filters=with_filters
-        )
+        choice = choose(recipe, logits, rows, positions, num_top=num_top, with_filters=with_filters)
         return pages, choice
 
     by_row = P(DP_AXIS)

@@ -135,6 +135,11 @@ class Arithmetic:
         """Repeat one value a row over the columns."""
         return lax.broadcast_in_dim(row, shape, [0])
 
+    def choose(self, scalar, if_true, if_false):
+        """`if_true` where a scalar flag is set, else `if_false`, of one value a row."""
+        flags = self.cast(jnp.full(if_true.shape, scalar), self.row_layout)
+        return jnp.where(flags, if_true, if_false)
+
     def key_mask(self, row_positions, first_key):
         """Which of the block's keys each row sees: [rows, BLOCK]."""
         shape = (row_positions.shape[0], BLOCK)

@@ -170,8 +170,8 @@ def prefill(
                         scores = jnp.where(seen, scores, -jnp.inf)
                     if config.has_splits:
                         is_first = lax.rem(j, jnp.int32(per_split)) == 0
-                        m = jnp.where(is_first, math.full(rows, bits.EMPTY_MAX), m)
-                        weight_sum = jnp.where(is_first, math.full(rows, 0.0), weight_sum)
+                        m = math.choose(is_first, math.full(rows, bits.EMPTY_MAX), m)
+                        weight_sum = math.choose(is_first, math.full(rows, 0.0), weight_sum)
                     return math.softmax_step(scores, m, weight_sum, scale)
 
                 def merge_if_first(j, out, m, weight_sum, outer):
@@ -186,8 +186,8 @@ def prefill(
                         outer_smem[...] = math.merge_outputs(outer_smem[...], a, out, b)
 
                     return (
-                        jnp.where(is_first, new_m, outer[0]),
-                        jnp.where(is_first, new_sum, outer[1]),
+                        math.choose(is_first, new_m, outer[0]),
+                        math.choose(is_first, new_sum, outer[1]),
                     )
 
                 def scores_only(j):

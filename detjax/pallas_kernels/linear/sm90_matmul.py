@@ -26,9 +26,9 @@ def _tiled(minor: int, dtype, *, sublanes: int = 8):
     return (plgpu.TilingTransform((sublanes, minor)), plgpu.SwizzleTransform(swizzle))
 
 
-def _span(width: int, dtype) -> int:
+def _span(width: int, dtype, max_bytes: int = 128) -> int:
     """The widest swizzle span, in elements, that divides `width`."""
-    span = 128 // jnp.dtype(dtype).itemsize
+    span = max_bytes // jnp.dtype(dtype).itemsize
     while width % span:
         span //= 2
     return span
@@ -92,8 +92,9 @@ def matmul(
         raise ValueError(f"{tiles=} must divide N={num_out}, because there is a bias")
     if residual is not None and (tiles.is_swapped or tiles.groups > 1):
         raise ValueError("a residual is added in the epilogue of unswapped, unsplit tiles only")
-    chunk = _span(tiles.cols, out_dtype)
-    num_chunks = tiles.cols // chunk
+    chunk = _span(tiles.cols, out_dtype, tiles.out_span)
+    chunks = [(r, c) for r in range(0, tiles.rows, 64) for c in range(0, tiles.cols, chunk)]
+    num_chunks = len(chunks)
     slots = num_chunks if residual is not None else min(2, num_chunks)
 
     x_rows = tiles.cols if tiles.is_swapped else tiles.cta_rows
@@ -191,9 +192,9 @@ def matmul(
                 window = (group, *window) if tiles.groups > 1 else window
                 plgpu.copy_smem_to_gmem(out_tma.at[wg], out_gmem.at[window])
                 return
-            for c in range(num_chunks):
-                slot = c % slots
-                block = total[:, c * chunk : (c + 1) * chunk]
+            for i, (r, c) in enumerate(chunks):
+                slot = i % slots
+                block = total[r : r + 64, c : c + chunk]
                 if residual is None:
                     plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
                 else:
@@ -201,16 +202,16 @@ def matmul(
                     block = kept.astype(jnp.float32) + block
                 out_reg[wg, slot] = block.astype(out_dtype)  # ROUND: once, to the output's dtype
                 plgpu.commit_smem()
-                window = (pl.ds(row, tiles.rows), pl.ds(col + c * chunk, chunk))
+                window = (pl.ds(row + r, 64), pl.ds(col + c, chunk))
                 window = (group, *window) if tiles.groups > 1 else window
                 plgpu.copy_smem_to_gmem(out_tma.at[wg, slot], out_gmem.at[window])
 
         def fetch_residual(row, col):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            for c in range(num_chunks):
+            for i, (r, c) in enumerate(chunks):
                 plgpu.copy_gmem_to_smem(
-                    residual_gmem.at[pl.ds(row, tiles.rows), pl.ds(col + c * chunk, chunk)],
-                    out_tma.at[wg, c],
+                    residual_gmem.at[pl.ds(row + r, 64), pl.ds(col + c, chunk)],
+                    out_tma.at[wg, i],
                     arrived.at[wg],
                 )
 
@@ -305,7 +306,7 @@ def matmul(
         out_block = plgpu.SMEM((tiles.num_wgs, tiles.cols, tiles.rows), out_dtype)
     else:
         out_block = _ragged(
-            (tiles.num_wgs, slots, tiles.rows, chunk), chunk, out_dtype, is_ragged
+            (tiles.num_wgs, slots, 64, chunk), chunk, out_dtype, is_ragged
         )
     if is_clustered:
         axes = tuple(

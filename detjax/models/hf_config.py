@@ -1,0 +1,425 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Strict mapping of Hugging Face's `config.json` to `ModelConfig`.
+
+Two forms are read: the published older one (`rope_theta`, `rope_scaling`, `torch_dtype`) and that
+of transformers 5 (`rope_parameters`, `dtype`, `layer_types`). A family is data (`Family`, one file
+a family); the rules here are common to all of them. Every key of the file must be known: mapped,
+or checked to hold the one value that is computed here, or listed as unable to change a logit. Any
+other key is refused, because a key that is skipped may be the one that changes the model.
+"""
+
+import json
+from collections.abc import Mapping
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+from detjax.models.config import ModelConfig, RopeConfig, RopeKind
+from detjax.models.family import BiasRule, Family, WindowRule
+from detjax.models.registry import find_family
+
+CHECKED_KEYS: Mapping[str, tuple[Any, ...]] = {
+    "add_cross_attention": (False,),
+    "chunk_size_feed_forward": (0,),
+    "compression_config": (None,),
+    "cross_attention_hidden_size": (None,),
+    "hidden_act": ("silu",),
+    "is_causal": (True,),
+    "is_decoder": (False,),
+    "is_encoder_decoder": (False,),
+    "mlp_bias": (False,),
+    "partial_rotary_factor": (1, None),
+    "per_layer_config": (None, {}),
+    "pretraining_tp": (1, None),
+    "pruned_heads": (None, {}),
+    "quantization_config": (None,),
+    "tie_encoder_decoder": (False,),
+    "use_mrope": (False,),
+}
+"""Keys with the only values that detjax computes; any other value is refused."""
+
+INERT_KEYS = frozenset(
+    """
+    _attn_implementation _attn_implementation_autoset _commit_hash _name_or_path
+    attention_dropout attn_implementation dtype finetuning_task id2label initializer_range label2id
+    max_sequence_length name_or_path num_labels output_attentions output_hidden_states pad_token_id
+    prefix problem_type return_dict sep_token_id task_specific_params tf_legacy_loss
+    tie_last_hidden_states tokenizer_class torch_dtype torchscript transformers_version
+    unsloth_fixed unsloth_version use_bfloat16 use_cache
+    bad_words_ids begin_suppress_tokens decoder_start_token_id diversity_penalty do_sample
+    early_stopping encoder_no_repeat_ngram_size exponential_decay_length_penalty
+    forced_bos_token_id forced_eos_token_id length_penalty max_length min_length
+    no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_scores
+    remove_invalid_values repetition_penalty return_dict_in_generate suppress_tokens temperature
+    top_k top_p typical_p
+    """.split()
+)
+"""Keys that cannot change a logit: bookkeeping, training, other tasks, generation defaults."""
+
+READ_KEYS = frozenset({"architectures", "layer_types", "model_type"})
+"""Keys that are read here for every family, beside `Family.defaults` and the rotary ones."""
+
+ROPE_PARAMETERS: Mapping[RopeKind, frozenset[str]] = {
+    RopeKind.DEFAULT: frozenset(),
+    RopeKind.LINEAR: frozenset({"factor"}),
+    RopeKind.LLAMA3: frozenset(
+        {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
+    ),
+    RopeKind.YARN: frozenset(
+        {
+            "factor",
+            "original_max_position_embeddings",
+            "attention_factor",
+            "beta_fast",
+            "beta_slow",
+            "mscale",
+            "mscale_all_dim",
+            "truncate",
+        }
+    ),
+}
+"""What each kind of rotary scaling reads, beside its type, base and partial factor."""
+
+ROPE_KEYS = frozenset({"rope_theta", "rope_scaling", "rope_parameters"})
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def config_from_hf(
+    values: Mapping[str, Any], *, generation: Mapping[str, Any] | None = None
+) -> ModelConfig:
+    """Map a parsed `config.json` to a `ModelConfig`.
+
+    Args:
+        values: The parsed file.
+        generation: The parsed `generation_config.json`, if there is one. Its `eos_token_id` is
+            added to that of `values`; nothing else of it is used.
+
+    Raises:
+        ValueError: If the architecture or a key is unknown, or a value is not supported or not
+            possible. The message names the key, its value and what to do.
+    """
+    family = find_family(values.get("architectures"))
+    return _model_config(values, family=family, generation=generation or {})
+
+
+def load_config(folder: Path) -> ModelConfig:
+    """Read `config.json`, and `generation_config.json` if present, of a Hugging Face folder.
+
+    Raises:
+        FileNotFoundError: If `folder` has no `config.json`.
+        ValueError: If a file is not JSON, or asks for something that is not supported.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist; give a folder with a Hugging Face model")
+    generation_path = folder / "generation_config.json"
+    generation = _read_object(generation_path) if generation_path.is_file() else {}
+    values = _read_object(path)
+    try:
+        return config_from_hf(values, generation=generation)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """A JSON file that holds one object."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}); download it again") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must hold a JSON object, not {type(values).__name__}")
+    return values
+
+
+def _model_config(
+    values: Mapping[str, Any], *, family: Family, generation: Mapping[str, Any]
+) -> ModelConfig:
+    """Map the keys of a `config.json` by the rules of its family."""
+    _check_keys(values, family)
+    full = {**family.defaults, **values}
+    hidden_size, num_heads = _int(full, "hidden_size"), _int(full, "num_attention_heads")
+    num_kv_heads = num_heads
+    if full["num_key_value_heads"] is not None:
+        num_kv_heads = _int(full, "num_key_value_heads")
+    if num_heads % num_kv_heads:
+        raise ValueError(
+            f"num_attention_heads={num_heads} must be a multiple of "
+            f"num_key_value_heads={num_kv_heads}; correct the file"
+        )
+    vocab_size = _int(full, "vocab_size")
+    max_position = _int(full, "max_position_embeddings")
+    eos_ids = _token_ids(full, "eos_token_id", vocab_size)
+    generation_eos_ids = _token_ids(
+        {"eos_token_id": None, **generation}, "eos_token_id", vocab_size
+    )
+    bos_ids = _token_ids(full, "bos_token_id", vocab_size)
+    if len(bos_ids) > 1:
+        raise ValueError(f"bos_token_id={full['bos_token_id']!r} must be one id or null")
+    return ModelConfig(
+        family=family.name,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        num_layers=_int(full, "num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=_head_dim(full, hidden_size=hidden_size, num_heads=num_heads),
+        intermediate_size=_int(full, "intermediate_size"),
+        rms_norm_eps=_number(full, "rms_norm_eps"),
+        rope=_rope_config(
+            values, default_theta=family.defaults["rope_theta"], max_len=max_position
+        ),
+        max_position_embeddings=max_position,
+        tie_word_embeddings=_flag(full, "tie_word_embeddings"),
+        qkv_bias=_has_bias(family.qkv_bias, full),
+        o_bias=_has_bias(family.o_bias, full),
+        qk_norm=family.qk_norm,
+        sliding_windows=_sliding_windows(full, family.windows),
+        bos_token_id=bos_ids[0] if bos_ids else None,
+        eos_token_ids=tuple(dict.fromkeys(eos_ids + generation_eos_ids)),
+    )
+
+
+def _check_keys(values: Mapping[str, Any], family: Family) -> None:
+    """Refuse every key that is not known, and every value that is not computed."""
+    mapped = family.defaults.keys() | INERT_KEYS | READ_KEYS | ROPE_KEYS
+    checked = {**CHECKED_KEYS, **family.checked}
+    for key, value in values.items():
+        if key in mapped:
+            continue
+        if key not in checked:
+            raise ValueError(
+                f"{key}={value!r} is not a key that detjax knows for {family.name!r}, and a key it "
+                "ignored could be one that changes the model. If this one cannot change a logit, "
+                "add it to INERT_KEYS in detjax/models/hf_config.py; if it can, this model is not "
+                "supported"
+            )
+        if value not in checked[key]:
+            supported = " or ".join(repr(v) for v in checked[key])
+            hint = " (load the checkpoint that is not quantised)" if "quant" in key else ""
+            raise ValueError(
+                f"{key}={value!r} is not supported for {family.name!r}; detjax computes "
+                f"{key}={supported} only{hint}"
+            )
+    if values.get("model_type", family.name) != family.name:
+        raise ValueError(
+            f"model_type={values['model_type']!r} does not go with "
+            f"architectures={values.get('architectures')!r}, which is {family.name!r}; correct one"
+        )
+
+
+def _int(values: Mapping[str, Any], key: str, *, minimum: int = 1) -> int:
+    value = values[key]
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise ValueError(f"{key}={value!r} must be an integer of at least {minimum}")
+    return value
+
+
+def _number(values: Mapping[str, Any], key: str, *, minimum: float | None = None) -> float:
+    """A finite number above 0, or from `minimum` on."""
+    value = values[key]
+    bound = "above 0" if minimum is None else f"of at least {minimum}"
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (
+        is_number and value < float("inf") and (value > 0 if minimum is None else value >= minimum)
+    ):
+        raise ValueError(f"{key}={value!r} must be a finite number {bound}")
+    return float(value)
+
+
+def _flag(values: Mapping[str, Any], key: str) -> bool:
+    value = values[key]
+    if not isinstance(value, bool):
+        raise ValueError(f"{key}={value!r} must be true or false")
+    return value
+
+
+def _token_ids(values: Mapping[str, Any], key: str, vocab_size: int) -> tuple[int, ...]:
+    """No id, one id or a list of ids, each in the vocabulary."""
+    given = values[key]
+    ids = given if isinstance(given, list) else [] if given is None else [given]
+    for token_id in ids:
+        is_int = isinstance(token_id, int) and not isinstance(token_id, bool)
+        if not is_int or not 0 <= token_id < vocab_size:
+            raise ValueError(
+                f"{key}={given!r} must hold ids from 0 to {vocab_size=} - 1, or be null"
+            )
+    return tuple(ids)
+
+
+def _head_dim(values: Mapping[str, Any], *, hidden_size: int, num_heads: int) -> int:
+    if values["head_dim"] is None:
+        if hidden_size % num_heads:
+            raise ValueError(
+                f"{hidden_size=} must be a multiple of num_attention_heads={num_heads} where "
+                "head_dim is absent; correct the file or give head_dim"
+            )
+        head_dim = hidden_size // num_heads
+    else:
+        head_dim = _int(values, "head_dim")
+    if head_dim % 2:
+        raise ValueError(f"{head_dim=} must be even, as rotary embedding pairs the channels")
+    return head_dim
+
+
+def _has_bias(rule: BiasRule, values: Mapping[str, Any]) -> bool:
+    if rule is BiasRule.AS_CONFIGURED:
+        return _flag(values, rule.value)
+    return rule is BiasRule.ALWAYS
+
+
+def _sliding_windows(values: Mapping[str, Any], rule: WindowRule) -> tuple[int | None, ...]:
+    """Window of every layer: key j is visible to query i if i - window < j <= i."""
+    num_layers = _int(values, "num_hidden_layers")
+    window = None
+    if rule is not WindowRule.NEVER and values["sliding_window"] is not None:
+        window = _int(values, "sliding_window")
+    first_sliding = 0
+    if rule is WindowRule.BY_LAYER:
+        window = window if _flag(values, "use_sliding_window") else None
+        first_sliding = _int(values, "max_window_layers", minimum=0)
+    is_sliding = [window is not None and i >= first_sliding for i in range(num_layers)]
+    types = values.get("layer_types")
+    if types is not None:
+        derived = [SLIDING if sliding else FULL for sliding in is_sliding]
+        _check_layer_types(
+            types, derived, is_free=rule is WindowRule.BY_LAYER and window is not None
+        )
+        is_sliding = [kind == SLIDING for kind in types]
+    return tuple(window if sliding else None for sliding in is_sliding)
+
+
+def _check_layer_types(types: Any, derived: list[str], *, is_free: bool) -> None:
+    """`layer_types` may choose only where a window is given and the family lets layers differ."""
+    if not isinstance(types, list) or len(types) != len(derived):
+        raise ValueError(
+            f"layer_types={types!r} must be a list of num_hidden_layers={len(derived)} names"
+        )
+    for i, (kind, expected) in enumerate(zip(types, derived, strict=True)):
+        if kind not in (FULL, SLIDING):
+            raise ValueError(
+                f"layer_types[{i}]={kind!r} is not supported; detjax has {FULL!r} and {SLIDING!r}"
+            )
+        if kind != expected and not is_free:
+            raise ValueError(
+                f"layer_types[{i}]={kind!r} contradicts the other keys, by which the layer is "
+                f"{expected!r}; correct layer_types, use_sliding_window or sliding_window"
+            )
+
+
+def _rope_config(values: Mapping[str, Any], *, default_theta: float, max_len: int) -> RopeConfig:
+    """Read rotary parameters as transformers' `modeling_rope_utils` does."""
+    given, source = _rope_parameters(values)
+    top_theta, nested_theta = values.get("rope_theta"), given.pop("rope_theta", None)
+    if top_theta is not None and nested_theta is not None and top_theta != nested_theta:
+        raise ValueError(
+            f"rope_theta={top_theta!r} contradicts the {nested_theta!r} in {source}; keep one"
+        )
+    theta = next(t for t in (nested_theta, top_theta, default_theta) if t is not None)
+    old_name, new_name = given.pop("type", None), given.pop("rope_type", None)
+    if old_name is not None and new_name is not None and old_name != new_name:
+        raise ValueError(f"{source} has type={old_name!r} and rope_type={new_name!r}; keep one")
+    name = new_name or old_name or "default"
+    if name not in {kind.value for kind in RopeKind}:
+        raise ValueError(
+            f"{source} asks for rope_type={name!r}, which is not supported; detjax has "
+            f"{', '.join(kind.value for kind in RopeKind)}"
+        )
+    partial = given.pop("partial_rotary_factor", 1)
+    if partial != 1:
+        raise ValueError(f"partial_rotary_factor={partial!r} is not supported; detjax rotates all")
+    for key, value in given.items():
+        if key not in ROPE_PARAMETERS[RopeKind(name)]:
+            raise ValueError(
+                f"{source}[{key!r}]={value!r} is not read by rope_type={name!r}; remove it, or "
+                "correct rope_type"
+            )
+    theta = _number({"rope_theta": theta}, "rope_theta")
+    return _scaled_rope(RopeKind(name), given, theta=theta, max_len=max_len, source=source)
+
+
+def _rope_parameters(values: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """The dict of rotary parameters, without nulls, and the key it stands under."""
+    filled = [key for key in ("rope_scaling", "rope_parameters") if values.get(key)]
+    if len(filled) == 2:
+        raise ValueError("both rope_scaling and rope_parameters are given; keep one")
+    source = filled[0] if filled else "rope_parameters"
+    given = values.get(source) or {}
+    if not isinstance(given, dict):
+        raise ValueError(f"{source}={given!r} must be an object or null")
+    # transformers reads an absent truncate as true but null as false, so null is left to be refused
+    return {k: v for k, v in given.items() if v is not None or k == "truncate"}, source
+
+
+def _scaled_rope(
+    kind: RopeKind, given: Mapping[str, Any], *, theta: float, max_len: int, source: str
+) -> RopeConfig:
+    """Fill in what one kind leaves out, in transformers' way."""
+    if kind is RopeKind.DEFAULT:
+        return RopeConfig(theta=theta)
+    original = 0
+    if kind is not RopeKind.LINEAR:
+        given = {"original_max_position_embeddings": max_len, **given}
+        original = _int(given, "original_max_position_embeddings")
+    if kind is RopeKind.YARN:
+        return _yarn_rope(
+            {
+                "factor": max_len / original,
+                "beta_fast": 32,
+                "beta_slow": 1,
+                "truncate": True,
+                **given,
+            },
+            theta=theta,
+        )
+    required = ROPE_PARAMETERS[kind]
+    if missing := sorted(required - given.keys()):
+        raise ValueError(f"{source} of rope_type={kind.value!r} lacks {', '.join(missing)}")
+    factor = _number(given, "factor", minimum=1.0)
+    if kind is RopeKind.LINEAR:
+        return RopeConfig(theta=theta, kind=kind, factor=factor)
+    low, high = _number(given, "low_freq_factor"), _number(given, "high_freq_factor")
+    if high <= low:
+        raise ValueError(f"high_freq_factor={high} must be above low_freq_factor={low}")
+    return RopeConfig(
+        theta=theta,
+        kind=kind,
+        factor=factor,
+        original_max_position=original,
+        low_freq_factor=low,
+        high_freq_factor=high,
+    )
+
+
+def _yarn_rope(given: Mapping[str, Any], *, theta: float) -> RopeConfig:
+    factor = _number(given, "factor", minimum=1.0)
+    beta_fast, beta_slow = _number(given, "beta_fast"), _number(given, "beta_slow")
+    if beta_fast < beta_slow:
+        raise ValueError(f"{beta_fast=} must not be below {beta_slow=}")
+    if theta <= 1:
+        raise ValueError(f"rope_theta={theta} must be above 1 for rope_type='yarn'")
+    if "attention_factor" in given:
+        attention_factor = _number(given, "attention_factor")
+    else:
+        mscales = {"mscale": 0, "mscale_all_dim": 0, **given}
+        mscale = _number(mscales, "mscale", minimum=0.0)
+        mscale_all_dim = _number(mscales, "mscale_all_dim", minimum=0.0)
+        if mscale and mscale_all_dim:
+            attention_factor = _yarn_mscale(factor, mscale) / _yarn_mscale(factor, mscale_all_dim)
+        else:
+            attention_factor = _yarn_mscale(factor, 1.0)
+    return RopeConfig(
+        theta=theta,
+        kind=RopeKind.YARN,
+        factor=factor,
+        original_max_position=_int(given, "original_max_position_embeddings"),
+        beta_fast=beta_fast,
+        beta_slow=beta_slow,
+        attention_factor=attention_factor,
+        truncate=_flag(given, "truncate"),
+    )
+
+
+def _yarn_mscale(scale: float, mscale: float) -> float:
+    """`0.1 * mscale * ln(scale) + 1`, the logarithm by decimal: the same on every machine."""
+    return 0.1 * mscale * float(Decimal(scale).ln()) + 1.0

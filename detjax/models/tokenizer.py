@@ -1,0 +1,408 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Text to token ids and back, from the tokenizer files of a Hugging Face folder.
+
+A token's bytes are known one token at a time, so text can be released while it is generated and
+is still the text that decoding everything at once gives: both are the same concatenation of
+bytes, read as UTF-8.
+"""
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+import tokenizers
+import tokenizers.processors
+
+TOKENIZER_FILE = "tokenizer.json"
+CONFIG_FILE = "tokenizer_config.json"
+TEMPLATE_FILE = "chat_template.jinja"
+
+_NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+_TOKEN_LISTS = ("additional_special_tokens", "extra_special_tokens")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ByteRules:
+    """How a token's text becomes bytes: the decoder of a tokenizer.json, token by token.
+
+    Attributes:
+        is_byte_level: Each character stands for one byte, as in GPT-2 (Llama 3, Qwen).
+        replacements: (old, new) in each token, in order: "▁" to " " (Llama 2, Mistral).
+        has_byte_fallback: The token `<0xE4>` is the byte 0xE4.
+        strips_first_space: A text that begins with a space is shown without it.
+    """
+
+    is_byte_level: bool = False
+    replacements: tuple[tuple[str, str], ...] = ()
+    has_byte_fallback: bool = False
+    strips_first_space: bool = False
+
+    def token_bytes(self, token: str) -> bytes:
+        """Return the bytes that `token` adds to a text; they need not be whole characters."""
+        if self.is_byte_level:
+            byte_of = _byte_of_character()
+            if all(character in byte_of for character in token):
+                return bytes(byte_of[character] for character in token)
+            return token.encode()  # an added token, which is stored as it is shown
+        for old, new in self.replacements:
+            token = token.replace(old, new)
+        if self.has_byte_fallback and len(token) == 6 and token[:3] == "<0x" and token[5] == ">":
+            try:
+                return bytes.fromhex(token[3:5])
+            except ValueError:
+                return token.encode()
+        return token.encode()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tokenizer:
+    """The tokenizer of one model.
+
+    Attributes:
+        source: The folder it was read from, for messages.
+        backend: The tokenizer.json, without its padding and truncation.
+        rules: How its tokens become bytes.
+        bos_id: The token that begins a text, where the model has one.
+        eos_id: The token that ends one, where the model has one.
+        special_ids: Tokens that are never shown: begin, end and the like.
+        chat_template: A Jinja template, where the model has one.
+        template_tokens: What the template sees beside the messages: `bos_token` and the like.
+    """
+
+    source: Path
+    backend: tokenizers.Tokenizer = field(repr=False)
+    rules: ByteRules
+    bos_id: int | None
+    eos_id: int | None
+    special_ids: frozenset[int]
+    chat_template: str | None
+    template_tokens: Mapping[str, Any]
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> "Tokenizer":
+        """Read tokenizer.json, tokenizer_config.json and chat_template.jinja of `folder`.
+
+        Raises:
+            ValueError: If a file is missing or broken, or asks for a decoder that is not known.
+        """
+        backend = _read_backend(folder / TOKENIZER_FILE)
+        config = _read_config(folder / CONFIG_FILE)
+        added = {
+            i: token.content for i, token in backend.get_added_tokens_decoder().items()
+        }  # both kinds: an added token need not be special
+        _check_added_tokens(config, added, folder)
+        named = {key: _token_text(config[key]) for key in _NAMED_TOKENS if config.get(key)}
+        lists = {key: _token_texts(config[key]) for key in _TOKEN_LISTS if config.get(key)}
+        shown = [text for texts in lists.values() for text in texts]
+        ids = {text: _token_id(backend, text, folder) for text in [*named.values(), *shown]}
+        special = {
+            i for i, token in backend.get_added_tokens_decoder().items() if token.special
+        }  # as the tokenizer marks them
+        _set_post_processor(backend, config, named, ids)
+        return cls(
+            source=folder,
+            backend=backend,
+            rules=_byte_rules(backend, folder / TOKENIZER_FILE),
+            bos_id=ids.get(named.get("bos_token", "")),
+            eos_id=ids.get(named.get("eos_token", "")),
+            special_ids=frozenset(special | set(ids.values())),
+            chat_template=_read_template(folder, config),
+            template_tokens={**named, **lists},
+        )
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of `text`, with the special tokens that the model expects around it.
+
+        Special tokens written out in the text become that token, as in transformers.
+        """
+        return self.backend.encode(text).ids
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        variables: Mapping[str, Any] = _NO_VARIABLES,
+    ) -> list[int]:
+        """Return the ids of a conversation, up to where the assistant begins its answer.
+
+        Args:
+            messages: Each has a `role` and, as a rule, a `content`.
+            variables: What else this template knows: `{"enable_thinking": False}`, tools.
+
+        Raises:
+            ValueError: If the model has no chat template, or its template refuses the messages.
+        """
+        text = self.render_chat(messages, variables=variables)
+        return self.backend.encode(text, add_special_tokens=False).ids
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        variables: Mapping[str, Any] = _NO_VARIABLES,
+    ) -> str:
+        """Return the text that `apply_chat_template` encodes; arguments and errors are the same.
+
+        A template may print the date (`strftime_now`): then the same messages are another prompt
+        on another day. Compare prompt token ids when in doubt.
+        """
+        if self.chat_template is None:
+            raise ValueError(
+                f"{self.source} has no chat template (no {TEMPLATE_FILE}, no `chat_template` in "
+                f"{CONFIG_FILE}): give plain prompts, or use an instruction-tuned model"
+            )
+        if not messages:
+            raise ValueError("the list of messages is empty; give at least one")
+        for i, message in enumerate(messages):
+            if not isinstance(message.get("role"), str):
+                raise ValueError(f"message {i} has no `role`; give user, assistant or system")
+        context = {"add_generation_prompt": True, **self.template_tokens, **variables}
+        try:
+            return _compile_template(self.chat_template).render(messages=messages, **context)
+        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"the chat template of {self.source} refuses the messages: {error}"
+            ) from error
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes that a token adds to the text; none if it is special or unknown."""
+        token = None if token_id in self.special_ids else self.backend.id_to_token(token_id)
+        return b"" if token is None else self.rules.token_bytes(token)
+
+    def decode(self, ids: Sequence[int], *, prompt_ids: Sequence[int] = ()) -> str:
+        """Return the text of `ids`, or what they add to the text of `prompt_ids`.
+
+        Special tokens are not shown. Bytes that are not UTF-8 become U+FFFD, one for each longest
+        part of a character. Two differences to transformers: bytes that did form a character
+        stay it when a broken one follows, where byte fallback there gives up the whole run; and
+        `clean_up_tokenization_spaces`, which takes away spaces that the model wrote, is not done.
+        """
+        text = b"".join(map(self.token_bytes, ids))
+        if self.drops_first_space(prompt_ids):
+            text = text.removeprefix(b" ")
+        return text.decode("utf-8", "replace")
+
+    def drops_first_space(self, prompt_ids: Sequence[int]) -> bool:
+        """Say whether a text that follows `prompt_ids` is shown without its first space.
+
+        Only where the space is the first character of all, as in a tokenizer that puts one in
+        front of every text.
+        """
+        return self.rules.strips_first_space and not any(map(self.token_bytes, prompt_ids))
+
+
+def _read_backend(path: Path) -> tokenizers.Tokenizer:
+    if not path.is_file():
+        raise ValueError(
+            f"{path} does not exist; a folder with another kind of tokenizer is converted by "
+            f"transformers: AutoTokenizer.from_pretrained({str(path.parent)!r})"
+            f".save_pretrained({str(path.parent)!r})"
+        )
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing narrower
+        raise ValueError(
+            f"{path} is not a tokenizer.json that tokenizers {tokenizers.__version__} can read: "
+            f"{error}; copy the file again"
+        ) from error
+    backend.no_padding()
+    backend.no_truncation()
+    return backend
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}; copy the file again") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} must hold a JSON object, not a {type(config).__name__}")
+    return config
+
+
+def _read_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    path = folder / TEMPLATE_FILE
+    template = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
+    where = path if path.is_file() else folder / CONFIG_FILE
+    if isinstance(template, list):  # several, each {"name": ..., "template": ...}
+        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    if template is None:
+        return None
+    if not isinstance(template, str):
+        raise ValueError(f"{where}: the chat template must be text, not {template!r:.80}")
+    try:
+        _compile_template(template)
+    except jinja2.TemplateSyntaxError as error:
+        raise ValueError(f"{where}: the chat template has a syntax error: {error}") from error
+    return template
+
+
+def _check_added_tokens(config: Mapping[str, Any], added: Mapping[int, str], folder: Path) -> None:
+    """Refuse a config with tokens that tokenizer.json lacks: they would be cut into pieces."""
+    for key, token in config.get("added_tokens_decoder", {}).items():
+        text = _token_text(token)
+        if added.get(int(key)) != text:
+            raise ValueError(
+                f"{folder / CONFIG_FILE} has token {key} as {text!r}, but {TOKENIZER_FILE} has "
+                f"{added.get(int(key))!r}; the files are of two tokenizers, copy both again"
+            )
+
+
+def _token_text(token: Any) -> str:
+    """Read a token as a config writes it: its text, or an object with its `content`."""
+    text = token["content"] if isinstance(token, dict) else token
+    if not isinstance(text, str):
+        raise ValueError(f"{CONFIG_FILE}: {token!r} is not a token")
+    return text
+
+
+def _token_texts(tokens: Any) -> list[str]:
+    """Read a list of tokens, or an object of named ones."""
+    return [_token_text(t) for t in (tokens.values() if isinstance(tokens, dict) else tokens)]
+
+
+def _token_id(backend: tokenizers.Tokenizer, text: str, folder: Path) -> int:
+    token_id = backend.token_to_id(text)
+    if token_id is None:
+        raise ValueError(
+            f"{folder / CONFIG_FILE} names the token {text!r}, which {TOKENIZER_FILE} does not "
+            "have; the files are of two tokenizers, copy both again"
+        )
+    return token_id
+
+
+def _set_post_processor(
+    backend: tokenizers.Tokenizer,
+    config: Mapping[str, Any],
+    named: Mapping[str, str],
+    ids: Mapping[str, int],
+) -> None:
+    """Let `add_bos_token` and `add_eos_token` decide where a config has them."""
+    if config.get("add_bos_token") is None and config.get("add_eos_token") is None:
+        return  # the tokenizer.json says it
+    first = [named["bos_token"]] if config.get("add_bos_token") and "bos_token" in named else []
+    last = [named["eos_token"]] if config.get("add_eos_token") and "eos_token" in named else []
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single=[*first, "$A", *last],
+        pair=None,
+        special_tokens=[(text, ids[text]) for text in dict.fromkeys([*first, *last])],
+    )
+
+
+def _byte_rules(backend: tokenizers.Tokenizer, path: Path) -> ByteRules:
+    """Read the decoder of a tokenizer.json.
+
+    Raises:
+        ValueError: If it has a step that is not known, which would show another text.
+    """
+    if backend.decoder is None:
+        raise ValueError(f"{path} has no decoder; Llama, Mistral and Qwen tokenizers have one")
+    decoder = json.loads(backend.decoder.__getstate__())
+    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    kinds = [step["type"] for step in steps]
+    if "ByteLevel" in kinds and set(kinds) <= {"ByteLevel", "Fuse"}:
+        return ByteRules(is_byte_level=True)
+    is_known = all(map(_is_known_step, steps))
+    if not is_known or kinds != sorted(kinds, key=_STEP_ORDER.index):
+        raise ValueError(
+            f"{path}: the decoder {json.dumps(decoder, ensure_ascii=False)} is not known; known "
+            "are ByteLevel, and Replace, ByteFallback, Fuse, Strip of one first space in this order"
+        )
+    return ByteRules(
+        replacements=tuple(
+            (step["pattern"]["String"], step["content"])
+            for step in steps
+            if step["type"] == "Replace"
+        ),
+        has_byte_fallback="ByteFallback" in kinds,
+        strips_first_space="Strip" in kinds,
+    )
+
+
+_STEP_ORDER = ("Replace", "ByteFallback", "Fuse", "Strip")
+
+
+def _is_known_step(step: Mapping[str, Any]) -> bool:
+    if step["type"] == "Replace":
+        return "String" in step["pattern"]
+    if step["type"] == "Strip":
+        return (step["content"], step["start"], step["stop"]) == (" ", 1, 0)
+    return step["type"] in _STEP_ORDER
+
+
+@functools.cache
+def _byte_of_character() -> Mapping[str, int]:
+    """GPT-2's table: printable Latin-1 stands for itself, the other bytes for U+0100 and on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    table = {chr(byte): byte for byte in printable}
+    return table | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+@functools.cache
+def _compile_template(template: str) -> jinja2.Template:
+    """Compile in the same sandbox, with the same names, as transformers does."""
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_GenerationTag, jinja2.ext.loopcontrols],
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment.from_string(template)
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}` marks what an assistant wrote, for training; here it changes nothing."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        """Keep the body as a block of its own."""
+        lineno = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        call = self.call_method("render_body")
+        return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(lineno)
+
+    def render_body(self, caller: Any) -> str:
+        """Return what the body renders."""
+        return caller()
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Dump without HTML escapes, which Jinja's own filter adds."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)

@@ -1,0 +1,351 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The whole system: a request's tokens and logprobs, whatever runs beside it and wherever."""
+
+import json
+import subprocess
+import sys
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import detjax.models.decoder
+import detjax.models.layers
+from detjax.models.decoder import forward, local_logits
+from detjax.models.layers import Recipe, Tokens
+from detjax.models.loading import LoadedModel
+from detjax.numerics import NumericsProfile
+from detjax.parallel.collectives import gather_columns
+from detjax.serving.engine import Engine, EngineConfig
+from detjax.serving.request import Completion, FinishReason, Request, SamplingParams
+from detjax.serving.steps import PAGES_SPEC, empty_pages
+from detjax.testing import (
+    assert_bitwise_equal,
+    assert_order_sensitive,
+    count_different_bits,
+    float_arithmetic_outside_kernels,
+)
+from detjax.testing.dummies import answers, dummy_config, dummy_model
+
+MESHES = ((1, 1), (1, 2), (2, 2), (1, 4), (2, 4), (1, 8), (8, 1))
+KV_HEADS = (1, 2, 3, 8)
+MAX_TOKENS = 6
+
+
+def requests(count: int = 17) -> list[Request]:
+    """Prompts of lengths around a page and a chunk, greedy and sampled in every way."""
+    rng = np.random.default_rng(11)
+    lengths = (5, 127, 1, 130, 64, 33, 200, 17, 128, 2, 65, 96, 63, 12, 150, 40, 7)
+    kinds = (
+        {"temperature": 0.0, "num_top_logprobs": 3},
+        {"temperature": 0.8, "seed": 1},
+        {"temperature": 1.0, "top_k": 5, "seed": 2**63 + 5},
+        {"temperature": 1.3, "top_p": 0.7, "seed": 3},
+        {"temperature": 0.9, "min_p": 0.05, "top_p": 0.95, "top_k": 50, "seed": 4},
+    )
+    return [
+        Request(
+            prompt_token_ids=tuple(int(t) for t in rng.integers(0, 320, lengths[i])),
+            sampling=SamplingParams(max_tokens=MAX_TOKENS, **kinds[i % len(kinds)]),
+        )
+        for i in range(count)
+    ]
+
+
+def config_for(num_kv_heads: int):
+    """24 query heads for 3 key/value heads, so that tp 8 cuts through the groups."""
+    num_heads = 24 if num_kv_heads == 3 else 8
+    return dummy_config(num_heads=num_heads, num_kv_heads=num_kv_heads, qk_norm=num_kv_heads == 3)
+
+
+@cache
+def model(num_kv_heads: int, dp: int, tp: int) -> LoadedModel:
+    return dummy_model(config_for(num_kv_heads), dp=dp, tp=tp)
+
+
+@cache
+def expected(num_kv_heads: int) -> list[Completion]:
+    """Each request alone, on one device: the canonical answer."""
+    engine = Engine(
+        model(num_kv_heads, 1, 1), EngineConfig(batch_size=1, prefill_chunk=64, max_len=256)
+    )
+    return [engine.generate([request])[0] for request in requests()]
+
+
+def assert_same(got: list[Completion], want: list[Completion], claim: str) -> None:
+    assert len(got) == len(want)
+    for g, w in zip(got, want, strict=True):
+        where = f"{claim}: request {w.request_idx}"
+        assert g.token_ids == w.token_ids, f"{where}: {g.token_ids} is not {w.token_ids}"
+        assert_bitwise_equal(np.stack(g.logprobs), np.stack(w.logprobs), claim=where)
+        assert [[i for i, _ in t] for t in g.top_logprobs] == [
+            [i for i, _ in t] for t in w.top_logprobs
+        ], where
+        assert g.digest() == w.digest()
+        for a, b in zip(g.top_logprobs, w.top_logprobs, strict=True):
+            assert_bitwise_equal(
+                np.array([p for _, p in a], np.float32),
+                np.array([p for _, p in b], np.float32),
+                claim=where,
+            )
+
+
+def test_probe_depends_on_order():
+    """Some hidden state's sums change when added backwards, so equal bits are not luck."""
+    m = model(2, 1, 1)
+    w = np.asarray(m.params["layers"][0]["down"], np.float32)
+    assert_order_sensitive(w * np.linspace(0.5, 2, w.shape[1], dtype=np.float32))
+    assert len({c.token_ids for c in expected(2)}) > 10
+
+
+@pytest.mark.invariance
+@pytest.mark.parametrize("num_kv_heads", KV_HEADS)
+@pytest.mark.parametrize("mesh", MESHES[1:], ids=str)
+def test_answers_are_bitwise_mesh_invariant(mesh, num_kv_heads):
+    dp, tp = mesh
+    count = 6 if dp < 8 else 9
+    got = answers(
+        model(num_kv_heads, dp, tp), requests(count), batch_size=dp * (2 if dp < 8 else 1)
+    )
+    assert_same(got, expected(num_kv_heads)[:count], f"(dp, tp) = {mesh}, {num_kv_heads} kv heads")
+
+
+@pytest.mark.invariance
+@pytest.mark.parametrize("batch_size", [2, 3, 5, 8, 17])
+def test_answers_are_bitwise_batch_invariant(batch_size):
+    """Rows, row positions and batchmates with other sampling parameters."""
+    everyone = requests()
+    got = answers(model(2, 1, 1), everyone, batch_size=batch_size)
+    assert_same(got, expected(2), f"batch size {batch_size}")
+    got = answers(model(2, 1, 1), everyone[::-1], batch_size=batch_size)[::-1]
+    assert [g.digest() for g in got] == [w.digest() for w in expected(2)]
+
+
+@pytest.mark.invariance
+@pytest.mark.parametrize("chunk", [1, 37, 128, 200])
+def test_answers_are_bitwise_schedule_invariant(chunk):
+    """A prompt cut into single tokens, off the block grid, by pages, or not at all."""
+    some = requests(7)
+    got = answers(model(2, 1, 1), some, batch_size=4, prefill_chunk=chunk)
+    assert_same(got, expected(2)[:7], f"prefill chunk {chunk}")
+
+
+@pytest.mark.invariance
+def test_decode_is_bitwise_path_consistent_with_prefill():
+    """Prefilling a prompt with its own completion gives the logprobs that decoding gave."""
+    want = expected(2)[1]
+    tokens = want.prompt_token_ids + want.token_ids
+    prefixes = [
+        Request(
+            prompt_token_ids=tokens[: len(want.prompt_token_ids) + i],
+            sampling=SamplingParams(max_tokens=1, temperature=0.8, seed=1),
+        )
+        for i in range(MAX_TOKENS)
+    ]
+    got = answers(model(2, 1, 1), prefixes, batch_size=3)
+    assert tuple(c.token_ids[0] for c in got) == want.token_ids
+    assert_bitwise_equal(
+        np.array([c.logprobs[0] for c in got]),
+        np.stack(want.logprobs),
+        claim="decode step t has the bits of prefill at position t",
+    )
+
+
+@pytest.mark.invariance
+def test_samples_share_prefix_pages_and_are_bitwise_schedule_invariant():
+    """n > 1 reuses the prompt's full pages; no sample equals a sibling."""
+    prompt = requests(7)[6].prompt_token_ids
+    together = Request(
+        prompt_token_ids=prompt,
+        sampling=SamplingParams(max_tokens=MAX_TOKENS, temperature=1.0, seed=9, n=4),
+    )
+    m = model(2, 1, 1)
+    got = answers(m, [together], batch_size=4)
+    assert len({c.token_ids for c in got}) == 4
+    for batch_size in (1, 2):
+        again = answers(m, [together], batch_size=batch_size)
+        assert_same(again, got, f"n=4 at batch size {batch_size}, where fewer pages are shared")
+
+
+@pytest.mark.invariance
+def test_warm_prefix_is_bitwise_schedule_invariant():
+    """Pages filled by another request, at another batch position, serve this one unchanged."""
+    m = model(2, 1, 1)
+    tokens = np.asarray(requests(7)[6].prompt_token_ids, np.int32)
+    cold = _logits_of(m, [(tokens, 0)])
+    warm = _logits_of(m, [(tokens[:128], 0), (tokens[128:], 128)])
+    assert_bitwise_equal(
+        warm[-1], cold[0][128:], claim="a warm prefix gives the bits of a cold one"
+    )
+
+
+def _logits_of(m: LoadedModel, pieces) -> list[np.ndarray]:
+    """Logits of every token of each piece, all pieces of one sequence in turn."""
+    recipe = Recipe(config=m.config, profile=m.profile, backend=m.backend, tp=m.mesh.shape["tp"])
+
+    def local(params, tables, pages, tokens):
+        pages, hidden = forward(recipe, params, tables, pages, tokens)
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        logits = gather_columns(local_logits(recipe, params, rows), "tp")
+        return pages, logits[:, : m.config.vocab_size]
+
+    step = jax.jit(
+        jax.shard_map(
+            local,
+            mesh=m.mesh,
+            in_specs=(m.partition_specs, P(), PAGES_SPEC, P()),
+            out_specs=(PAGES_SPEC, P()),
+            check_vma=False,
+        )
+    )
+    pages, out = empty_pages(m, 4), []
+    for ids, start in pieces:
+        positions = np.arange(start, start + len(ids), dtype=np.int32)
+        tokens = Tokens(
+            ids=jnp.asarray(ids[None]),
+            positions=jnp.asarray(positions[None]),
+            page_table=jnp.asarray([[2, 0, 3]], jnp.int32),
+        )
+        pages, logits = step(m.params, m.rope_tables, pages, tokens)
+        out.append(np.asarray(logits))
+    return out
+
+
+@pytest.mark.invariance
+@pytest.mark.parametrize(
+    ("weight_dtype", "compute_dtype"), [("bfloat16", "float32"), ("float32", "float32")]
+)
+def test_float32_profiles_are_bitwise_mesh_and_batch_invariant(weight_dtype, compute_dtype):
+    profile = NumericsProfile(weight_dtype=weight_dtype, compute_dtype=compute_dtype)
+    config = dummy_config(qkv_bias=True, o_bias=True, window=48)
+    one = answers(dummy_model(config, profile=profile), requests(5))
+    many = answers(dummy_model(config, profile=profile, tp=4), requests(5), batch_size=5)
+    assert_same(many, one, f"{weight_dtype} weights, {compute_dtype} compute, biases, a window")
+
+
+_SECOND_PROCESS = """
+import json, sys
+from detjax.parallel.mesh import configure_virtual_devices
+configure_virtual_devices(int(sys.argv[1]))
+from detjax.serving.request import Request, SamplingParams
+from detjax.testing.dummies import answers, dummy_config, dummy_model
+prompts = json.load(sys.stdin)
+reqs = [Request(prompt_token_ids=tuple(p), sampling=SamplingParams(max_tokens=6, **s))
+        for p, s in prompts]
+got = answers(dummy_model(dummy_config(), tp=int(sys.argv[1])), reqs, batch_size=2)
+print(json.dumps([c.digest() for c in got]))
+"""
+
+
+@pytest.mark.invariance
+def test_answers_are_bitwise_run_invariant_in_a_second_process():
+    chosen = [0, 1, 3]
+    everyone = requests()
+    fields = ("temperature", "top_k", "top_p", "min_p", "seed", "num_top_logprobs")
+    given = [
+        (everyone[i].prompt_token_ids, {f: getattr(everyone[i].sampling, f) for f in fields})
+        for i in chosen
+    ]
+    for num_devices in (1, 2):
+        run = subprocess.run(
+            [sys.executable, "-c", _SECOND_PROCESS, str(num_devices)],
+            input=json.dumps(given),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert run.returncode == 0, run.stderr
+        assert json.loads(run.stdout) == [expected(2)[i].digest() for i in chosen]
+
+
+def _differing(first: list[Completion], second: list[Completion]) -> int:
+    return sum(
+        count_different_bits(np.stack(a.logprobs), np.stack(b.logprobs))
+        for a, b in zip(first, second, strict=True)
+    )
+
+
+@pytest.mark.control
+def test_control_jnp_dot_is_not_batch_invariant(monkeypatch):
+    """The same suite with XLA's own products: some request's bits depend on the batch."""
+
+    def plain(x, w, bias=None, *, out_dtype, backend):
+        return jnp.dot(x, w.T, preferred_element_type=jnp.float32).astype(out_dtype)
+
+    def plain_partial(x, w, *, reduction, backend):
+        return jnp.dot(x, w.T, preferred_element_type=jnp.float32)
+
+    monkeypatch.setattr(detjax.models.layers, "linear", plain)
+    monkeypatch.setattr(detjax.models.decoder, "linear", plain)
+    monkeypatch.setattr(detjax.models.layers, "linear_partial", plain_partial)
+    profile = NumericsProfile(compute_dtype="float32")
+    m = dummy_model(config_for(2), profile=profile)
+    runs = [answers(m, requests(9), batch_size=b) for b in (1, 9)]
+    assert _differing(*runs) > 0
+
+
+@pytest.mark.control
+def test_control_psum_is_not_mesh_invariant(monkeypatch):
+    """The same suite with one leaf a rank and `psum`: some request's bits depend on tp."""
+
+    def plain_partial(x, w, *, reduction, backend):
+        return jnp.dot(x, w.T, preferred_element_type=jnp.float32)
+
+    monkeypatch.setattr(detjax.models.layers, "linear_partial", plain_partial)
+    monkeypatch.setattr(
+        detjax.models.layers,
+        "butterfly_sum",
+        lambda x, axis, size, *, backend: jax.lax.psum(x, axis),
+    )
+    runs = [answers(dummy_model(config_for(2), tp=tp), requests(6)) for tp in (1, 8)]
+    assert _differing(*runs) > 0
+
+
+def test_forward_does_no_arithmetic_outside_kernels():
+    m = model(2, 1, 4)
+    recipe = Recipe(config=m.config, profile=m.profile, backend=m.backend, tp=4)
+
+    def local(params, tables, pages, tokens):
+        pages, hidden = forward(recipe, params, tables, pages, tokens)
+        return local_logits(recipe, params, hidden.reshape(-1, hidden.shape[-1]))
+
+    sharded = jax.shard_map(
+        local,
+        mesh=m.mesh,
+        in_specs=(m.partition_specs, P(), PAGES_SPEC, P()),
+        out_specs=P(None, "tp"),
+        check_vma=False,
+    )
+    tokens = Tokens(
+        ids=jnp.zeros((2, 3), jnp.int32),
+        positions=jnp.zeros((2, 3), jnp.int32),
+        page_table=jnp.zeros((2, 2), jnp.int32),
+    )
+    args = (m.params, m.rope_tables, empty_pages(m, 4), tokens)
+    assert float_arithmetic_outside_kernels(sharded, *args) == []
+
+    def control(params, tables, pages, tokens):
+        return sharded(params, tables, pages, tokens) * 2.0
+
+    assert float_arithmetic_outside_kernels(control, *args) != []
+
+
+def test_long_completion_ends_at_the_context_and_crosses_splits():
+    """Decode past a page and a split; the end of the context ends the completion."""
+    config = dummy_config(num_layers=1, max_len=600)
+    prompt = tuple(int(t) for t in np.random.default_rng(0).integers(0, 320, 505))
+    request = Request(prompt_token_ids=prompt, sampling=SamplingParams(max_tokens=500))
+    m = dummy_model(config)
+    (whole,) = answers(m, [request], prefill_chunk=256, max_len=600)
+    assert len(prompt) + len(whole.token_ids) == 600
+    assert whole.finish_reason is FinishReason.LENGTH
+    again = Request(
+        prompt_token_ids=prompt + whole.token_ids[:60], sampling=SamplingParams(max_tokens=1)
+    )
+    (last,) = answers(m, [again], prefill_chunk=100, max_len=600)
+    assert_bitwise_equal(
+        last.logprobs[0], whole.logprobs[60], claim="a token past a split, decoded or prefilled"
+    )

@@ -1,0 +1,476 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`config.json` is mapped exactly, or refused with a message that names the key."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from detjax.models.config import RopeConfig, RopeKind
+from detjax.models.hf_config import CHECKED_KEYS, INERT_KEYS, config_from_hf, load_config
+from detjax.models.registry import FAMILIES, find_family, supported_architectures
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "hf"
+CASES = sorted(folder.name for folder in GOLDEN.iterdir() if (folder / "config.json").is_file())
+
+BASE = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+
+
+def config_of(family: str = "llama", *, generation: Any = None, **keys):
+    """Map a small config of one family with some keys added or replaced."""
+    values = {"architectures": [ARCHITECTURES[family]], "model_type": family, **BASE, **keys}
+    return config_from_hf(values, generation=generation)
+
+
+# ------------------------------------------------------------------------------- what is mapped
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_golden_folder_maps_to_its_own_values(case):
+    values = json.loads((GOLDEN / case / "config.json").read_text())
+    config = load_config(GOLDEN / case)
+    assert config.family == values["model_type"]
+    for ours, theirs in (
+        ("vocab_size", "vocab_size"),
+        ("hidden_size", "hidden_size"),
+        ("num_layers", "num_hidden_layers"),
+        ("num_heads", "num_attention_heads"),
+        ("num_kv_heads", "num_key_value_heads"),
+        ("intermediate_size", "intermediate_size"),
+        ("rms_norm_eps", "rms_norm_eps"),
+        ("max_position_embeddings", "max_position_embeddings"),
+        ("tie_word_embeddings", "tie_word_embeddings"),
+        ("bos_token_id", "bos_token_id"),
+    ):
+        assert getattr(config, ours) == values[theirs], ours
+    heads = values["num_attention_heads"]
+    assert config.head_dim == values.get("head_dim", values["hidden_size"] // heads)
+    assert config.rope.theta == values["rope_parameters"]["rope_theta"]
+    assert config.rope.kind.value == values["rope_parameters"]["rope_type"]
+    assert config.rope.factor == values["rope_parameters"].get("factor", 1.0)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_yarn_attention_factor_is_that_of_transformers(case):
+    expected = json.loads((GOLDEN / case / "expected.json").read_text())
+    scaling = expected["rope"]["attention_scaling"]
+    assert load_config(GOLDEN / case).rope.attention_factor == pytest.approx(scaling, abs=1e-15)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if (GOLDEN / c / "config_v4.json").is_file()])
+def test_published_form_and_transformers_5_form_give_the_same_config(case):
+    older = json.loads((GOLDEN / case / "config_v4.json").read_text())
+    assert config_from_hf(older) == load_config(GOLDEN / case)
+
+
+def test_golden_switches_of_every_family():
+    def switches(case):
+        config = load_config(GOLDEN / case)
+        return config.qkv_bias, config.o_bias, config.qk_norm, set(config.sliding_windows)
+
+    assert switches("llama3") == (False, False, False, {None})
+    assert switches("llama_bias") == (True, True, False, {None})
+    assert switches("mistral_v03") == (False, False, False, {None})
+    assert switches("mistral_window") == (False, False, False, {24})
+    assert switches("qwen2") == (True, False, False, {None})
+    assert switches("qwen3") == (False, False, True, {None})
+
+
+def test_qwen3_attention_bias_covers_all_four_projections():
+    config = config_of("qwen3", attention_bias=True)
+    assert (config.qkv_bias, config.o_bias) == (True, True)
+
+
+def test_absent_keys_take_the_defaults_of_transformers():
+    llama = config_from_hf({"architectures": ["LlamaForCausalLM"]})
+    assert (llama.hidden_size, llama.num_heads, llama.num_kv_heads, llama.head_dim) == (
+        4096,
+        32,
+        32,
+        128,
+    )
+    assert (llama.rms_norm_eps, llama.rope.theta, llama.eos_token_ids) == (1e-6, 10000.0, (2,))
+    mistral = config_from_hf({"architectures": ["MistralForCausalLM"]})
+    assert (mistral.num_kv_heads, set(mistral.sliding_windows)) == (8, {4096})
+    qwen2 = config_from_hf({"architectures": ["Qwen2ForCausalLM"]})
+    assert (qwen2.vocab_size, qwen2.eos_token_ids, qwen2.bos_token_id) == (151936, (), None)
+    qwen3 = config_from_hf({"architectures": ["Qwen3ForCausalLM"], "num_attention_heads": 64})
+    assert qwen3.head_dim == 128, "qwen3 has its own default, not hidden_size / heads"
+
+
+def test_head_dim_null_is_width_over_heads():
+    assert config_of(head_dim=None).head_dim == 16
+    assert config_of(head_dim=32).head_dim == 32
+
+
+def test_every_inert_key_changes_nothing():
+    plain = config_of()
+    for key in INERT_KEYS:
+        assert config_of(**{key: "anything"}) == plain, key
+
+
+def test_key_lists_do_not_overlap():
+    assert not INERT_KEYS & CHECKED_KEYS.keys()
+    for family in FAMILIES:
+        assert not family.defaults.keys() & (INERT_KEYS | CHECKED_KEYS.keys()), family.name
+        assert not family.checked.keys() & (INERT_KEYS | family.defaults.keys()), family.name
+
+
+# ------------------------------------------------------------------------------- begin and end
+
+
+@pytest.mark.parametrize(
+    ("eos", "generation_eos", "expected"),
+    [
+        (2, None, (2,)),
+        ([2, 3], None, (2, 3)),
+        (2, [5, 2], (2, 5)),
+        (None, 7, (7,)),
+        (None, None, ()),
+        ([4, 3], [3, 4, 9], (4, 3, 9)),
+    ],
+)
+def test_end_tokens_are_the_union_of_both_files(tmp_path, eos, generation_eos, expected):
+    values = {"architectures": ["LlamaForCausalLM"], **BASE, "eos_token_id": eos}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    generation = {"eos_token_id": generation_eos, "temperature": 0.6, "top_p": 0.9}
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    assert load_config(tmp_path).eos_token_ids == expected
+
+
+def test_generation_config_is_optional(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    assert load_config(tmp_path).eos_token_ids == (2,)
+
+
+@pytest.mark.parametrize("bad", [320, -1, "2", [2, None], True, 2.0, [2, 320]])
+def test_end_token_outside_the_vocabulary_is_refused(bad):
+    with pytest.raises(ValueError, match=r"eos_token_id=.*must hold ids from 0 to vocab_size=320"):
+        config_of(eos_token_id=bad)
+    with pytest.raises(ValueError, match=r"eos_token_id=.*must hold ids from 0 to vocab_size=320"):
+        config_of(generation={"eos_token_id": bad})
+
+
+def test_two_begin_tokens_are_refused():
+    with pytest.raises(ValueError, match=r"bos_token_id=\[1, 2\] must be one id or null"):
+        config_of(bos_token_id=[1, 2])
+
+
+# ------------------------------------------------------------------------------ sliding windows
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"sliding_window": 24, "max_window_layers": 0}, (None, None, None)),
+        (
+            {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 0},
+            (24, 24, 24),
+        ),
+        (
+            {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 2},
+            (None, None, 24),
+        ),
+        ({"use_sliding_window": True, "sliding_window": 24}, (None, None, None)),
+        (
+            {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0},
+            (None, None, None),
+        ),
+        (
+            {
+                "use_sliding_window": True,
+                "sliding_window": 24,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            },
+            (24, None, 24),
+        ),
+        ({"sliding_window": 24, "layer_types": ["full_attention"] * 3}, (None, None, None)),
+    ],
+)
+def test_qwen_windows_follow_the_rules_of_transformers(family, keys, expected):
+    assert config_of(family, **keys).sliding_windows == expected
+
+
+def test_mistral_window_applies_to_every_layer():
+    assert config_of("mistral", sliding_window=24).sliding_windows == (24, 24, 24)
+    assert config_of("mistral", sliding_window=None).sliding_windows == (None, None, None)
+    sliding = ["sliding_attention"] * 3
+    config = config_of("mistral", sliding_window=24, layer_types=sliding)
+    assert config.sliding_windows == (24, 24, 24)
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "message"),
+    [
+        (
+            "qwen2",
+            {"layer_types": ["sliding_attention"] * 3, "sliding_window": 24},
+            r"layer_types\[0\]='sliding_attention' contradicts the other keys",
+        ),
+        (
+            "mistral",
+            {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+            r"layer_types\[1\]='full_attention' contradicts",
+        ),
+        (
+            "llama",
+            {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+            r"layer_types\[1\]='sliding_attention' contradicts",
+        ),
+        ("qwen3", {"layer_types": ["full_attention"]}, "must be a list of num_hidden_layers=3"),
+        ("qwen3", {"layer_types": "full_attention"}, "must be a list of num_hidden_layers=3"),
+        (
+            "qwen3",
+            {"layer_types": ["full_attention", "chunked_attention", "full_attention"]},
+            r"layer_types\[1\]='chunked_attention' is not supported",
+        ),
+        ("mistral", {"sliding_window": 0}, "sliding_window=0 must be an integer of at least 1"),
+        ("mistral", {"sliding_window": 24.0}, "sliding_window=24.0 must be an integer"),
+        ("qwen2", {"use_sliding_window": 1}, "use_sliding_window=1 must be true or false"),
+        ("qwen2", {"max_window_layers": -1}, "max_window_layers=-1 must be an integer of at least"),
+        ("llama", {"sliding_window": 4096}, "sliding_window=4096 is not supported for 'llama'"),
+    ],
+)
+def test_contradicting_windows_are_refused(family, keys, message):
+    with pytest.raises(ValueError, match=message):
+        config_of(family, **keys)
+
+
+# ------------------------------------------------------------------------------------- rotary
+
+
+def rope_of(**keys) -> RopeConfig:
+    return config_of(**keys).rope
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def test_older_and_newer_rotary_forms_agree():
+    scaling = dict(LLAMA3)
+    older = rope_of(rope_scaling=scaling, rope_theta=500000)
+    newer = rope_of(rope_parameters={**scaling, "rope_theta": 500000.0})
+    assert older == newer
+    renamed = {("type" if k == "rope_type" else k): v for k, v in scaling.items()}
+    assert rope_of(rope_scaling=renamed, rope_theta=500000) == newer
+    assert rope_of(rope_scaling={**renamed, **scaling}, rope_theta=500000) == newer
+
+
+def test_rotary_defaults():
+    assert rope_of() == RopeConfig(theta=10000.0)
+    assert rope_of(rope_scaling=None) == RopeConfig(theta=10000.0)
+    assert rope_of(rope_parameters={"rope_type": "default"}) == RopeConfig(theta=10000.0)
+    assert rope_of(rope_theta=5e5, rope_parameters={}) == RopeConfig(theta=5e5)
+    yarn = rope_of(rope_scaling={"type": "yarn", "factor": 4.0})
+    assert yarn.kind is RopeKind.YARN
+    assert (yarn.beta_fast, yarn.beta_slow, yarn.truncate) == (32.0, 1.0, True)
+    assert yarn.original_max_position == 256, "max_position_embeddings where it is absent"
+    llama3 = {k: v for k, v in LLAMA3.items() if k != "original_max_position_embeddings"}
+    assert rope_of(rope_scaling=llama3).original_max_position == 256
+
+
+def test_yarn_without_factor_takes_the_ratio_of_lengths():
+    yarn = {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 64}
+    assert rope_of(rope_scaling=yarn).factor == 4.0
+
+
+def test_yarn_mscale_needs_both_values():
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    plain = rope_of(rope_scaling=yarn).attention_factor
+    assert rope_of(rope_scaling={**yarn, "mscale": 2.0}).attention_factor == plain
+    assert (
+        rope_of(rope_scaling={**yarn, "mscale": 2.0, "mscale_all_dim": 0}).attention_factor == plain
+    )
+    both = rope_of(rope_scaling={**yarn, "mscale": 2.0, "mscale_all_dim": 2.0})
+    assert both.attention_factor == 1.0
+    given = rope_of(rope_scaling={**yarn, "attention_factor": 1.5, "mscale": 2.0})
+    assert given.attention_factor == 1.5
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'.*default, lin"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "rope_type='longrope', which is not supp"),
+        ({"rope_parameters": {"rope_type": "proportional"}}, "rope_type='proportional'"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_type='linear' lacks factor"),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+            "'llama3' lacks high_freq_factor, low_freq_factor",
+        ),
+        ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor=0.5 must be a finite number"),
+        ({"rope_scaling": {"type": "linear", "factor": "4"}}, "factor='4' must be a finite number"),
+        ({"rope_scaling": {"type": "linear", "factor": 2, "beta": 1}}, r"\['beta'\]=1 is not read"),
+        ({"rope_scaling": {"factor": 2.0}}, r"\['factor'\]=2.0 is not read by rope_type='default'"),
+        ({"rope_scaling": {**LLAMA3, "type": "yarn"}}, "type='yarn' and rope_type='llama3'"),
+        ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "must be above low_freq_factor"),
+        (
+            {"rope_scaling": LLAMA3, "rope_parameters": LLAMA3},
+            "both rope_scaling and rope_parameters",
+        ),
+        (
+            {"rope_parameters": {"rope_theta": 1e6}, "rope_theta": 1e4},
+            "rope_theta=10000.0 contradicts the 1000000.0 in rope_parameters",
+        ),
+        ({"rope_parameters": "default"}, "rope_parameters='default' must be an object or null"),
+        ({"rope_parameters": {"full_attention": {}}}, r"\['full_attention'\]={} is not read"),
+        ({"rope_theta": 0}, "rope_theta=0 must be a finite number above 0"),
+        ({"rope_theta": float("inf")}, "rope_theta=inf must be a finite number"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5 is not"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
+        ({"rope_scaling": {"type": "yarn", "truncate": None}}, "truncate=None must be true or fal"),
+        ({"rope_scaling": {"type": "yarn", "beta_fast": 1, "beta_slow": 2}}, "must not be below"),
+        ({"rope_scaling": {"type": "yarn", "beta_fast": 0}}, "beta_fast=0 must be a finite"),
+        (
+            {"rope_theta": 1, "rope_scaling": {"type": "yarn"}},
+            "must be above 1 for rope_type='yarn",
+        ),
+        (
+            {"rope_scaling": {**LLAMA3, "original_max_position_embeddings": 64.5}},
+            "original_max_position_embeddings=64.5 must be an integer",
+        ),
+    ],
+)
+def test_bad_rotary_parameters_are_refused(keys, message):
+    with pytest.raises(ValueError, match=message):
+        config_of(**keys)
+
+
+# ------------------------------------------------------------------------------ what is refused
+
+
+def test_unknown_key_is_refused_by_name():
+    with pytest.raises(
+        ValueError, match=r"residual_multiplier=0.22 is not a key that detjax knows.*INERT"
+    ):
+        config_of(residual_multiplier=0.22)
+
+
+def test_key_of_another_family_is_unknown():
+    with pytest.raises(ValueError, match="max_window_layers=28 is not a key that detjax knows for"):
+        config_of("llama", max_window_layers=28)
+    with pytest.raises(ValueError, match="attention_bias=True is not a key.*'qwen2'"):
+        config_of("qwen2", attention_bias=True)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("hidden_act", "gelu"),
+        ("mlp_bias", True),
+        ("pretraining_tp", 2),
+        ("use_mrope", True),
+        ("is_causal", False),
+        ("is_encoder_decoder", True),
+        ("chunk_size_feed_forward", 64),
+        ("per_layer_config", {"0": {"head_dim": 8}}),
+    ],
+)
+def test_unsupported_value_is_refused(key, value):
+    with pytest.raises(
+        ValueError, match=rf"{key}=.* is not supported for 'llama'; detjax computes"
+    ):
+        config_of(**{key: value})
+    for supported in CHECKED_KEYS[key]:
+        assert config_of(**{key: supported}) == config_of()
+
+
+def test_quantised_checkpoint_is_refused_with_the_way_out():
+    with pytest.raises(ValueError, match="quantization_config=.*that is not quantised"):
+        config_of(quantization_config={"quant_method": "gptq", "bits": 4})
+
+
+def test_mistral_with_biases_is_refused():
+    with pytest.raises(ValueError, match="attention_bias=True is not supported for 'mistral'"):
+        config_of("mistral", attention_bias=True)
+    assert not config_of("mistral", attention_bias=False).qkv_bias
+
+
+@pytest.mark.parametrize(
+    "architectures", [["MixtralForCausalLM"], None, [], "LlamaForCausalLM", ["LlamaModel"]]
+)
+def test_unknown_architecture_is_refused_with_the_list(architectures):
+    with pytest.raises(ValueError, match="is not supported; detjax loads one of") as caught:
+        config_from_hf({"architectures": architectures, **BASE})
+    assert repr(architectures) in str(caught.value)
+    for name in supported_architectures():
+        assert name in str(caught.value)
+
+
+def test_registry_finds_each_architecture():
+    assert sorted(ARCHITECTURES.values()) == sorted(supported_architectures())
+    for family, architecture in ARCHITECTURES.items():
+        assert find_family([architecture]).name == family
+
+
+def test_model_type_must_go_with_the_architecture():
+    with pytest.raises(ValueError, match="model_type='qwen2' does not go with"):
+        config_of("llama", model_type="qwen2")
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"hidden_size": "64"}, "hidden_size='64' must be an integer of at least 1"),
+        ({"hidden_size": True}, "hidden_size=True must be an integer"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0 must be an integer of at least 1"),
+        ({"vocab_size": None}, "vocab_size=None must be an integer"),
+        ({"num_key_value_heads": 3}, "num_attention_heads=4 must be a multiple of num_key_value"),
+        ({"hidden_size": 66}, "hidden_size=66 must be a multiple of num_attention_heads=4"),
+        ({"head_dim": 15}, "head_dim=15 must be even"),
+        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps='1e-5' must be a finite number above 0"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps=0 must be a finite number above 0"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan must be a finite number"),
+        ({"tie_word_embeddings": None}, "tie_word_embeddings=None must be true or false"),
+        ({"attention_bias": 0}, "attention_bias=0 must be true or false"),
+    ],
+)
+def test_impossible_values_are_refused(keys, message):
+    with pytest.raises(ValueError, match=message):
+        config_of(**keys)
+
+
+def test_missing_or_broken_files_are_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"config.json does not exist; give a folder"):
+        load_config(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text("{")
+    with pytest.raises(ValueError, match=r"config.json is not JSON .*download it again"):
+        load_config(tmp_path)
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=r"config.json is not JSON"):
+        load_config(tmp_path)
+    path.write_text("[]")
+    with pytest.raises(ValueError, match=r"config.json must hold a JSON object, not list"):
+        load_config(tmp_path)
+    path.write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "odd_key": 1}))
+    with pytest.raises(ValueError, match=r"config.json: odd_key=1 is not a key"):
+        load_config(tmp_path)
+    path.write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    (tmp_path / "generation_config.json").write_text("nonsense")
+    with pytest.raises(ValueError, match=r"generation_config.json is not JSON"):
+        load_config(tmp_path)

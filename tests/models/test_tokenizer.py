@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ids, chats and texts are those of transformers; every broken file is named with its fix."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models, pre_tokenizers, processors
+
+from detjax.models.tokenizer import Tokenizer
+
+REPOSITORY = Path(__file__).parents[2]
+SHARED = REPOSITORY.parent / "shared" / "data"
+GOLDEN = REPOSITORY / "tests" / "golden"
+SPECIAL = ["<unk>", "<s>", "</s>"]
+
+
+def shared_folder(name: str) -> Path:
+    """A folder of the shared data, or a skip."""
+    folder = SHARED / name
+    if not folder.is_dir():
+        pytest.skip(f"the shared data has no {name} beside this checkout")
+    return folder
+
+
+def byte_level() -> tokenizers.Tokenizer:
+    """One token a byte, and a few of several bytes that cut characters in two."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("Ã", "¶"), ("ä", "½"), ("ð", "Ł"), ("Ġ", "a"), ("Ġa", "b")]
+    vocab = [*letters, *("".join(pair) for pair in merges)]
+    backend = tokenizers.Tokenizer(models.BPE({t: i for i, t in enumerate(vocab)}, merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<s>", "</s>"])
+    backend.add_tokens(["<think>", "a b"])
+    return backend
+
+
+def byte_fallback() -> tokenizers.Tokenizer:
+    """A sentencepiece-style tokenizer with a few words and all bytes."""
+    words = ["▁", "a", "b", "n", "▁a", "▁b", "ab", "▁ab", "ö", "▁▁"]
+    vocab = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), *words]
+    backend = tokenizers.Tokenizer(
+        models.BPE(
+            {t: i for i, t in enumerate(vocab)},
+            [("▁", "a"), ("▁", "b"), ("a", "b"), ("▁", "ab"), ("▁", "▁")],
+            byte_fallback=True,
+            unk_token="<unk>",
+        )
+    )
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    backend.add_special_tokens(SPECIAL)
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair=None, special_tokens=[("<s>", 1)]
+    )
+    return backend
+
+
+BACKENDS = {"byte_level": byte_level, "byte_fallback": byte_fallback}
+CONFIG = {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+def write_folder(folder: Path, backend: tokenizers.Tokenizer, config: dict | None) -> Path:
+    """Write the files that a model folder has."""
+    folder.mkdir(exist_ok=True, parents=True)
+    backend.save(str(folder / "tokenizer.json"))
+    if config is not None:
+        (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module", params=list(BACKENDS))
+def pair(request, tmp_path_factory) -> tuple[Tokenizer, tokenizers.Tokenizer]:
+    """Each kind of tokenizer, ours and the library's."""
+    backend = BACKENDS[request.param]()
+    folder = write_folder(tmp_path_factory.mktemp(request.param), backend, CONFIG)
+    return Tokenizer.from_folder(folder), backend
+
+
+@settings(deadline=None)
+@given(text=st.text(st.sampled_from("ab nö你😀e\u0301<s>/\n"), max_size=12))
+def test_text_encodes_and_decodes_as_the_library_does(pair, text):
+    ours, backend = pair
+    ids = ours.encode(text)
+    assert ids == backend.encode(text).ids
+    assert ours.decode(ids) == backend.decode(ids)
+
+
+@settings(deadline=None)
+@given(data=st.data())
+def test_any_byte_level_ids_decode_as_the_library_does(tmp_path_factory, data):
+    backend = byte_level()
+    folder = write_folder(tmp_path_factory.getbasetemp() / "any_ids", backend, CONFIG)
+    ids = data.draw(st.lists(st.integers(0, backend.get_vocab_size() + 2), max_size=20))
+    assert Tokenizer.from_folder(folder).decode(ids) == backend.decode(ids)
+
+
+@settings(deadline=None)
+@given(data=st.data())
+def test_any_fallback_ids_without_broken_characters_decode_as_the_library_does(pair, data):
+    ours, backend = pair
+    ids = data.draw(st.lists(st.integers(0, backend.get_vocab_size() + 2), max_size=20))
+    text = backend.decode(ids)
+    if "\ufffd" not in text:
+        assert ours.decode(ids) == text
+
+
+def test_a_broken_byte_does_not_undo_the_characters_before_it(tmp_path):
+    ours = Tokenizer.from_folder(write_folder(tmp_path, byte_fallback(), CONFIG))
+    byte_ids = [3 + byte for byte in "你".encode()]
+    assert ours.decode([*byte_ids, 3 + 0xFF, 3 + ord("a")]) == "你\ufffda"
+    assert byte_fallback().decode([*byte_ids, 3 + 0xFF, 3 + ord("a")]) == "\ufffd" * 5
+
+
+def test_what_follows_a_prompt_keeps_its_first_space(tmp_path):
+    ours = Tokenizer.from_folder(write_folder(tmp_path, byte_fallback(), CONFIG))
+    ids = ours.encode("a ab b")
+    for cut in range(len(ids) + 1):
+        assert ours.decode(ids[:cut]) + ours.decode(ids[cut:], prompt_ids=ids[:cut]) == "a ab b"
+    assert ours.decode(ours.encode("ab")) == "ab"
+
+
+def test_begin_end_and_special_tokens_are_named_and_not_shown(pair):
+    ours, backend = pair
+    assert ours.bos_id == backend.token_to_id("<s>")
+    assert ours.eos_id == backend.token_to_id("</s>")
+    assert {ours.bos_id, ours.eos_id} <= ours.special_ids
+    assert ours.decode([ours.bos_id, *backend.encode("ab", add_special_tokens=False).ids]) == "ab"
+
+
+def test_an_added_token_that_is_not_special_is_shown(tmp_path):
+    ours = Tokenizer.from_folder(write_folder(tmp_path, byte_level(), CONFIG))
+    assert ours.decode(ours.encode("<think>a b</s>")) == "<think>a b"
+
+
+def test_ids_that_no_token_has_are_not_shown(pair):
+    ours, _ = pair
+    assert ours.decode([10**6]) == ""
+
+
+@pytest.mark.parametrize(
+    ("flags", "first", "last"),
+    [
+        ({}, [1], []),
+        ({"add_bos_token": True}, [1], []),
+        ({"add_bos_token": False}, [], []),
+        ({"add_bos_token": True, "add_eos_token": True}, [1], [2]),
+    ],
+)
+def test_the_config_says_whether_a_text_gets_begin_and_end(tmp_path, flags, first, last):
+    ours = Tokenizer.from_folder(write_folder(tmp_path, byte_fallback(), CONFIG | flags))
+    plain = byte_fallback().encode("ab", add_special_tokens=False).ids
+    assert ours.encode("ab") == [*first, *plain, *last]
+
+
+def test_saved_truncation_and_padding_are_not_applied(tmp_path):
+    backend = byte_level()
+    backend.enable_truncation(2)
+    backend.enable_padding(length=8)
+    ours = Tokenizer.from_folder(write_folder(tmp_path, backend, CONFIG))
+    assert len(ours.encode("bbb")) == 3
+
+
+def test_a_folder_without_a_config_has_no_begin_and_no_template(tmp_path):
+    ours = Tokenizer.from_folder(write_folder(tmp_path, byte_level(), None))
+    assert ours.bos_id is None and ours.eos_id is None and ours.chat_template is None
+
+
+# ----------------------------------------------------------------------------------- chat templates
+
+TEMPLATE = """\
+{{ bos_token }}
+{%- for message in messages %}
+    {%- if message.role == "tool" %}{% continue %}{% endif %}
+<{{ message.role }}>{% generation %}{{ message.content | tojson }}{% endgeneration %}
+
+{%- endfor %}
+{%- if add_generation_prompt %}<assistant>{% endif %}
+"""
+USER = {"role": "user", "content": "ö & <b>"}
+
+
+def with_template(tmp_path: Path, template: object) -> Tokenizer:
+    """A tokenizer with this chat template."""
+    config = {**CONFIG, "chat_template": template}
+    return Tokenizer.from_folder(write_folder(tmp_path, byte_level(), config))
+
+
+def test_a_chat_is_rendered_as_transformers_does(tmp_path):
+    ours = with_template(tmp_path, TEMPLATE)
+    text = ours.render_chat([{"role": "tool", "content": "x"}, USER])
+    assert text == '<s><user>"ö & <b>"<assistant>'
+    assert ours.apply_chat_template([USER]) == byte_level().encode(text).ids
+
+
+def test_a_template_file_wins_over_the_config(tmp_path):
+    (tmp_path / "chat_template.jinja").write_text("{{ eos_token }}", encoding="utf-8")
+    assert with_template(tmp_path, TEMPLATE).render_chat([USER]) == "</s>"
+
+
+def test_of_several_templates_the_default_one_is_taken(tmp_path):
+    named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
+    assert with_template(tmp_path, named).render_chat([USER]) == "d"
+
+
+def test_variables_reach_the_template(tmp_path):
+    ours = with_template(tmp_path, "{{ enable_thinking }}")
+    assert ours.render_chat([USER], variables={"enable_thinking": False}) == "False"
+
+
+def test_a_template_may_print_the_date(tmp_path):
+    assert with_template(tmp_path, '{{ strftime_now("%Y") }}').render_chat([USER]).isdigit()
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "says"),
+    [
+        (None, [USER], "has no chat template"),
+        ("x", [], "is empty"),
+        ("x", [{"content": "x"}], "message 0 has no `role`"),
+        ("{{ raise_exception('roles must alternate') }}", [USER], "roles must alternate"),
+        ("{{ messages[0].content + 1 }}", [USER], "refuses the messages"),
+        ("{{ messages.append(1) }}", [USER], "refuses the messages"),  # the sandbox
+        ("{{ ''.__class__.__mro__ }}", [USER], "refuses the messages"),
+    ],
+)
+def test_a_chat_that_cannot_be_rendered_says_why(tmp_path, template, messages, says):
+    with pytest.raises(ValueError, match=says):
+        with_template(tmp_path, template).apply_chat_template(messages)
+
+
+# ------------------------------------------------------------------------------------- broken files
+
+
+def test_a_missing_tokenizer_names_the_file_and_the_fix(tmp_path):
+    with pytest.raises(ValueError, match=r"tokenizer\.json does not exist.*save_pretrained"):
+        Tokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("tokenizer.json", "{", r"tokenizer\.json is not a tokenizer\.json"),
+        ("tokenizer_config.json", "{", r"tokenizer_config\.json is not JSON"),
+        ("tokenizer_config.json", "[]", "must hold a JSON object"),
+        ("tokenizer_config.json", '{"bos_token": "<none>"}', "'<none>'"),
+        ("tokenizer_config.json", '{"bos_token": 7}', "7 is not a token"),
+        ("tokenizer_config.json", '{"chat_template": "{% if %}"}', "syntax error"),
+        ("tokenizer_config.json", '{"chat_template": 7}', "must be text"),
+        (
+            "tokenizer_config.json",
+            '{"added_tokens_decoder": {"900": {"content": "<x>"}}}',
+            "token 900 as '<x>'",
+        ),
+    ],
+)
+def test_a_broken_file_is_named(tmp_path, name, text, says):
+    write_folder(tmp_path, byte_level(), CONFIG)
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=says):
+        Tokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "decoder",
+    [
+        decoders.WordPiece(),
+        decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)]),
+        decoders.Sequence([decoders.Strip(" ", 1, 0), decoders.Fuse()]),
+        decoders.Strip(" ", 2, 0),
+        decoders.Replace(tokenizers.Regex("a"), "b"),
+    ],
+    ids=str,
+)
+def test_an_unknown_decoder_is_refused(tmp_path, decoder):
+    backend = byte_level()
+    backend.decoder = decoder
+    with pytest.raises(ValueError, match="is not known; known are"):
+        Tokenizer.from_folder(write_folder(tmp_path, backend, CONFIG))
+
+
+# ---------------------------------------------------------------------------- the published ones
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama3"])
+def test_published_tokenizers_give_their_golden_ids_and_texts(name, tmp_path):
+    source = shared_folder(f"tokenizers/{name}")
+    ours = Tokenizer.from_folder(source)
+    texts = json.loads((GOLDEN / f"tokens_{name}.json").read_text(encoding="utf-8"))["texts"]
+    for row in texts.values():
+        assert ours.encode(row["text"]) == row["ids"]
+        if name == "qwen3":  # of llama3 there is no config, which names its special tokens
+            assert ours.decode(row["ids"]) == row["decoded_skipping_special_tokens"]
+
+
+def test_the_chat_template_of_qwen3_gives_its_golden_texts_and_ids():
+    ours = Tokenizer.from_folder(shared_folder("tokenizers/qwen3"))
+    chats = json.loads((GOLDEN / "chat_qwen3.json").read_text(encoding="utf-8"))["chats"]
+    for row in chats.values():
+        options = {"messages": row["messages"], "variables": row["arguments"]}
+        assert ours.render_chat(**options) == row["text"]
+        assert ours.apply_chat_template(**options) == row["ids"]
+
+
+def test_a_copy_of_the_stories_tokenizer_round_trips(tmp_path):
+    source = shared_folder("weights/stories260K")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(source / name, tmp_path)
+    ours = Tokenizer.from_folder(tmp_path)
+    assert (ours.bos_id, ours.eos_id) == (1, 2)
+    for text in ("Once upon a time", "wörld 你好 😀", "two  spaces\n"):
+        assert ours.encode(text)[0] == ours.bos_id
+        assert ours.decode(ours.encode(text)) == text

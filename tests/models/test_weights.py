@@ -1,0 +1,700 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights arrive bit for bit on every mesh, or are refused with a message that names the file."""
+
+import dataclasses
+import functools
+import json
+from collections import Counter
+from pathlib import Path
+from unittest.mock import Mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors
+from huggingface_hub import errors as hub_errors
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from safetensors.numpy import load_file, save_file
+
+from detjax.models import weights
+from detjax.models.config import ModelConfig, RopeConfig
+from detjax.models.hf_config import load_config
+from detjax.models.params import checkpoint_rows, kv_layout, param_specs, possible_tps
+from detjax.models.weights import (
+    load_params,
+    random_params,
+    resolve_model,
+    restore_params,
+    save_params,
+)
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "hf"
+CASES = sorted(folder.name for folder in GOLDEN.iterdir() if (folder / "config.json").is_file())
+BLOCK = 16
+EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+CONFIG = ModelConfig(
+    family="llama",
+    vocab_size=96,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=4,
+    intermediate_size=48,
+    rms_norm_eps=1e-6,
+    rope=RopeConfig(theta=10000.0),
+    max_position_embeddings=64,
+    tie_word_embeddings=False,
+    qkv_bias=True,
+    o_bias=True,
+    qk_norm=True,
+    sliding_windows=(None, None),
+    bos_token_id=None,
+    eos_token_ids=(2,),
+)
+TIED = dataclasses.replace(CONFIG, tie_word_embeddings=True)
+
+
+def mesh_of(dp: int, tp: int) -> jax.sharding.Mesh:
+    return jax.make_mesh(
+        (dp, tp),
+        ("dp", "tp"),
+        axis_types=(AxisType.Auto,) * 2,
+        devices=jax.devices()[: dp * tp],
+    )
+
+
+def random_tensors(config: ModelConfig, *, dtype: str = "bfloat16") -> dict[str, np.ndarray]:
+    """A whole checkpoint: a wide range of exponents, both zeros."""
+    rng = np.random.default_rng(0)
+    tensors = {}
+    for spec in jax.tree.leaves(param_specs(config, tp=1, vocab_block=1)):
+        values = rng.standard_normal(spec.hf_shape) * 2.0 ** rng.integers(-8, 8, spec.hf_shape)
+        values.flat[:3] = 0.0, -0.0, 2.0**-24
+        tensors[spec.hf_name] = values.astype(jnp.dtype(dtype))
+    return tensors
+
+
+def write_folder(folder: Path, tensors: dict[str, np.ndarray], *, num_files: int = 1) -> Path:
+    """Write tensors as one file, or as several with an index."""
+    if num_files == 1:
+        save_file(tensors, folder / "model.safetensors")
+        return folder
+    names = [f"model-{i + 1:05}-of-{num_files:05}.safetensors" for i in range(num_files)]
+    file_of = {name: names[i % num_files] for i, name in enumerate(tensors)}
+    for file in names:
+        save_file({k: v for k, v in tensors.items() if file_of[k] == file}, folder / file)
+    index = {"metadata": {"total_size": 1}, "weight_map": file_of}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def load(folder: Path, config=CONFIG, *, dp=1, tp=1, dtype="bfloat16", block=BLOCK, **keys):
+    return load_params(folder, config, mesh_of(dp, tp), dtype=dtype, vocab_block=block, **keys)
+
+
+def raw(array) -> np.ndarray:
+    """The bits of an array, as unsigned integers."""
+    array = np.asarray(array)
+    return array.reshape(-1).view(f"u{array.dtype.itemsize}").reshape(array.shape)
+
+
+def assert_same_bits(actual, expected) -> None:
+    """Same structure, shapes, dtypes and bits."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for (path, a), e in zip(
+        jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), strict=True
+    ):
+        assert (a.shape, a.dtype) == (e.shape, e.dtype), path
+        assert (raw(a) == raw(e)).all(), path
+
+
+def expected_params(config: ModelConfig, tensors: dict, *, tp: int, dtype, block=BLOCK):
+    """What loading must give, by indexing whole tensors on the host."""
+    layout = kv_layout(config.num_heads, config.num_kv_heads, tp)
+
+    def heads(tensor: np.ndarray) -> np.ndarray:
+        split = tensor.reshape(config.num_kv_heads, config.head_dim, *tensor.shape[1:])
+        return split[list(layout.heads)].reshape(-1, *tensor.shape[1:])
+
+    def expected(path, spec) -> np.ndarray:
+        tensor = tensors[spec.hf_name].astype(jnp.dtype(dtype))
+        key = path[-1].key
+        if key in ("k", "v", "k_bias", "v_bias"):
+            return heads(tensor)
+        if key == "lm_head":
+            padding = np.zeros((-len(tensor) % (tp * block), tensor.shape[1]), tensor.dtype)
+            return np.concatenate([tensor, padding])
+        return tensor
+
+    specs = param_specs(config, tp=tp, vocab_block=block)
+    return jax.tree.map_with_path(expected, specs)
+
+
+# ------------------------------------------------------------------------------ what is loaded
+
+
+@pytest.mark.invariance
+@pytest.mark.parametrize(("dp", "tp"), [(1, 1), (2, 1), (1, 2), (2, 4), (1, 8)])
+@pytest.mark.parametrize("tied", [False, True])
+def test_loaded_bits_are_those_of_the_file_on_every_mesh(tmp_path, dp, tp, tied):
+    config = TIED if tied else CONFIG
+    tensors = random_tensors(config)
+    params = load(write_folder(tmp_path, tensors), config, dp=dp, tp=tp)
+    assert_same_bits(params, expected_params(config, tensors, tp=tp, dtype="bfloat16"))
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 3, 8])
+def test_key_value_heads_are_repeated_as_the_layout_says(tmp_path, num_kv_heads, tp):
+    config = dataclasses.replace(CONFIG, num_heads=24, num_kv_heads=num_kv_heads, num_layers=1)
+    tensors = random_tensors(config)
+    params = load(write_folder(tmp_path, tensors), config, tp=tp)
+    assert_same_bits(params, expected_params(config, tensors, tp=tp, dtype="bfloat16"))
+    layout = kv_layout(24, num_kv_heads, tp)
+    key = np.asarray(params["layers"][0]["k"]).reshape(layout.num_slots, 4, 32)
+    whole = tensors["model.layers.0.self_attn.k_proj.weight"].reshape(num_kv_heads, 4, 32)
+    for head in range(24):
+        assert (raw(key[head // layout.group]) == raw(whole[head * num_kv_heads // 24])).all()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_golden_folders_load(case):
+    config = load_config(GOLDEN / case)
+    tp = possible_tps(config)[-1]
+    tensors = load_file(GOLDEN / case / "model.safetensors")
+    params = load(GOLDEN / case, config, tp=tp, dtype="float32", block=128)
+    expected = expected_params(config, tensors, tp=tp, dtype="float32", block=128)
+    assert_same_bits(params, expected)
+
+
+@pytest.mark.parametrize("num_files", [2, 5])
+def test_files_with_an_index_load_like_one_file(tmp_path, num_files):
+    tensors = random_tensors(CONFIG)
+    params = load(write_folder(tmp_path, tensors, num_files=num_files), dp=2, tp=2)
+    assert_same_bits(params, expected_params(CONFIG, tensors, tp=2, dtype="bfloat16"))
+
+
+def test_every_parameter_is_split_as_its_spec_says(tmp_path):
+    mesh = mesh_of(2, 4)
+    folder = write_folder(tmp_path, random_tensors(CONFIG))
+    params = load_params(folder, CONFIG, mesh, dtype="bfloat16", vocab_block=BLOCK)
+    specs = param_specs(CONFIG, tp=4, vocab_block=BLOCK)
+    for array, spec in zip(jax.tree.leaves(params), jax.tree.leaves(specs), strict=True):
+        assert array.sharding == NamedSharding(mesh, spec.partition), spec.hf_name
+
+
+# ---------------------------------------------------------------------------- tied embeddings
+
+
+def test_tied_head_is_the_very_array_of_the_embeddings_on_one_rank(tmp_path):
+    folder = write_folder(tmp_path, random_tensors(TIED))
+    params = load(folder, TIED)
+    assert params["lm_head"] is params["embed"]
+    replicated = load(folder, TIED, dp=2)
+    assert replicated["lm_head"] is replicated["embed"]
+    random = random_params(TIED, mesh_of(1, 1), seed=0, dtype="bfloat16", vocab_block=BLOCK)
+    assert random["lm_head"] is random["embed"]
+
+
+def test_tied_head_is_another_array_where_its_layout_differs(tmp_path):
+    folder = write_folder(tmp_path, random_tensors(TIED))
+    padded = load(folder, TIED, block=64)
+    assert padded["lm_head"].shape == (128, 32)
+    assert padded["embed"].shape == (96, 32)
+    split = load(folder, TIED, tp=2)
+    assert split["lm_head"] is not split["embed"]
+    assert (raw(split["lm_head"]) == raw(split["embed"])).all()
+
+
+def test_tied_checkpoint_may_carry_an_equal_head(tmp_path):
+    tensors = random_tensors(TIED)
+    folder = write_folder(tmp_path, {**tensors, HEAD: tensors[EMBED].copy()})
+    params = load(folder, TIED)
+    assert params["lm_head"] is params["embed"]
+
+
+def test_tied_checkpoint_with_another_head_is_refused(tmp_path):
+    tensors = random_tensors(TIED)
+    head = tensors[EMBED].copy()
+    head[95, 31] += 1
+    folder = write_folder(tmp_path, {**tensors, HEAD: head})
+    with pytest.raises(
+        ValueError, match=r"model.safetensors holds a 'lm_head.weight' that differs"
+    ):
+        load(folder, TIED)
+
+
+# -------------------------------------------------------------------------------------- dtypes
+
+
+def test_float32_is_rounded_to_nearest_even_bfloat16(tmp_path):
+    tensors = random_tensors(CONFIG, dtype="float32")
+    ties = np.array([0x3F808000, 0x3F818000, 0x3F808001, 0x3F807FFF, 0xBF808000], np.uint32)
+    tensors["model.norm.weight"][:5] = ties.view(np.float32)
+    params = load(write_folder(tmp_path, tensors))
+    expected_ties = [0x3F80, 0x3F82, 0x3F81, 0x3F80, 0xBF80]
+    assert raw(params["final_norm"])[:5].tolist() == expected_ties
+    for name, array in (("embed", EMBED), ("lm_head", HEAD)):
+        bits = tensors[array].view(np.uint32)
+        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+        assert (raw(params[name]) == rounded).all()
+
+
+@pytest.mark.parametrize("source", ["bfloat16", "float16", "float32"])
+def test_every_source_becomes_float32_exactly(tmp_path, source):
+    tensors = random_tensors(CONFIG, dtype=source)
+    params = load(write_folder(tmp_path, tensors), dtype=jnp.float32)
+    for name in ("embed", "lm_head"):
+        wide = np.asarray(params[name])
+        assert wide.dtype == np.float32
+        source_tensor = tensors[{"embed": EMBED, "lm_head": HEAD}[name]]
+        assert (raw(wide.astype(source_tensor.dtype)) == raw(source_tensor)).all()
+        assert (wide.astype(np.float64) == source_tensor.astype(np.float64)).all()
+
+
+def test_float16_to_bfloat16_is_refused(tmp_path):
+    folder = write_folder(tmp_path, random_tensors(CONFIG, dtype="float16"))
+    with pytest.raises(ValueError, match=r"is float16, whose 11 .*Ask for dtype float32"):
+        load(folder)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "int8", "float64"])
+def test_other_target_dtypes_are_refused(tmp_path, dtype):
+    with pytest.raises(ValueError, match=f"dtype={dtype} is not supported; use bfloat16 or flo"):
+        load(tmp_path, dtype=dtype)
+
+
+def test_quantised_tensors_are_refused(tmp_path):
+    tensors = random_tensors(CONFIG)
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors[name] = tensors[name].astype(np.int8)
+    with pytest.raises(ValueError, match=rf"'{name}' in .* is I8, which is not supported"):
+        load(write_folder(tmp_path, tensors))
+
+
+# -------------------------------------------------------------------------------------- memory
+
+
+class CountingFile:
+    """A `safe_open` that records which part of which tensor is read."""
+
+    def __init__(self, handle, reads: list):
+        self.handle, self.reads = handle, reads
+
+    def __enter__(self):
+        return CountingFile(self.handle.__enter__(), self.reads)
+
+    def __exit__(self, *error):
+        return self.handle.__exit__(*error)
+
+    def keys(self):
+        return self.handle.keys()
+
+    def get_slice(self, name):
+        return CountingSlice(self.handle.get_slice(name), name, self.reads)
+
+
+class CountingSlice:
+    """One tensor of a `CountingFile`."""
+
+    def __init__(self, rows, name: str, reads: list):
+        self.rows, self.name, self.reads = rows, name, reads
+
+    def get_shape(self):
+        return self.rows.get_shape()
+
+    def get_dtype(self):
+        return self.rows.get_dtype()
+
+    def __getitem__(self, index):
+        read = self.rows[index]
+        self.reads.append((self.name, str(index), read.size))
+        return read
+
+
+@pytest.mark.parametrize(("dp", "tp"), [(1, 1), (2, 4), (4, 2)])
+def test_each_shard_is_read_once_and_nothing_larger(tmp_path, monkeypatch, dp, tp):
+    reads = []
+
+    def counting_open(path, framework):
+        return CountingFile(safetensors.safe_open(path, framework=framework), reads)
+
+    monkeypatch.setattr(weights, "safe_open", counting_open)
+    folder = write_folder(tmp_path, random_tensors(CONFIG))
+    load(folder, dp=dp, tp=tp)
+    counts = Counter((name, index) for name, index, _ in reads)
+    for spec in jax.tree.leaves(param_specs(CONFIG, tp=tp, vocab_block=BLOCK)):
+        sizes = [size for name, _, size in reads if name == spec.hf_name]
+        is_split = "tp" in spec.partition
+        shard_size = int(np.prod(spec.shape)) // (tp if is_split else 1)
+        assert max(sizes) <= shard_size, spec.hf_name
+        if spec.is_rearranged:
+            continue  # a repeated head is read once a slot, padding not at all
+        assert {n for (name, _), n in counts.items() if name == spec.hf_name} == {1}
+        assert sum(sizes) == int(np.prod(spec.shape)), spec.hf_name
+
+
+def test_progress_counts_bytes_up_to_the_total(tmp_path):
+    calls = []
+    folder = write_folder(tmp_path, random_tensors(CONFIG))
+    params = load(folder, tp=2, progress=lambda *call: calls.append(call))
+    total = sum(array.nbytes for array in jax.tree.leaves(params))
+    assert len(calls) == len(jax.tree.leaves(params))
+    assert [done for _, done, _ in calls] == sorted(done for _, done, _ in calls)
+    assert calls[-1][1] == total
+    assert {call[2] for call in calls} == {total}
+    assert calls[0][0] == EMBED
+
+
+def test_progress_reaches_the_total_when_the_head_is_shared(tmp_path):
+    calls = []
+    folder = write_folder(tmp_path, random_tensors(TIED))
+    load(folder, TIED, progress=lambda *call: calls.append(call))
+    assert calls[-1][1] == calls[-1][2]
+
+
+# ----------------------------------------------------------------------------- what is refused
+
+
+def test_folder_without_safetensors_is_refused(tmp_path):
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(FileNotFoundError, match=r"has neither model.safetensors nor .*convert"):
+        load(tmp_path)
+
+
+def test_missing_tensor_is_refused(tmp_path):
+    tensors = random_tensors(CONFIG)
+    del tensors["model.layers.1.self_attn.k_proj.bias"], tensors["model.norm.weight"]
+    with pytest.raises(ValueError, match=r"lacks 2 of 33 tensors, such as 'model.*config.json and"):
+        load(write_folder(tmp_path, tensors))
+
+
+def test_unexpected_tensor_is_refused(tmp_path):
+    tensors = random_tensors(CONFIG)
+    tensors["model.layers.2.mlp.up_proj.weight"] = np.zeros((48, 32), np.float32)
+    with pytest.raises(ValueError, match=r"holds 'model.layers.2.mlp.*which this model has no pla"):
+        load(write_folder(tmp_path, tensors))
+
+
+def test_inert_tensors_are_allowed(tmp_path):
+    tensors = random_tensors(CONFIG)
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(2, np.float32)}
+    params = load(write_folder(tmp_path, {**tensors, **extra}))
+    assert_same_bits(params, expected_params(CONFIG, tensors, tp=1, dtype="bfloat16"))
+
+
+@pytest.mark.parametrize("shape", [(49, 32), (32, 48), (48, 32, 1), (48 * 32,)])
+def test_wrong_shape_is_refused(tmp_path, shape):
+    tensors = random_tensors(CONFIG)
+    tensors["model.layers.0.mlp.gate_proj.weight"] = np.zeros(shape, np.float32)
+    with pytest.raises(ValueError, match=r"'model.layers.0.mlp.gate_proj.weight' in .* has shape"):
+        load(write_folder(tmp_path, tensors))
+
+
+@pytest.mark.parametrize("damage", ["truncated", "longer", "header", "empty", "folder"])
+def test_damaged_file_is_refused(tmp_path, damage):
+    path = write_folder(tmp_path, random_tensors(CONFIG)) / "model.safetensors"
+    content = path.read_bytes()
+    damaged = {
+        "truncated": content[:-1],
+        "longer": content + b"\0",
+        "header": b"\xff" * 64 + content[64:],
+        "empty": b"",
+    }
+    if damage == "folder":
+        path.unlink()
+        path.mkdir()
+        with pytest.raises(FileNotFoundError, match="has neither model.safetensors nor"):
+            load(tmp_path)
+        return
+    path.write_bytes(damaged[damage])
+    with pytest.raises(ValueError, match=r"model.safetensors is damaged or cut short .*download"):
+        load(tmp_path)
+
+
+def test_missing_shard_file_is_refused(tmp_path):
+    write_folder(tmp_path, random_tensors(CONFIG), num_files=3)
+    (tmp_path / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"00002-of-00003.safetensors is named in .*index"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "index.json is not a safetensors index"),
+        ("{}", "index.json is not a safetensors index"),
+        ('{"weight_map": 3}', "index.json is not a safetensors index"),
+        ('{"weight_map": {"a": "../a.safetensors"}}', r"names '../a.safetensors', which is not a"),
+        ('{"weight_map": {"a": 1}}', "names 1, which is not a file in the same folder"),
+    ],
+)
+def test_broken_index_is_refused(tmp_path, text, message):
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path)
+
+
+def test_index_that_contradicts_its_files_is_refused(tmp_path):
+    write_folder(tmp_path, random_tensors(CONFIG), num_files=2)
+    path = tmp_path / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    moved = json.loads(path.read_text())
+    moved["weight_map"][EMBED] = "model-00002-of-00002.safetensors"
+    path.write_text(json.dumps(moved))
+    with pytest.raises(ValueError, match=r"holds 'model.embed_tokens.weight', which .* places in"):
+        load(tmp_path)
+    index["weight_map"]["model.absent"] = "model-00002-of-00002.safetensors"
+    path.write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"places 'model.absent' in .*, which lacks it; download"):
+        load(tmp_path)
+
+
+def test_mesh_that_does_not_fit_is_refused(tmp_path):
+    config = dataclasses.replace(CONFIG, num_heads=6, num_kv_heads=3)
+    with pytest.raises(ValueError, match=r"tp=4 must divide num_heads=6; .*\(1, 2\)"):
+        load(tmp_path, config, tp=4)
+
+
+# ------------------------------------------------------------------------------ random weights
+
+
+SMALL = dataclasses.replace(
+    TIED, num_layers=1, num_kv_heads=1, vocab_size=90, o_bias=False, qk_norm=False
+)
+
+
+@pytest.mark.invariance
+@pytest.mark.parametrize(("dp", "tp"), [(2, 1), (2, 4), (1, 8)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_random_weights_have_the_same_values_on_every_mesh(random_tensors_of, dp, tp, dtype):
+    params = random_params(SMALL, mesh_of(dp, tp), seed=7, dtype=dtype, vocab_block=BLOCK)
+    assert_same_bits(params, expected_params(SMALL, random_tensors_of, tp=tp, dtype=dtype))
+
+
+@pytest.fixture(scope="module", name="random_tensors_of")
+def fixture_random_tensors_of():
+    """The tensors that seed 7 draws on one device, under their Hugging Face names."""
+    params = random_params(SMALL, mesh_of(1, 1), seed=7, dtype="float32", vocab_block=BLOCK)
+    specs = jax.tree.leaves(param_specs(SMALL, tp=1, vocab_block=BLOCK))
+    return {
+        spec.hf_name: np.asarray(array)[: spec.hf_shape[0]]
+        for spec, array in zip(specs, jax.tree.leaves(params), strict=True)
+    }
+
+
+def test_random_weights_have_the_scale_they_say():
+    config = dataclasses.replace(SMALL, hidden_size=256, intermediate_size=512, vocab_size=512)
+    params = random_params(config, mesh_of(1, 2), seed=1, dtype="float32", vocab_block=BLOCK)
+    for name, fan_in in (("up", 256), ("down", 512)):
+        matrix = np.asarray(params["layers"][0][name], np.float64)
+        assert abs(matrix.std() * np.sqrt(fan_in) - 1) < 0.02
+        assert abs(matrix.mean() * np.sqrt(fan_in)) < 0.02
+    assert 0.02 < np.asarray(params["final_norm"]).std() < 0.06
+    assert abs(np.asarray(params["final_norm"]).mean() - 1) < 0.01
+    assert 0 < np.asarray(params["layers"][0]["q_bias"]).std() < 0.04
+
+
+def test_random_weights_depend_on_the_seed_and_the_name():
+    config = dataclasses.replace(SMALL, num_layers=2, qkv_bias=False)
+
+    def draw(seed):
+        return random_params(config, mesh_of(1, 1), seed=seed, dtype="float32", vocab_block=BLOCK)
+
+    first, again, other = draw(0), draw(0), draw(1)
+    assert_same_bits(first, again)
+    assert (np.asarray(first["embed"]) != np.asarray(other["embed"])).mean() > 0.9
+    layers = first["layers"]
+    assert (np.asarray(layers[0]["up"]) != np.asarray(layers[1]["up"])).mean() > 0.9
+    assert (np.asarray(layers[0]["up"]) != np.asarray(layers[0]["gate"])).mean() > 0.9
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32])
+def test_seed_out_of_range_is_refused(seed):
+    with pytest.raises(ValueError, match=rf"seed={seed} must be in \[0, 2\*\*32\)"):
+        random_params(CONFIG, mesh_of(1, 1), seed=seed, dtype="bfloat16", vocab_block=BLOCK)
+
+
+# --------------------------------------------------------------------------------- checkpoints
+
+
+@pytest.mark.invariance
+@pytest.mark.parametrize(
+    ("saved_on", "restored_on"),
+    [((1, 1), (1, 1)), ((2, 4), (2, 4)), ((1, 8), (2, 2)), ((1, 1), (1, 8))],
+)
+@pytest.mark.parametrize("tied", [False, True])
+def test_checkpoint_restores_the_bits_onto_any_mesh(tmp_path, tied, saved_on, restored_on):
+    config = dataclasses.replace(SMALL, tie_word_embeddings=tied)
+    tensors = random_tensors(config)
+    folder = write_folder(tmp_path, tensors)
+    saved = load(folder, config, dp=saved_on[0], tp=saved_on[1])
+    checkpoint = tmp_path / "checkpoint"
+    save_params(checkpoint, saved, config, mesh_of(*saved_on), vocab_block=BLOCK)
+    mesh = mesh_of(*restored_on)
+    restored = restore_params(checkpoint, config, mesh, dtype="bfloat16", vocab_block=BLOCK)
+    expected = load(folder, config, dp=restored_on[0], tp=restored_on[1])
+    assert_same_bits(restored, expected)
+    for a, e in zip(jax.tree.leaves(restored), jax.tree.leaves(expected), strict=True):
+        assert a.sharding == e.sharding
+
+
+@pytest.mark.control
+def test_control_rows_moved_as_floats_lose_the_sign_of_zero():
+    mesh = mesh_of(1, 8)
+    config = dataclasses.replace(SMALL, head_dim=2)
+    spec = param_specs(config, tp=8, vocab_block=BLOCK)["layers"][0]["k_bias"]
+    zeros = np.full(spec.shape, -0.0, np.float32)
+    stored = jax.device_put(zeros, NamedSharding(mesh, spec.partition))
+    replicated = NamedSharding(mesh, PartitionSpec())
+    move = jax.jit(functools.partial(checkpoint_rows, spec=spec), out_shardings=replicated)
+    assert not np.signbit(np.asarray(move(stored))).all()
+    kept = weights._rearrange(checkpoint_rows, stored, spec, replicated)
+    assert np.signbit(np.asarray(kept)).all()
+
+
+def test_restored_tied_head_is_shared_again(tmp_path):
+    mesh = mesh_of(1, 1)
+    params = random_params(TIED, mesh, seed=0, dtype="float32", vocab_block=BLOCK)
+    save_params(tmp_path / "c", params, TIED, mesh, vocab_block=BLOCK)
+    restored = restore_params(tmp_path / "c", TIED, mesh, dtype="float32", vocab_block=BLOCK)
+    assert restored["lm_head"] is restored["embed"]
+    assert_same_bits(restored, params)
+
+
+def test_checkpoint_of_another_model_or_dtype_is_refused(tmp_path):
+    mesh = mesh_of(1, 2)
+    params = random_params(CONFIG, mesh, seed=0, dtype="bfloat16", vocab_block=BLOCK)
+    save_params(tmp_path, params, CONFIG, mesh, vocab_block=BLOCK)
+
+    def restore(config=CONFIG, dtype="bfloat16"):
+        return restore_params(tmp_path, config, mesh, dtype=dtype, vocab_block=BLOCK)
+
+    restore()
+    with pytest.raises(ValueError, match=r"has dtype='bfloat16' but 'float32' is asked for"):
+        restore(dtype="float32")
+    with pytest.raises(ValueError, match=r"has num_kv_heads=2 but 4 is asked for"):
+        restore(config=dataclasses.replace(CONFIG, num_kv_heads=4))
+    with pytest.raises(ValueError, match=r"has rope={'theta': 10000.0.* is asked for"):
+        restore(config=dataclasses.replace(CONFIG, rope=RopeConfig(theta=5e5)))
+    with pytest.raises(ValueError, match="holds a checkpoint already"):
+        save_params(tmp_path, params, CONFIG, mesh, vocab_block=BLOCK)
+    facts = tmp_path / "detjax_params.json"
+    facts.write_text(facts.read_text().replace('"format": 1', '"format": 2'))
+    with pytest.raises(ValueError, match=r"has format=2 but 1 is asked for"):
+        restore()
+    facts.write_text("{}")
+    with pytest.raises(ValueError, match=r"detjax_params.json is damaged"):
+        restore()
+
+
+def test_unfinished_checkpoint_is_refused(tmp_path):
+    with pytest.raises(
+        FileNotFoundError, match="detjax_params.json does not exist: .* no finished"
+    ):
+        restore_params(tmp_path, CONFIG, mesh_of(1, 1), dtype="bfloat16", vocab_block=BLOCK)
+
+
+# ------------------------------------------------------------------------------ finding a model
+
+
+def test_existing_folder_is_taken_as_it_is(tmp_path):
+    assert resolve_model(str(tmp_path), revision=None) == tmp_path
+
+
+def test_revision_of_a_folder_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="revision='main' has no meaning for the folder"):
+        resolve_model(str(tmp_path), revision="main")
+
+
+def test_file_in_place_of_a_folder_is_refused(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match="is a file; give the folder it stands in"):
+        resolve_model(str(tmp_path / "model.safetensors"))
+
+
+@pytest.mark.parametrize("name", ["/no/such/folder", "a/b/c", "../elsewhere", "two words"])
+def test_impossible_name_is_refused(name):
+    with pytest.raises(ValueError, match="neither an existing folder nor a repository id"):
+        resolve_model(name)
+
+
+def test_snapshot_fetches_safetensors_and_text_only(monkeypatch, tmp_path):
+    calls = []
+
+    def snapshot_download(repo_id, **options):
+        calls.append((repo_id, options))
+        return str(tmp_path)
+
+    monkeypatch.setattr(weights.huggingface_hub, "snapshot_download", snapshot_download)
+    assert resolve_model("owner/name", revision="v1") == tmp_path
+    ((repo_id, options),) = calls
+    assert (repo_id, options["revision"]) == ("owner/name", "v1")
+    kept = list(
+        weights.huggingface_hub.utils.filter_repo_objects(
+            [
+                "config.json",
+                "model-00001-of-00002.safetensors",
+                "model.safetensors.index.json",
+                "tokenizer.model",
+                "chat_template.jinja",
+                "pytorch_model.bin",
+                "consolidated.safetensors",
+                "original/params.json",
+                "onnx/model.safetensors",
+                "model.gguf",
+            ],
+            allow_patterns=options["allow_patterns"],
+            ignore_patterns=options["ignore_patterns"],
+        )
+    )
+    assert kept == [
+        "config.json",
+        "model-00001-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "tokenizer.model",
+        "chat_template.jinja",
+    ]
+
+
+def hub_error(kind: type, status: int) -> Exception:
+    return kind("message", response=Mock(headers={}, status_code=status))
+
+
+@pytest.mark.parametrize(
+    ("error", "expected", "message"),
+    [
+        (hub_error(hub_errors.GatedRepoError, 403), PermissionError, "is gated: ask for access"),
+        (
+            hub_error(hub_errors.RepositoryNotFoundError, 404),
+            FileNotFoundError,
+            "neither an existing folder nor a Hugging Face repository; check the spelling",
+        ),
+        (
+            hub_error(hub_errors.RevisionNotFoundError, 404),
+            FileNotFoundError,
+            "'owner/name' has no revision='v1'",
+        ),
+        (
+            hub_errors.LocalEntryNotFoundError("offline"),
+            FileNotFoundError,
+            r"could not be reached \(LocalEntryNotFoundError: offline\).*give its folder",
+        ),
+        (
+            hub_errors.OfflineModeIsEnabled("offline"),
+            FileNotFoundError,
+            "could not be reached.*unset HF_HUB_OFFLINE",
+        ),
+        (hub_error(hub_errors.HfHubHTTPError, 503), FileNotFoundError, "could not be reached"),
+    ],
+)
+def test_hub_errors_say_what_to_do(monkeypatch, error, expected, message):
+    def snapshot_download(repo_id, **options):
+        raise error
+
+    monkeypatch.setattr(weights.huggingface_hub, "snapshot_download", snapshot_download)
+    with pytest.raises(expected, match=message):
+        resolve_model("owner/name", revision="v1")
