@@ -1,15 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small models with random weights, and what a request should get from them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from detjax.models.config import ModelConfig, RopeConfig
-from detjax.models.loading import LoadedModel, random_model
+from detjax.models.decoder import forward, local_logits
+from detjax.models.layers import Recipe, Tokens
+from detjax.models.loading import LoadedModel, place_model
+from detjax.models.params import ParamRole, ParamSpec, param_specs, stored_rows
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
-from detjax.parallel.mesh import make_mesh
+from detjax.parallel.collectives import gather_columns
+from detjax.parallel.mesh import DP_AXIS, TP_AXIS, make_mesh
 from detjax.serving.engine import Engine, EngineConfig
 from detjax.serving.request import Completion, Request
+from detjax.serving.steps import PAGES_SPEC
 
 
 def dummy_config(
@@ -58,13 +69,28 @@ def dummy_model(
     profile: NumericsProfile | None = None,
     seed: int = 0,
 ) -> LoadedModel:
-    """Random weights on a (dp, tp) mesh, equal for every mesh."""
-    return random_model(
+    """Random weights on a (dp, tp) mesh, equal for every mesh; drawn on the host, to start fast."""
+    profile, mesh = profile or NumericsProfile(), make_mesh(dp, tp)
+    specs = param_specs(config, tp=tp, vocab_block=profile.vocab_block)
+
+    def make(spec: ParamSpec) -> jax.Array:
+        rng = np.random.default_rng([seed, *spec.hf_name.encode()])
+        values = rng.standard_normal(spec.hf_shape, np.float32)
+        if spec.role is ParamRole.MATRIX:
+            values *= spec.hf_shape[1] ** -0.5
+        elif spec.role is ParamRole.GAIN:
+            values = 1 + 0.1 * values
+        # The values are bfloat16 in either dtype, so a profile changes only the arithmetic.
+        tensor = jnp.asarray(values, jnp.bfloat16).astype(profile.param_dtype)
+        return jax.device_put(stored_rows(tensor, spec), NamedSharding(mesh, spec.partition))
+
+    return place_model(
         config,
-        seed=seed,
-        profile=profile or NumericsProfile(),
-        mesh=make_mesh(dp, tp),
+        lambda: jax.tree.map(make, specs),
+        profile=profile,
+        mesh=mesh,
         backend=Backend.PORTABLE,
+        folder=None,
     )
 
 
@@ -79,3 +105,42 @@ def answers(
     """Run requests on a fresh engine."""
     config = EngineConfig(batch_size=batch_size, prefill_chunk=prefill_chunk, max_len=max_len)
     return Engine(model, config).generate(requests)
+
+
+def scoring_step(model: LoadedModel) -> Callable:
+    """A jitted step that gives the logits of every new token instead of choosing one.
+
+    `step(pages, tokens) -> (pages, logits[B, T, V])`, on a mesh with dp = 1.
+    """
+    recipe = Recipe(
+        config=model.config,
+        profile=model.profile,
+        backend=model.backend,
+        tp=model.mesh.shape[TP_AXIS],
+    )
+    assert model.mesh.shape[DP_AXIS] == 1
+
+    def local(params, tables, pages, tokens):
+        pages, hidden = forward(recipe, params, tables, pages, tokens)
+        logits = local_logits(recipe, params, hidden.reshape(-1, hidden.shape[-1]))
+        logits = gather_columns(logits, TP_AXIS)[:, : model.config.vocab_size]
+        return pages, logits.reshape(*tokens.ids.shape, -1)
+
+    specs = (model.partition_specs, P(), PAGES_SPEC, P())
+    step = jax.jit(
+        jax.shard_map(
+            local, mesh=model.mesh, in_specs=specs, out_specs=(PAGES_SPEC, P()), check_vma=False
+        )
+    )
+    return lambda pages, tokens: step(model.params, model.rope_tables, pages, tokens)
+
+
+def batch_of(rows: Sequence[tuple[Sequence[int] | np.ndarray, int]], table: np.ndarray) -> Tokens:
+    """Lay out (token ids, position of the first) of each row, padded to the longest."""
+    length = max(len(ids) for ids, _ in rows)
+    ids = np.zeros((len(rows), length), np.int32)
+    positions = np.full((len(rows), length), -1, np.int32)
+    for row, (tokens, start) in enumerate(rows):
+        ids[row, : len(tokens)] = tokens
+        positions[row, : len(tokens)] = np.arange(start, start + len(tokens))
+    return Tokens(ids=ids, positions=positions, page_table=table)

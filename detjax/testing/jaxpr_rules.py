@@ -14,7 +14,7 @@ MOVES_BITS = frozenset(
         "dynamic_update_slice", "eq", "gather", "ge", "gt", "iota", "is_finite", "le", "lt", "max",
         "min", "ne", "optimization_barrier", "pad", "ppermute", "reduce_max", "reduce_min",
         "reshape", "rev", "scatter", "select_n", "slice", "sort", "split", "squeeze",
-        "stop_gradient", "top_k", "transpose",
+        "stack", "stop_gradient", "top_k", "transpose",
     }
 )  # fmt: skip
 """Primitives that may take floats outside a kernel: copies, comparisons and exact widening."""
@@ -53,13 +53,22 @@ def float_arithmetic_outside_kernels(fn: Callable, *args) -> list[str]:
         if not floats:
             continue
         if name == "convert_element_type":
-            source, target = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
-            if jnp.issubdtype(source, jnp.floating) and jnp.promote_types(source, target) == target:
+            if _is_exact(equation.invars[0].aval, equation.outvars[0].aval):
                 continue
         elif name in MOVES_BITS:
             continue
         found.append(f"{name}: {equation.source_info.name_stack}")
     return found
+
+
+def _is_exact(source, target) -> bool:
+    """Whether a conversion widens a float, or turns a constant of the program into one."""
+    if source.weak_type and source.shape == ():
+        return True
+    return bool(
+        jnp.issubdtype(source.dtype, jnp.floating)
+        and jnp.promote_types(source.dtype, target.dtype) == target.dtype
+    )
 
 
 def _is_float(variable) -> bool:

@@ -10,25 +10,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
 import detjax.models.decoder
 import detjax.models.layers
-from detjax.models.decoder import forward, local_logits
-from detjax.models.layers import Recipe, Tokens
 from detjax.models.loading import LoadedModel
 from detjax.numerics import NumericsProfile
-from detjax.parallel.collectives import gather_columns
 from detjax.serving.engine import Engine, EngineConfig
 from detjax.serving.request import Completion, FinishReason, Request, SamplingParams
-from detjax.serving.steps import PAGES_SPEC, empty_pages
+from detjax.serving.sampling import SamplingRows
+from detjax.serving.steps import empty_pages, step_function
 from detjax.testing import (
     assert_bitwise_equal,
     assert_order_sensitive,
     count_different_bits,
     float_arithmetic_outside_kernels,
 )
-from detjax.testing.dummies import answers, dummy_config, dummy_model
+from detjax.testing.dummies import (
+    answers,
+    batch_of,
+    dummy_config,
+    dummy_model,
+    scoring_step,
+)
 
 MESHES = ((1, 1), (1, 2), (2, 2), (1, 4), (2, 4), (1, 8), (8, 1))
 KV_HEADS = (1, 2, 3, 8)
@@ -118,9 +121,10 @@ def test_answers_are_bitwise_mesh_invariant(mesh, num_kv_heads):
 def test_answers_are_bitwise_batch_invariant(batch_size):
     """Rows, row positions and batchmates with other sampling parameters."""
     everyone = requests()
-    got = answers(model(2, 1, 1), everyone, batch_size=batch_size)
-    assert_same(got, expected(2), f"batch size {batch_size}")
-    got = answers(model(2, 1, 1), everyone[::-1], batch_size=batch_size)[::-1]
+    config = EngineConfig(batch_size=batch_size, prefill_chunk=64, max_len=256)
+    engine = Engine(model(2, 1, 1), config)
+    assert_same(engine.generate(everyone), expected(2), f"batch size {batch_size}")
+    got = engine.generate(everyone[::-1])[::-1]
     assert [g.digest() for g in got] == [w.digest() for w in expected(2)]
 
 
@@ -184,33 +188,10 @@ def test_warm_prefix_is_bitwise_schedule_invariant():
 
 def _logits_of(m: LoadedModel, pieces) -> list[np.ndarray]:
     """Logits of every token of each piece, all pieces of one sequence in turn."""
-    recipe = Recipe(config=m.config, profile=m.profile, backend=m.backend, tp=m.mesh.shape["tp"])
-
-    def local(params, tables, pages, tokens):
-        pages, hidden = forward(recipe, params, tables, pages, tokens)
-        rows = hidden.reshape(-1, hidden.shape[-1])
-        logits = gather_columns(local_logits(recipe, params, rows), "tp")
-        return pages, logits[:, : m.config.vocab_size]
-
-    step = jax.jit(
-        jax.shard_map(
-            local,
-            mesh=m.mesh,
-            in_specs=(m.partition_specs, P(), PAGES_SPEC, P()),
-            out_specs=(PAGES_SPEC, P()),
-            check_vma=False,
-        )
-    )
-    pages, out = empty_pages(m, 4), []
-    for ids, start in pieces:
-        positions = np.arange(start, start + len(ids), dtype=np.int32)
-        tokens = Tokens(
-            ids=jnp.asarray(ids[None]),
-            positions=jnp.asarray(positions[None]),
-            page_table=jnp.asarray([[2, 0, 3]], jnp.int32),
-        )
-        pages, logits = step(m.params, m.rope_tables, pages, tokens)
-        out.append(np.asarray(logits))
+    step, pages, out = scoring_step(m), empty_pages(m, 4), []
+    for piece in pieces:
+        pages, logits = step(pages, batch_of([piece], np.asarray([[2, 0, 3]], np.int32)))
+        out.append(np.asarray(logits)[0])
     return out
 
 
@@ -231,7 +212,13 @@ import json, sys
 from detjax.parallel.mesh import configure_virtual_devices
 configure_virtual_devices(int(sys.argv[1]))
 from detjax.serving.request import Request, SamplingParams
-from detjax.testing.dummies import answers, dummy_config, dummy_model
+from detjax.testing.dummies import (
+    answers,
+    batch_of,
+    dummy_config,
+    dummy_model,
+    scoring_step,
+)
 prompts = json.load(sys.stdin)
 reqs = [Request(prompt_token_ids=tuple(p), sampling=SamplingParams(max_tokens=6, **s))
         for p, s in prompts]
@@ -304,31 +291,16 @@ def test_control_psum_is_not_mesh_invariant(monkeypatch):
     assert _differing(*runs) > 0
 
 
-def test_forward_does_no_arithmetic_outside_kernels():
+def test_step_does_no_arithmetic_outside_kernels():
     m = model(2, 1, 4)
-    recipe = Recipe(config=m.config, profile=m.profile, backend=m.backend, tp=4)
+    step = step_function(m, num_top=2, with_filters=True)
+    tokens = batch_of([([1, 2, 3], 0)], np.zeros((1, 2), np.int32))
+    rows = SamplingRows.pack([(SamplingParams(temperature=1.0, top_p=0.5), 0)])
+    args = (m.params, m.rope_tables, empty_pages(m, 4), tokens, rows)
+    assert float_arithmetic_outside_kernels(step, *args) == []
 
-    def local(params, tables, pages, tokens):
-        pages, hidden = forward(recipe, params, tables, pages, tokens)
-        return local_logits(recipe, params, hidden.reshape(-1, hidden.shape[-1]))
-
-    sharded = jax.shard_map(
-        local,
-        mesh=m.mesh,
-        in_specs=(m.partition_specs, P(), PAGES_SPEC, P()),
-        out_specs=P(None, "tp"),
-        check_vma=False,
-    )
-    tokens = Tokens(
-        ids=jnp.zeros((2, 3), jnp.int32),
-        positions=jnp.zeros((2, 3), jnp.int32),
-        page_table=jnp.zeros((2, 2), jnp.int32),
-    )
-    args = (m.params, m.rope_tables, empty_pages(m, 4), tokens)
-    assert float_arithmetic_outside_kernels(sharded, *args) == []
-
-    def control(params, tables, pages, tokens):
-        return sharded(params, tables, pages, tokens) * 2.0
+    def control(*args):
+        return step(*args)[1].logprobs * 2.0
 
     assert float_arithmetic_outside_kernels(control, *args) != []
 

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The noise specification and the filters, against definitions written another way."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.extend.random import threefry_2x32
+from jax.sharding import PartitionSpec as P
+from scipy import stats
+
+from detjax.models.layers import Recipe
+from detjax.numerics import NumericsProfile
+from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.sampling import noise
+from detjax.parallel.mesh import make_mesh
+from detjax.serving.request import SamplingParams
+from detjax.serving.sampling import SamplingRows, choose, is_filtered
+from detjax.testing import assert_bitwise_equal, assert_within_ulp, wide
+from detjax.testing.dummies import dummy_config
+
+VECTORS = Path(__file__).parents[1] / "golden" / "noise_vectors.json"
+VOCAB = 320
+
+
+def _bits(seed: int, sample: int, position: int, tokens) -> np.ndarray:
+    key = noise.row_key(
+        jnp.uint32(seed & 0xFFFFFFFF), jnp.uint32(seed >> 32), jnp.uint32(sample),
+        jnp.int32(position),
+    )  # fmt: skip
+    return np.asarray(noise.token_bits(key, jnp.asarray(tokens, jnp.int32)))
+
+
+def test_threefry_is_that_of_random123_and_jax():
+    rng = np.random.default_rng(0)
+    for _ in range(5):
+        key, counter = rng.integers(0, 2**32, 2, np.uint32), rng.integers(0, 2**32, 2, np.uint32)
+        ours = noise.threefry2x32(tuple(map(jnp.uint32, key)), tuple(map(jnp.uint32, counter)))
+        theirs = threefry_2x32(jnp.asarray(key), jnp.asarray(counter))
+        assert_bitwise_equal(np.stack(ours), np.asarray(theirs), claim="threefry2x32")
+    zero = noise.threefry2x32((jnp.uint32(0),) * 2, (jnp.uint32(0),) * 2)
+    assert [hex(int(x)) for x in zero] == ["0x6b200159", "0x99ba4efe"]  # Random123's own vector
+
+
+@pytest.mark.golden
+def test_published_test_vectors():
+    for vector in json.loads(VECTORS.read_text())["vectors"]:
+        bits = _bits(vector["seed"], vector["sample_idx"], vector["position"], [vector["token_id"]])
+        assert int(bits[0]) == int(vector["bits"], 16)
+        assert float(noise.uniform(jnp.asarray(bits))[0]) == vector["uniform"]
+        # Two logarithms of at most 2 ulp each; -log1p(-u) passes its relative error on to the
+        # outer logarithm as an absolute one of 2**-23 or less.
+        got = np.asarray(noise.gumbel(jnp.asarray(bits)))
+        want = -np.log(-np.log1p(-np.float64(vector["uniform"])))
+        assert abs(float(got[0]) - want) <= 2 * np.spacing(np.float32(abs(want))) + 2**-22
+
+
+def test_noise_is_finite_at_every_edge():
+    bits = jnp.asarray([0, 1, 2**24, 2**31 - 1, 2**31, 2**32 - 129, 2**32 - 1], jnp.uint32)
+    u, g = np.asarray(noise.uniform(bits)), np.asarray(noise.gumbel(bits))
+    assert (u > 0).all() and (u < 1).all() and np.isfinite(g).all()
+    assert -2.82 < g.min() and g.max() < 22.89
+    assert_within_ulp(
+        g[:1], -np.log(-np.log1p(-u[:1].astype(np.float64))), max_ulp=4.0, claim="the largest noise"
+    )
+
+
+def test_noise_differs_in_every_input():
+    tokens = np.arange(2000)
+    base = _bits(5, 0, 7, tokens)
+    for other in (
+        _bits(6, 0, 7, tokens), _bits(5 + 2**32, 0, 7, tokens), _bits(5, 1, 7, tokens),
+        _bits(5, 0, 8, tokens), _bits(5, 7, 0, tokens),
+    ):  # fmt: skip
+        assert (base != other).mean() > 0.999
+    assert len(np.unique(base)) > 1998
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 2**64 - 1), st.integers(0, 1000), st.integers(0, 2**20))
+def test_noise_is_uniform(seed, sample, position):
+    """Chi-square over 64 cells of 20,000 draws; fails one honest seed in 10**7."""
+    counts = np.bincount(_bits(seed, sample, position, np.arange(20000)) >> 26, minlength=64)
+    assert stats.chisquare(counts).pvalue > 1e-7
+
+
+def test_samples_follow_the_distribution():
+    """Chi-square of 4,000 sampled tokens against softmax; one fixed seed."""
+    logits = jnp.asarray(np.linspace(-2, 2, 20), jnp.float32)
+    count = 4000
+    tokens = _choose(
+        np.tile(_padded(np.asarray(logits)), (count, 1)),
+        [(SamplingParams(temperature=1.5, seed=3), i) for i in range(count)],
+    )[0]
+    probs = np.exp(np.asarray(logits, np.float64) / 1.5)
+    expected = count * probs / probs.sum()
+    assert stats.chisquare(np.bincount(tokens, minlength=20), expected).pvalue > 1e-3
+
+
+def _padded(logits: np.ndarray) -> np.ndarray:
+    return np.concatenate([logits, np.full(VOCAB - len(logits), -np.inf)]).astype(np.float32)
+
+
+def _choose(logits, rows, *, tp: int = 1, with_filters: bool | None = None, position: int = 9):
+    """Token ids and logprobs for whole logits on a tp mesh."""
+    recipe = Recipe(
+        config=dummy_config(vocab_size=VOCAB), profile=NumericsProfile(),
+        backend=Backend.PORTABLE, tp=tp,
+    )  # fmt: skip
+    if with_filters is None:
+        with_filters = any(is_filtered(p) for p, _ in rows)
+    width = -(-VOCAB // (128 * tp)) * 128 * tp
+    whole = np.full((len(rows), width), -np.inf, np.float32)
+    whole[:, :VOCAB] = logits
+    positions = np.full(len(rows), position, np.int32)
+
+    def local(logits, rows, positions):
+        return choose(recipe, logits, rows, positions, num_top=2, with_filters=with_filters)
+
+    step = jax.shard_map(
+        local, mesh=make_mesh(1, tp), in_specs=(P(None, "tp"), P(), P()), out_specs=P(),
+        check_vma=False,
+    )  # fmt: skip
+    out = jax.jit(step)(whole, SamplingRows.pack(rows), positions)
+    return np.asarray(out.token_ids), np.asarray(out.logprobs), np.asarray(out.top_ids)
+
+
+def _kept_by_definition(logits: np.ndarray, params: SamplingParams) -> set[int]:
+    """Top-k, then top-p among those, then min-p, in float64 and with a margin of its own."""
+    order = np.argsort(-logits, kind="stable")
+    weights = np.exp((logits[order].astype(np.float64) - logits[order[0]]) / params.temperature)
+    kept = np.ones(len(order), bool)
+    if params.top_k:
+        kept[params.top_k :] = False
+    before = np.cumsum(weights * kept) - weights
+    if params.top_p < 1:
+        kept &= before < params.top_p * (weights * kept).sum()
+    kept &= weights >= params.min_p
+    kept[0] = True
+    return {int(t) for t in order[kept]}
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    st.integers(0, 10_000),
+    st.lists(
+        st.tuples(
+            st.sampled_from([0, 1, 3, 40, 10_000]),
+            st.sampled_from([0.01, 0.5, 0.9, 1.0]),
+            st.sampled_from([0.0, 0.02, 0.5]),
+            st.sampled_from([0.3, 1.0, 2.5]),
+        ),
+        min_size=4,
+        max_size=4,
+    ),
+)
+def test_filters_keep_what_their_definitions_say(seed, settings_of_rows):
+    rng = np.random.default_rng(seed)
+    logits = wide(rng, (4, VOCAB), 0.5)
+    rows = [
+        (SamplingParams(top_k=k, top_p=p, min_p=m, temperature=t, seed=seed), i)
+        for i, (k, p, m, t) in enumerate(settings_of_rows)
+    ]
+    for sample in range(2):
+        tokens, _, _ = _choose(logits, rows, with_filters=True, position=sample)
+        for row, (params, _) in enumerate(rows):
+            assert int(tokens[row]) in _kept_by_definition(logits[row], params)
+
+
+@pytest.mark.invariance
+def test_choice_is_bitwise_batch_and_mesh_invariant():
+    """A row, whatever the others ask for and however the vocabulary is split."""
+    rng = np.random.default_rng(1)
+    logits = wide(rng, (9, VOCAB), 0.5)
+    rows = [
+        (SamplingParams(temperature=0.7 * (i % 3), top_k=(0, 4)[i % 2], seed=i), i)
+        for i in range(9)
+    ]
+    tokens, logprobs, top = _choose(logits, rows)
+    for tp in (2, 4, 8):
+        got = _choose(logits, rows, tp=tp)
+        for a, b in zip(got, (tokens, logprobs, top), strict=True):
+            assert_bitwise_equal(a, b, claim=f"tp={tp}")
+    for row in range(9):
+        got = _choose(logits[row : row + 1], rows[row : row + 1])
+        assert_bitwise_equal(got[0], tokens[row : row + 1], claim=f"row {row} alone")
+        assert_bitwise_equal(got[1], logprobs[row : row + 1], claim=f"row {row} alone")
+
+
+def test_greedy_takes_the_first_maximum():
+    logits = np.zeros((2, VOCAB), np.float32)
+    logits[0, [7, 200, 300]] = 5.0
+    logits[1, [130, 129]] = 5.0
+    for tp in (1, 4):
+        tokens, _, top = _choose(logits, [(SamplingParams(), 0)] * 2, tp=tp)
+        assert tokens.tolist() == [7, 129]
+        assert top.tolist() == [[7, 200], [129, 130]]
+
+
+def test_logprobs_are_those_of_float64():
+    """Bound: the sum of V terms as a tree of depth 12 over 128-term rows, and a logarithm."""
+    logits = wide(np.random.default_rng(2), (5, VOCAB), 0.5)
+    tokens, logprobs, _ = _choose(logits, [(SamplingParams(), 0)] * 5)
+    x = logits.astype(np.float64)
+    lse = np.log(np.exp(x - x.max(1, keepdims=True)).sum(1)) + x.max(1)
+    want = x[np.arange(5), tokens] - lse
+    # |error| <= ulp(lse) * (12 + 2) + ulp(logit); every magnitude here is at most |x|max.
+    bound = 16 * np.spacing(np.float32(np.abs(x).max()))
+    assert np.abs(logprobs - want).max() <= bound
