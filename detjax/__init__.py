@@ -1,1 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
+"""One canonical answer: bit-identical inference for Llama-family models in JAX and Pallas.
+
+Names are imported when first used, so that `python -m detjax.generate --help` need not start JAX.
+"""
+
+import importlib
+
+_HOME = {
+    "Backend": "detjax.pallas_kernels.backend",
+    "Completion": "detjax.serving.request",
+    "Engine": "detjax.serving.engine",
+    "EngineConfig": "detjax.serving.engine",
+    "NumericsProfile": "detjax.numerics",
+    "Request": "detjax.serving.request",
+    "SamplingParams": "detjax.serving.request",
+    "Tokenizer": "detjax.models.tokenizer",
+    "bundled_model_path": "detjax.models.bundled",
+    "configure_virtual_devices": "detjax.parallel.mesh",
+    "load_model": "detjax.models.loading",
+    "make_mesh": "detjax.parallel.mesh",
+}
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str):
+    """Import a public name from its home."""
+    if name not in _HOME:
+        raise AttributeError(f"detjax has no {name!r}; it has {', '.join(__all__)}")
+    return getattr(importlib.import_module(_HOME[name]), name)

@@ -15,7 +15,12 @@ from detjax.models.decoder import check_mesh
 from detjax.models.hf_config import load_config
 from detjax.models.params import kv_layout, partition_specs
 from detjax.models.rope import rope_tables
-from detjax.models.weights import load_params, random_params, resolve_model
+from detjax.models.weights import (
+    ignore_progress,
+    load_params,
+    random_params,
+    resolve_model,
+)
 from detjax.numerics import Build, NumericsProfile, fingerprint
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import TP_AXIS
@@ -79,21 +84,21 @@ def place_model(
 def load_model(
     name_or_path: str,
     *,
-    revision: str | None,
     profile: NumericsProfile,
     mesh: Mesh,
     backend: Backend,
-    progress: Callable[[str, int, int], None],
+    revision: str | None = None,
+    progress: Callable[[str, int, int], None] = ignore_progress,
 ) -> LoadedModel:
     """Load a Hugging Face folder or id onto the mesh.
 
     Args:
         name_or_path: A folder with config.json and safetensors, or a Hugging Face id.
-        revision: Branch, tag or commit of a Hugging Face id.
         profile: The numerics to run with.
         mesh: Where to put the weights.
         backend: Which kernels will run.
-        progress: Called with (what, done, total) as tensors arrive.
+        revision: Branch, tag or commit of a Hugging Face id; None takes its default branch.
+        progress: Called with (what, bytes done, bytes in all) as tensors arrive.
 
     Raises:
         ValueError: If the configuration, the weights or the mesh do not fit, naming which.

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The options of the command: one field each, which holds its default and its line of `--help`."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from detjax.cli.errors import BITS_DIFFER, InputError
+from detjax.serving.request import SamplingParams
+
+BUNDLED = "bundled"
+NO_CACHE = "none"
+
+GROUPS = {
+    "model": "Which weights. The default is a small model that comes with the package.",
+    "prompts": "What to continue. Prompts of --prompt come first, then those of the file.",
+    "sampling": "How each next token is chosen. The same for every prompt.",
+    "numerics": "These choose the bits: runs agree if these agree, the build and the hardware.\n"
+    "The fingerprint that is printed stands for all of them.",
+    "batch, mesh and schedule": "These choose speed and memory. They change no bit.",
+    "output": "How completions are written.",
+    "check": "See for yourself that the claim holds here.",
+}
+
+
+def _default_cache_dir() -> str:
+    root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return str(Path(root).expanduser() / "detjax")
+
+
+def _option(
+    default: Any,
+    group: str,
+    text: str,
+    *,
+    metavar: str = "N",
+    choices: Sequence[str] = (),
+    default_text: str = "",
+) -> Any:
+    """Describe one option: the field of its value, and its entry in `--help`."""
+    if default_text or isinstance(default, int | float | str) and not isinstance(default, bool):
+        text = f"{text} (default: {default_text or default})"
+    shown = {"choices": tuple(choices)} if choices else {"metavar": metavar}
+    return field(default=default, metadata={"group": group, "help": text, "shown": shown})
+
+
+_SAMPLING = SamplingParams()
+_DTYPES = ("bfloat16", "float32")
+_MODEL, _PROMPTS, _SAMPLES, _NUMERICS, _SCHEDULE, _OUTPUT, _CHECK = GROUPS
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerateArgs:
+    """Every option of the command; `--help` and its defaults are made from these fields."""
+
+    model: str = _option(
+        BUNDLED,
+        _MODEL,
+        "folder in Hugging Face format, or a Hugging Face id, which is downloaded once",
+        metavar="DIR_OR_ID",
+    )
+    revision: str | None = _option(
+        None,
+        _MODEL,
+        "branch, tag or commit of a Hugging Face id",
+        metavar="REV",
+        default_text="its main branch",
+    )
+    prompt: tuple[str, ...] = _option(
+        (),
+        _PROMPTS,
+        "text to continue; may be given several times. - reads one prompt from standard input "
+        "(without its last line end). Write --prompt=-x for a text that begins with a dash",
+        metavar="TEXT",
+    )
+    prompts_file: str | None = _option(
+        None,
+        _PROMPTS,
+        ".txt: a prompt a line. .jsonl: an object a line, with a `prompt`, or with `messages` "
+        "([{role, content}, ...]), for which the chat template is used. Blank lines are skipped",
+        metavar="FILE",
+    )
+    chat: bool = _option(
+        False, _PROMPTS, "ask each plain prompt as a user, with the model's chat template"
+    )
+    max_tokens: int = _option(
+        _SAMPLING.max_tokens,
+        _SAMPLES,
+        "most tokens of a completion; the end of the model's context ends it too",
+    )
+    temperature: float = _option(
+        _SAMPLING.temperature,
+        _SAMPLES,
+        "0 takes the most likely token each time; higher is more varied",
+        metavar="T",
+    )
+    top_k: int = _option(
+        _SAMPLING.top_k,
+        _SAMPLES,
+        "keep the K most likely tokens; 0 keeps all",
+        metavar="K",
+    )
+    top_p: float = _option(
+        _SAMPLING.top_p,
+        _SAMPLES,
+        "keep the fewest most likely tokens that have this probability together",
+        metavar="P",
+    )
+    min_p: float = _option(
+        _SAMPLING.min_p,
+        _SAMPLES,
+        "drop tokens less likely than this fraction of the most likely one",
+        metavar="P",
+    )
+    seed: int = _option(
+        _SAMPLING.seed,
+        _SAMPLES,
+        "same seed, same noise, whatever else runs",
+        metavar="S",
+    )
+    n: int = _option(
+        _SAMPLING.n,
+        _SAMPLES,
+        "different samples a prompt; they need a temperature above 0 to differ",
+    )
+    stop: tuple[str, ...] = _option(
+        (),
+        _SAMPLES,
+        "end a completion before this text; may be given several times. The tokens that complete "
+        "it stay in token_ids and in the digest",
+        metavar="TEXT",
+    )
+    dtype: str = _option("bfloat16", _NUMERICS, "what weights are stored in", choices=_DTYPES)
+    compute: str = _option(
+        "bfloat16",
+        _NUMERICS,
+        "what activations and the cache are rounded to; products and sums are float32 always",
+        choices=_DTYPES,
+        default_text="that of --dtype",
+    )
+    backend: str = _option(
+        "auto",
+        _NUMERICS,
+        "which kernels: portable runs anywhere, sm90 on Hopper GPUs; auto goes by the hardware",
+        choices=("auto", "portable", "sm90"),
+    )
+    tp: int = _option(
+        1,
+        _SCHEDULE,
+        "devices that share each layer; without GPUs, virtual ones. A power of two that divides "
+        "the model",
+    )
+    dp: int = _option(
+        1,
+        _SCHEDULE,
+        "replicas, each on --tp devices, which share the prompts",
+    )
+    batch_size: int = _option(
+        8,
+        _SCHEDULE,
+        "completions that are made at once; a multiple of --dp",
+    )
+    prefill_chunk: int = _option(64, _SCHEDULE, "prompt tokens that are read at once")
+    mode: str = _option(
+        "invariant",
+        _SCHEDULE,
+        "invariant: every step uses canonical kernels. dvr and fast are refused for now",
+        choices=("invariant", "dvr", "fast"),
+    )
+    cache_dir: str = _option(
+        _default_cache_dir(),
+        _SCHEDULE,
+        f"where compiled programs are kept, so that the next start is quick; {NO_CACHE} keeps none",
+        metavar="DIR",
+    )
+    format: str = _option(
+        "text",
+        _OUTPUT,
+        "text streams as it is made; json is one document at the end; jsonl is one line for each "
+        "completion, in order, as soon as it is complete",
+        choices=("text", "json", "jsonl"),
+    )
+    logprobs: int = _option(
+        _SAMPLING.num_top_logprobs,
+        _OUTPUT,
+        "with json and jsonl: also the K most likely tokens at each position, at most 64",
+        metavar="K",
+    )
+    repeat: int = _option(
+        1,
+        _CHECK,
+        "with --check: run N times, at other batch sizes, orders and chunks, among other "
+        "neighbours; completions of the first run are written",
+    )
+    check: bool = _option(
+        False,
+        _CHECK,
+        f"compare the runs bit by bit; exit with {BITS_DIFFER} and the first differences",
+    )
+
+
+def sampling_params(args: GenerateArgs) -> SamplingParams:
+    """Return the sampling options.
+
+    Raises:
+        InputError: If one is out of range.
+    """
+    try:
+        return SamplingParams(
+            max_tokens=args.max_tokens,
+            temperature=args.temperature,
+            top_k=args.top_k,
+            top_p=args.top_p,
+            min_p=args.min_p,
+            seed=args.seed,
+            n=args.n,
+            num_top_logprobs=args.logprobs,
+        )
+    except ValueError as error:
+        name, _, rest = str(error).partition("=")
+        flag = name.replace("num_top_logprobs", "logprobs").replace("_", "-")
+        raise InputError(f"--{flag} {rest}") from error

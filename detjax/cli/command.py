@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command, from its options to its exit code: what the other files here do, in order."""
+
+import sys
+import time
+
+from detjax.cli import report
+from detjax.cli.arguments import GenerateArgs
+from detjax.cli.check import check_runs, plan_runs, show_check, show_plan
+from detjax.cli.display import Display
+from detjax.cli.errors import BITS_DIFFER, OK
+from detjax.cli.job import make_job
+from detjax.cli.model import OpensModel, read_model_files
+from detjax.cli.output import SilentWriter, digest_of_all, make_writer, to_json
+from detjax.cli.prompts import read_prompts
+from detjax.cli.run import RunPlan, RunResult, run_job
+
+
+def run(args: GenerateArgs, *, open_model: OpensModel) -> int:
+    """Do what the command line asks; return the exit code.
+
+    Raises:
+        InputError: If something given cannot be done.
+    """
+    prompts = read_prompts(args)
+    folder, config, tokenizer = read_model_files(args)
+    job = make_job(args, prompts, tokenizer, config)
+    plans = plan_runs(args, job)
+    display = Display()
+    started_s = time.perf_counter()
+    with display.loading() as progress:
+        model = open_model(args, folder, progress)
+    load_s = time.perf_counter() - started_s
+    display.facts(report.card(args, folder, config, model, plans[0].shape))
+    if args.check:
+        show_plan(plans, display)
+
+    def run_again(plan: RunPlan) -> RunResult:
+        silent = SilentWriter()
+        return run_job(job, plan, model, tokenizer, writer=silent, display=display, is_live=False)
+
+    first = run_job(
+        job,
+        plans[0],
+        model,
+        tokenizer,
+        writer=make_writer(
+            args.format,
+            sys.stdout,
+            has_headers=len(job.samples) > 1,
+            fingerprint=model.fingerprint,
+        ),
+        display=display,
+        is_live=args.format == "text" and sys.stdout.isatty(),
+    )
+    stats = report.run_stats(first, load_s)
+    check = check_runs(first, plans, run_again, display) if args.check else None
+    if args.format == "json":
+        print(to_json(report.document(args, folder, first, model, stats, check)), flush=True)
+    report.show_end(first, stats, display, with_digests=args.format == "text")
+    if check is not None:
+        show_check(check, digest_of_all(first.records), display)
+    return BITS_DIFFER if check is not None and check.lines else OK

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Opens the model. Only what is called here imports JAX, so that mistakes are reported at once."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from detjax.cli.arguments import BUNDLED, NO_CACHE, GenerateArgs
+from detjax.cli.errors import InputError, bad_input
+from detjax.models.config import ModelConfig
+from detjax.models.tokenizer import Tokenizer
+from detjax.serving.request import Completion, Request, TokenEvent
+
+Progress = Callable[[str, int, int], None]
+"""Told (what, done, total) while weights are loaded."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineShape:
+    """How much an engine does at once: see `detjax.serving.engine.EngineConfig`."""
+
+    batch_size: int
+    prefill_chunk: int
+    max_len: int
+
+
+@runtime_checkable
+class GeneratesCompletions(Protocol):
+    """What the command needs of an engine; `detjax.serving.engine.Engine` is one."""
+
+    stats: Any
+
+    def generate(
+        self, requests: Sequence[Request], *, on_token: Callable[[TokenEvent], bool]
+    ) -> list[Completion]:
+        """Run requests to their end."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpenModel:
+    """A model on its devices, as far as the command sees it.
+
+    Attributes:
+        fingerprint: Hash of everything that decides a bit.
+        backend: Which kernels run it.
+        backend_reason: Why these.
+        make_engine: Allocates a cache and what else it takes to generate.
+    """
+
+    fingerprint: str
+    backend: str
+    backend_reason: str
+    make_engine: Callable[[EngineShape], GeneratesCompletions]
+
+
+OpensModel = Callable[[GenerateArgs, Path, Progress], OpenModel]
+"""The type of `open_model`."""
+
+
+def read_model_files(args: GenerateArgs) -> tuple[Path, ModelConfig, Tokenizer]:
+    """Find the model's folder and read what is small.
+
+    Raises:
+        InputError: If the folder or a file in it is missing, broken or not known.
+    """
+    from detjax.models.bundled import bundled_model_path
+    from detjax.models.hf_config import load_config
+    from detjax.models.weights import resolve_model
+
+    with bad_input("--model: "):
+        if args.model == BUNDLED:
+            folder = bundled_model_path()
+        else:
+            folder = resolve_model(args.model, revision=args.revision)
+        return folder, load_config(folder), Tokenizer.from_folder(folder)
+
+
+def open_model(args: GenerateArgs, folder: Path, progress: Progress) -> OpenModel:
+    """Choose numerics, kernels and mesh, and load the weights.
+
+    Raises:
+        InputError: If they do not go together, cannot run here, or the weights are broken.
+    """
+    from detjax.models.loading import load_model
+    from detjax.numerics import NumericsProfile
+    from detjax.pallas_kernels.backend import Backend, choose_backend
+    from detjax.parallel.mesh import configure_virtual_devices, make_mesh
+    from detjax.serving.engine import Engine, EngineConfig
+
+    _keep_compiled_programs(args.cache_dir)
+    with bad_input():
+        profile = NumericsProfile(weight_dtype=args.dtype, compute_dtype=args.compute)
+        configure_virtual_devices(args.dp * args.tp)
+        choice = choose_backend(None if args.backend == "auto" else Backend(args.backend))
+    with bad_input(f"--dp {args.dp} --tp {args.tp}: "):
+        mesh = make_mesh(args.dp, args.tp)
+    with bad_input():
+        model = load_model(
+            str(folder),
+            revision=None,
+            profile=profile,
+            mesh=mesh,
+            backend=choice.backend,
+            progress=progress,
+        )
+
+    def make_engine(shape: EngineShape) -> Engine:
+        with bad_input():
+            return Engine(model, EngineConfig(**dataclasses.asdict(shape)))
+
+    return OpenModel(
+        fingerprint=model.fingerprint,
+        backend=choice.backend.value,
+        backend_reason=choice.reason,
+        make_engine=make_engine,
+    )
+
+
+def _keep_compiled_programs(cache_dir: str) -> None:
+    """Let JAX keep every compiled program, however small, in `cache_dir`."""
+    import jax
+
+    if cache_dir == NO_CACHE:
+        return
+    folder = Path(cache_dir).expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"--cache-dir {folder} cannot be made: {error.strerror}; give another, or {NO_CACHE}"
+        ) from error
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads the command line: the parser, its `--help`, and the checks that need no model."""
+
+import argparse
+import dataclasses
+import difflib
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from detjax.cli.arguments import BUNDLED, GROUPS, GenerateArgs, sampling_params
+from detjax.cli.errors import (
+    BAD_INPUT,
+    BITS_DIFFER,
+    INTERNAL_ERROR,
+    INTERRUPTED,
+    OK,
+    READER_GONE,
+    InputError,
+    check_unicode,
+)
+
+DESCRIPTION = """\
+Continue prompts with a Llama, Mistral or Qwen model. The token ids and the float32 logprobs of a
+completion are the same bits in any batch, mesh and schedule; its digest is a hash of them.
+
+Text goes to standard output, everything else to standard error."""
+
+EPILOG = f"""\
+examples:
+  python -m detjax.generate --prompt "It was a dark night"
+  python -m detjax.generate --prompt "17+26=" --max-tokens 4 --logprobs 3 --format jsonl
+  python -m detjax.generate --model Qwen/Qwen3-0.6B --chat --prompt "Why is the sky blue?"
+  echo "Once upon a time" | python -m detjax.generate --prompt - --temperature 0.8 --n 4
+  python -m detjax.generate --prompts-file prompts.jsonl --batch-size 16 --tp 4 --format jsonl
+  python -m detjax.generate --prompt "It was a dark night" --repeat 4 --check
+
+JSON: per completion `index` (of the prompt), `sample`, `prompt_token_ids`, `token_ids` (with the
+one that ended it), `text`, `finish_reason` (stop or length), `logprobs`, `top_logprobs` (with
+--logprobs: [token id, logprob] pairs), `digest` (sha256 of the token ids as int32 and the logprobs
+as float32, little-endian) and `fingerprint`. A logprob is the float32 written as the shortest
+decimal of its exact value as a float64: read it back, round to float32, and no bit is lost.
+
+exit codes: {OK} success; {BAD_INPUT} bad input, with one line that says which and how to fix it;
+{BITS_DIFFER} --check found a bit that differs; {INTERNAL_ERROR} an error of detjax; {INTERRUPTED} \
+interrupted; {READER_GONE} the
+reader of standard output went away."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports a mistake as every other one is reported."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise instead of printing the usage.
+
+        Raises:
+            InputError: Always.
+        """
+        known = [name for action in self._actions for name in action.option_strings]
+        _, _, rest = message.partition("unrecognized arguments: ")
+        near = difflib.get_close_matches(rest.split("=")[0].split(" ")[0], known, n=1)
+        hint = f"; did you mean {near[0]}?" if rest and near else "; see --help"
+        raise InputError(message.removeprefix("argument ") + hint)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Make the parser from the fields of `GenerateArgs`. It sets only what was given."""
+    parser = _Parser(
+        prog="python -m detjax.generate",
+        usage="%(prog)s --prompt TEXT [options]",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    groups = {name: parser.add_argument_group(name, text) for name, text in GROUPS.items()}
+    for option in dataclasses.fields(GenerateArgs):
+        described, default = option.metadata, option.default
+        if isinstance(default, bool):
+            kind: dict[str, Any] = {"action": "store_true"}
+        elif isinstance(default, tuple):
+            kind = {"action": "append", **described["shown"]}
+        else:
+            parse = str if default is None else type(default)
+            kind = {"type": parse, **described["shown"]}
+        name = "--" + option.name.replace("_", "-")
+        groups[described["group"]].add_argument(name, help=described["help"], **kind)
+    return parser
+
+
+def parse_args(argv: Sequence[str] | None) -> GenerateArgs:
+    """Read the command line and check what needs no model.
+
+    Raises:
+        InputError: If a value cannot be read, is out of range or does not go with another.
+    """
+    values = vars(make_parser().parse_args(argv))
+    values.setdefault("compute", values.get("dtype", "bfloat16"))
+    for name in ("prompt", "stop"):
+        values[name] = tuple(values.get(name, ()))
+    args = GenerateArgs(**values)
+    _check_args(args)
+    return args
+
+
+def _check_args(args: GenerateArgs) -> None:
+    if args.mode != "invariant":
+        raise InputError(f"--mode {args.mode} is not available yet; use --mode invariant")
+    for name in ("tp", "dp", "batch_size", "prefill_chunk", "repeat"):
+        if getattr(args, name) < 1:
+            flag = "--" + name.replace("_", "-")
+            raise InputError(f"{flag} {getattr(args, name)} must be at least 1")
+    if args.batch_size % args.dp:
+        raise InputError(
+            f"--batch-size {args.batch_size} must be a multiple of --dp {args.dp}, so that each "
+            "replica has as many rows"
+        )
+    if args.revision is not None and args.model == BUNDLED:
+        raise InputError(f"--revision {args.revision} needs a Hugging Face id as --model")
+    if args.check and args.repeat < 2:
+        raise InputError("--check compares runs: give it --repeat N with N of at least 2")
+    if args.repeat > 1 and not args.check:
+        raise InputError(f"--repeat {args.repeat} only means something with --check; add it")
+    if args.logprobs and args.format == "text":
+        raise InputError("--logprobs has no place in text; add --format jsonl or --format json")
+    for stop in args.stop:
+        if not stop:
+            raise InputError("--stop is empty; it would end every completion before it begins")
+        check_unicode(stop, "--stop")
+    sampling_params(args)

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Computes a job once, in one of the ways that must all give the same bits."""
+
+import dataclasses
+import itertools
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from detjax.cli.display import Display
+from detjax.cli.job import Job
+from detjax.cli.model import EngineShape, OpenModel
+from detjax.cli.output import AbstractWriter, Record
+from detjax.cli.transcript import Transcript
+from detjax.models.tokenizer import Tokenizer
+from detjax.serving.request import Completion, Request, SamplingParams, TokenEvent
+
+_IMPORTED_S = time.perf_counter()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunPlan:
+    """One way to compute a job.
+
+    Attributes:
+        shape: How much the engine does at once.
+        order_name: How `order` came about, for people.
+        order: The requests of the engine, as indices into those of the job; None is a
+            neighbour, a request whose answer nobody wants.
+    """
+
+    shape: EngineShape
+    order_name: str
+    order: tuple[int | None, ...]
+
+    @property
+    def num_neighbours(self) -> int:
+        """Requests beside those of the job."""
+        return self.order.count(None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunResult:
+    """What a run gave, and when its first token came, in seconds since the process started."""
+
+    records: tuple[Record, ...]
+    stats: Any
+    first_token_s: float
+
+
+def run_job(
+    job: Job,
+    plan: RunPlan,
+    model: OpenModel,
+    tokenizer: Tokenizer,
+    *,
+    writer: AbstractWriter,
+    display: Display,
+    is_live: bool,
+) -> RunResult:
+    """Compute a job as `plan` says, and write its completions as they come.
+
+    Args:
+        job: What to compute.
+        plan: How.
+        model: With what.
+        tokenizer: That of the model.
+        writer: Where completions go.
+        display: Where progress goes.
+        is_live: Text appears on the terminal, so progress must end when it begins.
+    """
+    transcript = Transcript(job, tokenizer, writer)
+    engine = model.make_engine(plan.shape)
+    num_samples = len(job.samples)
+    times: list[float] = []
+    counter = itertools.count(1)
+
+    def on_token(event: TokenEvent) -> bool:
+        if not times:
+            times.append(_process_age_s())
+        index = plan.order[event.request_idx]
+        num_tokens = next(counter)
+        if is_live:
+            display.idle()
+        else:
+            ended = f"{transcript.num_ended} of {num_samples} completions"
+            display.busy(f"{ended}, {num_tokens} tokens")
+        if index is None:
+            return False
+        return transcript.on_token(dataclasses.replace(event, request_idx=index))
+
+    display.busy("compiling and reading the prompts")
+    try:
+        completions = engine.generate(_requests(job, plan), on_token=on_token)
+    finally:
+        display.idle()
+    records = transcript.records
+    _check_told_the_same(completions, records, plan)
+    return RunResult(records=records, stats=engine.stats, first_token_s=times[0])
+
+
+def _requests(job: Job, plan: RunPlan) -> list[Request]:
+    """Return what the engine is asked, neighbours included."""
+    neighbours = (_neighbour(job, i) for i in itertools.count())
+    return [next(neighbours) if i is None else job.requests[i] for i in plan.order]
+
+
+def _neighbour(job: Job, number: int) -> Request:
+    """Return a request unlike those of the job: another prompt, length and sampling."""
+    like = job.requests[number % len(job.requests)]
+    ids = like.prompt_token_ids[::-1][: 1 + number * 7 % len(like.prompt_token_ids)]
+    sampling = SamplingParams(
+        max_tokens=1 + (3 + number * 5) % like.sampling.max_tokens,
+        temperature=0.5 + 0.25 * (number % 4),
+        top_k=20 * (number % 3),
+        seed=number,
+    )
+    return Request(prompt_token_ids=ids, sampling=sampling)
+
+
+def _check_told_the_same(
+    completions: Sequence[Completion], records: Sequence[Record], plan: RunPlan
+) -> None:
+    """Stop if the engine's tokens, one by one, were not the completions that it returned."""
+    told = {
+        (plan.order[c.request_idx], c.sample_idx): (c.digest(), c.finish_reason)
+        for c in completions
+    }
+    for record in records:
+        ours = record.completion
+        key = (ours.request_idx, ours.sample_idx)
+        assert told[key] == (ours.digest(), ours.finish_reason), f"{key}: {told[key]}"
+
+
+def _process_age_s() -> float:
+    """Return seconds since this process started; since this module's import where unknown."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        started_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
+    except (OSError, AttributeError, ValueError, IndexError):
+        return time.perf_counter() - _IMPORTED_S

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model folder without weights, a fake engine, and the command run with both."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors
+
+from detjax import generate
+from detjax.cli.model import EngineShape, OpenModel
+from detjax.serving.request import Completion, FinishReason, Request, TokenEvent
+
+Answer = Callable[[Request, int], list[int]]
+
+
+class Toy:
+    """A model with one token a byte, then begin and end."""
+
+    context = 64
+    end = 257
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "vocab_size": 300,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+        "max_position_embeddings": context,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+        "bos_token_id": 256,
+        "eos_token_id": 257,
+        "torch_dtype": "bfloat16",
+    }
+
+    @staticmethod
+    def backend() -> tokenizers.Tokenizer:
+        """The tokenizer, as its library has it."""
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        made = tokenizers.Tokenizer(models.BPE({t: i for i, t in enumerate(alphabet)}, []))
+        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        made.decoder = decoders.ByteLevel()
+        made.add_special_tokens(["<s>", "</s>"])
+        made.post_processor = processors.TemplateProcessing(
+            single="<s> $A", pair=None, special_tokens=[("<s>", 256)]
+        )
+        return made
+
+    def ids_of(self, text: str) -> list[int]:
+        """The tokens of a text, without the one that begins it."""
+        return self.backend().encode(text, add_special_tokens=False).ids
+
+    def write_model(self, folder: Path, *, chat_template: str | None = None) -> Path:
+        """A folder with everything but weights."""
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(self.config))
+        self.backend().save(str(folder / "tokenizer.json"))
+        config = {"bos_token": "<s>", "eos_token": "</s>"}
+        if chat_template is not None:
+            config["chat_template"] = chat_template
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+        return folder
+
+    def echo(self, request: Request, sample: int) -> list[int]:
+        """Answer with the prompt and the number of the sample, then end."""
+        prompt = [i for i in request.prompt_token_ids if i < 256]
+        return [*prompt, *self.ids_of(str(sample)), self.end]
+
+
+@dataclasses.dataclass
+class FakeStats:
+    """Where no time went."""
+
+    compile_s: float = 0.5
+    prefill_s: float = 0.25
+    prefill_tokens: int = 10
+    decode_s: float = 0.0
+    decode_tokens: int = 0
+
+
+class FakeEngine:
+    """Says what `answer` says, a token of each sample in turn, as an engine would."""
+
+    def __init__(self, answer: Answer, shape: EngineShape, flip: tuple[int, int]):
+        self._answer = answer
+        self._shape = shape
+        self._flip = flip  # (batch size, token position) of which a logprob's last bit is wrong
+        self.stats = FakeStats()
+
+    def generate(
+        self, requests: Sequence[Request], *, on_token: Callable[[TokenEvent], bool]
+    ) -> list[Completion]:
+        keys = [(r, s) for r, request in enumerate(requests) for s in range(request.sampling.n)]
+        made: dict[tuple[int, int], list[TokenEvent]] = {key: [] for key in keys}
+        reasons: dict[tuple[int, int], FinishReason] = {}
+        while len(reasons) < len(keys):
+            for key in [key for key in keys if key not in reasons][: self._shape.batch_size]:
+                event = self._event(requests[key[0]], key, len(made[key]))
+                made[key].append(event)
+                sampling = requests[key[0]].sampling
+                if on_token(event) or event.token_id in sampling.stop_token_ids:
+                    reasons[key] = FinishReason.STOP
+                elif len(made[key]) == sampling.max_tokens:
+                    reasons[key] = FinishReason.LENGTH
+        return [self._completion(requests, key, made[key], reasons[key]) for key in keys]
+
+    def _event(self, request: Request, key: tuple[int, int], position: int) -> TokenEvent:
+        answer = self._answer(request, key[1])
+        token_id = answer[position % len(answer)]
+        logprob = np.float32(-0.1) * np.float32(1 + token_id + position)
+        if self._flip == (self._shape.batch_size, position):
+            logprob = np.nextafter(logprob, np.float32(0))
+        top = [(token_id, logprob), (0, np.float32(-9))][: request.sampling.num_top_logprobs]
+        return TokenEvent(
+            request_idx=key[0],
+            sample_idx=key[1],
+            token_id=token_id,
+            logprob=logprob,
+            top_logprobs=tuple(top),
+        )
+
+    def _completion(self, requests, key, events, reason) -> Completion:
+        return Completion(
+            request_idx=key[0],
+            sample_idx=key[1],
+            prompt_token_ids=requests[key[0]].prompt_token_ids,
+            token_ids=tuple(e.token_id for e in events),
+            logprobs=tuple(e.logprob for e in events),
+            top_logprobs=tuple(e.top_logprobs for e in events),
+            finish_reason=reason,
+        )
+
+
+@pytest.fixture
+def toy() -> Toy:
+    """A model folder's tokens, configuration and files."""
+    return Toy()
+
+
+@pytest.fixture
+def command(tmp_path, toy):
+    """Run the command on a model folder: (options..., answer=, flip=, chat_template=) -> code."""
+
+    def run(
+        *argv: str,
+        answer: Answer = toy.echo,
+        flip: tuple[int, int] = (0, 0),
+        chat_template: str | None = None,
+        shapes: list[EngineShape] | None = None,
+    ) -> int:
+        folder = toy.write_model(tmp_path / "model", chat_template=chat_template)
+
+        def make_engine(shape: EngineShape) -> FakeEngine:
+            if shapes is not None:
+                shapes.append(shape)
+            return FakeEngine(answer, shape, flip)
+
+        def open_model(args, where, progress) -> OpenModel:
+            assert where == folder
+            return OpenModel(
+                fingerprint="0123456789abcdef",
+                backend="portable",
+                backend_reason="a test",
+                make_engine=make_engine,
+            )
+
+        return generate.main(["--model", str(folder), *argv], open_model=open_model)
+
+    return run

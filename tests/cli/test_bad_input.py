@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options and model folders that cannot be used: one line says which, and exit code 2."""
+
+import json
+
+import pytest
+
+from detjax import generate
+from detjax.cli import errors
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ((), "there is no prompt"),
+        (("--prompt", ""), "--prompt is empty"),
+        (("--prompt", "a", "--prompt", ""), "--prompt number 2 is empty"),
+        (("--prompt", "x" * 64), "has 65 tokens, but the model's context is 64"),
+        (("--prompt", "\udcff"), "--prompt is not valid UTF-8 at character 1"),
+        (("--prompt", "-", "--prompt", "-"), "standard input can be read once"),
+        (("--prompt", "a", "--stop", ""), "--stop is empty"),
+        (("--prompt", "a", "--chat"), "has no chat template"),
+        (("--prompt", "a", "--temperature", "-1"), "--temperature -1.0 must be"),
+        (("--prompt", "a", "--temperature", "warm"), "invalid float value: 'warm'"),
+        (("--prompt", "a", "--top-p", "0"), "--top-p 0.0 must be in (0, 1]"),
+        (("--prompt", "a", "--top-p", "1.5"), "--top-p 1.5 must be in (0, 1]"),
+        (("--prompt", "a", "--top-k", "-1"), "--top-k -1 must be"),
+        (("--prompt", "a", "--min-p", "1"), "--min-p 1.0 must be"),
+        (("--prompt", "a", "--seed", "-1"), "--seed -1 must be"),
+        (("--prompt", "a", "--n", "0"), "--n 0 must be"),
+        (("--prompt", "a", "--max-tokens", "0"), "--max-tokens 0 must be"),
+        (("--prompt", "a", "--logprobs", "65", "--format", "json"), "--logprobs 65 must be"),
+        (("--prompt", "a", "--logprobs", "1"), "--logprobs has no place in text"),
+        (("--prompt", "a", "--tp", "0"), "--tp 0 must be at least 1"),
+        (("--prompt", "a", "--dp", "3"), "--batch-size 8 must be a multiple of --dp 3"),
+        (("--prompt", "a", "--prefill-chunk", "0"), "--prefill-chunk 0 must be"),
+        (("--prompt", "a", "--check"), "give it --repeat N"),
+        (("--prompt", "a", "--repeat", "3"), "--check; add it"),
+        (("--prompt", "a", "--mode", "dvr"), "--mode dvr is not available yet"),
+        (("--prompt", "a", "--mode", "fast"), "--mode fast is not available yet"),
+        (("--prompt", "a", "--format", "xml"), "invalid choice: 'xml'"),
+        (("--prompt", "a", "--max-token", "3"), "did you mean --max-tokens?"),
+        (("--prompt", "a", "--revision", "main"), "has no meaning for the folder"),
+        (("--prompt", "a", "--model", "/no/such"), "--model: '/no/such' is neither"),
+        (("--prompts-file", "/no/such.txt"), "/no/such.txt cannot be read"),
+        (("--prompts-file", "prompts.csv"), "must end in .txt or .jsonl"),
+    ],
+)
+def test_bad_input_is_one_line_on_stderr(command, capsys, argv, says):
+    assert command(*argv) == errors.BAD_INPUT
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ") and err.count("\n") == 1 and says in err
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("config.json", None, "config.json does not exist"),
+        ("config.json", "{", "config.json is not JSON"),
+        ("config.json", {"architectures": ["X"]}, "['X'] is not supported"),
+        ("config.json", {"softcap": 3}, "softcap=3"),
+        ("config.json", {"vocab_size": 100}, "vocab_size=100"),
+        ("tokenizer.json", None, "tokenizer.json does not exist"),
+        ("tokenizer_config.json", "[]", "must hold a JSON object"),
+    ],
+)
+def test_a_broken_model_folder_is_named(tmp_path, capsys, name, content, says, toy):
+    folder = toy.write_model(tmp_path / "model")
+    if content is None:
+        (folder / name).unlink()
+    else:
+        text = json.dumps(toy.config | content) if isinstance(content, dict) else content
+        (folder / name).write_text(text)
+    assert generate.main(["--model", str(folder), "--prompt", "a"]) == errors.BAD_INPUT
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and err.count("\n") == 1 and says in err
+
+
+def test_a_tokenizer_of_another_model_is_refused(capsys, tmp_path, toy):
+    folder = toy.write_model(tmp_path / "model")
+    larger = toy.backend()
+    larger.add_special_tokens([f"<{i}>" for i in range(60)])
+    larger.save(str(folder / "tokenizer.json"))
+    assert generate.main(["--model", str(folder), "--prompt", "<59>"]) == errors.BAD_INPUT
+    assert "token id 317, but the model's vocabulary is 300" in capsys.readouterr().err

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`--check`: how the runs differ, and what is said when a bit does."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from detjax.cli import check, errors
+from detjax.cli.model import EngineShape
+from detjax.cli.output import Record
+from detjax.serving.request import Completion, FinishReason, Request
+
+
+def test_runs_that_agree_are_reported_with_their_digest(command, capsys):
+    shapes: list[EngineShape] = []
+    argv = ("--prompt", "abcdefgh", "--prompt", "cd", "--repeat", "4", "--check")
+    assert command(*argv, "--format", "json", shapes=shapes) == errors.OK
+    out, err = capsys.readouterr()
+    document = json.loads(out)
+    assert document["check"] == {"num_runs": 4, "differences": []}
+    assert f"all 4 runs equal, digest {document['digest']}" in err
+    assert [shape.batch_size for shape in shapes] == [8, 1, 3, 2]
+    assert len({shape.prefill_chunk for shape in shapes}) == 4
+    assert "runs to compare" in err and "reversed" in err
+
+
+def test_one_bit_that_differs_fails_the_check_and_is_shown(command, capsys):
+    argv = ("--prompt", "ab", "--prompt", "cd", "--n", "2", "--repeat", "4", "--check")
+    assert command(*argv, flip=(3, 2)) == errors.BITS_DIFFER
+    out, err = capsys.readouterr()
+    assert out.count("===") == 8  # the first run is written all the same
+    assert "run 2 of 4: equal to run 1" in err
+    assert "run 3 of 4: 4 completions differ from run 1" in err
+    assert "run 3 differs from run 1 at prompt 0, sample 0, token 2: logprob -" in err
+    assert err.count("(0x") == 8 and "the 4 runs are not equal" in err
+
+
+def test_a_single_prompt_gets_neighbours_whose_answers_nobody_sees(command, capsys, toy):
+    asked: list[int] = []
+
+    def answer(request: Request, sample: int) -> list[int]:
+        asked.append(len(request.prompt_token_ids))
+        return toy.echo(request, sample)
+
+    argv = ("--prompt", "abcdefgh", "--repeat", "3", "--check")
+    assert command(*argv, answer=answer) == errors.OK
+    out, err = capsys.readouterr()
+    assert out == "abcdefgh0\n" and len(set(asked)) > 1
+    assert "all 3 runs equal" in err
+
+
+def test_a_check_sees_a_row_that_depends_on_its_neighbours(command, capsys, toy):
+    lengths: set[int] = set()
+
+    def answer(request: Request, sample: int) -> list[int]:
+        lengths.add(len(request.prompt_token_ids))
+        return [*toy.echo(request, sample)[:-1], *toy.ids_of(str(len(lengths))), toy.end]
+
+    argv = ("--prompt", "abcdefgh", "--repeat", "3", "--check")
+    assert command(*argv, answer=answer) == errors.BITS_DIFFER
+    assert "against" in capsys.readouterr().err
+
+
+def test_the_first_run_of_a_check_is_the_one_that_was_asked_for(command, capsys):
+    shapes: list[EngineShape] = []
+    argv = ("--prompt", "ab", "--batch-size", "6", "--prefill-chunk", "5", "--dp", "2")
+    assert command(*argv, "--repeat", "2", "--check", shapes=shapes) == errors.OK
+    assert (shapes[0].batch_size, shapes[0].prefill_chunk) == (6, 5)
+    assert shapes[1].batch_size % 2 == 0
+
+
+def completion(**changes) -> Record:
+    """A record of two tokens."""
+    base = Completion(
+        request_idx=1,
+        sample_idx=0,
+        prompt_token_ids=(1,),
+        token_ids=(5, 6),
+        logprobs=(np.float32(-0.5), np.float32(0.0)),
+        top_logprobs=(((5, np.float32(-0.5)),), ((6, np.float32(0.0)),)),
+        finish_reason=FinishReason.LENGTH,
+    )
+    return Record(completion=dataclasses.replace(base, **changes), text="")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"token_ids": (5, 7)}, "token 1: id 6 (0x00000006) against 7 (0x00000007)"),
+        (
+            {"logprobs": (np.float32(-0.5), np.float32(-0.0))},
+            "token 1: logprob 0.0 (0x00000000) against -0.0 (0x80000000)",
+        ),
+        (
+            {"top_logprobs": (((4, np.float32(-0.5)),), ((6, np.float32(0.0)),))},
+            "token 0: top logprob 0: id 5 -0.5 (0xbf000000) against 4 -0.5 (0xbf000000)",
+        ),
+        (
+            {"token_ids": (5,), "logprobs": (np.float32(-0.5),)},
+            "length: 2 tokens against 1",
+        ),
+        ({"finish_reason": FinishReason.STOP}, "end: length against stop"),
+    ],
+)
+def test_the_first_difference_is_described_in_bits(changes, says):
+    assert check.differences([completion()], [completion()]) == []
+    (line,) = check.differences([completion()], [completion(**changes)])
+    assert line == f"prompt 1, sample 0, {says}"

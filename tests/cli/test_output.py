@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is written: text while it is made, and JSON from which no bit is lost."""
+
+import io
+import json
+import sys
+
+import numpy as np
+
+from detjax.cli import errors
+from detjax.serving.request import Completion, FinishReason
+
+
+def lines_of(text: str) -> list[dict]:
+    """Read JSON lines."""
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_text_goes_to_stdout_and_everything_else_to_stderr(command, capsys):
+    assert command("--prompt", "héllo") == errors.OK
+    out, err = capsys.readouterr()
+    assert out == "héllo0\n"
+    for part in ("fingerprint 0123456789abcdef", "portable (a test)", "dp 1 x tp 1", "bfloat16"):
+        assert part in err
+    for part in ("load", "compile", "prefill", "decode", "first token", "digest", "8 tokens, stop"):
+        assert part in err
+
+
+def test_several_completions_are_written_one_after_the_other_under_headers(command, capsys):
+    assert command("--prompt", "ab", "--prompt", "longer", "--n", "2") == errors.OK
+    out, err = capsys.readouterr()
+    assert out.split("=== ")[1:] == [
+        "prompt 0, sample 0 ===\nab0\n",
+        "prompt 0, sample 1 ===\nab1\n",
+        "prompt 1, sample 0 ===\nlonger0\n",
+        "prompt 1, sample 1 ===\nlonger1\n",
+    ]
+    assert err.count("digest ") == 5 and "of all 4" in err
+
+
+class Pieces(io.StringIO):
+    """A stream that remembers each write."""
+
+    def __init__(self):
+        super().__init__()
+        self.pieces: list[str] = []
+
+    def write(self, text: str) -> int:
+        self.pieces.append(text)
+        return super().write(text)
+
+
+def test_text_streams_token_by_token_in_whole_characters(command, monkeypatch):
+    out = Pieces()
+    monkeypatch.setattr(sys, "stdout", out)
+    assert command("--prompt", "aö你", "--stop", "你0") == errors.OK
+    assert out.pieces == ["a", "ö", "\n"]
+
+
+def test_a_stop_string_is_not_shown_and_its_tokens_stay_in_the_digest(command, capsys, toy):
+    assert command("--prompt", "one two", "--stop", " t", "--format", "jsonl") == errors.OK
+    (entry,) = lines_of(capsys.readouterr().out)
+    assert entry["text"] == "one"
+    assert entry["finish_reason"] == "stop"
+    assert entry["token_ids"] == toy.ids_of("one t")
+
+
+def test_text_held_back_for_a_stop_string_is_released_at_the_end(command, capsys):
+    assert command("--prompt", "abab", "--stop", "abX", "--max-tokens", "4") == errors.OK
+    assert capsys.readouterr().out == "abab\n"
+
+
+def test_json_lines_hold_what_the_help_says(command, capsys, toy):
+    assert command("--prompt", "ab", "--format", "jsonl", "--logprobs", "1") == errors.OK
+    out, err = capsys.readouterr()
+    (entry,) = lines_of(out)
+    assert list(entry) == [
+        "index",
+        "sample",
+        "prompt_token_ids",
+        "token_ids",
+        "text",
+        "finish_reason",
+        "logprobs",
+        "top_logprobs",
+        "digest",
+        "fingerprint",
+    ]
+    assert entry["prompt_token_ids"] == [256, *toy.ids_of("ab")]
+    assert entry["token_ids"] == [*toy.ids_of("ab0"), toy.end]
+    assert (entry["index"], entry["sample"], entry["text"]) == (0, 0, "ab0")
+    assert entry["fingerprint"] == "0123456789abcdef"
+    assert [top[0] for top in entry["top_logprobs"]] == [
+        [token_id, logprob]
+        for token_id, logprob in zip(entry["token_ids"], entry["logprobs"], strict=True)
+    ]
+    assert "digest" not in err
+
+
+def test_logprobs_and_digest_survive_json_bit_for_bit(command, capsys):
+    assert command("--prompt", "ab", "--format", "jsonl") == errors.OK
+    (entry,) = lines_of(capsys.readouterr().out)
+    assert "top_logprobs" not in entry
+    logprobs = np.array(entry["logprobs"], np.float32)
+    assert (logprobs.astype(np.float64) == np.array(entry["logprobs"])).all()
+    completion = Completion(
+        request_idx=0,
+        sample_idx=0,
+        prompt_token_ids=(),
+        token_ids=tuple(entry["token_ids"]),
+        logprobs=tuple(logprobs),
+        top_logprobs=(),
+        finish_reason=FinishReason.STOP,
+    )
+    assert completion.digest() == entry["digest"]
+
+
+def test_json_is_one_document(command, capsys):
+    argv = ("--prompt", "ab", "--prompt", "c", "--format", "json", "--top-k", "5", "--stop", "x")
+    assert command(*argv) == errors.OK
+    document = json.loads(capsys.readouterr().out)
+    assert [entry["text"] for entry in document["completions"]] == ["ab0", "c0"]
+    assert document["sampling"]["top_k"] == 5 and document["sampling"]["stop"] == ["x"]
+    assert document["stats"]["prefill_tokens"] == 10
+    assert len(document["digest"]) == 64 and "check" not in document
+
+
+def test_json_lines_come_in_order_even_if_a_later_one_ends_first(command, capsys):
+    argv = ("--prompt", "a long one", "--prompt", "b", "--format", "jsonl")
+    assert command(*argv) == errors.OK
+    assert [e["index"] for e in lines_of(capsys.readouterr().out)] == [0, 1]
+
+
+def test_a_completion_ends_with_the_context(command, capsys, toy):
+    prompt = "x" * (toy.context - 4)
+    argv = ("--prompt", prompt, "--format", "jsonl", "--max-tokens", "99")
+    assert command(*argv) == errors.OK
+    (entry,) = lines_of(capsys.readouterr().out)
+    assert len(entry["prompt_token_ids"]) + len(entry["token_ids"]) == toy.context
+    assert entry["finish_reason"] == "length"

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts of the command line, of standard input and of files, good and bad."""
+
+import io
+import json
+import sys
+
+import pytest
+
+from detjax.cli import errors
+
+
+@pytest.fixture
+def texts(command, capsys, toy):
+    """Run the command: (options..., chat_template=) -> the texts of the prompts that it asked."""
+
+    def run(*argv: str, **options) -> list[str]:
+        assert command(*argv, "--format", "jsonl", "--max-tokens", "1", **options) == errors.OK
+        entries = map(json.loads, capsys.readouterr().out.splitlines())
+        return [toy.backend().decode(entry["prompt_token_ids"]) for entry in entries]
+
+    return run
+
+
+def test_prompts_come_from_the_command_line_then_from_the_file(texts, tmp_path):
+    path = tmp_path / "p.txt"
+    path.write_bytes(b"\xef\xbb\xbftwo\r\n\n  three \n")
+    argv = ("--prompts-file", str(path), "--prompt", "one")
+    assert texts(*argv) == ["one", "two", "  three "]
+
+
+def test_json_lines_hold_prompts_or_messages(texts, toy, tmp_path):
+    path = tmp_path / "p.jsonl"
+    message = {"role": "user", "content": "hi"}
+    rows = [{"prompt": "a\nb", "id": 7}, {"messages": [message]}]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    argv = ("--prompts-file", str(path))
+    expected = ["a\nb", "[user]hi[assistant]"]
+    assert texts(*argv, chat_template=toy.template) == expected
+    argv = (*argv, "--chat")
+    expected = ["[user]a\nb[assistant]", "[user]hi[assistant]"]
+    assert texts(*argv, chat_template=toy.template) == expected
+
+
+def set_stdin(monkeypatch, content: bytes) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+
+
+def test_a_dash_reads_standard_input_without_its_last_line_end(texts, monkeypatch):
+    set_stdin(monkeypatch, "é\nb\r\n".encode())
+    assert texts("--prompt", "-") == ["é\nb"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("p.txt", b"ok\n\xff\n", "p.txt line 2 is not valid UTF-8 at byte 1 (0xff)"),
+        ("p.txt", b"\n \n", "has no prompt in it"),
+        ("p.txt", b"ok\n" + b"x" * 64, "p.txt line 2 has 65 tokens"),
+        ("p.jsonl", b'{"prompt": "a"}\n{', "p.jsonl line 2 is not JSON"),
+        ("p.jsonl", b"[1]", "p.jsonl line 1 must be an object"),
+        ("p.jsonl", b'{"text": "a"}', "either `prompt` or `messages`"),
+        ("p.jsonl", b'{"prompt": "a", "messages": []}', "either `prompt` or `messages`"),
+        ("p.jsonl", b'{"prompt": 7}', "`prompt` must be text, not 7"),
+        ("p.jsonl", b'{"prompt": ""}', "p.jsonl line 1 is empty"),
+        ("p.jsonl", b'{"prompt": "\\ud800"}', "line 1 is not valid UTF-8"),
+        ("p.jsonl", b'{"prompt": "a", "seed": 3}', "has `seed`, but sampling is the same"),
+        ("p.jsonl", b'{"messages": []}', "`messages` is empty"),
+        ("p.jsonl", b'{"messages": "a"}', "must be a list of objects"),
+        ("p.jsonl", b'{"messages": [{"role": "user"}]}', "p.jsonl line 1: "),
+    ],
+)
+def test_a_bad_line_of_a_prompts_file_is_named(command, capsys, tmp_path, name, content, says):
+    path = tmp_path / name
+    path.write_bytes(content)
+    assert command("--prompts-file", str(path)) == errors.BAD_INPUT
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and says in err
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [(b"a\xff", "standard input is not valid UTF-8 at byte 2"), (b"\n", "is empty")],
+)
+def test_bad_standard_input_is_refused(command, capsys, monkeypatch, content, says):
+    set_stdin(monkeypatch, content)
+    assert command("--prompt", "-") == errors.BAD_INPUT
+    out, err = capsys.readouterr()
+    assert out == "" and says in err

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The README's Python runs as it stands, and its commands name options that exist."""
+
+import re
+import shlex
+from pathlib import Path
+
+import numpy as np
+
+import detjax
+from detjax.cli.parser import parse_args
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+
+
+def test_python_example_runs(capsys):
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    exec(compile(code, "README.md", "exec"), {})
+    lines = capsys.readouterr().out.splitlines()
+    assert len({line.split()[-1] for line in lines if re.search(r"[0-9a-f]{64}$", line)}) == 3
+
+
+def test_every_public_name_resolves():
+    for name in detjax.__all__:
+        assert getattr(detjax, name).__name__ == name
+
+
+def test_commands_parse():
+    commands = re.findall(r"python -m detjax\.generate (--.*)", README)
+    assert len(commands) >= 4
+    for command in commands:
+        if "--help" not in command:
+            parse_args(shlex.split(command))
+
+
+def test_links_lead_somewhere():
+    root = Path(__file__).parents[1]
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", README):
+        assert (root / target).exists(), target
+
+
+def test_noise_table_of_the_specification_is_that_of_the_vectors():
+    text = (Path(__file__).parents[1] / "docs" / "numerics.md").read_text()
+    rows = re.findall(r"\| (0x[0-9a-f]{8}) \| (0\.\d+) \| (-?\d+\.\d+) \|", text)
+    assert len(rows) == 3
+    for bits, u, noise in rows:
+        value = np.float32(np.float32(int(bits, 16)) + np.float32(0.5)) * np.float32(2.0**-32)
+        assert float(value) == float(u)
+        assert abs(-np.log(-np.log1p(-float(u))) - float(noise)) < 1e-5
