@@ -22,13 +22,20 @@ Capitals are global sizes; a small letter is this device's or this tile's share 
 | `P` | tokens in a page |
 """
 
+from typing import TYPE_CHECKING
+
 from jax import Array
 from jaxtyping import AbstractDtype, BFloat16, Bool, Float32, Int32, UInt32
 
+if TYPE_CHECKING:
+    # What jaxtyping does for its own dtypes: a type checker sees the array type alone.
+    from typing import Annotated as Activation
+else:
 
-class Activation(AbstractDtype):
-    """Weights and activations: bfloat16, or float32 under a float32 profile."""
+    class Activation(AbstractDtype):
+        """Weights and activations: bfloat16, or float32 under a float32 profile."""
 
-    dtypes = ["bfloat16", "float32"]
+        dtypes = ["bfloat16", "float32"]
+
 
 __all__ = ["Activation", "Array", "BFloat16", "Bool", "Float32", "Int32", "UInt32"]

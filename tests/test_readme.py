@@ -17,7 +17,8 @@ def test_python_example_runs(capsys):
     (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     exec(compile(code, "README.md", "exec"), {})
     lines = capsys.readouterr().out.splitlines()
-    assert len({line.split()[-1] for line in lines if re.search(r"[0-9a-f]{64}$", line)}) == 3
+    # Three samples; equal answers have equal digests.
+    assert sum(bool(re.search(r"[0-9a-f]{64}$", line)) for line in lines) == 3
 
 
 def test_every_public_name_resolves():

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The mesh, and what does not fit on it."""
+
+import jax.numpy as jnp
+import pytest
+
+from detjax.numerics import NumericsProfile
+from detjax.pallas_kernels.backend import Backend, choose_backend, refuse
+from detjax.parallel.collectives import butterfly_sum
+from detjax.parallel.mesh import configure_virtual_devices, make_mesh
+from detjax.testing.dummies import dummy_config, dummy_model
+
+
+def test_mesh_has_the_shape_asked_for():
+    assert dict(make_mesh(2, 4).shape) == {"dp": 2, "tp": 4}
+
+
+@pytest.mark.parametrize(
+    ("dp", "tp", "message"),
+    [
+        (0, 1, "dp=0 and tp=1 must be at least 1"),
+        (1, 3, "tp=3 must be a power of two"),
+        (4, 4, "needs 16 devices, there are 8"),
+    ],
+)
+def test_impossible_meshes_are_refused(dp, tp, message):
+    with pytest.raises(ValueError, match=message):
+        make_mesh(dp, tp)
+
+
+def test_too_late_for_more_devices():
+    make_mesh(1, 8)
+    configure_virtual_devices(8)
+    with pytest.raises(ValueError, match="JAX has already started with 8"):
+        configure_virtual_devices(16)
+
+
+@pytest.mark.parametrize(
+    ("config", "profile", "tp", "message"),
+    [
+        (dummy_config(intermediate_size=176), NumericsProfile(), 2, "leaves of down_proj"),
+        (
+            dummy_config(),
+            NumericsProfile(num_leaves=2),
+            4,
+            "divide the 2 leaves of o_proj",
+        ),
+        (dummy_config(num_heads=6, num_kv_heads=6), NumericsProfile(), 4, "num_heads=6"),
+    ],
+)
+def test_ranks_must_own_whole_leaves_and_heads(config, profile, tp, message):
+    with pytest.raises(ValueError, match=message):
+        dummy_model(config, tp=tp, profile=profile)
+
+
+def test_butterfly_needs_a_power_of_two():
+    with pytest.raises(ValueError, match="axis_size=3 must be a power of two"):
+        butterfly_sum(jnp.zeros((1, 1)), "tp", 3, backend=Backend.PORTABLE)
+
+
+def test_backends_that_cannot_run_here_are_refused():
+    choice = choose_backend(None)
+    assert choice.backend is Backend.PORTABLE and choice.reason
+    with pytest.raises(ValueError, match="--backend sm90 cannot run here"):
+        choose_backend(Backend.SM90)
+    with pytest.raises(NotImplementedError, match="linear is not implemented on sm90"):
+        refuse("linear", Backend.SM90)

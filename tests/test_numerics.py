@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The profile, its fingerprint, and the reductions that follow from it."""
+
+import dataclasses
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from detjax.numerics import (
+    Build,
+    NumericsProfile,
+    fingerprint,
+    sequential_reduction,
+    tree_reduction,
+)
+
+
+@pytest.mark.parametrize(
+    ("k_len", "num_leaves"),
+    [(14336, 8), (25600, 8), (11008, 8), (6144, 8), (4096, 8), (172, 1), (64, 4), (48, 1), (96, 2)],
+)
+def test_leaves_are_a_rule_of_k_alone(k_len, num_leaves):
+    reduction = tree_reduction(k_len, NumericsProfile())
+    assert (reduction.num_leaves, reduction.leaf_len) == (num_leaves, k_len // num_leaves)
+    assert sequential_reduction(k_len).leaf_len == k_len
+
+
+def test_no_field_of_a_reduction_is_batch_shaped():
+    """What picks a reduction takes dimensions of the model and the profile, nothing else."""
+    names = {f.name for f in dataclasses.fields(NumericsProfile)}
+    assert not {n for n in names for word in ("batch", "token", "row", "seq") if word in n}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"version": 2}, "numerics version 2 is not in this build"),
+        ({"num_leaves": 6}, "num_leaves=6 must be a power of two"),
+        ({"attention_split": 64}, "attention_split=64 must be a multiple"),
+        ({"compute_dtype": "float16"}, "compute_dtype='float16' must be one of"),
+        ({"weight_dtype": "float32"}, "would round the weights"),
+    ],
+)
+def test_profile_refuses_what_is_not_specified(fields, message):
+    with pytest.raises(ValueError, match=message):
+        NumericsProfile(**fields)
+
+
+def test_fingerprint_covers_profile_and_build_and_nothing_else():
+    build = Build.current("portable", jax.devices("cpu")[0])
+    base = fingerprint(NumericsProfile(), build)
+    others = [fingerprint(NumericsProfile(num_leaves=4), build)]
+    for field in dataclasses.fields(Build):
+        changed = dataclasses.replace(build, **{field.name: "other"})
+        others.append(fingerprint(NumericsProfile(), changed))
+    assert len({base, *others}) == 1 + len(others)
+    code = (
+        "import jax; jax.config.update('jax_num_cpu_devices', 3)\n"
+        "from detjax.numerics import *\n"
+        "print(fingerprint(NumericsProfile(), Build.current('portable', jax.devices('cpu')[2])))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == base, "another process with another number of devices"
