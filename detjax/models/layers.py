@@ -90,17 +90,15 @@ def attention_layer(
     batch, length = tokens.ids.shape
     dtype, channels = x.dtype, config.head_dim
 
-    def heads(name: str):
-        rows = linear(
-            x, weights[name], weights.get(f"{name}_bias"), out_dtype=dtype, backend=backend
-        )
-        return rows.reshape(rows.shape[0], -1, channels)
-
     def normed(rows, gain):
         flat = rows.reshape(-1, channels)
         return rms_norm(flat, gain, eps=config.rms_norm_eps, backend=backend).reshape(rows.shape)
 
-    q, k, v = heads("q"), heads("k"), heads("v")
+    qkv = linear(x, weights["qkv"], weights.get("qkv_bias"), out_dtype=dtype, backend=backend)
+    num_kv = pages.shape[3]
+    num_q = qkv.shape[1] // channels - 2 * num_kv
+    qkv = qkv.reshape(qkv.shape[0], -1, channels)
+    q, k, v = jnp.split(qkv, [num_q, num_q + num_kv], axis=1)
     if config.qk_norm:
         q, k = normed(q, weights["q_norm"]), normed(k, weights["k_norm"])
     q, k = (rope(rows, cos, sin, backend=backend) for rows in (q, k))
@@ -123,11 +121,8 @@ def attention_layer(
 
 def mlp_layer(recipe: Recipe, weights: dict, x: Activation[Array, "M D"]) -> Float32[Array, "M D"]:
     """The gated feed-forward layer. Returns the unrounded sum."""
-    gate, up = (
-        linear(x, weights[name], out_dtype=x.dtype, backend=recipe.backend)
-        for name in ("gate", "up")
-    )
-    hidden = swiglu(gate, up, backend=recipe.backend)
+    gate_up = linear(x, weights["gate_up"], out_dtype=x.dtype, backend=recipe.backend)
+    hidden = swiglu(gate_up, backend=recipe.backend)
     return row_parallel(recipe, hidden, weights["down"], recipe.config.intermediate_size)
 
 

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from detjax.array_types import Array, Float32
 from detjax.models.config import ModelConfig
 from detjax.models.decoder import check_mesh
+from detjax.models.fusion import fuse_projections, fused_partition_specs
 from detjax.models.hf_config import load_config
 from detjax.models.params import kv_layout, partition_specs
 from detjax.models.rope import rope_tables
@@ -70,8 +71,8 @@ def place_model(
     build = Build.current(backend.value, mesh.devices.flat[0])
     return LoadedModel(
         config=config,
-        params=make_params(),
-        partition_specs=specs,
+        params=fuse_projections(make_params(), specs, mesh),
+        partition_specs=fused_partition_specs(specs),
         rope_tables=tuple(jax.device_put(t, NamedSharding(mesh, P())) for t in tables),
         mesh=mesh,
         profile=profile,

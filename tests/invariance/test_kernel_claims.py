@@ -74,7 +74,7 @@ def _cases() -> dict[str, Case]:
     w, bias, gain = bf16(rng, N, K), bf16(rng, N), bf16(rng, K)
     cos, sin = f32(rng, M, C // 2), f32(rng, M, C // 2)
     table = bf16(rng, 50, 64)
-    gate, up = bf16(rng, M, 512), bf16(rng, M, 512)
+    gate_up = bf16(rng, M, 1024)
     logits = f32(rng, M, 1024)
     temperature = jnp.asarray(np.where(np.arange(M) % 3 == 0, 0.0, 0.7), jnp.float32)
     key = tuple(jnp.asarray(rng.integers(0, 2**32, M), jnp.uint32) for _ in range(2))
@@ -166,10 +166,16 @@ def _cases() -> dict[str, Case]:
         ),
         "swiglu": Case(
             kernel=swiglu,
-            call=lambda g, u: swiglu(g, u, **ON),
-            rows=(gate, up),
+            call=lambda gate_up: swiglu(gate_up, **ON),
+            rows=(gate_up,),
             slices=lambda rank, ranks: (
-                lambda g, u: swiglu(*(x[:, _columns(ranks, rank, 512)] for x in (g, u)), **ON),
+                lambda gate_up: swiglu(
+                    jnp.concatenate(
+                        [half[:, _columns(ranks, rank, 512)] for half in jnp.split(gate_up, 2, 1)],
+                        axis=1,
+                    ),
+                    **ON,
+                ),
                 _columns(ranks, rank, 512),
             ),
         ),

@@ -6,12 +6,14 @@ from detjax.pallas_kernels.backend import Backend, refuse
 from detjax.pallas_kernels.swiglu import portable
 
 
-def swiglu(
-    gate: Activation[Array, "M F"], up: Activation[Array, "M F"], *, backend: Backend
-) -> Activation[Array, "M F"]:
-    """Gate `up` by the SiLU of `gate`.
+def swiglu(gate_up: Activation[Array, "M E"], *, backend: Backend) -> Activation[Array, "M F"]:
+    """Gate the second half of the columns by the SiLU of the first.
 
-    `out[m, f] = round(gate[m, f] / (1 + exp(-gate[m, f])) * up[m, f])`
+    `out[m, f] = round(g / (1 + exp(-g)) * u)`, `g = gate_up[m, f]`, `u = gate_up[m, F + f]`
+
+    Args:
+        gate_up: This rank's columns of gate, then of up; E = 2 F.
+        backend: Which implementation runs.
 
     Numerics:
         Elementwise in float32, in this order; one rounding. A gate below -88 gives a zero.
@@ -22,4 +24,4 @@ def swiglu(
     """
     if backend is not Backend.PORTABLE:
         refuse("swiglu", backend)
-    return portable.swiglu(gate, up)
+    return portable.swiglu(gate_up)

@@ -9,10 +9,11 @@ from detjax.pallas_kernels.fixed_blocks import COLS, ROWS, pad_axis, run_blocks
 
 
 @jax.jit
-def swiglu(gate, up) -> jax.Array:
+def swiglu(gate_up) -> jax.Array:
     """See `api.swiglu`."""
-    num_rows, width = gate.shape
-    gate, up = (pad_axis(pad_axis(x, 0, ROWS), 1, COLS) for x in (gate, up))
+    num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    halves = gate_up[:, :width], gate_up[:, width:]
+    gate, up = (pad_axis(pad_axis(x, 0, ROWS), 1, COLS) for x in halves)
 
     def body(gate_ref, up_ref, out_ref):
         block = pl.ds(pl.program_id(0) * ROWS, ROWS), pl.ds(pl.program_id(1) * COLS, COLS)
