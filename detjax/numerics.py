@@ -12,6 +12,7 @@ The specification is `docs/numerics.md`.
 import dataclasses
 import hashlib
 import json
+import os
 import platform
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,12 +133,13 @@ class Build:
         else:
             arch = f"{device.device_kind} sm_{device.compute_capability}"
             compiler = device.client.platform_version.replace("\n", " ")
+        flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in f]
         return cls(
             jax=jax.__version__,
             jaxlib=jaxlib.__version__,
             backend=backend,
             arch=arch,
-            compiler=compiler,
+            compiler=" ".join([compiler, *sorted(flags)]),
         )
 
 

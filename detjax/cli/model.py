@@ -86,17 +86,18 @@ def open_model(args: GenerateArgs, folder: Path, progress: Progress) -> OpenMode
     """
     from detjax.models.loading import load_model
     from detjax.numerics import NumericsProfile
-    from detjax.pallas_kernels.backend import Backend, choose_backend
+    from detjax.pallas_kernels.backend import Backend, choose_backend, configure_xla
     from detjax.parallel.mesh import configure_virtual_devices, make_mesh
     from detjax.serving.engine import Engine, EngineConfig
 
     _keep_compiled_programs(args.cache_dir)
+    configure_xla()
     with bad_input():
         profile = NumericsProfile(weight_dtype=args.dtype, compute_dtype=args.compute)
         configure_virtual_devices(args.dp * args.tp)
         choice = choose_backend(None if args.backend == "auto" else Backend(args.backend))
     with bad_input(f"--dp {args.dp} --tp {args.tp}: "):
-        mesh = make_mesh(args.dp, args.tp)
+        mesh = make_mesh(args.dp, args.tp, platform=choice.backend.platform)
     with bad_input():
         model = load_model(
             str(folder),

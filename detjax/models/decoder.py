@@ -13,10 +13,10 @@ from detjax.array_types import Activation, Array, Float32
 from detjax.models.layers import (
     Recipe,
     Tokens,
-    add_and_norm,
     attention_layer,
     embed_tokens,
-    mlp_layer,
+    gated_layer,
+    row_parallel_norm,
 )
 from detjax.numerics import NumericsProfile, tree_reduction
 from detjax.pallas_kernels.linear.api import linear
@@ -71,12 +71,12 @@ def forward(
     x = rms_norm(residual, layers[0]["attn_norm"], eps=eps, backend=backend)
     next_gains = [weights["attn_norm"] for weights in layers[1:]] + [params["final_norm"]]
     for layer, (weights, next_gain) in enumerate(zip(layers, next_gains, strict=True)):
-        pages, partial = attention_layer(recipe, weights, x, cos, sin, pages, tokens, layer)
-        residual, x = add_and_norm(
-            recipe, partial, residual, weights.get("o_bias"), weights["mlp_norm"]
+        pages, x = attention_layer(recipe, weights, x, cos, sin, pages, tokens, layer)
+        residual, x = row_parallel_norm(
+            recipe, x, weights["o"], residual, weights.get("o_bias"), weights["mlp_norm"]
         )
-        partial = mlp_layer(recipe, weights, x)
-        residual, x = add_and_norm(recipe, partial, residual, None, next_gain)
+        x = gated_layer(recipe, weights, x)
+        residual, x = row_parallel_norm(recipe, x, weights["down"], residual, None, next_gain)
     return pages, x.reshape(batch, length, -1)
 
 

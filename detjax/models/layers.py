@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from detjax.array_types import Activation, Array, Float32, Int32
 from detjax.models.config import ModelConfig
@@ -16,9 +15,9 @@ from detjax.numerics import NumericsProfile, tree_reduction
 from detjax.pallas_kernels.attention.api import attention
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.embedding.api import embed
-from detjax.pallas_kernels.linear.api import linear, linear_partial
-from detjax.pallas_kernels.rms_norm.api import add_rms_norm, rms_norm
-from detjax.pallas_kernels.rope.api import rope
+from detjax.pallas_kernels.linear.api import linear, linear_add_rms_norm, linear_partial
+from detjax.pallas_kernels.rms_norm.api import add_rms_norm
+from detjax.pallas_kernels.rope.api import rope_into_cache
 from detjax.pallas_kernels.swiglu.api import swiglu
 from detjax.parallel.collectives import butterfly_sum, gather_columns
 from detjax.parallel.mesh import TP_AXIS
@@ -57,24 +56,6 @@ def embed_tokens(recipe: Recipe, table, ids: Int32[Array, " M"]) -> Activation[A
     return gather_columns(rows, TP_AXIS)
 
 
-def write_kv(
-    pages: Activation[Array, "L N 2 K P C"],
-    k: Activation[Array, "B T K C"],
-    v: Activation[Array, "B T K C"],
-    tokens: Tokens,
-    layer: int,
-) -> Activation[Array, "L N 2 K P C"]:
-    """Put keys and values of new tokens in their pages; padding is dropped."""
-    page_len = pages.shape[4]
-    positions = tokens.positions.reshape(-1)
-    blocks = jnp.maximum(tokens.positions, 0) // page_len
-    page_ids = jnp.take_along_axis(tokens.page_table, blocks, axis=1).reshape(-1)
-    page_ids = jnp.where(positions >= 0, page_ids, pages.shape[1])
-    offsets = jnp.maximum(positions, 0) % page_len
-    kv = jnp.stack([k, v], axis=2).reshape(positions.shape[0], 2, *k.shape[2:])
-    return pages.at[layer, page_ids, :, :, offsets].set(kv, mode="drop")
-
-
 def attention_layer(
     recipe: Recipe,
     weights: dict,
@@ -84,59 +65,63 @@ def attention_layer(
     pages: Activation[Array, "L N 2 K P C"],
     tokens: Tokens,
     layer: int,
-) -> tuple[Activation[Array, "L N 2 K P C"], Float32[Array, "M D"]]:
-    """Attend over the cache, the new tokens included. Returns the cache and the unrounded sum."""
-    config, profile, backend = recipe.config, recipe.profile, recipe.backend
+) -> tuple[Activation[Array, "L N 2 K P C"], Activation[Array, "M k"]]:
+    """Attend over the cache, the new tokens included. Returns the cache and this rank's heads."""
+    config, backend = recipe.config, recipe.backend
     batch, length = tokens.ids.shape
-    dtype, channels = x.dtype, config.head_dim
-
-    def normed(rows, gain):
-        flat = rows.reshape(-1, channels)
-        return rms_norm(flat, gain, eps=config.rms_norm_eps, backend=backend).reshape(rows.shape)
-
-    qkv = linear(x, weights["qkv"], weights.get("qkv_bias"), out_dtype=dtype, backend=backend)
-    num_kv = pages.shape[3]
-    num_q = qkv.shape[1] // channels - 2 * num_kv
-    qkv = qkv.reshape(qkv.shape[0], -1, channels)
-    q, k, v = jnp.split(qkv, [num_q, num_q + num_kv], axis=1)
-    if config.qk_norm:
-        q, k = normed(q, weights["q_norm"]), normed(k, weights["k_norm"])
-    q, k = (rope(rows, cos, sin, backend=backend) for rows in (q, k))
-    q, k, v = (rows.reshape(batch, length, -1, channels) for rows in (q, k, v))
-    pages = write_kv(pages, k, v, tokens, layer)
+    qkv = linear(x, weights["qkv"], weights.get("qkv_bias"), out_dtype=x.dtype, backend=backend)
+    q, pages = rope_into_cache(
+        qkv.reshape(batch * length, -1, config.head_dim),
+        cos,
+        sin,
+        (weights["q_norm"], weights["k_norm"]) if config.qk_norm else None,
+        pages,
+        tokens.page_table,
+        tokens.positions,
+        layer=layer,
+        eps=config.rms_norm_eps,
+        backend=backend,
+    )
     out = attention(
-        q,
+        q.reshape(batch, length, -1, config.head_dim),
         pages,
         tokens.page_table,
         tokens.positions,
         layer=layer,
         window=config.sliding_windows[layer],
-        profile=profile,
+        profile=recipe.profile,
         backend=backend,
     )
-    k_len = config.num_heads * channels
-    partial = row_parallel(recipe, out.reshape(batch * length, -1), weights["o"], k_len)
-    return pages, partial
+    return pages, out.reshape(batch * length, -1)
 
 
-def mlp_layer(recipe: Recipe, weights: dict, x: Activation[Array, "M D"]) -> Float32[Array, "M D"]:
-    """The gated feed-forward layer. Returns the unrounded sum."""
+def gated_layer(
+    recipe: Recipe, weights: dict, x: Activation[Array, "M D"]
+) -> Activation[Array, "M f"]:
+    """The feed-forward layer up to its row-parallel product."""
     gate_up = linear(x, weights["gate_up"], out_dtype=x.dtype, backend=recipe.backend)
-    hidden = swiglu(gate_up, backend=recipe.backend)
-    return row_parallel(recipe, hidden, weights["down"], recipe.config.intermediate_size)
+    return swiglu(gate_up, backend=recipe.backend)
 
 
-def row_parallel(
-    recipe: Recipe, x: Activation[Array, "M k"], w: Activation[Array, "D k"], k_len: int
-) -> Float32[Array, "M D"]:
-    """Multiply by weights whose inputs are split over ranks, and add the ranks' subtrees."""
-    reduction = tree_reduction(k_len, recipe.profile)
-    partial = linear_partial(x, w, reduction=reduction, backend=recipe.backend)
-    return butterfly_sum(partial, TP_AXIS, recipe.tp, backend=recipe.backend)
+def row_parallel_norm(
+    recipe: Recipe,
+    x: Activation[Array, "M k"],
+    w: Activation[Array, "D k"],
+    residual: Activation[Array, "M D"],
+    bias: Activation[Array, " D"] | None,
+    gain: Activation[Array, " D"],
+) -> tuple[Activation[Array, "M D"], Activation[Array, "M D"]]:
+    """Multiply by weights whose inputs are split over ranks, add to the residual stream, normalise.
 
-
-def add_and_norm(recipe: Recipe, partial, residual, bias, gain):
-    """Add a layer's sum to the residual stream and normalise for the next layer."""
-    return add_rms_norm(
-        partial, residual, bias, gain, eps=recipe.config.rms_norm_eps, backend=recipe.backend
-    )
+    Returns the new residual stream and its normalised rows. One rank does it in one operation;
+    several add their subtrees by a butterfly in between. The bits are the same.
+    """
+    reduction = tree_reduction(x.shape[1] * recipe.tp, recipe.profile)
+    eps, backend = recipe.config.rms_norm_eps, recipe.backend
+    if recipe.tp == 1:
+        return linear_add_rms_norm(
+            x, w, residual, bias, gain, reduction=reduction, eps=eps, backend=backend
+        )
+    partial = linear_partial(x, w, reduction=reduction, backend=backend)
+    partial = butterfly_sum(partial, TP_AXIS, recipe.tp, backend=backend)
+    return add_rms_norm(partial, residual, bias, gain, eps=eps, backend=backend)

@@ -2,8 +2,8 @@
 """Which implementation of the kernels runs, chosen once and said aloud."""
 
 import enum
+import os
 from dataclasses import dataclass
-from typing import NoReturn
 
 import jax
 
@@ -13,6 +13,11 @@ class Backend(enum.Enum):
 
     PORTABLE = "portable"  # generic Pallas in fixed blocks, interpreted on CPU
     SM90 = "sm90"  # Mosaic GPU for Hopper: TMA, wgmma, warp specialisation
+
+    @property
+    def platform(self) -> str:
+        """The JAX platform whose devices run it."""
+        return "gpu" if self is Backend.SM90 else "cpu"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,25 +34,34 @@ def choose_backend(requested: Backend | None) -> BackendChoice:
     Raises:
         ValueError: If the requested backend cannot run here, with the reason.
     """
-    if requested is Backend.SM90:
-        raise ValueError(
-            "--backend sm90 cannot run here: this build has no sm90 kernels yet; "
-            "use --backend portable"
-        )
-    if requested is Backend.PORTABLE:
-        return BackendChoice(backend=Backend.PORTABLE, reason="asked for")
-    gpus = sum(device.platform == "gpu" for device in jax.devices())
-    if gpus:
-        reason = f"{gpus} GPU(s) present, but this build has no sm90 kernels yet; runs on the CPU"
-    else:
-        reason = "no GPU here; runs on the CPU"
-    return BackendChoice(backend=Backend.PORTABLE, reason=reason)
+    why_not = _why_not_sm90()
+    if requested is Backend.SM90 and why_not:
+        raise ValueError(f"--backend sm90 cannot run here: {why_not}; use --backend portable")
+    if requested is not None:
+        return BackendChoice(backend=requested, reason="asked for")
+    if why_not:
+        return BackendChoice(backend=Backend.PORTABLE, reason=f"{why_not}; runs on the CPU")
+    return BackendChoice(backend=Backend.SM90, reason=jax.devices("gpu")[0].device_kind)
 
 
-def refuse(operation: str, backend: Backend) -> NoReturn:
-    """Fail closed on a backend that does not have `operation`.
+def configure_xla() -> None:
+    """Set the compiler flags that the claims rest on; call before JAX starts.
 
-    Raises:
-        NotImplementedError: Always, naming the operation and the backends that have it.
+    `--xla_allow_excess_precision=false`: without it XLA may drop a pair of converts, and with it a
+    rounding to bfloat16. The fingerprint holds the flags.
     """
-    raise NotImplementedError(f"{operation} is not implemented on {backend.value}; use portable")
+    flag = "--xla_allow_excess_precision=false"
+    flags = os.environ.get("XLA_FLAGS", "")
+    if flag not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {flag}".strip()
+
+
+def _why_not_sm90() -> str:
+    """What is missing for sm90; empty if nothing is."""
+    try:
+        gpus = jax.devices("gpu")
+    except RuntimeError:
+        return "no GPU that JAX can use"
+    if gpus[0].compute_capability != "9.0":
+        return f"{gpus[0].device_kind} is not a Hopper GPU (sm_90)"
+    return ""

@@ -70,6 +70,29 @@ def run_blocks(
     )(*operands)
 
 
+def add_leaves(leaves: jax.Array) -> jax.Array:
+    """Add a power of two of float32 leaves, [L, M, N] to [M, N], as a perfect binary tree."""
+    _, num_rows, width = leaves.shape
+    leaves = pad_axis(leaves, 1, ROWS)
+
+    def body(leaves_ref, out_ref):
+        totals = leaves_ref[:, pl.ds(pl.program_id(0) * ROWS, ROWS), :]
+        # ORDER: ((l0 + l1) + (l2 + l3)) + ..., additions only, so nothing can fuse.
+        while totals.shape[0] > 1:
+            totals = totals[0::2] + totals[1::2]
+        out_ref[...] = totals[0]
+
+    out = run_blocks(
+        body,
+        leaves,
+        name="add_leaves",
+        grid=(leaves.shape[1] // ROWS,),
+        out_shape=jax.ShapeDtypeStruct(leaves.shape[1:], jnp.float32),
+        out_specs=pl.BlockSpec((ROWS, width), lambda m: (m, 0)),
+    )
+    return out[:num_rows]
+
+
 def round_to(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Round float32 to `dtype`'s precision and keep it float32.
 

@@ -27,8 +27,13 @@ def configure_virtual_devices(count: int) -> None:
             ) from error
 
 
-def make_mesh(dp: int, tp: int) -> Mesh:
-    """Arrange the first `dp * tp` CPU devices as (dp, tp); neighbours share a tp group.
+def make_mesh(dp: int, tp: int, *, platform: str = "cpu") -> Mesh:
+    """Arrange the first `dp * tp` devices of a platform as (dp, tp); neighbours share a tp group.
+
+    Args:
+        dp: Replicas.
+        tp: Ranks of a tensor-parallel group.
+        platform: `Backend.platform` of the backend that will run.
 
     Raises:
         ValueError: If a size is not positive, tp is not a power of two, or devices are missing.
@@ -37,7 +42,7 @@ def make_mesh(dp: int, tp: int) -> Mesh:
         raise ValueError(f"{dp=} and {tp=} must be at least 1")
     if tp & (tp - 1):
         raise ValueError(f"{tp=} must be a power of two: the ranks are leaves of a binary tree")
-    devices = jax.devices("cpu")
+    devices = jax.devices(platform)
     if len(devices) < dp * tp:
         raise ValueError(
             f"{dp=} times {tp=} needs {dp * tp} devices, there are {len(devices)}; "

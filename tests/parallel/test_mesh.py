@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from detjax.numerics import NumericsProfile
-from detjax.pallas_kernels.backend import Backend, choose_backend, refuse
+from detjax.pallas_kernels.backend import Backend, choose_backend
 from detjax.parallel.collectives import butterfly_sum
 from detjax.parallel.mesh import configure_virtual_devices, make_mesh
 from detjax.testing.dummies import dummy_config, dummy_model
@@ -63,5 +63,3 @@ def test_backends_that_cannot_run_here_are_refused():
     assert choice.backend is Backend.PORTABLE and choice.reason
     with pytest.raises(ValueError, match="--backend sm90 cannot run here"):
         choose_backend(Backend.SM90)
-    with pytest.raises(NotImplementedError, match="linear is not implemented on sm90"):
-        refuse("linear", Backend.SM90)

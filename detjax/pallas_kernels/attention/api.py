@@ -5,8 +5,8 @@ import jax.numpy as jnp
 
 from detjax.array_types import Activation, Array, Int32
 from detjax.numerics import NumericsProfile
-from detjax.pallas_kernels.attention import portable
-from detjax.pallas_kernels.backend import Backend, refuse
+from detjax.pallas_kernels.attention import portable, sm90
+from detjax.pallas_kernels.backend import Backend
 
 
 def attention(
@@ -60,8 +60,10 @@ def attention(
         raise ValueError(
             f"{q.shape[2]} query heads must be a multiple of {pages.shape[3]} kv heads"
         )
-    if backend is not Backend.PORTABLE:
-        refuse("attention", backend)
+    if backend is Backend.SM90:
+        return sm90.attention(
+            q, pages, page_table, positions, layer=layer, window=window, profile=profile
+        )
     return portable.attention(
         q, pages, page_table, positions, jnp.int32(layer), window=window, profile=profile
     )

@@ -5,8 +5,12 @@ import jax.numpy as jnp
 
 from detjax.array_types import Activation, Array, Float32
 from detjax.numerics import Reduction
-from detjax.pallas_kernels.backend import Backend, refuse
-from detjax.pallas_kernels.linear import portable
+from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.linear import portable, sm90
+from detjax.pallas_kernels.rms_norm.api import add_rms_norm, combine_add_rms_norm, rms_norm
+
+MAX_COMBINED_ROWS = 128
+"""Up to here sm90 adds leaves, residual and norm in one kernel; above, float32 traffic costs more."""
 
 
 def linear(
@@ -38,8 +42,8 @@ def linear(
     """
     if x.shape[1] != w.shape[1]:
         raise ValueError(f"{x.shape=} and {w.shape=} must agree in their last axis, K")
-    if backend is not Backend.PORTABLE:
-        refuse("linear", backend)
+    if backend is Backend.SM90:
+        return sm90.linear(x, w, bias, out_dtype=out_dtype)
     return portable.linear(x, w, bias, out_dtype=out_dtype)
 
 
@@ -82,8 +86,8 @@ def linear_partial(
             f"a rank's share of K, {x.shape[1]}, must be a power-of-two number of leaves of "
             f"{reduction.leaf_len}"
         )
-    if backend is not Backend.PORTABLE:
-        refuse("linear_partial", backend)
+    if backend is Backend.SM90:
+        return sm90.linear_partial(x, w, reduction=reduction)
     return portable.linear_partial(x, w, reduction=reduction)
 
 
@@ -98,6 +102,48 @@ def add_partials(
         One float32 addition an element; commutative, so both ranks of a pair get the same bits.
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
     """
-    if backend is not Backend.PORTABLE:
-        refuse("add_partials", backend)
+    if backend is Backend.SM90:
+        return sm90.add_partials(a, b)
     return portable.add_partials(a, b)
+
+
+def linear_add_rms_norm(
+    x: Activation[Array, "M K"],
+    w: Activation[Array, "D K"],
+    residual: Activation[Array, "M D"],
+    bias: Activation[Array, " D"] | None,
+    gain: Activation[Array, " D"],
+    *,
+    reduction: Reduction,
+    eps: float,
+    backend: Backend,
+) -> tuple[Activation[Array, "M D"], Activation[Array, "M D"]]:
+    """A whole row-parallel layer of tp = 1: multiply, add the residual stream, normalise.
+
+    `total = round(residual + (tree(x @ w.T) + bias))`, `out = rms_norm(total)`
+
+    Args:
+        x: Activations, all of K.
+        w: Weights, (out, in).
+        residual: The residual stream.
+        bias: Added after the tree.
+        gain: Of the norm.
+        reduction: The leaves of K.
+        eps: Of the norm.
+        backend: Which implementation runs.
+
+    Returns:
+        The new residual stream, and its normalised rows.
+
+    Numerics:
+        The bits of `linear_partial` and `add_rms_norm` one after the other, in fewer launches.
+        Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
+    """
+    if backend is Backend.SM90 and x.shape[0] > MAX_COMBINED_ROWS:
+        total = sm90.linear_residual(x, w, residual, bias, reduction=reduction)
+        return total, rms_norm(total, gain, eps=eps, backend=backend)
+    if backend is Backend.SM90:
+        leaf_sums = sm90.linear_leaf_sums(x, w, reduction=reduction)
+        return combine_add_rms_norm(leaf_sums, residual, bias, gain, eps=eps, backend=backend)
+    partial = portable.linear_partial(x, w, reduction=reduction)
+    return add_rms_norm(partial, residual, bias, gain, eps=eps, backend=backend)

@@ -9,7 +9,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from detjax.numerics import Reduction
-from detjax.pallas_kernels.fixed_blocks import ROWS, num_blocks, pad_axis, run_blocks
+from detjax.pallas_kernels.fixed_blocks import (
+    ROWS,
+    add_leaves,
+    num_blocks,
+    pad_axis,
+    run_blocks,
+)
 
 COLS = 64
 """Output columns of a block. Divides every real width, so weights are not padded."""
@@ -98,26 +104,7 @@ def linear_leaves(x, w, *, reduction: Reduction) -> jax.Array:
 @partial(jax.jit, static_argnames=("reduction",))
 def linear_partial(x, w, *, reduction: Reduction) -> jax.Array:
     """See `api.linear_partial`."""
-    num_rows, num_cols = x.shape[0], w.shape[0]
-    leaves = linear_leaves(x, w, reduction=reduction)
-    width = leaves.shape[2]
-
-    def body(leaves_ref, out_ref):
-        totals = leaves_ref[:, pl.ds(pl.program_id(0) * ROWS, ROWS), :]
-        # ORDER: ((l0 + l1) + (l2 + l3)) + ..., additions only, so nothing can fuse.
-        while totals.shape[0] > 1:
-            totals = totals[0::2] + totals[1::2]
-        out_ref[...] = totals[0]
-
-    out = run_blocks(
-        body,
-        leaves,
-        name="linear_tree",
-        grid=(leaves.shape[1] // ROWS,),
-        out_shape=jax.ShapeDtypeStruct(leaves.shape[1:], jnp.float32),
-        out_specs=pl.BlockSpec((ROWS, width), lambda m: (m, 0)),
-    )
-    return out[:num_rows, :num_cols]
+    return add_leaves(linear_leaves(x, w, reduction=reduction))[: x.shape[0], : w.shape[0]]
 
 
 @jax.jit
@@ -140,6 +127,3 @@ def add_partials(a, b) -> jax.Array:
         out_specs=pl.BlockSpec((ROWS, width), lambda m: (m, 0)),
     )
     return out[:num_rows]
-
-
-__all__ = ["add_partials", "linear", "linear_leaves", "linear_partial"]

@@ -2,8 +2,9 @@
 """RMSNorm, alone and fused with the residual addition that comes before it."""
 
 from detjax.array_types import Activation, Array, Float32
-from detjax.pallas_kernels.backend import Backend, refuse
-from detjax.pallas_kernels.rms_norm import portable
+from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.fixed_blocks import add_leaves
+from detjax.pallas_kernels.rms_norm import portable, sm90
 
 
 def rms_norm(
@@ -31,8 +32,8 @@ def rms_norm(
         Zhang and Sennrich 2019, arXiv:1910.07467, eq. 4. Hugging Face rounds before the gain;
         here the gain is applied in float32.
     """
-    if backend is not Backend.PORTABLE:
-        refuse("rms_norm", backend)
+    if backend is Backend.SM90:
+        return sm90.rms_norm(x, gain, eps=eps)
     return portable.rms_norm(x, gain, eps=eps)
 
 
@@ -65,6 +66,40 @@ def add_rms_norm(
         as `rms_norm` does.
         Claims: run-invariant, batch-invariant, path-consistent.
     """
-    if backend is not Backend.PORTABLE:
-        refuse("add_rms_norm", backend)
+    if backend is Backend.SM90:
+        return sm90.add_rms_norm(partial, residual, bias, gain, eps=eps)
+    return portable.add_rms_norm(partial, residual, bias, gain, eps=eps)
+
+
+def combine_add_rms_norm(
+    leaf_sums: Float32[Array, "L M D"],
+    residual: Activation[Array, "M D"],
+    bias: Activation[Array, " D"] | None,
+    gain: Activation[Array, " D"],
+    *,
+    eps: float,
+    backend: Backend,
+) -> tuple[Activation[Array, "M D"], Activation[Array, "M D"]]:
+    """Add the subtrees of a row-parallel product, then as `add_rms_norm`.
+
+    `total = round(residual + (tree(leaf_sums) + bias))`, `out = rms_norm(total)`
+
+    Args:
+        leaf_sums: Subtrees in order; L is a power of two.
+        residual: The residual stream.
+        bias: The product's bias, added after the tree.
+        gain: Scale of each channel.
+        eps: Added to the mean square, in units of total**2.
+        backend: Which implementation runs.
+
+    Returns:
+        The new residual stream, and its normalised rows.
+
+    Numerics:
+        The perfect binary tree over the first axis in float32, then the bits of `add_rms_norm`.
+        Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
+    """
+    if backend is Backend.SM90:
+        return sm90.combine_add_rms_norm(leaf_sums, residual, bias, gain, eps=eps)
+    partial = add_leaves(leaf_sums)
     return portable.add_rms_norm(partial, residual, bias, gain, eps=eps)

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary position embedding."""
+"""Rotary position embedding, alone and with the norm before it and the cache write after it."""
 
-from detjax.array_types import Activation, Array, Float32
-from detjax.pallas_kernels.backend import Backend, refuse
-from detjax.pallas_kernels.rope import portable
+import jax
+
+from detjax.array_types import Activation, Array, Float32, Int32
+from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.rms_norm.api import rms_norm
+from detjax.pallas_kernels.rope import portable, sm90
 
 
 def rope(
@@ -32,6 +35,60 @@ def rope(
         Su et al. 2021, arXiv:2104.09864, in Hugging Face's half-split layout. Hugging Face rounds
         the tables to bfloat16 in a bfloat16 model; here they stay float32.
     """
-    if backend is not Backend.PORTABLE:
-        refuse("rope", backend)
+    if backend is Backend.SM90:
+        return sm90.rope(x, cos, sin)
     return portable.rope(x, cos, sin)
+
+
+def rope_into_cache(
+    qkv: Activation[Array, "M J C"],
+    cos: Float32[Array, "M half"],
+    sin: Float32[Array, "M half"],
+    gains: tuple[Activation[Array, " C"], Activation[Array, " C"]] | None,
+    pages: Activation[Array, "L N 2 K P C"],
+    page_table: Int32[Array, "B n"],
+    positions: Int32[Array, "B T"],
+    *,
+    layer: int,
+    eps: float,
+    backend: Backend,
+) -> tuple[Activation[Array, "M H C"], Activation[Array, "L N 2 K P C"]]:
+    """Normalise and rotate queries and keys, and put keys and values in their pages.
+
+    `q' = rope(rms_norm(q))`, `pages[layer, page, 0, :, offset] = rope(rms_norm(k))` and
+    `pages[layer, page, 1, :, offset] = v`, with `page = page_table[b, position // P]` and
+    `offset = position % P`.
+
+    Args:
+        qkv: Heads of queries, then keys, then values: J = H + 2 K.
+        cos: Rows of the host's table, one a token.
+        sin: Likewise.
+        gains: Of the norms of queries and keys; None for models without.
+        pages: The cache; updated in place where the caller donates it.
+        page_table: Page of each block of a sequence.
+        positions: Absolute position of each token; -1 marks padding, of which nothing is written.
+        layer: Which layer's pages.
+        eps: Of the norms.
+        backend: Which implementation runs.
+
+    Numerics:
+        `rms_norm` with heads as rows, its result rounded, then `rope`; the rest moves bits.
+        Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
+    """
+    num_heads = qkv.shape[1] - 2 * pages.shape[3]
+    if backend is Backend.SM90:
+        q_gain, k_gain = gains or (None, None)
+        pages_ref = jax.new_ref(pages)
+        q = sm90.qk_norm_rope_write(
+            qkv, cos, sin, q_gain, k_gain, pages_ref, page_table, positions,
+            num_heads=num_heads, layer=layer, eps=eps,
+        )  # fmt: skip
+        return q, jax.freeze(pages_ref)
+    q, k, v = portable.split_heads(qkv, num_heads)
+    if gains is not None:
+        q, k = (
+            rms_norm(x.reshape(-1, x.shape[2]), gain, eps=eps, backend=backend).reshape(x.shape)
+            for x, gain in zip((q, k), gains, strict=True)
+        )
+    q, k = (portable.rope(x, cos, sin) for x in (q, k))
+    return q, portable.write_pages(pages, k, v, page_table, positions, layer)

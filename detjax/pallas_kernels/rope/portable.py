@@ -38,3 +38,21 @@ def rope(x, cos, sin) -> jax.Array:
         out_specs=pl.BlockSpec((ROWS, channels), lambda m: (m, 0)),
     )
     return out[: num_rows * num_heads].reshape(x.shape)
+
+
+def split_heads(qkv, num_heads: int) -> list[jax.Array]:
+    """Queries, keys and values of fused heads [M, H + 2 K, C]."""
+    num_kv = (qkv.shape[1] - num_heads) // 2
+    return jnp.split(qkv, [num_heads, num_heads + num_kv], axis=1)
+
+
+def write_pages(pages, k, v, page_table, positions, layer: int) -> jax.Array:
+    """Put keys and values [M, K, C] of new tokens in their pages; padding is dropped."""
+    page_len = pages.shape[4]
+    blocks = jnp.maximum(positions, 0) // page_len
+    page_ids = jnp.take_along_axis(page_table, blocks, axis=1).reshape(-1)
+    positions = positions.reshape(-1)
+    page_ids = jnp.where(positions >= 0, page_ids, pages.shape[1])
+    offsets = jnp.maximum(positions, 0) % page_len
+    kv = jnp.stack([k, v], axis=1)
+    return pages.at[layer, page_ids, :, :, offsets].set(kv, mode="drop")

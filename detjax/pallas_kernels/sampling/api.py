@@ -2,8 +2,8 @@
 """Choosing a token: Gumbel-max scores and the sums behind top-p."""
 
 from detjax.array_types import Array, Float32, Int32, UInt32
-from detjax.pallas_kernels.backend import Backend, refuse
-from detjax.pallas_kernels.sampling import portable
+from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.sampling import portable, sm90
 
 
 def gumbel_scores(
@@ -33,8 +33,8 @@ def gumbel_scores(
     Reference:
         Gumbel-max: Maddison et al. 2014, arXiv:1411.0030.
     """
-    if backend is not Backend.PORTABLE:
-        refuse("gumbel_scores", backend)
+    if backend is Backend.SM90:
+        return sm90.gumbel_scores(logits, temperature, key, first_token_id=first_token_id)
     return portable.gumbel_scores(logits, temperature, key, first_token_id=first_token_id)
 
 
@@ -65,6 +65,6 @@ def nucleus_sums(
     Reference:
         Holtzman et al. 2019, arXiv:1904.09751.
     """
-    if backend is not Backend.PORTABLE:
-        refuse("nucleus_sums", backend)
+    if backend is Backend.SM90:
+        return sm90.nucleus_sums(sorted_logits, temperature, top_k, top_p)
     return portable.nucleus_sums(sorted_logits, temperature, top_k, top_p)

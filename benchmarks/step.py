@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The whole decode and prefill step of an 8B-shaped model on one H200: bits first, then time.
+
+python -m benchmarks.step --layers 32 --decode 1 8 64 --prefill 4096
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_allow_excess_precision=false"
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from detjax.models.config import ModelConfig, RopeConfig
+from detjax.models.layers import Tokens
+from detjax.models.loading import random_model
+from detjax.numerics import NumericsProfile
+from detjax.pallas_kernels.backend import Backend
+from detjax.parallel.mesh import make_mesh
+from detjax.serving.request import SamplingParams
+from detjax.serving.sampling import SamplingRows
+from detjax.serving.steps import StepShape, compile_step, pages_shape
+
+COPY_BYTES_PER_S = 4.3e12
+MATRIX_FLOP_PER_S = 790e12
+CONTEXT = 1024
+
+
+def llama3_8b(num_layers: int) -> ModelConfig:
+    """Llama-3.1-8B's dimensions."""
+    return ModelConfig(
+        family="llama",
+        vocab_size=128256,
+        hidden_size=4096,
+        num_layers=num_layers,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        intermediate_size=14336,
+        rms_norm_eps=1e-5,
+        rope=RopeConfig(theta=500000.0),
+        max_position_embeddings=8192,
+        tie_word_embeddings=False,
+        qkv_bias=False,
+        o_bias=False,
+        qk_norm=False,
+        sliding_windows=(None,) * num_layers,
+        bos_token_id=None,
+        eos_token_ids=(),
+    )
+
+
+class Runner:
+    """A model, its cache, and compiled steps by shape."""
+
+    def __init__(self, num_layers: int, most_rows: int, backend: Backend):
+        """Draw random weights and a random cache of CONTEXT tokens a row."""
+        self.model = random_model(
+            llama3_8b(num_layers),
+            seed=0,
+            profile=NumericsProfile(),
+            mesh=make_mesh(1, 1, platform=backend.platform),
+            backend=backend,
+        )
+        self.table_len = CONTEXT // 128 + 1
+        self.num_pages = most_rows * self.table_len
+        shape = pages_shape(self.model, self.num_pages)
+
+        def draw():
+            bits = jax.random.bits(jax.random.key(1), shape.shape, jnp.uint16)
+            return (bits.astype(jnp.float32) / 2.0**15 - 1.0).astype(shape.dtype)
+
+        self.pages = jax.jit(draw, out_shardings=shape.sharding)()
+        self.steps = {}
+
+    def step(self, rows: int, length: int):
+        """The compiled step, and how long it took to compile."""
+        start = time.perf_counter()
+        if (rows, length) not in self.steps:
+            table_len = max(self.table_len, -(-length // 128))
+            shape = StepShape(
+                batch=rows, length=length, table_len=table_len, num_pages=self.num_pages,
+                num_top=0, with_filters=False,
+            )  # fmt: skip
+            self.steps[rows, length] = compile_step(self.model, shape)
+        return self.steps[rows, length], time.perf_counter() - start
+
+    def arguments(self, rows: list[int], length: int, start: int):
+        """Tokens at `start` of each row; the same token for the same row and position."""
+        positions = np.tile(np.arange(start, start + length, dtype=np.int32), (len(rows), 1))
+        ids = (np.asarray(rows)[:, None] * 977 + positions * 31) % 128256
+        table_len = max(self.table_len, -(-length // 128))
+        pages = np.asarray(rows)[:, None] * self.table_len + np.arange(table_len)[None]
+        tokens = Tokens(
+            ids=ids.astype(np.int32), positions=positions,
+            page_table=np.minimum(pages, self.num_pages - 1).astype(np.int32),
+        )  # fmt: skip
+        sampling = [(SamplingParams(temperature=0.7, seed=r), 0) for r in rows]
+        return jax.device_put((tokens, SamplingRows.pack(sampling)))
+
+    def run(self, rows: list[int], length: int, start: int):
+        """One step; gives (token ids, logprob bits)."""
+        step, _ = self.step(len(rows), length)
+        self.pages, choice = step(
+            self.model.params, self.model.rope_tables, self.pages,
+            *self.arguments(rows, length, start),
+        )  # fmt: skip
+        return np.asarray(choice.token_ids), np.asarray(choice.logprobs).view(np.uint32)
+
+    def wall_ms(self, rows: list[int], length: int, start: int, *, repeats: int) -> float:
+        """Median over five runs of the mean wall time of `repeats` dependent steps."""
+        step, _ = self.step(len(rows), length)
+        args = self.arguments(rows, length, start)
+        times = []
+        for _ in range(5):
+            begin = time.perf_counter()
+            for _ in range(repeats):
+                self.pages, choice = step(
+                    self.model.params, self.model.rope_tables, self.pages, *args
+                )
+            jax.block_until_ready((self.pages, choice))
+            times.append((time.perf_counter() - begin) / repeats * 1e3)
+        return statistics.median(times)
+
+
+def decode_floor_ms(model, rows: int) -> float:
+    """Weight and cache bytes over the copy bandwidth."""
+    weights = sum(x.nbytes for x in jax.tree.leaves(model.params)) - model.params["embed"].nbytes
+    config = model.config
+    kv = 4 * config.num_layers * rows * config.num_kv_heads * CONTEXT * config.head_dim
+    return (weights + kv) / COPY_BYTES_PER_S * 1e3
+
+
+def prefill_flop(model, length: int) -> float:
+    """Multiply-adds of the layers' products and of causal attention, two operations each."""
+    weights = sum(x.size for layer in model.params["layers"] for x in jax.tree.leaves(layer))
+    config = model.config
+    scores = config.num_layers * config.num_heads * config.head_dim * length**2
+    return 2 * weights * length + 2 * scores
+
+
+def main():
+    """Check, time, and print rows."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--decode", type=int, nargs="*", default=[1, 8, 64])
+    parser.add_argument("--prefill", type=int, nargs="*", default=[4096])
+    parser.add_argument("--out", help="write JSON rows here")
+    args = parser.parse_args()
+    device = jax.devices("gpu")[0]
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    print(f"{device.device_kind}, jax {jax.__version__}, commit {commit or 'unknown'}", flush=True)
+    most = max(args.decode, default=1)
+    runner = Runner(args.layers, max(most, -(-max(args.prefill, default=1) // 1152)), Backend.SM90)
+    card = {
+        "gpu": device.device_kind, "jax": jax.__version__, "commit": commit,
+        "fingerprint": runner.model.fingerprint, "data": "random weights and cache, uniform",
+        "layers": args.layers, "date": time.strftime("%Y-%m-%d"),
+    }  # fmt: skip
+    rows, failed = [], False
+
+    def keep(**row):
+        rows.append(row | card)
+        print(json.dumps(row), flush=True)
+        if args.out:
+            with open(args.out, "w") as file:
+                file.writelines(json.dumps(r) + "\n" for r in rows)
+
+    alone = {}
+    for count in args.decode:
+        _, compile_s = runner.step(count, 1)
+        ids, bits = runner.run(list(range(count)), 1, CONTEXT - 1)
+        again = runner.run(list(range(count)), 1, CONTEXT - 1)
+        same = bool((ids == again[0]).all() and (bits == again[1]).all())
+        for row in range(count):
+            alone.setdefault(row, (ids[row], bits[row]))
+            same = same and alone[row] == (ids[row], bits[row])
+        failed = failed or not same
+        keep(subject="step_bits", case=f"decode batch {count}", same=same, compile_s=compile_s)
+        if same:
+            ms = runner.wall_ms(list(range(count)), 1, CONTEXT - 1, repeats=20)
+            floor = decode_floor_ms(runner.model, count)
+            keep(
+                subject="step", impl="invariant", case=f"decode batch {count} context {CONTEXT}",
+                ms_p50=ms, floor_ms=floor, floor_over_measured=floor / ms,
+            )  # fmt: skip
+    for length in args.prefill:
+        _, compile_s = runner.step(1, length)
+        ms = runner.wall_ms([0], length, 0, repeats=3)
+        share = prefill_flop(runner.model, length) / (ms * 1e-3) / MATRIX_FLOP_PER_S
+        keep(
+            subject="step", impl="invariant", case=f"prefill {length} tokens", ms_p50=ms,
+            share_of_790_tflop_per_s=share, compile_s=compile_s,
+        )  # fmt: skip
+    sys.exit(3 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

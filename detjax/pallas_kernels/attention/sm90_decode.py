@@ -1,0 +1,367 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of up to 64 query rows a key/value head: one pass over the cache, then the merge."""
+
+import functools
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from detjax.pallas_kernels.attention import sm90_arithmetic as bits
+
+MERGE_LANES = 128  # elements of a CTA of the merge, one a thread
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeConfig:
+    """How the work is scheduled. Only `blocks_per_split` decides a bit; it comes of the profile.
+
+    Attributes:
+        key_stages: Pages of keys in flight.
+        value_stages: Pages of values in flight.
+        num_ctas: CTAs; each takes splits in turn.
+        merge_unroll: How many splits' partials the merge loads at once, as long as there are as
+            many; and after that.
+        blocks_per_split: Blocks of 128 keys in a split.
+    """
+
+    key_stages: int = 3
+    value_stages: int = 2
+    num_ctas: int = 132
+    merge_unroll: tuple[int, int] = (16, 2)
+    blocks_per_split: int = 4
+
+
+SEQ, FIRST_BLOCK, BLOCKS, FULL_BLOCKS, LAST, PAGES = range(6)
+"""Columns of the list of splits; the split's pages are the last columns."""
+
+
+def split_list(
+    positions: jax.Array, page_table: jax.Array, per_split: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The splits of all sequences in one list, with integer operations alone.
+
+    The same for every layer, so XLA computes it once a step.
+
+    Returns:
+        The list [W, PAGES + per_split]; each sequence's first entry and number of splits [B, 2];
+        the list's length [1].
+    """
+    batch, num_pages = page_table.shape
+    last = positions.max(axis=1)
+    first = jnp.where(positions >= 0, positions, jnp.iinfo(jnp.int32).max).min(axis=1)
+    blocks = last // bits.BLOCK + 1
+    splits = -(-blocks // per_split)
+    full = jnp.where(last < 0, 0, (first + 1) // bits.BLOCK)
+    ends = jnp.cumsum(splits)
+    index = jnp.arange(batch * -(-num_pages // per_split), dtype=jnp.int32)
+    seq = (index[:, None] >= ends[None, :]).astype(jnp.int32).sum(axis=1)
+    seq = jnp.minimum(seq, batch - 1)
+    first_block = (index - (ends - splits)[seq]) * per_split
+    num_blocks = jnp.clip(blocks[seq] - first_block, 0, per_split)
+    num_full = jnp.clip(full[seq] - first_block, 0, num_blocks)
+    block = jnp.clip(first_block[:, None] + jnp.arange(per_split)[None], 0, num_pages - 1)
+    columns = jnp.stack([seq, first_block, num_blocks, num_full, last[seq]], axis=1)
+    table = jnp.concatenate([columns, page_table[seq[:, None], block]], axis=1)
+    limits = jnp.stack([ends - splits, splits], axis=1)
+    return table.astype(jnp.int32), limits.astype(jnp.int32), ends[-1:].astype(jnp.int32)
+
+
+@functools.partial(jax.jit, static_argnames=("layer", "config", "is_interpreted"))
+def decode(
+    q, pages, page_table, positions, *, layer: int, config: DecodeConfig, is_interpreted: bool
+) -> jax.Array:
+    """See `sm90.attention`."""
+    batch, query_len, num_heads, channels = q.shape
+    kv_heads = pages.shape[3]
+    group = num_heads // kv_heads
+    num_rows = query_len * group
+    padded_rows = -(-num_rows // 8) * 8
+    row_positions = jnp.pad(
+        jnp.repeat(positions, group, axis=1),
+        ((0, 0), (0, bits.ROWS - num_rows)),
+        constant_values=-1,
+    )
+    # A CTA of the merge writes whole rows of the output if it does not cross a token.
+    in_place = group % max(1, MERGE_LANES // channels) == 0
+    if query_len == 1 and in_place:
+        # The heads as they lie: a copy starts at a multiple of 8 rows, so that it may hold rows of
+        # other heads, whose results nothing reads.
+        rows = q.reshape(batch * num_heads, channels)
+        rows_apart = group
+        if 8 % group and group % 8:
+            padded_rows = -(-(group + 7) // 8) * 8
+        row_positions = jnp.broadcast_to(positions, row_positions.shape)
+    else:
+        rows = q.reshape(batch, query_len, kv_heads, group, channels).transpose(0, 2, 1, 3, 4)
+        rows = rows.reshape(batch * kv_heads, num_rows, channels)
+        rows = jnp.pad(rows, ((0, 0), (0, padded_rows - num_rows), (0, 0)))
+        rows = rows.reshape(-1, channels)
+        rows_apart = padded_rows
+    if rows.shape[0] < padded_rows:
+        rows = jnp.pad(rows, ((0, padded_rows - rows.shape[0]), (0, 0)))
+    table, limits, num_entries = split_list(positions, page_table, config.blocks_per_split)
+    o, ml = _partials(
+        rows, pages, row_positions, table, num_entries,
+        layer=layer, config=config, is_interpreted=is_interpreted,
+        padded_rows=padded_rows, rows_apart=rows_apart,
+    )  # fmt: skip
+    options = {"config": config, "is_interpreted": is_interpreted, "rows_apart": rows_apart}
+    if in_place:
+        shape = (batch, query_len, kv_heads, group, channels)
+        return _merge(o, ml, limits, row_positions, shape=shape, **options).reshape(q.shape)
+    shape = (batch, 1, kv_heads, padded_rows, channels)
+    out = _merge(o, ml, limits, row_positions, shape=shape, **options).reshape(shape)
+    out = out[:, 0, :, :num_rows].reshape(batch, kv_heads, query_len, group, channels)
+    return out.transpose(0, 2, 1, 3, 4).reshape(q.shape)
+
+
+def _partials(
+    rows, pages, row_positions, table, num_entries,
+    *, layer, config, is_interpreted, padded_rows, rows_apart,
+):  # fmt: skip
+    """Write each split's unnormalised output, maximum and sum, in float32."""
+    _, num_pages, _, kv_heads, _, channels = pages.shape
+    scale = bits.score_scale(channels)
+    num_slots = (config.key_stages, config.value_stages)
+    math = bits.accumulator_arithmetic(is_interpreted)
+    dtype = rows.dtype
+    out_shape = (bits.ROWS, channels)
+    num_ctas = min(config.num_ctas, table.shape[0] * kv_heads)
+
+    def body(
+        q_ref, pages_ref, pos_ref, table_ref, entries_ref,
+        o_ref, ml_ref,
+        q_smem2, k_smem, v_smem, o_smem, ml_smem, p_smem,
+        q_bar, k_bar, v_bar, q_free, k_free, v_free,
+    ):  # fmt: skip
+        wg, cta = lax.axis_index("wg"), lax.axis_index("cta")
+        num_items = entries_ref[0] * kv_heads
+        num_turns = lax.div(num_items - cta + (num_ctas - 1), jnp.int32(num_ctas))
+
+        def work(turn):
+            item = turn * num_ctas + cta
+            entry = lax.div(item, jnp.int32(kv_heads))
+            kv_head = lax.rem(item, jnp.int32(kv_heads))
+            return entry, kv_head, table_ref[entry, SEQ], table_ref[entry, BLOCKS]
+
+        def compute():
+            def one_split(turn, base):
+                entry, kv_head, seq, blocks = work(turn)
+                first_block, full, last = (
+                    table_ref[entry, i] for i in (FIRST_BLOCK, FULL_BLOCKS, LAST)
+                )
+                q_slot = lax.rem(turn, jnp.int32(2))
+                q_smem = q_smem2.at[q_slot]
+                row_pos = plgpu.load(pos_ref.at[seq], layout=math.row_layout, optimized=False)
+                plgpu.barrier_wait(q_bar.at[q_slot])
+
+                def one_block(j, carry, is_masked):
+                    out, m, weight_sum = carry
+                    k_slot = lax.rem(base + j, jnp.int32(num_slots[0]))
+                    v_slot = lax.rem(base + j, jnp.int32(num_slots[1]))
+                    first_key = (first_block + j) * bits.BLOCK
+                    plgpu.barrier_wait(k_bar.at[k_slot])
+                    scores = bits.product(q_smem, k_smem.at[k_slot].T, bits.BLOCK)
+                    plgpu.barrier_arrive(k_free.at[k_slot])
+                    if is_masked:
+                        seen = math.key_mask(row_pos, first_key)
+                        scores = jnp.where(seen, scores, -jnp.inf)
+                    m, weight_sum, decay, weights = math.softmax_step(scores, m, weight_sum, scale)
+                    operand = bits.operand(weights, dtype, p_smem)
+                    plgpu.barrier_wait(v_bar.at[v_slot])
+                    v = v_smem.at[v_slot]
+                    if is_masked:
+
+                        @pl.when(first_key + (bits.BLOCK - 1) > last)
+                        def _clear():
+                            bits.clear_unwritten(v, first_key, last, math)
+
+                    out, _ = bits.chained_product(math, out, decay, operand, v)
+                    plgpu.barrier_arrive(v_free.at[v_slot])
+                    return out, m, weight_sum
+
+                carry = (
+                    math.full(out_shape, 0.0),
+                    math.full((bits.ROWS,), bits.EMPTY_MAX),
+                    math.full((bits.ROWS,), 0.0),
+                )
+                carry = lax.fori_loop(0, full, functools.partial(one_block, is_masked=False), carry)
+                carry = lax.fori_loop(
+                    full, blocks, functools.partial(one_block, is_masked=True), carry
+                )
+                plgpu.barrier_arrive(q_free.at[q_slot])
+                out, m, weight_sum = carry
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                o_smem[...] = out
+                ml_smem[0, :] = m
+                ml_smem[1, :] = weight_sum
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(
+                    o_smem.at[pl.ds(0, padded_rows)], o_ref.at[entry * kv_heads + kv_head]
+                )
+                plgpu.copy_smem_to_gmem(ml_smem, ml_ref.at[entry * kv_heads + kv_head])
+                return base + blocks
+
+            lax.fori_loop(0, num_turns, one_split, jnp.int32(0))
+            plgpu.wait_smem_to_gmem(0)
+
+        def load():
+            def one_split(turn, base):
+                entry, kv_head, seq, blocks = work(turn)
+                q_slot = lax.rem(turn, jnp.int32(2))
+
+                first_row = (seq * kv_heads + kv_head) * rows_apart
+
+                @pl.when(turn >= 2)
+                def _q_is_free():
+                    plgpu.barrier_wait(q_free.at[q_slot])
+
+                plgpu.copy_gmem_to_smem(
+                    q_ref.at[pl.ds(lax.div(first_row, jnp.int32(8)) * 8, padded_rows)],
+                    q_smem2.at[q_slot, pl.ds(0, padded_rows)],
+                    q_bar.at[q_slot],
+                )
+
+                def one_page(j, _):
+                    page = layer * num_pages + table_ref[entry, PAGES + j]
+                    index = base + j
+                    rings = ((k_smem, k_bar, k_free), (v_smem, v_bar, v_free))
+                    for half, (smem, filled, free) in enumerate(rings):
+                        slot = lax.rem(index, jnp.int32(num_slots[half]))
+
+                        @pl.when(index >= num_slots[half])
+                        def _is_free(slot=slot, free=free):
+                            plgpu.barrier_wait(free.at[slot])
+
+                        plgpu.copy_gmem_to_smem(
+                            pages_ref.at[(page * 2 + half) * kv_heads + kv_head],
+                            smem.at[slot],
+                            filled.at[slot],
+                        )
+                    return 0
+
+                lax.fori_loop(0, blocks, one_page, 0)
+                return base + blocks
+
+            total = lax.fori_loop(0, num_turns, one_split, jnp.int32(0))
+            for free, used in ((q_free, num_turns), (k_free, total), (v_free, total)):
+                bits.drain(free, used)
+
+        pl.when(wg == 0)(compute)
+        pl.when(wg == 1)(load)
+
+    entries = table.shape[0] * kv_heads
+    weights = None
+    if is_interpreted:
+        weights = plgpu.SMEM((bits.ROWS, bits.BLOCK), dtype, transforms=bits.swizzled())
+    return plgpu.kernel(
+        body,
+        out_type=[
+            jax.ShapeDtypeStruct((entries, padded_rows, channels), jnp.float32),
+            jax.ShapeDtypeStruct((entries, 2, bits.ROWS), jnp.float32),
+        ],
+        scratch_types=[
+            plgpu.SMEM((2, *out_shape), dtype, transforms=bits.swizzled()),
+            *(
+                plgpu.SMEM((n, bits.BLOCK, channels), dtype, transforms=bits.swizzled())
+                for n in num_slots
+            ),
+            plgpu.SMEM(out_shape, jnp.float32, transforms=bits.swizzled_f32()),
+            plgpu.SMEM((2, bits.ROWS), jnp.float32),
+            weights,
+            *(plgpu.Barrier(num_barriers=n) for n in (2, *num_slots)),
+            *(plgpu.Barrier(num_barriers=n) for n in (2, *num_slots)),
+        ],
+        grid=(num_ctas,),
+        grid_names=("cta",),
+        num_threads=2,
+        thread_name="wg",
+        kernel_name="attention_splits_sm90",
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=256),
+        interpret=plgpu.InterpretGPUParams() if is_interpreted else None,
+    )(rows, bits.page_rows(pages), row_positions, table, num_entries)
+
+
+def _merge(o, ml, limits, row_positions, *, shape, config, is_interpreted, rows_apart):
+    """Fold the splits left to right: `out[b, t, k, g]`, one CTA for each 128 channels of a row."""
+    batch, query_len, kv_heads, group, channels = shape
+    lanes = MERGE_LANES
+    per_cta = lanes // channels
+    padded_rows = o.shape[1]
+    layout = plgpu.Layout.WG_STRIDED((lanes,), vec_size=1)
+    math = bits.Arithmetic(layout=None, row_layout=layout, is_interpreted=is_interpreted)
+    dtype = jnp.bfloat16
+    ctas_in_seq = query_len * kv_heads * group // per_cta
+
+    def body(o_ref, ml_ref, limits_ref, pos_ref, out_ref):
+        cta = lax.axis_index("cta")
+        seq, index = lax.div(cta, jnp.int32(ctas_in_seq)), lax.rem(cta, jnp.int32(ctas_in_seq))
+        first_row = index * per_cta  # in [query_len, kv_heads, group]
+        kv_head = lax.rem(lax.div(first_row, jnp.int32(group)), jnp.int32(kv_heads))
+        token = lax.div(first_row, jnp.int32(group * kv_heads))
+        row = token * group + lax.rem(first_row, jnp.int32(group))
+        row += lax.rem((seq * kv_heads + kv_head) * rows_apart, jnp.int32(8))
+        start, count = limits_ref[seq, 0], limits_ref[seq, 1]
+        if is_interpreted:
+            lane = lax.broadcasted_iota(jnp.int32, (lanes,), 0)
+        else:
+            lane = plgpu.broadcasted_iota(jnp.int32, (lanes,), 0, layout=layout)
+
+        def spread(read):
+            """One scalar a row, over its channels."""
+            value = math.cast(jnp.full((lanes,), read(row)), layout)
+            for i in range(1, per_cta):
+                other = math.cast(jnp.full((lanes,), read(row + i)), layout)
+                value = jnp.where(lane < i * channels, value, other)
+            return value
+
+        def some_splits(step, state, *, first, unroll):
+            parts = []
+            for i in range(unroll):
+                split = first + step * unroll + i
+                is_split = split < count
+                entry = (start + jnp.minimum(split, count - 1)) * kv_heads + kv_head
+                m = spread(
+                    lambda r, e=entry, s=is_split: jnp.where(s, ml_ref[e, 0, r], bits.EMPTY_MAX)
+                )
+                weight_sum = spread(lambda r, e=entry: ml_ref[e, 1, r])
+                part = plgpu.load(
+                    o_ref.at[entry, pl.ds(row * channels, lanes)], layout=layout, optimized=False
+                )
+                parts.append((m, weight_sum, part))
+            m, weight_sum, out = state
+            for other_m, other_sum, other_out in parts:
+                new = math.merge_scales(m, weight_sum, other_m, other_sum)
+                m, weight_sum, a, b = new
+                out = math.fma(out, a, math.mul(other_out, b))
+            return m, weight_sum, out
+
+        zero = math.full((lanes,), 0.0)
+        state = (math.full((lanes,), bits.EMPTY_MAX), zero, zero)
+        many, few = config.merge_unroll
+        steps = lax.div(count, jnp.int32(many))
+        state = lax.fori_loop(0, steps, functools.partial(some_splits, first=0, unroll=many), state)
+        done = steps * many
+        steps = lax.div(count - done + (few - 1), jnp.int32(few))
+        _, weight_sum, out = lax.fori_loop(
+            0, steps, functools.partial(some_splits, first=done, unroll=few), state
+        )
+        is_row = spread(lambda r: pos_ref[seq, r]) >= 0
+        out = math.mul(out, math.reciprocal(weight_sum))
+        out = jnp.where(is_row & (out != 0.0), out, zero)
+        # ROUND: the only rounding of the output to the compute dtype.
+        out_ref[pl.ds(cta * lanes, lanes)] = out.astype(dtype)
+
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((batch * ctas_in_seq * lanes,), dtype),
+        grid=(batch * ctas_in_seq,),
+        grid_names=("cta",),
+        kernel_name="attention_merge_sm90",
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=256),
+        interpret=plgpu.InterpretGPUParams() if is_interpreted else None,
+    )(o.reshape(o.shape[0], padded_rows * channels), ml, limits, row_positions)

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear layers on Hopper: one matrix-product kernel, tiles by M, and the rest of the tree."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from detjax.numerics import Reduction
+from detjax.pallas_kernels.linear.sm90_matmul import matmul
+from detjax.pallas_kernels.linear.tiles import NUM_SMS, choose_tiles
+
+
+def check_supported(x, w, *, leaf_len: int) -> None:
+    """Refuse what no tile of these kernels computes.
+
+    Raises:
+        NotImplementedError: For operands that are not bfloat16, a leaf that is not a multiple of 16
+            (the depth of one wgmma), or widths that TMA cannot address.
+        ValueError: If K of `x` and `w` differ or K is not whole leaves.
+    """
+    if x.dtype != jnp.bfloat16 or w.dtype != jnp.bfloat16:
+        raise NotImplementedError(
+            f"sm90 linear multiplies bfloat16 by bfloat16, not {x.dtype} by {w.dtype}; use portable"
+        )
+    if x.shape[1] != w.shape[1]:
+        raise ValueError(f"{x.shape=} and {w.shape=} must agree in their last axis, K")
+    if leaf_len % 16:
+        raise NotImplementedError(
+            f"sm90 linear needs leaves of a multiple of 16, the depth of one wgmma, not {leaf_len};"
+            " use portable"
+        )
+    if x.shape[1] % leaf_len:
+        raise ValueError(f"K={x.shape[1]} must be whole leaves of {leaf_len}")
+    if w.shape[0] % 64:
+        raise NotImplementedError(
+            f"sm90 linear needs N to be a multiple of 64, not {w.shape[0]}; use portable"
+        )
+
+
+def linear(x, w, bias, *, out_dtype: jnp.dtype) -> jax.Array:
+    """See `api.linear`.
+
+    Numerics:
+        # ORDER: k16 block by k16 block in one f32 wgmma accumulator, then the bias; K is not split.
+        # ROUND: once, to `out_dtype`.
+        Tiles, clusters and which operand is swapped are chosen by M and N for speed; they change no
+        bit, because wgmma adds a k16 block to an accumulator in one way whatever its N is.
+        Claims: run-invariant, batch-invariant, path-consistent. Bits depend on (K, dtypes, build).
+    """
+    k_len = x.shape[1]
+    check_supported(x, w, leaf_len=k_len)
+    tiles = choose_tiles(
+        num_rows=x.shape[0],
+        num_out=w.shape[0],
+        num_leaves=1,
+        leaf_len=k_len,
+        out_bytes=jnp.dtype(out_dtype).itemsize,
+        has_bias=bias is not None,
+    )
+    return matmul(
+        x,
+        w,
+        bias,
+        None,
+        leaf_len=k_len,
+        out_dtype=out_dtype,
+        tiles=tiles,
+    )
+
+
+def linear_leaf_sums(x, w, *, reduction: Reduction) -> jax.Array:
+    """Sum runs of leaves: [groups, M, N], each group a subtree, for a kernel that adds the rest.
+
+    The number of groups is chosen by M and N for speed. Any kernel that continues the tree over the
+    first axis, ((g0 + g1) + (g2 + g3)) + ..., gets the bits of `linear_partial`.
+
+    Numerics:
+        See `linear_partial`.
+        Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant: of the tree's sum;
+        how it is spread over groups may vary with M.
+    """
+    check_supported(x, w, leaf_len=reduction.leaf_len)
+    num_leaves = x.shape[1] // reduction.leaf_len
+    if num_leaves & (num_leaves - 1):
+        raise ValueError(f"a rank's {num_leaves} leaves must be a power of two")
+    tiles = choose_tiles(
+        num_rows=x.shape[0],
+        num_out=w.shape[0],
+        num_leaves=num_leaves,
+        leaf_len=reduction.leaf_len,
+        out_bytes=4,
+    )
+    sums = matmul(
+        x,
+        w,
+        None,
+        None,
+        leaf_len=reduction.leaf_len,
+        out_dtype=jnp.float32,
+        tiles=tiles,
+    )
+    return sums.reshape(-1, x.shape[0], w.shape[0])
+
+
+def linear_partial(x, w, *, reduction: Reduction) -> jax.Array:
+    """See `api.linear_partial`.
+
+    Numerics:
+        # ORDER: each leaf k16 block by k16 block in its own f32 wgmma accumulator, added to 0;
+        # leaves as ((l0 + l1) + (l2 + l3)) + ..., f32, in registers, in shared memory or by
+        # `combine_partials`: which of them does a node does not change what it adds.
+        Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
+    """
+    sums = linear_leaf_sums(x, w, reduction=reduction)
+    return sums[0] if sums.shape[0] == 1 else combine_partials(sums)
+
+
+def linear_residual(x, w, residual, bias, *, reduction: Reduction) -> jax.Array:
+    """Multiply, add the bias and the residual stream, and round once.
+
+    `out[m, n] = round(residual[m, n] + (tree(...) + bias[n]))`
+
+    Numerics:
+        The tree of `linear_partial`, then the bias, then the residual, all in float32.
+        # ROUND: once, to the residual's dtype.
+        Claims: run-invariant, batch-invariant, path-consistent. For tp = 1; at tp > 1 the ranks'
+        partials are added first, and the same sum comes out.
+    """
+    check_supported(x, w, leaf_len=reduction.leaf_len)
+    num_leaves = x.shape[1] // reduction.leaf_len
+    tiles = choose_tiles(
+        num_rows=x.shape[0],
+        num_out=w.shape[0],
+        num_leaves=num_leaves,
+        leaf_len=reduction.leaf_len,
+        out_bytes=2,
+        has_bias=bias is not None,
+        has_residual=True,
+    )
+    if tiles.is_swapped or tiles.groups > 1:
+        sums = linear_leaf_sums(x, w, reduction=reduction)
+        return combine_residual(sums, residual, bias)
+    return matmul(
+        x,
+        w,
+        bias,
+        residual,
+        leaf_len=reduction.leaf_len,
+        out_dtype=residual.dtype,
+        tiles=tiles,
+    )
+
+
+def _tree(terms: list):
+    """Add a power-of-two list pairwise."""
+    # ORDER: ((t0 + t1) + (t2 + t3)) + ..., additions only, so nothing can fuse.
+    while len(terms) > 1:
+        terms = [left + right for left, right in zip(terms[0::2], terms[1::2], strict=True)]
+    return terms[0]
+
+
+def _combine(terms: tuple, residual, bias, *, out_dtype, interpret=None) -> jax.Array:
+    """Add all groups of all terms, each [groups, M, N], as one tree."""
+    _, num_rows, num_out = terms[0].shape
+    if num_out % 128:
+        raise NotImplementedError(f"sm90 combine needs N to be a multiple of 128, not {num_out}")
+    size = num_rows * num_out
+    block = 2048 if size >= 2048 * 2 * NUM_SMS else 512
+    while num_out % block:
+        block //= 2
+    layout = plgpu.Layout.WG_STRIDED((block,), vec_size=min(4, block // 128))
+
+    def body(*refs):
+        terms_gmem, rest, out_gmem = refs[: len(terms)], list(refs[len(terms) : -1]), refs[-1]
+        start = lax.axis_index("block") * block
+        here = pl.ds(start, block)
+
+        def load(ref):
+            return plgpu.load(ref, layout=layout, optimized=False)
+
+        total = _tree([load(t.at[g, here]) for t in terms_gmem for g in range(t.shape[0])])
+        if bias is not None:
+            values = load(rest.pop(0).at[pl.ds(lax.rem(start, num_out), block)])
+            total = total + values.astype(jnp.float32)
+        if residual is not None:
+            total = load(rest.pop(0).at[here]).astype(jnp.float32) + total
+        out_gmem[here] = total.astype(out_dtype)  # ROUND: once, if the output is narrower
+
+    operands = [t.reshape(t.shape[0], size) for t in terms]
+    operands += [bias] if bias is not None else []
+    operands += [residual.reshape(size)] if residual is not None else []
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((size,), out_dtype),
+        grid=(size // block,),
+        grid_names=("block",),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=False, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
+        kernel_name="detjax_linear_combine",
+        interpret=interpret,
+    )(*operands).reshape(num_rows, num_out)
+
+
+def combine_partials(leaf_sums) -> jax.Array:
+    """Continue the tree over the first axis: [groups, M, N] to [M, N], float32.
+
+    Numerics:
+        # ORDER: ((g0 + g1) + (g2 + g3)) + ..., f32, element by element.
+        Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
+    """
+    return _combine((leaf_sums,), None, None, out_dtype=jnp.float32)
+
+
+def combine_residual(leaf_sums, residual, bias) -> jax.Array:
+    """Continue the tree, add the bias and the residual stream, and round once.
+
+    Numerics:
+        # ORDER: residual + (tree + bias), f32.
+        # ROUND: once, to the residual's dtype.
+        Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
+    """
+    return _combine((leaf_sums,), residual, bias, out_dtype=residual.dtype)
+
+
+def add_partials(a, b) -> jax.Array:
+    """See `api.add_partials`."""
+    return _combine((a[None], b[None]), None, None, out_dtype=jnp.float32)

@@ -1,0 +1,377 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one matrix-product kernel of the sm90 backend: TMA, wgmma, a tree of leaves in registers.
+
+A persistent grid of CTAs. One warpgroup loads both operands through a ring of shared-memory stages
+that runs on from one output tile to the next; the others multiply. Operands may be swapped, so that
+64 rows of weights meet 8 to 256 activations, and clusters share loads by multicast.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from detjax.pallas_kernels.linear.tiles import NUM_SMS, MatmulTiles, output_chunk
+
+_ROWS_AXIS, _COLS_AXIS = "cluster_rows", "cluster_cols"
+
+
+def _tiled(minor: int, dtype, *, sublanes: int = 8):
+    """Transforms of a shared-memory block whose minor axis is one swizzle span."""
+    swizzle = minor * jnp.dtype(dtype).itemsize
+    return (plgpu.TilingTransform((sublanes, minor)), plgpu.SwizzleTransform(swizzle))
+
+
+def _ragged(shape, minor, dtype, is_ragged):
+    """A block to multiply or fill, and the same memory as TMA must see it.
+
+    # WHY: a TMA block tiled by 8 rows needs less than 8 rows or a multiple of 8. One swizzle span
+    # wide, the block has the same bytes when tiled by 1 row, and then any row count will do.
+    """
+    block = plgpu.SMEM(shape, dtype, transforms=_tiled(minor, dtype))
+    if not is_ragged:
+        return block
+    seen = plgpu.SMEM(shape, dtype, transforms=_tiled(minor, dtype, sublanes=1))
+    return plgpu.RefUnion(block, seen)
+
+
+def _views(ref, is_ragged):
+    return tuple(ref) if is_ragged else (ref, ref)
+
+
+def matmul(
+    x,
+    w,
+    bias,
+    residual,
+    *,
+    leaf_len: int,
+    out_dtype,
+    tiles: MatmulTiles,
+    interpret=None,
+) -> jax.Array:
+    """Multiply and reduce: [M, N], or [groups, M, N] where CTAs share a tile's leaves.
+
+    # ORDER: inside a leaf, k16 block by k16 block in one f32 wgmma accumulator that starts at zero.
+    # ORDER: leaves as the perfect binary tree ((l0 + l1) + (l2 + l3)) + ..., f32; each node is
+    # left + right or (0 + left) + right, the same bits because wgmma's sums are never -0.
+    """
+    num_rows_x, k_len = x.shape
+    num_out = w.shape[0]
+    num_leaves = k_len // leaf_len
+    if num_leaves & (num_leaves - 1):
+        raise ValueError(f"{num_leaves} leaves must be a power of two")
+    if num_leaves % tiles.groups:
+        raise ValueError(f"{tiles.groups=} must divide the leaves, {num_leaves}")
+    if leaf_len % tiles.k:
+        raise ValueError(f"{tiles.k=} must divide {leaf_len=}")
+    levels = (num_leaves // tiles.groups).bit_length() - 1
+    leaf_steps = leaf_len // tiles.k
+    item_steps = leaf_steps * (num_leaves // tiles.groups)
+    span = min(64, tiles.k)
+    slabs = tiles.k // span
+    stages = tiles.stages
+    is_ragged = num_rows_x > 8 and num_rows_x % 8 != 0
+    is_out_tiled = not tiles.is_swapped or out_dtype == jnp.bfloat16 or not is_ragged
+    is_out_ragged = is_ragged and is_out_tiled
+    is_clustered = tiles.cluster_rows * tiles.cluster_cols > 1
+    total_rows, total_cols = (num_out, num_rows_x) if tiles.is_swapped else (num_rows_x, num_out)
+    row_clusters = pl.cdiv(total_rows, tiles.cta_rows * tiles.cluster_rows)
+    col_clusters = pl.cdiv(total_cols, tiles.cols * tiles.cluster_cols)
+    items = row_clusters * col_clusters * tiles.groups
+    if bias is not None and num_out % (tiles.rows if tiles.is_swapped else tiles.cols):
+        raise ValueError(f"{tiles=} must divide N={num_out}, because there is a bias")
+    if residual is not None and (tiles.is_swapped or tiles.groups > 1):
+        raise ValueError("a residual is added in the epilogue of unswapped, unsplit tiles only")
+    out_bytes = jnp.dtype(out_dtype).itemsize
+    chunk = output_chunk(tiles, out_bytes)
+    chunks = [(r, c) for r in range(0, tiles.rows, 64) for c in range(0, tiles.cols, chunk)]
+    num_chunks = len(chunks)
+    slots = num_chunks if residual is not None else min(2, num_chunks)
+
+    x_rows = tiles.cols if tiles.is_swapped else tiles.cta_rows
+    w_rows = tiles.cta_rows if tiles.is_swapped else tiles.cols
+    f32_tile = functools.partial(plgpu.ACC, (tiles.rows, tiles.cols), jnp.float32)
+
+    def zeros():
+        return plgpu.layout_cast(
+            jnp.zeros((tiles.rows, tiles.cols), jnp.float32), plgpu.Layout.WGMMA
+        )
+
+    def body(*refs):
+        refs = list(refs)
+        x_gmem, w_gmem = refs.pop(0), refs.pop(0)
+        bias_gmem = refs.pop(0) if bias is not None else None
+        residual_gmem = refs.pop(0) if residual is not None else None
+        out_gmem, x_smem, w_smem, out_smem, pending_smem, full, empty, arrived, started = refs
+        x_mma, x_tma = _views(x_smem, is_ragged)
+        out_reg, out_tma = _views(out_smem, is_out_ragged)
+        wg = lax.axis_index("wg")
+
+        def locate(lin):
+            """First row and column of this CTA's tile, and its group of leaves."""
+            if tiles.groups > 1:
+                group, lin = lax.rem(lin, tiles.groups), lax.div(lin, tiles.groups)
+            else:
+                group = jnp.int32(0)
+            row, col = lin, jnp.int32(0)
+            if col_clusters > 1:
+                row, col = plgpu.planar_snake(lin, (row_clusters, col_clusters), 1, tiles.snake)
+            if tiles.cluster_rows > 1:
+                row = row * tiles.cluster_rows + lax.axis_index(_ROWS_AXIS)
+            if tiles.cluster_cols > 1:
+                col = col * tiles.cluster_cols + lax.axis_index(_COLS_AXIS)
+            return row * tiles.cta_rows, col * tiles.cols, group
+
+        def multiply(slot, acc, wg_rows):
+            for s in range(slabs):
+                k = pl.ds(s * span, span)
+                if tiles.is_swapped:
+                    plgpu.wgmma(acc, w_smem.at[slot, wg_rows, k], x_mma.at[slot, s].T)
+                else:
+                    plgpu.wgmma(acc, x_mma.at[slot, s, wg_rows], w_smem.at[slot, :, k].T)
+
+        def leaf_sum(first, wg_rows):
+            """Accumulate one leaf, whose first step is the ring's step `first`."""
+
+            def scope(acc):
+                def step(i, _):
+                    slot = lax.rem(first + i, stages)
+                    plgpu.barrier_wait(full.at[slot])
+                    multiply(slot, acc, wg_rows)
+                    plgpu.wgmma_wait(tiles.delay * slabs)
+                    if tiles.lag:
+
+                        @pl.when((first + i == tiles.lag - 1) & (wg == 0))
+                        def _():
+                            plgpu.barrier_arrive(started)
+
+                    if not tiles.delay:
+                        plgpu.barrier_arrive(empty.at[slot])
+                        return ()
+
+                    @pl.when(i > 0)
+                    def _():
+                        plgpu.barrier_arrive(empty.at[lax.rem(first + i - 1, stages)])
+
+                    return ()
+
+                lax.fori_loop(0, leaf_steps, step, ())
+                total = acc[...]
+                if tiles.delay:
+                    plgpu.barrier_arrive(empty.at[lax.rem(first + leaf_steps - 1, stages)])
+                return total
+
+            return pl.run_scoped(scope, f32_tile())
+
+        def pair_sum(first, wg_rows):
+            left = leaf_sum(first, wg_rows)
+            return left + leaf_sum(first + leaf_steps, wg_rows)
+
+        def tree(level, first, wg_rows):
+            if level == 0:
+                return leaf_sum(first, wg_rows)
+            half = leaf_steps << (level - 1)
+            depth = levels - level
+            if depth < tiles.smem_levels:
+                pending = pending_smem.at[depth, wg]
+                pending[...] = tree(level - 1, first, wg_rows)
+                right = tree(level - 1, first + half, wg_rows)
+                return plgpu.load(pending, layout=plgpu.Layout.WGMMA) + right
+            if level == 1 and tiles.is_paired:
+                return pair_sum(first, wg_rows)
+            return lax.fori_loop(
+                0, 2, lambda i, left: left + tree(level - 1, first + i * half, wg_rows), zeros()
+            )
+
+        def store(total, row, col, group):
+            if tiles.is_swapped:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                out_reg.at[wg].T[...] = plgpu.layout_cast(
+                    total.astype(out_dtype), plgpu.Layout.WGMMA_TRANSPOSED
+                )
+                plgpu.commit_smem()
+                window = (pl.ds(col, tiles.cols), pl.ds(row, tiles.rows))
+                window = (group, *window) if tiles.groups > 1 else window
+                plgpu.copy_smem_to_gmem(out_tma.at[wg], out_gmem.at[window])
+                return
+            for i, (r, c) in enumerate(chunks):
+                slot = i % slots
+                block = total[r : r + 64, c : c + chunk]
+                if residual is None:
+                    plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
+                else:
+                    kept = plgpu.load(out_reg.at[wg, slot], layout=plgpu.Layout.WGMMA)
+                    block = kept.astype(jnp.float32) + block
+                out_reg[wg, slot] = block.astype(out_dtype)  # ROUND: once, to the output's dtype
+                plgpu.commit_smem()
+                window = (pl.ds(row + r, 64), pl.ds(col + c, chunk))
+                window = (group, *window) if tiles.groups > 1 else window
+                plgpu.copy_smem_to_gmem(out_tma.at[wg, slot], out_gmem.at[window])
+
+        def fetch_residual(row, col):
+            assert residual_gmem is not None
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            for i, (r, c) in enumerate(chunks):
+                plgpu.copy_gmem_to_smem(
+                    residual_gmem.at[pl.ds(row + r, 64), pl.ds(col + c, chunk)],
+                    out_tma.at[wg, i],
+                    arrived.at[wg],
+                )
+
+        def add_bias(total, row, col):
+            assert bias_gmem is not None
+            axis = 1 if tiles.is_swapped else 0
+            start, size = (row, tiles.rows) if tiles.is_swapped else (col, tiles.cols)
+            values = plgpu.load(
+                bias_gmem.at[pl.ds(start, size)],
+                layout=plgpu.Layout.WGMMA.reduce(axis),
+                optimized=False,
+            )
+            values = lax.broadcast_in_dim(values.astype(jnp.float32), total.shape, (1 - axis,))
+            return total + values
+
+        @pl.when(wg < tiles.num_wgs)
+        def compute():
+            if tiles.ctas_per_sm == 1 and tiles.num_wgs > 1:
+                plgpu.set_max_registers(240 if tiles.num_wgs == 2 else 160, action="increase")
+            wg_rows = pl.ds(wg * tiles.rows, tiles.rows)
+            if tiles.lag:
+                # WHY: in step, both warpgroups would end a leaf or a tile at once and leave the
+                # tensor core idle; the second starts `lag` steps late and stays behind.
+                @pl.when(wg == 1)
+                def _():
+                    plgpu.barrier_wait(started)
+
+            @plgpu.nd_loop((items,), collective_axes="cta")
+            def _(info):
+                row, col, group = locate(info.index[0])
+                row = row + wg * tiles.rows
+                if residual is not None:
+                    fetch_residual(row, col)
+                total = tree(levels, info.local_index * item_steps, wg_rows)
+                if bias is not None:
+                    total = add_bias(total, row, col)
+                if residual is not None:
+                    plgpu.barrier_wait(arrived.at[wg])
+                store(total, row, col, group)
+
+            plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(wg == tiles.num_wgs)
+        def load():
+            if tiles.ctas_per_sm == 1 and tiles.num_wgs > 1:
+                plgpu.set_max_registers(24, action="decrease")
+            row_share = _COLS_AXIS if tiles.cluster_cols > 1 else None
+            col_share = _ROWS_AXIS if tiles.cluster_rows > 1 else None
+            x_share, w_share = row_share, col_share
+            if tiles.is_swapped:
+                x_share, w_share = col_share, row_share
+
+            @plgpu.nd_loop((items,), collective_axes="cta", init_carry=jnp.int32(0))
+            def steps_run(info, carry):
+                row, col, group = locate(info.index[0])
+                x_row, w_row = (col, row) if tiles.is_swapped else (row, col)
+                first = info.local_index * item_steps
+
+                def step(i, _):
+                    n = first + i
+                    slot = lax.rem(n, stages)
+
+                    @pl.when(n >= stages)
+                    def _():
+                        plgpu.barrier_wait(empty.at[slot])
+
+                    k = (group * item_steps + i) * tiles.k
+                    plgpu.copy_gmem_to_smem(
+                        w_gmem.at[pl.ds(w_row, w_rows), pl.ds(k, tiles.k)],
+                        w_smem.at[slot],
+                        full.at[slot],
+                        collective_axes=w_share,
+                    )
+                    for s in range(slabs):
+                        plgpu.copy_gmem_to_smem(
+                            x_gmem.at[pl.ds(x_row, x_rows), pl.ds(k + s * span, span)],
+                            x_tma.at[slot, s],
+                            full.at[slot],
+                            collective_axes=x_share,
+                        )
+                    return ()
+
+                lax.fori_loop(0, item_steps, step, ())
+                return carry + item_steps
+
+            # No CTA may leave while another of its cluster still writes to its memory.
+            used = lax.min(steps_run, jnp.int32(stages))
+
+            def drain(i, _):
+                plgpu.barrier_wait(empty.at[lax.rem(steps_run - used + i, stages)])
+                return ()
+
+            lax.fori_loop(0, used, drain, ())
+
+    pending_shape = (max(tiles.smem_levels, 1), tiles.num_wgs, tiles.rows, tiles.cols)
+    if not tiles.smem_levels:
+        pending_shape = (1, 1, 8, 32)
+    if tiles.is_swapped and not is_out_tiled:
+        out_block = plgpu.SMEM((tiles.num_wgs, tiles.cols, tiles.rows), out_dtype)
+    elif tiles.is_swapped:
+        out_block = _ragged(
+            (tiles.num_wgs, tiles.cols, tiles.rows), 128 // out_bytes, out_dtype, is_ragged
+        )
+    else:
+        out_block = _ragged((tiles.num_wgs, slots, 64, chunk), chunk, out_dtype, is_ragged)
+    if is_clustered:
+        axes = tuple(
+            axis
+            for axis, size in ((_ROWS_AXIS, tiles.cluster_rows), (_COLS_AXIS, tiles.cluster_cols))
+            if size > 1
+        )
+        empty_type = plgpu.ClusterBarrier(
+            collective_axes=axes, num_arrivals=tiles.num_wgs, num_barriers=stages
+        )
+        cluster = (tiles.cluster_rows, tiles.cluster_cols)
+        cluster_names = (_ROWS_AXIS, _COLS_AXIS)
+    else:
+        empty_type = plgpu.Barrier(num_arrivals=tiles.num_wgs, num_barriers=stages)
+        cluster, cluster_names = (), ()
+    out_shape = (num_rows_x, num_out)
+    out_shape = (tiles.groups, *out_shape) if tiles.groups > 1 else out_shape
+    cluster_size = math.prod(cluster)
+    operands = [v for v in (x, w, bias, residual) if v is not None]
+    num_clusters = min(items, NUM_SMS * tiles.ctas_per_sm // cluster_size)
+    kernel = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct(out_shape, out_dtype),
+        scratch_types=(
+            _ragged((stages, slabs, x_rows, span), span, jnp.bfloat16, is_ragged),
+            plgpu.SMEM(
+                (stages, w_rows, tiles.k), jnp.bfloat16, transforms=_tiled(span, jnp.bfloat16)
+            ),
+            out_block,
+            plgpu.SMEM(pending_shape, jnp.float32, transforms=_tiled(32, jnp.float32)),
+            plgpu.Barrier(num_arrivals=1 + slabs, num_barriers=stages),
+            empty_type,
+            plgpu.Barrier(num_arrivals=num_chunks, num_barriers=tiles.num_wgs),
+            plgpu.Barrier(),
+        ),
+        grid=(num_clusters,),
+        grid_names=("cta",),
+        cluster=cluster,
+        cluster_names=cluster_names,
+        num_threads=tiles.num_wgs + 1,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=False,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+            # A thread reads back only what it wrote itself, in one layout; TMA has its own fences.
+            unsafe_no_auto_barriers=True,
+        ),
+        kernel_name="detjax_linear",
+        interpret=interpret,
+    )
+    return kernel(*operands)

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rotary embedding on Hopper, alone or with the q/k norm before it and the cache write after it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from detjax.pallas_kernels.rms_norm import sm90 as rows
+
+
+def _form(channels: int) -> rows.RowSum:
+    """How a head lies in registers: as two halves, as the narrow rows of `rms_norm`.
+
+    Raises:
+        ValueError: If the head is not a multiple of 32 channels from 64 to 256.
+    """
+    if channels % 32 or not 64 <= channels <= 256:
+        raise ValueError(
+            f"sm90 rope needs heads of a multiple of 32 channels from 64 to 256, not {channels}"
+        )
+    return rows.row_sum(channels)
+
+
+def _tile(num_heads: int, channels: int, interpret: bool) -> rows.Tile:
+    form = _form(channels)
+    return rows.tile_of_rows(
+        rows.most_rows(rows.LANES // form.lanes, num_heads),
+        lanes=form.lanes,
+        vec_len=form.vec_len,
+        is_interpreted=interpret,
+    )
+
+
+def _halves(channels: int) -> list:
+    half = channels // 2
+    return [pl.ds(0, half), pl.ds(half, half)]
+
+
+def _rotate(first, second, cos, sin, tile: rows.Tile) -> list:
+    """Rotate the two halves of some heads of one token, in float32.
+
+    # ORDER: two rounded products and one rounded difference or sum; nothing is fused, so that a
+    # NumPy program of the formula gives the same bits.
+    """
+    math = tile.whole
+    cos, sin = tile.over_rows(cos, first.shape), tile.over_rows(sin, first.shape)
+    return [
+        math.sub(math.mul(first, cos), math.mul(second, sin)),
+        math.add(math.mul(second, cos), math.mul(first, sin)),
+    ]
+
+
+def _rotate_heads(x_gmem, heads, token, cos_gmem, sin_gmem, gain_gmem, tile, *, eps) -> list:
+    """Load some heads of a token, normalise them if there is a gain, rotate, and round."""
+    channels = x_gmem.shape[2]
+    dtype = x_gmem.dtype
+    halves = _halves(channels)
+    parts = [tile.whole.load(x_gmem.at[token, heads, c]).astype(jnp.float32) for c in halves]
+    if gain_gmem is not None:
+        gains = [tile.per_col.load(gain_gmem.at[c]) for c in halves]
+        parts = rows.narrow_normalise(parts, gains, tile, width=channels, eps=eps)
+        # ROUND: the normalised head, as `rms_norm` alone does.
+        parts = [p.astype(dtype).astype(jnp.float32) for p in parts]
+    cos, sin = tile.per_col.load(cos_gmem.at[token]), tile.per_col.load(sin_gmem.at[token])
+    return [p.astype(dtype) for p in _rotate(*parts, cos, sin, tile)]  # ROUND: once
+
+
+def _first_head(index, tile: rows.Tile, num_heads: int):
+    """Where tile `index` of the heads starts; the last one starts early, not ends late."""
+    return jnp.minimum(index * tile.rows, num_heads - tile.rows)
+
+
+@functools.partial(jax.jit, static_argnames=("interpret",))
+def rope(x, cos, sin, *, interpret: bool = False) -> jax.Array:
+    """See `api.rope`.
+
+    Raises:
+        ValueError: If the head is not a multiple of 32 channels from 64 to 256.
+
+    Numerics:
+        # ORDER: `x1 * cos - x2 * sin` and `x2 * cos + x1 * sin`, each product and sum rounded to
+        float32, nothing fused.
+        # ROUND: once, to the dtype of `x`.
+        Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
+    """
+    num_tokens, num_heads, channels = x.shape
+    tile = _tile(num_heads, channels, interpret)
+
+    def body(x_gmem, cos_gmem, sin_gmem, out_gmem):
+        token = lax.axis_index("token")
+        heads = pl.ds(_first_head(lax.axis_index("tile"), tile, num_heads), tile.rows)
+        out = _rotate_heads(x_gmem, heads, token, cos_gmem, sin_gmem, None, tile, eps=None)
+        for c, part in zip(_halves(channels), out, strict=True):
+            out_gmem[token, heads, c] = part
+
+    return rows.run_kernel(
+        body,
+        (x, cos, sin),
+        out=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        grid={"tile": pl.cdiv(num_heads, tile.rows), "token": num_tokens},
+        name="detjax_rope",
+        is_interpreted=interpret,
+    )
+
+
+def qk_norm_rope_write(
+    qkv,
+    cos,
+    sin,
+    q_gain,
+    k_gain,
+    pages_ref,
+    page_table,
+    positions,
+    *,
+    num_heads: int,
+    layer,
+    eps: float,
+    interpret: bool = False,
+) -> jax.Array:
+    """Normalise and rotate queries and keys, and put keys and values in their pages: one launch.
+
+    `q' = rope(rms_norm(q))`, `pages[layer, page, 0, :, offset] = rope(rms_norm(k))` and
+    `pages[layer, page, 1, :, offset] = v`, where `page = page_table[m // T, position // P]` and
+    `offset = position % P`.
+
+    Args:
+        qkv: [M, H + 2 K, C]: queries, keys and values of each token, as one fused product has them;
+            or a tuple of q, k and v.
+        cos: float32 [M, C / 2].
+        sin: Likewise.
+        q_gain: [C], or None for no norm.
+        k_gain: Likewise; both or neither.
+        pages_ref: The cache [L, N, 2, K, P, C], a `jax.new_ref`; written in place.
+        page_table: int32 [B, n].
+        positions: int32 [B, T] or [M]; a negative one is padding, and nothing of it is written.
+        num_heads: H.
+        layer: Index into L; an operand, so that all layers share one compiled kernel.
+        eps: Of the norm.
+        interpret: Run in interpret mode.
+
+    Returns:
+        The queries [M, H, C]. Those of padding are computed like any other.
+
+    Raises:
+        ValueError: If shapes do not fit, or heads are not a multiple of 32 channels from 64 to 256.
+
+    Numerics:
+        The bits of `rms_norm` (heads as rows), `rope` and a scatter one after the other: the same
+        functions on the same layout, with the norm rounded to the dtype in between.
+        Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
+    """
+    _, _, _, kv_heads, page_len, channels = pages_ref.shape
+    parts = qkv if isinstance(qkv, tuple) else (qkv,)
+    starts = (0, 0, 0) if len(parts) == 3 else (0, num_heads, num_heads + kv_heads)
+    num_tokens = parts[0].shape[0]
+    held = tuple(p.shape[1:] for p in parts)
+    want = (num_heads, kv_heads, kv_heads) if len(parts) == 3 else (num_heads + 2 * kv_heads,)
+    if held != tuple((h, channels) for h in want):
+        raise ValueError(f"heads of qkv are {held}, not {want} of {channels} channels")
+    if (q_gain is None) != (k_gain is None):
+        raise ValueError("q_gain and k_gain must be given together")
+    if num_tokens % page_table.shape[0] or positions.size != num_tokens:
+        raise ValueError(
+            f"{num_tokens} tokens, {positions.shape=} and {page_table.shape=} do not fit"
+        )
+    tokens_each = num_tokens // page_table.shape[0]
+    q_tile, kv_tile = _tile(num_heads, channels, interpret), _tile(kv_heads, channels, interpret)
+    q_tiles = pl.cdiv(num_heads, q_tile.rows)
+    kv_tiles = pl.cdiv(kv_heads, kv_tile.rows)
+    dtype = parts[0].dtype
+    gains = () if q_gain is None else (q_gain, k_gain)
+
+    def body(*refs):
+        refs = list(refs)
+        q_gmem, *kv_gmem = [refs.pop(0) for _ in parts]
+        k_gmem, v_gmem = kv_gmem or (q_gmem, q_gmem)
+        cos_gmem, sin_gmem = refs.pop(0), refs.pop(0)
+        q_gain_gmem, k_gain_gmem = (refs.pop(0), refs.pop(0)) if gains else (None, None)
+        pages_gmem, table_gmem, positions_gmem, layer_gmem, q_out = refs
+        index, token = lax.axis_index("tile"), lax.axis_index("token")
+        halves = _halves(channels)
+
+        @pl.when(index < q_tiles)
+        def _queries():
+            first = _first_head(index, q_tile, num_heads)
+            out = _rotate_heads(
+                q_gmem, pl.ds(starts[0] + first, q_tile.rows), token, cos_gmem, sin_gmem,
+                q_gain_gmem, q_tile, eps=eps,
+            )  # fmt: skip
+            for c, part in zip(halves, out, strict=True):
+                q_out[token, pl.ds(first, q_tile.rows), c] = part
+
+        @pl.when(index >= q_tiles)
+        def _keys_and_values():
+            position = positions_gmem[token]
+            safe = jnp.maximum(position, 0)
+            page = table_gmem[lax.div(token, tokens_each), lax.div(safe, page_len)]
+            offset = lax.rem(safe, page_len)
+            first = _first_head(index - q_tiles, kv_tile, kv_heads)
+            v_heads = pl.ds(starts[2] + first, kv_tile.rows)
+            values = [kv_tile.whole.load(v_gmem.at[token, v_heads, c]) for c in halves]
+            keys = _rotate_heads(
+                k_gmem, pl.ds(starts[1] + first, kv_tile.rows), token, cos_gmem, sin_gmem,
+                k_gain_gmem, kv_tile, eps=eps,
+            )  # fmt: skip
+
+            @pl.when(position >= 0)
+            def _store():
+                heads = pl.ds(first, kv_tile.rows)
+                for which, pair in enumerate((keys, values)):
+                    for c, part in zip(halves, pair, strict=True):
+                        pages_gmem[layer_gmem[0], page, which, heads, offset, c] = part
+
+    return rows.run_kernel(
+        body,
+        (
+            *parts, cos, sin, *gains, pages_ref, page_table, positions.reshape(-1),
+            jnp.asarray(layer, jnp.int32).reshape(1),
+        ),
+        out=jax.ShapeDtypeStruct((num_tokens, num_heads, channels), dtype),
+        grid={"tile": q_tiles + kv_tiles, "token": num_tokens},
+        name="detjax_qk_norm_rope_write",
+        is_interpreted=interpret,
+    )  # fmt: skip

@@ -1,0 +1,337 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sm90 linear kernels: bits on a Hopper GPU, logic in interpret mode, lowering everywhere."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from detjax.numerics import NumericsProfile, Reduction, sequential_reduction, tree_reduction
+from detjax.pallas_kernels.linear import portable, sm90
+from detjax.pallas_kernels.linear.shapes import SHAPES
+from detjax.pallas_kernels.linear.sm90_matmul import matmul
+from detjax.pallas_kernels.linear.tiles import MatmulTiles, choose_tiles
+from detjax.testing.bitwise import (
+    assert_bitwise_equal,
+    assert_order_sensitive,
+    count_different_bits,
+)
+
+PROFILE = NumericsProfile()
+BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
+ROWS = (1, 7, 8, 9, 16, 31, 64, 100, 128, 129, 255, 256, 257, 512, 1000, 2048)
+GPU_SHAPES = [s for s in SHAPES if s.k_len % 16 == 0 and s.num_outputs >= 2048]
+TALL = MatmulTiles(is_swapped=False, cols=64, stages=2)
+FLAT = MatmulTiles(is_swapped=True, cols=8, num_wgs=1, k=64, stages=2, delay=1)
+VARIANTS = {
+    "tall": TALL,
+    "tall_cluster_rows": dataclasses.replace(TALL, cluster_rows=2),
+    "tall_cluster_cols": dataclasses.replace(TALL, cluster_cols=2, cols=32),
+    "tall_one_warpgroup": dataclasses.replace(TALL, num_wgs=1),
+    "tall_128_rows": dataclasses.replace(TALL, rows=128, num_wgs=1),
+    "tall_thin_steps": dataclasses.replace(TALL, k=16, stages=3),
+    "tall_lag": dataclasses.replace(TALL, lag=1),
+    "flat": FLAT,
+    "flat_wide": dataclasses.replace(FLAT, cols=40),
+    "flat_two_warpgroups": dataclasses.replace(FLAT, num_wgs=2, cols=40),
+    "flat_deep_steps": dataclasses.replace(FLAT, k=128),
+}
+TREE_VARIANTS = {
+    "tall": TALL,
+    "tall_pairs": dataclasses.replace(TALL, is_paired=True),
+    "tall_pending_in_smem": dataclasses.replace(TALL, smem_levels=1, is_paired=True),
+    "tall_groups": dataclasses.replace(TALL, groups=2),
+    "flat": FLAT,
+    "flat_groups": dataclasses.replace(FLAT, groups=4),
+    "flat_one_leaf_a_group": dataclasses.replace(FLAT, groups=8),
+}
+
+
+def reduction_of(shape) -> Reduction:
+    if shape.is_row_parallel:
+        return tree_reduction(shape.k_len, PROFILE)
+    return sequential_reduction(shape.k_len)
+
+
+@functools.lru_cache(maxsize=2)
+def operands(num_rows: int, num_out: int, k_len: int):
+    """bf16 operands with wide exponents, so that the sums depend on their order."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((num_rows, k_len), np.float32)
+    x *= np.exp(rng.standard_normal((num_rows, k_len), np.float32))
+    w = rng.standard_normal((num_out, k_len), np.float32) * np.float32(0.02)
+    return jnp.asarray(x, jnp.bfloat16), jnp.asarray(w, jnp.bfloat16)
+
+
+def struct(shape, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def lower_for_hopper(fn, *shapes) -> str:
+    return jax.jit(fn).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def run(x, w, tiles, *, leaf_len, out_dtype=jnp.float32, interpret=None):
+    out = matmul(
+        x,
+        w,
+        None,
+        None,
+        leaf_len=leaf_len,
+        out_dtype=jnp.float32 if tiles.groups > 1 else out_dtype,
+        tiles=tiles,
+        interpret=interpret,
+    )
+    if tiles.groups == 1:
+        return out
+    return sm90._combine((out,), None, None, out_dtype=jnp.float32, interpret=interpret)
+
+
+# --- without a GPU ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_rows", (1, 8, 13, 64, 128, 257, 1000, 8192))
+@pytest.mark.parametrize("shape", GPU_SHAPES, ids=lambda s: s.name)
+def test_chosen_tiles_lower(shape, num_rows):
+    reduction = reduction_of(shape)
+    x, w = struct((num_rows, shape.k_len)), struct((shape.num_outputs, shape.k_len))
+    bias = struct((shape.num_outputs,))
+    residual = struct((num_rows, shape.num_outputs))
+    if not shape.is_row_parallel:
+        for out_dtype in (BF16, F32):
+            lower_for_hopper(lambda x, w, o=out_dtype: sm90.linear(x, w, None, out_dtype=o), x, w)
+        lower_for_hopper(lambda x, w, b: sm90.linear(x, w, b, out_dtype=BF16), x, w, bias)
+        return
+    lower_for_hopper(lambda x, w: sm90.linear_partial(x, w, reduction=reduction), x, w)
+    lower_for_hopper(
+        lambda x, w, r: sm90.linear_residual(x, w, r, None, reduction=reduction), x, w, residual
+    )
+
+
+@pytest.mark.parametrize("local_leaves", (1, 2, 4, 8))
+@pytest.mark.parametrize("num_rows", (1, 64, 512, 4096))
+def test_a_ranks_leaves_lower(num_rows, local_leaves):
+    reduction = Reduction(num_leaves=8, leaf_len=1792)
+    x, w = struct((num_rows, 1792 * local_leaves)), struct((4096, 1792 * local_leaves))
+    lower_for_hopper(lambda x, w: sm90.linear_partial(x, w, reduction=reduction), x, w)
+
+
+@pytest.mark.parametrize("leaf_len", (1792, 3200, 1376, 768, 112))
+def test_leaf_lengths_of_real_models_lower(leaf_len):
+    reduction = Reduction(num_leaves=8, leaf_len=leaf_len)
+    for num_rows in (8, 2048):
+        x, w = struct((num_rows, 8 * leaf_len)), struct((2048, 8 * leaf_len))
+        lower_for_hopper(lambda x, w: sm90.linear_partial(x, w, reduction=reduction), x, w)
+
+
+@pytest.mark.parametrize(
+    ("x", "w", "leaf_len", "error", "says"),
+    [
+        (((8, 128), jnp.float32), ((64, 128), jnp.bfloat16), 128, NotImplementedError, "float32"),
+        (((8, 172), jnp.bfloat16), ((64, 172), jnp.bfloat16), 172, NotImplementedError, "172"),
+        (((8, 128), jnp.bfloat16), ((60, 128), jnp.bfloat16), 128, NotImplementedError, "60"),
+        (((8, 128), jnp.bfloat16), ((64, 64), jnp.bfloat16), 64, ValueError, "agree"),
+        (((8, 144), jnp.bfloat16), ((64, 144), jnp.bfloat16), 128, ValueError, "144"),
+    ],
+)
+def test_refuses_with_the_reason(x, w, leaf_len, error, says):
+    with pytest.raises(error, match=says):
+        sm90.check_supported(struct(*x), struct(*w), leaf_len=leaf_len)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_one_leaf_in_interpret_mode(name):
+    tiles = VARIANTS[name]
+    num_rows = 8 if tiles.cols == 8 else 72
+    x, w = operands(num_rows, 192, 256)
+    out = run(
+        x,
+        w,
+        tiles,
+        leaf_len=256,
+        interpret=plgpu.InterpretGPUParams(),
+    )
+    want = np.asarray(x, np.float64) @ np.asarray(w, np.float64).T
+    error = np.abs(np.asarray(out, np.float64) - want).max() / np.abs(want).max()
+    assert error < 2.0**-16
+
+
+@pytest.mark.parametrize("name", TREE_VARIANTS)
+def test_tree_in_interpret_mode_equals_leaves_folded(name):
+    """Interpret mode's wgmma is not the tensor core's, but its tree is the kernel's."""
+    tiles = TREE_VARIANTS[name]
+    x, w = operands(8, 128, 8 * 64)
+    interpret = plgpu.InterpretGPUParams()
+    leaves = [
+        run(
+            x[:, k : k + 64],
+            w[:, k : k + 64],
+            tiles=dataclasses.replace(tiles, groups=1, smem_levels=0),
+            leaf_len=64,
+            interpret=interpret,
+        )
+        for k in range(0, 512, 64)
+    ]
+    while len(leaves) > 1:
+        leaves = [
+            np.asarray(a) + np.asarray(b) for a, b in zip(leaves[0::2], leaves[1::2], strict=True)
+        ]
+    out = run(x, w, tiles, leaf_len=64, interpret=interpret)
+    assert_bitwise_equal(out, leaves[0], claim="the kernel adds leaves as the perfect binary tree")
+
+
+def test_combine_in_interpret_mode_equals_the_portable_tree():
+    sums = np.random.default_rng(2).standard_normal((8, 3, 256)).astype(np.float32)
+    out = sm90._combine(
+        (jnp.asarray(sums),),
+        None,
+        None,
+        out_dtype=jnp.float32,
+        interpret=plgpu.InterpretGPUParams(),
+    )
+    while sums.shape[0] > 1:
+        sums = sums[0::2] + sums[1::2]
+    assert_bitwise_equal(out, sums[0], claim="combine continues the tree")
+
+
+def test_tiles_refuse_nonsense():
+    with pytest.raises(ValueError, match="rows=96"):
+        MatmulTiles(is_swapped=False, rows=96, cols=64, stages=2)
+    with pytest.raises(ValueError, match="cols=12"):
+        MatmulTiles(is_swapped=True, cols=12, stages=2)
+
+
+def test_chosen_tiles_fit():
+    """Every choice divides a leaf and fits in shared memory, whatever M is."""
+    for shape in GPU_SHAPES:
+        reduction = reduction_of(shape)
+        for num_rows in (*range(1, 300), 512, 1000, 4096, 8192):
+            tiles = choose_tiles(
+                num_rows=num_rows,
+                num_out=shape.num_outputs,
+                num_leaves=reduction.num_leaves,
+                leaf_len=reduction.leaf_len,
+                out_bytes=4 if shape.is_row_parallel else 2,
+            )
+            assert reduction.leaf_len % tiles.k == 0
+            assert reduction.num_leaves % tiles.groups == 0
+
+
+# --- on a Hopper GPU -------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.invariance
+@pytest.mark.parametrize("shape", GPU_SHAPES, ids=lambda s: s.name)
+def test_rows_are_batch_invariant(shape):
+    """A row's bits: the same for every M, at every position, in any company."""
+    reduction = reduction_of(shape)
+    x, w = operands(max(ROWS), shape.num_outputs, shape.k_len)
+    terms = np.asarray(x[:4], np.float32) * np.asarray(w[:4], np.float32)
+    assert_order_sensitive(terms)
+
+    @jax.jit
+    def forward(x):
+        if shape.is_row_parallel:
+            return sm90.linear_partial(x, w, reduction=reduction)
+        return sm90.linear(x, w, None, out_dtype=BF16)
+
+    full = np.asarray(forward(x))
+    for num_rows in ROWS:
+        claim = f"{shape.name}: rows of M={num_rows} equal those of M={max(ROWS)}"
+        assert_bitwise_equal(forward(x[:num_rows]), full[:num_rows], claim=claim)
+    order = np.random.default_rng(1).permutation(129)
+    assert_bitwise_equal(forward(x[order]), full[order], claim="rows move with a permutation")
+    company = x[:64].at[1:].multiply(jnp.asarray(2.0**40, jnp.bfloat16))
+    assert_bitwise_equal(forward(company)[0], full[0], claim="neighbours of huge magnitude")
+
+
+@pytest.mark.gpu
+@pytest.mark.invariance
+@pytest.mark.parametrize("local_leaves", (1, 2, 4))
+def test_tree_is_mesh_invariant(local_leaves):
+    """Subtrees of 1, 2 and 4 leaves, added as the tree, equal the 8-leaf kernel."""
+    k_len = 14336
+    reduction = tree_reduction(k_len, PROFILE)
+    share = reduction.leaf_len * local_leaves
+    for num_rows in (1, 64, 300, 2048):
+        x, w = operands(num_rows, 4096, k_len)
+        parts = [
+            np.asarray(
+                sm90.linear_partial(x[:, k : k + share], w[:, k : k + share], reduction=reduction)
+            )
+            for k in range(0, k_len, share)
+        ]
+        while len(parts) > 1:
+            parts = [a + b for a, b in zip(parts[0::2], parts[1::2], strict=True)]
+        assert_bitwise_equal(
+            partial(x, w),
+            parts[0],
+            claim=f"{local_leaves} leaves a rank and 8 give the same bits at M={num_rows}",
+        )
+
+
+@pytest.mark.gpu
+@pytest.mark.invariance
+def test_every_tile_gives_the_same_bits():
+    x, w = operands(64, 2048, 4096)
+    one = [
+        np.asarray(run(x[:8] if t.cols == 8 else x, w, t, leaf_len=4096))[:8]
+        for t in VARIANTS.values()
+    ]
+    for out in one[1:]:
+        assert_bitwise_equal(out, one[0], claim="no tile changes a bit of a one-leaf product")
+    tree = [
+        np.asarray(run(x[:8] if t.cols == 8 else x, w, t, leaf_len=512))[:8]
+        for t in TREE_VARIANTS.values()
+    ]
+    for out in tree[1:]:
+        assert_bitwise_equal(out, tree[0], claim="no tile changes a bit of a tree")
+
+
+@pytest.mark.gpu
+@pytest.mark.control
+def test_another_order_differs():
+    """The same numbers in another leaf count, and cuBLAS at small M, give other bits."""
+    x, w = operands(64, 4096, 14336)
+    eight = run(x, w, TALL, leaf_len=1792)
+    four = run(x, w, TALL, leaf_len=3584)
+    assert count_different_bits(eight, four)
+    small, large = x[:1] @ w.T, jnp.concatenate([x] * 32) @ w.T
+    assert count_different_bits(small[0], large[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("magnitude", (1.0, 2.0**-60, 2.0**-70, 2.0**-100, 2.0**-126))
+def test_wgmma_sums_are_never_negative_zero(magnitude):
+    """Why a node of the tree may start from zero or not: 0 + x is x for every sum x."""
+    x = jnp.full((64, 128), magnitude, jnp.bfloat16)
+    w = jnp.full((64, 128), -magnitude, jnp.bfloat16)
+    for left in (x, jnp.zeros_like(x)):
+        out = np.asarray(run(left, w, TALL, leaf_len=128))
+        assert not (np.signbit(out) & (out == 0)).any()
+
+
+@pytest.mark.gpu
+def test_close_to_float64():
+    """Within K * 2**-22 of the sum of magnitudes: wgmma truncates inside a k16 block."""
+    x, w = operands(64, 4096, 4096)
+    out = sm90.linear(x, w, None, out_dtype=F32)
+    x64, w64 = np.asarray(x, np.float64), np.asarray(w, np.float64)
+    bound = (np.abs(x64) @ np.abs(w64).T) * 4096 / 16 * 2.0**-22
+    assert (np.abs(np.asarray(out, np.float64) - x64 @ w64.T) <= bound).all()
+
+
+@pytest.mark.gpu
+def test_agrees_with_portable():
+    """Two backends of one specification: close, not identical (another multiplier)."""
+    x, w = operands(32, 2048, 4096)
+    reduction = tree_reduction(4096, PROFILE)
+    ours = np.asarray(sm90.linear_partial(x, w, reduction=reduction))
+    with jax.default_device(jax.devices("cpu")[0]):
+        theirs = np.asarray(portable.linear_partial(x, w, reduction=reduction))
+    assert np.abs(ours - theirs).max() <= 2.0**-14 * np.abs(theirs).max()
