@@ -151,6 +151,7 @@ def check_rope(heads, kv_heads, channels):
     x, c, s = np.asarray(q, np.float32), np.asarray(cos)[:, None], np.asarray(sin)[:, None]
     a, b = x[..., : channels // 2], x[..., channels // 2 :]
     same(f"rope {tag} is NumPy's", out, np.concatenate([a * c - b * s, b * c + a * s], -1).astype(BF16))
+    same(f"rope {tag} two tokens a CTA", rope.rope(q, cos, sin, tokens_each=2), out)
     num_pages, page_len, layers = 40, 128, 2
     rng = np.random.default_rng(1)
     table = jnp.asarray(rng.permutation(num_pages)[:20].reshape(1, 20), jnp.int32)
@@ -404,9 +405,9 @@ def time_rope_and_swiglu():
         positions = jnp.arange(m, dtype=jnp.int32)[:, None]
         gain = wide((c,), 5)
 
-        def fused(qkv, cos, sin, gain, table, positions, pages, has_norm=True):
+        def fused(qkv, cos, sin, gain, table, positions, pages, has_norm=True, each=1):
             ref = jax.new_ref(pages)
-            q = rope.qk_norm_rope_write(qkv, cos, sin, gain if has_norm else None, gain if has_norm else None, ref, table, positions, num_heads=heads, layer=0, eps=EPS)
+            q = rope.qk_norm_rope_write(qkv, cos, sin, gain if has_norm else None, gain if has_norm else None, ref, table, positions, num_heads=heads, layer=0, eps=EPS, tokens_each=each)
             return q, jax.freeze(ref)
 
         def xla(qkv, cos, sin, gain, table, positions, pages):
@@ -436,7 +437,7 @@ def time_rope_and_swiglu():
         row = {"time": f"qk_norm_rope_write {m}", "bytes": num_bytes}
         try:
             row["xla_us"], row["xla_names"] = kernels_only(xla, args)
-            for name, f in (("norm", fused), ("no norm", lambda *a: fused(*a, has_norm=False))):
+            for name, f in (("norm", fused), ("no norm", lambda *a: fused(*a, has_norm=False)), ("norm, 2 tokens", lambda *a: fused(*a, each=2)), ("no norm, 2 tokens", lambda *a: fused(*a, has_norm=False, each=2))):
                 us, names = kernels_only(f, args)
                 row[name] = {"us": us, "names": names, "share_of_copy": num_bytes / us * 1e-6 / COPY["tb_per_s"]}
         except Exception as error:
@@ -444,7 +445,7 @@ def time_rope_and_swiglu():
             row["failed"] = str(error)[:300]
         TIMES.append(row)
         q = qkv[:, :heads]
-        timed(f"rope {m}x32x128", q.size * 4 + cos.size * 8, {"chosen": rope.rope}, None, (q, cos, sin))
+        timed(f"rope {m}x32x128", q.size * 4 + cos.size * 8, {"chosen": rope.rope, "2 tokens": lambda *a: rope.rope(*a, tokens_each=2)}, None, (q, cos, sin))
     for m in (8192, 64, 8):
         gu = wide((m, 28672), 6)
 

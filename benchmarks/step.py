@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole decode and prefill step of an 8B-shaped model on one H200: bits first, then time.
+"""The whole decode and prefill step of a model: bits first, then time.
 
-python -m benchmarks.step --layers 32 --decode 1 8 64 --prefill 4096
+python -m benchmarks.step --model llama3_8b --backend sm90 --decode 1 8 64 --prefill 4096
+python -m benchmarks.step --model tiny --backend portable --decode 1 3 --prefill 64
 """
 
 import argparse
@@ -34,17 +35,9 @@ MATRIX_FLOP_PER_S = 790e12
 CONTEXT = 1024
 
 
-def llama3_8b(num_layers: int) -> ModelConfig:
-    """Llama-3.1-8B's dimensions."""
+def _config(**sizes) -> ModelConfig:
     return ModelConfig(
         family="llama",
-        vocab_size=128256,
-        hidden_size=4096,
-        num_layers=num_layers,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        intermediate_size=14336,
         rms_norm_eps=1e-5,
         rope=RopeConfig(theta=500000.0),
         max_position_embeddings=8192,
@@ -52,19 +45,32 @@ def llama3_8b(num_layers: int) -> ModelConfig:
         qkv_bias=False,
         o_bias=False,
         qk_norm=False,
-        sliding_windows=(None,) * num_layers,
+        sliding_windows=(None,) * sizes["num_layers"],
         bos_token_id=None,
         eos_token_ids=(),
+        **sizes,
     )
+
+
+MODELS = {
+    "llama3_8b": _config(
+        vocab_size=128256, hidden_size=4096, num_layers=32, num_heads=32, num_kv_heads=8,
+        head_dim=128, intermediate_size=14336,
+    ),
+    "tiny": _config(
+        vocab_size=1024, hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=2,
+        head_dim=64, intermediate_size=384,
+    ),
+}  # fmt: skip
 
 
 class Runner:
     """A model, its cache, and compiled steps by shape."""
 
-    def __init__(self, num_layers: int, most_rows: int, backend: Backend):
+    def __init__(self, config: ModelConfig, most_rows: int, backend: Backend):
         """Draw random weights and a random cache of CONTEXT tokens a row."""
         self.model = random_model(
-            llama3_8b(num_layers),
+            config,
             seed=0,
             profile=NumericsProfile(),
             mesh=make_mesh(1, 1, platform=backend.platform),
@@ -96,7 +102,7 @@ class Runner:
     def arguments(self, rows: list[int], length: int, start: int):
         """Tokens at `start` of each row; the same token for the same row and position."""
         positions = np.tile(np.arange(start, start + length, dtype=np.int32), (len(rows), 1))
-        ids = (np.asarray(rows)[:, None] * 977 + positions * 31) % 128256
+        ids = (np.asarray(rows)[:, None] * 977 + positions * 31) % self.model.config.vocab_size
         table_len = max(self.table_len, -(-length // 128))
         pages = np.asarray(rows)[:, None] * self.table_len + np.arange(table_len)[None]
         tokens = Tokens(
@@ -150,22 +156,25 @@ def prefill_flop(model, length: int) -> float:
 def main():
     """Check, time, and print rows."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--model", choices=MODELS, default="llama3_8b")
+    parser.add_argument("--backend", choices=[b.value for b in Backend], default="sm90")
     parser.add_argument("--decode", type=int, nargs="*", default=[1, 8, 64])
     parser.add_argument("--prefill", type=int, nargs="*", default=[4096])
     parser.add_argument("--out", help="write JSON rows here")
     args = parser.parse_args()
-    device = jax.devices("gpu")[0]
+    backend = Backend(args.backend)
+    device = jax.devices(backend.platform)[0]
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
     ).stdout.strip()
     print(f"{device.device_kind}, jax {jax.__version__}, commit {commit or 'unknown'}", flush=True)
     most = max(args.decode, default=1)
-    runner = Runner(args.layers, max(most, -(-max(args.prefill, default=1) // 1152)), Backend.SM90)
+    most = max(most, -(-max(args.prefill, default=1) // CONTEXT))
+    runner = Runner(MODELS[args.model], most, backend)
     card = {
         "gpu": device.device_kind, "jax": jax.__version__, "commit": commit,
         "fingerprint": runner.model.fingerprint, "data": "random weights and cache, uniform",
-        "layers": args.layers, "date": time.strftime("%Y-%m-%d"),
+        "model": args.model, "backend": args.backend, "date": time.strftime("%Y-%m-%d"),
     }  # fmt: skip
     rows, failed = [], False
 

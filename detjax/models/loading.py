@@ -60,8 +60,15 @@ def place_model(
     """Check that the model can run on the mesh, then make its weights there.
 
     Raises:
-        ValueError: If a rank would not own whole heads, columns or leaves.
+        ValueError: If the mesh is not of the backend's devices, or a rank would not own whole
+            heads, columns or leaves.
     """
+    platform = mesh.devices.flat[0].platform
+    if platform != backend.platform:
+        raise ValueError(
+            f"backend {backend.value} runs on {backend.platform} devices and the mesh has "
+            f"{platform} ones; make_mesh(..., platform={backend.platform!r})"
+        )
     tp = mesh.shape[TP_AXIS]
     specs = partition_specs(config, tp=tp, vocab_block=profile.vocab_block)
     check_mesh(config, profile, tp)

@@ -4,6 +4,7 @@
 import jax.numpy as jnp
 import pytest
 
+from detjax.models.loading import random_model
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend, choose_backend
 from detjax.parallel.collectives import butterfly_sum
@@ -56,6 +57,12 @@ def test_ranks_must_own_whole_leaves_and_heads(config, profile, tp, message):
 def test_butterfly_needs_a_power_of_two():
     with pytest.raises(ValueError, match="axis_size=3 must be a power of two"):
         butterfly_sum(jnp.zeros((1, 1)), "tp", 3, backend=Backend.PORTABLE)
+
+
+def test_mesh_must_be_of_the_backends_devices():
+    profile, mesh = NumericsProfile(), make_mesh(1, 1)
+    with pytest.raises(ValueError, match="backend sm90 runs on gpu devices and the mesh has cpu"):
+        random_model(dummy_config(), seed=0, profile=profile, mesh=mesh, backend=Backend.SM90)
 
 
 def test_backends_that_cannot_run_here_are_refused():
