@@ -25,10 +25,15 @@ from detjax.numerics import NumericsProfile, Reduction, tree_reduction
 from detjax.pallas_kernels.attention.api import attention
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.embedding.api import embed
-from detjax.pallas_kernels.linear.api import add_partials, linear, linear_partial
+from detjax.pallas_kernels.linear.api import (
+    add_partials,
+    linear,
+    linear_add_rms_norm,
+    linear_partial,
+)
 from detjax.pallas_kernels.log_softmax.api import block_stats, log_probs, log_sum_exp
-from detjax.pallas_kernels.rms_norm.api import add_rms_norm, rms_norm
-from detjax.pallas_kernels.rope.api import rope
+from detjax.pallas_kernels.rms_norm.api import add_rms_norm, combine_add_rms_norm, rms_norm
+from detjax.pallas_kernels.rope.api import rope, rope_into_cache
 from detjax.pallas_kernels.sampling.api import gumbel_scores, nucleus_sums
 from detjax.pallas_kernels.swiglu.api import swiglu
 from detjax.parallel.collectives import butterfly_sum
@@ -75,6 +80,7 @@ def _cases() -> dict[str, Case]:
     cos, sin = f32(rng, M, C // 2), f32(rng, M, C // 2)
     table = bf16(rng, 50, 64)
     gate_up = bf16(rng, M, 1024)
+    gains = (bf16(rng, C), bf16(rng, C))
     logits = f32(rng, M, 1024)
     temperature = jnp.asarray(np.where(np.arange(M) % 3 == 0, 0.0, 0.7), jnp.float32)
     key = tuple(jnp.asarray(rng.integers(0, 2**32, M), jnp.uint32) for _ in range(2))
@@ -248,12 +254,85 @@ def _cases() -> dict[str, Case]:
                 slice(None),
             ),
         ),
+        "combine_add_rms_norm": Case(
+            kernel=combine_add_rms_norm,
+            call=lambda leaves, r: _combine(leaves, r, gain),
+            rows=(f32(rng, M, 8, K), bf16(rng, M, K)),
+            # A rank, or a CTA, may have added its own subtree first.
+            slices=lambda rank, ranks: (
+                lambda leaves, r: _combine(_fold_leaves(leaves, ranks), r, gain),
+                slice(None),
+            ),
+        ),
+        "linear_add_rms_norm": Case(
+            kernel=linear_add_rms_norm,
+            call=lambda x, r: jnp.stack(
+                linear_add_rms_norm(x, wide_w, r, bias, bias, reduction=eight, eps=1e-5, **ON),
+                axis=1,
+            ),
+            rows=(bf16(rng, M, 8 * 32), bf16(rng, M, N)),
+            slices=lambda rank, ranks: (
+                lambda x, r: jnp.stack(
+                    add_rms_norm(
+                        _butterfly(x, wide_w, eight, tp=ranks), r, bias, bias, eps=1e-5, **ON
+                    ),
+                    axis=1,
+                ),
+                slice(None),
+            ),
+        ),
+        "rope_into_cache": Case(
+            kernel=rope_into_cache,
+            call=lambda x, c, s, p: _through_cache(x, c, s, p, gains),
+            rows=(
+                bf16(rng, M, 24, C),
+                cos,
+                sin,
+                jnp.asarray(rng.integers(0, 128, M), jnp.int32),
+            ),
+            slices=lambda rank, ranks: (
+                lambda x, c, s, p: _through_cache(
+                    jnp.concatenate([y[:, rank::ranks] for y in jnp.split(x, 3, 1)], axis=1),
+                    c,
+                    s,
+                    p,
+                    gains,
+                ),  # fmt: skip
+                np.concatenate([np.arange(8) + 8 * i for i in range(3)])
+                .reshape(3, 8)[:, rank::ranks]
+                .reshape(-1),
+            ),
+        ),
         "butterfly_sum": Case(
             kernel=butterfly_sum,
             call=lambda x: _butterfly(x, wide_w, eight, tp=4),
             rows=(bf16(rng, M, 8 * 32),),
         ),
     }
+
+
+def _combine(leaves, residual, gain) -> jax.Array:
+    """Leaves as [M, L, D], since cases have their rows first."""
+    out = combine_add_rms_norm(jnp.moveaxis(leaves, 1, 0), residual, gain, gain, eps=1e-5, **ON)
+    return jnp.stack(out, axis=1)
+
+
+def _fold_leaves(leaves, ranks: int) -> jax.Array:
+    """Add each of `ranks` subtrees of 8 leaves to one."""
+    while leaves.shape[1] > ranks:
+        leaves = leaves[:, 0::2] + leaves[:, 1::2]
+    return leaves
+
+
+def _through_cache(qkv, cos, sin, positions, gains) -> jax.Array:
+    """Queries, and the keys and values that the cache holds, as heads of one array."""
+    heads, page_ids = qkv.shape[1] // 3, jnp.arange(qkv.shape[0], dtype=jnp.int32)
+    pages = jnp.full((2, M, 2, heads, 128, C), jnp.nan, jnp.bfloat16)
+    q, pages = rope_into_cache(
+        qkv, cos, sin, gains, pages, page_ids[:, None], positions[:, None], layer=1, eps=1e-5, **ON
+    )
+    kv = pages[1, page_ids, :, :, positions]
+    return jnp.concatenate([q, kv[:, 0], kv[:, 1]], axis=1)
 
 
 _CACHE: dict[str, Case] = {}
@@ -330,11 +409,11 @@ def _extreme(x: jax.Array) -> jax.Array:
 @pytest.mark.parametrize("name", NAMES)
 def test_kernel_is_bitwise_path_consistent(name):
     """One row inside another program, fused with whatever the compiler likes around it."""
-    case = _cases_cache()[name]
+    case, dtype = _cases_cache()[name], whole(name).dtype
 
     def surrounded(one, rows):
         scaled = [x * one.astype(x.dtype) for x in rows]
-        return case.call(*scaled) * one.astype(whole(name).dtype)
+        return case.call(*scaled) * one.astype(dtype)
 
     for row in (0, 9, 36):
         rows = [x[row : row + 1] for x in case.rows]
