@@ -5,6 +5,7 @@ import argparse
 import concurrent.futures
 import dataclasses
 import itertools
+import functools
 import json
 import math
 import os
@@ -171,11 +172,12 @@ def run_shape(bench, name, cases, max_rows, iterations=12):
         except Exception:  # reported below, with its name
             pass
     print(
-        f"== {name} N={n} K={k} leaves={leaves}: {len(jobs)} compiled in {time.time() - start:.1f} s",
+        f"== {name} N={n} K={k} leaves={leaves}: {len(jobs)} compiled "
+        f"in {time.time() - start:.1f} s",
         flush=True,
     )
     reference, rival = {}, {}
-    for (m, kind, tiles), (text, future) in zip(keys, futures, strict=True):
+    for (m, kind, _), (text, future) in zip(keys, futures, strict=True):
         row = {"shape": name, "n": n, "k": k, "leaves": leaves, "m": m, "kind": kind, "tiles": text}
         try:
             compiled = future.result()
@@ -213,7 +215,8 @@ def run_shape(bench, name, cases, max_rows, iterations=12):
 def print_row(row):
     if "failed" in row:
         print(
-            f"{row['shape']:8}{row['m']:6} {row['kind']:6} FAILED {row['tiles']}: {row['failed'][:200]}",
+            f"{row['shape']:8}{row['m']:6} {row['kind']:6} FAILED {row['tiles']}: "
+            f"{row['failed'][:200]}",
             flush=True,
         )
         return
@@ -345,8 +348,10 @@ def final(bench):
         f.writelines(json.dumps(row) + "\n" for row in results)
 
 
-BIT_ROWS = (1, 2, 3, 5, 7, 8, 9, 12, 15, 16, 17, 24, 31, 32, 33, 47, 48, 63, 64, 65, 80, 95, 97, 127,
-            128, 129, 135, 160, 191, 192, 193, 200, 255, 256, 257, 300, 384, 512, 777, 1000, 2048, 8192)  # fmt: skip
+BIT_ROWS = (
+    1, 2, 3, 5, 7, 8, 9, 12, 15, 16, 17, 24, 31, 32, 33, 47, 48, 63, 64, 65, 80, 95, 97, 127, 128,
+    129, 135, 160, 191, 192, 193, 200, 255, 256, 257, 300, 384, 512, 777, 1000, 2048, 8192,
+)  # fmt: skip
 
 
 def bits(bench):
@@ -360,7 +365,7 @@ def bits(bench):
         ).astype(jnp.bfloat16)
         reduction = Reduction(num_leaves=leaves, leaf_len=k // leaves)
 
-        def forward(x, w):
+        def forward(x, w, leaves=leaves, reduction=reduction):
             if leaves == 1:
                 return sm90.linear(x, w, None, out_dtype=jnp.dtype(jnp.bfloat16))
             return sm90.linear_partial(x, w, reduction=reduction)
@@ -383,8 +388,8 @@ def bits(bench):
         moved = int(count_different(jnp.roll(rolled, -333, axis=0), full))
         loud = compiled[129](x[:129].at[1:].multiply(jnp.bfloat16(2.0**30)), w)
         print(
-            f"bits {name}: {len(BIT_ROWS)} row counts, different: {bad}; rolled: {moved}; loud neighbours: "
-            f"{int(count_different(loud[:1], full))}",
+            f"bits {name}: {len(BIT_ROWS)} row counts, different: {bad}; rolled: {moved}; "
+            f"loud neighbours: {int(count_different(loud[:1], full))}",
             flush=True,
         )
         if leaves > 1:
@@ -408,7 +413,8 @@ def bits(bench):
                 int(count_different(jnp.asarray(parts[0]), full)),
             )
             four = Reduction(num_leaves=4, leaf_len=k // 4)
-            other = jax.jit(lambda x, w: sm90.linear_partial(x, w, reduction=four))(x[:256], w)
+            quarter_tree = functools.partial(sm90.linear_partial, reduction=four)
+            other = jax.jit(quarter_tree)(x[:256], w)
             print(
                 "  control, 4 leaves, different:",
                 int(count_different(other, full)),

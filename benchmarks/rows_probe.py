@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bits, then speed, of the sm90 row kernels on one GPU: `python benchmarks/rows_probe.py [bits|time]`.
 
-Covers RMSNorm, RoPE and the cache write, SwiGLU, log-softmax and sampling. Prints a short table last;
+Covers RMSNorm, RoPE and the cache write, SwiGLU, log-softmax and sampling. A short table comes last;
 all rows go to `$OUT/rows_probe.json`.
 """
 
+import functools
 import json
 import os
 import statistics
@@ -14,9 +15,7 @@ import traceback
 from concurrent.futures import ThreadPoolExecutor
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_allow_excess_precision=false"
-)
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_allow_excess_precision=false"
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -79,7 +78,10 @@ def rows_of(args, which, axes):
 def check_rows(name, f, args, axes, out_axes=None):
     """Every row equals itself at every M, at other positions, permuted and beside huge neighbours."""
     full = [np.asarray(x) for x in jax.tree.leaves(poisoned(f, *args))]
-    check(f"{name} finite", all(np.isfinite(x.astype(np.float32)).all() for x in full if x.dtype.kind in "fV"))
+    check(
+        f"{name} finite",
+        all(np.isfinite(x.astype(np.float32)).all() for x in full if x.dtype.kind in "fV"),
+    )
     rng = np.random.default_rng(0)
     for size in SIZES:
         for which in (np.arange(size), MOST - size + np.arange(size), rng.permutation(MOST)[:size]):
@@ -115,10 +117,12 @@ def check_rms(width, leaves):
     want = x64 / np.sqrt((x64**2).mean(1, keepdims=True) + EPS) * np.asarray(gain, np.float64)
     error = ulps(out, want)
     check(f"rms_norm {width} float64", error <= 0.51, ulp=error)
-    total, normed = check_rows(f"combine_add_rms_norm {width} L={leaves}", combined, (sums, x), (1, 0))
+    total, normed = check_rows(
+        f"combine_add_rms_norm {width} L={leaves}", combined, (sums, x), (1, 0)
+    )
     tree = [np.asarray(s) for s in sums]
     while len(tree) > 1:
-        tree = [a + b for a, b in zip(tree[0::2], tree[1::2])]
+        tree = [a + b for a, b in zip(tree[0::2], tree[1::2], strict=True)]
     want = (np.asarray(x, np.float32) + (tree[0] + np.asarray(bias, np.float32))).astype(BF16)
     same(f"residual of combine {width} is NumPy's", total, want)
     same(f"fused norm {width} is rms_norm of the sum", normed, alone(jnp.asarray(total)))
@@ -129,15 +133,28 @@ def check_rms(width, leaves):
         for warpgroups in (w for w in range(1, 9) if form.num_parts % w == 0):
             for num_ctas in (2**30, 264):
                 schedule = rms.Schedule(warpgroups=warpgroups, num_ctas=num_ctas)
-                got = rms.add_rms_norm(jnp.asarray(tree[0]), x, bias, gain, eps=EPS, schedule=schedule)
-                same(f"add_rms_norm {width} {warpgroups} warpgroups, {num_ctas} CTAs", got, (total, normed))
+                got = rms.add_rms_norm(
+                    jnp.asarray(tree[0]), x, bias, gain, eps=EPS, schedule=schedule
+                )
+                same(
+                    f"add_rms_norm {width} {warpgroups} warpgroups, {num_ctas} CTAs",
+                    got,
+                    (total, normed),
+                )
     huge = x.at[1:].multiply(jnp.asarray(2.0**40, BF16))
     same(f"rms_norm {width} beside huge rows", alone(huge)[:1], out[:1])
     reverse = np.asarray(rms.rms_norm(x[:, ::-1], gain[::-1], eps=EPS))[:, ::-1]
     wide_out = rms.rms_norm(x.astype(F32), jnp.ones(width, F32), eps=EPS)
-    wide_reverse = np.asarray(rms.rms_norm(x.astype(F32)[:, ::-1], jnp.ones(width, F32), eps=EPS))[:, ::-1]
+    wide_reverse = np.asarray(rms.rms_norm(x.astype(F32)[:, ::-1], jnp.ones(width, F32), eps=EPS))[
+        :, ::-1
+    ]
     differ = int((raw(np.asarray(wide_out)) != raw(wide_reverse)).sum())
-    check(f"CONTROL rms_norm {width} float32 of reversed channels differs", differ > 0, differ=differ, bf16=int((raw(reverse) != raw(out)).sum()))
+    check(
+        f"CONTROL rms_norm {width} float32 of reversed channels differs",
+        differ > 0,
+        differ=differ,
+        bf16=int((raw(reverse) != raw(out)).sum()),
+    )
 
 
 def check_rope(heads, kv_heads, channels):
@@ -150,8 +167,11 @@ def check_rope(heads, kv_heads, channels):
     [out] = check_rows(f"rope {tag}", rope.rope, (q, cos, sin), (0, 0, 0))
     x, c, s = np.asarray(q, np.float32), np.asarray(cos)[:, None], np.asarray(sin)[:, None]
     a, b = x[..., : channels // 2], x[..., channels // 2 :]
-    same(f"rope {tag} is NumPy's", out, np.concatenate([a * c - b * s, b * c + a * s], -1).astype(BF16))
-    same(f"rope {tag} two tokens a CTA", rope.rope(q, cos, sin, tokens_each=2), out)
+    same(
+        f"rope {tag} is NumPy's",
+        out,
+        np.concatenate([a * c - b * s, b * c + a * s], -1).astype(BF16),
+    )
     num_pages, page_len, layers = 40, 128, 2
     rng = np.random.default_rng(1)
     table = jnp.asarray(rng.permutation(num_pages)[:20].reshape(1, 20), jnp.int32)
@@ -210,7 +230,11 @@ def check_swiglu(width):
     keep = np.abs(want) > 1e-30
     error = ulps(out[keep], want[keep])
     check(f"swiglu {width} float64", error <= 0.51, ulp=error)
-    same(f"swiglu {width} split equals fused", swiglu.swiglu(gate_up[:, :width], gate_up[:, width:]), out)
+    same(
+        f"swiglu {width} split equals fused",
+        swiglu.swiglu(gate_up[:, :width], gate_up[:, width:]),
+        out,
+    )
 
 
 def check_vocabulary(vocab):
@@ -244,17 +268,33 @@ def check_vocabulary(vocab):
     ids = np.argmax(np.asarray(table), axis=1)
     same(f"argmax {vocab} is that of the scores", token, (ids + 256).astype(np.int32))
     same(f"best score {vocab}", best, np.take_along_axis(np.asarray(table), ids[:, None], 1)[:, 0])
-    same(f"stats and argmax {vocab} in one pass", both(logits, temperature, *key), (maxima, sums, best, token))
+    same(
+        f"stats and argmax {vocab} in one pass",
+        both(logits, temperature, *key),
+        (maxima, sums, best, token),
+    )
     x64 = np.asarray(logits, np.float64)
     top = x64.max(1, keepdims=True)
     want = (top + np.log(np.exp(x64 - top).sum(1, keepdims=True)))[:, 0]
-    check(f"log_sum_exp {vocab} float64", ulps(np.asarray(lse), want) <= 2, ulp=ulps(np.asarray(lse), want))
+    check(
+        f"log_sum_exp {vocab} float64",
+        ulps(np.asarray(lse), want) <= 2,
+        ulp=ulps(np.asarray(lse), want),
+    )
     picked = logits[:, :21]
     probs = log_softmax.log_probs(picked, lse)
     same(f"log_probs {vocab} is NumPy's", probs, np.asarray(picked) - np.asarray(lse)[:, None])
-    bits = np.asarray(noise.token_bits(tuple(k[:4, None] for k in key), 256 + jnp.arange(vocab, dtype=jnp.int32)[None]))
-    u = np.minimum((bits.astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-32), np.float32(1 - 2.0**-24)).astype(np.float64)
-    got = np.asarray(scores(jnp.zeros((4, vocab), F32), jnp.ones(4, F32), *(k[:4] for k in key)), np.float64)
+    bits = np.asarray(
+        noise.token_bits(
+            tuple(k[:4, None] for k in key), 256 + jnp.arange(vocab, dtype=jnp.int32)[None]
+        )
+    )
+    u = np.minimum(
+        (bits.astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-32), np.float32(1 - 2.0**-24)
+    ).astype(np.float64)
+    got = np.asarray(
+        scores(jnp.zeros((4, vocab), F32), jnp.ones(4, F32), *(k[:4] for k in key)), np.float64
+    )
     error = np.abs(got + np.log(-np.log1p(-u))).max()
     check(f"noise {vocab} from the specification's bits, float64", error < 4e-6, error=float(error))
     ranked = jnp.asarray(-np.sort(-np.maximum(np.asarray(logits), -60.0), axis=1))
@@ -268,30 +308,63 @@ def check_vocabulary(vocab):
     check(f"nucleus_sums {vocab} float64", error < 2e-6, error=error)
     for size in (1, 3, 64, 257):
         for which in (most - size + np.arange(size),):
-            def some(*xs):
+
+            def some(*xs, which=which):
                 return [np.asarray(x)[which] for x in xs]
 
-            same(f"block_stats {vocab} M={size}", poisoned(stats, *some(logits)), some(maxima, sums))
-            same(f"log_sum_exp {vocab} M={size}", log_softmax.log_sum_exp(*some(maxima, sums)), np.asarray(lse)[which])
-            same(f"gumbel_scores {vocab} M={size}", poisoned(scores, *some(logits, temperature, *key)), np.asarray(table)[which])
-            same(f"gumbel_argmax {vocab} M={size}", choice(*some(logits, temperature, *key)), some(best, token))
-            same(f"stats and argmax {vocab} M={size}", both(*some(logits, temperature, *key)), some(maxima, sums, best, token))
-            same(f"nucleus_sums {vocab} M={size}", sampling.nucleus_sums(*some(ranked, temperature, top_k, top_p)), some(*nucleus))
+            same(
+                f"block_stats {vocab} M={size}", poisoned(stats, *some(logits)), some(maxima, sums)
+            )
+            same(
+                f"log_sum_exp {vocab} M={size}",
+                log_softmax.log_sum_exp(*some(maxima, sums)),
+                np.asarray(lse)[which],
+            )
+            same(
+                f"gumbel_scores {vocab} M={size}",
+                poisoned(scores, *some(logits, temperature, *key)),
+                np.asarray(table)[which],
+            )
+            same(
+                f"gumbel_argmax {vocab} M={size}",
+                choice(*some(logits, temperature, *key)),
+                some(best, token),
+            )
+            same(
+                f"stats and argmax {vocab} M={size}",
+                both(*some(logits, temperature, *key)),
+                some(maxima, sums, best, token),
+            )
+            same(
+                f"nucleus_sums {vocab} M={size}",
+                sampling.nucleus_sums(*some(ranked, temperature, top_k, top_p)),
+                some(*nucleus),
+            )
     half = vocab // 256 * 128
     parts = [scores(logits[:4, :half], temperature[:4], *(k[:4] for k in key))]
-    parts.append(sampling.gumbel_scores(logits[:4, half:], temperature[:4], tuple(k[:4] for k in key), first_token_id=256 + half))
+    parts.append(
+        sampling.gumbel_scores(
+            logits[:4, half:], temperature[:4], tuple(k[:4] for k in key), first_token_id=256 + half
+        )
+    )
     same(f"gumbel_scores {vocab} of two ranks", jnp.concatenate(parts, 1), table[:4])
 
 
 def check_controls():
     x = wide((4096, 4096), 20)
     logits = 3 * jax.random.normal(jax.random.key(21), (64, 128256), F32)
-    xla_rms = jax.jit(lambda x: (lambda v: v * jax.lax.rsqrt((v * v).mean(1, keepdims=True) + EPS))(x.astype(F32)))
+    xla_rms = jax.jit(
+        lambda x: (lambda v: v * jax.lax.rsqrt((v * v).mean(1, keepdims=True) + EPS))(x.astype(F32))
+    )
     xla_lse = jax.jit(lambda x: jax.nn.logsumexp(x, axis=1))
     weights = wide((4096, 64), 22)
     xla_dot = jax.jit(lambda x: jnp.dot(x, weights, preferred_element_type=F32))
     counts = {}
-    for name, f, x1 in (("rms", xla_rms, x), ("logsumexp", xla_lse, logits), ("product by cuBLAS", xla_dot, x)):
+    for name, f, x1 in (
+        ("rms", xla_rms, x),
+        ("logsumexp", xla_lse, logits),
+        ("product by cuBLAS", xla_dot, x),
+    ):
         counts[name] = int((raw(f(x1))[:1] != raw(f(x1[:1]))).sum())
     ours = log_softmax.log_sum_exp(*log_softmax.block_stats(logits, vocab_block=128))
     counts["logsumexp, XLA against ours"] = int((raw(xla_lse(logits)) != raw(ours)).sum())
@@ -355,16 +428,21 @@ def time_norms():
     def xla_add(p, x, g):
         v = (x.astype(F32) + p).astype(BF16)
         f = v.astype(F32)
-        return v, (f * jax.lax.rsqrt((f * f).mean(1, keepdims=True) + EPS) * g.astype(F32)).astype(BF16)
+        return v, (f * jax.lax.rsqrt((f * f).mean(1, keepdims=True) + EPS) * g.astype(F32)).astype(
+            BF16
+        )
 
     def xla_rms(x, g):
         f = x.astype(F32)
-        return (f * jax.lax.rsqrt((f * f).mean(1, keepdims=True) + EPS) * g.astype(F32)).astype(BF16)
+        return (f * jax.lax.rsqrt((f * f).mean(1, keepdims=True) + EPS) * g.astype(F32)).astype(
+            BF16
+        )
 
     def schedules(f, pairs):
         out = {"chosen": f}
         for w, c in pairs:
-            out[f"w{w} c{c or 'M'}"] = lambda *a, s=rms.Schedule(warpgroups=w, num_ctas=c or 2**30): f(*a, schedule=s)
+            schedule = rms.Schedule(warpgroups=w, num_ctas=c or 2**30)
+            out[f"w{w} c{c or 'M'}"] = functools.partial(f, schedule=schedule)
         return out
 
     def add(p, x, g, schedule=None):
@@ -380,18 +458,37 @@ def time_norms():
     large = [(1, 0), (2, 0), (4, 0), (1, 132 * 5), (2, 132 * 4), (4, 132 * 4)]
     for m in (8192, 1024, 64, 8, 1):
         x, p = wide((m, 4096), 2), wide((m, 4096), 3, F32)
-        timed(f"add_rms_norm {m}x4096", m * 4096 * 10, schedules(add, large if m == 8192 else [(1, 0), (2, 0), (4, 0)]), xla_add, (p, x, g))
+        timed(
+            f"add_rms_norm {m}x4096",
+            m * 4096 * 10,
+            schedules(add, large if m == 8192 else [(1, 0), (2, 0), (4, 0)]),
+            xla_add,
+            (p, x, g),
+        )
         if m in (8192, 8):
-            timed(f"rms_norm {m}x4096", m * 4096 * 4, schedules(alone, large if m == 8192 else [(1, 0), (4, 0)]), xla_rms, (x, g))
+            timed(
+                f"rms_norm {m}x4096",
+                m * 4096 * 4,
+                schedules(alone, large if m == 8192 else [(1, 0), (4, 0)]),
+                xla_rms,
+                (x, g),
+            )
+
     def xla_combine(s, x, g):
         t = [s[i] for i in range(8)]
         while len(t) > 1:
-            t = [a + b for a, b in zip(t[0::2], t[1::2])]
+            t = [a + b for a, b in zip(t[0::2], t[1::2], strict=True)]
         return xla_add(t[0], x, g)
 
     for m in (256, 64, 8):
         x, s = wide((m, 4096), 2), wide((8, m, 4096), 3, F32)
-        timed(f"combine_add_rms_norm {m}x4096 L=8", m * 4096 * 38, schedules(combine, [(2, 0), (4, 0)]), xla_combine, (s, x, g))
+        timed(
+            f"combine_add_rms_norm {m}x4096 L=8",
+            m * 4096 * 38,
+            schedules(combine, [(2, 0), (4, 0)]),
+            xla_combine,
+            (s, x, g),
+        )
     x = wide((8192 * 40, 128), 4)
     timed("rms_norm heads 327680x128", x.size * 4, {"chosen": alone}, xla_rms, (x, wide((128,), 5)))
 
@@ -399,21 +496,41 @@ def time_norms():
 def time_rope_and_swiglu():
     heads, kv, c = 32, 8, 128
     for m in (8192, 64, 8):
-        qkv, cos, sin = wide((m, heads + 2 * kv, c), 1), wide((m, c // 2), 2, F32), wide((m, c // 2), 3, F32)
+        qkv, cos, sin = (
+            wide((m, heads + 2 * kv, c), 1),
+            wide((m, c // 2), 2, F32),
+            wide((m, c // 2), 3, F32),
+        )
         pages = wide((1, 80, 2, kv, 128, c), 4)
         table = jnp.broadcast_to(jnp.arange(64, dtype=jnp.int32)[None], (m, 64))
         positions = jnp.arange(m, dtype=jnp.int32)[:, None]
         gain = wide((c,), 5)
 
-        def fused(qkv, cos, sin, gain, table, positions, pages, has_norm=True, each=1):
+        def fused(qkv, cos, sin, gain, table, positions, pages, has_norm=True):
             ref = jax.new_ref(pages)
-            q = rope.qk_norm_rope_write(qkv, cos, sin, gain if has_norm else None, gain if has_norm else None, ref, table, positions, num_heads=heads, layer=0, eps=EPS, tokens_each=each)
+            q = rope.qk_norm_rope_write(
+                qkv,
+                cos,
+                sin,
+                gain if has_norm else None,
+                gain if has_norm else None,
+                ref,
+                table,
+                positions,
+                num_heads=heads,
+                layer=0,
+                eps=EPS,
+            )
             return q, jax.freeze(ref)
 
         def xla(qkv, cos, sin, gain, table, positions, pages):
             def turn(x):
                 f = x.astype(F32)
-                f = (f * jax.lax.rsqrt((f * f).mean(-1, keepdims=True) + EPS) * gain.astype(F32)).astype(BF16).astype(F32)
+                f = (
+                    (f * jax.lax.rsqrt((f * f).mean(-1, keepdims=True) + EPS) * gain.astype(F32))
+                    .astype(BF16)
+                    .astype(F32)
+                )
                 a, b = f[..., : c // 2], f[..., c // 2 :]
                 cs, sn = cos[:, None], sin[:, None]
                 return jnp.concatenate([a * cs - b * sn, b * cs + a * sn], -1).astype(BF16)
@@ -421,7 +538,9 @@ def time_rope_and_swiglu():
             q, k, v = turn(qkv[:, :heads]), turn(qkv[:, heads : heads + kv]), qkv[:, heads + kv :]
             at = positions[:, 0]
             kv_rows = jnp.stack([k, v], 1)
-            return q, pages.at[0, table[jnp.arange(at.shape[0]), at // 128], :, :, at % 128].set(kv_rows)
+            return q, pages.at[0, table[jnp.arange(at.shape[0]), at // 128], :, :, at % 128].set(
+                kv_rows
+            )
 
         def kernels_only(f, donated):
             # The copy of the undonated cache is the same in both; it is left out of the sum.
@@ -429,7 +548,10 @@ def time_rope_and_swiglu():
             jax.block_until_ready(compiled(*donated))
             _, runs = profiler.measure(compiled, iterations=20, aggregate=False)(*donated)
             runs = [runs] if isinstance(runs[0], tuple) else runs
-            total = [sum(t for n, t in r if "memcpy" not in n.lower() and "copy" not in n.lower()) for r in runs]
+            total = [
+                sum(t for n, t in r if "memcpy" not in n.lower() and "copy" not in n.lower())
+                for r in runs
+            ]
             return 1e3 * statistics.median(total), [n[:40] for n, _ in runs[0]]
 
         args = (qkv, cos, sin, gain, table, positions, pages)
@@ -437,15 +559,25 @@ def time_rope_and_swiglu():
         row = {"time": f"qk_norm_rope_write {m}", "bytes": num_bytes}
         try:
             row["xla_us"], row["xla_names"] = kernels_only(xla, args)
-            for name, f in (("norm", fused), ("no norm", lambda *a: fused(*a, has_norm=False)), ("norm, 2 tokens", lambda *a: fused(*a, each=2)), ("no norm, 2 tokens", lambda *a: fused(*a, has_norm=False, each=2))):
+            for name, f in (("norm", fused), ("no norm", lambda *a: fused(*a, has_norm=False))):
                 us, names = kernels_only(f, args)
-                row[name] = {"us": us, "names": names, "share_of_copy": num_bytes / us * 1e-6 / COPY["tb_per_s"]}
+                row[name] = {
+                    "us": us,
+                    "names": names,
+                    "share_of_copy": num_bytes / us * 1e-6 / COPY["tb_per_s"],
+                }
         except Exception as error:
             traceback.print_exc(limit=-4)
             row["failed"] = str(error)[:300]
         TIMES.append(row)
         q = qkv[:, :heads]
-        timed(f"rope {m}x32x128", q.size * 4 + cos.size * 8, {"chosen": rope.rope, "2 tokens": lambda *a: rope.rope(*a, tokens_each=2)}, None, (q, cos, sin))
+        timed(
+            f"rope {m}x32x128",
+            q.size * 4 + cos.size * 8,
+            {"chosen": rope.rope},
+            None,
+            (q, cos, sin),
+        )
     for m in (8192, 64, 8):
         gu = wide((m, 28672), 6)
 
@@ -466,19 +598,35 @@ def time_vocabulary():
         def stats(x):
             return log_softmax.log_sum_exp(*log_softmax.block_stats(x, vocab_block=128))
 
-        timed(f"log-sum-exp {m}x{v}", m * v * 4, {"stats+tree": stats, "stats": lambda x: log_softmax.block_stats(x, vocab_block=128)}, lambda x: jax.nn.logsumexp(x, axis=1), (x,))
-        timed(f"log_probs {m}x21", m * 21 * 8, {"chosen": log_softmax.log_probs}, None, (x[:, :21], lse))
+        timed(
+            f"log-sum-exp {m}x{v}",
+            m * v * 4,
+            {"stats+tree": stats, "stats": lambda x: log_softmax.block_stats(x, vocab_block=128)},
+            lambda x: jax.nn.logsumexp(x, axis=1),
+            (x,),
+        )
+        timed(
+            f"log_probs {m}x21",
+            m * 21 * 8,
+            {"chosen": log_softmax.log_probs},
+            None,
+            (x[:, :21], lse),
+        )
         for t0 in (0.0, 0.8):
             t = jnp.full((m,), t0, F32)
 
-            def xla(x, t, a, b):
+            def xla(x, t, a, b, t0=t0):
                 ids = jnp.arange(v, dtype=jnp.int32)[None]
-                scores = x / t[:, None] + noise.gumbel(noise.token_bits((a[:, None], b[:, None]), ids))
+                scores = x / t[:, None] + noise.gumbel(
+                    noise.token_bits((a[:, None], b[:, None]), ids)
+                )
                 return jnp.argmax(scores if t0 else x, axis=1)
 
             ours = {
                 "argmax": lambda x, t, a, b: sampling.gumbel_argmax(x, t, (a, b), first_token_id=0),
-                "stats+argmax": lambda x, t, a, b: sampling.block_stats_gumbel_argmax(x, t, (a, b), first_token_id=0),
+                "stats+argmax": lambda x, t, a, b: sampling.block_stats_gumbel_argmax(
+                    x, t, (a, b), first_token_id=0
+                ),
                 "scores": lambda x, t, a, b: sampling.gumbel_scores(x, t, (a, b), first_token_id=0),
             }
             timed(f"choose T={t0} {m}x{v}", m * v * 4, ours, xla, (x, t, *key))
@@ -490,8 +638,19 @@ def time_vocabulary():
             return w, total - counted, p * total[:, -1]
 
         ranked = -jnp.sort(-x, axis=1)
-        args = (ranked, jnp.full((m,), 0.8, F32), jnp.full((m,), v, jnp.int32), jnp.full((m,), 0.9, F32))
-        timed(f"nucleus_sums {m}x{v}", m * v * 12, {"chosen": sampling.nucleus_sums}, xla_nucleus, args)
+        args = (
+            ranked,
+            jnp.full((m,), 0.8, F32),
+            jnp.full((m,), v, jnp.int32),
+            jnp.full((m,), 0.9, F32),
+        )
+        timed(
+            f"nucleus_sums {m}x{v}",
+            m * v * 12,
+            {"chosen": sampling.nucleus_sums},
+            xla_nucleus,
+            args,
+        )
 
 
 def times():
@@ -518,9 +677,17 @@ def times():
 def table():
     print(f"copy {COPY.get('tb_per_s', 0):.2f} TB/s; us (share of copy); X = XLA's")
     for row in TIMES:
-        cells = [f"{k} {v['us']:.1f} ({v['share_of_copy']:.2f})" for k, v in row.items() if isinstance(v, dict) and "us" in v]
+        cells = [
+            f"{k} {v['us']:.1f} ({v['share_of_copy']:.2f})"
+            for k, v in row.items()
+            if isinstance(v, dict) and "us" in v
+        ]
         x = row.get("xla_us")
-        print(f"{row['time']}: X {x:.1f}; " if x else f"{row['time']}: ", "; ".join(cells), row.get("failed", ""))
+        print(
+            f"{row['time']}: X {x:.1f}; " if x else f"{row['time']}: ",
+            "; ".join(cells),
+            row.get("failed", ""),
+        )
 
 
 if __name__ == "__main__":

@@ -21,7 +21,20 @@ _HOME = {
     "make_mesh": "detjax.parallel.mesh",
 }
 
-__all__ = sorted(_HOME)
+__all__ = [
+    "Backend",
+    "Completion",
+    "Engine",
+    "EngineConfig",
+    "NumericsProfile",
+    "Request",
+    "SamplingParams",
+    "Tokenizer",
+    "bundled_model_path",
+    "configure_virtual_devices",
+    "load_model",
+    "make_mesh",
+]
 
 
 def __getattr__(name: str):

@@ -3,6 +3,8 @@
 
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +12,8 @@ import numpy as np
 import detjax
 from detjax.cli.parser import parse_args
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
 
 
 def test_python_example_runs(capsys):
@@ -35,16 +38,26 @@ def test_commands_parse():
 
 
 def test_links_lead_somewhere():
-    root = Path(__file__).parents[1]
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", README):
-        assert (root / target).exists(), target
+        assert (ROOT / target).exists(), target
 
 
 def test_noise_table_of_the_specification_is_that_of_the_vectors():
-    text = (Path(__file__).parents[1] / "docs" / "numerics.md").read_text()
+    text = (ROOT / "docs" / "numerics.md").read_text()
     rows = re.findall(r"\| (0x[0-9a-f]{8}) \| (0\.\d+) \| (-?\d+\.\d+) \|", text)
     assert len(rows) == 3
     for bits, u, noise in rows:
         value = np.float32(np.float32(int(bits, 16)) + np.float32(0.5)) * np.float32(2.0**-32)
         assert float(value) == float(u)
         assert abs(-np.log(-np.log1p(-float(u))) - float(noise)) < 1e-5
+
+
+def test_performance_section_is_made_from_the_committed_rows():
+    run = subprocess.run(
+        [sys.executable, "-m", "benchmarks.report", "--check"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr

@@ -10,7 +10,7 @@ from detjax.pallas_kernels.linear import portable, sm90
 from detjax.pallas_kernels.rms_norm.api import add_rms_norm, combine_add_rms_norm, rms_norm
 
 MAX_COMBINED_ROWS = 128
-"""Up to here sm90 adds leaves, residual and norm in one kernel; above, float32 traffic costs more."""
+"""Up to here sm90 adds leaves, residual and norm in one kernel; above, float32 traffic costs."""
 
 
 def linear(

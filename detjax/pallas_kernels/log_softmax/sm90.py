@@ -27,8 +27,8 @@ def block_tile(num_blocks: int, interpret: bool) -> rows.Tile:
 def stats_of(x, tile: rows.Tile) -> tuple:
     """Maximum and sum of exponentials of each block of a tile: two values a row.
 
-    # ORDER: a lane's 4 logits left to right, then lanes across distance 1, 2, 4, 8, 16. The same for
-    # every number of blocks in the tile.
+    # ORDER: a lane's 4 logits left to right, then lanes across distance 1, 2, 4, 8, 16. The same
+    # for every number of blocks in the tile.
     """
     m = jnp.max(x, axis=1)
     is_empty = m == -jnp.inf

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """RMSNorm on Hopper, and what the sm90 row kernels share: layouts and exact instructions.
 
-Wide rows (D > 256, a multiple of 128) are cut into chunks of 128 * v channels. A warpgroup takes one
-chunk or all of a row's: which of them is chosen by M for speed and changes no bit. Other rows lie in
-tiles of up to 16, a few lanes to a row.
+Wide rows (D > 256, a multiple of 128) are cut into chunks of 128 * v channels. A warpgroup takes
+one chunk or all of a row's: which of them is chosen by M for speed and changes no bit. Other rows
+lie in tiles of up to 16, a few lanes to a row.
 """
 
 import functools
@@ -107,7 +107,7 @@ class Arithmetic:
 
 
 def strided(size: int, vec_len: int, is_interpreted: bool) -> Arithmetic:
-    """Arithmetic on a vector: thread t of a warpgroup holds runs of `vec_len` from `t * vec_len`."""
+    """Arithmetic on a vector: thread t holds runs of `vec_len` elements from `t * vec_len`."""
     return Arithmetic(
         layout=plgpu.Layout.WG_STRIDED((size,), vec_size=vec_len), is_interpreted=is_interpreted
     )
@@ -135,8 +135,8 @@ class Tile:
         """Sum of each row: [rows].
 
         # ORDER: a thread's elements left to right, then a row's lanes across distance 1, 2, 4, ....
-        # WHY: add.rn, since ptxas may fuse an unmarked add with the last multiply of exp, and may do
-        # so in one kernel and not in its twin.
+        # WHY: add.rn, since ptxas may fuse an unmarked add with the last multiply of exp, and may
+        # do so in one kernel and not in its twin.
         """
         if self.whole.is_interpreted:
             return jnp.sum(x, axis=1)
@@ -249,7 +249,7 @@ def one_a_thread(value) -> mgpu.FragmentedArray:
 def reduce_warps(x, math: Arithmetic, *, first: Callable, fold: Callable, plain: tuple):
     """Reduce what each warp holds of a vector: [LANES], the same value in a warp's 32 lanes.
 
-    `first` makes a thread's list of scalars one, then lanes exchange across distance 1, 2, 4, 8, 16.
+    `first` makes a thread's scalars one; then lanes exchange across distance 1, 2, 4, 8, 16.
     """
     layout = plgpu.Layout.WG_STRIDED((LANES,), vec_size=1)
     if math.is_interpreted:
@@ -275,8 +275,8 @@ def reduce_warps(x, math: Arithmetic, *, first: Callable, fold: Callable, plain:
 def square_sums(x, math: Arithmetic):
     """Sum of squares of what each warp holds of a vector: [LANES], one value a warp.
 
-    # ORDER: a thread's elements left to right, `total = fma(x, x, total)` from `x0 * x0`; then lanes
-    # across distance 1, 2, 4, 8, 16.
+    # ORDER: a thread's elements left to right, `total = fma(x, x, total)` from `x0 * x0`; then
+    # lanes across distance 1, 2, 4, 8, 16.
     """
 
     def first(scalars):
@@ -680,8 +680,8 @@ def rms_norm(
         ValueError: If `row_sum` defines no sum for D.
 
     Numerics:
-        # ORDER: `row_sum(D)` fixes the sum: chunks of 128 * v channels, v in a thread by fma left to
-        # right, 32 lanes by exchange, then all warps of the row pairwise (D > 256, a multiple of
+        # ORDER: `row_sum(D)` fixes the sum: chunks of 128 * v channels, v in a thread by fma left
+        # to right, 32 lanes by exchange, then all warps of the row pairwise (D > 256, a multiple of
         # 128); else halves by fma, then a row's 8 or 32 lanes. Then `/ D`, `+ eps`, rsqrt.approx.
         # ROUND: `(x * r) * gain` in float32, once to the dtype.
         Claims: run-invariant, batch-invariant, path-consistent. Bits depend on (D, dtypes, build).
@@ -706,7 +706,8 @@ def combine_add_rms_norm(
 ) -> tuple[jax.Array, jax.Array]:
     """Add the leaves of a row-parallel product, then as `add_rms_norm`, in one launch.
 
-    `partial = tree(leaf_sums)`, `total = round(residual + (partial + bias))`, `out = rms_norm(total)`
+    `partial = tree(leaf_sums)`, `total = round(residual + (partial + bias))` and
+    `out = rms_norm(total)`
 
     Args:
         leaf_sums: float32 [L, M, D], of `linear_leaf_sums`; L a power of two.

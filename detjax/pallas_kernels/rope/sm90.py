@@ -53,27 +53,19 @@ def _rotate(first, second, cos, sin, tile: rows.Tile) -> list:
     ]
 
 
-def _load_heads(x_gmem, heads, token, tile: rows.Tile) -> list:
-    """The two halves of some heads of a token."""
-    return [tile.whole.load(x_gmem.at[token, heads, c]) for c in _halves(x_gmem.shape[2])]
-
-
-def _rotated(parts, angles, gains, tile: rows.Tile, *, eps) -> list:
-    """Normalise the halves of some heads if there are gains, rotate, and round."""
-    dtype = parts[0].dtype
-    parts = [p.astype(jnp.float32) for p in parts]
-    if gains is not None:
-        width = 2 * parts[0].shape[1]
-        parts = rows.narrow_normalise(parts, gains, tile, width=width, eps=eps)
+def _rotate_heads(x_gmem, heads, token, cos_gmem, sin_gmem, gain_gmem, tile, *, eps) -> list:
+    """Load some heads of a token, normalise them if there is a gain, rotate, and round."""
+    channels = x_gmem.shape[2]
+    dtype = x_gmem.dtype
+    halves = _halves(channels)
+    parts = [tile.whole.load(x_gmem.at[token, heads, c]).astype(jnp.float32) for c in halves]
+    if gain_gmem is not None:
+        gains = [tile.per_col.load(gain_gmem.at[c]) for c in halves]
+        parts = rows.narrow_normalise(parts, gains, tile, width=channels, eps=eps)
         # ROUND: the normalised head, as `rms_norm` alone does.
         parts = [p.astype(dtype).astype(jnp.float32) for p in parts]
-    return [p.astype(dtype) for p in _rotate(*parts, *angles, tile)]  # ROUND: once
-
-
-def _tokens(num_tokens: int, each: int) -> list:
-    """This CTA's tokens; the last CTA starts early, and does some tokens again, alike."""
-    first = jnp.minimum(lax.axis_index("token") * each, num_tokens - each)
-    return [first + i for i in range(each)]
+    cos, sin = tile.per_col.load(cos_gmem.at[token]), tile.per_col.load(sin_gmem.at[token])
+    return [p.astype(dtype) for p in _rotate(*parts, cos, sin, tile)]  # ROUND: once
 
 
 def _first_head(index, tile: rows.Tile, num_heads: int):
@@ -81,15 +73,14 @@ def _first_head(index, tile: rows.Tile, num_heads: int):
     return jnp.minimum(index * tile.rows, num_heads - tile.rows)
 
 
-@functools.partial(jax.jit, static_argnames=("tokens_each", "interpret"))
-def rope(x, cos, sin, *, tokens_each: int = 1, interpret: bool = False) -> jax.Array:
+@functools.partial(jax.jit, static_argnames=("interpret",))
+def rope(x, cos, sin, *, interpret: bool = False) -> jax.Array:
     """See `api.rope`.
 
     Args:
         x: Queries or keys.
         cos: Rows of the host's table, one a token.
         sin: Likewise.
-        tokens_each: Tokens of a CTA; changes no bit.
         interpret: Run in interpret mode.
 
     Raises:
@@ -102,24 +93,20 @@ def rope(x, cos, sin, *, tokens_each: int = 1, interpret: bool = False) -> jax.A
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
     """
     num_tokens, num_heads, channels = x.shape
-    each = min(tokens_each, num_tokens)
     tile = _tile(num_heads, channels, interpret)
 
     def body(x_gmem, cos_gmem, sin_gmem, out_gmem):
+        token = lax.axis_index("token")
         heads = pl.ds(_first_head(lax.axis_index("tile"), tile, num_heads), tile.rows)
-        tokens = _tokens(num_tokens, each)
-        loads = [_load_heads(x_gmem, heads, token, tile) for token in tokens]
-        angles = [[tile.per_col.load(g.at[t]) for g in (cos_gmem, sin_gmem)] for t in tokens]
-        for token, parts, angle in zip(tokens, loads, angles, strict=True):
-            out = _rotated(parts, angle, None, tile, eps=None)
-            for c, part in zip(_halves(channels), out, strict=True):
-                out_gmem[token, heads, c] = part
+        out = _rotate_heads(x_gmem, heads, token, cos_gmem, sin_gmem, None, tile, eps=None)
+        for c, part in zip(_halves(channels), out, strict=True):
+            out_gmem[token, heads, c] = part
 
     return rows.run_kernel(
         body,
         (x, cos, sin),
         out=jax.ShapeDtypeStruct(x.shape, x.dtype),
-        grid={"tile": pl.cdiv(num_heads, tile.rows), "token": pl.cdiv(num_tokens, each)},
+        grid={"tile": pl.cdiv(num_heads, tile.rows), "token": num_tokens},
         name="detjax_rope",
         is_interpreted=interpret,
     )
@@ -138,7 +125,6 @@ def qk_norm_rope_write(
     num_heads: int,
     layer,
     eps: float,
-    tokens_each: int = 1,
     interpret: bool = False,
 ) -> jax.Array:
     """Normalise and rotate queries and keys, and put keys and values in their pages: one launch.
@@ -160,7 +146,6 @@ def qk_norm_rope_write(
         num_heads: H.
         layer: Index into L; an operand, so that all layers share one compiled kernel.
         eps: Of the norm.
-        tokens_each: Tokens of a CTA; changes no bit.
         interpret: Run in interpret mode.
 
     Returns:
@@ -189,7 +174,6 @@ def qk_norm_rope_write(
             f"{num_tokens} tokens, {positions.shape=} and {page_table.shape=} do not fit"
         )
     query_len = num_tokens // page_table.shape[0]
-    each = min(tokens_each, num_tokens)
     q_tile, kv_tile = _tile(num_heads, channels, interpret), _tile(kv_heads, channels, interpret)
     q_tiles = pl.cdiv(num_heads, q_tile.rows)
     kv_tiles = pl.cdiv(kv_heads, kv_tile.rows)
@@ -203,52 +187,39 @@ def qk_norm_rope_write(
         cos_gmem, sin_gmem = refs.pop(0), refs.pop(0)
         q_gain_gmem, k_gain_gmem = (refs.pop(0), refs.pop(0)) if gains else (None, None)
         pages_gmem, table_gmem, positions_gmem, layer_gmem, q_out = refs
-        index, tokens = lax.axis_index("tile"), _tokens(num_tokens, each)
+        index, token = lax.axis_index("tile"), lax.axis_index("token")
         halves = _halves(channels)
-
-        def shared(tile, gain_gmem):
-            """Angles of each token, and the gains."""
-            loaded = None
-            if gain_gmem is not None:
-                loaded = [tile.per_col.load(gain_gmem.at[c]) for c in halves]
-            angles = [[tile.per_col.load(g.at[t]) for g in (cos_gmem, sin_gmem)] for t in tokens]
-            return angles, loaded
 
         @pl.when(index < q_tiles)
         def _queries():
             first = _first_head(index, q_tile, num_heads)
-            heads = pl.ds(starts[0] + first, q_tile.rows)
-            loads = [_load_heads(q_gmem, heads, token, q_tile) for token in tokens]
-            angles, gains = shared(q_tile, q_gain_gmem)
-            for token, load, angle in zip(tokens, loads, angles, strict=True):
-                out = _rotated(load, angle, gains, q_tile, eps=eps)
-                for c, part in zip(halves, out, strict=True):
-                    q_out[token, pl.ds(first, q_tile.rows), c] = part
+            out = _rotate_heads(
+                q_gmem, pl.ds(starts[0] + first, q_tile.rows), token, cos_gmem, sin_gmem,
+                q_gain_gmem, q_tile, eps=eps,
+            )  # fmt: skip
+            for c, part in zip(halves, out, strict=True):
+                q_out[token, pl.ds(first, q_tile.rows), c] = part
 
         @pl.when(index >= q_tiles)
         def _keys_and_values():
+            position = positions_gmem[token]
+            safe = jnp.maximum(position, 0)
+            page = table_gmem[lax.div(token, query_len), lax.div(safe, page_len)]
+            offset = lax.rem(safe, page_len)
             first = _first_head(index - q_tiles, kv_tile, kv_heads)
-            k_heads = pl.ds(starts[1] + first, kv_tile.rows)
             v_heads = pl.ds(starts[2] + first, kv_tile.rows)
-            positions = [positions_gmem[token] for token in tokens]
-            safe = [jnp.maximum(p, 0) for p in positions]
-            pages = [
-                table_gmem[lax.div(token, query_len), lax.div(p, page_len)]
-                for token, p in zip(tokens, safe, strict=True)
-            ]
-            keys = [_load_heads(k_gmem, k_heads, token, kv_tile) for token in tokens]
-            values = [_load_heads(v_gmem, v_heads, token, kv_tile) for token in tokens]
-            angles, gains = shared(kv_tile, k_gain_gmem)
-            heads = pl.ds(first, kv_tile.rows)
-            for i, position in enumerate(positions):
-                pairs = (_rotated(keys[i], angles[i], gains, kv_tile, eps=eps), values[i])
+            values = [kv_tile.whole.load(v_gmem.at[token, v_heads, c]) for c in halves]
+            keys = _rotate_heads(
+                k_gmem, pl.ds(starts[1] + first, kv_tile.rows), token, cos_gmem, sin_gmem,
+                k_gain_gmem, kv_tile, eps=eps,
+            )  # fmt: skip
 
-                @pl.when(position >= 0)
-                def _store(i=i, pairs=pairs):
-                    offset = lax.rem(safe[i], page_len)
-                    for which, pair in enumerate(pairs):
-                        for c, part in zip(halves, pair, strict=True):
-                            pages_gmem[layer_gmem[0], pages[i], which, heads, offset, c] = part
+            @pl.when(position >= 0)
+            def _store():
+                heads = pl.ds(first, kv_tile.rows)
+                for which, pair in enumerate((keys, values)):
+                    for c, part in zip(halves, pair, strict=True):
+                        pages_gmem[layer_gmem[0], page, which, heads, offset, c] = part
 
     return rows.run_kernel(
         body,
@@ -257,7 +228,7 @@ def qk_norm_rope_write(
             jnp.asarray(layer, jnp.int32).reshape(1),
         ),
         out=jax.ShapeDtypeStruct((num_tokens, num_heads, channels), dtype),
-        grid={"tile": q_tiles + kv_tiles, "token": pl.cdiv(num_tokens, each)},
+        grid={"tile": q_tiles + kv_tiles, "token": num_tokens},
         name="detjax_qk_norm_rope_write",
         is_interpreted=interpret,
     )  # fmt: skip

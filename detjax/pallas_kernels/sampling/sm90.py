@@ -11,7 +11,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import arith, math as mlir_math, vector
+from jax.extend.mlir.dialects import arith, vector
+from jax.extend.mlir.dialects import math as mlir_math
 
 from detjax.pallas_kernels.log_softmax.sm90 import BLOCK, block_tile, stats_of
 from detjax.pallas_kernels.rms_norm import sm90 as rows
@@ -221,7 +222,7 @@ def _merge_parts(values, tokens, interpret: bool):
             state = _better(*state, value_smem[32 * warp], token_smem[32 * warp])
         value_gmem[row], token_gmem[row] = state
 
-    return rows.run_kernel(
+    value, token = rows.run_kernel(
         body,
         (values, tokens),
         out=[
@@ -236,6 +237,7 @@ def _merge_parts(values, tokens, interpret: bool):
             plgpu.SMEM((rows.LANES,), jnp.int32),
         ],
     )
+    return value, token
 
 
 @functools.partial(jax.jit, static_argnames=("interpret",))
@@ -244,7 +246,7 @@ def gumbel_argmax(
 ) -> tuple[jax.Array, jax.Array]:
     """Find the best score of each row and its token, without writing the scores.
 
-    `best[m] = max(gumbel_scores(...)[m])`, `token[m] = first_token_id + argmax(gumbel_scores(...)[m])`
+    `best[m] = max(scores[m])`, `token[m] = first_token_id + argmax(scores[m])`
 
     Args:
         logits: float32 [M, v]: this rank's share of the vocabulary; -inf marks padding.
@@ -260,8 +262,8 @@ def gumbel_argmax(
         ValueError: If the share is not whole blocks of 128.
 
     Numerics:
-        The scores of `gumbel_scores`, by the same function; comparisons are exact. A row with no
-        number above NaN has token id 2**31 - 1: NaN logits end a run elsewhere.
+        The scores of `gumbel_scores`, by the same function; comparisons are exact. A NaN is never
+        the best: NaN logits end a run elsewhere.
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
     """
     values, tokens = _best_of_parts(
@@ -387,9 +389,9 @@ def nucleus_sums(sorted_logits, temperature, top_k, top_p, *, interpret: bool = 
         ValueError: If the vocabulary is not whole blocks of 128.
 
     Numerics:
-        # ORDER: a chunk's sum as a lane's 4 ranks left to right, then 32 lanes by exchange; chunks of
-        128 ranks left to right; inside a chunk, the scan of `_scan_blocks`, added to the chunks'
-        sum. `exp((x - x0) / T)`: sub.rn, div.rn, libdevice's exp.
+        # ORDER: a chunk's sum as a lane's 4 ranks left to right, then 32 lanes by exchange; chunks
+        # of 128 ranks left to right; inside a chunk, the scan of `_scan_blocks`, added to the
+        # chunks' sum. `exp((x - x0) / T)`: sub.rn, div.rn, libdevice's exp.
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
     """
     num_rows, width = sorted_logits.shape

@@ -14,8 +14,8 @@ from detjax.pallas_kernels.rms_norm import sm90 as rows
 def gated(gate, up, math: rows.Arithmetic):
     """`gate / (1 + exp(-gate)) * up` in float32; for an epilogue that has both in registers.
 
-    # ORDER: libdevice's exp, a rounded sum, div.full (within 2 ulp), a rounded product. The sum says
-    # `.rn`, so exp's last multiply cannot fuse with it.
+    # ORDER: libdevice's exp, a rounded sum, div.full (within 2 ulp), a rounded product. The sum
+    # says `.rn`, so exp's last multiply cannot fuse with it.
     """
     one = math.full(gate.shape, 1.0)
     decay = math.add(jnp.exp(-gate), one)

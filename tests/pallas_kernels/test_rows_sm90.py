@@ -1,0 +1,477 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Row kernels of the sm90 backend: lowering and arithmetic without a GPU, claims with one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from detjax.pallas_kernels.log_softmax import portable as portable_log_softmax
+from detjax.pallas_kernels.log_softmax import sm90 as log_softmax
+from detjax.pallas_kernels.rms_norm import portable as portable_rms_norm
+from detjax.pallas_kernels.rms_norm import sm90 as rms_norm
+from detjax.pallas_kernels.rope import portable as portable_rope
+from detjax.pallas_kernels.rope import sm90 as rope
+from detjax.pallas_kernels.sampling import noise
+from detjax.pallas_kernels.sampling import portable as portable_sampling
+from detjax.pallas_kernels.sampling import sm90 as sampling
+from detjax.pallas_kernels.swiglu import portable as portable_swiglu
+from detjax.pallas_kernels.swiglu import sm90 as swiglu
+from detjax.testing.bitwise import (
+    assert_bitwise_equal,
+    assert_order_sensitive,
+    count_different_bits,
+    wide,
+)
+
+EPS = 1e-5
+BF16, F32, I32, U32 = jnp.bfloat16, jnp.float32, jnp.int32, jnp.uint32
+
+
+def struct(shape, dtype=BF16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def array(shape, seed=0, dtype=BF16, spread=1.5):
+    return jnp.asarray(wide(np.random.default_rng(seed), shape, spread)).astype(dtype)
+
+
+def lower_for_hopper(fn, *shapes) -> str:
+    return jax.jit(fn).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def close(actual, expected, bound):
+    a, b = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    assert ((a == b) | np.isfinite(b)).all(), "infinities differ"
+    a, b = a[np.isfinite(b)], b[np.isfinite(b)]
+    assert (np.abs(a - b) <= bound * np.maximum(np.abs(b), 1)).all(), np.abs(a - b).max()
+
+
+def write(pages, qkv, cos, sin, gains, table, positions, *, num_heads, interpret=False):
+    """Run the fused kernel on a cache: (queries, cache)."""
+    q_gain, k_gain = gains or (None, None)
+    ref = jax.new_ref(pages)
+    out = rope.qk_norm_rope_write(
+        qkv, cos, sin, q_gain, k_gain, ref, table, positions, num_heads=num_heads, layer=1, eps=EPS,
+        interpret=interpret,
+    )  # fmt: skip
+    return out, jax.freeze(ref)
+
+
+# --- without a GPU ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_rows", (1, 13, 1000))
+@pytest.mark.parametrize("width", (64, 96, 128, 256, 320, 576, 896, 2560, 4096, 5120, 8192))
+def test_rms_norm_lowers(width, num_rows):
+    x, gain = struct((num_rows, width)), struct((width,))
+    lower_for_hopper(lambda x, g: rms_norm.rms_norm(x, g, eps=EPS), x, gain)
+    leaves = struct((8, num_rows, width), F32)
+    lower_for_hopper(
+        lambda s, x, g: rms_norm.combine_add_rms_norm(s, x, g, g, eps=EPS), leaves, x, gain
+    )
+    lower_for_hopper(
+        lambda s, x, g: rms_norm.add_rms_norm(s[0], x, None, g, eps=EPS), leaves, x, gain
+    )
+
+
+@pytest.mark.parametrize("width", (32, 63, 80, 288, 8256))
+def test_rms_norm_refuses_widths_without_a_sum(width):
+    with pytest.raises(ValueError, match=str(width)):
+        rms_norm.rms_norm(array((2, width)), array((width,)), eps=EPS)
+
+
+def test_combine_refuses_leaves_that_are_no_tree():
+    with pytest.raises(ValueError, match="3 leaf sums"):
+        rms_norm.combine_add_rms_norm(
+            array((3, 2, 128), dtype=F32), array((2, 128)), None, array((128,)), eps=EPS
+        )
+
+
+@pytest.mark.parametrize("dtype", (BF16, F32))
+@pytest.mark.parametrize(
+    ("num_rows", "width"), ((3, 4096), (1, 128), (19, 64), (3, 576), (2, 896), (5, 96))
+)
+def test_rms_norm_in_interpret_mode(num_rows, width, dtype):
+    x, gain = array((num_rows, width), 1, dtype), array((width,), 2, dtype)
+    bias, sums = array((width,), 3, dtype), array((4, num_rows, width), 4, F32)
+    bound = 2.0**-7 if dtype == BF16 else 2.0**-18
+    out = rms_norm.rms_norm(x, gain, eps=EPS, interpret=True)
+    close(out, portable_rms_norm.rms_norm(x, gain, eps=EPS), bound)
+    total, out = rms_norm.combine_add_rms_norm(sums, x, bias, gain, eps=EPS, interpret=True)
+    tree = (sums[0] + sums[1]) + (sums[2] + sums[3])
+    want = portable_rms_norm.add_rms_norm(tree, x, bias, gain, eps=EPS)
+    close(total, want[0], bound)
+    close(out, want[1], bound)
+
+
+@pytest.mark.parametrize("warpgroups", (1, 2, 4))
+@pytest.mark.parametrize("num_ctas", (2, 2**30))
+def test_schedules_in_interpret_mode(warpgroups, num_ctas):
+    x, gain, sums = array((5, 4096), 1), array((4096,), 2), array((1, 5, 4096), 3, F32)
+    schedule = rms_norm.Schedule(warpgroups=warpgroups, num_ctas=num_ctas)
+    out = rms_norm.combine_add_rms_norm(
+        sums, x, None, gain, eps=EPS, schedule=schedule, interpret=True
+    )
+    want = portable_rms_norm.add_rms_norm(sums[0], x, None, gain, eps=EPS)
+    for a, b in zip(out, want, strict=True):
+        close(a, b, 2.0**-7)
+
+
+@pytest.mark.parametrize(("heads", "channels"), ((32, 128), (14, 64), (3, 96), (1, 256)))
+def test_rope_lowers(heads, channels):
+    half = struct((7, channels // 2), F32)
+    lower_for_hopper(rope.rope, struct((7, heads, channels)), half, half)
+
+
+@pytest.mark.parametrize("channels", (8, 48, 80, 288))
+def test_rope_refuses_other_heads(channels):
+    half = array((2, channels // 2), dtype=F32)
+    with pytest.raises(ValueError, match=str(channels)):
+        rope.rope(array((2, 4, channels)), half, half)
+
+
+@pytest.mark.parametrize("has_norm", (False, True))
+@pytest.mark.parametrize(("heads", "kv_heads", "channels"), ((32, 8, 128), (14, 2, 64)))
+def test_fused_write_lowers_and_aliases_the_cache(heads, kv_heads, channels, has_norm):
+    def step(pages, qkv, cos, sin, gain, table, positions):
+        gains = (gain, gain) if has_norm else None
+        return write(pages, qkv, cos, sin, gains, table, positions, num_heads=heads)
+
+    text = lower_for_hopper(
+        step,
+        struct((2, 9, 2, kv_heads, 128, channels)),
+        struct((6, heads + 2 * kv_heads, channels)),
+        *[struct((6, channels // 2), F32)] * 2,
+        struct((channels,)),
+        struct((3, 4), I32),
+        struct((3, 2), I32),
+    )
+    assert "output_operand_alias" in text
+
+
+@pytest.mark.parametrize("is_tuple", (False, True))
+@pytest.mark.parametrize("has_norm", (False, True))
+def test_fused_write_in_interpret_mode(has_norm, is_tuple):
+    heads, kv_heads, channels, batch, length = 3, 2, 64, 3, 2
+    num_tokens = batch * length
+    qkv = array((num_tokens, heads + 2 * kv_heads, channels), 1)
+    q, k, v = jnp.split(qkv, [heads, heads + kv_heads], axis=1)
+    cos, sin = (array((num_tokens, channels // 2), s, F32) for s in (2, 3))
+    gains = (array((channels,), 4), array((channels,), 5)) if has_norm else None
+    pages = array((2, 9, 2, kv_heads, 128, channels), 6)
+    table = jnp.arange(9, dtype=I32)[::-1].reshape(3, 3)
+    positions = jnp.asarray([[0, 1], [130, 131], [300, -1]], I32)
+    out, cache = write(
+        pages, (q, k, v) if is_tuple else qkv, cos, sin, gains, table, positions, num_heads=heads,
+        interpret=True,
+    )  # fmt: skip
+    if has_norm:
+        q, k = (
+            portable_rms_norm.rms_norm(x.reshape(-1, channels), g, eps=EPS).reshape(x.shape)
+            for x, g in zip((q, k), gains, strict=True)
+        )
+    q, k = portable_rope.rope(q, cos, sin), portable_rope.rope(k, cos, sin)
+    close(out, q, 2.0**-6)
+    want = np.array(pages)
+    for m, position in enumerate(np.asarray(positions).reshape(-1)):
+        if position >= 0:
+            page = table[m // length, position // 128]
+            want[1, page, 0, :, position % 128] = k[m]
+            want[1, page, 1, :, position % 128] = v[m]
+    close(cache, want, 2.0**-6)
+    untouched = np.asarray(want == np.asarray(pages))
+    assert_bitwise_equal(
+        np.asarray(cache)[untouched], np.asarray(pages)[untouched], claim="nothing else is written"
+    )
+
+
+@pytest.mark.parametrize("width", (172, 768, 11008, 14336))
+def test_swiglu_lowers(width):
+    lower_for_hopper(swiglu.swiglu, struct((5, 2 * width)))
+    lower_for_hopper(swiglu.swiglu, struct((5, width)), struct((5, width)))
+
+
+@pytest.mark.parametrize(("num_rows", "width"), ((3, 768), (1, 172), (2, 2560)))
+def test_swiglu_in_interpret_mode(num_rows, width):
+    gate_up = array((num_rows, 2 * width), 1).at[0, :2].set(-100.0)
+    out = swiglu.swiglu(gate_up, interpret=True)
+    close(out, portable_swiglu.swiglu(gate_up), 2.0**-7)
+    split = swiglu.swiglu(gate_up[:, :width], gate_up[:, width:], interpret=True)
+    assert_bitwise_equal(split, out, claim="fused and split activations give the same bits")
+
+
+def test_swiglu_refuses_other_widths():
+    with pytest.raises(ValueError, match="64"):
+        swiglu.swiglu(array((2, 128)))
+
+
+@pytest.mark.parametrize(("num_rows", "vocab"), ((1, 512), (7, 128256), (300, 32000)))
+def test_vocabulary_kernels_lower(num_rows, vocab):
+    x, row, key = struct((num_rows, vocab), F32), struct((num_rows,), F32), struct((num_rows,), U32)
+    parts = struct((num_rows, vocab // 128), F32)
+    lower_for_hopper(lambda x: log_softmax.block_stats(x, vocab_block=128), x)
+    lower_for_hopper(log_softmax.log_sum_exp, parts, parts)
+    lower_for_hopper(log_softmax.log_probs, struct((num_rows, 21), F32), row)
+    for op in (
+        sampling.gumbel_scores,
+        sampling.gumbel_argmax,
+        sampling.block_stats_gumbel_argmax,
+    ):
+        lower_for_hopper(
+            lambda x, t, a, b, i, op=op: op(x, t, (a, b), first_token_id=i),
+            x, row, key, key, struct((), I32),
+        )  # fmt: skip
+    lower_for_hopper(sampling.nucleus_sums, x, row, struct((num_rows,), I32), row)
+
+
+def vocabulary_case(num_rows, vocab, seed=0):
+    rng = np.random.default_rng(seed)
+    logits = 3 * rng.standard_normal((num_rows, vocab)).astype(np.float32)
+    logits[:, -150:] = -np.inf
+    temperature = np.resize(np.float32([0.7, 0.0, 1.3]), num_rows)
+    key = tuple(jnp.asarray(rng.integers(0, 2**32, num_rows, np.uint32)) for _ in range(2))
+    return jnp.asarray(logits), jnp.asarray(temperature), key
+
+
+@pytest.mark.parametrize(("num_rows", "vocab"), ((1, 256), (3, 640)))
+def test_log_softmax_in_interpret_mode(num_rows, vocab):
+    logits, _, _ = vocabulary_case(num_rows, vocab)
+    maxima, sums = log_softmax.block_stats(logits, vocab_block=128, interpret=True)
+    want = portable_log_softmax.block_stats(logits, vocab_block=128)
+    assert_bitwise_equal(maxima, want[0], claim="maxima are exact")
+    close(sums, want[1], 2.0**-20)
+    lse = log_softmax.log_sum_exp(*want, interpret=True)
+    close(lse, portable_log_softmax.log_sum_exp(*want), 2.0**-20)
+    out = log_softmax.log_probs(logits[:, :9], lse, interpret=True)
+    assert_bitwise_equal(out, logits[:, :9] - lse[:, None], claim="one subtraction an element")
+
+
+@pytest.mark.parametrize(("num_rows", "vocab"), ((1, 256), (3, 640)))
+def test_sampling_in_interpret_mode(num_rows, vocab):
+    logits, temperature, key = vocabulary_case(num_rows, vocab)
+    scores = sampling.gumbel_scores(logits, temperature, key, first_token_id=128, interpret=True)
+    want = portable_sampling.gumbel_scores(logits, temperature, key, first_token_id=128)
+    close(scores, want, 1e-5)
+    best, token = sampling.gumbel_argmax(
+        logits, temperature, key, first_token_id=128, interpret=True
+    )
+    ids = np.argmax(np.asarray(scores), axis=1)
+    assert_bitwise_equal(token, (128 + ids).astype(np.int32), claim="the first maximum wins")
+    close(best, np.asarray(scores).max(axis=1), 1e-5)
+    both = sampling.block_stats_gumbel_argmax(
+        logits, temperature, key, first_token_id=128, interpret=True
+    )
+    assert_bitwise_equal(both[3], token, claim="one pass chooses the same token")
+    equal = jnp.full((2, 384), 1.5, F32)
+    greedy = (jnp.zeros(2, F32), tuple(k[:1].repeat(2) for k in key))
+    _, token = sampling.gumbel_argmax(equal, *greedy, first_token_id=0, interpret=True)
+    assert_bitwise_equal(token, np.zeros(2, np.int32), claim="of equal logits the first wins")
+
+
+def test_noise_bits_in_interpret_mode():
+    """At logit 0 and temperature 1 a score is the noise; a wrong bit moves it by far more."""
+    _, _, key = vocabulary_case(2, 256)
+    scores = sampling.gumbel_scores(
+        jnp.zeros((2, 256), F32), jnp.ones(2, F32), key, first_token_id=384, interpret=True
+    )
+    ids = 384 + jnp.arange(256, dtype=I32)[None]
+    bits = noise.token_bits(tuple(k[:, None] for k in key), ids)
+    close(scores, noise.gumbel(bits), 1e-6)
+
+
+def test_nucleus_sums_in_interpret_mode():
+    logits, temperature, _ = vocabulary_case(3, 640)
+    ranked = -jnp.sort(-jnp.maximum(logits, -50.0), axis=1)
+    args = ranked, temperature, jnp.asarray([640, 5, 200], I32), jnp.full((3,), 0.9, F32)
+    out, want = sampling.nucleus_sums(*args, interpret=True), portable_sampling.nucleus_sums(*args)
+    for a, b in zip(out, want, strict=True):
+        close(a, b, 1e-5)
+
+
+@pytest.mark.parametrize(
+    "call",
+    (
+        lambda x, t, key: sampling.gumbel_scores(x, t, key, first_token_id=0),
+        lambda x, t, key: sampling.gumbel_argmax(x, t, key, first_token_id=0),
+        lambda x, t, key: sampling.nucleus_sums(x, t, t.astype(I32), t),
+    ),
+    ids=("gumbel_scores", "gumbel_argmax", "nucleus_sums"),
+)
+def test_sampling_refuses_part_blocks(call):
+    with pytest.raises(ValueError, match="200"):
+        call(jnp.zeros((2, 200), F32), jnp.ones(2, F32), (jnp.zeros(2, U32),) * 2)
+
+
+def test_log_softmax_refuses_other_blocks():
+    with pytest.raises(ValueError, match="256"):
+        log_softmax.block_stats(jnp.zeros((2, 512), F32), vocab_block=256)
+
+
+# --- on a Hopper GPU -------------------------------------------------------------------------
+
+SIZES = (1, 3, 16, 17, 70, 257)
+MOST = 300
+
+
+def check_rows(f, args, claim):
+    """Rows keep their bits at every M, at other positions, and under permutation."""
+    full = [np.asarray(x) for x in jax.tree.leaves(f(*args))]
+    rng = np.random.default_rng(0)
+    picks = [np.arange(n) for n in SIZES] + [MOST - n + np.arange(n) for n in SIZES]
+    for which in [*picks, rng.permutation(MOST)]:
+        got = jax.tree.leaves(f(*(np.asarray(a)[which] for a in args)))
+        for a, b in zip(got, full, strict=True):
+            assert_bitwise_equal(a, b[which], claim=f"{claim}: {len(which)} rows from {which[0]}")
+    return full
+
+
+@pytest.mark.gpu
+@pytest.mark.invariance
+@pytest.mark.parametrize("width", (64, 128, 576, 896, 4096, 5120))
+def test_rms_norm_is_bitwise_batch_invariant(width):
+    x, gain = array((MOST, width), 1), array((width,), 2)
+    assert_order_sensitive(np.asarray(x[:4], np.float32) ** 2)
+
+    def alone(x):
+        return rms_norm.rms_norm(x, gain, eps=EPS)
+
+    [out] = check_rows(alone, (x,), f"rms_norm {width}")
+    beside = x.at[1:].multiply(jnp.asarray(2.0**40, BF16))
+    assert_bitwise_equal(alone(beside)[0], out[0], claim="neighbours of huge magnitude")
+    x64 = np.asarray(x, np.float64)
+    want = x64 / np.sqrt((x64**2).mean(1, keepdims=True) + EPS) * np.asarray(gain, np.float64)
+    assert (np.abs(np.asarray(out, np.float64) - want) <= 2.0**-8 * np.abs(want) + 1e-30).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.invariance
+@pytest.mark.parametrize("leaves", (1, 8))
+@pytest.mark.parametrize("width", (128, 4096))
+def test_combine_add_rms_norm_equals_its_steps(width, leaves):
+    x, gain, bias = array((MOST, width), 1), array((width,), 2), array((width,), 3)
+    sums = array((leaves, MOST, width), 4, F32)
+
+    def combined(by_row, x):
+        return rms_norm.combine_add_rms_norm(jnp.moveaxis(by_row, 1, 0), x, bias, gain, eps=EPS)
+
+    total, out = check_rows(combined, (jnp.moveaxis(sums, 1, 0), x), f"combine {width} {leaves}")
+    tree = list(np.asarray(sums))
+    while len(tree) > 1:
+        tree = [a + b for a, b in zip(tree[0::2], tree[1::2], strict=True)]
+    want = (np.asarray(x, np.float32) + (tree[0] + np.asarray(bias, np.float32))).astype(BF16)
+    assert_bitwise_equal(total, want, claim="the residual is NumPy's tree, bias, residual, round")
+    normed = rms_norm.rms_norm(jnp.asarray(total), gain, eps=EPS)
+    assert_bitwise_equal(out, normed, claim="fused norm equals the norm of the sum")
+    form = rms_norm.row_sum(width)
+    for warpgroups in (1, 2, 4) if form.is_wide else ():
+        for num_ctas in (100, 2**30):
+            schedule = rms_norm.Schedule(warpgroups=warpgroups, num_ctas=num_ctas)
+            got = rms_norm.combine_add_rms_norm(sums, x, bias, gain, eps=EPS, schedule=schedule)
+            assert_bitwise_equal(got[1], out, claim=f"{schedule} changes no bit")
+
+
+@pytest.mark.gpu
+@pytest.mark.control
+def test_another_order_of_a_row_differs():
+    x, ones = array((64, 4096), 1, F32), jnp.ones(4096, F32)
+    forward = rms_norm.rms_norm(x, ones, eps=EPS)
+    backward = rms_norm.rms_norm(x[:, ::-1], ones, eps=EPS)[:, ::-1]
+    assert count_different_bits(forward, backward)
+
+
+@pytest.mark.gpu
+@pytest.mark.control
+def test_cublas_rows_depend_on_the_batch():
+    x, w = array((4096, 4096), 1), array((4096, 64), 2)
+    product = jax.jit(lambda x: jnp.dot(x, w, preferred_element_type=F32))
+    assert count_different_bits(product(x)[:1], product(x[:1]))
+
+
+@pytest.mark.gpu
+@pytest.mark.invariance
+@pytest.mark.parametrize(("heads", "kv_heads", "channels"), ((32, 8, 128), (14, 2, 64), (8, 2, 96)))
+def test_fused_write_equals_norm_rope_and_scatter(heads, kv_heads, channels):
+    qkv = array((MOST, heads + 2 * kv_heads, channels), 1)
+    q, k, v = (np.asarray(x) for x in jnp.split(qkv, [heads, heads + kv_heads], axis=1))
+    angles = np.asarray(array((MOST, channels // 2), 2, F32))
+    cos, sin = np.cos(angles), np.sin(angles)
+    gains = array((channels,), 3), array((channels,), 4)
+    [alone] = check_rows(rope.rope, (q, cos, sin), "rope")
+    x, c, s = q.astype(np.float32), cos[:, None], sin[:, None]
+    a, b = x[..., : channels // 2], x[..., channels // 2 :]
+    want = np.concatenate([a * c - b * s, b * c + a * s], axis=-1).astype(BF16)
+    assert_bitwise_equal(alone, want, claim="rope is NumPy's float32 formula, rounded once")
+    rng = np.random.default_rng(5)
+    slots = rng.permutation(20 * 128)[:MOST].astype(np.int32)
+    slots[::50] = -1
+    table = rng.permutation(40)[:20].astype(np.int32)
+    pages = array((2, 40, 2, kv_heads, 128, channels), 6)
+    normed = [
+        np.asarray(rms_norm.rms_norm(x.reshape(-1, channels), g, eps=EPS)).reshape(x.shape)
+        for x, g in zip((q, k), gains, strict=True)
+    ]
+    for which in (np.arange(MOST), np.arange(1), np.arange(51)):
+        for has_norm in (True, False):
+            q1, k1 = (x[which] for x in (normed if has_norm else (q, k)))
+            q1, k1 = (np.asarray(rope.rope(x, cos[which], sin[which])) for x in (q1, k1))
+            cache = np.array(pages)
+            for m, position in enumerate(slots[which]):
+                if position >= 0:
+                    page = table[position // 128]
+                    cache[1, page, 0, :, position % 128] = k1[m]
+                    cache[1, page, 1, :, position % 128] = v[which][m]
+            got = write(
+                pages, np.asarray(qkv)[which], cos[which], sin[which], gains if has_norm else None,
+                np.tile(table, (len(which), 1)), slots[which][:, None], num_heads=heads,
+            )  # fmt: skip
+            claim = f"{len(which)} tokens, norm {has_norm}: one launch, same bits"
+            assert_bitwise_equal(got[0], q1, claim=claim)
+            assert_bitwise_equal(got[1], cache, claim=claim)
+
+
+@pytest.mark.gpu
+@pytest.mark.invariance
+@pytest.mark.parametrize("width", (172, 11008, 14336))
+def test_swiglu_is_bitwise_batch_invariant(width):
+    gate_up = array((MOST, 2 * width), 1)
+    [out] = check_rows(swiglu.swiglu, (gate_up,), f"swiglu {width}")
+    split = swiglu.swiglu(gate_up[:, :width], gate_up[:, width:])
+    assert_bitwise_equal(split, out, claim="fused and split activations give the same bits")
+
+
+@pytest.mark.gpu
+@pytest.mark.invariance
+@pytest.mark.parametrize("vocab", (512, 32000, 128256))
+def test_vocabulary_kernels_are_bitwise_batch_invariant(vocab):
+    logits, temperature, key = vocabulary_case(MOST, vocab)
+    assert_order_sensitive(np.exp(np.asarray(logits[:2, :512])))
+
+    def both(x, t, a, b):
+        return sampling.block_stats_gumbel_argmax(x, t, (a, b), first_token_id=256)
+
+    def scores(x, t, a, b):
+        return sampling.gumbel_scores(x, t, (a, b), first_token_id=256)
+
+    args = (logits, temperature, *key)
+    maxima, sums, best, token = check_rows(both, args, f"one pass over {vocab} logits")
+    table = check_rows(scores, args, f"scores of {vocab}")[0]
+    ids = np.argmax(table, axis=1)
+    assert_bitwise_equal(token, (256 + ids).astype(np.int32), claim="argmax of the scores")
+    picked = np.take_along_axis(table, ids[:, None], axis=1)[:, 0]
+    assert_bitwise_equal(best, picked, claim="best score is a score")
+    apart = log_softmax.block_stats(logits, vocab_block=128)
+    for a, b in zip(apart, (maxima, sums), strict=True):
+        assert_bitwise_equal(a, b, claim="block_stats alone gives the bits of the fused pass")
+    chosen = sampling.gumbel_argmax(logits, temperature, key, first_token_id=256)
+    for a, b in zip(chosen, (best, token), strict=True):
+        assert_bitwise_equal(a, b, claim="gumbel_argmax alone gives the bits of the fused pass")
+    [lse] = check_rows(log_softmax.log_sum_exp, (maxima, sums), f"log_sum_exp of {vocab}")
+    x64 = np.asarray(logits, np.float64)
+    top = x64.max(axis=1, keepdims=True)
+    want = (top + np.log(np.exp(x64 - top).sum(axis=1, keepdims=True)))[:, 0]
+    assert (np.abs(lse - want) <= 2 * np.spacing(np.abs(want).astype(np.float32))).all()
+    ranked = -jnp.sort(-jnp.maximum(logits, -50.0), axis=1)
+    top_k = np.resize(np.int32([vocab, 1, 50]), MOST)
+    nucleus = (ranked, temperature, top_k, jnp.full((MOST,), 0.9, F32))
+    check_rows(sampling.nucleus_sums, nucleus, f"nucleus_sums of {vocab}")
