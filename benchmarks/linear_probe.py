@@ -4,8 +4,8 @@
 import argparse
 import concurrent.futures
 import dataclasses
-import itertools
 import functools
+import itertools
 import json
 import math
 import os

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bits, then speed, of the sm90 row kernels on one GPU: `python benchmarks/rows_probe.py [bits|time]`.
+"""Bits, then speed, of the sm90 row kernels on one GPU: `benchmarks/rows_probe.py [bits|time]`.
 
-Covers RMSNorm, RoPE and the cache write, SwiGLU, log-softmax and sampling. A short table comes last;
+Covers RMSNorm, RoPE and the cache write, SwiGLU, log-softmax and sampling. A table comes last;
 all rows go to `$OUT/rows_probe.json`.
 """
 
@@ -76,7 +76,7 @@ def rows_of(args, which, axes):
 
 
 def check_rows(name, f, args, axes, out_axes=None):
-    """Every row equals itself at every M, at other positions, permuted and beside huge neighbours."""
+    """Every row equals itself at every M, at other positions, permuted and beside huge neighbours."""  # noqa: E501
     full = [np.asarray(x) for x in jax.tree.leaves(poisoned(f, *args))]
     check(
         f"{name} finite",
@@ -206,7 +206,7 @@ def check_rope(heads, kv_heads, channels):
             ref = jax.new_ref(pages)
             out = rope.qk_norm_rope_write(
                 tuple(x) if is_tuple else x[0], cos, sin, q_gain if has_norm else None,
-                k_gain if has_norm else None, ref, table, positions, num_heads=heads, layer=1, eps=EPS,
+                k_gain if has_norm else None, ref, table, positions, num_heads=heads, layer=1, eps=EPS,  # noqa: E501
             )  # fmt: skip
             return out, jax.freeze(ref)
 
@@ -374,7 +374,7 @@ def check_controls():
 def bits():
     jobs = [
         (check_vocabulary, (128256,)), (check_rope, (32, 8, 128)),
-        *((check_rms, (w, l)) for w, l in ((4096, 8), (5120, 4), (128, 2), (64, 1), (576, 2), (896, 1))),
+        *((check_rms, (w, l)) for w, l in ((4096, 8), (5120, 4), (128, 2), (64, 1), (576, 2), (896, 1))),  # noqa: E501
         (check_swiglu, (14336,)), (check_swiglu, (11008,)), (check_swiglu, (172,)),
         (check_rope, (14, 2, 64)), (check_rope, (8, 2, 96)), (check_vocabulary, (512,)),
         (check_controls, ()),

@@ -297,8 +297,8 @@ def block_stats_gumbel_argmax(
 def _scan_blocks(x, tile: rows.Tile):
     """Sum of what stands before each element in its block, of a tile of blocks.
 
-    # ORDER: a lane's 4 left to right; lane sums by a butterfly across distance 1, 2, 4, 8, 16, where
-    # a lane whose bit is set adds the other side's sum in front of its own.
+    # ORDER: a lane's 4 left to right; lane sums by a butterfly across distance 1, 2, 4, 8, 16,
+    # where a lane whose bit is set adds the other side's sum in front of its own.
     """
     if tile.whole.is_interpreted:
         return jnp.cumsum(x, axis=1) - x
