@@ -181,16 +181,6 @@ class Engine:
             self._release_all()
         return [sequence.completion() for sequence in everyone]
 
-    def compile(self, requests: Sequence[Request]) -> None:
-        """Compile what `generate` will need for these requests, ahead of time."""
-        num_top = max((r.sampling.num_top_logprobs for r in requests), default=0)
-        with_filters = any(is_filtered(r.sampling) for r in requests)
-        for batch, length in self._shapes():
-            self._step(batch, length, num_top=num_top, with_filters=with_filters)
-
-    def _shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        return (self._dp, self._config.prefill_chunk), (self._config.batch_size, 1)
-
     def _check(self, idx: int, request: Request) -> None:
         prompt, vocab_size = request.prompt_token_ids, self._model.config.vocab_size
         if not prompt:
