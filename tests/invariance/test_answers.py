@@ -15,6 +15,7 @@ import detjax.models.decoder
 import detjax.models.layers
 from detjax.models.loading import LoadedModel
 from detjax.numerics import NumericsProfile
+from detjax.pallas_kernels.rms_norm.api import add_rms_norm
 from detjax.serving.engine import Engine, EngineConfig
 from detjax.serving.request import Completion, FinishReason, Request, SamplingParams
 from detjax.serving.sampling import SamplingRows
@@ -255,33 +256,39 @@ def _differing(first: list[Completion], second: list[Completion]) -> int:
     )
 
 
+def _plain_partial(x, w, *, reduction, backend):
+    return jnp.dot(x, w.T, preferred_element_type=jnp.float32)
+
+
+def _plain_add_norm(x, w, residual, bias, gain, *, reduction, eps, backend):
+    partial = _plain_partial(x, w, reduction=reduction, backend=backend)
+    return add_rms_norm(partial, residual, bias, gain, eps=eps, backend=backend)
+
+
 @pytest.mark.control
 def test_control_jnp_dot_is_not_batch_invariant(monkeypatch):
-    """The same suite with XLA's own products: some request's bits depend on the batch."""
+    """XLA's own products on the same model: some request's bits depend on the batch."""
 
     def plain(x, w, bias=None, *, out_dtype, backend):
         return jnp.dot(x, w.T, preferred_element_type=jnp.float32).astype(out_dtype)
 
-    def plain_partial(x, w, *, reduction, backend):
-        return jnp.dot(x, w.T, preferred_element_type=jnp.float32)
-
+    # Wide enough for XLA to take another path at one row; at width 64 it happens not to.
+    config = dummy_config(hidden_size=256, intermediate_size=768)
+    m = dummy_model(config, profile=NumericsProfile(compute_dtype="float32"))
+    ours = [answers(m, requests(5), batch_size=b) for b in (1, 5)]
+    assert _differing(*ours) == 0
     monkeypatch.setattr(detjax.models.layers, "linear", plain)
     monkeypatch.setattr(detjax.models.decoder, "linear", plain)
-    monkeypatch.setattr(detjax.models.layers, "linear_partial", plain_partial)
-    profile = NumericsProfile(compute_dtype="float32")
-    m = dummy_model(config_for(2), profile=profile)
-    runs = [answers(m, requests(9), batch_size=b) for b in (1, 9)]
-    assert _differing(*runs) > 0
+    monkeypatch.setattr(detjax.models.layers, "linear_add_rms_norm", _plain_add_norm)
+    theirs = [answers(m, requests(5), batch_size=b) for b in (1, 5)]
+    assert _differing(*theirs) > 0
 
 
 @pytest.mark.control
 def test_control_psum_is_not_mesh_invariant(monkeypatch):
     """The same suite with one leaf a rank and `psum`: some request's bits depend on tp."""
-
-    def plain_partial(x, w, *, reduction, backend):
-        return jnp.dot(x, w.T, preferred_element_type=jnp.float32)
-
-    monkeypatch.setattr(detjax.models.layers, "linear_partial", plain_partial)
+    monkeypatch.setattr(detjax.models.layers, "linear_partial", _plain_partial)
+    monkeypatch.setattr(detjax.models.layers, "linear_add_rms_norm", _plain_add_norm)
     monkeypatch.setattr(
         detjax.models.layers,
         "butterfly_sum",
