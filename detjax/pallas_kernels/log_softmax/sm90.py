@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, memref
 
-from detjax.pallas_kernels.rms_norm import sm90 as rows
+from detjax.pallas_kernels import sm90_rows as rows
 
 BLOCK = 128
 """Logits of a block: 32 lanes of 4."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RMSNorm on Hopper, and what the sm90 row kernels share: layouts and exact instructions.
+"""RMSNorm on Hopper.
 
 Wide rows (D > 256, a multiple of 128) are cut into chunks of 128 * v channels. A warpgroup takes
 one chunk or all of a row's: which of them is chosen by M for speed and changes no bit. Other rows
@@ -7,7 +7,6 @@ lie in tiles of up to 16, a few lanes to a row.
 """
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -16,350 +15,11 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import arith, memref, vector
+from jax.extend.mlir.dialects import memref
 
-LANES = 128
-"""Threads of a warpgroup."""
-
-
-# --- what the row kernels share ------------------------------------------------------------
-
-
-def instruction(op: str):
-    """A PTX instruction on scalars or vectors of float32; ptxas cannot fuse one that says `.rn`."""
-    return mgpu.FragmentedArray._lift_fast_instr(op)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Arithmetic:
-    """Float32 operations on arrays of one layout, one named instruction each.
-
-    Attributes:
-        layout: Layout of every operand and result.
-        is_interpreted: Use plain operations, for interpretation on CPU.
-    """
-
-    layout: object
-    is_interpreted: bool
-
-    def apply(self, emit: Callable, plain: Callable, *args, dtype=jnp.float32):
-        """Run `emit` register by register, or `plain` where interpreted."""
-        if self.is_interpreted:
-            return plain(*args)
-
-        @plgpu.inline_mgpu(
-            arg_types=(self.layout,) * len(args),
-            return_type=plgpu.ShapeDtypeStruct(args[0].shape, dtype, layout=self.layout),
-        )
-        def op(ctx, first, *rest):
-            return first._pointwise(emit, *rest)
-
-        return op(*args)
-
-    def mul(self, a, b):
-        """A product, rounded: never fused with a later sum."""
-        return self.apply(lambda x, y: instruction("mul.rn.f32")(x, y), lambda x, y: x * y, a, b)
-
-    def add(self, a, b):
-        """A sum, rounded."""
-        return self.apply(lambda x, y: instruction("add.rn.f32")(x, y), lambda x, y: x + y, a, b)
-
-    def sub(self, a, b):
-        """A difference, rounded."""
-        return self.apply(lambda x, y: instruction("sub.rn.f32")(x, y), lambda x, y: x - y, a, b)
-
-    def fma(self, a, b, c):
-        """`a * b + c`, rounded once."""
-        emit = lambda x, y, z: instruction("fma.rn.f32")(x, y, z)  # noqa: E731
-        return self.apply(emit, lambda x, y, z: x * y + z, a, b, c)
-
-    def divide(self, a, b):
-        """`a / b`, correctly rounded."""
-        return self.apply(lambda x, y: instruction("div.rn.f32")(x, y), lambda x, y: x / y, a, b)
-
-    def reciprocal_root(self, a):
-        """`1 / sqrt(a)` by rsqrt.approx, within 2 ulp."""
-        emit = lambda x: instruction("rsqrt.approx.f32")(x)  # noqa: E731
-        return self.apply(emit, lax.rsqrt, a)
-
-    def full(self, shape, value, dtype=jnp.float32):
-        """A constant or a scalar in this layout."""
-        return self.cast(jnp.full(shape, value, dtype))
-
-    def cast(self, x):
-        """Fix the layout of `x`."""
-        return x if self.is_interpreted else plgpu.layout_cast(x, self.layout)
-
-    def load(self, ref):
-        """Read a block of global or shared memory."""
-        if self.is_interpreted:
-            return ref[...]
-        return plgpu.load(ref, layout=self.layout, optimized=False)
-
-    def iota(self, shape, axis: int):
-        """Indices along `axis`."""
-        if self.is_interpreted:
-            return lax.broadcasted_iota(jnp.int32, shape, axis)
-        return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=self.layout)
-
-
-def strided(size: int, vec_len: int, is_interpreted: bool) -> Arithmetic:
-    """Arithmetic on a vector: thread t holds runs of `vec_len` elements from `t * vec_len`."""
-    return Arithmetic(
-        layout=plgpu.Layout.WG_STRIDED((size,), vec_size=vec_len), is_interpreted=is_interpreted
-    )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Tile:
-    """Rows side by side in a warpgroup, `lanes` threads to a row.
-
-    What a row's threads do does not depend on `rows`: with fewer rows, more threads do the same.
-
-    Attributes:
-        rows: Rows of the tile, a power of two.
-        whole: Arithmetic on [rows, columns].
-        per_row: Arithmetic on one value a row.
-        per_col: Arithmetic on one value a column.
-    """
-
-    rows: int
-    whole: Arithmetic
-    per_row: Arithmetic
-    per_col: Arithmetic
-
-    def sum_columns(self, x):
-        """Sum of each row: [rows].
-
-        # ORDER: a thread's elements left to right, then a row's lanes across distance 1, 2, 4, ....
-        # WHY: add.rn, since ptxas may fuse an unmarked add with the last multiply of exp, and may
-        # do so in one kernel and not in its twin.
-        """
-        if self.whole.is_interpreted:
-            return jnp.sum(x, axis=1)
-
-        @plgpu.inline_mgpu(
-            arg_types=(self.whole.layout,),
-            return_type=plgpu.ShapeDtypeStruct(
-                x.shape[:1], jnp.float32, layout=self.per_row.layout
-            ),
-        )
-        def emit(ctx, v):
-            return v.reduce(lambda a, b: instruction("add.rn.f32")(a, b), 1)
-
-        return emit(x)
-
-    def over_columns(self, row_values, shape):
-        """Repeat one value a row."""
-        return self.whole.cast(lax.broadcast_in_dim(row_values, shape, [0]))
-
-    def over_rows(self, col_values, shape):
-        """Repeat one value a column."""
-        return self.whole.cast(lax.broadcast_in_dim(col_values, shape, [1]))
-
-
-@functools.cache
-def tile_of_rows(rows: int, *, lanes: int, vec_len: int, is_interpreted: bool) -> Tile:
-    """Lay out `rows` rows, `lanes` threads to each, a thread holding runs of `vec_len` columns."""
-    rows_in_warp = 32 // lanes
-    most = 4 * rows_in_warp
-    if rows & (rows - 1):
-        raise ValueError(f"{rows=} must be a power of two")
-    held = min(rows, most)
-    warps = min(held, 4)
-    in_lanes = held // warps
-    span = lanes * vec_len
-    tiling = fragmented_array.Tiling(((held, span), (in_lanes, span), (1, vec_len)))
-    # Axes of a tile, from the last: vec_len, 1, lanes, in_lanes, 1, warps.
-    warp_dims = tuple(
-        dim
-        for dim, size in (
-            (fragmented_array.Replicated(4 // warps), 4 // warps),
-            (-6, warps),
-        )
-        if size > 1
-    )
-    copies = rows_in_warp // in_lanes
-    lane_dims = tuple(
-        dim
-        for dim, size in (
-            (fragmented_array.Replicated(copies), copies),
-            (-4, in_lanes),
-            (-3, lanes),
-        )
-        if size > 1
-    )
-    layout = mgpu.TiledLayout(tiling, warp_dims, lane_dims, -1, _check_canonical=False)
-    layout = layout.canonicalize()
-    whole = plgpu.Layout.TILED(layout.tiling, layout.warp_dims, layout.lane_dims, layout.vector_dim)
-    make = functools.partial(Arithmetic, is_interpreted=is_interpreted)
-    return Tile(
-        rows=rows,
-        whole=make(layout=whole),
-        per_row=make(layout=whole.reduce(1)),
-        per_col=make(layout=whole.reduce(0)),
-    )
-
-
-def most_rows(limit: int, count: int) -> int:
-    """The largest power of two that is at most `limit` and at most `count`."""
-    rows = 1
-    while rows * 2 <= min(limit, count):
-        rows *= 2
-    return rows
-
-
-def pairwise(terms: list, add: Callable):
-    """Add a list in pairs, and the pairs in pairs; an odd one out waits for the next round."""
-    while len(terms) > 1:
-        pairs = [add(a, b) for a, b in zip(terms[0::2], terms[1::2], strict=False)]
-        terms = pairs + terms[len(pairs) * 2 :]
-    return terms[0]
-
-
-def _elements(x):
-    """The scalars that a thread holds, in the order of its registers."""
-    out = []
-    for register in x.registers.flat:
-        [size] = ir.VectorType(register.type).shape
-        out += [
-            vector.extract(
-                register,
-                dynamic_position=[],
-                static_position=ir.DenseI64ArrayAttr.get([i]),
-            )
-            for i in range(size)
-        ]
-    return out
-
-
-def one_a_thread(value) -> mgpu.FragmentedArray:
-    """An array of LANES values, one a thread."""
-    register = vector.broadcast(ir.VectorType.get((1,), value.type), value)
-    return mgpu.FragmentedArray(
-        _registers=np.array([register], dtype=object),
-        _layout=mgpu.WGStridedFragLayout((LANES,), 1),
-        _is_signed=True if isinstance(value.type, ir.IntegerType) else None,
-    )
-
-
-def reduce_warps(x, math: Arithmetic, *, first: Callable, fold: Callable, plain: tuple):
-    """Reduce what each warp holds of a vector: [LANES], the same value in a warp's 32 lanes.
-
-    `first` makes a thread's scalars one; then lanes exchange across distance 1, 2, 4, 8, 16.
-    """
-    layout = plgpu.Layout.WG_STRIDED((LANES,), vec_size=1)
-    if math.is_interpreted:
-        plain_first, plain_op = plain
-        value = plain_first(x.reshape(LANES, -1)).reshape(4, 32)
-        while value.shape[1] > 1:
-            value = plain_op(value[:, 0::2], value[:, 1::2])
-        return jnp.broadcast_to(value, (4, 32)).reshape(LANES)
-
-    @plgpu.inline_mgpu(
-        arg_types=(math.layout,),
-        return_type=plgpu.ShapeDtypeStruct((LANES,), x.dtype, layout=layout),
-    )
-    def emit(ctx, v):
-        value = first(_elements(v))
-        for distance in (1, 2, 4, 8, 16):
-            value = fold(value, mgpu.utils.shfl_bfly(value, distance))
-        return one_a_thread(value)
-
-    return emit(x)
-
-
-def square_sums(x, math: Arithmetic):
-    """Sum of squares of what each warp holds of a vector: [LANES], one value a warp.
-
-    # ORDER: a thread's elements left to right, `total = fma(x, x, total)` from `x0 * x0`; then
-    # lanes across distance 1, 2, 4, 8, 16.
-    """
-
-    def first(scalars):
-        total = instruction("mul.rn.f32")(scalars[0], scalars[0])
-        for s in scalars[1:]:
-            total = instruction("fma.rn.f32")(s, s, total)
-        return total
-
-    def plain_first(rows):
-        total = rows[:, 0] * rows[:, 0]
-        for i in range(1, rows.shape[1]):
-            total = rows[:, i] * rows[:, i] + total
-        return total
-
-    return reduce_warps(
-        x,
-        math,
-        first=first,
-        fold=lambda a, b: instruction("add.rn.f32")(a, b),
-        plain=(plain_first, lambda a, b: a + b),
-    )
-
-
-def load_padded(ref, count: int, math: Arithmetic, *, size: int, fill) -> jax.Array:
-    """Read `count` elements of a vector in memory and fill up to `size` elements."""
-    if math.is_interpreted:
-        return jnp.pad(ref[...], (0, size - count), constant_values=fill)
-
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(),),
-        return_type=plgpu.ShapeDtypeStruct((size,), ref.dtype, layout=math.layout),
-    )
-    def emit(ctx, memory):
-        index = ir.IndexType.get()
-        layout = math.layout.to_mgpu()
-        element = ir.MemRefType(memory.type).element_type
-        registers = []
-        for start in layout.linear_thread_idxs():
-            values = []
-            for i in range(layout.vec_size):
-                at = arith.addi(start, mgpu.c(i, index))
-                is_inside = arith.cmpi(arith.CmpIPredicate.ult, at, mgpu.c(count, index))
-                value = memref.load(memory, [arith.minui(at, mgpu.c(count - 1, index))])
-                values.append(arith.select(is_inside, value, mgpu.c(fill, element)))
-            kind = ir.VectorType.get((layout.vec_size,), element)
-            registers.append(vector.from_elements(kind, values))
-        return mgpu.FragmentedArray(
-            _registers=np.array(registers, dtype=object),
-            _layout=layout,
-            _is_signed=True if isinstance(element, ir.IntegerType) else None,
-        )
-
-    return emit(ref)
-
-
-def first_of_warps(ref) -> list:
-    """The scalars of a [LANES] vector in memory that a warp-wide result left: one a warp."""
-    return [ref[32 * warp] for warp in range(4)]
-
-
-def _compiler_params() -> plgpu.CompilerParams:
-    return plgpu.CompilerParams(
-        approx_math=False,
-        unsafe_no_auto_barriers=True,
-        lowering_semantics=plgpu.LoweringSemantics.Lane,
-    )
-
-
-def run_kernel(body, operands, *, out, grid: dict, name: str, is_interpreted: bool, **options):
-    """Launch a kernel of row operations; `grid` is {axis name: size}, the longest axis last."""
-    return plgpu.kernel(
-        body,
-        out_type=out,
-        grid=tuple(grid.values()),
-        grid_names=tuple(grid),
-        compiler_params=_compiler_params(),
-        kernel_name=name,
-        interpret=plgpu.InterpretGPUParams() if is_interpreted else None,
-        **options,
-    )(*operands)
-
-
-# --- RMSNorm -------------------------------------------------------------------------------
+from detjax.pallas_kernels import sm90_rows as rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -394,14 +54,14 @@ def row_sum(width: int) -> RowSum:
         half = width // 2
         vec_len = next(v for v in (8, 4, 2) if half % (8 * v) == 0)
         return RowSum(is_wide=False, vec_len=vec_len, lanes=8, num_parts=2)
-    if width % LANES == 0:
-        vec_len = next(v for v in (8, 4, 2, 1) if width % (LANES * v) == 0)
-        chunks = width // (LANES * vec_len)
-        return RowSum(is_wide=True, vec_len=vec_len, lanes=LANES, num_parts=chunks)
+    if width % rows.LANES == 0:
+        vec_len = next(v for v in (8, 4, 2, 1) if width % (rows.LANES * v) == 0)
+        chunks = width // (rows.LANES * vec_len)
+        return RowSum(is_wide=True, vec_len=vec_len, lanes=rows.LANES, num_parts=chunks)
     return RowSum(is_wide=False, vec_len=2, lanes=32, num_parts=1)
 
 
-def narrow_scale(parts: list, tile: Tile, *, width: int, eps: float):
+def narrow_scale(parts: list, tile: rows.Tile, *, width: int, eps: float):
     """`rsqrt(mean square + eps)` of each row of a tile, over all column parts: [rows].
 
     # ORDER: `fma(second, second, first * first)` of the halves, element by element; then a thread's
@@ -416,7 +76,7 @@ def narrow_scale(parts: list, tile: Tile, *, width: int, eps: float):
     return math.reciprocal_root(math.add(mean, math.full(total.shape, eps)))
 
 
-def narrow_normalise(parts: list, gains: list, tile: Tile, *, width: int, eps: float) -> list:
+def narrow_normalise(parts: list, gains: list, tile: rows.Tile, *, width: int, eps: float) -> list:
     """`(v * r) * gain` in float32, of each column part of a tile of rows."""
     shape = parts[0].shape
     scale = tile.over_columns(narrow_scale(parts, tile, width=width, eps=eps), shape)
@@ -424,7 +84,7 @@ def narrow_normalise(parts: list, gains: list, tile: Tile, *, width: int, eps: f
     return [tile.whole.mul(tile.whole.mul(v, scale), g) for v, g in zip(parts, gains, strict=True)]
 
 
-def _wide_scale(sums_ref, math: Arithmetic, *, shape, width: int, eps: float):
+def _wide_scale(sums_ref, math: rows.Arithmetic, *, shape, width: int, eps: float):
     """`rsqrt(mean square + eps)` from the sums of all warps [chunks, LANES], in all elements.
 
     # ORDER: warp sums pairwise in order of channel, ((w0 + w1) + (w2 + w3)) + ....
@@ -432,7 +92,7 @@ def _wide_scale(sums_ref, math: Arithmetic, *, shape, width: int, eps: float):
     num_chunks = sums_ref.shape[0]
     if math.is_interpreted:
         sums = sums_ref[...][:, ::32].reshape(-1)
-        total = pairwise([sums[i] for i in range(4 * num_chunks)], lambda a, b: a + b)
+        total = rows.pairwise([sums[i] for i in range(4 * num_chunks)], lambda a, b: a + b)
         return jnp.full(shape, lax.rsqrt(total / jnp.float32(width) + jnp.float32(eps)))
 
     @plgpu.inline_mgpu(
@@ -447,10 +107,10 @@ def _wide_scale(sums_ref, math: Arithmetic, *, shape, width: int, eps: float):
             for chunk in range(num_chunks)
             for warp in range(4)
         ]
-        total = pairwise(sums, lambda a, b: instruction("add.rn.f32")(a, b))
-        mean = instruction("div.rn.f32")(total, mgpu.c(float(width), f32))
-        value = instruction("rsqrt.approx.f32")(
-            instruction("add.rn.f32")(mean, mgpu.c(float(np.float32(eps)), f32))
+        total = rows.pairwise(sums, lambda a, b: rows.instruction("add.rn.f32")(a, b))
+        mean = rows.instruction("div.rn.f32")(total, mgpu.c(float(width), f32))
+        value = rows.instruction("rsqrt.approx.f32")(
+            rows.instruction("add.rn.f32")(mean, mgpu.c(float(np.float32(eps)), f32))
         )
         return mgpu.FragmentedArray.splat(value, shape, layout=math.layout.to_mgpu())
 
@@ -462,7 +122,7 @@ def _joined(leaves: list, residual, bias, dtype):
 
     # ORDER: residual + (((l0 + l1) + (l2 + l3)) + ... + bias), f32; additions only: nothing fuses.
     """
-    total = pairwise(leaves, lambda a, b: a + b)
+    total = rows.pairwise(leaves, lambda a, b: a + b)
     if bias is not None:
         total = total + bias
     # ROUND: the residual stream, once.
@@ -473,11 +133,11 @@ def _wide(leaf_sums, x, bias, gain, *, eps: float, warpgroups: int, num_ctas: in
     """Normalise wide rows; a CTA has one row at a time, its chunks spread over warpgroups."""
     num_rows, width = x.shape
     form = row_sum(width)
-    chunk = LANES * form.vec_len
+    chunk = rows.LANES * form.vec_len
     each = form.num_parts // warpgroups
     if each * warpgroups != form.num_parts:
         raise ValueError(f"{warpgroups=} must divide the {form.num_parts} chunks of {width=}")
-    math = strided(chunk, form.vec_len, interpret)
+    math = rows.strided(chunk, form.vec_len, interpret)
     dtype = x.dtype
     num_leaves = 0 if leaf_sums is None else leaf_sums.shape[0]
     num_ctas = min(num_ctas, num_rows)
@@ -517,7 +177,7 @@ def _wide(leaf_sums, x, bias, gain, *, eps: float, warpgroups: int, num_ctas: in
                 if num_leaves:
                     out_gmem[0][row, c] = v
                 values.append(v.astype(jnp.float32))
-                sums_smem[slot, first_chunk + i, :] = square_sums(values[-1], math)
+                sums_smem[slot, first_chunk + i, :] = rows.square_sums(values[-1], math)
             gains = [math.load(gain_gmem.at[c]) for c in columns]
             if warpgroups > 1:
                 plgpu.barrier_arrive(ready)
@@ -542,7 +202,7 @@ def _wide(leaf_sums, x, bias, gain, *, eps: float, warpgroups: int, num_ctas: in
     operands += [x] + ([bias] if bias is not None else []) + [gain]
     shape = jax.ShapeDtypeStruct(x.shape, dtype)
     options = {"num_threads": warpgroups, "thread_name": "wg"} if warpgroups > 1 else {}
-    return run_kernel(
+    return rows.run_kernel(
         body,
         operands,
         out=[shape, shape] if num_leaves else [shape],
@@ -550,7 +210,7 @@ def _wide(leaf_sums, x, bias, gain, *, eps: float, warpgroups: int, num_ctas: in
         name="detjax_rms_norm_wide",
         is_interpreted=interpret,
         scratch_types=[
-            plgpu.SMEM((2 if has_turns else 1, form.num_parts, LANES), jnp.float32),
+            plgpu.SMEM((2 if has_turns else 1, form.num_parts, rows.LANES), jnp.float32),
             plgpu.Barrier(num_arrivals=warpgroups) if warpgroups > 1 else None,
         ],
         **options,
@@ -561,10 +221,12 @@ def _narrow(leaf_sums, x, bias, gain, *, eps: float, interpret: bool):
     """Normalise narrow rows, up to 16 or 4 to a CTA."""
     num_rows, width = x.shape
     form = row_sum(width)
-    rows = most_rows(LANES // form.lanes, num_rows)
-    tile = tile_of_rows(rows, lanes=form.lanes, vec_len=form.vec_len, is_interpreted=interpret)
+    tile_rows = rows.most_rows(rows.LANES // form.lanes, num_rows)
+    tile = rows.tile_of_rows(
+        tile_rows, lanes=form.lanes, vec_len=form.vec_len, is_interpreted=interpret
+    )
     part_len = width // form.num_parts
-    shape = (rows, part_len)
+    shape = (tile_rows, part_len)
     dtype = x.dtype
     num_leaves = 0 if leaf_sums is None else leaf_sums.shape[0]
 
@@ -575,8 +237,8 @@ def _narrow(leaf_sums, x, bias, gain, *, eps: float, interpret: bool):
         bias_gmem = refs.pop(0) if bias is not None else None
         gain_gmem, *out_gmem = refs
         # The last tile starts early instead of ending late: some rows are written twice, alike.
-        first = jnp.minimum(lax.axis_index("cta") * rows, num_rows - rows)
-        here = pl.ds(first, rows)
+        first = jnp.minimum(lax.axis_index("cta") * tile_rows, num_rows - tile_rows)
+        here = pl.ds(first, tile_rows)
         values = []
         for p in range(form.num_parts):
             columns = pl.ds(p * part_len, part_len)
@@ -603,11 +265,11 @@ def _narrow(leaf_sums, x, bias, gain, *, eps: float, interpret: bool):
     operands = [leaf_sums] if num_leaves else []
     operands += [x] + ([bias] if bias is not None else []) + [gain]
     out = jax.ShapeDtypeStruct(x.shape, dtype)
-    return run_kernel(
+    return rows.run_kernel(
         body,
         operands,
         out=[out, out] if num_leaves else [out],
-        grid={"cta": pl.cdiv(num_rows, rows)},
+        grid={"cta": pl.cdiv(num_rows, tile_rows)},
         name="detjax_rms_norm_narrow",
         is_interpreted=interpret,
     )
@@ -626,13 +288,10 @@ class Schedule:
     num_ctas: int
 
 
-NUM_SMS = 132
-
-
 def choose_schedule(*, num_rows: int, num_chunks: int, num_leaves: int) -> Schedule:
     """Spread a row over many warpgroups where rows are few, for the latency of one row."""
     many = max(w for w in range(1, 9) if num_chunks % w == 0)
-    if num_rows <= 2 * NUM_SMS or num_leaves > 1:
+    if num_rows <= 2 * rows.NUM_SMS or num_leaves > 1:
         return Schedule(warpgroups=many, num_ctas=2**30)
     return Schedule(warpgroups=1, num_ctas=2**30)
 

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from detjax.pallas_kernels.rms_norm import sm90 as rows
+from detjax.pallas_kernels import sm90_rows as rows
+from detjax.pallas_kernels.rms_norm import sm90 as norm
 
 
-def _form(channels: int) -> rows.RowSum:
+def _form(channels: int) -> norm.RowSum:
     """How a head lies in registers: as two halves, as the narrow rows of `rms_norm`.
 
     Raises:
@@ -21,7 +22,7 @@ def _form(channels: int) -> rows.RowSum:
         raise ValueError(
             f"sm90 rope needs heads of a multiple of 32 channels from 64 to 256, not {channels}"
         )
-    return rows.row_sum(channels)
+    return norm.row_sum(channels)
 
 
 def _tile(num_heads: int, channels: int, interpret: bool) -> rows.Tile:
@@ -61,7 +62,7 @@ def _rotate_heads(x_gmem, heads, token, cos_gmem, sin_gmem, gain_gmem, tile, *, 
     parts = [tile.whole.load(x_gmem.at[token, heads, c]).astype(jnp.float32) for c in halves]
     if gain_gmem is not None:
         gains = [tile.per_col.load(gain_gmem.at[c]) for c in halves]
-        parts = rows.narrow_normalise(parts, gains, tile, width=channels, eps=eps)
+        parts = norm.narrow_normalise(parts, gains, tile, width=channels, eps=eps)
         # ROUND: the normalised head, as `rms_norm` alone does.
         parts = [p.astype(dtype).astype(jnp.float32) for p in parts]
     cos, sin = tile.per_col.load(cos_gmem.at[token]), tile.per_col.load(sin_gmem.at[token])

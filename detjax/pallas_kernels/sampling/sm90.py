@@ -14,8 +14,8 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
 from jax.extend.mlir.dialects import math as mlir_math
 
+from detjax.pallas_kernels import sm90_rows as rows
 from detjax.pallas_kernels.log_softmax.sm90 import BLOCK, block_tile, stats_of
-from detjax.pallas_kernels.rms_norm import sm90 as rows
 from detjax.pallas_kernels.sampling import noise
 
 _NO_TOKEN = np.iinfo(np.int32).max

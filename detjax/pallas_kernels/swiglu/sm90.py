@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from detjax.pallas_kernels.rms_norm import sm90 as rows
+from detjax.pallas_kernels import sm90_rows as rows
 
 
 def gated(gate, up, math: rows.Arithmetic):
