@@ -62,4 +62,4 @@ def _why_not_sm90() -> str:
         return "no GPU that JAX can use"
     if gpus[0].compute_capability != "9.0":
         return f"{gpus[0].device_kind} is not a Hopper GPU (sm_90)"
-    return "its kernels are proven one by one, but not yet as a whole model"
+    return "its kernels have not been proven as a whole model yet"
