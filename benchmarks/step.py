@@ -6,6 +6,7 @@ python -m benchmarks.step --model tiny --backend portable --decode 1 3 --prefill
 """
 
 import argparse
+import collections
 import json
 import os
 import statistics
@@ -137,6 +138,30 @@ class Runner:
         return statistics.median(times)
 
 
+    def kernel_times(self, rows: list[int], length: int, start: int, *, repeats: int = 3) -> list:
+        """(kernel, launches a step, microseconds a step), longest first, from CUPTI."""
+        from jax.experimental.mosaic.gpu import profiler
+
+        step, _ = self.step(len(rows), length)
+        args = self.arguments(rows, length, start)
+        ext = profiler.mosaic_gpu_lib._mosaic_gpu_ext
+        ext._cupti_init()
+        try:
+            for _ in range(repeats):
+                self.pages, choice = step(
+                    self.model.params, self.model.rope_tables, self.pages, *args
+                )
+            jax.block_until_ready((self.pages, choice))
+        finally:
+            timings = ext._cupti_get_timings(True)
+        total = collections.defaultdict(lambda: [0, 0.0])
+        for name, milliseconds in timings:
+            total[name][0] += 1
+            total[name][1] += milliseconds * 1e3
+        rows = [(name, n / repeats, us / repeats) for name, (n, us) in total.items()]
+        return sorted(rows, key=lambda row: -row[2])
+
+
 def decode_floor_ms(model, rows: int) -> float:
     """Weight and cache bytes over the copy bandwidth."""
     weights = sum(x.nbytes for x in jax.tree.leaves(model.params)) - model.params["embed"].nbytes
@@ -153,6 +178,13 @@ def prefill_flop(model, length: int) -> float:
     return 2 * weights * length + 2 * scores
 
 
+def show_kernels(times: list) -> None:
+    """Print what takes a step's time on the device."""
+    print(f"  {sum(us for _, _, us in times):10.1f} us in {sum(n for _, n, _ in times):.0f} launches")
+    for name, launches, us in times[:24]:
+        print(f"  {us:10.1f} us {launches:6.0f} x {us / launches:8.2f}  {name[:70]}")
+
+
 def main():
     """Check, time, and print rows."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -160,6 +192,7 @@ def main():
     parser.add_argument("--backend", choices=[b.value for b in Backend], default="sm90")
     parser.add_argument("--decode", type=int, nargs="*", default=[1, 8, 64])
     parser.add_argument("--prefill", type=int, nargs="*", default=[4096])
+    parser.add_argument("--kernels", action="store_true", help="list the time of each kernel")
     parser.add_argument("--out", help="write JSON rows here")
     args = parser.parse_args()
     backend = Backend(args.backend)
@@ -203,6 +236,8 @@ def main():
                 subject="step", impl="invariant", case=f"decode batch {count} context {CONTEXT}",
                 ms_p50=ms, floor_ms=floor, floor_over_measured=floor / ms,
             )  # fmt: skip
+            if args.kernels:
+                show_kernels(runner.kernel_times(list(range(count)), 1, CONTEXT - 1))
     for length in args.prefill:
         _, compile_s = runner.step(1, length)
         ms = runner.wall_ms([0], length, 0, repeats=3)
@@ -211,6 +246,8 @@ def main():
             subject="step", impl="invariant", case=f"prefill {length} tokens", ms_p50=ms,
             share_of_790_tflop_per_s=share, compile_s=compile_s,
         )  # fmt: skip
+        if args.kernels:
+            show_kernels(runner.kernel_times([0], length, 0))
     sys.exit(3 if failed else 0)
 
 

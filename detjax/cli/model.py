@@ -84,6 +84,8 @@ def open_model(args: GenerateArgs, folder: Path, progress: Progress) -> OpenMode
     Raises:
         InputError: If they do not go together, cannot run here, or the weights are broken.
     """
+    from detjax.models.abstract import why_unsupported
+    from detjax.models.hf_config import load_config
     from detjax.models.loading import load_model
     from detjax.numerics import NumericsProfile
     from detjax.pallas_kernels.backend import Backend, choose_backend, configure_xla
@@ -95,7 +97,11 @@ def open_model(args: GenerateArgs, folder: Path, progress: Progress) -> OpenMode
     with bad_input():
         profile = NumericsProfile(weight_dtype=args.dtype, compute_dtype=args.compute)
         configure_virtual_devices(args.dp * args.tp)
-        choice = choose_backend(None if args.backend == "auto" else Backend(args.backend))
+        config = load_config(folder)
+        choice = choose_backend(
+            None if args.backend == "auto" else Backend(args.backend),
+            why_not_model=lambda: why_unsupported(config, profile, Backend.SM90, args.tp),
+        )
     with bad_input(f"--dp {args.dp} --tp {args.tp}: "):
         mesh = make_mesh(args.dp, args.tp, platform=choice.backend.platform)
     with bad_input():

@@ -42,6 +42,15 @@ def fused_partition_specs(specs: dict[str, Any]) -> dict[str, Any]:
     return {**specs, "layers": [_fuse_layer(layer, join) for layer in specs["layers"]]}
 
 
+def fuse_projections_abstractly(shapes: Params) -> Params:
+    """The shapes that `fuse_projections` makes of unfused ones."""
+
+    def join(_: str, group: list) -> Any:
+        return jax.eval_shape(lambda *members: jnp.concatenate(members), *group)
+
+    return {**shapes, "layers": [_fuse_layer(layer, join) for layer in shapes["layers"]]}
+
+
 def fuse_projections(params: Params, specs: dict[str, Any], mesh: Mesh) -> Params:
     """Fuse every layer, one at a time, on the devices. Moves bits only.
 

@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from detjax.array_types import Array, Float32
+from detjax.models.abstract import why_unsupported
 from detjax.models.config import ModelConfig
 from detjax.models.decoder import check_mesh
 from detjax.models.fusion import fuse_projections, fused_partition_specs
@@ -60,8 +61,8 @@ def place_model(
     """Check that the model can run on the mesh, then make its weights there.
 
     Raises:
-        ValueError: If the mesh is not of the backend's devices, or a rank would not own whole
-            heads, columns or leaves.
+        ValueError: If the mesh is not of the backend's devices, a rank would not own whole heads,
+            columns or leaves, or the backend's kernels refuse the model.
     """
     platform = mesh.devices.flat[0].platform
     if platform != backend.platform:
@@ -72,6 +73,9 @@ def place_model(
     tp = mesh.shape[TP_AXIS]
     specs = partition_specs(config, tp=tp, vocab_block=profile.vocab_block)
     check_mesh(config, profile, tp)
+    refused = why_unsupported(config, profile, backend, tp)
+    if refused is not None:
+        raise ValueError(f"backend {backend.value} cannot run this model: {refused}")
     tables = rope_tables(
         config.rope, head_dim=config.head_dim, max_len=config.max_position_embeddings
     )

@@ -3,6 +3,7 @@
 
 import enum
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -28,17 +29,27 @@ class BackendChoice:
     reason: str
 
 
-def choose_backend(requested: Backend | None) -> BackendChoice:
-    """Choose by the hardware, or check that `requested` can run here.
+def choose_backend(
+    requested: Backend | None, *, why_not_model: Callable[[], str | None] = lambda: None
+) -> BackendChoice:
+    """Choose by the hardware and the model, or check that `requested` can run here.
+
+    Args:
+        requested: None chooses.
+        why_not_model: Says what sm90's kernels refuse in the model; asked on a Hopper GPU only.
 
     Raises:
         ValueError: If the requested backend cannot run here, with the reason.
     """
-    why_not = _why_not_sm90()
-    if requested is Backend.SM90:
-        raise ValueError(f"--backend sm90 cannot run here: {why_not}; use --backend portable")
     if requested is Backend.PORTABLE:
         return BackendChoice(backend=requested, reason="asked for")
+    device, why_not = _hopper()
+    why_not = why_not or why_not_model()
+    if why_not is None:
+        reason = "asked for" if requested else f"{device} is a Hopper GPU"
+        return BackendChoice(backend=Backend.SM90, reason=reason)
+    if requested is Backend.SM90:
+        raise ValueError(f"--backend sm90 cannot run here: {why_not}; use --backend portable")
     return BackendChoice(backend=Backend.PORTABLE, reason=f"{why_not}; runs on the CPU")
 
 
@@ -54,12 +65,12 @@ def configure_xla() -> None:
         os.environ["XLA_FLAGS"] = f"{flags} {flag}".strip()
 
 
-def _why_not_sm90() -> str:
-    """What is missing for sm90."""
+def _hopper() -> tuple[str, str | None]:
+    """The GPU's name, and why sm90 cannot run on it, if so."""
     try:
-        gpus = jax.devices("gpu")
+        gpu = jax.devices("gpu")[0]
     except RuntimeError:
-        return "no GPU that JAX can use"
-    if gpus[0].compute_capability != "9.0":
-        return f"{gpus[0].device_kind} is not a Hopper GPU (sm_90)"
-    return "its kernels have not been proven as a whole model yet"
+        return "", "no GPU that JAX can use"
+    if gpu.compute_capability != "9.0":
+        return gpu.device_kind, f"{gpu.device_kind} is not a Hopper GPU (sm_90)"
+    return gpu.device_kind, None

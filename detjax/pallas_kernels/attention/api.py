@@ -60,10 +60,6 @@ def attention(
         raise ValueError(
             f"{q.shape[2]} query heads must be a multiple of {pages.shape[3]} kv heads"
         )
-    if backend is Backend.SM90:
-        return sm90.attention(
-            q, pages, page_table, positions, layer=layer, window=window, profile=profile
-        )
-    return portable.attention(
-        q, pages, page_table, positions, jnp.int32(layer), window=window, profile=profile
-    )
+    # WHY: the layer is an operand, so that all layers share one compiled kernel.
+    run = sm90.attention if backend is Backend.SM90 else portable.attention
+    return run(q, pages, page_table, positions, jnp.int32(layer), window=window, profile=profile)

@@ -22,8 +22,8 @@ def attention(
     pages,
     page_table,
     positions,
+    layer,
     *,
-    layer: int,
     window: int | None,
     profile: NumericsProfile,
     is_interpreted: bool = False,
@@ -54,12 +54,15 @@ def attention(
     if profile.attention_block != bits.BLOCK:
         raise NotImplementedError(f"{profile.attention_block=} must be {bits.BLOCK} on sm90")
     per_split = profile.attention_split // profile.attention_block
-    options = {"layer": layer, "is_interpreted": is_interpreted}
     if is_decode(q.shape[1], q.shape[2] // pages.shape[3]):
         # WHY: many small CTAs hide latency by their number, few by what each has in flight
         # (256 x 1024 tokens: 269.8 us against 279.2; 1 x 32768: 46.8 against 42.9).
         unroll = (4, 1) if q.shape[0] * q.shape[1] * q.shape[2] >= 1024 else (16, 2)
         config = DecodeConfig(blocks_per_split=per_split, merge_unroll=unroll)
-        return decode(q, pages, page_table, positions, config=config, **options)
+        return decode(
+            q, pages, page_table, positions, layer, config=config, is_interpreted=is_interpreted
+        )
     config = PrefillConfig(blocks_per_split=per_split)
-    return prefill(q, pages, page_table, positions, config=config, **options)
+    return prefill(
+        q, pages, page_table, positions, layer, config=config, is_interpreted=is_interpreted
+    )

@@ -70,9 +70,9 @@ def split_list(
     return table.astype(jnp.int32), limits.astype(jnp.int32), ends[-1:].astype(jnp.int32)
 
 
-@functools.partial(jax.jit, static_argnames=("layer", "config", "is_interpreted"))
+@functools.partial(jax.jit, static_argnames=("config", "is_interpreted"))
 def decode(
-    q, pages, page_table, positions, *, layer: int, config: DecodeConfig, is_interpreted: bool
+    q, pages, page_table, positions, layer, *, config: DecodeConfig, is_interpreted: bool
 ) -> jax.Array:
     """See `sm90.attention`."""
     batch, query_len, num_heads, channels = q.shape
@@ -105,8 +105,8 @@ def decode(
         rows = jnp.pad(rows, ((0, padded_rows - rows.shape[0]), (0, 0)))
     table, limits, num_entries = split_list(positions, page_table, config.blocks_per_split)
     o, ml = _partials(
-        rows, pages, row_positions, table, num_entries,
-        layer=layer, config=config, is_interpreted=is_interpreted,
+        rows, pages, row_positions, table, num_entries, layer,
+        config=config, is_interpreted=is_interpreted,
         padded_rows=padded_rows, rows_apart=rows_apart,
     )  # fmt: skip
     options = {"config": config, "is_interpreted": is_interpreted, "rows_apart": rows_apart}
@@ -120,8 +120,8 @@ def decode(
 
 
 def _partials(
-    rows, pages, row_positions, table, num_entries,
-    *, layer, config, is_interpreted, padded_rows, rows_apart,
+    rows, pages, row_positions, table, num_entries, layer,
+    *, config, is_interpreted, padded_rows, rows_apart,
 ):  # fmt: skip
     """Write each split's unnormalised output, maximum and sum, in float32."""
     _, num_pages, _, kv_heads, _, channels = pages.shape
@@ -133,7 +133,7 @@ def _partials(
     num_ctas = min(config.num_ctas, table.shape[0] * kv_heads)
 
     def body(
-        q_ref, pages_ref, pos_ref, table_ref, entries_ref,
+        q_ref, pages_ref, pos_ref, table_ref, entries_ref, layer_ref,
         o_ref, ml_ref,
         q_smem2, k_smem, v_smem, o_smem, ml_smem, p_smem,
         q_bar, k_bar, v_bar, q_free, k_free, v_free,
@@ -210,6 +210,8 @@ def _partials(
             plgpu.wait_smem_to_gmem(0)
 
         def load():
+            first_page = layer_ref[0] * num_pages
+
             def one_split(turn, base):
                 entry, kv_head, seq, blocks = work(turn)
                 q_slot = lax.rem(turn, jnp.int32(2))
@@ -227,7 +229,7 @@ def _partials(
                 )
 
                 def one_page(j, _):
-                    page = layer * num_pages + table_ref[entry, PAGES + j]
+                    page = first_page + table_ref[entry, PAGES + j]
                     index = base + j
                     rings = ((k_smem, k_bar, k_free), (v_smem, v_bar, v_free))
                     for half, (smem, filled, free) in enumerate(rings):
@@ -283,7 +285,7 @@ def _partials(
         kernel_name="attention_splits_sm90",
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=256),
         interpret=plgpu.InterpretGPUParams() if is_interpreted else None,
-    )(rows, bits.page_rows(pages), row_positions, table, num_entries)
+    )(rows, bits.page_rows(pages), row_positions, table, num_entries, layer.reshape(1))
 
 
 def _merge(o, ml, limits, row_positions, *, shape, config, is_interpreted, rows_apart):

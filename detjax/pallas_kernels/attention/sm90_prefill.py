@@ -63,9 +63,9 @@ def _tile_limits(tile_positions: jax.Array) -> jax.Array:
     return jnp.stack([blocks, full, last], axis=-1)
 
 
-@functools.partial(jax.jit, static_argnames=("layer", "config", "is_interpreted"))
+@functools.partial(jax.jit, static_argnames=("config", "is_interpreted"))
 def prefill(
-    q, pages, page_table, positions, *, layer: int, config: PrefillConfig, is_interpreted: bool
+    q, pages, page_table, positions, layer, *, config: PrefillConfig, is_interpreted: bool
 ) -> jax.Array:
     """See `sm90.attention`."""
     batch, query_len, num_heads, channels = q.shape
@@ -107,7 +107,7 @@ def prefill(
         return full_turns + (index < rest).astype(jnp.int32)
 
     def body(
-        q_ref, pages_ref, table_ref, pos_ref, limits_ref, out_ref,
+        q_ref, pages_ref, table_ref, pos_ref, limits_ref, layer_ref, out_ref,
         q_smem, k_smem, v_smem, p_smem2,
         q_bar, k_bar, v_bar, q_free, k_free, v_free, turn_bar,
     ):  # fmt: skip
@@ -223,6 +223,7 @@ def prefill(
         def load():
             if not is_interpreted:
                 plgpu.set_max_registers(24, action="decrease")
+            first_page = layer_ref[0] * num_pages
 
             def one_tile(turn, base):
                 tile, seq, head_group = work(item_of(turn))
@@ -245,7 +246,7 @@ def prefill(
                 def one_page(j, _):
                     index = base + j
                     slot = lax.rem(index, jnp.int32(stages))
-                    page = layer * num_pages + table_ref[seq, j]
+                    page = first_page + table_ref[seq, j]
                     for half, (smem, filled, free) in enumerate(
                         ((k_smem, k_bar, k_free), (v_smem, v_bar, v_free))
                     ):
@@ -302,5 +303,5 @@ def prefill(
         kernel_name="attention_prefill_sm90",
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=256),
         interpret=plgpu.InterpretGPUParams() if is_interpreted else None,
-    )(q, bits.page_rows(pages), page_table, row_positions, limits)
+    )(q, bits.page_rows(pages), page_table, row_positions, limits, layer.reshape(1))
     return out[:, :query_len]

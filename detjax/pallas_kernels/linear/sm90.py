@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear layers on Hopper: one matrix-product kernel, tiles by M, and the rest of the tree."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -161,6 +163,7 @@ def _tree(terms: list):
     return terms[0]
 
 
+@functools.partial(jax.jit, static_argnames=("out_dtype", "interpret"))
 def _combine(terms: tuple, residual, bias, *, out_dtype, interpret=None) -> jax.Array:
     """Add all groups of all terms, each [groups, M, N], as one tree."""
     _, num_rows, num_out = terms[0].shape

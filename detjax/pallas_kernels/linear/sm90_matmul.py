@@ -43,6 +43,7 @@ def _views(ref, is_ragged):
     return tuple(ref) if is_ragged else (ref, ref)
 
 
+@functools.partial(jax.jit, static_argnames=("leaf_len", "out_dtype", "tiles", "interpret"))
 def matmul(
     x,
     w,

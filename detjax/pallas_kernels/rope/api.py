@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotary position embedding, alone and with the norm before it and the cache write after it."""
 
-import jax
+import jax.numpy as jnp
 
 from detjax.array_types import Activation, Array, Float32, Int32
 from detjax.pallas_kernels.backend import Backend
@@ -77,13 +77,10 @@ def rope_into_cache(
     """
     num_heads = qkv.shape[1] - 2 * pages.shape[3]
     if backend is Backend.SM90:
-        q_gain, k_gain = gains or (None, None)
-        pages_ref = jax.new_ref(pages)
-        q = sm90.qk_norm_rope_write(
-            qkv, cos, sin, q_gain, k_gain, pages_ref, page_table, positions,
-            num_heads=num_heads, layer=layer, eps=eps,
-        )  # fmt: skip
-        return q, jax.freeze(pages_ref)
+        # WHY: the layer is an operand, so that all layers share one compiled kernel.
+        return sm90.rope_into_cache(
+            qkv, cos, sin, gains, pages, page_table, positions, jnp.int32(layer), eps=eps
+        )
     q, k, v = portable.split_heads(qkv, num_heads)
     if gains is not None:
         q, k = (

@@ -113,6 +113,18 @@ def rope(x, cos, sin, *, interpret: bool = False) -> jax.Array:
     )
 
 
+@functools.partial(jax.jit, static_argnames=("eps",))
+def rope_into_cache(qkv, cos, sin, gains, pages, page_table, positions, layer, *, eps: float):
+    """See `api.rope_into_cache`."""
+    q_gain, k_gain = gains or (None, None)
+    pages_ref = jax.new_ref(pages)
+    q = qk_norm_rope_write(
+        qkv, cos, sin, q_gain, k_gain, pages_ref, page_table, positions,
+        num_heads=qkv.shape[1] - 2 * pages.shape[3], layer=layer, eps=eps,
+    )  # fmt: skip
+    return q, jax.freeze(pages_ref)
+
+
 def qk_norm_rope_write(
     qkv,
     cos,

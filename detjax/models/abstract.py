@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model as shapes alone: to learn what a backend refuses, or to compile, before any weight."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from detjax.models.config import ModelConfig
+from detjax.models.decoder import forward, local_logits
+from detjax.models.fusion import fuse_projections_abstractly, fused_partition_specs
+from detjax.models.layers import Recipe, Tokens
+from detjax.models.params import kv_layout, param_specs, partition_specs
+from detjax.numerics import NumericsProfile
+from detjax.pallas_kernels.backend import Backend
+from detjax.parallel.mesh import DP_AXIS, TP_AXIS
+
+PROBED_LENGTHS = (1, 100, 1000)
+"""Rows of a decode, a verify and a prefill step: the kernels differ by nothing else."""
+
+
+def abstract_params(
+    config: ModelConfig, mesh: Mesh | AbstractMesh, *, profile: NumericsProfile
+) -> dict:
+    """Shapes, dtypes and shardings of a loaded model's parameters, projections fused."""
+    tp = mesh.shape[TP_AXIS]
+    specs = param_specs(config, tp=tp, vocab_block=profile.vocab_block)
+    shapes = fuse_projections_abstractly(
+        jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, profile.param_dtype), specs)
+    )
+    shardings = fused_partition_specs(
+        partition_specs(config, tp=tp, vocab_block=profile.vocab_block)
+    )
+    return jax.tree.map(
+        lambda shape, spec: shape.update(sharding=NamedSharding(mesh, spec)), shapes, shardings
+    )
+
+
+def why_unsupported(
+    config: ModelConfig, profile: NumericsProfile, backend: Backend, tp: int
+) -> str | None:
+    """What a backend's kernels refuse in this model, or None if they take it.
+
+    The step is traced, not run: the kernels check their own limits, so this cannot fall behind
+    them.
+    """
+    if backend is Backend.PORTABLE:
+        return None
+    windows = tuple(dict.fromkeys(config.sliding_windows))
+    config = dataclasses.replace(config, num_layers=len(windows), sliding_windows=windows)
+    mesh = AbstractMesh((1, tp), (DP_AXIS, TP_AXIS), axis_types=(AxisType.Auto, AxisType.Auto))
+    recipe = Recipe(config=config, profile=profile, backend=backend, tp=tp)
+    num_slots = kv_layout(config.num_heads, config.num_kv_heads, tp).num_slots
+    specs = fused_partition_specs(
+        partition_specs(config, tp=tp, vocab_block=profile.vocab_block)
+    )
+
+    def logits(params, tables, pages, tokens):
+        _, hidden = forward(recipe, params, tables, pages, tokens)
+        return local_logits(recipe, params, hidden.reshape(-1, config.hidden_size))
+
+    pages_spec = P(None, None, None, TP_AXIS)
+    traced = jax.shard_map(
+        logits,
+        mesh=mesh,
+        in_specs=(specs, P(), pages_spec, P()),
+        out_specs=P(None, TP_AXIS),
+        check_vma=False,
+    )
+    table = jax.ShapeDtypeStruct((1024, config.head_dim // 2), jnp.float32)
+    page = (2, num_slots, profile.attention_block, config.head_dim)
+    pages = jax.ShapeDtypeStruct((len(windows), 8, *page), profile.activation_dtype)
+    for length in PROBED_LENGTHS:
+        ids = jax.ShapeDtypeStruct((1, length), jnp.int32)
+        tokens = Tokens(
+            ids=ids, positions=ids, page_table=jax.ShapeDtypeStruct((1, 8), jnp.int32)
+        )
+        params = abstract_params(config, mesh, profile=profile)
+        try:
+            jax.eval_shape(traced, params, (table, table), pages, tokens)
+        except (NotImplementedError, ValueError) as error:
+            return str(error)
+    return None
