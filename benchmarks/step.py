@@ -137,7 +137,6 @@ class Runner:
             times.append((time.perf_counter() - begin) / repeats * 1e3)
         return statistics.median(times)
 
-
     def kernel_times(self, rows: list[int], length: int, start: int, *, repeats: int = 3) -> list:
         """(kernel, launches a step, microseconds a step), longest first, from CUPTI."""
         from jax.experimental.mosaic.gpu import profiler
@@ -180,7 +179,9 @@ def prefill_flop(model, length: int) -> float:
 
 def show_kernels(times: list) -> None:
     """Print what takes a step's time on the device."""
-    print(f"  {sum(us for _, _, us in times):10.1f} us in {sum(n for _, n, _ in times):.0f} launches")
+    print(
+        f"  {sum(us for _, _, us in times):10.1f} us in {sum(n for _, n, _ in times):.0f} launches"
+    )
     for name, launches, us in times[:24]:
         print(f"  {us:10.1f} us {launches:6.0f} x {us / launches:8.2f}  {name[:70]}")
 

@@ -53,9 +53,7 @@ def why_unsupported(
     mesh = AbstractMesh((1, tp), (DP_AXIS, TP_AXIS), axis_types=(AxisType.Auto, AxisType.Auto))
     recipe = Recipe(config=config, profile=profile, backend=backend, tp=tp)
     num_slots = kv_layout(config.num_heads, config.num_kv_heads, tp).num_slots
-    specs = fused_partition_specs(
-        partition_specs(config, tp=tp, vocab_block=profile.vocab_block)
-    )
+    specs = fused_partition_specs(partition_specs(config, tp=tp, vocab_block=profile.vocab_block))
 
     def logits(params, tables, pages, tokens):
         _, hidden = forward(recipe, params, tables, pages, tokens)
@@ -74,9 +72,7 @@ def why_unsupported(
     pages = jax.ShapeDtypeStruct((len(windows), 8, *page), profile.activation_dtype)
     for length in PROBED_LENGTHS:
         ids = jax.ShapeDtypeStruct((1, length), jnp.int32)
-        tokens = Tokens(
-            ids=ids, positions=ids, page_table=jax.ShapeDtypeStruct((1, 8), jnp.int32)
-        )
+        tokens = Tokens(ids=ids, positions=ids, page_table=jax.ShapeDtypeStruct((1, 8), jnp.int32))
         params = abstract_params(config, mesh, profile=profile)
         try:
             jax.eval_shape(traced, params, (table, table), pages, tokens)

@@ -269,7 +269,7 @@ def test_tree_is_mesh_invariant(local_leaves):
         while len(parts) > 1:
             parts = [a + b for a, b in zip(parts[0::2], parts[1::2], strict=True)]
         assert_bitwise_equal(
-            partial(x, w),
+            sm90.linear_partial(x, w, reduction=reduction),
             parts[0],
             claim=f"{local_leaves} leaves a rank and 8 give the same bits at M={num_rows}",
         )
