@@ -259,7 +259,7 @@ def check_vocabulary(vocab):
         return sampling.gumbel_argmax(x, t, (a, b), first_token_id=256)
 
     def both(x, t, a, b):
-        return sampling.block_stats_gumbel_argmax(x, t, (a, b), first_token_id=256)
+        return sampling.stats_and_choice(x, t, (a, b), first_token_id=256, vocab_block=128)
 
     maxima, sums = stats(logits)
     lse = log_softmax.log_sum_exp(maxima, sums)
@@ -624,8 +624,8 @@ def time_vocabulary():
 
             ours = {
                 "argmax": lambda x, t, a, b: sampling.gumbel_argmax(x, t, (a, b), first_token_id=0),
-                "stats+argmax": lambda x, t, a, b: sampling.block_stats_gumbel_argmax(
-                    x, t, (a, b), first_token_id=0
+                "stats+argmax": lambda x, t, a, b: sampling.stats_and_choice(
+                    x, t, (a, b), first_token_id=0, vocab_block=128
                 ),
                 "scores": lambda x, t, a, b: sampling.gumbel_scores(x, t, (a, b), first_token_id=0),
             }

@@ -88,6 +88,8 @@ def local_logits(
         hidden, params["lm_head"], out_dtype=jnp.dtype(jnp.float32), backend=recipe.backend
     )
     width = logits.shape[1]
+    if width * recipe.tp == recipe.config.vocab_size:
+        return logits
     token_ids = lax.axis_index(TP_AXIS) * width + jnp.arange(width, dtype=jnp.int32)
     return jnp.where(token_ids < recipe.config.vocab_size, logits, -jnp.inf)
 

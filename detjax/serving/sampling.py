@@ -13,7 +13,7 @@ from detjax.array_types import Array, Bool, Float32, Int32
 from detjax.models.layers import Recipe
 from detjax.pallas_kernels.log_softmax.api import block_stats, log_probs, log_sum_exp
 from detjax.pallas_kernels.sampling import noise
-from detjax.pallas_kernels.sampling.api import gumbel_scores, nucleus_sums
+from detjax.pallas_kernels.sampling.api import gumbel_scores, nucleus_sums, stats_and_choice
 from detjax.parallel.collectives import gather_columns
 from detjax.parallel.mesh import TP_AXIS
 from detjax.serving.request import SamplingParams
@@ -148,18 +148,26 @@ def choose(
     """
     backend = recipe.backend
     first = lax.axis_index(TP_AXIS) * logits.shape[1]
-    maxima, sums = block_stats(logits, vocab_block=recipe.profile.vocab_block, backend=backend)
+    key = noise.row_key(rows.seed_low, rows.seed_high, rows.sample_idx, positions)
+    vocab_block = recipe.profile.vocab_block
+    if with_filters:
+        maxima, sums = block_stats(logits, vocab_block=vocab_block, backend=backend)
+        scores = gumbel_scores(logits, rows.temperature, key, first_token_id=first, backend=backend)
+        scores = jnp.where(_kept_tokens(recipe, logits, rows), scores, -jnp.inf)
+        best, best_id = jnp.max(scores, axis=1), first + jnp.argmax(scores, axis=1)
+    else:
+        maxima, sums, best, best_id = stats_and_choice(
+            logits,
+            rows.temperature,
+            key,
+            first_token_id=first,
+            vocab_block=vocab_block,
+            backend=backend,
+        )
+    token_ids = _best_over_ranks(best, best_id.astype(jnp.int32))
     lse = log_sum_exp(
         gather_columns(maxima, TP_AXIS), gather_columns(sums, TP_AXIS), backend=backend
     )
-
-    key = noise.row_key(rows.seed_low, rows.seed_high, rows.sample_idx, positions)
-    scores = gumbel_scores(logits, rows.temperature, key, first_token_id=first, backend=backend)
-    if with_filters:
-        scores = jnp.where(_kept_tokens(recipe, logits, rows), scores, -jnp.inf)
-    local_id = jnp.argmax(scores, axis=1).astype(jnp.int32)
-    best = jnp.take_along_axis(scores, local_id[:, None], axis=1)[:, 0]
-    token_ids = _best_over_ranks(best, first + local_id)
 
     local = token_ids - first
     owned = jnp.take_along_axis(logits, jnp.clip(local, 0, logits.shape[1] - 1)[:, None], axis=1)

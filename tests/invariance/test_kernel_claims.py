@@ -34,7 +34,7 @@ from detjax.pallas_kernels.linear.api import (
 from detjax.pallas_kernels.log_softmax.api import block_stats, log_probs, log_sum_exp
 from detjax.pallas_kernels.rms_norm.api import add_rms_norm, combine_add_rms_norm, rms_norm
 from detjax.pallas_kernels.rope.api import rope, rope_into_cache
-from detjax.pallas_kernels.sampling.api import gumbel_scores, nucleus_sums
+from detjax.pallas_kernels.sampling.api import gumbel_scores, nucleus_sums, stats_and_choice
 from detjax.pallas_kernels.swiglu.api import swiglu
 from detjax.parallel.collectives import butterfly_sum
 from detjax.parallel.mesh import make_mesh
@@ -72,6 +72,25 @@ class Case:
 
 def _columns(num_ranks, rank, width):
     return slice(rank * width // num_ranks, (rank + 1) * width // num_ranks)
+
+
+def _choice(x, temperature, key_0, key_1, *, ranks):
+    """Statistics of all blocks, the best score and its token, each rank on its columns."""
+    parts = []
+    for rank in range(ranks):
+        cols = _columns(ranks, rank, x.shape[1])
+        parts.append(
+            stats_and_choice(
+                x[:, cols], temperature, (key_0, key_1), first_token_id=cols.start,
+                vocab_block=128, **ON,
+            )
+        )  # fmt: skip
+    maxima, sums, best, token = (jnp.stack(part, axis=1) for part in zip(*parts, strict=True))
+    winner = jnp.argmax(best, axis=1)[:, None]
+    best = jnp.take_along_axis(best, winner, axis=1)
+    token = jnp.take_along_axis(token, winner, axis=1).astype(jnp.float32)
+    rows = x.shape[0]
+    return jnp.concatenate([maxima.reshape(rows, -1), sums.reshape(rows, -1), best, token], axis=1)
 
 
 def _cases() -> dict[str, Case]:
@@ -241,6 +260,15 @@ def _cases() -> dict[str, Case]:
             call=lambda x, t, a, b: gumbel_scores(x, t, (a, b), first_token_id=0, **ON),
             rows=(logits, temperature, *key),
             slices=noise_share,
+        ),
+        "stats_and_choice": Case(
+            kernel=stats_and_choice,
+            call=lambda *rows: _choice(*rows, ranks=1),
+            rows=(logits, temperature, *key),
+            slices=lambda rank, ranks: (
+                lambda *rows: _choice(*rows, ranks=ranks),
+                slice(None),
+            ),
         ),
         "nucleus_sums": Case(
             kernel=nucleus_sums,

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Row kernels of the sm90 backend: lowering and arithmetic without a GPU, claims with one."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -216,7 +218,7 @@ def test_vocabulary_kernels_lower(num_rows, vocab):
     for op in (
         sampling.gumbel_scores,
         sampling.gumbel_argmax,
-        sampling.block_stats_gumbel_argmax,
+        functools.partial(sampling.stats_and_choice, vocab_block=128),
     ):
         lower_for_hopper(
             lambda x, t, a, b, i, op=op: op(x, t, (a, b), first_token_id=i),
@@ -259,8 +261,8 @@ def test_sampling_in_interpret_mode(num_rows, vocab):
     ids = np.argmax(np.asarray(scores), axis=1)
     assert_bitwise_equal(token, (128 + ids).astype(np.int32), claim="the first maximum wins")
     close(best, np.asarray(scores).max(axis=1), 1e-5)
-    both = sampling.block_stats_gumbel_argmax(
-        logits, temperature, key, first_token_id=128, interpret=True
+    both = sampling.stats_and_choice(
+        logits, temperature, key, first_token_id=128, vocab_block=128, interpret=True
     )
     assert_bitwise_equal(both[3], token, claim="one pass chooses the same token")
     equal = jnp.full((2, 384), 1.5, F32)
@@ -448,7 +450,7 @@ def test_vocabulary_kernels_are_bitwise_batch_invariant(vocab):
     assert_order_sensitive(np.exp(np.asarray(logits[:2, :512])))
 
     def both(x, t, a, b):
-        return sampling.block_stats_gumbel_argmax(x, t, (a, b), first_token_id=256)
+        return sampling.stats_and_choice(x, t, (a, b), first_token_id=256, vocab_block=128)
 
     def scores(x, t, a, b):
         return sampling.gumbel_scores(x, t, (a, b), first_token_id=256)

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Choosing a token: Gumbel-max scores and the sums behind top-p."""
 
+import jax.numpy as jnp
+
 from detjax.array_types import Array, Float32, Int32, UInt32
 from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.log_softmax.api import block_stats
 from detjax.pallas_kernels.sampling import portable, sm90
 
 
@@ -36,6 +39,45 @@ def gumbel_scores(
     if backend is Backend.SM90:
         return sm90.gumbel_scores(logits, temperature, key, first_token_id=first_token_id)
     return portable.gumbel_scores(logits, temperature, key, first_token_id=first_token_id)
+
+
+def stats_and_choice(
+    logits: Float32[Array, "M v"],
+    temperature: Float32[Array, " M"],
+    key: tuple[UInt32[Array, " M"], UInt32[Array, " M"]],
+    *,
+    first_token_id: int | Int32[Array, ""],
+    vocab_block: int,
+    backend: Backend,
+) -> tuple[Float32[Array, "M b"], Float32[Array, "M b"], Float32[Array, " M"], Int32[Array, " M"]]:
+    """Block statistics for the log-softmax, and the best score of each row and its token.
+
+    `maxima, sums = block_stats(logits)`, `scores = gumbel_scores(logits, ...)`,
+    `best[m] = max(scores[m])`, `token[m] = first_token_id + argmax(scores[m])`
+
+    Args:
+        logits: This rank's share of the vocabulary; -inf marks padding.
+        temperature: 0 is greedy.
+        key: Of each row, from `noise.row_key`.
+        first_token_id: Token of the first column; a multiple of 128.
+        vocab_block: Logits in a block.
+        backend: Which implementation runs.
+
+    Numerics:
+        The bits of `block_stats` and `gumbel_scores`; on sm90 in one pass that writes no scores.
+        Comparisons are exact; the first maximum wins. With a NaN among a row's logits its
+        statistics are NaN and its token is unspecified.
+        Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
+    """
+    if backend is Backend.SM90:
+        return sm90.stats_and_choice(
+            logits, temperature, key, first_token_id=first_token_id, vocab_block=vocab_block
+        )
+    maxima, sums = block_stats(logits, vocab_block=vocab_block, backend=backend)
+    scores = portable.gumbel_scores(logits, temperature, key, first_token_id=first_token_id)
+    token = jnp.argmax(scores, axis=1).astype(jnp.int32)
+    best = jnp.take_along_axis(scores, token[:, None], axis=1)[:, 0]
+    return maxima, sums, best, first_token_id + token
 
 
 def nucleus_sums(

@@ -272,22 +272,21 @@ def gumbel_argmax(
     return _merge_parts(values, tokens, interpret)
 
 
-@functools.partial(jax.jit, static_argnames=("interpret",))
-def block_stats_gumbel_argmax(
-    logits, temperature, key, *, first_token_id, interpret: bool = False
+@functools.partial(jax.jit, static_argnames=("vocab_block", "interpret"))
+def stats_and_choice(
+    logits, temperature, key, *, first_token_id, vocab_block: int, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Read the logits once for both the log-softmax and the choice.
-
-    Returns:
-        `maxima` and `sums` of `block_stats`, then `best` and `token` of `gumbel_argmax`.
+    """See `api.stats_and_choice`: the logits are read once for the log-softmax and the choice.
 
     Raises:
-        ValueError: If the share is not whole blocks of 128.
+        ValueError: If the share is not whole blocks of 128, or a block is another.
 
     Numerics:
         The bits of `block_stats` and `gumbel_argmax`: the same functions on the same layout.
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
     """
+    if vocab_block != BLOCK:
+        raise ValueError(f"sm90 sampling has blocks of {BLOCK} logits, not {vocab_block}")
     values, tokens, maxima, sums = _best_of_parts(
         logits, temperature, key, first_token_id, with_stats=True, interpret=interpret
     )
