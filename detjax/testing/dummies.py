@@ -67,10 +67,11 @@ def dummy_model(
     dp: int = 1,
     tp: int = 1,
     profile: NumericsProfile | None = None,
+    backend: Backend = Backend.PORTABLE,
     seed: int = 0,
 ) -> LoadedModel:
     """Random weights on a (dp, tp) mesh, equal for every mesh; drawn on the host, to start fast."""
-    profile, mesh = profile or NumericsProfile(), make_mesh(dp, tp)
+    profile, mesh = profile or NumericsProfile(), make_mesh(dp, tp, platform=backend.platform)
     specs = param_specs(config, tp=tp, vocab_block=profile.vocab_block)
 
     def make(spec: ParamSpec) -> jax.Array:
@@ -89,7 +90,7 @@ def dummy_model(
         lambda: jax.tree.map(make, specs),
         profile=profile,
         mesh=mesh,
-        backend=Backend.PORTABLE,
+        backend=backend,
         folder=None,
     )
 
