@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bits and speed of the sm90 linear kernels on one GPU: `--tune`, `--bits` and `--final`."""
+"""Bits and speed of the sm90 linear kernels on one GPU.
+
+`--gated`: gate and up with SwiGLU in one kernel. `--trees`: eight leaves. `--layers`: the products
+of a prefill in a row. `--bits`, `--final`: every row count and every shape with the tiles chosen.
+"""
 
 import argparse
 import concurrent.futures
@@ -24,7 +28,8 @@ from jax.experimental.mosaic.gpu import profiler
 from detjax.numerics import Reduction
 from detjax.pallas_kernels.linear import sm90
 from detjax.pallas_kernels.linear.sm90_matmul import matmul
-from detjax.pallas_kernels.linear.tiles import MatmulTiles
+from detjax.pallas_kernels.linear.tiles import MatmulTiles, fill_stages
+from detjax.pallas_kernels.swiglu.sm90 import swiglu
 
 SHAPES = {  # name: (N, K, leaves)
     "qkv": (6144, 4096, 1),
@@ -47,15 +52,6 @@ def flat(cols, stages, **more):
     return MatmulTiles(is_swapped=True, cols=cols, stages=stages, **more)
 
 
-def label(tiles: MatmulTiles) -> str:
-    changed = [
-        f"{f.name}={getattr(tiles, f.name)}"
-        for f in dataclasses.fields(tiles)
-        if f.default is dataclasses.MISSING or getattr(tiles, f.name) != f.default
-    ]
-    return " ".join(changed).replace("is_swapped=True", "flat").replace("is_swapped=False", "tall")
-
-
 def bits_of(x):
     return lax.bitcast_convert_type(x, jnp.uint16 if x.dtype == jnp.bfloat16 else jnp.uint32)
 
@@ -65,7 +61,7 @@ def count_different(a, b):
     return jnp.sum(bits_of(a) != bits_of(b[: a.shape[0]]))
 
 
-def median_us(compiled, arguments, iterations):
+def median_us(compiled, arguments, iterations=12):
     """Median device time; `arguments` are lists of operands used in turn."""
     turn = itertools.cycle(arguments)
     for _ in arguments:
@@ -89,8 +85,6 @@ def median_us(compiled, arguments, iterations):
 class Bench:
     def __init__(self):
         self.pool = concurrent.futures.ThreadPoolExecutor(14)
-        self.rows = []
-        self.operands = {}
 
     def inputs(self, name, max_rows):
         n, k, _ = SHAPES[name]
@@ -114,30 +108,6 @@ class Bench:
         return [(name, self.pool.submit(one, fn, shapes)) for name, fn, shapes in jobs]
 
 
-def ours(tiles, name, kind):
-    """A function of (x, w, residual): `kind` is bf16, f32 or res."""
-    n, k, leaves = SHAPES[name]
-    out_dtype = jnp.float32 if kind == "f32" or tiles.groups > 1 else jnp.bfloat16
-
-    def fn(x, w, r):
-        out = matmul(
-            x,
-            w,
-            None,
-            r if kind == "res" and tiles.groups == 1 else None,
-            leaf_len=k // leaves,
-            out_dtype=out_dtype,
-            tiles=tiles,
-        )
-        if tiles.groups == 1:
-            return out
-        if kind == "res":
-            return sm90.combine_residual(out, r, None)
-        return sm90.combine_partials(out)
-
-    return fn
-
-
 def cublas(kind):
     def fn(x, w, r):
         out = jnp.dot(x, w.T, preferred_element_type=jnp.float32 if kind == "f32" else None)
@@ -146,132 +116,228 @@ def cublas(kind):
     return fn
 
 
-def run_shape(bench, name, cases, max_rows, iterations=12):
-    """cases: (M, kind, tiles). Rivals are timed at each (M, kind) of plain output."""
-    n, k, leaves = SHAPES[name]
-    x, ws, r = bench.inputs(name, max_rows)
-    jobs, keys = [], []
-    for m in sorted({c[0] for c in cases}):
-        shapes = [
-            jax.ShapeDtypeStruct((m, k), jnp.bfloat16),
-            jax.ShapeDtypeStruct((n, k), jnp.bfloat16),
-            jax.ShapeDtypeStruct((m, n), jnp.bfloat16),
-        ]
-        rival_kind = "f32" if name == "lm_head" else "bf16"
-        jobs.append((f"cublas {m}", cublas(rival_kind), shapes))
-        keys.append((m, "cublas", None))
-        for mm, kind, tiles in cases:
-            if mm == m:
-                jobs.append((label(tiles), ours(tiles, name, kind), shapes))
-                keys.append((m, kind, tiles))
-    start = time.time()
-    futures = bench.compile_all(jobs)
-    for _, f in futures:
-        try:
-            f.result()
-        except Exception:  # reported below, with its name
-            pass
-    print(
-        f"== {name} N={n} K={k} leaves={leaves}: {len(jobs)} compiled "
-        f"in {time.time() - start:.1f} s",
-        flush=True,
-    )
-    reference, rival = {}, {}
-    for (m, kind, _), (text, future) in zip(keys, futures, strict=True):
-        row = {"shape": name, "n": n, "k": k, "leaves": leaves, "m": m, "kind": kind, "tiles": text}
+def sustained_us(compiled, arguments, seconds=0.12):
+    """Time of one call in a queue that is never empty, once clocks and power have settled."""
+    turn = itertools.cycle(arguments)
+
+    def run(calls):
+        start = time.perf_counter()
+        for _ in range(calls):
+            out = compiled(*next(turn))
+        out.block_until_ready()
+        return (time.perf_counter() - start) / calls
+
+    calls = max(8, int(seconds / run(4)))
+    run(calls)
+    return run(calls) * 1e6
+
+
+def compare(bench, title, functions, arguments, timer, reference=None):
+    """One line of times; `!n` marks n elements with other bits than `reference` or the first.
+
+    Rivals, whose names start with a capital, promise no bits. Returns the first one's output.
+    """
+    jobs = bench.compile_all([(name, fn, arguments[0]) for name, fn in functions.items()])
+    cells, first_us, row = [], None, {"compare": title}
+    for name, future in jobs:
         try:
             compiled = future.result()
-            xm, rm = x[:m], r[:m]
-            arguments = [(xm, w, rm) for w in ws]
-            out = compiled(*arguments[0])
-            if kind == "cublas":
-                rival[m] = row["us"] = median_us(compiled, arguments, iterations)
-                row["different_from_first"] = None
-            else:
-                if kind not in reference:
-                    reference[kind] = out
-                    row["error"] = error_of(xm, ws[0], rm if kind == "res" else None, out)
-                ref = reference[kind]
-                row["different"] = (
-                    int(count_different(out, ref))
-                    if ref.shape[0] >= m
-                    else int(count_different(ref, out))
-                )
-                row["us"] = median_us(compiled, arguments, iterations)
-                row["ratio"] = rival[m] / row["us"]
-            row["tflops"] = 2 * m * n * k / row["us"] / 1e6
-            row["gb_s"] = 2 * n * k / row["us"] / 1e3
+            out = np.asarray(compiled(*arguments[0]))
+            us = timer(compiled, arguments)
         except Exception as e:
-            row["failed"] = f"{type(e).__name__}: {str(e)[:300]}"
-        bench.rows.append(row)
-        print_row(row)
-    with open(OUT / "rows.jsonl", "a") as f:
-        for row in bench.rows:
-            f.write(json.dumps(row) + "\n")
-    done, bench.rows = bench.rows, []
-    return done
+            cells.append(f"{name} FAILED {type(e).__name__} {str(e)[:120]}")
+            continue
+        different = 0
+        if not name[0].isupper():
+            reference = out if reference is None else reference
+            size = min(len(out), len(reference))
+            different = int((out[:size].view(np.uint16) != reference[:size].view(np.uint16)).sum())
+        first_us = first_us or us
+        row[name] = {"us": us, "different": different}
+        mark = f" !{different}" if different else ""
+        cells.append(f"{name} {us:.1f}" + (f" ({first_us / us:.3f})" if cells else "") + mark)
+    print(f"{title}: " + ", ".join(cells), flush=True)
+    with open(OUT / "compare.jsonl", "a") as f:
+        f.write(json.dumps(row) + "\n")
+    return reference
 
 
-def print_row(row):
-    if "failed" in row:
-        print(
-            f"{row['shape']:8}{row['m']:6} {row['kind']:6} FAILED {row['tiles']}: "
-            f"{row['failed'][:200]}",
-            flush=True,
-        )
-        return
-    extra = "" if row["kind"] == "cublas" else f"x{row['ratio']:.3f} diff={row['different']}"
-    err = f" err={row['error']:.2e}" if "error" in row else ""
-    print(
-        f"{row['shape']:8}{row['m']:6} {row['kind']:6}{row['us']:9.2f} us {row['tflops']:5.0f} TF "
-        f"{row['gb_s']:5.0f} GB/s {extra}{err} {row['tiles']}",
-        flush=True,
+def with_tiles(tiles, leaf_len, **fit):
+    """A product with its stages filled, of (x, w) or (x, w, residual)."""
+    tiles = fill_stages(tiles, out_bytes=2, **fit)
+
+    def fn(x, w, residual=None):
+        return matmul(
+            x, w, None, residual, leaf_len=leaf_len, out_dtype=jnp.bfloat16, tiles=tiles
+        )  # fmt: skip
+
+    return fn
+
+
+def product(x, w):
+    return sm90.linear(x, w, None, out_dtype=jnp.dtype(jnp.bfloat16))
+
+
+def product_then_swiglu(x, w):
+    return swiglu(product(x, w))
+
+
+def xla_swiglu(x, w):
+    """What XLA makes of it, with the activation in float32."""
+    gate, up = jnp.split(jnp.dot(x, w.T), 2, axis=1)
+    gate = gate.astype(jnp.float32)
+    return (gate * jax.nn.sigmoid(gate) * up.astype(jnp.float32)).astype(x.dtype)
+
+
+GATED_ROWS = (*range(1, 18), 31, 64, 100, 128, 129, 256, 333, 1000, 2048, 4000)
+
+
+def gated_variants(num_rows):
+    """Tiles of gates and ups worth a try at `num_rows`."""
+    wide = tall(256, is_gated=True)
+    if num_rows <= 32:
+        rows = flat(-(-num_rows // 8) * 8, 2, rows=128, is_gated=True)
+        return {
+            "two CTAs k64": dataclasses.replace(rows, k=64, ctas_per_sm=2),
+            "one CTA": rows,
+            "one CTA k256": dataclasses.replace(rows, k=256),
+            "256 weights": dataclasses.replace(rows, num_wgs=2),
+            "tall 224": tall(224, num_wgs=1, out_span=64, is_gated=True),
+            "tall 224 delay": tall(224, num_wgs=1, out_span=64, is_gated=True, delay=1),
+        }
+    if num_rows <= 128:
+        wgs = 1 if num_rows <= 64 else 2
+        one_wave = tall(224, num_wgs=wgs, out_span=64, is_gated=True)
+        return {
+            "delay": dataclasses.replace(one_wave, delay=1),
+            "k128": dataclasses.replace(one_wave, k=128, stages=2),
+            "128, two CTAs": dataclasses.replace(one_wave, cols=128, ctas_per_sm=2),
+            "256 weights": flat(num_rows, 2, rows=128, num_wgs=2, k=64, is_gated=True),
+        }
+    if num_rows < 2048:
+        return {
+            "256": wide,
+            "224": dataclasses.replace(wide, cols=224, out_span=64),
+            "lag 2": dataclasses.replace(wide, lag=2),
+            "delay": dataclasses.replace(wide, delay=1),
+        }
+    pairs = dataclasses.replace(wide, cluster_rows=2)
+    three = dataclasses.replace(wide, num_wgs=3, cols=192, out_span=64)
+    few = {
+        "lag 2": dataclasses.replace(pairs, lag=2),
+        "delay": dataclasses.replace(pairs, delay=1),
+        "lag 2 delay": dataclasses.replace(pairs, lag=2, delay=1),
+        "k32 lag 4 delay": dataclasses.replace(pairs, k=32, stages=8, lag=4, delay=1, out_span=64),
+        "alone lag 2": dataclasses.replace(wide, lag=2),
+        "192x192": three,
+    }
+    if num_rows > 4096:
+        return few
+    return {
+        **few,
+        "lag 1": dataclasses.replace(pairs, lag=1),
+        "lag 3": dataclasses.replace(pairs, lag=3),
+        "k32 lag 4": dataclasses.replace(pairs, k=32, stages=8, lag=4, out_span=64),
+        "alone": wide,
+        "columns": dataclasses.replace(wide, cluster_cols=2),
+        "snake 16": dataclasses.replace(pairs, snake=16),
+        "192x192 columns": dataclasses.replace(three, cluster_cols=2),
+        "192x192 delay": dataclasses.replace(three, delay=1),
+    }
+
+
+def gated_bits(bench):
+    """`linear_swiglu` at every row count against the product and SwiGLU one after the other."""
+    x, ws, _ = bench.inputs("gate_up", 4000)
+    x = (x.astype(jnp.float32) * jnp.exp(jax.random.normal(jax.random.key(5), x.shape))).astype(
+        jnp.bfloat16
     )
+    arguments = [(x[:m], ws[0]) for m in GATED_ROWS]
+    jobs = bench.compile_all([(str(a[0].shape[0]), sm90.linear_swiglu, a) for a in arguments])
+    want = np.asarray(jax.jit(product_then_swiglu)(x, ws[0])).view(np.uint16)
+    bad = {}
+    for (name, future), operands in zip(jobs, arguments, strict=True):
+        shape = (operands[0].shape[0], want.shape[1])
+        jnp.full(shape, jnp.nan, jnp.bfloat16).block_until_ready()  # poisons the next output
+        out = np.asarray(future.result()(*operands)).view(np.uint16)
+        different = int((out != want[: len(out)]).sum())
+        if different:
+            bad[name] = different
+    print(f"gated bits: {len(jobs)} row counts, different: {bad}", flush=True)
 
 
-def error_of(x, w, residual, out):
-    """Relative error of a few rows against float64."""
-    rows = np.unique(np.linspace(0, x.shape[0] - 1, 4).astype(int))
-    cols = np.arange(0, w.shape[0], 97)
-    want = np.asarray(x[rows], np.float64) @ np.asarray(w[cols], np.float64).T
-    if residual is not None:
-        want = want + np.asarray(residual[rows][:, cols], np.float64)
-    got = np.asarray(out[rows][:, cols], np.float64)
-    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+def gated(bench):
+    """One kernel against two, against XLA, and tiles against each other."""
+    x, ws, _ = bench.inputs("gate_up", 8192)
+    for m in (8, 1, 64, 4000, 1024, 8192, 512, 128):
+        arguments = [(x[:m], w) for w in ws]
+        timer = sustained_us if m >= 4000 else median_us
+        functions = {
+            "two kernels": product_then_swiglu,
+            "one": sm90.linear_swiglu,
+            "Product": product,
+            "XLA": xla_swiglu,
+        }
+        reference = compare(bench, f"gated {m}", functions, arguments, timer)
+        variants = {name: with_tiles(t, x.shape[1]) for name, t in gated_variants(m).items()}
+        variants = {"one": sm90.linear_swiglu, **variants}
+        compare(bench, f"  tiles {m}", variants, arguments, timer, reference)
 
 
-def tune(bench):
-    p = dict(smem_levels=1, is_paired=True)
-    lags = [
-        tall(128, 4, **p),
-        tall(128, 4, lag=1, **p),
-        tall(128, 4, lag=2, **p),
-        tall(128, 4, lag=3, **p),
-        tall(128, 4, lag=2, smem_levels=1),
-        tall(128, 8, lag=4, k=32, delay=1, **p),
-    ]
-    for name in ("o", "down"):
-        run_shape(
-            bench,
-            name,
-            [(8192, "res", t) for t in lags]
-            + [(2048, "res", t) for t in lags[:4]]
-            + [(512, "res", t) for t in lags[:3]],
-            8192,
+def trees(bench):
+    """Eight leaves with the residual inside, against cuBLAS without."""
+    apart = tall(128, 4, smem_levels=1, is_paired=True, lag=1)
+    in_slot = dataclasses.replace(apart, stages=5, shares_slot=True)
+    variants = {
+        "apart": apart,
+        "in slot": in_slot,
+        "lag 0": dataclasses.replace(in_slot, lag=0),
+        "lag 2": dataclasses.replace(in_slot, lag=2),
+        "delay": dataclasses.replace(in_slot, delay=1),
+        "lag 2 delay": dataclasses.replace(in_slot, lag=2, delay=1),
+        "pairs of CTAs": dataclasses.replace(in_slot, cluster_rows=2),
+    }
+    for name, m in (("o", 1024), ("o", 4000), ("down", 4000), ("o", 512), ("down", 1024)):
+        x, ws, r = bench.inputs(name, 4000)
+        arguments = [(x[:m], w, r[:m]) for w in ws]
+        leaf_len = x.shape[1] // 8
+        functions = {"Rival": cublas("bf16")}
+        functions |= {
+            name: with_tiles(tiles, leaf_len, has_residual=True) for name, tiles in variants.items()
+        }
+        compare(bench, f"tree {name} {m}", functions, arguments, median_us)
+
+
+def layers(bench, m=4000):
+    """The products of 32 layers in a row, as in prefill: what power leaves of the clock."""
+    operands = {name: bench.inputs(name, m) for name in ("qkv", "o", "gate_up", "down")}
+    w = {name: ws[0] for name, (_, ws, _) in operands.items()}
+    x, deep, r = operands["qkv"][0], operands["down"][0], operands["o"][2]
+    kinds = {
+        "two kernels": (public("qkv"), public("o"), product_then_swiglu, public("down")),
+        "one": (public("qkv"), public("o"), sm90.linear_swiglu, public("down")),
+        "cuBLAS": (cublas("bf16"), cublas("bf16"), xla_swiglu, cublas("bf16")),
+    }
+    cells = []
+    for name, functions in kinds.items():
+        arguments = [
+            (x, w["qkv"], operands["qkv"][2]),
+            (x, w["o"], r),
+            (x, w["gate_up"]),
+            (deep, w["down"], r),
+        ]
+        jobs = bench.compile_all(
+            [(name, fn, a) for fn, a in zip(functions, arguments, strict=True)]
         )
-    base = [
-        tall(256, cluster_rows=2),
-        tall(256, cluster_rows=2, lag=1),
-        tall(256, cluster_rows=2, lag=2),
-        tall(256, lag=2),
-    ]
-    run_shape(
-        bench,
-        "qkv",
-        [(8192, "bf16", t) for t in base]
-        + [(512, "bf16", t) for t in (tall(192, 5, out_span=64), tall(192, 5, out_span=64, lag=2))],
-        8192,
-    )
+        compiled = [future.result() for _, future in jobs]
+
+        def layer(*_, compiled=compiled, arguments=arguments):
+            for fn, operands in zip(compiled, arguments, strict=True):
+                out = fn(*operands)
+            return out
+
+        cells.append(f"{name} {32e-3 * sustained_us(layer, [()], 0.4):.2f}")
+    print(f"32 layers of products, {m} rows, ms: " + ", ".join(cells), flush=True)
 
 
 def public(name):
@@ -467,13 +533,18 @@ def negative_zero():
 
 def main():
     parser = argparse.ArgumentParser()
-    for name in ("tune", "bits", "final"):
+    for name in ("gated", "trees", "layers", "bits", "final"):
         parser.add_argument(f"--{name}", action="store_true")
     args = parser.parse_args()
     print(jax.__version__, jax.devices(), flush=True)
     bench = Bench()
-    if args.tune:
-        tune(bench)
+    if args.gated:
+        gated_bits(bench)
+        gated(bench)
+    if args.layers:
+        layers(bench)
+    if args.trees:
+        trees(bench)
     if args.bits:
         negative_zero()
         bits(bench)

@@ -15,10 +15,9 @@ from detjax.numerics import NumericsProfile, tree_reduction
 from detjax.pallas_kernels.attention.api import attention
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.embedding.api import embed
-from detjax.pallas_kernels.linear.api import linear, linear_add_rms_norm, linear_partial
+from detjax.pallas_kernels.linear.api import linear, linear_add_rms_norm, linear_partial, linear_swiglu
 from detjax.pallas_kernels.rms_norm.api import add_rms_norm
 from detjax.pallas_kernels.rope.api import rope_into_cache
-from detjax.pallas_kernels.swiglu.api import swiglu
 from detjax.parallel.collectives import butterfly_sum, gather_columns
 from detjax.parallel.mesh import TP_AXIS
 
@@ -99,8 +98,7 @@ def gated_layer(
     recipe: Recipe, weights: dict, x: Activation[Array, "M D"]
 ) -> Activation[Array, "M f"]:
     """The feed-forward layer up to its row-parallel product."""
-    gate_up = linear(x, weights["gate_up"], out_dtype=x.dtype, backend=recipe.backend)
-    return swiglu(gate_up, backend=recipe.backend)
+    return linear_swiglu(x, weights["gate_up"], backend=recipe.backend)
 
 
 def row_parallel_norm(

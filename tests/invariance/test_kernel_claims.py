@@ -30,6 +30,7 @@ from detjax.pallas_kernels.linear.api import (
     linear,
     linear_add_rms_norm,
     linear_partial,
+    linear_swiglu,
 )
 from detjax.pallas_kernels.log_softmax.api import block_stats, log_probs, log_sum_exp
 from detjax.pallas_kernels.rms_norm.api import add_rms_norm, combine_add_rms_norm, rms_norm
@@ -98,7 +99,7 @@ def _cases() -> dict[str, Case]:
     w, bias, gain = bf16(rng, N, K), bf16(rng, N), bf16(rng, K)
     cos, sin = f32(rng, M, C // 2), f32(rng, M, C // 2)
     table = bf16(rng, 50, 64)
-    gate_up = bf16(rng, M, 1024)
+    gate_up, w_gate_up = bf16(rng, M, 1024), bf16(rng, 1024, K)
     gains = (bf16(rng, C), bf16(rng, C))
     logits = f32(rng, M, 1024)
     temperature = jnp.asarray(np.where(np.arange(M) % 3 == 0, 0.0, 0.7), jnp.float32)
@@ -156,6 +157,21 @@ def _cases() -> dict[str, Case]:
             kernel=linear,
             call=lambda x: linear(x, w, bias, out_dtype=x.dtype, **ON),
             rows=(bf16(rng, M, K),),
+        ),
+        "linear_swiglu": Case(
+            kernel=linear_swiglu,
+            call=lambda x: linear_swiglu(x, w_gate_up, **ON),
+            rows=(bf16(rng, M, K),),
+            slices=lambda rank, ranks: (
+                lambda x: linear_swiglu(
+                    x,
+                    jnp.concatenate(
+                        [half[_columns(ranks, rank, 512)] for half in jnp.split(w_gate_up, 2)]
+                    ),
+                    **ON,
+                ),
+                _columns(ranks, rank, 512),
+            ),
         ),
         "linear_partial": Case(
             kernel=linear_partial,
@@ -461,6 +477,17 @@ def test_kernel_is_bitwise_mesh_invariant(name, ranks):
         got = _run(call, case.rows)
         want = whole(name)[:, cols] if whole(name).ndim > 1 else whole(name)
         assert_bitwise_equal(got, want, claim=f"{name}: rank {rank} of {ranks}")
+
+
+def test_linear_swiglu_is_linear_then_swiglu():
+    """Bit for bit; weights with an odd number of rows are refused."""
+    rng = np.random.default_rng(9)
+    x, w = bf16(rng, M, K), bf16(rng, 2 * 200, K)
+    two = swiglu(linear(x, w, out_dtype=x.dtype, **ON), **ON)
+    one = linear_swiglu(x, w, **ON)
+    assert_bitwise_equal(one, two, claim="one operation has the bits of two")
+    with pytest.raises(ValueError, match="as many rows of up"):
+        linear_swiglu(x, w[:-1], **ON)
 
 
 K_LENGTHS = (172, 6144, 11008, 14336, 25600)

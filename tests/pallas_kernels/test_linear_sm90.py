@@ -11,10 +11,12 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from detjax.numerics import NumericsProfile, Reduction, sequential_reduction, tree_reduction
-from detjax.pallas_kernels.linear import portable, sm90
+from detjax.pallas_kernels.linear import portable, sm90, sm90_matmul
 from detjax.pallas_kernels.linear.shapes import SHAPES
 from detjax.pallas_kernels.linear.sm90_matmul import matmul
-from detjax.pallas_kernels.linear.tiles import MatmulTiles, choose_tiles
+from detjax.pallas_kernels.linear.tiles import SMEM_BYTES, MatmulTiles, choose_tiles, smem_bytes
+from detjax.pallas_kernels.swiglu import sm90 as sm90_swiglu
+from detjax.pallas_kernels.swiglu.shapes import WIDTHS
 from detjax.testing.bitwise import (
     assert_bitwise_equal,
     assert_order_sensitive,
@@ -49,6 +51,23 @@ TREE_VARIANTS = {
     "flat_groups": dataclasses.replace(FLAT, groups=4),
     "flat_one_leaf_a_group": dataclasses.replace(FLAT, groups=8),
 }
+IN_SLOT = MatmulTiles(
+    is_swapped=False, cols=128, stages=5, smem_levels=1, is_paired=True, lag=1, shares_slot=True
+)
+GATED_TALL = MatmulTiles(is_swapped=False, cols=64, stages=3, is_gated=True)
+GATED_FLAT = dataclasses.replace(FLAT, rows=128, cols=40, is_gated=True)
+GATED_VARIANTS = {
+    "tall": GATED_TALL,
+    "tall_widest": dataclasses.replace(GATED_TALL, cols=256),
+    "tall_cluster_rows": dataclasses.replace(GATED_TALL, cluster_rows=2),
+    "tall_one_warpgroup": dataclasses.replace(GATED_TALL, cols=224, num_wgs=1, out_span=64),
+    "tall_three_warpgroups": dataclasses.replace(GATED_TALL, cols=192, num_wgs=3, out_span=64),
+    "tall_lag": dataclasses.replace(GATED_TALL, lag=2, delay=1),
+    "flat": GATED_FLAT,
+    "flat_two_warpgroups": dataclasses.replace(GATED_FLAT, num_wgs=2),
+    "flat_deep_steps": dataclasses.replace(GATED_FLAT, k=128),
+}
+GATED_WIDTHS = {**{k: v for k, v in WIDTHS.items() if v % 32 == 0}, "llama2_7b_tp8": 1376}
 
 
 def reduction_of(shape) -> Reduction:
@@ -110,6 +129,13 @@ def test_chosen_tiles_lower(shape, num_rows):
     lower_for_hopper(
         lambda x, w, r: sm90.linear_residual(x, w, r, None, reduction=reduction), x, w, residual
     )
+
+
+@pytest.mark.parametrize("num_rows", (1, 13, 64, 100, 257, 1000, 4000))
+@pytest.mark.parametrize("name", GATED_WIDTHS)
+def test_gated_tiles_lower(name, num_rows):
+    x, w = struct((num_rows, 1024)), struct((2 * GATED_WIDTHS[name], 1024))
+    lower_for_hopper(sm90.linear_swiglu, x, w)
 
 
 @pytest.mark.parametrize("local_leaves", (1, 2, 4, 8))
@@ -198,27 +224,119 @@ def test_combine_in_interpret_mode_equals_the_portable_tree():
     assert_bitwise_equal(out, sums[0], claim="combine continues the tree")
 
 
+def small_integers(num_rows: int, num_out: int, k_len: int):
+    """bf16 operands whose every sum is exact, in eighths."""
+    rng = np.random.default_rng(3)
+    x, w = (rng.integers(-2, 3, (n, k_len)) for n in (num_rows, num_out))
+    return jnp.asarray(x, jnp.bfloat16), jnp.asarray(w / 8, jnp.bfloat16)
+
+
+def gated_in_float64(x, w):
+    """SwiGLU of exact sums that are rounded to bfloat16."""
+    sums = np.asarray(x, np.float64) @ np.asarray(w, np.float64).T
+    gate, up = np.split(np.asarray(jnp.asarray(sums, jnp.bfloat16), np.float64), 2, axis=1)
+    return gate / (1 + np.exp(-gate)) * up
+
+
+def assert_rounded(out, want):
+    """Half an ulp of bfloat16, and 2**-20 for exp, division and product in float32."""
+    assert out.dtype == BF16
+    half_ulp = np.ldexp(1.0, np.frexp(want)[1] - 9)
+    assert (np.abs(np.asarray(out, np.float64) - want) <= half_ulp + np.abs(want) * 2.0**-20).all()
+
+
+@pytest.mark.parametrize("name", GATED_VARIANTS)
+def test_gated_tiles_in_interpret_mode(name):
+    x, w = small_integers(72, 2 * 160, 256)
+    out = matmul(
+        x,
+        w,
+        None,
+        None,
+        leaf_len=256,
+        out_dtype=BF16,
+        tiles=GATED_VARIANTS[name],
+        interpret=plgpu.InterpretGPUParams(),
+    )
+    assert_rounded(out, gated_in_float64(x, w))
+
+
+@pytest.fixture
+def one_cta(monkeypatch):
+    """Give every tile to one CTA, so that its ring runs on from tile to tile."""
+    monkeypatch.setattr(sm90_matmul, "NUM_SMS", 1)
+    matmul.clear_cache()
+    yield
+    matmul.clear_cache()
+
+
+def test_gated_tiles_in_turn_in_interpret_mode(one_cta):
+    x, w = small_integers(200, 2 * 96, 128)
+    interpret = plgpu.InterpretGPUParams()
+    out = matmul(
+        x, w, None, None, leaf_len=128, out_dtype=BF16, tiles=GATED_TALL, interpret=interpret
+    )
+    assert_rounded(out, gated_in_float64(x, w))
+
+
+def test_residual_in_a_slot_in_interpret_mode(one_cta):
+    """Residual and output pass through the ring: the same bits as through memory of their own."""
+    x, w = operands(200, 192, 8 * 64)
+    residual = jnp.asarray(operands(200, 192, 192)[0])
+    outs = [
+        matmul(
+            x,
+            w,
+            None,
+            residual,
+            leaf_len=64,
+            out_dtype=BF16,
+            tiles=tiles,
+            interpret=plgpu.InterpretGPUParams(),
+        )
+        for tiles in (IN_SLOT, dataclasses.replace(IN_SLOT, shares_slot=False, stages=4))
+    ]
+    assert_bitwise_equal(outs[0], outs[1], claim="where a residual waits changes no bit")
+
+
 def test_tiles_refuse_nonsense():
     with pytest.raises(ValueError, match="rows=96"):
         MatmulTiles(is_swapped=False, rows=96, cols=64, stages=2)
     with pytest.raises(ValueError, match="cols=12"):
         MatmulTiles(is_swapped=True, cols=12, stages=2)
+    with pytest.raises(ValueError, match="rows=64"):
+        MatmulTiles(is_swapped=True, cols=16, stages=2, is_gated=True)
+    with pytest.raises(ValueError, match="cols=96"):
+        dataclasses.replace(IN_SLOT, cols=96)
+    x, w = struct((8, 128)), struct((128, 128))
+    with pytest.raises(ValueError, match="one leaf"):
+        lower_for_hopper(lambda x, w: run(x, w, GATED_TALL, leaf_len=64), x, w)
+    with pytest.raises(ValueError, match="residual"):
+        lower_for_hopper(lambda x, w: run(x, w, IN_SLOT, leaf_len=64, out_dtype=BF16), x, w)
 
 
 def test_chosen_tiles_fit():
     """Every choice divides a leaf and fits in shared memory, whatever M is."""
     for shape in GPU_SHAPES:
         reduction = reduction_of(shape)
+        choose = functools.partial(
+            choose_tiles,
+            num_out=shape.num_outputs,
+            num_leaves=reduction.num_leaves,
+            leaf_len=reduction.leaf_len,
+        )
+        kinds = [{"out_bytes": 4}, {"out_bytes": 2}]
+        kinds += [{"out_bytes": 2, "has_residual" if shape.is_row_parallel else "is_gated": True}]
         for num_rows in (*range(1, 300), 512, 1000, 4096, 8192):
-            tiles = choose_tiles(
-                num_rows=num_rows,
-                num_out=shape.num_outputs,
-                num_leaves=reduction.num_leaves,
-                leaf_len=reduction.leaf_len,
-                out_bytes=4 if shape.is_row_parallel else 2,
-            )
-            assert reduction.leaf_len % tiles.k == 0
-            assert reduction.num_leaves % tiles.groups == 0
+            for kind in kinds:
+                tiles = choose(num_rows=num_rows, **kind)
+                assert reduction.leaf_len % tiles.k == 0
+                assert reduction.num_leaves % tiles.groups == 0
+                out_bytes = 4 if tiles.groups > 1 else kind["out_bytes"]
+                has_residual = "has_residual" in kind and not tiles.is_swapped
+                used = smem_bytes(tiles, out_bytes=out_bytes, has_residual=has_residual)
+                assert used <= SMEM_BYTES // tiles.ctas_per_sm
+                assert tiles.stages >= 2
 
 
 # --- on a Hopper GPU -------------------------------------------------------------------------
@@ -291,6 +409,44 @@ def test_every_tile_gives_the_same_bits():
     ]
     for out in tree[1:]:
         assert_bitwise_equal(out, tree[0], claim="no tile changes a bit of a tree")
+
+
+def linear_then_swiglu(x, w):
+    return sm90_swiglu.swiglu(sm90.linear(x, w, None, out_dtype=BF16))
+
+
+@pytest.mark.gpu
+@pytest.mark.invariance
+def test_gating_in_registers_changes_no_bit():
+    """One kernel, at every M, has the bits of the product and SwiGLU one after the other."""
+    x, w = operands(4000, 2 * 3584, 4096)
+    assert_order_sensitive(np.asarray(x[:4], np.float32) * np.asarray(w[:4], np.float32))
+    want = np.asarray(jax.jit(linear_then_swiglu)(x, w))
+    for num_rows in (*range(1, 18), 31, 64, 100, 128, 129, 256, 333, 1000, 2048, 4000):
+        out = jax.jit(sm90.linear_swiglu)(x[:num_rows], w)
+        assert_bitwise_equal(out, want[:num_rows], claim=f"M={num_rows}: gated in registers")
+
+
+@pytest.mark.gpu
+@pytest.mark.invariance
+@pytest.mark.parametrize("name", GATED_VARIANTS)
+def test_every_gated_tile_gives_the_same_bits(name):
+    x, w = operands(300, 2 * 1376, 4096)
+    tiles = GATED_VARIANTS[name]
+    out = matmul(x, w, None, None, leaf_len=4096, out_dtype=BF16, tiles=tiles)
+    assert_bitwise_equal(out, linear_then_swiglu(x, w), claim=f"{name}: gated in registers")
+
+
+@pytest.mark.gpu
+@pytest.mark.invariance
+@pytest.mark.parametrize("num_rows", (512, 1000, 4000))
+def test_a_residual_in_a_slot_changes_no_bit(num_rows):
+    x, w = operands(num_rows, 4096, 4096)
+    residual = jnp.roll(x, 1, axis=0)
+    product = functools.partial(matmul, x, w, None, residual, leaf_len=512, out_dtype=BF16)
+    in_slot = product(tiles=IN_SLOT)
+    apart = product(tiles=dataclasses.replace(IN_SLOT, shares_slot=False, stages=4))
+    assert_bitwise_equal(in_slot, apart, claim="where a residual waits changes no bit")
 
 
 @pytest.mark.gpu

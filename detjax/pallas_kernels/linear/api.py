@@ -8,6 +8,7 @@ from detjax.numerics import Reduction
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.linear import portable, sm90
 from detjax.pallas_kernels.rms_norm.api import add_rms_norm, combine_add_rms_norm, rms_norm
+from detjax.pallas_kernels.swiglu import portable as portable_swiglu
 
 MAX_COMBINED_ROWS = 128
 """Up to here sm90 adds leaves, residual and norm in one kernel; above, float32 traffic costs."""
@@ -45,6 +46,43 @@ def linear(
     if backend is Backend.SM90:
         return sm90.linear(x, w, bias, out_dtype=out_dtype)
     return portable.linear(x, w, bias, out_dtype=out_dtype)
+
+
+def linear_swiglu(
+    x: Activation[Array, "M K"],
+    w_gate_up: Activation[Array, "E K"],
+    *,
+    backend: Backend,
+) -> Activation[Array, "M F"]:
+    """Multiply by gates and ups, and gate: the feed-forward layer up to its row-parallel product.
+
+    `out[m, f] = round(g / (1 + exp(-g)) * u)`, `g = round(sum_k(x[m, k] * w_gate_up[f, k]))`,
+    `u = round(sum_k(x[m, k] * w_gate_up[F + f, k]))`
+
+    Args:
+        x: Activations.
+        w_gate_up: This rank's rows of gate, then of up, (out, in); E = 2 F.
+        backend: Which implementation runs.
+
+    Raises:
+        ValueError: If K of `x` and `w_gate_up` differ or E is odd.
+
+    Numerics:
+        The bits of `linear`, rounded to the dtype of `x`, and `swiglu` one after the other. sm90
+        keeps gate and up in registers, so E columns are never written.
+        Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
+
+    Reference:
+        Shazeer 2020, arXiv:2002.05202.
+    """
+    if x.shape[1] != w_gate_up.shape[1]:
+        raise ValueError(f"{x.shape=} and {w_gate_up.shape=} must agree in their last axis, K")
+    if w_gate_up.shape[0] % 2:
+        raise ValueError(f"{w_gate_up.shape=} must have as many rows of up as of gate")
+    if backend is Backend.SM90:
+        return sm90.linear_swiglu(x, w_gate_up)
+    gate_up = portable.linear(x, w_gate_up, None, out_dtype=x.dtype)
+    return portable_swiglu.swiglu(gate_up)
 
 
 def linear_partial(

@@ -72,6 +72,36 @@ def linear(x, w, bias, *, out_dtype: jnp.dtype) -> jax.Array:
     )
 
 
+def linear_swiglu(x, w_gate_up) -> jax.Array:
+    """See `api.linear_swiglu`.
+
+    Numerics:
+        # ORDER: gate and up as in `linear`, k16 block by k16 block in one f32 wgmma accumulator.
+        # ROUND: gate and up to bfloat16, in registers; then the instructions of `swiglu`, and one
+        rounding. The bits are those of `linear` and `swiglu` one after the other.
+        Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
+    """
+    k_len = x.shape[1]
+    check_supported(x, w_gate_up, leaf_len=k_len)
+    tiles = choose_tiles(
+        num_rows=x.shape[0],
+        num_out=w_gate_up.shape[0],
+        num_leaves=1,
+        leaf_len=k_len,
+        out_bytes=2,
+        is_gated=True,
+    )
+    return matmul(
+        x,
+        w_gate_up,
+        None,
+        None,
+        leaf_len=k_len,
+        out_dtype=jnp.bfloat16,
+        tiles=tiles,
+    )
+
+
 def linear_leaf_sums(x, w, *, reduction: Reduction) -> jax.Array:
     """Sum runs of leaves: [groups, M, N], each group a subtree, for a kernel that adds the rest.
 

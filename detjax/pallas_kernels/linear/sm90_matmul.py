@@ -3,7 +3,8 @@
 
 A persistent grid of CTAs. One warpgroup loads both operands through a ring of shared-memory stages
 that runs on from one output tile to the next; the others multiply. Operands may be swapped, so that
-64 rows of weights meet 8 to 256 activations, and clusters share loads by multicast.
+64 rows of weights meet 8 to 256 activations, and clusters share loads by multicast. A tile of gates
+and their ups gates them before they leave the registers.
 """
 
 import functools
@@ -15,7 +16,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from detjax.pallas_kernels import sm90_rows
 from detjax.pallas_kernels.linear.tiles import NUM_SMS, MatmulTiles, output_chunk
+from detjax.pallas_kernels.swiglu.sm90 import gated_bf16
 
 _ROWS_AXIS, _COLS_AXIS = "cluster_rows", "cluster_cols"
 
@@ -57,12 +60,14 @@ def matmul(
 ) -> jax.Array:
     """Multiply and reduce: [M, N], or [groups, M, N] where CTAs share a tile's leaves.
 
+    With gated tiles `w` is F rows of gates, then F of ups, and the output is [M, F].
+
     # ORDER: inside a leaf, k16 block by k16 block in one f32 wgmma accumulator that starts at zero.
     # ORDER: leaves as the perfect binary tree ((l0 + l1) + (l2 + l3)) + ..., f32; each node is
     # left + right or (0 + left) + right, the same bits because wgmma's sums are never -0.
     """
     num_rows_x, k_len = x.shape
-    num_out = w.shape[0]
+    num_out = w.shape[0] // (2 if tiles.is_gated else 1)
     num_leaves = k_len // leaf_len
     if num_leaves & (num_leaves - 1):
         raise ValueError(f"{num_leaves} leaves must be a power of two")
@@ -73,29 +78,47 @@ def matmul(
     levels = (num_leaves // tiles.groups).bit_length() - 1
     leaf_steps = leaf_len // tiles.k
     item_steps = leaf_steps * (num_leaves // tiles.groups)
+    item_slots = item_steps + (1 if tiles.shares_slot else 0)
     span = min(64, tiles.k)
     slabs = tiles.k // span
     stages = tiles.stages
     is_ragged = num_rows_x > 8 and num_rows_x % 8 != 0
     is_out_tiled = not tiles.is_swapped or out_dtype == jnp.bfloat16 or not is_ragged
-    is_out_ragged = is_ragged and is_out_tiled
+    is_out_ragged = is_ragged and is_out_tiled and not tiles.shares_slot
     is_clustered = tiles.cluster_rows * tiles.cluster_cols > 1
     total_rows, total_cols = (num_out, num_rows_x) if tiles.is_swapped else (num_rows_x, num_out)
-    row_clusters = pl.cdiv(total_rows, tiles.cta_rows * tiles.cluster_rows)
-    col_clusters = pl.cdiv(total_cols, tiles.cols * tiles.cluster_cols)
+    cta_out_rows = tiles.out_rows * tiles.num_wgs
+    row_clusters = pl.cdiv(total_rows, cta_out_rows * tiles.cluster_rows)
+    col_clusters = pl.cdiv(total_cols, tiles.out_cols * tiles.cluster_cols)
     items = row_clusters * col_clusters * tiles.groups
     if bias is not None and num_out % (tiles.rows if tiles.is_swapped else tiles.cols):
         raise ValueError(f"{tiles=} must divide N={num_out}, because there is a bias")
     if residual is not None and (tiles.is_swapped or tiles.groups > 1):
         raise ValueError("a residual is added in the epilogue of unswapped, unsplit tiles only")
+    if tiles.is_gated and (num_leaves > 1 or bias is not None or residual is not None):
+        raise ValueError("gated tiles take one leaf, no bias and no residual")
+    if tiles.shares_slot and (residual is None or out_dtype != jnp.bfloat16):
+        raise ValueError("a slot of the ring is shared by a residual and a bfloat16 output")
     out_bytes = jnp.dtype(out_dtype).itemsize
     chunk = output_chunk(tiles, out_bytes)
-    chunks = [(r, c) for r in range(0, tiles.rows, 64) for c in range(0, tiles.cols, chunk)]
+    chunks = [(r, c) for r in range(0, tiles.rows, 64) for c in range(0, tiles.out_cols, chunk)]
     num_chunks = len(chunks)
     slots = num_chunks if residual is not None else min(2, num_chunks)
 
     x_rows = tiles.cols if tiles.is_swapped else tiles.cta_rows
     w_rows = tiles.cta_rows if tiles.is_swapped else tiles.cols
+    # Rows of a stage of weights, how many, and where they lie from the tile's first weight.
+    w_pieces = [(0, w_rows, 0)]
+    if tiles.is_gated:
+        half = tiles.out_rows if tiles.is_swapped else tiles.out_cols
+        w_pieces = [
+            (2 * start + i * half, half, start + i * num_out)
+            for start in range(0, w_rows // 2, half)
+            for i in range(2)
+        ]
+    arithmetic = sm90_rows.Arithmetic(
+        layout=plgpu.Layout.WGMMA, is_interpreted=interpret is not None
+    )
     f32_tile = functools.partial(plgpu.ACC, (tiles.rows, tiles.cols), jnp.float32)
 
     def zeros():
@@ -110,6 +133,7 @@ def matmul(
         residual_gmem = refs.pop(0) if residual is not None else None
         out_gmem, x_smem, w_smem, out_smem, pending_smem, full, empty, arrived, started = refs
         x_mma, x_tma = _views(x_smem, is_ragged)
+        w_mma, w_tma = _views(w_smem, is_ragged and tiles.shares_slot)
         out_reg, out_tma = _views(out_smem, is_out_ragged)
         wg = lax.axis_index("wg")
 
@@ -126,15 +150,15 @@ def matmul(
                 row = row * tiles.cluster_rows + lax.axis_index(_ROWS_AXIS)
             if tiles.cluster_cols > 1:
                 col = col * tiles.cluster_cols + lax.axis_index(_COLS_AXIS)
-            return row * tiles.cta_rows, col * tiles.cols, group
+            return row * cta_out_rows, col * tiles.out_cols, group
 
         def multiply(slot, acc, wg_rows):
             for s in range(slabs):
                 k = pl.ds(s * span, span)
                 if tiles.is_swapped:
-                    plgpu.wgmma(acc, w_smem.at[slot, wg_rows, k], x_mma.at[slot, s].T)
+                    plgpu.wgmma(acc, w_mma.at[slot, wg_rows, k], x_mma.at[slot, s].T)
                 else:
-                    plgpu.wgmma(acc, x_mma.at[slot, s, wg_rows], w_smem.at[slot, :, k].T)
+                    plgpu.wgmma(acc, x_mma.at[slot, s, wg_rows], w_mma.at[slot, :, k].T)
 
         def leaf_sum(first, wg_rows):
             """Accumulate one leaf, whose first step is the ring's step `first`."""
@@ -150,6 +174,13 @@ def matmul(
                         @pl.when((first + i == tiles.lag - 1) & (wg == 0))
                         def _():
                             plgpu.barrier_arrive(started)
+
+                    if tiles.shares_slot:
+                        # The store of the last tile has read its slot by now: nobody waits for it.
+                        @pl.when((first + i > item_slots) & (lax.rem(first + i, item_slots) == 1))
+                        def _():
+                            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                            plgpu.barrier_arrive(empty.at[lax.rem(first + i - 2, stages)])
 
                     if not tiles.delay:
                         plgpu.barrier_arrive(empty.at[slot])
@@ -189,30 +220,47 @@ def matmul(
                 0, 2, lambda i, left: left + tree(level - 1, first + i * half, wg_rows), zeros()
             )
 
-        def store(total, row, col, group):
+        def outputs(total, r, c, num_cols):
+            """Outputs of 64 rows of the accumulator from `r`; gated if half of it are ups."""
+            block = total[r : r + 64, c : c + num_cols]
+            if not tiles.is_gated:
+                return block
+            up = total[64:] if tiles.is_swapped else total[r : r + 64, tiles.out_cols + c :]
+            return gated_bf16(block, up[:, :num_cols], arithmetic)
+
+        def staging(i, slot, wg_rows):
+            """Where chunk `i` of a tile waits for its store, as threads and as TMA see it."""
+            if not tiles.shares_slot:
+                return out_reg.at[wg, i % slots], out_tma.at[wg, i % slots]
+            if i == 0:
+                return x_mma.at[slot, 0, wg_rows], x_tma.at[slot, 0, wg_rows]
+            return w_mma.at[slot, wg_rows], w_tma.at[slot, wg_rows]
+
+        def store(total, row, col, group, slot, wg_rows):
             if tiles.is_swapped:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                out = outputs(total, 0, 0, tiles.cols) if tiles.is_gated else total
                 out_reg.at[wg].T[...] = plgpu.layout_cast(
-                    total.astype(out_dtype), plgpu.Layout.WGMMA_TRANSPOSED
+                    out.astype(out_dtype), plgpu.Layout.WGMMA_TRANSPOSED
                 )
                 plgpu.commit_smem()
-                window = (pl.ds(col, tiles.cols), pl.ds(row, tiles.rows))
+                window = (pl.ds(col, tiles.cols), pl.ds(row, tiles.out_rows))
                 window = (group, *window) if tiles.groups > 1 else window
                 plgpu.copy_smem_to_gmem(out_tma.at[wg], out_gmem.at[window])
                 return
             for i, (r, c) in enumerate(chunks):
-                slot = i % slots
-                block = total[r : r + 64, c : c + chunk]
+                reg, tma = staging(i, slot, wg_rows)
+                block = outputs(total, r, c, chunk)
                 if residual is None:
                     plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
                 else:
-                    kept = plgpu.load(out_reg.at[wg, slot], layout=plgpu.Layout.WGMMA)
+                    kept = plgpu.load(reg, layout=plgpu.Layout.WGMMA)
                     block = kept.astype(jnp.float32) + block
-                out_reg[wg, slot] = block.astype(out_dtype)  # ROUND: once, to the output's dtype
+                reg[...] = block.astype(out_dtype)  # ROUND: once, to the output's dtype
                 plgpu.commit_smem()
                 window = (pl.ds(row + r, 64), pl.ds(col + c, chunk))
                 window = (group, *window) if tiles.groups > 1 else window
-                plgpu.copy_smem_to_gmem(out_tma.at[wg, slot], out_gmem.at[window])
+                plgpu.copy_smem_to_gmem(tma, out_gmem.at[window])
 
         def fetch_residual(row, col):
             assert residual_gmem is not None
@@ -248,20 +296,27 @@ def matmul(
                 def _():
                     plgpu.barrier_wait(started)
 
-            @plgpu.nd_loop((items,), collective_axes="cta")
-            def _(info):
+            @plgpu.nd_loop((items,), collective_axes="cta", init_carry=jnp.int32(0))
+            def slots_used(info, carry):
                 row, col, group = locate(info.index[0])
-                row = row + wg * tiles.rows
-                if residual is not None:
+                row = row + wg * tiles.out_rows
+                first = info.local_index * item_slots
+                if residual is not None and not tiles.shares_slot:
                     fetch_residual(row, col)
-                total = tree(levels, info.local_index * item_steps, wg_rows)
+                total = tree(levels, first, wg_rows)
                 if bias is not None:
                     total = add_bias(total, row, col)
-                if residual is not None:
+                last_slot = lax.rem(first + item_steps, stages)
+                if tiles.shares_slot:
+                    plgpu.barrier_wait(full.at[last_slot])
+                elif residual is not None:
                     plgpu.barrier_wait(arrived.at[wg])
-                store(total, row, col, group)
+                store(total, row, col, group, last_slot, wg_rows)
+                return carry + item_slots
 
             plgpu.wait_smem_to_gmem(0)
+            if tiles.shares_slot:
+                plgpu.barrier_arrive(empty.at[lax.rem(slots_used - 1, stages)])
 
         @pl.when(wg == tiles.num_wgs)
         def load():
@@ -273,27 +328,32 @@ def matmul(
             if tiles.is_swapped:
                 x_share, w_share = col_share, row_share
 
+            def free_slot(n):
+                """The slot of the ring's step `n`, once it has been read."""
+                slot = lax.rem(n, stages)
+
+                @pl.when(n >= stages)
+                def _():
+                    plgpu.barrier_wait(empty.at[slot])
+
+                return slot
+
             @plgpu.nd_loop((items,), collective_axes="cta", init_carry=jnp.int32(0))
-            def steps_run(info, carry):
+            def slots_used(info, carry):
                 row, col, group = locate(info.index[0])
                 x_row, w_row = (col, row) if tiles.is_swapped else (row, col)
-                first = info.local_index * item_steps
+                first = info.local_index * item_slots
 
                 def step(i, _):
-                    n = first + i
-                    slot = lax.rem(n, stages)
-
-                    @pl.when(n >= stages)
-                    def _():
-                        plgpu.barrier_wait(empty.at[slot])
-
+                    slot = free_slot(first + i)
                     k = (group * item_steps + i) * tiles.k
-                    plgpu.copy_gmem_to_smem(
-                        w_gmem.at[pl.ds(w_row, w_rows), pl.ds(k, tiles.k)],
-                        w_smem.at[slot],
-                        full.at[slot],
-                        collective_axes=w_share,
-                    )
+                    for start, size, offset in w_pieces:
+                        plgpu.copy_gmem_to_smem(
+                            w_gmem.at[pl.ds(w_row + offset, size), pl.ds(k, tiles.k)],
+                            w_tma.at[slot, pl.ds(start, size)],
+                            full.at[slot],
+                            collective_axes=w_share,
+                        )
                     for s in range(slabs):
                         plgpu.copy_gmem_to_smem(
                             x_gmem.at[pl.ds(x_row, x_rows), pl.ds(k + s * span, span)],
@@ -304,13 +364,21 @@ def matmul(
                     return ()
 
                 lax.fori_loop(0, item_steps, step, ())
-                return carry + item_steps
+                if tiles.shares_slot:
+                    slot = free_slot(first + item_steps)
+                    for i, ref in enumerate((x_tma.at[slot, 0], w_tma.at[slot])):
+                        plgpu.copy_gmem_to_smem(
+                            residual_gmem.at[pl.ds(row, x_rows), pl.ds(col + i * span, span)],
+                            ref,
+                            full.at[slot],
+                        )
+                return carry + item_slots
 
             # No CTA may leave while another of its cluster still writes to its memory.
-            used = lax.min(steps_run, jnp.int32(stages))
+            used = lax.min(slots_used, jnp.int32(stages))
 
             def drain(i, _):
-                plgpu.barrier_wait(empty.at[lax.rem(steps_run - used + i, stages)])
+                plgpu.barrier_wait(empty.at[lax.rem(slots_used - used + i, stages)])
                 return ()
 
             lax.fori_loop(0, used, drain, ())
@@ -318,11 +386,16 @@ def matmul(
     pending_shape = (max(tiles.smem_levels, 1), tiles.num_wgs, tiles.rows, tiles.cols)
     if not tiles.smem_levels:
         pending_shape = (1, 1, 8, 32)
-    if tiles.is_swapped and not is_out_tiled:
-        out_block = plgpu.SMEM((tiles.num_wgs, tiles.cols, tiles.rows), out_dtype)
+    if tiles.shares_slot:
+        out_block = plgpu.SMEM((8, chunk), out_dtype)
+    elif tiles.is_swapped and not is_out_tiled:
+        out_block = plgpu.SMEM((tiles.num_wgs, tiles.cols, tiles.out_rows), out_dtype)
     elif tiles.is_swapped:
         out_block = _ragged(
-            (tiles.num_wgs, tiles.cols, tiles.rows), 128 // out_bytes, out_dtype, is_ragged
+            (tiles.num_wgs, tiles.cols, tiles.out_rows),
+            tiles.out_span // out_bytes,
+            out_dtype,
+            is_ragged,
         )
     else:
         out_block = _ragged((tiles.num_wgs, slots, 64, chunk), chunk, out_dtype, is_ragged)
@@ -350,12 +423,10 @@ def matmul(
         out_type=jax.ShapeDtypeStruct(out_shape, out_dtype),
         scratch_types=(
             _ragged((stages, slabs, x_rows, span), span, jnp.bfloat16, is_ragged),
-            plgpu.SMEM(
-                (stages, w_rows, tiles.k), jnp.bfloat16, transforms=_tiled(span, jnp.bfloat16)
-            ),
+            _ragged((stages, w_rows, tiles.k), span, jnp.bfloat16, is_ragged and tiles.shares_slot),
             out_block,
             plgpu.SMEM(pending_shape, jnp.float32, transforms=_tiled(32, jnp.float32)),
-            plgpu.Barrier(num_arrivals=1 + slabs, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=len(w_pieces) + slabs, num_barriers=stages),
             empty_type,
             plgpu.Barrier(num_arrivals=num_chunks, num_barriers=tiles.num_wgs),
             plgpu.Barrier(),
@@ -372,7 +443,7 @@ def matmul(
             # A thread reads back only what it wrote itself, in one layout; TMA has its own fences.
             unsafe_no_auto_barriers=True,
         ),
-        kernel_name="detjax_linear",
+        kernel_name="detjax_linear_swiglu" if tiles.is_gated else "detjax_linear",
         interpret=interpret,
     )
     return kernel(*operands)

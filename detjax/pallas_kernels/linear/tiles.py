@@ -15,6 +15,9 @@ NUM_SMS = 132
 SMEM_BYTES = 232448
 """Shared memory one CTA may have on sm_90."""
 
+SLOT_SHAPE = (64, 128, 64)
+"""Rows of a warpgroup, columns and depth of a tile whose bf16 output is as large as a stage."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MatmulTiles:
@@ -36,7 +39,11 @@ class MatmulTiles:
         ctas_per_sm: CTAs an SM holds at a time.
         is_paired: Whether leaves are summed two by two in two accumulators.
         lag: Steps by which the second warpgroup starts behind the first; 0 for none.
-        out_span: Bytes of a row that one store of an unswapped tile takes: 32, 64 or 128.
+        out_span: Bytes of a row that lie together in a staged output, 32, 64 or 128; unswapped
+            tiles are stored by as much.
+        is_gated: Whether half of the weights are gates and half their ups: the first and last 64
+            rows of a warpgroup's 128 if swapped, else the first and last half of the columns.
+        shares_slot: Whether a residual comes, and its output leaves, through a stage of the ring.
     """
 
     is_swapped: bool
@@ -55,6 +62,8 @@ class MatmulTiles:
     is_paired: bool = False
     lag: int = 0
     out_span: int = 128
+    is_gated: bool = False
+    shares_slot: bool = False
 
     def __post_init__(self):
         """Refuse what wgmma or TMA cannot do."""
@@ -70,11 +79,28 @@ class MatmulTiles:
             raise ValueError(f"{self.lag=} needs two warpgroups and less than {self.stages=}")
         if self.delay not in (0, 1) or self.delay >= self.stages:
             raise ValueError(f"{self.delay=} must be 0 or 1 and less than {self.stages=}")
+        if self.is_gated and (self.rows != 128 if self.is_swapped else self.cols % 16):
+            raise ValueError(
+                f"gated tiles need 128 rows if swapped, else columns in sixteens, not "
+                f"{self.rows=}, {self.cols=}"
+            )
+        if self.shares_slot and (self.is_swapped or (self.rows, self.cols, self.k) != SLOT_SHAPE):
+            raise ValueError(f"an output of a slot's size needs {SLOT_SHAPE=}, not {self}")
 
     @property
     def cta_rows(self) -> int:
         """Rows of a CTA's tile."""
         return self.rows * self.num_wgs
+
+    @property
+    def out_rows(self) -> int:
+        """Output rows of a warpgroup: half of its weights' if they are gates and ups."""
+        return self.rows // 2 if self.is_gated and self.is_swapped else self.rows
+
+    @property
+    def out_cols(self) -> int:
+        """Output columns of a CTA."""
+        return self.cols // 2 if self.is_gated and not self.is_swapped else self.cols
 
     @property
     def stage_bytes(self) -> int:
@@ -84,11 +110,13 @@ class MatmulTiles:
 
 def smem_bytes(tiles: MatmulTiles, *, out_bytes: int, has_residual: bool = False) -> int:
     """Shared memory of a CTA: the ring, the staged output, pending sums, barriers."""
-    if tiles.is_swapped:
-        staged = tiles.cols * tiles.rows
+    if tiles.shares_slot:
+        staged = 0
+    elif tiles.is_swapped:
+        staged = tiles.cols * tiles.out_rows
     else:
         chunk = output_chunk(tiles, out_bytes)
-        num_chunks = (tiles.rows // 64) * (tiles.cols // chunk)
+        num_chunks = (tiles.rows // 64) * (tiles.out_cols // chunk)
         staged = 64 * chunk * (num_chunks if has_residual else min(2, num_chunks))
     pending = tiles.smem_levels * tiles.rows * tiles.cols * 4
     return (
@@ -104,7 +132,7 @@ _SMEM_RESERVED = 3072  # a placeholder of 1 KiB for pending sums, barriers, alig
 def output_chunk(tiles: MatmulTiles, out_bytes: int) -> int:
     """Columns of one store of an unswapped tile."""
     chunk = tiles.out_span // out_bytes
-    while tiles.cols % chunk:
+    while tiles.out_cols % chunk:
         chunk //= 2
     return chunk
 
@@ -114,11 +142,9 @@ def fill_stages(
 ) -> MatmulTiles:
     """As many stages as fit beside the rest."""
     room = SMEM_BYTES // tiles.ctas_per_sm
-    rest = smem_bytes(
-        dataclasses.replace(tiles, stages=2), out_bytes=out_bytes, has_residual=has_residual
-    )
-    extra = (room - rest) // tiles.stage_bytes
-    return dataclasses.replace(tiles, stages=min(most, 2 + extra))
+    rest = smem_bytes(tiles, out_bytes=out_bytes, has_residual=has_residual)
+    rest -= tiles.stages * tiles.stage_bytes
+    return dataclasses.replace(tiles, stages=min(most, (room - rest) // tiles.stage_bytes))
 
 
 def choose_tiles(
@@ -130,42 +156,40 @@ def choose_tiles(
     out_bytes: int,
     has_bias: bool = False,
     has_residual: bool = False,
+    is_gated: bool = False,
 ) -> MatmulTiles:
     """Tiles for a product of `num_rows` activations, by rules found by measuring.
 
     Args:
         num_rows: M. Allowed here, and only here, because no tile changes a bit.
-        num_out: N.
+        num_out: Rows of the weights: N, or twice the outputs if gated.
         num_leaves: Leaves of this rank; 1 for a one-leaf product.
         leaf_len: Their length.
         out_bytes: Bytes of an output element: 2 or 4.
         has_bias: A bias is loaded by whole tiles, so they must divide N.
         has_residual: A residual is staged whole, and read by unswapped tiles only.
+        is_gated: The weights are gates, then ups; one leaf, no bias.
     """
-    fit = {"out_bytes": out_bytes, "has_residual": has_residual}
     if num_rows <= 32 or (num_rows <= 64 and (num_leaves > 1 or num_out <= 64 * NUM_SMS)):
-        tiles = _stream_weights(num_rows, num_out, num_leaves, leaf_len)
-        fit["out_bytes"] = 4 if num_leaves > 1 else out_bytes
-        return fill_stages(tiles, **{**fit, "has_residual": False})
-    k = _largest_divisor(leaf_len, 64)
-    if num_leaves > 1:
+        tiles = _stream_weights(num_rows, num_out, num_leaves, leaf_len, is_gated)
+    elif num_leaves > 1:
         tiles = _tree_tiles(num_rows, num_out, num_leaves, leaf_len)
-        fit["out_bytes"] = 4 if tiles.groups > 1 else out_bytes
-        fit["has_residual"] = has_residual and tiles.groups == 1
-        return fill_stages(tiles, **fit)
-    if num_rows <= 128 and num_out > 64 * NUM_SMS:
-        is_one_wave = num_out % 224 == 0 and num_out <= 224 * NUM_SMS
-        tiles = MatmulTiles(
-            is_swapped=False,
-            cols=224 if is_one_wave else 128,
-            num_wgs=1 if num_rows <= 64 else 2,
-            k=k if is_one_wave or num_rows <= 64 else _largest_divisor(leaf_len, 128),
-            stages=2,
-            out_span=64 if is_one_wave else 128,
-        )
-        if not (has_bias and num_out % tiles.cols):
-            return fill_stages(tiles, **fit)
-    return fill_stages(_one_leaf_tiles(num_rows, num_out, k, out_bytes, has_bias), **fit)
+        fits_slot = (tiles.rows, tiles.cols, tiles.k) == SLOT_SHAPE and tiles.groups == 1
+        if has_residual and out_bytes == 2 and fits_slot:
+            # WHY: a fifth stage, and products in flight over a step: 1 to 3 % from 512 rows.
+            tiles = dataclasses.replace(tiles, shares_slot=True, delay=1)
+    elif num_rows <= 128 and num_out > 64 * NUM_SMS and not (has_bias and num_out % 128):
+        tiles = _one_wave_tiles(num_rows, num_out, leaf_len, is_gated)
+    else:
+        tiles = _one_leaf_tiles(num_rows, num_out, leaf_len, out_bytes, has_bias, is_gated)
+    if is_gated and num_out % 128:
+        tiles = dataclasses.replace(tiles, out_span=64)
+    is_partial = num_leaves > 1 and (tiles.is_swapped or tiles.groups > 1)
+    return fill_stages(
+        tiles,
+        out_bytes=4 if is_partial else out_bytes,
+        has_residual=has_residual and not is_partial,
+    )
 
 
 def _largest_divisor(leaf_len: int, most: int) -> int:
@@ -174,27 +198,47 @@ def _largest_divisor(leaf_len: int, most: int) -> int:
     return most
 
 
-def _stream_weights(num_rows: int, num_out: int, num_leaves: int, leaf_len: int) -> MatmulTiles:
+def _stream_weights(
+    num_rows: int, num_out: int, num_leaves: int, leaf_len: int, is_gated: bool
+) -> MatmulTiles:
     """Weights as the 64-row operand: few activations, so the copy of the weights is all."""
-    blocks = num_out // 64
+    rows = 128 if is_gated else 64
+    blocks = num_out // rows
     cols = -(-num_rows // 8) * 8
     groups = 1
     if num_leaves > 1:
         wanted = 64 if cols <= 32 or num_leaves * leaf_len < 8192 else 128
         while groups < num_leaves and blocks * groups < wanted:
             groups *= 2
-    ctas_per_sm = 2 if blocks > NUM_SMS else 1
-    is_deep = cols == 8 or (cols == 16 and ctas_per_sm == 1)
+    # WHY, gated: 256 weights a CTA 56.2 us at 8 rows, two CTAs an SM 57.1; at one row 55.1 alone.
+    ctas_per_sm = 2 if blocks > NUM_SMS and not is_gated else 1
+    is_deep = (cols == 8 or (cols == 16 and ctas_per_sm == 1)) and not is_gated
     k = _largest_divisor(leaf_len, 256 if is_deep else 128)
     return MatmulTiles(
         is_swapped=True,
+        rows=rows,
         cols=cols,
-        num_wgs=1,
+        num_wgs=2 if is_gated and num_rows > 1 and num_out % 512 == 0 else 1,
         k=k,
         stages=2,
         groups=groups,
         delay=1,
         ctas_per_sm=ctas_per_sm,
+        is_gated=is_gated,
+    )
+
+
+def _one_wave_tiles(num_rows: int, num_out: int, leaf_len: int, is_gated: bool) -> MatmulTiles:
+    """Up to 128 activations, all in every CTA; 224 weights each if that makes one wave."""
+    is_one_wave = num_out % 224 == 0 and num_out <= 224 * NUM_SMS
+    return MatmulTiles(
+        is_swapped=False,
+        cols=224 if is_one_wave else 128,
+        num_wgs=1 if num_rows <= 64 else 2,
+        k=_largest_divisor(leaf_len, 128 if is_gated or num_rows > 64 and not is_one_wave else 64),
+        stages=2,
+        out_span=64 if is_one_wave else 128,
+        is_gated=is_gated,
     )
 
 
@@ -203,25 +247,36 @@ _TALL_COLS = ((256, 0.98), (224, 0.96), (192, 0.94), (128, 0.92), (96, 0.85), (6
 
 
 def _one_leaf_tiles(
-    num_rows: int, num_out: int, k: int, out_bytes: int, has_bias: bool
+    num_rows: int, num_out: int, leaf_len: int, out_bytes: int, has_bias: bool, is_gated: bool
 ) -> MatmulTiles:
-    """The tile with the least waves times columns over rate."""
+    """The tile with the least waves times area over rate."""
+    k = _largest_divisor(leaf_len, 64)
+
+    def waves(num_tiles):
+        return -(-num_tiles // NUM_SMS)
 
     def cost(option):
-        cols, rate, rows = option
-        tiles = -(-rows // 128) * -(-num_out // cols)
-        return -(-tiles // NUM_SMS) * cols / rate
+        cols, rate = option
+        return waves(-(-num_rows // 128) * -(-num_out // cols)) * cols / rate
 
-    options = [
-        (cols, rate, num_rows) for cols, rate in _TALL_COLS if not (has_bias and num_out % cols)
-    ]
-    cols, rate, _ = min(options, key=cost)
-    tall_cost = cost((cols, rate, num_rows))
-    parts = -(-num_rows // 256)
+    options = [option for option in _TALL_COLS if not (has_bias and num_out % option[0])]
+    cols, _ = best = min(options, key=cost)
+    rows, most_cols = (128, 128) if is_gated else (64, 256)
+    parts = -(-num_rows // most_cols)
     flat_cols = -(-num_rows // (8 * parts)) * 8
-    flat_waves = -(-(-(-num_out // 128) * parts) // NUM_SMS)
-    if out_bytes == 2 and num_rows % 128 and flat_waves * flat_cols / 0.8 < tall_cost:
-        return MatmulTiles(is_swapped=True, cols=flat_cols, k=k, stages=2, delay=1)
+    flat_cost = waves(-(-num_out // (2 * rows)) * parts) * flat_cols * (rows // 64) / 0.8
+    if out_bytes == 2 and num_rows % 128 and flat_cost < cost(best):
+        return MatmulTiles(
+            is_swapped=True, rows=rows, cols=flat_cols, k=k, stages=2, delay=1, is_gated=is_gated
+        )
+    if is_gated and num_rows >= 2048:
+        # WHY: less area past the end at 4000 rows: 1401 us against 1439 to 1481, gate_up.
+        big = waves(-(-num_rows // 192) * -(-num_out // 192)) * 192 * 1.5 / 0.975
+        if big < cost(best):
+            return MatmulTiles(
+                is_swapped=False, cols=192, num_wgs=3, k=k, stages=2, cluster_cols=2,
+                out_span=64, is_gated=True,
+            )  # fmt: skip
     return MatmulTiles(
         is_swapped=False,
         cols=cols,
@@ -229,6 +284,7 @@ def _one_leaf_tiles(
         stages=2,
         cluster_rows=2 if cols == 256 and num_rows >= 2048 else 1,
         out_span=64 if cols in (192, 224) or (cols == 256 and out_bytes == 4) else 128,
+        is_gated=is_gated,
     )
 
 

@@ -7,6 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith, vector
 
 from detjax.pallas_kernels import sm90_rows as rows
 
@@ -23,6 +26,35 @@ def gated(gate, up, math: rows.Arithmetic):
         lambda x, y: rows.instruction("div.full.f32")(x, y), lambda x, y: x / y, gate, decay
     )
     return math.mul(ratio, up)
+
+
+def _round_pair(register):
+    """Two float32 to bfloat16 and back; a bfloat16 is the upper half of its float32."""
+    i32 = ir.IntegerType.get_signless(32)
+    halves = arith.truncf(ir.VectorType.get((2,), ir.BF16Type.get()), register)
+    packed = vector.extract(
+        vector.bitcast(ir.VectorType.get((1,), i32), halves),
+        dynamic_position=[],
+        static_position=ir.DenseI64ArrayAttr.get([0]),
+    )
+    low = arith.shli(packed, mgpu.c(16, i32))
+    high = arith.andi(packed, mgpu.c(-(1 << 16), i32))
+    values = [arith.bitcast(ir.F32Type.get(), bits) for bits in (low, high)]
+    return vector.from_elements(register.type, values)
+
+
+def gated_bf16(gate, up, math: rows.Arithmetic):
+    """`gated` of float32 values that a kernel of its own would read as bfloat16.
+
+    # ROUND: gate and up to bfloat16, as if they had been written.
+    # WHY: two at a time. A plain cast there and back becomes one conversion a value, on the pipe
+    # of exp and of the reciprocal.
+    """
+
+    def plain(x):
+        return x.astype(jnp.bfloat16).astype(jnp.float32)
+
+    return gated(*(math.apply(_round_pair, plain, x) for x in (gate, up)), math)
 
 
 def _piece(width: int) -> tuple[int, int]:
