@@ -1,94 +1,259 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the README's performance section from the committed rows: python -m benchmarks.report."""
+"""Write the measured sections of README and docs/kernels.md, and docs/figures, from committed rows.
 
+python -m benchmarks.report            # needs matplotlib: pip install -e ".[bench]"
+python -m benchmarks.report --check    # is the text current? needs nothing
+
+The rows are `benchmarks/results/h200/<date>-kernels.jsonl` and `<date>-step.jsonl`, newest first.
+"""
+
+import argparse
 import json
+import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "h200"
+FIGURES = ROOT / "docs" / "figures"
 BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
 SHAPES = ("qkv", "o", "gate_up", "down", "lm_head")
 ROW_COUNTS = (1, 8, 64, 128, 512, 2048, 8192)
+FLOOR = "bytes at 4.3 TB/s"
+IMPLS = ("invariant", "fast", "transformers compiled", "transformers eager")
 
 
-def rows(subject: str) -> list[dict]:
-    """The newest committed rows of a subject."""
-    newest = sorted(RESULTS.glob(f"*-{subject}.jsonl"))[-1]
-    return [json.loads(line) for line in newest.read_text().splitlines()]
+def rows(command: str, subject: str) -> list[dict]:
+    """Rows of a subject in the newest committed run of a command, or none."""
+    files = sorted(RESULTS.glob(f"*-{command}.jsonl"))
+    found = map(json.loads, files[-1].read_text().splitlines()) if files else ()
+    return [row for row in found if row["subject"] == subject]
+
+
+def table(header: Iterable[str], lines: Iterable[Iterable[str]]) -> list[str]:
+    """A Markdown table."""
+    header = list(header)
+    rule = ["---"] * len(header)
+    return [f"| {' | '.join(cells)} |" for cells in (header, rule, *lines)]
+
+
+def linear_ratios() -> dict[tuple[str, int], float]:
+    """Time of the best rival over ours, by shape and number of rows."""
+    found = rows("kernels", "linear")
+    return {(row["shape"], row["m"]): row["ratio"] for row in found if "ratio" in row}
 
 
 def linear_table() -> list[str]:
-    """Ratio of the best of cuBLAS and XLA to ours, by shape and number of rows."""
-    ratio = {(r["shape"], r["m"]): r["ratio"] for r in rows("linear") if "ratio" in r}
-    lines = ["| rows | " + " | ".join(SHAPES) + " |", "|---" * (len(SHAPES) + 1) + "|"]
-    for count in ROW_COUNTS:
-        cells = [ratio.get((shape, count)) for shape in SHAPES]
-        lines.append(f"| {count} | " + " | ".join(f"{c:.2f}" if c else "" for c in cells) + " |")
-    return lines
+    """The ratios at some numbers of rows."""
+    ratio = linear_ratios()
+
+    def cells(count):
+        values = [ratio.get((shape, count)) for shape in SHAPES]
+        return [str(count), *(f"{value:.2f}" if value else "" for value in values)]
+
+    return table(["rows", *SHAPES], map(cells, ROW_COUNTS))
 
 
-def attention_lines() -> list[str]:
-    """Prefill against cuDNN in its own run; decode as a share of the copy bandwidth."""
-    timed = [r for r in rows("attention") if "time" in r]
-    (kept,) = [r for r in timed if r["time"] == "late merge" and r["tokens"] == 8192]
-    lines = [
-        f"Prefill, 8192 tokens, 32/8 heads of 128: {kept['ms']:.3f} ms, {kept['tflops']:.0f} "
-        f"TFLOP/s, {kept['over_cudnn']:.2f} of cuDNN's speed in the same run."
-    ]
-    decode = (("decode merge 4,1", 64, 4096), ("decode merge 4,1", 256, 1024))
-    for name, batch, tokens in (*decode, ("decode default", 1, 32768)):
-        found = [
-            r for r in timed if (r["time"], r.get("batch"), r["tokens"]) == (name, batch, tokens)
-        ][-1]
-        lines.append(
-            f"Decode, {batch} x {tokens} tokens: {found['us']:.1f} us, "
-            f"{found['share']:.2f} of 4.3 TB/s."
-        )
+def kernel_lines() -> list[str]:
+    """Attention against cuDNN and the copy bandwidth; kernels bound by memory."""
+    lines = []
+    for row in rows("kernels", "attention"):
+        if row["case"] == "prefill" and row["tokens"] == 8192:
+            lines.append(
+                f"Attention, prefill of 8192 tokens, 32/8 heads of 128: {row['ms']:.3f} ms, "
+                f"{row['tflops']:.0f} TFLOP/s, {row['over_cudnn']:.2f} of cuDNN's speed in the "
+                "same run."
+            )
+        elif row["case"] == "decode":
+            lines.append(
+                f"Attention, decode of {row['batch']} x {row['tokens']} tokens: {row['us']:.1f} us,"
+                f" {row['share']:.2f} of 4.3 TB/s."
+            )
+    for row in rows("kernels", "rows"):
+        if row["m"] == 8192 and row["case"] in ("add_rms_norm", "swiglu"):
+            lines.append(
+                f"`{row['case']}`, 8192 rows: {row['us']:.1f} us, {row['share_of_copy']:.2f} of "
+                f"the copy bandwidth (XLA {row['xla_us']:.1f} us)."
+            )
     return [f"- {line}" for line in lines]
 
 
-def row_lines() -> list[str]:
-    """Kernels that are bound by memory."""
-    lines = []
-    for r in rows("rows"):
-        if r.get("time") in ("add_rms_norm 8192x4096", "swiglu 8192x14336"):
-            name, size = r["time"].split()
-            ours = r["chosen"]
-            lines.append(
-                f"- `{name}`, {size}: {ours['us']:.1f} us, {ours['share_of_copy']:.2f} of the "
-                f"copy bandwidth (XLA {r['xla_us']:.1f} us)."
-            )
-    return lines
+def step_times() -> dict[str, dict[str, float]]:
+    """Milliseconds of each implementation, by case; decode first, small ones first."""
+    times: dict[str, dict[str, float]] = {}
+    for row in rows("step", "step"):
+        if "ms_p50" in row:
+            times.setdefault(row["case"], {})[row["impl"]] = row["ms_p50"]
+
+    def order(case):
+        kind = case.split()[0]
+        return kind, int(re.search(r"\d+", case)[0])
+
+    return {case: times[case] for case in sorted(times, key=order)}
 
 
-def section() -> str:
-    """The text between the markers."""
-    return "\n".join(
-        [
-            BEGIN,
-            "Linear layers of Llama-3.1-8B, bfloat16, one H200: time of `jnp.dot` (cuBLAS or XLA's",
-            "own kernel) over ours in the same run. `o` and `down` sum eight leaves as a tree;",
-            "above 128 rows ours also add the residual stream, which the rival does not.",
-            "",
-            *linear_table(),
-            "",
-            *attention_lines(),
-            *row_lines(),
-            END,
+def decode_lines() -> dict[str, list[tuple[int, float]]]:
+    """(batch, milliseconds) of decode steps, by implementation, and the floor of the bandwidth."""
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for row in rows("step", "step"):
+        batch = re.fullmatch(r"decode batch (\d+) context \d+", row["case"])
+        if batch and "ms_p50" in row:
+            lines.setdefault(row["impl"], []).append((int(batch[1]), row["ms_p50"]))
+            if row["impl"] == "invariant":
+                lines.setdefault(FLOOR, []).append((int(batch[1]), row["floor_ms"]))
+    return {name: sorted(points) for name, points in lines.items()}
+
+
+def step_table() -> list[str]:
+    """Whole steps: ours, the same without claims, transformers, and the bandwidth's share."""
+    times = step_times()
+    share = {
+        row["case"]: row.get("floor_over_measured", row.get("share_of_790_tflop_per_s"))
+        for row in rows("step", "step")
+        if row["impl"] == "invariant" and "ms_p50" in row
+    }
+    impls = [impl for impl in IMPLS if any(impl in found for found in times.values())]
+
+    def cells(case):
+        found = times[case]
+        speed = found["fast"] / found["invariant"] if "fast" in found else None
+        return [
+            case,
+            *(f"{found[impl]:.2f}" if impl in found else "" for impl in impls),
+            *([f"{speed:.2f}" if speed else ""] if "fast" in impls else []),
+            f"{share[case]:.2f}",
         ]
-    )
+
+    ratio = ["invariant over fast, speed"] if "fast" in impls else []
+    header = ["step, ms", *impls, *ratio, "share of the limit"]
+    return table(header, (cells(case) for case in times if case in share))
+
+
+def card() -> str:
+    """What was measured on."""
+    row = rows("kernels", "linear")[0]
+    return f"One {row['gpu']}, jax {row['jax']}, Llama-3.1-8B shapes, random data, bfloat16."
+
+
+def readme_section() -> list[str]:
+    """Whole steps, the linear layers in short, and the other kernels."""
+    is_gated = any(row.get("is_gated") for row in rows("kernels", "linear"))
+    gating = "; in `gate_up` they gate." if is_gated else "."
+    return [
+        card(),
+        "How the kernels work and what was tried: [docs/kernels.md](docs/kernels.md).",
+        "",
+        *step_table(),
+        "",
+        "The limit is weight and cache bytes at 4.3 TB/s for decode, 790 TFLOP/s for prefill.",
+        "`fast` is the same model on XLA's products, norms and activations, without any claim.",
+        "",
+        "![Time of a decode step over the batch](docs/figures/step.svg)",
+        "",
+        "Linear layers: time of the best rival (`jnp.dot`, which is cuBLAS or XLA's own, and",
+        "`torch.mm` where it ran) over ours in the same run. Rivals only multiply. In `o` and",
+        "`down` ours sum eight leaves as a tree and, above 128 rows, add the residual" + gating,
+        "",
+        *linear_table(),
+        "",
+        "![Speed of the linear layers over the number of rows](docs/figures/linear.svg)",
+        "",
+        *kernel_lines(),
+    ]
+
+
+def kernels_section() -> list[str]:
+    """Every product at every M, and the kernels' own figures."""
+    found = {(r["shape"], r["m"]): r for r in rows("kernels", "linear") if "ratio" in r}
+    counts = sorted({m for _, m in found})
+
+    def cell(shape, m):
+        row = found.get((shape, m))
+        return f"{row['us']:.1f}, {row['ratio']:.2f}" if row else ""
+
+    lines = [[str(m), *(cell(shape, m) for shape in SHAPES)] for m in counts]
+    fixed = [row["fixed_us"] / row["us"] for row in found.values() if "fixed_us" in row]
+    control = []
+    if fixed:
+        control = [
+            "",
+            "One fixed tile of 128 x 128 x 64, unsplit, as Thinking Machines' product: "
+            f"{min(fixed):.2f} to {max(fixed):.2f} times our time.",
+        ]
+    return [
+        card(),
+        "",
+        "Microseconds of a product, and the best rival's time over it:",
+        "",
+        *table(["M", *SHAPES], lines),
+        *control,
+        "",
+        *kernel_lines(),
+    ]
+
+
+DOCUMENTS = {"README.md": readme_section, "docs/kernels.md": kernels_section}
+
+
+def updated(text: str, section: list[str]) -> str:
+    """A document with the text between its markers replaced."""
+    start, stop = text.index(BEGIN), text.index(END)
+    return text[:start] + "\n".join([BEGIN, *section, ""]) + text[stop:]
+
+
+def draw_figures() -> None:
+    """Ratio over M for the five products, and the time of a decode step over the batch."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise SystemExit('matplotlib is missing: pip install -e ".[bench]"') from error
+    matplotlib.use("svg")
+    # The same rows give the same file.
+    matplotlib.rcParams.update({"svg.hashsalt": "detjax", "font.size": 9, "svg.fonttype": "none"})
+    from matplotlib import pyplot
+
+    def save(name, axes, *, x_label, y_label):
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.set_xlabel(x_label)
+        axes.set_ylabel(y_label)
+        axes.grid(color="0.9")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False)
+        axes.figure.savefig(FIGURES / name, metadata={"Date": None}, bbox_inches="tight")
+        pyplot.close(axes.figure)
+
+    FIGURES.mkdir(exist_ok=True)
+    ratio = linear_ratios()
+    _, axes = pyplot.subplots(figsize=(6, 3.2))
+    for shape in SHAPES:
+        points = sorted((m, value) for (name, m), value in ratio.items() if name == shape)
+        axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=shape)
+    axes.axhline(1.0, color="0.5", linewidth=0.8)
+    save("linear.svg", axes, x_label="rows (M)", y_label="speed over the best rival")
+
+    _, axes = pyplot.subplots(figsize=(6, 3.2))
+    for name, points in decode_lines().items():
+        style = {"linestyle": "--", "color": "0.5"} if name == FLOOR else {}
+        axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=name, **style)
+    axes.set_ylim(bottom=0)
+    save("step.svg", axes, x_label="batch", y_label="ms a decode step, context 1024")
 
 
 def main() -> None:
-    """Rewrite the README, or with --check say whether it is up to date."""
-    readme = ROOT / "README.md"
-    text = readme.read_text()
-    start, stop = text.index(BEGIN), text.index(END) + len(END)
-    new = text[:start] + section() + text[stop:]
-    if "--check" in sys.argv:
-        sys.exit(0 if new == text else "README.md is stale: run python -m benchmarks.report")
-    readme.write_text(new)
+    """Rewrite the text and the figures, or with --check say whether the text is up to date."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if stale")
+    args = parser.parse_args()
+    texts = {ROOT / name: make() for name, make in DOCUMENTS.items()}
+    new = {path: updated(path.read_text(), section) for path, section in texts.items()}
+    if args.check:
+        stale = [path.name for path, text in new.items() if text != path.read_text()]
+        sys.exit(f"{stale} are stale: run python -m benchmarks.report" if stale else 0)
+    draw_figures()
+    for path, text in new.items():
+        path.write_text(text)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The same decoder without claims: XLA's products and reductions, whatever is quickest.
+
+The rival of every benchmark, and the draft of speculative decoding. Its bits depend on the batch,
+the mesh and the compiler. Weights may be 8-bit (`quantise_params`); activations never are.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from detjax.array_types import Activation, Array, Float32, Int32
+from detjax.models.layers import Recipe, Tokens, embed_tokens
+from detjax.pallas_kernels.attention.api import attention
+from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.rope.api import rope_into_cache
+from detjax.pallas_kernels.rope.portable import split_heads, write_pages
+from detjax.parallel.mesh import TP_AXIS
+
+MATRICES = ("qkv", "o", "gate_up", "down")
+"""Matrices of a layer that `quantise_params` narrows; lm_head is the other one."""
+
+LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
+"""The largest finite magnitude used of each 8-bit dtype."""
+
+
+def forward_fast(
+    recipe: Recipe,
+    params: dict,
+    rope_tables: tuple[Float32[Array, "S half"], Float32[Array, "S half"]],
+    pages: Activation[Array, "L N 2 K P C"],
+    tokens: Tokens,
+) -> tuple[Activation[Array, "L N 2 K P C"], Activation[Array, "B T D"]]:
+    """Run every layer on new tokens, as `decoder.forward` does, in whatever order is quickest.
+
+    Args:
+        recipe: The model and its mesh. On `sm90` queries and keys go through detjax's own kernels,
+            the quickest measured; elsewhere everything is XLA.
+        params: As for `decoder.forward`; any matrix may be `{"q": 8-bit [N, K], "scale": [N]}`.
+        rope_tables: Cosines and sines by position.
+        pages: The cache; updated in place where the caller donates it.
+        tokens: New tokens and where they stand.
+
+    Returns:
+        The cache, and the final normalised hidden state of each token.
+
+    Numerics:
+        float32 sums, rounded to the compute dtype after each product. No claim.
+    """
+    eps = recipe.config.rms_norm_eps
+    batch, length = tokens.ids.shape
+    positions = jnp.maximum(tokens.positions, 0).reshape(-1)
+    cos, sin = (jnp.take(table, positions, axis=0, mode="clip") for table in rope_tables)
+    residual = embed_tokens(recipe, params["embed"], tokens.ids.reshape(-1))
+    for layer, weights in enumerate(params["layers"]):
+        x = _rms_norm(residual, weights["attn_norm"], eps)
+        pages, x = _attention_layer(recipe, weights, x, cos, sin, pages, tokens, layer)
+        residual = residual + _row_parallel(recipe, x, weights["o"], weights.get("o_bias"))
+        x = _rms_norm(residual, weights["mlp_norm"], eps)
+        x = _swiglu(_product(x, weights["gate_up"], x.dtype))
+        residual = residual + _row_parallel(recipe, x, weights["down"], None)
+    x = _rms_norm(residual, params["final_norm"], eps)
+    return pages, x.reshape(batch, length, -1)
+
+
+def local_logits_fast(
+    recipe: Recipe, params: dict, hidden: Activation[Array, "M D"]
+) -> Float32[Array, "M v"]:
+    """This rank's share of the float32 logits; columns past the vocabulary are -inf. No claim."""
+    logits = _product(hidden, params["lm_head"], jnp.float32)
+    width = logits.shape[1]
+    if width * recipe.tp == recipe.config.vocab_size:
+        return logits
+    token_ids = lax.axis_index(TP_AXIS) * width + jnp.arange(width, dtype=jnp.int32)
+    return jnp.where(token_ids < recipe.config.vocab_size, logits, -jnp.inf)
+
+
+def quantise_params(params: dict, dtype: jnp.dtype) -> dict:
+    """Narrow every matrix to 8 bits with one scale an output channel; the rest is shared.
+
+    `scale[n] = max(abs(w[n])) / LARGEST`, `q[n, k] = to_dtype(w[n, k] / scale[n])`
+
+    Args:
+        params: The fused tree of a loaded model, on its mesh. Not consumed.
+        dtype: int8 or float8_e4m3fn.
+
+    Returns:
+        The tree with `{"q": dtype [N, K], "scale": float32 [N]}` for each matrix, sharded as the
+        matrix was. Its specs are `quantised_specs`.
+
+    Raises:
+        ValueError: If `dtype` is another.
+    """
+    name = jnp.dtype(dtype).name
+    if name not in LARGEST:
+        raise ValueError(f"dtype={name} must be one of {list(LARGEST)}")
+
+    def narrow(w: jax.Array) -> dict:
+        if not isinstance(w.sharding, NamedSharding):
+            raise ValueError(f"a matrix lies as {w.sharding}; quantise a model loaded on a mesh")
+        shardings = jax.tree.map(
+            functools.partial(NamedSharding, w.sharding.mesh), _narrow_specs(w.sharding.spec)
+        )
+        return jax.jit(_narrow, static_argnums=1, out_shardings=shardings)(w, name)
+
+    return _replace_matrices(params, narrow)
+
+
+def quantised_specs(specs: dict) -> dict:
+    """The tree of `PartitionSpec` of a quantised model, from that of the fused one."""
+    return _replace_matrices(specs, _narrow_specs)
+
+
+def _replace_matrices(tree: dict, narrow) -> dict:
+    layers = [
+        {name: narrow(leaf) if name in MATRICES else leaf for name, leaf in layer.items()}
+        for layer in tree["layers"]
+    ]
+    return {**tree, "layers": layers, "lm_head": narrow(tree["lm_head"])}
+
+
+def _narrow_specs(spec: P) -> dict[str, P]:
+    return {"q": spec, "scale": P(*tuple(spec)[:1])}
+
+
+def _narrow(w: Activation[Array, "N K"], name: str) -> dict[str, jax.Array]:
+    wide = w.astype(jnp.float32)
+    # A row of zeros keeps scale 1, so that nothing divides by zero.
+    largest = jnp.max(jnp.abs(wide), axis=1)
+    scale = jnp.where(largest > 0, largest / LARGEST[name], 1.0)
+    scaled = wide / scale[:, None]
+    if name == "int8":
+        scaled = jnp.round(scaled)
+    return {"q": scaled.astype(name), "scale": scale}
+
+
+def _product(x: Activation[Array, "M k"], w: Any, out_dtype) -> Activation[Array, "M N"]:
+    """`x @ w.T` with float32 sums; 8-bit weights are widened to the dtype of `x` on the way."""
+    if isinstance(w, dict):
+        out = jnp.dot(x, w["q"].astype(x.dtype).T, preferred_element_type=jnp.float32)
+        return (out * w["scale"][None]).astype(out_dtype)
+    out = jnp.dot(x, w.astype(x.dtype).T, preferred_element_type=jnp.float32)
+    return out.astype(out_dtype)
+
+
+def _row_parallel(recipe: Recipe, x: Activation[Array, "M k"], w: Any, bias) -> jax.Array:
+    """Multiply by weights whose inputs are split over ranks; the sum, on every rank."""
+    out = _product(x, w, jnp.float32 if recipe.tp > 1 else x.dtype)
+    if recipe.tp > 1:
+        out = lax.psum(out, TP_AXIS).astype(x.dtype)
+    return out if bias is None else out + bias.astype(x.dtype)[None]
+
+
+def _rms_norm(x: jax.Array, gain: jax.Array, eps: float) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    scale = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    gain = lax.broadcast_to_rank(gain.astype(jnp.float32), x.ndim)
+    return (wide * scale * gain).astype(x.dtype)
+
+
+def _swiglu(gate_up: Activation[Array, "M E"]) -> Activation[Array, "M F"]:
+    gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=1)
+    return (jax.nn.silu(gate) * up).astype(gate_up.dtype)
+
+
+def _rope(x: Activation[Array, "M H C"], cos, sin) -> jax.Array:
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+
+
+def _attention_layer(
+    recipe: Recipe,
+    weights: dict,
+    x: Activation[Array, "M D"],
+    cos: Float32[Array, "M half"],
+    sin: Float32[Array, "M half"],
+    pages: Activation[Array, "L N 2 K P C"],
+    tokens: Tokens,
+    layer: int,
+) -> tuple[Activation[Array, "L N 2 K P C"], Activation[Array, "M k"]]:
+    """Write keys and values, then attend over the cache."""
+    config, eps = recipe.config, recipe.config.rms_norm_eps
+    qkv = _product(x, weights["qkv"], x.dtype)
+    if "qkv_bias" in weights:
+        qkv = qkv + weights["qkv_bias"].astype(x.dtype)[None]
+    qkv = qkv.reshape(x.shape[0], -1, config.head_dim)
+    gains = (weights["q_norm"], weights["k_norm"]) if config.qk_norm else None
+    window = config.sliding_windows[layer]
+    place = (pages, tokens.page_table, tokens.positions)
+    if recipe.backend is Backend.SM90:
+        # WHY: measured against cuDNN and XLA, these are the quickest (docs/kernels.md).
+        q, pages = rope_into_cache(
+            qkv, cos, sin, gains, *place, layer=layer, eps=eps, backend=Backend.SM90
+        )
+        q = q.reshape(*tokens.ids.shape, -1, config.head_dim)
+        out = attention(
+            q, pages, tokens.page_table, tokens.positions,
+            layer=layer, window=window, profile=recipe.profile, backend=Backend.SM90,
+        )  # fmt: skip
+        return pages, out.reshape(x.shape[0], -1)
+    q, k, v = split_heads(qkv, qkv.shape[1] - 2 * pages.shape[3])
+    if gains is not None:
+        q, k = _rms_norm(q, gains[0], eps), _rms_norm(k, gains[1], eps)
+    q, k = _rope(q, cos, sin), _rope(k, cos, sin)
+    pages = write_pages(pages, k, v, tokens.page_table, tokens.positions, layer)
+    q = q.reshape(*tokens.ids.shape, -1, config.head_dim)
+    out = _gathered_attention(q, pages[layer], tokens.page_table, tokens.positions, window)
+    return pages, out.reshape(x.shape[0], -1)
+
+
+def _gathered_attention(
+    q: Activation[Array, "B T H C"],
+    pages: Activation[Array, "N 2 K P C"],
+    page_table: Int32[Array, "B n"],
+    positions: Int32[Array, "B T"],
+    window: int | None,
+) -> Activation[Array, "B T H C"]:
+    """Attention by two products over a copy of each sequence's pages."""
+    batch, query_len, num_heads, channels = q.shape
+    kv_heads, page_len = pages.shape[2:4]
+    gathered = jnp.take(pages, page_table, axis=0, mode="clip")  # [B, n, 2, K, P, C]
+    k, v = gathered[:, :, 0], gathered[:, :, 1]
+    key_pos = jnp.arange(page_table.shape[1] * page_len, dtype=jnp.int32)[None]
+    is_seen = key_pos[None] <= positions[:, :, None]  # [B, T, S]
+    if window is not None:
+        is_seen &= key_pos[None] > positions[:, :, None] - window
+    # What a freed page still holds must not meet a product, not even with weight 0.
+    is_written = key_pos <= jnp.max(positions, axis=1, keepdims=True)
+    is_written = is_written.reshape(batch, -1, 1, page_len, 1)
+    v = jnp.where(is_written, v, 0)
+    q = q.reshape(batch, query_len, kv_heads, num_heads // kv_heads, channels)
+    scores = jnp.einsum("btkgc,bnkpc->bkgtnp", q, k, preferred_element_type=jnp.float32)
+    scores = scores.reshape(*scores.shape[:4], -1) * channels**-0.5
+    is_seen = is_seen[:, None, None]
+    # A row of padding sees nothing; a finite fill keeps it from NaN.
+    weights = jax.nn.softmax(jnp.where(is_seen, scores, -1e30), axis=-1).astype(q.dtype)
+    weights = weights.reshape(*scores.shape[:4], -1, page_len)
+    out = jnp.einsum("bkgtnp,bnkpc->btkgc", weights, v, preferred_element_type=jnp.float32)
+    return out.astype(q.dtype).reshape(batch, query_len, num_heads, channels)

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compile programs to sm_90a machine code on a machine without a GPU, and say what came out.
+
+Needs the CUDA plugin of JAX and the wheel with ptxas, but no device and no driver:
+
+    pip install --no-deps jax-cuda13-plugin==0.11.2 jax-cuda13-pjrt==0.11.2 nvidia-cuda-nvcc \
+        nvidia-nvvm nvidia-cuda-runtime nvidia-nvjitlink nvidia-cuda-cupti
+
+JAX reads its platforms once, so use a process of its own and call `start` before any array.
+"""
+
+import importlib.util
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from detjax.pallas_kernels.backend import configure_xla
+from detjax.parallel.mesh import DP_AXIS, TP_AXIS
+
+H200 = """gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 4800000000000 l2_cache_size: 62914560 clock_rate_ghz: 1.98
+  device_memory_size: 149000000000 shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+}
+runtime_version: { major: 13 minor: 0 patch: 0 }
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 12 }
+device_description_str: "NVIDIA H200"
+"""
+"""What the compiler asks of a device, as XLA's text protocol buffer."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KernelCode:
+    """One Mosaic GPU kernel as ptxas left it.
+
+    Attributes:
+        name: Its `kernel_name`.
+        num_registers: Registers a thread.
+        spill_bytes: Bytes stored to local memory because registers ran out, a thread.
+        wgmma: Shapes of its tensor-core instructions, such as "m64n256k16".
+    """
+
+    name: str
+    num_registers: int
+    spill_bytes: int
+    wgmma: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Program:
+    """A compiled program.
+
+    Attributes:
+        kernels: Its Mosaic GPU kernels, each once.
+        hlo: Its optimised HLO.
+        temp_bytes: Device memory beside arguments and results.
+    """
+
+    kernels: tuple[KernelCode, ...]
+    hlo: str
+    temp_bytes: int
+
+    def copies(self, *, least_bytes: int) -> list[str]:
+        """Lines of the HLO that copy an array of at least so many bytes."""
+        found = []
+        for line in self.hlo.splitlines():
+            match = re.search(r"= \(?(\w+)\[([\d,]*)\].* copy(?:-start)?\(", line)
+            if match and array_bytes(*match.groups()) >= least_bytes:
+                found.append(line.strip())
+        return found
+
+
+def array_bytes(dtype: str, dims: str) -> int:
+    """Bytes of an HLO shape, of its dtype's name and its dimensions between commas."""
+    bits = int(re.sub(r"\D*(\d+).*", r"\1", dtype)) if dtype != "pred" else 8
+    return int(np.prod([int(d) for d in dims.split(",") if d])) * bits // 8
+
+
+def why_unavailable() -> str | None:
+    """What is missing to compile for a GPU here, or None."""
+    if not any(_is_module(f"jax_plugins.xla_cuda{major}") for major in (12, 13)):
+        return "JAX's CUDA plugin is not installed (see detjax/testing/aot.py)"
+    if shutil.which("ptxas", path=_search_path()) is None:
+        return "ptxas is neither in PATH nor in NVIDIA's wheels"
+    return None
+
+
+def _is_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _search_path() -> str:
+    """PATH, after the folders of NVIDIA's wheels that hold programs."""
+    folders = []
+    spec = importlib.util.find_spec("nvidia")
+    for root in (spec.submodule_search_locations or []) if spec else []:
+        folders += [str(ptxas.parent) for ptxas in sorted(Path(root).glob("*/bin/ptxas"))]
+    return os.pathsep.join([*folders, os.environ.get("PATH", "")])
+
+
+def start() -> None:
+    """Set this process up to compile for an H200; call before JAX starts.
+
+    Raises:
+        RuntimeError: If the plugin or ptxas is missing.
+    """
+    missing = why_unavailable()
+    if missing:
+        raise RuntimeError(missing)
+    configure_xla()
+    os.environ["PATH"] = _search_path()
+    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+    os.environ["MOSAIC_GPU_DUMP_TO"] = tempfile.mkdtemp(prefix="detjax_aot_")
+    for part in ("PTX", "PTXAS"):
+        os.environ[f"MOSAIC_GPU_DUMP_{part}"] = "1"
+    jax.config.update("jax_platforms", "cpu,cuda")
+
+
+def h200_mesh() -> Mesh:
+    """A (1, 1) mesh of one H200 that exists for the compiler only."""
+    topology = topologies.get_topology_desc("h200", "cuda", target_config=H200, topology="1x1x1")
+    return Mesh(np.asarray(topology.devices).reshape(1, 1), (DP_AXIS, TP_AXIS))
+
+
+def compile_program(fn: Callable, *shapes: jax.ShapeDtypeStruct) -> Program:
+    """Compile `jax.jit(fn)` for one H200."""
+    whole = NamedSharding(h200_mesh(), P())
+    shardings = tuple(whole for _ in shapes)
+    return inspect_program(lambda: jax.jit(fn, in_shardings=shardings).lower(*shapes).compile())
+
+
+def inspect_program(compile_it: Callable[[], jax.stages.Compiled]) -> Program:
+    """Run a compilation and read what the kernel compiler left behind."""
+    folder = Path(os.environ["MOSAIC_GPU_DUMP_TO"])
+    before = set(folder.iterdir())
+    compiled = compile_it()
+    memory = compiled.memory_analysis()
+    assert memory is not None  # every GPU executable knows
+    logs = sorted(path for path in set(folder.iterdir()) - before if path.suffix == ".ptxas")
+    return Program(
+        kernels=tuple(_kernel_code(log) for log in logs),
+        hlo=compiled.as_text() or "",
+        temp_bytes=memory.temp_size_in_bytes,
+    )
+
+
+def _kernel_code(log: Path) -> KernelCode:
+    text = log.read_text()
+    ptx = log.with_suffix(".ptx").read_text()
+    (registers,) = re.findall(r"Used (\d+) registers", text)
+    (spill,) = re.findall(r"stack frame, (\d+) bytes spill stores", text)
+    return KernelCode(
+        name=re.sub(r"_\d+$", "", log.stem),
+        num_registers=int(registers),
+        spill_bytes=int(spill),
+        wgmma=tuple(sorted(set(re.findall(r"wgmma\.mma_async\S*\.(m\d+n\d+k\d+)", ptx)))),
+    )

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `test_sm90_code.py` compiles, a process each: `python tests/aot/programs.py NAME`.
+
+Prints the kernels and the large copies of the program as one line of JSON. The shapes are those of
+Llama-3.1-8B.
+"""
+
+import dataclasses
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from detjax.models.abstract import abstract_params
+from detjax.models.config import ModelConfig, RopeConfig
+from detjax.models.fast import MATRICES, forward_fast, local_logits_fast
+from detjax.models.fusion import fused_partition_specs
+from detjax.models.layers import Recipe, Tokens
+from detjax.models.loading import LoadedModel
+from detjax.models.params import partition_specs
+from detjax.numerics import NumericsProfile, tree_reduction
+from detjax.pallas_kernels.attention.api import attention
+from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.linear.api import linear, linear_add_rms_norm
+from detjax.serving.steps import StepShape, compile_step, pages_shape
+from detjax.testing import aot
+
+BF16 = jnp.dtype(jnp.bfloat16)
+PROFILE = NumericsProfile()
+LARGE_BYTES = 1 << 20
+"""Copies of less are of tokens, tables and results."""
+
+
+def _shape(*dims: int, dtype=BF16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(dims, dtype)
+
+
+def qkv(num_rows: int) -> aot.Program:
+    """A product of one leaf."""
+
+    def run(x, w):
+        return linear(x, w, out_dtype=BF16, backend=Backend.SM90)
+
+    return aot.compile_program(run, _shape(num_rows, 4096), _shape(6144, 4096))
+
+
+def down(num_rows: int) -> aot.Program:
+    """The tree of eight leaves, with the residual and the norm after it."""
+    reduction = tree_reduction(14336, PROFILE)
+
+    def run(x, w, residual, gain):
+        return linear_add_rms_norm(
+            x, w, residual, None, gain, reduction=reduction, eps=1e-5, backend=Backend.SM90
+        )
+
+    shapes = (_shape(num_rows, 14336), _shape(4096, 14336), _shape(num_rows, 4096), _shape(4096))
+    return aot.compile_program(run, *shapes)
+
+
+def attend(batch: int, length: int, context: int) -> aot.Program:
+    """Attention of 32 query heads over 8 key/value heads of 128 channels."""
+    num_pages = context // 128
+
+    def run(q, pages, table, positions):
+        return attention(
+            q, pages, table, positions,
+            layer=0, window=None, profile=PROFILE, backend=Backend.SM90,
+        )  # fmt: skip
+
+    return aot.compile_program(
+        run,
+        _shape(batch, length, 32, 128),
+        _shape(1, batch * num_pages, 2, 8, 128, 128),
+        _shape(batch, num_pages, dtype=jnp.int32),
+        _shape(batch, length, dtype=jnp.int32),
+    )
+
+
+def abstract_model(num_layers: int) -> LoadedModel:
+    """Llama-3.1-8B with fewer layers, as shapes on the compiler's H200."""
+    config = ModelConfig(
+        family="llama", vocab_size=128256, hidden_size=4096, num_layers=num_layers, num_heads=32,
+        num_kv_heads=8, head_dim=128, intermediate_size=14336, rms_norm_eps=1e-5,
+        rope=RopeConfig(theta=500000.0), max_position_embeddings=8192, tie_word_embeddings=False,
+        qkv_bias=False, o_bias=False, qk_norm=False, sliding_windows=(None,) * num_layers,
+        bos_token_id=None, eos_token_ids=(),
+    )  # fmt: skip
+    mesh = aot.h200_mesh()
+    specs = partition_specs(config, tp=1, vocab_block=PROFILE.vocab_block)
+    table = _shape(8192, 64, dtype=jnp.float32).update(sharding=NamedSharding(mesh, P()))
+    return LoadedModel(
+        config=config,
+        params=abstract_params(config, mesh, profile=PROFILE),
+        partition_specs=fused_partition_specs(specs),
+        rope_tables=(table, table),
+        mesh=mesh,
+        profile=PROFILE,
+        backend=Backend.SM90,
+        fingerprint="",
+        folder=None,
+    )
+
+
+def decode_step() -> aot.Program:
+    """A whole decode step of two layers at batch 8."""
+    shape = StepShape(batch=8, length=1, table_len=8, num_pages=64, num_top=0, with_filters=False)
+    return aot.inspect_program(lambda: compile_step(abstract_model(2), shape))
+
+
+def fast_step(weight_dtype: str) -> aot.Program:
+    """A decode step of two layers at batch 8 without claims, up to the logits."""
+    model = abstract_model(2)
+    recipe = Recipe(config=model.config, profile=PROFILE, backend=Backend.SM90, tp=1)
+
+    def stored(w):
+        if w.dtype == weight_dtype:
+            return w
+        return {"q": w.update(dtype=weight_dtype), "scale": _shape(w.shape[0], dtype=jnp.float32)}
+
+    layers = [
+        {name: stored(leaf) if name in MATRICES else leaf for name, leaf in layer.items()}
+        for layer in model.params["layers"]
+    ]
+    params = {**model.params, "layers": layers, "lm_head": stored(model.params["lm_head"])}
+
+    def step(params, tables, pages, tokens):
+        pages, hidden = forward_fast(recipe, params, tables, pages, tokens)
+        return pages, local_logits_fast(recipe, params, hidden[:, 0])
+
+    sharded = jax.shard_map(step, mesh=model.mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    ids = _shape(8, 1, dtype=jnp.int32)
+    tokens = Tokens(ids=ids, positions=ids, page_table=_shape(8, 8, dtype=jnp.int32))
+    whole = NamedSharding(model.mesh, P())
+    jitted = jax.jit(sharded, in_shardings=whole, donate_argnums=2)
+    lowered = jitted.lower(params, model.rope_tables, pages_shape(model, 64), tokens)
+    return aot.inspect_program(lowered.compile)
+
+
+def kept_cache() -> aot.Program:
+    """A control: the cache is not donated, so a step that writes to it must copy it."""
+    return aot.compile_program(lambda pages: pages.at[0, 0].set(1.0), _shape(2, 64, 2, 8, 128, 128))
+
+
+PROGRAMS = {
+    "qkv_8": lambda: qkv(8),
+    "qkv_128": lambda: qkv(128),
+    "qkv_4096": lambda: qkv(4096),
+    "down_8": lambda: down(8),
+    "down_4096": lambda: down(4096),
+    "attention_decode": lambda: attend(8, 1, 1024),
+    "attention_prefill": lambda: attend(1, 4096, 4096),
+    "decode_step": decode_step,
+    "fast_step": lambda: fast_step("bfloat16"),
+    "fast_step_int8": lambda: fast_step("int8"),
+    "fast_step_float8": lambda: fast_step("float8_e4m3fn"),
+    "kept_cache": kept_cache,
+}
+
+
+if __name__ == "__main__":
+    aot.start()
+    program = PROGRAMS[sys.argv[1]]()
+    report = {
+        "kernels": [dataclasses.asdict(kernel) for kernel in program.kernels],
+        "copies": program.copies(least_bytes=LARGE_BYTES),
+        "temp_bytes": program.temp_bytes,
+    }
+    print(json.dumps(report))

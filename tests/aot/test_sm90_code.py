@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The machine code of the sm90 kernels at real shapes, made without a GPU.
+
+Compiled in a process each, since JAX chooses its platforms once.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from detjax.testing import aot
+
+MISSING = aot.why_unavailable()
+pytestmark = [
+    pytest.mark.aot,
+    pytest.mark.skipif(MISSING is not None, reason=f"cannot compile for sm_90a: {MISSING}"),
+]
+
+ATTENTION_SPILL_BYTES = 36
+"""Prefill at 128 channels keeps the outer state of its splits in registers, beside S, P and O: 36
+bytes more than there are. In shared memory it spilled nothing and was 8 % slower (docs/log.md)."""
+
+
+def compiled(name: str) -> dict:
+    run = subprocess.run(
+        [sys.executable, Path(__file__).with_name("programs.py"), name],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def wgmma(program: dict, kernel: str) -> set[tuple[str, ...]]:
+    """Tensor-core shapes of every variant of a kernel in a program."""
+    shapes = {tuple(k["wgmma"]) for k in program["kernels"] if k["name"] == kernel}
+    assert shapes, f"no {kernel} among {[k['name'] for k in program['kernels']]}"
+    return shapes
+
+
+def spills(program: dict) -> dict[str, int]:
+    assert program["kernels"]
+    return {k["name"]: k["spill_bytes"] for k in program["kernels"] if k["spill_bytes"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        # Few activations are the N operand; many are the 64-row one beside 64 to 256 weights.
+        ("qkv_8", "m64n8k16"),
+        ("qkv_128", "m64n64k16"),
+        ("qkv_4096", "m64n256k16"),
+        ("down_8", "m64n8k16"),
+        ("down_4096", "m64n128k16"),
+    ],
+)
+def test_linear_uses_the_tensor_core_and_spills_nothing(name, shape):
+    program = compiled(name)
+    assert wgmma(program, "detjax_linear") == {(shape,)}
+    assert spills(program) == {}
+    assert program["copies"] == []
+
+
+def test_decode_attention_spills_nothing():
+    program = compiled("attention_decode")
+    assert wgmma(program, "attention_splits_sm90") == {("m64n128k16",)}
+    assert spills(program) == {}
+    assert program["copies"] == []
+
+
+def test_prefill_attention_spills_no_more_than_is_known():
+    program = compiled("attention_prefill")
+    assert wgmma(program, "attention_prefill_sm90") == {("m64n128k16",)}
+    assert spills(program).get("attention_prefill_sm90", 0) <= ATTENTION_SPILL_BYTES
+    assert program["copies"] == []
+
+
+@pytest.mark.parametrize("name", ["decode_step", "fast_step"])
+def test_step_copies_neither_cache_nor_weights_and_spills_nothing(name):
+    program = compiled(name)
+    assert program["copies"] == []
+    # Nor in any other way: the smallest matrix has 32 MiB, a layer of the cache as much.
+    assert program["temp_bytes"] < 32 << 20
+    assert spills(program) == {}
+    assert wgmma(program, "attention_splits_sm90") == {("m64n128k16",)}
+
+
+@pytest.mark.parametrize("name", ["fast_step_int8", "fast_step_float8"])
+def test_8_bit_weights_are_widened_inside_the_products(name):
+    # A matrix widened to bfloat16 in memory would take 32 MiB or more.
+    program = compiled(name)
+    assert program["copies"] == []
+    assert program["temp_bytes"] < 32 << 20
+
+
+@pytest.mark.control
+def test_control_a_kept_cache_is_seen_as_a_copy():
+    program = compiled("kept_cache")
+    assert len(program["copies"]) == 1
