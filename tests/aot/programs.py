@@ -151,6 +151,7 @@ PROGRAMS = {
     "down_8": lambda: down(8),
     "down_4096": lambda: down(4096),
     "attention_decode": lambda: attend(8, 1, 1024),
+    "attention_decode_many": lambda: attend(64, 1, 1024),
     "attention_prefill": lambda: attend(1, 4096, 4096),
     "decode_step": decode_step,
     "fast_step": lambda: fast_step("bfloat16"),

@@ -65,9 +65,16 @@ def test_linear_uses_the_tensor_core_and_spills_nothing(name, shape):
     assert program["copies"] == []
 
 
-def test_decode_attention_spills_nothing():
-    program = compiled("attention_decode")
-    assert wgmma(program, "attention_splits_sm90") == {("m64n128k16",)}
+@pytest.mark.parametrize(
+    ("name", "kernel"),
+    [
+        ("attention_decode", "attention_splits_sm90"),
+        ("attention_decode_many", "attention_sequences_sm90"),
+    ],
+)
+def test_decode_attention_spills_nothing(name, kernel):
+    program = compiled(name)
+    assert wgmma(program, kernel) == {("m64n128k16",)}
     assert spills(program) == {}
     assert program["copies"] == []
 

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention on sm90: its logic on a CPU, its bits on a GPU."""
 
+import functools
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from detjax.numerics import NumericsProfile
-from detjax.pallas_kernels.attention import portable, sm90, sm90_prefill
+from detjax.pallas_kernels.attention import portable, sm90, sm90_decode, sm90_prefill
 from detjax.pallas_kernels.attention.shapes import LAYOUTS
 from detjax.testing.bitwise import assert_bitwise_equal, count_different_bits
 
@@ -38,27 +41,36 @@ def without_future(pages, table, length):
     return pages.at[0, table[0, page:]].set(jnp.nan)
 
 
-def attend(q, pages, table, positions, is_interpreted=False):
+def attend(q, pages, table, positions, window=None, is_interpreted=False):
     return sm90.attention(
-        q, pages, table, jnp.asarray(positions, jnp.int32),
-        layer=0, window=None, profile=PROFILE, is_interpreted=is_interpreted,
+        q, pages, table, jnp.asarray(positions, jnp.int32), jnp.int32(0),
+        window=window, profile=PROFILE, is_interpreted=is_interpreted,
     )  # fmt: skip
 
 
-def prefill(q, pages, table, positions, **options):
-    config = sm90_prefill.PrefillConfig(**options)
+def prefill(q, pages, table, positions, window=None, **options):
     return sm90_prefill.prefill(
-        q, pages, table, jnp.asarray(positions, jnp.int32),
-        layer=0, config=config, is_interpreted=False,
+        q, pages, table, jnp.asarray(positions, jnp.int32), jnp.int32(0), window=window,
+        config=sm90_prefill.PrefillConfig(**options), is_interpreted=False,
+    )  # fmt: skip
+
+
+def decode(q, pages, table, positions, window=None, **options):
+    assert window is None
+    return sm90_decode.decode(
+        q, pages, table, jnp.asarray(positions, jnp.int32), jnp.int32(0),
+        config=sm90_decode.DecodeConfig(**options), is_interpreted=False,
     )  # fmt: skip
 
 
 # On a CPU.
 
 
-@pytest.mark.parametrize("layout", HOPPER_LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "window"), [*((name, None) for name in HOPPER_LAYOUTS), ("phi3_mini", 2047)]
+)
 @pytest.mark.parametrize("query_len", [1, 4, 100, 2048])
-def test_every_variant_lowers_for_hopper(layout, query_len):
+def test_every_variant_lowers_for_hopper(layout, query_len, window):
     dims = LAYOUTS[layout]
     shapes = (
         jax.ShapeDtypeStruct((2, query_len, dims.num_heads, dims.channels), jnp.bfloat16),
@@ -66,115 +78,182 @@ def test_every_variant_lowers_for_hopper(layout, query_len):
         jax.ShapeDtypeStruct((2, 16), jnp.int32),
         jax.ShapeDtypeStruct((2, query_len), jnp.int32),
     )
-
-    def f(q, pages, table, positions):
-        return sm90.attention(q, pages, table, positions, layer=1, window=None, profile=PROFILE)
-
+    f = functools.partial(sm90.attention, layer=jnp.int32(1), window=window, profile=PROFILE)
     text = jax.jit(f).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
-    is_decode = sm90.is_decode(query_len, dims.num_heads // dims.num_kv_heads)
+    group = dims.num_heads // dims.num_kv_heads
+    is_decode = sm90.is_decode(query_len, group, dims.channels, window)
     assert ("attention_splits_sm90" if is_decode else "attention_prefill_sm90") in text
 
 
-@pytest.mark.parametrize("group", [2, 3])
-@pytest.mark.parametrize(
-    "positions",
-    [[[600], [100]], [[510, 511, 512], [5, 6, -1]], [[-1], [0]]],
-    ids=["decode", "verify", "padding"],
-)
-def test_decode_agrees_with_portable(group, positions):
-    kv_heads, channels = 2, 64
-    pages = normal((1, 13, 2, kv_heads, 128, channels), 1)
-    table = jnp.asarray(np.random.default_rng(0).permutation(12).reshape(2, 6), jnp.int32)
-    positions = jnp.asarray(positions, jnp.int32)
+def test_decode_lowers_for_any_batch_and_rows():
+    pages = jax.ShapeDtypeStruct((1, 600, 2, 8, 128, 128), jnp.bfloat16)
+    for batch, query_len, num_pages, kernel in (
+        (64, 1, 9, "sequences"),
+        (64, 16, 32, "sequences"),
+        (64, 1, 33, "splits"),
+        (1, 16, 9, "splits"),
+        (1, 1, 4, "sequences"),
+    ):
+        shapes = (
+            jax.ShapeDtypeStruct((batch, query_len, 32, 128), jnp.bfloat16),
+            pages,
+            jax.ShapeDtypeStruct((batch, num_pages), jnp.int32),
+            jax.ShapeDtypeStruct((batch, query_len), jnp.int32),
+        )
+        f = functools.partial(sm90.attention, layer=jnp.int32(0), window=None, profile=PROFILE)
+        text = jax.jit(f).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+        assert f"attention_{kernel}_sm90" in text
+        assert ("attention_merge_sm90" in text) == (kernel == "splits")
+
+
+def check_against_portable(positions, *, kv_heads, group, channels, window=None, run=attend):
+    """Compare with the portable kernel; what nobody may read is NaN."""
+    positions = np.asarray(positions, np.int32)
+    batch, num_pages = len(positions), 12
+    table = np.random.default_rng(0).permutation(batch * num_pages).reshape(batch, num_pages)
+    pages = np.array(normal((1, batch * num_pages, 2, kv_heads, 128, channels), 1))
+    for row, sequence in zip(positions, table, strict=True):
+        seen = row[row >= 0]
+        for block, page in enumerate(sequence):
+            stop = max(seen, default=-1) + 1 - 128 * block
+            pages[0, page, :, :, max(stop, 0) :] = np.nan
+            if window is not None and len(seen) and min(seen) - window + 1 >= 128 * (block + 1):
+                pages[0, page] = np.nan
+    operands = (jnp.asarray(pages), jnp.asarray(table, jnp.int32), jnp.asarray(positions))
     q = normal((*positions.shape, kv_heads * group, channels), 2)
-    actual = attend(q, pages, table, positions, is_interpreted=True)
-    expected = portable.attention(q, pages, table, positions, layer=0, window=None, profile=PROFILE)
+    actual = run(q, *operands, window=window, is_interpreted=True)
+    expected = portable.attention(q, *operands, jnp.int32(0), window=window, profile=PROFILE)
     a, b = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
     assert np.linalg.norm(b) > 0
     assert np.linalg.norm(a - b) <= 2**-8 * np.linalg.norm(b)
-    assert (a[np.asarray(positions) < 0] == 0).all()
-
-
-def test_prefill_agrees_with_portable():
-    kv_heads, group, channels, query_len = 1, 2, 64, 70
-    pages = normal((1, 13, 2, kv_heads, 128, channels), 1)
-    table = jnp.asarray(np.random.default_rng(0).permutation(12).reshape(2, 6), jnp.int32)
-    steps = np.arange(query_len)
-    positions = np.stack([steps + 500, np.where(steps < 40, steps + 100, -1)])
-    q = normal((2, query_len, kv_heads * group, channels), 2)
-    actual = attend(q, pages, table, positions, is_interpreted=True)
-    expected = portable.attention(
-        q, pages, table, jnp.asarray(positions, jnp.int32),
-        layer=0, window=None, profile=PROFILE,
-    )  # fmt: skip
-    a, b = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
-    assert np.linalg.norm(a - b) <= 2**-8 * np.linalg.norm(b)
     assert (a[positions < 0] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("positions", "kv_heads", "group", "channels", "window"),
+    [
+        pytest.param([[600], [100]], 2, 2, 64, None, id="decode"),
+        pytest.param([[700], [1290]], 1, 4, 64, 300, id="decode-window"),
+        pytest.param([[510, 511, 512], [5, 6, -1]], 2, 3, 64, None, id="verify-odd-group"),
+        pytest.param([[700, 701, 702], [511, 512, -1]], 1, 4, 96, 130, id="verify-window-96"),
+        pytest.param([[-1], [0]], 2, 3, 128, None, id="padding"),
+    ],
+)
+def test_few_rows_agree_with_portable(positions, kv_heads, group, channels, window):
+    check_against_portable(
+        positions, kv_heads=kv_heads, group=group, channels=channels, window=window
+    )
+
+
+@pytest.mark.parametrize(
+    ("positions", "kv_heads", "group", "channels"),
+    [
+        pytest.param([[1300], [-1], [512]], 2, 4, 64, id="decode"),
+        pytest.param([[510, 511, 512], [5, 6, -1]], 2, 3, 128, id="verify-odd-group"),
+    ],
+)
+def test_decode_of_whole_sequences_agrees_with_portable(positions, kv_heads, group, channels):
+    def run(q, pages, table, positions, window, is_interpreted):
+        config = sm90_decode.DecodeConfig(whole_sequences=True)
+        return sm90_decode.decode(
+            q, pages, table, positions, jnp.int32(0), config=config, is_interpreted=is_interpreted
+        )
+
+    check_against_portable(positions, kv_heads=kv_heads, group=group, channels=channels, run=run)
+
+
+@pytest.mark.parametrize(("channels", "window"), [(64, None), (96, 200)])
+def test_prefill_agrees_with_portable(channels, window):
+    steps = np.arange(70)
+    positions = np.stack([steps + 500, np.where(steps < 40, steps + 100, -1)])
+    check_against_portable(positions, kv_heads=1, group=2, channels=channels, window=window)
 
 
 def test_unsupported_combinations_are_refused():
     pages, table = make_cache(1, 1, 64)
     positions = jnp.zeros((1, 1), jnp.int32)
     q = normal((1, 1, 1, 64), 0)
-    options = {"layer": 0, "profile": PROFILE}
-    with pytest.raises(NotImplementedError, match="window"):
-        sm90.attention(q, pages, table, positions, window=128, **options)
+    options = {"layer": jnp.int32(0), "window": None, "profile": PROFILE}
     with pytest.raises(NotImplementedError, match="bfloat16"):
-        sm90.attention(q.astype(jnp.float32), pages, table, positions, window=None, **options)
+        sm90.attention(q.astype(jnp.float32), pages, table, positions, **options)
     with pytest.raises(NotImplementedError, match="channels"):
-        sm90.attention(q[..., :8], pages[..., :8], table, positions, window=None, **options)
+        sm90.attention(q[..., :8], pages[..., :8], table, positions, **options)
 
 
 # On a GPU.
 
 
-@pytest.fixture(scope="module", params=["llama3_8b", "qwen2_0b5"])
-def whole(request):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prompt:
     """A prompt of the longest context, prefilled at once."""
-    dims = LAYOUTS[request.param]
+
+    q: jax.Array
+    pages: jax.Array
+    table: jax.Array
+    positions: np.ndarray
+    window: int | None
+    out: jax.Array
+
+    def rows(self, at, run=attend, positions=None, **options):
+        """Attend again from the rows at positions `at`, [B, T], a sequence each."""
+        at = np.asarray(at)
+        table = jnp.repeat(self.table, len(at), 0)
+        positions = at if positions is None else positions
+        return run(self.q[0, at], self.pages, table, positions, window=self.window, **options)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        ("llama3_8b", None), ("llama3_8b", 700), ("qwen2_0b5", None), ("qwen2_0b5", 130),
+        ("phi3_mini", 2047),
+    ],
+    ids=lambda p: f"{p[0]}-{p[1]}",
+)  # fmt: skip
+def whole(request):
+    layout, window = request.param
+    dims = LAYOUTS[layout]
     longest = CONTEXTS[-1]
     pages, table = make_cache(-(-longest // 128), dims.num_kv_heads, dims.channels)
     pages = without_future(pages, table, longest)
     q = normal((1, longest, dims.num_heads, dims.channels), 7, 2.0)
     positions = np.arange(longest)[None]
-    out = prefill(q, pages, table, positions)
-    return q, pages, table, positions, out
+    out = prefill(q, pages, table, positions, window)
+    return Prompt(q=q, pages=pages, table=table, positions=positions, window=window, out=out)
 
 
 @pytest.mark.gpu
 @pytest.mark.invariance
 def test_prefill_is_bitwise_run_invariant(whole):
-    q, pages, table, positions, out = whole
-    again = prefill(q, pages, table, positions)
-    assert_bitwise_equal(again, out, claim="the same prefill twice has the same bits")
+    again = prefill(whole.q, whole.pages, whole.table, whole.positions, whole.window)
+    assert_bitwise_equal(again, whole.out, claim="the same prefill twice has the same bits")
 
 
 @pytest.mark.gpu
 @pytest.mark.invariance
 @pytest.mark.parametrize("context", CONTEXTS)
-@pytest.mark.parametrize("window", [1, 5])
-def test_decode_and_verify_are_bitwise_path_consistent(whole, context, window):
-    q, pages, table, positions, out = whole
-    at = slice(max(context - window, 0), context)
-    cut = without_future(pages, table, context)
-    actual = attend(q[:, at], cut, table, positions[:, at])
+@pytest.mark.parametrize("num_rows", [1, 5])
+def test_decode_and_verify_are_bitwise_path_consistent(whole, context, num_rows):
+    at = slice(max(context - num_rows, 0), context)
+    cut = without_future(whole.pages, whole.table, context)
+    actual = attend(whole.q[:, at], cut, whole.table, whole.positions[:, at], whole.window)
     assert_bitwise_equal(
-        actual, out[:, at], claim=f"{window} rows ending at {context} are the prefill's rows"
+        actual, whole.out[:, at], claim=f"{num_rows} rows ending at {context} are the prefill's"
     )
 
 
 @pytest.mark.gpu
 @pytest.mark.invariance
 def test_prefill_is_bitwise_schedule_invariant(whole):
-    q, pages, table, positions, out = whole
     parts, start = [], 0
-    for size in (100, 33, 256, 1000, 17, 6000, out.shape[1]):
-        stop = min(start + size, out.shape[1])
-        cut = without_future(pages, table, stop)
-        parts.append(attend(q[:, start:stop], cut, table, positions[:, start:stop]))
+    for size in (100, 33, 256, 1000, 17, 6000, whole.out.shape[1]):
+        stop = min(start + size, whole.out.shape[1])
+        cut = without_future(whole.pages, whole.table, stop)
+        at = slice(start, stop)
+        parts.append(attend(whole.q[:, at], cut, whole.table, whole.positions[:, at], whole.window))
         start = stop
     assert_bitwise_equal(
-        jnp.concatenate(parts, axis=1), out, claim="chunks of a prompt are the whole prompt"
+        jnp.concatenate(parts, axis=1), whole.out, claim="chunks of a prompt are the whole prompt"
     )
 
 
@@ -182,46 +261,80 @@ def test_prefill_is_bitwise_schedule_invariant(whole):
 @pytest.mark.invariance
 @pytest.mark.parametrize("order", [range(8), (3, 6, 0, 7, 1, 5, 2, 4)], ids=["sorted", "mixed"])
 def test_decode_is_bitwise_batch_invariant(whole, order):
-    q, pages, table, _, out = whole
     at = np.array([1, 4096, 129, 700, 512, 513, 20000, 2000])[list(order)] - 1
-    actual = attend(q[0, at][:, None], pages, jnp.repeat(table, 8, 0), at[:, None])
-    assert_bitwise_equal(actual[:, 0], out[0, at], claim="a row alone is the row in a batch")
+    actual = whole.rows(at[:, None])
+    assert_bitwise_equal(actual[:, 0], whole.out[0, at], claim="a row alone is the row in a batch")
+
+
+@pytest.mark.gpu
+@pytest.mark.invariance
+def test_decode_is_bitwise_run_invariant(whole):
+    at = np.array([1, 4096, 129, 700, 512, 513, 20000, 2000])[:, None] - 1
+    launches = [whole.rows(at) for _ in range(100)]
+    for launch in launches:
+        assert_bitwise_equal(launch[:, 0], whole.out[0, at[:, 0]], claim="a launch is any launch")
 
 
 @pytest.mark.gpu
 @pytest.mark.invariance
 @pytest.mark.parametrize("query_len", [4, 90])
 def test_padding_leaves_no_trace(whole, query_len):
-    q, pages, table, _, out = whole
     at = np.stack([np.arange(x - query_len, x) for x in (600, 5000, 128, 515)])
     positions = at.copy()
     positions[1, query_len // 2 :] = -1
     positions[2] = -1
-    actual = attend(q[0, at], pages, jnp.repeat(table, 4, 0), positions)
-    expected = jnp.where((positions >= 0)[:, :, None, None], out[0, at], jnp.zeros_like(out[0, at]))
+    actual = whole.rows(at, positions=positions)
+    rows = whole.out[0, at]
+    expected = jnp.where((positions >= 0)[:, :, None, None], rows, jnp.zeros_like(rows))
     assert_bitwise_equal(actual, expected, claim="padded rows are +0 and change no other row")
 
 
 @pytest.mark.gpu
 @pytest.mark.invariance
 @pytest.mark.parametrize("options", [{"num_stages": 3}, {"num_ctas": 132, "query_buffers": 2}])
-def test_schedules_have_the_same_bits(whole, options):
-    q, pages, table, positions, out = whole
-    actual = prefill(q, pages, table, positions, **options)
-    assert_bitwise_equal(actual, out, claim=f"{options} is a choice for speed alone")
+def test_schedules_of_prefill_have_the_same_bits(whole, options):
+    operands = (whole.q, whole.pages, whole.table, whole.positions, whole.window)
+    actual = prefill(*operands, **options)
+    assert_bitwise_equal(actual, whole.out, claim=f"{options} is a choice for speed alone")
+
+
+@pytest.mark.gpu
+@pytest.mark.invariance
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"merge_unroll": (4, 1)},
+        {"num_ctas": 5},
+        {"key_stages": 2, "value_stages": 1},
+        {"whole_sequences": True},
+        {"whole_sequences": True, "num_ctas": 5},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "whole", [("llama3_8b", None), ("qwen2_0b5", None)], ids=lambda p: p[0], indirect=True
+)
+def test_schedules_of_decode_have_the_same_bits(whole, options):
+    """Windows and 96 channels go through prefill: `test_decode_and_verify...` covers them."""
+    at = np.array([1, 4096, 129, 700, 512, 513, 20000, 2000]) - 1
+    actual = whole.rows(at[:, None], run=decode, **options)
+    assert_bitwise_equal(
+        actual[:, 0], whole.out[0, at], claim=f"{options} is a choice for speed alone"
+    )
 
 
 @pytest.mark.gpu
 @pytest.mark.control
 def test_control_another_split_length_differs(whole):
-    q, pages, table, positions, out = whole
-    other = prefill(q[:, :4096], pages, table, positions[:, :4096], blocks_per_split=8)
-    assert count_different_bits(other, out[:, :4096]) > 0
+    at = whole.positions[:, :4096]
+    operands = (whole.q[:, :4096], whole.pages, whole.table, at, whole.window)
+    other = prefill(*operands, blocks_per_split=8)
+    assert count_different_bits(other, whole.out[:, :4096]) > 0
 
 
 @pytest.mark.gpu
 def test_prefill_is_close_to_float64(whole):
-    q, pages, table, _, out = whole
+    q, pages, table, out = whole.q, whole.pages, whole.table, whole.out
     keys, values = (
         np.concatenate(
             [np.asarray(pages[0, p, i], np.float64) for p in np.asarray(table[0, :12])], axis=1
@@ -232,10 +345,11 @@ def test_prefill_is_close_to_float64(whole):
     rows = np.array([0, 5, 127, 128, 130, 511, 512, 700, 1500])
     query, expected = np.asarray(q[0, rows], np.float64), np.zeros((9, *q.shape[2:]))
     for i, row in enumerate(rows):
+        seen = slice(0 if whole.window is None else max(row - whole.window + 1, 0), row + 1)
         for h in range(q.shape[2]):
-            scores = keys[h // group, : row + 1] @ query[i, h] / np.sqrt(q.shape[3])
+            scores = keys[h // group, seen] @ query[i, h] / np.sqrt(q.shape[3])
             weights = np.exp(scores - scores.max())
-            expected[i, h] = weights @ values[h // group, : row + 1] / weights.sum()
+            expected[i, h] = weights @ values[h // group, seen] / weights.sum()
     error = np.linalg.norm(np.asarray(out[0, rows], np.float64) - expected)
     # Measured 1.3e-3: weights and output rounded to 8 bits, 2**-9 at most, each once.
     assert error <= 2.5e-3 * np.linalg.norm(expected)

@@ -5,7 +5,7 @@ Mosaic GPU lets ptxas fuse a multiply and an add, and may do so in one kernel an
 So each float operation here names its instruction. The kernels differ in who runs a step and when.
 """
 
-import functools
+import math
 from dataclasses import dataclass
 
 import jax
@@ -29,16 +29,14 @@ def score_scale(channels: int) -> float:
     return float(np.float32(LOG2_E * channels**-0.5))
 
 
-@functools.cache
-def swizzled() -> tuple:
-    """Shared-memory layout of a 16-bit operand of wgmma."""
-    return (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+def channel_span(channels: int) -> int:
+    """Channels of one swizzle span: the most of 64, 32 and 16 that divides the head."""
+    return math.gcd(channels, 64)
 
 
-@functools.cache
-def swizzled_f32() -> tuple:
-    """Shared-memory layout of a float32 tile in the layout of an accumulator."""
-    return (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
+def swizzled(span: int) -> tuple:
+    """Shared-memory layout of a 16-bit operand of wgmma, `span` columns to a swizzle span."""
+    return (plgpu.TilingTransform((8, span)), plgpu.SwizzleTransform(2 * span))
 
 
 def _instruction(op: str, *constants: float):
@@ -49,21 +47,14 @@ def _instruction(op: str, *constants: float):
     return emit
 
 
-def _chain(*steps):
-    def emit(*values):
-        for step in steps:
-            values = (step(*values),)
-        return values[0]
-
-    return emit
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arithmetic:
-    """Float operations on registers laid out as a wgmma accumulator, one instruction each.
+    """Float operations on registers of one layout, one instruction each.
+
+    A row is a query of one head: it has one maximum and one sum of weights.
 
     Attributes:
-        layout: Layout of a [rows, columns] tile.
+        layout: Layout of a tile.
         row_layout: Layout of one value a row.
         is_interpreted: Use plain operations, for interpretation on CPU.
     """
@@ -91,10 +82,6 @@ class Arithmetic:
         """A product, rounded: never fused with a later sum."""
         return self._apply(_instruction("mul.rn.f32"), lambda x, y: x * y, (a, b))
 
-    def add(self, a, b):
-        """A sum, rounded."""
-        return self._apply(_instruction("add.rn.f32"), lambda x, y: x + y, (a, b))
-
     def fma(self, a, b, c):
         """`a * b + c`, rounded once."""
         return self._apply(_instruction("fma.rn.f32"), lambda x, y, z: x * y + z, (a, b, c))
@@ -103,8 +90,7 @@ class Arithmetic:
         """`exp2(a - b)`: a rounded difference, then ex2.approx.ftz."""
 
         def emit(x, y):
-            ex2 = mgpu.FragmentedArray._lift_fast_instr("ex2.approx.ftz.f32")
-            return ex2(mgpu.FragmentedArray._lift_fast_instr("sub.rn.f32")(x, y))
+            return _instruction("ex2.approx.ftz.f32")(_instruction("sub.rn.f32")(x, y))
 
         return self._apply(emit, lambda x, y: jnp.exp2(x - y), (a, b))
 
@@ -113,8 +99,7 @@ class Arithmetic:
 
         def emit(s, m):
             fma = mgpu.FragmentedArray._lift_fast_instr("fma.rn.f32")
-            ex2 = mgpu.FragmentedArray._lift_fast_instr("ex2.approx.ftz.f32")
-            return ex2(fma(s, mgpu.c(scale, s.type), m))
+            return _instruction("ex2.approx.ftz.f32")(fma(s, mgpu.c(scale, s.type), m))
 
         return self._apply(emit, lambda s, m: jnp.exp2(s * scale + m), (scores, negative_max))
 
@@ -131,44 +116,71 @@ class Arithmetic:
         """Fix the layout of `x`."""
         return x if self.is_interpreted else plgpu.layout_cast(x, layout)
 
-    def over_columns(self, row, shape):
-        """Repeat one value a row over the columns."""
-        return lax.broadcast_in_dim(row, shape, [0])
+    def load(self, ref):
+        """Read a tile, or one value a row, from memory."""
+        layout = self.layout if len(ref.shape) == 2 else self.row_layout
+        return ref[...] if self.is_interpreted else plgpu.load(ref, layout=layout, optimized=False)
+
+    def spread(self, row, shape):
+        """Repeat one value a row over its tile."""
+        return self.cast(lax.broadcast_in_dim(row, shape, [0]), self.layout)
 
     def choose(self, scalar, if_true, if_false):
         """`if_true` where a scalar flag is set, else `if_false`, of one value a row."""
         flags = self.cast(jnp.full(if_true.shape, scalar), self.row_layout)
         return jnp.where(flags, if_true, if_false)
 
-    def key_mask(self, row_positions, first_key):
-        """Which of the block's keys each row sees: [rows, BLOCK]."""
-        shape = (row_positions.shape[0], BLOCK)
+    def row_sum(self, weights):
+        """Sum each row of a [rows, 128] tile of scores.
+
+        # ORDER: key 8 i + 2 q + e of a block is element e of pair i of thread q, of the four that
+        # hold a row of a wgmma accumulator. Its pairs of even i are added left to right, and those
+        # of odd i; then the two; then e = 0 and 1; then q across distance 1, then 2.
+        """
         if self.is_interpreted:
-            keys = lax.broadcasted_iota(jnp.int32, shape, 1)
+            return jnp.sum(weights, axis=1)
+
+        @plgpu.inline_mgpu(
+            arg_types=(self.layout,),
+            return_type=plgpu.ShapeDtypeStruct(
+                weights.shape[:1], jnp.float32, layout=self.row_layout
+            ),
+        )
+        def op(ctx, x):
+            return x.reduce(_instruction("add.rn.f32"), 1, acc_ilp=8)
+
+        return op(weights)
+
+    def mask(self, scores, row_positions, first_key, window: int | None):
+        """Minus infinity for the keys that a row of a [rows, 128] tile does not see."""
+        if self.is_interpreted:
+            keys = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
         else:
-            keys = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=self.layout)
-        return lax.broadcast_in_dim(row_positions - first_key, shape, [0]) >= keys
+            keys = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=self.layout)
+        last = lax.broadcast_in_dim(row_positions - first_key, scores.shape, [0])
+        scores = jnp.where(last >= keys, scores, -jnp.inf)
+        if window is not None:
+            scores = jnp.where(keys > last - window, scores, -jnp.inf)
+        return scores
 
     def softmax_step(self, scores, m, weight_sum, scale: float):
         """Fold one block's scores into the running (max, sum) of a split.
 
-        Returns the new max and sum, the decay of what was there, and the block's weights.
-
-        # ORDER: the sum over a block's 128 keys is Mosaic's reduction of a [64, 128] tile in the
-        # wgmma layout: 8 partial sums a thread, their tree, then two exchanges in a quad.
-        # A masked score is -inf: its weight is exactly 0, and a fully masked block has decay 1.
+        Returns the new max and sum, the decay of what was there, and the block's weights. A masked
+        score is -inf: its weight is exactly 0, and a fully masked block has decay 1.
         """
         block_max = self.mul(jnp.max(scores, axis=1), self.full(m.shape, scale))
         new_m = jnp.maximum(m, block_max)
         decay = self.exp2_difference(m, new_m)
-        weights = self.exp2_scaled(scores, self.over_columns(-new_m, scores.shape), scale)
-        return new_m, self.fma(weight_sum, decay, jnp.sum(weights, axis=1)), decay, weights
+        weights = self.exp2_scaled(scores, self.spread(-new_m, scores.shape), scale)
+        return new_m, self.fma(weight_sum, decay, self.row_sum(weights)), decay, weights
 
     def merge_scales(self, m, weight_sum, other_m, other_sum):
         """Fold a split's (max, sum) into the state, and say how to scale both outputs.
 
         # ORDER: splits are folded left to right: `sum = fma(sum, a, other_sum * b)`.
-        # An empty split has b * 0 to add and a = 1: the state keeps its bits.
+        # An empty split has b * 0 to add and a = 1: the state keeps its bits. An empty state has
+        # a = 0 and b = 1: it takes the split's.
         """
         new_m = jnp.maximum(m, other_m)
         a, b = self.exp2_difference(m, new_m), self.exp2_difference(other_m, new_m)
@@ -176,13 +188,12 @@ class Arithmetic:
 
     def merge_outputs(self, out, a, other_out, b):
         """`fma(out, a, other_out * b)`, with one scale a row."""
-        a, b = self.over_columns(a, out.shape), self.over_columns(b, out.shape)
+        a, b = self.spread(a, out.shape), self.spread(b, out.shape)
         return self.fma(out, a, self.mul(other_out, b))
 
     def finish(self, out, weight_sum, is_row, dtype):
         """Divide by the sum, clear padded rows, make every zero +0, round once."""
-        inverse = self.over_columns(self.reciprocal(weight_sum), out.shape)
-        out = self.mul(out, inverse)
+        out = self.mul(out, self.spread(self.reciprocal(weight_sum), out.shape))
         is_row = lax.broadcast_in_dim(is_row, out.shape, [0])
         out = jnp.where(is_row & (out != 0.0), out, jnp.zeros_like(out))
         # ROUND: the only rounding of the output to the compute dtype.
@@ -198,16 +209,6 @@ def accumulator_arithmetic(is_interpreted: bool) -> Arithmetic:
     )
 
 
-def product(a, b, columns: int):
-    """`a @ b` from zero: K in order, 16 at a time, on the tensor core."""
-
-    def issue(acc):
-        plgpu.wgmma(acc, a, b)
-        return acc[...]
-
-    return pl.run_scoped(issue, plgpu.ACC((ROWS, columns), jnp.float32))
-
-
 def operand(weights, dtype, p_smem):
     """Weights as the first operand of wgmma; through `p_smem` where interpreted."""
     # ROUND: weights to the compute dtype for the product; their sum is not rounded.
@@ -215,8 +216,17 @@ def operand(weights, dtype, p_smem):
     if p_smem is None:
         return weights
     p_smem[...] = weights
-    plgpu.commit_smem()
     return p_smem
+
+
+def product(a, b, shape):
+    """`a @ b` from zero: K in order, 16 at a time, on the tensor core."""
+
+    def issue(acc):
+        plgpu.wgmma(acc, a, b)
+        return acc[...]
+
+    return pl.run_scoped(issue, plgpu.ACC(shape, jnp.float32))
 
 
 def chained_product(arithmetic: Arithmetic, out, decay, weights, v, meanwhile=lambda: None):
@@ -225,9 +235,9 @@ def chained_product(arithmetic: Arithmetic, out, decay, weights, v, meanwhile=la
     # ORDER: within a split, `out` is scaled and then takes the products of the block's 128 keys in
     # order, 16 at a time.
     """
-    out = arithmetic.mul(out, arithmetic.over_columns(decay, out.shape))
+    out = arithmetic.mul(out, arithmetic.spread(decay, out.shape))
     if arithmetic.is_interpreted:
-        return out + product(weights, v, out.shape[1]), meanwhile()
+        return out + product(weights, v, out.shape), meanwhile()
     result = []
 
     def issue(acc):
@@ -246,8 +256,9 @@ def clear_unwritten(v_smem, first_key, last, arithmetic: Arithmetic) -> None:
         if arithmetic.is_interpreted:
             v, keys = part[...], lax.broadcasted_iota(jnp.int32, (ROWS, channels), 0)
         else:
-            v = plgpu.load(part, layout=arithmetic.layout)
-            keys = plgpu.broadcasted_iota(jnp.int32, (ROWS, channels), 0, layout=arithmetic.layout)
+            layout = plgpu.Layout.WGMMA
+            v = plgpu.load(part, layout=layout)
+            keys = plgpu.broadcasted_iota(jnp.int32, (ROWS, channels), 0, layout=layout)
         is_written = keys + (first_key + half * ROWS) <= last
         part[...] = jnp.where(is_written, v, jnp.zeros_like(v))
     plgpu.commit_smem()

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of up to 64 query rows a key/value head: one pass over the cache, then the merge."""
+"""Attention of up to 64 query rows a key/value head: one pass over the cache.
+
+A CTA takes a split, whose partial result a second kernel merges, or all splits of a sequence.
+"""
 
 import functools
 from dataclasses import dataclass
@@ -12,6 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from detjax.pallas_kernels.attention import sm90_arithmetic as bits
 
+F32_SWIZZLED = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
 MERGE_LANES = 128  # elements of a CTA of the merge, one a thread
 
 
@@ -25,6 +29,8 @@ class DecodeConfig:
         num_ctas: CTAs; each takes splits in turn.
         merge_unroll: How many splits' partials the merge loads at once, as long as there are as
             many; and after that.
+        whole_sequences: Let a CTA take all splits of a sequence and fold them in registers. Nothing
+            is left to merge, but a sequence is spread over no more CTAs than it has kv heads.
         blocks_per_split: Blocks of 128 keys in a split.
     """
 
@@ -32,41 +38,44 @@ class DecodeConfig:
     value_stages: int = 2
     num_ctas: int = 132
     merge_unroll: tuple[int, int] = (16, 2)
+    whole_sequences: bool = False
     blocks_per_split: int = 4
 
 
 SEQ, FIRST_BLOCK, BLOCKS, FULL_BLOCKS, LAST, PAGES = range(6)
-"""Columns of the list of splits; the split's pages are the last columns."""
+"""Columns of the list of runs; a run's pages are the last columns."""
 
 
-def split_list(
-    positions: jax.Array, page_table: jax.Array, per_split: int
+def run_list(
+    positions: jax.Array, page_table: jax.Array, config: DecodeConfig
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The splits of all sequences in one list, with integer operations alone.
+    """The runs of all sequences in one list, with integer operations alone.
 
+    A run is what a CTA takes: a split, or a sequence, which then has one even if it is padding.
     The same for every layer, so XLA computes it once a step.
 
     Returns:
-        The list [W, PAGES + per_split]; each sequence's first entry and number of splits [B, 2];
+        The list [W, PAGES + pages of a run]; each sequence's first entry and number of runs [B, 2];
         the list's length [1].
     """
     batch, num_pages = page_table.shape
+    per_run = num_pages if config.whole_sequences else config.blocks_per_split
     last = positions.max(axis=1)
     first = jnp.where(positions >= 0, positions, jnp.iinfo(jnp.int32).max).min(axis=1)
     blocks = last // bits.BLOCK + 1
-    splits = -(-blocks // per_split)
+    runs = jnp.ones_like(blocks) if config.whole_sequences else -(-blocks // per_run)
     full = jnp.where(last < 0, 0, (first + 1) // bits.BLOCK)
-    ends = jnp.cumsum(splits)
-    index = jnp.arange(batch * -(-num_pages // per_split), dtype=jnp.int32)
+    ends = jnp.cumsum(runs)
+    index = jnp.arange(batch * -(-num_pages // per_run), dtype=jnp.int32)
     seq = (index[:, None] >= ends[None, :]).astype(jnp.int32).sum(axis=1)
     seq = jnp.minimum(seq, batch - 1)
-    first_block = (index - (ends - splits)[seq]) * per_split
-    num_blocks = jnp.clip(blocks[seq] - first_block, 0, per_split)
+    first_block = (index - (ends - runs)[seq]) * per_run
+    num_blocks = jnp.clip(blocks[seq] - first_block, 0, per_run)
     num_full = jnp.clip(full[seq] - first_block, 0, num_blocks)
-    block = jnp.clip(first_block[:, None] + jnp.arange(per_split)[None], 0, num_pages - 1)
+    block = jnp.clip(first_block[:, None] + jnp.arange(per_run)[None], 0, num_pages - 1)
     columns = jnp.stack([seq, first_block, num_blocks, num_full, last[seq]], axis=1)
     table = jnp.concatenate([columns, page_table[seq[:, None], block]], axis=1)
-    limits = jnp.stack([ends - splits, splits], axis=1)
+    limits = jnp.stack([ends - runs, runs], axis=1)
     return table.astype(jnp.int32), limits.astype(jnp.int32), ends[-1:].astype(jnp.int32)
 
 
@@ -103,12 +112,15 @@ def decode(
         rows_apart = padded_rows
     if rows.shape[0] < padded_rows:
         rows = jnp.pad(rows, ((0, padded_rows - rows.shape[0]), (0, 0)))
-    table, limits, num_entries = split_list(positions, page_table, config.blocks_per_split)
-    o, ml = _partials(
+    table, limits, num_entries = run_list(positions, page_table, config)
+    o, ml, out = _attend(
         rows, pages, row_positions, table, num_entries, layer,
         config=config, is_interpreted=is_interpreted,
         padded_rows=padded_rows, rows_apart=rows_apart,
+        query_len=query_len, group=group,
     )  # fmt: skip
+    if config.whole_sequences:
+        return out.reshape(q.shape)
     options = {"config": config, "is_interpreted": is_interpreted, "rows_apart": rows_apart}
     if in_place:
         shape = (batch, query_len, kv_heads, group, channels)
@@ -119,37 +131,70 @@ def decode(
     return out.transpose(0, 2, 1, 3, 4).reshape(q.shape)
 
 
-def _partials(
+def _attend(
     rows, pages, row_positions, table, num_entries, layer,
-    *, config, is_interpreted, padded_rows, rows_apart,
+    *, config, is_interpreted, padded_rows, rows_apart, query_len, group,
 ):  # fmt: skip
-    """Write each split's unnormalised output, maximum and sum, in float32."""
+    """Write each split's unnormalised output, maximum and sum, in float32; or the whole output."""
     _, num_pages, _, kv_heads, _, channels = pages.shape
     scale = bits.score_scale(channels)
-    num_slots = (config.key_stages, config.value_stages)
+    num_slots, per_split = (config.key_stages, config.value_stages), config.blocks_per_split
     math = bits.accumulator_arithmetic(is_interpreted)
     dtype = rows.dtype
-    out_shape = (bits.ROWS, channels)
-    num_ctas = min(config.num_ctas, table.shape[0] * kv_heads)
+    vec_shape = (bits.ROWS,)
+    out_shape, scores_shape = (bits.ROWS, channels), (bits.ROWS, bits.BLOCK)
+    swizzled = bits.swizzled(bits.channel_span(channels))
+    # WHY: few channels side by side in shared memory take few registers for addresses; the rows
+    # that TMA copies to a head's output must begin at a multiple of 128 bytes.
+    out_span = 32 if group % 2 == 0 else 64
+    entries = table.shape[0] * kv_heads
+    num_ctas = min(config.num_ctas, entries)
 
     def body(
         q_ref, pages_ref, pos_ref, table_ref, entries_ref, layer_ref,
-        o_ref, ml_ref,
+        o_ref, ml_ref, out_ref,
         q_smem2, k_smem, v_smem, o_smem, ml_smem, p_smem,
         q_bar, k_bar, v_bar, q_free, k_free, v_free,
     ):  # fmt: skip
         wg, cta = lax.axis_index("wg"), lax.axis_index("cta")
-        num_items = entries_ref[0] * kv_heads
+        num_items = entries if config.whole_sequences else entries_ref[0] * kv_heads
         num_turns = lax.div(num_items - cta + (num_ctas - 1), jnp.int32(num_ctas))
 
         def work(turn):
             item = turn * num_ctas + cta
             entry = lax.div(item, jnp.int32(kv_heads))
             kv_head = lax.rem(item, jnp.int32(kv_heads))
-            return entry, kv_head, table_ref[entry, SEQ], table_ref[entry, BLOCKS]
+            seq = entry if config.whole_sequences else table_ref[entry, SEQ]
+            return entry, kv_head, seq, table_ref[entry, BLOCKS]
+
+        def write_partial(state, item):
+            o_smem[...], ml_smem[0, :], ml_smem[1, :] = state
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(o_smem.at[pl.ds(0, padded_rows)], o_ref.at[item])
+            plgpu.copy_smem_to_gmem(ml_smem, ml_ref.at[item])
+
+        def write_rows(out, seq, kv_head):
+            for i in range(channels // out_span):
+                o_smem[i] = out[:, i * out_span : (i + 1) * out_span]
+            plgpu.commit_smem()
+            first_row = lax.rem((seq * kv_heads + kv_head) * rows_apart, jnp.int32(8))
+
+            def one_token(token, _):
+                for i in range(channels // out_span):
+                    plgpu.copy_smem_to_gmem(
+                        o_smem.at[i, pl.ds(first_row + token * group, group)],
+                        out_ref.at[
+                            seq * query_len + token,
+                            pl.ds(kv_head * group, group),
+                            pl.ds(i * out_span, out_span),
+                        ],
+                    )
+                return 0
+
+            lax.fori_loop(0, query_len, one_token, 0)
 
         def compute():
-            def one_split(turn, base):
+            def one_run(turn, base):
                 entry, kv_head, seq, blocks = work(turn)
                 first_block, full, last = (
                     table_ref[entry, i] for i in (FIRST_BLOCK, FULL_BLOCKS, LAST)
@@ -165,11 +210,10 @@ def _partials(
                     v_slot = lax.rem(base + j, jnp.int32(num_slots[1]))
                     first_key = (first_block + j) * bits.BLOCK
                     plgpu.barrier_wait(k_bar.at[k_slot])
-                    scores = bits.product(q_smem, k_smem.at[k_slot].T, bits.BLOCK)
+                    scores = bits.product(q_smem, k_smem.at[k_slot].T, scores_shape)
                     plgpu.barrier_arrive(k_free.at[k_slot])
                     if is_masked:
-                        seen = math.key_mask(row_pos, first_key)
-                        scores = jnp.where(seen, scores, -jnp.inf)
+                        scores = math.mask(scores, row_pos, first_key, None)
                     m, weight_sum, decay, weights = math.softmax_step(scores, m, weight_sum, scale)
                     operand = bits.operand(weights, dtype, p_smem)
                     plgpu.barrier_wait(v_bar.at[v_slot])
@@ -184,35 +228,49 @@ def _partials(
                     plgpu.barrier_arrive(v_free.at[v_slot])
                     return out, m, weight_sum
 
-                carry = (
+                empty = (
                     math.full(out_shape, 0.0),
-                    math.full((bits.ROWS,), bits.EMPTY_MAX),
-                    math.full((bits.ROWS,), 0.0),
+                    math.full(vec_shape, bits.EMPTY_MAX),
+                    math.full(vec_shape, 0.0),
                 )
-                carry = lax.fori_loop(0, full, functools.partial(one_block, is_masked=False), carry)
-                carry = lax.fori_loop(
-                    full, blocks, functools.partial(one_block, is_masked=True), carry
-                )
+
+                def fold(outer, state):
+                    m, weight_sum, a, b = math.merge_scales(*outer[1:], *state[1:])
+                    return math.merge_outputs(outer[0], a, state[0], b), m, weight_sum
+
+                def one_block_of_any_split(j, carry, is_masked):
+                    outer, (out, m, weight_sum) = carry
+                    starts = lax.rem(j, jnp.int32(per_split)) == 0
+                    outer = lax.cond(starts & (j > 0), fold, lambda x, _: x, outer, carry[1])
+                    # A new split starts empty: its first decay is 0, which clears the output.
+                    m = math.choose(starts, empty[1], m)
+                    weight_sum = math.choose(starts, empty[2], weight_sum)
+                    return outer, one_block(j, (out, m, weight_sum), is_masked)
+
+                step, carry = one_block, empty
+                if config.whole_sequences:
+                    step, carry = one_block_of_any_split, (empty, empty)
+                for start, stop, is_masked in ((0, full, False), (full, blocks, True)):
+                    some = functools.partial(step, is_masked=is_masked)
+                    carry = lax.fori_loop(start, stop, some, carry)
                 plgpu.barrier_arrive(q_free.at[q_slot])
-                out, m, weight_sum = carry
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                o_smem[...] = out
-                ml_smem[0, :] = m
-                ml_smem[1, :] = weight_sum
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(
-                    o_smem.at[pl.ds(0, padded_rows)], o_ref.at[entry * kv_heads + kv_head]
-                )
-                plgpu.copy_smem_to_gmem(ml_smem, ml_ref.at[entry * kv_heads + kv_head])
+                if config.whole_sequences:
+                    out, _, weight_sum = fold(*carry)
+                    out = math.finish(out, weight_sum, row_pos >= 0, dtype)
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    write_rows(out, seq, kv_head)
+                else:
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    write_partial(carry, entry * kv_heads + kv_head)
                 return base + blocks
 
-            lax.fori_loop(0, num_turns, one_split, jnp.int32(0))
+            lax.fori_loop(0, num_turns, one_run, jnp.int32(0))
             plgpu.wait_smem_to_gmem(0)
 
         def load():
             first_page = layer_ref[0] * num_pages
 
-            def one_split(turn, base):
+            def one_run(turn, base):
                 entry, kv_head, seq, blocks = work(turn)
                 q_slot = lax.rem(turn, jnp.int32(2))
 
@@ -228,8 +286,8 @@ def _partials(
                     q_bar.at[q_slot],
                 )
 
-                def one_page(j, _):
-                    page = first_page + table_ref[entry, PAGES + j]
+                def one_page(j, page):
+                    next_page = table_ref[entry, PAGES + jnp.minimum(j + 1, blocks - 1)]
                     index = base + j
                     rings = ((k_smem, k_bar, k_free), (v_smem, v_bar, v_free))
                     for half, (smem, filled, free) in enumerate(rings):
@@ -240,40 +298,41 @@ def _partials(
                             plgpu.barrier_wait(free.at[slot])
 
                         plgpu.copy_gmem_to_smem(
-                            pages_ref.at[(page * 2 + half) * kv_heads + kv_head],
+                            pages_ref.at[((first_page + page) * 2 + half) * kv_heads + kv_head],
                             smem.at[slot],
                             filled.at[slot],
                         )
-                    return 0
+                    return next_page
 
-                lax.fori_loop(0, blocks, one_page, 0)
+                # Read with BLOCKS, not after it, and each next page ahead.
+                lax.fori_loop(0, blocks, one_page, table_ref[entry, PAGES])
                 return base + blocks
 
-            total = lax.fori_loop(0, num_turns, one_split, jnp.int32(0))
+            total = lax.fori_loop(0, num_turns, one_run, jnp.int32(0))
             for free, used in ((q_free, num_turns), (k_free, total), (v_free, total)):
                 bits.drain(free, used)
 
         pl.when(wg == 0)(compute)
         pl.when(wg == 1)(load)
 
-    entries = table.shape[0] * kv_heads
     weights = None
     if is_interpreted:
-        weights = plgpu.SMEM((bits.ROWS, bits.BLOCK), dtype, transforms=bits.swizzled())
+        weights = plgpu.SMEM(scores_shape, dtype)
+    o = jax.ShapeDtypeStruct((entries, padded_rows, channels), jnp.float32)
+    ml = jax.ShapeDtypeStruct((entries, 2, bits.ROWS), jnp.float32)
+    o_smem = plgpu.SMEM(out_shape, jnp.float32, transforms=F32_SWIZZLED)
+    out_type, out_smem = [o, ml, None], [o_smem, plgpu.SMEM((2, *vec_shape), jnp.float32)]
+    if config.whole_sequences:
+        out = jax.ShapeDtypeStruct((table.shape[0] * query_len, kv_heads * group, channels), dtype)
+        out_type = [None, None, out]
+        out_smem = [plgpu.SMEM((channels // out_span, bits.ROWS, out_span), dtype), None]
     return plgpu.kernel(
         body,
-        out_type=[
-            jax.ShapeDtypeStruct((entries, padded_rows, channels), jnp.float32),
-            jax.ShapeDtypeStruct((entries, 2, bits.ROWS), jnp.float32),
-        ],
+        out_type=out_type,
         scratch_types=[
-            plgpu.SMEM((2, *out_shape), dtype, transforms=bits.swizzled()),
-            *(
-                plgpu.SMEM((n, bits.BLOCK, channels), dtype, transforms=bits.swizzled())
-                for n in num_slots
-            ),
-            plgpu.SMEM(out_shape, jnp.float32, transforms=bits.swizzled_f32()),
-            plgpu.SMEM((2, bits.ROWS), jnp.float32),
+            plgpu.SMEM((2, *out_shape), dtype, transforms=swizzled),
+            *(plgpu.SMEM((n, bits.BLOCK, channels), dtype, transforms=swizzled) for n in num_slots),
+            *out_smem,
             weights,
             *(plgpu.Barrier(num_barriers=n) for n in (2, *num_slots)),
             *(plgpu.Barrier(num_barriers=n) for n in (2, *num_slots)),
@@ -282,7 +341,7 @@ def _partials(
         grid_names=("cta",),
         num_threads=2,
         thread_name="wg",
-        kernel_name="attention_splits_sm90",
+        kernel_name=f"attention_{'sequences' if config.whole_sequences else 'splits'}_sm90",
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=256),
         interpret=plgpu.InterpretGPUParams() if is_interpreted else None,
     )(rows, bits.page_rows(pages), row_positions, table, num_entries, layer.reshape(1))

@@ -53,19 +53,28 @@ def _tile_positions(positions: jax.Array, tokens: int, heads: int) -> jax.Array:
     )
 
 
-def _tile_limits(tile_positions: jax.Array) -> jax.Array:
-    """For each tile: blocks, blocks that every row sees whole, last position. [B, tiles, 3]."""
+FIRST, FULL, TAIL, END, LAST = range(5)
+"""What is known of a tile: the first block that a row sees, the first and the one after the last of
+those that all rows see whole, the one after the last that a row sees, the last position."""
+
+
+def _tile_limits(tile_positions: jax.Array, window: int | None) -> jax.Array:
+    """The limits of each tile, [B, tiles, 5]."""
     last = tile_positions.max(axis=(2, 3))
     is_row = tile_positions >= 0
-    first = jnp.where(is_row, tile_positions, jnp.iinfo(jnp.int32).max).min(axis=(2, 3))
-    blocks = jnp.maximum(last // bits.BLOCK + 1, 1)  # a tile of padding loads one and sees none
-    full = jnp.where(last < 0, 0, jnp.minimum((first + 1) // bits.BLOCK, blocks))
-    return jnp.stack([blocks, full, last], axis=-1)
+    earliest = jnp.where(is_row, tile_positions, jnp.iinfo(jnp.int32).max).min(axis=(2, 3))
+    end = jnp.maximum(last // bits.BLOCK + 1, 1)  # a tile of padding loads one and sees none
+    first, full = jnp.zeros_like(end), jnp.zeros_like(end)
+    if window is not None:
+        first = jnp.minimum(jnp.maximum(earliest - (window - 1), 0) // bits.BLOCK, end - 1)
+        full = jnp.clip(-(-(last - (window - 1)) // bits.BLOCK), first, end)
+    tail = jnp.clip((jnp.minimum(earliest, last) + 1) // bits.BLOCK, full, end)
+    return jnp.stack([first, full, tail, end, last], axis=-1)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "is_interpreted"))
+@functools.partial(jax.jit, static_argnames=("window", "config", "is_interpreted"))
 def prefill(
-    q, pages, page_table, positions, layer, *, config: PrefillConfig, is_interpreted: bool
+    q, pages, page_table, positions, layer, *, window, config: PrefillConfig, is_interpreted: bool
 ) -> jax.Array:
     """See `sm90.attention`."""
     batch, query_len, num_heads, channels = q.shape
@@ -78,7 +87,7 @@ def prefill(
         q = jnp.pad(q, ((0, 0), (0, pad), (0, 0), (0, 0)))
         positions = jnp.pad(positions, ((0, 0), (0, pad)), constant_values=-1)
     row_positions = _tile_positions(positions, tokens, heads)
-    limits = _tile_limits(row_positions)
+    limits = _tile_limits(row_positions, window)
     tiles, head_groups = limits.shape[1], num_heads // heads
     num_items = tiles * batch * head_groups
     num_ctas = min(config.num_ctas or num_items, num_items)
@@ -121,12 +130,11 @@ def prefill(
         def compute():
             if not is_interpreted:
                 plgpu.set_max_registers(240, action="increase")
-            p_smem = p_smem2.at[wg] if is_interpreted else None
 
             def one_tile(turn, base):
                 tile, seq, head_group = work(item_of(turn))
                 first_token = tile * (WARPGROUPS * tokens) + wg * tokens
-                blocks, full, last = (limits_ref[seq, tile, i] for i in range(3))
+                first, full, tail, end, last = (limits_ref[seq, tile, i] for i in range(5))
                 row_pos = plgpu.load(
                     pos_ref.at[seq, tile, wg], layout=math.row_layout, optimized=False
                 )
@@ -135,7 +143,7 @@ def prefill(
                 plgpu.barrier_wait(q_bar.at[buffer * WARPGROUPS + wg])
 
                 def slot_of(j):
-                    return lax.rem(base + j, jnp.int32(stages))
+                    return lax.rem(base + j - first, jnp.int32(stages))
 
                 def one_block(j, state, outer, *, is_masked):
                     out, m, weight_sum = state
@@ -146,7 +154,7 @@ def prefill(
                         plgpu.barrier_arrive(turn_bar)
                         # WHY: here the other warpgroup has the tensor cores; folding before this
                         # block's scores were issued took 0.901 ms against 0.876, 8192 tokens.
-                        is_next_split = (lax.rem(j, jnp.int32(per_split)) == 0) & (j > 0)
+                        is_next_split = (lax.rem(j, jnp.int32(per_split)) == 0) & (j > first)
                         new = lax.cond(is_next_split, fold, lambda outer, _: outer, outer, state)
                         plgpu.barrier_wait(turn_bar)
                         return acc[...], new
@@ -156,14 +164,14 @@ def prefill(
                     )
                     plgpu.barrier_arrive(k_free.at[slot])
                     if is_masked:
-                        seen = math.key_mask(row_pos, j * bits.BLOCK)
-                        scores = jnp.where(seen, scores, -jnp.inf)
+                        scores = math.mask(scores, row_pos, j * bits.BLOCK, window)
                     # A new split starts empty: its first decay is 0, which clears the output.
                     starts = lax.rem(j, jnp.int32(per_split)) == 0
                     m = math.choose(starts, math.full(rows, bits.EMPTY_MAX), m)
                     weight_sum = math.choose(starts, math.full(rows, 0.0), weight_sum)
                     m, weight_sum, decay, weights = math.softmax_step(scores, m, weight_sum, scale)
-                    operand = bits.operand(weights, dtype, p_smem)
+                    p_smem = p_smem2.at[wg] if is_interpreted else None
+                    weights = bits.operand(weights, dtype, p_smem)
                     plgpu.barrier_arrive(turn_bar)
                     plgpu.barrier_wait(v_bar.at[slot])
                     if is_masked:
@@ -175,12 +183,12 @@ def prefill(
                     plgpu.barrier_wait(turn_bar)
 
                     def wait_for_next():
-                        @pl.when(j + 1 < blocks)
+                        @pl.when(j + 1 < end)
                         def _next():
                             plgpu.barrier_wait(k_bar.at[slot_of(j + 1)])
 
                     out, _ = bits.chained_product(
-                        math, out, decay, operand, v_smem.at[slot], wait_for_next
+                        math, out, decay, weights, v_smem.at[slot], wait_for_next
                     )
                     plgpu.barrier_arrive(v_free.at[slot])
                     return (out, m, weight_sum), outer
@@ -195,12 +203,13 @@ def prefill(
                     math.full(rows, 0.0),
                 )
 
-                plgpu.barrier_wait(k_bar.at[slot_of(0)])
+                plgpu.barrier_wait(k_bar.at[slot_of(first)])
                 pl.when(wg == 1)(exchange)
                 carry = (empty, empty)
-                for first, end, is_masked in ((0, full, False), (full, blocks, True)):
+                ranges = [(first, full, True), (full, tail, False), (tail, end, True)]
+                for start, stop, is_masked in ranges if window is not None else ranges[1:]:
                     step = functools.partial(one_block, is_masked=is_masked)
-                    carry = lax.fori_loop(first, end, lambda j, c, f=step: f(j, *c), carry)
+                    carry = lax.fori_loop(start, stop, lambda j, c, f=step: f(j, *c), carry)
                 state, outer = carry
                 outer = fold(outer, state)
                 pl.when(wg == 0)(exchange)
@@ -215,7 +224,7 @@ def prefill(
                     )
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 plgpu.barrier_arrive(q_free.at[buffer])
-                return base + blocks
+                return base + (end - first)
 
             lax.fori_loop(0, num_turns(), one_tile, jnp.int32(0))
             plgpu.wait_smem_to_gmem(0)
@@ -243,8 +252,10 @@ def prefill(
                             q_bar.at[buffer * WARPGROUPS + w],
                         )
 
+                first, end = limits_ref[seq, tile, FIRST], limits_ref[seq, tile, END]
+
                 def one_page(j, _):
-                    index = base + j
+                    index = base + j - first
                     slot = lax.rem(index, jnp.int32(stages))
                     page = first_page + table_ref[seq, j]
                     for half, (smem, filled, free) in enumerate(
@@ -262,9 +273,8 @@ def prefill(
                         )
                     return 0
 
-                blocks = limits_ref[seq, tile, 0]
-                lax.fori_loop(0, blocks, one_page, 0)
-                return base + blocks
+                lax.fori_loop(first, end, one_page, 0)
+                return base + (end - first)
 
             total = lax.fori_loop(0, num_turns(), one_tile, jnp.int32(0))
             for free, used in ((q_free, num_turns()), (k_free, total), (v_free, total)):
@@ -275,8 +285,9 @@ def prefill(
 
     weights = None
     if is_interpreted:
-        weights = plgpu.SMEM((WARPGROUPS, bits.ROWS, bits.BLOCK), dtype, transforms=bits.swizzled())
-    kv = plgpu.SMEM((stages, bits.BLOCK, channels), dtype, transforms=bits.swizzled())
+        weights = plgpu.SMEM((WARPGROUPS, bits.ROWS, bits.BLOCK), dtype)
+    swizzled = bits.swizzled(bits.channel_span(channels))
+    kv = plgpu.SMEM((stages, bits.BLOCK, channels), dtype, transforms=swizzled)
     buffers = config.query_buffers
     filled = plgpu.Barrier(num_barriers=stages)
     freed = plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages)
@@ -284,7 +295,7 @@ def prefill(
         body,
         out_type=jax.ShapeDtypeStruct(q.shape, dtype),
         scratch_types=[
-            plgpu.SMEM((buffers, WARPGROUPS, *out_shape), dtype, transforms=bits.swizzled()),
+            plgpu.SMEM((buffers, WARPGROUPS, *out_shape), dtype, transforms=swizzled),
             kv,
             kv,
             weights,
