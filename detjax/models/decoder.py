@@ -66,17 +66,20 @@ def forward(
     flat_positions = jnp.maximum(tokens.positions, 0).reshape(-1)
     cos, sin = (jnp.take(table, flat_positions, axis=0, mode="clip") for table in rope_tables)
 
-    layers = params["layers"]
+    layers, exchange = params["layers"], params.get("exchange")
     residual = embed_tokens(recipe, params["embed"], tokens.ids.reshape(-1))
     x = rms_norm(residual, layers[0]["attn_norm"], eps=eps, backend=backend)
     next_gains = [weights["attn_norm"] for weights in layers[1:]] + [params["final_norm"]]
     for layer, (weights, next_gain) in enumerate(zip(layers, next_gains, strict=True)):
         pages, x = attention_layer(recipe, weights, x, cos, sin, pages, tokens, layer)
         residual, x = row_parallel_norm(
-            recipe, x, weights["o"], residual, weights.get("o_bias"), weights["mlp_norm"]
-        )
+            recipe, x, weights["o"], residual, weights.get("o_bias"), weights["mlp_norm"],
+            exchange=exchange,
+        )  # fmt: skip
         x = gated_layer(recipe, weights, x)
-        residual, x = row_parallel_norm(recipe, x, weights["down"], residual, None, next_gain)
+        residual, x = row_parallel_norm(
+            recipe, x, weights["down"], residual, None, next_gain, exchange=exchange
+        )
     return pages, x.reshape(batch, length, -1)
 
 

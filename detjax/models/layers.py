@@ -15,10 +15,22 @@ from detjax.numerics import NumericsProfile, tree_reduction
 from detjax.pallas_kernels.attention.api import attention
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.embedding.api import embed
-from detjax.pallas_kernels.linear.api import linear, linear_add_rms_norm, linear_partial, linear_swiglu
+from detjax.pallas_kernels.linear.api import (
+    linear,
+    linear_add_rms_norm,
+    linear_partial,
+    linear_swiglu,
+)
+from detjax.pallas_kernels.linear.sm90 import linear_leaf_sums
 from detjax.pallas_kernels.rms_norm.api import add_rms_norm
 from detjax.pallas_kernels.rope.api import rope_into_cache
 from detjax.parallel.collectives import butterfly_sum, gather_columns
+from detjax.parallel.exchange import (
+    Exchange,
+    exchange_add_rms_norm,
+    is_scattered,
+    scatter_add_rms_norm,
+)
 from detjax.parallel.mesh import TP_AXIS
 
 
@@ -105,14 +117,18 @@ def row_parallel_norm(
     recipe: Recipe,
     x: Activation[Array, "M k"],
     w: Activation[Array, "D k"],
-    residual: Activation[Array, "M D"],
+    residual: Activation[Array, "R D"],
     bias: Activation[Array, " D"] | None,
     gain: Activation[Array, " D"],
-) -> tuple[Activation[Array, "M D"], Activation[Array, "M D"]]:
+    *,
+    exchange: Exchange | None = None,
+) -> tuple[Activation[Array, "m D"], Activation[Array, "M D"]]:
     """Multiply by weights whose inputs are split over ranks, add to the residual stream, normalise.
 
     Returns the new residual stream and its normalised rows. One rank does it in one operation;
-    several add their subtrees by a butterfly in between. The bits are the same.
+    several add their subtrees in between, in the form that suits the number of rows (see
+    `parallel.exchange`; without `exchange` through XLA's collectives). Where rows are many, each
+    rank keeps its own of the residual stream. The bits are the same.
     """
     reduction = tree_reduction(x.shape[1] * recipe.tp, recipe.profile)
     eps, backend = recipe.config.rms_norm_eps, recipe.backend
@@ -120,6 +136,13 @@ def row_parallel_norm(
         return linear_add_rms_norm(
             x, w, residual, bias, gain, reduction=reduction, eps=eps, backend=backend
         )
+    if exchange is not None and x.shape[0] <= exchange.max_rows:
+        leaf_sums = linear_leaf_sums(x, w, reduction=reduction)
+        return exchange_add_rms_norm(exchange, leaf_sums, residual, bias, gain, eps=eps)
     partial = linear_partial(x, w, reduction=reduction, backend=backend)
+    if is_scattered(x.shape[0], recipe.tp):
+        return scatter_add_rms_norm(
+            partial, residual, bias, gain, TP_AXIS, recipe.tp, eps=eps, backend=backend
+        )
     partial = butterfly_sum(partial, TP_AXIS, recipe.tp, backend=backend)
     return add_rms_norm(partial, residual, bias, gain, eps=eps, backend=backend)

@@ -25,6 +25,7 @@ from detjax.models.weights import (
 )
 from detjax.numerics import Build, NumericsProfile, fingerprint
 from detjax.pallas_kernels.backend import Backend
+from detjax.parallel.exchange import EXCHANGE_SPECS, open_exchange, why_no_exchange
 from detjax.parallel.mesh import TP_AXIS
 
 
@@ -79,11 +80,15 @@ def place_model(
     tables = rope_tables(
         config.rope, head_dim=config.head_dim, max_len=config.max_position_embeddings
     )
+    params, fused_specs = fuse_projections(make_params(), specs, mesh), fused_partition_specs(specs)
+    if why_no_exchange(mesh, width=config.hidden_size, backend=backend) is None:
+        params["exchange"] = open_exchange(mesh, width=config.hidden_size)
+        fused_specs["exchange"] = EXCHANGE_SPECS
     build = Build.current(backend.value, mesh.devices.flat[0])
     return LoadedModel(
         config=config,
-        params=fuse_projections(make_params(), specs, mesh),
-        partition_specs=fused_partition_specs(specs),
+        params=params,
+        partition_specs=fused_specs,
         rope_tables=tuple(jax.device_put(t, NamedSharding(mesh, P())) for t in tables),
         mesh=mesh,
         profile=profile,

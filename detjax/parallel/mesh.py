@@ -27,8 +27,26 @@ def configure_virtual_devices(count: int) -> None:
             ) from error
 
 
+def devices_of_process(num_devices: int, num_processes: int) -> int:
+    """How many of the mesh's devices each process has: equally many.
+
+    Raises:
+        ValueError: If they do not divide.
+    """
+    share, rest = divmod(num_devices, num_processes)
+    if rest or not share:
+        raise ValueError(
+            f"dp * tp = {num_devices} devices do not divide over {num_processes} processes; "
+            "change dp, tp or the number of processes"
+        )
+    return share
+
+
 def make_mesh(dp: int, tp: int, *, platform: str = "cpu") -> Mesh:
     """Arrange the first `dp * tp` devices of a platform as (dp, tp); neighbours share a tp group.
+
+    Of several processes every one must own devices of the mesh, all of its own; a tp group stays
+    inside a process where it fits.
 
     Args:
         dp: Replicas.
@@ -36,7 +54,8 @@ def make_mesh(dp: int, tp: int, *, platform: str = "cpu") -> Mesh:
         platform: `Backend.platform` of the backend that will run.
 
     Raises:
-        ValueError: If a size is not positive, tp is not a power of two, or devices are missing.
+        ValueError: If a size is not positive, tp is not a power of two, or devices are missing, or
+            left over in a job of several processes.
     """
     if dp < 1 or tp < 1:
         raise ValueError(f"{dp=} and {tp=} must be at least 1")
@@ -47,5 +66,11 @@ def make_mesh(dp: int, tp: int, *, platform: str = "cpu") -> Mesh:
         raise ValueError(
             f"{dp=} times {tp=} needs {dp * tp} devices, there are {len(devices)}; "
             "lower one of them, or call configure_virtual_devices first"
+        )
+    num_processes = jax.process_count()
+    if num_processes > 1 and len(devices) != dp * tp:
+        raise ValueError(
+            f"{dp=} times {tp=} needs {dp * tp} devices, and the {num_processes} processes have "
+            f"{len(devices)}; use all, or let each process see fewer"
         )
     return Mesh(np.asarray(devices[: dp * tp]).reshape(dp, tp), (DP_AXIS, TP_AXIS))

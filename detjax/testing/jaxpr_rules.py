@@ -9,8 +9,8 @@ from jax.extend import core
 
 MOVES_BITS = frozenset(
     {
-        "all_gather", "argmax", "argmin", "axis_index", "bitcast_convert_type", "broadcast_in_dim",
-        "clamp", "concatenate", "convert_element_type", "copy", "dynamic_slice",
+        "all_gather", "all_to_all", "argmax", "argmin", "axis_index", "bitcast_convert_type",
+        "broadcast_in_dim", "clamp", "concatenate", "convert_element_type", "copy", "dynamic_slice",
         "dynamic_update_slice", "eq", "gather", "ge", "gt", "iota", "is_finite", "le", "lt", "max",
         "min", "ne", "optimization_barrier", "pad", "ppermute", "reduce_max", "reduce_min",
         "reshape", "rev", "scatter", "select_n", "slice", "sort", "split", "squeeze",

@@ -1,0 +1,526 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensor parallelism on two or more GPUs: bits first, then what the ranks' sum costs.
+
+python -m benchmarks.mesh --parts exchange prefill --out mesh.jsonl
+python -m benchmarks.mesh --parts step --decode 1 8 64 --prefill 8192
+python -m benchmarks.mesh --parts large --decode 1 8
+
+exchange: the sum of the ranks' partials, the residual stream and RMSNorm, at decode sizes, against
+XLA's psum followed by the same work. prefill: the same at prefill sizes. step: whole steps of
+Llama-3.1-8B on meshes, tokens, logprobs, hidden states and the cache compared bit for bit. large: a
+model that no single GPU holds. Wall time of programs of dependent calls, medians.
+"""
+
+import argparse
+import concurrent.futures
+import dataclasses
+import functools
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from benchmarks.common import Rows, environment, kernel_events, num_different
+from benchmarks.step import CONTEXT, MODELS, _config
+from detjax.models.decoder import forward, last_hidden, local_logits
+from detjax.models.fast import forward_fast, local_logits_fast
+from detjax.models.layers import Recipe, Tokens
+from detjax.models.loading import LoadedModel, random_model
+from detjax.numerics import NumericsProfile
+from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.rms_norm.api import add_rms_norm
+from detjax.parallel.collectives import butterfly_sum
+from detjax.parallel.exchange import (
+    EXCHANGE_SPECS,
+    exchange_add_rms_norm,
+    open_exchange,
+    scatter_add_rms_norm,
+)
+from detjax.parallel.mesh import DP_AXIS, TP_AXIS, make_mesh
+from detjax.serving.request import SamplingParams
+from detjax.serving.sampling import SamplingRows, choose
+from detjax.serving.steps import PAGES_SPEC, pages_shape
+
+SM90 = Backend.SM90
+EPS = 1e-5
+ROUNDS = 7
+
+LARGE = _config(
+    vocab_size=128256, hidden_size=8192, num_layers=80, num_heads=64, num_kv_heads=8,
+    head_dim=128, intermediate_size=28672,
+)  # fmt: skip
+"""The shape of Llama-3.1-70B: 141 GB of bfloat16 weights."""
+
+
+# --------------------------------------------------------------------- the ranks' sum and its norm
+
+
+def _kernel(shared, partial, residual, gain):
+    return exchange_add_rms_norm(shared, partial[None], residual, None, gain, eps=EPS)
+
+
+def _butterfly(shared, partial, residual, gain):
+    total = butterfly_sum(partial, TP_AXIS, lax.axis_size(TP_AXIS), backend=SM90)
+    return add_rms_norm(total, residual, None, gain, eps=EPS, backend=SM90)
+
+
+def _scatter(shared, partial, residual, gain):
+    size = lax.axis_size(TP_AXIS)
+    return scatter_add_rms_norm(partial, residual, None, gain, TP_AXIS, size, eps=EPS, backend=SM90)
+
+
+def _psum(shared, partial, residual, gain):
+    """What a model without claims does: partials in the dtype they come in."""
+    total = lax.psum(partial, TP_AXIS).astype(residual.dtype)  # noqa: TID251
+    residual = residual + total
+    wide = residual.astype(jnp.float32)
+    scale = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + EPS)
+    return residual, (wide * scale * gain.astype(jnp.float32)).astype(residual.dtype)
+
+
+IN_GRAPHS = {
+    "xla_gpu_enable_command_buffer": "CONDITIONAL,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,"
+    "DYNAMIC_SLICE_FUSION,FUSION,COLLECTIVES"
+}
+"""XLA's own list of what goes into CUDA graphs, and collectives too."""
+
+F32, BF16 = jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)
+
+FORMS: dict[str, tuple[Callable, jnp.dtype, dict[str, str]]] = {
+    "exchange kernel": (_kernel, F32, {}),
+    "scatter": (_scatter, F32, {}),
+    "butterfly": (_butterfly, F32, {}),
+    "butterfly in graphs": (_butterfly, F32, IN_GRAPHS),
+    "psum float32": (_psum, F32, {}),
+    "psum bfloat16": (_psum, BF16, {}),
+    "psum bfloat16 in graphs": (_psum, BF16, IN_GRAPHS),
+}
+"""Each form, the dtype of the partials it is given, and options of the compiler."""
+
+
+def _chain(form: Callable, mesh: Mesh, length: int, *, is_shared_out: bool) -> Callable:
+    """`length` dependent calls, each on its own partials, on every rank."""
+
+    def rank(shared, partials, residual, gain):
+        out = residual
+        for partial in partials:
+            residual, out = form(shared, partial[0], residual, gain)
+        # One collective of XLA's own, without which no program may use the exchange kernel.
+        return residual, out, lax.all_gather(out[0, :1], TP_AXIS)
+
+    step = jax.shard_map(
+        rank,
+        mesh=mesh,
+        in_specs=(EXCHANGE_SPECS, [P(TP_AXIS)] * length, P(), P()),
+        out_specs=(P(TP_AXIS) if is_shared_out else P(), P(), P()),
+        check_vma=False,
+    )
+    return jax.jit(step)
+
+
+def _wall_us(run: Callable, repeats: int) -> float:
+    """Mean wall time of a call among `repeats` that are launched at once."""
+    jax.block_until_ready(run())
+    begin = time.perf_counter()
+    outs = [run() for _ in range(repeats)]
+    jax.block_until_ready(outs)
+    return (time.perf_counter() - begin) / repeats * 1e6
+
+
+def _device_us(run: Callable, calls: int) -> dict[str, float]:
+    """Microseconds of each kernel a call and GPU, of several launched at once."""
+    events = kernel_events(lambda: jax.block_until_ready([run() for _ in range(3)]))
+    total: dict[str, float] = {}
+    for name, us in events:
+        total[name] = total.get(name, 0.0) + us / (3 * calls)
+    return dict(sorted(total.items(), key=lambda item: -item[1])[:6])
+
+
+def time_forms(
+    names: list[str], mesh: Mesh, num_rows: int, width: int, length: int, repeats: int, rows: Rows
+) -> bool:
+    """Compare bits with the butterfly, then time every form in turn; False if a bit differed."""
+    tp = mesh.shape[TP_AXIS]
+    shared = open_exchange(mesh, width=width)
+    sharding, whole = NamedSharding(mesh, P(TP_AXIS)), NamedSharding(mesh, P())
+
+    @functools.partial(jax.jit, out_shardings=([sharding] * length, whole, whole))
+    def draw():
+        keys = jax.random.split(jax.random.key(num_rows), length)
+        partials = [jax.random.normal(key, (tp, num_rows, width)) for key in keys]
+        bf16 = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
+        return partials, bf16(keys[0], (num_rows, width)), bf16(keys[1], (width,))
+
+    partials, residual, gain = draw()
+    rounded = jax.jit(
+        lambda p: [x.astype(jnp.bfloat16) for x in p], out_shardings=[sharding] * length
+    )
+    given = {F32: partials, BF16: rounded(partials)}
+    subject = {"case": f"{num_rows} rows of {width}, tp {tp}", "num_rows": num_rows}
+    runs, want, is_right = {}, None, True
+    for name in names:
+        form, dtype, options = FORMS[name]
+        operands = shared, given[dtype], residual, gain
+        try:
+            program = _chain(form, mesh, length, is_shared_out=name == "scatter")
+            compiled = program.lower(*operands).compile(compiler_options=options)
+            runs[name] = functools.partial(compiled, *operands)
+            got = jax.tree.map(np.asarray, runs[name]())
+        except Exception as error:
+            rows.keep(subject="mesh_sum", **subject, impl=name, failed=f"{error}"[:200])
+            runs.pop(name, None)
+            continue
+        if name == "butterfly":
+            want = got
+        elif not name.startswith("psum"):
+            assert want is not None, "the butterfly comes first"
+            wrong = sum(
+                int(num_different(*map(jnp.asarray, pair))) for pair in zip(got, want, strict=True)
+            )
+            is_right = is_right and wrong == 0
+            rows.keep(subject="mesh_bits", **subject, impl=name, different=wrong)
+            if wrong:
+                del runs[name]
+    times = {name: [] for name in runs}
+    for _ in range(ROUNDS):
+        for name, run in runs.items():
+            times[name].append(_wall_us(run, repeats) / length)
+    medians = {name: statistics.median(times[name]) for name in runs}
+    rival = medians.get("psum bfloat16", float("nan"))
+    for name, us in medians.items():
+        row = {"impl": name, "us_p50": us, "over_psum_bfloat16": us / rival}
+        try:
+            row["kernels"] = {
+                kernel[:32]: round(us, 2)
+                for kernel, us in _device_us(runs[name], length * tp).items()
+            }
+        except RuntimeError as error:
+            row["kernels"] = str(error)
+        rows.keep(subject="mesh_sum", **subject, **row)
+    return is_right
+
+
+# ---------------------------------------------------------------------------------- whole steps
+
+
+def _without_exchange(model: LoadedModel) -> LoadedModel:
+    """The same model, whose ranks exchange through XLA's collectives."""
+    params = {name: leaf for name, leaf in model.params.items() if name != "exchange"}
+    specs = {name: leaf for name, leaf in model.partition_specs.items() if name != "exchange"}
+    return dataclasses.replace(model, params=params, partition_specs=specs)
+
+
+@functools.partial(jax.jit, static_argnames="position")
+def _position_of_pages(cache, pages, position: int) -> jax.Array:
+    """One position of some pages, of all layers and heads, as integers: moving keeps every bit."""
+    words = lax.bitcast_convert_type(cache[..., position, :], jnp.uint16)
+    return jnp.take(words, pages, axis=1)
+
+
+class Runner:
+    """A model on a mesh, a random cache, and its compiled steps."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        most_rows: int,
+        *,
+        mode: str = "invariant",
+        options=None,
+        pages=None,
+    ):
+        """Draw a cache of CONTEXT tokens a row, the same on every mesh, or share one."""
+        self.model, self.mode, self.most_rows = model, mode, most_rows
+        self.options = options or {}
+        self.table_len = CONTEXT // 128 + 1
+        self.num_pages = most_rows * self.table_len
+        shape = pages_shape(model, self.num_pages)
+
+        def draw():
+            bits = jax.random.bits(jax.random.key(1), shape.shape, jnp.uint16)
+            return (bits.astype(jnp.float32) / 2.0**15 - 1.0).astype(shape.dtype)
+
+        self.cache = pages or [jax.jit(draw, out_shardings=shape.sharding)()]
+        self._steps: dict[tuple[int, int], tuple[Callable, float]] = {}
+
+    def rows_of(self, batch: int) -> np.ndarray:
+        """Which rows of the cache a batch takes: half of them from its second half."""
+        first = np.arange(-(-batch // 2))
+        return np.concatenate([first, self.most_rows // 2 + np.arange(batch // 2)])
+
+    def arguments(self, batch: int, length: int, start: int):
+        """Tokens at `start` of each row, the same for a row on every mesh."""
+        rows = self.rows_of(batch)[:, None]
+        positions = np.tile(np.arange(start, start + length, dtype=np.int32), (batch, 1))
+        ids = (rows * 977 + positions * 31) % self.model.config.vocab_size
+        table_len = max(self.table_len, -(-length // 128))
+        pages = rows * self.table_len + np.arange(table_len)[None]
+        pages %= self.num_pages // self.model.mesh.shape[DP_AXIS]  # a replica counts its own
+        tokens = Tokens(
+            ids=ids.astype(np.int32), positions=positions, page_table=pages.astype(np.int32)
+        )
+        sampling = [(SamplingParams(temperature=0.7, seed=int(r)), 0) for r in rows[:, 0]]
+        by_row = NamedSharding(self.model.mesh, P(DP_AXIS))
+        return jax.device_put((tokens, SamplingRows.pack(sampling)), by_row)
+
+    def compiled(self, batch: int, length: int) -> tuple[Callable, float]:
+        """The step, and the seconds compiling took."""
+        if (batch, length) not in self._steps:
+            begin = time.perf_counter()
+            arguments = self.arguments(batch, length, 0)
+            lowered = jax.jit(self._function(), donate_argnums=2).lower(
+                self.model.params, self.model.rope_tables, self.cache[0], *arguments
+            )
+            step = lowered.compile(compiler_options=self.options)
+            self._steps[batch, length] = step, time.perf_counter() - begin
+        return self._steps[batch, length]
+
+    def _function(self) -> Callable:
+        model = self.model
+        recipe = Recipe(
+            config=model.config, profile=model.profile, backend=model.backend,
+            tp=model.mesh.shape[TP_AXIS],
+        )  # fmt: skip
+        is_fast = self.mode == "fast"
+        run, logits_of = (forward_fast, local_logits_fast) if is_fast else (forward, local_logits)
+
+        def local(params, tables, pages, tokens, sampling):
+            pages, hidden = run(recipe, params, tables, pages, tokens)
+            last = jnp.argmax(tokens.positions, axis=1).astype(jnp.int32)
+            logits = logits_of(recipe, params, last_hidden(hidden, last))
+            positions = jnp.max(tokens.positions, axis=1) + 1
+            choice = choose(recipe, logits, sampling, positions, num_top=0, with_filters=False)
+            return pages, choice, hidden
+
+        by_row = P(DP_AXIS)
+        return jax.shard_map(
+            local,
+            mesh=model.mesh,
+            in_specs=(model.partition_specs, P(), PAGES_SPEC, by_row, by_row),
+            out_specs=(PAGES_SPEC, by_row, by_row),
+            check_vma=False,
+        )
+
+    def run(self, batch: int, length: int, start: int, repeats: int = 1):
+        """Dependent steps; the last one's choice and hidden states, and milliseconds a step."""
+        step, _ = self.compiled(batch, length)
+        arguments = self.arguments(batch, length, start)
+        model = self.model
+        jax.block_until_ready((self.cache, arguments))
+        begin = time.perf_counter()
+        for _ in range(repeats):
+            self.cache[0], choice, hidden = step(
+                model.params, model.rope_tables, self.cache[0], *arguments
+            )
+        jax.block_until_ready((self.cache, choice))
+        return choice, hidden, (time.perf_counter() - begin) / repeats * 1e3
+
+    def bits(self, batch: int, length: int, start: int) -> dict[str, np.ndarray]:
+        """Everything a step gives: tokens, logprobs, hidden states, and what it left in the cache.
+
+        The keys and values of a layer are a function of the hidden state that reaches it, so equal
+        caches mean equal hidden states of every layer.
+        """
+        choice, hidden, _ = self.run(batch, length, start)
+        pages = np.asarray(self.arguments(batch, length, start)[0].page_table)
+        replica = self.num_pages // self.model.mesh.shape[DP_AXIS]
+        halves = np.arange(batch) * self.model.mesh.shape[DP_AXIS] // batch
+        where = pages[:, start // 128] + halves * replica
+        written = _position_of_pages(self.cache[0], where, start % 128)
+        return {
+            "tokens": np.asarray(choice.token_ids),
+            "logprobs": np.asarray(choice.logprobs),
+            "final hidden states": np.asarray(hidden).view(np.uint16),
+            "keys and values of every layer": np.asarray(written),
+        }
+
+
+def compare_meshes(runners: dict[str, Runner], batches: list[int], rows: Rows) -> bool:
+    """Every batch on every mesh against the first mesh, and rows against smaller batches."""
+    is_right, alone = True, {}
+    first = next(iter(runners))
+    for batch, length, start in [*((b, 1, CONTEXT - 1) for b in batches), (2, 300, 0)]:
+        want = runners[first].bits(batch, length, start)
+        if length == 1:
+            for row, token, bits in zip(
+                runners[first].rows_of(batch), want["tokens"], want["logprobs"].view(np.uint32),
+                strict=True,
+            ):  # fmt: skip
+                is_right &= alone.setdefault(row, (token, bits)) == (token, bits)
+        for name, runner in runners.items():
+            if batch % runner.model.mesh.shape[DP_AXIS]:
+                continue
+            got = runner.bits(batch, length, start)
+            different = {
+                what: int((got[what].view(np.uint8) != want[what].view(np.uint8)).sum())
+                for what in want
+            }
+            is_right &= not any(different.values())
+            case = f"batch {batch}, {length} tokens at {start}"
+            rows.keep(subject="mesh_step_bits", case=case, impl=name, **different)
+    rows.keep(subject="mesh_step_bits", case="rows in other batches", same=is_right)
+    return is_right
+
+
+def _mesh_model(config, dp: int, tp: int) -> LoadedModel:
+    mesh = make_mesh(dp, tp, platform=SM90.platform)
+    return random_model(config, seed=0, profile=NumericsProfile(), mesh=mesh, backend=SM90)
+
+
+def _communication_us(runner: Runner, case: tuple[int, int, int]) -> tuple[float, float, int]:
+    """Device time of a step and GPU: of the exchange and of collectives, of all, and launches."""
+    events = kernel_events(lambda: runner.run(*case, repeats=3))
+    devices = runner.model.mesh.size * 3
+    names = ("exchange", "nccl", "AllReduce", "all_reduce", "all-reduce", "MultiGpuBarrier")
+    shared = sum(us for name, us in events if any(n in name for n in names))
+    return shared / devices, sum(us for _, us in events) / devices, len(events) // devices
+
+
+def time_steps(runners: dict[str, Runner], cases: list[tuple[int, int, int]], rows: Rows) -> None:
+    """Time whole steps on every mesh, in turn."""
+    for case in cases:
+        batch, length, start = case
+        repeats = 20 if length == 1 else 3
+        name = f"decode batch {batch}" if length == 1 else f"prefill {length} tokens"
+        times: dict[str, list[float]] = {}
+        for which, runner in runners.items():
+            try:
+                runner.run(*case, repeats=2)
+            except Exception as error:
+                rows.keep(subject="mesh_step", case=name, impl=which, failed=f"{error}"[:200])
+                continue
+            times[which] = []
+        for _ in range(5):
+            for which in times:
+                times[which].append(runners[which].run(*case, repeats=repeats)[2])
+        for which, found in times.items():
+            row = {
+                "ms_p50": statistics.median(found),
+                "compile_s": runners[which].compiled(batch, length)[1],
+            }
+            try:
+                shared, total, launches = _communication_us(runners[which], case)
+                row |= {"device_ms": total / 1e3, "communication_ms": shared / 1e3,
+                        "launches": launches}  # fmt: skip
+            except RuntimeError as error:
+                row["device_ms"] = str(error)
+            rows.keep(subject="mesh_step", case=name, impl=which, **row)
+
+
+def compile_ahead(runners: dict[str, Runner], cases: list[tuple[int, int, int]]) -> None:
+    """Compile invariant steps side by side; not XLA's own, which it tunes by measuring."""
+    wanted = [
+        (runner, batch, length)
+        for batch, length, _ in cases
+        for runner in runners.values()
+        if runner.mode == "invariant" and batch % runner.model.mesh.shape[DP_AXIS] == 0
+    ]
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda job: job[0].compiled(*job[1:]), wanted))
+
+
+def run_steps(args: argparse.Namespace, rows: Rows) -> bool:
+    """Bits on (1, 1), (1, tp) and (tp, 1); times of the first two and of the fast path."""
+    config = MODELS["llama3_8b"]
+    most_rows = max(32, *args.decode)
+    meshes = (1, 1), (1, args.tp), (args.tp, 1)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        one, many, several = pool.map(lambda mesh: _mesh_model(config, *mesh), meshes)
+    sharded = Runner(many, most_rows)
+    timed = {"invariant (1,1)": Runner(one, most_rows), f"invariant (1,{args.tp})": sharded}
+    compared = {**timed, f"invariant ({args.tp},1)": Runner(several, most_rows)}
+    compile_ahead(compared, [(batch, 1, 0) for batch in args.compare] + [(2, 300, 0)])
+    is_right = compare_meshes(compared, args.compare, rows)
+    del compared, several
+    graphs = Runner(many, most_rows, options=IN_GRAPHS, pages=sharded.cache)
+    timed[f"invariant (1,{args.tp}), collectives in graphs"] = graphs
+    if args.collectives:
+        plain = Runner(_without_exchange(many), most_rows, pages=sharded.cache)
+        timed[f"invariant (1,{args.tp}), no exchange kernel"] = plain
+    cases = [(batch, 1, CONTEXT - 1) for batch in args.decode]
+    cases += [(1, length, 0) for length in args.prefill]
+    compile_ahead(timed, cases)
+    if not args.no_fast:
+        options = {"xla_allow_excess_precision": True}
+        fast = Runner(many, most_rows, mode="fast", options=options, pages=sharded.cache)
+        timed[f"fast (1,{args.tp})"] = fast
+    time_steps(timed, cases, rows)
+    return is_right
+
+
+def run_large(args: argparse.Namespace, rows: Rows) -> bool:
+    """Make a model that no single GPU holds, each shard on its own, and run steps of it."""
+    begin = time.perf_counter()
+    model = _mesh_model(LARGE, 1, args.tp)
+    jax.block_until_ready(model.params)
+    load_s = time.perf_counter() - begin
+    share = sum(x.nbytes for x in jax.tree.leaves(model.params)) / args.tp
+    peak = max(d.memory_stats()["peak_bytes_in_use"] for d in model.mesh.devices.flat)
+    rows.keep(
+        subject="mesh_load", case=f"70B shape, tp {args.tp}", load_s=load_s,
+        share_gb=share / 1e9, peak_gb=peak / 1e9,
+    )  # fmt: skip
+    runners = {f"invariant (1,{args.tp})": Runner(model, max(args.decode))}
+    cases = [(batch, 1, CONTEXT - 1) for batch in args.decode]
+    compile_ahead(runners, cases)
+    time_steps(runners, cases, rows)
+    return True
+
+
+# -------------------------------------------------------------------------------------- command
+
+
+def parse_args() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parts = ("exchange", "prefill", "step", "large")
+    parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts[:3]))
+    parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("--width", type=int, default=4096)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 128])
+    parser.add_argument("--prefill-rows", type=int, nargs="+", default=[2048, 8192])
+    parser.add_argument("--decode", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--prefill", type=int, nargs="*", default=[8192])
+    parser.add_argument("--compare", type=int, nargs="+", default=[1, 8, 16, 32])
+    parser.add_argument("--no-fast", action="store_true", help="leave the path without claims out")
+    parser.add_argument(
+        "--collectives", action="store_true", help="also time steps without the exchange kernel"
+    )
+    parser.add_argument("--out", help="write JSON rows here")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Check, time, and write rows; exit 3 if a bit differed."""
+    args = parse_args()
+    rows = Rows(environment(SM90), args.out)
+    mesh = make_mesh(1, args.tp, platform=SM90.platform)
+    is_right = True
+    if "exchange" in args.parts:
+        names = [name for name in FORMS if name != "scatter"]
+        names.sort(key="butterfly".__ne__)  # the reference comes first
+        for num_rows in args.rows:
+            is_right &= time_forms(names, mesh, num_rows, args.width, 32, 10, rows)
+    if "prefill" in args.parts:
+        names = ["butterfly", "scatter", "psum bfloat16"]
+        for num_rows in args.prefill_rows:
+            is_right &= time_forms(names, mesh, num_rows, args.width, 6, 3, rows)
+    if "step" in args.parts:
+        is_right &= run_steps(args, rows)
+    if "large" in args.parts:
+        is_right &= run_large(args, rows)
+    sys.exit(0 if is_right else 3)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ranks' end of a row-parallel layer: add their subtrees, the residual stream, and normalise.
+
+Three forms of the same additions; which one runs is chosen by size and hardware and changes no bit.
+
+| form | for | how |
+|---|---|---|
+| butterfly | few rows, and the reference | `collectives.butterfly_sum`, then `add_rms_norm` |
+| scatter | many rows | each rank adds and normalises its share of the rows; outputs are gathered |
+| exchange | few rows, GPUs of one process | one kernel that reads and writes peer memory |
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from detjax.array_types import Activation, Array, Float32
+from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.rms_norm import sm90 as norm
+from detjax.pallas_kernels.rms_norm.api import combine_add_rms_norm
+from detjax.parallel import sm90_exchange
+from detjax.parallel.mesh import DP_AXIS, TP_AXIS
+
+MAX_EXCHANGED_ROWS = 128
+"""Rows with slots. Above, sending every partial to every rank costs more than it saves."""
+
+MAX_EXCHANGED_RANKS = 8
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exchange:
+    """Memory in which the ranks of each tp group leave partials for one another.
+
+    Passed to steps as operands. Kernels of peers write to it by address, behind XLA's back, so
+    nothing but the exchange kernel may read it.
+
+    Attributes:
+        peers: uint32 [dp, tp, tp - 1, 2]; of each rank the addresses (low, high word) of its peers'
+            slots, in order of XOR distance.
+        slots: uint32 [dp, tp, 2, R, tp - 1, D].
+        parities: int32 [dp, tp, R]; which of its two slots the next exchange of a row uses.
+    """
+
+    peers: Any
+    slots: Any
+    parities: Any
+
+    @property
+    def max_rows(self) -> int:
+        """Most rows of an exchange."""
+        return self.parities.shape[-1]
+
+
+_BY_RANK = P(DP_AXIS, TP_AXIS)
+EXCHANGE_SPECS = Exchange(peers=_BY_RANK, slots=_BY_RANK, parities=_BY_RANK)
+
+
+def why_no_exchange(mesh: Mesh, *, width: int, backend: Backend) -> str | None:
+    """Why the ranks of a mesh cannot use the exchange kernel, or None if they can.
+
+    Args:
+        mesh: The (dp, tp) mesh.
+        width: Channels of the residual stream.
+        backend: Which kernels run.
+    """
+    tp = mesh.shape[TP_AXIS]
+    if tp == 1:
+        return "one rank has nobody to exchange with"
+    if backend is not Backend.SM90:
+        return f"the {backend.value} backend exchanges through XLA's collectives"
+    if tp > MAX_EXCHANGED_RANKS:
+        return f"{tp=} is more than {MAX_EXCHANGED_RANKS} GPUs of one machine"
+    processes = {device.process_index for device in mesh.devices.flat}
+    if len(processes) > 1:
+        return f"the mesh spans {len(processes)} processes, which have no addresses in common"
+    if not norm.row_sum(width).is_wide:
+        return f"{width} channels are not a row of whole warpgroups"
+    return None
+
+
+def open_exchange(mesh: Mesh, *, width: int, max_rows: int = MAX_EXCHANGED_ROWS) -> Exchange:
+    """Allocate the mailboxes of a mesh and tell every rank where its peers' are.
+
+    WHY: `plgpu.remote_ref` would exchange addresses on every execution of every call: a rendezvous
+    of the host threads, an allocation, a copy and a barrier kernel (35 to 50 us each, 2026-11).
+
+    Args:
+        mesh: One for which `why_no_exchange` is None.
+        width: Channels of the residual stream.
+        max_rows: Most rows of an exchange.
+    """
+    dp, tp = (mesh.shape[axis] for axis in (DP_AXIS, TP_AXIS))
+    sharding = NamedSharding(mesh, _BY_RANK)
+
+    @functools.partial(jax.jit, out_shardings=(sharding, sharding))
+    def fill():
+        slots = jnp.full((dp, tp, 2, max_rows, tp - 1, width), sm90_exchange.EMPTY, jnp.uint32)
+        return slots, jnp.zeros((dp, tp, max_rows), jnp.int32)
+
+    slots, parities = jax.block_until_ready(fill())  # before any peer may write
+    address = {s.device: s.data.unsafe_buffer_pointer() for s in slots.addressable_shards}
+    peers = np.empty((dp, tp, tp - 1, 2), np.uint32)
+    for replica, rank, i in np.ndindex(dp, tp, tp - 1):
+        where = address[mesh.devices[replica, rank ^ (i + 1)]]
+        peers[replica, rank, i] = where & 0xFFFFFFFF, where >> 32
+    return Exchange(peers=jax.device_put(peers, sharding), slots=slots, parities=parities)
+
+
+def exchange_add_rms_norm(
+    exchange: Exchange,
+    leaf_sums: Float32[Array, "L M D"],
+    residual: Activation[Array, "M D"],
+    bias: Activation[Array, " D"] | None,
+    gain: Activation[Array, " D"],
+    *,
+    eps: float,
+) -> tuple[Activation[Array, "M D"], Activation[Array, "M D"]]:
+    """Add the ranks' subtrees through peer memory, then as `rms_norm.api.add_rms_norm`.
+
+    `total = round(residual + (tree(ranks' tree(leaf_sums)) + bias))`, `out = rms_norm(total)`
+
+    Call inside `shard_map`, on every rank, and never twice at once: each call of a program depends
+    on the one before. The program must hold a collective of XLA's own as well, as a model's step
+    does: only then does XLA load the kernel on all GPUs before one of them begins to wait in it.
+
+    Args:
+        exchange: This rank's share, from `open_exchange`.
+        leaf_sums: This rank's subtrees in order; L is a power of two.
+        residual: The residual stream, the same on every rank.
+        bias: The product's bias, added after the tree.
+        gain: Scale of each channel.
+        eps: Added to the mean square.
+
+    Returns:
+        The new residual stream, and its normalised rows.
+
+    Numerics:
+        # ORDER: leaves as a tree, ranks as a tree, ((r0 + r1) + (r2 + r3)) + ..., then the bias,
+        then the residual, float32: the bits of `butterfly_sum` and `add_rms_norm`.
+        # ROUND: the residual stream, once.
+        Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
+
+    Reference:
+        Data that says itself whether it has arrived: Hu et al. 2025, arXiv:2507.04786 (NCCL's LL
+        protocols); here no flag travels with it.
+    """
+    return sm90_exchange.exchange_add_rms_norm(
+        leaf_sums,
+        residual,
+        bias,
+        gain,
+        exchange.peers[0, 0],
+        exchange.slots[0, 0],
+        exchange.parities[0, 0],
+        eps=eps,
+    )
+
+
+def is_scattered(num_rows: int, axis_size: int) -> bool:
+    """Whether so many rows are shared out over the ranks: enough of them, and whole shares."""
+    return num_rows > MAX_EXCHANGED_ROWS and num_rows % axis_size == 0
+
+
+def scatter_add_rms_norm(
+    partial: Float32[Array, "M D"],
+    residual: Activation[Array, "R D"],
+    bias: Activation[Array, " D"] | None,
+    gain: Activation[Array, " D"],
+    axis_name: str,
+    axis_size: int,
+    *,
+    eps: float,
+    backend: Backend,
+) -> tuple[Activation[Array, "m D"], Activation[Array, "M D"]]:
+    """Add the ranks' subtrees and normalise, each rank a share of the rows.
+
+    `total[m] = round(residual[m] + (tree(ranks' partial[m]) + bias))`, `out = rms_norm(total)`
+
+    Call inside `shard_map`. A rank sends each other one the rows that are the other's, adds what it
+    gets as the tree, normalises its rows and sends them to all: 4 bytes an element out and 2 back
+    in bfloat16, where an all-reduce in bfloat16 moves 2 and 2. The residual stream stays where it
+    is: a rank keeps its own rows only, which is all that the next layer needs of it.
+
+    Args:
+        partial: This rank's subtree of every row.
+        residual: The residual stream: all rows (R = M), or this rank's share (R = M / axis_size).
+        bias: The product's bias, added after the tree.
+        gain: Scale of each channel.
+        axis_name: Mesh axis of the ranks.
+        axis_size: How many.
+        eps: Added to the mean square.
+        backend: Which implementation of the additions runs.
+
+    Returns:
+        This rank's rows of the new residual stream, and all normalised rows.
+
+    Raises:
+        ValueError: If the rows do not divide over the ranks.
+
+    Numerics:
+        # ORDER: ((r0 + r1) + (r2 + r3)) + ..., float32, r = rank: the additions of `butterfly_sum`,
+        each done by one rank instead of all; then as `add_rms_norm`.
+        # ROUND: the residual stream, once.
+        Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
+
+    Reference:
+        Reduce-scatter and all-gather: Thakur, Rabenseifner and Gropp 2005, IJHPCA 19(1). Sharing
+        out the rows of norms: Korthikanti et al. 2022, arXiv:2205.05198.
+    """
+    num_rows, width = partial.shape
+    share, rest = divmod(num_rows, axis_size)
+    if rest:
+        raise ValueError(f"{num_rows} rows do not divide over {axis_size} ranks")
+    blocks = partial.reshape(axis_size, share, width)
+    blocks = lax.all_to_all(blocks, axis_name, split_axis=0, concat_axis=0)
+    if residual.shape[0] == num_rows:
+        first = lax.axis_index(axis_name) * share
+        residual = lax.dynamic_slice_in_dim(residual, first, share)
+    total, out = combine_add_rms_norm(blocks, residual, bias, gain, eps=eps, backend=backend)
+    return total, lax.all_gather(out, axis_name, axis=0, tiled=True)

@@ -1,0 +1,365 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The end of a row-parallel layer on Hopper in one launch: exchange, add, and normalise.
+
+Every rank writes its partial into slots of its peers' memory and waits for theirs in its own. A
+word of a slot says for itself whether it has arrived, so there is no flag, no fence and no second
+round trip; NVLink is crossed once.
+
+Why nothing is lost or read twice. A CTA owns one row. Its slots are double: exchange e of a row
+uses those of parity e mod 2, and each rank counts for itself, so ranks that run the same program
+agree.
+
+1. A slot holds EMPTY in every word until its peer writes it: at first because `open_exchange` fills
+   it, later because the thread that read a word writes EMPTY back before it ends.
+2. A peer writes the words of exchange e + 2 only after its exchange e + 1 of that row, which waited
+   for this rank's words of e + 1. This rank sends those after its kernel of exchange e has ended,
+   with every word of e read and emptied. So no slot is written before it is empty, though one
+   peer runs ahead of another by up to one exchange.
+3. A word that reads as EMPTY has not come; any other word is whole, since 32 bits are written at
+   once. Data never equals EMPTY: it is one NaN, and the sender puts NVIDIA's default NaN in its
+   place, which is what any sum of it is.
+4. A CTA sends before it waits and waits for the same CTA of its peers alone, so CTAs need not
+   all be resident at once.
+
+A rank whose peer never sends gives up after about a minute with a launch failure.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith, memref, vector
+from jaxlib.mlir.dialects import llvm
+
+from detjax.pallas_kernels import sm90_rows as rows
+from detjax.pallas_kernels.rms_norm import sm90 as norm
+
+EMPTY = 0xFFFFFFFF
+"""A word that no peer has written."""
+
+_DEFAULT_NAN = 0x7FFFFFFF
+_MOST_POLLS = 1 << 26
+"""About a minute: a poll takes a microsecond."""
+
+
+def _i32(value: int):
+    return mgpu.c(value - (1 << 32) if value >= 1 << 31 else value, ir.IntegerType.get_signless(32))
+
+
+def _i64(value: int):
+    return mgpu.c(value, ir.IntegerType.get_signless(64))
+
+
+def _remote_slots(peers, distance: int):
+    """Address of the slots of the rank whose index differs from this one's by `distance`, in XOR.
+
+    `peers` is [tp - 1, 2]: the low and the high word of each.
+    """
+    index, i64 = ir.IndexType.get(), ir.IntegerType.get_signless(64)
+    low, high = (
+        arith.extui(i64, memref.load(peers, [mgpu.c(distance - 1, index), mgpu.c(half, index)]))
+        for half in range(2)
+    )
+    return arith.addi(low, arith.shli(high, _i64(32)))
+
+
+def _local_slots(slots):
+    return llvm.ptrtoint(ir.IntegerType.get_signless(64), mgpu.utils.memref_ptr(slots))
+
+
+def _asm(text: str, operands: list, outputs: int = 0) -> list:
+    """Emit PTX; `outputs` registers of 32 bits come first, and may not share one with an input."""
+    i32 = ir.IntegerType.get_signless(32)
+    kinds = ["l" if value.type == ir.IntegerType.get_signless(64) else "r" for value in operands]
+    constraints = ",".join(["=&r"] * outputs + kinds + ["~{memory}"])
+    if outputs == 0:
+        kind = ir.Type.parse("!llvm.void")
+    else:
+        kind = llvm.StructType.get_literal([i32] * outputs) if outputs > 1 else i32
+    result = llvm.inline_asm(kind, operands, text, constraints, has_side_effects=True)
+    if outputs < 2:
+        return [result][:outputs]
+    return [llvm.extractvalue(i32, result, [i]) for i in range(outputs)]
+
+
+def _words_of(register) -> list:
+    """The 32-bit words of a vector of float32."""
+    (size,) = ir.VectorType(register.type).shape
+    as_int = vector.bitcast(ir.VectorType.get((size,), ir.IntegerType.get_signless(32)), register)
+    return [
+        vector.extract(as_int, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([i]))
+        for i in range(size)
+    ]
+
+
+def _vector(words: int) -> str:
+    return {1: ".b32", 2: ".v2.b32", 4: ".v4.b32"}[words]
+
+
+def _listed(registers: list[str]) -> str:
+    return registers[0] if len(registers) == 1 else "{" + ", ".join(registers) + "}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Slots:
+    """Where the words of one thread, of one chunk of one row, are in slots [2, R, tp - 1, D].
+
+    Attributes:
+        max_rows: R.
+        num_peers: tp - 1.
+        width: D.
+        vec_len: Words of a thread.
+    """
+
+    max_rows: int
+    num_peers: int
+    width: int
+    vec_len: int
+
+    @property
+    def words(self) -> int:
+        """Words of one load or store: 16 bytes at most."""
+        return min(4, self.vec_len)
+
+    def offsets(self, parity, row, chunk) -> list:
+        """Bytes from the first slot to each run of `words`, a list for each peer.
+
+        Runs of a warp stand side by side, so a store of a warp is one contiguous piece.
+        """
+        lane = arith.remui(mgpu.thread_idx(), _i32(rows.LANES))
+        first = arith.addi(arith.muli(parity, _i32(self.max_rows)), row)
+        first = arith.muli(first, _i32(self.num_peers * self.width))
+        first = arith.addi(first, arith.muli(chunk, _i32(rows.LANES * self.vec_len)))
+        first = arith.addi(first, arith.muli(lane, _i32(self.words)))
+        i64 = ir.IntegerType.get_signless(64)
+        first = arith.muli(arith.extui(i64, first), _i64(4))
+        return [
+            [
+                arith.addi(first, _i64(4 * (peer * self.width + run * rows.LANES)))
+                for run in range(0, self.vec_len, self.words)
+            ]
+            for peer in range(self.num_peers)
+        ]
+
+
+def _send(values, math: rows.Arithmetic, slots: _Slots, peers_gmem, parity, row, chunk) -> None:
+    """Write a chunk of this rank's partial into the slots of every peer."""
+    splat = plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(arg_types=(math.layout, plgpu.RefType(), splat, splat, splat))
+    def emit(ctx, values, peers, *place):
+        (register,) = values.registers.flat
+        words = []
+        for word in _words_of(register):
+            is_empty = arith.cmpi(arith.CmpIPredicate.eq, word, _i32(EMPTY))
+            words.append(arith.select(is_empty, _i32(_DEFAULT_NAN), word))
+        offsets = slots.offsets(*(value.registers.item() for value in place))
+        count = slots.words
+        listed = _listed([f"${1 + i}" for i in range(count)])
+        for distance, runs in enumerate(offsets, start=1):
+            base = _remote_slots(peers, distance)
+            for i, offset in enumerate(runs):
+                _asm(
+                    f"st.relaxed.sys.global{_vector(count)} [$0], {listed};",
+                    [arith.addi(base, offset), *words[i * count : (i + 1) * count]],
+                )
+
+    emit(values, peers_gmem, parity, row, chunk)
+
+
+def _receive(
+    distances: range, math: rows.Arithmetic, slots: _Slots, shape, slots_gmem, parity, row, chunk
+) -> list:
+    """Wait for the same chunk of the peers at these distances, and empty their slots."""
+    splat = plgpu.Layout.WG_SPLAT(())
+    layout: Any = math.layout
+    kind = plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=layout)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), splat, splat, splat), return_type=[kind] * len(distances)
+    )
+    def emit(ctx, memory, *place):
+        base = _local_slots(memory)
+        offsets = slots.offsets(*(value.registers.item() for value in place))
+        runs = [arith.addi(base, offset) for d in distances for offset in offsets[d - 1]]
+        count, total = slots.words, len(distances) * slots.vec_len
+        registers = [f"${i}" for i in range(total)]
+        pieces = [_listed(registers[i * count : (i + 1) * count]) for i in range(len(runs))]
+        loads = [
+            f"ld.relaxed.sys.global{_vector(count)} {piece}, [${total + i}];"
+            for i, piece in enumerate(pieces)
+        ]
+        largest = [f"max.u32 most, most, {register};" for register in registers[1:]]
+        empty = _listed([str(EMPTY)] * count)
+        resets = [
+            f"st.relaxed.sys.global{_vector(count)} [${total + i}], {empty};"
+            for i in range(len(runs))
+        ]
+        words = _asm(
+            "\n".join(
+                [
+                    "{",
+                    ".reg .pred missing; .reg .pred stuck; .reg .u32 most; .reg .u32 polls;",
+                    "mov.u32 polls, 0;",
+                    "POLL:",
+                    *loads,
+                    f"mov.u32 most, {registers[0]};",
+                    *largest,
+                    f"setp.eq.u32 missing, most, {EMPTY};",
+                    "add.u32 polls, polls, 1;",
+                    f"setp.gt.u32 stuck, polls, {_MOST_POLLS};",
+                    "@stuck trap;",
+                    "@missing bra POLL;",
+                    *resets,
+                    "}",
+                ]
+            ),
+            runs,
+            outputs=total,
+        )
+        return [
+            _array(words[i * slots.vec_len : (i + 1) * slots.vec_len], math, shape)
+            for i in range(len(distances))
+        ]
+
+    return emit(slots_gmem, parity, row, chunk)
+
+
+def _array(words: list, math: rows.Arithmetic, shape) -> mgpu.FragmentedArray:
+    """A vector of float32 from the words of each thread."""
+    f32 = ir.F32Type.get()
+    layout: Any = math.layout
+    layout = layout.to_mgpu()
+    register = vector.from_elements(
+        ir.VectorType.get((len(words),), f32), [arith.bitcast(f32, word) for word in words]
+    )
+    out = mgpu.FragmentedArray.splat(mgpu.c(0.0, f32), shape, layout=layout)
+    registers = out.registers.copy()
+    registers.flat[0] = register
+    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+
+def _flip_parity(parities_gmem, row, parity) -> None:
+    """Count an exchange of a row; every thread of the CTA writes the same word."""
+    splat = plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), splat, splat))
+    def emit(ctx, parities, *scalars):
+        row, parity = (value.registers.item() for value in scalars)
+        where = arith.index_cast(ir.IndexType.get(), row)
+        memref.store(arith.xori(parity, _i32(1)), parities, [where])
+
+    emit(parities_gmem, row, parity)
+
+
+@functools.partial(jax.jit, static_argnames=("eps",))
+def exchange_add_rms_norm(
+    leaf_sums, residual, bias, gain, peers, slots, parities, *, eps: float
+) -> tuple[jax.Array, jax.Array]:
+    """See `exchange.exchange_add_rms_norm`.
+
+    Args:
+        leaf_sums: This rank's subtrees, float32 [L, M, D].
+        residual: The residual stream.
+        bias: The product's bias, or None.
+        gain: Scale of each channel.
+        peers: uint32 [tp - 1, 2], addresses of the other ranks' slots by XOR distance from 1.
+        slots: uint32 [2, R, tp - 1, D], this rank's, written by its peers.
+        parities: int32 [R], of the next exchange of each row.
+        eps: Added to the mean square.
+
+    Raises:
+        ValueError: If the rows are narrow or too many.
+
+    Numerics:
+        # ORDER: this rank's leaves as a tree, then the ranks' subtrees in order of XOR distance,
+        ((d0 + d1) + (d2 + d3)) + ...: additions commute, so this is the tree in order of rank.
+        # ROUND: the residual stream once; then as `rms_norm` does, by its own functions.
+        Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
+    """
+    num_rows, width = residual.shape
+    num_leaves = leaf_sums.shape[0]
+    _, max_rows, num_peers, _ = slots.shape
+    form = norm.row_sum(width)
+    if not form.is_wide:
+        raise ValueError(f"the exchange kernel takes wide rows only, not {width=}")
+    if num_rows > max_rows:
+        raise ValueError(f"{num_rows} rows are more than the {max_rows} that have slots")
+    if slots.shape[3] != width:
+        raise ValueError(f"{slots.shape=} are not slots of {width=}")
+    chunk = rows.LANES * form.vec_len
+    warpgroups = norm.choose_schedule(
+        num_rows=num_rows, num_chunks=form.num_parts, num_leaves=num_leaves
+    ).warpgroups
+    each = form.num_parts // warpgroups
+    math = rows.strided(chunk, form.vec_len, False)
+    places = _Slots(max_rows=max_rows, num_peers=num_peers, width=width, vec_len=form.vec_len)
+
+    def body(leaves_gmem, residual_gmem, *refs):
+        refs = list(refs)
+        bias_gmem = refs.pop(0) if bias is not None else None
+        gain_gmem, peers_gmem, slots_gmem, parities_gmem, *refs = refs
+        total_gmem, out_gmem, sums_smem, ready = refs
+        row = lax.axis_index("cta")
+        first_chunk = lax.axis_index("wg") * each if warpgroups > 1 else jnp.int32(0)
+        columns = [pl.ds((first_chunk + i) * chunk, chunk) for i in range(each)]
+
+        parity = parities_gmem[row]
+        own = []
+        for i, c in enumerate(columns):
+            leaves = [math.load(leaves_gmem.at[k, row, c]) for k in range(num_leaves)]
+            own.append(rows.pairwise(leaves, lambda a, b: a + b))
+            _send(own[-1], math, places, peers_gmem, parity, row, first_chunk + i)
+        residuals = [math.load(residual_gmem.at[row, c]) for c in columns]
+        gains = [math.load(gain_gmem.at[c]) for c in columns]
+
+        values = []
+        for i, c in enumerate(columns):
+            partial = own[i]
+            for level in range(num_peers.bit_length()):
+                # ORDER: level by level, as the butterfly: distance 1, then 2 and 3, then 4 to 7.
+                distances = range(1 << level, 2 << level)
+                place = (slots_gmem, parity, row, first_chunk + i)
+                others = _receive(distances, math, places, (chunk,), *place)
+                partial = partial + rows.pairwise(others, lambda a, b: a + b)
+            b = None if bias_gmem is None else math.load(bias_gmem.at[c]).astype(jnp.float32)
+            v = norm._joined([partial], residuals[i], b, residual.dtype)
+            total_gmem[row, c] = v
+            values.append(v.astype(jnp.float32))
+            sums_smem[first_chunk + i, :] = rows.square_sums(values[-1], math)
+        if warpgroups > 1:
+            plgpu.barrier_arrive(ready)
+            plgpu.barrier_wait(ready)
+        else:
+            plgpu.commit_smem()
+        # All threads of the CTA have read it by now.
+        _flip_parity(parities_gmem, row, parity)
+        scale = norm._wide_scale(sums_smem, math, shape=(chunk,), width=width, eps=eps)
+        for c, v, g in zip(columns, values, gains, strict=True):
+            normed = math.mul(math.mul(v, scale), g.astype(jnp.float32))
+            out_gmem[row, c] = normed.astype(residual.dtype)  # ROUND: once
+
+    shape = jax.ShapeDtypeStruct(residual.shape, residual.dtype)
+    options = {"num_threads": warpgroups, "thread_name": "wg"} if warpgroups > 1 else {}
+    biases = [] if bias is None else [bias]
+    total, out = rows.run_kernel(
+        body,
+        [leaf_sums, residual, *biases, gain, peers, slots, parities],
+        out=[shape, shape],
+        grid={"cta": num_rows},
+        name="detjax_exchange_add_rms_norm",
+        is_interpreted=False,
+        scratch_types=[
+            plgpu.SMEM((form.num_parts, rows.LANES), jnp.float32),
+            plgpu.Barrier(num_arrivals=warpgroups) if warpgroups > 1 else None,
+        ],
+        **options,
+    )
+    return total, out
