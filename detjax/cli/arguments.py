@@ -19,7 +19,8 @@ GROUPS = {
     "sampling": "How each next token is chosen. The same for every prompt.",
     "numerics": "These choose the bits: runs agree if these agree, the build and the hardware.\n"
     "The fingerprint that is printed stands for all of them.",
-    "batch, mesh and schedule": "These choose speed and memory. They change no bit.",
+    "batch, mesh and schedule": "These choose speed and memory. They change no bit, except "
+    "--mode fast, which promises nothing.",
     "output": "How completions are written.",
     "check": "See for yourself that the claim holds here.",
 }
@@ -38,12 +39,17 @@ def _option(
     metavar: str = "N",
     choices: Sequence[str] = (),
     default_text: str = "",
+    type: type = str,
 ) -> Any:
-    """Describe one option: the field of its value, and its entry in `--help`."""
+    """Describe one option: the field of its value, and its entry in `--help`.
+
+    `type` is that of a value whose default is None.
+    """
     if default_text or isinstance(default, int | float | str) and not isinstance(default, bool):
         text = f"{text} (default: {default_text or default})"
     shown = {"choices": tuple(choices)} if choices else {"metavar": metavar}
-    return field(default=default, metadata={"group": group, "help": text, "shown": shown})
+    metadata = {"group": group, "help": text, "shown": shown, "type": type}
+    return field(default=default, metadata=metadata)
 
 
 _SAMPLING = SamplingParams()
@@ -157,6 +163,20 @@ class GenerateArgs:
         _SCHEDULE,
         "replicas, each on --tp devices, which share the prompts",
     )
+    coordinator: str | None = _option(
+        None,
+        _SCHEDULE,
+        "where process 0 of a job of several processes listens; all are started alike but for "
+        "--process-id, and process 0 alone writes",
+        metavar="HOST:PORT",
+        default_text="as SLURM or Kubernetes say, else one process",
+    )
+    num_processes: int | None = _option(
+        None, _SCHEDULE, "processes of the job; they share the --dp times --tp devices", type=int
+    )
+    process_id: int | None = _option(
+        None, _SCHEDULE, "which of them this is, from 0", metavar="I", type=int
+    )
     batch_size: int = _option(
         8,
         _SCHEDULE,
@@ -166,8 +186,36 @@ class GenerateArgs:
     mode: str = _option(
         "invariant",
         _SCHEDULE,
-        "invariant: every step uses canonical kernels. dvr and fast are refused for now",
+        "invariant: every step uses canonical kernels. dvr: fast steps draft tokens, canonical "
+        "ones verify them in windows, and only what is verified is shown: the same bits. fast: "
+        "XLA's own kernels, whose bits depend on the batch; to compare with",
         choices=("invariant", "dvr", "fast"),
+    )
+    draft_weights: str = _option(
+        "full",
+        _SCHEDULE,
+        "with --mode dvr: draft with weights of 8 bits, which are quicker to read and change no "
+        "bit of the answer",
+        choices=("full", "int8", "float8_e4m3fn"),
+    )
+    prompt_lookup: bool = _option(
+        False,
+        _SCHEDULE,
+        "with --mode invariant: verify what followed the same tokens earlier in the text, several "
+        "tokens a step; pays where text repeats",
+    )
+    verify_window: int = _option(
+        32,
+        _SCHEDULE,
+        "tokens of a verified window: more cost less a token, and are rolled back more",
+    )
+    verify_rows: int = _option(8, _SCHEDULE, "windows that are verified at once, in each replica")
+    cache_pages: int = _option(
+        0,
+        _SCHEDULE,
+        "pages of the key and value cache, a multiple of --dp. Where they run out, completions are "
+        "set aside and computed again",
+        default_text="enough for --batch-size completions of full length",
     )
     cache_dir: str = _option(
         _default_cache_dir(),
@@ -188,11 +236,21 @@ class GenerateArgs:
         "with json and jsonl: also the K most likely tokens at each position, at most 64",
         metavar="K",
     )
+    stats: bool = _option(
+        False, _OUTPUT, "at the end, show what the engine counted: steps, cache, drafts, latencies"
+    )
+    trace: str | None = _option(
+        None,
+        _OUTPUT,
+        "write a timeline of the first run, which https://ui.perfetto.dev opens",
+        metavar="FILE",
+    )
     repeat: int = _option(
         1,
         _CHECK,
         "with --check: run N times, at other batch sizes, orders and chunks, among other "
-        "neighbours; completions of the first run are written",
+        "neighbours, with --mode dvr every other run in invariant; completions of the first run "
+        "are written",
     )
     check: bool = _option(
         False,

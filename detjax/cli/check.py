@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`--check`: computes a job in other ways, and compares every bit with the first."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,15 +26,23 @@ def plan_runs(args: GenerateArgs, job: Job) -> tuple[RunPlan, ...]:
     """Return the runs: the first as asked, the others each at another size, order and chunk."""
     asked = RunPlan(
         shape=EngineShape(
-            batch_size=args.batch_size, prefill_chunk=args.prefill_chunk, max_len=job.max_len
+            batch_size=args.batch_size,
+            prefill_chunk=args.prefill_chunk,
+            max_len=job.max_len,
+            mode=args.mode,
+            num_pages=args.cache_pages,
+            verify_rows=args.verify_rows,
+            verify_window=args.verify_window,
+            draft_weights=args.draft_weights,
+            has_prompt_lookup=args.prompt_lookup,
         ),
         order_name="as given",
         order=tuple(range(len(job.requests))),
     )
-    return asked, *(_other_run(i, job, dp=args.dp) for i in range(args.repeat - 1))
+    return asked, *(_other_run(i, job, asked.shape, dp=args.dp) for i in range(args.repeat - 1))
 
 
-def _other_run(number: int, job: Job, *, dp: int) -> RunPlan:
+def _other_run(number: int, job: Job, asked: EngineShape, *, dp: int) -> RunPlan:
     """Return one of the runs to compare with the first."""
     batch_size = _BATCH_SIZES[number % len(_BATCH_SIZES)] * dp
     longest = max(len(request.prompt_token_ids) for request in job.requests)
@@ -42,12 +51,18 @@ def _other_run(number: int, job: Job, *, dp: int) -> RunPlan:
     num_neighbours = max(0, batch_size - len(job.samples))
     before = num_neighbours * (number % 3) // 2
     return RunPlan(
-        shape=EngineShape(
-            batch_size=batch_size, prefill_chunk=min(chunk, _LONGEST_CHUNK), max_len=job.max_len
+        shape=dataclasses.replace(
+            asked if asked.mode != "dvr" or number % 2 else _in_invariant_mode(asked),
+            batch_size=batch_size,
+            prefill_chunk=min(chunk, _LONGEST_CHUNK),
         ),
         order_name=order_name,
         order=(None,) * before + order + (None,) * (num_neighbours - before),
     )
+
+
+def _in_invariant_mode(shape: EngineShape) -> EngineShape:
+    return dataclasses.replace(shape, mode="invariant", draft_weights="full")
 
 
 def _other_order(number: int, num_requests: int) -> tuple[str, tuple[int, ...]]:
@@ -68,10 +83,11 @@ def show_plan(plans: Sequence[RunPlan], display: Display) -> None:
     """Write what the runs differ in."""
     display.table(
         "runs to compare",
-        ("run", "batch size", "prefill chunk", "order of prompts", "neighbours"),
+        ("run", "mode", "batch size", "prefill chunk", "order of prompts", "neighbours"),
         (
             (
                 number,
+                plan.shape.mode,
                 plan.shape.batch_size,
                 plan.shape.prefill_chunk,
                 plan.order_name,

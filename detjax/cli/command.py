@@ -3,17 +3,19 @@
 
 import sys
 import time
+from pathlib import Path
 
 from detjax.cli import report
 from detjax.cli.arguments import GenerateArgs
 from detjax.cli.check import check_runs, plan_runs, show_check, show_plan
 from detjax.cli.display import Display
-from detjax.cli.errors import BITS_DIFFER, OK
+from detjax.cli.errors import BITS_DIFFER, OK, bad_input
 from detjax.cli.job import make_job
 from detjax.cli.model import OpensModel, read_model_files
 from detjax.cli.output import SilentWriter, digest_of_all, make_writer, to_json
 from detjax.cli.prompts import read_prompts
 from detjax.cli.run import RunPlan, RunResult, run_job
+from detjax.serving.trace import NO_TRACE, Trace
 
 
 def run(args: GenerateArgs, *, open_model: OpensModel) -> int:
@@ -39,6 +41,7 @@ def run(args: GenerateArgs, *, open_model: OpensModel) -> int:
         silent = SilentWriter()
         return run_job(job, plan, model, tokenizer, writer=silent, display=display, is_live=False)
 
+    timeline = Trace()
     first = run_job(
         job,
         plans[0],
@@ -52,12 +55,18 @@ def run(args: GenerateArgs, *, open_model: OpensModel) -> int:
         ),
         display=display,
         is_live=args.format == "text" and sys.stdout.isatty(),
+        tracer=timeline if args.trace else NO_TRACE,
     )
+    if args.trace:
+        with bad_input("--trace: "):
+            timeline.write(Path(args.trace))
     stats = report.run_stats(first, load_s)
     check = check_runs(first, plans, run_again, display) if args.check else None
     if args.format == "json":
         print(to_json(report.document(args, folder, first, model, stats, check)), flush=True)
     report.show_end(first, stats, display, with_digests=args.format == "text")
+    if args.stats:
+        report.show_stats(first.stats, display)
     if check is not None:
         show_check(check, digest_of_all(first.records), display)
     return BITS_DIFFER if check is not None and check.lines else OK

@@ -58,6 +58,7 @@ def make_job(
             Request(
                 prompt_token_ids=tuple(ids),
                 sampling=dataclasses.replace(sampling, max_tokens=room),
+                is_deterministic=args.mode != "fast",
             )
         )
     longest = max(len(r.prompt_token_ids) + r.sampling.max_tokens for r in requests)

@@ -5,13 +5,16 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from detjax.cli.arguments import BUNDLED, NO_CACHE, GenerateArgs
 from detjax.cli.errors import InputError, bad_input
 from detjax.models.config import ModelConfig
 from detjax.models.tokenizer import Tokenizer
+from detjax.parallel.watch import Watch
+from detjax.serving.metrics import EngineStats
 from detjax.serving.request import Completion, Request, TokenEvent
+from detjax.serving.trace import TracesEvents
 
 Progress = Callable[[str, int, int], None]
 """Told (what, done, total) while weights are loaded."""
@@ -19,18 +22,26 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineShape:
-    """How much an engine does at once: see `detjax.serving.engine.EngineConfig`."""
+    """How an engine computes: see `detjax.serving.engine.EngineConfig`."""
 
     batch_size: int
     prefill_chunk: int
     max_len: int
+    mode: str
+    num_pages: int
+    verify_rows: int
+    verify_window: int
+    draft_weights: str
+    has_prompt_lookup: bool
 
 
 @runtime_checkable
 class GeneratesCompletions(Protocol):
     """What the command needs of an engine; `detjax.serving.engine.Engine` is one."""
 
-    stats: Any
+    def stats(self) -> EngineStats:
+        """Return what it has counted."""
+        ...
 
     def generate(
         self, requests: Sequence[Request], *, on_token: Callable[[TokenEvent], bool]
@@ -47,13 +58,14 @@ class OpenModel:
         fingerprint: Hash of everything that decides a bit.
         backend: Which kernels run it.
         backend_reason: Why these.
-        make_engine: Allocates a cache and what else it takes to generate.
+        make_engine: Allocates a cache and what else it takes to generate; a tracer keeps a
+            timeline.
     """
 
     fingerprint: str
     backend: str
     backend_reason: str
-    make_engine: Callable[[EngineShape], GeneratesCompletions]
+    make_engine: Callable[[EngineShape, TracesEvents], GeneratesCompletions]
 
 
 OpensModel = Callable[[GenerateArgs, Path, Progress], OpenModel]
@@ -79,24 +91,64 @@ def read_model_files(args: GenerateArgs) -> tuple[Path, ModelConfig, Tokenizer]:
 
 
 def open_model(args: GenerateArgs, folder: Path, progress: Progress) -> OpenModel:
-    """Choose numerics, kernels and mesh, and load the weights.
+    """Join the other processes, if any, choose numerics, kernels and mesh, and load the weights.
 
     Raises:
         InputError: If they do not go together, cannot run here, or the weights are broken.
     """
-    from detjax.models.abstract import why_unsupported
-    from detjax.models.hf_config import load_config
-    from detjax.models.loading import load_model
-    from detjax.numerics import NumericsProfile
-    from detjax.pallas_kernels.backend import Backend, choose_backend, configure_xla
-    from detjax.parallel.mesh import configure_virtual_devices, make_mesh
-    from detjax.serving.engine import Engine, EngineConfig
+    from detjax.pallas_kernels.backend import configure_xla
+    from detjax.parallel.distributed import find_job, start_job
 
     _keep_compiled_programs(args.cache_dir)
     configure_xla()
     with bad_input():
+        job = find_job(args.coordinator, args.num_processes, args.process_id)
+        if job is None:
+            return _open_model(args, folder, progress, num_processes=1)
+        watch = start_job(job)
+    with watch.working():
+        model = _open_model(args, folder, progress, num_processes=job.num_processes)
+    watch.check_same("settings", f"{model.fingerprint} {args.dp} {args.tp}")
+
+    def make_engine(shape: EngineShape, tracer: TracesEvents) -> GeneratesCompletions:
+        watch.check_same("settings", repr(shape))
+        return _JobEngine(model.make_engine(shape, tracer), watch)
+
+    return dataclasses.replace(model, make_engine=make_engine)
+
+
+class _JobEngine:
+    """An engine of several processes: all are given the same requests, and end together."""
+
+    def __init__(self, engine: GeneratesCompletions, watch: Watch):
+        self._engine, self._watch = engine, watch
+
+    def stats(self) -> EngineStats:
+        return self._engine.stats()
+
+    def generate(
+        self, requests: Sequence[Request], *, on_token: Callable[[TokenEvent], bool]
+    ) -> list[Completion]:
+        self._watch.check_same("requests", repr(requests))
+        with self._watch.working():
+            return self._engine.generate(requests, on_token=on_token)
+
+
+def _open_model(
+    args: GenerateArgs, folder: Path, progress: Progress, *, num_processes: int
+) -> OpenModel:
+    """Choose numerics, kernels and mesh, and load the weights."""
+    from detjax.models.abstract import why_unsupported
+    from detjax.models.hf_config import load_config
+    from detjax.models.loading import load_model
+    from detjax.numerics import NumericsProfile
+    from detjax.pallas_kernels.backend import Backend, choose_backend
+    from detjax.parallel.mesh import configure_virtual_devices, devices_of_process, make_mesh
+    from detjax.serving.engine import Engine, EngineConfig
+
+    with bad_input():
         profile = NumericsProfile(weight_dtype=args.dtype, compute_dtype=args.compute)
-        configure_virtual_devices(args.dp * args.tp)
+        configure_virtual_devices(devices_of_process(args.dp * args.tp, num_processes))
         config = load_config(folder)
         choice = choose_backend(
             None if args.backend == "auto" else Backend(args.backend),
@@ -114,9 +166,9 @@ def open_model(args: GenerateArgs, folder: Path, progress: Progress) -> OpenMode
             progress=progress,
         )
 
-    def make_engine(shape: EngineShape) -> Engine:
+    def make_engine(shape: EngineShape, tracer: TracesEvents) -> Engine:
         with bad_input():
-            return Engine(model, EngineConfig(**dataclasses.asdict(shape)))
+            return Engine(model, EngineConfig(**dataclasses.asdict(shape)), tracer=tracer)
 
     return OpenModel(
         fingerprint=model.fingerprint,

@@ -5,6 +5,7 @@ import argparse
 import dataclasses
 import difflib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from detjax.cli.arguments import BUNDLED, GROUPS, GenerateArgs, sampling_params
@@ -21,7 +22,8 @@ from detjax.cli.errors import (
 
 DESCRIPTION = """\
 Continue prompts with a Llama, Mistral or Qwen model. The token ids and the float32 logprobs of a
-completion are the same bits in any batch, mesh and schedule; its digest is a hash of them.
+completion are the same bits in any batch, mesh and schedule; its digest is a hash of them. Only
+--mode fast makes no such claim.
 
 Text goes to standard output, everything else to standard error."""
 
@@ -33,6 +35,8 @@ examples:
   echo "Once upon a time" | python -m detjax.generate --prompt - --temperature 0.8 --n 4
   python -m detjax.generate --prompts-file prompts.jsonl --batch-size 16 --tp 4 --format jsonl
   python -m detjax.generate --prompt "It was a dark night" --repeat 4 --check
+  python -m detjax.generate --prompt "It was a dark night" --mode dvr --repeat 2 --check --stats
+  python -m detjax.generate --prompt "It was a dark night" --mode fast --repeat 4 --check
 
 JSON: per completion `index` (of the prompt), `sample`, `prompt_token_ids`, `token_ids` (with the
 one that ended it), `text`, `finish_reason` (stop or length), `logprobs`, `top_logprobs` (with
@@ -81,7 +85,7 @@ def make_parser() -> argparse.ArgumentParser:
         elif isinstance(default, tuple):
             kind = {"action": "append", **described["shown"]}
         else:
-            parse = str if default is None else type(default)
+            parse = described["type"] if default is None else type(default)
             kind = {"type": parse, **described["shown"]}
         name = "--" + option.name.replace("_", "-")
         groups[described["group"]].add_argument(name, help=described["help"], **kind)
@@ -104,9 +108,12 @@ def parse_args(argv: Sequence[str] | None) -> GenerateArgs:
 
 
 def _check_args(args: GenerateArgs) -> None:
-    if args.mode != "invariant":
-        raise InputError(f"--mode {args.mode} is not available yet; use --mode invariant")
-    for name in ("tp", "dp", "batch_size", "prefill_chunk", "repeat"):
+    if args.draft_weights != "full" and args.mode != "dvr":
+        raise InputError(f"--draft-weights {args.draft_weights} needs --mode dvr, which drafts")
+    if args.prompt_lookup and args.mode != "invariant":
+        raise InputError(f"--prompt-lookup goes with --mode invariant, not {args.mode}")
+    positive = ("tp", "dp", "batch_size", "prefill_chunk", "verify_window", "verify_rows", "repeat")
+    for name in positive:
         if getattr(args, name) < 1:
             flag = "--" + name.replace("_", "-")
             raise InputError(f"{flag} {getattr(args, name)} must be at least 1")
@@ -115,6 +122,14 @@ def _check_args(args: GenerateArgs) -> None:
             f"--batch-size {args.batch_size} must be a multiple of --dp {args.dp}, so that each "
             "replica has as many rows"
         )
+    if args.cache_pages < 0 or args.cache_pages % args.dp:
+        raise InputError(
+            f"--cache-pages {args.cache_pages} must be a multiple of --dp {args.dp}, or 0"
+        )
+    if args.trace is not None and not Path(args.trace).absolute().parent.is_dir():
+        raise InputError(f"--trace {args.trace} is in a folder that does not exist; make it first")
+    if args.coordinator is not None and "-" in args.prompt:
+        raise InputError("--prompt - reads what only one process has; give --prompts-file instead")
     if args.revision is not None and args.model == BUNDLED:
         raise InputError(f"--revision {args.revision} needs a Hugging Face id as --model")
     if args.check and args.repeat < 2:

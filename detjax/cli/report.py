@@ -13,6 +13,13 @@ from detjax.cli.model import EngineShape, OpenModel
 from detjax.cli.output import digest_of_all, json_entry
 from detjax.cli.run import RunResult
 from detjax.models.config import ModelConfig
+from detjax.serving.metrics import EngineStats
+
+_MODES = {
+    "invariant": "invariant: every step uses canonical kernels",
+    "dvr": "dvr: drafts by fast kernels, verified by canonical ones",
+    "fast": "fast: no claim; the digests below may differ from run to run",
+}
 
 
 def card(
@@ -25,6 +32,7 @@ def card(
         f"vocabulary {config.vocab_size}, context {config.max_position_embeddings}",
         "numerics": f"{args.dtype} weights, {args.compute} compute, "
         f"fingerprint {model.fingerprint}",
+        "mode": _MODES[shape.mode],
         "backend": f"{model.backend} ({model.backend_reason})",
         "mesh": f"dp {args.dp} x tp {args.tp}",
         "batch": f"{shape.batch_size} at once, prompts in chunks of {shape.prefill_chunk} tokens, "
@@ -34,7 +42,7 @@ def card(
 
 def run_stats(result: RunResult, load_s: float) -> dict[str, int | float]:
     """Return where the time went, as JSON has it."""
-    in_engine = dataclasses.asdict(result.stats)
+    in_engine = result.stats.numbers()
     return {"load_s": load_s, **in_engine, "first_token_s": result.first_token_s}
 
 
@@ -67,15 +75,20 @@ def show_end(
     result: RunResult, stats: Mapping[str, int | float], display: Display, *, with_digests: bool
 ) -> None:
     """Write the digests and where the time went."""
-    display.facts(
-        {
-            "load": f"{stats['load_s']:.2f} s",
-            "compile": f"{stats['compile_s']:.2f} s",
-            "prefill": _rate(stats["prefill_tokens"], stats["prefill_s"]),
-            "decode": _rate(stats["decode_tokens"], stats["decode_s"]),
-            "first token": f"{stats['first_token_s']:.2f} s after the process started",
-        }
-    )
+    running_s = result.stats.step_s.total - result.stats.compile_s
+    facts = {
+        "load": f"{stats['load_s']:.2f} s",
+        "compile": f"{stats['compile_s']:.2f} s",
+        "prompts": f"{stats['prompt_tokens']} tokens, {stats['prefix_tokens']} of them cached",
+        "completions": _rate(stats["decode_tokens"], running_s),
+        "first token": f"{stats['first_token_s']:.2f} s after the process started",
+    }
+    if stats["num_windows"]:
+        facts["drafts"] = (
+            f"{stats['draft_tokens']}, {stats['acceptance']:.1%} accepted, "
+            f"{stats['num_rollbacks']} of {stats['num_windows']} windows rolled back"
+        )
+    display.facts(facts)
     if not with_digests:
         return
     for record in result.records:
@@ -91,3 +104,15 @@ def show_end(
 def _rate(num_tokens: int | float, seconds: int | float) -> str:
     rate = f", {num_tokens / seconds:.1f} tokens/s" if seconds > 0 and num_tokens else ""
     return f"{num_tokens:.0f} tokens in {seconds:.2f} s{rate}"
+
+
+def show_stats(stats: EngineStats, display: Display) -> None:
+    """Write everything that the engine counted."""
+    display.table(
+        "engine",
+        ("what", "value"),
+        (
+            (name, f"{value:.6f}" if isinstance(value, float) else value)
+            for name, value in stats.numbers().items()
+        ),
+    )

@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from detjax.cli.display import Display
 from detjax.cli.job import Job
@@ -16,7 +15,9 @@ from detjax.cli.model import EngineShape, OpenModel
 from detjax.cli.output import AbstractWriter, Record
 from detjax.cli.transcript import Transcript
 from detjax.models.tokenizer import Tokenizer
+from detjax.serving.metrics import EngineStats
 from detjax.serving.request import Completion, Request, SamplingParams, TokenEvent
+from detjax.serving.trace import NO_TRACE, TracesEvents
 
 _IMPORTED_S = time.perf_counter()
 
@@ -47,7 +48,7 @@ class RunResult:
     """What a run gave, and when its first token came, in seconds since the process started."""
 
     records: tuple[Record, ...]
-    stats: Any
+    stats: EngineStats
     first_token_s: float
 
 
@@ -60,6 +61,7 @@ def run_job(
     writer: AbstractWriter,
     display: Display,
     is_live: bool,
+    tracer: TracesEvents = NO_TRACE,
 ) -> RunResult:
     """Compute a job as `plan` says, and write its completions as they come.
 
@@ -71,9 +73,10 @@ def run_job(
         writer: Where completions go.
         display: Where progress goes.
         is_live: Text appears on the terminal, so progress must end when it begins.
+        tracer: Keeps a timeline.
     """
     transcript = Transcript(job, tokenizer, writer)
-    engine = model.make_engine(plan.shape)
+    engine = model.make_engine(plan.shape, tracer)
     num_samples = len(job.samples)
     times: list[float] = []
     counter = itertools.count(1)
@@ -99,7 +102,7 @@ def run_job(
         display.idle()
     records = transcript.records
     _check_told_the_same(completions, records, plan)
-    return RunResult(records=records, stats=engine.stats, first_token_s=times[0])
+    return RunResult(records=records, stats=engine.stats(), first_token_s=times[0])
 
 
 def _requests(job: Job, plan: RunPlan) -> list[Request]:
@@ -118,7 +121,9 @@ def _neighbour(job: Job, number: int) -> Request:
         top_k=20 * (number % 3),
         seed=number,
     )
-    return Request(prompt_token_ids=ids, sampling=sampling)
+    # Every other one is not verified where that can be chosen.
+    is_deterministic = like.is_deterministic and number % 2 == 0
+    return Request(prompt_token_ids=ids, sampling=sampling, is_deterministic=is_deterministic)
 
 
 def _check_told_the_same(

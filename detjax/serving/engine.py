@@ -1,369 +1,948 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generate for many prompts: slots that are refilled as completions end.
+"""The engine: many requests at once, each with its own answer, while the host runs a step ahead.
 
-Which requests share a step, in which slot, and how a prompt is cut into chunks is decided here, and
-none of it can change a bit of an answer.
+Which requests share a step, in which slot, how a prompt is cut and which drafts are tried is
+decided here and in the scheduler, and none of it can change a bit of a deterministic answer.
 """
 
+import hashlib
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from detjax.models.layers import Tokens
+from detjax.models.fast import quantise_params
 from detjax.models.loading import LoadedModel
 from detjax.parallel.mesh import DP_AXIS
-from detjax.serving.kv_cache import PagePool
+from detjax.serving import trace
+from detjax.serving.metrics import EngineStats
+from detjax.serving.ngram import propose_from_prompt
 from detjax.serving.request import (
     Completion,
     FinishReason,
     Request,
+    RequestOutput,
     SamplingParams,
     TokenEvent,
+    TopLogprobs,
 )
-from detjax.serving.sampling import Choice, SamplingRows, is_filtered
-from detjax.serving.steps import StepShape, compile_step, empty_pages
+from detjax.serving.sampling import SamplingRows, is_filtered
+from detjax.serving.scheduler import (
+    DecodeRow,
+    Plan,
+    PrefillRow,
+    Row,
+    Sample,
+    SampleState,
+    Scheduler,
+    SchedulerConfig,
+    VerifyRow,
+    propose_nothing,
+)
+from detjax.serving.steps import (
+    Candidates,
+    CompiledSteps,
+    EngineStep,
+    Kernels,
+    StepKind,
+    StepSizes,
+    empty,
+    empty_pages,
+    keep_candidates,
+    slots_shape,
+    unpack,
+)
+
+MODES = ("invariant", "dvr", "fast")
+DRAFT_WEIGHTS = ("full", "int8", "float8_e4m3fn")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
-    """Sizes of an engine.
+    """Sizes and policies of an engine. None of them changes a bit of a deterministic answer.
 
     Attributes:
-        batch_size: Sequences decoded at once, over all replicas; a multiple of dp.
-        prefill_chunk: Prompt tokens of one sequence in one prefill step.
+        batch_size: Samples that run at once, over all replicas; a multiple of dp.
+        prefill_chunk: Prompt tokens of one sample in one prefill step.
         max_len: Longest prompt plus completion, in tokens.
+        mode: `invariant`: every step uses canonical kernels. `dvr`: fast steps draft, canonical
+            ones verify; requests that are not deterministic keep what the fast steps gave. `fast`:
+            no claim, and deterministic requests are refused.
+        num_pages: Cache pages over all replicas, a multiple of dp; 0 is enough for `batch_size`
+            samples of `max_len`.
+        decode_batches: Further batch sizes, below `batch_size` and over all replicas, for which a
+            decode step is compiled; the smallest that holds the rows runs.
+        prefill_shapes: Further (samples, tokens of each) of a replica's prefill step, beside
+            (1, `prefill_chunk`); the one that wastes least runs.
+        step_tokens: Most tokens of a replica's step, padding included; 0 sets no limit.
+        verify_rows: Most windows of one verification on a replica (G); no more than it has slots.
+        verify_batches: Further numbers of windows, below `verify_rows`, for which it is compiled.
+        verify_window: Tokens of a window (W): the last committed one and W - 1 drafts.
+        verify_patience: Steps that a full window waits for others, while there is other work.
+        verify_deadline: Steps after which a window is verified though it is not full.
+        draft_share: In `dvr`, drafts are made while deterministic samples are at most this share of
+            those that decode. Above it the decode step is canonical, which needs no verification:
+            cheaper where canonical kernels are about as fast as others.
+        draft_weights: What the drafts of `dvr` are computed with: the weights as they are, or
+            8-bit ones, which take half as much memory again.
+        has_prompt_lookup: In `invariant`, verify what followed the same tokens earlier in the
+            text, many tokens a step.
+        has_prefix_cache: Share full canonical pages between requests that begin alike.
+        ageing_steps: Steps of waiting that one level of priority is worth.
 
     Raises:
-        ValueError: If a size is not positive.
+        ValueError: If a value is out of range or does not go with another.
     """
 
     batch_size: int
     prefill_chunk: int
     max_len: int
+    mode: str = "invariant"
+    num_pages: int = 0
+    decode_batches: tuple[int, ...] = ()
+    prefill_shapes: tuple[tuple[int, int], ...] = ()
+    step_tokens: int = 0
+    verify_rows: int = 8
+    verify_batches: tuple[int, ...] = ()
+    verify_window: int = 32
+    verify_patience: int = 4
+    verify_deadline: int = 64
+    draft_share: float = 1.0
+    draft_weights: str = "full"
+    has_prompt_lookup: bool = False
+    has_prefix_cache: bool = True
+    ageing_steps: int = 200
 
     def __post_init__(self):
         """Check every range."""
-        for name in ("batch_size", "prefill_chunk", "max_len"):
+        for name in ("batch_size", "prefill_chunk", "max_len", "verify_rows", "verify_window"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        for name in ("num_pages", "step_tokens", "verify_patience", "ageing_steps"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 0")
+        if self.verify_deadline < 1:
+            raise ValueError(f"verify_deadline={self.verify_deadline} must be at least 1")
+        for name, choices in (("mode", MODES), ("draft_weights", DRAFT_WEIGHTS)):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be one of {choices}")
+        if self.draft_weights != "full" and self.mode != "dvr":
+            raise ValueError(
+                f"draft_weights={self.draft_weights!r} needs mode='dvr', not {self.mode!r}"
+            )
+        if self.has_prompt_lookup and self.mode != "invariant":
+            raise ValueError(f"has_prompt_lookup needs mode='invariant', not {self.mode!r}")
+        if not 0 <= self.draft_share <= 1:
+            raise ValueError(f"draft_share={self.draft_share} must be from 0 to 1")
+        for batch in self.decode_batches:
+            if not 1 <= batch < self.batch_size:
+                raise ValueError(f"{batch} of decode_batches must be below {self.batch_size=}")
+        for batch in self.verify_batches:
+            if not 1 <= batch < self.verify_rows:
+                raise ValueError(f"{batch} of verify_batches must be below {self.verify_rows=}")
+        for shape in self.prefill_shapes:
+            if len(shape) != 2 or min(shape) < 1:
+                raise ValueError(f"{shape} of prefill_shapes must be (samples, tokens of each)")
 
 
-@dataclass(kw_only=True, slots=True)
-class EngineStats:
-    """Where the time went. Mutable: the engine adds to it."""
-
-    compile_s: float = 0.0
-    prefill_s: float = 0.0
-    prefill_tokens: int = 0
-    decode_s: float = 0.0
-    decode_tokens: int = 0
-
-
-@dataclass(kw_only=True, slots=True)
-class _Sequence:
-    """One sample being generated. The engine alone changes it."""
-
-    request_idx: int
-    sample_idx: int
-    request: Request
-    pages: list[int] = field(default_factory=list)
-    num_cached: int = 0
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[np.float32] = field(default_factory=list)
-    top_logprobs: list[tuple[tuple[int, np.float32], ...]] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-
-    @property
-    def prompt(self) -> tuple[int, ...]:
-        return self.request.prompt_token_ids
-
-    @property
-    def sampling(self) -> SamplingParams:
-        return self.request.sampling
-
-    def completion(self) -> Completion:
-        assert self.finish_reason is not None
-        return Completion(
-            request_idx=self.request_idx,
-            sample_idx=self.sample_idx,
-            prompt_token_ids=self.prompt,
-            token_ids=tuple(self.token_ids),
-            logprobs=tuple(self.logprobs),
-            top_logprobs=tuple(self.top_logprobs),
-            finish_reason=self.finish_reason,
-        )
-
-
-class _Replica:
-    """The slots and pages of one data-parallel rank."""
-
-    def __init__(self, num_slots: int, num_pages: int):
-        self.slots: list[_Sequence | None] = [None] * num_slots
-        self.pool = PagePool(num_pages)
-
-    def free_slot(self) -> int | None:
-        return next((i for i, s in enumerate(self.slots) if s is None), None)
-
-
-_IDLE = (SamplingParams(), 0)
 OnToken = Callable[[TokenEvent], bool]
+"""Told each token as it is released; True ends the sample."""
+
+
+def ignore_token(event: TokenEvent) -> bool:
+    """Let the sample go on."""
+    return False
+
+
+def ignore_compiling(name: str, done: int, total: int) -> None:
+    """Show nothing."""
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Live:
+    """What the engine itself knows of a sample. `new_*` is what this step has released."""
+
+    sample: Sample
+    on_token: OnToken
+    ends: frozenset[int]
+    is_filtered: bool
+    num_top: int
+    arrived_s: float
+    released_s: float = 0.0
+    new_ids: list[int] = field(default_factory=list)
+    new_logprobs: list[np.float32] = field(default_factory=list)
+    new_top: list[TopLogprobs] = field(default_factory=list)
+
+    @property
+    def key(self) -> str:
+        return f"{self.sample.request_id}.{self.sample.sample_idx}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Launch:
+    """A program that was handed to the device. `rows` are by replica."""
+
+    step: EngineStep
+    rows: Sequence[Sequence[Row]]
+    result: jax.Array
+    launched_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Arrival:
+    """A request on its way in."""
+
+    request_id: int
+    request: Request
+    on_token: OnToken
+    arrived_s: float
 
 
 class Engine:
-    """Runs requests on one model in `invariant` mode: every step uses canonical kernels."""
+    """Runs requests on one model.
 
-    def __init__(self, model: LoadedModel, config: EngineConfig):
+    `add_request` and `cancel` may be called from any thread; everything else from one at a time.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        config: EngineConfig,
+        *,
+        candidates: Candidates = keep_candidates,
+        steps: CompiledSteps | None = None,
+        tracer: trace.TracesEvents = trace.NO_TRACE,
+    ):
         """Allocate the cache.
 
+        Args:
+            model: On its mesh.
+            config: Sizes and policies.
+            candidates: Replaces the drafts of `dvr`, to test that no draft can change an answer.
+            steps: `steps` of another engine of this model and these sizes, whose compiled programs
+                and candidates are used; None compiles new ones.
+            tracer: Keeps a timeline.
+
         Raises:
-            ValueError: If the batch does not divide over replicas or the context is too short.
+            ValueError: If sizes do not divide over replicas or the context is too short.
         """
         self._dp = model.mesh.shape[DP_AXIS]
-        if config.batch_size % self._dp:
-            raise ValueError(
-                f"batch_size={config.batch_size} must be a multiple of dp={self._dp}, so that "
-                "each replica has as many slots"
-            )
-        context = model.config.max_position_embeddings
-        if config.max_len > context:
-            raise ValueError(
-                f"max_len={config.max_len} is longer than the model's context of {context} tokens"
-            )
+        _check_config(config, self._dp, model.config.max_position_embeddings)
         self._model = model
         self._config = config
-        self._slots = config.batch_size // self._dp
-        self._table_len = -(-config.max_len // model.profile.attention_block)
-        self._replicas = [
-            _Replica(self._slots, self._slots * self._table_len) for _ in range(self._dp)
-        ]
-        self._num_pages = self._dp * self._slots * self._table_len
-        self._pages = empty_pages(model, self._num_pages)
-        self._steps: dict[StepShape, Callable] = {}
-        self.stats = EngineStats()
+        self._trace = tracer
+        page_len = model.profile.attention_block
+        self._table_len = -(-config.max_len // page_len)
+        self._num_slots = config.batch_size // self._dp
+        num_pages = config.num_pages or config.batch_size * self._table_len
+        shapes = ((1, config.prefill_chunk), *config.prefill_shapes)
+        verify_rows = min(config.verify_rows, self._num_slots)
+        no_limit = (
+            self._num_slots
+            + verify_rows * config.verify_window
+            + max(rows * length for rows, length in shapes)
+        )
+        self._scheduler = Scheduler(
+            SchedulerConfig(
+                num_replicas=self._dp,
+                num_slots=self._num_slots,
+                num_pages=num_pages // self._dp,
+                page_len=page_len,
+                prefill_shapes=tuple(dict.fromkeys(shapes)),
+                step_tokens=config.step_tokens or no_limit,
+                verify_rows=verify_rows,
+                verify_window=config.verify_window,
+                verify_patience=config.verify_patience,
+                verify_deadline=config.verify_deadline,
+                draft_share=config.draft_share,
+                ageing_steps=config.ageing_steps,
+                has_prefix_cache=config.has_prefix_cache,
+                is_synchronous=config.has_prompt_lookup,
+            ),
+            root_key=hashlib.sha256(f"{model.fingerprint} {model.config}".encode()).digest(),
+            propose=propose_from_prompt if config.has_prompt_lookup else propose_nothing,
+        )
+        sizes = {*(b // self._dp for b in config.decode_batches), self._num_slots}
+        self._decode_sizes = sorted(sizes)
+        fewer = (batch for batch in config.verify_batches if batch < verify_rows)
+        self._verify_sizes = sorted({*fewer, verify_rows})
+        self._prefill_shapes = tuple(dict.fromkeys(shapes))
+        step_sizes = StepSizes(
+            num_pages=num_pages,
+            num_slots=config.batch_size,
+            table_len=self._table_len,
+            window_len=config.verify_window,
+        )
+        self.steps = steps or CompiledSteps(model, step_sizes, candidates=candidates)
+        if self.steps.sizes != step_sizes or not self.steps.is_for(model):
+            raise ValueError(f"steps={self.steps.sizes} are not of this model and {step_sizes}")
+        self._draft_params = model.params
+        if config.draft_weights != "full":
+            self._draft_params = quantise_params(model.params, jnp.dtype(config.draft_weights))
+        self._pages = empty_pages(model, num_pages)
+        self._slots = empty(model, slots_shape(model, config.batch_size, config.verify_window))
+        # What each slot's row of the page table holds, and how much of it is up to date.
+        self._tables = np.zeros((self._dp, self._num_slots, self._table_len), np.int32)
+        self._num_synced = np.zeros((self._dp, self._num_slots), np.int32)
+        self._inbox: deque[_Arrival | int] = deque()
+        self._ids = itertools.count()
+        self._live: dict[Sample, _Live] = {}
+        self._samples: dict[int, list[Sample]] = {}
+        self._in_flight: list[_Launch] = []
+        self._outputs: list[RequestOutput] = []
+        self._stats = EngineStats(num_pages=num_pages)
+
+    # ------------------------------------------------------------------------------------- requests
+
+    def add_request(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        is_deterministic: bool = True,
+        priority: int = 0,
+        on_token: OnToken = ignore_token,
+    ) -> int:
+        """Queue a request.
+
+        Args:
+            prompt_token_ids: At least one token.
+            sampling: How each next token is chosen.
+            is_deterministic: Whether the answer must be the canonical one.
+            priority: Higher goes first; a level is worth `ageing_steps` steps of waiting.
+            on_token: Told every token as it is released; True ends that sample. If it raises, that
+                sample alone fails.
+
+        Returns:
+            The request's id, which its outputs carry.
+
+        Raises:
+            ValueError: If the request cannot run on this engine.
+        """
+        request = Request(
+            prompt_token_ids=tuple(prompt_token_ids),
+            sampling=sampling,
+            is_deterministic=is_deterministic,
+            priority=priority,
+        )
+        self._check(request, "the prompt")
+        return self._add(request, on_token)
+
+    def cancel(self, request_id: int) -> None:
+        """End a request at the next step; its pages are free then. Unknown or ended: no effect."""
+        self._inbox.append(request_id)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do or to tell."""
+        return bool(self._inbox or self._outputs or self._scheduler.has_work)
+
+    def _add(self, request: Request, on_token: OnToken) -> int:
+        request_id = next(self._ids)
+        self._inbox.append(
+            _Arrival(
+                request_id=request_id,
+                request=request,
+                on_token=on_token,
+                arrived_s=time.perf_counter(),
+            )
+        )
+        return request_id
+
+    def _check(self, request: Request, what: str) -> None:
+        prompt, vocab_size = request.prompt_token_ids, self._model.config.vocab_size
+        if not prompt:
+            raise ValueError(f"{what} is empty; give at least one token")
+        if len(prompt) >= self._config.max_len:
+            raise ValueError(
+                f"{what} has {len(prompt)} tokens, which leaves no room to generate in "
+                f"max_len={self._config.max_len} (the model's context is "
+                f"{self._model.config.max_position_embeddings})"
+            )
+        for token_id in (min(prompt), max(prompt)):
+            if not 0 <= token_id < vocab_size:
+                raise ValueError(
+                    f"{what} has token id {token_id}, outside the vocabulary of {vocab_size}"
+                )
+        if request.is_deterministic and self._config.mode == "fast":
+            raise ValueError(
+                f"{what} is to be deterministic, and mode 'fast' makes no claim; use 'dvr' or "
+                "'invariant', or is_deterministic=False"
+            )
+
+    def _take_inbox(self) -> None:
+        while self._inbox:
+            entry = self._inbox.popleft()
+            if isinstance(entry, _Arrival):
+                self._arrive(entry)
+                continue
+            for sample in self._samples.get(entry, ()):
+                if sample in self._live:
+                    self._stats.num_cancelled += 1
+                    self._finish(sample, FinishReason.CANCELLED)
+
+    def _arrive(self, arrival: _Arrival) -> None:
+        request, mode = arrival.request, self._config.mode
+        sampling, length = request.sampling, len(request.prompt_token_ids)
+        is_drafted = mode == "dvr" and request.is_deterministic
+        self._stats.num_requests += 1
+        self._samples[arrival.request_id] = []
+        for sample_idx in range(sampling.n):
+            sample = self._scheduler.add(
+                request,
+                request_id=arrival.request_id,
+                sample_idx=sample_idx,
+                most_len=min(length + sampling.max_tokens, self._config.max_len),
+                is_drafted=is_drafted,
+                is_canonical=mode == "invariant" or is_drafted,
+            )
+            live = _Live(
+                sample=sample,
+                on_token=arrival.on_token,
+                ends=frozenset((*self._model.config.eos_token_ids, *sampling.stop_token_ids)),
+                is_filtered=is_filtered(sampling),
+                num_top=sampling.num_top_logprobs,
+                arrived_s=arrival.arrived_s,
+            )
+            self._live[sample] = live
+            self._samples[arrival.request_id].append(sample)
+            self._stats.prompt_tokens += length
+            self._trace.request("b", live.key, f"request {live.key}", prompt_tokens=length)
+
+    # ---------------------------------------------------------------------------------------- steps
+
+    def step(self) -> list[RequestOutput]:
+        """Launch a step, read the results of the one before, and return what those released."""
+        begin_s = time.perf_counter()
+        self._take_inbox()
+        plan = self._scheduler.plan()
+        for sample, reason in plan.failed:
+            self._finish(sample, FinishReason.ERROR, reason)
+        planned_s = time.perf_counter()
+        launched = self._launch(plan)
+        launched_s = time.perf_counter()
+        waited = self._stats.wait_s
+        finished, self._in_flight = self._in_flight, launched
+        for launch in finished:
+            self._retire(launch)
+        outputs = self._release()
+        self._observe(begin_s, planned_s, launched_s, self._stats.wait_s - waited, bool(launched))
+        return outputs
+
+    def drain(self) -> list[RequestOutput]:
+        """Step until nothing is left to do; return everything that was released on the way."""
+        outputs = []
+        while self.has_work:
+            outputs += self.step()
+        return outputs
 
     def generate(
-        self, requests: Sequence[Request], *, on_token: OnToken = lambda event: False
+        self, requests: Sequence[Request], *, on_token: OnToken = ignore_token
     ) -> list[Completion]:
         """Run requests to their end.
 
         Args:
-            requests: Any number; slots are refilled in this order.
-            on_token: Called with every token as it is made; True ends that sample.
+            requests: Any number, served in this order where priorities are equal.
+            on_token: Called with every token as it is released, `request_idx` being an index into
+                `requests`; True ends that sample. What it raises ends the run.
 
         Returns:
             Completions in order of (request, sample).
 
         Raises:
-            ValueError: If a request does not fit the model, before anything runs.
+            ValueError: If a request does not fit the engine, before anything runs; or if the
+                engine is at work on others.
             FloatingPointError: If a logit is NaN, naming the request and the position.
+            RuntimeError: If a request failed for another reason.
         """
         for idx, request in enumerate(requests):
-            self._check(idx, request)
-        waiting = deque(
-            _Sequence(request_idx=r, sample_idx=s, request=request)
-            for r, request in enumerate(requests)
+            self._check(request, f"prompt {idx}")
+        if self.has_work:
+            raise ValueError("the engine is at work on other requests; drain() them first")
+        raised: list[BaseException] = []
+        ids = [self._add(r, _as_index(i, on_token, raised)) for i, r in enumerate(requests)]
+        first = ids[0] if ids else 0
+        builders = {
+            (i, s): _CompletionBuilder()
+            for i, request in enumerate(requests)
             for s in range(request.sampling.n)
-        )
-        everyone = list(waiting)
-        num_top = max((r.sampling.num_top_logprobs for r in requests), default=0)
-        with_filters = any(is_filtered(r.sampling) for r in requests)
-        variant = {"num_top": num_top, "with_filters": with_filters}
+        }
         try:
-            while waiting or self._running():
-                while waiting and self._has_free_slot():
-                    self._prefill(waiting, variant, on_token)
-                if self._running():
-                    self._decode(variant, on_token)
+            while self.has_work:
+                for output in self.step():
+                    builders[output.request_id - first, output.sample_idx].add(output)
+                    if raised:
+                        raise raised[0]
+                    if output.finish_reason is FinishReason.ERROR:
+                        raise _error_of(output, first)
         finally:
-            self._release_all()
-        return [sequence.completion() for sequence in everyone]
+            self._abandon()
+        return [
+            builder.completion(request_idx=i, sample_idx=s, request=requests[i])
+            for (i, s), builder in builders.items()
+        ]
 
-    def _check(self, idx: int, request: Request) -> None:
-        prompt, vocab_size = request.prompt_token_ids, self._model.config.vocab_size
-        if not prompt:
-            raise ValueError(f"prompt {idx} is empty; give at least one token")
-        if len(prompt) >= self._config.max_len:
-            raise ValueError(
-                f"prompt {idx} has {len(prompt)} tokens, which leaves no room to generate in "
-                f"max_len={self._config.max_len} (the model's context is "
-                f"{self._model.config.max_position_embeddings})"
-            )
-        for token_id in prompt:
-            if not 0 <= token_id < vocab_size:
-                raise ValueError(
-                    f"prompt {idx} has token id {token_id}, outside the vocabulary of {vocab_size}"
-                )
+    def _abandon(self) -> None:
+        """Forget whatever runs, so that the engine is as new but for its prefix cache."""
+        self._inbox.clear()
+        for sample in tuple(self._live):
+            self._scheduler.end(sample)
+        self._live.clear()
+        self._samples.clear()
+        self._outputs.clear()
+        self._in_flight.clear()
 
-    def _running(self) -> bool:
-        return any(s is not None for replica in self._replicas for s in replica.slots)
+    # ------------------------------------------------------------------------------------ launching
 
-    def _has_free_slot(self) -> bool:
-        return any(replica.free_slot() is not None for replica in self._replicas)
+    def _launch(self, plan: Plan) -> list[_Launch]:
+        launches = []
+        if any(plan.verifies):
+            launches.append(self._launch_verify(plan.verifies))
+        if any(plan.prefills):
+            assert plan.prefill_shape is not None
+            launches.append(self._launch_prefill(plan.prefills, plan.prefill_shape))
+        if any(plan.decodes):
+            launches += self._launch_decodes(plan.decodes)
+        return launches
 
-    def _release_all(self) -> None:
-        for replica in self._replicas:
-            for slot, sequence in enumerate(replica.slots):
-                if sequence is not None:
-                    replica.pool.give_back(sequence.pages)
-                    replica.slots[slot] = None
+    def _launch_prefill(self, rows: list[list[PrefillRow]], shape: tuple[int, int]) -> _Launch:
+        kernels: Kernels = "fast" if self._config.mode == "fast" else "invariant"
+        step = self._step("prefill", rows, size=shape[0], length=shape[1], kernels=kernels)
+        host, ids = self._host_rows(step)
+        sampling = [_IDLE] * len(host)
+        for at, row in self._places(step, rows):
+            sample = row.sample
+            count = len(row.token_ids)
+            self._sync_pages(sample, is_new=True)
+            # The token that follows an unfinished prompt is not wanted: no such slot.
+            slot = sample.slot if row.is_last else self._num_slots
+            host[at, :_HEAD] = slot, row.start, count
+            host[at, _HEAD:] = self._tables[sample.replica, sample.slot]
+            ids[at, :count] = row.token_ids
+            sampling[at] = (sample.request.sampling, sample.sample_idx)
+            self._stats.prefill_tokens += count
+        packed = np.concatenate([host, ids], axis=1)
+        return self._run(step, rows, packed, SamplingRows.pack(sampling))
 
-    def _step(self, batch: int, length: int, *, num_top: int, with_filters: bool) -> Callable:
-        shape = StepShape(
-            batch=batch,
+    def _launch_decodes(self, rows: list[list[DecodeRow]]) -> list[_Launch]:
+        """One launch; two where drafts have weights of their own and others decode too."""
+        if self._config.draft_weights == "full":
+            return [self._launch_decode(rows, is_narrow=False)]
+        launches = []
+        for is_draft in (False, True):
+            some = [[r for r in part if r.is_draft is is_draft] for part in rows]
+            if any(some):
+                launches.append(self._launch_decode(some, is_narrow=is_draft))
+        return launches
+
+    def _launch_decode(self, rows: list[list[DecodeRow]], *, is_narrow: bool) -> _Launch:
+        size = _smallest(self._decode_sizes, rows)
+        is_committed = any(
+            row.sample.is_drafted and not row.is_draft for part in rows for row in part
+        )
+        is_canonical = self._config.mode == "invariant" or is_committed
+        kernels: Kernels = "invariant" if is_canonical else "fast"
+        step = self._step("decode", rows, size=size, length=1, kernels=kernels, is_narrow=is_narrow)
+        host, _ = self._host_rows(step)
+        for replica, part in enumerate(rows):
+            for row in part:
+                self._sync_pages(row.sample, is_new=False)
+            if part:
+                at = slice(replica * size, replica * size + len(part))
+                slots = [r.sample.slot for r in part]
+                host[at, 0] = slots
+                host[at, 1] = [r.offset for r in part]
+                host[at, 2] = [r.is_draft for r in part]
+                host[at, _HEAD:] = self._tables[replica, slots]
+        return self._run(step, rows, host)
+
+    def _launch_verify(self, rows: list[list[VerifyRow]]) -> _Launch:
+        size, length = _smallest(self._verify_sizes, rows), self._config.verify_window
+        step = self._step("verify", rows, size=size, length=length, kernels="invariant")
+        host, ids = self._host_rows(step)
+        for at, row in self._places(step, rows):
+            self._sync_pages(row.sample, is_new=False)
+            host[at, :_HEAD] = row.sample.slot, row.num_drafts, row.given is not None
+            host[at, _HEAD:] = self._tables[row.sample.replica, row.sample.slot]
+            if row.given is not None:
+                ids[at, 1 : 1 + len(row.given)] = row.given
+        self._stats.verify_launches += 1
+        return self._run(step, rows, np.concatenate([host, ids], axis=1))
+
+    def _step(
+        self,
+        kind: StepKind,
+        rows: Sequence[Sequence[Row]],
+        *,
+        size: int,
+        length: int,
+        kernels: Kernels,
+        is_narrow: bool = False,
+    ) -> EngineStep:
+        lives = [self._live[row.sample] for part in rows for row in part]
+        return EngineStep(
+            kind=kind,
+            rows=size,
             length=length,
-            table_len=self._table_len,
-            num_pages=self._num_pages,
-            num_top=num_top,
-            with_filters=with_filters,
-        )
-        if shape not in self._steps:
-            start = time.perf_counter()
-            self._steps[shape] = compile_step(self._model, shape)
-            self.stats.compile_s += time.perf_counter() - start
-        return self._steps[shape]
-
-    def _run(self, tokens: Tokens, rows: SamplingRows, variant: dict) -> Choice:
-        step = self._step(*tokens.ids.shape, **variant)
-        self._pages, choice = step(
-            self._model.params, self._model.rope_tables, self._pages, tokens, rows
-        )
-        return Choice(
-            token_ids=np.asarray(choice.token_ids),
-            logprobs=np.asarray(choice.logprobs),
-            top_ids=np.asarray(choice.top_ids),
-            top_logprobs=np.asarray(choice.top_logprobs),
+            mode=kernels,
+            is_narrow=is_narrow,
+            num_top=_rounded_top(max(live.num_top for live in lives)),
+            with_filters=any(live.is_filtered for live in lives),
         )
 
-    def _admit(self, replica: _Replica, sequence: _Sequence) -> None:
-        """Give the sequence a slot and pages, sharing full prompt pages with its siblings."""
-        slot = replica.free_slot()
-        assert slot is not None
-        page_len = self._model.profile.attention_block
-        length = min(len(sequence.prompt) + sequence.sampling.max_tokens, self._config.max_len)
-        shared: list[int] = []
-        for sibling in replica.slots:
-            if sibling is not None and sibling.request is sequence.request:
-                # The last prompt token is run again: its logits choose the first new token.
-                shared = sibling.pages[: (len(sequence.prompt) - 1) // page_len]
-                break
-        replica.pool.share(shared)
-        sequence.pages = shared + replica.pool.take(-(-length // page_len) - len(shared))
-        sequence.num_cached = len(shared) * page_len
-        replica.slots[slot] = sequence
+    def _host_rows(self, step: EngineStep) -> tuple[np.ndarray, np.ndarray]:
+        """Rows of padding: no slot, no page, no token."""
+        count = self._dp * step.rows
+        host = np.zeros((count, _HEAD + self._table_len), np.int32)
+        host[:, 0] = self._num_slots
+        return host, np.zeros((count, step.length), np.int32)
 
-    def _prefill(self, waiting: deque[_Sequence], variant: dict, on_token: OnToken) -> None:
-        """Admit one sequence a replica and run their prompts, a chunk at a time."""
-        row_of: list[_Sequence | None] = []
-        for replica in self._replicas:
-            sequence = None
-            if waiting and replica.free_slot() is not None:
-                sequence = waiting.popleft()
-                self._admit(replica, sequence)
-            row_of.append(sequence)
-        self._step(self._dp, self._config.prefill_chunk, **variant)
-        start = time.perf_counter()
-        rows = SamplingRows.pack([(s.sampling, s.sample_idx) if s else _IDLE for s in row_of])
-        while any(s is not None and s.num_cached < len(s.prompt) for s in row_of):
-            pieces = []
-            for sequence in row_of:
-                low = sequence.num_cached if sequence else 0
-                prompt = sequence.prompt if sequence else ()
-                pieces.append((low, prompt[low : low + self._config.prefill_chunk]))
-            choice = self._run(self._chunk_tokens(row_of, pieces), rows, variant)
-            for row, (sequence, (low, piece)) in enumerate(zip(row_of, pieces, strict=True)):
-                if sequence is None or not piece:
-                    continue
-                sequence.num_cached = low + len(piece)
-                self.stats.prefill_tokens += len(piece)
-                if sequence.num_cached == len(sequence.prompt):
-                    self._accept(sequence, choice, row, on_token)
-        self.stats.prefill_s += time.perf_counter() - start
+    def _places(self, step: EngineStep, rows):
+        """(row of the program, row of the plan)."""
+        for replica, part in enumerate(rows):
+            for i, row in enumerate(part):
+                yield replica * step.rows + i, row
 
-    def _chunk_tokens(
-        self, row_of: list[_Sequence | None], pieces: list[tuple[int, tuple[int, ...]]]
-    ) -> Tokens:
-        length = self._config.prefill_chunk
-        ids = np.zeros((len(row_of), length), np.int32)
-        positions = np.full((len(row_of), length), -1, np.int32)
-        for row, (low, piece) in enumerate(pieces):
-            ids[row, : len(piece)] = piece
-            positions[row, : len(piece)] = np.arange(low, low + len(piece))
-        return Tokens(ids=ids, positions=positions, page_table=self._page_table(row_of))
+    def _sync_pages(self, sample: Sample, *, is_new: bool) -> None:
+        """Bring the slot's row of the page table up to date."""
+        at = sample.replica, sample.slot
+        first, count = 0 if is_new else self._num_synced[at], len(sample.pages)
+        if first != count:
+            self._tables[at][first:count] = sample.pages[first:]
+            self._num_synced[at] = count
 
-    def _page_table(self, row_of: Sequence[_Sequence | None]) -> np.ndarray:
-        table = np.zeros((len(row_of), self._table_len), np.int32)
-        for row, sequence in enumerate(row_of):
-            if sequence is not None:
-                table[row, : len(sequence.pages)] = sequence.pages
-        return table
+    def _run(self, step: EngineStep, rows, *host) -> _Launch:
+        program = self._program(step)
+        params = self._draft_params if step.is_narrow else self._model.params
+        launched_s = time.perf_counter()
+        self._pages, self._slots, result = program(
+            params, self._model.rope_tables, self._pages, self._slots, *host
+        )
+        result.copy_to_host_async()
+        self._stats.num_launches += 1
+        return _Launch(step=step, rows=rows, result=result, launched_s=launched_s)
 
-    def _decode(self, variant: dict, on_token: OnToken) -> None:
-        """One new token for every running sequence."""
-        row_of = [s for replica in self._replicas for s in replica.slots]
-        self._step(self._config.batch_size, 1, **variant)
-        start = time.perf_counter()
-        ids = np.zeros((len(row_of), 1), np.int32)
-        positions = np.full((len(row_of), 1), -1, np.int32)
-        for row, sequence in enumerate(row_of):
-            if sequence is not None:
-                ids[row] = sequence.token_ids[-1]
-                positions[row] = sequence.num_cached
-        tokens = Tokens(ids=ids, positions=positions, page_table=self._page_table(row_of))
-        rows = SamplingRows.pack([(s.sampling, s.sample_idx) if s else _IDLE for s in row_of])
-        choice = self._run(tokens, rows, variant)
-        for row, sequence in enumerate(row_of):
-            if sequence is not None:
-                sequence.num_cached += 1
-                self.stats.decode_tokens += 1
-                self._accept(sequence, choice, row, on_token)
-        self.stats.decode_s += time.perf_counter() - start
+    # ------------------------------------------------------------------------------------ compiling
 
-    def _accept(self, sequence: _Sequence, choice: Choice, row: int, on_token: OnToken) -> None:
-        """Record a chosen token, tell the caller, and free the slot if it was the last."""
-        token_id, logprob = int(choice.token_ids[row]), choice.logprobs[row]
-        if np.isnan(logprob):
-            raise FloatingPointError(
-                f"request {sequence.request_idx} has a NaN logit at position "
-                f"{sequence.num_cached}; check the weights for NaN or infinity"
+    def compile(
+        self,
+        progress: Callable[[str, int, int], None] = ignore_compiling,
+        *,
+        with_filters: bool = False,
+    ) -> None:
+        """Compile the steps that requests will need, several at a time.
+
+        Top logprobs are compiled when a request first asks for them, and so are filters.
+
+        Args:
+            progress: Told (what, done, total).
+            with_filters: Compile for requests with a top-k, top-p or min-p, too.
+        """
+        variants = (False, True) if with_filters else (False,)
+        steps = [step for variant in variants for step in self._steps_of_mode(variant)]
+        wanted = [step for step in steps if step not in self.steps]
+        begin_s = time.perf_counter()
+        with ThreadPoolExecutor(max_workers=4) as pool:
+            futures = {step: pool.submit(self._get, step) for step in wanted}
+            for done, (step, future) in enumerate(futures.items(), start=1):
+                future.result()
+                progress(step.name, done, len(wanted))
+        self._count_compiled(len(wanted), begin_s)
+
+    def _steps_of_mode(self, with_filters: bool) -> list[EngineStep]:
+        config, steps = self._config, []
+
+        def add(kind: StepKind, rows: int, length: int, kernels: Kernels, *, is_narrow=False):
+            steps.append(
+                EngineStep(
+                    kind=kind,
+                    rows=rows,
+                    length=length,
+                    mode=kernels,
+                    is_narrow=is_narrow,
+                    num_top=0,
+                    with_filters=with_filters,
+                )
             )
-        wanted = sequence.sampling.num_top_logprobs
-        top = tuple(
-            (int(i), p)
-            for i, p in zip(
-                choice.top_ids[row, :wanted], choice.top_logprobs[row, :wanted], strict=True
+
+        for rows, length in self._prefill_shapes:
+            add("prefill", rows, length, "fast" if config.mode == "fast" else "invariant")
+        for rows in self._decode_sizes:
+            if config.mode == "invariant" or config.mode == "dvr" and config.draft_share < 1:
+                add("decode", rows, 1, "invariant")
+            if config.mode != "invariant":
+                add("decode", rows, 1, "fast")
+            if config.draft_weights != "full":
+                add("decode", rows, 1, "fast", is_narrow=True)
+        if config.mode == "dvr" or config.has_prompt_lookup:
+            for rows in self._verify_sizes:
+                add("verify", rows, config.verify_window, "invariant")
+        return steps
+
+    def _get(self, step: EngineStep) -> Callable:
+        return self.steps.get(step, self._draft_params if step.is_narrow else self._model.params)
+
+    def _program(self, step: EngineStep) -> Callable:
+        if step not in self.steps:
+            begin_s = time.perf_counter()
+            self._get(step)
+            self._count_compiled(1, begin_s)
+        return self._get(step)
+
+    def _count_compiled(self, count: int, begin_s: float) -> None:
+        end_s = time.perf_counter()
+        self._stats.num_compiled += count
+        self._stats.compile_s += end_s - begin_s
+        self._trace.span(trace.HOST, "compile", begin_s, end_s, programs=count)
+
+    # -------------------------------------------------------------------------------------- results
+
+    def _retire(self, launch: _Launch) -> None:
+        """Read the result of a launch and commit what it decided."""
+        begin_s = time.perf_counter()
+        packed = np.asarray(launch.result)
+        end_s = time.perf_counter()
+        self._stats.wait_s += end_s - begin_s
+        self._trace.span(
+            trace.DEVICE,
+            launch.step.name,
+            launch.launched_s,
+            end_s,
+            rows=sum(map(len, launch.rows)),
+        )
+        choice = unpack(packed, launch.step.num_top)
+        counts = packed[..., -1]  # of a verification: tokens committed
+        for at, row in self._places(launch.step, launch.rows):
+            if not self._scheduler.is_current(row):
+                self._stats.surplus_tokens += 1
+                continue
+            self._scheduler.retire(row)
+            live = self._live[row.sample]
+            match row:
+                case VerifyRow():
+                    self._count_window(row, int(counts[at, 0]))
+                    for i in range(int(counts[at, 0])):
+                        if not self._commit(live, choice, (at, i)):
+                            break
+                case DecodeRow(is_draft=True):
+                    if int(choice.token_ids[at]) in live.ends:
+                        self._scheduler.close_window(row)
+                case DecodeRow() | PrefillRow(is_last=True):
+                    self._commit(live, choice, at)
+            if row.sample.state is SampleState.RUNNING:
+                self._scheduler.share_pages(row.sample)
+
+    def _count_window(self, row: VerifyRow, num_committed: int) -> None:
+        self._stats.num_windows += 1
+        self._stats.draft_tokens += row.num_drafts
+        self._stats.accepted_tokens += num_committed - 1
+        self._stats.num_rollbacks += num_committed <= row.num_drafts
+
+    def _commit(self, live: _Live, choice, at) -> bool:
+        """Append a token and tell the consumer; False if the sample has ended."""
+        sample = live.sample
+        logprob = choice.logprobs[at]
+        if logprob != logprob:
+            where = f"a NaN logit at position {len(sample.tokens)}"
+            self._finish(
+                sample, FinishReason.ERROR, f"{where}; check the weights for NaN or infinity"
             )
-        )
-        sequence.token_ids.append(token_id)
-        sequence.logprobs.append(logprob)
-        sequence.top_logprobs.append(top)
-        event = TokenEvent(
-            request_idx=sequence.request_idx,
-            sample_idx=sequence.sample_idx,
-            token_id=token_id,
-            logprob=logprob,
-            top_logprobs=top,
-        )
-        is_stopped = on_token(event)
-        sequence.finish_reason = self._finish_reason(sequence, is_stopped)
-        if sequence.finish_reason is not None:
-            self._leave(sequence)
+            return False
+        token_id = int(choice.token_ids[at])
+        top = ()
+        if live.num_top:
+            ids, values = choice.top_ids[at], choice.top_logprobs[at]
+            top = tuple((int(ids[k]), values[k]) for k in range(live.num_top))
+        self._scheduler.commit(sample, token_id)
+        live.new_ids.append(token_id)
+        live.new_logprobs.append(logprob)
+        live.new_top.append(top)
+        self._stats.decode_tokens += 1
+        reason, error = None, ""
+        if live.on_token is not ignore_token:
+            event = TokenEvent(
+                request_idx=sample.request_id,
+                sample_idx=sample.sample_idx,
+                token_id=token_id,
+                logprob=logprob,
+                top_logprobs=top,
+            )
+            try:
+                reason = FinishReason.STOP if live.on_token(event) else None
+            except Exception as raised:
+                reason, error = FinishReason.ERROR, f"its consumer raised {raised!r}"
+        if reason is None and token_id in live.ends:
+            reason = FinishReason.STOP
+        if reason is None and len(sample.tokens) >= sample.most_len:
+            reason = FinishReason.LENGTH
+        if reason is not None:
+            self._finish(sample, reason, error)
+        return reason is None
 
-    def _finish_reason(self, sequence: _Sequence, is_stopped: bool) -> FinishReason | None:
-        ends = (*self._model.config.eos_token_ids, *sequence.sampling.stop_token_ids)
-        if is_stopped or sequence.token_ids[-1] in ends:
-            return FinishReason.STOP
-        num_tokens = len(sequence.token_ids)
-        is_full = len(sequence.prompt) + num_tokens >= self._config.max_len
-        if num_tokens >= sequence.sampling.max_tokens or is_full:
-            return FinishReason.LENGTH
-        return None
+    def _finish(self, sample: Sample, reason: FinishReason, error: str = "") -> None:
+        """End a sample, free what it holds and note what to tell."""
+        self._scheduler.end(sample)
+        live = self._live.pop(sample)
+        self._observe_release(live)
+        self._stats.end_to_end_s.add(time.perf_counter() - live.arrived_s)
+        self._stats.num_failed += reason is FinishReason.ERROR
+        self._stats.num_finished += reason in (FinishReason.STOP, FinishReason.LENGTH)
+        self._trace.request(
+            "e", live.key, f"request {live.key}", reason=reason.value, tokens=sample.num_outputs
+        )
+        self._outputs.append(_output(live, reason, error))
+        if not any(other in self._live for other in self._samples[sample.request_id]):
+            del self._samples[sample.request_id]
 
-    def _leave(self, sequence: _Sequence) -> None:
-        for replica in self._replicas:
-            for slot, occupant in enumerate(replica.slots):
-                if occupant is sequence:
-                    replica.pool.give_back(sequence.pages)
-                    replica.slots[slot] = None
+    def _release(self) -> list[RequestOutput]:
+        """What this step has to tell, in order of arrival where samples go on."""
+        for live in self._live.values():
+            if live.new_ids:
+                self._observe_release(live)
+                self._outputs.append(_output(live, None, ""))
+                live.new_ids, live.new_logprobs, live.new_top = [], [], []
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    # -------------------------------------------------------------------------------- observability
+
+    def stats(self) -> EngineStats:
+        """Counters since the engine was made, and how things stand now. Do not change it."""
+        stats, pools = self._stats, self._scheduler.pools
+        stats.num_waiting = self._scheduler.num_waiting
+        stats.num_running = len(self._scheduler.running)
+        stats.num_pages_cached = sum(pool.num_cached for pool in pools)
+        stats.num_pages_held = sum(pool.num_pages - pool.num_available for pool in pools)
+        stats.num_pages_evicted = sum(pool.num_evicted for pool in pools)
+        stats.num_preempted = self._scheduler.num_preempted
+        stats.prefix_tokens = self._scheduler.num_prefix_tokens
+        return stats
+
+    def _observe(
+        self, begin_s: float, planned_s: float, launched_s: float, wait_s: float, did_launch: bool
+    ) -> None:
+        end_s = time.perf_counter()
+        stats = self._stats
+        stats.plan_s += planned_s - begin_s
+        stats.launch_s += launched_s - planned_s
+        stats.commit_s += end_s - launched_s - wait_s
+        if did_launch:
+            stats.num_steps += 1
+            stats.step_s.add(end_s - begin_s)
+        self._trace.span(trace.HOST, "plan", begin_s, planned_s)
+        self._trace.span(trace.HOST, "launch", planned_s, launched_s)
+        self._trace.span(trace.HOST, "wait and commit", launched_s, end_s, wait_ms=wait_s * 1e3)
+
+    def _observe_release(self, live: _Live) -> None:
+        if not live.new_ids:
+            return
+        now_s = time.perf_counter()
+        if live.released_s:
+            self._stats.between_tokens_s.add(now_s - live.released_s)
+        else:
+            self._stats.first_token_s.add(now_s - live.arrived_s)
+            self._trace.request("n", live.key, "first token")
+        live.released_s = now_s
+
+
+_HEAD = 3
+_IDLE: tuple[SamplingParams, int] = (SamplingParams(), 0)
+
+
+def _check_config(config: EngineConfig, dp: int, context: int) -> None:
+    """Refuse what does not go with the mesh or the model."""
+    for name in ("batch_size", "num_pages"):
+        if getattr(config, name) % dp:
+            raise ValueError(
+                f"{name}={getattr(config, name)} must be a multiple of dp={dp}, so that each "
+                "replica has as many"
+            )
+    for batch in config.decode_batches:
+        if batch % dp:
+            raise ValueError(f"{batch} of decode_batches must be a multiple of dp={dp}")
+    if config.max_len > context:
+        raise ValueError(
+            f"max_len={config.max_len} is longer than the model's context of {context} tokens"
+        )
+
+
+def _smallest(sizes: Sequence[int], rows: Sequence[Sequence[Row]]) -> int:
+    """The smallest of `sizes`, which ascend, that holds the rows of every replica."""
+    most = max(len(part) for part in rows)
+    return next(size for size in sizes if size >= most)
+
+
+def _rounded_top(num_top: int) -> int:
+    """Few sizes, so that few programs are compiled: 0, 4, 16 or 64."""
+    return next(size for size in (0, 4, 16, 64) if size >= num_top)
+
+
+def _output(live: _Live, reason: FinishReason | None, error: str) -> RequestOutput:
+    return RequestOutput(
+        request_id=live.sample.request_id,
+        sample_idx=live.sample.sample_idx,
+        token_ids=tuple(live.new_ids),
+        logprobs=tuple(live.new_logprobs),
+        top_logprobs=tuple(live.new_top),
+        finish_reason=reason,
+        error=error,
+    )
+
+
+class _CompletionBuilder:
+    """Puts the outputs of a sample together."""
+
+    def __init__(self):
+        self._outputs: list[RequestOutput] = []
+
+    def add(self, output: RequestOutput) -> None:
+        self._outputs.append(output)
+
+    def completion(self, *, request_idx: int, sample_idx: int, request: Request) -> Completion:
+        reason = self._outputs[-1].finish_reason
+        assert reason is not None
+        return Completion(
+            request_idx=request_idx,
+            sample_idx=sample_idx,
+            prompt_token_ids=request.prompt_token_ids,
+            token_ids=tuple(i for o in self._outputs for i in o.token_ids),
+            logprobs=tuple(p for o in self._outputs for p in o.logprobs),
+            top_logprobs=tuple(t for o in self._outputs for t in o.top_logprobs),
+            finish_reason=reason,
+        )
+
+
+def _as_index(index: int, on_token: OnToken, raised: list[BaseException]) -> OnToken:
+    """Tell `on_token` the index of the request, and keep what it raises."""
+    if on_token is ignore_token:
+        return ignore_token
+
+    def tell(event: TokenEvent) -> bool:
+        if raised:
+            return True
+        try:
+            return on_token(
+                TokenEvent(
+                    request_idx=index,
+                    sample_idx=event.sample_idx,
+                    token_id=event.token_id,
+                    logprob=event.logprob,
+                    top_logprobs=event.top_logprobs,
+                )
+            )
+        except Exception as error:
+            raised.append(error)
+            return True
+
+    return tell
+
+
+def _error_of(output: RequestOutput, first: int) -> Exception:
+    message = f"request {output.request_id - first}: {output.error}"
+    return FloatingPointError(message) if "NaN" in output.error else RuntimeError(message)

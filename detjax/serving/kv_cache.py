@@ -1,40 +1,78 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which pages of the cache belong to which sequence. Host side; never touches a page's content."""
+"""Which pages of the cache belong to whom. Host side; never touches a page's content."""
 
+import hashlib
+from collections import OrderedDict
 from collections.abc import Sequence
+
+import numpy as np
+
+
+def page_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """Name the content of a full page: its tokens and, through `parent`, all tokens before it.
+
+    The parent of a sequence's first page names the weights and the numerics. Keys and values of
+    canonical pages depend on nothing else.
+    """
+    hasher = hashlib.sha256(parent)
+    hasher.update(np.asarray(token_ids, "<i4").tobytes())
+    return hasher.digest()
 
 
 class PagePool:
-    """Reference-counted pages of one replica's cache.
+    """Reference-counted pages of one replica's cache, and the prefix cache over them.
 
-    A page may be shared by sequences that start with the same tokens; it is free again when the
-    last of them gives it back.
+    A page is *held* by one or more sequences, *cached* (held by none, its content registered under
+    a key), or *free*. Cached pages are given out again when free ones run out, the one that was
+    unused longest first.
     """
 
     def __init__(self, num_pages: int):
         """Own pages 0 to `num_pages` - 1, all free."""
         self._free = list(range(num_pages - 1, -1, -1))
         self._num_users = [0] * num_pages
+        self._page_of: dict[bytes, int] = {}
+        self._key_of: dict[int, bytes] = {}
+        self._cached: OrderedDict[int, None] = OrderedDict()  # longest unused first
+        self.num_evicted = 0
 
     @property
-    def num_free(self) -> int:
-        """Pages nobody holds."""
-        return len(self._free)
+    def num_pages(self) -> int:
+        """All pages of the pool."""
+        return len(self._num_users)
+
+    @property
+    def num_available(self) -> int:
+        """Pages that `take` can hand out: free and cached ones."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_cached(self) -> int:
+        """Pages that nobody holds but whose content is kept."""
+        return len(self._cached)
 
     def take(self, count: int) -> list[int]:
-        """Hand out `count` free pages.
+        """Hand out `count` pages whose content is nobody's, evicting cached ones if need be.
 
         Raises:
-            MemoryError: If fewer are free; nothing is taken then.
+            MemoryError: If fewer are available; nothing is taken then.
         """
-        if count > len(self._free):
+        if count > self.num_available:
             raise MemoryError(
-                f"{count} pages wanted, {len(self._free)} of {len(self._num_users)} free"
+                f"{count} pages wanted, {self.num_available} of {self.num_pages} available"
             )
-        pages = [self._free.pop() for _ in range(count)]
+        pages = [self._take_one() for _ in range(count)]
         for page in pages:
             self._num_users[page] = 1
         return pages
+
+    def _take_one(self) -> int:
+        if self._free:
+            return self._free.pop()
+        page, _ = self._cached.popitem(last=False)
+        del self._page_of[self._key_of.pop(page)]
+        self.num_evicted += 1
+        return page
 
     def share(self, pages: Sequence[int]) -> None:
         """Count one more user of each page.
@@ -43,20 +81,56 @@ class PagePool:
             ValueError: If a page is free, since its content is nobody's.
         """
         for page in pages:
-            if self._num_users[page] == 0:
+            if self._num_users[page] == 0 and page not in self._cached:
                 raise ValueError(f"page {page} is free and cannot be shared")
         for page in pages:
+            self._cached.pop(page, None)
             self._num_users[page] += 1
 
     def give_back(self, pages: Sequence[int]) -> None:
-        """Count one user less of each page; free those without one.
+        """Count one user less of each page; those without one are cached if registered, else free.
+
+        Give a sequence's pages back first to last: the last is then evicted first, and a prefix
+        outlives what follows it.
 
         Raises:
-            ValueError: If a page is already free.
+            ValueError: If a page is held by nobody.
         """
-        for page in pages:
+        for page in reversed(pages):
             if self._num_users[page] == 0:
                 raise ValueError(f"page {page} was given back twice")
             self._num_users[page] -= 1
             if self._num_users[page] == 0:
-                self._free.append(page)
+                if page in self._key_of:
+                    self._cached[page] = None
+                else:
+                    self._free.append(page)
+
+    def find(self, key: bytes) -> int | None:
+        """Return the page registered under `key`, held or cached."""
+        return self._page_of.get(key)
+
+    def register(self, page: int, key: bytes) -> bool:
+        """Let others find a held page whose content is canonical, complete and final.
+
+        Returns:
+            Whether the page is now the one of `key`; False if another page already is.
+
+        Raises:
+            ValueError: If the page is held by nobody, or has another key.
+        """
+        if self._num_users[page] == 0:
+            raise ValueError(f"page {page} is held by nobody and cannot be registered")
+        if self._key_of.get(page, key) != key:
+            raise ValueError(f"page {page} has another key; its content must not change")
+        if self._page_of.setdefault(key, page) != page:
+            return False
+        self._key_of[page] = key
+        return True
+
+    def forget(self) -> None:
+        """Drop every key, as when the weights change. Cached pages become free."""
+        self._free.extend(self._cached)
+        self._cached.clear()
+        self._page_of.clear()
+        self._key_of.clear()

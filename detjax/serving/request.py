@@ -13,6 +13,8 @@ class FinishReason(enum.Enum):
 
     STOP = "stop"  # an end-of-sequence or stop token, or a stop string
     LENGTH = "length"  # `max_tokens`, or the end of the model's context
+    CANCELLED = "cancelled"  # `Engine.cancel`
+    ERROR = "error"  # this request alone failed; its output says why
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,21 +71,58 @@ class SamplingParams:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """One prompt, as token ids, and how to continue it."""
+    """One prompt, as token ids, and how to continue it.
+
+    Attributes:
+        prompt_token_ids: At least one.
+        sampling: How each next token is chosen.
+        is_deterministic: Whether the answer must be the canonical one. Where every step is
+            canonical (`invariant`) it is, asked for or not.
+        priority: Higher goes first; a level is worth `EngineConfig.ageing_steps` steps of waiting.
+    """
 
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
+    is_deterministic: bool = True
+    priority: int = 0
+
+
+TopLogprobs = tuple[tuple[int, np.float32], ...]
+"""(token id, logprob) of the most likely tokens of one position, most likely first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenEvent:
-    """One generated token. `top_logprobs` holds (token id, logprob), most likely first."""
+    """One generated token. `logprob` is of the token at temperature 1, unfiltered."""
 
     request_idx: int
     sample_idx: int
     token_id: int
     logprob: np.float32
-    top_logprobs: tuple[tuple[int, np.float32], ...]
+    top_logprobs: TopLogprobs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestOutput:
+    """What one step of the engine released of one sample: final, never taken back.
+
+    Attributes:
+        request_id: From `Engine.add_request`.
+        sample_idx: Which of the request's `n` samples.
+        token_ids: New tokens; none where only the end is told.
+        logprobs: Of each new token, float32.
+        top_logprobs: Of each new token, as many as were asked for.
+        finish_reason: Why the sample ended; None while it goes on.
+        error: What went wrong where `finish_reason` is ERROR; else empty.
+    """
+
+    request_id: int
+    sample_idx: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[np.float32, ...]
+    top_logprobs: tuple[TopLogprobs, ...]
+    finish_reason: FinishReason | None
+    error: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,7 +138,7 @@ class Completion:
     prompt_token_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
     logprobs: tuple[np.float32, ...]
-    top_logprobs: tuple[tuple[tuple[int, np.float32], ...], ...]
+    top_logprobs: tuple[TopLogprobs, ...]
     finish_reason: FinishReason
 
     def digest(self) -> str:

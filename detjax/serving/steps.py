@@ -1,27 +1,67 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One jitted step over the donated cache: prefill and decode are two shapes of it."""
+"""The compiled steps over one donated cache: prefill, decode and verify.
+
+Each is the model's forward pass on rows of tokens, then the choice of tokens, which stay on the
+device: a slot holds a sample's newest tokens and its place, so the next step can be launched before
+the result of the last one is read.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from detjax.array_types import Activation, Array, Float32, Int32
-from detjax.models.decoder import forward, last_hidden, local_logits
+from detjax.models import decoder
+from detjax.models.decoder import last_hidden
+from detjax.models.fast import forward_fast, local_logits_fast, quantised_specs
 from detjax.models.layers import Recipe, Tokens
 from detjax.models.loading import LoadedModel
+from detjax.parallel.distributed import gather_replicas
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
 from detjax.serving.sampling import Choice, SamplingRows, choose
 
 PAGES_SPEC = P(None, DP_AXIS, None, TP_AXIS, None, None)
+BY_ROW = P(DP_AXIS)
+
+Kernels = Literal["invariant", "fast"]
+"""Canonical kernels, or whatever is fastest and promises nothing."""
+
+StepKind = Literal["prefill", "decode", "verify"]
+
+Candidates = Callable[[Int32[Array, " B"], Int32[Array, " B"]], Int32[Array, " B"]]
+"""From the drafts of a step and their positions, the drafts to use instead."""
+
+
+FAST_OPTIONS = {"xla_allow_excess_precision": True}
+"""XLA's default, for steps without a claim: it may leave out roundings."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slots:
+    """What the device knows of each running sample.
+
+    Attributes:
+        window: int32 [S, W]: the last committed token, then the drafts that follow it.
+        start: int32 [S], position of the last committed token.
+        sampling: Parameters of each slot.
+    """
+
+    window: Any
+    start: Any
+    sampling: SamplingRows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepShape:
-    """What a compiled step is specialised to. None of it can change a bit."""
+    """What the plain step is specialised to. None of it can change a bit but `mode`."""
 
     batch: int
     length: int
@@ -29,6 +69,7 @@ class StepShape:
     num_pages: int
     num_top: int
     with_filters: bool
+    mode: Kernels = "invariant"
 
 
 def pages_shape(model: LoadedModel, num_pages: int) -> jax.ShapeDtypeStruct:
@@ -46,21 +87,64 @@ def pages_shape(model: LoadedModel, num_pages: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, profile.activation_dtype, sharding=sharding)
 
 
-def empty_pages(model: LoadedModel, num_pages: int) -> Activation[Array, "L N 2 K P C"]:
-    """Allocate the cache, each shard on its device."""
-    shape = pages_shape(model, num_pages)
-    make = jax.jit(lambda: jnp.zeros(shape.shape, shape.dtype), out_shardings=shape.sharding)
+def slots_shape(model: LoadedModel, num_slots: int, window_len: int) -> Slots:
+    """Shapes of `num_slots` slots over all replicas, and their sharding."""
+    return Slots(
+        window=_by_row(model, num_slots, jnp.int32, window_len),
+        start=_by_row(model, num_slots, jnp.int32),
+        sampling=_sampling_shape(model, num_slots),
+    )
+
+
+def empty(model: LoadedModel, shapes: Any) -> Any:
+    """Allocate zeros of these shapes, each shard on its device."""
+    make = jax.jit(
+        lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes),
+        out_shardings=jax.tree.map(lambda s: s.sharding, shapes),
+    )
     return make()
 
 
-def step_function(model: LoadedModel, *, num_top: int, with_filters: bool) -> Callable:
-    """The step as a function of whole arrays, ready for `jax.jit` with the pages donated."""
-    recipe = Recipe(
+def empty_pages(model: LoadedModel, num_pages: int) -> Activation[Array, "L N 2 K P C"]:
+    """Allocate the cache."""
+    return empty(model, pages_shape(model, num_pages))
+
+
+def recipe_of(model: LoadedModel) -> Recipe:
+    """What the layers need to know of a model besides its weights."""
+    return Recipe(
         config=model.config,
         profile=model.profile,
         backend=model.backend,
         tp=model.mesh.shape[TP_AXIS],
     )
+
+
+def _model_functions(mode: Kernels) -> tuple[Callable, Callable]:
+    """The forward pass and the logits."""
+    if mode == "fast":
+        return forward_fast, local_logits_fast
+    return decoder.forward, decoder.local_logits
+
+
+def _choose_last(recipe: Recipe, mode: Kernels, params, tables, pages, tokens, rows, **variant):
+    """Run tokens and choose the one that follows the last of each row."""
+    forward, local_logits = _model_functions(mode)
+    pages, hidden = forward(recipe, params, tables, pages, tokens)
+    last: Int32[Array, " B"] = jnp.argmax(tokens.positions, axis=1).astype(jnp.int32)
+    position = jnp.max(tokens.positions, axis=1)
+    logits = local_logits(recipe, params, last_hidden(hidden, last))
+    return pages, choose(recipe, logits, rows, position + 1, **variant), position
+
+
+# ----------------------------------------------------------------------------------- the plain step
+
+
+def step_function(
+    model: LoadedModel, *, num_top: int, with_filters: bool, mode: Kernels = "invariant"
+) -> Callable:
+    """The step as a function of whole arrays, ready for `jax.jit` with the pages donated."""
+    recipe = recipe_of(model)
 
     def local_step(
         params: dict,
@@ -69,46 +153,328 @@ def step_function(model: LoadedModel, *, num_top: int, with_filters: bool) -> Ca
         tokens: Tokens,
         rows: SamplingRows,
     ) -> tuple[Activation[Array, "L N 2 K P C"], Choice]:
-        pages, hidden = forward(recipe, params, rope_tables, pages, tokens)
-        last: Int32[Array, " B"] = jnp.argmax(tokens.positions, axis=1).astype(jnp.int32)
-        positions = jnp.max(tokens.positions, axis=1) + 1
-        logits = local_logits(recipe, params, last_hidden(hidden, last))
-        choice = choose(recipe, logits, rows, positions, num_top=num_top, with_filters=with_filters)
+        variant = {"num_top": num_top, "with_filters": with_filters}
+        pages, choice, _ = _choose_last(
+            recipe, mode, params, rope_tables, pages, tokens, rows, **variant
+        )
         return pages, choice
 
-    by_row = P(DP_AXIS)
     return jax.shard_map(
         local_step,
         mesh=model.mesh,
-        in_specs=(model.partition_specs, P(), PAGES_SPEC, by_row, by_row),
-        out_specs=(PAGES_SPEC, by_row),
+        in_specs=(model.partition_specs, P(), PAGES_SPEC, BY_ROW, BY_ROW),
+        out_specs=(PAGES_SPEC, BY_ROW),
         check_vma=False,
     )
 
 
 def compile_step(model: LoadedModel, shape: StepShape) -> Callable:
-    """Compile the step for one shape; the pages are donated and updated in place."""
-    by_row = NamedSharding(model.mesh, P(DP_AXIS))
-
-    def rows(dtype, *tail):
-        return jax.ShapeDtypeStruct((shape.batch, *tail), dtype, sharding=by_row)
-
+    """Compile the plain step for one shape; the pages are donated and updated in place."""
     tokens = Tokens(
-        ids=rows(jnp.int32, shape.length),
-        positions=rows(jnp.int32, shape.length),
-        page_table=rows(jnp.int32, shape.table_len),
+        ids=_by_row(model, shape.batch, jnp.int32, shape.length),
+        positions=_by_row(model, shape.batch, jnp.int32, shape.length),
+        page_table=_by_row(model, shape.batch, jnp.int32, shape.table_len),
     )
-    sampling = SamplingRows(
-        temperature=rows(jnp.float32),
-        top_k=rows(jnp.int32),
-        top_p=rows(jnp.float32),
-        min_p=rows(jnp.float32),
-        seed_low=rows(jnp.uint32),
-        seed_high=rows(jnp.uint32),
-        sample_idx=rows(jnp.uint32),
+    step = step_function(
+        model, num_top=shape.num_top, with_filters=shape.with_filters, mode=shape.mode
     )
-    step = step_function(model, num_top=shape.num_top, with_filters=shape.with_filters)
     lowered = jax.jit(step, donate_argnums=2).lower(
-        model.params, model.rope_tables, pages_shape(model, shape.num_pages), tokens, sampling
+        model.params,
+        model.rope_tables,
+        pages_shape(model, shape.num_pages),
+        tokens,
+        _sampling_shape(model, shape.batch),
     )
     return lowered.compile()
+
+
+def _by_row(model: LoadedModel, count: int, dtype, *tail: int) -> jax.ShapeDtypeStruct:
+    sharding = NamedSharding(model.mesh, BY_ROW)
+    return jax.ShapeDtypeStruct((count, *tail), dtype, sharding=sharding)
+
+
+def _sampling_shape(model: LoadedModel, count: int) -> SamplingRows:
+    return SamplingRows(
+        temperature=_by_row(model, count, jnp.float32),
+        top_k=_by_row(model, count, jnp.int32),
+        top_p=_by_row(model, count, jnp.float32),
+        min_p=_by_row(model, count, jnp.float32),
+        seed_low=_by_row(model, count, jnp.uint32),
+        seed_high=_by_row(model, count, jnp.uint32),
+        sample_idx=_by_row(model, count, jnp.uint32),
+    )
+
+
+# ------------------------------------------------------------------------------- the engine's steps
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineStep:
+    """Which program a launch runs.
+
+    Attributes:
+        kind: What it does.
+        rows: Of each replica.
+        length: Tokens a row: a prefill's chunk, a verification's window, 1 for decode.
+        mode: Which kernels.
+        is_narrow: Whether the weights are 8-bit ones, in `fast` steps.
+        num_top: How many of the most likely tokens it reports.
+        with_filters: Whether a row has a top-k, top-p or min-p.
+    """
+
+    kind: StepKind
+    rows: int
+    length: int
+    mode: Kernels
+    is_narrow: bool
+    num_top: int
+    with_filters: bool
+
+    @property
+    def name(self) -> str:
+        """For people and traces."""
+        how = f" {self.mode}" + (" 8-bit" if self.is_narrow else "")
+        return f"{self.kind}{how} {self.rows}x{self.length}"
+
+
+def keep_candidates(token_ids: Int32[Array, " B"], positions: Int32[Array, " B"]):
+    """Use drafts as they are."""
+    return token_ids
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepSizes:
+    """Sizes that every program of an engine is compiled for.
+
+    Attributes:
+        num_pages: Cache pages over all replicas.
+        num_slots: Slots over all replicas.
+        table_len: Pages of the longest sample.
+        window_len: Tokens of a verified window.
+    """
+
+    num_pages: int
+    num_slots: int
+    table_len: int
+    window_len: int
+
+
+class CompiledSteps:
+    """The engine's programs for one model and one size of cache, compiled when first wanted.
+
+    Every program takes `(params, rope tables, pages, slots, *host arrays)`, donates pages and
+    slots, and returns them with one int32 result a row (`unpack` reads it). Engines of the same
+    sizes may share them.
+    """
+
+    def __init__(
+        self, model: LoadedModel, sizes: StepSizes, *, candidates: Candidates = keep_candidates
+    ):
+        """Compile nothing yet.
+
+        Args:
+            model: On its mesh.
+            sizes: Of the engine.
+            candidates: Replaces drafts, for tests of disagreement; traced into the decode step.
+        """
+        self.sizes = sizes
+        self._model = model
+        self._recipe = recipe_of(model)
+        self._pages = pages_shape(model, sizes.num_pages)
+        self._slots = slots_shape(model, sizes.num_slots, sizes.window_len)
+        self._table_len = sizes.table_len
+        self._candidates = candidates
+        self._programs: dict[EngineStep, Callable] = {}
+
+    def __contains__(self, step: EngineStep) -> bool:
+        """Whether a step is compiled."""
+        return step in self._programs
+
+    def get(self, step: EngineStep, params: dict) -> Callable:
+        """Return the program of a step, compiled if need be for weights like `params`."""
+        if step not in self._programs:
+            self._programs[step] = self._compile(step, params)
+        return self._programs[step]
+
+    def is_for(self, model: LoadedModel) -> bool:
+        """Whether the programs are those of this model, with these weights' shapes and mesh."""
+        return model is self._model
+
+    def function(self, step: EngineStep) -> Callable:
+        """The step as a function of whole arrays, ready for `jax.jit`."""
+        body = {"prefill": self._prefill, "decode": self._decode, "verify": self._verify}[step.kind]
+
+        has_peers = jax.process_count() > 1
+
+        def local_step(params, tables, pages, slots, *host):
+            pages, slots, result = body(step, params, tables, pages, slots, *host)
+            # A process reads the results of its own devices alone.
+            return pages, slots, jax.tree.map(gather_replicas, result) if has_peers else result
+
+        num_host = len(self._host_shapes(step))
+        of_params = self._model.partition_specs
+        if step.is_narrow:
+            of_params = quantised_specs(of_params)
+        return jax.shard_map(
+            local_step,
+            mesh=self._model.mesh,
+            in_specs=(of_params, P(), PAGES_SPEC, BY_ROW, *[BY_ROW] * num_host),
+            out_specs=(PAGES_SPEC, BY_ROW, P() if has_peers else BY_ROW),
+            check_vma=False,
+        )
+
+    def operands(self, step: EngineStep, params: dict) -> tuple:
+        """Shapes of a step's operands."""
+        tables = self._model.rope_tables
+        return params, tables, self._pages, self._slots, *self._host_shapes(step)
+
+    def _compile(self, step: EngineStep, params: dict) -> Callable:
+        jitted = jax.jit(self.function(step), donate_argnums=(2, 3))
+        options = FAST_OPTIONS if step.mode == "fast" else {}
+        return jitted.lower(*self.operands(step, params)).compile(options)
+
+    def _host_shapes(self, step: EngineStep) -> tuple:
+        rows = step.rows * self._model.mesh.shape[DP_AXIS]
+        columns = _HEAD + self._table_len
+        if step.kind == "decode":
+            return (_by_row(self._model, rows, jnp.int32, columns),)
+        columns += step.length
+        if step.kind == "verify":
+            return (_by_row(self._model, rows, jnp.int32, columns),)
+        return (
+            _by_row(self._model, rows, jnp.int32, columns),
+            _sampling_shape(self._model, rows),
+        )
+
+    def _prefill(self, step, params, tables, pages, slots: Slots, host, rows: SamplingRows):
+        """A chunk of each row; `slot` is out of range where the chosen token is not wanted."""
+        slot, start, count = host[:, 0], host[:, 1], host[:, 2]
+        page_table, ids = self._split(host)
+        step_idx = jnp.arange(step.length, dtype=jnp.int32)[None, :]
+        positions = jnp.where(step_idx < count[:, None], start[:, None] + step_idx, -1)
+        tokens = Tokens(ids=ids, positions=positions, page_table=page_table)
+        pages, choice, last = _choose_last(
+            self._recipe, step.mode, params, tables, pages, tokens, rows, **_variant(step)
+        )
+        put = {"mode": "drop", "unique_indices": False}
+        slots = Slots(
+            window=slots.window.at[slot, 0].set(choice.token_ids, **put),
+            start=slots.start.at[slot].set(last + 1, **put),
+            sampling=jax.tree.map(
+                lambda old, new: old.at[slot].set(new, **put), slots.sampling, rows
+            ),
+        )
+        return pages, slots, _pack(choice)
+
+    def _decode(self, step, params, tables, pages, slots: Slots, host):
+        """One token a row: committed, or put behind the drafts before it."""
+        slot, offset, is_draft = host[:, 0], host[:, 1], host[:, 2]
+        page_table, _ = self._split(host)
+        ids = slots.window.at[slot, offset].get(mode="fill", fill_value=0)
+        start = slots.start.at[slot].get(mode="fill", fill_value=-1)
+        position = jnp.where(start < 0, -1, start + offset)
+        tokens = Tokens(ids=ids[:, None], positions=position[:, None], page_table=page_table)
+        pages, choice, _ = _choose_last(
+            self._recipe,
+            step.mode,
+            params,
+            tables,
+            pages,
+            tokens,
+            _sampling_of(slots, slot),
+            **_variant(step),
+        )
+        drafts = self._candidates(choice.token_ids, position + 1)
+        token_ids = jnp.where(is_draft == 1, drafts, choice.token_ids)
+        slots = Slots(
+            window=slots.window.at[slot, offset + is_draft].set(token_ids, mode="drop"),
+            start=slots.start.at[slot].set(start + 1 - is_draft, mode="drop"),
+            sampling=slots.sampling,
+        )
+        choice = Choice(
+            token_ids=token_ids,
+            logprobs=choice.logprobs,
+            top_ids=choice.top_ids,
+            top_logprobs=choice.top_logprobs,
+        )
+        return pages, slots, _pack(choice)
+
+    def _verify(self, step, params, tables, pages, slots: Slots, host):
+        """The canonical choice at every position of each window, and how far the drafts agree.
+
+        Runs the last committed token and the drafts as one row, which writes their keys and values
+        over those of the draft steps. Choice i is of the position that draft i claims; the drafts
+        before the first that disagrees are committed, and the choice made there.
+        """
+        slot, num_drafts, is_given = host[:, 0], host[:, 1], host[:, 2]
+        page_table, given = self._split(host)
+        length = step.length
+        on_device = slots.window.at[slot].get(mode="fill", fill_value=0)
+        drafts = jnp.where(is_given[:, None] == 1, given, on_device)[:, 1:]
+        ids = jnp.concatenate([on_device[:, :1], drafts], axis=1)
+        start = slots.start.at[slot].get(mode="fill", fill_value=-1)
+        step_idx = jnp.arange(length, dtype=jnp.int32)[None, :]
+        is_token = (start[:, None] >= 0) & (step_idx <= num_drafts[:, None])
+        positions = jnp.where(is_token, start[:, None] + step_idx, -1)
+        tokens = Tokens(ids=ids, positions=positions, page_table=page_table)
+        forward, local_logits = _model_functions(step.mode)
+        pages, hidden = forward(self._recipe, params, tables, pages, tokens)
+        logits = local_logits(self._recipe, params, hidden.reshape(-1, hidden.shape[-1]))
+        rows = jax.tree.map(lambda x: jnp.repeat(x, length), _sampling_of(slots, slot))
+        choice = choose(self._recipe, logits, rows, positions.reshape(-1) + 1, **_variant(step))
+        chosen = choice.token_ids.reshape(-1, length)
+
+        is_wrong = (chosen[:, :-1] != drafts) | (step_idx[:, :-1] >= num_drafts[:, None])
+        is_wrong = jnp.pad(is_wrong, ((0, 0), (0, 1)), constant_values=True)
+        num_right = jnp.argmax(is_wrong, axis=1).astype(jnp.int32)
+        last = jnp.take_along_axis(chosen, num_right[:, None], axis=1)[:, 0]
+        slots = Slots(
+            window=slots.window.at[slot, 0].set(last, mode="drop"),
+            start=slots.start.at[slot].set(start + num_right + 1, mode="drop"),
+            sampling=slots.sampling,
+        )
+        counts = jnp.broadcast_to(num_right[:, None] + 1, chosen.shape)[..., None]
+        packed = _pack(choice).reshape(*chosen.shape, -1)
+        return pages, slots, jnp.concatenate([packed, counts], axis=-1)
+
+    def _split(self, host):
+        """The page table and the tokens of a host array."""
+        return host[:, _HEAD : _HEAD + self._table_len], host[:, _HEAD + self._table_len :]
+
+
+_HEAD = 3
+"""Columns of a host array before the page table."""
+
+
+def _variant(step: EngineStep) -> dict[str, Any]:
+    return {"num_top": step.num_top, "with_filters": step.with_filters}
+
+
+def _sampling_of(slots: Slots, slot) -> SamplingRows:
+    return jax.tree.map(lambda x: x.at[slot].get(mode="fill", fill_value=0), slots.sampling)
+
+
+def _pack(choice: Choice) -> Int32[Array, "B n"]:
+    """One array for the host to read: token ids, and the bits of logprobs."""
+    as_int = lax.bitcast_convert_type
+    return jnp.concatenate(
+        [
+            choice.token_ids[:, None],
+            as_int(choice.logprobs, jnp.int32)[:, None],
+            choice.top_ids,
+            as_int(choice.top_logprobs, jnp.int32),
+        ],
+        axis=1,
+    )
+
+
+def unpack(packed: np.ndarray, num_top: int) -> Choice:
+    """Read the result of a step on the host; any leading axes."""
+    return Choice(
+        token_ids=packed[..., 0],
+        logprobs=packed[..., 1].view(np.float32),
+        top_ids=packed[..., 2 : 2 + num_top],
+        top_logprobs=np.ascontiguousarray(packed[..., 2 + num_top : 2 + 2 * num_top]).view(
+            np.float32
+        ),
+    )

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model folder without weights, a fake engine, and the command run with both."""
 
-import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,7 +12,9 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 
 from detjax import generate
 from detjax.cli.model import EngineShape, OpenModel
+from detjax.serving.metrics import EngineStats
 from detjax.serving.request import Completion, FinishReason, Request, TokenEvent
+from detjax.serving.trace import TracesEvents
 
 Answer = Callable[[Request, int], list[int]]
 
@@ -78,17 +79,6 @@ class Toy:
         return [*prompt, *self.ids_of(str(sample)), self.end]
 
 
-@dataclasses.dataclass
-class FakeStats:
-    """Where no time went."""
-
-    compile_s: float = 0.5
-    prefill_s: float = 0.25
-    prefill_tokens: int = 10
-    decode_s: float = 0.0
-    decode_tokens: int = 0
-
-
 class FakeEngine:
     """Says what `answer` says, a token of each sample in turn, as an engine would."""
 
@@ -96,7 +86,9 @@ class FakeEngine:
         self._answer = answer
         self._shape = shape
         self._flip = flip  # (batch size, token position) of which a logprob's last bit is wrong
-        self.stats = FakeStats()
+
+    def stats(self) -> EngineStats:
+        return EngineStats(compile_s=0.5, prefill_tokens=10)
 
     def generate(
         self, requests: Sequence[Request], *, on_token: Callable[[TokenEvent], bool]
@@ -161,7 +153,7 @@ def command(tmp_path, toy):
     ) -> int:
         folder = toy.write_model(tmp_path / "model", chat_template=chat_template)
 
-        def make_engine(shape: EngineShape) -> FakeEngine:
+        def make_engine(shape: EngineShape, tracer: TracesEvents) -> FakeEngine:
             if shapes is not None:
                 shapes.append(shape)
             return FakeEngine(answer, shape, flip)

@@ -36,8 +36,20 @@ from detjax.cli import errors
         (("--prompt", "a", "--prefill-chunk", "0"), "--prefill-chunk 0 must be"),
         (("--prompt", "a", "--check"), "give it --repeat N"),
         (("--prompt", "a", "--repeat", "3"), "--check; add it"),
-        (("--prompt", "a", "--mode", "dvr"), "--mode dvr is not available yet"),
-        (("--prompt", "a", "--mode", "fast"), "--mode fast is not available yet"),
+        (("--prompt", "a", "--draft-weights", "int8"), "--draft-weights int8 needs --mode dvr"),
+        (
+            ("--prompt", "a", "--mode", "dvr", "--prompt-lookup"),
+            "--prompt-lookup goes with --mode invariant, not dvr",
+        ),
+        (("--prompt", "a", "--verify-window", "0"), "--verify-window 0 must be at least 1"),
+        (
+            ("--prompt", "a", "--cache-pages", "3", "--dp", "2", "--batch-size", "2"),
+            "--cache-pages 3 must be a multiple of --dp 2",
+        ),
+        (
+            ("--prompt", "a", "--trace", "/no/such/file"),
+            "--trace /no/such/file is in a folder that does not exist",
+        ),
         (("--prompt", "a", "--format", "xml"), "invalid choice: 'xml'"),
         (("--prompt", "a", "--max-token", "3"), "did you mean --max-tokens?"),
         (("--prompt", "a", "--revision", "main"), "has no meaning for the folder"),

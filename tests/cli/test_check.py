@@ -71,6 +71,29 @@ def test_the_first_run_of_a_check_is_the_one_that_was_asked_for(command, capsys)
     assert shapes[1].batch_size % 2 == 0
 
 
+def test_a_check_of_dvr_compares_it_with_invariant(command, capsys):
+    shapes: list[EngineShape] = []
+    argv = ("--prompt", "ab", "--mode", "dvr", "--draft-weights", "int8", "--verify-window", "9")
+    assert command(*argv, "--repeat", "4", "--check", shapes=shapes) == errors.OK
+    assert [shape.mode for shape in shapes] == ["dvr", "invariant", "dvr", "invariant"]
+    assert [shape.draft_weights for shape in shapes] == ["int8", "full", "int8", "full"]
+    assert {shape.verify_window for shape in shapes} == {9}
+    assert "verified by canonical ones" in capsys.readouterr().err
+
+
+def test_fast_asks_for_no_deterministic_answer(command, capsys):
+    asked: list[bool] = []
+
+    def answer(request: Request, sample: int) -> list[int]:
+        asked.append(request.is_deterministic)
+        return [97, 258]
+
+    argv = ("--prompt", "ab", "--mode", "fast", "--repeat", "2", "--check", "--batch-size", "3")
+    assert command(*argv, answer=answer) == errors.OK
+    assert asked and not any(asked)
+    assert "no claim" in capsys.readouterr().err
+
+
 def completion(**changes) -> Record:
     """A record of two tokens."""
     base = Completion(

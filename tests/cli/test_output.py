@@ -22,7 +22,15 @@ def test_text_goes_to_stdout_and_everything_else_to_stderr(command, capsys):
     assert out == "héllo0\n"
     for part in ("fingerprint 0123456789abcdef", "portable (a test)", "dp 1 x tp 1", "bfloat16"):
         assert part in err
-    for part in ("load", "compile", "prefill", "decode", "first token", "digest", "8 tokens, stop"):
+    for part in (
+        "load",
+        "compile",
+        "prompts",
+        "completions",
+        "first token",
+        "digest",
+        "8 tokens, stop",
+    ):
         assert part in err
 
 
@@ -138,3 +146,12 @@ def test_a_completion_ends_with_the_context(command, capsys, toy):
     (entry,) = lines_of(capsys.readouterr().out)
     assert len(entry["prompt_token_ids"]) + len(entry["token_ids"]) == toy.context
     assert entry["finish_reason"] == "length"
+
+
+def test_stats_and_a_trace_are_written_when_asked_for(command, capsys, tmp_path):
+    path = tmp_path / "trace.json"
+    assert command("--prompt", "a", "--stats", "--trace", str(path)) == errors.OK
+    err = capsys.readouterr().err
+    assert "prefill_tokens" in err and "step_p99_s" in err
+    events = json.loads(path.read_text())["traceEvents"]
+    assert any(e["ph"] == "M" for e in events)

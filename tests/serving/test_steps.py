@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled step: one donated cache, updated in place."""
+"""The compiled steps: one donated cache, updated in place, and no arithmetic but the kernels'."""
 
 import re
 
@@ -9,7 +9,16 @@ import pytest
 
 from detjax.serving.request import SamplingParams
 from detjax.serving.sampling import SamplingRows
-from detjax.serving.steps import StepShape, compile_step, empty_pages, pages_shape
+from detjax.serving.steps import (
+    CompiledSteps,
+    EngineStep,
+    StepShape,
+    StepSizes,
+    compile_step,
+    empty_pages,
+    pages_shape,
+)
+from detjax.testing import float_arithmetic_outside_kernels
 from detjax.testing.dummies import batch_of, dummy_config, dummy_model
 
 
@@ -48,3 +57,34 @@ def test_control_a_read_of_the_old_cache_is_seen_as_a_copy():
 
     compiled = jax.jit(step, donate_argnums=0).lower(jax.ShapeDtypeStruct(shape, "float32"))
     assert _copies_of(compiled.compile().as_text(), shape)
+
+
+def engine_step(kind, *, mode="invariant") -> EngineStep:
+    length = {"prefill": 8, "decode": 1, "verify": 4}[kind]
+    return EngineStep(
+        kind=kind, rows=2, length=length, mode=mode, is_narrow=False, num_top=2, with_filters=True
+    )
+
+
+@pytest.mark.parametrize("kind", ["prefill", "decode", "verify"])
+def test_engine_steps_do_no_arithmetic_outside_kernels(kind):
+    model = dummy_model(dummy_config(), tp=2)
+    sizes = StepSizes(num_pages=6, num_slots=3, table_len=2, window_len=4)
+    steps = CompiledSteps(model, sizes)
+    step = engine_step(kind)
+    operands = steps.operands(step, model.params)
+    function = steps.function(step)
+    assert float_arithmetic_outside_kernels(function, *operands) == []
+
+    def control(*args):
+        return function(*args)[1].sampling.temperature * 2.0
+
+    assert float_arithmetic_outside_kernels(control, *operands) != []
+
+
+def test_the_verify_step_does_not_copy_the_cache():
+    model = dummy_model(dummy_config())
+    steps = CompiledSteps(model, StepSizes(num_pages=7, num_slots=3, table_len=2, window_len=4))
+    compiled = steps.get(engine_step("verify"), model.params)
+    assert _copies_of(compiled.as_text(), pages_shape(model, 7).shape) == []
+    assert "input_output_alias" in compiled.as_text()

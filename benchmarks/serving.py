@@ -1,0 +1,504 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The serving engine under load: the equality of answers, and what serving costs.
+
+python -m benchmarks.serving stress --model bundled --num 20000
+python -m benchmarks.serving overhead --model llama3_8b --batch 64
+python -m benchmarks.serving offline --model llama3_8b --modes invariant dvr fast
+python -m benchmarks.serving replay --model llama3_8b --trace azure_conv.csv --rates 2 4 8
+python -m benchmarks.serving shares --model llama3_8b --shares 2 5 10 20 50 100
+python -m benchmarks.serving windows --model bundled --windows 8 16 32 64 --groups 1 4 8 16
+
+Weights of `llama3_8b` and `tiny` are random; prompts are random tokens, or pieces of `--text` for
+the bundled model. `stress` compares every
+token and logprob bit with the answer at batch size 1, and fails if one differs.
+"""
+
+import argparse
+import csv
+import gc
+import gzip
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+
+from benchmarks.common import Rows, environment
+from benchmarks.step import MODELS
+
+# isort: split
+import jax
+import numpy as np
+import rich.console
+import rich.table
+
+from detjax.models.bundled import bundled_model_path
+from detjax.models.layers import Tokens
+from detjax.models.loading import LoadedModel, load_model, random_model
+from detjax.models.tokenizer import Tokenizer
+from detjax.numerics import NumericsProfile
+from detjax.pallas_kernels.backend import Backend
+from detjax.parallel.mesh import make_mesh
+from detjax.serving.engine import Engine, EngineConfig
+from detjax.serving.request import SamplingParams
+from detjax.serving.sampling import SamplingRows
+from detjax.serving.steps import CompiledSteps, StepShape, compile_step, empty_pages
+from detjax.testing.load import LoadReport, lone_answers, make_questions, run_load
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ask:
+    """A request of a load: when it comes, and its lengths."""
+
+    at_s: float
+    prompt_len: int
+    output_len: int
+    is_deterministic: bool
+
+
+@dataclass(kw_only=True, slots=True)
+class Told:
+    """When a request was asked and answered."""
+
+    ask: Ask
+    releases_s: list[float] = field(default_factory=list)
+    num_tokens: int = 0
+
+    @property
+    def first_token_s(self) -> float:
+        return self.releases_s[0] - self.ask.at_s
+
+    @property
+    def end_to_end_s(self) -> float:
+        return self.releases_s[-1] - self.ask.at_s
+
+    @property
+    def token_s(self) -> float:
+        """Mean time of a token after the first."""
+        return (self.releases_s[-1] - self.releases_s[0]) / max(1, self.num_tokens - 1)
+
+
+def open_model(name: str, backend: Backend) -> LoadedModel:
+    """The bundled model, or a configuration with random weights."""
+    given = {
+        "profile": NumericsProfile(),
+        "mesh": make_mesh(1, 1, platform=backend.platform),
+        "backend": backend,
+    }
+    if name == "bundled":
+        return load_model(str(bundled_model_path()), **given)
+    return random_model(MODELS[name], seed=0, **given)
+
+
+def read_text(path: str, *, num_bytes: int = 1_000_000) -> list[int]:
+    """Tokens of the bundled model of the beginning of a text file, which may be gzipped."""
+    with (gzip.open if path.endswith(".gz") else open)(path, "rb") as file:
+        text = file.read(num_bytes).decode(errors="ignore")
+    return Tokenizer.from_folder(bundled_model_path()).encode(text)
+
+
+class Bench:
+    """A model and the programs its engines share."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args = args
+        self.backend = Backend(args.backend)
+        self.rows = Rows(environment(self.backend) | {"model": args.model}, args.out)
+        self.model = open_model(args.model, self.backend)
+        self._steps: dict[object, CompiledSteps] = {}
+        self._text = read_text(args.text) if args.text else []
+
+    def engine(self, mode: str, *, with_filters: bool = False, **changes) -> Engine:
+        """An engine of the command line's sizes, everything compiled."""
+        gc.collect()  # the cache of the engine before
+        args = self.args
+        sizes = {
+            "batch_size": args.batch_size,
+            "decode_batches": tuple(b for b in args.decode_batches if b < args.batch_size),
+            "prefill_chunk": args.prefill_chunk,
+            "prefill_shapes": tuple((r, args.prefill_chunk) for r in args.prefill_rows if r > 1),
+            "max_len": args.max_len,
+            "num_pages": args.num_pages,
+            "verify_rows": args.verify_rows,
+            "verify_window": args.verify_window,
+            "verify_batches": tuple(b for b in args.verify_batches if b < args.verify_rows),
+            "draft_share": args.draft_share,
+            "draft_weights": args.draft_weights if mode == "dvr" else "full",
+            "has_prefix_cache": False,
+        }
+        config = EngineConfig(mode=mode, **(sizes | changes))
+        key = (config.batch_size, config.max_len, config.num_pages, config.verify_window)
+        engine = Engine(self.model, config, steps=self._steps.get(key))
+        self._steps[key] = engine.steps
+        engine.compile(with_filters=with_filters)
+        return engine
+
+    def prompt(self, rng: np.random.Generator, length: int) -> list[int]:
+        """A piece of the text, or random tokens."""
+        if self._text:
+            start = int(rng.integers(len(self._text) - length))
+            return self._text[start : start + length]
+        return rng.integers(0, self.model.config.vocab_size, length).tolist()
+
+
+def serve(bench: Bench, engine: Engine, asks: Sequence[Ask], *, seed: int = 0) -> list[Told]:
+    """Ask each in its time and step until all is answered."""
+    rng = np.random.default_rng(seed)
+    prompts = [bench.prompt(rng, ask.prompt_len) for ask in asks]
+    told: dict[int, Told] = {}
+    begin_s, left = time.perf_counter(), 0
+    while left < len(asks) or engine.has_work:
+        now_s = time.perf_counter() - begin_s
+        while left < len(asks) and asks[left].at_s <= now_s:
+            ask = asks[left]
+            sampling = SamplingParams(max_tokens=ask.output_len, temperature=0.8, seed=left)
+            request_id = engine.add_request(
+                prompts[left], sampling, is_deterministic=ask.is_deterministic
+            )
+            told[request_id] = Told(ask=ask)
+            left += 1
+        if not engine.has_work:
+            time.sleep(max(0.0, asks[left].at_s - (time.perf_counter() - begin_s)))
+            continue
+        outputs = engine.step()
+        now_s = time.perf_counter() - begin_s
+        for output in outputs:
+            if output.error:
+                raise RuntimeError(output.error)
+            entry = told[output.request_id]
+            entry.num_tokens += len(output.token_ids)
+            entry.releases_s.append(now_s)
+    return list(told.values())
+
+
+def summary(told: Sequence[Told]) -> dict[str, float]:
+    """Quantiles over requests, and throughput."""
+    facts = {}
+    for name in ("first_token_s", "token_s", "end_to_end_s"):
+        values = [getattr(t, name) for t in told]
+        for share in (50, 90, 99):
+            facts[f"{name[:-2]}_p{share}_ms"] = float(np.percentile(values, share)) * 1e3
+    gaps = np.concatenate([np.diff(t.releases_s) for t in told] or [[]])
+    if len(gaps):
+        facts["between_releases_p99_ms"] = float(np.percentile(gaps, 99)) * 1e3
+    end_s = max(t.releases_s[-1] for t in told)
+    facts["wall_s"] = end_s
+    facts["output_tokens_per_s"] = sum(t.num_tokens for t in told) / end_s
+    facts["tokens_per_s"] = sum(t.num_tokens + t.ask.prompt_len for t in told) / end_s
+    return facts
+
+
+def counted(engine: Engine) -> dict[str, float]:
+    """What the engine counted that explains a time."""
+    numbers = engine.stats().numbers()
+    names = (
+        "num_steps", "plan_s", "launch_s", "wait_s", "commit_s", "num_preempted",
+        "verify_launches", "windows_per_verify", "draft_tokens", "acceptance", "num_rollbacks",
+        "surplus_tokens",
+    )  # fmt: skip
+    return {name: numbers[name] for name in names if numbers[name]}
+
+
+def stress(bench: Bench) -> bool:
+    """Every deterministic answer under load equals the one at batch size 1."""
+    args = bench.args
+    vocab = bench.model.config.vocab_size
+    longest = args.max_len - 48
+    questions = make_questions(
+        args.questions, seed=3, vocab_size=vocab, longest_prompt=longest, most_tokens=40
+    )
+    begin_s = time.perf_counter()
+    expected = lone_answers(bench.model, questions, max_len=args.max_len)
+    bench.rows.keep(
+        subject="stress_reference", samples=sum(map(len, expected)),
+        seconds=time.perf_counter() - begin_s,
+    )  # fmt: skip
+    good = True
+    table_len = -(-args.max_len // 128)
+    tight = args.num_pages or args.batch_size * table_len // 2
+    runs = (("dvr", 0.5), ("invariant", 0.4), ("fast", 0.1))
+    deadline_s = time.perf_counter() + args.seconds
+    for i, (mode, share) in enumerate(runs):
+        engine = bench.engine(
+            mode, num_pages=tight, has_prefix_cache=True, prefill_shapes=((4, 64),),
+            prefill_chunk=128, with_filters=True,
+        )  # fmt: skip
+        begin_s, report = time.perf_counter(), LoadReport()
+        until_s = begin_s + (deadline_s - begin_s) * (0.55, 0.8, 1.0)[i]
+        while report.num_requests < args.num * share and time.perf_counter() < until_s:
+            part = run_load(
+                engine, questions, expected, num_requests=min(500, args.num),
+                seed=100 * i + report.num_requests, plain_share=1.0 if mode == "fast" else 0.3,
+                most_waiting=2 * args.batch_size,
+            )  # fmt: skip
+            _add(report, part)
+        stats = engine.stats()
+        held = stats.num_pages_held
+        same = not report.wrong and not report.lost and not held
+        good = good and same
+        bench.rows.keep(
+            subject="stress", mode=mode, same=same, requests=report.num_requests,
+            samples=report.num_samples, cancelled=report.num_cancelled, plain=report.num_plain,
+            plain_different=report.num_plain_different, wrong=len(report.wrong),
+            lost=len(report.lost), pages_held=held, preempted=stats.num_preempted,
+            prefix_tokens=stats.prefix_tokens, rollbacks=stats.num_rollbacks,
+            acceptance=stats.acceptance, seconds=time.perf_counter() - begin_s,
+        )  # fmt: skip
+        for line in (*report.wrong[:3], *report.lost[:3]):
+            print("  " + line[:300])
+    return good
+
+
+def _add(total: LoadReport, part: LoadReport) -> None:
+    for name in (
+        "num_requests",
+        "num_samples",
+        "num_cancelled",
+        "num_plain",
+        "num_plain_different",
+    ):
+        setattr(total, name, getattr(total, name) + getattr(part, name))
+    total.wrong += part.wrong
+    total.lost += part.lost
+
+
+def overhead(bench: Bench) -> bool:
+    """Wall time of the engine's decode step over that of the bare jitted step."""
+    args = bench.args
+    batch = args.batch
+    prompt_len = args.max_len - 160
+    for mode in (m for m in args.modes if m != "dvr"):  # whose decode step is that of `fast`
+        engine = bench.engine(mode)
+        rng = np.random.default_rng(0)
+        for i in range(batch):
+            engine.add_request(
+                bench.prompt(rng, prompt_len),
+                SamplingParams(max_tokens=159, temperature=0.8, seed=i),
+                is_deterministic=mode == "invariant",
+            )
+        while engine.stats().decode_tokens < 2 * batch or engine.stats().num_running < batch:
+            engine.step()
+        times = []
+        before = engine.stats().numbers()
+        for _ in range(5):
+            begin_s = time.perf_counter()
+            for _ in range(20):
+                engine.step()
+            times.append((time.perf_counter() - begin_s) / 20 * 1e3)
+        after = engine.stats().numbers()
+        host = {
+            name[:-2] + "_ms": (after[name] - before[name]) / 100 * 1e3
+            for name in ("plan_s", "launch_s", "wait_s", "commit_s")
+        }
+        engine.drain()
+        del engine
+        bare = _bare_step_ms(bench, mode, batch, prompt_len + 60)
+        bench.rows.keep(
+            subject="engine_step", mode=mode, batch=batch, context=prompt_len + 60,
+            engine_ms=statistics.median(times), bare_ms=bare,
+            ratio=statistics.median(times) / bare, **host,
+        )  # fmt: skip
+    return True
+
+
+def _bare_step_ms(bench: Bench, mode: str, batch: int, context: int) -> float:
+    """The jitted step alone, launched back to back: median of five runs of 20."""
+    model, table_len = bench.model, -(-bench.args.max_len // 128)
+    shape = StepShape(
+        batch=batch, length=1, table_len=table_len, num_pages=batch * table_len, num_top=0,
+        with_filters=False, mode="invariant" if mode == "invariant" else "fast",
+    )  # fmt: skip
+    step = compile_step(model, shape)
+    pages = empty_pages(model, batch * table_len)
+    table = np.arange(batch * table_len, dtype=np.int32).reshape(batch, table_len)
+    tokens = Tokens(
+        ids=np.full((batch, 1), 7, np.int32),
+        positions=np.full((batch, 1), context, np.int32),
+        page_table=table,
+    )
+    rows = SamplingRows.pack([(SamplingParams(temperature=0.8, seed=r), 0) for r in range(batch)])
+    tokens, rows = jax.device_put((tokens, rows))
+    times = []
+    for _ in range(6):
+        begin_s = time.perf_counter()
+        for _ in range(20):
+            pages, choice = step(model.params, model.rope_tables, pages, tokens, rows)
+        jax.block_until_ready((pages, choice))
+        times.append((time.perf_counter() - begin_s) / 20 * 1e3)
+    return statistics.median(times[1:])
+
+
+def offline(bench: Bench) -> bool:
+    """All requests at once, of one length."""
+    args = bench.args
+    for mode in args.modes:
+        asks = [
+            Ask(
+                at_s=0.0, prompt_len=args.prompt_len, output_len=args.output_len,
+                is_deterministic=mode != "fast",
+            )
+            for _ in range(args.num)
+        ]  # fmt: skip
+        engine = bench.engine(mode)
+        told = serve(bench, engine, asks)
+        bench.rows.keep(
+            subject="offline", mode=mode, requests=args.num, prompt_len=args.prompt_len,
+            output_len=args.output_len, draft_weights=args.draft_weights if mode == "dvr" else "",
+            **summary(told), **counted(engine),
+        )  # fmt: skip
+        del engine
+    return True
+
+
+def read_trace(path: str, *, most_len: int, count: int) -> list[tuple[int, int]]:
+    """(prompt tokens, generated tokens) of the first requests that fit `most_len`."""
+    with open(path, newline="") as file:
+        pairs = [
+            (int(row["ContextTokens"]), int(row["GeneratedTokens"])) for row in csv.DictReader(file)
+        ]
+    fitting = [(p, g) for p, g in pairs if p >= 1 and g >= 1 and p + g <= most_len]
+    return fitting[:count]
+
+
+def replay(bench: Bench) -> bool:
+    """A trace's lengths, offline (rate 0) and arriving at random at fixed rates."""
+    args = bench.args
+    lengths = read_trace(args.trace, most_len=args.max_len, count=args.num)
+    for mode in args.modes:
+        for rate in args.rates:
+            asks = list(_arrivals(lengths, rate, share=100.0 if mode != "fast" else 0.0))
+            engine = bench.engine(mode)
+            told = serve(bench, engine, asks)
+            bench.rows.keep(
+                subject="replay", mode=mode, rate_per_s=rate, requests=len(asks),
+                **summary(told), **counted(engine),
+            )  # fmt: skip
+            del engine
+    return True
+
+
+def _arrivals(lengths: Sequence[tuple[int, int]], rate: float, *, share: float) -> Iterator[Ask]:
+    """Poisson arrivals; `share` percent of them deterministic."""
+    rng = np.random.default_rng(1)
+    at_s = 0.0
+    for prompt_len, output_len in lengths:
+        at_s += rng.exponential(1 / rate) if rate else 0.0
+        yield Ask(
+            at_s=at_s, prompt_len=prompt_len, output_len=output_len,
+            is_deterministic=bool(rng.random() * 100 < share),
+        )  # fmt: skip
+
+
+def shares(bench: Bench) -> bool:
+    """Throughput of `dvr` against the share of deterministic requests."""
+    args = bench.args
+    lengths = [(args.prompt_len, args.output_len)] * args.num
+    for share in (*args.shares, -1.0):
+        mode = "fast" if share < 0 else "dvr"
+        engine = bench.engine(mode)
+        told = serve(bench, engine, list(_arrivals(lengths, 0.0, share=share)))
+        plain = [t for t in told if not t.ask.is_deterministic]
+        facts = {f"plain_{k}": v for k, v in summary(plain).items() if "p99" in k} if plain else {}
+        bench.rows.keep(
+            subject="shares", mode=mode, deterministic_percent=max(share, 0.0),
+            **summary(told), **facts, **counted(engine),
+        )  # fmt: skip
+        del engine
+    return True
+
+
+def windows(bench: Bench) -> bool:
+    """The verified window (W) and how many are verified at once (G)."""
+    args = bench.args
+    lengths = [(args.prompt_len, args.output_len)] * args.num
+    for window in args.windows:
+        for group in args.groups:
+            engine = bench.engine("dvr", verify_window=window, verify_rows=group, verify_batches=())
+            told = serve(bench, engine, list(_arrivals(lengths, 0.0, share=100.0)))
+            bench.rows.keep(
+                subject="windows", window=window, group=group, draft_weights=args.draft_weights,
+                **summary(told), **counted(engine),
+            )  # fmt: skip
+            del engine
+    return True
+
+
+COLUMNS = {
+    "subject": "subject", "mode": "mode", "same": "same", "requests": "requests",
+    "deterministic_percent": "determ. %", "window": "W", "group": "G", "rate_per_s": "rate/s",
+    "wall_s": "wall s", "output_tokens_per_s": "tokens/s", "first_token_p50_ms": "TTFT p50 ms",
+    "first_token_p99_ms": "p99", "token_p50_ms": "TPOT p50 ms", "token_p99_ms": "p99",
+    "acceptance": "accepted", "engine_ms": "engine ms", "bare_ms": "bare ms", "ratio": "ratio",
+}  # fmt: skip
+
+
+def show(rows: Sequence[dict]) -> None:
+    """Print rows without their card as a table, last."""
+    shown = [key for key in COLUMNS if any(key in row for row in rows)]
+    table = rich.table.Table(*(COLUMNS[key] for key in shown))
+    for row in rows:
+        values = [row.get(key, "") for key in shown]
+        table.add_row(*(f"{v:.4g}" if isinstance(v, float) else str(v) for v in values))
+    rich.console.Console(width=150).print(table)
+
+
+COMMANDS = {
+    "stress": stress, "overhead": overhead, "offline": offline, "replay": replay,
+    "shares": shares, "windows": windows,
+}  # fmt: skip
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("commands", nargs="+", choices=COMMANDS)
+    parser.add_argument("--model", choices=[*MODELS, "bundled"], default="bundled")
+    parser.add_argument("--backend", choices=[b.value for b in Backend], default="portable")
+    parser.add_argument("--modes", nargs="+", default=["invariant", "dvr", "fast"])
+    parser.add_argument("--num", type=int, default=512, help="requests")
+    parser.add_argument("--prompt-len", type=int, default=512)
+    parser.add_argument("--output-len", type=int, default=128)
+    parser.add_argument("--trace", help="CSV with ContextTokens and GeneratedTokens")
+    parser.add_argument("--text", help="text file to cut prompts of the bundled model from")
+    parser.add_argument("--rates", type=float, nargs="+", default=[0.0], help="requests a second")
+    parser.add_argument("--shares", type=float, nargs="+", default=[2, 5, 10, 20, 50, 100])
+    parser.add_argument("--windows", type=int, nargs="+", default=[8, 16, 32, 64])
+    parser.add_argument("--groups", type=int, nargs="+", default=[1, 4, 8, 16])
+    parser.add_argument("--batch", type=int, default=64, help="rows of `overhead`")
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--decode-batches", type=int, nargs="*", default=[])
+    parser.add_argument("--prefill-chunk", type=int, default=512)
+    parser.add_argument("--prefill-rows", type=int, nargs="*", default=[4])
+    parser.add_argument("--max-len", type=int, default=640)
+    parser.add_argument("--num-pages", type=int, default=0)
+    parser.add_argument("--verify-rows", type=int, default=8)
+    parser.add_argument("--verify-window", type=int, default=32)
+    parser.add_argument("--verify-batches", type=int, nargs="*", default=[])
+    parser.add_argument("--draft-share", type=float, default=1.0)
+    parser.add_argument("--draft-weights", default="full")
+    parser.add_argument("--questions", type=int, default=250, help="different ones of `stress`")
+    parser.add_argument("--seconds", type=float, default=1e9, help="most of `stress`")
+    parser.add_argument("--out", help="write JSON rows here")
+    args = parser.parse_args()
+    if "replay" in args.commands and not args.trace:
+        parser.error("replay needs --trace")
+    if args.text and args.model != "bundled":
+        parser.error("--text needs --model bundled, whose tokenizer it is read with")
+    return args
+
+
+def main() -> None:
+    """Run the commands; exit with 3 if a bit differs."""
+    args = parse_args()
+    bench = Bench(args)
+    good = [COMMANDS[name](bench) for name in args.commands]
+    show(bench.rows.rows)
+    sys.exit(0 if all(good) else 3)
+
+
+if __name__ == "__main__":
+    main()

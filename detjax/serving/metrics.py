@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine counts about itself, in the process."""
+
+import bisect
+import dataclasses
+from dataclasses import dataclass, field
+
+_BOUNDS = tuple(1e-6 * 2 ** (i / 4) for i in range(140))
+"""Edges of a histogram's buckets: from 1 microsecond to 8 hours, 19 % apart."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Histogram:
+    """Positive numbers in buckets 19 % wide, so a quantile is right to that. Constant size."""
+
+    counts: list[int] = field(default_factory=lambda: [0] * (len(_BOUNDS) + 1))
+    count: int = 0
+    total: float = 0.0
+    largest: float = 0.0
+
+    def add(self, value: float, times: int = 1) -> None:
+        """Count a number."""
+        self.counts[bisect.bisect_left(_BOUNDS, value)] += times
+        self.count += times
+        self.total += value * times
+        self.largest = max(self.largest, value)
+
+    @property
+    def mean(self) -> float:
+        """0 where nothing was counted."""
+        return self.total / self.count if self.count else 0.0
+
+    def quantile(self, share: float) -> float:
+        """The upper edge of the bucket that holds it, but at most the largest; 0 without any."""
+        left = share * self.count
+        for edge, count in zip((*_BOUNDS, self.largest), self.counts, strict=True):
+            left -= count
+            if count and left <= 0:
+                return min(edge, self.largest)
+        return self.largest
+
+
+@dataclass(kw_only=True, slots=True)
+class EngineStats:
+    """Counters since the engine was made, and how things stand now. The engine adds to it.
+
+    Attributes:
+        compile_s: Compiling.
+        num_compiled: Programs.
+        num_steps: Calls of `step` that launched something.
+        num_launches: Programs launched; a step has up to four.
+        num_requests: Asked for; the samples of one count as one.
+        num_finished: Samples that ended by themselves.
+        num_failed: Samples that ended with an error.
+        num_cancelled: Samples that were cancelled.
+        num_waiting: Samples in the queue, now.
+        num_running: Samples with a slot, now.
+        num_pages: Pages of the cache.
+        num_pages_held: Pages that samples hold, now.
+        num_pages_cached: Pages kept for their content alone, now.
+        num_pages_evicted: Such pages that were given out again.
+        num_preempted: Times a sample lost its pages to another.
+        prompt_tokens: Of all samples.
+        prefix_tokens: Of these, found in the prefix cache.
+        prefill_tokens: Computed by prefill; those of preempted samples again.
+        decode_tokens: Committed, by whatever step.
+        surplus_tokens: Computed for a sample that had ended a step before.
+        verify_launches: Verifications.
+        num_windows: Windows verified.
+        draft_tokens: Drafts verified.
+        accepted_tokens: Drafts committed.
+        num_rollbacks: Windows in which a draft was wrong.
+        plan_s: Host: deciding what to run.
+        launch_s: Host: laying out rows and handing them to the device.
+        wait_s: Host: waiting for results. Near zero, the host is what limits.
+        commit_s: Host: reading results and telling consumers.
+        step_s: Time of a step.
+        first_token_s: From a sample's arrival to its first token.
+        between_tokens_s: Between two releases of a sample.
+        end_to_end_s: From a sample's arrival to its end.
+    """
+
+    compile_s: float = 0.0
+    num_compiled: int = 0
+    num_steps: int = 0
+    num_launches: int = 0
+    num_requests: int = 0
+    num_finished: int = 0
+    num_failed: int = 0
+    num_cancelled: int = 0
+    num_waiting: int = 0
+    num_running: int = 0
+    num_pages: int = 0
+    num_pages_held: int = 0
+    num_pages_cached: int = 0
+    num_pages_evicted: int = 0
+    num_preempted: int = 0
+    prompt_tokens: int = 0
+    prefix_tokens: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    surplus_tokens: int = 0
+    verify_launches: int = 0
+    num_windows: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    num_rollbacks: int = 0
+    plan_s: float = 0.0
+    launch_s: float = 0.0
+    wait_s: float = 0.0
+    commit_s: float = 0.0
+    step_s: Histogram = field(default_factory=Histogram)
+    first_token_s: Histogram = field(default_factory=Histogram)
+    between_tokens_s: Histogram = field(default_factory=Histogram)
+    end_to_end_s: Histogram = field(default_factory=Histogram)
+
+    @property
+    def acceptance(self) -> float:
+        """Share of verified drafts that were committed."""
+        return self.accepted_tokens / self.draft_tokens if self.draft_tokens else 0.0
+
+    @property
+    def windows_per_verify(self) -> float:
+        """Rows of a verification that were no padding."""
+        return self.num_windows / self.verify_launches if self.verify_launches else 0.0
+
+    def numbers(self) -> dict[str, int | float]:
+        """All counters, and mean and quantiles of the histograms, as flat JSON."""
+        flat = {}
+        for entry in dataclasses.fields(self):
+            value = getattr(self, entry.name)
+            if isinstance(value, Histogram):
+                stem = entry.name.removesuffix("_s")
+                flat[f"{stem}_mean_s"] = value.mean
+                for share in (50, 90, 99):
+                    flat[f"{stem}_p{share}_s"] = value.quantile(share / 100)
+            else:
+                flat[entry.name] = value
+        return flat | {
+            "acceptance": self.acceptance,
+            "windows_per_verify": self.windows_per_verify,
+        }

@@ -1,0 +1,678 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which rows the next step runs. Pure Python: no model, no array, no clock.
+
+The scheduler counts what has been launched, not what has come back: it runs a step ahead of the
+device. Where a count is not known yet (how much of a window a verification commits) it reckons
+with the most, and is corrected when the result is read. None of its choices can change a bit of a
+deterministic answer.
+"""
+
+import bisect
+import enum
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from detjax.serving.kv_cache import PagePool, page_key
+from detjax.serving.request import Request
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SchedulerConfig:
+    """Sizes and policies. Those of a replica, where there are several.
+
+    Attributes:
+        num_replicas: Replicas, each with its own slots and pages.
+        num_slots: Samples that run at once.
+        num_pages: Cache pages.
+        page_len: Tokens of a page.
+        prefill_shapes: (rows, tokens a row) that a prefill may have.
+        step_tokens: Most tokens of a step, padding included.
+        verify_rows: Windows of one verification.
+        verify_window: Tokens of one window.
+        verify_patience: Steps that a full window may wait for company.
+        verify_deadline: Steps after which an open window counts as full.
+        draft_share: Most share of drafted samples among those that decode, at which they draft;
+            above it the decode step is canonical and needs no verification.
+        ageing_steps: Steps of waiting that one level of priority is worth.
+        has_prefix_cache: Whether full canonical pages are shared between requests.
+        is_synchronous: Samples that are not drafted wait for each result, so that the host can
+            propose drafts from it.
+
+    Raises:
+        ValueError: If no prefill would fit into a step beside everything else.
+    """
+
+    num_replicas: int
+    num_slots: int
+    num_pages: int
+    page_len: int
+    prefill_shapes: tuple[tuple[int, int], ...]
+    step_tokens: int
+    verify_rows: int
+    verify_window: int
+    verify_patience: int
+    verify_deadline: int
+    draft_share: float
+    ageing_steps: int
+    has_prefix_cache: bool
+    is_synchronous: bool
+
+    def __post_init__(self):
+        """Check that a prefill always fits."""
+        least = min(rows * length for rows, length in self.prefill_shapes)
+        least += self.num_slots + self.verify_rows * self.verify_window
+        if self.step_tokens < least:
+            raise ValueError(
+                f"step_tokens={self.step_tokens} must be at least {least}: every slot, a "
+                "verification and the smallest prefill; raise it or lower those"
+            )
+
+
+class SampleState(enum.Enum):
+    """Where a sample is in its life."""
+
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    DONE = enum.auto()
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Sample:
+    """One sample of a request. `Scheduler` alone changes it.
+
+    Attributes:
+        request_id: Of the request.
+        sample_idx: Which of the request's samples.
+        request: What was asked.
+        is_drafted: Tokens may be proposed by drafts and committed by verification.
+        is_canonical: What is committed was computed canonically, so its pages may be shared.
+        rank: Order of service; the lowest is never preempted by another.
+        most_len: Length at which it ends.
+        tokens: The prompt and what has been committed.
+        state: Waiting, running or done.
+        replica: Where it runs.
+        slot: Its slot there.
+        epoch: How often it was preempted. Results of an earlier epoch are dropped.
+        pages: Its pages, in order.
+        keys: Of its leading full pages.
+        num_registered: How many leading pages the prefix cache was told of.
+        num_to_prefill: Tokens that prefill computes, before decoding goes on.
+        num_prefilled: How many of them have been launched.
+        num_coming: Most tokens that results not read yet may commit.
+        num_drafts: Drafts launched in the open window.
+        window: Windows before the open one.
+        opened_step: When the open window got its first draft.
+        closed_step: When the open window was found full; None before.
+    """
+
+    request_id: int
+    sample_idx: int
+    request: Request
+    is_drafted: bool
+    is_canonical: bool
+    rank: tuple[int, int]
+    most_len: int
+    tokens: list[int]
+    state: SampleState = SampleState.WAITING
+    replica: int = 0
+    slot: int = 0
+    epoch: int = 0
+    pages: list[int] = field(default_factory=list)
+    keys: list[bytes] = field(default_factory=list)
+    num_registered: int = 0
+    num_to_prefill: int = 0
+    num_prefilled: int = 0
+    num_coming: int = 0
+    num_drafts: int = 0
+    window: int = 0
+    opened_step: int = 0
+    closed_step: int | None = None
+
+    @property
+    def num_outputs(self) -> int:
+        """Tokens committed so far."""
+        return len(self.tokens) - len(self.request.prompt_token_ids)
+
+    @property
+    def bound(self) -> int:
+        """Longest that `tokens` can be once all results are read."""
+        return len(self.tokens) + self.num_coming
+
+    @property
+    def is_prefilled(self) -> bool:
+        """Whether its prompt has been launched to the end."""
+        return self.num_prefilled == self.num_to_prefill
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillRow:
+    """Tokens `start` onwards of a sample; the last row of a prompt chooses a token."""
+
+    sample: Sample
+    epoch: int
+    start: int
+    token_ids: Sequence[int]
+    is_last: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeRow:
+    """One more token: committed at once, or a draft, number `offset` (from 0) of its window."""
+
+    sample: Sample
+    epoch: int
+    is_draft: bool
+    offset: int
+    window: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VerifyRow:
+    """A window of `num_drafts` drafts: those on the device, or `given` by the host."""
+
+    sample: Sample
+    epoch: int
+    num_drafts: int
+    given: tuple[int, ...] | None
+
+
+Row = PrefillRow | DecodeRow | VerifyRow
+
+
+def most_committed(row: Row) -> int:
+    """Most tokens that the result of a row can commit."""
+    match row:
+        case PrefillRow():
+            return int(row.is_last)
+        case DecodeRow():
+            return int(not row.is_draft)
+        case VerifyRow():
+            return row.num_drafts + 1
+
+
+@dataclass(kw_only=True, slots=True)
+class Plan:
+    """Rows of one step, by replica. They run in this order: verify, prefill, decode.
+
+    Attributes:
+        verifies: Windows to verify.
+        prefill_shape: (rows, tokens a row); None where there is no prefill.
+        prefills: Pieces of prompts.
+        decodes: Single tokens.
+        failed: Samples that end here, each with the reason.
+    """
+
+    verifies: list[list[VerifyRow]]
+    prefill_shape: tuple[int, int] | None
+    prefills: list[list[PrefillRow]]
+    decodes: list[list[DecodeRow]]
+    failed: list[tuple[Sample, str]]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to launch."""
+        return not any(
+            rows for part in (self.verifies, self.prefills, self.decodes) for rows in part
+        )
+
+
+class _Replica:
+    """The slots and pages of one data-parallel rank."""
+
+    def __init__(self, config: SchedulerConfig):
+        self.pool = PagePool(config.num_pages)
+        self.free_slots = list(range(config.num_slots - 1, -1, -1))
+        self.running: list[Sample] = []  # by rank
+
+    def prefilling(self) -> list[Sample]:
+        return [s for s in self.running if not s.is_prefilled]
+
+
+Propose = Callable[[Sequence[int], int], tuple[int, ...]]
+"""From the tokens so far and the most drafts wanted, drafts that cost no model; or none."""
+
+
+def propose_nothing(tokens: Sequence[int], most: int) -> tuple[int, ...]:
+    """Give no drafts."""
+    return ()
+
+
+class Scheduler:
+    """Admits, orders, preempts and ends samples, and says what the next step runs."""
+
+    def __init__(
+        self, config: SchedulerConfig, *, root_key: bytes = b"", propose: Propose = propose_nothing
+    ):
+        """Begin with nothing to do.
+
+        Args:
+            config: Sizes and policies.
+            root_key: Names the weights and numerics that pages are computed with.
+            propose: Host-side drafts for samples that are decoded canonically.
+        """
+        self._config = config
+        self._root_key = root_key
+        self._propose = propose
+        self._waiting: list[tuple[tuple[int, int], Sample]] = []
+        self._replicas = [_Replica(config) for _ in range(config.num_replicas)]
+        self._serial = 0
+        self._step = 0
+        self._is_drafting = True
+        self.num_waiting = 0
+        self.num_preempted = 0
+        self.num_prefix_tokens = 0
+
+    # ---------------------------------------------------------------------------------------- state
+
+    @property
+    def running(self) -> list[Sample]:
+        """Samples that hold a slot."""
+        return [sample for replica in self._replicas for sample in replica.running]
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a sample waits or runs."""
+        return self.num_waiting > 0 or any(replica.running for replica in self._replicas)
+
+    @property
+    def pools(self) -> list[PagePool]:
+        """The pages of each replica."""
+        return [replica.pool for replica in self._replicas]
+
+    # ----------------------------------------------------------------------------- life of a sample
+
+    def add(
+        self,
+        request: Request,
+        *,
+        request_id: int,
+        sample_idx: int,
+        most_len: int,
+        is_drafted: bool,
+        is_canonical: bool,
+    ) -> Sample:
+        """Queue a sample."""
+        # WHY: a level of priority moves the arrival back, so the order never changes while waiting
+        # and everybody's turn comes.
+        arrival = self._step - request.priority * self._config.ageing_steps
+        sample = Sample(
+            request_id=request_id,
+            sample_idx=sample_idx,
+            request=request,
+            is_drafted=is_drafted,
+            is_canonical=is_canonical,
+            rank=(arrival, self._serial),
+            most_len=most_len,
+            tokens=list(request.prompt_token_ids),
+        )
+        self._serial += 1
+        self._wait(sample)
+        return sample
+
+    def end(self, sample: Sample) -> None:
+        """Take back everything that a sample holds. Its results in flight are dropped."""
+        if sample.state is SampleState.RUNNING:
+            self._leave(sample)
+        elif sample.state is SampleState.WAITING:
+            self.num_waiting -= 1  # the queue skips it
+        sample.state = SampleState.DONE
+
+    def is_current(self, row: Row) -> bool:
+        """Whether the result of a row still counts."""
+        return row.sample.state is SampleState.RUNNING and row.epoch == row.sample.epoch
+
+    def retire(self, row: Row) -> None:
+        """Note that the result of a current row has been read. Commit its tokens afterwards."""
+        row.sample.num_coming -= most_committed(row)
+
+    def commit(self, sample: Sample, token_id: int) -> None:
+        """Append a token to a running sample."""
+        sample.tokens.append(token_id)
+
+    def share_pages(self, sample: Sample) -> None:
+        """Let others find the pages that a running sample's committed tokens have filled."""
+        if sample.is_canonical and sample.is_prefilled:
+            # The last token's keys and values are not computed yet.
+            self._register(sample, len(sample.tokens) - 1)
+
+    def close_window(self, row: DecodeRow) -> None:
+        """Verify the window of a draft at once, since the draft would end the sample."""
+        sample = row.sample
+        if sample.window == row.window and sample.closed_step is None:
+            sample.closed_step = self._step
+
+    def _wait(self, sample: Sample) -> None:
+        sample.state = SampleState.WAITING
+        heapq.heappush(self._waiting, (sample.rank, sample))
+        self.num_waiting += 1
+
+    def _leave(self, sample: Sample) -> None:
+        replica = self._replicas[sample.replica]
+        replica.pool.give_back(sample.pages)
+        replica.running.remove(sample)
+        replica.free_slots.append(sample.slot)
+        sample.pages = []
+        sample.num_registered = 0
+
+    def _preempt(self, sample: Sample) -> None:
+        """Free a sample's slot and pages. What it committed stays, and is computed again."""
+        self._leave(sample)
+        sample.epoch += 1
+        sample.num_coming = 0
+        self._open_window(sample)
+        self._wait(sample)
+        self.num_preempted += 1
+
+    def _open_window(self, sample: Sample) -> None:
+        sample.num_drafts = 0
+        sample.window += 1
+        sample.closed_step = None
+
+    # ------------------------------------------------------------------------------------- planning
+
+    def plan(self) -> Plan:
+        """Decide the next step, and reckon with its having been launched."""
+        self._step += 1
+        self._choose_drafting()
+        plan = Plan(
+            verifies=[[] for _ in self._replicas],
+            prefill_shape=None,
+            prefills=[[] for _ in self._replicas],
+            decodes=[[] for _ in self._replicas],
+            failed=[],
+        )
+        self._plan_verifies(plan)
+        for replica, rows in zip(self._replicas, plan.decodes, strict=True):
+            self._plan_decodes(replica, rows, plan)
+        # WHY: who was preempted for a later row's pages must not write to them any more.
+        plan.verifies = [[r for r in rows if self.is_current(r)] for rows in plan.verifies]
+        used = max(len(rows) for rows in plan.decodes)
+        if any(plan.verifies):
+            used += self._config.verify_rows * self._config.verify_window
+        self._admit(plan)
+        self._plan_prefills(plan, self._config.step_tokens - used)
+        return plan
+
+    def _has_page(self, replica: _Replica, sample: Sample, position: int, plan: Plan) -> bool:
+        """Give the sample pages up to `position`, at the cost of those that rank below it."""
+        missing = position // self._config.page_len + 1 - len(sample.pages)
+        if missing <= 0:
+            return True
+        while replica.pool.num_available < missing:
+            last = replica.running[-1]
+            if last is not sample:
+                self._preempt(last)
+                continue
+            if len(replica.running) == 1:
+                self._fail(sample, position + 1, plan)
+            return False
+        sample.pages += replica.pool.take(missing)
+        return True
+
+    def _fail(self, sample: Sample, num_tokens: int, plan: Plan) -> None:
+        self.end(sample)
+        cache = f"the cache of {self._config.num_pages} pages of {self._config.page_len}"
+        plan.failed.append((sample, f"its {num_tokens} tokens do not fit in {cache}"))
+
+    # --------------------------------------------------------------------------------------- decode
+
+    def _plan_decodes(self, replica: _Replica, rows: list[DecodeRow], plan: Plan) -> None:
+        # Best rank first: who is preempted for another has no row yet.
+        for sample in tuple(replica.running):
+            if sample.state is not SampleState.RUNNING or not self._can_decode(sample):
+                continue
+            position = sample.bound - 1
+            if self._drafts(sample):
+                # A draft needs the page of its successor too: verification runs up to there.
+                position += sample.num_drafts + 1
+            if self._has_page(replica, sample, position, plan):
+                rows.append(self._decode(sample))
+
+    def _drafts(self, sample: Sample) -> bool:
+        """Whether a decode step of a sample makes a draft now."""
+        return sample.is_drafted and self._is_drafting
+
+    def _choose_drafting(self) -> None:
+        """Draft while few do; once it is off, only when clearly fewer do."""
+        decoding = [s for s in self.running if s.is_prefilled]
+        if not decoding:
+            return
+        share = sum(s.is_drafted for s in decoding) / len(decoding)
+        limit = self._config.draft_share
+        self._is_drafting = share <= (limit if self._is_drafting else 0.8 * limit)
+
+    def _can_decode(self, sample: Sample) -> bool:
+        if not sample.is_prefilled or sample.bound >= sample.most_len:
+            return False
+        if not self._drafts(sample):
+            # What drafts have written is to be verified first.
+            is_waiting = self._config.is_synchronous and sample.num_coming
+            return not (is_waiting or sample.num_drafts)
+        # A window of d drafts may commit d + 1 tokens.
+        has_room = sample.bound + sample.num_drafts + 2 <= sample.most_len
+        is_open = sample.closed_step is None
+        return is_open and has_room and sample.num_drafts < self._config.verify_window - 1
+
+    def _decode(self, sample: Sample) -> DecodeRow:
+        row = DecodeRow(
+            sample=sample,
+            epoch=sample.epoch,
+            is_draft=self._drafts(sample),
+            offset=sample.num_drafts,
+            window=sample.window,
+        )
+        if row.is_draft:
+            if sample.num_drafts == 0:
+                sample.opened_step = self._step
+            sample.num_drafts += 1
+        else:
+            sample.closed_step = None
+        sample.num_coming += most_committed(row)
+        return row
+
+    # --------------------------------------------------------------------------------- verification
+
+    def _plan_verifies(self, plan: Plan) -> None:
+        """Full windows first; parts of windows when they waited too long or ride for nothing."""
+        self._plan_given(plan)
+        ready = [[s for s in r.running if self._is_ready(s)] for r in self._replicas]
+        waited = max((self._step - (s.closed_step or 0) for r in ready for s in r), default=-1)
+        if waited < 0:
+            return
+        is_full = any(len(samples) >= self._config.verify_rows for samples in ready)
+        is_due = waited >= self._config.verify_patience or any(plan.verifies)
+        if not (is_full or is_due or self._is_stuck()):
+            return
+        for replica, samples, rows in zip(self._replicas, ready, plan.verifies, strict=True):
+            samples.sort(key=lambda s: (s.closed_step, s.rank))
+            samples += self._riders(replica)
+            for sample in samples[: self._config.verify_rows - len(rows)]:
+                position = sample.bound - 1 + sample.num_drafts
+                if sample.state is SampleState.RUNNING and self._has_page(
+                    replica, sample, position, plan
+                ):
+                    rows.append(self._verify(sample, sample.num_drafts, None))
+
+    def _is_ready(self, sample: Sample) -> bool:
+        """Whether a window is to be verified. Notes since when."""
+        if not (sample.is_drafted and sample.is_prefilled and sample.bound < sample.most_len):
+            return False
+        age = self._step - sample.opened_step
+        is_late = sample.num_drafts > 0 and age >= self._config.verify_deadline
+        if sample.closed_step is None and (is_late or not self._can_decode(sample)):
+            sample.closed_step = self._step
+        return sample.closed_step is not None
+
+    def _is_stuck(self) -> bool:
+        """Whether nobody can go on without a verification."""
+        return not any(self._can_decode(s) or not s.is_prefilled for s in self.running)
+
+    def _riders(self, replica: _Replica) -> list[Sample]:
+        """Open windows, at least half full, for rows that would be padding."""
+        half = self._config.verify_window // 2
+        riders = [s for s in replica.running if s.closed_step is None and s.num_drafts >= half > 0]
+        return sorted(riders, key=lambda s: (-s.num_drafts, s.rank))
+
+    def _plan_given(self, plan: Plan) -> None:
+        """Windows whose drafts the host proposes, for samples without a result to come."""
+        if not self._config.is_synchronous:
+            return
+        for replica, rows in zip(self._replicas, plan.verifies, strict=True):
+            for sample in tuple(replica.running):
+                if len(rows) == self._config.verify_rows:
+                    break
+                if sample.state is not SampleState.RUNNING or not self._can_decode(sample):
+                    continue
+                room = min(self._config.verify_window, sample.most_len - sample.bound) - 1
+                given = tuple(self._propose(sample.tokens, room)[:room])
+                position = sample.bound - 1 + len(given)
+                if given and self._has_page(replica, sample, position, plan):
+                    rows.append(self._verify(sample, len(given), given))
+
+    def _verify(self, sample: Sample, num_drafts: int, given: tuple[int, ...] | None) -> VerifyRow:
+        row = VerifyRow(sample=sample, epoch=sample.epoch, num_drafts=num_drafts, given=given)
+        sample.num_coming += most_committed(row)
+        self._open_window(sample)
+        return row
+
+    # ------------------------------------------------------------------------ admission and prefill
+
+    def _admit(self, plan: Plan) -> None:
+        """Let the best of those who wait run, while there are slots, pages and rows to prefill."""
+        most_rows = max(rows for rows, _ in self._config.prefill_shapes)
+        while self._waiting:
+            sample = self._waiting[0][1]
+            if sample.state is SampleState.WAITING:
+                open_ones = [
+                    (-self._count_matched(r, sample), -r.pool.num_available, i)
+                    for i, r in enumerate(self._replicas)
+                    if r.free_slots and len(r.prefilling()) < most_rows
+                ]
+                # WHY: nobody overtakes the first: small requests would starve a large one.
+                if not any(self._enter(i, sample, plan) for _, _, i in sorted(open_ones)):
+                    return
+                self.num_waiting -= 1
+            heapq.heappop(self._waiting)
+
+    def _enter(self, index: int, sample: Sample, plan: Plan) -> bool:
+        """Give a sample a slot and pages for all its tokens, or end it; False if it must wait."""
+        replica = self._replicas[index]
+        matched = self._matched(replica, sample)
+        replica.pool.share(matched)
+        missing = -(-len(sample.tokens) // self._config.page_len) - len(matched)
+        # Those who run will need a page each, sooner or later.
+        if replica.pool.num_available < missing + len(replica.running):
+            replica.pool.give_back(matched)
+            if replica.running:
+                return False
+            sample.state = SampleState.DONE
+            self._fail(sample, len(sample.tokens), plan)
+            return True
+        sample.pages = matched + replica.pool.take(missing)
+        sample.state = SampleState.RUNNING
+        sample.replica, sample.slot = index, replica.free_slots.pop()
+        sample.num_registered = len(matched)
+        sample.num_to_prefill = len(sample.tokens)
+        sample.num_prefilled = len(matched) * self._config.page_len
+        self.num_prefix_tokens += sample.num_prefilled
+        bisect.insort(replica.running, sample, key=lambda s: s.rank)
+        return True
+
+    def _plan_prefills(self, plan: Plan, most_tokens: int) -> None:
+        plan.prefill_shape = shape = self._prefill_shape(most_tokens)
+        if shape is None:
+            return
+        num_rows, length = shape
+        for replica, rows in zip(self._replicas, plan.prefills, strict=True):
+            for sample in replica.prefilling()[:num_rows]:
+                rows.append(self._prefill(replica, sample, length))
+
+    def _prefill_shape(self, most_tokens: int) -> tuple[int, int] | None:
+        """The shape that computes most tokens among those of which half is no padding."""
+        missing = [
+            [s.num_to_prefill - s.num_prefilled for s in r.prefilling()] for r in self._replicas
+        ]
+        if not any(missing):
+            return None
+        sized = []
+        for rows, length in self._config.prefill_shapes:
+            if rows * length <= most_tokens:
+                useful = sum(min(n, length) for counts in missing for n in counts[:rows])
+                share = useful / (rows * length * len(missing))
+                sized.append((min(share, 0.5), useful, -rows * length, (rows, length)))
+        return max(sized)[-1]
+
+    def _prefill(self, replica: _Replica, sample: Sample, length: int) -> PrefillRow:
+        self._match_more(replica, sample)
+        start = sample.num_prefilled
+        stop = min(start + length, sample.num_to_prefill)
+        sample.num_prefilled = stop
+        row = PrefillRow(
+            sample=sample,
+            epoch=sample.epoch,
+            start=start,
+            token_ids=sample.tokens[start:stop],
+            is_last=sample.is_prefilled,
+        )
+        sample.num_coming += most_committed(row)
+        # WHY: at once. Whoever reads these pages is launched later or in the same launch, which
+        # writes all keys and values of a layer before any row attends to them.
+        self._register(sample, stop)
+        return row
+
+    # --------------------------------------------------------------------------------- prefix cache
+
+    def _key(self, sample: Sample, index: int) -> bytes:
+        """Name page `index` of a sample, whose tokens must be there."""
+        page_len = self._config.page_len
+        while len(sample.keys) <= index:
+            start = len(sample.keys) * page_len
+            parent = sample.keys[-1] if sample.keys else self._root_key
+            sample.keys.append(page_key(parent, sample.tokens[start : start + page_len]))
+        return sample.keys[index]
+
+    def _most_matched(self, sample: Sample) -> int:
+        """Pages that may come from others: not the last token's, whose logits are needed."""
+        if not self._config.has_prefix_cache:
+            return 0
+        return (len(sample.tokens) - 1) // self._config.page_len
+
+    def _matched(self, replica: _Replica, sample: Sample) -> list[int]:
+        """Pages of the longest prefix that is in the cache."""
+        pages = []
+        for index in range(self._most_matched(sample)):
+            page = replica.pool.find(self._key(sample, index))
+            if page is None:
+                break
+            pages.append(page)
+        return pages
+
+    def _count_matched(self, replica: _Replica, sample: Sample) -> int:
+        return len(self._matched(replica, sample))
+
+    def _match_more(self, replica: _Replica, sample: Sample) -> None:
+        """Use pages that another sample has filled since this one was admitted."""
+        page_len = self._config.page_len
+        while sample.num_prefilled % page_len == 0:
+            index = sample.num_prefilled // page_len
+            if index >= self._most_matched(sample):
+                return
+            page = replica.pool.find(self._key(sample, index))
+            if page is None:
+                return
+            replica.pool.share([page])
+            replica.pool.give_back([sample.pages[index]])
+            sample.pages[index] = page
+            sample.num_registered = index + 1
+            sample.num_prefilled += page_len
+            self.num_prefix_tokens += page_len
+
+    def _register(self, sample: Sample, num_tokens: int) -> None:
+        """Tell the prefix cache of pages that `num_tokens` canonical tokens fill."""
+        if not self._config.has_prefix_cache:
+            return
+        pool = self._replicas[sample.replica].pool
+        for index in range(sample.num_registered, num_tokens // self._config.page_len):
+            pool.register(sample.pages[index], self._key(sample, index))
+            sample.num_registered = index + 1

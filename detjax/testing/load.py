@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A loaded engine against the answers that each request gets alone: the equality that matters."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from detjax.models.loading import LoadedModel
+from detjax.serving.engine import Engine, EngineConfig
+from detjax.serving.request import (
+    Completion,
+    FinishReason,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    TokenEvent,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    """A request, and tokens that end a sample as a stop string would: only once all are there."""
+
+    request: Request
+    stop: tuple[int, ...]
+
+
+class StopWatch:
+    """The consumer of one question: sees each sample's tokens, and ends it after `stop`."""
+
+    def __init__(self, stop: tuple[int, ...]):
+        """Watch for `stop`; none where it is empty."""
+        self._stop = stop
+        self._seen: dict[int, list[int]] = {}
+
+    def __call__(self, event: TokenEvent) -> bool:
+        """Take a token."""
+        seen = self._seen.setdefault(event.sample_idx, [])
+        seen.append(event.token_id)
+        return bool(self._stop) and tuple(seen[-len(self._stop) :]) == self._stop
+
+
+def make_questions(
+    count: int, *, seed: int, vocab_size: int, longest_prompt: int, most_tokens: int
+) -> list[Question]:
+    """Draw questions of every kind: greedy and sampled, filtered, n > 1, stops, shared prefixes."""
+    rng = np.random.default_rng(seed)
+    heads = [rng.integers(0, vocab_size, longest_prompt) for _ in range(4)]
+    kinds = (
+        SamplingParams(),
+        SamplingParams(temperature=0.8),
+        SamplingParams(temperature=1.0, top_k=5),
+        SamplingParams(temperature=1.3, top_p=0.7),
+        SamplingParams(temperature=0.9, min_p=0.05, top_k=20),
+        SamplingParams(temperature=0.7, n=3),
+        SamplingParams(),
+    )
+    questions = []
+    for i in range(count):
+        length = int(rng.integers(1, longest_prompt + 1))
+        prompt = rng.integers(0, vocab_size, length)
+        if rng.random() < 0.6:
+            shared = int(rng.integers(0, length + 1))
+            prompt[:shared] = heads[rng.integers(4)][:shared]
+        sampling = dataclasses.replace(
+            kinds[i % len(kinds)],
+            max_tokens=int(rng.integers(1, most_tokens + 1)),
+            seed=int(rng.integers(0, 2**63)),
+            stop_token_ids=tuple(map(int, rng.integers(0, vocab_size, rng.integers(0, 4)))),
+        )
+        stop = tuple(map(int, rng.integers(0, vocab_size, 1))) if i % 5 == 0 else ()
+        request = Request(prompt_token_ids=tuple(map(int, prompt)), sampling=sampling)
+        questions.append(Question(request=request, stop=stop))
+    return questions
+
+
+def lone_answers(
+    model: LoadedModel, questions: Sequence[Question], *, max_len: int, prefill_chunk: int = 64
+) -> list[list[Completion]]:
+    """Answer each question alone, in `invariant` mode at batch size 1; samples of each."""
+    config = EngineConfig(
+        batch_size=1, prefill_chunk=prefill_chunk, max_len=max_len, has_prefix_cache=False
+    )
+    engine = Engine(model, config)
+    return [
+        engine.generate([question.request], on_token=StopWatch(question.stop))
+        for question in questions
+    ]
+
+
+@dataclass(kw_only=True, slots=True)
+class LoadReport:
+    """What came of a load.
+
+    Attributes:
+        num_requests: Asked for.
+        num_samples: Of these requests, all of which must have ended once.
+        num_cancelled: Samples that were cancelled before their end.
+        num_plain: Samples that did not ask to be deterministic.
+        num_plain_different: Of these, how many are not the canonical answer.
+        wrong: A line for each deterministic sample that is not the canonical answer.
+        lost: Samples that never ended, or got anything after their end.
+    """
+
+    num_requests: int = 0
+    num_samples: int = 0
+    num_cancelled: int = 0
+    num_plain: int = 0
+    num_plain_different: int = 0
+    wrong: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Asked:
+    """A sample that was asked for, and what it got."""
+
+    want: Completion
+    is_plain: bool
+    outputs: list[RequestOutput] = field(default_factory=list)
+
+
+def run_load(
+    engine: Engine,
+    questions: Sequence[Question],
+    expected: Sequence[Sequence[Completion]],
+    *,
+    num_requests: int,
+    seed: int,
+    plain_share: float,
+    cancelled_share: float = 0.1,
+    most_waiting: int = 40,
+) -> LoadReport:
+    """Ask random questions at random times, cancel some, and compare every bit of the answers.
+
+    Args:
+        engine: At rest.
+        questions: To draw from, again and again.
+        expected: Of each question, its samples' answers.
+        num_requests: How many to ask.
+        seed: Of the load.
+        plain_share: Share of requests that do not ask to be deterministic.
+        cancelled_share: Share of requests that are to be cancelled, up to 60 steps after they are
+            asked; some will have ended.
+        most_waiting: Requests under way at which no new one is asked.
+    """
+    rng = np.random.default_rng(seed)
+    report = LoadReport(num_requests=num_requests)
+    asked: dict[tuple[int, int], _Asked] = {}
+    under_way: dict[int, int] = {}
+    doomed: dict[int, list[int]] = {}
+    num_left, step = num_requests, 0
+    while num_left or engine.has_work:
+        for _ in range(min(num_left, int(rng.poisson(rng.choice([0.3, 1.0, 6.0]))))):
+            if len(under_way) >= most_waiting:
+                break
+            index = int(rng.integers(len(questions)))
+            question, is_plain = questions[index], bool(rng.random() < plain_share)
+            request_id = engine.add_request(
+                question.request.prompt_token_ids,
+                question.request.sampling,
+                is_deterministic=not is_plain,
+                priority=int(rng.integers(0, 3)),
+                on_token=StopWatch(question.stop),
+            )
+            under_way[request_id] = len(expected[index])
+            for sample_idx, want in enumerate(expected[index]):
+                asked[request_id, sample_idx] = _Asked(want=want, is_plain=is_plain)
+            if rng.random() < cancelled_share:
+                doomed.setdefault(step + int(rng.integers(1, 60)), []).append(request_id)
+            num_left -= 1
+        step += 1
+        for request_id in doomed.pop(step, ()):
+            engine.cancel(request_id)
+        for output in engine.step():
+            sample = asked[output.request_id, output.sample_idx]
+            sample.outputs.append(output)
+            if output.finish_reason is not None:
+                under_way[output.request_id] -= 1
+                if not under_way[output.request_id]:
+                    del under_way[output.request_id]
+    for (request_id, sample_idx), sample in asked.items():
+        _judge(f"request {request_id}, sample {sample_idx}", sample, report)
+    return report
+
+
+def _judge(name: str, sample: _Asked, report: LoadReport) -> None:
+    """Add a sample to the report."""
+    report.num_samples += 1
+    ends = [o.finish_reason for o in sample.outputs if o.finish_reason is not None]
+    if len(ends) != 1 or sample.outputs[-1].finish_reason is None:
+        report.lost.append(f"{name}: ended as {ends} in {len(sample.outputs)} outputs")
+        return
+    difference = _difference(sample, ends[0])
+    report.num_cancelled += ends[0] is FinishReason.CANCELLED
+    if sample.is_plain:
+        report.num_plain += 1
+        report.num_plain_different += bool(difference)
+        if ends[0] is FinishReason.ERROR:
+            report.wrong.append(f"{name}: {sample.outputs[-1].error}")
+    elif difference:
+        report.wrong.append(f"{name}: {difference}")
+
+
+def _difference(sample: _Asked, reason: FinishReason) -> str:
+    """How an answer is not the canonical one, or, if it was cancelled, not its beginning."""
+    want = sample.want
+    ids = [i for o in sample.outputs for i in o.token_ids]
+    logprobs = np.array([p for o in sample.outputs for p in o.logprobs], np.float32)
+    count = len(ids)
+    if reason is not FinishReason.CANCELLED:
+        if reason is not want.finish_reason:
+            return f"ended by {reason}, not {want.finish_reason} {sample.outputs[-1].error}"
+        if count != len(want.token_ids):
+            return f"{count} tokens, not {len(want.token_ids)}"
+    if tuple(ids) != want.token_ids[:count]:
+        return f"tokens {ids}, not {want.token_ids[:count]}"
+    wanted = np.array(want.logprobs[:count], np.float32)
+    if not (logprobs.view(np.uint32) == wanted.view(np.uint32)).all():
+        return f"logprobs {logprobs}, not {wanted}"
+    return ""

@@ -1,0 +1,481 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler without a model: a simulated device runs its plans a step behind."""
+
+import dataclasses
+from collections import Counter
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from detjax.serving.request import Request, SamplingParams
+from detjax.serving.scheduler import (
+    DecodeRow,
+    Plan,
+    PrefillRow,
+    Sample,
+    SampleState,
+    Scheduler,
+    SchedulerConfig,
+    VerifyRow,
+    most_committed,
+)
+
+PAGE = 4
+CONFIG = SchedulerConfig(
+    num_replicas=1,
+    num_slots=3,
+    num_pages=8,
+    page_len=PAGE,
+    prefill_shapes=((1, 6), (2, 4)),
+    step_tokens=1000,
+    verify_rows=2,
+    verify_window=4,
+    verify_patience=3,
+    verify_deadline=6,
+    draft_share=1.0,
+    ageing_steps=10,
+    has_prefix_cache=True,
+    is_synchronous=False,
+)
+
+
+class Device:
+    """Runs plans at once, as a device would in order, and hands results over a step later.
+
+    The token after a prefix is a function of the prefix. Each page remembers what was written to
+    each place, and every read checks that it finds its own tokens' entries there, and a canonical
+    row only canonical ones. Drafts are wrong where `is_right` says so.
+    """
+
+    def __init__(self, scheduler: Scheduler, config: SchedulerConfig):
+        self.scheduler = scheduler
+        self.config = config
+        self.written: list[dict[int, tuple]] = [{} for _ in range(config.num_replicas)]
+        self.windows: dict[tuple[int, int], list[int]] = {}  # of each slot: committed, drafts
+        self.prefixes: dict[tuple[int, int], list[int]] = {}  # all tokens up to the committed one
+        self.is_right = lambda: True
+        self.end: int | None = 3
+        self.in_flight: list[tuple] = []
+
+    @staticmethod
+    def token_after(tokens: list[int]) -> int:
+        return hash(tuple(tokens)) % 7
+
+    def write(self, sample: Sample, tokens: list[int], start: int, *, kind: str) -> None:
+        """Write the entries of `tokens[start:]`, then read all as attention would."""
+        pages, written = sample.pages, self.written[sample.replica]
+        for position in range(start, len(tokens)):
+            place = pages[position // PAGE] * PAGE + position % PAGE
+            written[place] = (tuple(tokens[: position + 1]), kind)
+        for position in range(len(tokens)):
+            place = pages[position // PAGE] * PAGE + position % PAGE
+            prefix, how = written[place]
+            assert prefix == tuple(tokens[: position + 1]), "read another sample's entry"
+            assert how == "canonical" or kind == "draft", "read a draft's entry"
+
+    def launch(self, plan: Plan) -> None:
+        done = []
+        for replica, rows in enumerate(plan.verifies):
+            assert len(rows) <= self.config.verify_rows
+            done += [self.verify(replica, row) for row in rows]
+        launched_prefill = [
+            self.prefill(replica, row, plan.prefill_shape)
+            for replica, rows in enumerate(plan.prefills)
+            for row in rows
+        ]
+        for rows in plan.decodes:
+            assert len(rows) <= self.config.num_slots
+        done += launched_prefill
+        done += [self.decode(i, row) for i, rows in enumerate(plan.decodes) for row in rows]
+        self.check_size(plan)
+        self.in_flight.append(done)
+
+    def check_size(self, plan: Plan) -> None:
+        size = max(len(rows) for rows in plan.decodes)
+        size += self.config.verify_rows * self.config.verify_window * any(plan.verifies)
+        if plan.prefill_shape:
+            size += plan.prefill_shape[0] * plan.prefill_shape[1]
+        assert size <= self.config.step_tokens
+
+    def prefill(self, replica: int, row: PrefillRow, shape) -> tuple:
+        tokens = row.sample.tokens[: row.start] + list(row.token_ids)
+        assert 0 < len(row.token_ids) <= shape[1]
+        assert row.sample.replica == replica
+        self.write(row.sample, tokens, row.start, kind="canonical")
+        if not row.is_last:
+            return row, []
+        assert tokens == row.sample.tokens
+        key = replica, row.sample.slot
+        self.prefixes[key] = tokens + [self.token_after(tokens)]
+        self.windows[key] = []
+        return row, [self.prefixes[key][-1]]
+
+    def decode(self, replica: int, row: DecodeRow) -> tuple:
+        key = replica, row.sample.slot
+        drafts = self.windows[key][: row.offset]
+        tokens = self.prefixes[key] + drafts
+        assert len(drafts) == row.offset
+        kind = "canonical" if row.sample.is_canonical and not row.is_draft else "draft"
+        self.write(row.sample, tokens, len(tokens) - 1, kind=kind)
+        token = self.token_after(tokens)
+        if row.is_draft:
+            self.windows[key] = drafts + [token if self.is_right() else token + 100]
+            return row, self.windows[key][-1:]
+        self.prefixes[key] = tokens + [token]
+        return row, [token]
+
+    def verify(self, replica: int, row: VerifyRow) -> tuple:
+        key = replica, row.sample.slot
+        drafts = self.windows[key][: row.num_drafts] if row.given is None else list(row.given)
+        assert len(drafts) == row.num_drafts < self.config.verify_window
+        tokens = self.prefixes[key]
+        self.write(row.sample, tokens + drafts, len(tokens) - 1, kind="canonical")
+        chosen = []
+        for draft in [*drafts, None]:
+            chosen.append(self.token_after(tokens + chosen))
+            if chosen[-1] != draft:
+                break
+        self.prefixes[key] = tokens + chosen
+        self.windows[key] = []
+        return row, chosen
+
+    def retire(self) -> list[tuple[Sample, list[int]]]:
+        """Read the oldest results and commit them, as the engine does."""
+        told = []
+        for row, token_ids in self.in_flight.pop(0):
+            if not self.scheduler.is_current(row):
+                continue
+            sample = row.sample
+            self.scheduler.retire(row)
+            if isinstance(row, DecodeRow) and row.is_draft:
+                if token_ids[0] == self.end:
+                    self.scheduler.close_window(row)
+                continue
+            assert len(token_ids) <= most_committed(row)
+            for token_id in token_ids:
+                self.scheduler.commit(sample, token_id)
+                if len(sample.tokens) >= sample.most_len or token_id == self.end:
+                    self.scheduler.end(sample)
+                    break
+            told.append((sample, token_ids))
+            if sample.state is SampleState.RUNNING:
+                self.scheduler.share_pages(sample)
+        return told
+
+
+class Simulation:
+    """A scheduler and its device."""
+
+    def __init__(self, config: SchedulerConfig = CONFIG, **given):
+        self.config = config
+        self.scheduler = Scheduler(config, **given)
+        self.device = Device(self.scheduler, config)
+        self.samples: list[Sample] = []
+        self.failed: list[tuple[Sample, str]] = []
+
+    def add(self, prompt, *, most=6, is_drafted=False, is_canonical=True, priority=0) -> Sample:
+        request = Request(
+            prompt_token_ids=tuple(prompt), sampling=SamplingParams(), priority=priority
+        )
+        sample = self.scheduler.add(
+            request,
+            request_id=len(self.samples),
+            sample_idx=0,
+            most_len=len(prompt) + most,
+            is_drafted=is_drafted,
+            is_canonical=is_canonical,
+        )
+        self.samples.append(sample)
+        return sample
+
+    def step(self) -> Plan:
+        plan = self.scheduler.plan()
+        self.failed += plan.failed
+        self.device.launch(plan)
+        if len(self.device.in_flight) > 1:
+            self.device.retire()
+        return plan
+
+    def drain(self, most_steps: int = 3000) -> int:
+        """Step until nothing is left; how many steps it took."""
+        for count in range(most_steps):
+            if not self.scheduler.has_work:
+                return count
+            self.step()
+        raise AssertionError(f"not done after {most_steps} steps")
+
+    def check_answers(self) -> None:
+        failed = {id(sample) for sample, _ in self.failed}
+        for sample in self.samples:
+            tokens = list(sample.request.prompt_token_ids)
+            while len(tokens) < len(sample.tokens):
+                tokens.append(Device.token_after(tokens))
+            assert sample.tokens == tokens
+            is_ended = len(tokens) == sample.most_len or tokens[-1] == self.device.end
+            assert is_ended or id(sample) in failed or sample.state is not SampleState.DONE
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Arrivals, cancellations and steps in any order; then everything must end rightly."""
+
+    def __init__(self):
+        super().__init__()
+        self.simulation = Simulation()
+        self.cancelled: set[int] = set()
+
+    @initialize(share=st.sampled_from([0.0, 0.3, 0.6, 1.0]))
+    def choose(self, share):
+        self.simulation = Simulation(changed(draft_share=share))
+
+    @rule(
+        length=st.integers(1, 14),
+        most=st.integers(1, 12),
+        first=st.integers(0, 1),
+        kind=st.sampled_from(["drafted", "direct", "plain"]),
+        priority=st.integers(-1, 2),
+    )
+    def arrive(self, length, most, first, kind, priority):
+        prompt = [first, *range(1, length)]  # shared prefixes are the rule
+        self.simulation.add(
+            prompt,
+            most=most,
+            is_drafted=kind == "drafted",
+            is_canonical=kind != "plain",
+            priority=priority,
+        )
+
+    @rule(data=st.data())
+    def cancel(self, data):
+        if self.simulation.samples:
+            index = data.draw(st.integers(0, len(self.simulation.samples) - 1))
+            sample = self.simulation.samples[index]
+            if sample.state is not SampleState.DONE:
+                self.cancelled.add(index)
+                self.simulation.scheduler.end(sample)
+
+    @rule(count=st.integers(1, 6), rights=st.lists(st.booleans(), min_size=1, max_size=5))
+    def step(self, count, rights):
+        turn = iter(rights * 1000)
+        self.simulation.device.is_right = lambda: next(turn)
+        for _ in range(count):
+            self.simulation.step()
+
+    @invariant()
+    def slots_and_pages_are_counted(self):
+        scheduler = self.simulation.scheduler
+        (pool,) = scheduler.pools
+        running = scheduler.running
+        assert len({s.slot for s in running}) == len(running) <= CONFIG.num_slots
+        held = {page for s in running for page in s.pages}
+        assert pool.num_pages - pool.num_available == len(held)
+        counts = Counter(page for s in running for page in s.pages)
+        for sample in running:
+            private = [p for p in sample.pages[sample.num_registered :] if counts[p] > 1]
+            assert not private, "an unfinished page has two owners"
+            assert sample.num_coming >= 0 and sample.bound <= sample.most_len
+
+    def teardown(self):
+        self.simulation.device.is_right = lambda: True
+        self.simulation.drain()
+        assert self.simulation.scheduler.num_waiting == 0
+        (pool,) = self.simulation.scheduler.pools
+        assert pool.num_available == pool.num_pages
+        for index in self.cancelled:
+            assert self.simulation.samples[index].state is SampleState.DONE
+        kept = [s for i, s in enumerate(self.simulation.samples) if i not in self.cancelled]
+        self.simulation.samples = kept
+        self.simulation.check_answers()
+        assert all(s.state is SampleState.DONE for s in kept)
+        for sample, reason in self.simulation.failed:
+            assert len(sample.tokens) + CONFIG.verify_window > 8 * PAGE, reason
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+
+
+def changed(**changes) -> SchedulerConfig:
+    return dataclasses.replace(CONFIG, **changes)
+
+
+def test_a_level_of_priority_is_worth_its_steps_of_waiting_and_no_more():
+    simulation = Simulation(changed(num_slots=1, has_prefix_cache=False))
+    simulation.add([1] * 4, most=30)
+    simulation.step()
+    low = simulation.add([2] * 4, most=2)
+    order = []
+    for step in range(200):
+        if step < 40:
+            simulation.add([3 + step % 2] * 4, most=2, priority=1)
+        simulation.step()
+        order += [s for s in simulation.scheduler.running if s not in order]
+    before = order.index(low) - 1  # without the first of all
+    assert 5 <= before <= 11  # those that came within ten steps of it
+
+
+def test_the_first_in_line_is_not_overtaken_by_smaller_requests():
+    simulation = Simulation(changed(num_pages=6, has_prefix_cache=False))
+    simulation.add([1] * 12, most=10)
+    simulation.step()
+    large = simulation.add([2] * 16, most=2)
+    small = [simulation.add([3] * 2, most=2) for _ in range(3)]
+    for _ in range(4):
+        simulation.step()
+        assert large.state is SampleState.WAITING
+        assert all(s.state is SampleState.WAITING for s in small)
+    simulation.drain()
+    simulation.check_answers()
+
+
+def test_preempted_samples_go_on_where_they_were_and_use_their_own_pages_again():
+    simulation = Simulation(changed(num_pages=7))
+    simulation.device.end = None
+    first = simulation.add([1] * 8, most=16)
+    second = simulation.add([2] * 8, most=16)
+    simulation.drain()
+    assert simulation.scheduler.num_preempted > 0
+    assert first.epoch == 0 and second.epoch > 0
+    assert simulation.scheduler.num_prefix_tokens > 0
+    simulation.check_answers()
+    assert not simulation.failed
+
+
+def test_one_sample_that_outgrows_the_cache_fails_alone_with_the_reason():
+    simulation = Simulation(changed(num_pages=4))
+    simulation.device.end = None
+    large = simulation.add([1] * 8, most=30)
+    other = simulation.add([2] * 4, most=4)
+    simulation.drain()
+    ((sample, reason),) = simulation.failed
+    assert sample is large and reason == "its 17 tokens do not fit in the cache of 4 pages of 4"
+    assert other.num_outputs == 4
+
+
+def test_a_prompt_that_outgrows_the_cache_fails_alone():
+    simulation = Simulation(changed(num_pages=4))
+    simulation.add([1] * 17, most=3)
+    simulation.add([2] * 4, most=4)
+    simulation.drain()
+    ((_, reason),) = simulation.failed
+    assert reason == "its 17 tokens do not fit in the cache of 4 pages of 4"
+
+
+def test_samples_of_one_prompt_compute_it_once():
+    simulation = Simulation(changed(num_pages=20, prefill_shapes=((3, 4),)))
+    for _ in range(3):
+        simulation.add([1, 2, 3, 4, 5, 6, 7, 8, 9], most=3)
+    simulation.drain()
+    # All but the last token, which each computes for its logits, and the page that it lies in.
+    assert simulation.scheduler.num_prefix_tokens == 2 * 8
+    simulation.check_answers()
+
+
+@pytest.mark.parametrize("patience", [0, 5])
+def test_full_windows_wait_for_company_at_most_their_patience(patience):
+    config = changed(num_slots=2, num_pages=40, verify_patience=patience, prefill_shapes=((2, 4),))
+    simulation = Simulation(config)
+    simulation.add([1] * 4, most=60, is_drafted=True)
+    other = simulation.add([2] * 4, most=200, is_canonical=False)  # so that there is other work
+    simulation.device.token_after = lambda tokens: 1
+    sizes, waited = [], []
+    for step in range(60):
+        plan = simulation.step()
+        closed = [s for s in simulation.scheduler.running if s.closed_step is not None]
+        sizes += [len(rows) for rows in plan.verifies if rows]
+        waited += [step for _ in closed]
+        if other.state is SampleState.DONE:
+            break
+    assert sizes and set(sizes) == {1}
+    assert len(waited) == pytest.approx(patience * len(sizes), abs=patience)
+
+
+def test_drafting_gives_way_to_canonical_steps_where_most_are_deterministic():
+    simulation = Simulation(changed(num_pages=60, draft_share=0.5))
+    simulation.device.end = None
+    plain = [simulation.add([i] * 4, most=30, is_canonical=False) for i in (1, 2)]
+    drafted = simulation.add([3] * 4, most=60, is_drafted=True)
+    kinds = []
+    while simulation.scheduler.has_work:
+        is_alone = all(s.state is SampleState.DONE for s in plain)
+        plan = simulation.step()
+        rows = [r for rows in plan.decodes for r in rows if r.sample is drafted]
+        kinds += [(r.is_draft, is_alone) for r in rows]
+    assert {is_draft for is_draft, is_alone in kinds if is_alone} == {False}
+    assert {is_draft for is_draft, is_alone in kinds if not is_alone} == {True}
+    simulation.check_answers()
+
+
+def test_nobody_waits_for_company_that_cannot_come():
+    simulation = Simulation(changed(verify_patience=1000, verify_deadline=1000))
+    sample = simulation.add([1] * 4, most=12, is_drafted=True)
+    assert simulation.drain() < 40
+    assert sample.state is SampleState.DONE
+
+
+def test_drafts_that_are_always_wrong_still_progress():
+    simulation = Simulation()
+    simulation.device.is_right = lambda: False
+    samples = [simulation.add([i] * 5, most=12, is_drafted=True) for i in range(6)]
+    simulation.drain()
+    assert all(s.state is SampleState.DONE for s in samples)
+    simulation.check_answers()
+
+
+def test_proposals_of_the_host_are_verified_and_progress():
+    def propose(tokens, most):
+        return tuple([Device.token_after(list(tokens)), 99][:most]) if len(tokens) % 2 else ()
+
+    simulation = Simulation(changed(is_synchronous=True), propose=propose)
+    for i in range(4):
+        simulation.add([i] * 5, most=9)
+    plans = []
+    while simulation.scheduler.has_work:
+        plans.append(simulation.step())
+    given = [r for p in plans for rows in p.verifies for r in rows]
+    assert given and all(r.given for r in given)
+    simulation.check_answers()
+
+
+def test_the_prefill_shape_that_wastes_least_runs():
+    config = changed(num_slots=8, num_pages=200, prefill_shapes=((1, 16), (4, 4), (1, 4)))
+    simulation = Simulation(config)
+    simulation.add([9] * 16)
+    assert simulation.step().prefill_shape == (1, 16)
+    for i in range(4):
+        simulation.add([i] * 4)
+    assert simulation.step().prefill_shape == (4, 4)
+    simulation.add([5] * 3)
+    assert simulation.step().prefill_shape == (1, 4)
+
+
+def test_a_step_holds_no_more_tokens_than_allowed():
+    least = 3 + 2 * 4 + 6
+    with pytest.raises(ValueError, match=f"step_tokens={least - 1} must be at least {least}"):
+        changed(step_tokens=least - 1)
+    config = changed(step_tokens=least, prefill_shapes=((1, 6), (1, 40)), num_pages=60)
+    simulation = Simulation(config)
+    for i in range(6):
+        simulation.add([i] * 40, most=10, is_drafted=bool(i % 2))
+    shapes = set()
+    while simulation.scheduler.has_work:
+        shapes.add(simulation.step().prefill_shape)  # the device checks the size
+    assert shapes == {None, (1, 6)}
+    simulation.check_answers()
+
+
+def test_a_window_whose_draft_would_end_the_sample_is_verified_early():
+    simulation = Simulation(changed(verify_window=30, num_pages=40, verify_deadline=99))
+    tokens = [2] * 4
+    while len(tokens) < 20:
+        tokens.append(Device.token_after(tokens))
+    simulation.device.end = next(t for t in tokens[9:] if t not in tokens[:9])
+    sample = simulation.add(tokens[:4], most=60, is_drafted=True)
+    windows = []
+    while simulation.scheduler.has_work:
+        windows += [r.num_drafts for rows in simulation.step().verifies for r in rows]
+    assert sample.tokens == tokens[: tokens.index(simulation.device.end) + 1]
+    # One more draft than needed was launched before the end was read.
+    assert windows == [sample.num_outputs]
+    simulation.check_answers()

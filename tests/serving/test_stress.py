@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A loaded engine gives every deterministic request the bits that it gets alone."""
+
+from functools import cache
+
+import jax.numpy as jnp
+import pytest
+
+from detjax.models.bundled import bundled_model_path
+from detjax.models.loading import LoadedModel, load_model
+from detjax.numerics import NumericsProfile
+from detjax.pallas_kernels.backend import Backend
+from detjax.parallel.mesh import make_mesh
+from detjax.serving.engine import Engine, EngineConfig
+from detjax.serving.sampling import is_filtered
+from detjax.serving.steps import CompiledSteps
+from detjax.testing.dummies import dummy_config, dummy_model
+from detjax.testing.load import LoadReport, Question, lone_answers, make_questions, run_load
+
+VOCAB = 128
+MAX_LEN = 112
+NUM_PAGES = 14
+"""Two samples of full length for eight slots: preemption is the rule."""
+
+
+@cache
+def model(dp: int = 1, tp: int = 1) -> LoadedModel:
+    """Pages of 16 tokens, so that short prompts have several."""
+    config = dummy_config(
+        num_layers=2, num_heads=4, num_kv_heads=2, hidden_size=64, intermediate_size=128,
+        vocab_size=VOCAB,
+    )  # fmt: skip
+    profile = NumericsProfile(attention_block=16, attention_split=64)
+    return dummy_model(config, dp=dp, tp=tp, profile=profile)
+
+
+@cache
+def questions():
+    return make_questions(
+        240, seed=5, vocab_size=VOCAB, longest_prompt=MAX_LEN // 2, most_tokens=MAX_LEN // 2
+    )
+
+
+@cache
+def expected():
+    return lone_answers(model(), questions(), max_len=MAX_LEN)
+
+
+def is_unfiltered(question: Question) -> bool:
+    """Whether it runs on the programs without filters: half as many to compile."""
+    return not is_filtered(question.request.sampling)
+
+
+_STEPS: dict[str, CompiledSteps] = {}
+
+
+def engine(name: str = "", *, mesh: tuple[int, int] = (1, 1), candidates=None, **changes) -> Engine:
+    """An engine with a small cache. Those with equal programs share them."""
+    sizes = {"batch_size": 8, "prefill_chunk": 32, "max_len": MAX_LEN, "num_pages": NUM_PAGES}
+    policies = {"verify_rows": 3, "verify_window": 6, "prefill_shapes": ((3, 16),)}
+    config = EngineConfig(**(sizes | policies | changes))
+    given = {"candidates": candidates} if candidates else {"steps": _STEPS.get(name)}
+    made = Engine(model(*mesh), config, **given)
+    if not candidates:
+        _STEPS[name] = made.steps
+    return made
+
+
+def load(
+    made: Engine,
+    num_requests: int,
+    *,
+    seed: int,
+    plain_share: float = 0.3,
+    with_filters: bool = False,
+) -> LoadReport:
+    chosen = [i for i, q in enumerate(questions()) if with_filters or is_unfiltered(q)]
+    report = run_load(
+        made, [questions()[i] for i in chosen], [expected()[i] for i in chosen],
+        num_requests=num_requests, seed=seed, plain_share=plain_share,
+    )  # fmt: skip
+    assert report.lost == []
+    assert report.wrong == []
+    assert_at_rest(made)
+    return report
+
+
+def assert_at_rest(made: Engine) -> None:
+    """No page is held, no sample known."""
+    stats = made.stats()
+    assert (stats.num_pages_held, stats.num_running, stats.num_waiting) == (0, 0, 0)
+    assert stats.num_finished + stats.num_failed + stats.num_cancelled > 0
+    made.drain()
+    assert not made.has_work
+
+
+@pytest.mark.invariance
+def test_a_loaded_invariant_engine_is_bitwise_schedule_invariant():
+    made = engine()
+    report = load(made, 900, seed=1, with_filters=True)
+    assert report.num_plain_different == 0  # every step is canonical, asked for or not
+    stats = made.stats()
+    assert stats.num_preempted > 20 and stats.prefix_tokens > 1000 and report.num_cancelled > 20
+
+
+@pytest.mark.invariance
+def test_a_loaded_dvr_engine_is_bitwise_schedule_invariant():
+    made = engine(mode="dvr")
+    report = load(made, 1200, seed=2, with_filters=True)
+    assert report.num_plain_different > 0  # what the drafts would have been
+    stats = made.stats()
+    assert stats.num_rollbacks > 20 and stats.num_preempted > 20 and stats.num_windows > 1000
+
+
+@pytest.mark.invariance
+def test_a_loaded_engine_without_prefix_cache_and_with_limits_is_bitwise_schedule_invariant():
+    made = engine(
+        mode="dvr", has_prefix_cache=False, step_tokens=64, verify_patience=0, verify_deadline=3,
+        ageing_steps=5,
+    )  # fmt: skip
+    load(made, 300, seed=3)
+    assert made.stats().prefix_tokens == 0
+
+
+@pytest.mark.invariance
+def test_an_engine_that_drafts_now_and_then_is_bitwise_schedule_invariant():
+    made = engine(mode="dvr", draft_share=0.6)
+    load(made, 300, seed=10, plain_share=0.4)
+    stats = made.stats()
+    assert 0 < stats.accepted_tokens < stats.decode_tokens / 2
+
+
+@pytest.mark.invariance
+def test_prompt_lookup_in_a_loaded_engine_is_bitwise_schedule_invariant():
+    made = engine(has_prompt_lookup=True)
+    report = load(made, 300, seed=4)
+    assert report.num_plain_different == 0
+    assert made.stats().num_windows > 20
+
+
+@pytest.mark.invariance
+def test_drafts_of_8_bit_weights_change_no_bit():
+    made = engine(mode="dvr", draft_weights="int8")
+    load(made, 200, seed=6)
+    assert made.stats().num_rollbacks > 20
+
+
+def wrong_by_region(token_ids, positions):
+    """Drafts that are never, seldom, often and always wrong, in turn every 12 positions."""
+    rate = jnp.take(jnp.array([0, 100, 500, 1000]), positions // 12 % 4)
+    is_wrong = (token_ids * 7919 + positions * 10473) % 1000 < rate
+    return (token_ids + is_wrong.astype(token_ids.dtype)) % VOCAB
+
+
+@pytest.mark.invariance
+def test_drafts_that_are_wrong_at_rates_from_0_to_100_percent_change_no_bit_and_progress():
+    made = engine(mode="dvr", candidates=wrong_by_region)
+    load(made, 300, seed=7, plain_share=0.0)
+    stats = made.stats()
+    assert stats.num_rollbacks > 500 and 0.1 < stats.acceptance < 0.9
+
+
+@pytest.mark.control
+def test_control_fast_answers_depend_on_the_load():
+    made = engine(mode="fast")
+    report = load(made, 300, seed=8, plain_share=1.0)
+    assert report.num_plain == report.num_samples
+    assert report.num_plain_different > 0
+
+
+@pytest.mark.invariance
+def test_replicas_and_ranks_behind_one_queue_are_bitwise_mesh_invariant():
+    made = engine("mesh", mesh=(2, 2), mode="dvr")
+    load(made, 150, seed=9)
+
+
+@pytest.mark.invariance
+def test_the_bundled_model_under_load_is_bitwise_schedule_invariant():
+    bundled = load_model(
+        str(bundled_model_path()), profile=NumericsProfile(), mesh=make_mesh(1, 1),
+        backend=Backend.PORTABLE,
+    )  # fmt: skip
+    some = make_questions(40, seed=12, vocab_size=4096, longest_prompt=200, most_tokens=48)
+    some = [question for question in some if is_unfiltered(question)]
+    want = lone_answers(bundled, some, max_len=256)
+    made = Engine(
+        bundled,
+        EngineConfig(
+            batch_size=4, prefill_chunk=64, max_len=256, mode="dvr", num_pages=5, verify_rows=2,
+            verify_window=8,
+        ),
+    )  # fmt: skip
+    report = run_load(made, some, want, num_requests=80, seed=13, plain_share=0.25)
+    assert report.lost == [] and report.wrong == []
+    assert_at_rest(made)
+    assert made.stats().num_windows > 100
