@@ -296,6 +296,7 @@ class Engine:
         self._samples: dict[int, list[Sample]] = {}
         self._in_flight: list[_Launch] = []
         self._outputs: list[RequestOutput] = []
+        self._least_top, self._always_filters = 0, False
         self._stats = EngineStats(num_pages=num_pages)
 
     # ------------------------------------------------------------------------------------- requests
@@ -465,6 +466,9 @@ class Engine:
             self._check(request, f"prompt {idx}")
         if self.has_work:
             raise ValueError("the engine is at work on other requests; drain() them first")
+        # WHY: one variant for the whole list, so that fewer programs are compiled.
+        self._least_top = max((r.sampling.num_top_logprobs for r in requests), default=0)
+        self._always_filters = any(is_filtered(r.sampling) for r in requests)
         raised: list[BaseException] = []
         ids = [self._add(r, _as_index(i, on_token, raised)) for i, r in enumerate(requests)]
         first = ids[0] if ids else 0
@@ -497,6 +501,7 @@ class Engine:
         self._samples.clear()
         self._outputs.clear()
         self._in_flight.clear()
+        self._least_top, self._always_filters = 0, False
 
     # ------------------------------------------------------------------------------------ launching
 
@@ -592,8 +597,8 @@ class Engine:
             length=length,
             mode=kernels,
             is_narrow=is_narrow,
-            num_top=_rounded_top(max(live.num_top for live in lives)),
-            with_filters=any(live.is_filtered for live in lives),
+            num_top=_rounded_top(max(self._least_top, *(live.num_top for live in lives))),
+            with_filters=self._always_filters or any(live.is_filtered for live in lives),
         )
 
     def _host_rows(self, step: EngineStep) -> tuple[np.ndarray, np.ndarray]:
