@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train the small Llama that detjax ships for tests and demonstrations.
+r"""Train the small Llama that detjax ships for tests and demonstrations.
 
 One file from text to a Hugging Face folder: a byte-level BPE tokenizer, a 5.6M-parameter Llama
 trained on novels with a tenth of generated sums, a held-out evaluation, and a model card written
 from the numbers measured here. Minutes on one data-centre GPU:
 
     python examples/train_tiny.py --corpus novels.txt.gz --out novels-6m
+
+a larger one, at a lower rate, for experiments on nondeterminism:
+
+    python examples/train_tiny.py --corpus novels.txt.gz --size 100m --learning-rate 6e-4 \
+        --out novels-100m
 
 and a trial of a few minutes on a laptop, which learns next to nothing:
 
@@ -76,6 +81,18 @@ class ModelConfig:
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-5
     initializer_range: float = 0.02
+
+
+SIZES = {
+    "6m": ModelConfig(),
+    "100m": ModelConfig(
+        hidden_size=768,
+        intermediate_size=2048,
+        num_hidden_layers=16,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+    ),
+}
 
 
 # Text -------------------------------------------------------------------------------------------
@@ -737,7 +754,7 @@ library_name: transformers
 pipeline_tag: text-generation
 ---
 
-# novels-6m
+# {facts["name"]}
 
 A Llama of {facts["num_params"] / 1e6:.1f} million parameters, small enough to ship inside a package
 and to run on any machine. It writes in the manner of old novels, a sentence or two at a time, and
@@ -833,7 +850,8 @@ def parse_args() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--corpus", type=Path, required=True, help="plain text of novels, .txt or .txt.gz")
-    add("--out", type=Path, default=Path("novels-6m"), help="folder to write")
+    add("--size", choices=SIZES, default="6m", help="parameters of the model")
+    add("--out", type=Path, default=Path("novels-6m"), help="folder to write; names the model")
     add("--cache", type=Path, default=Path(".train_cache"), help="folder for encoded text")
     add("--heldout-title", default="Howards End", help="line from which all text is held out; "
         "where the corpus has no such line, its last 2 %% is")  # fmt: skip
@@ -867,6 +885,7 @@ def training_facts(
     seen = args.steps * args.batch_size * evaluate.window
     sum_share = statistics.mean(row["sum_share"] for row in rows)
     return {
+        "name": args.out.name,
         "num_params": sum(leaf.size for leaf in params.values()),
         "novel_num_tokens": len(data.novels),
         "sum_num_tokens": len(data.sums),
@@ -901,7 +920,7 @@ def by_heldout_loss(row: Report) -> float:
 def main() -> None:
     """Run the whole recipe."""
     args = parse_args()
-    config = ModelConfig()
+    config = SIZES[args.size]
     tokenizer, data = prepare_data(args, config)
     note(f"tokens: novels {len(data.novels):,}, sums {len(data.sums):,}, held out "
          f"{len(data.heldout):,} of {data.heldout_num_bytes:,} bytes")  # fmt: skip

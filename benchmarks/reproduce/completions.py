@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One prompt, many times, at temperature 0, while other requests come and go."""
+
+from collections import Counter
+
+import numpy as np
+
+from benchmarks.reproduce.experiment import (
+    Experiment,
+    Lab,
+    Result,
+    first_difference,
+    prompts,
+)
+from detjax.serving.engine import Engine
+from detjax.serving.request import Completion
+
+PROMPT = "Her uncle came back in London without a word"
+"""One of the openings whose answers part: of 48, six did between batches of 1 and 48 (CPU)."""
+MODES: tuple[str, ...] = ("fast", "invariant", "dvr")
+
+
+def _engine(lab: Lab, mode: str, max_tokens: int) -> Engine:
+    """Decode steps come in several sizes, and the smallest that holds the rows runs."""
+    batch, decode_batches = lab.pick((16, (1, 4)), (64, (1, 8, 32)))
+    return lab.engine(
+        mode,
+        batch_size=batch,
+        max_len=32 + max_tokens,
+        decode_batches=decode_batches,
+        prefill=(8, 32),
+    )
+
+
+def _alone(lab: Lab, engine: Engine, mode: str, max_tokens: int) -> Completion:
+    """The prompt with nothing beside it."""
+    request = lab.request(PROMPT, max_tokens=max_tokens, is_deterministic=mode != "fast")
+    return engine.generate([request])[0]
+
+
+def _under_load(
+    lab: Lab, engine: Engine, mode: str, count: int, max_tokens: int
+) -> list[Completion]:
+    """The prompt `count` times, in groups of random size among random others."""
+    rng, others, most = np.random.default_rng(1), prompts(200), lab.pick(16, 64)
+    found: list[Completion] = []
+    while len(found) < count:
+        copies = min(int(rng.integers(1, most + 1)), count - len(found))
+        texts = [PROMPT] * copies
+        texts += list(rng.choice(others, int(rng.integers(0, most // 2))))
+        order = rng.permutation(len(texts))
+        requests = [
+            lab.request(
+                texts[i],
+                max_tokens=max_tokens if texts[i] == PROMPT else int(rng.integers(1, max_tokens)),
+                is_deterministic=mode != "fast",
+            )
+            for i in order
+        ]
+        answers = engine.generate(requests)
+        found += [c for i, c in zip(order, answers, strict=True) if texts[i] == PROMPT]
+    return found
+
+
+def _spans(answer: tuple[int, ...], expected: tuple[int, ...]) -> tuple[int, int]:
+    """Tokens before the first difference, and from there to the second."""
+    first = first_difference(answer, expected)
+    if first is None:
+        return len(expected), 0
+    rest = first_difference(answer[first + 1 :], expected[first + 1 :])
+    return first, len(expected) - first - 1 if rest is None else rest
+
+
+def run(lab: Lab) -> Result:
+    """Unique completions, where they part from the answer alone, and for how long they agree."""
+    count, max_tokens = lab.pick((32, 96), (1000, 256))
+    rows, spans, canonical = [], {}, ""
+    for mode in ("invariant", "fast", "dvr"):
+        engine = _engine(lab, mode, max_tokens)
+        alone = _alone(lab, engine, mode, max_tokens)
+        canonical = canonical or alone.digest()
+        answers = _under_load(lab, engine, mode, count, max_tokens)
+        tokens = Counter(c.token_ids for c in answers)
+        parts = [first_difference(ids, alone.token_ids) for ids in tokens]
+        spans[mode] = [_spans(c.token_ids, alone.token_ids) for c in answers]
+        rows.append(
+            {
+                "mode": mode,
+                "requests": count,
+                "tokens": max_tokens,
+                "texts": len(tokens),
+                "with_logprobs": len({c.digest() for c in answers}),
+                "most_common": tokens.most_common(1)[0][1],
+                "first_difference": min((p for p in parts if p is not None), default=None),
+                "as_alone": sum(c.digest() == alone.digest() for c in answers),
+                "canonical": sum(c.digest() == canonical for c in answers),
+                "first_span": float(np.median([a for a, _ in spans[mode]])),
+                "second_span": float(np.median([b for _, b in spans[mode]])),
+            }
+        )
+    by_mode = {row["mode"]: row for row in rows}
+
+    def plot(figure) -> None:
+        left, right = figure.subplots(1, 2)
+        left.bar(MODES, [by_mode[m]["with_logprobs"] for m in MODES], color="tab:blue",
+                 alpha=0.4, label="with logprobs")  # fmt: skip
+        left.bar(MODES, [by_mode[m]["texts"] for m in MODES], color="tab:blue",
+                 width=0.5, label="token ids")  # fmt: skip
+        left.set(ylabel=f"unique completions of {count}", yscale="log")
+        left.legend(frameon=False)
+        for index, label in enumerate(("first span", "second span")):
+            values = np.sort([pair[index] for pair in spans["fast"]])
+            right.step(values, np.arange(1, len(values) + 1) / len(values), label=label)
+        right.set(xlabel="tokens equal to the answer alone, fast", ylabel="share of requests",
+                  ylim=(0, 1.02))  # fmt: skip
+        right.legend(frameon=False)
+
+    fast = by_mode["fast"]
+    return Result(
+        title=f"{PROMPT!r}, {count} times at temperature 0 under changing load",
+        setting=lab.setting,
+        columns=tuple(rows[0]),
+        rows=rows,
+        findings=[
+            f"fast: {fast['texts']} different texts and "
+            f"{fast['with_logprobs']} different sets of logprobs in {count} answers",
+            *(
+                f"{mode}: {by_mode[mode]['with_logprobs']} "
+                f"({by_mode[mode]['canonical']} of {count} are the canonical answer, bit for bit)"
+                for mode in ("invariant", "dvr")
+            ),
+        ],
+        plot=plot,
+    )
+
+
+EXPERIMENT = Experiment(
+    question="Does the same prompt get the same answer at temperature 0 when the load changes?",
+    paper="He 2025 (Thinking Machines): Qwen3-235B, 1000 requests of 1000 tokens: 80 unique "
+    "completions, the first difference at token 103 (992 against 8); all 1000 the same with "
+    "batch-invariant kernels. Spans as in LLM-42 (arXiv:2601.17768), figure 6.",
+    run=run,
+)

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an experiment is, and what it may use."""
+
+import enum
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from detjax.models.hf_config import load_config
+from detjax.models.loading import LoadedModel, load_model
+from detjax.models.params import possible_tps
+from detjax.models.tokenizer import Tokenizer
+from detjax.numerics import Build, NumericsProfile, fingerprint
+from detjax.pallas_kernels.backend import Backend
+from detjax.parallel.mesh import make_mesh
+from detjax.serving.engine import Engine, EngineConfig
+from detjax.serving.request import Completion, Request, SamplingParams
+
+Row = dict[str, Any]
+
+
+class Size(enum.Enum):
+    """How much an experiment does."""
+
+    SMALL = "small"  # a laptop, a minute or two
+    FULL = "full"  # the paper's counts where the model allows them, on a GPU
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """What an experiment found.
+
+    Attributes:
+        title: Of the table.
+        setting: What ran: model, counts, devices.
+        columns: Of the table: keys of `rows`, in order.
+        rows: One for each line of the table.
+        findings: Sentences that the rows say.
+        plot: Draws them on a matplotlib figure.
+    """
+
+    title: str
+    setting: str
+    columns: tuple[str, ...]
+    rows: Sequence[Row]
+    findings: Sequence[str]
+    plot: Callable[[Any], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Experiment:
+    """A question, a paper's answer to it, and how to ask again.
+
+    Attributes:
+        question: One line.
+        paper: Which paper, figure or table, and what it reports, in one or two lines.
+        run: Asks again.
+    """
+
+    question: str
+    paper: str
+    run: Callable[["Lab"], Result]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lab:
+    """The size, the kernels and the model of a run."""
+
+    size: Size
+    folder: Path
+    backend: Backend
+    num_devices: int
+
+    @property
+    def is_full(self) -> bool:
+        return self.size is Size.FULL
+
+    def pick(self, small, full):
+        """One of two values, by the size."""
+        return full if self.is_full else small
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer.from_folder(self.folder)
+
+    @cached_property
+    def tps(self) -> tuple[int, ...]:
+        """Tensor-parallel sizes that the model and the devices allow."""
+        possible = possible_tps(load_config(self.folder))
+        return tuple(tp for tp in possible if tp <= min(self.num_devices, 8))
+
+    @cached_property
+    def setting(self) -> str:
+        """Which model, where."""
+        millions = num_params(self.model(1)) / 1e6
+        return (
+            f"{self.folder.name} ({millions:.1f}M parameters; the papers use 7B to 235B), "
+            f"bfloat16, {self.machine}"
+        )
+
+    @cached_property
+    def machine(self) -> str:
+        """Which kernels, on what."""
+        device = jax.devices(self.backend.platform)[0]
+        mark = fingerprint(NumericsProfile(), Build.current(self.backend.value, device))
+        return f"{self.backend.value} on {device.device_kind}, fingerprint {mark}"
+
+    @cache  # noqa: B019 - a lab lives as long as the command
+    def model(self, tp: int) -> LoadedModel:
+        """The model, split over `tp` devices."""
+        return load_model(
+            str(self.folder),
+            profile=NumericsProfile(),
+            mesh=make_mesh(1, tp, platform=self.backend.platform),
+            backend=self.backend,
+        )
+
+    def engine(
+        self,
+        mode: str,
+        *,
+        batch_size: int,
+        max_len: int,
+        tp: int = 1,
+        decode_batches: tuple[int, ...] = (),
+        prefill: tuple[int, int] = (1, 64),
+    ) -> Engine:
+        """An engine whose prefix cache is off, so that no request is served by another's work."""
+        config = EngineConfig(
+            batch_size=batch_size,
+            prefill_chunk=prefill[1],
+            max_len=max_len,
+            mode=mode,
+            decode_batches=decode_batches,
+            prefill_shapes=(prefill,),
+            has_prefix_cache=False,
+        )
+        return Engine(self.model(tp), config)
+
+    def request(
+        self, prompt: str, *, max_tokens: int, is_deterministic: bool, stop: str = ""
+    ) -> Request:
+        """A greedy request."""
+        stop_ids = tuple(self.tokenizer.encode(stop)[-1:]) if stop else ()
+        return Request(
+            prompt_token_ids=tuple(self.tokenizer.encode(prompt)),
+            sampling=SamplingParams(max_tokens=max_tokens, stop_token_ids=stop_ids),
+            is_deterministic=is_deterministic,
+        )
+
+
+def num_params(model: LoadedModel) -> int:
+    """Weights of a model on one device; tied embeddings count once."""
+    leaves = {id(leaf): leaf.size for leaf in jax.tree.leaves(model.params)}
+    return sum(leaves.values())
+
+
+def prompts(count: int) -> list[str]:
+    """Different openings in the manner of the bundled model's novels, the same ones every time."""
+    subjects = ("The old house", "My dear sister", "A stranger", "The young doctor", "Her uncle")
+    verbs = ("stood", "came back", "was waiting", "spoke softly", "had been seen")
+    places = ("by the sea", "in the garden", "at the window", "near the church", "in London")
+    times = ("that evening", "in the morning", "after the war", "without a word", "last winter")
+    found = [f"{s} {v} {p} {t}" for s in subjects for v in verbs for p in places for t in times]
+    order = np.random.default_rng(0).permutation(len(found))
+    return [found[i] for i in order[:count]]
+
+
+def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
+    """Index of the first token in which two answers differ; None if they are the same."""
+    for i, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return i
+    return None if len(a) == len(b) else min(len(a), len(b))
+
+
+def digest_of(completions: Sequence[Completion]) -> str:
+    """One hash of many completions' digests."""
+    return hashlib.sha256("".join(c.digest() for c in completions).encode()).hexdigest()[:12]
+
+
+def short(value: Any) -> str:
+    """A cell of a table."""
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.3g}" if value else "0"
+    return f"{value:,}" if isinstance(value, int) else str(value)

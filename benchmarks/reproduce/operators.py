@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which operators of which library keep a row's bits when the batch grows?"""
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from benchmarks.reproduce.experiment import Experiment, Lab, Result
+from detjax.numerics import NumericsProfile, tree_reduction
+from detjax.pallas_kernels.attention.api import attention
+from detjax.pallas_kernels.linear.api import linear, linear_partial
+from detjax.pallas_kernels.log_softmax.api import block_stats, log_sum_exp
+from detjax.pallas_kernels.rms_norm.api import rms_norm
+from detjax.pallas_kernels.swiglu.api import swiglu
+from detjax.parallel.collectives import butterfly_sum
+from detjax.parallel.mesh import TP_AXIS, make_mesh
+from detjax.testing.bitwise import raw_bits, wide
+
+EPS = 1e-5
+PAGE = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operator:
+    """One operator: what its rows are made of, and who computes it.
+
+    Attributes:
+        name: Of the row in the table.
+        shape: Of a row, and of what all rows share.
+        rows: Arrays whose first axis is the batch, bfloat16 or float32.
+        shared: The others.
+        by_library: `f(rows, shared)`, for jax arrays; `torch` functions take tensors.
+    """
+
+    name: str
+    shape: str
+    rows: tuple[np.ndarray, ...]
+    shared: tuple[np.ndarray, ...]
+    by_library: dict[str, Callable[..., Any]]
+
+
+def _operators(lab: Lab, most: int) -> list[Operator]:
+    rng = np.random.default_rng(0)
+    found = []
+    for k, n in lab.pick(((768, 256), (1000, 128)), ((4096, 6144), (14336, 4096))):
+        found.append(_matmul(lab, rng, most, k, n))
+    for width in lab.pick((768,), (4096,)):
+        found.append(_rms_norm(lab, rng, most, width))
+    for vocab in lab.pick((4096,), (128256,)):
+        found.append(_log_sum_exp(lab, rng, min(most, 256), vocab))
+    found.append(_swiglu(lab, rng, most, lab.pick(768, 14336)))
+    found.append(_attention(lab, rng, lab.pick(16, 64), lab.pick(300, 2000)))
+    if lab.num_devices >= 4:
+        found.append(_all_reduce(lab, rng, most, lab.pick(256, 4096)))
+    return found
+
+
+def _matmul(lab: Lab, rng, most: int, k: int, n: int) -> Operator:
+    backend, reduction = lab.backend, tree_reduction(k, NumericsProfile())
+    x, w = wide(rng, (most, k)), wide(rng, (n, k), 0.5) / k**0.5
+
+    def ours(x, w):
+        if reduction.num_leaves > 1:
+            return linear_partial(x, w, reduction=reduction, backend=backend)
+        return linear(x, w, out_dtype=jnp.dtype(jnp.float32), backend=backend)
+
+    def xla(x, w):
+        return jnp.dot(x, w.T, preferred_element_type=jnp.float32)
+
+    return Operator(
+        name="matmul", shape=f"K {k}, N {n}", rows=(x,), shared=(w,),
+        by_library={"detjax": ours, "XLA": xla, "torch": lambda x, w: x @ w.T},
+    )  # fmt: skip
+
+
+def _rms_norm(lab: Lab, rng, most: int, width: int) -> Operator:
+    x, gain = wide(rng, (most, width)), wide(rng, (width,), 0.1)
+
+    def xla(x, gain):
+        v = x.astype(jnp.float32)
+        out = v * lax.rsqrt(jnp.mean(v * v, axis=1, keepdims=True) + EPS)
+        return (out * gain.astype(jnp.float32)[None]).astype(x.dtype)
+
+    def torch_norm(x, gain):
+        import torch
+
+        return torch.nn.functional.rms_norm(x, (width,), gain, EPS)
+
+    return Operator(
+        name="RMSNorm", shape=f"D {width}", rows=(x,), shared=(gain,),
+        by_library={
+            "detjax": lambda x, gain: rms_norm(x, gain, eps=EPS, backend=lab.backend),
+            "XLA": xla, "torch": torch_norm,
+        },
+    )  # fmt: skip
+
+
+def _log_sum_exp(lab: Lab, rng, most: int, vocab: int) -> Operator:
+    logits = 8 * rng.standard_normal((most, vocab)).astype(np.float32)
+
+    def ours(logits):
+        stats = block_stats(logits, vocab_block=128, backend=lab.backend)
+        return log_sum_exp(*stats, backend=lab.backend)
+
+    def torch_lse(logits):
+        import torch
+
+        return torch.logsumexp(logits, dim=1)
+
+    return Operator(
+        name="log-sum-exp", shape=f"V {vocab}", rows=(logits,), shared=(),
+        by_library={
+            "detjax": ours, "XLA": lambda x: jax.nn.logsumexp(x, axis=1), "torch": torch_lse,
+        },
+    )  # fmt: skip
+
+
+def _swiglu(lab: Lab, rng, most: int, width: int) -> Operator:
+    def xla(x):
+        gate, up = jnp.split(x.astype(jnp.float32), 2, axis=1)
+        return (jax.nn.silu(gate) * up).astype(x.dtype)
+
+    def torch_swiglu(x):
+        import torch
+
+        gate, up = x.float().chunk(2, dim=1)
+        return (torch.nn.functional.silu(gate) * up).to(x.dtype)
+
+    return Operator(
+        name="SwiGLU", shape=f"F {width}", rows=(wide(rng, (most, 2 * width), 1.0),), shared=(),
+        by_library={
+            "detjax": lambda x: swiglu(x, backend=lab.backend), "XLA": xla, "torch": torch_swiglu,
+        },
+    )  # fmt: skip
+
+
+def _attention(lab: Lab, rng, most: int, context: int) -> Operator:
+    """One new token a sequence, over `context` keys of its own."""
+    heads, kv_heads, channels = 8, 2, 64
+    q = rng.standard_normal((most, heads, channels)).astype(np.float32)
+    k, v = rng.standard_normal((2, most, context, kv_heads, channels)).astype(np.float32)
+
+    def ours(q, k, v):
+        batch, blocks = q.shape[0], -(-context // PAGE)
+        pad = ((0, 0), (0, blocks * PAGE - context), (0, 0), (0, 0))
+        kv = jnp.stack([jnp.pad(x, pad) for x in (k, v)], axis=1)
+        pages = kv.reshape(batch, 2, blocks, PAGE, kv_heads, channels)
+        pages = pages.transpose(0, 2, 1, 4, 3, 5).reshape(1, -1, 2, kv_heads, PAGE, channels)
+        table = jnp.arange(batch * blocks, dtype=jnp.int32).reshape(batch, blocks)
+        positions = jnp.full((batch, 1), context - 1, jnp.int32)
+        return attention(
+            q[:, None], pages, table, positions, layer=0, window=None,
+            profile=NumericsProfile(), backend=lab.backend,
+        )[:, 0]  # fmt: skip
+
+    def xla(q, k, v):
+        return jax.nn.dot_product_attention(q[:, None], k, v)[:, 0]
+
+    def torch_attention(q, k, v):
+        import torch
+
+        q, k, v = (x.transpose(1, 2) for x in (q[:, None], k, v))
+        run = torch.nn.functional.scaled_dot_product_attention
+        return run(q, k, v, enable_gqa=True)[:, :, 0]
+
+    return Operator(
+        name="attention, decode", shape=f"{heads}/{kv_heads} heads x {channels}, {context} keys",
+        rows=(q, k, v), shared=(),
+        by_library={"detjax": ours, "XLA": xla, "torch": torch_attention},
+    )  # fmt: skip
+
+
+def _all_reduce(lab: Lab, rng, most: int, width: int) -> Operator:
+    """Four ranks' partial sums; the messages grow with the batch."""
+    mesh = make_mesh(1, 4, platform=lab.backend.platform)
+
+    def on_mesh(add):
+        return jax.shard_map(
+            lambda x: add(x[:, 0]), mesh=mesh, in_specs=P(None, TP_AXIS), out_specs=P(),
+            check_vma=False,
+        )  # fmt: skip
+
+    return Operator(
+        name="all-reduce, tp 4", shape=f"D {width}, float32",
+        rows=(wide(rng, (most, 4, width)),), shared=(),
+        by_library={
+            "detjax": on_mesh(lambda x: butterfly_sum(x, TP_AXIS, 4, backend=lab.backend)),
+            "XLA": on_mesh(lambda x: lax.psum(x, TP_AXIS)),  # noqa: TID251 - the rival
+        },
+    )  # fmt: skip
+
+
+FLOAT32 = ("log-sum-exp", "all-reduce, tp 4")
+
+
+def _outputs(operator: Operator, library: str, count: int) -> np.ndarray:
+    """The first `count` rows, computed together."""
+    rows = [x[:count] for x in operator.rows]
+    is_narrow = operator.name not in FLOAT32
+    if library == "torch":
+        import torch
+
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        dtype = torch.bfloat16 if is_narrow else torch.float32
+        tensors = [torch.from_numpy(x).to(device, dtype) for x in (*rows, *operator.shared)]
+        with torch.no_grad():
+            return operator.by_library["torch"](*tensors).float().cpu().numpy()
+    dtype = jnp.bfloat16 if is_narrow else jnp.float32
+    arrays = [jnp.asarray(x, dtype) for x in (*rows, *operator.shared)]
+    return np.asarray(jax.jit(operator.by_library[library])(*arrays))
+
+
+def _compare(operator: Operator, library: str, counts: list[int]) -> dict[str, Any]:
+    """Rows computed among few against the same rows among most."""
+    expected = raw_bits(_outputs(operator, library, counts[-1]))
+    changed_sizes, rows_changed, elements_changed, bits_changed, compared = 0, 0, 0, 0, 0
+    for count in counts[:-1]:
+        found = raw_bits(_outputs(operator, library, count))
+        different = (found != expected[:count]).reshape(count, -1)
+        changed_sizes += bool(different.any())
+        rows_changed += int(different.any(axis=1).sum())
+        compared += count
+        elements_changed += int(different.sum())
+        bits_changed += int(np.bitwise_count(found ^ expected[:count]).sum())
+    return {
+        "operator": operator.name,
+        "library": library,
+        "shape": operator.shape,
+        "batch_invariant": "no" if changed_sizes else "yes",
+        "batch_sizes_changed": f"{changed_sizes} of {len(counts) - 1}",
+        "rows_changed": f"{rows_changed} of {compared}",
+        "elements_changed": elements_changed,
+        "bits_changed": bits_changed,
+    }
+
+
+def run(lab: Lab) -> Result:
+    """Compare rows computed in small batches with the same rows in the largest."""
+    counts = lab.pick([1, 2, 7, 32, 100], [1, 8, 17, 64, 128, 500, 1024])
+    libraries = ["detjax", "XLA"]
+    if importlib.util.find_spec("torch"):
+        libraries.append("torch")
+    rows = []
+    for operator in _operators(lab, counts[-1]):
+        most = operator.rows[0].shape[0]
+        own = [count for count in counts if count < most] + [most]
+        rows += [
+            _compare(operator, library, own)
+            for library in libraries
+            if library in operator.by_library
+        ]
+
+    def share(row) -> float:
+        changed, _, compared = row["rows_changed"].split()
+        return 100 * int(changed) / int(compared)
+
+    def plot(figure) -> None:
+        axes = figure.subplots()
+        names = list(dict.fromkeys((row["operator"], row["shape"]) for row in rows))
+        for index, library in enumerate(libraries):
+            of = {(r["operator"], r["shape"]): share(r) for r in rows if r["library"] == library}
+            height = 0.8 / len(libraries)
+            at = np.arange(len(names)) + index * height
+            axes.barh(at, [of.get(name, 0) for name in names], height=height, label=library)
+        axes.set_yticks(np.arange(len(names)) + 0.3, [f"{a}, {b}" for a, b in names], fontsize=7)
+        axes.invert_yaxis()
+        axes.set(xlabel="rows whose bits change with the batch size, percent")
+        axes.legend(frameon=False)
+
+    broken = [r for r in rows if r["batch_invariant"] == "no"]
+    return Result(
+        title=f"Rows computed in batches of {counts[:-1]} against the same rows in the largest",
+        setting=f"random data of wide exponents; {lab.machine}",
+        columns=tuple(rows[0]),
+        rows=rows,
+        findings=[
+            f"{library}: {sum(r['library'] == library for r in broken)} of "
+            f"{sum(r['library'] == library for r in rows)} cases change with the batch size"
+            for library in libraries
+        ],
+        plot=plot,
+    )
+
+
+EXPERIMENT = Experiment(
+    question="Which common operators are batch-invariant, by library?",
+    paper="LLM-42 (arXiv:2601.17768), table 2, which finds that most kernels reduce in an order "
+    "that the shape alone decides, so they change with the batch size and with nothing else.",
+    run=run,
+)

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sequences laid out as the rows of a forward pass: packed end to end, or padded to one length."""
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+PACKED_ROWS = 64
+"""Packed rows are rounded up to a multiple of this, to bound the number of programs."""
+
+
+class Layout(enum.Enum):
+    """How sequences become rows. Neither changes a bit of a log-probability."""
+
+    PADDED = "padded"  # every sequence takes as many rows as the longest may
+    PACKED = "packed"  # one after the other; attention alone pads
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scored:
+    """A sequence of tokens, with a weight for the log-probability of each.
+
+    Attributes:
+        token_ids: At least two.
+        weights: Of `log p(token_ids[i] | token_ids[:i])` in the objective; 0 leaves a token out.
+            The first has no log-probability, so its weight must be 0.
+
+    Raises:
+        ValueError: If the lengths do not agree or the first weight is not 0.
+    """
+
+    token_ids: tuple[int, ...]
+    weights: tuple[float, ...]
+
+    def __post_init__(self):
+        """Check lengths."""
+        if len(self.token_ids) < 2:
+            raise ValueError(f"{len(self.token_ids)} tokens have nothing to predict; give two")
+        if len(self.token_ids) != len(self.weights):
+            raise ValueError(
+                f"{len(self.token_ids)} tokens with {len(self.weights)} weights; give one each"
+            )
+        if self.weights[0] != 0:
+            raise ValueError(f"the first token's weight {self.weights[0]} must be 0")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """Rows of a forward pass: each is a token that predicts the next one of its sequence.
+
+    Attributes:
+        ids: int32 [M].
+        targets: The token to predict, int32 [M].
+        weights: Of its log-probability, float32 [M]; 0 for padding.
+        slots: Sequence times `length` plus position, int32 [M]; from `num_sequences * length` on,
+            each once, for padding.
+        lengths: Rows of each sequence, int32 [B].
+        length: Most rows of a sequence.
+    """
+
+    ids: Any
+    targets: Any
+    weights: Any
+    slots: Any
+    lengths: Any
+    length: int = field(metadata={"static": True})
+
+
+def pack(
+    sequences: Sequence[Scored],
+    *,
+    length: int,
+    num_sequences: int | None = None,
+    num_rows: int | None = None,
+    layout: Layout = Layout.PADDED,
+) -> Batch:
+    """Lay out sequences as rows, on the host.
+
+    Args:
+        sequences: In order.
+        length: Most rows of a sequence: its tokens less the last, which predicts nothing.
+        num_sequences: Room for this many; the rest are empty. None makes room for those given.
+        num_rows: Rows in all of a packed layout; None rounds up to a multiple of `PACKED_ROWS`.
+        layout: How.
+
+    Raises:
+        ValueError: If something does not fit, naming it.
+    """
+    room = len(sequences) if num_sequences is None else num_sequences
+    if len(sequences) > room:
+        raise ValueError(f"{len(sequences)} sequences do not fit into {num_sequences=}")
+    lengths = np.zeros(room, np.int32)
+    for i, sequence in enumerate(sequences):
+        lengths[i] = len(sequence.token_ids) - 1
+        if lengths[i] > length:
+            raise ValueError(f"sequence {i} has {lengths[i]} rows, more than {length=}")
+    if layout is Layout.PADDED:
+        if num_rows not in (None, room * length):
+            raise ValueError(f"{num_rows=} must be {room * length} in a padded layout")
+        starts, num_rows = np.arange(room) * length, room * length
+    else:
+        starts, total = np.cumsum(lengths) - lengths, int(lengths.sum())
+        num_rows = -(-total // PACKED_ROWS) * PACKED_ROWS if num_rows is None else num_rows
+        if total > num_rows:
+            raise ValueError(f"{total} tokens do not fit into {num_rows=}")
+    rows = {
+        "ids": np.zeros(num_rows, np.int32),
+        "targets": np.zeros(num_rows, np.int32),
+        "weights": np.zeros(num_rows, np.float32),
+        "slots": np.arange(room * length, room * length + num_rows, dtype=np.int32),
+    }
+    for i, sequence in enumerate(sequences):
+        own = slice(starts[i], starts[i] + lengths[i])
+        rows["ids"][own] = sequence.token_ids[:-1]
+        rows["targets"][own] = sequence.token_ids[1:]
+        rows["weights"][own] = sequence.weights[1:]
+        rows["slots"][own] = np.arange(lengths[i]) + i * length
+    return Batch(**rows, lengths=lengths, length=length)
+
+
+def by_sequence(batch: Batch, values: np.ndarray) -> list[np.ndarray]:
+    """Values [M] of rows, as one array for each sequence: entry i is of its token i + 1."""
+    slots = np.asarray(batch.slots)
+    found = np.zeros(len(batch.lengths) * batch.length, np.asarray(values).dtype)
+    is_real = slots < len(found)
+    found[slots[is_real]] = np.asarray(values)[is_real]
+    rows = found.reshape(len(batch.lengths), batch.length)
+    return [row[:n] for row, n in zip(rows, np.asarray(batch.lengths), strict=True)]

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Saving and restoring a training state with orbax, on any number of devices."""
+
+import json
+from pathlib import Path
+
+import jax
+import orbax.checkpoint as ocp
+
+from detjax.training.trainer import Trainer, TrainState
+
+FORMAT = 1
+FACTS, ARRAYS = "detjax_training.json", "state"
+
+
+def save_state(folder: Path, state: TrainState, *, facts: dict) -> None:
+    """Write a state and what must be the same when it is continued.
+
+    Args:
+        folder: Made here; must not hold a state yet.
+        state: Of a trainer.
+        facts: Compared by `restore_state`: the build's fingerprint, the task, sizes, the seed.
+
+    Raises:
+        ValueError: If `folder` holds a state.
+    """
+    folder = folder.absolute()
+    if (folder / ARRAYS).exists():
+        raise ValueError(f"{folder} holds a training state already; give another folder")
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / ARRAYS, _as_dict(state))
+    if jax.process_index() == 0:  # written last: its presence says that the arrays are complete
+        text = json.dumps({"format": FORMAT, **facts}, indent=2)
+        (folder / FACTS).write_text(text + "\n")
+
+
+def restore_state(folder: Path, trainer: Trainer, *, facts: dict) -> TrainState:
+    """Read what `save_state` wrote, onto the trainer's devices: the same bits.
+
+    Raises:
+        FileNotFoundError: If `folder` holds no finished state.
+        ValueError: If a fact differs, naming it: the continuation would not have the bits of an
+            uninterrupted run.
+    """
+    folder = folder.absolute()
+    path = folder / FACTS
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist: {folder} holds no finished state")
+    found, wanted = json.loads(path.read_text()), {"format": FORMAT, **facts}
+    wanted = json.loads(json.dumps(wanted))
+    for name in sorted(found.keys() | wanted.keys()):
+        if found.get(name) != wanted.get(name):
+            raise ValueError(
+                f"{path} has {name}={found.get(name)!r}, this run {wanted.get(name)!r}; continue "
+                "with what it was saved with, or start anew"
+            )
+    shapes = jax.eval_shape(trainer.init)
+    abstract = jax.tree.map(
+        lambda shape, sharding: shape.update(sharding=sharding), shapes, trainer.shardings()
+    )
+    with ocp.StandardCheckpointer() as checkpointer:
+        restored = checkpointer.restore(folder / ARRAYS, _as_dict(abstract))
+    return TrainState(**restored)
+
+
+def _as_dict(state: TrainState) -> dict:
+    return {"params": state.params, "opt_state": state.opt_state, "step": state.step}

@@ -1,0 +1,400 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m detjax.training.grpo`: reinforcement learning with no gap between rollout and trainer.
+
+Rows of JSON and the plot go to `--out`, the table to standard output, progress to standard error.
+"""
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import optax
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from detjax.models.abstract import why_unsupported
+from detjax.models.bundled import bundled_model_path
+from detjax.models.hf_config import load_config
+from detjax.models.loading import LoadedModel, load_model
+from detjax.models.tokenizer import Tokenizer
+from detjax.models.weights import resolve_model
+from detjax.numerics import NumericsProfile
+from detjax.pallas_kernels.backend import Backend, choose_backend, configure_xla
+from detjax.parallel.mesh import configure_virtual_devices, make_mesh
+from detjax.training.checkpoint import restore_state, save_state
+from detjax.training.plot import save_plot
+from detjax.training.policy_gradient import BatchSizes, StepRow, train
+from detjax.training.rollout import Rollout
+from detjax.training.tasks import AbstractTask, Arithmetic, Gsm8k
+from detjax.training.trainer import Trainer
+
+DESCRIPTION = """\
+Train a model with GRPO on problems that a program can check, on exactly what it sampled.
+
+Each step samples answers with the serving engine, rewards them, and makes one update from the
+trainer's own log-probabilities of the same tokens. The column KL says how far the two are apart.
+With the invariant rollout it is 0.0 at every step, not small but zero: the trainer's forward pass
+has the bits of the engine's, here with the engine on --rollout-tp devices and the trainer on
+--devices. So no importance weights are needed, and none are used. With the fast rollout, whose
+kernels promise nothing, the same run trains on probabilities that nobody sampled from."""
+
+EPILOG = """\
+examples:
+  python -m detjax.training.grpo                          # both rollouts, bundled model, a laptop
+  python -m detjax.training.grpo --seeds 0 1 2 --steps 40 --out runs/sums
+  python -m detjax.training.grpo --rollout invariant --rollout-tp 1     # one GPU
+  python -m detjax.training.grpo --model Qwen/Qwen3-0.6B --task gsm8k --problems train.jsonl \\
+      --max-prompt 256 --max-tokens 256 --microbatch 4 --prompts 32
+  python -m detjax.training.grpo --rollout invariant --save runs/a --steps 10
+  python -m detjax.training.grpo --rollout invariant --resume runs/a/step10-seed0 --steps 20
+
+A row of rows.jsonl: rollout, seed, step, weight_version (updates the sampling weights had seen),
+reward (mean), entropy (nats a token), kl, max_difference (of a log-probability), num_different and
+num_tokens, gradient_norm, rollout_s, train_s, and the fingerprint of the numerics.
+
+exit codes: 0 success; 2 bad input; 3 the invariant rollout's KL was not exactly zero."""
+
+OK, BAD_INPUT, BITS_DIFFER = 0, 2, 3
+BUNDLED = "bundled"
+FIRST, LAST = slice(3), slice(-3, None)
+ROLLOUTS: dict[str, tuple[str, ...]] = {
+    "both": ("invariant", "fast"),
+    "invariant": ("invariant",),
+    "fast": ("fast",),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Args:
+    """The command line."""
+
+    model: str
+    task: str
+    problems: Path | None
+    backend: str
+    rollout: str
+    rollout_tp: int
+    devices: int
+    steps: int
+    seeds: tuple[int, ...]
+    learning_rate: float
+    clip_norm: float
+    prompts: int
+    samples: int
+    microbatch: int
+    max_prompt: int
+    max_tokens: int
+    batch_size: int
+    remat: bool
+    out: Path | None
+    save: Path | None
+    resume: Path | None
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message}; see --help")
+
+
+# fmt: off
+def _make_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m detjax.training.grpo", usage="%(prog)s [options]", description=DESCRIPTION,
+        epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+    )
+    add = parser.add_argument_group("what is trained").add_argument
+    add("--model", default=BUNDLED, metavar="NAME",
+        help="a Hugging Face folder or id, or the bundled 6M model (default)")
+    add("--task", choices=("arithmetic", "gsm8k"), default="arithmetic",
+        help="arithmetic: generated two-digit sums, of which the bundled model gets 64 %% right "
+        "(default); gsm8k: word problems from --problems")
+    add("--problems", type=Path, metavar="FILE", help="JSON lines with question and answer")
+    group = parser.add_argument_group("where it runs; changes no bit of the invariant run")
+    add = group.add_argument
+    add("--backend", choices=("auto", "portable", "sm90"), default="auto",
+        help="kernels: portable runs on CPUs, sm90 on Hopper GPUs; auto looks (default)")
+    add("--rollout-tp", type=int, default=4, metavar="N",
+        help="devices the engine splits the model over; CPUs pose as several (default 4)")
+    add("--devices", type=int, default=1, metavar="N",
+        help="devices of the trainer, a power of two that divides the microbatches (default 1)")
+    add("--batch-size", type=int, default=64, metavar="N",
+        help="answers the engine works on at once (default 64)")
+    add("--no-remat", dest="remat", action="store_false",
+        help="keep all activations for the backward pass: faster, more memory")
+    add = parser.add_argument_group("how it is trained").add_argument
+    add("--rollout", choices=tuple(ROLLOUTS), default="both",
+        help="who samples: the canonical kernels, XLA's fastest, or both, a run each (default)")
+    add("--steps", type=int, default=30, metavar="N", help="updates (default 30)")
+    add("--seeds", type=int, nargs="+", default=(0,), metavar="N",
+        help="of problems and noise, a run each (default 0)")
+    add("--learning-rate", type=float, default=3e-5, metavar="X", help="of Adam (default 3e-5)")
+    add("--clip-norm", type=float, default=1.0, metavar="X",
+        help="longest gradient that is applied as it is (default 1)")
+    add("--prompts", type=int, default=16, metavar="N", help="problems a step (default 16)")
+    add("--samples", type=int, default=8, metavar="N", help="answers to each (default 8)")
+    add("--microbatch", type=int, default=16, metavar="N",
+        help="answers whose gradient is computed at once (default 16)")
+    add("--max-prompt", type=int, default=10, metavar="N",
+        help="longest prompt in tokens; longer problems are an error (default 10)")
+    add("--max-tokens", type=int, default=5, metavar="N", help="longest answer (default 5)")
+    add = parser.add_argument_group("what is kept").add_argument
+    add("--out", type=Path, metavar="FOLDER", help="for rows.jsonl and curves.png")
+    add("--save", type=Path, metavar="FOLDER",
+        help="writes the state after the last step to FOLDER/stepN-seedM")
+    add("--resume", type=Path, metavar="FOLDER",
+        help="continues a saved state: the same bits as a run without the stop")
+    return parser
+# fmt: on
+
+
+def parse_args(argv: Sequence[str] | None) -> Args:
+    """Read the command line.
+
+    Raises:
+        ValueError: If a value cannot be read or does not go with another.
+    """
+    values: dict[str, Any] = vars(_make_parser().parse_args(argv))
+    values["seeds"] = tuple(values["seeds"])
+    args = Args(**values)
+    for name in ("rollout_tp", "devices", "batch_size", "steps"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
+    if min(args.seeds) < 0:
+        raise ValueError(f"--seeds {min(args.seeds)} must be at least 0")
+    if (args.task == "gsm8k") != (args.problems is not None):
+        raise ValueError("--task gsm8k and --problems FILE go together")
+    if (args.save or args.resume) and (args.rollout == "both" or len(args.seeds) > 1):
+        raise ValueError("--save and --resume are of one run: give one --rollout and one seed")
+    return args
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setup:
+    """Everything that the runs of one command share."""
+
+    args: Args
+    task: AbstractTask
+    sizes: BatchSizes
+    tokenizer: Tokenizer
+    trainer: Trainer
+    fingerprint: str
+    backend: Backend
+    load: Callable[[int], LoadedModel]
+
+    def rollout(self, mode: str) -> Rollout:
+        """An engine on its own copy of the weights."""
+        return Rollout(
+            self.load(self.args.rollout_tp),
+            self.tokenizer,
+            self.task,
+            mode=mode,
+            batch_size=self.args.batch_size,
+            max_prompt=self.args.max_prompt,
+            max_tokens=self.args.max_tokens,
+        )
+
+    def facts(self, mode: str, seed: int) -> dict[str, Any]:
+        """What a continued run must share with the one that was saved."""
+        names = ("task", "learning_rate", "clip_norm", "remat")
+        shared = {name: getattr(self.args, name) for name in names}
+        run = {"rollout": mode, "seed": seed, "fingerprint": self.fingerprint}
+        return shared | run | asdict(self.sizes)
+
+
+def prepare(args: Args) -> Setup:
+    """Choose kernels, load the model and make the trainer.
+
+    Raises:
+        ValueError: If something does not fit, with the fix.
+    """
+    configure_virtual_devices(max(args.rollout_tp, args.devices))
+    folder = bundled_model_path() if args.model == BUNDLED else resolve_model(args.model)
+    profile, config = NumericsProfile(), load_config(folder)
+    choice = choose_backend(
+        None if args.backend == "auto" else Backend(args.backend),
+        why_not_model=lambda: why_unsupported(config, profile, Backend.SM90, args.rollout_tp),
+    )
+    platform = choice.backend.platform
+
+    def load(tp: int) -> LoadedModel:
+        mesh = make_mesh(1, tp, platform=platform)
+        return load_model(str(folder), profile=profile, mesh=mesh, backend=choice.backend)
+
+    model = load(1)
+    trainer = Trainer(
+        model,
+        optax.adam(args.learning_rate, b2=0.95),
+        mesh=make_mesh(1, args.devices, platform=platform),
+        clip_norm=args.clip_norm,
+        remat=args.remat,
+    )
+    sizes = BatchSizes(**{f.name: getattr(args, f.name) for f in fields(BatchSizes)})
+    return Setup(
+        args=args,
+        task=Arithmetic() if args.problems is None else Gsm8k(args.problems),
+        sizes=sizes,
+        tokenizer=Tokenizer.from_folder(folder),
+        trainer=trainer,
+        fingerprint=model.fingerprint,
+        backend=choice.backend,
+        load=load,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """One run: its rows, and the share of held-out problems it got right, greedy."""
+
+    mode: str
+    seed: int
+    rows: tuple[dict[str, Any], ...]
+    accuracy_before: float
+    accuracy_after: float
+
+    def reward(self, part: slice) -> float:
+        """Mean reward of a part of the steps."""
+        return float(np.mean([row["reward"] for row in self.rows[part]]))
+
+
+def run_one(
+    setup: Setup, rollout: Rollout, mode: str, seed: int, on_row: Callable[[dict], None]
+) -> Run:
+    """Train once, from the model's weights or from a saved state."""
+    args, trainer = setup.args, setup.trainer
+    facts = setup.facts(mode, seed)
+    if args.resume is None:
+        state = trainer.init()
+    else:
+        state = restore_state(args.resume, trainer, facts=facts)
+        if int(state.step) >= args.steps:
+            raise ValueError(
+                f"{args.resume} has made {int(state.step)} updates; give more --steps than that"
+            )
+    rollout.load(state.params, version=int(state.step))
+    before, rows = rollout.accuracy(setup.task.held_out), []
+
+    def keep(step: StepRow) -> None:
+        row = {"rollout": mode, "seed": seed, **asdict(step), "fingerprint": setup.fingerprint}
+        rows.append(row)
+        on_row(row)
+
+    state = train(
+        trainer, state, rollout, setup.task, setup.sizes,
+        seed=seed, num_steps=args.steps, on_step=keep,
+    )  # fmt: skip
+    rollout.load(state.params, version=int(state.step))
+    after = rollout.accuracy(setup.task.held_out)
+    if args.save is not None:
+        save_state(args.save / f"step{int(state.step)}-seed{seed}", state, facts=facts)
+    return Run(mode=mode, seed=seed, rows=tuple(rows), accuracy_before=before, accuracy_after=after)
+
+
+def run_all(setup: Setup, console: Console) -> list[Run]:
+    """Train with every rollout and seed that was asked for, and keep rows as they come."""
+    args, runs = setup.args, []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with contextlib.ExitStack() as stack:
+        bar = stack.enter_context(
+            Progress(*columns, TimeRemainingColumn(), console=console, transient=True)
+        )
+        file = None
+        if args.out is not None:
+            args.out.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context((args.out / "rows.jsonl").open("w"))
+        rollouts = {mode: setup.rollout(mode) for mode in ROLLOUTS[args.rollout]}
+        for seed in args.seeds:
+            for mode, rollout in rollouts.items():
+                task = bar.add_task(f"{mode} rollout, seed {seed}", total=args.steps)
+
+                def show(row: dict, task=task) -> None:
+                    bar.update(task, completed=row["step"] + 1)
+                    console.print(_row_text(row), style="dim", highlight=False, soft_wrap=True)
+                    if file is not None:
+                        file.write(json.dumps(row) + "\n")
+                        file.flush()
+
+                runs.append(run_one(setup, rollout, mode, seed, show))
+    return runs
+
+
+def _row_text(row: dict[str, Any]) -> str:
+    return (
+        f"{row['rollout']:<9} seed {row['seed']}  step {row['step']:>3}  reward "
+        f"{row['reward']:.3f}  entropy {row['entropy']:.3f}  KL {row['kl']:.3g}  "
+        f"{row['num_different']} of {row['num_tokens']} logprobs differ  "
+        f"{row['rollout_s']:.1f} + {row['train_s']:.1f} s"
+    )
+
+
+def summary(runs: Sequence[Run]) -> Table:
+    """A line for each run, and one for the seeds of each rollout together."""
+    table = Table(
+        "rollout", "seed", "reward, first 3", "last 3", "held out, before", "after",
+        "largest KL", "logprobs that differ",
+        title="Reward of sampled answers, accuracy of greedy ones, and the gap to the trainer",
+        title_justify="left",
+    )  # fmt: skip
+    for run in sorted(runs, key=lambda run: (run.mode, run.seed)):
+        different = sum(row["num_different"] for row in run.rows)
+        tokens = sum(row["num_tokens"] for row in run.rows)
+        table.add_row(
+            run.mode, str(run.seed), f"{run.reward(FIRST):.3f}", f"{run.reward(LAST):.3f}",
+            f"{run.accuracy_before:.3f}", f"{run.accuracy_after:.3f}",
+            f"{max(row['kl'] for row in run.rows):.3g}", f"{different:,} of {tokens:,}",
+        )  # fmt: skip
+    for mode in dict.fromkeys(run.mode for run in runs):
+        own = [run for run in runs if run.mode == mode]
+        if len(own) > 1:
+            cells = (
+                _spread([run.reward(FIRST) for run in own]),
+                _spread([run.reward(LAST) for run in own]),
+                _spread([run.accuracy_before for run in own]),
+                _spread([run.accuracy_after for run in own]),
+            )
+            table.add_row(mode, f"{len(own)} seeds", *cells, "", "", style="bold")
+    return table
+
+
+def _spread(values: Sequence[float]) -> str:
+    """Mean and the range over seeds."""
+    return f"{np.mean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code."""
+    console = Console(stderr=True)
+    configure_xla()
+    try:
+        args = parse_args(argv)
+        setup = prepare(args)
+        console.print(
+            f"{args.model} on {setup.backend.value}: trainer on {args.devices} device(s), rollout "
+            f"with tp {args.rollout_tp}, fingerprint {setup.fingerprint}",
+            highlight=False,
+            soft_wrap=True,
+        )
+        runs = run_all(setup, console)
+    except (ValueError, FileNotFoundError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_INPUT
+    Console(width=None if sys.stdout.isatty() else 140).print(summary(runs))
+    if args.out is not None:
+        rows = [row for run in runs for row in run.rows]
+        if not save_plot(rows, args.out / "curves.png"):
+            console.print("no curves.png: matplotlib comes with pip install 'detjax[notebooks]'")
+    gap = [row for run in runs if run.mode == "invariant" for row in run.rows if row["kl"] != 0]
+    if gap:
+        print(f"error: the invariant rollout's KL is not zero: {gap[0]}", file=sys.stderr)
+        return BITS_DIFFER
+    return OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The curves of a run. matplotlib comes with the `notebooks` extra and is imported only here."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+COLOURS = {"invariant": "tab:blue", "fast": "tab:orange"}
+
+
+def plot_curves(rows: Sequence[dict[str, Any]]):
+    """Reward and KL by step, a line for each seed, a colour for each kind of rollout.
+
+    Args:
+        rows: Of `python -m detjax.training.grpo`: `rollout`, `seed`, `step`, `reward`, `kl`.
+
+    Returns:
+        A matplotlib figure.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    reward_axes, kl_axes = figure.subplots(1, 2)
+    runs = defaultdict(list)
+    for row in rows:
+        runs[row["rollout"], row["seed"]].append(row)
+    named = set()
+    for (mode, _), run in sorted(runs.items()):
+        steps = [row["step"] for row in run]
+        label = None if mode in named else f"{mode} rollout"
+        named.add(mode)
+        style = {"color": COLOURS[mode], "linewidth": 1, "alpha": 0.8}
+        reward_axes.plot(steps, [row["reward"] for row in run], label=label, **style)
+        kl_axes.plot(steps, [row["kl"] for row in run], marker=".", label=label, **style)
+    reward_axes.set(xlabel="update", ylabel="mean reward of sampled answers", ylim=(0, 1))
+    # Linear from 0 to 1e-6, so that an exact zero has a place.
+    kl_axes.set_yscale("symlog", linthresh=1e-6)
+    kl_axes.set(xlabel="update", ylabel="KL(rollout || trainer), nats a token")
+    kl_axes.set_ylim(bottom=-2e-7)
+    reward_axes.legend(frameon=False)
+    return figure
+
+
+def save_plot(rows: Sequence[dict[str, Any]], path: Path) -> bool:
+    """Write the figure; False, and nothing written, without matplotlib."""
+    try:
+        figure = plot_curves(rows)
+    except ModuleNotFoundError:
+        return False
+    figure.savefig(path, dpi=150)
+    return True

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Samples from the engine, with the version of the weights that made them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from detjax.models.loading import LoadedModel
+from detjax.models.tokenizer import Tokenizer
+from detjax.serving.engine import Engine, EngineConfig
+from detjax.serving.request import Completion, Request, SamplingParams
+from detjax.training.batch import Scored
+from detjax.training.tasks import AbstractTask, Problem
+from detjax.training.weights import load_weights
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """One answer to a problem, and what it earned."""
+
+    completion: Completion
+    reward: float
+    weight_version: int
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The prompt and the answer."""
+        return self.completion.prompt_token_ids + self.completion.token_ids
+
+    def scored(self, weight: float) -> Scored:
+        """The sequence with `weight` on every token of the answer."""
+        prompt, answer = self.completion.prompt_token_ids, self.completion.token_ids
+        weights = (0.0,) * len(prompt) + (weight,) * len(answer)
+        return Scored(token_ids=prompt + answer, weights=weights)
+
+    def answer_values(self, by_token: np.ndarray) -> np.ndarray:
+        """Of values of tokens 1, 2, ... of the sequence, those of the answer's."""
+        return by_token[len(self.completion.prompt_token_ids) - 1 :]
+
+
+class Rollout:
+    """An engine for one task, whose weights follow a trainer's."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        tokenizer: Tokenizer,
+        task: AbstractTask,
+        *,
+        mode: str,
+        batch_size: int,
+        max_prompt: int,
+        max_tokens: int,
+    ):
+        """Make the engine.
+
+        Args:
+            model: On the rollout's mesh. Its weights are replaced by `load`.
+            tokenizer: Of the model.
+            task: Rewards answers and says where they stop.
+            mode: Of the engine. `fast` makes no claim on log-probabilities.
+            batch_size: Samples that run at once.
+            max_prompt: Longest prompt, in tokens.
+            max_tokens: Longest answer, in tokens.
+
+        Raises:
+            ValueError: If the task's stop text is not one token.
+        """
+        self._model, self._tokenizer, self._task = model, tokenizer, task
+        self._mode, self._max_prompt, self._max_tokens = mode, max_prompt, max_tokens
+        self._stop_ids: tuple[int, ...] = ()
+        if task.stop:
+            stop_ids = tokenizer.encode(task.stop)[-1:]
+            if tokenizer.decode(stop_ids) != task.stop:
+                raise ValueError(f"{task.stop!r}, which ends an answer, is not one token")
+            self._stop_ids = tuple(stop_ids)
+        self._engine = Engine(
+            model,
+            EngineConfig(
+                batch_size=batch_size,
+                prefill_chunk=max_prompt,
+                max_len=max_prompt + max_tokens,
+                prefill_shapes=((batch_size, max_prompt),),
+                mode=mode,
+                # WHY: pages outlive a call, and weights change between calls.
+                has_prefix_cache=False,
+            ),
+        )
+        self.weight_version = 0
+
+    def load(self, params: dict[str, Any], version: int) -> None:
+        """Take a trainer's masters, in place."""
+        load_weights(self._model, params)
+        self.weight_version = version
+
+    def sample(
+        self,
+        problems: Sequence[Problem],
+        *,
+        seeds: Sequence[int],
+        num_samples: int,
+        temperature: float,
+    ) -> list[list[Sample]]:
+        """`num_samples` answers to each problem, unfiltered.
+
+        Raises:
+            ValueError: If a problem is longer than `max_prompt`, naming it.
+        """
+        prompts = [tuple(self._tokenizer.encode(problem.prompt)) for problem in problems]
+        for problem, prompt in zip(problems, prompts, strict=True):
+            if len(prompt) > self._max_prompt:
+                raise ValueError(
+                    f"the problem {problem.prompt[:40]!r} has {len(prompt)} tokens, more than "
+                    f"max_prompt={self._max_prompt}; raise --max-prompt or leave it out"
+                )
+        requests = [
+            Request(
+                prompt_token_ids=prompt,
+                sampling=SamplingParams(
+                    max_tokens=self._max_tokens,
+                    temperature=temperature,
+                    seed=seed,
+                    n=num_samples,
+                    stop_token_ids=self._stop_ids,
+                ),
+                is_deterministic=self._mode != "fast",
+            )
+            for prompt, seed in zip(prompts, seeds, strict=True)
+        ]
+        groups: list[list[Sample]] = [[] for _ in problems]
+        for completion in self._engine.generate(requests):
+            problem = problems[completion.request_idx]
+            text = self._tokenizer.decode(completion.token_ids)
+            groups[completion.request_idx].append(
+                Sample(
+                    completion=completion,
+                    reward=self._task.reward(problem, text),
+                    weight_version=self.weight_version,
+                )
+            )
+        return groups
+
+    def accuracy(self, problems: Sequence[Problem]) -> float:
+        """Share of greedy answers that are right."""
+        groups = self.sample(problems, seeds=[0] * len(problems), num_samples=1, temperature=0.0)
+        return float(np.mean([sample.reward for (sample,) in groups]))

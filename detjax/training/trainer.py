@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A training step over sharded state: every device computes whole sequences with whole weights.
+
+Masters and optimizer state are cut over all devices of a mesh. A step gathers the masters, which
+copies bits; each device computes the gradients of its own microbatches, one at a time; they are
+added as a tree over the batch that no number of devices can change; and each device updates its
+share. All arithmetic but that tree's runs in programs for one device, which are the same ones for
+every mesh: XLA compiles a program for one device and for several in different ways, and the
+gradient of a microbatch was seen to change by it (XLA:CPU, jax 0.11.2).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from detjax.array_types import Array, Float32
+from detjax.models.layers import Recipe
+from detjax.models.loading import LoadedModel
+from detjax.parallel.collectives import butterfly_sum
+from detjax.parallel.mesh import DP_AXIS, TP_AXIS
+from detjax.training.batch import Batch
+from detjax.training.forward import token_logprobs
+from detjax.training.weights import master_params, move_bits
+
+DEVICES = (DP_AXIS, TP_AXIS)
+"""Both axes of the mesh as one: training has no use for the difference."""
+
+ADD_COLS = 128
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainState:
+    """What a step changes. Leaves are arrays, or what JAX puts for them.
+
+    Attributes:
+        params: Float32 masters (`weights.master_params`).
+        opt_state: Of the optimizer.
+        step: Updates made, int32; also the version of the weights.
+    """
+
+    params: Any
+    opt_state: Any
+    step: Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepOutput:
+    """What a step computed before it changed the weights.
+
+    Attributes:
+        logprobs: Of each row's target, float32 [N, M].
+        entropy: Of each row's distribution, float32 [N, M], in nats.
+        gradient_norm: Of all masters together, before clipping.
+    """
+
+    logprobs: np.ndarray
+    entropy: np.ndarray
+    gradient_norm: float
+
+
+def batch_leaves(num_batches: int, most_leaves: int) -> int:
+    """Leaves of a gradient's sum: the largest power of two that divides the microbatches."""
+    return min(num_batches & -num_batches, most_leaves)
+
+
+def state_partition(shape: tuple[int, ...], num_devices: int) -> P:
+    """Cut the first axis that divides over all devices; hold the array whole if none does."""
+    for axis, size in enumerate(shape):
+        if size % num_devices == 0:
+            return P(*[None] * axis, DEVICES)
+    return P()
+
+
+class Trainer:
+    """Makes and advances the state of one model on one mesh."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        optimizer: optax.GradientTransformation,
+        *,
+        mesh: Mesh,
+        clip_norm: float,
+        remat: bool = True,
+    ):
+        """Describe the state.
+
+        Args:
+            model: Says what is trained, and gives the first weights; on a mesh with tp = 1.
+            optimizer: Elementwise, since each device runs it on its own share.
+            mesh: Over whose devices state and sequences are spread.
+            clip_norm: Longest gradient that is applied as it is; longer ones are scaled to it.
+            remat: Keep one activation a layer and compute the rest again. Changes no bit of a
+                log-probability.
+
+        Raises:
+            ValueError: If the model is split over tp, or `clip_norm` is not positive.
+        """
+        if not clip_norm > 0:
+            raise ValueError(f"{clip_norm=} must be positive; float('inf') never clips")
+        self._model, self._optimizer, self._mesh = model, optimizer, mesh
+        self._clip_norm, self._remat = clip_norm, remat
+        self.specs = _state_specs(model, optimizer, mesh.size)
+        self._tables = _by_device(
+            mesh, tuple(move_bits(t, NamedSharding(mesh, P())) for t in model.rope_tables)
+        )
+        on_mesh = partial(jax.shard_map, mesh=mesh, out_specs=P(), check_vma=False)
+        self._gather = jax.jit(on_mesh(self._local_gather, in_specs=(self.specs.params,)))
+        self._reduce = jax.jit(on_mesh(self._local_reduce, in_specs=P(DEVICES)))
+        self._gradient = jax.jit(self._microbatch_gradient)
+        self._add = jax.jit(partial(jax.tree.map, jnp.add), donate_argnums=0)
+        self._norm = jax.jit(_global_norm)
+        self._update = jax.jit(self._update_share, donate_argnums=0)
+
+    def init(self) -> TrainState:
+        """The state before the first step: the model's weights, exactly."""
+        shardings = self.shardings()
+        params = jax.tree.map(move_bits, master_params(self._model), shardings.params)
+        make = jax.jit(self._optimizer.init, out_shardings=shardings.opt_state)
+        step = jax.device_put(jnp.int32(0), shardings.step)
+        return TrainState(params=params, opt_state=make(params), step=step)
+
+    def shardings(self) -> TrainState:
+        """Where each leaf of the state lies."""
+        return jax.tree.map(lambda spec: NamedSharding(self._mesh, spec), self.specs)
+
+    def step(self, state: TrainState, batches: list[Batch]) -> tuple[TrainState, StepOutput]:
+        """Make one update that raises `sum(weights * logprobs)` over all microbatches.
+
+        Args:
+            state: Donated: its arrays are gone afterwards.
+            batches: Microbatches of one shape.
+
+        Raises:
+            ValueError: If the devices cannot share the microbatches evenly along the sum's tree.
+
+        Numerics:
+            The gradient is added as a perfect binary tree of `batch_leaves` leaves, runs of
+            microbatches in order; inside a leaf left to right, in float32. A device owns whole
+            leaves and a butterfly between devices is the rest of the tree.
+            Claims: run-invariant, mesh-invariant (for every number of devices that divides the
+            leaves). The update depends on the order of the batch and on which sequences share a
+            microbatch; log-probabilities depend on neither.
+        """
+        num_devices, most = self._mesh.size, self._model.profile.num_leaves
+        leaves = batch_leaves(len(batches), most)
+        if leaves % num_devices:
+            raise ValueError(
+                f"{len(batches)} microbatches are {leaves} leaves of the gradient's sum, which "
+                f"{num_devices} devices cannot share; make them a multiple of {num_devices}, "
+                f"which must be a power of two up to {most}"
+            )
+        params = _by_device(self._mesh, self._gather(state.params))
+        share = len(batches) // num_devices
+        sums = [SubtreeSums(self._add, leaf_len=len(batches) // leaves) for _ in params]
+        values = {}
+        for i in range(share):  # devices in the inner loop, so that they work side by side
+            for device, (own, tables) in enumerate(zip(params, self._tables, strict=True)):
+                batch = batches[device * share + i]
+                gradient, values[device * share + i] = self._gradient(own, tables, batch)
+                sums[device].add(gradient)
+        total = self._reduce(self._stacked([one.total() for one in sums]))
+        state, norm = self._updated(state, total)
+        logprobs, entropy = zip(*(values[i] for i in range(len(batches))), strict=True)
+        output = StepOutput(
+            logprobs=np.stack(logprobs), entropy=np.stack(entropy), gradient_norm=float(norm)
+        )
+        return state, output
+
+    def _local_gather(self, params: dict) -> dict:
+        """Whole arrays on every device. Copies only."""
+
+        def gather(share: jax.Array, spec: P) -> jax.Array:
+            axis = _cut_axis(spec)
+            return share if axis is None else lax.all_gather(share, DEVICES, axis=axis, tiled=True)
+
+        return jax.tree.map(gather, params, self.specs.params)
+
+    def _microbatch_gradient(self, params: dict, tables, batch: Batch):
+        """Gradient of the loss, and (logprobs, entropy) of the rows."""
+        model = self._model
+        recipe = Recipe(config=model.config, profile=model.profile, backend=model.backend, tp=1)
+
+        def loss(params):
+            values = token_logprobs(recipe, params, tables, batch, remat=self._remat)
+            return -jnp.sum(batch.weights * values[0]), values
+
+        return jax.grad(loss, has_aux=True)(params)
+
+    def _local_reduce(self, gradients: dict) -> dict:
+        """The levels of the tree above the devices, neighbours first."""
+
+        def add_all(gradient: Float32[Array, "..."]) -> Float32[Array, "..."]:
+            whole = gradient[0]
+            total = jnp.pad(whole.reshape(-1), (0, -whole.size % ADD_COLS)).reshape(-1, ADD_COLS)
+            for axis in (TP_AXIS, DP_AXIS):
+                size = self._mesh.shape[axis]
+                total = butterfly_sum(total, axis, size, backend=self._model.backend)
+            return total.reshape(-1)[: whole.size].reshape(whole.shape)
+
+        return jax.tree.map(add_all, gradients)
+
+    def _updated(self, state: TrainState, total: dict) -> tuple[TrainState, jax.Array]:
+        """Update every device's share from the whole gradient."""
+        totals, states = _by_device(self._mesh, total), _by_device(self._mesh, state)
+        norm = self._norm(totals[0])
+        parts = []
+        for rank, device in enumerate(self._mesh.devices.flat):
+            facts = jax.device_put((jnp.int32(rank), norm), device)
+            parts.append(self._update(states[rank], totals[rank], *facts))
+        return self._assembled(parts), norm
+
+    def _update_share(self, state: TrainState, total: dict, rank, norm) -> TrainState:
+        """The update of one device's share of the state."""
+        scale = jnp.minimum(1.0, self._clip_norm / jnp.maximum(norm, 1e-30))
+
+        def own_part(whole: jax.Array, share: jax.Array, spec: P) -> jax.Array:
+            axis = _cut_axis(spec)
+            if axis is None:
+                return whole * scale
+            start, size = rank * share.shape[axis], share.shape[axis]
+            return lax.dynamic_slice_in_dim(whole, start, size, axis) * scale
+
+        gradient = jax.tree.map(own_part, total, state.params, self.specs.params)
+        # WHY: optax 0.2.8 relies on implicit promotion, which detjax's tests forbid.
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            updates, opt_state = self._optimizer.update(gradient, state.opt_state, state.params)
+            params = optax.apply_updates(state.params, updates)
+        return TrainState(params=params, opt_state=opt_state, step=state.step + 1)
+
+    def _stacked(self, gradients: list[dict]) -> dict:
+        """One array of all devices' gradients for each leaf, stacked along a new first axis."""
+        sharding = NamedSharding(self._mesh, P(DEVICES))
+
+        def stack(*parts: jax.Array) -> jax.Array:
+            shape = (self._mesh.size, *parts[0].shape)
+            return jax.make_array_from_single_device_arrays(
+                shape, sharding, [part[None] for part in parts]
+            )
+
+        return jax.tree.map(stack, *gradients)
+
+    def _assembled(self, parts: list[TrainState]) -> TrainState:
+        """The inverse of `_by_device` for states."""
+
+        def join(sharding: NamedSharding, *shares: jax.Array) -> jax.Array:
+            axis, shape = _cut_axis(sharding.spec), list(shares[0].shape)
+            if axis is not None:
+                shape[axis] *= self._mesh.size
+            return jax.make_array_from_single_device_arrays(tuple(shape), sharding, list(shares))
+
+        return jax.tree.map(join, self.shardings(), *parts)
+
+
+class SubtreeSums:
+    """Adds gradients as they come: a leaf left to right, then leaves as a perfect binary tree."""
+
+    def __init__(self, add: Callable[[Any, Any], Any], *, leaf_len: int):
+        """`add(left, right)` may destroy `left`; a leaf is `leaf_len` gradients."""
+        self._add, self._leaf_len = add, leaf_len
+        self._leaf, self._in_leaf = None, 0
+        self._subtrees: list[tuple[int, Any]] = []  # (leaves, sum), largest first
+
+    def add(self, gradient: Any) -> None:
+        """Take the next gradient."""
+        self._leaf = gradient if self._in_leaf == 0 else self._add(self._leaf, gradient)
+        self._in_leaf += 1
+        if self._in_leaf < self._leaf_len:
+            return
+        size, total, self._in_leaf = 1, self._leaf, 0
+        while self._subtrees and self._subtrees[-1][0] == size:
+            total = self._add(self._subtrees.pop()[1], total)
+            size *= 2
+        self._subtrees.append((size, total))
+
+    def total(self) -> Any:
+        """The sum of a power of two of leaves."""
+        ((_, total),) = self._subtrees
+        return total
+
+
+def _state_specs(
+    model: LoadedModel, optimizer: optax.GradientTransformation, num_devices: int
+) -> TrainState:
+    """How each leaf of the state is cut over the devices."""
+    params = jax.eval_shape(lambda: master_params(model))
+    specs = jax.tree.map(lambda x: state_partition(x.shape, num_devices), params)
+    opt_specs = optax.tree_utils.tree_map_params(
+        optimizer,
+        lambda _, spec: spec,
+        jax.eval_shape(optimizer.init, params),
+        specs,
+        transform_non_params=lambda _: P(),
+    )
+    return TrainState(params=specs, opt_state=opt_specs, step=P())
+
+
+def _cut_axis(spec: P) -> int | None:
+    """Which axis of an array is cut over the devices."""
+    return next((axis for axis, names in enumerate(spec) if names == DEVICES), None)
+
+
+def _by_device(mesh: Mesh, tree: Any) -> list[Any]:
+    """What each device of the mesh holds, as arrays of that device alone."""
+    leaves, structure = jax.tree.flatten(tree)
+    by_device = [{s.device: s.data for s in leaf.addressable_shards} for leaf in leaves]
+    return [
+        jax.tree.unflatten(structure, [shards[device] for shards in by_device])
+        for device in mesh.devices.flat
+    ]
+
+
+def _global_norm(gradients: dict) -> Float32[Array, ""]:
+    squares = [jnp.sum(jnp.square(g)) for g in jax.tree.leaves(gradients)]
+    return jnp.sqrt(jnp.sum(jnp.stack(squares)))

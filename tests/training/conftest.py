@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models, sequences and an engine's answers that several files use."""
+
+import dataclasses
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from detjax.models.loading import LoadedModel
+from detjax.numerics import NumericsProfile
+from detjax.serving.request import Completion, Request, SamplingParams
+from detjax.testing.dummies import answers, dummy_config, dummy_model
+from detjax.training.batch import Scored
+
+CONFIGS = {
+    "tied": dataclasses.replace(dummy_config(max_len=640), tie_word_embeddings=True),
+    "qk_norm_biases_window": dummy_config(
+        num_heads=24, num_kv_heads=3, qk_norm=True, qkv_bias=True, o_bias=True, window=70
+    ),
+}
+
+
+def pytest_collection_modifyitems(items):
+    """Training takes minutes: left out of the quick run."""
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def all_virtual_devices() -> None:
+    """Start JAX with the suite's eight devices, before a command asks for fewer."""
+    assert len(jax.devices("cpu")) >= 8
+
+
+@pytest.fixture(scope="session")
+def model_named() -> Callable[..., LoadedModel]:
+    """A model by the name of its configuration, on a (dp, tp) mesh."""
+
+    @cache
+    def make(name: str, *, tp: int = 1, dp: int = 1, dtype: str = "bfloat16") -> LoadedModel:
+        profile = NumericsProfile(weight_dtype=dtype, compute_dtype=dtype)
+        return dummy_model(CONFIGS[name], dp=dp, tp=tp, profile=profile)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def completions(model_named) -> Callable[..., list[Completion]]:
+    """Sampled answers to prompts around a page (128) and a split (512)."""
+
+    @cache
+    def sample(name: str, *, tp: int = 1, dtype: str = "bfloat16") -> list[Completion]:
+        rng = np.random.default_rng(3)
+        requests = [
+            Request(
+                prompt_token_ids=tuple(int(t) for t in rng.integers(0, 320, length)),
+                sampling=SamplingParams(max_tokens=6, temperature=1.0, seed=length),
+            )
+            for length in (5, 130, 1, 70, 509)
+        ]
+        model = model_named(name, tp=tp, dtype=dtype)
+        return answers(model, requests, batch_size=4, max_len=520)
+
+    return sample
+
+
+@pytest.fixture(scope="session")
+def weighted() -> Callable[..., list[Scored]]:
+    """Sequences of given lengths with random tokens and weights."""
+
+    def make(*lengths: int) -> list[Scored]:
+        rng = np.random.default_rng(7)
+        return [
+            Scored(
+                token_ids=tuple(int(t) for t in rng.integers(0, 320, length)),
+                weights=(0.0, *(float(w) for w in rng.standard_normal(length - 1))),
+            )
+            for length in lengths
+        ]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def plain_logprobs() -> Callable:
+    """`plain_logprobs(xp, config, params, ids)`: the model written down once more, plainly.
+
+    With NumPy and float64 it is the reference; with jax.numpy it can be differentiated by JAX.
+    """
+    return _plain_logprobs
+
+
+def _plain_logprobs(xp, config, params, ids):
+    """Log-probability of ids[1:], each given those before it."""
+    length, channels, num_heads = len(ids) - 1, config.head_dim, config.num_heads
+    half = channels // 2
+    wide = params["embed"].dtype
+    angle = np.arange(length)[:, None] * config.rope.theta ** (-np.arange(half) / half)
+    cos, sin = (xp.asarray(f(angle)[:, None, :], wide) for f in (np.cos, np.sin))
+    back = np.arange(length)[:, None] - np.arange(length)[None, :]
+
+    def norm(x, gain):
+        mean_square = xp.mean(x * x, axis=-1, keepdims=True)
+        return x / xp.sqrt(mean_square + config.rms_norm_eps) * gain[(None,) * (x.ndim - 1)]
+
+    def turn(x):
+        a, b = x[..., :half], x[..., half:]
+        return xp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+    def bias(weights, name):
+        return weights[f"{name}_bias"][None, :] if f"{name}_bias" in weights else 0.0
+
+    x = params["embed"][xp.asarray(ids[:-1])]
+    for weights, window in zip(params["layers"], config.sliding_windows, strict=True):
+        h = norm(x, weights["attn_norm"])
+        q, k, v = (
+            (h @ weights[name].T + bias(weights, name)).reshape(length, -1, channels)
+            for name in "qkv"
+        )
+        if config.qk_norm:
+            q, k = norm(q, weights["q_norm"]), norm(k, weights["k_norm"])
+        q, k = turn(q), turn(k)
+        group = num_heads // config.num_kv_heads
+        k, v = xp.repeat(k, group, axis=1), xp.repeat(v, group, axis=1)
+        scores = xp.einsum("thc,shc->hts", q, k) / np.asarray(channels**0.5, wide)
+        is_seen = (back >= 0) & (back < (window or length))
+        scores = xp.where(is_seen[None], scores, np.asarray(-1e30, wide))
+        e = xp.exp(scores - xp.max(scores, axis=-1, keepdims=True))
+        out = xp.einsum("hts,shc->thc", e / xp.sum(e, axis=-1, keepdims=True), v)
+        x = x + out.reshape(length, -1) @ weights["o"].T + bias(weights, "o")
+        h = norm(x, weights["mlp_norm"])
+        gate, up = h @ weights["gate"].T, h @ weights["up"].T
+        x = x + (gate / (1 + xp.exp(-gate)) * up) @ weights["down"].T
+    logits = norm(x, params["final_norm"]) @ params.get("lm_head", params["embed"]).T
+    top = xp.max(logits, axis=-1, keepdims=True)
+    lse = top + xp.log(xp.sum(xp.exp(logits - top), axis=-1, keepdims=True))
+    return xp.take_along_axis(logits - lse, xp.asarray(ids[1:])[:, None], axis=1)[:, 0]

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients: against float64 finite differences, against JAX's own, and what they depend on."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from detjax.models.layers import Recipe
+from detjax.testing import assert_bitwise_equal, count_different_bits
+from detjax.training.batch import Layout, pack
+from detjax.training.forward import token_logprobs
+from detjax.training.weights import master_params
+
+NAME = "qk_norm_biases_window"
+LENGTH = 24
+
+
+def gradient(model, batch, *, remat: bool = False):
+    """Of the batch's objective, `sum(weights * logprobs)`, as NumPy arrays."""
+    recipe = Recipe(config=model.config, profile=model.profile, backend=model.backend, tp=1)
+
+    @jax.jit
+    @jax.grad
+    def run(params, batch):
+        logprobs, _ = token_logprobs(recipe, params, model.rope_tables, batch, remat=remat)
+        return jnp.sum(logprobs * batch.weights)
+
+    return jax.device_get(run(master_params(model), batch))
+
+
+def objective(xp, plain_logprobs, config, params, sequences):
+    total = 0.0
+    for sequence in sequences:
+        logprobs = plain_logprobs(xp, config, params, np.asarray(sequence.token_ids))
+        weights = xp.asarray(np.asarray(sequence.weights[1:]), logprobs.dtype)
+        total = total + xp.sum(weights * logprobs)
+    return total
+
+
+def by_name(tree) -> dict[str, np.ndarray]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+
+
+def assert_tensors_close(found, expected, *, max_relative: float) -> None:
+    """Each tensor's error norm against its norm."""
+    for name, want in by_name(expected).items():
+        got = by_name(found)[name].astype(np.float64)
+        error = np.linalg.norm(got - want) / np.linalg.norm(want)
+        assert error <= max_relative, f"{name}: {error:.2g} of its norm"
+
+
+@pytest.fixture(scope="module")
+def sequences(weighted):
+    """The longest sees past the window."""
+    return weighted(6, 24, 90)
+
+
+@pytest.mark.parametrize("name", ["tied", NAME])
+def test_gradients_are_those_of_float64_finite_differences(
+    name, model_named, sequences, plain_logprobs
+):
+    """Along a random direction of each tensor.
+
+    Tolerance: central differences with step 1e-6 in float64 are good to 1e-9; the gradient is a
+    float32 sum of a few thousand rounded terms, good to some 1e-5 of its norm.
+    """
+    model = model_named(name, dtype="float32")
+    found = gradient(model, pack(sequences, length=89))
+    params = jax.tree.map(lambda x: np.asarray(x, np.float64), master_params(model))
+    rng = np.random.default_rng(1)
+    leaves, structure = jax.tree.flatten(params)
+    value = partial(objective, np, plain_logprobs, model.config)
+    for i, (tensor, slope) in enumerate(by_name(found).items()):
+        direction = rng.standard_normal(leaves[i].shape)
+        direction /= np.linalg.norm(direction)
+        ends = []
+        for step in (1e-6, -1e-6):
+            moved = [*leaves]
+            moved[i] = leaves[i] + step * direction
+            ends.append(value(jax.tree.unflatten(structure, moved), sequences))
+        expected = (ends[0] - ends[1]) / 2e-6
+        actual = float(np.sum(slope.astype(np.float64) * direction))
+        bound = 1e-4 * np.linalg.norm(slope)
+        assert abs(actual - expected) <= bound, f"{tensor}: {actual} is not {expected}"
+
+
+def test_gradients_are_those_of_plain_jax(model_named, sequences, plain_logprobs):
+    """In float32 to 1e-5 of each tensor's norm: only the order of sums differs."""
+    model = model_named(NAME, dtype="float32")
+    found = gradient(model, pack(sequences, length=89))
+    plain = jax.grad(lambda p: objective(jnp, plain_logprobs, model.config, p, sequences))
+    with jax.default_matmul_precision("highest"):
+        expected = jax.device_get(jax.jit(plain)(master_params(model)))
+    assert_tensors_close(found, expected, max_relative=1e-5)
+
+
+def test_bfloat16_gradients_are_near_those_of_float32(model_named, sequences):
+    """To 5 % of each tensor's norm.
+
+    Tolerance: activations and their cotangents are rounded to 8 bits, 2**-9 each, some twenty times
+    on the way through two layers, at random: about 1 %, more where terms cancel.
+    """
+    batch = pack(sequences, length=89)
+    expected = gradient(model_named(NAME, dtype="float32"), batch)
+    assert_tensors_close(gradient(model_named(NAME), batch), expected, max_relative=0.05)
+
+
+@pytest.mark.invariance
+def test_gradients_are_bitwise_run_invariant(model_named, sequences):
+    """Compiled anew, and with other programs in between."""
+    model, batch = model_named(NAME), pack(sequences, length=89)
+    first = gradient(model, batch)
+    jax.clear_caches()
+    again = gradient(model, batch)
+    for name, leaf in by_name(again).items():
+        assert_bitwise_equal(leaf, by_name(first)[name], claim=f"gradient of {name}, run again")
+
+
+def test_rematerialisation_changes_no_more_than_an_order_of_sums(model_named, sequences):
+    model, batch = model_named(NAME), pack(sequences, length=89)
+    found, expected = gradient(model, batch, remat=True), gradient(model, batch)
+    assert_tensors_close(found, expected, max_relative=1e-5)
+
+
+@pytest.mark.control
+def test_control_gradients_depend_on_the_shape_of_the_batch(model_named, sequences):
+    """No claim is made, and none would hold: sums over tokens are in XLA's order."""
+    model = model_named(NAME)
+    padded = gradient(model, pack(sequences, length=89))
+    packed = gradient(model, pack(sequences, length=89, layout=Layout.PACKED))
+    assert_tensors_close(packed, padded, max_relative=1e-5)
+    different = jax.tree.map(count_different_bits, padded, packed)
+    assert sum(jax.tree.leaves(different)) > 0

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Updates: the same on every number of devices, and after a stop."""
+
+import json
+from functools import cache
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from detjax.parallel.mesh import make_mesh
+from detjax.testing import assert_bitwise_equal, assert_order_sensitive
+from detjax.testing.dummies import dummy_config, dummy_model
+from detjax.training.batch import pack
+from detjax.training.checkpoint import ARRAYS, FACTS, restore_state, save_state
+from detjax.training.trainer import SubtreeSums, Trainer, TrainState, batch_leaves
+
+FACTS_OF_RUN = {"fingerprint": "abc", "seed": 1}
+
+
+@cache
+def trainer(dp: int = 1, tp: int = 1) -> Trainer:
+    model = dummy_model(dummy_config(num_layers=1, qk_norm=True))
+    optimizer = optax.adamw(1e-2, weight_decay=0.1)
+    return Trainer(model, optimizer, mesh=make_mesh(dp, tp), clip_norm=1.0, remat=False)
+
+
+@pytest.fixture(scope="module")
+def batches(weighted):
+    """Eight microbatches of two sequences."""
+    sequences = weighted(*range(5, 21))
+    return [pack(sequences[2 * i : 2 * i + 2], length=20) for i in range(8)]
+
+
+def assert_same_state(found: TrainState, expected: TrainState, claim: str) -> None:
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(expected), strict=True
+    ):
+        assert_bitwise_equal(a, b, claim=f"{claim}: {jax.tree_util.keystr(path)}")
+
+
+def steps(of: Trainer, state: TrainState, batches, count: int):
+    outputs = []
+    for _ in range(count):
+        state, output = of.step(state, batches)
+        outputs.append(output)
+    return state, outputs
+
+
+@pytest.mark.invariance
+@pytest.mark.parametrize(("dp", "tp"), [(1, 2), (2, 2)])
+def test_updates_are_bitwise_mesh_invariant(dp, tp, batches):
+    expected, want = steps(trainer(), trainer().init(), batches, 2)
+    found, got = steps(trainer(dp, tp), trainer(dp, tp).init(), batches, 2)
+    assert_same_state(found, expected, f"state after two updates on ({dp}, {tp})")
+    for g, w in zip(got, want, strict=True):
+        assert_bitwise_equal(g.logprobs, w.logprobs, claim="logprobs")
+        assert g.gradient_norm == w.gradient_norm
+    shares = {s.data.size for s in found.params["layers"][0]["q"].addressable_shards}
+    assert shares == {found.params["layers"][0]["q"].size // (dp * tp)}
+
+
+@pytest.mark.control
+def test_control_another_order_of_microbatches_has_other_bits(batches):
+    expected, _ = steps(trainer(), trainer().init(), batches, 1)
+    turned = [*batches[1:], batches[0]]  # in reverse the tree would be its own mirror image
+    found, _ = steps(trainer(), trainer().init(), turned, 1)
+    with pytest.raises(AssertionError, match="elements differ"):
+        assert_same_state(found, expected, "order")
+
+
+@pytest.mark.invariance
+def test_a_restored_state_continues_with_the_same_bits(batches, tmp_path):
+    """Saved by one device, restored by two."""
+    expected, want = steps(trainer(), trainer().init(), batches, 3)
+    state, _ = steps(trainer(), trainer().init(), batches, 1)
+    save_state(tmp_path / "a", state, facts=FACTS_OF_RUN)
+    restored = restore_state(tmp_path / "a", trainer(1, 2), facts=FACTS_OF_RUN)
+    assert_same_state(restored, state, "restored")
+    found, got = steps(trainer(1, 2), restored, batches, 2)
+    assert_same_state(found, expected, "continued")
+    assert_bitwise_equal(got[-1].logprobs, want[-1].logprobs, claim="logprobs of the last update")
+    assert int(found.step) == 3
+
+
+def test_restoring_refuses_what_would_not_continue_the_run(tmp_path):
+    save_state(tmp_path / "a", trainer().init(), facts=FACTS_OF_RUN)
+    with pytest.raises(ValueError, match=r"has seed=1, this run 2"):
+        restore_state(tmp_path / "a", trainer(), facts=FACTS_OF_RUN | {"seed": 2})
+    with pytest.raises(ValueError, match="holds a training state already"):
+        save_state(tmp_path / "a", trainer().init(), facts=FACTS_OF_RUN)
+    assert json.loads((tmp_path / "a" / FACTS).read_text())["fingerprint"] == "abc"
+    assert (tmp_path / "a" / ARRAYS).is_dir()
+    with pytest.raises(FileNotFoundError, match="no finished state"):
+        restore_state(tmp_path / "b", trainer(), facts=FACTS_OF_RUN)
+
+
+def test_an_update_raises_the_objective(batches):
+    def value(output):
+        pairs = zip(batches, output.logprobs, strict=True)
+        return sum(float(np.sum(b.weights * p)) for b, p in pairs)
+
+    _, outputs = steps(trainer(), trainer().init(), batches, 4)
+    values = [value(output) for output in outputs]
+    assert values == sorted(values), values
+    assert values[-1] - values[0] > 1, values
+
+
+def test_long_gradients_are_scaled_to_the_clip_norm(batches):
+    model = dummy_model(dummy_config(num_layers=1, qk_norm=True))
+    sgd = Trainer(model, optax.sgd(1.0), mesh=make_mesh(1, 1), clip_norm=0.5, remat=False)
+    before = jax.device_get(sgd.init().params)
+    state, output = sgd.step(sgd.init(), batches)
+    moved = jax.tree.map(lambda a, b: np.sum((np.asarray(a) - b) ** 2.0), state.params, before)
+    assert output.gradient_norm > 1
+    assert np.sqrt(sum(jax.tree.leaves(moved))) == pytest.approx(0.5, rel=1e-3)
+
+
+def test_sums_are_a_tree_of_runs():
+    sums = SubtreeSums(lambda a, b: f"({a}+{b})", leaf_len=2)
+    for i in range(8):
+        sums.add(str(i))
+    assert sums.total() == "(((0+1)+(2+3))+((4+5)+(6+7)))"
+    one = SubtreeSums(lambda a, b: f"({a}+{b})", leaf_len=3)
+    for i in range(3):
+        one.add(str(i))
+    assert one.total() == "((0+1)+2)"
+    assert [batch_leaves(n, 8) for n in (1, 2, 3, 6, 8, 12, 16, 48)] == [1, 2, 1, 2, 8, 4, 8, 8]
+    assert_order_sensitive(np.asarray([[1e8, 1.0, -1e8, 1.0]], np.float32))
+
+
+def test_bad_input_is_refused_by_name(batches):
+    with pytest.raises(ValueError, match="3 microbatches are 1 leaves"):
+        trainer(1, 2).step(trainer(1, 2).init(), batches[:3])
+    model = dummy_model(dummy_config(num_layers=1), tp=2)
+    with pytest.raises(ValueError, match="load the model to be trained on a mesh with tp=1"):
+        Trainer(model, optax.sgd(1.0), mesh=make_mesh(1, 1), clip_norm=1.0)
+    with pytest.raises(ValueError, match="clip_norm=0.0 must be positive"):
+        Trainer(model, optax.sgd(1.0), mesh=make_mesh(1, 1), clip_norm=0.0)
