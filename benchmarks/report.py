@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write the measured sections of README and docs/kernels.md, and docs/figures, from committed rows.
 
-python -m benchmarks.report            # needs matplotlib: pip install -e ".[bench]"
+python -m benchmarks.report            # needs matplotlib: pip install -e ".[plots]"
 python -m benchmarks.report --check    # is the text current? needs nothing
 
 The rows are `benchmarks/results/h200/<date>-kernels.jsonl` and `<date>-step.jsonl`, newest first.
@@ -207,7 +207,7 @@ def draw_figures() -> None:
     try:
         import matplotlib
     except ImportError as error:
-        raise SystemExit('matplotlib is missing: pip install -e ".[bench]"') from error
+        raise SystemExit('matplotlib is missing: pip install -e ".[plots]"') from error
     matplotlib.use("svg")
     # The same rows give the same file.
     matplotlib.rcParams.update({"svg.hashsalt": "detjax", "font.size": 9, "svg.fonttype": "none"})

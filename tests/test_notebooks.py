@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-nbformat = pytest.importorskip("nbformat", reason="pip install 'detjax[notebooks]'")
-pytest.importorskip("nbclient", reason="pip install 'detjax[notebooks]'")
+nbformat = pytest.importorskip("nbformat", reason="pip install 'detjax[test]'")
+pytest.importorskip("nbclient", reason="pip install 'detjax[test]'")
 
 FOLDER = Path(__file__).parents[1] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))

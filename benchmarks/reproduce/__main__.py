@@ -89,7 +89,7 @@ def keep(folder: Path, name: str, result: Result, card: dict) -> None:
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
-        print("no plot: matplotlib comes with pip install 'detjax[notebooks]'", file=sys.stderr)
+        print("no plot: matplotlib comes with pip install 'detjax[plots]'", file=sys.stderr)
         return
     figure = Figure(figsize=(8, 3.6), layout="constrained")
     result.plot(figure)

@@ -388,7 +388,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.out is not None:
         rows = [row for run in runs for row in run.rows]
         if not save_plot(rows, args.out / "curves.png"):
-            console.print("no curves.png: matplotlib comes with pip install 'detjax[notebooks]'")
+            console.print("no curves.png: matplotlib comes with pip install 'detjax[plots]'")
     gap = [row for run in runs if run.mode == "invariant" for row in run.rows if row["kl"] != 0]
     if gap:
         print(f"error: the invariant rollout's KL is not zero: {gap[0]}", file=sys.stderr)
