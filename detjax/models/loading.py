@@ -49,6 +49,34 @@ class LoadedModel:
         config, tp = self.config, self.mesh.shape[TP_AXIS]
         return kv_layout(config.num_heads, config.num_kv_heads, tp).num_slots
 
+    def replace_weights(self, weights: dict) -> None:
+        """Put other weights in place. What runs the model uses them from its next step on.
+
+        Args:
+            weights: As `params` has them, same names, shapes, dtypes and shardings; without the
+                buffers of the mesh (`exchange`), which stay. The old arrays are deleted.
+
+        Raises:
+            ValueError: If a weight does not fit, naming it; nothing is replaced then.
+        """
+        old = {name: leaf for name, leaf in self.params.items() if name != "exchange"}
+        if jax.tree.structure(old) != jax.tree.structure(weights):
+            raise ValueError(f"the weights' names differ from those of the model: {sorted(old)}")
+        for (path, have), new in zip(
+            jax.tree.leaves_with_path(old), jax.tree.leaves(weights), strict=True
+        ):
+            is_alike = (have.shape, have.dtype) == (new.shape, new.dtype)
+            if not (is_alike and new.sharding.is_equivalent_to(have.sharding, have.ndim)):
+                raise ValueError(
+                    f"weight {jax.tree_util.keystr(path)} is {new.dtype}{new.shape} on "
+                    f"{new.sharding}; the model's is {have.dtype}{have.shape} on {have.sharding}"
+                )
+        kept = {id(leaf) for leaf in jax.tree.leaves(weights)}
+        self.params.update(weights)
+        for leaf in {id(leaf): leaf for leaf in jax.tree.leaves(old)}.values():
+            if id(leaf) not in kept:
+                leaf.delete()
+
 
 def place_model(
     config: ModelConfig,

@@ -284,7 +284,7 @@ class Engine:
             raise ValueError(f"steps={self.steps.sizes} are not of this model and {step_sizes}")
         self._draft_params = model.params
         if config.draft_weights != "full":
-            self._draft_params = quantise_params(model.params, jnp.dtype(config.draft_weights))
+            self._draft_params = self._quantised()
         self._pages = empty_pages(model, num_pages)
         self._slots = empty(model, slots_shape(model, config.batch_size, config.verify_window))
         # What each slot's row of the page table holds, and how much of it is up to date.
@@ -297,6 +297,7 @@ class Engine:
         self._in_flight: list[_Launch] = []
         self._outputs: list[RequestOutput] = []
         self._least_top, self._always_filters = 0, False
+        self._weight_version = 0
         self._stats = EngineStats(num_pages=num_pages)
 
     # ------------------------------------------------------------------------------------- requests
@@ -343,6 +344,31 @@ class Engine:
     def has_work(self) -> bool:
         """Whether `step` has anything to do or to tell."""
         return bool(self._inbox or self._outputs or self._scheduler.has_work)
+
+    def load_weights(self, weights: dict, *, version: int) -> None:
+        """Replace the model's weights in place, between requests. Outputs carry `version` from now.
+
+        Cached prefixes are forgotten, and 8-bit drafts made anew. Other engines on the same model
+        are not told.
+
+        Args:
+            weights: As `LoadedModel.replace_weights` takes them.
+            version: Any number that tells these weights from others.
+
+        Raises:
+            ValueError: If a request is waiting or running, or a weight does not fit; nothing has
+                changed then.
+        """
+        if self.has_work:
+            raise ValueError("the engine is at work on requests of the old weights; drain() first")
+        self._model.replace_weights(weights)
+        if self._config.draft_weights != "full":
+            self._draft_params = self._quantised()
+        self._scheduler.forget_pages()
+        self._weight_version = version
+
+    def _quantised(self) -> dict:
+        return quantise_params(self._model.params, jnp.dtype(self._config.draft_weights))
 
     def _add(self, request: Request, on_token: OnToken) -> int:
         request_id = next(self._ids)
@@ -801,7 +827,7 @@ class Engine:
         self._trace.request(
             "e", live.key, f"request {live.key}", reason=reason.value, tokens=sample.num_outputs
         )
-        self._outputs.append(_output(live, reason, error))
+        self._outputs.append(self._output(live, reason, error))
         if not any(other in self._live for other in self._samples[sample.request_id]):
             del self._samples[sample.request_id]
 
@@ -810,10 +836,22 @@ class Engine:
         for live in self._live.values():
             if live.new_ids:
                 self._observe_release(live)
-                self._outputs.append(_output(live, None, ""))
+                self._outputs.append(self._output(live, None, ""))
                 live.new_ids, live.new_logprobs, live.new_top = [], [], []
         outputs, self._outputs = self._outputs, []
         return outputs
+
+    def _output(self, live: _Live, reason: FinishReason | None, error: str) -> RequestOutput:
+        return RequestOutput(
+            request_id=live.sample.request_id,
+            sample_idx=live.sample.sample_idx,
+            token_ids=tuple(live.new_ids),
+            logprobs=tuple(live.new_logprobs),
+            top_logprobs=tuple(live.new_top),
+            finish_reason=reason,
+            error=error,
+            weight_version=self._weight_version,
+        )
 
     # -------------------------------------------------------------------------------- observability
 
@@ -888,18 +926,6 @@ def _rounded_top(num_top: int) -> int:
     return next(size for size in (0, 4, 16, 64) if size >= num_top)
 
 
-def _output(live: _Live, reason: FinishReason | None, error: str) -> RequestOutput:
-    return RequestOutput(
-        request_id=live.sample.request_id,
-        sample_idx=live.sample.sample_idx,
-        token_ids=tuple(live.new_ids),
-        logprobs=tuple(live.new_logprobs),
-        top_logprobs=tuple(live.new_top),
-        finish_reason=reason,
-        error=error,
-    )
-
-
 class _CompletionBuilder:
     """Puts the outputs of a sample together."""
 
@@ -920,6 +946,7 @@ class _CompletionBuilder:
             logprobs=tuple(p for o in self._outputs for p in o.logprobs),
             top_logprobs=tuple(t for o in self._outputs for t in o.top_logprobs),
             finish_reason=reason,
+            weight_version=self._outputs[-1].weight_version,
         )
 
 

@@ -114,6 +114,7 @@ class RequestOutput:
         top_logprobs: Of each new token, as many as were asked for.
         finish_reason: Why the sample ended; None while it goes on.
         error: What went wrong where `finish_reason` is ERROR; else empty.
+        weight_version: Of the weights that computed it: see `Engine.load_weights`.
     """
 
     request_id: int
@@ -123,6 +124,7 @@ class RequestOutput:
     top_logprobs: tuple[TopLogprobs, ...]
     finish_reason: FinishReason | None
     error: str
+    weight_version: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,6 +133,7 @@ class Completion:
 
     `token_ids` holds every generated token, the one that ended it included. `logprobs[i]` is the
     canonical float32 log-probability of `token_ids[i]` at temperature 1 before any filter.
+    `weight_version` is 0 for the weights that the model was loaded with.
     """
 
     request_idx: int
@@ -140,6 +143,7 @@ class Completion:
     logprobs: tuple[np.float32, ...]
     top_logprobs: tuple[TopLogprobs, ...]
     finish_reason: FinishReason
+    weight_version: int = 0
 
     def digest(self) -> str:
         """Sha256 over the token ids (int32) and the logprobs (float32), little-endian."""

@@ -336,6 +336,11 @@ class Scheduler:
             # The last token's keys and values are not computed yet.
             self._register(sample, len(sample.tokens) - 1)
 
+    def forget_pages(self) -> None:
+        """Empty the prefix cache, as its pages are of other weights than those to come."""
+        for pool in self.pools:
+            pool.forget()
+
     def close_window(self, row: DecodeRow) -> None:
         """Verify the window of a draft at once, since the draft would end the sample."""
         sample = row.sample

@@ -185,7 +185,7 @@ def train(
         on_step(
             StepRow(
                 step=step,
-                weight_version=samples[0].weight_version,
+                weight_version=samples[0].completion.weight_version,
                 reward=float(np.mean([s.reward for s in samples])),
                 entropy=float(entropy.mean(dtype=np.float64)),
                 **asdict(difference),

@@ -13,7 +13,7 @@ from detjax.serving.engine import Engine, EngineConfig
 from detjax.serving.request import Completion, Request, SamplingParams
 from detjax.training.batch import Scored
 from detjax.training.tasks import AbstractTask, Problem
-from detjax.training.weights import load_weights
+from detjax.training.weights import serving_params
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,7 +22,6 @@ class Sample:
 
     completion: Completion
     reward: float
-    weight_version: int
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -84,16 +83,12 @@ class Rollout:
                 max_len=max_prompt + max_tokens,
                 prefill_shapes=((batch_size, max_prompt),),
                 mode=mode,
-                # WHY: pages outlive a call, and weights change between calls.
-                has_prefix_cache=False,
             ),
         )
-        self.weight_version = 0
 
     def load(self, params: dict[str, Any], version: int) -> None:
         """Take a trainer's masters, in place."""
-        load_weights(self._model, params)
-        self.weight_version = version
+        self._engine.load_weights(serving_params(params, self._model), version=version)
 
     def sample(
         self,
@@ -137,7 +132,6 @@ class Rollout:
                 Sample(
                     completion=completion,
                     reward=self._task.reward(problem, text),
-                    weight_version=self.weight_version,
                 )
             )
         return groups

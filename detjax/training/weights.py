@@ -72,7 +72,8 @@ def serving_params(params: dict[str, Any], model: LoadedModel) -> dict[str, Any]
 
     Args:
         params: Masters of this model.
-        model: Says what is wanted; its own weights are neither read nor changed.
+        model: Says what is wanted; its own weights are neither read nor changed. What this returns
+            is what `Engine.load_weights` and `LoadedModel.replace_weights` take.
 
     Numerics:
         One rounding to the profile's weight dtype, to nearest, ties to even: what the training
@@ -90,7 +91,8 @@ def serving_params(params: dict[str, Any], model: LoadedModel) -> dict[str, Any]
 
     rows = jax.tree.map(rounded_rows, {"lm_head": params["embed"], **params}, specs)
     fused = {**rows, "layers": [_fuse(layer, tp) for layer in rows["layers"]]}
-    return jax.tree.map(place, fused, model.partition_specs)
+    partitions = {name: model.partition_specs[name] for name in fused}
+    return jax.tree.map(place, fused, partitions)
 
 
 def _fuse(layer: dict[str, Any], tp: int) -> dict[str, Any]:
@@ -103,17 +105,3 @@ def _fuse(layer: dict[str, Any], tp: int) -> dict[str, Any]:
             joined = jnp.concatenate(by_rank, axis=1)
             found[name] = joined.reshape(-1, *joined.shape[2:])
     return found
-
-
-def load_weights(model: LoadedModel, params: dict[str, Any]) -> None:
-    """Give a model new weights in place, from masters; what runs it uses them from its next step.
-
-    Args:
-        model: Its `params` are replaced, and the old arrays deleted.
-        params: Masters of this model.
-    """
-    new = serving_params(params, model)
-    old = {id(leaf): leaf for leaf in jax.tree.leaves(model.params)}
-    model.params.update(new)
-    for leaf in old.values():
-        leaf.delete()

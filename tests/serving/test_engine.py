@@ -7,6 +7,7 @@ import json
 import re
 from functools import cache
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -278,6 +279,54 @@ def test_what_plain_requests_decoded_is_not_shared():
     made.add_request(asked.prompt_token_ids + answer, SamplingParams(max_tokens=2))
     made.drain()
     assert made.stats().prefix_tokens == 32  # of the prompt alone
+
+
+# ----------------------------------------------------------------------------------------- weights
+
+
+def other_weights(of: LoadedModel, scale: float = 0.5) -> dict:
+    """Copies of a model's weights, its embeddings scaled."""
+    weights = jax.tree.map(jnp.copy, of.params)
+    return {**weights, "embed": weights["embed"] * jnp.asarray(scale, jnp.bfloat16)}
+
+
+def own_model() -> LoadedModel:
+    """A copy whose weights may be replaced."""
+    return dataclasses.replace(model(), params=jax.tree.map(jnp.copy, model().params))
+
+
+@pytest.mark.invariance
+@pytest.mark.parametrize("draft", [{}, {"mode": "dvr", "draft_weights": "int8"}])
+def test_new_weights_answer_as_if_they_had_been_loaded(draft):
+    """No page of the old weights is used; the control keeps them and gives another answer."""
+    asked = request(5, 40)
+    fresh = dataclasses.replace(model(), params=other_weights(model()))
+    (want,) = engine(fresh).generate([asked])
+    assert want.digest() != alone(asked).digest(), "the weights make no difference"
+    made = engine(own_model(), **draft)
+    assert made.generate([asked]) == [alone(asked)]
+    made.load_weights(other_weights(model()), version=3)
+    assert made.generate([asked]) == [dataclasses.replace(want, weight_version=3)]
+    assert made.stats().prefix_tokens == 0
+
+    control = engine(own_model())
+    control.generate([asked])
+    control._model.replace_weights(other_weights(model()))
+    assert control.generate([asked])[0].digest() != want.digest()
+
+
+def test_weights_that_do_not_fit_change_nothing():
+    made = engine(own_model())
+    good, asked = other_weights(model()), request()
+    narrow = {**good, "final_norm": good["final_norm"][:32]}
+    with pytest.raises(ValueError, match=r"weight \['final_norm'\] is bfloat16\(32,\)"):
+        made.load_weights(narrow, version=1)
+    with pytest.raises(ValueError, match="names differ"):
+        made.load_weights({"embed": good["embed"]}, version=1)
+    add(made, asked)
+    with pytest.raises(ValueError, match="at work on requests of the old weights"):
+        made.load_weights(good, version=1)
+    assert_canonical(made.drain(), asked)
 
 
 # ------------------------------------------------------------------------------------------ faults

@@ -5,9 +5,11 @@ import jax
 import numpy as np
 import pytest
 
+from detjax.serving.engine import Engine, EngineConfig
+from detjax.serving.request import Request, SamplingParams
 from detjax.testing import assert_bitwise_equal
 from detjax.testing.dummies import answers, dummy_config, dummy_model
-from detjax.training.weights import load_weights, master_params, serving_params
+from detjax.training.weights import master_params, serving_params
 
 CONFIGS = {
     "gqa": dummy_config(num_layers=1, qkv_bias=True),
@@ -41,16 +43,14 @@ def test_masters_round_once_to_nearest_even():
     assert_bitwise_equal(rounded, np.asarray([1.0, 1 + 2.0**-6, -0.0], np.float32), claim="ties")
 
 
-def test_loading_replaces_the_weights_in_place():
-    from detjax.serving.request import Request, SamplingParams
-
+def test_an_engine_takes_masters_in_place():
     requests = [Request(prompt_token_ids=(5, 6, 7), sampling=SamplingParams(max_tokens=8))]
     other, model = dummy_model(CONFIGS["gqa"], seed=1), dummy_model(CONFIGS["gqa"], tp=2)
-    old = jax.tree.leaves(model.params)
-    load_weights(model, master_params(other))
-    assert all(leaf.is_deleted() for leaf in old)
-    (found,), (expected,) = answers(model, requests), answers(other, requests)
+    engine = Engine(model, EngineConfig(batch_size=1, prefill_chunk=64, max_len=128))
+    engine.load_weights(serving_params(master_params(other), model), version=7)
+    (found,), (expected,) = engine.generate(requests), answers(other, requests)
     assert found.digest() == expected.digest()
+    assert (found.weight_version, expected.weight_version) == (7, 0)
 
 
 def test_masters_of_a_split_model_are_refused():
