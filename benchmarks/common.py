@@ -21,9 +21,7 @@ import numpy as np
 from jax import lax
 
 from detjax.numerics import Build, NumericsProfile, fingerprint
-from detjax.pallas_kernels.backend import Backend, configure_xla
-
-configure_xla()
+from detjax.pallas_kernels.backend import Backend
 
 COPY_BYTES_PER_S = 4.3e12
 """Device-to-device copy on an H200, read and written bytes; the floors of decode refer to it."""

@@ -50,6 +50,7 @@ from detjax.parallel.mesh import DP_AXIS, TP_AXIS, make_mesh
 from detjax.serving.request import SamplingParams
 from detjax.serving.sampling import SamplingRows, choose
 from detjax.serving.steps import PAGES_SPEC, pages_shape
+from detjax.xla_flags import FAST_OPTIONS
 
 SM90 = Backend.SM90
 EPS = 1e-5
@@ -451,8 +452,7 @@ def run_steps(args: argparse.Namespace, rows: Rows) -> bool:
     cases += [(1, length, 0) for length in args.prefill]
     compile_ahead(timed, cases)
     if not args.no_fast:
-        options = {"xla_allow_excess_precision": True}
-        fast = Runner(many, most_rows, mode="fast", options=options, pages=sharded.cache)
+        fast = Runner(many, most_rows, mode="fast", options=FAST_OPTIONS, pages=sharded.cache)
         timed[f"fast (1,{args.tp})"] = fast
     time_steps(timed, cases, rows)
     return is_right

@@ -7,10 +7,11 @@ python -m benchmarks.serving offline --model llama3_8b --modes invariant dvr fas
 python -m benchmarks.serving replay --model llama3_8b --trace azure_conv.csv --rates 2 4 8
 python -m benchmarks.serving shares --model llama3_8b --shares 2 5 10 20 50 100
 python -m benchmarks.serving windows --model bundled --windows 8 16 32 64 --groups 1 4 8 16
+python -m benchmarks.serving narrow --model novels-500m --text novels.txt.gz --batches 1 4 16
 
-Weights of `llama3_8b` and `tiny` are random; prompts are random tokens, or pieces of `--text` for
-the bundled model. `stress` compares every
-token and logprob bit with the answer at batch size 1, and fails if one differs.
+Weights of `llama3_8b` and `tiny` are random; any other name is a folder. Prompts are random tokens,
+or pieces of `--text` for a model with a tokenizer. `stress` compares every token and logprob bit
+with the answer at batch size 1, and fails if one differs.
 """
 
 import argparse
@@ -23,6 +24,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
 
@@ -82,22 +84,27 @@ class Told:
 
 
 def open_model(name: str, backend: Backend) -> LoadedModel:
-    """The bundled model, or a configuration with random weights."""
+    """A configuration with random weights, or the model of a folder."""
     given = {
         "profile": NumericsProfile(),
         "mesh": make_mesh(1, 1, platform=backend.platform),
         "backend": backend,
     }
-    if name == "bundled":
-        return load_model(str(bundled_model_path()), **given)
-    return random_model(MODELS[name], seed=0, **given)
+    if name in MODELS:
+        return random_model(MODELS[name], seed=0, **given)
+    return load_model(str(folder_of(name)), **given)
 
 
-def read_text(path: str, *, num_bytes: int = 1_000_000) -> list[int]:
-    """Tokens of the bundled model of the beginning of a text file, which may be gzipped."""
+def folder_of(name: str) -> Path:
+    """Where a model lies that is not random."""
+    return bundled_model_path() if name == "bundled" else Path(name)
+
+
+def read_text(path: str, folder: Path, *, num_bytes: int = 1_000_000) -> list[int]:
+    """Tokens of the beginning of a text file, which may be gzipped."""
     with (gzip.open if path.endswith(".gz") else open)(path, "rb") as file:
         text = file.read(num_bytes).decode(errors="ignore")
-    return Tokenizer.from_folder(bundled_model_path()).encode(text)
+    return Tokenizer.from_folder(folder).encode(text)
 
 
 class Bench:
@@ -109,7 +116,7 @@ class Bench:
         self.rows = Rows(environment(self.backend) | {"model": args.model}, args.out)
         self.model = open_model(args.model, self.backend)
         self._steps: dict[object, CompiledSteps] = {}
-        self._text = read_text(args.text) if args.text else []
+        self._text = read_text(args.text, folder_of(args.model)) if args.text else []
 
     def engine(self, mode: str, *, with_filters: bool = False, **changes) -> Engine:
         """An engine of the command line's sizes, everything compiled."""
@@ -424,8 +431,31 @@ def windows(bench: Bench) -> bool:
     return True
 
 
+def narrow(bench: Bench) -> bool:
+    """Drafts of 8-bit weights against plain `fast` and `invariant` decoding, at small batches."""
+    args = bench.args
+    for batch in args.batches:
+        lengths = [(args.prompt_len, args.output_len)] * (4 * batch)
+        sizes = {"batch_size": batch, "verify_rows": batch, "decode_batches": ()}
+        cases = [("invariant", "full", 0), ("fast", "full", 0)]
+        cases += [("dvr", name, window) for name in args.narrow for window in args.windows]
+        for mode, weights, window in cases:
+            engine = bench.engine(
+                mode, **sizes, draft_weights=weights, verify_window=window or args.verify_window
+            )
+            share = 0.0 if mode == "fast" else 100.0
+            told = serve(bench, engine, list(_arrivals(lengths, 0.0, share=share)))
+            bench.rows.keep(
+                subject="narrow", mode=mode, draft_weights=weights, batch=batch, window=window,
+                **summary(told), **counted(engine),
+            )  # fmt: skip
+            del engine
+    return True
+
+
 COLUMNS = {
-    "subject": "subject", "mode": "mode", "same": "same", "requests": "requests",
+    "subject": "subject", "mode": "mode", "same": "same", "draft_weights": "drafts",
+    "batch": "batch", "requests": "requests",
     "deterministic_percent": "determ. %", "window": "W", "group": "G", "rate_per_s": "rate/s",
     "wall_s": "wall s", "output_tokens_per_s": "tokens/s", "first_token_p50_ms": "TTFT p50 ms",
     "first_token_p99_ms": "p99", "token_p50_ms": "TPOT p50 ms", "token_p99_ms": "p99",
@@ -445,7 +475,7 @@ def show(rows: Sequence[dict]) -> None:
 
 COMMANDS = {
     "stress": stress, "overhead": overhead, "offline": offline, "replay": replay,
-    "shares": shares, "windows": windows,
+    "shares": shares, "windows": windows, "narrow": narrow,
 }  # fmt: skip
 
 
@@ -454,19 +484,24 @@ def parse_args() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("commands", nargs="+", choices=COMMANDS)
-    parser.add_argument("--model", choices=[*MODELS, "bundled"], default="bundled")
+    names = f"{', '.join(MODELS)} (random weights), bundled, or a folder"
+    parser.add_argument("--model", default="bundled", help=names)
     parser.add_argument("--backend", choices=[b.value for b in Backend], default="portable")
     parser.add_argument("--modes", nargs="+", default=["invariant", "dvr", "fast"])
     parser.add_argument("--num", type=int, default=512, help="requests")
     parser.add_argument("--prompt-len", type=int, default=512)
     parser.add_argument("--output-len", type=int, default=128)
     parser.add_argument("--trace", help="CSV with ContextTokens and GeneratedTokens")
-    parser.add_argument("--text", help="text file to cut prompts of the bundled model from")
+    parser.add_argument("--text", help="text file to cut prompts from, of a model with a tokenizer")
     parser.add_argument("--rates", type=float, nargs="+", default=[0.0], help="requests a second")
     parser.add_argument("--shares", type=float, nargs="+", default=[2, 5, 10, 20, 50, 100])
     parser.add_argument("--windows", type=int, nargs="+", default=[8, 16, 32, 64])
     parser.add_argument("--groups", type=int, nargs="+", default=[1, 4, 8, 16])
     parser.add_argument("--batch", type=int, default=64, help="rows of `overhead`")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16], help="of `narrow`")
+    parser.add_argument(
+        "--narrow", nargs="+", default=["int8", "float8_e4m3fn"], help="draft weights of `narrow`"
+    )
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--decode-batches", type=int, nargs="*", default=[])
     parser.add_argument("--prefill-chunk", type=int, default=512)
@@ -484,8 +519,10 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if "replay" in args.commands and not args.trace:
         parser.error("replay needs --trace")
-    if args.text and args.model != "bundled":
-        parser.error("--text needs --model bundled, whose tokenizer it is read with")
+    if args.text and args.model in MODELS:
+        parser.error(f"--text needs a model with a tokenizer, and {args.model} has none")
+    if args.model not in MODELS and not folder_of(args.model).is_dir():
+        parser.error(f"--model {args.model} is no folder; choose {names}")
     return args
 
 

@@ -44,12 +44,10 @@ from detjax.parallel.mesh import make_mesh
 from detjax.serving.request import SamplingParams
 from detjax.serving.sampling import SamplingRows
 from detjax.serving.steps import pages_shape, step_function
+from detjax.xla_flags import EXACT_OPTIONS, FAST_OPTIONS
 
 CONTEXT = 1024
 """Tokens of each sequence at a decode step, the new one included."""
-
-FAST_OPTIONS = {"xla_allow_excess_precision": True}
-"""XLA's own default, which the claims of the invariant step forbid."""
 
 
 def _config(**sizes) -> ModelConfig:
@@ -159,7 +157,7 @@ class Runner:
             start = time.perf_counter()
             mode, _, _ = impl.partition(" ")
             step = step_function(model, num_top=0, with_filters=False, mode=mode)
-            options = {} if mode == "invariant" else FAST_OPTIONS
+            options = EXACT_OPTIONS if mode == "invariant" else FAST_OPTIONS
             lowered = jax.jit(step, donate_argnums=2).lower(
                 model.params, model.rope_tables, self.pages, *self.arguments(case)
             )

@@ -2,9 +2,14 @@
 """One canonical answer: bit-identical inference for Llama-family models in JAX and Pallas.
 
 Names are imported when first used, so that `python -m detjax.generate --help` need not start JAX.
+Import detjax before JAX starts: it sets the compiler flag that the claims rest on.
 """
 
 import importlib
+
+from detjax.xla_flags import configure_xla
+
+configure_xla()
 
 _HOME = {
     "Backend": "detjax.pallas_kernels.backend",
@@ -16,6 +21,7 @@ _HOME = {
     "SamplingParams": "detjax.serving.request",
     "Tokenizer": "detjax.models.tokenizer",
     "bundled_model_path": "detjax.models.bundled",
+    "choose_backend": "detjax.pallas_kernels.backend",
     "configure_virtual_devices": "detjax.parallel.mesh",
     "load_model": "detjax.models.loading",
     "make_mesh": "detjax.parallel.mesh",
@@ -31,6 +37,7 @@ __all__ = [
     "SamplingParams",
     "Tokenizer",
     "bundled_model_path",
+    "choose_backend",
     "configure_virtual_devices",
     "load_model",
     "make_mesh",

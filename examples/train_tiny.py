@@ -7,10 +7,13 @@ from the numbers measured here. Minutes on one data-centre GPU:
 
     python examples/train_tiny.py --corpus novels.txt.gz --out novels-6m
 
-a larger one, at a lower rate, for experiments on nondeterminism:
+larger ones, at a lower rate, for experiments on nondeterminism and on drafts (500m is wide and
+shallow, so that reading its weights is what a decode step costs):
 
     python examples/train_tiny.py --corpus novels.txt.gz --size 100m --learning-rate 6e-4 \
         --out novels-100m
+    python examples/train_tiny.py --corpus novels.txt.gz --size 500m --learning-rate 4e-4 \
+        --steps 300 --batch-size 32 --dropout 0 --out novels-500m
 
 and a trial of a few minutes on a laptop, which learns next to nothing:
 
@@ -91,6 +94,14 @@ SIZES = {
         num_hidden_layers=16,
         num_attention_heads=12,
         num_key_value_heads=4,
+    ),
+    "500m": ModelConfig(
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=8,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
     ),
 }
 

@@ -96,11 +96,9 @@ def open_model(args: GenerateArgs, folder: Path, progress: Progress) -> OpenMode
     Raises:
         InputError: If they do not go together, cannot run here, or the weights are broken.
     """
-    from detjax.pallas_kernels.backend import configure_xla
     from detjax.parallel.distributed import find_job, start_job
 
     _keep_compiled_programs(args.cache_dir)
-    configure_xla()
     with bad_input():
         job = find_job(args.coordinator, args.num_processes, args.process_id)
         if job is None:

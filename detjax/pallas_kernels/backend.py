@@ -2,7 +2,6 @@
 """Which implementation of the kernels runs, chosen once and said aloud."""
 
 import enum
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -30,7 +29,7 @@ class BackendChoice:
 
 
 def choose_backend(
-    requested: Backend | None, *, why_not_model: Callable[[], str | None] = lambda: None
+    requested: Backend | None = None, *, why_not_model: Callable[[], str | None] = lambda: None
 ) -> BackendChoice:
     """Choose by the hardware and the model, or check that `requested` can run here.
 
@@ -51,18 +50,6 @@ def choose_backend(
     if requested is Backend.SM90:
         raise ValueError(f"--backend sm90 cannot run here: {why_not}; use --backend portable")
     return BackendChoice(backend=Backend.PORTABLE, reason=f"{why_not}; runs on the CPU")
-
-
-def configure_xla() -> None:
-    """Set the compiler flags that the claims rest on; call before JAX starts.
-
-    `--xla_allow_excess_precision=false`: without it XLA may drop a pair of converts, and with it a
-    rounding to bfloat16. The fingerprint holds the flags.
-    """
-    flag = "--xla_allow_excess_precision=false"
-    flags = os.environ.get("XLA_FLAGS", "")
-    if flag not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} {flag}".strip()
 
 
 def _hopper() -> tuple[str, str | None]:

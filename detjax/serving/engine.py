@@ -564,22 +564,23 @@ class Engine:
     def _launch_decodes(self, rows: list[list[DecodeRow]]) -> list[_Launch]:
         """One launch; two where drafts have weights of their own and others decode too."""
         if self._config.draft_weights == "full":
-            return [self._launch_decode(rows, is_narrow=False)]
+            return [self._launch_decode(rows, weights="full")]
         launches = []
         for is_draft in (False, True):
             some = [[r for r in part if r.is_draft is is_draft] for part in rows]
             if any(some):
-                launches.append(self._launch_decode(some, is_narrow=is_draft))
+                weights = self._config.draft_weights if is_draft else "full"
+                launches.append(self._launch_decode(some, weights=weights))
         return launches
 
-    def _launch_decode(self, rows: list[list[DecodeRow]], *, is_narrow: bool) -> _Launch:
+    def _launch_decode(self, rows: list[list[DecodeRow]], *, weights: str) -> _Launch:
         size = _smallest(self._decode_sizes, rows)
         is_committed = any(
             row.sample.is_drafted and not row.is_draft for part in rows for row in part
         )
         is_canonical = self._config.mode == "invariant" or is_committed
         kernels: Kernels = "invariant" if is_canonical else "fast"
-        step = self._step("decode", rows, size=size, length=1, kernels=kernels, is_narrow=is_narrow)
+        step = self._step("decode", rows, size=size, length=1, kernels=kernels, weights=weights)
         host, _ = self._host_rows(step)
         for replica, part in enumerate(rows):
             for row in part:
@@ -614,7 +615,7 @@ class Engine:
         size: int,
         length: int,
         kernels: Kernels,
-        is_narrow: bool = False,
+        weights: str = "full",
     ) -> EngineStep:
         lives = [self._live[row.sample] for part in rows for row in part]
         return EngineStep(
@@ -622,7 +623,7 @@ class Engine:
             rows=size,
             length=length,
             mode=kernels,
-            is_narrow=is_narrow,
+            weights=weights,
             num_top=_rounded_top(max(self._least_top, *(live.num_top for live in lives))),
             with_filters=self._always_filters or any(live.is_filtered for live in lives),
         )
@@ -650,7 +651,7 @@ class Engine:
 
     def _run(self, step: EngineStep, rows, *host) -> _Launch:
         program = self._program(step)
-        params = self._draft_params if step.is_narrow else self._model.params
+        params = self._params_of(step)
         launched_s = time.perf_counter()
         self._pages, self._slots, result = program(
             params, self._model.rope_tables, self._pages, self._slots, *host
@@ -689,14 +690,14 @@ class Engine:
     def _steps_of_mode(self, with_filters: bool) -> list[EngineStep]:
         config, steps = self._config, []
 
-        def add(kind: StepKind, rows: int, length: int, kernels: Kernels, *, is_narrow=False):
+        def add(kind: StepKind, rows: int, length: int, kernels: Kernels, weights="full"):
             steps.append(
                 EngineStep(
                     kind=kind,
                     rows=rows,
                     length=length,
                     mode=kernels,
-                    is_narrow=is_narrow,
+                    weights=weights,
                     num_top=0,
                     with_filters=with_filters,
                 )
@@ -710,14 +711,17 @@ class Engine:
             if config.mode != "invariant":
                 add("decode", rows, 1, "fast")
             if config.draft_weights != "full":
-                add("decode", rows, 1, "fast", is_narrow=True)
+                add("decode", rows, 1, "fast", config.draft_weights)
         if config.mode == "dvr" or config.has_prompt_lookup:
             for rows in self._verify_sizes:
                 add("verify", rows, config.verify_window, "invariant")
         return steps
 
     def _get(self, step: EngineStep) -> Callable:
-        return self.steps.get(step, self._draft_params if step.is_narrow else self._model.params)
+        return self.steps.get(step, self._params_of(step))
+
+    def _params_of(self, step: EngineStep) -> dict:
+        return self._model.params if step.weights == "full" else self._draft_params
 
     def _program(self, step: EngineStep) -> Callable:
         if step not in self.steps:

@@ -26,6 +26,7 @@ from detjax.models.loading import LoadedModel
 from detjax.parallel.distributed import gather_replicas
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
 from detjax.serving.sampling import Choice, SamplingRows, choose
+from detjax.xla_flags import EXACT_OPTIONS, FAST_OPTIONS
 
 PAGES_SPEC = P(None, DP_AXIS, None, TP_AXIS, None, None)
 BY_ROW = P(DP_AXIS)
@@ -37,10 +38,6 @@ StepKind = Literal["prefill", "decode", "verify"]
 
 Candidates = Callable[[Int32[Array, " B"], Int32[Array, " B"]], Int32[Array, " B"]]
 """From the drafts of a step and their positions, the drafts to use instead."""
-
-
-FAST_OPTIONS = {"xla_allow_excess_precision": True}
-"""XLA's default, for steps without a claim: it may leave out roundings."""
 
 
 @jax.tree_util.register_dataclass
@@ -185,7 +182,7 @@ def compile_step(model: LoadedModel, shape: StepShape) -> Callable:
         tokens,
         _sampling_shape(model, shape.batch),
     )
-    return lowered.compile()
+    return lowered.compile(FAST_OPTIONS if shape.mode == "fast" else EXACT_OPTIONS)
 
 
 def _by_row(model: LoadedModel, count: int, dtype, *tail: int) -> jax.ShapeDtypeStruct:
@@ -217,7 +214,7 @@ class EngineStep:
         rows: Of each replica.
         length: Tokens a row: a prefill's chunk, a verification's window, 1 for decode.
         mode: Which kernels.
-        is_narrow: Whether the weights are 8-bit ones, in `fast` steps.
+        weights: "full", or the name of the 8-bit dtype that a `fast` step's weights have.
         num_top: How many of the most likely tokens it reports.
         with_filters: Whether a row has a top-k, top-p or min-p.
     """
@@ -226,14 +223,14 @@ class EngineStep:
     rows: int
     length: int
     mode: Kernels
-    is_narrow: bool
+    weights: str
     num_top: int
     with_filters: bool
 
     @property
     def name(self) -> str:
         """For people and traces."""
-        how = f" {self.mode}" + (" 8-bit" if self.is_narrow else "")
+        how = f" {self.mode}" + ("" if self.weights == "full" else f" {self.weights}")
         return f"{self.kind}{how} {self.rows}x{self.length}"
 
 
@@ -313,7 +310,7 @@ class CompiledSteps:
 
         num_host = len(self._host_shapes(step))
         of_params = self._model.partition_specs
-        if step.is_narrow:
+        if step.weights != "full":
             of_params = quantised_specs(of_params)
         return jax.shard_map(
             local_step,
@@ -330,7 +327,7 @@ class CompiledSteps:
 
     def _compile(self, step: EngineStep, params: dict) -> Callable:
         jitted = jax.jit(self.function(step), donate_argnums=(2, 3))
-        options = FAST_OPTIONS if step.mode == "fast" else {}
+        options = FAST_OPTIONS if step.mode == "fast" else EXACT_OPTIONS
         return jitted.lower(*self.operands(step, params)).compile(options)
 
     def _host_shapes(self, step: EngineStep) -> tuple:

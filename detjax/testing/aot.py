@@ -24,7 +24,6 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from detjax.pallas_kernels.backend import configure_xla
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
 
 H200 = """gpu_device_info {
@@ -125,7 +124,6 @@ def start() -> None:
     missing = why_unavailable()
     if missing:
         raise RuntimeError(missing)
-    configure_xla()
     os.environ["PATH"] = _search_path()
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
     os.environ["MOSAIC_GPU_DUMP_TO"] = tempfile.mkdtemp(prefix="detjax_aot_")

@@ -21,6 +21,7 @@ from detjax.parallel.mesh import DP_AXIS, TP_AXIS, make_mesh
 from detjax.serving.engine import Engine, EngineConfig
 from detjax.serving.request import Completion, Request
 from detjax.serving.steps import PAGES_SPEC
+from detjax.xla_flags import EXACT_OPTIONS
 
 
 def dummy_config(
@@ -131,7 +132,8 @@ def scoring_step(model: LoadedModel) -> Callable:
     step = jax.jit(
         jax.shard_map(
             local, mesh=model.mesh, in_specs=specs, out_specs=(PAGES_SPEC, P()), check_vma=False
-        )
+        ),
+        compiler_options=EXACT_OPTIONS,
     )
     return lambda pages, tokens: step(model.params, model.rope_tables, pages, tokens)
 

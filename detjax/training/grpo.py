@@ -26,7 +26,7 @@ from detjax.models.loading import LoadedModel, load_model
 from detjax.models.tokenizer import Tokenizer
 from detjax.models.weights import resolve_model
 from detjax.numerics import NumericsProfile
-from detjax.pallas_kernels.backend import Backend, choose_backend, configure_xla
+from detjax.pallas_kernels.backend import Backend, choose_backend
 from detjax.parallel.mesh import configure_virtual_devices, make_mesh
 from detjax.training.checkpoint import restore_state, save_state
 from detjax.training.plot import save_plot
@@ -370,7 +370,6 @@ def _spread(values: Sequence[float]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
     console = Console(stderr=True)
-    configure_xla()
     try:
         args = parse_args(argv)
         setup = prepare(args)

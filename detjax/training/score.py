@@ -19,6 +19,7 @@ from detjax.pallas_kernels.log_softmax.api import block_stats, log_probs, log_su
 from detjax.parallel.collectives import gather_columns
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
 from detjax.serving.steps import PAGES_SPEC, pages_shape
+from detjax.xla_flags import EXACT_OPTIONS, FAST_OPTIONS
 
 PATHS = {
     "invariant": (forward, local_logits),
@@ -51,7 +52,8 @@ class Scorer:
                 in_specs=(model.partition_specs, P(), PAGES_SPEC, by_row, by_row),
                 out_specs=by_row,
                 check_vma=False,
-            )
+            ),
+            compiler_options=EXACT_OPTIONS if mode == "invariant" else FAST_OPTIONS,
         )
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:

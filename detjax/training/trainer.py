@@ -30,6 +30,7 @@ from detjax.parallel.mesh import DP_AXIS, TP_AXIS
 from detjax.training.batch import Batch
 from detjax.training.forward import token_logprobs
 from detjax.training.weights import master_params, move_bits
+from detjax.xla_flags import EXACT_OPTIONS
 
 DEVICES = (DP_AXIS, TP_AXIS)
 """Both axes of the mesh as one: training has no use for the difference."""
@@ -117,7 +118,7 @@ class Trainer:
         on_mesh = partial(jax.shard_map, mesh=mesh, out_specs=P(), check_vma=False)
         self._gather = jax.jit(on_mesh(self._local_gather, in_specs=(self.specs.params,)))
         self._reduce = jax.jit(on_mesh(self._local_reduce, in_specs=P(DEVICES)))
-        self._gradient = jax.jit(self._microbatch_gradient)
+        self._gradient = jax.jit(self._microbatch_gradient, compiler_options=EXACT_OPTIONS)
         self._add = jax.jit(partial(jax.tree.map, jnp.add), donate_argnums=0)
         self._norm = jax.jit(_global_norm)
         self._update = jax.jit(self._update_share, donate_argnums=0)

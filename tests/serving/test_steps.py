@@ -62,7 +62,7 @@ def test_control_a_read_of_the_old_cache_is_seen_as_a_copy():
 def engine_step(kind, *, mode="invariant") -> EngineStep:
     length = {"prefill": 8, "decode": 1, "verify": 4}[kind]
     return EngineStep(
-        kind=kind, rows=2, length=length, mode=mode, is_narrow=False, num_top=2, with_filters=True
+        kind=kind, rows=2, length=length, mode=mode, weights="full", num_top=2, with_filters=True
     )
 
 
