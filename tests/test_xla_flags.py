@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""XLA may not leave out a rounding of a program that makes a claim."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from detjax.xla_flags import EXACT_OPTIONS, FAST_OPTIONS, configure_xla
+
+FLAG = "--xla_allow_excess_precision=false"
+
+
+def excess(x, y):
+    """Zero where `x + y` is rounded to bfloat16, y where XLA leaves the rounding out."""
+    return (x + y).astype(jnp.float32) - x.astype(jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("options", "want"), [(EXACT_OPTIONS, 0.0), (FAST_OPTIONS, 2.0**-10)], ids=["exact", "fast"]
+)
+def test_options_decide_whether_a_rounding_may_be_left_out(options, want):
+    step = jax.jit(excess, compiler_options=options)
+    x, y = (jnp.full(64, value, jnp.bfloat16) for value in (1.0, 2.0**-10))
+    assert np.asarray(step(x, y)).tolist() == [want] * 64
+
+
+def test_importing_detjax_sets_the_flag_without_starting_jax():
+    script = (
+        "import os, sys\n"
+        "import detjax\n"
+        "assert 'jax' not in sys.modules\n"
+        "print(os.environ['XLA_FLAGS'])\n"
+    )
+    for given in ("", "--xla_cpu_use_thunk_runtime=true", FLAG):
+        environ = os.environ | {"XLA_FLAGS": given}
+        run = subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, env=environ, check=True
+        )
+        assert run.stdout.strip() == f"{given} {FLAG}".strip() if given != FLAG else FLAG
+
+
+def test_the_flag_is_set_once(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--other=1")
+    configure_xla()
+    configure_xla()
+    assert os.environ["XLA_FLAGS"] == f"--other=1 {FLAG}"
