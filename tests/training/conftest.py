@@ -4,7 +4,6 @@
 import dataclasses
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -22,13 +21,6 @@ CONFIGS = {
         num_heads=24, num_kv_heads=3, qk_norm=True, qkv_bias=True, o_bias=True, window=70
     ),
 }
-
-
-def pytest_collection_modifyitems(items):
-    """Training takes minutes: left out of the quick run."""
-    for item in items:
-        if item.path.is_relative_to(Path(__file__).parent):
-            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True, scope="session")
