@@ -443,8 +443,9 @@ def run_steps(args: argparse.Namespace, rows: Rows) -> bool:
     compile_ahead(compared, [(batch, 1, 0) for batch in args.compare] + [(2, 300, 0)])
     is_right = compare_meshes(compared, args.compare, rows)
     del compared, several
-    graphs = Runner(many, most_rows, options=IN_GRAPHS, pages=sharded.cache)
-    timed[f"invariant (1,{args.tp}), collectives in graphs"] = graphs
+    if args.graphs:
+        graphs = Runner(many, most_rows, options=IN_GRAPHS, pages=sharded.cache)
+        timed[f"invariant (1,{args.tp}), collectives in graphs"] = graphs
     if args.collectives:
         plain = Runner(_without_exchange(many), most_rows, pages=sharded.cache)
         timed[f"invariant (1,{args.tp}), no exchange kernel"] = plain
@@ -496,6 +497,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--collectives", action="store_true", help="also time steps without the exchange kernel"
     )
+    parser.add_argument(
+        "--graphs", action="store_true", help="also time XLA's collectives inside CUDA graphs"
+    )
     parser.add_argument("--out", help="write JSON rows here")
     return parser.parse_args()
 
@@ -508,6 +512,7 @@ def main() -> None:
     is_right = True
     if "exchange" in args.parts:
         names = [name for name in FORMS if name != "scatter"]
+        names = [name for name in names if args.graphs or FORMS[name][2] is not IN_GRAPHS]
         names.sort(key="butterfly".__ne__)  # the reference comes first
         for num_rows in args.rows:
             is_right &= time_forms(names, mesh, num_rows, args.width, 32, 10, rows)

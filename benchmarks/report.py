@@ -4,7 +4,8 @@
 python -m benchmarks.report            # needs matplotlib: pip install -e ".[plots]"
 python -m benchmarks.report --check    # is the text current? needs nothing
 
-The rows are `benchmarks/results/h200/<date>-kernels.jsonl` and `<date>-step.jsonl`, newest first.
+The rows are `benchmarks/results/h200/<date>-kernels.jsonl` and `<date>-step.jsonl`, newest first;
+experiments are `benchmarks/results/*/reproduce/NAME.json`, those of a GPU before those of a CPU.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "h200"
 FIGURES = ROOT / "docs" / "figures"
-BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
+MARKERS = "<!-- {0}: begin -->", "<!-- {0}: end -->"
 SHAPES = ("qkv", "o", "gate_up", "down", "lm_head")
 ROW_COUNTS = (1, 8, 64, 128, 512, 2048, 8192)
 FLOOR = "bytes at 4.3 TB/s"
@@ -193,13 +194,44 @@ def kernels_section() -> list[str]:
     ]
 
 
-DOCUMENTS = {"README.md": readme_section, "docs/kernels.md": kernels_section}
+def experiments() -> dict[str, Path]:
+    """The newest kind of machine's result of each experiment, by name."""
+    machines = sorted(RESULTS.parent.iterdir(), key=lambda path: path == RESULTS)
+    return {
+        path.stem: path for machine in machines for path in (machine / "reproduce").glob("*.json")
+    }
 
 
-def updated(text: str, section: list[str]) -> str:
-    """A document with the text between its markers replaced."""
-    start, stop = text.index(BEGIN), text.index(END)
-    return text[:start] + "\n".join([BEGIN, *section, ""]) + text[stop:]
+def experiments_section() -> list[str]:
+    """Each experiment: the question, what the paper found, what was found here, and the figure."""
+    lines = []
+    for name, path in sorted(experiments().items()):
+        found = json.loads(path.read_text())
+        figure = path.with_suffix(".png").relative_to(ROOT)
+        here = "; ".join(found["findings"])
+        lines += [
+            f"**{found['question']}** `benchmarks.reproduce {name}`, [figure]({figure})",
+            "",
+            f"- {found['paper']}",
+            f"- Here: {here}. With {found['setting']}.",
+            "",
+        ]
+    return lines[:-1]
+
+
+SECTIONS = (
+    ("README.md", "benchmarks", readme_section),
+    ("README.md", "experiments", experiments_section),
+    ("docs/kernels.md", "benchmarks", kernels_section),
+)
+"""Document, name of the markers, and what stands between them."""
+
+
+def updated(text: str, name: str, section: list[str]) -> str:
+    """A document with the text between two markers replaced."""
+    begin, end = (marker.format(name) for marker in MARKERS)
+    start, stop = text.index(begin), text.index(end)
+    return text[:start] + "\n".join([begin, *section, ""]) + text[stop:]
 
 
 def draw_figures() -> None:
@@ -246,8 +278,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if stale")
     args = parser.parse_args()
-    texts = {ROOT / name: make() for name, make in DOCUMENTS.items()}
-    new = {path: updated(path.read_text(), section) for path, section in texts.items()}
+    new: dict[Path, str] = {}
+    for document, name, make in SECTIONS:
+        path = ROOT / document
+        new[path] = updated(new.get(path) or path.read_text(), name, make())
     if args.check:
         stale = [path.name for path, text in new.items() if text != path.read_text()]
         sys.exit(f"{stale} are stale: run python -m benchmarks.report" if stale else 0)

@@ -64,7 +64,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--model", type=Path, default=bundled_model_path(), metavar="FOLDER",
         help="a model that examples/train_tiny.py made (default: the bundled one)")  # fmt: skip
-    add("--out", type=Path, help="folder for NAME.jsonl, and NAME.png with matplotlib")  # fmt: skip
+    add("--out", type=Path, help="folder for NAME.json, and NAME.png with matplotlib")  # fmt: skip
     return parser.parse_args(argv)
 
 
@@ -80,12 +80,15 @@ def show(console: Console, name: str, experiment: Experiment, result: Result) ->
     console.print(f"with:  {result.setting}\n", highlight=False, style="dim")
 
 
-def keep(folder: Path, name: str, result: Result, card: dict) -> None:
-    """Write rows, and the plot if matplotlib is there."""
+def keep(folder: Path, name: str, experiment: Experiment, result: Result, card: dict) -> None:
+    """Write what was found, and the plot if matplotlib is there."""
     folder.mkdir(parents=True, exist_ok=True)
-    facts = {"experiment": name, "setting": result.setting} | card
-    lines = [json.dumps(facts | row) + "\n" for row in result.rows]
-    (folder / f"{name}.jsonl").write_text("".join(lines))
+    found = {
+        "experiment": name, "question": experiment.question, "paper": experiment.paper,
+        "title": result.title, "setting": result.setting, "findings": list(result.findings),
+    }  # fmt: skip
+    document = found | card | {"rows": list(result.rows)}
+    (folder / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
@@ -127,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         result = EXPERIMENTS[name].run(lab)
         show(console, name, EXPERIMENTS[name], result)
         if args.out is not None:
-            keep(args.out, name, result, card)
+            keep(args.out, name, EXPERIMENTS[name], result, card)
     return 0
 
 
