@@ -32,10 +32,10 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.common import Rows, environment, kernel_events, num_different
 from benchmarks.step import CONTEXT, MODELS, _config
-from detjax.models.decoder import forward, last_hidden, local_logits
-from detjax.models.fast import forward_fast, local_logits_fast
+from detjax.models.decoder import last_hidden
 from detjax.models.layers import Recipe, Tokens
 from detjax.models.loading import LoadedModel, random_model
+from detjax.models.paths import PATHS, Kernels
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.rms_norm.api import add_rms_norm
@@ -236,7 +236,7 @@ class Runner:
         model: LoadedModel,
         most_rows: int,
         *,
-        mode: str = "invariant",
+        mode: Kernels = "invariant",
         options=None,
         pages=None,
     ):
@@ -292,8 +292,7 @@ class Runner:
             config=model.config, profile=model.profile, backend=model.backend,
             tp=model.mesh.shape[TP_AXIS],
         )  # fmt: skip
-        is_fast = self.mode == "fast"
-        run, logits_of = (forward_fast, local_logits_fast) if is_fast else (forward, local_logits)
+        run, logits_of = PATHS[self.mode]
 
         def local(params, tables, pages, tokens, sampling):
             pages, hidden = run(recipe, params, tables, pages, tokens)

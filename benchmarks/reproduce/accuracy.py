@@ -58,17 +58,20 @@ def run(lab: Lab) -> Result:
         return max(scores) - min(scores)
 
     def plot(figure) -> None:
-        axes = figure.subplots()
-        for mode, marker in zip(MODES, "ox", strict=True):
-            own = [row for row in rows if row["mode"] == mode]
-            axes.plot(
-                [f"tp {r['tp']}\n{r['batch']}" for r in own],
-                [r["accuracy_percent"] for r in own],
-                marker=marker,
-                label=f"{mode}: swing {swing(mode):.2f} points",
-            )
-        axes.set(xlabel="tp and batch size", ylabel="accuracy, percent")
-        axes.legend(frameon=False)
+        panels = figure.subplots(1, 2)
+        names = ("accuracy_percent", "logprobs_changed")
+        labels = ("accuracy, percent", f"answers of {len(sums)} with another bit")
+        for axes, name, label in zip(panels, names, labels, strict=True):
+            for mode, marker in zip(MODES, "ox", strict=True):
+                own = [row for row in rows if row["mode"] == mode]
+                axes.plot(
+                    [f"{r['tp']}\n{r['batch']}" for r in own],
+                    [r[name] for r in own],
+                    marker=marker,
+                    label=mode,
+                )
+            axes.set(xlabel="tp, and batch size below it", ylabel=label)
+        panels[0].legend(frameon=False)
 
     return Result(
         title="Two-digit additions, greedy, over batch sizes and meshes",

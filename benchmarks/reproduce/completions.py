@@ -41,13 +41,13 @@ def _alone(lab: Lab, engine: Engine, mode: str, max_tokens: int) -> Completion:
 def _under_load(
     lab: Lab, engine: Engine, mode: str, count: int, max_tokens: int
 ) -> list[Completion]:
-    """The prompt `count` times, in groups of random size among random others."""
+    """The prompt `count` times, among others: as often few at a time as many."""
     rng, others, most = np.random.default_rng(1), prompts(200), lab.pick(16, 64)
     found: list[Completion] = []
     while len(found) < count:
-        copies = min(int(rng.integers(1, most + 1)), count - len(found))
+        copies = min(round(most ** rng.random()), count - len(found))
         texts = [PROMPT] * copies
-        texts += list(rng.choice(others, int(rng.integers(0, most // 2))))
+        texts += list(rng.choice(others, int(rng.integers(0, copies))))
         order = rng.permutation(len(texts))
         requests = [
             lab.request(
@@ -80,7 +80,8 @@ def run(lab: Lab) -> Result:
         alone = _alone(lab, engine, mode, max_tokens)
         canonical = canonical or alone.digest()
         answers = _under_load(lab, engine, mode, count, max_tokens)
-        tokens = Counter(c.token_ids for c in answers)
+        every = [alone, *answers]
+        tokens = Counter(c.token_ids for c in every)
         parts = [first_difference(ids, alone.token_ids) for ids in tokens]
         spans[mode] = [_spans(c.token_ids, alone.token_ids) for c in answers]
         rows.append(
@@ -89,7 +90,7 @@ def run(lab: Lab) -> Result:
                 "requests": count,
                 "tokens": max_tokens,
                 "texts": len(tokens),
-                "with_logprobs": len({c.digest() for c in answers}),
+                "with_logprobs": len({c.digest() for c in every}),
                 "most_common": tokens.most_common(1)[0][1],
                 "first_difference": min((p for p in parts if p is not None), default=None),
                 "as_alone": sum(c.digest() == alone.digest() for c in answers),
@@ -106,7 +107,9 @@ def run(lab: Lab) -> Result:
                  alpha=0.4, label="with logprobs")  # fmt: skip
         left.bar(MODES, [by_mode[m]["texts"] for m in MODES], color="tab:blue",
                  width=0.5, label="token ids")  # fmt: skip
-        left.set(ylabel=f"unique completions of {count}", yscale="log")
+        left.set(ylabel=f"unique completions of {count + 1}")
+        if max(row["with_logprobs"] for row in rows) > 20:
+            left.set_yscale("log")
         left.legend(frameon=False)
         for index, label in enumerate(("first span", "second span")):
             values = np.sort([pair[index] for pair in spans["fast"]])
@@ -122,8 +125,14 @@ def run(lab: Lab) -> Result:
         columns=tuple(rows[0]),
         rows=rows,
         findings=[
-            f"fast: {fast['texts']} different texts and "
-            f"{fast['with_logprobs']} different sets of logprobs in {count} answers",
+            f"fast: {fast['texts']} different texts and {fast['with_logprobs']} different sets of "
+            f"logprobs, alone and {count} times under load; {fast['as_alone']} of {count} are the "
+            "answer that it gets alone"
+            + (
+                ""
+                if fast["first_difference"] is None
+                else f", the first difference is at token {fast['first_difference']}"
+            ),
             *(
                 f"{mode}: {by_mode[mode]['with_logprobs']} "
                 f"({by_mode[mode]['canonical']} of {count} are the canonical answer, bit for bit)"

@@ -268,7 +268,9 @@ def run(lab: Lab) -> Result:
             of = {(r["operator"], r["shape"]): share(r) for r in rows if r["library"] == library}
             height = 0.8 / len(libraries)
             at = np.arange(len(names)) + index * height
-            axes.barh(at, [of.get(name, 0) for name in names], height=height, label=library)
+            values = [of.get(name, 0) for name in names]
+            bars = axes.barh(at, values, height=height, label=library)
+            axes.bar_label(bars, fmt="%.3g", fontsize=6)
         axes.set_yticks(np.arange(len(names)) + 0.3, [f"{a}, {b}" for a, b in names], fontsize=7)
         axes.invert_yaxis()
         axes.set(xlabel="rows whose bits change with the batch size, percent")

@@ -90,6 +90,11 @@ def local_logits(
     logits = linear(
         hidden, params["lm_head"], out_dtype=jnp.dtype(jnp.float32), backend=recipe.backend
     )
+    return mask_padding(recipe, logits)
+
+
+def mask_padding(recipe: Recipe, logits: Float32[Array, "M v"]) -> Float32[Array, "M v"]:
+    """Put -inf in the columns of this rank's share that are past the vocabulary."""
     width = logits.shape[1]
     if width * recipe.tp == recipe.config.vocab_size:
         return logits

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from detjax.array_types import Activation, Array, Float32, Int32
+from detjax.models.decoder import mask_padding
 from detjax.models.layers import Recipe, Tokens, embed_tokens
 from detjax.pallas_kernels.attention.api import attention
 from detjax.pallas_kernels.backend import Backend
@@ -72,12 +73,7 @@ def local_logits_fast(
     recipe: Recipe, params: dict, hidden: Activation[Array, "M D"]
 ) -> Float32[Array, "M v"]:
     """This rank's share of the float32 logits; columns past the vocabulary are -inf. No claim."""
-    logits = _product(hidden, params["lm_head"], jnp.float32)
-    width = logits.shape[1]
-    if width * recipe.tp == recipe.config.vocab_size:
-        return logits
-    token_ids = lax.axis_index(TP_AXIS) * width + jnp.arange(width, dtype=jnp.int32)
-    return jnp.where(token_ids < recipe.config.vocab_size, logits, -jnp.inf)
+    return mask_padding(recipe, _product(hidden, params["lm_head"], jnp.float32))
 
 
 def quantise_params(params: dict, dtype: jnp.dtype) -> dict:

@@ -19,6 +19,7 @@ import numpy as np
 
 from detjax.models.fast import quantise_params
 from detjax.models.loading import LoadedModel
+from detjax.models.paths import Kernels
 from detjax.parallel.mesh import DP_AXIS
 from detjax.serving import trace
 from detjax.serving.metrics import EngineStats
@@ -49,7 +50,6 @@ from detjax.serving.steps import (
     Candidates,
     CompiledSteps,
     EngineStep,
-    Kernels,
     StepKind,
     StepSizes,
     empty,

@@ -18,11 +18,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from detjax.array_types import Activation, Array, Float32, Int32
-from detjax.models import decoder
 from detjax.models.decoder import last_hidden
-from detjax.models.fast import forward_fast, local_logits_fast, quantised_specs
+from detjax.models.fast import quantised_specs
 from detjax.models.layers import Recipe, Tokens
 from detjax.models.loading import LoadedModel
+from detjax.models.paths import PATHS, Kernels
 from detjax.parallel.distributed import gather_replicas
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
 from detjax.serving.sampling import Choice, SamplingRows, choose
@@ -30,9 +30,6 @@ from detjax.xla_flags import EXACT_OPTIONS, FAST_OPTIONS
 
 PAGES_SPEC = P(None, DP_AXIS, None, TP_AXIS, None, None)
 BY_ROW = P(DP_AXIS)
-
-Kernels = Literal["invariant", "fast"]
-"""Canonical kernels, or whatever is fastest and promises nothing."""
 
 StepKind = Literal["prefill", "decode", "verify"]
 
@@ -117,16 +114,9 @@ def recipe_of(model: LoadedModel) -> Recipe:
     )
 
 
-def _model_functions(mode: Kernels) -> tuple[Callable, Callable]:
-    """The forward pass and the logits."""
-    if mode == "fast":
-        return forward_fast, local_logits_fast
-    return decoder.forward, decoder.local_logits
-
-
 def _choose_last(recipe: Recipe, mode: Kernels, params, tables, pages, tokens, rows, **variant):
     """Run tokens and choose the one that follows the last of each row."""
-    forward, local_logits = _model_functions(mode)
+    forward, local_logits = PATHS[mode]
     pages, hidden = forward(recipe, params, tables, pages, tokens)
     last: Int32[Array, " B"] = jnp.argmax(tokens.positions, axis=1).astype(jnp.int32)
     position = jnp.max(tokens.positions, axis=1)
@@ -414,7 +404,7 @@ class CompiledSteps:
         is_token = (start[:, None] >= 0) & (step_idx <= num_drafts[:, None])
         positions = jnp.where(is_token, start[:, None] + step_idx, -1)
         tokens = Tokens(ids=ids, positions=positions, page_table=page_table)
-        forward, local_logits = _model_functions(step.mode)
+        forward, local_logits = PATHS[step.mode]
         pages, hidden = forward(self._recipe, params, tables, pages, tokens)
         logits = local_logits(self._recipe, params, hidden.reshape(-1, hidden.shape[-1]))
         rows = jax.tree.map(lambda x: jnp.repeat(x, length), _sampling_of(slots, slot))

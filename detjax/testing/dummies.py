@@ -10,18 +10,18 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from detjax.models.config import ModelConfig, RopeConfig
-from detjax.models.decoder import forward, local_logits
 from detjax.models.layers import Recipe, Tokens
 from detjax.models.loading import LoadedModel, place_model
 from detjax.models.params import ParamRole, ParamSpec, param_specs, stored_rows
+from detjax.models.paths import PATHS, Kernels
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.collectives import gather_columns
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS, make_mesh
 from detjax.serving.engine import Engine, EngineConfig
-from detjax.serving.request import Completion, Request
+from detjax.serving.request import Completion, Request, SamplingParams
 from detjax.serving.steps import PAGES_SPEC
-from detjax.xla_flags import EXACT_OPTIONS
+from detjax.xla_flags import EXACT_OPTIONS, FAST_OPTIONS
 
 
 def dummy_config(
@@ -96,6 +96,26 @@ def dummy_model(
     )
 
 
+def mixed_requests(count: int = 17, *, vocab_size: int, max_tokens: int) -> list[Request]:
+    """Prompts of lengths around a page and a chunk, greedy and sampled in every way."""
+    rng = np.random.default_rng(11)
+    lengths = (5, 127, 1, 130, 64, 33, 200, 17, 128, 2, 65, 96, 63, 12, 150, 40, 7)
+    kinds = (
+        {"temperature": 0.0, "num_top_logprobs": 3},
+        {"temperature": 0.8, "seed": 1},
+        {"temperature": 1.0, "top_k": 5, "seed": 2**63 + 5},
+        {"temperature": 1.3, "top_p": 0.7, "seed": 3},
+        {"temperature": 0.9, "min_p": 0.05, "top_p": 0.95, "top_k": 50, "seed": 4},
+    )
+    return [
+        Request(
+            prompt_token_ids=tuple(int(t) for t in rng.integers(0, vocab_size, lengths[i])),
+            sampling=SamplingParams(max_tokens=max_tokens, **kinds[i % len(kinds)]),
+        )
+        for i in range(count)
+    ]
+
+
 def answers(
     model: LoadedModel,
     requests: Sequence[Request],
@@ -109,11 +129,12 @@ def answers(
     return Engine(model, config).generate(requests)
 
 
-def scoring_step(model: LoadedModel) -> Callable:
+def scoring_step(model: LoadedModel, kernels: Kernels = "invariant") -> Callable:
     """A jitted step that gives the logits of every new token instead of choosing one.
 
     `step(pages, tokens) -> (pages, logits[B, T, V])`, on a mesh with dp = 1.
     """
+    forward, local_logits = PATHS[kernels]
     recipe = Recipe(
         config=model.config,
         profile=model.profile,
@@ -133,7 +154,7 @@ def scoring_step(model: LoadedModel) -> Callable:
         jax.shard_map(
             local, mesh=model.mesh, in_specs=specs, out_specs=(PAGES_SPEC, P()), check_vma=False
         ),
-        compiler_options=EXACT_OPTIONS,
+        compiler_options=EXACT_OPTIONS if kernels == "invariant" else FAST_OPTIONS,
     )
     return lambda pages, tokens: step(model.params, model.rope_tables, pages, tokens)
 

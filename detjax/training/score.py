@@ -2,7 +2,6 @@
 """Log-probabilities of given sequences under a serving model on its mesh. No gradients."""
 
 from collections.abc import Sequence
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -11,26 +10,20 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from detjax.array_types import Array, Float32, Int32
-from detjax.models.decoder import forward, local_logits
-from detjax.models.fast import forward_fast, local_logits_fast
 from detjax.models.layers import Recipe, Tokens
 from detjax.models.loading import LoadedModel
+from detjax.models.paths import PATHS, Kernels
 from detjax.pallas_kernels.log_softmax.api import block_stats, log_probs, log_sum_exp
 from detjax.parallel.collectives import gather_columns
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
 from detjax.serving.steps import PAGES_SPEC, pages_shape
 from detjax.xla_flags import EXACT_OPTIONS, FAST_OPTIONS
 
-PATHS = {
-    "invariant": (forward, local_logits),
-    "fast": (forward_fast, local_logits_fast),
-}
-
 
 class Scorer:
     """A compiled scoring step; one program for each number of sequences and length."""
 
-    def __init__(self, model: LoadedModel, *, mode: Literal["invariant", "fast"] = "invariant"):
+    def __init__(self, model: LoadedModel, *, mode: Kernels = "invariant"):
         """Score with a model on its mesh.
 
         Args:

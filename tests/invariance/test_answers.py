@@ -31,6 +31,7 @@ from detjax.testing.dummies import (
     batch_of,
     dummy_config,
     dummy_model,
+    mixed_requests,
     scoring_step,
 )
 
@@ -40,23 +41,7 @@ MAX_TOKENS = 6
 
 
 def requests(count: int = 17) -> list[Request]:
-    """Prompts of lengths around a page and a chunk, greedy and sampled in every way."""
-    rng = np.random.default_rng(11)
-    lengths = (5, 127, 1, 130, 64, 33, 200, 17, 128, 2, 65, 96, 63, 12, 150, 40, 7)
-    kinds = (
-        {"temperature": 0.0, "num_top_logprobs": 3},
-        {"temperature": 0.8, "seed": 1},
-        {"temperature": 1.0, "top_k": 5, "seed": 2**63 + 5},
-        {"temperature": 1.3, "top_p": 0.7, "seed": 3},
-        {"temperature": 0.9, "min_p": 0.05, "top_p": 0.95, "top_k": 50, "seed": 4},
-    )
-    return [
-        Request(
-            prompt_token_ids=tuple(int(t) for t in rng.integers(0, 320, lengths[i])),
-            sampling=SamplingParams(max_tokens=MAX_TOKENS, **kinds[i % len(kinds)]),
-        )
-        for i in range(count)
-    ]
+    return mixed_requests(count, vocab_size=320, max_tokens=MAX_TOKENS)
 
 
 def config_for(num_kv_heads: int):
@@ -213,13 +198,7 @@ import json, sys
 from detjax.parallel.mesh import configure_virtual_devices
 configure_virtual_devices(int(sys.argv[1]))
 from detjax.serving.request import Request, SamplingParams
-from detjax.testing.dummies import (
-    answers,
-    batch_of,
-    dummy_config,
-    dummy_model,
-    scoring_step,
-)
+from detjax.testing.dummies import answers, dummy_config, dummy_model
 prompts = json.load(sys.stdin)
 reqs = [Request(prompt_token_ids=tuple(p), sampling=SamplingParams(max_tokens=6, **s))
         for p, s in prompts]

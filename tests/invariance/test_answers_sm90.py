@@ -18,10 +18,17 @@ from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
 from detjax.serving.engine import Engine, EngineConfig
-from detjax.serving.request import Completion, Request, SamplingParams
+from detjax.serving.request import Completion, Request
 from detjax.serving.steps import empty_pages
 from detjax.testing import assert_bitwise_equal, assert_order_sensitive, count_different_bits
-from detjax.testing.dummies import answers, batch_of, dummy_config, dummy_model, scoring_step
+from detjax.testing.dummies import (
+    answers,
+    batch_of,
+    dummy_config,
+    dummy_model,
+    mixed_requests,
+    scoring_step,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -51,22 +58,7 @@ def model(name: str) -> LoadedModel:
 
 
 def requests(max_tokens: int = 20) -> list[Request]:
-    """Prompts of lengths around a page and a chunk, greedy and sampled in every way."""
-    rng = np.random.default_rng(11)
-    lengths = (5, 127, 1, 130, 64, 33, 200, 17, 128, 2, 65, 96, 63, 12, 150, 40, 7)
-    kinds = (
-        {"temperature": 0.0, "num_top_logprobs": 3},
-        {"temperature": 0.8, "seed": 1},
-        {"temperature": 1.0, "top_k": 5, "seed": 2**63 + 5},
-        {"temperature": 1.3, "top_p": 0.7, "seed": 3},
-    )
-    return [
-        Request(
-            prompt_token_ids=tuple(int(t) for t in rng.integers(0, 1000, length)),
-            sampling=SamplingParams(max_tokens=max_tokens, **kinds[i % len(kinds)]),
-        )
-        for i, length in enumerate(lengths)
-    ]
+    return mixed_requests(vocab_size=1000, max_tokens=max_tokens)
 
 
 @cache

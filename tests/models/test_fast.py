@@ -4,33 +4,27 @@
 import dataclasses
 from functools import cache
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
 from detjax.models.bundled import bundled_model_path
-from detjax.models.decoder import forward, local_logits
 from detjax.models.fast import (
     MATRICES,
-    forward_fast,
-    local_logits_fast,
     quantise_params,
     quantised_specs,
 )
-from detjax.models.layers import Recipe, Tokens
+from detjax.models.layers import Tokens
 from detjax.models.loading import LoadedModel, load_model
+from detjax.models.paths import Kernels
 from detjax.models.tokenizer import Tokenizer
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
-from detjax.parallel.collectives import gather_columns
-from detjax.parallel.mesh import TP_AXIS, make_mesh
-from detjax.serving.steps import PAGES_SPEC, empty_pages
+from detjax.parallel.mesh import make_mesh
+from detjax.serving.steps import empty_pages
 from detjax.testing import assert_bitwise_equal
-from detjax.testing.dummies import batch_of, dummy_config, dummy_model
+from detjax.testing.dummies import batch_of, dummy_config, dummy_model, scoring_step
 
-PATHS = {"invariant": (forward, local_logits), "fast": (forward_fast, local_logits_fast)}
 FLOAT32 = NumericsProfile(compute_dtype="float32")
 EIGHT_BIT = ("int8", "float8_e4m3fn")
 
@@ -38,31 +32,6 @@ CONFIGS = {
     "every_switch": {"qkv_bias": True, "o_bias": True, "qk_norm": True, "window": 20},
     "repeated_heads": {"num_kv_heads": 1},
 }
-
-
-def scorer(model: LoadedModel, path: str):
-    """A jitted `(params, pages, tokens) -> (pages, logits[B, T, V])` of one path."""
-    run, logits_of = PATHS[path]
-    recipe = Recipe(
-        config=model.config,
-        profile=model.profile,
-        backend=model.backend,
-        tp=model.mesh.shape[TP_AXIS],
-    )
-
-    def local(params, tables, pages, tokens):
-        pages, hidden = run(recipe, params, tables, pages, tokens)
-        logits = logits_of(recipe, params, hidden.reshape(-1, hidden.shape[-1]))
-        logits = gather_columns(logits, TP_AXIS)[:, : model.config.vocab_size]
-        return pages, logits.reshape(*tokens.ids.shape, -1)
-
-    specs = (model.partition_specs, P(), PAGES_SPEC, P())
-    step = jax.jit(
-        jax.shard_map(
-            local, mesh=model.mesh, in_specs=specs, out_specs=(PAGES_SPEC, P()), check_vma=False
-        )
-    )
-    return lambda pages, tokens: step(model.params, model.rope_tables, pages, tokens)
 
 
 TABLE = np.asarray([[3, 1], [0, 4], [2, 5]], np.int32)
@@ -73,9 +42,9 @@ def prompts(vocab_size: int) -> list[np.ndarray]:
     return [rng.integers(0, vocab_size, length) for length in (150, 40, 129)]
 
 
-def score(model: LoadedModel, path: str) -> np.ndarray:
+def score(model: LoadedModel, path: Kernels) -> np.ndarray:
     """Logits of three ragged prompts: a chunk of each, then the rest, padded, over the cache."""
-    step, pages = scorer(model, path), empty_pages(model, 6)
+    step, pages = scoring_step(model, path), empty_pages(model, 6)
     ids = prompts(model.config.vocab_size)
     pages, first = step(pages, batch_of([(p[:30], 0) for p in ids], TABLE))
     pages, rest = step(pages, batch_of([(p[30:], 30) for p in ids], TABLE))
@@ -135,10 +104,10 @@ TEXT = (
 )
 
 
-def bundled_logits(model: LoadedModel, path: str) -> np.ndarray:
+def bundled_logits(model: LoadedModel, path: Kernels) -> np.ndarray:
     ids = Tokenizer.from_folder(bundled_model_path()).encode(TEXT)
     tokens = batch_of([(ids, 0)], np.asarray([[0]], np.int32))
-    return np.asarray(scorer(model, path)(empty_pages(model, 1), tokens)[1])[0]
+    return np.asarray(scoring_step(model, path)(empty_pages(model, 1), tokens)[1])[0]
 
 
 def agreement(actual: np.ndarray, expected: np.ndarray) -> float:
@@ -217,7 +186,7 @@ def test_another_8_bit_dtype_is_refused():
 
 def test_pages_of_others_are_left_alone_and_never_read():
     model = dummy_model(dummy_config())
-    step, shape = scorer(model, "fast"), empty_pages(model, 6).shape
+    step, shape = scoring_step(model, "fast"), empty_pages(model, 6).shape
     tokens = batch_of([([5] * 20, 100), ([6] * 9, 0)], TABLE[:2])
     clean = jnp.zeros(shape, jnp.bfloat16)
     dirty = np.full(shape, np.nan, jnp.bfloat16)
@@ -246,6 +215,6 @@ def test_a_row_of_padding_alone_is_finite():
         positions=np.asarray([[-1], [0]], np.int32),
         page_table=TABLE[:2],
     )
-    pages, logits = scorer(model, "fast")(empty_pages(model, 6), tokens)
+    pages, logits = scoring_step(model, "fast")(empty_pages(model, 6), tokens)
     assert np.isfinite(np.asarray(logits)).all()
     assert not np.asarray(pages[:, [3, 1]]).any()

@@ -244,6 +244,26 @@ def test_decode_and_verify_are_bitwise_path_consistent(whole, context, num_rows)
 
 @pytest.mark.gpu
 @pytest.mark.invariance
+@pytest.mark.parametrize("context", [100_000, 131_072])
+def test_long_contexts_are_bitwise_path_consistent(context):
+    dims, num_pages, num_rows = LAYOUTS["llama3_8b"], -(-context // 128), 300
+    order = np.random.default_rng(0).permutation(num_pages)[None]
+    keys = jax.random.split(jax.random.key(0))
+    shape = (1, num_pages, 2, dims.num_kv_heads, 128, dims.channels)
+    pages = without_future(jax.random.normal(keys[0], shape, jnp.bfloat16), order, context)
+    q = 2 * jax.random.normal(keys[1], (1, num_rows, dims.num_heads, dims.channels), jnp.bfloat16)
+    positions = np.arange(context - num_rows, context)[None]
+    table = jnp.asarray(order, jnp.int32)
+    chunk = attend(q, pages, table, positions)
+    for count in (1, 5, 129):
+        actual = attend(q[:, -count:], pages, table, positions[:, -count:])
+        assert_bitwise_equal(
+            actual, chunk[:, -count:], claim=f"{count} rows ending at {context} are the chunk's"
+        )
+
+
+@pytest.mark.gpu
+@pytest.mark.invariance
 def test_prefill_is_bitwise_schedule_invariant(whole):
     parts, start = [], 0
     for size in (100, 33, 256, 1000, 17, 6000, whole.out.shape[1]):
