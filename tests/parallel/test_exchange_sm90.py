@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The exchange kernel on two GPUs: the bits of the butterfly, also when ranks drift apart."""
+"""The exchange kernel on two and four GPUs: the bits of the butterfly, also for ranks that drift."""
 
 import functools
 import json
@@ -36,6 +36,8 @@ from detjax.testing import assert_bitwise_equal, assert_order_sensitive, count_d
 from detjax.testing.dummies import answers, dummy_config, dummy_model
 
 pytestmark = pytest.mark.gpus(2)
+FOUR = pytest.mark.gpus(4)
+TPS = (2, pytest.param(4, marks=FOUR))
 
 ON = {"backend": Backend.SM90}
 EPS = 1e-5
@@ -52,10 +54,10 @@ def exchange(width: int, dp: int = 1, tp: int = 2) -> Exchange:
     return open_exchange(gpu_mesh(dp, tp), width=width)
 
 
-def operands(num_rows: int, width: int, num_leaves: int):
+def operands(num_rows: int, width: int, num_leaves: int, tp: int = 2):
     """Leaf sums [CHAIN, ranks, L, M, D] with wide exponents, residual, bias and gain."""
     rng = np.random.default_rng([num_rows, width])
-    leaves = rng.standard_normal((CHAIN, 2, num_leaves, num_rows, width), np.float32)
+    leaves = rng.standard_normal((CHAIN, tp, num_leaves, num_rows, width), np.float32)
     leaves *= np.exp2(rng.integers(-12, 4, leaves.shape)).astype(np.float32)
     bf16 = [
         jnp.asarray(rng.standard_normal(shape, np.float32), jnp.bfloat16)
@@ -86,7 +88,7 @@ def chained(finish, leaves, residual, bias, gain, tp: int = 2):
         out_specs=(P(), P()),
         check_vma=False,
     )
-    shared = exchange(residual.shape[1])
+    shared = exchange(residual.shape[1], tp=tp)
     return jax.tree.map(np.asarray, jax.jit(step)(shared, leaves, residual, bias, gain))
 
 
@@ -98,7 +100,7 @@ def by_butterfly(shared, leaves, residual, bias, gain):
     terms = [leaves[i] for i in range(leaves.shape[0])]
     while len(terms) > 1:
         terms = [a + b for a, b in zip(terms[0::2], terms[1::2], strict=True)]
-    total = butterfly_sum(terms[0], "tp", 2, **ON)
+    total = butterfly_sum(terms[0], "tp", lax.axis_size("tp"), **ON)
     return add_rms_norm(total, residual, bias, gain, eps=EPS, **ON)
 
 
@@ -109,6 +111,7 @@ def assert_same(got, want, claim: str) -> None:
 
 
 @pytest.mark.invariance
+@pytest.mark.parametrize("tp", TPS)
 @pytest.mark.parametrize(
     ("num_rows", "width", "num_leaves"),
     [
@@ -118,14 +121,14 @@ def assert_same(got, want, claim: str) -> None:
         (16, 2048, 4),
     ],
 )
-def test_exchange_add_rms_norm_is_bitwise_mesh_invariant(num_rows, width, num_leaves):
-    args = operands(num_rows, width, num_leaves)
-    if num_leaves > 1:  # two terms, one a rank, have one order only
+def test_exchange_add_rms_norm_is_bitwise_mesh_invariant(num_rows, width, num_leaves, tp):
+    args = operands(num_rows, width, num_leaves, tp)
+    if tp * num_leaves > 2:  # two terms, one a rank, have one order only
         assert_order_sensitive(
             np.moveaxis(np.asarray(args[0][0]).reshape(-1, num_rows, width), 0, -1)
         )
-    want, got = chained(by_butterfly, *args), chained(by_kernel, *args)
-    assert_same(got, want, f"{num_rows} rows of {width}")
+    want, got = chained(by_butterfly, *args, tp=tp), chained(by_kernel, *args, tp=tp)
+    assert_same(got, want, f"{num_rows} rows of {width} on {tp} ranks")
 
 
 @pytest.mark.invariance
@@ -152,21 +155,22 @@ def test_every_value_can_be_exchanged():
 
 
 @pytest.mark.invariance
-@pytest.mark.parametrize("num_rows", [130, 512])
-def test_scatter_add_rms_norm_is_bitwise_mesh_invariant(num_rows):
-    leaves, residual, bias, gain = operands(num_rows, 1024, 1)
+@pytest.mark.parametrize("tp", TPS)
+@pytest.mark.parametrize("num_rows", [132, 512])
+def test_scatter_add_rms_norm_is_bitwise_mesh_invariant(num_rows, tp):
+    leaves, residual, bias, gain = operands(num_rows, 1024, 1, tp)
     first = leaves[0, :, 0]
     want = combine_add_rms_norm(first, residual, bias, gain, eps=EPS, **ON)
     step = jax.shard_map(
-        lambda p, r, b, g: scatter_add_rms_norm(p[0], r, b, g, "tp", 2, eps=EPS, **ON),
-        mesh=gpu_mesh(1, 2),
+        lambda p, r, b, g: scatter_add_rms_norm(p[0], r, b, g, "tp", tp, eps=EPS, **ON),
+        mesh=gpu_mesh(1, tp),
         in_specs=(P("tp"), P(), P(), P()),
         out_specs=(P("tp"), P()),
         check_vma=False,
     )
     got = jax.jit(step)(first, residual, bias, gain)
     for a, b in zip(got, want, strict=True):
-        assert_bitwise_equal(a, b, claim=f"{num_rows} rows shared out over two GPUs")
+        assert_bitwise_equal(a, b, claim=f"{num_rows} rows shared out over {tp} GPUs")
 
 
 @pytest.mark.control
@@ -179,6 +183,19 @@ def test_control_rounded_partials_are_not_mesh_invariant():
         return add_rms_norm(total, residual, bias, gain, eps=EPS, **ON)
 
     assert count_different_bits(chained(rounded, *args)[1], chained(by_kernel, *args)[1]) > 0
+
+
+@FOUR
+@pytest.mark.control
+def test_control_psum_of_four_ranks_is_not_mesh_invariant():
+    args = operands(8, 4096, 1, 4)
+
+    def summed(shared, leaves, residual, bias, gain):
+        total = lax.psum(leaves[0], "tp")
+        return add_rms_norm(total, residual, bias, gain, eps=EPS, **ON)
+
+    got, want = (chained(finish, *args, tp=4)[1] for finish in (summed, by_kernel))
+    assert count_different_bits(got, want) > 0
 
 
 def wait(cycles, after):
@@ -211,8 +228,9 @@ def wait(cycles, after):
 
 
 @pytest.mark.invariance
+@pytest.mark.parametrize("tp", TPS)
 @pytest.mark.parametrize(("num_rows", "num_iterations"), [(3, 10000), (128, 2000)])
-def test_exchange_holds_when_ranks_drift_apart(num_rows, num_iterations):
+def test_exchange_holds_when_ranks_drift_apart(num_rows, num_iterations, tp):
     """Random delays on each rank, up to several exchanges long; every result is checked."""
     width = 1024
     _, residual, bias, gain = operands(num_rows, width, 1)
@@ -230,10 +248,10 @@ def test_exchange_holds_when_ranks_drift_apart(num_rows, num_iterations):
             key = jax.random.fold_in(jax.random.fold_in(jax.random.key(8), i), me)
             cycles = jax.random.randint(key, (1,), -20000, 20000, jnp.int32)
             delayed = wait(jnp.maximum(cycles, 0), previous)
-            both = jnp.stack([value(i, 0), value(i, 1)])
-            own = lax.dynamic_index_in_dim(both, me)
+            every = jnp.stack([value(i, rank) for rank in range(tp)])
+            own = lax.dynamic_index_in_dim(every, me)
             got = exchange_add_rms_norm(shared, own, delayed, bias, gain, eps=EPS)
-            want = combine_add_rms_norm(both, delayed, bias, gain, eps=EPS, **ON)
+            want = combine_add_rms_norm(every, delayed, bias, gain, eps=EPS, **ON)
             for a, b in zip(got, want, strict=True):
                 a, b = (lax.bitcast_convert_type(x, jnp.uint16) for x in (a, b))
                 wrong += jnp.sum(a != b, dtype=jnp.int32)
@@ -244,13 +262,13 @@ def test_exchange_holds_when_ranks_drift_apart(num_rows, num_iterations):
 
     step = jax.shard_map(
         rank,
-        mesh=gpu_mesh(1, 2),
+        mesh=gpu_mesh(1, tp),
         in_specs=(EXCHANGE_SPECS, P(), P(), P()),
         out_specs=P(),
         check_vma=False,
     )
-    wrong = np.asarray(jax.jit(step)(exchange(width), residual, bias, gain))
-    assert wrong.tolist() == [0, 0], f"{wrong} elements in {num_iterations} exchanges"
+    wrong = np.asarray(jax.jit(step)(exchange(width, tp=tp), residual, bias, gain))
+    assert wrong.tolist() == [0] * tp, f"{wrong} elements in {num_iterations} exchanges"
 
 
 @pytest.mark.invariance
@@ -286,7 +304,11 @@ def test_a_process_for_each_gpu_has_the_bits_of_one_gpu():
 
 
 @pytest.mark.invariance
-@pytest.mark.parametrize("mesh", [(1, 2), (2, 1)], ids=str)
+@pytest.mark.parametrize(
+    "mesh",
+    [(1, 2), (2, 1), *(pytest.param(mesh, marks=FOUR) for mesh in ((1, 4), (2, 2), (4, 1)))],
+    ids=str,
+)
 def test_answers_are_bitwise_mesh_invariant(mesh):
     """Whole answers, prompts longer and shorter than what is shared out over ranks."""
     from detjax.serving.request import Request, SamplingParams
