@@ -50,7 +50,7 @@ CONTEXT = 1024
 """Tokens of each sequence at a decode step, the new one included."""
 
 
-def _config(**sizes) -> ModelConfig:
+def _config(*, qk_norm: bool = False, **sizes) -> ModelConfig:
     return ModelConfig(
         family="llama",
         rms_norm_eps=1e-5,
@@ -59,7 +59,7 @@ def _config(**sizes) -> ModelConfig:
         tie_word_embeddings=False,
         qkv_bias=False,
         o_bias=False,
-        qk_norm=False,
+        qk_norm=qk_norm,
         sliding_windows=(None,) * sizes["num_layers"],
         bos_token_id=None,
         eos_token_ids=(),
@@ -70,6 +70,14 @@ def _config(**sizes) -> ModelConfig:
 MODELS = {
     "llama3_8b": _config(
         vocab_size=128256, hidden_size=4096, num_layers=32, num_heads=32, num_kv_heads=8,
+        head_dim=128, intermediate_size=14336,
+    ),
+    "qwen3_8b": _config(
+        vocab_size=151936, hidden_size=4096, num_layers=36, num_heads=32, num_kv_heads=8,
+        head_dim=128, intermediate_size=12288, qk_norm=True,
+    ),
+    "mistral_7b": _config(
+        vocab_size=32768, hidden_size=4096, num_layers=32, num_heads=32, num_kv_heads=8,
         head_dim=128, intermediate_size=14336,
     ),
     "tiny": _config(

@@ -180,6 +180,16 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
     return None if len(a) == len(b) else min(len(a), len(b))
 
 
+def largest_divergence(answers: Sequence[Completion]) -> float:
+    """Largest difference of a token's probability from the first answer's, while they agree."""
+    first, largest = answers[0], 0.0
+    for other in answers[1:]:
+        end = first_difference(first.token_ids, other.token_ids)
+        a, b = (np.exp(np.asarray(c.logprobs[:end], np.float64)) for c in (first, other))
+        largest = max(largest, float(np.abs(a - b).max(initial=0.0)))
+    return largest
+
+
 def digest_of(completions: Sequence[Completion]) -> str:
     """One hash of many completions' digests."""
     return hashlib.sha256("".join(c.digest() for c in completions).encode()).hexdigest()[:12]

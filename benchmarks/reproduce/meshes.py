@@ -8,7 +8,7 @@ from benchmarks.reproduce.experiment import (
     Lab,
     Result,
     digest_of,
-    first_difference,
+    largest_divergence,
     prompts,
 )
 from detjax.serving.request import Completion
@@ -22,16 +22,6 @@ def _answers(lab: Lab, mode: str, tp: int, batch: int, texts, max_tokens) -> lis
         lab.request(text, max_tokens=max_tokens, is_deterministic=mode != "fast") for text in texts
     ]
     return engine.generate(requests)
-
-
-def _divergence(answers: list[Completion]) -> float:
-    """Largest difference of the probability of a token while the answers agree."""
-    largest = 0.0
-    for other in answers[1:]:
-        end = first_difference(answers[0].token_ids, other.token_ids)
-        a, b = (np.exp(np.stack(c.logprobs[:end]).astype(np.float64)) for c in (answers[0], other))
-        largest = max(largest, float(np.abs(a - b).max(initial=0.0)))
-    return largest
 
 
 def run(lab: Lab) -> Result:
@@ -48,7 +38,7 @@ def run(lab: Lab) -> Result:
         by_prompt = list(zip(*runs.values(), strict=True))
         unique[mode] = [len({c.token_ids for c in answers}) for answers in by_prompt]
         bits[mode] = [len({c.digest() for c in answers}) for answers in by_prompt]
-        divergence = [_divergence(list(answers)) for answers in by_prompt]
+        divergence = [largest_divergence(answers) for answers in by_prompt]
         for (tp, batch), answers in runs.items():
             rows.append(
                 {"mode": mode, "tp": tp, "batch": batch, "digest": digest_of(answers),

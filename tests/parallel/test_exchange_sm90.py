@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The exchange kernel on two and four GPUs: the bits of the butterfly, also for ranks that drift."""
+"""The exchange kernel on two and four GPUs: the bits of the butterfly, also for ranks adrift."""
 
 import functools
 import json
