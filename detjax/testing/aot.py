@@ -9,6 +9,7 @@ Needs the CUDA plugin of JAX and the wheel with ptxas, but no device and no driv
 JAX reads its platforms once, so use a process of its own and call `start` before any array.
 """
 
+import atexit
 import importlib.util
 import os
 import re
@@ -126,7 +127,9 @@ def start() -> None:
         raise RuntimeError(missing)
     os.environ["PATH"] = _search_path()
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
-    os.environ["MOSAIC_GPU_DUMP_TO"] = tempfile.mkdtemp(prefix="detjax_aot_")
+    dumps = tempfile.TemporaryDirectory(prefix="detjax_aot_")
+    atexit.register(dumps.cleanup)
+    os.environ["MOSAIC_GPU_DUMP_TO"] = dumps.name
     for part in ("PTX", "PTXAS"):
         os.environ[f"MOSAIC_GPU_DUMP_{part}"] = "1"
     jax.config.update("jax_platforms", "cpu,cuda")
