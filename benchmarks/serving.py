@@ -511,7 +511,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--verify-rows", type=int, default=8)
     parser.add_argument("--verify-window", type=int, default=32)
     parser.add_argument("--verify-batches", type=int, nargs="*", default=[])
-    parser.add_argument("--draft-share", type=float, default=1.0)
+    parser.add_argument("--draft-share", type=float, help="see EngineConfig.draft_share")
     parser.add_argument("--draft-weights", default="full")
     parser.add_argument("--questions", type=int, default=250, help="different ones of `stress`")
     parser.add_argument("--seconds", type=float, default=1e9, help="most that `stress` asks")

@@ -20,6 +20,7 @@ import numpy as np
 from detjax.models.fast import quantise_params
 from detjax.models.loading import LoadedModel
 from detjax.models.paths import Kernels
+from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import DP_AXIS
 from detjax.serving import trace
 from detjax.serving.metrics import EngineStats
@@ -88,7 +89,8 @@ class EngineConfig:
         verify_deadline: Steps after which a window is verified though it is not full.
         draft_share: In `dvr`, drafts are made while deterministic samples are at most this share of
             those that decode. Above it the decode step is canonical, which needs no verification:
-            cheaper where canonical kernels are about as fast as others.
+            cheaper where canonical kernels are about as fast as others. None: 0 for full weights on
+            `sm90`, whose canonical steps are the quicker ones (docs/kernels.md), else 1.
         draft_weights: What the drafts of `dvr` are computed with: the weights as they are, or
             8-bit ones, which take half as much memory again.
         has_prompt_lookup: In `invariant`, verify what followed the same tokens earlier in the
@@ -113,7 +115,7 @@ class EngineConfig:
     verify_window: int = 32
     verify_patience: int = 4
     verify_deadline: int = 64
-    draft_share: float = 1.0
+    draft_share: float | None = None
     draft_weights: str = "full"
     has_prompt_lookup: bool = False
     has_prefix_cache: bool = True
@@ -138,7 +140,7 @@ class EngineConfig:
             )
         if self.has_prompt_lookup and self.mode != "invariant":
             raise ValueError(f"has_prompt_lookup needs mode='invariant', not {self.mode!r}")
-        if not 0 <= self.draft_share <= 1:
+        if self.draft_share is not None and not 0 <= self.draft_share <= 1:
             raise ValueError(f"draft_share={self.draft_share} must be from 0 to 1")
         for batch in self.decode_batches:
             if not 1 <= batch < self.batch_size:
@@ -248,6 +250,7 @@ class Engine:
             + verify_rows * config.verify_window
             + max(rows * length for rows, length in shapes)
         )
+        self._draft_share = _draft_share(config, model.backend)
         self._scheduler = Scheduler(
             SchedulerConfig(
                 num_replicas=self._dp,
@@ -260,7 +263,7 @@ class Engine:
                 verify_window=config.verify_window,
                 verify_patience=config.verify_patience,
                 verify_deadline=config.verify_deadline,
-                draft_share=config.draft_share,
+                draft_share=self._draft_share,
                 ageing_steps=config.ageing_steps,
                 has_prefix_cache=config.has_prefix_cache,
                 is_synchronous=config.has_prompt_lookup,
@@ -706,13 +709,14 @@ class Engine:
         for rows, length in self._prefill_shapes:
             add("prefill", rows, length, "fast" if config.mode == "fast" else "invariant")
         for rows in self._decode_sizes:
-            if config.mode == "invariant" or config.mode == "dvr" and config.draft_share < 1:
+            if config.mode == "invariant" or config.mode == "dvr" and self._draft_share < 1:
                 add("decode", rows, 1, "invariant")
             if config.mode != "invariant":
                 add("decode", rows, 1, "fast")
             if config.draft_weights != "full":
                 add("decode", rows, 1, "fast", config.draft_weights)
-        if config.mode == "dvr" or config.has_prompt_lookup:
+        is_drafting = config.mode == "dvr" and self._draft_share > 0
+        if is_drafting or config.has_prompt_lookup:
             for rows in self._verify_sizes:
                 add("verify", rows, config.verify_window, "invariant")
         return steps
@@ -917,6 +921,13 @@ def _check_config(config: EngineConfig, dp: int, context: int) -> None:
         raise ValueError(
             f"max_len={config.max_len} is longer than the model's context of {context} tokens"
         )
+
+
+def _draft_share(config: EngineConfig, backend: Backend) -> float:
+    """The share asked for, or the one that is quickest as far as was measured."""
+    if config.draft_share is not None:
+        return config.draft_share
+    return 0.0 if backend is Backend.SM90 and config.draft_weights == "full" else 1.0
 
 
 def _smallest(sizes: Sequence[int], rows: Sequence[Sequence[Row]]) -> int:

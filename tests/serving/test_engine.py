@@ -115,6 +115,16 @@ def test_tokens_are_released_one_by_one_in_invariant_mode_and_by_windows_in_dvr(
         assert len(outputs) >= 24 / most
 
 
+def test_a_dvr_engine_that_never_drafts_has_nothing_to_verify():
+    made = engine(mode="dvr", draft_share=0.0)
+    ids = [add(made, request(i, max_tokens=24), is_deterministic=i != 1) for i in range(3)]
+    outputs = made.drain()
+    for i in (0, 2):
+        assert_canonical(of_request(outputs, ids[i]), request(i, max_tokens=24))
+    stats = made.stats()
+    assert stats.num_windows == stats.verify_launches == stats.draft_tokens == 0
+
+
 def test_the_host_reads_results_a_step_late():
     made = engine()
     add(made, request(length=3))
