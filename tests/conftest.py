@@ -11,6 +11,17 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def compiled_programs(tmp_path_factory):
+    """Many tests compile the same programs: keep them, for this process and its time alone.
+
+    What is proven of new processes is proven in processes of their own, which compile afresh.
+    """
+    if jax.config.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("programs")))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
 def _num_gpus() -> int:
     try:
         return len(jax.devices("gpu"))

@@ -155,9 +155,9 @@ class Watch:
         if self._is_closed:
             return
         self._is_closed = True
+        self._say(f"error: {reason}; process {self._process_id} ends")
         if self._process_id == 0:
             self._tell({"ended": reason})
-        self._say(f"error: {reason}; process {self._process_id} ends")
         self._end_process(1)
 
 

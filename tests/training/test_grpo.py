@@ -3,10 +3,8 @@
 
 import json
 
-import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from detjax.testing import assert_bitwise_equal
 from detjax.training.grpo import BAD_INPUT, OK, main
@@ -15,17 +13,6 @@ from detjax.training.tasks import Arithmetic, Gsm8k, Problem
 
 TINY = ("--prompts", "2", "--samples", "4", "--microbatch", "8", "--batch-size", "8",
         "--no-remat", "--backend", "portable")  # fmt: skip
-
-
-@pytest.fixture(autouse=True, scope="module")
-def compiled_programs(tmp_path_factory):
-    """Runs of one file share compiled programs, as the processes of a user would."""
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("programs")))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-    compilation_cache.reset_cache()
-    yield
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()
 
 
 def rows_of(folder) -> list[dict]:
