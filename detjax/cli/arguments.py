@@ -187,7 +187,8 @@ class GenerateArgs:
         "invariant",
         _SCHEDULE,
         "invariant: every step uses canonical kernels. dvr: fast steps draft tokens, canonical "
-        "ones verify them in windows, and only what is verified is shown: the same bits. fast: "
+        "ones verify them in windows, and only what is verified is shown: the same bits (on Hopper "
+        "with 8-bit drafts alone, as canonical steps are quicker than full drafts). fast: "
         "XLA's own kernels, whose bits depend on the batch; to compare with",
         choices=("invariant", "dvr", "fast"),
     )

@@ -14,9 +14,10 @@ import pytest
 
 from detjax.models.loading import LoadedModel
 from detjax.numerics import NumericsProfile
+from detjax.pallas_kernels.backend import Backend
 from detjax.serving import ngram
 from detjax.serving.async_engine import AsyncEngine
-from detjax.serving.engine import Engine, EngineConfig
+from detjax.serving.engine import Engine, EngineConfig, _draft_share
 from detjax.serving.metrics import Histogram
 from detjax.serving.request import Completion, FinishReason, Request, SamplingParams
 from detjax.serving.steps import CompiledSteps
@@ -123,6 +124,25 @@ def test_a_dvr_engine_that_never_drafts_has_nothing_to_verify():
         assert_canonical(of_request(outputs, ids[i]), request(i, max_tokens=24))
     stats = made.stats()
     assert stats.num_windows == stats.verify_launches == stats.draft_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("backend", "weights", "asked", "share"),
+    [
+        (Backend.SM90, "full", None, 0.0),
+        (Backend.SM90, "int8", None, 1.0),
+        (Backend.SM90, "full", 0.5, 0.5),
+        (Backend.PORTABLE, "full", None, 1.0),
+    ],
+)
+def test_drafts_are_made_where_they_are_cheaper_unless_told_otherwise(
+    backend, weights, asked, share
+):
+    config = EngineConfig(
+        batch_size=1, prefill_chunk=1, max_len=2, mode="dvr", draft_weights=weights,
+        draft_share=asked,
+    )  # fmt: skip
+    assert _draft_share(config, backend) == share
 
 
 def test_the_host_reads_results_a_step_late():
