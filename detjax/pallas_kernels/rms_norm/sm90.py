@@ -217,6 +217,10 @@ def _wide(leaf_sums, x, bias, gain, *, eps: float, warpgroups: int, num_ctas: in
     )
 
 
+_HELD_REGISTERS = 160
+"""Of a thread, for bfloat16 values that wait for the scale of their row: 8 rows of 5120."""
+
+
 def normalise_wide_rows(
     x_gmem, gain_gmem, row_ids: list, sums_smem, store, *, eps: float, is_interpreted: bool
 ) -> None:
@@ -239,18 +243,24 @@ def normalise_wide_rows(
     chunk = rows.LANES * form.vec_len
     math = rows.strided(chunk, form.vec_len, is_interpreted)
     starts = range(0, width, chunk)
-    values = [[math.load(x_gmem.at[row, pl.ds(s, chunk)]) for s in starts] for row in row_ids]
     gains = [math.load(gain_gmem.at[pl.ds(s, chunk)]) for s in starts]
-    for i, row_values in enumerate(values):
-        for c, v in enumerate(row_values):
-            sums = rows.square_sums(v.astype(jnp.float32), math)
-            rows.keep_warp_values(sums, sums_smem.at[i, c], math)
-    plgpu.commit_smem()
-    for i, row in enumerate(row_ids):
-        scale = _wide_scale(sums_smem.at[i], math, shape=(chunk,), width=width, eps=eps)
-        for start, v, g in zip(starts, values[i], gains, strict=True):
-            normed = math.mul(math.mul(v.astype(jnp.float32), scale), g.astype(jnp.float32))
-            store(normed.astype(x_gmem.dtype), row, start, math)  # ROUND: once
+    at_once = max(1, _HELD_REGISTERS // (form.num_parts * pl.cdiv(form.vec_len, 2)))
+    for first in range(0, len(row_ids), at_once):
+        taken = list(enumerate(row_ids))[first : first + at_once]
+        values = [[math.load(x_gmem.at[row, pl.ds(s, chunk)]) for s in starts] for _, row in taken]
+        for (i, _), row_values in zip(taken, values, strict=True):
+            for c, v in enumerate(row_values):
+                sums = rows.square_sums(v.astype(jnp.float32), math)
+                rows.keep_warp_values(sums, sums_smem.at[i, c], math)
+        plgpu.commit_smem()
+        if form.vec_len > 1:
+            # WHY: else values wait for their second use as float32, in twice the registers.
+            values = lax.optimization_barrier(values)
+        for (i, row), row_values in zip(taken, values, strict=True):
+            scale = _wide_scale(sums_smem.at[i], math, shape=(chunk,), width=width, eps=eps)
+            for start, v, g in zip(starts, row_values, gains, strict=True):
+                normed = math.mul(math.mul(v.astype(jnp.float32), scale), g.astype(jnp.float32))
+                store(normed.astype(x_gmem.dtype), row, start, math)  # ROUND: once
 
 
 def _narrow(leaf_sums, x, bias, gain, *, eps: float, interpret: bool):
