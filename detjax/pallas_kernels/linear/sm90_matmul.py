@@ -123,7 +123,10 @@ def matmul(
             for i in range(2)
         ]
     x_shape = (item_steps if tiles.held_channels else stages, slabs, x_rows, span)
-    rows_of_wg = pl.cdiv(num_rows_x, tiles.num_wgs)
+    num_sharers = tiles.num_wgs + tiles.helpers
+    num_threads = num_sharers + 1
+    rows_of_wg = pl.cdiv(num_rows_x, num_sharers)
+    has_register_shares = tiles.ctas_per_sm == 1 and tiles.num_wgs > 1 and not tiles.held_channels
     arithmetic = sm90_rows.Arithmetic(
         layout=plgpu.Layout.WGMMA, is_interpreted=interpret is not None
     )
@@ -163,24 +166,27 @@ def matmul(
             return row * cta_out_rows, col * tiles.out_cols, group
 
         def hold_rows():
-            """Put normalised rows into shared memory, for all tiles of this CTA.
+            """Put this warpgroup's share of the normalised rows into shared memory.
 
             The weights stream in meanwhile. Of 8 rows those past M hold whatever was there: they
             are columns of the product that are never stored.
             """
-            row_ids = [jnp.minimum(wg * rows_of_wg + i, num_rows_x - 1) for i in range(rows_of_wg)]
+            share = wg - (wg > tiles.num_wgs).astype(jnp.int32)
+            first = share * rows_of_wg
+            # Shares that do not divide M end with its last row, written more than once, alike.
+            row_ids = [jnp.minimum(first + i, num_rows_x - 1) for i in range(rows_of_wg)]
             normalise_wide_rows(
                 x_gmem,
                 gain_gmem,
                 row_ids,
-                sums_smem.at[pl.ds(wg * rows_of_wg, rows_of_wg)],
+                sums_smem.at[share],
                 functools.partial(sm90_rows.store_in_slabs, x_mma),
                 eps=eps,
+                num_registers=min(255, 65536 // (sm90_rows.LANES * num_threads)),
                 is_interpreted=interpret is not None,
             )
             plgpu.commit_smem()
             plgpu.barrier_arrive(held)
-            plgpu.barrier_wait(held)
 
         def multiply(slot, x_slot, acc, wg_rows):
             for s in range(slabs):
@@ -323,12 +329,15 @@ def matmul(
             values = lax.broadcast_in_dim(values.astype(jnp.float32), total.shape, (1 - axis,))
             return total + values
 
+        if tiles.held_channels:
+            pl.when(wg != tiles.num_wgs)(hold_rows)
+
         @pl.when(wg < tiles.num_wgs)
         def compute():
-            if tiles.ctas_per_sm == 1 and tiles.num_wgs > 1:
+            if has_register_shares:
                 plgpu.set_max_registers(240 if tiles.num_wgs == 2 else 160, action="increase")
             if tiles.held_channels:
-                hold_rows()
+                plgpu.barrier_wait(held)
             wg_rows = pl.ds(wg * tiles.rows, tiles.rows)
             if tiles.lag:
                 # WHY: in step, both warpgroups would end a leaf or a tile at once and leave the
@@ -361,7 +370,7 @@ def matmul(
 
         @pl.when(wg == tiles.num_wgs)
         def load():
-            if tiles.ctas_per_sm == 1 and tiles.num_wgs > 1:
+            if has_register_shares:
                 plgpu.set_max_registers(24, action="decrease")
             row_share = _COLS_AXIS if tiles.cluster_cols > 1 else None
             col_share = _ROWS_AXIS if tiles.cluster_rows > 1 else None
@@ -427,7 +436,7 @@ def matmul(
     pending_shape = (max(tiles.smem_levels, 1), tiles.num_wgs, tiles.rows, tiles.cols)
     if not tiles.smem_levels:
         pending_shape = (1, 1, 8, 32)
-    sums_shape = (rows_of_wg * tiles.num_wgs, k_len // held_chunk(k_len), 4)
+    sums_shape = (num_sharers, rows_of_wg, k_len // held_chunk(k_len), 4)
     if tiles.shares_slot:
         out_block = plgpu.SMEM((8, chunk), out_dtype)
     elif tiles.is_swapped and not is_out_tiled:
@@ -476,13 +485,13 @@ def matmul(
             empty_type,
             plgpu.Barrier(num_arrivals=num_chunks, num_barriers=tiles.num_wgs),
             plgpu.Barrier(),
-            plgpu.Barrier(num_arrivals=tiles.num_wgs),
+            plgpu.Barrier(num_arrivals=num_sharers),
         ),
         grid=(num_clusters,),
         grid_names=("cta",),
         cluster=cluster,
         cluster_names=cluster_names,
-        num_threads=tiles.num_wgs + 1,
+        num_threads=num_threads,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(
             approx_math=False,

@@ -49,6 +49,7 @@ class MatmulTiles:
         shares_slot: Whether a residual comes, and its output leaves, through a stage of the ring.
         held_channels: K where up to 8 activations lie whole in shared memory, normalised there by
             the CTA; 0 where they stream through the ring beside the weights.
+        helpers: Warpgroups that only help to normalise.
     """
 
     is_swapped: bool
@@ -70,6 +71,7 @@ class MatmulTiles:
     is_gated: bool = False
     shares_slot: bool = False
     held_channels: int = 0
+    helpers: int = 0
 
     def __post_init__(self):
         """Refuse what wgmma or TMA cannot do."""
@@ -95,6 +97,8 @@ class MatmulTiles:
         is_flat = self.is_swapped and self.cols == 8 and self.k >= 64 and self.groups == 1
         if self.held_channels and not (is_flat and self.cluster_rows * self.cluster_cols == 1):
             raise ValueError(f"rows are held by swapped tiles of 8 columns only, not {self}")
+        if self.helpers and not self.held_channels:
+            raise ValueError(f"{self.helpers=} have no rows to normalise")
 
     @property
     def cta_rows(self) -> int:

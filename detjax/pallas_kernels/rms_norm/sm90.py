@@ -217,12 +217,16 @@ def _wide(leaf_sums, x, bias, gain, *, eps: float, warpgroups: int, num_ctas: in
     )
 
 
-_HELD_REGISTERS = 160
-"""Of a thread, for bfloat16 values that wait for the scale of their row: 8 rows of 5120."""
-
-
 def normalise_wide_rows(
-    x_gmem, gain_gmem, row_ids: list, sums_smem, store, *, eps: float, is_interpreted: bool
+    x_gmem,
+    gain_gmem,
+    row_ids: list,
+    sums_smem,
+    store,
+    *,
+    eps: float,
+    num_registers: int,
+    is_interpreted: bool,
 ) -> None:
     """Normalise a few wide rows inside a kernel that multiplies them: one warpgroup's share.
 
@@ -233,6 +237,7 @@ def normalise_wide_rows(
         sums_smem: float32 [len(row_ids), chunks, 4], this warpgroup's own.
         store: Called with a chunk's normalised channels, its row, first channel and arithmetic.
         eps: Added to the mean square.
+        num_registers: Of a thread; they bound the rows that are read at once.
         is_interpreted: Whether the kernel is interpreted.
 
     Numerics:
@@ -244,7 +249,8 @@ def normalise_wide_rows(
     math = rows.strided(chunk, form.vec_len, is_interpreted)
     starts = range(0, width, chunk)
     gains = [math.load(gain_gmem.at[pl.ds(s, chunk)]) for s in starts]
-    at_once = max(1, _HELD_REGISTERS // (form.num_parts * pl.cdiv(form.vec_len, 2)))
+    of_row = form.num_parts * pl.cdiv(form.vec_len, 2)
+    at_once = max(1, (num_registers - 40) * 3 // 4 // of_row)
     for first in range(0, len(row_ids), at_once):
         taken = list(enumerate(row_ids))[first : first + at_once]
         values = [[math.load(x_gmem.at[row, pl.ds(s, chunk)]) for s in starts] for _, row in taken]
