@@ -127,7 +127,7 @@ def test_chosen_tiles_lower(shape, num_rows):
         return
     lower_for_hopper(lambda x, w: sm90.linear_partial(x, w, reduction=reduction), x, w)
     lower_for_hopper(
-        lambda x, w, r: sm90.linear_residual(x, w, r, None, reduction=reduction), x, w, residual
+        lambda x, w, r: sm90.linear_add(x, w, r, None, reduction=reduction), x, w, residual
     )
 
 

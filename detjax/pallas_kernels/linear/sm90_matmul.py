@@ -99,8 +99,14 @@ def matmul(
         raise ValueError(f"{tiles=} must divide N={num_out}, because there is a bias")
     if residual is not None and tiles.groups > 1:
         raise ValueError("a residual is added in the epilogue of unsplit tiles only")
-    if tiles.held_channels != (k_len if gain is not None else 0) or num_rows_x > 8 and tiles.held_channels:
-        raise ValueError(f"{tiles.held_channels=} must be K={k_len} of 8 rows or less with a gain, else 0")
+    if (
+        tiles.held_channels != (k_len if gain is not None else 0)
+        or num_rows_x > 8
+        and tiles.held_channels
+    ):
+        raise ValueError(
+            f"{tiles.held_channels=} must be K={k_len} of 8 rows or less with a gain, else 0"
+        )
     if tiles.is_gated and (num_leaves > 1 or bias is not None or residual is not None):
         raise ValueError("gated tiles take one leaf, no bias and no residual")
     if tiles.shares_slot and (residual is None or out_dtype != jnp.bfloat16):

@@ -215,7 +215,7 @@ def choose_tiles(
     if is_gated and num_out % 128:
         tiles = dataclasses.replace(tiles, out_span=64)
     if has_norm:
-        tiles = _hold_rows(tiles, leaf_len)
+        tiles = _hold_rows(tiles, num_rows, leaf_len)
     is_partial = num_leaves > 1 and (tiles.groups > 1 or tiles.is_swapped and not has_residual)
     return fill_stages(
         tiles,
@@ -224,14 +224,17 @@ def choose_tiles(
     )
 
 
-def _hold_rows(tiles: MatmulTiles, k_len: int) -> MatmulTiles:
-    """Of a product that streams its weights, one that also normalises its activations first."""
+def _hold_rows(tiles: MatmulTiles, num_rows: int, k_len: int) -> MatmulTiles:
+    """Tiles that stream weights, with the activations held and normalised in shared memory."""
+    # Five warpgroups have 96 registers a thread, too few for the values of wider rows.
+    num_wgs, sharers = (tiles.num_wgs, min(num_rows, 4)) if k_len <= 5120 else (1, 1)
     return dataclasses.replace(
         tiles,
+        num_wgs=num_wgs,
+        helpers=max(0, sharers - num_wgs),
         held_channels=k_len,
-        num_wgs=1,
+        k=64 if tiles.is_gated else 128,
         ctas_per_sm=1,
-        k=_largest_divisor(k_len, 64 if tiles.is_gated else 128),
     )
 
 

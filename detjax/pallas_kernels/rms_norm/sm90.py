@@ -250,7 +250,7 @@ def normalise_wide_rows(
     starts = range(0, width, chunk)
     gains = [math.load(gain_gmem.at[pl.ds(s, chunk)]) for s in starts]
     of_row = form.num_parts * pl.cdiv(form.vec_len, 2)
-    at_once = max(1, (num_registers - 40) * 3 // 4 // of_row)
+    at_once = max(1, (num_registers - 56) * 4 // 5 // of_row)
     for first in range(0, len(row_ids), at_once):
         taken = list(enumerate(row_ids))[first : first + at_once]
         values = [[math.load(x_gmem.at[row, pl.ds(s, chunk)]) for s in starts] for _, row in taken]
