@@ -16,6 +16,7 @@ from detjax.pallas_kernels.attention.api import attention
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.embedding.api import embed
 from detjax.pallas_kernels.linear.api import (
+    defers_norm,
     linear,
     linear_add,
     linear_add_rms_norm,
@@ -23,7 +24,6 @@ from detjax.pallas_kernels.linear.api import (
     linear_swiglu,
     norm_linear,
     norm_linear_swiglu,
-    normalises_input,
 )
 from detjax.pallas_kernels.linear.sm90 import linear_leaf_sums
 from detjax.pallas_kernels.rms_norm.api import add_rms_norm, rms_norm
@@ -169,7 +169,7 @@ def row_parallel_norm(
     """
     reduction = tree_reduction(x.shape[1] * recipe.tp, recipe.profile)
     eps, backend = recipe.config.rms_norm_eps, recipe.backend
-    if recipe.tp == 1 and normalises_input(*residual.shape, backend=backend):
+    if recipe.tp == 1 and defers_norm(x, w, reduction=reduction, backend=backend):
         # WHY: two launches a layer fewer. More rows would not fit beside the streaming weights, and
         # there the kernel that adds the CTAs' subtrees normalises as well.
         return linear_add(x, w, residual, bias, reduction=reduction, backend=backend), None

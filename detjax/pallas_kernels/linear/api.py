@@ -89,17 +89,6 @@ def linear_swiglu(
     return portable_swiglu.swiglu(gate_up)
 
 
-def normalises_input(num_rows: int, width: int, *, backend: Backend) -> bool:
-    """Whether `norm_linear` and `norm_linear_swiglu` take one launch, so that no norm need precede.
-
-    Args:
-        num_rows: Rows of the activations. They choose a schedule here, never a bit.
-        width: Their channels.
-        backend: Which implementation runs.
-    """
-    return backend is Backend.SM90 and sm90.normalises_input(num_rows, width)
-
-
 def norm_linear(
     x: Activation[Array, "M K"],
     gain: Activation[Array, " K"],
@@ -128,10 +117,10 @@ def norm_linear(
 
     Numerics:
         The bits of `rms_norm` and `linear` one after the other, normalised rows rounded to the
-        dtype of `x`. Where `normalises_input`, in one launch.
+        dtype of `x`; up to 8 rows in one launch.
         Claims: run-invariant, batch-invariant, path-consistent. Bits depend on (K, dtypes, build).
     """
-    if normalises_input(*x.shape, backend=backend):
+    if backend is Backend.SM90 and sm90.normalises_input(*x.shape):
         return sm90.norm_linear(x, gain, w, bias, eps=eps, out_dtype=out_dtype)
     x = rms_norm(x, gain, eps=eps, backend=backend)
     return linear(x, w, bias, out_dtype=out_dtype, backend=backend)
@@ -160,11 +149,10 @@ def norm_linear_swiglu(
         ValueError: If K of `x` and `w_gate_up` differ or E is odd.
 
     Numerics:
-        The bits of `rms_norm` and `linear_swiglu` one after the other. Where `normalises_input`, in
-        one launch.
+        The bits of `rms_norm` and `linear_swiglu` one after the other; up to 8 rows in one launch.
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
     """
-    if normalises_input(*x.shape, backend=backend):
+    if backend is Backend.SM90 and sm90.normalises_input(*x.shape):
         _check_gate_up(x, w_gate_up)
         return sm90.norm_linear_swiglu(x, gain, w_gate_up, eps=eps)
     return linear_swiglu(rms_norm(x, gain, eps=eps, backend=backend), w_gate_up, backend=backend)
@@ -228,6 +216,20 @@ def add_partials(
     if backend is Backend.SM90:
         return sm90.add_partials(a, b)
     return portable.add_partials(a, b)
+
+
+def defers_norm(
+    x: Activation[Array, "M K"],
+    w: Activation[Array, "D K"],
+    *,
+    reduction: Reduction,
+    backend: Backend,
+) -> bool:
+    """Whether `linear_add`, then a product that normalises its input, beats `linear_add_rms_norm`.
+
+    By launches: both change no bit. So it is on sm90 up to 8 rows, if no CTAs share a tree.
+    """
+    return backend is Backend.SM90 and sm90.defers_norm(x, w, reduction=reduction)
 
 
 def linear_add(

@@ -11,7 +11,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from detjax.numerics import Reduction
 from detjax.pallas_kernels.linear.sm90_matmul import matmul
-from detjax.pallas_kernels.linear.tiles import MAX_NORM_ROWS, NUM_SMS, choose_tiles
+from detjax.pallas_kernels.linear.tiles import (
+    MAX_NORM_ROWS,
+    NUM_SMS,
+    MatmulTiles,
+    choose_tiles,
+)
 from detjax.pallas_kernels.rms_norm.sm90 import row_sum
 
 
@@ -200,6 +205,24 @@ def linear_partial(x, w, *, reduction: Reduction) -> jax.Array:
     return sums[0] if sums.shape[0] == 1 else combine_partials(sums)
 
 
+def _residual_tiles(x, w, reduction: Reduction, *, has_bias: bool) -> MatmulTiles:
+    return choose_tiles(
+        num_rows=x.shape[0],
+        num_out=w.shape[0],
+        num_leaves=x.shape[1] // reduction.leaf_len,
+        leaf_len=reduction.leaf_len,
+        out_bytes=2,
+        has_bias=has_bias,
+        has_residual=True,
+    )
+
+
+def defers_norm(x, w, *, reduction: Reduction) -> bool:
+    """See `api.defers_norm`."""
+    is_one_launch = _residual_tiles(x, w, reduction, has_bias=False).groups == 1
+    return is_one_launch and normalises_input(x.shape[0], w.shape[0])
+
+
 def linear_add(x, w, residual, bias, *, reduction: Reduction) -> jax.Array:
     """See `api.linear_add`.
 
@@ -210,16 +233,7 @@ def linear_add(x, w, residual, bias, *, reduction: Reduction) -> jax.Array:
         tp > 1 the ranks' partials are added first, and the same sum comes out.
     """
     check_supported(x, w, leaf_len=reduction.leaf_len)
-    num_leaves = x.shape[1] // reduction.leaf_len
-    tiles = choose_tiles(
-        num_rows=x.shape[0],
-        num_out=w.shape[0],
-        num_leaves=num_leaves,
-        leaf_len=reduction.leaf_len,
-        out_bytes=2,
-        has_bias=bias is not None,
-        has_residual=True,
-    )
+    tiles = _residual_tiles(x, w, reduction, has_bias=bias is not None)
     if tiles.groups > 1:
         sums = linear_leaf_sums(x, w, reduction=reduction)
         return combine_residual(sums, residual, bias)
