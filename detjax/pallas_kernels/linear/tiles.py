@@ -227,7 +227,9 @@ def choose_tiles(
 def _hold_rows(tiles: MatmulTiles, num_rows: int, k_len: int) -> MatmulTiles:
     """Tiles that stream weights, with the activations held and normalised in shared memory."""
     # Five warpgroups have 96 registers a thread, too few for the values of wider rows.
-    num_wgs, sharers = (tiles.num_wgs, min(num_rows, 4)) if k_len <= 5120 else (1, 1)
+    num_wgs, most = (tiles.num_wgs, 4) if k_len <= 5120 else (1, 1)
+    rows_each = -(-num_rows // most)
+    sharers = -(-num_rows // rows_each)
     return dataclasses.replace(
         tiles,
         num_wgs=num_wgs,
