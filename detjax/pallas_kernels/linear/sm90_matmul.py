@@ -439,9 +439,8 @@ def matmul(
 
             lax.fori_loop(0, used, drain, ())
 
-    pending_shape = (max(tiles.smem_levels, 1), tiles.num_wgs, tiles.rows, tiles.cols)
-    if not tiles.smem_levels:
-        pending_shape = (1, 1, 8, 32)
+    pending_shape = (tiles.smem_levels, tiles.num_wgs, tiles.rows, tiles.cols)
+    pending = plgpu.SMEM(pending_shape, jnp.float32, transforms=_tiled(32, jnp.float32))
     sums_shape = (num_sharers, rows_of_wg, k_len // held_chunk(k_len), 4)
     if tiles.shares_slot:
         out_block = plgpu.SMEM((8, chunk), out_dtype)
@@ -482,7 +481,7 @@ def matmul(
             _ragged(x_shape, span, jnp.bfloat16, is_ragged),
             _ragged((stages, w_rows, tiles.k), span, jnp.bfloat16, is_ragged and tiles.shares_slot),
             out_block,
-            plgpu.SMEM(pending_shape, jnp.float32, transforms=_tiled(32, jnp.float32)),
+            pending if tiles.smem_levels else None,
             plgpu.SMEM(sums_shape, jnp.float32) if tiles.held_channels else None,
             plgpu.Barrier(
                 num_arrivals=len(w_pieces) + (0 if tiles.held_channels else slabs),

@@ -149,11 +149,8 @@ def smem_bytes(tiles: MatmulTiles, *, out_bytes: int, has_residual: bool = False
         tiles.stages * tiles.stage_bytes
         + tiles.held_bytes
         + tiles.num_wgs * (staged * out_bytes + pending)
-        + _SMEM_RESERVED
+        + (1024 if tiles.held_channels else 3072)  # barriers, alignment
     )
-
-
-_SMEM_RESERVED = 3072  # a placeholder of 1 KiB for pending sums, barriers, alignment
 
 
 def output_chunk(tiles: MatmulTiles, out_bytes: int) -> int:
