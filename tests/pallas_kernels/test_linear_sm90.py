@@ -424,6 +424,16 @@ def test_tiles_refuse_nonsense():
         dataclasses.replace(FLAT, helpers=1)
     with pytest.raises(ValueError, match="held_channels=1024"):
         lower_for_hopper(lambda x, w: run(x, w, HELD_FLAT, leaf_len=128), x, w)
+    product = functools.partial(
+        matmul, bias=None, residual=None, leaf_len=1024, out_dtype=BF16, tiles=HELD_FLAT, eps=EPS
+    )
+    with pytest.raises(ValueError, match="at most 8 rows, not 9"):
+        lower_for_hopper(
+            lambda x, g, w: product(x, w, gain=g),
+            struct((9, 1024)),
+            struct((1024,)),
+            struct((128, 1024)),
+        )
 
 
 def test_chosen_tiles_fit():

@@ -99,14 +99,10 @@ def matmul(
         raise ValueError(f"{tiles=} must divide N={num_out}, because there is a bias")
     if residual is not None and tiles.groups > 1:
         raise ValueError("a residual is added in the epilogue of unsplit tiles only")
-    if (
-        tiles.held_channels != (k_len if gain is not None else 0)
-        or num_rows_x > 8
-        and tiles.held_channels
-    ):
-        raise ValueError(
-            f"{tiles.held_channels=} must be K={k_len} of 8 rows or less with a gain, else 0"
-        )
+    if tiles.held_channels != (0 if gain is None else k_len):
+        raise ValueError(f"{tiles.held_channels=} must be K={k_len} with a gain, else 0")
+    if gain is not None and num_rows_x > 8:
+        raise ValueError(f"a product normalises at most 8 rows, not {num_rows_x}")
     if tiles.is_gated and (num_leaves > 1 or bias is not None or residual is not None):
         raise ValueError("gated tiles take one leaf, no bias and no residual")
     if tiles.shares_slot and (residual is None or out_dtype != jnp.bfloat16):
