@@ -591,8 +591,8 @@ def test_a_residual_in_a_slot_changes_no_bit(num_rows):
 def poison_memory():
     """Leave NaN in device memory that is free, and in the shared memory of every SM."""
     junk = jnp.full((1 << 28,), -1, jnp.int32)
-    nan = jnp.full((8, 4096), jnp.nan, jnp.bfloat16)
-    out = sm90.linear(nan, operands(8, 28672, 4096)[1], None, out_dtype=BF16)
+    nan = jnp.full((28672, 4096), jnp.nan, jnp.bfloat16)
+    out = sm90.linear(nan[:8], nan, None, out_dtype=BF16)
     jax.block_until_ready((junk, out))
 
 
