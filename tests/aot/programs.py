@@ -24,7 +24,12 @@ from detjax.models.params import partition_specs
 from detjax.numerics import NumericsProfile, tree_reduction
 from detjax.pallas_kernels.attention.api import attention
 from detjax.pallas_kernels.backend import Backend
-from detjax.pallas_kernels.linear.api import linear, linear_add_rms_norm
+from detjax.pallas_kernels.linear import sm90
+from detjax.pallas_kernels.linear.api import (
+    linear,
+    linear_add,
+    linear_add_rms_norm,
+)
 from detjax.serving.steps import StepShape, compile_step, pages_shape
 from detjax.testing import aot
 
@@ -57,6 +62,35 @@ def down(num_rows: int) -> aot.Program:
         )
 
     shapes = (_shape(num_rows, 14336), _shape(4096, 14336), _shape(num_rows, 4096), _shape(4096))
+    return aot.compile_program(run, *shapes)
+
+
+def norm_qkv(num_rows: int) -> aot.Program:
+    """A product of one leaf that normalises its input."""
+
+    def run(x, gain, w):
+        return sm90.norm_linear(x, gain, w, None, eps=1e-5, out_dtype=BF16)
+
+    return aot.compile_program(run, _shape(num_rows, 4096), _shape(4096), _shape(6144, 4096))
+
+
+def norm_gate_up(num_rows: int, width: int) -> aot.Program:
+    """Gates and ups of a product that normalises its input."""
+
+    def run(x, gain, w):
+        return sm90.norm_linear_swiglu(x, gain, w, eps=1e-5)
+
+    return aot.compile_program(run, _shape(num_rows, width), _shape(width), _shape(28672, width))
+
+
+def down_add(num_rows: int) -> aot.Program:
+    """The tree of eight leaves, added to the residual stream."""
+    reduction = tree_reduction(14336, PROFILE)
+
+    def run(x, w, residual):
+        return linear_add(x, w, residual, None, reduction=reduction, backend=Backend.SM90)
+
+    shapes = (_shape(num_rows, 14336), _shape(4096, 14336), _shape(num_rows, 4096))
     return aot.compile_program(run, *shapes)
 
 
@@ -150,6 +184,11 @@ PROGRAMS = {
     "qkv_4096": lambda: qkv(4096),
     "down_8": lambda: down(8),
     "down_4096": lambda: down(4096),
+    "down_add_8": lambda: down_add(8),
+    "norm_qkv_1": lambda: norm_qkv(1),
+    "norm_qkv_8": lambda: norm_qkv(8),
+    "norm_gate_up_8": lambda: norm_gate_up(8, 4096),
+    "norm_gate_up_8_wide": lambda: norm_gate_up(8, 8192),
     "attention_decode": lambda: attend(8, 1, 1024),
     "attention_decode_many": lambda: attend(64, 1, 1024),
     "attention_prefill": lambda: attend(1, 4096, 4096),
@@ -168,5 +207,6 @@ if __name__ == "__main__":
         "kernels": [dataclasses.asdict(kernel) for kernel in program.kernels],
         "copies": program.copies(least_bytes=LARGE_BYTES),
         "temp_bytes": program.temp_bytes,
+        "launches": program.hlo.count('custom_call_target="mosaic_gpu_v2"'),
     }
     print(json.dumps(report))

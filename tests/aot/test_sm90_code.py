@@ -56,6 +56,9 @@ def spills(program: dict) -> dict[str, int]:
         ("qkv_4096", "m64n256k16"),
         ("down_8", "m64n8k16"),
         ("down_4096", "m64n128k16"),
+        ("down_add_8", "m64n8k16"),
+        ("norm_qkv_1", "m64n8k16"),
+        ("norm_qkv_8", "m64n8k16"),
     ],
 )
 def test_linear_uses_the_tensor_core_and_spills_nothing(name, shape):
@@ -63,6 +66,20 @@ def test_linear_uses_the_tensor_core_and_spills_nothing(name, shape):
     assert wgmma(program, "detjax_linear") == {(shape,)}
     assert spills(program) == {}
     assert program["copies"] == []
+
+
+@pytest.mark.parametrize("name", ["norm_gate_up_8", "norm_gate_up_8_wide"])
+def test_a_norm_before_gated_tiles_spills_nothing(name):
+    program = compiled(name)
+    assert wgmma(program, "detjax_linear_swiglu") == {("m64n8k16",)}
+    assert spills(program) == {}
+    assert program["launches"] == 1
+
+
+def test_a_decode_step_has_seven_launches_a_layer():
+    # qkv, rotation and cache write, two of attention, o, gate_up, down; the final norm, lm_head,
+    # four for the choice of a token.
+    assert compiled("decode_step")["launches"] == 2 * 7 + 6
 
 
 @pytest.mark.parametrize(

@@ -28,9 +28,12 @@ from detjax.pallas_kernels.embedding.api import embed
 from detjax.pallas_kernels.linear.api import (
     add_partials,
     linear,
+    linear_add,
     linear_add_rms_norm,
     linear_partial,
     linear_swiglu,
+    norm_linear,
+    norm_linear_swiglu,
 )
 from detjax.pallas_kernels.log_softmax.api import block_stats, log_probs, log_sum_exp
 from detjax.pallas_kernels.rms_norm.api import add_rms_norm, combine_add_rms_norm, rms_norm
@@ -157,6 +160,28 @@ def _cases() -> dict[str, Case]:
             kernel=linear,
             call=lambda x: linear(x, w, bias, out_dtype=x.dtype, **ON),
             rows=(bf16(rng, M, K),),
+        ),
+        "norm_linear": Case(
+            kernel=norm_linear,
+            call=lambda x: norm_linear(x, gain, w, bias, eps=1e-5, out_dtype=x.dtype, **ON),
+            rows=(bf16(rng, M, K),),
+        ),
+        "norm_linear_swiglu": Case(
+            kernel=norm_linear_swiglu,
+            call=lambda x: norm_linear_swiglu(x, gain, w_gate_up, eps=1e-5, **ON),
+            rows=(bf16(rng, M, K),),
+            slices=lambda rank, ranks: (
+                lambda x: norm_linear_swiglu(
+                    x,
+                    gain,
+                    jnp.concatenate(
+                        [half[_columns(ranks, rank, 512)] for half in jnp.split(w_gate_up, 2)]
+                    ),
+                    eps=1e-5,
+                    **ON,
+                ),
+                _columns(ranks, rank, 512),
+            ),
         ),
         "linear_swiglu": Case(
             kernel=linear_swiglu,
@@ -305,6 +330,17 @@ def _cases() -> dict[str, Case]:
             # A rank, or a CTA, may have added its own subtree first.
             slices=lambda rank, ranks: (
                 lambda leaves, r: _combine(_fold_leaves(leaves, ranks), r, gain),
+                slice(None),
+            ),
+        ),
+        "linear_add": Case(
+            kernel=linear_add,
+            call=lambda x, r: linear_add(x, wide_w, r, bias, reduction=eight, **ON),
+            rows=(bf16(rng, M, 8 * 32), bf16(rng, M, N)),
+            slices=lambda rank, ranks: (
+                lambda x, r: add_rms_norm(
+                    _butterfly(x, wide_w, eight, tp=ranks), r, bias, bias, eps=1e-5, **ON
+                )[0],
                 slice(None),
             ),
         ),
@@ -490,6 +526,23 @@ def test_linear_swiglu_is_linear_then_swiglu():
         linear_swiglu(x, w[:-1], **ON)
 
 
+def test_norm_linear_is_rms_norm_then_linear():
+    """Bit for bit, gated or not; what the sum left of the residual stream is the same as well."""
+    rng = np.random.default_rng(10)
+    x, w, gain, bias = bf16(rng, M, K), bf16(rng, N, K), bf16(rng, K), bf16(rng, N)
+    normed = rms_norm(x, gain, eps=1e-5, **ON)
+    two = linear(normed, w, bias, out_dtype=x.dtype, **ON)
+    one = norm_linear(x, gain, w, bias, eps=1e-5, out_dtype=x.dtype, **ON)
+    assert_bitwise_equal(one, two, claim="one operation has the bits of two")
+    two = linear_swiglu(normed, w, **ON)
+    one = norm_linear_swiglu(x, gain, w, eps=1e-5, **ON)
+    assert_bitwise_equal(one, two, claim="one operation has the bits of three")
+    residual, reduction = bf16(rng, M, N), tree_reduction(K, PROFILE)
+    added = linear_add(x, w, residual, bias, reduction=reduction, **ON)
+    both = linear_add_rms_norm(x, w, residual, bias, bias, reduction=reduction, eps=1e-5, **ON)
+    assert_bitwise_equal(added, both[0], claim="the same residual stream, normalised or not")
+
+
 K_LENGTHS = (172, 6144, 11008, 14336, 25600)
 
 
@@ -654,7 +707,7 @@ def test_every_claim_has_its_test():
 
 def test_every_kernel_states_its_numerics():
     for name, fn, _ in _public_claims():
-        if name in ("gather_columns",):
+        if name in ("gather_columns", "defers_norm"):  # no arithmetic
             continue
         doc = inspect.getdoc(fn) or ""
         assert "Numerics:" in doc and "Claims:" in doc, name
