@@ -12,7 +12,7 @@ from detjax.pallas_kernels import sm90_rows as rows
 from detjax.pallas_kernels.rms_norm import sm90 as norm
 
 
-def _form(channels: int) -> norm.RowSum:
+def row_form(channels: int) -> norm.RowSum:
     """How a head lies in registers: as two halves, as the narrow rows of `rms_norm`.
 
     Raises:
@@ -26,7 +26,7 @@ def _form(channels: int) -> norm.RowSum:
 
 
 def _tile(num_heads: int, channels: int, interpret: bool) -> rows.Tile:
-    form = _form(channels)
+    form = row_form(channels)
     return rows.tile_of_rows(
         rows.most_rows(rows.LANES // form.lanes, num_heads),
         lanes=form.lanes,
@@ -35,7 +35,8 @@ def _tile(num_heads: int, channels: int, interpret: bool) -> rows.Tile:
     )
 
 
-def _halves(channels: int) -> list:
+def halves_of(channels: int) -> list:
+    """The channels of the two halves of a head."""
     half = channels // 2
     return [pl.ds(0, half), pl.ds(half, half)]
 
@@ -54,11 +55,11 @@ def _rotate(first, second, cos, sin, tile: rows.Tile) -> list:
     ]
 
 
-def _rotate_heads(x_gmem, heads, token, cos_gmem, sin_gmem, gain_gmem, tile, *, eps) -> list:
+def rotate_heads(x_gmem, heads, token, cos_gmem, sin_gmem, gain_gmem, tile, *, eps) -> list:
     """Load some heads of a token, normalise them if there is a gain, rotate, and round."""
     channels = x_gmem.shape[2]
     dtype = x_gmem.dtype
-    halves = _halves(channels)
+    halves = halves_of(channels)
     parts = [tile.whole.load(x_gmem.at[token, heads, c]).astype(jnp.float32) for c in halves]
     if gain_gmem is not None:
         gains = [tile.per_col.load(gain_gmem.at[c]) for c in halves]
@@ -99,8 +100,8 @@ def rope(x, cos, sin, *, interpret: bool = False) -> jax.Array:
     def body(x_gmem, cos_gmem, sin_gmem, out_gmem):
         token = lax.axis_index("token")
         heads = pl.ds(_first_head(lax.axis_index("tile"), tile, num_heads), tile.rows)
-        out = _rotate_heads(x_gmem, heads, token, cos_gmem, sin_gmem, None, tile, eps=None)
-        for c, part in zip(_halves(channels), out, strict=True):
+        out = rotate_heads(x_gmem, heads, token, cos_gmem, sin_gmem, None, tile, eps=None)
+        for c, part in zip(halves_of(channels), out, strict=True):
             out_gmem[token, heads, c] = part
 
     return rows.run_kernel(
@@ -201,12 +202,12 @@ def qk_norm_rope_write(
         q_gain_gmem, k_gain_gmem = (refs.pop(0), refs.pop(0)) if gains else (None, None)
         pages_gmem, table_gmem, positions_gmem, layer_gmem, q_out = refs
         index, token = lax.axis_index("tile"), lax.axis_index("token")
-        halves = _halves(channels)
+        halves = halves_of(channels)
 
         @pl.when(index < q_tiles)
         def _queries():
             first = _first_head(index, q_tile, num_heads)
-            out = _rotate_heads(
+            out = rotate_heads(
                 q_gmem, pl.ds(starts[0] + first, q_tile.rows), token, cos_gmem, sin_gmem,
                 q_gain_gmem, q_tile, eps=eps,
             )  # fmt: skip
@@ -222,7 +223,7 @@ def qk_norm_rope_write(
             first = _first_head(index - q_tiles, kv_tile, kv_heads)
             v_heads = pl.ds(starts[2] + first, kv_tile.rows)
             values = [kv_tile.whole.load(v_gmem.at[token, v_heads, c]) for c in halves]
-            keys = _rotate_heads(
+            keys = rotate_heads(
                 k_gmem, pl.ds(starts[1] + first, kv_tile.rows), token, cos_gmem, sin_gmem,
                 k_gain_gmem, kv_tile, eps=eps,
             )  # fmt: skip
