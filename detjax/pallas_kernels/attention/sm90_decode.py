@@ -337,25 +337,24 @@ def _attend(
                     plgpu.barrier_wait(q_bar.at[q_slot])
                 else:
                     q_smem = q_smem2.at[0]
-                    if not in_cluster:
-                        new_token.rotate_queries(query_refs, run.seq, run.kv_head, q_smem)
                     offset = lax.rem(run.last, jnp.int32(bits.BLOCK))
+                    # Read now, used when the token is ready.
+                    page = run.page(jnp.minimum(run.full, run.blocks - 1))
+                    places = [page_row(run, page, half) for half in (0, 1)]
+                    if not in_cluster:
+                        new_token.prepare(query_refs, run.seq, run.kv_head, q_smem, kept_smem)
 
                     @pl.when(run.full < run.blocks)
-                    def _keep():
-                        page = run.page(run.full)
-                        new_token.keep(
-                            query_refs, run.seq, run.kv_head, kept_smem,
-                            *(pages_ref.at[page_row(run, page, half), offset] for half in (0, 1)),
-                        )  # fmt: skip
+                    def _write():
+                        new_token.write(kept_smem, *(pages_ref.at[p, offset] for p in places))
 
-                def patch(j, kept, smem):
+                def patch(j, half, smem):
                     """Put the new token's key or value in its block's page, once that has come."""
                     if new_token is not None:
 
                         @pl.when(j == run.full)
                         def _patch():
-                            new_token.patch(kept_smem.at[kept], smem, offset)
+                            new_token.patch(kept_smem, half, smem, offset)
 
                 def scores_of(j, meanwhile=lambda: None):
                     k_slot = lax.rem(base + j, jnp.int32(num_slots[0]))
@@ -385,7 +384,7 @@ def _attend(
                         def _clear():
                             bits.clear_unwritten(v, first_key, run.last, math)
 
-                        patch(j, 2, v)
+                        patch(j, 1, v)
                     out, _ = bits.chained_product(math, out, decay, operand, v)
                     plgpu.barrier_arrive(v_free.at[v_slot])
                     return out
@@ -458,7 +457,7 @@ def _attend(
                 return base + run.blocks
 
             if in_cluster and new_token is not None:
-                new_token.rotate_queries(query_refs, *here, q_smem2.at[0])
+                new_token.prepare(query_refs, *here, q_smem2.at[0], kept_smem)
             lax.fori_loop(0, num_turns, one_run, jnp.int32(0))
             if not in_cluster:
                 plgpu.wait_smem_to_gmem(0)
@@ -586,7 +585,7 @@ def _attend(
             *(plgpu.SMEM((n, bits.BLOCK, channels), dtype, transforms=swizzled) for n in num_slots),
             *out_smem,
             weights,
-            plgpu.SMEM((3, channels), dtype) if new_token is not None else None,
+            plgpu.SMEM(new_token.kept_shape, dtype) if new_token is not None else None,
             *(plgpu.Barrier(num_barriers=n) for n in (2, *num_slots)),
             *(plgpu.Barrier(num_barriers=n) for n in (2, *num_slots)),
             merge_bar,

@@ -41,90 +41,110 @@ class NewToken:
     eps: float
     is_interpreted: bool
 
-    def _tile(self, num_heads: int) -> rows.Tile:
-        """Two heads or more: Mosaic has no layout for the sum of one row.
+    @property
+    def tile(self) -> rows.Tile:
+        """How heads lie in registers: two or more, for Mosaic has no layout of the sum of one row.
 
-        The head after the last one of a group is another query or a key, that after the last key a
-        value, so both can be read.
+        The same for queries, key and value, so that they share the loads of cosines and sines.
         """
         form = rope.row_form(self.channels)
         return rows.tile_of_rows(
-            max(2, rows.most_rows(rows.LANES // form.lanes, num_heads)),
+            max(2, rows.most_rows(rows.LANES // form.lanes, self.group)),
             lanes=form.lanes,
             vec_len=form.vec_len,
             is_interpreted=self.is_interpreted,
         )
 
-    def rotate_queries(self, new, seq, kv_head, q_smem) -> None:
-        """Put the head's queries in rows 0 to G - 1 of `q_smem`, for wgmma."""
+    @property
+    def kept_shape(self) -> tuple[int, int]:
+        """Shape of the shared memory that keeps key and value, with heads before them."""
+        return 2 * self.tile.rows, self.channels
+
+    def kept(self, kept_smem, half: int):
+        """The kept key (half 0) or value (half 1): [C]."""
+        return kept_smem.at[(half + 1) * self.tile.rows - 1]
+
+    def prepare(self, new, seq, kv_head, q_smem, kept_smem) -> None:
+        """Rotate queries into `q_smem`, for wgmma; keep the key and the value in `kept_smem`.
+
+        All loads come first, so that the CTA waits for device memory once.
+
+        Args:
+            new: qkv [B, H + 2 K, C], cos and sin [B, C / 2], and no gains or two [C], in memory.
+            seq: Which token.
+            kv_head: Which key/value head.
+            q_smem: Gets the queries in rows 0 to G - 1.
+            kept_smem: Gets what `kept` reads.
+        """
         qkv, cos, sin, *gains = new
-        tile = self._tile(self.group)
-        for start in range(0, self.group, tile.rows):
-            # The last tile starts early instead of ending late: rows written twice, alike.
-            first = max(min(start, self.group - tile.rows), 0)
-            heads = pl.ds(kv_head * self.group + first, tile.rows)
-            gain = gains[0] if gains else None
-            parts = rope.rotate_heads(qkv, heads, seq, cos, sin, gain, tile, eps=self.eps)
-            for c, part in zip(rope.halves_of(self.channels), parts, strict=True):
-                self._store(part, tile, q_smem, first, c)
+        q_gain, k_gain = gains or (None, None)
+        tile = self.tile
+
+        def load(first, gain):
+            return rope.load_heads(qkv, pl.ds(first, tile.rows), seq, cos, sin, gain, tile)
+
+        # The last tile starts early instead of ending late: rows written twice, alike. A group of
+        # one reads the head after it too.
+        starts = [max(min(i, self.group - tile.rows), 0) for i in range(0, self.group, tile.rows)]
+        queries = [load(kv_head * self.group + i, q_gain) for i in starts]
+        # Key and value are the last rows of their tiles: there are heads enough before them.
+        first_key = self.kv_heads * self.group + kv_head - (tile.rows - 1)
+        key, value = load(first_key, k_gain), load(first_key + self.kv_heads, None)
+        kept = [key.rotated(eps=self.eps), value.parts]
+        halves = rope.halves_of(self.channels)
+        for start, heads in zip(starts, queries, strict=True):
+            for c, part in zip(halves, heads.rotated(eps=self.eps), strict=True):
+                self._store(part, q_smem, start, c, bits.swizzled(SPAN))
+        for i, parts in enumerate(kept):
+            for c, part in zip(halves, parts, strict=True):
+                self._store(part, kept_smem, i * tile.rows, c, ())
         plgpu.commit_smem()
 
-    def _store(self, part, tile, smem, first, columns) -> None:
-        """Write a tile of heads to rows from `first` of a swizzled operand of wgmma."""
+    def _store(self, part, smem, first, columns, transforms) -> None:
+        """Write a tile of heads to rows from `first`; plain, or an operand of wgmma."""
         if self.is_interpreted:
-            smem[pl.ds(first, tile.rows), columns] = part
+            smem[pl.ds(first, self.tile.rows), columns] = part
             return
+        address = _swizzled_pointer if transforms else _pointer
 
-        @plgpu.inline_mgpu(arg_types=(tile.whole.layout, plgpu.RefType(bits.swizzled(SPAN))))
+        @plgpu.inline_mgpu(arg_types=(self.tile.whole.layout, plgpu.RefType(transforms)))
         def emit(ctx, x, ref):
             for (row, col), register in zip(
                 x.layout.thread_idxs(x.shape), x.registers.flat, strict=True
             ):
                 row = arith.addi(row, _index(first))
                 col = arith.addi(col, _index(columns.start))
-                llvm.store(register, _swizzled_pointer(ref, row, col))
+                llvm.store(register, address(ref, row, col))
 
         emit(part, smem)
 
-    def keep(self, new, seq, kv_head, kept_smem, k_row, v_row) -> None:
-        """Rotate the key; put key and value in the cache's rows [C], and in rows 0 and 2 of SMEM.
+    def write(self, kept_smem, k_row, v_row) -> None:
+        """Put the kept key and value in their rows [C] of the cache.
 
         # WHY: later launches read the cache. This one reads shared memory (`patch`), for a page may
         be loaded before or after these stores: TMA is another proxy, and nothing orders the two.
         """
-        qkv, cos, sin, *gains = new
-        num_heads = self.kv_heads * self.group
-        tile = self._tile(1)
-        heads = pl.ds(num_heads + kv_head, tile.rows)
-        gain = gains[1] if gains else None
-        parts = rope.rotate_heads(qkv, heads, seq, cos, sin, gain, tile, eps=self.eps)
-        for c, part in zip(rope.halves_of(self.channels), parts, strict=True):
-            kept_smem[pl.ds(0, tile.rows), c] = part
-        value = qkv.at[seq, num_heads + self.kv_heads + kv_head]
-        self._copy_row(value, kept_smem.at[2])
-        plgpu.commit_smem()
-        self._copy_row(kept_smem.at[0], k_row)
-        self._copy_row(kept_smem.at[2], v_row)
+        for half, row in enumerate((k_row, v_row)):
+            self._copy_row(self.kept(kept_smem, half), row)
 
-    def patch(self, kept_row, smem, offset) -> None:
-        """Write a kept row over row `offset` of a page in shared memory, as an operand of wgmma."""
+    def patch(self, kept_smem, half: int, smem, offset) -> None:
+        """Write the kept key or value over row `offset` of a page, as an operand of wgmma."""
+        kept = self.kept(kept_smem, half)
         if self.is_interpreted:
-            smem[offset] = kept_row[...]
+            smem[offset] = kept[...]
             return
 
         @plgpu.inline_mgpu(
             arg_types=(
-                plgpu.RefType(),
-                plgpu.RefType(bits.swizzled(SPAN)),
-                plgpu.Layout.WG_SPLAT(()),
+                plgpu.RefType(), plgpu.RefType(bits.swizzled(SPAN)), plgpu.Layout.WG_SPLAT(())
             )
-        )
+        )  # fmt: skip
         def emit(ctx, source, ref, row):
             channel = _channel_of_thread(self.channels)
             row = arith.index_cast(ir.IndexType.get(), row.registers.item())
             llvm.store(memref.load(source, [channel]), _swizzled_pointer(ref, row, channel))
 
-        emit(kept_row, smem, offset)
+        emit(kept, smem, offset)
         plgpu.commit_smem()
 
     def _copy_row(self, source, target) -> None:
@@ -150,6 +170,12 @@ def _channel_of_thread(channels: int):
     return arith.remui(thread, _index(channels))
 
 
+def _pointer(ref, row, col):
+    """Address of element (row, col) of rows one after the other."""
+    _, num_cols = ir.MemRefType(ref.type).shape
+    return _at(ref, arith.addi(arith.muli(row, _index(num_cols)), col))
+
+
 def _swizzled_pointer(ref, row, col):
     """Address of element (row, col) of an operand of wgmma in tiles of 8 rows and SPAN columns.
 
@@ -170,6 +196,10 @@ def _swizzled_pointer(ref, row, col):
         ),
         arith.addi(arith.muli(chunk, _index(8)), arith.remui(in_span, _index(8))),
     )
+    return _at(ref, offset)
+
+
+def _at(ref, offset):
     offset = arith.index_cast(ir.IntegerType.get_signless(32), offset)
     element = ir.MemRefType(ref.type).element_type
     return mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [offset], element)
