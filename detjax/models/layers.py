@@ -12,7 +12,7 @@ import jax
 from detjax.array_types import Activation, Array, Float32, Int32
 from detjax.models.config import ModelConfig
 from detjax.numerics import NumericsProfile, tree_reduction
-from detjax.pallas_kernels.attention.api import attention
+from detjax.pallas_kernels.attention.api import rope_attention
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.embedding.api import embed
 from detjax.pallas_kernels.linear.api import (
@@ -23,7 +23,6 @@ from detjax.pallas_kernels.linear.api import (
 )
 from detjax.pallas_kernels.linear.sm90 import linear_leaf_sums
 from detjax.pallas_kernels.rms_norm.api import add_rms_norm
-from detjax.pallas_kernels.rope.api import rope_into_cache
 from detjax.parallel.collectives import butterfly_sum, gather_columns
 from detjax.parallel.exchange import (
     Exchange,
@@ -81,7 +80,7 @@ def attention_layer(
     config, backend = recipe.config, recipe.backend
     batch, length = tokens.ids.shape
     qkv = linear(x, weights["qkv"], weights.get("qkv_bias"), out_dtype=x.dtype, backend=backend)
-    q, pages = rope_into_cache(
+    out, pages = rope_attention(
         qkv.reshape(batch * length, -1, config.head_dim),
         cos,
         sin,
@@ -90,16 +89,8 @@ def attention_layer(
         tokens.page_table,
         tokens.positions,
         layer=layer,
-        eps=config.rms_norm_eps,
-        backend=backend,
-    )
-    out = attention(
-        q.reshape(batch, length, -1, config.head_dim),
-        pages,
-        tokens.page_table,
-        tokens.positions,
-        layer=layer,
         window=config.sliding_windows[layer],
+        eps=config.rms_norm_eps,
         profile=recipe.profile,
         backend=backend,
     )

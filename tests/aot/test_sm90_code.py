@@ -68,7 +68,7 @@ def test_linear_uses_the_tensor_core_and_spills_nothing(name, shape):
 @pytest.mark.parametrize(
     ("name", "kernel"),
     [
-        ("attention_decode", "attention_splits_sm90"),
+        ("attention_decode", "attention_cluster_sm90"),
         ("attention_decode_many", "attention_sequences_sm90"),
     ],
 )
@@ -93,7 +93,9 @@ def test_step_copies_neither_cache_nor_weights_and_spills_nothing(name):
     # Nor in any other way: the smallest matrix has 32 MiB, a layer of the cache as much.
     assert program["temp_bytes"] < 32 << 20
     assert spills(program) == {}
-    assert wgmma(program, "attention_splits_sm90") == {("m64n128k16",)}
+    assert wgmma(program, "attention_cluster_sm90") == {("m64n128k16",)}
+    names = {k["name"] for k in program["kernels"]}
+    assert not names & {"attention_merge_sm90", "detjax_qk_norm_rope_write"}
 
 
 @pytest.mark.parametrize("name", ["fast_step_int8", "fast_step_float8"])

@@ -563,7 +563,7 @@ def _attend(
         out_smem = [plgpu.SMEM((channels // out_span, bits.ROWS, out_span), dtype), None]
     if in_cluster:
         out = jax.ShapeDtypeStruct((batch * kv_heads * group * channels,), dtype)
-        partials = (most_splits, padded_rows * channels), (most_splits, 2, bits.ROWS)
+        partials = (most_splits, padded_rows * channels), (most_splits, 2, padded_rows)
         out_type, out_smem = [None, None, out], [plgpu.SMEM(shape, f32) for shape in partials]
         if is_interpreted:
             # Interpretation knows no other CTA's shared memory: through device memory instead.
@@ -609,8 +609,8 @@ def _send_to_leader(out, m, weight_sum, part_ref, scales_ref, split, num_rows, m
     """
     if math.is_interpreted:
         part_ref[split] = out[:num_rows].reshape(-1)
-        scales_ref[split, 0] = m
-        scales_ref[split, 1] = weight_sum
+        scales_ref[split, 0] = m[:num_rows]
+        scales_ref[split, 1] = weight_sum[:num_rows]
         return
     channels = out.shape[1]
     memory = plgpu.RefType()
