@@ -153,8 +153,9 @@ def decode(
         rows = jnp.pad(rows, ((0, 0), (0, padded_rows - num_rows), (0, 0)))
         rows = rows.reshape(-1, channels)
         rows_apart = padded_rows
-    if rows.shape[0] < padded_rows:
-        rows = jnp.pad(rows, ((0, padded_rows - rows.shape[0]), (0, 0)))
+    missing = max(padded_rows - rows.shape[0], -rows.shape[0] % 8)
+    if missing:
+        rows = jnp.pad(rows, ((0, missing), (0, 0)))
     return _attend_and_merge(
         (rows,), bits.page_rows(pages), row_positions, page_table, positions, layer,
         shape=(batch, query_len, kv_heads, group, channels), num_pages=pages.shape[1],
