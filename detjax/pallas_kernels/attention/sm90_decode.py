@@ -177,10 +177,12 @@ def decode_new_token(
     batch, num_heads = qkv.shape[0], qkv.shape[1] - 2 * kv_heads
     group = num_heads // kv_heads
     padded_rows = -(-group // 8) * 8
+    row_positions = positions
+    if config.cluster == 1:
+        row_positions = jnp.broadcast_to(positions, (batch, bits.ROWS))
     pages_ref = jax.new_ref(bits.page_rows(pages))
     out = _attend_and_merge(
-        (qkv, cos, sin, *(gains or ())), pages_ref,
-        jnp.broadcast_to(positions, (batch, bits.ROWS)), page_table, positions, layer,
+        (qkv, cos, sin, *(gains or ())), pages_ref, row_positions, page_table, positions, layer,
         shape=(batch, 1, kv_heads, group, channels), num_pages=pages.shape[1],
         padded_rows=padded_rows, rows_apart=padded_rows,
         new_token=NewToken(
@@ -646,7 +648,7 @@ def _meet_cluster() -> None:
     def emit(ctx):
         for step in ("arrive.release", "wait.acquire"):
             llvm.inline_asm(
-                ir.Type.parse("!llvm.void"), [], f"barrier.cluster.{step}.aligned;", "~{memory}",
+                ir.Type.parse("!llvm.void"), [], f"barrier.cluster.{step};", "~{memory}",
                 has_side_effects=True,
             )  # fmt: skip
 

@@ -181,7 +181,10 @@ def _swizzled_pointer(ref, row, col):
 
     Chunk i of 8 columns lies at chunk `i ^ row` of its row, as TMA's 128-byte swizzle puts it.
     """
-    _, num_spans, tile_rows, span = ir.MemRefType(ref.type).shape
+    kind = ir.MemRefType(ref.type)
+    _, num_spans, tile_rows, span = kind.shape
+    strides, _ = kind.get_strides_and_offset()
+    assert list(strides) == [num_spans * tile_rows * span, tile_rows * span, span, 1], strides
     in_tile = arith.remui(row, _index(tile_rows))
     in_span = arith.remui(col, _index(span))
     chunk = arith.xori(arith.divui(in_span, _index(8)), in_tile)
