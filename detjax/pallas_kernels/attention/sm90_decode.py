@@ -354,15 +354,14 @@ def _attend(
                 def patch(j, half, smem):
                     """Put the new token's key or value in its block's page, once that has come."""
                     if new_token is not None:
+                        write = functools.partial(new_token.patch, kept_smem, half, smem, offset)
+                        pl.when(j == run.full)(write)
 
-                        @pl.when(j == run.full)
-                        def _patch():
-                            new_token.patch(kept_smem, half, smem, offset)
-
-                def scores_of(j, meanwhile=lambda: None):
+                def scores_of(j, may_be_new, meanwhile=lambda: None):
                     k_slot = lax.rem(base + j, jnp.int32(num_slots[0]))
                     plgpu.barrier_wait(k_bar.at[k_slot])
-                    patch(j, 0, k_smem.at[k_slot])
+                    if may_be_new:
+                        patch(j, 0, k_smem.at[k_slot])
                     scores, result = bits.product_during(
                         math, q_smem, k_smem.at[k_slot].T, scores_shape, meanwhile
                     )
@@ -394,7 +393,7 @@ def _attend(
 
                 def one_block(j, carry, is_masked):
                     out, m, weight_sum = carry
-                    scores, _ = scores_of(j)
+                    scores, _ = scores_of(j, is_masked)
                     m, weight_sum, decay, operand = softmax(j, scores, m, weight_sum, is_masked)
                     return add_values(j, out, decay, operand, is_masked), m, weight_sum
 
@@ -420,14 +419,14 @@ def _attend(
                 def one_block_ahead(j, carry):
                     scores, out, m, weight_sum = carry
                     scores, (m, weight_sum, decay, operand) = scores_of(
-                        j + 1, lambda: softmax(j, scores, m, weight_sum, is_masked=False)
+                        j + 1, True, lambda: softmax(j, scores, m, weight_sum, is_masked=False)
                     )
                     return scores, add_values(j, out, decay, operand, False), m, weight_sum
 
                 if config.scores_ahead:
                     # One query: only the block of its own key need be masked, the last if any.
                     stop = run.blocks - 1
-                    scores, _ = scores_of(jnp.int32(0))
+                    scores, _ = scores_of(jnp.int32(0), True)
                     carry = lax.fori_loop(0, stop, one_block_ahead, (scores, *empty))
                     scores, out, m, weight_sum = carry
                     m, weight_sum, decay, operand = softmax(stop, scores, m, weight_sum, True)
