@@ -341,15 +341,19 @@ def _attend(
                 else:
                     q_smem = q_smem2.at[0]
                     offset = lax.rem(run.last, jnp.int32(bits.BLOCK))
-                    # Read now, used when the token is ready.
+                    # Read now, used in `write_new`.
                     page = run.page(jnp.minimum(run.full, run.blocks - 1))
                     places = [page_row(run, page, half) for half in (0, 1)]
                     if not in_cluster:
                         new_token.prepare(query_refs, run.seq, run.kv_head, q_smem, kept_smem)
 
-                    @pl.when(run.full < run.blocks)
-                    def _write():
-                        new_token.write(kept_smem, *(pages_ref.at[p, offset] for p in places))
+                def write_new():
+                    """Put the new token in the cache for later launches, if this run has it."""
+                    if new_token is not None:
+
+                        @pl.when(run.full < run.blocks)
+                        def _write():
+                            new_token.write(kept_smem, *(pages_ref.at[p, offset] for p in places))
 
                 def patch(j, half, smem):
                     """Put the new token's key or value in its block's page, once that has come."""
@@ -427,11 +431,13 @@ def _attend(
                     # One query: only the block of its own key need be masked, the last if any.
                     stop = run.blocks - 1
                     scores, _ = scores_of(jnp.int32(0), True)
+                    write_new()
                     carry = lax.fori_loop(0, stop, one_block_ahead, (scores, *empty))
                     scores, out, m, weight_sum = carry
                     m, weight_sum, decay, operand = softmax(stop, scores, m, weight_sum, True)
                     carry = add_values(stop, out, decay, operand, True), m, weight_sum
                 else:
+                    write_new()
                     step, carry = one_block, empty
                     if config.whole_sequences:
                         step, carry = one_block_of_any_split, (empty, empty)
