@@ -264,7 +264,11 @@ def _attend(
         if in_cluster:
             # The same sequence and kv head in every turn.
             here = lax.div(cta, jnp.int32(kv_heads)), lax.rem(cta, jnp.int32(kv_heads))
-            last_here = pos_ref[here[0], 0]
+            # WHY: the first page's number does not wait for the position, nor the layer for either.
+            now = functools.partial(_read_now, is_interpreted=is_interpreted)
+            first_block = jnp.minimum(rank * per_split, table.shape[1] - 1)
+            last_here, first_page = now(pos_ref, here[0], 0), now(table_ref, here[0], first_block)
+            layer_here = now(layer_ref, 0)
             all_blocks = lax.div(last_here + bits.BLOCK, jnp.int32(bits.BLOCK))
             num_splits = lax.div(all_blocks + (per_split - 1), jnp.int32(per_split))
             num_turns = lax.div(num_splits - rank + (config.cluster - 1), jnp.int32(config.cluster))
@@ -299,7 +303,8 @@ def _attend(
 
         def page_row(run: Run, page, half):
             """Where the page's keys (half 0) or values (half 1) lie among `page_rows`."""
-            return ((layer_ref[0] * num_pages + page) * 2 + half) * kv_heads + run.kv_head
+            layer = layer_here if in_cluster else layer_ref[0]
+            return ((layer * num_pages + page) * 2 + half) * kv_heads + run.kv_head
 
         def write_partial(state, run: Run):
             o_smem[...], ml_smem[0, :], ml_smem[1, :] = state
@@ -504,7 +509,11 @@ def _attend(
                     return next_page
 
                 # Read with BLOCKS, not after it, and each next page ahead.
-                lax.fori_loop(0, run.blocks, one_page, run.page(0))
+                if in_cluster:
+                    page = lax.cond(turn == 0, lambda: first_page, lambda: run.page(0))
+                else:
+                    page = run.page(0)
+                lax.fori_loop(0, run.blocks, one_page, page)
                 return base + run.blocks
 
             total = lax.fori_loop(0, num_turns, one_run, jnp.int32(0))
@@ -607,6 +616,29 @@ def _attend(
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=256),
         interpret=plgpu.InterpretGPUParams() if is_interpreted else None,
     )(*queries, page_rows, row_positions, table, num_entries, layer.reshape(1))
+
+
+def _read_now(ref, *index, is_interpreted):
+    """An int32 of device memory, whose load the compiler may not put off to where it is used."""
+    if is_interpreted:
+        return ref[index]
+    scalar: Any = plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), *(scalar for _ in index)),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=scalar),
+    )
+    def emit(ctx, memory, *index):
+        i32 = ir.IntegerType.get_signless(32)
+        strides, _ = ir.MemRefType(memory.type).get_strides_and_offset()
+        offset = mgpu.c(0, i32)
+        for i, stride in zip(index, strides, strict=True):
+            offset = arith.addi(offset, arith.muli(i.registers.item(), mgpu.c(stride, i32)))
+        where = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(memory), [offset], i32)
+        value = llvm.inline_asm(i32, [where], "ld.b32 $0, [$1];", "=r,l", has_side_effects=True)
+        return mgpu.FragmentedArray.splat(value, (), is_signed=True)
+
+    return emit(ref, *(jnp.int32(i) for i in index))
 
 
 def _send_to_leader(out, m, weight_sum, part_ref, scales_ref, split, num_rows, math) -> None:
