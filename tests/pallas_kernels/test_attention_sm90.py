@@ -96,9 +96,11 @@ def test_decode_lowers_for_any_batch_and_rows():
         (64, 16, 32, "sequences"),
         (64, 1, 33, "splits"),
         (1, 16, 9, "splits"),
-        (1, 1, 4, "sequences"),
+        (1, 16, 4, "sequences"),
+        (1, 1, 4, "cluster"),
         (1, 1, 9, "cluster"),
         (8, 1, 9, "cluster"),
+        (16, 1, 9, "cluster"),
     ):
         shapes = (
             jax.ShapeDtypeStruct((batch, query_len, 32, 128), jnp.bfloat16),
@@ -185,6 +187,7 @@ FUSED = (
     {},
     {"scores_ahead": True},
     {"whole_sequences": True},
+    {"cluster": 1},
     {"cluster": 2},
     {"cluster": 2, "scores_ahead": True},
 )

@@ -27,7 +27,7 @@ PARTIAL_BYTES = 32 << 10  # of shared memory for the partial results that a clus
 FUSE_ROPE = True
 """Rotate the new token, and put it in the cache, inside attention."""
 FUSE_MERGE = True
-"""Merge the splits of a sequence inside attention, in a cluster of CTAs."""
+"""Merge the splits of a sequence inside attention, in a CTA or a cluster of CTAs."""
 SCORES_AHEAD = True
 """Compute a block's scores while the one before it takes its softmax."""
 
@@ -130,26 +130,27 @@ def decode_config(
     # WHY: many small CTAs hide latency by their number, few by what each has in flight
     # (256 x 1024 tokens: 269.8 us against 279.2; 1 x 32768: 46.8 against 42.9).
     unroll = (4, 1) if batch * query_len * kv_heads * group >= 1024 else (16, 2)
-    # WHY: with CTAs busy anyway, folding in registers saves a kernel (64 x 1024 tokens: 65.0 us
-    # against 75.6), while a few short sequences need no merge. Others need all CTAs.
     splits = -(-table_len // per_split)
     pairs = batch * kv_heads
-    whole = splits <= (MOST_FOLDED_SPLITS if pairs >= BUSY_PAIRS else 1)
-    is_plain = query_len == 1 and not whole
-    cluster = 1
     # A group that straddles a multiple of 8 rows may take 8 more.
     rows = 8 * (-(-group // 8) + (1 if 8 % group and group % 8 else 0))
-    fits = splits * rows * channels * 4 <= PARTIAL_BYTES
-    if FUSE_MERGE and is_plain and fits and group * channels >= LANES:
+    fits = group * channels >= LANES and splits * rows * channels * 4 <= PARTIAL_BYTES
+    cluster = 0
+    if FUSE_MERGE and query_len == 1 and fits and pairs <= NUM_SMS:
         # A CTA a split, as long as all CTAs are resident at once.
+        cluster = 1
         while cluster < splits and 2 * cluster * pairs <= NUM_SMS and cluster < MOST_IN_CLUSTER:
             cluster *= 2
+    # WHY: with CTAs busy anyway, folding in registers saves a kernel (64 x 1024 tokens: 65.0 us
+    # against 75.6), while a few short sequences need no merge. Others need all CTAs.
+    most_folded = MOST_FOLDED_SPLITS if pairs >= BUSY_PAIRS else 1
+    whole = not cluster and splits <= most_folded
     return DecodeConfig(
         blocks_per_split=per_split,
         merge_unroll=unroll,
         whole_sequences=whole,
         cluster=cluster,
-        scores_ahead=SCORES_AHEAD and is_plain,
+        scores_ahead=SCORES_AHEAD and query_len == 1 and not whole,
     )
 
 

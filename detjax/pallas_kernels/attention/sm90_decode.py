@@ -39,8 +39,8 @@ class DecodeConfig:
             many; and after that.
         whole_sequences: Let a CTA take all splits of a sequence and fold them in registers. Nothing
             is left to merge, but a sequence is spread over no more CTAs than it has kv heads.
-        cluster: CTAs of a cluster, which share the splits of a sequence and a kv head and merge
-            them in shared memory. Of one query a sequence alone. 1 means no cluster.
+        cluster: CTAs that share the splits of a sequence and a kv head and merge them in shared
+            memory. Of one query a sequence alone. 0 leaves the merge to a second kernel.
         scores_ahead: Compute the scores of a block while the one before it takes its softmax. Of
             one query a sequence alone, and not with `whole_sequences`.
         blocks_per_split: Blocks of 128 keys in a split.
@@ -51,7 +51,7 @@ class DecodeConfig:
     num_ctas: int = 132
     merge_unroll: tuple[int, int] = (16, 2)
     whole_sequences: bool = False
-    cluster: int = 1
+    cluster: int = 0
     scores_ahead: bool = False
     blocks_per_split: int = 4
 
@@ -178,7 +178,7 @@ def decode_new_token(
     group = num_heads // kv_heads
     padded_rows = -(-group // 8) * 8
     row_positions = positions
-    if config.cluster == 1:
+    if not config.cluster:
         row_positions = jnp.broadcast_to(positions, (batch, bits.ROWS))
     pages_ref = jax.new_ref(bits.page_rows(pages))
     out = _attend_and_merge(
@@ -200,10 +200,10 @@ def _attend_and_merge(
 ):  # fmt: skip
     """The whole of decode from queries as rows, or from new tokens."""
     batch, query_len, kv_heads, group, channels = shape
-    if config.cluster > 1 or config.scores_ahead:
+    if config.cluster or config.scores_ahead:
         if query_len != 1 or config.whole_sequences:
             raise ValueError(f"{config=} needs {query_len=} to be 1, and no whole sequences")
-    if config.cluster > 1:
+    if config.cluster:
         if group * channels < LANES:
             raise ValueError(f"a cluster merges {LANES} elements at once: {group=}, {channels=}")
         table, num_entries = page_table, jnp.zeros((1,), jnp.int32)
@@ -215,7 +215,7 @@ def _attend_and_merge(
         shape=shape, num_pages=num_pages, padded_rows=padded_rows, new_token=new_token, **options,
     )  # fmt: skip
     whole = (batch, query_len, kv_heads * group, channels)
-    if config.whole_sequences or config.cluster > 1:
+    if config.whole_sequences or config.cluster:
         return out.reshape(whole)
     if _in_place(group, channels):
         return _merge(o, ml, limits, row_positions, shape=shape, **options).reshape(whole)
@@ -245,7 +245,8 @@ def _attend(
     # WHY: few channels side by side in shared memory take few registers for addresses; the rows
     # that TMA copies to a head's output must begin at a multiple of 128 bytes.
     out_span = 32 if group % 2 == 0 else 64
-    in_cluster = config.cluster > 1
+    in_cluster = config.cluster > 0
+    is_alone = config.cluster == 1  # the only CTA of its cluster
     entries = table.shape[0] * kv_heads
     num_ctas = entries if in_cluster else min(config.num_ctas, entries)
     most_splits = -(-table.shape[1] // per_split)  # in_cluster
@@ -260,7 +261,7 @@ def _attend(
             q_bar, k_bar, v_bar, q_free, k_free, v_free, merge_bar,
         ) = refs  # fmt: skip
         wg, cta = lax.axis_index("wg"), lax.axis_index("cta")
-        rank = lax.axis_index("rank") if in_cluster else 0
+        rank = lax.axis_index("rank") if config.cluster > 1 else 0
         if in_cluster:
             # The same sequence and kv head in every turn.
             here = lax.div(cta, jnp.int32(kv_heads)), lax.rem(cta, jnp.int32(kv_heads))
@@ -457,7 +458,7 @@ def _attend(
                 if in_cluster:
                     _send_to_leader(
                         *carry, *((o_ref, ml_ref) if is_interpreted else (o_smem, ml_smem)),
-                        run.partial, padded_rows, math,
+                        run.partial, padded_rows, math, is_alone,
                     )  # fmt: skip
                 elif config.whole_sequences:
                     out, _, weight_sum = fold(*carry)
@@ -554,17 +555,18 @@ def _attend(
 
         pl.when(wg == 0)(compute)
         pl.when(wg == 1)(load)
+        if config.cluster > 1 and not is_interpreted:
+            _meet_cluster()
         if in_cluster:
-            if is_interpreted:
 
-                @pl.when(wg == 0)
-                def _meet():
+            @pl.when(wg == 0)
+            def _merge_here():
+                if merge_bar is not None:
                     plgpu.barrier_arrive(merge_bar)
                     plgpu.barrier_wait(merge_bar)
-
-            else:
-                _meet_cluster()
-            pl.when((wg == 0) & (rank == 0))(merge_in_cluster)
+                if is_alone:
+                    plgpu.commit_smem()
+                pl.when(rank == 0)(merge_in_cluster)
 
     weights = plgpu.SMEM(scores_shape, dtype) if is_interpreted else None
     f32 = jnp.float32
@@ -589,9 +591,9 @@ def _attend(
                 jax.ShapeDtypeStruct((entries * shape[0], *shape[1:]), f32) for shape in partials
             ]
     q_copies = 2 if new_token is None else 1
-    grid = {"cluster": (config.cluster,), "cluster_names": ("rank",)} if in_cluster else {}
+    grid = {"cluster": (config.cluster,), "cluster_names": ("rank",)} if config.cluster > 1 else {}
     merge_bar = None
-    if in_cluster and is_interpreted:
+    if config.cluster > 1 and is_interpreted:
         merge_bar = plgpu.ClusterBarrier(collective_axes=("rank",))
     kind = "cluster" if in_cluster else "sequences" if config.whole_sequences else "splits"
     return plgpu.kernel(
@@ -641,7 +643,9 @@ def _read_now(ref, *index, is_interpreted):
     return emit(ref, *(jnp.int32(i) for i in index))
 
 
-def _send_to_leader(out, m, weight_sum, part_ref, scales_ref, split, num_rows, math) -> None:
+def _send_to_leader(
+    out, m, weight_sum, part_ref, scales_ref, split, num_rows, math, is_alone
+) -> None:
     """Write a split's partial result where the first CTA of the cluster merges it.
 
     # WHY: plain stores to the leader's shared memory, a fresh place for each split, and plain loads
@@ -662,7 +666,9 @@ def _send_to_leader(out, m, weight_sum, part_ref, scales_ref, split, num_rows, m
         i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
 
         def send(x, ref, stride):
-            leader = mgpu.utils.get_cluster_ptr(mgpu.utils.memref_ptr(ref), mgpu.c(0, i32))
+            leader = mgpu.utils.memref_ptr(ref)
+            if not is_alone:
+                leader = mgpu.utils.get_cluster_ptr(leader, mgpu.c(0, i32))
             for at, register in zip(x.layout.thread_idxs(x.shape), x.registers.flat, strict=True):
                 row, col = at if len(at) == 2 else (*at, mgpu.c(0, index))
                 is_row = arith.cmpi(arith.CmpIPredicate.ult, row, mgpu.c(num_rows, index))
