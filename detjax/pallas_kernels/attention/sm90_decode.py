@@ -347,31 +347,25 @@ def _attend(
                 else:
                     q_smem = q_smem2.at[0]
                     offset = lax.rem(run.last, jnp.int32(bits.BLOCK))
-                    # Read now, used in `write_new`.
+                    # Read now, used in `put_new`.
                     page = run.page(jnp.minimum(run.full, run.blocks - 1))
-                    places = [page_row(run, page, half) for half in (0, 1)]
                     if not in_cluster:
                         new_token.prepare(query_refs, run.seq, run.kv_head, q_smem, kept_smem)
 
-                def write_new():
-                    """Put the new token in the cache for later launches, if this run has it."""
+                def put_new(j, half, page_smem):
+                    """Put the new token's key or value in its page, once that has been loaded."""
                     if new_token is not None:
 
-                        @pl.when(run.full < run.blocks)
-                        def _write():
-                            new_token.write(kept_smem, *(pages_ref.at[p, offset] for p in places))
-
-                def patch(j, half, smem):
-                    """Put the new token's key or value in its block's page, once that has come."""
-                    if new_token is not None:
-                        write = functools.partial(new_token.patch, kept_smem, half, smem, offset)
-                        pl.when(j == run.full)(write)
+                        @pl.when(j == run.full)
+                        def _put():
+                            page_gmem = pages_ref.at[page_row(run, page, half)]
+                            new_token.put(kept_smem, half, page_smem, page_gmem, offset)
 
                 def scores_of(j, may_be_new, meanwhile=lambda: None):
                     k_slot = lax.rem(base + j, jnp.int32(num_slots[0]))
                     plgpu.barrier_wait(k_bar.at[k_slot])
                     if may_be_new:
-                        patch(j, 0, k_smem.at[k_slot])
+                        put_new(j, 0, k_smem.at[k_slot])
                     scores, result = bits.product_during(
                         math, q_smem, k_smem.at[k_slot].T, scores_shape, meanwhile
                     )
@@ -396,7 +390,7 @@ def _attend(
                         def _clear():
                             bits.clear_unwritten(v, first_key, run.last, math)
 
-                        patch(j, 1, v)
+                        put_new(j, 1, v)
                     out, _ = bits.chained_product(math, out, decay, operand, v)
                     plgpu.barrier_arrive(v_free.at[v_slot])
                     return out
@@ -437,13 +431,11 @@ def _attend(
                     # One query: only the block of its own key need be masked, the last if any.
                     stop = run.blocks - 1
                     scores, _ = scores_of(jnp.int32(0), True)
-                    write_new()
                     carry = lax.fori_loop(0, stop, one_block_ahead, (scores, *empty))
                     scores, out, m, weight_sum = carry
                     m, weight_sum, decay, operand = softmax(stop, scores, m, weight_sum, True)
                     carry = add_values(stop, out, decay, operand, True), m, weight_sum
                 else:
-                    write_new()
                     step, carry = one_block, empty
                     if config.whole_sequences:
                         step, carry = one_block_of_any_split, (empty, empty)

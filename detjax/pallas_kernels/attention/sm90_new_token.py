@@ -118,56 +118,46 @@ class NewToken:
 
         emit(part, smem)
 
-    def write(self, kept_smem, k_row, v_row) -> None:
-        """Put the kept key and value in their rows [C] of the cache.
+    def put(self, kept_smem, half: int, page_smem, page_gmem, offset) -> None:
+        """Write the kept key or value to row `offset` of its page, here and in the cache.
 
-        # WHY: later launches read the cache. This one reads shared memory (`patch`), for a page may
-        be loaded before or after these stores: TMA is another proxy, and nothing orders the two.
+        Args:
+            kept_smem: What `prepare` kept.
+            half: 0 for the key, 1 for the value.
+            page_smem: The page, loaded already: an operand of wgmma.
+            page_gmem: The page in the cache, for later launches.
+            offset: Which row.
+
+        # WHY: the page has been loaded before the row is written, so that the CTA neither waits
+        for its own write nor races with it: TMA reads through another proxy.
         """
-        for half, row in enumerate((k_row, v_row)):
-            self._copy_row(self.kept(kept_smem, half), row)
-
-    def patch(self, kept_smem, half: int, smem, offset) -> None:
-        """Write the kept key or value over row `offset` of a page, as an operand of wgmma."""
-        kept = self.kept(kept_smem, half)
+        kept, row = self.kept(kept_smem, half), page_gmem.at[offset]
         if self.is_interpreted:
-            smem[offset] = kept[...]
+            page_smem[offset] = kept[...]
+            row[...] = kept[...]
             return
 
         @plgpu.inline_mgpu(
             arg_types=(
-                plgpu.RefType(), plgpu.RefType(bits.swizzled(SPAN)), plgpu.Layout.WG_SPLAT(())
+                plgpu.RefType(), plgpu.RefType(bits.swizzled(SPAN)), plgpu.RefType(),
+                plgpu.Layout.WG_SPLAT(()),
             )
         )  # fmt: skip
-        def emit(ctx, source, ref, row):
-            channel = _channel_of_thread(self.channels)
-            row = arith.index_cast(ir.IndexType.get(), row.registers.item())
-            llvm.store(memref.load(source, [channel]), _swizzled_pointer(ref, row, channel))
+        def emit(ctx, source, page, row, offset):
+            # A channel a thread; threads that are left over write the same again.
+            thread = arith.index_cast(ir.IndexType.get(), mgpu.thread_idx())
+            channel = arith.remui(thread, _index(self.channels))
+            offset = arith.index_cast(ir.IndexType.get(), offset.registers.item())
+            value = memref.load(source, [channel])
+            llvm.store(value, _swizzled_pointer(page, offset, channel))
+            memref.store(value, row, [channel])
 
-        emit(kept, smem, offset)
+        emit(kept, page_smem, row, offset)
         plgpu.commit_smem()
-
-    def _copy_row(self, source, target) -> None:
-        """Copy [C], a channel a thread; where threads are left over, they write the same again."""
-        if self.is_interpreted:
-            target[...] = source[...]
-            return
-
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
-        def emit(ctx, source, target):
-            channel = _channel_of_thread(self.channels)
-            memref.store(memref.load(source, [channel]), target, [channel])
-
-        emit(source, target)
 
 
 def _index(value: int):
     return mgpu.c(value, ir.IndexType.get())
-
-
-def _channel_of_thread(channels: int):
-    thread = arith.index_cast(ir.IndexType.get(), mgpu.thread_idx())
-    return arith.remui(thread, _index(channels))
 
 
 def _pointer(ref, row, col):
