@@ -12,7 +12,7 @@ import jax
 from detjax.array_types import Activation, Array, Float32, Int32
 from detjax.models.config import ModelConfig
 from detjax.numerics import NumericsProfile, tree_reduction
-from detjax.pallas_kernels.attention.api import attention
+from detjax.pallas_kernels.attention.api import rope_attention
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.embedding.api import embed
 from detjax.pallas_kernels.linear.api import (
@@ -27,7 +27,6 @@ from detjax.pallas_kernels.linear.api import (
 )
 from detjax.pallas_kernels.linear.sm90 import linear_leaf_sums
 from detjax.pallas_kernels.rms_norm.api import add_rms_norm, rms_norm
-from detjax.pallas_kernels.rope.api import rope_into_cache
 from detjax.parallel.collectives import butterfly_sum, gather_columns
 from detjax.parallel.exchange import (
     Exchange,
@@ -94,7 +93,7 @@ def attention_layer(
         qkv = norm_linear(residual, gain, w, bias, eps=eps, out_dtype=dtype, backend=backend)
     else:
         qkv = linear(x, w, bias, out_dtype=dtype, backend=backend)
-    q, pages = rope_into_cache(
+    out, pages = rope_attention(
         qkv.reshape(batch * length, -1, config.head_dim),
         cos,
         sin,
@@ -103,16 +102,8 @@ def attention_layer(
         tokens.page_table,
         tokens.positions,
         layer=layer,
-        eps=eps,
-        backend=backend,
-    )
-    out = attention(
-        q.reshape(batch, length, -1, config.head_dim),
-        pages,
-        tokens.page_table,
-        tokens.positions,
-        layer=layer,
         window=config.sliding_windows[layer],
+        eps=eps,
         profile=recipe.profile,
         backend=backend,
     )

@@ -22,7 +22,7 @@ from detjax.models.layers import Recipe, Tokens
 from detjax.models.loading import LoadedModel
 from detjax.models.params import partition_specs
 from detjax.numerics import NumericsProfile, tree_reduction
-from detjax.pallas_kernels.attention.api import attention
+from detjax.pallas_kernels.attention.api import attention, rope_attention
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.linear import sm90
 from detjax.pallas_kernels.linear.api import (
@@ -113,6 +113,29 @@ def attend(batch: int, length: int, context: int) -> aot.Program:
     )
 
 
+def attend_new(batch: int, context: int) -> aot.Program:
+    """Rotation, cache write and attention of one new token a sequence."""
+    num_pages = -(-context // 128)
+
+    def run(qkv, cos, sin, pages, table, positions):
+        return rope_attention(
+            qkv, cos, sin, None, pages, table, positions,
+            layer=0, window=None, eps=1e-5, profile=PROFILE, backend=Backend.SM90,
+        )  # fmt: skip
+
+    shapes = (
+        _shape(batch, 48, 128),
+        _shape(batch, 64, dtype=jnp.float32),
+        _shape(batch, 64, dtype=jnp.float32),
+        _shape(1, batch * num_pages, 2, 8, 128, 128),
+        _shape(batch, num_pages, dtype=jnp.int32),
+        _shape(batch, 1, dtype=jnp.int32),
+    )
+    whole = NamedSharding(aot.h200_mesh(), P())
+    jitted = jax.jit(run, in_shardings=whole, donate_argnums=3)
+    return aot.inspect_program(lambda: jitted.lower(*shapes).compile())
+
+
 def abstract_model(num_layers: int) -> LoadedModel:
     """Llama-3.1-8B with fewer layers, as shapes on the compiler's H200."""
     config = ModelConfig(
@@ -191,6 +214,8 @@ PROGRAMS = {
     "norm_gate_up_8_wide": lambda: norm_gate_up(8, 8192),
     "attention_decode": lambda: attend(8, 1, 1024),
     "attention_decode_many": lambda: attend(64, 1, 1024),
+    "new_token": lambda: attend_new(8, 1025),
+    "new_token_many": lambda: attend_new(64, 1025),
     "attention_prefill": lambda: attend(1, 4096, 4096),
     "decode_step": decode_step,
     "fast_step": lambda: fast_step("bfloat16"),

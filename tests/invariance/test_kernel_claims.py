@@ -8,6 +8,7 @@ requires that every `Claims:` line in the package has its cases here.
 import functools
 import importlib
 import inspect
+import itertools
 import pkgutil
 import re
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 import detjax.pallas_kernels
 import detjax.parallel.collectives
 from detjax.numerics import NumericsProfile, Reduction, tree_reduction
-from detjax.pallas_kernels.attention.api import attention
+from detjax.pallas_kernels.attention.api import attention, rope_attention
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.embedding.api import embed
 from detjax.pallas_kernels.linear.api import (
@@ -383,6 +384,21 @@ def _cases() -> dict[str, Case]:
                 .reshape(-1),
             ),
         ),
+        "rope_attention": Case(
+            kernel=rope_attention,
+            call=lambda x, c, s, p: _attend_through_cache(x, c, s, p, gains),
+            rows=(bf16(rng, M, 24, C), cos, sin, jnp.asarray(rng.integers(0, 256, M), jnp.int32)),
+            slices=lambda rank, ranks: (
+                lambda x, c, s, p: _attend_through_cache(
+                    jnp.concatenate([y[:, rank::ranks] for y in jnp.split(x, 3, 1)], axis=1),
+                    c,
+                    s,
+                    p,
+                    gains,
+                ),
+                np.arange(8)[rank::ranks],
+            ),
+        ),
         "butterfly_sum": Case(
             kernel=butterfly_sum,
             call=lambda x: _butterfly(x, wide_w, eight, tp=4),
@@ -413,6 +429,19 @@ def _through_cache(qkv, cos, sin, positions, gains) -> jax.Array:
     )
     kv = pages[1, page_ids, :, :, positions]
     return jnp.concatenate([q, kv[:, 0], kv[:, 1]], axis=1)
+
+
+def _attend_through_cache(qkv, cos, sin, positions, gains) -> jax.Array:
+    """One new token a sequence, after keys and values that are the same for all and every head."""
+    rows, heads = qkv.shape[0], qkv.shape[1] // 3
+    page = bf16(np.random.default_rng(5), 1, 1, 2, 1, 128, C)
+    pages = jnp.broadcast_to(page, (1, 2 * rows, 2, heads, 128, C))
+    table = jnp.arange(2 * rows, dtype=jnp.int32).reshape(rows, 2)
+    out, _ = rope_attention(
+        qkv, cos, sin, gains, pages, table, positions[:, None], layer=0, window=None, eps=1e-5,
+        profile=PROFILE, **ON,
+    )  # fmt: skip
+    return out[:, 0]
 
 
 _CACHE: dict[str, Case] = {}
@@ -653,6 +682,32 @@ def test_attention_is_bitwise_schedule_invariant():
     for low, high in ((0, 1), (127, 128), (128, 129), (511, 513), (0, 512), (37, 74), (512, 700)):
         got = attend(low, high, backwards)
         assert_bitwise_equal(got, whole[low:high], claim=f"queries {low} to {high} in one chunk")
+
+
+@pytest.mark.invariance
+def test_rope_attention_is_bitwise_schedule_invariant():
+    """Chunks of any size, and the cache that they leave."""
+    rng = np.random.default_rng(8)
+    length, heads, kv_heads = 300, 4, 2
+    qkv = bf16(rng, length, heads + 2 * kv_heads, C)
+    cos, sin = f32(rng, length, C // 2), f32(rng, length, C // 2)
+    table = jnp.asarray([[2, 0, 1]], jnp.int32)
+
+    def run(bounds):
+        pages, parts = jnp.full((1, 3, 2, kv_heads, 128, C), jnp.nan, jnp.bfloat16), []
+        for low, high in itertools.pairwise(bounds):
+            at = slice(low, high)
+            out, pages = rope_attention(
+                qkv[at], cos[at], sin[at], None, pages, table,
+                jnp.arange(low, high, dtype=jnp.int32)[None],
+                layer=0, window=None, eps=1e-5, profile=PROFILE, **ON,
+            )  # fmt: skip
+            parts.append(out[0])
+        return jnp.concatenate(parts), pages
+
+    actual, whole = run([0, 100, 101, 102, 128, 129, 300]), run([0, length])
+    for what, a, b in zip(("outputs", "cache"), actual, whole, strict=True):
+        assert_bitwise_equal(a, b, claim=f"{what} of chunks of a prompt are the whole prompt's")
 
 
 @pytest.mark.control

@@ -15,7 +15,7 @@ NUM_SMS = 132
 SMEM_BYTES = 232448
 """Shared memory one CTA may have on sm_90."""
 
-MAX_NORM_ROWS = 0
+MAX_NORM_ROWS = 8
 """Up to here a product normalises its own input and saves a launch; 8 is most.
 
 0, off, until its bits and its time have been seen on a GPU.
