@@ -16,10 +16,7 @@ SMEM_BYTES = 232448
 """Shared memory one CTA may have on sm_90."""
 
 MAX_NORM_ROWS = 8
-"""Up to here a product normalises its own input and saves a launch; 8 is most.
-
-0, off, until its bits and its time have been seen on a GPU.
-"""
+"""Up to here a product normalises its own input and saves a launch; 8 is most, 0 turns it off."""
 
 SLOT_SHAPE = (64, 128, 64)
 """Rows of a warpgroup, columns and depth of a tile whose bf16 output is as large as a stage."""
