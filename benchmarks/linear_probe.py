@@ -351,7 +351,7 @@ def public(name):
             return sm90.linear(x, w, None, out_dtype=jnp.dtype(out_dtype))
         if x.shape[0] <= 128:
             return sm90.linear_partial(x, w, reduction=reduction)
-        return sm90.linear_residual(x, w, r, None, reduction=reduction)
+        return sm90.linear_add(x, w, r, None, reduction=reduction)
 
     return fn
 

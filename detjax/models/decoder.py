@@ -15,12 +15,12 @@ from detjax.models.layers import (
     Tokens,
     attention_layer,
     embed_tokens,
+    final_rows,
     gated_layer,
     row_parallel_norm,
 )
 from detjax.numerics import NumericsProfile, tree_reduction
 from detjax.pallas_kernels.linear.api import linear
-from detjax.pallas_kernels.rms_norm.api import rms_norm
 from detjax.parallel.mesh import TP_AXIS
 
 
@@ -61,25 +61,24 @@ def forward(
         Only kernels do arithmetic. A position's bits depend on the tokens at and before it, the
         weights and the profile.
     """
-    eps, backend = recipe.config.rms_norm_eps, recipe.backend
     batch, length = tokens.ids.shape
     flat_positions = jnp.maximum(tokens.positions, 0).reshape(-1)
     cos, sin = (jnp.take(table, flat_positions, axis=0, mode="clip") for table in rope_tables)
 
     layers, exchange = params["layers"], params.get("exchange")
-    residual = embed_tokens(recipe, params["embed"], tokens.ids.reshape(-1))
-    x = rms_norm(residual, layers[0]["attn_norm"], eps=eps, backend=backend)
+    residual, x = embed_tokens(recipe, params["embed"], tokens.ids.reshape(-1)), None
     next_gains = [weights["attn_norm"] for weights in layers[1:]] + [params["final_norm"]]
     for layer, (weights, next_gain) in enumerate(zip(layers, next_gains, strict=True)):
-        pages, x = attention_layer(recipe, weights, x, cos, sin, pages, tokens, layer)
+        pages, x = attention_layer(recipe, weights, residual, x, cos, sin, pages, tokens, layer)
         residual, x = row_parallel_norm(
             recipe, x, weights["o"], residual, weights.get("o_bias"), weights["mlp_norm"],
             exchange=exchange,
         )  # fmt: skip
-        x = gated_layer(recipe, weights, x)
+        x = gated_layer(recipe, weights, residual, x)
         residual, x = row_parallel_norm(
             recipe, x, weights["down"], residual, None, next_gain, exchange=exchange
         )
+    x = final_rows(recipe, residual, x, params["final_norm"])
     return pages, x.reshape(batch, length, -1)
 
 

@@ -17,9 +17,8 @@ from jax.sharding import PartitionSpec as P
 from detjax.array_types import Activation, Array, Float32, Int32
 from detjax.models.decoder import mask_padding
 from detjax.models.layers import Recipe, Tokens, embed_tokens
-from detjax.pallas_kernels.attention.api import attention
+from detjax.pallas_kernels.attention.api import rope_attention
 from detjax.pallas_kernels.backend import Backend
-from detjax.pallas_kernels.rope.api import rope_into_cache
 from detjax.pallas_kernels.rope.portable import split_heads, write_pages
 from detjax.parallel.mesh import TP_AXIS
 
@@ -192,13 +191,9 @@ def _attention_layer(
     place = (pages, tokens.page_table, tokens.positions)
     if recipe.backend is Backend.SM90:
         # WHY: measured against cuDNN and XLA, these are the quickest (docs/kernels.md).
-        q, pages = rope_into_cache(
-            qkv, cos, sin, gains, *place, layer=layer, eps=eps, backend=Backend.SM90
-        )
-        q = q.reshape(*tokens.ids.shape, -1, config.head_dim)
-        out = attention(
-            q, pages, tokens.page_table, tokens.positions,
-            layer=layer, window=window, profile=recipe.profile, backend=Backend.SM90,
+        out, pages = rope_attention(
+            qkv, cos, sin, gains, *place,
+            layer=layer, window=window, eps=eps, profile=recipe.profile, backend=Backend.SM90,
         )  # fmt: skip
         return pages, out.reshape(x.shape[0], -1)
     q, k, v = split_heads(qkv, qkv.shape[1] - 2 * pages.shape[3])

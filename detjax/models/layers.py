@@ -12,18 +12,21 @@ import jax
 from detjax.array_types import Activation, Array, Float32, Int32
 from detjax.models.config import ModelConfig
 from detjax.numerics import NumericsProfile, tree_reduction
-from detjax.pallas_kernels.attention.api import attention
+from detjax.pallas_kernels.attention.api import rope_attention
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.embedding.api import embed
 from detjax.pallas_kernels.linear.api import (
+    defers_norm,
     linear,
+    linear_add,
     linear_add_rms_norm,
     linear_partial,
     linear_swiglu,
+    norm_linear,
+    norm_linear_swiglu,
 )
 from detjax.pallas_kernels.linear.sm90 import linear_leaf_sums
-from detjax.pallas_kernels.rms_norm.api import add_rms_norm
-from detjax.pallas_kernels.rope.api import rope_into_cache
+from detjax.pallas_kernels.rms_norm.api import add_rms_norm, rms_norm
 from detjax.parallel.collectives import butterfly_sum, gather_columns
 from detjax.parallel.exchange import (
     Exchange,
@@ -70,18 +73,27 @@ def embed_tokens(recipe: Recipe, table, ids: Int32[Array, " M"]) -> Activation[A
 def attention_layer(
     recipe: Recipe,
     weights: dict,
-    x: Activation[Array, "M D"],
+    residual: Activation[Array, "m D"],
+    x: Activation[Array, "M D"] | None,
     cos: Float32[Array, "M half"],
     sin: Float32[Array, "M half"],
     pages: Activation[Array, "L N 2 K P C"],
     tokens: Tokens,
     layer: int,
 ) -> tuple[Activation[Array, "L N 2 K P C"], Activation[Array, "M k"]]:
-    """Attend over the cache, the new tokens included. Returns the cache and this rank's heads."""
-    config, backend = recipe.config, recipe.backend
+    """Attend over the cache, the new tokens included. Returns the cache and this rank's heads.
+
+    `x` are the normalised rows of the residual stream, or None if they are not made yet.
+    """
+    config, backend, eps = recipe.config, recipe.backend, recipe.config.rms_norm_eps
     batch, length = tokens.ids.shape
-    qkv = linear(x, weights["qkv"], weights.get("qkv_bias"), out_dtype=x.dtype, backend=backend)
-    q, pages = rope_into_cache(
+    w, bias, dtype = weights["qkv"], weights.get("qkv_bias"), residual.dtype
+    if x is None:
+        gain = weights["attn_norm"]
+        qkv = norm_linear(residual, gain, w, bias, eps=eps, out_dtype=dtype, backend=backend)
+    else:
+        qkv = linear(x, w, bias, out_dtype=dtype, backend=backend)
+    out, pages = rope_attention(
         qkv.reshape(batch * length, -1, config.head_dim),
         cos,
         sin,
@@ -90,16 +102,8 @@ def attention_layer(
         tokens.page_table,
         tokens.positions,
         layer=layer,
-        eps=config.rms_norm_eps,
-        backend=backend,
-    )
-    out = attention(
-        q.reshape(batch, length, -1, config.head_dim),
-        pages,
-        tokens.page_table,
-        tokens.positions,
-        layer=layer,
         window=config.sliding_windows[layer],
+        eps=eps,
         profile=recipe.profile,
         backend=backend,
     )
@@ -107,10 +111,33 @@ def attention_layer(
 
 
 def gated_layer(
-    recipe: Recipe, weights: dict, x: Activation[Array, "M D"]
+    recipe: Recipe,
+    weights: dict,
+    residual: Activation[Array, "m D"],
+    x: Activation[Array, "M D"] | None,
 ) -> Activation[Array, "M f"]:
-    """The feed-forward layer up to its row-parallel product."""
+    """The feed-forward layer up to its row-parallel product; `x` as in `attention_layer`."""
+    if x is None:
+        return norm_linear_swiglu(
+            residual,
+            weights["mlp_norm"],
+            weights["gate_up"],
+            eps=recipe.config.rms_norm_eps,
+            backend=recipe.backend,
+        )
     return linear_swiglu(x, weights["gate_up"], backend=recipe.backend)
+
+
+def final_rows(
+    recipe: Recipe,
+    residual: Activation[Array, "m D"],
+    x: Activation[Array, "M D"] | None,
+    gain: Activation[Array, " D"],
+) -> Activation[Array, "M D"]:
+    """The normalised rows that lm_head takes; `x` as in `attention_layer`."""
+    if x is not None:
+        return x
+    return rms_norm(residual, gain, eps=recipe.config.rms_norm_eps, backend=recipe.backend)
 
 
 def row_parallel_norm(
@@ -122,16 +149,21 @@ def row_parallel_norm(
     gain: Activation[Array, " D"],
     *,
     exchange: Exchange | None = None,
-) -> tuple[Activation[Array, "m D"], Activation[Array, "M D"]]:
+) -> tuple[Activation[Array, "m D"], Activation[Array, "M D"] | None]:
     """Multiply by weights whose inputs are split over ranks, add to the residual stream, normalise.
 
-    Returns the new residual stream and its normalised rows. One rank does it in one operation;
-    several add their subtrees in between, in the form that suits the number of rows (see
-    `parallel.exchange`; without `exchange` through XLA's collectives). Where rows are many, each
-    rank keeps its own of the residual stream. The bits are the same.
+    Returns the new residual stream and its normalised rows: None where the next product normalises
+    them in its own launch (one rank, few rows). One rank does it in one operation; several add
+    their subtrees in between, in the form that suits the number of rows (see `parallel.exchange`;
+    without `exchange` through XLA's collectives). Where rows are many, each rank keeps its own of
+    the residual stream. The bits are the same.
     """
     reduction = tree_reduction(x.shape[1] * recipe.tp, recipe.profile)
     eps, backend = recipe.config.rms_norm_eps, recipe.backend
+    if recipe.tp == 1 and defers_norm(x, w, reduction=reduction, backend=backend):
+        # WHY: two launches a layer fewer. More rows would not fit beside the streaming weights, and
+        # there the kernel that adds the CTAs' subtrees normalises as well.
+        return linear_add(x, w, residual, bias, reduction=reduction, backend=backend), None
     if recipe.tp == 1:
         return linear_add_rms_norm(
             x, w, residual, bias, gain, reduction=reduction, eps=eps, backend=backend

@@ -330,6 +330,69 @@ def load_padded(ref, count: int, math: Arithmetic, *, size: int, fill) -> jax.Ar
     return emit(ref)
 
 
+def keep_warp_values(values, ref, math: Arithmetic) -> None:
+    """Put what `reduce_warps` left, one value a warp, into four elements of shared memory."""
+    if math.is_interpreted:
+        ref[...] = values[::32]
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_STRIDED((LANES,), vec_size=1), plgpu.RefType()))
+    def emit(ctx, values, memory):
+        (value,) = _elements(values)
+        lane = arith.remui(mgpu.utils.thread_idx(), mgpu.c(LANES, ir.IntegerType.get_signless(32)))
+        warp = arith.divui(lane, mgpu.c(32, lane.type))
+        # A warp's lanes write the same value to the same place.
+        memref.store(value, memory, [arith.index_cast(ir.IndexType.get(), warp)])
+
+    emit(values, ref)
+
+
+SLAB = 64
+"""Columns of a block of bfloat16 that is one swizzle span, 128 bytes, wide."""
+
+
+def store_in_slabs(ref, values, row, start: int, math: Arithmetic) -> None:
+    """Put columns of one row where wgmma reads them: blocks [8, SLAB] with a swizzle of 128 bytes.
+
+    Args:
+        ref: Shared memory of blocks, [steps, slabs, 8, SLAB] in order of column.
+        values: bfloat16 [n], the columns from `start`; `start` and n are multiples of SLAB.
+        row: Which of the 8 rows, an int32 scalar.
+        start: First column.
+        math: Arithmetic of a `strided` layout with one run a thread.
+    """
+    if math.is_interpreted:
+        slabs = ref.shape[-3]
+        for i in range(values.shape[0] // SLAB):
+            at = divmod(start // SLAB + i, slabs)
+            ref[*at, row, :] = values[i * SLAB : (i + 1) * SLAB]
+        return
+    transforms = (plgpu.TilingTransform((8, SLAB)), plgpu.SwizzleTransform(2 * SLAB))
+
+    @plgpu.inline_mgpu(
+        arg_types=(math.layout, plgpu.RefType(transforms), plgpu.Layout.WG_SPLAT(()))
+    )
+    def emit(ctx, values, memory, row):
+        (register,) = values.registers.flat
+        row = row.registers.item()
+
+        def i32(value):
+            return mgpu.c(value, row.type)
+
+        [vec_len] = ir.VectorType(register.type).shape
+        lane = arith.remui(mgpu.utils.thread_idx(), i32(LANES))
+        column = arith.muli(lane, i32(vec_len))
+        slab = arith.addi(arith.divui(column, i32(SLAB)), i32(start // SLAB))
+        step, slab = (op(slab, i32(ref.shape[1])) for op in (arith.divui, arith.remui))
+        # The swizzle: in row r the 16 bytes of place p are those of place p ^ r.
+        place = arith.xori(arith.remui(column, i32(SLAB)), arith.muli(row, i32(8)))
+        index = ir.IndexType.get()
+        at = [arith.index_cast(index, i) for i in (step, slab, i32(0), i32(0), row, place)]
+        vector.store(register, memory, at)
+
+    emit(values, ref, row)
+
+
 def first_of_warps(ref) -> list:
     """The scalars of a [LANES] vector in memory that a warp-wide result left: one a warp."""
     return [ref[32 * warp] for warp in range(4)]

@@ -22,9 +22,14 @@ from detjax.models.layers import Recipe, Tokens
 from detjax.models.loading import LoadedModel
 from detjax.models.params import partition_specs
 from detjax.numerics import NumericsProfile, tree_reduction
-from detjax.pallas_kernels.attention.api import attention
+from detjax.pallas_kernels.attention.api import attention, rope_attention
 from detjax.pallas_kernels.backend import Backend
-from detjax.pallas_kernels.linear.api import linear, linear_add_rms_norm
+from detjax.pallas_kernels.linear import sm90
+from detjax.pallas_kernels.linear.api import (
+    linear,
+    linear_add,
+    linear_add_rms_norm,
+)
 from detjax.serving.steps import StepShape, compile_step, pages_shape
 from detjax.testing import aot
 
@@ -60,6 +65,35 @@ def down(num_rows: int) -> aot.Program:
     return aot.compile_program(run, *shapes)
 
 
+def norm_qkv(num_rows: int) -> aot.Program:
+    """A product of one leaf that normalises its input."""
+
+    def run(x, gain, w):
+        return sm90.norm_linear(x, gain, w, None, eps=1e-5, out_dtype=BF16)
+
+    return aot.compile_program(run, _shape(num_rows, 4096), _shape(4096), _shape(6144, 4096))
+
+
+def norm_gate_up(num_rows: int, width: int) -> aot.Program:
+    """Gates and ups of a product that normalises its input."""
+
+    def run(x, gain, w):
+        return sm90.norm_linear_swiglu(x, gain, w, eps=1e-5)
+
+    return aot.compile_program(run, _shape(num_rows, width), _shape(width), _shape(28672, width))
+
+
+def down_add(num_rows: int) -> aot.Program:
+    """The tree of eight leaves, added to the residual stream."""
+    reduction = tree_reduction(14336, PROFILE)
+
+    def run(x, w, residual):
+        return linear_add(x, w, residual, None, reduction=reduction, backend=Backend.SM90)
+
+    shapes = (_shape(num_rows, 14336), _shape(4096, 14336), _shape(num_rows, 4096))
+    return aot.compile_program(run, *shapes)
+
+
 def attend(batch: int, length: int, context: int) -> aot.Program:
     """Attention of 32 query heads over 8 key/value heads of 128 channels."""
     num_pages = context // 128
@@ -77,6 +111,29 @@ def attend(batch: int, length: int, context: int) -> aot.Program:
         _shape(batch, num_pages, dtype=jnp.int32),
         _shape(batch, length, dtype=jnp.int32),
     )
+
+
+def attend_new(batch: int, context: int) -> aot.Program:
+    """Rotation, cache write and attention of one new token a sequence."""
+    num_pages = -(-context // 128)
+
+    def run(qkv, cos, sin, pages, table, positions):
+        return rope_attention(
+            qkv, cos, sin, None, pages, table, positions,
+            layer=0, window=None, eps=1e-5, profile=PROFILE, backend=Backend.SM90,
+        )  # fmt: skip
+
+    shapes = (
+        _shape(batch, 48, 128),
+        _shape(batch, 64, dtype=jnp.float32),
+        _shape(batch, 64, dtype=jnp.float32),
+        _shape(1, batch * num_pages, 2, 8, 128, 128),
+        _shape(batch, num_pages, dtype=jnp.int32),
+        _shape(batch, 1, dtype=jnp.int32),
+    )
+    whole = NamedSharding(aot.h200_mesh(), P())
+    jitted = jax.jit(run, in_shardings=whole, donate_argnums=3)
+    return aot.inspect_program(lambda: jitted.lower(*shapes).compile())
 
 
 def abstract_model(num_layers: int) -> LoadedModel:
@@ -150,8 +207,15 @@ PROGRAMS = {
     "qkv_4096": lambda: qkv(4096),
     "down_8": lambda: down(8),
     "down_4096": lambda: down(4096),
+    "down_add_8": lambda: down_add(8),
+    "norm_qkv_1": lambda: norm_qkv(1),
+    "norm_qkv_8": lambda: norm_qkv(8),
+    "norm_gate_up_8": lambda: norm_gate_up(8, 4096),
+    "norm_gate_up_8_wide": lambda: norm_gate_up(8, 8192),
     "attention_decode": lambda: attend(8, 1, 1024),
     "attention_decode_many": lambda: attend(64, 1, 1024),
+    "new_token": lambda: attend_new(8, 1025),
+    "new_token_many": lambda: attend_new(64, 1025),
     "attention_prefill": lambda: attend(1, 4096, 4096),
     "decode_step": decode_step,
     "fast_step": lambda: fast_step("bfloat16"),
@@ -168,5 +232,6 @@ if __name__ == "__main__":
         "kernels": [dataclasses.asdict(kernel) for kernel in program.kernels],
         "copies": program.copies(least_bytes=LARGE_BYTES),
         "temp_bytes": program.temp_bytes,
+        "launches": program.hlo.count('custom_call_target="mosaic_gpu_v2"'),
     }
     print(json.dumps(report))

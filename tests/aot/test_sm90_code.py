@@ -23,6 +23,10 @@ ATTENTION_SPILL_BYTES = 36
 """Prefill at 128 channels keeps the outer state of its splits in registers, beside S, P and O: 36
 bytes more than there are. In shared memory it spilled nothing and was 8 % slower (docs/log.md)."""
 
+NEW_TOKEN_SPILL_BYTES = 24
+"""Where a CTA takes whole sequences and rotates their new tokens: scalars, once a sequence, outside
+the loop over blocks."""
+
 
 def compiled(name: str) -> dict:
     run = subprocess.run(
@@ -56,6 +60,9 @@ def spills(program: dict) -> dict[str, int]:
         ("qkv_4096", "m64n256k16"),
         ("down_8", "m64n8k16"),
         ("down_4096", "m64n128k16"),
+        ("down_add_8", "m64n8k16"),
+        ("norm_qkv_1", "m64n8k16"),
+        ("norm_qkv_8", "m64n8k16"),
     ],
 )
 def test_linear_uses_the_tensor_core_and_spills_nothing(name, shape):
@@ -65,10 +72,23 @@ def test_linear_uses_the_tensor_core_and_spills_nothing(name, shape):
     assert program["copies"] == []
 
 
+@pytest.mark.parametrize("name", ["norm_gate_up_8", "norm_gate_up_8_wide"])
+def test_a_norm_before_gated_tiles_spills_nothing(name):
+    program = compiled(name)
+    assert wgmma(program, "detjax_linear_swiglu") == {("m64n8k16",)}
+    assert spills(program) == {}
+    assert program["launches"] == 1
+
+
+def test_a_decode_step_has_five_launches_a_layer():
+    # qkv, attention, o, gate_up, down; the final norm, lm_head, four for the choice of a token.
+    assert compiled("decode_step")["launches"] == 2 * 5 + 6
+
+
 @pytest.mark.parametrize(
     ("name", "kernel"),
     [
-        ("attention_decode", "attention_splits_sm90"),
+        ("attention_decode", "attention_cluster_sm90"),
         ("attention_decode_many", "attention_sequences_sm90"),
     ],
 )
@@ -77,6 +97,21 @@ def test_decode_attention_spills_nothing(name, kernel):
     assert wgmma(program, kernel) == {("m64n128k16",)}
     assert spills(program) == {}
     assert program["copies"] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel", "most_spilled"),
+    [
+        ("new_token", "attention_cluster_sm90", 0),
+        ("new_token_many", "attention_sequences_sm90", NEW_TOKEN_SPILL_BYTES),
+    ],
+)
+def test_a_new_token_takes_one_kernel_and_no_copy_of_the_cache(name, kernel, most_spilled):
+    program = compiled(name)
+    assert [k["name"] for k in program["kernels"]] == [kernel]
+    assert spills(program).get(kernel, 0) <= most_spilled
+    assert program["copies"] == []
+    assert program["temp_bytes"] < 1 << 20
 
 
 def test_prefill_attention_spills_no_more_than_is_known():
@@ -93,7 +128,9 @@ def test_step_copies_neither_cache_nor_weights_and_spills_nothing(name):
     # Nor in any other way: the smallest matrix has 32 MiB, a layer of the cache as much.
     assert program["temp_bytes"] < 32 << 20
     assert spills(program) == {}
-    assert wgmma(program, "attention_splits_sm90") == {("m64n128k16",)}
+    assert wgmma(program, "attention_cluster_sm90") == {("m64n128k16",)}
+    names = {k["name"] for k in program["kernels"]}
+    assert not names & {"attention_merge_sm90", "detjax_qk_norm_rope_write"}
 
 
 @pytest.mark.parametrize("name", ["fast_step_int8", "fast_step_float8"])

@@ -244,6 +244,22 @@ def _plain_add_norm(x, w, residual, bias, gain, *, reduction, eps, backend):
     return add_rms_norm(partial, residual, bias, gain, eps=eps, backend=backend)
 
 
+@pytest.mark.invariance
+@pytest.mark.parametrize("most_rows", (2, 1024))
+def test_answers_do_not_depend_on_who_normalises(monkeypatch, most_rows):
+    """Norms left to the next product, in decode only or everywhere, change no answer."""
+    want, deferred = expected(2)[:6], []
+
+    def defers(x, w, *, reduction, backend):
+        deferred.append(x.shape[0] <= most_rows)
+        return deferred[-1]
+
+    monkeypatch.setattr(detjax.models.layers, "defers_norm", defers)
+    got = answers(dummy_model(config_for(2)), requests(6), batch_size=2)
+    assert_same(got, want, f"norms of at most {most_rows} rows in the product after them")
+    assert any(deferred) and all(deferred) == (most_rows == 1024)
+
+
 @pytest.mark.control
 def test_control_jnp_dot_is_not_batch_invariant(monkeypatch):
     """XLA's own products on the same model: some request's bits depend on the batch."""

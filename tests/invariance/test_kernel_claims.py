@@ -8,6 +8,7 @@ requires that every `Claims:` line in the package has its cases here.
 import functools
 import importlib
 import inspect
+import itertools
 import pkgutil
 import re
 from collections.abc import Callable
@@ -22,15 +23,18 @@ from jax.sharding import PartitionSpec as P
 import detjax.pallas_kernels
 import detjax.parallel.collectives
 from detjax.numerics import NumericsProfile, Reduction, tree_reduction
-from detjax.pallas_kernels.attention.api import attention
+from detjax.pallas_kernels.attention.api import attention, rope_attention
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.embedding.api import embed
 from detjax.pallas_kernels.linear.api import (
     add_partials,
     linear,
+    linear_add,
     linear_add_rms_norm,
     linear_partial,
     linear_swiglu,
+    norm_linear,
+    norm_linear_swiglu,
 )
 from detjax.pallas_kernels.log_softmax.api import block_stats, log_probs, log_sum_exp
 from detjax.pallas_kernels.rms_norm.api import add_rms_norm, combine_add_rms_norm, rms_norm
@@ -157,6 +161,28 @@ def _cases() -> dict[str, Case]:
             kernel=linear,
             call=lambda x: linear(x, w, bias, out_dtype=x.dtype, **ON),
             rows=(bf16(rng, M, K),),
+        ),
+        "norm_linear": Case(
+            kernel=norm_linear,
+            call=lambda x: norm_linear(x, gain, w, bias, eps=1e-5, out_dtype=x.dtype, **ON),
+            rows=(bf16(rng, M, K),),
+        ),
+        "norm_linear_swiglu": Case(
+            kernel=norm_linear_swiglu,
+            call=lambda x: norm_linear_swiglu(x, gain, w_gate_up, eps=1e-5, **ON),
+            rows=(bf16(rng, M, K),),
+            slices=lambda rank, ranks: (
+                lambda x: norm_linear_swiglu(
+                    x,
+                    gain,
+                    jnp.concatenate(
+                        [half[_columns(ranks, rank, 512)] for half in jnp.split(w_gate_up, 2)]
+                    ),
+                    eps=1e-5,
+                    **ON,
+                ),
+                _columns(ranks, rank, 512),
+            ),
         ),
         "linear_swiglu": Case(
             kernel=linear_swiglu,
@@ -308,6 +334,17 @@ def _cases() -> dict[str, Case]:
                 slice(None),
             ),
         ),
+        "linear_add": Case(
+            kernel=linear_add,
+            call=lambda x, r: linear_add(x, wide_w, r, bias, reduction=eight, **ON),
+            rows=(bf16(rng, M, 8 * 32), bf16(rng, M, N)),
+            slices=lambda rank, ranks: (
+                lambda x, r: add_rms_norm(
+                    _butterfly(x, wide_w, eight, tp=ranks), r, bias, bias, eps=1e-5, **ON
+                )[0],
+                slice(None),
+            ),
+        ),
         "linear_add_rms_norm": Case(
             kernel=linear_add_rms_norm,
             call=lambda x, r: jnp.stack(
@@ -347,6 +384,21 @@ def _cases() -> dict[str, Case]:
                 .reshape(-1),
             ),
         ),
+        "rope_attention": Case(
+            kernel=rope_attention,
+            call=lambda x, c, s, p: _attend_through_cache(x, c, s, p, gains),
+            rows=(bf16(rng, M, 24, C), cos, sin, jnp.asarray(rng.integers(0, 256, M), jnp.int32)),
+            slices=lambda rank, ranks: (
+                lambda x, c, s, p: _attend_through_cache(
+                    jnp.concatenate([y[:, rank::ranks] for y in jnp.split(x, 3, 1)], axis=1),
+                    c,
+                    s,
+                    p,
+                    gains,
+                ),
+                np.arange(8)[rank::ranks],
+            ),
+        ),
         "butterfly_sum": Case(
             kernel=butterfly_sum,
             call=lambda x: _butterfly(x, wide_w, eight, tp=4),
@@ -377,6 +429,19 @@ def _through_cache(qkv, cos, sin, positions, gains) -> jax.Array:
     )
     kv = pages[1, page_ids, :, :, positions]
     return jnp.concatenate([q, kv[:, 0], kv[:, 1]], axis=1)
+
+
+def _attend_through_cache(qkv, cos, sin, positions, gains) -> jax.Array:
+    """One new token a sequence, after keys and values that are the same for all and every head."""
+    rows, heads = qkv.shape[0], qkv.shape[1] // 3
+    page = bf16(np.random.default_rng(5), 1, 1, 2, 1, 128, C)
+    pages = jnp.broadcast_to(page, (1, 2 * rows, 2, heads, 128, C))
+    table = jnp.arange(2 * rows, dtype=jnp.int32).reshape(rows, 2)
+    out, _ = rope_attention(
+        qkv, cos, sin, gains, pages, table, positions[:, None], layer=0, window=None, eps=1e-5,
+        profile=PROFILE, **ON,
+    )  # fmt: skip
+    return out[:, 0]
 
 
 _CACHE: dict[str, Case] = {}
@@ -488,6 +553,23 @@ def test_linear_swiglu_is_linear_then_swiglu():
     assert_bitwise_equal(one, two, claim="one operation has the bits of two")
     with pytest.raises(ValueError, match="as many rows of up"):
         linear_swiglu(x, w[:-1], **ON)
+
+
+def test_norm_linear_is_rms_norm_then_linear():
+    """Bit for bit, gated or not; what the sum left of the residual stream is the same as well."""
+    rng = np.random.default_rng(10)
+    x, w, gain, bias = bf16(rng, M, K), bf16(rng, N, K), bf16(rng, K), bf16(rng, N)
+    normed = rms_norm(x, gain, eps=1e-5, **ON)
+    two = linear(normed, w, bias, out_dtype=x.dtype, **ON)
+    one = norm_linear(x, gain, w, bias, eps=1e-5, out_dtype=x.dtype, **ON)
+    assert_bitwise_equal(one, two, claim="one operation has the bits of two")
+    two = linear_swiglu(normed, w, **ON)
+    one = norm_linear_swiglu(x, gain, w, eps=1e-5, **ON)
+    assert_bitwise_equal(one, two, claim="one operation has the bits of three")
+    residual, reduction = bf16(rng, M, N), tree_reduction(K, PROFILE)
+    added = linear_add(x, w, residual, bias, reduction=reduction, **ON)
+    both = linear_add_rms_norm(x, w, residual, bias, bias, reduction=reduction, eps=1e-5, **ON)
+    assert_bitwise_equal(added, both[0], claim="the same residual stream, normalised or not")
 
 
 K_LENGTHS = (172, 6144, 11008, 14336, 25600)
@@ -602,6 +684,32 @@ def test_attention_is_bitwise_schedule_invariant():
         assert_bitwise_equal(got, whole[low:high], claim=f"queries {low} to {high} in one chunk")
 
 
+@pytest.mark.invariance
+def test_rope_attention_is_bitwise_schedule_invariant():
+    """Chunks of any size, and the cache that they leave."""
+    rng = np.random.default_rng(8)
+    length, heads, kv_heads = 300, 4, 2
+    qkv = bf16(rng, length, heads + 2 * kv_heads, C)
+    cos, sin = f32(rng, length, C // 2), f32(rng, length, C // 2)
+    table = jnp.asarray([[2, 0, 1]], jnp.int32)
+
+    def run(bounds):
+        pages, parts = jnp.full((1, 3, 2, kv_heads, 128, C), jnp.nan, jnp.bfloat16), []
+        for low, high in itertools.pairwise(bounds):
+            at = slice(low, high)
+            out, pages = rope_attention(
+                qkv[at], cos[at], sin[at], None, pages, table,
+                jnp.arange(low, high, dtype=jnp.int32)[None],
+                layer=0, window=None, eps=1e-5, profile=PROFILE, **ON,
+            )  # fmt: skip
+            parts.append(out[0])
+        return jnp.concatenate(parts), pages
+
+    actual, whole = run([0, 100, 101, 102, 128, 129, 300]), run([0, length])
+    for what, a, b in zip(("outputs", "cache"), actual, whole, strict=True):
+        assert_bitwise_equal(a, b, claim=f"{what} of chunks of a prompt are the whole prompt's")
+
+
 @pytest.mark.control
 def test_control_split_length_changes_attention():
     """The probe depends on order: another split length has other bits."""
@@ -654,7 +762,7 @@ def test_every_claim_has_its_test():
 
 def test_every_kernel_states_its_numerics():
     for name, fn, _ in _public_claims():
-        if name in ("gather_columns",):
+        if name in ("gather_columns", "defers_norm"):  # no arithmetic
             continue
         doc = inspect.getdoc(fn) or ""
         assert "Numerics:" in doc and "Claims:" in doc, name

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention on sm90: its logic on a CPU, its bits on a GPU."""
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ import pytest
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.attention import portable, sm90, sm90_decode, sm90_prefill
 from detjax.pallas_kernels.attention.shapes import LAYOUTS
+from detjax.pallas_kernels.rope import sm90 as rope_sm90
 from detjax.testing.bitwise import assert_bitwise_equal, count_different_bits
 
 PROFILE = NumericsProfile()
@@ -81,8 +83,10 @@ def test_every_variant_lowers_for_hopper(layout, query_len, window):
     f = functools.partial(sm90.attention, layer=jnp.int32(1), window=window, profile=PROFILE)
     text = jax.jit(f).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
     group = dims.num_heads // dims.num_kv_heads
-    is_decode = sm90.is_decode(query_len, group, dims.channels, window)
-    assert ("attention_splits_sm90" if is_decode else "attention_prefill_sm90") in text
+    kernel = "prefill"
+    if sm90.is_decode(query_len, group, dims.channels, window):
+        kernel = "cluster" if query_len == 1 else "splits"
+    assert f"attention_{kernel}_sm90" in text
 
 
 def test_decode_lowers_for_any_batch_and_rows():
@@ -92,7 +96,11 @@ def test_decode_lowers_for_any_batch_and_rows():
         (64, 16, 32, "sequences"),
         (64, 1, 33, "splits"),
         (1, 16, 9, "splits"),
-        (1, 1, 4, "sequences"),
+        (1, 16, 4, "sequences"),
+        (1, 1, 4, "cluster"),
+        (1, 1, 9, "cluster"),
+        (8, 1, 9, "cluster"),
+        (16, 1, 9, "cluster"),
     ):
         shapes = (
             jax.ShapeDtypeStruct((batch, query_len, 32, 128), jnp.bfloat16),
@@ -104,6 +112,93 @@ def test_decode_lowers_for_any_batch_and_rows():
         text = jax.jit(f).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
         assert f"attention_{kernel}_sm90" in text
         assert ("attention_merge_sm90" in text) == (kernel == "splits")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NewTokens:
+    """A new token of each sequence, and the cache before it: NaN wherever nothing is written."""
+
+    qkv: jax.Array
+    cos: jax.Array
+    sin: jax.Array
+    gains: tuple | None
+    pages: jax.Array
+    table: jax.Array
+    positions: jax.Array
+
+    @property
+    def place(self):
+        return self.pages, self.table, self.positions, jnp.int32(1)
+
+    def apart(self, is_interpreted=False, **options):
+        """Rotation and cache write, then attention."""
+        kv_heads, channels = self.pages.shape[3], self.pages.shape[5]
+        pages_ref = jax.new_ref(self.pages)
+        q = rope_sm90.qk_norm_rope_write(
+            self.qkv, self.cos, self.sin, *(self.gains or (None, None)), pages_ref, self.table,
+            self.positions, num_heads=self.qkv.shape[1] - 2 * kv_heads, layer=jnp.int32(1),
+            eps=1e-5, interpret=is_interpreted,
+        )  # fmt: skip
+        pages = jax.freeze(pages_ref)
+        q = q.reshape(len(q), 1, -1, channels)
+        config = sm90_decode.DecodeConfig(**options)
+        out = sm90_decode.decode(
+            q, pages, *self.place[1:], config=config, is_interpreted=is_interpreted
+        )
+        return out, pages
+
+    def at_once(self, is_interpreted=False, **options):
+        """The same in one kernel."""
+        return sm90_decode.decode_new_token(
+            self.qkv, self.cos, self.sin, self.gains, *self.place, eps=1e-5,
+            config=sm90_decode.DecodeConfig(**options), is_interpreted=is_interpreted,
+        )  # fmt: skip
+
+
+def new_tokens(contexts, *, kv_heads, group, channels, with_norm, seed=0) -> NewTokens:
+    """Sequences of these lengths, the new token included; 0 is padding. Pages in random order."""
+    rng, batch = np.random.default_rng(seed), len(contexts)
+    num_pages = max(1, *(-(-c // 128) for c in contexts))
+    pages = np.array(normal((2, batch * num_pages + 1, 2, kv_heads, 128, channels), seed + 1))
+    table = rng.permutation(batch * num_pages + 1)[:-1].reshape(batch, num_pages)
+    for context, sequence in zip(contexts, table, strict=True):
+        for block, page in enumerate(sequence):
+            pages[1, page, :, :, max(context - 1 - 128 * block, 0) :] = np.nan
+    angles = rng.standard_normal((batch, channels // 2))
+    gains = tuple(1 + normal((channels,), seed + 2 + i, 0.1) for i in range(2))
+    return NewTokens(
+        qkv=normal((batch, kv_heads * (group + 2), channels), seed + 4, 2.0),
+        cos=jnp.asarray(np.cos(angles), jnp.float32),
+        sin=jnp.asarray(np.sin(angles), jnp.float32),
+        gains=gains if with_norm else None,
+        pages=jnp.asarray(pages),
+        table=jnp.asarray(table, jnp.int32),
+        positions=jnp.asarray(contexts, jnp.int32)[:, None] - 1,
+    )
+
+
+def assert_same(actual, expected, claim):
+    """Compare output and cache."""
+    for what, a, b in zip(("output", "cache"), actual, expected, strict=True):
+        assert_bitwise_equal(a, b, claim=f"{claim}: {what}")
+
+
+FUSED = (
+    {},
+    {"scores_ahead": True},
+    {"whole_sequences": True},
+    {"cluster": 1},
+    {"cluster": 2},
+    {"cluster": 2, "scores_ahead": True},
+)
+"""Ways to do a decode step in one kernel, or in two."""
+
+
+@pytest.mark.parametrize("options", FUSED, ids=str)
+def test_new_tokens_inside_decode_have_the_bits_of_two_kernels(options):
+    case = new_tokens([600, 0, 128], kv_heads=2, group=4, channels=128, with_norm=True)
+    actual, expected = case.at_once(is_interpreted=True, **options), case.apart(is_interpreted=True)
+    assert_same(actual, expected, "rotated inside attention is rotated before it")
 
 
 def check_against_portable(positions, *, kv_heads, group, channels, window=None, run=attend):
@@ -328,6 +423,7 @@ def test_schedules_of_prefill_have_the_same_bits(whole, options):
         {"key_stages": 2, "value_stages": 1},
         {"whole_sequences": True},
         {"whole_sequences": True, "num_ctas": 5},
+        {"scores_ahead": True},
     ],
     ids=str,
 )
@@ -341,6 +437,42 @@ def test_schedules_of_decode_have_the_same_bits(whole, options):
     assert_bitwise_equal(
         actual[:, 0], whole.out[0, at], claim=f"{options} is a choice for speed alone"
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.invariance
+@pytest.mark.parametrize("options", [*FUSED, {"cluster": 8, "scores_ahead": True}], ids=str)
+@pytest.mark.parametrize("with_norm", [False, True], ids=["plain", "norm"])
+@pytest.mark.parametrize("channels", [64, 128])
+@pytest.mark.parametrize("group", [1, 2, 4, 7, 8])
+def test_new_tokens_inside_decode_are_bitwise_schedule_invariant(
+    group, channels, with_norm, options
+):
+    if "cluster" in options and group * channels < sm90_decode.LANES:
+        options = {}
+    for contexts in ([1, 127, 128, 129, 0], [511, 512], [0, 513, 1100], [1], [3000, 5, 4096, 1500]):
+        case = new_tokens(contexts, kv_heads=3, group=group, channels=channels, with_norm=with_norm)
+        expected = case.apart()
+        for actual in (case.at_once(**options), case.apart(**options)):
+            assert_same(actual, expected, f"one kernel or more, {contexts=}")
+
+
+@pytest.mark.gpu
+@pytest.mark.invariance
+@pytest.mark.parametrize("options", FUSED, ids=str)
+def test_steps_in_place_are_bitwise_run_invariant(options):
+    """Steps on one cache, each of which reads what the one before it wrote."""
+    first = new_tokens(
+        [1000, 1, 450, 513, 127, 0, 256, 900], kv_heads=8, group=4, channels=128, with_norm=False
+    )
+    one, other = first, first
+    while int(one.positions.max()) < 128 * first.table.shape[1]:
+        out, pages = one.at_once(**options)
+        want, want_pages = other.apart()
+        assert_same((out, pages), (want, want_pages), "a step is any step")
+        positions = jnp.where(one.positions < 0, -1, one.positions + 1)
+        one = dataclasses.replace(one, pages=pages, positions=positions)
+        other = dataclasses.replace(other, pages=want_pages, positions=positions)
 
 
 @pytest.mark.gpu

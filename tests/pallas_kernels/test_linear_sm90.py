@@ -15,6 +15,7 @@ from detjax.pallas_kernels.linear import portable, sm90, sm90_matmul
 from detjax.pallas_kernels.linear.shapes import SHAPES
 from detjax.pallas_kernels.linear.sm90_matmul import matmul
 from detjax.pallas_kernels.linear.tiles import SMEM_BYTES, MatmulTiles, choose_tiles, smem_bytes
+from detjax.pallas_kernels.rms_norm.sm90 import combine_add_rms_norm, rms_norm
 from detjax.pallas_kernels.swiglu import sm90 as sm90_swiglu
 from detjax.pallas_kernels.swiglu.shapes import WIDTHS
 from detjax.testing.bitwise import (
@@ -67,6 +68,18 @@ GATED_VARIANTS = {
     "flat_two_warpgroups": dataclasses.replace(GATED_FLAT, num_wgs=2),
     "flat_deep_steps": dataclasses.replace(GATED_FLAT, k=128),
 }
+HELD_FLAT = dataclasses.replace(FLAT, stages=3, held_channels=1024)
+HELD_VARIANTS = {
+    "one_warpgroup": HELD_FLAT,
+    "helpers": dataclasses.replace(HELD_FLAT, helpers=3),
+    "two_warpgroups_and_a_helper": dataclasses.replace(HELD_FLAT, num_wgs=2, helpers=1),
+    "deep_steps": dataclasses.replace(HELD_FLAT, k=128, helpers=1),
+    "gated": dataclasses.replace(HELD_FLAT, rows=128, is_gated=True, helpers=2),
+    "gated_two_warpgroups": dataclasses.replace(HELD_FLAT, rows=128, is_gated=True, num_wgs=2),
+}
+NORM_WIDTHS = (896, 1024, 1536, 2560, 4096, 5120, 6656, 8192)
+"""Of real models whose rows a warpgroup adds: 1, 4 or 8 neighbouring channels a thread."""
+EPS = 1e-5
 GATED_WIDTHS = {**{k: v for k, v in WIDTHS.items() if v % 32 == 0}, "llama2_7b_tp8": 1376}
 
 
@@ -84,6 +97,18 @@ def operands(num_rows: int, num_out: int, k_len: int):
     x *= np.exp(rng.standard_normal((num_rows, k_len), np.float32))
     w = rng.standard_normal((num_out, k_len), np.float32) * np.float32(0.02)
     return jnp.asarray(x, jnp.bfloat16), jnp.asarray(w, jnp.bfloat16)
+
+
+def uneven_rows(num_rows: int, width: int, seed: int = 0):
+    """bf16 rows of huge and tiny magnitude beside each other, wide exponents inside a row."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((num_rows, width)) * np.exp(rng.standard_normal((num_rows, width)))
+    x *= 2.0 ** (20 * (np.arange(num_rows)[:, None] % 3 - 1))
+    return jnp.asarray(x, jnp.bfloat16)
+
+
+def gains(width: int):
+    return jnp.asarray(1 + np.random.default_rng(5).standard_normal(width) / 4, jnp.bfloat16)
 
 
 def struct(shape, dtype=jnp.bfloat16):
@@ -127,7 +152,7 @@ def test_chosen_tiles_lower(shape, num_rows):
         return
     lower_for_hopper(lambda x, w: sm90.linear_partial(x, w, reduction=reduction), x, w)
     lower_for_hopper(
-        lambda x, w, r: sm90.linear_residual(x, w, r, None, reduction=reduction), x, w, residual
+        lambda x, w, r: sm90.linear_add(x, w, r, None, reduction=reduction), x, w, residual
     )
 
 
@@ -136,6 +161,40 @@ def test_chosen_tiles_lower(shape, num_rows):
 def test_gated_tiles_lower(name, num_rows):
     x, w = struct((num_rows, 1024)), struct((2 * GATED_WIDTHS[name], 1024))
     lower_for_hopper(sm90.linear_swiglu, x, w)
+
+
+@pytest.fixture
+def norms_on(monkeypatch):
+    """Products of up to 8 rows normalise their input, whether they do by default or not."""
+    monkeypatch.setattr(sm90, "MAX_NORM_ROWS", 8)
+
+
+@pytest.mark.parametrize("num_rows", (1, 2, 5, 8))
+@pytest.mark.parametrize("width", NORM_WIDTHS)
+def test_products_that_normalise_lower(width, num_rows, norms_on):
+    x, gain, bias = struct((num_rows, width)), struct((width,)), struct((1280,))
+    w, w_gate_up = struct((1280, width)), struct((3584, width))
+    assert sm90.normalises_input(num_rows, width)
+    lower_for_hopper(
+        lambda x, g, w, b: sm90.norm_linear(x, g, w, b, eps=EPS, out_dtype=BF16), x, gain, w, bias
+    )
+    lower_for_hopper(lambda x, g, w: sm90.norm_linear_swiglu(x, g, w, eps=EPS), x, gain, w_gate_up)
+
+
+def test_few_wide_rows_are_normalised_by_the_next_product(norms_on, monkeypatch):
+    """At most 8 rows, as wide as a warpgroup, after a sum that is one launch."""
+    reduction = Reduction(num_leaves=8, leaf_len=512)
+
+    def defers(num_rows, width):
+        x, w = struct((num_rows, 4096)), struct((width, 4096))
+        return sm90.defers_norm(x, w, reduction=reduction)
+
+    assert defers(1, 4096) and defers(8, 5120)
+    assert not defers(9, 4096)
+    assert not defers(8, 2048)  # CTAs share its trees, so a launch must follow anyway
+    assert not sm90.normalises_input(8, 576)  # half a warpgroup's width is over
+    monkeypatch.setattr(sm90, "MAX_NORM_ROWS", 0)
+    assert not defers(1, 4096)
 
 
 @pytest.mark.parametrize("local_leaves", (1, 2, 4, 8))
@@ -261,6 +320,58 @@ def test_gated_tiles_in_interpret_mode(name):
     assert_rounded(out, gated_in_float64(x, w))
 
 
+def residual_added(sums, residual, bias=None):
+    """What a sum in float32 leaves of the residual stream, by NumPy."""
+    total = np.asarray(sums)
+    if bias is not None:
+        total = total + np.asarray(bias, np.float32)[None]
+    return jnp.asarray(np.asarray(residual, np.float32) + total).astype(jnp.bfloat16)
+
+
+@pytest.mark.parametrize(("num_rows", "cols"), ((1, 8), (5, 8), (8, 8), (16, 16), (40, 40)))
+def test_a_residual_of_swapped_tiles_in_interpret_mode(num_rows, cols, one_cta):
+    x, w = operands(num_rows, 128, 8 * 64)
+    tiles = dataclasses.replace(FLAT, cols=cols)
+    residual, bias = uneven_rows(num_rows, 128), gains(128)
+    interpret = plgpu.InterpretGPUParams()
+    sums = run(x, w, tiles, leaf_len=64, interpret=interpret)
+    for b in (None, bias):
+        out = matmul(
+            x, w, b, residual, leaf_len=64, out_dtype=BF16, tiles=tiles, interpret=interpret
+        )
+        want = residual_added(sums, residual, b)
+        assert_bitwise_equal(out, want, claim="the tree, then bias, then residual, one rounding")
+
+
+@pytest.mark.parametrize("num_rows", (1, 3, 5, 8))
+@pytest.mark.parametrize("name", HELD_VARIANTS)
+def test_a_product_that_normalises_in_interpret_mode(name, num_rows, one_cta):
+    """The bits of the norm and the product apart; shared memory starts as NaN."""
+    tiles = HELD_VARIANTS[name]
+    x, gain = uneven_rows(num_rows, 1024), gains(1024)
+    _, w = operands(num_rows, 256, 1024)
+    interpret = plgpu.InterpretGPUParams(detect_races=True)
+    product = functools.partial(matmul, leaf_len=1024, out_dtype=BF16, interpret=interpret)
+    plain = dataclasses.replace(tiles, held_channels=0, helpers=0)
+    want = product(rms_norm(x, gain, eps=EPS, interpret=True), w, None, None, tiles=plain)
+    out = product(x, w, None, None, gain, tiles=tiles, eps=EPS)
+    assert np.isfinite(np.asarray(out, np.float32)).all()
+    assert_bitwise_equal(out, want, claim=f"{name}: normalised in the product's prologue")
+
+
+@pytest.mark.parametrize("width", (896, 2560))
+def test_chunks_of_a_normalised_row_in_interpret_mode(width, one_cta):
+    """One channel a thread, and four."""
+    x, gain = uneven_rows(3, width), gains(width)
+    _, w = operands(3, 64, width)
+    interpret = plgpu.InterpretGPUParams()
+    product = functools.partial(matmul, leaf_len=width, out_dtype=BF16, interpret=interpret)
+    want = product(rms_norm(x, gain, eps=EPS, interpret=True), w, None, None, tiles=FLAT)
+    tiles = dataclasses.replace(HELD_FLAT, held_channels=width, helpers=2)
+    out = product(x, w, None, None, gain, tiles=tiles, eps=EPS)
+    assert_bitwise_equal(out, want, claim=f"rows of {width} normalised in the prologue")
+
+
 @pytest.fixture
 def one_cta(monkeypatch):
     """Give every tile to one CTA, so that its ring runs on from tile to tile."""
@@ -313,6 +424,22 @@ def test_tiles_refuse_nonsense():
         lower_for_hopper(lambda x, w: run(x, w, GATED_TALL, leaf_len=64), x, w)
     with pytest.raises(ValueError, match="residual"):
         lower_for_hopper(lambda x, w: run(x, w, IN_SLOT, leaf_len=64, out_dtype=BF16), x, w)
+    with pytest.raises(ValueError, match="8 columns"):
+        dataclasses.replace(FLAT, cols=16, held_channels=1024)
+    with pytest.raises(ValueError, match="helpers=1"):
+        dataclasses.replace(FLAT, helpers=1)
+    with pytest.raises(ValueError, match="held_channels=1024"):
+        lower_for_hopper(lambda x, w: run(x, w, HELD_FLAT, leaf_len=128), x, w)
+    product = functools.partial(
+        matmul, bias=None, residual=None, leaf_len=1024, out_dtype=BF16, tiles=HELD_FLAT, eps=EPS
+    )
+    with pytest.raises(ValueError, match="at most 8 rows, not 9"):
+        lower_for_hopper(
+            lambda x, g, w: product(x, w, gain=g),
+            struct((9, 1024)),
+            struct((1024,)),
+            struct((128, 1024)),
+        )
 
 
 def test_chosen_tiles_fit():
@@ -333,10 +460,28 @@ def test_chosen_tiles_fit():
                 assert reduction.leaf_len % tiles.k == 0
                 assert reduction.num_leaves % tiles.groups == 0
                 out_bytes = 4 if tiles.groups > 1 else kind["out_bytes"]
-                has_residual = "has_residual" in kind and not tiles.is_swapped
+                has_residual = "has_residual" in kind and tiles.groups == 1
                 used = smem_bytes(tiles, out_bytes=out_bytes, has_residual=has_residual)
                 assert used <= SMEM_BYTES // tiles.ctas_per_sm
                 assert tiles.stages >= 2
+
+
+@pytest.mark.parametrize("width", NORM_WIDTHS)
+def test_tiles_of_products_that_normalise_fit(width):
+    for num_rows in range(1, 9):
+        for kind in ({"out_bytes": 2}, {"out_bytes": 4}, {"out_bytes": 2, "is_gated": True}):
+            tiles = choose_tiles(
+                num_rows=num_rows,
+                num_out=28672,
+                num_leaves=1,
+                leaf_len=width,
+                has_norm=True,
+                **kind,
+            )
+            assert smem_bytes(tiles, out_bytes=kind["out_bytes"]) <= SMEM_BYTES
+            assert tiles.held_channels == width
+            # Enough in flight, on 96 CTAs, for the device memory's rate times its latency.
+            assert 96 * tiles.stages * tiles.stage_bytes >= 7 << 20
 
 
 # --- on a Hopper GPU -------------------------------------------------------------------------
@@ -447,6 +592,78 @@ def test_a_residual_in_a_slot_changes_no_bit(num_rows):
     in_slot = product(tiles=IN_SLOT)
     apart = product(tiles=dataclasses.replace(IN_SLOT, shares_slot=False, stages=4))
     assert_bitwise_equal(in_slot, apart, claim="where a residual waits changes no bit")
+
+
+def poison_memory():
+    """Leave NaN in device memory that is free, and in the shared memory of every SM."""
+    junk = jnp.full((1 << 28,), -1, jnp.int32)
+    nan = jnp.full((28672, 4096), jnp.nan, jnp.bfloat16)
+    out = sm90.linear(nan[:8], nan, None, out_dtype=BF16)
+    jax.block_until_ready((junk, out))
+
+
+@pytest.mark.gpu
+@pytest.mark.invariance
+@pytest.mark.parametrize("width", NORM_WIDTHS)
+def test_a_norm_in_the_prologue_changes_no_bit(width):
+    """At 1 to 8 rows: the bits of the norm, the product and SwiGLU in launches of their own."""
+    _, w = operands(8, 7168, width)
+    gain, bias = gains(width), gains(7168)
+
+    @jax.jit
+    def apart(x):
+        x = rms_norm(x, gain, eps=EPS)
+        return sm90.linear(x, w, bias, out_dtype=BF16), sm90.linear_swiglu(x, w)
+
+    @jax.jit
+    def together(x):
+        product = sm90.norm_linear(x, gain, w, bias, eps=EPS, out_dtype=BF16)
+        return product, sm90.norm_linear_swiglu(x, gain, w, eps=EPS)
+
+    whole = uneven_rows(8, width)
+    assert_order_sensitive(np.asarray(whole[:4], np.float32) ** 2)
+    for num_rows in range(1, 9):
+        x = whole[:num_rows]
+        want = apart(x)
+        poison_memory()
+        for _ in range(5):
+            for got, expected in zip(together(x), want, strict=True):
+                assert_bitwise_equal(got, expected, claim=f"{width} wide, M={num_rows}")
+
+
+@pytest.mark.gpu
+@pytest.mark.invariance
+@pytest.mark.parametrize("name", HELD_VARIANTS)
+def test_every_tile_that_holds_rows_gives_the_same_bits(name):
+    tiles = dataclasses.replace(HELD_VARIANTS[name], held_channels=4096, stages=2)
+    _, w = operands(8, 28672, 4096)
+    gain = gains(4096)
+    for num_rows in (1, 3, 7, 8):
+        x = uneven_rows(num_rows, 4096)
+        out = matmul(x, w, None, None, gain, leaf_len=4096, out_dtype=BF16, tiles=tiles, eps=EPS)
+        x = rms_norm(x, gain, eps=EPS)
+        apart = sm90.linear_swiglu(x, w) if tiles.is_gated else None
+        want = sm90.linear(x, w, None, out_dtype=BF16) if apart is None else apart
+        assert_bitwise_equal(out, want, claim=f"{name}, M={num_rows}")
+
+
+@pytest.mark.gpu
+@pytest.mark.invariance
+@pytest.mark.parametrize("shape", ((4096, 4096), (4096, 14336), (5120, 17408), (1024, 3072)))
+def test_a_residual_in_the_epilogue_changes_no_bit(shape):
+    """At 1 to 8 rows, and at 64: the residual stream of the kernel that adds and normalises."""
+    num_out, k_len = shape
+    reduction = tree_reduction(k_len, PROFILE)
+    x, w = operands(64, num_out, k_len)
+    residual, gain = uneven_rows(64, num_out), gains(num_out)
+    for num_rows in (*range(1, 9), 64):
+        args = x[:num_rows], w, residual[:num_rows]
+        for bias in (None, gain):
+            sums = sm90.linear_leaf_sums(*args[:2], reduction=reduction)
+            want, _ = combine_add_rms_norm(sums, args[2], bias, gain, eps=EPS)
+            poison_memory()
+            got = sm90.linear_add(*args, bias, reduction=reduction)
+            assert_bitwise_equal(got, want, claim=f"{shape}, M={num_rows}")
 
 
 @pytest.mark.gpu

@@ -3,10 +3,11 @@
 
 import jax.numpy as jnp
 
-from detjax.array_types import Activation, Array, Int32
+from detjax.array_types import Activation, Array, Float32, Int32
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.attention import portable, sm90
 from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.rope.api import rope_into_cache
 
 
 def attention(
@@ -52,14 +53,88 @@ def attention(
         Online softmax: Milakov and Gimelshein 2018, arXiv:1805.02867; tiled as in Dao et al. 2022,
         arXiv:2205.14135. Splits of fixed length rather than fixed count.
     """
+    _check(pages, q.shape[2], profile)
+    # WHY: the layer is an operand, so that all layers share one compiled kernel.
+    run = sm90.attention if backend is Backend.SM90 else portable.attention
+    return run(q, pages, page_table, positions, jnp.int32(layer), window=window, profile=profile)
+
+
+def rope_attention(
+    qkv: Activation[Array, "M J C"],
+    cos: Float32[Array, "M half"],
+    sin: Float32[Array, "M half"],
+    gains: tuple[Activation[Array, " C"], Activation[Array, " C"]] | None,
+    pages: Activation[Array, "L N 2 K P C"],
+    page_table: Int32[Array, "B n"],
+    positions: Int32[Array, "B T"],
+    *,
+    layer: int,
+    window: int | None,
+    eps: float,
+    profile: NumericsProfile,
+    backend: Backend,
+) -> tuple[Activation[Array, "B T H C"], Activation[Array, "L N 2 K P C"]]:
+    """Put new tokens in the cache and attend from them: `rope_into_cache`, then `attention`.
+
+    On `sm90` a decode step does both in one launch where it can.
+
+    Args:
+        qkv: Heads of queries, then keys, then values, of B T tokens: J = H + 2 K.
+        cos: Rows of the host's table, one a token.
+        sin: Likewise.
+        gains: Of the norms of queries and keys; None for models without.
+        pages: The cache; updated in place where the caller donates it. No other sequence may read
+            the page that a new token is put in.
+        page_table: Page of each block of a sequence; entries past its last block are not read.
+        positions: Absolute position of each token; -1 marks padding, of which nothing is written
+            and whose output is 0.
+        layer: Which layer's pages.
+        window: How many tokens back a query sees, itself included; None sees all.
+        eps: Of the norms.
+        profile: Gives the split's length. A page is one block.
+        backend: Which implementation runs.
+
+    Returns:
+        What each query sees, and the cache.
+
+    Raises:
+        ValueError: If a page is not one block of the profile, query heads do not divide, or
+            tokens are not as many as positions.
+
+    Numerics:
+        The bits of the two operations, one after the other.
+        Claims: run-invariant, batch-invariant, schedule-invariant, path-consistent,
+        mesh-invariant. Holds while keys and values are finite.
+
+    Reference:
+        Those of `rope_into_cache` and `attention`.
+    """
+    num_heads = qkv.shape[1] - 2 * pages.shape[3]
+    _check(pages, num_heads, profile)
+    if qkv.shape[0] != positions.size or cos.shape[0] != positions.size:
+        raise ValueError(
+            f"{qkv.shape=} and {cos.shape=} must have a row for each of {positions.shape=}"
+        )
+    if backend is Backend.SM90:
+        return sm90.rope_attention(
+            qkv, cos, sin, gains, pages, page_table, positions, jnp.int32(layer),
+            window=window, eps=eps, profile=profile,
+        )  # fmt: skip
+    q, pages = rope_into_cache(
+        qkv, cos, sin, gains, pages, page_table, positions, layer=layer, eps=eps, backend=backend
+    )
+    q = q.reshape(*positions.shape, num_heads, qkv.shape[2])
+    out = attention(
+        q, pages, page_table, positions,
+        layer=layer, window=window, profile=profile, backend=backend,
+    )  # fmt: skip
+    return out, pages
+
+
+def _check(pages, num_heads: int, profile: NumericsProfile) -> None:
     if pages.shape[4] != profile.attention_block:
         raise ValueError(
             f"a page of {pages.shape[4]} tokens must be one block of {profile.attention_block=}"
         )
-    if q.shape[2] % pages.shape[3]:
-        raise ValueError(
-            f"{q.shape[2]} query heads must be a multiple of {pages.shape[3]} kv heads"
-        )
-    # WHY: the layer is an operand, so that all layers share one compiled kernel.
-    run = sm90.attention if backend is Backend.SM90 else portable.attention
-    return run(q, pages, page_table, positions, jnp.int32(layer), window=window, profile=profile)
+    if num_heads % pages.shape[3]:
+        raise ValueError(f"{num_heads} query heads must be a multiple of {pages.shape[3]} kv heads")

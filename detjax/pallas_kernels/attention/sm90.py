@@ -6,13 +6,30 @@ import jax.numpy as jnp
 
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.attention import sm90_arithmetic as bits
-from detjax.pallas_kernels.attention.sm90_decode import DecodeConfig, decode
+from detjax.pallas_kernels.attention.sm90_decode import (
+    LANES,
+    DecodeConfig,
+    decode,
+    decode_new_token,
+)
 from detjax.pallas_kernels.attention.sm90_prefill import PrefillConfig, prefill
+from detjax.pallas_kernels.rope.sm90 import rope_into_cache
+from detjax.pallas_kernels.sm90_rows import NUM_SMS
 
 CHANNELS = (64, 96, 128)
 DECODE_CHANNELS = (64, 128)
 BUSY_PAIRS = 256  # of a sequence and a kv head, about two for each CTA
-MOST_FOLDED_SPLITS = 8  # that a CTA may take, so that one long sequence does not hold up a batch
+MOST_FOLDED_SPLITS = 8  # of a sequence, so that one long sequence does not hold up a batch
+MOST_IN_CLUSTER = 8  # CTAs, as far as every Hopper GPU goes
+PARTIAL_BYTES = 32 << 10  # of shared memory for the partial results that a cluster merges
+
+# What a decode step does in one launch, or earlier; each changes no bit.
+FUSE_ROPE = True
+"""Rotate the new token, and put it in the cache, inside attention."""
+FUSE_MERGE = True
+"""Merge the splits of a sequence inside attention, in a CTA or a cluster of CTAs."""
+SCORES_AHEAD = True
+"""Compute a block's scores while the one before it takes its softmax."""
 
 
 def is_decode(query_len: int, group: int, channels: int, window: int | None) -> bool:
@@ -51,27 +68,97 @@ def attention(
         Claims: run-invariant, batch-invariant, schedule-invariant, path-consistent,
         mesh-invariant. Holds while keys and values are finite.
     """
-    if q.dtype != jnp.bfloat16 or pages.dtype != jnp.bfloat16:
-        raise NotImplementedError(f"attention on sm90 is bfloat16, not {q.dtype}, {pages.dtype}")
-    if q.shape[3] not in CHANNELS:
-        raise NotImplementedError(f"attention on sm90 has {CHANNELS} channels, not {q.shape[3]}")
-    if profile.attention_block != bits.BLOCK:
-        raise NotImplementedError(f"{profile.attention_block=} must be {bits.BLOCK} on sm90")
-    per_split = profile.attention_split // profile.attention_block
+    _check(q, pages, profile)
     operands = (q, pages, page_table, positions, layer)
-    if is_decode(q.shape[1], q.shape[2] // pages.shape[3], q.shape[3], window):
-        # WHY: many small CTAs hide latency by their number, few by what each has in flight
-        # (256 x 1024 tokens: 269.8 us against 279.2; 1 x 32768: 46.8 against 42.9).
-        unroll = (4, 1) if q.shape[0] * q.shape[1] * q.shape[2] >= 1024 else (16, 2)
-        # WHY: with CTAs busy anyway, folding in registers saves a kernel (64 x 1024 tokens: 65.0 us
-        # against 75.6), while a few short sequences need no merge. Others need all CTAs.
-        splits = -(-page_table.shape[1] // per_split)
-        is_busy = q.shape[0] * pages.shape[3] >= BUSY_PAIRS
-        config = DecodeConfig(
-            blocks_per_split=per_split,
-            merge_unroll=unroll,
-            whole_sequences=splits <= (MOST_FOLDED_SPLITS if is_busy else 1),
-        )
+    per_split = profile.attention_split // profile.attention_block
+    group = q.shape[2] // pages.shape[3]
+    if is_decode(q.shape[1], group, q.shape[3], window):
+        config = decode_config(
+            batch=q.shape[0], query_len=q.shape[1], kv_heads=pages.shape[3], group=group,
+            channels=q.shape[3], table_len=page_table.shape[1], per_split=per_split,
+        )  # fmt: skip
         return decode(*operands, config=config, is_interpreted=is_interpreted)
     config = PrefillConfig(blocks_per_split=per_split)
     return prefill(*operands, window=window, config=config, is_interpreted=is_interpreted)
+
+
+def rope_attention(
+    qkv, cos, sin, gains, pages, page_table, positions, layer,
+    *, window: int | None, eps: float, profile: NumericsProfile,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """See `api.rope_attention`.
+
+    Raises:
+        NotImplementedError: As `attention`.
+
+    Numerics:
+        The functions of `rope_into_cache` and `attention`, in one launch or in several.
+        Claims: run-invariant, batch-invariant, schedule-invariant, path-consistent,
+        mesh-invariant. Holds while keys and values are finite.
+    """
+    _check(qkv, pages, profile)
+    batch, query_len = positions.shape
+    kv_heads, channels = pages.shape[3], pages.shape[5]
+    group = qkv.shape[1] // kv_heads - 2
+    place = (pages, page_table, positions, layer)
+    if FUSE_ROPE and query_len == 1 and is_decode(query_len, group, channels, window):
+        config = decode_config(
+            batch=batch, query_len=query_len, kv_heads=kv_heads, group=group, channels=channels,
+            table_len=page_table.shape[1],
+            per_split=profile.attention_split // profile.attention_block,
+        )  # fmt: skip
+        return decode_new_token(
+            qkv, cos, sin, gains, *place, eps=eps, config=config, is_interpreted=False
+        )
+    q, pages = rope_into_cache(qkv, cos, sin, gains, *place, eps=eps)
+    q = q.reshape(batch, query_len, kv_heads * group, channels)
+    out = attention(q, pages, page_table, positions, layer, window=window, profile=profile)
+    return out, pages
+
+
+def decode_config(
+    *,
+    batch: int,
+    query_len: int,
+    kv_heads: int,
+    group: int,
+    channels: int,
+    table_len: int,
+    per_split: int,
+) -> DecodeConfig:
+    """How decode spreads its work: for speed alone."""
+    # WHY: many small CTAs hide latency by their number, few by what each has in flight
+    # (256 x 1024 tokens: 269.8 us against 279.2; 1 x 32768: 46.8 against 42.9).
+    unroll = (4, 1) if batch * query_len * kv_heads * group >= 1024 else (16, 2)
+    splits = -(-table_len // per_split)
+    pairs = batch * kv_heads
+    # A group that straddles a multiple of 8 rows may take 8 more.
+    rows = 8 * (-(-group // 8) + (1 if 8 % group and group % 8 else 0))
+    fits = group * channels >= LANES and splits * rows * channels * 4 <= PARTIAL_BYTES
+    cluster = 0
+    if FUSE_MERGE and query_len == 1 and fits and pairs <= NUM_SMS:
+        # A CTA a split, as long as all CTAs are resident at once.
+        cluster = 1
+        while cluster < splits and 2 * cluster * pairs <= NUM_SMS and cluster < MOST_IN_CLUSTER:
+            cluster *= 2
+    # WHY: with CTAs busy anyway, folding in registers saves a kernel (64 x 1024 tokens: 65.0 us
+    # against 75.6), while a few short sequences need no merge. Others need all CTAs.
+    most_folded = MOST_FOLDED_SPLITS if pairs >= BUSY_PAIRS else 1
+    whole = not cluster and splits <= most_folded
+    return DecodeConfig(
+        blocks_per_split=per_split,
+        merge_unroll=unroll,
+        whole_sequences=whole,
+        cluster=cluster,
+        scores_ahead=SCORES_AHEAD and query_len == 1 and not whole,
+    )
+
+
+def _check(x, pages, profile: NumericsProfile) -> None:
+    """Refuse what the kernels do not do; the last axis of `x` is channels."""
+    if x.dtype != jnp.bfloat16 or pages.dtype != jnp.bfloat16:
+        raise NotImplementedError(f"attention on sm90 is bfloat16, not {x.dtype}, {pages.dtype}")
+    if x.shape[-1] not in CHANNELS:
+        raise NotImplementedError(f"attention on sm90 has {CHANNELS} channels, not {x.shape[-1]}")
+    if profile.attention_block != bits.BLOCK:
+        raise NotImplementedError(f"{profile.attention_block=} must be {bits.BLOCK} on sm90")

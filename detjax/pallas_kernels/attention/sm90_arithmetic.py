@@ -229,6 +229,19 @@ def product(a, b, shape):
     return pl.run_scoped(issue, plgpu.ACC(shape, jnp.float32))
 
 
+def product_during(arithmetic: Arithmetic, a, b, shape, meanwhile):
+    """`product`, and what `meanwhile` gives: the tensor core may work while that runs."""
+    if arithmetic.is_interpreted:
+        return product(a, b, shape), meanwhile()
+
+    def issue(acc):
+        plgpu.wgmma(acc, a, b)
+        result = meanwhile()
+        return acc[...], result
+
+    return pl.run_scoped(issue, plgpu.ACC(shape, jnp.float32))
+
+
 def chained_product(arithmetic: Arithmetic, out, decay, weights, v, meanwhile=lambda: None):
     """`out * decay + weights @ v`, added up on the tensor core's accumulator.
 

@@ -48,6 +48,13 @@ def linear(
     return portable.linear(x, w, bias, out_dtype=out_dtype)
 
 
+def _check_gate_up(x, w_gate_up) -> None:
+    if x.shape[1] != w_gate_up.shape[1]:
+        raise ValueError(f"{x.shape=} and {w_gate_up.shape=} must agree in their last axis, K")
+    if w_gate_up.shape[0] % 2:
+        raise ValueError(f"{w_gate_up.shape=} must have as many rows of up as of gate")
+
+
 def linear_swiglu(
     x: Activation[Array, "M K"],
     w_gate_up: Activation[Array, "E K"],
@@ -75,14 +82,80 @@ def linear_swiglu(
     Reference:
         Shazeer 2020, arXiv:2002.05202.
     """
-    if x.shape[1] != w_gate_up.shape[1]:
-        raise ValueError(f"{x.shape=} and {w_gate_up.shape=} must agree in their last axis, K")
-    if w_gate_up.shape[0] % 2:
-        raise ValueError(f"{w_gate_up.shape=} must have as many rows of up as of gate")
+    _check_gate_up(x, w_gate_up)
     if backend is Backend.SM90:
         return sm90.linear_swiglu(x, w_gate_up)
     gate_up = portable.linear(x, w_gate_up, None, out_dtype=x.dtype)
     return portable_swiglu.swiglu(gate_up)
+
+
+def norm_linear(
+    x: Activation[Array, "M K"],
+    gain: Activation[Array, " K"],
+    w: Activation[Array, "N K"],
+    bias: Activation[Array, " N"] | None = None,
+    *,
+    eps: float,
+    out_dtype: jnp.dtype,
+    backend: Backend,
+) -> Activation[Array, "M N"]:
+    """Normalise rows of the residual stream, and multiply.
+
+    `out = linear(rms_norm(x, gain), w, bias)`
+
+    Args:
+        x: The residual stream.
+        gain: Of the norm.
+        w: Weights, (out, in).
+        bias: Added in float32 before the rounding.
+        eps: Of the norm.
+        out_dtype: What the sum is rounded to; float32 keeps it.
+        backend: Which implementation runs.
+
+    Raises:
+        ValueError: If K of `x` and `w` differ.
+
+    Numerics:
+        The bits of `rms_norm` and `linear` one after the other, normalised rows rounded to the
+        dtype of `x`; up to 8 rows in one launch.
+        Claims: run-invariant, batch-invariant, path-consistent. Bits depend on (K, dtypes, build).
+    """
+    if backend is Backend.SM90 and sm90.normalises_input(*x.shape):
+        return sm90.norm_linear(x, gain, w, bias, eps=eps, out_dtype=out_dtype)
+    x = rms_norm(x, gain, eps=eps, backend=backend)
+    return linear(x, w, bias, out_dtype=out_dtype, backend=backend)
+
+
+def norm_linear_swiglu(
+    x: Activation[Array, "M K"],
+    gain: Activation[Array, " K"],
+    w_gate_up: Activation[Array, "E K"],
+    *,
+    eps: float,
+    backend: Backend,
+) -> Activation[Array, "M F"]:
+    """Normalise rows of the residual stream, multiply by gates and ups, and gate.
+
+    `out = linear_swiglu(rms_norm(x, gain), w_gate_up)`
+
+    Args:
+        x: The residual stream.
+        gain: Of the norm.
+        w_gate_up: This rank's rows of gate, then of up, (out, in); E = 2 F.
+        eps: Of the norm.
+        backend: Which implementation runs.
+
+    Raises:
+        ValueError: If K of `x` and `w_gate_up` differ or E is odd.
+
+    Numerics:
+        The bits of `rms_norm` and `linear_swiglu` one after the other; up to 8 rows in one launch.
+        Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
+    """
+    if backend is Backend.SM90 and sm90.normalises_input(*x.shape):
+        _check_gate_up(x, w_gate_up)
+        return sm90.norm_linear_swiglu(x, gain, w_gate_up, eps=eps)
+    return linear_swiglu(rms_norm(x, gain, eps=eps, backend=backend), w_gate_up, backend=backend)
 
 
 def linear_partial(
@@ -145,6 +218,52 @@ def add_partials(
     return portable.add_partials(a, b)
 
 
+def defers_norm(
+    x: Activation[Array, "M K"],
+    w: Activation[Array, "D K"],
+    *,
+    reduction: Reduction,
+    backend: Backend,
+) -> bool:
+    """Whether `linear_add`, then a product that normalises its input, beats `linear_add_rms_norm`.
+
+    By launches: both change no bit. So it is on sm90 up to 8 rows, if no CTAs share a tree.
+    """
+    return backend is Backend.SM90 and sm90.defers_norm(x, w, reduction=reduction)
+
+
+def linear_add(
+    x: Activation[Array, "M K"],
+    w: Activation[Array, "D K"],
+    residual: Activation[Array, "M D"],
+    bias: Activation[Array, " D"] | None,
+    *,
+    reduction: Reduction,
+    backend: Backend,
+) -> Activation[Array, "M D"]:
+    """A whole row-parallel product of tp = 1, added to the residual stream.
+
+    `out = round(residual + (tree(x @ w.T) + bias))`
+
+    Args:
+        x: Activations, all of K.
+        w: Weights, (out, in).
+        residual: The residual stream.
+        bias: Added after the tree.
+        reduction: The leaves of K.
+        backend: Which implementation runs.
+
+    Numerics:
+        The residual stream that `linear_add_rms_norm` returns: the tree, the bias and the residual
+        are added in float32 and rounded once.
+        Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
+    """
+    if backend is Backend.SM90:
+        return sm90.linear_add(x, w, residual, bias, reduction=reduction)
+    partial = portable.linear_partial(x, w, reduction=reduction)
+    return portable.add_residual(partial, residual, bias)
+
+
 def linear_add_rms_norm(
     x: Activation[Array, "M K"],
     w: Activation[Array, "D K"],
@@ -178,7 +297,7 @@ def linear_add_rms_norm(
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
     """
     if backend is Backend.SM90 and x.shape[0] > MAX_COMBINED_ROWS:
-        total = sm90.linear_residual(x, w, residual, bias, reduction=reduction)
+        total = sm90.linear_add(x, w, residual, bias, reduction=reduction)
         return total, rms_norm(total, gain, eps=eps, backend=backend)
     if backend is Backend.SM90:
         leaf_sums = sm90.linear_leaf_sums(x, w, reduction=reduction)

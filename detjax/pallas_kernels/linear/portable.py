@@ -14,6 +14,7 @@ from detjax.pallas_kernels.fixed_blocks import (
     add_leaves,
     num_blocks,
     pad_axis,
+    round_to,
     run_blocks,
 )
 
@@ -124,6 +125,37 @@ def add_partials(a, b) -> jax.Array:
         name="add_partials",
         grid=(num_blocks(num_rows, ROWS),),
         out_shape=jax.ShapeDtypeStruct(a.shape, jnp.float32),
+        out_specs=pl.BlockSpec((ROWS, width), lambda m: (m, 0)),
+    )
+    return out[:num_rows]
+
+
+@jax.jit
+def add_residual(partial, residual, bias) -> jax.Array:
+    """Add a row-parallel product and its bias to the residual stream: see `api.linear_add`."""
+    num_rows, width = residual.shape
+    dtype = residual.dtype
+    partial, residual = pad_axis(partial, 0, ROWS), pad_axis(residual, 0, ROWS)
+    biases = () if bias is None else (bias,)
+
+    def body(partial_ref, residual_ref, *refs):
+        *bias_refs, out_ref = refs
+        rows = pl.ds(pl.program_id(0) * ROWS, ROWS)
+        total = partial_ref[rows, :]
+        for bias_ref in bias_refs:
+            total = total + bias_ref[...].astype(jnp.float32)[None, :]
+        # ROUND: once, to the residual's dtype.
+        total = round_to(residual_ref[rows, :].astype(jnp.float32) + total, dtype)
+        out_ref[...] = total.astype(dtype)
+
+    out = run_blocks(
+        body,
+        partial,
+        residual,
+        *biases,
+        name="add_residual",
+        grid=(residual.shape[0] // ROWS,),
+        out_shape=jax.ShapeDtypeStruct(residual.shape, dtype),
         out_specs=pl.BlockSpec((ROWS, width), lambda m: (m, 0)),
     )
     return out[:num_rows]

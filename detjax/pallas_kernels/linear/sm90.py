@@ -11,7 +11,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from detjax.numerics import Reduction
 from detjax.pallas_kernels.linear.sm90_matmul import matmul
-from detjax.pallas_kernels.linear.tiles import NUM_SMS, choose_tiles
+from detjax.pallas_kernels.linear.tiles import (
+    MAX_NORM_ROWS,
+    NUM_SMS,
+    MatmulTiles,
+    choose_tiles,
+)
+from detjax.pallas_kernels.rms_norm.sm90 import row_sum
 
 
 def check_supported(x, w, *, leaf_len: int) -> None:
@@ -102,6 +108,56 @@ def linear_swiglu(x, w_gate_up) -> jax.Array:
     )
 
 
+def normalises_input(num_rows: int, width: int) -> bool:
+    """Whether a product of so many rows normalises them itself: few rows, each a warpgroup wide."""
+    return num_rows <= MAX_NORM_ROWS and row_sum(width).is_wide
+
+
+def norm_linear(x, gain, w, bias, *, eps: float, out_dtype: jnp.dtype) -> jax.Array:
+    """See `api.norm_linear`; for rows that `normalises_input`.
+
+    Numerics:
+        # ORDER, # ROUND: those of `rms_norm`, by the same instructions, in every CTA; then those of
+        `linear`.
+        Claims: run-invariant, batch-invariant, path-consistent. Bits depend on (K, dtypes, build).
+    """
+    num_rows, k_len = x.shape
+    check_supported(x, w, leaf_len=k_len)
+    tiles = choose_tiles(
+        num_rows=num_rows,
+        num_out=w.shape[0],
+        num_leaves=1,
+        leaf_len=k_len,
+        out_bytes=jnp.dtype(out_dtype).itemsize,
+        has_bias=bias is not None,
+        has_norm=True,
+    )
+    return matmul(x, w, bias, None, gain, leaf_len=k_len, out_dtype=out_dtype, tiles=tiles, eps=eps)
+
+
+def norm_linear_swiglu(x, gain, w_gate_up, *, eps: float) -> jax.Array:
+    """See `api.norm_linear_swiglu`; for rows that `normalises_input`.
+
+    Numerics:
+        # ORDER, # ROUND: those of `rms_norm`, as in `norm_linear`; then those of `linear_swiglu`.
+        Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
+    """
+    num_rows, k_len = x.shape
+    check_supported(x, w_gate_up, leaf_len=k_len)
+    tiles = choose_tiles(
+        num_rows=num_rows,
+        num_out=w_gate_up.shape[0],
+        num_leaves=1,
+        leaf_len=k_len,
+        out_bytes=2,
+        is_gated=True,
+        has_norm=True,
+    )
+    return matmul(
+        x, w_gate_up, None, None, gain, leaf_len=k_len, out_dtype=x.dtype, tiles=tiles, eps=eps
+    )
+
+
 def linear_leaf_sums(x, w, *, reduction: Reduction) -> jax.Array:
     """Sum runs of leaves: [groups, M, N], each group a subtree, for a kernel that adds the rest.
 
@@ -149,29 +205,36 @@ def linear_partial(x, w, *, reduction: Reduction) -> jax.Array:
     return sums[0] if sums.shape[0] == 1 else combine_partials(sums)
 
 
-def linear_residual(x, w, residual, bias, *, reduction: Reduction) -> jax.Array:
-    """Multiply, add the bias and the residual stream, and round once.
+def _residual_tiles(x, w, reduction: Reduction, *, has_bias: bool) -> MatmulTiles:
+    return choose_tiles(
+        num_rows=x.shape[0],
+        num_out=w.shape[0],
+        num_leaves=x.shape[1] // reduction.leaf_len,
+        leaf_len=reduction.leaf_len,
+        out_bytes=2,
+        has_bias=has_bias,
+        has_residual=True,
+    )
 
-    `out[m, n] = round(residual[m, n] + (tree(...) + bias[n]))`
+
+def defers_norm(x, w, *, reduction: Reduction) -> bool:
+    """See `api.defers_norm`."""
+    is_one_launch = _residual_tiles(x, w, reduction, has_bias=False).groups == 1
+    return is_one_launch and normalises_input(x.shape[0], w.shape[0])
+
+
+def linear_add(x, w, residual, bias, *, reduction: Reduction) -> jax.Array:
+    """See `api.linear_add`.
 
     Numerics:
         The tree of `linear_partial`, then the bias, then the residual, all in float32.
         # ROUND: once, to the residual's dtype.
-        Claims: run-invariant, batch-invariant, path-consistent. For tp = 1; at tp > 1 the ranks'
-        partials are added first, and the same sum comes out.
+        Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant. For tp = 1; at
+        tp > 1 the ranks' partials are added first, and the same sum comes out.
     """
     check_supported(x, w, leaf_len=reduction.leaf_len)
-    num_leaves = x.shape[1] // reduction.leaf_len
-    tiles = choose_tiles(
-        num_rows=x.shape[0],
-        num_out=w.shape[0],
-        num_leaves=num_leaves,
-        leaf_len=reduction.leaf_len,
-        out_bytes=2,
-        has_bias=bias is not None,
-        has_residual=True,
-    )
-    if tiles.is_swapped or tiles.groups > 1:
+    tiles = _residual_tiles(x, w, reduction, has_bias=bias is not None)
+    if tiles.groups > 1:
         sums = linear_leaf_sums(x, w, reduction=reduction)
         return combine_residual(sums, residual, bias)
     return matmul(

@@ -17,7 +17,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from detjax.pallas_kernels import sm90_rows
-from detjax.pallas_kernels.linear.tiles import NUM_SMS, MatmulTiles, output_chunk
+from detjax.pallas_kernels.linear.tiles import NUM_SMS, MatmulTiles, held_chunk, output_chunk
+from detjax.pallas_kernels.rms_norm.sm90 import normalise_wide_rows
 from detjax.pallas_kernels.swiglu.sm90 import gated_bf16
 
 _ROWS_AXIS, _COLS_AXIS = "cluster_rows", "cluster_cols"
@@ -46,21 +47,24 @@ def _views(ref, is_ragged):
     return tuple(ref) if is_ragged else (ref, ref)
 
 
-@functools.partial(jax.jit, static_argnames=("leaf_len", "out_dtype", "tiles", "interpret"))
+@functools.partial(jax.jit, static_argnames=("leaf_len", "out_dtype", "tiles", "eps", "interpret"))
 def matmul(
     x,
     w,
     bias,
     residual,
+    gain=None,
     *,
     leaf_len: int,
     out_dtype,
     tiles: MatmulTiles,
+    eps: float = 0.0,
     interpret=None,
 ) -> jax.Array:
     """Multiply and reduce: [M, N], or [groups, M, N] where CTAs share a tile's leaves.
 
-    With gated tiles `w` is F rows of gates, then F of ups, and the output is [M, F].
+    With gated tiles `w` is F rows of gates, then F of ups, and the output is [M, F]. With a gain
+    each CTA normalises the rows of `x` first, as `rms_norm` does, into shared memory.
 
     # ORDER: inside a leaf, k16 block by k16 block in one f32 wgmma accumulator that starts at zero.
     # ORDER: leaves as the perfect binary tree ((l0 + l1) + (l2 + l3)) + ..., f32; each node is
@@ -93,8 +97,12 @@ def matmul(
     items = row_clusters * col_clusters * tiles.groups
     if bias is not None and num_out % (tiles.rows if tiles.is_swapped else tiles.cols):
         raise ValueError(f"{tiles=} must divide N={num_out}, because there is a bias")
-    if residual is not None and (tiles.is_swapped or tiles.groups > 1):
-        raise ValueError("a residual is added in the epilogue of unswapped, unsplit tiles only")
+    if residual is not None and tiles.groups > 1:
+        raise ValueError("a residual is added in the epilogue of unsplit tiles only")
+    if tiles.held_channels != (0 if gain is None else k_len):
+        raise ValueError(f"{tiles.held_channels=} must be K={k_len} with a gain, else 0")
+    if gain is not None and num_rows_x > 8:
+        raise ValueError(f"a product normalises at most 8 rows, not {num_rows_x}")
     if tiles.is_gated and (num_leaves > 1 or bias is not None or residual is not None):
         raise ValueError("gated tiles take one leaf, no bias and no residual")
     if tiles.shares_slot and (residual is None or out_dtype != jnp.bfloat16):
@@ -102,7 +110,7 @@ def matmul(
     out_bytes = jnp.dtype(out_dtype).itemsize
     chunk = output_chunk(tiles, out_bytes)
     chunks = [(r, c) for r in range(0, tiles.rows, 64) for c in range(0, tiles.out_cols, chunk)]
-    num_chunks = len(chunks)
+    num_chunks = 1 if tiles.is_swapped else len(chunks)
     slots = num_chunks if residual is not None else min(2, num_chunks)
 
     x_rows = tiles.cols if tiles.is_swapped else tiles.cta_rows
@@ -116,6 +124,11 @@ def matmul(
             for start in range(0, w_rows // 2, half)
             for i in range(2)
         ]
+    x_shape = (item_steps if tiles.held_channels else stages, slabs, x_rows, span)
+    num_sharers = tiles.num_wgs + tiles.helpers
+    num_threads = num_sharers + 1
+    rows_of_wg = pl.cdiv(num_rows_x, num_sharers)
+    has_register_shares = tiles.ctas_per_sm == 1 and tiles.num_wgs > 1 and not tiles.held_channels
     arithmetic = sm90_rows.Arithmetic(
         layout=plgpu.Layout.WGMMA, is_interpreted=interpret is not None
     )
@@ -131,7 +144,9 @@ def matmul(
         x_gmem, w_gmem = refs.pop(0), refs.pop(0)
         bias_gmem = refs.pop(0) if bias is not None else None
         residual_gmem = refs.pop(0) if residual is not None else None
-        out_gmem, x_smem, w_smem, out_smem, pending_smem, full, empty, arrived, started = refs
+        gain_gmem = refs.pop(0) if gain is not None else None
+        out_gmem, x_smem, w_smem, out_smem, pending_smem, sums_smem, *barriers = refs
+        full, empty, arrived, started, held = barriers
         x_mma, x_tma = _views(x_smem, is_ragged)
         w_mma, w_tma = _views(w_smem, is_ragged and tiles.shares_slot)
         out_reg, out_tma = _views(out_smem, is_out_ragged)
@@ -152,11 +167,34 @@ def matmul(
                 col = col * tiles.cluster_cols + lax.axis_index(_COLS_AXIS)
             return row * cta_out_rows, col * tiles.out_cols, group
 
-        def multiply(slot, acc, wg_rows):
+        def hold_rows():
+            """Put this warpgroup's share of the normalised rows into shared memory.
+
+            The weights stream in meanwhile. Of 8 rows those past M hold whatever was there: they
+            are columns of the product that are never stored.
+            """
+            share = wg - (wg > tiles.num_wgs).astype(jnp.int32)
+            first = share * rows_of_wg
+            # Shares that do not divide M end with its last row, written more than once, alike.
+            row_ids = [jnp.minimum(first + i, num_rows_x - 1) for i in range(rows_of_wg)]
+            normalise_wide_rows(
+                x_gmem,
+                gain_gmem,
+                row_ids,
+                sums_smem.at[share],
+                functools.partial(sm90_rows.store_in_slabs, x_mma),
+                eps=eps,
+                num_registers=min(255, 65536 // (sm90_rows.LANES * num_threads)),
+                is_interpreted=interpret is not None,
+            )
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(held)
+
+        def multiply(slot, x_slot, acc, wg_rows):
             for s in range(slabs):
                 k = pl.ds(s * span, span)
                 if tiles.is_swapped:
-                    plgpu.wgmma(acc, w_mma.at[slot, wg_rows, k], x_mma.at[slot, s].T)
+                    plgpu.wgmma(acc, w_mma.at[slot, wg_rows, k], x_mma.at[x_slot, s].T)
                 else:
                     plgpu.wgmma(acc, x_mma.at[slot, s, wg_rows], w_mma.at[slot, :, k].T)
 
@@ -167,7 +205,7 @@ def matmul(
                 def step(i, _):
                     slot = lax.rem(first + i, stages)
                     plgpu.barrier_wait(full.at[slot])
-                    multiply(slot, acc, wg_rows)
+                    multiply(slot, i if tiles.held_channels else slot, acc, wg_rows)
                     plgpu.wgmma_wait(tiles.delay * slabs)
                     if tiles.lag:
 
@@ -238,11 +276,16 @@ def matmul(
 
         def store(total, row, col, group, slot, wg_rows):
             if tiles.is_swapped:
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                if residual is None:
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 out = outputs(total, 0, 0, tiles.cols) if tiles.is_gated else total
+                if residual is not None:
+                    out = plgpu.layout_cast(out, plgpu.Layout.WGMMA_TRANSPOSED)
+                    kept = plgpu.load(out_reg.at[wg].T, layout=plgpu.Layout.WGMMA_TRANSPOSED)
+                    out = kept.astype(jnp.float32) + out
                 out_reg.at[wg].T[...] = plgpu.layout_cast(
                     out.astype(out_dtype), plgpu.Layout.WGMMA_TRANSPOSED
-                )
+                )  # ROUND: once, to the output's dtype
                 plgpu.commit_smem()
                 window = (pl.ds(col, tiles.cols), pl.ds(row, tiles.out_rows))
                 window = (group, *window) if tiles.groups > 1 else window
@@ -265,6 +308,10 @@ def matmul(
         def fetch_residual(row, col):
             assert residual_gmem is not None
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            if tiles.is_swapped:
+                window = (pl.ds(col, tiles.cols), pl.ds(row, tiles.out_rows))
+                plgpu.copy_gmem_to_smem(residual_gmem.at[window], out_tma.at[wg], arrived.at[wg])
+                return
             for i, (r, c) in enumerate(chunks):
                 plgpu.copy_gmem_to_smem(
                     residual_gmem.at[pl.ds(row + r, 64), pl.ds(col + c, chunk)],
@@ -284,10 +331,15 @@ def matmul(
             values = lax.broadcast_in_dim(values.astype(jnp.float32), total.shape, (1 - axis,))
             return total + values
 
+        if tiles.held_channels:
+            pl.when(wg != tiles.num_wgs)(hold_rows)
+
         @pl.when(wg < tiles.num_wgs)
         def compute():
-            if tiles.ctas_per_sm == 1 and tiles.num_wgs > 1:
+            if has_register_shares:
                 plgpu.set_max_registers(240 if tiles.num_wgs == 2 else 160, action="increase")
+            if tiles.held_channels:
+                plgpu.barrier_wait(held)
             wg_rows = pl.ds(wg * tiles.rows, tiles.rows)
             if tiles.lag:
                 # WHY: in step, both warpgroups would end a leaf or a tile at once and leave the
@@ -320,7 +372,7 @@ def matmul(
 
         @pl.when(wg == tiles.num_wgs)
         def load():
-            if tiles.ctas_per_sm == 1 and tiles.num_wgs > 1:
+            if has_register_shares:
                 plgpu.set_max_registers(24, action="decrease")
             row_share = _COLS_AXIS if tiles.cluster_cols > 1 else None
             col_share = _ROWS_AXIS if tiles.cluster_rows > 1 else None
@@ -354,7 +406,7 @@ def matmul(
                             full.at[slot],
                             collective_axes=w_share,
                         )
-                    for s in range(slabs):
+                    for s in range(0 if tiles.held_channels else slabs):
                         plgpu.copy_gmem_to_smem(
                             x_gmem.at[pl.ds(x_row, x_rows), pl.ds(k + s * span, span)],
                             x_tma.at[slot, s],
@@ -383,9 +435,9 @@ def matmul(
 
             lax.fori_loop(0, used, drain, ())
 
-    pending_shape = (max(tiles.smem_levels, 1), tiles.num_wgs, tiles.rows, tiles.cols)
-    if not tiles.smem_levels:
-        pending_shape = (1, 1, 8, 32)
+    pending_shape = (tiles.smem_levels, tiles.num_wgs, tiles.rows, tiles.cols)
+    pending = plgpu.SMEM(pending_shape, jnp.float32, transforms=_tiled(32, jnp.float32))
+    sums_shape = (num_sharers, rows_of_wg, k_len // held_chunk(k_len), 4)
     if tiles.shares_slot:
         out_block = plgpu.SMEM((8, chunk), out_dtype)
     elif tiles.is_swapped and not is_out_tiled:
@@ -416,26 +468,31 @@ def matmul(
     out_shape = (num_rows_x, num_out)
     out_shape = (tiles.groups, *out_shape) if tiles.groups > 1 else out_shape
     cluster_size = math.prod(cluster)
-    operands = [v for v in (x, w, bias, residual) if v is not None]
+    operands = [v for v in (x, w, bias, residual, gain) if v is not None]
     num_clusters = min(items, NUM_SMS * tiles.ctas_per_sm // cluster_size)
     kernel = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct(out_shape, out_dtype),
         scratch_types=(
-            _ragged((stages, slabs, x_rows, span), span, jnp.bfloat16, is_ragged),
+            _ragged(x_shape, span, jnp.bfloat16, is_ragged),
             _ragged((stages, w_rows, tiles.k), span, jnp.bfloat16, is_ragged and tiles.shares_slot),
             out_block,
-            plgpu.SMEM(pending_shape, jnp.float32, transforms=_tiled(32, jnp.float32)),
-            plgpu.Barrier(num_arrivals=len(w_pieces) + slabs, num_barriers=stages),
+            pending if tiles.smem_levels else None,
+            plgpu.SMEM(sums_shape, jnp.float32) if tiles.held_channels else None,
+            plgpu.Barrier(
+                num_arrivals=len(w_pieces) + (0 if tiles.held_channels else slabs),
+                num_barriers=stages,
+            ),
             empty_type,
             plgpu.Barrier(num_arrivals=num_chunks, num_barriers=tiles.num_wgs),
             plgpu.Barrier(),
+            plgpu.Barrier(num_arrivals=num_sharers),
         ),
         grid=(num_clusters,),
         grid_names=("cta",),
         cluster=cluster,
         cluster_names=cluster_names,
-        num_threads=tiles.num_wgs + 1,
+        num_threads=num_threads,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(
             approx_math=False,

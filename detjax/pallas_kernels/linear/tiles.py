@@ -15,6 +15,9 @@ NUM_SMS = 132
 SMEM_BYTES = 232448
 """Shared memory one CTA may have on sm_90."""
 
+MAX_NORM_ROWS = 8
+"""Up to here a product normalises its own input and saves a launch; 8 is most, 0 turns it off."""
+
 SLOT_SHAPE = (64, 128, 64)
 """Rows of a warpgroup, columns and depth of a tile whose bf16 output is as large as a stage."""
 
@@ -44,6 +47,9 @@ class MatmulTiles:
         is_gated: Whether half of the weights are gates and half their ups: the first and last 64
             rows of a warpgroup's 128 if swapped, else the first and last half of the columns.
         shares_slot: Whether a residual comes, and its output leaves, through a stage of the ring.
+        held_channels: K where up to 8 activations lie whole in shared memory, normalised there by
+            the CTA; 0 where they stream through the ring beside the weights.
+        helpers: Warpgroups that only help to normalise.
     """
 
     is_swapped: bool
@@ -64,6 +70,8 @@ class MatmulTiles:
     out_span: int = 128
     is_gated: bool = False
     shares_slot: bool = False
+    held_channels: int = 0
+    helpers: int = 0
 
     def __post_init__(self):
         """Refuse what wgmma or TMA cannot do."""
@@ -86,6 +94,11 @@ class MatmulTiles:
             )
         if self.shares_slot and (self.is_swapped or (self.rows, self.cols, self.k) != SLOT_SHAPE):
             raise ValueError(f"an output of a slot's size needs {SLOT_SHAPE=}, not {self}")
+        is_flat = self.is_swapped and self.cols == 8 and self.k >= 64 and self.groups == 1
+        if self.held_channels and not (is_flat and self.cluster_rows * self.cluster_cols == 1):
+            raise ValueError(f"rows are held by swapped tiles of 8 columns only, not {self}")
+        if self.helpers and not self.held_channels:
+            raise ValueError(f"{self.helpers=} have no rows to normalise")
 
     @property
     def cta_rows(self) -> int:
@@ -104,8 +117,21 @@ class MatmulTiles:
 
     @property
     def stage_bytes(self) -> int:
-        """Shared memory of one stage of both operands, bf16."""
-        return 2 * self.k * (self.cta_rows + self.cols)
+        """Shared memory of one stage of the operands that stream, bf16."""
+        return 2 * self.k * (self.cta_rows + (0 if self.held_channels else self.cols))
+
+    @property
+    def held_bytes(self) -> int:
+        """Shared memory of activations that are held, and of the sums of their squares."""
+        if not self.held_channels:
+            return 0
+        num_chunks = self.held_channels // held_chunk(self.held_channels)
+        return self.cols * (2 * self.held_channels + 16 * num_chunks)
+
+
+def held_chunk(width: int) -> int:
+    """Channels of a row that a warpgroup takes at once: `rms_norm.sm90.row_sum`'s chunk."""
+    return _largest_divisor(width, 1024)
 
 
 def smem_bytes(tiles: MatmulTiles, *, out_bytes: int, has_residual: bool = False) -> int:
@@ -121,12 +147,10 @@ def smem_bytes(tiles: MatmulTiles, *, out_bytes: int, has_residual: bool = False
     pending = tiles.smem_levels * tiles.rows * tiles.cols * 4
     return (
         tiles.stages * tiles.stage_bytes
+        + tiles.held_bytes
         + tiles.num_wgs * (staged * out_bytes + pending)
-        + _SMEM_RESERVED
+        + (1024 if tiles.held_channels else 3072)  # barriers, alignment
     )
-
-
-_SMEM_RESERVED = 3072  # a placeholder of 1 KiB for pending sums, barriers, alignment
 
 
 def output_chunk(tiles: MatmulTiles, out_bytes: int) -> int:
@@ -157,6 +181,7 @@ def choose_tiles(
     has_bias: bool = False,
     has_residual: bool = False,
     is_gated: bool = False,
+    has_norm: bool = False,
 ) -> MatmulTiles:
     """Tiles for a product of `num_rows` activations, by rules found by measuring.
 
@@ -167,8 +192,10 @@ def choose_tiles(
         leaf_len: Their length.
         out_bytes: Bytes of an output element: 2 or 4.
         has_bias: A bias is loaded by whole tiles, so they must divide N.
-        has_residual: A residual is staged whole, and read by unswapped tiles only.
+        has_residual: A residual is staged whole, unless CTAs share a tile's leaves.
         is_gated: The weights are gates, then ups; one leaf, no bias.
+        has_norm: The product normalises its activations, of which there are `MAX_NORM_ROWS` at
+            most; one leaf.
     """
     if num_rows <= 32 or (num_rows <= 64 and (num_leaves > 1 or num_out <= 64 * NUM_SMS)):
         tiles = _stream_weights(num_rows, num_out, num_leaves, leaf_len, is_gated)
@@ -184,11 +211,29 @@ def choose_tiles(
         tiles = _one_leaf_tiles(num_rows, num_out, leaf_len, out_bytes, has_bias, is_gated)
     if is_gated and num_out % 128:
         tiles = dataclasses.replace(tiles, out_span=64)
-    is_partial = num_leaves > 1 and (tiles.is_swapped or tiles.groups > 1)
+    if has_norm:
+        tiles = _hold_rows(tiles, num_rows, leaf_len)
+    is_partial = num_leaves > 1 and (tiles.groups > 1 or tiles.is_swapped and not has_residual)
     return fill_stages(
         tiles,
         out_bytes=4 if is_partial else out_bytes,
         has_residual=has_residual and not is_partial,
+    )
+
+
+def _hold_rows(tiles: MatmulTiles, num_rows: int, k_len: int) -> MatmulTiles:
+    """Tiles that stream weights, with the activations held and normalised in shared memory."""
+    # Five warpgroups have 96 registers a thread, too few for the values of wider rows.
+    num_wgs, most = (tiles.num_wgs, 4) if k_len <= 5120 else (1, 1)
+    rows_each = -(-num_rows // most)
+    sharers = -(-num_rows // rows_each)
+    return dataclasses.replace(
+        tiles,
+        num_wgs=num_wgs,
+        helpers=max(0, sharers - num_wgs),
+        held_channels=k_len,
+        k=64 if tiles.is_gated else 128,
+        ctas_per_sm=1,
     )
 
 

@@ -85,13 +85,13 @@ def narrow_normalise(parts: list, gains: list, tile: rows.Tile, *, width: int, e
 
 
 def _wide_scale(sums_ref, math: rows.Arithmetic, *, shape, width: int, eps: float):
-    """`rsqrt(mean square + eps)` from the sums of all warps [chunks, LANES], in all elements.
+    """`rsqrt(mean square + eps)` from the sums of all warps [chunks, 4 or LANES], in all elements.
 
     # ORDER: warp sums pairwise in order of channel, ((w0 + w1) + (w2 + w3)) + ....
     """
-    num_chunks = sums_ref.shape[0]
+    num_chunks, apart = sums_ref.shape[0], sums_ref.shape[1] // 4
     if math.is_interpreted:
-        sums = sums_ref[...][:, ::32].reshape(-1)
+        sums = sums_ref[...][:, ::apart].reshape(-1)
         total = rows.pairwise([sums[i] for i in range(4 * num_chunks)], lambda a, b: a + b)
         return jnp.full(shape, lax.rsqrt(total / jnp.float32(width) + jnp.float32(eps)))
 
@@ -103,7 +103,7 @@ def _wide_scale(sums_ref, math: rows.Arithmetic, *, shape, width: int, eps: floa
         index = ir.IndexType.get()
         f32 = ir.F32Type.get()
         sums = [
-            memref.load(ref, [mgpu.c(chunk, index), mgpu.c(32 * warp, index)])
+            memref.load(ref, [mgpu.c(chunk, index), mgpu.c(apart * warp, index)])
             for chunk in range(num_chunks)
             for warp in range(4)
         ]
@@ -215,6 +215,58 @@ def _wide(leaf_sums, x, bias, gain, *, eps: float, warpgroups: int, num_ctas: in
         ],
         **options,
     )
+
+
+def normalise_wide_rows(
+    x_gmem,
+    gain_gmem,
+    row_ids: list,
+    sums_smem,
+    store,
+    *,
+    eps: float,
+    num_registers: int,
+    is_interpreted: bool,
+) -> None:
+    """Normalise a few wide rows inside a kernel that multiplies them: one warpgroup's share.
+
+    Args:
+        x_gmem: Rows, [M, D].
+        gain_gmem: Scale of each channel.
+        row_ids: The rows to take.
+        sums_smem: float32 [len(row_ids), chunks, 4], this warpgroup's own.
+        store: Called with a chunk's normalised channels, its row, first channel and arithmetic.
+        eps: Added to the mean square.
+        num_registers: Of a thread; they bound the rows that are read at once.
+        is_interpreted: Whether the kernel is interpreted.
+
+    Numerics:
+        The instructions of `rms_norm`, in its order, so its bits.
+    """
+    width = x_gmem.shape[1]
+    form = row_sum(width)
+    chunk = rows.LANES * form.vec_len
+    math = rows.strided(chunk, form.vec_len, is_interpreted)
+    starts = range(0, width, chunk)
+    gains = [math.load(gain_gmem.at[pl.ds(s, chunk)]) for s in starts]
+    of_row = form.num_parts * pl.cdiv(form.vec_len, 2)
+    at_once = max(1, (num_registers - 56) * 4 // 5 // of_row)
+    for first in range(0, len(row_ids), at_once):
+        taken = list(enumerate(row_ids))[first : first + at_once]
+        values = [[math.load(x_gmem.at[row, pl.ds(s, chunk)]) for s in starts] for _, row in taken]
+        for (i, _), row_values in zip(taken, values, strict=True):
+            for c, v in enumerate(row_values):
+                sums = rows.square_sums(v.astype(jnp.float32), math)
+                rows.keep_warp_values(sums, sums_smem.at[i, c], math)
+        plgpu.commit_smem()
+        if form.vec_len > 1:
+            # WHY: else values wait for their second use as float32, in twice the registers.
+            values = lax.optimization_barrier(values)
+        for (i, row), row_values in zip(taken, values, strict=True):
+            scale = _wide_scale(sums_smem.at[i], math, shape=(chunk,), width=width, eps=eps)
+            for start, v, g in zip(starts, row_values, gains, strict=True):
+                normed = math.mul(math.mul(v.astype(jnp.float32), scale), g.astype(jnp.float32))
+                store(normed.astype(x_gmem.dtype), row, start, math)  # ROUND: once
 
 
 def _narrow(leaf_sums, x, bias, gain, *, eps: float, interpret: bool):

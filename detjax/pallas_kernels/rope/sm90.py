@@ -2,6 +2,8 @@
 """Rotary embedding on Hopper, alone or with the q/k norm before it and the cache write after it."""
 
 import functools
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,7 @@ from detjax.pallas_kernels import sm90_rows as rows
 from detjax.pallas_kernels.rms_norm import sm90 as norm
 
 
-def _form(channels: int) -> norm.RowSum:
+def row_form(channels: int) -> norm.RowSum:
     """How a head lies in registers: as two halves, as the narrow rows of `rms_norm`.
 
     Raises:
@@ -26,7 +28,7 @@ def _form(channels: int) -> norm.RowSum:
 
 
 def _tile(num_heads: int, channels: int, interpret: bool) -> rows.Tile:
-    form = _form(channels)
+    form = row_form(channels)
     return rows.tile_of_rows(
         rows.most_rows(rows.LANES // form.lanes, num_heads),
         lanes=form.lanes,
@@ -35,7 +37,8 @@ def _tile(num_heads: int, channels: int, interpret: bool) -> rows.Tile:
     )
 
 
-def _halves(channels: int) -> list:
+def halves_of(channels: int) -> list:
+    """The channels of the two halves of a head."""
     half = channels // 2
     return [pl.ds(0, half), pl.ds(half, half)]
 
@@ -54,19 +57,47 @@ def _rotate(first, second, cos, sin, tile: rows.Tile) -> list:
     ]
 
 
-def _rotate_heads(x_gmem, heads, token, cos_gmem, sin_gmem, gain_gmem, tile, *, eps) -> list:
-    """Load some heads of a token, normalise them if there is a gain, rotate, and round."""
-    channels = x_gmem.shape[2]
-    dtype = x_gmem.dtype
-    halves = _halves(channels)
-    parts = [tile.whole.load(x_gmem.at[token, heads, c]).astype(jnp.float32) for c in halves]
-    if gain_gmem is not None:
-        gains = [tile.per_col.load(gain_gmem.at[c]) for c in halves]
-        parts = norm.narrow_normalise(parts, gains, tile, width=channels, eps=eps)
-        # ROUND: the normalised head, as `rms_norm` alone does.
-        parts = [p.astype(dtype).astype(jnp.float32) for p in parts]
-    cos, sin = tile.per_col.load(cos_gmem.at[token]), tile.per_col.load(sin_gmem.at[token])
-    return [p.astype(dtype) for p in _rotate(*parts, cos, sin, tile)]  # ROUND: once
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedHeads:
+    """Some heads of a token and what turns them, in registers: loads before any arithmetic.
+
+    Attributes:
+        parts: The two halves of the channels.
+        cos: Of the token.
+        sin: Likewise.
+        gains: Of the norm, by half; empty for no norm.
+        tile: How the heads lie.
+    """
+
+    parts: list
+    cos: Any
+    sin: Any
+    gains: list
+    tile: rows.Tile
+
+    def rotated(self, *, eps: float) -> list:
+        """Normalise if there is a gain, rotate, and round: the two halves."""
+        tile, dtype = self.tile, self.parts[0].dtype
+        parts = [p.astype(jnp.float32) for p in self.parts]
+        if self.gains:
+            width = 2 * parts[0].shape[1]
+            parts = norm.narrow_normalise(parts, self.gains, tile, width=width, eps=eps)
+            # ROUND: the normalised head, as `rms_norm` alone does.
+            parts = [p.astype(dtype).astype(jnp.float32) for p in parts]
+        # ROUND: once.
+        return [p.astype(dtype) for p in _rotate(*parts, self.cos, self.sin, tile)]
+
+
+def load_heads(x_gmem, heads, token, cos_gmem, sin_gmem, gain_gmem, tile) -> LoadedHeads:
+    """Load heads of a token [M, J, C], its cosines and sines, and the gain unless it is None."""
+    halves = halves_of(x_gmem.shape[2])
+    return LoadedHeads(
+        parts=[tile.whole.load(x_gmem.at[token, heads, c]) for c in halves],
+        cos=tile.per_col.load(cos_gmem.at[token]),
+        sin=tile.per_col.load(sin_gmem.at[token]),
+        gains=[] if gain_gmem is None else [tile.per_col.load(gain_gmem.at[c]) for c in halves],
+        tile=tile,
+    )
 
 
 def _first_head(index, tile: rows.Tile, num_heads: int):
@@ -99,8 +130,8 @@ def rope(x, cos, sin, *, interpret: bool = False) -> jax.Array:
     def body(x_gmem, cos_gmem, sin_gmem, out_gmem):
         token = lax.axis_index("token")
         heads = pl.ds(_first_head(lax.axis_index("tile"), tile, num_heads), tile.rows)
-        out = _rotate_heads(x_gmem, heads, token, cos_gmem, sin_gmem, None, tile, eps=None)
-        for c, part in zip(_halves(channels), out, strict=True):
+        out = load_heads(x_gmem, heads, token, cos_gmem, sin_gmem, None, tile).rotated(eps=0.0)
+        for c, part in zip(halves_of(channels), out, strict=True):
             out_gmem[token, heads, c] = part
 
     return rows.run_kernel(
@@ -201,16 +232,16 @@ def qk_norm_rope_write(
         q_gain_gmem, k_gain_gmem = (refs.pop(0), refs.pop(0)) if gains else (None, None)
         pages_gmem, table_gmem, positions_gmem, layer_gmem, q_out = refs
         index, token = lax.axis_index("tile"), lax.axis_index("token")
-        halves = _halves(channels)
+        halves = halves_of(channels)
 
         @pl.when(index < q_tiles)
         def _queries():
             first = _first_head(index, q_tile, num_heads)
-            out = _rotate_heads(
+            queries = load_heads(
                 q_gmem, pl.ds(starts[0] + first, q_tile.rows), token, cos_gmem, sin_gmem,
-                q_gain_gmem, q_tile, eps=eps,
+                q_gain_gmem, q_tile,
             )  # fmt: skip
-            for c, part in zip(halves, out, strict=True):
+            for c, part in zip(halves, queries.rotated(eps=eps), strict=True):
                 q_out[token, pl.ds(first, q_tile.rows), c] = part
 
         @pl.when(index >= q_tiles)
@@ -222,10 +253,10 @@ def qk_norm_rope_write(
             first = _first_head(index - q_tiles, kv_tile, kv_heads)
             v_heads = pl.ds(starts[2] + first, kv_tile.rows)
             values = [kv_tile.whole.load(v_gmem.at[token, v_heads, c]) for c in halves]
-            keys = _rotate_heads(
+            keys = load_heads(
                 k_gmem, pl.ds(starts[1] + first, kv_tile.rows), token, cos_gmem, sin_gmem,
-                k_gain_gmem, kv_tile, eps=eps,
-            )  # fmt: skip
+                k_gain_gmem, kv_tile,
+            ).rotated(eps=eps)  # fmt: skip
 
             @pl.when(position >= 0)
             def _store():

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The new token of each sequence inside decode: rotated by the CTA that uses it, and kept.
+
+The functions of `rope.sm90.qk_norm_rope_write`, hence its bits, without its launch.
+"""
+
+from dataclasses import dataclass
+
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith, memref
+from jaxlib.mlir.dialects import llvm
+
+from detjax.pallas_kernels import sm90_rows as rows
+from detjax.pallas_kernels.attention import sm90_arithmetic as bits
+from detjax.pallas_kernels.rope import sm90 as rope
+
+SPAN = 64
+"""Channels of a swizzle span: 128 bytes, in 8 chunks of 8 channels."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NewToken:
+    """What a CTA does with the new token of a sequence, for one key/value head.
+
+    Heads of a token lie as queries, keys, values: [H + 2 K, C].
+
+    Attributes:
+        kv_heads: K.
+        group: Query heads of a key/value head.
+        channels: C, 64 or 128.
+        eps: Of the norms.
+        is_interpreted: Use plain indexing, for interpretation on CPU.
+    """
+
+    kv_heads: int
+    group: int
+    channels: int
+    eps: float
+    is_interpreted: bool
+
+    @property
+    def tile(self) -> rows.Tile:
+        """How heads lie in registers: two or more, for Mosaic has no layout of the sum of one row.
+
+        The same for queries, key and value, so that they share the loads of cosines and sines.
+        """
+        form = rope.row_form(self.channels)
+        return rows.tile_of_rows(
+            max(2, rows.most_rows(rows.LANES // form.lanes, self.group)),
+            lanes=form.lanes,
+            vec_len=form.vec_len,
+            is_interpreted=self.is_interpreted,
+        )
+
+    @property
+    def kept_shape(self) -> tuple[int, int]:
+        """Shape of the shared memory that keeps key and value, with heads before them."""
+        return 2 * self.tile.rows, self.channels
+
+    def kept(self, kept_smem, half: int):
+        """The kept key (half 0) or value (half 1): [C]."""
+        return kept_smem.at[(half + 1) * self.tile.rows - 1]
+
+    def prepare(self, new, seq, kv_head, q_smem, kept_smem) -> None:
+        """Rotate queries into `q_smem`, for wgmma; keep the key and the value in `kept_smem`.
+
+        All loads come first, so that the CTA waits for device memory once.
+
+        Args:
+            new: qkv [B, H + 2 K, C], cos and sin [B, C / 2], and no gains or two [C], in memory.
+            seq: Which token.
+            kv_head: Which key/value head.
+            q_smem: Gets the queries in rows 0 to G - 1.
+            kept_smem: Gets what `kept` reads.
+        """
+        qkv, cos, sin, *gains = new
+        q_gain, k_gain = gains or (None, None)
+        tile = self.tile
+
+        def load(first, gain):
+            return rope.load_heads(qkv, pl.ds(first, tile.rows), seq, cos, sin, gain, tile)
+
+        # The last tile starts early instead of ending late: rows written twice, alike. A group of
+        # one reads the head after it too.
+        starts = [max(min(i, self.group - tile.rows), 0) for i in range(0, self.group, tile.rows)]
+        queries = [load(kv_head * self.group + i, q_gain) for i in starts]
+        # Key and value are the last rows of their tiles: there are heads enough before them.
+        first_key = self.kv_heads * self.group + kv_head - (tile.rows - 1)
+        key, value = load(first_key, k_gain), load(first_key + self.kv_heads, None)
+        kept = [key.rotated(eps=self.eps), value.parts]
+        halves = rope.halves_of(self.channels)
+        for start, heads in zip(starts, queries, strict=True):
+            for c, part in zip(halves, heads.rotated(eps=self.eps), strict=True):
+                self._store(part, q_smem, start, c, bits.swizzled(SPAN))
+        for i, parts in enumerate(kept):
+            for c, part in zip(halves, parts, strict=True):
+                self._store(part, kept_smem, i * tile.rows, c, ())
+        plgpu.commit_smem()
+
+    def _store(self, part, smem, first, columns, transforms) -> None:
+        """Write a tile of heads to rows from `first`; plain, or an operand of wgmma."""
+        if self.is_interpreted:
+            smem[pl.ds(first, self.tile.rows), columns] = part
+            return
+        address = _swizzled_pointer if transforms else _pointer
+
+        @plgpu.inline_mgpu(arg_types=(self.tile.whole.layout, plgpu.RefType(transforms)))
+        def emit(ctx, x, ref):
+            for (row, col), register in zip(
+                x.layout.thread_idxs(x.shape), x.registers.flat, strict=True
+            ):
+                row = arith.addi(row, _index(first))
+                col = arith.addi(col, _index(columns.start))
+                llvm.store(register, address(ref, row, col))
+
+        emit(part, smem)
+
+    def put(self, kept_smem, half: int, page_smem, page_gmem, offset) -> None:
+        """Write the kept key or value to row `offset` of its page, here and in the cache.
+
+        Args:
+            kept_smem: What `prepare` kept.
+            half: 0 for the key, 1 for the value.
+            page_smem: The page, loaded already: an operand of wgmma.
+            page_gmem: The page in the cache, for later launches.
+            offset: Which row.
+
+        # WHY: the page has been loaded before the row is written, so that the CTA neither waits
+        for its own write nor races with it: TMA reads through another proxy.
+        """
+        kept, row = self.kept(kept_smem, half), page_gmem.at[offset]
+        if self.is_interpreted:
+            page_smem[offset] = kept[...]
+            row[...] = kept[...]
+            return
+
+        @plgpu.inline_mgpu(
+            arg_types=(
+                plgpu.RefType(), plgpu.RefType(bits.swizzled(SPAN)), plgpu.RefType(),
+                plgpu.Layout.WG_SPLAT(()),
+            )
+        )  # fmt: skip
+        def emit(ctx, source, page, row, offset):
+            # A channel a thread; threads that are left over write the same again.
+            thread = arith.index_cast(ir.IndexType.get(), mgpu.thread_idx())
+            channel = arith.remui(thread, _index(self.channels))
+            offset = arith.index_cast(ir.IndexType.get(), offset.registers.item())
+            value = memref.load(source, [channel])
+            llvm.store(value, _swizzled_pointer(page, offset, channel))
+            memref.store(value, row, [channel])
+
+        emit(kept, page_smem, row, offset)
+        plgpu.commit_smem()
+
+
+def _index(value: int):
+    return mgpu.c(value, ir.IndexType.get())
+
+
+def _pointer(ref, row, col):
+    """Address of element (row, col) of rows one after the other."""
+    _, num_cols = ir.MemRefType(ref.type).shape
+    return _at(ref, arith.addi(arith.muli(row, _index(num_cols)), col))
+
+
+def _swizzled_pointer(ref, row, col):
+    """Address of element (row, col) of an operand of wgmma in tiles of 8 rows and SPAN columns.
+
+    Chunk i of 8 columns lies at chunk `i ^ row` of its row, as TMA's 128-byte swizzle puts it.
+    """
+    kind = ir.MemRefType(ref.type)
+    _, num_spans, tile_rows, span = kind.shape
+    strides, _ = kind.get_strides_and_offset()
+    assert list(strides) == [num_spans * tile_rows * span, tile_rows * span, span, 1], strides
+    in_tile = arith.remui(row, _index(tile_rows))
+    in_span = arith.remui(col, _index(span))
+    chunk = arith.xori(arith.divui(in_span, _index(8)), in_tile)
+    tile = arith.addi(
+        arith.muli(arith.divui(row, _index(tile_rows)), _index(num_spans)),
+        arith.divui(col, _index(span)),
+    )
+    offset = arith.addi(
+        arith.muli(
+            arith.addi(arith.muli(tile, _index(tile_rows)), in_tile),
+            _index(span),
+        ),
+        arith.addi(arith.muli(chunk, _index(8)), arith.remui(in_span, _index(8))),
+    )
+    return _at(ref, offset)
+
+
+def _at(ref, offset):
+    offset = arith.index_cast(ir.IntegerType.get_signless(32), offset)
+    element = ir.MemRefType(ref.type).element_type
+    return mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [offset], element)
