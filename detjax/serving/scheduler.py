@@ -566,8 +566,9 @@ class Scheduler:
         matched = self._matched(replica, sample)
         replica.pool.share(matched)
         missing = -(-len(sample.tokens) // self._config.page_len) - len(matched)
-        # Those who run will need a page each, sooner or later.
-        if replica.pool.num_available < missing + len(replica.running):
+        # Those who run and may outgrow their pages will need one each, sooner or later.
+        growing = sum(not self._is_housed(s) for s in replica.running)
+        if replica.pool.num_available < missing + growing:
             replica.pool.give_back(matched)
             if replica.running:
                 return False
@@ -583,6 +584,10 @@ class Scheduler:
         self.num_prefix_tokens += sample.num_prefilled
         bisect.insort(replica.running, sample, key=lambda s: s.rank)
         return True
+
+    def _is_housed(self, sample: Sample) -> bool:
+        """Whether a sample holds all pages that it can ever need."""
+        return len(sample.pages) * self._config.page_len >= sample.most_len
 
     def _plan_prefills(self, plan: Plan, most_tokens: int) -> None:
         plan.prefill_shape = shape = self._prefill_shape(most_tokens)

@@ -162,8 +162,8 @@ def abstract_model(num_layers: int) -> LoadedModel:
 
 
 def decode_step() -> aot.Program:
-    """A whole decode step of two layers at batch 8."""
-    shape = StepShape(batch=8, length=1, table_len=8, num_pages=64, num_top=0, with_filters=False)
+    """A whole decode step of two layers at batch 4."""
+    shape = StepShape(batch=4, length=1, table_len=8, num_pages=64, num_top=0, with_filters=False)
     return aot.inspect_program(lambda: compile_step(abstract_model(2), shape))
 
 

@@ -1,24 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every kernel of a small model's answer under compute-sanitizer: no access out of bounds, no misuse of a barrier."""
+"""Every kernel of a small model under compute-sanitizer: no access out of bounds, no bad sync."""
 
 import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 pytestmark = pytest.mark.gpu
 
-# A buffer for each array: an access past its end leaves its allocation.
+ANSWERS = Path(__file__).with_name("sanitized.py")
+
+# A buffer for each array, so that an access past its end leaves its allocation; plain launches.
 ENVIRONMENT = os.environ | {
     "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
-    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    "XLA_FLAGS": "--xla_gpu_enable_command_buffer= --xla_gpu_autotune_level=0",
 }
-ANSWERS = "detjax.generate --backend sm90 --prompt The --prompt".split() + [
-    "The old house by the sea had stood empty for years, and nobody remembered who had built it."
-]
-ANSWERS += "--max-tokens 3 --batch-size 2 --prefill-chunk 16".split()
 
 OUT_OF_BOUNDS = """
 import torch, triton, triton.language as tl
@@ -32,7 +31,7 @@ torch.cuda.synchronize()
 """
 
 
-def sanitized(tool: str, *command: str) -> subprocess.CompletedProcess[str]:
+def sanitized(tool: str, *command: str | Path) -> subprocess.CompletedProcess[str]:
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     if not os.path.exists(sanitizer):
         pytest.skip(f"no compute-sanitizer here (looked for {sanitizer})")
@@ -44,9 +43,10 @@ def sanitized(tool: str, *command: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("tool", ["memcheck", "synccheck"])
-def test_an_answer_is_clean(tool):
-    result = sanitized(tool, "-m", *ANSWERS)
+def test_answers_are_clean(tool):
+    result = sanitized(tool, ANSWERS, "sm90")
     said = result.stdout + result.stderr
+    assert "answered [3, 3]" in said, said[-4000:]
     assert "ERROR SUMMARY: 0 errors" in said, said[-4000:]
     assert result.returncode == 0, said[-4000:]
 
@@ -55,7 +55,7 @@ def test_an_answer_is_clean(tool):
 def test_control_it_sees_a_write_out_of_bounds(tmp_path):
     program = tmp_path / "out_of_bounds.py"
     program.write_text(OUT_OF_BOUNDS)
-    result = sanitized("memcheck", str(program))
+    result = sanitized("memcheck", program)
     said = result.stdout + result.stderr
     assert "Invalid __global__ write" in said, said[-4000:]
     assert result.returncode != 0

@@ -353,6 +353,19 @@ def test_one_sample_that_outgrows_the_cache_fails_alone_with_the_reason():
     assert other.num_outputs == 4
 
 
+def test_nobody_waits_for_a_page_that_those_who_run_cannot_need():
+    """Three samples of two pages each fill the cache, and each may be admitted at once."""
+    simulation = Simulation(changed(num_pages=6, has_prefix_cache=False))
+    simulation.device.end = None
+    samples = [simulation.add([i] * 5, most=3) for i in range(3)]
+    for _ in range(3):
+        simulation.step()
+    assert [s.state for s in samples] == [SampleState.RUNNING] * 3
+    simulation.drain()
+    assert simulation.scheduler.num_preempted == 0
+    simulation.check_answers()
+
+
 def test_a_prompt_that_outgrows_the_cache_fails_alone():
     simulation = Simulation(changed(num_pages=4))
     simulation.add([1] * 17, most=3)
