@@ -215,8 +215,9 @@ def stress(bench: Bench) -> bool:
     vocab = bench.model.config.vocab_size
     longest = args.max_len - 48
     questions = make_questions(
-        args.questions, seed=3, vocab_size=vocab, longest_prompt=longest, most_tokens=40
-    )
+        args.questions, seed=3, vocab_size=vocab, longest_prompt=longest, most_tokens=40,
+        long_every=12,
+    )  # fmt: skip
     begin_s = time.perf_counter()
     expected = lone_answers(bench.model, questions, max_len=args.max_len)
     bench.rows.keep(
@@ -226,10 +227,16 @@ def stress(bench: Bench) -> bool:
     good = True
     table_len = -(-args.max_len // 128)
     tight = args.num_pages or args.batch_size * table_len // 3
-    for i, (mode, share) in enumerate((("dvr", 0.5), ("invariant", 0.4), ("fast", 0.1))):
+    loads = (
+        ("dvr", "full", 0.3),
+        ("dvr", "int8", 0.2),
+        ("invariant", "full", 0.4),
+        ("fast", "full", 0.1),
+    )
+    for i, (mode, weights, share) in enumerate(loads):
         engine = bench.engine(
             mode, num_pages=tight, has_prefix_cache=True, prefill_shapes=((4, 64),),
-            prefill_chunk=128, with_filters=True,
+            prefill_chunk=128, with_filters=True, draft_weights=weights, draft_share=1.0,
         )  # fmt: skip
         begin_s, report = time.perf_counter(), LoadReport()
         until_s = begin_s + args.seconds * share
@@ -245,7 +252,8 @@ def stress(bench: Bench) -> bool:
         same = report.num_requests > 0 and not (report.wrong or report.lost or held)
         good = good and same
         bench.rows.keep(
-            subject="stress", mode=mode, same=same, requests=report.num_requests,
+            subject="stress", mode=mode, draft_weights=weights if mode == "dvr" else "", same=same,
+            requests=report.num_requests,
             samples=report.num_samples, cancelled=report.num_cancelled, plain=report.num_plain,
             plain_different=report.num_plain_different, wrong=len(report.wrong),
             lost=len(report.lost), pages_held=held, preempted=stats.num_preempted,

@@ -43,9 +43,19 @@ class StopWatch:
 
 
 def make_questions(
-    count: int, *, seed: int, vocab_size: int, longest_prompt: int, most_tokens: int
+    count: int,
+    *,
+    seed: int,
+    vocab_size: int,
+    longest_prompt: int,
+    most_tokens: int,
+    long_every: int = 0,
 ) -> list[Question]:
-    """Draw questions of every kind: greedy and sampled, filtered, n > 1, stops, shared prefixes."""
+    """Draw questions of every kind: greedy and sampled, filtered, n > 1, stops, shared prefixes.
+
+    With `long_every`, each such question's answer is five times as long, so that it may need pages
+    that nobody has put by for it.
+    """
     rng = np.random.default_rng(seed)
     heads = [rng.integers(0, vocab_size, longest_prompt) for _ in range(4)]
     kinds = (
@@ -60,13 +70,14 @@ def make_questions(
     questions = []
     for i in range(count):
         length = int(rng.integers(1, longest_prompt + 1))
+        factor = 5 if long_every and i % long_every == 0 else 1
         prompt = rng.integers(0, vocab_size, length)
         if rng.random() < 0.6:
             shared = int(rng.integers(0, length + 1))
             prompt[:shared] = heads[rng.integers(4)][:shared]
         sampling = dataclasses.replace(
             kinds[i % len(kinds)],
-            max_tokens=int(rng.integers(1, most_tokens + 1)),
+            max_tokens=factor * int(rng.integers(1, most_tokens + 1)),
             seed=int(rng.integers(0, 2**63)),
             stop_token_ids=tuple(map(int, rng.integers(0, vocab_size, rng.integers(0, 4)))),
         )
