@@ -5,8 +5,10 @@ import re
 
 from benchmarks.report_rows import digits, hardware, latest, listed, model_name, ratio, rows, table
 
+MODES = ("invariant", "fast")
 OURS = ("exchange kernel", "scatter")
 """The forms of the ranks' sum that a model uses; no number of rows is timed with both."""
+
 SUMS = (*OURS, "butterfly", "psum float32", "psum bfloat16")
 BITS = ("tokens", "logprobs", "final hidden states", "keys and values of every layer")
 """What `mesh_step_bits` compares."""
@@ -61,6 +63,11 @@ def step_bits_lines() -> list[str]:
         lines.append(
             f"Whole steps on (dp, tp) = {mesh} against (1,1), {listed(BITS)}: {wrong} bytes differ "
             f"({cases})."
+        )
+    same = [row["same"] for row in rows("mesh", "mesh_step_bits") if "same" in row]
+    if same:
+        lines.append(
+            f"A row in batches of other sizes: {'the same' if same[-1] else 'other'} bits."
         )
     return lines
 
@@ -118,22 +125,19 @@ def step_part() -> list[str]:
         return [
             case_name(case),
             f"{tp}, {note}" if note else str(tp),
-            *(f"{ms[mode]:.2f}" if mode in ms else "" for mode in ("invariant", "fast")),
+            *(f"{ms[mode]:.2f}" if mode in ms else "" for mode in MODES),
             ratio(fast, ms.get("invariant")),
             ratio(one, ms.get("invariant")) if tp > 1 else "",
             f"{shared:.2f}" if shared else "",
-            *(
-                str(found[place].get(mode, {}).get("launches", ""))
-                for mode in ("invariant", "fast")
-            ),
+            *(str(found[place].get(mode, {}).get("launches", "")) for mode in MODES),
         ]
 
     header = ["step", "tp", "invariant, ms", "`fast`, ms", "speed over `fast`", "speed over tp 1",
               "communication, ms", "launches", "launches of `fast`"]  # fmt: skip
     lines = [
-        "**Whole steps.** Wall time; decode at a context of 1024. `fast` is XLA's products and a psum",
-        "of float32 partials, without any claim. Communication is our step's device time in exchange",
-        "kernels, which add and normalise too, and in gathers, with the wait for the peer:",
+        "**Whole steps.** Wall time; decode at a context of 1024. `fast` is XLA's products and a",
+        "psum of float32 partials, without any claim. Communication is our step's device time in",
+        "exchange kernels, which add and normalise too, and in gathers, with the wait for peers:",
         "",
         *table(header, map(cells, found)),
     ]
@@ -209,16 +213,14 @@ def readme_lines() -> list[str]:
     lines = []
     both: dict[int, dict[int, dict[str, float]]] = {}
     for ((kind, batch), tp, note), found in steps().items():
-        if kind == "decode" and tp > 1 and not note and {"invariant", "fast"} <= found.keys():
+        if kind == "decode" and tp > 1 and not note and found.keys() >= set(MODES):
             both.setdefault(tp, {})[batch] = {mode: r["ms_p50"] for mode, r in found.items()}
     for tp, found in sorted(both.items()):
-        ours, fast = (
-            listed(f"{ms[mode]:.2f}" for ms in found.values()) for mode in ("invariant", "fast")
-        )
+        ours, fast = (listed(f"{ms[mode]:.2f}" for ms in found.values()) for mode in MODES)
         over = listed(ratio(ms["fast"], ms["invariant"]) for ms in found.values())
         lines.append(
             f"[Tensor parallelism](docs/parallel.md#what-it-costs), tp {tp}: decode steps of batch "
-            f"{listed(found)} take {ours} ms; `fast` with psum {fast} ms: {over} of its speed."
+            f"{listed(found)} take {ours} ms; `fast` with psum {fast} ms: {over} times as long."
         )
     return [f"- {line}" for line in lines]
 

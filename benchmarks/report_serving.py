@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `benchmarks.serving` measured, as docs/serving.md and README tell it."""
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from pathlib import Path
 
 from benchmarks.report_rows import (
@@ -24,15 +24,18 @@ DRAFTS = ("drafts accepted", "rollbacks")
 # ------------------------------------------------------------------------------- rows and cells
 
 
-def load_name(found: Iterable[dict]) -> str:
+def load_name(found: Collection[dict]) -> str:
     """Model, requests and their lengths, as far as the rows say and agree."""
-    names = ("model", "requests", "prompt_len", "output_len")
-    values = [{row.get(name) for row in found} for name in names]
-    model, requests, prompt_len, output_len = (v.pop() if len(v) == 1 else None for v in values)
-    asked = f"{requests} requests" if requests else "requests"
-    if prompt_len and output_len:
-        asked += f" of {prompt_len} + {output_len} tokens"
-    return model_name(model) + (f", {asked}" if asked != "requests" else "")
+
+    def common(name):
+        values = {row.get(name) for row in found}
+        return values.pop() if len(values) == 1 else None
+
+    model, num = common("model"), common("requests")
+    prompt_len, output_len = common("prompt_len"), common("output_len")
+    lengths = f" of {prompt_len} + {output_len} tokens" if prompt_len and output_len else ""
+    asked = f", {num or ''} requests{lengths}".replace("  ", " ") if num or lengths else ""
+    return model_name(model) + asked
 
 
 def mode_name(row: dict) -> str:
@@ -151,8 +154,8 @@ def stress_part() -> list[str]:
     counts = "requests", "cancelled", "preempted"
     return [
         "**Answers under load.** Requests of every kind, with shared prefixes, in random company.",
-        "Each token and logprob of a deterministic sample against the answer at batch size 1 (a lost",
-        "one counts as different); plain samples have no claim and are the control:",
+        "Each token and logprob of a deterministic sample against the answer at batch size 1 (a",
+        "lost one counts as different); plain samples have no claim and are the control:",
         "",
         *table(["model", "mode", "drafts", *DRAFTS, *counts, *different], lines),
     ]
@@ -205,8 +208,8 @@ def replay_part() -> list[str]:
     for cases in served("replay", "requests", "rate_per_s").values():
         lines += [
             "",
-            f"**The lengths of a trace**, at random times. {load_name(cases.values())}. Times are P50",
-            "/ P90 / P99:",
+            f"**The lengths of a trace**, at random times. {load_name(cases.values())}. Times are",
+            "P50 / P90 / P99:",
             "",
             *table(
                 ["requests", "a second", "mode", *SPEED, *TIMES],
@@ -225,9 +228,9 @@ def shares_part() -> list[str]:
     for cases in served("shares", "deterministic_percent").values():
         lines += [
             "",
-            f"**Against the share of deterministic requests.** {load_name(cases.values())}. Without",
-            "drafts a decode step with a deterministic sample is canonical as a whole. Each row is",
-            "over the `fast` of its own run; times are P50 / P90 / P99:",
+            f"**Against the share of deterministic requests.** {load_name(cases.values())}.",
+            "Without drafts a decode step with a deterministic sample is canonical as a whole. Each",
+            "row is over the `fast` of its own run; times are P50 / P90 / P99:",
             "",
             *table(
                 ["deterministic, %", "mode", *SPEED, *TIMES[:2], *DRAFTS],
