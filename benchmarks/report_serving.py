@@ -229,8 +229,8 @@ def shares_part() -> list[str]:
         lines += [
             "",
             f"**Against the share of deterministic requests.** {load_name(cases.values())}.",
-            "Without drafts a decode step with a deterministic sample is canonical as a whole. Each",
-            "row is over the `fast` of its own run; times are P50 / P90 / P99:",
+            "Without drafts a decode step with a deterministic sample is canonical as a whole.",
+            "Each row is over the `fast` of its own run; times are P50 / P90 / P99:",
             "",
             *table(
                 ["deterministic, %", "mode", *SPEED, *TIMES[:2], *DRAFTS],
@@ -271,7 +271,7 @@ def narrow_part() -> list[str]:
     for cases in served("narrow", "batch", "window").values():
         lines += [
             "",
-            f"**Drafts of 8-bit weights at small batches.** {load_name(cases.values())}. Medians:",
+            f"**8-bit drafts at small batches.** {load_name(cases.values())}. Medians:",
             "",
             *table(
                 ["batch", "mode", "window (W)", *SPEED, "a token, ms", *DRAFTS],
