@@ -392,7 +392,13 @@ def _communication_us(runner: Runner, case: tuple[int, int, int]) -> tuple[float
     return shared / devices, sum(us for _, us in events) / devices, len(events) // devices
 
 
-def time_steps(runners: dict[str, Runner], cases: list[tuple[int, int, int]], rows: Rows) -> None:
+def time_steps(
+    runners: dict[str, Runner],
+    cases: list[tuple[int, int, int]],
+    rows: Rows,
+    *,
+    subject: str = "mesh_step",
+) -> None:
     """Time whole steps on every mesh, in turn."""
     for case in cases:
         batch, length, start = case
@@ -403,7 +409,7 @@ def time_steps(runners: dict[str, Runner], cases: list[tuple[int, int, int]], ro
             try:
                 runner.run(*case, repeats=2)
             except Exception as error:
-                rows.keep(subject="mesh_step", case=name, impl=which, failed=f"{error}"[:200])
+                rows.keep(subject=subject, case=name, impl=which, failed=f"{error}"[:200])
                 continue
             times[which] = []
         for _ in range(5):
@@ -420,7 +426,7 @@ def time_steps(runners: dict[str, Runner], cases: list[tuple[int, int, int]], ro
                         "launches": launches}  # fmt: skip
             except RuntimeError as error:
                 row["device_ms"] = str(error)
-            rows.keep(subject="mesh_step", case=name, impl=which, **row)
+            rows.keep(subject=subject, case=name, impl=which, **row)
 
 
 def compile_ahead(runners: dict[str, Runner], cases: list[tuple[int, int, int]]) -> None:
@@ -479,7 +485,7 @@ def run_large(args: argparse.Namespace, rows: Rows) -> bool:
     runners = {f"invariant (1,{args.tp})": Runner(model, max(args.decode))}
     cases = [(batch, 1, CONTEXT - 1) for batch in args.decode]
     compile_ahead(runners, cases)
-    time_steps(runners, cases, rows)
+    time_steps(runners, cases, rows, subject="mesh_large")
     return True
 
 

@@ -1,42 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the measured sections of README and docs/kernels.md, and docs/figures, from committed rows.
+"""Write the measured sections of README and docs, and docs/figures, from committed rows.
 
 python -m benchmarks.report            # needs matplotlib: pip install -e ".[plots]"
 python -m benchmarks.report --check    # is the text current? needs nothing
 
-The rows are `benchmarks/results/h200/<date>-kernels.jsonl` and `<date>-step.jsonl`, newest first;
-experiments are `benchmarks/results/*/reproduce/NAME.json`, those of a GPU before those of a CPU.
+The rows are the newest `benchmarks/results/h200/<date>-<command>.jsonl` of the commands kernels,
+step, serving, mesh and answers. Of the last three a part appears if its rows are there, and where a
+case occurs twice in a file the later row counts. Experiments are
+`benchmarks/results/*/reproduce/NAME.json`, those of a GPU before those of a CPU.
 """
 
 import argparse
 import json
 import re
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
+from benchmarks import report_mesh, report_serving
+from benchmarks.report_rows import RESULTS, rows, table
+
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "h200"
 FIGURES = ROOT / "docs" / "figures"
 MARKERS = "<!-- {0}: begin -->", "<!-- {0}: end -->"
 SHAPES = ("qkv", "o", "gate_up", "down", "lm_head")
 ROW_COUNTS = (1, 8, 64, 128, 512, 2048, 8192)
 FLOOR = "bytes at 4.3 TB/s"
 IMPLS = ("invariant", "fast", "transformers compiled", "transformers eager")
-
-
-def rows(command: str, subject: str) -> list[dict]:
-    """Rows of a subject in the newest committed run of a command, or none."""
-    files = sorted(RESULTS.glob(f"*-{command}.jsonl"))
-    found = map(json.loads, files[-1].read_text().splitlines()) if files else ()
-    return [row for row in found if row["subject"] == subject]
-
-
-def table(header: Iterable[str], lines: Iterable[Iterable[str]]) -> list[str]:
-    """A Markdown table."""
-    header = list(header)
-    rule = ["---"] * len(header)
-    return [f"| {' | '.join(cells)} |" for cells in (header, rule, *lines)]
 
 
 def linear_ratios() -> dict[tuple[str, int], float]:
@@ -138,7 +127,7 @@ def card() -> str:
 
 
 def readme_section() -> list[str]:
-    """Whole steps, the linear layers in short, and the other kernels."""
+    """Whole steps, the linear layers in short, the other kernels, the engine, and several GPUs."""
     is_gated = any(row.get("is_gated") for row in rows("kernels", "linear"))
     gating = "; in `gate_up` they gate." if is_gated else "."
     return [
@@ -161,6 +150,8 @@ def readme_section() -> list[str]:
         "![Speed of the linear layers over the number of rows](docs/figures/linear.svg)",
         "",
         *kernel_lines(),
+        *report_serving.readme_lines(),
+        *report_mesh.readme_lines(),
     ]
 
 
@@ -223,6 +214,8 @@ SECTIONS = (
     ("README.md", "benchmarks", readme_section),
     ("README.md", "experiments", experiments_section),
     ("docs/kernels.md", "benchmarks", kernels_section),
+    ("docs/serving.md", "benchmarks", report_serving.section),
+    ("docs/parallel.md", "benchmarks", report_mesh.section),
 )
 """Document, name of the markers, and what stands between them."""
 
@@ -235,7 +228,7 @@ def updated(text: str, name: str, section: list[str]) -> str:
 
 
 def draw_figures() -> None:
-    """Ratio over M for the five products, and the time of a decode step over the batch."""
+    """Products over M, decode steps over the batch and by tp, and throughput of the engine."""
     try:
         import matplotlib
     except ImportError as error:
@@ -245,16 +238,23 @@ def draw_figures() -> None:
     matplotlib.rcParams.update({"svg.hashsalt": "detjax", "font.size": 9, "svg.fonttype": "none"})
     from matplotlib import pyplot
 
-    def save(name, axes, *, x_label, y_label):
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    def finish(axes, *, x_label, y_label, is_log=True):
+        if is_log:
+            axes.set_xscale("log", base=2)
+            axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axes.set_xlabel(x_label)
         axes.set_ylabel(y_label)
         axes.grid(color="0.9")
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False)
-        axes.figure.savefig(FIGURES / name, metadata={"Date": None}, bbox_inches="tight")
-        pyplot.close(axes.figure)
+
+    def write(name, figure):
+        figure.savefig(FIGURES / name, metadata={"Date": None}, bbox_inches="tight")
+        pyplot.close(figure)
+
+    def save(name, axes, **labels):
+        finish(axes, **labels)
+        write(name, axes.figure)
 
     FIGURES.mkdir(exist_ok=True)
     ratio = linear_ratios()
@@ -271,6 +271,24 @@ def draw_figures() -> None:
         axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=name, **style)
     axes.set_ylim(bottom=0)
     save("step.svg", axes, x_label="batch", y_label="ms a decode step, context 1024")
+
+    if report_mesh.decode_lines():
+        _, axes = pyplot.subplots(figsize=(6, 3.2))
+        report_mesh.draw(axes)
+        save("mesh.svg", axes, x_label="batch", y_label="ms a decode step, context 1024")
+
+    shares, windows = (bool(rows("serving", subject)) for subject in report_serving.DRAWN)
+    if shares or windows:
+        panels = shares + windows
+        figure, (places,) = pyplot.subplots(1, panels, figsize=(6 * panels, 3.2), squeeze=False)
+        if shares:
+            report_serving.draw_shares(places[0])
+            labels = {"x_label": "deterministic requests, %", "y_label": "throughput over fast"}
+            finish(places[0], **labels, is_log=False)
+        if windows:
+            report_serving.draw_windows(places[-1])
+            finish(places[-1], x_label="window (W)", y_label="generated tokens/s")
+        write("serving.svg", figure)
 
 
 def main() -> None:

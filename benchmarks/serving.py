@@ -113,7 +113,9 @@ class Bench:
     def __init__(self, args: argparse.Namespace):
         self.args = args
         self.backend = Backend(args.backend)
-        self.rows = Rows(environment(self.backend) | {"model": args.model}, args.out)
+        # The name alone: where a folder lies on this machine says nothing to a reader of the rows.
+        card = environment(self.backend) | {"model": Path(args.model).resolve().name}
+        self.rows = Rows(card, args.out)
         self.model = open_model(args.model, self.backend)
         self._steps: dict[object, CompiledSteps] = {}
         self._text = read_text(args.text, folder_of(args.model)) if args.text else []
@@ -387,6 +389,7 @@ def replay(bench: Bench) -> bool:
             told = serve(bench, engine, asks)
             bench.rows.keep(
                 subject="replay", mode=mode, rate_per_s=rate, requests=len(asks),
+                draft_weights=args.draft_weights if mode == "dvr" else "",
                 **summary(told), **counted(engine),
             )  # fmt: skip
             del engine
@@ -417,6 +420,8 @@ def shares(bench: Bench) -> bool:
         facts = {f"plain_{k}": v for k, v in summary(plain).items() if "p99" in k} if plain else {}
         bench.rows.keep(
             subject="shares", mode=mode, deterministic_percent=max(share, 0.0),
+            draft_share=args.draft_share, draft_weights=args.draft_weights if mode == "dvr" else "",
+            requests=args.num, prompt_len=args.prompt_len, output_len=args.output_len,
             **summary(told), **facts, **counted(engine),
         )  # fmt: skip
         del engine
@@ -433,6 +438,7 @@ def windows(bench: Bench) -> bool:
             told = serve(bench, engine, list(_arrivals(lengths, 0.0, share=100.0)))
             bench.rows.keep(
                 subject="windows", window=window, group=group, draft_weights=args.draft_weights,
+                requests=args.num, prompt_len=args.prompt_len, output_len=args.output_len,
                 **summary(told), **counted(engine),
             )  # fmt: skip
             del engine
@@ -455,6 +461,7 @@ def narrow(bench: Bench) -> bool:
             told = serve(bench, engine, list(_arrivals(lengths, 0.0, share=share)))
             bench.rows.keep(
                 subject="narrow", mode=mode, draft_weights=weights, batch=batch, window=window,
+                requests=4 * batch, prompt_len=args.prompt_len, output_len=args.output_len,
                 **summary(told), **counted(engine),
             )  # fmt: skip
             del engine

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `benchmarks.mesh` and `benchmarks.answers` found, as docs/parallel.md and README tell it."""
+
+import re
+
+from benchmarks.report_rows import digits, hardware, latest, listed, model_name, ratio, rows, table
+
+MODES = ("invariant", "fast")
+OURS = ("exchange kernel", "scatter")
+"""The forms of the ranks' sum that a model uses; no number of rows is timed with both."""
+
+SUMS = (*OURS, "butterfly", "psum float32", "psum bfloat16")
+BITS = ("tokens", "logprobs", "final hidden states", "keys and values of every layer")
+"""What `mesh_step_bits` compares."""
+
+Case = tuple[str, int]
+"""decode and a batch, or prefill and a number of tokens."""
+
+
+def read_impl(name: str) -> tuple[str, int, int, str]:
+    """Read "invariant (1,2), no exchange kernel": mode, dp, tp, and what is special."""
+    mode, dp, tp, note = re.fullmatch(r"(\w+) \((\d+),(\d+)\)(?:, (.*))?", name).groups()
+    return mode, int(dp), int(tp), note or ""
+
+
+def steps(subject: str = "mesh_step") -> dict[tuple[Case, int, str], dict[str, dict]]:
+    """By (case, tp, what is special): the row of each mode that was timed."""
+    found: dict[tuple[Case, int, str], dict[str, dict]] = {}
+    for (case, impl), row in latest(rows("mesh", subject), "case", "impl").items():
+        mode, dp, tp, note = read_impl(impl)
+        if dp == 1 and "ms_p50" in row:
+            place = case.split()[0], int(re.search(r"\d+", case)[0])
+            found.setdefault((place, tp, note), {})[mode] = row
+    return dict(sorted(found.items()))
+
+
+def case_name(case: Case) -> str:
+    """Such as "decode, batch 8"."""
+    kind, count = case
+    return f"decode, batch {count}" if kind == "decode" else f"prefill, {count} tokens"
+
+
+def decode_lines() -> dict[tuple[int, str], list[tuple[int, float]]]:
+    """(batch, milliseconds) of decode steps, by (tp, mode)."""
+    lines: dict[tuple[int, str], list[tuple[int, float]]] = {}
+    for ((kind, batch), tp, note), found in steps().items():
+        for mode, row in found.items():
+            if kind == "decode" and not note:
+                lines.setdefault((tp, mode), []).append((batch, row["ms_p50"]))
+    return dict(sorted(lines.items()))
+
+
+def step_bits_lines() -> list[str]:
+    """Whole steps on a mesh against one GPU."""
+    compared: dict[str, list[dict]] = {}
+    for (_, impl), row in latest(rows("mesh", "mesh_step_bits"), "case", "impl").items():
+        if impl and read_impl(impl)[1:3] != (1, 1):
+            compared.setdefault(impl.split(maxsplit=1)[1], []).append(row)
+    lines = []
+    for mesh, found in sorted(compared.items()):
+        wrong = sum(row[what] for row in found for what in BITS)
+        cases = "; ".join(row["case"].replace(" 1 tokens", " 1 token") for row in found)
+        lines.append(
+            f"Whole steps on (dp, tp) = {mesh} against (1,1), {listed(BITS)}: {wrong} bytes differ "
+            f"({cases})."
+        )
+    same = [row["same"] for row in rows("mesh", "mesh_step_bits") if "same" in row]
+    if same:
+        lines.append(
+            f"A row in batches of other sizes: {'the same' if same[-1] else 'other'} bits."
+        )
+    return lines
+
+
+def sum_bits_lines() -> list[str]:
+    """The forms of the ranks' sum against the reference."""
+    sums: dict[tuple[str, int], list[dict]] = {}
+    for (case, impl), row in latest(rows("mesh", "mesh_bits"), "case", "impl").items():
+        sums.setdefault((impl, int(re.search(r"tp (\d+)", case)[1])), []).append(row)
+    return [
+        f"The ranks' sum, {impl} against the butterfly at tp {tp}: "
+        f"{sum(row['different'] for row in found)} elements differ "
+        f"({listed(sorted(row['num_rows'] for row in found))} rows)."
+        for (impl, tp), found in sums.items()
+    ]
+
+
+def answer_rows() -> list[dict]:
+    """Rows of whole answers: a run of their own, or beside those of the mesh."""
+    return rows("answers", "answers") or rows("mesh", "answers")
+
+
+def answer_lines() -> list[str]:
+    """Whole answers over meshes and batch sizes."""
+    return [
+        f"Whole answers, {model_name(model)}, `{mode}`: {row['requests']} requests on "
+        f"{row['settings']} settings of mesh and batch size, {row['unique_outputs_mean']:.2f} "
+        f"different outputs each; with logprobs {row['unique_with_logprobs_max']} at most, largest "
+        f"divergence of a probability {row['max_prob_divergence']:.2g}."
+        for (model, mode), row in latest(answer_rows(), "model", "mode").items()
+    ]
+
+
+def bits_part() -> list[str]:
+    """What was compared bit for bit."""
+    lines = [*step_bits_lines(), *sum_bits_lines(), *answer_lines()]
+    return ["**Bits.**", "", *(f"- {line}" for line in lines)] if lines else []
+
+
+def step_part() -> list[str]:
+    """Whole steps on meshes, and the figure."""
+    found = steps()
+    if not found:
+        return []
+
+    def cells(place):
+        case, tp, note = place
+        ms = {mode: row["ms_p50"] for mode, row in found[place].items()}
+        fast, one = (
+            found.get((case, size, ""), {}).get(mode, {}).get("ms_p50")
+            for mode, size in (("fast", tp), ("invariant", 1))
+        )
+        ours = found[place].get("invariant", {})
+        shared = ours.get("communication_ms") if tp > 1 else None
+        return [
+            case_name(case),
+            f"{tp}, {note}" if note else str(tp),
+            *(f"{ms[mode]:.2f}" if mode in ms else "" for mode in MODES),
+            ratio(fast, ms.get("invariant")),
+            ratio(one, ms.get("invariant")) if tp > 1 else "",
+            f"{shared:.2f}" if shared else "",
+            *(str(found[place].get(mode, {}).get("launches", "")) for mode in MODES),
+        ]
+
+    header = ["step", "tp", "invariant, ms", "`fast`, ms", "speed over `fast`", "speed over tp 1",
+              "communication, ms", "launches", "launches of `fast`"]  # fmt: skip
+    lines = [
+        "**Whole steps.** Wall time; decode at a context of 1024. `fast` is XLA's products and a",
+        "psum of float32 partials, without any claim. Communication is our step's device time in",
+        "exchange kernels, which add and normalise too, and in gathers, with the wait for peers:",
+        "",
+        *table(header, map(cells, found)),
+    ]
+    if decode_lines():
+        lines += ["", "![Time of a decode step over the batch, by tp](figures/mesh.svg)"]
+    return lines
+
+
+def sum_part() -> list[str]:
+    """The ranks' sum in its forms."""
+    found: dict[tuple[int, int], dict[str, float]] = {}
+    for (case, impl), row in latest(rows("mesh", "mesh_sum"), "case", "impl").items():
+        if "us_p50" in row:
+            place = int(re.search(r"tp (\d+)", case)[1]), row["num_rows"]
+            found.setdefault(place, {})[impl] = row["us_p50"]
+    if not found:
+        return []
+    seen = {name for us in found.values() for name in us}
+    names = [*(name for name in SUMS if name in seen), *sorted(seen.difference(SUMS))]
+
+    def cells(place):
+        us = found[place]
+        ours = next((us[name] for name in OURS if name in us), None)
+        times = (digits(us[name]) if name in us else "" for name in names)
+        return [*map(str, place), *times, ratio(ours, us.get("psum bfloat16"))]
+
+    return [
+        "**The ranks' sum** with residual and RMSNorm: microseconds a layer, launches included, of",
+        f"dependent calls in one program. Ours is the {OURS[0]}, or {OURS[1]} at prefill's sizes:",
+        "",
+        *table(
+            ["tp", "rows", *names, "our time over psum bfloat16"],
+            map(cells, sorted(found)),
+        ),
+    ]
+
+
+def large_part() -> list[str]:
+    """A model that no single GPU holds."""
+    lines = [
+        f"{case}: loaded in {row['load_s']:.0f} s, {row['share_gb']:.1f} GB of weights a GPU, "
+        f"{row['peak_gb']:.1f} GB at the peak."
+        for (case,), row in latest(rows("mesh", "mesh_load"), "case").items()
+    ]
+    lines += [
+        f"{case_name(case)}, tp {tp}: {found['invariant']['ms_p50']:.2f} ms a step."
+        for (case, tp, _), found in steps("mesh_large").items()
+    ]
+    if not lines:
+        return []
+    return [
+        "**A model that one GPU cannot hold**, Llama-3.1-70B shapes with random weights:",
+        "",
+        *(f"- {line}" for line in lines),
+    ]
+
+
+def section() -> list[str]:
+    """Bits first, then times."""
+    lines = []
+    for part in filter(None, (bits_part(), step_part(), sum_part(), large_part())):
+        lines += ["", *part]
+    if not lines:
+        return []
+    subjects = ("mesh_step", "mesh_step_bits", "mesh_sum", "mesh_bits", "mesh_load", "mesh_large")
+    found = [row for subject in subjects for row in rows("mesh", subject)] or answer_rows()
+    note = ", one process. Steps are of Llama-3.1-8B shapes with random weights."
+    return [hardware(found[0], note), *lines]
+
+
+def readme_lines() -> list[str]:
+    """Decode steps of each tp against `fast`."""
+    lines = []
+    both: dict[int, dict[int, dict[str, float]]] = {}
+    for ((kind, batch), tp, note), found in steps().items():
+        if kind == "decode" and tp > 1 and not note and found.keys() >= set(MODES):
+            both.setdefault(tp, {})[batch] = {mode: r["ms_p50"] for mode, r in found.items()}
+    for tp, found in sorted(both.items()):
+        ours, fast = (listed(f"{ms[mode]:.2f}" for ms in found.values()) for mode in MODES)
+        over = listed(ratio(ms["fast"], ms["invariant"]) for ms in found.values())
+        lines.append(
+            f"[Tensor parallelism](docs/parallel.md#what-it-costs), tp {tp}: decode steps of batch "
+            f"{listed(found)} take {ours} ms; `fast` with psum {fast} ms: {over} times as long."
+        )
+    return [f"- {line}" for line in lines]
+
+
+def draw(axes) -> None:
+    """Decode steps over the batch: a colour for each tp, dashes for `fast`."""
+    lines = decode_lines()
+    colours = {tp: f"C{i}" for i, tp in enumerate(sorted({tp for tp, _ in lines}))}
+    for (tp, mode), points in lines.items():
+        axes.plot(
+            *zip(*points, strict=True), marker="o", markersize=3, label=f"{mode}, tp {tp}",
+            color=colours[tp], linestyle="--" if mode == "fast" else "-",
+        )  # fmt: skip
+    axes.set_ylim(bottom=0)

@@ -1,0 +1,366 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `benchmarks.serving` measured, as docs/serving.md and README tell it."""
+
+from collections.abc import Collection
+from pathlib import Path
+
+from benchmarks.report_rows import (
+    digits,
+    hardware,
+    latest,
+    listed,
+    model_name,
+    ratio,
+    rows,
+    table,
+)
+
+MODES = ("invariant", "dvr", "fast")
+SPEED = ("generated tokens/s", "over `fast`")
+TIMES = ("first token, ms", "a token, ms", "end to end, ms")
+DRAFTS = ("drafts accepted", "rollbacks")
+
+
+# ------------------------------------------------------------------------------- rows and cells
+
+
+def load_name(found: Collection[dict]) -> str:
+    """Model, requests and their lengths, as far as the rows say and agree."""
+
+    def common(name):
+        values = {row.get(name) for row in found}
+        return values.pop() if len(values) == 1 else None
+
+    model, num = common("model"), common("requests")
+    prompt_len, output_len = common("prompt_len"), common("output_len")
+    lengths = f" of {prompt_len} + {output_len} tokens" if prompt_len and output_len else ""
+    asked = f", {num or ''} requests{lengths}".replace("  ", " ") if num or lengths else ""
+    return model_name(model) + asked
+
+
+def mode_name(row: dict) -> str:
+    """The mode, and in `dvr` which drafts were made, if any: only drafts need a verification."""
+    if row["mode"] != "dvr":
+        return f"`{row['mode']}`"
+    if not row.get("verify_launches"):
+        return "`dvr`, no drafts"
+    weights = row.get("draft_weights") or "full"
+    return "`dvr`, drafts" if weights == "full" else f"`dvr`, {weights} drafts"
+
+
+def mode_order(name: str) -> tuple[int, str]:
+    """The order of MODES."""
+    return MODES.index(name.split("`")[1]), name
+
+
+def served(subject: str, *keys: str) -> dict[str, dict[tuple, dict]]:
+    """By model, by the keys and the name of the mode: the last such row.
+
+    A row gets `over_fast`: its throughput over that of the `fast` row of its run, which is the next
+    one behind it (`shares` ends with it), or else the last.
+    """
+    found = rows("serving", subject)
+    # Drafts and shares are not for `fast` to have.
+    place = ("model", *(key for key in keys if key not in ("window", "deterministic_percent")))
+    last = latest((row for row in found if row["mode"] == "fast"), *place)
+    following: dict[tuple, dict] = {}
+    models: dict[str, dict[tuple, dict]] = {}
+    for row in reversed(found):
+        where = tuple(row.get(key) for key in place)
+        if row["mode"] == "fast":
+            following[where] = row
+        fast = following.get(where) or last.get(where)
+        if fast:
+            row["over_fast"] = row["output_tokens_per_s"] / fast["output_tokens_per_s"]
+        case = (*(row[key] for key in keys), mode_name(row))
+        models.setdefault(row["model"], {}).setdefault(case, row)
+
+    def order(case):
+        return *case[:-1], mode_order(case[-1])
+
+    return {
+        model: {case: models[model][case] for case in sorted(models[model], key=order)}
+        for model in sorted(models)
+    }
+
+
+def windows() -> dict[tuple[str, str], dict[tuple[int, int], dict]]:
+    """By model and weights of the drafts, by (window, group): the last such row."""
+    found: dict[tuple[str, str], dict[tuple[int, int], dict]] = {}
+    cases = latest(rows("serving", "windows"), "model", "draft_weights", "window", "group")
+    for (model, weights, window, group), row in cases.items():
+        found.setdefault((model, weights), {})[window, group] = row
+    return {which: dict(sorted(by_size.items())) for which, by_size in found.items()}
+
+
+def offline() -> list[dict[str, dict]]:
+    """Of each model and load, the last row by the name of the mode."""
+    loads: dict[tuple, dict[str, dict]] = {}
+    for model, cases in served("offline", "requests", "prompt_len", "output_len").items():
+        for (*load, name), row in cases.items():
+            loads.setdefault((model, *load), {})[name] = row
+    return list(loads.values())
+
+
+def speed(row: dict) -> list[str]:
+    """The cells under SPEED."""
+    over = f"{row['over_fast']:.2f}" if "over_fast" in row else ""
+    return [f"{row['output_tokens_per_s']:,.0f}", over]
+
+
+def times(row: dict) -> list[str]:
+    """The cells under TIMES: P50, P90 and P99."""
+    return [
+        " / ".join(digits(row[f"{name}_p{share}_ms"]) for share in (50, 90, 99))
+        for name in ("first_token", "token", "end_to_end")
+    ]
+
+
+def drafts(row: dict) -> list[str]:
+    """The cells under DRAFTS: empty where there were none."""
+    if not row.get("verify_launches"):
+        return ["", ""]
+    return [f"{row.get('acceptance', 0.0):.3f}", str(row.get("num_rollbacks", 0))]
+
+
+def stress_drafts(row: dict) -> list[str]:
+    """The weights of the drafts of a row of `stress`, and the cells under DRAFTS."""
+    # `stress` does not keep `verify_launches`, but without drafts both of these are zero.
+    if row["mode"] != "dvr" or not (row["acceptance"] or row["rollbacks"]):
+        return ["none", "", ""]
+    return [row.get("draft_weights") or "full", f"{row['acceptance']:.3f}", str(row["rollbacks"])]
+
+
+def stressed() -> list[dict]:
+    """The last row of each model, mode and weights of the drafts."""
+    return list(latest(rows("serving", "stress"), "model", "mode", "draft_weights").values())
+
+
+# ------------------------------------------------------------------------------------ the parts
+
+
+def stress_part() -> list[str]:
+    """Answers under load against the answers alone."""
+    lines = [
+        [
+            *(model_name(row["model"]), f"`{row['mode']}`", *stress_drafts(row)),
+            *(f"{row[name]:,}" for name in ("requests", "cancelled", "preempted")),
+            f"{row['wrong'] + row['lost']} of {row['samples'] - row['plain']:,}",
+            f"{row['plain_different']:,} of {row['plain']:,}",
+        ]
+        for row in stressed()
+    ]
+    different = "deterministic samples different", "plain ones different"
+    counts = "requests", "cancelled", "preempted"
+    return [
+        "**Answers under load.** Requests of every kind, with shared prefixes, in random company.",
+        "Each token and logprob of a deterministic sample against the answer at batch size 1 (a",
+        "lost one counts as different); plain samples have no claim and are the control:",
+        "",
+        *table(["model", "mode", "drafts", *DRAFTS, *counts, *different], lines),
+    ]
+
+
+def engine_part() -> list[str]:
+    """The engine's decode step against the jitted step alone."""
+    found = latest(rows("serving", "engine_step"), "model", "batch", "context", "mode")
+    lines = []
+    for (model, batch, context, mode), row in found.items():
+        fast = found.get((model, batch, context, "fast"), {})
+        lines.append(
+            [
+                f"{model_name(model)}, batch {batch}, context {context}",
+                f"`{mode}`",
+                *(f"{row[name]:.2f}" for name in ("engine_ms", "bare_ms", "ratio")),
+                ratio(fast.get("engine_ms"), row["engine_ms"]),
+            ]
+        )
+    return [
+        "**What the engine adds.** Wall time of a decode step, with planning and results, and of",
+        "the same program launched back to back:",
+        "",
+        *table(
+            ["decode step", "mode", "engine, ms", "program, ms", "ratio", "speed over `fast`"],
+            lines,
+        ),
+    ]
+
+
+def offline_part() -> list[str]:
+    """Throughput of requests that all come at once."""
+    lines = []
+    for cases in offline():
+        lines += [
+            "",
+            f"**All at once.** {load_name(cases.values())}. Times are P50 / P90 / P99:",
+            "",
+            *table(
+                ["mode", *SPEED, *TIMES],
+                ([name, *speed(row), *times(row)] for name, row in cases.items()),
+            ),
+        ]
+    return lines[1:]
+
+
+def replay_part() -> list[str]:
+    """A trace's lengths, at several rates."""
+    lines = []
+    for cases in served("replay", "requests", "rate_per_s").values():
+        lines += [
+            "",
+            f"**The lengths of a trace**, at random times. {load_name(cases.values())}. Times are",
+            "P50 / P90 / P99:",
+            "",
+            *table(
+                ["requests", "a second", "mode", *SPEED, *TIMES],
+                (
+                    [str(num), f"{rate:g}" if rate else "at once", name, *speed(row), *times(row)]
+                    for (num, rate, name), row in cases.items()
+                ),
+            ),
+        ]
+    return lines[1:]
+
+
+def shares_part() -> list[str]:
+    """Throughput against the share of deterministic requests."""
+    lines = []
+    for cases in served("shares", "deterministic_percent").values():
+        lines += [
+            "",
+            f"**Against the share of deterministic requests.** {load_name(cases.values())}.",
+            "Without drafts a decode step with a deterministic sample is canonical as a whole.",
+            "Each row is over the `fast` of its own run; times are P50 / P90 / P99:",
+            "",
+            *table(
+                ["deterministic, %", "mode", *SPEED, *TIMES[:2], *DRAFTS],
+                (
+                    [f"{share:g}", name, *speed(row), *times(row)[:2], *drafts(row)]
+                    for (share, name), row in cases.items()
+                ),
+            ),
+        ]
+    return lines[1:]
+
+
+def windows_part() -> list[str]:
+    """Throughput, acceptance and rollbacks by window and group."""
+    lines = []
+    for (_, weights), cases in windows().items():
+        groups = sorted({group for _, group in cases})
+        cells = {case: " / ".join([speed(row)[0], *drafts(row)]) for case, row in cases.items()}
+        lines += [
+            "",
+            f"**Window and group.** {load_name(cases.values())}, all deterministic, drafts of",
+            f"{weights} weights. Generated tokens/s / share of the drafts accepted / rollbacks:",
+            "",
+            *table(
+                ["window (W)", *(f"G {group}" for group in groups)],
+                (
+                    [str(window), *(cells.get((window, group), "") for group in groups)]
+                    for window in sorted({window for window, _ in cases})
+                ),
+            ),
+        ]
+    return lines[1:]
+
+
+def narrow_part() -> list[str]:
+    """Drafts of 8-bit weights at small batches."""
+    lines = []
+    for cases in served("narrow", "batch", "window").values():
+        lines += [
+            "",
+            f"**8-bit drafts at small batches.** {load_name(cases.values())}. Medians:",
+            "",
+            *table(
+                ["batch", "mode", "window (W)", *SPEED, "a token, ms", *DRAFTS],
+                (
+                    [
+                        *(str(batch), name, str(window or ""), *speed(row)),
+                        *(digits(row["token_p50_ms"]), *drafts(row)),
+                    ]
+                    for (batch, window, name), row in cases.items()
+                ),
+            ),
+        ]
+    return lines[1:]
+
+
+PARTS = {
+    "stress": stress_part, "engine_step": engine_part, "offline": offline_part,
+    "replay": replay_part, "shares": shares_part, "windows": windows_part, "narrow": narrow_part,
+}  # fmt: skip
+"""What writes the rows of a subject."""
+
+DRAWN = ("shares", "windows")
+
+
+def section() -> list[str]:
+    """Every part whose rows are there, and the figure."""
+    found = {subject: rows("serving", subject) for subject in PARTS}
+    lines = []
+    for subject, part in PARTS.items():
+        if found[subject]:
+            card = [] if lines else [hardware(found[subject][0], ", one run each.")]
+            lines += [*card, "", *part()]
+    if any(found[subject] for subject in DRAWN):
+        lines += ["", "![Throughput over the share and the window](figures/serving.svg)"]
+    return lines
+
+
+def readme_lines() -> list[str]:
+    """Throughput, and answers under load."""
+    lines = []
+    for cases in offline():
+        row = cases.get("`invariant`")
+        if row:
+            tokens, over = speed(row)
+            lines.append(
+                f"[Serving](docs/serving.md#measured), {load_name([row])}, all at once: {tokens} "
+                f"generated tokens a second{f', {over} of `fast`' if over else ''}."
+            )
+    checked = [row for row in stressed() if row["samples"] > row["plain"]]
+    if checked:
+        samples = sum(row["samples"] - row["plain"] for row in checked)
+        asked = sum(row["requests"] for row in checked)
+        wrong = sum(row["wrong"] + row["lost"] for row in checked)
+        modes = {
+            f"`{row['mode']}`"
+            + (f" ({stress_drafts(row)[0]} drafts)" if row["mode"] == "dvr" else "")
+            for row in checked
+        }
+        models = listed(sorted({model_name(row["model"]) for row in checked}))
+        lines.append(
+            f"Under load, {models}, {listed(sorted(modes)).replace('none', 'no')}: each token and "
+            f"logprob of {samples:,} deterministic samples of {asked:,} requests against the "
+            f"answer at batch size 1: {wrong} different or lost."
+        )
+    return [f"- {line}" for line in lines]
+
+
+# ----------------------------------------------------------------------------------- the figure
+
+
+def draw_shares(axes) -> None:
+    """Throughput over that of `fast`, over the share of deterministic requests."""
+    for model, cases in served("shares", "deterministic_percent").items():
+        lines: dict[str, list[tuple[float, float]]] = {}
+        for (share, name), row in cases.items():
+            if "over_fast" in row and row["mode"] != "fast":
+                lines.setdefault(name.replace("`", ""), []).append((share, row["over_fast"]))
+        for name, points in lines.items():
+            label = f"{name}, {Path(model).name}"
+            axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=label)
+    axes.axhline(1.0, color="0.5", linewidth=0.8)
+    axes.set_ylim(bottom=0)
+
+
+def draw_windows(axes) -> None:
+    """Throughput over the window, a line for each group."""
+    for (model, weights), cases in windows().items():
+        for group in sorted({group for _, group in cases}):
+            points = [(w, r["output_tokens_per_s"]) for (w, g), r in cases.items() if g == group]
+            label = f"G {group}, {weights}, {Path(model).name}"
+            axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=label)
+    axes.set_ylim(bottom=0)

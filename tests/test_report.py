@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sections that `benchmarks.report` writes say what the rows say."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import report_mesh, report_rows, report_serving, serving
+from detjax.models.bundled import bundled_model_path
+
+ROOT = Path(__file__).parents[1]
+CARD = {"gpu": "NVIDIA H200", "jax": "0.11.2"}
+TIMES = {
+    f"{name}_p{share}_ms": 1000.0 * i + share
+    for i, name in enumerate(("first_token", "token", "end_to_end"))
+    for share in (50, 90, 99)
+}
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """Writes rows of a command, which are then all that the report has."""
+    monkeypatch.setattr(report_rows, "RESULTS", tmp_path)
+
+    def write(command, *rows, date="2026-01-02"):
+        lines = [json.dumps(row | CARD) + "\n" for row in rows]
+        (tmp_path / f"{date}-{command}.jsonl").write_text("".join(lines))
+
+    return write
+
+
+def served(subject, mode, speed, **fields):
+    """A row of requests that were answered at `speed` tokens a second."""
+    given = {"subject": subject, "mode": mode, "model": "m", "output_tokens_per_s": speed}
+    return given | TIMES | fields
+
+
+def offline(mode, speed, **fields):
+    lengths = {"requests": 4, "prompt_len": 8, "output_len": 16}
+    return served("offline", mode, speed, **lengths, **fields)
+
+
+def table_lines(section):
+    """Cells of the lines below each table's rule."""
+    lines = [line.strip("| ").split(" | ") for line in section if line.startswith("|")]
+    return [cells for cells in lines if not set(cells[0]) <= {"-"}]
+
+
+def test_nothing_is_written_without_rows(write):
+    for part in (report_serving, report_mesh):
+        assert part.section() == part.readme_lines() == []
+
+
+def test_a_part_appears_only_with_its_rows(write):
+    write("serving", offline("fast", 100.0))
+    text = "\n".join(report_serving.section())
+    assert "All at once" in text
+    for absent in ("trace", "share", "Window", "8-bit", "under load", "engine adds", "figures/"):
+        assert absent not in text
+
+
+def test_the_newest_file_and_in_it_the_later_row_counts(write):
+    write("serving", offline("invariant", 700.0), offline("fast", 100.0), date="2026-01-01")
+    write("serving", offline("invariant", 50.0), offline("fast", 100.0), offline("invariant", 80.0))
+    found = table_lines(report_serving.section())[1:]
+    assert [cells[:3] for cells in found] == [
+        ["`invariant`", "80", "0.80"],
+        ["`fast`", "100", "1.00"],
+    ]
+    (line,) = report_serving.readme_lines()
+    assert "4 requests of 8 + 16 tokens" in line and "80 generated" in line and "0.80 of" in line
+
+
+def test_quantiles_of_a_trace_by_rate(write):
+    write(
+        "serving",
+        served("replay", "invariant", 50.0, rate_per_s=2.0, requests=9),
+        served("replay", "invariant", 90.0, rate_per_s=0.0, requests=9),
+        served("replay", "fast", 100.0, rate_per_s=2.0, requests=9),
+    )
+    header, at_once, ours, fast = table_lines(report_serving.section())
+    quantiles = ["50.0 / 90.0 / 99.0", "1,050 / 1,090 / 1,099", "2,050 / 2,090 / 2,099"]
+    assert header[-3:] == ["first token, ms", "a token, ms", "end to end, ms"]
+    # `fast` was not measured with all at once, so there is no ratio.
+    assert at_once == ["9", "at once", "`invariant`", "90", "", *quantiles]
+    assert ours == ["9", "2", "`invariant`", "50", "0.50", *quantiles]
+    assert fast == ["9", "2", "`fast`", "100", "1.00", *quantiles]
+
+
+def test_shares_with_and_without_drafts_are_each_over_the_fast_row_of_their_run(write):
+    drafts = {"verify_launches": 3, "acceptance": 0.9375, "num_rollbacks": 7}
+    write(
+        "serving",
+        served("shares", "dvr", 50.0, deterministic_percent=10.0),
+        served("shares", "fast", 100.0, deterministic_percent=0.0),
+        served("shares", "dvr", 60.0, deterministic_percent=10.0, **drafts),
+        served("shares", "fast", 200.0, deterministic_percent=0.0),
+    )
+    _, fast, drafted, plain = table_lines(report_serving.section())
+    assert fast[:4] == ["0", "`fast`", "200", "1.00"]
+    assert drafted[:4] == ["10", "`dvr`, drafts", "60", "0.30"]
+    assert drafted[-2:] == ["0.938", "7"]
+    assert plain[:4] == ["10", "`dvr`, no drafts", "50", "0.50"]
+
+
+def test_windows_by_group(write):
+    row = {"draft_weights": "int8", "verify_launches": 1, "acceptance": 0.5, "num_rollbacks": 2}
+    cases = ((16, 4, 30.0), (8, 1, 10.0), (8, 4, 20.0))
+    write("serving", *(served("windows", "dvr", s, window=w, group=g, **row) for w, g, s in cases))
+    assert table_lines(report_serving.section()) == [
+        ["window (W)", "G 1", "G 4"],
+        ["8", "10 / 0.500 / 2", "20 / 0.500 / 2"],
+        ["16", "", "30 / 0.500 / 2"],
+    ]
+
+
+def test_narrow_names_the_drafts_and_the_folder_alone(write):
+    write(
+        "serving",
+        served("narrow", "fast", 100.0, model="/a/b/small", batch=1, window=0),
+        served(
+            "narrow", "dvr", 90.0, model="/a/b/small", batch=1, window=8, verify_launches=2,
+            draft_weights="int8",
+        ),
+    )  # fmt: skip
+    section = report_serving.section()
+    assert "`small`" in "\n".join(section) and "/a" not in "\n".join(section)
+    found = [cells[:5] for cells in table_lines(section)[1:]]
+    assert found == [
+        ["1", "`fast`", "", "100", "1.00"],
+        ["1", "`dvr`, int8 drafts", "8", "90", "0.90"],
+    ]
+
+
+@pytest.mark.parametrize("wrong", [0, 3])
+def test_different_answers_under_load_are_told(write, wrong):
+    row = {
+        "subject": "stress", "model": "bundled", "mode": "dvr", "requests": 1000, "cancelled": 5,
+        "preempted": 6, "samples": 1200, "plain": 200, "plain_different": 9, "wrong": wrong,
+        "lost": 1, "acceptance": 0.5, "rollbacks": 4, "draft_weights": "int8",
+    }  # fmt: skip
+    write("serving", row)
+    _, cells = table_lines(report_serving.section())
+    assert cells[2:5] == ["int8", "0.500", "4"]
+    assert cells[-2:] == [f"{wrong + 1} of 1,000", "9 of 200"]
+    (line,) = report_serving.readme_lines()
+    assert "`dvr` (int8 drafts)" in line
+    assert line.endswith(f"1,000 deterministic samples of 1,000 requests against the answer at "
+                         f"batch size 1: {wrong + 1} different or lost.")  # fmt: skip
+
+
+def test_the_engine_over_the_bare_step(write):
+    sizes = {"subject": "engine_step", "model": "llama3_8b", "batch": 2, "context": 5}
+    times = {"bare_ms": 4.0, "ratio": 1.25}
+    write(
+        "serving",
+        sizes | times | {"mode": "invariant", "engine_ms": 5.0},
+        sizes | times | {"mode": "fast", "engine_ms": 6.0},
+    )
+    _, ours, _ = table_lines(report_serving.section())
+    assert ours[0] == "Llama-3.1-8B shapes with random weights, batch 2, context 5"
+    assert ours[1:] == ["`invariant`", "5.00", "4.00", "1.25", "1.20"]
+
+
+def step(impl, ms, case="decode batch 8", subject="mesh_step"):
+    row = {"subject": subject, "case": case, "impl": impl, "ms_p50": ms}
+    return row | {"launches": 7, "communication_ms": 0.5}
+
+
+def test_steps_on_meshes_over_fast_and_over_one_gpu(write):
+    write(
+        "mesh",
+        step("invariant (1,1)", 8.0),
+        step("invariant (1,2)", 4.0),
+        step("invariant (1,2), no exchange kernel", 5.0),
+        step("fast (1,2)", 6.0),
+        step("invariant (1,4)", 2.5),
+        {"subject": "mesh_step", "case": "decode batch 8", "impl": "fast (1,4)", "failed": "x"},
+        step("invariant (1,2)", 9.0, subject="mesh_large"),
+    )
+    found = [cells[1:7] for cells in table_lines(report_mesh.section())[1:]]
+    assert found == [
+        ["1", "8.00", "", "", "", ""],
+        ["2", "4.00", "6.00", "1.50", "2.00", "0.50"],
+        ["2, no exchange kernel", "5.00", "", "1.20", "1.60", "0.50"],
+        ["4", "2.50", "", "", "3.20", "0.50"],
+    ]
+    assert "- decode, batch 8, tp 2: 9.00 ms a step." in report_mesh.section()
+    assert set(report_mesh.decode_lines()) == {
+        (1, "invariant"), (2, "invariant"), (2, "fast"), (4, "invariant"),
+    }  # fmt: skip
+    (line,) = report_mesh.readme_lines()
+    assert "batch 8 take 4.00 ms" in line and "psum 6.00 ms: 1.50 times" in line
+
+
+def test_bits_that_differ_between_meshes_are_told(write):
+    same = dict.fromkeys(report_mesh.BITS, 0)
+    bits = {"subject": "mesh_step_bits", "case": "batch 2, 1 tokens at 9"}
+    sums = {"subject": "mesh_bits", "impl": "exchange kernel"}
+    write(
+        "mesh",
+        bits | same | {"impl": "invariant (1,1)"},
+        bits | same | {"impl": "invariant (1,2)", "logprobs": 3, "tokens": 2},
+        {"subject": "mesh_step_bits", "case": "rows in other batches", "same": False},
+        sums | {"case": "1 rows of 4096, tp 2", "num_rows": 1, "different": 0},
+        sums | {"case": "8 rows of 4096, tp 2", "num_rows": 8, "different": 4},
+    )
+    text = "\n".join(report_mesh.section())
+    assert text.count("Whole steps on") == 1
+    assert "(dp, tp) = (1,2) against (1,1)" in text
+    assert "5 bytes differ (batch 2, 1 token at 9)" in text
+    assert "batches of other sizes: other bits" in text
+    assert "at tp 2: 4 elements differ (1 and 8 rows)" in text
+
+
+def test_the_sum_of_the_ranks_over_psum(write):
+    row = {"subject": "mesh_sum", "case": "8 rows of 4096, tp 2", "num_rows": 8}
+    times = {"psum bfloat16": 10.0, "butterfly": 20.0, "exchange kernel": 12.5, "odd": 7.0}
+    write("mesh", *(row | {"impl": name, "us_p50": us} for name, us in times.items()))
+    header, cells = table_lines(report_mesh.section())
+    assert header[2:6] == ["exchange kernel", "butterfly", "psum bfloat16", "odd"]
+    assert cells == ["2", "8", "12.5", "20.0", "10.0", "7.00", "1.25"]
+
+
+@pytest.mark.parametrize("command", ["answers", "mesh"])
+def test_whole_answers_from_either_file(write, command):
+    row = {
+        "subject": "answers", "model": "qwen3_8b", "mode": "fast", "requests": 60, "settings": 9,
+        "unique_outputs_mean": 2.5, "unique_with_logprobs_max": 9, "max_prob_divergence": 0.25,
+    }  # fmt: skip
+    write(command, row)
+    (line,) = [line for line in report_mesh.section() if "Whole answers" in line]
+    assert "Qwen3-8B shapes with random weights, `fast`: 60 requests on 9 settings" in line
+    assert "2.50 different outputs each; with logprobs 9 at most" in line
+
+
+def test_no_committed_row_says_where_a_model_lies():
+    files = list((ROOT / "benchmarks" / "results").rglob("*.jsonl"))
+    found = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    names = {row["model"] for row in found if "model" in row}
+    assert names
+    assert not [name for name in names if "/" in name]
+
+
+def test_a_new_row_names_the_folder_of_its_model(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["serving", "offline", "--model", str(bundled_model_path())])
+    bench = serving.Bench(serving.parse_args())
+    bench.rows.keep(subject="offline")
+    assert bench.rows.rows[0]["model"] == bundled_model_path().name
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/serving.md", "docs/parallel.md"])
+def test_figures_that_a_document_shows_are_there(name):
+    document = ROOT / name
+    figures = re.findall(r"!\[[^]]*\]\(([^)]+)\)", document.read_text())
+    assert figures
+    for figure in figures:
+        assert (document.parent / figure).exists(), figure
