@@ -233,7 +233,8 @@ def _hold_rows(tiles: MatmulTiles, num_rows: int, k_len: int) -> MatmulTiles:
         num_wgs=num_wgs,
         helpers=max(0, sharers - num_wgs),
         held_channels=k_len,
-        k=64 if tiles.is_gated else _largest_divisor(k_len, 256),
+        # Deep steps leave too few of them in flight beside wider rows.
+        k=64 if tiles.is_gated else _largest_divisor(k_len, 256 if k_len <= 4096 else 128),
         ctas_per_sm=1,
     )
 
