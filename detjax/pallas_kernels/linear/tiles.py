@@ -163,7 +163,9 @@ class ChainTiles:
 
 def chain_tiles(width: int, *, slot_bytes: int = 16384, most: int = 32, **more) -> ChainTiles:
     """A ring as deep as fits beside up to 8 activations of `width` channels."""
-    x_slots = min(32, 65536 // (slot_bytes // 8))
+    # WHY: activations come from the L2, a little further ahead than weights; each slot is two
+    # barriers to initialise before the first load.
+    x_slots = 12
     held = max(16 * width, x_slots * (slot_bytes // 8))
     stages = min(most, (SMEM_BYTES - held - 5120) // slot_bytes)
     return ChainTiles(slot_bytes=slot_bytes, stages=stages, x_slots=x_slots, **more)
