@@ -168,6 +168,9 @@ def chain(
         tiles: How the work is cut; changes no bit.
         interpret: Interpret on CPU: the CTAs are those of a cluster, the barrier is the cluster's.
 
+    Raises:
+        ValueError: For more than 8 rows, or outputs that are no multiple of a tile's.
+
     Returns:
         The residual stream, the product of `following` or None, and the counters.
 
@@ -189,6 +192,11 @@ def chain(
         num_out = following[1].shape[0]
         products.append(sized(k_len=width, leaf_len=width, num_out=num_out, has_norm=True))
     streamed = [p for p in products if not p.has_norm]
+    if num_rows > 8 or any(p.num_out % OUT_ROWS for p in products):
+        raise ValueError(
+            f"a chain takes at most 8 rows and outputs in multiples of {OUT_ROWS}, not {num_rows} "
+            f"rows and {[p.num_out for p in products]} outputs"
+        )
 
     num_ctas, stages, x_slots = tiles.num_ctas, tiles.stages, tiles.x_slots
     is_interpreted = interpret is not None

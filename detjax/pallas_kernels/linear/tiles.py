@@ -21,6 +21,9 @@ MAX_NORM_ROWS = 8
 CHAIN_ROWS = 8
 """Up to here the products of a layer after attention are one launch; 8 is most, 0 turns it off."""
 
+CHAIN_WIDTH = 5120
+"""Wider rows are normalised by a warpgroup with more registers than it has in the chain."""
+
 OUT_ROWS = 64
 """Outputs of a tile of the chain."""
 
