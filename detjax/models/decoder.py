@@ -72,13 +72,14 @@ def forward(
 
     layers, exchange = params["layers"], params.get("exchange")
     residual, x = embed_tokens(recipe, params["embed"], tokens.ids.reshape(-1)), None
-    if chains_layers(recipe, layers, residual):
+    if chains_layers(recipe, layers[0], residual.shape[0]):
         # WHY: two launches a layer instead of five; the weights stream on between products.
         counters = jnp.zeros((len(layers), NUM_COUNTERS), jnp.int32)
         qkv = project(recipe, layers[0], residual, None)
         for layer, (weights, next_weights) in enumerate(
             zip(layers, [*layers[1:], None], strict=True)
         ):
+            assert qkv is not None  # only the last layer leaves none
             pages, x = attend(recipe, weights, qkv, cos, sin, pages, tokens, layer)
             residual, qkv, counters = chained_layer(
                 recipe, weights, next_weights, residual, x, counters, layer

@@ -136,13 +136,18 @@ def attend(
     return pages, out.reshape(batch * length, -1)
 
 
-def chains_layers(recipe: Recipe, layers: list[dict], residual: Activation[Array, "M D"]) -> bool:
-    """Whether a layer's products after attention are one launch: one rank, few rows."""
-    weights = layers[0]
-    heads = jax.ShapeDtypeStruct((residual.shape[0], weights["o"].shape[1]), residual.dtype)
-    w_next = weights["qkv"] if len(layers) > 1 else None
+def chains_layers(recipe: Recipe, weights: dict, num_rows: int) -> bool:
+    """Whether a layer's products after attention are one launch: one rank, few rows.
+
+    `weights` are any layer's: all have one shape.
+    """
     return recipe.tp == 1 and chains(
-        heads, residual, weights["gate_up"], w_next, backend=recipe.backend
+        num_rows,
+        k_len=weights["o"].shape[1],
+        width=weights["o"].shape[0],
+        num_gates=weights["down"].shape[1],
+        num_next=weights["qkv"].shape[0],
+        backend=recipe.backend,
     )
 
 

@@ -307,15 +307,21 @@ def linear_add_rms_norm(
 
 
 def chains(
-    x: Activation[Array, "M K"],
-    residual: Activation[Array, "M D"],
-    w_gate_up: Activation[Array, "E D"],
-    w_next: Activation[Array, "Q D"] | None,
-    *,
-    backend: Backend,
+    num_rows: int, *, k_len: int, width: int, num_gates: int, num_next: int, backend: Backend
 ) -> bool:
-    """Whether `linear_chain` of such operands is one launch; it changes no bit."""
-    return backend is Backend.SM90 and sm90.chains(x, residual, w_gate_up, w_next)
+    """Whether `linear_chain` is one launch; it changes no bit.
+
+    Args:
+        num_rows: M.
+        k_len: K of o_proj.
+        width: D.
+        num_gates: F.
+        num_next: Outputs of the next layer's first product.
+        backend: Which implementation runs.
+    """
+    return backend is Backend.SM90 and sm90.chains(
+        num_rows, k_len=k_len, width=width, num_gates=num_gates, num_next=num_next
+    )
 
 
 def linear_chain(

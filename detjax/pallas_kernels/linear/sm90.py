@@ -253,13 +253,11 @@ def linear_add(x, w, residual, bias, *, reduction: Reduction) -> jax.Array:
     )
 
 
-def chains(x, residual, w_gate_up, w_next) -> bool:
-    """See `api.chains`."""
-    num_rows, width = residual.shape
+def chains(num_rows: int, *, k_len: int, width: int, num_gates: int, num_next: int) -> bool:
+    """See `api.chains`: up to 8 rows that few registers can normalise, and whole tiles."""
     if num_rows > CHAIN_ROWS or width > CHAIN_WIDTH or not row_sum(width).is_wide:
         return False
-    num_outs = [width, w_gate_up.shape[0] // 2] + ([] if w_next is None else [w_next.shape[0]])
-    return x.shape[1] % 16 == 0 and not any(n % OUT_ROWS for n in num_outs)
+    return k_len % 16 == 0 and not any(n % OUT_ROWS for n in (width, num_gates, num_next))
 
 
 def linear_chain(

@@ -451,6 +451,23 @@ def chain(
     held_shape = (width // 64, 1, 8, 64)
     sums_shape = (num_sharers, rows_each, width // held_chunk(width), 4)
     smem = functools.partial(plgpu.SMEM, dtype=jnp.bfloat16)
+    w_blocks = [
+        smem(
+            (stages, tiles.slot_bytes // (2 * rows * span), rows, span),
+            transforms=tiled(span, jnp.bfloat16),
+        )
+        for rows, span in w_views
+    ]
+    x_blocks = [smem(held_shape, transforms=tiled(64, jnp.bfloat16))]
+    x_blocks += [
+        smem((x_slots, slabs, 8, span), transforms=tiled(span, jnp.bfloat16))
+        for slabs, span in x_views
+    ]
+
+    def views(blocks):
+        """One memory as each product sees it; interpretation takes a union for one block."""
+        return tuple(blocks) if is_interpreted else plgpu.RefUnion(*blocks)
+
     is_last = following is None
     grid = {"grid": (num_ctas,), "grid_names": ("cta",)}
     done = None
@@ -463,22 +480,8 @@ def chain(
         body,
         out_type=[rounded((num_rows, p.num_out)) for p in products],
         scratch_types=(
-            plgpu.RefUnion(
-                *(
-                    smem(
-                        (stages, tiles.slot_bytes // (2 * rows * span), rows, span),
-                        transforms=tiled(span, jnp.bfloat16),
-                    )
-                    for rows, span in w_views
-                )
-            ),
-            plgpu.RefUnion(
-                smem(held_shape, transforms=tiled(64, jnp.bfloat16)),
-                *(
-                    smem((x_slots, slabs, 8, span), transforms=tiled(span, jnp.bfloat16))
-                    for slabs, span in x_views
-                ),
-            ),
+            views(w_blocks),
+            views(x_blocks),
             smem((8, OUT_ROWS), transforms=tiled(OUT_ROWS, jnp.bfloat16)),
             smem((8, OUT_ROWS), transforms=tiled(OUT_ROWS, jnp.bfloat16)),
             plgpu.SMEM(sums_shape, jnp.float32),
