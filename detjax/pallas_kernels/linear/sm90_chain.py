@@ -308,6 +308,22 @@ def chain(
             def _tiles(tile):
                 lax.fori_loop(0, product.steps, step, tile)
 
+        def prefetch(phase: _Phase):
+            """Bring what will not fit in the ring into the L2, of the first tile."""
+            product = phase.product
+            depth = product.slabs * product.span
+
+            def step(i, _):
+                for part in range(2 if product.is_gated else 1):
+                    first = phase.row(0, num_ctas) + part * product.num_out
+                    plgpu.async_prefetch(
+                        phase.w.at[pl.ds(first, OUT_ROWS), pl.ds(i * depth, depth)],
+                        predicate=phase.count > 0,
+                    )
+                return ()
+
+            lax.fori_loop(stages, min(stages + tiles.ahead, product.steps), step, ())
+
         def feed(phase: _Phase):
             """Stream the activations of each tile, then its residual."""
             product = phase.product
@@ -392,10 +408,10 @@ def chain(
 
                     @pl.when(share < num_sharers)
                     def _normalise():
-                        meet(i - 1)
                         hold_rows(
                             phase.x, phase.gain, phase.x_smem, sums_smem, share, rows_each,
                             eps=eps, num_threads=num_threads, is_interpreted=is_interpreted,
+                            ready=lambda: meet(i - 1),
                         )  # fmt: skip
                         plgpu.barrier_arrive(held)
 
@@ -431,8 +447,10 @@ def chain(
         def _load():
             if num_threads == 5:
                 plgpu.set_max_registers(24, action="decrease")
-            for phase in phases:
+            for i, phase in enumerate(phases):
                 load_weights(phase)
+                if i + 1 < len(phases):
+                    prefetch(phases[i + 1])
             drain(empty, ring, stages)
 
         @pl.when(wg != LOADER)

@@ -134,7 +134,7 @@ def put_transposed(out, block, kept_block=None) -> None:
 
 def hold_rows(
     x_gmem, gain_gmem, held_smem, sums_smem, share, rows_each: int, *,
-    eps: float, num_threads: int, is_interpreted: bool,
+    eps: float, num_threads: int, is_interpreted: bool, ready=None,
 ) -> None:  # fmt: skip
     """Put a warpgroup's share of the normalised rows into shared memory, blocks [., ., 8, 64].
 
@@ -152,6 +152,7 @@ def hold_rows(
         eps=eps,
         num_registers=min(255, 65536 // (sm90_rows.LANES * num_threads)),
         is_interpreted=is_interpreted,
+        ready=ready,
     )
     plgpu.commit_smem()
 

@@ -146,6 +146,7 @@ class ChainTiles:
         slot_bytes: Of a slot of the ring of weights; 16 KiB is 64 rows of 128, or 128 of 64.
         stages: Slots of the ring.
         x_slots: Slots of the ring of activations that are not held.
+        ahead: Slots of the next product that are fetched into the L2 when the ring is full.
         is_rotated: Whether a product's tiles are numbered from the CTA where the last one's end.
         num_ctas: CTAs of the grid, all resident.
     """
@@ -153,6 +154,7 @@ class ChainTiles:
     slot_bytes: int = 16384
     stages: int
     x_slots: int
+    ahead: int = 0
     is_rotated: bool = True
     num_ctas: int = NUM_SMS
 
