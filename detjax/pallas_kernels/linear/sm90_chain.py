@@ -262,12 +262,13 @@ def chain(
             fed += count * (0 if product.has_norm else product.steps)
             kept += count * int(product.has_residual)
 
-        def meet(i):
+        def meet(i, *, for_tma=False):
             """Wait until all CTAs have stored their share of product `i`."""
             if is_interpreted:
                 plgpu.barrier_wait(done.at[i])
             else:
-                _await_grid(counters_ref, layer_ref[0] * NUM_COUNTERS + i, num_ctas)
+                index = layer_ref[0] * NUM_COUNTERS + i
+                _await_grid(counters_ref, index, num_ctas, for_tma=for_tma)
 
         def announce(i):
             """Say that this CTA's share of product `i` is stored."""
@@ -420,7 +421,7 @@ def chain(
                     @pl.when(wg == FEEDER)
                     def _feed():
                         if i > 0:
-                            meet(i - 1)
+                            meet(i - 1, for_tma=True)
                         feed(phase)
 
                 @pl.when(wg == COMPUTE)
@@ -535,14 +536,12 @@ def _address(memory, index):
 def _announce(counters, index) -> None:
     """Raise a counter, after everything this warpgroup has stored, by TMA too.
 
-    # WHY: every thread has waited for its TMA stores to be complete, and then for the others; one
-    # thread's release at the scope of the GPU publishes what it has seen.
+    # WHY: the thread that issued the TMA stores has waited until they were complete, and all have
+    # met since; one thread's release at the scope of the GPU publishes what it has seen.
     """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(())))
     def emit(ctx, memory, index):
-        mgpu.utils.inline_ptx("fence.proxy.async;", has_side_effects=True)
-        mgpu.utils.warpgroup_barrier()
         with mgpu.utils.when(mgpu.utils.single_thread_predicate(mgpu.utils.ThreadSubset.WARPGROUP)):
             mgpu.utils.inline_ptx(
                 "red.release.gpu.global.add.s32 [$0], 1;",
@@ -553,8 +552,11 @@ def _announce(counters, index) -> None:
     emit(counters, index)
 
 
-def _await_grid(counters, index, target: int) -> None:
-    """Wait until a counter is `target`: what was stored before is then visible, to TMA too."""
+def _await_grid(counters, index, target: int, *, for_tma: bool) -> None:
+    """Wait until a counter is `target`: this warpgroup then sees what was stored before.
+
+    With `for_tma` its TMA loads do as well: they are issued by the thread that waits here.
+    """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(())))
     def emit(ctx, memory, index):
@@ -581,7 +583,8 @@ def _await_grid(counters, index, target: int) -> None:
                 arith.constant(i32, target),
                 has_side_effects=True,
             )
+            if for_tma:
+                mgpu.utils.inline_ptx("fence.proxy.async.global;", has_side_effects=True)
         mgpu.utils.warpgroup_barrier()
-        mgpu.utils.inline_ptx("fence.proxy.async;", has_side_effects=True)
 
     emit(counters, index)
