@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from detjax.array_types import Activation, Array, Float32, Int32
 from detjax.models.config import ModelConfig
@@ -16,10 +17,12 @@ from detjax.pallas_kernels.attention.api import rope_attention
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.embedding.api import embed
 from detjax.pallas_kernels.linear.api import (
+    chains,
     defers_norm,
     linear,
     linear_add,
     linear_add_rms_norm,
+    linear_chain,
     linear_partial,
     linear_swiglu,
     norm_linear,
@@ -85,14 +88,37 @@ def attention_layer(
 
     `x` are the normalised rows of the residual stream, or None if they are not made yet.
     """
-    config, backend, eps = recipe.config, recipe.backend, recipe.config.rms_norm_eps
-    batch, length = tokens.ids.shape
+    qkv = project(recipe, weights, residual, x)
+    return attend(recipe, weights, qkv, cos, sin, pages, tokens, layer)
+
+
+def project(
+    recipe: Recipe,
+    weights: dict,
+    residual: Activation[Array, "m D"],
+    x: Activation[Array, "M D"] | None,
+) -> Activation[Array, "M q"]:
+    """Queries, keys and values; `x` as in `attention_layer`."""
     w, bias, dtype = weights["qkv"], weights.get("qkv_bias"), residual.dtype
-    if x is None:
-        gain = weights["attn_norm"]
-        qkv = norm_linear(residual, gain, w, bias, eps=eps, out_dtype=dtype, backend=backend)
-    else:
-        qkv = linear(x, w, bias, out_dtype=dtype, backend=backend)
+    if x is not None:
+        return linear(x, w, bias, out_dtype=dtype, backend=recipe.backend)
+    gain, eps = weights["attn_norm"], recipe.config.rms_norm_eps
+    return norm_linear(residual, gain, w, bias, eps=eps, out_dtype=dtype, backend=recipe.backend)
+
+
+def attend(
+    recipe: Recipe,
+    weights: dict,
+    qkv: Activation[Array, "M q"],
+    cos: Float32[Array, "M half"],
+    sin: Float32[Array, "M half"],
+    pages: Activation[Array, "L N 2 K P C"],
+    tokens: Tokens,
+    layer: int,
+) -> tuple[Activation[Array, "L N 2 K P C"], Activation[Array, "M k"]]:
+    """Attention of projected tokens. Returns the cache and this rank's heads."""
+    config = recipe.config
+    batch, length = tokens.ids.shape
     out, pages = rope_attention(
         qkv.reshape(batch * length, -1, config.head_dim),
         cos,
@@ -103,11 +129,59 @@ def attention_layer(
         tokens.positions,
         layer=layer,
         window=config.sliding_windows[layer],
-        eps=eps,
+        eps=config.rms_norm_eps,
         profile=recipe.profile,
-        backend=backend,
+        backend=recipe.backend,
     )
     return pages, out.reshape(batch * length, -1)
+
+
+def chains_layers(recipe: Recipe, weights: dict, num_rows: int) -> bool:
+    """Whether a layer's products after attention are one launch: one rank, few rows.
+
+    `weights` are any layer's: all have one shape.
+    """
+    return recipe.tp == 1 and chains(
+        num_rows,
+        k_len=weights["o"].shape[1],
+        width=weights["o"].shape[0],
+        num_gates=weights["down"].shape[1],
+        num_next=weights["qkv"].shape[0],
+        backend=recipe.backend,
+    )
+
+
+def chained_layer(
+    recipe: Recipe,
+    weights: dict,
+    next_weights: dict | None,
+    residual: Activation[Array, "M D"],
+    x: Activation[Array, "M k"],
+    counters: Int32[Array, "L n"],
+    layer: int,
+) -> tuple[Activation[Array, "M D"], Activation[Array, "M q"] | None, Int32[Array, "L n"]]:
+    """A layer after attention, and what the next layer attends with; None after the last."""
+    following = None
+    if next_weights is not None:
+        following = (next_weights["attn_norm"], next_weights["qkv"], next_weights.get("qkv_bias"))
+    o, down = weights["o"], weights["down"]
+    reductions = (
+        tree_reduction(o.shape[1], recipe.profile),
+        tree_reduction(down.shape[1], recipe.profile),
+    )
+    return linear_chain(
+        x,
+        residual,
+        (o, weights.get("o_bias")),
+        (weights["mlp_norm"], weights["gate_up"]),
+        (down, None),
+        following,
+        counters,
+        jnp.int32(layer),
+        reductions=reductions,
+        eps=recipe.config.rms_norm_eps,
+        backend=recipe.backend,
+    )
 
 
 def gated_layer(

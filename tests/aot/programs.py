@@ -29,7 +29,9 @@ from detjax.pallas_kernels.linear.api import (
     linear,
     linear_add,
     linear_add_rms_norm,
+    linear_chain,
 )
+from detjax.pallas_kernels.linear.sm90_chain import NUM_COUNTERS
 from detjax.serving.steps import StepShape, compile_step, pages_shape
 from detjax.testing import aot
 
@@ -92,6 +94,33 @@ def down_add(num_rows: int) -> aot.Program:
 
     shapes = (_shape(num_rows, 14336), _shape(4096, 14336), _shape(num_rows, 4096))
     return aot.compile_program(run, *shapes)
+
+
+def chain(num_rows: int, width: int, heads: int, hidden: int, qkv: int, *, biases: bool = False):
+    """The products of a layer after attention, and the next layer's first."""
+    reductions = tree_reduction(heads, PROFILE), tree_reduction(hidden, PROFILE)
+
+    def run(x, residual, o, gate_up, down, following):
+        counters = jnp.zeros((1, NUM_COUNTERS), jnp.int32)
+        residual, out, _ = linear_chain(
+            x, residual, o, gate_up, down, following, counters, jnp.int32(0),
+            reductions=reductions, eps=1e-5, backend=Backend.SM90,
+        )  # fmt: skip
+        return residual, out
+
+    def bias(size):
+        return _shape(size) if biases else None
+
+    shapes = (
+        _shape(num_rows, heads),
+        _shape(num_rows, width),
+        (_shape(width, heads), bias(width)),
+        (_shape(width), _shape(2 * hidden, width)),
+        (_shape(width, hidden), None),
+        (_shape(width), _shape(qkv, width), bias(qkv)),
+    )
+    jitted = jax.jit(run, in_shardings=NamedSharding(aot.h200_mesh(), P()))
+    return aot.inspect_program(lambda: jitted.lower(*shapes).compile())
 
 
 def attend(batch: int, length: int, context: int) -> aot.Program:
@@ -212,6 +241,10 @@ PROGRAMS = {
     "norm_qkv_8": lambda: norm_qkv(8),
     "norm_gate_up_8": lambda: norm_gate_up(8, 4096),
     "norm_gate_up_8_wide": lambda: norm_gate_up(8, 8192),
+    "chain_1": lambda: chain(1, 4096, 4096, 14336, 6144),
+    "chain_8": lambda: chain(8, 4096, 4096, 14336, 6144),
+    "chain_8_small": lambda: chain(8, 1024, 2048, 3072, 4096),  # Qwen3-0.6B
+    "chain_8_biases": lambda: chain(8, 896, 896, 4864, 1152, biases=True),  # Qwen2.5-0.5B
     "attention_decode": lambda: attend(8, 1, 1024),
     "attention_decode_many": lambda: attend(64, 1, 1024),
     "new_token": lambda: attend_new(8, 1025),

@@ -24,7 +24,7 @@ from detjax.pallas_kernels.swiglu.sm90 import gated_bf16
 _ROWS_AXIS, _COLS_AXIS = "cluster_rows", "cluster_cols"
 
 
-def _tiled(minor: int, dtype, *, sublanes: int = 8):
+def tiled(minor: int, dtype, *, sublanes: int = 8):
     """Transforms of a shared-memory block whose minor axis is one swizzle span."""
     swizzle = minor * jnp.dtype(dtype).itemsize
     return (plgpu.TilingTransform((sublanes, minor)), plgpu.SwizzleTransform(swizzle))
@@ -36,15 +36,125 @@ def _ragged(shape, minor, dtype, is_ragged):
     # WHY: a TMA block tiled by 8 rows needs less than 8 rows or a multiple of 8. One swizzle span
     # wide, the block has the same bytes when tiled by 1 row, and then any row count will do.
     """
-    block = plgpu.SMEM(shape, dtype, transforms=_tiled(minor, dtype))
+    block = plgpu.SMEM(shape, dtype, transforms=tiled(minor, dtype))
     if not is_ragged:
         return block
-    seen = plgpu.SMEM(shape, dtype, transforms=_tiled(minor, dtype, sublanes=1))
+    seen = plgpu.SMEM(shape, dtype, transforms=tiled(minor, dtype, sublanes=1))
     return plgpu.RefUnion(block, seen)
 
 
 def _views(ref, is_ragged):
     return tuple(ref) if is_ragged else (ref, ref)
+
+
+def leaf_sum(shape, num_steps: int, *, take, multiply, give, in_flight: int, after=None):
+    """Accumulate one leaf in a fresh float32 accumulator of `shape`: what every product is made of.
+
+    Args:
+        shape: Of the accumulator.
+        num_steps: Pipeline stages of the leaf.
+        take: Waits until the operands of step i are in shared memory.
+        multiply: Issues the products of step i.
+        give: Hands the memory of step i's operands back to who loads.
+        in_flight: Products that may still run when a step is given back: those of the next, or 0.
+        after: Called at the end of step i.
+    """
+
+    def scope(acc):
+        def step(i, _):
+            take(i)
+            multiply(i, acc)
+            plgpu.wgmma_wait(in_flight)
+            if after is not None:
+                after(i)
+            if not in_flight:
+                give(i)
+                return ()
+
+            @pl.when(i > 0)
+            def _():
+                give(i - 1)
+
+            return ()
+
+        lax.fori_loop(0, num_steps, step, ())
+        total = acc[...]
+        if in_flight:
+            give(num_steps - 1)
+        return total
+
+    return pl.run_scoped(scope, plgpu.ACC(shape, jnp.float32))
+
+
+def tree_sum(shape, levels: int, leaf_steps: int, leaf, first, *, pending=(), is_paired=False):
+    """Add 2**levels leaves, the first of which starts at step `first`; `leaf` sums one.
+
+    The sums of the left halves of the top levels wait in `pending`, shared memory, one a level.
+
+    # ORDER: the perfect binary tree, left + right or (0 + left) + right.
+    """
+    if levels == 0:
+        return leaf(first)
+    half = leaf_steps << (levels - 1)
+    below = functools.partial(
+        tree_sum, shape, levels - 1, leaf_steps, leaf, pending=pending[1:], is_paired=is_paired
+    )
+    if pending:
+        pending[0][...] = below(first)
+        right = below(first + half)
+        return plgpu.load(pending[0], layout=plgpu.Layout.WGMMA) + right
+    if levels == 1 and is_paired:
+        left = leaf(first)
+        return left + leaf(first + half)
+    zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+    return lax.fori_loop(0, 2, lambda i, left: left + below(first + i * half), zeros)
+
+
+def add_bias(total, bias_gmem, start, axis: int):
+    """Add the biases from output `start` to an accumulator whose outputs lie along `axis`."""
+    values = plgpu.load(
+        bias_gmem.at[pl.ds(start, total.shape[axis])],
+        layout=plgpu.Layout.WGMMA.reduce(1 - axis),
+        optimized=False,
+    )
+    return total + lax.broadcast_in_dim(values.astype(jnp.float32), total.shape, (axis,))
+
+
+def put_transposed(out, block, kept_block=None) -> None:
+    """Add what is in `kept_block`, round to the dtype of `block`, and put there, transposed."""
+    if kept_block is not None:
+        out = plgpu.layout_cast(out, plgpu.Layout.WGMMA_TRANSPOSED)
+        kept = plgpu.load(kept_block.T, layout=plgpu.Layout.WGMMA_TRANSPOSED)
+        out = kept.astype(jnp.float32) + out
+    block.T[...] = plgpu.layout_cast(
+        out.astype(block.dtype), plgpu.Layout.WGMMA_TRANSPOSED
+    )  # ROUND: once, to the output's dtype
+    plgpu.commit_smem()
+
+
+def hold_rows(
+    x_gmem, gain_gmem, held_smem, sums_smem, share, rows_each: int, *,
+    eps: float, num_threads: int, is_interpreted: bool, ready=None,
+) -> None:  # fmt: skip
+    """Put a warpgroup's share of the normalised rows into shared memory, blocks [., ., 8, 64].
+
+    Meanwhile the weights stream in. Of 8 rows those past M hold whatever was there: they are
+    columns of the product that are never stored.
+    """
+    first, last = share * rows_each, x_gmem.shape[0] - 1
+    normalise_wide_rows(
+        x_gmem,
+        gain_gmem,
+        # Shares that do not divide M end with its last row, written more than once, alike.
+        [jnp.minimum(first + i, last) for i in range(rows_each)],
+        sums_smem.at[share],
+        functools.partial(sm90_rows.store_in_slabs, held_smem),
+        eps=eps,
+        num_registers=min(255, 65536 // (sm90_rows.LANES * num_threads)),
+        is_interpreted=is_interpreted,
+        ready=ready,
+    )
+    plgpu.commit_smem()
 
 
 @functools.partial(jax.jit, static_argnames=("leaf_len", "out_dtype", "tiles", "eps", "interpret"))
@@ -132,12 +242,7 @@ def matmul(
     arithmetic = sm90_rows.Arithmetic(
         layout=plgpu.Layout.WGMMA, is_interpreted=interpret is not None
     )
-    f32_tile = functools.partial(plgpu.ACC, (tiles.rows, tiles.cols), jnp.float32)
-
-    def zeros():
-        return plgpu.layout_cast(
-            jnp.zeros((tiles.rows, tiles.cols), jnp.float32), plgpu.Layout.WGMMA
-        )
+    tile_shape = (tiles.rows, tiles.cols)
 
     def body(*refs):
         refs = list(refs)
@@ -167,27 +272,12 @@ def matmul(
                 col = col * tiles.cluster_cols + lax.axis_index(_COLS_AXIS)
             return row * cta_out_rows, col * tiles.out_cols, group
 
-        def hold_rows():
-            """Put this warpgroup's share of the normalised rows into shared memory.
-
-            The weights stream in meanwhile. Of 8 rows those past M hold whatever was there: they
-            are columns of the product that are never stored.
-            """
+        def hold_my_rows():
             share = wg - (wg > tiles.num_wgs).astype(jnp.int32)
-            first = share * rows_of_wg
-            # Shares that do not divide M end with its last row, written more than once, alike.
-            row_ids = [jnp.minimum(first + i, num_rows_x - 1) for i in range(rows_of_wg)]
-            normalise_wide_rows(
-                x_gmem,
-                gain_gmem,
-                row_ids,
-                sums_smem.at[share],
-                functools.partial(sm90_rows.store_in_slabs, x_mma),
-                eps=eps,
-                num_registers=min(255, 65536 // (sm90_rows.LANES * num_threads)),
-                is_interpreted=interpret is not None,
-            )
-            plgpu.commit_smem()
+            hold_rows(
+                x_gmem, gain_gmem, x_mma, sums_smem, share, rows_of_wg,
+                eps=eps, num_threads=num_threads, is_interpreted=interpret is not None,
+            )  # fmt: skip
             plgpu.barrier_arrive(held)
 
         def multiply(slot, x_slot, acc, wg_rows):
@@ -198,65 +288,40 @@ def matmul(
                 else:
                     plgpu.wgmma(acc, x_mma.at[slot, s, wg_rows], w_mma.at[slot, :, k].T)
 
-        def leaf_sum(first, wg_rows):
+        def one_leaf(first, wg_rows):
             """Accumulate one leaf, whose first step is the ring's step `first`."""
 
-            def scope(acc):
-                def step(i, _):
-                    slot = lax.rem(first + i, stages)
-                    plgpu.barrier_wait(full.at[slot])
-                    multiply(slot, i if tiles.held_channels else slot, acc, wg_rows)
-                    plgpu.wgmma_wait(tiles.delay * slabs)
-                    if tiles.lag:
+            def slot_of(i):
+                return lax.rem(first + i, stages)
 
-                        @pl.when((first + i == tiles.lag - 1) & (wg == 0))
-                        def _():
-                            plgpu.barrier_arrive(started)
+            def take(i):
+                plgpu.barrier_wait(full.at[slot_of(i)])
 
-                    if tiles.shares_slot:
-                        # The store of the last tile has read its slot by now: nobody waits for it.
-                        @pl.when((first + i > item_slots) & (lax.rem(first + i, item_slots) == 1))
-                        def _():
-                            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                            plgpu.barrier_arrive(empty.at[lax.rem(first + i - 2, stages)])
+            def multiply_step(i, acc):
+                slot = slot_of(i)
+                multiply(slot, i if tiles.held_channels else slot, acc, wg_rows)
 
-                    if not tiles.delay:
-                        plgpu.barrier_arrive(empty.at[slot])
-                        return ()
+            def after(i):
+                if tiles.lag:
 
-                    @pl.when(i > 0)
+                    @pl.when((first + i == tiles.lag - 1) & (wg == 0))
                     def _():
-                        plgpu.barrier_arrive(empty.at[lax.rem(first + i - 1, stages)])
+                        plgpu.barrier_arrive(started)
 
-                    return ()
+                if tiles.shares_slot:
+                    # The store of the last tile has read its slot by now: nobody waits for it.
+                    @pl.when((first + i > item_slots) & (lax.rem(first + i, item_slots) == 1))
+                    def _():
+                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                        plgpu.barrier_arrive(empty.at[slot_of(i - 2)])
 
-                lax.fori_loop(0, leaf_steps, step, ())
-                total = acc[...]
-                if tiles.delay:
-                    plgpu.barrier_arrive(empty.at[lax.rem(first + leaf_steps - 1, stages)])
-                return total
+            def give(i):
+                plgpu.barrier_arrive(empty.at[slot_of(i)])
 
-            return pl.run_scoped(scope, f32_tile())
-
-        def pair_sum(first, wg_rows):
-            left = leaf_sum(first, wg_rows)
-            return left + leaf_sum(first + leaf_steps, wg_rows)
-
-        def tree(level, first, wg_rows):
-            if level == 0:
-                return leaf_sum(first, wg_rows)
-            half = leaf_steps << (level - 1)
-            depth = levels - level
-            if depth < tiles.smem_levels:
-                pending = pending_smem.at[depth, wg]
-                pending[...] = tree(level - 1, first, wg_rows)
-                right = tree(level - 1, first + half, wg_rows)
-                return plgpu.load(pending, layout=plgpu.Layout.WGMMA) + right
-            if level == 1 and tiles.is_paired:
-                return pair_sum(first, wg_rows)
-            return lax.fori_loop(
-                0, 2, lambda i, left: left + tree(level - 1, first + i * half, wg_rows), zeros()
-            )
+            return leaf_sum(
+                tile_shape, leaf_steps, take=take, multiply=multiply_step, give=give,
+                in_flight=tiles.delay * slabs, after=after,
+            )  # fmt: skip
 
         def outputs(total, r, c, num_cols):
             """Outputs of 64 rows of the accumulator from `r`; gated if half of it are ups."""
@@ -279,14 +344,7 @@ def matmul(
                 if residual is None:
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 out = outputs(total, 0, 0, tiles.cols) if tiles.is_gated else total
-                if residual is not None:
-                    out = plgpu.layout_cast(out, plgpu.Layout.WGMMA_TRANSPOSED)
-                    kept = plgpu.load(out_reg.at[wg].T, layout=plgpu.Layout.WGMMA_TRANSPOSED)
-                    out = kept.astype(jnp.float32) + out
-                out_reg.at[wg].T[...] = plgpu.layout_cast(
-                    out.astype(out_dtype), plgpu.Layout.WGMMA_TRANSPOSED
-                )  # ROUND: once, to the output's dtype
-                plgpu.commit_smem()
+                put_transposed(out, out_reg.at[wg], None if residual is None else out_reg.at[wg])
                 window = (pl.ds(col, tiles.cols), pl.ds(row, tiles.out_rows))
                 window = (group, *window) if tiles.groups > 1 else window
                 plgpu.copy_smem_to_gmem(out_tma.at[wg], out_gmem.at[window])
@@ -319,20 +377,8 @@ def matmul(
                     arrived.at[wg],
                 )
 
-        def add_bias(total, row, col):
-            assert bias_gmem is not None
-            axis = 1 if tiles.is_swapped else 0
-            start, size = (row, tiles.rows) if tiles.is_swapped else (col, tiles.cols)
-            values = plgpu.load(
-                bias_gmem.at[pl.ds(start, size)],
-                layout=plgpu.Layout.WGMMA.reduce(axis),
-                optimized=False,
-            )
-            values = lax.broadcast_in_dim(values.astype(jnp.float32), total.shape, (1 - axis,))
-            return total + values
-
         if tiles.held_channels:
-            pl.when(wg != tiles.num_wgs)(hold_rows)
+            pl.when(wg != tiles.num_wgs)(hold_my_rows)
 
         @pl.when(wg < tiles.num_wgs)
         def compute():
@@ -355,9 +401,14 @@ def matmul(
                 first = info.local_index * item_slots
                 if residual is not None and not tiles.shares_slot:
                     fetch_residual(row, col)
-                total = tree(levels, first, wg_rows)
+                total = tree_sum(
+                    tile_shape, levels, leaf_steps, lambda step: one_leaf(step, wg_rows), first,
+                    pending=[pending_smem.at[i, wg] for i in range(min(tiles.smem_levels, levels))],
+                    is_paired=tiles.is_paired,
+                )  # fmt: skip
                 if bias is not None:
-                    total = add_bias(total, row, col)
+                    start, axis = (row, 0) if tiles.is_swapped else (col, 1)
+                    total = add_bias(total, bias_gmem, start, axis)
                 last_slot = lax.rem(first + item_steps, stages)
                 if tiles.shares_slot:
                     plgpu.barrier_wait(full.at[last_slot])
@@ -436,7 +487,7 @@ def matmul(
             lax.fori_loop(0, used, drain, ())
 
     pending_shape = (tiles.smem_levels, tiles.num_wgs, tiles.rows, tiles.cols)
-    pending = plgpu.SMEM(pending_shape, jnp.float32, transforms=_tiled(32, jnp.float32))
+    pending = plgpu.SMEM(pending_shape, jnp.float32, transforms=tiled(32, jnp.float32))
     sums_shape = (num_sharers, rows_of_wg, k_len // held_chunk(k_len), 4)
     if tiles.shares_slot:
         out_block = plgpu.SMEM((8, chunk), out_dtype)

@@ -227,6 +227,7 @@ def normalise_wide_rows(
     eps: float,
     num_registers: int,
     is_interpreted: bool,
+    ready=None,
 ) -> None:
     """Normalise a few wide rows inside a kernel that multiplies them: one warpgroup's share.
 
@@ -239,6 +240,7 @@ def normalise_wide_rows(
         eps: Added to the mean square.
         num_registers: Of a thread; they bound the rows that are read at once.
         is_interpreted: Whether the kernel is interpreted.
+        ready: Called before rows are read, when gains are on their way.
 
     Numerics:
         The instructions of `rms_norm`, in its order, so its bits.
@@ -249,6 +251,8 @@ def normalise_wide_rows(
     math = rows.strided(chunk, form.vec_len, is_interpreted)
     starts = range(0, width, chunk)
     gains = [math.load(gain_gmem.at[pl.ds(s, chunk)]) for s in starts]
+    if ready is not None:
+        ready()
     of_row = form.num_parts * pl.cdiv(form.vec_len, 2)
     at_once = max(1, (num_registers - 56) * 4 // 5 // of_row)
     for first in range(0, len(row_ids), at_once):
