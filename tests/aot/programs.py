@@ -190,9 +190,10 @@ def abstract_model(num_layers: int) -> LoadedModel:
     )
 
 
-def decode_step() -> aot.Program:
-    """A whole decode step of two layers at batch 4."""
-    shape = StepShape(batch=4, length=1, table_len=8, num_pages=64, num_top=0, with_filters=False)
+def decode_step(chain_bytes: int = 0) -> aot.Program:
+    """A whole decode step of two layers at batch 8, layers up to so many bytes as chains."""
+    sm90.CHAIN_BYTES = chain_bytes
+    shape = StepShape(batch=8, length=1, table_len=8, num_pages=64, num_top=0, with_filters=False)
     return aot.inspect_program(lambda: compile_step(abstract_model(2), shape))
 
 
@@ -251,6 +252,7 @@ PROGRAMS = {
     "new_token_many": lambda: attend_new(64, 1025),
     "attention_prefill": lambda: attend(1, 4096, 4096),
     "decode_step": decode_step,
+    "chained_step": lambda: decode_step(chain_bytes=1 << 30),
     "fast_step": lambda: fast_step("bfloat16"),
     "fast_step_int8": lambda: fast_step("int8"),
     "fast_step_float8": lambda: fast_step("float8_e4m3fn"),

@@ -89,9 +89,14 @@ def test_a_chain_of_products_is_one_launch_and_spills_nothing(name):
     assert program["launches"] == 1
 
 
-def test_a_decode_step_has_two_launches_a_layer():
+def test_a_decode_step_has_five_launches_a_layer():
+    # qkv, attention, o, gate_up, down; the final norm, lm_head, four for the choice of a token.
+    assert compiled("decode_step")["launches"] == 2 * 5 + 6
+
+
+def test_a_chained_decode_step_has_two_launches_a_layer():
     # Attention, a chain; the first qkv, the final norm, lm_head, four for the choice of a token.
-    assert compiled("decode_step")["launches"] == 2 * 2 + 7
+    assert compiled("chained_step")["launches"] == 2 * 2 + 7
 
 
 @pytest.mark.parametrize(

@@ -529,14 +529,14 @@ def test_chains_refuse_nonsense():
 
 def test_few_rows_of_one_rank_chain(monkeypatch):
     """At most 8 rows, of a width that a warpgroup's registers hold; whole tiles."""
-    monkeypatch.setattr(sm90, "CHAIN_ROWS", 8)
+    monkeypatch.setattr(sm90, "CHAIN_BYTES", 1 << 30)
     llama = {"k_len": 4096, "width": 4096, "num_gates": 14336, "num_next": 6144}
     assert sm90.chains(1, **llama) and sm90.chains(8, **llama)
     assert not sm90.chains(9, **llama)
     assert not sm90.chains(1, **llama | {"width": 6144})
     assert not sm90.chains(1, **llama | {"width": 576})  # half a warpgroup's width is over
     assert not sm90.chains(1, **llama | {"num_gates": 1376})
-    monkeypatch.setattr(sm90, "CHAIN_ROWS", 0)
+    monkeypatch.setattr(sm90, "CHAIN_BYTES", 400 << 20)
     assert not sm90.chains(1, **llama)
 
 

@@ -36,7 +36,7 @@ def sanitized(tool: str, *command: str | Path) -> subprocess.CompletedProcess[st
     if not os.path.exists(sanitizer):
         pytest.skip(f"no compute-sanitizer here (looked for {sanitizer})")
     run = [sanitizer, "--tool", tool, "--error-exitcode", "99", sys.executable, *command]
-    result = subprocess.run(run, env=ENVIRONMENT, capture_output=True, text=True, timeout=500)
+    result = subprocess.run(run, env=ENVIRONMENT, capture_output=True, text=True, timeout=400)
     if "Device not supported" in result.stdout + result.stderr:
         pytest.skip("compute-sanitizer does not support this device")
     return result

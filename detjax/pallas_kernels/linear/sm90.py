@@ -13,6 +13,7 @@ from detjax.numerics import Reduction
 from detjax.pallas_kernels.linear.sm90_chain import chain
 from detjax.pallas_kernels.linear.sm90_matmul import matmul
 from detjax.pallas_kernels.linear.tiles import (
+    CHAIN_BYTES,
     CHAIN_ROWS,
     CHAIN_WIDTH,
     MAX_NORM_ROWS,
@@ -254,7 +255,9 @@ def linear_add(x, w, residual, bias, *, reduction: Reduction) -> jax.Array:
 
 
 def chains(num_rows: int, *, k_len: int, width: int, num_gates: int, num_next: int) -> bool:
-    """See `api.chains`: up to 8 rows that few registers can normalise, and whole tiles."""
+    """See `api.chains`: small layers, up to 8 rows that few registers normalise, whole tiles."""
+    if 2 * width * (k_len + 3 * num_gates + num_next) > CHAIN_BYTES:
+        return False
     if num_rows > CHAIN_ROWS or width > CHAIN_WIDTH or not row_sum(width).is_wide:
         return False
     return k_len % 16 == 0 and not any(n % OUT_ROWS for n in (width, num_gates, num_next))

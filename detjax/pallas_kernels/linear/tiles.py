@@ -15,12 +15,18 @@ NUM_SMS = 132
 SMEM_BYTES = 232448
 """Shared memory one CTA may have on sm_90."""
 
-MAX_NORM_ROWS = 4
-"""Up to here a product normalises its own input, which saves a launch: 5.1 us a layer at a row, 3.2
-at 4, nothing at 8. More than 8 do not fit; 0 turns it off."""
+MAX_NORM_ROWS = 8
+"""Up to here a product normalises its own input and saves a launch; 8 is most, 0 turns it off."""
 
 CHAIN_ROWS = 8
-"""Up to here the products of a layer after attention are one launch; 8 is most, 0 turns it off."""
+"""Rows up to which the products of a layer after attention may be one launch; 8 is most."""
+
+CHAIN_BYTES = 0
+"""Largest layer, by the bytes of its weights, whose products are one launch; 0 turns it off.
+
+A layer at one row: 31 MB take 55.1 us in launches of their own, 30.4 as a chain; 436 MB 121.1 and
+126.8. Off until a whole model has run with it.
+"""
 
 CHAIN_WIDTH = 5120
 """Wider rows are normalised by a warpgroup with more registers than it has in the chain."""
