@@ -61,7 +61,8 @@ def served(subject: str, *keys: str) -> dict[str, dict[tuple, dict]]:
     """
     found = rows("serving", subject)
     # Drafts and shares are not for `fast` to have.
-    place = ("model", *(key for key in keys if key not in ("window", "deterministic_percent")))
+    of_drafts = ("window", "draft_steps", "deterministic_percent")
+    place = ("model", *(key for key in keys if key not in of_drafts))
     last = latest((row for row in found if row["mode"] == "fast"), *place)
     following: dict[tuple, dict] = {}
     models: dict[str, dict[tuple, dict]] = {}
@@ -72,7 +73,7 @@ def served(subject: str, *keys: str) -> dict[str, dict[tuple, dict]]:
         fast = following.get(where) or last.get(where)
         if fast:
             row["over_fast"] = row["output_tokens_per_s"] / fast["output_tokens_per_s"]
-        case = (*(row[key] for key in keys), mode_name(row))
+        case = (*(row.get(key, 0) for key in keys), mode_name(row))
         models.setdefault(row["model"], {}).setdefault(case, row)
 
     def order(case):
@@ -268,19 +269,19 @@ def windows_part() -> list[str]:
 def narrow_part() -> list[str]:
     """Drafts of 8-bit weights at small batches."""
     lines = []
-    for cases in served("narrow", "batch", "window").values():
+    for cases in served("narrow", "batch", "window", "draft_steps").values():
         lines += [
             "",
             f"**8-bit drafts at small batches.** {load_name(cases.values())}. Medians:",
             "",
             *table(
-                ["batch", "mode", "window (W)", *SPEED, "a token, ms", *DRAFTS],
+                ["batch", "mode", "window (W)", "drafts a launch", *SPEED, "a token, ms", *DRAFTS],
                 (
                     [
-                        *(str(batch), name, str(window or ""), *speed(row)),
-                        *(digits(row["token_p50_ms"]), *drafts(row)),
+                        *(str(batch), name, str(window or ""), str(steps or 1) if window else ""),
+                        *(*speed(row), digits(row["token_p50_ms"]), *drafts(row)),
                     ]
-                    for (batch, window, name), row in cases.items()
+                    for (batch, window, steps, name), row in cases.items()
                 ),
             ),
         ]

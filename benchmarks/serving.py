@@ -446,22 +446,29 @@ def windows(bench: Bench) -> bool:
 
 
 def narrow(bench: Bench) -> bool:
-    """Drafts of 8-bit weights against plain `fast` and `invariant` decoding, at small batches."""
+    """Drafts of 8-bit weights against plain decoding at small batches, one or all in a launch."""
     args = bench.args
     for batch in args.batches:
         lengths = [(args.prompt_len, args.output_len)] * (4 * batch)
         sizes = {"batch_size": batch, "verify_rows": batch, "decode_batches": ()}
-        cases = [("invariant", "full", 0), ("fast", "full", 0)]
-        cases += [("dvr", name, window) for name in args.narrow for window in args.windows]
-        for mode, weights, window in cases:
+        cases = [("invariant", "full", 0, 1), ("fast", "full", 0, 1)]
+        cases += [
+            ("dvr", name, window, steps)
+            for name in args.narrow
+            for window in args.windows
+            for steps in (1, window - 1)
+        ]
+        for mode, weights, window, steps in cases:
             engine = bench.engine(
-                mode, **sizes, draft_weights=weights, verify_window=window or args.verify_window
-            )
+                mode, **sizes, draft_weights=weights, draft_steps=steps,
+                verify_window=window or args.verify_window,
+            )  # fmt: skip
             share = 0.0 if mode == "fast" else 100.0
             told = serve(bench, engine, list(_arrivals(lengths, 0.0, share=share)))
             bench.rows.keep(
                 subject="narrow", mode=mode, draft_weights=weights, batch=batch, window=window,
-                requests=4 * batch, prompt_len=args.prompt_len, output_len=args.output_len,
+                draft_steps=steps, requests=4 * batch, prompt_len=args.prompt_len,
+                output_len=args.output_len,
                 **summary(told), **counted(engine),
             )  # fmt: skip
             del engine
@@ -471,7 +478,8 @@ def narrow(bench: Bench) -> bool:
 COLUMNS = {
     "subject": "subject", "mode": "mode", "same": "same", "draft_weights": "drafts",
     "batch": "batch", "requests": "requests",
-    "deterministic_percent": "determ. %", "window": "W", "group": "G", "rate_per_s": "rate/s",
+    "deterministic_percent": "determ. %", "window": "W", "draft_steps": "a launch", "group": "G",
+    "rate_per_s": "rate/s",
     "wall_s": "wall s", "output_tokens_per_s": "tokens/s", "first_token_p50_ms": "TTFT p50 ms",
     "first_token_p99_ms": "p99", "token_p50_ms": "TPOT p50 ms", "token_p99_ms": "p99",
     "acceptance": "accepted", "engine_ms": "engine ms", "bare_ms": "bare ms", "ratio": "ratio",

@@ -91,6 +91,8 @@ class EngineConfig:
             those that decode. Above it the decode step is canonical, which needs no verification:
             cheaper where canonical kernels are about as fast as others. None: 0 for full weights on
             `sm90`, whose canonical steps are the quicker ones (docs/kernels.md), else 1.
+        draft_steps: Drafts of a sample in one launch, while nobody who runs wants anything else:
+            the host launches once for all of them. Up to `verify_window` - 1.
         draft_weights: What the drafts of `dvr` are computed with: the weights as they are, or
             8-bit ones, which take half as much memory again.
         has_prompt_lookup: In `invariant`, verify what followed the same tokens earlier in the
@@ -116,6 +118,7 @@ class EngineConfig:
     verify_patience: int = 4
     verify_deadline: int = 64
     draft_share: float | None = None
+    draft_steps: int = 1
     draft_weights: str = "full"
     has_prompt_lookup: bool = False
     has_prefix_cache: bool = True
@@ -138,6 +141,13 @@ class EngineConfig:
             raise ValueError(
                 f"draft_weights={self.draft_weights!r} needs mode='dvr', not {self.mode!r}"
             )
+        if not 1 <= self.draft_steps <= max(1, self.verify_window - 1):
+            raise ValueError(
+                f"draft_steps={self.draft_steps} must be from 1 to verify_window - 1 = "
+                f"{self.verify_window - 1}"
+            )
+        if self.draft_steps > 1 and self.mode != "dvr":
+            raise ValueError(f"draft_steps={self.draft_steps} needs mode='dvr', not {self.mode!r}")
         if self.has_prompt_lookup and self.mode != "invariant":
             raise ValueError(f"has_prompt_lookup needs mode='invariant', not {self.mode!r}")
         if self.draft_share is not None and not 0 <= self.draft_share <= 1:
@@ -264,6 +274,7 @@ class Engine:
                 verify_patience=config.verify_patience,
                 verify_deadline=config.verify_deadline,
                 draft_share=self._draft_share,
+                draft_steps=config.draft_steps,
                 ageing_steps=config.ageing_steps,
                 has_prefix_cache=config.has_prefix_cache,
                 is_synchronous=config.has_prompt_lookup,
@@ -566,24 +577,31 @@ class Engine:
 
     def _launch_decodes(self, rows: list[list[DecodeRow]]) -> list[_Launch]:
         """One launch; two where drafts have weights of their own and others decode too."""
+        most_drafts = max(row.num_drafts for part in rows for row in part)
+        length = self._config.draft_steps if most_drafts > 1 else 1
         if self._config.draft_weights == "full":
-            return [self._launch_decode(rows, weights="full")]
+            return [self._launch_decode(rows, weights="full", length=length)]
         launches = []
         for is_draft in (False, True):
             some = [[r for r in part if r.is_draft is is_draft] for part in rows]
             if any(some):
                 weights = self._config.draft_weights if is_draft else "full"
-                launches.append(self._launch_decode(some, weights=weights))
+                launches.append(
+                    self._launch_decode(some, weights=weights, length=length if is_draft else 1)
+                )
         return launches
 
-    def _launch_decode(self, rows: list[list[DecodeRow]], *, weights: str) -> _Launch:
+    def _launch_decode(self, rows: list[list[DecodeRow]], *, weights: str, length: int) -> _Launch:
+        """A token of each row, or up to `length` drafts."""
         size = _smallest(self._decode_sizes, rows)
         is_committed = any(
             row.sample.is_drafted and not row.is_draft for part in rows for row in part
         )
         is_canonical = self._config.mode == "invariant" or is_committed
         kernels: Kernels = "invariant" if is_canonical else "fast"
-        step = self._step("decode", rows, size=size, length=1, kernels=kernels, weights=weights)
+        step = self._step(
+            "decode", rows, size=size, length=length, kernels=kernels, weights=weights
+        )
         host, _ = self._host_rows(step)
         for replica, part in enumerate(rows):
             for row in part:
@@ -593,7 +611,7 @@ class Engine:
                 slots = [r.sample.slot for r in part]
                 host[at, 0] = slots
                 host[at, 1] = [r.offset for r in part]
-                host[at, 2] = [r.is_draft for r in part]
+                host[at, 2] = [r.num_drafts for r in part]
                 host[at, _HEAD:] = self._tables[replica, slots]
         return self._run(step, rows, host)
 
@@ -713,8 +731,10 @@ class Engine:
                 add("decode", rows, 1, "invariant")
             if config.mode != "invariant":
                 add("decode", rows, 1, "fast")
-            if config.draft_weights != "full":
-                add("decode", rows, 1, "fast", config.draft_weights)
+            drafted = {1, config.draft_steps} if config.mode == "dvr" else ()
+            for length in sorted(drafted):
+                if config.draft_weights != "full" or length > 1:
+                    add("decode", rows, length, "fast", config.draft_weights)
         is_drafting = config.mode == "dvr" and self._draft_share > 0
         if is_drafting or config.has_prompt_lookup:
             for rows in self._verify_sizes:
@@ -770,7 +790,7 @@ class Engine:
                         if not self._commit(live, choice, (at, i)):
                             break
                 case DecodeRow(is_draft=True):
-                    if int(choice.token_ids[at]) in live.ends:
+                    if not live.ends.isdisjoint(np.ravel(choice.token_ids[at])[: row.num_drafts]):
                         self._scheduler.close_window(row)
                 case DecodeRow() | PrefillRow(is_last=True):
                     self._commit(live, choice, at)

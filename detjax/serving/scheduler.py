@@ -34,6 +34,7 @@ class SchedulerConfig:
         verify_deadline: Steps after which an open window counts as full.
         draft_share: Most share of drafted samples among those that decode, at which they draft;
             above it the decode step is canonical and needs no verification.
+        draft_steps: Most drafts of a sample in one launch, while all who run draft.
         ageing_steps: Steps of waiting that one level of priority is worth.
         has_prefix_cache: Whether full canonical pages are shared between requests.
         is_synchronous: Samples that are not drafted wait for each result, so that the host can
@@ -54,6 +55,7 @@ class SchedulerConfig:
     verify_patience: int
     verify_deadline: int
     draft_share: float
+    draft_steps: int
     ageing_steps: int
     has_prefix_cache: bool
     is_synchronous: bool
@@ -158,13 +160,18 @@ class PrefillRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeRow:
-    """One more token: committed at once, or a draft, number `offset` (from 0) of its window."""
+    """A token that is committed at once, or `num_drafts` drafts from `offset` of a window on."""
 
     sample: Sample
     epoch: int
-    is_draft: bool
+    num_drafts: int
     offset: int
     window: int
+
+    @property
+    def is_draft(self) -> bool:
+        """Whether nothing is committed yet."""
+        return self.num_drafts > 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -199,7 +206,7 @@ class Plan:
         verifies: Windows to verify.
         prefill_shape: (rows, tokens a row); None where there is no prefill.
         prefills: Pieces of prompts.
-        decodes: Single tokens.
+        decodes: Single tokens, or drafts.
         failed: Samples that end here, each with the reason.
     """
 
@@ -259,6 +266,7 @@ class Scheduler:
         self._serial = 0
         self._step = 0
         self._is_drafting = True
+        self._draft_steps = 1
         self.num_waiting = 0
         self.num_preempted = 0
         self.num_prefix_tokens = 0
@@ -427,12 +435,13 @@ class Scheduler:
         for sample in tuple(replica.running):
             if sample.state is not SampleState.RUNNING or not self._can_decode(sample):
                 continue
-            position = sample.bound - 1
+            position, num_drafts = sample.bound - 1, 0
             if self._drafts(sample):
+                num_drafts = min(self._room(sample), self._draft_steps)
                 # A draft needs the page of its successor too: verification runs up to there.
-                position += sample.num_drafts + 1
+                position += sample.num_drafts + num_drafts
             if self._has_page(replica, sample, position, plan):
-                rows.append(self._decode(sample))
+                rows.append(self._decode(sample, num_drafts))
 
     def _drafts(self, sample: Sample) -> bool:
         """Whether a decode step of a sample makes a draft now."""
@@ -446,6 +455,9 @@ class Scheduler:
         share = sum(s.is_drafted for s in decoding) / len(decoding)
         limit = self._config.draft_share
         self._is_drafting = share <= (limit if self._is_drafting else 0.8 * limit)
+        # WHY: several drafts in a launch would keep others waiting for theirs.
+        is_alone = share == 1 and len(decoding) == len(self.running)
+        self._draft_steps = self._config.draft_steps if is_alone else 1
 
     def _can_decode(self, sample: Sample) -> bool:
         if not sample.is_prefilled or sample.bound >= sample.most_len:
@@ -454,23 +466,26 @@ class Scheduler:
             # What drafts have written is to be verified first.
             is_waiting = self._config.is_synchronous and sample.num_coming
             return not (is_waiting or sample.num_drafts)
-        # A window of d drafts may commit d + 1 tokens.
-        has_room = sample.bound + sample.num_drafts + 2 <= sample.most_len
-        is_open = sample.closed_step is None
-        return is_open and has_room and sample.num_drafts < self._config.verify_window - 1
+        return sample.closed_step is None and self._room(sample) > 0
 
-    def _decode(self, sample: Sample) -> DecodeRow:
+    def _room(self, sample: Sample) -> int:
+        """Drafts that the open window can still take."""
+        # A window of d drafts may commit d + 1 tokens.
+        most = min(self._config.verify_window, sample.most_len - sample.bound) - 1
+        return most - sample.num_drafts
+
+    def _decode(self, sample: Sample, num_drafts: int) -> DecodeRow:
         row = DecodeRow(
             sample=sample,
             epoch=sample.epoch,
-            is_draft=self._drafts(sample),
+            num_drafts=num_drafts,
             offset=sample.num_drafts,
             window=sample.window,
         )
         if row.is_draft:
             if sample.num_drafts == 0:
                 sample.opened_step = self._step
-            sample.num_drafts += 1
+            sample.num_drafts += num_drafts
         else:
             sample.closed_step = None
         sample.num_coming += most_committed(row)

@@ -6,7 +6,7 @@ device: a slot holds a sample's newest tokens and its place, so the next step ca
 the result of the last one is read.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -202,7 +202,8 @@ class EngineStep:
     Attributes:
         kind: What it does.
         rows: Of each replica.
-        length: Tokens a row: a prefill's chunk, a verification's window, 1 for decode.
+        length: Tokens a row: a prefill's chunk, a verification's window, 1 for decode, or the
+            drafts that a row may make in one launch.
         mode: Which kernels.
         weights: "full", or the name of the 8-bit dtype that a `fast` step's weights have.
         num_top: How many of the most likely tokens it reports.
@@ -276,6 +277,10 @@ class CompiledSteps:
     def __contains__(self, step: EngineStep) -> bool:
         """Whether a step is compiled."""
         return step in self._programs
+
+    def __iter__(self) -> Iterator[EngineStep]:
+        """The steps that are compiled."""
+        return iter(self._programs)
 
     def get(self, step: EngineStep, params: dict) -> Callable:
         """Return the program of a step, compiled if need be for weights like `params`."""
@@ -354,7 +359,24 @@ class CompiledSteps:
         return pages, slots, _pack(choice)
 
     def _decode(self, step, params, tables, pages, slots: Slots, host):
-        """One token a row: committed, or put behind the drafts before it."""
+        """One token a row: committed, or put behind the drafts before it. Or several drafts."""
+        if step.length == 1:
+            return self._decode_one(step, params, tables, pages, slots, host)
+        num_drafts = host[:, 2]
+
+        def one_draft(i, carry):
+            pages, slots, packed = carry
+            # A row that has its drafts is padding.
+            slot = jnp.where(i < num_drafts, host[:, 0], slots.start.shape[0])
+            row = host.at[:, 0].set(slot).at[:, 1].add(i).at[:, 2].min(1)
+            pages, slots, choice = self._decode_one(step, params, tables, pages, slots, row)
+            return pages, slots, packed.at[:, i].set(choice)
+
+        packed = jnp.zeros((len(host), step.length, 2 + 2 * step.num_top), jnp.int32)
+        return lax.fori_loop(0, step.length, one_draft, (pages, slots, packed))
+
+    def _decode_one(self, step, params, tables, pages, slots: Slots, host):
+        """A token of each row, which the host array says to commit or to draft."""
         slot, offset, is_draft = host[:, 0], host[:, 1], host[:, 2]
         page_table, _ = self._split(host)
         ids = slots.window.at[slot, offset].get(mode="fill", fill_value=0)

@@ -32,7 +32,14 @@ from detjax.pallas_kernels.linear.api import (
     linear_chain,
 )
 from detjax.pallas_kernels.linear.sm90_chain import NUM_COUNTERS
-from detjax.serving.steps import StepShape, compile_step, pages_shape
+from detjax.serving.steps import (
+    CompiledSteps,
+    EngineStep,
+    StepShape,
+    StepSizes,
+    compile_step,
+    pages_shape,
+)
 from detjax.testing import aot
 
 BF16 = jnp.dtype(jnp.bfloat16)
@@ -197,10 +204,20 @@ def decode_step(chain_bytes: int = 0) -> aot.Program:
     return aot.inspect_program(lambda: compile_step(abstract_model(2), shape))
 
 
-def fast_step(weight_dtype: str) -> aot.Program:
-    """A decode step of two layers at batch 8 without claims, up to the logits."""
+def draft_launch(weight_dtype: str) -> aot.Program:
+    """Four drafts of eight samples in one launch, two layers."""
     model = abstract_model(2)
-    recipe = Recipe(config=model.config, profile=PROFILE, backend=Backend.SM90, tp=1)
+    sizes = StepSizes(num_pages=64, num_slots=8, table_len=8, window_len=8)
+    step = EngineStep(
+        kind="decode", rows=8, length=4, mode="fast", weights=weight_dtype, num_top=0,
+        with_filters=False,
+    )  # fmt: skip
+    params = quantised(model, weight_dtype)
+    return aot.inspect_program(lambda: CompiledSteps(model, sizes).get(step, params))
+
+
+def quantised(model: LoadedModel, weight_dtype: str) -> dict:
+    """Shapes of a model's weights with 8-bit matrices."""
 
     def stored(w):
         if w.dtype == weight_dtype:
@@ -211,7 +228,14 @@ def fast_step(weight_dtype: str) -> aot.Program:
         {name: stored(leaf) if name in MATRICES else leaf for name, leaf in layer.items()}
         for layer in model.params["layers"]
     ]
-    params = {**model.params, "layers": layers, "lm_head": stored(model.params["lm_head"])}
+    return {**model.params, "layers": layers, "lm_head": stored(model.params["lm_head"])}
+
+
+def fast_step(weight_dtype: str) -> aot.Program:
+    """A decode step of two layers at batch 8 without claims, up to the logits."""
+    model = abstract_model(2)
+    recipe = Recipe(config=model.config, profile=PROFILE, backend=Backend.SM90, tp=1)
+    params = quantised(model, weight_dtype)
 
     def step(params, tables, pages, tokens):
         pages, hidden = forward_fast(recipe, params, tables, pages, tokens)
@@ -252,6 +276,7 @@ PROGRAMS = {
     "new_token_many": lambda: attend_new(64, 1025),
     "attention_prefill": lambda: attend(1, 4096, 4096),
     "decode_step": decode_step,
+    "draft_launch": lambda: draft_launch("int8"),
     "chained_step": lambda: decode_step(chain_bytes=1 << 30),
     "fast_step": lambda: fast_step("bfloat16"),
     "fast_step_int8": lambda: fast_step("int8"),

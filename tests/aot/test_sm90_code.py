@@ -147,6 +147,14 @@ def test_step_copies_neither_cache_nor_weights_and_spills_nothing(name):
     assert not names & {"attention_merge_sm90", "detjax_qk_norm_rope_write"}
 
 
+def test_a_launch_of_several_drafts_copies_neither_cache_nor_weights():
+    program = compiled("draft_launch")
+    assert program["copies"] == []
+    # Nor are 8-bit weights widened once before the loop.
+    assert program["temp_bytes"] < 32 << 20
+    assert spills(program) == {}
+
+
 @pytest.mark.parametrize("name", ["fast_step_int8", "fast_step_float8"])
 def test_8_bit_weights_are_widened_inside_the_products(name):
     # A matrix widened to bfloat16 in memory would take 32 MiB or more.

@@ -37,6 +37,11 @@ from detjax.cli import errors
         (("--prompt", "a", "--check"), "give it --repeat N"),
         (("--prompt", "a", "--repeat", "3"), "--check; add it"),
         (("--prompt", "a", "--draft-weights", "int8"), "--draft-weights int8 needs --mode dvr"),
+        (("--prompt", "a", "--draft-steps", "2"), "--draft-steps 2 needs --mode dvr"),
+        (
+            ("--prompt", "a", "--mode", "dvr", "--draft-steps", "32"),
+            "at most --verify-window - 1 = 31",
+        ),
         (
             ("--prompt", "a", "--mode", "dvr", "--prompt-lookup"),
             "--prompt-lookup goes with --mode invariant, not dvr",

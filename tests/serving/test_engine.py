@@ -238,6 +238,11 @@ def test_fast_mode_refuses_to_be_deterministic():
         ({"mode": "quick"}, "mode='quick' must be one of"),
         ({"draft_weights": "int8"}, "needs mode='dvr'"),
         ({"mode": "dvr", "draft_weights": "int4"}, "draft_weights='int4' must be one of"),
+        ({"draft_steps": 2}, "draft_steps=2 needs mode='dvr'"),
+        (
+            {"mode": "dvr", "draft_steps": 6},
+            "draft_steps=6 must be from 1 to verify_window - 1 = 5",
+        ),
         ({"mode": "dvr", "has_prompt_lookup": True}, "has_prompt_lookup needs mode='invariant'"),
         ({"decode_batches": (4,)}, "4 of decode_batches must be below"),
         ({"verify_batches": (8,)}, "8 of verify_batches must be below"),

@@ -35,6 +35,7 @@ CONFIG = SchedulerConfig(
     verify_patience=3,
     verify_deadline=6,
     draft_share=1.0,
+    draft_steps=2,
     ageing_steps=10,
     has_prefix_cache=True,
     is_synchronous=False,
@@ -117,12 +118,16 @@ class Device:
         drafts = self.windows[key][: row.offset]
         tokens = self.prefixes[key] + drafts
         assert len(drafts) == row.offset
-        kind = "canonical" if row.sample.is_canonical and not row.is_draft else "draft"
+        for _ in range(row.num_drafts):
+            self.write(row.sample, tokens, len(tokens) - 1, kind="draft")
+            token = self.token_after(tokens)
+            tokens = tokens + [token if self.is_right() else token + 100]
+        if row.is_draft:
+            self.windows[key] = tokens[len(self.prefixes[key]) :]
+            return row, self.windows[key][row.offset :]
+        kind = "canonical" if row.sample.is_canonical else "draft"
         self.write(row.sample, tokens, len(tokens) - 1, kind=kind)
         token = self.token_after(tokens)
-        if row.is_draft:
-            self.windows[key] = drafts + [token if self.is_right() else token + 100]
-            return row, self.windows[key][-1:]
         self.prefixes[key] = tokens + [token]
         return row, [token]
 
@@ -150,7 +155,7 @@ class Device:
             sample = row.sample
             self.scheduler.retire(row)
             if isinstance(row, DecodeRow) and row.is_draft:
-                if token_ids[0] == self.end:
+                if self.end in token_ids:
                     self.scheduler.close_window(row)
                 continue
             assert len(token_ids) <= most_committed(row)
@@ -479,7 +484,9 @@ def test_a_step_holds_no_more_tokens_than_allowed():
 
 
 def test_a_window_whose_draft_would_end_the_sample_is_verified_early():
-    simulation = Simulation(changed(verify_window=30, num_pages=40, verify_deadline=99))
+    simulation = Simulation(
+        changed(draft_steps=1, verify_window=30, num_pages=40, verify_deadline=99)
+    )
     tokens = [2] * 4
     while len(tokens) < 20:
         tokens.append(Device.token_after(tokens))
@@ -491,4 +498,21 @@ def test_a_window_whose_draft_would_end_the_sample_is_verified_early():
     assert sample.tokens == tokens[: tokens.index(simulation.device.end) + 1]
     # One more draft than needed was launched before the end was read.
     assert windows == [sample.num_outputs]
+    simulation.check_answers()
+
+
+def test_a_launch_makes_several_drafts_while_all_who_run_draft():
+    simulation = Simulation(changed(num_pages=60, verify_window=6, draft_steps=3))
+    simulation.device.end = None
+    simulation.add([1] * 4, most=60, is_drafted=True)
+    alone, together = [], []
+    for step in range(24):
+        if step == 12:
+            simulation.add([2] * 4, most=60)
+        # Who has just come is admitted behind what was launched for those who run.
+        rows = [r for part in simulation.step().decodes for r in part if r.is_draft]
+        (alone if step <= 12 else together).extend(r.num_drafts for r in rows)
+    # Five drafts and the committed token are a window.
+    assert set(alone) == {3, 2} and set(together) == {1}
+    simulation.drain()
     simulation.check_answers()

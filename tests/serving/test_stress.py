@@ -131,6 +131,19 @@ def test_an_engine_that_drafts_now_and_then_is_bitwise_schedule_invariant():
 
 
 @pytest.mark.invariance
+def test_an_engine_that_makes_several_drafts_a_launch_is_bitwise_schedule_invariant():
+    made = engine(mode="dvr", draft_steps=3, draft_weights="int8")
+    asked = [i for i, q in enumerate(questions()) if is_unfiltered(q) and not q.stop][:12]
+    completions = made.generate([questions()[i].request for i in asked])
+    want = [c for i in asked for c in expected()[i]]
+    assert [c.digest() for c in completions] == [c.digest() for c in want]
+    assert any(step.kind == "decode" and step.length == 3 for step in made.steps)
+    stats = made.stats()
+    assert 0 < stats.accepted_tokens < stats.draft_tokens
+    load(made, 60, seed=12, plain_share=0.1)
+
+
+@pytest.mark.invariance
 def test_prompt_lookup_in_a_loaded_engine_is_bitwise_schedule_invariant():
     made = engine(has_prompt_lookup=True)
     report = load(made, 300, seed=4)
