@@ -16,7 +16,7 @@ import re
 import sys
 from pathlib import Path
 
-from benchmarks import report_mesh, report_serving
+from benchmarks import report_mesh, report_serving, report_training
 from benchmarks.report_rows import RESULTS, rows, table
 
 ROOT = Path(__file__).parents[1]
@@ -216,6 +216,7 @@ SECTIONS = (
     ("docs/kernels.md", "benchmarks", kernels_section),
     ("docs/serving.md", "benchmarks", report_serving.section),
     ("docs/parallel.md", "benchmarks", report_mesh.section),
+    ("docs/training.md", "grpo", report_training.section),
 )
 """Document, name of the markers, and what stands between them."""
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import report_mesh, report_rows, report_serving, serving
+from benchmarks import report_mesh, report_rows, report_serving, report_training, serving
 from detjax.models.bundled import bundled_model_path
 
 ROOT = Path(__file__).parents[1]
@@ -259,3 +259,24 @@ def test_figures_that_a_document_shows_are_there(name):
     assert figures
     for figure in figures:
         assert (document.parent / figure).exists(), figure
+
+
+def test_training_tells_the_largest_gap_of_each_rollout(write, monkeypatch):
+    folder = report_rows.RESULTS / "h200"
+    monkeypatch.setattr(report_rows, "RESULTS", folder)
+    (folder / "grpo").mkdir(parents=True)
+    run = {
+        "model": "bundled", "rollout_tp": 4, "steps": 30, "reward_first": 0.5, "reward_last": 0.75,
+        "accuracy_before": 0.6, "accuracy_after": 0.7, "num_tokens": 1000,
+    }  # fmt: skip
+    runs = [
+        run | {"rollout": rollout, "seed": seed, "largest_kl": kl * seed, "num_different": int(kl)}
+        for rollout, kl in (("invariant", 0.0), ("fast", 2.0))
+        for seed in (1, 3)
+    ]
+    runs[1]["reward_last"] = 0.85
+    (folder / "grpo" / "runs.json").write_text(json.dumps(runs))
+    _, invariant, fast = table_lines(report_training.section())
+    assert invariant[2] == "0.800 (0.750 to 0.850)"
+    assert invariant[-2:] == ["0", "0 of 2,000"]
+    assert fast[-2:] == ["6", "4 of 2,000"]

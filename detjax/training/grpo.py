@@ -57,7 +57,8 @@ examples:
 
 A row of rows.jsonl: rollout, seed, step, weight_version (updates the sampling weights had seen),
 reward (mean), entropy (nats a token), kl, max_difference (of a log-probability), num_different and
-num_tokens, gradient_norm, rollout_s, train_s, and the fingerprint of the numerics.
+num_tokens, gradient_norm, rollout_s, train_s, and the fingerprint of the numerics. runs.json: the
+final table, a run an object.
 
 exit codes: 0 success; 2 bad input; 3 the invariant rollout's KL was not exactly zero."""
 
@@ -145,7 +146,7 @@ def _make_parser() -> argparse.ArgumentParser:
         help="longest prompt in tokens; longer problems are an error (default 10)")
     add("--max-tokens", type=int, default=5, metavar="N", help="longest answer (default 5)")
     add = parser.add_argument_group("what is kept").add_argument
-    add("--out", type=Path, metavar="FOLDER", help="for rows.jsonl and curves.png")
+    add("--out", type=Path, metavar="FOLDER", help="for rows.jsonl, runs.json and curves.png")
     add("--save", type=Path, metavar="FOLDER",
         help="writes the state after the last step to FOLDER/stepN-seedM")
     add("--resume", type=Path, metavar="FOLDER",
@@ -258,6 +259,21 @@ class Run:
     accuracy_before: float
     accuracy_after: float
 
+    def facts(self) -> dict[str, Any]:
+        """What a reader of `runs.json` compares."""
+        return {
+            "rollout": self.mode,
+            "seed": self.seed,
+            "steps": len(self.rows),
+            "reward_first": self.reward(FIRST),
+            "reward_last": self.reward(LAST),
+            "accuracy_before": self.accuracy_before,
+            "accuracy_after": self.accuracy_after,
+            "largest_kl": max(row["kl"] for row in self.rows),
+            "num_different": sum(row["num_different"] for row in self.rows),
+            "num_tokens": sum(row["num_tokens"] for row in self.rows),
+        }
+
     def reward(self, part: slice) -> float:
         """Mean reward of a part of the steps."""
         return float(np.mean([row["reward"] for row in self.rows[part]]))
@@ -342,12 +358,11 @@ def summary(runs: Sequence[Run]) -> Table:
         title_justify="left",
     )  # fmt: skip
     for run in sorted(runs, key=lambda run: (run.mode, run.seed)):
-        different = sum(row["num_different"] for row in run.rows)
-        tokens = sum(row["num_tokens"] for row in run.rows)
+        facts = run.facts()
         table.add_row(
-            run.mode, str(run.seed), f"{run.reward(FIRST):.3f}", f"{run.reward(LAST):.3f}",
-            f"{run.accuracy_before:.3f}", f"{run.accuracy_after:.3f}",
-            f"{max(row['kl'] for row in run.rows):.3g}", f"{different:,} of {tokens:,}",
+            run.mode, str(run.seed), f"{facts['reward_first']:.3f}", f"{facts['reward_last']:.3f}",
+            f"{run.accuracy_before:.3f}", f"{run.accuracy_after:.3f}", f"{facts['largest_kl']:.3g}",
+            f"{facts['num_different']:,} of {facts['num_tokens']:,}",
         )  # fmt: skip
     for mode in dict.fromkeys(run.mode for run in runs):
         own = [run for run in runs if run.mode == mode]
@@ -385,6 +400,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return BAD_INPUT
     Console(width=None if sys.stdout.isatty() else 140).print(summary(runs))
     if args.out is not None:
+        kind = {"model": args.model, "backend": setup.backend.value, "rollout_tp": args.rollout_tp}
+        facts = [run.facts() | kind for run in runs]
+        (args.out / "runs.json").write_text(json.dumps(facts, indent=1) + "\n")
         rows = [row for run in runs for row in run.rows]
         if not save_plot(rows, args.out / "curves.png"):
             console.print("no curves.png: matplotlib comes with pip install 'detjax[plots]'")

@@ -33,6 +33,9 @@ def test_rollout_and_trainer_have_zero_kl_and_the_fast_rollout_has_not(tmp_path,
         assert row["gradient_norm"] > 0
     assert all(row["kl"] > 0 and row["num_different"] > 0 for row in fast)
     assert "0 of " in capsys.readouterr().out
+    runs = json.loads((tmp_path / "runs.json").read_text())
+    is_zero = [run["largest_kl"] == 0 for run in runs]
+    assert is_zero == [run["rollout"] == "invariant" for run in runs]
 
 
 @pytest.mark.invariance
