@@ -19,6 +19,7 @@ def plot_curves(rows: Sequence[dict[str, Any]]):
         A matplotlib figure.
     """
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     reward_axes, kl_axes = figure.subplots(1, 2)
@@ -38,6 +39,8 @@ def plot_curves(rows: Sequence[dict[str, Any]]):
     kl_axes.set_yscale("symlog", linthresh=1e-6)
     kl_axes.set(xlabel="update", ylabel="KL(rollout || trainer), nats a token")
     kl_axes.set_ylim(bottom=-2e-7)
+    for axes in (reward_axes, kl_axes):
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     reward_axes.legend(frameon=False)
     return figure
 
