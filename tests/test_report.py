@@ -252,7 +252,9 @@ def test_a_new_row_names_the_folder_of_its_model(monkeypatch):
     assert bench.rows.rows[0]["model"] == bundled_model_path().name
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/serving.md", "docs/parallel.md"])
+@pytest.mark.parametrize(
+    "name", ["README.md", "docs/serving.md", "docs/parallel.md", "docs/training.md"]
+)
 def test_figures_that_a_document_shows_are_there(name):
     document = ROOT / name
     figures = re.findall(r"!\[[^]]*\]\(([^)]+)\)", document.read_text())
