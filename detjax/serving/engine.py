@@ -92,7 +92,8 @@ class EngineConfig:
             cheaper where canonical kernels are about as fast as others. None: 0 for full weights on
             `sm90`, whose canonical steps are the quicker ones (docs/kernels.md), else 1.
         draft_steps: Drafts of a sample in one launch, while nobody who runs wants anything else:
-            the host launches once for all of them. Up to `verify_window` - 1.
+            the host launches once for all of them. Up to `verify_window` - 1. Above 1 it is refused
+            where no drafts are made.
         draft_weights: What the drafts of `dvr` are computed with: the weights as they are, or
             8-bit ones, which take half as much memory again.
         has_prompt_lookup: In `invariant`, verify what followed the same tokens earlier in the
@@ -261,6 +262,11 @@ class Engine:
             + max(rows * length for rows, length in shapes)
         )
         self._draft_share = _draft_share(config, model.backend)
+        if config.draft_steps > 1 and not self._draft_share:
+            raise ValueError(
+                f"draft_steps={config.draft_steps}: nothing drafts at draft_share 0, the default "
+                "of full weights on sm90; give draft_share, 8-bit draft_weights or draft_steps=1"
+            )
         self._scheduler = Scheduler(
             SchedulerConfig(
                 num_replicas=self._dp,

@@ -243,6 +243,10 @@ def test_fast_mode_refuses_to_be_deterministic():
             {"mode": "dvr", "draft_steps": 6},
             "draft_steps=6 must be from 1 to verify_window - 1 = 5",
         ),
+        (
+            {"mode": "dvr", "draft_steps": 2, "draft_share": 0.0},
+            "draft_steps=2: nothing drafts",
+        ),
         ({"mode": "dvr", "has_prompt_lookup": True}, "has_prompt_lookup needs mode='invariant'"),
         ({"decode_batches": (4,)}, "4 of decode_batches must be below"),
         ({"verify_batches": (8,)}, "8 of verify_batches must be below"),
