@@ -129,6 +129,7 @@ class Bench:
             "decode_batches": tuple(b for b in args.decode_batches if b < args.batch_size),
             "prefill_chunk": args.prefill_chunk,
             "prefill_shapes": tuple((r, args.prefill_chunk) for r in args.prefill_rows if r > 1),
+            "decode_patience": args.decode_patience,
             "max_len": args.max_len,
             "num_pages": args.num_pages,
             "verify_rows": args.verify_rows,
@@ -215,10 +216,10 @@ def stress(bench: Bench) -> bool:
     """Every deterministic answer under load equals the one at batch size 1."""
     args = bench.args
     vocab = bench.model.config.vocab_size
-    longest = args.max_len - 48
+    longest = args.longest_prompt or args.max_len - 48
     questions = make_questions(
-        args.questions, seed=3, vocab_size=vocab, longest_prompt=longest, most_tokens=40,
-        long_every=12,
+        args.questions, seed=3, vocab_size=vocab, longest_prompt=longest,
+        most_tokens=args.most_tokens, long_every=args.long_every,
     )  # fmt: skip
     begin_s = time.perf_counter()
     expected = lone_answers(bench.model, questions, max_len=args.max_len)
@@ -527,6 +528,7 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--decode-batches", type=int, nargs="*", default=[])
+    parser.add_argument("--decode-patience", type=int, default=0, help="see EngineConfig")
     parser.add_argument("--prefill-chunk", type=int, default=512)
     parser.add_argument("--prefill-rows", type=int, nargs="*", default=[4])
     parser.add_argument("--max-len", type=int, default=640)
@@ -537,6 +539,13 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--draft-share", type=float, help="see EngineConfig.draft_share")
     parser.add_argument("--draft-weights", default="full")
     parser.add_argument("--questions", type=int, default=250, help="different ones of `stress`")
+    parser.add_argument("--longest-prompt", type=int, default=0, help="of `stress`")
+    parser.add_argument("--most-tokens", type=int, default=40, help="of an answer of `stress`")
+    parser.add_argument(
+        "--long-every", type=int, default=12,
+        help="of `stress`: one answer in so many is five times as long. Short prompts, long "
+        "answers and few pages force preemption",
+    )  # fmt: skip
     parser.add_argument("--seconds", type=float, default=1e9, help="most that `stress` asks")
     parser.add_argument("--out", help="write JSON rows here")
     args = parser.parse_args()

@@ -82,6 +82,8 @@ class EngineConfig:
         prefill_shapes: Further (samples, tokens of each) of a replica's prefill step, beside
             (1, `prefill_chunk`); the one that wastes least runs.
         step_tokens: Most tokens of a replica's step, padding included; 0 sets no limit.
+        decode_patience: Steps in a row that decoding waits while there are prompts to prefill. For
+            offline work, where one decode step of many samples costs less than many of a few.
         verify_rows: Most windows of one verification on a replica (G); no more than it has slots.
         verify_batches: Further numbers of windows, below `verify_rows`, for which it is compiled.
         verify_window: Tokens of a window (W): the last committed one and W - 1 drafts.
@@ -113,6 +115,7 @@ class EngineConfig:
     decode_batches: tuple[int, ...] = ()
     prefill_shapes: tuple[tuple[int, int], ...] = ()
     step_tokens: int = 0
+    decode_patience: int = 0
     verify_rows: int = 8
     verify_batches: tuple[int, ...] = ()
     verify_window: int = 32
@@ -130,7 +133,13 @@ class EngineConfig:
         for name in ("batch_size", "prefill_chunk", "max_len", "verify_rows", "verify_window"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        for name in ("num_pages", "step_tokens", "verify_patience", "ageing_steps"):
+        for name in (
+            "num_pages",
+            "step_tokens",
+            "decode_patience",
+            "verify_patience",
+            "ageing_steps",
+        ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 0")
         if self.verify_deadline < 1:
@@ -275,6 +284,7 @@ class Engine:
                 page_len=page_len,
                 prefill_shapes=tuple(dict.fromkeys(shapes)),
                 step_tokens=config.step_tokens or no_limit,
+                decode_patience=config.decode_patience,
                 verify_rows=verify_rows,
                 verify_window=config.verify_window,
                 verify_patience=config.verify_patience,

@@ -28,6 +28,7 @@ class SchedulerConfig:
         page_len: Tokens of a page.
         prefill_shapes: (rows, tokens a row) that a prefill may have.
         step_tokens: Most tokens of a step, padding included.
+        decode_patience: Steps in a row that decoding waits while there are prompts to prefill.
         verify_rows: Windows of one verification.
         verify_window: Tokens of one window.
         verify_patience: Steps that a full window may wait for company.
@@ -50,6 +51,7 @@ class SchedulerConfig:
     page_len: int
     prefill_shapes: tuple[tuple[int, int], ...]
     step_tokens: int
+    decode_patience: int
     verify_rows: int
     verify_window: int
     verify_patience: int
@@ -265,6 +267,7 @@ class Scheduler:
         self._replicas = [_Replica(config) for _ in range(config.num_replicas)]
         self._serial = 0
         self._step = 0
+        self._num_held = 0
         self._is_drafting = True
         self._draft_steps = 1
         self.num_waiting = 0
@@ -395,6 +398,13 @@ class Scheduler:
             decodes=[[] for _ in self._replicas],
             failed=[],
         )
+        if self._num_held < self._config.decode_patience:
+            self._admit(plan)
+            if any(replica.prefilling() for replica in self._replicas):
+                self._num_held += any(s.is_prefilled for s in self.running)
+                self._plan_prefills(plan, self._config.step_tokens)
+                return plan
+        self._num_held = 0
         self._plan_verifies(plan)
         for replica, rows in zip(self._replicas, plan.decodes, strict=True):
             self._plan_decodes(replica, rows, plan)

@@ -235,6 +235,7 @@ def test_fast_mode_refuses_to_be_deterministic():
     [
         ({"batch_size": 0}, "batch_size=0 must be at least 1"),
         ({"num_pages": -1}, "num_pages=-1 must be at least 0"),
+        ({"decode_patience": -1}, "decode_patience=-1 must be at least 0"),
         ({"mode": "quick"}, "mode='quick' must be one of"),
         ({"draft_weights": "int8"}, "needs mode='dvr'"),
         ({"mode": "dvr", "draft_weights": "int4"}, "draft_weights='int4' must be one of"),

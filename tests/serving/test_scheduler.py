@@ -30,6 +30,7 @@ CONFIG = SchedulerConfig(
     page_len=PAGE,
     prefill_shapes=((1, 6), (2, 4)),
     step_tokens=1000,
+    decode_patience=0,
     verify_rows=2,
     verify_window=4,
     verify_patience=3,
@@ -230,9 +231,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.simulation = Simulation()
         self.cancelled: set[int] = set()
 
-    @initialize(share=st.sampled_from([0.0, 0.3, 0.6, 1.0]))
-    def choose(self, share):
-        self.simulation = Simulation(changed(draft_share=share))
+    @initialize(share=st.sampled_from([0.0, 0.3, 0.6, 1.0]), patience=st.sampled_from([0, 1, 5]))
+    def choose(self, share, patience):
+        self.simulation = Simulation(changed(draft_share=share, decode_patience=patience))
 
     @rule(
         length=st.integers(1, 14),
@@ -480,6 +481,23 @@ def test_a_step_holds_no_more_tokens_than_allowed():
     while simulation.scheduler.has_work:
         shapes.add(simulation.step().prefill_shape)  # the device checks the size
     assert shapes == {None, (1, 6)}
+    simulation.check_answers()
+
+
+@pytest.mark.parametrize(
+    ("patience", "decoded"), [(0, "11111111"), (2, "00101111"), (99, "00001111")]
+)
+def test_decoding_waits_for_prompts_as_long_as_it_may(patience, decoded):
+    """Four prompts of one chunk each come while a sample decodes."""
+    config = changed(num_slots=5, num_pages=60, prefill_shapes=((1, 6),), decode_patience=patience)
+    simulation = Simulation(config)
+    simulation.add([9] * 6, most=20)
+    simulation.step()
+    for i in range(4):
+        simulation.add([i] * 6, most=20)
+    plans = [simulation.step() for _ in range(8)]
+    assert "".join(str(int(bool(plan.decodes[0]))) for plan in plans) == decoded
+    simulation.drain()
     simulation.check_answers()
 
 
