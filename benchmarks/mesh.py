@@ -482,9 +482,14 @@ def run_large(args: argparse.Namespace, rows: Rows) -> bool:
         subject="mesh_load", case=f"70B shape, tp {args.tp}", load_s=load_s,
         share_gb=share / 1e9, peak_gb=peak / 1e9,
     )  # fmt: skip
-    runners = {f"invariant (1,{args.tp})": Runner(model, max(args.decode))}
+    sharded = Runner(model, max(args.decode))
+    runners = {f"invariant (1,{args.tp})": sharded}
     cases = [(batch, 1, CONTEXT - 1) for batch in args.decode]
     compile_ahead(runners, cases)
+    if not args.no_fast:
+        runners[f"fast (1,{args.tp})"] = Runner(
+            model, max(args.decode), mode="fast", options=FAST_OPTIONS, pages=sharded.cache
+        )
     time_steps(runners, cases, rows, subject="mesh_large")
     return True
 
