@@ -141,7 +141,10 @@ class Lab:
             prefill_shapes=(prefill,),
             has_prefix_cache=False,
         )
-        return Engine(self.model(tp), config)
+        engine = Engine(self.model(tp), config)
+        if self.is_full:
+            engine.compile()  # several programs at a time
+        return engine
 
     def request(
         self, prompt: str, *, max_tokens: int, is_deterministic: bool, stop: str = ""

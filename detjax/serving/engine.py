@@ -7,6 +7,7 @@ decided here and in the scheduler, and none of it can change a bit of a determin
 
 import hashlib
 import itertools
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -717,7 +718,7 @@ class Engine:
         steps = [step for variant in variants for step in self._steps_of_mode(variant)]
         wanted = [step for step in steps if step not in self.steps]
         begin_s = time.perf_counter()
-        with ThreadPoolExecutor(max_workers=4) as pool:
+        with ThreadPoolExecutor(max_workers=max(4, os.cpu_count() or 1)) as pool:
             futures = {step: pool.submit(self._get, step) for step in wanted}
             for done, (step, future) in enumerate(futures.items(), start=1):
                 future.result()
