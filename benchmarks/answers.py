@@ -140,6 +140,7 @@ def main() -> int:
     rows = Rows(environment(backend) | {"model": args.model}, args.out)
     prompts = read_prompts(args, config)
     settings = {mode: {} for mode in args.modes}
+    is_one: dict[str, bool] = {}
     for dp, tp in meshes:
         model = random_model(
             config, seed=0, profile=NumericsProfile(),
@@ -154,16 +155,17 @@ def main() -> int:
                 subject="answers_of", mode=mode, mesh=f"{dp}x{tp}", batch=batch_size,
                 digest=digest_of(answers), seconds=time.perf_counter() - begin_s,
             )  # fmt: skip
-    is_one = {mode: compare(mode, found, rows) for mode, found in settings.items()}
+        # After each mesh, so that a run cut short has found something too.
+        is_one = {mode: compare(mode, found, rows) for mode, found in settings.items()}
     table = rich.table.Table("mode", "settings", "unique outputs, mean", "most", "with logprobs",
                              "largest divergence")  # fmt: skip
-    for row in rows.rows:
-        if row["subject"] == "answers":
-            table.add_row(
-                row["mode"], str(row["settings"]), f"{row['unique_outputs_mean']:.2f}",
-                str(row["unique_outputs_max"]), str(row["unique_with_logprobs_max"]),
-                f"{row['max_prob_divergence']:.3g}",
-            )  # fmt: skip
+    summaries = [row for row in rows.rows if row["subject"] == "answers"]
+    for row in summaries[-len(settings) :]:
+        table.add_row(
+            row["mode"], str(row["settings"]), f"{row['unique_outputs_mean']:.2f}",
+            str(row["unique_outputs_max"]), str(row["unique_with_logprobs_max"]),
+            f"{row['max_prob_divergence']:.3g}",
+        )  # fmt: skip
     rich.console.Console(width=120).print(table)
     return 0 if is_one.get("invariant", True) else 3
 

@@ -92,12 +92,28 @@ def answer_rows() -> list[dict]:
 
 def answer_lines() -> list[str]:
     """Whole answers over meshes and batch sizes."""
-    return [
+    lines = [
         f"Whole answers, {model_name(model)}, `{mode}`: {row['requests']} requests on "
         f"{row['settings']} settings of mesh and batch size, {row['unique_outputs_mean']:.2f} "
         f"different outputs each; with logprobs {row['unique_with_logprobs_max']} at most, largest "
         f"divergence of a probability {row['max_prob_divergence']:.2g}."
         for (model, mode), row in latest(answer_rows(), "model", "mode").items()
+    ]
+    return lines or digest_lines()
+
+
+def digest_lines() -> list[str]:
+    """The same of a run that was cut short: digests of all answers of a setting."""
+    digests: dict[tuple[str, str], dict[tuple[str, int], str]] = {}
+    for row in rows("mesh", "answers_of"):
+        found = digests.setdefault((row["model"], row["mode"]), {})
+        found[row["mesh"], row["batch"]] = row["digest"]
+    return [
+        f"Whole answers, {model_name(model)}, `{mode}`: tokens and logprobs of all requests on "
+        f"(dp x tp, batch size) {', '.join(f'({mesh}, {batch})' for mesh, batch in found)}: "
+        f"{len(set(found.values()))} different "
+        f"{'set' if len(set(found.values())) == 1 else 'sets'} of bits."
+        for (model, mode), found in digests.items()
     ]
 
 
@@ -182,10 +198,12 @@ def large_part() -> list[str]:
         f"{row['peak_gb']:.1f} GB at the peak."
         for (case,), row in latest(rows("mesh", "mesh_load"), "case").items()
     ]
-    lines += [
-        f"{case_name(case)}, tp {tp}: {found['invariant']['ms_p50']:.2f} ms a step."
-        for (case, tp, _), found in steps("mesh_large").items()
-    ]
+    for (case, tp, _), found in steps("mesh_large").items():
+        ms = {mode: row["ms_p50"] for mode, row in found.items()}
+        line = f"{case_name(case)}, tp {tp}: {ms['invariant']:.2f} ms a step"
+        if "fast" in ms:
+            line += f", `fast` {ms['fast']:.2f} ms: {ratio(ms['fast'], ms['invariant'])}"
+        lines.append(line + ".")
     if not lines:
         return []
     return [
@@ -202,7 +220,8 @@ def section() -> list[str]:
         lines += ["", *part]
     if not lines:
         return []
-    subjects = ("mesh_step", "mesh_step_bits", "mesh_sum", "mesh_bits", "mesh_load", "mesh_large")
+    subjects = ("mesh_step", "mesh_step_bits", "mesh_sum", "mesh_bits", "mesh_load", "mesh_large",
+                "answers_of")  # fmt: skip
     found = [row for subject in subjects for row in rows("mesh", subject)] or answer_rows()
     note = ", one process. Steps are of Llama-3.1-8B shapes with random weights."
     return [hardware(found[0], note), *lines]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sections that `benchmarks.report` writes say what the rows say."""
 
+import functools
 import json
 import re
 import sys
@@ -196,6 +197,13 @@ def test_steps_on_meshes_over_fast_and_over_one_gpu(write):
     assert "batch 8 take 4.00 ms" in line and "psum 6.00 ms: 1.50 times" in line
 
 
+def test_a_large_model_over_fast(write):
+    large = functools.partial(step, subject="mesh_large")
+    write("mesh", large("invariant (1,2)", 9.0), large("fast (1,2)", 18.0))
+    line = "- decode, batch 8, tp 2: 9.00 ms a step, `fast` 18.00 ms: 2.00."
+    assert line in report_mesh.section()
+
+
 def test_bits_that_differ_between_meshes_are_told(write):
     same = dict.fromkeys(report_mesh.BITS, 0)
     bits = {"subject": "mesh_step_bits", "case": "batch 2, 1 tokens at 9"}
@@ -235,6 +243,16 @@ def test_whole_answers_from_either_file(write, command):
     (line,) = [line for line in report_mesh.section() if "Whole answers" in line]
     assert "Qwen3-8B shapes with random weights, `fast`: 60 requests on 9 settings" in line
     assert "2.50 different outputs each; with logprobs 9 at most" in line
+
+
+def test_digests_tell_of_whole_answers_where_nothing_else_does(write):
+    row = {"subject": "answers_of", "model": "qwen3_8b", "batch": 8}
+    digests = [("invariant", "1x1", "a"), ("invariant", "1x2", "a"), ("fast", "1x1", "b"),
+               ("fast", "1x2", "c")]  # fmt: skip
+    write("mesh", *(row | {"mode": m, "mesh": where, "digest": d} for m, where, d in digests))
+    first, second = [line for line in report_mesh.section() if "Whole answers" in line]
+    assert "`invariant`" in first and "(1x1, 8), (1x2, 8): 1 different set of bits" in first
+    assert "`fast`" in second and second.endswith(": 2 different sets of bits.")
 
 
 def test_no_committed_row_says_where_a_model_lies():
