@@ -297,13 +297,19 @@ PARTS = {
 DRAWN = ("shares", "windows")
 
 
+def runs_note() -> str:
+    """How often a load was run."""
+    most = max(row.get("repeats", 1) for subject in PARTS for row in rows("serving", subject))
+    return ", one run each." if most == 1 else f", one run each or the median of {most}."
+
+
 def section() -> list[str]:
     """Every part whose rows are there, and the figure."""
     found = {subject: rows("serving", subject) for subject in PARTS}
     lines = []
     for subject, part in PARTS.items():
         if found[subject]:
-            card = [] if lines else [hardware(found[subject][0], ", one run each.")]
+            card = [] if lines else [hardware(found[subject][0], runs_note())]
             lines += [*card, "", *part()]
     if any(found[subject] for subject in DRAWN):
         lines += ["", "![Throughput over the share and the window](figures/serving.svg)"]

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from detjax.models.fast import quantise_params
 from detjax.models.loading import LoadedModel
@@ -49,6 +50,7 @@ from detjax.serving.scheduler import (
     propose_nothing,
 )
 from detjax.serving.steps import (
+    BY_ROW,
     Candidates,
     CompiledSteps,
     EngineStep,
@@ -321,6 +323,7 @@ class Engine:
         # What each slot's row of the page table holds, and how much of it is up to date.
         self._tables = np.zeros((self._dp, self._num_slots, self._table_len), np.int32)
         self._num_synced = np.zeros((self._dp, self._num_slots), np.int32)
+        self._last_rows: dict[EngineStep, tuple[np.ndarray, jax.Array | None]] = {}
         self._inbox: deque[_Arrival | int] = deque()
         self._ids = itertools.count()
         self._live: dict[Sample, _Live] = {}
@@ -630,7 +633,24 @@ class Engine:
                 host[at, 1] = [r.offset for r in part]
                 host[at, 2] = [r.num_drafts for r in part]
                 host[at, _HEAD:] = self._tables[replica, slots]
-        return self._run(step, rows, host)
+        return self._run(step, rows, self._placed(step, host))
+
+    def _placed(self, step: EngineStep, host: np.ndarray) -> np.ndarray | jax.Array:
+        """The rows of a decode step, on the devices if they are those of the last such step.
+
+        Until a sample needs a page they do not change, and what stays where it is needs no transfer
+        and no new address in the CUDA graph.
+        """
+        if jax.process_count() > 1:  # placing is collective there
+            return host
+        last, placed = self._last_rows.get(step, (None, None))
+        if last is None or not np.array_equal(last, host):
+            self._last_rows[step] = host, None
+            return host
+        if placed is None:
+            placed = jax.device_put(host, NamedSharding(self._model.mesh, BY_ROW))
+            self._last_rows[step] = host, placed
+        return placed
 
     def _launch_verify(self, rows: list[list[VerifyRow]]) -> _Launch:
         size, length = _smallest(self._verify_sizes, rows), self._config.verify_window
