@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import report_mesh, report_rows, report_serving, report_training, serving
+from benchmarks import report, report_mesh, report_rows, report_serving, report_training, serving
 from detjax.models.bundled import bundled_model_path
 
 ROOT = Path(__file__).parents[1]
@@ -53,6 +53,21 @@ def table_lines(section):
 def test_nothing_is_written_without_rows(write):
     for part in (report_serving, report_mesh):
         assert part.section() == part.readme_lines() == []
+
+
+def test_the_headline_compares_the_batches_that_both_were_timed_at(write):
+    times = (("invariant", 1, 4.0), ("fast", 1, 5.0), ("invariant", 8, 5.0), ("fast", 8, 5.5),
+             ("invariant", 64, 6.0))  # fmt: skip
+    row = {"subject": "step", "floor_ms": 3.0}
+    write(
+        "step",
+        *(
+            row | {"impl": impl, "case": f"decode batch {batch} context 1024", "ms_p50": ms}
+            for impl, batch, ms in times
+        ),
+    )
+    (line,) = report.headline_section()
+    assert "at batch 1 and 8 take 4.00 and 5.00 ms, 1.10 to 1.25 times as fast" in line
 
 
 def test_a_part_appears_only_with_its_rows(write):
@@ -147,6 +162,8 @@ def test_different_answers_under_load_are_told(write, wrong):
     _, cells = table_lines(report_serving.section())
     assert cells[2:5] == ["int8", "0.500", "4"]
     assert cells[-2:] == [f"{wrong + 1} of 1,000", "9 of 200"]
+    (line,) = report_serving.headline_lines()
+    assert line.startswith("- Of 1,000 answers") and f"claim, {wrong + 1} differ" in line
     (line,) = report_serving.readme_lines()
     assert "`dvr` (int8 drafts)" in line
     assert line.endswith(f"1,000 deterministic samples of 1,000 requests against the answer at "
@@ -298,5 +315,7 @@ def test_training_tells_the_largest_gap_of_each_rollout(write, monkeypatch):
     (folder / "grpo" / "runs.json").write_text(json.dumps(runs))
     _, invariant, fast = table_lines(report_training.section())
     assert invariant[2] == "0.800 (0.750 to 0.850)"
+    (line,) = report_training.headline_lines()
+    assert "In 60 updates of GRPO on an H200" in line and "is 0 at every step" in line
     assert invariant[-2:] == ["0", "0 of 2,000"]
     assert fast[-2:] == ["6", "4 of 2,000"]
