@@ -35,7 +35,8 @@ from detjax.models.tokenizer import Tokenizer
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import configure_virtual_devices, make_mesh
-from detjax.serving.engine import Engine, EngineConfig
+from detjax.serving.config import EngineConfig
+from detjax.serving.engine import Engine
 from detjax.serving.request import Completion, Request, SamplingParams
 
 MODES = ("invariant", "fast")

@@ -44,7 +44,8 @@ from detjax.models.tokenizer import Tokenizer
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
-from detjax.serving.engine import Engine, EngineConfig
+from detjax.serving.config import EngineConfig
+from detjax.serving.engine import Engine
 from detjax.serving.request import SamplingParams
 from detjax.serving.sampling import SamplingRows
 from detjax.serving.steps import CompiledSteps, StepShape, compile_step, empty_pages

@@ -15,7 +15,7 @@ _HOME = {
     "Backend": "detjax.pallas_kernels.backend",
     "Completion": "detjax.serving.request",
     "Engine": "detjax.serving.engine",
-    "EngineConfig": "detjax.serving.engine",
+    "EngineConfig": "detjax.serving.config",
     "NumericsProfile": "detjax.numerics",
     "Request": "detjax.serving.request",
     "SamplingParams": "detjax.serving.request",

@@ -22,7 +22,8 @@ from detjax.models.weights import ignore_progress
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
-from detjax.serving.engine import Engine, EngineConfig
+from detjax.serving.config import EngineConfig
+from detjax.serving.engine import Engine
 from detjax.serving.request import Completion, FinishReason, Request, SamplingParams
 
 PROMPTS = ("It was a dark night", "The sea")

@@ -19,7 +19,8 @@ from detjax.models.tokenizer import Tokenizer
 from detjax.numerics import Build, NumericsProfile, fingerprint
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
-from detjax.serving.engine import Engine, EngineConfig
+from detjax.serving.config import EngineConfig
+from detjax.serving.engine import Engine
 from detjax.serving.request import Completion, Request, SamplingParams
 
 Row = dict[str, Any]

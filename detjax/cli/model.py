@@ -22,7 +22,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineShape:
-    """How an engine computes: see `detjax.serving.engine.EngineConfig`."""
+    """How an engine computes: see `detjax.serving.config.EngineConfig`."""
 
     batch_size: int
     prefill_chunk: int
@@ -143,7 +143,8 @@ def _open_model(
     from detjax.numerics import NumericsProfile
     from detjax.pallas_kernels.backend import Backend, choose_backend
     from detjax.parallel.mesh import configure_virtual_devices, devices_of_process, make_mesh
-    from detjax.serving.engine import Engine, EngineConfig
+    from detjax.serving.config import EngineConfig
+    from detjax.serving.engine import Engine
 
     with bad_input():
         profile = NumericsProfile(weight_dtype=args.dtype, compute_dtype=args.compute)

@@ -18,7 +18,8 @@ from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.collectives import gather_columns
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS, make_mesh
-from detjax.serving.engine import Engine, EngineConfig
+from detjax.serving.config import EngineConfig
+from detjax.serving.engine import Engine
 from detjax.serving.request import Completion, Request, SamplingParams
 from detjax.serving.steps import PAGES_SPEC
 from detjax.xla_flags import EXACT_OPTIONS, FAST_OPTIONS

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from detjax.models.loading import LoadedModel
-from detjax.serving.engine import Engine, EngineConfig
+from detjax.serving.config import EngineConfig
+from detjax.serving.engine import Engine
 from detjax.serving.request import (
     Completion,
     FinishReason,

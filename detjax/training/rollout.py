@@ -9,7 +9,8 @@ import numpy as np
 
 from detjax.models.loading import LoadedModel
 from detjax.models.tokenizer import Tokenizer
-from detjax.serving.engine import Engine, EngineConfig
+from detjax.serving.config import EngineConfig
+from detjax.serving.engine import Engine
 from detjax.serving.request import Completion, Request, SamplingParams
 from detjax.training.batch import Scored
 from detjax.training.tasks import AbstractTask, Problem

@@ -16,7 +16,8 @@ import detjax.models.layers
 from detjax.models.loading import LoadedModel
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.rms_norm.api import add_rms_norm
-from detjax.serving.engine import Engine, EngineConfig
+from detjax.serving.config import EngineConfig
+from detjax.serving.engine import Engine
 from detjax.serving.request import Completion, FinishReason, Request, SamplingParams
 from detjax.serving.sampling import SamplingRows
 from detjax.serving.steps import empty_pages, step_function

@@ -17,7 +17,8 @@ from detjax.models.loading import LoadedModel, load_model
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
-from detjax.serving.engine import Engine, EngineConfig
+from detjax.serving.config import EngineConfig
+from detjax.serving.engine import Engine
 from detjax.serving.request import Completion, Request
 from detjax.serving.steps import empty_pages
 from detjax.testing import assert_bitwise_equal, assert_order_sensitive, count_different_bits

@@ -8,7 +8,8 @@ import sys
 import time
 
 from detjax.pallas_kernels.backend import Backend
-from detjax.serving.engine import Engine, EngineConfig
+from detjax.serving.config import EngineConfig
+from detjax.serving.engine import Engine
 from detjax.serving.request import Request, SamplingParams
 from detjax.testing.dummies import dummy_config, dummy_model
 

@@ -34,7 +34,8 @@ def make_engine(mesh, backend: str = "portable"):
     from detjax.numerics import NumericsProfile
     from detjax.pallas_kernels.backend import Backend
     from detjax.parallel.mesh import make_mesh
-    from detjax.serving.engine import Engine, EngineConfig
+    from detjax.serving.config import EngineConfig
+    from detjax.serving.engine import Engine
     from detjax.testing.dummies import dummy_config
 
     kernels = Backend(backend)

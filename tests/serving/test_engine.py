@@ -17,7 +17,8 @@ from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.serving import ngram
 from detjax.serving.async_engine import AsyncEngine
-from detjax.serving.engine import Engine, EngineConfig, _draft_share
+from detjax.serving.config import EngineConfig, draft_share
+from detjax.serving.engine import Engine
 from detjax.serving.metrics import Histogram
 from detjax.serving.request import Completion, FinishReason, Request, SamplingParams
 from detjax.serving.steps import CompiledSteps
@@ -142,7 +143,7 @@ def test_drafts_are_made_where_they_are_cheaper_unless_told_otherwise(
         batch_size=1, prefill_chunk=1, max_len=2, mode="dvr", draft_weights=weights,
         draft_share=asked,
     )  # fmt: skip
-    assert _draft_share(config, backend) == share
+    assert draft_share(config, backend) == share
 
 
 def test_the_host_reads_results_a_step_late():

@@ -11,7 +11,8 @@ from detjax.models.loading import LoadedModel, load_model
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
-from detjax.serving.engine import Engine, EngineConfig
+from detjax.serving.config import EngineConfig
+from detjax.serving.engine import Engine
 from detjax.serving.sampling import is_filtered
 from detjax.serving.steps import CompiledSteps
 from detjax.testing.dummies import dummy_config, dummy_model

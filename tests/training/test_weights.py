@@ -5,7 +5,8 @@ import jax
 import numpy as np
 import pytest
 
-from detjax.serving.engine import Engine, EngineConfig
+from detjax.serving.config import EngineConfig
+from detjax.serving.engine import Engine
 from detjax.serving.request import Request, SamplingParams
 from detjax.testing import assert_bitwise_equal
 from detjax.testing.dummies import answers, dummy_config, dummy_model

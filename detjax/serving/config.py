@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine is told at its start: sizes and policies, none of which can change a bit."""
+
+from dataclasses import dataclass
+
+from detjax.pallas_kernels.backend import Backend
+
+MODES = ("invariant", "dvr", "fast")
+DRAFT_WEIGHTS = ("full", "int8", "float8_e4m3fn")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """Sizes and policies of an engine. None of them changes a bit of a deterministic answer.
+
+    Attributes:
+        batch_size: Samples that run at once, over all replicas; a multiple of dp.
+        prefill_chunk: Prompt tokens of one sample in one prefill step.
+        max_len: Longest prompt plus completion, in tokens.
+        mode: `invariant`: every step uses canonical kernels. `dvr`: fast steps draft, canonical
+            ones verify; requests that are not deterministic keep what the fast steps gave. `fast`:
+            no claim, and deterministic requests are refused.
+        num_pages: Cache pages over all replicas, a multiple of dp; 0 is enough for `batch_size`
+            samples of `max_len`.
+        decode_batches: Further batch sizes, below `batch_size` and over all replicas, for which a
+            decode step is compiled; the smallest that holds the rows runs.
+        prefill_shapes: Further (samples, tokens of each) of a replica's prefill step, beside
+            (1, `prefill_chunk`); the one that wastes least runs.
+        step_tokens: Most tokens of a replica's step, padding included; 0 sets no limit.
+        decode_patience: Steps in a row that decoding waits while there are prompts to prefill. For
+            offline work, where one decode step of many samples costs less than many of a few.
+        verify_rows: Most windows of one verification on a replica (G); no more than it has slots.
+        verify_batches: Further numbers of windows, below `verify_rows`, for which it is compiled.
+        verify_window: Tokens of a window (W): the last committed one and W - 1 drafts.
+        verify_patience: Steps that a full window waits for others, while there is other work.
+        verify_deadline: Steps after which a window is verified though it is not full.
+        draft_share: In `dvr`, drafts are made while deterministic samples are at most this share of
+            those that decode. Above it the decode step is canonical, which needs no verification:
+            cheaper where canonical kernels are about as fast as others. None: 0 for full weights on
+            `sm90`, whose canonical steps are the quicker ones (docs/kernels.md), else 1.
+        draft_steps: Drafts of a sample in one launch, while nobody who runs wants anything else:
+            the host launches once for all of them. Up to `verify_window` - 1. Above 1 it is refused
+            where no drafts are made.
+        draft_weights: What the drafts of `dvr` are computed with: the weights as they are, or
+            8-bit ones, which take half as much memory again.
+        has_prompt_lookup: In `invariant`, verify what followed the same tokens earlier in the
+            text, many tokens a step.
+        has_prefix_cache: Share full canonical pages between requests that begin alike.
+        ageing_steps: Steps of waiting that one level of priority is worth.
+
+    Raises:
+        ValueError: If a value is out of range or does not go with another.
+    """
+
+    batch_size: int
+    prefill_chunk: int
+    max_len: int
+    mode: str = "invariant"
+    num_pages: int = 0
+    decode_batches: tuple[int, ...] = ()
+    prefill_shapes: tuple[tuple[int, int], ...] = ()
+    step_tokens: int = 0
+    decode_patience: int = 0
+    verify_rows: int = 8
+    verify_batches: tuple[int, ...] = ()
+    verify_window: int = 32
+    verify_patience: int = 4
+    verify_deadline: int = 64
+    draft_share: float | None = None
+    draft_steps: int = 1
+    draft_weights: str = "full"
+    has_prompt_lookup: bool = False
+    has_prefix_cache: bool = True
+    ageing_steps: int = 200
+
+    def __post_init__(self):
+        """Check every range."""
+        for name in ("batch_size", "prefill_chunk", "max_len", "verify_rows", "verify_window"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        for name in (
+            "num_pages",
+            "step_tokens",
+            "decode_patience",
+            "verify_patience",
+            "ageing_steps",
+        ):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 0")
+        if self.verify_deadline < 1:
+            raise ValueError(f"verify_deadline={self.verify_deadline} must be at least 1")
+        for name, choices in (("mode", MODES), ("draft_weights", DRAFT_WEIGHTS)):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be one of {choices}")
+        if self.draft_weights != "full" and self.mode != "dvr":
+            raise ValueError(
+                f"draft_weights={self.draft_weights!r} needs mode='dvr', not {self.mode!r}"
+            )
+        if not 1 <= self.draft_steps <= max(1, self.verify_window - 1):
+            raise ValueError(
+                f"draft_steps={self.draft_steps} must be from 1 to verify_window - 1 = "
+                f"{self.verify_window - 1}"
+            )
+        if self.draft_steps > 1 and self.mode != "dvr":
+            raise ValueError(f"draft_steps={self.draft_steps} needs mode='dvr', not {self.mode!r}")
+        if self.has_prompt_lookup and self.mode != "invariant":
+            raise ValueError(f"has_prompt_lookup needs mode='invariant', not {self.mode!r}")
+        if self.draft_share is not None and not 0 <= self.draft_share <= 1:
+            raise ValueError(f"draft_share={self.draft_share} must be from 0 to 1")
+        for batch in self.decode_batches:
+            if not 1 <= batch < self.batch_size:
+                raise ValueError(f"{batch} of decode_batches must be below {self.batch_size=}")
+        for batch in self.verify_batches:
+            if not 1 <= batch < self.verify_rows:
+                raise ValueError(f"{batch} of verify_batches must be below {self.verify_rows=}")
+        for shape in self.prefill_shapes:
+            if len(shape) != 2 or min(shape) < 1:
+                raise ValueError(f"{shape} of prefill_shapes must be (samples, tokens of each)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicaSizes:
+    """Sizes of a replica that follow from a configuration.
+
+    Attributes:
+        num_slots: Samples that run at once.
+        num_pages: Cache pages.
+        page_len: Tokens of a page.
+        table_len: Pages of the longest sample.
+        prefill_shapes: (samples, tokens of each) that a prefill may have.
+        decode_sizes: Rows that a decode step may have, ascending.
+        verify_sizes: Windows that a verification may have, ascending.
+        step_tokens: Most tokens of a step.
+    """
+
+    num_slots: int
+    num_pages: int
+    page_len: int
+    table_len: int
+    prefill_shapes: tuple[tuple[int, int], ...]
+    decode_sizes: tuple[int, ...]
+    verify_sizes: tuple[int, ...]
+    step_tokens: int
+
+    @classmethod
+    def of(cls, config: EngineConfig, *, dp: int, page_len: int) -> "ReplicaSizes":
+        """Divide a configuration that `check_config` has passed over `dp` replicas."""
+        num_slots = config.batch_size // dp
+        table_len = -(-config.max_len // page_len)
+        shapes = dict.fromkeys(((1, config.prefill_chunk), *config.prefill_shapes))
+        verify_rows = min(config.verify_rows, num_slots)
+        no_limit = (
+            num_slots
+            + verify_rows * config.verify_window
+            + max(rows * length for rows, length in shapes)
+        )
+        fewer = (batch for batch in config.verify_batches if batch < verify_rows)
+        return cls(
+            num_slots=num_slots,
+            num_pages=(config.num_pages or config.batch_size * table_len) // dp,
+            page_len=page_len,
+            table_len=table_len,
+            prefill_shapes=tuple(shapes),
+            decode_sizes=tuple(sorted({*(b // dp for b in config.decode_batches), num_slots})),
+            verify_sizes=tuple(sorted({*fewer, verify_rows})),
+            step_tokens=config.step_tokens or no_limit,
+        )
+
+
+def check_config(config: EngineConfig, dp: int, context: int) -> None:
+    """Refuse what does not go with the mesh or the model."""
+    for name in ("batch_size", "num_pages"):
+        if getattr(config, name) % dp:
+            raise ValueError(
+                f"{name}={getattr(config, name)} must be a multiple of dp={dp}, so that each "
+                "replica has as many"
+            )
+    for batch in config.decode_batches:
+        if batch % dp:
+            raise ValueError(f"{batch} of decode_batches must be a multiple of dp={dp}")
+    if config.max_len > context:
+        raise ValueError(
+            f"max_len={config.max_len} is longer than the model's context of {context} tokens"
+        )
+
+
+def draft_share(config: EngineConfig, backend: Backend) -> float:
+    """The share asked for, or the one that is quickest as far as was measured.
+
+    Raises:
+        ValueError: If nothing would draft the several tokens a launch that are asked for.
+    """
+    share = config.draft_share
+    if share is None:
+        share = 0.0 if backend is Backend.SM90 and config.draft_weights == "full" else 1.0
+    if config.draft_steps > 1 and not share:
+        raise ValueError(
+            f"draft_steps={config.draft_steps}: nothing drafts at draft_share 0, the default "
+            "of full weights on sm90; give draft_share, 8-bit draft_weights or draft_steps=1"
+        )
+    return share

@@ -1,0 +1,386 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A plan on its way to the device: its rows become arrays, the arrays a program's operands.
+
+What a step needs of the step before stays on the device: the slots, and the pages of the cache.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from detjax.models.fast import quantise_params
+from detjax.models.loading import LoadedModel
+from detjax.models.paths import Kernels
+from detjax.serving import trace
+from detjax.serving.config import EngineConfig, ReplicaSizes
+from detjax.serving.metrics import EngineStats
+from detjax.serving.request import SamplingParams
+from detjax.serving.sampling import SamplingRows
+from detjax.serving.scheduler import DecodeRow, Plan, PrefillRow, Row, Sample, VerifyRow
+from detjax.serving.steps import (
+    BY_ROW,
+    Candidates,
+    CompiledSteps,
+    EngineStep,
+    StepKind,
+    StepSizes,
+    empty,
+    empty_pages,
+    slots_shape,
+)
+
+_HEAD = 3
+_IDLE: tuple[SamplingParams, int] = (SamplingParams(), 0)
+
+
+def ignore_compiling(name: str, done: int, total: int) -> None:
+    """Show nothing."""
+
+
+@runtime_checkable
+class Wants(Protocol):
+    """What a sample asks of the programs that compute its tokens."""
+
+    @property
+    def is_filtered(self) -> bool:
+        """Whether it has a top-k, top-p or min-p."""
+        ...
+
+    @property
+    def num_top(self) -> int:
+        """Top logprobs that it wants."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """A program that was handed to the device. `rows` are by replica."""
+
+    step: EngineStep
+    rows: Sequence[Sequence[Row]]
+    result: jax.Array
+    launched_s: float
+
+
+def places[T: Row](step: EngineStep, rows: Sequence[Sequence[T]]) -> Iterator[tuple[int, T]]:
+    """(row of the program, row of the plan)."""
+    for replica, part in enumerate(rows):
+        for i, row in enumerate(part):
+            yield replica * step.rows + i, row
+
+
+class Launcher:
+    """The device's side of an engine: weights, programs, cache and slots.
+
+    Attributes:
+        steps: The compiled programs, which other engines of these sizes may share.
+        least_top: Top logprobs that every program reports at least.
+        always_filters: Whether every program filters.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        config: EngineConfig,
+        sizes: ReplicaSizes,
+        *,
+        dp: int,
+        draft_share: float,
+        candidates: Candidates,
+        steps: CompiledSteps | None,
+        wants: Mapping[Sample, Wants],
+        stats: EngineStats,
+        tracer: trace.TracesEvents,
+    ):
+        """Allocate the cache.
+
+        Args:
+            model: On its mesh.
+            config: Of the engine.
+            sizes: Of each of the `dp` replicas.
+            dp: Replicas.
+            draft_share: As `config.draft_share`, where it is given.
+            candidates: Replaces the drafts of `dvr`.
+            steps: Programs to share, or None.
+            wants: Of every sample that runs; read at each launch.
+            stats: Where launches and compilations are counted.
+            tracer: Keeps a timeline.
+
+        Raises:
+            ValueError: If `steps` are of another model or other sizes.
+        """
+        self._model, self._config, self._sizes = model, config, sizes
+        self._dp, self._draft_share = dp, draft_share
+        self._wants, self._stats, self._trace = wants, stats, tracer
+        step_sizes = StepSizes(
+            num_pages=dp * sizes.num_pages,
+            num_slots=config.batch_size,
+            table_len=sizes.table_len,
+            window_len=config.verify_window,
+        )
+        self.steps = steps or CompiledSteps(model, step_sizes, candidates=candidates)
+        if self.steps.sizes != step_sizes or not self.steps.is_for(model):
+            raise ValueError(f"steps={self.steps.sizes} are not of this model and {step_sizes}")
+        self.least_top, self.always_filters = 0, False
+        self.take_weights()
+        self._pages = empty_pages(model, step_sizes.num_pages)
+        self._slots = empty(model, slots_shape(model, config.batch_size, config.verify_window))
+        # What each slot's row of the page table holds, and how much of it is up to date.
+        self._tables = np.zeros((dp, sizes.num_slots, sizes.table_len), np.int32)
+        self._num_synced = np.zeros((dp, sizes.num_slots), np.int32)
+        self._last_rows: dict[EngineStep, tuple[np.ndarray, jax.Array | None]] = {}
+
+    def take_weights(self) -> None:
+        """Use the model's weights as they are now, in 8 bits for drafts that want it."""
+        self._draft_params = self._model.params
+        if self._config.draft_weights != "full":
+            dtype = jnp.dtype(self._config.draft_weights)
+            self._draft_params = quantise_params(self._model.params, dtype)
+
+    # ------------------------------------------------------------------------------------ launching
+
+    def launch(self, plan: Plan) -> list[Launch]:
+        """Hand the programs of a step to the device, in the order in which they must run."""
+        launches = []
+        if any(plan.verifies):
+            launches.append(self._launch_verify(plan.verifies))
+        if any(plan.prefills):
+            assert plan.prefill_shape is not None
+            launches.append(self._launch_prefill(plan.prefills, plan.prefill_shape))
+        if any(plan.decodes):
+            launches += self._launch_decodes(plan.decodes)
+        return launches
+
+    def _launch_prefill(self, rows: list[list[PrefillRow]], shape: tuple[int, int]) -> Launch:
+        kernels: Kernels = "fast" if self._config.mode == "fast" else "invariant"
+        step = self._step("prefill", rows, size=shape[0], length=shape[1], kernels=kernels)
+        host, ids = self._host_rows(step)
+        sampling = [_IDLE] * len(host)
+        for at, row in places(step, rows):
+            sample = row.sample
+            count = len(row.token_ids)
+            self._sync_pages(sample, is_new=True)
+            # The token that follows an unfinished prompt is not wanted: no such slot.
+            slot = sample.slot if row.is_last else self._sizes.num_slots
+            host[at, :_HEAD] = slot, row.start, count
+            host[at, _HEAD:] = self._tables[sample.replica, sample.slot]
+            ids[at, :count] = row.token_ids
+            sampling[at] = (sample.request.sampling, sample.sample_idx)
+            self._stats.prefill_tokens += count
+        packed = np.concatenate([host, ids], axis=1)
+        return self._run(step, rows, packed, SamplingRows.pack(sampling))
+
+    def _launch_decodes(self, rows: list[list[DecodeRow]]) -> list[Launch]:
+        """One launch; two where drafts have weights of their own and others decode too."""
+        most_drafts = max(row.num_drafts for part in rows for row in part)
+        length = self._config.draft_steps if most_drafts > 1 else 1
+        if self._config.draft_weights == "full":
+            return [self._launch_decode(rows, weights="full", length=length)]
+        launches = []
+        for is_draft in (False, True):
+            some = [[r for r in part if r.is_draft is is_draft] for part in rows]
+            if any(some):
+                weights = self._config.draft_weights if is_draft else "full"
+                launches.append(
+                    self._launch_decode(some, weights=weights, length=length if is_draft else 1)
+                )
+        return launches
+
+    def _launch_decode(self, rows: list[list[DecodeRow]], *, weights: str, length: int) -> Launch:
+        """A token of each row, or up to `length` drafts."""
+        size = _smallest(self._sizes.decode_sizes, rows)
+        is_committed = any(
+            row.sample.is_drafted and not row.is_draft for part in rows for row in part
+        )
+        is_canonical = self._config.mode == "invariant" or is_committed
+        kernels: Kernels = "invariant" if is_canonical else "fast"
+        step = self._step(
+            "decode", rows, size=size, length=length, kernels=kernels, weights=weights
+        )
+        host, _ = self._host_rows(step)
+        for replica, part in enumerate(rows):
+            for row in part:
+                self._sync_pages(row.sample, is_new=False)
+            if part:
+                at = slice(replica * size, replica * size + len(part))
+                slots = [r.sample.slot for r in part]
+                host[at, 0] = slots
+                host[at, 1] = [r.offset for r in part]
+                host[at, 2] = [r.num_drafts for r in part]
+                host[at, _HEAD:] = self._tables[replica, slots]
+        return self._run(step, rows, self._placed(step, host))
+
+    def _placed(self, step: EngineStep, host: np.ndarray) -> np.ndarray | jax.Array:
+        """The rows of a decode step, on the devices if they are those of the last such step.
+
+        Until a sample needs a page they do not change, and what stays where it is needs no transfer
+        and no new address in the CUDA graph.
+        """
+        if jax.process_count() > 1:  # placing is collective there
+            return host
+        last, placed = self._last_rows.get(step, (None, None))
+        if last is None or not np.array_equal(last, host):
+            self._last_rows[step] = host, None
+            return host
+        if placed is None:
+            placed = jax.device_put(host, NamedSharding(self._model.mesh, BY_ROW))
+            self._last_rows[step] = host, placed
+        return placed
+
+    def _launch_verify(self, rows: list[list[VerifyRow]]) -> Launch:
+        size, length = _smallest(self._sizes.verify_sizes, rows), self._config.verify_window
+        step = self._step("verify", rows, size=size, length=length, kernels="invariant")
+        host, ids = self._host_rows(step)
+        for at, row in places(step, rows):
+            self._sync_pages(row.sample, is_new=False)
+            host[at, :_HEAD] = row.sample.slot, row.num_drafts, row.given is not None
+            host[at, _HEAD:] = self._tables[row.sample.replica, row.sample.slot]
+            if row.given is not None:
+                ids[at, 1 : 1 + len(row.given)] = row.given
+        self._stats.verify_launches += 1
+        return self._run(step, rows, np.concatenate([host, ids], axis=1))
+
+    def _step(
+        self,
+        kind: StepKind,
+        rows: Sequence[Sequence[Row]],
+        *,
+        size: int,
+        length: int,
+        kernels: Kernels,
+        weights: str = "full",
+    ) -> EngineStep:
+        wants = [self._wants[row.sample] for part in rows for row in part]
+        return EngineStep(
+            kind=kind,
+            rows=size,
+            length=length,
+            mode=kernels,
+            weights=weights,
+            num_top=_rounded_top(max(self.least_top, *(want.num_top for want in wants))),
+            with_filters=self.always_filters or any(want.is_filtered for want in wants),
+        )
+
+    def _host_rows(self, step: EngineStep) -> tuple[np.ndarray, np.ndarray]:
+        """Rows of padding: no slot, no page, no token."""
+        count = self._dp * step.rows
+        host = np.zeros((count, _HEAD + self._sizes.table_len), np.int32)
+        host[:, 0] = self._sizes.num_slots
+        return host, np.zeros((count, step.length), np.int32)
+
+    def _sync_pages(self, sample: Sample, *, is_new: bool) -> None:
+        """Bring the slot's row of the page table up to date."""
+        at = sample.replica, sample.slot
+        first, count = 0 if is_new else self._num_synced[at], len(sample.pages)
+        if first != count:
+            self._tables[at][first:count] = sample.pages[first:]
+            self._num_synced[at] = count
+
+    def _run(self, step: EngineStep, rows, *host) -> Launch:
+        program = self._program(step)
+        params = self._params_of(step)
+        launched_s = time.perf_counter()
+        self._pages, self._slots, result = program(
+            params, self._model.rope_tables, self._pages, self._slots, *host
+        )
+        result.copy_to_host_async()
+        self._stats.num_launches += 1
+        return Launch(step=step, rows=rows, result=result, launched_s=launched_s)
+
+    # ------------------------------------------------------------------------------------ compiling
+
+    def compile(
+        self,
+        progress: Callable[[str, int, int], None] = ignore_compiling,
+        *,
+        with_filters: bool = False,
+    ) -> None:
+        """Compile the steps that requests will need, several at a time.
+
+        Top logprobs are compiled when a request first asks for them, and so are filters.
+
+        Args:
+            progress: Told (what, done, total).
+            with_filters: Compile for requests with a top-k, top-p or min-p, too.
+        """
+        variants = (False, True) if with_filters else (False,)
+        steps = [step for variant in variants for step in self._steps_of_mode(variant)]
+        wanted = [step for step in steps if step not in self.steps]
+        begin_s = time.perf_counter()
+        with ThreadPoolExecutor(max_workers=max(4, os.cpu_count() or 1)) as pool:
+            futures = {step: pool.submit(self._get, step) for step in wanted}
+            for done, (step, future) in enumerate(futures.items(), start=1):
+                future.result()
+                progress(step.name, done, len(wanted))
+        self._count_compiled(len(wanted), begin_s)
+
+    def _steps_of_mode(self, with_filters: bool) -> list[EngineStep]:
+        config, steps = self._config, []
+
+        def add(kind: StepKind, rows: int, length: int, kernels: Kernels, weights="full"):
+            steps.append(
+                EngineStep(
+                    kind=kind,
+                    rows=rows,
+                    length=length,
+                    mode=kernels,
+                    weights=weights,
+                    num_top=0,
+                    with_filters=with_filters,
+                )
+            )
+
+        for rows, length in self._sizes.prefill_shapes:
+            add("prefill", rows, length, "fast" if config.mode == "fast" else "invariant")
+        for rows in self._sizes.decode_sizes:
+            if config.mode == "invariant" or config.mode == "dvr" and self._draft_share < 1:
+                add("decode", rows, 1, "invariant")
+            if config.mode != "invariant":
+                add("decode", rows, 1, "fast")
+            drafted = {1, config.draft_steps} if config.mode == "dvr" else ()
+            for length in sorted(drafted):
+                if config.draft_weights != "full" or length > 1:
+                    add("decode", rows, length, "fast", config.draft_weights)
+        is_drafting = config.mode == "dvr" and self._draft_share > 0
+        if is_drafting or config.has_prompt_lookup:
+            for rows in self._sizes.verify_sizes:
+                add("verify", rows, config.verify_window, "invariant")
+        return steps
+
+    def _get(self, step: EngineStep) -> Callable:
+        return self.steps.get(step, self._params_of(step))
+
+    def _params_of(self, step: EngineStep) -> dict:
+        return self._model.params if step.weights == "full" else self._draft_params
+
+    def _program(self, step: EngineStep) -> Callable:
+        if step not in self.steps:
+            begin_s = time.perf_counter()
+            self._get(step)
+            self._count_compiled(1, begin_s)
+        return self._get(step)
+
+    def _count_compiled(self, count: int, begin_s: float) -> None:
+        end_s = time.perf_counter()
+        self._stats.num_compiled += count
+        self._stats.compile_s += end_s - begin_s
+        self._trace.span(trace.HOST, "compile", begin_s, end_s, programs=count)
+
+
+def _smallest(sizes: Sequence[int], rows: Sequence[Sequence[Row]]) -> int:
+    """The smallest of `sizes`, which ascend, that holds the rows of every replica."""
+    most = max(len(part) for part in rows)
+    return next(size for size in sizes if size >= most)
+
+
+def _rounded_top(num_top: int) -> int:
+    """Few sizes, so that few programs are compiled: 0, 4, 16 or 64."""
+    return next(size for size in (0, 4, 16, 64) if size >= num_top)
