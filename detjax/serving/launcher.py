@@ -27,6 +27,7 @@ from detjax.serving.sampling import SamplingRows
 from detjax.serving.scheduler import DecodeRow, Plan, PrefillRow, Row, Sample, VerifyRow
 from detjax.serving.steps import (
     BY_ROW,
+    HEAD,
     Candidates,
     CompiledSteps,
     EngineStep,
@@ -37,7 +38,6 @@ from detjax.serving.steps import (
     slots_shape,
 )
 
-_HEAD = 3
 _IDLE: tuple[SamplingParams, int] = (SamplingParams(), 0)
 
 
@@ -170,8 +170,8 @@ class Launcher:
             self._sync_pages(sample, is_new=True)
             # The token that follows an unfinished prompt is not wanted: no such slot.
             slot = sample.slot if row.is_last else self._sizes.num_slots
-            host[at, :_HEAD] = slot, row.start, count
-            host[at, _HEAD:] = self._tables[sample.replica, sample.slot]
+            host[at, :HEAD] = slot, row.start, count
+            host[at, HEAD:] = self._tables[sample.replica, sample.slot]
             ids[at, :count] = row.token_ids
             sampling[at] = (sample.request.sampling, sample.sample_idx)
             self._stats.prefill_tokens += count
@@ -215,7 +215,7 @@ class Launcher:
                 host[at, 0] = slots
                 host[at, 1] = [r.offset for r in part]
                 host[at, 2] = [r.num_drafts for r in part]
-                host[at, _HEAD:] = self._tables[replica, slots]
+                host[at, HEAD:] = self._tables[replica, slots]
         return self._run(step, rows, self._placed(step, host))
 
     def _placed(self, step: EngineStep, host: np.ndarray) -> np.ndarray | jax.Array:
@@ -241,8 +241,8 @@ class Launcher:
         host, ids = self._host_rows(step)
         for at, row in places(step, rows):
             self._sync_pages(row.sample, is_new=False)
-            host[at, :_HEAD] = row.sample.slot, row.num_drafts, row.given is not None
-            host[at, _HEAD:] = self._tables[row.sample.replica, row.sample.slot]
+            host[at, :HEAD] = row.sample.slot, row.num_drafts, row.given is not None
+            host[at, HEAD:] = self._tables[row.sample.replica, row.sample.slot]
             if row.given is not None:
                 ids[at, 1 : 1 + len(row.given)] = row.given
         self._stats.verify_launches += 1
@@ -272,7 +272,7 @@ class Launcher:
     def _host_rows(self, step: EngineStep) -> tuple[np.ndarray, np.ndarray]:
         """Rows of padding: no slot, no page, no token."""
         count = self._dp * step.rows
-        host = np.zeros((count, _HEAD + self._sizes.table_len), np.int32)
+        host = np.zeros((count, HEAD + self._sizes.table_len), np.int32)
         host[:, 0] = self._sizes.num_slots
         return host, np.zeros((count, step.length), np.int32)
 

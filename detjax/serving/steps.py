@@ -31,6 +31,9 @@ from detjax.xla_flags import EXACT_OPTIONS, FAST_OPTIONS
 PAGES_SPEC = P(None, DP_AXIS, None, TP_AXIS, None, None)
 BY_ROW = P(DP_AXIS)
 
+HEAD = 3
+"""Columns of an engine step's host array before the page table: the slot, and two numbers."""
+
 StepKind = Literal["prefill", "decode", "verify"]
 
 Candidates = Callable[[Int32[Array, " B"], Int32[Array, " B"]], Int32[Array, " B"]]
@@ -327,7 +330,7 @@ class CompiledSteps:
 
     def _host_shapes(self, step: EngineStep) -> tuple:
         rows = step.rows * self._model.mesh.shape[DP_AXIS]
-        columns = _HEAD + self._table_len
+        columns = HEAD + self._table_len
         if step.kind == "decode":
             return (_by_row(self._model, rows, jnp.int32, columns),)
         columns += step.length
@@ -448,11 +451,7 @@ class CompiledSteps:
 
     def _split(self, host):
         """The page table and the tokens of a host array."""
-        return host[:, _HEAD : _HEAD + self._table_len], host[:, _HEAD + self._table_len :]
-
-
-_HEAD = 3
-"""Columns of a host array before the page table."""
+        return host[:, HEAD : HEAD + self._table_len], host[:, HEAD + self._table_len :]
 
 
 def _variant(step: EngineStep) -> dict[str, Any]:
