@@ -36,8 +36,15 @@ from detjax.testing.dummies import (
     scoring_step,
 )
 
-MESHES = ((1, 1), (1, 2), (2, 2), (1, 4), (2, 4), (1, 8), (8, 1))
+MESHES = ((1, 2), (2, 2), (1, 4), (2, 4), (1, 8), (8, 1))
 KV_HEADS = (1, 2, 3, 8)
+MESH_CASES = [
+    (mesh, heads)
+    for mesh in MESHES
+    for heads in KV_HEADS
+    # Replicas alone cut no head, and 2 heads are copied as 1 is: once is enough.
+    if (heads == 3 or mesh != (8, 1)) and (heads != 2 or mesh == (1, 4))
+]
 MAX_TOKENS = 6
 
 
@@ -92,8 +99,7 @@ def test_probe_depends_on_order():
 
 
 @pytest.mark.invariance
-@pytest.mark.parametrize("num_kv_heads", KV_HEADS)
-@pytest.mark.parametrize("mesh", MESHES[1:], ids=str)
+@pytest.mark.parametrize(("mesh", "num_kv_heads"), MESH_CASES, ids=str)
 def test_answers_are_bitwise_mesh_invariant(mesh, num_kv_heads):
     dp, tp = mesh
     count = 6 if dp < 8 else 9

@@ -484,11 +484,17 @@ TINY_TILES = ChainTiles(stages=3, x_slots=3, num_ctas=2)
         ("plain", 2, True, TINY_TILES),
         ("biases", 3, False, TINY_TILES),
         ("biases", 8, False, dataclasses.replace(TINY_TILES, num_ctas=1)),
-        ("biases", 1, False, dataclasses.replace(TINY_TILES, slot_bytes=32768, stages=2)),
+        pytest.param(
+            "biases", 1, False, dataclasses.replace(TINY_TILES, slot_bytes=32768, stages=2),
+            marks=pytest.mark.slow,
+        ),
         ("leaves_of_112", 3, False, TINY_TILES),
-        ("leaves_of_112", 1, False, dataclasses.replace(TINY_TILES, is_rotated=False)),
+        pytest.param(
+            "leaves_of_112", 1, False, dataclasses.replace(TINY_TILES, is_rotated=False),
+            marks=pytest.mark.slow,
+        ),
     ],
-)
+)  # fmt: skip
 def test_a_chain_in_interpret_mode_equals_its_products(name, num_rows, is_last, tiles):
     """CTAs of a cluster, with its barrier in place of the grid's; memory starts as NaN."""
     shape, make = TINY_LAYERS[name], random_blocks()
