@@ -37,13 +37,11 @@ from detjax.testing.dummies import (
 )
 
 MESHES = ((1, 2), (2, 2), (1, 4), (2, 4), (1, 8), (8, 1))
-KV_HEADS = (1, 2, 3, 8)
+# 3 heads divide over no mesh; copies of 1 and shares of 8 are told apart at tp 4 and 8, 2 at tp 4.
 MESH_CASES = [
-    (mesh, heads)
-    for mesh in MESHES
-    for heads in KV_HEADS
-    # Replicas alone cut no head, and 2 heads are copied as 1 is: once is enough.
-    if (heads == 3 or mesh != (8, 1)) and (heads != 2 or mesh == (1, 4))
+    *((mesh, 3) for mesh in MESHES),
+    *((mesh, heads) for mesh in ((1, 4), (1, 8)) for heads in (1, 8)),
+    ((1, 4), 2),
 ]
 MAX_TOKENS = 6
 
@@ -110,7 +108,7 @@ def test_answers_are_bitwise_mesh_invariant(mesh, num_kv_heads):
 
 
 @pytest.mark.invariance
-@pytest.mark.parametrize("batch_size", [2, 3, 5, 8, 17])
+@pytest.mark.parametrize("batch_size", [2, 8, 17])
 def test_answers_are_bitwise_batch_invariant(batch_size):
     """Rows, row positions and batchmates with other sampling parameters."""
     everyone = requests()

@@ -62,7 +62,7 @@ def distance(actual: np.ndarray, reference: np.ndarray) -> float:
     return float(np.sqrt(np.mean((actual.astype(np.float64) - reference) ** 2)))
 
 
-@pytest.mark.parametrize("tp", [1, 4])
+@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_bfloat16_is_as_close_to_float32_as_the_invariant_path(name, tp):
     # Both round activations to bfloat16: the invariant path 10 times a layer, the fast one also

@@ -482,7 +482,7 @@ TINY_TILES = ChainTiles(stages=3, x_slots=3, num_ctas=2)
     [
         ("plain", 1, False, TINY_TILES),
         ("plain", 2, True, TINY_TILES),
-        ("biases", 3, False, TINY_TILES),
+        pytest.param("biases", 3, False, TINY_TILES, marks=pytest.mark.slow),
         ("biases", 8, False, dataclasses.replace(TINY_TILES, num_ctas=1)),
         pytest.param(
             "biases", 1, False, dataclasses.replace(TINY_TILES, slot_bytes=32768, stages=2),
