@@ -133,8 +133,9 @@ def stress_drafts(row: dict) -> list[str]:
 
 
 def stressed() -> list[dict]:
-    """The last row of each model, mode and weights of the drafts."""
-    return list(latest(rows("serving", "stress"), "model", "mode", "draft_weights").values())
+    """The last row of each model, mode, weights of the drafts and size of the cache."""
+    by = "model", "mode", "draft_weights", "num_pages"
+    return list(latest(rows("serving", "stress"), *by).values())
 
 
 # ------------------------------------------------------------------------------------ the parts
@@ -145,14 +146,14 @@ def stress_part() -> list[str]:
     lines = [
         [
             *(model_name(row["model"]), f"`{row['mode']}`", *stress_drafts(row)),
-            *(f"{row[name]:,}" for name in ("requests", "cancelled", "preempted")),
+            *(f"{row[name]:,}" for name in ("num_pages", "requests", "cancelled", "preempted")),
             f"{row['wrong'] + row['lost']} of {row['samples'] - row['plain']:,}",
             f"{row['plain_different']:,} of {row['plain']:,}",
         ]
         for row in stressed()
     ]
     different = "deterministic samples different", "plain ones different"
-    counts = "requests", "cancelled", "preempted"
+    counts = "pages", "requests", "cancelled", "preempted"
     return [
         "**Answers under load.** Requests of every kind, with shared prefixes, in random company.",
         "Each token and logprob of a deterministic sample against the answer at batch size 1 (a",

@@ -271,7 +271,7 @@ def stress(bench: Bench) -> bool:
         good = good and same
         bench.rows.keep(
             subject="stress", mode=mode, draft_weights=weights if mode == "dvr" else "", same=same,
-            requests=report.num_requests,
+            num_pages=tight, requests=report.num_requests,
             samples=report.num_samples, cancelled=report.num_cancelled, plain=report.num_plain,
             plain_different=report.num_plain_different, wrong=len(report.wrong),
             lost=len(report.lost), pages_held=held, preempted=stats.num_preempted,

@@ -155,7 +155,8 @@ def test_narrow_names_the_drafts_and_the_folder_alone(write):
 def test_different_answers_under_load_are_told(write, wrong):
     row = {
         "subject": "stress", "model": "bundled", "mode": "dvr", "requests": 1000, "cancelled": 5,
-        "preempted": 6, "samples": 1200, "plain": 200, "plain_different": 9, "wrong": wrong,
+        "num_pages": 9, "preempted": 6, "samples": 1200, "plain": 200, "plain_different": 9,
+        "wrong": wrong,
         "lost": 1, "acceptance": 0.5, "rollbacks": 4, "draft_weights": "int8",
     }  # fmt: skip
     write("serving", row)

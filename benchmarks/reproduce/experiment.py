@@ -131,8 +131,12 @@ class Lab:
         tp: int = 1,
         decode_batches: tuple[int, ...] = (),
         prefill: tuple[int, int] = (1, 64),
+        model: LoadedModel | None = None,
     ) -> Engine:
-        """An engine whose prefix cache is off, so that no request is served by another's work."""
+        """An engine whose prefix cache is off, so that no request is served by another's work.
+
+        It runs the lab's model over `tp` devices, or the `model` given.
+        """
         config = EngineConfig(
             batch_size=batch_size,
             prefill_chunk=prefill[1],
@@ -142,7 +146,7 @@ class Lab:
             prefill_shapes=(prefill,),
             has_prefix_cache=False,
         )
-        engine = Engine(self.model(tp), config)
+        engine = Engine(model or self.model(tp), config)
         if self.is_full:
             engine.compile()  # several programs at a time
         return engine
