@@ -459,12 +459,16 @@ def windows(bench: Bench) -> bool:
 
 
 def narrow(bench: Bench) -> bool:
-    """Drafts of 8-bit weights against plain decoding at small batches, one or all in a launch."""
+    """Drafts of 8-bit weights against plain decoding at small batches.
+
+    One token a launch, and as many as a window has drafts.
+    """
     args = bench.args
     for batch in args.batches:
         lengths = [(args.prompt_len, args.output_len)] * (4 * batch)
         sizes = {"batch_size": batch, "verify_rows": batch, "decode_batches": ()}
-        cases = [("invariant", "full", 0, 1), ("fast", "full", 0, 1)]
+        several = sorted({1, *(window - 1 for window in args.windows)})
+        cases = [(mode, "full", 0, steps) for mode in ("invariant", "fast") for steps in several]
         cases += [
             ("dvr", name, window, steps)
             for name in args.narrow
@@ -475,12 +479,12 @@ def narrow(bench: Bench) -> bool:
             share = 0.0 if mode == "fast" else 100.0
             _, numbers = measured(
                 bench, mode, list(_arrivals(lengths, 0.0, share=share)),
-                **sizes, draft_weights=weights, draft_steps=steps,
+                **sizes, draft_weights=weights, decode_steps=steps,
                 verify_window=window or args.verify_window,
             )  # fmt: skip
             bench.rows.keep(
                 subject="narrow", mode=mode, draft_weights=weights, batch=batch, window=window,
-                draft_steps=steps, requests=4 * batch, prompt_len=args.prompt_len,
+                decode_steps=steps, requests=4 * batch, prompt_len=args.prompt_len,
                 output_len=args.output_len,
                 **numbers,
             )  # fmt: skip
@@ -490,7 +494,7 @@ def narrow(bench: Bench) -> bool:
 COLUMNS = {
     "subject": "subject", "mode": "mode", "same": "same", "draft_weights": "drafts",
     "batch": "batch", "requests": "requests",
-    "deterministic_percent": "determ. %", "window": "W", "draft_steps": "a launch", "group": "G",
+    "deterministic_percent": "determ. %", "window": "W", "decode_steps": "a launch", "group": "G",
     "rate_per_s": "rate/s",
     "wall_s": "wall s", "output_tokens_per_s": "tokens/s", "first_token_p50_ms": "TTFT p50 ms",
     "first_token_p99_ms": "p99", "token_p50_ms": "TPOT p50 ms", "token_p99_ms": "p99",

@@ -139,14 +139,14 @@ def test_narrow_names_the_drafts_and_the_folder_alone(write):
         served("narrow", "fast", 100.0, model="/a/b/small", batch=1, window=0),
         served(
             "narrow", "dvr", 90.0, model="/a/b/small", batch=1, window=8, verify_launches=2,
-            draft_weights="int8", draft_steps=7,
+            draft_weights="int8", decode_steps=7,
         ),
     )  # fmt: skip
     section = report_serving.section()
     assert "`small`" in "\n".join(section) and "/a" not in "\n".join(section)
     found = [cells[:6] for cells in table_lines(section)[1:]]
     assert found == [
-        ["1", "`fast`", "", "", "100", "1.00"],
+        ["1", "`fast`", "", "1", "100", "1.00"],
         ["1", "`dvr`, int8 drafts", "8", "7", "90", "0.90"],
     ]
 

@@ -199,11 +199,11 @@ class GenerateArgs:
         "bit of the answer",
         choices=("full", "int8", "float8_e4m3fn"),
     )
-    draft_steps: int = _option(
+    decode_steps: int = _option(
         1,
         _SCHEDULE,
-        "with --mode dvr: drafts of a completion in one launch, while all draft; pays where a step "
-        "takes the host longer than the device; at most --verify-window - 1",
+        "tokens of a completion in one launch; pays where a step takes the host longer than the "
+        "device (small models); they appear together",
     )
     prompt_lookup: bool = _option(
         False,

@@ -33,7 +33,7 @@ def plan_runs(args: GenerateArgs, job: Job) -> tuple[RunPlan, ...]:
             num_pages=args.cache_pages,
             verify_rows=args.verify_rows,
             verify_window=args.verify_window,
-            draft_steps=args.draft_steps,
+            decode_steps=args.decode_steps,
             draft_weights=args.draft_weights,
             has_prompt_lookup=args.prompt_lookup,
         ),
@@ -63,7 +63,7 @@ def _other_run(number: int, job: Job, asked: EngineShape, *, dp: int) -> RunPlan
 
 
 def _in_invariant_mode(shape: EngineShape) -> EngineShape:
-    return dataclasses.replace(shape, mode="invariant", draft_steps=1, draft_weights="full")
+    return dataclasses.replace(shape, mode="invariant", decode_steps=1, draft_weights="full")
 
 
 def _other_order(number: int, num_requests: int) -> tuple[str, tuple[int, ...]]:

@@ -31,7 +31,7 @@ class EngineShape:
     num_pages: int
     verify_rows: int
     verify_window: int
-    draft_steps: int
+    decode_steps: int
     draft_weights: str
     has_prompt_lookup: bool
 

@@ -110,17 +110,20 @@ def parse_args(argv: Sequence[str] | None) -> GenerateArgs:
 def _check_args(args: GenerateArgs) -> None:
     if args.draft_weights != "full" and args.mode != "dvr":
         raise InputError(f"--draft-weights {args.draft_weights} needs --mode dvr, which drafts")
-    if args.draft_steps > 1 and args.mode != "dvr":
-        raise InputError(f"--draft-steps {args.draft_steps} needs --mode dvr, which drafts")
-    if args.draft_steps > max(1, args.verify_window - 1):
+    if args.mode == "dvr" and args.decode_steps > max(1, args.verify_window - 1):
         raise InputError(
-            f"--draft-steps {args.draft_steps} must be at most --verify-window - 1 = "
-            f"{args.verify_window - 1}, the drafts of a window"
+            f"--decode-steps {args.decode_steps} must be at most --verify-window - 1 = "
+            f"{args.verify_window - 1} with --mode dvr, the drafts of a window"
+        )
+    if args.prompt_lookup and args.decode_steps > 1:
+        raise InputError(
+            f"--decode-steps {args.decode_steps} does not go with --prompt-lookup, which reads "
+            "every token before it proposes the next"
         )
     if args.prompt_lookup and args.mode != "invariant":
         raise InputError(f"--prompt-lookup goes with --mode invariant, not {args.mode}")
     positive = ("tp", "dp", "batch_size", "prefill_chunk", "verify_window", "verify_rows")
-    positive += ("draft_steps", "repeat")
+    positive += ("decode_steps", "repeat")
     for name in positive:
         if getattr(args, name) < 1:
             flag = "--" + name.replace("_", "-")

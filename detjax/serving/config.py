@@ -38,9 +38,11 @@ class EngineConfig:
             those that decode. Above it the decode step is canonical, which needs no verification:
             cheaper where canonical kernels are about as fast as others. None: 0 for full weights on
             `sm90`, whose canonical steps are the quicker ones (docs/kernels.md), else 1.
-        draft_steps: Drafts of a sample in one launch, while nobody who runs wants anything else:
-            the host launches once for all of them. Up to `verify_window` - 1. Above 1 it is refused
-            where no drafts are made.
+        decode_steps: Tokens of a sample in one launch, while all who run decode: the host launches
+            once for all of them, which pays where a step takes the host longer than the device
+            (small models). They are released together, what comes behind an end is computed for
+            nothing, and a request that arrives waits for the launch. In `dvr` up to
+            `verify_window` - 1, the drafts of a window.
         draft_weights: What the drafts of `dvr` are computed with: the weights as they are, or
             8-bit ones, which take half as much memory again.
         has_prompt_lookup: In `invariant`, verify what followed the same tokens earlier in the
@@ -67,7 +69,7 @@ class EngineConfig:
     verify_patience: int = 4
     verify_deadline: int = 64
     draft_share: float | None = None
-    draft_steps: int = 1
+    decode_steps: int = 1
     draft_weights: str = "full"
     has_prompt_lookup: bool = False
     has_prefix_cache: bool = True
@@ -75,7 +77,8 @@ class EngineConfig:
 
     def __post_init__(self):
         """Check every range."""
-        for name in ("batch_size", "prefill_chunk", "max_len", "verify_rows", "verify_window"):
+        sizes = "batch_size", "prefill_chunk", "max_len", "verify_rows", "verify_window"
+        for name in (*sizes, "decode_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         for name in (
@@ -96,13 +99,16 @@ class EngineConfig:
             raise ValueError(
                 f"draft_weights={self.draft_weights!r} needs mode='dvr', not {self.mode!r}"
             )
-        if not 1 <= self.draft_steps <= max(1, self.verify_window - 1):
+        if self.mode == "dvr" and self.decode_steps > max(1, self.verify_window - 1):
             raise ValueError(
-                f"draft_steps={self.draft_steps} must be from 1 to verify_window - 1 = "
-                f"{self.verify_window - 1}"
+                f"decode_steps={self.decode_steps} must be at most verify_window - 1 = "
+                f"{self.verify_window - 1} in dvr, the drafts of a window"
             )
-        if self.draft_steps > 1 and self.mode != "dvr":
-            raise ValueError(f"draft_steps={self.draft_steps} needs mode='dvr', not {self.mode!r}")
+        if self.has_prompt_lookup and self.decode_steps > 1:
+            raise ValueError(
+                f"decode_steps={self.decode_steps} does not go with has_prompt_lookup, which reads "
+                "every token before it proposes the next"
+            )
         if self.has_prompt_lookup and self.mode != "invariant":
             raise ValueError(f"has_prompt_lookup needs mode='invariant', not {self.mode!r}")
         if self.draft_share is not None and not 0 <= self.draft_share <= 1:
@@ -185,17 +191,7 @@ def check_config(config: EngineConfig, dp: int, context: int) -> None:
 
 
 def draft_share(config: EngineConfig, backend: Backend) -> float:
-    """The share asked for, or the one that is quickest as far as was measured.
-
-    Raises:
-        ValueError: If nothing would draft the several tokens a launch that are asked for.
-    """
-    share = config.draft_share
-    if share is None:
-        share = 0.0 if backend is Backend.SM90 and config.draft_weights == "full" else 1.0
-    if config.draft_steps > 1 and not share:
-        raise ValueError(
-            f"draft_steps={config.draft_steps}: nothing drafts at draft_share 0, the default "
-            "of full weights on sm90; give draft_share, 8-bit draft_weights or draft_steps=1"
-        )
-    return share
+    """The share asked for, or the one that is quickest as far as was measured."""
+    if config.draft_share is not None:
+        return config.draft_share
+    return 0.0 if backend is Backend.SM90 and config.draft_weights == "full" else 1.0

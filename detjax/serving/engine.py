@@ -150,7 +150,7 @@ class Engine:
                 verify_patience=config.verify_patience,
                 verify_deadline=config.verify_deadline,
                 draft_share=share,
-                draft_steps=config.draft_steps,
+                decode_steps=config.decode_steps,
                 ageing_steps=config.ageing_steps,
                 has_prefix_cache=config.has_prefix_cache,
                 is_synchronous=config.has_prompt_lookup,
@@ -441,8 +441,14 @@ class Engine:
                         if not self._commit(live, choice, (at, i)):
                             break
                 case DecodeRow(is_draft=True):
-                    if not live.ends.isdisjoint(np.ravel(choice.token_ids[at])[: row.num_drafts]):
+                    drafts = np.ravel(choice.token_ids[at])[: row.num_tokens]
+                    if not live.ends.isdisjoint(drafts):
                         self._scheduler.close_window(row)
+                case DecodeRow() if launch.step.length > 1:
+                    for i in range(row.num_tokens):
+                        if not self._commit(live, choice, (at, i)):
+                            self._stats.surplus_tokens += row.num_tokens - 1 - i
+                            break
                 case DecodeRow() | PrefillRow(is_last=True):
                     self._commit(live, choice, at)
             if row.sample.state is SampleState.RUNNING:

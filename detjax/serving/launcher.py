@@ -180,23 +180,21 @@ class Launcher:
 
     def _launch_decodes(self, rows: list[list[DecodeRow]]) -> list[Launch]:
         """One launch; two where drafts have weights of their own and others decode too."""
-        most_drafts = max(row.num_drafts for part in rows for row in part)
-        length = self._config.draft_steps if most_drafts > 1 else 1
         if self._config.draft_weights == "full":
-            return [self._launch_decode(rows, weights="full", length=length)]
+            return [self._launch_decode(rows, weights="full")]
         launches = []
         for is_draft in (False, True):
             some = [[r for r in part if r.is_draft is is_draft] for part in rows]
             if any(some):
                 weights = self._config.draft_weights if is_draft else "full"
-                launches.append(
-                    self._launch_decode(some, weights=weights, length=length if is_draft else 1)
-                )
+                launches.append(self._launch_decode(some, weights=weights))
         return launches
 
-    def _launch_decode(self, rows: list[list[DecodeRow]], *, weights: str, length: int) -> Launch:
-        """A token of each row, or up to `length` drafts."""
+    def _launch_decode(self, rows: list[list[DecodeRow]], *, weights: str) -> Launch:
+        """A token of each row, or up to `decode_steps`."""
         size = _smallest(self._sizes.decode_sizes, rows)
+        most_tokens = max(row.num_tokens for part in rows for row in part)
+        length = self._config.decode_steps if most_tokens > 1 else 1
         is_committed = any(
             row.sample.is_drafted and not row.is_draft for part in rows for row in part
         )
@@ -213,8 +211,8 @@ class Launcher:
                 at = slice(replica * size, replica * size + len(part))
                 slots = [r.sample.slot for r in part]
                 host[at, 0] = slots
-                host[at, 1] = [r.offset for r in part]
-                host[at, 2] = [r.num_drafts for r in part]
+                host[at, 1] = [r.offset if r.is_draft else -1 for r in part]
+                host[at, 2] = [r.num_tokens for r in part]
                 host[at, HEAD:] = self._tables[replica, slots]
         return self._run(step, rows, self._placed(step, host))
 
@@ -341,13 +339,12 @@ class Launcher:
         for rows, length in self._sizes.prefill_shapes:
             add("prefill", rows, length, "fast" if config.mode == "fast" else "invariant")
         for rows in self._sizes.decode_sizes:
-            if config.mode == "invariant" or config.mode == "dvr" and self._draft_share < 1:
-                add("decode", rows, 1, "invariant")
-            if config.mode != "invariant":
-                add("decode", rows, 1, "fast")
-            drafted = {1, config.draft_steps} if config.mode == "dvr" else ()
-            for length in sorted(drafted):
-                if config.draft_weights != "full" or length > 1:
+            for length in sorted({1, config.decode_steps}):
+                if config.mode == "invariant" or config.mode == "dvr" and self._draft_share < 1:
+                    add("decode", rows, length, "invariant")
+                if config.mode != "invariant":
+                    add("decode", rows, length, "fast")
+                if config.draft_weights != "full":
                     add("decode", rows, length, "fast", config.draft_weights)
         is_drafting = config.mode == "dvr" and self._draft_share > 0
         if is_drafting or config.has_prompt_lookup:

@@ -35,7 +35,7 @@ class SchedulerConfig:
         verify_deadline: Steps after which an open window counts as full.
         draft_share: Most share of drafted samples among those that decode, at which they draft;
             above it the decode step is canonical and needs no verification.
-        draft_steps: Most drafts of a sample in one launch, while all who run draft.
+        decode_steps: Most tokens of a sample in one launch, while all who run decode.
         ageing_steps: Steps of waiting that one level of priority is worth.
         has_prefix_cache: Whether full canonical pages are shared between requests.
         is_synchronous: Samples that are not drafted wait for each result, so that the host can
@@ -57,7 +57,7 @@ class SchedulerConfig:
     verify_patience: int
     verify_deadline: int
     draft_share: float
-    draft_steps: int
+    decode_steps: int
     ageing_steps: int
     has_prefix_cache: bool
     is_synchronous: bool
@@ -162,18 +162,14 @@ class PrefillRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeRow:
-    """A token that is committed at once, or `num_drafts` drafts from `offset` of a window on."""
+    """`num_tokens` that are committed at once, or as many drafts from `offset` of a window on."""
 
     sample: Sample
     epoch: int
-    num_drafts: int
+    num_tokens: int
+    is_draft: bool
     offset: int
     window: int
-
-    @property
-    def is_draft(self) -> bool:
-        """Whether nothing is committed yet."""
-        return self.num_drafts > 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -195,7 +191,7 @@ def most_committed(row: Row) -> int:
         case PrefillRow():
             return int(row.is_last)
         case DecodeRow():
-            return int(not row.is_draft)
+            return 0 if row.is_draft else row.num_tokens
         case VerifyRow():
             return row.num_drafts + 1
 
@@ -208,7 +204,7 @@ class Plan:
         verifies: Windows to verify.
         prefill_shape: (rows, tokens a row); None where there is no prefill.
         prefills: Pieces of prompts.
-        decodes: Single tokens, or drafts.
+        decodes: Tokens to commit, or drafts.
         failed: Samples that end here, each with the reason.
     """
 
@@ -269,7 +265,6 @@ class Scheduler:
         self._step = 0
         self._num_held = 0
         self._is_drafting = True
-        self._draft_steps = 1
         self.num_waiting = 0
         self.num_preempted = 0
         self.num_prefix_tokens = 0
@@ -406,8 +401,9 @@ class Scheduler:
                 return plan
         self._num_held = 0
         self._plan_verifies(plan)
+        most_tokens = self._decode_steps()
         for replica, rows in zip(self._replicas, plan.decodes, strict=True):
-            self._plan_decodes(replica, rows, plan)
+            self._plan_decodes(replica, rows, plan, most_tokens)
         # WHY: who was preempted for a later row's pages must not write to them any more.
         plan.verifies = [[r for r in rows if self.is_current(r)] for rows in plan.verifies]
         used = max(len(rows) for rows in plan.decodes)
@@ -419,10 +415,12 @@ class Scheduler:
 
     def _has_page(self, replica: _Replica, sample: Sample, position: int, plan: Plan) -> bool:
         """Give the sample pages up to `position`, at the cost of those that rank below it."""
-        missing = position // self._config.page_len + 1 - len(sample.pages)
-        if missing <= 0:
+        missing = self._num_missing(sample, position)
+        if not missing:
             return True
         while replica.pool.num_available < missing:
+            if sample.num_coming:
+                return False  # what is coming may end it
             last = replica.running[-1]
             if last is not sample:
                 self._preempt(last)
@@ -440,18 +438,48 @@ class Scheduler:
 
     # --------------------------------------------------------------------------------------- decode
 
-    def _plan_decodes(self, replica: _Replica, rows: list[DecodeRow], plan: Plan) -> None:
+    def _plan_decodes(
+        self, replica: _Replica, rows: list[DecodeRow], plan: Plan, most_tokens: int
+    ) -> None:
         # Best rank first: who is preempted for another has no row yet.
         for sample in tuple(replica.running):
             if sample.state is not SampleState.RUNNING or not self._can_decode(sample):
                 continue
-            position, num_drafts = sample.bound - 1, 0
-            if self._drafts(sample):
-                num_drafts = min(self._room(sample), self._draft_steps)
-                # A draft needs the page of its successor too: verification runs up to there.
-                position += sample.num_drafts + num_drafts
-            if self._has_page(replica, sample, position, plan):
-                rows.append(self._decode(sample, num_drafts))
+            num_tokens = min(self._wanted(sample), most_tokens)
+            # Nobody is preempted for tokens that may turn out to lie behind an end.
+            last = self._last_position(sample, num_tokens)
+            if self._num_missing(sample, last) > replica.pool.num_available:
+                num_tokens = 1
+                last = self._last_position(sample, num_tokens)
+            if self._has_page(replica, sample, last, plan):
+                rows.append(self._decode(sample, num_tokens))
+
+    def _decode_steps(self) -> int:
+        """Tokens of a sample in one launch of this step.
+
+        Several while all who run decode, since others would wait for them, and while somebody
+        wants more than half of them.
+        """
+        steps = self._config.decode_steps
+        if steps == 1 or not all(s.is_prefilled for s in self.running):
+            return 1
+        wanted = max((self._wanted(s) for s in self.running if self._can_decode(s)), default=0)
+        return steps if 2 * wanted > steps else 1
+
+    def _wanted(self, sample: Sample) -> int:
+        """Tokens that a sample can decode before something else must happen."""
+        return self._room(sample) if self._drafts(sample) else sample.most_len - sample.bound
+
+    def _last_position(self, sample: Sample, num_tokens: int) -> int:
+        """The last position whose keys and values `num_tokens` more tokens need."""
+        if self._drafts(sample):
+            # A draft needs the page of its successor too: verification runs up to there.
+            return sample.bound - 1 + sample.num_drafts + num_tokens
+        return sample.bound - 2 + num_tokens
+
+    def _num_missing(self, sample: Sample, position: int) -> int:
+        """Pages up to `position` that a sample does not hold."""
+        return max(0, position // self._config.page_len + 1 - len(sample.pages))
 
     def _drafts(self, sample: Sample) -> bool:
         """Whether a decode step of a sample makes a draft now."""
@@ -465,9 +493,6 @@ class Scheduler:
         share = sum(s.is_drafted for s in decoding) / len(decoding)
         limit = self._config.draft_share
         self._is_drafting = share <= (limit if self._is_drafting else 0.8 * limit)
-        # WHY: several drafts in a launch would keep others waiting for theirs.
-        is_alone = share == 1 and len(decoding) == len(self.running)
-        self._draft_steps = self._config.draft_steps if is_alone else 1
 
     def _can_decode(self, sample: Sample) -> bool:
         if not sample.is_prefilled or sample.bound >= sample.most_len:
@@ -484,18 +509,19 @@ class Scheduler:
         most = min(self._config.verify_window, sample.most_len - sample.bound) - 1
         return most - sample.num_drafts
 
-    def _decode(self, sample: Sample, num_drafts: int) -> DecodeRow:
+    def _decode(self, sample: Sample, num_tokens: int) -> DecodeRow:
         row = DecodeRow(
             sample=sample,
             epoch=sample.epoch,
-            num_drafts=num_drafts,
+            num_tokens=num_tokens,
+            is_draft=self._drafts(sample),
             offset=sample.num_drafts,
             window=sample.window,
         )
         if row.is_draft:
             if sample.num_drafts == 0:
                 sample.opened_step = self._step
-            sample.num_drafts += num_drafts
+            sample.num_drafts += num_tokens
         else:
             sample.closed_step = None
         sample.num_coming += most_committed(row)

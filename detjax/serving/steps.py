@@ -205,8 +205,8 @@ class EngineStep:
     Attributes:
         kind: What it does.
         rows: Of each replica.
-        length: Tokens a row: a prefill's chunk, a verification's window, 1 for decode, or the
-            drafts that a row may make in one launch.
+        length: Tokens a row: a prefill's chunk, a verification's window, or those that a row may
+            decode in one launch.
         mode: Which kernels.
         weights: "full", or the name of the 8-bit dtype that a `fast` step's weights have.
         num_top: How many of the most likely tokens it reports.
@@ -362,26 +362,36 @@ class CompiledSteps:
         return pages, slots, _pack(choice)
 
     def _decode(self, step, params, tables, pages, slots: Slots, host):
-        """One token a row: committed, or put behind the drafts before it. Or several drafts."""
-        if step.length == 1:
-            return self._decode_one(step, params, tables, pages, slots, host)
-        num_drafts = host[:, 2]
+        """A token of each row, or up to `step.length`, one after the other.
 
-        def one_draft(i, carry):
+        A row says its slot, where in the window its drafts begin (-1: its tokens are committed) and
+        how many tokens it wants.
+        """
+        slot, offset, count = host[:, 0], host[:, 1], host[:, 2]
+        page_table, _ = self._split(host)
+        if step.length == 1:
+            rows = slot, offset, page_table
+            return self._decode_one(step, params, tables, pages, slots, rows)
+        packed = jnp.zeros((len(host), step.length, 2 + 2 * step.num_top), jnp.int32)
+
+        def one_token(i, carry):
             pages, slots, packed = carry
-            # A row that has its drafts is padding.
-            slot = jnp.where(i < num_drafts, host[:, 0], slots.start.shape[0])
-            row = host.at[:, 0].set(slot).at[:, 1].add(i).at[:, 2].min(1)
-            pages, slots, choice = self._decode_one(step, params, tables, pages, slots, row)
+            # A row that has its tokens is padding.
+            rows = (
+                jnp.where(i < count, slot, slots.start.shape[0]),
+                jnp.where(offset < 0, offset, offset + i),
+                page_table,
+            )
+            pages, slots, choice = self._decode_one(step, params, tables, pages, slots, rows)
             return pages, slots, packed.at[:, i].set(choice)
 
-        packed = jnp.zeros((len(host), step.length, 2 + 2 * step.num_top), jnp.int32)
-        return lax.fori_loop(0, step.length, one_draft, (pages, slots, packed))
+        return lax.fori_loop(0, step.length, one_token, (pages, slots, packed))
 
-    def _decode_one(self, step, params, tables, pages, slots: Slots, host):
-        """A token of each row, which the host array says to commit or to draft."""
-        slot, offset, is_draft = host[:, 0], host[:, 1], host[:, 2]
-        page_table, _ = self._split(host)
+    def _decode_one(self, step, params, tables, pages, slots: Slots, rows):
+        """A token of each row: committed, or put behind the drafts before it."""
+        slot, offset, page_table = rows
+        is_draft = (offset >= 0).astype(jnp.int32)
+        offset = jnp.maximum(offset, 0)
         ids = slots.window.at[slot, offset].get(mode="fill", fill_value=0)
         start = slots.start.at[slot].get(mode="fill", fill_value=-1)
         position = jnp.where(start < 0, -1, start + offset)

@@ -21,6 +21,7 @@ from detjax.models.fusion import fused_partition_specs
 from detjax.models.layers import Recipe, Tokens
 from detjax.models.loading import LoadedModel
 from detjax.models.params import partition_specs
+from detjax.models.paths import Kernels
 from detjax.numerics import NumericsProfile, tree_reduction
 from detjax.pallas_kernels.attention.api import attention, rope_attention
 from detjax.pallas_kernels.backend import Backend
@@ -204,15 +205,15 @@ def decode_step(chain_bytes: int = 0) -> aot.Program:
     return aot.inspect_program(lambda: compile_step(abstract_model(2), shape))
 
 
-def draft_launch(weight_dtype: str) -> aot.Program:
-    """Four drafts of eight samples in one launch, two layers."""
+def decode_launch(mode: Kernels, weights: str) -> aot.Program:
+    """Four tokens of eight samples in one launch, two layers."""
     model = abstract_model(2)
     sizes = StepSizes(num_pages=64, num_slots=8, table_len=8, window_len=8)
     step = EngineStep(
-        kind="decode", rows=8, length=4, mode="fast", weights=weight_dtype, num_top=0,
+        kind="decode", rows=8, length=4, mode=mode, weights=weights, num_top=0,
         with_filters=False,
     )  # fmt: skip
-    params = quantised(model, weight_dtype)
+    params = model.params if weights == "full" else quantised(model, weights)
     return aot.inspect_program(lambda: CompiledSteps(model, sizes).get(step, params))
 
 
@@ -276,7 +277,8 @@ PROGRAMS = {
     "new_token_many": lambda: attend_new(64, 1025),
     "attention_prefill": lambda: attend(1, 4096, 4096),
     "decode_step": decode_step,
-    "draft_launch": lambda: draft_launch("int8"),
+    "decode_launch": lambda: decode_launch("invariant", "full"),
+    "draft_launch": lambda: decode_launch("fast", "int8"),
     "chained_step": lambda: decode_step(chain_bytes=1 << 30),
     "fast_step": lambda: fast_step("bfloat16"),
     "fast_step_int8": lambda: fast_step("int8"),

@@ -147,8 +147,9 @@ def test_step_copies_neither_cache_nor_weights_and_spills_nothing(name):
     assert not names & {"attention_merge_sm90", "detjax_qk_norm_rope_write"}
 
 
-def test_a_launch_of_several_drafts_copies_neither_cache_nor_weights():
-    program = compiled("draft_launch")
+@pytest.mark.parametrize("name", ["decode_launch", "draft_launch"])
+def test_a_launch_of_several_tokens_copies_neither_cache_nor_weights(name):
+    program = compiled(name)
     assert program["copies"] == []
     # Nor are 8-bit weights widened once before the loop.
     assert program["temp_bytes"] < 32 << 20

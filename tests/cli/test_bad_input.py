@@ -37,9 +37,13 @@ from detjax.cli import errors
         (("--prompt", "a", "--check"), "give it --repeat N"),
         (("--prompt", "a", "--repeat", "3"), "--check; add it"),
         (("--prompt", "a", "--draft-weights", "int8"), "--draft-weights int8 needs --mode dvr"),
-        (("--prompt", "a", "--draft-steps", "2"), "--draft-steps 2 needs --mode dvr"),
+        (("--prompt", "a", "--decode-steps", "0"), "--decode-steps 0 must be at least 1"),
         (
-            ("--prompt", "a", "--mode", "dvr", "--draft-steps", "32"),
+            ("--prompt", "a", "--decode-steps", "2", "--prompt-lookup"),
+            "--decode-steps 2 does not go with --prompt-lookup",
+        ),
+        (
+            ("--prompt", "a", "--mode", "dvr", "--decode-steps", "32"),
             "at most --verify-window - 1 = 31",
         ),
         (

@@ -74,11 +74,11 @@ def test_the_first_run_of_a_check_is_the_one_that_was_asked_for(command, capsys)
 def test_a_check_of_dvr_compares_it_with_invariant(command, capsys):
     shapes: list[EngineShape] = []
     argv = ("--prompt", "ab", "--mode", "dvr", "--draft-weights", "int8", "--verify-window", "9")
-    argv += ("--draft-steps", "4")
+    argv += ("--decode-steps", "4")
     assert command(*argv, "--repeat", "4", "--check", shapes=shapes) == errors.OK
     assert [shape.mode for shape in shapes] == ["dvr", "invariant", "dvr", "invariant"]
     assert [shape.draft_weights for shape in shapes] == ["int8", "full", "int8", "full"]
-    assert [shape.draft_steps for shape in shapes] == [4, 1, 4, 1]
+    assert [shape.decode_steps for shape in shapes] == [4, 1, 4, 1]
     assert {shape.verify_window for shape in shapes} == {9}
     assert "verified by canonical ones" in capsys.readouterr().err
 

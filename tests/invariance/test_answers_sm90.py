@@ -95,6 +95,18 @@ def test_answers_are_bitwise_schedule_invariant(chunk):
     assert digests(got) == digests(expected("bundled"))
 
 
+@pytest.mark.invariance
+@pytest.mark.parametrize("name", ["bundled", "128 channels, q/k norm"])
+@pytest.mark.parametrize("changes", [{}, {"mode": "dvr", "draft_weights": "int8"}])
+def test_answers_do_not_depend_on_the_tokens_of_a_launch(name, changes):
+    config = EngineConfig(
+        batch_size=6, prefill_chunk=64, max_len=384, decode_steps=5, verify_window=8, **changes
+    )
+    engine = Engine(model(name), config)
+    assert digests(engine.generate(requests())) == digests(expected(name))
+    assert 5 in {step.length for step in engine.steps if step.kind == "decode"}
+
+
 def logits_of(name: str, tokens: np.ndarray, pieces: list[int]) -> np.ndarray:
     """Logits of every token of a sequence whose tokens arrive in pieces of these lengths."""
     m = model(name)

@@ -36,7 +36,7 @@ CONFIG = SchedulerConfig(
     verify_patience=3,
     verify_deadline=6,
     draft_share=1.0,
-    draft_steps=2,
+    decode_steps=2,
     ageing_steps=10,
     has_prefix_cache=True,
     is_synchronous=False,
@@ -119,18 +119,17 @@ class Device:
         drafts = self.windows[key][: row.offset]
         tokens = self.prefixes[key] + drafts
         assert len(drafts) == row.offset
-        for _ in range(row.num_drafts):
-            self.write(row.sample, tokens, len(tokens) - 1, kind="draft")
-            token = self.token_after(tokens)
-            tokens = tokens + [token if self.is_right() else token + 100]
+        kind = "canonical" if row.sample.is_canonical and not row.is_draft else "draft"
+        assert 1 <= row.num_tokens <= self.config.decode_steps
+        for _ in range(row.num_tokens):
+            self.write(row.sample, tokens, len(tokens) - 1, kind=kind)
+            is_right = not row.is_draft or self.is_right()
+            tokens = tokens + [self.token_after(tokens) + (0 if is_right else 100)]
         if row.is_draft:
             self.windows[key] = tokens[len(self.prefixes[key]) :]
             return row, self.windows[key][row.offset :]
-        kind = "canonical" if row.sample.is_canonical else "draft"
-        self.write(row.sample, tokens, len(tokens) - 1, kind=kind)
-        token = self.token_after(tokens)
-        self.prefixes[key] = tokens + [token]
-        return row, [token]
+        self.prefixes[key] = tokens
+        return row, tokens[-row.num_tokens :]
 
     def verify(self, replica: int, row: VerifyRow) -> tuple:
         key = replica, row.sample.slot
@@ -231,9 +230,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.simulation = Simulation()
         self.cancelled: set[int] = set()
 
-    @initialize(share=st.sampled_from([0.0, 0.3, 0.6, 1.0]), patience=st.sampled_from([0, 1, 5]))
-    def choose(self, share, patience):
-        self.simulation = Simulation(changed(draft_share=share, decode_patience=patience))
+    @initialize(
+        share=st.sampled_from([0.0, 0.3, 0.6, 1.0]),
+        patience=st.sampled_from([0, 1, 5]),
+        steps=st.sampled_from([1, 2, 4]),
+    )
+    def choose(self, share, patience, steps):
+        self.simulation = Simulation(
+            changed(draft_share=share, decode_patience=patience, decode_steps=steps)
+        )
 
     @rule(
         length=st.integers(1, 14),
@@ -446,7 +451,7 @@ def test_proposals_of_the_host_are_verified_and_progress():
     def propose(tokens, most):
         return tuple([Device.token_after(list(tokens)), 99][:most]) if len(tokens) % 2 else ()
 
-    simulation = Simulation(changed(is_synchronous=True), propose=propose)
+    simulation = Simulation(changed(decode_steps=1, is_synchronous=True), propose=propose)
     for i in range(4):
         simulation.add([i] * 5, most=9)
     plans = []
@@ -503,7 +508,7 @@ def test_decoding_waits_for_prompts_as_long_as_it_may(patience, decoded):
 
 def test_a_window_whose_draft_would_end_the_sample_is_verified_early():
     simulation = Simulation(
-        changed(draft_steps=1, verify_window=30, num_pages=40, verify_deadline=99)
+        changed(decode_steps=1, verify_window=30, num_pages=40, verify_deadline=99)
     )
     tokens = [2] * 4
     while len(tokens) < 20:
@@ -519,18 +524,38 @@ def test_a_window_whose_draft_would_end_the_sample_is_verified_early():
     simulation.check_answers()
 
 
-def test_a_launch_makes_several_drafts_while_all_who_run_draft():
-    simulation = Simulation(changed(num_pages=60, verify_window=6, draft_steps=3))
+@pytest.mark.parametrize(
+    ("is_drafted", "counts"),
+    [(True, {3, 2}), (False, {3})],  # five drafts and the committed token are a window
+)
+def test_a_launch_makes_several_tokens_while_all_who_run_decode(is_drafted, counts):
+    simulation = Simulation(changed(num_pages=80, verify_window=6, decode_steps=3))
     simulation.device.end = None
-    simulation.add([1] * 4, most=60, is_drafted=True)
-    alone, together = [], []
+    simulation.add([1] * 4, most=100, is_drafted=is_drafted)
+    alone, beside = [], []
     for step in range(24):
-        if step == 12:
-            simulation.add([2] * 4, most=60)
+        if step == 6:
+            simulation.add([2] * 40, most=100)
+        plan = simulation.step()
         # Who has just come is admitted behind what was launched for those who run.
-        rows = [r for part in simulation.step().decodes for r in part if r.is_draft]
-        (alone if step <= 12 else together).extend(r.num_drafts for r in rows)
-    # Five drafts and the committed token are a window.
-    assert set(alone) == {3, 2} and set(together) == {1}
+        is_beside = step > 6 and any(plan.prefills)
+        (beside if is_beside else alone).extend(r.num_tokens for part in plan.decodes for r in part)
+    assert set(alone) == counts and set(beside) == {1}
     simulation.drain()
     simulation.check_answers()
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("num_samples", [1, 2])
+def test_nobody_loses_a_page_to_tokens_that_lie_behind_an_end(num_samples, steps):
+    """The cache is full when the answers end, which is not known yet at the next launch."""
+    simulation = Simulation(
+        changed(num_pages=3 * num_samples, decode_steps=steps, has_prefix_cache=False)
+    )
+    simulation.device.end = 9
+    simulation.device.token_after = lambda before: 9 if len(before) == 3 * PAGE else 1
+    for first in range(num_samples):
+        simulation.add([first] * (2 * PAGE), most=3 * PAGE)
+    simulation.drain()
+    assert simulation.scheduler.num_preempted == 0 and not simulation.failed
+    assert {len(sample.tokens) for sample in simulation.samples} == {3 * PAGE + 1}

@@ -133,7 +133,7 @@ def test_an_engine_that_drafts_now_and_then_is_bitwise_schedule_invariant():
 
 @pytest.mark.invariance
 def test_an_engine_that_makes_several_drafts_a_launch_is_bitwise_schedule_invariant():
-    made = engine(mode="dvr", draft_steps=3, draft_weights="int8")
+    made = engine(mode="dvr", decode_steps=3, draft_weights="int8")
     asked = [i for i, q in enumerate(questions()) if is_unfiltered(q) and not q.stop][:12]
     completions = made.generate([questions()[i].request for i in asked])
     want = [c for i in asked for c in expected()[i]]
@@ -142,6 +142,19 @@ def test_an_engine_that_makes_several_drafts_a_launch_is_bitwise_schedule_invari
     stats = made.stats()
     assert 0 < stats.accepted_tokens < stats.draft_tokens
     load(made, 60, seed=12, plain_share=0.1)
+
+
+@pytest.mark.invariance
+@pytest.mark.parametrize(
+    "changes", [pytest.param({}, marks=pytest.mark.slow), {"mode": "dvr", "draft_share": 0.4}]
+)
+def test_an_engine_that_decodes_several_tokens_a_launch_is_bitwise_schedule_invariant(changes):
+    made = engine(decode_steps=4, **changes)
+    load(made, 80, seed=13, plain_share=0.3)
+    lengths = {step.length for step in made.steps if step.kind == "decode"}
+    stats = made.stats()
+    assert lengths >= {1, 4} and stats.num_preempted > 0
+    assert stats.surplus_tokens > 0  # behind an end
 
 
 @pytest.mark.invariance
