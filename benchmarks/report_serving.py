@@ -280,7 +280,8 @@ def narrow_part() -> list[str]:
                 row["over_fast"] = row["output_tokens_per_s"] / best[batch]
         lines += [
             "",
-            f"**8-bit drafts at small batches.** {load_name(cases.values())}. Medians:",
+            f"**8-bit drafts, and several tokens a launch.** {load_name(cases.values())}. Medians;",
+            "`fast` is the quickest one of its batch size:",
             "",
             *table(
                 ["batch", "mode", "window (W)", "tokens a launch", *SPEED, "a token, ms", *DRAFTS],
