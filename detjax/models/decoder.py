@@ -13,19 +13,14 @@ from detjax.array_types import Activation, Array, Float32
 from detjax.models.layers import (
     Recipe,
     Tokens,
-    attend,
     attention_layer,
-    chained_layer,
-    chains_layers,
     embed_tokens,
     final_rows,
     gated_layer,
-    project,
     row_parallel_norm,
 )
 from detjax.numerics import NumericsProfile, tree_reduction
 from detjax.pallas_kernels.linear.api import linear
-from detjax.pallas_kernels.linear.sm90_chain import NUM_COUNTERS
 from detjax.parallel.mesh import TP_AXIS
 
 
@@ -72,20 +67,6 @@ def forward(
 
     layers, exchange = params["layers"], params.get("exchange")
     residual, x = embed_tokens(recipe, params["embed"], tokens.ids.reshape(-1)), None
-    if chains_layers(recipe, layers[0], residual.shape[0]):
-        # WHY: two launches a layer instead of five; the weights stream on between products.
-        counters = jnp.zeros((len(layers), NUM_COUNTERS), jnp.int32)
-        qkv = project(recipe, layers[0], residual, None)
-        for layer, (weights, next_weights) in enumerate(
-            zip(layers, [*layers[1:], None], strict=True)
-        ):
-            assert qkv is not None  # only the last layer leaves none
-            pages, x = attend(recipe, weights, qkv, cos, sin, pages, tokens, layer)
-            residual, qkv, counters = chained_layer(
-                recipe, weights, next_weights, residual, x, counters, layer
-            )
-        x = final_rows(recipe, residual, None, params["final_norm"])
-        return pages, x.reshape(batch, length, -1)
     next_gains = [weights["attn_norm"] for weights in layers[1:]] + [params["final_norm"]]
     for layer, (weights, next_gain) in enumerate(zip(layers, next_gains, strict=True)):
         pages, x = attention_layer(recipe, weights, residual, x, cos, sin, pages, tokens, layer)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from detjax.array_types import Activation, Array, Float32, Int32
 from detjax.models.config import ModelConfig
@@ -17,12 +16,10 @@ from detjax.pallas_kernels.attention.api import rope_attention
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.embedding.api import embed
 from detjax.pallas_kernels.linear.api import (
-    chains,
     defers_norm,
     linear,
     linear_add,
     linear_add_rms_norm,
-    linear_chain,
     linear_partial,
     linear_swiglu,
     norm_linear,
@@ -134,54 +131,6 @@ def attend(
         backend=recipe.backend,
     )
     return pages, out.reshape(batch * length, -1)
-
-
-def chains_layers(recipe: Recipe, weights: dict, num_rows: int) -> bool:
-    """Whether a layer's products after attention are one launch: one rank, few rows.
-
-    `weights` are any layer's: all have one shape.
-    """
-    return recipe.tp == 1 and chains(
-        num_rows,
-        k_len=weights["o"].shape[1],
-        width=weights["o"].shape[0],
-        num_gates=weights["down"].shape[1],
-        num_next=weights["qkv"].shape[0],
-        backend=recipe.backend,
-    )
-
-
-def chained_layer(
-    recipe: Recipe,
-    weights: dict,
-    next_weights: dict | None,
-    residual: Activation[Array, "M D"],
-    x: Activation[Array, "M k"],
-    counters: Int32[Array, "L n"],
-    layer: int,
-) -> tuple[Activation[Array, "M D"], Activation[Array, "M q"] | None, Int32[Array, "L n"]]:
-    """A layer after attention, and what the next layer attends with; None after the last."""
-    following = None
-    if next_weights is not None:
-        following = (next_weights["attn_norm"], next_weights["qkv"], next_weights.get("qkv_bias"))
-    o, down = weights["o"], weights["down"]
-    reductions = (
-        tree_reduction(o.shape[1], recipe.profile),
-        tree_reduction(down.shape[1], recipe.profile),
-    )
-    return linear_chain(
-        x,
-        residual,
-        (o, weights.get("o_bias")),
-        (weights["mlp_norm"], weights["gate_up"]),
-        (down, None),
-        following,
-        counters,
-        jnp.int32(layer),
-        reductions=reductions,
-        eps=recipe.config.rms_norm_eps,
-        backend=recipe.backend,
-    )
 
 
 def gated_layer(

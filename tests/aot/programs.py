@@ -30,9 +30,7 @@ from detjax.pallas_kernels.linear.api import (
     linear,
     linear_add,
     linear_add_rms_norm,
-    linear_chain,
 )
-from detjax.pallas_kernels.linear.sm90_chain import NUM_COUNTERS
 from detjax.serving.steps import (
     CompiledSteps,
     EngineStep,
@@ -104,33 +102,6 @@ def down_add(num_rows: int) -> aot.Program:
     return aot.compile_program(run, *shapes)
 
 
-def chain(num_rows: int, width: int, heads: int, hidden: int, qkv: int, *, biases: bool = False):
-    """The products of a layer after attention, and the next layer's first."""
-    reductions = tree_reduction(heads, PROFILE), tree_reduction(hidden, PROFILE)
-
-    def run(x, residual, o, gate_up, down, following):
-        counters = jnp.zeros((1, NUM_COUNTERS), jnp.int32)
-        residual, out, _ = linear_chain(
-            x, residual, o, gate_up, down, following, counters, jnp.int32(0),
-            reductions=reductions, eps=1e-5, backend=Backend.SM90,
-        )  # fmt: skip
-        return residual, out
-
-    def bias(size):
-        return _shape(size) if biases else None
-
-    shapes = (
-        _shape(num_rows, heads),
-        _shape(num_rows, width),
-        (_shape(width, heads), bias(width)),
-        (_shape(width), _shape(2 * hidden, width)),
-        (_shape(width, hidden), None),
-        (_shape(width), _shape(qkv, width), bias(qkv)),
-    )
-    jitted = jax.jit(run, in_shardings=NamedSharding(aot.h200_mesh(), P()))
-    return aot.inspect_program(lambda: jitted.lower(*shapes).compile())
-
-
 def attend(batch: int, length: int, context: int) -> aot.Program:
     """Attention of 32 query heads over 8 key/value heads of 128 channels."""
     num_pages = context // 128
@@ -198,9 +169,8 @@ def abstract_model(num_layers: int) -> LoadedModel:
     )
 
 
-def decode_step(chain_bytes: int = 0) -> aot.Program:
-    """A whole decode step of two layers at batch 8, layers up to so many bytes as chains."""
-    sm90.CHAIN_BYTES = chain_bytes
+def decode_step() -> aot.Program:
+    """A whole decode step of two layers at batch 8."""
     shape = StepShape(batch=8, length=1, table_len=8, num_pages=64, num_top=0, with_filters=False)
     return aot.inspect_program(lambda: compile_step(abstract_model(2), shape))
 
@@ -267,10 +237,6 @@ PROGRAMS = {
     "norm_qkv_8": lambda: norm_qkv(8),
     "norm_gate_up_8": lambda: norm_gate_up(8, 4096),
     "norm_gate_up_8_wide": lambda: norm_gate_up(8, 8192),
-    "chain_1": lambda: chain(1, 4096, 4096, 14336, 6144),
-    "chain_8": lambda: chain(8, 4096, 4096, 14336, 6144),
-    "chain_8_small": lambda: chain(8, 1024, 2048, 3072, 4096),  # Qwen3-0.6B
-    "chain_8_biases": lambda: chain(8, 896, 896, 4864, 1152, biases=True),  # Qwen2.5-0.5B
     "attention_decode": lambda: attend(8, 1, 1024),
     "attention_decode_many": lambda: attend(64, 1, 1024),
     "new_token": lambda: attend_new(8, 1025),
@@ -279,7 +245,6 @@ PROGRAMS = {
     "decode_step": decode_step,
     "decode_launch": lambda: decode_launch("invariant", "full"),
     "draft_launch": lambda: decode_launch("fast", "int8"),
-    "chained_step": lambda: decode_step(chain_bytes=1 << 30),
     "fast_step": lambda: fast_step("bfloat16"),
     "fast_step_int8": lambda: fast_step("int8"),
     "fast_step_float8": lambda: fast_step("float8_e4m3fn"),

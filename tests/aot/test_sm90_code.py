@@ -80,23 +80,9 @@ def test_a_norm_before_gated_tiles_spills_nothing(name):
     assert program["launches"] == 1
 
 
-@pytest.mark.parametrize("name", ["chain_1", "chain_8", "chain_8_small", "chain_8_biases"])
-def test_a_chain_of_products_is_one_launch_and_spills_nothing(name):
-    program = compiled(name)
-    assert wgmma(program, "detjax_linear_chain") == {("m64n8k16",)}
-    assert spills(program) == {}
-    assert program["copies"] == []
-    assert program["launches"] == 1
-
-
 def test_a_decode_step_has_five_launches_a_layer():
     # qkv, attention, o, gate_up, down; the final norm, lm_head, four for the choice of a token.
     assert compiled("decode_step")["launches"] == 2 * 5 + 6
-
-
-def test_a_chained_decode_step_has_two_launches_a_layer():
-    # Attention, a chain; the first qkv, the final norm, lm_head, four for the choice of a token.
-    assert compiled("chained_step")["launches"] == 2 * 2 + 7
 
 
 @pytest.mark.parametrize(

@@ -265,21 +265,6 @@ def test_answers_do_not_depend_on_who_normalises(monkeypatch, most_rows):
     assert any(deferred) and all(deferred) == (most_rows == 1024)
 
 
-@pytest.mark.invariance
-def test_answers_do_not_depend_on_chained_products(monkeypatch):
-    """A layer's products as one operation, in decode only, change no answer."""
-    want, chained = expected(2)[:6], []
-
-    def chains(num_rows, *, k_len, width, num_gates, num_next, backend):
-        chained.append(num_rows <= 2)
-        return chained[-1]
-
-    monkeypatch.setattr(detjax.models.layers, "chains", chains)
-    got = answers(dummy_model(config_for(2)), requests(6), batch_size=2)
-    assert_same(got, want, "the products after attention as a chain")
-    assert any(chained) and not all(chained)
-
-
 @pytest.mark.control
 def test_control_jnp_dot_is_not_batch_invariant(monkeypatch):
     """XLA's own products on the same model: some request's bits depend on the batch."""

@@ -31,7 +31,6 @@ from detjax.pallas_kernels.linear.api import (
     linear,
     linear_add,
     linear_add_rms_norm,
-    linear_chain,
     linear_partial,
     linear_swiglu,
     norm_linear,
@@ -114,7 +113,7 @@ def _cases() -> dict[str, Case]:
     top_p = jnp.asarray(rng.uniform(0.1, 1, M), jnp.float32)
     maxima, sums = (jnp.abs(f32(rng, M, 24)) for _ in range(2))
     leaf = tree_reduction(K, PROFILE)
-    wide_w, square_w, down_w = bf16(rng, N, 8 * 32), bf16(rng, K, K), bf16(rng, K, 512)
+    wide_w = bf16(rng, N, 8 * 32)
     eight = tree_reduction(8 * 32, PROFILE)
     pages = bf16(rng, 2, 9, 2, 2, 128, C)
     pages_of = jnp.asarray([[3, 0, 7], [1, 8, 2]], jnp.int32)
@@ -362,26 +361,6 @@ def _cases() -> dict[str, Case]:
                 ),
                 slice(None),
             ),
-        ),
-        "linear_chain": Case(
-            kernel=linear_chain,
-            call=lambda x, r: jnp.concatenate(
-                linear_chain(
-                    x,
-                    r,
-                    (square_w, gain),
-                    (gain, w_gate_up),
-                    (down_w, None),
-                    (gain, w, bias),
-                    jnp.zeros((1, 3), jnp.int32),
-                    jnp.int32(0),
-                    reductions=(leaf, tree_reduction(512, PROFILE)),
-                    eps=1e-5,
-                    **ON,
-                )[:2],
-                axis=1,
-            ),
-            rows=(bf16(rng, M, K), bf16(rng, M, K)),
         ),
         "rope_into_cache": Case(
             kernel=rope_into_cache,
@@ -783,7 +762,7 @@ def test_every_claim_has_its_test():
 
 def test_every_kernel_states_its_numerics():
     for name, fn, _ in _public_claims():
-        if name in ("gather_columns", "defers_norm", "chains"):  # no arithmetic
+        if name in ("gather_columns", "defers_norm"):  # no arithmetic
             continue
         doc = inspect.getdoc(fn) or ""
         assert "Numerics:" in doc and "Claims:" in doc, name

@@ -14,13 +14,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from detjax.numerics import NumericsProfile, Reduction, sequential_reduction, tree_reduction
 from detjax.pallas_kernels.linear import portable, sm90, sm90_matmul
 from detjax.pallas_kernels.linear.shapes import SHAPES
-from detjax.pallas_kernels.linear.sm90_chain import NUM_COUNTERS, chain
 from detjax.pallas_kernels.linear.sm90_matmul import matmul
 from detjax.pallas_kernels.linear.tiles import (
     SMEM_BYTES,
-    ChainTiles,
     MatmulTiles,
-    chain_tiles,
     choose_tiles,
     smem_bytes,
 )
@@ -382,172 +379,6 @@ def test_chunks_of_a_normalised_row_in_interpret_mode(width, one_cta):
     assert_bitwise_equal(out, want, claim=f"rows of {width} normalised in the prologue")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LayerShape:
-    """Widths of a layer: the residual stream, attention's output, gates, q/k/v; its biases."""
-
-    width: int
-    heads: int
-    hidden: int
-    qkv: int
-    has_biases: bool = False
-
-
-LAYERS = {
-    "llama3_8b": LayerShape(width=4096, heads=4096, hidden=14336, qkv=6144),
-    "qwen3_0b6": LayerShape(width=1024, heads=2048, hidden=3072, qkv=4096),
-    "qwen2_0b5": LayerShape(width=896, heads=896, hidden=4864, qkv=1152, has_biases=True),
-}
-
-
-def chain_operands(shape: LayerShape, *, make, is_last: bool = False) -> tuple:
-    """Weights as `chain` takes them; `make` is called with a shape."""
-    d, q = shape.width, shape.qkv
-
-    def bias(size):
-        return make((size,)) if shape.has_biases else None
-
-    return (
-        (make((d, shape.heads)), bias(d)),
-        (make((d,)), make((2 * shape.hidden, d))),
-        (make((d, shape.hidden)), bias(d)),
-        None if is_last else (make((d,)), make((q, d)), bias(q)),
-    )
-
-
-def random_blocks():
-    """bf16 arrays of any shape, wide exponents, another at each call."""
-    rng = np.random.default_rng(11)
-
-    def make(shape):
-        values = rng.standard_normal(shape) * np.exp(rng.standard_normal(shape)) / 16
-        return jnp.asarray(values + (len(shape) == 1), jnp.bfloat16)
-
-    return make
-
-
-def chain_leaves(shape: LayerShape) -> tuple[Reduction, Reduction]:
-    return tree_reduction(shape.heads, PROFILE), tree_reduction(shape.hidden, PROFILE)
-
-
-def run_chain(x, residual, weights, shape, tiles, *, row=0, interpret=None):
-    counters = jnp.zeros((2, NUM_COUNTERS), jnp.int32)
-    residual, out, _ = chain(
-        x, residual, *weights, counters, jnp.int32(row),
-        leaf_lens=tuple(r.leaf_len for r in chain_leaves(shape)),
-        eps=EPS, tiles=tiles, interpret=interpret,
-    )  # fmt: skip
-    return residual, out
-
-
-@pytest.mark.parametrize("is_last", (False, True))
-@pytest.mark.parametrize("num_rows", (1, 3, 8))
-@pytest.mark.parametrize("name", LAYERS)
-def test_chains_lower(name, num_rows, is_last):
-    shape = LAYERS[name]
-    weights = chain_operands(shape, make=struct, is_last=is_last)
-    tiles = chain_tiles(shape.width)
-    lower_for_hopper(
-        lambda x, r, w: run_chain(x, r, w, shape, tiles),
-        struct((num_rows, shape.heads)),
-        struct((num_rows, shape.width)),
-        weights,
-    )
-
-
-def product_in_interpret_mode(x, w, bias, residual, gain=None, *, leaf_len=None, is_gated=False):
-    leaf_len = leaf_len or x.shape[1]
-    tiles = FLAT if gain is None else dataclasses.replace(FLAT, held_channels=x.shape[1])
-    if is_gated:
-        tiles = dataclasses.replace(tiles, rows=128, is_gated=True)
-    while leaf_len % tiles.k:
-        tiles = dataclasses.replace(tiles, k=tiles.k // 2)
-    return matmul(
-        x, w, bias, residual, gain, leaf_len=leaf_len, out_dtype=BF16, tiles=tiles, eps=EPS,
-        interpret=plgpu.InterpretGPUParams(),
-    )  # fmt: skip
-
-
-TINY = LayerShape(width=384, heads=256, hidden=512, qkv=192)
-TINY_LAYERS = {
-    "plain": TINY,
-    "biases": dataclasses.replace(TINY, width=512, hidden=1024, has_biases=True),
-    "leaves_of_112": dataclasses.replace(TINY, heads=896),
-}
-TINY_TILES = ChainTiles(stages=3, x_slots=3, num_ctas=2)
-
-
-@pytest.mark.parametrize(
-    ("name", "num_rows", "is_last", "tiles"),
-    [
-        ("plain", 1, False, TINY_TILES),
-        ("plain", 2, True, TINY_TILES),
-        pytest.param("biases", 3, False, TINY_TILES, marks=pytest.mark.slow),
-        ("biases", 8, False, dataclasses.replace(TINY_TILES, num_ctas=1)),
-        pytest.param(
-            "biases", 1, False, dataclasses.replace(TINY_TILES, slot_bytes=32768, stages=2),
-            marks=pytest.mark.slow,
-        ),
-        ("leaves_of_112", 3, False, TINY_TILES),
-        pytest.param(
-            "leaves_of_112", 1, False, dataclasses.replace(TINY_TILES, is_rotated=False),
-            marks=pytest.mark.slow,
-        ),
-    ],
-)  # fmt: skip
-def test_a_chain_in_interpret_mode_equals_its_products(name, num_rows, is_last, tiles):
-    """CTAs of a cluster, with its barrier in place of the grid's; memory starts as NaN."""
-    shape, make = TINY_LAYERS[name], random_blocks()
-    weights = o, gate_up, down, following = chain_operands(shape, make=make, is_last=is_last)
-    x, residual = make((num_rows, shape.heads)), uneven_rows(num_rows, shape.width)
-    interpret = plgpu.InterpretGPUParams(detect_races=True)
-    got = run_chain(x, residual, weights, shape, tiles, row=1, interpret=interpret)
-    leaves = chain_leaves(shape)
-    product = product_in_interpret_mode
-    residual = product(x, *o, residual, leaf_len=leaves[0].leaf_len)
-    hidden = product(residual, gate_up[1], None, None, gate_up[0], is_gated=True)
-    residual = product(hidden, *down, residual, leaf_len=leaves[1].leaf_len)
-    assert np.isfinite(np.asarray(residual, np.float32)).all()
-    claim = f"{name}, M={num_rows}: a chain is its products"
-    assert_bitwise_equal(got[0], residual, claim=claim)
-    assert (got[1] is None) == is_last
-    if not is_last:
-        want = product(residual, *following[1:], None, following[0])
-        assert_bitwise_equal(got[1], want, claim=claim)
-
-
-def test_chains_refuse_nonsense():
-    weights = chain_operands(TINY, make=struct)
-    for num_rows, w, says in (
-        (9, weights, "not 9 rows"),
-        (8, chain_operands(dataclasses.replace(TINY, qkv=160), make=struct), "160"),
-    ):
-        with pytest.raises(ValueError, match=says):
-            lower_for_hopper(
-                lambda x, r, w: run_chain(x, r, w, TINY, TINY_TILES),
-                struct((num_rows, TINY.heads)),
-                struct((num_rows, TINY.width)),
-                w,
-            )
-    with pytest.raises(ValueError, match="slot_bytes=8192"):
-        dataclasses.replace(TINY_TILES, slot_bytes=8192)
-    with pytest.raises(ValueError, match="stages=1"):
-        dataclasses.replace(TINY_TILES, stages=1)
-
-
-def test_few_rows_of_one_rank_chain(monkeypatch):
-    """At most 8 rows, of a width that a warpgroup's registers hold; whole tiles."""
-    monkeypatch.setattr(sm90, "CHAIN_BYTES", 1 << 30)
-    llama = {"k_len": 4096, "width": 4096, "num_gates": 14336, "num_next": 6144}
-    assert sm90.chains(1, **llama) and sm90.chains(8, **llama)
-    assert not sm90.chains(9, **llama)
-    assert not sm90.chains(1, **llama | {"width": 6144})
-    assert not sm90.chains(1, **llama | {"width": 576})  # half a warpgroup's width is over
-    assert not sm90.chains(1, **llama | {"num_gates": 1376})
-    monkeypatch.setattr(sm90, "CHAIN_BYTES", 400 << 20)
-    assert not sm90.chains(1, **llama)
-
-
 @pytest.fixture
 def one_cta(monkeypatch):
     """Give every tile to one CTA, so that its ring runs on from tile to tile."""
@@ -849,37 +680,6 @@ def test_a_residual_in_the_epilogue_changes_no_bit(shape):
             poison_memory()
             got = sm90.linear_add(*args, bias, reduction=reduction)
             assert_bitwise_equal(got, want, claim=f"{shape}, M={num_rows}")
-
-
-@pytest.mark.gpu
-@pytest.mark.invariance
-@pytest.mark.parametrize("num_rows", (1, 2, 3, 8))
-@pytest.mark.parametrize("name", LAYERS)
-def test_a_chain_changes_no_bit(name, num_rows):
-    """200 times, other activations each time: the bits of four launches, in NaN memory."""
-    shape, make = LAYERS[name], random_blocks()
-    weights = chain_operands(shape, make=make)
-    leaves = chain_leaves(shape)
-    x, residual = make((num_rows, shape.heads)), uneven_rows(num_rows, shape.width)
-
-    @jax.jit
-    def apart(x, residual, o, gate_up, down, following):
-        residual = sm90.linear_add(x, o[0], residual, o[1], reduction=leaves[0])
-        hidden = sm90.norm_linear_swiglu(residual, *gate_up, eps=EPS)
-        residual = sm90.linear_add(hidden, down[0], residual, down[1], reduction=leaves[1])
-        return residual, sm90.norm_linear(residual, *following, eps=EPS, out_dtype=BF16)
-
-    @jax.jit
-    def together(x, residual, *weights):
-        return run_chain(x, residual, weights, shape, chain_tiles(shape.width), row=1)
-
-    for i in range(200):
-        args = jnp.roll(x, i, axis=1), jnp.roll(residual, i, axis=1)
-        want = apart(*args, *weights)
-        if i % 50 == 0:
-            poison_memory()
-        for got, expected in zip(together(*args, *weights), want, strict=True):
-            assert_bitwise_equal(got, expected, claim=f"{name}, M={num_rows}, run {i}")
 
 
 @pytest.mark.gpu

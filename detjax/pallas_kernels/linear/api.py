@@ -3,7 +3,7 @@
 
 import jax.numpy as jnp
 
-from detjax.array_types import Activation, Array, Float32, Int32
+from detjax.array_types import Activation, Array, Float32
 from detjax.numerics import Reduction
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.linear import portable, sm90
@@ -304,80 +304,3 @@ def linear_add_rms_norm(
         return combine_add_rms_norm(leaf_sums, residual, bias, gain, eps=eps, backend=backend)
     partial = portable.linear_partial(x, w, reduction=reduction)
     return add_rms_norm(partial, residual, bias, gain, eps=eps, backend=backend)
-
-
-def chains(
-    num_rows: int, *, k_len: int, width: int, num_gates: int, num_next: int, backend: Backend
-) -> bool:
-    """Whether `linear_chain` is one launch; it changes no bit.
-
-    Args:
-        num_rows: M.
-        k_len: K of o_proj.
-        width: D.
-        num_gates: F.
-        num_next: Outputs of the next layer's first product.
-        backend: Which implementation runs.
-    """
-    return backend is Backend.SM90 and sm90.chains(
-        num_rows, k_len=k_len, width=width, num_gates=num_gates, num_next=num_next
-    )
-
-
-def linear_chain(
-    x: Activation[Array, "M K"],
-    residual: Activation[Array, "M D"],
-    o: tuple,
-    gate_up: tuple,
-    down: tuple,
-    following: tuple | None,
-    counters: Int32[Array, "L n"],
-    layer: Int32[Array, ""],
-    *,
-    reductions: tuple[Reduction, Reduction],
-    eps: float,
-    backend: Backend,
-) -> tuple[Activation[Array, "M D"], Activation[Array, "M Q"] | None, Int32[Array, "L n"]]:
-    """The products of a layer of tp = 1 after attention, and the next layer's first.
-
-    `residual = linear_add(x, *o, residual)`, `h = norm_linear_swiglu(residual, *gate_up)`,
-    `residual = linear_add(h, *down, residual)`, `out = norm_linear(residual, *following)`
-
-    Args:
-        x: Attention's output.
-        residual: The residual stream.
-        o: Weights (D, K), and a bias [D] or None.
-        gate_up: Gain of the norm [D], and weights of gates, then ups (E, D); E = 2 F.
-        down: Weights (D, F), and a bias [D] or None.
-        following: Gain of the next norm [D], weights (Q, D), and a bias [Q] or None; None after
-            the last layer.
-        counters: Where the CTAs of one launch meet, [layers, `sm90_chain.NUM_COUNTERS`]: this
-            layer's row must be zero, and is not afterwards.
-        layer: Which row.
-        reductions: The leaves of K and of F.
-        eps: Of both norms.
-        backend: Which implementation runs; sm90 for operands that `chains`.
-
-    Returns:
-        The new residual stream; the product of `following`, or None; the counters.
-
-    Raises:
-        ValueError: On sm90, for more than 8 rows or outputs that are no multiple of 64.
-
-    Numerics:
-        The bits of the four operations above, one after the other.
-        Claims: run-invariant, batch-invariant, path-consistent.
-    """
-    if backend is Backend.SM90:
-        return sm90.linear_chain(
-            x, residual, o, gate_up, down, following, counters, layer,
-            reductions=reductions, eps=eps,
-        )  # fmt: skip
-    for i, (w, bias) in enumerate((o, down)):
-        residual = linear_add(x, w, residual, bias, reduction=reductions[i], backend=backend)
-        if i == 0:
-            x = norm_linear_swiglu(residual, *gate_up, eps=eps, backend=backend)
-    if following is None:
-        return residual, None, counters
-    out = norm_linear(residual, *following, eps=eps, out_dtype=residual.dtype, backend=backend)
-    return residual, out, counters

@@ -10,17 +10,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from detjax.numerics import Reduction
-from detjax.pallas_kernels.linear.sm90_chain import chain
 from detjax.pallas_kernels.linear.sm90_matmul import matmul
 from detjax.pallas_kernels.linear.tiles import (
-    CHAIN_BYTES,
-    CHAIN_ROWS,
-    CHAIN_WIDTH,
     MAX_NORM_ROWS,
     NUM_SMS,
-    OUT_ROWS,
     MatmulTiles,
-    chain_tiles,
     choose_tiles,
 )
 from detjax.pallas_kernels.rms_norm.sm90 import row_sum
@@ -252,39 +246,6 @@ def linear_add(x, w, residual, bias, *, reduction: Reduction) -> jax.Array:
         out_dtype=residual.dtype,
         tiles=tiles,
     )
-
-
-def chains(num_rows: int, *, k_len: int, width: int, num_gates: int, num_next: int) -> bool:
-    """See `api.chains`: small layers, up to 8 rows that few registers normalise, whole tiles."""
-    if 2 * width * (k_len + 3 * num_gates + num_next) > CHAIN_BYTES:
-        return False
-    if num_rows > CHAIN_ROWS or width > CHAIN_WIDTH or not row_sum(width).is_wide:
-        return False
-    return k_len % 16 == 0 and not any(n % OUT_ROWS for n in (width, num_gates, num_next))
-
-
-def linear_chain(
-    x, residual, o, gate_up, down, following, counters, layer,
-    *, reductions: tuple[Reduction, Reduction], eps: float,
-) -> tuple[jax.Array, jax.Array | None, jax.Array]:  # fmt: skip
-    """See `api.linear_chain`; for operands that `chains`.
-
-    Numerics:
-        # ORDER, # ROUND: those of `linear_add`, `norm_linear_swiglu` and `norm_linear`.
-        Claims: run-invariant, batch-invariant, path-consistent. Bits depend on (K, dtypes, build).
-    """
-    width = residual.shape[1]
-    groups = [(x.shape[1], o[0], reductions[0].leaf_len), (width, gate_up[1], width)]
-    groups += [(gate_up[1].shape[0] // 2, down[0], reductions[1].leaf_len)]
-    groups += [(width, following[1], width)] if following is not None else []
-    for k_len, w, leaf_len in groups:
-        rows = jax.ShapeDtypeStruct((x.shape[0], k_len), x.dtype)
-        check_supported(rows, w, leaf_len=leaf_len)
-    leaf_lens = (reductions[0].leaf_len, reductions[1].leaf_len)
-    return chain(
-        x, residual, o, gate_up, down, following, counters, layer,
-        leaf_lens=leaf_lens, eps=eps, tiles=chain_tiles(width),
-    )  # fmt: skip
 
 
 def _tree(terms: list):

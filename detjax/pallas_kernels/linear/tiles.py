@@ -18,22 +18,6 @@ SMEM_BYTES = 232448
 MAX_NORM_ROWS = 8
 """Up to here a product normalises its own input and saves a launch; 8 is most, 0 turns it off."""
 
-CHAIN_ROWS = 8
-"""Rows up to which the products of a layer after attention may be one launch; 8 is most."""
-
-CHAIN_BYTES = 0
-"""Largest layer, by the bytes of its weights, whose products are one launch; 0 turns it off.
-
-A layer at one row: 31 MB take 55.1 us in launches of their own, 30.4 as a chain; 436 MB 121.1 and
-126.8. Off until a whole model has run with it.
-"""
-
-CHAIN_WIDTH = 5120
-"""Wider rows are normalised by a warpgroup with more registers than it has in the chain."""
-
-OUT_ROWS = 64
-"""Outputs of a tile of the chain."""
-
 SLOT_SHAPE = (64, 128, 64)
 """Rows of a warpgroup, columns and depth of a tile whose bf16 output is as large as a stage."""
 
@@ -143,44 +127,6 @@ class MatmulTiles:
             return 0
         num_chunks = self.held_channels // held_chunk(self.held_channels)
         return self.cols * (2 * self.held_channels + 16 * num_chunks)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ChainTiles:
-    """How a chain of products is cut into CTAs. Free: no field changes the order of a sum.
-
-    Attributes:
-        slot_bytes: Of a slot of the ring of weights; 16 KiB is 64 rows of 128, or 128 of 64.
-        stages: Slots of the ring.
-        x_slots: Slots of the ring of activations that are not held.
-        ahead: Slots of the next product that are fetched into the L2 when the ring is full.
-        is_rotated: Whether a product's tiles are numbered from the CTA where the last one's end.
-        num_ctas: CTAs of the grid, all resident.
-    """
-
-    slot_bytes: int = 16384
-    stages: int
-    x_slots: int
-    ahead: int = 0
-    is_rotated: bool = True
-    num_ctas: int = NUM_SMS
-
-    def __post_init__(self):
-        """Refuse what cannot be a slot."""
-        if self.slot_bytes not in (16384, 32768):
-            raise ValueError(f"{self.slot_bytes=} must be 16384 or 32768")
-        if not 2 <= self.stages <= 32 or not 2 <= self.x_slots <= 32:
-            raise ValueError(f"{self.stages=} and {self.x_slots=} must be 2 to 32")
-
-
-def chain_tiles(width: int, *, slot_bytes: int = 16384, most: int = 32, **more) -> ChainTiles:
-    """A ring as deep as fits beside up to 8 activations of `width` channels."""
-    # WHY: activations come from the L2, a little further ahead than weights; each slot is two
-    # barriers to initialise before the first load.
-    x_slots = 12
-    held = max(16 * width, x_slots * (slot_bytes // 8))
-    stages = min(most, (SMEM_BYTES - held - 5120) // slot_bytes)
-    return ChainTiles(slot_bytes=slot_bytes, stages=stages, x_slots=x_slots, **more)
 
 
 def held_chunk(width: int) -> int:
