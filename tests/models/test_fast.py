@@ -62,8 +62,14 @@ def distance(actual: np.ndarray, reference: np.ndarray) -> float:
     return float(np.sqrt(np.mean((actual.astype(np.float64) - reference) ** 2)))
 
 
-@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.slow), 4])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    ("name", "tp"),
+    [
+        ("every_switch", 4),
+        pytest.param("repeated_heads", 4, marks=pytest.mark.slow),
+        *(pytest.param(name, 1, marks=pytest.mark.slow) for name in CONFIGS),
+    ],
+)
 def test_bfloat16_is_as_close_to_float32_as_the_invariant_path(name, tp):
     # Both round activations to bfloat16: the invariant path 10 times a layer, the fast one also
     # before each bias and residual is added, 14 times at most. Independent roundings add in

@@ -98,10 +98,10 @@ def assert_at_rest(made: Engine) -> None:
 @pytest.mark.invariance
 def test_a_loaded_invariant_engine_is_bitwise_schedule_invariant():
     made = engine()
-    report = load(made, 330, seed=1, with_filters=True)
+    report = load(made, 220, seed=1, with_filters=True)
     assert report.num_plain_different == 0  # every step is canonical, asked for or not
     stats = made.stats()
-    assert stats.num_preempted > 20 and stats.prefix_tokens > 1000 and report.num_cancelled > 20
+    assert stats.num_preempted > 10 and stats.prefix_tokens > 500 and report.num_cancelled > 10
 
 
 @pytest.mark.invariance
