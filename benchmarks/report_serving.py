@@ -272,16 +272,20 @@ def narrow_part() -> list[str]:
     lines = []
     for cases in served("narrow", "batch", "window", "decode_steps").values():
         best: dict[int, float] = {}
-        for (batch, *_), row in cases.items():
+        most_steps = dict.fromkeys((batch for batch, *_ in cases), 1)
+        for (batch, _, steps, _), row in cases.items():
             if row["mode"] == "fast":
                 best[batch] = max(best.get(batch, 0.0), row["output_tokens_per_s"])
+                most_steps[batch] = max(most_steps[batch], steps or 1)
         for (batch, *_), row in cases.items():
             if batch in best:
                 row["over_fast"] = row["output_tokens_per_s"] / best[batch]
+        alone = sorted(batch for batch, steps in most_steps.items() if steps == 1)
+        note = f" (at {', '.join(map(str, alone))} with one token a launch alone)" if alone else ""
         lines += [
             "",
             f"**8-bit drafts, and several tokens a launch.** {load_name(cases.values())}. Medians;",
-            "`fast` is the quickest one of its batch size:",
+            f"`fast` is the quickest measured at its batch size{note}:",
             "",
             *table(
                 ["batch", "mode", "window (W)", "tokens a launch", *SPEED, "a token, ms", *DRAFTS],
