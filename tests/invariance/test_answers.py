@@ -36,7 +36,7 @@ from detjax.testing.dummies import (
     scoring_step,
 )
 
-MESHES = ((1, 2), (2, 2), (1, 4), (2, 4), (1, 8), (8, 1))
+MESHES = ((1, 2), (1, 4), (2, 4), (1, 8), (8, 1))
 # 3 heads divide over no mesh; copies of 1 and shares of 8 are told apart at tp 4 and 8, 2 at tp 4.
 MESH_CASES = [
     *((mesh, 3) for mesh in MESHES),
@@ -290,8 +290,6 @@ def test_control_jnp_dot_is_not_batch_invariant(monkeypatch):
     # Wide enough for XLA to take another path at one row; at width 64 it happens not to.
     config = dummy_config(hidden_size=256, intermediate_size=768)
     m = dummy_model(config, profile=NumericsProfile(compute_dtype="float32"))
-    ours = [answers(m, requests(5), batch_size=b) for b in (1, 5)]
-    assert _differing(*ours) == 0
     monkeypatch.setattr(detjax.models.layers, "linear", plain)
     monkeypatch.setattr(detjax.models.decoder, "linear", plain)
     monkeypatch.setattr(detjax.models.layers, "linear_add_rms_norm", _plain_add_norm)

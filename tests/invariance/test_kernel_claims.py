@@ -532,7 +532,7 @@ def test_kernel_is_bitwise_path_consistent(name):
 
 @pytest.mark.invariance
 @pytest.mark.parametrize("name", [n for n in NAMES if _cases_cache()[n].slices])
-@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow), 8])
 def test_kernel_is_bitwise_mesh_invariant(name, ranks):
     case = _cases_cache()[name]
     if name == "attention" and ranks == 8:

@@ -194,7 +194,14 @@ FUSED = (
 """Ways to do a decode step in one kernel, or in two."""
 
 
-@pytest.mark.parametrize("options", FUSED, ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(options, marks=pytest.mark.slow if i in (1, 3, 4) else ())
+        for i, options in enumerate(FUSED)
+    ],
+    ids=str,
+)
 def test_new_tokens_inside_decode_have_the_bits_of_two_kernels(options):
     case = new_tokens([600, 0, 128], kv_heads=2, group=4, channels=128, with_norm=True)
     actual, expected = case.at_once(is_interpreted=True, **options), case.apart(is_interpreted=True)

@@ -98,19 +98,19 @@ def assert_at_rest(made: Engine) -> None:
 @pytest.mark.invariance
 def test_a_loaded_invariant_engine_is_bitwise_schedule_invariant():
     made = engine()
-    report = load(made, 220, seed=1, with_filters=True)
+    report = load(made, 150, seed=1, with_filters=True)
     assert report.num_plain_different == 0  # every step is canonical, asked for or not
     stats = made.stats()
-    assert stats.num_preempted > 10 and stats.prefix_tokens > 500 and report.num_cancelled > 10
+    assert stats.num_preempted > 5 and stats.prefix_tokens > 300 and report.num_cancelled > 5
 
 
 @pytest.mark.invariance
 def test_a_loaded_dvr_engine_is_bitwise_schedule_invariant():
     made = engine(mode="dvr")
-    report = load(made, 500, seed=2, with_filters=True)
+    report = load(made, 350, seed=2, with_filters=True)
     assert report.num_plain_different > 0  # what the drafts would have been
     stats = made.stats()
-    assert stats.num_rollbacks > 20 and stats.num_preempted > 20 and stats.num_windows > 1000
+    assert stats.num_rollbacks > 10 and stats.num_preempted > 10 and stats.num_windows > 500
 
 
 @pytest.mark.invariance
@@ -197,7 +197,7 @@ def test_control_fast_answers_depend_on_the_load():
 @pytest.mark.invariance
 def test_replicas_and_ranks_behind_one_queue_are_bitwise_mesh_invariant():
     made = engine("mesh", mesh=(2, 2), mode="dvr")
-    load(made, 150, seed=9)
+    load(made, 80, seed=9)
 
 
 @cache
@@ -211,7 +211,7 @@ def bundled() -> LoadedModel:
 @cache
 def bundled_questions():
     """Prompts of up to two pages, many of which begin alike, and what each gets alone."""
-    some = make_questions(60, seed=12, vocab_size=4096, longest_prompt=160, most_tokens=16)
+    some = make_questions(60, seed=12, vocab_size=4096, longest_prompt=160, most_tokens=10)
     some = [question for question in some if is_unfiltered(question)]
     return some, lone_answers(bundled(), some, max_len=256)
 
@@ -234,4 +234,4 @@ def test_a_thousand_requests_of_the_bundled_model_are_bitwise_schedule_invariant
     stats = made.stats()
     assert stats.prefix_tokens > 5000
     if mode == "dvr":
-        assert stats.num_windows > 1000 and stats.num_rollbacks > 10
+        assert stats.num_windows > 500 and stats.num_rollbacks > 5

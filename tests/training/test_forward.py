@@ -53,10 +53,13 @@ def assert_same(rows: Sequence[np.ndarray], want: Sequence[Completion], claim: s
 
 
 @pytest.mark.invariance
-@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
-    ("layout", "remat", "grad"),
-    [(Layout.PADDED, False, False), (Layout.PACKED, True, True)],
+    ("name", "layout", "remat", "grad"),
+    [
+        *((name, Layout.PACKED, True, True) for name in NAMES),
+        ("qk_norm_biases_window", Layout.PADDED, False, False),
+        pytest.param("tied", Layout.PADDED, False, False, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_training_forward_is_bitwise_path_consistent_with_the_engine(
