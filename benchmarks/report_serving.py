@@ -268,24 +268,27 @@ def windows_part() -> list[str]:
 
 
 def narrow_part() -> list[str]:
-    """Drafts of 8-bit weights at small batches; against the quickest `fast` of a batch."""
+    """Drafts of 8-bit weights at small batches; against a run's quickest `fast` of a batch."""
     lines = []
     for cases in served("narrow", "batch", "window", "decode_steps").values():
-        best: dict[int, float] = {}
+        best: dict[tuple, float] = {}
         most_steps = dict.fromkeys((batch for batch, *_ in cases), 1)
         for (batch, _, steps, _), row in cases.items():
             if row["mode"] == "fast":
-                best[batch] = max(best.get(batch, 0.0), row["output_tokens_per_s"])
+                run = batch, row.get("commit")
+                best[run] = max(best.get(run, 0.0), row["output_tokens_per_s"])
                 most_steps[batch] = max(most_steps[batch], steps or 1)
         for (batch, *_), row in cases.items():
-            if batch in best:
-                row["over_fast"] = row["output_tokens_per_s"] / best[batch]
+            row.pop("over_fast", None)
+            if (batch, row.get("commit")) in best:
+                fastest = best[batch, row.get("commit")]
+                row["over_fast"] = row["output_tokens_per_s"] / fastest
         alone = sorted(batch for batch, steps in most_steps.items() if steps == 1)
         note = f" (at {', '.join(map(str, alone))} with one token a launch alone)" if alone else ""
         lines += [
             "",
             f"**8-bit drafts, and several tokens a launch.** {load_name(cases.values())}. Medians;",
-            f"`fast` is the quickest measured at its batch size{note}:",
+            f"`fast` is the quickest of the same run and batch size{note}:",
             "",
             *table(
                 ["batch", "mode", "window (W)", "tokens a launch", *SPEED, "a token, ms", *DRAFTS],

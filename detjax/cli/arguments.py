@@ -203,7 +203,7 @@ class GenerateArgs:
         1,
         _SCHEDULE,
         "tokens of a completion in one launch; pays where a step takes the host longer than the "
-        "device (small models); they appear together",
+        "device (small models); they appear together; with --mode dvr at most --verify-window - 1",
     )
     prompt_lookup: bool = _option(
         False,
