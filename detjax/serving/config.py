@@ -24,6 +24,10 @@ class EngineConfig:
             samples of `max_len`.
         decode_batches: Further batch sizes, below `batch_size` and over all replicas, for which a
             decode step is compiled; the smallest that holds the rows runs.
+        decode_lens: Further lengths, in tokens, for which decode and verify steps are compiled; the
+            shortest that holds the longest sample of a launch runs, `max_len` if none does. So
+            speed follows the lengths that there are, not `max_len`. Those of `max_len` or more are
+            not compiled.
         prefill_shapes: Further (samples, tokens of each) of a replica's prefill step, beside
             (1, `prefill_chunk`); the one that wastes least runs.
         step_tokens: Most tokens of a replica's step, padding included; 0 sets no limit.
@@ -60,6 +64,7 @@ class EngineConfig:
     mode: str = "invariant"
     num_pages: int = 0
     decode_batches: tuple[int, ...] = ()
+    decode_lens: tuple[int, ...] = (4096,)
     prefill_shapes: tuple[tuple[int, int], ...] = ()
     step_tokens: int = 0
     decode_patience: int = 0
@@ -116,6 +121,9 @@ class EngineConfig:
         for batch in self.decode_batches:
             if not 1 <= batch < self.batch_size:
                 raise ValueError(f"{batch} of decode_batches must be below {self.batch_size=}")
+        for length in self.decode_lens:
+            if length < 1:
+                raise ValueError(f"{length} of decode_lens must be at least 1 token")
         for batch in self.verify_batches:
             if not 1 <= batch < self.verify_rows:
                 raise ValueError(f"{batch} of verify_batches must be below {self.verify_rows=}")
@@ -133,6 +141,7 @@ class ReplicaSizes:
         num_pages: Cache pages.
         page_len: Tokens of a page.
         table_len: Pages of the longest sample.
+        table_lens: Pages for which a decode or verify step is compiled, ascending.
         prefill_shapes: (samples, tokens of each) that a prefill may have.
         decode_sizes: Rows that a decode step may have, ascending.
         verify_sizes: Windows that a verification may have, ascending.
@@ -143,6 +152,7 @@ class ReplicaSizes:
     num_pages: int
     page_len: int
     table_len: int
+    table_lens: tuple[int, ...]
     prefill_shapes: tuple[tuple[int, int], ...]
     decode_sizes: tuple[int, ...]
     verify_sizes: tuple[int, ...]
@@ -166,6 +176,14 @@ class ReplicaSizes:
             num_pages=(config.num_pages or config.batch_size * table_len) // dp,
             page_len=page_len,
             table_len=table_len,
+            table_lens=tuple(
+                sorted(
+                    {
+                        min(-(-n // page_len), table_len)
+                        for n in (*config.decode_lens, table_len * page_len)
+                    }
+                )
+            ),
             prefill_shapes=tuple(shapes),
             decode_sizes=tuple(sorted({*(b // dp for b in config.decode_batches), num_slots})),
             verify_sizes=tuple(sorted({*fewer, verify_rows})),

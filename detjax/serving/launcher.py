@@ -27,7 +27,6 @@ from detjax.serving.sampling import SamplingRows
 from detjax.serving.scheduler import DecodeRow, Plan, PrefillRow, Row, Sample, VerifyRow
 from detjax.serving.steps import (
     BY_ROW,
-    HEAD,
     Candidates,
     CompiledSteps,
     EngineStep,
@@ -35,6 +34,7 @@ from detjax.serving.steps import (
     StepSizes,
     empty,
     empty_pages,
+    sampling_shape,
     slots_shape,
 )
 
@@ -123,7 +123,6 @@ class Launcher:
         step_sizes = StepSizes(
             num_pages=dp * sizes.num_pages,
             num_slots=config.batch_size,
-            table_len=sizes.table_len,
             window_len=config.verify_window,
         )
         self.steps = steps or CompiledSteps(model, step_sizes, candidates=candidates)
@@ -133,6 +132,7 @@ class Launcher:
         self.take_weights()
         self._pages = empty_pages(model, step_sizes.num_pages)
         self._slots = empty(model, slots_shape(model, config.batch_size, config.verify_window))
+        self._sampling = empty(model, sampling_shape(model, config.batch_size))
         # What each slot's row of the page table holds, and how much of it is up to date.
         self._tables = np.zeros((dp, sizes.num_slots, sizes.table_len), np.int32)
         self._num_synced = np.zeros((dp, sizes.num_slots), np.int32)
@@ -162,7 +162,8 @@ class Launcher:
     def _launch_prefill(self, rows: list[list[PrefillRow]], shape: tuple[int, int]) -> Launch:
         kernels: Kernels = "fast" if self._config.mode == "fast" else "invariant"
         step = self._step("prefill", rows, size=shape[0], length=shape[1], kernels=kernels)
-        host, ids = self._host_rows(step)
+        host = self._host_rows(step)
+        head, table, ids = (part(host) for part in _parts(step))
         sampling = [_IDLE] * len(host)
         for at, row in places(step, rows):
             sample = row.sample
@@ -170,13 +171,12 @@ class Launcher:
             self._sync_pages(sample, is_new=True)
             # The token that follows an unfinished prompt is not wanted: no such slot.
             slot = sample.slot if row.is_last else self._sizes.num_slots
-            host[at, :HEAD] = slot, row.start, count
-            host[at, HEAD:] = self._tables[sample.replica, sample.slot]
+            head[at] = slot, row.start, count
+            table[at] = self._tables[sample.replica, sample.slot]
             ids[at, :count] = row.token_ids
             sampling[at] = (sample.request.sampling, sample.sample_idx)
             self._stats.prefill_tokens += count
-        packed = np.concatenate([host, ids], axis=1)
-        return self._run(step, rows, packed, SamplingRows.pack(sampling))
+        return self._run(step, rows, host, SamplingRows.pack(sampling))
 
     def _launch_decodes(self, rows: list[list[DecodeRow]]) -> list[Launch]:
         """One launch; two where drafts have weights of their own and others decode too."""
@@ -203,17 +203,18 @@ class Launcher:
         step = self._step(
             "decode", rows, size=size, length=length, kernels=kernels, weights=weights
         )
-        host, _ = self._host_rows(step)
+        host = self._host_rows(step)
+        head, table, _ = (part(host) for part in _parts(step))
         for replica, part in enumerate(rows):
             for row in part:
                 self._sync_pages(row.sample, is_new=False)
             if part:
                 at = slice(replica * size, replica * size + len(part))
                 slots = [r.sample.slot for r in part]
-                host[at, 0] = slots
-                host[at, 1] = [r.offset if r.is_draft else -1 for r in part]
-                host[at, 2] = [r.num_tokens for r in part]
-                host[at, HEAD:] = self._tables[replica, slots]
+                head[at, 0] = slots
+                head[at, 1] = [r.offset if r.is_draft else -1 for r in part]
+                head[at, 2] = [r.num_tokens for r in part]
+                table[at] = self._tables[replica, slots, : step.table_len]
         return self._run(step, rows, self._placed(step, host))
 
     def _placed(self, step: EngineStep, host: np.ndarray) -> np.ndarray | jax.Array:
@@ -236,15 +237,16 @@ class Launcher:
     def _launch_verify(self, rows: list[list[VerifyRow]]) -> Launch:
         size, length = _smallest(self._sizes.verify_sizes, rows), self._config.verify_window
         step = self._step("verify", rows, size=size, length=length, kernels="invariant")
-        host, ids = self._host_rows(step)
+        host = self._host_rows(step)
+        head, table, ids = (part(host) for part in _parts(step))
         for at, row in places(step, rows):
             self._sync_pages(row.sample, is_new=False)
-            host[at, :HEAD] = row.sample.slot, row.num_drafts, row.given is not None
-            host[at, HEAD:] = self._tables[row.sample.replica, row.sample.slot]
+            head[at] = row.sample.slot, row.num_drafts, row.given is not None
+            table[at] = self._tables[row.sample.replica, row.sample.slot, : step.table_len]
             if row.given is not None:
                 ids[at, 1 : 1 + len(row.given)] = row.given
         self._stats.verify_launches += 1
-        return self._run(step, rows, np.concatenate([host, ids], axis=1))
+        return self._run(step, rows, host)
 
     def _step(
         self,
@@ -257,22 +259,23 @@ class Launcher:
         weights: str = "full",
     ) -> EngineStep:
         wants = [self._wants[row.sample] for part in rows for row in part]
+        # Rows of a prefill are few, and its speed does not depend on the table's width.
+        tables = self._sizes.table_lens if kind != "prefill" else (self._sizes.table_len,)
+        longest = max(len(row.sample.pages) for part in rows for row in part)
         return EngineStep(
             kind=kind,
             rows=size,
             length=length,
+            table_len=next(width for width in tables if width >= longest),
             mode=kernels,
             weights=weights,
             num_top=_rounded_top(max(self.least_top, *(want.num_top for want in wants))),
             with_filters=self.always_filters or any(want.is_filtered for want in wants),
         )
 
-    def _host_rows(self, step: EngineStep) -> tuple[np.ndarray, np.ndarray]:
+    def _host_rows(self, step: EngineStep) -> np.ndarray:
         """Rows of padding: no slot, no page, no token."""
-        count = self._dp * step.rows
-        host = np.zeros((count, HEAD + self._sizes.table_len), np.int32)
-        host[:, 0] = self._sizes.num_slots
-        return host, np.zeros((count, step.length), np.int32)
+        return step.layout.padding(self._dp * step.rows, self._sizes.num_slots)
 
     def _sync_pages(self, sample: Sample, *, is_new: bool) -> None:
         """Bring the slot's row of the page table up to date."""
@@ -286,9 +289,12 @@ class Launcher:
         program = self._program(step)
         params = self._params_of(step)
         launched_s = time.perf_counter()
-        self._pages, self._slots, result = program(
-            params, self._model.rope_tables, self._pages, self._slots, *host
+        state = self._pages, self._slots, self._sampling
+        self._pages, self._slots, *sampling, result = program(
+            params, self._model.rope_tables, *state, *host
         )
+        if sampling:
+            (self._sampling,) = sampling
         result.copy_to_host_async()
         self._stats.num_launches += 1
         return Launch(step=step, rows=rows, result=result, launched_s=launched_s)
@@ -324,16 +330,19 @@ class Launcher:
         config, steps = self._config, []
 
         def add(kind: StepKind, rows: int, length: int, kernels: Kernels, weights="full"):
-            steps.append(
+            tables = self._sizes.table_lens if kind != "prefill" else (self._sizes.table_len,)
+            steps.extend(
                 EngineStep(
                     kind=kind,
                     rows=rows,
                     length=length,
+                    table_len=table_len,
                     mode=kernels,
                     weights=weights,
                     num_top=0,
                     with_filters=with_filters,
                 )
+                for table_len in tables
             )
 
         for rows, length in self._sizes.prefill_shapes:
@@ -370,6 +379,11 @@ class Launcher:
         self._stats.num_compiled += count
         self._stats.compile_s += end_s - begin_s
         self._trace.span(trace.HOST, "compile", begin_s, end_s, programs=count)
+
+
+def _parts(step: EngineStep) -> tuple[Callable, Callable, Callable]:
+    """How to find the head, the page table and the token ids in a step's host array."""
+    return step.layout.head, step.layout.table, step.layout.ids
 
 
 def _smallest(sizes: Sequence[int], rows: Sequence[Sequence[Row]]) -> int:

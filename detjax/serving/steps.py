@@ -17,7 +17,8 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from detjax.array_types import Activation, Array, Float32, Int32
+from detjax.array_types import Activation, Array, Int32
+from detjax.donation import compile_checked
 from detjax.models.decoder import last_hidden
 from detjax.models.fast import quantised_specs
 from detjax.models.layers import Recipe, Tokens
@@ -31,9 +32,6 @@ from detjax.xla_flags import EXACT_OPTIONS, FAST_OPTIONS
 PAGES_SPEC = P(None, DP_AXIS, None, TP_AXIS, None, None)
 BY_ROW = P(DP_AXIS)
 
-HEAD = 3
-"""Columns of an engine step's host array before the page table: the slot, and two numbers."""
-
 StepKind = Literal["prefill", "decode", "verify"]
 
 Candidates = Callable[[Int32[Array, " B"], Int32[Array, " B"]], Int32[Array, " B"]]
@@ -43,30 +41,67 @@ Candidates = Callable[[Int32[Array, " B"], Int32[Array, " B"]], Int32[Array, " B
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slots:
-    """What the device knows of each running sample.
+    """What the device knows of each running sample, besides its sampling parameters.
+
+    A step returns new slots and leaves the old ones alone: they are small, and what reads them
+    late in the step must not find what the step has written.
 
     Attributes:
         window: int32 [S, W]: the last committed token, then the drafts that follow it.
         start: int32 [S], position of the last committed token.
-        sampling: Parameters of each slot.
     """
 
     window: Any
     start: Any
-    sampling: SamplingRows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StepShape:
-    """What the plain step is specialised to. None of it can change a bit but `mode`."""
+class HostLayout:
+    """Columns of the int32 array that the host gives a step, a row each: table, token ids, head.
 
-    batch: int
-    length: int
+    The head is the slot and two numbers of the step's kind.
+
+    # WHY: parts begin at multiples of 64 columns, so that a part of a single row is an operand of a
+    # kernel as it lies: XLA may pass its address, which has to be a multiple of 256 bytes.
+
+    Attributes:
+        table_len: Pages of a row.
+        num_ids: Token ids of a row.
+    """
+
     table_len: int
-    num_pages: int
-    num_top: int
-    with_filters: bool
-    mode: Kernels = "invariant"
+    num_ids: int
+
+    @property
+    def num_columns(self) -> int:
+        """Of the whole array."""
+        return self._head_at + 3
+
+    @property
+    def _ids_at(self) -> int:
+        return -(-self.table_len // 64) * 64
+
+    @property
+    def _head_at(self) -> int:
+        return self._ids_at + -(-self.num_ids // 64) * 64
+
+    def padding(self, count: int, no_slot: int) -> np.ndarray:
+        """Rows without a slot, a page or a token."""
+        host = np.zeros((count, self.num_columns), np.int32)
+        self.head(host)[:, 0] = no_slot
+        return host
+
+    def table(self, host):
+        """The page table, [B, table_len]; a view of a NumPy array."""
+        return host[:, : self.table_len]
+
+    def ids(self, host):
+        """The token ids, [B, num_ids]; a view of a NumPy array."""
+        return host[:, self._ids_at : self._ids_at + self.num_ids]
+
+    def head(self, host):
+        """The slot and two numbers, [B, 3]; a view of a NumPy array."""
+        return host[:, self._head_at :]
 
 
 def pages_shape(model: LoadedModel, num_pages: int) -> jax.ShapeDtypeStruct:
@@ -89,7 +124,6 @@ def slots_shape(model: LoadedModel, num_slots: int, window_len: int) -> Slots:
     return Slots(
         window=_by_row(model, num_slots, jnp.int32, window_len),
         start=_by_row(model, num_slots, jnp.int32),
-        sampling=_sampling_shape(model, num_slots),
     )
 
 
@@ -127,63 +161,13 @@ def _choose_last(recipe: Recipe, mode: Kernels, params, tables, pages, tokens, r
     return pages, choose(recipe, logits, rows, position + 1, **variant), position
 
 
-# ----------------------------------------------------------------------------------- the plain step
-
-
-def step_function(
-    model: LoadedModel, *, num_top: int, with_filters: bool, mode: Kernels = "invariant"
-) -> Callable:
-    """The step as a function of whole arrays, ready for `jax.jit` with the pages donated."""
-    recipe = recipe_of(model)
-
-    def local_step(
-        params: dict,
-        rope_tables: tuple[Float32[Array, "S half"], Float32[Array, "S half"]],
-        pages: Activation[Array, "L N 2 K P C"],
-        tokens: Tokens,
-        rows: SamplingRows,
-    ) -> tuple[Activation[Array, "L N 2 K P C"], Choice]:
-        variant = {"num_top": num_top, "with_filters": with_filters}
-        pages, choice, _ = _choose_last(
-            recipe, mode, params, rope_tables, pages, tokens, rows, **variant
-        )
-        return pages, choice
-
-    return jax.shard_map(
-        local_step,
-        mesh=model.mesh,
-        in_specs=(model.partition_specs, P(), PAGES_SPEC, BY_ROW, BY_ROW),
-        out_specs=(PAGES_SPEC, BY_ROW),
-        check_vma=False,
-    )
-
-
-def compile_step(model: LoadedModel, shape: StepShape) -> Callable:
-    """Compile the plain step for one shape; the pages are donated and updated in place."""
-    tokens = Tokens(
-        ids=_by_row(model, shape.batch, jnp.int32, shape.length),
-        positions=_by_row(model, shape.batch, jnp.int32, shape.length),
-        page_table=_by_row(model, shape.batch, jnp.int32, shape.table_len),
-    )
-    step = step_function(
-        model, num_top=shape.num_top, with_filters=shape.with_filters, mode=shape.mode
-    )
-    lowered = jax.jit(step, donate_argnums=2).lower(
-        model.params,
-        model.rope_tables,
-        pages_shape(model, shape.num_pages),
-        tokens,
-        _sampling_shape(model, shape.batch),
-    )
-    return lowered.compile(FAST_OPTIONS if shape.mode == "fast" else EXACT_OPTIONS)
-
-
 def _by_row(model: LoadedModel, count: int, dtype, *tail: int) -> jax.ShapeDtypeStruct:
     sharding = NamedSharding(model.mesh, BY_ROW)
     return jax.ShapeDtypeStruct((count, *tail), dtype, sharding=sharding)
 
 
-def _sampling_shape(model: LoadedModel, count: int) -> SamplingRows:
+def sampling_shape(model: LoadedModel, count: int) -> SamplingRows:
+    """Shapes of the sampling parameters of `count` rows or slots, and their sharding."""
     return SamplingRows(
         temperature=_by_row(model, count, jnp.float32),
         top_k=_by_row(model, count, jnp.int32),
@@ -208,6 +192,8 @@ class EngineStep:
         length: Tokens a row: a prefill's chunk, a verification's window, or those that a row may
             decode in one launch.
         mode: Which kernels.
+        table_len: Pages of the longest sample that it takes. Changes how work is spread, and no
+            bit.
         weights: "full", or the name of the 8-bit dtype that a `fast` step's weights have.
         num_top: How many of the most likely tokens it reports.
         with_filters: Whether a row has a top-k, top-p or min-p.
@@ -216,6 +202,7 @@ class EngineStep:
     kind: StepKind
     rows: int
     length: int
+    table_len: int
     mode: Kernels
     weights: str
     num_top: int
@@ -225,7 +212,15 @@ class EngineStep:
     def name(self) -> str:
         """For people and traces."""
         how = f" {self.mode}" + ("" if self.weights == "full" else f" {self.weights}")
-        return f"{self.kind}{how} {self.rows}x{self.length}"
+        name = f"{self.kind}{how} {self.rows}x{self.length}"
+        return name if self.kind == "prefill" else f"{name} to {self.table_len} pages"
+
+    @property
+    def layout(self) -> HostLayout:
+        """Columns of its host array."""
+        return HostLayout(
+            table_len=self.table_len, num_ids=0 if self.kind == "decode" else self.length
+        )
 
 
 def keep_candidates(token_ids: Int32[Array, " B"], positions: Int32[Array, " B"]):
@@ -240,22 +235,25 @@ class StepSizes:
     Attributes:
         num_pages: Cache pages over all replicas.
         num_slots: Slots over all replicas.
-        table_len: Pages of the longest sample.
         window_len: Tokens of a verified window.
     """
 
     num_pages: int
     num_slots: int
-    table_len: int
     window_len: int
 
 
 class CompiledSteps:
     """The engine's programs for one model and one size of cache, compiled when first wanted.
 
-    Every program takes `(params, rope tables, pages, slots, *host arrays)`, donates pages and
-    slots, and returns them with one int32 result a row (`unpack` reads it). Engines of the same
+    Every program takes `(params, rope tables, pages, slots, sampling, *host arrays)`, of which it
+    donates the pages alone, and returns `(pages, slots, result)`, a prefill `(pages, slots,
+    sampling, result)`; the result is int32, one row each (`unpack` reads it). Engines of the same
     sizes may share them.
+
+    Raises:
+        UnsafeProgramError: From `get`, if the compiler made a program that reads the cache after
+            it was written over, or a kernel operand that is not aligned.
     """
 
     def __init__(
@@ -273,7 +271,7 @@ class CompiledSteps:
         self._recipe = recipe_of(model)
         self._pages = pages_shape(model, sizes.num_pages)
         self._slots = slots_shape(model, sizes.num_slots, sizes.window_len)
-        self._table_len = sizes.table_len
+        self._sampling = sampling_shape(model, sizes.num_slots)
         self._candidates = candidates
         self._programs: dict[EngineStep, Callable] = {}
 
@@ -301,50 +299,44 @@ class CompiledSteps:
 
         has_peers = jax.process_count() > 1
 
-        def local_step(params, tables, pages, slots, *host):
-            pages, slots, result = body(step, params, tables, pages, slots, *host)
+        def local_step(params, tables, pages, slots, sampling, *host):
+            *state, result = body(step, params, tables, pages, slots, sampling, *host)
             # A process reads the results of its own devices alone.
-            return pages, slots, jax.tree.map(gather_replicas, result) if has_peers else result
+            return *state, jax.tree.map(gather_replicas, result) if has_peers else result
 
         num_host = len(self._host_shapes(step))
         of_params = self._model.partition_specs
         if step.weights != "full":
             of_params = quantised_specs(of_params)
+        of_state = [BY_ROW] * (2 if step.kind == "prefill" else 1)
         return jax.shard_map(
             local_step,
             mesh=self._model.mesh,
-            in_specs=(of_params, P(), PAGES_SPEC, BY_ROW, *[BY_ROW] * num_host),
-            out_specs=(PAGES_SPEC, BY_ROW, P() if has_peers else BY_ROW),
+            in_specs=(of_params, P(), PAGES_SPEC, BY_ROW, BY_ROW, *[BY_ROW] * num_host),
+            out_specs=(PAGES_SPEC, *of_state, P() if has_peers else BY_ROW),
             check_vma=False,
         )
 
     def operands(self, step: EngineStep, params: dict) -> tuple:
         """Shapes of a step's operands."""
         tables = self._model.rope_tables
-        return params, tables, self._pages, self._slots, *self._host_shapes(step)
+        state = self._pages, self._slots, self._sampling
+        return params, tables, *state, *self._host_shapes(step)
 
     def _compile(self, step: EngineStep, params: dict) -> Callable:
-        jitted = jax.jit(self.function(step), donate_argnums=(2, 3))
+        jitted = jax.jit(self.function(step), donate_argnums=2)
         options = FAST_OPTIONS if step.mode == "fast" else EXACT_OPTIONS
-        return jitted.lower(*self.operands(step, params)).compile(options)
+        return compile_checked(jitted.lower(*self.operands(step, params)), options)
 
     def _host_shapes(self, step: EngineStep) -> tuple:
         rows = step.rows * self._model.mesh.shape[DP_AXIS]
-        columns = HEAD + self._table_len
-        if step.kind == "decode":
-            return (_by_row(self._model, rows, jnp.int32, columns),)
-        columns += step.length
-        if step.kind == "verify":
-            return (_by_row(self._model, rows, jnp.int32, columns),)
-        return (
-            _by_row(self._model, rows, jnp.int32, columns),
-            _sampling_shape(self._model, rows),
-        )
+        host = _by_row(self._model, rows, jnp.int32, step.layout.num_columns)
+        return (host, sampling_shape(self._model, rows)) if step.kind == "prefill" else (host,)
 
-    def _prefill(self, step, params, tables, pages, slots: Slots, host, rows: SamplingRows):
+    def _prefill(self, step, params, tables, pages, slots, sampling, host, rows: SamplingRows):
         """A chunk of each row; `slot` is out of range where the chosen token is not wanted."""
-        slot, start, count = host[:, 0], host[:, 1], host[:, 2]
-        page_table, ids = self._split(host)
+        slot, start, count = step.layout.head(host).T
+        page_table, ids = step.layout.table(host), step.layout.ids(host)
         step_idx = jnp.arange(step.length, dtype=jnp.int32)[None, :]
         positions = jnp.where(step_idx < count[:, None], start[:, None] + step_idx, -1)
         tokens = Tokens(ids=ids, positions=positions, page_table=page_table)
@@ -355,23 +347,21 @@ class CompiledSteps:
         slots = Slots(
             window=slots.window.at[slot, 0].set(choice.token_ids, **put),
             start=slots.start.at[slot].set(last + 1, **put),
-            sampling=jax.tree.map(
-                lambda old, new: old.at[slot].set(new, **put), slots.sampling, rows
-            ),
         )
-        return pages, slots, _pack(choice)
+        sampling = jax.tree.map(lambda old, new: old.at[slot].set(new, **put), sampling, rows)
+        return pages, slots, sampling, _pack(choice)
 
-    def _decode(self, step, params, tables, pages, slots: Slots, host):
+    def _decode(self, step, params, tables, pages, slots: Slots, sampling, host):
         """A token of each row, or up to `step.length`, one after the other.
 
         A row says its slot, where in the window its drafts begin (-1: its tokens are committed) and
         how many tokens it wants.
         """
-        slot, offset, count = host[:, 0], host[:, 1], host[:, 2]
-        page_table, _ = self._split(host)
+        slot, offset, count = step.layout.head(host).T
+        page_table = step.layout.table(host)
         if step.length == 1:
             rows = slot, offset, page_table
-            return self._decode_one(step, params, tables, pages, slots, rows)
+            return self._decode_one(step, params, tables, pages, slots, sampling, rows)
         packed = jnp.zeros((len(host), step.length, 2 + 2 * step.num_top), jnp.int32)
 
         def one_token(i, carry):
@@ -382,12 +372,14 @@ class CompiledSteps:
                 jnp.where(offset < 0, offset, offset + i),
                 page_table,
             )
-            pages, slots, choice = self._decode_one(step, params, tables, pages, slots, rows)
+            pages, slots, choice = self._decode_one(
+                step, params, tables, pages, slots, sampling, rows
+            )
             return pages, slots, packed.at[:, i].set(choice)
 
         return lax.fori_loop(0, step.length, one_token, (pages, slots, packed))
 
-    def _decode_one(self, step, params, tables, pages, slots: Slots, rows):
+    def _decode_one(self, step, params, tables, pages, slots: Slots, sampling, rows):
         """A token of each row: committed, or put behind the drafts before it."""
         slot, offset, page_table = rows
         is_draft = (offset >= 0).astype(jnp.int32)
@@ -403,7 +395,7 @@ class CompiledSteps:
             tables,
             pages,
             tokens,
-            _sampling_of(slots, slot),
+            _rows_of(sampling, slot),
             **_variant(step),
         )
         drafts = self._candidates(choice.token_ids, position + 1)
@@ -411,7 +403,6 @@ class CompiledSteps:
         slots = Slots(
             window=slots.window.at[slot, offset + is_draft].set(token_ids, mode="drop"),
             start=slots.start.at[slot].set(start + 1 - is_draft, mode="drop"),
-            sampling=slots.sampling,
         )
         choice = Choice(
             token_ids=token_ids,
@@ -421,15 +412,15 @@ class CompiledSteps:
         )
         return pages, slots, _pack(choice)
 
-    def _verify(self, step, params, tables, pages, slots: Slots, host):
+    def _verify(self, step, params, tables, pages, slots: Slots, sampling, host):
         """The canonical choice at every position of each window, and how far the drafts agree.
 
         Runs the last committed token and the drafts as one row, which writes their keys and values
         over those of the draft steps. Choice i is of the position that draft i claims; the drafts
         before the first that disagrees are committed, and the choice made there.
         """
-        slot, num_drafts, is_given = host[:, 0], host[:, 1], host[:, 2]
-        page_table, given = self._split(host)
+        slot, num_drafts, is_given = step.layout.head(host).T
+        page_table, given = step.layout.table(host), step.layout.ids(host)
         length = step.length
         on_device = slots.window.at[slot].get(mode="fill", fill_value=0)
         drafts = jnp.where(is_given[:, None] == 1, given, on_device)[:, 1:]
@@ -442,7 +433,7 @@ class CompiledSteps:
         forward, local_logits = PATHS[step.mode]
         pages, hidden = forward(self._recipe, params, tables, pages, tokens)
         logits = local_logits(self._recipe, params, hidden.reshape(-1, hidden.shape[-1]))
-        rows = jax.tree.map(lambda x: jnp.repeat(x, length), _sampling_of(slots, slot))
+        rows = jax.tree.map(lambda x: jnp.repeat(x, length), _rows_of(sampling, slot))
         choice = choose(self._recipe, logits, rows, positions.reshape(-1) + 1, **_variant(step))
         chosen = choice.token_ids.reshape(-1, length)
 
@@ -453,23 +444,19 @@ class CompiledSteps:
         slots = Slots(
             window=slots.window.at[slot, 0].set(last, mode="drop"),
             start=slots.start.at[slot].set(start + num_right + 1, mode="drop"),
-            sampling=slots.sampling,
         )
         counts = jnp.broadcast_to(num_right[:, None] + 1, chosen.shape)[..., None]
         packed = _pack(choice).reshape(*chosen.shape, -1)
         return pages, slots, jnp.concatenate([packed, counts], axis=-1)
-
-    def _split(self, host):
-        """The page table and the tokens of a host array."""
-        return host[:, HEAD : HEAD + self._table_len], host[:, HEAD + self._table_len :]
 
 
 def _variant(step: EngineStep) -> dict[str, Any]:
     return {"num_top": step.num_top, "with_filters": step.with_filters}
 
 
-def _sampling_of(slots: Slots, slot) -> SamplingRows:
-    return jax.tree.map(lambda x: x.at[slot].get(mode="fill", fill_value=0), slots.sampling)
+def _rows_of(sampling: SamplingRows, slot) -> SamplingRows:
+    """The parameters of the slots that rows name."""
+    return jax.tree.map(lambda x: x.at[slot].get(mode="fill", fill_value=0), sampling)
 
 
 def _pack(choice: Choice) -> Int32[Array, "B n"]:

@@ -23,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from detjax.array_types import Array, Float32
+from detjax.donation import CheckedJit
 from detjax.models.layers import Recipe
 from detjax.models.loading import LoadedModel
 from detjax.parallel.collectives import butterfly_sum
@@ -119,9 +120,11 @@ class Trainer:
         self._gather = jax.jit(on_mesh(self._local_gather, in_specs=(self.specs.params,)))
         self._reduce = jax.jit(on_mesh(self._local_reduce, in_specs=P(DEVICES)))
         self._gradient = jax.jit(self._microbatch_gradient, compiler_options=EXACT_OPTIONS)
-        self._add = jax.jit(partial(jax.tree.map, jnp.add), donate_argnums=0)
+        self._add = CheckedJit(
+            partial(jax.tree.map, jnp.add), donate_argnums=0, options=EXACT_OPTIONS
+        )
         self._norm = jax.jit(_global_norm)
-        self._update = jax.jit(self._update_share, donate_argnums=0)
+        self._update = CheckedJit(self._update_share, donate_argnums=0, options=EXACT_OPTIONS)
 
     def init(self) -> TrainState:
         """The state before the first step: the model's weights, exactly."""

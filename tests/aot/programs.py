@@ -31,15 +31,9 @@ from detjax.pallas_kernels.linear.api import (
     linear_add,
     linear_add_rms_norm,
 )
-from detjax.serving.steps import (
-    CompiledSteps,
-    EngineStep,
-    StepShape,
-    StepSizes,
-    compile_step,
-    pages_shape,
-)
+from detjax.serving.steps import pages_shape
 from detjax.testing import aot
+from detjax.testing.steps import plain_step, steps_of
 
 BF16 = jnp.dtype(jnp.bfloat16)
 PROFILE = NumericsProfile()
@@ -171,20 +165,19 @@ def abstract_model(num_layers: int) -> LoadedModel:
 
 def decode_step() -> aot.Program:
     """A whole decode step of two layers at batch 8."""
-    shape = StepShape(batch=8, length=1, table_len=8, num_pages=64, num_top=0, with_filters=False)
-    return aot.inspect_program(lambda: compile_step(abstract_model(2), shape))
+    model = abstract_model(2)
+    step = plain_step("decode", rows=8, table_len=8)
+    steps = steps_of(model, num_pages=64, num_slots=8)
+    return aot.inspect_program(lambda: steps.get(step, model.params))
 
 
 def decode_launch(mode: Kernels, weights: str) -> aot.Program:
     """Four tokens of eight samples in one launch, two layers."""
     model = abstract_model(2)
-    sizes = StepSizes(num_pages=64, num_slots=8, table_len=8, window_len=8)
-    step = EngineStep(
-        kind="decode", rows=8, length=4, mode=mode, weights=weights, num_top=0,
-        with_filters=False,
-    )  # fmt: skip
+    step = plain_step("decode", rows=8, length=4, table_len=8, mode=mode, weights=weights)
     params = model.params if weights == "full" else quantised(model, weights)
-    return aot.inspect_program(lambda: CompiledSteps(model, sizes).get(step, params))
+    steps = steps_of(model, num_pages=64, num_slots=8)
+    return aot.inspect_program(lambda: steps.get(step, params))
 
 
 def quantised(model: LoadedModel, weight_dtype: str) -> dict:

@@ -90,6 +90,33 @@ def of_request(outputs, request_id: int) -> list:
     return [o for o in outputs if o.request_id == request_id]
 
 
+# ----------------------------------------------------------------------------------------- lengths
+
+
+@pytest.mark.parametrize("mode", ["invariant", "dvr"])
+def test_a_step_is_as_wide_as_the_longest_sample_and_no_bit_depends_on_it(mode):
+    """Programs follow the lengths that there are, not `max_len`, and whoever runs beside."""
+    pages = {"invariant": 40, "dvr": 42}[mode]  # programs of its own
+    made = engine(decode_lens=(2 * PAGE, 5 * PAGE), mode=mode, draft_share=1.0, num_pages=pages)
+    short, long = request(1, 20, max_tokens=10), request(5, 60, max_tokens=50)
+    (completion,) = made.generate([short])
+    widths = [{s.table_len for s in made.steps if s.kind == kind} for kind in ("decode", "verify")]
+    assert widths == [{2}, {2} if mode == "dvr" else set()]
+    assert completion.digest() == alone(short).digest()
+    got = made.generate([long, short, request(9, 100)])
+    assert [c.digest() for c in got] == [alone(a).digest() for a in (long, short, request(9, 100))]
+    assert {s.table_len for s in made.steps if s.kind == "decode"} == {2, 5, 8}
+    assert {s.table_len for s in made.steps if s.kind == "prefill"} == {8}
+
+
+def test_what_a_launch_is_compiled_for_is_compiled_ahead_and_no_more():
+    made = engine(decode_lens=(2 * PAGE, 4096), num_pages=41)
+    made.compile()
+    compiled = sorted((s.kind, s.table_len) for s in made.steps)
+    # 4096 tokens are more than max_len, whose own program does.
+    assert compiled == [("decode", 2), ("decode", 8), ("prefill", 8)]
+
+
 # ------------------------------------------------------------------------------------------ calls
 
 
@@ -251,6 +278,7 @@ def test_fast_mode_refuses_to_be_deterministic():
         ),
         ({"mode": "dvr", "has_prompt_lookup": True}, "has_prompt_lookup needs mode='invariant'"),
         ({"decode_batches": (4,)}, "4 of decode_batches must be below"),
+        ({"decode_lens": (0,)}, "decode_lens"),
         ({"verify_batches": (8,)}, "8 of verify_batches must be below"),
         ({"prefill_shapes": ((0, 4),)}, r"\(0, 4\) of prefill_shapes"),
         ({"verify_deadline": 0}, "verify_deadline=0 must be at least 1"),

@@ -8,18 +8,17 @@ import numpy as np
 import pytest
 
 from detjax.serving.request import SamplingParams
-from detjax.serving.sampling import SamplingRows
 from detjax.serving.steps import (
     CompiledSteps,
     EngineStep,
-    StepShape,
+    HostLayout,
     StepSizes,
-    compile_step,
     empty_pages,
     pages_shape,
 )
 from detjax.testing import float_arithmetic_outside_kernels
-from detjax.testing.dummies import batch_of, dummy_config, dummy_model
+from detjax.testing.dummies import dummy_config, dummy_model
+from detjax.testing.steps import plain_step, step_operands, steps_of
 
 
 def _copies_of(hlo: str, shape: tuple[int, ...]) -> list[str]:
@@ -27,24 +26,41 @@ def _copies_of(hlo: str, shape: tuple[int, ...]) -> list[str]:
     return [line for line in hlo.splitlines() if re.search(rf"= \w+\[{text}\]\S* copy\(", line)]
 
 
-@pytest.mark.parametrize("length", [1, 32], ids=["decode", "prefill"])
-def test_step_does_not_copy_the_cache(length):
+@pytest.mark.parametrize(("kind", "length"), [("decode", 1), ("prefill", 32)])
+def test_step_does_not_copy_the_cache(kind, length):
     model = dummy_model(dummy_config())
-    shape = StepShape(
-        batch=2, length=length, table_len=2, num_pages=5, num_top=0, with_filters=False
-    )
-    compiled = compile_step(model, shape)
-    pages = pages_shape(model, 5)
-    assert _copies_of(compiled.as_text(), pages.shape) == []
+    step = plain_step(kind, rows=2, length=length, table_len=2)
+    compiled = steps_of(model, num_pages=5, num_slots=2).get(step, model.params)
+    assert _copies_of(compiled.as_text(), pages_shape(model, 5).shape) == []
     assert "input_output_alias" in compiled.as_text()
     cache = empty_pages(model, 5)
-    table = np.asarray([[0, 1], [2, 3]], np.int32)
-    tokens = batch_of([([5] * length, 0), ([6] * length, 0)], table)
-    rows = SamplingRows.pack([(SamplingParams(), 0)] * 2)
-    new, _ = compiled(model.params, model.rope_tables, cache, tokens, rows)
+    operands = step_operands(
+        model, step,
+        ids=np.asarray([[5] * length, [6] * length], np.int32),
+        start=np.zeros(2, np.int32),
+        table=np.asarray([[0, 1], [2, 3]], np.int32),
+        sampling=[(SamplingParams(), 0)] * 2,
+    )  # fmt: skip
+    new, slots, *_ = compiled(model.params, model.rope_tables, cache, *operands)
     assert cache.is_deleted()
-    assert np.asarray(new[:, 4]).any() == False  # noqa: E712  page 4 is nobody's
+    assert not np.asarray(new[:, 4]).any()  # page 4 is nobody's
     assert np.asarray(new[:, 0, :, :, :length]).any()
+    # What is small is not donated: nothing read late in a step can find what the step wrote.
+    assert np.asarray(operands[0].start).tolist() == [0, 0]
+    assert np.asarray(slots.start).tolist() == [length, length]
+
+
+@pytest.mark.parametrize(("table_len", "num_ids"), [(1, 0), (64, 1), (65, 512), (1024, 33)])
+def test_every_part_of_a_row_begins_where_a_kernel_may_read_it(table_len, num_ids):
+    layout = HostLayout(table_len=table_len, num_ids=num_ids)
+    host = layout.padding(1, no_slot=7)
+    at = host.__array_interface__["data"][0]
+    for part in (layout.table(host), layout.ids(host), layout.head(host)):
+        assert (part.__array_interface__["data"][0] - at) % 256 == 0
+    assert layout.head(host).tolist() == [[7, 0, 0]]
+    layout.table(host)[...], layout.ids(host)[...] = 1, 2
+    assert layout.head(host).tolist() == [[7, 0, 0]]
+    assert (host == 1).sum() == table_len and (host == 2).sum() == num_ids
 
 
 @pytest.mark.control
@@ -62,14 +78,15 @@ def test_control_a_read_of_the_old_cache_is_seen_as_a_copy():
 def engine_step(kind, *, mode="invariant") -> EngineStep:
     length = {"prefill": 8, "decode": 1, "verify": 4}[kind]
     return EngineStep(
-        kind=kind, rows=2, length=length, mode=mode, weights="full", num_top=2, with_filters=True
-    )
+        kind=kind, rows=2, length=length, table_len=2, mode=mode, weights="full", num_top=2,
+        with_filters=True,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["prefill", "decode", "verify"])
 def test_engine_steps_do_no_arithmetic_outside_kernels(kind):
     model = dummy_model(dummy_config(), tp=2)
-    sizes = StepSizes(num_pages=6, num_slots=3, table_len=2, window_len=4)
+    sizes = StepSizes(num_pages=6, num_slots=3, window_len=4)
     steps = CompiledSteps(model, sizes)
     step = engine_step(kind)
     operands = steps.operands(step, model.params)
@@ -77,14 +94,15 @@ def test_engine_steps_do_no_arithmetic_outside_kernels(kind):
     assert float_arithmetic_outside_kernels(function, *operands) == []
 
     def control(*args):
-        return function(*args)[1].sampling.temperature * 2.0
+        function(*args)
+        return args[4].temperature * 2.0
 
     assert float_arithmetic_outside_kernels(control, *operands) != []
 
 
 def test_the_verify_step_does_not_copy_the_cache():
     model = dummy_model(dummy_config())
-    steps = CompiledSteps(model, StepSizes(num_pages=7, num_slots=3, table_len=2, window_len=4))
+    steps = CompiledSteps(model, StepSizes(num_pages=7, num_slots=3, window_len=4))
     compiled = steps.get(engine_step("verify"), model.params)
     assert _copies_of(compiled.as_text(), pages_shape(model, 7).shape) == []
     assert "input_output_alias" in compiled.as_text()
