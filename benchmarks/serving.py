@@ -38,7 +38,6 @@ import rich.console
 import rich.table
 
 from detjax.models.bundled import bundled_model_path
-from detjax.models.layers import Tokens
 from detjax.models.loading import LoadedModel, load_model, random_model
 from detjax.models.tokenizer import Tokenizer
 from detjax.numerics import NumericsProfile
@@ -47,9 +46,9 @@ from detjax.parallel.mesh import make_mesh
 from detjax.serving.config import EngineConfig
 from detjax.serving.engine import Engine
 from detjax.serving.request import SamplingParams
-from detjax.serving.sampling import SamplingRows
-from detjax.serving.steps import CompiledSteps, StepShape, compile_step, empty_pages
+from detjax.serving.steps import CompiledSteps, empty_pages
 from detjax.testing.load import LoadReport, lone_answers, make_questions, run_load
+from detjax.testing.steps import plain_step, step_operands, steps_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -336,28 +335,27 @@ def overhead(bench: Bench) -> bool:
 
 
 def _bare_step_ms(bench: Bench, mode: str, batch: int, context: int) -> float:
-    """The jitted step alone, launched back to back: median of five runs of 20."""
+    """The engine's own program alone, launched back to back: median of five runs of 20."""
     model, table_len = bench.model, -(-bench.args.max_len // 128)
-    shape = StepShape(
-        batch=batch, length=1, table_len=table_len, num_pages=batch * table_len, num_top=0,
-        with_filters=False, mode="invariant" if mode == "invariant" else "fast",
+    step = plain_step(
+        "decode", rows=batch, table_len=table_len,
+        mode="invariant" if mode == "invariant" else "fast",
     )  # fmt: skip
-    step = compile_step(model, shape)
+    program = steps_of(model, num_pages=batch * table_len, num_slots=batch).get(step, model.params)
     pages = empty_pages(model, batch * table_len)
-    table = np.arange(batch * table_len, dtype=np.int32).reshape(batch, table_len)
-    tokens = Tokens(
+    operands = step_operands(
+        model, step,
         ids=np.full((batch, 1), 7, np.int32),
-        positions=np.full((batch, 1), context, np.int32),
-        page_table=table,
-    )
-    rows = SamplingRows.pack([(SamplingParams(temperature=0.8, seed=r), 0) for r in range(batch)])
-    tokens, rows = jax.device_put((tokens, rows))
+        start=np.full(batch, context, np.int32),
+        table=np.arange(batch * table_len, dtype=np.int32).reshape(batch, table_len),
+        sampling=[(SamplingParams(temperature=0.8, seed=r), 0) for r in range(batch)],
+    )  # fmt: skip
     times = []
     for _ in range(6):
         begin_s = time.perf_counter()
         for _ in range(20):
-            pages, choice = step(model.params, model.rope_tables, pages, tokens, rows)
-        jax.block_until_ready((pages, choice))
+            pages, _, result = program(model.params, model.rope_tables, pages, *operands)
+        jax.block_until_ready((pages, result))
         times.append((time.perf_counter() - begin_s) / 20 * 1e3)
     return statistics.median(times[1:])
 

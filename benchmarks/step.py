@@ -5,8 +5,9 @@ python -m benchmarks.step --mode both --transformers --decode 1 8 64 --prefill 4
 python -m benchmarks.step --kernels --decode 8 --prefill
 python -m benchmarks.step --model tiny --backend portable --mode both --decode 1 3 --prefill 64
 
-Wall time of dependent steps, median of five runs. `fast` is the same model without claims
-(`detjax.models.fast`), compiled with every liberty that XLA takes by default.
+The programs are the engine's own (`serving.steps.CompiledSteps`). Wall time of dependent steps,
+median of five runs, and of single calls, the least of three. `fast` is the same model without
+claims (`detjax.models.fast`), compiled with every liberty that XLA takes by default.
 """
 
 import argparse
@@ -35,19 +36,17 @@ from benchmarks.common import (
     run_rivals,
 )
 from detjax.models.config import ModelConfig, RopeConfig
-from detjax.models.fast import LARGEST, quantise_params, quantised_specs
-from detjax.models.layers import Tokens
+from detjax.models.fast import LARGEST, quantise_params
 from detjax.models.loading import LoadedModel, random_model
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
 from detjax.serving.request import SamplingParams
-from detjax.serving.sampling import SamplingRows
-from detjax.serving.steps import pages_shape, step_function
-from detjax.xla_flags import EXACT_OPTIONS, FAST_OPTIONS
+from detjax.serving.steps import CompiledSteps, EngineStep, pages_shape, unpack
+from detjax.testing.steps import plain_step, step_operands, steps_of
 
 CONTEXT = 1024
-"""Tokens of each sequence at a decode step, the new one included."""
+"""Tokens of each sequence at a decode step, the new one included, unless a case says another."""
 
 
 def _config(*, qk_norm: bool = False, **sizes) -> ModelConfig:
@@ -97,11 +96,16 @@ class Case:
     start: int
     repeats: int
 
+    @property
+    def kind(self) -> str:
+        """Of the program that runs it."""
+        return "decode" if self.length == 1 else "prefill"
 
-def decode_case(batch: int) -> Case:
+
+def decode_case(batch: int, context: int = CONTEXT) -> Case:
     """One token for each of `batch` sequences."""
-    name = f"decode batch {batch} context {CONTEXT}"
-    return Case(name, range(batch), length=1, start=CONTEXT - 1, repeats=20)
+    name = f"decode batch {batch} context {context}"
+    return Case(name, range(batch), length=1, start=context - 1, repeats=20)
 
 
 def prefill_case(length: int) -> Case:
@@ -110,10 +114,17 @@ def prefill_case(length: int) -> Case:
 
 
 class Runner:
-    """Models by implementation over one cache, and their compiled steps."""
+    """A model, its compiled steps by implementation, and one cache for all."""
 
-    def __init__(self, config: ModelConfig, most_rows: int, backend: Backend):
-        """Draw random weights and a random cache of CONTEXT tokens a row."""
+    def __init__(self, config: ModelConfig, cases: Sequence[Case], backend: Backend, max_len: int):
+        """Draw random weights and a random cache for the largest of the cases.
+
+        Args:
+            config: The model's shape.
+            cases: What will run.
+            backend: Which kernels.
+            max_len: Tokens that the page table has room for; 0 for as many as the case needs.
+        """
         self.model = random_model(
             config,
             seed=0,
@@ -121,8 +132,9 @@ class Runner:
             mesh=make_mesh(1, 1, platform=backend.platform),
             backend=backend,
         )
-        self.table_len = CONTEXT // 128 + 1
-        self.num_pages = most_rows * self.table_len
+        self._max_len = max_len
+        self._params = {"full": self.model.params}
+        self.num_pages = max(len(c.rows) * -(-(c.start + c.length) // 128) for c in cases)
         shape = pages_shape(self.model, self.num_pages)
 
         def draw():
@@ -130,86 +142,110 @@ class Runner:
             return (bits.astype(jnp.float32) / 2.0**15 - 1.0).astype(shape.dtype)
 
         self.pages = jax.jit(draw, out_shardings=shape.sharding)()
-        self.models = {"invariant": self.model, "fast": self.model}
-        self._steps = {}
+        self._programs: dict[int, CompiledSteps] = {}
+        self._compile_s: dict[EngineStep, float] = {}
+        self._operands: dict[tuple[str, str], tuple] = {}
 
     def add_draft(self, dtype: str) -> str:
         """Quantise the model; gives the name of the implementation."""
-        self.models[f"fast {dtype}"] = dataclasses.replace(
-            self.model,
-            params=quantise_params(self.model.params, jnp.dtype(dtype)),
-            partition_specs=quantised_specs(self.model.partition_specs),
-        )
+        self._params[dtype] = quantise_params(self.model.params, jnp.dtype(dtype))
         return f"fast {dtype}"
 
-    def arguments(self, case: Case) -> tuple:
-        """Tokens, the same for the same row and position, and sampling parameters."""
-        positions = np.arange(case.start, case.start + case.length, dtype=np.int32)
-        positions = np.tile(positions, (len(case.rows), 1))
-        rows = np.asarray(case.rows)[:, None]
-        ids = (rows * 977 + positions * 31) % self.model.config.vocab_size
-        table_len = max(self.table_len, -(-case.length // 128))
-        pages = rows * self.table_len + np.arange(table_len)[None]
-        tokens = Tokens(
-            ids=ids.astype(np.int32), positions=positions,
-            page_table=np.minimum(pages, self.num_pages - 1).astype(np.int32),
+    def step_of(self, impl: str, case: Case) -> EngineStep:
+        """The engine's name for the program that runs a case."""
+        mode, _, weights = impl.partition(" ")
+        last = case.start + case.length
+        return plain_step(
+            case.kind, rows=len(case.rows), length=case.length,
+            table_len=-(-max(last, self._max_len) // 128),
+            mode="fast" if mode == "fast" else "invariant", weights=weights or "full",
         )  # fmt: skip
-        sampling = [(SamplingParams(temperature=0.7, seed=r), 0) for r in case.rows]
-        return jax.device_put((tokens, SamplingRows.pack(sampling)))
+
+    def params(self, impl: str) -> dict:
+        """The weights of an implementation."""
+        return self._params[impl.partition(" ")[2] or "full"]
+
+    def operands(self, impl: str, case: Case) -> tuple:
+        """Slots, sampling and the host's arrays: the same tokens for the same row and position."""
+        key = impl, case.name
+        if key not in self._operands:
+            step = self.step_of(impl, case)
+            positions = case.start + np.arange(case.length)[None]
+            rows = np.asarray(case.rows)[:, None]
+            held = -(-(case.start + case.length) // 128)
+            pages = np.zeros((len(case.rows), step.table_len), np.int32)
+            pages[:, :held] = rows * held + np.arange(held)[None]
+            self._operands[key] = step_operands(
+                self.model, step,
+                ids=((rows * 977 + positions * 31) % self.model.config.vocab_size).astype(np.int32),
+                start=np.full(len(case.rows), case.start, np.int32), table=pages,
+                sampling=[(SamplingParams(temperature=0.7, seed=int(r)), 0) for r in case.rows],
+            )  # fmt: skip
+        return self._operands[key]
 
     def compiled(self, impl: str, case: Case) -> tuple[Callable, float]:
-        """The step with its weights, of (pages, tokens, rows), and the seconds compiling took."""
-        key = (impl, len(case.rows), case.length)
-        model = self.models[impl]
-        if key not in self._steps:
-            start = time.perf_counter()
-            mode, _, _ = impl.partition(" ")
-            step = step_function(model, num_top=0, with_filters=False, mode=mode)
-            options = EXACT_OPTIONS if mode == "invariant" else FAST_OPTIONS
-            lowered = jax.jit(step, donate_argnums=2).lower(
-                model.params, model.rope_tables, self.pages, *self.arguments(case)
-            )
-            compiled = lowered.compile(compiler_options=options)
-            self._steps[key] = compiled, time.perf_counter() - start
-        step, seconds = self._steps[key]
+        """The step of (pages, *operands) with its weights, and the seconds compiling took."""
+        count = len(case.rows)
+        programs = self._programs.setdefault(
+            count, steps_of(self.model, num_pages=self.num_pages, num_slots=count)
+        )
+        key, params = self.step_of(impl, case), self.params(impl)
+        is_new, start = key not in programs, time.perf_counter()
+        step = programs.get(key, params)
+        if is_new:
+            self._compile_s[key] = time.perf_counter() - start
 
-        def run(pages, *arguments):
-            return step(model.params, model.rope_tables, pages, *arguments)
+        def run(pages, *operands):
+            pages, *_, result = step(params, self.model.rope_tables, pages, *operands)
+            return pages, result
 
-        return run, seconds
+        return run, self._compile_s[key]
 
     def compile_ahead(self, cases: list[Case]) -> None:
         """Compile the invariant steps side by side; not XLA's, which it tunes by measuring."""
-        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
             list(pool.map(lambda case: self.compiled("invariant", case), cases))
 
     def choices(self, impl: str, case: Case) -> tuple[np.ndarray, np.ndarray]:
         """Token ids and logprobs of one step."""
         step, _ = self.compiled(impl, case)
-        self.pages, choice = step(self.pages, *self.arguments(case))
+        self.pages, packed = step(self.pages, *self.operands(impl, case))
+        choice = unpack(np.asarray(packed), 0)
         return np.asarray(choice.token_ids), np.asarray(choice.logprobs)
 
     def run(self, impl: str, case: Case, repeats: int) -> float:
         """Run dependent steps; milliseconds of wall time a step."""
         step, _ = self.compiled(impl, case)
-        arguments = self.arguments(case)
-        jax.block_until_ready((self.pages, arguments))
+        operands = self.operands(impl, case)
+        jax.block_until_ready((self.pages, operands))
         begin = time.perf_counter()
         for _ in range(repeats):
-            self.pages, choice = step(self.pages, *arguments)
-        jax.block_until_ready((self.pages, choice))
+            self.pages, result = step(self.pages, *operands)
+        jax.block_until_ready((self.pages, result))
         return (time.perf_counter() - begin) / repeats * 1e3
 
     def wall_ms(self, impl: str, case: Case) -> float:
         """Median of five runs, after one that warms up."""
         return statistics.median([self.run(impl, case, case.repeats) for _ in range(6)][1:])
 
+    def least_ms(self, impl: str, case: Case) -> float:
+        """The least of three single calls, a second apart: what one prompt takes when it is alone.
 
-def decode_floor_ms(model: LoadedModel, batch: int) -> float:
+        Calls one after the other run at the power limit, which a single one does not reach.
+        """
+        times = []
+        for _ in range(3):
+            time.sleep(1.0)
+            times.append(self.run(impl, case, 1))
+        return min(times)
+
+
+def decode_floor_ms(model: LoadedModel, params: dict, case: Case) -> float:
     """Weight and cache bytes over the copy bandwidth."""
-    weights = sum(x.nbytes for x in jax.tree.leaves(model.params)) - model.params["embed"].nbytes
+    weights = sum(x.nbytes for x in jax.tree.leaves(params)) - params["embed"].nbytes
     config = model.config
-    kv = 4 * config.num_layers * batch * config.num_kv_heads * CONTEXT * config.head_dim
+    context = case.start + case.length
+    kv = 4 * config.num_layers * len(case.rows) * config.num_kv_heads * context * config.head_dim
     return (weights + kv) / COPY_BYTES_PER_S * 1e3
 
 
@@ -269,12 +305,15 @@ def time_case(runner: Runner, impls: list[str], case: Case, rows: Rows, *, kerne
             )  # fmt: skip
             continue
         row = {"subject": "step", "impl": impl, "case": case.name, "ms_p50": ms}
+        row |= {"max_len": 128 * runner.step_of(impl, case).table_len}
         if case.length == 1:
-            floor = decode_floor_ms(runner.models[impl], len(case.rows))
-            row |= {"batch": len(case.rows), "floor_ms": floor, "floor_over_measured": floor / ms}
+            floor = decode_floor_ms(runner.model, runner.params(impl), case)
+            row |= {"batch": len(case.rows), "context": case.start + 1}
+            row |= {"floor_ms": floor, "floor_over_measured": floor / ms}
         else:
             share = prefill_flop(runner.model, case.length) / (ms * 1e-3) / MATRIX_FLOP_PER_S
             row |= {"tokens": case.length, "share_of_790_tflop_per_s": share}
+            row |= {"least_ms": runner.least_ms(impl, case)}
         rows.keep(**row, compile_s=compile_s)
         if kernels:
             show_kernels(runner, impl, case)
@@ -321,6 +360,13 @@ def parse_args() -> argparse.Namespace:
         "--drafts", choices=LARGEST, nargs="*", default=[], help="time 8-bit weights too, fast"
     )
     parser.add_argument("--decode", type=int, nargs="*", default=[1, 8, 64])
+    parser.add_argument(
+        "--context", type=int, default=CONTEXT, help="tokens of a sequence at a decode step"
+    )
+    parser.add_argument(
+        "--max-len", type=int, default=0,
+        help="tokens that the page tables have room for; as few as are needed if 0",
+    )  # fmt: skip
     parser.add_argument("--prefill", type=int, nargs="*", default=[4096])
     parser.add_argument("--transformers", action="store_true", help="time transformers too")
     parser.add_argument("--transformers-seconds", type=float, default=300.0, help="stop it then")
@@ -346,9 +392,11 @@ def main() -> None:
     impls = [m for m in ("invariant", "fast") if m in args.mode or "both" in args.mode]
     if not impls and not args.drafts:
         return
-    most = max([1, *args.decode, *(-(-length // CONTEXT) for length in args.prefill)])
-    runner = Runner(config, most, backend)
-    cases = [decode_case(b) for b in args.decode] + [prefill_case(n) for n in args.prefill]
+    cases = [decode_case(b, args.context) for b in args.decode]
+    cases += [prefill_case(n) for n in args.prefill]
+    if args.max_len:
+        config = dataclasses.replace(config, max_position_embeddings=max(8192, args.max_len))
+    runner = Runner(config, cases, backend, args.max_len)
     if "invariant" in impls:
         runner.compile_ahead(cases)
     impls += [runner.add_draft(dtype) for dtype in args.drafts]

@@ -259,14 +259,12 @@ class Launcher:
         weights: str = "full",
     ) -> EngineStep:
         wants = [self._wants[row.sample] for part in rows for row in part]
-        # Rows of a prefill are few, and its speed does not depend on the table's width.
-        tables = self._sizes.table_lens if kind != "prefill" else (self._sizes.table_len,)
         longest = max(len(row.sample.pages) for part in rows for row in part)
         return EngineStep(
             kind=kind,
             rows=size,
             length=length,
-            table_len=next(width for width in tables if width >= longest),
+            table_len=next(n for n in _tables_of(kind, self._sizes) if n >= longest),
             mode=kernels,
             weights=weights,
             num_top=_rounded_top(max(self.least_top, *(want.num_top for want in wants))),
@@ -316,7 +314,13 @@ class Launcher:
             with_filters: Compile for requests with a top-k, top-p or min-p, too.
         """
         variants = (False, True) if with_filters else (False,)
-        steps = [step for variant in variants for step in self._steps_of_mode(variant)]
+        steps = [
+            step
+            for variant in variants
+            for step in engine_steps(
+                self._config, self._sizes, draft_share=self._draft_share, with_filters=variant
+            )
+        ]
         wanted = [step for step in steps if step not in self.steps]
         begin_s = time.perf_counter()
         with ThreadPoolExecutor(max_workers=max(4, os.cpu_count() or 1)) as pool:
@@ -325,41 +329,6 @@ class Launcher:
                 future.result()
                 progress(step.name, done, len(wanted))
         self._count_compiled(len(wanted), begin_s)
-
-    def _steps_of_mode(self, with_filters: bool) -> list[EngineStep]:
-        config, steps = self._config, []
-
-        def add(kind: StepKind, rows: int, length: int, kernels: Kernels, weights="full"):
-            tables = self._sizes.table_lens if kind != "prefill" else (self._sizes.table_len,)
-            steps.extend(
-                EngineStep(
-                    kind=kind,
-                    rows=rows,
-                    length=length,
-                    table_len=table_len,
-                    mode=kernels,
-                    weights=weights,
-                    num_top=0,
-                    with_filters=with_filters,
-                )
-                for table_len in tables
-            )
-
-        for rows, length in self._sizes.prefill_shapes:
-            add("prefill", rows, length, "fast" if config.mode == "fast" else "invariant")
-        for rows in self._sizes.decode_sizes:
-            for length in sorted({1, config.decode_steps}):
-                if config.mode == "invariant" or config.mode == "dvr" and self._draft_share < 1:
-                    add("decode", rows, length, "invariant")
-                if config.mode != "invariant":
-                    add("decode", rows, length, "fast")
-                if config.draft_weights != "full":
-                    add("decode", rows, length, "fast", config.draft_weights)
-        is_drafting = config.mode == "dvr" and self._draft_share > 0
-        if is_drafting or config.has_prompt_lookup:
-            for rows in self._sizes.verify_sizes:
-                add("verify", rows, config.verify_window, "invariant")
-        return steps
 
     def _get(self, step: EngineStep) -> Callable:
         return self.steps.get(step, self._params_of(step))
@@ -379,6 +348,52 @@ class Launcher:
         self._stats.num_compiled += count
         self._stats.compile_s += end_s - begin_s
         self._trace.span(trace.HOST, "compile", begin_s, end_s, programs=count)
+
+
+def engine_steps(
+    config: EngineConfig, sizes: ReplicaSizes, *, draft_share: float, with_filters: bool = False
+) -> list[EngineStep]:
+    """The programs that requests without top logprobs need, in the order of their first use."""
+    steps = []
+
+    def add(kind: StepKind, rows: int, length: int, kernels: Kernels, weights="full"):
+        steps.extend(
+            EngineStep(
+                kind=kind,
+                rows=rows,
+                length=length,
+                table_len=table_len,
+                mode=kernels,
+                weights=weights,
+                num_top=0,
+                with_filters=with_filters,
+            )
+            for table_len in _tables_of(kind, sizes)
+        )
+
+    for rows, length in sizes.prefill_shapes:
+        add("prefill", rows, length, "fast" if config.mode == "fast" else "invariant")
+    for rows in sizes.decode_sizes:
+        for length in sorted({1, config.decode_steps}):
+            if config.mode == "invariant" or config.mode == "dvr" and draft_share < 1:
+                add("decode", rows, length, "invariant")
+            if config.mode != "invariant":
+                add("decode", rows, length, "fast")
+            if config.draft_weights != "full":
+                add("decode", rows, length, "fast", config.draft_weights)
+    is_drafting = config.mode == "dvr" and draft_share > 0
+    if is_drafting or config.has_prompt_lookup:
+        for rows in sizes.verify_sizes:
+            add("verify", rows, config.verify_window, "invariant")
+    return steps
+
+
+def _tables_of(kind: StepKind, sizes: ReplicaSizes) -> tuple[int, ...]:
+    """Widths of the page table for which a kind of step is compiled, ascending.
+
+    Rows of a prefill are few, and its speed does not depend on the table's width.
+    """
+    return (sizes.table_len,) if kind == "prefill" else sizes.table_lens
 
 
 def _parts(step: EngineStep) -> tuple[Callable, Callable, Callable]:

@@ -25,6 +25,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from detjax.donation import parse_module, stale_reads, unaligned_operands
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
 
 H200 = """gpu_device_info {
@@ -42,6 +43,8 @@ dnn_version_info { major: 9 minor: 12 }
 device_description_str: "NVIDIA H200"
 """
 """What the compiler asks of a device, as XLA's text protocol buffer."""
+
+H200_BYTES = 149_000_000_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +77,16 @@ class Program:
     kernels: tuple[KernelCode, ...]
     hlo: str
     temp_bytes: int
+
+    @property
+    def num_clones(self) -> int:
+        """Instructions that rematerialization computes once more."""
+        return len(re.findall(r"^\s+%[\w.\-]+\.remat\d* = ", self.hlo, re.MULTILINE))
+
+    def faults(self) -> list[str]:
+        """Reads behind their writer, and kernel operands that are not aligned."""
+        module = parse_module(self.hlo)
+        return [*stale_reads(module), *unaligned_operands(module)]
 
     def copies(self, *, least_bytes: int) -> list[str]:
         """Lines of the HLO that copy an array of at least so many bytes."""
@@ -135,9 +148,15 @@ def start() -> None:
     jax.config.update("jax_platforms", "cpu,cuda")
 
 
-def h200_mesh() -> Mesh:
-    """A (1, 1) mesh of one H200 that exists for the compiler only."""
-    topology = topologies.get_topology_desc("h200", "cuda", target_config=H200, topology="1x1x1")
+def h200_mesh(memory_bytes: int = H200_BYTES) -> Mesh:
+    """A (1, 1) mesh of one H200 that exists for the compiler only.
+
+    Args:
+        memory_bytes: That the compiler believes it to have. With less than the arguments of a
+            program take, XLA treats it as it would one of production size on a full GPU.
+    """
+    target = H200.replace(str(H200_BYTES), str(memory_bytes))
+    topology = topologies.get_topology_desc("h200", "cuda", target_config=target, topology="1x1x1")
     return Mesh(np.asarray(topology.devices).reshape(1, 1), (DP_AXIS, TP_AXIS))
 
 

@@ -23,14 +23,15 @@ def step(start, x, weights):
     return start, x + rank[:, None], rank[:, None] * jnp.ones(x.shape, jnp.int32)
 
 
-rows, width = 8, 1024
-operands = (
-    jnp.arange(rows, dtype=jnp.int32),
-    jnp.ones((rows, width)),
-    [jnp.eye(width) * 0.5] * 4,
-)
-want = list(range(1, rows + 1))
-_, _, rank = jax.jit(step, donate_argnums=0)(*operands)
-got = rank[:, 0].tolist()
-print(jax.devices()[0].device_kind, "right" if got == want else f"WRONG: {got}, not {want}")
-sys.exit(got != want)
+if __name__ == "__main__":
+    rows, width = 8, 1024
+    operands = (
+        jnp.arange(rows, dtype=jnp.int32),
+        jnp.ones((rows, width)),
+        [jnp.eye(width) * 0.5] * 4,
+    )
+    want = list(range(1, rows + 1))
+    _, _, rank = jax.jit(step, donate_argnums=0)(*operands)
+    got = rank[:, 0].tolist()
+    print(jax.devices()[0].device_kind, "right" if got == want else f"WRONG: {got}, not {want}")
+    sys.exit(got != want)

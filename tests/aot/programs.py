@@ -7,7 +7,9 @@ Llama-3.1-8B.
 
 import dataclasses
 import json
+import runpy
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -31,9 +33,10 @@ from detjax.pallas_kernels.linear.api import (
     linear_add,
     linear_add_rms_norm,
 )
-from detjax.serving.steps import pages_shape
+from detjax.serving.steps import CompiledSteps, StepKind, StepSizes, pages_shape
 from detjax.testing import aot
 from detjax.testing.steps import plain_step, steps_of
+from detjax.xla_flags import IN_PLACE_OPTIONS
 
 BF16 = jnp.dtype(jnp.bfloat16)
 PROFILE = NumericsProfile()
@@ -138,7 +141,7 @@ def attend_new(batch: int, context: int) -> aot.Program:
     return aot.inspect_program(lambda: jitted.lower(*shapes).compile())
 
 
-def abstract_model(num_layers: int) -> LoadedModel:
+def abstract_model(num_layers: int, memory_bytes: int = aot.H200_BYTES) -> LoadedModel:
     """Llama-3.1-8B with fewer layers, as shapes on the compiler's H200."""
     config = ModelConfig(
         family="llama", vocab_size=128256, hidden_size=4096, num_layers=num_layers, num_heads=32,
@@ -147,7 +150,7 @@ def abstract_model(num_layers: int) -> LoadedModel:
         qkv_bias=False, o_bias=False, qk_norm=False, sliding_windows=(None,) * num_layers,
         bos_token_id=None, eos_token_ids=(),
     )  # fmt: skip
-    mesh = aot.h200_mesh()
+    mesh = aot.h200_mesh(memory_bytes)
     specs = partition_specs(config, tp=1, vocab_block=PROFILE.vocab_block)
     table = _shape(8192, 64, dtype=jnp.float32).update(sharding=NamedSharding(mesh, P()))
     return LoadedModel(
@@ -214,9 +217,53 @@ def fast_step(weight_dtype: str) -> aot.Program:
     return aot.inspect_program(lowered.compile)
 
 
+PRESSED_BYTES = 4_000_000_000
+"""Of a device that the weights of two layers and the cache fill: XLA saves memory where it can."""
+
+
+def pressed(kind: StepKind, *, is_guarded: bool = True, **sizes) -> aot.Program:
+    """A step of two layers on a device without memory to spare, as detjax compiles it.
+
+    Not guarded: with the slots donated too, and the passes that are off for the engine's programs.
+    """
+    model = abstract_model(2, PRESSED_BYTES)
+    step = plain_step(kind, **sizes)
+    sizes_of = StepSizes(num_pages=400, num_slots=step.rows, window_len=max(8, step.length))
+    steps = CompiledSteps(model, sizes_of)
+    if is_guarded:
+        return aot.inspect_program(lambda: steps.get(step, model.params))
+    jitted = jax.jit(steps.function(step), donate_argnums=(2, 3, 4))
+    lowered = jitted.lower(*steps.operands(step, model.params))
+    return aot.inspect_program(lambda: lowered.compile({"xla_allow_excess_precision": False}))
+
+
 def kept_cache() -> aot.Program:
     """A control: the cache is not donated, so a step that writes to it must copy it."""
     return aot.compile_program(lambda pages: pages.at[0, 0].set(1.0), _shape(2, 64, 2, 8, 128, 128))
+
+
+def upstream(name: str, options: dict, *shapes) -> aot.Program:
+    """The step of a minimal program in docs/upstream, its first argument donated."""
+    path = Path(__file__).parents[2] / "docs" / "upstream" / f"{name}.py"
+    step = runpy.run_path(str(path))["step"]
+    whole = NamedSharding(aot.h200_mesh(), P())
+    donated = 0 if name == "rematerialization" else ()
+    jitted = jax.jit(step, donate_argnums=donated, in_shardings=(whole,) * len(shapes))
+    return aot.inspect_program(lambda: jitted.lower(*shapes).compile(options))
+
+
+def upstream_slice(options: dict) -> aot.Program:
+    """A kernel of a slice that begins 12 bytes into its array."""
+    return upstream("dynamic_slice_fusion", options, _shape(131, dtype=jnp.int32))
+
+
+def upstream_rematerialization(options: dict) -> aot.Program:
+    """A read of a donated argument that moves behind its update where memory is short."""
+    f32, width = jnp.float32, 1024
+    shapes = (_shape(8, dtype=jnp.int32), _shape(8, width, dtype=f32))
+    short = {"xla_gpu_memory_limit_slop_factor": 0}
+    weights = [_shape(width, width, dtype=f32)] * 4
+    return upstream("rematerialization", short | options, *shapes, weights)
 
 
 PROGRAMS = {
@@ -242,6 +289,29 @@ PROGRAMS = {
     "fast_step_int8": lambda: fast_step("int8"),
     "fast_step_float8": lambda: fast_step("float8_e4m3fn"),
     "kept_cache": kept_cache,
+    # Which way through attention: sequences, clusters, splits; a loop; the table where XLA could
+    # hand a kernel its address.
+    "pressed_sequences": lambda: pressed("decode", rows=64, table_len=32),
+    "pressed_cluster": lambda: pressed("decode", rows=8, table_len=10),
+    "pressed_splits": lambda: pressed("decode", rows=8, table_len=34),
+    "pressed_wide": lambda: pressed("decode", rows=16, table_len=1024),
+    "pressed_one": lambda: pressed("decode", rows=1, table_len=64),
+    "pressed_loop": lambda: pressed("decode", rows=8, table_len=34, length=4),
+    "pressed_fast": lambda: pressed("decode", rows=8, table_len=34, mode="fast"),
+    "pressed_filters": lambda: pressed("decode", rows=8, table_len=34, with_filters=True),
+    "pressed_top": lambda: pressed("decode", rows=8, table_len=34, num_top=4),
+    "pressed_prefill": lambda: pressed("prefill", rows=1, length=512, table_len=64),
+    "pressed_prefill_many": lambda: pressed("prefill", rows=8, length=512, table_len=34),
+    "pressed_verify": lambda: pressed("verify", rows=8, length=8, table_len=34),
+    "pressed_verify_wide": lambda: pressed("verify", rows=1, length=32, table_len=64),
+    "upstream_slice": lambda: upstream_slice({}),
+    "upstream_slice_off": lambda: upstream_slice(IN_PLACE_OPTIONS),
+    "upstream_rematerialization": lambda: upstream_rematerialization({}),
+    "upstream_rematerialization_off": lambda: upstream_rematerialization(IN_PLACE_OPTIONS),
+    "unguarded_splits": lambda: pressed("decode", rows=8, table_len=34, is_guarded=False),
+    "unguarded_prefill": lambda: pressed(
+        "prefill", rows=1, length=512, table_len=64, is_guarded=False
+    ),
 }
 
 
@@ -252,6 +322,8 @@ if __name__ == "__main__":
         "kernels": [dataclasses.asdict(kernel) for kernel in program.kernels],
         "copies": program.copies(least_bytes=LARGE_BYTES),
         "temp_bytes": program.temp_bytes,
+        "clones": program.num_clones,
+        "faults": program.faults(),
         "launches": program.hlo.count('custom_call_target="mosaic_gpu_v2"'),
     }
     print(json.dumps(report))

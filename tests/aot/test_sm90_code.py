@@ -5,6 +5,7 @@ Compiled in a process each, since JAX chooses its platforms once.
 """
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,8 @@ import pytest
 
 from detjax.testing import aot
 
+PROGRAMS = re.findall(r'^    "(\w+)": ', Path(__file__).with_name("programs.py").read_text(), re.M)
+UPSTREAM = Path(__file__).parents[2] / "docs" / "upstream"
 MISSING = aot.why_unavailable()
 pytestmark = [
     pytest.mark.aot,
@@ -154,3 +157,37 @@ def test_8_bit_weights_are_widened_inside_the_products(name):
 def test_control_a_kept_cache_is_seen_as_a_copy():
     program = compiled("kept_cache")
     assert len(program["copies"]) == 1
+
+
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name.startswith("pressed_")])
+def test_a_step_on_a_full_device_reads_nothing_that_it_has_overwritten(name):
+    """What the engine runs is what its source says, when XLA saves memory as it does in production.
+
+    The cache's update is the only one in place, and it is never copied.
+    """
+    program = compiled(name)
+    assert program["faults"] == []
+    assert program["clones"] == 0
+    assert program["copies"] == []
+
+
+@pytest.mark.control
+def test_control_without_its_guards_a_step_on_a_full_device_reads_what_it_has_overwritten():
+    program = compiled("unguarded_splits")
+    assert program["clones"] > 0
+    assert any("slots_start" in fault for fault in program["faults"]), program["faults"]
+
+
+@pytest.mark.control
+def test_control_without_its_guards_a_kernel_may_be_handed_an_unaligned_slice():
+    """The table begins at an aligned column now; the head, which no kernel takes, does not."""
+    text = (UPSTREAM / "dynamic_slice_fusion.py").read_text()
+    assert "x[3:131]" in text
+    assert "12 bytes into its operand" in "".join(compiled("upstream_slice")["faults"])
+    assert compiled("upstream_slice_off")["faults"] == []
+
+
+def test_the_minimal_program_of_the_upstream_report_fails_as_it_says():
+    program = compiled("upstream_rematerialization")
+    assert any("reads start" in fault for fault in program["faults"]), program
+    assert compiled("upstream_rematerialization_off")["faults"] == []

@@ -1,0 +1,520 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every bit at the size of production: a cache that fills the GPU, long prompts, full batches.
+
+python -m benchmarks.production --out production.jsonl
+python -m benchmarks.production --parts 131072 dvr
+python -m benchmarks.production --model tiny --backend portable --pages 200 --parts 1280 control
+
+Engines of many lengths and batch sizes answer one pool of requests, whose prompts end around every
+page and split boundary, alone and in company. Every token and logprob is compared with the
+canonical choice at its position, which comes from another path on a small cache of its own: windows
+of 256 tokens through prefill's kernels. Exit status 3 if a bit differs, or if the control, kernels
+without a claim, shows no difference.
+"""
+
+import argparse
+import collections
+import dataclasses
+import gc
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+
+import jax
+import numpy as np
+
+from benchmarks.common import Rows, environment
+from benchmarks.step import MODELS
+from detjax.models.loading import LoadedModel, random_model
+from detjax.numerics import NumericsProfile
+from detjax.pallas_kernels.backend import Backend
+from detjax.parallel.mesh import make_mesh
+from detjax.serving.config import EngineConfig, ReplicaSizes
+from detjax.serving.engine import Engine
+from detjax.serving.launcher import engine_steps
+from detjax.serving.request import Completion, Request, SamplingParams
+from detjax.serving.sampling import SamplingRows
+from detjax.serving.steps import (
+    CompiledSteps,
+    EngineStep,
+    StepSizes,
+    empty,
+    empty_pages,
+    pages_shape,
+    sampling_shape,
+    slots_shape,
+    unpack,
+)
+from detjax.testing.steps import plain_step
+
+PAGE, SPLIT = 128, 512
+WINDOW = 16
+"""Tokens of a verification, few enough for the kernels of decode."""
+REFERENCE_WINDOW, BULK = 256, 4096
+"""Tokens of the reference's windows, and of its prefill of what comes before them."""
+CONTEXT = 131072
+
+Kept = tuple[int, int]
+"""A token id and the bits of its logprob."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ask:
+    """One request of the pool: a prompt of `length` tokens of a text of its own.
+
+    Attributes:
+        idx: Names the text, and is the seed.
+        length: Of the prompt.
+        temperature: 0 is greedy.
+        count: Tokens wanted.
+        period: The prompt repeats after so many tokens, for prompt lookup; 0 if it does not.
+    """
+
+    idx: int
+    length: int
+    temperature: float
+    count: int
+    period: int = 0
+
+    def request(self, texts: "Texts", *, is_deterministic: bool = True) -> Request:
+        """The request."""
+        sampling = SamplingParams(
+            max_tokens=self.count, temperature=self.temperature, seed=2**33 + self.idx
+        )
+        return Request(
+            prompt_token_ids=texts.prompt(self), sampling=sampling,
+            is_deterministic=is_deterministic,
+        )  # fmt: skip
+
+
+class Texts:
+    """Random prompts, the same at every call."""
+
+    def __init__(self, vocab_size: int):
+        """Draw from `vocab_size` tokens."""
+        self._vocab_size = vocab_size
+
+    def prompt(self, ask: Ask) -> tuple[int, ...]:
+        """The tokens of an ask's prompt."""
+        rng = np.random.default_rng([7, ask.idx])
+        tokens = rng.integers(0, self._vocab_size, ask.period or ask.length)
+        return tuple(np.resize(tokens, ask.length).tolist())
+
+
+def _around(limit: int) -> list[int]:
+    """Lengths one before, at and behind every page and split boundary, up to a limit."""
+    pages = [n + d for n in range(PAGE, min(limit, 3 * SPLIT), PAGE) for d in (-1, 0)]
+    splits = [n + d for n in range(SPLIT, limit, SPLIT) for d in (-2, -1, 0, 1)]
+    return sorted({1, 2, 3, *pages, *splits})
+
+
+def pool(limit: int, count: int, *, tokens: int, first: int) -> list[Ask]:
+    """`count` asks whose prompts and answers fit in `limit`, greedy and sampled in turn."""
+    around = [n for n in _around(limit - tokens) if n + tokens <= limit]
+    others = np.random.default_rng([3, limit]).integers(1, limit - tokens, count).tolist()
+    lengths = (around + others)[:count]
+    return [
+        Ask(idx=first + i, length=n, temperature=(0.0, 1.0, 0.8)[i % 3], count=tokens)
+        for i, n in enumerate(lengths)
+    ]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Part:
+    """An engine and what it is asked, list after list.
+
+    Attributes:
+        name: Of the part.
+        config: Of the engine, but for the cache's size.
+        batches: Lists of requests, each answered together.
+        skipped_pages: Share of the cache that nobody uses, so that what is used lies at its end.
+    """
+
+    name: str
+    config: dict
+    batches: list[list[Ask]]
+    skipped_pages: float = 0.0
+
+
+def parts(limit_tokens: int) -> Iterator[Part]:
+    """All parts, for a cache of so many tokens."""
+    base = {"verify_window": WINDOW, "has_prefix_cache": False}
+    eight = {"prefill_chunk": 512, "prefill_shapes": ((8, 512),)}
+    short = pool(1280, 256, tokens=40, first=0)
+    few = short[::33], short[:3], short[9:10]
+    yield Part(
+        name="1280",
+        config=base
+        | eight
+        | {
+            "batch_size": 256,
+            "max_len": 1280,
+            "decode_batches": (1, 8, 16, 64, 128),
+            "has_prefix_cache": True,
+        },
+        batches=[short, short[:128], short[5:69], short[30:46], *few],
+    )
+    looked_up = [dataclasses.replace(a, period=40) for a in pool(512, 24, tokens=40, first=300)]
+    yield Part(
+        name="512",
+        config=base
+        | {
+            "batch_size": 24,
+            "max_len": 512,
+            "prefill_chunk": 300,
+            "verify_rows": 1,
+            "has_prompt_lookup": True,
+        },
+        batches=[looked_up],
+        skipped_pages=0.9,
+    )
+    middle = pool(4352, 64, tokens=40, first=400)
+    yield Part(
+        name="4352",
+        config=base | eight | {"batch_size": 64, "max_len": 4352, "decode_batches": (1, 8)},
+        batches=[middle, middle[40:48], middle[-8:], middle[-12:-11], short[4:12], short[7:8]],
+        skipped_pages=0.3,
+    )
+    long = [
+        Ask(idx=600 + i, length=n, temperature=(0.0, 1.0)[i % 2], count=24)
+        for i, n in enumerate((8100, 8168, 4095, 4096, 6143, 7679, 5000, 8000))
+    ]
+    yield Part(
+        name="8192",
+        config=base
+        | {"batch_size": 64, "max_len": 8192, "decode_batches": (1, 8), "prefill_chunk": 4096},
+        batches=[long, long[:1], middle[:56] + long],
+        skipped_pages=0.4,
+    )
+    longer = [
+        Ask(idx=700 + i, length=n, temperature=(0.0, 1.0)[i % 2], count=24)
+        for i, n in enumerate((32700, 16383, 16384, 30000))
+    ]
+    yield Part(
+        name="32768",
+        config=base
+        | {"batch_size": 128, "max_len": 32768, "decode_batches": (8,), "prefill_chunk": 4096},
+        batches=[longer, short[:100] + middle[:20] + longer],
+    )
+    longest = [
+        Ask(idx=800 + i, length=n, temperature=(1.0, 0.0)[i % 2], count=24)
+        for i, n in enumerate((131000, 65535, 100000))
+        if n + 24 <= limit_tokens // 3
+    ]
+    yield Part(
+        name="131072",
+        config=base
+        | {
+            "batch_size": 256,
+            "max_len": CONTEXT,
+            "decode_batches": (1, 16),
+            "prefill_chunk": 512,
+            "prefill_shapes": ((1, 4096),),
+        },
+        batches=[longest, short[:240] + longest[:1], longest[1:2], short[::33]],
+    )
+    yield Part(
+        name="loop",
+        config=base
+        | eight
+        | {"batch_size": 64, "max_len": 1280, "decode_batches": (8,), "decode_steps": 8},
+        batches=[short[:128], short[90:98]],
+        skipped_pages=0.5,
+    )
+    yield Part(
+        name="dvr",
+        config=base
+        | eight
+        | {
+            "batch_size": 64,
+            "max_len": 4352,
+            "mode": "dvr",
+            "draft_share": 1.0,
+            "verify_rows": 32,
+            "verify_batches": (1,),
+            "decode_steps": 4,
+        },
+        batches=[short[:128], middle[-8:], short[40:41]],
+        skipped_pages=0.5,
+    )
+    yield Part(
+        name="control",
+        config=base | {"batch_size": 8, "max_len": 1280, "mode": "fast", "prefill_chunk": 512},
+        batches=[short[:8]],
+    )
+
+
+PARTS = tuple(part.name for part in parts(1 << 40))
+
+
+def programs_of(part: Part) -> set[EngineStep]:
+    """What a part's engine may run."""
+    config = EngineConfig(**part.config)
+    sizes = ReplicaSizes.of(config, dp=1, page_len=PAGE)
+    return set(engine_steps(config, sizes, draft_share=config.draft_share or 0.0))
+
+
+class Reference:
+    """The canonical choice at a position, from windows of a small cache."""
+
+    def __init__(self, model: LoadedModel, context: int):
+        """Allocate a cache of `context` tokens and compile its two programs."""
+        self._model = model
+        table_len = -(-context // PAGE) + 2
+        sizes = StepSizes(num_pages=table_len + 1, num_slots=1, window_len=REFERENCE_WINDOW)
+        steps = CompiledSteps(model, sizes)
+        self._bulk = plain_step("prefill", rows=1, length=BULK, table_len=table_len)
+        self._window = plain_step("verify", rows=1, length=REFERENCE_WINDOW, table_len=table_len)
+        self._programs = {s: steps.get(s, model.params) for s in (self._bulk, self._window)}
+        self._pages = empty_pages(model, sizes.num_pages)
+        self._slots = empty(model, slots_shape(model, 1, REFERENCE_WINDOW))
+        self._sampling = empty(model, sampling_shape(model, 1))
+        # Not the identity, and no page 0.
+        self._table = np.arange(table_len, 0, -1, dtype=np.int32)
+
+    def _run(self, step: EngineStep, *operands):
+        params, tables = self._model.params, self._model.rope_tables
+        self._pages, self._slots, *rest, result = self._programs[step](
+            params, tables, self._pages, self._slots, self._sampling, *operands
+        )
+        if rest:
+            (self._sampling,) = rest
+        return result
+
+    def choices(self, tokens: Sequence[int], first: int, sampling: SamplingParams) -> list[Kept]:
+        """The choice after `tokens[: i + 1]` for every i from `first` on."""
+        rows = SamplingRows.pack([(sampling, 0)])
+        shardings = jax.tree.map(lambda x: x.sharding, self._sampling)
+        self._sampling = jax.tree.map(jax.device_put, rows, shardings)
+        at, results = 0, []
+        while first - at >= BULK:
+            at = self._prefill(tokens, at, BULK, rows)
+        while at < len(tokens):
+            ids = tokens[at : at + REFERENCE_WINDOW]
+            results.append((at, self._verify(ids, at), len(ids)))
+            at += len(ids)
+        found = []
+        for start, packed, count in results:
+            choice = unpack(np.asarray(packed)[0], 0)
+            bits = choice.logprobs.view(np.uint32)
+            found += [
+                (int(choice.token_ids[i]), int(bits[i])) for i in range(count) if start + i >= first
+            ]
+        return found
+
+    def _prefill(self, tokens, at: int, count: int, rows) -> int:
+        layout = self._bulk.layout
+        ids = tokens[at : at + count]
+        host = layout.padding(1, no_slot=1)
+        layout.head(host)[0] = 0, at, len(ids)
+        layout.table(host)[0] = self._table
+        layout.ids(host)[0, : len(ids)] = ids
+        self._run(self._bulk, host, rows)
+        return at + len(ids)
+
+    def _verify(self, ids, at: int):
+        """A window whose first token is the slot's own."""
+        layout = self._window.layout
+        host = layout.padding(1, no_slot=1)
+        layout.head(host)[0] = 0, len(ids) - 1, 1
+        layout.table(host)[0] = self._table
+        layout.ids(host)[0, : len(ids)] = ids
+        window = np.zeros((1, REFERENCE_WINDOW), np.int32)
+        window[0, 0] = ids[0]
+        self._slots = dataclasses.replace(
+            self._slots,
+            window=jax.device_put(window, self._slots.window.sharding),
+            start=jax.device_put(np.full(1, at, np.int32), self._slots.start.sharding),
+        )
+        return self._run(self._window, host)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Outcome:
+    """What a part's answers were."""
+
+    part: Part
+    answers: list[tuple[Ask, list[Kept]]]
+    error: str
+    programs: int
+    seconds: float
+    windows: int
+    rollbacks: int
+
+
+class Suite:
+    """One model and a cache that fills what the GPU has left."""
+
+    def __init__(self, args: argparse.Namespace):
+        """Load the model and size the cache."""
+        config = MODELS[args.model]
+        layers = args.layers or config.num_layers
+        config = dataclasses.replace(
+            config, num_layers=layers, sliding_windows=(None,) * layers,
+            max_position_embeddings=CONTEXT,
+        )  # fmt: skip
+        backend = Backend(args.backend)
+        self.model = random_model(
+            config, seed=0, profile=NumericsProfile(),
+            mesh=make_mesh(1, 1, platform=backend.platform), backend=backend,
+        )  # fmt: skip
+        page = pages_shape(self.model, 1)
+        self.page_bytes = int(np.prod(page.shape)) * page.dtype.itemsize
+        self.gpu_bytes = self.free_bytes = 0
+        self.num_pages = args.pages
+        if not args.pages:
+            stats = jax.devices(backend.platform)[0].memory_stats()
+            self.gpu_bytes = stats["bytes_limit"]
+            self.free_bytes = self.gpu_bytes - stats["bytes_in_use"]
+            self.num_pages = int(args.share * self.free_bytes) // self.page_bytes
+        self.texts = Texts(config.vocab_size)
+        self._steps: dict[int, CompiledSteps] = {}
+
+    def run(self, part: Part) -> Outcome:
+        """Ask a part's engine everything; its cache is free again afterwards."""
+        begin = time.perf_counter()
+        config = EngineConfig(num_pages=self.num_pages, **part.config)
+        engine = Engine(self.model, config, steps=self._steps.get(config.batch_size))
+        self._steps[config.batch_size] = engine.steps
+        engine.compile()
+        num_compiled = engine.stats().num_compiled
+        compiled_s = time.perf_counter() - begin
+        skipped = int(part.skipped_pages * self.num_pages)
+        (pages,) = engine._scheduler.pools
+        held = pages.take(skipped)
+        answers, error = [], ""
+        is_deterministic = config.mode != "fast"
+        for asks in part.batches:
+            requests = [a.request(self.texts, is_deterministic=is_deterministic) for a in asks]
+            try:
+                got = engine.generate(requests)
+            except (FloatingPointError, RuntimeError) as raised:
+                error = f"{type(raised).__name__}: {raised}"[:200]
+                break
+            answers += [(a, kept(c)) for a, c in zip(asks, got, strict=True)]
+        pages.give_back(held)
+        stats = engine.stats()
+        numbers = stats.num_windows, stats.num_rollbacks
+        del engine, pages
+        gc.collect()
+        seconds = time.perf_counter() - begin
+        print(
+            f"part {part.name}: {num_compiled} programs in {compiled_s:.0f} s, "
+            f"{sum(len(k) for _, k in answers)} tokens in {seconds - compiled_s:.0f} s {error}",
+            flush=True,
+        )
+        return Outcome(
+            part=part, answers=answers, error=error, programs=num_compiled, seconds=seconds,
+            windows=numbers[0], rollbacks=numbers[1],
+        )  # fmt: skip
+
+
+def kept(completion: Completion) -> list[Kept]:
+    """Token ids and the bits of logprobs."""
+    bits = np.asarray(completion.logprobs, np.float32).view(np.uint32)
+    return [(t, int(b)) for t, b in zip(completion.token_ids, bits, strict=True)]
+
+
+def references(suite: Suite, outcomes: list[Outcome]) -> dict[int, list[Kept]]:
+    """The canonical answer to each ask: what the reference says at every position of the first.
+
+    An answer is canonical if each of its tokens is the choice after those before it, so one pass
+    over the tokens of any answer tells whether all of it is, and if not, up to where.
+    """
+    firsts: dict[int, tuple[Ask, list[Kept]]] = {}
+    for outcome in outcomes:
+        for ask, answer in outcome.answers:
+            if outcome.part.name != "control":
+                firsts.setdefault(ask.idx, (ask, answer))
+    for outcome in outcomes:
+        for ask, answer in outcome.answers:
+            firsts.setdefault(ask.idx, (ask, answer))
+    longest = max((a.length + a.count for a, _ in firsts.values()), default=1)
+    reference, want = Reference(suite.model, longest), {}
+    for ask, answer in firsts.values():
+        prompt = suite.texts.prompt(ask)
+        sampling = ask.request(suite.texts).sampling
+        tokens = (*prompt, *(t for t, _ in answer))[:-1]
+        choices = reference.choices(tokens, len(prompt) - 1, sampling)
+        # Behind a wrong token the choices are of a wrong text: mend one after the other.
+        while (right := _right_tokens(choices, tokens[len(prompt) :])) is not None:
+            tokens = (*prompt, *right, *tokens[len(prompt) + len(right) :])
+            choices = reference.choices(tokens, len(prompt) - 1, sampling)
+        want[ask.idx] = choices
+    return want
+
+
+def _right_tokens(choices: list[Kept], given: Sequence[int]) -> tuple[int, ...] | None:
+    """The choices up to the first that was not given; None if all were."""
+    for i, token in enumerate(given):
+        if choices[i][0] != token:
+            return tuple(t for t, _ in choices[: i + 1])
+    return None
+
+
+def report(suite: Suite, outcome: Outcome, want: dict[int, list[Kept]], rows: Rows) -> bool:
+    """Keep a row; whether the part is as it must be."""
+    wrong, compared, where = 0, 0, collections.Counter()
+    for ask, answer in outcome.answers:
+        for i, (got, right) in enumerate(zip(answer, want[ask.idx], strict=False)):
+            compared += 1
+            if got != right:
+                wrong += 1
+                where[(ask.length + i) % SPLIT] += 1
+    rows.keep(
+        subject="production", case=outcome.part.name, max_len=outcome.part.config["max_len"],
+        mode=outcome.part.config.get("mode", "invariant"), gpu_bytes=suite.gpu_bytes,
+        free_bytes=suite.free_bytes, cache_bytes=suite.num_pages * suite.page_bytes,
+        num_pages=suite.num_pages, layers=suite.model.config.num_layers,
+        longest_prompt=max(a.length for batch in outcome.part.batches for a in batch),
+        most_rows=max(len(batch) for batch in outcome.part.batches),
+        programs=outcome.programs, compared_tokens=compared, different=wrong,
+        worst_positions=str(where.most_common(3)), windows=outcome.windows,
+        rollbacks=outcome.rollbacks, error=outcome.error, seconds=round(outcome.seconds, 1),
+    )  # fmt: skip
+    if outcome.part.name == "control":
+        return wrong > 0
+    return wrong == 0 and compared > 0 and not outcome.error
+
+
+def main() -> None:
+    """Run the parts, then the reference; exit 3 if a bit differed."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--model", choices=MODELS, default="llama3_8b")
+    parser.add_argument("--backend", choices=[b.value for b in Backend], default="sm90")
+    parser.add_argument("--layers", type=int, default=0, help="fewer layers; all if 0")
+    parser.add_argument("--parts", choices=PARTS, nargs="+", default=PARTS, metavar="PART",
+                        help=f"of {', '.join(PARTS)}")  # fmt: skip
+    parser.add_argument("--pages", type=int, default=0, help="of the cache; --share if 0")
+    parser.add_argument(
+        "--share", type=float, default=0.87, help="of what the GPU has left, for the cache"
+    )
+    parser.add_argument("--out", help="write JSON rows here")
+    args = parser.parse_args()
+    card = environment(Backend(args.backend)) | {
+        "model": args.model, "backend": args.backend, "data": "random weights and prompts",
+    }  # fmt: skip
+    rows = Rows(card, args.out)
+    suite = Suite(args)
+    print(
+        f"{suite.num_pages} pages, {suite.num_pages * suite.page_bytes / 1e9:.1f} GB of "
+        f"{suite.free_bytes / 1e9:.1f} GB free",
+        flush=True,
+    )
+    wanted = [p for p in parts(suite.num_pages * PAGE) if p.name in args.parts]
+    outcomes = [suite.run(part) for part in wanted]
+    begin = time.perf_counter()
+    want = references(suite, outcomes)
+    print(f"reference of {len(want)} answers in {time.perf_counter() - begin:.0f} s", flush=True)
+    is_right = [report(suite, outcome, want, rows) for outcome in outcomes]
+    total = sum(row["compared_tokens"] for row in rows.rows if row["case"] != "control")
+    different = sum(row["different"] for row in rows.rows if row["case"] != "control")
+    print(f"{total} tokens and logprobs compared, {different} different")
+    sys.exit(0 if all(is_right) else 3)
+
+
+if __name__ == "__main__":
+    main()
