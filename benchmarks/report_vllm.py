@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our steps beside those of vLLM on the same kind of GPU, where the protocols match.
+
+vLLM's rows stand in `benchmarks/results/<gpu>/vllm-<version>.jsonl`, a figure each, with the
+protocol. They were measured once and by hand, so no command of detjax takes them again. Ours are
+the newest rows of `benchmarks.step` and `benchmarks.serving`.
+"""
+
+import json
+
+from benchmarks import report_rows
+from benchmarks.report_rows import FIRST_GPU, context_of, model_name, ratio, rows, table
+
+
+def vllm_rows() -> list[dict]:
+    """The figures of the newest version, or none."""
+    files = sorted((report_rows.RESULTS / FIRST_GPU).glob("vllm-*.jsonl"))
+    return [json.loads(line) for line in files[-1].read_text().splitlines()] if files else []
+
+
+def our_time(vllm: dict) -> float | None:
+    """What ours takes at the same shape, size, GPU and protocol, in the row's unit, if measured."""
+    if "requests" in vllm:
+        sizes = ("requests", "prompt_len", "output_len")
+        found = rows("serving", "offline")
+        times = [
+            row.get("wall_s") for row in found if all(row.get(x) == vllm[x] for x in sizes)
+            and _is_rival(row, vllm, row["mode"])
+        ]  # fmt: skip
+    else:
+        found = [
+            row for row in rows("step", "step")
+            if row["case"] == vllm["case"] and _is_rival(row, vllm, row["impl"])
+        ]  # fmt: skip
+        is_decode = context_of(vllm) is not None
+        times = [row.get("ms_p50" if is_decode else "least_ms") for row in found]
+    times = [time for time in times if time is not None]
+    return times[-1] if times else None
+
+
+def _is_rival(row: dict, vllm: dict, impl: str) -> bool:
+    same = all(row.get(name) == vllm[name] for name in ("gpu", "model"))
+    return same and impl == "invariant"
+
+
+def case_name(row: dict) -> str:
+    """The case with its protocol and unit, as the table begins."""
+    if "requests" in row:
+        return (
+            f"{row['requests']} requests of {row['prompt_len']} + {row['output_len']} tokens, "
+            "all at once, s"
+        )
+    return f"{row['case']}, ms" if context_of(row) else f"{row['case']}, {row['protocol']}, ms"
+
+
+def lines() -> list[str]:
+    """The table, and what was compared; nothing without rows of vLLM."""
+    found = vllm_rows()
+    if not found:
+        return []
+    by_case: dict[str, dict[bool, dict]] = {}
+    for row in found:
+        by_case.setdefault(case_name(row), {})[row["batch_invariant"]] = row
+
+    def cells(case):
+        default, invariant = by_case[case][False], by_case[case][True]
+        ours = our_time(default)
+        decimals = default["decimals"]  # as many as were noted
+        return [
+            case,
+            f"{ours:.{decimals}f}" if ours else "",
+            f"{default['time']:.{decimals}f}",
+            f"{invariant['time']:.{decimals}f}",
+            ratio(default["time"], ours),
+            ratio(invariant["time"], ours),
+        ]
+
+    first = found[0]
+    vllm = f"vLLM {first['vllm']}"
+    header = ["", "detjax `invariant`", vllm, f"{vllm}, batch-invariant", "speed over vLLM",
+              "over batch-invariant"]  # fmt: skip
+    return [
+        f"Beside {vllm}, by default and with `VLLM_BATCH_INVARIANT=1`; we measured it on an",
+        f"{first['gpu']}, {model_name(first['model'])}, {first['attention']}, CUDA graphs, in",
+        "runs of its own. Which statistic its decode steps are was not noted; ours are medians.",
+        "A cell of ours is empty where no row follows the same protocol:",
+        "",
+        *table(header, map(cells, by_case)),
+    ]
