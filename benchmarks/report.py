@@ -14,7 +14,6 @@ that verified no draft is told as such, or refused.
 
 import argparse
 import json
-import re
 import sys
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from benchmarks import (
     report_training,
     report_vllm,
 )
-from benchmarks.report_rows import FIRST_GPU, GPUS, context_of, listed, rows, table, told
+from benchmarks.report_rows import FIRST_GPU, GPUS, listed, rows, step_of, table, told
 
 ROOT = Path(__file__).parents[1]
 FIGURES = ROOT / "docs" / "figures"
@@ -89,27 +88,26 @@ def kernel_lines(gpu: str = FIRST_GPU) -> list[str]:
 def step_times(gpu: str = FIRST_GPU) -> dict[str, dict[str, float]]:
     """Milliseconds of each implementation, by case; decode first, small ones first."""
     times: dict[str, dict[str, float]] = {}
-    for row in rows("step", "step", gpu):
-        if "ms_p50" in row:
-            times.setdefault(row["case"], {})[row["impl"]] = row["ms_p50"]
+    for row in sorted(timed_steps(gpu), key=step_of):
+        times.setdefault(row["case"], {})[row["impl"]] = row["ms_p50"]
+    return times
 
-    def order(case):
-        kind = case.split()[0]
-        return kind, int(re.search(r"\d+", case)[0])
 
-    return {case: times[case] for case in sorted(times, key=order)}
+def timed_steps(gpu: str = FIRST_GPU) -> list[dict]:
+    """Rows of steps that ran."""
+    return [row for row in rows("step", "step", gpu) if "ms_p50" in row]
 
 
 def decode_lines() -> dict[str, list[tuple[int, float]]]:
     """(batch, ms) of decode steps at CONTEXT, by implementation, and the floor of the bandwidth."""
-    lines: dict[str, list[tuple[int, float]]] = {}
-    for row in rows("step", "step"):
-        if "ms_p50" in row and context_of(row) == CONTEXT:
-            batch = int(re.search(r"\d+", row["case"])[0])
-            lines.setdefault(row["impl"], []).append((batch, row["ms_p50"]))
-            if row["impl"] == "invariant":
-                lines.setdefault(FLOOR, []).append((batch, row["floor_ms"]))
-    return {name: sorted(points) for name, points in lines.items()}
+    lines: dict[str, dict[int, float]] = {}
+    for row in timed_steps():
+        kind, batch, context = step_of(row)
+        if (kind, context) == ("decode", CONTEXT):
+            lines.setdefault(row["impl"], {})[batch] = row["ms_p50"]
+            if row["impl"] == "invariant" and "floor_ms" in row:
+                lines.setdefault(FLOOR, {})[batch] = row["floor_ms"]
+    return {name: sorted(points.items()) for name, points in lines.items()}
 
 
 def step_table(gpu: str = FIRST_GPU) -> list[str]:
@@ -120,8 +118,8 @@ def step_table(gpu: str = FIRST_GPU) -> list[str]:
     times = step_times(gpu)
     share = {
         row["case"]: row.get("floor_over_measured", row.get("share_of_790_tflop_per_s"))
-        for row in rows("step", "step", gpu)
-        if row["impl"] == "invariant" and "ms_p50" in row
+        for row in timed_steps(gpu)
+        if row["impl"] == "invariant"
     }
     impls = [impl for impl in IMPLS if any(impl in found for found in times.values())]
     has_share = gpu == FIRST_GPU
@@ -133,7 +131,7 @@ def step_table(gpu: str = FIRST_GPU) -> list[str]:
             case,
             *(f"{found[impl]:.2f}" if impl in found else "" for impl in impls),
             *([f"{speed:.2f}" if speed else ""] if "fast" in impls else []),
-            *([f"{share[case]:.2f}"] if has_share else []),
+            *([f"{share[case]:.2f}" if share[case] else ""] if has_share else []),
         ]
 
     ratio = ["invariant over fast, speed"] if "fast" in impls else []

@@ -34,10 +34,15 @@ def rows(command: str, subject: str, gpu: str = FIRST_GPU) -> list[dict]:
     return of_subject
 
 
-def context_of(row: dict) -> int | None:
-    """Tokens of each sequence of a decode step; None of another step."""
-    found = re.fullmatch(r"decode batch \d+ context (\d+)", row["case"])
-    return int(found[1]) if found else None
+def step_of(row: dict) -> tuple[str, int, int]:
+    """The step that a row's case is: ("decode", batch, context) or ("prefill", 1, tokens)."""
+    decode = re.fullmatch(r"decode batch (\d+) context (\d+)", row["case"])
+    prefill = re.fullmatch(r"prefill (\d+) tokens", row["case"])
+    if decode:
+        return "decode", int(decode[1]), int(decode[2])
+    if prefill:
+        return "prefill", 1, int(prefill[1])
+    raise ValueError(f"{row_name(row)}: no step is called {row['case']!r}")
 
 
 def row_name(row: dict) -> str:

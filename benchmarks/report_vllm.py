@@ -9,7 +9,7 @@ the newest rows of `benchmarks.step` and `benchmarks.serving`.
 import json
 
 from benchmarks import report_rows
-from benchmarks.report_rows import FIRST_GPU, context_of, model_name, ratio, rows, table
+from benchmarks.report_rows import FIRST_GPU, model_name, ratio, rows, step_of, table
 
 
 def vllm_rows() -> list[dict]:
@@ -30,10 +30,10 @@ def our_time(vllm: dict) -> float | None:
     else:
         found = [
             row for row in rows("step", "step")
-            if row["case"] == vllm["case"] and _is_rival(row, vllm, row["impl"])
+            if _is_rival(row, vllm, row["impl"]) and step_of(row) == step_of(vllm)
         ]  # fmt: skip
-        is_decode = context_of(vllm) is not None
-        times = [row.get("ms_p50" if is_decode else "least_ms") for row in found]
+        statistic = "ms_p50" if step_of(vllm)[0] == "decode" else "least_ms"
+        times = [row.get(statistic) for row in found]
     times = [time for time in times if time is not None]
     return times[-1] if times else None
 
@@ -50,7 +50,8 @@ def case_name(row: dict) -> str:
             f"{row['requests']} requests of {row['prompt_len']} + {row['output_len']} tokens, "
             "all at once, s"
         )
-    return f"{row['case']}, ms" if context_of(row) else f"{row['case']}, {row['protocol']}, ms"
+    is_decode = step_of(row)[0] == "decode"
+    return f"{row['case']}, ms" if is_decode else f"{row['case']}, {row['protocol']}, ms"
 
 
 def lines() -> list[str]:

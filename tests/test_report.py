@@ -342,6 +342,42 @@ def test_the_headline_is_of_one_context(write):
     assert "at batch 8 take 4.00 ms" in line and "256" not in line
 
 
+def test_the_later_row_of_a_step_counts(write):
+    write("step", step_row(8, 9.0), step_row(8, 4.0), step_row(8, 5.0, impl="fast"))
+    (line,) = report.headline_section()
+    assert "at batch 8 take 4.00 ms" in line
+    assert table_lines(report.step_table())[1][1] == "4.00"
+
+
+def test_a_step_of_an_unknown_name_is_refused(write):
+    write("step", step_row(8, 4.0) | {"case": "decode 8"})
+    with pytest.raises(ValueError, match=r"case='decode 8': no step is called"):
+        report.step_times()
+
+
+def test_kernels_of_each_gpu_stand_under_its_name(write):
+    decode = {"subject": "attention", "case": "decode", "batch": 1, "tokens": 8, "us": 2.5}
+    for gpu, us in (("h200", 10.0), ("h100", 12.0)):
+        write("kernels", LINEAR | {"us": us}, decode | {"share": 0.5}, gpu=gpu)
+    text = "\n".join(report.kernels_section())
+    ours, other = text.split("One NVIDIA H100, jax 0.11.2")
+    assert "One NVIDIA H200, jax" in ours and "10.0, 1.10" in ours
+    assert "8 tokens: 2.5 us, 0.50 of 4.3 TB/s." in ours
+    assert "12.0, 1.10" in other and "8 tokens: 2.5 us." in other
+
+
+@pytest.mark.parametrize(
+    ("machines", "taken"), [(("cpu", "h100", "h200"), "h200"), (("cpu", "h100"), "h100"),
+                            (("cpu",), "cpu")],
+)  # fmt: skip
+def test_an_experiment_is_taken_from_the_first_gpu_that_has_it(write, machines, taken):
+    for machine in machines:
+        folder = report_rows.RESULTS / machine / "reproduce"
+        folder.mkdir(parents=True)
+        (folder / "accuracy.json").write_text("{}")
+    assert report.experiments()["accuracy"].parts[-3] == taken
+
+
 def vllm_row(case, time, **fields):
     row = {"subject": "vllm", "case": case, "time": time, "model": "llama3_8b", "vllm": "0.24",
            "attention": "FlashAttention-3", "protocol": "least of three single calls",
@@ -369,7 +405,10 @@ def rival(write, tmp_path):
 
 def test_our_rows_stand_beside_those_of_vllm_where_the_protocol_is_the_same(write, rival):
     prompt = {"case": "prefill 4000 tokens", "least_ms": 80.0}
-    write("step", step_row(8, 4.0), step_row(8, 5.0, impl="fast"), step_row(8, 99.0) | prompt)
+    failed = {"subject": "step", "impl": "transformers", "case": "decode", "failed": "stopped"}
+    write(
+        "step", failed, step_row(8, 4.0), step_row(8, 5.0, impl="fast"), step_row(8, 99.0) | prompt
+    )
     write("serving", offline("invariant", 50.0, model="llama3_8b", wall_s=8.0))
     _, step, prefill, load = table_lines(report_vllm.lines())
     assert step == ["decode batch 8 context 1024, ms", "4.0", "6.0", "12.0", "1.50", "3.00"]
