@@ -41,7 +41,8 @@ def load_name(found: Collection[dict]) -> str:
     prompt_len, output_len = common("prompt_len"), common("output_len")
     lengths = f" of {prompt_len} + {output_len} tokens" if prompt_len and output_len else ""
     asked = f", {num or ''} requests{lengths}".replace("  ", " ") if num or lengths else ""
-    return model_name(model) + asked
+    patience = common("decode_patience")
+    return model_name(model) + asked + (f", `decode_patience` {patience}" if patience else "")
 
 
 def mode_name(row: dict) -> str:
@@ -101,9 +102,10 @@ def windows(gpu: str = FIRST_GPU) -> dict[tuple[str, str], dict[tuple[int, int],
 
 
 def offline(gpu: str = FIRST_GPU) -> list[dict[str, dict]]:
-    """Of each model and load, the last row by the name of the mode."""
+    """Of each model, load and `decode_patience`, the last row by the name of the mode."""
     loads: dict[tuple, dict[str, dict]] = {}
-    for model, cases in served("offline", "requests", "prompt_len", "output_len", gpu=gpu).items():
+    keys = ("requests", "prompt_len", "output_len", "decode_patience")
+    for model, cases in served("offline", *keys, gpu=gpu).items():
         for (*load, name), row in cases.items():
             loads.setdefault((model, *load), {})[name] = row
     return list(loads.values())
