@@ -234,6 +234,44 @@ def _position_of_pages(cache, pages, position: int) -> jax.Array:
     return jnp.take(words, pages, axis=1)
 
 
+def rows_of(batch: int, most_rows: int) -> np.ndarray:
+    """Which rows of the cache a batch takes: spread evenly, so that each replica owns its own."""
+    return np.arange(batch) * most_rows // batch
+
+
+def place_rows(
+    batch: int, most_rows: int, *, row_len: int, table_len: int, dp: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of the cache that a batch takes, and the pages of each as its replica counts them.
+
+    A cache row is `row_len` pages, the same ones of the whole cache on every mesh. Replica r of dp
+    runs rows [r batch/dp, (r + 1) batch/dp) of the batch and holds that share of the pages.
+
+    Args:
+        batch: Rows of the step.
+        most_rows: Rows of the cache.
+        row_len: Pages of a row of the cache.
+        table_len: Pages of a row of the batch, more than `row_len` for a long prompt.
+        dp: Replicas.
+
+    Raises:
+        ValueError: If a row's pages would not all lie on its replica, or be another row's too.
+    """
+    if batch % dp or most_rows % dp:
+        raise ValueError(f"{batch=} and {most_rows=} must be multiples of {dp=}")
+    rows = rows_of(batch, most_rows)
+    share = most_rows * row_len // dp
+    pages = rows[:, None] * row_len + np.arange(table_len)[None]
+    own = np.arange(batch) * dp // batch
+    ends = np.append(rows[1:], most_rows) * row_len
+    if (pages[:, -1] >= np.minimum(ends, (own + 1) * share)).any():
+        raise ValueError(
+            f"{table_len=} is too long for {batch=} rows in a cache of {most_rows} x {row_len} "
+            f"pages on {dp=} replicas"
+        )
+    return rows, pages - own[:, None] * share
+
+
 class Runner:
     """A model on a mesh, a random cache, and its compiled steps."""
 
@@ -260,19 +298,16 @@ class Runner:
         self.cache = pages or [jax.jit(draw, out_shardings=shape.sharding)()]
         self._steps: dict[tuple[int, int], tuple[Callable, float]] = {}
 
-    def rows_of(self, batch: int) -> np.ndarray:
-        """Which rows of the cache a batch takes: half of them from its second half."""
-        first = np.arange(-(-batch // 2))
-        return np.concatenate([first, self.most_rows // 2 + np.arange(batch // 2)])
-
     def arguments(self, batch: int, length: int, start: int):
         """Tokens at `start` of each row, the same for a row on every mesh."""
-        rows = self.rows_of(batch)[:, None]
+        table_len = max(self.table_len, -(-length // 128))
+        cache_rows, pages = place_rows(
+            batch, self.most_rows, row_len=self.table_len, table_len=table_len,
+            dp=self.model.mesh.shape[DP_AXIS],
+        )  # fmt: skip
+        rows = cache_rows[:, None]
         positions = np.tile(np.arange(start, start + length, dtype=np.int32), (batch, 1))
         ids = (rows * 977 + positions * 31) % self.model.config.vocab_size
-        table_len = max(self.table_len, -(-length // 128))
-        pages = rows * self.table_len + np.arange(table_len)[None]
-        pages %= self.num_pages // self.model.mesh.shape[DP_AXIS]  # a replica counts its own
         tokens = Tokens(
             ids=ids.astype(np.int32), positions=positions, page_table=pages.astype(np.int32)
         )
@@ -340,8 +375,8 @@ class Runner:
         choice, hidden, _ = self.run(batch, length, start)
         pages = np.asarray(self.arguments(batch, length, start)[0].page_table)
         replica = self.num_pages // self.model.mesh.shape[DP_AXIS]
-        halves = np.arange(batch) * self.model.mesh.shape[DP_AXIS] // batch
-        where = pages[:, start // 128] + halves * replica
+        owner = np.arange(batch) * self.model.mesh.shape[DP_AXIS] // batch
+        where = pages[:, start // 128] + owner * replica
         written = _position_of_pages(self.cache[0], where, start % 128)
         return {
             "tokens": np.asarray(choice.token_ids),
@@ -351,18 +386,23 @@ class Runner:
         }
 
 
+def prompts_case(runners: dict[str, Runner]) -> tuple[int, int, int]:
+    """Prompts that begin together, as many as the replicas of the widest mesh and at least two."""
+    return max(2, *(runner.model.mesh.shape[DP_AXIS] for runner in runners.values())), 300, 0
+
+
 def compare_meshes(runners: dict[str, Runner], batches: list[int], rows: Rows) -> bool:
     """Every batch on every mesh against the first mesh, and rows against smaller batches."""
-    is_right, alone = True, {}
+    is_right, rows_agree, alone = True, True, {}
     first = next(iter(runners))
-    for batch, length, start in [*((b, 1, CONTEXT - 1) for b in batches), (2, 300, 0)]:
+    for batch, length, start in [*((b, 1, CONTEXT - 1) for b in batches), prompts_case(runners)]:
         want = runners[first].bits(batch, length, start)
         if length == 1:
             for row, token, bits in zip(
-                runners[first].rows_of(batch), want["tokens"], want["logprobs"].view(np.uint32),
-                strict=True,
+                rows_of(batch, runners[first].most_rows), want["tokens"],
+                want["logprobs"].view(np.uint32), strict=True,
             ):  # fmt: skip
-                is_right &= alone.setdefault(row, (token, bits)) == (token, bits)
+                rows_agree &= alone.setdefault(row, (token, bits)) == (token, bits)
         for name, runner in runners.items():
             if batch % runner.model.mesh.shape[DP_AXIS]:
                 continue
@@ -374,8 +414,8 @@ def compare_meshes(runners: dict[str, Runner], batches: list[int], rows: Rows) -
             is_right &= not any(different.values())
             case = f"batch {batch}, {length} tokens at {start}"
             rows.keep(subject="mesh_step_bits", case=case, impl=name, **different)
-    rows.keep(subject="mesh_step_bits", case="rows in other batches", same=is_right)
-    return is_right
+    rows.keep(subject="mesh_step_bits", case="rows in other batches", same=rows_agree)
+    return is_right and rows_agree
 
 
 def _mesh_model(config, dp: int, tp: int) -> LoadedModel:
@@ -451,7 +491,7 @@ def run_steps(args: argparse.Namespace, rows: Rows) -> bool:
     sharded = Runner(many, most_rows)
     timed = {"invariant (1,1)": Runner(one, most_rows), f"invariant (1,{args.tp})": sharded}
     compared = {**timed, f"invariant ({args.tp},1)": Runner(several, most_rows)}
-    compile_ahead(compared, [(batch, 1, 0) for batch in args.compare] + [(2, 300, 0)])
+    compile_ahead(compared, [(batch, 1, 0) for batch in args.compare] + [prompts_case(compared)])
     is_right = compare_meshes(compared, args.compare, rows)
     del compared, several
     if args.graphs:

@@ -4,20 +4,28 @@
 python -m benchmarks.report            # needs matplotlib: pip install -e ".[plots]"
 python -m benchmarks.report --check    # is the text current? needs nothing
 
-The rows are the newest `benchmarks/results/h200/<date>-<command>.jsonl` of the commands kernels,
-step, serving, mesh and answers. Of the last three a part appears if its rows are there, and where a
-case occurs twice in a file the later row counts. Experiments are
-`benchmarks/results/*/reproduce/NAME.json`, those of a GPU before those of a CPU.
+The rows are the newest `benchmarks/results/<gpu>/<date>-<command>.jsonl` of the commands kernels,
+step, serving, mesh, answers and production, for each GPU of `report_rows.GPUS`; figures and the
+headline are of the first. A part appears if its rows are there, and where a case occurs twice in a
+file the later row counts. vLLM's are `vllm-<version>.jsonl`. Experiments are
+`benchmarks/results/*/reproduce/NAME.json`, those of a GPU before those of a CPU. A row of `dvr`
+that verified no draft is told as such, or refused.
 """
 
 import argparse
 import json
-import re
 import sys
 from pathlib import Path
 
-from benchmarks import report_mesh, report_serving, report_training
-from benchmarks.report_rows import RESULTS, listed, rows, table
+from benchmarks import (
+    report_mesh,
+    report_production,
+    report_rows,
+    report_serving,
+    report_training,
+    report_vllm,
+)
+from benchmarks.report_rows import FIRST_GPU, GPUS, listed, rows, step_of, table, told
 
 ROOT = Path(__file__).parents[1]
 FIGURES = ROOT / "docs" / "figures"
@@ -25,12 +33,19 @@ MARKERS = "<!-- {0}: begin -->", "<!-- {0}: end -->"
 SHAPES = ("qkv", "o", "gate_up", "down", "lm_head")
 ROW_COUNTS = (1, 8, 64, 128, 512, 2048, 8192)
 FLOOR = "bytes at 4.3 TB/s"
+CONTEXT = 1024
+"""Of the decode steps in the headline and the figure."""
+
+SUBJECTS = (("step", "step"), ("kernels", "linear"), ("kernels", "attention"), ("kernels", "rows"),
+            ("serving", "offline"), ("serving", "stress"), ("mesh", "mesh_step"))  # fmt: skip
+"""Commands and subjects of what README tells of a GPU."""
+
 IMPLS = ("invariant", "fast", "transformers compiled", "transformers eager")
 
 
-def linear_ratios() -> dict[tuple[str, int], float]:
+def linear_ratios(gpu: str = FIRST_GPU) -> dict[tuple[str, int], float]:
     """Time of the best rival over ours, by shape and number of rows."""
-    found = rows("kernels", "linear")
+    found = rows("kernels", "linear", gpu)
     return {(row["shape"], row["m"]): row["ratio"] for row in found if "ratio" in row}
 
 
@@ -45,10 +60,10 @@ def linear_table() -> list[str]:
     return table(["rows", *SHAPES], map(cells, ROW_COUNTS))
 
 
-def kernel_lines() -> list[str]:
+def kernel_lines(gpu: str = FIRST_GPU) -> list[str]:
     """Attention against cuDNN and the copy bandwidth; kernels bound by memory."""
     lines = []
-    for row in rows("kernels", "attention"):
+    for row in rows("kernels", "attention", gpu):
         if row["case"] == "prefill" and row["tokens"] == 8192:
             lines.append(
                 f"Attention, prefill of 8192 tokens, 32/8 heads of 128: {row['ms']:.3f} ms, "
@@ -56,11 +71,12 @@ def kernel_lines() -> list[str]:
                 "same run."
             )
         elif row["case"] == "decode":
+            share = f", {row['share']:.2f} of 4.3 TB/s" if gpu == FIRST_GPU else ""
             lines.append(
-                f"Attention, decode of {row['batch']} x {row['tokens']} tokens: {row['us']:.1f} us,"
-                f" {row['share']:.2f} of 4.3 TB/s."
+                f"Attention, decode of {row['batch']} x {row['tokens']} tokens: "
+                f"{row['us']:.1f} us{share}."
             )
-    for row in rows("kernels", "rows"):
+    for row in rows("kernels", "rows", gpu):
         if row["m"] == 8192 and row["case"] in ("add_rms_norm", "swiglu"):
             lines.append(
                 f"`{row['case']}`, 8192 rows: {row['us']:.1f} us, {row['share_of_copy']:.2f} of "
@@ -69,41 +85,44 @@ def kernel_lines() -> list[str]:
     return [f"- {line}" for line in lines]
 
 
-def step_times() -> dict[str, dict[str, float]]:
+def step_times(gpu: str = FIRST_GPU) -> dict[str, dict[str, float]]:
     """Milliseconds of each implementation, by case; decode first, small ones first."""
     times: dict[str, dict[str, float]] = {}
-    for row in rows("step", "step"):
-        if "ms_p50" in row:
-            times.setdefault(row["case"], {})[row["impl"]] = row["ms_p50"]
+    for row in sorted(timed_steps(gpu), key=step_of):
+        times.setdefault(row["case"], {})[row["impl"]] = row["ms_p50"]
+    return times
 
-    def order(case):
-        kind = case.split()[0]
-        return kind, int(re.search(r"\d+", case)[0])
 
-    return {case: times[case] for case in sorted(times, key=order)}
+def timed_steps(gpu: str = FIRST_GPU) -> list[dict]:
+    """Rows of steps that ran."""
+    return [row for row in rows("step", "step", gpu) if "ms_p50" in row]
 
 
 def decode_lines() -> dict[str, list[tuple[int, float]]]:
-    """(batch, milliseconds) of decode steps, by implementation, and the floor of the bandwidth."""
-    lines: dict[str, list[tuple[int, float]]] = {}
-    for row in rows("step", "step"):
-        batch = re.fullmatch(r"decode batch (\d+) context \d+", row["case"])
-        if batch and "ms_p50" in row:
-            lines.setdefault(row["impl"], []).append((int(batch[1]), row["ms_p50"]))
-            if row["impl"] == "invariant":
-                lines.setdefault(FLOOR, []).append((int(batch[1]), row["floor_ms"]))
-    return {name: sorted(points) for name, points in lines.items()}
+    """(batch, ms) of decode steps at CONTEXT, by implementation, and the floor of the bandwidth."""
+    lines: dict[str, dict[int, float]] = {}
+    for row in timed_steps():
+        kind, batch, context = step_of(row)
+        if (kind, context) == ("decode", CONTEXT):
+            lines.setdefault(row["impl"], {})[batch] = row["ms_p50"]
+            if row["impl"] == "invariant" and "floor_ms" in row:
+                lines.setdefault(FLOOR, {})[batch] = row["floor_ms"]
+    return {name: sorted(points.items()) for name, points in lines.items()}
 
 
-def step_table() -> list[str]:
-    """Whole steps: ours, the same without claims, transformers, and the bandwidth's share."""
-    times = step_times()
+def step_table(gpu: str = FIRST_GPU) -> list[str]:
+    """Whole steps: ours, the same without claims, transformers, and the bandwidth's share.
+
+    The share is of what the first GPU can do, so others have no such column.
+    """
+    times = step_times(gpu)
     share = {
         row["case"]: row.get("floor_over_measured", row.get("share_of_790_tflop_per_s"))
-        for row in rows("step", "step")
-        if row["impl"] == "invariant" and "ms_p50" in row
+        for row in timed_steps(gpu)
+        if row["impl"] == "invariant"
     }
     impls = [impl for impl in IMPLS if any(impl in found for found in times.values())]
+    has_share = gpu == FIRST_GPU
 
     def cells(case):
         found = times[case]
@@ -112,18 +131,38 @@ def step_table() -> list[str]:
             case,
             *(f"{found[impl]:.2f}" if impl in found else "" for impl in impls),
             *([f"{speed:.2f}" if speed else ""] if "fast" in impls else []),
-            f"{share[case]:.2f}",
+            *([f"{share[case]:.2f}" if share[case] else ""] if has_share else []),
         ]
 
     ratio = ["invariant over fast, speed"] if "fast" in impls else []
-    header = ["step, ms", *impls, *ratio, "share of the limit"]
+    limit = ["share of the limit"] if has_share else []
+    header = ["step, ms", *impls, *ratio, *limit]
     return table(header, (cells(case) for case in times if case in share))
 
 
-def card() -> str:
+def card(row: dict) -> str:
     """What was measured on."""
-    row = rows("kernels", "linear")[0]
     return f"One {row['gpu']}, jax {row['jax']}, Llama-3.1-8B shapes, random data, bfloat16."
+
+
+def other_gpus_lines() -> list[str]:
+    """The same steps, kernels and loads on other GPUs, or that there are no rows of one."""
+    lines = []
+    for gpu, name in GPUS.items():
+        if gpu == FIRST_GPU:
+            continue
+        bullets = [*kernel_lines(gpu), *report_serving.readme_lines(gpu)]
+        bullets += report_mesh.readme_lines(gpu)
+        found = [row for where in SUBJECTS for row in rows(*where, gpu)]
+        if not found:
+            lines += ["", f"No rows of an {name} are committed: no figure here is of one."]
+            continue
+        lines += ["", f"**{name}.** {card(found[0])}"]
+        if step_times(gpu):
+            lines += ["", *step_table(gpu)]
+        if bullets:
+            lines += ["", *bullets]
+    return lines
 
 
 def headline_section() -> list[str]:
@@ -145,7 +184,8 @@ def readme_section() -> list[str]:
     is_gated = any(row.get("is_gated") for row in rows("kernels", "linear"))
     gating = "; in `gate_up` they gate." if is_gated else "."
     return [
-        card(),
+        card(rows("kernels", "linear")[0]),
+        f"Figures are of the {GPUS[FIRST_GPU]} where another GPU is not named.",
         "How the kernels work and what was tried: [docs/kernels.md](docs/kernels.md).",
         "",
         *step_table(),
@@ -156,6 +196,7 @@ def readme_section() -> list[str]:
         "",
         "![Time of a decode step over the batch](docs/figures/step.svg)",
         "",
+        *behind(report_vllm.lines()),
         "Linear layers: time of the best rival (`jnp.dot`, which is cuBLAS or XLA's own, and",
         "`torch.mm` where it ran) over ours in the same run. Rivals only multiply. In `o` and",
         "`down` ours sum eight leaves as a tree and, above 128 rows, add the residual" + gating,
@@ -167,12 +208,34 @@ def readme_section() -> list[str]:
         *kernel_lines(),
         *report_serving.readme_lines(),
         *report_mesh.readme_lines(),
+        *other_gpus_lines(),
+        *before(report_production.lines()),
     ]
 
 
+def behind(lines: list[str]) -> list[str]:
+    """Lines and an empty one, or nothing."""
+    return [*lines, ""] if lines else []
+
+
+def before(lines: list[str]) -> list[str]:
+    """An empty line and the lines, or nothing."""
+    return ["", *lines] if lines else []
+
+
 def kernels_section() -> list[str]:
-    """Every product at every M, and the kernels' own figures."""
-    found = {(r["shape"], r["m"]): r for r in rows("kernels", "linear") if "ratio" in r}
+    """For each GPU every product at every M, and the kernels' own figures."""
+    lines = []
+    for gpu in GPUS:
+        lines += before(_kernels_of(gpu))
+    return lines[1:]
+
+
+def _kernels_of(gpu: str) -> list[str]:
+    all_rows = rows("kernels", "linear", gpu)
+    found = {(r["shape"], r["m"]): r for r in all_rows if "ratio" in r}
+    if not found:
+        return []
     counts = sorted({m for _, m in found})
 
     def cell(shape, m):
@@ -189,23 +252,35 @@ def kernels_section() -> list[str]:
             f"{min(fixed):.2f} to {max(fixed):.2f} times our time.",
         ]
     return [
-        card(),
+        card(all_rows[0]),
         "",
         "Microseconds of a product, and the best rival's time over it:",
         "",
         *table(["M", *SHAPES], lines),
         *control,
         "",
-        *kernel_lines(),
+        *kernel_lines(gpu),
     ]
 
 
 def experiments() -> dict[str, Path]:
-    """The newest kind of machine's result of each experiment, by name."""
-    machines = sorted(RESULTS.parent.iterdir(), key=lambda path: path == RESULTS)
+    """A GPU's result of each experiment, by name, or else that of a CPU; the first GPU's if any."""
+    order = ["cpu", *reversed(GPUS)]
+    machines = [report_rows.RESULTS / machine for machine in order]
     return {
         path.stem: path for machine in machines for path in (machine / "reproduce").glob("*.json")
     }
+
+
+def told_finding(experiment: str, finding: str, found: list[dict]) -> str:
+    """A finding, which begins with the case or the mode of its row, or else is about all rows."""
+
+    def is_named(row):
+        name = row.get("case", row.get("mode"))
+        return finding.startswith((f"{name}:", f"{name} ("))
+
+    about = [row for row in found if is_named(row)] or ("dvr" in finding) * found
+    return told(finding, [{"subject": experiment} | row for row in about])
 
 
 def experiments_section() -> list[str]:
@@ -214,7 +289,9 @@ def experiments_section() -> list[str]:
     for name, path in sorted(experiments().items()):
         found = json.loads(path.read_text())
         figure = path.with_suffix(".png").relative_to(ROOT)
-        here = "; ".join(found["findings"])
+        here = "; ".join(
+            told_finding(name, finding, found["rows"]) for finding in found["findings"]
+        )
         lines += [
             f"**{found['question']}** `benchmarks.reproduce {name}`, [figure]({figure})",
             "",

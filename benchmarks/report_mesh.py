@@ -3,7 +3,18 @@
 
 import re
 
-from benchmarks.report_rows import digits, hardware, latest, listed, model_name, ratio, rows, table
+from benchmarks.report_rows import (
+    FIRST_GPU,
+    GPUS,
+    digits,
+    hardware,
+    latest,
+    listed,
+    model_name,
+    ratio,
+    rows,
+    table,
+)
 
 MODES = ("invariant", "fast")
 OURS = ("exchange kernel", "scatter")
@@ -23,10 +34,12 @@ def read_impl(name: str) -> tuple[str, int, int, str]:
     return mode, int(dp), int(tp), note or ""
 
 
-def steps(subject: str = "mesh_step") -> dict[tuple[Case, int, str], dict[str, dict]]:
+def steps(
+    subject: str = "mesh_step", gpu: str = FIRST_GPU
+) -> dict[tuple[Case, int, str], dict[str, dict]]:
     """By (case, tp, what is special): the row of each mode that was timed."""
     found: dict[tuple[Case, int, str], dict[str, dict]] = {}
-    for (case, impl), row in latest(rows("mesh", subject), "case", "impl").items():
+    for (case, impl), row in latest(rows("mesh", subject, gpu), "case", "impl").items():
         mode, dp, tp, note = read_impl(impl)
         if dp == 1 and "ms_p50" in row:
             place = case.split()[0], int(re.search(r"\d+", case)[0])
@@ -40,20 +53,20 @@ def case_name(case: Case) -> str:
     return f"decode, batch {count}" if kind == "decode" else f"prefill, {count} tokens"
 
 
-def decode_lines() -> dict[tuple[int, str], list[tuple[int, float]]]:
+def decode_lines(gpu: str = FIRST_GPU) -> dict[tuple[int, str], list[tuple[int, float]]]:
     """(batch, milliseconds) of decode steps, by (tp, mode)."""
     lines: dict[tuple[int, str], list[tuple[int, float]]] = {}
-    for ((kind, batch), tp, note), found in steps().items():
+    for ((kind, batch), tp, note), found in steps(gpu=gpu).items():
         for mode, row in found.items():
             if kind == "decode" and not note:
                 lines.setdefault((tp, mode), []).append((batch, row["ms_p50"]))
     return dict(sorted(lines.items()))
 
 
-def step_bits_lines() -> list[str]:
+def step_bits_lines(gpu: str = FIRST_GPU) -> list[str]:
     """Whole steps on a mesh against one GPU."""
     compared: dict[str, list[dict]] = {}
-    for (_, impl), row in latest(rows("mesh", "mesh_step_bits"), "case", "impl").items():
+    for (_, impl), row in latest(rows("mesh", "mesh_step_bits", gpu), "case", "impl").items():
         if impl and read_impl(impl)[1:3] != (1, 1):
             compared.setdefault(impl.split(maxsplit=1)[1], []).append(row)
     lines = []
@@ -64,7 +77,7 @@ def step_bits_lines() -> list[str]:
             f"Whole steps on (dp, tp) = {mesh} against (1,1), {listed(BITS)}: {wrong} bytes differ "
             f"({cases})."
         )
-    same = [row["same"] for row in rows("mesh", "mesh_step_bits") if "same" in row]
+    same = [row["same"] for row in rows("mesh", "mesh_step_bits", gpu) if "same" in row]
     if same:
         lines.append(
             f"A row in batches of other sizes: {'the same' if same[-1] else 'other'} bits."
@@ -72,10 +85,10 @@ def step_bits_lines() -> list[str]:
     return lines
 
 
-def sum_bits_lines() -> list[str]:
+def sum_bits_lines(gpu: str = FIRST_GPU) -> list[str]:
     """The forms of the ranks' sum against the reference."""
     sums: dict[tuple[str, int], list[dict]] = {}
-    for (case, impl), row in latest(rows("mesh", "mesh_bits"), "case", "impl").items():
+    for (case, impl), row in latest(rows("mesh", "mesh_bits", gpu), "case", "impl").items():
         sums.setdefault((impl, int(re.search(r"tp (\d+)", case)[1])), []).append(row)
     return [
         f"The ranks' sum, {impl} against the butterfly at tp {tp}: "
@@ -85,27 +98,27 @@ def sum_bits_lines() -> list[str]:
     ]
 
 
-def answer_rows() -> list[dict]:
+def answer_rows(gpu: str = FIRST_GPU) -> list[dict]:
     """Rows of whole answers: a run of their own, or beside those of the mesh."""
-    return rows("answers", "answers") or rows("mesh", "answers")
+    return rows("answers", "answers", gpu) or rows("mesh", "answers", gpu)
 
 
-def answer_lines() -> list[str]:
+def answer_lines(gpu: str = FIRST_GPU) -> list[str]:
     """Whole answers over meshes and batch sizes."""
     lines = [
         f"Whole answers, {model_name(model)}, `{mode}`: {row['requests']} requests on "
         f"{row['settings']} settings of mesh and batch size, {row['unique_outputs_mean']:.2f} "
         f"different outputs each; with logprobs {row['unique_with_logprobs_max']} at most, largest "
         f"divergence of a probability {row['max_prob_divergence']:.2g}."
-        for (model, mode), row in latest(answer_rows(), "model", "mode").items()
+        for (model, mode), row in latest(answer_rows(gpu), "model", "mode").items()
     ]
-    return lines or digest_lines()
+    return lines or digest_lines(gpu)
 
 
-def digest_lines() -> list[str]:
+def digest_lines(gpu: str = FIRST_GPU) -> list[str]:
     """The same of a run that was cut short: digests of all answers of a setting."""
     digests: dict[tuple[str, str], dict[tuple[str, int], str]] = {}
-    for row in rows("mesh", "answers_of"):
+    for row in rows("mesh", "answers_of", gpu):
         found = digests.setdefault((row["model"], row["mode"]), {})
         found[row["mesh"], row["batch"]] = row["digest"]
     return [
@@ -117,15 +130,15 @@ def digest_lines() -> list[str]:
     ]
 
 
-def bits_part() -> list[str]:
+def bits_part(gpu: str = FIRST_GPU) -> list[str]:
     """What was compared bit for bit."""
-    lines = [*step_bits_lines(), *sum_bits_lines(), *answer_lines()]
+    lines = [*step_bits_lines(gpu), *sum_bits_lines(gpu), *answer_lines(gpu)]
     return ["**Bits.**", "", *(f"- {line}" for line in lines)] if lines else []
 
 
-def step_part() -> list[str]:
+def step_part(gpu: str = FIRST_GPU) -> list[str]:
     """Whole steps on meshes, and the figure."""
-    found = steps()
+    found = steps(gpu=gpu)
     if not found:
         return []
 
@@ -157,15 +170,15 @@ def step_part() -> list[str]:
         "",
         *table(header, map(cells, found)),
     ]
-    if decode_lines():
+    if gpu == FIRST_GPU and decode_lines():
         lines += ["", "![Time of a decode step over the batch, by tp](figures/mesh.svg)"]
     return lines
 
 
-def sum_part() -> list[str]:
+def sum_part(gpu: str = FIRST_GPU) -> list[str]:
     """The ranks' sum in its forms."""
     found: dict[tuple[int, int], dict[str, float]] = {}
-    for (case, impl), row in latest(rows("mesh", "mesh_sum"), "case", "impl").items():
+    for (case, impl), row in latest(rows("mesh", "mesh_sum", gpu), "case", "impl").items():
         if "us_p50" in row:
             place = int(re.search(r"tp (\d+)", case)[1]), row["num_rows"]
             found.setdefault(place, {})[impl] = row["us_p50"]
@@ -191,14 +204,14 @@ def sum_part() -> list[str]:
     ]
 
 
-def large_part() -> list[str]:
+def large_part(gpu: str = FIRST_GPU) -> list[str]:
     """A model that no single GPU holds."""
     lines = [
         f"{case}: loaded in {row['load_s']:.0f} s, {row['share_gb']:.1f} GB of weights a GPU, "
         f"{row['peak_gb']:.1f} GB at the peak."
-        for (case,), row in latest(rows("mesh", "mesh_load"), "case").items()
+        for (case,), row in latest(rows("mesh", "mesh_load", gpu), "case").items()
     ]
-    for (case, tp, _), found in steps("mesh_large").items():
+    for (case, tp, _), found in steps("mesh_large", gpu).items():
         ms = {mode: row["ms_p50"] for mode, row in found.items()}
         line = f"{case_name(case)}, tp {tp}: {ms['invariant']:.2f} ms a step"
         if "fast" in ms:
@@ -214,24 +227,32 @@ def large_part() -> list[str]:
 
 
 def section() -> list[str]:
-    """Bits first, then times."""
+    """For each GPU bits first, then times."""
     lines = []
-    for part in filter(None, (bits_part(), step_part(), sum_part(), large_part())):
+    for gpu in GPUS:
+        lines += _section_of(gpu)
+    return lines[1:]
+
+
+def _section_of(gpu: str) -> list[str]:
+    """What was measured on a GPU, behind an empty line, or nothing."""
+    lines = []
+    for part in filter(None, (bits_part(gpu), step_part(gpu), sum_part(gpu), large_part(gpu))):
         lines += ["", *part]
     if not lines:
         return []
     subjects = ("mesh_step", "mesh_step_bits", "mesh_sum", "mesh_bits", "mesh_load", "mesh_large",
                 "answers_of")  # fmt: skip
-    found = [row for subject in subjects for row in rows("mesh", subject)] or answer_rows()
+    found = [row for subject in subjects for row in rows("mesh", subject, gpu)] or answer_rows(gpu)
     note = ", one process. Steps are of Llama-3.1-8B shapes with random weights."
-    return [hardware(found[0], note), *lines]
+    return ["", hardware(found[0], note), *lines]
 
 
-def readme_lines() -> list[str]:
+def readme_lines(gpu: str = FIRST_GPU) -> list[str]:
     """Decode steps of each tp against `fast`."""
     lines = []
     both: dict[int, dict[int, dict[str, float]]] = {}
-    for ((kind, batch), tp, note), found in steps().items():
+    for ((kind, batch), tp, note), found in steps(gpu=gpu).items():
         if kind == "decode" and tp > 1 and not note and found.keys() >= set(MODES):
             both.setdefault(tp, {})[batch] = {mode: r["ms_p50"] for mode, r in found.items()}
     for tp, found in sorted(both.items()):

@@ -2,20 +2,88 @@
 """Committed rows, and how the report writes numbers and tables."""
 
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-RESULTS = Path(__file__).parent / "results" / "h200"
+RESULTS = Path(__file__).parent / "results"
+"""A folder for each kind of machine."""
+
+GPUS = {"h200": "H200", "h100": "H100"}
+"""Folders of GPUs, that of the headline first, and what `gpu` of their rows contains."""
+
+FIRST_GPU = "h200"
+DRAFTS, NO_DRAFTS, NOT_RECORDED = "drafts", "no drafts", "drafts not recorded"
 
 RANDOM = {"llama3_8b": "Llama-3.1-8B", "qwen3_8b": "Qwen3-8B", "mistral_7b": "Mistral-7B"}
 """Models whose weights are random; other names are those of folders."""
 
 
-def rows(command: str, subject: str) -> list[dict]:
-    """Rows of a subject in the newest committed run of a command, or none."""
-    files = sorted(RESULTS.glob(f"*-{command}.jsonl"))
+def rows(command: str, subject: str, gpu: str = FIRST_GPU) -> list[dict]:
+    """Rows of a subject in the newest committed run of a command on a GPU, or none.
+
+    Raises:
+        ValueError: If a row is not of the GPU whose folder it stands in.
+    """
+    files = sorted((RESULTS / gpu).glob(f"*-{command}.jsonl"))
     found = map(json.loads, files[-1].read_text().splitlines()) if files else ()
-    return [row for row in found if row["subject"] == subject]
+    of_subject = [row for row in found if row["subject"] == subject]
+    for row in of_subject:
+        if GPUS[gpu] not in row["gpu"]:
+            raise ValueError(f"{row_name(row)} in {files[-1].name} is of {row['gpu']}, not {gpu}")
+    return of_subject
+
+
+def step_of(row: dict) -> tuple[str, int, int]:
+    """The step that a row's case is: ("decode", batch, context) or ("prefill", 1, tokens)."""
+    decode = re.fullmatch(r"decode batch (\d+) context (\d+)", row["case"])
+    prefill = re.fullmatch(r"prefill (\d+) tokens", row["case"])
+    if decode:
+        return "decode", int(decode[1]), int(decode[2])
+    if prefill:
+        return "prefill", 1, int(prefill[1])
+    raise ValueError(f"{row_name(row)}: no step is called {row['case']!r}")
+
+
+def row_name(row: dict) -> str:
+    """Which row: what tells it from others, as far as it says so."""
+    facts = ("subject", "mode", "model", "case", "deterministic_percent", "window", "group",
+             "commit", "date")  # fmt: skip
+    return "row " + ", ".join(f"{name}={row[name]!r}" for name in facts if name in row)
+
+
+def drafting(row: dict) -> str:
+    """What a row of `dvr` says of drafts: only drafts need windows, and each window is verified."""
+    names = ("verify_launches", "windows", "acceptance", "rollbacks", "num_rollbacks")
+    counts = [row[name] for name in names if name in row]
+    # `benchmarks.serving` keeps what its engine counted where it is not zero.
+    if not counts and "num_steps" not in row:
+        return NOT_RECORDED
+    return DRAFTS if any(counts) else NO_DRAFTS
+
+
+def told(sentence: str, found: Iterable[dict]) -> str:
+    """A sentence about rows, which must not pass for one about drafts where none were verified.
+
+    Raises:
+        ValueError: If a row of `dvr` had no windows, or does not say, and the sentence hides it.
+    """
+    for row in found:
+        if row.get("mode") == "dvr" and drafting(row) not in (DRAFTS, *_said(sentence)):
+            raise ValueError(
+                f"{row_name(row)}: {drafting(row)}, but the report would say {sentence!r}"
+            )
+    return sentence
+
+
+def _said(sentence: str) -> list[str]:
+    return [words for words in (NO_DRAFTS, NOT_RECORDED) if words in sentence]
+
+
+def told_cells(cells: Sequence[str], row: dict) -> Sequence[str]:
+    """`told`, of a line of a table."""
+    told(" ".join(cells), [row])
+    return cells
 
 
 def latest(found: Iterable[dict], *keys: str) -> dict[tuple, dict]:

@@ -5,7 +5,11 @@ from collections.abc import Collection
 from pathlib import Path
 
 from benchmarks.report_rows import (
+    DRAFTS,
+    FIRST_GPU,
+    GPUS,
     digits,
+    drafting,
     hardware,
     latest,
     listed,
@@ -13,12 +17,14 @@ from benchmarks.report_rows import (
     ratio,
     rows,
     table,
+    told,
+    told_cells,
 )
 
 MODES = ("invariant", "dvr", "fast")
 SPEED = ("generated tokens/s", "over `fast`")
 TIMES = ("first token, ms", "a token, ms", "end to end, ms")
-DRAFTS = ("drafts accepted", "rollbacks")
+DRAFT_CELLS = ("drafts accepted", "rollbacks")
 
 
 # ------------------------------------------------------------------------------- rows and cells
@@ -35,15 +41,16 @@ def load_name(found: Collection[dict]) -> str:
     prompt_len, output_len = common("prompt_len"), common("output_len")
     lengths = f" of {prompt_len} + {output_len} tokens" if prompt_len and output_len else ""
     asked = f", {num or ''} requests{lengths}".replace("  ", " ") if num or lengths else ""
-    return model_name(model) + asked
+    patience = common("decode_patience")
+    return model_name(model) + asked + (f", `decode_patience` {patience}" if patience else "")
 
 
 def mode_name(row: dict) -> str:
-    """The mode, and in `dvr` which drafts were made, if any: only drafts need a verification."""
+    """The mode, and in `dvr` which drafts were made, if any."""
     if row["mode"] != "dvr":
         return f"`{row['mode']}`"
-    if not row.get("verify_launches"):
-        return "`dvr`, no drafts"
+    if drafting(row) != DRAFTS:
+        return f"`dvr`, {drafting(row)}"
     weights = row.get("draft_weights") or "full"
     return "`dvr`, drafts" if weights == "full" else f"`dvr`, {weights} drafts"
 
@@ -53,13 +60,13 @@ def mode_order(name: str) -> tuple[int, str]:
     return MODES.index(name.split("`")[1]), name
 
 
-def served(subject: str, *keys: str) -> dict[str, dict[tuple, dict]]:
+def served(subject: str, *keys: str, gpu: str = FIRST_GPU) -> dict[str, dict[tuple, dict]]:
     """By model, by the keys and the name of the mode: the last such row.
 
     A row gets `over_fast`: its throughput over that of the `fast` row of its run, which is the next
     one behind it (`shares` ends with it), or else the last.
     """
-    found = rows("serving", subject)
+    found = rows("serving", subject, gpu)
     # Drafts and shares are not for `fast` to have.
     of_drafts = ("window", "decode_steps", "deterministic_percent")
     place = ("model", *(key for key in keys if key not in of_drafts))
@@ -85,19 +92,20 @@ def served(subject: str, *keys: str) -> dict[str, dict[tuple, dict]]:
     }
 
 
-def windows() -> dict[tuple[str, str], dict[tuple[int, int], dict]]:
+def windows(gpu: str = FIRST_GPU) -> dict[tuple[str, str], dict[tuple[int, int], dict]]:
     """By model and weights of the drafts, by (window, group): the last such row."""
     found: dict[tuple[str, str], dict[tuple[int, int], dict]] = {}
-    cases = latest(rows("serving", "windows"), "model", "draft_weights", "window", "group")
+    cases = latest(rows("serving", "windows", gpu), "model", "draft_weights", "window", "group")
     for (model, weights, window, group), row in cases.items():
-        found.setdefault((model, weights), {})[window, group] = row
+        found.setdefault((model, weights), {})[window, group] = {"mode": "dvr"} | row
     return {which: dict(sorted(by_size.items())) for which, by_size in found.items()}
 
 
-def offline() -> list[dict[str, dict]]:
-    """Of each model and load, the last row by the name of the mode."""
+def offline(gpu: str = FIRST_GPU) -> list[dict[str, dict]]:
+    """Of each model, load and `decode_patience`, the last row by the name of the mode."""
     loads: dict[tuple, dict[str, dict]] = {}
-    for model, cases in served("offline", "requests", "prompt_len", "output_len").items():
+    keys = ("requests", "prompt_len", "output_len", "decode_patience")
+    for model, cases in served("offline", *keys, gpu=gpu).items():
         for (*load, name), row in cases.items():
             loads.setdefault((model, *load), {})[name] = row
     return list(loads.values())
@@ -118,39 +126,43 @@ def times(row: dict) -> list[str]:
 
 
 def drafts(row: dict) -> list[str]:
-    """The cells under DRAFTS: empty where there were none."""
-    if not row.get("verify_launches"):
+    """The cells under DRAFT_CELLS: empty where there were none."""
+    if drafting(row) != DRAFTS:
         return ["", ""]
     return [f"{row.get('acceptance', 0.0):.3f}", str(row.get("num_rollbacks", 0))]
 
 
 def stress_drafts(row: dict) -> list[str]:
-    """The weights of the drafts of a row of `stress`, and the cells under DRAFTS."""
-    # `stress` does not keep `verify_launches`, but without drafts both of these are zero.
-    if row["mode"] != "dvr" or not (row["acceptance"] or row["rollbacks"]):
+    """The weights of the drafts of a row of `stress`, and the cells under DRAFT_CELLS."""
+    if row["mode"] != "dvr":
         return ["none", "", ""]
+    if drafting(row) != DRAFTS:
+        return [drafting(row), "", ""]
     return [row.get("draft_weights") or "full", f"{row['acceptance']:.3f}", str(row["rollbacks"])]
 
 
-def stressed() -> list[dict]:
+def stressed(gpu: str = FIRST_GPU) -> list[dict]:
     """The last row of each model, mode, weights of the drafts and size of the cache."""
     by = "model", "mode", "draft_weights", "num_pages"
-    return list(latest(rows("serving", "stress"), *by).values())
+    return list(latest(rows("serving", "stress", gpu), *by).values())
 
 
 # ------------------------------------------------------------------------------------ the parts
 
 
-def stress_part() -> list[str]:
+def stress_part(gpu: str = FIRST_GPU) -> list[str]:
     """Answers under load against the answers alone."""
     lines = [
-        [
-            *(model_name(row["model"]), f"`{row['mode']}`", *stress_drafts(row)),
-            *(f"{row[name]:,}" for name in ("num_pages", "requests", "cancelled", "preempted")),
-            f"{row['wrong'] + row['lost']} of {row['samples'] - row['plain']:,}",
-            f"{row['plain_different']:,} of {row['plain']:,}",
-        ]
-        for row in stressed()
+        told_cells(
+            [
+                *(model_name(row["model"]), f"`{row['mode']}`", *stress_drafts(row)),
+                *(f"{row[name]:,}" for name in ("num_pages", "requests", "cancelled", "preempted")),
+                f"{row['wrong'] + row['lost']} of {row['samples'] - row['plain']:,}",
+                f"{row['plain_different']:,} of {row['plain']:,}",
+            ],
+            row,
+        )
+        for row in stressed(gpu)
     ]
     different = "deterministic samples different", "plain ones different"
     counts = "pages", "requests", "cancelled", "preempted"
@@ -159,13 +171,13 @@ def stress_part() -> list[str]:
         "Each token and logprob of a deterministic sample against the answer at batch size 1 (a",
         "lost one counts as different); plain samples have no claim and are the control:",
         "",
-        *table(["model", "mode", "drafts", *DRAFTS, *counts, *different], lines),
+        *table(["model", "mode", "drafts", *DRAFT_CELLS, *counts, *different], lines),
     ]
 
 
-def engine_part() -> list[str]:
+def engine_part(gpu: str = FIRST_GPU) -> list[str]:
     """The engine's decode step against the jitted step alone."""
-    found = latest(rows("serving", "engine_step"), "model", "batch", "context", "mode")
+    found = latest(rows("serving", "engine_step", gpu), "model", "batch", "context", "mode")
     lines = []
     for (model, batch, context, mode), row in found.items():
         fast = found.get((model, batch, context, "fast"), {})
@@ -188,26 +200,26 @@ def engine_part() -> list[str]:
     ]
 
 
-def offline_part() -> list[str]:
+def offline_part(gpu: str = FIRST_GPU) -> list[str]:
     """Throughput of requests that all come at once."""
     lines = []
-    for cases in offline():
+    for cases in offline(gpu):
         lines += [
             "",
             f"**All at once.** {load_name(cases.values())}. Times are P50 / P90 / P99:",
             "",
             *table(
                 ["mode", *SPEED, *TIMES],
-                ([name, *speed(row), *times(row)] for name, row in cases.items()),
+                (told_cells([name, *speed(row), *times(row)], row) for name, row in cases.items()),
             ),
         ]
     return lines[1:]
 
 
-def replay_part() -> list[str]:
+def replay_part(gpu: str = FIRST_GPU) -> list[str]:
     """A trace's lengths, at several rates."""
     lines = []
-    for cases in served("replay", "requests", "rate_per_s").values():
+    for cases in served("replay", "requests", "rate_per_s", gpu=gpu).values():
         lines += [
             "",
             f"**The lengths of a trace**, at random times. {load_name(cases.values())}. Times are",
@@ -216,7 +228,16 @@ def replay_part() -> list[str]:
             *table(
                 ["requests", "a second", "mode", *SPEED, *TIMES],
                 (
-                    [str(num), f"{rate:g}" if rate else "at once", name, *speed(row), *times(row)]
+                    told_cells(
+                        [
+                            str(num),
+                            f"{rate:g}" if rate else "at once",
+                            name,
+                            *speed(row),
+                            *times(row),
+                        ],
+                        row,
+                    )
                     for (num, rate, name), row in cases.items()
                 ),
             ),
@@ -224,10 +245,10 @@ def replay_part() -> list[str]:
     return lines[1:]
 
 
-def shares_part() -> list[str]:
+def shares_part(gpu: str = FIRST_GPU) -> list[str]:
     """Throughput against the share of deterministic requests."""
     lines = []
-    for cases in served("shares", "deterministic_percent").values():
+    for cases in served("shares", "deterministic_percent", gpu=gpu).values():
         lines += [
             "",
             f"**Against the share of deterministic requests.** {load_name(cases.values())}.",
@@ -235,9 +256,11 @@ def shares_part() -> list[str]:
             "Each row is over the `fast` of its own run; times are P50 / P90 / P99:",
             "",
             *table(
-                ["deterministic, %", "mode", *SPEED, *TIMES[:2], *DRAFTS],
+                ["deterministic, %", "mode", *SPEED, *TIMES[:2], *DRAFT_CELLS],
                 (
-                    [f"{share:g}", name, *speed(row), *times(row)[:2], *drafts(row)]
+                    told_cells(
+                        [f"{share:g}", name, *speed(row), *times(row)[:2], *drafts(row)], row
+                    )
                     for (share, name), row in cases.items()
                 ),
             ),
@@ -245,12 +268,14 @@ def shares_part() -> list[str]:
     return lines[1:]
 
 
-def windows_part() -> list[str]:
+def windows_part(gpu: str = FIRST_GPU) -> list[str]:
     """Throughput, acceptance and rollbacks by window and group."""
     lines = []
-    for (_, weights), cases in windows().items():
+    for (_, weights), cases in windows(gpu).items():
         groups = sorted({group for _, group in cases})
         cells = {case: " / ".join([speed(row)[0], *drafts(row)]) for case, row in cases.items()}
+        all_drafts = f"all deterministic, drafts of {weights} weights"
+        told(all_drafts, cases.values())
         lines += [
             "",
             f"**Window and group.** {load_name(cases.values())}, all deterministic, drafts of",
@@ -267,10 +292,10 @@ def windows_part() -> list[str]:
     return lines[1:]
 
 
-def narrow_part() -> list[str]:
+def narrow_part(gpu: str = FIRST_GPU) -> list[str]:
     """Drafts of 8-bit weights at small batches; against a run's quickest `fast` of a batch."""
     lines = []
-    for cases in served("narrow", "batch", "window", "decode_steps").values():
+    for cases in served("narrow", "batch", "window", "decode_steps", gpu=gpu).values():
         best: dict[tuple, float] = {}
         most_steps = dict.fromkeys((batch for batch, *_ in cases), 1)
         for (batch, _, steps, _), row in cases.items():
@@ -291,12 +316,23 @@ def narrow_part() -> list[str]:
             f"`fast` is the quickest of the same run and batch size{note}:",
             "",
             *table(
-                ["batch", "mode", "window (W)", "tokens a launch", *SPEED, "a token, ms", *DRAFTS],
+                [
+                    "batch",
+                    "mode",
+                    "window (W)",
+                    "tokens a launch",
+                    *SPEED,
+                    "a token, ms",
+                    *DRAFT_CELLS,
+                ],
                 (
-                    [
-                        *(str(batch), name, str(window or ""), str(steps or 1)),
-                        *(*speed(row), digits(row["token_p50_ms"]), *drafts(row)),
-                    ]
+                    told_cells(
+                        [
+                            *(str(batch), name, str(window or ""), str(steps or 1)),
+                            *(*speed(row), digits(row["token_p50_ms"]), *drafts(row)),
+                        ],
+                        row,
+                    )
                     for (batch, window, steps, name), row in cases.items()
                 ),
             ),
@@ -313,22 +349,26 @@ PARTS = {
 DRAWN = ("shares", "windows")
 
 
-def runs_note() -> str:
+def runs_note(gpu: str = FIRST_GPU) -> str:
     """How often a load was run."""
-    most = max(row.get("repeats", 1) for subject in PARTS for row in rows("serving", subject))
+    most = max(row.get("repeats", 1) for subject in PARTS for row in rows("serving", subject, gpu))
     return ", one run each." if most == 1 else f", one run each or the median of {most}."
 
 
 def section() -> list[str]:
-    """Every part whose rows are there, and the figure."""
-    found = {subject: rows("serving", subject) for subject in PARTS}
+    """For each GPU every part whose rows are there; the figure is of the first GPU."""
     lines = []
-    for subject, part in PARTS.items():
-        if found[subject]:
-            card = [] if lines else [hardware(found[subject][0], runs_note())]
-            lines += [*card, "", *part()]
-    if any(found[subject] for subject in DRAWN):
-        lines += ["", "![Throughput over the share and the window](figures/serving.svg)"]
+    for gpu in GPUS:
+        found = {subject: rows("serving", subject, gpu) for subject in PARTS}
+        own = [row for subject in PARTS for row in found[subject]]
+        if not own:
+            continue
+        lines += [*([""] if lines else []), hardware(own[0], runs_note(gpu))]
+        for subject, part in PARTS.items():
+            if found[subject]:
+                lines += ["", *part(gpu)]
+        if gpu == FIRST_GPU and any(found[subject] for subject in DRAWN):
+            lines += ["", "![Throughput over the share and the window](figures/serving.svg)"]
     return lines
 
 
@@ -339,16 +379,18 @@ def headline_lines() -> list[str]:
     wrong = sum(row["wrong"] + row["lost"] for row in checked)
     if not checked:
         return []
-    return [
+    # A row of `dvr` without windows says nothing of that mode, and `told` refuses the sentence.
+    line = (
         f"- Of {samples:,} answers from a loaded engine on that GPU, in every mode that makes the "
         f"claim, {wrong} differ in a bit from the answer alone."
-    ]
+    )
+    return [told(line, checked)]
 
 
-def readme_lines() -> list[str]:
+def readme_lines(gpu: str = FIRST_GPU) -> list[str]:
     """Throughput, and answers under load."""
     lines = []
-    for cases in offline():
+    for cases in offline(gpu):
         row = cases.get("`invariant`")
         if row:
             tokens, over = speed(row)
@@ -356,23 +398,28 @@ def readme_lines() -> list[str]:
                 f"[Serving](docs/serving.md#measured), {load_name([row])}, all at once: {tokens} "
                 f"generated tokens a second{f', {over} of `fast`' if over else ''}."
             )
-    checked = [row for row in stressed() if row["samples"] > row["plain"]]
+    checked = [row for row in stressed(gpu) if row["samples"] > row["plain"]]
     if checked:
         samples = sum(row["samples"] - row["plain"] for row in checked)
         asked = sum(row["requests"] for row in checked)
         wrong = sum(row["wrong"] + row["lost"] for row in checked)
-        modes = {
-            f"`{row['mode']}`"
-            + (f" ({stress_drafts(row)[0]} drafts)" if row["mode"] == "dvr" else "")
-            for row in checked
-        }
+        modes = {_checked_mode(row) for row in checked}
         models = listed(sorted({model_name(row["model"]) for row in checked}))
-        lines.append(
-            f"Under load, {models}, {listed(sorted(modes)).replace('none', 'no')}: each token and "
+        line = (
+            f"Under load, {models}, {listed(sorted(modes))}: each token and "
             f"logprob of {samples:,} deterministic samples of {asked:,} requests against the "
             f"answer at batch size 1: {wrong} different or lost."
         )
+        lines.append(told(line, checked))
     return [f"- {line}" for line in lines]
+
+
+def _checked_mode(row: dict) -> str:
+    """The mode of a row of `stress`, and in `dvr` its drafts."""
+    if row["mode"] != "dvr":
+        return f"`{row['mode']}`"
+    drafts = stress_drafts(row)[0]
+    return f"`dvr` ({drafts} drafts)" if drafting(row) == DRAFTS else f"`dvr` ({drafts})"
 
 
 # ----------------------------------------------------------------------------------- the figure

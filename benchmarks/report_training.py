@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from benchmarks import report_rows
 from benchmarks.report_rows import model_name, table
 
-PLACES = {"h200": "an H200", "cpu": "a CPU"}
+PLACES = {"h200": "an H200", "h100": "an H100", "cpu": "a CPU"}
 
 
 def _seeds(runs: Sequence[dict], name: str) -> str:
@@ -19,7 +19,7 @@ def _seeds(runs: Sequence[dict], name: str) -> str:
 
 def runs_on(machine: str) -> list[dict]:
     """The committed runs of a machine, a rollout and seed each, or none."""
-    path = report_rows.RESULTS.parent / machine / "grpo" / "runs.json"
+    path = report_rows.RESULTS / machine / "grpo" / "runs.json"
     return json.loads(path.read_text()) if path.exists() else []
 
 

@@ -26,6 +26,9 @@ NUMERICS_VERSION = 1
 
 DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
 
+NO_CAST = "none"
+"""The weight cast of a model whose weights were read as they are, or as its profile stores them."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NumericsProfile:
@@ -161,12 +164,23 @@ def _is_vector(flag: str) -> bool:
     return flag.startswith(("avx", "amx", "fma", "f16c", "sve", "asimd", "bf16", "i8mm"))
 
 
-def fingerprint(profile: NumericsProfile, build: Build) -> str:
+def fingerprint(profile: NumericsProfile, build: Build, *, weight_cast: str = NO_CAST) -> str:
     """Hash the profile and the build to 16 hexadecimal digits.
 
     Covers everything that may change a bit and nothing that may not: mesh, batch, schedule and
     serving mode are left out. Every output that makes a claim carries it.
+
+    Args:
+        profile: The numerics of the run.
+        build: What compiled it.
+        weight_cast: Such as "float16 to bfloat16": what the weights were asked to be rounded from
+            and to when they were read. Without one the fingerprint is of profile and build alone.
     """
-    parts = {"profile": dataclasses.asdict(profile), "build": dataclasses.asdict(build)}
+    parts: dict[str, object] = {
+        "profile": dataclasses.asdict(profile),
+        "build": dataclasses.asdict(build),
+    }
+    if weight_cast != NO_CAST:
+        parts["weight_cast"] = weight_cast
     text = json.dumps(parts, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]

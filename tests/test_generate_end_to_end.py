@@ -12,8 +12,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from detjax.models.bundled import bundled_model_path
 from detjax.models.loading import load_model
@@ -87,6 +89,68 @@ def test_another_batch_order_chunk_and_mesh_has_the_same_text_and_digests(run, c
     digests = re.findall(r"^digest (\w+) prompt", other.stderr.decode(), re.MULTILINE)
     assert digests == [first["digest"], second["digest"]]
     assert f"fingerprint {first['fingerprint']}" in other.stderr.decode()
+
+
+# ------------------------------------------------------------------------------------ float16 files
+
+
+def with_weights(folder: Path, change: Callable[[np.ndarray], np.ndarray]) -> Path:
+    """The bundled model with every tensor changed."""
+    shutil.copytree(bundled_model_path(), folder)
+    tensors = load_file(folder / "model.safetensors")
+    save_file({k: change(v) for k, v in tensors.items()}, folder / "model.safetensors")
+    return folder
+
+
+def as_float16(tensor: np.ndarray) -> np.ndarray:
+    """float16 whose last three bits are 101 or 111: bfloat16 lacks them and rounds up."""
+    half = tensor.astype(np.float16)
+    return (half.view(np.uint16) | 5).view(np.float16)
+
+
+@pytest.fixture(scope="module")
+def float16_folder(tmp_path_factory) -> Path:
+    return with_weights(tmp_path_factory.mktemp("float16") / "model", as_float16)
+
+
+def greedy(run: Run, folder: Path, *argv: str) -> tuple[dict, str]:
+    """The document of a greedy answer of 6 tokens, and what was told beside it."""
+    prompt = ("--prompt", PROMPTS[0], "--max-tokens", "6", "--format", "json")
+    done = run("--model", str(folder), *prompt, *argv)
+    assert done.returncode == 0, done.stderr.decode()
+    return json.loads(done.stdout), done.stderr.decode()
+
+
+def test_a_cast_gives_the_bits_of_the_rounded_weights_under_another_fingerprint(
+    run, tmp_path, float16_folder
+):
+    bfloat16 = jnp.dtype(jnp.bfloat16)
+    rounded = with_weights(tmp_path / "rounded", lambda t: as_float16(t).astype(bfloat16))
+    expected, plain = greedy(run, rounded)
+    cast, told = greedy(run, float16_folder, "--cast-weights", "bfloat16", "--tp", "2")
+    assert (cast["weight_cast"], expected["weight_cast"]) == ("float16 to bfloat16", "none")
+    assert "bfloat16 weights (cast from float16 to bfloat16), bfloat16 compute" in told
+    assert "bfloat16 weights, bfloat16 compute" in plain
+    assert cast["digest"] == expected["digest"]
+    assert cast["fingerprint"] != expected["fingerprint"]
+    assert cast["completions"][0]["fingerprint"] == cast["fingerprint"]
+
+
+def test_float16_without_a_cast_is_refused_with_its_option_named(run, float16_folder):
+    says = "Ask for dtype float32, which holds them exactly (--dtype float32, backend portable), "
+    says += "or for the rounding: --cast-weights bfloat16"
+    assert_refused(run("--model", str(float16_folder), "--prompt", "a"), says)
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ((), "--cast-weights bfloat16 has nothing to convert: the weights in"),
+        (("--dtype", "float32"), "--cast-weights bfloat16 does not go with --dtype float32, which"),
+    ],
+)
+def test_a_cast_that_makes_no_sense_is_refused(run, argv, says):
+    assert_refused(run("--prompt", "a", "--cast-weights", "bfloat16", *argv), says)
 
 
 # ---------------------------------------------------------------------------------------- bad input

@@ -9,6 +9,7 @@ import jax
 import pytest
 
 from detjax.numerics import (
+    NO_CAST,
     Build,
     NumericsProfile,
     fingerprint,
@@ -56,6 +57,10 @@ def test_fingerprint_covers_profile_and_build_and_nothing_else():
         changed = dataclasses.replace(build, **{field.name: "other"})
         others.append(fingerprint(NumericsProfile(), changed))
     assert len({base, *others}) == 1 + len(others)
+    casts = [fingerprint(NumericsProfile(), build, weight_cast=f"float{n} to bfloat16")
+             for n in (16, 32)]  # fmt: skip
+    assert len({base, *others, *casts}) == 3 + len(others)
+    assert fingerprint(NumericsProfile(), build, weight_cast=NO_CAST) == base
     code = (
         "import jax; jax.config.update('jax_num_cpu_devices', 3)\n"
         "from detjax.numerics import *\n"

@@ -9,7 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import report, report_mesh, report_rows, report_serving, report_training, serving
+from benchmarks import (
+    report,
+    report_mesh,
+    report_production,
+    report_rows,
+    report_serving,
+    report_training,
+    report_vllm,
+    serving,
+)
+from benchmarks.reproduce import completions, throughput
 from detjax.models.bundled import bundled_model_path
 
 ROOT = Path(__file__).parents[1]
@@ -26,9 +36,11 @@ def write(tmp_path, monkeypatch):
     """Writes rows of a command, which are then all that the report has."""
     monkeypatch.setattr(report_rows, "RESULTS", tmp_path)
 
-    def write(command, *rows, date="2026-01-02"):
-        lines = [json.dumps(row | CARD) + "\n" for row in rows]
-        (tmp_path / f"{date}-{command}.jsonl").write_text("".join(lines))
+    def write(command, *rows, date="2026-01-02", gpu="h200"):
+        (tmp_path / gpu).mkdir(exist_ok=True)
+        card = CARD | {"gpu": f"NVIDIA {gpu.upper()}"}
+        lines = [json.dumps(card | row) + "\n" for row in rows]
+        (tmp_path / gpu / f"{date}-{command}.jsonl").write_text("".join(lines))
 
     return write
 
@@ -53,6 +65,7 @@ def table_lines(section):
 def test_nothing_is_written_without_rows(write):
     for part in (report_serving, report_mesh):
         assert part.section() == part.readme_lines() == []
+    assert report_vllm.lines() == report_production.lines() == []
 
 
 def test_the_headline_compares_the_batches_that_both_were_timed_at(write):
@@ -90,6 +103,20 @@ def test_the_newest_file_and_in_it_the_later_row_counts(write):
     assert "4 requests of 8 + 16 tokens" in line and "80 generated" in line and "0.80 of" in line
 
 
+def test_a_load_that_is_decoded_with_patience_says_so_and_stands_apart(write):
+    write(
+        "serving",
+        offline("invariant", 100.0, decode_patience=64),
+        offline("fast", 50.0, decode_patience=64),
+        offline("invariant", 80.0, decode_patience=0),
+    )
+    section = [line for line in report_serving.section() if "All at once" in line]
+    assert [("`decode_patience` 64" in line) for line in section] == [False, True]
+    plain, patient = report_serving.readme_lines()
+    assert "80 generated" in plain and "decode_patience" not in plain and " of `fast`" not in plain
+    assert "`decode_patience` 64" in patient and "100 generated" in patient and "2.00" in patient
+
+
 def test_quantiles_of_a_trace_by_rate(write):
     write(
         "serving",
@@ -110,7 +137,7 @@ def test_shares_with_and_without_drafts_are_each_over_the_fast_row_of_their_run(
     drafts = {"verify_launches": 3, "acceptance": 0.9375, "num_rollbacks": 7}
     write(
         "serving",
-        served("shares", "dvr", 50.0, deterministic_percent=10.0),
+        served("shares", "dvr", 50.0, deterministic_percent=10.0, num_steps=9),
         served("shares", "fast", 100.0, deterministic_percent=0.0),
         served("shares", "dvr", 60.0, deterministic_percent=10.0, **drafts),
         served("shares", "fast", 200.0, deterministic_percent=0.0),
@@ -169,6 +196,289 @@ def test_different_answers_under_load_are_told(write, wrong):
     assert "`dvr` (int8 drafts)" in line
     assert line.endswith(f"1,000 deterministic samples of 1,000 requests against the answer at "
                          f"batch size 1: {wrong + 1} different or lost.")  # fmt: skip
+
+
+# ------------------------------------------------------------------------- what dvr rows may say
+
+
+STRESS = {
+    "subject": "stress", "model": "bundled", "mode": "dvr", "requests": 10, "cancelled": 0,
+    "num_pages": 9, "preempted": 0, "samples": 12, "plain": 2, "plain_different": 1, "wrong": 0,
+    "lost": 0, "draft_weights": "full",
+}  # fmt: skip
+NO_WINDOWS = {"acceptance": 0.0, "rollbacks": 0}
+
+
+def test_answers_of_dvr_without_windows_are_told_as_such_and_not_in_the_headline(write):
+    write("serving", STRESS | NO_WINDOWS)
+    _, cells = table_lines(report_serving.section())
+    assert cells[2:5] == ["no drafts", "", ""]
+    (line,) = report_serving.readme_lines()
+    assert "`dvr` (no drafts): each token" in line
+    with pytest.raises(ValueError, match=r"subject='stress', mode='dvr'.* no drafts, but .*every"):
+        report_serving.headline_lines()
+
+
+@pytest.mark.control
+def test_control_the_headline_takes_a_row_of_dvr_with_windows(write):
+    write("serving", STRESS | {"acceptance": 0.5, "rollbacks": 0})
+    assert report_serving.headline_lines()
+
+
+@pytest.mark.parametrize(
+    ("counted", "says"),
+    [
+        ({"num_steps": 7}, "`dvr`, no drafts"),
+        ({"verify_launches": 0}, "`dvr`, no drafts"),
+        ({}, "`dvr`, drafts not recorded"),
+        ({"verify_launches": 1, "acceptance": 0.5, "num_rollbacks": 3}, "`dvr`, drafts"),
+    ],
+)
+def test_a_load_in_dvr_says_whether_it_drafted(write, counted, says):
+    write("serving", offline("dvr", 90.0, **counted), offline("fast", 100.0))
+    assert table_lines(report_serving.section())[1][0] == says
+
+
+def test_windows_of_rows_that_verified_none_are_refused(write):
+    row = served("windows", "dvr", 10.0, window=16, group=4, draft_weights="full", num_steps=5)
+    del row["mode"]
+    write("serving", row)
+    with pytest.raises(ValueError, match=r"subject='windows'.*window=16, group=4.*: no drafts"):
+        report_serving.section()
+    write("serving", row | {"verify_launches": 2, "acceptance": 1.0})
+    assert table_lines(report_serving.section())[-1] == ["16", "10 / 1.000 / 0"]
+
+
+@pytest.mark.parametrize(
+    ("row", "is_refused"),
+    [
+        ({"mode": "dvr", "windows": 0, "rollbacks": 0}, True),
+        ({"mode": "dvr"}, True),
+        ({"mode": "dvr", "windows": 3, "rollbacks": 0}, False),
+        ({"mode": "invariant", "windows": 0}, False),
+    ],
+)
+@pytest.mark.parametrize("case", [{}, {"case": "11, one deterministic, dvr"}])
+def test_a_finding_about_dvr_needs_windows_or_the_words(row, is_refused, case):
+    name = case.get("case", row["mode"])
+    bare, honest = f"{name}: 1.04", f"{name} (no drafts, drafts not recorded): 1.04"
+    assert report.told_finding("throughput", honest, [row | case]) == honest
+    if is_refused:
+        with pytest.raises(ValueError, match=r"row subject='throughput', mode='dvr'.*1\.04"):
+            report.told_finding("throughput", bare, [row | case])
+    else:
+        assert report.told_finding("throughput", bare, [row | case]) == bare
+
+
+def test_a_finding_about_no_case_answers_for_every_row_of_dvr():
+    found = [{"mode": "dvr", "case": "a", "windows": 0}]
+    with pytest.raises(ValueError, match="no drafts"):
+        report.told_finding("x", "with dvr nothing is slower", found)
+    assert report.told_finding("x", "nothing is slower", found)
+
+
+@pytest.mark.parametrize("module", [throughput, completions])
+def test_committed_findings_are_those_of_their_rows(module):
+    name = module.__name__.rpartition(".")[2]
+    files = list((ROOT / "benchmarks" / "results").glob(f"*/reproduce/{name}.json"))
+    assert files
+    for file in files:
+        found = json.loads(file.read_text())
+        assert found["findings"] == module.findings(found["rows"]), file
+
+
+def test_an_experiment_names_its_drafts():
+    row = {"mode": "dvr", "case": "11, dvr", "deterministic": 1, "of_11_fast": 0.9}
+    assert throughput.findings([row | {"windows": 0}]) == [
+        "11, dvr (no drafts): 0.90 of 11 fast ones"
+    ]
+    assert throughput.findings([row | {"windows": 2}]) == ["11, dvr: 0.90 of 11 fast ones"]
+    assert "(drafts not recorded)" in throughput.findings([row])[0]
+
+
+# ----------------------------------------------------------------------- GPUs, rivals, production
+
+
+def step_row(batch, ms, *, context=1024, impl="invariant", **fields):
+    row = {"subject": "step", "impl": impl, "model": "llama3_8b", "floor_ms": 3.0,
+           "floor_over_measured": 0.75}  # fmt: skip
+    case = f"decode batch {batch} context {context}"
+    return row | {"case": case, "batch": batch, "ms_p50": ms} | fields
+
+
+LINEAR = {"subject": "linear", "shape": "o", "m": 8, "us": 10.0, "ratio": 1.1}
+
+
+def test_without_rows_of_an_h100_the_section_says_so(write):
+    write("kernels", LINEAR)
+    write("step", step_row(8, 4.0))
+    text = "\n".join(report.readme_section())
+    assert "One NVIDIA H200, jax" in text and "share of the limit" in text
+    assert "No rows of an H100 are committed: no figure here is of one." in text
+
+
+def test_steps_of_an_h100_stand_under_its_name_and_not_in_the_headline(write):
+    write("kernels", LINEAR)
+    write("step", step_row(8, 4.0), step_row(8, 5.0, impl="fast"))
+    write("step", step_row(8, 6.0), step_row(8, 9.0, impl="fast"), gpu="h100")
+    write("serving", offline("invariant", 70.0), gpu="h100")
+    section = report.readme_section()
+    at = section.index("**H100.** One NVIDIA H100, jax 0.11.2, Llama-3.1-8B shapes, random data, "
+                       "bfloat16.")  # fmt: skip
+    assert "No rows of" not in "\n".join(section)
+    header, cells = table_lines(section[at:])
+    # The limit is of the H200, so the share of it means nothing here.
+    assert header == ["step, ms", "invariant", "fast", "invariant over fast, speed"]
+    assert cells == ["decode batch 8 context 1024", "6.00", "9.00", "1.50"]
+    assert "70 generated tokens a second" in "\n".join(section[at:])
+    assert "4.00" in "\n".join(section[:at]) and "6.00" not in "\n".join(section[:at])
+    (line,) = report.headline_section()
+    assert "On one H200" in line and "4.00 ms" in line
+    loads = report_serving.section()
+    assert loads[0].startswith("NVIDIA H100, jax 0.11.2")
+
+
+def test_a_row_in_the_folder_of_another_gpu_is_refused(write):
+    write("step", step_row(8, 4.0) | {"gpu": "NVIDIA H100 80GB HBM3"}, gpu="h200")
+    with pytest.raises(ValueError, match=r"case='decode batch 8.* is of NVIDIA H100 .*, not h200"):
+        report.step_times()
+
+
+def test_the_headline_is_of_one_context(write):
+    pairs = [(8, 1024, 4.0, 5.0), (256, 512, 14.0, 14.5)]
+    both = [
+        step_row(b, ms, context=c, impl=i)
+        for b, c, a, f in pairs
+        for i, ms in (("invariant", a), ("fast", f))
+    ]
+    write("step", *both)
+    (line,) = report.headline_section()
+    assert "at batch 8 take 4.00 ms" in line and "256" not in line
+
+
+def test_the_later_row_of_a_step_counts(write):
+    write("step", step_row(8, 9.0), step_row(8, 4.0), step_row(8, 5.0, impl="fast"))
+    (line,) = report.headline_section()
+    assert "at batch 8 take 4.00 ms" in line
+    assert table_lines(report.step_table())[1][1] == "4.00"
+
+
+def test_a_step_of_an_unknown_name_is_refused(write):
+    write("step", step_row(8, 4.0) | {"case": "decode 8"})
+    with pytest.raises(ValueError, match=r"case='decode 8': no step is called"):
+        report.step_times()
+
+
+def test_kernels_of_each_gpu_stand_under_its_name(write):
+    decode = {"subject": "attention", "case": "decode", "batch": 1, "tokens": 8, "us": 2.5}
+    for gpu, us in (("h200", 10.0), ("h100", 12.0)):
+        write("kernels", LINEAR | {"us": us}, decode | {"share": 0.5}, gpu=gpu)
+    text = "\n".join(report.kernels_section())
+    ours, other = text.split("One NVIDIA H100, jax 0.11.2")
+    assert "One NVIDIA H200, jax" in ours and "10.0, 1.10" in ours
+    assert "8 tokens: 2.5 us, 0.50 of 4.3 TB/s." in ours
+    assert "12.0, 1.10" in other and "8 tokens: 2.5 us." in other
+
+
+@pytest.mark.parametrize(
+    ("machines", "taken"), [(("cpu", "h100", "h200"), "h200"), (("cpu", "h100"), "h100"),
+                            (("cpu",), "cpu")],
+)  # fmt: skip
+def test_an_experiment_is_taken_from_the_first_gpu_that_has_it(write, machines, taken):
+    for machine in machines:
+        folder = report_rows.RESULTS / machine / "reproduce"
+        folder.mkdir(parents=True)
+        (folder / "accuracy.json").write_text("{}")
+    assert report.experiments()["accuracy"].parts[-3] == taken
+
+
+def vllm_row(case, time, **fields):
+    row = {"subject": "vllm", "case": case, "time": time, "model": "llama3_8b", "vllm": "0.24",
+           "attention": "FlashAttention-3", "protocol": "least of three single calls",
+           "gpu": "NVIDIA H200"}  # fmt: skip
+    return row | {"batch_invariant": False, "decimals": 1} | fields
+
+
+@pytest.fixture
+def rival(write, tmp_path):
+    """Rows of vLLM: a decode step, a prompt and a load."""
+    load = {"requests": 4, "prompt_len": 8, "output_len": 16}
+    rows = [
+        row | {"batch_invariant": flag, "time": row["time"] * (1 + flag)}
+        for row in (
+            vllm_row("decode batch 8 context 1024", 6.0),
+            vllm_row("prefill 4000 tokens", 90.0),
+            vllm_row("offline", 10.0, **load),
+        )
+        for flag in (False, True)
+    ]
+    (tmp_path / "h200").mkdir()
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "h200" / "vllm-0.24.jsonl").write_text(text)
+
+
+def test_our_rows_stand_beside_those_of_vllm_where_the_protocol_is_the_same(write, rival):
+    prompt = {"case": "prefill 4000 tokens", "least_ms": 80.0}
+    failed = {"subject": "step", "impl": "transformers", "case": "decode", "failed": "stopped"}
+    write(
+        "step", failed, step_row(8, 4.0), step_row(8, 5.0, impl="fast"), step_row(8, 99.0) | prompt
+    )
+    patient = offline("invariant", 60.0, model="llama3_8b", wall_s=5.0, decode_patience=64)
+    write("serving", offline("invariant", 50.0, model="llama3_8b", wall_s=8.0), patient)
+    _, step, prefill, load, with_patience = table_lines(report_vllm.lines())
+    assert step == ["decode batch 8 context 1024, ms", "4.0", "6.0", "12.0", "1.50", "3.00"]
+    name = "prefill 4000 tokens, least of three single calls, ms"
+    assert prefill == [name, "80.0", "90.0", "180.0", "1.12", "2.25"]
+    assert load[0] == "4 requests of 8 + 16 tokens, all at once, s"
+    assert load[1:] == ["8.0", "10.0", "20.0", "1.25", "2.50"]
+    assert with_patience[0] == load[0] + ", ours with `decode_patience` 64"
+    assert with_patience[1:] == ["5.0", "10.0", "20.0", "2.00", "4.00"]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"gpu": "NVIDIA H200 NVL"},
+        {"model": "qwen3_8b"},
+        {"impl": "fast"},
+        {"case": "decode batch 8 context 512"},
+        {"case": "prefill 4000 tokens"},  # a median, where vLLM's is the least of three
+    ],
+)
+def test_a_row_of_another_protocol_is_not_put_beside_vllm(write, rival, other):
+    write("step", step_row(8, 4.0) | other)
+    for cells in table_lines(report_vllm.lines())[1:]:
+        assert cells[1] == "" and len(cells) == 4  # empty cells at the end are stripped
+
+
+def test_without_rows_of_vllm_there_is_no_table(write):
+    write("step", step_row(8, 4.0))
+    assert report_vllm.lines() == []
+
+
+def test_committed_rows_of_vllm_say_how_they_were_measured():
+    for row in report_vllm.vllm_rows():
+        assert row["protocol"] and row["source"].startswith("measured by the authors of detjax")
+        assert (row["data"], row["cuda_graphs"]) == ("random weights", True)
+        assert row["attention"] == "FlashAttention-3" and row["gpu"] == "NVIDIA H200"
+
+
+def test_production_adds_up_the_cases_of_an_engine(write):
+    row = {"subject": "production", "gpu_bytes": 80e9, "cache_bytes": 25e9, "num_pages": 1500,
+           "max_len": 4352, "programs": 6}  # fmt: skip
+    cases = (("decode 1", 1200, 0), ("decode 64", 800, 3))
+    assert report_production.lines() == []
+    for gpu in ("h100", "h200"):
+        write(
+            "production",
+            *(row | {"case": c, "compared_tokens": n, "different": d} for c, n, d in cases),
+            row | {"case": "decode 1", "max_len": 8192, "compared_tokens": 5, "different": 0},
+            gpu=gpu,
+        )
+    found = table_lines(report_production.lines())[1:]
+    own = [["25.0 of 80.0", "1,500", "4,352", "6", "2", "2,000", "3"],
+           ["25.0 of 80.0", "1,500", "8,192", "6", "1", "5", "0"]]  # fmt: skip
+    assert found == [[gpu, *cells] for gpu in ("NVIDIA H200", "NVIDIA H100") for cells in own]
 
 
 def test_the_engine_over_the_bare_step(write):
@@ -299,9 +609,8 @@ def test_figures_that_a_document_shows_are_there(name):
         assert (document.parent / figure).exists(), figure
 
 
-def test_training_tells_the_largest_gap_of_each_rollout(write, monkeypatch):
+def test_training_tells_the_largest_gap_of_each_rollout(write):
     folder = report_rows.RESULTS / "h200"
-    monkeypatch.setattr(report_rows, "RESULTS", folder)
     (folder / "grpo").mkdir(parents=True)
     run = {
         "model": "bundled", "rollout_tp": 4, "steps": 30, "reward_first": 0.5, "reward_last": 0.75,

@@ -132,10 +132,12 @@ class Lab:
         decode_batches: tuple[int, ...] = (),
         prefill: tuple[int, int] = (1, 64),
         model: LoadedModel | None = None,
+        draft_share: float | None = None,
     ) -> Engine:
         """An engine whose prefix cache is off, so that no request is served by another's work.
 
-        It runs the lab's model over `tp` devices, or the `model` given.
+        It runs the lab's model over `tp` devices, or the `model` given. In `dvr` a `draft_share` of
+        1 makes it draft always, where left alone it may find canonical steps quicker.
         """
         config = EngineConfig(
             batch_size=batch_size,
@@ -145,6 +147,7 @@ class Lab:
             decode_batches=decode_batches,
             prefill_shapes=(prefill,),
             has_prefix_cache=False,
+            draft_share=draft_share,
         )
         engine = Engine(model or self.model(tp), config)
         if self.is_full:
@@ -201,6 +204,22 @@ def largest_divergence(answers: Sequence[Completion]) -> float:
 def digest_of(completions: Sequence[Completion]) -> str:
     """One hash of many completions' digests."""
     return hashlib.sha256("".join(c.digest() for c in completions).encode()).hexdigest()[:12]
+
+
+def windows_since(engine: Engine, before: tuple[int, int] = (0, 0)) -> tuple[int, int]:
+    """Windows verified and rolled back since then."""
+    stats = engine.stats()
+    return stats.num_windows - before[0], stats.num_rollbacks - before[1]
+
+
+def name_of(row: Row) -> str:
+    """The case or mode of a row, and in `dvr` whether there were drafts, as far as it says."""
+    name = row.get("case", row["mode"])
+    if row["mode"] != "dvr":
+        return name
+    if "windows" not in row:
+        return f"{name} (drafts not recorded)"
+    return f"{name} (no drafts)" if row["windows"] == 0 else name
 
 
 def short(value: Any) -> str:

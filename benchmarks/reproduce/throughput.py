@@ -3,8 +3,17 @@
 
 import statistics
 import time
+from collections.abc import Sequence
 
-from benchmarks.reproduce.experiment import Experiment, Lab, Result, prompts
+from benchmarks.reproduce.experiment import (
+    Experiment,
+    Lab,
+    Result,
+    Row,
+    name_of,
+    prompts,
+    windows_since,
+)
 from benchmarks.step import MODELS
 from detjax.models.loading import LoadedModel, random_model
 from detjax.numerics import NumericsProfile
@@ -12,13 +21,19 @@ from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
 from detjax.serving.engine import Engine
 
-CASES: tuple[tuple[str, str, int, int], ...] = (
-    ("10, none deterministic", "fast", 10, 0),
-    ("11, none deterministic", "fast", 11, 0),
-    ("11, one deterministic, dvr", "dvr", 11, 1),
-    ("11, all deterministic, dvr", "dvr", 11, 11),
-    ("11, all deterministic, invariant", "invariant", 11, 11),
+CASES: tuple[tuple[str, str, float | None, int, int], ...] = (
+    ("10, none deterministic", "fast", None, 10, 0),
+    ("11, none deterministic", "fast", None, 11, 0),
+    ("11, one deterministic, dvr", "dvr", None, 11, 1),
+    ("11, all deterministic, dvr", "dvr", None, 11, 11),
+    ("11, one deterministic, dvr that always drafts", "dvr", 1.0, 11, 1),
+    ("11, all deterministic, dvr that always drafts", "dvr", 1.0, 11, 11),
+    ("11, all deterministic, invariant", "invariant", None, 11, 11),
 )
+"""Name, mode, share of deterministic samples up to which it drafts, requests, deterministic ones.
+
+Without a share `dvr` drafts where the engine holds that to be quicker; the row says if it did.
+"""
 
 
 def _tokens_per_s(lab: Lab, engine: Engine, count: int, num_det: int, max_tokens: int) -> float:
@@ -46,26 +61,47 @@ def _model(lab: Lab) -> tuple[LoadedModel, str]:
     return model, f"Llama-3.1-8B shapes with random weights, bfloat16, {lab.machine}"
 
 
+def findings(rows: Sequence[Row]) -> list[str]:
+    """Each mixture with a deterministic request against 11 requests of `fast`."""
+    return [
+        f"{name_of(row)}: {row['of_11_fast']:.2f} of 11 fast ones"
+        for row in rows
+        if row["deterministic"]
+    ]
+
+
+def plot(figure, rows: Sequence[Row]) -> None:
+    """Throughput of each mixture, with its range."""
+    axes = figure.subplots()
+    names = [name_of(row) for row in rows][::-1]
+    values = [row["tokens_per_s"] for row in rows][::-1]
+    low = [row["tokens_per_s"] - row["slowest"] for row in rows][::-1]
+    high = [row["fastest"] - row["tokens_per_s"] for row in rows][::-1]
+    axes.barh(names, values, xerr=(low, high), color="tab:blue", alpha=0.7)
+    axes.set(xlabel="generated tokens a second (median; bars: range)")
+
+
 def run(lab: Lab) -> Result:
     """Tokens a second, wall time, prefill included, for each mixture; the mixtures in turn."""
     max_tokens, repeats = lab.pick((32, 3), (256, 5))
     model, setting = _model(lab)
     engines = {
-        mode: lab.engine(
-            mode, batch_size=11, max_len=32 + max_tokens, prefill=(11, 32), model=model
+        which: lab.engine(
+            which[0], batch_size=11, max_len=32 + max_tokens, prefill=(11, 32), model=model,
+            draft_share=which[1],
         )
-        for mode in ("fast", "dvr", "invariant")
-    }
+        for which in dict.fromkeys((mode, share) for _, mode, share, _, _ in CASES)
+    }  # fmt: skip
     rates = {name: [] for name, *_ in CASES}
     drafts = {name: (0, 0) for name, *_ in CASES}
     for _ in range(1 + repeats):
-        for name, mode, count, num_det in CASES:
-            before = engines[mode].stats().num_windows, engines[mode].stats().num_rollbacks
-            rates[name].append(_tokens_per_s(lab, engines[mode], count, num_det, max_tokens))
-            stats = engines[mode].stats()
-            drafts[name] = stats.num_windows - before[0], stats.num_rollbacks - before[1]
+        for name, mode, share, count, num_det in CASES:
+            engine = engines[mode, share]
+            before = windows_since(engine)
+            rates[name].append(_tokens_per_s(lab, engine, count, num_det, max_tokens))
+            drafts[name] = windows_since(engine, before)
     rows = []
-    for name, mode, count, num_det in CASES:
+    for name, mode, _, count, num_det in CASES:
         timed = rates[name][1:]  # the first compiles
         rows.append(
             {
@@ -83,16 +119,6 @@ def run(lab: Lab) -> Result:
     base = rows[1]["tokens_per_s"]
     for row in rows:
         row["of_11_fast"] = row["tokens_per_s"] / base
-
-    def plot(figure) -> None:
-        axes = figure.subplots()
-        names = [row["case"] for row in rows][::-1]
-        values = [row["tokens_per_s"] for row in rows][::-1]
-        low = [row["tokens_per_s"] - row["slowest"] for row in rows][::-1]
-        high = [row["fastest"] - row["tokens_per_s"] for row in rows][::-1]
-        axes.barh(names, values, xerr=(low, high), color="tab:blue", alpha=0.7)
-        axes.set(xlabel="generated tokens a second (median; bars: range)")
-
     return Result(
         title=f"Throughput of 10 and 11 requests of {max_tokens} tokens",
         setting=setting,
@@ -106,8 +132,8 @@ def run(lab: Lab) -> Result:
             "rollbacks",
         ),  # fmt: skip
         rows=rows,
-        findings=[f"{row['case']}: {row['of_11_fast']:.2f} of 11 fast ones" for row in rows[2:]],
-        plot=plot,
+        findings=findings(rows),
+        plot=lambda figure: plot(figure, rows),
     )
 
 

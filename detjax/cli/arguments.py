@@ -12,6 +12,7 @@ from detjax.serving.request import SamplingParams
 
 BUNDLED = "bundled"
 NO_CACHE = "none"
+NO_CAST = "none"  # that of detjax.numerics, which imports JAX
 
 GROUPS = {
     "model": "Which weights. The default is a small model that comes with the package.",
@@ -139,6 +140,13 @@ class GenerateArgs:
         metavar="TEXT",
     )
     dtype: str = _option("bfloat16", _NUMERICS, "what weights are stored in", choices=_DTYPES)
+    cast_weights: str = _option(
+        NO_CAST,
+        _NUMERICS,
+        "round a checkpoint of float16 or float32 to this dtype, to nearest and ties to even; the "
+        "fingerprint says so. Without it float16 goes with --dtype float32 alone",
+        choices=(NO_CAST, "bfloat16"),
+    )
     compute: str = _option(
         "bfloat16",
         _NUMERICS,

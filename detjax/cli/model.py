@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from detjax.cli.arguments import BUNDLED, NO_CACHE, GenerateArgs
+from detjax.cli.arguments import BUNDLED, NO_CACHE, NO_CAST, GenerateArgs
 from detjax.cli.errors import InputError, bad_input
 from detjax.models.config import ModelConfig
 from detjax.models.tokenizer import Tokenizer
@@ -61,12 +61,14 @@ class OpenModel:
         backend_reason: Why these.
         make_engine: Allocates a cache and what else it takes to generate; a tracer keeps a
             timeline.
+        weight_cast: What the weights were rounded from and to when they were read.
     """
 
     fingerprint: str
     backend: str
     backend_reason: str
     make_engine: Callable[[EngineShape, TracesEvents], GeneratesCompletions]
+    weight_cast: str = NO_CAST
 
 
 OpensModel = Callable[[GenerateArgs, Path, Progress], OpenModel]
@@ -164,6 +166,7 @@ def _open_model(
             mesh=mesh,
             backend=choice.backend,
             progress=progress,
+            cast_weights=args.cast_weights,
         )
 
     def make_engine(shape: EngineShape, tracer: TracesEvents) -> Engine:
@@ -175,6 +178,7 @@ def _open_model(
         backend=choice.backend.value,
         backend_reason=choice.reason,
         make_engine=make_engine,
+        weight_cast=model.weight_cast,
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from detjax.cli.arguments import BUNDLED, GROUPS, GenerateArgs, sampling_params
+from detjax.cli.arguments import BUNDLED, GROUPS, NO_CAST, GenerateArgs, sampling_params
 from detjax.cli.errors import (
     BAD_INPUT,
     BITS_DIFFER,
@@ -122,6 +122,11 @@ def _check_args(args: GenerateArgs) -> None:
         )
     if args.prompt_lookup and args.mode != "invariant":
         raise InputError(f"--prompt-lookup goes with --mode invariant, not {args.mode}")
+    if args.cast_weights not in (NO_CAST, args.dtype):
+        raise InputError(
+            f"--cast-weights {args.cast_weights} does not go with --dtype {args.dtype}, which "
+            "holds every checkpoint exactly; leave one out"
+        )
     positive = ("tp", "dp", "batch_size", "prefill_chunk", "verify_window", "verify_rows")
     positive += ("decode_steps", "repeat")
     for name in positive:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from detjax.cli.arguments import BUNDLED, GenerateArgs, sampling_params
+from detjax.cli.arguments import BUNDLED, NO_CAST, GenerateArgs, sampling_params
 from detjax.cli.check import CheckResult
 from detjax.cli.display import Display
 from detjax.cli.model import EngineShape, OpenModel
@@ -27,10 +27,11 @@ def card(
 ) -> dict[str, str]:
     """Return what runs, and what decides its bits."""
     name = f"{folder.name}, which comes with the package" if args.model == BUNDLED else args.model
+    cast = "" if model.weight_cast == NO_CAST else f" (cast from {model.weight_cast})"
     return {
         "model": f"{name}: {config.family}, {config.num_layers} layers of {config.hidden_size}, "
         f"vocabulary {config.vocab_size}, context {config.max_position_embeddings}",
-        "numerics": f"{args.dtype} weights, {args.compute} compute, "
+        "numerics": f"{args.dtype} weights{cast}, {args.compute} compute, "
         f"fingerprint {model.fingerprint}",
         "mode": _MODES[shape.mode],
         "backend": f"{model.backend} ({model.backend_reason})",
@@ -58,6 +59,7 @@ def document(
     entry = {
         "model": folder.name if args.model == BUNDLED else args.model,
         "fingerprint": model.fingerprint,
+        "weight_cast": model.weight_cast,
         "backend": model.backend,
         "dp": args.dp,
         "tp": args.tp,

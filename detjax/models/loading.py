@@ -18,12 +18,13 @@ from detjax.models.hf_config import load_config
 from detjax.models.params import kv_layout, partition_specs
 from detjax.models.rope import rope_tables
 from detjax.models.weights import (
+    find_cast,
     ignore_progress,
     load_params,
     random_params,
     resolve_model,
 )
-from detjax.numerics import Build, NumericsProfile, fingerprint
+from detjax.numerics import NO_CAST, Build, NumericsProfile, fingerprint
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.exchange import EXCHANGE_SPECS, open_exchange, why_no_exchange
 from detjax.parallel.mesh import TP_AXIS
@@ -31,7 +32,11 @@ from detjax.parallel.mesh import TP_AXIS
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedModel:
-    """Weights on their devices and everything static about how they run."""
+    """Weights on their devices and everything static about how they run.
+
+    `weight_cast` names the conversion that was asked for when they were read, such as "float16 to
+    bfloat16"; it is in the fingerprint.
+    """
 
     config: ModelConfig
     params: dict
@@ -42,6 +47,7 @@ class LoadedModel:
     backend: Backend
     fingerprint: str
     folder: Path | None
+    weight_cast: str = NO_CAST
 
     @property
     def num_kv_slots(self) -> int:
@@ -86,6 +92,7 @@ def place_model(
     mesh: Mesh,
     backend: Backend,
     folder: Path | None,
+    weight_cast: str = NO_CAST,
 ) -> LoadedModel:
     """Check that the model can run on the mesh, then make its weights there.
 
@@ -121,8 +128,9 @@ def place_model(
         mesh=mesh,
         profile=profile,
         backend=backend,
-        fingerprint=fingerprint(profile, build),
+        fingerprint=fingerprint(profile, build, weight_cast=weight_cast),
         folder=folder,
+        weight_cast=weight_cast,
     )
 
 
@@ -134,6 +142,7 @@ def load_model(
     backend: Backend,
     revision: str | None = None,
     progress: Callable[[str, int, int], None] = ignore_progress,
+    cast_weights: str = NO_CAST,
 ) -> LoadedModel:
     """Load a Hugging Face folder or id onto the mesh.
 
@@ -144,13 +153,18 @@ def load_model(
         backend: Which kernels will run.
         revision: Branch, tag or commit of a Hugging Face id; None takes its default branch.
         progress: Called with (what, bytes done, bytes in all) as tensors arrive.
+        cast_weights: "bfloat16" rounds a checkpoint of float16 or float32 to it, to nearest and
+            ties to even, and the fingerprint says so; "none" refuses float16 where the profile's
+            weights are bfloat16.
 
     Raises:
-        ValueError: If the configuration, the weights or the mesh do not fit, naming which.
+        ValueError: If the configuration, the weights or the mesh do not fit, naming which, or a
+            cast was asked for where there is nothing to cast.
         FileNotFoundError: If a file is missing, naming it.
     """
     folder = resolve_model(name_or_path, revision=revision)
     config = load_config(folder)
+    weight_cast = find_cast(folder, config, cast_weights=cast_weights, dtype=profile.param_dtype)
 
     def make_params():
         return load_params(
@@ -160,10 +174,17 @@ def load_model(
             dtype=profile.param_dtype,
             vocab_block=profile.vocab_block,
             progress=progress,
+            cast_weights=cast_weights,
         )
 
     return place_model(
-        config, make_params, profile=profile, mesh=mesh, backend=backend, folder=folder
+        config,
+        make_params,
+        profile=profile,
+        mesh=mesh,
+        backend=backend,
+        folder=folder,
+        weight_cast=weight_cast,
     )
 
 

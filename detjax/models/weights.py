@@ -2,7 +2,8 @@
 """Weights onto a mesh: from safetensors, from a seed, and to and from orbax checkpoints.
 
 Every path follows the description in `params.py`, moves bits and rounds at most once (a float32
-checkpoint asked for in bfloat16), so a parameter has the same bits on every mesh.
+checkpoint asked for in bfloat16, or a cast that is asked for by name), so a parameter has the same
+bits on every mesh.
 """
 
 import contextlib
@@ -38,6 +39,7 @@ from detjax.models.params import (
     param_specs,
     stored_rows,
 )
+from detjax.numerics import NO_CAST
 
 Progress = Callable[[str, int, int], None]
 """Called with what was just done, bytes done, and bytes in all."""
@@ -46,6 +48,9 @@ MODEL_FILES = ("*.safetensors", "*.json", "tokenizer*", "*.jinja")
 OTHER_FILES = ("consolidated*", "*/*")  # a second copy of the weights; subfolders
 
 SOURCE_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+CASTS = (NO_CAST, "bfloat16")
+"""What `cast_weights` may be."""
+
 INERT_TENSORS = re.compile(r".*\.rotary_emb\.inv_freq")  # older Llama files; recomputed by rope.py
 EMBED_NAME, HEAD_NAME = "model.embed_tokens.weight", "lm_head.weight"
 COMPARE_ROWS = 4096
@@ -139,6 +144,7 @@ def load_params(
     dtype: DTypeLike,
     vocab_block: int,
     progress: Progress = ignore_progress,
+    cast_weights: str = NO_CAST,
 ) -> Params:
     """Read a Hugging Face folder's safetensors onto `mesh`.
 
@@ -153,15 +159,20 @@ def load_params(
         dtype: bfloat16 or float32, the dtype of every parameter.
         vocab_block: As for `param_specs`.
         progress: Called after each parameter.
+        cast_weights: "bfloat16" allows float16 tensors to be rounded to it; `find_cast` names what
+            is rounded.
 
     Raises:
         FileNotFoundError: If a file is missing.
         ValueError: If a file is damaged, a tensor is missing, unexpected or of a wrong shape, or
-            its dtype cannot be turned into `dtype`. The message names file and tensor.
+            its dtype or a value of it cannot be turned into `dtype`. The message names file and
+            tensor.
 
     Numerics:
-        float32 to bfloat16 rounds to nearest, ties to even. bfloat16 and float16 to float32 are
-        exact. float16 to bfloat16 is refused.
+        float32 and float16 to bfloat16 round to nearest, ties to even. float16's exponents all fit,
+        its subnormals become normal numbers; float32's subnormals stay subnormal. A finite float32
+        that would become infinite is refused, and so is float16 without `cast_weights`. bfloat16
+        and float16 to float32 are exact.
     """
     target = _check_dtype(dtype)
     specs = param_specs(config, tp=mesh.shape["tp"], vocab_block=vocab_block)
@@ -171,7 +182,8 @@ def load_params(
     done = 0
     with contextlib.ExitStack() as stack:
         tensors = _open_tensors(folder, stack)
-        _check_tensors(folder, tensors, leaves, dtype=target)
+        can_cast = cast_weights != NO_CAST
+        _check_tensors(folder, tensors, leaves, dtype=target, can_cast=can_cast)
 
         def load(spec: ParamSpec) -> jax.Array:
             nonlocal done
@@ -181,6 +193,45 @@ def load_params(
             return array
 
         return _build(specs, mesh, load)
+
+
+def find_cast(folder: Path, config: ModelConfig, *, cast_weights: str, dtype: DTypeLike) -> str:
+    """Name the conversion of a folder's weights that `cast_weights` asks for, from their headers.
+
+    Args:
+        folder: As for `load_params`.
+        config: The model.
+        cast_weights: One of `CASTS`.
+        dtype: The dtype of every parameter.
+
+    Returns:
+        Such as "float16 to bfloat16", which belongs in the fingerprint; `NO_CAST` if not asked for.
+
+    Raises:
+        FileNotFoundError: If a file is missing.
+        ValueError: If there is nothing to convert, or `dtype` is not what to convert to.
+    """
+    if cast_weights not in CASTS:
+        raise ValueError(f"{cast_weights=} must be one of {list(CASTS)}")
+    if cast_weights == NO_CAST:
+        return NO_CAST
+    target = _check_dtype(dtype)
+    if target != jnp.dtype(cast_weights):
+        raise ValueError(
+            f"--cast-weights {cast_weights} does not go with {target.name} weights, which hold "
+            "every checkpoint exactly; leave it out"
+        )
+    wanted = {s.hf_name for s in jax.tree.leaves(param_specs(config, tp=1, vocab_block=1))}
+    with contextlib.ExitStack() as stack:
+        tensors = _open_tensors(folder, stack)
+        found = {tensor.dtype for name, tensor in tensors.items() if name in wanted}
+    sources = sorted(SOURCE_DTYPES[dtype] for dtype in found & {"F16", "F32"})
+    if not sources:
+        raise ValueError(
+            f"--cast-weights {cast_weights} has nothing to convert: the weights in {folder} are "
+            f"{', '.join(sorted(SOURCE_DTYPES.get(d, d) for d in found))}; leave it out"
+        )
+    return f"{' and '.join(sources)} to {cast_weights}"
 
 
 def _separate(specs: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
@@ -263,7 +314,12 @@ def _open_file(path: Path, stack: contextlib.ExitStack) -> Iterator[tuple[str, _
 
 
 def _check_tensors(
-    folder: Path, tensors: dict[str, _Tensor], specs: list[ParamSpec], *, dtype: jnp.dtype
+    folder: Path,
+    tensors: dict[str, _Tensor],
+    specs: list[ParamSpec],
+    *,
+    dtype: jnp.dtype,
+    can_cast: bool,
 ) -> None:
     """Every tensor that is needed is there, of the right shape and dtype, and no other."""
     wanted = {spec.hf_name: spec.hf_shape for spec in specs}
@@ -288,20 +344,22 @@ def _check_tensors(
                 f"{name!r} in {tensor.file} has shape {tensor.shape}, but config.json makes it "
                 f"{wanted[name]}; they are of different models"
             )
-        _check_conversion(name, tensor, dtype=dtype)
+        _check_conversion(name, tensor, dtype=dtype, can_cast=can_cast)
 
 
-def _check_conversion(name: str, tensor: _Tensor, *, dtype: jnp.dtype) -> None:
+def _check_conversion(name: str, tensor: _Tensor, *, dtype: jnp.dtype, can_cast: bool) -> None:
     """Refuse what would lose bits unasked."""
     if tensor.dtype not in SOURCE_DTYPES:
         raise ValueError(
             f"{name!r} in {tensor.file} is {tensor.dtype}, which is not supported; detjax reads "
             f"{', '.join(SOURCE_DTYPES)} (load the checkpoint that is not quantised)"
         )
-    if tensor.dtype == "F16" and dtype == jnp.bfloat16:
+    if tensor.dtype == "F16" and dtype == jnp.bfloat16 and not can_cast:
         raise ValueError(
             f"{name!r} in {tensor.file} is float16, whose 11 significant bits do not fit the 8 of "
-            "bfloat16: the weights would change. Ask for dtype float32, which holds them exactly"
+            "bfloat16: the weights would change. Ask for dtype float32, which holds them exactly "
+            "(--dtype float32, backend portable), or for the rounding: --cast-weights bfloat16, "
+            "load_model(cast_weights='bfloat16')"
         )
 
 
@@ -344,12 +402,25 @@ def _read_shard(
         if start < stop:
             shift = run.source - run.start
             rows = tensor.rows[(slice(start + shift, stop + shift), *others)]
-            # ROUND: only float32 to bfloat16 rounds (to nearest, ties to even).
-            parts.append(rows.astype(dtype, copy=False))
+            parts.append(_converted(rows, dtype, name=f"{spec.hf_name!r} in {tensor.file}"))
     num_zeros = high - low - sum(len(part) for part in parts)
     if num_zeros:
         parts.append(np.zeros([num_zeros, *(stop - start for start, stop in bounds[1:])], dtype))
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _converted(rows: np.ndarray, dtype: jnp.dtype, *, name: str) -> np.ndarray:
+    """Values in another dtype; a finite one must not become infinite."""
+    # ROUND: float32 and float16 to bfloat16 round (to nearest, ties to even); nothing else does.
+    values = rows.astype(dtype, copy=False)
+    if rows.dtype == np.float32 and dtype == jnp.bfloat16 and values.size:
+        magnitude = values.view(np.uint16) & np.uint16(0x7FFF)
+        if magnitude.max() >= 0x7F80 and (np.isfinite(rows) & (magnitude == 0x7F80)).any():
+            raise ValueError(
+                f"{name} holds a finite value that would become infinite in bfloat16, whose "
+                "largest is 3.39e38; ask for dtype float32"
+            )
+    return values
 
 
 # ------------------------------------------------------------------------------- random weights
@@ -416,7 +487,13 @@ def _random_tensor(key: jax.Array, *, spec: ParamSpec, dtype: jnp.dtype) -> jax.
 
 
 def save_params(
-    folder: Path, params: Params, config: ModelConfig, mesh: Mesh, *, vocab_block: int
+    folder: Path,
+    params: Params,
+    config: ModelConfig,
+    mesh: Mesh,
+    *,
+    vocab_block: int,
+    weight_cast: str = NO_CAST,
 ) -> None:
     """Write `params` as an orbax checkpoint that any mesh can restore.
 
@@ -430,6 +507,7 @@ def save_params(
         config: The model.
         mesh: The mesh of `params`.
         vocab_block: As for `param_specs`.
+        weight_cast: Of the model that the weights are of, so that it is not lost.
 
     Raises:
         ValueError: If `folder` holds a checkpoint.
@@ -449,21 +527,31 @@ def save_params(
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(folder / CHECKPOINT_ARRAYS, tensors)
     if jax.process_index() == 0:
-        facts = _checkpoint_facts(config, params["embed"].dtype)
+        facts = _checkpoint_facts(config, params["embed"].dtype, weight_cast)
         (folder / CHECKPOINT_FILE).write_text(json.dumps(facts, indent=2) + "\n")
 
 
 def restore_params(
-    folder: Path, config: ModelConfig, mesh: Mesh, *, dtype: DTypeLike, vocab_block: int
+    folder: Path,
+    config: ModelConfig,
+    mesh: Mesh,
+    *,
+    dtype: DTypeLike,
+    vocab_block: int,
+    weight_cast: str = NO_CAST,
 ) -> Params:
     """Read what `save_params` wrote, onto any mesh that the model fits: the same bits.
 
+    Nothing is converted here. `weight_cast` says how the weights that were saved had been read, and
+    must be given to `place_model` too, whose fingerprint holds it.
+
     Raises:
         FileNotFoundError: If `folder` holds no finished checkpoint.
-        ValueError: If it is of another model, dtype or format; the message names what differs.
+        ValueError: If it is of another model, dtype, cast or format; the message names what
+            differs.
     """
     folder, target = folder.absolute(), _check_dtype(dtype)
-    _check_facts(folder, _checkpoint_facts(config, target))
+    _check_facts(folder, _checkpoint_facts(config, target, weight_cast))
     specs = param_specs(config, tp=mesh.shape["tp"], vocab_block=vocab_block)
     abstract = {}
     for spec in jax.tree.leaves(specs):  # "embed" comes first, so a tied tensor lies as it asks
@@ -518,11 +606,16 @@ def _rearrange_words(
     return lax.with_sharding_constraint(rows(words, spec), sharding)
 
 
-def _checkpoint_facts(config: ModelConfig, dtype: jnp.dtype) -> dict[str, Any]:
+def _checkpoint_facts(config: ModelConfig, dtype: jnp.dtype, weight_cast: str) -> dict[str, Any]:
     """What `detjax_params.json` says, as JSON gives it back."""
     values = dataclasses.asdict(config)
     values["rope"]["kind"] = config.rope.kind.value
-    facts = {"format": CHECKPOINT_FORMAT, "dtype": jnp.dtype(dtype).name, "config": values}
+    facts = {
+        "format": CHECKPOINT_FORMAT,
+        "dtype": jnp.dtype(dtype).name,
+        "weight_cast": weight_cast,
+        "config": values,
+    }
     return json.loads(json.dumps(facts))
 
 
@@ -545,5 +638,5 @@ def _check_facts(folder: Path, expected: dict[str, Any]) -> None:
 
 
 def _flat(facts: dict[str, Any]) -> dict[str, Any]:
-    """Facts with the config's fields beside the others."""
-    return {**facts, **facts["config"], "config": None}
+    """Facts with the config's fields beside the others; older files know of no cast."""
+    return {"weight_cast": NO_CAST, **facts, **facts["config"], "config": None}

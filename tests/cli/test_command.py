@@ -5,7 +5,8 @@ import dataclasses
 import subprocess
 import sys
 
-from detjax.cli import errors
+from detjax import numerics
+from detjax.cli import arguments, errors
 from detjax.cli.arguments import GenerateArgs
 from detjax.serving.request import Request
 
@@ -41,6 +42,10 @@ def test_a_reader_that_goes_away_is_no_fault(command, tmp_path, monkeypatch):
         monkeypatch.setattr(sys, "stdout", out)
         answer = failing(BrokenPipeError())
         assert command("--prompt", "a", answer=answer) == errors.READER_GONE
+
+
+def test_the_option_and_the_numerics_call_no_cast_the_same():
+    assert arguments.NO_CAST == numerics.NO_CAST
 
 
 def test_help_explains_every_option_and_does_not_start_jax():

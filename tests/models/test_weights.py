@@ -22,6 +22,7 @@ from detjax.models.config import ModelConfig, RopeConfig
 from detjax.models.hf_config import load_config
 from detjax.models.params import checkpoint_rows, kv_layout, param_specs, possible_tps
 from detjax.models.weights import (
+    find_cast,
     load_params,
     random_params,
     resolve_model,
@@ -259,6 +260,116 @@ def test_float16_to_bfloat16_is_refused(tmp_path):
     folder = write_folder(tmp_path, random_tensors(CONFIG, dtype="float16"))
     with pytest.raises(ValueError, match=r"is float16, whose 11 .*Ask for dtype float32"):
         load(folder)
+
+    with pytest.raises(ValueError, match=r"--cast-weights bfloat16, load_model\(cast_weights='bfl"):
+        load(folder)
+
+
+# ---------------------------------------------------------------------------------------- casts
+
+
+def rounded_bits(wide: np.ndarray) -> np.ndarray:
+    """Bits of float32 values as bfloat16, to nearest and ties to even, in integers alone."""
+    bits = wide.view(np.uint32).astype(np.uint64)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def widened(half_bits: np.ndarray) -> np.ndarray:
+    """float32 of float16 bits, by the definition of the format."""
+    sign = np.where(half_bits >> 15, -1.0, 1.0)
+    exponent, mantissa = (half_bits >> 10) & 31, (half_bits & 1023).astype(np.float64)
+    normal = np.ldexp(1 + mantissa / 1024, exponent.astype(np.int32) - 15)
+    magnitude = np.where(exponent == 0, np.ldexp(mantissa, -24), normal)
+    magnitude = np.where(exponent == 31, np.inf, magnitude)
+    return (sign * magnitude).astype(np.float32)
+
+
+def test_a_cast_rounds_every_float16_to_the_nearest_bfloat16(tmp_path):
+    config = dataclasses.replace(CONFIG, vocab_size=2048)
+    tensors = random_tensors(config, dtype="float16")
+    patterns = np.arange(2**16, dtype=np.uint16)
+    patterns[((patterns & 0x7C00) == 0x7C00) & ((patterns & 0x3FF) != 0)] = 0  # NaN has no bits
+    tensors[EMBED] = patterns.view(np.float16).reshape(2048, 32)
+    params = load(write_folder(tmp_path, tensors), config, cast_weights="bfloat16")
+    wide = widened(patterns)
+    assert (raw(params["embed"]).ravel() == rounded_bits(wide)).all()
+    assert (raw(params["embed"]) == raw(tensors[EMBED].astype(jnp.bfloat16))).all()
+    is_exact = params["embed"].astype(jnp.float32).ravel() == wide
+    assert 0.1 < np.mean(is_exact) < 0.2, "an eighth of the patterns have three zeros at the end"
+    truncated = (wide.view(np.uint32) >> 16).astype(np.uint16)
+    assert (rounded_bits(wide) != truncated).any(), "another rounding would be seen"
+    subnormal = (patterns & 0x7C00 == 0) & (patterns & 0x3FF != 0)
+    assert np.isfinite(wide[subnormal]).all() and (np.asarray(is_exact)[subnormal]).any()
+    assert (raw(params["embed"]).ravel()[subnormal] & 0x7F80 != 0).all(), "normal numbers now"
+
+
+@pytest.mark.invariance
+@pytest.mark.parametrize(("dp", "tp", "num_files"), [(1, 1, 3), (2, 4, 3), (1, 8, 1)])
+def test_cast_weights_have_the_same_bits_on_every_mesh_and_in_shards(tmp_path, dp, tp, num_files):
+    tensors = random_tensors(CONFIG, dtype="float16")
+    folder = write_folder(tmp_path, tensors, num_files=num_files)
+    params = load(folder, dp=dp, tp=tp, cast_weights="bfloat16")
+    assert_same_bits(params, expected_params(CONFIG, tensors, tp=tp, dtype="bfloat16"))
+
+
+def test_float32_subnormals_are_rounded_and_what_would_overflow_is_refused(tmp_path):
+    tensors = random_tensors(CONFIG, dtype="float32")
+    largest = 0x7F7F7FFF  # rounds down to the largest bfloat16; the next one to infinity
+    bits = np.array([0x00000001, 0x00008001, 0x80018000, largest, 0x7F800000], np.uint32)
+    tensors["model.norm.weight"][:5] = bits.view(np.float32)
+    folder = write_folder(tmp_path, tensors)
+    for cast in ("none", "bfloat16"):
+        params = load(folder, cast_weights=cast)
+        expected = [0x0000, 0x0001, 0x8002, 0x7F7F, 0x7F80]
+        assert raw(params["final_norm"])[:5].tolist() == expected
+    tensors["model.norm.weight"][3] = np.uint32(largest + 1).view(np.float32)
+    with pytest.raises(
+        ValueError, match=r"'model.norm.weight' in .* holds a finite value that would beco"
+    ):
+        load(write_folder(tmp_path, tensors), cast_weights="bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("sources", "name"),
+    [
+        (("float16",), "float16 to bfloat16"),
+        (("float32",), "float32 to bfloat16"),
+        (("bfloat16", "float16"), "float16 to bfloat16"),
+        (("bfloat16", "float32", "float16"), "float16 and float32 to bfloat16"),
+    ],
+)
+def test_a_cast_is_named_after_what_it_rounds(tmp_path, sources, name):
+    tensors = random_tensors(CONFIG)
+    for i, (key, tensor) in enumerate(tensors.items()):
+        tensors[key] = tensor.astype(jnp.dtype(sources[i % len(sources)]))
+    folder = write_folder(tmp_path, tensors, num_files=2)
+    assert find_cast(folder, CONFIG, cast_weights="bfloat16", dtype="bfloat16") == name
+    assert find_cast(folder, CONFIG, cast_weights="none", dtype="bfloat16") == "none"
+    params = load(folder, tp=2, cast_weights="bfloat16")
+    assert_same_bits(params, expected_params(CONFIG, tensors, tp=2, dtype="bfloat16"))
+
+
+def test_a_tensor_that_is_not_read_is_not_cast(tmp_path):
+    tensors = random_tensors(CONFIG)
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(2, np.float16)
+    with pytest.raises(ValueError, match=r"nothing to convert: the weights in .* are bfloat16; le"):
+        find_cast(
+            write_folder(tmp_path, tensors), CONFIG, cast_weights="bfloat16", dtype="bfloat16"
+        )
+
+
+@pytest.mark.parametrize(
+    ("cast_weights", "dtype", "says"),
+    [
+        ("bfloat16", "float32", "--cast-weights bfloat16 does not go with float32 weights, which"),
+        ("float16", "bfloat16", "cast_weights='float16' must be one of"),
+        ("", "bfloat16", "cast_weights='' must be one of"),
+    ],
+)
+def test_casts_that_make_no_sense_are_refused(tmp_path, cast_weights, dtype, says):
+    folder = write_folder(tmp_path, random_tensors(CONFIG, dtype="float16"))
+    with pytest.raises(ValueError, match=says):
+        find_cast(folder, CONFIG, cast_weights=cast_weights, dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "int8", "float64"])
@@ -589,6 +700,26 @@ def test_checkpoint_of_another_model_or_dtype_is_refused(tmp_path):
     facts.write_text("{}")
     with pytest.raises(ValueError, match=r"detjax_params.json is damaged"):
         restore()
+
+
+def test_checkpoint_keeps_how_its_weights_were_cast(tmp_path):
+    mesh, cast = mesh_of(1, 2), "float16 to bfloat16"
+    folder = write_folder(tmp_path, random_tensors(CONFIG, dtype="float16"))
+    params = load(folder, tp=2, cast_weights="bfloat16")
+    save_params(tmp_path / "c", params, CONFIG, mesh, vocab_block=BLOCK, weight_cast=cast)
+
+    def restore(**cast):
+        return restore_params(
+            tmp_path / "c", CONFIG, mesh, dtype="bfloat16", vocab_block=BLOCK, **cast
+        )
+
+    with pytest.raises(ValueError, match=r"has weight_cast='float16 to bfloat16' but 'none' is as"):
+        restore()
+    assert_same_bits(restore(weight_cast=cast), params)
+    facts = json.loads((tmp_path / "c" / "detjax_params.json").read_text())
+    del facts["weight_cast"]  # as files had it before there were casts
+    (tmp_path / "c" / "detjax_params.json").write_text(json.dumps(facts))
+    assert_same_bits(restore(), params)
 
 
 def test_unfinished_checkpoint_is_refused(tmp_path):
