@@ -185,7 +185,7 @@ def parts(limit_tokens: int) -> Iterator[Part]:
     yield Part(
         name="8192",
         config=base
-        | {"batch_size": 64, "max_len": 8192, "decode_batches": (1, 8), "prefill_chunk": 4096},
+        | {"batch_size": 64, "max_len": 8192, "decode_batches": (1, 8), "prefill_chunk": 4000},
         batches=[long, long[:1], middle[:56] + long],
         skipped_pages=0.4,
     )

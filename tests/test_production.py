@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The production suite runs every way through the kernels that a configuration can reach."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from benchmarks import production
+from benchmarks.step import MODELS
+from detjax.models.config import ModelConfig
+from detjax.numerics import NumericsProfile, tree_reduction
+from detjax.pallas_kernels.attention import sm90 as attention
+from detjax.pallas_kernels.attention.shapes import LAYOUTS
+from detjax.pallas_kernels.linear.sm90 import normalises_input
+from detjax.pallas_kernels.linear.tiles import MatmulTiles, choose_tiles
+from detjax.pallas_kernels.rms_norm.sm90 import choose_schedule, row_sum
+from detjax.serving.steps import EngineStep
+
+PROFILE = NumericsProfile()
+PER_SPLIT = PROFILE.attention_split // PROFILE.attention_block
+CACHE_TOKENS = 5000 * 128
+"""Of a cache that fills an H200 beside Llama-3.1-8B; an H100's is 2,900 pages."""
+PARTS = list(production.parts(CACHE_TOKENS))
+PROGRAMS = {step for part in PARTS for step in production.programs_of(part)}
+EIGHT_B = MODELS["llama3_8b"]
+
+
+# --------------------------------------------------------------------------------------- attention
+
+
+def way(batch: int, query_len: int, table_len: int, *, kv_heads=8, group=4, channels=128) -> str:
+    """How attention spreads its work over CTAs: the kernels, and which of their branches."""
+    if not attention.is_decode(query_len, group, channels, None):
+        return "prefill"
+    config = attention.decode_config(
+        batch=batch, query_len=query_len, kv_heads=kv_heads, group=group, channels=channels,
+        table_len=table_len, per_split=PER_SPLIT,
+    )  # fmt: skip
+    parts = [
+        "new token" if query_len == 1 and attention.FUSE_ROPE else "window",
+        f"cluster of {config.cluster}" if config.cluster
+        else "sequences" if config.whole_sequences
+        else f"splits, {config.merge_unroll[0]} at a time",
+    ]  # fmt: skip
+    return ", ".join(parts) + (", scores ahead" if config.scores_ahead else "")
+
+
+def way_of(step: EngineStep) -> str:
+    length = 1 if step.kind == "decode" else step.length
+    return way(step.rows, length, step.table_len)
+
+
+def reachable() -> Iterator[tuple[str, str]]:
+    """Every way, and a shape that takes it."""
+    tables = [*range(1, 10), 16, 17, *range(31, 37), 64, 128, 1024]
+    for name, layout in LAYOUTS.items():
+        if layout.channels not in attention.CHANNELS:
+            continue
+        for tp in (1, 2, 4, 8):
+            if layout.num_kv_heads % tp:
+                continue
+            heads = {
+                "kv_heads": layout.num_kv_heads // tp,
+                "group": layout.num_heads // layout.num_kv_heads,
+                "channels": layout.channels,
+            }
+            batches = [*range(1, 35), *range(63, 67), *range(127, 135), 192, 255, 256, 257]
+            for batch, table_len in itertools.product(batches, tables):
+                for query_len in (1, 2, 16, 512):
+                    shape = f"{name}, tp {tp}, {batch} x {query_len}, {table_len} pages"
+                    yield way(batch, query_len, table_len, **heads), shape
+
+
+def test_the_suite_takes_every_way_through_attention():
+    taken = {way_of(step) for step in PROGRAMS}
+    missing = {}
+    for name, shape in reachable():
+        if name not in taken:
+            missing.setdefault(name, shape)
+    assert missing == {}
+    assert len(taken) > 8
+
+
+@pytest.mark.control
+def test_control_a_suite_of_one_batch_size_misses_ways():
+    taken = {way_of(step) for step in PROGRAMS if step.rows == 8}
+    assert {name for name, _ in reachable()} - taken
+
+
+@pytest.mark.control
+def test_control_a_new_way_would_be_missed(monkeypatch):
+    taken = {way_of(step) for step in PROGRAMS}
+    monkeypatch.setattr(attention, "MOST_IN_CLUSTER", 16)
+    monkeypatch.setattr(attention, "PARTIAL_BYTES", 64 << 10)
+    assert {name for name, _ in reachable()} - taken == {"new token, cluster of 16, scores ahead"}
+
+
+# ---------------------------------------------------------------------------------------- products
+
+
+def kinds_of_tiles(config: ModelConfig, num_rows: int, logits_rows: int) -> set[tuple]:
+    """What decides the code of each product of a layer and of lm_head."""
+    width, heads = config.hidden_size, config.num_heads * config.head_dim
+    qkv = heads + 2 * config.num_kv_heads * config.head_dim
+    has_norm = normalises_input(num_rows, width)
+    row = {"num_rows": num_rows, "num_leaves": 1, "leaf_len": width, "out_bytes": 2}
+    found = {
+        "qkv": choose_tiles(**row, num_out=qkv, has_norm=has_norm),
+        "gate_up": choose_tiles(
+            **row, num_out=2 * config.intermediate_size, is_gated=True, has_norm=has_norm
+        ),
+        "lm_head": choose_tiles(
+            num_rows=logits_rows, num_out=config.vocab_size, num_leaves=1, leaf_len=width,
+            out_bytes=4,
+        ),
+    }  # fmt: skip
+    for name, k_len in (("o", heads), ("down", config.intermediate_size)):
+        reduction = tree_reduction(k_len, PROFILE)
+        found[name] = choose_tiles(
+            num_rows=num_rows, num_out=width, num_leaves=reduction.num_leaves,
+            leaf_len=reduction.leaf_len, out_bytes=2, has_residual=True,
+        )  # fmt: skip
+    return {(name, *_kind(tiles)) for name, tiles in found.items()}
+
+
+def _kind(tiles: MatmulTiles) -> tuple:
+    names = (
+        "is_swapped", "num_wgs", "groups", "cluster_rows", "cluster_cols", "shares_slot",
+        "is_paired", "smem_levels", "is_gated", "ctas_per_sm",
+    )  # fmt: skip
+    return (*(getattr(tiles, name) for name in names), bool(tiles.held_channels))
+
+
+def rows_of(step: EngineStep) -> tuple[int, int]:
+    """Rows of the layers' products, and of lm_head's."""
+    length = 1 if step.kind == "decode" else step.length
+    return step.rows * length, step.rows * (length if step.kind == "verify" else 1)
+
+
+NOT_IN_THE_SUITE = {
+    "lm_head": "more rows than any program has: only scoring takes logits of whole prompts",
+}
+"""Products of which some kinds are for others to check, and who: tests/pallas_kernels compares
+every number of rows to 257 and chosen ones to 8192 with one row alone."""
+
+
+def test_the_suite_takes_every_kind_of_product():
+    """Their operands are weights and activations, whose size no cache changes."""
+    canonical = [step for step in PROGRAMS if step.mode == "invariant"]
+    taken = set().union(*(kinds_of_tiles(EIGHT_B, *rows_of(step)) for step in canonical))
+    missing: dict[tuple, int] = {}
+    for num_rows in (*range(1, 530), *range(530, 8193, 37)):
+        for kind in kinds_of_tiles(EIGHT_B, num_rows, min(num_rows, 1024)) - taken:
+            missing.setdefault(kind, num_rows)
+    unknown = {kind: rows for kind, rows in missing.items() if kind[0] not in NOT_IN_THE_SUITE}
+    assert unknown == {}
+
+
+def test_the_suite_takes_every_schedule_of_a_norm():
+    chunks = row_sum(EIGHT_B.hidden_size).num_parts
+    canonical = {rows_of(step)[0] for step in PROGRAMS if step.mode == "invariant"}
+
+    def schedule(rows):
+        return choose_schedule(num_rows=rows, num_chunks=chunks, num_leaves=1)
+
+    taken = {schedule(rows).warpgroups for rows in canonical}
+    assert {schedule(rows).warpgroups for rows in range(1, 8193)} <= taken
+
+
+# ------------------------------------------------------------------------------------------- sizes
+
+
+@pytest.mark.parametrize("num_pages", [2900, 5000], ids=["H100", "H200"])
+def test_offsets_into_the_cache_pass_32_bits(num_pages):
+    """The last page of the last layer lies beyond 2^32 elements, hence bytes, on both GPUs."""
+    page = 2 * EIGHT_B.num_kv_heads * 128 * EIGHT_B.head_dim
+    assert (EIGHT_B.num_layers * num_pages - 1) * page > 2**32
+    # So does what a part uses, all in the first pages as it may be: from the third layer on.
+    assert 3 * num_pages * page > 2**31
+
+
+def test_what_is_asked_fits_in_the_cache():
+    for part in PARTS:
+        used = max(sum(-(-(a.length + a.count) // 128) for a in batch) for batch in part.batches)
+        assert used + int(part.skipped_pages * CACHE_TOKENS // 128) <= CACHE_TOKENS // 128
+
+
+def test_what_fills_wide_tables_passes_31_bits_too():
+    """Partial results of 256 rows of 1024 pages: 2^31 bytes of float32."""
+    (wide,) = [s for s in PROGRAMS if s.table_len == 1024 and s.rows == 256]
+    entries = wide.rows * -(-wide.table_len // PER_SPLIT) * EIGHT_B.num_kv_heads
+    assert entries * 8 * EIGHT_B.head_dim * 4 >= 2**31
+
+
+# ------------------------------------------------------------------------------------------- cases
+
+
+def test_prompts_end_around_every_boundary_and_fit():
+    for limit in (512, 1280, 4352):
+        asks = production.pool(limit, 256, tokens=40, first=0)
+        lengths = {ask.length for ask in asks}
+        inside = [n for n in range(512, limit - 41, 512)]
+        for boundary in (128, *inside):
+            assert {boundary - 1, boundary} <= lengths, boundary
+        assert max(lengths) + 40 <= limit and min(lengths) == 1
+        assert len({ask.idx for ask in asks}) == len(asks) == 256
+    for part in PARTS:
+        for asks in part.batches:
+            assert all(a.length + a.count <= part.config["max_len"] for a in asks)
+            assert len(asks) > 0
+
+
+def test_asks_of_different_parts_are_the_same_or_other_texts():
+    known = {}
+    for ask in itertools.chain.from_iterable(itertools.chain(*(p.batches for p in PARTS))):
+        assert known.setdefault(ask.idx, ask) == ask
+
+
+def test_a_wrong_token_is_mended_and_those_behind_it_asked_again():
+    right = [(5, 1), (6, 1), (7, 1)]
+    assert production._right_tokens(right, (5, 6)) is None
+    assert production._right_tokens(right, (5, 9)) == (5, 6)
+    assert production._right_tokens(right, (4, 6)) == (5,)
+
+
+def test_a_prompt_that_repeats_does_so():
+    ask = dataclasses.replace(production.pool(512, 9, tokens=40, first=0)[8], period=40)
+    prompt = np.asarray(production.Texts(100).prompt(ask))
+    assert (prompt[40:] == prompt[:-40]).all()
