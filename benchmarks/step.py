@@ -123,7 +123,8 @@ class Runner:
             config: The model's shape.
             cases: What will run.
             backend: Which kernels.
-            max_len: Tokens that the page table has room for; 0 for as many as the case needs.
+            max_len: Tokens that the page table has room for; 0 for as many as the case needs and
+                one more.
         """
         self.model = random_model(
             config,
@@ -154,10 +155,10 @@ class Runner:
     def step_of(self, impl: str, case: Case) -> EngineStep:
         """The engine's name for the program that runs a case."""
         mode, _, weights = impl.partition(" ")
-        last = case.start + case.length
+        after = case.start + case.length + 1  # a sequence that goes on
         return plain_step(
             case.kind, rows=len(case.rows), length=case.length,
-            table_len=-(-max(last, self._max_len) // 128),
+            table_len=-(-max(after, self._max_len) // 128),
             mode="fast" if mode == "fast" else "invariant", weights=weights or "full",
         )  # fmt: skip
 
