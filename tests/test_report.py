@@ -463,22 +463,31 @@ def test_committed_rows_of_vllm_say_how_they_were_measured():
         assert row["attention"] == "FlashAttention-3" and row["gpu"] == "NVIDIA H200"
 
 
-def test_production_adds_up_the_cases_of_an_engine(write):
-    row = {"subject": "production", "gpu_bytes": 80e9, "cache_bytes": 25e9, "num_pages": 1500,
-           "max_len": 4352, "programs": 6}  # fmt: skip
-    cases = (("decode 1", 1200, 0), ("decode 64", 800, 3))
+def test_production_adds_up_the_parts_of_a_cache_and_keeps_the_control_apart(write):
+    row = {
+        "subject": "production", "free_bytes": 64e9, "cache_bytes": 55e9, "num_pages": 3300,
+        "mode": "invariant", "longest_prompt": 900, "most_rows": 8, "programs": 6, "windows": 0,
+    }  # fmt: skip
+    parts = (
+        row | {"case": "b", "max_len": 4352, "compared_tokens": 1200, "different": 3},
+        row | {"case": "loop", "max_len": 1280, "compared_tokens": 800, "different": 0},
+        row | {"case": "control", "max_len": 1280, "mode": "fast", "compared_tokens": 50,
+               "different": 49},
+    )  # fmt: skip
     assert report_production.lines() == []
     for gpu in ("h100", "h200"):
-        write(
-            "production",
-            *(row | {"case": c, "compared_tokens": n, "different": d} for c, n, d in cases),
-            row | {"case": "decode 1", "max_len": 8192, "compared_tokens": 5, "different": 0},
-            gpu=gpu,
-        )
-    found = table_lines(report_production.lines())[1:]
-    own = [["25.0 of 80.0", "1,500", "4,352", "6", "2", "2,000", "3"],
-           ["25.0 of 80.0", "1,500", "8,192", "6", "1", "5", "0"]]  # fmt: skip
-    assert found == [[gpu, *cells] for gpu in ("NVIDIA H200", "NVIDIA H100") for cells in own]
+        write("production", *parts, gpu=gpu)
+    text = "\n".join(report_production.lines())
+    assert (
+        text.count("3 of 2,000 tokens and logprobs different. The control, `fast`: 49 of 50.") == 2
+    )
+    assert text.index("NVIDIA H200") < text.index("NVIDIA H100")
+    assert text.count("a cache of 55.0 of the 64.0 GB") == 2
+    own = [
+        ["1,280", "`invariant`, 8 tokens a launch", "900", "8", "6", "", "800", "0"],
+        ["4,352", "`invariant`", "900", "8", "6", "", "1,200", "3"],
+    ]
+    assert [c for c in table_lines(report_production.lines()) if c[0] != "`max_len`"] == own * 2
 
 
 def test_the_engine_over_the_bare_step(write):
