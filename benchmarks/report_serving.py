@@ -200,6 +200,28 @@ def engine_part(gpu: str = FIRST_GPU) -> list[str]:
     ]
 
 
+def max_len_part(gpu: str = FIRST_GPU) -> list[str]:
+    """A decode step of the same sequences under another `max_len`."""
+    found = latest(rows("serving", "max_len", gpu), "model", "batch", "max_len")
+    longest = sorted({row["max_len"] for row in found.values()})
+    batches = sorted({(row["model"], row["batch"], row["context"]) for row in found.values()})
+    lines = []
+    for model, batch, context in batches:
+        cells = [found[model, batch, max_len] for max_len in longest]
+        lines.append(
+            [
+                f"{model_name(model)}, batch {batch}, context {context}",
+                *(f"{row['ms_p50']:.2f}, {row['ratio_to_shortest']:.3f}" for row in cells),
+            ]
+        )
+    return [
+        "**Another `max_len`, the same sequences.** Milliseconds of the engine's decode step, and",
+        "its ratio to that of the shortest; every bit of the answers is the same:",
+        "",
+        *table(["decode step", *(f"`max_len` {n:,}" for n in longest)], lines),
+    ]
+
+
 def offline_part(gpu: str = FIRST_GPU) -> list[str]:
     """Throughput of requests that all come at once."""
     lines = []
@@ -341,8 +363,9 @@ def narrow_part(gpu: str = FIRST_GPU) -> list[str]:
 
 
 PARTS = {
-    "stress": stress_part, "engine_step": engine_part, "offline": offline_part,
-    "replay": replay_part, "shares": shares_part, "windows": windows_part, "narrow": narrow_part,
+    "stress": stress_part, "engine_step": engine_part, "max_len": max_len_part,
+    "offline": offline_part, "replay": replay_part, "shares": shares_part,
+    "windows": windows_part, "narrow": narrow_part,
 }  # fmt: skip
 """What writes the rows of a subject."""
 

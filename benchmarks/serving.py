@@ -209,7 +209,8 @@ def counted(engine: Engine) -> dict[str, float]:
         "verify_launches", "windows_per_verify", "draft_tokens", "acceptance", "num_rollbacks",
         "surplus_tokens",
     )  # fmt: skip
-    return {name: numbers[name] for name in names if numbers[name]}
+    always = "verify_launches", "num_rollbacks"  # so that a row says that nothing was drafted
+    return {name: numbers[name] for name in names if numbers[name] or name in always}
 
 
 def measured(
@@ -433,7 +434,7 @@ def shares(bench: Bench) -> bool:
             subject="shares", mode=mode, deterministic_percent=max(share, 0.0),
             draft_share=args.draft_share, draft_weights=args.draft_weights if mode == "dvr" else "",
             requests=args.num, prompt_len=args.prompt_len, output_len=args.output_len,
-            **numbers, **facts,
+            decode_patience=args.decode_patience, **numbers, **facts,
         )  # fmt: skip
     return True
 

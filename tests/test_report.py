@@ -638,3 +638,16 @@ def test_training_tells_the_largest_gap_of_each_rollout(write):
     assert "In 60 updates of GRPO on an H200" in line and "is 0 at every step" in line
     assert invariant[-2:] == ["0", "0 of 2,000"]
     assert fast[-2:] == ["6", "4 of 2,000"]
+
+
+def test_a_step_under_another_max_len(write):
+    row = {"subject": "max_len", "model": "llama3_8b", "batch": 8, "context": 1030}
+    write(
+        "serving",
+        row | {"max_len": 131072, "ms_p50": 5.05, "ratio_to_shortest": 1.01},
+        row | {"max_len": 1280, "ms_p50": 5.0, "ratio_to_shortest": 1.0},
+    )
+    head, line = table_lines(report_serving.section())
+    assert head == ["decode step", "`max_len` 1,280", "`max_len` 131,072"]
+    name = "Llama-3.1-8B shapes with random weights, batch 8, context 1030"
+    assert line == [name, "5.00, 1.000", "5.05, 1.010"]
