@@ -148,16 +148,20 @@ def start() -> None:
     jax.config.update("jax_platforms", "cpu,cuda")
 
 
-def h200_mesh(memory_bytes: int = H200_BYTES) -> Mesh:
-    """A (1, 1) mesh of one H200 that exists for the compiler only.
+def h200_mesh(memory_bytes: int = H200_BYTES, *, dp: int = 1, tp: int = 1) -> Mesh:
+    """A mesh of H200s that exist for the compiler only.
 
     Args:
         memory_bytes: That the compiler believes it to have. With less than the arguments of a
             program take, XLA treats it as it would one of production size on a full GPU.
+        dp: Replicas.
+        tp: Ranks of each.
     """
     target = H200.replace(str(H200_BYTES), str(memory_bytes))
-    topology = topologies.get_topology_desc("h200", "cuda", target_config=target, topology="1x1x1")
-    return Mesh(np.asarray(topology.devices).reshape(1, 1), (DP_AXIS, TP_AXIS))
+    topology = topologies.get_topology_desc(
+        "h200", "cuda", target_config=target, topology=f"1x1x{dp * tp}"
+    )
+    return Mesh(np.asarray(topology.devices).reshape(dp, tp), (DP_AXIS, TP_AXIS))
 
 
 def compile_program(fn: Callable, *shapes: jax.ShapeDtypeStruct) -> Program:

@@ -33,6 +33,7 @@ from detjax.pallas_kernels.linear.api import (
     linear_add,
     linear_add_rms_norm,
 )
+from detjax.parallel.exchange import EXCHANGE_SPECS, MAX_EXCHANGED_ROWS, Exchange
 from detjax.serving.steps import CompiledSteps, StepKind, StepSizes, pages_shape
 from detjax.testing import aot
 from detjax.testing.steps import plain_step, steps_of
@@ -141,8 +142,10 @@ def attend_new(batch: int, context: int) -> aot.Program:
     return aot.inspect_program(lambda: jitted.lower(*shapes).compile())
 
 
-def abstract_model(num_layers: int, memory_bytes: int = aot.H200_BYTES) -> LoadedModel:
-    """Llama-3.1-8B with fewer layers, as shapes on the compiler's H200."""
+def abstract_model(
+    num_layers: int, memory_bytes: int = aot.H200_BYTES, *, dp: int = 1, tp: int = 1
+) -> LoadedModel:
+    """Llama-3.1-8B with fewer layers, as shapes on the compiler's H200s."""
     config = ModelConfig(
         family="llama", vocab_size=128256, hidden_size=4096, num_layers=num_layers, num_heads=32,
         num_kv_heads=8, head_dim=128, intermediate_size=14336, rms_norm_eps=1e-5,
@@ -150,19 +153,39 @@ def abstract_model(num_layers: int, memory_bytes: int = aot.H200_BYTES) -> Loade
         qkv_bias=False, o_bias=False, qk_norm=False, sliding_windows=(None,) * num_layers,
         bos_token_id=None, eos_token_ids=(),
     )  # fmt: skip
-    mesh = aot.h200_mesh(memory_bytes)
-    specs = partition_specs(config, tp=1, vocab_block=PROFILE.vocab_block)
+    mesh = aot.h200_mesh(memory_bytes, dp=dp, tp=tp)
+    specs = partition_specs(config, tp=tp, vocab_block=PROFILE.vocab_block)
+    params = abstract_params(config, mesh, profile=PROFILE)
+    of_params = fused_partition_specs(specs)
+    if tp > 1:
+        params["exchange"], of_params["exchange"] = abstract_exchange(mesh), EXCHANGE_SPECS
     table = _shape(8192, 64, dtype=jnp.float32).update(sharding=NamedSharding(mesh, P()))
     return LoadedModel(
         config=config,
-        params=abstract_params(config, mesh, profile=PROFILE),
-        partition_specs=fused_partition_specs(specs),
+        params=params,
+        partition_specs=of_params,
         rope_tables=(table, table),
         mesh=mesh,
         profile=PROFILE,
         backend=Backend.SM90,
         fingerprint="",
         folder=None,
+    )
+
+
+def abstract_exchange(mesh) -> Exchange:
+    """The mailboxes of a mesh, as `open_exchange` allocates them."""
+    dp, tp = mesh.devices.shape
+    by_rank = NamedSharding(mesh, P("dp", "tp"))
+
+    def made(dtype, *dims):
+        return jax.ShapeDtypeStruct((dp, tp, *dims), dtype, sharding=by_rank)
+
+    rows = MAX_EXCHANGED_ROWS
+    return Exchange(
+        peers=made(jnp.uint32, tp - 1, 2),
+        slots=made(jnp.uint32, 2, rows, tp - 1, 4096),
+        parities=made(jnp.int32, rows),
     )
 
 
@@ -221,14 +244,18 @@ PRESSED_BYTES = 4_000_000_000
 """Of a device that the weights of two layers and the cache fill: XLA saves memory where it can."""
 
 
-def pressed(kind: StepKind, *, is_guarded: bool = True, **sizes) -> aot.Program:
-    """A step of two layers on a device without memory to spare, as detjax compiles it.
+def pressed(
+    kind: StepKind, *, is_guarded: bool = True, dp: int = 1, tp: int = 1, **sizes
+) -> aot.Program:
+    """A step of two layers on devices without memory to spare, as detjax compiles it.
 
     Not guarded: with the slots donated too, and the passes that are off for the engine's programs.
     """
-    model = abstract_model(2, PRESSED_BYTES)
+    model = abstract_model(2, PRESSED_BYTES // tp, dp=dp, tp=tp)
     step = plain_step(kind, **sizes)
-    sizes_of = StepSizes(num_pages=400, num_slots=step.rows, window_len=max(8, step.length))
+    sizes_of = StepSizes(
+        num_pages=400 * dp, num_slots=step.rows * dp, window_len=max(8, step.length)
+    )
     steps = CompiledSteps(model, sizes_of)
     if is_guarded:
         return aot.inspect_program(lambda: steps.get(step, model.params))
@@ -304,6 +331,11 @@ PROGRAMS = {
     "pressed_prefill_many": lambda: pressed("prefill", rows=8, length=512, table_len=34),
     "pressed_verify": lambda: pressed("verify", rows=8, length=8, table_len=34),
     "pressed_verify_wide": lambda: pressed("verify", rows=1, length=32, table_len=64),
+    "pressed_mesh_decode": lambda: pressed("decode", rows=8, table_len=34, tp=4),
+    "pressed_mesh_many": lambda: pressed("decode", rows=256, table_len=10, dp=2, tp=2),
+    "pressed_mesh_prefill": lambda: pressed("prefill", rows=1, length=512, table_len=64, tp=4),
+    "pressed_mesh_fast": lambda: pressed("decode", rows=8, table_len=34, tp=4, mode="fast"),
+    "unguarded_mesh": lambda: pressed("decode", rows=8, table_len=34, tp=4, is_guarded=False),
     "upstream_slice": lambda: upstream_slice({}),
     "upstream_slice_off": lambda: upstream_slice(IN_PLACE_OPTIONS),
     "upstream_rematerialization": lambda: upstream_rematerialization({}),
