@@ -7,7 +7,7 @@ python -m benchmarks.mesh --parts large --decode 1 8
 
 exchange: the sum of the ranks' partials, the residual stream and RMSNorm, at decode sizes, against
 XLA's psum followed by the same work. prefill: the same at prefill sizes. step: whole steps of
-Llama-3.1-8B on meshes, tokens, logprobs, hidden states and the cache compared bit for bit. large: a
+Llama-3.1-8B on meshes, tokens, logprobs and the cache compared bit for bit. large: a
 model that no single GPU holds. Wall time of programs of dependent calls, medians.
 """
 
@@ -32,10 +32,9 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.common import Rows, environment, kernel_events, num_different
 from benchmarks.step import CONTEXT, MODELS, _config
-from detjax.models.decoder import last_hidden
-from detjax.models.layers import Recipe, Tokens
+from detjax.donation import compile_checked
 from detjax.models.loading import LoadedModel, random_model
-from detjax.models.paths import PATHS, Kernels
+from detjax.models.paths import Kernels
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.rms_norm.api import add_rms_norm
@@ -48,9 +47,9 @@ from detjax.parallel.exchange import (
 )
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS, make_mesh
 from detjax.serving.request import SamplingParams
-from detjax.serving.sampling import SamplingRows, choose
-from detjax.serving.steps import PAGES_SPEC, pages_shape
-from detjax.xla_flags import FAST_OPTIONS
+from detjax.serving.steps import EngineStep, pages_shape, unpack
+from detjax.testing.steps import plain_step, step_operands, steps_of
+from detjax.xla_flags import EXACT_OPTIONS
 
 SM90 = Backend.SM90
 EPS = 1e-5
@@ -273,7 +272,7 @@ def place_rows(
 
 
 class Runner:
-    """A model on a mesh, a random cache, and its compiled steps."""
+    """A model on a mesh, a random cache, and the engine's own programs over it."""
 
     def __init__(
         self,
@@ -281,14 +280,22 @@ class Runner:
         most_rows: int,
         *,
         mode: Kernels = "invariant",
-        options=None,
+        options: dict[str, str] | None = None,
         pages=None,
     ):
-        """Draw a cache of CONTEXT tokens a row, the same on every mesh, or share one."""
+        """Draw a cache of CONTEXT tokens a row, the same on every mesh, or share one.
+
+        Args:
+            model: On its mesh.
+            most_rows: Rows of the cache.
+            mode: Which kernels.
+            options: Of the compiler, besides those of the engine.
+            pages: The cache of another runner of the same mesh.
+        """
         self.model, self.mode, self.most_rows = model, mode, most_rows
         self.options = options or {}
-        self.table_len = CONTEXT // 128 + 1
-        self.num_pages = most_rows * self.table_len
+        self.row_len = CONTEXT // 128 + 1
+        self.num_pages = most_rows * self.row_len
         shape = pages_shape(model, self.num_pages)
 
         def draw():
@@ -298,90 +305,78 @@ class Runner:
         self.cache = pages or [jax.jit(draw, out_shardings=shape.sharding)()]
         self._steps: dict[tuple[int, int], tuple[Callable, float]] = {}
 
-    def arguments(self, batch: int, length: int, start: int):
-        """Tokens at `start` of each row, the same for a row on every mesh."""
-        table_len = max(self.table_len, -(-length // 128))
-        cache_rows, pages = place_rows(
-            batch, self.most_rows, row_len=self.table_len, table_len=table_len,
-            dp=self.model.mesh.shape[DP_AXIS],
+    @property
+    def dp(self) -> int:
+        """Replicas of the mesh."""
+        return self.model.mesh.shape[DP_AXIS]
+
+    def _step(self, batch: int, length: int) -> EngineStep:
+        return plain_step(
+            "decode" if length == 1 else "prefill", rows=batch // self.dp, length=length,
+            table_len=max(self.row_len, -(-length // 128)), mode=self.mode,
         )  # fmt: skip
-        rows = cache_rows[:, None]
-        positions = np.tile(np.arange(start, start + length, dtype=np.int32), (batch, 1))
+
+    def _place(self, batch: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+        return place_rows(
+            batch, self.most_rows, row_len=self.row_len,
+            table_len=self._step(batch, length).table_len, dp=self.dp,
+        )  # fmt: skip
+
+    def arguments(self, batch: int, length: int, start: int) -> tuple:
+        """Operands behind the cache: tokens at `start` of each row, the same on every mesh."""
+        cache_rows, pages = self._place(batch, length)
+        rows, positions = cache_rows[:, None], start + np.arange(length)[None]
         ids = (rows * 977 + positions * 31) % self.model.config.vocab_size
-        tokens = Tokens(
-            ids=ids.astype(np.int32), positions=positions, page_table=pages.astype(np.int32)
-        )
-        sampling = [(SamplingParams(temperature=0.7, seed=int(r)), 0) for r in rows[:, 0]]
-        by_row = NamedSharding(self.model.mesh, P(DP_AXIS))
-        return jax.device_put((tokens, SamplingRows.pack(sampling)), by_row)
+        return step_operands(
+            self.model, self._step(batch, length),
+            ids=ids.astype(np.int32), start=np.full(batch, start, np.int32), table=pages,
+            sampling=[(SamplingParams(temperature=0.7, seed=int(r)), 0) for r in cache_rows],
+        )  # fmt: skip
 
     def compiled(self, batch: int, length: int) -> tuple[Callable, float]:
         """The step, and the seconds compiling took."""
         if (batch, length) not in self._steps:
             begin = time.perf_counter()
-            arguments = self.arguments(batch, length, 0)
-            lowered = jax.jit(self._function(), donate_argnums=2).lower(
-                self.model.params, self.model.rope_tables, self.cache[0], *arguments
-            )
-            step = lowered.compile(compiler_options=self.options)
-            self._steps[batch, length] = step, time.perf_counter() - begin
+            step, params = self._step(batch, length), self.model.params
+            programs = steps_of(self.model, num_pages=self.num_pages, num_slots=batch)
+            if self.options:
+                jitted = jax.jit(programs.function(step), donate_argnums=2)
+                lowered = jitted.lower(*programs.operands(step, params))
+                program = compile_checked(lowered, EXACT_OPTIONS | self.options)
+            else:
+                program = programs.get(step, params)
+            self._steps[batch, length] = program, time.perf_counter() - begin
         return self._steps[batch, length]
 
-    def _function(self) -> Callable:
-        model = self.model
-        recipe = Recipe(
-            config=model.config, profile=model.profile, backend=model.backend,
-            tp=model.mesh.shape[TP_AXIS],
-        )  # fmt: skip
-        run, logits_of = PATHS[self.mode]
-
-        def local(params, tables, pages, tokens, sampling):
-            pages, hidden = run(recipe, params, tables, pages, tokens)
-            last = jnp.argmax(tokens.positions, axis=1).astype(jnp.int32)
-            logits = logits_of(recipe, params, last_hidden(hidden, last))
-            positions = jnp.max(tokens.positions, axis=1) + 1
-            choice = choose(recipe, logits, sampling, positions, num_top=0, with_filters=False)
-            return pages, choice, hidden
-
-        by_row = P(DP_AXIS)
-        return jax.shard_map(
-            local,
-            mesh=model.mesh,
-            in_specs=(model.partition_specs, P(), PAGES_SPEC, by_row, by_row),
-            out_specs=(PAGES_SPEC, by_row, by_row),
-            check_vma=False,
-        )
-
     def run(self, batch: int, length: int, start: int, repeats: int = 1):
-        """Dependent steps; the last one's choice and hidden states, and milliseconds a step."""
+        """Dependent steps; the last one's result, and milliseconds a step."""
         step, _ = self.compiled(batch, length)
         arguments = self.arguments(batch, length, start)
         model = self.model
         jax.block_until_ready((self.cache, arguments))
         begin = time.perf_counter()
         for _ in range(repeats):
-            self.cache[0], choice, hidden = step(
+            self.cache[0], *_, result = step(
                 model.params, model.rope_tables, self.cache[0], *arguments
             )
-        jax.block_until_ready((self.cache, choice))
-        return choice, hidden, (time.perf_counter() - begin) / repeats * 1e3
+        jax.block_until_ready((self.cache, result))
+        return result, (time.perf_counter() - begin) / repeats * 1e3
 
     def bits(self, batch: int, length: int, start: int) -> dict[str, np.ndarray]:
-        """Everything a step gives: tokens, logprobs, hidden states, and what it left in the cache.
+        """Everything a step gives: tokens, logprobs, and what it left in the cache.
 
         The keys and values of a layer are a function of the hidden state that reaches it, so equal
-        caches mean equal hidden states of every layer.
+        caches mean equal hidden states of every layer, and logprobs are of the last.
         """
-        choice, hidden, _ = self.run(batch, length, start)
-        pages = np.asarray(self.arguments(batch, length, start)[0].page_table)
-        replica = self.num_pages // self.model.mesh.shape[DP_AXIS]
-        owner = np.arange(batch) * self.model.mesh.shape[DP_AXIS] // batch
-        where = pages[:, start // 128] + owner * replica
-        written = _position_of_pages(self.cache[0], where, start % 128)
+        result, _ = self.run(batch, length, start)
+        choice = unpack(np.asarray(result), 0)
+        _, pages = self._place(batch, length)
+        owner = np.arange(batch) * self.dp // batch
+        where = pages[:, start // 128] + owner * (self.num_pages // self.dp)
+        written = _position_of_pages(self.cache[0], where.astype(np.int32), start % 128)
         return {
-            "tokens": np.asarray(choice.token_ids),
-            "logprobs": np.asarray(choice.logprobs),
-            "final hidden states": np.asarray(hidden).view(np.uint16),
+            "tokens": np.ascontiguousarray(choice.token_ids),
+            "logprobs": np.ascontiguousarray(choice.logprobs),
             "keys and values of every layer": np.asarray(written),
         }
 
@@ -454,7 +449,7 @@ def time_steps(
             times[which] = []
         for _ in range(5):
             for which in times:
-                times[which].append(runners[which].run(*case, repeats=repeats)[2])
+                times[which].append(runners[which].run(*case, repeats=repeats)[1])
         for which, found in times.items():
             row = {
                 "ms_p50": statistics.median(found),
@@ -504,7 +499,7 @@ def run_steps(args: argparse.Namespace, rows: Rows) -> bool:
     cases += [(1, length, 0) for length in args.prefill]
     compile_ahead(timed, cases)
     if not args.no_fast:
-        fast = Runner(many, most_rows, mode="fast", options=FAST_OPTIONS, pages=sharded.cache)
+        fast = Runner(many, most_rows, mode="fast", pages=sharded.cache)
         timed[f"fast (1,{args.tp})"] = fast
     time_steps(timed, cases, rows)
     return is_right
@@ -528,7 +523,7 @@ def run_large(args: argparse.Namespace, rows: Rows) -> bool:
     compile_ahead(runners, cases)
     if not args.no_fast:
         runners[f"fast (1,{args.tp})"] = Runner(
-            model, max(args.decode), mode="fast", options=FAST_OPTIONS, pages=sharded.cache
+            model, max(args.decode), mode="fast", pages=sharded.cache
         )
     time_steps(runners, cases, rows, subject="mesh_large")
     return True

@@ -54,20 +54,22 @@ def step_operands(
 ) -> tuple:
     """Operands behind the cache that make a prefill or decode step run these tokens, on device.
 
+    B counts the rows of all replicas.
+
     Args:
         model: On its mesh.
-        step: Row i has slot i of as many slots as rows.
+        step: Row i of a replica has its slot i, of as many slots as rows.
         ids: int32 [B, T], T = `step.length`.
         start: int32 [B], position of the first token of each row.
-        table: int32 [B, n], n = `step.table_len`.
+        table: int32 [B, n], n = `step.table_len`; pages as their replica counts them.
         sampling: (parameters, sample index) of each row.
 
     Returns:
         (slots, sampling, *host arrays).
     """
     count = len(ids)
-    host = step.layout.padding(count, no_slot=count)
-    step.layout.head(host)[:, 0] = np.arange(count)
+    host = step.layout.padding(count, no_slot=step.rows)
+    step.layout.head(host)[:, 0] = np.arange(count) % step.rows
     step.layout.table(host)[...] = table
     rows = SamplingRows.pack(list(sampling))
     window = np.zeros((count, 1), np.int32)
