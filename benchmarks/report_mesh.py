@@ -75,8 +75,8 @@ def step_bits_lines(gpu: str = FIRST_GPU) -> list[str]:
         wrong = sum(row[what] for row in found for what in compared_bits)
         cases = "; ".join(row["case"].replace(" 1 tokens", " 1 token") for row in found)
         lines.append(
-            f"Whole steps on (dp, tp) = {mesh} against (1,1), {listed(compared_bits)}: {wrong} bytes differ "
-            f"({cases})."
+            f"Whole steps on (dp, tp) = {mesh} against (1,1), {listed(compared_bits)}: {wrong} "
+            f"bytes differ ({cases})."
         )
     same = [row["same"] for row in rows("mesh", "mesh_step_bits", gpu) if "same" in row]
     if same:
