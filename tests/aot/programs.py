@@ -335,7 +335,6 @@ PROGRAMS = {
     "pressed_mesh_many": lambda: pressed("decode", rows=256, table_len=10, dp=2, tp=2),
     "pressed_mesh_prefill": lambda: pressed("prefill", rows=1, length=512, table_len=64, tp=4),
     "pressed_mesh_fast": lambda: pressed("decode", rows=8, table_len=34, tp=4, mode="fast"),
-    "unguarded_mesh": lambda: pressed("decode", rows=8, table_len=34, tp=4, is_guarded=False),
     "upstream_slice": lambda: upstream_slice({}),
     "upstream_slice_off": lambda: upstream_slice(IN_PLACE_OPTIONS),
     "upstream_rematerialization": lambda: upstream_rematerialization({}),
