@@ -2,6 +2,7 @@
 """Saving and restoring a training state with orbax, on any number of devices."""
 
 import json
+import tempfile
 from pathlib import Path
 
 import jax
@@ -9,8 +10,22 @@ import orbax.checkpoint as ocp
 
 from detjax.training.trainer import Trainer, TrainState
 
-FORMAT = 1
+FORMAT = 2
 FACTS, ARRAYS = "detjax_training.json", "state"
+
+
+def check_can_save(folder: Path) -> None:
+    """Make `folder`, and see that a state can be written there, before any work is done for it.
+
+    Raises:
+        ValueError: If `folder` holds a state, or part of one.
+        OSError: If it cannot be made or written to.
+    """
+    if (folder / ARRAYS).exists() or (folder / FACTS).exists():
+        raise ValueError(f"{folder} holds a training state already; give another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+        pass
 
 
 def save_state(folder: Path, state: TrainState, *, facts: dict) -> None:
@@ -19,14 +34,15 @@ def save_state(folder: Path, state: TrainState, *, facts: dict) -> None:
     Args:
         folder: Made here; must not hold a state yet.
         state: Of a trainer.
-        facts: Compared by `restore_state`: the build's fingerprint, the task, sizes, the seed.
+        facts: Compared by `restore_state`: the build's fingerprint, the model, the task, sizes,
+            the seed.
 
     Raises:
         ValueError: If `folder` holds a state.
+        OSError: If it cannot be written to.
     """
     folder = folder.absolute()
-    if (folder / ARRAYS).exists():
-        raise ValueError(f"{folder} holds a training state already; give another folder")
+    check_can_save(folder)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(folder / ARRAYS, _as_dict(state))
     if jax.process_index() == 0:  # written last: its presence says that the arrays are complete
