@@ -16,6 +16,13 @@ from detjax.serving.metrics import EngineStats
 from detjax.serving.request import Completion, Request, TokenEvent
 from detjax.serving.trace import TracesEvents
 
+OWN_OPTIONS = frozenset(
+    """
+    cache_dir coordinator format logprobs model process_id prompt prompts_file revision stats trace
+    """.split()
+)
+"""Options of a process alone, or compared as what comes of them: files, requests."""
+
 Progress = Callable[[str, int, int], None]
 """Told (what, done, total) while weights are loaded."""
 
@@ -97,6 +104,7 @@ def open_model(args: GenerateArgs, folder: Path, progress: Progress) -> OpenMode
     Raises:
         InputError: If they do not go together, cannot run here, or the weights are broken.
     """
+    from detjax.models.identity import model_hash
     from detjax.parallel.distributed import find_job, start_job
 
     _keep_compiled_programs(args.cache_dir)
@@ -105,15 +113,28 @@ def open_model(args: GenerateArgs, folder: Path, progress: Progress) -> OpenMode
         if job is None:
             return _open_model(args, folder, progress, num_processes=1)
         watch = start_job(job)
+
+    def progress_of_job(what: str, done: int, total: int) -> None:
+        watch.progress()
+        progress(what, done, total)
+
     with watch.working():
-        model = _open_model(args, folder, progress, num_processes=job.num_processes)
-    watch.check_same("settings", f"{model.fingerprint} {args.dp} {args.tp}")
+        with bad_input("--model: "):
+            watch.check_same("files of the model", model_hash(folder))
+        model = _open_model(args, folder, progress_of_job, num_processes=job.num_processes)
+    watch.check_same("settings", f"{model.fingerprint} {_shared_settings(args)}")
 
     def make_engine(shape: EngineShape, tracer: TracesEvents) -> GeneratesCompletions:
         watch.check_same("settings", repr(shape))
         return _JobEngine(model.make_engine(shape, tracer), watch)
 
     return dataclasses.replace(model, make_engine=make_engine)
+
+
+def _shared_settings(args: GenerateArgs) -> str:
+    """The options that all processes of a job are given alike."""
+    options = dataclasses.asdict(args)
+    return repr({name: value for name, value in options.items() if name not in OWN_OPTIONS})
 
 
 class _JobEngine:
@@ -128,9 +149,14 @@ class _JobEngine:
     def generate(
         self, requests: Sequence[Request], *, on_token: Callable[[TokenEvent], bool]
     ) -> list[Completion]:
+        def on_token_of_job(event: TokenEvent) -> bool:
+            self._watch.progress()
+            return on_token(event)
+
         self._watch.check_same("requests", repr(requests))
         with self._watch.working():
-            return self._engine.generate(requests, on_token=on_token)
+            self._watch.progress()
+            return self._engine.generate(requests, on_token=on_token_of_job)
 
 
 def _open_model(
