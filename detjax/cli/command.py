@@ -31,7 +31,7 @@ def run(args: GenerateArgs, *, open_model: OpensModel) -> int:
     display = Display()
     started_s = time.perf_counter()
     with display.loading() as progress:
-        model = open_model(args, folder, progress)
+        model = open_model(args, folder, progress, job.max_len)
     load_s = time.perf_counter() - started_s
     display.facts(report.card(args, folder, config, model, plans[0].shape))
     if args.check:

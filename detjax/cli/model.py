@@ -76,7 +76,7 @@ class OpenModel:
     make_engine: Callable[[EngineShape, TracesEvents], GeneratesCompletions]
 
 
-OpensModel = Callable[[GenerateArgs, Path, Progress], OpenModel]
+OpensModel = Callable[[GenerateArgs, Path, Progress, int], OpenModel]
 """The type of `open_model`."""
 
 
@@ -98,8 +98,14 @@ def read_model_files(args: GenerateArgs) -> tuple[Path, ModelConfig, Tokenizer]:
         return folder, load_config(folder), Tokenizer.from_folder(folder)
 
 
-def open_model(args: GenerateArgs, folder: Path, progress: Progress) -> OpenModel:
+def open_model(args: GenerateArgs, folder: Path, progress: Progress, max_len: int) -> OpenModel:
     """Join the other processes, if any, choose numerics, kernels and mesh, and load the weights.
+
+    Args:
+        args: The options.
+        folder: Of the model.
+        progress: Told how far loading is.
+        max_len: Tokens of the longest prompt and completion: the context that is made ready.
 
     Raises:
         InputError: If they do not go together, cannot run here, or the weights are broken.
@@ -111,7 +117,7 @@ def open_model(args: GenerateArgs, folder: Path, progress: Progress) -> OpenMode
     with bad_input():
         job = find_job(args.coordinator, args.num_processes, args.process_id)
         if job is None:
-            return _open_model(args, folder, progress, num_processes=1)
+            return _open_model(args, folder, progress, max_len, num_processes=1)
         watch = start_job(job)
 
     def progress_of_job(what: str, done: int, total: int) -> None:
@@ -121,7 +127,9 @@ def open_model(args: GenerateArgs, folder: Path, progress: Progress) -> OpenMode
     with watch.working():
         with bad_input("--model: "):
             watch.check_same("files of the model", model_hash(folder))
-        model = _open_model(args, folder, progress_of_job, num_processes=job.num_processes)
+        model = _open_model(
+            args, folder, progress_of_job, max_len, num_processes=job.num_processes
+        )
     watch.check_same("settings", f"{model.fingerprint} {_shared_settings(args)}")
 
     def make_engine(shape: EngineShape, tracer: TracesEvents) -> GeneratesCompletions:
@@ -160,12 +168,14 @@ class _JobEngine:
 
 
 def _open_model(
-    args: GenerateArgs, folder: Path, progress: Progress, *, num_processes: int
+    args: GenerateArgs, folder: Path, progress: Progress, max_len: int, *, num_processes: int
 ) -> OpenModel:
     """Choose numerics, kernels and mesh, and load the weights."""
     from detjax.models.abstract import why_unsupported
+    from detjax.models.decoder import check_mesh
     from detjax.models.hf_config import load_config
     from detjax.models.loading import load_model
+    from detjax.models.params import check_tp
     from detjax.numerics import NumericsProfile
     from detjax.pallas_kernels.backend import Backend, choose_backend
     from detjax.parallel.mesh import configure_virtual_devices, devices_of_process, make_mesh
@@ -174,8 +184,12 @@ def _open_model(
 
     with bad_input():
         profile = NumericsProfile(weight_dtype=args.dtype, compute_dtype=args.compute)
-        configure_virtual_devices(devices_of_process(args.dp * args.tp, num_processes))
         config = load_config(folder)
+    with bad_input(f"--dp {args.dp} --tp {args.tp}: "):
+        check_tp(config, args.tp)
+        check_mesh(config, profile, args.tp)
+        configure_virtual_devices(devices_of_process(args.dp * args.tp, num_processes))
+    with bad_input():
         choice = choose_backend(
             None if args.backend == "auto" else Backend(args.backend),
             why_not_model=lambda: why_unsupported(config, profile, Backend.SM90, args.tp),
@@ -190,6 +204,7 @@ def _open_model(
             mesh=mesh,
             backend=choice.backend,
             progress=progress,
+            max_len=max_len,
         )
 
     def make_engine(shape: EngineShape, tracer: TracesEvents) -> Engine:

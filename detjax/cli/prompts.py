@@ -97,7 +97,7 @@ def _read_text_line(line: str, origin: str) -> Prompt:
 def _read_json_line(line: str, origin: str) -> Prompt:
     try:
         entry = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{origin} is not JSON: {error}") from error
     if not isinstance(entry, dict) or ("prompt" in entry) == ("messages" in entry):
         raise InputError(f"{origin} must be an object with either `prompt` or `messages`")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model ready to run: configuration, sharded weights, tables, and what claims it can make."""
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,8 +87,19 @@ def place_model(
     mesh: Mesh,
     backend: Backend,
     folder: Path | None,
+    max_len: int | None = None,
 ) -> LoadedModel:
     """Check that the model can run on the mesh, then make its weights there.
+
+    Args:
+        config: The model.
+        make_params: Makes the weights.
+        profile: The numerics to run with.
+        mesh: Where.
+        backend: Which kernels will run.
+        folder: Where the weights come from.
+        max_len: Shortens the model's context, and with it the tables of its rotary embedding, to
+            what will be used; changes no bit. None leaves it as the model has it.
 
     Raises:
         ValueError: If the mesh is not of the backend's devices, a rank would not own whole heads,
@@ -105,6 +117,8 @@ def place_model(
     refused = why_unsupported(config, profile, backend, tp)
     if refused is not None:
         raise ValueError(f"backend {backend.value} cannot run this model: {refused}")
+    if max_len is not None and max_len < config.max_position_embeddings:
+        config = dataclasses.replace(config, max_position_embeddings=max_len)
     tables = rope_tables(
         config.rope, head_dim=config.head_dim, max_len=config.max_position_embeddings
     )
@@ -134,6 +148,7 @@ def load_model(
     backend: Backend,
     revision: str | None = None,
     progress: Callable[[str, int, int], None] = ignore_progress,
+    max_len: int | None = None,
 ) -> LoadedModel:
     """Load a Hugging Face folder or id onto the mesh.
 
@@ -144,6 +159,8 @@ def load_model(
         backend: Which kernels will run.
         revision: Branch, tag or commit of a Hugging Face id; None takes its default branch.
         progress: Called with (what, bytes done, bytes in all) as tensors arrive.
+        max_len: Shortens the context to what will be used: `LoadedModel.config` has it. Positions
+            keep their bits.
 
     Raises:
         ValueError: If the configuration, the weights or the mesh do not fit, naming which.
@@ -163,7 +180,13 @@ def load_model(
         )
 
     return place_model(
-        config, make_params, profile=profile, mesh=mesh, backend=backend, folder=folder
+        config,
+        make_params,
+        profile=profile,
+        mesh=mesh,
+        backend=backend,
+        folder=folder,
+        max_len=max_len,
     )
 
 

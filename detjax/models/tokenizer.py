@@ -226,7 +226,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         return {}
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}; copy the file again") from error
     if not isinstance(config, dict):
         raise ValueError(f"{path} must hold a JSON object, not a {type(config).__name__}")

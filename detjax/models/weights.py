@@ -219,7 +219,13 @@ def _open_tensors(folder: Path, stack: contextlib.ExitStack) -> dict[str, _Tenso
         path = folder / name
         if not path.is_file():
             raise FileNotFoundError(f"{path} is named in {index.name} but missing; download it")
-        tensors |= _open_file(path, stack)
+        for tensor_name, tensor in _open_file(path, stack):
+            if tensor_name in tensors:
+                raise ValueError(
+                    f"{path} and {tensors[tensor_name].file} both hold {tensor_name!r}; the files "
+                    "are of different checkpoints: download them again"
+                )
+            tensors[tensor_name] = tensor
     for tensor_name, tensor in tensors.items():
         listed = file_of.pop(tensor_name, None)
         if listed != tensor.file.name:
@@ -240,7 +246,7 @@ def _read_index(index: Path) -> dict[str, str]:
     try:
         file_of = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         names = dict(file_of).values()
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"{index} is not a safetensors index ({error!r}); download it") from error
     for name in names:
         if not isinstance(name, str) or Path(name).name != name:
@@ -254,12 +260,29 @@ def _open_file(path: Path, stack: contextlib.ExitStack) -> Iterator[tuple[str, _
         handle = stack.enter_context(safe_open(path, framework="np"))
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is damaged or cut short ({error}); download it again") from error
+    _check_names(path)
     for name in handle.keys():
         rows = handle.get_slice(name)
         yield (
             name,
             _Tensor(file=path, rows=rows, shape=tuple(rows.get_shape()), dtype=rows.get_dtype()),
         )
+
+
+def _check_names(path: Path) -> None:
+    """Refuse a header that names a tensor twice: safetensors takes the last one."""
+
+    def names_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"{path} is damaged: it names {twice!r} twice; download it again")
+        return found
+
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        json.loads(file.read(length), object_pairs_hook=names_once)
 
 
 def _check_tensors(
@@ -534,7 +557,7 @@ def _check_facts(folder: Path, expected: dict[str, Any]) -> None:
     try:
         found = json.loads(path.read_text())
         found_flat, expected_flat = _flat(found), _flat(expected)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is damaged ({error!r}); save the checkpoint again") from error
     for key in sorted(found_flat.keys() | expected_flat.keys()):
         if found_flat.get(key) != expected_flat.get(key):

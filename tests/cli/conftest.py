@@ -158,7 +158,7 @@ def command(tmp_path, toy):
                 shapes.append(shape)
             return FakeEngine(answer, shape, flip)
 
-        def open_model(args, where, progress) -> OpenModel:
+        def open_model(args, where, progress, max_len) -> OpenModel:
             assert where == folder
             return OpenModel(
                 fingerprint="0123456789abcdef",

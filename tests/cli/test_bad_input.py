@@ -98,6 +98,18 @@ def test_a_broken_model_folder_is_named(tmp_path, capsys, name, content, says, t
     assert out == "" and err.startswith("error: ") and err.count("\n") == 1 and says in err
 
 
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (("--tp", "1048576"), "--dp 1 --tp 1048576: tp=1048576 must divide num_heads=8"),
+        (("--dp", "4096", "--batch-size", "4096"), "count=4096 devices must be in [1, 1024]"),
+    ],
+)
+def test_a_mesh_that_cannot_be_is_refused_before_it_is_made(capsys, argv, says):
+    assert generate.main(["--prompt", "a", "--cache-dir", "none", *argv]) == errors.BAD_INPUT
+    assert says in capsys.readouterr().err
+
+
 def test_a_tokenizer_of_another_model_is_refused(capsys, tmp_path, toy):
     folder = toy.write_model(tmp_path / "model")
     larger = toy.backend()
