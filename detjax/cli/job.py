@@ -51,7 +51,7 @@ def make_job(
     requests = []
     for prompt in prompts:
         with bad_input(f"{prompt.origin}: "):
-            ids = _encode(prompt, tokenizer)
+            ids = _encode(prompt, tokenizer, has_control=args.control_tokens)
         _check_ids(ids, prompt.origin, config)
         room = min(sampling.max_tokens, context - len(ids))
         requests.append(
@@ -70,10 +70,10 @@ def make_job(
     )
 
 
-def _encode(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
+def _encode(prompt: Prompt, tokenizer: Tokenizer, *, has_control: bool) -> list[int]:
     if prompt.messages:
-        return tokenizer.apply_chat_template(prompt.messages)
-    return tokenizer.encode(prompt.text)
+        return tokenizer.apply_chat_template(prompt.messages, has_control=has_control)
+    return tokenizer.encode(prompt.text, has_control=has_control)
 
 
 def _check_ids(ids: Sequence[int], origin: str, config: ModelConfig) -> None:

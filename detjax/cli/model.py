@@ -127,9 +127,7 @@ def open_model(args: GenerateArgs, folder: Path, progress: Progress, max_len: in
     with watch.working():
         with bad_input("--model: "):
             watch.check_same("files of the model", model_hash(folder))
-        model = _open_model(
-            args, folder, progress_of_job, max_len, num_processes=job.num_processes
-        )
+        model = _open_model(args, folder, progress_of_job, max_len, num_processes=job.num_processes)
     watch.check_same("settings", f"{model.fingerprint} {_shared_settings(args)}")
 
     def make_engine(shape: EngineShape, tracer: TracesEvents) -> GeneratesCompletions:

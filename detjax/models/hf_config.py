@@ -68,7 +68,7 @@ LARGEST: Mapping[str, int] = {
     "sliding_window": 2**30,
     "vocab_size": 2**28,
 }
-"""Sizes above these are a mistake, and would take memory and minutes before the weights are read."""
+"""Sizes above these are a mistake, and would take memory or minutes before weights are read."""
 
 LARGEST_NUMBER = 1e300
 

@@ -115,5 +115,6 @@ def test_a_tokenizer_of_another_model_is_refused(capsys, tmp_path, toy):
     larger = toy.backend()
     larger.add_special_tokens([f"<{i}>" for i in range(60)])
     larger.save(str(folder / "tokenizer.json"))
-    assert generate.main(["--model", str(folder), "--prompt", "<59>"]) == errors.BAD_INPUT
+    argv = ["--model", str(folder), "--prompt", "<59>", "--control-tokens"]
+    assert generate.main(argv) == errors.BAD_INPUT
     assert "token id 317, but the model's vocabulary is 300" in capsys.readouterr().err

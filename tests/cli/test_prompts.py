@@ -42,6 +42,16 @@ def test_json_lines_hold_prompts_or_messages(texts, toy, tmp_path):
     assert texts(*argv, chat_template=toy.template) == expected
 
 
+def test_what_is_written_out_is_a_control_token_only_if_asked_for(command, capsys, toy):
+    ids = {}
+    for option in ((), ("--control-tokens",)):
+        argv = ("--prompt", "a</s>", "--format", "jsonl", "--max-tokens", "1", *option)
+        assert command(*argv) == errors.OK
+        ids[option] = json.loads(capsys.readouterr().out)["prompt_token_ids"]
+    assert ids[()] == [256, *(i for c in "a</s>" for i in toy.ids_of(c))]
+    assert ids["--control-tokens",] == [256, *toy.ids_of("a"), toy.end]
+
+
 def set_stdin(monkeypatch, content: bytes) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
 
