@@ -57,13 +57,13 @@ def run(args: GenerateArgs, *, open_model: OpensModel) -> int:
         is_live=args.format == "text" and sys.stdout.isatty(),
         tracer=timeline if args.trace else NO_TRACE,
     )
-    if args.trace:
-        with bad_input("--trace: "):
-            timeline.write(Path(args.trace))
     stats = report.run_stats(first, load_s)
     check = check_runs(first, plans, run_again, display) if args.check else None
     if args.format == "json":
         print(to_json(report.document(args, folder, first, model, stats, check)), flush=True)
+    if args.trace:
+        with bad_input("--trace: "):
+            timeline.write(Path(args.trace))
     report.show_end(first, stats, display, with_digests=args.format == "text")
     if args.stats:
         report.show_stats(first.stats, display)

@@ -2,13 +2,15 @@
 """Opens the model. Only what is called here imports JAX, so that mistakes are reported at once."""
 
 import dataclasses
+import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from detjax.cli.arguments import BUNDLED, NO_CACHE, GenerateArgs
-from detjax.cli.errors import InputError, bad_input
+from detjax.cli.errors import bad_input
 from detjax.models.config import ModelConfig
 from detjax.models.tokenizer import Tokenizer
 from detjax.parallel.watch import Watch
@@ -169,6 +171,7 @@ def _open_model(
     args: GenerateArgs, folder: Path, progress: Progress, max_len: int, *, num_processes: int
 ) -> OpenModel:
     """Choose numerics, kernels and mesh, and load the weights."""
+    from detjax.cli.memory import check_memory
     from detjax.models.abstract import why_unsupported
     from detjax.models.decoder import check_mesh
     from detjax.models.hf_config import load_config
@@ -207,6 +210,7 @@ def _open_model(
 
     def make_engine(shape: EngineShape, tracer: TracesEvents) -> Engine:
         with bad_input():
+            check_memory(model, shape)
             return Engine(model, EngineConfig(**dataclasses.asdict(shape)), tracer=tracer)
 
     return OpenModel(
@@ -226,10 +230,15 @@ def _keep_compiled_programs(cache_dir: str) -> None:
     folder = Path(cache_dir).expanduser()
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
     except OSError as error:
-        raise InputError(
-            f"--cache-dir {folder} cannot be made: {error.strerror}; give another, or {NO_CACHE}"
-        ) from error
+        print(
+            f"warning: --cache-dir {folder} cannot be written ({error.strerror}), so compiled "
+            f"programs are not kept; give another, or {NO_CACHE}",
+            file=sys.stderr,
+        )
+        return
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

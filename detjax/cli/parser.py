@@ -4,6 +4,7 @@
 import argparse
 import dataclasses
 import difflib
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -48,6 +49,17 @@ exit codes: {OK} success; {BAD_INPUT} bad input, with one line that says which a
 {BITS_DIFFER} --check found a bit that differs; {INTERNAL_ERROR} an error of detjax; {INTERRUPTED} \
 interrupted; {READER_GONE} the
 reader of standard output went away."""
+
+
+def _check_trace(trace: str) -> None:
+    """See that a trace can be written before there is one."""
+    path = Path(trace)
+    if not trace or path.is_dir():
+        raise InputError(f"--trace {trace!r} is no file; give the name of one")
+    if not path.absolute().parent.is_dir():
+        raise InputError(f"--trace {trace} is in a folder that does not exist; make it first")
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise InputError(f"--trace {trace} cannot be written; give another file")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -107,6 +119,20 @@ def parse_args(argv: Sequence[str] | None) -> GenerateArgs:
     return args
 
 
+_MOST = {
+    "tp": 2**20,
+    "dp": 2**20,
+    "batch_size": 2**16,
+    "prefill_chunk": 2**40,
+    "verify_window": 2**10,
+    "verify_rows": 2**10,
+    "decode_steps": 2**10,
+    "n": 2**16,
+    "repeat": 2**10,
+}
+"""Options that count something: above these is a mistake, which would take memory and minutes."""
+
+
 def _check_args(args: GenerateArgs) -> None:
     if args.draft_weights != "full" and args.mode != "dvr":
         raise InputError(f"--draft-weights {args.draft_weights} needs --mode dvr, which drafts")
@@ -122,12 +148,11 @@ def _check_args(args: GenerateArgs) -> None:
         )
     if args.prompt_lookup and args.mode != "invariant":
         raise InputError(f"--prompt-lookup goes with --mode invariant, not {args.mode}")
-    positive = ("tp", "dp", "batch_size", "prefill_chunk", "verify_window", "verify_rows")
-    positive += ("decode_steps", "repeat")
-    for name in positive:
-        if getattr(args, name) < 1:
+    for name, most in _MOST.items():
+        if not 1 <= getattr(args, name) <= most:
             flag = "--" + name.replace("_", "-")
-            raise InputError(f"{flag} {getattr(args, name)} must be at least 1")
+            bound = "at least 1" if getattr(args, name) < 1 else f"at most {most}"
+            raise InputError(f"{flag} {getattr(args, name)} must be {bound}")
     if args.batch_size % args.dp:
         raise InputError(
             f"--batch-size {args.batch_size} must be a multiple of --dp {args.dp}, so that each "
@@ -137,8 +162,8 @@ def _check_args(args: GenerateArgs) -> None:
         raise InputError(
             f"--cache-pages {args.cache_pages} must be a multiple of --dp {args.dp}, or 0"
         )
-    if args.trace is not None and not Path(args.trace).absolute().parent.is_dir():
-        raise InputError(f"--trace {args.trace} is in a folder that does not exist; make it first")
+    if args.trace is not None:
+        _check_trace(args.trace)
     if args.coordinator is not None and "-" in args.prompt:
         raise InputError("--prompt - reads what only one process has; give --prompts-file instead")
     if args.revision is not None and args.model == BUNDLED:

@@ -2,9 +2,14 @@
 """The command as a whole: its help, and the exit codes that are not about bad input."""
 
 import dataclasses
+import os
 import subprocess
 import sys
+from pathlib import Path
 
+import pytest
+
+from detjax import generate
 from detjax.cli import errors
 from detjax.cli.arguments import GenerateArgs
 from detjax.serving.request import Request
@@ -34,6 +39,78 @@ def test_an_interrupt_ends_with_130(command, capsys):
     answer = failing(KeyboardInterrupt())
     assert command("--prompt", "a", answer=answer) == errors.INTERRUPTED
     assert "Traceback" not in capsys.readouterr().err
+
+
+class JaxRuntimeError(RuntimeError):
+    """As JAX names it."""
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (MemoryError(), "error: out of memory; there is not enough memory"),
+        (JaxRuntimeError("RESOURCE_EXHAUSTED: 9 bytes\nmore"), "error: RESOURCE_EXHAUSTED: 9 by"),
+        (
+            OSError(28, "No space left on device"),
+            "output or error cannot be written: No space left",
+        ),
+        (OSError(28, "No space left on device", "file"), "error: file cannot be written: No space"),
+    ],
+)
+def test_what_the_machine_lacks_is_said_in_one_line(command, capsys, error, says):
+    assert command("--prompt", "a", answer=failing(error)) == errors.BAD_INPUT
+    err = capsys.readouterr().err
+    assert says in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("redirection", "code", "says"),
+    [
+        (
+            ">/dev/full",
+            errors.BAD_INPUT,
+            "output or error cannot be written: No space left on device",
+        ),
+        (">&-", errors.BAD_INPUT, "error: standard output is closed"),
+        ("2>&-", errors.OK, ""),
+        ("2>/dev/full", errors.BAD_INPUT, ""),
+        ("<&-", errors.OK, ""),
+    ],
+)
+def test_streams_that_are_full_or_closed(redirection, code, says, tmp_path):
+    """In a process of its own, as Python flushes once more at its end."""
+    script = tmp_path / "script.py"
+    script.write_text(STREAMS)
+    done = subprocess.run(
+        f"{sys.executable} {script} {redirection}",
+        shell=True, capture_output=True, text=True, stdin=subprocess.DEVNULL,
+        env=os.environ | {"PYTHONPATH": str(Path(generate.__file__).parents[1])},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr.count("error:")) == (code, bool(says)), done.stderr
+    assert says in done.stderr and "Exception" not in done.stderr
+
+
+STREAMS = """
+import sys
+from detjax import generate
+from detjax.cli.display import Display
+
+def run(args, *, open_model):
+    Display().line("a fact")
+    print("an answer")
+    return 0
+
+generate.run = run
+sys.exit(generate.main(["--prompt", "a"]))
+"""
+
+
+def test_a_cache_folder_that_cannot_be_written_is_a_warning(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    argv = ["--prompt", "17+26=", "--max-tokens", "1", "--cache-dir", str(tmp_path / "file" / "a")]
+    assert generate.main(argv) == errors.OK
+    err = capsys.readouterr().err
+    assert err.startswith("warning: --cache-dir ") and "programs are not kept" in err
 
 
 def test_a_reader_that_goes_away_is_no_fault(command, tmp_path, monkeypatch):
