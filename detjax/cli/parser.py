@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from detjax import __version__
 from detjax.cli.arguments import BUNDLED, GROUPS, GenerateArgs, sampling_params
 from detjax.cli.errors import (
     BAD_INPUT,
@@ -89,6 +90,7 @@ def make_parser() -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
+    parser.add_argument("--version", action="version", version=f"detjax {__version__}")
     groups = {name: parser.add_argument_group(name, text) for name, text in GROUPS.items()}
     for option in dataclasses.fields(GenerateArgs):
         described, default = option.metadata, option.default

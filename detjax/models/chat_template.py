@@ -6,7 +6,6 @@ sandbox. The process runs this very file, which imports nothing of detjax, and i
 conversation.
 """
 
-import atexit
 import contextlib
 import functools
 import json
@@ -17,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
@@ -138,13 +138,13 @@ def _renderer(template: str) -> "_Renderer":
 
 
 class _Renderer:
-    """The process of one template. It starts when it is needed and ends with this one."""
+    """The process of one template. It starts when it is needed and ends with this object."""
 
     def __init__(self, template: str):
         self._template = template
-        self._process: subprocess.Popen[bytes] | None = None
+        self._processes: list[subprocess.Popen[bytes]] = []  # one or none
         self._lock = threading.Lock()
-        atexit.register(self.close)
+        weakref.finalize(self, _end_all, self._processes)
 
     def render(self, context: Mapping[str, Any]) -> str:
         try:
@@ -155,25 +155,15 @@ class _Renderer:
             try:
                 reply = json.loads(self._exchange(self._started(), line, RENDER_S))
             except BaseException:
-                self.close()
+                _end_all(self._processes)
                 raise
         if "error" in reply:
             raise ValueError(reply["error"])
         return reply["text"]
 
-    def close(self) -> None:
-        """End the process."""
-        process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            process.wait()
-            for pipe in filter(None, (process.stdin, process.stdout)):
-                with contextlib.suppress(OSError):
-                    pipe.close()
-
     def _started(self) -> "subprocess.Popen[bytes]":
-        if self._process is None:
-            self._process = subprocess.Popen(
+        if not self._processes:
+            process = subprocess.Popen(
                 [sys.executable, "-P", __file__],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -181,9 +171,10 @@ class _Renderer:
                 bufsize=0,
                 env={name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ},
             )
+            self._processes.append(process)
             line = json.dumps(self._template).encode() + b"\n"
-            self._exchange(self._process, line, START_S)
-        return self._process
+            self._exchange(process, line, START_S)
+        return self._processes[0]
 
     def _exchange(
         self, process: "subprocess.Popen[bytes]", line: bytes, limit_s: float
@@ -213,6 +204,16 @@ class _Renderer:
                             f"{MEMORY_BYTES >> 20} MiB"
                         )
         return reply
+
+
+def _end_all(processes: "list[subprocess.Popen[bytes]]") -> None:
+    while processes:
+        process = processes.pop()
+        process.kill()
+        process.wait()
+        for pipe in filter(None, (process.stdin, process.stdout)):
+            with contextlib.suppress(OSError):
+                pipe.close()
 
 
 def _as_dict(value: Any) -> dict:

@@ -340,7 +340,7 @@ def _rope_config(values: Mapping[str, Any], *, default_theta: float, max_len: in
     if old_name is not None and new_name is not None and old_name != new_name:
         raise ValueError(f"{source} has type={old_name!r} and rope_type={new_name!r}; keep one")
     name = new_name or old_name or "default"
-    if name not in {kind.value for kind in RopeKind}:
+    if name not in [kind.value for kind in RopeKind]:  # a list, as it need not be hashable
         raise ValueError(
             f"{source} asks for rope_type={name!r}, which is not supported; detjax has "
             f"{', '.join(kind.value for kind in RopeKind)}"

@@ -141,6 +141,12 @@ def toy() -> Toy:
 
 
 @pytest.fixture
+def fake_engine() -> type[FakeEngine]:
+    """An engine that says what it is told to."""
+    return FakeEngine
+
+
+@pytest.fixture
 def command(tmp_path, toy):
     """Run the command on a model folder: (options..., answer=, flip=, chat_template=) -> code."""
 

@@ -2,15 +2,19 @@
 """The command as a whole: its help, and the exit codes that are not about bad input."""
 
 import dataclasses
+import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
+import detjax
 from detjax import generate
-from detjax.cli import errors
+from detjax.cli import errors, model
 from detjax.cli.arguments import GenerateArgs
 from detjax.serving.request import Request
 
@@ -107,10 +111,11 @@ sys.exit(generate.main(["--prompt", "a"]))
 
 def test_a_cache_folder_that_cannot_be_written_is_a_warning(tmp_path, capsys):
     (tmp_path / "file").write_text("")
-    argv = ["--prompt", "17+26=", "--max-tokens", "1", "--cache-dir", str(tmp_path / "file" / "a")]
-    assert generate.main(argv) == errors.OK
+    before = jax.config.jax_compilation_cache_dir
+    model._keep_compiled_programs(str(tmp_path / "file" / "cache"))
     err = capsys.readouterr().err
     assert err.startswith("warning: --cache-dir ") and "programs are not kept" in err
+    assert jax.config.jax_compilation_cache_dir == before
 
 
 def test_a_reader_that_goes_away_is_no_fault(command, tmp_path, monkeypatch):
@@ -118,6 +123,51 @@ def test_a_reader_that_goes_away_is_no_fault(command, tmp_path, monkeypatch):
         monkeypatch.setattr(sys, "stdout", out)
         answer = failing(BrokenPipeError())
         assert command("--prompt", "a", answer=answer) == errors.READER_GONE
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    with pytest.raises(SystemExit) as end:
+        generate.main(["--version"])
+    assert end.value.code == 0 and capsys.readouterr().out == f"detjax {detjax.__version__}\n"
+    assert (Path(detjax.__file__).parent / "py.typed").is_file()
+
+
+@pytest.mark.slow
+def test_a_wheel_runs_without_the_source_tree(tmp_path):
+    """Built, unpacked elsewhere and run there: the same digest, and all data files."""
+    source, site = tmp_path / "source", tmp_path / "site"
+    root = Path(detjax.__file__).parents[1]
+    shutil.copytree(root / "detjax", source / "detjax")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(root / name, source)
+    options = ["--no-deps", "--quiet", "--disable-pip-version-check"]
+    pip = [sys.executable, "-m", "pip"]
+    wheels = [*options, "--no-build-isolation", "--wheel-dir", str(tmp_path), str(source)]
+    subprocess.run([*pip, "wheel", *wheels], check=True)
+    (wheel,) = tmp_path.glob(f"detjax-{detjax.__version__}-*.whl")
+    subprocess.run([*pip, "install", *options, "--target", str(site), str(wheel)], check=True)
+    shutil.rmtree(source)
+
+    def run(folder: Path) -> dict:
+        script = (
+            "import sys, detjax\n"
+            f"assert detjax.__file__.startswith({str(folder)!r}), detjax.__file__\n"
+            "from detjax.generate import main\n"
+            "argv = ['--prompt', '17+26=', '--max-tokens', '4', '--format', 'jsonl']\n"
+            "sys.exit(main([*argv, '--cache-dir', 'none']))\n"
+        )
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", script], capture_output=True, text=True, cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(folder)},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    assert run(site) == run(root)
+    assert (site / "detjax" / "py.typed").is_file()
+    names = {str(path.relative_to(site)) for path in site.glob("detjax/**/*") if path.is_file()}
+    mine = {str(path.relative_to(root)) for path in root.glob("detjax/**/*") if path.is_file()}
+    assert {n for n in names ^ mine if "__pycache__" not in n} == set()
 
 
 def test_help_explains_every_option_and_does_not_start_jax():

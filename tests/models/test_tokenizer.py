@@ -310,8 +310,8 @@ def test_a_process_of_a_template_is_used_again_and_bounded():
     template = "{{ messages | length }}"
     texts = [chat_template.render_template(template, {"messages": [USER] * i}) for i in range(9)]
     assert texts == [str(i) for i in range(9)]
-    process = chat_template._renderer(template)._process
-    assert process is not None and process.poll() is None
+    (process,) = chat_template._renderer(template)._processes
+    assert process.poll() is None
     limits = Path(f"/proc/{process.pid}/limits")
     if limits.exists():
         (line,) = [row for row in limits.read_text().splitlines() if "address space" in row]
