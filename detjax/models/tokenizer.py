@@ -8,6 +8,7 @@ bytes, read as UTF-8.
 
 import functools
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,12 @@ from detjax.models.chat_template import check_template, render_template
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
+
+MOST_FILE_BYTES = 2**28
+"""Longest file of a tokenizer; those of large vocabularies have a tenth of it."""
+
+MOST_GROWTH = 16
+"""How many times as long replacements and templates may make a text."""
 
 _NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -297,6 +304,8 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
             f"transformers: AutoTokenizer.from_pretrained({str(path.parent)!r})"
             f".save_pretrained({str(path.parent)!r})"
         )
+    if path.stat().st_size > MOST_FILE_BYTES:
+        raise ValueError(f"{path} has more than {MOST_FILE_BYTES} bytes, more than any tokenizer")
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing narrower
@@ -306,12 +315,35 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
         ) from error
     backend.no_padding()
     backend.no_truncation()
+    for part in (backend.normalizer, backend.decoder, backend.post_processor):
+        growth = 1 if part is None else _growth(json.loads(part.__getstate__()))
+        if growth > MOST_GROWTH:
+            raise ValueError(
+                f"{path} makes a text {growth} times as long ({type(part).__name__}), more than "
+                f"the {MOST_GROWTH} times that are allowed; it is no tokenizer of a language model"
+            )
     return backend
+
+
+def _growth(step: Any) -> int:
+    """How many times as long a part of a tokenizer.json may make a text."""
+    if isinstance(step, list):
+        return math.prod(map(_growth, step))
+    if not isinstance(step, dict):
+        return 1
+    texts = [step[key] for key in ("content", "prepend") if isinstance(step.get(key), str)]
+    pieces = [step[key] for key in ("single", "pair") if isinstance(step.get(key), list)]
+    nested = [step[key] for key in ("normalizers", "decoders", "processors") if key in step]
+    return math.prod([*(max(1, len(x)) for x in texts), *map(_growth, nested)]) * max(
+        [1, *map(len, pieces)]
+    )
 
 
 def _read_config(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
+    if path.stat().st_size > MOST_FILE_BYTES:
+        raise ValueError(f"{path} has more than {MOST_FILE_BYTES} bytes")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from detjax.models import chat_template
+from detjax.models import chat_template, tokenizer
 from detjax.models.tokenizer import Tokenizer
 
 REPOSITORY = Path(__file__).parents[2]
@@ -339,6 +339,49 @@ def test_a_template_that_cannot_be_read_is_refused_with_the_folder(tmp_path, tem
 
 
 # ------------------------------------------------------------------------------------- broken files
+
+
+def grown(part: str, value: object) -> tokenizers.Tokenizer:
+    values = json.loads(byte_fallback().to_str())
+    return tokenizers.Tokenizer.from_str(json.dumps(values | {part: value}))
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        ("normalizer", {"type": "Replace", "pattern": {"String": "a"}, "content": "b" * 17}),
+        ("normalizer", {"type": "Prepend", "prepend": "b" * 17}),
+        (
+            "normalizer",
+            {
+                "type": "Sequence",
+                "normalizers": [
+                    {"type": "Replace", "pattern": {"String": "a"}, "content": "aaaaa"},
+                ]
+                * 2,
+            },
+        ),
+        (
+            "post_processor",
+            {
+                "type": "TemplateProcessing",
+                "single": [{"Sequence": {"id": "A", "type_id": 0}}] * 17,
+                "pair": [],
+                "special_tokens": {},
+            },
+        ),
+    ],
+)
+def test_a_tokenizer_that_makes_a_text_many_times_as_long_is_refused(tmp_path, part, value):
+    with pytest.raises(ValueError, match="makes a text (17|25) times as long"):
+        Tokenizer.from_folder(write_folder(tmp_path, grown(part, value), CONFIG))
+
+
+def test_files_that_are_too_long_are_not_read(tmp_path, monkeypatch):
+    write_folder(tmp_path, byte_level(), CONFIG)
+    monkeypatch.setattr(tokenizer, "MOST_FILE_BYTES", 10)
+    with pytest.raises(ValueError, match="tokenizer.json has more than 10 bytes"):
+        Tokenizer.from_folder(tmp_path)
 
 
 def test_a_missing_tokenizer_names_the_file_and_the_fix(tmp_path):
