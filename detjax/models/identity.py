@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which model a folder holds, as one hash of everything in it that can change an answer."""
+"""What a folder holds, as one hash of everything in it that can change an answer."""
 
 import hashlib
 import os
@@ -30,6 +30,20 @@ def model_hash(folder: Path) -> str:
     """
     names = [name for name in _SMALL_FILES if (folder / name).is_file()]
     names += sorted(path.name for path in folder.glob("*.safetensors"))
+    return _hash_of(folder, names)
+
+
+def folder_hash(folder: Path) -> str:
+    """Hash the name and every byte of every file under `folder`.
+
+    Raises:
+        OSError: If a file cannot be read.
+    """
+    paths = (path for path in folder.rglob("*") if path.is_file())
+    return _hash_of(folder, sorted(path.relative_to(folder).as_posix() for path in paths))
+
+
+def _hash_of(folder: Path, names: list[str]) -> str:
     parts = [
         (name, start)
         for name in names

@@ -28,6 +28,7 @@ from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 
 from detjax.models.config import ModelConfig
+from detjax.models.identity import folder_hash
 from detjax.models.params import (
     COLUMNS,
     REPLICATED,
@@ -50,9 +51,10 @@ INERT_TENSORS = re.compile(r".*\.rotary_emb\.inv_freq")  # older Llama files; re
 EMBED_NAME, HEAD_NAME = "model.embed_tokens.weight", "lm_head.weight"
 COMPARE_ROWS = 4096
 
-CHECKPOINT_FORMAT = 1
+CHECKPOINT_FORMAT = 2
 CHECKPOINT_FILE = "detjax_params.json"
 CHECKPOINT_ARRAYS = "params"
+CHECKPOINT_HASH = "arrays_sha256"
 
 
 def ignore_progress(what: str, done: int, total: int) -> None:
@@ -473,6 +475,7 @@ def save_params(
         checkpointer.save(folder / CHECKPOINT_ARRAYS, tensors)
     if jax.process_index() == 0:
         facts = _checkpoint_facts(config, params["embed"].dtype)
+        facts[CHECKPOINT_HASH] = folder_hash(folder / CHECKPOINT_ARRAYS)
         (folder / CHECKPOINT_FILE).write_text(json.dumps(facts, indent=2) + "\n")
 
 
@@ -483,7 +486,8 @@ def restore_params(
 
     Raises:
         FileNotFoundError: If `folder` holds no finished checkpoint.
-        ValueError: If it is of another model, dtype or format; the message names what differs.
+        ValueError: If it is of another model, dtype or format, or a byte of it has changed; the
+            message names what differs.
     """
     folder, target = folder.absolute(), _check_dtype(dtype)
     _check_facts(folder, _checkpoint_facts(config, target))
@@ -556,8 +560,9 @@ def _check_facts(folder: Path, expected: dict[str, Any]) -> None:
         raise FileNotFoundError(f"{path} does not exist: {folder} holds no finished checkpoint")
     try:
         found = json.loads(path.read_text())
+        expected_hash = found.pop(CHECKPOINT_HASH, None)
         found_flat, expected_flat = _flat(found), _flat(expected)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is damaged ({error!r}); save the checkpoint again") from error
     for key in sorted(found_flat.keys() | expected_flat.keys()):
         if found_flat.get(key) != expected_flat.get(key):
@@ -565,6 +570,11 @@ def _check_facts(folder: Path, expected: dict[str, Any]) -> None:
                 f"{path} has {key}={found_flat.get(key)!r} but {expected_flat.get(key)!r} is asked "
                 "for; restore with the model it was saved from, or load the weights again"
             )
+    if folder_hash(folder / CHECKPOINT_ARRAYS) != expected_hash:
+        raise ValueError(
+            f"{folder / CHECKPOINT_ARRAYS} is damaged: its bytes are not those that were saved; "
+            "copy it again, or load the weights again"
+        )
 
 
 def _flat(facts: dict[str, Any]) -> dict[str, Any]:

@@ -8,10 +8,11 @@ from pathlib import Path
 import jax
 import orbax.checkpoint as ocp
 
+from detjax.models.identity import folder_hash
 from detjax.training.trainer import Trainer, TrainState
 
 FORMAT = 2
-FACTS, ARRAYS = "detjax_training.json", "state"
+FACTS, ARRAYS, HASH = "detjax_training.json", "state", "arrays_sha256"
 
 
 def check_can_save(folder: Path) -> None:
@@ -46,7 +47,8 @@ def save_state(folder: Path, state: TrainState, *, facts: dict) -> None:
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(folder / ARRAYS, _as_dict(state))
     if jax.process_index() == 0:  # written last: its presence says that the arrays are complete
-        text = json.dumps({"format": FORMAT, **facts}, indent=2)
+        own = {"format": FORMAT, HASH: folder_hash(folder / ARRAYS)}
+        text = json.dumps(own | facts, indent=2)
         (folder / FACTS).write_text(text + "\n")
 
 
@@ -55,14 +57,19 @@ def restore_state(folder: Path, trainer: Trainer, *, facts: dict) -> TrainState:
 
     Raises:
         FileNotFoundError: If `folder` holds no finished state.
-        ValueError: If a fact differs, naming it: the continuation would not have the bits of an
-            uninterrupted run.
+        ValueError: If a fact differs, naming it, or a byte of the arrays: the continuation would
+            not have the bits of an uninterrupted run.
     """
     folder = folder.absolute()
     path = folder / FACTS
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: {folder} holds no finished state")
-    found, wanted = json.loads(path.read_text()), {"format": FORMAT, **facts}
+    try:
+        found = dict(json.loads(path.read_text()))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged ({error}); give another state") from error
+    expected_hash = found.pop(HASH, None)
+    wanted = {"format": FORMAT, **facts}
     wanted = json.loads(json.dumps(wanted))
     for name in sorted(found.keys() | wanted.keys()):
         if found.get(name) != wanted.get(name):
@@ -70,6 +77,11 @@ def restore_state(folder: Path, trainer: Trainer, *, facts: dict) -> TrainState:
                 f"{path} has {name}={found.get(name)!r}, this run {wanted.get(name)!r}; continue "
                 "with what it was saved with, or start anew"
             )
+    if folder_hash(folder / ARRAYS) != expected_hash:
+        raise ValueError(
+            f"{folder / ARRAYS} is damaged: its bytes are not those that were saved; give another "
+            "state, or copy it again"
+        )
     shapes = jax.eval_shape(trainer.init)
     abstract = jax.tree.map(
         lambda shape, sharding: shape.update(sharding=sharding), shapes, trainer.shardings()

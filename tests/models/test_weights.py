@@ -643,8 +643,17 @@ def test_checkpoint_of_another_model_or_dtype_is_refused(tmp_path):
     with pytest.raises(ValueError, match="holds a checkpoint already"):
         save_params(tmp_path, params, CONFIG, mesh, vocab_block=BLOCK)
     facts = tmp_path / "detjax_params.json"
-    facts.write_text(facts.read_text().replace('"format": 1', '"format": 2'))
-    with pytest.raises(ValueError, match=r"has format=2 but 1 is asked for"):
+    text = facts.read_text()
+    facts.write_text(text.replace('"format": 2', '"format": 1'))
+    with pytest.raises(ValueError, match=r"has format=1 but 2 is asked for"):
+        restore()
+    facts.write_text(text)
+    restore()
+    largest = max((tmp_path / "params").rglob("*"), key=lambda path: path.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 1
+    largest.write_bytes(content)
+    with pytest.raises(ValueError, match="is damaged: its bytes are not those that were saved"):
         restore()
     facts.write_text("{}")
     with pytest.raises(ValueError, match=r"detjax_params.json is damaged"):

@@ -96,6 +96,19 @@ def test_restoring_refuses_what_would_not_continue_the_run(tmp_path):
         restore_state(tmp_path / "b", trainer(), facts=FACTS_OF_RUN)
 
 
+def test_a_state_with_a_flipped_bit_is_refused(tmp_path):
+    save_state(tmp_path / "a", trainer().init(), facts=FACTS_OF_RUN)
+    largest = max((tmp_path / "a" / ARRAYS).rglob("*"), key=lambda p: p.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 1
+    largest.write_bytes(content)
+    with pytest.raises(ValueError, match="is damaged: its bytes are not those that were saved"):
+        restore_state(tmp_path / "a", trainer(), facts=FACTS_OF_RUN)
+    (tmp_path / "a" / FACTS).write_text("{")
+    with pytest.raises(ValueError, match="detjax_training.json is damaged"):
+        restore_state(tmp_path / "a", trainer(), facts=FACTS_OF_RUN)
+
+
 def test_an_update_raises_the_objective(batches):
     def value(output):
         pairs = zip(batches, output.logprobs, strict=True)
