@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The whole loop: zero KL with the canonical rollout, not zero with the fast one."""
 
+import importlib
 import json
 import shutil
+import sys
 
 import numpy as np
 import pytest
@@ -239,6 +241,13 @@ def test_gsm8k_reads_line_separators_inside_a_text(tmp_path):
     path.write_text("[" * 100_000)
     with pytest.raises(ValueError, match="line 1: not a GSM8K problem"):
         Gsm8k(path)
+
+
+def test_without_optax_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "optax", None)  # as if it were not installed
+    monkeypatch.delitem(sys.modules, "detjax.training.extras")
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'detjax\[train\]'"):
+        importlib.import_module("detjax.training.extras")
 
 
 def test_sizes_are_checked():
