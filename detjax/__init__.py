@@ -11,6 +11,8 @@ from detjax.xla_flags import configure_xla
 
 configure_xla()
 
+__version__ = "0.1.0"
+
 _HOME = {
     "Backend": "detjax.pallas_kernels.backend",
     "Completion": "detjax.serving.request",

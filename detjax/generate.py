@@ -5,6 +5,7 @@ What chooses bits and what does not stand apart in `--help`. JAX is imported onl
 line and the prompts are known to be good.
 """
 
+import contextlib
 import io
 import os
 import sys
@@ -12,7 +13,14 @@ import traceback
 from collections.abc import Sequence
 
 from detjax.cli.command import run
-from detjax.cli.errors import BAD_INPUT, INTERNAL_ERROR, INTERRUPTED, READER_GONE, InputError
+from detjax.cli.errors import (
+    BAD_INPUT,
+    INTERNAL_ERROR,
+    INTERRUPTED,
+    READER_GONE,
+    InputError,
+    one_line,
+)
 from detjax.cli.model import OpensModel, open_model
 from detjax.cli.parser import parse_args
 
@@ -23,21 +31,59 @@ def main(argv: Sequence[str] | None = None, *, open_model: OpensModel = open_mod
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8", errors="replace")
     try:
-        return run(parse_args(argv), open_model=open_model)
+        if sys.stdout is None:
+            raise InputError("standard output is closed; open it, or write to /dev/null")
+        code = run(parse_args(argv), open_model=open_model)
+        sys.stdout.flush()
+        return code
     except (InputError, FloatingPointError) as error:  # the latter: NaN in the weights
-        print(f"error: {error}", file=sys.stderr)
+        _say(f"error: {one_line(str(error))}")
         return BAD_INPUT
     except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
+        _say("\ninterrupted")
         return INTERRUPTED
     except BrokenPipeError:
-        # WHY: Python would try to flush again at exit, and report that this fails.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _give_up_output()
         return READER_GONE
-    except Exception:
+    except OSError as error:  # a full disk, as a rule
+        _give_up_output()
+        where = error.filename or "standard output or error"
+        _say(f"error: {where} cannot be written: {one_line(error.strerror or str(error))}")
+        return BAD_INPUT
+    except Exception as error:
+        if _is_out_of_memory(error):
+            _say(
+                f"error: {_reason(error)}; there is not enough memory for this model, or for "
+                "--batch-size, --cache-pages, --prefill-chunk or --verify-window: lower them"
+            )
+            return BAD_INPUT
         traceback.print_exc()
-        print("error: this is a fault of detjax; please report the lines above", file=sys.stderr)
+        _say("error: this is a fault of detjax; please report the lines above")
         return INTERNAL_ERROR
+
+
+def _say(text: str) -> None:
+    """Write to standard error, if there is one that can be written to."""
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError):
+            print(text, file=sys.stderr, flush=True)
+
+
+def _give_up_output() -> None:
+    """Lead what is left to nowhere: Python would try to flush at exit, and report that it fails."""
+    with contextlib.suppress(OSError, ValueError):  # it has no file descriptor
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    # By name, as JAX need not have been imported.
+    is_jax = type(error).__name__ == "JaxRuntimeError" and "RESOURCE_EXHAUSTED" in str(error)
+    return is_jax or isinstance(error, MemoryError)
+
+
+def _reason(error: Exception) -> str:
+    lines = str(error).splitlines()
+    return one_line(lines[0]) if lines else "out of memory"
 
 
 if __name__ == "__main__":

@@ -136,7 +136,7 @@ class Build:
         else:
             arch = f"{device.device_kind} sm_{device.compute_capability}"
             compiler = device.client.platform_version.replace("\n", " ")
-        flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in f]
+        flags = _flags_that_may_count(os.environ.get("XLA_FLAGS", ""))
         return cls(
             jax=jax.__version__,
             jaxlib=jaxlib.__version__,
@@ -144,6 +144,16 @@ class Build:
             arch=arch,
             compiler=" ".join([compiler, *sorted(flags)]),
         )
+
+
+def _flags_that_may_count(text: str) -> list[str]:
+    """XLA flags, the last of each name, less those that count devices or write dumps."""
+    flags = {flag.partition("=")[0]: flag for flag in text.split()}
+    return [
+        flag
+        for name, flag in flags.items()
+        if "device_count" not in name and not name.startswith("--xla_dump_")
+    ]
 
 
 def _cpu_arch() -> str:

@@ -68,3 +68,15 @@ def test_fingerprint_covers_profile_and_build_and_nothing_else():
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == base, "another process with another number of devices"
+
+
+def test_fingerprint_tells_flags_apart_by_what_they_set(monkeypatch):
+    def of(flags: str) -> str:
+        monkeypatch.setenv("XLA_FLAGS", flags)
+        return fingerprint(NumericsProfile(), Build.current("portable", jax.devices("cpu")[0]))
+
+    on, off = "--xla_cpu_enable_fast_math=true", "--xla_cpu_enable_fast_math=false"
+    assert of(f"{on} {off}") == of(off) != of(f"{off} {on}") == of(on)  # the last one holds
+    assert of(f"{on} --xla_a=1") == of(f"--xla_a=1 {on}")
+    inert = "--xla_dump_to=x --xla_force_host_platform_device_count=3 --xla_dump_hlo_as_text"
+    assert of(f"{on} {inert}") == of(on)

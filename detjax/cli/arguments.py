@@ -92,6 +92,12 @@ class GenerateArgs:
     chat: bool = _option(
         False, _PROMPTS, "ask each plain prompt as a user, with the model's chat template"
     )
+    control_tokens: bool = _option(
+        False,
+        _PROMPTS,
+        "let <|im_end|> and the like, written out in a prompt, be the token of that name; without "
+        "it they are text, and only the chat template begins and ends turns",
+    )
     max_tokens: int = _option(
         _SAMPLING.max_tokens,
         _SAMPLES,

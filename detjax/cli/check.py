@@ -19,15 +19,19 @@ from detjax.serving.request import Completion
 _BATCH_SIZES = (1, 3, 2, 5, 8, 17)
 _NUM_CHUNKS = (2, 5, 1, 3, 7)
 _LONGEST_CHUNK = 512
+_SHORTEST_CHUNK = 64
 _MOST_LINES = 10
 
 
 def plan_runs(args: GenerateArgs, job: Job) -> tuple[RunPlan, ...]:
     """Return the runs: the first as asked, the others each at another size, order and chunk."""
+    longest = max(len(request.prompt_token_ids) for request in job.requests)
+    # No longer than a prompt needs, and the same for prompts of about one length.
+    enough = max(_SHORTEST_CHUNK, 1 << (longest - 1).bit_length())
     asked = RunPlan(
         shape=EngineShape(
             batch_size=args.batch_size,
-            prefill_chunk=args.prefill_chunk,
+            prefill_chunk=min(args.prefill_chunk, enough),
             max_len=job.max_len,
             mode=args.mode,
             num_pages=args.cache_pages,

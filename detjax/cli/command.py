@@ -31,7 +31,7 @@ def run(args: GenerateArgs, *, open_model: OpensModel) -> int:
     display = Display()
     started_s = time.perf_counter()
     with display.loading() as progress:
-        model = open_model(args, folder, progress)
+        model = open_model(args, folder, progress, job.max_len)
     load_s = time.perf_counter() - started_s
     display.facts(report.card(args, folder, config, model, plans[0].shape))
     if args.check:
@@ -57,13 +57,13 @@ def run(args: GenerateArgs, *, open_model: OpensModel) -> int:
         is_live=args.format == "text" and sys.stdout.isatty(),
         tracer=timeline if args.trace else NO_TRACE,
     )
-    if args.trace:
-        with bad_input("--trace: "):
-            timeline.write(Path(args.trace))
     stats = report.run_stats(first, load_s)
     check = check_runs(first, plans, run_again, display) if args.check else None
     if args.format == "json":
         print(to_json(report.document(args, folder, first, model, stats, check)), flush=True)
+    if args.trace:
+        with bad_input("--trace: "):
+            timeline.write(Path(args.trace))
     report.show_end(first, stats, display, with_digests=args.format == "text")
     if args.stats:
         report.show_stats(first.stats, display)

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 OK, INTERNAL_ERROR, BAD_INPUT, BITS_DIFFER = 0, 1, 2, 3
 INTERRUPTED, READER_GONE = 130, 141
 
+_LINE_CHARS = 2000
+
 
 class InputError(Exception):
     """Something the user gave cannot be done. The message names it and the fix."""
@@ -22,7 +24,13 @@ def bad_input(prefix: str = "") -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError, NotImplementedError) as error:
-        raise InputError(prefix + " ".join(str(error).split())) from error
+        raise InputError(prefix + str(error)) from error
+
+
+def one_line(text: str) -> str:
+    """Text as one line of bounded length: what a file holds may end up in a message."""
+    line = " ".join(text.split())
+    return line if len(line) <= _LINE_CHARS else f"{line[:_LINE_CHARS]}..."
 
 
 def check_unicode(text: str, where: str) -> None:

@@ -2,6 +2,7 @@
 """Turns prompts into requests that fit the model."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,8 @@ from detjax.cli.prompts import Prompt
 from detjax.models.config import ModelConfig
 from detjax.models.tokenizer import Tokenizer
 from detjax.serving.request import Request
+
+MOST_COMPLETIONS = 2**20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +54,7 @@ def make_job(
     requests = []
     for prompt in prompts:
         with bad_input(f"{prompt.origin}: "):
-            ids = _encode(prompt, tokenizer)
+            ids = _encode(prompt, tokenizer, has_control=args.control_tokens)
         _check_ids(ids, prompt.origin, config)
         room = min(sampling.max_tokens, context - len(ids))
         requests.append(
@@ -61,6 +64,8 @@ def make_job(
                 is_deterministic=args.mode != "fast",
             )
         )
+    _check_number(len(requests) * sampling.n)
+    _check_pages(args, prompts, requests)
     longest = max(len(r.prompt_token_ids) + r.sampling.max_tokens for r in requests)
     return Job(
         requests=tuple(requests),
@@ -70,10 +75,10 @@ def make_job(
     )
 
 
-def _encode(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
+def _encode(prompt: Prompt, tokenizer: Tokenizer, *, has_control: bool) -> list[int]:
     if prompt.messages:
-        return tokenizer.apply_chat_template(prompt.messages)
-    return tokenizer.encode(prompt.text)
+        return tokenizer.apply_chat_template(prompt.messages, has_control=has_control)
+    return tokenizer.encode(prompt.text, has_control=has_control)
 
 
 def _check_ids(ids: Sequence[int], origin: str, config: ModelConfig) -> None:
@@ -90,6 +95,34 @@ def _check_ids(ids: Sequence[int], origin: str, config: ModelConfig) -> None:
             f"{origin} has token id {max(ids)}, but the model's vocabulary is {config.vocab_size}; "
             "the tokenizer is of another model"
         )
+
+
+def _check_number(num_completions: int) -> None:
+    if num_completions > MOST_COMPLETIONS:
+        raise InputError(
+            f"these are {num_completions} completions, more than {MOST_COMPLETIONS}; lower --n, or "
+            "give the prompts in several runs"
+        )
+
+
+def _check_pages(
+    args: GenerateArgs, prompts: Sequence[Prompt], requests: Sequence[Request]
+) -> None:
+    """Refuse a completion that may not fit in the pages of one replica."""
+    from detjax.numerics import NumericsProfile
+
+    if not args.cache_pages:
+        return
+    page_len, room = NumericsProfile().attention_block, args.cache_pages // args.dp
+    for prompt, request in zip(prompts, requests, strict=True):
+        length = len(request.prompt_token_ids) + request.sampling.max_tokens
+        needed = math.ceil(length / page_len)
+        if needed > room:
+            raise InputError(
+                f"--cache-pages {args.cache_pages}: {prompt.origin} and its completion may have "
+                f"{length} tokens, {needed} pages of {page_len}, and a replica has {room}; give "
+                f"{needed * args.dp} or more, or lower --max-tokens"
+            )
 
 
 def _rounded_len(longest: int, context: int) -> int:

@@ -2,6 +2,8 @@
 """Opens the model. Only what is called here imports JAX, so that mistakes are reported at once."""
 
 import dataclasses
+import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,13 @@ from detjax.parallel.watch import Watch
 from detjax.serving.metrics import EngineStats
 from detjax.serving.request import Completion, Request, TokenEvent
 from detjax.serving.trace import TracesEvents
+
+OWN_OPTIONS = frozenset(
+    """
+    cache_dir coordinator format logprobs model process_id prompt prompts_file revision stats trace
+    """.split()
+)
+"""Options of a process alone, or compared as what comes of them: files, requests."""
 
 Progress = Callable[[str, int, int], None]
 """Told (what, done, total) while weights are loaded."""
@@ -71,7 +80,7 @@ class OpenModel:
     weight_cast: str = NO_CAST
 
 
-OpensModel = Callable[[GenerateArgs, Path, Progress], OpenModel]
+OpensModel = Callable[[GenerateArgs, Path, Progress, int], OpenModel]
 """The type of `open_model`."""
 
 
@@ -93,29 +102,49 @@ def read_model_files(args: GenerateArgs) -> tuple[Path, ModelConfig, Tokenizer]:
         return folder, load_config(folder), Tokenizer.from_folder(folder)
 
 
-def open_model(args: GenerateArgs, folder: Path, progress: Progress) -> OpenModel:
+def open_model(args: GenerateArgs, folder: Path, progress: Progress, max_len: int) -> OpenModel:
     """Join the other processes, if any, choose numerics, kernels and mesh, and load the weights.
+
+    Args:
+        args: The options.
+        folder: Of the model.
+        progress: Told how far loading is.
+        max_len: Tokens of the longest prompt and completion: the context that is made ready.
 
     Raises:
         InputError: If they do not go together, cannot run here, or the weights are broken.
     """
+    from detjax.models.identity import model_hash
     from detjax.parallel.distributed import find_job, start_job
 
     _keep_compiled_programs(args.cache_dir)
     with bad_input():
         job = find_job(args.coordinator, args.num_processes, args.process_id)
         if job is None:
-            return _open_model(args, folder, progress, num_processes=1)
+            return _open_model(args, folder, progress, max_len, num_processes=1)
         watch = start_job(job)
+
+    def progress_of_job(what: str, done: int, total: int) -> None:
+        watch.progress()
+        progress(what, done, total)
+
     with watch.working():
-        model = _open_model(args, folder, progress, num_processes=job.num_processes)
-    watch.check_same("settings", f"{model.fingerprint} {args.dp} {args.tp}")
+        with bad_input("--model: "):
+            watch.check_same("files of the model", model_hash(folder))
+        model = _open_model(args, folder, progress_of_job, max_len, num_processes=job.num_processes)
+    watch.check_same("settings", f"{model.fingerprint} {_shared_settings(args)}")
 
     def make_engine(shape: EngineShape, tracer: TracesEvents) -> GeneratesCompletions:
         watch.check_same("settings", repr(shape))
         return _JobEngine(model.make_engine(shape, tracer), watch)
 
     return dataclasses.replace(model, make_engine=make_engine)
+
+
+def _shared_settings(args: GenerateArgs) -> str:
+    """The options that all processes of a job are given alike."""
+    options = dataclasses.asdict(args)
+    return repr({name: value for name, value in options.items() if name not in OWN_OPTIONS})
 
 
 class _JobEngine:
@@ -130,18 +159,26 @@ class _JobEngine:
     def generate(
         self, requests: Sequence[Request], *, on_token: Callable[[TokenEvent], bool]
     ) -> list[Completion]:
+        def on_token_of_job(event: TokenEvent) -> bool:
+            self._watch.progress()
+            return on_token(event)
+
         self._watch.check_same("requests", repr(requests))
         with self._watch.working():
-            return self._engine.generate(requests, on_token=on_token)
+            self._watch.progress()
+            return self._engine.generate(requests, on_token=on_token_of_job)
 
 
 def _open_model(
-    args: GenerateArgs, folder: Path, progress: Progress, *, num_processes: int
+    args: GenerateArgs, folder: Path, progress: Progress, max_len: int, *, num_processes: int
 ) -> OpenModel:
     """Choose numerics, kernels and mesh, and load the weights."""
+    from detjax.cli.memory import check_memory
     from detjax.models.abstract import why_unsupported
+    from detjax.models.decoder import check_mesh
     from detjax.models.hf_config import load_config
     from detjax.models.loading import load_model
+    from detjax.models.params import check_tp
     from detjax.numerics import NumericsProfile
     from detjax.pallas_kernels.backend import Backend, choose_backend
     from detjax.parallel.mesh import configure_virtual_devices, devices_of_process, make_mesh
@@ -150,8 +187,12 @@ def _open_model(
 
     with bad_input():
         profile = NumericsProfile(weight_dtype=args.dtype, compute_dtype=args.compute)
-        configure_virtual_devices(devices_of_process(args.dp * args.tp, num_processes))
         config = load_config(folder)
+    with bad_input(f"--dp {args.dp} --tp {args.tp}: "):
+        check_tp(config, args.tp)
+        check_mesh(config, profile, args.tp)
+        configure_virtual_devices(devices_of_process(args.dp * args.tp, num_processes))
+    with bad_input():
         choice = choose_backend(
             None if args.backend == "auto" else Backend(args.backend),
             why_not_model=lambda: why_unsupported(config, profile, Backend.SM90, args.tp),
@@ -167,10 +208,12 @@ def _open_model(
             backend=choice.backend,
             progress=progress,
             cast_weights=args.cast_weights,
+            max_len=max_len,
         )
 
     def make_engine(shape: EngineShape, tracer: TracesEvents) -> Engine:
         with bad_input():
+            check_memory(model, shape)
             return Engine(model, EngineConfig(**dataclasses.asdict(shape)), tracer=tracer)
 
     return OpenModel(
@@ -191,10 +234,15 @@ def _keep_compiled_programs(cache_dir: str) -> None:
     folder = Path(cache_dir).expanduser()
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
     except OSError as error:
-        raise InputError(
-            f"--cache-dir {folder} cannot be made: {error.strerror}; give another, or {NO_CACHE}"
-        ) from error
+        print(
+            f"warning: --cache-dir {folder} cannot be written ({error.strerror}), so compiled "
+            f"programs are not kept; give another, or {NO_CACHE}",
+            file=sys.stderr,
+        )
+        return
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

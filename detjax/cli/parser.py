@@ -4,10 +4,12 @@
 import argparse
 import dataclasses
 import difflib
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from detjax import __version__
 from detjax.cli.arguments import BUNDLED, GROUPS, NO_CAST, GenerateArgs, sampling_params
 from detjax.cli.errors import (
     BAD_INPUT,
@@ -50,6 +52,17 @@ interrupted; {READER_GONE} the
 reader of standard output went away."""
 
 
+def _check_trace(trace: str) -> None:
+    """See that a trace can be written before there is one."""
+    path = Path(trace)
+    if not trace or path.is_dir():
+        raise InputError(f"--trace {trace!r} is no file; give the name of one")
+    if not path.absolute().parent.is_dir():
+        raise InputError(f"--trace {trace} is in a folder that does not exist; make it first")
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise InputError(f"--trace {trace} cannot be written; give another file")
+
+
 class _Parser(argparse.ArgumentParser):
     """Reports a mistake as every other one is reported."""
 
@@ -77,6 +90,7 @@ def make_parser() -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
+    parser.add_argument("--version", action="version", version=f"detjax {__version__}")
     groups = {name: parser.add_argument_group(name, text) for name, text in GROUPS.items()}
     for option in dataclasses.fields(GenerateArgs):
         described, default = option.metadata, option.default
@@ -107,6 +121,20 @@ def parse_args(argv: Sequence[str] | None) -> GenerateArgs:
     return args
 
 
+_MOST = {
+    "tp": 2**20,
+    "dp": 2**20,
+    "batch_size": 2**16,
+    "prefill_chunk": 2**40,
+    "verify_window": 2**10,
+    "verify_rows": 2**10,
+    "decode_steps": 2**10,
+    "n": 2**16,
+    "repeat": 2**10,
+}
+"""Options that count something: above these is a mistake, which would take memory and minutes."""
+
+
 def _check_args(args: GenerateArgs) -> None:
     if args.draft_weights != "full" and args.mode != "dvr":
         raise InputError(f"--draft-weights {args.draft_weights} needs --mode dvr, which drafts")
@@ -127,12 +155,11 @@ def _check_args(args: GenerateArgs) -> None:
             f"--cast-weights {args.cast_weights} does not go with --dtype {args.dtype}, which "
             "holds every checkpoint exactly; leave one out"
         )
-    positive = ("tp", "dp", "batch_size", "prefill_chunk", "verify_window", "verify_rows")
-    positive += ("decode_steps", "repeat")
-    for name in positive:
-        if getattr(args, name) < 1:
+    for name, most in _MOST.items():
+        if not 1 <= getattr(args, name) <= most:
             flag = "--" + name.replace("_", "-")
-            raise InputError(f"{flag} {getattr(args, name)} must be at least 1")
+            bound = "at least 1" if getattr(args, name) < 1 else f"at most {most}"
+            raise InputError(f"{flag} {getattr(args, name)} must be {bound}")
     if args.batch_size % args.dp:
         raise InputError(
             f"--batch-size {args.batch_size} must be a multiple of --dp {args.dp}, so that each "
@@ -142,8 +169,8 @@ def _check_args(args: GenerateArgs) -> None:
         raise InputError(
             f"--cache-pages {args.cache_pages} must be a multiple of --dp {args.dp}, or 0"
         )
-    if args.trace is not None and not Path(args.trace).absolute().parent.is_dir():
-        raise InputError(f"--trace {args.trace} is in a folder that does not exist; make it first")
+    if args.trace is not None:
+        _check_trace(args.trace)
     if args.coordinator is not None and "-" in args.prompt:
         raise InputError("--prompt - reads what only one process has; give --prompts-file instead")
     if args.revision is not None and args.model == BUNDLED:

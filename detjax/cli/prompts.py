@@ -14,6 +14,9 @@ from detjax.cli.arguments import GenerateArgs
 from detjax.cli.errors import InputError, check_unicode
 from detjax.serving.request import SamplingParams
 
+PROMPT_BYTES = 2**23
+"""Longest prompt: a million tokens are about half of it."""
+
 _STANDARD_INPUT = "-"
 
 _SAMPLING_NAMES = {f.name for f in dataclasses.fields(SamplingParams)} | {"stop", "logprobs"}
@@ -45,6 +48,8 @@ def read_prompts(args: GenerateArgs) -> tuple[Prompt, ...]:
         if text == _STANDARD_INPUT:
             origin, text = "standard input", _read_standard_input()
         check_unicode(text, origin)
+        if len(text.encode()) > PROMPT_BYTES:
+            raise _too_long(origin)
         prompts.append(Prompt(origin=origin, text=text))
     if args.prompts_file is not None:
         prompts.extend(_read_prompts_file(Path(args.prompts_file).expanduser()))
@@ -64,9 +69,14 @@ def _as_chat(prompt: Prompt) -> Prompt:
 
 
 def _read_standard_input() -> str:
+    if sys.stdin is None:
+        raise InputError("--prompt - reads standard input, which is closed; give the text itself")
     if sys.stdin.isatty():
         print("reading the prompt from the keyboard; end it with Ctrl-D", file=sys.stderr)
-    text = _decode(sys.stdin.buffer.read(), "standard input")
+    content = sys.stdin.buffer.read(PROMPT_BYTES + 2)  # its line end is not part of it
+    if len(content.rstrip(b"\r\n")) > PROMPT_BYTES:
+        raise _too_long("standard input")
+    text = _decode(content, "standard input")
     return text.removesuffix("\n").removesuffix("\r")
 
 
@@ -75,19 +85,35 @@ def _read_prompts_file(path: Path) -> Iterator[Prompt]:
     readers = {".txt": _read_text_line, ".jsonl": _read_json_line}
     if path.suffix not in readers:
         raise InputError(f"--prompts-file {path} must end in .txt or .jsonl")
+    found = False
     try:
-        content = path.read_bytes()
+        for number, line in enumerate(_lines(path), start=1):
+            origin = f"{path} line {number}"
+            if len(line) > PROMPT_BYTES:
+                raise _too_long(origin)
+            if line.strip():
+                found = True
+                yield readers[path.suffix](_decode(line, origin), origin)
     except OSError as error:
         raise InputError(f"--prompts-file {path} cannot be read: {error.strerror}") from error
-    lines = content.removeprefix(codecs.BOM_UTF8).split(b"\n")
-    found = False
-    for number, line in enumerate(lines, start=1):
-        origin = f"{path} line {number}"
-        if line.strip():
-            found = True
-            yield readers[path.suffix](_decode(line.removesuffix(b"\r"), origin), origin)
     if not found:
         raise InputError(f"--prompts-file {path} has no prompt in it; give a line at least")
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """The lines of a file, without their ends, each read no further than `PROMPT_BYTES` asks."""
+    with path.open("rb") as file:
+        is_first = True
+        while line := file.readline(PROMPT_BYTES + 8):
+            line = line.removeprefix(codecs.BOM_UTF8) if is_first else line
+            is_first = False
+            yield line.removesuffix(b"\n").removesuffix(b"\r")
+
+
+def _too_long(origin: str) -> InputError:
+    return InputError(
+        f"{origin} has more than {PROMPT_BYTES} bytes, more than any context holds; shorten it"
+    )
 
 
 def _read_text_line(line: str, origin: str) -> Prompt:
@@ -97,7 +123,7 @@ def _read_text_line(line: str, origin: str) -> Prompt:
 def _read_json_line(line: str, origin: str) -> Prompt:
     try:
         entry = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{origin} is not JSON: {error}") from error
     if not isinstance(entry, dict) or ("prompt" in entry) == ("messages" in entry):
         raise InputError(f"{origin} must be an object with either `prompt` or `messages`")

@@ -56,6 +56,23 @@ INERT_KEYS = frozenset(
 )
 """Keys that cannot change a logit: bookkeeping, training, other tasks, generation defaults."""
 
+LARGEST: Mapping[str, int] = {
+    "head_dim": 2**13,
+    "hidden_size": 2**20,
+    "intermediate_size": 2**24,
+    "max_position_embeddings": 2**60,
+    "num_attention_heads": 2**14,
+    "num_hidden_layers": 2**13,
+    "num_key_value_heads": 2**14,
+    "original_max_position_embeddings": 2**60,
+    "sliding_window": 2**30,
+    "vocab_size": 2**28,
+}
+"""Sizes above these are a mistake, and would take memory or minutes before weights are read."""
+
+LARGEST_NUMBER = 1e300
+MOST_FILE_BYTES = 2**24
+
 READ_KEYS = frozenset({"architectures", "layer_types", "model_type"})
 """Keys that are read here for every family, beside `Family.defaults` and the rotary ones."""
 
@@ -123,9 +140,11 @@ def load_config(folder: Path) -> ModelConfig:
 
 def _read_object(path: Path) -> dict[str, Any]:
     """A JSON file that holds one object."""
+    if path.stat().st_size > MOST_FILE_BYTES:
+        raise ValueError(f"{path} has more than {MOST_FILE_BYTES} bytes; it is no configuration")
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON ({error}); download it again") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold a JSON object, not {type(values).__name__}")
@@ -211,7 +230,9 @@ def _check_keys(values: Mapping[str, Any], family: Family) -> None:
 def _int(values: Mapping[str, Any], key: str, *, minimum: int = 1) -> int:
     value = values[key]
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise ValueError(f"{key}={value!r} must be an integer of at least {minimum}")
+        raise ValueError(f"{key}={value!r:.80} must be an integer of at least {minimum}")
+    if value > LARGEST.get(key, value):
+        raise ValueError(f"{key}={value} must be at most {LARGEST[key]}; correct the file")
     return value
 
 
@@ -221,9 +242,11 @@ def _number(values: Mapping[str, Any], key: str, *, minimum: float | None = None
     bound = "above 0" if minimum is None else f"of at least {minimum}"
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not (
-        is_number and value < float("inf") and (value > 0 if minimum is None else value >= minimum)
+        is_number
+        and value < LARGEST_NUMBER
+        and (value > 0 if minimum is None else value >= minimum)
     ):
-        raise ValueError(f"{key}={value!r} must be a finite number {bound}")
+        raise ValueError(f"{key}={value!r:.80} must be a finite number {bound}")
     return float(value)
 
 
@@ -320,7 +343,7 @@ def _rope_config(values: Mapping[str, Any], *, default_theta: float, max_len: in
     if old_name is not None and new_name is not None and old_name != new_name:
         raise ValueError(f"{source} has type={old_name!r} and rope_type={new_name!r}; keep one")
     name = new_name or old_name or "default"
-    if name not in {kind.value for kind in RopeKind}:
+    if name not in [kind.value for kind in RopeKind]:  # a list, as it need not be hashable
         raise ValueError(
             f"{source} asks for rope_type={name!r}, which is not supported; detjax has "
             f"{', '.join(kind.value for kind in RopeKind)}"

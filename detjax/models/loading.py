@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model ready to run: configuration, sharded weights, tables, and what claims it can make."""
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,8 +94,20 @@ def place_model(
     backend: Backend,
     folder: Path | None,
     weight_cast: str = NO_CAST,
+    max_len: int | None = None,
 ) -> LoadedModel:
     """Check that the model can run on the mesh, then make its weights there.
+
+    Args:
+        config: The model.
+        make_params: Makes the weights.
+        profile: The numerics to run with.
+        mesh: Where.
+        backend: Which kernels will run.
+        folder: Where the weights come from.
+        weight_cast: What was done to them when they were read, as the fingerprint says it.
+        max_len: Shortens the model's context, and with it the tables of its rotary embedding, to
+            what will be used; changes no bit. None leaves it as the model has it.
 
     Raises:
         ValueError: If the mesh is not of the backend's devices, a rank would not own whole heads,
@@ -112,6 +125,8 @@ def place_model(
     refused = why_unsupported(config, profile, backend, tp)
     if refused is not None:
         raise ValueError(f"backend {backend.value} cannot run this model: {refused}")
+    if max_len is not None and max_len < config.max_position_embeddings:
+        config = dataclasses.replace(config, max_position_embeddings=max_len)
     tables = rope_tables(
         config.rope, head_dim=config.head_dim, max_len=config.max_position_embeddings
     )
@@ -143,6 +158,7 @@ def load_model(
     revision: str | None = None,
     progress: Callable[[str, int, int], None] = ignore_progress,
     cast_weights: str = NO_CAST,
+    max_len: int | None = None,
 ) -> LoadedModel:
     """Load a Hugging Face folder or id onto the mesh.
 
@@ -156,6 +172,8 @@ def load_model(
         cast_weights: "bfloat16" rounds a checkpoint of float16 or float32 to it, to nearest and
             ties to even, and the fingerprint says so; "none" refuses float16 where the profile's
             weights are bfloat16.
+        max_len: Shortens the context to what will be used: `LoadedModel.config` has it. Positions
+            keep their bits.
 
     Raises:
         ValueError: If the configuration, the weights or the mesh do not fit, naming which, or a
@@ -185,6 +203,7 @@ def load_model(
         backend=backend,
         folder=folder,
         weight_cast=weight_cast,
+        max_len=max_len,
     )
 
 

@@ -51,7 +51,10 @@ def rope_tables(
     if head_dim < 2 or head_dim % 2:
         raise ValueError(f"{head_dim=} must be even and at least 2")
     if not 1 <= max_len <= MAX_TABLE_LEN:
-        raise ValueError(f"{max_len=} must be in [1, {MAX_TABLE_LEN}]")
+        raise ValueError(
+            f"{max_len=} must be in [1, {MAX_TABLE_LEN}]; of a model whose context is longer, say "
+            "how much of it is used (max_len of load_model)"
+        )
     with localcontext(prec=DECIMAL_DIGITS):
         turns = [f / (2 * PI) for f in inverse_frequencies(config, head_dim=head_dim)]
         steps = np.array([int((t * 2**64).to_integral_value()) % 2**64 for t in turns], np.uint64)

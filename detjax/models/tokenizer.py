@@ -8,24 +8,28 @@ bytes, read as UTF-8.
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
 import tokenizers
 import tokenizers.processors
+
+from detjax.models.chat_template import check_template, render_template
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
+
+MOST_FILE_BYTES = 2**28
+"""Longest file of a tokenizer; those of large vocabularies have a tenth of it."""
+
+MOST_GROWTH = 16
+"""How many times as long replacements and templates may make a text."""
 
 _NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -76,6 +80,7 @@ class Tokenizer:
         bos_id: The token that begins a text, where the model has one.
         eos_id: The token that ends one, where the model has one.
         special_ids: Tokens that are never shown: begin, end and the like.
+        control: Finds the texts of these in a text.
         chat_template: A Jinja template, where the model has one.
         template_tokens: What the template sees beside the messages: `bos_token` and the like.
     """
@@ -86,6 +91,7 @@ class Tokenizer:
     bos_id: int | None
     eos_id: int | None
     special_ids: frozenset[int]
+    control: re.Pattern[str] = field(repr=False)
     chat_template: str | None
     template_tokens: Mapping[str, Any]
 
@@ -98,6 +104,17 @@ class Tokenizer:
         """
         backend = _read_backend(folder / TOKENIZER_FILE)
         config = _read_config(folder / CONFIG_FILE)
+        try:
+            return cls._from_files(folder, backend, config)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{folder / CONFIG_FILE} is malformed ({error!r:.200}); copy the file again"
+            ) from error
+
+    @classmethod
+    def _from_files(
+        cls, folder: Path, backend: tokenizers.Tokenizer, config: Mapping[str, Any]
+    ) -> "Tokenizer":
         added = {
             i: token.content for i, token in backend.get_added_tokens_decoder().items()
         }  # both kinds: an added token need not be special
@@ -109,6 +126,7 @@ class Tokenizer:
         special = {
             i for i, token in backend.get_added_tokens_decoder().items() if token.special
         }  # as the tokenizer marks them
+        special |= set(ids.values())
         _set_post_processor(backend, config, named, ids)
         return cls(
             source=folder,
@@ -116,35 +134,63 @@ class Tokenizer:
             rules=_byte_rules(backend, folder / TOKENIZER_FILE),
             bos_id=ids.get(named.get("bos_token", "")),
             eos_id=ids.get(named.get("eos_token", "")),
-            special_ids=frozenset(special | set(ids.values())),
+            special_ids=frozenset(special),
+            control=_control_pattern(added[i] for i in special if i in added),
             chat_template=_read_template(folder, config),
             template_tokens={**named, **lists},
         )
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, has_control: bool = False) -> list[int]:
         """Return the ids of `text`, with the special tokens that the model expects around it.
 
-        Special tokens written out in the text become that token, as in transformers.
+        Args:
+            text: Any.
+            has_control: Special tokens written out in the text become that token, as in
+                transformers. Without it they are text like any other, so that who writes a prompt
+                cannot end a turn or begin one.
         """
-        return self.backend.encode(text).ids
+        is_plain = has_control or not self.control.search(text)
+        backend = self.backend if is_plain else _literal_backend(self.backend, self.special_ids)
+        return backend.encode(text).ids
 
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
         variables: Mapping[str, Any] = _NO_VARIABLES,
+        has_control: bool = False,
     ) -> list[int]:
         """Return the ids of a conversation, up to where the assistant begins its answer.
 
         Args:
             messages: Each has a `role` and, as a rule, a `content`.
             variables: What else this template knows: `{"enable_thinking": False}`, tools.
+            has_control: Special tokens written out in messages and variables become that token, as
+                in transformers. Without it only those of the template do.
 
         Raises:
-            ValueError: If the model has no chat template, or its template refuses the messages.
+            ValueError: If the model has no chat template, or its template refuses the messages or
+                takes too long or too much memory.
         """
+        marks: list[str] = []
+        if not has_control and _is_found(self.control, [*messages, variables]):
+            pattern = re.compile(f"{self.control.pattern}|{'|'.join(map(re.escape, _MARK_SIGNS))}")
+            messages = _marked(list(messages), pattern, marks)
+            variables = _marked(dict(variables), pattern, marks)
         text = self.render_chat(messages, variables=variables)
-        return self.backend.encode(text, add_special_tokens=False).ids
+        parts = _MARK.split(text) if marks else [text]  # text, number of a mark, text, ...
+        if marks and any(sign in part for part in parts for sign in _MARK_SIGNS):
+            raise ValueError(
+                f"the chat template of {self.source} takes apart a text with control tokens such "
+                f"as {marks[0]!r}; take them out of the messages, or ask for them (has_control)"
+            )
+        ids = []
+        for i, part in enumerate(parts):
+            is_text = i % 2 == 0
+            backend = self.backend if is_text else _literal_backend(self.backend, self.special_ids)
+            literal = part if is_text else marks[int(part)]
+            ids += backend.encode(literal, add_special_tokens=False).ids
+        return ids
 
     def render_chat(
         self,
@@ -169,8 +215,8 @@ class Tokenizer:
                 raise ValueError(f"message {i} has no `role`; give user, assistant or system")
         context = {"add_generation_prompt": True, **self.template_tokens, **variables}
         try:
-            return _compile_template(self.chat_template).render(messages=messages, **context)
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            return render_template(self.chat_template, {"messages": messages, **context})
+        except ValueError as error:
             raise ValueError(
                 f"the chat template of {self.source} refuses the messages: {error}"
             ) from error
@@ -202,6 +248,55 @@ class Tokenizer:
         return self.rules.strips_first_space and not any(map(self.token_bytes, prompt_ids))
 
 
+# Rare, and printable, so that neither JSON nor Python's repr escapes them in a template.
+_MARK_OPEN, _MARK_CLOSE = "\u2e28", "\u2e29"
+_MARK_SIGNS = (_MARK_OPEN, _MARK_CLOSE, f"\\u{ord(_MARK_OPEN):x}")  # the last in ASCII
+_MARK = re.compile(f"{_MARK_OPEN}([0-9]+){_MARK_CLOSE}")
+
+
+def _is_found(pattern: re.Pattern[str], value: Any) -> bool:
+    """Whether a text somewhere in `value` has what `pattern` finds."""
+    if isinstance(value, str):
+        return pattern.search(value) is not None
+    parts = value.values() if isinstance(value, Mapping) else value
+    return isinstance(value, Mapping | list | tuple) and any(_is_found(pattern, p) for p in parts)
+
+
+def _marked(value: Any, pattern: re.Pattern[str], marks: list[str]) -> Any:
+    """Put a mark, with its number in `marks`, in place of what `pattern` finds in `value`."""
+
+    def mark(found: re.Match[str]) -> str:
+        marks.append(found[0])
+        return f"{_MARK_OPEN}{len(marks) - 1}{_MARK_CLOSE}"
+
+    if isinstance(value, str):
+        return pattern.sub(mark, value)
+    if isinstance(value, Mapping):
+        return {key: _marked(part, pattern, marks) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_marked(part, pattern, marks) for part in value]
+    return value
+
+
+def _control_pattern(tokens: Iterable[str]) -> re.Pattern[str]:
+    """Finds special tokens in a text."""
+    longest_first = sorted(filter(None, tokens), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+
+@functools.lru_cache(maxsize=16)
+def _literal_backend(
+    backend: tokenizers.Tokenizer, special_ids: frozenset[int]
+) -> tokenizers.Tokenizer:
+    """The tokenizer that takes special tokens in a text for text."""
+    values = json.loads(backend.to_str())
+    for token in values["added_tokens"]:
+        token["special"] = token["id"] in special_ids
+    literal = tokenizers.Tokenizer.from_str(json.dumps(values))
+    literal.encode_special_tokens = True
+    return literal
+
+
 def _read_backend(path: Path) -> tokenizers.Tokenizer:
     if not path.is_file():
         raise ValueError(
@@ -209,6 +304,8 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
             f"transformers: AutoTokenizer.from_pretrained({str(path.parent)!r})"
             f".save_pretrained({str(path.parent)!r})"
         )
+    if path.stat().st_size > MOST_FILE_BYTES:
+        raise ValueError(f"{path} has more than {MOST_FILE_BYTES} bytes, more than any tokenizer")
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing narrower
@@ -218,15 +315,38 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
         ) from error
     backend.no_padding()
     backend.no_truncation()
+    for part in (backend.normalizer, backend.decoder, backend.post_processor):
+        growth = 1 if part is None else _growth(json.loads(part.__getstate__()))
+        if growth > MOST_GROWTH:
+            raise ValueError(
+                f"{path} makes a text {growth} times as long ({type(part).__name__}), more than "
+                f"the {MOST_GROWTH} times that are allowed; it is no tokenizer of a language model"
+            )
     return backend
+
+
+def _growth(step: Any) -> int:
+    """How many times as long a part of a tokenizer.json may make a text."""
+    if isinstance(step, list):
+        return math.prod(map(_growth, step))
+    if not isinstance(step, dict):
+        return 1
+    texts = [step[key] for key in ("content", "prepend") if isinstance(step.get(key), str)]
+    pieces = [step[key] for key in ("single", "pair") if isinstance(step.get(key), list)]
+    nested = [step[key] for key in ("normalizers", "decoders", "processors") if key in step]
+    return math.prod([*(max(1, len(x)) for x in texts), *map(_growth, nested)]) * max(
+        [1, *map(len, pieces)]
+    )
 
 
 def _read_config(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
+    if path.stat().st_size > MOST_FILE_BYTES:
+        raise ValueError(f"{path} has more than {MOST_FILE_BYTES} bytes")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}; copy the file again") from error
     if not isinstance(config, dict):
         raise ValueError(f"{path} must hold a JSON object, not a {type(config).__name__}")
@@ -235,8 +355,13 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 def _read_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     path = folder / TEMPLATE_FILE
-    template = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
     where = path if path.is_file() else folder / CONFIG_FILE
+    try:
+        template = path.read_text(encoding="utf-8") if path.is_file() else None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not text: {error}; copy the file again") from error
+    if not path.is_file():
+        template = config.get("chat_template")
     if isinstance(template, list):  # several, each {"name": ..., "template": ...}
         template = {entry["name"]: entry["template"] for entry in template}.get("default")
     if template is None:
@@ -244,9 +369,9 @@ def _read_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     if not isinstance(template, str):
         raise ValueError(f"{where}: the chat template must be text, not {template!r:.80}")
     try:
-        _compile_template(template)
-    except jinja2.TemplateSyntaxError as error:
-        raise ValueError(f"{where}: the chat template has a syntax error: {error}") from error
+        check_template(template)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
     return template
 
 
@@ -350,59 +475,3 @@ def _byte_of_character() -> Mapping[str, int]:
     others = [byte for byte in range(256) if byte not in printable]
     table = {chr(byte): byte for byte in printable}
     return table | {chr(0x100 + i): byte for i, byte in enumerate(others)}
-
-
-@functools.cache
-def _compile_template(template: str) -> jinja2.Template:
-    """Compile in the same sandbox, with the same names, as transformers does."""
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[_GenerationTag, jinja2.ext.loopcontrols],
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment.from_string(template)
-
-
-class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}` marks what an assistant wrote, for training; here it changes nothing."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        """Keep the body as a block of its own."""
-        lineno = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        call = self.call_method("render_body")
-        return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(lineno)
-
-    def render_body(self, caller: Any) -> str:
-        """Return what the body renders."""
-        return caller()
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Dump without HTML escapes, which Jinja's own filter adds."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)

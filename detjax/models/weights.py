@@ -29,6 +29,7 @@ from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 
 from detjax.models.config import ModelConfig
+from detjax.models.identity import folder_hash
 from detjax.models.params import (
     COLUMNS,
     REPLICATED,
@@ -55,9 +56,10 @@ INERT_TENSORS = re.compile(r".*\.rotary_emb\.inv_freq")  # older Llama files; re
 EMBED_NAME, HEAD_NAME = "model.embed_tokens.weight", "lm_head.weight"
 COMPARE_ROWS = 4096
 
-CHECKPOINT_FORMAT = 1
+CHECKPOINT_FORMAT = 2
 CHECKPOINT_FILE = "detjax_params.json"
 CHECKPOINT_ARRAYS = "params"
+CHECKPOINT_HASH = "arrays_sha256"
 
 
 def ignore_progress(what: str, done: int, total: int) -> None:
@@ -270,7 +272,13 @@ def _open_tensors(folder: Path, stack: contextlib.ExitStack) -> dict[str, _Tenso
         path = folder / name
         if not path.is_file():
             raise FileNotFoundError(f"{path} is named in {index.name} but missing; download it")
-        tensors |= _open_file(path, stack)
+        for tensor_name, tensor in _open_file(path, stack):
+            if tensor_name in tensors:
+                raise ValueError(
+                    f"{path} and {tensors[tensor_name].file} both hold {tensor_name!r}; the files "
+                    "are of different checkpoints: download them again"
+                )
+            tensors[tensor_name] = tensor
     for tensor_name, tensor in tensors.items():
         listed = file_of.pop(tensor_name, None)
         if listed != tensor.file.name:
@@ -291,7 +299,7 @@ def _read_index(index: Path) -> dict[str, str]:
     try:
         file_of = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         names = dict(file_of).values()
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"{index} is not a safetensors index ({error!r}); download it") from error
     for name in names:
         if not isinstance(name, str) or Path(name).name != name:
@@ -305,12 +313,29 @@ def _open_file(path: Path, stack: contextlib.ExitStack) -> Iterator[tuple[str, _
         handle = stack.enter_context(safe_open(path, framework="np"))
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is damaged or cut short ({error}); download it again") from error
+    _check_names(path)
     for name in handle.keys():
         rows = handle.get_slice(name)
         yield (
             name,
             _Tensor(file=path, rows=rows, shape=tuple(rows.get_shape()), dtype=rows.get_dtype()),
         )
+
+
+def _check_names(path: Path) -> None:
+    """Refuse a header that names a tensor twice: safetensors takes the last one."""
+
+    def names_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"{path} is damaged: it names {twice!r} twice; download it again")
+        return found
+
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        json.loads(file.read(length), object_pairs_hook=names_once)
 
 
 def _check_tensors(
@@ -528,6 +553,7 @@ def save_params(
         checkpointer.save(folder / CHECKPOINT_ARRAYS, tensors)
     if jax.process_index() == 0:
         facts = _checkpoint_facts(config, params["embed"].dtype, weight_cast)
+        facts[CHECKPOINT_HASH] = folder_hash(folder / CHECKPOINT_ARRAYS)
         (folder / CHECKPOINT_FILE).write_text(json.dumps(facts, indent=2) + "\n")
 
 
@@ -547,8 +573,8 @@ def restore_params(
 
     Raises:
         FileNotFoundError: If `folder` holds no finished checkpoint.
-        ValueError: If it is of another model, dtype, cast or format; the message names what
-            differs.
+        ValueError: If it is of another model, dtype, cast or format, or a byte of it has changed;
+            the message names what differs.
     """
     folder, target = folder.absolute(), _check_dtype(dtype)
     _check_facts(folder, _checkpoint_facts(config, target, weight_cast))
@@ -626,8 +652,9 @@ def _check_facts(folder: Path, expected: dict[str, Any]) -> None:
         raise FileNotFoundError(f"{path} does not exist: {folder} holds no finished checkpoint")
     try:
         found = json.loads(path.read_text())
+        expected_hash = found.pop(CHECKPOINT_HASH, None)
         found_flat, expected_flat = _flat(found), _flat(expected)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is damaged ({error!r}); save the checkpoint again") from error
     for key in sorted(found_flat.keys() | expected_flat.keys()):
         if found_flat.get(key) != expected_flat.get(key):
@@ -635,6 +662,11 @@ def _check_facts(folder: Path, expected: dict[str, Any]) -> None:
                 f"{path} has {key}={found_flat.get(key)!r} but {expected_flat.get(key)!r} is asked "
                 "for; restore with the model it was saved from, or load the weights again"
             )
+    if folder_hash(folder / CHECKPOINT_ARRAYS) != expected_hash:
+        raise ValueError(
+            f"{folder / CHECKPOINT_ARRAYS} is damaged: its bytes are not those that were saved; "
+            "copy it again, or load the weights again"
+        )
 
 
 def _flat(facts: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,8 @@ from jax import lax
 from jax._src import clusters  # WHY: it has no public name in jax 0.11.2
 
 from detjax.parallel.mesh import DP_AXIS
-from detjax.parallel.watch import Watch, connect
+from detjax.parallel.watch import Watch, bind_address, connect
+from detjax.source import source_hash
 
 JOIN_S = 300.0
 """How long processes wait for one another at the start."""
@@ -131,6 +132,7 @@ def start_job(job: JobSpec, *, join_s: float = JOIN_S) -> Watch:
 
     Raises:
         TimeoutError: If not all processes come in time, naming those that are missing.
+        ValueError: If two have one id, or they were started with other numbers of processes.
     """
     host, port = job.address
     watch, runtime_port = connect(
@@ -142,14 +144,17 @@ def start_job(job: JobSpec, *, join_s: float = JOIN_S) -> Watch:
         announcement=str(_free_port()),
         say=functools.partial(print, file=sys.stderr, flush=True),
     )
+    watch.check_same("code of detjax", source_hash())
     _redirect_output(is_speaker=job.process_id == 0)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    bind = bind_address(host)
     jax.distributed.initialize(
         f"{job.coordinator.rpartition(':')[0]}:{runtime_port}",
         job.num_processes,
         job.process_id,
         local_device_ids=list(job.local_gpus),
         cluster_detection_method="deactivate",
+        coordinator_bind_address=bind and f"{bind}:{runtime_port}",
     )
     atexit.register(watch.leave)
     return watch

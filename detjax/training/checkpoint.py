@@ -2,15 +2,31 @@
 """Saving and restoring a training state with orbax, on any number of devices."""
 
 import json
+import tempfile
 from pathlib import Path
 
 import jax
 import orbax.checkpoint as ocp
 
+from detjax.models.identity import folder_hash
 from detjax.training.trainer import Trainer, TrainState
 
-FORMAT = 1
-FACTS, ARRAYS = "detjax_training.json", "state"
+FORMAT = 2
+FACTS, ARRAYS, HASH = "detjax_training.json", "state", "arrays_sha256"
+
+
+def check_can_save(folder: Path) -> None:
+    """Make `folder`, and see that a state can be written there, before any work is done for it.
+
+    Raises:
+        ValueError: If `folder` holds a state, or part of one.
+        OSError: If it cannot be made or written to.
+    """
+    if (folder / ARRAYS).exists() or (folder / FACTS).exists():
+        raise ValueError(f"{folder} holds a training state already; give another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+        pass
 
 
 def save_state(folder: Path, state: TrainState, *, facts: dict) -> None:
@@ -19,18 +35,20 @@ def save_state(folder: Path, state: TrainState, *, facts: dict) -> None:
     Args:
         folder: Made here; must not hold a state yet.
         state: Of a trainer.
-        facts: Compared by `restore_state`: the build's fingerprint, the task, sizes, the seed.
+        facts: Compared by `restore_state`: the build's fingerprint, the model, the task, sizes,
+            the seed.
 
     Raises:
         ValueError: If `folder` holds a state.
+        OSError: If it cannot be written to.
     """
     folder = folder.absolute()
-    if (folder / ARRAYS).exists():
-        raise ValueError(f"{folder} holds a training state already; give another folder")
+    check_can_save(folder)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(folder / ARRAYS, _as_dict(state))
     if jax.process_index() == 0:  # written last: its presence says that the arrays are complete
-        text = json.dumps({"format": FORMAT, **facts}, indent=2)
+        own = {"format": FORMAT, HASH: folder_hash(folder / ARRAYS)}
+        text = json.dumps(own | facts, indent=2)
         (folder / FACTS).write_text(text + "\n")
 
 
@@ -39,14 +57,19 @@ def restore_state(folder: Path, trainer: Trainer, *, facts: dict) -> TrainState:
 
     Raises:
         FileNotFoundError: If `folder` holds no finished state.
-        ValueError: If a fact differs, naming it: the continuation would not have the bits of an
-            uninterrupted run.
+        ValueError: If a fact differs, naming it, or a byte of the arrays: the continuation would
+            not have the bits of an uninterrupted run.
     """
     folder = folder.absolute()
     path = folder / FACTS
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: {folder} holds no finished state")
-    found, wanted = json.loads(path.read_text()), {"format": FORMAT, **facts}
+    try:
+        found = dict(json.loads(path.read_text()))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged ({error}); give another state") from error
+    expected_hash = found.pop(HASH, None)
+    wanted = {"format": FORMAT, **facts}
     wanted = json.loads(json.dumps(wanted))
     for name in sorted(found.keys() | wanted.keys()):
         if found.get(name) != wanted.get(name):
@@ -54,6 +77,11 @@ def restore_state(folder: Path, trainer: Trainer, *, facts: dict) -> TrainState:
                 f"{path} has {name}={found.get(name)!r}, this run {wanted.get(name)!r}; continue "
                 "with what it was saved with, or start anew"
             )
+    if folder_hash(folder / ARRAYS) != expected_hash:
+        raise ValueError(
+            f"{folder / ARRAYS} is damaged: its bytes are not those that were saved; give another "
+            "state, or copy it again"
+        )
     shapes = jax.eval_shape(trainer.init)
     abstract = jax.tree.map(
         lambda shape, sharding: shape.update(sharding=sharding), shapes, trainer.shardings()

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
-import optax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -22,13 +21,15 @@ from rich.table import Table
 from detjax.models.abstract import why_unsupported
 from detjax.models.bundled import bundled_model_path
 from detjax.models.hf_config import load_config
+from detjax.models.identity import model_hash
 from detjax.models.loading import LoadedModel, load_model
 from detjax.models.tokenizer import Tokenizer
 from detjax.models.weights import resolve_model
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend, choose_backend
 from detjax.parallel.mesh import configure_virtual_devices, make_mesh
-from detjax.training.checkpoint import restore_state, save_state
+from detjax.training.checkpoint import check_can_save, restore_state, save_state
+from detjax.training.extras import optax
 from detjax.training.plot import save_plot
 from detjax.training.policy_gradient import BatchSizes, StepRow, train
 from detjax.training.rollout import Rollout
@@ -58,12 +59,14 @@ examples:
 A row of rows.jsonl: rollout, seed, step, weight_version (updates the sampling weights had seen),
 reward (mean), entropy (nats a token), kl, max_difference (of a log-probability), num_different and
 num_tokens, gradient_norm, rollout_s, train_s, and the fingerprint of the numerics. runs.json: the
-final table, a run an object.
+final table, a run an object. A resumed run adds its rows and its object to those of its --out.
 
 exit codes: 0 success; 2 bad input; 3 the invariant rollout's KL was not exactly zero."""
 
 OK, BAD_INPUT, BITS_DIFFER = 0, 2, 3
 BUNDLED = "bundled"
+ROWS_FILE, RUNS_FILE = "rows.jsonl", "runs.json"
+_ROW_NAMES = {"rollout", "seed", "step", "kl", "reward"}
 FIRST, LAST = slice(3), slice(-3, None)
 ROLLOUTS: dict[str, tuple[str, ...]] = {
     "both": ("invariant", "fast"),
@@ -186,6 +189,7 @@ class Setup:
     tokenizer: Tokenizer
     trainer: Trainer
     fingerprint: str
+    identity: dict[str, str | None]
     backend: Backend
     load: Callable[[int], LoadedModel]
 
@@ -206,7 +210,7 @@ class Setup:
         names = ("task", "learning_rate", "clip_norm", "remat")
         shared = {name: getattr(self.args, name) for name in names}
         run = {"rollout": mode, "seed": seed, "fingerprint": self.fingerprint}
-        return shared | run | asdict(self.sizes)
+        return shared | run | asdict(self.sizes) | self.identity
 
 
 def prepare(args: Args) -> Setup:
@@ -215,6 +219,10 @@ def prepare(args: Args) -> Setup:
     Raises:
         ValueError: If something does not fit, with the fix.
     """
+    task = Arithmetic() if args.problems is None else Gsm8k(args.problems)
+    sizes = BatchSizes(**{f.name: getattr(args, f.name) for f in fields(BatchSizes)})
+    if args.save is not None:
+        check_can_save(_save_folder(args, args.steps, args.seeds[0]))
     configure_virtual_devices(max(args.rollout_tp, args.devices))
     folder = bundled_model_path() if args.model == BUNDLED else resolve_model(args.model)
     profile, config = NumericsProfile(), load_config(folder)
@@ -236,17 +244,23 @@ def prepare(args: Args) -> Setup:
         clip_norm=args.clip_norm,
         remat=args.remat,
     )
-    sizes = BatchSizes(**{f.name: getattr(args, f.name) for f in fields(BatchSizes)})
     return Setup(
         args=args,
-        task=Arithmetic() if args.problems is None else Gsm8k(args.problems),
+        task=task,
         sizes=sizes,
         tokenizer=Tokenizer.from_folder(folder),
         trainer=trainer,
         fingerprint=model.fingerprint,
+        identity={"model_sha256": model_hash(folder), "problems_sha256": task.file_sha256},
         backend=choice.backend,
         load=load,
     )
+
+
+def _save_folder(args: Args, step: int, seed: int) -> Path:
+    """Where `--save` puts the state after `step` updates."""
+    assert args.save is not None
+    return args.save / f"step{step}-seed{seed}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -264,6 +278,7 @@ class Run:
         return {
             "rollout": self.mode,
             "seed": self.seed,
+            "first_step": self.rows[0]["step"],
             "steps": len(self.rows),
             "reward_first": self.reward(FIRST),
             "reward_last": self.reward(LAST),
@@ -293,6 +308,7 @@ def run_one(
             raise ValueError(
                 f"{args.resume} has made {int(state.step)} updates; give more --steps than that"
             )
+        _check_rows(args.out, mode, seed, first_step=int(state.step))
     rollout.load(state.params, version=int(state.step))
     before, rows = rollout.accuracy(setup.task.held_out), []
 
@@ -308,8 +324,35 @@ def run_one(
     rollout.load(state.params, version=int(state.step))
     after = rollout.accuracy(setup.task.held_out)
     if args.save is not None:
-        save_state(args.save / f"step{int(state.step)}-seed{seed}", state, facts=facts)
+        save_state(_save_folder(args, int(state.step), seed), state, facts=facts)
     return Run(mode=mode, seed=seed, rows=tuple(rows), accuracy_before=before, accuracy_after=after)
+
+
+def _check_rows(out: Path | None, mode: str, seed: int, *, first_step: int) -> None:
+    """Refuse to add steps to a `rows.jsonl` that has them already."""
+    rows = [] if out is None else _read_rows(out)
+    known = {row["step"] for row in rows if (row["rollout"], row["seed"]) == (mode, seed)}
+    if known and max(known) >= first_step:
+        raise ValueError(
+            f"{out} has rows up to step {max(known)} of this run, which would go on with step "
+            f"{first_step}; give another --out"
+        )
+
+
+def _read_rows(out: Path) -> list[dict[str, Any]]:
+    """The rows of an earlier command; none if there is no file."""
+    path = out / ROWS_FILE
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.is_file() else []
+    rows = []
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        if not isinstance(row, dict) or not _ROW_NAMES <= row.keys():
+            raise ValueError(f"{path}, line {number}: not a row of a run; give another --out")
+        rows.append(row)
+    return rows
 
 
 def run_all(setup: Setup, console: Console) -> list[Run]:
@@ -323,7 +366,8 @@ def run_all(setup: Setup, console: Console) -> list[Run]:
         file = None
         if args.out is not None:
             args.out.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context((args.out / "rows.jsonl").open("w"))
+            mode = "w" if args.resume is None else "a"
+            file = stack.enter_context((args.out / ROWS_FILE).open(mode, encoding="utf-8"))
         rollouts = {mode: setup.rollout(mode) for mode in ROLLOUTS[args.rollout]}
         for seed in args.seeds:
             for mode, rollout in rollouts.items():
@@ -382,6 +426,18 @@ def _spread(values: Sequence[float]) -> str:
     return f"{np.mean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
 
 
+def _write_results(setup: Setup, runs: list[Run], out: Path, console: Console) -> None:
+    """Write the final table and the curves, those of a continued `--out` included."""
+    args, path = setup.args, out / RUNS_FILE
+    kind = {"model": args.model, "backend": setup.backend.value, "rollout_tp": args.rollout_tp}
+    facts = [run.facts() | kind for run in runs]
+    if args.resume is not None and path.is_file():
+        facts = json.loads(path.read_text(encoding="utf-8")) + facts
+    path.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    if not save_plot(_read_rows(out), out / "curves.png"):
+        console.print("no curves.png: matplotlib comes with pip install 'detjax[plots]'")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
     console = Console(stderr=True)
@@ -395,17 +451,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             soft_wrap=True,
         )
         runs = run_all(setup, console)
-    except (ValueError, FileNotFoundError) as error:
+        Console(width=None if sys.stdout.isatty() else 140).print(summary(runs))
+        if args.out is not None:
+            _write_results(setup, runs, args.out, console)
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT
-    Console(width=None if sys.stdout.isatty() else 140).print(summary(runs))
-    if args.out is not None:
-        kind = {"model": args.model, "backend": setup.backend.value, "rollout_tp": args.rollout_tp}
-        facts = [run.facts() | kind for run in runs]
-        (args.out / "runs.json").write_text(json.dumps(facts, indent=1) + "\n")
-        rows = [row for run in runs for row in run.rows]
-        if not save_plot(rows, args.out / "curves.png"):
-            console.print("no curves.png: matplotlib comes with pip install 'detjax[plots]'")
     gap = [row for run in runs if run.mode == "invariant" for row in run.rows if row["kl"] != 0]
     if gap:
         print(f"error: the invariant rollout's KL is not zero: {gap[0]}", file=sys.stderr)

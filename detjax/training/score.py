@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log-probabilities of given sequences under a serving model on its mesh. No gradients."""
 
+import operator
 from collections.abc import Sequence
 
 import jax
@@ -53,7 +54,8 @@ class Scorer:
         """Log-probability of every token after the first of each sequence, float32.
 
         Raises:
-            ValueError: If a sequence has fewer than two tokens, or is longer than the context.
+            ValueError: If a sequence has fewer than two tokens, is longer than the context, or has
+                a token id that is not in the vocabulary.
 
         Numerics:
             Claims in mode `invariant`: run-invariant, batch-invariant, path-consistent,
@@ -66,6 +68,14 @@ class Scorer:
                 raise ValueError(
                     f"sequence {i} has {len(sequence)} tokens; give 2 to the model's {context}"
                 )
+            for token_id in sequence:
+                if not 0 <= operator.index(token_id) < model.config.vocab_size:
+                    raise ValueError(
+                        f"sequence {i} has token id {token_id}; the model's vocabulary is 0 to "
+                        f"{model.config.vocab_size - 1}"
+                    )
+        if not sequences:
+            return []
         num_rows = -(-len(sequences) // dp) * dp
         length = max(len(sequence) for sequence in sequences) - 1
         ids = np.zeros((num_rows, length), np.int32)

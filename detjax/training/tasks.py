@@ -2,6 +2,7 @@
 """Problems whose answers a program can check."""
 
 import abc
+import hashlib
 import json
 import re
 from dataclasses import dataclass
@@ -26,10 +27,12 @@ class AbstractTask(abc.ABC):
     Attributes:
         stop: Text whose token ends an answer; empty leaves that to the model.
         held_out: Problems that `draw` never gives.
+        file_sha256: Of the file that the problems are read from; None if they are generated.
     """
 
     stop: str
     held_out: tuple[Problem, ...]
+    file_sha256: str | None
 
     @abc.abstractmethod
     def draw(self, rng: np.random.Generator) -> Problem:
@@ -47,6 +50,7 @@ class Arithmetic(AbstractTask):
     """
 
     stop = "\n"
+    file_sha256 = None
 
     def __init__(self):
         """Hold out `NUM_HELD_OUT` sums, always the same ones."""
@@ -71,25 +75,39 @@ class Arithmetic(AbstractTask):
 class Gsm8k(AbstractTask):
     """Word problems in the format of GSM8K: lines of JSON with `question` and `answer`.
 
-    The reference ends with `#### 42`. An answer is right if the number after its last `####` is the
-    same; commas and a currency sign are ignored. Cobbe et al. 2021, arXiv:2110.14168.
+    The reference ends with `#### 42`. An answer is right if the number right after its last `####`
+    has the same value, all digits compared; commas and a currency sign are ignored. A fraction, a
+    power of ten or a time is no number. Cobbe et al. 2021, arXiv:2110.14168.
     """
 
     stop = ""
-    _number = re.compile(r"####\s*\$?(-?[\d,]*\.?\d+)")
+    _number = re.compile(
+        r"\s*(?P<sign>-?)\$?(?P<minus>-?)(?P<whole>[0-9][0-9,]*+)?(?P<part>\.[0-9]++)?"
+        r"(?![.,]?[0-9]|[eE/:^*][-+]?[0-9])"
+    )
 
     def __init__(self, path: Path):
         """Read a file; the last tenth, at most `NUM_HELD_OUT` problems, is held out.
 
+        Blank lines are skipped.
+
         Raises:
             ValueError: If a line has no question, answer or final number, naming the line.
         """
+        content = path.read_bytes()
+        self.file_sha256 = hashlib.sha256(content).hexdigest()
         problems = []
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        # WHY: str.splitlines would also split at U+2028 and others that JSON allows in a text.
+        for number, line in enumerate(content.decode("utf-8-sig").split("\n"), 1):
+            if not line.strip():
+                continue
             try:
                 row = json.loads(line)
                 question, answer = row["question"], self._final_number(row["answer"])
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                if not isinstance(question, str):
+                    raise TypeError(f"question must be text, not {question!r:.40}")
+                question.encode()
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise ValueError(
                     f"{path}, line {number}: not a GSM8K problem: {error!r}"
                 ) from error
@@ -103,8 +121,17 @@ class Gsm8k(AbstractTask):
         self._train = problems[:-num_held_out]
 
     def _final_number(self, text: str) -> str | None:
-        found = self._number.findall(text)
-        return f"{float(found[-1].replace(',', '')):g}" if found else None
+        """The number after the last `####`, in its one shortest spelling; None if there is none."""
+        _, mark, rest = text.rpartition("####")
+        found = self._number.match(rest)
+        if not mark or found is None or not (found["whole"] or found["part"]):
+            return None
+        whole = (found["whole"] or "").replace(",", "").lstrip("0") or "0"
+        digits = f"{whole}{found['part'] or ''}"
+        if found["part"]:
+            digits = digits.rstrip("0").rstrip(".")
+        is_negative = bool(found["sign"] or found["minus"]) and digits != "0"
+        return f"-{digits}" if is_negative else digits
 
     def draw(self, rng: np.random.Generator) -> Problem:
         """A random problem that is not held out."""

@@ -17,7 +17,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -29,6 +28,7 @@ from detjax.models.loading import LoadedModel
 from detjax.parallel.collectives import butterfly_sum
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
 from detjax.training.batch import Batch
+from detjax.training.extras import optax
 from detjax.training.forward import token_logprobs
 from detjax.training.weights import master_params, move_bits
 from detjax.xla_flags import EXACT_OPTIONS
@@ -146,7 +146,8 @@ class Trainer:
             batches: Microbatches of one shape.
 
         Raises:
-            ValueError: If the devices cannot share the microbatches evenly along the sum's tree.
+            ValueError: If the devices cannot share the microbatches evenly along the sum's tree, or
+                a microbatch has a token id that is not in the vocabulary.
 
         Numerics:
             The gradient is added as a perfect binary tree of `batch_leaves` leaves, runs of
@@ -164,6 +165,14 @@ class Trainer:
                 f"{num_devices} devices cannot share; make them a multiple of {num_devices}, "
                 f"which must be a power of two up to {most}"
             )
+        vocab_size = self._model.config.vocab_size
+        for i, batch in enumerate(batches):
+            ids = np.concatenate([np.asarray(batch.ids), np.asarray(batch.targets)])
+            if ids.min() < 0 or ids.max() >= vocab_size:
+                raise ValueError(
+                    f"microbatch {i} has token ids from {ids.min()} to {ids.max()}; the model's "
+                    f"vocabulary is 0 to {vocab_size - 1}"
+                )
         params = _by_device(self._mesh, self._gather(state.params))
         share = len(batches) // num_devices
         sums = [SubtreeSums(self._add, leaf_len=len(batches) // leaves) for _ in params]

@@ -141,6 +141,12 @@ def toy() -> Toy:
 
 
 @pytest.fixture
+def fake_engine() -> type[FakeEngine]:
+    """An engine that says what it is told to."""
+    return FakeEngine
+
+
+@pytest.fixture
 def command(tmp_path, toy):
     """Run the command on a model folder: (options..., answer=, flip=, chat_template=) -> code."""
 
@@ -158,7 +164,7 @@ def command(tmp_path, toy):
                 shapes.append(shape)
             return FakeEngine(answer, shape, flip)
 
-        def open_model(args, where, progress) -> OpenModel:
+        def open_model(args, where, progress, max_len) -> OpenModel:
             assert where == folder
             return OpenModel(
                 fingerprint="0123456789abcdef",

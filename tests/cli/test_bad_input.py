@@ -59,6 +59,20 @@ from detjax.cli import errors
             ("--prompt", "a", "--trace", "/no/such/file"),
             "--trace /no/such/file is in a folder that does not exist",
         ),
+        (("--prompt", "a", "--trace", ""), "--trace '' is no file"),
+        (("--prompt", "a", "--trace", "/"), "--trace '/' is no file"),
+        (("--prompt", "a", "--batch-size", "65537"), "--batch-size 65537 must be at most 65536"),
+        (("--prompt", "a", "--verify-window", "1025"), "--verify-window 1025 must be at most 1024"),
+        (("--prompt", "a", "--n", "65537"), "--n 65537 must be at most 65536"),
+        (("--prompt", "a", "--seed", "1" * 5000), "--seed: invalid int value"),
+        (
+            (*("--prompt", "a") * 17, "--n", "65536"),
+            "these are 1114112 completions, more than 1048576",
+        ),
+        (
+            ("--prompt", "a" * 60, "--prompt", "b", "--cache-pages", "2", "--dp", "4"),
+            "--cache-pages 2 must be a multiple of --dp 4",
+        ),
         (("--prompt", "a", "--format", "xml"), "invalid choice: 'xml'"),
         (("--prompt", "a", "--max-token", "3"), "did you mean --max-tokens?"),
         (("--prompt", "a", "--revision", "main"), "has no meaning for the folder"),
@@ -98,10 +112,41 @@ def test_a_broken_model_folder_is_named(tmp_path, capsys, name, content, says, t
     assert out == "" and err.startswith("error: ") and err.count("\n") == 1 and says in err
 
 
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (("--tp", "1048576"), "--dp 1 --tp 1048576: tp=1048576 must divide num_heads=8"),
+        (("--dp", "4096", "--batch-size", "4096"), "count=4096 devices must be in [1, 1024]"),
+    ],
+)
+def test_a_mesh_that_cannot_be_is_refused_before_it_is_made(capsys, argv, says):
+    assert generate.main(["--prompt", "a", "--cache-dir", "none", *argv]) == errors.BAD_INPUT
+    assert says in capsys.readouterr().err
+
+
+def test_a_completion_that_may_outgrow_the_pages_is_refused(tmp_path, capsys, toy):
+    folder = toy.write_model(tmp_path / "model")
+    (folder / "config.json").write_text(json.dumps(toy.config | {"max_position_embeddings": 999}))
+    argv = ["--model", str(folder), "--prompt", "a", "--prompt", "b" * 200, "--dp", "2"]
+    argv += ["--cache-pages", "4"]
+    assert generate.main([*argv, "--max-tokens", "56"]) == errors.BAD_INPUT
+    says = "--prompt number 2 and its completion may have 257 tokens, 3 pages of 128"
+    assert says in (err := capsys.readouterr().err) and "give 6 or more" in err
+    assert generate.main([*argv, "--max-tokens", "55"]) == errors.BAD_INPUT
+    assert "has neither model.safetensors nor" in capsys.readouterr().err  # one step further
+
+
+def test_a_cache_that_memory_cannot_hold_is_refused_before_it_is_made(capsys):
+    argv = ["--prompt", "a", "--cache-dir", "none", "--cache-pages", "1000000000"]
+    assert generate.main(argv) == errors.BAD_INPUT
+    assert "a cache of 1000000000 pages takes" in capsys.readouterr().err
+
+
 def test_a_tokenizer_of_another_model_is_refused(capsys, tmp_path, toy):
     folder = toy.write_model(tmp_path / "model")
     larger = toy.backend()
     larger.add_special_tokens([f"<{i}>" for i in range(60)])
     larger.save(str(folder / "tokenizer.json"))
-    assert generate.main(["--model", str(folder), "--prompt", "<59>"]) == errors.BAD_INPUT
+    argv = ["--model", str(folder), "--prompt", "<59>", "--control-tokens"]
+    assert generate.main(argv) == errors.BAD_INPUT
     assert "token id 317, but the model's vocabulary is 300" in capsys.readouterr().err

@@ -2,11 +2,19 @@
 """The command as a whole: its help, and the exit codes that are not about bad input."""
 
 import dataclasses
+import json
+import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
-from detjax import numerics
-from detjax.cli import arguments, errors
+import jax
+import pytest
+
+import detjax
+from detjax import generate, numerics
+from detjax.cli import arguments, errors, model
 from detjax.cli.arguments import GenerateArgs
 from detjax.serving.request import Request
 
@@ -37,6 +45,79 @@ def test_an_interrupt_ends_with_130(command, capsys):
     assert "Traceback" not in capsys.readouterr().err
 
 
+class JaxRuntimeError(RuntimeError):
+    """As JAX names it."""
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (MemoryError(), "error: out of memory; there is not enough memory"),
+        (JaxRuntimeError("RESOURCE_EXHAUSTED: 9 bytes\nmore"), "error: RESOURCE_EXHAUSTED: 9 by"),
+        (
+            OSError(28, "No space left on device"),
+            "output or error cannot be written: No space left",
+        ),
+        (OSError(28, "No space left on device", "file"), "error: file cannot be written: No space"),
+    ],
+)
+def test_what_the_machine_lacks_is_said_in_one_line(command, capsys, error, says):
+    assert command("--prompt", "a", answer=failing(error)) == errors.BAD_INPUT
+    err = capsys.readouterr().err
+    assert says in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("redirection", "code", "says"),
+    [
+        (
+            ">/dev/full",
+            errors.BAD_INPUT,
+            "output or error cannot be written: No space left on device",
+        ),
+        (">&-", errors.BAD_INPUT, "error: standard output is closed"),
+        ("2>&-", errors.OK, ""),
+        ("2>/dev/full", errors.BAD_INPUT, ""),
+        ("<&-", errors.OK, ""),
+    ],
+)
+def test_streams_that_are_full_or_closed(redirection, code, says, tmp_path):
+    """In a process of its own, as Python flushes once more at its end."""
+    script = tmp_path / "script.py"
+    script.write_text(STREAMS)
+    done = subprocess.run(
+        f"{sys.executable} {script} {redirection}",
+        shell=True, capture_output=True, text=True, stdin=subprocess.DEVNULL,
+        env=os.environ | {"PYTHONPATH": str(Path(generate.__file__).parents[1])},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr.count("error:")) == (code, bool(says)), done.stderr
+    assert says in done.stderr and "Exception" not in done.stderr
+
+
+STREAMS = """
+import sys
+from detjax import generate
+from detjax.cli.display import Display
+
+def run(args, *, open_model):
+    Display().line("a fact")
+    print("an answer")
+    return 0
+
+generate.run = run
+sys.exit(generate.main(["--prompt", "a"]))
+"""
+
+
+def test_a_cache_folder_that_cannot_be_written_is_a_warning(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    before = jax.config.jax_compilation_cache_dir
+    model._keep_compiled_programs(str(tmp_path / "file" / "cache"))
+    err = capsys.readouterr().err
+    assert err.startswith("warning: --cache-dir ") and "programs are not kept" in err
+    assert jax.config.jax_compilation_cache_dir == before
+
+
 def test_a_reader_that_goes_away_is_no_fault(command, tmp_path, monkeypatch):
     with open(tmp_path / "out", "w") as out:
         monkeypatch.setattr(sys, "stdout", out)
@@ -46,6 +127,51 @@ def test_a_reader_that_goes_away_is_no_fault(command, tmp_path, monkeypatch):
 
 def test_the_option_and_the_numerics_call_no_cast_the_same():
     assert arguments.NO_CAST == numerics.NO_CAST
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    with pytest.raises(SystemExit) as end:
+        generate.main(["--version"])
+    assert end.value.code == 0 and capsys.readouterr().out == f"detjax {detjax.__version__}\n"
+    assert (Path(detjax.__file__).parent / "py.typed").is_file()
+
+
+@pytest.mark.slow
+def test_a_wheel_runs_without_the_source_tree(tmp_path):
+    """Built, unpacked elsewhere and run there: the same digest, and all data files."""
+    source, site = tmp_path / "source", tmp_path / "site"
+    root = Path(detjax.__file__).parents[1]
+    shutil.copytree(root / "detjax", source / "detjax")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(root / name, source)
+    options = ["--no-deps", "--quiet", "--disable-pip-version-check"]
+    pip = [sys.executable, "-m", "pip"]
+    wheels = [*options, "--no-build-isolation", "--wheel-dir", str(tmp_path), str(source)]
+    subprocess.run([*pip, "wheel", *wheels], check=True)
+    (wheel,) = tmp_path.glob(f"detjax-{detjax.__version__}-*.whl")
+    subprocess.run([*pip, "install", *options, "--target", str(site), str(wheel)], check=True)
+    shutil.rmtree(source)
+
+    def run(folder: Path) -> dict:
+        script = (
+            "import sys, detjax\n"
+            f"assert detjax.__file__.startswith({str(folder)!r}), detjax.__file__\n"
+            "from detjax.generate import main\n"
+            "argv = ['--prompt', '17+26=', '--max-tokens', '4', '--format', 'jsonl']\n"
+            "sys.exit(main([*argv, '--cache-dir', 'none']))\n"
+        )
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", script], capture_output=True, text=True, cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(folder)},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    assert run(site) == run(root)
+    assert (site / "detjax" / "py.typed").is_file()
+    names = {str(path.relative_to(site)) for path in site.glob("detjax/**/*") if path.is_file()}
+    mine = {str(path.relative_to(root)) for path in root.glob("detjax/**/*") if path.is_file()}
+    assert {n for n in names ^ mine if "__pycache__" not in n} == set()
 
 
 def test_help_explains_every_option_and_does_not_start_jax():

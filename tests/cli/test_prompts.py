@@ -42,6 +42,16 @@ def test_json_lines_hold_prompts_or_messages(texts, toy, tmp_path):
     assert texts(*argv, chat_template=toy.template) == expected
 
 
+def test_what_is_written_out_is_a_control_token_only_if_asked_for(command, capsys, toy):
+    ids = {}
+    for option in ((), ("--control-tokens",)):
+        argv = ("--prompt", "a</s>", "--format", "jsonl", "--max-tokens", "1", *option)
+        assert command(*argv) == errors.OK
+        ids[option] = json.loads(capsys.readouterr().out)["prompt_token_ids"]
+    assert ids[()] == [256, *(i for c in "a</s>" for i in toy.ids_of(c))]
+    assert ids["--control-tokens",] == [256, *toy.ids_of("a"), toy.end]
+
+
 def set_stdin(monkeypatch, content: bytes) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
 
@@ -65,6 +75,9 @@ def test_a_dash_reads_standard_input_without_its_last_line_end(texts, monkeypatc
         ("p.jsonl", b'{"prompt": ""}', "p.jsonl line 1 is empty"),
         ("p.jsonl", b'{"prompt": "\\ud800"}', "line 1 is not valid UTF-8"),
         ("p.jsonl", b'{"prompt": "a", "seed": 3}', "has `seed`, but sampling is the same"),
+        ("p.jsonl", b"[" * 100_000, "p.jsonl line 1 is not JSON"),
+        ("p.jsonl", b'{"prompt": ' + b"9" * 5000 + b"}", "p.jsonl line 1 is not JSON"),
+        ("p.txt", b"a\n" + b"x" * (2**23 + 1), "p.txt line 2 has more than 8388608 bytes"),
         ("p.jsonl", b'{"messages": []}', "`messages` is empty"),
         ("p.jsonl", b'{"messages": "a"}', "must be a list of objects"),
         ("p.jsonl", b'{"messages": [{"role": "user"}]}', "p.jsonl line 1: "),
@@ -76,6 +89,22 @@ def test_a_bad_line_of_a_prompts_file_is_named(command, capsys, tmp_path, name, 
     assert command("--prompts-file", str(path)) == errors.BAD_INPUT
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and says in err
+
+
+def test_a_prompt_that_never_ends_is_given_up(command, capsys, monkeypatch, tmp_path):
+    with open("/dev/zero", "rb") as endless:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(endless))
+        assert command("--prompt", "-") == errors.BAD_INPUT
+    assert "standard input has more than 8388608 bytes" in capsys.readouterr().err
+    (tmp_path / "p.txt").symlink_to("/dev/zero")
+    assert command("--prompts-file", str(tmp_path / "p.txt")) == errors.BAD_INPUT
+    assert "p.txt line 1 has more than 8388608 bytes" in capsys.readouterr().err
+
+
+def test_closed_standard_input_is_named(command, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    assert command("--prompt", "-") == errors.BAD_INPUT
+    assert "standard input, which is closed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

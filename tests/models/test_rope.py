@@ -12,7 +12,14 @@ from safetensors.numpy import load_file
 
 from detjax.models.config import RopeConfig, RopeKind
 from detjax.models.hf_config import config_from_hf, load_config
+from detjax.models.loading import place_model
 from detjax.models.rope import DECIMAL_DIGITS, PI, inverse_frequencies, rope_tables
+from detjax.models.weights import random_params
+from detjax.numerics import NumericsProfile
+from detjax.pallas_kernels.backend import Backend
+from detjax.parallel.mesh import make_mesh
+from detjax.testing import assert_bitwise_equal
+from detjax.testing.dummies import dummy_config, dummy_model
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 CASES = sorted(folder.name for folder in (GOLDEN / "hf").iterdir() if folder.is_dir())
@@ -101,6 +108,21 @@ def test_control_float32_angles_are_thousands_of_ulp_off():
     )
     in_float32 = np.cos(np.float32(131071) * frequencies)
     assert error_in_ulp(in_float32, cos[-1].astype(np.float64)) > 1000
+
+
+def test_a_model_makes_tables_for_what_is_used_of_its_context():
+    """A context of 10**12 would take for ever; the positions that are used keep their bits."""
+    absurd, mesh = dummy_config(num_layers=1, max_len=10**12), make_mesh(1, 1)
+    short = place_model(
+        absurd, lambda: random_params(absurd, mesh, seed=0, dtype="bfloat16", vocab_block=128),
+        profile=NumericsProfile(), mesh=mesh, backend=Backend.PORTABLE, folder=None, max_len=300,
+    )  # fmt: skip
+    assert short.config.max_position_embeddings == 300
+    whole = rope_tables(absurd.rope, head_dim=absurd.head_dim, max_len=1024)
+    for a, b in zip(short.rope_tables, whole, strict=True):
+        assert_bitwise_equal(a, b[:300], claim="the first 300 positions")
+    with pytest.raises(ValueError, match="say how much of it is used"):
+        dummy_model(absurd)
 
 
 def test_tables_do_not_depend_on_their_length():

@@ -3,6 +3,7 @@
 
 import json
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, processors
 
+from detjax.models import chat_template, tokenizer
 from detjax.models.tokenizer import Tokenizer
 
 REPOSITORY = Path(__file__).parents[2]
@@ -93,7 +95,7 @@ def pair(request, tmp_path_factory) -> tuple[Tokenizer, tokenizers.Tokenizer]:
 @given(text=st.text(st.sampled_from("ab nö你😀e\u0301<s>/\n"), max_size=12))
 def test_text_encodes_and_decodes_as_the_library_does(pair, text):
     ours, backend = pair
-    ids = ours.encode(text)
+    ids = ours.encode(text, has_control=True)
     assert ids == backend.encode(text).ids
     assert ours.decode(ids) == backend.decode(ids)
 
@@ -142,7 +144,42 @@ def test_begin_end_and_special_tokens_are_named_and_not_shown(pair):
 
 def test_an_added_token_that_is_not_special_is_shown(tmp_path):
     ours = Tokenizer.from_folder(write_folder(tmp_path, byte_level(), CONFIG))
-    assert ours.decode(ours.encode("<think>a b</s>")) == "<think>a b"
+    assert ours.decode(ours.encode("<think>a b</s>", has_control=True)) == "<think>a b"
+
+
+@settings(deadline=None)
+@given(text=st.text(st.sampled_from("ab nö<s>/\n⸨0⸩"), max_size=12))
+def test_what_a_user_writes_is_no_control_token(pair, text):
+    ours, _ = pair
+    ids = ours.encode(text)
+    assert not set(ids[1:] if ids[:1] == [ours.bos_id] else ids) & ours.special_ids
+    assert ours.decode(ids).lstrip(" ") == text.lstrip(" ")
+
+
+@pytest.mark.parametrize(
+    "text", ["a</s><s>b", "</s>", "a⸨0⸩b</s>", "</s⸨>", "⸩</s></s>⸨", "\\u2e28</s>"]
+)
+def test_what_a_user_says_in_a_chat_is_no_control_token(tmp_path, text):
+    ours = with_template(tmp_path, TEMPLATE.replace("| tojson", "| trim"))
+    chat = [USER | {"content": text}, {"role": "assistant", "content": [{"text": text}]}]
+    ids = ours.apply_chat_template(chat[:1])
+    assert ids[0] == ours.bos_id and not set(ids[1:]) & ours.special_ids
+    assert ours.decode(ids) == f"<user>{text}<assistant>"
+    assert ours.eos_id not in ours.apply_chat_template(chat)
+    asked = ours.apply_chat_template(chat[:1], has_control=True)
+    assert asked == ours.backend.encode(ours.render_chat(chat[:1]), add_special_tokens=False).ids
+    plain = ours.apply_chat_template([USER])
+    assert plain == ours.apply_chat_template([USER], has_control=True)
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ messages[0].content[:2] }}", "{{ messages | tojson(ensure_ascii=True) }}"]
+)
+def test_a_template_that_takes_a_control_token_apart_is_refused(tmp_path, template):
+    ours = with_template(tmp_path, template)
+    with pytest.raises(ValueError, match=r"takes apart a text with control tokens such as '</s>'"):
+        ours.apply_chat_template([USER | {"content": "</s>"}])
+    assert ours.apply_chat_template([USER | {"content": "ab"}])
 
 
 def test_ids_that_no_token_has_are_not_shown(pair):
@@ -241,7 +278,110 @@ def test_a_chat_that_cannot_be_rendered_says_why(tmp_path, template, messages, s
         with_template(tmp_path, template).apply_chat_template(messages)
 
 
+@pytest.fixture
+def short_limits(monkeypatch):
+    monkeypatch.setattr(chat_template, "RENDER_S", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{{ 10 ** 100000000 % 7 }}", "took more than 1 s"),  # folded when it is compiled
+        ("{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}", "1 s"),
+        ("{{ 'x' * 10 ** 10 }}", "refuses the messages"),
+        ("{{ 'x' * 2 ** 26 }}", "gave 67108864 characters, more than 33554432"),
+        ("{{ [0] * 10 ** 9 }}", "refuses the messages"),
+        ("{{ 'x' | random }}", "No filter named 'random'"),
+        ("{{ lipsum() }}", "'lipsum' is undefined"),
+        ("{{ cycler.__init__.__globals__.os.environ }}", "refuses the messages"),
+    ],
+)
+def test_a_template_that_would_take_for_ever_is_stopped(tmp_path, template, says, short_limits):
+    ours = with_template(tmp_path, template)
+    since_s = time.monotonic()
+    with pytest.raises(ValueError, match=says):
+        ours.apply_chat_template([USER])
+    assert time.monotonic() - since_s < 20
+    # The next one is another process, or the same one, and works.
+    assert with_template(tmp_path, "{{ messages[0].content }}").render_chat([USER]) == "ö & <b>"
+
+
+def test_a_process_of_a_template_is_used_again_and_bounded():
+    template = "{{ messages | length }}"
+    texts = [chat_template.render_template(template, {"messages": [USER] * i}) for i in range(9)]
+    assert texts == [str(i) for i in range(9)]
+    (process,) = chat_template._renderer(template)._processes
+    assert process.poll() is None
+    limits = Path(f"/proc/{process.pid}/limits")
+    if limits.exists():
+        (line,) = [row for row in limits.read_text().splitlines() if "address space" in row]
+        assert str(chat_template.MEMORY_BYTES) in line
+        environ = Path(f"/proc/{process.pid}/environ").read_text().split("\0")
+        names = {entry.partition("=")[0] for entry in environ if entry}
+        assert names <= set(chat_template._KEPT_VARIABLES)
+    process.kill()  # as the system may do where memory is short
+    with pytest.raises(ValueError, match="its process ended with -9"):
+        chat_template.render_template(template, {"messages": []})
+    assert chat_template.render_template(template, {"messages": []}) == "0"
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{% if %}", "syntax error"),
+        ("{{ " + "(" * 20_000 + " }}", "nested too deeply"),
+        ("x" * (2**20 + 1), "has 1048577 characters, more than 1048576"),
+    ],
+)
+def test_a_template_that_cannot_be_read_is_refused_with_the_folder(tmp_path, template, says):
+    with pytest.raises(ValueError, match=f"tokenizer_config.json: .*{says}"):
+        with_template(tmp_path, template)
+
+
 # ------------------------------------------------------------------------------------- broken files
+
+
+def grown(part: str, value: object) -> tokenizers.Tokenizer:
+    values = json.loads(byte_fallback().to_str())
+    return tokenizers.Tokenizer.from_str(json.dumps(values | {part: value}))
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        ("normalizer", {"type": "Replace", "pattern": {"String": "a"}, "content": "b" * 17}),
+        ("normalizer", {"type": "Prepend", "prepend": "b" * 17}),
+        (
+            "normalizer",
+            {
+                "type": "Sequence",
+                "normalizers": [
+                    {"type": "Replace", "pattern": {"String": "a"}, "content": "aaaaa"},
+                ]
+                * 2,
+            },
+        ),
+        (
+            "post_processor",
+            {
+                "type": "TemplateProcessing",
+                "single": [{"Sequence": {"id": "A", "type_id": 0}}] * 17,
+                "pair": [],
+                "special_tokens": {},
+            },
+        ),
+    ],
+)
+def test_a_tokenizer_that_makes_a_text_many_times_as_long_is_refused(tmp_path, part, value):
+    with pytest.raises(ValueError, match="makes a text (17|25) times as long"):
+        Tokenizer.from_folder(write_folder(tmp_path, grown(part, value), CONFIG))
+
+
+def test_files_that_are_too_long_are_not_read(tmp_path, monkeypatch):
+    write_folder(tmp_path, byte_level(), CONFIG)
+    monkeypatch.setattr(tokenizer, "MOST_FILE_BYTES", 10)
+    with pytest.raises(ValueError, match="tokenizer.json has more than 10 bytes"):
+        Tokenizer.from_folder(tmp_path)
 
 
 def test_a_missing_tokenizer_names_the_file_and_the_fix(tmp_path):
@@ -259,6 +399,14 @@ def test_a_missing_tokenizer_names_the_file_and_the_fix(tmp_path):
         ("tokenizer_config.json", '{"bos_token": 7}', "7 is not a token"),
         ("tokenizer_config.json", '{"chat_template": "{% if %}"}', "syntax error"),
         ("tokenizer_config.json", '{"chat_template": 7}', "must be text"),
+        ("tokenizer_config.json", '{"chat_template": [7]}', r"tokenizer_config\.json is malformed"),
+        ("tokenizer_config.json", '{"chat_template": [{"a": 7}]}', r"config\.json is malformed"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": 7}', r"config\.json is malformed"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"1": {}}}', r"json is malformed"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"x": "<s>"}}', r"'x'"),
+        ("tokenizer_config.json", '{"extra_special_tokens": 7}', r"config\.json is malformed"),
+        ("tokenizer_config.json", "[" * 100_000, r"tokenizer_config\.json is not JSON"),
+        ("tokenizer_config.json", '{"bos_token": "\\ud800"}', r"ud800"),
         (
             "tokenizer_config.json",
             '{"added_tokens_decoder": {"900": {"content": "<x>"}}}',
@@ -300,7 +448,7 @@ def test_published_tokenizers_give_their_golden_ids_and_texts(name, tmp_path):
     ours = Tokenizer.from_folder(source)
     texts = json.loads((GOLDEN / f"tokens_{name}.json").read_text(encoding="utf-8"))["texts"]
     for row in texts.values():
-        assert ours.encode(row["text"]) == row["ids"]
+        assert ours.encode(row["text"], has_control=True) == row["ids"]
         if name == "qwen3":  # of llama3 there is no config, which names its special tokens
             assert ours.decode(row["ids"]) == row["decoded_skipping_special_tokens"]
 
@@ -311,7 +459,9 @@ def test_the_chat_template_of_qwen3_gives_its_golden_texts_and_ids():
     for row in chats.values():
         options = {"messages": row["messages"], "variables": row["arguments"]}
         assert ours.render_chat(**options) == row["text"]
-        assert ours.apply_chat_template(**options) == row["ids"]
+        assert ours.apply_chat_template(**options, has_control=True) == row["ids"]
+        is_plain = not ours.control.search(json.dumps(options))
+        assert (ours.apply_chat_template(**options) == row["ids"]) == is_plain
 
 
 def test_a_copy_of_the_stories_tokenizer_round_trips(tmp_path):

@@ -526,6 +526,63 @@ def test_damaged_file_is_refused(tmp_path, damage):
         load(tmp_path)
 
 
+HEADER = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+
+
+def header_of(shape: list, *offsets: int) -> str:
+    return json.dumps(HEADER | {"shape": shape, "data_offsets": offsets})
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        f'{{"a": {header_of([2], 0, 8)}, "b": {header_of([2], 0, 8)}}}',  # one on the other
+        f'{{"a": {header_of([2], 0, 8)}, "b": {header_of([2], 4, 12)}}}',
+        f'{{"a": {header_of([2], 8, 16)}}}',  # a hole before it
+        f'{{"a": {header_of([2], 8, 0)}}}',
+        f'{{"a": {header_of([2**62, 2**62], 0, 8)}}}',
+        f'{{"a": {header_of([2**70], 0, 8)}}}',
+        f'{{"a": {header_of([-2], 0, 8)}}}',
+        f'{{"a": {header_of([2], 0, 2**64)}}}',
+        f'{{"a": {header_of([2], 0, 8)}, "a": {header_of([2], 0, 8)}}}',  # safetensors takes it
+        f'{{"a": {header_of([0], 0, 0)}, "a": {header_of([2], 0, 8)}}}',
+        "[" * 100_000,
+    ],
+)
+def test_absurd_headers_are_refused(tmp_path, header):
+    content = len(header).to_bytes(8, "little") + header.encode() + bytes(8)
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(ValueError, match=r"model.safetensors is damaged.*download it again"):
+        load(tmp_path)
+
+
+def test_a_header_that_is_longer_than_any_file_is_refused(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes((2**63).to_bytes(8, "little") + b"{}")
+    with pytest.raises(ValueError, match=r"model.safetensors is damaged"):
+        load(tmp_path)
+
+
+def test_a_tensor_in_two_files_is_refused(tmp_path):
+    write_folder(tmp_path, random_tensors(CONFIG), num_files=2)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    name, file = next(iter(index["weight_map"].items()))
+    (other,) = set(index["weight_map"].values()) - {file}
+    tensors = load_file(tmp_path / other)
+    save_file(tensors | {name: load_file(tmp_path / file)[name]}, tmp_path / other)
+    with pytest.raises(ValueError, match=f"both hold {name!r}"):
+        load(tmp_path)
+
+
+def test_files_that_are_links_load_as_in_hugging_faces_cache(tmp_path):
+    blobs, folder = tmp_path / "blobs", tmp_path / "snapshots" / "main"
+    blobs.mkdir()
+    write_folder(blobs, random_tensors(CONFIG), num_files=2)
+    folder.mkdir(parents=True)
+    for path in blobs.iterdir():
+        (folder / path.name).symlink_to(Path("../../blobs") / path.name)
+    assert set(load(folder)) == set(load(blobs))
+
+
 def test_missing_shard_file_is_refused(tmp_path):
     write_folder(tmp_path, random_tensors(CONFIG), num_files=3)
     (tmp_path / "model-00002-of-00003.safetensors").unlink()
@@ -540,6 +597,9 @@ def test_missing_shard_file_is_refused(tmp_path):
         ("{}", "index.json is not a safetensors index"),
         ('{"weight_map": 3}', "index.json is not a safetensors index"),
         ('{"weight_map": {"a": "../a.safetensors"}}', r"names '../a.safetensors', which is not a"),
+        ('{"weight_map": {"a": "/etc/passwd"}}', r"names '/etc/passwd', which is not a"),
+        ('{"weight_map": {"a": "b/../../c"}}', r"names 'b/../../c', which is not a"),
+        ("[" * 100_000, "index.json is not a safetensors index"),
         ('{"weight_map": {"a": 1}}', "names 1, which is not a file in the same folder"),
     ],
 )
@@ -694,8 +754,17 @@ def test_checkpoint_of_another_model_or_dtype_is_refused(tmp_path):
     with pytest.raises(ValueError, match="holds a checkpoint already"):
         save_params(tmp_path, params, CONFIG, mesh, vocab_block=BLOCK)
     facts = tmp_path / "detjax_params.json"
-    facts.write_text(facts.read_text().replace('"format": 1', '"format": 2'))
-    with pytest.raises(ValueError, match=r"has format=2 but 1 is asked for"):
+    text = facts.read_text()
+    facts.write_text(text.replace('"format": 2', '"format": 1'))
+    with pytest.raises(ValueError, match=r"has format=1 but 2 is asked for"):
+        restore()
+    facts.write_text(text)
+    restore()
+    largest = max((tmp_path / "params").rglob("*"), key=lambda path: path.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 1
+    largest.write_bytes(content)
+    with pytest.raises(ValueError, match="is damaged: its bytes are not those that were saved"):
         restore()
     facts.write_text("{}")
     with pytest.raises(ValueError, match=r"detjax_params.json is damaged"):

@@ -3,7 +3,9 @@
 
 import functools
 import json
+import os
 import runpy
+import shutil
 import socket
 import subprocess
 import sys
@@ -14,12 +16,15 @@ from pathlib import Path
 
 import pytest
 
+import detjax
+from detjax.models.bundled import bundled_model_path
 from detjax.parallel import watch as watching
 from detjax.parallel.distributed import JobSpec, find_job
 from detjax.parallel.mesh import devices_of_process
 from detjax.parallel.watch import connect
 
 WORKER = Path(__file__).with_name("worker.py")
+PACKAGE = Path(detjax.__file__).parent
 PROMPTLY_S = 20
 
 
@@ -146,6 +151,163 @@ def test_a_process_that_ends_too_early_is_named(pair):
     with first.working():
         assert ended.wait(10)
     assert "error: process 1 ended while others still had work to do; process 0 ends" in said
+
+
+def test_a_process_whose_main_thread_hangs_is_named(pair):
+    """Its beats go on, its progress does not."""
+    first, second, said, ended = pair(BEAT_S=0.02, STALL_S=0.4)
+    with first.working(), second.working():
+        for _ in range(40):  # longer than STALL_S
+            first.progress(), second.progress()
+            time.sleep(0.02)
+        assert not ended.is_set()
+        first.progress()
+        assert ended.wait(10)
+    assert "error: process 1 hangs: no progress for 0 s, the others wait for it" in said[0]
+
+
+def test_who_tells_of_no_progress_may_work_as_long_as_it_takes(pair):
+    first, second, said, ended = pair(BEAT_S=0.02, STALL_S=0.1)
+    with first.working(), second.working():
+        assert not ended.wait(0.4)
+        first.progress()
+    assert not ended.wait(0.4)  # nobody works
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (b"what?\n", "process 1 sent no message of a job"),
+        (b"[" * 3000 + b"\n", "process 1 sent no message of a job"),
+        (b'{"fact": {}}\n', "process 1 sent no message of a job"),
+        (b"7\n", "process 1 sent no message of a job"),
+        (b"x" * 200_000, "process 1 sent a line of more than 4096 bytes"),
+    ],
+)
+def test_a_line_that_is_no_message_ends_the_job_and_is_named(pair, line, says):
+    first, second, said, ended = pair()
+    second._links[0].sendall(line)
+    assert ended.wait(10)
+    assert says in said[0]
+
+
+def test_facts_that_were_compared_are_forgotten(pair):
+    first, second, said, ended = pair()
+    for i in range(100):
+        first.check_same("turns", str(i))
+        second.check_same("turns", str(i))
+    until_s = time.monotonic() + 10
+    while first._facts and time.monotonic() < until_s:
+        time.sleep(0.01)
+    assert not first._facts and not said
+
+
+def joining(port: int, process_id: int, num_processes: int, *, join_s: float = 10.0):
+    """What a process does first; its watch must be closed."""
+    return connect(
+        process_id, num_processes, host="localhost", port=port, join_s=join_s,
+        announcement="4711", say=print, end=lambda code: None,
+    )  # fmt: skip
+
+
+def visit(port: int) -> socket.socket:
+    """Connect as soon as somebody listens."""
+    until_s = time.monotonic() + 10
+    while True:
+        try:
+            return socket.create_connection(("localhost", port), timeout=10)
+        except ConnectionRefusedError:
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
+
+
+def test_probes_and_silent_connections_delay_no_job():
+    port = free_port()
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(joining, port, 0, 2)
+        visitors = [visit(port) for _ in range(4)]
+        visitors[0].sendall(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n")
+        visitors[1].sendall(b"x" * 10_000)
+        visitors[2].close()
+        visitors[3].sendall(b"detjax-jo")  # and nothing more
+        since_s = time.monotonic()
+        second = pool.submit(joining, port, 1, 2)
+        (watch, _), (other, announced) = first.result(10), second.result(10)
+        assert time.monotonic() - since_s < watching.HELLO_S
+    for each in (watch, other, *visitors):
+        each.close()
+    assert announced == "4711"
+
+
+def test_who_says_nothing_is_sent_away(monkeypatch):
+    monkeypatch.setattr(watching, "HELLO_S", 0.1)
+    port = free_port()
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(joining, port, 0, 2, join_s=1.0)
+        with visit(port) as visitor:
+            assert visitor.recv(1) == b""
+        with pytest.raises(TimeoutError, match=r"\[1\] did not come to port \d+; 1 others did"):
+            first.result(10)
+
+
+def test_other_numbers_of_processes_are_told_apart():
+    port = free_port()
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(joining, port, 0, 2)
+        second = pool.submit(joining, port, 2, 3)
+        with pytest.raises(ValueError, match="process 2 was started with --num-processes 3"):
+            first.result(10)
+        with pytest.raises(TimeoutError, match="went away before all had come"):
+            second.result(10)
+
+
+def test_a_port_of_something_else_is_named():
+    with socket.create_server(("localhost", 0)) as server, ThreadPoolExecutor() as pool:
+        port = server.getsockname()[1]
+        second = pool.submit(joining, port, 1, 2)
+        link, _ = server.accept()
+        link.sendall(b"HTTP/1.1 400 Bad Request\r\n")
+        with pytest.raises(ValueError, match=f"localhost:{port} answers, but not as process 0"):
+            second.result(10)
+        link.close()
+
+
+@pytest.mark.parametrize(
+    "what",
+    ["code of detjax", "files of the model", pytest.param("settings", marks=pytest.mark.slow)],
+)
+def test_processes_that_run_something_else_are_refused(tmp_path, what):
+    """The whole command, process 1 with other code, weights or options."""
+    model, code = tmp_path / "model", tmp_path / "code"
+    shutil.copytree(bundled_model_path(), model)
+    options = [["--model", str(bundled_model_path())] for _ in range(2)]
+    paths = [PACKAGE.parent, PACKAGE.parent]
+    if what == "files of the model":
+        weights = bytearray((model / "model.safetensors").read_bytes())
+        weights[-1] ^= 1
+        (model / "model.safetensors").write_bytes(weights)
+        options[1] = ["--model", str(model)]
+    elif what == "settings":
+        options[1] += ["--stop", "x"]
+    else:
+        shutil.copytree(PACKAGE, code / "detjax", ignore=shutil.ignore_patterns("__pycache__"))
+        norm = code / "detjax" / "models" / "layers.py"
+        norm.write_text(norm.read_text() + "\n# another eps\n")
+        paths[1] = code
+    job = ["--prompt", "17+26=", "--max-tokens", "2", "--tp", "2", "--num-processes", "2",
+           "--coordinator", f"localhost:{free_port()}"]  # fmt: skip
+    command = [sys.executable, "-P", "-m", "detjax.generate", *job, "--process-id"]
+    processes = [
+        subprocess.Popen(
+            [*command, str(i), *options[i]],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(paths[i])},
+        )
+        for i in range(2)
+    ]  # fmt: skip
+    (code, out, err), _ = finish(processes)
+    assert code == 1 and out == "", err
+    assert f"error: process 1 was given other {what} than process 0; process 0 ends" in err
 
 
 def test_a_silent_process_is_named(pair, monkeypatch):

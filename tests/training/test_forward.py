@@ -147,6 +147,10 @@ def test_control_plain_jax_has_other_bits(model_named, completions, plain_logpro
 def test_bad_input_is_refused_by_name(model_named):
     with pytest.raises(ValueError, match="sequence 1 has 1 tokens"):
         Scorer(model_named("tied")).logprobs([(1, 2), (3,)])
+    for unknown in (320, -1, 2**40):
+        with pytest.raises(ValueError, match=f"sequence 1 has token id {unknown}; .* 0 to 319"):
+            Scorer(model_named("tied")).logprobs([(1, 2), (3, unknown, 4)])
+    assert Scorer(model_named("tied")).logprobs([]) == []
     with pytest.raises(ValueError, match="first token's weight 0.5 must be 0"):
         Scored(token_ids=(1, 2), weights=(0.5, 1.0))
     with pytest.raises(ValueError, match="3 tokens with 2 weights"):

@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The whole loop: zero KL with the canonical rollout, not zero with the fast one."""
 
+import importlib
 import json
+import shutil
+import sys
 
 import numpy as np
 import pytest
 
+from detjax.models.bundled import bundled_model_path
 from detjax.testing import assert_bitwise_equal
+from detjax.training import grpo
+from detjax.training.checkpoint import restore_state, save_state
 from detjax.training.grpo import BAD_INPUT, OK, main
 from detjax.training.policy_gradient import BatchSizes, advantages, divergence
 from detjax.training.tasks import Arithmetic, Gsm8k, Problem
@@ -53,6 +59,13 @@ def test_a_resumed_run_has_the_bits_of_one_without_a_stop(tmp_path):
         return [{k: v for k, v in row.items() if not k.endswith("_s")} for row in rows]
 
     assert facts(first) + facts(rest) == facts(whole)
+    # Into the --out of the first part: both parts stand there, and once only.
+    again = [*command, "--steps", "2", "--out", str(first), "--resume", saved]
+    assert main(again) == OK
+    assert facts(first) == facts(whole)
+    assert [run["first_step"] for run in json.loads((first / "runs.json").read_text())] == [0, 1]
+    assert main(again) == BAD_INPUT
+    assert facts(first) == facts(whole)
 
 
 @pytest.mark.parametrize(
@@ -127,6 +140,114 @@ def test_gsm8k_rewards_the_final_number(tmp_path):
     path.write_text('{"question": "Q", "answer": "no number"}\n')
     with pytest.raises(ValueError, match="line 1: the answer has no final"):
         Gsm8k(path)
+
+
+def test_a_save_folder_that_is_taken_is_refused_before_anything_is_loaded(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(grpo, "load_model", None)  # not callable
+    (tmp_path / "step3-seed0" / "state").mkdir(parents=True)
+    argv = [*TINY, "--rollout", "fast", "--steps", "3", "--save"]
+    assert main([*argv, str(tmp_path)]) == BAD_INPUT
+    assert "step3-seed0 holds a training state already" in capsys.readouterr().err
+    (tmp_path / "file").write_text("")
+    assert main([*argv, str(tmp_path / "file")]) == BAD_INPUT
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """What a command shares between its runs, given --problems and perhaps --model."""
+    problems = tmp_path_factory.mktemp("problems") / "p.jsonl"
+
+    def prepare(answer: str, *argv: str):
+        rows = [{"question": f"{i}", "answer": f"#### {answer}"} for i in range(10)]
+        problems.write_text("\n".join(map(json.dumps, rows)))
+        argv = (*TINY, "--rollout", "invariant", "--rollout-tp", "1", *argv)
+        args = grpo.parse_args([*argv, "--task", "gsm8k", "--problems", str(problems)])
+        return grpo.prepare(args)
+
+    return prepare
+
+
+def test_a_run_is_not_continued_with_other_problems_or_another_model(prepared, tmp_path):
+    setup = prepared("1")
+    state = setup.trainer.init()
+    save_state(tmp_path / "a", state, facts=setup.facts("invariant", 0))
+    restore_state(tmp_path / "a", setup.trainer, facts=setup.facts("invariant", 0))
+    with pytest.raises(ValueError, match="has problems_sha256="):
+        restore_state(tmp_path / "a", setup.trainer, facts=prepared("2").facts("invariant", 0))
+    folder = tmp_path / "model"
+    shutil.copytree(bundled_model_path(), folder)
+    weights = bytearray((folder / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (folder / "model.safetensors").write_bytes(weights)
+    other = prepared("1", "--model", str(folder))
+    with pytest.raises(ValueError, match="has model_sha256="):
+        restore_state(tmp_path / "a", other.trainer, facts=other.facts("invariant", 0))
+
+
+def test_resuming_keeps_the_rows_that_are_there(tmp_path):
+    row = {"rollout": "invariant", "seed": 0, "step": 4, "kl": 0.0, "reward": 1.0}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    grpo._check_rows(tmp_path, "invariant", 0, first_step=5)
+    grpo._check_rows(tmp_path, "invariant", 1, first_step=0)
+    grpo._check_rows(None, "invariant", 0, first_step=0)
+    with pytest.raises(ValueError, match="has rows up to step 4 .* go on with step 4; give"):
+        grpo._check_rows(tmp_path, "invariant", 0, first_step=4)
+    (tmp_path / "rows.jsonl").write_text('{"rollout": 1}\n')
+    with pytest.raises(ValueError, match="rows.jsonl, line 1: not a row"):
+        grpo._check_rows(tmp_path, "invariant", 0, first_step=4)
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "is_right"),
+    [
+        ("1234567", "#### 1234568", False),  # alike in six digits
+        ("1234567", "#### 1,234,567", True),
+        ("12345678901234567890", "#### 12345678901234567891", False),  # alike as float64
+        ("0.1", "#### 0.1000", True),
+        ("0.1", "#### .1", True),
+        ("-3", "#### -$3", True),
+        ("-3", "#### $-3", True),
+        ("0", "#### -0.0", True),
+        ("70", "#### 0070.", True),
+        ("5", "#### 5/2", False),
+        ("1", "#### 1e3", False),
+        ("12", "#### 12:30", False),
+        ("5", "#### 5\nno: #### unknown", False),  # the last one counts
+        ("3", "#### \u0663", False),  # an Arabic-Indic three
+    ],
+)
+def test_gsm8k_compares_every_digit_of_the_last_number(tmp_path, answer, text, is_right):
+    path = tmp_path / "problems.jsonl"
+    path.write_text("\n".join([json.dumps({"question": "Q", "answer": f"#### {answer}"})] * 10))
+    task = Gsm8k(path)
+    problem = task.held_out[0]
+    assert task.reward(problem, f"#### {answer}") == 1.0
+    assert task.reward(problem, text) == float(is_right)
+
+
+def test_gsm8k_reads_line_separators_inside_a_text(tmp_path):
+    path = tmp_path / "problems.jsonl"
+    row = {"question": "a\u2028b\u0085c\x0bd", "answer": "x\u2029y\n#### 7"}
+    path.write_text((json.dumps(row, ensure_ascii=False) + "\n") * 10 + "\n", encoding="utf-8")
+    assert Gsm8k(path).held_out == (
+        Problem(prompt=f"Question: {row['question']}\nAnswer:", answer="7"),
+    )
+    path.write_text('{"question": 7, "answer": "#### 7"}\n')
+    with pytest.raises(ValueError, match="line 1: .*question must be text, not 7"):
+        Gsm8k(path)
+    path.write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="line 1: not a GSM8K problem"):
+        Gsm8k(path)
+
+
+def test_without_optax_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "optax", None)  # as if it were not installed
+    monkeypatch.delitem(sys.modules, "detjax.training.extras")
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'detjax\[train\]'"):
+        importlib.import_module("detjax.training.extras")
 
 
 def test_sizes_are_checked():

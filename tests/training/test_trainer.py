@@ -12,7 +12,7 @@ import pytest
 from detjax.parallel.mesh import make_mesh
 from detjax.testing import assert_bitwise_equal, assert_order_sensitive
 from detjax.testing.dummies import dummy_config, dummy_model
-from detjax.training.batch import pack
+from detjax.training.batch import Scored, pack
 from detjax.training.checkpoint import ARRAYS, FACTS, restore_state, save_state
 from detjax.training.trainer import SubtreeSums, Trainer, TrainState, batch_leaves
 
@@ -96,6 +96,19 @@ def test_restoring_refuses_what_would_not_continue_the_run(tmp_path):
         restore_state(tmp_path / "b", trainer(), facts=FACTS_OF_RUN)
 
 
+def test_a_state_with_a_flipped_bit_is_refused(tmp_path):
+    save_state(tmp_path / "a", trainer().init(), facts=FACTS_OF_RUN)
+    largest = max((tmp_path / "a" / ARRAYS).rglob("*"), key=lambda p: p.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 1
+    largest.write_bytes(content)
+    with pytest.raises(ValueError, match="is damaged: its bytes are not those that were saved"):
+        restore_state(tmp_path / "a", trainer(), facts=FACTS_OF_RUN)
+    (tmp_path / "a" / FACTS).write_text("{")
+    with pytest.raises(ValueError, match="detjax_training.json is damaged"):
+        restore_state(tmp_path / "a", trainer(), facts=FACTS_OF_RUN)
+
+
 def test_an_update_raises_the_objective(batches):
     def value(output):
         pairs = zip(batches, output.logprobs, strict=True)
@@ -133,6 +146,9 @@ def test_sums_are_a_tree_of_runs():
 def test_bad_input_is_refused_by_name(batches):
     with pytest.raises(ValueError, match="3 microbatches are 1 leaves"):
         trainer(1, 2).step(trainer(1, 2).init(), batches[:3])
+    unknown = pack([Scored(token_ids=(1, 320), weights=(0.0, 1.0))], length=20)
+    with pytest.raises(ValueError, match="microbatch 1 has token ids from 0 to 320"):
+        trainer().step(trainer().init(), [batches[0], unknown])
     model = dummy_model(dummy_config(num_layers=1), tp=2)
     with pytest.raises(ValueError, match="load the model to be trained on a mesh with tp=1"):
         Trainer(model, optax.sgd(1.0), mesh=make_mesh(1, 1), clip_norm=1.0)
