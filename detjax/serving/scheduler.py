@@ -543,7 +543,10 @@ class Scheduler:
         for replica, samples, rows in zip(self._replicas, ready, plan.verifies, strict=True):
             samples.sort(key=lambda s: (s.closed_step, s.rank))
             samples += self._riders(replica)
-            for sample in samples[: self._config.verify_rows - len(rows)]:
+            for sample in samples:
+                if len(rows) == self._config.verify_rows:
+                    break
+                # WHY: who finds no page takes no row from the next, whose end may free one.
                 position = sample.bound - 1 + sample.num_drafts
                 if sample.state is SampleState.RUNNING and self._has_page(
                     replica, sample, position, plan
