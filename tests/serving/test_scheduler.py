@@ -359,7 +359,9 @@ def random_simulation(rng: np.random.Generator, **changes) -> Simulation:
 
 
 def add_random(simulation: Simulation, rng: np.random.Generator, **given) -> Sample:
-    kind = rng.choice(["direct"] if simulation.config.is_synchronous else ["drafted"] * 3 + ["plain"])
+    kind = rng.choice(
+        ["direct"] if simulation.config.is_synchronous else ["drafted"] * 3 + ["plain"]
+    )
     return simulation.add(
         [int(rng.integers(2)), *range(1, int(rng.integers(1, 14)))],
         most=int(rng.integers(1, 13)),
