@@ -263,6 +263,11 @@ class Engine:
                 raise ValueError(
                     f"{what} has token id {token_id}, outside the vocabulary of {vocab_size}"
                 )
+        if request.sampling.num_top_logprobs > vocab_size:
+            raise ValueError(
+                f"{what} asks for num_top_logprobs={request.sampling.num_top_logprobs}, more than "
+                f"the vocabulary of {vocab_size}"
+            )
         if request.is_deterministic and self._config.mode == "fast":
             raise ValueError(
                 f"{what} is to be deterministic, and mode 'fast' makes no claim; use 'dvr' or "
