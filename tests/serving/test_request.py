@@ -115,8 +115,8 @@ def test_a_value_of_another_type_is_named_when_it_is_given(untyped, name, value,
 def test_numbers_of_numpy_are_taken_for_those_of_python(untyped):
     of_numpy = SamplingParams(
         max_tokens=np.int64(5), temperature=np.float32(0.5), top_k=np.uint8(3),
-        top_p=np.float64(0.5), min_p=np.int32(0), seed=np.uint64(2**64 - 1), n=np.int16(2), num_top_logprobs=np.int32(1),
-        stop_token_ids=np.array([4, 5], np.int32),
+        top_p=np.float64(0.5), min_p=np.int32(0), seed=np.uint64(2**64 - 1), n=np.int16(2),
+        num_top_logprobs=np.int32(1), stop_token_ids=np.array([4, 5], np.int32),
     )  # fmt: skip
     plain = SamplingParams(
         max_tokens=5, temperature=0.5, top_k=3, top_p=0.5, min_p=0.0, seed=2**64 - 1, n=2,

@@ -34,7 +34,7 @@ def gumbel_scores(logits, temperature, key, *, first_token_id) -> jax.Array:
         offset = first_ref[0] + pl.program_id(1) * COLS
         token_ids = offset + lax.broadcasted_iota(jnp.int32, (ROWS, COLS), 1)
         bits = noise.token_bits((key0_ref[rows, :], key1_ref[rows, :]), token_ids)
-        # ROUND: the reciprocal, once a row; the product and the noise meet in one fused multiply-add.
+        # ROUND: the reciprocal, once a row; then one fused multiply-add.
         scores = x * _reciprocal(t) + noise.gumbel(bits)
         # What is impossible stays so: padding past the vocabulary cannot win.
         out_ref[...] = jnp.where((t == 0.0) | (x == -jnp.inf), x, scores)
