@@ -17,6 +17,7 @@ from detjax.serving.scheduler import (
     Plan,
     PrefillRow,
     Sample,
+    SampleError,
     SampleState,
     Scheduler,
     SchedulerConfig,
@@ -183,9 +184,14 @@ class Simulation:
         self.failed: list[tuple[Sample, str]] = []
         self.num_steps = 0
 
-    def add(self, prompt, *, most=6, is_drafted=False, is_canonical=True, priority=0) -> Sample:
+    def add(
+        self, prompt, *, most=6, is_drafted=False, is_canonical=True, priority=0, salt=""
+    ) -> Sample:
         request = Request(
-            prompt_token_ids=tuple(prompt), sampling=SamplingParams(), priority=priority
+            prompt_token_ids=tuple(prompt),
+            sampling=SamplingParams(),
+            priority=priority,
+            cache_salt=salt,
         )
         sample = self.scheduler.add(
             request,
@@ -203,9 +209,15 @@ class Simulation:
         self.num_steps += 1
         self.failed += plan.failed
         self.device.launch(plan)
+        self.scheduler.launched()
         if len(self.device.in_flight) > 1:
             self.device.retire()
         return plan
+
+    def interrupt(self) -> None:
+        """Plan, launch nothing, and begin anew."""
+        self.failed += self.scheduler.plan().failed
+        self.scheduler.restart([s for s in self.samples if s.state is not SampleState.DONE])
 
     def drain(self, most_steps: int = 3000) -> int:
         """Step until nothing is left; how many steps it took."""
@@ -312,6 +324,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.simulation.device.is_right = lambda: next(turn)
         for _ in range(count):
             self.simulation.step()
+
+    @rule()
+    def interrupt(self):
+        """A plan is made and never launched: nothing that it would have written is read."""
+        self.simulation.interrupt()
 
     @invariant()
     def slots_and_pages_are_counted(self):
@@ -546,6 +563,63 @@ def test_drafts_that_are_always_wrong_still_progress():
     simulation.drain()
     assert all(s.state is SampleState.DONE for s in samples)
     simulation.check_answers()
+
+
+def test_pages_of_a_plan_that_was_not_launched_are_not_found():
+    simulation = Simulation()
+    prompt = [1] * (3 * PAGE)
+    simulation.add(prompt)
+    simulation.scheduler.plan()
+    simulation.scheduler.restart([])
+    assert simulation.scheduler.pools[0].num_cached == 0
+    simulation.add(prompt)
+    simulation.samples.pop(0)
+    simulation.drain()  # the device checks every entry that is read
+    assert simulation.scheduler.num_prefix_tokens == 0
+    simulation.check_answers()
+    simulation.add(prompt)
+    simulation.drain()
+    assert simulation.scheduler.num_prefix_tokens == 2 * PAGE
+
+
+def test_the_queue_forgets_who_was_cancelled_while_waiting():
+    simulation = Simulation(changed(num_slots=1))
+    first = simulation.add([1] * 4, most=6)
+    simulation.step()
+    for i in range(5000):
+        simulation.scheduler.end(simulation.add([i] * 4, most=6))
+        assert len(simulation.scheduler._waiting) <= 65
+    assert simulation.scheduler.num_waiting == 0
+    simulation.samples = [first]
+    simulation.drain()
+    simulation.check_answers()
+
+
+def test_a_salt_keeps_the_prefixes_of_tenants_apart():
+    simulation = Simulation(changed(num_pages=20))
+    prefix_tokens = []
+    for salt in ("", "a", "b", "a", "b", "", "\ud800"):
+        before = simulation.scheduler.num_prefix_tokens
+        simulation.add([1] * 9, salt=salt)
+        simulation.drain()
+        prefix_tokens.append(simulation.scheduler.num_prefix_tokens - before)
+    assert prefix_tokens == [0, 0, 0, 8, 8, 8, 0]
+    simulation.check_answers()
+
+
+def test_what_a_proposal_raises_names_its_sample():
+    def propose(tokens, most):
+        if tokens[0] == 2:
+            raise ZeroDivisionError("no draft")
+        return ()
+
+    simulation = Simulation(changed(decode_steps=1, is_synchronous=True), propose=propose)
+    simulation.device.end = None
+    simulation.add([1] * 4)
+    bad = simulation.add([2] * 4)
+    with pytest.raises(SampleError) as caught:
+        simulation.drain()
+    assert caught.value.sample is bad and isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
 def test_a_window_that_finds_no_page_takes_no_row_from_one_that_has_its_own():
