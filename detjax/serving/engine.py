@@ -772,7 +772,8 @@ class Engine:
 
     def _told(self) -> list[RequestOutput]:
         """What this step has to tell: ends, then in order of arrival where samples go on."""
-        going_on = [live for sample, live in self._live.items() if sample in self._news]
+        going_on = [self._live[sample] for sample in self._news]  # few, though many may wait
+        going_on.sort(key=lambda live: (live.sample.request_id, live.sample.sample_idx))
         for live in going_on:
             self._observe_release(live)
         return [*self._outputs, *(self._output(live, None, "") for live in going_on)]
