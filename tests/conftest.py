@@ -12,6 +12,12 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 @pytest.fixture(scope="session", autouse=True)
+def eight_devices():
+    """Start JAX before a test runs the command, which would ask for devices of its own."""
+    assert len(jax.devices("cpu")) == 8
+
+
+@pytest.fixture(scope="session", autouse=True)
 def compiled_programs(tmp_path_factory):
     """Many tests compile the same programs: keep them, for this process and its time alone.
 

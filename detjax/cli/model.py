@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from detjax.cli.arguments import BUNDLED, NO_CACHE, NO_CAST, GenerateArgs
-from detjax.cli.errors import InputError, bad_input
+from detjax.cli.errors import bad_input
 from detjax.models.config import ModelConfig
 from detjax.models.tokenizer import Tokenizer
 from detjax.parallel.watch import Watch

@@ -2,6 +2,7 @@
 """The engine for programs that run on asyncio: one stream of outputs a request."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Sequence
 
 from detjax.serving.engine import Engine
@@ -15,7 +16,8 @@ class AsyncEngine:
         """Take over an engine; nothing else may step it."""
         self._engine = engine
         self._queues: dict[int, asyncio.Queue[RequestOutput | Exception]] = {}
-        self._pump: asyncio.Task | None = None
+        self._pump: asyncio.Task[Exception | None] | None = None
+        self._stepping = threading.Lock()
 
     async def stream(
         self,
@@ -24,6 +26,7 @@ class AsyncEngine:
         *,
         is_deterministic: bool = True,
         priority: int = 0,
+        cache_salt: str = "",
     ) -> AsyncIterator[RequestOutput]:
         """Yield what each step releases of a request, until all its samples have ended.
 
@@ -31,9 +34,15 @@ class AsyncEngine:
 
         Raises:
             ValueError: If the request cannot run on this engine.
+            EngineFullError: If too many wait.
+            EngineStoppedError: If an error has stopped the engine, or does so now.
         """
         request_id = self._engine.add_request(
-            prompt_token_ids, sampling, is_deterministic=is_deterministic, priority=priority
+            prompt_token_ids,
+            sampling,
+            is_deterministic=is_deterministic,
+            priority=priority,
+            cache_salt=cache_salt,
         )
         queue = self._queues[request_id] = asyncio.Queue()
         num_left = sampling.n
@@ -52,23 +61,44 @@ class AsyncEngine:
                 self._start_pump()
 
     async def drain(self) -> None:
-        """Wait until nothing is left to do."""
-        while self._engine.has_work:
-            self._start_pump()
-            assert self._pump is not None
-            await asyncio.shield(self._pump)
+        """Wait until nothing is left to do.
 
-    def _start_pump(self) -> None:
+        Raises:
+            EngineStoppedError: If an error stops the engine before that, or has stopped it.
+        """
+        while self._engine.has_work:
+            error = await asyncio.shield(self._start_pump())
+            if error is not None:
+                raise error
+
+    def _start_pump(self) -> asyncio.Task[Exception | None]:
         if self._pump is None or self._pump.done():
             self._pump = asyncio.create_task(self._run())
+        return self._pump
 
-    async def _run(self) -> None:
+    async def _run(self) -> Exception | None:
         """Step until there is no work. What breaks the engine is raised by every stream."""
+        loop = asyncio.get_running_loop()
         try:
             while self._engine.has_work:
-                for output in await asyncio.to_thread(self._engine.step):
-                    if output.request_id in self._queues:
-                        self._queues[output.request_id].put_nowait(output)
+                await asyncio.to_thread(self._step, loop)
         except Exception as error:
             for queue in self._queues.values():
                 queue.put_nowait(error)
+            return error
+        return None
+
+    def _step(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Step, and hand the outputs over.
+
+        In the thread: a pump that is cancelled while its step runs loses no output, and the next
+        one waits for its turn.
+        """
+        with self._stepping:
+            outputs = self._engine.step()
+            loop.call_soon_threadsafe(self._share, outputs)
+
+    def _share(self, outputs: Sequence[RequestOutput]) -> None:
+        for output in outputs:
+            if output.request_id in self._queues:
+                self._queues[output.request_id].put_nowait(output)

@@ -57,6 +57,7 @@ class EngineConfig:
             text, many tokens a step.
         has_prefix_cache: Share full canonical pages between requests that begin alike.
         ageing_steps: Steps of waiting that one level of priority is worth.
+        most_waiting: Most samples that wait for a slot; requests beyond it are refused.
 
     Raises:
         ValueError: If a value is out of range or does not go with another.
@@ -83,11 +84,12 @@ class EngineConfig:
     has_prompt_lookup: bool = False
     has_prefix_cache: bool = True
     ageing_steps: int = 200
+    most_waiting: int = 65_536
 
     def __post_init__(self):
         """Check every range."""
         sizes = "batch_size", "prefill_chunk", "max_len", "verify_rows", "verify_window"
-        for name in (*sizes, "decode_steps"):
+        for name in (*sizes, "decode_steps", "most_waiting"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         for name in (

@@ -7,10 +7,13 @@ decided here and in the scheduler, and none of it can change a bit of a determin
 
 import hashlib
 import itertools
+import threading
 import time
+import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,6 +25,7 @@ from detjax.serving.launcher import Launch, Launcher, ignore_compiling, places
 from detjax.serving.metrics import EngineStats
 from detjax.serving.ngram import propose_from_prompt
 from detjax.serving.request import (
+    MOST_SAMPLES,
     Completion,
     FinishReason,
     Request,
@@ -30,11 +34,12 @@ from detjax.serving.request import (
     TokenEvent,
     TopLogprobs,
 )
-from detjax.serving.sampling import is_filtered
+from detjax.serving.sampling import SamplingRows, is_filtered
 from detjax.serving.scheduler import (
     DecodeRow,
     PrefillRow,
     Sample,
+    SampleError,
     SampleState,
     Scheduler,
     SchedulerConfig,
@@ -57,9 +62,30 @@ def ignore_token(event: TokenEvent) -> bool:
     return False
 
 
+class EngineStoppedError(RuntimeError):
+    """A step failed in a way that leaves the device or the host in doubt; `Engine.reset` helps."""
+
+
+class EngineFullError(RuntimeError):
+    """More requests wait than `EngineConfig.most_waiting` allows; try again later."""
+
+
+MOST_TAKEN = MOST_SAMPLES
+"""Samples that a step takes from the inbox, so that no step is long because many ask at once."""
+
+
+class _Token(NamedTuple):
+    """A token that a step has committed and not told yet."""
+
+    position: int
+    token_id: int
+    logprob: np.float32
+    top_logprobs: TopLogprobs
+
+
 @dataclass(kw_only=True, slots=True, eq=False)
 class _Live:
-    """What the engine itself knows of a sample. `new_*` is what this step has released."""
+    """What the engine itself knows of a sample."""
 
     sample: Sample
     on_token: OnToken
@@ -67,14 +93,19 @@ class _Live:
     is_filtered: bool
     num_top: int
     arrived_s: float
+    told_len: int  # of its tokens, the prompt's included, that its consumer knows
     released_s: float = 0.0
-    new_ids: list[int] = field(default_factory=list)
-    new_logprobs: list[np.float32] = field(default_factory=list)
-    new_top: list[TopLogprobs] = field(default_factory=list)
 
     @property
     def key(self) -> str:
         return f"{self.sample.request_id}.{self.sample.sample_idx}"
+
+    @property
+    def end(self) -> FinishReason | None:
+        """Why the sample ends with what it has committed, whatever its consumer says."""
+        if self.sample.num_outputs and self.sample.tokens[-1] in self.ends:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(self.sample.tokens) >= self.sample.most_len else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,7 +121,11 @@ class _Arrival:
 class Engine:
     """Runs requests on one model.
 
-    `add_request` and `cancel` may be called from any thread; everything else from one at a time.
+    `add_request` and `cancel` may be called from any thread, and from `on_token`; everything else
+    from one thread at a time.
+
+    A call may be interrupted anywhere (Ctrl-C): the next one begins anew from what was committed,
+    and answers have the same bits. Any other exception of a step stops the engine: see `reset`.
     """
 
     def __init__(
@@ -158,11 +193,20 @@ class Engine:
             root_key=hashlib.sha256(f"{model.fingerprint} {model.config}".encode()).digest(),
             propose=propose_from_prompt if config.has_prompt_lookup else propose_nothing,
         )
-        self._inbox: deque[_Arrival | int] = deque()
+        # What is true of requests is in `_inbox`, `_cancels`, `_live`, `_news` and `_outputs`, each
+        # changed by one operation at a time; after an interrupt `_mend` makes the rest of it.
+        self._inbox: deque[_Arrival] = deque()
+        self._num_in_inbox = 0
+        self._lock = threading.Lock()  # of the two above, and of nothing that takes long
+        self._cancels: deque[int] = deque()
         self._ids = itertools.count()
         self._samples: dict[int, list[Sample]] = {}
+        self._news: dict[Sample, list[_Token]] = {}
         self._in_flight: list[Launch] = []
         self._outputs: list[RequestOutput] = []
+        self._unwanted: set[int] = set()  # requests of a `generate` that did not end
+        self._is_torn = False  # a call has begun and not ended
+        self._stopped = ""  # why
         self._weight_version = 0
 
     @property
@@ -179,15 +223,20 @@ class Engine:
         *,
         is_deterministic: bool = True,
         priority: int = 0,
+        cache_salt: str = "",
         on_token: OnToken = ignore_token,
     ) -> int:
         """Queue a request.
+
+        While `generate` runs, it is served beside the list; what it releases is told by the next
+        `step` or `drain`.
 
         Args:
             prompt_token_ids: At least one token.
             sampling: How each next token is chosen.
             is_deterministic: Whether the answer must be the canonical one.
             priority: Higher goes first; a level is worth `ageing_steps` steps of waiting.
+            cache_salt: As `Request` has it.
             on_token: Told every token as it is released; True ends that sample. If it raises, that
                 sample alone fails.
 
@@ -196,24 +245,37 @@ class Engine:
 
         Raises:
             ValueError: If the request cannot run on this engine.
+            EngineFullError: If too many wait.
+            EngineStoppedError: If an error has stopped the engine.
         """
+        self._refuse_if_stopped()
         request = Request(
             prompt_token_ids=tuple(prompt_token_ids),
             sampling=sampling,
             is_deterministic=is_deterministic,
             priority=priority,
+            cache_salt=cache_salt,
         )
         self._check(request, "the prompt")
-        return self._add(request, on_token)
+        if self._num_queued + request.sampling.n > self._config.most_waiting:
+            raise EngineFullError(
+                f"{self._num_queued} samples wait, and most_waiting={self._config.most_waiting}; "
+                "try again later, or raise it"
+            )
+        request_id = next(self._ids)
+        self._add(request_id, request, on_token)
+        return request_id
 
     def cancel(self, request_id: int) -> None:
         """End a request at the next step; its pages are free then. Unknown or ended: no effect."""
-        self._inbox.append(request_id)
+        self._cancels.append(request_id)
 
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do or to tell."""
-        return bool(self._inbox or self._outputs or self._scheduler.has_work)
+        self._drop_unwanted()
+        parts = self._inbox, self._cancels, self._outputs, self._live
+        return self._is_torn or any(parts)
 
     def load_weights(self, weights: dict, *, version: int) -> None:
         """Replace the model's weights in place, between requests. Outputs carry `version` from now.
@@ -227,26 +289,34 @@ class Engine:
 
         Raises:
             ValueError: If a request is waiting or running, or a weight does not fit; nothing has
-                changed then.
+                changed then but the prefix cache.
+            EngineStoppedError: If an error has stopped the engine.
         """
+        self._refuse_if_stopped()
+        self._mend()
         if self.has_work:
             raise ValueError("the engine is at work on requests of the old weights; drain() first")
+        # WHY: forgotten first, so that an interrupt leaves no page of other weights.
+        self._scheduler.forget_pages()
         self._model.replace_weights(weights)
         self._launcher.take_weights()
-        self._scheduler.forget_pages()
         self._weight_version = version
 
-    def _add(self, request: Request, on_token: OnToken) -> int:
-        request_id = next(self._ids)
-        self._inbox.append(
-            _Arrival(
-                request_id=request_id,
-                request=request,
-                on_token=on_token,
-                arrived_s=time.perf_counter(),
-            )
+    @property
+    def _num_queued(self) -> int:
+        """Samples that wait for a slot, or for the next step to see them."""
+        return self._scheduler.num_waiting + self._num_in_inbox
+
+    def _add(self, request_id: int, request: Request, on_token: OnToken) -> None:
+        arrival = _Arrival(
+            request_id=request_id,
+            request=request,
+            on_token=on_token,
+            arrived_s=time.perf_counter(),
         )
-        return request_id
+        with self._lock:
+            self._inbox.append(arrival)
+            self._num_in_inbox += request.sampling.n
 
     def _check(self, request: Request, what: str) -> None:
         prompt, vocab_size = request.prompt_token_ids, self._model.config.vocab_size
@@ -263,6 +333,11 @@ class Engine:
                 raise ValueError(
                     f"{what} has token id {token_id}, outside the vocabulary of {vocab_size}"
                 )
+        if request.sampling.num_top_logprobs > vocab_size:
+            raise ValueError(
+                f"{what} asks for num_top_logprobs={request.sampling.num_top_logprobs}, more than "
+                f"the vocabulary of {vocab_size}"
+            )
         if request.is_deterministic and self._config.mode == "fast":
             raise ValueError(
                 f"{what} is to be deterministic, and mode 'fast' makes no claim; use 'dvr' or "
@@ -270,24 +345,55 @@ class Engine:
             )
 
     def _take_inbox(self) -> None:
-        while self._inbox:
-            entry = self._inbox.popleft()
-            if isinstance(entry, _Arrival):
-                self._arrive(entry)
-                continue
-            for sample in self._samples.get(entry, ()):
+        """Let some of those who wait outside in, and end those who were cancelled."""
+        num_taken = 0
+        while self._inbox and num_taken < MOST_TAKEN:
+            arrival = self._inbox[0]
+            num_taken += arrival.request.sampling.n
+            # It stays in the inbox until it is known, and `_mend` drops whom it finds in both.
+            self._arrive(arrival)
+            with self._lock:
+                self._inbox.popleft()
+                self._num_in_inbox -= arrival.request.sampling.n
+        late = []
+        while self._cancels:
+            request_id = self._cancels[0]
+            for sample in self._samples.get(request_id, ()):
                 if sample in self._live:
                     self._stats.num_cancelled += 1
                     self._finish(sample, FinishReason.CANCELLED)
+            if any(arrival.request_id == request_id for arrival in tuple(self._inbox)):
+                late.append(request_id)
+            self._cancels.popleft()
+        self._cancels.extend(late)
 
     def _arrive(self, arrival: _Arrival) -> None:
+        """Make the samples of a request. Should one of its values raise, it fails alone."""
+        sampling, prompt = arrival.request.sampling, arrival.request.prompt_token_ids
+        self._stats.num_requests += 1
+        try:
+            # WHY: as every launch will lay them out, so that none raises for those beside it.
+            SamplingRows.pack([(sampling, sampling.n - 1)])
+            np.asarray(prompt, np.int32)
+            ends = frozenset((*self._model.config.eos_token_ids, *sampling.stop_token_ids))
+        except Exception as error:
+            self._stats.num_failed += sampling.n
+            error = f"it cannot be laid out: {error!r}"
+            self._outputs += _refused(arrival, error, self._weight_version)
+            return
+        lives = {live.sample: live for live in self._new_samples(arrival, ends)}
+        self._stats.prompt_tokens += len(prompt) * len(lives)
+        for live in lives.values():
+            self._trace.request("b", live.key, f"request {live.key}", prompt_tokens=len(prompt))
+        self._samples[arrival.request_id] = list(lives)
+        self._live.update(lives)
+
+    def _new_samples(self, arrival: _Arrival, ends: frozenset[int]) -> list[_Live]:
         request, mode = arrival.request, self._config.mode
         sampling, length = request.sampling, len(request.prompt_token_ids)
         is_drafted = mode == "dvr" and request.is_deterministic
-        self._stats.num_requests += 1
-        self._samples[arrival.request_id] = []
-        for sample_idx in range(sampling.n):
-            sample = self._scheduler.add(
+        samples = [
+            self._scheduler.add(
                 request,
                 request_id=arrival.request_id,
                 sample_idx=sample_idx,
@@ -295,23 +401,58 @@ class Engine:
                 is_drafted=is_drafted,
                 is_canonical=mode == "invariant" or is_drafted,
             )
-            live = _Live(
+            for sample_idx in range(sampling.n)
+        ]
+        return [
+            _Live(
                 sample=sample,
                 on_token=arrival.on_token,
-                ends=frozenset((*self._model.config.eos_token_ids, *sampling.stop_token_ids)),
+                ends=ends,
                 is_filtered=is_filtered(sampling),
                 num_top=sampling.num_top_logprobs,
                 arrived_s=arrival.arrived_s,
+                told_len=length,
             )
-            self._live[sample] = live
-            self._samples[arrival.request_id].append(sample)
-            self._stats.prompt_tokens += length
-            self._trace.request("b", live.key, f"request {live.key}", prompt_tokens=length)
+            for sample in samples
+        ]
 
     # ---------------------------------------------------------------------------------------- steps
 
     def step(self) -> list[RequestOutput]:
-        """Launch a step, read the results of the one before, and return what those released."""
+        """Launch a step, read the results of the one before, and return what those released.
+
+        Raises:
+            EngineStoppedError: If the device, the compiler or the host's own code fails, now or
+                before. What is under way stays so until `reset`.
+        """
+        return self._step(None)
+
+    def _step(self, wanted: Container[int] | None) -> list[RequestOutput]:
+        """A step that tells of the wanted requests; the others' outputs are kept. None: of all."""
+        self._refuse_if_stopped()
+        self._mend()
+        self._is_torn = True
+        try:
+            self._advance()
+        except SampleError as error:
+            # Nothing was launched, or not all: whoever was planned begins anew.
+            self._mend()
+            self._is_torn = True
+            if error.sample in self._live:
+                self._finish(error.sample, FinishReason.ERROR, f"it raised {error.__cause__!r}")
+        except Exception as error:
+            self._stopped = f"{type(error).__name__}: {error}"
+            raise self._stopped_error() from error
+        told = self._told()
+        mine = [o for o in told if wanted is None or o.request_id in wanted]
+        kept = [o for o in told if wanted is not None and o.request_id not in wanted]
+        # WHY: Python looks for interrupts at calls and loops, and there is none from here to the
+        # caller: what is told is told once.
+        self._outputs, self._news, self._is_torn = kept, {}, False
+        return mine
+
+    def _advance(self) -> None:
+        """Launch a step and commit the results of the one before."""
         begin_s = time.perf_counter()
         self._take_inbox()
         plan = self._scheduler.plan()
@@ -319,20 +460,26 @@ class Engine:
             self._finish(sample, FinishReason.ERROR, reason)
         planned_s = time.perf_counter()
         launched = self._launcher.launch(plan)
+        self._scheduler.launched()
         launched_s = time.perf_counter()
         waited = self._stats.wait_s
         finished, self._in_flight = self._in_flight, launched
         for launch in finished:
             self._retire(launch)
-        outputs = self._release()
         self._observe(begin_s, planned_s, launched_s, self._stats.wait_s - waited, bool(launched))
-        return outputs
 
     def drain(self) -> list[RequestOutput]:
-        """Step until nothing is left to do; return everything that was released on the way."""
-        outputs = []
-        while self.has_work:
-            outputs += self.step()
+        """Step until nothing is left to do; return everything that was released on the way.
+
+        If a step raises, what was released before is told by the next `step`, `drain` or `reset`.
+        """
+        outputs: list[RequestOutput] = []
+        try:
+            while self.has_work:
+                outputs += self.step()
+        except BaseException:
+            self._outputs[:0] = outputs
+            raise
         return outputs
 
     def generate(
@@ -352,8 +499,11 @@ class Engine:
             ValueError: If a request does not fit the engine, before anything runs; or if the
                 engine is at work on others.
             FloatingPointError: If a logit is NaN, naming the request and the position.
+            EngineStoppedError: As `step` does.
             RuntimeError: If a request failed for another reason.
         """
+        self._refuse_if_stopped()
+        self._mend()
         for idx, request in enumerate(requests):
             self._check(request, f"prompt {idx}")
         if self.has_work:
@@ -362,38 +512,140 @@ class Engine:
         self._launcher.least_top = max((r.sampling.num_top_logprobs for r in requests), default=0)
         self._launcher.always_filters = any(is_filtered(r.sampling) for r in requests)
         raised: list[BaseException] = []
-        ids = [self._add(r, _as_index(i, on_token, raised)) for i, r in enumerate(requests)]
-        first = ids[0] if ids else 0
         builders = {
             (i, s): _CompletionBuilder()
             for i, request in enumerate(requests)
             for s in range(request.sampling.n)
         }
+        waiting = deque(sorted(range(len(requests)), key=lambda i: -requests[i].priority))
+        indices: dict[int, int] = {}
+        num_left = len(builders)
         try:
-            while self.has_work:
-                for output in self.step():
-                    builders[output.request_id - first, output.sample_idx].add(output)
+            while num_left:
+                while waiting and self._num_queued < MOST_TAKEN:
+                    i, request_id = waiting.popleft(), next(self._ids)
+                    indices[request_id] = i
+                    self._add(request_id, requests[i], _as_index(i, on_token, raised))
+                for output in self._step(indices):
+                    i = indices[output.request_id]
+                    builders[i, output.sample_idx].add(output)
+                    num_left -= output.finish_reason is not None
                     if raised:
                         raise raised[0]
                     if output.finish_reason is FinishReason.ERROR:
-                        raise _error_of(output, first)
+                        raise _error_of(output, i)
         finally:
-            self._abandon()
+            self._unwanted.update(indices)
+            self._launcher.least_top, self._launcher.always_filters = 0, False
+            self._drop_unwanted()
         return [
             builder.completion(request_idx=i, sample_idx=s, request=requests[i])
             for (i, s), builder in builders.items()
         ]
 
-    def _abandon(self) -> None:
-        """Forget whatever runs, so that the engine is as new but for its prefix cache."""
-        self._inbox.clear()
+    # --------------------------------------------------------------------------- when a call breaks
+
+    def reset(self) -> list[RequestOutput]:
+        """End what is under way and begin anew, as after an error that has stopped the engine.
+
+        Cache and slots are allocated again, and cached prefixes forgotten; weights and compiled
+        programs stay. If the device is still broken, this raises and the engine stays stopped.
+
+        Returns:
+            What was not told yet, and the end of every request: ERROR, with the reason.
+        """
+        self._is_torn = True
+        self._scheduler.forget_pages()  # first, lest an interrupt leave pages that are not there
+        self._launcher.reset()
+        stopped = f"the engine has stopped: {self._stopped}"
+        reason = stopped if self._stopped else "the engine was reset"
+        self._mend()
         for sample in tuple(self._live):
-            self._scheduler.end(sample)
-        self._live.clear()
-        self._samples.clear()
-        self._outputs.clear()
-        self._in_flight.clear()
-        self._launcher.least_top, self._launcher.always_filters = 0, False
+            self._finish(sample, FinishReason.ERROR, reason)
+        lost = {arrival.request_id: arrival for arrival in tuple(self._inbox)}
+        for arrival in lost.values():
+            self._outputs += _refused(arrival, reason, self._weight_version)
+        self._keep_in_inbox(lambda arrival: arrival.request_id not in lost)
+        self._cancels.clear()
+        self._drop_unwanted()
+        outputs = self._outputs
+        self._outputs, self._news, self._is_torn, self._stopped = [], {}, False, ""
+        return outputs
+
+    def _stopped_error(self) -> EngineStoppedError:
+        return EngineStoppedError(
+            f"the engine has stopped: {self._stopped}; engine.reset() ends what is under way and "
+            "allocates the cache anew"
+        )
+
+    def _refuse_if_stopped(self) -> None:
+        if self._stopped:
+            raise self._stopped_error()
+
+    def _mend(self) -> None:
+        """Make the host's tables anew from what is true of requests, if a call did not end."""
+        if not self._is_torn:
+            return
+        ended = {(o.request_id, o.sample_idx) for o in self._outputs if o.finish_reason is not None}
+        known = {request_id for request_id, _ in ended} | {s.request_id for s in self._live}
+        self._keep_in_inbox(lambda arrival: arrival.request_id not in known)
+        for sample in tuple(self._live):
+            news = self._news.get(sample)
+            if (sample.request_id, sample.sample_idx) in ended:
+                self._forget(sample)
+            elif news and news[-1].position == len(sample.tokens):
+                sample.tokens.append(news[-1].token_id)
+        self._in_flight = []
+        self._samples = {}
+        for sample in self._live:
+            self._samples.setdefault(sample.request_id, []).append(sample)
+        is_lost = self._launcher.is_lost
+        if is_lost:
+            self._scheduler.forget_pages()
+            self._launcher.reset()
+        self._scheduler.restart(self._live)
+        for sample, live in tuple(self._live.items()):
+            reason, error = live.end, ""
+            if live.told_len < len(sample.tokens):
+                reason, error = self._tell(live, self._news[sample][-1])
+            if reason is not None:
+                self._finish(sample, reason, error)
+        self._is_torn = False
+        if is_lost:
+            warnings.warn(
+                "a launch was interrupted and took the cache with it: the cache was allocated "
+                "anew, and requests under way are computed again",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+    def _drop_unwanted(self) -> None:
+        """Forget the requests of a `generate` that did not end, and nobody else's."""
+        if not self._unwanted:
+            return
+        was_torn, self._is_torn = self._is_torn, True
+        for sample in tuple(self._live):
+            if sample.request_id in self._unwanted:
+                if not was_torn:
+                    self._scheduler.end(sample)
+                self._forget(sample)
+        self._outputs = [o for o in self._outputs if o.request_id not in self._unwanted]
+        self._keep_in_inbox(lambda arrival: arrival.request_id not in self._unwanted)
+        self._unwanted.clear()
+        self._is_torn = was_torn
+
+    def _keep_in_inbox(self, is_kept: Callable[[_Arrival], bool]) -> None:
+        """Forget other arrivals, while any thread may bring new ones."""
+        with self._lock:
+            self._inbox = deque(filter(is_kept, self._inbox))
+            self._num_in_inbox = sum(arrival.request.sampling.n for arrival in self._inbox)
+
+    def _forget(self, sample: Sample) -> None:
+        """Drop a sample from the engine's own tables."""
+        self._news.pop(sample, None)
+        self._live.pop(sample, None)
+        if not any(other in self._live for other in self._samples.get(sample.request_id, ())):
+            self._samples.pop(sample.request_id, None)
 
     def compile(
         self,
@@ -409,6 +661,7 @@ class Engine:
             progress: Told (what, done, total).
             with_filters: Compile for requests with a top-k, top-p or min-p, too.
         """
+        self._refuse_if_stopped()
         self._launcher.compile(progress, with_filters=with_filters)
 
     # -------------------------------------------------------------------------------------- results
@@ -475,64 +728,64 @@ class Engine:
         if live.num_top:
             ids, values = choice.top_ids[at], choice.top_logprobs[at]
             top = tuple((int(ids[k]), values[k]) for k in range(live.num_top))
+        # The news first: should an interrupt come between, `_mend` commits what it finds there.
+        token = _Token(len(sample.tokens), token_id, logprob, top)
+        self._news.setdefault(sample, []).append(token)
         self._scheduler.commit(sample, token_id)
-        live.new_ids.append(token_id)
-        live.new_logprobs.append(logprob)
-        live.new_top.append(top)
         self._stats.decode_tokens += 1
-        reason, error = None, ""
-        if live.on_token is not ignore_token:
-            event = TokenEvent(
-                request_idx=sample.request_id,
-                sample_idx=sample.sample_idx,
-                token_id=token_id,
-                logprob=logprob,
-                top_logprobs=top,
-            )
-            try:
-                reason = FinishReason.STOP if live.on_token(event) else None
-            except Exception as raised:
-                reason, error = FinishReason.ERROR, f"its consumer raised {raised!r}"
-        if reason is None and token_id in live.ends:
-            reason = FinishReason.STOP
-        if reason is None and len(sample.tokens) >= sample.most_len:
-            reason = FinishReason.LENGTH
+        reason, error = self._tell(live, token)
         if reason is not None:
             self._finish(sample, reason, error)
         return reason is None
 
+    def _tell(self, live: _Live, token: _Token) -> tuple[FinishReason | None, str]:
+        """Tell the consumer of a committed token; whether the sample ends here, and with what."""
+        live.told_len = token.position + 1
+        if live.on_token is ignore_token:
+            return live.end, ""
+        event = TokenEvent(
+            request_idx=live.sample.request_id,
+            sample_idx=live.sample.sample_idx,
+            token_id=token.token_id,
+            logprob=token.logprob,
+            top_logprobs=token.top_logprobs,
+        )
+        try:
+            return (FinishReason.STOP if live.on_token(event) else live.end), ""
+        except Exception as raised:
+            return FinishReason.ERROR, f"its consumer raised {raised!r}"
+
     def _finish(self, sample: Sample, reason: FinishReason, error: str = "") -> None:
         """End a sample, free what it holds and note what to tell."""
-        self._scheduler.end(sample)
-        live = self._live.pop(sample)
+        live = self._live[sample]
         self._observe_release(live)
+        # The end first: should an interrupt come between, `_mend` drops whom it finds there.
+        self._outputs.append(self._output(live, reason, error))
+        self._scheduler.end(sample)
+        self._forget(sample)
         self._stats.end_to_end_s.add(time.perf_counter() - live.arrived_s)
         self._stats.num_failed += reason is FinishReason.ERROR
         self._stats.num_finished += reason in (FinishReason.STOP, FinishReason.LENGTH)
         self._trace.request(
             "e", live.key, f"request {live.key}", reason=reason.value, tokens=sample.num_outputs
         )
-        self._outputs.append(self._output(live, reason, error))
-        if not any(other in self._live for other in self._samples[sample.request_id]):
-            del self._samples[sample.request_id]
 
-    def _release(self) -> list[RequestOutput]:
-        """What this step has to tell, in order of arrival where samples go on."""
-        for live in self._live.values():
-            if live.new_ids:
-                self._observe_release(live)
-                self._outputs.append(self._output(live, None, ""))
-                live.new_ids, live.new_logprobs, live.new_top = [], [], []
-        outputs, self._outputs = self._outputs, []
-        return outputs
+    def _told(self) -> list[RequestOutput]:
+        """What this step has to tell: ends, then in order of arrival where samples go on."""
+        going_on = [self._live[sample] for sample in self._news]  # few, though many may wait
+        going_on.sort(key=lambda live: (live.sample.request_id, live.sample.sample_idx))
+        for live in going_on:
+            self._observe_release(live)
+        return [*self._outputs, *(self._output(live, None, "") for live in going_on)]
 
     def _output(self, live: _Live, reason: FinishReason | None, error: str) -> RequestOutput:
+        news = self._news.get(live.sample, ())
         return RequestOutput(
             request_id=live.sample.request_id,
             sample_idx=live.sample.sample_idx,
-            token_ids=tuple(live.new_ids),
-            logprobs=tuple(live.new_logprobs),
-            top_logprobs=tuple(live.new_top),
+            token_ids=tuple(token.token_id for token in news),
+            logprobs=tuple(token.logprob for token in news),
+            top_logprobs=tuple(token.top_logprobs for token in news),
             finish_reason=reason,
             error=error,
             weight_version=self._weight_version,
@@ -568,7 +821,7 @@ class Engine:
         self._trace.span(trace.HOST, "wait and commit", launched_s, end_s, wait_ms=wait_s * 1e3)
 
     def _observe_release(self, live: _Live) -> None:
-        if not live.new_ids:
+        if live.sample not in self._news:
             return
         now_s = time.perf_counter()
         if live.released_s:
@@ -628,6 +881,23 @@ def _as_index(index: int, on_token: OnToken, raised: list[BaseException]) -> OnT
     return tell
 
 
-def _error_of(output: RequestOutput, first: int) -> Exception:
-    message = f"request {output.request_id - first}: {output.error}"
+def _refused(arrival: _Arrival, error: str, version: int) -> list[RequestOutput]:
+    """The end of every sample of a request that never began."""
+    return [
+        RequestOutput(
+            request_id=arrival.request_id,
+            sample_idx=i,
+            token_ids=(),
+            logprobs=(),
+            top_logprobs=(),
+            finish_reason=FinishReason.ERROR,
+            error=error,
+            weight_version=version,
+        )
+        for i in range(arrival.request.sampling.n)
+    ]
+
+
+def _error_of(output: RequestOutput, index: int) -> Exception:
+    message = f"request {index}: {output.error}"
     return FloatingPointError(message) if "NaN" in output.error else RuntimeError(message)

@@ -19,6 +19,13 @@ def page_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
     return hasher.digest()
 
 
+def salted_root(root_key: bytes, salt: str) -> bytes:
+    """Parent of the first pages of requests with this salt; `root_key` itself where it is empty."""
+    if not salt:
+        return root_key
+    return hashlib.sha256(root_key + salt.encode(errors="surrogatepass")).digest()
+
+
 class PagePool:
     """Reference-counted pages of one replica's cache, and the prefix cache over them.
 
@@ -128,9 +135,22 @@ class PagePool:
         self._key_of[page] = key
         return True
 
+    def reclaim(self) -> None:
+        """Take every page from whoever holds it; those that are registered stay cached.
+
+        Right after a call that was interrupted anywhere, this one included: a page keeps its key if
+        each names the other, and every other page is free.
+        """
+        key_of = {p: key for key, p in self._page_of.items() if self._key_of.get(p) == key}
+        cached = OrderedDict.fromkeys(p for p in (*self._cached, *key_of) if p in key_of)
+        free = [p for p in range(self.num_pages - 1, -1, -1) if p not in key_of]
+        page_of, num_users = {key: p for p, key in key_of.items()}, [0] * self.num_pages
+        self._cached, self._free, self._num_users = cached, free, num_users
+        self._key_of, self._page_of = key_of, page_of
+
     def forget(self) -> None:
         """Drop every key, as when the weights change. Cached pages become free."""
-        self._free.extend(self._cached)
-        self._cached.clear()
         self._page_of.clear()
         self._key_of.clear()
+        self._free.extend(self._cached)
+        self._cached.clear()

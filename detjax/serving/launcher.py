@@ -5,11 +5,13 @@ What a step needs of the step before stays on the device: the slots, and the pag
 """
 
 import os
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +26,15 @@ from detjax.serving.config import EngineConfig, ReplicaSizes
 from detjax.serving.metrics import EngineStats
 from detjax.serving.request import SamplingParams
 from detjax.serving.sampling import SamplingRows
-from detjax.serving.scheduler import DecodeRow, Plan, PrefillRow, Row, Sample, VerifyRow
+from detjax.serving.scheduler import (
+    DecodeRow,
+    Plan,
+    PrefillRow,
+    Row,
+    Sample,
+    VerifyRow,
+    blaming,
+)
 from detjax.serving.steps import (
     BY_ROW,
     Candidates,
@@ -39,6 +49,31 @@ from detjax.serving.steps import (
 )
 
 _IDLE: tuple[SamplingParams, int] = (SamplingParams(), 0)
+
+
+class _HeldInterrupts:
+    """Lets Ctrl-C wait until the block is left: what is in it happens wholly or not at all.
+
+    Python's main thread alone is interrupted, so elsewhere there is nothing to hold.
+    """
+
+    def __enter__(self):
+        self._held: list[tuple] = []
+        self._handler: Any = None
+        if threading.current_thread() is threading.main_thread():
+            handler = signal.getsignal(signal.SIGINT)
+            if callable(handler):
+                signal.signal(signal.SIGINT, self._hold)
+                self._handler = handler
+
+    def _hold(self, *interrupt) -> None:
+        self._held.append(interrupt)
+
+    def __exit__(self, *_):
+        if self._handler is not None:
+            signal.signal(signal.SIGINT, self._handler)
+            if self._held:
+                self._handler(*self._held[-1])
 
 
 def ignore_compiling(name: str, done: int, total: int) -> None:
@@ -130,13 +165,30 @@ class Launcher:
             raise ValueError(f"steps={self.steps.sizes} are not of this model and {step_sizes}")
         self.least_top, self.always_filters = 0, False
         self.take_weights()
-        self._pages = empty_pages(model, step_sizes.num_pages)
-        self._slots = empty(model, slots_shape(model, config.batch_size, config.verify_window))
-        self._sampling = empty(model, sampling_shape(model, config.batch_size))
+        self.reset()
         # What each slot's row of the page table holds, and how much of it is up to date.
         self._tables = np.zeros((dp, sizes.num_slots, sizes.table_len), np.int32)
         self._num_synced = np.zeros((dp, sizes.num_slots), np.int32)
         self._last_rows: dict[EngineStep, tuple[np.ndarray, jax.Array | None]] = {}
+
+    def reset(self) -> None:
+        """Allocate the cache and the slots anew. Nothing that was in them is known any more."""
+        model, num_slots = self._model, self._config.batch_size
+        self._state = ()  # the old cache is freed first
+        self._state = (
+            empty_pages(model, self.steps.sizes.num_pages),
+            empty(model, slots_shape(model, num_slots, self._config.verify_window)),
+            empty(model, sampling_shape(model, num_slots)),
+        )
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether an interrupted launch took the cache and did not give it back.
+
+        A launch donates it, and stores the new one while interrupts are held. So only what else
+        may raise in between does this, as an exception that one thread sets in another.
+        """
+        return not self._state or any(leaf.is_deleted() for leaf in jax.tree.leaves(self._state))
 
     def take_weights(self) -> None:
         """Use the model's weights as they are now, in 8 bits for drafts that want it."""
@@ -173,7 +225,8 @@ class Launcher:
             slot = sample.slot if row.is_last else self._sizes.num_slots
             head[at] = slot, row.start, count
             table[at] = self._tables[sample.replica, sample.slot]
-            ids[at, :count] = row.token_ids
+            with blaming(sample):
+                ids[at, :count] = row.token_ids
             sampling[at] = (sample.request.sampling, sample.sample_idx)
             self._stats.prefill_tokens += count
         return self._run(step, rows, host, SamplingRows.pack(sampling))
@@ -244,7 +297,8 @@ class Launcher:
             head[at] = row.sample.slot, row.num_drafts, row.given is not None
             table[at] = self._tables[row.sample.replica, row.sample.slot, : step.table_len]
             if row.given is not None:
-                ids[at, 1 : 1 + len(row.given)] = row.given
+                with blaming(row.sample):
+                    ids[at, 1 : 1 + len(row.given)] = row.given
         self._stats.verify_launches += 1
         return self._run(step, rows, host)
 
@@ -287,12 +341,11 @@ class Launcher:
         program = self._program(step)
         params = self._params_of(step)
         launched_s = time.perf_counter()
-        state = self._pages, self._slots, self._sampling
-        self._pages, self._slots, *sampling, result = program(
-            params, self._model.rope_tables, *state, *host
-        )
-        if sampling:
-            (self._sampling,) = sampling
+        with _HeldInterrupts():
+            *state, result = program(params, self._model.rope_tables, *self._state, *host)
+            # One store, so that nothing finds the cache of one step and the slots of another. Only
+            # a prefill gives new parameters.
+            self._state = (*state, *self._state[len(state) :])
         result.copy_to_host_async()
         self._stats.num_launches += 1
         return Launch(step=step, rows=rows, result=result, launched_s=launched_s)

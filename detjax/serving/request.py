@@ -3,9 +3,22 @@
 
 import enum
 import hashlib
+import numbers
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+
+LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-30, 1e30
+"""Range of a temperature that is not 0: it and its float32 reciprocal are normal numbers, and a
+logit below 1e8 stays finite when it is multiplied by either."""
+
+MOST_SAMPLES = 1024
+"""Most samples of a request: they enter the scheduler in one step."""
+
+MOST_PRIORITY = 100
+"""Farthest that a priority may be from 0: beyond it, others would wait for days."""
 
 
 class FinishReason(enum.Enum):
@@ -23,17 +36,19 @@ class SamplingParams:
 
     Attributes:
         max_tokens: Most tokens to generate; at least 1.
-        temperature: Divides the logits; 0 takes the first maximum (greedy).
+        temperature: Divides the logits, from 1e-30 to 1e30; 0 takes the first maximum (greedy).
         top_k: Keep the k most likely tokens; 0 keeps all.
         top_p: Keep the smallest set of most likely tokens with this probability; in (0, 1].
         min_p: Drop tokens less likely than this fraction of the most likely one; in [0, 1).
         seed: 0 to 2**64 - 1. Same seed, same noise: see `docs/numerics.md`.
-        n: Samples a prompt; sample i draws noise stream i of the seed.
+        n: Samples a prompt, at most 1024; sample i draws noise stream i of the seed.
         stop_token_ids: Tokens that end a completion (the model's own end tokens are added).
         num_top_logprobs: How many of the most likely tokens to report at each position.
 
+    NumPy's integers and floats are taken for Python's.
+
     Raises:
-        ValueError: If a value is outside its range; the message names the value.
+        ValueError: If a value has another type or is outside its range; the message names it.
     """
 
     max_tokens: int = 64
@@ -47,18 +62,27 @@ class SamplingParams:
     num_top_logprobs: int = 0
 
     def __post_init__(self):
-        """Check every range."""
+        """Check every type, then every range."""
+        for name in ("max_tokens", "top_k", "seed", "n", "num_top_logprobs"):
+            _replace(self, name, _integer(name, getattr(self, name)))
+        for name in ("temperature", "top_p", "min_p"):
+            _replace(self, name, _number(name, getattr(self, name)))
+        _replace(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        least, most = LEAST_TEMPERATURE, MOST_TEMPERATURE
         checks = (
             (self.max_tokens >= 1, f"{self.max_tokens=} must be at least 1"),
             (
-                np.isfinite(self.temperature) and self.temperature >= 0,
-                f"{self.temperature=} must be finite and at least 0",
+                self.temperature == 0 or least <= self.temperature <= most,
+                f"{self.temperature=} must be 0 or from {least:g} to {most:g}",
             ),
             (self.top_k >= 0, f"{self.top_k=} must be at least 0 (0 keeps all tokens)"),
             (0 < self.top_p <= 1, f"{self.top_p=} must be in (0, 1]"),
             (0 <= self.min_p < 1, f"{self.min_p=} must be in [0, 1)"),
             (0 <= self.seed < 2**64, f"{self.seed=} must be in [0, 2**64)"),
-            (self.n >= 1, f"{self.n=} must be at least 1"),
+            (
+                1 <= self.n <= MOST_SAMPLES,
+                f"{self.n=} must be in [1, {MOST_SAMPLES}]; ask again with another seed for more",
+            ),
             (
                 0 <= self.num_top_logprobs <= 64,
                 f"{self.num_top_logprobs=} must be in [0, 64]",
@@ -67,6 +91,33 @@ class SamplingParams:
         for holds, message in checks:
             if not holds:
                 raise ValueError(message.replace("self.", ""))
+
+
+def _replace(frozen: Any, name: str, value: Any) -> None:
+    """Set a field of a frozen dataclass, in its `__post_init__`."""
+    object.__setattr__(frozen, name, value)
+
+
+def _integer(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise ValueError(f"{name}={value!r} must be an integer, not {type(value).__name__}")
+    return int(value)
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise ValueError(f"{name}={value!r} must be a number, not {type(value).__name__}")
+    return float(value)
+
+
+def _token_ids(name: str, values: Any) -> tuple[int, ...]:
+    """Token ids as Python's integers. Long prompts come here: no Python loop where all is well."""
+    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+        raise ValueError(f"{name}={values!r} must be a sequence of integers")
+    ids = tuple(values)
+    if set(map(type, ids)) <= {int}:
+        return ids
+    return tuple(_integer(f"{name}[{i}]", value) for i, value in enumerate(ids))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,13 +129,34 @@ class Request:
         sampling: How each next token is chosen.
         is_deterministic: Whether the answer must be the canonical one. Where every step is
             canonical (`invariant`) it is, asked for or not.
-        priority: Higher goes first; a level is worth `EngineConfig.ageing_steps` steps of waiting.
+        priority: Higher goes first, from -100 to 100; a level is worth
+            `EngineConfig.ageing_steps` steps of waiting.
+        cache_salt: Prefixes are shared among requests of the same salt alone, so nobody learns from
+            the time of an answer what another tenant has asked. It changes no bit.
+
+    Raises:
+        ValueError: If a value has another type or is outside its range; the message names it.
     """
 
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     is_deterministic: bool = True
     priority: int = 0
+    cache_salt: str = ""
+
+    def __post_init__(self):
+        """Check every type, and the range of the priority."""
+        _replace(self, "prompt_token_ids", _token_ids("prompt_token_ids", self.prompt_token_ids))
+        _replace(self, "priority", _integer("priority", self.priority))
+        if not -MOST_PRIORITY <= self.priority <= MOST_PRIORITY:
+            raise ValueError(
+                f"priority={self.priority} must be in [-{MOST_PRIORITY}, {MOST_PRIORITY}]"
+            )
+        for name, kind in (
+            ("sampling", SamplingParams), ("is_deterministic", bool), ("cache_salt", str),
+        ):  # fmt: skip
+            if not isinstance(getattr(self, name), kind):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be a {kind.__name__}")
 
 
 TopLogprobs = tuple[tuple[int, np.float32], ...]

@@ -113,12 +113,17 @@ def _best_over_ranks(values, ids):
 
 
 def _most_likely(logits, first, count: int):
-    """The largest logits of all ranks and their token ids; equal ones in order of id."""
+    """The largest logits of all ranks and their token ids; equal ones in order of id.
+
+    Where the vocabulary has fewer than `count` tokens, padding follows: -inf, and any id.
+    """
     if count == 0:
         return logits[:, :0], jnp.zeros((logits.shape[0], 0), jnp.int32)
-    values, ids = lax.top_k(logits, count)
-    values, picks = lax.top_k(gather_columns(values, TP_AXIS), count)
-    ids = gather_columns(first + ids, TP_AXIS)
+    values, ids = lax.top_k(logits, min(count, logits.shape[1]))
+    values, ids = gather_columns(values, TP_AXIS), gather_columns(first + ids, TP_AXIS)
+    missing = ((0, 0), (0, max(0, count - values.shape[1])))
+    values, ids = jnp.pad(values, missing, constant_values=-jnp.inf), jnp.pad(ids, missing)
+    values, picks = lax.top_k(values, count)
     return values, jnp.take_along_axis(ids, picks, axis=1).astype(jnp.int32)
 
 

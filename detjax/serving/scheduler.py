@@ -10,10 +10,11 @@ deterministic answer.
 import bisect
 import enum
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from detjax.serving.kv_cache import PagePool, page_key
+from detjax.serving.kv_cache import PagePool, page_key, salted_root
 from detjax.serving.request import Request
 
 
@@ -71,6 +72,10 @@ class SchedulerConfig:
                 f"step_tokens={self.step_tokens} must be at least {least}: every slot, a "
                 "verification and the smallest prefill; raise it or lower those"
             )
+
+
+_LEAST_QUEUE = 64
+"""Entries of a queue that is not worth tidying."""
 
 
 class SampleState(enum.Enum):
@@ -222,13 +227,43 @@ class Plan:
         )
 
 
+class SampleError(Exception):
+    """Planning or laying out a row raised for this sample alone; the cause says what."""
+
+    def __init__(self, sample: Sample):
+        super().__init__(f"request {sample.request_id}, sample {sample.sample_idx}")
+        self.sample = sample
+
+
+@contextmanager
+def blaming(sample: Sample) -> Iterator[None]:
+    """Say whose fault it is."""
+    try:
+        yield
+    except Exception as error:
+        raise SampleError(sample) from error
+
+
 class _Replica:
     """The slots and pages of one data-parallel rank."""
 
     def __init__(self, config: SchedulerConfig):
         self.pool = PagePool(config.num_pages)
+        self.num_slots = config.num_slots
         self.free_slots = list(range(config.num_slots - 1, -1, -1))
         self.running: list[Sample] = []  # by rank
+        self.coming: dict[bytes, int] = {}  # pages that the prefills of this plan will write
+
+    def find(self, key: bytes) -> int | None:
+        """The page of a key whose content is there, or written by a launch of this plan."""
+        page = self.pool.find(key)
+        return self.coming.get(key) if page is None else page
+
+    def vacate(self) -> None:
+        """Take slots and pages from everybody; see `PagePool.reclaim`."""
+        self.running, self.coming = [], {}
+        self.free_slots = list(range(self.num_slots - 1, -1, -1))
+        self.pool.reclaim()
 
     def prefilling(self) -> list[Sample]:
         return [s for s in self.running if not s.is_prefilled]
@@ -320,9 +355,45 @@ class Scheduler:
         """Take back everything that a sample holds. Its results in flight are dropped."""
         if sample.state is SampleState.RUNNING:
             self._leave(sample)
-        elif sample.state is SampleState.WAITING:
-            self.num_waiting -= 1  # the queue skips it
+        was_waiting = sample.state is SampleState.WAITING
         sample.state = SampleState.DONE
+        if was_waiting:
+            self.num_waiting -= 1  # the queue skips it
+            self._tidy()
+
+    def _tidy(self) -> None:
+        """Drop from the queue who has ended there, once they are the most of it."""
+        if len(self._waiting) > max(_LEAST_QUEUE, 2 * self.num_waiting):
+            kept = [entry for entry in self._waiting if entry[1].state is SampleState.WAITING]
+            heapq.heapify(kept)
+            self._waiting = kept
+
+    def launched(self) -> None:
+        """Note that the device has taken the launches of the last plan.
+
+        From now on others may find the pages that they write. A plan that was not launched has told
+        nobody of its pages: `restart` then.
+        """
+        for replica in self._replicas:
+            for key, page in replica.coming.items():
+                replica.pool.register(page, key)
+            replica.coming = {}
+
+    def restart(self, samples: Iterable[Sample]) -> None:
+        """Let these samples, and no others, begin anew from what they have committed.
+
+        For a plan that was not launched, or any call that did not end: right whatever it has left
+        behind. Cached pages stay; results in flight are dropped.
+        """
+        for replica in self._replicas:
+            replica.vacate()
+        self._waiting, self.num_waiting = [], 0
+        for sample in samples:
+            sample.pages, sample.keys, sample.num_registered = [], [], 0
+            sample.epoch += 1
+            sample.num_coming = 0
+            self._open_window(sample)
+            self._wait(sample)
 
     def is_current(self, row: Row) -> bool:
         """Whether the result of a row still counts."""
@@ -383,7 +454,8 @@ class Scheduler:
     # ------------------------------------------------------------------------------------- planning
 
     def plan(self) -> Plan:
-        """Decide the next step, and reckon with its having been launched."""
+        """Decide the next step, and reckon with its having been launched: `launched` says so."""
+        assert not any(replica.coming for replica in self._replicas), "launched() was not called"
         self._step += 1
         self._choose_drafting()
         plan = Plan(
@@ -543,7 +615,10 @@ class Scheduler:
         for replica, samples, rows in zip(self._replicas, ready, plan.verifies, strict=True):
             samples.sort(key=lambda s: (s.closed_step, s.rank))
             samples += self._riders(replica)
-            for sample in samples[: self._config.verify_rows - len(rows)]:
+            for sample in samples:
+                if len(rows) == self._config.verify_rows:
+                    break
+                # WHY: who finds no page takes no row from the next, whose end may free one.
                 position = sample.bound - 1 + sample.num_drafts
                 if sample.state is SampleState.RUNNING and self._has_page(
                     replica, sample, position, plan
@@ -581,7 +656,8 @@ class Scheduler:
                 if sample.state is not SampleState.RUNNING or not self._can_decode(sample):
                     continue
                 room = min(self._config.verify_window, sample.most_len - sample.bound) - 1
-                given = tuple(self._propose(sample.tokens, room)[:room])
+                with blaming(sample):
+                    given = tuple(self._propose(sample.tokens, room)[:room])
                 position = sample.bound - 1 + len(given)
                 if given and self._has_page(replica, sample, position, plan):
                     rows.append(self._verify(sample, len(given), given))
@@ -677,9 +753,10 @@ class Scheduler:
             is_last=sample.is_prefilled,
         )
         sample.num_coming += most_committed(row)
-        # WHY: at once. Whoever reads these pages is launched later or in the same launch, which
+        # WHY: found at once. Whoever reads these pages in this plan is in the same launch, which
         # writes all keys and values of a layer before any row attends to them.
-        self._register(sample, stop)
+        for key, page in self._unregistered(sample, stop):
+            replica.coming.setdefault(key, page)
         return row
 
     # --------------------------------------------------------------------------------- prefix cache
@@ -689,7 +766,10 @@ class Scheduler:
         page_len = self._config.page_len
         while len(sample.keys) <= index:
             start = len(sample.keys) * page_len
-            parent = sample.keys[-1] if sample.keys else self._root_key
+            if sample.keys:
+                parent = sample.keys[-1]
+            else:
+                parent = salted_root(self._root_key, sample.request.cache_salt)
             sample.keys.append(page_key(parent, sample.tokens[start : start + page_len]))
         return sample.keys[index]
 
@@ -719,7 +799,7 @@ class Scheduler:
             index = sample.num_prefilled // page_len
             if index >= self._most_matched(sample):
                 return
-            page = replica.pool.find(self._key(sample, index))
+            page = replica.find(self._key(sample, index))
             if page is None:
                 return
             replica.pool.share([page])
@@ -731,9 +811,14 @@ class Scheduler:
 
     def _register(self, sample: Sample, num_tokens: int) -> None:
         """Tell the prefix cache of pages that `num_tokens` canonical tokens fill."""
+        pool = self._replicas[sample.replica].pool
+        for key, page in self._unregistered(sample, num_tokens):
+            pool.register(page, key)
+
+    def _unregistered(self, sample: Sample, num_tokens: int) -> Iterator[tuple[bytes, int]]:
+        """Keys and pages that `num_tokens` tokens fill and nobody was told of, who is told now."""
         if not self._config.has_prefix_cache:
             return
-        pool = self._replicas[sample.replica].pool
         for index in range(sample.num_registered, num_tokens // self._config.page_len):
-            pool.register(sample.pages[index], self._key(sample, index))
+            yield self._key(sample, index), sample.pages[index]
             sample.num_registered = index + 1

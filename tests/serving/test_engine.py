@@ -18,7 +18,7 @@ from detjax.pallas_kernels.backend import Backend
 from detjax.serving import ngram
 from detjax.serving.async_engine import AsyncEngine
 from detjax.serving.config import EngineConfig, draft_share
-from detjax.serving.engine import Engine
+from detjax.serving.engine import Engine, EngineStoppedError
 from detjax.serving.metrics import Histogram
 from detjax.serving.request import Completion, FinishReason, Request, SamplingParams
 from detjax.serving.steps import CompiledSteps
@@ -241,6 +241,7 @@ def test_generate_wants_the_engine_for_itself():
         ((1,) * 128, {}, "128 tokens, which leaves no room to generate in max_len=128"),
         ((1, 128), {}, "token id 128, outside the vocabulary of 128"),
         ((-1,), {}, "token id -1, outside"),
+        ((1,), {"priority": 101}, r"priority=101 must be in \[-100, 100\]"),
     ],
 )
 def test_a_request_that_cannot_run_is_refused_when_it_is_added(prompt, given, message):
@@ -248,6 +249,13 @@ def test_a_request_that_cannot_run_is_refused_when_it_is_added(prompt, given, me
     with pytest.raises(ValueError, match=message):
         made.add_request(prompt, SamplingParams(), **given)
     assert not made.has_work
+
+
+def test_more_top_logprobs_than_tokens_are_refused():
+    of = dummy_model(dummy_config(num_layers=1, vocab_size=40))
+    made = Engine(of, EngineConfig(batch_size=1, prefill_chunk=8, max_len=64))
+    with pytest.raises(ValueError, match="num_top_logprobs=41, more than the vocabulary of 40"):
+        made.add_request((1,), SamplingParams(num_top_logprobs=41))
 
 
 def test_fast_mode_refuses_to_be_deterministic():
@@ -267,6 +275,7 @@ def test_fast_mode_refuses_to_be_deterministic():
         ({"mode": "quick"}, "mode='quick' must be one of"),
         ({"draft_weights": "int8"}, "needs mode='dvr'"),
         ({"mode": "dvr", "draft_weights": "int4"}, "draft_weights='int4' must be one of"),
+        ({"most_waiting": 0}, "most_waiting=0 must be at least 1"),
         ({"decode_steps": 0}, "decode_steps=0 must be at least 1"),
         (
             {"mode": "dvr", "decode_steps": 6},
@@ -440,6 +449,36 @@ def test_a_consumer_that_raises_fails_its_request_alone():
     assert_canonical(of_request(outputs, good), request(9))
 
 
+@pytest.mark.filterwarnings("ignore:a launch was interrupted:RuntimeWarning")
+@pytest.mark.parametrize("num_launches", [1, 2, 5])
+def test_an_interrupt_between_a_launch_and_its_cache_leaves_an_engine_that_works(num_launches):
+    """The arrays are deleted, as they were donated; answers have their bits again all the same."""
+    made, count = engine(num_pages=20), 0
+    asked = [request(5, 40), request(6, 20)]
+    program_of = made._launcher._program
+
+    def interrupted(step):
+        program = program_of(step)
+
+        def run(*operands):
+            nonlocal count
+            result = program(*operands)
+            count += 1
+            if count == num_launches:
+                raise KeyboardInterrupt
+            return result
+
+        return run
+
+    made._launcher._program = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        made.generate(asked)
+    assert made._launcher.is_lost
+    got = made.generate(asked)
+    assert [c.digest() for c in got] == [alone(one).digest() for one in asked]
+    assert made.stats().num_pages_held == 0
+
+
 def test_a_request_that_outgrows_the_cache_fails_alone():
     made = engine(num_pages=4)
     bad = add(made, request(1, 40, max_tokens=60))
@@ -493,6 +532,51 @@ def test_what_breaks_the_engine_reaches_every_stream(monkeypatch):
         return await asyncio.gather(*(anext(s) for s in streams), return_exceptions=True)
 
     assert [str(error) for error in asyncio.run(run())] == ["device lost", "device lost"]
+
+
+def test_draining_an_engine_that_an_error_stops_raises_it_and_ends():
+    made = engine()
+    asked = request(max_tokens=20)
+
+    def lost(plan):
+        raise RuntimeError("device lost")
+
+    async def run() -> None:
+        front = AsyncEngine(made)
+        stream = front.stream(asked.prompt_token_ids, asked.sampling, cache_salt="tenant")
+        await anext(stream)
+        made._launcher.launch = lost
+        for _ in range(2):
+            with pytest.raises(EngineStoppedError, match="device lost"):
+                await asyncio.wait_for(front.drain(), timeout=60)
+        with pytest.raises(EngineStoppedError, match="device lost"):
+            await anext(stream)
+        with pytest.raises(EngineStoppedError, match="device lost"):
+            await anext(front.stream(asked.prompt_token_ids, asked.sampling))
+        del made._launcher.launch
+        (end,) = [o for o in made.reset() if o.finish_reason is not None]
+        assert end.finish_reason is FinishReason.ERROR
+        again = front.stream(asked.prompt_token_ids, asked.sampling)
+        assert_canonical([o async for o in again], asked)
+
+    asyncio.run(run())
+
+
+def test_a_pump_that_is_cancelled_loses_no_output():
+    """As when a loop is shut down and another one begins: two steps never run at once."""
+    made, asked = engine(), request(max_tokens=20)
+
+    async def run() -> list:
+        front = AsyncEngine(made)
+        stream = front.stream(asked.prompt_token_ids, asked.sampling)
+        outputs = [await anext(stream)]
+        for _ in range(5):
+            front._pump.cancel()
+            await asyncio.sleep(0)  # its step still runs in a thread
+            outputs.append(await anext(stream))
+        return outputs + [o async for o in stream]
+
+    assert_canonical(asyncio.run(run()), asked)
 
 
 # ------------------------------------------------------------------------------------ observability

@@ -134,3 +134,28 @@ def test_a_key_names_all_tokens_up_to_the_end_of_the_page():
     ]
     assert root not in others and len(set(others)) == 4
     assert page_key(others[0], [3, 4]) != page_key(root, [3, 4])
+
+
+@pytest.mark.parametrize("broken", ["", "key", "page", "cached"])
+def test_reclaimed_pages_are_cached_if_page_and_key_name_each_other(broken):
+    """Whatever a call that was interrupted has left: no page is lost, given twice or believed."""
+    pool = PagePool(6)
+    pages = pool.take(4)
+    keys = [bytes([i]) for i in range(3)]
+    for page, key in zip(pages, keys, strict=False):
+        pool.register(page, key)
+    pool.give_back(pages[:1])
+    if broken == "key":
+        del pool._key_of[pages[0]]
+    elif broken == "page":
+        del pool._page_of[keys[0]]
+    elif broken == "cached":
+        pool._cached.popitem()
+    for _ in range(2):
+        pool.reclaim()
+        assert pool.num_available == pool.num_pages
+        found = [pool.find(key) for key in keys]
+        assert found[1:] == pages[1:3]
+        assert found[0] == (None if broken in ("key", "page") else pages[0])
+        assert pool.num_cached == sum(page is not None for page in found)
+    assert sorted(pool.take(6)) == list(range(6)) and pool.find(keys[1]) is None

@@ -3,12 +3,29 @@
 
 import dataclasses
 import hashlib
+import re
 import struct
 
+import jaxtyping
 import numpy as np
 import pytest
 
-from detjax.serving.request import Completion, FinishReason, Request, SamplingParams
+from detjax.serving.request import (
+    LEAST_TEMPERATURE,
+    MOST_TEMPERATURE,
+    Completion,
+    FinishReason,
+    Request,
+    SamplingParams,
+)
+
+
+@pytest.fixture
+def untyped():
+    """As in a user's program, where nobody checks annotations."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def completion(**changes) -> Completion:
@@ -43,10 +60,14 @@ def completion(**changes) -> Completion:
         ("n", 0),
         ("num_top_logprobs", -1),
         ("num_top_logprobs", 65),
+        ("temperature", 1.5e30),
+        ("temperature", 8.6e37),
+        ("temperature", 9e-31),
+        ("n", 1025),
     ],
 )
 def test_a_value_out_of_range_is_named(name, value):
-    with pytest.raises(ValueError, match=f"^{name}={value} must be"):
+    with pytest.raises(ValueError, match="^" + re.escape(f"{name}={value} must be")):
         SamplingParams(**{name: value})
 
 
@@ -56,6 +77,73 @@ def test_a_value_out_of_range_is_named(name, value):
 )
 def test_the_ends_of_a_range_are_allowed(name, value):
     assert getattr(SamplingParams(**{name: value}), name) == value
+
+
+@pytest.mark.parametrize("temperature", [LEAST_TEMPERATURE, MOST_TEMPERATURE])
+def test_a_temperature_and_its_reciprocal_are_normal_float32(temperature):
+    """A logit of 1e8 stays finite, and minus infinity what it is."""
+    kept = np.float32(SamplingParams(temperature=temperature).temperature)
+    for factor in (np.float32(1) / kept, kept):
+        assert np.finfo(np.float32).tiny < factor < np.finfo(np.float32).max
+        assert np.isfinite(np.float32(1e8) * factor) and np.float32(-np.inf) * factor == -np.inf
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("seed", 1.5, "seed=1.5 must be an integer, not float"),
+        ("seed", np.float32(2), "must be an integer, not float32"),
+        ("seed", True, "seed=True must be an integer, not bool"),
+        ("n", 2.0, "n=2.0 must be an integer, not float"),
+        ("max_tokens", "9", "max_tokens='9' must be an integer, not str"),
+        ("num_top_logprobs", 2.5, "num_top_logprobs=2.5 must be an integer, not float"),
+        ("top_k", None, "top_k=None must be an integer, not NoneType"),
+        ("temperature", "hot", "temperature='hot' must be a number, not str"),
+        ("top_p", None, "top_p=None must be a number"),
+        ("min_p", 1j, "min_p=1j must be a number, not complex"),
+        ("stop_token_ids", None, "stop_token_ids=None must be a sequence of integers"),
+        ("stop_token_ids", "12", "stop_token_ids='12' must be a sequence of integers"),
+        ("stop_token_ids", (1, 2.5), r"stop_token_ids\[1\]=2.5 must be an integer, not float"),
+        ("stop_token_ids", 7, "stop_token_ids=7 must be a sequence of integers"),
+    ],
+)
+def test_a_value_of_another_type_is_named_when_it_is_given(untyped, name, value, message):
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**{name: value})
+
+
+def test_numbers_of_numpy_are_taken_for_those_of_python(untyped):
+    of_numpy = SamplingParams(
+        max_tokens=np.int64(5), temperature=np.float32(0.5), top_k=np.uint8(3),
+        top_p=np.float64(0.5), min_p=np.int32(0), seed=np.uint64(2**64 - 1), n=np.int16(2),
+        num_top_logprobs=np.int32(1), stop_token_ids=np.array([4, 5], np.int32),
+    )  # fmt: skip
+    plain = SamplingParams(
+        max_tokens=5, temperature=0.5, top_k=3, top_p=0.5, min_p=0.0, seed=2**64 - 1, n=2,
+        num_top_logprobs=1, stop_token_ids=(4, 5),
+    )  # fmt: skip
+    assert of_numpy == plain and repr(of_numpy) == repr(plain)
+    asked = Request(
+        prompt_token_ids=np.arange(3, dtype=np.uint16), sampling=plain, priority=np.int8(2)
+    )
+    assert repr(asked) == repr(Request(prompt_token_ids=(0, 1, 2), sampling=plain, priority=2))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompt_token_ids": (1, 2.0)}, r"prompt_token_ids\[1\]=2.0 must be an integer"),
+        ({"prompt_token_ids": "text"}, "prompt_token_ids='text' must be a sequence of integers"),
+        ({"priority": 10**9}, r"priority=1000000000 must be in \[-100, 100\]"),
+        ({"priority": 0.5}, "priority=0.5 must be an integer"),
+        ({"sampling": None}, "sampling=None must be a SamplingParams"),
+        ({"is_deterministic": 1}, "is_deterministic=1 must be a bool"),
+        ({"cache_salt": 3}, "cache_salt=3 must be a str"),
+    ],
+)
+def test_a_bad_request_is_named_when_it_is_made(untyped, changes, message):
+    with pytest.raises(ValueError, match=message):
+        Request(**({"prompt_token_ids": (1,), "sampling": SamplingParams()} | changes))
 
 
 def test_requests_with_the_same_content_are_equal_and_hash_alike():

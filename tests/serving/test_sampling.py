@@ -19,7 +19,7 @@ from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.sampling import noise
 from detjax.parallel.mesh import make_mesh
-from detjax.serving.request import SamplingParams
+from detjax.serving.request import MOST_TEMPERATURE, SamplingParams
 from detjax.serving.sampling import SamplingRows, choose, is_filtered
 from detjax.testing import assert_bitwise_equal, assert_within_ulp, wide
 from detjax.testing.dummies import dummy_config
@@ -106,21 +106,24 @@ def _padded(logits: np.ndarray) -> np.ndarray:
     return np.concatenate([logits, np.full(VOCAB - len(logits), -np.inf)]).astype(np.float32)
 
 
-def _choose(logits, rows, *, tp: int = 1, with_filters: bool | None = None, position: int = 9):
+def _choose(
+    logits, rows, *, tp: int = 1, with_filters: bool | None = None, position: int = 9,
+    vocab: int = VOCAB, block: int = 128, num_top: int = 2,
+):  # fmt: skip
     """Token ids and logprobs for whole logits on a tp mesh."""
     recipe = Recipe(
-        config=dummy_config(vocab_size=VOCAB), profile=NumericsProfile(),
+        config=dummy_config(vocab_size=vocab), profile=NumericsProfile(vocab_block=block),
         backend=Backend.PORTABLE, tp=tp,
     )  # fmt: skip
     if with_filters is None:
         with_filters = any(is_filtered(p) for p, _ in rows)
-    width = -(-VOCAB // (128 * tp)) * 128 * tp
+    width = -(-vocab // (block * tp)) * block * tp
     whole = np.full((len(rows), width), -np.inf, np.float32)
-    whole[:, :VOCAB] = logits
+    whole[:, :vocab] = logits
     positions = np.full(len(rows), position, np.int32)
 
     def local(logits, rows, positions):
-        return choose(recipe, logits, rows, positions, num_top=2, with_filters=with_filters)
+        return choose(recipe, logits, rows, positions, num_top=num_top, with_filters=with_filters)
 
     step = jax.shard_map(
         local, mesh=make_mesh(1, tp), in_specs=(P(None, "tp"), P(), P()), out_specs=P(),
@@ -200,6 +203,20 @@ def test_greedy_takes_the_first_maximum():
         tokens, _, top = _choose(logits, [(SamplingParams(), 0)] * 2, tp=tp)
         assert tokens.tolist() == [7, 129]
         assert top.tolist() == [[7, 200], [129, 130]]
+
+
+@pytest.mark.parametrize(("tp", "block"), [(1, 128), (4, 32)])
+def test_more_top_logprobs_than_tokens_are_the_vocabulary_and_padding(tp, block):
+    """A rank has fewer columns than are reported, and the vocabulary fewer tokens."""
+    logits = wide(np.random.default_rng(3), (3, 40), 0.5)
+    logits[0, 5:9] = logits[0].max()
+    rows = [(SamplingParams(temperature=t, seed=1), 0) for t in (0.0, 1.0, MOST_TEMPERATURE)]
+    tokens, _, top = _choose(logits, rows, tp=tp, vocab=40, block=block, num_top=64)
+    want = np.argsort(-logits, axis=1, kind="stable").astype(np.int32)
+    assert_bitwise_equal(top[:, :40], want, claim="most likely first, ties by id")
+    assert top.shape == (3, 64) and (tokens < 40).all()
+    alone = _choose(logits, rows, vocab=40, num_top=4)[0]
+    assert_bitwise_equal(tokens, alone, claim=f"tp={tp}, vocab_block={block}")
 
 
 def test_logprobs_are_those_of_float64():

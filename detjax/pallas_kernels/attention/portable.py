@@ -107,7 +107,8 @@ def attention(
 
         splits = (first // profile.attention_split, last // profile.attention_split + 1)
         _, weight_sum, out = lax.fori_loop(*splits, split_step, _empty(channels))
-        out = jnp.where(is_row, out / weight_sum, 0.0)
+        # ROUND: the reciprocal, once a row: XLA would divide by a broadcast sum so in any case.
+        out = jnp.where(is_row, out * (1.0 / weight_sum), 0.0)
         # An exact zero is +0: its sign could tell of keys that were masked.
         out = jnp.where(out == 0.0, 0.0, out)
         out_ref[...] = out.astype(out_ref.dtype)[None]

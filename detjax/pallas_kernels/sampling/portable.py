@@ -14,6 +14,11 @@ def _row_block():
     return pl.ds(pl.program_id(0) * ROWS, ROWS)
 
 
+def _reciprocal(temperature):
+    """Of a temperature; 1 where it is 0."""
+    return 1.0 / jnp.where(temperature == 0.0, 1.0, temperature)
+
+
 @jax.jit
 def gumbel_scores(logits, temperature, key, *, first_token_id) -> jax.Array:
     """See `api.gumbel_scores`."""
@@ -29,9 +34,10 @@ def gumbel_scores(logits, temperature, key, *, first_token_id) -> jax.Array:
         offset = first_ref[0] + pl.program_id(1) * COLS
         token_ids = offset + lax.broadcasted_iota(jnp.int32, (ROWS, COLS), 1)
         bits = noise.token_bits((key0_ref[rows, :], key1_ref[rows, :]), token_ids)
-        is_greedy = t == 0.0
-        scores = x / jnp.where(is_greedy, 1.0, t) + noise.gumbel(bits)
-        out_ref[...] = jnp.where(is_greedy, x, scores)
+        # ROUND: the reciprocal, once a row; then one fused multiply-add.
+        scores = x * _reciprocal(t) + noise.gumbel(bits)
+        # What is impossible stays so: padding past the vocabulary cannot win.
+        out_ref[...] = jnp.where((t == 0.0) | (x == -jnp.inf), x, scores)
 
     out = run_blocks(
         body,
@@ -55,19 +61,18 @@ def nucleus_sums(sorted_logits, temperature, top_k, top_p):
     padded = jnp.pad(padded, ((0, 0), (0, extra)), constant_values=-jnp.inf)
     chunks = padded.shape[1] // COLS
     columns = [pad_axis(x[:, None], 0, ROWS) for x in (temperature, top_k, top_p)]
-    columns[0] = jnp.where(columns[0] == 0.0, 1.0, columns[0])
     # SHAPE: hidden from the compiler, so one chunk is still a loop.
     bound = lax.optimization_barrier(jnp.full((1,), chunks, jnp.int32))
 
     def body(x_ref, t_ref, k_ref, p_ref, bound_ref, weight_ref, before_ref, limit_ref):
         rows = _row_block()
-        t, k = t_ref[rows, :], k_ref[rows, :]
+        reciprocal, k = _reciprocal(t_ref[rows, :]), k_ref[rows, :]
         top = x_ref[rows, pl.ds(0, 1)]
 
         def chunk(i, carry):
             cols = pl.ds(i * COLS, COLS)
             rank = i * COLS + lax.broadcasted_iota(jnp.int32, (ROWS, COLS), 1)
-            weight = jnp.exp((x_ref[rows, cols] - top) / t)
+            weight = jnp.exp((x_ref[rows, cols] - top) * reciprocal)
             counted = jnp.where(rank < k, weight, 0.0)
             # ORDER: a fixed-shape scan inside a chunk, chunks left to right.
             inclusive = jnp.cumsum(counted, axis=1)
