@@ -283,6 +283,7 @@ def test_a_process_for_each_gpu_has_the_bits_of_one_gpu():
             [sys.executable, str(path), json.dumps({**job, "process_id": i, "backend": "sm90"})],
             env={
                 **os.environ,
+                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),  # also of a plain checkout
                 "CUDA_VISIBLE_DEVICES": str(i),
                 "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.05",
             },
