@@ -66,7 +66,7 @@ def measure(model: LoadedModel, args: argparse.Namespace, rows: Rows) -> bool:
                 prefill_chunk=512, prefill_shapes=((8, 512),), max_len=max_len,
                 num_pages=most * -(-min(args.max_len) // 128), has_prefix_cache=False,
             )  # fmt: skip
-            # Only what runs is compiled: a `max_len` has many programs that these lengths never need.
+            # Only what runs is compiled: most programs of a long `max_len` are not needed here.
             engine = Engine(model, config, steps=steps)
             steps = engine.steps
             for batch in args.batch:
