@@ -54,7 +54,10 @@ from detjax.serving.steps import (
 )
 
 OnToken = Callable[[TokenEvent], bool]
-"""Told each token as it is released; True ends the sample."""
+"""Told each token as it is released; True ends the sample.
+
+It may call `add_request` and `cancel`, and must not call `step`, `drain`, `generate` or `reset`.
+"""
 
 
 def ignore_token(event: TokenEvent) -> bool:
