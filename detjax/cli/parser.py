@@ -129,7 +129,7 @@ _MOST = {
     "verify_window": 2**10,
     "verify_rows": 2**10,
     "decode_steps": 2**10,
-    "n": 2**16,
+    "n": 2**10,
     "repeat": 2**10,
 }
 """Options that count something: above these is a mistake, which would take memory and minutes."""

@@ -63,11 +63,11 @@ from detjax.cli import errors
         (("--prompt", "a", "--trace", "/"), "--trace '/' is no file"),
         (("--prompt", "a", "--batch-size", "65537"), "--batch-size 65537 must be at most 65536"),
         (("--prompt", "a", "--verify-window", "1025"), "--verify-window 1025 must be at most 1024"),
-        (("--prompt", "a", "--n", "65537"), "--n 65537 must be at most 65536"),
+        (("--prompt", "a", "--n", "1025"), "--n 1025 must be at most 1024"),
         (("--prompt", "a", "--seed", "1" * 5000), "--seed: invalid int value"),
         (
-            (*("--prompt", "a") * 17, "--n", "65536"),
-            "these are 1114112 completions, more than 1048576",
+            (*("--prompt", "a") * 1025, "--n", "1024"),
+            "these are 1049600 completions, more than 1048576",
         ),
         (
             ("--prompt", "a" * 60, "--prompt", "b", "--cache-pages", "2", "--dp", "4"),
