@@ -49,9 +49,9 @@ class Operator:
 def _operators(lab: Lab, most: int) -> list[Operator]:
     rng = np.random.default_rng(0)
     found = []
-    for k, n in lab.pick(((768, 256), (1000, 128)), ((4096, 6144), (14336, 4096))):
+    for k, n in lab.pick(((768, 256), (1000, 128), (4096, 512)), ((4096, 6144), (14336, 4096))):
         found.append(_matmul(lab, rng, most, k, n))
-    for width in lab.pick((320, 768), (4096,)):
+    for width in lab.pick((768,), (4096,)):
         found.append(_rms_norm(lab, rng, most, width))
     for vocab in lab.pick((4096,), (128256,)):
         found.append(_log_sum_exp(lab, rng, min(most, 256), vocab))
