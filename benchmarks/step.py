@@ -7,7 +7,7 @@ python -m benchmarks.step --model tiny --backend portable --mode both --decode 1
 
 The programs are the engine's own (`serving.steps.CompiledSteps`). Wall time of dependent steps,
 median of five runs, and of single calls, the least of three. `fast` is the same model without
-claims (`detjax.models.fast`), compiled with every liberty that XLA takes by default.
+claims (`detjax.models.fast`), compiled with the roundings that XLA leaves out by default.
 """
 
 import argparse

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from detjax.xla_flags import EXACT_OPTIONS, FAST_OPTIONS, configure_xla
+from detjax.xla_flags import EXACT_OPTIONS, FAST_OPTIONS, IN_PLACE_OPTIONS, configure_xla
 
 FLAG = "--xla_allow_excess_precision=false"
 
@@ -49,3 +49,9 @@ def test_the_flag_is_set_once(monkeypatch):
     configure_xla()
     configure_xla()
     assert os.environ["XLA_FLAGS"] == f"--other=1 {FLAG}"
+
+
+@pytest.mark.parametrize("options", [EXACT_OPTIONS, FAST_OPTIONS], ids=["exact", "fast"])
+def test_no_program_is_compiled_with_a_pass_that_moves_reads_behind_writers(options):
+    assert IN_PLACE_OPTIONS.items() <= options.items()
+    assert "rematerialization" in IN_PLACE_OPTIONS["xla_disable_hlo_passes"].split(",")
