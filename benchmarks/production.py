@@ -28,6 +28,7 @@ import numpy as np
 
 from benchmarks.common import Rows, environment
 from benchmarks.step import MODELS
+from detjax.models.fast import MATRICES
 from detjax.models.loading import LoadedModel, random_model
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
@@ -337,12 +338,13 @@ class Outcome:
     """What a part's answers were."""
 
     part: Part
-    answers: list[tuple[Ask, list[Kept]]]
+    num_pages: int
     error: str
-    programs: int
     seconds: float
-    windows: int
-    rollbacks: int
+    answers: list[tuple[Ask, list[Kept]]] = dataclasses.field(default_factory=list)
+    programs: int = 0
+    windows: int = 0
+    rollbacks: int = 0
 
 
 class Suite:
@@ -364,25 +366,41 @@ class Suite:
         page = pages_shape(self.model, 1)
         self.page_bytes = int(np.prod(page.shape)) * page.dtype.itemsize
         self.gpu_bytes = self.free_bytes = 0
-        self.num_pages = args.pages
+        self._args = args
         if not args.pages:
             stats = jax.devices(backend.platform)[0].memory_stats()
             self.gpu_bytes = stats["bytes_limit"]
             self.free_bytes = self.gpu_bytes - stats["bytes_in_use"]
-            self.num_pages = int(args.share * self.free_bytes) // self.page_bytes
         self.texts = Texts(config.vocab_size)
-        self._steps: dict[int, CompiledSteps] = {}
+        self._steps: dict[tuple[int, int], CompiledSteps] = {}
+
+    def num_pages(self, part: Part) -> int:
+        """Pages of a part's cache: a share of what the weights leave, 8-bit ones of drafts too."""
+        if self._args.pages:
+            return self._args.pages
+        free_bytes = self.free_bytes
+        if part.config.get("mode", "invariant") != "invariant":
+            free_bytes -= _draft_bytes(self.model.params)
+        return int(self._args.share * free_bytes) // self.page_bytes
 
     def run(self, part: Part) -> Outcome:
         """Ask a part's engine everything; its cache is free again afterwards."""
         begin = time.perf_counter()
-        config = EngineConfig(num_pages=self.num_pages, **part.config)
-        engine = Engine(self.model, config, steps=self._steps.get(config.batch_size))
-        self._steps[config.batch_size] = engine.steps
-        engine.compile()
+        num_pages = self.num_pages(part)
+        config = EngineConfig(num_pages=num_pages, **part.config)
+        key = config.batch_size, num_pages
+        try:
+            engine = Engine(self.model, config, steps=self._steps.get(key))
+            self._steps[key] = engine.steps
+            engine.compile()
+        except RuntimeError as raised:
+            # The other parts still run, and are compared; this one fails.
+            print(f"part {part.name}: {_name(raised)}", flush=True)
+            seconds = time.perf_counter() - begin
+            return Outcome(part=part, num_pages=num_pages, error=_name(raised), seconds=seconds)
         num_compiled = engine.stats().num_compiled
         compiled_s = time.perf_counter() - begin
-        skipped = int(part.skipped_pages * self.num_pages)
+        skipped = int(part.skipped_pages * num_pages)
         (pages,) = engine._scheduler.pools
         held = pages.take(skipped)
         answers, error = [], ""
@@ -392,7 +410,7 @@ class Suite:
             try:
                 got = engine.generate(requests)
             except (FloatingPointError, RuntimeError) as raised:
-                error = f"{type(raised).__name__}: {raised}"[:200]
+                error = _name(raised)
                 break
             answers += [(a, kept(c)) for a, c in zip(asks, got, strict=True)]
         pages.give_back(held)
@@ -407,9 +425,19 @@ class Suite:
             flush=True,
         )
         return Outcome(
-            part=part, answers=answers, error=error, programs=num_compiled, seconds=seconds,
-            windows=numbers[0], rollbacks=numbers[1],
+            part=part, num_pages=num_pages, answers=answers, error=error, programs=num_compiled,
+            seconds=seconds, windows=numbers[0], rollbacks=numbers[1],
         )  # fmt: skip
+
+
+def _name(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:200]
+
+
+def _draft_bytes(params: dict) -> int:
+    """What `quantise_params` adds to a model: 8 bits an element, a scale an output channel."""
+    matrices = [layer[name] for layer in params["layers"] for name in MATRICES]
+    return sum(w.size + 4 * w.shape[0] for w in (*matrices, params["lm_head"]))
 
 
 def kept(completion: Completion) -> list[Kept]:
@@ -467,8 +495,8 @@ def report(suite: Suite, outcome: Outcome, want: dict[int, list[Kept]], rows: Ro
     rows.keep(
         subject="production", case=outcome.part.name, max_len=outcome.part.config["max_len"],
         mode=outcome.part.config.get("mode", "invariant"), gpu_bytes=suite.gpu_bytes,
-        free_bytes=suite.free_bytes, cache_bytes=suite.num_pages * suite.page_bytes,
-        num_pages=suite.num_pages, layers=suite.model.config.num_layers,
+        free_bytes=suite.free_bytes, cache_bytes=outcome.num_pages * suite.page_bytes,
+        num_pages=outcome.num_pages, layers=suite.model.config.num_layers,
         longest_prompt=max(a.length for batch in outcome.part.batches for a in batch),
         most_rows=max(len(batch) for batch in outcome.part.batches),
         programs=outcome.programs, compared_tokens=compared, different=wrong,
@@ -499,12 +527,13 @@ def main() -> None:
     }  # fmt: skip
     rows = Rows(card, args.out)
     suite = Suite(args)
+    most = max(map(suite.num_pages, parts(1 << 40)))
     print(
-        f"{suite.num_pages} pages, {suite.num_pages * suite.page_bytes / 1e9:.1f} GB of "
+        f"{most} pages, {most * suite.page_bytes / 1e9:.1f} GB of "
         f"{suite.free_bytes / 1e9:.1f} GB free",
         flush=True,
     )
-    wanted = [p for p in parts(suite.num_pages * PAGE) if p.name in args.parts]
+    wanted = [p for p in parts(most * PAGE) if p.name in args.parts]
     outcomes = [suite.run(part) for part in wanted]
     begin = time.perf_counter()
     want = references(suite, outcomes)

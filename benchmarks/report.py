@@ -146,7 +146,7 @@ def card(row: dict) -> str:
 
 
 def other_gpus_lines() -> list[str]:
-    """The same steps, kernels and loads on other GPUs, or that there are no rows of one."""
+    """The same steps, kernels and loads on other GPUs, or that there are none."""
     lines = []
     for gpu, name in GPUS.items():
         if gpu == FIRST_GPU:
@@ -155,7 +155,7 @@ def other_gpus_lines() -> list[str]:
         bullets += report_mesh.readme_lines(gpu)
         found = [row for where in SUBJECTS for row in rows(*where, gpu)]
         if not found:
-            lines += ["", f"No rows of an {name} are committed: no figure here is of one."]
+            lines += ["", f"No rows of kernels or steps of an {name}: no time here is of one."]
             continue
         lines += ["", f"**{name}.** {card(found[0])}"]
         if step_times(gpu):

@@ -9,21 +9,19 @@ logprob has another bit). Mode `fast` makes no claim: it is the control.
 
 from benchmarks.report_rows import GPUS, rows, table
 
-CACHE = ("gpu", "cache_bytes", "num_pages")
-
 
 def lines() -> list[str]:
-    """A table for each GPU and cache; nothing without rows."""
-    caches: dict[tuple, list[dict]] = {}
-    for gpu in GPUS:
-        for row in rows("production", "production", gpu):
-            caches.setdefault(tuple(row[name] for name in CACHE), []).append(row)
-    return [line for cache, parts in caches.items() for line in _of_cache(cache, parts)]
+    """A table for each GPU; nothing without rows."""
+    return [
+        line
+        for gpu in GPUS
+        if (parts := rows("production", "production", gpu))
+        for line in _of_gpu(parts)
+    ]
 
 
-def _of_cache(cache: tuple, parts: list[dict]) -> list[str]:
-    gpu, cache_bytes, num_pages = cache
-    free_bytes = max(row["free_bytes"] for row in parts)
+def _of_gpu(parts: list[dict]) -> list[str]:
+    largest = max(parts, key=lambda row: row["cache_bytes"])
     claims = sorted((r for r in parts if r["mode"] != "fast"), key=lambda row: row["max_len"])
     compared = sum(row["compared_tokens"] for row in claims)
     different = sum(row["different"] for row in claims)
@@ -33,20 +31,21 @@ def _of_cache(cache: tuple, parts: list[dict]) -> list[str]:
         for row in controls
     )
     return [
-        f"**At production sizes**, {gpu}, Llama-3.1-8B shapes: a cache of {cache_bytes / 1e9:.1f} "
-        f"of the {free_bytes / 1e9:.1f} GB that",
-        f"the weights leave ({num_pages:,} pages). Answers alone and in company, greedy and "
-        "sampled, against the canonical choice at each position",
+        f"**At production sizes**, {largest['gpu']}, Llama-3.1-8B shapes: a cache of "
+        f"{largest['cache_bytes'] / 1e9:.1f} of the {largest['free_bytes'] / 1e9:.1f} GB that",
+        f"the weights leave ({largest['num_pages']:,} pages). Answers alone and in company, "
+        "greedy and sampled, against the canonical choice at each position",
         "by another path on a small cache (`python -m benchmarks.production`): "
         f"{different:,} of {compared:,} tokens and logprobs different.{control}",
         "",
         *table(
-            ["`max_len`", "mode", "longest prompt", "rows", "programs", "windows verified",
-             "tokens compared", "different"],
+            ["`max_len`", "mode", "cache", "longest prompt", "rows", "programs",
+             "windows verified", "tokens compared", "different"],
             (
                 [
                     f"{row['max_len']:,}",
                     f"`{row['mode']}`" + (", 8 tokens a launch" if row["case"] == "loop" else ""),
+                    f"{row['cache_bytes'] / 1e9:.1f} GB",
                     f"{row['longest_prompt']:,}",
                     f"{row['most_rows']:,}",
                     str(row["programs"]),

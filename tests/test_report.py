@@ -314,7 +314,7 @@ def test_without_rows_of_an_h100_the_section_says_so(write):
     write("step", step_row(8, 4.0))
     text = "\n".join(report.readme_section())
     assert "One NVIDIA H200, jax" in text and "share of the limit" in text
-    assert "No rows of an H100 are committed: no figure here is of one." in text
+    assert "No rows of kernels or steps of an H100: no time here is of one." in text
 
 
 def test_steps_of_an_h100_stand_under_its_name_and_not_in_the_headline(write):
