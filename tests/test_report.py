@@ -484,8 +484,8 @@ def test_production_adds_up_the_parts_of_a_cache_and_keeps_the_control_apart(wri
     assert text.index("NVIDIA H200") < text.index("NVIDIA H100")
     assert text.count("a cache of 55.0 of the 64.0 GB") == 2
     own = [
-        ["1,280", "`invariant`, 8 tokens a launch", "900", "8", "6", "", "800", "0"],
-        ["4,352", "`invariant`", "900", "8", "6", "", "1,200", "3"],
+        ["1,280", "`invariant`, 8 tokens a launch", "55.0 GB", "900", "8", "6", "", "800", "0"],
+        ["4,352", "`invariant`", "55.0 GB", "900", "8", "6", "", "1,200", "3"],
     ]
     assert [c for c in table_lines(report_production.lines()) if c[0] != "`max_len`"] == own * 2
 
