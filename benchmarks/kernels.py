@@ -57,7 +57,7 @@ TREES = ("o", "down")
 """Products that sum eight leaves as a tree, and add the residual stream and a norm."""
 
 ROW_COUNTS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-MOST_LOGITS = 128
+MAX_LOGITS = 128
 """Most rows of lm_head: one a sequence."""
 
 L2_BYTES = 256 << 20
@@ -106,7 +106,7 @@ def _dot(name: str) -> Callable:
 
 def linear_cases(counts: list[int]) -> list[tuple[str, int]]:
     """(shape, M), shape by shape."""
-    return [(n, m) for n in SHAPES for m in counts if n != "lm_head" or m <= MOST_LOGITS]
+    return [(n, m) for n in SHAPES for m in counts if n != "lm_head" or m <= MAX_LOGITS]
 
 
 def torch_times(counts: list[int], timeout_s: float) -> tuple[dict, str | None]:

@@ -58,7 +58,7 @@ def measure(model: LoadedModel, args: argparse.Namespace, rows: Rows) -> bool:
     prompts = rng.integers(0, vocab_size, (most, args.prompt)).tolist()
     times: dict[tuple[int, int], list[float]] = {}
     answers: dict[int, list] = {}
-    steps, is_right = None, True
+    programs, is_right = None, True
     for _ in range(args.rounds):
         for max_len in args.max_len:
             config = EngineConfig(
@@ -67,8 +67,8 @@ def measure(model: LoadedModel, args: argparse.Namespace, rows: Rows) -> bool:
                 num_pages=most * -(-min(args.max_len) // 128), has_prefix_cache=False,
             )  # fmt: skip
             # Only what runs is compiled: most programs of a long `max_len` are not needed here.
-            engine = Engine(model, config, steps=steps)
-            steps = engine.steps
+            engine = Engine(model, config, programs=programs)
+            programs = engine.programs
             for batch in args.batch:
                 ms, got = decode_ms(engine, prompts[:batch])
                 times.setdefault((batch, max_len), []).append(ms)

@@ -46,9 +46,9 @@ from detjax.parallel.exchange import (
     scatter_add_rms_norm,
 )
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS, make_mesh
+from detjax.serving.programs import ProgramKey, pages_shape, unpack
 from detjax.serving.request import SamplingParams
-from detjax.serving.steps import EngineStep, pages_shape, unpack
-from detjax.testing.steps import plain_step, step_operands, steps_of
+from detjax.testing.programs import plain_step, step_operands, steps_of
 from detjax.xla_flags import EXACT_OPTIONS
 
 SM90 = Backend.SM90
@@ -310,7 +310,7 @@ class Runner:
         """Replicas of the mesh."""
         return self.model.mesh.shape[DP_AXIS]
 
-    def _step(self, batch: int, length: int) -> EngineStep:
+    def _step(self, batch: int, length: int) -> ProgramKey:
         return plain_step(
             "decode" if length == 1 else "prefill", rows=batch // self.dp, length=length,
             table_len=max(self.row_len, -(-length // 128)), mode=self.mode,

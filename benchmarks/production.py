@@ -35,13 +35,11 @@ from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
 from detjax.serving.config import EngineConfig, ReplicaSizes
 from detjax.serving.engine import Engine
-from detjax.serving.launcher import engine_steps
-from detjax.serving.request import Completion, Request, SamplingParams
-from detjax.serving.sampling import SamplingRows
-from detjax.serving.steps import (
-    CompiledSteps,
-    EngineStep,
-    StepSizes,
+from detjax.serving.model_runner import program_keys
+from detjax.serving.programs import (
+    ProgramCache,
+    ProgramKey,
+    ProgramSizes,
     empty,
     empty_pages,
     pages_shape,
@@ -49,7 +47,9 @@ from detjax.serving.steps import (
     slots_shape,
     unpack,
 )
-from detjax.testing.steps import plain_step
+from detjax.serving.request import Completion, Request, SamplingParams
+from detjax.serving.sampling import SamplingRows
+from detjax.testing.programs import plain_step
 
 PAGE, SPLIT = 128, 512
 WINDOW = 16
@@ -233,7 +233,7 @@ def parts(limit_tokens: int) -> Iterator[Part]:
             "batch_size": 64,
             "max_len": 4352,
             "mode": "dvr",
-            "draft_share": 1.0,
+            "max_draft_fraction": 1.0,
             "verify_rows": 32,
             "verify_batches": (1,),
             "decode_steps": 4,
@@ -251,11 +251,11 @@ def parts(limit_tokens: int) -> Iterator[Part]:
 PARTS = tuple(part.name for part in parts(1 << 40))
 
 
-def programs_of(part: Part) -> set[EngineStep]:
+def programs_of(part: Part) -> set[ProgramKey]:
     """What a part's engine may run."""
     config = EngineConfig(**part.config)
     sizes = ReplicaSizes.of(config, dp=1, page_len=PAGE)
-    return set(engine_steps(config, sizes, draft_share=config.draft_share or 0.0))
+    return set(program_keys(config, sizes, max_draft_fraction=config.max_draft_fraction or 0.0))
 
 
 class Reference:
@@ -265,8 +265,8 @@ class Reference:
         """Allocate a cache of `context` tokens and compile its two programs."""
         self._model = model
         table_len = -(-context // PAGE) + 2
-        sizes = StepSizes(num_pages=table_len + 1, num_slots=1, window_len=REFERENCE_WINDOW)
-        steps = CompiledSteps(model, sizes)
+        sizes = ProgramSizes(num_pages=table_len + 1, num_slots=1, window_len=REFERENCE_WINDOW)
+        steps = ProgramCache(model, sizes)
         self._bulk = plain_step("prefill", rows=1, length=BULK, table_len=table_len)
         self._window = plain_step("verify", rows=1, length=REFERENCE_WINDOW, table_len=table_len)
         self._programs = {s: steps.get(s, model.params) for s in (self._bulk, self._window)}
@@ -276,7 +276,7 @@ class Reference:
         # Not the identity, and no page 0.
         self._table = np.arange(table_len, 0, -1, dtype=np.int32)
 
-    def _run(self, step: EngineStep, *operands):
+    def _run(self, step: ProgramKey, *operands):
         params, tables = self._model.params, self._model.rope_tables
         self._pages, self._slots, *rest, result = self._programs[step](
             params, tables, self._pages, self._slots, self._sampling, *operands
@@ -372,7 +372,7 @@ class Suite:
             self.gpu_bytes = stats["bytes_limit"]
             self.free_bytes = self.gpu_bytes - stats["bytes_in_use"]
         self.texts = Texts(config.vocab_size)
-        self._steps: dict[tuple[int, int], CompiledSteps] = {}
+        self._programs: dict[tuple[int, int], ProgramCache] = {}
 
     def num_pages(self, part: Part) -> int:
         """Pages of a part's cache: a share of what the weights leave, 8-bit ones of drafts too."""
@@ -390,8 +390,8 @@ class Suite:
         config = EngineConfig(num_pages=num_pages, **part.config)
         key = config.batch_size, num_pages
         try:
-            engine = Engine(self.model, config, steps=self._steps.get(key))
-            self._steps[key] = engine.steps
+            engine = Engine(self.model, config, programs=self._programs.get(key))
+            self._programs[key] = engine.programs
             engine.compile()
         except RuntimeError as raised:
             # The other parts still run, and are compared; this one fails.

@@ -41,8 +41,8 @@ def load_name(found: Collection[dict]) -> str:
     prompt_len, output_len = common("prompt_len"), common("output_len")
     lengths = f" of {prompt_len} + {output_len} tokens" if prompt_len and output_len else ""
     asked = f", {num or ''} requests{lengths}".replace("  ", " ") if num or lengths else ""
-    patience = common("decode_patience")
-    return model_name(model) + asked + (f", `decode_patience` {patience}" if patience else "")
+    patience = common("max_prefill_streak")
+    return model_name(model) + asked + (f", `max_prefill_streak` {patience}" if patience else "")
 
 
 def mode_name(row: dict) -> str:
@@ -102,9 +102,9 @@ def windows(gpu: str = FIRST_GPU) -> dict[tuple[str, str], dict[tuple[int, int],
 
 
 def offline(gpu: str = FIRST_GPU) -> list[dict[str, dict]]:
-    """Of each model, load and `decode_patience`, the last row by the name of the mode."""
+    """Of each model, load and `max_prefill_streak`, the last row by the name of the mode."""
     loads: dict[tuple, dict[str, dict]] = {}
-    keys = ("requests", "prompt_len", "output_len", "decode_patience")
+    keys = ("requests", "prompt_len", "output_len", "max_prefill_streak")
     for model, cases in served("offline", *keys, gpu=gpu).items():
         for (*load, name), row in cases.items():
             loads.setdefault((model, *load), {})[name] = row

@@ -28,8 +28,8 @@ def our_times(vllm: dict) -> dict[str, float | None]:
         for row in rows("serving", "offline"):
             is_same = all(row[x] == vllm[x] for x in ("requests", "prompt_len", "output_len"))
             if is_same and _is_rival(row, vllm, row["mode"]):
-                patience = row.get("decode_patience")
-                times[f"`decode_patience` {patience}" if patience else ""] = row["wall_s"]
+                patience = row.get("max_prefill_streak")
+                times[f"`max_prefill_streak` {patience}" if patience else ""] = row["wall_s"]
         return times
     statistic = "ms_p50" if step_of(vllm)[0] == "decode" else "least_ms"
     found = [

@@ -45,10 +45,10 @@ from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
 from detjax.serving.config import EngineConfig
 from detjax.serving.engine import Engine
+from detjax.serving.programs import ProgramCache, empty_pages
 from detjax.serving.request import SamplingParams
-from detjax.serving.steps import CompiledSteps, empty_pages
 from detjax.testing.load import LoadReport, lone_answers, make_questions, run_load
-from detjax.testing.steps import plain_step, step_operands, steps_of
+from detjax.testing.programs import plain_step, step_operands, steps_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,7 +117,7 @@ class Bench:
         card = environment(self.backend) | {"model": Path(args.model).resolve().name}
         self.rows = Rows(card, args.out)
         self.model = open_model(args.model, self.backend)
-        self._steps: dict[object, CompiledSteps] = {}
+        self._programs: dict[object, ProgramCache] = {}
         self._text = read_text(args.text, folder_of(args.model)) if args.text else []
 
     def engine(self, mode: str, *, with_filters: bool = False, **changes) -> Engine:
@@ -129,20 +129,20 @@ class Bench:
             "decode_batches": tuple(b for b in args.decode_batches if b < args.batch_size),
             "prefill_chunk": args.prefill_chunk,
             "prefill_shapes": tuple((r, args.prefill_chunk) for r in args.prefill_rows if r > 1),
-            "decode_patience": args.decode_patience,
+            "max_prefill_streak": args.max_prefill_streak,
             "max_len": args.max_len,
             "num_pages": args.num_pages,
             "verify_rows": args.verify_rows,
             "verify_window": args.verify_window,
             "verify_batches": tuple(b for b in args.verify_batches if b < args.verify_rows),
-            "draft_share": args.draft_share,
+            "max_draft_fraction": args.max_draft_fraction,
             "draft_weights": args.draft_weights if mode == "dvr" else "full",
             "has_prefix_cache": False,
         }
         config = EngineConfig(mode=mode, **(sizes | changes))
         key = (config.batch_size, config.max_len, config.num_pages, config.verify_window)
-        engine = Engine(self.model, config, steps=self._steps.get(key))
-        self._steps[key] = engine.steps
+        engine = Engine(self.model, config, programs=self._programs.get(key))
+        self._programs[key] = engine.programs
         engine.compile(with_filters=with_filters)
         return engine
 
@@ -254,7 +254,7 @@ def stress(bench: Bench) -> bool:
     for i, (mode, weights, share) in enumerate(loads):
         engine = bench.engine(
             mode, num_pages=tight, has_prefix_cache=True, prefill_shapes=((4, 64),),
-            prefill_chunk=128, with_filters=True, draft_weights=weights, draft_share=1.0,
+            prefill_chunk=128, with_filters=True, draft_weights=weights, max_draft_fraction=1.0,
         )  # fmt: skip
         begin_s, report = time.perf_counter(), LoadReport()
         until_s = begin_s + args.seconds * share
@@ -262,7 +262,7 @@ def stress(bench: Bench) -> bool:
             part = run_load(
                 engine, questions, expected, num_requests=min(500, args.num),
                 seed=100 * i + report.num_requests, plain_share=1.0 if mode == "fast" else 0.3,
-                most_waiting=2 * args.batch_size,
+                max_waiting=2 * args.batch_size,
             )  # fmt: skip
             _add(report, part)
         stats = engine.stats()
@@ -272,7 +272,7 @@ def stress(bench: Bench) -> bool:
         bench.rows.keep(
             subject="stress", mode=mode, draft_weights=weights if mode == "dvr" else "", same=same,
             num_pages=tight, requests=report.num_requests,
-            samples=report.num_samples, cancelled=report.num_cancelled, plain=report.num_plain,
+            samples=report.num_sequences, cancelled=report.num_cancelled, plain=report.num_plain,
             plain_different=report.num_plain_different, wrong=len(report.wrong),
             lost=len(report.lost), pages_held=held, preempted=stats.num_preempted,
             prefix_tokens=stats.prefix_tokens, rollbacks=stats.num_rollbacks,
@@ -286,7 +286,7 @@ def stress(bench: Bench) -> bool:
 def _add(total: LoadReport, part: LoadReport) -> None:
     for name in (
         "num_requests",
-        "num_samples",
+        "num_sequences",
         "num_cancelled",
         "num_plain",
         "num_plain_different",
@@ -376,25 +376,25 @@ def offline(bench: Bench) -> bool:
         bench.rows.keep(
             subject="offline", mode=mode, requests=args.num, prompt_len=args.prompt_len,
             output_len=args.output_len, draft_weights=args.draft_weights if mode == "dvr" else "",
-            decode_patience=args.decode_patience, **numbers,
+            max_prefill_streak=args.max_prefill_streak, **numbers,
         )  # fmt: skip
     return True
 
 
-def read_trace(path: str, *, most_len: int, count: int) -> list[tuple[int, int]]:
-    """(prompt tokens, generated tokens) of the first requests that fit `most_len`."""
+def read_trace(path: str, *, max_len: int, count: int) -> list[tuple[int, int]]:
+    """(prompt tokens, generated tokens) of the first requests that fit `max_len`."""
     with open(path, newline="") as file:
         pairs = [
             (int(row["ContextTokens"]), int(row["GeneratedTokens"])) for row in csv.DictReader(file)
         ]
-    fitting = [(p, g) for p, g in pairs if p >= 1 and g >= 1 and p + g <= most_len]
+    fitting = [(p, g) for p, g in pairs if p >= 1 and g >= 1 and p + g <= max_len]
     return fitting[:count]
 
 
 def replay(bench: Bench) -> bool:
     """A trace's lengths, offline (rate 0) and arriving at random at fixed rates."""
     args = bench.args
-    lengths = read_trace(args.trace, most_len=args.max_len, count=args.num)
+    lengths = read_trace(args.trace, max_len=args.max_len, count=args.num)
     for mode in args.modes:
         for rate in args.rates:
             asks = list(_arrivals(lengths, rate, share=100.0 if mode != "fast" else 0.0))
@@ -432,9 +432,10 @@ def shares(bench: Bench) -> bool:
         facts = {f"plain_{k}": v for k, v in summary(plain).items() if "p99" in k} if plain else {}
         bench.rows.keep(
             subject="shares", mode=mode, deterministic_percent=max(share, 0.0),
-            draft_share=args.draft_share, draft_weights=args.draft_weights if mode == "dvr" else "",
+            max_draft_fraction=args.max_draft_fraction,
+            draft_weights=args.draft_weights if mode == "dvr" else "",
             requests=args.num, prompt_len=args.prompt_len, output_len=args.output_len,
-            decode_patience=args.decode_patience, **numbers, **facts,
+            max_prefill_streak=args.max_prefill_streak, **numbers, **facts,
         )  # fmt: skip
     return True
 
@@ -554,7 +555,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--verify-rows", type=int, default=8)
     parser.add_argument("--verify-window", type=int, default=32)
     parser.add_argument("--verify-batches", type=int, nargs="*", default=[])
-    parser.add_argument("--draft-share", type=float, help="see EngineConfig.draft_share")
+    parser.add_argument("--draft-share", type=float, help="see EngineConfig.max_draft_fraction")
     parser.add_argument("--draft-weights", default="full")
     parser.add_argument("--questions", type=int, default=250, help="different ones of `stress`")
     parser.add_argument("--longest-prompt", type=int, default=0, help="of `stress`")

@@ -5,7 +5,7 @@ python -m benchmarks.step --mode both --transformers --decode 1 8 64 --prefill 4
 python -m benchmarks.step --kernels --decode 8 --prefill
 python -m benchmarks.step --model tiny --backend portable --mode both --decode 1 3 --prefill 64
 
-The programs are the engine's own (`serving.steps.CompiledSteps`). Wall time of dependent steps,
+The programs are the engine's own (`serving.programs.ProgramCache`). Wall time of dependent steps,
 median of five runs, and of single calls, the least of three. `fast` is the same model without
 claims (`detjax.models.fast`), compiled with the roundings that XLA leaves out by default.
 """
@@ -41,9 +41,9 @@ from detjax.models.loading import LoadedModel, random_model
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
+from detjax.serving.programs import ProgramCache, ProgramKey, pages_shape, unpack
 from detjax.serving.request import SamplingParams
-from detjax.serving.steps import CompiledSteps, EngineStep, pages_shape, unpack
-from detjax.testing.steps import plain_step, step_operands, steps_of
+from detjax.testing.programs import plain_step, step_operands, steps_of
 
 CONTEXT = 1024
 """Tokens of each sequence at a decode step, the new one included, unless a case says another."""
@@ -143,8 +143,8 @@ class Runner:
             return (bits.astype(jnp.float32) / 2.0**15 - 1.0).astype(shape.dtype)
 
         self.pages = jax.jit(draw, out_shardings=shape.sharding)()
-        self._programs: dict[int, CompiledSteps] = {}
-        self._compile_s: dict[EngineStep, float] = {}
+        self._programs: dict[int, ProgramCache] = {}
+        self._compile_s: dict[ProgramKey, float] = {}
         self._operands: dict[tuple[str, str], tuple] = {}
 
     def add_draft(self, dtype: str) -> str:
@@ -152,7 +152,7 @@ class Runner:
         self._params[dtype] = quantise_params(self.model.params, jnp.dtype(dtype))
         return f"fast {dtype}"
 
-    def step_of(self, impl: str, case: Case) -> EngineStep:
+    def step_of(self, impl: str, case: Case) -> ProgramKey:
         """The engine's name for the program that runs a case."""
         mode, _, weights = impl.partition(" ")
         after = case.start + case.length + 1  # a sequence that goes on

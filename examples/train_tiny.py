@@ -929,7 +929,7 @@ def by_heldout_loss(row: Report) -> float:
 
 
 def main() -> None:
-    """Run the whole recipe."""
+    """Run the whole ctx."""
     args = parse_args()
     config = SIZES[args.size]
     tokenizer, data = prepare_data(args, config)

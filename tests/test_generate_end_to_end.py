@@ -66,7 +66,7 @@ def test_the_digest_is_that_of_the_written_ids_and_logprobs(checked):
         assert len(entry["token_ids"]) == len(entry["logprobs"]) == 6
         completion = Completion(
             request_idx=entry["index"],
-            sample_idx=entry["sample"],
+            sequence_idx=entry["sample"],
             prompt_token_ids=tuple(entry["prompt_token_ids"]),
             token_ids=tuple(entry["token_ids"]),
             logprobs=tuple(map(np.float32, entry["logprobs"])),

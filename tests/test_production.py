@@ -17,7 +17,7 @@ from detjax.pallas_kernels.attention.shapes import LAYOUTS
 from detjax.pallas_kernels.linear.sm90 import normalises_input
 from detjax.pallas_kernels.linear.tiles import MatmulTiles, choose_tiles
 from detjax.pallas_kernels.rms_norm.sm90 import choose_schedule, row_sum
-from detjax.serving.steps import EngineStep
+from detjax.serving.programs import ProgramKey
 
 PROFILE = NumericsProfile()
 PER_SPLIT = PROFILE.attention_split // PROFILE.attention_block
@@ -48,7 +48,7 @@ def way(batch: int, query_len: int, table_len: int, *, kv_heads=8, group=4, chan
     return ", ".join(parts) + (", scores ahead" if config.scores_ahead else "")
 
 
-def way_of(step: EngineStep) -> str:
+def way_of(step: ProgramKey) -> str:
     length = 1 if step.kind == "decode" else step.length
     return way(step.rows, length, step.table_len)
 
@@ -93,7 +93,7 @@ def test_control_a_suite_of_one_batch_size_misses_ways():
 @pytest.mark.control
 def test_control_a_new_way_would_be_missed(monkeypatch):
     taken = {way_of(step) for step in PROGRAMS}
-    monkeypatch.setattr(attention, "MOST_IN_CLUSTER", 16)
+    monkeypatch.setattr(attention, "MAX_IN_CLUSTER", 16)
     monkeypatch.setattr(attention, "PARTIAL_BYTES", 64 << 10)
     assert {name for name, _ in reachable()} - taken == {"new token, cluster of 16, scores ahead"}
 
@@ -134,7 +134,7 @@ def _kind(tiles: MatmulTiles) -> tuple:
     return (*(getattr(tiles, name) for name in names), bool(tiles.held_channels))
 
 
-def rows_of(step: EngineStep) -> tuple[int, int]:
+def rows_of(step: ProgramKey) -> tuple[int, int]:
     """Rows of the layers' products, and of lm_head's."""
     length = 1 if step.kind == "decode" else step.length
     return step.rows * length, step.rows * (length if step.kind == "verify" else 1)

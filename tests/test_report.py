@@ -106,15 +106,17 @@ def test_the_newest_file_and_in_it_the_later_row_counts(write):
 def test_a_load_that_is_decoded_with_patience_says_so_and_stands_apart(write):
     write(
         "serving",
-        offline("invariant", 100.0, decode_patience=64),
-        offline("fast", 50.0, decode_patience=64),
-        offline("invariant", 80.0, decode_patience=0),
+        offline("invariant", 100.0, max_prefill_streak=64),
+        offline("fast", 50.0, max_prefill_streak=64),
+        offline("invariant", 80.0, max_prefill_streak=0),
     )
     section = [line for line in report_serving.section() if "All at once" in line]
-    assert [("`decode_patience` 64" in line) for line in section] == [False, True]
+    assert [("`max_prefill_streak` 64" in line) for line in section] == [False, True]
     plain, patient = report_serving.readme_lines()
-    assert "80 generated" in plain and "decode_patience" not in plain and " of `fast`" not in plain
-    assert "`decode_patience` 64" in patient and "100 generated" in patient and "2.00" in patient
+    assert (
+        "80 generated" in plain and "max_prefill_streak" not in plain and " of `fast`" not in plain
+    )
+    assert "`max_prefill_streak` 64" in patient and "100 generated" in patient and "2.00" in patient
 
 
 def test_quantiles_of_a_trace_by_rate(write):
@@ -423,7 +425,7 @@ def test_our_rows_stand_beside_those_of_vllm_where_the_protocol_is_the_same(writ
     write(
         "step", failed, step_row(8, 4.0), step_row(8, 5.0, impl="fast"), step_row(8, 99.0) | prompt
     )
-    patient = offline("invariant", 60.0, model="llama3_8b", wall_s=5.0, decode_patience=64)
+    patient = offline("invariant", 60.0, model="llama3_8b", wall_s=5.0, max_prefill_streak=64)
     write("serving", offline("invariant", 50.0, model="llama3_8b", wall_s=8.0), patient)
     _, step, prefill, load, with_patience = table_lines(report_vllm.lines())
     assert step == ["decode batch 8 context 1024, ms", "4.0", "6.0", "12.0", "1.50", "3.00"]
@@ -431,7 +433,7 @@ def test_our_rows_stand_beside_those_of_vllm_where_the_protocol_is_the_same(writ
     assert prefill == [name, "80.0", "90.0", "180.0", "1.12", "2.25"]
     assert load[0] == "4 requests of 8 + 16 tokens, all at once, s"
     assert load[1:] == ["8.0", "10.0", "20.0", "1.25", "2.50"]
-    assert with_patience[0] == load[0] + ", ours with `decode_patience` 64"
+    assert with_patience[0] == load[0] + ", ours with `max_prefill_streak` 64"
     assert with_patience[1:] == ["5.0", "10.0", "20.0", "2.00", "4.00"]
 
 

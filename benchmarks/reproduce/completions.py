@@ -36,7 +36,7 @@ def _engine(lab: Lab, mode: str, max_tokens: int) -> Engine:
         max_len=32 + max_tokens,
         decode_batches=decode_batches,
         prefill=(8, 32),
-        draft_share=1.0 if mode == "dvr" else None,
+        max_draft_fraction=1.0 if mode == "dvr" else None,
     )
 
 

@@ -132,12 +132,13 @@ class Lab:
         decode_batches: tuple[int, ...] = (),
         prefill: tuple[int, int] = (1, 64),
         model: LoadedModel | None = None,
-        draft_share: float | None = None,
+        max_draft_fraction: float | None = None,
     ) -> Engine:
         """An engine whose prefix cache is off, so that no request is served by another's work.
 
-        It runs the lab's model over `tp` devices, or the `model` given. In `dvr` a `draft_share` of
-        1 makes it draft always, where left alone it may find canonical steps quicker.
+        It runs the lab's model over `tp` devices, or the `model` given. In `dvr` a
+        `max_draft_fraction` of 1 makes it draft always, where left alone it may
+        find canonical steps quicker.
         """
         config = EngineConfig(
             batch_size=batch_size,
@@ -147,7 +148,7 @@ class Lab:
             decode_batches=decode_batches,
             prefill_shapes=(prefill,),
             has_prefix_cache=False,
-            draft_share=draft_share,
+            max_draft_fraction=max_draft_fraction,
         )
         engine = Engine(model or self.model(tp), config)
         if self.is_full:

@@ -88,7 +88,7 @@ def run(lab: Lab) -> Result:
     engines = {
         which: lab.engine(
             which[0], batch_size=11, max_len=32 + max_tokens, prefill=(11, 32), model=model,
-            draft_share=which[1],
+            max_draft_fraction=which[1],
         )
         for which in dict.fromkeys((mode, share) for _, mode, share, _, _ in CASES)
     }  # fmt: skip

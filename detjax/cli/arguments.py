@@ -136,7 +136,7 @@ class GenerateArgs:
     n: int = _option(
         _SAMPLING.n,
         _SAMPLES,
-        "different samples a prompt; they need a temperature above 0 to differ",
+        "different sequences a prompt; they need a temperature above 0 to differ",
     )
     stop: tuple[str, ...] = _option(
         (),

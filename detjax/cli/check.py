@@ -20,7 +20,7 @@ _BATCH_SIZES = (1, 3, 2, 5, 8, 17)
 _NUM_CHUNKS = (2, 5, 1, 3, 7)
 _LONGEST_CHUNK = 512
 _SHORTEST_CHUNK = 64
-_MOST_LINES = 10
+_MAX_LINES = 10
 
 
 def plan_runs(args: GenerateArgs, job: Job) -> tuple[RunPlan, ...]:
@@ -53,7 +53,7 @@ def _other_run(number: int, job: Job, asked: EngineShape, *, dp: int) -> RunPlan
     longest = max(len(request.prompt_token_ids) for request in job.requests)
     chunk = math.ceil(longest / _NUM_CHUNKS[number % len(_NUM_CHUNKS)])
     order_name, order = _other_order(number, len(job.requests))
-    num_neighbours = max(0, batch_size - len(job.samples))
+    num_neighbours = max(0, batch_size - len(job.seqs))
     before = num_neighbours * (number % 3) // 2
     return RunPlan(
         shape=dataclasses.replace(
@@ -109,7 +109,7 @@ def differences(expected: Sequence[Record], actual: Sequence[Record]) -> list[st
     for one, other in zip(expected, actual, strict=True):
         found = _first_difference(one.completion, other.completion)
         if found:
-            where = f"prompt {one.completion.request_idx}, sample {one.completion.sample_idx}"
+            where = f"prompt {one.completion.request_idx}, sequence {one.completion.sequence_idx}"
             lines.append(f"{where}, {found}")
     return lines
 
@@ -171,10 +171,10 @@ def check_runs(
 
 def show_check(result: CheckResult, digest: str, display: Display) -> None:
     """Write the verdict."""
-    for line in result.lines[:_MOST_LINES]:
+    for line in result.lines[:_MAX_LINES]:
         display.line(line, style="red")
-    if len(result.lines) > _MOST_LINES:
-        display.line(f"and {len(result.lines) - _MOST_LINES} more", style="red")
+    if len(result.lines) > _MAX_LINES:
+        display.line(f"and {len(result.lines) - _MAX_LINES} more", style="red")
     if result.lines:
         display.line(f"check failed: the {result.num_runs} runs are not equal", style="bold red")
     else:

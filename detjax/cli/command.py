@@ -50,7 +50,7 @@ def run(args: GenerateArgs, *, open_model: OpensModel) -> int:
         writer=make_writer(
             args.format,
             sys.stdout,
-            has_headers=len(job.samples) > 1,
+            has_headers=len(job.seqs) > 1,
             fingerprint=model.fingerprint,
         ),
         display=display,

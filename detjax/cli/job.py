@@ -13,7 +13,7 @@ from detjax.models.config import ModelConfig
 from detjax.models.tokenizer import Tokenizer
 from detjax.serving.request import Request
 
-MOST_COMPLETIONS = 2**20
+MAX_COMPLETIONS = 2**20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,8 +33,8 @@ class Job:
     max_len: int
 
     @property
-    def samples(self) -> tuple[tuple[int, int], ...]:
-        """(prompt, sample) of every completion, in the order in which they are written."""
+    def seqs(self) -> tuple[tuple[int, int], ...]:
+        """(prompt, sequence) of every completion, in the order in which they are written."""
         return tuple((i, s) for i, r in enumerate(self.requests) for s in range(r.sampling.n))
 
 
@@ -98,9 +98,9 @@ def _check_ids(ids: Sequence[int], origin: str, config: ModelConfig) -> None:
 
 
 def _check_number(num_completions: int) -> None:
-    if num_completions > MOST_COMPLETIONS:
+    if num_completions > MAX_COMPLETIONS:
         raise InputError(
-            f"these are {num_completions} completions, more than {MOST_COMPLETIONS}; lower --n, or "
+            f"these are {num_completions} completions, more than {MAX_COMPLETIONS}; lower --n, or "
             "give the prompts in several runs"
         )
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from detjax.cli.model import EngineShape
 from detjax.models.loading import LoadedModel
-from detjax.serving.steps import pages_shape
+from detjax.serving.programs import pages_shape
 
 
 def check_memory(model: LoadedModel, shape: EngineShape) -> None:

@@ -36,7 +36,7 @@ class AbstractWriter(abc.ABC):
     """Writes completions one after the other, each from its first token on."""
 
     @abc.abstractmethod
-    def begin(self, index: int, sample: int) -> None:
+    def begin(self, index: int, seq: int) -> None:
         """Begin a completion."""
 
     @abc.abstractmethod
@@ -51,7 +51,7 @@ class AbstractWriter(abc.ABC):
 class SilentWriter(AbstractWriter):
     """Writes nothing: one JSON document is written at the end, and a check's other runs never."""
 
-    def begin(self, index: int, sample: int) -> None:
+    def begin(self, index: int, seq: int) -> None:
         """Do nothing."""
 
     def write(self, text: str) -> None:
@@ -69,10 +69,10 @@ class TextWriter(AbstractWriter):
         self._out = out
         self._has_headers = has_headers
 
-    def begin(self, index: int, sample: int) -> None:
+    def begin(self, index: int, seq: int) -> None:
         """Name the completion."""
         if self._has_headers:
-            self._out.write(f"=== prompt {index}, sample {sample} ===\n")
+            self._out.write(f"=== prompt {index}, sequence {seq} ===\n")
 
     def write(self, text: str) -> None:
         """Write at once, not when a line is full."""
@@ -93,7 +93,7 @@ class JsonLinesWriter(AbstractWriter):
         self._out = out
         self._fingerprint = fingerprint
 
-    def begin(self, index: int, sample: int) -> None:
+    def begin(self, index: int, seq: int) -> None:
         """Wait for the end."""
 
     def write(self, text: str) -> None:
@@ -126,7 +126,7 @@ def json_entry(record: Record, fingerprint: str) -> dict[str, Any]:
     done = record.completion
     entry = {
         "index": done.request_idx,
-        "sample": done.sample_idx,
+        "sequence": done.sequence_idx,
         "prompt_token_ids": list(done.prompt_token_ids),
         "token_ids": list(done.token_ids),
         "text": record.text,

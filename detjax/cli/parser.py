@@ -40,7 +40,7 @@ examples:
   python -m detjax.generate --prompt "It was a dark night" --mode dvr --repeat 2 --check --stats
   python -m detjax.generate --prompt "It was a dark night" --mode fast --repeat 4 --check
 
-JSON: per completion `index` (of the prompt), `sample`, `prompt_token_ids`, `token_ids` (with the
+JSON: per completion `index` (of the prompt), `sequence`, `prompt_token_ids`, `token_ids` (with the
 one that ended it), `text`, `finish_reason` (stop or length), `logprobs`, `top_logprobs` (with
 --logprobs: [token id, logprob] pairs), `digest` (sha256 of the token ids as int32 and the logprobs
 as float32, little-endian) and `fingerprint`. A logprob is the float32 written as the shortest

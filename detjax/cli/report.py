@@ -96,7 +96,7 @@ def show_end(
     for record in result.records:
         done = record.completion
         display.line(
-            f"digest {done.digest()} prompt {done.request_idx}, sample {done.sample_idx}: "
+            f"digest {done.digest()} prompt {done.request_idx}, sequence {done.sequence_idx}: "
             f"{len(done.token_ids)} tokens, {done.finish_reason.value}"
         )
     if len(result.records) > 1:

@@ -77,7 +77,7 @@ def run_job(
     """
     transcript = Transcript(job, tokenizer, writer)
     engine = model.make_engine(plan.shape, tracer)
-    num_samples = len(job.samples)
+    num_sequences = len(job.seqs)
     times: list[float] = []
     counter = itertools.count(1)
 
@@ -89,7 +89,7 @@ def run_job(
         if is_live:
             display.idle()
         else:
-            ended = f"{transcript.num_ended} of {num_samples} completions"
+            ended = f"{transcript.num_ended} of {num_sequences} completions"
             display.busy(f"{ended}, {num_tokens} tokens")
         if index is None:
             return False
@@ -131,12 +131,12 @@ def _check_told_the_same(
 ) -> None:
     """Stop if the engine's tokens, one by one, were not the completions that it returned."""
     told = {
-        (plan.order[c.request_idx], c.sample_idx): (c.digest(), c.finish_reason)
+        (plan.order[c.request_idx], c.sequence_idx): (c.digest(), c.finish_reason)
         for c in completions
     }
     for record in records:
         ours = record.completion
-        key = (ours.request_idx, ours.sample_idx)
+        key = (ours.request_idx, ours.sequence_idx)
         assert told[key] == (ours.digest(), ours.finish_reason), f"{key}: {told[key]}"
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Follows the samples of a run while they are made, and writes each in its turn."""
+"""Follows the sequences of a run while they are made, and writes each in its turn."""
 
 from detjax.cli.job import Job
 from detjax.cli.output import AbstractWriter, Record
@@ -9,43 +9,43 @@ from detjax.serving.text import TextStream
 
 
 class Transcript:
-    """Follows the samples of one run: their texts, when each ends, and whose turn it is."""
+    """Follows the sequences of one run: their texts, when each ends, and whose turn it is."""
 
     def __init__(self, job: Job, tokenizer: Tokenizer, writer: AbstractWriter):
         """Begin, with nothing written."""
         self._job = job
         self._writer = writer
-        self._samples = [_Sample(job, tokenizer, *key) for key in job.samples]
-        self._of_key = dict(zip(job.samples, self._samples, strict=True))
+        self._sequences = [_Sequence(job, tokenizer, *key) for key in job.seqs]
+        self._of_key = dict(zip(job.seqs, self._sequences, strict=True))
         self._num_written = 0
         self.num_ended = 0
 
     @property
     def records(self) -> tuple[Record, ...]:
         """All completions; each must have ended."""
-        return tuple(sample.record() for sample in self._samples)
+        return tuple(seq.record() for seq in self._sequences)
 
     def on_token(self, event: TokenEvent) -> bool:
         """Take a token; return True if a stop string is complete."""
-        sample = self._of_key[event.request_idx, event.sample_idx]
-        is_stopped = sample.push(event)
-        self.num_ended += sample.finish_reason is not None
+        seq = self._of_key[event.request_idx, event.sequence_idx]
+        is_stopped = seq.push(event)
+        self.num_ended += seq.finish_reason is not None
         self._write_in_turn()
         return is_stopped
 
     def _write_in_turn(self) -> None:
         """Write the first completion that has not ended as far as it goes, and any before it."""
-        while self._num_written < len(self._samples):
-            if not self._samples[self._num_written].write_to(self._writer):
+        while self._num_written < len(self._sequences):
+            if not self._sequences[self._num_written].write_to(self._writer):
                 return
             self._num_written += 1
 
 
-class _Sample:
+class _Sequence:
     """One completion while it is made."""
 
-    def __init__(self, job: Job, tokenizer: Tokenizer, index: int, sample: int):
-        self._key = (index, sample)
+    def __init__(self, job: Job, tokenizer: Tokenizer, index: int, seq: int):
+        self._key = (index, seq)
         self._request = job.requests[index]
         self._end_ids = job.end_ids
         self._stream = TextStream(
@@ -88,7 +88,7 @@ class _Sample:
         assert self.finish_reason is not None, f"{self._key} has not ended"
         completion = Completion(
             request_idx=self._key[0],
-            sample_idx=self._key[1],
+            sequence_idx=self._key[1],
             prompt_token_ids=self._request.prompt_token_ids,
             token_ids=tuple(event.token_id for event in self._events),
             logprobs=tuple(event.logprob for event in self._events),

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from detjax.models.config import ModelConfig
 from detjax.models.decoder import forward, local_logits
 from detjax.models.fusion import fuse_projections_abstractly, fused_partition_specs
-from detjax.models.layers import Recipe, Tokens
+from detjax.models.layers import ForwardContext, Tokens
 from detjax.models.params import kv_layout, param_specs, partition_specs
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
@@ -51,13 +51,13 @@ def why_unsupported(
     windows = tuple(dict.fromkeys(config.sliding_windows))
     config = dataclasses.replace(config, num_layers=len(windows), sliding_windows=windows)
     mesh = AbstractMesh((1, tp), (DP_AXIS, TP_AXIS), axis_types=(AxisType.Auto, AxisType.Auto))
-    recipe = Recipe(config=config, profile=profile, backend=backend, tp=tp)
+    ctx = ForwardContext(config=config, profile=profile, backend=backend, tp=tp)
     num_slots = kv_layout(config.num_heads, config.num_kv_heads, tp).num_slots
     specs = fused_partition_specs(partition_specs(config, tp=tp, vocab_block=profile.vocab_block))
 
     def logits(params, tables, pages, tokens):
-        _, hidden = forward(recipe, params, tables, pages, tokens)
-        return local_logits(recipe, params, hidden.reshape(-1, config.hidden_size))
+        _, hidden = forward(ctx, params, tables, pages, tokens)
+        return local_logits(ctx, params, hidden.reshape(-1, config.hidden_size))
 
     pages_spec = P(None, None, None, TP_AXIS)
     traced = jax.shard_map(

@@ -11,7 +11,7 @@ from jax import lax
 
 from detjax.array_types import Activation, Array, Float32
 from detjax.models.layers import (
-    Recipe,
+    ForwardContext,
     Tokens,
     attention_layer,
     embed_tokens,
@@ -44,7 +44,7 @@ def check_mesh(config, profile: NumericsProfile, tp: int) -> None:
 
 
 def forward(
-    recipe: Recipe,
+    ctx: ForwardContext,
     params: dict,
     rope_tables: tuple[Float32[Array, "S half"], Float32[Array, "S half"]],
     pages: Activation[Array, "L N 2 K P C"],
@@ -66,39 +66,39 @@ def forward(
     cos, sin = (jnp.take(table, flat_positions, axis=0, mode="clip") for table in rope_tables)
 
     layers, exchange = params["layers"], params.get("exchange")
-    residual, x = embed_tokens(recipe, params["embed"], tokens.ids.reshape(-1)), None
+    residual, x = embed_tokens(ctx, params["embed"], tokens.ids.reshape(-1)), None
     next_gains = [weights["attn_norm"] for weights in layers[1:]] + [params["final_norm"]]
     for layer, (weights, next_gain) in enumerate(zip(layers, next_gains, strict=True)):
-        pages, x = attention_layer(recipe, weights, residual, x, cos, sin, pages, tokens, layer)
+        pages, x = attention_layer(ctx, weights, residual, x, cos, sin, pages, tokens, layer)
         residual, x = row_parallel_norm(
-            recipe, x, weights["o"], residual, weights.get("o_bias"), weights["mlp_norm"],
+            ctx, x, weights["o"], residual, weights.get("o_bias"), weights["mlp_norm"],
             exchange=exchange,
         )  # fmt: skip
-        x = gated_layer(recipe, weights, residual, x)
+        x = gated_layer(ctx, weights, residual, x)
         residual, x = row_parallel_norm(
-            recipe, x, weights["down"], residual, None, next_gain, exchange=exchange
+            ctx, x, weights["down"], residual, None, next_gain, exchange=exchange
         )
-    x = final_rows(recipe, residual, x, params["final_norm"])
+    x = final_rows(ctx, residual, x, params["final_norm"])
     return pages, x.reshape(batch, length, -1)
 
 
 def local_logits(
-    recipe: Recipe, params: dict, hidden: Activation[Array, "M D"]
+    ctx: ForwardContext, params: dict, hidden: Activation[Array, "M D"]
 ) -> Float32[Array, "M v"]:
     """This rank's share of the float32 logits; columns past the vocabulary are -inf."""
     logits = linear(
-        hidden, params["lm_head"], out_dtype=jnp.dtype(jnp.float32), backend=recipe.backend
+        hidden, params["lm_head"], out_dtype=jnp.dtype(jnp.float32), backend=ctx.backend
     )
-    return mask_padding(recipe, logits)
+    return mask_padding(ctx, logits)
 
 
-def mask_padding(recipe: Recipe, logits: Float32[Array, "M v"]) -> Float32[Array, "M v"]:
+def mask_padding(ctx: ForwardContext, logits: Float32[Array, "M v"]) -> Float32[Array, "M v"]:
     """Put -inf in the columns of this rank's share that are past the vocabulary."""
     width = logits.shape[1]
-    if width * recipe.tp == recipe.config.vocab_size:
+    if width * ctx.tp == ctx.config.vocab_size:
         return logits
     token_ids = lax.axis_index(TP_AXIS) * width + jnp.arange(width, dtype=jnp.int32)
-    return jnp.where(token_ids < recipe.config.vocab_size, logits, -jnp.inf)
+    return jnp.where(token_ids < ctx.config.vocab_size, logits, -jnp.inf)
 
 
 def last_hidden(hidden: Activation[Array, "B T D"], last: jax.Array) -> Activation[Array, "B D"]:

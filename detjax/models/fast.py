@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from detjax.array_types import Activation, Array, Float32, Int32
 from detjax.models.decoder import mask_padding
-from detjax.models.layers import Recipe, Tokens, embed_tokens
+from detjax.models.layers import ForwardContext, Tokens, embed_tokens
 from detjax.pallas_kernels.attention.api import rope_attention
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.rope.portable import split_heads, write_pages
@@ -30,7 +30,7 @@ LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
 
 
 def forward_fast(
-    recipe: Recipe,
+    ctx: ForwardContext,
     params: dict,
     rope_tables: tuple[Float32[Array, "S half"], Float32[Array, "S half"]],
     pages: Activation[Array, "L N 2 K P C"],
@@ -39,7 +39,7 @@ def forward_fast(
     """Run every layer on new tokens, as `decoder.forward` does, in whatever order is quickest.
 
     Args:
-        recipe: The model and its mesh. On `sm90` queries and keys go through detjax's own kernels,
+        ctx: The model and its mesh. On `sm90` queries and keys go through detjax's own kernels,
             the quickest measured; elsewhere everything is XLA.
         params: As for `decoder.forward`; any matrix may be `{"q": 8-bit [N, K], "scale": [N]}`.
         rope_tables: Cosines and sines by position.
@@ -52,27 +52,27 @@ def forward_fast(
     Numerics:
         float32 sums, rounded to the compute dtype after each product. No claim.
     """
-    eps = recipe.config.rms_norm_eps
+    eps = ctx.config.rms_norm_eps
     batch, length = tokens.ids.shape
     positions = jnp.maximum(tokens.positions, 0).reshape(-1)
     cos, sin = (jnp.take(table, positions, axis=0, mode="clip") for table in rope_tables)
-    residual = embed_tokens(recipe, params["embed"], tokens.ids.reshape(-1))
+    residual = embed_tokens(ctx, params["embed"], tokens.ids.reshape(-1))
     for layer, weights in enumerate(params["layers"]):
         x = _rms_norm(residual, weights["attn_norm"], eps)
-        pages, x = _attention_layer(recipe, weights, x, cos, sin, pages, tokens, layer)
-        residual = residual + _row_parallel(recipe, x, weights["o"], weights.get("o_bias"))
+        pages, x = _attention_layer(ctx, weights, x, cos, sin, pages, tokens, layer)
+        residual = residual + _row_parallel(ctx, x, weights["o"], weights.get("o_bias"))
         x = _rms_norm(residual, weights["mlp_norm"], eps)
         x = _swiglu(_product(x, weights["gate_up"], x.dtype))
-        residual = residual + _row_parallel(recipe, x, weights["down"], None)
+        residual = residual + _row_parallel(ctx, x, weights["down"], None)
     x = _rms_norm(residual, params["final_norm"], eps)
     return pages, x.reshape(batch, length, -1)
 
 
 def local_logits_fast(
-    recipe: Recipe, params: dict, hidden: Activation[Array, "M D"]
+    ctx: ForwardContext, params: dict, hidden: Activation[Array, "M D"]
 ) -> Float32[Array, "M v"]:
     """This rank's share of the float32 logits; columns past the vocabulary are -inf. No claim."""
-    return mask_padding(recipe, _product(hidden, params["lm_head"], jnp.float32))
+    return mask_padding(ctx, _product(hidden, params["lm_head"], jnp.float32))
 
 
 def quantise_params(params: dict, dtype: jnp.dtype) -> dict:
@@ -143,10 +143,10 @@ def _product(x: Activation[Array, "M k"], w: Any, out_dtype) -> Activation[Array
     return out.astype(out_dtype)
 
 
-def _row_parallel(recipe: Recipe, x: Activation[Array, "M k"], w: Any, bias) -> jax.Array:
+def _row_parallel(ctx: ForwardContext, x: Activation[Array, "M k"], w: Any, bias) -> jax.Array:
     """Multiply by weights whose inputs are split over ranks; the sum, on every rank."""
-    out = _product(x, w, jnp.float32 if recipe.tp > 1 else x.dtype)
-    if recipe.tp > 1:
+    out = _product(x, w, jnp.float32 if ctx.tp > 1 else x.dtype)
+    if ctx.tp > 1:
         out = lax.psum(out, TP_AXIS).astype(x.dtype)
     return out if bias is None else out + bias.astype(x.dtype)[None]
 
@@ -171,7 +171,7 @@ def _rope(x: Activation[Array, "M H C"], cos, sin) -> jax.Array:
 
 
 def _attention_layer(
-    recipe: Recipe,
+    ctx: ForwardContext,
     weights: dict,
     x: Activation[Array, "M D"],
     cos: Float32[Array, "M half"],
@@ -181,7 +181,7 @@ def _attention_layer(
     layer: int,
 ) -> tuple[Activation[Array, "L N 2 K P C"], Activation[Array, "M k"]]:
     """Write keys and values, then attend over the cache."""
-    config, eps = recipe.config, recipe.config.rms_norm_eps
+    config, eps = ctx.config, ctx.config.rms_norm_eps
     qkv = _product(x, weights["qkv"], x.dtype)
     if "qkv_bias" in weights:
         qkv = qkv + weights["qkv_bias"].astype(x.dtype)[None]
@@ -189,11 +189,11 @@ def _attention_layer(
     gains = (weights["q_norm"], weights["k_norm"]) if config.qk_norm else None
     window = config.sliding_windows[layer]
     place = (pages, tokens.page_table, tokens.positions)
-    if recipe.backend is Backend.SM90:
+    if ctx.backend is Backend.SM90:
         # WHY: measured against cuDNN and XLA, these are the quickest (docs/kernels.md).
         out, pages = rope_attention(
             qkv, cos, sin, gains, *place,
-            layer=layer, window=window, eps=eps, profile=recipe.profile, backend=Backend.SM90,
+            layer=layer, window=window, eps=eps, profile=ctx.profile, backend=Backend.SM90,
         )  # fmt: skip
         return pages, out.reshape(x.shape[0], -1)
     q, k, v = split_heads(qkv, qkv.shape[1] - 2 * pages.shape[3])

@@ -71,7 +71,7 @@ LARGEST: Mapping[str, int] = {
 """Sizes above these are a mistake, and would take memory or minutes before weights are read."""
 
 LARGEST_NUMBER = 1e300
-MOST_FILE_BYTES = 2**24
+MAX_FILE_BYTES = 2**24
 
 READ_KEYS = frozenset({"architectures", "layer_types", "model_type"})
 """Keys that are read here for every family, beside `Family.defaults` and the rotary ones."""
@@ -140,8 +140,8 @@ def load_config(folder: Path) -> ModelConfig:
 
 def _read_object(path: Path) -> dict[str, Any]:
     """A JSON file that holds one object."""
-    if path.stat().st_size > MOST_FILE_BYTES:
-        raise ValueError(f"{path} has more than {MOST_FILE_BYTES} bytes; it is no configuration")
+    if path.stat().st_size > MAX_FILE_BYTES:
+        raise ValueError(f"{path} has more than {MAX_FILE_BYTES} bytes; it is no configuration")
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

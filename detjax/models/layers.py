@@ -38,7 +38,7 @@ from detjax.parallel.mesh import TP_AXIS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Recipe:
+class ForwardContext:
     """What a layer needs to know besides its weights: all static, none of it batch-shaped."""
 
     config: ModelConfig
@@ -63,15 +63,15 @@ class Tokens:
     page_table: Any
 
 
-def embed_tokens(recipe: Recipe, table, ids: Int32[Array, " M"]) -> Activation[Array, "M D"]:
+def embed_tokens(ctx: ForwardContext, table, ids: Int32[Array, " M"]) -> Activation[Array, "M D"]:
     """Look up this rank's channels and gather the rest."""
-    dtype = recipe.profile.activation_dtype
-    rows = embed(table, ids, out_dtype=dtype, backend=recipe.backend)
+    dtype = ctx.profile.activation_dtype
+    rows = embed(table, ids, out_dtype=dtype, backend=ctx.backend)
     return gather_columns(rows, TP_AXIS)
 
 
 def attention_layer(
-    recipe: Recipe,
+    ctx: ForwardContext,
     weights: dict,
     residual: Activation[Array, "m D"],
     x: Activation[Array, "M D"] | None,
@@ -85,12 +85,12 @@ def attention_layer(
 
     `x` are the normalised rows of the residual stream, or None if they are not made yet.
     """
-    qkv = project(recipe, weights, residual, x)
-    return attend(recipe, weights, qkv, cos, sin, pages, tokens, layer)
+    qkv = project(ctx, weights, residual, x)
+    return attend(ctx, weights, qkv, cos, sin, pages, tokens, layer)
 
 
 def project(
-    recipe: Recipe,
+    ctx: ForwardContext,
     weights: dict,
     residual: Activation[Array, "m D"],
     x: Activation[Array, "M D"] | None,
@@ -98,13 +98,13 @@ def project(
     """Queries, keys and values; `x` as in `attention_layer`."""
     w, bias, dtype = weights["qkv"], weights.get("qkv_bias"), residual.dtype
     if x is not None:
-        return linear(x, w, bias, out_dtype=dtype, backend=recipe.backend)
-    gain, eps = weights["attn_norm"], recipe.config.rms_norm_eps
-    return norm_linear(residual, gain, w, bias, eps=eps, out_dtype=dtype, backend=recipe.backend)
+        return linear(x, w, bias, out_dtype=dtype, backend=ctx.backend)
+    gain, eps = weights["attn_norm"], ctx.config.rms_norm_eps
+    return norm_linear(residual, gain, w, bias, eps=eps, out_dtype=dtype, backend=ctx.backend)
 
 
 def attend(
-    recipe: Recipe,
+    ctx: ForwardContext,
     weights: dict,
     qkv: Activation[Array, "M q"],
     cos: Float32[Array, "M half"],
@@ -114,7 +114,7 @@ def attend(
     layer: int,
 ) -> tuple[Activation[Array, "L N 2 K P C"], Activation[Array, "M k"]]:
     """Attention of projected tokens. Returns the cache and this rank's heads."""
-    config = recipe.config
+    config = ctx.config
     batch, length = tokens.ids.shape
     out, pages = rope_attention(
         qkv.reshape(batch * length, -1, config.head_dim),
@@ -127,14 +127,14 @@ def attend(
         layer=layer,
         window=config.sliding_windows[layer],
         eps=config.rms_norm_eps,
-        profile=recipe.profile,
-        backend=recipe.backend,
+        profile=ctx.profile,
+        backend=ctx.backend,
     )
     return pages, out.reshape(batch * length, -1)
 
 
 def gated_layer(
-    recipe: Recipe,
+    ctx: ForwardContext,
     weights: dict,
     residual: Activation[Array, "m D"],
     x: Activation[Array, "M D"] | None,
@@ -145,14 +145,14 @@ def gated_layer(
             residual,
             weights["mlp_norm"],
             weights["gate_up"],
-            eps=recipe.config.rms_norm_eps,
-            backend=recipe.backend,
+            eps=ctx.config.rms_norm_eps,
+            backend=ctx.backend,
         )
-    return linear_swiglu(x, weights["gate_up"], backend=recipe.backend)
+    return linear_swiglu(x, weights["gate_up"], backend=ctx.backend)
 
 
 def final_rows(
-    recipe: Recipe,
+    ctx: ForwardContext,
     residual: Activation[Array, "m D"],
     x: Activation[Array, "M D"] | None,
     gain: Activation[Array, " D"],
@@ -160,11 +160,11 @@ def final_rows(
     """The normalised rows that lm_head takes; `x` as in `attention_layer`."""
     if x is not None:
         return x
-    return rms_norm(residual, gain, eps=recipe.config.rms_norm_eps, backend=recipe.backend)
+    return rms_norm(residual, gain, eps=ctx.config.rms_norm_eps, backend=ctx.backend)
 
 
 def row_parallel_norm(
-    recipe: Recipe,
+    ctx: ForwardContext,
     x: Activation[Array, "M k"],
     w: Activation[Array, "D k"],
     residual: Activation[Array, "R D"],
@@ -181,13 +181,13 @@ def row_parallel_norm(
     without `exchange` through XLA's collectives). Where rows are many, each rank keeps its own of
     the residual stream. The bits are the same.
     """
-    reduction = tree_reduction(x.shape[1] * recipe.tp, recipe.profile)
-    eps, backend = recipe.config.rms_norm_eps, recipe.backend
-    if recipe.tp == 1 and defers_norm(x, w, reduction=reduction, backend=backend):
+    reduction = tree_reduction(x.shape[1] * ctx.tp, ctx.profile)
+    eps, backend = ctx.config.rms_norm_eps, ctx.backend
+    if ctx.tp == 1 and defers_norm(x, w, reduction=reduction, backend=backend):
         # WHY: two launches a layer fewer. More rows would not fit beside the streaming weights, and
         # there the kernel that adds the CTAs' subtrees normalises as well.
         return linear_add(x, w, residual, bias, reduction=reduction, backend=backend), None
-    if recipe.tp == 1:
+    if ctx.tp == 1:
         return linear_add_rms_norm(
             x, w, residual, bias, gain, reduction=reduction, eps=eps, backend=backend
         )
@@ -195,9 +195,9 @@ def row_parallel_norm(
         leaf_sums = linear_leaf_sums(x, w, reduction=reduction)
         return exchange_add_rms_norm(exchange, leaf_sums, residual, bias, gain, eps=eps)
     partial = linear_partial(x, w, reduction=reduction, backend=backend)
-    if is_scattered(x.shape[0], recipe.tp):
+    if is_scattered(x.shape[0], ctx.tp):
         return scatter_add_rms_norm(
-            partial, residual, bias, gain, TP_AXIS, recipe.tp, eps=eps, backend=backend
+            partial, residual, bias, gain, TP_AXIS, ctx.tp, eps=eps, backend=backend
         )
-    partial = butterfly_sum(partial, TP_AXIS, recipe.tp, backend=backend)
+    partial = butterfly_sum(partial, TP_AXIS, ctx.tp, backend=backend)
     return add_rms_norm(partial, residual, bias, gain, eps=eps, backend=backend)

@@ -25,10 +25,10 @@ TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
 
-MOST_FILE_BYTES = 2**28
+MAX_FILE_BYTES = 2**28
 """Longest file of a tokenizer; those of large vocabularies have a tenth of it."""
 
-MOST_GROWTH = 16
+MAX_GROWTH = 16
 """How many times as long replacements and templates may make a text."""
 
 _NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
@@ -304,8 +304,8 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
             f"transformers: AutoTokenizer.from_pretrained({str(path.parent)!r})"
             f".save_pretrained({str(path.parent)!r})"
         )
-    if path.stat().st_size > MOST_FILE_BYTES:
-        raise ValueError(f"{path} has more than {MOST_FILE_BYTES} bytes, more than any tokenizer")
+    if path.stat().st_size > MAX_FILE_BYTES:
+        raise ValueError(f"{path} has more than {MAX_FILE_BYTES} bytes, more than any tokenizer")
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing narrower
@@ -317,10 +317,10 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
     backend.no_truncation()
     for part in (backend.normalizer, backend.decoder, backend.post_processor):
         growth = 1 if part is None else _growth(json.loads(part.__getstate__()))
-        if growth > MOST_GROWTH:
+        if growth > MAX_GROWTH:
             raise ValueError(
                 f"{path} makes a text {growth} times as long ({type(part).__name__}), more than "
-                f"the {MOST_GROWTH} times that are allowed; it is no tokenizer of a language model"
+                f"the {MAX_GROWTH} times that are allowed; it is no tokenizer of a language model"
             )
     return backend
 
@@ -342,8 +342,8 @@ def _growth(step: Any) -> int:
 def _read_config(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
-    if path.stat().st_size > MOST_FILE_BYTES:
-        raise ValueError(f"{path} has more than {MOST_FILE_BYTES} bytes")
+    if path.stat().st_size > MAX_FILE_BYTES:
+        raise ValueError(f"{path} has more than {MAX_FILE_BYTES} bytes")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

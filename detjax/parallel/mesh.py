@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 DP_AXIS = "dp"
 TP_AXIS = "tp"
 
-MOST_VIRTUAL_DEVICES = 1024
+MAX_VIRTUAL_DEVICES = 1024
 """Each takes threads and memory of the host from the start."""
 
 
@@ -18,8 +18,8 @@ def configure_virtual_devices(count: int) -> None:
     Raises:
         ValueError: If JAX has already started with fewer devices.
     """
-    if not 1 <= count <= MOST_VIRTUAL_DEVICES:
-        raise ValueError(f"{count=} devices must be in [1, {MOST_VIRTUAL_DEVICES}]")
+    if not 1 <= count <= MAX_VIRTUAL_DEVICES:
+        raise ValueError(f"{count=} devices must be in [1, {MAX_VIRTUAL_DEVICES}]")
     try:
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError as error:

@@ -28,7 +28,7 @@ class AsyncEngine:
         priority: int = 0,
         cache_salt: str = "",
     ) -> AsyncIterator[RequestOutput]:
-        """Yield what each step releases of a request, until all its samples have ended.
+        """Yield what each step releases of a request, until all its sequences have ended.
 
         A consumer that stops listening, or is cancelled, cancels its request.
 

@@ -14,42 +14,43 @@ class EngineConfig:
     """Sizes and policies of an engine. None of them changes a bit of a deterministic answer.
 
     Attributes:
-        batch_size: Samples that run at once, over all replicas; a multiple of dp.
-        prefill_chunk: Prompt tokens of one sample in one prefill step.
+        batch_size: Sequences that run at once, over all replicas; a multiple of dp.
+        prefill_chunk: Prompt tokens of one sequence in one prefill step.
         max_len: Longest prompt plus completion, in tokens.
         mode: `invariant`: every step uses canonical kernels. `dvr`: fast steps draft, canonical
             ones verify; requests that are not deterministic keep what the fast steps gave. `fast`:
             no claim, and deterministic requests are refused.
         num_pages: Cache pages over all replicas, a multiple of dp; 0 is enough for `batch_size`
-            samples of `max_len`.
+            sequences of `max_len`.
         decode_batches: Further batch sizes, below `batch_size` and over all replicas, for which a
             decode step is compiled; the smallest that holds the rows runs.
         decode_lens: Further lengths, in tokens, for which decode and verify steps are compiled; the
-            shortest that holds the longest sample of a launch runs, `max_len` if none does. So
+            shortest that holds the longest sequence of a launch runs, `max_len` if none does. So
             speed follows the lengths that there are, not `max_len`. Those of `max_len` or more are
             not compiled.
 
             # WHY: at batch 1 and 1024 tokens a table of 4096 tokens takes 4.35 ms a step where one
             # of 1024 takes 4.25 (H200, 2026-11): CTAs of a cluster without a split of their own.
             # To 4096 tokens a batch of 64 needs no merge.
-        prefill_shapes: Further (samples, tokens of each) of a replica's prefill step, beside
+        prefill_shapes: Further (sequences, tokens of each) of a replica's prefill step, beside
             (1, `prefill_chunk`); the one that wastes least runs.
-        step_tokens: Most tokens of a replica's step, padding included; 0 sets no limit.
-        decode_patience: Steps in a row that decoding waits while there are prompts to prefill. For
-            offline work, where one decode step of many samples costs less than many of a few.
+        max_tokens_per_step: Most tokens of a replica's step, padding included; 0 sets no limit.
+        max_prefill_streak: Steps in a row that decoding waits while there are prompts to prefill.
+            For offline work, where one decode step of many sequences costs less than many of a few.
         verify_rows: Most windows of one verification on a replica (G); no more than it has slots.
         verify_batches: Further numbers of windows, below `verify_rows`, for which it is compiled.
         verify_window: Tokens of a window (W): the last committed one and W - 1 drafts.
         verify_patience: Steps that a full window waits for others, while there is other work.
         verify_deadline: Steps after which a window is verified though it is not full.
-        draft_share: In `dvr`, drafts are made while deterministic samples are at most this share of
-            those that decode. Above it the decode step is canonical, which needs no verification:
-            cheaper where canonical kernels are about as fast as others. None: 0 for full weights on
-            `sm90`, whose canonical steps are the quicker ones (docs/kernels.md), else 1.
-        decode_steps: Tokens of a sample in one launch, while all who run decode: the host launches
-            once for all of them, which pays where a step takes the host longer than the device
-            (small models). They are released together, what comes behind an end is computed for
-            nothing, and a request that arrives waits for the launch. In `dvr` up to
+        max_draft_fraction: In `dvr`, drafts are made while deterministic sequences are at most this
+            share of those that decode. Above it the decode step is canonical, which needs no
+            verification: cheaper where canonical kernels are about as fast as others. None: 0 for
+            full weights on `sm90`, whose canonical steps are the quicker ones
+            (docs/kernels.md), else 1.
+        decode_steps: Tokens of a sequence in one launch, while all who run decode: the host
+            launches once for all of them, which pays where a step takes the host longer than
+            the device (small models). They are released together, what comes behind an end
+            is computed for nothing, and a request that arrives waits for the launch. In `dvr` up to
             `verify_window` - 1, the drafts of a window.
         draft_weights: What the drafts of `dvr` are computed with: the weights as they are, or
             8-bit ones, which take half as much memory again.
@@ -57,7 +58,7 @@ class EngineConfig:
             text, many tokens a step.
         has_prefix_cache: Share full canonical pages between requests that begin alike.
         ageing_steps: Steps of waiting that one level of priority is worth.
-        most_waiting: Most samples that wait for a slot; requests beyond it are refused.
+        max_waiting: Most sequences that wait for a slot; requests beyond it are refused.
 
     Raises:
         ValueError: If a value is out of range or does not go with another.
@@ -71,31 +72,31 @@ class EngineConfig:
     decode_batches: tuple[int, ...] = ()
     decode_lens: tuple[int, ...] = (2048, 4096)
     prefill_shapes: tuple[tuple[int, int], ...] = ()
-    step_tokens: int = 0
-    decode_patience: int = 0
+    max_tokens_per_step: int = 0
+    max_prefill_streak: int = 0
     verify_rows: int = 8
     verify_batches: tuple[int, ...] = ()
     verify_window: int = 32
     verify_patience: int = 4
     verify_deadline: int = 64
-    draft_share: float | None = None
+    max_draft_fraction: float | None = None
     decode_steps: int = 1
     draft_weights: str = "full"
     has_prompt_lookup: bool = False
     has_prefix_cache: bool = True
     ageing_steps: int = 200
-    most_waiting: int = 65_536
+    max_waiting: int = 65_536
 
     def __post_init__(self):
         """Check every range."""
         sizes = "batch_size", "prefill_chunk", "max_len", "verify_rows", "verify_window"
-        for name in (*sizes, "decode_steps", "most_waiting"):
+        for name in (*sizes, "decode_steps", "max_waiting"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         for name in (
             "num_pages",
-            "step_tokens",
-            "decode_patience",
+            "max_tokens_per_step",
+            "max_prefill_streak",
             "verify_patience",
             "ageing_steps",
         ):
@@ -122,8 +123,8 @@ class EngineConfig:
             )
         if self.has_prompt_lookup and self.mode != "invariant":
             raise ValueError(f"has_prompt_lookup needs mode='invariant', not {self.mode!r}")
-        if self.draft_share is not None and not 0 <= self.draft_share <= 1:
-            raise ValueError(f"draft_share={self.draft_share} must be from 0 to 1")
+        if self.max_draft_fraction is not None and not 0 <= self.max_draft_fraction <= 1:
+            raise ValueError(f"max_draft_fraction={self.max_draft_fraction} must be from 0 to 1")
         for batch in self.decode_batches:
             if not 1 <= batch < self.batch_size:
                 raise ValueError(f"{batch} of decode_batches must be below {self.batch_size=}")
@@ -135,7 +136,7 @@ class EngineConfig:
                 raise ValueError(f"{batch} of verify_batches must be below {self.verify_rows=}")
         for shape in self.prefill_shapes:
             if len(shape) != 2 or min(shape) < 1:
-                raise ValueError(f"{shape} of prefill_shapes must be (samples, tokens of each)")
+                raise ValueError(f"{shape} of prefill_shapes must be (sequences, tokens of each)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,15 +144,15 @@ class ReplicaSizes:
     """Sizes of a replica that follow from a configuration.
 
     Attributes:
-        num_slots: Samples that run at once.
+        num_slots: Sequences that run at once.
         num_pages: Cache pages.
         page_len: Tokens of a page.
-        table_len: Pages of the longest sample.
+        table_len: Pages of the longest sequence.
         table_lens: Pages for which a decode or verify step is compiled, ascending.
-        prefill_shapes: (samples, tokens of each) that a prefill may have.
+        prefill_shapes: (sequences, tokens of each) that a prefill may have.
         decode_sizes: Rows that a decode step may have, ascending.
         verify_sizes: Windows that a verification may have, ascending.
-        step_tokens: Most tokens of a step.
+        max_tokens_per_step: Most tokens of a step.
     """
 
     num_slots: int
@@ -162,7 +163,7 @@ class ReplicaSizes:
     prefill_shapes: tuple[tuple[int, int], ...]
     decode_sizes: tuple[int, ...]
     verify_sizes: tuple[int, ...]
-    step_tokens: int
+    max_tokens_per_step: int
 
     @classmethod
     def of(cls, config: EngineConfig, *, dp: int, page_len: int) -> "ReplicaSizes":
@@ -193,7 +194,7 @@ class ReplicaSizes:
             prefill_shapes=tuple(shapes),
             decode_sizes=tuple(sorted({*(b // dp for b in config.decode_batches), num_slots})),
             verify_sizes=tuple(sorted({*fewer, verify_rows})),
-            step_tokens=config.step_tokens or no_limit,
+            max_tokens_per_step=config.max_tokens_per_step or no_limit,
         )
 
 
@@ -214,8 +215,8 @@ def check_config(config: EngineConfig, dp: int, context: int) -> None:
         )
 
 
-def draft_share(config: EngineConfig, backend: Backend) -> float:
+def max_draft_fraction(config: EngineConfig, backend: Backend) -> float:
     """The share asked for, or the one that is quickest as far as was measured."""
-    if config.draft_share is not None:
-        return config.draft_share
+    if config.max_draft_fraction is not None:
+        return config.max_draft_fraction
     return 0.0 if backend is Backend.SM90 and config.draft_weights == "full" else 1.0

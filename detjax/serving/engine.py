@@ -10,8 +10,8 @@ import itertools
 import threading
 import time
 import warnings
-from collections import deque
-from collections.abc import Callable, Container, Sequence
+from collections import abc, deque
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,12 +20,18 @@ import numpy as np
 from detjax.models.loading import LoadedModel
 from detjax.parallel.mesh import DP_AXIS
 from detjax.serving import trace
-from detjax.serving.config import EngineConfig, ReplicaSizes, check_config, draft_share
-from detjax.serving.launcher import Launch, Launcher, ignore_compiling, places
+from detjax.serving.config import EngineConfig, ReplicaSizes, check_config, max_draft_fraction
 from detjax.serving.metrics import EngineStats
+from detjax.serving.model_runner import Launch, ModelRunner, ignore_compiling, places
 from detjax.serving.ngram import propose_from_prompt
+from detjax.serving.programs import (
+    Candidates,
+    ProgramCache,
+    keep_candidates,
+    unpack,
+)
 from detjax.serving.request import (
-    MOST_SAMPLES,
+    MAX_SEQUENCES,
     Completion,
     FinishReason,
     Request,
@@ -38,30 +44,24 @@ from detjax.serving.sampling import SamplingRows, is_filtered
 from detjax.serving.scheduler import (
     DecodeRow,
     PrefillRow,
-    Sample,
-    SampleError,
-    SampleState,
     Scheduler,
     SchedulerConfig,
+    Sequence,
+    SequenceError,
+    SequenceState,
     VerifyRow,
     propose_nothing,
 )
-from detjax.serving.steps import (
-    Candidates,
-    CompiledSteps,
-    keep_candidates,
-    unpack,
-)
 
 OnToken = Callable[[TokenEvent], bool]
-"""Told each token as it is released; True ends the sample.
+"""Told each token as it is released; True ends the sequence.
 
 It may call `add_request` and `cancel`, and must not call `step`, `drain`, `generate` or `reset`.
 """
 
 
 def ignore_token(event: TokenEvent) -> bool:
-    """Let the sample go on."""
+    """Let the sequence go on."""
     return False
 
 
@@ -70,11 +70,11 @@ class EngineStoppedError(RuntimeError):
 
 
 class EngineFullError(RuntimeError):
-    """More requests wait than `EngineConfig.most_waiting` allows; try again later."""
+    """More requests wait than `EngineConfig.max_waiting` allows; try again later."""
 
 
-MOST_TAKEN = MOST_SAMPLES
-"""Samples that a step takes from the inbox, so that no step is long because many ask at once."""
+MAX_TAKEN = MAX_SEQUENCES
+"""Sequences that a step takes from the inbox, so that no step is long because many ask at once."""
 
 
 class _Token(NamedTuple):
@@ -88,9 +88,9 @@ class _Token(NamedTuple):
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class _Live:
-    """What the engine itself knows of a sample."""
+    """What the engine itself knows of a sequence."""
 
-    sample: Sample
+    seq: Sequence
     on_token: OnToken
     ends: frozenset[int]
     is_filtered: bool
@@ -101,14 +101,14 @@ class _Live:
 
     @property
     def key(self) -> str:
-        return f"{self.sample.request_id}.{self.sample.sample_idx}"
+        return f"{self.seq.request_id}.{self.seq.sequence_idx}"
 
     @property
     def end(self) -> FinishReason | None:
-        """Why the sample ends with what it has committed, whatever its consumer says."""
-        if self.sample.num_outputs and self.sample.tokens[-1] in self.ends:
+        """Why the sequence ends with what it has committed, whatever its consumer says."""
+        if self.seq.num_outputs and self.seq.tokens[-1] in self.ends:
             return FinishReason.STOP
-        return FinishReason.LENGTH if len(self.sample.tokens) >= self.sample.most_len else None
+        return FinishReason.LENGTH if len(self.seq.tokens) >= self.seq.max_len else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,7 +137,7 @@ class Engine:
         config: EngineConfig,
         *,
         candidates: Candidates = keep_candidates,
-        steps: CompiledSteps | None = None,
+        programs: ProgramCache | None = None,
         tracer: trace.TracesEvents = trace.NO_TRACE,
     ):
         """Allocate the cache.
@@ -146,8 +146,8 @@ class Engine:
             model: On its mesh.
             config: Sizes and policies.
             candidates: Replaces the drafts of `dvr`, to test that no draft can change an answer.
-            steps: `steps` of another engine of this model and these sizes, whose compiled programs
-                and candidates are used; None compiles new ones.
+            programs: `programs` of another engine of this model and these sizes, whose compiled
+                programs and candidates are used; None compiles new ones.
             tracer: Keeps a timeline.
 
         Raises:
@@ -155,21 +155,21 @@ class Engine:
         """
         dp = model.mesh.shape[DP_AXIS]
         check_config(config, dp, model.config.max_position_embeddings)
-        share = draft_share(config, model.backend)
+        share = max_draft_fraction(config, model.backend)
         sizes = ReplicaSizes.of(config, dp=dp, page_len=model.profile.attention_block)
         self._model = model
         self._config = config
         self._trace = tracer
         self._stats = EngineStats(num_pages=dp * sizes.num_pages)
-        self._live: dict[Sample, _Live] = {}
-        self._launcher = Launcher(
+        self._live: dict[Sequence, _Live] = {}
+        self._runner = ModelRunner(
             model,
             config,
             sizes,
             dp=dp,
-            draft_share=share,
+            max_draft_fraction=share,
             candidates=candidates,
-            steps=steps,
+            programs=programs,
             wants=self._live,
             stats=self._stats,
             tracer=tracer,
@@ -181,13 +181,13 @@ class Engine:
                 num_pages=sizes.num_pages,
                 page_len=sizes.page_len,
                 prefill_shapes=sizes.prefill_shapes,
-                step_tokens=sizes.step_tokens,
-                decode_patience=config.decode_patience,
+                max_tokens_per_step=sizes.max_tokens_per_step,
+                max_prefill_streak=config.max_prefill_streak,
                 verify_rows=sizes.verify_sizes[-1],
                 verify_window=config.verify_window,
                 verify_patience=config.verify_patience,
                 verify_deadline=config.verify_deadline,
-                draft_share=share,
+                max_draft_fraction=share,
                 decode_steps=config.decode_steps,
                 ageing_steps=config.ageing_steps,
                 has_prefix_cache=config.has_prefix_cache,
@@ -203,8 +203,8 @@ class Engine:
         self._lock = threading.Lock()  # of the two above, and of nothing that takes long
         self._cancels: deque[int] = deque()
         self._ids = itertools.count()
-        self._samples: dict[int, list[Sample]] = {}
-        self._news: dict[Sample, list[_Token]] = {}
+        self._sequences: dict[int, list[Sequence]] = {}
+        self._news: dict[Sequence, list[_Token]] = {}
         self._in_flight: list[Launch] = []
         self._outputs: list[RequestOutput] = []
         self._unwanted: set[int] = set()  # requests of a `generate` that did not end
@@ -213,15 +213,15 @@ class Engine:
         self._weight_version = 0
 
     @property
-    def steps(self) -> CompiledSteps:
+    def programs(self) -> ProgramCache:
         """The compiled programs, which other engines of these sizes on this model may share."""
-        return self._launcher.steps
+        return self._runner.programs
 
     # ------------------------------------------------------------------------------------- requests
 
     def add_request(
         self,
-        prompt_token_ids: Sequence[int],
+        prompt_token_ids: abc.Sequence[int],
         sampling: SamplingParams,
         *,
         is_deterministic: bool = True,
@@ -240,8 +240,8 @@ class Engine:
             is_deterministic: Whether the answer must be the canonical one.
             priority: Higher goes first; a level is worth `ageing_steps` steps of waiting.
             cache_salt: As `Request` has it.
-            on_token: Told every token as it is released; True ends that sample. If it raises, that
-                sample alone fails.
+            on_token: Told every token as it is released; True ends that sequence. If it raises,
+                that sequence alone fails.
 
         Returns:
             The request's id, which its outputs carry.
@@ -260,9 +260,9 @@ class Engine:
             cache_salt=cache_salt,
         )
         self._check(request, "the prompt")
-        if self._num_queued + request.sampling.n > self._config.most_waiting:
+        if self._num_queued + request.sampling.n > self._config.max_waiting:
             raise EngineFullError(
-                f"{self._num_queued} samples wait, and most_waiting={self._config.most_waiting}; "
+                f"{self._num_queued} sequences wait, and max_waiting={self._config.max_waiting}; "
                 "try again later, or raise it"
             )
         request_id = next(self._ids)
@@ -302,12 +302,12 @@ class Engine:
         # WHY: forgotten first, so that an interrupt leaves no page of other weights.
         self._scheduler.forget_pages()
         self._model.replace_weights(weights)
-        self._launcher.take_weights()
+        self._runner.take_weights()
         self._weight_version = version
 
     @property
     def _num_queued(self) -> int:
-        """Samples that wait for a slot, or for the next step to see them."""
+        """Sequences that wait for a slot, or for the next step to see them."""
         return self._scheduler.num_waiting + self._num_in_inbox
 
     def _add(self, request_id: int, request: Request, on_token: OnToken) -> None:
@@ -350,7 +350,7 @@ class Engine:
     def _take_inbox(self) -> None:
         """Let some of those who wait outside in, and end those who were cancelled."""
         num_taken = 0
-        while self._inbox and num_taken < MOST_TAKEN:
+        while self._inbox and num_taken < MAX_TAKEN:
             arrival = self._inbox[0]
             num_taken += arrival.request.sampling.n
             # It stays in the inbox until it is known, and `_mend` drops whom it finds in both.
@@ -361,17 +361,17 @@ class Engine:
         late = []
         while self._cancels:
             request_id = self._cancels[0]
-            for sample in self._samples.get(request_id, ()):
-                if sample in self._live:
+            for seq in self._sequences.get(request_id, ()):
+                if seq in self._live:
                     self._stats.num_cancelled += 1
-                    self._finish(sample, FinishReason.CANCELLED)
+                    self._finish(seq, FinishReason.CANCELLED)
             if any(arrival.request_id == request_id for arrival in tuple(self._inbox)):
                 late.append(request_id)
             self._cancels.popleft()
         self._cancels.extend(late)
 
     def _arrive(self, arrival: _Arrival) -> None:
-        """Make the samples of a request. Should one of its values raise, it fails alone."""
+        """Make the sequences of a request. Should one of its values raise, it fails alone."""
         sampling, prompt = arrival.request.sampling, arrival.request.prompt_token_ids
         self._stats.num_requests += 1
         try:
@@ -384,31 +384,31 @@ class Engine:
             error = f"it cannot be laid out: {error!r}"
             self._outputs += _refused(arrival, error, self._weight_version)
             return
-        lives = {live.sample: live for live in self._new_samples(arrival, ends)}
+        lives = {live.seq: live for live in self._new_sequences(arrival, ends)}
         self._stats.prompt_tokens += len(prompt) * len(lives)
         for live in lives.values():
             self._trace.request("b", live.key, f"request {live.key}", prompt_tokens=len(prompt))
-        self._samples[arrival.request_id] = list(lives)
+        self._sequences[arrival.request_id] = list(lives)
         self._live.update(lives)
 
-    def _new_samples(self, arrival: _Arrival, ends: frozenset[int]) -> list[_Live]:
+    def _new_sequences(self, arrival: _Arrival, ends: frozenset[int]) -> list[_Live]:
         request, mode = arrival.request, self._config.mode
         sampling, length = request.sampling, len(request.prompt_token_ids)
         is_drafted = mode == "dvr" and request.is_deterministic
-        samples = [
+        seqs = [
             self._scheduler.add(
                 request,
                 request_id=arrival.request_id,
-                sample_idx=sample_idx,
-                most_len=min(length + sampling.max_tokens, self._config.max_len),
+                sequence_idx=sequence_idx,
+                max_len=min(length + sampling.max_tokens, self._config.max_len),
                 is_drafted=is_drafted,
                 is_canonical=mode == "invariant" or is_drafted,
             )
-            for sample_idx in range(sampling.n)
+            for sequence_idx in range(sampling.n)
         ]
         return [
             _Live(
-                sample=sample,
+                seq=seq,
                 on_token=arrival.on_token,
                 ends=ends,
                 is_filtered=is_filtered(sampling),
@@ -416,7 +416,7 @@ class Engine:
                 arrived_s=arrival.arrived_s,
                 told_len=length,
             )
-            for sample in samples
+            for seq in seqs
         ]
 
     # ---------------------------------------------------------------------------------------- steps
@@ -437,12 +437,12 @@ class Engine:
         self._is_torn = True
         try:
             self._advance()
-        except SampleError as error:
+        except SequenceError as error:
             # Nothing was launched, or not all: whoever was planned begins anew.
             self._mend()
             self._is_torn = True
-            if error.sample in self._live:
-                self._finish(error.sample, FinishReason.ERROR, f"it raised {error.__cause__!r}")
+            if error.seq in self._live:
+                self._finish(error.seq, FinishReason.ERROR, f"it raised {error.__cause__!r}")
         except Exception as error:
             self._stopped = f"{type(error).__name__}: {error}"
             raise self._stopped_error() from error
@@ -458,11 +458,11 @@ class Engine:
         """Launch a step and commit the results of the one before."""
         begin_s = time.perf_counter()
         self._take_inbox()
-        plan = self._scheduler.plan()
-        for sample, reason in plan.failed:
-            self._finish(sample, FinishReason.ERROR, reason)
+        batch = self._scheduler.schedule()
+        for seq, reason in batch.failed:
+            self._finish(seq, FinishReason.ERROR, reason)
         planned_s = time.perf_counter()
-        launched = self._launcher.launch(plan)
+        launched = self._runner.launch(batch)
         self._scheduler.launched()
         launched_s = time.perf_counter()
         waited = self._stats.wait_s
@@ -486,17 +486,17 @@ class Engine:
         return outputs
 
     def generate(
-        self, requests: Sequence[Request], *, on_token: OnToken = ignore_token
+        self, requests: abc.Sequence[Request], *, on_token: OnToken = ignore_token
     ) -> list[Completion]:
         """Run requests to their end.
 
         Args:
             requests: Any number, served in this order where priorities are equal.
             on_token: Called with every token as it is released, `request_idx` being an index into
-                `requests`; True ends that sample. What it raises ends the run.
+                `requests`; True ends that sequence. What it raises ends the run.
 
         Returns:
-            Completions in order of (request, sample).
+            Completions in order of (request, sequence).
 
         Raises:
             ValueError: If a request does not fit the engine, before anything runs; or if the
@@ -512,8 +512,8 @@ class Engine:
         if self.has_work:
             raise ValueError("the engine is at work on other requests; drain() them first")
         # WHY: one variant for the whole list, so that fewer programs are compiled.
-        self._launcher.least_top = max((r.sampling.num_top_logprobs for r in requests), default=0)
-        self._launcher.always_filters = any(is_filtered(r.sampling) for r in requests)
+        self._runner.min_top = max((r.sampling.num_top_logprobs for r in requests), default=0)
+        self._runner.always_filters = any(is_filtered(r.sampling) for r in requests)
         raised: list[BaseException] = []
         builders = {
             (i, s): _CompletionBuilder()
@@ -525,13 +525,13 @@ class Engine:
         num_left = len(builders)
         try:
             while num_left:
-                while waiting and self._num_queued < MOST_TAKEN:
+                while waiting and self._num_queued < MAX_TAKEN:
                     i, request_id = waiting.popleft(), next(self._ids)
                     indices[request_id] = i
                     self._add(request_id, requests[i], _as_index(i, on_token, raised))
                 for output in self._step(indices):
                     i = indices[output.request_id]
-                    builders[i, output.sample_idx].add(output)
+                    builders[i, output.sequence_idx].add(output)
                     num_left -= output.finish_reason is not None
                     if raised:
                         raise raised[0]
@@ -539,10 +539,10 @@ class Engine:
                         raise _error_of(output, i)
         finally:
             self._unwanted.update(indices)
-            self._launcher.least_top, self._launcher.always_filters = 0, False
+            self._runner.min_top, self._runner.always_filters = 0, False
             self._drop_unwanted()
         return [
-            builder.completion(request_idx=i, sample_idx=s, request=requests[i])
+            builder.completion(request_idx=i, sequence_idx=s, request=requests[i])
             for (i, s), builder in builders.items()
         ]
 
@@ -559,12 +559,12 @@ class Engine:
         """
         self._is_torn = True
         self._scheduler.forget_pages()  # first, lest an interrupt leave pages that are not there
-        self._launcher.reset()
+        self._runner.reset()
         stopped = f"the engine has stopped: {self._stopped}"
         reason = stopped if self._stopped else "the engine was reset"
         self._mend()
-        for sample in tuple(self._live):
-            self._finish(sample, FinishReason.ERROR, reason)
+        for seq in tuple(self._live):
+            self._finish(seq, FinishReason.ERROR, reason)
         lost = {arrival.request_id: arrival for arrival in tuple(self._inbox)}
         for arrival in lost.values():
             self._outputs += _refused(arrival, reason, self._weight_version)
@@ -589,30 +589,32 @@ class Engine:
         """Make the host's tables anew from what is true of requests, if a call did not end."""
         if not self._is_torn:
             return
-        ended = {(o.request_id, o.sample_idx) for o in self._outputs if o.finish_reason is not None}
+        ended = {
+            (o.request_id, o.sequence_idx) for o in self._outputs if o.finish_reason is not None
+        }
         known = {request_id for request_id, _ in ended} | {s.request_id for s in self._live}
         self._keep_in_inbox(lambda arrival: arrival.request_id not in known)
-        for sample in tuple(self._live):
-            news = self._news.get(sample)
-            if (sample.request_id, sample.sample_idx) in ended:
-                self._forget(sample)
-            elif news and news[-1].position == len(sample.tokens):
-                sample.tokens.append(news[-1].token_id)
+        for seq in tuple(self._live):
+            news = self._news.get(seq)
+            if (seq.request_id, seq.sequence_idx) in ended:
+                self._forget(seq)
+            elif news and news[-1].position == len(seq.tokens):
+                seq.tokens.append(news[-1].token_id)
         self._in_flight = []
-        self._samples = {}
-        for sample in self._live:
-            self._samples.setdefault(sample.request_id, []).append(sample)
-        is_lost = self._launcher.is_lost
+        self._sequences = {}
+        for seq in self._live:
+            self._sequences.setdefault(seq.request_id, []).append(seq)
+        is_lost = self._runner.is_lost
         if is_lost:
             self._scheduler.forget_pages()
-            self._launcher.reset()
+            self._runner.reset()
         self._scheduler.restart(self._live)
-        for sample, live in tuple(self._live.items()):
+        for seq, live in tuple(self._live.items()):
             reason, error = live.end, ""
-            if live.told_len < len(sample.tokens):
-                reason, error = self._tell(live, self._news[sample][-1])
+            if live.told_len < len(seq.tokens):
+                reason, error = self._tell(live, self._news[seq][-1])
             if reason is not None:
-                self._finish(sample, reason, error)
+                self._finish(seq, reason, error)
         self._is_torn = False
         if is_lost:
             warnings.warn(
@@ -627,11 +629,11 @@ class Engine:
         if not self._unwanted:
             return
         was_torn, self._is_torn = self._is_torn, True
-        for sample in tuple(self._live):
-            if sample.request_id in self._unwanted:
+        for seq in tuple(self._live):
+            if seq.request_id in self._unwanted:
                 if not was_torn:
-                    self._scheduler.end(sample)
-                self._forget(sample)
+                    self._scheduler.end(seq)
+                self._forget(seq)
         self._outputs = [o for o in self._outputs if o.request_id not in self._unwanted]
         self._keep_in_inbox(lambda arrival: arrival.request_id not in self._unwanted)
         self._unwanted.clear()
@@ -643,12 +645,12 @@ class Engine:
             self._inbox = deque(filter(is_kept, self._inbox))
             self._num_in_inbox = sum(arrival.request.sampling.n for arrival in self._inbox)
 
-    def _forget(self, sample: Sample) -> None:
-        """Drop a sample from the engine's own tables."""
-        self._news.pop(sample, None)
-        self._live.pop(sample, None)
-        if not any(other in self._live for other in self._samples.get(sample.request_id, ())):
-            self._samples.pop(sample.request_id, None)
+    def _forget(self, seq: Sequence) -> None:
+        """Drop a sequence from the engine's own tables."""
+        self._news.pop(seq, None)
+        self._live.pop(seq, None)
+        if not any(other in self._live for other in self._sequences.get(seq.request_id, ())):
+            self._sequences.pop(seq.request_id, None)
 
     def compile(
         self,
@@ -665,7 +667,7 @@ class Engine:
             with_filters: Compile for requests with a top-k, top-p or min-p, too.
         """
         self._refuse_if_stopped()
-        self._launcher.compile(progress, with_filters=with_filters)
+        self._runner.compile(progress, with_filters=with_filters)
 
     # -------------------------------------------------------------------------------------- results
 
@@ -689,7 +691,7 @@ class Engine:
                 self._stats.surplus_tokens += 1
                 continue
             self._scheduler.retire(row)
-            live = self._live[row.sample]
+            live = self._live[row.seq]
             match row:
                 case VerifyRow():
                     self._count_window(row, int(counts[at, 0]))
@@ -707,8 +709,8 @@ class Engine:
                             break
                 case DecodeRow() | PrefillRow(is_last=True):
                     self._commit(live, choice, at)
-            if row.sample.state is SampleState.RUNNING:
-                self._scheduler.share_pages(row.sample)
+            if row.seq.state is SequenceState.RUNNING:
+                self._scheduler.share_pages(row.seq)
 
     def _count_window(self, row: VerifyRow, num_committed: int) -> None:
         self._stats.num_windows += 1
@@ -717,14 +719,12 @@ class Engine:
         self._stats.num_rollbacks += num_committed <= row.num_drafts
 
     def _commit(self, live: _Live, choice, at) -> bool:
-        """Append a token and tell the consumer; False if the sample has ended."""
-        sample = live.sample
+        """Append a token and tell the consumer; False if the sequence has ended."""
+        seq = live.seq
         logprob = choice.logprobs[at]
         if logprob != logprob:
-            where = f"a NaN logit at position {len(sample.tokens)}"
-            self._finish(
-                sample, FinishReason.ERROR, f"{where}; check the weights for NaN or infinity"
-            )
+            where = f"a NaN logit at position {len(seq.tokens)}"
+            self._finish(seq, FinishReason.ERROR, f"{where}; check the weights for NaN or infinity")
             return False
         token_id = int(choice.token_ids[at])
         top = ()
@@ -732,23 +732,23 @@ class Engine:
             ids, values = choice.top_ids[at], choice.top_logprobs[at]
             top = tuple((int(ids[k]), values[k]) for k in range(live.num_top))
         # The news first: should an interrupt come between, `_mend` commits what it finds there.
-        token = _Token(len(sample.tokens), token_id, logprob, top)
-        self._news.setdefault(sample, []).append(token)
-        self._scheduler.commit(sample, token_id)
+        token = _Token(len(seq.tokens), token_id, logprob, top)
+        self._news.setdefault(seq, []).append(token)
+        self._scheduler.commit(seq, token_id)
         self._stats.decode_tokens += 1
         reason, error = self._tell(live, token)
         if reason is not None:
-            self._finish(sample, reason, error)
+            self._finish(seq, reason, error)
         return reason is None
 
     def _tell(self, live: _Live, token: _Token) -> tuple[FinishReason | None, str]:
-        """Tell the consumer of a committed token; whether the sample ends here, and with what."""
+        """Tell the consumer of a committed token; whether the sequence ends here, and with what."""
         live.told_len = token.position + 1
         if live.on_token is ignore_token:
             return live.end, ""
         event = TokenEvent(
-            request_idx=live.sample.request_id,
-            sample_idx=live.sample.sample_idx,
+            request_idx=live.seq.request_id,
+            sequence_idx=live.seq.sequence_idx,
             token_id=token.token_id,
             logprob=token.logprob,
             top_logprobs=token.top_logprobs,
@@ -758,34 +758,34 @@ class Engine:
         except Exception as raised:
             return FinishReason.ERROR, f"its consumer raised {raised!r}"
 
-    def _finish(self, sample: Sample, reason: FinishReason, error: str = "") -> None:
-        """End a sample, free what it holds and note what to tell."""
-        live = self._live[sample]
+    def _finish(self, seq: Sequence, reason: FinishReason, error: str = "") -> None:
+        """End a sequence, free what it holds and note what to tell."""
+        live = self._live[seq]
         self._observe_release(live)
         # The end first: should an interrupt come between, `_mend` drops whom it finds there.
         self._outputs.append(self._output(live, reason, error))
-        self._scheduler.end(sample)
-        self._forget(sample)
+        self._scheduler.end(seq)
+        self._forget(seq)
         self._stats.end_to_end_s.add(time.perf_counter() - live.arrived_s)
         self._stats.num_failed += reason is FinishReason.ERROR
         self._stats.num_finished += reason in (FinishReason.STOP, FinishReason.LENGTH)
         self._trace.request(
-            "e", live.key, f"request {live.key}", reason=reason.value, tokens=sample.num_outputs
+            "e", live.key, f"request {live.key}", reason=reason.value, tokens=seq.num_outputs
         )
 
     def _told(self) -> list[RequestOutput]:
-        """What this step has to tell: ends, then in order of arrival where samples go on."""
-        going_on = [self._live[sample] for sample in self._news]  # few, though many may wait
-        going_on.sort(key=lambda live: (live.sample.request_id, live.sample.sample_idx))
+        """What this step has to tell: ends, then in order of arrival where sequences go on."""
+        going_on = [self._live[seq] for seq in self._news]  # few, though many may wait
+        going_on.sort(key=lambda live: (live.seq.request_id, live.seq.sequence_idx))
         for live in going_on:
             self._observe_release(live)
         return [*self._outputs, *(self._output(live, None, "") for live in going_on)]
 
     def _output(self, live: _Live, reason: FinishReason | None, error: str) -> RequestOutput:
-        news = self._news.get(live.sample, ())
+        news = self._news.get(live.seq, ())
         return RequestOutput(
-            request_id=live.sample.request_id,
-            sample_idx=live.sample.sample_idx,
+            request_id=live.seq.request_id,
+            sequence_idx=live.seq.sequence_idx,
             token_ids=tuple(token.token_id for token in news),
             logprobs=tuple(token.logprob for token in news),
             top_logprobs=tuple(token.top_logprobs for token in news),
@@ -824,7 +824,7 @@ class Engine:
         self._trace.span(trace.HOST, "wait and commit", launched_s, end_s, wait_ms=wait_s * 1e3)
 
     def _observe_release(self, live: _Live) -> None:
-        if live.sample not in self._news:
+        if live.seq not in self._news:
             return
         now_s = time.perf_counter()
         if live.released_s:
@@ -836,7 +836,7 @@ class Engine:
 
 
 class _CompletionBuilder:
-    """Puts the outputs of a sample together."""
+    """Puts the outputs of a sequence together."""
 
     def __init__(self):
         self._outputs: list[RequestOutput] = []
@@ -844,12 +844,12 @@ class _CompletionBuilder:
     def add(self, output: RequestOutput) -> None:
         self._outputs.append(output)
 
-    def completion(self, *, request_idx: int, sample_idx: int, request: Request) -> Completion:
+    def completion(self, *, request_idx: int, sequence_idx: int, request: Request) -> Completion:
         reason = self._outputs[-1].finish_reason
         assert reason is not None
         return Completion(
             request_idx=request_idx,
-            sample_idx=sample_idx,
+            sequence_idx=sequence_idx,
             prompt_token_ids=request.prompt_token_ids,
             token_ids=tuple(i for o in self._outputs for i in o.token_ids),
             logprobs=tuple(p for o in self._outputs for p in o.logprobs),
@@ -871,7 +871,7 @@ def _as_index(index: int, on_token: OnToken, raised: list[BaseException]) -> OnT
             return on_token(
                 TokenEvent(
                     request_idx=index,
-                    sample_idx=event.sample_idx,
+                    sequence_idx=event.sequence_idx,
                     token_id=event.token_id,
                     logprob=event.logprob,
                     top_logprobs=event.top_logprobs,
@@ -885,11 +885,11 @@ def _as_index(index: int, on_token: OnToken, raised: list[BaseException]) -> OnT
 
 
 def _refused(arrival: _Arrival, error: str, version: int) -> list[RequestOutput]:
-    """The end of every sample of a request that never began."""
+    """The end of every sequence of a request that never began."""
     return [
         RequestOutput(
             request_id=arrival.request_id,
-            sample_idx=i,
+            sequence_idx=i,
             token_ids=(),
             logprobs=(),
             top_logprobs=(),

@@ -49,22 +49,22 @@ class EngineStats:
         num_compiled: Programs.
         num_steps: Calls of `step` that launched something.
         num_launches: Programs launched; a step has up to four.
-        num_requests: Asked for; the samples of one count as one.
-        num_finished: Samples that ended by themselves.
-        num_failed: Samples that ended with an error.
-        num_cancelled: Samples that were cancelled.
-        num_waiting: Samples in the queue, now.
-        num_running: Samples with a slot, now.
+        num_requests: Asked for; the sequences of one count as one.
+        num_finished: Sequences that ended by themselves.
+        num_failed: Sequences that ended with an error.
+        num_cancelled: Sequences that were cancelled.
+        num_waiting: Sequences in the queue, now.
+        num_running: Sequences with a slot, now.
         num_pages: Pages of the cache.
-        num_pages_held: Pages that samples hold, now.
+        num_pages_held: Pages that sequences hold, now.
         num_pages_cached: Pages kept for their content alone, now.
         num_pages_evicted: Such pages that were given out again.
-        num_preempted: Times a sample lost its pages to another.
-        prompt_tokens: Of all samples.
+        num_preempted: Times a sequence lost its pages to another.
+        prompt_tokens: Of all sequences.
         prefix_tokens: Of these, found in the prefix cache.
-        prefill_tokens: Computed by prefill; those of preempted samples again.
+        prefill_tokens: Computed by prefill; those of preempted sequences again.
         decode_tokens: Committed, by whatever step.
-        surplus_tokens: Computed for a sample that had ended a step before.
+        surplus_tokens: Computed for a sequence that had ended a step before.
         verify_launches: Verifications.
         num_windows: Windows verified.
         draft_tokens: Drafts verified.
@@ -75,9 +75,9 @@ class EngineStats:
         wait_s: Host: waiting for results. Near zero, the host is what limits.
         commit_s: Host: reading results and telling consumers.
         step_s: Time of a step.
-        first_token_s: From a sample's arrival to its first token.
-        between_tokens_s: Between two releases of a sample.
-        end_to_end_s: From a sample's arrival to its end.
+        first_token_s: From a sequence's arrival to its first token.
+        between_tokens_s: Between two releases of a sequence.
+        end_to_end_s: From a sequence's arrival to its end.
     """
 
     compile_s: float = 0.0

@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-30, 1e30
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-30, 1e30
 """Range of a temperature that is not 0: it and its float32 reciprocal are normal numbers, and a
 logit below 1e8 stays finite when it is multiplied by either."""
 
-MOST_SAMPLES = 1024
-"""Most samples of a request: they enter the scheduler in one step."""
+MAX_SEQUENCES = 1024
+"""Most sequences of a request: they enter the scheduler in one step."""
 
-MOST_PRIORITY = 100
+MAX_PRIORITY = 100
 """Farthest that a priority may be from 0: beyond it, others would wait for days."""
 
 
@@ -41,7 +41,7 @@ class SamplingParams:
         top_p: Keep the smallest set of most likely tokens with this probability; in (0, 1].
         min_p: Drop tokens less likely than this fraction of the most likely one; in [0, 1).
         seed: 0 to 2**64 - 1. Same seed, same noise: see `docs/numerics.md`.
-        n: Samples a prompt, at most 1024; sample i draws noise stream i of the seed.
+        n: Sequences a prompt, at most 1024; sequence i draws noise stream i of the seed.
         stop_token_ids: Tokens that end a completion (the model's own end tokens are added).
         num_top_logprobs: How many of the most likely tokens to report at each position.
 
@@ -68,7 +68,7 @@ class SamplingParams:
         for name in ("temperature", "top_p", "min_p"):
             _replace(self, name, _number(name, getattr(self, name)))
         _replace(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
-        least, most = LEAST_TEMPERATURE, MOST_TEMPERATURE
+        least, most = MIN_TEMPERATURE, MAX_TEMPERATURE
         checks = (
             (self.max_tokens >= 1, f"{self.max_tokens=} must be at least 1"),
             (
@@ -80,8 +80,8 @@ class SamplingParams:
             (0 <= self.min_p < 1, f"{self.min_p=} must be in [0, 1)"),
             (0 <= self.seed < 2**64, f"{self.seed=} must be in [0, 2**64)"),
             (
-                1 <= self.n <= MOST_SAMPLES,
-                f"{self.n=} must be in [1, {MOST_SAMPLES}]; ask again with another seed for more",
+                1 <= self.n <= MAX_SEQUENCES,
+                f"{self.n=} must be in [1, {MAX_SEQUENCES}]; ask again with another seed for more",
             ),
             (
                 0 <= self.num_top_logprobs <= 64,
@@ -148,9 +148,9 @@ class Request:
         """Check every type, and the range of the priority."""
         _replace(self, "prompt_token_ids", _token_ids("prompt_token_ids", self.prompt_token_ids))
         _replace(self, "priority", _integer("priority", self.priority))
-        if not -MOST_PRIORITY <= self.priority <= MOST_PRIORITY:
+        if not -MAX_PRIORITY <= self.priority <= MAX_PRIORITY:
             raise ValueError(
-                f"priority={self.priority} must be in [-{MOST_PRIORITY}, {MOST_PRIORITY}]"
+                f"priority={self.priority} must be in [-{MAX_PRIORITY}, {MAX_PRIORITY}]"
             )
         for name, kind in (
             ("sampling", SamplingParams), ("is_deterministic", bool), ("cache_salt", str),
@@ -168,7 +168,7 @@ class TokenEvent:
     """One generated token. `logprob` is of the token at temperature 1, unfiltered."""
 
     request_idx: int
-    sample_idx: int
+    sequence_idx: int
     token_id: int
     logprob: np.float32
     top_logprobs: TopLogprobs
@@ -176,21 +176,21 @@ class TokenEvent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestOutput:
-    """What one step of the engine released of one sample: final, never taken back.
+    """What one step of the engine released of one sequence: final, never taken back.
 
     Attributes:
         request_id: From `Engine.add_request`.
-        sample_idx: Which of the request's `n` samples.
+        sequence_idx: Which of the request's `n` sequences.
         token_ids: New tokens; none where only the end is told.
         logprobs: Of each new token, float32.
         top_logprobs: Of each new token, as many as were asked for.
-        finish_reason: Why the sample ended; None while it goes on.
+        finish_reason: Why the sequence ended; None while it goes on.
         error: What went wrong where `finish_reason` is ERROR; else empty.
         weight_version: Of the weights that computed it: see `Engine.load_weights`.
     """
 
     request_id: int
-    sample_idx: int
+    sequence_idx: int
     token_ids: tuple[int, ...]
     logprobs: tuple[np.float32, ...]
     top_logprobs: tuple[TopLogprobs, ...]
@@ -201,7 +201,7 @@ class RequestOutput:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
-    """A finished sample of a request.
+    """A finished sequence of a request.
 
     `token_ids` holds every generated token, the one that ended it included. `logprobs[i]` is the
     canonical float32 log-probability of `token_ids[i]` at temperature 1 before any filter.
@@ -209,7 +209,7 @@ class Completion:
     """
 
     request_idx: int
-    sample_idx: int
+    sequence_idx: int
     prompt_token_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
     logprobs: tuple[np.float32, ...]

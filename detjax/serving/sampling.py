@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from detjax.array_types import Array, Bool, Float32, Int32
-from detjax.models.layers import Recipe
+from detjax.models.layers import ForwardContext
 from detjax.pallas_kernels.log_softmax.api import block_stats, log_probs, log_sum_exp
 from detjax.pallas_kernels.sampling import noise
 from detjax.pallas_kernels.sampling.api import gumbel_scores, nucleus_sums, stats_and_choice
@@ -31,7 +31,7 @@ class SamplingRows:
         min_p: float32 [B].
         seed_low: uint32 [B].
         seed_high: uint32 [B].
-        sample_idx: uint32 [B].
+        sequence_idx: uint32 [B].
     """
 
     temperature: Any
@@ -40,11 +40,11 @@ class SamplingRows:
     min_p: Any
     seed_low: Any
     seed_high: Any
-    sample_idx: Any
+    sequence_idx: Any
 
     @classmethod
     def pack(cls, rows: list[tuple[SamplingParams, int]]) -> "SamplingRows":
-        """Lay out (parameters, sample index) of each row as host arrays."""
+        """Lay out (parameters, sequence index) of each row as host arrays."""
         columns = {
             "temperature": ([p.temperature for p, _ in rows], np.float32),
             "top_k": ([min(p.top_k, 2**31 - 1) for p, _ in rows], np.int32),
@@ -52,7 +52,7 @@ class SamplingRows:
             "min_p": ([p.min_p for p, _ in rows], np.float32),
             "seed_low": ([p.seed & 0xFFFFFFFF for p, _ in rows], np.uint32),
             "seed_high": ([p.seed >> 32 for p, _ in rows], np.uint32),
-            "sample_idx": ([i for _, i in rows], np.uint32),
+            "sequence_idx": ([i for _, i in rows], np.uint32),
         }
         return cls(**{name: np.asarray(values, dtype) for name, (values, dtype) in columns.items()})
 
@@ -82,17 +82,17 @@ def is_filtered(params: SamplingParams) -> bool:
 
 
 def _kept_tokens(
-    recipe: Recipe, logits: Float32[Array, "B v"], rows: SamplingRows
+    ctx: ForwardContext, logits: Float32[Array, "B v"], rows: SamplingRows
 ) -> Bool[Array, "B v"]:
     """Which of this rank's tokens top-k, top-p and min-p keep, in that order of definition."""
-    vocab_size, width = recipe.config.vocab_size, logits.shape[1]
+    vocab_size, width = ctx.config.vocab_size, logits.shape[1]
     whole = gather_columns(logits, TP_AXIS)
     # Stable, so equal logits keep the order of their token ids.
     order = jnp.argsort(whole[:, :vocab_size], axis=1, descending=True, stable=True)
     ranked = jnp.take_along_axis(whole, order, axis=1)
     top_k = jnp.where(rows.top_k == 0, vocab_size, jnp.minimum(rows.top_k, vocab_size))
     weight, before, limit = nucleus_sums(
-        ranked, rows.temperature, top_k, rows.top_p, backend=recipe.backend
+        ranked, rows.temperature, top_k, rows.top_p, backend=ctx.backend
     )
     rank = jnp.arange(vocab_size, dtype=jnp.int32)[None, :]
     in_nucleus = (before < limit[:, None]) | (rows.top_p >= 1)[:, None]
@@ -128,7 +128,7 @@ def _most_likely(logits, first, count: int):
 
 
 def choose(
-    recipe: Recipe,
+    ctx: ForwardContext,
     logits: Float32[Array, "B v"],
     rows: SamplingRows,
     positions: Int32[Array, " B"],
@@ -139,7 +139,7 @@ def choose(
     """Choose the token at `positions` of each row, inside `shard_map`.
 
     Args:
-        recipe: The model, the profile and the mesh.
+        ctx: The model, the profile and the mesh.
         logits: This rank's share; -inf past the vocabulary.
         rows: Sampling parameters.
         positions: Absolute position of the token being chosen.
@@ -151,14 +151,14 @@ def choose(
         Log-probabilities are of the logits as they are: temperature 1, before any filter. Kernels
         do the arithmetic; gathers, comparisons, sorts and argmax are exact.
     """
-    backend = recipe.backend
+    backend = ctx.backend
     first = lax.axis_index(TP_AXIS) * logits.shape[1]
-    key = noise.row_key(rows.seed_low, rows.seed_high, rows.sample_idx, positions)
-    vocab_block = recipe.profile.vocab_block
+    key = noise.row_key(rows.seed_low, rows.seed_high, rows.sequence_idx, positions)
+    vocab_block = ctx.profile.vocab_block
     if with_filters:
         maxima, sums = block_stats(logits, vocab_block=vocab_block, backend=backend)
         scores = gumbel_scores(logits, rows.temperature, key, first_token_id=first, backend=backend)
-        scores = jnp.where(_kept_tokens(recipe, logits, rows), scores, -jnp.inf)
+        scores = jnp.where(_kept_tokens(ctx, logits, rows), scores, -jnp.inf)
         best, best_id = jnp.max(scores, axis=1), first + jnp.argmax(scores, axis=1)
     else:
         maxima, sums, best, best_id = stats_and_choice(

@@ -14,7 +14,7 @@ class TextDelta:
 
     Attributes:
         text: New text, which is final; often none, sometimes that of several tokens.
-        is_stopped: A stop string is complete: the sample ends here, and no more text comes.
+        is_stopped: A stop string is complete: the sequence ends here, and no more text comes.
     """
 
     text: str

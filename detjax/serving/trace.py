@@ -19,7 +19,7 @@ class TracesEvents(Protocol):
         ...
 
     def request(self, phase: str, key: str, name: str, **facts: Any) -> None:
-        """A sample's life, now: phase "b" begins, "n" is a point, "e" ends."""
+        """A sequence's life, now: phase "b" begins, "n" is a point, "e" ends."""
         ...
 
 

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from detjax.models.config import ModelConfig, RopeConfig
-from detjax.models.layers import Recipe, Tokens
+from detjax.models.layers import ForwardContext, Tokens
 from detjax.models.loading import LoadedModel, place_model
 from detjax.models.params import ParamRole, ParamSpec, param_specs, stored_rows
 from detjax.models.paths import PATHS, Kernels
@@ -20,8 +20,8 @@ from detjax.parallel.collectives import gather_columns
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS, make_mesh
 from detjax.serving.config import EngineConfig
 from detjax.serving.engine import Engine
+from detjax.serving.programs import PAGES_SPEC
 from detjax.serving.request import Completion, Request, SamplingParams
-from detjax.serving.steps import PAGES_SPEC
 from detjax.xla_flags import EXACT_OPTIONS, FAST_OPTIONS
 
 
@@ -136,7 +136,7 @@ def scoring_step(model: LoadedModel, kernels: Kernels = "invariant") -> Callable
     `step(pages, tokens) -> (pages, logits[B, T, V])`, on a mesh with dp = 1.
     """
     forward, local_logits = PATHS[kernels]
-    recipe = Recipe(
+    ctx = ForwardContext(
         config=model.config,
         profile=model.profile,
         backend=model.backend,
@@ -145,8 +145,8 @@ def scoring_step(model: LoadedModel, kernels: Kernels = "invariant") -> Callable
     assert model.mesh.shape[DP_AXIS] == 1
 
     def local(params, tables, pages, tokens):
-        pages, hidden = forward(recipe, params, tables, pages, tokens)
-        logits = local_logits(recipe, params, hidden.reshape(-1, hidden.shape[-1]))
+        pages, hidden = forward(ctx, params, tables, pages, tokens)
+        logits = local_logits(ctx, params, hidden.reshape(-1, hidden.shape[-1]))
         logits = gather_columns(logits, TP_AXIS)[:, : model.config.vocab_size]
         return pages, logits.reshape(*tokens.ids.shape, -1)
 

@@ -22,14 +22,14 @@ from detjax.serving.request import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
-    """A request, and tokens that end a sample as a stop string would: only once all are there."""
+    """A request, and tokens that end a sequence as a stop string would: only once all are there."""
 
     request: Request
     stop: tuple[int, ...]
 
 
 class StopWatch:
-    """The consumer of one question: sees each sample's tokens, and ends it after `stop`."""
+    """The consumer of one question: sees each sequence's tokens, and ends it after `stop`."""
 
     def __init__(self, stop: tuple[int, ...]):
         """Watch for `stop`; none where it is empty."""
@@ -38,7 +38,7 @@ class StopWatch:
 
     def __call__(self, event: TokenEvent) -> bool:
         """Take a token."""
-        seen = self._seen.setdefault(event.sample_idx, [])
+        seen = self._seen.setdefault(event.sequence_idx, [])
         seen.append(event.token_id)
         return bool(self._stop) and tuple(seen[-len(self._stop) :]) == self._stop
 
@@ -91,7 +91,7 @@ def make_questions(
 def lone_answers(
     model: LoadedModel, questions: Sequence[Question], *, max_len: int, prefill_chunk: int = 64
 ) -> list[list[Completion]]:
-    """Answer each question alone, in `invariant` mode at batch size 1; samples of each."""
+    """Answer each question alone, in `invariant` mode at batch size 1; sequences of each."""
     config = EngineConfig(
         batch_size=1, prefill_chunk=prefill_chunk, max_len=max_len, has_prefix_cache=False
     )
@@ -108,16 +108,16 @@ class LoadReport:
 
     Attributes:
         num_requests: Asked for.
-        num_samples: Of these requests, all of which must have ended once.
-        num_cancelled: Samples that were cancelled before their end.
-        num_plain: Samples that did not ask to be deterministic.
+        num_sequences: Of these requests, all of which must have ended once.
+        num_cancelled: Sequences that were cancelled before their end.
+        num_plain: Sequences that did not ask to be deterministic.
         num_plain_different: Of these, how many are not the canonical answer.
-        wrong: A line for each deterministic sample that is not the canonical answer.
-        lost: Samples that never ended, or got anything after their end.
+        wrong: A line for each deterministic sequence that is not the canonical answer.
+        lost: Sequences that never ended, or got anything after their end.
     """
 
     num_requests: int = 0
-    num_samples: int = 0
+    num_sequences: int = 0
     num_cancelled: int = 0
     num_plain: int = 0
     num_plain_different: int = 0
@@ -127,7 +127,7 @@ class LoadReport:
 
 @dataclass(kw_only=True, slots=True)
 class _Asked:
-    """A sample that was asked for, and what it got."""
+    """A sequence that was asked for, and what it got."""
 
     want: Completion
     is_plain: bool
@@ -143,20 +143,20 @@ def run_load(
     seed: int,
     plain_share: float,
     cancelled_share: float = 0.1,
-    most_waiting: int = 40,
+    max_waiting: int = 40,
 ) -> LoadReport:
     """Ask random questions at random times, cancel some, and compare every bit of the answers.
 
     Args:
         engine: At rest.
         questions: To draw from, again and again.
-        expected: Of each question, its samples' answers.
+        expected: Of each question, its sequences' answers.
         num_requests: How many to ask.
         seed: Of the load.
         plain_share: Share of requests that do not ask to be deterministic.
         cancelled_share: Share of requests that are to be cancelled, up to 60 steps after they are
             asked; some will have ended.
-        most_waiting: Requests under way at which no new one is asked.
+        max_waiting: Requests under way at which no new one is asked.
     """
     rng = np.random.default_rng(seed)
     report = LoadReport(num_requests=num_requests)
@@ -166,7 +166,7 @@ def run_load(
     num_left, step = num_requests, 0
     while num_left or engine.has_work:
         for _ in range(min(num_left, int(rng.poisson(rng.choice([0.3, 1.0, 6.0]))))):
-            if len(under_way) >= most_waiting:
+            if len(under_way) >= max_waiting:
                 break
             index = int(rng.integers(len(questions)))
             question, is_plain = questions[index], bool(rng.random() < plain_share)
@@ -178,8 +178,8 @@ def run_load(
                 on_token=StopWatch(question.stop),
             )
             under_way[request_id] = len(expected[index])
-            for sample_idx, want in enumerate(expected[index]):
-                asked[request_id, sample_idx] = _Asked(want=want, is_plain=is_plain)
+            for sequence_idx, want in enumerate(expected[index]):
+                asked[request_id, sequence_idx] = _Asked(want=want, is_plain=is_plain)
             if rng.random() < cancelled_share:
                 doomed.setdefault(step + int(rng.integers(1, 60)), []).append(request_id)
             num_left -= 1
@@ -187,44 +187,44 @@ def run_load(
         for request_id in doomed.pop(step, ()):
             engine.cancel(request_id)
         for output in engine.step():
-            sample = asked[output.request_id, output.sample_idx]
-            sample.outputs.append(output)
+            seq = asked[output.request_id, output.sequence_idx]
+            seq.outputs.append(output)
             if output.finish_reason is not None:
                 under_way[output.request_id] -= 1
                 if not under_way[output.request_id]:
                     del under_way[output.request_id]
-    for (request_id, sample_idx), sample in asked.items():
-        _judge(f"request {request_id}, sample {sample_idx}", sample, report)
+    for (request_id, sequence_idx), seq in asked.items():
+        _judge(f"request {request_id}, sequence {sequence_idx}", seq, report)
     return report
 
 
-def _judge(name: str, sample: _Asked, report: LoadReport) -> None:
-    """Add a sample to the report."""
-    report.num_samples += 1
-    ends = [o.finish_reason for o in sample.outputs if o.finish_reason is not None]
-    if len(ends) != 1 or sample.outputs[-1].finish_reason is None:
-        report.lost.append(f"{name}: ended as {ends} in {len(sample.outputs)} outputs")
+def _judge(name: str, seq: _Asked, report: LoadReport) -> None:
+    """Add a sequence to the report."""
+    report.num_sequences += 1
+    ends = [o.finish_reason for o in seq.outputs if o.finish_reason is not None]
+    if len(ends) != 1 or seq.outputs[-1].finish_reason is None:
+        report.lost.append(f"{name}: ended as {ends} in {len(seq.outputs)} outputs")
         return
-    difference = _difference(sample, ends[0])
+    difference = _difference(seq, ends[0])
     report.num_cancelled += ends[0] is FinishReason.CANCELLED
-    if sample.is_plain:
+    if seq.is_plain:
         report.num_plain += 1
         report.num_plain_different += bool(difference)
         if ends[0] is FinishReason.ERROR:
-            report.wrong.append(f"{name}: {sample.outputs[-1].error}")
+            report.wrong.append(f"{name}: {seq.outputs[-1].error}")
     elif difference:
         report.wrong.append(f"{name}: {difference}")
 
 
-def _difference(sample: _Asked, reason: FinishReason) -> str:
+def _difference(seq: _Asked, reason: FinishReason) -> str:
     """How an answer is not the canonical one, or, if it was cancelled, not its beginning."""
-    want = sample.want
-    ids = [i for o in sample.outputs for i in o.token_ids]
-    logprobs = np.array([p for o in sample.outputs for p in o.logprobs], np.float32)
+    want = seq.want
+    ids = [i for o in seq.outputs for i in o.token_ids]
+    logprobs = np.array([p for o in seq.outputs for p in o.logprobs], np.float32)
     count = len(ids)
     if reason is not FinishReason.CANCELLED:
         if reason is not want.finish_reason:
-            return f"ended by {reason}, not {want.finish_reason} {sample.outputs[-1].error}"
+            return f"ended by {reason}, not {want.finish_reason} {seq.outputs[-1].error}"
         if count != len(want.token_ids):
             return f"{count} tokens, not {len(want.token_ids)}"
     if tuple(ids) != want.token_ids[:count]:

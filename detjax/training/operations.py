@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from detjax.array_types import Activation, Array, Float32, Int32
-from detjax.models.layers import Recipe
+from detjax.models.layers import ForwardContext
 from detjax.numerics import tree_reduction
 from detjax.pallas_kernels.attention.api import attention as attention_kernel
 from detjax.pallas_kernels.embedding.api import embed as embed_kernel
@@ -72,16 +72,14 @@ def _product(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> Float32[Ar
 
 
 def embed(
-    recipe: Recipe, table: Float32[Array, "V D"], ids: Int32[Array, " M"]
+    ctx: ForwardContext, table: Float32[Array, "V D"], ids: Int32[Array, " M"]
 ) -> Activation[Array, "M D"]:
     """Look up one row a token: `embedding.api.embed`."""
-    profile = recipe.profile
+    profile = ctx.profile
 
     def kernel(table, ids):
         rounded = table.astype(profile.param_dtype)
-        return embed_kernel(
-            rounded, ids, out_dtype=profile.activation_dtype, backend=recipe.backend
-        )
+        return embed_kernel(rounded, ids, out_dtype=profile.activation_dtype, backend=ctx.backend)
 
     def gradient(args, _, cotangent):
         table, ids = args
@@ -99,14 +97,14 @@ def _plain_rms_norm(x, gain, eps: float):
 
 
 def rms_norm(
-    recipe: Recipe, x: Activation[Array, "M D"], gain: Float32[Array, " D"]
+    ctx: ForwardContext, x: Activation[Array, "M D"], gain: Float32[Array, " D"]
 ) -> Activation[Array, "M D"]:
     """Divide each row by its root mean square: `rms_norm.api.rms_norm`."""
-    eps = recipe.config.rms_norm_eps
+    eps = ctx.config.rms_norm_eps
 
     def kernel(x, gain):
-        rounded = gain.astype(recipe.profile.param_dtype)
-        return rms_norm_kernel(x, rounded, eps=eps, backend=recipe.backend)
+        rounded = gain.astype(ctx.profile.param_dtype)
+        return rms_norm_kernel(x, rounded, eps=eps, backend=ctx.backend)
 
     def formula(x, gain):
         return _plain_rms_norm(x, gain[None], eps)
@@ -125,17 +123,17 @@ def _bias_gradient(bias, cotangent):
 
 
 def linear(
-    recipe: Recipe,
+    ctx: ForwardContext,
     x: Activation[Array, "M K"],
     w: Float32[Array, "N K"],
     bias: Float32[Array, " N"] | None = None,
 ) -> Activation[Array, "M N"]:
     """Multiply by a weight matrix: `linear.api.linear`."""
-    dtype = recipe.profile.param_dtype
+    dtype = ctx.profile.param_dtype
 
     def kernel(x, w, bias):
         bias = None if bias is None else bias.astype(dtype)
-        return linear_kernel(x, w.astype(dtype), bias, out_dtype=x.dtype, backend=recipe.backend)
+        return linear_kernel(x, w.astype(dtype), bias, out_dtype=x.dtype, backend=ctx.backend)
 
     def gradient(args, _, cotangent):
         x, w, bias = args
@@ -145,7 +143,7 @@ def linear(
 
 
 def linear_add_rms_norm(
-    recipe: Recipe,
+    ctx: ForwardContext,
     x: Activation[Array, "M K"],
     w: Float32[Array, "D K"],
     residual: Activation[Array, "M D"],
@@ -153,8 +151,8 @@ def linear_add_rms_norm(
     gain: Float32[Array, " D"],
 ) -> tuple[Activation[Array, "M D"], Activation[Array, "M D"]]:
     """Multiply, add to the residual stream, normalise: `linear.api.linear_add_rms_norm`."""
-    dtype, eps = recipe.profile.param_dtype, recipe.config.rms_norm_eps
-    reduction = tree_reduction(x.shape[1], recipe.profile)
+    dtype, eps = ctx.profile.param_dtype, ctx.config.rms_norm_eps
+    reduction = tree_reduction(x.shape[1], ctx.profile)
 
     def kernel(x, w, residual, bias, gain):
         bias = None if bias is None else bias.astype(dtype)
@@ -166,7 +164,7 @@ def linear_add_rms_norm(
             gain.astype(dtype),
             reduction=reduction,
             eps=eps,
-            backend=recipe.backend,
+            backend=ctx.backend,
         )
 
     def formula(total, gain):
@@ -181,11 +179,11 @@ def linear_add_rms_norm(
     return _with_gradient(kernel, gradient)(x, w, residual, bias, gain)
 
 
-def swiglu(recipe: Recipe, gate_up: Activation[Array, "M E"]) -> Activation[Array, "M F"]:
+def swiglu(ctx: ForwardContext, gate_up: Activation[Array, "M E"]) -> Activation[Array, "M F"]:
     """Gate the second half of the columns by the SiLU of the first: `swiglu.api.swiglu`."""
 
     def kernel(gate_up):
-        return swiglu_kernel(gate_up, backend=recipe.backend)
+        return swiglu_kernel(gate_up, backend=ctx.backend)
 
     def formula(gate_up):
         gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=1)
@@ -230,7 +228,7 @@ def _plain_attention(qkv, gains, cos, sin, *, num_heads: int, window: int | None
 
 
 def self_attention(
-    recipe: Recipe,
+    ctx: ForwardContext,
     qkv: Activation[Array, "B T J C"],
     gains: tuple[Float32[Array, " C"], Float32[Array, " C"]] | None,
     cos: Float32[Array, "T half"],
@@ -242,7 +240,7 @@ def self_attention(
     """Attend within whole sequences: `rope_into_cache` on an empty cache, then `attention`.
 
     Args:
-        recipe: The model and the numerics.
+        ctx: The model and the numerics.
         qkv: Heads of queries, then keys, then values: J = H + 2 K.
         gains: Of the norms of queries and keys; None for models without.
         cos: Rows of the host's table for positions 0 to T - 1.
@@ -250,7 +248,7 @@ def self_attention(
         positions: `t` for token t of a sequence, -1 from its end on.
         window: How many tokens back a query sees, itself included; None sees all.
     """
-    profile, config = recipe.profile, recipe.config
+    profile, config = ctx.profile, ctx.config
     batch, length, num_all, channels = qkv.shape
     num_heads = config.num_heads
     num_kv = (num_all - num_heads) // 2
@@ -272,7 +270,7 @@ def self_attention(
             positions,
             layer=0,
             eps=config.rms_norm_eps,
-            backend=recipe.backend,
+            backend=ctx.backend,
         )
         return attention_kernel(
             q.reshape(batch, length, num_heads, channels),
@@ -282,7 +280,7 @@ def self_attention(
             layer=0,
             window=window,
             profile=profile,
-            backend=recipe.backend,
+            backend=ctx.backend,
         )
 
     def formula(qkv, gains, cos, sin, positions):
@@ -304,7 +302,7 @@ def self_attention(
 
 
 def token_logprobs(
-    recipe: Recipe,
+    ctx: ForwardContext,
     hidden: Activation[Array, "M D"],
     head: Float32[Array, "V D"],
     targets: Int32[Array, " M"],
@@ -314,7 +312,7 @@ def token_logprobs(
     The log-probability has the bits of sampling's. The entropy, in nats, is for reading: plain JAX
     makes it, it has no claim and no gradient.
     """
-    profile, backend = recipe.profile, recipe.backend
+    profile, backend = ctx.profile, ctx.backend
     num_rows, vocab_size = hidden.shape[0], head.shape[0]
 
     def rounded_head(head):

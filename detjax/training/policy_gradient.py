@@ -168,7 +168,7 @@ def train(
         groups = rollout.sample(
             problems,
             seeds=[int(s) for s in rng.integers(2**63, size=sizes.prompts)],
-            num_samples=sizes.samples,
+            num_sequences=sizes.samples,
             temperature=TEMPERATURE,
         )
         sampled = time.perf_counter()

@@ -96,10 +96,10 @@ class Rollout:
         problems: Sequence[Problem],
         *,
         seeds: Sequence[int],
-        num_samples: int,
+        num_sequences: int,
         temperature: float,
     ) -> list[list[Sample]]:
-        """`num_samples` answers to each problem, unfiltered.
+        """`num_sequences` answers to each problem, unfiltered.
 
         Raises:
             ValueError: If a problem is longer than `max_prompt`, naming it.
@@ -118,7 +118,7 @@ class Rollout:
                     max_tokens=self._max_tokens,
                     temperature=temperature,
                     seed=seed,
-                    n=num_samples,
+                    n=num_sequences,
                     stop_token_ids=self._stop_ids,
                 ),
                 is_deterministic=self._mode != "fast",
@@ -139,5 +139,5 @@ class Rollout:
 
     def accuracy(self, problems: Sequence[Problem]) -> float:
         """Share of greedy answers that are right."""
-        groups = self.sample(problems, seeds=[0] * len(problems), num_samples=1, temperature=0.0)
+        groups = self.sample(problems, seeds=[0] * len(problems), num_sequences=1, temperature=0.0)
         return float(np.mean([sample.reward for (sample,) in groups]))

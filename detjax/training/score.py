@@ -11,13 +11,13 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from detjax.array_types import Array, Float32, Int32
-from detjax.models.layers import Recipe, Tokens
+from detjax.models.layers import ForwardContext, Tokens
 from detjax.models.loading import LoadedModel
 from detjax.models.paths import PATHS, Kernels
 from detjax.pallas_kernels.log_softmax.api import block_stats, log_probs, log_sum_exp
 from detjax.parallel.collectives import gather_columns
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
-from detjax.serving.steps import PAGES_SPEC, pages_shape
+from detjax.serving.programs import PAGES_SPEC, pages_shape
 from detjax.xla_flags import EXACT_OPTIONS, FAST_OPTIONS
 
 
@@ -99,19 +99,19 @@ class Scorer:
         self, params, rope_tables, pages, tokens: Tokens, targets: Int32[Array, "B T"]
     ) -> Float32[Array, "B T"]:
         model = self._model
-        recipe = Recipe(
+        ctx = ForwardContext(
             config=model.config,
             profile=model.profile,
             backend=model.backend,
             tp=model.mesh.shape[TP_AXIS],
         )
-        _, hidden = self._forward(recipe, params, rope_tables, pages, tokens)
-        logits = self._local_logits(recipe, params, hidden.reshape(-1, hidden.shape[-1]))
-        stats = block_stats(logits, vocab_block=model.profile.vocab_block, backend=recipe.backend)
+        _, hidden = self._forward(ctx, params, rope_tables, pages, tokens)
+        logits = self._local_logits(ctx, params, hidden.reshape(-1, hidden.shape[-1]))
+        stats = block_stats(logits, vocab_block=model.profile.vocab_block, backend=ctx.backend)
         gathered = (gather_columns(stat, TP_AXIS) for stat in stats)
-        lse = log_sum_exp(*gathered, backend=recipe.backend)
+        lse = log_sum_exp(*gathered, backend=ctx.backend)
         chosen = self._of_targets(logits, targets.reshape(-1))
-        return log_probs(chosen, lse, backend=recipe.backend).reshape(targets.shape)
+        return log_probs(chosen, lse, backend=ctx.backend).reshape(targets.shape)
 
     def _of_targets(
         self, logits: Float32[Array, "M v"], targets: Int32[Array, " M"]

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 from detjax.array_types import Array, Float32
 from detjax.donation import CheckedJit
-from detjax.models.layers import Recipe
+from detjax.models.layers import ForwardContext
 from detjax.models.loading import LoadedModel
 from detjax.parallel.collectives import butterfly_sum
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
@@ -202,10 +202,12 @@ class Trainer:
     def _microbatch_gradient(self, params: dict, tables, batch: Batch):
         """Gradient of the loss, and (logprobs, entropy) of the rows."""
         model = self._model
-        recipe = Recipe(config=model.config, profile=model.profile, backend=model.backend, tp=1)
+        ctx = ForwardContext(
+            config=model.config, profile=model.profile, backend=model.backend, tp=1
+        )
 
         def loss(params):
-            values = token_logprobs(recipe, params, tables, batch, remat=self._remat)
+            values = token_logprobs(ctx, params, tables, batch, remat=self._remat)
             return -jnp.sum(batch.weights * values[0]), values
 
         return jax.grad(loss, has_aux=True)(params)

@@ -20,7 +20,7 @@ from detjax.models.abstract import abstract_params
 from detjax.models.config import ModelConfig, RopeConfig
 from detjax.models.fast import MATRICES, forward_fast, local_logits_fast
 from detjax.models.fusion import fused_partition_specs
-from detjax.models.layers import Recipe, Tokens
+from detjax.models.layers import ForwardContext, Tokens
 from detjax.models.loading import LoadedModel
 from detjax.models.params import partition_specs
 from detjax.models.paths import Kernels
@@ -34,9 +34,9 @@ from detjax.pallas_kernels.linear.api import (
     linear_add_rms_norm,
 )
 from detjax.parallel.exchange import EXCHANGE_SPECS, MAX_EXCHANGED_ROWS, Exchange
-from detjax.serving.steps import CompiledSteps, StepKind, StepSizes, pages_shape
+from detjax.serving.programs import ProgramCache, ProgramKind, ProgramSizes, pages_shape
 from detjax.testing import aot
-from detjax.testing.steps import plain_step, steps_of
+from detjax.testing.programs import plain_step, steps_of
 from detjax.xla_flags import IN_PLACE_OPTIONS
 
 BF16 = jnp.dtype(jnp.bfloat16)
@@ -224,12 +224,12 @@ def quantised(model: LoadedModel, weight_dtype: str) -> dict:
 def fast_step(weight_dtype: str) -> aot.Program:
     """A decode step of two layers at batch 8 without claims, up to the logits."""
     model = abstract_model(2)
-    recipe = Recipe(config=model.config, profile=PROFILE, backend=Backend.SM90, tp=1)
+    ctx = ForwardContext(config=model.config, profile=PROFILE, backend=Backend.SM90, tp=1)
     params = quantised(model, weight_dtype)
 
     def step(params, tables, pages, tokens):
-        pages, hidden = forward_fast(recipe, params, tables, pages, tokens)
-        return pages, local_logits_fast(recipe, params, hidden[:, 0])
+        pages, hidden = forward_fast(ctx, params, tables, pages, tokens)
+        return pages, local_logits_fast(ctx, params, hidden[:, 0])
 
     sharded = jax.shard_map(step, mesh=model.mesh, in_specs=P(), out_specs=P(), check_vma=False)
     ids = _shape(8, 1, dtype=jnp.int32)
@@ -245,7 +245,7 @@ PRESSED_BYTES = 4_000_000_000
 
 
 def pressed(
-    kind: StepKind, *, is_guarded: bool = True, dp: int = 1, tp: int = 1, **sizes
+    kind: ProgramKind, *, is_guarded: bool = True, dp: int = 1, tp: int = 1, **sizes
 ) -> aot.Program:
     """A step of two layers on devices without memory to spare, as detjax compiles it.
 
@@ -253,10 +253,10 @@ def pressed(
     """
     model = abstract_model(2, PRESSED_BYTES // tp, dp=dp, tp=tp)
     step = plain_step(kind, **sizes)
-    sizes_of = StepSizes(
+    sizes_of = ProgramSizes(
         num_pages=400 * dp, num_slots=step.rows * dp, window_len=max(8, step.length)
     )
-    steps = CompiledSteps(model, sizes_of)
+    steps = ProgramCache(model, sizes_of)
     if is_guarded:
         return aot.inspect_program(lambda: steps.get(step, model.params))
     jitted = jax.jit(steps.function(step), donate_argnums=(2, 3, 4))

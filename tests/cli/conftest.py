@@ -73,14 +73,14 @@ class Toy:
         (folder / "tokenizer_config.json").write_text(json.dumps(config))
         return folder
 
-    def echo(self, request: Request, sample: int) -> list[int]:
-        """Answer with the prompt and the number of the sample, then end."""
+    def echo(self, request: Request, seq: int) -> list[int]:
+        """Answer with the prompt and the number of the sequence, then end."""
         prompt = [i for i in request.prompt_token_ids if i < 256]
-        return [*prompt, *self.ids_of(str(sample)), self.end]
+        return [*prompt, *self.ids_of(str(seq)), self.end]
 
 
 class FakeEngine:
-    """Says what `answer` says, a token of each sample in turn, as an engine would."""
+    """Says what `answer` says, a token of each sequence in turn, as an engine would."""
 
     def __init__(self, answer: Answer, shape: EngineShape, flip: tuple[int, int]):
         self._answer = answer
@@ -116,7 +116,7 @@ class FakeEngine:
         top = [(token_id, logprob), (0, np.float32(-9))][: request.sampling.num_top_logprobs]
         return TokenEvent(
             request_idx=key[0],
-            sample_idx=key[1],
+            sequence_idx=key[1],
             token_id=token_id,
             logprob=logprob,
             top_logprobs=tuple(top),
@@ -125,7 +125,7 @@ class FakeEngine:
     def _completion(self, requests, key, events, reason) -> Completion:
         return Completion(
             request_idx=key[0],
-            sample_idx=key[1],
+            sequence_idx=key[1],
             prompt_token_ids=requests[key[0]].prompt_token_ids,
             token_ids=tuple(e.token_id for e in events),
             logprobs=tuple(e.logprob for e in events),

@@ -33,16 +33,16 @@ def test_one_bit_that_differs_fails_the_check_and_is_shown(command, capsys):
     assert out.count("===") == 8  # the first run is written all the same
     assert "run 2 of 4: equal to run 1" in err
     assert "run 3 of 4: 4 completions differ from run 1" in err
-    assert "run 3 differs from run 1 at prompt 0, sample 0, token 2: logprob -" in err
+    assert "run 3 differs from run 1 at prompt 0, sequence 0, token 2: logprob -" in err
     assert err.count("(0x") == 8 and "the 4 runs are not equal" in err
 
 
 def test_a_single_prompt_gets_neighbours_whose_answers_nobody_sees(command, capsys, toy):
     asked: list[int] = []
 
-    def answer(request: Request, sample: int) -> list[int]:
+    def answer(request: Request, seq: int) -> list[int]:
         asked.append(len(request.prompt_token_ids))
-        return toy.echo(request, sample)
+        return toy.echo(request, seq)
 
     argv = ("--prompt", "abcdefgh", "--repeat", "3", "--check")
     assert command(*argv, answer=answer) == errors.OK
@@ -54,9 +54,9 @@ def test_a_single_prompt_gets_neighbours_whose_answers_nobody_sees(command, caps
 def test_a_check_sees_a_row_that_depends_on_its_neighbours(command, capsys, toy):
     lengths: set[int] = set()
 
-    def answer(request: Request, sample: int) -> list[int]:
+    def answer(request: Request, seq: int) -> list[int]:
         lengths.add(len(request.prompt_token_ids))
-        return [*toy.echo(request, sample)[:-1], *toy.ids_of(str(len(lengths))), toy.end]
+        return [*toy.echo(request, seq)[:-1], *toy.ids_of(str(len(lengths))), toy.end]
 
     argv = ("--prompt", "abcdefgh", "--repeat", "3", "--check")
     assert command(*argv, answer=answer) == errors.BITS_DIFFER
@@ -93,7 +93,7 @@ def test_a_check_of_dvr_compares_it_with_invariant(command, capsys):
 def test_fast_asks_for_no_deterministic_answer(command, capsys):
     asked: list[bool] = []
 
-    def answer(request: Request, sample: int) -> list[int]:
+    def answer(request: Request, seq: int) -> list[int]:
         asked.append(request.is_deterministic)
         return [97, 258]
 
@@ -107,7 +107,7 @@ def completion(**changes) -> Record:
     """A record of two tokens."""
     base = Completion(
         request_idx=1,
-        sample_idx=0,
+        sequence_idx=0,
         prompt_token_ids=(1,),
         token_ids=(5, 6),
         logprobs=(np.float32(-0.5), np.float32(0.0)),
@@ -139,4 +139,4 @@ def completion(**changes) -> Record:
 def test_the_first_difference_is_described_in_bits(changes, says):
     assert check.differences([completion()], [completion()]) == []
     (line,) = check.differences([completion()], [completion(**changes)])
-    assert line == f"prompt 1, sample 0, {says}"
+    assert line == f"prompt 1, sequence 0, {says}"

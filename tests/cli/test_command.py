@@ -20,7 +20,7 @@ from detjax.serving.request import Request
 
 
 def failing(error: BaseException):
-    def answer(request: Request, sample: int) -> list[int]:
+    def answer(request: Request, seq: int) -> list[int]:
         raise error
 
     return answer

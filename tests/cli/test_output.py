@@ -38,10 +38,10 @@ def test_several_completions_are_written_one_after_the_other_under_headers(comma
     assert command("--prompt", "ab", "--prompt", "longer", "--n", "2") == errors.OK
     out, err = capsys.readouterr()
     assert out.split("=== ")[1:] == [
-        "prompt 0, sample 0 ===\nab0\n",
-        "prompt 0, sample 1 ===\nab1\n",
-        "prompt 1, sample 0 ===\nlonger0\n",
-        "prompt 1, sample 1 ===\nlonger1\n",
+        "prompt 0, sequence 0 ===\nab0\n",
+        "prompt 0, sequence 1 ===\nab1\n",
+        "prompt 1, sequence 0 ===\nlonger0\n",
+        "prompt 1, sequence 1 ===\nlonger1\n",
     ]
     assert err.count("digest ") == 5 and "of all 4" in err
 
@@ -84,7 +84,7 @@ def test_json_lines_hold_what_the_help_says(command, capsys, toy):
     (entry,) = lines_of(out)
     assert list(entry) == [
         "index",
-        "sample",
+        "sequence",
         "prompt_token_ids",
         "token_ids",
         "text",
@@ -96,7 +96,7 @@ def test_json_lines_hold_what_the_help_says(command, capsys, toy):
     ]
     assert entry["prompt_token_ids"] == [256, *toy.ids_of("ab")]
     assert entry["token_ids"] == [*toy.ids_of("ab0"), toy.end]
-    assert (entry["index"], entry["sample"], entry["text"]) == (0, 0, "ab0")
+    assert (entry["index"], entry["sequence"], entry["text"]) == (0, 0, "ab0")
     assert entry["fingerprint"] == "0123456789abcdef"
     assert [top[0] for top in entry["top_logprobs"]] == [
         [token_id, logprob]
@@ -113,7 +113,7 @@ def test_logprobs_and_digest_survive_json_bit_for_bit(command, capsys):
     assert (logprobs.astype(np.float64) == np.array(entry["logprobs"])).all()
     completion = Completion(
         request_idx=0,
-        sample_idx=0,
+        sequence_idx=0,
         prompt_token_ids=(),
         token_ids=tuple(entry["token_ids"]),
         logprobs=tuple(logprobs),

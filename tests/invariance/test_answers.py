@@ -19,8 +19,8 @@ from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.rms_norm.api import add_rms_norm
 from detjax.serving.config import EngineConfig
 from detjax.serving.engine import Engine
+from detjax.serving.programs import empty_pages
 from detjax.serving.request import Completion, FinishReason, Request, SamplingParams
-from detjax.serving.steps import empty_pages
 from detjax.testing import (
     assert_bitwise_equal,
     assert_order_sensitive,

@@ -19,8 +19,8 @@ from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
 from detjax.serving.config import EngineConfig
 from detjax.serving.engine import Engine
+from detjax.serving.programs import empty_pages
 from detjax.serving.request import Completion, Request
-from detjax.serving.steps import empty_pages
 from detjax.testing import assert_bitwise_equal, assert_order_sensitive, count_different_bits
 from detjax.testing.dummies import (
     answers,
@@ -104,7 +104,7 @@ def test_answers_do_not_depend_on_the_tokens_of_a_launch(name, changes):
     )
     engine = Engine(model(name), config)
     assert digests(engine.generate(requests())) == digests(expected(name))
-    assert 5 in {step.length for step in engine.steps if step.kind == "decode"}
+    assert 5 in {step.length for step in engine.programs if step.kind == "decode"}
 
 
 def logits_of(name: str, tokens: np.ndarray, pieces: list[int]) -> np.ndarray:

@@ -14,7 +14,7 @@ from detjax.models.weights import ignore_progress
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
-from detjax.serving.steps import empty_pages
+from detjax.serving.programs import empty_pages
 from detjax.testing.dummies import batch_of, scoring_step
 
 GOLDENS = Path(__file__).parents[1] / "golden" / "hf"

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from detjax.models.config import ModelConfig
 from detjax.models.decoder import check_mesh
-from detjax.models.layers import Recipe, row_parallel_norm
+from detjax.models.layers import ForwardContext, row_parallel_norm
 from detjax.numerics import NumericsProfile, tree_reduction
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.linear.api import linear_partial
@@ -129,10 +129,10 @@ def test_scatter_takes_a_share_of_the_residual_stream_as_well():
 def norm_on_ranks(tp: int, x, w, residual, gain):
     """`row_parallel_norm` as a layer calls it; the residual stream's shares put together."""
     config = dummy_config(hidden_size=WIDTH, intermediate_size=x.shape[1])
-    recipe = Recipe(config=config, profile=PROFILE, backend=Backend.PORTABLE, tp=tp)
+    ctx = ForwardContext(config=config, profile=PROFILE, backend=Backend.PORTABLE, tp=tp)
     is_shared = tp > 1 and is_scattered(x.shape[0], tp)
     step = jax.shard_map(
-        lambda x, w, residual, gain: row_parallel_norm(recipe, x, w, residual, None, gain),
+        lambda x, w, residual, gain: row_parallel_norm(ctx, x, w, residual, None, gain),
         mesh=make_mesh(1, tp),
         in_specs=(P(None, "tp"), P(None, "tp"), P(), P()),
         out_specs=(P("tp") if is_shared else P(), P()),

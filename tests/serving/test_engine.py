@@ -17,11 +17,11 @@ from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.serving import ngram
 from detjax.serving.async_engine import AsyncEngine
-from detjax.serving.config import EngineConfig, draft_share
+from detjax.serving.config import EngineConfig, max_draft_fraction
 from detjax.serving.engine import Engine, EngineStoppedError
 from detjax.serving.metrics import Histogram
+from detjax.serving.programs import ProgramCache
 from detjax.serving.request import Completion, FinishReason, Request, SamplingParams
-from detjax.serving.steps import CompiledSteps
 from detjax.serving.trace import Trace
 from detjax.testing import assert_bitwise_equal
 from detjax.testing.dummies import dummy_config, dummy_model
@@ -44,7 +44,7 @@ def poisoned_model() -> LoadedModel:
     return dataclasses.replace(whole, params={**whole.params, "embed": table})
 
 
-_STEPS: dict[str, CompiledSteps] = {}
+_PROGRAMS: dict[str, ProgramCache] = {}
 
 
 def engine(of: LoadedModel | None = None, *, tracer=None, **changes) -> Engine:
@@ -53,8 +53,8 @@ def engine(of: LoadedModel | None = None, *, tracer=None, **changes) -> Engine:
     config = EngineConfig(**(sizes | changes))
     key = f"{id(of)} {config.batch_size} {config.num_pages} {config.verify_window}"
     given = {"tracer": tracer} if tracer else {}
-    made = Engine(of, config, steps=_STEPS.get(key), **given)
-    _STEPS[key] = made.steps
+    made = Engine(of, config, programs=_PROGRAMS.get(key), **given)
+    _PROGRAMS[key] = made.programs
     return made
 
 
@@ -97,22 +97,26 @@ def of_request(outputs, request_id: int) -> list:
 def test_a_step_is_as_wide_as_the_longest_sample_and_no_bit_depends_on_it(mode):
     """Programs follow the lengths that there are, not `max_len`, and whoever runs beside."""
     pages = {"invariant": 40, "dvr": 42}[mode]  # programs of its own
-    made = engine(decode_lens=(2 * PAGE, 5 * PAGE), mode=mode, draft_share=1.0, num_pages=pages)
+    made = engine(
+        decode_lens=(2 * PAGE, 5 * PAGE), mode=mode, max_draft_fraction=1.0, num_pages=pages
+    )
     short, long = request(1, 20, max_tokens=10), request(5, 60, max_tokens=50)
     (completion,) = made.generate([short])
-    widths = [{s.table_len for s in made.steps if s.kind == kind} for kind in ("decode", "verify")]
+    widths = [
+        {s.table_len for s in made.programs if s.kind == kind} for kind in ("decode", "verify")
+    ]
     assert widths == [{2}, {2} if mode == "dvr" else set()]
     assert completion.digest() == alone(short).digest()
     got = made.generate([long, short, request(9, 100)])
     assert [c.digest() for c in got] == [alone(a).digest() for a in (long, short, request(9, 100))]
-    assert {s.table_len for s in made.steps if s.kind == "decode"} == {2, 5, 8}
-    assert {s.table_len for s in made.steps if s.kind == "prefill"} == {8}
+    assert {s.table_len for s in made.programs if s.kind == "decode"} == {2, 5, 8}
+    assert {s.table_len for s in made.programs if s.kind == "prefill"} == {8}
 
 
 def test_what_a_launch_is_compiled_for_is_compiled_ahead_and_no_more():
     made = engine(decode_lens=(2 * PAGE, 4096), num_pages=41)
     made.compile()
-    compiled = sorted((s.kind, s.table_len) for s in made.steps)
+    compiled = sorted((s.kind, s.table_len) for s in made.programs)
     # 4096 tokens are more than max_len, whose own program does.
     assert compiled == [("decode", 2), ("decode", 8), ("prefill", 8)]
 
@@ -145,7 +149,7 @@ def test_tokens_are_released_one_by_one_in_invariant_mode_and_by_windows_in_dvr(
 
 
 def test_a_dvr_engine_that_never_drafts_has_nothing_to_verify():
-    made = engine(mode="dvr", draft_share=0.0)
+    made = engine(mode="dvr", max_draft_fraction=0.0)
     ids = [add(made, request(i, max_tokens=24), is_deterministic=i != 1) for i in range(3)]
     outputs = made.drain()
     for i in (0, 2):
@@ -168,9 +172,9 @@ def test_drafts_are_made_where_they_are_cheaper_unless_told_otherwise(
 ):
     config = EngineConfig(
         batch_size=1, prefill_chunk=1, max_len=2, mode="dvr", draft_weights=weights,
-        draft_share=asked,
+        max_draft_fraction=asked,
     )  # fmt: skip
-    assert draft_share(config, backend) == share
+    assert max_draft_fraction(config, backend) == share
 
 
 def test_the_host_reads_results_a_step_late():
@@ -208,7 +212,7 @@ def test_generate_stops_samples_and_raises_what_the_consumer_raises():
     made = engine()
 
     def stop_second(event) -> bool:
-        return event.request_idx == 1 and event.sample_idx == 0
+        return event.request_idx == 1 and event.sequence_idx == 0
 
     asked = [request(), request(2, temperature=1.0, n=2, seed=3)]
     first, stopped, sibling = made.generate(asked, on_token=stop_second)
@@ -271,11 +275,11 @@ def test_fast_mode_refuses_to_be_deterministic():
     [
         ({"batch_size": 0}, "batch_size=0 must be at least 1"),
         ({"num_pages": -1}, "num_pages=-1 must be at least 0"),
-        ({"decode_patience": -1}, "decode_patience=-1 must be at least 0"),
+        ({"max_prefill_streak": -1}, "max_prefill_streak=-1 must be at least 0"),
         ({"mode": "quick"}, "mode='quick' must be one of"),
         ({"draft_weights": "int8"}, "needs mode='dvr'"),
         ({"mode": "dvr", "draft_weights": "int4"}, "draft_weights='int4' must be one of"),
-        ({"most_waiting": 0}, "most_waiting=0 must be at least 1"),
+        ({"max_waiting": 0}, "max_waiting=0 must be at least 1"),
         ({"decode_steps": 0}, "decode_steps=0 must be at least 1"),
         (
             {"mode": "dvr", "decode_steps": 6},
@@ -292,7 +296,7 @@ def test_fast_mode_refuses_to_be_deterministic():
         ({"prefill_shapes": ((0, 4),)}, r"\(0, 4\) of prefill_shapes"),
         ({"verify_deadline": 0}, "verify_deadline=0 must be at least 1"),
         ({"max_len": 4096}, "longer than the model's context of 1024"),
-        ({"step_tokens": 10}, "step_tokens=10 must be at least"),
+        ({"max_tokens_per_step": 10}, "max_tokens_per_step=10 must be at least"),
     ],
 )
 def test_a_bad_configuration_names_the_value(changes, message):
@@ -312,7 +316,7 @@ def test_sizes_must_divide_over_replicas():
 def test_programs_are_shared_only_by_engines_of_the_same_sizes():
     with pytest.raises(ValueError, match="are not of this model"):
         config = EngineConfig(batch_size=2, prefill_chunk=8, max_len=64)
-        Engine(model(), config, steps=engine().steps)
+        Engine(model(), config, programs=engine().programs)
 
 
 def test_compiling_ahead_shows_progress_and_leaves_nothing_to_compile():
@@ -455,7 +459,7 @@ def test_an_interrupt_between_a_launch_and_its_cache_leaves_an_engine_that_works
     """The arrays are deleted, as they were donated; answers have their bits again all the same."""
     made, count = engine(num_pages=20), 0
     asked = [request(5, 40), request(6, 20)]
-    program_of = made._launcher._program
+    program_of = made._runner._program
 
     def interrupted(step):
         program = program_of(step)
@@ -470,10 +474,10 @@ def test_an_interrupt_between_a_launch_and_its_cache_leaves_an_engine_that_works
 
         return run
 
-    made._launcher._program = interrupted
+    made._runner._program = interrupted
     with pytest.raises(KeyboardInterrupt):
         made.generate(asked)
-    assert made._launcher.is_lost
+    assert made._runner.is_lost
     got = made.generate(asked)
     assert [c.digest() for c in got] == [alone(one).digest() for one in asked]
     assert made.stats().num_pages_held == 0
@@ -545,7 +549,7 @@ def test_draining_an_engine_that_an_error_stops_raises_it_and_ends():
         front = AsyncEngine(made)
         stream = front.stream(asked.prompt_token_ids, asked.sampling, cache_salt="tenant")
         await anext(stream)
-        made._launcher.launch = lost
+        made._runner.launch = lost
         for _ in range(2):
             with pytest.raises(EngineStoppedError, match="device lost"):
                 await asyncio.wait_for(front.drain(), timeout=60)
@@ -553,7 +557,7 @@ def test_draining_an_engine_that_an_error_stops_raises_it_and_ends():
             await anext(stream)
         with pytest.raises(EngineStoppedError, match="device lost"):
             await anext(front.stream(asked.prompt_token_ids, asked.sampling))
-        del made._launcher.launch
+        del made._runner.launch
         (end,) = [o for o in made.reset() if o.finish_reason is not None]
         assert end.finish_reason is FinishReason.ERROR
         again = front.stream(asked.prompt_token_ids, asked.sampling)

@@ -26,8 +26,8 @@ from detjax.numerics import NumericsProfile
 from detjax.serving import launcher
 from detjax.serving.config import EngineConfig, ReplicaSizes
 from detjax.serving.engine import Engine, EngineFullError, EngineStoppedError
+from detjax.serving.programs import ProgramCache, ProgramSizes
 from detjax.serving.request import FinishReason, Request, SamplingParams
-from detjax.serving.steps import CompiledSteps, StepSizes
 from detjax.testing import assert_bitwise_equal
 from detjax.testing.dummies import dummy_config, dummy_model
 
@@ -85,10 +85,10 @@ def choice_of(entries: list[int], position: int, sampling: tuple, mode: str) -> 
     return (mixed + is_other) % VOCAB, np.float32(-(mixed % 1000) / 7)
 
 
-def canonical(request: Request, sample_idx: int) -> tuple[list[int], list[float]]:
+def canonical(request: Request, sequence_idx: int) -> tuple[list[int], list[float]]:
     """All tokens and logprobs up to the length, whoever ends it before."""
     params = request.sampling
-    sampling = (float(np.float32(params.temperature)), params.seed, sample_idx)
+    sampling = (float(np.float32(params.temperature)), params.seed, sequence_idx)
     entries, tokens, logprobs = [], list(request.prompt_token_ids), []
     most = min(len(tokens) + params.max_tokens, MAX_LEN)
     for position in range(most - 1):
@@ -101,7 +101,7 @@ def canonical(request: Request, sample_idx: int) -> tuple[list[int], list[float]
     return tokens[len(request.prompt_token_ids) :], logprobs
 
 
-class IntegerSteps(CompiledSteps):
+class IntegerSteps(ProgramCache):
     """Programs that run at once, in the order of their launches."""
 
     def _compile(self, step, params):
@@ -158,7 +158,7 @@ class IntegerSteps(CompiledSteps):
                 continue
             slot, place = self._places(row, step, host)
             seed = int(sampling.seed_low[row]) + (int(sampling.seed_high[row]) << 32)
-            how = float(sampling.temperature[row]), seed, int(sampling.sample_idx[row])
+            how = float(sampling.temperature[row]), seed, int(sampling.sequence_idx[row])
             tokens = step.layout.ids(host)[row, :count]
             choice = self._run(pages, place, start, tokens, how, step.mode)[-1]
             result[row] = self._row(step, choice)
@@ -218,21 +218,21 @@ def integers(monkeypatch):
     jaxtyping.config.update("jaxtyping_disable", False)
 
 
-_STEPS: dict = {}
+_PROGRAMS: dict = {}
 
 
 def engine(*, dp: int = 1, **changes) -> Engine:
     sizes = {"batch_size": 4, "prefill_chunk": 6, "max_len": MAX_LEN, "verify_window": 4}
     config = EngineConfig(**(sizes | changes))
     of = ReplicaSizes.of(config, dp=dp, page_len=PAGE)
-    step_sizes = StepSizes(
+    step_sizes = ProgramSizes(
         num_pages=dp * of.num_pages, num_slots=config.batch_size,
         window_len=config.verify_window,
     )  # fmt: skip
     key = dp, step_sizes
-    if key not in _STEPS:
-        _STEPS[key] = IntegerSteps(model(dp), step_sizes)
-    return Engine(model(dp), config, steps=_STEPS[key])
+    if key not in _PROGRAMS:
+        _PROGRAMS[key] = IntegerSteps(model(dp), step_sizes)
+    return Engine(model(dp), config, programs=_PROGRAMS[key])
 
 
 def request(first: int = 1, length: int = 9, *, max_tokens: int = 8, **sampling) -> Request:
@@ -246,11 +246,11 @@ def add(made: Engine, asked: Request, **given) -> int:
     return made.add_request(asked.prompt_token_ids, asked.sampling, **given)
 
 
-def assert_canonical(outputs, asked: Request, sample_idx: int = 0, *, is_whole: bool = True):
+def assert_canonical(outputs, asked: Request, sequence_idx: int = 0, *, is_whole: bool = True):
     """What was released is the answer, or its beginning."""
     tokens = [i for o in outputs for i in o.token_ids]
     logprobs = np.array([p for o in outputs for p in o.logprobs], np.float32)
-    want, values = canonical(asked, sample_idx)
+    want, values = canonical(asked, sequence_idx)
     assert tokens == want[: len(tokens)]
     assert_bitwise_equal(
         logprobs, np.array(values[: len(tokens)], np.float32), claim="released logprobs"
@@ -311,7 +311,7 @@ def test_the_device_of_integers_sees_a_wrong_page():
     (completion,) = made.generate([asked])
     assert list(completion.token_ids) == canonical(asked, 0)[0]
     assert made.stats().prefix_tokens == 8
-    pages, *_ = made._launcher._state
+    pages, *_ = made._runner._state
     pages.content = [5] * len(pages.content)
     (completion,) = made.generate([asked])
     assert list(completion.token_ids) != canonical(asked, 0)[0]
@@ -326,7 +326,7 @@ def test_pages_that_were_planned_and_not_computed_serve_nobody(monkeypatch, erro
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(made._launcher, "_program", interrupted)
+        patch.setattr(made._runner, "_program", interrupted)
         with pytest.raises((KeyboardInterrupt, EngineStoppedError)):
             made.generate([asked])
     if made._stopped:
@@ -349,7 +349,7 @@ def test_an_interrupt_anywhere_in_generate_leaves_an_engine_that_works(stride):
         except KeyboardInterrupt:
             completions = made.generate(asked)
         for completion in completions:
-            want = canonical(asked[completion.request_idx], completion.sample_idx)[0]
+            want = canonical(asked[completion.request_idx], completion.sequence_idx)[0]
             assert list(completion.token_ids) == want, count
         assert_at_rest(made)
     assert count > 1000
@@ -370,12 +370,12 @@ def test_an_interrupt_anywhere_in_a_step_loses_no_token_and_tells_none_twice(mod
                 outputs = []
         outputs += made.drain()
         for request_id, one in zip(ids, asked, strict=True):
-            for sample_idx in range(one.sampling.n):
-                key = request_id, sample_idx
-                got = [o for o in outputs if (o.request_id, o.sample_idx) == key]
-                assert_canonical(got, one, sample_idx)
-                heard = [e.token_id for e in told if (e.request_idx, e.sample_idx) == key]
-                want = canonical(one, sample_idx)[0]
+            for sequence_idx in range(one.sampling.n):
+                key = request_id, sequence_idx
+                got = [o for o in outputs if (o.request_id, o.sequence_idx) == key]
+                assert_canonical(got, one, sequence_idx)
+                heard = [e.token_id for e in told if (e.request_idx, e.sequence_idx) == key]
+                want = canonical(one, sequence_idx)[0]
                 # Its consumer may be interrupted in the moment in which it is told.
                 assert heard == want or len(heard) == len(want) - 1
         assert_at_rest(made)
@@ -386,7 +386,7 @@ def test_an_interrupt_anywhere_in_a_step_loses_no_token_and_tells_none_twice(mod
 
 def after_launch(made: Engine, monkeypatch, does) -> None:
     """Do something inside the call of every program, when it has taken the cache."""
-    get = made.steps.get
+    get = made.programs.get
 
     def get_other(step, params):
         program = get(step, params)
@@ -398,7 +398,7 @@ def after_launch(made: Engine, monkeypatch, does) -> None:
 
         return run
 
-    monkeypatch.setattr(made.steps, "get", get_other)
+    monkeypatch.setattr(made.programs, "get", get_other)
 
 
 def test_a_launch_that_takes_the_cache_and_gives_none_back_is_mended(monkeypatch):
@@ -413,7 +413,7 @@ def test_a_launch_that_takes_the_cache_and_gives_none_back_is_mended(monkeypatch
         after_launch(made, patch, interrupted)
         with pytest.raises(KeyboardInterrupt):
             made.generate([asked])
-    assert made._launcher.is_lost
+    assert made._runner.is_lost
     before = made.stats().prefix_tokens
     with pytest.warns(RuntimeWarning, match="took the cache with it: the cache was allocated anew"):
         (completion,) = made.generate([asked])
@@ -437,7 +437,7 @@ def test_ctrl_c_waits_while_a_launch_is_stored(monkeypatch, ctrl_c):
         after_launch(made, patch, lambda: signal.raise_signal(signal.SIGINT))
         with pytest.raises(KeyboardInterrupt):
             made.generate([asked])
-    assert not made._launcher.is_lost
+    assert not made._runner.is_lost
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     (completion,) = made.generate([asked])
     assert list(completion.token_ids) == canonical(asked, 0)[0]
@@ -487,7 +487,7 @@ def test_an_error_of_the_device_stops_the_engine_until_it_is_reset(monkeypatch):
         raise RuntimeError("device lost")
 
     with monkeypatch.context() as patch:
-        patch.setattr(made._launcher, "_program", lost)
+        patch.setattr(made._runner, "_program", lost)
         with pytest.raises(
             EngineStoppedError, match="stopped: RuntimeError: device lost"
         ) as caught:
@@ -557,7 +557,7 @@ def test_a_consumer_that_ends_generate_ends_nobody_else():
 def test_what_was_released_before_a_step_raises_is_told_later(monkeypatch):
     made, asked = engine(), request()
     request_id = add(made, asked)
-    take, count = made._launcher.launch, 0
+    take, count = made._runner.launch, 0
 
     def interrupted(plan):
         nonlocal count
@@ -566,7 +566,7 @@ def test_what_was_released_before_a_step_raises_is_told_later(monkeypatch):
             raise KeyboardInterrupt
         return take(plan)
 
-    monkeypatch.setattr(made._launcher, "launch", interrupted)
+    monkeypatch.setattr(made._runner, "launch", interrupted)
     with pytest.raises(KeyboardInterrupt):
         made.drain()
     outputs = made.drain()
@@ -575,10 +575,10 @@ def test_what_was_released_before_a_step_raises_is_told_later(monkeypatch):
 
 
 def test_more_requests_than_may_wait_are_refused():
-    made = engine(most_waiting=5)
+    made = engine(max_waiting=5)
     for _ in range(2):
         add(made, request(n=2))
-    with pytest.raises(EngineFullError, match="4 samples wait, and most_waiting=5"):
+    with pytest.raises(EngineFullError, match="4 sequences wait, and max_waiting=5"):
         add(made, request(n=2))
     add(made, request())
     for _ in range(6):
@@ -604,7 +604,7 @@ def test_a_step_takes_a_bounded_number_of_those_who_ask_at_once():
 
 
 def test_generate_serves_any_number_of_requests_by_priority():
-    made = engine(most_waiting=5)
+    made = engine(max_waiting=5)
     asked = [
         Request(
             prompt_token_ids=(i % VOCAB,), sampling=SamplingParams(max_tokens=1),
@@ -653,25 +653,25 @@ def test_memory_does_not_grow_with_the_number_of_requests(count):
 
 
 class Fate:
-    """What became of a request, by sample."""
+    """What became of a request, by sequence."""
 
     def __init__(self, asked: Request, *, has_claim: bool, may_fail: bool):
         self.asked, self.has_claim, self.may_fail = asked, has_claim, may_fail
         self.outputs: dict[int, list] = {i: [] for i in range(asked.sampling.n)}
 
     def check(self) -> None:
-        for sample_idx, outputs in self.outputs.items():
+        for sequence_idx, outputs in self.outputs.items():
             ends = [o.finish_reason for o in outputs if o.finish_reason is not None]
             assert len(ends) == 1 and outputs[-1].finish_reason is not None, "lost, or ended twice"
             assert ends[0] is not FinishReason.ERROR or self.may_fail, outputs[-1].error
             if not self.has_claim:
                 continue
-            assert_canonical(outputs, self.asked, sample_idx, is_whole=False)
+            assert_canonical(outputs, self.asked, sequence_idx, is_whole=False)
             tokens = [i for o in outputs for i in o.token_ids]
             stops = set(self.asked.sampling.stop_token_ids)
             assert not stops & set(tokens[:-1]), "went on behind its end"
             if ends[0] is FinishReason.LENGTH:
-                assert len(tokens) == len(canonical(self.asked, sample_idx)[0])
+                assert len(tokens) == len(canonical(self.asked, sequence_idx)[0])
                 assert tokens[-1] not in stops
             if ends[0] is FinishReason.STOP:
                 assert tokens[-1] in stops
@@ -695,9 +695,9 @@ class Run:
             verify_rows=int(rng.integers(1, 4)),
             verify_patience=int(rng.integers(0, 5)),
             verify_deadline=int(rng.choice([1, 8])),
-            draft_share=float(rng.choice([0.0, 0.6, 1.0, 1.0])),
+            max_draft_fraction=float(rng.choice([0.0, 0.6, 1.0, 1.0])),
             decode_steps=1 if self.has_lookup else int(rng.integers(1, most_steps + 1)),
-            decode_patience=int(rng.choice([0, 0, 3])),
+            max_prefill_streak=int(rng.choice([0, 0, 3])),
             has_prompt_lookup=self.has_lookup,
             has_prefix_cache=bool(rng.random() < 0.8),
             ageing_steps=int(rng.choice([0, 3, 200])),
@@ -755,7 +755,7 @@ class Run:
 
     def hear(self, outputs) -> None:
         for output in outputs:
-            self.fates[output.request_id].outputs[output.sample_idx].append(output)
+            self.fates[output.request_id].outputs[output.sequence_idx].append(output)
 
     def step(self) -> None:
         for _ in range(self.rng.integers(1, 6)):
@@ -782,7 +782,7 @@ class Run:
             return
         for completion in completions:
             if fates[completion.request_idx].has_claim:
-                want = canonical(asked[completion.request_idx], completion.sample_idx)[0]
+                want = canonical(asked[completion.request_idx], completion.sequence_idx)[0]
                 assert list(completion.token_ids) == want[: len(completion.token_ids)]
 
     def broken(self, error: BaseException) -> None:

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from detjax.serving.request import (
-    LEAST_TEMPERATURE,
-    MOST_TEMPERATURE,
+    MAX_TEMPERATURE,
+    MIN_TEMPERATURE,
     Completion,
     FinishReason,
     Request,
@@ -29,10 +29,10 @@ def untyped():
 
 
 def completion(**changes) -> Completion:
-    """A finished sample of two tokens."""
+    """A finished sequence of two tokens."""
     base = Completion(
         request_idx=0,
-        sample_idx=0,
+        sequence_idx=0,
         prompt_token_ids=(1,),
         token_ids=(5, 2),
         logprobs=(np.float32(-0.5), np.float32(-1.25)),
@@ -79,7 +79,7 @@ def test_the_ends_of_a_range_are_allowed(name, value):
     assert getattr(SamplingParams(**{name: value}), name) == value
 
 
-@pytest.mark.parametrize("temperature", [LEAST_TEMPERATURE, MOST_TEMPERATURE])
+@pytest.mark.parametrize("temperature", [MIN_TEMPERATURE, MAX_TEMPERATURE])
 def test_a_temperature_and_its_reciprocal_are_normal_float32(temperature):
     """A logit of 1e8 stays finite, and minus infinity what it is."""
     kept = np.float32(SamplingParams(temperature=temperature).temperature)
@@ -175,7 +175,7 @@ def test_the_sign_of_zero_changes_a_digest():
 
 @pytest.mark.parametrize(
     "changes",
-    [{"request_idx": 3}, {"sample_idx": 1}, {"finish_reason": FinishReason.LENGTH}],
+    [{"request_idx": 3}, {"sequence_idx": 1}, {"finish_reason": FinishReason.LENGTH}],
 )
 def test_a_digest_does_not_depend_on_where_a_request_stood(changes):
     assert completion(**changes).digest() == completion().digest()

@@ -14,12 +14,12 @@ from jax.extend.random import threefry_2x32
 from jax.sharding import PartitionSpec as P
 from scipy import stats
 
-from detjax.models.layers import Recipe
+from detjax.models.layers import ForwardContext
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.sampling import noise
 from detjax.parallel.mesh import make_mesh
-from detjax.serving.request import MOST_TEMPERATURE, SamplingParams
+from detjax.serving.request import MAX_TEMPERATURE, SamplingParams
 from detjax.serving.sampling import SamplingRows, choose, is_filtered
 from detjax.testing import assert_bitwise_equal, assert_within_ulp, wide
 from detjax.testing.dummies import dummy_config
@@ -28,9 +28,9 @@ VECTORS = Path(__file__).parents[1] / "golden" / "noise_vectors.json"
 VOCAB = 320
 
 
-def _bits(seed: int, sample: int, position: int, tokens) -> np.ndarray:
+def _bits(seed: int, seq: int, position: int, tokens) -> np.ndarray:
     key = noise.row_key(
-        jnp.uint32(seed & 0xFFFFFFFF), jnp.uint32(seed >> 32), jnp.uint32(sample),
+        jnp.uint32(seed & 0xFFFFFFFF), jnp.uint32(seed >> 32), jnp.uint32(seq),
         jnp.int32(position),
     )  # fmt: skip
     return np.asarray(noise.token_bits(key, jnp.asarray(tokens, jnp.int32)))
@@ -50,7 +50,9 @@ def test_threefry_is_that_of_random123_and_jax():
 @pytest.mark.golden
 def test_published_test_vectors():
     for vector in json.loads(VECTORS.read_text())["vectors"]:
-        bits = _bits(vector["seed"], vector["sample_idx"], vector["position"], [vector["token_id"]])
+        bits = _bits(
+            vector["seed"], vector["sequence_idx"], vector["position"], [vector["token_id"]]
+        )
         assert int(bits[0]) == int(vector["bits"], 16)
         assert float(noise.uniform(jnp.asarray(bits))[0]) == vector["uniform"]
         # Two logarithms of at most 2 ulp each; -log1p(-u) passes its relative error on to the
@@ -83,9 +85,9 @@ def test_noise_differs_in_every_input():
 
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 2**64 - 1), st.integers(0, 1000), st.integers(0, 2**20))
-def test_noise_is_uniform(seed, sample, position):
+def test_noise_is_uniform(seed, seq, position):
     """Chi-square over 64 cells of 20,000 draws; fails one honest seed in 10**7."""
-    counts = np.bincount(_bits(seed, sample, position, np.arange(20000)) >> 26, minlength=64)
+    counts = np.bincount(_bits(seed, seq, position, np.arange(20000)) >> 26, minlength=64)
     assert stats.chisquare(counts).pvalue > 1e-7
 
 
@@ -111,7 +113,7 @@ def _choose(
     vocab: int = VOCAB, block: int = 128, num_top: int = 2,
 ):  # fmt: skip
     """Token ids and logprobs for whole logits on a tp mesh."""
-    recipe = Recipe(
+    ctx = ForwardContext(
         config=dummy_config(vocab_size=vocab), profile=NumericsProfile(vocab_block=block),
         backend=Backend.PORTABLE, tp=tp,
     )  # fmt: skip
@@ -123,7 +125,7 @@ def _choose(
     positions = np.full(len(rows), position, np.int32)
 
     def local(logits, rows, positions):
-        return choose(recipe, logits, rows, positions, num_top=num_top, with_filters=with_filters)
+        return choose(ctx, logits, rows, positions, num_top=num_top, with_filters=with_filters)
 
     step = jax.shard_map(
         local, mesh=make_mesh(1, tp), in_specs=(P(None, "tp"), P(), P()), out_specs=P(),
@@ -169,8 +171,8 @@ def test_filters_keep_what_their_definitions_say(seed, settings_of_rows):
         (SamplingParams(top_k=k, top_p=p, min_p=m, temperature=t, seed=seed), i)
         for i, (k, p, m, t) in enumerate(settings_of_rows)
     ]
-    for sample in range(2):
-        tokens, _, _ = _choose(logits, rows, with_filters=True, position=sample)
+    for seq in range(2):
+        tokens, _, _ = _choose(logits, rows, with_filters=True, position=seq)
         for row, (params, _) in enumerate(rows):
             assert int(tokens[row]) in _kept_by_definition(logits[row], params)
 
@@ -210,7 +212,7 @@ def test_more_top_logprobs_than_tokens_are_the_vocabulary_and_padding(tp, block)
     """A rank has fewer columns than are reported, and the vocabulary fewer tokens."""
     logits = wide(np.random.default_rng(3), (3, 40), 0.5)
     logits[0, 5:9] = logits[0].max()
-    rows = [(SamplingParams(temperature=t, seed=1), 0) for t in (0.0, 1.0, MOST_TEMPERATURE)]
+    rows = [(SamplingParams(temperature=t, seed=1), 0) for t in (0.0, 1.0, MAX_TEMPERATURE)]
     tokens, _, top = _choose(logits, rows, tp=tp, vocab=40, block=block, num_top=64)
     want = np.argsort(-logits, axis=1, kind="stable").astype(np.int32)
     assert_bitwise_equal(top[:, :40], want, claim="most likely first, ties by id")

@@ -2,8 +2,7 @@
 """The scheduler without a model: a simulated device runs its plans a step behind."""
 
 import dataclasses
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, abc
 
 import numpy as np
 import pytest
@@ -14,15 +13,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from detjax.serving.request import Request, SamplingParams
 from detjax.serving.scheduler import (
     DecodeRow,
-    Plan,
     PrefillRow,
-    Sample,
-    SampleError,
-    SampleState,
+    ScheduledBatch,
     Scheduler,
     SchedulerConfig,
+    Sequence,
+    SequenceError,
+    SequenceState,
     VerifyRow,
-    most_committed,
+    max_committed,
 )
 
 PAGE = 4
@@ -32,13 +31,13 @@ CONFIG = SchedulerConfig(
     num_pages=8,
     page_len=PAGE,
     prefill_shapes=((1, 6), (2, 4)),
-    step_tokens=1000,
-    decode_patience=0,
+    max_tokens_per_step=1000,
+    max_prefill_streak=0,
     verify_rows=2,
     verify_window=4,
     verify_patience=3,
     verify_deadline=6,
-    draft_share=1.0,
+    max_draft_fraction=1.0,
     decode_steps=2,
     ageing_steps=10,
     has_prefix_cache=True,
@@ -68,64 +67,64 @@ class Device:
     def token_after(tokens: list[int]) -> int:
         return hash(tuple(tokens)) % 7
 
-    def write(self, sample: Sample, tokens: list[int], start: int, *, kind: str) -> None:
+    def write(self, seq: Sequence, tokens: list[int], start: int, *, kind: str) -> None:
         """Write the entries of `tokens[start:]`, then read all as attention would."""
-        pages, written = sample.pages, self.written[sample.replica]
+        pages, written = seq.pages, self.written[seq.replica]
         for position in range(start, len(tokens)):
             place = pages[position // PAGE] * PAGE + position % PAGE
             written[place] = (tuple(tokens[: position + 1]), kind)
         for position in range(len(tokens)):
             place = pages[position // PAGE] * PAGE + position % PAGE
             prefix, how = written[place]
-            assert prefix == tuple(tokens[: position + 1]), "read another sample's entry"
+            assert prefix == tuple(tokens[: position + 1]), "read another sequence's entry"
             assert how == "canonical" or kind == "draft", "read a draft's entry"
 
-    def launch(self, plan: Plan) -> None:
+    def launch(self, batch: ScheduledBatch) -> None:
         done = []
-        for replica, rows in enumerate(plan.verifies):
+        for replica, rows in enumerate(batch.verifies):
             assert len(rows) <= self.config.verify_rows
             done += [self.verify(replica, row) for row in rows]
         launched_prefill = [
-            self.prefill(replica, row, plan.prefill_shape)
-            for replica, rows in enumerate(plan.prefills)
+            self.prefill(replica, row, batch.prefill_shape)
+            for replica, rows in enumerate(batch.prefills)
             for row in rows
         ]
-        for rows in plan.decodes:
+        for rows in batch.decodes:
             assert len(rows) <= self.config.num_slots
         done += launched_prefill
-        done += [self.decode(i, row) for i, rows in enumerate(plan.decodes) for row in rows]
-        self.check_size(plan)
+        done += [self.decode(i, row) for i, rows in enumerate(batch.decodes) for row in rows]
+        self.check_size(batch)
         self.in_flight.append(done)
 
-    def check_size(self, plan: Plan) -> None:
-        size = max(len(rows) for rows in plan.decodes)
-        size += self.config.verify_rows * self.config.verify_window * any(plan.verifies)
-        if plan.prefill_shape:
-            size += plan.prefill_shape[0] * plan.prefill_shape[1]
-        assert size <= self.config.step_tokens
+    def check_size(self, batch: ScheduledBatch) -> None:
+        size = max(len(rows) for rows in batch.decodes)
+        size += self.config.verify_rows * self.config.verify_window * any(batch.verifies)
+        if batch.prefill_shape:
+            size += batch.prefill_shape[0] * batch.prefill_shape[1]
+        assert size <= self.config.max_tokens_per_step
 
     def prefill(self, replica: int, row: PrefillRow, shape) -> tuple:
-        tokens = row.sample.tokens[: row.start] + list(row.token_ids)
+        tokens = row.seq.tokens[: row.start] + list(row.token_ids)
         assert 0 < len(row.token_ids) <= shape[1]
-        assert row.sample.replica == replica
-        self.write(row.sample, tokens, row.start, kind="canonical")
+        assert row.seq.replica == replica
+        self.write(row.seq, tokens, row.start, kind="canonical")
         if not row.is_last:
             return row, []
-        assert tokens == row.sample.tokens
-        key = replica, row.sample.slot
+        assert tokens == row.seq.tokens
+        key = replica, row.seq.slot
         self.prefixes[key] = tokens + [self.token_after(tokens)]
         self.windows[key] = []
         return row, [self.prefixes[key][-1]]
 
     def decode(self, replica: int, row: DecodeRow) -> tuple:
-        key = replica, row.sample.slot
+        key = replica, row.seq.slot
         drafts = self.windows[key][: row.offset]
         tokens = self.prefixes[key] + drafts
         assert len(drafts) == row.offset
-        kind = "canonical" if row.sample.is_canonical and not row.is_draft else "draft"
+        kind = "canonical" if row.seq.is_canonical and not row.is_draft else "draft"
         assert 1 <= row.num_tokens <= self.config.decode_steps
         for _ in range(row.num_tokens):
-            self.write(row.sample, tokens, len(tokens) - 1, kind=kind)
+            self.write(row.seq, tokens, len(tokens) - 1, kind=kind)
             is_right = not row.is_draft or self.is_right()
             tokens = tokens + [self.token_after(tokens) + (0 if is_right else 100)]
         if row.is_draft:
@@ -135,11 +134,11 @@ class Device:
         return row, tokens[-row.num_tokens :]
 
     def verify(self, replica: int, row: VerifyRow) -> tuple:
-        key = replica, row.sample.slot
+        key = replica, row.seq.slot
         drafts = self.windows[key][: row.num_drafts] if row.given is None else list(row.given)
         assert len(drafts) == row.num_drafts < self.config.verify_window
         tokens = self.prefixes[key]
-        self.write(row.sample, tokens + drafts, len(tokens) - 1, kind="canonical")
+        self.write(row.seq, tokens + drafts, len(tokens) - 1, kind="canonical")
         chosen = []
         for draft in [*drafts, None]:
             chosen.append(self.token_after(tokens + chosen))
@@ -149,27 +148,27 @@ class Device:
         self.windows[key] = []
         return row, chosen
 
-    def retire(self) -> list[tuple[Sample, list[int]]]:
+    def retire(self) -> list[tuple[Sequence, list[int]]]:
         """Read the oldest results and commit them, as the engine does."""
         told = []
         for row, token_ids in self.in_flight.pop(0):
             if not self.scheduler.is_current(row):
                 continue
-            sample = row.sample
+            seq = row.seq
             self.scheduler.retire(row)
             if isinstance(row, DecodeRow) and row.is_draft:
                 if self.end in token_ids:
                     self.scheduler.close_window(row)
                 continue
-            assert len(token_ids) <= most_committed(row)
+            assert len(token_ids) <= max_committed(row)
             for token_id in token_ids:
-                self.scheduler.commit(sample, token_id)
-                if len(sample.tokens) >= sample.most_len or token_id == self.end:
-                    self.scheduler.end(sample)
+                self.scheduler.commit(seq, token_id)
+                if len(seq.tokens) >= seq.max_len or token_id == self.end:
+                    self.scheduler.end(seq)
                     break
-            told.append((sample, token_ids))
-            if sample.state is SampleState.RUNNING:
-                self.scheduler.share_pages(sample)
+            told.append((seq, token_ids))
+            if seq.state is SequenceState.RUNNING:
+                self.scheduler.share_pages(seq)
         return told
 
 
@@ -180,44 +179,44 @@ class Simulation:
         self.config = config
         self.scheduler = Scheduler(config, **given)
         self.device = Device(self.scheduler, config)
-        self.samples: list[Sample] = []
-        self.failed: list[tuple[Sample, str]] = []
+        self.seqs: list[Sequence] = []
+        self.failed: list[tuple[Sequence, str]] = []
         self.num_steps = 0
 
     def add(
         self, prompt, *, most=6, is_drafted=False, is_canonical=True, priority=0, salt=""
-    ) -> Sample:
+    ) -> Sequence:
         request = Request(
             prompt_token_ids=tuple(prompt),
             sampling=SamplingParams(),
             priority=priority,
             cache_salt=salt,
         )
-        sample = self.scheduler.add(
+        seq = self.scheduler.add(
             request,
-            request_id=len(self.samples),
-            sample_idx=0,
-            most_len=len(prompt) + most,
+            request_id=len(self.seqs),
+            sequence_idx=0,
+            max_len=len(prompt) + most,
             is_drafted=is_drafted,
             is_canonical=is_canonical,
         )
-        self.samples.append(sample)
-        return sample
+        self.seqs.append(seq)
+        return seq
 
-    def step(self) -> Plan:
-        plan = self.scheduler.plan()
+    def step(self) -> ScheduledBatch:
+        batch = self.scheduler.schedule()
         self.num_steps += 1
-        self.failed += plan.failed
-        self.device.launch(plan)
+        self.failed += batch.failed
+        self.device.launch(batch)
         self.scheduler.launched()
         if len(self.device.in_flight) > 1:
             self.device.retire()
-        return plan
+        return batch
 
     def interrupt(self) -> None:
         """Plan, launch nothing, and begin anew."""
-        self.failed += self.scheduler.plan().failed
-        self.scheduler.restart([s for s in self.samples if s.state is not SampleState.DONE])
+        self.failed += self.scheduler.schedule().failed
+        self.scheduler.restart([s for s in self.seqs if s.state is not SequenceState.DONE])
 
     def drain(self, most_steps: int = 3000) -> int:
         """Step until nothing is left; how many steps it took."""
@@ -227,25 +226,25 @@ class Simulation:
             self.step()
         raise AssertionError(f"not done after {most_steps} steps")
 
-    def most_steps(self, samples: Sequence[Sample] | None = None) -> int:
-        """Steps after which samples must have ended, if only the first in rank gets on.
+    def most_steps(self, seqs: abc.Sequence[Sequence] | None = None) -> int:
+        """Steps after which sequences must have ended, if only the first in rank gets on.
 
         Each of its tokens takes a step, a wait for company and for the result of the step before;
         each of its chunks the decode steps that wait for it.
         """
-        config, samples = self.config, self.samples if samples is None else samples
-        wait = 4 + config.verify_patience + config.verify_deadline + config.decode_patience
-        return (sum(s.most_len for s in samples) + len(samples)) * wait + 10
+        config, seqs = self.config, self.seqs if seqs is None else seqs
+        wait = 4 + config.verify_patience + config.verify_deadline + config.max_prefill_streak
+        return (sum(s.max_len for s in seqs) + len(seqs)) * wait + 10
 
     def check_answers(self) -> None:
-        failed = {id(sample) for sample, _ in self.failed}
-        for sample in self.samples:
-            tokens = list(sample.request.prompt_token_ids)
-            while len(tokens) < len(sample.tokens):
+        failed = {id(seq) for seq, _ in self.failed}
+        for seq in self.seqs:
+            tokens = list(seq.request.prompt_token_ids)
+            while len(tokens) < len(seq.tokens):
                 tokens.append(Device.token_after(tokens))
-            assert sample.tokens == tokens
-            is_ended = len(tokens) == sample.most_len or tokens[-1] == self.device.end
-            assert is_ended or id(sample) in failed or sample.state is not SampleState.DONE
+            assert seq.tokens == tokens
+            is_ended = len(tokens) == seq.max_len or tokens[-1] == self.device.end
+            assert is_ended or id(seq) in failed or seq.state is not SequenceState.DONE
 
 
 def random_configuration(rng: np.random.Generator) -> SchedulerConfig:
@@ -258,12 +257,12 @@ def random_configuration(rng: np.random.Generator) -> SchedulerConfig:
         num_slots=slots,
         num_pages=int(rng.integers(2, 11)),
         prefill_shapes=shapes[rng.integers(len(shapes))],
-        decode_patience=int(rng.choice([0, 1, 5])),
+        max_prefill_streak=int(rng.choice([0, 1, 5])),
         verify_rows=min(slots, int(rng.choice([1, 1, 2, 4]))),
         verify_window=window,
         verify_patience=int(rng.choice([0, 3, 50])),
         verify_deadline=int(rng.choice([1, 6, 50])),
-        draft_share=float(rng.choice([0.0, 0.6, 1.0, 1.0])),
+        max_draft_fraction=float(rng.choice([0.0, 0.6, 1.0, 1.0])),
         decode_steps=1 if is_synchronous else int(rng.integers(1, max(2, window))),
         ageing_steps=int(rng.choice([0, 1, 10])),
         has_prefix_cache=bool(rng.random() < 0.5),
@@ -311,12 +310,12 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def cancel(self, data):
-        if self.simulation.samples:
-            index = data.draw(st.integers(0, len(self.simulation.samples) - 1))
-            sample = self.simulation.samples[index]
-            if sample.state is not SampleState.DONE:
+        if self.simulation.seqs:
+            index = data.draw(st.integers(0, len(self.simulation.seqs) - 1))
+            seq = self.simulation.seqs[index]
+            if seq.state is not SequenceState.DONE:
                 self.cancelled.add(index)
-                self.simulation.scheduler.end(sample)
+                self.simulation.scheduler.end(seq)
 
     @rule(count=st.integers(1, 6), rights=st.lists(st.booleans(), min_size=1, max_size=5))
     def step(self, count, rights):
@@ -339,10 +338,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             held = {page for s in running for page in s.pages}
             assert pool.num_pages - pool.num_available == len(held)
             counts = Counter(page for s in running for page in s.pages)
-            for sample in running:
-                private = [p for p in sample.pages[sample.num_registered :] if counts[p] > 1]
+            for seq in running:
+                private = [p for p in seq.pages[seq.num_registered :] if counts[p] > 1]
                 assert not private, "an unfinished page has two owners"
-                assert sample.num_coming >= 0 and sample.bound <= sample.most_len
+                assert seq.num_pending >= 0 and seq.len_bound <= seq.max_len
 
     def teardown(self):
         self.simulation.device.is_right = lambda: True
@@ -351,14 +350,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         for pool in self.simulation.scheduler.pools:
             assert pool.num_available == pool.num_pages
         for index in self.cancelled:
-            assert self.simulation.samples[index].state is SampleState.DONE
-        kept = [s for i, s in enumerate(self.simulation.samples) if i not in self.cancelled]
-        self.simulation.samples = kept
+            assert self.simulation.seqs[index].state is SequenceState.DONE
+        kept = [s for i, s in enumerate(self.simulation.seqs) if i not in self.cancelled]
+        self.simulation.seqs = kept
         self.simulation.check_answers()
-        assert all(s.state is SampleState.DONE for s in kept)
+        assert all(s.state is SequenceState.DONE for s in kept)
         config = self.simulation.config
-        for sample, reason in self.simulation.failed:
-            assert len(sample.tokens) + config.verify_window > config.num_pages * PAGE, reason
+        for seq, reason in self.simulation.failed:
+            assert len(seq.tokens) + config.verify_window > config.num_pages * PAGE, reason
 
 
 TestScheduler = SchedulerMachine.TestCase
@@ -375,7 +374,7 @@ def random_simulation(rng: np.random.Generator, **changes) -> Simulation:
     return simulation
 
 
-def add_random(simulation: Simulation, rng: np.random.Generator, **given) -> Sample:
+def add_random(simulation: Simulation, rng: np.random.Generator, **given) -> Sequence:
     kind = rng.choice(
         ["direct"] if simulation.config.is_synchronous else ["drafted"] * 3 + ["plain"]
     )
@@ -416,13 +415,13 @@ def test_nobody_starves_behind_those_who_keep_coming(count):
             simulation.step()
         last = add_random(simulation, rng, priority=-1)
         for _ in range(3000):
-            if last.state is SampleState.DONE:
+            if last.state is SequenceState.DONE:
                 break
             add_random(simulation, rng, priority=int(rng.integers(-1, 2)))
             simulation.step()
-            ahead = [s for s in simulation.samples if s.rank <= last.rank]
+            ahead = [s for s in simulation.seqs if s.service_order <= last.service_order]
             assert simulation.num_steps <= simulation.most_steps(ahead), f"{seed=}"
-        assert last.state is SampleState.DONE, f"{seed=}: {simulation.config}"
+        assert last.state is SequenceState.DONE, f"{seed=}: {simulation.config}"
 
 
 def changed(**changes) -> SchedulerConfig:
@@ -452,8 +451,8 @@ def test_the_first_in_line_is_not_overtaken_by_smaller_requests():
     small = [simulation.add([3] * 2, most=2) for _ in range(3)]
     for _ in range(4):
         simulation.step()
-        assert large.state is SampleState.WAITING
-        assert all(s.state is SampleState.WAITING for s in small)
+        assert large.state is SequenceState.WAITING
+        assert all(s.state is SequenceState.WAITING for s in small)
     simulation.drain()
     simulation.check_answers()
 
@@ -477,19 +476,19 @@ def test_one_sample_that_outgrows_the_cache_fails_alone_with_the_reason():
     large = simulation.add([1] * 8, most=30)
     other = simulation.add([2] * 4, most=4)
     simulation.drain()
-    ((sample, reason),) = simulation.failed
-    assert sample is large and reason == "its 17 tokens do not fit in the cache of 4 pages of 4"
+    ((seq, reason),) = simulation.failed
+    assert seq is large and reason == "its 17 tokens do not fit in the cache of 4 pages of 4"
     assert other.num_outputs == 4
 
 
 def test_nobody_waits_for_a_page_that_those_who_run_cannot_need():
-    """Three samples of two pages each fill the cache, and each may be admitted at once."""
+    """Three sequences of two pages each fill the cache, and each may be admitted at once."""
     simulation = Simulation(changed(num_pages=6, has_prefix_cache=False))
     simulation.device.end = None
-    samples = [simulation.add([i] * 5, most=3) for i in range(3)]
+    seqs = [simulation.add([i] * 5, most=3) for i in range(3)]
     for _ in range(3):
         simulation.step()
-    assert [s.state for s in samples] == [SampleState.RUNNING] * 3
+    assert [s.state for s in seqs] == [SequenceState.RUNNING] * 3
     simulation.drain()
     assert simulation.scheduler.num_preempted == 0
     simulation.check_answers()
@@ -523,26 +522,26 @@ def test_full_windows_wait_for_company_at_most_their_patience(patience):
     simulation.device.token_after = lambda tokens: 1
     sizes, waited = [], []
     for step in range(60):
-        plan = simulation.step()
+        batch = simulation.step()
         closed = [s for s in simulation.scheduler.running if s.closed_step is not None]
-        sizes += [len(rows) for rows in plan.verifies if rows]
+        sizes += [len(rows) for rows in batch.verifies if rows]
         waited += [step for _ in closed]
-        if other.state is SampleState.DONE:
+        if other.state is SequenceState.DONE:
             break
     assert sizes and set(sizes) == {1}
     assert len(waited) == pytest.approx(patience * len(sizes), abs=patience)
 
 
 def test_drafting_gives_way_to_canonical_steps_where_most_are_deterministic():
-    simulation = Simulation(changed(num_pages=60, draft_share=0.5))
+    simulation = Simulation(changed(num_pages=60, max_draft_fraction=0.5))
     simulation.device.end = None
     plain = [simulation.add([i] * 4, most=30, is_canonical=False) for i in (1, 2)]
     drafted = simulation.add([3] * 4, most=60, is_drafted=True)
     kinds = []
     while simulation.scheduler.has_work:
-        is_alone = all(s.state is SampleState.DONE for s in plain)
-        plan = simulation.step()
-        rows = [r for rows in plan.decodes for r in rows if r.sample is drafted]
+        is_alone = all(s.state is SequenceState.DONE for s in plain)
+        batch = simulation.step()
+        rows = [r for rows in batch.decodes for r in rows if r.seq is drafted]
         kinds += [(r.is_draft, is_alone) for r in rows]
     assert {is_draft for is_draft, is_alone in kinds if is_alone} == {False}
     assert {is_draft for is_draft, is_alone in kinds if not is_alone} == {True}
@@ -551,17 +550,17 @@ def test_drafting_gives_way_to_canonical_steps_where_most_are_deterministic():
 
 def test_nobody_waits_for_company_that_cannot_come():
     simulation = Simulation(changed(verify_patience=1000, verify_deadline=1000))
-    sample = simulation.add([1] * 4, most=12, is_drafted=True)
+    seq = simulation.add([1] * 4, most=12, is_drafted=True)
     assert simulation.drain() < 40
-    assert sample.state is SampleState.DONE
+    assert seq.state is SequenceState.DONE
 
 
 def test_drafts_that_are_always_wrong_still_progress():
     simulation = Simulation()
     simulation.device.is_right = lambda: False
-    samples = [simulation.add([i] * 5, most=12, is_drafted=True) for i in range(6)]
+    seqs = [simulation.add([i] * 5, most=12, is_drafted=True) for i in range(6)]
     simulation.drain()
-    assert all(s.state is SampleState.DONE for s in samples)
+    assert all(s.state is SequenceState.DONE for s in seqs)
     simulation.check_answers()
 
 
@@ -569,11 +568,11 @@ def test_pages_of_a_plan_that_was_not_launched_are_not_found():
     simulation = Simulation()
     prompt = [1] * (3 * PAGE)
     simulation.add(prompt)
-    simulation.scheduler.plan()
+    simulation.scheduler.schedule()
     simulation.scheduler.restart([])
     assert simulation.scheduler.pools[0].num_cached == 0
     simulation.add(prompt)
-    simulation.samples.pop(0)
+    simulation.seqs.pop(0)
     simulation.drain()  # the device checks every entry that is read
     assert simulation.scheduler.num_prefix_tokens == 0
     simulation.check_answers()
@@ -590,7 +589,7 @@ def test_the_queue_forgets_who_was_cancelled_while_waiting():
         simulation.scheduler.end(simulation.add([i] * 4, most=6))
         assert len(simulation.scheduler._waiting) <= 65
     assert simulation.scheduler.num_waiting == 0
-    simulation.samples = [first]
+    simulation.seqs = [first]
     simulation.drain()
     simulation.check_answers()
 
@@ -617,14 +616,16 @@ def test_what_a_proposal_raises_names_its_sample():
     simulation.device.end = None
     simulation.add([1] * 4)
     bad = simulation.add([2] * 4)
-    with pytest.raises(SampleError) as caught:
+    with pytest.raises(SequenceError) as caught:
         simulation.drain()
-    assert caught.value.sample is bad and isinstance(caught.value.__cause__, ZeroDivisionError)
+    assert caught.value.seq is bad and isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
 def test_a_window_that_finds_no_page_takes_no_row_from_one_that_has_its_own():
     """The lower rank's window has waited longer, and needs a page that the higher one holds."""
-    config = changed(num_slots=2, num_pages=5, verify_rows=1, verify_window=1, draft_share=1.0)
+    config = changed(
+        num_slots=2, num_pages=5, verify_rows=1, verify_window=1, max_draft_fraction=1.0
+    )
     simulation = Simulation(dataclasses.replace(config, decode_steps=1))
     simulation.device.end = None
     first = simulation.add([1] * 13, most=3, is_drafted=True)
@@ -663,9 +664,11 @@ def test_the_prefill_shape_that_wastes_least_runs():
 
 def test_a_step_holds_no_more_tokens_than_allowed():
     least = 3 + 2 * 4 + 6
-    with pytest.raises(ValueError, match=f"step_tokens={least - 1} must be at least {least}"):
-        changed(step_tokens=least - 1)
-    config = changed(step_tokens=least, prefill_shapes=((1, 6), (1, 40)), num_pages=60)
+    with pytest.raises(
+        ValueError, match=f"max_tokens_per_step={least - 1} must be at least {least}"
+    ):
+        changed(max_tokens_per_step=least - 1)
+    config = changed(max_tokens_per_step=least, prefill_shapes=((1, 6), (1, 40)), num_pages=60)
     simulation = Simulation(config)
     for i in range(6):
         simulation.add([i] * 40, most=10, is_drafted=bool(i % 2))
@@ -680,15 +683,17 @@ def test_a_step_holds_no_more_tokens_than_allowed():
     ("patience", "decoded"), [(0, "11111111"), (2, "00101111"), (99, "00001111")]
 )
 def test_decoding_waits_for_prompts_as_long_as_it_may(patience, decoded):
-    """Four prompts of one chunk each come while a sample decodes."""
-    config = changed(num_slots=5, num_pages=60, prefill_shapes=((1, 6),), decode_patience=patience)
+    """Four prompts of one chunk each come while a sequence decodes."""
+    config = changed(
+        num_slots=5, num_pages=60, prefill_shapes=((1, 6),), max_prefill_streak=patience
+    )
     simulation = Simulation(config)
     simulation.add([9] * 6, most=20)
     simulation.step()
     for i in range(4):
         simulation.add([i] * 6, most=20)
     plans = [simulation.step() for _ in range(8)]
-    assert "".join(str(int(bool(plan.decodes[0]))) for plan in plans) == decoded
+    assert "".join(str(int(bool(batch.decodes[0]))) for batch in plans) == decoded
     simulation.drain()
     simulation.check_answers()
 
@@ -701,13 +706,13 @@ def test_a_window_whose_draft_would_end_the_sample_is_verified_early():
     while len(tokens) < 20:
         tokens.append(Device.token_after(tokens))
     simulation.device.end = next(t for t in tokens[9:] if t not in tokens[:9])
-    sample = simulation.add(tokens[:4], most=60, is_drafted=True)
+    seq = simulation.add(tokens[:4], most=60, is_drafted=True)
     windows = []
     while simulation.scheduler.has_work:
         windows += [r.num_drafts for rows in simulation.step().verifies for r in rows]
-    assert sample.tokens == tokens[: tokens.index(simulation.device.end) + 1]
+    assert seq.tokens == tokens[: tokens.index(simulation.device.end) + 1]
     # One more draft than needed was launched before the end was read.
-    assert windows == [sample.num_outputs]
+    assert windows == [seq.num_outputs]
     simulation.check_answers()
 
 
@@ -723,26 +728,28 @@ def test_a_launch_makes_several_tokens_while_all_who_run_decode(is_drafted, coun
     for step in range(24):
         if step == 6:
             simulation.add([2] * 40, most=100)
-        plan = simulation.step()
+        batch = simulation.step()
         # Who has just come is admitted behind what was launched for those who run.
-        is_beside = step > 6 and any(plan.prefills)
-        (beside if is_beside else alone).extend(r.num_tokens for part in plan.decodes for r in part)
+        is_beside = step > 6 and any(batch.prefills)
+        (beside if is_beside else alone).extend(
+            r.num_tokens for part in batch.decodes for r in part
+        )
     assert set(alone) == counts and set(beside) == {1}
     simulation.drain()
     simulation.check_answers()
 
 
 @pytest.mark.parametrize("steps", [1, 4])
-@pytest.mark.parametrize("num_samples", [1, 2])
-def test_nobody_loses_a_page_to_tokens_that_lie_behind_an_end(num_samples, steps):
+@pytest.mark.parametrize("num_sequences", [1, 2])
+def test_nobody_loses_a_page_to_tokens_that_lie_behind_an_end(num_sequences, steps):
     """The cache is full when the answers end, which is not known yet at the next launch."""
     simulation = Simulation(
-        changed(num_pages=3 * num_samples, decode_steps=steps, has_prefix_cache=False)
+        changed(num_pages=3 * num_sequences, decode_steps=steps, has_prefix_cache=False)
     )
     simulation.device.end = 9
     simulation.device.token_after = lambda before: 9 if len(before) == 3 * PAGE else 1
-    for first in range(num_samples):
+    for first in range(num_sequences):
         simulation.add([first] * (2 * PAGE), most=3 * PAGE)
     simulation.drain()
     assert simulation.scheduler.num_preempted == 0 and not simulation.failed
-    assert {len(sample.tokens) for sample in simulation.samples} == {3 * PAGE + 1}
+    assert {len(seq.tokens) for seq in simulation.seqs} == {3 * PAGE + 1}

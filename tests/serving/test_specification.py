@@ -26,7 +26,7 @@ from detjax.pallas_kernels.sampling import api as sampling_api
 from detjax.parallel.mesh import make_mesh
 from detjax.serving.config import EngineConfig
 from detjax.serving.engine import Engine
-from detjax.serving.request import MOST_TEMPERATURE, Request, SamplingParams
+from detjax.serving.request import MAX_TEMPERATURE, Request, SamplingParams
 from detjax.testing import assert_bitwise_equal
 
 F = np.float32
@@ -150,8 +150,8 @@ def threefry(key, counter):
     return x0, x1
 
 
-def noise_of(params: SamplingParams, sample: int, position: int, count: int) -> np.ndarray:
-    k0, k1 = threefry((params.seed % 2**32, params.seed >> 32), (sample, position))
+def noise_of(params: SamplingParams, seq: int, position: int, count: int) -> np.ndarray:
+    k0, k1 = threefry((params.seed % 2**32, params.seed >> 32), (seq, position))
     ids = np.arange(count, dtype=np.uint32)
     bits = threefry((k0[0], k1[0]), (ids, np.zeros_like(ids)))[0]
     u = np.minimum((bits.astype(F) + F(0.5)) * F(2.0**-32), F(1 - 2.0**-24))
@@ -181,11 +181,11 @@ def kept_tokens(x: np.ndarray, params: SamplingParams) -> np.ndarray:
     return by_token
 
 
-def scores_of(x: np.ndarray, params: SamplingParams, sample: int, position: int) -> np.ndarray:
+def scores_of(x: np.ndarray, params: SamplingParams, seq: int, position: int) -> np.ndarray:
     """What the first maximum is taken of."""
     if params.temperature == 0:
         return x
-    noise = noise_of(params, sample, position, len(x))
+    noise = noise_of(params, seq, position, len(x))
     scores = fused(x, reciprocal(params.temperature), noise)
     return np.where(kept_tokens(x, params), scores, F(-np.inf))
 
@@ -209,7 +209,7 @@ REQUESTS = tuple(
             (133, {}),  # over a page
             (9, {"temperature": 0.8, "n": 2}),
             (3, {"temperature": 1.7}),
-            (4, {"temperature": MOST_TEMPERATURE}),
+            (4, {"temperature": MAX_TEMPERATURE}),
             (6, {"temperature": 1.0, "top_k": 7}),
             (7, {"temperature": 1.2, "top_p": 0.8}),
             (8, {"temperature": 0.9, "top_k": 50, "top_p": 0.9, "min_p": 0.02}),
@@ -238,7 +238,7 @@ def test_another_implementation_of_the_page_gives_the_same_tokens(compute_dtype)
             zip(completion.token_ids, completion.logprobs, strict=True)
         ):
             x = logits[length + i - 1]
-            scores = scores_of(x, params, completion.sample_idx, length + i)
+            scores = scores_of(x, params, completion.sequence_idx, length + i)
             best = np.argmax(scores)
             assert token_id == best or scores[best] - scores[token_id] < bound
             num_near += token_id != best
@@ -259,7 +259,7 @@ def of_kernel(x, temperature, seed: int = 3) -> np.ndarray:
     )[0]  # fmt: skip
 
 
-@pytest.mark.parametrize("temperature", [0.3, 0.7, 1.0, 1.1, 2.5, 1e-30, MOST_TEMPERATURE])
+@pytest.mark.parametrize("temperature", [0.3, 0.7, 1.0, 1.1, 2.5, 1e-30, MAX_TEMPERATURE])
 def test_a_score_is_a_fused_product_with_the_rounded_reciprocal(temperature):
     """The control is IEEE division: a quarter of the scores differ where 1/T is not exact."""
     x = np.random.default_rng(0).normal(0, 5, 1000).astype(F)
@@ -271,7 +271,7 @@ def test_a_score_is_a_fused_product_with_the_rounded_reciprocal(temperature):
         assert (got != x / F(temperature) + noise).mean() > 0.1
 
 
-@pytest.mark.parametrize("temperature", [1e-30, 1.0, MOST_TEMPERATURE, 2e38, 3.4e38])
+@pytest.mark.parametrize("temperature", [1e-30, 1.0, MAX_TEMPERATURE, 2e38, 3.4e38])
 def test_padding_keeps_minus_infinity_at_every_temperature(temperature):
     x = np.full(256, -np.inf, F)
     x[:5] = 1.0

@@ -13,15 +13,15 @@ from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
 from detjax.serving.config import EngineConfig
 from detjax.serving.engine import Engine
+from detjax.serving.programs import ProgramCache
 from detjax.serving.sampling import is_filtered
-from detjax.serving.steps import CompiledSteps
 from detjax.testing.dummies import dummy_config, dummy_model
 from detjax.testing.load import LoadReport, Question, lone_answers, make_questions, run_load
 
 VOCAB = 128
 MAX_LEN = 112
 NUM_PAGES = 14
-"""Two samples of full length for eight slots: preemption is the rule."""
+"""Two sequences of full length for eight slots: preemption is the rule."""
 
 
 @cache
@@ -52,7 +52,7 @@ def is_unfiltered(question: Question) -> bool:
     return not is_filtered(question.request.sampling)
 
 
-_STEPS: dict[str, CompiledSteps] = {}
+_PROGRAMS: dict[str, ProgramCache] = {}
 
 
 def engine(name: str = "", *, mesh: tuple[int, int] = (1, 1), candidates=None, **changes) -> Engine:
@@ -60,10 +60,10 @@ def engine(name: str = "", *, mesh: tuple[int, int] = (1, 1), candidates=None, *
     sizes = {"batch_size": 8, "prefill_chunk": 32, "max_len": MAX_LEN, "num_pages": NUM_PAGES}
     policies = {"verify_rows": 3, "verify_window": 6, "prefill_shapes": ((3, 16),)}
     config = EngineConfig(**(sizes | policies | changes))
-    given = {"candidates": candidates} if candidates else {"steps": _STEPS.get(name)}
+    given = {"candidates": candidates} if candidates else {"steps": _PROGRAMS.get(name)}
     made = Engine(model(*mesh), config, **given)
     if not candidates:
-        _STEPS[name] = made.steps
+        _PROGRAMS[name] = made.programs
     return made
 
 
@@ -87,7 +87,7 @@ def load(
 
 
 def assert_at_rest(made: Engine) -> None:
-    """No page is held, no sample known."""
+    """No page is held, no sequence known."""
     stats = made.stats()
     assert (stats.num_pages_held, stats.num_running, stats.num_waiting) == (0, 0, 0)
     assert stats.num_finished + stats.num_failed + stats.num_cancelled > 0
@@ -116,8 +116,8 @@ def test_a_loaded_dvr_engine_is_bitwise_schedule_invariant():
 @pytest.mark.invariance
 def test_a_loaded_engine_without_prefix_cache_and_with_limits_is_bitwise_schedule_invariant():
     made = engine(
-        mode="dvr", has_prefix_cache=False, step_tokens=64, verify_patience=0, verify_deadline=3,
-        ageing_steps=5,
+        mode="dvr", has_prefix_cache=False, max_tokens_per_step=64, verify_patience=0,
+        verify_deadline=3, ageing_steps=5,
     )  # fmt: skip
     load(made, 300, seed=3)
     assert made.stats().prefix_tokens == 0
@@ -125,7 +125,7 @@ def test_a_loaded_engine_without_prefix_cache_and_with_limits_is_bitwise_schedul
 
 @pytest.mark.invariance
 def test_an_engine_that_drafts_now_and_then_is_bitwise_schedule_invariant():
-    made = engine(mode="dvr", draft_share=0.6)
+    made = engine(mode="dvr", max_draft_fraction=0.6)
     load(made, 300, seed=10, plain_share=0.4)
     stats = made.stats()
     assert 0 < stats.accepted_tokens < stats.decode_tokens / 2
@@ -138,7 +138,7 @@ def test_an_engine_that_makes_several_drafts_a_launch_is_bitwise_schedule_invari
     completions = made.generate([questions()[i].request for i in asked])
     want = [c for i in asked for c in expected()[i]]
     assert [c.digest() for c in completions] == [c.digest() for c in want]
-    assert any(step.kind == "decode" and step.length == 3 for step in made.steps)
+    assert any(step.kind == "decode" and step.length == 3 for step in made.programs)
     stats = made.stats()
     assert 0 < stats.accepted_tokens < stats.draft_tokens
     load(made, 60, seed=12, plain_share=0.1)
@@ -146,12 +146,13 @@ def test_an_engine_that_makes_several_drafts_a_launch_is_bitwise_schedule_invari
 
 @pytest.mark.invariance
 @pytest.mark.parametrize(
-    "changes", [pytest.param({}, marks=pytest.mark.slow), {"mode": "dvr", "draft_share": 0.4}]
+    "changes",
+    [pytest.param({}, marks=pytest.mark.slow), {"mode": "dvr", "max_draft_fraction": 0.4}],
 )
 def test_an_engine_that_decodes_several_tokens_a_launch_is_bitwise_schedule_invariant(changes):
     made = engine(decode_steps=4, **changes)
     load(made, 80, seed=13, plain_share=0.3)
-    lengths = {step.length for step in made.steps if step.kind == "decode"}
+    lengths = {step.length for step in made.programs if step.kind == "decode"}
     assert lengths >= {1, 4}
     assert made.stats().surplus_tokens > 0  # behind an end
 
@@ -190,7 +191,7 @@ def test_drafts_that_are_wrong_at_rates_from_0_to_100_percent_change_no_bit_and_
 def test_control_fast_answers_depend_on_the_load():
     made = engine(mode="fast")
     report = load(made, 300, seed=8, plain_share=1.0)
-    assert report.num_plain == report.num_samples
+    assert report.num_plain == report.num_sequences
     assert report.num_plain_different > 0
 
 
@@ -227,7 +228,7 @@ def test_a_thousand_requests_of_the_bundled_model_are_bitwise_schedule_invariant
         ),
     )  # fmt: skip
     report = run_load(
-        made, *bundled_questions(), num_requests=1000, seed=13, plain_share=0.25, most_waiting=32
+        made, *bundled_questions(), num_requests=1000, seed=13, plain_share=0.25, max_waiting=32
     )
     assert report.lost == [] and report.wrong == []
     assert_at_rest(made)

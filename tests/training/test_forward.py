@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from detjax.models.layers import Recipe
+from detjax.models.layers import ForwardContext
 from detjax.models.loading import LoadedModel
 from detjax.serving.request import Completion
 from detjax.testing import assert_bitwise_equal, assert_order_sensitive, count_different_bits
@@ -29,12 +29,12 @@ def trainer_logprobs(
     model: LoadedModel, sequences: Sequence[Scored], *, layout: Layout, remat: bool, grad: bool
 ) -> list[np.ndarray]:
     """From a forward pass alone, or from one that is differentiated."""
-    recipe = Recipe(config=model.config, profile=model.profile, backend=model.backend, tp=1)
+    ctx = ForwardContext(config=model.config, profile=model.profile, backend=model.backend, tp=1)
     longest = max(len(s.token_ids) for s in sequences) - 1
     batch = pack(sequences, length=longest, layout=layout)
 
     def run(params, batch):
-        logprobs, _ = token_logprobs(recipe, params, model.rope_tables, batch, remat=remat)
+        logprobs, _ = token_logprobs(ctx, params, model.rope_tables, batch, remat=remat)
         return jnp.sum(logprobs * batch.weights), logprobs
 
     params = master_params(model)
@@ -163,8 +163,8 @@ def test_bad_input_is_refused_by_name(model_named):
     with pytest.raises(ValueError, match="4 tokens do not fit into num_rows=3"):
         pack([two, two], length=2, num_rows=3, layout=Layout.PACKED)
     model = model_named("tied")
-    recipe = Recipe(config=model.config, profile=model.profile, backend=model.backend, tp=2)
+    ctx = ForwardContext(config=model.config, profile=model.profile, backend=model.backend, tp=2)
     with pytest.raises(ValueError, match="must be 1"):
         token_logprobs(
-            recipe, master_params(model), model.rope_tables, pack([two], length=2), remat=False
+            ctx, master_params(model), model.rope_tables, pack([two], length=2), remat=False
         )

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from detjax.models.layers import Recipe
+from detjax.models.layers import ForwardContext
 from detjax.testing import assert_bitwise_equal, count_different_bits
 from detjax.training.batch import Layout, pack
 from detjax.training.forward import token_logprobs
@@ -20,12 +20,12 @@ LENGTH = 24
 
 def gradient(model, batch, *, remat: bool = False):
     """Of the batch's objective, `sum(weights * logprobs)`, as NumPy arrays."""
-    recipe = Recipe(config=model.config, profile=model.profile, backend=model.backend, tp=1)
+    ctx = ForwardContext(config=model.config, profile=model.profile, backend=model.backend, tp=1)
 
     @jax.jit
     @jax.grad
     def run(params, batch):
-        logprobs, _ = token_logprobs(recipe, params, model.rope_tables, batch, remat=remat)
+        logprobs, _ = token_logprobs(ctx, params, model.rope_tables, batch, remat=remat)
         return jnp.sum(logprobs * batch.weights)
 
     return jax.device_get(run(master_params(model), batch))

@@ -19,8 +19,8 @@ from detjax.pallas_kernels.sm90_rows import NUM_SMS
 CHANNELS = (64, 96, 128)
 DECODE_CHANNELS = (64, 128)
 BUSY_PAIRS = 256  # of a sequence and a kv head, about two for each CTA
-MOST_FOLDED_SPLITS = 8  # of a sequence, so that one long sequence does not hold up a batch
-MOST_IN_CLUSTER = 8  # CTAs, as far as every Hopper GPU goes
+MAX_FOLDED_SPLITS = 8  # of a sequence, so that one long sequence does not hold up a batch
+MAX_IN_CLUSTER = 8  # CTAs, as far as every Hopper GPU goes
 PARTIAL_BYTES = 32 << 10  # of shared memory for the partial results that a cluster merges
 
 # What a decode step does in one launch, or earlier; each changes no bit.
@@ -139,11 +139,11 @@ def decode_config(
     if FUSE_MERGE and query_len == 1 and fits and pairs <= NUM_SMS:
         # A CTA a split, as long as all CTAs are resident at once.
         cluster = 1
-        while cluster < splits and 2 * cluster * pairs <= NUM_SMS and cluster < MOST_IN_CLUSTER:
+        while cluster < splits and 2 * cluster * pairs <= NUM_SMS and cluster < MAX_IN_CLUSTER:
             cluster *= 2
     # WHY: with CTAs busy anyway, folding in registers saves a kernel (64 x 1024 tokens: 65.0 us
     # against 75.6), while a few short sequences need no merge. Others need all CTAs.
-    most_folded = MOST_FOLDED_SPLITS if pairs >= BUSY_PAIRS else 1
+    most_folded = MAX_FOLDED_SPLITS if pairs >= BUSY_PAIRS else 1
     whole = not cluster and splits <= most_folded
     return DecodeConfig(
         blocks_per_split=per_split,

@@ -4,7 +4,7 @@
 Threefry-2x32 with 20 rounds (Salmon et al. 2011, SC'11), integers only, so the same on every
 backend. With `seed` split into (low, high) 32-bit words:
 
-    (k0, k1) = threefry2x32(key=(low, high), counter=(sample_idx, position))
+    (k0, k1) = threefry2x32(key=(low, high), counter=(sequence_idx, position))
     bits     = threefry2x32(key=(k0, k1),   counter=(token_id, 0))[0]
     u        = min((float32(bits) + 0.5) * 2**-32, 1 - 2**-24)
     noise    = -log(-log1p(-u))
@@ -36,10 +36,10 @@ def threefry2x32(key: tuple, counter: tuple) -> tuple[jax.Array, jax.Array]:
 
 
 def row_key(
-    seed_low: jax.Array, seed_high: jax.Array, sample_idx: jax.Array, position: jax.Array
+    seed_low: jax.Array, seed_high: jax.Array, sequence_idx: jax.Array, position: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Key of one choice: a function of the seed, the sample and the absolute position."""
-    counter = (sample_idx.astype(jnp.uint32), position.astype(jnp.uint32))
+    counter = (sequence_idx.astype(jnp.uint32), position.astype(jnp.uint32))
     return threefry2x32((seed_low, seed_high), counter)
 
 

@@ -2,8 +2,8 @@
 """The compiled steps over one donated cache: prefill, decode and verify.
 
 Each is the model's forward pass on rows of tokens, then the choice of tokens, which stay on the
-device: a slot holds a sample's newest tokens and its place, so the next step can be launched before
-the result of the last one is read.
+device: a slot holds a sequence's newest tokens and its place, so the next step can be launched
+before the result of the last one is read.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ from detjax.array_types import Activation, Array, Int32
 from detjax.donation import compile_checked
 from detjax.models.decoder import last_hidden
 from detjax.models.fast import quantised_specs
-from detjax.models.layers import Recipe, Tokens
+from detjax.models.layers import ForwardContext, Tokens
 from detjax.models.loading import LoadedModel
 from detjax.models.paths import PATHS, Kernels
 from detjax.parallel.distributed import gather_replicas
@@ -32,7 +32,7 @@ from detjax.xla_flags import EXACT_OPTIONS, FAST_OPTIONS
 PAGES_SPEC = P(None, DP_AXIS, None, TP_AXIS, None, None)
 BY_ROW = P(DP_AXIS)
 
-StepKind = Literal["prefill", "decode", "verify"]
+ProgramKind = Literal["prefill", "decode", "verify"]
 
 Candidates = Callable[[Int32[Array, " B"], Int32[Array, " B"]], Int32[Array, " B"]]
 """From the drafts of a step and their positions, the drafts to use instead."""
@@ -41,7 +41,7 @@ Candidates = Callable[[Int32[Array, " B"], Int32[Array, " B"]], Int32[Array, " B
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slots:
-    """What the device knows of each running sample, besides its sampling parameters.
+    """What the device knows of each running sequence, besides its sampling parameters.
 
     A step returns new slots and leaves the old ones alone: they are small, and what reads them
     late in the step must not find what the step has written.
@@ -141,9 +141,9 @@ def empty_pages(model: LoadedModel, num_pages: int) -> Activation[Array, "L N 2 
     return empty(model, pages_shape(model, num_pages))
 
 
-def recipe_of(model: LoadedModel) -> Recipe:
+def forward_context(model: LoadedModel) -> ForwardContext:
     """What the layers need to know of a model besides its weights."""
-    return Recipe(
+    return ForwardContext(
         config=model.config,
         profile=model.profile,
         backend=model.backend,
@@ -151,14 +151,16 @@ def recipe_of(model: LoadedModel) -> Recipe:
     )
 
 
-def _choose_last(recipe: Recipe, mode: Kernels, params, tables, pages, tokens, rows, **variant):
+def _choose_last(
+    ctx: ForwardContext, mode: Kernels, params, tables, pages, tokens, rows, **variant
+):
     """Run tokens and choose the one that follows the last of each row."""
     forward, local_logits = PATHS[mode]
-    pages, hidden = forward(recipe, params, tables, pages, tokens)
+    pages, hidden = forward(ctx, params, tables, pages, tokens)
     last: Int32[Array, " B"] = jnp.argmax(tokens.positions, axis=1).astype(jnp.int32)
     position = jnp.max(tokens.positions, axis=1)
-    logits = local_logits(recipe, params, last_hidden(hidden, last))
-    return pages, choose(recipe, logits, rows, position + 1, **variant), position
+    logits = local_logits(ctx, params, last_hidden(hidden, last))
+    return pages, choose(ctx, logits, rows, position + 1, **variant), position
 
 
 def _by_row(model: LoadedModel, count: int, dtype, *tail: int) -> jax.ShapeDtypeStruct:
@@ -175,7 +177,7 @@ def sampling_shape(model: LoadedModel, count: int) -> SamplingRows:
         min_p=_by_row(model, count, jnp.float32),
         seed_low=_by_row(model, count, jnp.uint32),
         seed_high=_by_row(model, count, jnp.uint32),
-        sample_idx=_by_row(model, count, jnp.uint32),
+        sequence_idx=_by_row(model, count, jnp.uint32),
     )
 
 
@@ -183,7 +185,7 @@ def sampling_shape(model: LoadedModel, count: int) -> SamplingRows:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EngineStep:
+class ProgramKey:
     """Which program a launch runs.
 
     Attributes:
@@ -192,14 +194,14 @@ class EngineStep:
         length: Tokens a row: a prefill's chunk, a verification's window, or those that a row may
             decode in one launch.
         mode: Which kernels.
-        table_len: Pages of the longest sample that it takes. Changes how work is spread, and no
+        table_len: Pages of the longest sequence that it takes. Changes how work is spread, and no
             bit.
         weights: "full", or the name of the 8-bit dtype that a `fast` step's weights have.
         num_top: How many of the most likely tokens it reports.
         with_filters: Whether a row has a top-k, top-p or min-p.
     """
 
-    kind: StepKind
+    kind: ProgramKind
     rows: int
     length: int
     table_len: int
@@ -229,7 +231,7 @@ def keep_candidates(token_ids: Int32[Array, " B"], positions: Int32[Array, " B"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StepSizes:
+class ProgramSizes:
     """Sizes that every program of an engine is compiled for.
 
     Attributes:
@@ -243,7 +245,7 @@ class StepSizes:
     window_len: int
 
 
-class CompiledSteps:
+class ProgramCache:
     """The engine's programs for one model and one size of cache, compiled when first wanted.
 
     Every program takes `(params, rope tables, pages, slots, sampling, *host arrays)`, of which it
@@ -257,7 +259,7 @@ class CompiledSteps:
     """
 
     def __init__(
-        self, model: LoadedModel, sizes: StepSizes, *, candidates: Candidates = keep_candidates
+        self, model: LoadedModel, sizes: ProgramSizes, *, candidates: Candidates = keep_candidates
     ):
         """Compile nothing yet.
 
@@ -268,22 +270,22 @@ class CompiledSteps:
         """
         self.sizes = sizes
         self._model = model
-        self._recipe = recipe_of(model)
+        self._recipe = forward_context(model)
         self._pages = pages_shape(model, sizes.num_pages)
         self._slots = slots_shape(model, sizes.num_slots, sizes.window_len)
         self._sampling = sampling_shape(model, sizes.num_slots)
         self._candidates = candidates
-        self._programs: dict[EngineStep, Callable] = {}
+        self._programs: dict[ProgramKey, Callable] = {}
 
-    def __contains__(self, step: EngineStep) -> bool:
+    def __contains__(self, step: ProgramKey) -> bool:
         """Whether a step is compiled."""
         return step in self._programs
 
-    def __iter__(self) -> Iterator[EngineStep]:
+    def __iter__(self) -> Iterator[ProgramKey]:
         """The steps that are compiled."""
         return iter(self._programs)
 
-    def get(self, step: EngineStep, params: dict) -> Callable:
+    def get(self, step: ProgramKey, params: dict) -> Callable:
         """Return the program of a step, compiled if need be for weights like `params`."""
         if step not in self._programs:
             self._programs[step] = self._compile(step, params)
@@ -293,7 +295,7 @@ class CompiledSteps:
         """Whether the programs are those of this model, with these weights' shapes and mesh."""
         return model is self._model
 
-    def function(self, step: EngineStep) -> Callable:
+    def function(self, step: ProgramKey) -> Callable:
         """The step as a function of whole arrays, ready for `jax.jit`."""
         body = {"prefill": self._prefill, "decode": self._decode, "verify": self._verify}[step.kind]
 
@@ -317,18 +319,18 @@ class CompiledSteps:
             check_vma=False,
         )
 
-    def operands(self, step: EngineStep, params: dict) -> tuple:
+    def operands(self, step: ProgramKey, params: dict) -> tuple:
         """Shapes of a step's operands."""
         tables = self._model.rope_tables
         state = self._pages, self._slots, self._sampling
         return params, tables, *state, *self._host_shapes(step)
 
-    def _compile(self, step: EngineStep, params: dict) -> Callable:
+    def _compile(self, step: ProgramKey, params: dict) -> Callable:
         jitted = jax.jit(self.function(step), donate_argnums=2)
         options = FAST_OPTIONS if step.mode == "fast" else EXACT_OPTIONS
         return compile_checked(jitted.lower(*self.operands(step, params)), options)
 
-    def _host_shapes(self, step: EngineStep) -> tuple:
+    def _host_shapes(self, step: ProgramKey) -> tuple:
         rows = step.rows * self._model.mesh.shape[DP_AXIS]
         host = _by_row(self._model, rows, jnp.int32, step.layout.num_columns)
         return (host, sampling_shape(self._model, rows)) if step.kind == "prefill" else (host,)
@@ -450,7 +452,7 @@ class CompiledSteps:
         return pages, slots, jnp.concatenate([packed, counts], axis=-1)
 
 
-def _variant(step: EngineStep) -> dict[str, Any]:
+def _variant(step: ProgramKey) -> dict[str, Any]:
     return {"num_top": step.num_top, "with_filters": step.with_filters}
 
 

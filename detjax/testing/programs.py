@@ -9,18 +9,25 @@ from jax.sharding import NamedSharding
 
 from detjax.models.loading import LoadedModel
 from detjax.models.paths import Kernels
+from detjax.serving.programs import (
+    BY_ROW,
+    ProgramCache,
+    ProgramKey,
+    ProgramKind,
+    ProgramSizes,
+    Slots,
+)
 from detjax.serving.request import SamplingParams
 from detjax.serving.sampling import SamplingRows
-from detjax.serving.steps import BY_ROW, CompiledSteps, EngineStep, Slots, StepKind, StepSizes
 
 
-def steps_of(model: LoadedModel, *, num_pages: int, num_slots: int) -> CompiledSteps:
+def steps_of(model: LoadedModel, *, num_pages: int, num_slots: int) -> ProgramCache:
     """Programs for one size of cache, without drafts."""
-    return CompiledSteps(model, StepSizes(num_pages=num_pages, num_slots=num_slots, window_len=1))
+    return ProgramCache(model, ProgramSizes(num_pages=num_pages, num_slots=num_slots, window_len=1))
 
 
 def plain_step(
-    kind: StepKind,
+    kind: ProgramKind,
     *,
     rows: int,
     table_len: int,
@@ -29,9 +36,9 @@ def plain_step(
     weights: str = "full",
     num_top: int = 0,
     with_filters: bool = False,
-) -> EngineStep:
+) -> ProgramKey:
     """A step of which little need be said."""
-    return EngineStep(
+    return ProgramKey(
         kind=kind,
         rows=rows,
         length=length,
@@ -45,7 +52,7 @@ def plain_step(
 
 def step_operands(
     model: LoadedModel,
-    step: EngineStep,
+    step: ProgramKey,
     *,
     ids: np.ndarray,
     start: np.ndarray,

@@ -8,7 +8,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import abc
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -24,28 +25,28 @@ from detjax.models.paths import Kernels
 from detjax.serving import trace
 from detjax.serving.config import EngineConfig, ReplicaSizes
 from detjax.serving.metrics import EngineStats
-from detjax.serving.request import SamplingParams
-from detjax.serving.sampling import SamplingRows
-from detjax.serving.scheduler import (
-    DecodeRow,
-    Plan,
-    PrefillRow,
-    Row,
-    Sample,
-    VerifyRow,
-    blaming,
-)
-from detjax.serving.steps import (
+from detjax.serving.programs import (
     BY_ROW,
     Candidates,
-    CompiledSteps,
-    EngineStep,
-    StepKind,
-    StepSizes,
+    ProgramCache,
+    ProgramKey,
+    ProgramKind,
+    ProgramSizes,
     empty,
     empty_pages,
     sampling_shape,
     slots_shape,
+)
+from detjax.serving.request import SamplingParams
+from detjax.serving.sampling import SamplingRows
+from detjax.serving.scheduler import (
+    DecodeRow,
+    PrefillRow,
+    Row,
+    ScheduledBatch,
+    Sequence,
+    VerifyRow,
+    blaming,
 )
 
 _IDLE: tuple[SamplingParams, int] = (SamplingParams(), 0)
@@ -82,7 +83,7 @@ def ignore_compiling(name: str, done: int, total: int) -> None:
 
 @runtime_checkable
 class Wants(Protocol):
-    """What a sample asks of the programs that compute its tokens."""
+    """What a sequence asks of the programs that compute its tokens."""
 
     @property
     def is_filtered(self) -> bool:
@@ -99,25 +100,27 @@ class Wants(Protocol):
 class Launch:
     """A program that was handed to the device. `rows` are by replica."""
 
-    step: EngineStep
-    rows: Sequence[Sequence[Row]]
+    step: ProgramKey
+    rows: abc.Sequence[abc.Sequence[Row]]
     result: jax.Array
     launched_s: float
 
 
-def places[T: Row](step: EngineStep, rows: Sequence[Sequence[T]]) -> Iterator[tuple[int, T]]:
+def places[T: Row](
+    step: ProgramKey, rows: abc.Sequence[abc.Sequence[T]]
+) -> Iterator[tuple[int, T]]:
     """(row of the program, row of the plan)."""
     for replica, part in enumerate(rows):
         for i, row in enumerate(part):
             yield replica * step.rows + i, row
 
 
-class Launcher:
+class ModelRunner:
     """The device's side of an engine: weights, programs, cache and slots.
 
     Attributes:
-        steps: The compiled programs, which other engines of these sizes may share.
-        least_top: Top logprobs that every program reports at least.
+        programs: The compiled programs, which other engines of these sizes may share.
+        min_top: Top logprobs that every program reports at least.
         always_filters: Whether every program filters.
     """
 
@@ -128,10 +131,10 @@ class Launcher:
         sizes: ReplicaSizes,
         *,
         dp: int,
-        draft_share: float,
+        max_draft_fraction: float,
         candidates: Candidates,
-        steps: CompiledSteps | None,
-        wants: Mapping[Sample, Wants],
+        programs: ProgramCache | None,
+        wants: Mapping[Sequence, Wants],
         stats: EngineStats,
         tracer: trace.TracesEvents,
     ):
@@ -142,41 +145,43 @@ class Launcher:
             config: Of the engine.
             sizes: Of each of the `dp` replicas.
             dp: Replicas.
-            draft_share: As `config.draft_share`, where it is given.
+            max_draft_fraction: As `config.max_draft_fraction`, where it is given.
             candidates: Replaces the drafts of `dvr`.
-            steps: Programs to share, or None.
-            wants: Of every sample that runs; read at each launch.
+            programs: Programs to share, or None.
+            wants: Of every sequence that runs; read at each launch.
             stats: Where launches and compilations are counted.
             tracer: Keeps a timeline.
 
         Raises:
-            ValueError: If `steps` are of another model or other sizes.
+            ValueError: If `programs` are of another model or other sizes.
         """
         self._model, self._config, self._sizes = model, config, sizes
-        self._dp, self._draft_share = dp, draft_share
+        self._dp, self._draft_share = dp, max_draft_fraction
         self._wants, self._stats, self._trace = wants, stats, tracer
-        step_sizes = StepSizes(
+        program_sizes = ProgramSizes(
             num_pages=dp * sizes.num_pages,
             num_slots=config.batch_size,
             window_len=config.verify_window,
         )
-        self.steps = steps or CompiledSteps(model, step_sizes, candidates=candidates)
-        if self.steps.sizes != step_sizes or not self.steps.is_for(model):
-            raise ValueError(f"steps={self.steps.sizes} are not of this model and {step_sizes}")
-        self.least_top, self.always_filters = 0, False
+        self.programs = programs or ProgramCache(model, program_sizes, candidates=candidates)
+        if self.programs.sizes != program_sizes or not self.programs.is_for(model):
+            raise ValueError(
+                f"programs={self.programs.sizes} are not of this model and {program_sizes}"
+            )
+        self.min_top, self.always_filters = 0, False
         self.take_weights()
         self.reset()
         # What each slot's row of the page table holds, and how much of it is up to date.
         self._tables = np.zeros((dp, sizes.num_slots, sizes.table_len), np.int32)
         self._num_synced = np.zeros((dp, sizes.num_slots), np.int32)
-        self._last_rows: dict[EngineStep, tuple[np.ndarray, jax.Array | None]] = {}
+        self._last_rows: dict[ProgramKey, tuple[np.ndarray, jax.Array | None]] = {}
 
     def reset(self) -> None:
         """Allocate the cache and the slots anew. Nothing that was in them is known any more."""
         model, num_slots = self._model, self._config.batch_size
         self._state = ()  # the old cache is freed first
         self._state = (
-            empty_pages(model, self.steps.sizes.num_pages),
+            empty_pages(model, self.programs.sizes.num_pages),
             empty(model, slots_shape(model, num_slots, self._config.verify_window)),
             empty(model, sampling_shape(model, num_slots)),
         )
@@ -199,16 +204,16 @@ class Launcher:
 
     # ------------------------------------------------------------------------------------ launching
 
-    def launch(self, plan: Plan) -> list[Launch]:
+    def launch(self, batch: ScheduledBatch) -> list[Launch]:
         """Hand the programs of a step to the device, in the order in which they must run."""
         launches = []
-        if any(plan.verifies):
-            launches.append(self._launch_verify(plan.verifies))
-        if any(plan.prefills):
-            assert plan.prefill_shape is not None
-            launches.append(self._launch_prefill(plan.prefills, plan.prefill_shape))
-        if any(plan.decodes):
-            launches += self._launch_decodes(plan.decodes)
+        if any(batch.verifies):
+            launches.append(self._launch_verify(batch.verifies))
+        if any(batch.prefills):
+            assert batch.prefill_shape is not None
+            launches.append(self._launch_prefill(batch.prefills, batch.prefill_shape))
+        if any(batch.decodes):
+            launches += self._launch_decodes(batch.decodes)
         return launches
 
     def _launch_prefill(self, rows: list[list[PrefillRow]], shape: tuple[int, int]) -> Launch:
@@ -218,16 +223,16 @@ class Launcher:
         head, table, ids = (part(host) for part in _parts(step))
         sampling = [_IDLE] * len(host)
         for at, row in places(step, rows):
-            sample = row.sample
+            seq = row.seq
             count = len(row.token_ids)
-            self._sync_pages(sample, is_new=True)
+            self._sync_pages(seq, is_new=True)
             # The token that follows an unfinished prompt is not wanted: no such slot.
-            slot = sample.slot if row.is_last else self._sizes.num_slots
+            slot = seq.slot if row.is_last else self._sizes.num_slots
             head[at] = slot, row.start, count
-            table[at] = self._tables[sample.replica, sample.slot]
-            with blaming(sample):
+            table[at] = self._tables[seq.replica, seq.slot]
+            with blaming(seq):
                 ids[at, :count] = row.token_ids
-            sampling[at] = (sample.request.sampling, sample.sample_idx)
+            sampling[at] = (seq.request.sampling, seq.sequence_idx)
             self._stats.prefill_tokens += count
         return self._run(step, rows, host, SamplingRows.pack(sampling))
 
@@ -248,9 +253,7 @@ class Launcher:
         size = _smallest(self._sizes.decode_sizes, rows)
         most_tokens = max(row.num_tokens for part in rows for row in part)
         length = self._config.decode_steps if most_tokens > 1 else 1
-        is_committed = any(
-            row.sample.is_drafted and not row.is_draft for part in rows for row in part
-        )
+        is_committed = any(row.seq.is_drafted and not row.is_draft for part in rows for row in part)
         is_canonical = self._config.mode == "invariant" or is_committed
         kernels: Kernels = "invariant" if is_canonical else "fast"
         step = self._step(
@@ -260,21 +263,21 @@ class Launcher:
         head, table, _ = (part(host) for part in _parts(step))
         for replica, part in enumerate(rows):
             for row in part:
-                self._sync_pages(row.sample, is_new=False)
+                self._sync_pages(row.seq, is_new=False)
             if part:
                 at = slice(replica * size, replica * size + len(part))
-                slots = [r.sample.slot for r in part]
+                slots = [r.seq.slot for r in part]
                 head[at, 0] = slots
                 head[at, 1] = [r.offset if r.is_draft else -1 for r in part]
                 head[at, 2] = [r.num_tokens for r in part]
                 table[at] = self._tables[replica, slots, : step.table_len]
         return self._run(step, rows, self._placed(step, host))
 
-    def _placed(self, step: EngineStep, host: np.ndarray) -> np.ndarray | jax.Array:
+    def _placed(self, step: ProgramKey, host: np.ndarray) -> np.ndarray | jax.Array:
         """The rows of a decode step, on the devices if they are those of the last such step.
 
-        Until a sample needs a page they do not change, and what stays where it is needs no transfer
-        and no new address in the CUDA graph.
+        Until a sequence needs a page they do not change, and what stays where it is needs no
+        transfer and no new address in the CUDA graph.
         """
         if jax.process_count() > 1:  # placing is collective there
             return host
@@ -293,51 +296,51 @@ class Launcher:
         host = self._host_rows(step)
         head, table, ids = (part(host) for part in _parts(step))
         for at, row in places(step, rows):
-            self._sync_pages(row.sample, is_new=False)
-            head[at] = row.sample.slot, row.num_drafts, row.given is not None
-            table[at] = self._tables[row.sample.replica, row.sample.slot, : step.table_len]
+            self._sync_pages(row.seq, is_new=False)
+            head[at] = row.seq.slot, row.num_drafts, row.given is not None
+            table[at] = self._tables[row.seq.replica, row.seq.slot, : step.table_len]
             if row.given is not None:
-                with blaming(row.sample):
+                with blaming(row.seq):
                     ids[at, 1 : 1 + len(row.given)] = row.given
         self._stats.verify_launches += 1
         return self._run(step, rows, host)
 
     def _step(
         self,
-        kind: StepKind,
-        rows: Sequence[Sequence[Row]],
+        kind: ProgramKind,
+        rows: abc.Sequence[abc.Sequence[Row]],
         *,
         size: int,
         length: int,
         kernels: Kernels,
         weights: str = "full",
-    ) -> EngineStep:
-        wants = [self._wants[row.sample] for part in rows for row in part]
-        longest = max(len(row.sample.pages) for part in rows for row in part)
-        return EngineStep(
+    ) -> ProgramKey:
+        wants = [self._wants[row.seq] for part in rows for row in part]
+        longest = max(len(row.seq.pages) for part in rows for row in part)
+        return ProgramKey(
             kind=kind,
             rows=size,
             length=length,
             table_len=next(n for n in _tables_of(kind, self._sizes) if n >= longest),
             mode=kernels,
             weights=weights,
-            num_top=_rounded_top(max(self.least_top, *(want.num_top for want in wants))),
+            num_top=_rounded_top(max(self.min_top, *(want.num_top for want in wants))),
             with_filters=self.always_filters or any(want.is_filtered for want in wants),
         )
 
-    def _host_rows(self, step: EngineStep) -> np.ndarray:
+    def _host_rows(self, step: ProgramKey) -> np.ndarray:
         """Rows of padding: no slot, no page, no token."""
         return step.layout.padding(self._dp * step.rows, self._sizes.num_slots)
 
-    def _sync_pages(self, sample: Sample, *, is_new: bool) -> None:
+    def _sync_pages(self, seq: Sequence, *, is_new: bool) -> None:
         """Bring the slot's row of the page table up to date."""
-        at = sample.replica, sample.slot
-        first, count = 0 if is_new else self._num_synced[at], len(sample.pages)
+        at = seq.replica, seq.slot
+        first, count = 0 if is_new else self._num_synced[at], len(seq.pages)
         if first != count:
-            self._tables[at][first:count] = sample.pages[first:]
+            self._tables[at][first:count] = seq.pages[first:]
             self._num_synced[at] = count
 
-    def _run(self, step: EngineStep, rows, *host) -> Launch:
+    def _run(self, step: ProgramKey, rows, *host) -> Launch:
         program = self._program(step)
         params = self._params_of(step)
         launched_s = time.perf_counter()
@@ -370,11 +373,14 @@ class Launcher:
         steps = [
             step
             for variant in variants
-            for step in engine_steps(
-                self._config, self._sizes, draft_share=self._draft_share, with_filters=variant
+            for step in program_keys(
+                self._config,
+                self._sizes,
+                max_draft_fraction=self._draft_share,
+                with_filters=variant,
             )
         ]
-        wanted = [step for step in steps if step not in self.steps]
+        wanted = [step for step in steps if step not in self.programs]
         begin_s = time.perf_counter()
         with ThreadPoolExecutor(max_workers=max(4, os.cpu_count() or 1)) as pool:
             futures = {step: pool.submit(self._get, step) for step in wanted}
@@ -383,14 +389,14 @@ class Launcher:
                 progress(step.name, done, len(wanted))
         self._count_compiled(len(wanted), begin_s)
 
-    def _get(self, step: EngineStep) -> Callable:
-        return self.steps.get(step, self._params_of(step))
+    def _get(self, step: ProgramKey) -> Callable:
+        return self.programs.get(step, self._params_of(step))
 
-    def _params_of(self, step: EngineStep) -> dict:
+    def _params_of(self, step: ProgramKey) -> dict:
         return self._model.params if step.weights == "full" else self._draft_params
 
-    def _program(self, step: EngineStep) -> Callable:
-        if step not in self.steps:
+    def _program(self, step: ProgramKey) -> Callable:
+        if step not in self.programs:
             begin_s = time.perf_counter()
             self._get(step)
             self._count_compiled(1, begin_s)
@@ -403,15 +409,19 @@ class Launcher:
         self._trace.span(trace.HOST, "compile", begin_s, end_s, programs=count)
 
 
-def engine_steps(
-    config: EngineConfig, sizes: ReplicaSizes, *, draft_share: float, with_filters: bool = False
-) -> list[EngineStep]:
+def program_keys(
+    config: EngineConfig,
+    sizes: ReplicaSizes,
+    *,
+    max_draft_fraction: float,
+    with_filters: bool = False,
+) -> list[ProgramKey]:
     """The programs that requests without top logprobs need, in the order of their first use."""
     steps = []
 
-    def add(kind: StepKind, rows: int, length: int, kernels: Kernels, weights="full"):
+    def add(kind: ProgramKind, rows: int, length: int, kernels: Kernels, weights="full"):
         steps.extend(
-            EngineStep(
+            ProgramKey(
                 kind=kind,
                 rows=rows,
                 length=length,
@@ -428,20 +438,20 @@ def engine_steps(
         add("prefill", rows, length, "fast" if config.mode == "fast" else "invariant")
     for rows in sizes.decode_sizes:
         for length in sorted({1, config.decode_steps}):
-            if config.mode == "invariant" or config.mode == "dvr" and draft_share < 1:
+            if config.mode == "invariant" or config.mode == "dvr" and max_draft_fraction < 1:
                 add("decode", rows, length, "invariant")
             if config.mode != "invariant":
                 add("decode", rows, length, "fast")
             if config.draft_weights != "full":
                 add("decode", rows, length, "fast", config.draft_weights)
-    is_drafting = config.mode == "dvr" and draft_share > 0
+    is_drafting = config.mode == "dvr" and max_draft_fraction > 0
     if is_drafting or config.has_prompt_lookup:
         for rows in sizes.verify_sizes:
             add("verify", rows, config.verify_window, "invariant")
     return steps
 
 
-def _tables_of(kind: StepKind, sizes: ReplicaSizes) -> tuple[int, ...]:
+def _tables_of(kind: ProgramKind, sizes: ReplicaSizes) -> tuple[int, ...]:
     """Widths of the page table for which a kind of step is compiled, ascending.
 
     Rows of a prefill are few, and its speed does not depend on the table's width.
@@ -449,12 +459,12 @@ def _tables_of(kind: StepKind, sizes: ReplicaSizes) -> tuple[int, ...]:
     return (sizes.table_len,) if kind == "prefill" else sizes.table_lens
 
 
-def _parts(step: EngineStep) -> tuple[Callable, Callable, Callable]:
+def _parts(step: ProgramKey) -> tuple[Callable, Callable, Callable]:
     """How to find the head, the page table and the token ids in a step's host array."""
     return step.layout.head, step.layout.table, step.layout.ids
 
 
-def _smallest(sizes: Sequence[int], rows: Sequence[Sequence[Row]]) -> int:
+def _smallest(sizes: abc.Sequence[int], rows: abc.Sequence[abc.Sequence[Row]]) -> int:
     """The smallest of `sizes`, which ascend, that holds the rows of every replica."""
     most = max(len(part) for part in rows)
     return next(size for size in sizes if size >= most)

@@ -7,18 +7,18 @@ import jax
 import numpy as np
 import pytest
 
-from detjax.serving.request import SamplingParams
-from detjax.serving.steps import (
-    CompiledSteps,
-    EngineStep,
+from detjax.serving.programs import (
     HostLayout,
-    StepSizes,
+    ProgramCache,
+    ProgramKey,
+    ProgramSizes,
     empty_pages,
     pages_shape,
 )
+from detjax.serving.request import SamplingParams
 from detjax.testing import float_arithmetic_outside_kernels
 from detjax.testing.dummies import dummy_config, dummy_model
-from detjax.testing.steps import plain_step, step_operands, steps_of
+from detjax.testing.programs import plain_step, step_operands, steps_of
 
 
 def _copies_of(hlo: str, shape: tuple[int, ...]) -> list[str]:
@@ -75,9 +75,9 @@ def test_control_a_read_of_the_old_cache_is_seen_as_a_copy():
     assert _copies_of(compiled.compile().as_text(), shape)
 
 
-def engine_step(kind, *, mode="invariant") -> EngineStep:
+def engine_step(kind, *, mode="invariant") -> ProgramKey:
     length = {"prefill": 8, "decode": 1, "verify": 4}[kind]
-    return EngineStep(
+    return ProgramKey(
         kind=kind, rows=2, length=length, table_len=2, mode=mode, weights="full", num_top=2,
         with_filters=True,
     )  # fmt: skip
@@ -86,8 +86,8 @@ def engine_step(kind, *, mode="invariant") -> EngineStep:
 @pytest.mark.parametrize("kind", ["prefill", "decode", "verify"])
 def test_engine_steps_do_no_arithmetic_outside_kernels(kind):
     model = dummy_model(dummy_config(), tp=2)
-    sizes = StepSizes(num_pages=6, num_slots=3, window_len=4)
-    steps = CompiledSteps(model, sizes)
+    sizes = ProgramSizes(num_pages=6, num_slots=3, window_len=4)
+    steps = ProgramCache(model, sizes)
     step = engine_step(kind)
     operands = steps.operands(step, model.params)
     function = steps.function(step)
@@ -102,7 +102,7 @@ def test_engine_steps_do_no_arithmetic_outside_kernels(kind):
 
 def test_the_verify_step_does_not_copy_the_cache():
     model = dummy_model(dummy_config())
-    steps = CompiledSteps(model, StepSizes(num_pages=7, num_slots=3, window_len=4))
+    steps = ProgramCache(model, ProgramSizes(num_pages=7, num_slots=3, window_len=4))
     compiled = steps.get(engine_step("verify"), model.params)
     assert _copies_of(compiled.as_text(), pages_shape(model, 7).shape) == []
     assert "input_output_alias" in compiled.as_text()
