@@ -21,6 +21,9 @@ import jax
 import jax.numpy as jnp
 import jaxlib
 
+import detjax
+from detjax.source import source_hash
+
 NUMERICS_VERSION = 1
 """Raised by every change that alters an output bit; each has a Bits entry in CHANGELOG.md."""
 
@@ -120,8 +123,20 @@ def tree_reduction(k_len: int, profile: NumericsProfile) -> Reduction:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Build:
-    """What compiled and ran the kernels: no claim is made across two different builds."""
+    """What compiled and ran the kernels: no claim is made across two different builds.
 
+    Attributes:
+        detjax: Its version.
+        source: `source_hash()`: another line of detjax's code is another build.
+        jax: Its version.
+        jaxlib: Its version.
+        backend: Whose kernels: "portable" or "sm90".
+        arch: Of the processor or the GPU.
+        compiler: Its version, and the XLA flags that may change a bit.
+    """
+
+    detjax: str
+    source: str
     jax: str
     jaxlib: str
     backend: str
@@ -138,6 +153,8 @@ class Build:
             compiler = device.client.platform_version.replace("\n", " ")
         flags = _flags_that_may_count(os.environ.get("XLA_FLAGS", ""))
         return cls(
+            detjax=detjax.__version__,
+            source=source_hash(),
             jax=jax.__version__,
             jaxlib=jaxlib.__version__,
             backend=backend,

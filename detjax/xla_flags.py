@@ -2,6 +2,7 @@
 """The compiler options that the claims rest on. Starts no JAX."""
 
 import os
+from pathlib import Path
 
 IN_PLACE_OPTIONS = {
     "xla_disable_hlo_passes": "rematerialization",
@@ -29,10 +30,27 @@ def configure_xla() -> None:
 
     Importing detjax does this. Programs with a claim are compiled with the options as well, for a
     JAX that started before.
+
+    Raises:
+        ValueError: If `XLA_FLAGS` is the name of a file, and the file cannot be read.
     """
-    flags = os.environ.get("XLA_FLAGS", "")
+    flags = given_flags()
     for name, value in _ROUNDING.items():
         flag = f"--{name}={str(value).lower()}"
-        if flag not in flags:
+        if flag not in flags.split():
             flags = f"{flags} {flag}".strip()
     os.environ["XLA_FLAGS"] = flags
+
+
+def given_flags() -> str:
+    """What `XLA_FLAGS` says. XLA takes a value that does not begin with "-" as a file's name."""
+    flags = os.environ.get("XLA_FLAGS", "").strip()
+    if not flags or flags.startswith("-"):
+        return flags
+    try:
+        return " ".join(Path(flags).read_text().split())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"XLA_FLAGS={flags!r} begins with no '-', so it names a file of flags, which cannot be "
+            f"read: {error}; give flags, such as --xla_name=value, or a file that exists"
+        ) from error

@@ -2,12 +2,16 @@
 """The profile, its fingerprint, and the reductions that follow from it."""
 
 import dataclasses
+import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import pytest
 
+import detjax
 from detjax.numerics import (
     NO_CAST,
     Build,
@@ -68,6 +72,32 @@ def test_fingerprint_covers_profile_and_build_and_nothing_else():
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == base, "another process with another number of devices"
+
+
+def test_another_line_of_code_is_another_build(tmp_path):
+    """A copy of the package with one number changed has another fingerprint, wherever it lies."""
+    code = (
+        "import jax\n"
+        "from detjax.numerics import *\n"
+        "print(fingerprint(NumericsProfile(), Build.current('portable', jax.devices('cpu')[0])))"
+    )
+
+    def of(name: str, old: str, new: str) -> str:
+        package = tmp_path / name / "detjax"
+        shutil.copytree(Path(detjax.__file__).parent, package)
+        path = package / "pallas_kernels" / "rms_norm" / "portable.py"
+        text = path.read_text()
+        assert old in text
+        path.write_text(text.replace(old, new, 1))
+        run = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True,
+            env=os.environ | {"PYTHONPATH": str(tmp_path / name)}, cwd=tmp_path,
+        )  # fmt: skip
+        return run.stdout.strip()
+
+    here = fingerprint(NumericsProfile(), Build.current("portable", jax.devices("cpu")[0]))
+    assert of("same", "eps", "eps") == here
+    assert of("other", "eps", "1.5 * eps") != here
 
 
 def test_fingerprint_tells_flags_apart_by_what_they_set(monkeypatch):

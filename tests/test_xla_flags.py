@@ -51,6 +51,26 @@ def test_the_flag_is_set_once(monkeypatch):
     assert os.environ["XLA_FLAGS"] == f"--other=1 {FLAG}"
 
 
+def test_a_file_of_flags_counts_as_its_flags(monkeypatch, tmp_path):
+    file = tmp_path / "flags"
+    file.write_text("--xla_cpu_enable_fast_math=false\n  --xla_a=1\n")
+    monkeypatch.setenv("XLA_FLAGS", str(file))
+    configure_xla()
+    assert os.environ["XLA_FLAGS"] == f"--xla_cpu_enable_fast_math=false --xla_a=1 {FLAG}"
+
+
+def test_a_file_of_flags_that_is_missing_is_an_error(monkeypatch, tmp_path):
+    monkeypatch.setenv("XLA_FLAGS", str(tmp_path / "none"))
+    with pytest.raises(ValueError, match="names a file of flags, which cannot be read"):
+        configure_xla()
+
+
+def test_a_longer_flag_that_begins_alike_does_not_pass_for_ours(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", f"{FLAG}_not")
+    configure_xla()
+    assert os.environ["XLA_FLAGS"].split()[-1] == FLAG
+
+
 @pytest.mark.parametrize("options", [EXACT_OPTIONS, FAST_OPTIONS], ids=["exact", "fast"])
 def test_no_program_is_compiled_with_a_pass_that_moves_reads_behind_writers(options):
     assert IN_PLACE_OPTIONS.items() <= options.items()
