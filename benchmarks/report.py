@@ -14,6 +14,7 @@ that verified no draft is told as such, or refused.
 
 import argparse
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -116,11 +117,7 @@ def step_table(gpu: str = FIRST_GPU) -> list[str]:
     The share is of what the first GPU can do, so others have no such column.
     """
     times = step_times(gpu)
-    share = {
-        row["case"]: row.get("floor_over_measured", row.get("share_of_790_tflop_per_s"))
-        for row in timed_steps(gpu)
-        if row["impl"] == "invariant"
-    }
+    share = {row["case"]: limit_share(row) for row in timed_steps(gpu) if is_ours(row)}
     impls = [impl for impl in IMPLS if any(impl in found for found in times.values())]
     has_share = gpu == FIRST_GPU
 
@@ -179,7 +176,34 @@ def headline_section() -> list[str]:
     return [step, *report_serving.headline_lines(), *report_training.headline_lines()]
 
 
-def readme_section() -> list[str]:
+def speed_section() -> list[str]:
+    """README's one table: ours, vLLM's, and the share of the limit."""
+    limits_ms = {r["case"]: share * r["ms_p50"] for r in timed_steps() if (share := limit_share(r))}
+    return [
+        f"One {rows('step', 'step')[0]['gpu']}, Llama-3.1-8B shapes, random weights, bfloat16:",
+        "",
+        *report_vllm.headline_lines(limits_ms),
+        "",
+        "The limit is weight and cache bytes at 4.3 TB/s for decode, 790 TFLOP/s for prefill. vLLM was "
+        "measured by us, in runs",
+        "of its own. [Every figure, the kernels, several GPUs, an H100, caches that fill the GPU]"
+        "(docs/benchmarks.md).",
+    ]
+
+
+def is_ours(row: dict) -> bool:
+    """Whether a row of a step is of the kernels that make the claim."""
+    return row["impl"] == "invariant"
+
+
+def limit_share(row: dict) -> float | None:
+    """How near a step of ours comes to what the GPU can do; None for others."""
+    if not is_ours(row):
+        return None
+    return row.get("floor_over_measured", row.get("share_of_790_tflop_per_s"))
+
+
+def benchmarks_section() -> list[str]:
     """Whole steps, the linear layers in short, the other kernels, the engine, and several GPUs."""
     is_gated = any(row.get("is_gated") for row in rows("kernels", "linear"))
     gating = "; in `gate_up` they gate." if is_gated else "."
@@ -283,20 +307,29 @@ def told_finding(experiment: str, finding: str, found: list[dict]) -> str:
     return told(finding, [{"subject": experiment} | row for row in about])
 
 
+def here(name: str, found: dict) -> str:
+    """What an experiment found here, in a line."""
+    return "; ".join(told_finding(name, finding, found["rows"]) for finding in found["findings"])
+
+
+def experiments_table() -> list[str]:
+    """README's table: the question, what the papers found, what was found here."""
+    read = {name: json.loads(path.read_text()) for name, path in sorted(experiments().items())}
+    cells = ((found["question"], found["paper"], here(name, found)) for name, found in read.items())
+    return table(["question", "paper", "here"], cells)
+
+
 def experiments_section() -> list[str]:
     """Each experiment: the question, what the paper found, what was found here, and the figure."""
     lines = []
     for name, path in sorted(experiments().items()):
         found = json.loads(path.read_text())
         figure = path.with_suffix(".png").relative_to(ROOT)
-        here = "; ".join(
-            told_finding(name, finding, found["rows"]) for finding in found["findings"]
-        )
         lines += [
             f"**{found['question']}** `benchmarks.reproduce {name}`, [figure]({figure})",
             "",
             f"- {found['paper']}",
-            f"- Here: {here}. With {found['setting']}.",
+            f"- Here: {here(name, found)}. With {found['setting']}.",
             "",
         ]
     return lines[:-1]
@@ -304,8 +337,10 @@ def experiments_section() -> list[str]:
 
 SECTIONS = (
     ("README.md", "headline", headline_section),
-    ("README.md", "benchmarks", readme_section),
-    ("README.md", "experiments", experiments_section),
+    ("README.md", "speed", speed_section),
+    ("README.md", "experiments", experiments_table),
+    ("docs/benchmarks.md", "benchmarks", benchmarks_section),
+    ("docs/experiments.md", "experiments", experiments_section),
     ("docs/kernels.md", "benchmarks", kernels_section),
     ("docs/serving.md", "benchmarks", report_serving.section),
     ("docs/parallel.md", "benchmarks", report_mesh.section),
@@ -314,11 +349,18 @@ SECTIONS = (
 """Document, name of the markers, and what stands between them."""
 
 
-def updated(text: str, name: str, section: list[str]) -> str:
-    """A document with the text between two markers replaced."""
+def updated(text: str, name: str, section: list[str], folder: str) -> str:
+    """A document of a folder with the text between two markers replaced.
+
+    Links of a section are written from the root.
+    """
     begin, end = (marker.format(name) for marker in MARKERS)
     start, stop = text.index(begin), text.index(end)
-    return text[:start] + "\n".join([begin, *section, ""]) + text[stop:]
+    lines = "\n".join([begin, *section, ""])
+    if folder:
+        lines = re.sub(r"\]\((?!#|https?:)", "](" + "../" * (folder.count("/") + 1), lines)
+        lines = lines.replace(f"](../{folder}/", "](")
+    return text[:start] + lines + text[stop:]
 
 
 def draw_figures() -> None:
@@ -395,7 +437,8 @@ def main() -> None:
     new: dict[Path, str] = {}
     for document, name, make in SECTIONS:
         path = ROOT / document
-        new[path] = updated(new.get(path) or path.read_text(), name, make())
+        folder = document.rpartition("/")[0]
+        new[path] = updated(new.get(path) or path.read_text(), name, make(), folder)
     if args.check:
         stale = [path.name for path, text in new.items() if text != path.read_text()]
         sys.exit(f"{stale} are stale: run python -m benchmarks.report" if stale else 0)

@@ -172,7 +172,7 @@ def step_part(gpu: str = FIRST_GPU) -> list[str]:
         *table(header, map(cells, found)),
     ]
     if gpu == FIRST_GPU and decode_lines():
-        lines += ["", "![Time of a decode step over the batch, by tp](figures/mesh.svg)"]
+        lines += ["", "![Time of a decode step over the batch, by tp](docs/figures/mesh.svg)"]
     return lines
 
 

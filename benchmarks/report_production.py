@@ -12,12 +12,9 @@ from benchmarks.report_rows import GPUS, rows, table
 
 def lines() -> list[str]:
     """A table for each GPU; nothing without rows."""
-    return [
-        line
-        for gpu in GPUS
-        if (parts := rows("production", "production", gpu))
-        for line in _of_gpu(parts)
-    ]
+    found = [parts for gpu in GPUS if (parts := rows("production", "production", gpu))]
+    lines = [line for parts in found for line in _of_gpu(parts)]
+    return ["## At production sizes", "", *lines] if lines else []
 
 
 def _of_gpu(parts: list[dict]) -> list[str]:
@@ -31,7 +28,7 @@ def _of_gpu(parts: list[dict]) -> list[str]:
         for row in controls
     )
     return [
-        f"**At production sizes**, {largest['gpu']}, Llama-3.1-8B shapes: a cache of "
+        f"{largest['gpu']}, Llama-3.1-8B shapes: a cache of "
         f"{largest['cache_bytes'] / 1e9:.1f} of the {largest['free_bytes'] / 1e9:.1f} GB that",
         f"the weights leave ({largest['num_pages']:,} pages). Answers alone and in company, "
         "greedy and sampled, against the canonical choice at each position",

@@ -391,7 +391,7 @@ def section() -> list[str]:
             if found[subject]:
                 lines += ["", *part(gpu)]
         if gpu == FIRST_GPU and any(found[subject] for subject in DRAWN):
-            lines += ["", "![Throughput over the share and the window](figures/serving.svg)"]
+            lines += ["", "![Throughput over the share and the window](docs/figures/serving.svg)"]
     return lines
 
 

@@ -59,7 +59,7 @@ def section() -> list[str]:
                 (_cells(rollout, runs) for rollout in dict.fromkeys(r["rollout"] for r in runs)),
             ),
             "",
-            f"![Reward and KL over the steps](../benchmarks/results/{machine}/grpo/curves.png)",
+            f"![Reward and KL over the steps](benchmarks/results/{machine}/grpo/curves.png)",
             "",
         ]  # fmt: skip
     return lines[:-1]

@@ -56,17 +56,45 @@ def case_name(row: dict) -> str:
     return f"{row['case']}, ms" if is_decode else f"{row['case']}, {row['protocol']}, ms"
 
 
+def by_case() -> dict[str, dict[bool, dict]]:
+    """Rows of a case: vLLM by default (False), and batch-invariant (True)."""
+    found: dict[str, dict[bool, dict]] = {}
+    for row in vllm_rows():
+        found.setdefault(case_name(row), {})[row["batch_invariant"]] = row
+    return found
+
+
+def headline_lines(limits_ms: dict[str, float]) -> list[str]:
+    """The table of README: ours by default, theirs, and our share of the limit of a step."""
+
+    def cells(name, default, invariant):
+        ours, decimals = our_times(default)[""], default["decimals"]
+        limit_ms = limits_ms.get(default.get("case", ""))
+        return [
+            name,
+            f"**{ours:.{decimals}f}**" if ours else "",
+            f"{default['time']:.{decimals}f}",
+            f"{invariant['time']:.{decimals}f}",
+            f"{limit_ms / ours:.2f}" if ours and limit_ms else "",
+        ]
+
+    found = by_case()
+    if not found:
+        return []
+    vllm = f"vLLM {vllm_rows()[0]['vllm']}"
+    header = ["", "detjax", vllm, f"{vllm}, batch-invariant", "our share of the limit"]
+    return table(header, (cells(name, rows[False], rows[True]) for name, rows in found.items()))
+
+
 def lines() -> list[str]:
     """The table, and what was compared; nothing without rows of vLLM."""
     found = vllm_rows()
     if not found:
         return []
-    by_case: dict[str, dict[bool, dict]] = {}
-    for row in found:
-        by_case.setdefault(case_name(row), {})[row["batch_invariant"]] = row
+    cases = by_case()
 
     def lines_of(case):
-        default, invariant = by_case[case][False], by_case[case][True]
+        default, invariant = cases[case][False], cases[case][True]
         decimals = default["decimals"]  # as many as were noted
         for special, ours in our_times(default).items():
             yield [
@@ -88,5 +116,5 @@ def lines() -> list[str]:
         "runs of its own. Which statistic its decode steps are was not noted; ours are medians.",
         "A cell of ours is empty where no row follows the same protocol:",
         "",
-        *table(header, (cells for case in by_case for cells in lines_of(case))),
+        *table(header, (cells for case in cases for cells in lines_of(case))),
     ]

@@ -314,7 +314,7 @@ LINEAR = {"subject": "linear", "shape": "o", "m": 8, "us": 10.0, "ratio": 1.1}
 def test_without_rows_of_an_h100_the_section_says_so(write):
     write("kernels", LINEAR)
     write("step", step_row(8, 4.0))
-    text = "\n".join(report.readme_section())
+    text = "\n".join(report.benchmarks_section())
     assert "One NVIDIA H200, jax" in text and "share of the limit" in text
     assert "No rows of kernels or steps of an H100: no time here is of one." in text
 
@@ -324,7 +324,7 @@ def test_steps_of_an_h100_stand_under_its_name_and_not_in_the_headline(write):
     write("step", step_row(8, 4.0), step_row(8, 5.0, impl="fast"))
     write("step", step_row(8, 6.0), step_row(8, 9.0, impl="fast"), gpu="h100")
     write("serving", offline("invariant", 70.0), gpu="h100")
-    section = report.readme_section()
+    section = report.benchmarks_section()
     at = section.index("**H100.** One NVIDIA H100, jax 0.11.2, Llama-3.1-8B shapes, random data, "
                        "bfloat16.")  # fmt: skip
     assert "No rows of" not in "\n".join(section)
