@@ -184,8 +184,8 @@ def speed_section() -> list[str]:
         "",
         *report_vllm.headline_lines(limits_ms),
         "",
-        "The limit is weight and cache bytes at 4.3 TB/s for decode, 790 TFLOP/s for prefill. vLLM was "
-        "measured by us, in runs",
+        "The limit is weight and cache bytes at 4.3 TB/s for decode, 790 TFLOP/s for prefill. vLLM "
+        "was measured by us, in runs",
         "of its own. [Every figure, the kernels, several GPUs, an H100, caches that fill the GPU]"
         "(docs/benchmarks.md).",
     ]
