@@ -51,3 +51,14 @@ def test_the_hash_of_the_code_has_every_file(tmp_path, monkeypatch):
     assert of_copy() == expected
     (copy / "models" / "rope.py").write_text("")
     assert of_copy() != expected
+
+
+def test_compiled_programs_of_another_build_lie_elsewhere(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_a=1")
+    here = source.compile_key()
+    assert source.compile_key() == here and len(here) == 16
+    monkeypatch.setenv("XLA_FLAGS", "--xla_a=2")
+    assert source.compile_key() != here
+    monkeypatch.setenv("XLA_FLAGS", "--xla_a=1")
+    monkeypatch.setattr(source, "source_hash", lambda: "another line of code")
+    assert source.compile_key() != here
