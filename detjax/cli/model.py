@@ -195,7 +195,7 @@ def _open_model(
     with bad_input():
         choice = choose_backend(
             None if args.backend == "auto" else Backend(args.backend),
-            why_not_model=lambda: why_unsupported(config, profile, Backend.SM90, args.tp),
+            why_not_model=lambda backend: why_unsupported(config, profile, backend, args.tp),
         )
     with bad_input(f"--dp {args.dp} --tp {args.tp}: "):
         mesh = make_mesh(args.dp, args.tp, platform=choice.backend.platform)

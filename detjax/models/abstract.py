@@ -14,7 +14,7 @@ from detjax.models.fusion import fuse_projections_abstractly, fused_partition_sp
 from detjax.models.layers import ForwardContext, Tokens
 from detjax.models.params import kv_layout, param_specs, partition_specs
 from detjax.numerics import NumericsProfile
-from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.backend import KERNELS, Backend
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
 
 PROBED_LENGTHS = (1, 100, 1000)
@@ -46,7 +46,7 @@ def why_unsupported(
     The step is traced, not run: the kernels check their own limits, so this cannot fall behind
     them.
     """
-    if backend is Backend.PORTABLE:
+    if KERNELS[backend].takes_every_model:
         return None
     windows = tuple(dict.fromkeys(config.sliding_windows))
     config = dataclasses.replace(config, num_layers=len(windows), sliding_windows=windows)

@@ -18,7 +18,7 @@ from detjax.array_types import Activation, Array, Float32, Int32
 from detjax.models.decoder import mask_padding
 from detjax.models.layers import ForwardContext, Tokens, embed_tokens
 from detjax.pallas_kernels.attention.api import rope_attention
-from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.backend import KERNELS
 from detjax.pallas_kernels.rope.portable import split_heads, write_pages
 from detjax.parallel.mesh import TP_AXIS
 
@@ -189,11 +189,10 @@ def _attention_layer(
     gains = (weights["q_norm"], weights["k_norm"]) if config.qk_norm else None
     window = config.sliding_windows[layer]
     place = (pages, tokens.page_table, tokens.positions)
-    if ctx.backend is Backend.SM90:
-        # WHY: measured against cuDNN and XLA, these are the quickest (docs/kernels.md).
+    if KERNELS[ctx.backend].attention_beats_xla:
         out, pages = rope_attention(
             qkv, cos, sin, gains, *place,
-            layer=layer, window=window, eps=eps, profile=ctx.profile, backend=Backend.SM90,
+            layer=layer, window=window, eps=eps, profile=ctx.profile, backend=ctx.backend,
         )  # fmt: skip
         return pages, out.reshape(x.shape[0], -1)
     q, k, v = split_heads(qkv, qkv.shape[1] - 2 * pages.shape[3])

@@ -20,12 +20,12 @@ from detjax.pallas_kernels.linear.api import (
     linear,
     linear_add,
     linear_add_rms_norm,
+    linear_leaf_sums,
     linear_partial,
     linear_swiglu,
     norm_linear,
     norm_linear_swiglu,
 )
-from detjax.pallas_kernels.linear.sm90 import linear_leaf_sums
 from detjax.pallas_kernels.rms_norm.api import add_rms_norm, rms_norm
 from detjax.parallel.collectives import butterfly_sum, gather_columns
 from detjax.parallel.exchange import (
@@ -192,8 +192,10 @@ def row_parallel_norm(
             x, w, residual, bias, gain, reduction=reduction, eps=eps, backend=backend
         )
     if exchange is not None and x.shape[0] <= exchange.max_rows:
-        leaf_sums = linear_leaf_sums(x, w, reduction=reduction)
-        return exchange_add_rms_norm(exchange, leaf_sums, residual, bias, gain, eps=eps)
+        leaf_sums = linear_leaf_sums(x, w, reduction=reduction, backend=backend)
+        return exchange_add_rms_norm(
+            exchange, leaf_sums, residual, bias, gain, eps=eps, backend=backend
+        )
     partial = linear_partial(x, w, reduction=reduction, backend=backend)
     if is_scattered(x.shape[0], ctx.tp):
         return scatter_add_rms_norm(

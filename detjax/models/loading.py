@@ -132,7 +132,7 @@ def place_model(
     )
     params, fused_specs = fuse_projections(make_params(), specs, mesh), fused_partition_specs(specs)
     if why_no_exchange(mesh, width=config.hidden_size, backend=backend) is None:
-        params["exchange"] = open_exchange(mesh, width=config.hidden_size)
+        params["exchange"] = open_exchange(mesh, width=config.hidden_size, backend=backend)
         fused_specs["exchange"] = EXCHANGE_SPECS
     build = Build.current(backend.value, mesh.devices.flat[0])
     return LoadedModel(

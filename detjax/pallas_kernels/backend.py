@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which implementation of the kernels runs, chosen once and said aloud."""
+"""Which kernel set runs: the one table of them, and the choice, made once and said aloud."""
 
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import jax
+from detjax.pallas_kernels import portable, sm90
+from detjax.pallas_kernels.kernel_set import KernelSet
 
 
 class Backend(enum.Enum):
-    """An implementation of every operation, of the one specification."""
+    """The name of an implementation of every operation, of the one specification."""
 
     PORTABLE = "portable"  # generic Pallas in fixed blocks, interpreted on CPU
     SM90 = "sm90"  # Mosaic GPU for Hopper: TMA, wgmma, warp specialisation
@@ -17,7 +18,11 @@ class Backend(enum.Enum):
     @property
     def platform(self) -> str:
         """The JAX platform whose devices run it."""
-        return "gpu" if self is Backend.SM90 else "cpu"
+        return KERNELS[self].platform
+
+
+KERNELS: dict[Backend, KernelSet] = {Backend.SM90: sm90, Backend.PORTABLE: portable}
+"""The kernel set of each backend, first choice first; the last runs anywhere."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,35 +34,36 @@ class BackendChoice:
 
 
 def choose_backend(
-    requested: Backend | None = None, *, why_not_model: Callable[[], str | None] = lambda: None
+    requested: Backend | None = None,
+    *,
+    why_not_model: Callable[[Backend], str | None] = lambda backend: None,
 ) -> BackendChoice:
     """Choose by the hardware and the model, or check that `requested` can run here.
 
     Args:
         requested: None chooses.
-        why_not_model: Says what sm90's kernels refuse in the model; asked on a Hopper GPU only.
+        why_not_model: Says what a backend's kernels refuse in the model; asked where they can run.
 
     Raises:
         ValueError: If the requested backend cannot run here, with the reason.
     """
-    if requested is Backend.PORTABLE:
+
+    def why_not(backend: Backend) -> str | None:
+        return KERNELS[backend].why_not_here() or why_not_model(backend)
+
+    if requested is not None:
+        refusal = why_not(requested)
+        if refusal is not None:
+            raise ValueError(
+                f"--backend {requested.value} cannot run here: {refusal}; "
+                f"use --backend {list(KERNELS)[-1].value}"
+            )
         return BackendChoice(backend=requested, reason="asked for")
-    device, why_not = _hopper()
-    why_not = why_not or why_not_model()
-    if why_not is None:
-        reason = "asked for" if requested else f"{device} is a Hopper GPU"
-        return BackendChoice(backend=Backend.SM90, reason=reason)
-    if requested is Backend.SM90:
-        raise ValueError(f"--backend sm90 cannot run here: {why_not}; use --backend portable")
-    return BackendChoice(backend=Backend.PORTABLE, reason=f"{why_not}; runs on the CPU")
-
-
-def _hopper() -> tuple[str, str | None]:
-    """The GPU's name, and why sm90 cannot run on it, if so."""
-    try:
-        gpu = jax.devices("gpu")[0]
-    except RuntimeError:
-        return "", "no GPU that JAX can use"
-    if gpu.compute_capability != "9.0":
-        return gpu.device_kind, f"{gpu.device_kind} is not a Hopper GPU (sm_90)"
-    return gpu.device_kind, None
+    refusals = []
+    for backend, kernels in KERNELS.items():
+        refusal = why_not(backend)
+        if refusal is None:
+            reason = "; ".join([*dict.fromkeys(refusals), kernels.where_it_runs()])
+            return BackendChoice(backend=backend, reason=reason)
+        refusals.append(f"{refusal}")
+    raise ValueError(f"no backend can run here: {'; '.join(refusals)}")

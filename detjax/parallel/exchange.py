@@ -12,7 +12,7 @@ Three forms of the same additions; which one runs is chosen by size and hardware
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,6 @@ from jax.sharding import PartitionSpec as P
 
 from detjax.array_types import Activation, Array, Float32
 from detjax.pallas_kernels.backend import Backend
-from detjax.pallas_kernels.rms_norm import sm90 as norm
 from detjax.pallas_kernels.rms_norm.api import combine_add_rms_norm
 from detjax.parallel import sm90_exchange
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
@@ -32,6 +31,30 @@ MAX_EXCHANGED_ROWS = 128
 """Rows with slots. Above, sending every partial to every rank costs more than it saves."""
 
 MAX_EXCHANGED_RANKS = 8
+
+
+class ExchangeKernel(Protocol):
+    """One launch that adds the ranks' subtrees through peer memory, and normalises.
+
+    Attributes:
+        EMPTY: A word of a slot that no peer has written, uint32.
+    """
+
+    EMPTY: int
+
+    def takes_width(self, width: int) -> bool:
+        """Whether it exchanges rows of so many channels."""
+        ...
+
+    def exchange_add_rms_norm(
+        self, leaf_sums, residual, bias, gain, peers, slots, parities, *, eps: float
+    ) -> tuple[jax.Array, jax.Array]:
+        """See `exchange_add_rms_norm` of this module, with the fields of `Exchange` one by one."""
+        ...
+
+
+EXCHANGE_KERNELS: dict[Backend, ExchangeKernel] = {Backend.SM90: sm90_exchange}
+"""Of the backends that have one; others exchange through XLA's collectives."""
 
 
 @jax.tree_util.register_dataclass
@@ -74,19 +97,22 @@ def why_no_exchange(mesh: Mesh, *, width: int, backend: Backend) -> str | None:
     tp = mesh.shape[TP_AXIS]
     if tp == 1:
         return "one rank has nobody to exchange with"
-    if backend is not Backend.SM90:
+    kernel = EXCHANGE_KERNELS.get(backend)
+    if kernel is None:
         return f"the {backend.value} backend exchanges through XLA's collectives"
     if tp > MAX_EXCHANGED_RANKS:
         return f"{tp=} is more than {MAX_EXCHANGED_RANKS} GPUs of one machine"
     processes = {device.process_index for device in mesh.devices.flat}
     if len(processes) > 1:
         return f"the mesh spans {len(processes)} processes, which have no addresses in common"
-    if not norm.row_sum(width).is_wide:
+    if not kernel.takes_width(width):
         return f"{width} channels are not a row of whole warpgroups"
     return None
 
 
-def open_exchange(mesh: Mesh, *, width: int, max_rows: int = MAX_EXCHANGED_ROWS) -> Exchange:
+def open_exchange(
+    mesh: Mesh, *, width: int, backend: Backend, max_rows: int = MAX_EXCHANGED_ROWS
+) -> Exchange:
     """Allocate the mailboxes of a mesh and tell every rank where its peers' are.
 
     WHY: `plgpu.remote_ref` would exchange addresses on every execution of every call: a rendezvous
@@ -95,14 +121,17 @@ def open_exchange(mesh: Mesh, *, width: int, max_rows: int = MAX_EXCHANGED_ROWS)
     Args:
         mesh: One for which `why_no_exchange` is None.
         width: Channels of the residual stream.
+        backend: Which kernels run.
         max_rows: Most rows of an exchange.
     """
     dp, tp = (mesh.shape[axis] for axis in (DP_AXIS, TP_AXIS))
     sharding = NamedSharding(mesh, _BY_RANK)
 
+    empty = EXCHANGE_KERNELS[backend].EMPTY
+
     @functools.partial(jax.jit, out_shardings=(sharding, sharding))
     def fill():
-        slots = jnp.full((dp, tp, 2, max_rows, tp - 1, width), sm90_exchange.EMPTY, jnp.uint32)
+        slots = jnp.full((dp, tp, 2, max_rows, tp - 1, width), empty, jnp.uint32)
         return slots, jnp.zeros((dp, tp, max_rows), jnp.int32)
 
     slots, parities = jax.block_until_ready(fill())  # before any peer may write
@@ -122,6 +151,7 @@ def exchange_add_rms_norm(
     gain: Activation[Array, " D"],
     *,
     eps: float,
+    backend: Backend,
 ) -> tuple[Activation[Array, "M D"], Activation[Array, "M D"]]:
     """Add the ranks' subtrees through peer memory, then as `rms_norm.api.add_rms_norm`.
 
@@ -138,6 +168,7 @@ def exchange_add_rms_norm(
         bias: The product's bias, added after the tree.
         gain: Scale of each channel.
         eps: Added to the mean square.
+        backend: Which kernel runs: that of `open_exchange`.
 
     Returns:
         The new residual stream, and its normalised rows.
@@ -152,7 +183,7 @@ def exchange_add_rms_norm(
         Data that says itself whether it has arrived: Hu et al. 2025, arXiv:2507.04786 (NCCL's LL
         protocols); here no flag travels with it.
     """
-    return sm90_exchange.exchange_add_rms_norm(
+    return EXCHANGE_KERNELS[backend].exchange_add_rms_norm(
         leaf_sums,
         residual,
         bias,

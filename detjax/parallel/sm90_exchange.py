@@ -41,7 +41,7 @@ from jaxlib.mlir.dialects import llvm
 from detjax.pallas_kernels import sm90_rows as rows
 from detjax.pallas_kernels.rms_norm import sm90 as norm
 
-EMPTY = 0xFFFFFFFF
+EMPTY: int = 0xFFFFFFFF
 """A word that no peer has written."""
 
 _DEFAULT_NAN = 0x7FFFFFFF
@@ -259,6 +259,11 @@ def _flip_parity(parities_gmem, row, parity) -> None:
     emit(parities_gmem, row, parity)
 
 
+def takes_width(width: int) -> bool:
+    """Whether rows of so many channels are whole warpgroups."""
+    return norm.row_sum(width).is_wide
+
+
 @functools.partial(jax.jit, static_argnames=("eps",))
 def exchange_add_rms_norm(
     leaf_sums, residual, bias, gain, peers, slots, parities, *, eps: float
@@ -288,7 +293,7 @@ def exchange_add_rms_norm(
     num_leaves = leaf_sums.shape[0]
     _, max_rows, num_peers, _ = slots.shape
     form = norm.row_sum(width)
-    if not form.is_wide:
+    if not takes_width(width):
         raise ValueError(f"the exchange kernel takes wide rows only, not {width=}")
     if num_rows > max_rows:
         raise ValueError(f"{num_rows} rows are more than the {max_rows} that have slots")

@@ -3,7 +3,7 @@
 
 from dataclasses import dataclass
 
-from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.backend import KERNELS, Backend
 
 MODES = ("invariant", "dvr", "fast")
 DRAFT_WEIGHTS = ("full", "int8", "float8_e4m3fn")
@@ -219,4 +219,4 @@ def max_draft_fraction(config: EngineConfig, backend: Backend) -> float:
     """The share asked for, or the one that is quickest as far as was measured."""
     if config.max_draft_fraction is not None:
         return config.max_draft_fraction
-    return 0.0 if backend is Backend.SM90 and config.draft_weights == "full" else 1.0
+    return 0.0 if KERNELS[backend].steps_beat_xla and config.draft_weights == "full" else 1.0

@@ -122,7 +122,7 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--problems", type=Path, metavar="FILE", help="JSON lines with question and answer")
     group = parser.add_argument_group("where it runs; changes no bit of the invariant run")
     add = group.add_argument
-    add("--backend", choices=("auto", "portable", "sm90"), default="auto",
+    add("--backend", choices=("auto", *(b.value for b in Backend)), default="auto",
         help="kernels: portable runs on CPUs, sm90 on Hopper GPUs; auto looks (default)")
     add("--rollout-tp", type=int, default=4, metavar="N",
         help="devices the engine splits the model over; CPUs pose as several (default 4)")
@@ -228,7 +228,7 @@ def prepare(args: Args) -> Setup:
     profile, config = NumericsProfile(), load_config(folder)
     choice = choose_backend(
         None if args.backend == "auto" else Backend(args.backend),
-        why_not_model=lambda: why_unsupported(config, profile, Backend.SM90, args.rollout_tp),
+        why_not_model=lambda backend: why_unsupported(config, profile, backend, args.rollout_tp),
     )
     platform = choice.backend.platform
 

@@ -26,11 +26,13 @@ from detjax.numerics import NumericsProfile, Reduction, tree_reduction
 from detjax.pallas_kernels.attention.api import attention, rope_attention
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.embedding.api import embed
+from detjax.pallas_kernels.fixed_blocks import add_leaves
 from detjax.pallas_kernels.linear.api import (
     add_partials,
     linear,
     linear_add,
     linear_add_rms_norm,
+    linear_leaf_sums,
     linear_partial,
     linear_swiglu,
     norm_linear,
@@ -198,6 +200,11 @@ def _cases() -> dict[str, Case]:
                 ),
                 _columns(ranks, rank, 512),
             ),
+        ),
+        "linear_leaf_sums": Case(
+            kernel=linear_leaf_sums,
+            call=lambda x: add_leaves(linear_leaf_sums(x, w, reduction=leaf, **ON)),
+            rows=(bf16(rng, M, K),),
         ),
         "linear_partial": Case(
             kernel=linear_partial,
@@ -578,6 +585,16 @@ K_LENGTHS = (172, 6144, 11008, 14336, 25600)
 @pytest.mark.invariance
 @pytest.mark.parametrize("k_len", K_LENGTHS)
 def test_linear_partial_is_bitwise_mesh_invariant(k_len):
+    _assert_shares_add_up(k_len, linear_partial)
+
+
+@pytest.mark.invariance
+def test_linear_leaf_sums_is_bitwise_mesh_invariant():
+    _assert_shares_add_up(6144, lambda *a, **options: add_leaves(linear_leaf_sums(*a, **options)))
+
+
+def _assert_shares_add_up(k_len, share_of) -> None:
+    """The tree over any number of ranks' shares has the bits of `linear_partial` of all of K."""
     rng = np.random.default_rng(k_len)
     x, w = bf16(rng, 3, k_len), bf16(rng, 24, k_len)
     assert_order_sensitive(np.asarray(x[0], np.float32) * np.asarray(w, np.float32))
@@ -587,7 +604,7 @@ def test_linear_partial_is_bitwise_mesh_invariant(k_len):
     while tp <= reduction.num_leaves:
         shares = [
             _run(
-                lambda x, w: linear_partial(x, w, reduction=reduction, **ON),
+                lambda x, w: share_of(x, w, reduction=reduction, **ON),
                 (x[:, _columns(tp, r, k_len)], w[:, _columns(tp, r, k_len)]),
             )
             for r in range(tp)

@@ -17,6 +17,7 @@ import jax, jax.numpy as jnp, numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.exchange import EXCHANGE_SPECS, Exchange, exchange_add_rms_norm
 
 topology = topologies.get_topology_desc("h200", "cuda", target_config=aot.H200, topology="1x1x8")
@@ -39,7 +40,9 @@ for tp, num_rows, width, num_leaves, has_bias in json.loads(sys.argv[1]):
 
     def rank(shared, leaves, residual, gain):
         bias = gain if has_bias else None
-        return exchange_add_rms_norm(shared, leaves[:, 0], residual, bias, gain, eps=1e-5)
+        return exchange_add_rms_norm(
+            shared, leaves[:, 0], residual, bias, gain, eps=1e-5, backend=Backend.SM90
+        )
 
     step = jax.shard_map(
         rank, mesh=mesh, in_specs=(EXCHANGE_SPECS, P(None, "tp"), P(), P()), out_specs=P(),

@@ -51,7 +51,7 @@ def gpu_mesh(dp: int, tp: int):
 
 @functools.cache
 def exchange(width: int, dp: int = 1, tp: int = 2) -> Exchange:
-    return open_exchange(gpu_mesh(dp, tp), width=width)
+    return open_exchange(gpu_mesh(dp, tp), width=width, **ON)
 
 
 def operands(num_rows: int, width: int, num_leaves: int, tp: int = 2):
@@ -93,7 +93,7 @@ def chained(finish, leaves, residual, bias, gain, tp: int = 2):
 
 
 def by_kernel(shared, leaves, residual, bias, gain):
-    return exchange_add_rms_norm(shared, leaves, residual, bias, gain, eps=EPS)
+    return exchange_add_rms_norm(shared, leaves, residual, bias, gain, eps=EPS, **ON)
 
 
 def by_butterfly(shared, leaves, residual, bias, gain):
@@ -250,7 +250,7 @@ def test_exchange_holds_when_ranks_drift_apart(num_rows, num_iterations, tp):
             delayed = wait(jnp.maximum(cycles, 0), previous)
             every = jnp.stack([value(i, rank) for rank in range(tp)])
             own = lax.dynamic_index_in_dim(every, me)
-            got = exchange_add_rms_norm(shared, own, delayed, bias, gain, eps=EPS)
+            got = exchange_add_rms_norm(shared, own, delayed, bias, gain, eps=EPS, **ON)
             want = combine_add_rms_norm(every, delayed, bias, gain, eps=EPS, **ON)
             for a, b in zip(got, want, strict=True):
                 a, b = (lax.bitcast_convert_type(x, jnp.uint16) for x in (a, b))

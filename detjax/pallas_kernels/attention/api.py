@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Causal attention of new tokens over the paged cache: prefill, decode and verify in one."""
 
-import jax.numpy as jnp
-
 from detjax.array_types import Activation, Array, Float32, Int32
 from detjax.numerics import NumericsProfile
-from detjax.pallas_kernels.attention import portable, sm90
-from detjax.pallas_kernels.backend import Backend
-from detjax.pallas_kernels.rope.api import rope_into_cache
+from detjax.pallas_kernels.backend import KERNELS, Backend
 
 
 def attention(
@@ -54,9 +50,9 @@ def attention(
         arXiv:2205.14135. Splits of fixed length rather than fixed count.
     """
     _check(pages, q.shape[2], profile)
-    # WHY: the layer is an operand, so that all layers share one compiled kernel.
-    run = sm90.attention if backend is Backend.SM90 else portable.attention
-    return run(q, pages, page_table, positions, jnp.int32(layer), window=window, profile=profile)
+    return KERNELS[backend].attention(
+        q, pages, page_table, positions, layer, window=window, profile=profile
+    )
 
 
 def rope_attention(
@@ -115,20 +111,10 @@ def rope_attention(
         raise ValueError(
             f"{qkv.shape=} and {cos.shape=} must have a row for each of {positions.shape=}"
         )
-    if backend is Backend.SM90:
-        return sm90.rope_attention(
-            qkv, cos, sin, gains, pages, page_table, positions, jnp.int32(layer),
-            window=window, eps=eps, profile=profile,
-        )  # fmt: skip
-    q, pages = rope_into_cache(
-        qkv, cos, sin, gains, pages, page_table, positions, layer=layer, eps=eps, backend=backend
-    )
-    q = q.reshape(*positions.shape, num_heads, qkv.shape[2])
-    out = attention(
-        q, pages, page_table, positions,
-        layer=layer, window=window, profile=profile, backend=backend,
+    return KERNELS[backend].rope_attention(
+        qkv, cos, sin, gains, pages, page_table, positions, layer,
+        window=window, eps=eps, profile=profile,
     )  # fmt: skip
-    return out, pages
 
 
 def _check(pages, num_heads: int, profile: NumericsProfile) -> None:

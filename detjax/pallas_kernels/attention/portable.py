@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.fixed_blocks import ROWS, pad_axis, round_to, run_blocks
+from detjax.pallas_kernels.rope.portable import rope_into_cache
 
 LOG2_E = 1.4426950408889634
 
@@ -40,11 +41,20 @@ def _empty(channels: int):
     )
 
 
-@partial(jax.jit, static_argnames=("window", "profile"))
 def attention(
-    q, pages, page_table, positions, layer, *, window: int | None, profile: NumericsProfile
+    q, pages, page_table, positions, layer: int, *, window: int | None, profile: NumericsProfile
 ) -> jax.Array:
     """See `api.attention`."""
+    # WHY: the layer is an operand, so that all layers share one compiled kernel.
+    return _attention(
+        q, pages, page_table, positions, jnp.int32(layer), window=window, profile=profile
+    )
+
+
+@partial(jax.jit, static_argnames=("window", "profile"))
+def _attention(
+    q, pages, page_table, positions, layer, *, window: int | None, profile: NumericsProfile
+) -> jax.Array:
     batch, query_len, num_heads, channels = q.shape
     kv_heads, block = pages.shape[3], pages.shape[4]
     group = num_heads // kv_heads
@@ -127,3 +137,14 @@ def attention(
     )
     out = out[:, : query_len * group].reshape(batch, kv_heads, query_len, group, channels)
     return out.transpose(0, 2, 1, 3, 4).reshape(q.shape)
+
+
+def rope_attention(
+    qkv, cos, sin, gains, pages, page_table, positions, layer: int,
+    *, window: int | None, eps: float, profile: NumericsProfile,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """See `api.rope_attention`."""
+    q, pages = rope_into_cache(qkv, cos, sin, gains, pages, page_table, positions, layer, eps=eps)
+    q = q.reshape(*positions.shape, *q.shape[1:])
+    out = attention(q, pages, page_table, positions, layer, window=window, profile=profile)
+    return out, pages

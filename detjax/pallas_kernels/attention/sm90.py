@@ -69,7 +69,8 @@ def attention(
         mesh-invariant. Holds while keys and values are finite.
     """
     _check(q, pages, profile)
-    operands = (q, pages, page_table, positions, layer)
+    # WHY: the layer is an operand, so that all layers share one compiled kernel.
+    operands = (q, pages, page_table, positions, jnp.int32(layer))
     per_split = profile.attention_split // profile.attention_block
     group = q.shape[2] // pages.shape[3]
     if is_decode(q.shape[1], group, q.shape[3], window):
@@ -100,7 +101,7 @@ def rope_attention(
     batch, query_len = positions.shape
     kv_heads, channels = pages.shape[3], pages.shape[5]
     group = qkv.shape[1] // kv_heads - 2
-    place = (pages, page_table, positions, layer)
+    place = (pages, page_table, positions, jnp.int32(layer))
     if FUSE_ROPE and query_len == 1 and is_decode(query_len, group, channels, window):
         config = decode_config(
             batch=batch, query_len=query_len, kv_heads=kv_heads, group=group, channels=channels,

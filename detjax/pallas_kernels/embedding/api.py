@@ -4,8 +4,7 @@
 import jax.numpy as jnp
 
 from detjax.array_types import Activation, Array, Int32
-from detjax.pallas_kernels.backend import Backend
-from detjax.pallas_kernels.embedding import portable
+from detjax.pallas_kernels.backend import KERNELS, Backend
 
 
 def embed(
@@ -29,5 +28,4 @@ def embed(
         Moves and widens bits; no rounding.
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
     """
-    del backend  # a gather has the same bits everywhere
-    return portable.embed(table, token_ids, out_dtype=out_dtype)
+    return KERNELS[backend].embed(table, token_ids, out_dtype=out_dtype)

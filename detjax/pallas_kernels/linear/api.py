@@ -5,13 +5,7 @@ import jax.numpy as jnp
 
 from detjax.array_types import Activation, Array, Float32
 from detjax.numerics import Reduction
-from detjax.pallas_kernels.backend import Backend
-from detjax.pallas_kernels.linear import portable, sm90
-from detjax.pallas_kernels.rms_norm.api import add_rms_norm, combine_add_rms_norm, rms_norm
-from detjax.pallas_kernels.swiglu import portable as portable_swiglu
-
-MAX_COMBINED_ROWS = 128
-"""Up to here sm90 adds leaves, residual and norm in one kernel; above, float32 traffic costs."""
+from detjax.pallas_kernels.backend import KERNELS, Backend
 
 
 def linear(
@@ -41,16 +35,17 @@ def linear(
         order, in the steps `portable.step_len` gives; the bias is added last; one rounding.
         Claims: run-invariant, batch-invariant, path-consistent. Bits depend on (K, dtypes, build).
     """
+    _check_inputs(x, w)
+    return KERNELS[backend].linear(x, w, bias, out_dtype=out_dtype)
+
+
+def _check_inputs(x, w) -> None:
     if x.shape[1] != w.shape[1]:
         raise ValueError(f"{x.shape=} and {w.shape=} must agree in their last axis, K")
-    if backend is Backend.SM90:
-        return sm90.linear(x, w, bias, out_dtype=out_dtype)
-    return portable.linear(x, w, bias, out_dtype=out_dtype)
 
 
 def _check_gate_up(x, w_gate_up) -> None:
-    if x.shape[1] != w_gate_up.shape[1]:
-        raise ValueError(f"{x.shape=} and {w_gate_up.shape=} must agree in their last axis, K")
+    _check_inputs(x, w_gate_up)
     if w_gate_up.shape[0] % 2:
         raise ValueError(f"{w_gate_up.shape=} must have as many rows of up as of gate")
 
@@ -83,10 +78,7 @@ def linear_swiglu(
         Shazeer 2020, arXiv:2002.05202.
     """
     _check_gate_up(x, w_gate_up)
-    if backend is Backend.SM90:
-        return sm90.linear_swiglu(x, w_gate_up)
-    gate_up = portable.linear(x, w_gate_up, None, out_dtype=x.dtype)
-    return portable_swiglu.swiglu(gate_up)
+    return KERNELS[backend].linear_swiglu(x, w_gate_up)
 
 
 def norm_linear(
@@ -117,13 +109,11 @@ def norm_linear(
 
     Numerics:
         The bits of `rms_norm` and `linear` one after the other, normalised rows rounded to the
-        dtype of `x`; up to 8 rows in one launch.
+        dtype of `x`; on sm90 up to 8 rows in one launch.
         Claims: run-invariant, batch-invariant, path-consistent. Bits depend on (K, dtypes, build).
     """
-    if backend is Backend.SM90 and sm90.normalises_input(*x.shape):
-        return sm90.norm_linear(x, gain, w, bias, eps=eps, out_dtype=out_dtype)
-    x = rms_norm(x, gain, eps=eps, backend=backend)
-    return linear(x, w, bias, out_dtype=out_dtype, backend=backend)
+    _check_inputs(x, w)
+    return KERNELS[backend].norm_linear(x, gain, w, bias, eps=eps, out_dtype=out_dtype)
 
 
 def norm_linear_swiglu(
@@ -149,13 +139,52 @@ def norm_linear_swiglu(
         ValueError: If K of `x` and `w_gate_up` differ or E is odd.
 
     Numerics:
-        The bits of `rms_norm` and `linear_swiglu` one after the other; up to 8 rows in one launch.
+        The bits of `rms_norm` and `linear_swiglu` one after the other; on sm90 up to 8 rows
+        in one launch.
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
     """
-    if backend is Backend.SM90 and sm90.normalises_input(*x.shape):
-        _check_gate_up(x, w_gate_up)
-        return sm90.norm_linear_swiglu(x, gain, w_gate_up, eps=eps)
-    return linear_swiglu(rms_norm(x, gain, eps=eps, backend=backend), w_gate_up, backend=backend)
+    _check_gate_up(x, w_gate_up)
+    return KERNELS[backend].norm_linear_swiglu(x, gain, w_gate_up, eps=eps)
+
+
+def _check_leaves(x, w, reduction: Reduction) -> None:
+    _check_inputs(x, w)
+    leaves, rest = divmod(x.shape[1], reduction.leaf_len)
+    if rest or leaves < 1 or leaves & (leaves - 1):
+        raise ValueError(
+            f"a rank's share of K, {x.shape[1]}, must be a power-of-two number of leaves of "
+            f"{reduction.leaf_len}"
+        )
+
+
+def linear_leaf_sums(
+    x: Activation[Array, "M k"],
+    w: Activation[Array, "N k"],
+    *,
+    reduction: Reduction,
+    backend: Backend,
+) -> Float32[Array, "L M N"]:
+    """This rank's subtree of a row-parallel product in L parts, for a kernel that adds the rest.
+
+    `tree(out) = linear_partial(x, w)`
+
+    Args:
+        x: This rank's columns of the activations: whole leaves.
+        w: The same columns of the weights, (out, in).
+        reduction: The leaves of the whole K, from `numerics.tree_reduction`.
+        backend: Which implementation runs. It chooses L, a power of two, by M and N for speed.
+
+    Raises:
+        ValueError: As `linear_partial`.
+
+    Numerics:
+        Each part is a subtree of `linear_partial`. Any kernel that continues the tree over the
+        first axis, ((p0 + p1) + (p2 + p3)) + ..., gets its bits.
+        Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant. They are of the
+        tree's sum; L may vary with M.
+    """
+    _check_leaves(x, w, reduction)
+    return KERNELS[backend].linear_leaf_sums(x, w, reduction=reduction)
 
 
 def linear_partial(
@@ -189,17 +218,8 @@ def linear_partial(
         Tree-based invariant kernels: Zhang et al. 2025, arXiv:2511.17826. There the tree is added
         in bfloat16, here in float32.
     """
-    if x.shape[1] != w.shape[1]:
-        raise ValueError(f"{x.shape=} and {w.shape=} must agree in their last axis, K")
-    leaves, rest = divmod(x.shape[1], reduction.leaf_len)
-    if rest or leaves < 1 or leaves & (leaves - 1):
-        raise ValueError(
-            f"a rank's share of K, {x.shape[1]}, must be a power-of-two number of leaves of "
-            f"{reduction.leaf_len}"
-        )
-    if backend is Backend.SM90:
-        return sm90.linear_partial(x, w, reduction=reduction)
-    return portable.linear_partial(x, w, reduction=reduction)
+    _check_leaves(x, w, reduction)
+    return KERNELS[backend].linear_partial(x, w, reduction=reduction)
 
 
 def add_partials(
@@ -213,9 +233,7 @@ def add_partials(
         One float32 addition an element; commutative, so both ranks of a pair get the same bits.
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
     """
-    if backend is Backend.SM90:
-        return sm90.add_partials(a, b)
-    return portable.add_partials(a, b)
+    return KERNELS[backend].add_partials(a, b)
 
 
 def defers_norm(
@@ -227,9 +245,9 @@ def defers_norm(
 ) -> bool:
     """Whether `linear_add`, then a product that normalises its input, beats `linear_add_rms_norm`.
 
-    By launches: both change no bit. So it is on sm90 up to 8 rows, if no CTAs share a tree.
+    By launches: both change no bit.
     """
-    return backend is Backend.SM90 and sm90.defers_norm(x, w, reduction=reduction)
+    return KERNELS[backend].defers_norm(x, w, reduction=reduction)
 
 
 def linear_add(
@@ -258,10 +276,7 @@ def linear_add(
         are added in float32 and rounded once.
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
     """
-    if backend is Backend.SM90:
-        return sm90.linear_add(x, w, residual, bias, reduction=reduction)
-    partial = portable.linear_partial(x, w, reduction=reduction)
-    return portable.add_residual(partial, residual, bias)
+    return KERNELS[backend].linear_add(x, w, residual, bias, reduction=reduction)
 
 
 def linear_add_rms_norm(
@@ -296,11 +311,6 @@ def linear_add_rms_norm(
         The bits of `linear_partial` and `add_rms_norm` one after the other, in fewer launches.
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
     """
-    if backend is Backend.SM90 and x.shape[0] > MAX_COMBINED_ROWS:
-        total = sm90.linear_add(x, w, residual, bias, reduction=reduction)
-        return total, rms_norm(total, gain, eps=eps, backend=backend)
-    if backend is Backend.SM90:
-        leaf_sums = sm90.linear_leaf_sums(x, w, reduction=reduction)
-        return combine_add_rms_norm(leaf_sums, residual, bias, gain, eps=eps, backend=backend)
-    partial = portable.linear_partial(x, w, reduction=reduction)
-    return add_rms_norm(partial, residual, bias, gain, eps=eps, backend=backend)
+    return KERNELS[backend].linear_add_rms_norm(
+        x, w, residual, bias, gain, reduction=reduction, eps=eps
+    )

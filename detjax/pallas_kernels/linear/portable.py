@@ -17,6 +17,8 @@ from detjax.pallas_kernels.fixed_blocks import (
     round_to,
     run_blocks,
 )
+from detjax.pallas_kernels.rms_norm.portable import add_rms_norm, rms_norm
+from detjax.pallas_kernels.swiglu.portable import swiglu
 
 COLS = 64
 """Output columns of a block. Divides every real width, so weights are not padded."""
@@ -80,6 +82,21 @@ def linear(x, w, bias, *, out_dtype: jnp.dtype) -> jax.Array:
     return out[:num_rows, :num_cols]
 
 
+def linear_swiglu(x, w_gate_up) -> jax.Array:
+    """See `api.linear_swiglu`."""
+    return swiglu(linear(x, w_gate_up, None, out_dtype=x.dtype))
+
+
+def norm_linear(x, gain, w, bias, *, eps: float, out_dtype: jnp.dtype) -> jax.Array:
+    """See `api.norm_linear`."""
+    return linear(rms_norm(x, gain, eps=eps), w, bias, out_dtype=out_dtype)
+
+
+def norm_linear_swiglu(x, gain, w_gate_up, *, eps: float) -> jax.Array:
+    """See `api.norm_linear_swiglu`."""
+    return linear_swiglu(rms_norm(x, gain, eps=eps), w_gate_up)
+
+
 def linear_leaves(x, w, *, reduction: Reduction) -> jax.Array:
     """Every leaf's sum, [leaves, rows, cols] padded to whole blocks."""
     leaf_len = reduction.leaf_len
@@ -108,6 +125,11 @@ def linear_partial(x, w, *, reduction: Reduction) -> jax.Array:
     return add_leaves(linear_leaves(x, w, reduction=reduction))[: x.shape[0], : w.shape[0]]
 
 
+def linear_leaf_sums(x, w, *, reduction: Reduction) -> jax.Array:
+    """See `api.linear_leaf_sums`: the whole subtree, as one part."""
+    return linear_partial(x, w, reduction=reduction)[None]
+
+
 @jax.jit
 def add_partials(a, b) -> jax.Array:
     """See `api.add_partials`."""
@@ -130,9 +152,26 @@ def add_partials(a, b) -> jax.Array:
     return out[:num_rows]
 
 
+def defers_norm(x, w, *, reduction: Reduction) -> bool:
+    """See `api.defers_norm`: no, as launches cost nothing here."""
+    return False
+
+
+def linear_add(x, w, residual, bias, *, reduction: Reduction) -> jax.Array:
+    """See `api.linear_add`."""
+    return _add_residual(linear_partial(x, w, reduction=reduction), residual, bias)
+
+
+def linear_add_rms_norm(
+    x, w, residual, bias, gain, *, reduction: Reduction, eps: float
+) -> tuple[jax.Array, jax.Array]:
+    """See `api.linear_add_rms_norm`."""
+    total = linear_partial(x, w, reduction=reduction)
+    return add_rms_norm(total, residual, bias, gain, eps=eps)
+
+
 @jax.jit
-def add_residual(partial, residual, bias) -> jax.Array:
-    """Add a row-parallel product and its bias to the residual stream: see `api.linear_add`."""
+def _add_residual(partial, residual, bias) -> jax.Array:
     num_rows, width = residual.shape
     dtype = residual.dtype
     partial, residual = pad_axis(partial, 0, ROWS), pad_axis(residual, 0, ROWS)

@@ -17,7 +17,10 @@ from detjax.pallas_kernels.linear.tiles import (
     MatmulTiles,
     choose_tiles,
 )
-from detjax.pallas_kernels.rms_norm.sm90 import row_sum
+from detjax.pallas_kernels.rms_norm.sm90 import combine_add_rms_norm, rms_norm, row_sum
+
+MAX_COMBINED_ROWS = 128
+"""Up to here leaves, residual and norm are one kernel; above, float32 traffic costs."""
 
 
 def check_supported(x, w, *, leaf_len: int) -> None:
@@ -114,14 +117,16 @@ def normalises_input(num_rows: int, width: int) -> bool:
 
 
 def norm_linear(x, gain, w, bias, *, eps: float, out_dtype: jnp.dtype) -> jax.Array:
-    """See `api.norm_linear`; for rows that `normalises_input`.
+    """See `api.norm_linear`: one launch for rows that `normalises_input`.
 
     Numerics:
-        # ORDER, # ROUND: those of `rms_norm`, by the same instructions, in every CTA; then those of
-        `linear`.
+        # ORDER, # ROUND: those of `rms_norm`, in one launch by the same instructions in every CTA;
+        then those of `linear`.
         Claims: run-invariant, batch-invariant, path-consistent. Bits depend on (K, dtypes, build).
     """
     num_rows, k_len = x.shape
+    if not normalises_input(num_rows, k_len):
+        return linear(rms_norm(x, gain, eps=eps), w, bias, out_dtype=out_dtype)
     check_supported(x, w, leaf_len=k_len)
     tiles = choose_tiles(
         num_rows=num_rows,
@@ -136,13 +141,15 @@ def norm_linear(x, gain, w, bias, *, eps: float, out_dtype: jnp.dtype) -> jax.Ar
 
 
 def norm_linear_swiglu(x, gain, w_gate_up, *, eps: float) -> jax.Array:
-    """See `api.norm_linear_swiglu`; for rows that `normalises_input`.
+    """See `api.norm_linear_swiglu`: one launch for rows that `normalises_input`.
 
     Numerics:
         # ORDER, # ROUND: those of `rms_norm`, as in `norm_linear`; then those of `linear_swiglu`.
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
     """
     num_rows, k_len = x.shape
+    if not normalises_input(num_rows, k_len):
+        return linear_swiglu(rms_norm(x, gain, eps=eps), w_gate_up)
     check_supported(x, w_gate_up, leaf_len=k_len)
     tiles = choose_tiles(
         num_rows=num_rows,
@@ -159,10 +166,7 @@ def norm_linear_swiglu(x, gain, w_gate_up, *, eps: float) -> jax.Array:
 
 
 def linear_leaf_sums(x, w, *, reduction: Reduction) -> jax.Array:
-    """Sum runs of leaves: [groups, M, N], each group a subtree, for a kernel that adds the rest.
-
-    The number of groups is chosen by M and N for speed. Any kernel that continues the tree over the
-    first axis, ((g0 + g1) + (g2 + g3)) + ..., gets the bits of `linear_partial`.
+    """See `api.linear_leaf_sums`: a part is what one of the CTAs that share a tile's tree adds.
 
     Numerics:
         See `linear_partial`.
@@ -218,7 +222,7 @@ def _residual_tiles(x, w, reduction: Reduction, *, has_bias: bool) -> MatmulTile
 
 
 def defers_norm(x, w, *, reduction: Reduction) -> bool:
-    """See `api.defers_norm`."""
+    """See `api.defers_norm`: up to 8 rows, if no CTAs share a tree."""
     is_one_launch = _residual_tiles(x, w, reduction, has_bias=False).groups == 1
     return is_one_launch and normalises_input(x.shape[0], w.shape[0])
 
@@ -246,6 +250,23 @@ def linear_add(x, w, residual, bias, *, reduction: Reduction) -> jax.Array:
         out_dtype=residual.dtype,
         tiles=tiles,
     )
+
+
+def linear_add_rms_norm(
+    x, w, residual, bias, gain, *, reduction: Reduction, eps: float
+) -> tuple[jax.Array, jax.Array]:
+    """See `api.linear_add_rms_norm`.
+
+    Numerics:
+        Those of `linear_partial`, then of `add_rms_norm`: up to `MAX_COMBINED_ROWS` rows
+        `combine_add_rms_norm` finishes the tree, above them `linear_add` does.
+        Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
+    """
+    if x.shape[0] > MAX_COMBINED_ROWS:
+        total = linear_add(x, w, residual, bias, reduction=reduction)
+        return total, rms_norm(total, gain, eps=eps)
+    leaf_sums = linear_leaf_sums(x, w, reduction=reduction)
+    return combine_add_rms_norm(leaf_sums, residual, bias, gain, eps=eps)
 
 
 def _tree(terms: list):

@@ -2,8 +2,7 @@
 """Log-softmax of logits that are split over ranks: block sums here, one tree everywhere."""
 
 from detjax.array_types import Array, Float32
-from detjax.pallas_kernels.backend import Backend
-from detjax.pallas_kernels.log_softmax import portable, sm90
+from detjax.pallas_kernels.backend import KERNELS, Backend
 
 
 def block_stats(
@@ -27,9 +26,7 @@ def block_stats(
     """
     if logits.shape[1] % vocab_block:
         raise ValueError(f"{logits.shape[1]} logits must be whole blocks of {vocab_block}")
-    if backend is Backend.SM90:
-        return sm90.block_stats(logits, vocab_block=vocab_block)
-    return portable.block_stats(logits, vocab_block=vocab_block)
+    return KERNELS[backend].block_stats(logits, vocab_block=vocab_block)
 
 
 def log_sum_exp(
@@ -49,9 +46,7 @@ def log_sum_exp(
         zeros at the end, so how far a mesh pads the vocabulary does not matter.
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
     """
-    if backend is Backend.SM90:
-        return sm90.log_sum_exp(maxima, sums)
-    return portable.log_sum_exp(maxima, sums)
+    return KERNELS[backend].log_sum_exp(maxima, sums)
 
 
 def log_probs(
@@ -65,6 +60,4 @@ def log_probs(
         One float32 subtraction an element.
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
     """
-    if backend is Backend.SM90:
-        return sm90.log_probs(logits, lse)
-    return portable.subtract_rows(logits, lse)
+    return KERNELS[backend].log_probs(logits, lse)

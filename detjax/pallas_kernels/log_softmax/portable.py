@@ -89,7 +89,7 @@ def log_sum_exp(maxima, sums) -> jax.Array:
 
 
 @jax.jit
-def subtract_rows(logits, lse) -> jax.Array:
+def log_probs(logits, lse) -> jax.Array:
     """See `api.log_probs`."""
     num_rows, width = logits.shape
     logits, lse = pad_axis(logits, 0, ROWS), pad_axis(lse[:, None], 0, ROWS)

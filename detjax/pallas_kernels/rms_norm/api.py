@@ -2,9 +2,7 @@
 """RMSNorm, alone and fused with the residual addition that comes before it."""
 
 from detjax.array_types import Activation, Array, Float32
-from detjax.pallas_kernels.backend import Backend
-from detjax.pallas_kernels.fixed_blocks import add_leaves
-from detjax.pallas_kernels.rms_norm import portable, sm90
+from detjax.pallas_kernels.backend import KERNELS, Backend
 
 
 def rms_norm(
@@ -32,9 +30,7 @@ def rms_norm(
         Zhang and Sennrich 2019, arXiv:1910.07467, eq. 4. Hugging Face rounds before the gain;
         here the gain is applied in float32.
     """
-    if backend is Backend.SM90:
-        return sm90.rms_norm(x, gain, eps=eps)
-    return portable.rms_norm(x, gain, eps=eps)
+    return KERNELS[backend].rms_norm(x, gain, eps=eps)
 
 
 def add_rms_norm(
@@ -66,9 +62,7 @@ def add_rms_norm(
         as `rms_norm` does.
         Claims: run-invariant, batch-invariant, path-consistent.
     """
-    if backend is Backend.SM90:
-        return sm90.add_rms_norm(partial, residual, bias, gain, eps=eps)
-    return portable.add_rms_norm(partial, residual, bias, gain, eps=eps)
+    return KERNELS[backend].add_rms_norm(partial, residual, bias, gain, eps=eps)
 
 
 def combine_add_rms_norm(
@@ -99,7 +93,4 @@ def combine_add_rms_norm(
         The perfect binary tree over the first axis in float32, then the bits of `add_rms_norm`.
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
     """
-    if backend is Backend.SM90:
-        return sm90.combine_add_rms_norm(leaf_sums, residual, bias, gain, eps=eps)
-    partial = add_leaves(leaf_sums)
-    return portable.add_rms_norm(partial, residual, bias, gain, eps=eps)
+    return KERNELS[backend].combine_add_rms_norm(leaf_sums, residual, bias, gain, eps=eps)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from detjax.pallas_kernels.fixed_blocks import ROWS, pad_axis, round_to, run_blocks
+from detjax.pallas_kernels.fixed_blocks import ROWS, add_leaves, pad_axis, round_to, run_blocks
 
 
 def _normalise(v: jax.Array, gain: jax.Array, eps: float) -> jax.Array:
@@ -75,3 +75,10 @@ def add_rms_norm(partial, residual, bias, gain, *, eps: float) -> tuple[jax.Arra
         out_specs=[spec, spec],
     )
     return total[:num_rows], out[:num_rows]
+
+
+def combine_add_rms_norm(
+    leaf_sums, residual, bias, gain, *, eps: float
+) -> tuple[jax.Array, jax.Array]:
+    """See `api.combine_add_rms_norm`."""
+    return add_rms_norm(add_leaves(leaf_sums), residual, bias, gain, eps=eps)

@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotary position embedding, alone and with the norm before it and the cache write after it."""
 
-import jax.numpy as jnp
-
 from detjax.array_types import Activation, Array, Float32, Int32
-from detjax.pallas_kernels.backend import Backend
-from detjax.pallas_kernels.rms_norm.api import rms_norm
-from detjax.pallas_kernels.rope import portable, sm90
+from detjax.pallas_kernels.backend import KERNELS, Backend
 
 
 def rope(
@@ -35,9 +31,7 @@ def rope(
         Su et al. 2021, arXiv:2104.09864, in Hugging Face's half-split layout. Hugging Face rounds
         the tables to bfloat16 in a bfloat16 model; here they stay float32.
     """
-    if backend is Backend.SM90:
-        return sm90.rope(x, cos, sin)
-    return portable.rope(x, cos, sin)
+    return KERNELS[backend].rope(x, cos, sin)
 
 
 def rope_into_cache(
@@ -75,17 +69,6 @@ def rope_into_cache(
         `rms_norm` with heads as rows, its result rounded, then `rope`; the rest moves bits.
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
     """
-    num_heads = qkv.shape[1] - 2 * pages.shape[3]
-    if backend is Backend.SM90:
-        # WHY: the layer is an operand, so that all layers share one compiled kernel.
-        return sm90.rope_into_cache(
-            qkv, cos, sin, gains, pages, page_table, positions, jnp.int32(layer), eps=eps
-        )
-    q, k, v = portable.split_heads(qkv, num_heads)
-    if gains is not None:
-        q, k = (
-            rms_norm(x.reshape(-1, x.shape[2]), gain, eps=eps, backend=backend).reshape(x.shape)
-            for x, gain in zip((q, k), gains, strict=True)
-        )
-    q, k = (portable.rope(x, cos, sin) for x in (q, k))
-    return q, portable.write_pages(pages, k, v, page_table, positions, layer)
+    return KERNELS[backend].rope_into_cache(
+        qkv, cos, sin, gains, pages, page_table, positions, layer, eps=eps
+    )

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from detjax.pallas_kernels.fixed_blocks import ROWS, pad_axis, run_blocks
+from detjax.pallas_kernels.rms_norm.portable import rms_norm
 
 
 @jax.jit
@@ -56,3 +57,17 @@ def write_pages(pages, k, v, page_table, positions, layer: int) -> jax.Array:
     offsets = jnp.maximum(positions, 0) % page_len
     kv = jnp.stack([k, v], axis=1)
     return pages.at[layer, page_ids, :, :, offsets].set(kv, mode="drop")
+
+
+def rope_into_cache(
+    qkv, cos, sin, gains, pages, page_table, positions, layer: int, *, eps: float
+) -> tuple[jax.Array, jax.Array]:
+    """See `api.rope_into_cache`."""
+    q, k, v = split_heads(qkv, qkv.shape[1] - 2 * pages.shape[3])
+    if gains is not None:
+        q, k = (
+            rms_norm(x.reshape(-1, x.shape[2]), gain, eps=eps).reshape(x.shape)
+            for x, gain in zip((q, k), gains, strict=True)
+        )
+    q, k = (rope(x, cos, sin) for x in (q, k))
+    return q, write_pages(pages, k, v, page_table, positions, layer)

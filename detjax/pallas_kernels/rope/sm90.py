@@ -144,9 +144,18 @@ def rope(x, cos, sin, *, interpret: bool = False) -> jax.Array:
     )
 
 
-@functools.partial(jax.jit, static_argnames=("eps",))
-def rope_into_cache(qkv, cos, sin, gains, pages, page_table, positions, layer, *, eps: float):
+def rope_into_cache(
+    qkv, cos, sin, gains, pages, page_table, positions, layer, *, eps: float
+) -> tuple[jax.Array, jax.Array]:
     """See `api.rope_into_cache`."""
+    # WHY: the layer is an operand, so that all layers share one compiled kernel.
+    return _rope_into_cache(
+        qkv, cos, sin, gains, pages, page_table, positions, jnp.int32(layer), eps=eps
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("eps",))
+def _rope_into_cache(qkv, cos, sin, gains, pages, page_table, positions, layer, *, eps: float):
     q_gain, k_gain = gains or (None, None)
     pages_ref = jax.new_ref(pages)
     q = qk_norm_rope_write(

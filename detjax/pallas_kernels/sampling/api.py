@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Choosing a token: Gumbel-max scores and the sums behind top-p."""
 
-import jax.numpy as jnp
-
 from detjax.array_types import Array, Float32, Int32, UInt32
-from detjax.pallas_kernels.backend import Backend
-from detjax.pallas_kernels.log_softmax.api import block_stats
-from detjax.pallas_kernels.sampling import portable, sm90
+from detjax.pallas_kernels.backend import KERNELS, Backend
 
 
 def gumbel_scores(
@@ -38,9 +34,7 @@ def gumbel_scores(
     Reference:
         Gumbel-max: Maddison et al. 2014, arXiv:1411.0030.
     """
-    if backend is Backend.SM90:
-        return sm90.gumbel_scores(logits, temperature, key, first_token_id=first_token_id)
-    return portable.gumbel_scores(logits, temperature, key, first_token_id=first_token_id)
+    return KERNELS[backend].gumbel_scores(logits, temperature, key, first_token_id=first_token_id)
 
 
 def stats_and_choice(
@@ -65,21 +59,20 @@ def stats_and_choice(
         vocab_block: Logits in a block.
         backend: Which implementation runs.
 
+    Raises:
+        ValueError: If the share is not whole blocks.
+
     Numerics:
         The bits of `block_stats` and `gumbel_scores`; on sm90 in one pass that writes no scores.
         Comparisons are exact; the first maximum wins. With a NaN among a row's logits its
         statistics are NaN and its token is unspecified.
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
     """
-    if backend is Backend.SM90:
-        return sm90.stats_and_choice(
-            logits, temperature, key, first_token_id=first_token_id, vocab_block=vocab_block
-        )
-    maxima, sums = block_stats(logits, vocab_block=vocab_block, backend=backend)
-    scores = portable.gumbel_scores(logits, temperature, key, first_token_id=first_token_id)
-    token = jnp.argmax(scores, axis=1).astype(jnp.int32)
-    best = jnp.take_along_axis(scores, token[:, None], axis=1)[:, 0]
-    return maxima, sums, best, first_token_id + token
+    if logits.shape[1] % vocab_block:
+        raise ValueError(f"{logits.shape[1]} logits must be whole blocks of {vocab_block}")
+    return KERNELS[backend].stats_and_choice(
+        logits, temperature, key, first_token_id=first_token_id, vocab_block=vocab_block
+    )
 
 
 def nucleus_sums(
@@ -110,6 +103,4 @@ def nucleus_sums(
     Reference:
         Holtzman et al. 2019, arXiv:1904.09751.
     """
-    if backend is Backend.SM90:
-        return sm90.nucleus_sums(sorted_logits, temperature, top_k, top_p)
-    return portable.nucleus_sums(sorted_logits, temperature, top_k, top_p)
+    return KERNELS[backend].nucleus_sums(sorted_logits, temperature, top_k, top_p)

@@ -7,6 +7,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from detjax.pallas_kernels.fixed_blocks import COLS, ROWS, pad_axis, run_blocks
+from detjax.pallas_kernels.log_softmax.portable import block_stats
 from detjax.pallas_kernels.sampling import noise
 
 
@@ -99,3 +100,14 @@ def nucleus_sums(sorted_logits, temperature, top_k, top_p):
         out_specs=[wide_spec, wide_spec, pl.BlockSpec((ROWS, 1), lambda m: (m, 0))],
     )
     return weight[:num_rows, :width], before[:num_rows, :width], limit[:num_rows, 0]
+
+
+def stats_and_choice(
+    logits, temperature, key, *, first_token_id, vocab_block: int
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """See `api.stats_and_choice`."""
+    maxima, sums = block_stats(logits, vocab_block=vocab_block)
+    scores = gumbel_scores(logits, temperature, key, first_token_id=first_token_id)
+    token = jnp.argmax(scores, axis=1).astype(jnp.int32)
+    best = jnp.take_along_axis(scores, token[:, None], axis=1)[:, 0]
+    return maxima, sums, best, first_token_id + token

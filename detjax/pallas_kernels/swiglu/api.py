@@ -2,8 +2,7 @@
 """The gated activation of the feed-forward layer."""
 
 from detjax.array_types import Activation, Array
-from detjax.pallas_kernels.backend import Backend
-from detjax.pallas_kernels.swiglu import portable, sm90
+from detjax.pallas_kernels.backend import KERNELS, Backend
 
 
 def swiglu(gate_up: Activation[Array, "M E"], *, backend: Backend) -> Activation[Array, "M F"]:
@@ -22,6 +21,4 @@ def swiglu(gate_up: Activation[Array, "M E"], *, backend: Backend) -> Activation
     Reference:
         Shazeer 2020, arXiv:2002.05202. Hugging Face rounds after the SiLU and after the product.
     """
-    if backend is Backend.SM90:
-        return sm90.swiglu(gate_up)
-    return portable.swiglu(gate_up)
+    return KERNELS[backend].swiglu(gate_up)

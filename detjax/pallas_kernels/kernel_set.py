@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a backend is: an implementation of every operation, and what else callers ask of it."""
+
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+
+from detjax.numerics import NumericsProfile, Reduction
+
+Gains = tuple[jax.Array, jax.Array] | None
+
+
+class KernelSet(Protocol):
+    """Every operation under one name, with the operands, results and claims of its `api`.
+
+    A module is one: `detjax.pallas_kernels.portable`, `detjax.pallas_kernels.sm90`. Only an `api`
+    calls an implementation: it has checked the shapes, and the implementation refuses the rest.
+
+    Attributes:
+        platform: The JAX platform whose devices run it.
+        takes_every_model: Whether it refuses no model, so that none need be tried.
+        attention_beats_xla: Whether the path without claims takes its attention too, as nothing
+            that was measured is quicker.
+        steps_beat_xla: Whether its steps are quicker with full weights than those without claims,
+            so that such drafts gain nothing.
+    """
+
+    platform: str
+    takes_every_model: bool
+    attention_beats_xla: bool
+    steps_beat_xla: bool
+
+    def why_not_here(self) -> str | None:
+        """Why it cannot run on this machine, or None if it can."""
+        ...
+
+    def where_it_runs(self) -> str:
+        """On what, for the user to read; asked where it can."""
+        ...
+
+    def embed(self, table, token_ids, *, out_dtype: jnp.dtype) -> jax.Array:
+        """See `embedding.api.embed`."""
+        ...
+
+    def linear(self, x, w, bias, *, out_dtype: jnp.dtype) -> jax.Array:
+        """See `linear.api.linear`."""
+        ...
+
+    def linear_swiglu(self, x, w_gate_up) -> jax.Array:
+        """See `linear.api.linear_swiglu`."""
+        ...
+
+    def norm_linear(self, x, gain, w, bias, *, eps: float, out_dtype: jnp.dtype) -> jax.Array:
+        """See `linear.api.norm_linear`."""
+        ...
+
+    def norm_linear_swiglu(self, x, gain, w_gate_up, *, eps: float) -> jax.Array:
+        """See `linear.api.norm_linear_swiglu`."""
+        ...
+
+    def linear_leaf_sums(self, x, w, *, reduction: Reduction) -> jax.Array:
+        """See `linear.api.linear_leaf_sums`."""
+        ...
+
+    def linear_partial(self, x, w, *, reduction: Reduction) -> jax.Array:
+        """See `linear.api.linear_partial`."""
+        ...
+
+    def add_partials(self, a, b) -> jax.Array:
+        """See `linear.api.add_partials`."""
+        ...
+
+    def defers_norm(self, x, w, *, reduction: Reduction) -> bool:
+        """See `linear.api.defers_norm`."""
+        ...
+
+    def linear_add(self, x, w, residual, bias, *, reduction: Reduction) -> jax.Array:
+        """See `linear.api.linear_add`."""
+        ...
+
+    def linear_add_rms_norm(
+        self, x, w, residual, bias, gain, *, reduction: Reduction, eps: float
+    ) -> tuple[jax.Array, jax.Array]:
+        """See `linear.api.linear_add_rms_norm`."""
+        ...
+
+    def rms_norm(self, x, gain, *, eps: float) -> jax.Array:
+        """See `rms_norm.api.rms_norm`."""
+        ...
+
+    def add_rms_norm(
+        self, partial, residual, bias, gain, *, eps: float
+    ) -> tuple[jax.Array, jax.Array]:
+        """See `rms_norm.api.add_rms_norm`."""
+        ...
+
+    def combine_add_rms_norm(
+        self, leaf_sums, residual, bias, gain, *, eps: float
+    ) -> tuple[jax.Array, jax.Array]:
+        """See `rms_norm.api.combine_add_rms_norm`."""
+        ...
+
+    def rope(self, x, cos, sin) -> jax.Array:
+        """See `rope.api.rope`."""
+        ...
+
+    def rope_into_cache(
+        self, qkv, cos, sin, gains: Gains, pages, page_table, positions, layer: int, *, eps: float
+    ) -> tuple[jax.Array, jax.Array]:
+        """See `rope.api.rope_into_cache`."""
+        ...
+
+    def attention(
+        self, q, pages, page_table, positions, layer: int,
+        *, window: int | None, profile: NumericsProfile,
+    ) -> jax.Array:  # fmt: skip
+        """See `attention.api.attention`."""
+        ...
+
+    def rope_attention(
+        self, qkv, cos, sin, gains: Gains, pages, page_table, positions, layer: int,
+        *, window: int | None, eps: float, profile: NumericsProfile,
+    ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+        """See `attention.api.rope_attention`."""
+        ...
+
+    def swiglu(self, gate_up) -> jax.Array:
+        """See `swiglu.api.swiglu`."""
+        ...
+
+    def block_stats(self, logits, *, vocab_block: int) -> tuple[jax.Array, jax.Array]:
+        """See `log_softmax.api.block_stats`."""
+        ...
+
+    def log_sum_exp(self, maxima, sums) -> jax.Array:
+        """See `log_softmax.api.log_sum_exp`."""
+        ...
+
+    def log_probs(self, logits, lse) -> jax.Array:
+        """See `log_softmax.api.log_probs`."""
+        ...
+
+    def gumbel_scores(self, logits, temperature, key, *, first_token_id) -> jax.Array:
+        """See `sampling.api.gumbel_scores`."""
+        ...
+
+    def stats_and_choice(
+        self, logits, temperature, key, *, first_token_id, vocab_block: int
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """See `sampling.api.stats_and_choice`."""
+        ...
+
+    def nucleus_sums(
+        self, sorted_logits, temperature, top_k, top_p
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """See `sampling.api.nucleus_sums`."""
+        ...

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel set of generic Pallas in fixed blocks, interpreted on a CPU. A `KernelSet`."""
+
+from detjax.pallas_kernels.attention.portable import attention as attention
+from detjax.pallas_kernels.attention.portable import rope_attention as rope_attention
+from detjax.pallas_kernels.embedding.portable import embed as embed
+from detjax.pallas_kernels.linear.portable import add_partials as add_partials
+from detjax.pallas_kernels.linear.portable import defers_norm as defers_norm
+from detjax.pallas_kernels.linear.portable import linear as linear
+from detjax.pallas_kernels.linear.portable import linear_add as linear_add
+from detjax.pallas_kernels.linear.portable import linear_add_rms_norm as linear_add_rms_norm
+from detjax.pallas_kernels.linear.portable import linear_leaf_sums as linear_leaf_sums
+from detjax.pallas_kernels.linear.portable import linear_partial as linear_partial
+from detjax.pallas_kernels.linear.portable import linear_swiglu as linear_swiglu
+from detjax.pallas_kernels.linear.portable import norm_linear as norm_linear
+from detjax.pallas_kernels.linear.portable import norm_linear_swiglu as norm_linear_swiglu
+from detjax.pallas_kernels.log_softmax.portable import block_stats as block_stats
+from detjax.pallas_kernels.log_softmax.portable import log_probs as log_probs
+from detjax.pallas_kernels.log_softmax.portable import log_sum_exp as log_sum_exp
+from detjax.pallas_kernels.rms_norm.portable import add_rms_norm as add_rms_norm
+from detjax.pallas_kernels.rms_norm.portable import combine_add_rms_norm as combine_add_rms_norm
+from detjax.pallas_kernels.rms_norm.portable import rms_norm as rms_norm
+from detjax.pallas_kernels.rope.portable import rope as rope
+from detjax.pallas_kernels.rope.portable import rope_into_cache as rope_into_cache
+from detjax.pallas_kernels.sampling.portable import gumbel_scores as gumbel_scores
+from detjax.pallas_kernels.sampling.portable import nucleus_sums as nucleus_sums
+from detjax.pallas_kernels.sampling.portable import stats_and_choice as stats_and_choice
+from detjax.pallas_kernels.swiglu.portable import swiglu as swiglu
+
+platform = "cpu"
+takes_every_model = True
+attention_beats_xla = False
+steps_beat_xla = False
+
+
+def why_not_here() -> str | None:
+    """Every machine has a CPU."""
+    return None
+
+
+def where_it_runs() -> str:
+    """On the CPU, whatever else there is."""
+    return "runs on the CPU"

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel set of Hopper GPUs: TMA, wgmma, warp specialisation. A `KernelSet`."""
+
+import jax
+
+from detjax.pallas_kernels.attention.sm90 import attention as attention
+from detjax.pallas_kernels.attention.sm90 import rope_attention as rope_attention
+from detjax.pallas_kernels.embedding.portable import embed as embed
+from detjax.pallas_kernels.linear.sm90 import add_partials as add_partials
+from detjax.pallas_kernels.linear.sm90 import defers_norm as defers_norm
+from detjax.pallas_kernels.linear.sm90 import linear as linear
+from detjax.pallas_kernels.linear.sm90 import linear_add as linear_add
+from detjax.pallas_kernels.linear.sm90 import linear_add_rms_norm as linear_add_rms_norm
+from detjax.pallas_kernels.linear.sm90 import linear_leaf_sums as linear_leaf_sums
+from detjax.pallas_kernels.linear.sm90 import linear_partial as linear_partial
+from detjax.pallas_kernels.linear.sm90 import linear_swiglu as linear_swiglu
+from detjax.pallas_kernels.linear.sm90 import norm_linear as norm_linear
+from detjax.pallas_kernels.linear.sm90 import norm_linear_swiglu as norm_linear_swiglu
+from detjax.pallas_kernels.log_softmax.sm90 import block_stats as block_stats
+from detjax.pallas_kernels.log_softmax.sm90 import log_probs as log_probs
+from detjax.pallas_kernels.log_softmax.sm90 import log_sum_exp as log_sum_exp
+from detjax.pallas_kernels.rms_norm.sm90 import add_rms_norm as add_rms_norm
+from detjax.pallas_kernels.rms_norm.sm90 import combine_add_rms_norm as combine_add_rms_norm
+from detjax.pallas_kernels.rms_norm.sm90 import rms_norm as rms_norm
+from detjax.pallas_kernels.rope.sm90 import rope as rope
+from detjax.pallas_kernels.rope.sm90 import rope_into_cache as rope_into_cache
+from detjax.pallas_kernels.sampling.sm90 import gumbel_scores as gumbel_scores
+from detjax.pallas_kernels.sampling.sm90 import nucleus_sums as nucleus_sums
+from detjax.pallas_kernels.sampling.sm90 import stats_and_choice as stats_and_choice
+from detjax.pallas_kernels.swiglu.sm90 import swiglu as swiglu
+
+platform = "gpu"
+takes_every_model = False
+attention_beats_xla = True  # docs/kernels.md
+steps_beat_xla = True  # docs/serving.md
+
+
+def why_not_here() -> str | None:
+    """It needs a GPU of compute capability 9.0, which alone has wgmma."""
+    try:
+        gpu = jax.devices(platform)[0]
+    except RuntimeError:
+        return "no GPU that JAX can use"
+    if gpu.compute_capability != "9.0":
+        return f"{gpu.device_kind} is not a Hopper GPU (sm_90)"
+    return None
+
+
+def where_it_runs() -> str:
+    """On the first GPU."""
+    return f"{jax.devices(platform)[0].device_kind} is a Hopper GPU"
