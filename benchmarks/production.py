@@ -28,8 +28,8 @@ import numpy as np
 
 from benchmarks.common import Rows, environment
 from benchmarks.step import MODELS
-from detjax.models.fast import MATRICES
 from detjax.models.loading import LoadedModel, random_model
+from detjax.models.params import MATRICES
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh

@@ -92,7 +92,7 @@ def read_model_files(args: GenerateArgs) -> tuple[Path, ModelConfig, Tokenizer]:
     """
     from detjax.models.bundled import bundled_model_path
     from detjax.models.hf_config import load_config
-    from detjax.models.weights import resolve_model
+    from detjax.models.hub import resolve_model
 
     with bad_input("--model: "):
         if args.model == BUNDLED:

@@ -10,9 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 from detjax.models.config import ModelConfig
 from detjax.models.decoder import forward, local_logits
-from detjax.models.fusion import fuse_projections_abstractly, fused_partition_specs
 from detjax.models.layers import ForwardContext, Tokens
-from detjax.models.params import kv_layout, param_specs, partition_specs
+from detjax.models.params import ParamSpec, kv_layout, param_specs, partition_specs
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import KERNELS, Backend
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
@@ -24,18 +23,14 @@ PROBED_LENGTHS = (1, 100, 1000)
 def abstract_params(
     config: ModelConfig, mesh: Mesh | AbstractMesh, *, profile: NumericsProfile
 ) -> dict:
-    """Shapes, dtypes and shardings of a loaded model's parameters, projections fused."""
+    """Shapes, dtypes and shardings of a loaded model's parameters."""
     tp = mesh.shape[TP_AXIS]
-    specs = param_specs(config, tp=tp, vocab_block=profile.vocab_block)
-    shapes = fuse_projections_abstractly(
-        jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, profile.param_dtype), specs)
-    )
-    shardings = fused_partition_specs(
-        partition_specs(config, tp=tp, vocab_block=profile.vocab_block)
-    )
-    return jax.tree.map(
-        lambda shape, spec: shape.update(sharding=NamedSharding(mesh, spec)), shapes, shardings
-    )
+
+    def shape(spec: ParamSpec) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(mesh, spec.partition)
+        return jax.ShapeDtypeStruct(spec.shape, profile.param_dtype, sharding=sharding)
+
+    return jax.tree.map(shape, param_specs(config, tp=tp, vocab_block=profile.vocab_block))
 
 
 def why_unsupported(
@@ -53,7 +48,7 @@ def why_unsupported(
     mesh = AbstractMesh((1, tp), (DP_AXIS, TP_AXIS), axis_types=(AxisType.Auto, AxisType.Auto))
     ctx = ForwardContext(config=config, profile=profile, backend=backend, tp=tp)
     num_slots = kv_layout(config.num_heads, config.num_kv_heads, tp).num_slots
-    specs = fused_partition_specs(partition_specs(config, tp=tp, vocab_block=profile.vocab_block))
+    specs = partition_specs(config, tp=tp, vocab_block=profile.vocab_block)
 
     def logits(params, tables, pages, tokens):
         _, hidden = forward(ctx, params, tables, pages, tokens)

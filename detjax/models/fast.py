@@ -17,13 +17,11 @@ from jax.sharding import PartitionSpec as P
 from detjax.array_types import Activation, Array, Float32, Int32
 from detjax.models.decoder import mask_padding
 from detjax.models.layers import ForwardContext, Tokens, embed_tokens
+from detjax.models.params import MATRICES
 from detjax.pallas_kernels.attention.api import rope_attention
 from detjax.pallas_kernels.backend import KERNELS
 from detjax.pallas_kernels.rope.portable import split_heads, write_pages
 from detjax.parallel.mesh import TP_AXIS
-
-MATRICES = ("qkv", "o", "gate_up", "down")
-"""Matrices of a layer that `quantise_params` narrows; lm_head is the other one."""
 
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
 """The largest finite magnitude used of each 8-bit dtype."""

@@ -9,14 +9,19 @@ from pathlib import Path
 PART_BYTES = 2**26
 """Files are hashed in parts of this size, side by side; part of what the hash is."""
 
-_SMALL_FILES = (
+TEXT_FILES = (
     "config.json",
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
     "chat_template.jinja",
-    "model.safetensors.index.json",
 )
+"""All that is read of a model besides its weights."""
+
+SAVED_WEIGHTS_FILE = "detjax_params.json"
+"""Says what saved weights are, with the hash of their bytes, which is checked as they are read."""
+
+_SMALL_FILES = (*TEXT_FILES, "model.safetensors.index.json", SAVED_WEIGHTS_FILE)
 
 
 def model_hash(folder: Path) -> str:

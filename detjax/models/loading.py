@@ -2,6 +2,7 @@
 """A model ready to run: configuration, sharded weights, tables, and what claims it can make."""
 
 import dataclasses
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,16 +15,20 @@ from detjax.array_types import Array, Float32
 from detjax.models.abstract import why_unsupported
 from detjax.models.config import ModelConfig
 from detjax.models.decoder import check_mesh
-from detjax.models.fusion import fuse_projections, fused_partition_specs
 from detjax.models.hf_config import load_config
+from detjax.models.hub import resolve_model
+from detjax.models.identity import TEXT_FILES
 from detjax.models.params import kv_layout, partition_specs
 from detjax.models.rope import rope_tables
-from detjax.models.weights import (
-    find_cast,
-    ignore_progress,
-    load_params,
-    random_params,
-    resolve_model,
+from detjax.models.weights.dtypes import find_cast
+from detjax.models.weights.load import ignore_progress, load_params
+from detjax.models.weights.random_weights import random_params
+from detjax.models.weights.saved import (
+    check_can_save,
+    find_saved_cast,
+    has_saved_params,
+    restore_params,
+    save_params,
 )
 from detjax.numerics import NO_CAST, Build, NumericsProfile, fingerprint
 from detjax.pallas_kernels.backend import Backend
@@ -84,6 +89,44 @@ class LoadedModel:
             if id(leaf) not in kept:
                 leaf.delete()
 
+    def save(self, folder: Path | str) -> None:
+        """Write the model as a folder that `load_model` reads: the same weights, bit for bit.
+
+        The weights become an orbax checkpoint that any mesh can restore, with a hash of its bytes
+        that is checked then; configuration, tokenizer and chat template are copied. Matrices that
+        are stored joined are cut apart first, which takes room for them on the devices.
+
+        Args:
+            folder: Made here if need be; must not hold a model yet.
+
+        Raises:
+            ValueError: If `folder` holds a model, or this one has random weights and so no
+                configuration and tokenizer to copy.
+            OSError: If it cannot be written to.
+        """
+        if self.folder is None:
+            raise ValueError(
+                "this model has random weights: it has no config.json and no tokenizer to save; "
+                "save one that load_model has read"
+            )
+        folder = Path(folder)
+        check_can_save(folder)
+        if (folder / "config.json").exists():
+            raise ValueError(f"{folder} holds a model already; give another folder")
+        if jax.process_index() == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            for name in TEXT_FILES:
+                if (self.folder / name).is_file():
+                    shutil.copyfile(self.folder / name, folder / name)
+        save_params(
+            folder,
+            self.params,
+            load_config(self.folder),  # `self.config` may be of a shorter context
+            self.mesh,
+            vocab_block=self.profile.vocab_block,
+            weight_cast=self.weight_cast,
+        )
+
 
 def place_model(
     config: ModelConfig,
@@ -130,15 +173,15 @@ def place_model(
     tables = rope_tables(
         config.rope, head_dim=config.head_dim, max_len=config.max_position_embeddings
     )
-    params, fused_specs = fuse_projections(make_params(), specs, mesh), fused_partition_specs(specs)
+    params = make_params()
     if why_no_exchange(mesh, width=config.hidden_size, backend=backend) is None:
         params["exchange"] = open_exchange(mesh, width=config.hidden_size, backend=backend)
-        fused_specs["exchange"] = EXCHANGE_SPECS
+        specs["exchange"] = EXCHANGE_SPECS
     build = Build.current(backend.value, mesh.devices.flat[0])
     return LoadedModel(
         config=config,
         params=params,
-        partition_specs=fused_specs,
+        partition_specs=specs,
         rope_tables=tuple(jax.device_put(t, NamedSharding(mesh, P())) for t in tables),
         mesh=mesh,
         profile=profile,
@@ -160,10 +203,11 @@ def load_model(
     cast_weights: str = NO_CAST,
     max_len: int | None = None,
 ) -> LoadedModel:
-    """Load a Hugging Face folder or id onto the mesh.
+    """Load a Hugging Face folder or id, or what `LoadedModel.save` wrote, onto the mesh.
 
     Args:
-        name_or_path: A folder with config.json and safetensors, or a Hugging Face id.
+        name_or_path: A folder with config.json and safetensors or saved weights, or a Hugging Face
+            id.
         profile: The numerics to run with.
         mesh: Where to put the weights.
         backend: Which kernels will run.
@@ -171,26 +215,33 @@ def load_model(
         progress: Called with (what, bytes done, bytes in all) as tensors arrive.
         cast_weights: "bfloat16" rounds a checkpoint of float16 or float32 to it, to nearest and
             ties to even, and the fingerprint says so; "none" refuses float16 where the profile's
-            weights are bfloat16.
+            weights are bfloat16. Saved weights have been cast already, and it is remembered.
         max_len: Shortens the context to what will be used: `LoadedModel.config` has it. Positions
             keep their bits.
 
     Raises:
-        ValueError: If the configuration, the weights or the mesh do not fit, naming which, or a
-            cast was asked for where there is nothing to cast.
+        ValueError: If the configuration, the weights or the mesh do not fit, naming which, a byte
+            of saved weights has changed, or a cast was asked for where there is nothing to cast.
         FileNotFoundError: If a file is missing, naming it.
     """
     folder = resolve_model(name_or_path, revision=revision)
     config = load_config(folder)
-    weight_cast = find_cast(folder, config, cast_weights=cast_weights, dtype=profile.param_dtype)
+    dtype, vocab_block = profile.param_dtype, profile.vocab_block
+    is_saved = has_saved_params(folder)
+    if is_saved:
+        weight_cast = find_saved_cast(folder, cast_weights=cast_weights)
+    else:
+        weight_cast = find_cast(folder, config, cast_weights=cast_weights, dtype=dtype)
 
     def make_params():
+        if is_saved:
+            return restore_params(folder, config, mesh, dtype=dtype, vocab_block=vocab_block)
         return load_params(
             folder,
             config,
             mesh,
-            dtype=profile.param_dtype,
-            vocab_block=profile.vocab_block,
+            dtype=dtype,
+            vocab_block=vocab_block,
             progress=progress,
             cast_weights=cast_weights,
         )

@@ -1,25 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parameter tree as data: names, shapes, shardings and where each row comes from.
+"""The parameters as data: one table says which there are, where they come from and how they lie.
 
-Loading, random weights, checkpoints and the jitted step all read the one description that
-`param_specs` gives. The tree of arrays (`Params`), matrices `(out, in)` as in Hugging Face:
+Loading, random weights, checkpoints, 8-bit drafts, training and the jitted step all read `MODEL`
+and `LAYER`. A parameter is one line there. From it follow two trees of one structure:
 
-```
-{"embed": [V, D], "final_norm": [D], "lm_head": [Vp, D],
- "layers": [{"attn_norm": [D], "q": [H*C, D], "k": [Ks*C, D], "v": [Ks*C, D], "o": [D, H*C],
-             "mlp_norm": [D], "gate": [F, D], "up": [F, D], "down": [D, F],
-             "q_bias": [H*C], "k_bias": [Ks*C], "v_bias": [Ks*C],    # if config.qkv_bias
-             "o_bias": [D],                                          # if config.o_bias
-             "q_norm": [C], "k_norm": [C]}, ...]}                    # if config.qk_norm
-```
+- `Params`, what a model computes with (`param_specs`): matrices `(out, in)` as in Hugging Face,
+  and those that read the same activations stored as one, for fewer and fuller launches.
+
+  ```
+  {"embed": [V, D], "final_norm": [D], "lm_head": [Vp, D],
+   "layers": [{"attn_norm": [D], "qkv": [(H + 2 Ks)*C, D], "o": [D, H*C],
+               "mlp_norm": [D], "gate_up": [2 F, D], "down": [D, F],
+               "qkv_bias": [(H + 2 Ks)*C],          # if config.qkv_bias
+               "o_bias": [D],                       # if config.o_bias
+               "q_norm": [C], "k_norm": [C]}, ...]} # if config.qk_norm
+  ```
+
+- The tensors of a checkpoint (`tensor_specs`), each on its own: "q", "k" and "v" in place of "qkv".
 
 `Ks` counts key/value slots: heads, some of them repeated so that every rank holds what its query
 heads read (`kv_layout`). `Vp` is the vocabulary, with rows of zeros up to whole blocks a rank.
+
+Each output column of a linear layer has its own sum, so which matrix it stands in cannot change its
+bits. A rank's share is its rows of q, then of k, then of v (and of gate, then of up), so joining
+needs no communication.
 """
 
+import dataclasses
 import enum
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import jax
@@ -31,8 +43,127 @@ from detjax.models.config import ModelConfig
 Params = dict[str, Any]
 """A nested dict and list of `jax.Array`, as the table above says."""
 
-ROWS, COLUMNS, REPLICATED = PartitionSpec("tp", None), PartitionSpec(None, "tp"), PartitionSpec()
-SHARDED_BIAS = PartitionSpec("tp")
+
+class ParamRole(enum.Enum):
+    """What a parameter does. Decides how a random one is drawn, and what may be narrowed.
+
+    Every parameter has the profile's weight dtype; a `MATRIX` may have 8 bits in drafts.
+    """
+
+    TABLE = "table"  # rows are looked up
+    MATRIX = "matrix"  # activations are multiplied by it
+    GAIN = "gain"
+    BIAS = "bias"
+
+
+class Split(enum.Enum):
+    """How a parameter is shared by the ranks of "tp"."""
+
+    ROWS = "rows"  # output channels: each rank computes its own heads, channels or tokens
+    COLUMNS = "columns"  # input channels: the ranks' results are added or gathered
+    WHOLE = "whole"  # every rank holds all of it
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor of a checkpoint.
+
+    Attributes:
+        name: In the tree of `tensor_specs`.
+        hf_name: In a Hugging Face checkpoint; in a layer, what follows `model.layers.<i>.`.
+        axes: Its shape, in letters of `_sizes`.
+    """
+
+    name: str
+    hf_name: str
+    axes: str
+
+
+def _always(_: ModelConfig) -> bool:
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    """A parameter: a line of the table.
+
+    Attributes:
+        name: In the tree of `param_specs`.
+        role: What it does.
+        split: How ranks share it.
+        tensors: What it is made of, rank by rank and one after the other.
+        is_in: Whether a model has it.
+    """
+
+    name: str
+    role: ParamRole
+    split: Split
+    tensors: tuple[Tensor, ...]
+    is_in: Callable[[ModelConfig], bool] = _always
+
+
+def _one(name: str, hf_name: str, axes: str) -> tuple[Tensor, ...]:
+    return (Tensor(name, hf_name, axes),)
+
+
+TABLE, MATRIX, GAIN, BIAS = ParamRole
+ROWS, COLUMNS, WHOLE = Split
+
+EMBED_NAME = "model.embed_tokens.weight"
+
+MODEL = (
+    Param("embed", TABLE, COLUMNS, _one("embed", EMBED_NAME, "V D")),
+    Param("final_norm", GAIN, WHOLE, _one("final_norm", "model.norm.weight", "D")),
+    Param("lm_head", MATRIX, ROWS, _one("lm_head", "lm_head.weight", "V D")),
+)
+"""What stands once in a model. A tied "lm_head" comes from the tensor of "embed"."""
+
+_QKV = (
+    Tensor("q", "self_attn.q_proj.weight", "HC D"),
+    Tensor("k", "self_attn.k_proj.weight", "KC D"),
+    Tensor("v", "self_attn.v_proj.weight", "KC D"),
+)
+_QKV_BIAS = (
+    Tensor("q_bias", "self_attn.q_proj.bias", "HC"),
+    Tensor("k_bias", "self_attn.k_proj.bias", "KC"),
+    Tensor("v_bias", "self_attn.v_proj.bias", "KC"),
+)
+_GATE_UP = (
+    Tensor("gate", "mlp.gate_proj.weight", "F D"),
+    Tensor("up", "mlp.up_proj.weight", "F D"),
+)
+
+_HAS_QKV_BIAS, _HAS_O_BIAS = attrgetter("qkv_bias"), attrgetter("o_bias")
+_HAS_QK_NORM = attrgetter("qk_norm")
+
+LAYER = (
+    Param("attn_norm", GAIN, WHOLE, _one("attn_norm", "input_layernorm.weight", "D")),
+    Param("qkv", MATRIX, ROWS, _QKV),
+    Param("qkv_bias", BIAS, ROWS, _QKV_BIAS, _HAS_QKV_BIAS),
+    Param("q_norm", GAIN, WHOLE, _one("q_norm", "self_attn.q_norm.weight", "C"), _HAS_QK_NORM),
+    Param("k_norm", GAIN, WHOLE, _one("k_norm", "self_attn.k_norm.weight", "C"), _HAS_QK_NORM),
+    Param("o", MATRIX, COLUMNS, _one("o", "self_attn.o_proj.weight", "D HC")),
+    Param("o_bias", BIAS, WHOLE, _one("o_bias", "self_attn.o_proj.bias", "D"), _HAS_O_BIAS),
+    Param("mlp_norm", GAIN, WHOLE, _one("mlp_norm", "post_attention_layernorm.weight", "D")),
+    Param("gate_up", MATRIX, ROWS, _GATE_UP),
+    Param("down", MATRIX, COLUMNS, _one("down", "mlp.down_proj.weight", "D F")),
+)  # fmt: skip
+"""What stands in every layer."""
+
+MATRICES = tuple(param.name for param in LAYER if param.role is MATRIX)
+"""Matrices of a layer; "lm_head" is the other one."""
+
+
+def _sizes(config: ModelConfig) -> dict[str, int]:
+    """The letters of `array_types`; "HC" and "KC" are heads times channels."""
+    return {
+        "D": config.hidden_size,
+        "V": config.vocab_size,
+        "F": config.intermediate_size,
+        "C": config.head_dim,
+        "HC": config.num_heads * config.head_dim,
+        "KC": config.num_kv_heads * config.head_dim,
+    }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,14 +201,6 @@ def kv_layout(num_heads: int, num_kv_heads: int, tp: int) -> KVLayout:
     return KVLayout(num_slots=num_slots, group=group, heads=heads)
 
 
-class ParamRole(enum.Enum):
-    """What a parameter does, which decides how a random one is drawn."""
-
-    MATRIX = "matrix"
-    GAIN = "gain"
-    BIAS = "bias"
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowRun:
     """Stored rows `[start, start + num_rows)` are the checkpoint's rows from `source` on."""
@@ -88,8 +211,8 @@ class RowRun:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ParamSpec:
-    """One parameter: how it is stored, and where it comes from.
+class TensorSpec:
+    """One tensor of a checkpoint: where it comes from, and how its rows are stored.
 
     Attributes:
         hf_name: Name of the tensor in a Hugging Face checkpoint. Two specs share one where
@@ -112,6 +235,26 @@ class ParamSpec:
     def is_rearranged(self) -> bool:
         """Whether stored rows differ from the checkpoint's: repeated heads or padding."""
         return self.shape != self.hf_shape
+
+    @property
+    def unnamed(self) -> "TensorSpec":
+        """The same for tensors that differ in nothing but their name: one program for all."""
+        return dataclasses.replace(self, hf_name="")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParamSpec:
+    """One parameter as it is stored.
+
+    Attributes:
+        tensors: What it is made of: each rank's rows of the first, then of the next.
+        shape: Global shape.
+        partition: How `shape` is split over the mesh axes ("dp", "tp").
+    """
+
+    tensors: tuple[TensorSpec, ...]
+    shape: tuple[int, ...]
+    partition: PartitionSpec
 
 
 def possible_tps(config: ModelConfig) -> tuple[int, ...]:
@@ -141,8 +284,8 @@ def padded_vocab_size(vocab_size: int, *, tp: int, vocab_block: int) -> int:
     return -(-vocab_size // rows) * rows
 
 
-def param_specs(config: ModelConfig, *, tp: int, vocab_block: int) -> dict[str, Any]:
-    """Describe every parameter, as a tree of `ParamSpec` in the structure of `Params`.
+def tensor_specs(config: ModelConfig, *, tp: int, vocab_block: int) -> dict[str, Any]:
+    """Describe every tensor of a checkpoint, as a tree of `TensorSpec`.
 
     Args:
         config: The model.
@@ -155,16 +298,35 @@ def param_specs(config: ModelConfig, *, tp: int, vocab_block: int) -> dict[str, 
     check_tp(config, tp)
     if vocab_block < 1:
         raise ValueError(f"{vocab_block=} must be at least 1")
-    vocab, width = config.vocab_size, config.hidden_size
-    embed_name = "model.embed_tokens.weight"
-    head_name = embed_name if config.tie_word_embeddings else "lm_head.weight"
-    padded = padded_vocab_size(vocab, tp=tp, vocab_block=vocab_block)
-    return {
-        "embed": _spec(embed_name, (vocab, width), COLUMNS),
-        "layers": [_layer_specs(config, i, tp=tp) for i in range(config.num_layers)],
-        "final_norm": _spec("model.norm.weight", (width,), REPLICATED, role=ParamRole.GAIN),
-        "lm_head": _spec(head_name, (vocab, width), ROWS, stored_rows=padded),
-    }
+
+    def specs(lines: tuple[Param, ...], prefix: str) -> dict[str, TensorSpec]:
+        return {
+            tensor.name: _tensor_spec(config, line, tensor, prefix, tp=tp, vocab_block=vocab_block)
+            for line in lines
+            if line.is_in(config)
+            for tensor in line.tensors
+        }
+
+    layers = [specs(LAYER, f"model.layers.{i}.") for i in range(config.num_layers)]
+    return {**specs(MODEL, ""), "layers": layers}
+
+
+def param_specs(config: ModelConfig, *, tp: int, vocab_block: int) -> dict[str, Any]:
+    """Describe every parameter, as a tree of `ParamSpec` in the structure of `Params`.
+
+    Arguments and errors are those of `tensor_specs`.
+    """
+
+    def joined(tensors: tuple[TensorSpec, ...]) -> ParamSpec:
+        num_rows = sum(tensor.shape[0] for tensor in tensors)
+        return ParamSpec(
+            tensors=tensors,
+            shape=(num_rows, *tensors[0].shape[1:]),
+            partition=tensors[0].partition,
+        )
+
+    tensors = by_param(tensor_specs(config, tp=tp, vocab_block=vocab_block))
+    return jax.tree.map(joined, tensors, is_leaf=lambda node: isinstance(node, tuple))
 
 
 def partition_specs(config: ModelConfig, *, tp: int, vocab_block: int) -> dict[str, Any]:
@@ -174,7 +336,42 @@ def partition_specs(config: ModelConfig, *, tp: int, vocab_block: int) -> dict[s
     )
 
 
-def stored_rows(tensor: jax.Array, spec: ParamSpec) -> jax.Array:
+def _tensor_spec(
+    config: ModelConfig, line: Param, tensor: Tensor, prefix: str, *, tp: int, vocab_block: int
+) -> TensorSpec:
+    """One tensor: key/value heads by slots, the vocabulary of a product padded, others plain."""
+    sizes, axes = _sizes(config), tensor.axes.split()
+    hf_shape = tuple(sizes[axis] for axis in axes)
+    is_matrix = len(axes) == 2
+    match line.split:
+        case Split.ROWS:
+            partition = PartitionSpec("tp", None) if is_matrix else PartitionSpec("tp")
+        case Split.COLUMNS:
+            partition = PartitionSpec(None, "tp")
+        case Split.WHOLE:
+            partition = PartitionSpec()
+    num_rows, runs = hf_shape[0], (RowRun(start=0, source=0, num_rows=hf_shape[0]),)
+    if line.split is ROWS and axes[0] == "V":
+        num_rows = padded_vocab_size(config.vocab_size, tp=tp, vocab_block=vocab_block)
+    layout, head_dim = kv_layout(config.num_heads, config.num_kv_heads, tp), config.head_dim
+    if axes[0] == "KC" and layout.num_slots != config.num_kv_heads:
+        num_rows = layout.num_slots * head_dim
+        runs = tuple(
+            RowRun(start=slot * head_dim, source=head * head_dim, num_rows=head_dim)
+            for slot, head in enumerate(layout.heads)
+        )
+    is_tied = tensor.name == "lm_head" and config.tie_word_embeddings
+    return TensorSpec(
+        hf_name=EMBED_NAME if is_tied else prefix + tensor.hf_name,
+        hf_shape=hf_shape,
+        shape=(num_rows, *hf_shape[1:]),
+        partition=partition,
+        runs=runs,
+        role=line.role,
+    )
+
+
+def stored_rows(tensor: jax.Array, spec: TensorSpec) -> jax.Array:
     """Arrange a checkpoint's tensor as `spec` stores it: rows repeated, or followed by zeros.
 
     Args:
@@ -189,7 +386,7 @@ def stored_rows(tensor: jax.Array, spec: ParamSpec) -> jax.Array:
     return jnp.concatenate([*parts, zeros])
 
 
-def checkpoint_rows(stored: jax.Array, spec: ParamSpec) -> jax.Array:
+def checkpoint_rows(stored: jax.Array, spec: TensorSpec) -> jax.Array:
     """The inverse of `stored_rows`: drop padding, and all but the first of repeated heads."""
     if not spec.is_rearranged:
         return stored
@@ -198,80 +395,49 @@ def checkpoint_rows(stored: jax.Array, spec: ParamSpec) -> jax.Array:
     return jnp.concatenate([stored[run.start : run.start + run.num_rows] for run in runs])
 
 
-def _spec(
-    hf_name: str,
-    hf_shape: tuple[int, ...],
-    partition: PartitionSpec,
-    *,
-    role: ParamRole = ParamRole.MATRIX,
-    stored_rows: int = 0,
-) -> ParamSpec:
-    """A tensor stored as it is, or followed by zeros up to `stored_rows`."""
-    num_rows = max(stored_rows, hf_shape[0])
-    return ParamSpec(
-        hf_name=hf_name,
-        hf_shape=hf_shape,
-        shape=(num_rows, *hf_shape[1:]),
-        partition=partition,
-        runs=(RowRun(start=0, source=0, num_rows=hf_shape[0]),),
-        role=role,
-    )
+def join(parts: Sequence[jax.Array], *, tp: int) -> jax.Array:
+    """Store tensors as one parameter: each rank's rows of the first, then of the next."""
+    if len(parts) == 1:
+        return parts[0]
+    by_rank = [part.reshape(tp, -1, *part.shape[1:]) for part in parts]
+    joined = jnp.concatenate(by_rank, axis=1)
+    return joined.reshape(-1, *joined.shape[2:])
 
 
-def _kv_spec(
-    hf_name: str, hf_shape: tuple[int, ...], layout: KVLayout, *, head_dim: int, role: ParamRole
-) -> ParamSpec:
-    """Rows of key/value heads, one run a slot where heads are repeated."""
-    partition = ROWS if role is ParamRole.MATRIX else SHARDED_BIAS
-    plain = _spec(hf_name, hf_shape, partition, role=role)
-    if layout.num_slots * head_dim == hf_shape[0]:
-        return plain
-    runs = tuple(
-        RowRun(start=slot * head_dim, source=head * head_dim, num_rows=head_dim)
-        for slot, head in enumerate(layout.heads)
-    )
-    return ParamSpec(
-        hf_name=hf_name,
-        hf_shape=hf_shape,
-        shape=(layout.num_slots * head_dim, *hf_shape[1:]),
-        partition=partition,
-        runs=runs,
-        role=role,
-    )
+def separate(stored: jax.Array, sizes: Sequence[int], *, tp: int) -> list[jax.Array]:
+    """The inverse of `join`; `sizes` are a rank's rows of each tensor."""
+    if len(sizes) == 1:
+        return [stored]
+    by_rank = stored.reshape(tp, -1, *stored.shape[1:])
+    bounds = [sum(sizes[:i]) for i in range(1, len(sizes))]
+    parts = jnp.split(by_rank, bounds, axis=1)
+    return [part.reshape(-1, *stored.shape[1:]) for part in parts]
 
 
-def _layer_specs(config: ModelConfig, layer_idx: int, *, tp: int) -> dict[str, ParamSpec]:
-    """One layer."""
-    prefix = f"model.layers.{layer_idx}."
-    attn, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
-    width, ffn, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
-    q_rows, kv_rows = config.num_heads * head_dim, config.num_kv_heads * head_dim
-    layout = kv_layout(config.num_heads, config.num_kv_heads, tp)
-    matrix, gain, bias = ParamRole.MATRIX, ParamRole.GAIN, ParamRole.BIAS
+def by_param(tensors: dict[str, Any]) -> dict[str, Any]:
+    """From the tree of `tensor_specs` that of `param_specs`: a tuple of tensors at each leaf."""
 
-    def kv(name: str, shape: tuple[int, ...], role: ParamRole) -> ParamSpec:
-        return _kv_spec(attn + name, shape, layout, head_dim=head_dim, role=role)
+    def grouped(entries: dict[str, Any], lines: tuple[Param, ...]) -> dict[str, tuple]:
+        return {
+            line.name: tuple(entries[tensor.name] for tensor in line.tensors)
+            for line in lines
+            if line.tensors[0].name in entries
+        }
 
-    specs = {
-        "attn_norm": _spec(f"{prefix}input_layernorm.weight", (width,), REPLICATED, role=gain),
-        "q": _spec(f"{attn}q_proj.weight", (q_rows, width), ROWS),
-        "k": kv("k_proj.weight", (kv_rows, width), matrix),
-        "v": kv("v_proj.weight", (kv_rows, width), matrix),
-        "o": _spec(f"{attn}o_proj.weight", (width, q_rows), COLUMNS),
-        "mlp_norm": _spec(
-            f"{prefix}post_attention_layernorm.weight", (width,), REPLICATED, role=gain
-        ),
-        "gate": _spec(f"{mlp}gate_proj.weight", (ffn, width), ROWS),
-        "up": _spec(f"{mlp}up_proj.weight", (ffn, width), ROWS),
-        "down": _spec(f"{mlp}down_proj.weight", (width, ffn), COLUMNS),
-    }
-    if config.qkv_bias:
-        specs["q_bias"] = _spec(f"{attn}q_proj.bias", (q_rows,), SHARDED_BIAS, role=bias)
-        specs["k_bias"] = kv("k_proj.bias", (kv_rows,), bias)
-        specs["v_bias"] = kv("v_proj.bias", (kv_rows,), bias)
-    if config.o_bias:
-        specs["o_bias"] = _spec(f"{attn}o_proj.bias", (width,), REPLICATED, role=bias)
-    if config.qk_norm:
-        specs["q_norm"] = _spec(f"{attn}q_norm.weight", (head_dim,), REPLICATED, role=gain)
-        specs["k_norm"] = _spec(f"{attn}k_norm.weight", (head_dim,), REPLICATED, role=gain)
-    return specs
+    layers = [grouped(layer, LAYER) for layer in tensors["layers"]]
+    return {**grouped(tensors, MODEL), "layers": layers}
+
+
+def by_tensor(parts: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of `by_param`."""
+
+    def named(entries: dict[str, Any], lines: tuple[Param, ...]) -> dict[str, Any]:
+        return {
+            tensor.name: part
+            for line in lines
+            if line.name in entries
+            for tensor, part in zip(line.tensors, entries[line.name], strict=True)
+        }
+
+    layers = [named(layer, LAYER) for layer in parts["layers"]]
+    return {**named(parts, MODEL), "layers": layers}

@@ -12,8 +12,9 @@ from jax.sharding import PartitionSpec as P
 from detjax.models.config import ModelConfig, RopeConfig
 from detjax.models.layers import ForwardContext, Tokens
 from detjax.models.loading import LoadedModel, place_model
-from detjax.models.params import ParamRole, ParamSpec, param_specs, stored_rows
+from detjax.models.params import ParamRole, TensorSpec, param_specs, stored_rows
 from detjax.models.paths import PATHS, Kernels
+from detjax.models.weights.assemble import assemble
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.collectives import gather_columns
@@ -76,10 +77,10 @@ def dummy_model(
     profile, mesh = profile or NumericsProfile(), make_mesh(dp, tp, platform=backend.platform)
     specs = param_specs(config, tp=tp, vocab_block=profile.vocab_block)
 
-    def make(spec: ParamSpec) -> jax.Array:
+    def make(spec: TensorSpec) -> jax.Array:
         rng = np.random.default_rng([seed, *spec.hf_name.encode()])
         values = rng.standard_normal(spec.hf_shape, np.float32)
-        if spec.role is ParamRole.MATRIX:
+        if spec.role in (ParamRole.MATRIX, ParamRole.TABLE):
             values *= spec.hf_shape[1] ** -0.5
         elif spec.role is ParamRole.GAIN:
             values = 1 + 0.1 * values
@@ -89,7 +90,7 @@ def dummy_model(
 
     return place_model(
         config,
-        lambda: jax.tree.map(make, specs),
+        lambda: assemble(specs, mesh, make),
         profile=profile,
         mesh=mesh,
         backend=backend,

@@ -21,10 +21,10 @@ from rich.table import Table
 from detjax.models.abstract import why_unsupported
 from detjax.models.bundled import bundled_model_path
 from detjax.models.hf_config import load_config
+from detjax.models.hub import resolve_model
 from detjax.models.identity import model_hash
 from detjax.models.loading import LoadedModel, load_model
 from detjax.models.tokenizer import Tokenizer
-from detjax.models.weights import resolve_model
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend, choose_backend
 from detjax.parallel.mesh import configure_virtual_devices, make_mesh

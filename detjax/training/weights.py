@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Between the weights that serve and the float32 masters that are trained. Moves bits, rounds once.
 
-Masters stand under the names of `models.params`, unfused, each in its checkpoint's shape, so that
+Masters are the tensors of `models.params.tensor_specs`, each in its checkpoint's shape, so that
 neither a mesh nor a kernel's layout shows in them; tied embeddings stand there once.
 """
 
@@ -10,11 +10,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
-from detjax.models.fusion import FUSED
 from detjax.models.loading import LoadedModel
-from detjax.models.params import ParamSpec, param_specs, stored_rows
+from detjax.models.params import (
+    ParamSpec,
+    TensorSpec,
+    by_param,
+    by_tensor,
+    join,
+    param_specs,
+    separate,
+    stored_rows,
+    tensor_specs,
+)
 from detjax.parallel.mesh import TP_AXIS
 
 
@@ -41,30 +50,20 @@ def master_params(model: LoadedModel) -> dict[str, Any]:
     tp = model.mesh.shape[TP_AXIS]
     if tp != 1:
         raise ValueError(f"{tp=} must be 1: load the model to be trained on a mesh with tp=1")
-    specs = param_specs(model.config, tp=1, vocab_block=model.profile.vocab_block)
-    stored = {**model.params, "layers": [_unfuse(*pair) for pair in _layers(model, specs)]}
-    if model.config.tie_word_embeddings:
-        del stored["lm_head"], specs["lm_head"]
+    sizes = {"tp": 1, "vocab_block": model.profile.vocab_block}
+    specs, tensors = (make(model.config, **sizes) for make in (param_specs, tensor_specs))
 
-    def master(tensor: jax.Array, spec: ParamSpec) -> jax.Array:
+    def cut(spec: ParamSpec, stored: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(separate(stored, [tensor.shape[0] for tensor in spec.tensors], tp=1))
+
+    stored = by_tensor(jax.tree.map(cut, specs, {name: model.params[name] for name in specs}))
+    if model.config.tie_word_embeddings:
+        del stored["lm_head"], tensors["lm_head"]
+
+    def master(tensor: jax.Array, spec: TensorSpec) -> jax.Array:
         return tensor[: spec.hf_shape[0]].astype(jnp.float32)
 
-    return jax.tree.map(master, stored, specs)
-
-
-def _layers(model: LoadedModel, specs: dict[str, Any]):
-    return zip(model.params["layers"], specs["layers"], strict=True)
-
-
-def _unfuse(layer: dict[str, Any], specs: dict[str, ParamSpec]) -> dict[str, Any]:
-    """Cut fused projections apart."""
-    found = {name: leaf for name, leaf in layer.items() if name not in FUSED}
-    for name, group in FUSED.items():
-        if name in layer:
-            rows = [specs[member].shape[0] for member in group]
-            bounds = [sum(rows[:i]) for i in range(1, len(rows))]
-            found |= dict(zip(group, jnp.split(layer[name], bounds), strict=True))
-    return found
+    return jax.tree.map(master, stored, tensors)
 
 
 def serving_params(params: dict[str, Any], model: LoadedModel) -> dict[str, Any]:
@@ -80,28 +79,15 @@ def serving_params(params: dict[str, Any], model: LoadedModel) -> dict[str, Any]
         forward does to its masters. The rest moves bits, as integers.
     """
     profile, tp = model.profile, model.mesh.shape[TP_AXIS]
-    specs = param_specs(model.config, tp=tp, vocab_block=profile.vocab_block)
+    sizes = {"tp": tp, "vocab_block": profile.vocab_block}
+    specs, tensors = (make(model.config, **sizes) for make in (param_specs, tensor_specs))
 
-    def rounded_rows(tensor: jax.Array, spec: ParamSpec) -> jax.Array:
+    def rounded_rows(tensor: jax.Array, spec: TensorSpec) -> jax.Array:
         return stored_rows(_bits(tensor.astype(profile.param_dtype)), spec)
 
-    def place(bits: jax.Array, partition: PartitionSpec) -> jax.Array:
-        placed = jax.device_put(bits, NamedSharding(model.mesh, partition))
+    def place(spec: ParamSpec, parts: tuple[jax.Array, ...]) -> jax.Array:
+        placed = jax.device_put(join(parts, tp=tp), NamedSharding(model.mesh, spec.partition))
         return lax.bitcast_convert_type(placed, profile.param_dtype)
 
-    rows = jax.tree.map(rounded_rows, {"lm_head": params["embed"], **params}, specs)
-    fused = {**rows, "layers": [_fuse(layer, tp) for layer in rows["layers"]]}
-    partitions = {name: model.partition_specs[name] for name in fused}
-    return jax.tree.map(place, fused, partitions)
-
-
-def _fuse(layer: dict[str, Any], tp: int) -> dict[str, Any]:
-    """Join projections that are stored as one matrix: rank by rank, each rank's rows in order."""
-    members = {name for group in FUSED.values() for name in group}
-    found = {name: leaf for name, leaf in layer.items() if name not in members}
-    for name, group in FUSED.items():
-        if group[0] in layer:
-            by_rank = [layer[m].reshape(tp, -1, *layer[m].shape[1:]) for m in group]
-            joined = jnp.concatenate(by_rank, axis=1)
-            found[name] = joined.reshape(-1, *joined.shape[2:])
-    return found
+    rows = jax.tree.map(rounded_rows, {"lm_head": params["embed"], **params}, tensors)
+    return jax.tree.map(place, specs, by_param(rows))

@@ -18,11 +18,10 @@ from jax.sharding import PartitionSpec as P
 
 from detjax.models.abstract import abstract_params
 from detjax.models.config import ModelConfig, RopeConfig
-from detjax.models.fast import MATRICES, forward_fast, local_logits_fast
-from detjax.models.fusion import fused_partition_specs
+from detjax.models.fast import forward_fast, local_logits_fast
 from detjax.models.layers import ForwardContext, Tokens
 from detjax.models.loading import LoadedModel
-from detjax.models.params import partition_specs
+from detjax.models.params import MATRICES, partition_specs
 from detjax.models.paths import Kernels
 from detjax.numerics import NumericsProfile, tree_reduction
 from detjax.pallas_kernels.attention.api import attention, rope_attention
@@ -154,9 +153,8 @@ def abstract_model(
         bos_token_id=None, eos_token_ids=(),
     )  # fmt: skip
     mesh = aot.h200_mesh(memory_bytes, dp=dp, tp=tp)
-    specs = partition_specs(config, tp=tp, vocab_block=PROFILE.vocab_block)
     params = abstract_params(config, mesh, profile=PROFILE)
-    of_params = fused_partition_specs(specs)
+    of_params = partition_specs(config, tp=tp, vocab_block=PROFILE.vocab_block)
     if tp > 1:
         params["exchange"], of_params["exchange"] = abstract_exchange(mesh), EXCHANGE_SPECS
     table = _shape(8192, 64, dtype=jnp.float32).update(sharding=NamedSharding(mesh, P()))

@@ -25,7 +25,7 @@ from detjax.cli.parser import make_parser
 from detjax.models import chat_template
 from detjax.models.hf_config import config_from_hf
 from detjax.models.loading import load_model
-from detjax.models.params import param_specs
+from detjax.models.params import tensor_specs
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
@@ -160,7 +160,7 @@ def fuzz(tmp_path, toy, fake_engine, monkeypatch) -> Callable[[int, bool], int]:
     config = toy.config | {"rope_scaling": {"type": "linear", "factor": 2.0}}
     (whole / "config.json").write_text(json.dumps(config))
     (whole / "generation_config.json").write_text('{"eos_token_id": [257]}')
-    specs = jax.tree.leaves(param_specs(config_from_hf(config), tp=1, vocab_block=128))
+    specs = jax.tree.leaves(tensor_specs(config_from_hf(config), tp=1, vocab_block=128))
     weights = save({spec.hf_name: np.zeros(spec.hf_shape, np.float32) for spec in specs})
     files = {path.name: path.read_bytes() for path in whole.iterdir()}
     files["model.safetensors"] = weights

@@ -9,13 +9,10 @@ import numpy as np
 import pytest
 
 from detjax.models.bundled import bundled_model_path
-from detjax.models.fast import (
-    MATRICES,
-    quantise_params,
-    quantised_specs,
-)
+from detjax.models.fast import quantise_params, quantised_specs
 from detjax.models.layers import Tokens
 from detjax.models.loading import LoadedModel, load_model
+from detjax.models.params import MATRICES
 from detjax.models.paths import Kernels
 from detjax.models.tokenizer import Tokenizer
 from detjax.numerics import NumericsProfile

@@ -10,7 +10,7 @@ import pytest
 from safetensors import safe_open
 
 from detjax.models.loading import load_model
-from detjax.models.weights import ignore_progress
+from detjax.models.weights.load import ignore_progress
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh

@@ -11,15 +11,21 @@ from jax.sharding import PartitionSpec
 
 from detjax.models.config import ModelConfig, RopeConfig
 from detjax.models.params import (
-    ParamSpec,
+    MATRICES,
+    TensorSpec,
+    by_param,
+    by_tensor,
     check_tp,
     checkpoint_rows,
+    join,
     kv_layout,
     padded_vocab_size,
     param_specs,
     partition_specs,
     possible_tps,
+    separate,
     stored_rows,
+    tensor_specs,
 )
 
 CONFIG = ModelConfig(
@@ -82,15 +88,15 @@ def test_impossible_head_layouts_are_refused(sizes, message):
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 def test_every_shard_divides_evenly(tp):
-    specs = jax.tree.leaves(param_specs(CONFIG, tp=tp, vocab_block=16))
+    specs = jax.tree.leaves(tensor_specs(CONFIG, tp=tp, vocab_block=16))
     for spec in specs:
-        assert isinstance(spec, ParamSpec)
+        assert isinstance(spec, TensorSpec)
         for size, axis in zip(spec.shape, spec.partition, strict=False):
             assert axis is None or (axis == "tp" and size % tp == 0), spec
 
 
 def test_shapes_and_partitions_are_those_of_the_table():
-    specs = param_specs(CONFIG, tp=4, vocab_block=16)
+    specs = tensor_specs(CONFIG, tp=4, vocab_block=16)
     layer = specs["layers"][1]
     rows, columns, whole = PartitionSpec("tp", None), PartitionSpec(None, "tp"), PartitionSpec()
     expected = {
@@ -122,27 +128,51 @@ def test_shapes_and_partitions_are_those_of_the_table():
 
 def test_switches_decide_which_parameters_there_are():
     plain = dataclasses.replace(CONFIG, qkv_bias=False, o_bias=False, qk_norm=False)
-    layer = param_specs(plain, tp=1, vocab_block=16)["layers"][0]
+    layer = tensor_specs(plain, tp=1, vocab_block=16)["layers"][0]
     assert set(layer) == {"attn_norm", "q", "k", "v", "o", "mlp_norm", "gate", "up", "down"}
     qwen2 = dataclasses.replace(plain, qkv_bias=True)
-    added = set(param_specs(qwen2, tp=1, vocab_block=16)["layers"][0]) - set(layer)
+    added = set(tensor_specs(qwen2, tp=1, vocab_block=16)["layers"][0]) - set(layer)
     assert added == {"q_bias", "k_bias", "v_bias"}
 
 
 def test_tied_head_comes_from_the_embeddings():
     tied = dataclasses.replace(CONFIG, tie_word_embeddings=True)
-    specs = param_specs(tied, tp=2, vocab_block=16)
+    specs = tensor_specs(tied, tp=2, vocab_block=16)
     assert specs["lm_head"].hf_name == specs["embed"].hf_name == "model.embed_tokens.weight"
     assert specs["lm_head"].shape == (128, 32)
     assert specs["embed"].shape == (100, 32)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
-def test_partition_specs_has_the_structure_of_param_specs(tp):
+def test_parameters_are_the_tensors_joined(tp):
+    tensors = tensor_specs(CONFIG, tp=tp, vocab_block=16)
     specs = param_specs(CONFIG, tp=tp, vocab_block=16)
+    layer, of_layer = specs["layers"][0], tensors["layers"][0]
+    assert layer["qkv"].tensors == tuple(of_layer[name] for name in "qkv")
+    assert layer["qkv"].shape == (sum(of_layer[name].shape[0] for name in "qkv"), 32)
+    assert layer["gate_up"].shape == (96, 32)
+    assert layer["qkv_bias"].partition == PartitionSpec("tp")
     partitions = partition_specs(CONFIG, tp=tp, vocab_block=16)
     assert jax.tree.structure(specs) == jax.tree.structure(partitions)
     assert [s.partition for s in jax.tree.leaves(specs)] == jax.tree.leaves(partitions)
+    grouped = by_param(tensors)
+    assert jax.tree.structure(grouped, is_leaf=lambda x: isinstance(x, tuple)) == (
+        jax.tree.structure(specs)
+    )
+    assert by_tensor(grouped) == tensors
+
+
+def test_a_rank_holds_its_own_rows_of_each_tensor():
+    q, k, v = (np.arange(n)[:, None] + 100 * i for i, n in enumerate((8, 4, 4)))
+    joined = join([jnp.asarray(part) for part in (q, k, v)], tp=2)
+    expected = [q[:4], k[:2], v[:2], q[4:], k[2:], v[2:]]
+    assert (np.asarray(joined) == np.concatenate(expected)).all()
+    for part, whole in zip(separate(joined, (4, 2, 2), tp=2), (q, k, v), strict=True):
+        assert (np.asarray(part) == whole).all()
+
+
+def test_matrices_are_those_that_may_be_narrowed():
+    assert set(MATRICES) == {"qkv", "o", "gate_up", "down"}
 
 
 @pytest.mark.parametrize(
@@ -158,7 +188,7 @@ def test_padded_vocabulary_is_whole_blocks_on_every_rank(vocab_size, tp, block, 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 3, 8])
 def test_rows_come_from_the_right_head_and_go_back(num_kv_heads, tp, dtype):
     config = dataclasses.replace(CONFIG, num_kv_heads=num_kv_heads)
-    specs = param_specs(config, tp=tp, vocab_block=16)
+    specs = tensor_specs(config, tp=tp, vocab_block=16)
     layout = kv_layout(24, num_kv_heads, tp)
     for spec in (specs["layers"][0]["k"], specs["layers"][0]["v_bias"], specs["lm_head"]):
         size = int(np.prod(spec.hf_shape))
@@ -186,7 +216,7 @@ def test_rows_come_from_the_right_head_and_go_back(num_kv_heads, tp, dtype):
 )
 def test_impossible_tp_is_refused_with_those_that_are_possible(tp, message):
     with pytest.raises(ValueError, match=message):
-        param_specs(CONFIG, tp=tp, vocab_block=16)
+        tensor_specs(CONFIG, tp=tp, vocab_block=16)
 
 
 @pytest.mark.parametrize(
@@ -207,4 +237,4 @@ def test_tp_must_divide_every_dimension_that_is_split(keys, message):
 
 def test_vocab_block_must_be_positive():
     with pytest.raises(ValueError, match="vocab_block=0 must be at least 1"):
-        param_specs(CONFIG, tp=1, vocab_block=0)
+        tensor_specs(CONFIG, tp=1, vocab_block=0)

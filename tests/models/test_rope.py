@@ -14,7 +14,7 @@ from detjax.models.config import RopeConfig, RopeKind
 from detjax.models.hf_config import config_from_hf, load_config
 from detjax.models.loading import place_model
 from detjax.models.rope import DECIMAL_DIGITS, PI, inverse_frequencies, rope_tables
-from detjax.models.weights import random_params
+from detjax.models.weights.random_weights import random_params
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh

@@ -4,31 +4,43 @@
 import dataclasses
 import functools
 import json
+import shutil
 from collections import Counter
 from pathlib import Path
-from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors
-from huggingface_hub import errors as hub_errors
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
-from detjax.models import weights
+from detjax.models.bundled import bundled_model_path
 from detjax.models.config import ModelConfig, RopeConfig
 from detjax.models.hf_config import load_config
-from detjax.models.params import checkpoint_rows, kv_layout, param_specs, possible_tps
-from detjax.models.weights import (
-    find_cast,
-    load_params,
-    random_params,
-    resolve_model,
-    restore_params,
-    save_params,
+from detjax.models.identity import model_hash
+from detjax.models.loading import LoadedModel, load_model
+from detjax.models.params import (
+    by_param,
+    checkpoint_rows,
+    kv_layout,
+    param_specs,
+    possible_tps,
+    tensor_specs,
 )
+from detjax.models.tokenizer import Tokenizer
+from detjax.models.weights import files, saved
+from detjax.models.weights.assemble import dismantle
+from detjax.models.weights.dtypes import find_cast
+from detjax.models.weights.load import load_params
+from detjax.models.weights.random_weights import random_params
+from detjax.models.weights.saved import find_saved_cast, restore_params, save_params
+from detjax.numerics import NumericsProfile
+from detjax.pallas_kernels.backend import Backend
+from detjax.parallel.mesh import make_mesh
+from detjax.serving.request import Request, SamplingParams
+from detjax.testing.dummies import answers, dummy_config, dummy_model
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "hf"
 CASES = sorted(folder.name for folder in GOLDEN.iterdir() if (folder / "config.json").is_file())
@@ -71,7 +83,7 @@ def random_tensors(config: ModelConfig, *, dtype: str = "bfloat16") -> dict[str,
     """A whole checkpoint: a wide range of exponents, both zeros."""
     rng = np.random.default_rng(0)
     tensors = {}
-    for spec in jax.tree.leaves(param_specs(config, tp=1, vocab_block=1)):
+    for spec in jax.tree.leaves(tensor_specs(config, tp=1, vocab_block=1)):
         values = rng.standard_normal(spec.hf_shape) * 2.0 ** rng.integers(-8, 8, spec.hf_shape)
         values.flat[:3] = 0.0, -0.0, 2.0**-24
         tensors[spec.hf_name] = values.astype(jnp.dtype(dtype))
@@ -130,8 +142,25 @@ def expected_params(config: ModelConfig, tensors: dict, *, tp: int, dtype, block
             return np.concatenate([tensor, padding])
         return tensor
 
+    def joined(parts: tuple[np.ndarray, ...]) -> np.ndarray:
+        """Of each rank its rows of every part."""
+        by_rank = [np.split(part, tp) for part in parts]
+        return np.concatenate([part for rank in zip(*by_rank, strict=True) for part in rank])
+
+    specs = tensor_specs(config, tp=tp, vocab_block=block)
+    tensors_as_stored = by_param(jax.tree.map_with_path(expected, specs))
+    return jax.tree.map(
+        lambda parts: joined(parts) if len(parts) > 1 else parts[0],
+        tensors_as_stored,
+        is_leaf=lambda node: isinstance(node, tuple),
+    )
+
+
+def separated(params, config: ModelConfig, *, tp: int, block: int = BLOCK):
+    """The tensors that parameters are made of, by name, as their specs store them."""
     specs = param_specs(config, tp=tp, vocab_block=block)
-    return jax.tree.map_with_path(expected, specs)
+    found = dismantle(params, specs, mesh_of(1, tp))
+    return [(spec, np.asarray(array)) for spec, array in found]
 
 
 # ------------------------------------------------------------------------------ what is loaded
@@ -155,8 +184,9 @@ def test_key_value_heads_are_repeated_as_the_layout_says(tmp_path, num_kv_heads,
     params = load(write_folder(tmp_path, tensors), config, tp=tp)
     assert_same_bits(params, expected_params(config, tensors, tp=tp, dtype="bfloat16"))
     layout = kv_layout(24, num_kv_heads, tp)
-    key = np.asarray(params["layers"][0]["k"]).reshape(layout.num_slots, 4, 32)
-    whole = tensors["model.layers.0.self_attn.k_proj.weight"].reshape(num_kv_heads, 4, 32)
+    name = "model.layers.0.self_attn.k_proj.weight"
+    (key,) = (a for spec, a in separated(params, config, tp=tp) if spec.hf_name == name)
+    key, whole = key.reshape(layout.num_slots, 4, 32), tensors[name].reshape(num_kv_heads, 4, 32)
     for head in range(24):
         assert (raw(key[head // layout.group]) == raw(whole[head * num_kv_heads // 24])).all()
 
@@ -184,7 +214,7 @@ def test_every_parameter_is_split_as_its_spec_says(tmp_path):
     params = load_params(folder, CONFIG, mesh, dtype="bfloat16", vocab_block=BLOCK)
     specs = param_specs(CONFIG, tp=4, vocab_block=BLOCK)
     for array, spec in zip(jax.tree.leaves(params), jax.tree.leaves(specs), strict=True):
-        assert array.sharding == NamedSharding(mesh, spec.partition), spec.hf_name
+        assert array.sharding == NamedSharding(mesh, spec.partition), spec
 
 
 # ---------------------------------------------------------------------------- tied embeddings
@@ -433,11 +463,11 @@ def test_each_shard_is_read_once_and_nothing_larger(tmp_path, monkeypatch, dp, t
     def counting_open(path, framework):
         return CountingFile(safetensors.safe_open(path, framework=framework), reads)
 
-    monkeypatch.setattr(weights, "safe_open", counting_open)
+    monkeypatch.setattr(files, "safe_open", counting_open)
     folder = write_folder(tmp_path, random_tensors(CONFIG))
     load(folder, dp=dp, tp=tp)
     counts = Counter((name, index) for name, index, _ in reads)
-    for spec in jax.tree.leaves(param_specs(CONFIG, tp=tp, vocab_block=BLOCK)):
+    for spec in jax.tree.leaves(tensor_specs(CONFIG, tp=tp, vocab_block=BLOCK)):
         sizes = [size for name, _, size in reads if name == spec.hf_name]
         is_split = "tp" in spec.partition
         shard_size = int(np.prod(spec.shape)) // (tp if is_split else 1)
@@ -453,7 +483,7 @@ def test_progress_counts_bytes_up_to_the_total(tmp_path):
     folder = write_folder(tmp_path, random_tensors(CONFIG))
     params = load(folder, tp=2, progress=lambda *call: calls.append(call))
     total = sum(array.nbytes for array in jax.tree.leaves(params))
-    assert len(calls) == len(jax.tree.leaves(params))
+    assert len(calls) == len(jax.tree.leaves(tensor_specs(CONFIG, tp=2, vocab_block=BLOCK)))
     assert [done for _, done, _ in calls] == sorted(done for _, done, _ in calls)
     assert calls[-1][1] == total
     assert {call[2] for call in calls} == {total}
@@ -650,23 +680,21 @@ def test_random_weights_have_the_same_values_on_every_mesh(random_tensors_of, dp
 def fixture_random_tensors_of():
     """The tensors that seed 7 draws on one device, under their Hugging Face names."""
     params = random_params(SMALL, mesh_of(1, 1), seed=7, dtype="float32", vocab_block=BLOCK)
-    specs = jax.tree.leaves(param_specs(SMALL, tp=1, vocab_block=BLOCK))
     return {
-        spec.hf_name: np.asarray(array)[: spec.hf_shape[0]]
-        for spec, array in zip(specs, jax.tree.leaves(params), strict=True)
+        spec.hf_name: array[: spec.hf_shape[0]] for spec, array in separated(params, SMALL, tp=1)
     }
 
 
 def test_random_weights_have_the_scale_they_say():
     config = dataclasses.replace(SMALL, hidden_size=256, intermediate_size=512, vocab_size=512)
     params = random_params(config, mesh_of(1, 2), seed=1, dtype="float32", vocab_block=BLOCK)
-    for name, fan_in in (("up", 256), ("down", 512)):
+    for name, fan_in in (("gate_up", 256), ("down", 512)):
         matrix = np.asarray(params["layers"][0][name], np.float64)
         assert abs(matrix.std() * np.sqrt(fan_in) - 1) < 0.02
         assert abs(matrix.mean() * np.sqrt(fan_in)) < 0.02
     assert 0.02 < np.asarray(params["final_norm"]).std() < 0.06
     assert abs(np.asarray(params["final_norm"]).mean() - 1) < 0.01
-    assert 0 < np.asarray(params["layers"][0]["q_bias"]).std() < 0.04
+    assert 0 < np.asarray(params["layers"][0]["qkv_bias"]).std() < 0.04
 
 
 def test_random_weights_depend_on_the_seed_and_the_name():
@@ -678,9 +706,9 @@ def test_random_weights_depend_on_the_seed_and_the_name():
     first, again, other = draw(0), draw(0), draw(1)
     assert_same_bits(first, again)
     assert (np.asarray(first["embed"]) != np.asarray(other["embed"])).mean() > 0.9
-    layers = first["layers"]
-    assert (np.asarray(layers[0]["up"]) != np.asarray(layers[1]["up"])).mean() > 0.9
-    assert (np.asarray(layers[0]["up"]) != np.asarray(layers[0]["gate"])).mean() > 0.9
+    (gate, up), (_, other_up) = (np.split(np.asarray(x["gate_up"]), 2) for x in first["layers"])
+    assert (up != other_up).mean() > 0.9
+    assert (up != gate).mean() > 0.9
 
 
 @pytest.mark.parametrize("seed", [-1, 2**32])
@@ -702,9 +730,9 @@ def test_checkpoint_restores_the_bits_onto_any_mesh(tmp_path, tied, saved_on, re
     config = dataclasses.replace(SMALL, tie_word_embeddings=tied)
     tensors = random_tensors(config)
     folder = write_folder(tmp_path, tensors)
-    saved = load(folder, config, dp=saved_on[0], tp=saved_on[1])
+    params = load(folder, config, dp=saved_on[0], tp=saved_on[1])
     checkpoint = tmp_path / "checkpoint"
-    save_params(checkpoint, saved, config, mesh_of(*saved_on), vocab_block=BLOCK)
+    save_params(checkpoint, params, config, mesh_of(*saved_on), vocab_block=BLOCK)
     mesh = mesh_of(*restored_on)
     restored = restore_params(checkpoint, config, mesh, dtype="bfloat16", vocab_block=BLOCK)
     expected = load(folder, config, dp=restored_on[0], tp=restored_on[1])
@@ -717,13 +745,13 @@ def test_checkpoint_restores_the_bits_onto_any_mesh(tmp_path, tied, saved_on, re
 def test_control_rows_moved_as_floats_lose_the_sign_of_zero():
     mesh = mesh_of(1, 8)
     config = dataclasses.replace(SMALL, head_dim=2)
-    spec = param_specs(config, tp=8, vocab_block=BLOCK)["layers"][0]["k_bias"]
+    spec = tensor_specs(config, tp=8, vocab_block=BLOCK)["layers"][0]["k_bias"]
     zeros = np.full(spec.shape, -0.0, np.float32)
     stored = jax.device_put(zeros, NamedSharding(mesh, spec.partition))
     replicated = NamedSharding(mesh, PartitionSpec())
     move = jax.jit(functools.partial(checkpoint_rows, spec=spec), out_shardings=replicated)
     assert not np.signbit(np.asarray(move(stored))).all()
-    kept = weights._rearrange(checkpoint_rows, stored, spec, replicated)
+    kept = saved._rearrange(checkpoint_rows, stored, spec, replicated)
     assert np.signbit(np.asarray(kept)).all()
 
 
@@ -751,7 +779,7 @@ def test_checkpoint_of_another_model_or_dtype_is_refused(tmp_path):
         restore(config=dataclasses.replace(CONFIG, num_kv_heads=4))
     with pytest.raises(ValueError, match=r"has rope={'theta': 10000.0.* is asked for"):
         restore(config=dataclasses.replace(CONFIG, rope=RopeConfig(theta=5e5)))
-    with pytest.raises(ValueError, match="holds a checkpoint already"):
+    with pytest.raises(ValueError, match="holds params already"):
         save_params(tmp_path, params, CONFIG, mesh, vocab_block=BLOCK)
     facts = tmp_path / "detjax_params.json"
     text = facts.read_text()
@@ -777,18 +805,11 @@ def test_checkpoint_keeps_how_its_weights_were_cast(tmp_path):
     params = load(folder, tp=2, cast_weights="bfloat16")
     save_params(tmp_path / "c", params, CONFIG, mesh, vocab_block=BLOCK, weight_cast=cast)
 
-    def restore(**cast):
-        return restore_params(
-            tmp_path / "c", CONFIG, mesh, dtype="bfloat16", vocab_block=BLOCK, **cast
-        )
-
-    with pytest.raises(ValueError, match=r"has weight_cast='float16 to bfloat16' but 'none' is as"):
-        restore()
-    assert_same_bits(restore(weight_cast=cast), params)
-    facts = json.loads((tmp_path / "c" / "detjax_params.json").read_text())
-    del facts["weight_cast"]  # as files had it before there were casts
-    (tmp_path / "c" / "detjax_params.json").write_text(json.dumps(facts))
-    assert_same_bits(restore(), params)
+    assert find_saved_cast(tmp_path / "c") == cast
+    with pytest.raises(ValueError, match="--cast-weights bfloat16 has nothing to convert"):
+        find_saved_cast(tmp_path / "c", cast_weights="bfloat16")
+    restored = restore_params(tmp_path / "c", CONFIG, mesh, dtype="bfloat16", vocab_block=BLOCK)
+    assert_same_bits(restored, params)
 
 
 def test_unfinished_checkpoint_is_refused(tmp_path):
@@ -798,103 +819,76 @@ def test_unfinished_checkpoint_is_refused(tmp_path):
         restore_params(tmp_path, CONFIG, mesh_of(1, 1), dtype="bfloat16", vocab_block=BLOCK)
 
 
-# ------------------------------------------------------------------------------ finding a model
+# --------------------------------------------------------------------------------- whole models
 
 
-def test_existing_folder_is_taken_as_it_is(tmp_path):
-    assert resolve_model(str(tmp_path), revision=None) == tmp_path
-
-
-def test_revision_of_a_folder_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="revision='main' has no meaning for the folder"):
-        resolve_model(str(tmp_path), revision="main")
-
-
-def test_file_in_place_of_a_folder_is_refused(tmp_path):
-    (tmp_path / "model.safetensors").write_bytes(b"")
-    with pytest.raises(ValueError, match="is a file; give the folder it stands in"):
-        resolve_model(str(tmp_path / "model.safetensors"))
-
-
-@pytest.mark.parametrize("name", ["/no/such/folder", "a/b/c", "../elsewhere", "two words"])
-def test_impossible_name_is_refused(name):
-    with pytest.raises(ValueError, match="neither an existing folder nor a repository id"):
-        resolve_model(name)
-
-
-def test_snapshot_fetches_safetensors_and_text_only(monkeypatch, tmp_path):
-    calls = []
-
-    def snapshot_download(repo_id, **options):
-        calls.append((repo_id, options))
-        return str(tmp_path)
-
-    monkeypatch.setattr(weights.huggingface_hub, "snapshot_download", snapshot_download)
-    assert resolve_model("owner/name", revision="v1") == tmp_path
-    ((repo_id, options),) = calls
-    assert (repo_id, options["revision"]) == ("owner/name", "v1")
-    kept = list(
-        weights.huggingface_hub.utils.filter_repo_objects(
-            [
-                "config.json",
-                "model-00001-of-00002.safetensors",
-                "model.safetensors.index.json",
-                "tokenizer.model",
-                "chat_template.jinja",
-                "pytorch_model.bin",
-                "consolidated.safetensors",
-                "original/params.json",
-                "onnx/model.safetensors",
-                "model.gguf",
-            ],
-            allow_patterns=options["allow_patterns"],
-            ignore_patterns=options["ignore_patterns"],
-        )
+def bundled(folder: Path | str = "", *, tp: int = 1, dtype: str = "bfloat16") -> LoadedModel:
+    return load_model(
+        str(folder or bundled_model_path()),
+        profile=NumericsProfile(weight_dtype=dtype, compute_dtype=dtype),
+        mesh=make_mesh(1, tp),
+        backend=Backend.PORTABLE,
+        max_len=512,
     )
-    assert kept == [
-        "config.json",
-        "model-00001-of-00002.safetensors",
-        "model.safetensors.index.json",
-        "tokenizer.model",
-        "chat_template.jinja",
-    ]
 
 
-def hub_error(kind: type, status: int) -> Exception:
-    return kind("message", response=Mock(headers={}, status_code=status))
+@pytest.mark.invariance
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_saved_model_answers_with_the_bits_it_was_saved_with(tmp_path, tp):
+    folder, model = tmp_path / "saved", bundled()
+    model.save(folder)
+    again = bundled(folder, tp=tp)
+    assert again.fingerprint == model.fingerprint
+    if tp == 1:
+        assert_same_bits(again.params, model.params)
+    tokenizer = Tokenizer.from_folder(folder)
+    ids = tuple(tokenizer.encode("The old house by the sea"))
+    request = Request(prompt_token_ids=ids, sampling=SamplingParams(max_tokens=6))
+    (expected,), (found,) = (answers(m, [request], max_len=64) for m in (model, again))
+    assert found.digest() == expected.digest()
 
 
-@pytest.mark.parametrize(
-    ("error", "expected", "message"),
-    [
-        (hub_error(hub_errors.GatedRepoError, 403), PermissionError, "is gated: ask for access"),
-        (
-            hub_error(hub_errors.RepositoryNotFoundError, 404),
-            FileNotFoundError,
-            "neither an existing folder nor a Hugging Face repository; check the spelling",
-        ),
-        (
-            hub_error(hub_errors.RevisionNotFoundError, 404),
-            FileNotFoundError,
-            "'owner/name' has no revision='v1'",
-        ),
-        (
-            hub_errors.LocalEntryNotFoundError("offline"),
-            FileNotFoundError,
-            r"could not be reached \(LocalEntryNotFoundError: offline\).*give its folder",
-        ),
-        (
-            hub_errors.OfflineModeIsEnabled("offline"),
-            FileNotFoundError,
-            "could not be reached.*unset HF_HUB_OFFLINE",
-        ),
-        (hub_error(hub_errors.HfHubHTTPError, 503), FileNotFoundError, "could not be reached"),
-    ],
-)
-def test_hub_errors_say_what_to_do(monkeypatch, error, expected, message):
-    def snapshot_download(repo_id, **options):
-        raise error
+def test_a_saved_model_keeps_its_cast_and_refuses_what_it_is_not(tmp_path):
+    source, folder = tmp_path / "source", tmp_path / "saved"
+    shutil.copytree(bundled_model_path(), source)
+    tensors = load_file(source / "model.safetensors")
+    save_file({k: t.astype(np.float32) for k, t in tensors.items()}, source / "model.safetensors")
 
-    monkeypatch.setattr(weights.huggingface_hub, "snapshot_download", snapshot_download)
-    with pytest.raises(expected, match=message):
-        resolve_model("owner/name", revision="v1")
+    def load_cast(path: Path, cast: str) -> LoadedModel:
+        return load_model(
+            str(path), profile=NumericsProfile(), mesh=make_mesh(1, 1), backend=Backend.PORTABLE,
+            cast_weights=cast, max_len=512,
+        )  # fmt: skip
+
+    model = load_cast(source, "bfloat16")
+    model.save(folder)
+    again = bundled(folder)
+    assert again.weight_cast == model.weight_cast == "float32 to bfloat16"
+    assert again.fingerprint == model.fingerprint
+    with pytest.raises(ValueError, match="holds saved weights, which are restored as they are"):
+        load_cast(folder, "bfloat16")
+    with pytest.raises(ValueError, match="has dtype='bfloat16' but 'float32' is asked for"):
+        bundled(folder, dtype="float32")
+    with pytest.raises(ValueError, match="holds params already"):
+        model.save(folder)
+    with pytest.raises(ValueError, match="holds a model already"):
+        model.save(source)
+    with pytest.raises(ValueError, match="has random weights: it has no config.json"):
+        dummy_model(dummy_config()).save(tmp_path / "random")
+
+
+def test_a_flipped_byte_of_a_saved_model_is_refused(tmp_path):
+    bundled().save(tmp_path)
+    expected = model_hash(tmp_path)
+    largest = max((tmp_path / "params").rglob("*"), key=lambda path: path.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 1
+    largest.write_bytes(content)
+    with pytest.raises(ValueError, match="is damaged: its bytes are not those that were saved"):
+        bundled(tmp_path)
+    facts = tmp_path / "detjax_params.json"
+    facts.write_text(facts.read_text().replace("bfloat16", "float32"))
+    assert model_hash(tmp_path) != expected
+    facts.unlink()
+    with pytest.raises(FileNotFoundError, match="holds no finished checkpoint"):
+        bundled(tmp_path)

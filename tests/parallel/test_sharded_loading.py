@@ -5,7 +5,6 @@ That files are read so is in `tests/models/test_weights.py`; here, random weight
 compiled, not drawn, and the compiler says what a device needs.
 """
 
-import dataclasses
 import functools
 import math
 
@@ -14,8 +13,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding
 
-from detjax.models import weights
-from detjax.models.params import param_specs
+from detjax.models.params import tensor_specs
+from detjax.models.weights.random_weights import random_tensor
 from detjax.parallel.mesh import make_mesh
 from detjax.testing.dummies import dummy_config
 
@@ -29,15 +28,15 @@ LLAMA_70B = dummy_config(
 @pytest.mark.parametrize("tp", [2, 4, 8])
 def test_each_device_makes_its_share_of_a_70b_model_only(tp):
     mesh, itemsize = make_mesh(1, tp), 2
-    specs = jax.tree.leaves(param_specs(LLAMA_70B, tp=tp, vocab_block=128))
+    specs = jax.tree.leaves(tensor_specs(LLAMA_70B, tp=tp, vocab_block=128))
     whole_bytes = sum(math.prod(spec.shape) for spec in specs) * itemsize
     assert whole_bytes > H200_BYTES
-    by_kind = {dataclasses.replace(spec, hf_name=""): spec.hf_name for spec in specs}
+    by_kind = {spec.unnamed: spec.hf_name for spec in specs}
     largest_temporary = 0
     for spec, name in by_kind.items():
         if len(spec.shape) == 1:
             continue
-        draw = functools.partial(weights._random_tensor, spec=spec, dtype=jnp.dtype(jnp.bfloat16))
+        draw = functools.partial(random_tensor, spec=spec, dtype=jnp.dtype(jnp.bfloat16))
         sharding = NamedSharding(mesh, spec.partition)
         compiled = jax.jit(draw, out_shardings=sharding).lower(jax.random.key(0)).compile()
         memory = compiled.memory_analysis()

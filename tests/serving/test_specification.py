@@ -17,7 +17,7 @@ from jax import lax
 
 from detjax.models.bundled import bundled_model_path
 from detjax.models.loading import load_model
-from detjax.models.weights import ignore_progress
+from detjax.models.weights.load import ignore_progress
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.attention import api as attention_api
 from detjax.pallas_kernels.backend import Backend

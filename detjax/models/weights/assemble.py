@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters of a model from the tensors of a checkpoint, and back, on the devices. Moves bits."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from detjax.models.params import Params, ParamSpec, TensorSpec, join, separate
+from detjax.parallel.mesh import TP_AXIS
+
+
+def made_once(specs: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
+    """The specs less a tied "lm_head" that is stored just as "embed": on one rank, no padding."""
+    (embed,), (head,) = specs["embed"].tensors, specs["lm_head"].tensors
+    is_shared = (head.hf_name, head.shape) == (embed.hf_name, embed.shape)
+    is_shared = is_shared and mesh.shape[TP_AXIS] == 1
+    return {key: specs[key] for key in specs if key != "lm_head" or not is_shared}
+
+
+def assemble(specs: dict[str, Any], mesh: Mesh, make: Callable[[TensorSpec], jax.Array]) -> Params:
+    """Make every parameter, an "lm_head" that is shared with "embed" only once.
+
+    Args:
+        specs: Of `param_specs`.
+        mesh: Where.
+        make: Gives a tensor as its spec stores it. What is joined is deleted, so that no more than
+            one parameter is held twice.
+    """
+
+    def parameter(spec: ParamSpec) -> jax.Array:
+        parts = [make(tensor) for tensor in spec.tensors]
+        if len(parts) == 1:
+            return parts[0]
+        joined = _joiner(mesh, spec.partition)(parts)
+        for part in parts:
+            part.delete()
+        return joined
+
+    made = jax.tree.map(parameter, made_once(specs, mesh))
+    return {"lm_head": made["embed"], **made}
+
+
+def dismantle(
+    params: Params, specs: dict[str, Any], mesh: Mesh
+) -> Iterator[tuple[TensorSpec, jax.Array]]:
+    """The tensors that parameters are made of, as their specs store them.
+
+    Args:
+        params: What `assemble` made.
+        specs: Of `param_specs`.
+        mesh: Where they are.
+    """
+    for spec, array in zip(jax.tree.leaves(specs), jax.tree.leaves(params), strict=True):
+        if len(spec.tensors) == 1:
+            yield spec.tensors[0], array
+            continue
+        sizes = tuple(tensor.shape[0] // mesh.shape[TP_AXIS] for tensor in spec.tensors)
+        cut = _separator(mesh, sizes, spec.partition)
+        yield from zip(spec.tensors, cut(array), strict=True)
+
+
+@functools.cache
+def _joiner(mesh: Mesh, partition: PartitionSpec) -> Callable[[list[jax.Array]], jax.Array]:
+    """`params.join` of arrays that lie alike, each rank its own rows."""
+    local = jax.shard_map(
+        functools.partial(join, tp=1),
+        mesh=mesh,
+        in_specs=(partition,),
+        out_specs=partition,
+        check_vma=False,
+    )
+    return jax.jit(local, out_shardings=NamedSharding(mesh, partition))
+
+
+@functools.cache
+def _separator(mesh: Mesh, sizes: tuple[int, ...], partition: PartitionSpec):
+    """The inverse of `_joiner`; `sizes` are a rank's rows of each tensor."""
+    local = jax.shard_map(
+        functools.partial(separate, sizes=sizes, tp=1),
+        mesh=mesh,
+        in_specs=(partition,),
+        out_specs=partition,
+        check_vma=False,
+    )
+    return jax.jit(local, out_shardings=NamedSharding(mesh, partition))

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The safetensors files of a folder, opened and checked against each other; nothing is read yet."""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredTensor:
+    """A tensor of an open file. `rows` is safetensors' slice object: indexing it reads."""
+
+    file: Path
+    rows: Any
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def open_tensors(folder: Path, stack: contextlib.ExitStack) -> dict[str, StoredTensor]:
+    """Open the checkpoint's files until `stack` closes, and list their tensors."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return dict(_open_file(single, stack))
+    if not index.is_file():
+        raise FileNotFoundError(
+            f"{folder} has neither {single.name} nor {index.name}; give a folder with safetensors "
+            "weights (convert .bin files with transformers' save_pretrained)"
+        )
+    file_of = _read_index(index)
+    tensors = {}
+    for name in sorted(set(file_of.values())):
+        path = folder / name
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} is named in {index.name} but missing; download it")
+        for tensor_name, tensor in _open_file(path, stack):
+            if tensor_name in tensors:
+                raise ValueError(
+                    f"{path} and {tensors[tensor_name].file} both hold {tensor_name!r}; the files "
+                    "are of different checkpoints: download them again"
+                )
+            tensors[tensor_name] = tensor
+    for tensor_name, tensor in tensors.items():
+        listed = file_of.pop(tensor_name, None)
+        if listed != tensor.file.name:
+            raise ValueError(
+                f"{tensor.file} holds {tensor_name!r}, which {index.name} places in {listed!r}; "
+                "the files are of different checkpoints: download them again"
+            )
+    if file_of:
+        name, file = next(iter(file_of.items()))
+        raise ValueError(
+            f"{index.name} places {name!r} in {file!r}, which lacks it; download both again"
+        )
+    return tensors
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    """Tensor name to file name."""
+    try:
+        file_of = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        names = dict(file_of).values()
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ValueError(f"{index} is not a safetensors index ({error!r}); download it") from error
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name:
+            raise ValueError(f"{index} names {name!r}, which is not a file in the same folder")
+    return dict(file_of)
+
+
+def _open_file(path: Path, stack: contextlib.ExitStack) -> Iterator[tuple[str, StoredTensor]]:
+    """Open one file; its header must cover it exactly, which finds truncation."""
+    try:
+        handle = stack.enter_context(safe_open(path, framework="np"))
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is damaged or cut short ({error}); download it again") from error
+    _check_names(path)
+    for name in handle.keys():
+        rows = handle.get_slice(name)
+        yield (
+            name,
+            StoredTensor(
+                file=path, rows=rows, shape=tuple(rows.get_shape()), dtype=rows.get_dtype()
+            ),
+        )
+
+
+def _check_names(path: Path) -> None:
+    """Refuse a header that names a tensor twice: safetensors takes the last one."""
+
+    def names_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"{path} is damaged: it names {twice!r} twice; download it again")
+        return found
+
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        json.loads(file.read(length), object_pairs_hook=names_once)

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights from a Hugging Face folder's safetensors, each shard straight from its part of a file."""
+
+import contextlib
+import functools
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.typing import DTypeLike
+
+from detjax.models.config import ModelConfig
+from detjax.models.params import EMBED_NAME, Params, TensorSpec, param_specs
+from detjax.models.weights.assemble import assemble, made_once
+from detjax.models.weights.dtypes import check_conversion, check_dtype, converted
+from detjax.models.weights.files import StoredTensor, open_tensors
+from detjax.numerics import NO_CAST
+
+Progress = Callable[[str, int, int], None]
+"""Called with what was just done, bytes done, and bytes in all."""
+
+INERT_TENSORS = re.compile(r".*\.rotary_emb\.inv_freq")  # older Llama files; recomputed by rope.py
+HEAD_NAME = "lm_head.weight"
+COMPARE_ROWS = 4096
+
+
+def ignore_progress(what: str, done: int, total: int) -> None:
+    """Show nothing: the default `Progress`."""
+
+
+def load_params(
+    folder: Path,
+    config: ModelConfig,
+    mesh: Mesh,
+    *,
+    dtype: DTypeLike,
+    vocab_block: int,
+    progress: Progress = ignore_progress,
+    cast_weights: str = NO_CAST,
+) -> Params:
+    """Read a Hugging Face folder's safetensors onto `mesh`.
+
+    Each distinct shard is read once, straight from its part of the file, so the host never holds
+    more than one tensor's shards. Where embeddings are tied, on one rank and with no padding,
+    "lm_head" is the very array of "embed".
+
+    Args:
+        folder: Holds `model.safetensors`, or `model.safetensors.index.json` and its files.
+        config: The model; decides names and shapes.
+        mesh: Has the axes "dp" and "tp".
+        dtype: bfloat16 or float32, the dtype of every parameter.
+        vocab_block: As for `param_specs`.
+        progress: Called after each tensor.
+        cast_weights: "bfloat16" allows float16 tensors to be rounded to it; `find_cast` names what
+            is rounded.
+
+    Raises:
+        FileNotFoundError: If a file is missing.
+        ValueError: If a file is damaged, a tensor is missing, unexpected or of a wrong shape, or
+            its dtype or a value of it cannot be turned into `dtype`. The message names file and
+            tensor.
+
+    Numerics:
+        float32 and float16 to bfloat16 round to nearest, ties to even. float16's exponents all fit,
+        its subnormals become normal numbers; float32's subnormals stay subnormal. A finite float32
+        that would become infinite is refused, and so is float16 without `cast_weights`. bfloat16
+        and float16 to float32 are exact.
+    """
+    target = check_dtype(dtype)
+    specs = param_specs(config, tp=mesh.shape["tp"], vocab_block=vocab_block)
+    wanted = [tensor for spec in jax.tree.leaves(specs) for tensor in spec.tensors]
+    made = jax.tree.leaves(made_once(specs, mesh))
+    total = sum(math.prod(spec.shape) for spec in made) * target.itemsize
+    done = 0
+    with contextlib.ExitStack() as stack:
+        tensors = open_tensors(folder, stack)
+        can_cast = cast_weights != NO_CAST
+        _check_tensors(folder, tensors, wanted, dtype=target, can_cast=can_cast)
+
+        def load(spec: TensorSpec) -> jax.Array:
+            nonlocal done
+            array = _load_param(tensors[spec.hf_name], spec, mesh, dtype=target)
+            done += math.prod(spec.shape) * target.itemsize
+            progress(spec.hf_name, done, total)
+            return array
+
+        return assemble(specs, mesh, load)
+
+
+def _check_tensors(
+    folder: Path,
+    tensors: dict[str, StoredTensor],
+    specs: list[TensorSpec],
+    *,
+    dtype: jnp.dtype,
+    can_cast: bool,
+) -> None:
+    """Every tensor that is needed is there, of the right shape and dtype, and no other."""
+    wanted = {spec.hf_name: spec.hf_shape for spec in specs}
+    if missing := [name for name in wanted if name not in tensors]:
+        raise ValueError(
+            f"{folder} lacks {len(missing)} of {len(wanted)} tensors, such as {missing[0]!r}; "
+            "config.json and the weights are of different models, or a file was not downloaded"
+        )
+    if HEAD_NAME not in wanted and HEAD_NAME in tensors:
+        _check_tied_head(tensors[EMBED_NAME], tensors[HEAD_NAME])
+        wanted[HEAD_NAME] = wanted[EMBED_NAME]
+    for name, tensor in tensors.items():
+        if INERT_TENSORS.fullmatch(name):
+            continue
+        if name not in wanted:
+            raise ValueError(
+                f"{tensor.file} holds {name!r}, which this model has no place for; config.json "
+                "and the weights are of different models"
+            )
+        if tensor.shape != wanted[name]:
+            raise ValueError(
+                f"{name!r} in {tensor.file} has shape {tensor.shape}, but config.json makes it "
+                f"{wanted[name]}; they are of different models"
+            )
+        check_conversion(name, tensor, dtype=dtype, can_cast=can_cast)
+
+
+def _check_tied_head(embed: StoredTensor, head: StoredTensor) -> None:
+    """A tied checkpoint may carry a copy of the embeddings as output head, but only a copy."""
+    is_same = (embed.shape, embed.dtype) == (head.shape, head.dtype) and all(
+        embed.rows[i:stop].tobytes() == head.rows[i:stop].tobytes()
+        for i in range(0, embed.shape[0], COMPARE_ROWS)
+        for stop in [min(i + COMPARE_ROWS, embed.shape[0])]
+    )
+    if not is_same:
+        raise ValueError(
+            f"config.json ties the embeddings, but {head.file} holds a {HEAD_NAME!r} that differs "
+            f"from {EMBED_NAME!r}; set tie_word_embeddings to false, or remove the tensor"
+        )
+
+
+def _load_param(
+    tensor: StoredTensor, spec: TensorSpec, mesh: Mesh, *, dtype: jnp.dtype
+) -> jax.Array:
+    """One tensor; devices that hold the same shard share one read."""
+    read = functools.cache(functools.partial(_read_shard, tensor, spec, dtype))
+    sharding = NamedSharding(mesh, spec.partition)
+
+    def shard(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None  # jax passes None only for shapes it does not know
+        bounds = (i.indices(n) for i, n in zip(index, spec.shape, strict=True))
+        return read(tuple((start, stop) for start, stop, _ in bounds))
+
+    array = jax.make_array_from_callback(spec.shape, sharding, shard, dtype)
+    return array.block_until_ready()  # bounds what the host holds to one tensor
+
+
+def _read_shard(
+    tensor: StoredTensor, spec: TensorSpec, dtype: jnp.dtype, bounds: tuple[tuple[int, int], ...]
+) -> np.ndarray:
+    """Stored rows and columns `bounds`, read run by run; rows in no run come last and are zero."""
+    (low, high), others = bounds[0], tuple(slice(*b) for b in bounds[1:])
+    parts = []
+    for run in spec.runs:
+        start, stop = max(low, run.start), min(high, run.start + run.num_rows)
+        if start < stop:
+            shift = run.source - run.start
+            rows = tensor.rows[(slice(start + shift, stop + shift), *others)]
+            parts.append(converted(rows, dtype, name=f"{spec.hf_name!r} in {tensor.file}"))
+    num_zeros = high - low - sum(len(part) for part in parts)
+    if num_zeros:
+        parts.append(np.zeros([num_zeros, *(stop - start for start, stop in bounds[1:])], dtype))
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
