@@ -33,7 +33,7 @@ def run(args: GenerateArgs, *, open_model: OpensModel) -> int:
     with display.loading() as progress:
         model = open_model(args, folder, progress, job.max_len)
     load_s = time.perf_counter() - started_s
-    display.facts(report.card(args, folder, config, model, plans[0].shape))
+    display.facts(report.card(args, folder, config, model, plans[0].engine))
     if args.check:
         show_plan(plans, display)
 
@@ -47,12 +47,7 @@ def run(args: GenerateArgs, *, open_model: OpensModel) -> int:
         plans[0],
         model,
         tokenizer,
-        writer=make_writer(
-            args.format,
-            sys.stdout,
-            has_headers=len(job.seqs) > 1,
-            fingerprint=model.fingerprint,
-        ),
+        writer=make_writer(args.format, sys.stdout, has_headers=len(job.seqs) > 1),
         display=display,
         is_live=args.format == "text" and sys.stdout.isatty(),
         tracer=timeline if args.trace else NO_TRACE,
@@ -68,5 +63,5 @@ def run(args: GenerateArgs, *, open_model: OpensModel) -> int:
     if args.stats:
         report.show_stats(first.stats, display)
     if check is not None:
-        show_check(check, digest_of_all(first.records), display)
+        show_check(check, digest_of_all(first.outputs), display)
     return BITS_DIFFER if check is not None and check.lines else OK

@@ -169,6 +169,14 @@ def _check_args(args: GenerateArgs) -> None:
         raise InputError(
             f"--cache-pages {args.cache_pages} must be a multiple of --dp {args.dp}, or 0"
         )
+    share = args.gpu_memory_utilization
+    if share is not None and not 0 < share <= 1:
+        raise InputError(f"--gpu-memory-utilization {share} must be above 0 and at most 1")
+    if share is not None and args.cache_pages:
+        raise InputError(
+            f"--gpu-memory-utilization {share} does not go with --cache-pages {args.cache_pages}, "
+            "which says how large the cache is; leave one out"
+        )
     if args.trace is not None:
         _check_trace(args.trace)
     if args.coordinator is not None and "-" in args.prompt:

@@ -5,8 +5,6 @@ import enum
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import jax
-
 
 class Backend(enum.Enum):
     """An implementation of every operation, of the one specification."""
@@ -54,6 +52,8 @@ def choose_backend(
 
 def _hopper() -> tuple[str, str | None]:
     """The GPU's name, and why sm90 cannot run on it, if so."""
+    import jax  # here: names of backends are known without it
+
     try:
         gpu = jax.devices("gpu")[0]
     except RuntimeError:
