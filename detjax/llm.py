@@ -12,6 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import rich.console
 import rich.progress
 
@@ -42,7 +43,8 @@ BUNDLED = "bundled"
 AUTO = "auto"
 GPU_MEMORY_UTILIZATION = 0.9
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | np.ndarray
+"""A text, or token ids."""
 Message = Mapping[str, Any]
 Progress = Callable[[str, int, int], None]
 """Told (what, done, total) while weights are loaded."""
@@ -382,6 +384,8 @@ class LLM:
             FileNotFoundError: If the model or a file of it is missing.
         """
         _check_options(engine_options)
+        if not 0 < gpu_memory_utilization <= 1:
+            raise ValueError(f"{gpu_memory_utilization=} must be above 0 and at most 1")
         if profile is not None and dtype is not None:
             raise ValueError(f"{dtype=} does not go with a profile, which has the dtypes")
         dtype = dtype or "bfloat16"
@@ -455,12 +459,7 @@ class LLM:
             ValueError: If a prompt does not fit, naming it, before anything runs.
             FloatingPointError: If a logit is NaN.
         """
-        asked: list[tuple[str | None, Sequence[int]]] = [
-            (prompt, self.tokenizer.encode(prompt, has_control=has_control))
-            if isinstance(prompt, str)
-            else (None, prompt)
-            for prompt in _as_list(prompts)
-        ]
+        asked = [self._encoded(prompt, has_control=has_control) for prompt in _as_list(prompts)]
         return self._run(asked, sampling)
 
     def chat(
@@ -498,6 +497,12 @@ class LLM:
             for conversation in conversations
         ]
         return self._run(asked, sampling)
+
+    def _encoded(self, prompt: Prompt, *, has_control: bool) -> tuple[str | None, Sequence[int]]:
+        """The text of a prompt, if it is one, and its token ids."""
+        if isinstance(prompt, str):
+            return prompt, self.tokenizer.encode(prompt, has_control=has_control)
+        return None, prompt.tolist() if isinstance(prompt, np.ndarray) else prompt
 
     def _run(
         self,

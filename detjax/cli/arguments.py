@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from detjax.cli.errors import BITS_DIFFER, InputError, bad_input
+from detjax.pallas_kernels.backend import Backend
 from detjax.serving.config import DRAFT_WEIGHTS, MODES, EngineConfig
 from detjax.serving.request import SamplingParams
 
 BUNDLED = "bundled"
 NO_CACHE = "none"
 NO_CAST = "none"  # that of detjax.numerics, which imports JAX
+AUTO = "auto"  # that of detjax.llm, which imports JAX
 GPU_MEMORY_UTILIZATION = 0.9  # that of detjax.llm, which imports JAX
 
 GROUPS = {
@@ -174,10 +176,10 @@ class GenerateArgs:
         default_text="that of --dtype",
     )
     backend: str = _option(
-        "auto",
+        AUTO,
         _NUMERICS,
         "which kernels: portable runs anywhere, sm90 on Hopper GPUs; auto goes by the hardware",
-        choices=("auto", "portable", "sm90"),
+        choices=(AUTO, *(backend.value for backend in Backend)),
     )
     tp: int = _option(
         1,
@@ -274,6 +276,13 @@ class GenerateArgs:
         "with --check: run N times, at other batch sizes, orders and chunks, among other "
         "neighbours, with --mode dvr every other run in invariant; completions of the first run "
         "are written",
+    )
+    expect_digest: str | None = _option(
+        None,
+        _CHECK,
+        f"exit with {BITS_DIFFER} if the digest of all completions is another than this one, of an "
+        "earlier run, as it printed it",
+        metavar="HEX",
     )
     check: bool = _option(
         False,

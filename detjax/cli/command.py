@@ -62,6 +62,13 @@ def run(args: GenerateArgs, *, open_model: OpensModel) -> int:
     report.show_end(first, stats, display, with_digests=args.format == "text")
     if args.stats:
         report.show_stats(first.stats, display)
+    digest = digest_of_all(first.outputs)
     if check is not None:
-        show_check(check, digest_of_all(first.outputs), display)
-    return BITS_DIFFER if check is not None and check.lines else OK
+        show_check(check, digest, display)
+    is_expected = args.expect_digest in (None, digest)
+    if not is_expected:
+        display.line(f"digest {digest} is not the expected {args.expect_digest}", style="bold red")
+    elif args.expect_digest is not None:
+        display.line(f"digest {digest} is the expected one", style="bold green")
+    has_found = check is not None and check.lines
+    return BITS_DIFFER if has_found or not is_expected else OK

@@ -3,6 +3,7 @@
 
 import math
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -61,42 +62,46 @@ def pages_that_fit(model: LoadedModel, *, gpu_memory_utilization: float, draft_w
         draft_weights: As `EngineConfig` has it.
 
     Raises:
-        ValueError: If the share is out of range, or the weights leave no room for a page a replica.
+        ValueError: If the weights leave no room for a page a replica.
     """
-    if not 0 < gpu_memory_utilization <= 1:
-        raise ValueError(f"{gpu_memory_utilization=} must be above 0 and at most 1")
     devices = model.mesh.local_devices
-    weights = sum(leaf.addressable_shards[0].data.nbytes for leaf in _distinct(model.params))
-    drafts = weights // 2 if draft_weights != "full" else 0
+    taken = sum(leaf.addressable_shards[0].data.nbytes for leaf in _distinct(model.params))
+    drafts = taken // 2 if draft_weights != "full" else 0
     if devices[0].platform == "cpu":
-        room = min(CPU_CACHE_BYTES, free_host_bytes() // 4) // len(devices) - drafts
-        where = "a quarter of this machine's free memory"
+        room = min(CPU_CACHE_BYTES, free_host_bytes() // 4) // len(devices)
     else:
         stats = [device.memory_stats() or {} for device in devices]
-        try:
-            limit = min(s["bytes_limit"] for s in stats)
-            used = max(s["bytes_in_use"] for s in stats)
-        except KeyError as error:
-            raise ValueError(
-                "JAX does not say how much memory the GPU has (XLA_PYTHON_CLIENT_ALLOCATOR is not "
-                "its default); give num_pages (--cache-pages)"
-            ) from error
-        room = int(limit * gpu_memory_utilization) - used - drafts
-        where = (
-            f"{gpu_memory_utilization:.0%} of JAX's {limit / 2**30:.1f} GiB of the GPU, of which "
-            f"{(used + drafts) / 2**30:.1f} GiB are taken,"
-        )
+        room = gpu_room(stats, gpu_memory_utilization=gpu_memory_utilization)
     dp = model.mesh.shape[DP_AXIS]
     # A page of every replica takes as much of each device.
-    a_row = cache_bytes(model, dp) // model.mesh.size
-    num_pages = max(0, room) // a_row * dp
+    a_page = cache_bytes(model, dp) // model.mesh.size
+    num_pages = max(0, room - drafts) // a_page * dp
     if not num_pages:
         raise ValueError(
-            f"{where} has no room for a page of the cache, which takes {a_row / 2**20:.1f} MiB a "
-            "device; raise gpu_memory_utilization (--gpu-memory-utilization) or "
-            "XLA_PYTHON_CLIENT_MEM_FRACTION, or use more devices (tp)"
+            f"the weights leave {max(0, room - drafts) / 2**20:.1f} MiB of a device for the cache, "
+            f"and a page takes {a_page / 2**20:.1f} MiB; raise gpu_memory_utilization "
+            "(--gpu-memory-utilization) or XLA_PYTHON_CLIENT_MEM_FRACTION, or use more devices (tp)"
         )
     return num_pages
+
+
+def gpu_room(stats: Sequence[Mapping[str, int]], *, gpu_memory_utilization: float) -> int:
+    """Bytes that a cache may take of each GPU.
+
+    Args:
+        stats: `memory_stats()` of each, with the weights in place.
+        gpu_memory_utilization: As `pages_that_fit` has it.
+
+    Raises:
+        ValueError: If JAX does not know how much memory there is.
+    """
+    if not all("bytes_limit" in its and "bytes_in_use" in its for its in stats):
+        raise ValueError(
+            "JAX does not say how much memory the GPU has, as with XLA_PYTHON_CLIENT_ALLOCATOR="
+            "platform; unset that, or give num_pages (--cache-pages)"
+        )
+    limit = min(its["bytes_limit"] for its in stats)
+    return int(limit * gpu_memory_utilization) - max(its["bytes_in_use"] for its in stats)
 
 
 def _distinct(params: dict) -> list[jax.Array]:

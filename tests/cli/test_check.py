@@ -103,6 +103,21 @@ def test_fast_asks_for_no_deterministic_answer(command, capsys):
     assert "no claim" in capsys.readouterr().err
 
 
+def test_an_expected_digest_is_compared(command, capsys):
+    argv = ("--prompt", "ab", "--prompt", "cd")
+    assert command(*argv, "--format", "json") == errors.OK
+    digest = json.loads(capsys.readouterr().out)["digest"]
+    assert command(*argv, "--expect-digest", digest) == errors.OK
+    assert f"digest {digest} is the expected one" in capsys.readouterr().err
+    assert command(*argv, "--expect-digest", digest, flip=(8, 1)) == errors.BITS_DIFFER
+    assert f"is not the expected {digest}" in capsys.readouterr().err
+
+
+def test_what_is_no_digest_is_refused(command, capsys):
+    assert command("--prompt", "ab", "--expect-digest", "AB12") == errors.BAD_INPUT
+    assert "--expect-digest 'AB12' is no digest" in capsys.readouterr().err
+
+
 def completion(**changes) -> CompletionOutput:
     """A record of two tokens."""
     base = Completion(
