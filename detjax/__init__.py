@@ -14,10 +14,12 @@ configure_xla()
 __version__ = "0.1.0"
 
 _HOME = {
+    "AsyncEngine": "detjax.serving.async_engine",
     "Backend": "detjax.pallas_kernels.backend",
     "Completion": "detjax.serving.request",
     "Engine": "detjax.serving.engine",
     "EngineConfig": "detjax.serving.config",
+    "LLM": "detjax.llm",
     "NumericsProfile": "detjax.numerics",
     "Request": "detjax.serving.request",
     "SamplingParams": "detjax.serving.request",
@@ -30,10 +32,12 @@ _HOME = {
 }
 
 __all__ = [
+    "AsyncEngine",
     "Backend",
     "Completion",
     "Engine",
     "EngineConfig",
+    "LLM",
     "NumericsProfile",
     "Request",
     "SamplingParams",

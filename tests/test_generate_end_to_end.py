@@ -66,7 +66,7 @@ def test_the_digest_is_that_of_the_written_ids_and_logprobs(checked):
         assert len(entry["token_ids"]) == len(entry["logprobs"]) == 6
         completion = Completion(
             request_idx=entry["index"],
-            sequence_idx=entry["sample"],
+            sequence_idx=entry["sequence"],
             prompt_token_ids=tuple(entry["prompt_token_ids"]),
             token_ids=tuple(entry["token_ids"]),
             logprobs=tuple(map(np.float32, entry["logprobs"])),
@@ -83,8 +83,8 @@ def test_another_batch_order_chunk_and_mesh_has_the_same_text_and_digests(run, c
     assert other.returncode == 0, other.stderr.decode()
     first, second = reversed(json.loads(checked.stdout)["completions"])
     assert other.stdout.decode() == (
-        f"=== prompt 0, sample 0 ===\n{first['text']}\n"
-        f"=== prompt 1, sample 0 ===\n{second['text']}\n"
+        f"=== prompt 0, sequence 0 ===\n{first['text']}\n"
+        f"=== prompt 1, sequence 0 ===\n{second['text']}\n"
     )
     digests = re.findall(r"^digest (\w+) prompt", other.stderr.decode(), re.MULTILINE)
     assert digests == [first["digest"], second["digest"]]

@@ -20,8 +20,8 @@ def test_python_example_runs(capsys):
     (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     exec(compile(code, "README.md", "exec"), {})
     lines = capsys.readouterr().out.splitlines()
-    # Three samples; equal answers have equal digests.
-    assert sum(bool(re.search(r"[0-9a-f]{64}$", line)) for line in lines) == 3
+    # Two prompts; of each the first of three sequences is shown.
+    assert sum(bool(re.search(r"[0-9a-f]{64}$", line)) for line in lines) == 2
 
 
 def test_every_public_name_resolves():

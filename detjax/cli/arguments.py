@@ -1,18 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """The options of the command: one field each, which holds its default and its line of `--help`."""
 
+import dataclasses
+import inspect
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from detjax.cli.errors import BITS_DIFFER, InputError
+from detjax.cli.errors import BITS_DIFFER, InputError, bad_input
+from detjax.pallas_kernels.backend import Backend
+from detjax.serving.config import DRAFT_WEIGHTS, MODES, EngineConfig
 from detjax.serving.request import SamplingParams
 
 BUNDLED = "bundled"
 NO_CACHE = "none"
 NO_CAST = "none"  # that of detjax.numerics, which imports JAX
+AUTO = "auto"  # that of detjax.llm, which imports JAX
+GPU_MEMORY_UTILIZATION = 0.9  # that of detjax.llm, which imports JAX
 
 GROUPS = {
     "model": "Which weights. The default is a small model that comes with the package.",
@@ -53,7 +60,42 @@ def _option(
     return field(default=default, metadata=metadata)
 
 
-_SAMPLING = SamplingParams()
+def _field(
+    of: type,
+    name: str,
+    group: str,
+    text: str = "",
+    *,
+    default: Any = dataclasses.MISSING,
+    metavar: str = "N",
+    choices: Sequence[str] = (),
+    default_text: str = "",
+) -> Any:
+    """Describe an option that sets a field of `of`, whose default and description it takes.
+
+    `text` and `default` replace them.
+    """
+    (its,) = (its for its in dataclasses.fields(of) if its.name == name)
+    made = _option(
+        its.default if default is dataclasses.MISSING else default,
+        group,
+        text or _description(of, name),
+        metavar=metavar,
+        choices=choices,
+        default_text=default_text,
+    )
+    return field(default=made.default, metadata={**made.metadata, "sets": (of, name)})
+
+
+def _description(of: type, name: str) -> str:
+    """What the docstring of a class says of a field, as a line of `--help`."""
+    found = re.search(
+        rf"^    {name}: (.*?)(?=^    \w+: |^\S|\n\n|\Z)", inspect.getdoc(of) or "", re.M | re.S
+    )
+    text = " ".join(found[1].split()) if found else ""
+    return (text[:1].lower() + text[1:]).removesuffix(".").replace("%", "%%")
+
+
 _DTYPES = ("bfloat16", "float32")
 _MODEL, _PROMPTS, _SAMPLES, _NUMERICS, _SCHEDULE, _OUTPUT, _CHECK = GROUPS
 
@@ -98,48 +140,21 @@ class GenerateArgs:
         "let <|im_end|> and the like, written out in a prompt, be the token of that name; without "
         "it they are text, and only the chat template begins and ends turns",
     )
-    max_tokens: int = _option(
-        _SAMPLING.max_tokens,
+    max_tokens: int = _field(
+        SamplingParams,
+        "max_tokens",
         _SAMPLES,
         "most tokens of a completion; the end of the model's context ends it too",
     )
-    temperature: float = _option(
-        _SAMPLING.temperature,
-        _SAMPLES,
-        "0 takes the most likely token each time; higher is more varied",
-        metavar="T",
-    )
-    top_k: int = _option(
-        _SAMPLING.top_k,
-        _SAMPLES,
-        "keep the K most likely tokens; 0 keeps all",
-        metavar="K",
-    )
-    top_p: float = _option(
-        _SAMPLING.top_p,
-        _SAMPLES,
-        "keep the fewest most likely tokens that have this probability together",
-        metavar="P",
-    )
-    min_p: float = _option(
-        _SAMPLING.min_p,
-        _SAMPLES,
-        "drop tokens less likely than this fraction of the most likely one",
-        metavar="P",
-    )
-    seed: int = _option(
-        _SAMPLING.seed,
-        _SAMPLES,
-        "same seed, same noise, whatever else runs",
-        metavar="S",
-    )
-    n: int = _option(
-        _SAMPLING.n,
-        _SAMPLES,
-        "different sequences a prompt; they need a temperature above 0 to differ",
-    )
-    stop: tuple[str, ...] = _option(
-        (),
+    temperature: float = _field(SamplingParams, "temperature", _SAMPLES, metavar="T")
+    top_k: int = _field(SamplingParams, "top_k", _SAMPLES, metavar="K")
+    top_p: float = _field(SamplingParams, "top_p", _SAMPLES, metavar="P")
+    min_p: float = _field(SamplingParams, "min_p", _SAMPLES, metavar="P")
+    seed: int = _field(SamplingParams, "seed", _SAMPLES, metavar="S")
+    n: int = _field(SamplingParams, "n", _SAMPLES)
+    stop: tuple[str, ...] = _field(
+        SamplingParams,
+        "stop",
         _SAMPLES,
         "end a completion before this text; may be given several times. The tokens that complete "
         "it stay in token_ids and in the digest",
@@ -161,10 +176,10 @@ class GenerateArgs:
         default_text="that of --dtype",
     )
     backend: str = _option(
-        "auto",
+        AUTO,
         _NUMERICS,
         "which kernels: portable runs anywhere, sm90 on Hopper GPUs; auto goes by the hardware",
-        choices=("auto", "portable", "sm90"),
+        choices=(AUTO, *(backend.value for backend in Backend)),
     )
     tp: int = _option(
         1,
@@ -191,52 +206,40 @@ class GenerateArgs:
     process_id: int | None = _option(
         None, _SCHEDULE, "which of them this is, from 0", metavar="I", type=int
     )
-    batch_size: int = _option(
-        8,
-        _SCHEDULE,
-        "completions that are made at once; a multiple of --dp",
-    )
-    prefill_chunk: int = _option(64, _SCHEDULE, "prompt tokens that are read at once")
-    mode: str = _option(
-        "invariant",
+    batch_size: int = _field(EngineConfig, "batch_size", _SCHEDULE, default=8)
+    prefill_chunk: int = _field(EngineConfig, "prefill_chunk", _SCHEDULE, default=64)
+    mode: str = _field(
+        EngineConfig,
+        "mode",
         _SCHEDULE,
         "invariant: every step uses canonical kernels. dvr: fast steps draft tokens, canonical "
         "ones verify them in windows, and only what is verified is shown: the same bits (on Hopper "
         "with 8-bit drafts alone, as canonical steps are quicker than full drafts). fast: "
         "XLA's own kernels, whose bits depend on the batch; to compare with",
-        choices=("invariant", "dvr", "fast"),
+        choices=MODES,
     )
-    draft_weights: str = _option(
-        "full",
-        _SCHEDULE,
-        "with --mode dvr: draft with weights of 8 bits, which are quicker to read and change no "
-        "bit of the answer",
-        choices=("full", "int8", "float8_e4m3fn"),
-    )
-    decode_steps: int = _option(
-        1,
-        _SCHEDULE,
-        "tokens of a completion in one launch; pays where a step takes the host longer than the "
-        "device (small models); they appear together; with --mode dvr at most --verify-window - 1",
-    )
-    prompt_lookup: bool = _option(
-        False,
-        _SCHEDULE,
-        "with --mode invariant: verify what followed the same tokens earlier in the text, several "
-        "tokens a step; pays where text repeats",
-    )
-    verify_window: int = _option(
-        32,
-        _SCHEDULE,
-        "tokens of a verified window: more cost less a token, and are rolled back more",
-    )
-    verify_rows: int = _option(8, _SCHEDULE, "windows that are verified at once, in each replica")
-    cache_pages: int = _option(
-        0,
+    draft_weights: str = _field(EngineConfig, "draft_weights", _SCHEDULE, choices=DRAFT_WEIGHTS)
+    decode_steps: int = _field(EngineConfig, "decode_steps", _SCHEDULE)
+    prompt_lookup: bool = _field(EngineConfig, "has_prompt_lookup", _SCHEDULE)
+    verify_window: int = _field(EngineConfig, "verify_window", _SCHEDULE)
+    verify_rows: int = _field(EngineConfig, "verify_rows", _SCHEDULE)
+    cache_pages: int = _field(
+        EngineConfig,
+        "num_pages",
         _SCHEDULE,
         "pages of the key and value cache, a multiple of --dp. Where they run out, completions are "
         "set aside and computed again",
-        default_text="enough for --batch-size completions of full length",
+        default_text="enough for --batch-size completions of full length, on a GPU as many of "
+        "these as fit",
+    )
+    gpu_memory_utilization: float | None = _option(
+        None,
+        _SCHEDULE,
+        "share of a GPU's memory for weights and cache together, of what JAX takes: 75 %% of the "
+        "GPU, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise",
+        metavar="SHARE",
+        default_text=f"{GPU_MEMORY_UTILIZATION}",
+        type=float,
     )
     cache_dir: str = _option(
         _default_cache_dir(),
@@ -251,8 +254,9 @@ class GenerateArgs:
         "completion, in order, as soon as it is complete",
         choices=("text", "json", "jsonl"),
     )
-    logprobs: int = _option(
-        _SAMPLING.num_top_logprobs,
+    logprobs: int = _field(
+        SamplingParams,
+        "num_top_logprobs",
         _OUTPUT,
         "with json and jsonl: also the K most likely tokens at each position, at most 64",
         metavar="K",
@@ -273,11 +277,24 @@ class GenerateArgs:
         "neighbours, with --mode dvr every other run in invariant; completions of the first run "
         "are written",
     )
+    expect_digest: str | None = _option(
+        None,
+        _CHECK,
+        f"exit with {BITS_DIFFER} if the digest of all completions is another than this one, of an "
+        "earlier run, as it printed it",
+        metavar="HEX",
+    )
     check: bool = _option(
         False,
         _CHECK,
         f"compare the runs bit by bit; exit with {BITS_DIFFER} and the first differences",
     )
+
+
+def _values(args: GenerateArgs, of: type) -> dict[str, Any]:
+    """The options that set fields of `of`, under the names of these."""
+    settings = ((its.name, its.metadata.get("sets")) for its in dataclasses.fields(args))
+    return {sets[1]: getattr(args, name) for name, sets in settings if sets and sets[0] is of}
 
 
 def sampling_params(args: GenerateArgs) -> SamplingParams:
@@ -287,17 +304,20 @@ def sampling_params(args: GenerateArgs) -> SamplingParams:
         InputError: If one is out of range.
     """
     try:
-        return SamplingParams(
-            max_tokens=args.max_tokens,
-            temperature=args.temperature,
-            top_k=args.top_k,
-            top_p=args.top_p,
-            min_p=args.min_p,
-            seed=args.seed,
-            n=args.n,
-            num_top_logprobs=args.logprobs,
-        )
+        return SamplingParams(**_values(args, SamplingParams))
     except ValueError as error:
         name, _, rest = str(error).partition("=")
         flag = name.replace("num_top_logprobs", "logprobs").replace("_", "-")
         raise InputError(f"--{flag} {rest}") from error
+
+
+def engine_config(args: GenerateArgs, *, max_len: int, prefill_chunk: int) -> EngineConfig:
+    """Return the engine's options, for prompts and completions of `max_len` tokens together.
+
+    Raises:
+        InputError: If one is out of range or does not go with another.
+    """
+    values = _values(args, EngineConfig)
+    values |= {"max_len": max_len, "prefill_chunk": prefill_chunk}
+    with bad_input():
+        return EngineConfig(**values)

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from detjax.cli.arguments import GenerateArgs
+from detjax.cli.arguments import GenerateArgs, engine_config
 from detjax.cli.display import Display
 from detjax.cli.job import Job
-from detjax.cli.model import EngineShape
-from detjax.cli.output import Record
 from detjax.cli.run import RunPlan, RunResult
+from detjax.serving.config import EngineConfig
 from detjax.serving.request import Completion
+from detjax.serving.text import CompletionOutput
 
 _BATCH_SIZES = (1, 3, 2, 5, 8, 17)
 _NUM_CHUNKS = (2, 5, 1, 3, 7)
@@ -29,25 +29,16 @@ def plan_runs(args: GenerateArgs, job: Job) -> tuple[RunPlan, ...]:
     # No longer than a prompt needs, and the same for prompts of about one length.
     enough = max(_SHORTEST_CHUNK, 1 << (longest - 1).bit_length())
     asked = RunPlan(
-        shape=EngineShape(
-            batch_size=args.batch_size,
-            prefill_chunk=min(args.prefill_chunk, enough),
-            max_len=job.max_len,
-            mode=args.mode,
-            num_pages=args.cache_pages,
-            verify_rows=args.verify_rows,
-            verify_window=args.verify_window,
-            decode_steps=args.decode_steps,
-            draft_weights=args.draft_weights,
-            has_prompt_lookup=args.prompt_lookup,
+        engine=engine_config(
+            args, max_len=job.max_len, prefill_chunk=min(args.prefill_chunk, enough)
         ),
         order_name="as given",
         order=tuple(range(len(job.requests))),
     )
-    return asked, *(_other_run(i, job, asked.shape, dp=args.dp) for i in range(args.repeat - 1))
+    return asked, *(_other_run(i, job, asked.engine, dp=args.dp) for i in range(args.repeat - 1))
 
 
-def _other_run(number: int, job: Job, asked: EngineShape, *, dp: int) -> RunPlan:
+def _other_run(number: int, job: Job, asked: EngineConfig, *, dp: int) -> RunPlan:
     """Return one of the runs to compare with the first."""
     batch_size = _BATCH_SIZES[number % len(_BATCH_SIZES)] * dp
     longest = max(len(request.prompt_token_ids) for request in job.requests)
@@ -56,7 +47,7 @@ def _other_run(number: int, job: Job, asked: EngineShape, *, dp: int) -> RunPlan
     num_neighbours = max(0, batch_size - len(job.seqs))
     before = num_neighbours * (number % 3) // 2
     return RunPlan(
-        shape=dataclasses.replace(
+        engine=dataclasses.replace(
             asked if asked.mode != "dvr" or number % 2 else _in_invariant_mode(asked),
             batch_size=batch_size,
             prefill_chunk=min(chunk, _LONGEST_CHUNK),
@@ -66,8 +57,8 @@ def _other_run(number: int, job: Job, asked: EngineShape, *, dp: int) -> RunPlan
     )
 
 
-def _in_invariant_mode(shape: EngineShape) -> EngineShape:
-    return dataclasses.replace(shape, mode="invariant", decode_steps=1, draft_weights="full")
+def _in_invariant_mode(config: EngineConfig) -> EngineConfig:
+    return dataclasses.replace(config, mode="invariant", decode_steps=1, draft_weights="full")
 
 
 def _other_order(number: int, num_requests: int) -> tuple[str, tuple[int, ...]]:
@@ -92,9 +83,9 @@ def show_plan(plans: Sequence[RunPlan], display: Display) -> None:
         (
             (
                 number,
-                plan.shape.mode,
-                plan.shape.batch_size,
-                plan.shape.prefill_chunk,
+                plan.engine.mode,
+                plan.engine.batch_size,
+                plan.engine.prefill_chunk,
                 plan.order_name,
                 plan.num_neighbours,
             )
@@ -103,7 +94,9 @@ def show_plan(plans: Sequence[RunPlan], display: Display) -> None:
     )
 
 
-def differences(expected: Sequence[Record], actual: Sequence[Record]) -> list[str]:
+def differences(
+    expected: Sequence[CompletionOutput], actual: Sequence[CompletionOutput]
+) -> list[str]:
     """Return a line for each completion of which a bit differs, with the first such place."""
     lines = []
     for one, other in zip(expected, actual, strict=True):
@@ -162,7 +155,7 @@ def check_runs(
     """Run every plan but the first, which has been run, and compare with it."""
     lines = []
     for number, plan in enumerate(plans[1:], start=2):
-        found = differences(first.records, run_again(plan).records)
+        found = differences(first.outputs, run_again(plan).outputs)
         verdict = f"{len(found)} completions differ from run 1" if found else "equal to run 1"
         display.line(f"run {number} of {len(plans)}: {verdict}")
         lines.extend(f"run {number} differs from run 1 at {line}" for line in found)

@@ -33,7 +33,7 @@ def run(args: GenerateArgs, *, open_model: OpensModel) -> int:
     with display.loading() as progress:
         model = open_model(args, folder, progress, job.max_len)
     load_s = time.perf_counter() - started_s
-    display.facts(report.card(args, folder, config, model, plans[0].shape))
+    display.facts(report.card(args, folder, config, model, plans[0].engine))
     if args.check:
         show_plan(plans, display)
 
@@ -47,12 +47,7 @@ def run(args: GenerateArgs, *, open_model: OpensModel) -> int:
         plans[0],
         model,
         tokenizer,
-        writer=make_writer(
-            args.format,
-            sys.stdout,
-            has_headers=len(job.seqs) > 1,
-            fingerprint=model.fingerprint,
-        ),
+        writer=make_writer(args.format, sys.stdout, has_headers=len(job.seqs) > 1),
         display=display,
         is_live=args.format == "text" and sys.stdout.isatty(),
         tracer=timeline if args.trace else NO_TRACE,
@@ -67,6 +62,13 @@ def run(args: GenerateArgs, *, open_model: OpensModel) -> int:
     report.show_end(first, stats, display, with_digests=args.format == "text")
     if args.stats:
         report.show_stats(first.stats, display)
+    digest = digest_of_all(first.outputs)
     if check is not None:
-        show_check(check, digest_of_all(first.records), display)
-    return BITS_DIFFER if check is not None and check.lines else OK
+        show_check(check, digest, display)
+    is_expected = args.expect_digest in (None, digest)
+    if not is_expected:
+        display.line(f"digest {digest} is not the expected {args.expect_digest}", style="bold red")
+    elif args.expect_digest is not None:
+        display.line(f"digest {digest} is the expected one", style="bold green")
+    has_found = check is not None and check.lines
+    return BITS_DIFFER if has_found or not is_expected else OK

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turns prompts into requests that fit the model."""
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,24 +11,23 @@ from detjax.cli.prompts import Prompt
 from detjax.models.config import ModelConfig
 from detjax.models.tokenizer import Tokenizer
 from detjax.serving.request import Request
+from detjax.serving.text import text_request
 
 MAX_COMPLETIONS = 2**20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """What to compute, apart from how: the requests, and what ends a completion.
+    """What to compute, apart from how.
 
     Attributes:
         requests: One for each prompt, in order.
-        stop_strings: Texts that end a completion.
-        end_ids: Tokens that end one.
+        end_ids: The model's own end tokens.
         max_len: Longest prompt and completion together that may come up.
     """
 
     requests: tuple[Request, ...]
-    stop_strings: tuple[str, ...]
-    end_ids: frozenset[int]
+    end_ids: tuple[int, ...]
     max_len: int
 
     @property
@@ -46,31 +44,30 @@ def make_job(
     Raises:
         InputError: If a prompt has no tokens, too many, or some that the model does not know.
     """
-    end_ids = frozenset(config.eos_token_ids)
-    if tokenizer.eos_id is not None:
-        end_ids |= {tokenizer.eos_id}
-    sampling = dataclasses.replace(sampling_params(args), stop_token_ids=tuple(sorted(end_ids)))
+    sampling = sampling_params(args)
     context = config.max_position_embeddings
     requests = []
     for prompt in prompts:
         with bad_input(f"{prompt.origin}: "):
             ids = _encode(prompt, tokenizer, has_control=args.control_tokens)
-        _check_ids(ids, prompt.origin, config)
-        room = min(sampling.max_tokens, context - len(ids))
-        requests.append(
-            Request(
-                prompt_token_ids=tuple(ids),
-                sampling=dataclasses.replace(sampling, max_tokens=room),
-                is_deterministic=args.mode != "fast",
+        with bad_input():
+            requests.append(
+                text_request(
+                    ids,
+                    sampling,
+                    what=prompt.origin,
+                    vocab_size=config.vocab_size,
+                    max_len=context,
+                    limit="the model's context",
+                    is_deterministic=args.mode != "fast",
+                )
             )
-        )
     _check_number(len(requests) * sampling.n)
     _check_pages(args, prompts, requests)
     longest = max(len(r.prompt_token_ids) + r.sampling.max_tokens for r in requests)
     return Job(
         requests=tuple(requests),
-        stop_strings=args.stop,
-        end_ids=end_ids,
+        end_ids=config.eos_token_ids,
         max_len=_rounded_len(longest, context),
     )
 
@@ -79,22 +76,6 @@ def _encode(prompt: Prompt, tokenizer: Tokenizer, *, has_control: bool) -> list[
     if prompt.messages:
         return tokenizer.apply_chat_template(prompt.messages, has_control=has_control)
     return tokenizer.encode(prompt.text, has_control=has_control)
-
-
-def _check_ids(ids: Sequence[int], origin: str, config: ModelConfig) -> None:
-    context = config.max_position_embeddings
-    if not ids:
-        raise InputError(f"{origin} has no tokens; give some text")
-    if len(ids) >= context:
-        raise InputError(
-            f"{origin} has {len(ids)} tokens, but the model's context is {context} and one must "
-            "be left to generate; shorten it"
-        )
-    if max(ids) >= config.vocab_size:
-        raise InputError(
-            f"{origin} has token id {max(ids)}, but the model's vocabulary is {config.vocab_size}; "
-            "the tokenizer is of another model"
-        )
 
 
 def _check_number(num_completions: int) -> None:

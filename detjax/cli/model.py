@@ -2,6 +2,7 @@
 """Opens the model. Only what is called here imports JAX, so that mistakes are reported at once."""
 
 import dataclasses
+import gc
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -9,11 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from detjax.cli.arguments import BUNDLED, NO_CACHE, NO_CAST, GenerateArgs
-from detjax.cli.errors import bad_input
+from detjax.cli.arguments import GPU_MEMORY_UTILIZATION, NO_CACHE, NO_CAST, GenerateArgs
+from detjax.cli.errors import InputError, bad_input
 from detjax.models.config import ModelConfig
 from detjax.models.tokenizer import Tokenizer
 from detjax.parallel.watch import Watch
+from detjax.serving.config import EngineConfig
 from detjax.serving.metrics import EngineStats
 from detjax.serving.request import Completion, Request, TokenEvent
 from detjax.serving.trace import TracesEvents
@@ -27,22 +29,6 @@ OWN_OPTIONS = frozenset(
 
 Progress = Callable[[str, int, int], None]
 """Told (what, done, total) while weights are loaded."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineShape:
-    """How an engine computes: see `detjax.serving.config.EngineConfig`."""
-
-    batch_size: int
-    prefill_chunk: int
-    max_len: int
-    mode: str
-    num_pages: int
-    verify_rows: int
-    verify_window: int
-    decode_steps: int
-    draft_weights: str
-    has_prompt_lookup: bool
 
 
 @runtime_checkable
@@ -76,7 +62,7 @@ class OpenModel:
     fingerprint: str
     backend: str
     backend_reason: str
-    make_engine: Callable[[EngineShape, TracesEvents], GeneratesCompletions]
+    make_engine: Callable[[EngineConfig, TracesEvents], GeneratesCompletions]
     weight_cast: str = NO_CAST
 
 
@@ -90,15 +76,11 @@ def read_model_files(args: GenerateArgs) -> tuple[Path, ModelConfig, Tokenizer]:
     Raises:
         InputError: If the folder or a file in it is missing, broken or not known.
     """
-    from detjax.models.bundled import bundled_model_path
+    from detjax.llm import find_model
     from detjax.models.hf_config import load_config
-    from detjax.models.hub import resolve_model
 
     with bad_input("--model: "):
-        if args.model == BUNDLED:
-            folder = bundled_model_path()
-        else:
-            folder = resolve_model(args.model, revision=args.revision)
+        folder = find_model(args.model, revision=args.revision)
         return folder, load_config(folder), Tokenizer.from_folder(folder)
 
 
@@ -134,9 +116,9 @@ def open_model(args: GenerateArgs, folder: Path, progress: Progress, max_len: in
         model = _open_model(args, folder, progress_of_job, max_len, num_processes=job.num_processes)
     watch.check_same("settings", f"{model.fingerprint} {_shared_settings(args)}")
 
-    def make_engine(shape: EngineShape, tracer: TracesEvents) -> GeneratesCompletions:
-        watch.check_same("settings", repr(shape))
-        return _JobEngine(model.make_engine(shape, tracer), watch)
+    def make_engine(config: EngineConfig, tracer: TracesEvents) -> GeneratesCompletions:
+        watch.check_same("settings", repr(config))
+        return _JobEngine(model.make_engine(config, tracer), watch)
 
     return dataclasses.replace(model, make_engine=make_engine)
 
@@ -173,53 +155,53 @@ def _open_model(
     args: GenerateArgs, folder: Path, progress: Progress, max_len: int, *, num_processes: int
 ) -> OpenModel:
     """Choose numerics, kernels and mesh, and load the weights."""
-    from detjax.cli.memory import check_memory
-    from detjax.models.abstract import why_unsupported
-    from detjax.models.decoder import check_mesh
-    from detjax.models.hf_config import load_config
-    from detjax.models.loading import load_model
-    from detjax.models.params import check_tp
+    from detjax.llm import MeshError, load_on_devices, size_cache
     from detjax.numerics import NumericsProfile
-    from detjax.pallas_kernels.backend import Backend, choose_backend
-    from detjax.parallel.mesh import configure_virtual_devices, devices_of_process, make_mesh
-    from detjax.serving.config import EngineConfig
     from detjax.serving.engine import Engine
+    from detjax.serving.memory import check_memory
 
     with bad_input():
         profile = NumericsProfile(weight_dtype=args.dtype, compute_dtype=args.compute)
-        config = load_config(folder)
-    with bad_input(f"--dp {args.dp} --tp {args.tp}: "):
-        check_tp(config, args.tp)
-        check_mesh(config, profile, args.tp)
-        configure_virtual_devices(devices_of_process(args.dp * args.tp, num_processes))
-    with bad_input():
-        choice = choose_backend(
-            None if args.backend == "auto" else Backend(args.backend),
-            why_not_model=lambda backend: why_unsupported(config, profile, backend, args.tp),
-        )
-    with bad_input(f"--dp {args.dp} --tp {args.tp}: "):
-        mesh = make_mesh(args.dp, args.tp, platform=choice.backend.platform)
-    with bad_input():
-        model = load_model(
-            str(folder),
-            revision=None,
-            profile=profile,
-            mesh=mesh,
-            backend=choice.backend,
-            progress=progress,
-            cast_weights=args.cast_weights,
-            max_len=max_len,
+        try:
+            model, reason = load_on_devices(
+                folder,
+                profile=profile,
+                backend=args.backend,
+                dp=args.dp,
+                tp=args.tp,
+                cast_weights=args.cast_weights,
+                max_len=max_len,
+                progress=progress,
+                num_processes=num_processes,
+            )
+        except MeshError as error:
+            raise InputError(f"--dp {args.dp} --tp {args.tp}: {error}") from error
+    is_gpu = model.backend.platform == "gpu"
+    share = args.gpu_memory_utilization
+    if share is not None and (not is_gpu or num_processes > 1):
+        where = "runs on the CPU" if not is_gpu else f"is a job of {num_processes} processes"
+        raise InputError(
+            f"--gpu-memory-utilization {share} sizes the cache of one process on GPUs, and this "
+            f"{where}; leave it out, or give --cache-pages"
         )
 
-    def make_engine(shape: EngineShape, tracer: TracesEvents) -> Engine:
+    def make_engine(config: EngineConfig, tracer: TracesEvents) -> Engine:
         with bad_input():
-            check_memory(model, shape)
-            return Engine(model, EngineConfig(**dataclasses.asdict(shape)), tracer=tracer)
+            # Processes of a job may have unlike memory free, and need one number of pages.
+            if is_gpu and num_processes == 1:
+                gc.collect()  # the cache of the engine before
+                config = size_cache(
+                    model,
+                    config,
+                    gpu_memory_utilization=GPU_MEMORY_UTILIZATION if share is None else share,
+                )
+            check_memory(model, config)
+            return Engine(model, config, tracer=tracer)
 
     return OpenModel(
         fingerprint=model.fingerprint,
-        backend=choice.backend.value,
-        backend_reason=choice.reason,
+        backend=model.backend.value,
+        backend_reason=reason,
         make_engine=make_engine,
         weight_cast=model.weight_cast,
     )

@@ -5,10 +5,9 @@ import abc
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from detjax.serving.request import Completion
+from detjax.serving.text import CompletionOutput
 
 
 @runtime_checkable
@@ -24,14 +23,6 @@ class TextSink(Protocol):
         ...
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Record:
-    """A completion and its text."""
-
-    completion: Completion
-    text: str
-
-
 class AbstractWriter(abc.ABC):
     """Writes completions one after the other, each from its first token on."""
 
@@ -44,7 +35,7 @@ class AbstractWriter(abc.ABC):
         """Take more of its text."""
 
     @abc.abstractmethod
-    def end(self, record: Record) -> None:
+    def end(self, output: CompletionOutput) -> None:
         """End it."""
 
 
@@ -57,7 +48,7 @@ class SilentWriter(AbstractWriter):
     def write(self, text: str) -> None:
         """Do nothing."""
 
-    def end(self, record: Record) -> None:
+    def end(self, output: CompletionOutput) -> None:
         """Do nothing."""
 
 
@@ -79,7 +70,7 @@ class TextWriter(AbstractWriter):
         self._out.write(text)
         self._out.flush()
 
-    def end(self, record: Record) -> None:
+    def end(self, output: CompletionOutput) -> None:
         """End the line."""
         self._out.write("\n")
         self._out.flush()
@@ -88,10 +79,9 @@ class TextWriter(AbstractWriter):
 class JsonLinesWriter(AbstractWriter):
     """Writes a line of JSON when a completion ends."""
 
-    def __init__(self, out: TextSink, *, fingerprint: str):
+    def __init__(self, out: TextSink):
         """Write to `out`."""
         self._out = out
-        self._fingerprint = fingerprint
 
     def begin(self, index: int, seq: int) -> None:
         """Wait for the end."""
@@ -99,20 +89,18 @@ class JsonLinesWriter(AbstractWriter):
     def write(self, text: str) -> None:
         """Wait for the end."""
 
-    def end(self, record: Record) -> None:
+    def end(self, output: CompletionOutput) -> None:
         """Write the line."""
-        self._out.write(to_json(json_entry(record, self._fingerprint)) + "\n")
+        self._out.write(to_json(output.as_dict()) + "\n")
         self._out.flush()
 
 
-def make_writer(
-    output_format: str, out: TextSink, *, has_headers: bool, fingerprint: str
-) -> AbstractWriter:
+def make_writer(output_format: str, out: TextSink, *, has_headers: bool) -> AbstractWriter:
     """Return the writer for a value of `--format`."""
     if output_format == "text":
         return TextWriter(out, has_headers=has_headers)
     if output_format == "jsonl":
-        return JsonLinesWriter(out, fingerprint=fingerprint)
+        return JsonLinesWriter(out)
     return SilentWriter()
 
 
@@ -121,29 +109,9 @@ def to_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def json_entry(record: Record, fingerprint: str) -> dict[str, Any]:
-    """Return a completion as JSON has it; `--help` describes it."""
-    done = record.completion
-    entry = {
-        "index": done.request_idx,
-        "sequence": done.sequence_idx,
-        "prompt_token_ids": list(done.prompt_token_ids),
-        "token_ids": list(done.token_ids),
-        "text": record.text,
-        "finish_reason": done.finish_reason.value,
-        # ROUND: none; float32 to float64 is exact, and JSON's decimal names that float64.
-        "logprobs": [float(logprob) for logprob in done.logprobs],
-    }
-    if any(done.top_logprobs):
-        entry["top_logprobs"] = [
-            [[token_id, float(logprob)] for token_id, logprob in top] for top in done.top_logprobs
-        ]
-    return {**entry, "digest": done.digest(), "fingerprint": fingerprint}
-
-
-def digest_of_all(records: Sequence[Record]) -> str:
+def digest_of_all(outputs: Sequence[CompletionOutput]) -> str:
     """Return the digest of one completion; of several, sha256 over theirs, in order."""
-    digests = [record.completion.digest() for record in records]
+    digests = [output.digest() for output in outputs]
     if len(digests) == 1:
         return digests[0]
     return hashlib.sha256(b"".join(map(bytes.fromhex, digests))).hexdigest()

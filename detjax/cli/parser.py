@@ -5,6 +5,7 @@ import argparse
 import dataclasses
 import difflib
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -37,6 +38,7 @@ examples:
   echo "Once upon a time" | python -m detjax.generate --prompt - --temperature 0.8 --n 4
   python -m detjax.generate --prompts-file prompts.jsonl --batch-size 16 --tp 4 --format jsonl
   python -m detjax.generate --prompt "It was a dark night" --repeat 4 --check
+  python -m detjax.generate --prompt "It was a dark night" --expect-digest DIGEST
   python -m detjax.generate --prompt "It was a dark night" --mode dvr --repeat 2 --check --stats
   python -m detjax.generate --prompt "It was a dark night" --mode fast --repeat 4 --check
 
@@ -47,7 +49,7 @@ as float32, little-endian) and `fingerprint`. A logprob is the float32 written a
 decimal of its exact value as a float64: read it back, round to float32, and no bit is lost.
 
 exit codes: {OK} success; {BAD_INPUT} bad input, with one line that says which and how to fix it;
-{BITS_DIFFER} --check found a bit that differs; {INTERNAL_ERROR} an error of detjax; {INTERRUPTED} \
+{BITS_DIFFER} --check or --expect-digest found a bit that differs; {INTERNAL_ERROR} an error of detjax; {INTERRUPTED} \
 interrupted; {READER_GONE} the
 reader of standard output went away."""
 
@@ -135,6 +137,9 @@ _MOST = {
 """Options that count something: above these is a mistake, which would take memory and minutes."""
 
 
+_DIGEST = re.compile("[0-9a-f]{64}")
+
+
 def _check_args(args: GenerateArgs) -> None:
     if args.draft_weights != "full" and args.mode != "dvr":
         raise InputError(f"--draft-weights {args.draft_weights} needs --mode dvr, which drafts")
@@ -169,6 +174,14 @@ def _check_args(args: GenerateArgs) -> None:
         raise InputError(
             f"--cache-pages {args.cache_pages} must be a multiple of --dp {args.dp}, or 0"
         )
+    share = args.gpu_memory_utilization
+    if share is not None and not 0 < share <= 1:
+        raise InputError(f"--gpu-memory-utilization {share} must be above 0 and at most 1")
+    if share is not None and args.cache_pages:
+        raise InputError(
+            f"--gpu-memory-utilization {share} does not go with --cache-pages {args.cache_pages}, "
+            "which says how large the cache is; leave one out"
+        )
     if args.trace is not None:
         _check_trace(args.trace)
     if args.coordinator is not None and "-" in args.prompt:
@@ -179,6 +192,11 @@ def _check_args(args: GenerateArgs) -> None:
         raise InputError("--check compares runs: give it --repeat N with N of at least 2")
     if args.repeat > 1 and not args.check:
         raise InputError(f"--repeat {args.repeat} only means something with --check; add it")
+    if args.expect_digest is not None and not _DIGEST.fullmatch(args.expect_digest):
+        raise InputError(
+            f"--expect-digest {args.expect_digest!r} is no digest: give the 64 hexadecimal digits "
+            "that an earlier run printed"
+        )
     if args.logprobs and args.format == "text":
         raise InputError("--logprobs has no place in text; add --format jsonl or --format json")
     for stop in args.stop:

@@ -19,7 +19,7 @@ PROMPT_BYTES = 2**23
 
 _STANDARD_INPUT = "-"
 
-_SAMPLING_NAMES = {f.name for f in dataclasses.fields(SamplingParams)} | {"stop", "logprobs"}
+_SAMPLING_NAMES = {f.name for f in dataclasses.fields(SamplingParams)} | {"logprobs"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,39 +6,38 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from detjax.cli.arguments import BUNDLED, NO_CAST, GenerateArgs, sampling_params
+from detjax.cli.arguments import GenerateArgs, sampling_params
 from detjax.cli.check import CheckResult
 from detjax.cli.display import Display
-from detjax.cli.model import EngineShape, OpenModel
-from detjax.cli.output import digest_of_all, json_entry
+from detjax.cli.model import OpenModel
+from detjax.cli.output import digest_of_all
 from detjax.cli.run import RunResult
+from detjax.models.bundled import bundled_model_path
 from detjax.models.config import ModelConfig
+from detjax.serving.config import EngineConfig
 from detjax.serving.metrics import EngineStats
-
-_MODES = {
-    "invariant": "invariant: every step uses canonical kernels",
-    "dvr": "dvr: drafts by fast kernels, verified by canonical ones",
-    "fast": "fast: no claim; the digests below may differ from run to run",
-}
 
 
 def card(
-    args: GenerateArgs, folder: Path, config: ModelConfig, model: OpenModel, shape: EngineShape
+    args: GenerateArgs, folder: Path, config: ModelConfig, model: OpenModel, engine: EngineConfig
 ) -> dict[str, str]:
     """Return what runs, and what decides its bits."""
-    name = f"{folder.name}, which comes with the package" if args.model == BUNDLED else args.model
-    cast = "" if model.weight_cast == NO_CAST else f" (cast from {model.weight_cast})"
-    return {
-        "model": f"{name}: {config.family}, {config.num_layers} layers of {config.hidden_size}, "
-        f"vocabulary {config.vocab_size}, context {config.max_position_embeddings}",
-        "numerics": f"{args.dtype} weights{cast}, {args.compute} compute, "
-        f"fingerprint {model.fingerprint}",
-        "mode": _MODES[shape.mode],
-        "backend": f"{model.backend} ({model.backend_reason})",
-        "mesh": f"dp {args.dp} x tp {args.tp}",
-        "batch": f"{shape.batch_size} at once, prompts in chunks of {shape.prefill_chunk} tokens, "
-        f"room for {shape.max_len}",
-    }
+    from detjax.llm import describe
+    from detjax.numerics import NumericsProfile
+
+    is_bundled = folder == bundled_model_path()
+    return describe(
+        f"{folder.name}, which comes with the package" if is_bundled else args.model,
+        config,
+        engine,
+        profile=NumericsProfile(weight_dtype=args.dtype, compute_dtype=args.compute),
+        weight_cast=model.weight_cast,
+        fingerprint=model.fingerprint,
+        backend=model.backend,
+        backend_reason=model.backend_reason,
+        dp=args.dp,
+        tp=args.tp,
+    )
 
 
 def run_stats(result: RunResult, load_s: float) -> dict[str, int | float]:
@@ -57,15 +56,15 @@ def document(
 ) -> dict[str, Any]:
     """Return the one document of `--format json`."""
     entry = {
-        "model": folder.name if args.model == BUNDLED else args.model,
+        "model": folder.name if folder == bundled_model_path() else args.model,
         "fingerprint": model.fingerprint,
         "weight_cast": model.weight_cast,
         "backend": model.backend,
         "dp": args.dp,
         "tp": args.tp,
-        "sampling": dataclasses.asdict(sampling_params(args)) | {"stop": list(args.stop)},
-        "completions": [json_entry(record, model.fingerprint) for record in result.records],
-        "digest": digest_of_all(result.records),
+        "sampling": dataclasses.asdict(sampling_params(args)),
+        "completions": [output.as_dict() for output in result.outputs],
+        "digest": digest_of_all(result.outputs),
         "stats": dict(stats),
     }
     if check is not None:
@@ -93,14 +92,14 @@ def show_end(
     display.facts(facts)
     if not with_digests:
         return
-    for record in result.records:
-        done = record.completion
+    for output in result.outputs:
+        done = output.completion
         display.line(
             f"digest {done.digest()} prompt {done.request_idx}, sequence {done.sequence_idx}: "
             f"{len(done.token_ids)} tokens, {done.finish_reason.value}"
         )
-    if len(result.records) > 1:
-        display.line(f"digest {digest_of_all(result.records)} of all {len(result.records)}")
+    if len(result.outputs) > 1:
+        display.line(f"digest {digest_of_all(result.outputs)} of all {len(result.outputs)}")
 
 
 def _rate(num_tokens: int | float, seconds: int | float) -> str:

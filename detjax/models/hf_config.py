@@ -8,6 +8,7 @@ or checked to hold the one value that is computed here, or listed as unable to c
 other key is refused, because a key that is skipped may be the one that changes the model.
 """
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from decimal import Decimal
@@ -17,6 +18,7 @@ from typing import Any
 from detjax.models.config import ModelConfig, RopeConfig, RopeKind
 from detjax.models.family import BiasRule, Family, WindowRule
 from detjax.models.registry import find_family
+from detjax.models.tokenizer import read_eos_id
 
 CHECKED_KEYS: Mapping[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
@@ -122,6 +124,9 @@ def config_from_hf(
 def load_config(folder: Path) -> ModelConfig:
     """Read `config.json`, and `generation_config.json` if present, of a Hugging Face folder.
 
+    The end token that `tokenizer_config.json` names is one of `eos_token_ids`, too: an answer ends
+    in the same place whether or not the one who asks has made a tokenizer.
+
     Raises:
         FileNotFoundError: If `folder` has no `config.json`.
         ValueError: If a file is not JSON, or asks for something that is not supported.
@@ -133,9 +138,13 @@ def load_config(folder: Path) -> ModelConfig:
     generation = _read_object(generation_path) if generation_path.is_file() else {}
     values = _read_object(path)
     try:
-        return config_from_hf(values, generation=generation)
+        config = config_from_hf(values, generation=generation)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+    eos_id = read_eos_id(folder)
+    if eos_id is None or eos_id in config.eos_token_ids:
+        return config
+    return dataclasses.replace(config, eos_token_ids=(*config.eos_token_ids, eos_id))
 
 
 def _read_object(path: Path) -> dict[str, Any]:

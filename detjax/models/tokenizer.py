@@ -248,6 +248,29 @@ class Tokenizer:
         return self.rules.strips_first_space and not any(map(self.token_bytes, prompt_ids))
 
 
+def read_eos_id(folder: Path) -> int | None:
+    """Return the end token that a folder's tokenizer_config.json names.
+
+    The same as `Tokenizer.from_folder(folder).eos_id`, without making a tokenizer, so that whoever
+    asks with token ids can have it, too. None where there is no tokenizer or it names none.
+
+    Raises:
+        ValueError: If a file is broken, or the tokenizer does not have the token.
+    """
+    path = folder / CONFIG_FILE
+    config = _read_config(path)
+    if not config.get("eos_token") or not (folder / TOKENIZER_FILE).is_file():
+        return None
+    try:
+        text = _token_text(config["eos_token"])
+        for token_id, token in config.get("added_tokens_decoder", {}).items():
+            if _token_text(token) == text:
+                return int(token_id)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"{path} is malformed ({error!r:.200}); copy the file again") from error
+    return _token_id(_read_backend(folder / TOKENIZER_FILE), text, folder)
+
+
 # Rare, and printable, so that neither JSON nor Python's repr escapes them in a template.
 _MARK_OPEN, _MARK_CLOSE = "\u2e28", "\u2e29"
 _MARK_SIGNS = (_MARK_OPEN, _MARK_CLOSE, f"\\u{ord(_MARK_OPEN):x}")  # the last in ASCII

@@ -336,6 +336,11 @@ class Engine:
                 raise ValueError(
                     f"{what} has token id {token_id}, outside the vocabulary of {vocab_size}"
                 )
+        if request.sampling.stop:
+            raise ValueError(
+                f"{what} has stop={request.sampling.stop!r}, and an engine knows tokens, not "
+                "text: ask detjax.LLM, or give the requests to detjax.serving.text.TextBatch"
+            )
         if request.sampling.num_top_logprobs > vocab_size:
             raise ValueError(
                 f"{what} asks for num_top_logprobs={request.sampling.num_top_logprobs}, more than "

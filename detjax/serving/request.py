@@ -43,6 +43,10 @@ class SamplingParams:
         seed: 0 to 2**64 - 1. Same seed, same noise: see `docs/numerics.md`.
         n: Sequences a prompt, at most 1024; sequence i draws noise stream i of the seed.
         stop_token_ids: Tokens that end a completion (the model's own end tokens are added).
+        stop: Texts that end a completion; the text ends before them, and the tokens that complete
+            them stay in `token_ids` and in the digest. For what knows the tokenizer
+            (`detjax.LLM`, the command); the engine, which does not, refuses them. A single text
+            is taken for a tuple of one.
         num_top_logprobs: How many of the most likely tokens to report at each position.
 
     NumPy's integers and floats are taken for Python's.
@@ -59,6 +63,7 @@ class SamplingParams:
     seed: int = 0
     n: int = 1
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
     num_top_logprobs: int = 0
 
     def __post_init__(self):
@@ -68,6 +73,7 @@ class SamplingParams:
         for name in ("temperature", "top_p", "min_p"):
             _replace(self, name, _number(name, getattr(self, name)))
         _replace(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        _replace(self, "stop", _texts("stop", self.stop))
         least, most = MIN_TEMPERATURE, MAX_TEMPERATURE
         checks = (
             (self.max_tokens >= 1, f"{self.max_tokens=} must be at least 1"),
@@ -118,6 +124,22 @@ def _token_ids(name: str, values: Any) -> tuple[int, ...]:
     if set(map(type, ids)) <= {int}:
         return ids
     return tuple(_integer(f"{name}[{i}]", value) for i, value in enumerate(ids))
+
+
+def _texts(name: str, values: Any) -> tuple[str, ...]:
+    texts = (values,) if isinstance(values, str) else values
+    if not isinstance(texts, Iterable):
+        raise ValueError(f"{name}={values!r} must be a sequence of texts")
+    texts = tuple(texts)
+    for text in texts:
+        if not isinstance(text, str):
+            raise ValueError(f"{name}={values!r} must be texts, and {text!r} is none")
+        if not text:
+            raise ValueError(
+                f"{name}={values!r} has an empty text; it would end every completion before it "
+                "begins"
+            )
+    return texts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,11 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text while it is made: whole characters, and never a part of a stop string."""
+"""Text while it is made: whole characters, never a part of a stop string, and where it ends."""
 
 import codecs
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from detjax.models.tokenizer import Tokenizer
+from detjax.serving.request import (
+    Completion,
+    FinishReason,
+    Request,
+    SamplingParams,
+    TokenEvent,
+    TopLogprobs,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,3 +112,260 @@ def _overlap(text: str, stop: str) -> int:
     """Return how many last characters of `text` are the first, but not all, of `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
+
+
+# -------------------------------------------------------------------------------------- completions
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompletionOutput:
+    """A finished sequence and its text.
+
+    Attributes:
+        completion: Token ids, float32 logprobs and the reason of its end, as the engine has them.
+        text: Of the tokens, up to the first stop string; special tokens are not shown.
+        fingerprint: Of everything that decides a bit: the model's numerics, build and hardware.
+    """
+
+    completion: Completion
+    text: str
+    fingerprint: str
+
+    @property
+    def index(self) -> int:
+        """Which of the prompt's `n` sequences."""
+        return self.completion.sequence_idx
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Every generated token, those that ended it included."""
+        return self.completion.token_ids
+
+    @property
+    def logprobs(self) -> tuple[np.float32, ...]:
+        """Of each token, at temperature 1 and before any filter."""
+        return self.completion.logprobs
+
+    @property
+    def top_logprobs(self) -> tuple[TopLogprobs, ...]:
+        """Of each token's position, as many as were asked for."""
+        return self.completion.top_logprobs
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Why it ended."""
+        return self.completion.finish_reason
+
+    def digest(self) -> str:
+        """Sha256 over the token ids (int32) and the logprobs (float32), little-endian."""
+        return self.completion.digest()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what JSON can hold, losing no bit.
+
+        A logprob is a float whose float32 is the logprob: round it, and its bits are back.
+        """
+        done = self.completion
+        entry = {
+            "index": done.request_idx,
+            "sequence": done.sequence_idx,
+            "prompt_token_ids": list(done.prompt_token_ids),
+            "token_ids": list(done.token_ids),
+            "text": self.text,
+            "finish_reason": done.finish_reason.value,
+            # ROUND: none; float32 to float64 is exact, and JSON's decimal names that float64.
+            "logprobs": [float(logprob) for logprob in done.logprobs],
+        }
+        if any(done.top_logprobs):
+            entry["top_logprobs"] = [
+                [[token_id, float(logprob)] for token_id, logprob in top]
+                for top in done.top_logprobs
+            ]
+        return {**entry, "digest": done.digest(), "fingerprint": self.fingerprint}
+
+
+class CompletionText:
+    """One sequence while it is made: its tokens, its text so far, and why it ends.
+
+    Attributes:
+        pieces: Its text so far, in final pieces.
+        finish_reason: None while it goes on.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        *,
+        request_idx: int,
+        sequence_idx: int,
+        tokenizer: Tokenizer,
+        end_ids: Collection[int],
+        fingerprint: str,
+    ):
+        """Begin, with no token.
+
+        Args:
+            request: Its `stop` texts, `stop_token_ids` and `max_tokens` end the sequence.
+            request_idx: What `completion` will carry.
+            sequence_idx: Which of the request's sequences.
+            tokenizer: Of the model.
+            end_ids: The model's own end tokens: `ModelConfig.eos_token_ids`.
+            fingerprint: Of the model.
+        """
+        self.key = (request_idx, sequence_idx)
+        self.pieces: list[str] = []
+        self.finish_reason: FinishReason | None = None
+        self._request = request
+        self._end_ids = frozenset((*end_ids, *request.sampling.stop_token_ids))
+        self._fingerprint = fingerprint
+        self._stream = TextStream(
+            tokenizer, request.sampling.stop, prompt_ids=request.prompt_token_ids
+        )
+        self._events: list[TokenEvent] = []
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far."""
+        return len(self._events)
+
+    def push(self, event: TokenEvent) -> bool:
+        """Take a token; return True if a stop string is complete."""
+        assert self.finish_reason is None, f"{self.key} got a token after its end"
+        self._events.append(event)
+        delta = self._stream.push(event.token_id)
+        if delta.text:
+            self.pieces.append(delta.text)
+        if delta.is_stopped or event.token_id in self._end_ids:
+            self.finish_reason = FinishReason.STOP
+        elif len(self._events) == self._request.sampling.max_tokens:
+            self.finish_reason = FinishReason.LENGTH
+        if self.finish_reason is not None and (rest := self._stream.finish()):
+            self.pieces.append(rest)
+        return delta.is_stopped
+
+    def output(self) -> CompletionOutput:
+        """Return the completion, which must have ended."""
+        assert self.finish_reason is not None, f"{self.key} has not ended"
+        completion = Completion(
+            request_idx=self.key[0],
+            sequence_idx=self.key[1],
+            prompt_token_ids=self._request.prompt_token_ids,
+            token_ids=tuple(event.token_id for event in self._events),
+            logprobs=tuple(event.logprob for event in self._events),
+            top_logprobs=tuple(event.top_logprobs for event in self._events),
+            finish_reason=self.finish_reason,
+        )
+        return CompletionOutput(
+            completion=completion, text="".join(self.pieces), fingerprint=self._fingerprint
+        )
+
+
+class TextBatch:
+    """What an engine makes of requests, as text: stop strings end sequences here.
+
+    Give `token_requests` and `on_token` to `Engine.generate`, and what it returns to `outputs`.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        tokenizer: Tokenizer,
+        *,
+        end_ids: Collection[int],
+        fingerprint: str,
+    ):
+        """Begin, with no token.
+
+        Args:
+            requests: May have `stop` strings. `max_tokens` of each fits the engine's `max_len`.
+            tokenizer: Of the model.
+            end_ids: The model's own end tokens: `ModelConfig.eos_token_ids`.
+            fingerprint: Of the model.
+        """
+        self.token_requests = tuple(map(_without_stop, requests))
+        self.sequences = {
+            (i, s): CompletionText(
+                request,
+                request_idx=i,
+                sequence_idx=s,
+                tokenizer=tokenizer,
+                end_ids=end_ids,
+                fingerprint=fingerprint,
+            )
+            for i, request in enumerate(requests)
+            for s in range(request.sampling.n)
+        }
+        self.num_ended = 0
+
+    def on_token(self, event: TokenEvent) -> bool:
+        """Take a token; return True if a stop string is complete."""
+        sequence = self.sequences[event.request_idx, event.sequence_idx]
+        is_stopped = sequence.push(event)
+        self.num_ended += sequence.finish_reason is not None
+        return is_stopped
+
+    def outputs(self, completions: Iterable[Completion]) -> tuple[CompletionOutput, ...]:
+        """Put the texts to what the engine returned, in order of (request, sequence)."""
+        by_key = {(done.request_idx, done.sequence_idx): done for done in completions}
+        outputs = []
+        for key, sequence in self.sequences.items():
+            told, done = sequence.output(), by_key[key]
+            # Its tokens, told one by one, must be the completion that the engine returned.
+            is_same = (told.digest(), told.finish_reason) == (done.digest(), done.finish_reason)
+            assert is_same, f"{key}: {told} was told, {done} returned"
+            outputs.append(dataclasses.replace(told, completion=done))
+        return tuple(outputs)
+
+
+def _without_stop(request: Request) -> Request:
+    """The request as the engine, which knows no text, can run it."""
+    sampling = dataclasses.replace(request.sampling, stop=())
+    return dataclasses.replace(request, sampling=sampling)
+
+
+def text_request(
+    token_ids: Sequence[int],
+    sampling: SamplingParams,
+    *,
+    what: str,
+    vocab_size: int,
+    max_len: int,
+    limit: str,
+    is_deterministic: bool,
+) -> Request:
+    """Return the request for a prompt, with `max_tokens` no more than fits behind it.
+
+    Args:
+        token_ids: Of the prompt.
+        sampling: May have `stop` strings.
+        what: Names the prompt in errors.
+        vocab_size: Of the model.
+        max_len: Most tokens of a prompt and its completion.
+        limit: Names `max_len` in errors.
+        is_deterministic: As `Request` has it.
+
+    Raises:
+        ValueError: If the prompt has no tokens, too many, or some that the model does not know.
+    """
+    try:
+        request = Request(
+            prompt_token_ids=tuple(token_ids), sampling=sampling, is_deterministic=is_deterministic
+        )
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{what} is neither a text nor token ids: {error}") from error
+    token_ids = request.prompt_token_ids
+    if not token_ids:
+        raise ValueError(f"{what} has no tokens; give some text")
+    if len(token_ids) >= max_len:
+        raise ValueError(
+            f"{what} has {len(token_ids)} tokens, but {limit} is {max_len} and one must be left to "
+            "generate; shorten it"
+        )
+    for token_id in (min(token_ids), max(token_ids)):
+        if not 0 <= token_id < vocab_size:
+            raise ValueError(
+                f"{what} has token id {token_id}, but the model's vocabulary is {vocab_size}; the "
+                "tokenizer is of another model"
+            )
+    room = min(sampling.max_tokens, max_len - len(token_ids))
+    return dataclasses.replace(request, sampling=dataclasses.replace(sampling, max_tokens=room))

@@ -11,7 +11,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from detjax import generate
-from detjax.cli.model import EngineShape, OpenModel
+from detjax.cli.model import OpenModel
+from detjax.serving.config import EngineConfig
 from detjax.serving.metrics import EngineStats
 from detjax.serving.request import Completion, FinishReason, Request, TokenEvent
 from detjax.serving.trace import TracesEvents
@@ -82,9 +83,9 @@ class Toy:
 class FakeEngine:
     """Says what `answer` says, a token of each sequence in turn, as an engine would."""
 
-    def __init__(self, answer: Answer, shape: EngineShape, flip: tuple[int, int]):
+    def __init__(self, answer: Answer, config: EngineConfig, flip: tuple[int, int]):
         self._answer = answer
-        self._shape = shape
+        self._config = config
         self._flip = flip  # (batch size, token position) of which a logprob's last bit is wrong
 
     def stats(self) -> EngineStats:
@@ -97,11 +98,13 @@ class FakeEngine:
         made: dict[tuple[int, int], list[TokenEvent]] = {key: [] for key in keys}
         reasons: dict[tuple[int, int], FinishReason] = {}
         while len(reasons) < len(keys):
-            for key in [key for key in keys if key not in reasons][: self._shape.batch_size]:
+            for key in [key for key in keys if key not in reasons][: self._config.batch_size]:
                 event = self._event(requests[key[0]], key, len(made[key]))
                 made[key].append(event)
                 sampling = requests[key[0]].sampling
-                if on_token(event) or event.token_id in sampling.stop_token_ids:
+                assert not sampling.stop, "an engine knows no text"
+                ends = {Toy.end, *sampling.stop_token_ids}
+                if on_token(event) or event.token_id in ends:
                     reasons[key] = FinishReason.STOP
                 elif len(made[key]) == sampling.max_tokens:
                     reasons[key] = FinishReason.LENGTH
@@ -111,7 +114,7 @@ class FakeEngine:
         answer = self._answer(request, key[1])
         token_id = answer[position % len(answer)]
         logprob = np.float32(-0.1) * np.float32(1 + token_id + position)
-        if self._flip == (self._shape.batch_size, position):
+        if self._flip == (self._config.batch_size, position):
             logprob = np.nextafter(logprob, np.float32(0))
         top = [(token_id, logprob), (0, np.float32(-9))][: request.sampling.num_top_logprobs]
         return TokenEvent(
@@ -155,14 +158,14 @@ def command(tmp_path, toy):
         answer: Answer = toy.echo,
         flip: tuple[int, int] = (0, 0),
         chat_template: str | None = None,
-        shapes: list[EngineShape] | None = None,
+        shapes: list[EngineConfig] | None = None,
     ) -> int:
         folder = toy.write_model(tmp_path / "model", chat_template=chat_template)
 
-        def make_engine(shape: EngineShape, tracer: TracesEvents) -> FakeEngine:
+        def make_engine(config: EngineConfig, tracer: TracesEvents) -> FakeEngine:
             if shapes is not None:
-                shapes.append(shape)
-            return FakeEngine(answer, shape, flip)
+                shapes.append(config)
+            return FakeEngine(answer, config, flip)
 
         def open_model(args, where, progress, max_len) -> OpenModel:
             assert where == folder

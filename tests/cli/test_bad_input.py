@@ -56,6 +56,14 @@ from detjax.cli import errors
             "--cache-pages 3 must be a multiple of --dp 2",
         ),
         (
+            ("--prompt", "a", "--gpu-memory-utilization", "1.5"),
+            "--gpu-memory-utilization 1.5 must be above 0 and at most 1",
+        ),
+        (
+            ("--prompt", "a", "--gpu-memory-utilization", "0.5", "--cache-pages", "8"),
+            "--gpu-memory-utilization 0.5 does not go with --cache-pages 8",
+        ),
+        (
             ("--prompt", "a", "--trace", "/no/such/file"),
             "--trace /no/such/file is in a folder that does not exist",
         ),

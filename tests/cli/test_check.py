@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from detjax.cli import check, errors
-from detjax.cli.model import EngineShape
-from detjax.cli.output import Record
+from detjax.serving.config import EngineConfig
 from detjax.serving.request import Completion, FinishReason, Request
+from detjax.serving.text import CompletionOutput
 
 
 def test_runs_that_agree_are_reported_with_their_digest(command, capsys):
-    shapes: list[EngineShape] = []
+    shapes: list[EngineConfig] = []
     argv = ("--prompt", "abcdefgh", "--prompt", "cd", "--repeat", "4", "--check")
     assert command(*argv, "--format", "json", shapes=shapes) == errors.OK
     out, err = capsys.readouterr()
@@ -64,14 +64,14 @@ def test_a_check_sees_a_row_that_depends_on_its_neighbours(command, capsys, toy)
 
 
 def test_a_chunk_is_no_longer_than_a_prompt_needs(command):
-    shapes: list[EngineShape] = []
+    shapes: list[EngineConfig] = []
     for chunk in ("1000000", "64", "5"):
         assert command("--prompt", "ab", "--prefill-chunk", chunk, shapes=shapes) == errors.OK
     assert [shape.prefill_chunk for shape in shapes] == [64, 64, 5]
 
 
 def test_the_first_run_of_a_check_is_the_one_that_was_asked_for(command, capsys):
-    shapes: list[EngineShape] = []
+    shapes: list[EngineConfig] = []
     argv = ("--prompt", "ab", "--batch-size", "6", "--prefill-chunk", "5", "--dp", "2")
     assert command(*argv, "--repeat", "2", "--check", shapes=shapes) == errors.OK
     assert (shapes[0].batch_size, shapes[0].prefill_chunk) == (6, 5)
@@ -79,7 +79,7 @@ def test_the_first_run_of_a_check_is_the_one_that_was_asked_for(command, capsys)
 
 
 def test_a_check_of_dvr_compares_it_with_invariant(command, capsys):
-    shapes: list[EngineShape] = []
+    shapes: list[EngineConfig] = []
     argv = ("--prompt", "ab", "--mode", "dvr", "--draft-weights", "int8", "--verify-window", "9")
     argv += ("--decode-steps", "4")
     assert command(*argv, "--repeat", "4", "--check", shapes=shapes) == errors.OK
@@ -103,7 +103,22 @@ def test_fast_asks_for_no_deterministic_answer(command, capsys):
     assert "no claim" in capsys.readouterr().err
 
 
-def completion(**changes) -> Record:
+def test_an_expected_digest_is_compared(command, capsys):
+    argv = ("--prompt", "ab", "--prompt", "cd")
+    assert command(*argv, "--format", "json") == errors.OK
+    digest = json.loads(capsys.readouterr().out)["digest"]
+    assert command(*argv, "--expect-digest", digest) == errors.OK
+    assert f"digest {digest} is the expected one" in capsys.readouterr().err
+    assert command(*argv, "--expect-digest", digest, flip=(8, 1)) == errors.BITS_DIFFER
+    assert f"is not the expected {digest}" in capsys.readouterr().err
+
+
+def test_what_is_no_digest_is_refused(command, capsys):
+    assert command("--prompt", "ab", "--expect-digest", "AB12") == errors.BAD_INPUT
+    assert "--expect-digest 'AB12' is no digest" in capsys.readouterr().err
+
+
+def completion(**changes) -> CompletionOutput:
     """A record of two tokens."""
     base = Completion(
         request_idx=1,
@@ -114,7 +129,9 @@ def completion(**changes) -> Record:
         top_logprobs=(((5, np.float32(-0.5)),), ((6, np.float32(0.0)),)),
         finish_reason=FinishReason.LENGTH,
     )
-    return Record(completion=dataclasses.replace(base, **changes), text="")
+    return CompletionOutput(
+        completion=dataclasses.replace(base, **changes), text="", fingerprint=""
+    )
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,10 @@ import jax
 import pytest
 
 import detjax
-from detjax import generate, numerics
+from detjax import generate, llm, numerics
 from detjax.cli import arguments, errors, model
 from detjax.cli.arguments import GenerateArgs
-from detjax.serving.request import Request
+from detjax.serving.request import Request, SamplingParams
 
 
 def failing(error: BaseException):
@@ -125,8 +125,16 @@ def test_a_reader_that_goes_away_is_no_fault(command, tmp_path, monkeypatch):
         assert command("--prompt", "a", answer=answer) == errors.READER_GONE
 
 
-def test_the_option_and_the_numerics_call_no_cast_the_same():
+def test_options_and_the_code_that_imports_jax_have_the_same_constants():
     assert arguments.NO_CAST == numerics.NO_CAST
+    assert arguments.GPU_MEMORY_UTILIZATION == llm.GPU_MEMORY_UTILIZATION
+    assert (arguments.BUNDLED, arguments.AUTO) == (llm.BUNDLED, llm.AUTO)
+
+
+def test_every_field_of_the_sampling_is_an_option():
+    sets = {f.metadata["sets"] for f in dataclasses.fields(GenerateArgs) if "sets" in f.metadata}
+    fields = {f.name for f in dataclasses.fields(SamplingParams)} - {"stop_token_ids"}
+    assert {name for of, name in sets if of is SamplingParams} == fields
 
 
 def test_the_version_is_that_of_the_package(capsys):

@@ -1,0 +1,443 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`detjax.LLM`: the answers of the engine as text, sizes that fit, as in the command."""
+
+import dataclasses
+import json
+import runpy
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jaxtyping
+import numpy as np
+import pytest
+import tokenizers
+from safetensors.numpy import save_file
+from tokenizers import decoders, models, pre_tokenizers
+
+import detjax
+from detjax import generate, llm
+from detjax.models.bundled import bundled_model_path
+from detjax.models.hf_config import config_from_hf, load_config
+from detjax.models.params import param_specs
+from detjax.models.tokenizer import Tokenizer, read_eos_id
+from detjax.parallel.mesh import make_mesh
+from detjax.serving import memory
+from detjax.serving.request import FinishReason, Request
+
+CONTEXT = 256
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": CONTEXT,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+GREEDY = detjax.SamplingParams(max_tokens=12)
+SAMPLED = detjax.SamplingParams(max_tokens=6, temperature=1.0, seed=3, n=2)
+
+
+def write_model(folder: Path, *, eos_token: str | None = None) -> Path:
+    """A model with random weights and a token a byte; config.json says nothing of an end token."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = tokenizers.Tokenizer(models.BPE({t: i for i, t in enumerate(alphabet)}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.save(str(folder / "tokenizer.json"))
+    tokenizer_config = {"chat_template": TEMPLATE} | ({"eos_token": eos_token} if eos_token else {})
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
+    rng = np.random.default_rng(5)
+    specs = jax.tree.leaves(param_specs(config_from_hf(CONFIG), tp=1, vocab_block=128))
+    tensors = {
+        spec.hf_name: np.asarray(jax.numpy.asarray(
+            rng.standard_normal(spec.hf_shape, np.float32), "bfloat16"
+        ))
+        for spec in specs
+    }  # fmt: skip
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return write_model(tmp_path_factory.mktemp("models") / "toy")
+
+
+@pytest.fixture(scope="module")
+def toy(folder) -> detjax.LLM:
+    return detjax.LLM(folder)
+
+
+@pytest.fixture
+def untyped():
+    """As in a user's program, where nobody checks annotations."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture
+def command(capsys) -> Callable[..., dict]:
+    """Run the command in this process; return its JSON."""
+
+    def run(folder: Path, *argv: str) -> dict:
+        options = ["--model", str(folder), "--format", "json", "--cache-dir", "none", *argv]
+        capsys.readouterr()
+        assert generate.main(options) == 0
+        return json.loads(capsys.readouterr().out)
+
+    return run
+
+
+# ----------------------------------------------------------------------------------------- answers
+
+
+def test_each_prompt_gets_its_sequences_in_order_with_text(toy):
+    outs = toy.generate(["one", "three and four"], SAMPLED)
+    assert [out.prompt for out in outs] == ["one", "three and four"]
+    for out in outs:
+        assert out.prompt_token_ids == tuple(toy.tokenizer.encode(out.prompt))
+        assert [done.index for done in out.outputs] == [0, 1]
+        for done in out.outputs:
+            assert len(done.token_ids) == len(done.logprobs) == SAMPLED.max_tokens
+            assert done.text == toy.tokenizer.decode(done.token_ids)
+            assert done.finish_reason is FinishReason.LENGTH
+            assert done.fingerprint == toy.config.fingerprint
+        assert out.outputs[0].digest() != out.outputs[1].digest()
+
+
+@pytest.mark.invariance
+def test_company_order_and_kind_of_prompt_change_no_bit(toy):
+    texts = ["one", "three and four", "x" * 70]
+    alone = [toy.generate(text, SAMPLED)[0] for text in texts]
+    together = toy.generate(texts[::-1], [SAMPLED, GREEDY, SAMPLED])[::-1]
+    ids = toy.generate([toy.tokenizer.encode(text) for text in texts], SAMPLED)
+    array = toy.generate(np.asarray(toy.tokenizer.encode(texts[0])), SAMPLED)
+    digests = [[done.digest() for done in out.outputs] for out in alone]
+    assert [[done.digest() for done in out.outputs] for out in ids] == digests
+    assert [done.digest() for done in array[0].outputs] == digests[0]
+    assert [[done.digest() for done in together[i].outputs] for i in (0, 2)] == [
+        digests[0], digests[2]
+    ]  # fmt: skip
+    assert ids[0].prompt is None and len(together[1].outputs) == 1
+
+
+def test_calls_share_the_engine_and_its_programs(toy):
+    toy.generate("a", GREEDY)
+    engine, num_compiled = toy.engine, toy.engine.stats().num_compiled
+    toy.generate(["b", "c"], GREEDY)
+    assert toy.engine is engine and engine.stats().num_compiled == num_compiled > 0
+
+
+def test_nothing_is_asked_and_nothing_comes(toy):
+    assert toy.generate([]) == [] and toy.chat([]) == []
+
+
+def test_a_chat_is_the_template_around_the_messages(toy):
+    messages = [{"role": "user", "content": "Why?"}]
+    (one,) = toy.chat(messages, GREEDY)
+    two = toy.chat([messages, [{"role": "user", "content": "Who?"}]], GREEDY)
+    (plain,) = toy.generate("[user]Why?[assistant]", GREEDY)
+    assert one.prompt == "[user]Why?[assistant]" and len(two) == 2
+    assert one.outputs[0].digest() == two[0].outputs[0].digest() == plain.outputs[0].digest()
+
+
+def test_a_record_comes_back_from_json_with_every_bit(toy):
+    sampling = dataclasses.replace(GREEDY, num_top_logprobs=2)
+    done = toy.generate("a", sampling)[0].outputs[0]
+    read = json.loads(json.dumps(done.as_dict()))
+    assert (read["digest"], read["fingerprint"]) == (done.digest(), toy.config.fingerprint)
+    assert [np.float32(p).tobytes() for p in read["logprobs"]] == [
+        p.tobytes() for p in done.logprobs
+    ]
+    assert [len(top) for top in read["top_logprobs"]] == [2] * len(done.token_ids)
+
+
+def test_fast_is_asked_for_no_deterministic_answer(folder):
+    fast = detjax.LLM(folder, mode="fast", max_len=128)
+    assert "no claim" in str(fast.config)
+    assert len(fast.generate("a", GREEDY)[0].outputs[0].token_ids) == GREEDY.max_tokens
+
+
+# -------------------------------------------------------------------------- ends: texts and tokens
+
+
+def test_a_stop_string_ends_text_and_tokens_as_it_does_in_the_command(toy, folder, command):
+    whole = toy.generate("ab", GREEDY)[0].outputs[0]
+    stop = toy.tokenizer.decode(whole.token_ids[4:6])
+    assert len(stop) >= 1
+    begin = whole.text.index(stop)
+    done = toy.generate("ab", dataclasses.replace(GREEDY, stop=(stop,)))[0].outputs[0]
+    assert done.text == whole.text[:begin]
+    assert done.token_ids == whole.token_ids[: len(done.token_ids)]
+    assert 0 < len(done.token_ids) <= 6 and done.finish_reason is FinishReason.STOP
+    (entry,) = command(folder, "--prompt", "ab", "--max-tokens", "12", f"--stop={stop}")[
+        "completions"
+    ]
+    assert (entry["digest"], entry["text"]) == (done.digest(), done.text)
+
+
+def test_an_engine_refuses_stop_strings_which_it_cannot_see(toy):
+    sampling = dataclasses.replace(GREEDY, stop=("x",))
+    with pytest.raises(ValueError, match="knows tokens, not text: ask detjax.LLM"):
+        toy.engine.generate([Request(prompt_token_ids=(1,), sampling=sampling)])
+    with pytest.raises(ValueError, match=r"has stop=\('x',\)"):
+        toy.engine.add_request((1,), sampling)
+
+
+def test_an_end_token_of_the_tokenizer_alone_ends_api_llm_and_command_alike(
+    toy, folder, tmp_path, command
+):
+    """config.json names none; tokenizer_config.json does."""
+    whole = toy.generate("ab", GREEDY)[0].outputs[0].token_ids
+    assert len(whole) == GREEDY.max_tokens
+    at = next(i for i in range(2, len(whole)) if whole[i] not in whole[:i])
+    ended = write_model(tmp_path / "ended", eos_token=toy.tokenizer.backend.id_to_token(whole[at]))
+    assert "eos_token_id" not in json.loads((ended / "config.json").read_text())
+    assert read_eos_id(ended) == Tokenizer.from_folder(ended).eos_id == whole[at]
+    expected = whole[: at + 1]
+
+    model = detjax.load_model(
+        str(ended),
+        profile=detjax.NumericsProfile(),
+        mesh=make_mesh(1, 1),
+        backend=detjax.Backend.PORTABLE,
+    )
+    sizes = toy.config.engine
+    engine = detjax.Engine(model, sizes)
+    request = Request(prompt_token_ids=tuple(toy.tokenizer.encode("ab")), sampling=GREEDY)
+    (by_engine,) = engine.generate([request])
+    by_llm = detjax.LLM(ended).generate("ab", GREEDY)[0].outputs[0]
+    (by_command,) = command(ended, "--prompt", "ab", "--max-tokens", "12")["completions"]
+    assert by_engine.token_ids == by_llm.token_ids == tuple(by_command["token_ids"]) == expected
+    assert by_engine.digest() == by_llm.digest() == by_command["digest"]
+    assert by_engine.finish_reason is by_llm.finish_reason is FinishReason.STOP
+    assert by_command["finish_reason"] == "stop"
+
+
+def test_an_end_token_by_its_number_in_added_tokens_or_none(tmp_path):
+    folder = shutil.copytree(bundled_model_path(), tmp_path / "model")
+    assert read_eos_id(folder) == 1 and load_config(folder).eos_token_ids == (1,)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    added = {"1": {"content": config["eos_token"]}}
+    changed = json.dumps(config | {"added_tokens_decoder": added})
+    (folder / "tokenizer_config.json").write_text(changed)
+    assert read_eos_id(folder) == 1
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": 7}))
+    with pytest.raises(ValueError, match="is malformed"):
+        load_config(folder)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": "<none>"}))
+    with pytest.raises(ValueError, match="names the token '<none>'"):
+        load_config(folder)
+    (folder / "tokenizer_config.json").unlink()
+    assert read_eos_id(folder) is None
+
+
+# ------------------------------------------------------------------------------------------- sizes
+
+
+def test_what_was_chosen_is_shown(toy):
+    shown = str(toy.config)
+    assert toy.config.engine.max_len == CONTEXT and toy.config.engine.num_pages == 16
+    for part in (
+        "backend     portable (",
+        "dp 1 x tp 1",
+        "room for 256",
+        "16 pages",
+        "fingerprint",
+    ):
+        assert part in shown
+    assert repr(toy).startswith("LLM('") and repr(toy).endswith("', dp=1, tp=1)")
+
+
+def test_what_is_asked_for_is_taken(folder):
+    made = detjax.LLM(
+        str(folder), dp=2, tp=2, batch_size=4, prefill_chunk=16, max_len=200, num_pages=8,
+        verify_window=9, dtype="float32", show_progress=False,
+    )  # fmt: skip
+    engine = made.config.engine
+    assert (engine.batch_size, engine.prefill_chunk, engine.max_len) == (4, 16, 200)
+    assert (engine.num_pages, engine.verify_window) == (8, 9)
+    assert (made.config.dp, made.config.tp, made.model.mesh.size) == (2, 2, 4)
+    assert made.config.profile.weight_dtype == made.config.profile.compute_dtype == "float32"
+
+
+def test_max_len_is_what_the_cache_holds(folder):
+    made = detjax.LLM(folder, num_pages=1, batch_size=1)
+    assert made.config.engine.max_len == 128
+    with pytest.raises(ValueError, match="prompt 0 has 130 tokens, but max_len is 128"):
+        made.generate("x" * 130)
+    with pytest.raises(ValueError, match="max_len=200 takes 2 pages of 128 tokens, and a replica"):
+        detjax.LLM(folder, num_pages=1, batch_size=1, max_len=200)
+
+
+def test_the_cache_of_a_cpu_is_bounded(toy, monkeypatch):
+    ask = {"gpu_memory_utilization": 0.9, "draft_weights": "full"}
+    a_page = memory.cache_bytes(toy.model, 1)
+    monkeypatch.setattr(memory, "free_host_bytes", lambda: 40 * a_page)
+    assert memory.pages_that_fit(toy.model, **ask) == 10
+    monkeypatch.setattr(memory, "CPU_CACHE_BYTES", 7 * a_page)
+    assert memory.pages_that_fit(toy.model, **ask) == 7
+    monkeypatch.setattr(memory, "CPU_CACHE_BYTES", a_page - 1)
+    with pytest.raises(ValueError, match="of a device for the cache, and a page takes"):
+        memory.pages_that_fit(toy.model, **ask)
+
+
+def test_the_cache_of_a_gpu_is_what_the_weights_leave_of_the_share():
+    stats = [{"bytes_limit": 1000, "bytes_in_use": 300}, {"bytes_limit": 990, "bytes_in_use": 320}]
+    assert memory.gpu_room(stats, gpu_memory_utilization=0.9) == 891 - 320
+    with pytest.raises(ValueError, match="JAX does not say how much memory the GPU has"):
+        memory.gpu_room([{}], gpu_memory_utilization=0.9)
+
+
+def test_the_command_sizes_a_cache_as_the_llm_does(toy, monkeypatch):
+    asked = dataclasses.replace(toy.config.engine, num_pages=0)
+    assert llm.size_cache(toy.model, asked).num_pages == 16
+    assert llm.size_cache(toy.model, toy.config.engine) is toy.config.engine
+    monkeypatch.setattr(memory, "CPU_CACHE_BYTES", 5 * memory.cache_bytes(toy.model, 1))
+    assert llm.size_cache(toy.model, asked).num_pages == 5
+    monkeypatch.setattr(memory, "CPU_CACHE_BYTES", memory.cache_bytes(toy.model, 1))
+    with pytest.raises(ValueError, match="max_len=256 takes 2 pages"):
+        llm.size_cache(toy.model, asked)
+
+
+def test_the_bundled_model_has_a_name_and_a_folder_of_that_name_comes_first(tmp_path, monkeypatch):
+    assert llm.find_model("novels-6m") == llm.find_model("bundled") == bundled_model_path()
+    with pytest.raises(ValueError, match="revision='main' has no meaning for the bundled model"):
+        llm.find_model("bundled", revision="main")
+    monkeypatch.chdir(tmp_path)
+    Path("novels-6m").mkdir()
+    assert llm.find_model("novels-6m") == Path("novels-6m")
+
+
+def test_the_command_refuses_a_share_of_a_gpu_that_is_not_there(folder, capsys):
+    options = ["--model", str(folder), "--prompt", "a", "--cache-dir", "none"]
+    assert generate.main([*options, "--gpu-memory-utilization", "0.5"]) == 2
+    assert "and this runs on the CPU; leave it out" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------ errors
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"batchsize": 3}, TypeError, "no option 'batchsize'; did you mean batch_size?"),
+        ({"verify_windows": 3}, TypeError, "did you mean verify_window?"),
+        ({"seed": 3}, TypeError, "seed is no option of LLM: it is a field of SamplingParams"),
+        ({"gpu_memory_utilization": 1.5}, ValueError, "must be above 0 and at most 1"),
+        (
+            {"dtype": "float32", "profile": detjax.NumericsProfile()},
+            ValueError,
+            "dtype='float32' does not go with a profile",
+        ),
+        ({"backend": "cuda"}, ValueError, "backend='cuda' must be 'auto' or one of"),
+        ({"tp": 3}, ValueError, "tp=3"),
+        ({"mode": "quick"}, ValueError, "mode='quick' must be one of"),
+        ({"max_len": CONTEXT + 1}, ValueError, "longer than the model's context of 256"),
+        ({"batch_size": 3, "dp": 2}, ValueError, "batch_size=3 must be a multiple of dp=2"),
+    ],
+)
+def test_an_option_that_cannot_be_is_named(folder, options, error, says):
+    with pytest.raises(error, match=says):
+        detjax.LLM(folder, **options)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "says"),
+    [
+        (["a", ""], "prompt 1 has no tokens"),
+        (["a", "x" * CONTEXT], "prompt 1 has 256 tokens, but the model's context is 256"),
+        ([[1, 300]], "prompt 0 has token id 300, but the model's vocabulary is 300"),
+        ([[1, -1]], "prompt 0 has token id -1"),
+        ([[1, 0.5]], "prompt 0 is neither a text nor token ids"),
+        ([None], "prompt 0 is neither a text nor token ids"),
+    ],
+)
+def test_a_prompt_that_does_not_fit_is_named(toy, untyped, prompts, says):
+    with pytest.raises(ValueError, match=says):
+        toy.generate(prompts)
+
+
+def test_sampling_parameters_must_be_one_or_as_many_as_prompts(toy):
+    with pytest.raises(ValueError, match="there are 2 prompts and 1 SamplingParams"):
+        toy.generate(["a", "b"], [GREEDY])
+
+
+@pytest.mark.parametrize("stop", [("",), (1,), 5])
+def test_stop_strings_are_texts(untyped, stop):
+    with pytest.raises(ValueError, match="^stop="):
+        detjax.SamplingParams(stop=stop)
+
+
+def test_one_stop_string_is_a_tuple_of_one(untyped):
+    assert detjax.SamplingParams(stop="ab").stop == ("ab",)
+    assert detjax.SamplingParams(stop=["a", "b"]).stop == ("a", "b")
+
+
+# ---------------------------------------------------------------------------------------- examples
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+@pytest.fixture
+def example(folder, monkeypatch, capsys) -> Callable[..., str]:
+    """Run an example in this process with the toy model; return what it printed."""
+
+    def run(name: str, *argv: str) -> str:
+        monkeypatch.setattr(sys, "argv", [name, str(folder), *argv])
+        capsys.readouterr()
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_example_offline_batch_writes_a_line_of_json_each(example, tmp_path):
+    (tmp_path / "prompts.txt").write_text("one\ntwo\n")
+    lines = [json.loads(line) for line in example(
+        "offline_batch.py", str(tmp_path / "prompts.txt")
+    ).splitlines()]  # fmt: skip
+    assert [line["prompt"] for line in lines] == ["one", "two"]
+    assert all(len(line["logprobs"]) == len(line["top_logprobs"]) > 0 for line in lines)
+
+
+def test_example_chat_holds_two_turns(example):
+    out = example("chat.py")
+    assert out.count("user: ") == 2 and out.count("digest: ") == 2
+
+
+def test_example_reproduce_completion_finds_the_same_bits_or_says_so(example, tmp_path):
+    record = tmp_path / "record.json"
+    for _ in range(2):  # makes the record, then reads it
+        with pytest.raises(SystemExit) as end:
+            example("reproduce_completion.py", str(record))
+        assert end.value.code == 0
+    record.write_text(record.read_text().replace('"digest": "', '"digest": "0'))
+    with pytest.raises(SystemExit) as end:
+        example("reproduce_completion.py", str(record))
+    assert end.value.code == 3
+
+
+def test_example_async_streaming_cancels_one(example):
+    out = example("async_streaming.py")
+    assert "whole: " in out and "cancelled: " in out and out.endswith("1 cancelled\n")
+
+
+def test_example_rl_rollout_agrees_to_the_bit(example):
+    assert example("rl_rollout.py").count("every bit equal") == 2
