@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Eight virtual CPU devices, strict promotion, and skips that a GPU runner may not take."""
+"""Eight virtual CPU devices, strict promotion, one cache of programs, and skips that count."""
 
 import os
+import shutil
+import tempfile
 
 import jax
 import pytest
@@ -10,22 +12,65 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
+MIN_COMPILE_S = 0.2
+"""Programs that took less to compile are not worth a file."""
+
+MAX_CACHE_BYTES = 16 << 30
+"""More than any run needs. A bound makes JAX lock the folder, so no worker reads half a file."""
+
+KEPT = "JAX_COMPILATION_CACHE_DIR"
+"""The folder of programs to keep between runs; a run without it makes one and removes it."""
+
+_programs_key = pytest.StashKey[str]()
+
+
+def pytest_configure(config):
+    """Many tests compile the same programs: all workers of a run share them.
+
+    What is proven of new processes is proven in processes of their own, which are not told of the
+    folder and compile afresh.
+    """
+    workerinput = getattr(config, "workerinput", None)
+    kept = os.environ.pop(KEPT, None)
+    if workerinput is not None:
+        folder = workerinput["programs"]
+    elif kept is not None:
+        folder = kept
+    else:
+        folder = config.stash[_programs_key] = tempfile.mkdtemp(prefix="detjax-programs-")
+    config.programs_folder = folder
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", MIN_COMPILE_S)
+    jax.config.update("jax_compilation_cache_max_size", MAX_CACHE_BYTES)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    """Tell a worker of pytest-xdist where the programs are."""
+    node.workerinput["programs"] = node.config.programs_folder
+
+
+def pytest_unconfigure(config):
+    """Remove a folder that this run has made."""
+    made = config.stash.get(_programs_key, None)
+    if made is not None:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def programs_environ(request) -> dict[str, str]:
+    """An environment for a process that shares the programs: never for a proof about processes."""
+    return os.environ | {
+        KEPT: request.config.programs_folder,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": str(MIN_COMPILE_S),
+        "JAX_COMPILATION_CACHE_MAX_SIZE": str(MAX_CACHE_BYTES),
+    }
+
 
 @pytest.fixture(scope="session", autouse=True)
 def eight_devices():
     """Start JAX before a test runs the command, which would ask for devices of its own."""
     assert len(jax.devices("cpu")) == 8
-
-
-@pytest.fixture(scope="session", autouse=True)
-def compiled_programs(tmp_path_factory):
-    """Many tests compile the same programs: keep them, for this process and its time alone.
-
-    What is proven of new processes is proven in processes of their own, which compile afresh.
-    """
-    if jax.config.jax_compilation_cache_dir is None:
-        jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("programs")))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
 def _num_gpus() -> int:
@@ -35,10 +80,16 @@ def _num_gpus() -> int:
         return 0
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Skip GPU tests where there are too few GPUs; fail them there if DETJAX_NO_SKIP=1."""
+    """Skip GPU tests where there are too few GPUs; fail them there if DETJAX_NO_SKIP=1.
+
+    What is `nightly` is `slow` too, so `-m "not slow"` leaves out both.
+    """
     must_run = os.environ.get("DETJAX_NO_SKIP") == "1"
     for item in items:
+        if item.get_closest_marker("nightly"):
+            item.add_marker("slow")
         marker = item.get_closest_marker("gpus")
         needed = marker.args[0] if marker else int(item.get_closest_marker("gpu") is not None)
         if needed and not must_run and needed > _num_gpus():

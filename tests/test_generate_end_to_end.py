@@ -121,6 +121,7 @@ def greedy(run: Run, folder: Path, *argv: str) -> tuple[dict, str]:
     return json.loads(done.stdout), done.stderr.decode()
 
 
+@pytest.mark.slow
 def test_a_cast_gives_the_bits_of_the_rounded_weights_under_another_fingerprint(
     run, tmp_path, float16_folder
 ):
@@ -136,12 +137,14 @@ def test_a_cast_gives_the_bits_of_the_rounded_weights_under_another_fingerprint(
     assert cast["completions"][0]["fingerprint"] == cast["fingerprint"]
 
 
+@pytest.mark.slow
 def test_float16_without_a_cast_is_refused_with_its_option_named(run, float16_folder):
     says = "Ask for dtype float32, which holds them exactly (--dtype float32, backend portable), "
     says += "or for the rounding: --cast-weights bfloat16"
     assert_refused(run("--model", str(float16_folder), "--prompt", "a"), says)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
@@ -177,13 +180,15 @@ def set_config(**changes) -> Callable[[Path], None]:
             set_config(architectures=["MambaForCausalLM"]),
             "['MambaForCausalLM'] is not supported",
             id="unknown_architecture",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             set_config(logit_softcap=30.0),
             "logit_softcap=30.0 is not a key that detjax knows",
             id="unknown_number",
+            marks=pytest.mark.slow,
         ),
-        pytest.param(shutil.rmtree, "is neither", id="missing_folder"),
+        pytest.param(shutil.rmtree, "is neither", id="missing_folder", marks=pytest.mark.slow),
     ],
 )
 def test_a_model_that_cannot_be_used_is_one_line(run, tmp_path, damage, says):
@@ -192,6 +197,7 @@ def test_a_model_that_cannot_be_used_is_one_line(run, tmp_path, damage, says):
     assert_refused(run("--model", str(folder), "--prompt", "a"), says)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("argv", "stdin", "says"),
     [

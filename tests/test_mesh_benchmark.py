@@ -68,7 +68,7 @@ def test_rows_that_would_share_a_page_or_leave_their_replica_are_refused(
         place_rows(batch, most_rows, row_len=ROW_LEN, table_len=table_len, dp=dp)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.invariance
 @pytest.mark.parametrize("place", [place_rows, pages_of_two_halves])
 def test_four_replicas_have_the_bits_of_one(tmp_path, monkeypatch, place):

@@ -8,6 +8,8 @@ from pathlib import Path
 import nbformat
 import pytest
 
+from detjax.testing.cases import quick_and_slow
+
 FOLDER = Path(__file__).parents[1] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 LIMIT_S = 300
@@ -41,7 +43,9 @@ def test_notebook_asks_a_question_and_was_saved_after_it_ran(path):
     assert not complaints, complaints[0].text
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", quick_and_slow(NOTEBOOKS[1:2], NOTEBOOKS), ids=lambda path: path.stem
+)
 def test_notebook_runs_on_a_cpu(path):
     command = [sys.executable, str(FOLDER / "run.py"), "--check", str(path)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)

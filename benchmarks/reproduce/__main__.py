@@ -63,7 +63,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         help="kernels: portable on CPUs, sm90 on Hopper GPUs; auto looks (default)",
     )
     add("--model", type=Path, default=bundled_model_path(), metavar="FOLDER",
-        help="a model that examples/train_tiny.py made (default: the bundled one)")  # fmt: skip
+        help="a model that tools/train_tiny.py made (default: the bundled one)")  # fmt: skip
     add("--out", type=Path, help="folder for NAME.json, and NAME.png with matplotlib")  # fmt: skip
     return parser.parse_args(argv)
 

@@ -144,7 +144,7 @@ def test_the_version_is_that_of_the_package(capsys):
     assert (Path(detjax.__file__).parent / "py.typed").is_file()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_wheel_runs_without_the_source_tree(tmp_path):
     """Built, unpacked elsewhere and run there: the same digest, and all data files."""
     source, site = tmp_path / "source", tmp_path / "site"

@@ -26,6 +26,7 @@ from detjax.testing import (
     assert_order_sensitive,
     count_different_bits,
 )
+from detjax.testing.cases import quick_and_slow
 from detjax.testing.dummies import (
     answers,
     batch_of,
@@ -35,13 +36,15 @@ from detjax.testing.dummies import (
     scoring_step,
 )
 
-MESHES = ((1, 2), (1, 4), (2, 4), (1, 8), (8, 1))
 # 3 heads divide over no mesh; copies of 1 and shares of 8 are told apart at tp 4 and 8, 2 at tp 4.
-MESH_CASES = [
-    *((mesh, 3) for mesh in MESHES),
-    *((mesh, heads) for mesh in ((1, 4), (1, 8)) for heads in (1, 8)),
-    ((1, 4), 2),
-]
+MESH_CASES = quick_and_slow(
+    [((1, 2), 2), ((2, 4), 2), ((1, 8), 3)],
+    [
+        *((mesh, 3) for mesh in ((1, 2), (1, 4), (2, 4), (8, 1))),
+        *((mesh, heads) for mesh in ((1, 4), (1, 8)) for heads in (1, 8)),
+        ((1, 4), 2),
+    ],
+)
 MAX_TOKENS = 6
 
 
@@ -67,17 +70,18 @@ def lone_engine(num_kv_heads: int) -> Engine:
 
 
 @cache
-def alone(index: int) -> Completion:
-    """A request of the model of two heads, with the program that it alone asks for."""
-    return lone_engine(2).generate([requests()[index]])[0]
+def all_alone(num_kv_heads: int) -> list[Completion]:
+    return lone_engine(num_kv_heads).generate(requests())
 
 
-@cache
 def expected(num_kv_heads: int, count: int = 17) -> list[Completion]:
     """Each of the first requests alone, on one device: the canonical answers."""
-    if num_kv_heads == 2:
-        return [alone(i) for i in range(count)]
-    return lone_engine(num_kv_heads).generate(requests(count))
+    return all_alone(num_kv_heads)[:count]
+
+
+def beside(extra: list[Request], **sizes) -> list[Completion]:
+    """Answers to more requests, with the programs that the first seven need together."""
+    return answers(model(2, 1, 1), [*extra, *requests(7)], prefill_chunk=37, **sizes)
 
 
 def assert_same(got: list[Completion], want: list[Completion], claim: str) -> None:
@@ -118,7 +122,7 @@ def test_answers_are_bitwise_mesh_invariant(mesh, num_kv_heads):
 
 
 @pytest.mark.invariance
-@pytest.mark.parametrize("batch_size", [2, 8, 17])
+@pytest.mark.parametrize("batch_size", quick_and_slow([17], [2, 8]))
 def test_answers_are_bitwise_batch_invariant(batch_size):
     """Rows, row positions and batchmates with other sampling parameters."""
     everyone = requests()
@@ -130,7 +134,7 @@ def test_answers_are_bitwise_batch_invariant(batch_size):
 
 
 @pytest.mark.invariance
-@pytest.mark.parametrize("chunk", [1, 37, 128, 200])
+@pytest.mark.parametrize("chunk", quick_and_slow([37], [1, 128, 200]))
 def test_answers_are_bitwise_schedule_invariant(chunk):
     """A prompt cut into single tokens, off the block grid, by pages, or not at all."""
     some = requests(7)
@@ -141,7 +145,7 @@ def test_answers_are_bitwise_schedule_invariant(chunk):
 @pytest.mark.invariance
 def test_decode_is_bitwise_path_consistent_with_prefill():
     """Prefilling a prompt with its own completion gives the logprobs that decoding gave."""
-    want = alone(1)
+    want = expected(2)[1]
     tokens = want.prompt_token_ids + want.token_ids
     prefixes = [
         Request(
@@ -150,7 +154,7 @@ def test_decode_is_bitwise_path_consistent_with_prefill():
         )
         for i in range(MAX_TOKENS)
     ]
-    got = answers(model(2, 1, 1), prefixes, batch_size=3)
+    got = beside(prefixes, batch_size=4)[:MAX_TOKENS]
     assert tuple(c.token_ids[0] for c in got) == want.token_ids
     assert_bitwise_equal(
         np.array([c.logprobs[0] for c in got]),
@@ -167,12 +171,10 @@ def test_samples_share_prefix_pages_and_are_bitwise_schedule_invariant():
         prompt_token_ids=prompt,
         sampling=SamplingParams(max_tokens=MAX_TOKENS, temperature=1.0, seed=9, n=4),
     )
-    m = model(2, 1, 1)
-    got = answers(m, [together], batch_size=4)
+    got = beside([together], batch_size=4)[:4]
     assert len({c.token_ids for c in got}) == 4
-    for batch_size in (1, 2):
-        again = answers(m, [together], batch_size=batch_size)
-        assert_same(again, got, f"n=4 at batch size {batch_size}, where fewer pages are shared")
+    again = lone_engine(2).generate([together, *requests(7)])[:4]
+    assert_same(again, got, "n=4 one after the other")
 
 
 @pytest.mark.invariance
@@ -196,12 +198,13 @@ def _logits_of(m: LoadedModel, pieces) -> list[np.ndarray]:
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 @pytest.mark.parametrize(
     ("weight_dtype", "compute_dtype"),
     [
         ("bfloat16", "float32"),
-        pytest.param("float32", "float32", marks=pytest.mark.slow),
+        ("float32", "float32"),
     ],
 )
 def test_float32_profiles_are_bitwise_mesh_and_batch_invariant(weight_dtype, compute_dtype):
@@ -227,7 +230,9 @@ print(json.dumps([c.digest() for c in got]))
 
 
 @pytest.mark.invariance
-def test_answers_are_bitwise_run_invariant_in_a_second_process():
+@pytest.mark.parametrize("num_devices", quick_and_slow([1], [2]))
+def test_answers_are_bitwise_run_invariant_in_a_second_process(num_devices):
+    """It compiles anew, and gives each the programs that these three need together."""
     chosen = [0, 1, 3]
     everyone = requests()
     fields = ("temperature", "top_k", "top_p", "min_p", "seed", "num_top_logprobs")
@@ -235,16 +240,23 @@ def test_answers_are_bitwise_run_invariant_in_a_second_process():
         (everyone[i].prompt_token_ids, {f: getattr(everyone[i].sampling, f) for f in fields})
         for i in chosen
     ]
-    for num_devices in (1, 2):
-        run = subprocess.run(
-            [sys.executable, "-c", _SECOND_PROCESS, str(num_devices)],
-            input=json.dumps(given),
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert run.returncode == 0, run.stderr
-        assert json.loads(run.stdout) == [alone(i).digest() for i in chosen]
+    run = subprocess.run(
+        [sys.executable, "-c", _SECOND_PROCESS, str(num_devices)],
+        input=json.dumps(given),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout) == [expected(2)[i].digest() for i in chosen]
+
+
+@pytest.mark.slow
+@pytest.mark.invariance
+def test_answers_are_bitwise_invariant_to_what_the_program_can_do_besides():
+    """Each request with the program that it alone asks for: with filters, top logprobs or none."""
+    got = [lone_engine(2).generate([request])[0] for request in requests(5)]
+    assert_same(got, expected(2, 5), "a program of one's own")
 
 
 def _differing(first: list[Completion], second: list[Completion]) -> int:
@@ -263,6 +275,7 @@ def _plain_add_norm(x, w, residual, bias, gain, *, reduction, eps, backend):
     return add_rms_norm(partial, residual, bias, gain, eps=eps, backend=backend)
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 @pytest.mark.parametrize("most_rows", (2, 1024))
 def test_answers_do_not_depend_on_who_normalises(monkeypatch, most_rows):
@@ -295,6 +308,7 @@ def test_control_xla_is_not_batch_invariant():
     assert _differing(*theirs) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.control
 def test_control_psum_is_not_mesh_invariant(monkeypatch):
     """The same suite with one leaf a rank and `psum`: some request's bits depend on tp."""
@@ -309,6 +323,7 @@ def test_control_psum_is_not_mesh_invariant(monkeypatch):
     assert _differing(*runs) > 0
 
 
+@pytest.mark.slow
 def test_long_completion_ends_at_the_context_and_crosses_splits():
     """Decode past a page and a split; the end of the context ends the completion."""
     config = dummy_config(num_layers=1, max_len=600)

@@ -63,8 +63,8 @@ def distance(actual: np.ndarray, reference: np.ndarray) -> float:
     ("name", "tp"),
     [
         ("every_switch", 4),
-        pytest.param("repeated_heads", 4, marks=pytest.mark.slow),
-        *(pytest.param(name, 1, marks=pytest.mark.slow) for name in CONFIGS),
+        pytest.param("repeated_heads", 4, marks=pytest.mark.nightly),
+        *(pytest.param(name, 1, marks=pytest.mark.nightly) for name in CONFIGS),
     ],
 )
 def test_bfloat16_is_as_close_to_float32_as_the_invariant_path(name, tp):

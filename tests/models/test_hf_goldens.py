@@ -15,10 +15,16 @@ from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
 from detjax.serving.programs import empty_pages
+from detjax.testing.cases import quick_and_slow
 from detjax.testing.dummies import batch_of, scoring_step
 
 GOLDENS = Path(__file__).parents[1] / "golden" / "hf"
 CASES = tuple(sorted(path.name for path in GOLDENS.iterdir()))
+QUICK = (
+    *((case, "float32") for case in ("llama31", "llama_bias", "mistral_window", "qwen3")),
+    ("qwen25", "bfloat16"),
+)
+"""One of each family, with tied weights, biases, norms of heads and a window among them."""
 
 
 def _expected(case: str) -> tuple[dict, list[np.ndarray]]:
@@ -31,8 +37,10 @@ def _expected(case: str) -> tuple[dict, list[np.ndarray]]:
 
 
 @pytest.mark.golden
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    quick_and_slow(QUICK, [(case, dtype) for case in CASES for dtype in ("float32", "bfloat16")]),
+)
 def test_logits_are_as_close_to_float64_as_those_of_transformers(case, dtype):
     """Tolerance: the distance of transformers' own logits in this dtype from float64.
 

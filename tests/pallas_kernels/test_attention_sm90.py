@@ -15,6 +15,7 @@ from detjax.pallas_kernels.attention import portable, sm90, sm90_decode, sm90_pr
 from detjax.pallas_kernels.attention.shapes import LAYOUTS
 from detjax.pallas_kernels.rope import sm90 as rope_sm90
 from detjax.testing.bitwise import assert_bitwise_equal, count_different_bits
+from detjax.testing.cases import quick_and_slow
 
 PROFILE = NumericsProfile()
 HOPPER_LAYOUTS = [name for name, layout in LAYOUTS.items() if layout.channels in sm90.CHANNELS]
@@ -65,13 +66,18 @@ def decode(q, pages, table, positions, window=None, **options):
     )  # fmt: skip
 
 
+SLOW = pytest.mark.slow
+
 # On a CPU.
 
 
 @pytest.mark.parametrize(
-    ("layout", "window"), [*((name, None) for name in HOPPER_LAYOUTS), ("phi3_mini", 2047)]
+    ("layout", "window"),
+    quick_and_slow(
+        [("phi3_mini", 2047), ("llama3_8b", None)], [(name, None) for name in HOPPER_LAYOUTS]
+    ),
 )
-@pytest.mark.parametrize("query_len", [1, 4, 100, 2048])
+@pytest.mark.parametrize("query_len", quick_and_slow((1, 2048), (4, 100)))
 def test_every_variant_lowers_for_hopper(layout, query_len, window):
     dims = LAYOUTS[layout]
     shapes = (
@@ -196,10 +202,7 @@ FUSED = (
 
 @pytest.mark.parametrize(
     "options",
-    [
-        pytest.param(options, marks=pytest.mark.slow if i in (1, 3, 4) else ())
-        for i, options in enumerate(FUSED)
-    ],
+    [pytest.param(options, marks=() if i in (2, 5) else SLOW) for i, options in enumerate(FUSED)],
     ids=str,
 )
 def test_new_tokens_inside_decode_have_the_bits_of_two_kernels(options):
@@ -235,10 +238,12 @@ def check_against_portable(positions, *, kv_heads, group, channels, window=None,
     ("positions", "kv_heads", "group", "channels", "window"),
     [
         pytest.param([[600], [100]], 2, 2, 64, None, id="decode"),
-        pytest.param([[700], [1290]], 1, 4, 64, 300, id="decode-window"),
-        pytest.param([[510, 511, 512], [5, 6, -1]], 2, 3, 64, None, id="verify-odd-group"),
+        pytest.param([[700], [1290]], 1, 4, 64, 300, id="decode-window", marks=SLOW),
+        pytest.param(
+            [[510, 511, 512], [5, 6, -1]], 2, 3, 64, None, id="verify-odd-group", marks=SLOW
+        ),
         pytest.param([[700, 701, 702], [511, 512, -1]], 1, 4, 96, 130, id="verify-window-96"),
-        pytest.param([[-1], [0]], 2, 3, 128, None, id="padding"),
+        pytest.param([[-1], [0]], 2, 3, 128, None, id="padding", marks=SLOW),
     ],
 )
 def test_few_rows_agree_with_portable(positions, kv_heads, group, channels, window):
@@ -251,7 +256,7 @@ def test_few_rows_agree_with_portable(positions, kv_heads, group, channels, wind
     ("positions", "kv_heads", "group", "channels"),
     [
         pytest.param([[1300], [-1], [512]], 2, 4, 64, id="decode"),
-        pytest.param([[510, 511, 512], [5, 6, -1]], 2, 3, 128, id="verify-odd-group"),
+        pytest.param([[510, 511, 512], [5, 6, -1]], 2, 3, 128, id="verify-odd-group", marks=SLOW),
     ],
 )
 def test_decode_of_whole_sequences_agrees_with_portable(positions, kv_heads, group, channels):
@@ -264,7 +269,7 @@ def test_decode_of_whole_sequences_agrees_with_portable(positions, kv_heads, gro
     check_against_portable(positions, kv_heads=kv_heads, group=group, channels=channels, run=run)
 
 
-@pytest.mark.parametrize(("channels", "window"), [(64, None), (96, 200)])
+@pytest.mark.parametrize(("channels", "window"), quick_and_slow([(96, 200)], [(64, None)]))
 def test_prefill_agrees_with_portable(channels, window):
     steps = np.arange(70)
     positions = np.stack([steps + 500, np.where(steps < 40, steps + 100, -1)])

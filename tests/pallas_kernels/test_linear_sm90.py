@@ -29,6 +29,7 @@ from detjax.testing.bitwise import (
     assert_order_sensitive,
     count_different_bits,
 )
+from detjax.testing.cases import quick_and_slow
 
 PROFILE = NumericsProfile()
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
@@ -145,8 +146,10 @@ def run(x, w, tiles, *, leaf_len, out_dtype=jnp.float32, interpret=None):
 # --- without a GPU ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_rows", (1, 8, 13, 64, 128, 257, 1000, 8192))
-@pytest.mark.parametrize("shape", GPU_SHAPES, ids=lambda s: s.name)
+@pytest.mark.parametrize("num_rows", quick_and_slow((8,), (1, 13, 64, 128, 257, 1000, 8192)))
+@pytest.mark.parametrize(
+    "shape", quick_and_slow(GPU_SHAPES[:4], GPU_SHAPES[4:]), ids=lambda s: s.name
+)
 def test_chosen_tiles_lower(shape, num_rows):
     reduction = reduction_of(shape)
     x, w = struct((num_rows, shape.k_len)), struct((shape.num_outputs, shape.k_len))
@@ -163,8 +166,8 @@ def test_chosen_tiles_lower(shape, num_rows):
     )
 
 
-@pytest.mark.parametrize("num_rows", (1, 13, 64, 100, 257, 1000, 4000))
-@pytest.mark.parametrize("name", GATED_WIDTHS)
+@pytest.mark.parametrize("num_rows", quick_and_slow((13,), (1, 64, 100, 257, 1000, 4000)))
+@pytest.mark.parametrize("name", quick_and_slow(tuple(GATED_WIDTHS)[:1], tuple(GATED_WIDTHS)[1:]))
 def test_gated_tiles_lower(name, num_rows):
     x, w = struct((num_rows, 1024)), struct((2 * GATED_WIDTHS[name], 1024))
     lower_for_hopper(sm90.linear_swiglu, x, w)
@@ -176,8 +179,8 @@ def norms_on(monkeypatch):
     monkeypatch.setattr(sm90, "MAX_NORM_ROWS", 8)
 
 
-@pytest.mark.parametrize("num_rows", (1, 2, 5, 8))
-@pytest.mark.parametrize("width", NORM_WIDTHS)
+@pytest.mark.parametrize("num_rows", quick_and_slow((8,), (1, 2, 5)))
+@pytest.mark.parametrize("width", quick_and_slow((4096,), [w for w in NORM_WIDTHS if w != 4096]))
 def test_products_that_normalise_lower(width, num_rows, norms_on):
     x, gain, bias = struct((num_rows, width)), struct((width,)), struct((1280,))
     w, w_gate_up = struct((1280, width)), struct((3584, width))
@@ -204,15 +207,15 @@ def test_few_wide_rows_are_normalised_by_the_next_product(norms_on, monkeypatch)
     assert not defers(1, 4096)
 
 
-@pytest.mark.parametrize("local_leaves", (1, 2, 4, 8))
-@pytest.mark.parametrize("num_rows", (1, 64, 512, 4096))
+@pytest.mark.parametrize("local_leaves", quick_and_slow((2,), (1, 4, 8)))
+@pytest.mark.parametrize("num_rows", quick_and_slow((64,), (1, 512, 4096)))
 def test_a_ranks_leaves_lower(num_rows, local_leaves):
     reduction = Reduction(num_leaves=8, leaf_len=1792)
     x, w = struct((num_rows, 1792 * local_leaves)), struct((4096, 1792 * local_leaves))
     lower_for_hopper(lambda x, w: sm90.linear_partial(x, w, reduction=reduction), x, w)
 
 
-@pytest.mark.parametrize("leaf_len", (1792, 3200, 1376, 768, 112))
+@pytest.mark.parametrize("leaf_len", quick_and_slow((1792,), (3200, 1376, 768, 112)))
 def test_leaf_lengths_of_real_models_lower(leaf_len):
     reduction = Reduction(num_leaves=8, leaf_len=leaf_len)
     for num_rows in (8, 2048):
@@ -235,7 +238,7 @@ def test_refuses_with_the_reason(x, w, leaf_len, error, says):
         sm90.check_supported(struct(*x), struct(*w), leaf_len=leaf_len)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", quick_and_slow(("tall", "flat"), VARIANTS))
 def test_one_leaf_in_interpret_mode(name):
     tiles = VARIANTS[name]
     num_rows = 8 if tiles.cols == 8 else 72
@@ -252,7 +255,7 @@ def test_one_leaf_in_interpret_mode(name):
     assert error < 2.0**-16
 
 
-@pytest.mark.parametrize("name", TREE_VARIANTS)
+@pytest.mark.parametrize("name", quick_and_slow(("tall", "flat_groups"), TREE_VARIANTS))
 def test_tree_in_interpret_mode_equals_leaves_folded(name):
     """Interpret mode's wgmma is not the tensor core's, but its tree is the kernel's."""
     tiles = TREE_VARIANTS[name]
@@ -311,7 +314,7 @@ def assert_rounded(out, want):
     assert (np.abs(np.asarray(out, np.float64) - want) <= half_ulp + np.abs(want) * 2.0**-20).all()
 
 
-@pytest.mark.parametrize("name", GATED_VARIANTS)
+@pytest.mark.parametrize("name", quick_and_slow(("tall", "flat"), GATED_VARIANTS))
 def test_gated_tiles_in_interpret_mode(name):
     x, w = small_integers(72, 2 * 160, 256)
     out = matmul(
@@ -335,7 +338,9 @@ def residual_added(sums, residual, bias=None):
     return jnp.asarray(np.asarray(residual, np.float32) + total).astype(jnp.bfloat16)
 
 
-@pytest.mark.parametrize(("num_rows", "cols"), ((1, 8), (5, 8), (8, 8), (16, 16), (40, 40)))
+@pytest.mark.parametrize(
+    ("num_rows", "cols"), quick_and_slow(((5, 8),), ((1, 8), (8, 8), (16, 16), (40, 40)))
+)
 def test_a_residual_of_swapped_tiles_in_interpret_mode(num_rows, cols, one_cta):
     x, w = operands(num_rows, 128, 8 * 64)
     tiles = dataclasses.replace(FLAT, cols=cols)
@@ -350,8 +355,8 @@ def test_a_residual_of_swapped_tiles_in_interpret_mode(num_rows, cols, one_cta):
         assert_bitwise_equal(out, want, claim="the tree, then bias, then residual, one rounding")
 
 
-@pytest.mark.parametrize("num_rows", (3, 8))
-@pytest.mark.parametrize("name", HELD_VARIANTS)
+@pytest.mark.parametrize("num_rows", quick_and_slow((3,), (8,)))
+@pytest.mark.parametrize("name", quick_and_slow(("one_warpgroup", "gated"), HELD_VARIANTS))
 def test_a_product_that_normalises_in_interpret_mode(name, num_rows, one_cta):
     """The bits of the norm and the product apart; shared memory starts as NaN."""
     tiles = HELD_VARIANTS[name]
@@ -366,7 +371,7 @@ def test_a_product_that_normalises_in_interpret_mode(name, num_rows, one_cta):
     assert_bitwise_equal(out, want, claim=f"{name}: normalised in the product's prologue")
 
 
-@pytest.mark.parametrize("width", (896, 2560))
+@pytest.mark.parametrize("width", quick_and_slow((896,), (2560,)))
 def test_chunks_of_a_normalised_row_in_interpret_mode(width, one_cta):
     """One channel a thread, and four."""
     x, gain = uneven_rows(3, width), gains(width)

@@ -25,6 +25,7 @@ from detjax.testing.bitwise import (
     count_different_bits,
     wide,
 )
+from detjax.testing.cases import quick_and_slow
 
 EPS = 1e-5
 BF16, F32, I32, U32 = jnp.bfloat16, jnp.float32, jnp.int32, jnp.uint32
@@ -63,8 +64,10 @@ def write(pages, qkv, cos, sin, gains, table, positions, *, num_heads, interpret
 # --- without a GPU ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_rows", (1, 13, 1000))
-@pytest.mark.parametrize("width", (64, 96, 128, 256, 320, 576, 896, 2560, 4096, 5120, 8192))
+@pytest.mark.parametrize("num_rows", quick_and_slow((13,), (1, 1000)))
+@pytest.mark.parametrize(
+    "width", quick_and_slow((4096,), (64, 96, 128, 256, 320, 576, 896, 2560, 5120, 8192))
+)
 def test_rms_norm_lowers(width, num_rows):
     x, gain = struct((num_rows, width)), struct((width,))
     lower_for_hopper(lambda x, g: rms_norm.rms_norm(x, g, eps=EPS), x, gain)
@@ -90,9 +93,10 @@ def test_combine_refuses_leaves_that_are_no_tree():
         )
 
 
-@pytest.mark.parametrize("dtype", (BF16, F32))
+@pytest.mark.parametrize("dtype", quick_and_slow((BF16,), (F32,)))
 @pytest.mark.parametrize(
-    ("num_rows", "width"), ((3, 4096), (1, 128), (19, 64), (3, 576), (2, 896), (5, 96))
+    ("num_rows", "width"),
+    quick_and_slow(((1, 128), (3, 576)), ((3, 4096), (19, 64), (2, 896), (5, 96))),
 )
 def test_rms_norm_in_interpret_mode(num_rows, width, dtype):
     x, gain = array((num_rows, width), 1, dtype), array((width,), 2, dtype)
@@ -107,8 +111,8 @@ def test_rms_norm_in_interpret_mode(num_rows, width, dtype):
     close(out, want[1], bound)
 
 
-@pytest.mark.parametrize("warpgroups", (1, 2, 4))
-@pytest.mark.parametrize("num_ctas", (2, 2**30))
+@pytest.mark.parametrize("warpgroups", quick_and_slow((2,), (1, 4)))
+@pytest.mark.parametrize("num_ctas", quick_and_slow((2,), (2**30,)))
 def test_schedules_in_interpret_mode(warpgroups, num_ctas):
     x, gain, sums = array((5, 4096), 1), array((4096,), 2), array((1, 5, 4096), 3, F32)
     schedule = rms_norm.Schedule(warpgroups=warpgroups, num_ctas=num_ctas)
@@ -120,7 +124,9 @@ def test_schedules_in_interpret_mode(warpgroups, num_ctas):
         close(a, b, 2.0**-7)
 
 
-@pytest.mark.parametrize(("heads", "channels"), ((32, 128), (14, 64), (3, 96), (1, 256)))
+@pytest.mark.parametrize(
+    ("heads", "channels"), quick_and_slow(((32, 128),), ((14, 64), (3, 96), (1, 256)))
+)
 def test_rope_lowers(heads, channels):
     half = struct((7, channels // 2), F32)
     lower_for_hopper(rope.rope, struct((7, heads, channels)), half, half)
@@ -133,8 +139,10 @@ def test_rope_refuses_other_heads(channels):
         rope.rope(array((2, 4, channels)), half, half)
 
 
-@pytest.mark.parametrize("has_norm", (False, True))
-@pytest.mark.parametrize(("heads", "kv_heads", "channels"), ((32, 8, 128), (14, 2, 64)))
+@pytest.mark.parametrize("has_norm", quick_and_slow((True,), (False,)))
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "channels"), quick_and_slow(((32, 8, 128),), ((14, 2, 64),))
+)
 def test_fused_write_lowers_and_aliases_the_cache(heads, kv_heads, channels, has_norm):
     def step(pages, qkv, cos, sin, gain, table, positions):
         gains = (gain, gain) if has_norm else None
@@ -152,8 +160,8 @@ def test_fused_write_lowers_and_aliases_the_cache(heads, kv_heads, channels, has
     assert "output_operand_alias" in text
 
 
-@pytest.mark.parametrize("is_tuple", (False, True))
-@pytest.mark.parametrize("has_norm", (False, True))
+@pytest.mark.parametrize("is_tuple", quick_and_slow((True,), (False,)))
+@pytest.mark.parametrize("has_norm", quick_and_slow((True,), (False,)))
 def test_fused_write_in_interpret_mode(has_norm, is_tuple):
     heads, kv_heads, channels, batch, length = 3, 2, 64, 3, 2
     num_tokens = batch * length
@@ -188,13 +196,13 @@ def test_fused_write_in_interpret_mode(has_norm, is_tuple):
     )
 
 
-@pytest.mark.parametrize("width", (172, 768, 11008, 14336))
+@pytest.mark.parametrize("width", quick_and_slow((14336,), (172, 768, 11008)))
 def test_swiglu_lowers(width):
     lower_for_hopper(swiglu.swiglu, struct((5, 2 * width)))
     lower_for_hopper(swiglu.swiglu, struct((5, width)), struct((5, width)))
 
 
-@pytest.mark.parametrize(("num_rows", "width"), ((3, 768), (1, 172), (2, 2560)))
+@pytest.mark.parametrize(("num_rows", "width"), quick_and_slow(((1, 172),), ((3, 768), (2, 2560))))
 def test_swiglu_in_interpret_mode(num_rows, width):
     gate_up = array((num_rows, 2 * width), 1).at[0, :2].set(-100.0)
     out = swiglu.swiglu(gate_up, interpret=True)
@@ -208,7 +216,9 @@ def test_swiglu_refuses_other_widths():
         swiglu.swiglu(array((2, 128)))
 
 
-@pytest.mark.parametrize(("num_rows", "vocab"), ((1, 512), (7, 128256), (300, 32000)))
+@pytest.mark.parametrize(
+    ("num_rows", "vocab"), quick_and_slow(((1, 512),), ((7, 128256), (300, 32000)))
+)
 def test_vocabulary_kernels_lower(num_rows, vocab):
     x, row, key = struct((num_rows, vocab), F32), struct((num_rows,), F32), struct((num_rows,), U32)
     parts = struct((num_rows, vocab // 128), F32)
@@ -236,7 +246,7 @@ def vocabulary_case(num_rows, vocab, seed=0):
     return jnp.asarray(logits), jnp.asarray(temperature), key
 
 
-@pytest.mark.parametrize(("num_rows", "vocab"), ((1, 256), (3, 640)))
+@pytest.mark.parametrize(("num_rows", "vocab"), quick_and_slow(((3, 640),), ((1, 256),)))
 def test_log_softmax_in_interpret_mode(num_rows, vocab):
     logits, _, _ = vocabulary_case(num_rows, vocab)
     maxima, sums = log_softmax.block_stats(logits, vocab_block=128, interpret=True)
@@ -249,7 +259,7 @@ def test_log_softmax_in_interpret_mode(num_rows, vocab):
     assert_bitwise_equal(out, logits[:, :9] - lse[:, None], claim="one subtraction an element")
 
 
-@pytest.mark.parametrize(("num_rows", "vocab"), ((1, 256), (3, 640)))
+@pytest.mark.parametrize(("num_rows", "vocab"), quick_and_slow(((3, 640),), ((1, 256),)))
 def test_sampling_in_interpret_mode(num_rows, vocab):
     logits, temperature, key = vocabulary_case(num_rows, vocab)
     scores = sampling.gumbel_scores(logits, temperature, key, first_token_id=128, interpret=True)

@@ -22,6 +22,7 @@ from detjax.parallel import watch as watching
 from detjax.parallel.distributed import JobSpec, find_job
 from detjax.parallel.mesh import devices_of_process
 from detjax.parallel.watch import connect
+from detjax.testing.cases import quick_and_slow
 
 WORKER = Path(__file__).with_name("worker.py")
 PACKAGE = Path(detjax.__file__).parent
@@ -96,7 +97,10 @@ def test_processes_are_bitwise_mesh_invariant(num_processes, devices):
             "raises", 1, "error: process 1 failed: ZeroDivisionError: planted; process 0 ends",
             marks=pytest.mark.slow,
         ),
-        ("other requests", 1, "error: process 1 was given other requests than process 0"),
+        pytest.param(
+            "other requests", 1, "error: process 1 was given other requests than process 0",
+            marks=pytest.mark.slow,
+        ),
     ],
 )  # fmt: skip
 def test_a_lost_process_ends_the_job_and_is_named(fault, faulty, message):
@@ -274,7 +278,7 @@ def test_a_port_of_something_else_is_named():
 
 @pytest.mark.parametrize(
     "what",
-    ["code of detjax", "files of the model", pytest.param("settings", marks=pytest.mark.slow)],
+    quick_and_slow(("code of detjax",), ("files of the model", "settings")),
 )
 def test_processes_that_run_something_else_are_refused(tmp_path, what):
     """The whole command, process 1 with other code, weights or options."""

@@ -25,6 +25,7 @@ from detjax.parallel.exchange import (
 )
 from detjax.parallel.mesh import make_mesh
 from detjax.testing import assert_bitwise_equal, assert_order_sensitive, count_different_bits
+from detjax.testing.cases import quick_and_slow
 from detjax.testing.dummies import dummy_config
 
 PROFILE = NumericsProfile()
@@ -94,7 +95,7 @@ def one_rank(k_len: int, num_rows: int):
 
 @pytest.mark.invariance
 @pytest.mark.parametrize(("k_len", "num_rows"), SIZES)
-@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("tp", quick_and_slow((4,), (1, 2, 8)))
 def test_scatter_add_rms_norm_is_bitwise_mesh_invariant(tp, k_len, num_rows):
     """The shares of all ranks together are the butterfly's rows, and those of one rank."""
     args = operands(k_len, num_rows)
@@ -142,7 +143,7 @@ def norm_on_ranks(tp: int, x, w, residual, gain):
 
 
 @pytest.mark.invariance
-@pytest.mark.parametrize("tp", [2, 8])
+@pytest.mark.parametrize("tp", quick_and_slow((8,), (2,)))
 def test_the_choice_by_rows_is_bitwise_batch_invariant(tp):
     """A row has the same bits on either side of the size at which the form changes."""
     many = 2 * MAX_EXCHANGED_ROWS

@@ -23,7 +23,7 @@ import pytest
 import detjax.serving
 from detjax.models.loading import LoadedModel
 from detjax.numerics import NumericsProfile
-from detjax.serving import launcher
+from detjax.serving import model_runner
 from detjax.serving.config import EngineConfig, ReplicaSizes
 from detjax.serving.engine import Engine, EngineFullError, EngineStoppedError
 from detjax.serving.programs import ProgramCache, ProgramSizes
@@ -211,8 +211,8 @@ def integers(monkeypatch):
         # What a page holds before it is written differs from place to place.
         return Buffer([-7 * place for place in range(num_pages * PAGE)])
 
-    monkeypatch.setattr(launcher, "empty_pages", pages)
-    monkeypatch.setattr(launcher, "empty", lambda model, shapes: Buffer({}))
+    monkeypatch.setattr(model_runner, "empty_pages", pages)
+    monkeypatch.setattr(model_runner, "empty", lambda model, shapes: Buffer({}))
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
@@ -336,7 +336,7 @@ def test_pages_that_were_planned_and_not_computed_serve_nobody(monkeypatch, erro
     assert made.stats().prefix_tokens == 0
 
 
-@pytest.mark.parametrize("stride", [9, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [9, pytest.param(1, marks=pytest.mark.nightly)])
 @pytest.mark.filterwarnings("ignore:a launch was interrupted:RuntimeWarning")
 def test_an_interrupt_anywhere_in_generate_leaves_an_engine_that_works(stride):
     """At one place after the other, until a run is through."""
@@ -355,7 +355,7 @@ def test_an_interrupt_anywhere_in_generate_leaves_an_engine_that_works(stride):
     assert count > 1000
 
 
-@pytest.mark.parametrize("stride", [31, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [31, pytest.param(1, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("mode", ["invariant", "dvr"])
 @pytest.mark.filterwarnings("ignore:a launch was interrupted:RuntimeWarning")
 def test_an_interrupt_anywhere_in_a_step_loses_no_token_and_tells_none_twice(mode, stride):
@@ -624,7 +624,7 @@ def test_generate_serves_any_number_of_requests_by_priority():
     assert_at_rest(made)
 
 
-@pytest.mark.parametrize("count", [900, pytest.param(100_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [900, pytest.param(100_000, marks=pytest.mark.nightly)])
 def test_memory_does_not_grow_with_the_number_of_requests(count):
     made = engine(num_pages=24, mode="dvr")
     sizes = []
@@ -827,7 +827,7 @@ class Run:
 
 
 @pytest.mark.filterwarnings("ignore:a launch was interrupted:RuntimeWarning")
-@pytest.mark.parametrize("count", [150, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [150, pytest.param(10_000, marks=pytest.mark.nightly)])
 def test_whatever_happens_nobody_is_lost_and_every_answer_is_canonical(count):
     num_raised = 0
     for seed in range(count):

@@ -17,7 +17,7 @@ from detjax.training.forward import token_logprobs
 from detjax.training.score import Scorer
 from detjax.training.weights import master_params
 
-NAMES = ("tied", "qk_norm_biases_window")
+NAME = "qk_norm_biases_window"
 
 
 def scored(completion: Completion) -> Scored:
@@ -56,8 +56,9 @@ def assert_same(rows: Sequence[np.ndarray], want: Sequence[Completion], claim: s
 @pytest.mark.parametrize(
     ("name", "layout", "remat", "grad"),
     [
-        *((name, Layout.PACKED, True, True) for name in NAMES),
-        ("qk_norm_biases_window", Layout.PADDED, False, False),
+        (NAME, Layout.PACKED, True, True),
+        pytest.param("tied", Layout.PACKED, True, True, marks=pytest.mark.slow),
+        pytest.param(NAME, Layout.PADDED, False, False, marks=pytest.mark.slow),
         pytest.param("tied", Layout.PADDED, False, False, marks=pytest.mark.slow),
     ],
     ids=str,
@@ -72,6 +73,7 @@ def test_training_forward_is_bitwise_path_consistent_with_the_engine(
     assert_same(rows, want, f"{name}, {layout.value}, remat {remat}, grad {grad}")
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 def test_training_forward_is_bitwise_path_consistent_in_float32(model_named, completions):
     want = completions("tied", dtype="float32")
@@ -84,7 +86,7 @@ def test_training_forward_is_bitwise_path_consistent_in_float32(model_named, com
 @pytest.mark.invariance
 def test_training_forward_is_bitwise_batch_invariant(model_named, completions):
     """Alone, in another order, and beside empty rows."""
-    model, want = model_named("tied"), completions("tied")
+    model, want = model_named(NAME), completions(NAME)
     alone = trainer_logprobs(
         model, [scored(want[1])], layout=Layout.PADDED, remat=False, grad=False
     )
@@ -95,23 +97,23 @@ def test_training_forward_is_bitwise_batch_invariant(model_named, completions):
     assert_same(rows, want[::-1], "in reverse order")
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 def test_training_forward_is_bitwise_mesh_invariant_to_the_rollout(model_named, completions):
     """Sampled on four devices, trained on one."""
-    want = completions("qk_norm_biases_window", tp=4)
+    want = completions(NAME, tp=4)
     sequences = [scored(c) for c in want]
-    model = model_named("qk_norm_biases_window")
+    model = model_named(NAME)
     rows = trainer_logprobs(model, sequences, layout=Layout.PACKED, remat=False, grad=False)
     assert_same(rows, want, "rollout on tp 4")
 
 
 @pytest.mark.invariance
-@pytest.mark.parametrize(("dp", "tp"), [(1, 4), (2, 2)])
+@pytest.mark.parametrize(("dp", "tp"), [pytest.param(1, 4, marks=pytest.mark.slow), (2, 2)])
 def test_scores_are_bitwise_mesh_invariant(dp, tp, model_named, completions):
     """Sampled on one device, scored on several."""
-    name = "qk_norm_biases_window"
-    want = completions(name)
-    rows = Scorer(model_named(name, dp=dp, tp=tp)).logprobs(
+    want = completions(NAME)
+    rows = Scorer(model_named(NAME, dp=dp, tp=tp)).logprobs(
         [c.prompt_token_ids + c.token_ids for c in want]
     )
     assert_same(rows, want, f"scored on ({dp}, {tp})")
@@ -120,10 +122,9 @@ def test_scores_are_bitwise_mesh_invariant(dp, tp, model_named, completions):
 @pytest.mark.control
 def test_control_fast_scores_depend_on_the_mesh(model_named, completions):
     """XLA's kernels and psum, on the same tokens: close, and not the same bits."""
-    name = "qk_norm_biases_window"
-    sequences = [c.prompt_token_ids + c.token_ids for c in completions(name)]
+    sequences = [c.prompt_token_ids + c.token_ids for c in completions(NAME)]
     one, four = (
-        np.concatenate(Scorer(model_named(name, tp=tp), mode="fast").logprobs(sequences))
+        np.concatenate(Scorer(model_named(NAME, tp=tp), mode="fast").logprobs(sequences))
         for tp in (1, 4)
     )
     assert np.abs(one - four).max() < 0.5
@@ -133,7 +134,7 @@ def test_control_fast_scores_depend_on_the_mesh(model_named, completions):
 @pytest.mark.control
 def test_control_plain_jax_has_other_bits(model_named, completions, plain_logprobs):
     """The same formulas in plain JAX agree to 1e-2 and not in bits, so the comparison can fail."""
-    model, completion = model_named("tied"), completions("tied")[1]
+    model, completion = model_named(NAME), completions(NAME)[1]
     down = np.asarray(model.params["layers"][0]["down"], np.float32)
     assert_order_sensitive(down * np.linspace(0.5, 2, down.shape[1], dtype=np.float32))
     ids = np.asarray(completion.prompt_token_ids + completion.token_ids)

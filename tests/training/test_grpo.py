@@ -44,7 +44,7 @@ def test_rollout_and_trainer_have_zero_kl_and_the_fast_rollout_has_not(tmp_path,
     assert is_zero == [run["rollout"] == "invariant" for run in runs]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.invariance
 def test_a_resumed_run_has_the_bits_of_one_without_a_stop(tmp_path):
     command = [*TINY, "--rollout", "invariant", "--rollout-tp", "1"]

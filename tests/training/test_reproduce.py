@@ -31,7 +31,7 @@ def test_operators_of_detjax_do_not_change_and_one_of_xla_does(tmp_path, capsys)
     assert "paper: LLM-42" in out
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.invariance
 def test_answers_on_meshes_are_one_and_the_fast_path_has_more(tmp_path, capsys):
     rows, out = run("meshes", tmp_path, capsys)
@@ -44,7 +44,7 @@ def test_answers_on_meshes_are_one_and_the_fast_path_has_more(tmp_path, capsys):
     assert "paper: Zhang et al. 2025" in out
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.invariance
 @pytest.mark.parametrize("name", ["completions", "accuracy"])
 def test_the_other_experiments_find_nothing_in_invariant_mode(name, tmp_path, capsys):

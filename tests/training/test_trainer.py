@@ -70,6 +70,7 @@ def test_control_another_order_of_microbatches_has_other_bits(batches):
         assert_same_state(found, expected, "order")
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 def test_a_restored_state_continues_with_the_same_bits(batches, tmp_path):
     """Saved by one device, restored by two."""
@@ -120,6 +121,7 @@ def test_an_update_raises_the_objective(batches):
     assert values[-1] - values[0] > 1, values
 
 
+@pytest.mark.slow
 def test_long_gradients_are_scaled_to_the_clip_norm(batches):
     model = dummy_model(dummy_config(num_layers=1, qk_norm=True))
     sgd = Trainer(model, optax.sgd(1.0), mesh=make_mesh(1, 1), clip_norm=0.5, remat=False)

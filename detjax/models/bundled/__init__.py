@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model that comes with the package, which `examples/train_tiny.py` trained."""
+"""The model that comes with the package, which `tools/train_tiny.py` trained."""
 
 from pathlib import Path
 

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make the expected results that detjax is compared with, using Hugging Face transformers.
 
-Nothing here imports detjax: the answers come from somebody else's code. README.md beside this
-file says which environment to use and what every file holds.
+Nothing here imports detjax: the answers come from somebody else's code. tests/golden/README.md
+says which environment to use and what every file holds.
 
-    python make_hf_goldens.py models     --out hf
-    python make_hf_goldens.py check      --out hf
-    python make_hf_goldens.py rope       --out .
-    python make_hf_goldens.py tokenizers --out . --qwen3 DIR --llama3 DIR
+    python tools/make_hf_goldens.py models     --out tests/golden/hf
+    python tools/make_hf_goldens.py check      --out tests/golden/hf
+    python tools/make_hf_goldens.py rope       --out tests/golden
+    python tools/make_hf_goldens.py tokenizers --out tests/golden --qwen3 DIR --llama3 DIR
 
 `models` builds one small random model a case, saves it as a Hugging Face folder, loads that folder
 again and records logits, greedy continuations and rotary tables. `check` recomputes all of it from

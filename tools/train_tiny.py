@@ -5,19 +5,19 @@ One file from text to a Hugging Face folder: a byte-level BPE tokenizer, a 5.6M-
 trained on novels with a tenth of generated sums, a held-out evaluation, and a model card written
 from the numbers measured here. Minutes on one data-centre GPU:
 
-    python examples/train_tiny.py --corpus novels.txt.gz --out novels-6m
+    python tools/train_tiny.py --corpus novels.txt.gz --out novels-6m
 
 larger ones, at a lower rate, for experiments on nondeterminism and on drafts (500m is wide and
 shallow, so that reading its weights is what a decode step costs):
 
-    python examples/train_tiny.py --corpus novels.txt.gz --size 100m --learning-rate 6e-4 \
+    python tools/train_tiny.py --corpus novels.txt.gz --size 100m --learning-rate 6e-4 \
         --out novels-100m
-    python examples/train_tiny.py --corpus novels.txt.gz --size 500m --learning-rate 4e-4 \
+    python tools/train_tiny.py --corpus novels.txt.gz --size 500m --learning-rate 4e-4 \
         --steps 300 --batch-size 32 --dropout 0 --out novels-500m
 
 and a trial of a few minutes on a laptop, which learns next to nothing:
 
-    python examples/train_tiny.py --corpus novels.txt.gz --out trial --steps 20 --batch-size 4
+    python tools/train_tiny.py --corpus novels.txt.gz --out trial --steps 20 --batch-size 4
 
 This is a trainer, not the canonical path: its arithmetic is plain `jax.numpy` and makes no claim.
 Weights live under their Hugging Face names, in their (out, in) layout, from the first step on.
@@ -819,7 +819,7 @@ A row of sums was drawn with probability {facts["max_sum_share"]:.0%} while unde
 {facts["sum_target"] - 0.1:.0%} of a control set of unseen
 additions were right, with none over {facts["sum_target"] + 0.1:.0%}, and linearly in between; \
 `training_log.json` holds the
-curves. `examples/train_tiny.py` of detjax wrote this folder, this page included.
+curves. `tools/train_tiny.py` of detjax wrote this folder, this page included.
 
 {facts["card_note"]}
 

@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which cases of a test run always."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def quick_and_slow(quick: Iterable[Any], slow: Iterable[Any]) -> list[Any]:
+    """Cases for `pytest.mark.parametrize`: those of `slow` that are not in `quick` are marked so.
+
+    A case with several parameters is a tuple.
+    """
+    quick = list(quick)
+    rest = [case for case in slow if not any(case is q or case == q for q in quick)]
+    marked = [
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
+        for case in rest
+    ]
+    return [*quick, *marked]

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A sequence that is preempted and comes back in one plan: what was in flight is dropped."""
+
+from detjax.serving.request import Request, SamplingParams
+from detjax.serving.scheduler import Scheduler, SchedulerConfig
+
+PAGE = 4
+
+
+def config(num_pages: int) -> SchedulerConfig:
+    return SchedulerConfig(
+        num_replicas=1, num_slots=2, num_pages=num_pages, page_len=PAGE, prefill_shapes=((2, 8),),
+        max_tokens_per_step=100, max_prefill_streak=1, verify_rows=1, verify_window=4,
+        verify_patience=50, verify_deadline=50, max_draft_fraction=1.0, decode_steps=1,
+        ageing_steps=10, has_prefix_cache=False, is_synchronous=False,
+    )  # fmt: skip
+
+
+def test_results_of_before_a_preemption_do_not_count_for_a_sequence_that_runs_again():
+    """The first takes the page that the second's drafts reach into, and both run on."""
+    scheduler = Scheduler(config(num_pages=5))
+
+    def add(request_id: int, *, max_len: int, is_drafted: bool):
+        asked = Request(prompt_token_ids=(1,) * 7, sampling=SamplingParams())
+        return scheduler.add(
+            asked, request_id=request_id, sequence_idx=0, max_len=max_len, is_drafted=is_drafted,
+            is_canonical=True,
+        )  # fmt: skip
+
+    first = add(0, max_len=3 * PAGE, is_drafted=False)
+    second = add(1, max_len=4 * PAGE, is_drafted=True)
+    in_flight: list = []
+    for _ in range(4):
+        batch = scheduler.schedule()
+        scheduler.launched()
+        if scheduler.num_preempted:
+            break
+        # Results are read a step late.
+        for row in in_flight:
+            assert scheduler.is_current(row)
+            scheduler.retire(row)
+            if row.seq is first or hasattr(row, "is_last"):
+                scheduler.commit(row.seq, 2)
+        in_flight = [row for part in (*batch.prefills, *batch.decodes) for row in part]
+    assert scheduler.num_preempted == 1 and scheduler.running == [first, second]
+    [before] = [row for row in in_flight if row.seq is second]
+    assert not scheduler.is_current(before)
+    [again] = [row for part in batch.prefills for row in part]
+    assert again.seq is second and scheduler.is_current(again)

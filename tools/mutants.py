@@ -1,0 +1,497 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Deliberate faults, each of which a quick test must find.
+
+    python tools/mutants.py               # every fault: half an hour on two cores
+    python tools/mutants.py -k noise      # those whose name contains "noise"
+    python tools/mutants.py --list
+
+Each fault is made in a copy of the tree, never in place, and its tests run there. The same tests
+run once without a fault first. Exit status 1 if a fault survives its tests or hangs them, if a text
+to replace is not found exactly once, or if the tests fail without a fault.
+
+A compilation cache is shared by all runs; JAX_COMPILATION_CACHE_DIR keeps it for the next time.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parents[1]
+LEFT_OUT = shutil.ignore_patterns(
+    ".git", "__pycache__", ".pytest_cache", ".ruff_cache", ".venv", "*.egg-info", "results"
+)
+KERNELS, SERVING = "detjax/pallas_kernels", "detjax/serving"
+CLAIMS, SCHEDULES = "tests/invariance/test_kernel_claims.py", "tests/invariance/test_schedules.py"
+CHOICE, ROUNDING = "tests/serving/test_choice.py", "tests/pallas_kernels/test_rounding.py"
+PINNED = "tests/invariance/test_pinned.py"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Edit:
+    """One replacement.
+
+    Attributes:
+        where: A file, or a folder in one of whose Python files the text stands.
+        old: Stands there exactly once.
+        new: What it becomes.
+    """
+
+    where: str
+    old: str
+    new: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mutant:
+    """One fault.
+
+    Attributes:
+        name: Words with dashes.
+        fault: What is wrong, in one sentence.
+        edits: What makes it so.
+        tests: At least one of these fails.
+    """
+
+    name: str
+    fault: str
+    edits: tuple[Edit, ...]
+    tests: tuple[str, ...]
+
+
+class MutantError(Exception):
+    """A fault that cannot be made."""
+
+
+MUTANTS = (
+    Mutant(
+        name="split-from-batch",
+        fault="attention takes the length of a split from the batch",
+        edits=(
+            Edit(
+                where=f"{KERNELS}/attention/portable.py",
+                old="    blocks_per_split = profile.attention_split // block\n",
+                new="    profile = __import__('dataclasses').replace(\n"
+                "        profile,\n"
+                "        attention_split=profile.attention_split // (2 if batch > 1 else 1),\n"
+                "    )\n"
+                "    blocks_per_split = profile.attention_split // block\n",
+            ),
+        ),
+        tests=(f"{CLAIMS}::test_attention_is_bitwise_batch_invariant_past_a_split",),
+    ),
+    Mutant(
+        name="butterfly-is-psum",
+        fault="ranks are added in the order of psum",
+        edits=(
+            Edit(
+                where="detjax/parallel/collectives.py",
+                old="    distance = 1\n",
+                new="    return lax.psum(partial, axis_name)\n    distance = 1\n",
+            ),
+        ),
+        tests=(f"{CLAIMS}::test_butterfly_sum_is_bitwise_mesh_invariant",),
+    ),
+    Mutant(
+        name="residual-rounded-twice-in-norm",
+        fault="add_rms_norm rounds the product before it adds it to the residual stream",
+        edits=(
+            Edit(
+                where=f"{KERNELS}/rms_norm/portable.py",
+                old="astype(jnp.float32) + total, dtype)",
+                new="astype(jnp.float32) + round_to(total, dtype), dtype)",
+            ),
+        ),
+        tests=(f"{ROUNDING}::test_a_norm_rounds_the_residual_stream_once",),
+    ),
+    Mutant(
+        name="residual-rounded-twice-in-product",
+        fault="linear_add rounds the product before it adds it to the residual stream",
+        edits=(
+            Edit(
+                where=f"{KERNELS}/linear/portable.py",
+                old="astype(jnp.float32) + total, dtype)",
+                new="astype(jnp.float32) + round_to(total, dtype), dtype)",
+            ),
+        ),
+        tests=(f"{ROUNDING}::test_a_product_rounds_the_residual_stream_once",),
+    ),
+    Mutant(
+        name="residual-rounded-twice-everywhere",
+        fault="both kernels round the product before the residual stream, and agree",
+        edits=(
+            Edit(
+                where=f"{KERNELS}/rms_norm/portable.py",
+                old="astype(jnp.float32) + total, dtype)",
+                new="astype(jnp.float32) + round_to(total, dtype), dtype)",
+            ),
+            Edit(
+                where=f"{KERNELS}/linear/portable.py",
+                old="astype(jnp.float32) + total, dtype)",
+                new="astype(jnp.float32) + round_to(total, dtype), dtype)",
+            ),
+        ),
+        tests=(ROUNDING, f"{PINNED}::test_bits_are_those_of_this_numerics_version[bfloat16]"),
+    ),
+    Mutant(
+        name="softmax-weights-unrounded",
+        fault="attention's weights are not rounded to the compute dtype",
+        edits=(
+            Edit(
+                where=f"{KERNELS}/attention/portable.py",
+                old="round_to(weights, q_ref.dtype)",
+                new="weights",
+            ),
+        ),
+        tests=(
+            f"{ROUNDING}::test_softmax_weights_are_rounded_to_the_compute_dtype_and_their_sum_is_not",
+        ),
+    ),
+    Mutant(
+        name="rope-ends-at-8192",
+        fault="every position past 8192 is rotated as 8192",
+        edits=(
+            Edit(
+                where="detjax/models/rope.py",
+                old="    positions = np.arange(max_len, dtype=np.uint64)\n",
+                new="    positions = np.arange(max_len, dtype=np.uint64).clip(max=8192)\n",
+            ),
+        ),
+        tests=("tests/models/test_rope.py",),
+    ),
+    Mutant(
+        name="noise-by-row",
+        fault="noise is keyed by the row of the batch instead of the position",
+        edits=(
+            Edit(
+                where=f"{KERNELS}/sampling/noise.py",
+                old="    counter = (sequence_idx.astype(jnp.uint32), position",
+                new="    position = jnp.arange(position.size).reshape(position.shape)\n"
+                "    counter = (sequence_idx.astype(jnp.uint32), position",
+            ),
+        ),
+        tests=(f"{CHOICE}::test_noise_belongs_to_the_position_and_not_to_the_row",),
+    ),
+    Mutant(
+        name="seed-of-32-bits",
+        fault="the high 32 bits of a seed are dropped",
+        edits=(Edit(where=SERVING, old="p.seed >> 32 for", new="0 * p.seed for"),),
+        tests=(f"{CHOICE}::test_every_bit_of_the_seed_counts",),
+    ),
+    Mutant(
+        name="ties-in-another-order",
+        fault="of equal logits, filters keep the highest token ids",
+        edits=(
+            Edit(
+                where=SERVING,
+                old="    ranked = jnp.take_along_axis(whole, order, axis=1)\n",
+                new="    order = vocab_size - 1 - jnp.argsort(\n"
+                "        whole[:, :vocab_size][:, ::-1], axis=1, descending=True, stable=True\n"
+                "    )\n"
+                "    ranked = jnp.take_along_axis(whole, order, axis=1)\n",
+            ),
+        ),
+        tests=(f"{CHOICE}::test_of_equal_logits_the_lowest_token_ids_are_kept[top-p-1]",),
+    ),
+    Mutant(
+        name="top-k-keeps-ties",
+        fault="top-k keeps one more token where the next logit is equal",
+        edits=(
+            Edit(
+                where=SERVING,
+                old="    kept = (rank < top_k[:, None]) & in_nucleus",
+                new="    last = jnp.take_along_axis(ranked, top_k[:, None] - 1, axis=1)\n"
+                "    kept = (ranked >= last) & in_nucleus",
+            ),
+        ),
+        tests=(f"{CHOICE}::test_of_equal_logits_the_lowest_token_ids_are_kept[top-k-1]",),
+    ),
+    Mutant(
+        name="page-taken-twice",
+        fault="a free page is handed out and stays free",
+        edits=(Edit(where=SERVING, old="return self._free.pop()", new="return self._free[-1]"),),
+        tests=("tests/serving/test_kv_cache.py",),
+    ),
+    Mutant(
+        name="page-reused-under-its-key",
+        fault="a page is handed out again and still found under its old key",
+        edits=(
+            Edit(
+                where=SERVING,
+                old="del self._page_of[self._key_of.pop(page)]",
+                new="self._key_of.pop(page)",
+            ),
+        ),
+        tests=("tests/serving/test_kv_cache.py",),
+    ),
+    Mutant(
+        name="page-key-without-parent",
+        fault="the key of a page forgets the pages before it",
+        edits=(
+            Edit(
+                where=SERVING,
+                old="hasher = hashlib.sha256(parent)",
+                new="hasher = hashlib.sha256(parent[:0])",
+            ),
+        ),
+        tests=("tests/serving/test_kv_cache.py",),
+    ),
+    Mutant(
+        name="page-registered-before-computed",
+        fault="a page can be found before the launch that writes it",
+        edits=(
+            Edit(
+                where=SERVING,
+                old="            replica.coming.setdefault(key, page)\n",
+                new="            replica.pool.register(page, key)\n",
+            ),
+        ),
+        tests=(
+            "tests/serving/test_scheduler.py::test_pages_of_a_plan_that_was_not_launched_are_not_found",
+        ),
+    ),
+    Mutant(
+        name="page-shared-before-its-last-key",
+        fault="a page is shared when its last token is chosen, whose keys do not exist yet",
+        edits=(Edit(where=SERVING, old="len(seq.tokens) - 1)\n", new="len(seq.tokens))\n"),),
+        tests=(f"{SCHEDULES}::test_a_page_is_shared_only_once_its_last_key_is_there",),
+    ),
+    Mutant(
+        name="last-page-from-cache",
+        fault="a prompt may come from the cache to its end, and nothing is left to compute",
+        edits=(
+            Edit(
+                where=SERVING,
+                old="return (len(seq.tokens) - 1) // self._config.page_len",
+                new="return len(seq.tokens) // self._config.page_len",
+            ),
+        ),
+        tests=(
+            f"{SCHEDULES}::test_a_prompt_that_the_cache_holds_to_its_last_page_is_answered_again",
+        ),
+    ),
+    Mutant(
+        name="preempted-keeps-epoch",
+        fault="results from before a preemption count after it",
+        edits=(
+            Edit(
+                where=SERVING,
+                old="        self._leave(seq)\n        seq.epoch += 1\n",
+                new="        self._leave(seq)\n",
+            ),
+        ),
+        tests=("tests/serving/test_preemption.py",),
+    ),
+    Mutant(
+        name="one-draft-too-many",
+        fault="a verification commits the first draft that is wrong",
+        edits=(
+            Edit(
+                where=SERVING,
+                old="        num_right = jnp.argmax(is_wrong, axis=1).astype(jnp.int32)\n",
+                new="        num_right = jnp.argmax(is_wrong, axis=1).astype(jnp.int32)\n"
+                "        num_right = jnp.minimum(num_right + 1, num_drafts)\n"
+                "        chosen = jnp.concatenate([drafts, chosen[:, -1:]], axis=1)\n",
+            ),
+        ),
+        tests=(f"{SCHEDULES}::test_wrong_drafts_are_never_committed_and_right_ones_are",),
+    ),
+    Mutant(
+        name="start-moves-with-drafts",
+        fault="a slot's start moves when a draft is made, a launch before it is verified",
+        edits=(
+            Edit(
+                where=SERVING,
+                old="slots.start.at[slot].set(start + 1 - is_draft",
+                new="slots.start.at[slot].set(start + 1",
+            ),
+        ),
+        tests=(f"{SCHEDULES}::test_wrong_drafts_are_never_committed_and_right_ones_are",),
+    ),
+    Mutant(
+        name="requests-leak",
+        fault="the engine never forgets a request's sequences",
+        edits=(Edit(where=SERVING, old="self._sequences.pop(seq.request_id, None)", new="pass"),),
+        tests=(f"{SCHEDULES}::test_an_engine_at_rest_knows_no_request",),
+    ),
+    Mutant(
+        name="roundings-may-be-left-out",
+        fault="programs with a claim are compiled with the options of those without",
+        edits=(
+            Edit(
+                where=SERVING,
+                old='FAST_OPTIONS if step.mode == "fast" else EXACT_OPTIONS',
+                new="FAST_OPTIONS",
+            ),
+        ),
+        tests=("tests/serving/test_compile_options.py",),
+    ),
+    Mutant(
+        name="stop-string-off-by-one",
+        fault="text ends before the last character of its stop string, not before the first",
+        edits=(Edit(where=SERVING, old="return end + minus_len\n", new="return end - 1\n"),),
+        tests=("tests/serving/test_text.py",),
+    ),
+    Mutant(
+        name="stop-string-held-too-short",
+        fault="the last character but one of a stop string is released",
+        edits=(
+            Edit(
+                where=SERVING,
+                old="longest = min(len(text), len(stop) - 1)",
+                new="longest = min(len(text), len(stop) - 2)",
+            ),
+        ),
+        tests=("tests/serving/test_text.py",),
+    ),
+)
+
+
+def find(tree: Path, edit: Edit) -> Path:
+    """The one file in which the text stands, exactly once.
+
+    Raises:
+        MutantError: If there is none, or more than one place.
+    """
+    where = tree / edit.where
+    files = [where] if where.is_file() else sorted(where.rglob("*.py"))
+    counts = {path: path.read_text().count(edit.old) for path in files}
+    found = [path for path, count in counts.items() for _ in range(count)]
+    if len(found) != 1:
+        places = ", ".join(str(path.relative_to(tree)) for path in found) or "nowhere"
+        raise MutantError(f"{edit.old!r} stands {len(found)} times in {edit.where}: {places}")
+    return found[0]
+
+
+def copy_tree(to: Path, mutant: Mutant | None) -> Path:
+    """Copy the tree, with a fault in it."""
+    tree = Path(shutil.copytree(ROOT, to / "tree", ignore=LEFT_OUT))
+    for edit in mutant.edits if mutant else ():
+        path = find(tree, edit)
+        path.write_text(path.read_text().replace(edit.old, edit.new))
+    return tree
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What became of a fault: `is_found` by `found_by`, or why not."""
+
+    mutant: Mutant
+    is_found: bool
+    says: str
+    wall_s: float
+
+
+def run_tests(tree: Path, tests: Sequence[str], *, limit_s: float) -> subprocess.CompletedProcess:
+    """Run tests of a copy on the package of that copy."""
+    environ = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [
+        sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--tb=line",
+        "-m", "not slow", *tests,
+    ]  # fmt: skip
+    imported = subprocess.run(
+        [sys.executable, "-c", "import detjax; print(detjax.__file__)"],
+        cwd=tree, env=environ, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    if not Path(imported.stdout.strip()).is_relative_to(tree):
+        raise MutantError(f"tests of {tree} would import {imported.stdout.strip()}")
+    return subprocess.run(
+        command, cwd=tree, env=environ, capture_output=True, text=True, timeout=limit_s, check=False
+    )
+
+
+def try_out(mutant: Mutant, *, limit_s: float) -> Outcome:
+    """Make a fault and see whether its tests find it."""
+    begin_s = time.monotonic()
+
+    def outcome(is_found: bool, says: str) -> Outcome:
+        wall_s = time.monotonic() - begin_s
+        return Outcome(mutant=mutant, is_found=is_found, says=says, wall_s=wall_s)
+
+    with tempfile.TemporaryDirectory(prefix="detjax-mutant-") as folder:
+        try:
+            done = run_tests(copy_tree(Path(folder), mutant), mutant.tests, limit_s=limit_s)
+        except MutantError as error:
+            return outcome(False, str(error))
+        except subprocess.TimeoutExpired:
+            return outcome(False, f"hangs: no test failed in {limit_s:.0f} s")
+    failed = re.search(r"^FAILED \S*?::(\S+)", done.stdout, re.MULTILINE)
+    if done.returncode == 1 and failed:
+        return outcome(True, failed[1])
+    if done.returncode == 0:
+        return outcome(False, "survives")
+    return outcome(False, f"pytest ended with {done.returncode}: {done.stdout[-300:]}")
+
+
+def show(console: Console, outcomes: Sequence[Outcome]) -> None:
+    """A table of all faults."""
+    table = Table("fault", "what is wrong", "found by", "s")
+    for outcome in outcomes:
+        says = outcome.says if outcome.is_found else f"[bold red]{outcome.says}[/]"
+        table.add_row(outcome.mutant.name, outcome.mutant.fault, says, f"{outcome.wall_s:.0f}")
+    console.print(table)
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command's options."""
+    assert __doc__
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("-k", metavar="NAME", default="", help="faults whose name contains NAME")
+    parser.add_argument("--list", action="store_true", help="name the faults and end")
+    parser.add_argument("--jobs", type=int, default=1, help="faults at a time (default: 1)")
+    parser.add_argument("--limit-s", type=float, default=600, help="seconds for the tests of one")
+    args = parser.parse_args(argv)
+    if args.jobs < 1:
+        parser.error(f"--jobs {args.jobs} must be at least 1")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Try every fault; 0 if all were found."""
+    args, console = parse_args(argv), Console()
+    chosen = [mutant for mutant in MUTANTS if args.k in mutant.name]
+    if not chosen:
+        console.print(f"no fault's name contains {args.k!r}; --list names them")
+        return 1
+    if args.list:
+        table = Table("fault", "what is wrong", "tests")
+        for mutant in chosen:
+            table.add_row(mutant.name, mutant.fault, "\n".join(mutant.tests))
+        console.print(table)
+        return 0
+    with tempfile.TemporaryDirectory(prefix="detjax-mutants-") as folder:
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(folder) / "programs"))
+        tests = sorted({test for mutant in chosen for test in mutant.tests})
+        console.print(f"{len(tests)} tests without a fault ...")
+        limit_s = args.limit_s * len(tests)
+        sound = run_tests(copy_tree(Path(folder), None), tests, limit_s=limit_s)
+        if sound.returncode != 0:
+            console.print(sound.stdout[-3000:], markup=False)
+            console.print("[bold red]the tests fail without a fault[/]")
+            return 1
+        with ThreadPoolExecutor(args.jobs) as pool:
+            outcomes = []
+            for outcome in pool.map(lambda m: try_out(m, limit_s=args.limit_s), chosen):
+                console.print(f"{outcome.mutant.name}: {outcome.says}", markup=False)
+                outcomes.append(outcome)
+    show(console, outcomes)
+    survivors = [outcome for outcome in outcomes if not outcome.is_found]
+    console.print(f"{len(outcomes)} faults, {len(survivors)} not found")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
