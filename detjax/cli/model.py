@@ -19,6 +19,7 @@ from detjax.serving.config import EngineConfig
 from detjax.serving.metrics import EngineStats
 from detjax.serving.request import Completion, Request, TokenEvent
 from detjax.serving.trace import TracesEvents
+from detjax.source import compile_key
 
 OWN_OPTIONS = frozenset(
     """
@@ -208,12 +209,15 @@ def _open_model(
 
 
 def _keep_compiled_programs(cache_dir: str) -> None:
-    """Let JAX keep every compiled program, however small, in `cache_dir`."""
+    """Let JAX keep every compiled program, however small, in a folder of `cache_dir`.
+
+    The folder is of this build alone, so that what another detjax has compiled is never run.
+    """
     import jax
 
     if cache_dir == NO_CACHE:
         return
-    folder = Path(cache_dir).expanduser()
+    folder = Path(cache_dir).expanduser() / compile_key()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
