@@ -46,7 +46,9 @@ from detjax.parallel.exchange import (
     scatter_add_rms_norm,
 )
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS, make_mesh
-from detjax.serving.programs import ProgramKey, pages_shape, unpack
+from detjax.serving.launch_operands import unpack_choice
+from detjax.serving.program_key import ProgramKey
+from detjax.serving.programs import pages_shape
 from detjax.serving.request import SamplingParams
 from detjax.testing.programs import plain_step, step_operands, steps_of
 from detjax.xla_flags import EXACT_OPTIONS
@@ -369,7 +371,7 @@ class Runner:
         caches mean equal hidden states of every layer, and logprobs are of the last.
         """
         result, _ = self.run(batch, length, start)
-        choice = unpack(np.asarray(result), 0)
+        choice = unpack_choice(np.asarray(result), 0)
         _, pages = self._place(batch, length)
         owner = np.arange(batch) * self.dp // batch
         where = pages[:, start // 128] + owner * (self.num_pages // self.dp)

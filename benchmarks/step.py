@@ -41,7 +41,9 @@ from detjax.models.loading import LoadedModel, random_model
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
-from detjax.serving.programs import ProgramCache, ProgramKey, pages_shape, unpack
+from detjax.serving.launch_operands import unpack_choice
+from detjax.serving.program_key import ProgramKey
+from detjax.serving.programs import ProgramCache, pages_shape
 from detjax.serving.request import SamplingParams
 from detjax.testing.programs import plain_step, step_operands, steps_of
 
@@ -211,7 +213,7 @@ class Runner:
         """Token ids and logprobs of one step."""
         step, _ = self.compiled(impl, case)
         self.pages, packed = step(self.pages, *self.operands(impl, case))
-        choice = unpack(np.asarray(packed), 0)
+        choice = unpack_choice(np.asarray(packed), 0)
         return np.asarray(choice.token_ids), np.asarray(choice.logprobs)
 
     def run(self, impl: str, case: Case, repeats: int) -> float:

@@ -34,7 +34,8 @@ from detjax.pallas_kernels.linear.api import (
     linear_add_rms_norm,
 )
 from detjax.parallel.exchange import EXCHANGE_SPECS, MAX_EXCHANGED_ROWS, Exchange
-from detjax.serving.programs import ProgramCache, ProgramKind, ProgramSizes, pages_shape
+from detjax.serving.program_key import ProgramKind
+from detjax.serving.programs import ProgramCache, pages_shape
 from detjax.testing import aot
 from detjax.testing.programs import plain_step, steps_of
 from detjax.xla_flags import IN_PLACE_OPTIONS
@@ -252,15 +253,14 @@ def pressed(
     Not guarded: with the slots donated too, and the passes that are off for the engine's programs.
     """
     model = abstract_model(2, PRESSED_BYTES // tp, dp=dp, tp=tp)
-    step = plain_step(kind, **sizes)
-    sizes_of = ProgramSizes(
-        num_pages=400 * dp, num_slots=step.rows * dp, window_len=max(8, step.length)
+    key = plain_step(kind, **sizes)
+    programs = ProgramCache(
+        model, num_pages=400 * dp, num_slots=key.rows * dp, window_len=max(8, key.length)
     )
-    steps = ProgramCache(model, sizes_of)
     if is_guarded:
-        return aot.inspect_program(lambda: steps.get(step, model.params))
-    jitted = jax.jit(steps.function(step), donate_argnums=(2, 3, 4))
-    lowered = jitted.lower(*steps.operands(step, model.params))
+        return aot.inspect_program(lambda: programs.get(key, model.params))
+    jitted = jax.jit(programs.function(key), donate_argnums=(2, 3, 4))
+    lowered = jitted.lower(*programs.operands(key, model.params))
     return aot.inspect_program(lambda: lowered.compile({"xla_allow_excess_precision": False}))
 
 

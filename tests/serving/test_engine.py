@@ -18,7 +18,8 @@ from detjax.pallas_kernels.backend import Backend
 from detjax.serving import ngram
 from detjax.serving.async_engine import AsyncEngine
 from detjax.serving.config import EngineConfig, max_draft_fraction
-from detjax.serving.engine import Engine, EngineStoppedError
+from detjax.serving.engine import Engine
+from detjax.serving.errors import EngineStoppedError
 from detjax.serving.metrics import Histogram
 from detjax.serving.programs import ProgramCache
 from detjax.serving.request import Completion, FinishReason, Request, SamplingParams
@@ -461,8 +462,8 @@ def test_an_interrupt_between_a_launch_and_its_cache_leaves_an_engine_that_works
     asked = [request(5, 40), request(6, 20)]
     program_of = made._runner._program
 
-    def interrupted(step):
-        program = program_of(step)
+    def interrupted(key):
+        program = program_of(key)
 
         def run(*operands):
             nonlocal count
@@ -542,7 +543,7 @@ def test_draining_an_engine_that_an_error_stops_raises_it_and_ends():
     made = engine()
     asked = request(max_tokens=20)
 
-    def lost(plan):
+    def lost(batch):
         raise RuntimeError("device lost")
 
     async def run() -> None:

@@ -14,7 +14,6 @@ from detjax.parallel.mesh import make_mesh
 from detjax.serving.config import EngineConfig
 from detjax.serving.engine import Engine
 from detjax.serving.programs import ProgramCache
-from detjax.serving.sampling import is_filtered
 from detjax.testing.dummies import dummy_config, dummy_model
 from detjax.testing.load import LoadReport, Question, lone_answers, make_questions, run_load
 
@@ -49,7 +48,7 @@ def expected():
 
 def is_unfiltered(question: Question) -> bool:
     """Whether it runs on the programs without filters: half as many to compile."""
-    return not is_filtered(question.request.sampling)
+    return not question.request.sampling.is_filtered
 
 
 _PROGRAMS: dict[str, ProgramCache] = {}
