@@ -47,7 +47,7 @@ from detjax.serving.programs import (
 )
 from detjax.serving.request import Completion, Request, SamplingParams
 from detjax.serving.sampling import SamplingRows
-from detjax.testing.programs import plain_step
+from detjax.testing.programs import plain_key
 
 PAGE, SPLIT = 128, 512
 WINDOW = 16
@@ -267,8 +267,8 @@ class Reference:
         programs = ProgramCache(
             model, num_pages=num_pages, num_slots=1, window_len=REFERENCE_WINDOW
         )
-        self._bulk = plain_step("prefill", rows=1, length=BULK, table_len=table_len)
-        self._window = plain_step("verify", rows=1, length=REFERENCE_WINDOW, table_len=table_len)
+        self._bulk = plain_key("prefill", rows=1, length=BULK, table_len=table_len)
+        self._window = plain_key("verify", rows=1, length=REFERENCE_WINDOW, table_len=table_len)
         self._programs = {k: programs.get(k, model.params) for k in (self._bulk, self._window)}
         self._pages = empty_pages(model, num_pages)
         self._slots = empty(model, slots_shape(model, 1, REFERENCE_WINDOW))
@@ -276,9 +276,9 @@ class Reference:
         # Not the identity, and no page 0.
         self._table = np.arange(table_len, 0, -1, dtype=np.int32)
 
-    def _run(self, step: ProgramKey, *operands):
+    def _run(self, key: ProgramKey, *operands):
         params, tables = self._model.params, self._model.rope_tables
-        self._pages, self._slots, *rest, result = self._programs[step](
+        self._pages, self._slots, *rest, result = self._programs[key](
             params, tables, self._pages, self._slots, self._sampling, *operands
         )
         if rest:

@@ -285,9 +285,9 @@ class ModelRunner:
         weights: str = "full",
     ) -> ProgramKey:
         """The smallest program that does what these rows want."""
-        asked = [row.seq.request.sampling for part in rows for row in part]
-        longest = max(len(row.seq.pages) for part in rows for row in part)
-        most_top = max(self._least_num_top, *(sampling.num_top_logprobs for sampling in asked))
+        seqs = [row.seq for part in rows for row in part]
+        longest = max(len(seq.pages) for seq in seqs)
+        num_tops = (seq.request.sampling.num_top_logprobs for seq in seqs)
         return ProgramKey(
             kind=kind,
             rows=size,
@@ -295,8 +295,8 @@ class ModelRunner:
             table_len=next(n for n in table_lens(kind, self._config) if n >= longest),
             mode=kernels,
             weights=weights,
-            num_top=round_num_top(most_top),
-            with_filters=self._always_filters or any(s.is_filtered for s in asked),
+            num_top=round_num_top(max(self._least_num_top, *num_tops)),
+            with_filters=self._always_filters or any(seq.is_filtered for seq in seqs),
         )
 
     def _num_rows(self, key: ProgramKey) -> int:

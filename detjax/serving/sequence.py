@@ -63,6 +63,7 @@ class Sequence:
         end_token_ids: Tokens that end it.
         listener: Who hears of its tokens.
         tokens: The prompt and what has been committed.
+        is_filtered: Whether it has a top-k, top-p or min-p.
         service_order: Order of service; the lowest is never preempted by another.
         state: Waiting, running or done.
         replica: Where it runs.
@@ -89,6 +90,7 @@ class Sequence:
     end_token_ids: frozenset[int] = frozenset()
     listener: Listener = field(default_factory=Listener)
     tokens: list[int] = field(init=False)
+    is_filtered: bool = field(init=False)
     service_order: tuple[int, int] = (0, 0)
     state: SequenceState = SequenceState.WAITING
     replica: int = 0
@@ -108,6 +110,7 @@ class Sequence:
     def __post_init__(self):
         """Begin with the prompt."""
         self.tokens = list(self.request.prompt_token_ids)
+        self.is_filtered = self.request.sampling.is_filtered
         self.listener.told_len = len(self.tokens)
 
     @property

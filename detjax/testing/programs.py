@@ -16,12 +16,12 @@ from detjax.serving.request import SamplingParams
 from detjax.serving.sampling import SamplingRows
 
 
-def steps_of(model: LoadedModel, *, num_pages: int, num_slots: int) -> ProgramCache:
+def programs_for(model: LoadedModel, *, num_pages: int, num_slots: int) -> ProgramCache:
     """Programs for one size of cache, without drafts."""
     return ProgramCache(model, num_pages=num_pages, num_slots=num_slots, window_len=1)
 
 
-def plain_step(
+def plain_key(
     kind: ProgramKind,
     *,
     rows: int,
@@ -32,7 +32,7 @@ def plain_step(
     num_top: int = 0,
     with_filters: bool = False,
 ) -> ProgramKey:
-    """A step of which little need be said."""
+    """The key of a program of which little need be said."""
     return ProgramKey(
         kind=kind,
         rows=rows,
@@ -45,7 +45,7 @@ def plain_step(
     )
 
 
-def step_operands(
+def operands_for(
     model: LoadedModel,
     key: ProgramKey,
     *,

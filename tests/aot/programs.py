@@ -37,7 +37,7 @@ from detjax.parallel.exchange import EXCHANGE_SPECS, MAX_EXCHANGED_ROWS, Exchang
 from detjax.serving.program_key import ProgramKind
 from detjax.serving.programs import ProgramCache, pages_shape
 from detjax.testing import aot
-from detjax.testing.programs import plain_step, steps_of
+from detjax.testing.programs import plain_key, programs_for
 from detjax.xla_flags import IN_PLACE_OPTIONS
 
 BF16 = jnp.dtype(jnp.bfloat16)
@@ -193,18 +193,18 @@ def abstract_exchange(mesh) -> Exchange:
 def decode_step() -> aot.Program:
     """A whole decode step of two layers at batch 8."""
     model = abstract_model(2)
-    step = plain_step("decode", rows=8, table_len=8)
-    steps = steps_of(model, num_pages=64, num_slots=8)
-    return aot.inspect_program(lambda: steps.get(step, model.params))
+    key = plain_key("decode", rows=8, table_len=8)
+    programs = programs_for(model, num_pages=64, num_slots=8)
+    return aot.inspect_program(lambda: programs.get(key, model.params))
 
 
 def decode_launch(mode: Kernels, weights: str) -> aot.Program:
-    """Four tokens of eight samples in one launch, two layers."""
+    """Four tokens of eight sequences in one launch, two layers."""
     model = abstract_model(2)
-    step = plain_step("decode", rows=8, length=4, table_len=8, mode=mode, weights=weights)
+    key = plain_key("decode", rows=8, length=4, table_len=8, mode=mode, weights=weights)
     params = model.params if weights == "full" else quantised(model, weights)
-    steps = steps_of(model, num_pages=64, num_slots=8)
-    return aot.inspect_program(lambda: steps.get(step, params))
+    programs = programs_for(model, num_pages=64, num_slots=8)
+    return aot.inspect_program(lambda: programs.get(key, params))
 
 
 def quantised(model: LoadedModel, weight_dtype: str) -> dict:
@@ -253,7 +253,7 @@ def pressed(
     Not guarded: with the slots donated too, and the passes that are off for the engine's programs.
     """
     model = abstract_model(2, PRESSED_BYTES // tp, dp=dp, tp=tp)
-    key = plain_step(kind, **sizes)
+    key = plain_key(kind, **sizes)
     programs = ProgramCache(
         model, num_pages=400 * dp, num_slots=key.rows * dp, window_len=max(8, key.length)
     )

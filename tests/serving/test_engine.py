@@ -104,20 +104,21 @@ def test_a_step_is_as_wide_as_the_longest_sample_and_no_bit_depends_on_it(mode):
     short, long = request(1, 20, max_tokens=10), request(5, 60, max_tokens=50)
     (completion,) = made.generate([short])
     widths = [
-        {s.table_len for s in made.programs if s.kind == kind} for kind in ("decode", "verify")
+        {key.table_len for key in made.programs if key.kind == kind}
+        for kind in ("decode", "verify")
     ]
     assert widths == [{2}, {2} if mode == "dvr" else set()]
     assert completion.digest() == alone(short).digest()
     got = made.generate([long, short, request(9, 100)])
     assert [c.digest() for c in got] == [alone(a).digest() for a in (long, short, request(9, 100))]
-    assert {s.table_len for s in made.programs if s.kind == "decode"} == {2, 5, 8}
-    assert {s.table_len for s in made.programs if s.kind == "prefill"} == {8}
+    assert {key.table_len for key in made.programs if key.kind == "decode"} == {2, 5, 8}
+    assert {key.table_len for key in made.programs if key.kind == "prefill"} == {8}
 
 
 def test_what_a_launch_is_compiled_for_is_compiled_ahead_and_no_more():
     made = engine(decode_lens=(2 * PAGE, 4096), num_pages=41)
     made.compile()
-    compiled = sorted((s.kind, s.table_len) for s in made.programs)
+    compiled = sorted((key.kind, key.table_len) for key in made.programs)
     # 4096 tokens are more than max_len, whose own program does.
     assert compiled == [("decode", 2), ("decode", 8), ("prefill", 8)]
 

@@ -577,6 +577,33 @@ def test_what_was_released_before_a_step_raises_is_told_later(monkeypatch):
     assert_canonical(outputs, asked)
 
 
+@pytest.mark.parametrize("with_filters", [False, True])
+@pytest.mark.parametrize("num_top", [0, 5])
+def test_what_is_compiled_ahead_is_not_compiled_by_a_step(with_filters, num_top):
+    made = engine(mode="dvr", max_draft_fraction=0.6, num_pages=60 + num_top + with_filters)
+    made.compile(with_filters=with_filters, num_top_logprobs=num_top)
+    num_compiled = made.stats().num_compiled
+    assert {key.num_top for key in made.programs} == ({0, 16} if num_top else {0})
+    kinds = [{}, {"num_top_logprobs": num_top}]
+    kinds += [{"temperature": 1.0, "top_k": 3}, {"temperature": 1.0, **kinds[1]}][
+        : 2 * with_filters
+    ]
+    for i, kind in enumerate(kinds * 3):
+        add(made, request(i, **kind), is_deterministic=bool(i % 2))
+        made.step()
+    made.drain()
+    assert made.stats().num_compiled == num_compiled
+    assert {key.with_filters for key in made.programs} == {False, with_filters}
+    asked = request(temperature=1.0, min_p=0.1, num_top_logprobs=20)
+    made.generate([asked])
+    assert made.stats().num_compiled > num_compiled
+
+
+def test_a_number_of_top_logprobs_that_nobody_may_ask_for_is_not_compiled():
+    with pytest.raises(ValueError, match=r"num_top_logprobs=65 must be in \[0, 64\]"):
+        engine().compile(num_top_logprobs=65)
+
+
 def test_more_requests_than_may_wait_are_refused():
     made = engine(max_waiting=5)
     for _ in range(2):

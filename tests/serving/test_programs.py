@@ -14,7 +14,7 @@ from detjax.serving.programs import ProgramCache, empty_pages, pages_shape
 from detjax.serving.request import SamplingParams
 from detjax.testing import float_arithmetic_outside_kernels
 from detjax.testing.dummies import dummy_config, dummy_model
-from detjax.testing.programs import plain_step, step_operands, steps_of
+from detjax.testing.programs import operands_for, plain_key, programs_for
 
 
 def _copies_of(hlo: str, shape: tuple[int, ...]) -> list[str]:
@@ -25,13 +25,13 @@ def _copies_of(hlo: str, shape: tuple[int, ...]) -> list[str]:
 @pytest.mark.parametrize(("kind", "length"), [("decode", 1), ("prefill", 32)])
 def test_step_does_not_copy_the_cache(kind, length):
     model = dummy_model(dummy_config())
-    step = plain_step(kind, rows=2, length=length, table_len=2)
-    compiled = steps_of(model, num_pages=5, num_slots=2).get(step, model.params)
+    key = plain_key(kind, rows=2, length=length, table_len=2)
+    compiled = programs_for(model, num_pages=5, num_slots=2).get(key, model.params)
     assert _copies_of(compiled.as_text(), pages_shape(model, 5).shape) == []
     assert "input_output_alias" in compiled.as_text()
     cache = empty_pages(model, 5)
-    operands = step_operands(
-        model, step,
+    operands = operands_for(
+        model, key,
         ids=np.asarray([[5] * length, [6] * length], np.int32),
         start=np.zeros(2, np.int32),
         table=np.asarray([[0, 1], [2, 3]], np.int32),
@@ -86,7 +86,7 @@ def test_control_a_read_of_the_old_cache_is_seen_as_a_copy():
     assert _copies_of(compiled.compile().as_text(), shape)
 
 
-def engine_step(kind, *, mode="invariant") -> ProgramKey:
+def engine_key(kind, *, mode="invariant") -> ProgramKey:
     length = {"prefill": 8, "decode": 1, "verify": 4}[kind]
     return ProgramKey(
         kind=kind, rows=2, length=length, table_len=2, mode=mode, weights="full", num_top=2,
@@ -97,10 +97,10 @@ def engine_step(kind, *, mode="invariant") -> ProgramKey:
 @pytest.mark.parametrize("kind", ["prefill", "decode", "verify"])
 def test_engine_steps_do_no_arithmetic_outside_kernels(kind):
     model = dummy_model(dummy_config(), tp=2)
-    steps = ProgramCache(model, num_pages=6, num_slots=3, window_len=4)
-    step = engine_step(kind)
-    operands = steps.operands(step, model.params)
-    function = steps.function(step)
+    programs = ProgramCache(model, num_pages=6, num_slots=3, window_len=4)
+    key = engine_key(kind)
+    operands = programs.operands(key, model.params)
+    function = programs.function(key)
     assert float_arithmetic_outside_kernels(function, *operands) == []
 
     def control(*args):
@@ -112,7 +112,7 @@ def test_engine_steps_do_no_arithmetic_outside_kernels(kind):
 
 def test_the_verify_step_does_not_copy_the_cache():
     model = dummy_model(dummy_config())
-    steps = ProgramCache(model, num_pages=7, num_slots=3, window_len=4)
-    compiled = steps.get(engine_step("verify"), model.params)
+    programs = ProgramCache(model, num_pages=7, num_slots=3, window_len=4)
+    compiled = programs.get(engine_key("verify"), model.params)
     assert _copies_of(compiled.as_text(), pages_shape(model, 7).shape) == []
     assert "input_output_alias" in compiled.as_text()
