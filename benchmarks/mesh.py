@@ -46,9 +46,11 @@ from detjax.parallel.exchange import (
     scatter_add_rms_norm,
 )
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS, make_mesh
-from detjax.serving.programs import ProgramKey, pages_shape, unpack
+from detjax.serving.launch_operands import unpack_choice
+from detjax.serving.program_key import ProgramKey
+from detjax.serving.programs import pages_shape
 from detjax.serving.request import SamplingParams
-from detjax.testing.programs import plain_step, step_operands, steps_of
+from detjax.testing.programs import operands_for, plain_key, programs_for
 from detjax.xla_flags import EXACT_OPTIONS
 
 SM90 = Backend.SM90
@@ -310,8 +312,8 @@ class Runner:
         """Replicas of the mesh."""
         return self.model.mesh.shape[DP_AXIS]
 
-    def _step(self, batch: int, length: int) -> ProgramKey:
-        return plain_step(
+    def _key(self, batch: int, length: int) -> ProgramKey:
+        return plain_key(
             "decode" if length == 1 else "prefill", rows=batch // self.dp, length=length,
             table_len=max(self.row_len, -(-length // 128)), mode=self.mode,
         )  # fmt: skip
@@ -319,7 +321,7 @@ class Runner:
     def _place(self, batch: int, length: int) -> tuple[np.ndarray, np.ndarray]:
         return place_rows(
             batch, self.most_rows, row_len=self.row_len,
-            table_len=self._step(batch, length).table_len, dp=self.dp,
+            table_len=self._key(batch, length).table_len, dp=self.dp,
         )  # fmt: skip
 
     def arguments(self, batch: int, length: int, start: int) -> tuple:
@@ -327,8 +329,8 @@ class Runner:
         cache_rows, pages = self._place(batch, length)
         rows, positions = cache_rows[:, None], start + np.arange(length)[None]
         ids = (rows * 977 + positions * 31) % self.model.config.vocab_size
-        return step_operands(
-            self.model, self._step(batch, length),
+        return operands_for(
+            self.model, self._key(batch, length),
             ids=ids.astype(np.int32), start=np.full(batch, start, np.int32), table=pages,
             sampling=[(SamplingParams(temperature=0.7, seed=int(r)), 0) for r in cache_rows],
         )  # fmt: skip
@@ -337,14 +339,14 @@ class Runner:
         """The step, and the seconds compiling took."""
         if (batch, length) not in self._steps:
             begin = time.perf_counter()
-            step, params = self._step(batch, length), self.model.params
-            programs = steps_of(self.model, num_pages=self.num_pages, num_slots=batch)
+            key, params = self._key(batch, length), self.model.params
+            programs = programs_for(self.model, num_pages=self.num_pages, num_slots=batch)
             if self.options:
-                jitted = jax.jit(programs.function(step), donate_argnums=2)
-                lowered = jitted.lower(*programs.operands(step, params))
+                jitted = jax.jit(programs.function(key), donate_argnums=2)
+                lowered = jitted.lower(*programs.operands(key, params))
                 program = compile_checked(lowered, EXACT_OPTIONS | self.options)
             else:
-                program = programs.get(step, params)
+                program = programs.get(key, params)
             self._steps[batch, length] = program, time.perf_counter() - begin
         return self._steps[batch, length]
 
@@ -369,7 +371,7 @@ class Runner:
         caches mean equal hidden states of every layer, and logprobs are of the last.
         """
         result, _ = self.run(batch, length, start)
-        choice = unpack(np.asarray(result), 0)
+        choice = unpack_choice(np.asarray(result), 0)
         _, pages = self._place(batch, length)
         owner = np.arange(batch) * self.dp // batch
         where = pages[:, start // 128] + owner * (self.num_pages // self.dp)

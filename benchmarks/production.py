@@ -33,23 +33,21 @@ from detjax.models.params import MATRICES
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
-from detjax.serving.config import EngineConfig, ReplicaSizes
+from detjax.serving.config import EngineConfig, ReplicaConfig
 from detjax.serving.engine import Engine
-from detjax.serving.model_runner import program_keys
+from detjax.serving.launch_operands import PrefillOperands, VerifyOperands, unpack_choice
+from detjax.serving.program_key import ProgramKey, program_keys
 from detjax.serving.programs import (
     ProgramCache,
-    ProgramKey,
-    ProgramSizes,
     empty,
     empty_pages,
     pages_shape,
     sampling_shape,
     slots_shape,
-    unpack,
 )
 from detjax.serving.request import Completion, Request, SamplingParams
 from detjax.serving.sampling import SamplingRows
-from detjax.testing.programs import plain_step
+from detjax.testing.programs import plain_key
 
 PAGE, SPLIT = 128, 512
 WINDOW = 16
@@ -254,8 +252,8 @@ PARTS = tuple(part.name for part in parts(1 << 40))
 def programs_of(part: Part) -> set[ProgramKey]:
     """What a part's engine may run."""
     config = EngineConfig(**part.config)
-    sizes = ReplicaSizes.of(config, dp=1, page_len=PAGE)
-    return set(program_keys(config, sizes, max_draft_fraction=config.max_draft_fraction or 0.0))
+    replica = ReplicaConfig.of(config, dp=1, page_len=PAGE, backend=Backend.SM90)
+    return set(program_keys(replica))
 
 
 class Reference:
@@ -265,20 +263,22 @@ class Reference:
         """Allocate a cache of `context` tokens and compile its two programs."""
         self._model = model
         table_len = -(-context // PAGE) + 2
-        sizes = ProgramSizes(num_pages=table_len + 1, num_slots=1, window_len=REFERENCE_WINDOW)
-        steps = ProgramCache(model, sizes)
-        self._bulk = plain_step("prefill", rows=1, length=BULK, table_len=table_len)
-        self._window = plain_step("verify", rows=1, length=REFERENCE_WINDOW, table_len=table_len)
-        self._programs = {s: steps.get(s, model.params) for s in (self._bulk, self._window)}
-        self._pages = empty_pages(model, sizes.num_pages)
+        num_pages = table_len + 1
+        programs = ProgramCache(
+            model, num_pages=num_pages, num_slots=1, window_len=REFERENCE_WINDOW
+        )
+        self._bulk = plain_key("prefill", rows=1, length=BULK, table_len=table_len)
+        self._window = plain_key("verify", rows=1, length=REFERENCE_WINDOW, table_len=table_len)
+        self._programs = {k: programs.get(k, model.params) for k in (self._bulk, self._window)}
+        self._pages = empty_pages(model, num_pages)
         self._slots = empty(model, slots_shape(model, 1, REFERENCE_WINDOW))
         self._sampling = empty(model, sampling_shape(model, 1))
         # Not the identity, and no page 0.
         self._table = np.arange(table_len, 0, -1, dtype=np.int32)
 
-    def _run(self, step: ProgramKey, *operands):
+    def _run(self, key: ProgramKey, *operands):
         params, tables = self._model.params, self._model.rope_tables
-        self._pages, self._slots, *rest, result = self._programs[step](
+        self._pages, self._slots, *rest, result = self._programs[key](
             params, tables, self._pages, self._slots, self._sampling, *operands
         )
         if rest:
@@ -299,7 +299,7 @@ class Reference:
             at += len(ids)
         found = []
         for start, packed, count in results:
-            choice = unpack(np.asarray(packed)[0], 0)
+            choice = unpack_choice(np.asarray(packed)[0], 0)
             bits = choice.logprobs.view(np.uint32)
             found += [
                 (int(choice.token_ids[i]), int(bits[i])) for i in range(count) if start + i >= first
@@ -307,22 +307,24 @@ class Reference:
         return found
 
     def _prefill(self, tokens, at: int, count: int, rows) -> int:
-        layout = self._bulk.layout
         ids = tokens[at : at + count]
-        host = layout.padding(1, no_slot=1)
-        layout.head(host)[0] = 0, at, len(ids)
-        layout.table(host)[0] = self._table
-        layout.ids(host)[0, : len(ids)] = ids
-        self._run(self._bulk, host, rows)
+        operands = PrefillOperands.padding(
+            1, no_slot=1, table_len=self._bulk.table_len, length=self._bulk.length
+        )
+        operands.slot[0], operands.start[0], operands.count[0] = 0, at, len(ids)
+        operands.page_table[0] = self._table
+        operands.token_ids[0, : len(ids)] = ids
+        self._run(self._bulk, operands.pack(), rows)
         return at + len(ids)
 
     def _verify(self, ids, at: int):
         """A window whose first token is the slot's own."""
-        layout = self._window.layout
-        host = layout.padding(1, no_slot=1)
-        layout.head(host)[0] = 0, len(ids) - 1, 1
-        layout.table(host)[0] = self._table
-        layout.ids(host)[0, : len(ids)] = ids
+        operands = VerifyOperands.padding(
+            1, no_slot=1, table_len=self._window.table_len, length=self._window.length
+        )
+        operands.slot[0], operands.num_drafts[0], operands.is_given[0] = 0, len(ids) - 1, 1
+        operands.page_table[0] = self._table
+        operands.token_ids[0, : len(ids)] = ids
         window = np.zeros((1, REFERENCE_WINDOW), np.int32)
         window[0, 0] = ids[0]
         self._slots = dataclasses.replace(
@@ -330,7 +332,7 @@ class Reference:
             window=jax.device_put(window, self._slots.window.sharding),
             start=jax.device_put(np.full(1, at, np.int32), self._slots.start.sharding),
         )
-        return self._run(self._window, host)
+        return self._run(self._window, operands.pack())
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -48,7 +48,7 @@ from detjax.serving.engine import Engine
 from detjax.serving.programs import ProgramCache, empty_pages
 from detjax.serving.request import SamplingParams
 from detjax.testing.load import LoadReport, lone_answers, make_questions, run_load
-from detjax.testing.programs import plain_step, step_operands, steps_of
+from detjax.testing.programs import operands_for, plain_key, programs_for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -338,14 +338,16 @@ def overhead(bench: Bench) -> bool:
 def _bare_step_ms(bench: Bench, mode: str, batch: int, context: int) -> float:
     """The engine's own program alone, launched back to back: median of five runs of 20."""
     model, table_len = bench.model, -(-bench.args.max_len // 128)
-    step = plain_step(
+    key = plain_key(
         "decode", rows=batch, table_len=table_len,
         mode="invariant" if mode == "invariant" else "fast",
     )  # fmt: skip
-    program = steps_of(model, num_pages=batch * table_len, num_slots=batch).get(step, model.params)
+    program = programs_for(model, num_pages=batch * table_len, num_slots=batch).get(
+        key, model.params
+    )
     pages = empty_pages(model, batch * table_len)
-    operands = step_operands(
-        model, step,
+    operands = operands_for(
+        model, key,
         ids=np.full((batch, 1), 7, np.int32),
         start=np.full(batch, context, np.int32),
         table=np.arange(batch * table_len, dtype=np.int32).reshape(batch, table_len),

@@ -41,9 +41,11 @@ from detjax.models.loading import LoadedModel, random_model
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
-from detjax.serving.programs import ProgramCache, ProgramKey, pages_shape, unpack
+from detjax.serving.launch_operands import unpack_choice
+from detjax.serving.program_key import ProgramKey
+from detjax.serving.programs import ProgramCache, pages_shape
 from detjax.serving.request import SamplingParams
-from detjax.testing.programs import plain_step, step_operands, steps_of
+from detjax.testing.programs import operands_for, plain_key, programs_for
 
 CONTEXT = 1024
 """Tokens of each sequence at a decode step, the new one included, unless a case says another."""
@@ -152,11 +154,11 @@ class Runner:
         self._params[dtype] = quantise_params(self.model.params, jnp.dtype(dtype))
         return f"fast {dtype}"
 
-    def step_of(self, impl: str, case: Case) -> ProgramKey:
+    def key_of(self, impl: str, case: Case) -> ProgramKey:
         """The engine's name for the program that runs a case."""
         mode, _, weights = impl.partition(" ")
         after = case.start + case.length + 1  # a sequence that goes on
-        return plain_step(
+        return plain_key(
             case.kind, rows=len(case.rows), length=case.length,
             table_len=-(-max(after, self._max_len) // 128),
             mode="fast" if mode == "fast" else "invariant", weights=weights or "full",
@@ -168,29 +170,29 @@ class Runner:
 
     def operands(self, impl: str, case: Case) -> tuple:
         """Slots, sampling and the host's arrays: the same tokens for the same row and position."""
-        key = impl, case.name
-        if key not in self._operands:
-            step = self.step_of(impl, case)
+        name = impl, case.name
+        if name not in self._operands:
+            key = self.key_of(impl, case)
             positions = case.start + np.arange(case.length)[None]
             rows = np.asarray(case.rows)[:, None]
             held = -(-(case.start + case.length) // 128)
-            pages = np.zeros((len(case.rows), step.table_len), np.int32)
+            pages = np.zeros((len(case.rows), key.table_len), np.int32)
             pages[:, :held] = rows * held + np.arange(held)[None]
-            self._operands[key] = step_operands(
-                self.model, step,
+            self._operands[name] = operands_for(
+                self.model, key,
                 ids=((rows * 977 + positions * 31) % self.model.config.vocab_size).astype(np.int32),
                 start=np.full(len(case.rows), case.start, np.int32), table=pages,
                 sampling=[(SamplingParams(temperature=0.7, seed=int(r)), 0) for r in case.rows],
             )  # fmt: skip
-        return self._operands[key]
+        return self._operands[name]
 
     def compiled(self, impl: str, case: Case) -> tuple[Callable, float]:
         """The step of (pages, *operands) with its weights, and the seconds compiling took."""
         count = len(case.rows)
         programs = self._programs.setdefault(
-            count, steps_of(self.model, num_pages=self.num_pages, num_slots=count)
+            count, programs_for(self.model, num_pages=self.num_pages, num_slots=count)
         )
-        key, params = self.step_of(impl, case), self.params(impl)
+        key, params = self.key_of(impl, case), self.params(impl)
         is_new, start = key not in programs, time.perf_counter()
         step = programs.get(key, params)
         if is_new:
@@ -211,7 +213,7 @@ class Runner:
         """Token ids and logprobs of one step."""
         step, _ = self.compiled(impl, case)
         self.pages, packed = step(self.pages, *self.operands(impl, case))
-        choice = unpack(np.asarray(packed), 0)
+        choice = unpack_choice(np.asarray(packed), 0)
         return np.asarray(choice.token_ids), np.asarray(choice.logprobs)
 
     def run(self, impl: str, case: Case, repeats: int) -> float:
@@ -306,7 +308,7 @@ def time_case(runner: Runner, impls: list[str], case: Case, rows: Rows, *, kerne
             )  # fmt: skip
             continue
         row = {"subject": "step", "impl": impl, "case": case.name, "ms_p50": ms}
-        row |= {"max_len": 128 * runner.step_of(impl, case).table_len}
+        row |= {"max_len": 128 * runner.key_of(impl, case).table_len}
         if case.length == 1:
             floor = decode_floor_ms(runner.model, runner.params(impl), case)
             row |= {"batch": len(case.rows), "context": case.start + 1}

@@ -17,14 +17,14 @@ from detjax.pallas_kernels.attention.shapes import LAYOUTS
 from detjax.pallas_kernels.linear.sm90 import normalises_input
 from detjax.pallas_kernels.linear.tiles import MatmulTiles, choose_tiles
 from detjax.pallas_kernels.rms_norm.sm90 import choose_schedule, row_sum
-from detjax.serving.programs import ProgramKey
+from detjax.serving.program_key import ProgramKey
 
 PROFILE = NumericsProfile()
 PER_SPLIT = PROFILE.attention_split // PROFILE.attention_block
 CACHE_TOKENS = 5000 * 128
 """Of a cache that fills an H200 beside Llama-3.1-8B; an H100's is 2,900 pages."""
 PARTS = list(production.parts(CACHE_TOKENS))
-PROGRAMS = {step for part in PARTS for step in production.programs_of(part)}
+PROGRAMS = {key for part in PARTS for key in production.programs_of(part)}
 EIGHT_B = MODELS["llama3_8b"]
 
 
@@ -48,9 +48,9 @@ def way(batch: int, query_len: int, table_len: int, *, kv_heads=8, group=4, chan
     return ", ".join(parts) + (", scores ahead" if config.scores_ahead else "")
 
 
-def way_of(step: ProgramKey) -> str:
-    length = 1 if step.kind == "decode" else step.length
-    return way(step.rows, length, step.table_len)
+def way_of(key: ProgramKey) -> str:
+    length = 1 if key.kind == "decode" else key.length
+    return way(key.rows, length, key.table_len)
 
 
 def reachable() -> Iterator[tuple[str, str]]:
@@ -75,7 +75,7 @@ def reachable() -> Iterator[tuple[str, str]]:
 
 
 def test_the_suite_takes_every_way_through_attention():
-    taken = {way_of(step) for step in PROGRAMS}
+    taken = {way_of(key) for key in PROGRAMS}
     missing = {}
     for name, shape in reachable():
         if name not in taken:
@@ -86,13 +86,13 @@ def test_the_suite_takes_every_way_through_attention():
 
 @pytest.mark.control
 def test_control_a_suite_of_one_batch_size_misses_ways():
-    taken = {way_of(step) for step in PROGRAMS if step.rows == 8}
+    taken = {way_of(key) for key in PROGRAMS if key.rows == 8}
     assert {name for name, _ in reachable()} - taken
 
 
 @pytest.mark.control
 def test_control_a_new_way_would_be_missed(monkeypatch):
-    taken = {way_of(step) for step in PROGRAMS}
+    taken = {way_of(key) for key in PROGRAMS}
     monkeypatch.setattr(attention, "MAX_IN_CLUSTER", 16)
     monkeypatch.setattr(attention, "PARTIAL_BYTES", 64 << 10)
     assert {name for name, _ in reachable()} - taken == {"new token, cluster of 16, scores ahead"}
@@ -134,10 +134,10 @@ def _kind(tiles: MatmulTiles) -> tuple:
     return (*(getattr(tiles, name) for name in names), bool(tiles.held_channels))
 
 
-def rows_of(step: ProgramKey) -> tuple[int, int]:
+def rows_of(key: ProgramKey) -> tuple[int, int]:
     """Rows of the layers' products, and of lm_head's."""
-    length = 1 if step.kind == "decode" else step.length
-    return step.rows * length, step.rows * (length if step.kind == "verify" else 1)
+    length = 1 if key.kind == "decode" else key.length
+    return key.rows * length, key.rows * (length if key.kind == "verify" else 1)
 
 
 NOT_IN_THE_SUITE = {
@@ -149,8 +149,8 @@ every number of rows to 257 and chosen ones to 8192 with one row alone."""
 
 def test_the_suite_takes_every_kind_of_product():
     """Their operands are weights and activations, whose size no cache changes."""
-    canonical = [step for step in PROGRAMS if step.mode == "invariant"]
-    taken = set().union(*(kinds_of_tiles(EIGHT_B, *rows_of(step)) for step in canonical))
+    canonical = [key for key in PROGRAMS if key.mode == "invariant"]
+    taken = set().union(*(kinds_of_tiles(EIGHT_B, *rows_of(key)) for key in canonical))
     missing: dict[tuple, int] = {}
     for num_rows in (*range(1, 530), *range(530, 8193, 37)):
         for kind in kinds_of_tiles(EIGHT_B, num_rows, min(num_rows, 1024)) - taken:
@@ -161,7 +161,7 @@ def test_the_suite_takes_every_kind_of_product():
 
 def test_the_suite_takes_every_schedule_of_a_norm():
     chunks = row_sum(EIGHT_B.hidden_size).num_parts
-    canonical = {rows_of(step)[0] for step in PROGRAMS if step.mode == "invariant"}
+    canonical = {rows_of(key)[0] for key in PROGRAMS if key.mode == "invariant"}
 
     def schedule(rows):
         return choose_schedule(num_rows=rows, num_chunks=chunks, num_leaves=1)
@@ -190,7 +190,7 @@ def test_what_is_asked_fits_in_the_cache():
 
 def test_what_fills_wide_tables_passes_31_bits_too():
     """Partial results of 256 rows of 1024 pages: 2^31 bytes of float32."""
-    (wide,) = [s for s in PROGRAMS if s.table_len == 1024 and s.rows == 256]
+    (wide,) = [key for key in PROGRAMS if key.table_len == 1024 and key.rows == 256]
     entries = wide.rows * -(-wide.table_len // PER_SPLIT) * EIGHT_B.num_kv_heads
     assert entries * 8 * EIGHT_B.head_dim * 4 >= 2**31
 

@@ -140,36 +140,79 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ReplicaSizes:
-    """Sizes of a replica that follow from a configuration.
+class ReplicaConfig:
+    """What follows from a configuration for each replica: all that the engine's parts read.
 
     Attributes:
-        num_slots: Sequences that run at once.
-        num_pages: Cache pages.
+        mode: As `EngineConfig` has it, like every field that is not described here.
+        num_replicas: Replicas, each with its own slots and pages.
+        num_slots: Sequences that run at once on a replica.
+        num_pages: Cache pages of a replica.
         page_len: Tokens of a page.
-        table_len: Pages of the longest sequence.
-        table_lens: Pages for which a decode or verify step is compiled, ascending.
+        table_lens: Pages for which a decode or verify step is compiled, ascending; the last are
+            those of the longest sequence.
         prefill_shapes: (sequences, tokens of each) that a prefill may have.
         decode_sizes: Rows that a decode step may have, ascending.
         verify_sizes: Windows that a verification may have, ascending.
-        max_tokens_per_step: Most tokens of a step.
+        max_tokens_per_step: Most tokens of a step, padding included.
+        max_draft_fraction: Most share of drafted sequences among those that decode, at which they
+            draft; above it the decode step is canonical and needs no verification.
+        has_prompt_lookup: Sequences that are not drafted wait for each result, so that the host can
+            propose drafts from it.
+
+    Raises:
+        ValueError: If no prefill would fit into a step beside everything else.
     """
 
+    mode: str
+    num_replicas: int
     num_slots: int
     num_pages: int
     page_len: int
-    table_len: int
     table_lens: tuple[int, ...]
     prefill_shapes: tuple[tuple[int, int], ...]
     decode_sizes: tuple[int, ...]
     verify_sizes: tuple[int, ...]
+    verify_window: int
+    verify_patience: int
+    verify_deadline: int
     max_tokens_per_step: int
+    max_prefill_streak: int
+    max_draft_fraction: float
+    decode_steps: int
+    draft_weights: str
+    ageing_steps: int
+    has_prefix_cache: bool
+    has_prompt_lookup: bool
+
+    def __post_init__(self):
+        """Check that a prefill always fits."""
+        least = min(rows * length for rows, length in self.prefill_shapes)
+        least += self.num_slots + self.verify_rows * self.verify_window
+        if self.max_tokens_per_step < least:
+            raise ValueError(
+                f"max_tokens_per_step={self.max_tokens_per_step} must be at least {least}: every "
+                "slot, a verification and the smallest prefill; raise it or lower those"
+            )
+
+    @property
+    def table_len(self) -> int:
+        """Pages of the longest sequence."""
+        return self.table_lens[-1]
+
+    @property
+    def verify_rows(self) -> int:
+        """Most windows of one verification."""
+        return self.verify_sizes[-1]
 
     @classmethod
-    def of(cls, config: EngineConfig, *, dp: int, page_len: int) -> "ReplicaSizes":
+    def of(
+        cls, config: EngineConfig, *, dp: int, page_len: int, backend: Backend
+    ) -> "ReplicaConfig":
         """Divide a configuration that `check_config` has passed over `dp` replicas."""
         num_slots = config.batch_size // dp
         table_len = -(-config.max_len // page_len)
+        shorter = {min(-(-length // page_len), table_len) for length in config.decode_lens}
         shapes = dict.fromkeys(((1, config.prefill_chunk), *config.prefill_shapes))
         verify_rows = min(config.verify_rows, num_slots)
         no_limit = (
@@ -179,22 +222,26 @@ class ReplicaSizes:
         )
         fewer = (batch for batch in config.verify_batches if batch < verify_rows)
         return cls(
+            mode=config.mode,
+            num_replicas=dp,
             num_slots=num_slots,
             num_pages=(config.num_pages or config.batch_size * table_len) // dp,
             page_len=page_len,
-            table_len=table_len,
-            table_lens=tuple(
-                sorted(
-                    {
-                        min(-(-n // page_len), table_len)
-                        for n in (*config.decode_lens, table_len * page_len)
-                    }
-                )
-            ),
+            table_lens=tuple(sorted({*shorter, table_len})),
             prefill_shapes=tuple(shapes),
             decode_sizes=tuple(sorted({*(b // dp for b in config.decode_batches), num_slots})),
             verify_sizes=tuple(sorted({*fewer, verify_rows})),
+            verify_window=config.verify_window,
+            verify_patience=config.verify_patience,
+            verify_deadline=config.verify_deadline,
             max_tokens_per_step=config.max_tokens_per_step or no_limit,
+            max_prefill_streak=config.max_prefill_streak,
+            max_draft_fraction=max_draft_fraction(config, backend),
+            decode_steps=config.decode_steps,
+            draft_weights=config.draft_weights,
+            ageing_steps=config.ageing_steps,
+            has_prefix_cache=config.has_prefix_cache,
+            has_prompt_lookup=config.has_prompt_lookup,
         )
 
 

@@ -1,29 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which pages of the cache belong to whom. Host side; never touches a page's content."""
 
-import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
-
-import numpy as np
-
-
-def page_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """Name the content of a full page: its tokens and, through `parent`, all tokens before it.
-
-    The parent of a sequence's first page names the weights and the numerics. Keys and values of
-    canonical pages depend on nothing else.
-    """
-    hasher = hashlib.sha256(parent)
-    hasher.update(np.asarray(token_ids, "<i4").tobytes())
-    return hasher.digest()
-
-
-def salted_root(root_key: bytes, salt: str) -> bytes:
-    """Parent of the first pages of requests with this salt; `root_key` itself where it is empty."""
-    if not salt:
-        return root_key
-    return hashlib.sha256(root_key + salt.encode(errors="surrogatepass")).digest()
 
 
 class PagePool:

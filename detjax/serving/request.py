@@ -17,6 +17,9 @@ logit below 1e8 stays finite when it is multiplied by either."""
 MAX_SEQUENCES = 1024
 """Most sequences of a request: they enter the scheduler in one step."""
 
+MAX_TOP_LOGPROBS = 64
+"""Most of the most likely tokens that a request may ask for at each position."""
+
 MAX_PRIORITY = 100
 """Farthest that a priority may be from 0: beyond it, others would wait for days."""
 
@@ -90,13 +93,19 @@ class SamplingParams:
                 f"{self.n=} must be in [1, {MAX_SEQUENCES}]; ask again with another seed for more",
             ),
             (
-                0 <= self.num_top_logprobs <= 64,
-                f"{self.num_top_logprobs=} must be in [0, 64]",
+                0 <= self.num_top_logprobs <= MAX_TOP_LOGPROBS,
+                f"{self.num_top_logprobs=} must be in [0, {MAX_TOP_LOGPROBS}]",
             ),
         )
         for holds, message in checks:
             if not holds:
                 raise ValueError(message.replace("self.", ""))
+
+    @property
+    def is_filtered(self) -> bool:
+        """Whether any token may be excluded before sampling; greedy never looks."""
+        narrows = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+        return self.temperature > 0 and narrows
 
 
 def _replace(frozen: Any, name: str, value: Any) -> None:
@@ -207,7 +216,8 @@ class RequestOutput:
         logprobs: Of each new token, float32.
         top_logprobs: Of each new token, as many as were asked for.
         finish_reason: Why the sequence ended; None while it goes on.
-        error: What went wrong where `finish_reason` is ERROR; else empty.
+        exception: What went wrong where `finish_reason` is ERROR, one of `detjax.serving.errors`;
+            else None.
         weight_version: Of the weights that computed it: see `Engine.load_weights`.
     """
 
@@ -217,8 +227,13 @@ class RequestOutput:
     logprobs: tuple[np.float32, ...]
     top_logprobs: tuple[TopLogprobs, ...]
     finish_reason: FinishReason | None
-    error: str
+    exception: Exception | None
     weight_version: int
+
+    @property
+    def error(self) -> str:
+        """What went wrong, in words; empty where nothing did."""
+        return "" if self.exception is None else str(self.exception)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

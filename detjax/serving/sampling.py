@@ -75,12 +75,6 @@ class Choice:
     top_logprobs: Any
 
 
-def is_filtered(params: SamplingParams) -> bool:
-    """Whether any token may be excluded before sampling; greedy never looks."""
-    narrows = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
-    return params.temperature > 0 and narrows
-
-
 def _kept_tokens(
     ctx: ForwardContext, logits: Float32[Array, "B v"], rows: SamplingRows
 ) -> Bool[Array, "B v"]:

@@ -9,24 +9,19 @@ from jax.sharding import NamedSharding
 
 from detjax.models.loading import LoadedModel
 from detjax.models.paths import Kernels
-from detjax.serving.programs import (
-    BY_ROW,
-    ProgramCache,
-    ProgramKey,
-    ProgramKind,
-    ProgramSizes,
-    Slots,
-)
+from detjax.serving.launch_operands import DecodeOperands, PrefillOperands
+from detjax.serving.program_key import ProgramKey, ProgramKind
+from detjax.serving.programs import BY_ROW, ProgramCache, Slots
 from detjax.serving.request import SamplingParams
 from detjax.serving.sampling import SamplingRows
 
 
-def steps_of(model: LoadedModel, *, num_pages: int, num_slots: int) -> ProgramCache:
+def programs_for(model: LoadedModel, *, num_pages: int, num_slots: int) -> ProgramCache:
     """Programs for one size of cache, without drafts."""
-    return ProgramCache(model, ProgramSizes(num_pages=num_pages, num_slots=num_slots, window_len=1))
+    return ProgramCache(model, num_pages=num_pages, num_slots=num_slots, window_len=1)
 
 
-def plain_step(
+def plain_key(
     kind: ProgramKind,
     *,
     rows: int,
@@ -37,7 +32,7 @@ def plain_step(
     num_top: int = 0,
     with_filters: bool = False,
 ) -> ProgramKey:
-    """A step of which little need be said."""
+    """The key of a program of which little need be said."""
     return ProgramKey(
         kind=kind,
         rows=rows,
@@ -50,9 +45,9 @@ def plain_step(
     )
 
 
-def step_operands(
+def operands_for(
     model: LoadedModel,
-    step: ProgramKey,
+    key: ProgramKey,
     *,
     ids: np.ndarray,
     start: np.ndarray,
@@ -65,29 +60,37 @@ def step_operands(
 
     Args:
         model: On its mesh.
-        step: Row i of a replica has its slot i, of as many slots as rows.
-        ids: int32 [B, T], T = `step.length`.
+        key: Row i of a replica has its slot i, of as many slots as rows.
+        ids: int32 [B, T], T = `key.length`.
         start: int32 [B], position of the first token of each row.
-        table: int32 [B, n], n = `step.table_len`; pages as their replica counts them.
-        sampling: (parameters, sample index) of each row.
+        table: int32 [B, n], n = `key.table_len`; pages as their replica counts them.
+        sampling: (parameters, sequence index) of each row.
 
     Returns:
         (slots, sampling, *host arrays).
     """
-    count = len(ids)
-    host = step.layout.padding(count, no_slot=step.rows)
-    step.layout.head(host)[:, 0] = np.arange(count) % step.rows
-    step.layout.table(host)[...] = table
+    count, length = ids.shape
+    slot, start = np.arange(count, dtype=np.int32) % key.rows, np.asarray(start, np.int32)
     rows = SamplingRows.pack(list(sampling))
     window = np.zeros((count, 1), np.int32)
-    if step.kind == "decode":
+    if key.kind == "decode":
         window[:, 0] = ids[:, 0]
-        step.layout.head(host)[:, 1:] = -1, 1  # committed, one token
-        slots = Slots(window=window, start=np.asarray(start, np.int32))
-        operands = slots, rows, host
+        slots = Slots(window=window, start=start)
+        decode = DecodeOperands(
+            slot=slot,
+            offset=np.full(count, -1, np.int32),  # committed
+            count=np.ones(count, np.int32),
+            page_table=table,
+        )
+        operands = slots, rows, decode.pack()
     else:
-        step.layout.head(host)[:, 1], step.layout.head(host)[:, 2] = start, ids.shape[1]
-        step.layout.ids(host)[...] = ids
         slots = Slots(window=window, start=np.zeros(count, np.int32))
-        operands = slots, rows, host, rows
+        prefill = PrefillOperands(
+            slot=slot,
+            start=start,
+            count=np.full(count, length, np.int32),
+            page_table=table,
+            token_ids=ids,
+        )
+        operands = slots, rows, prefill.pack(), rows
     return jax.device_put(operands, NamedSharding(model.mesh, BY_ROW))

@@ -33,9 +33,10 @@ from detjax.pallas_kernels.linear.api import (
     linear_add_rms_norm,
 )
 from detjax.parallel.exchange import EXCHANGE_SPECS, MAX_EXCHANGED_ROWS, Exchange
-from detjax.serving.programs import ProgramCache, ProgramKind, ProgramSizes, pages_shape
+from detjax.serving.program_key import ProgramKind
+from detjax.serving.programs import ProgramCache, pages_shape
 from detjax.testing import aot
-from detjax.testing.programs import plain_step, steps_of
+from detjax.testing.programs import plain_key, programs_for
 from detjax.xla_flags import IN_PLACE_OPTIONS
 
 BF16 = jnp.dtype(jnp.bfloat16)
@@ -190,18 +191,18 @@ def abstract_exchange(mesh) -> Exchange:
 def decode_step() -> aot.Program:
     """A whole decode step of two layers at batch 8."""
     model = abstract_model(2)
-    step = plain_step("decode", rows=8, table_len=8)
-    steps = steps_of(model, num_pages=64, num_slots=8)
-    return aot.inspect_program(lambda: steps.get(step, model.params))
+    key = plain_key("decode", rows=8, table_len=8)
+    programs = programs_for(model, num_pages=64, num_slots=8)
+    return aot.inspect_program(lambda: programs.get(key, model.params))
 
 
 def decode_launch(mode: Kernels, weights: str) -> aot.Program:
-    """Four tokens of eight samples in one launch, two layers."""
+    """Four tokens of eight sequences in one launch, two layers."""
     model = abstract_model(2)
-    step = plain_step("decode", rows=8, length=4, table_len=8, mode=mode, weights=weights)
+    key = plain_key("decode", rows=8, length=4, table_len=8, mode=mode, weights=weights)
     params = model.params if weights == "full" else quantised(model, weights)
-    steps = steps_of(model, num_pages=64, num_slots=8)
-    return aot.inspect_program(lambda: steps.get(step, params))
+    programs = programs_for(model, num_pages=64, num_slots=8)
+    return aot.inspect_program(lambda: programs.get(key, params))
 
 
 def quantised(model: LoadedModel, weight_dtype: str) -> dict:
@@ -250,15 +251,14 @@ def pressed(
     Not guarded: with the slots donated too, and the passes that are off for the engine's programs.
     """
     model = abstract_model(2, PRESSED_BYTES // tp, dp=dp, tp=tp)
-    step = plain_step(kind, **sizes)
-    sizes_of = ProgramSizes(
-        num_pages=400 * dp, num_slots=step.rows * dp, window_len=max(8, step.length)
+    key = plain_key(kind, **sizes)
+    programs = ProgramCache(
+        model, num_pages=400 * dp, num_slots=key.rows * dp, window_len=max(8, key.length)
     )
-    steps = ProgramCache(model, sizes_of)
     if is_guarded:
-        return aot.inspect_program(lambda: steps.get(step, model.params))
-    jitted = jax.jit(steps.function(step), donate_argnums=(2, 3, 4))
-    lowered = jitted.lower(*steps.operands(step, model.params))
+        return aot.inspect_program(lambda: programs.get(key, model.params))
+    jitted = jax.jit(programs.function(key), donate_argnums=(2, 3, 4))
+    lowered = jitted.lower(*programs.operands(key, model.params))
     return aot.inspect_program(lambda: lowered.compile({"xla_allow_excess_precision": False}))
 
 

@@ -18,7 +18,8 @@ from detjax.pallas_kernels.backend import Backend
 from detjax.serving import ngram
 from detjax.serving.async_engine import AsyncEngine
 from detjax.serving.config import EngineConfig, max_draft_fraction
-from detjax.serving.engine import Engine, EngineStoppedError
+from detjax.serving.engine import Engine
+from detjax.serving.errors import EngineStoppedError
 from detjax.serving.metrics import Histogram
 from detjax.serving.programs import ProgramCache
 from detjax.serving.request import Completion, FinishReason, Request, SamplingParams
@@ -103,20 +104,21 @@ def test_a_step_is_as_wide_as_the_longest_sample_and_no_bit_depends_on_it(mode):
     short, long = request(1, 20, max_tokens=10), request(5, 60, max_tokens=50)
     (completion,) = made.generate([short])
     widths = [
-        {s.table_len for s in made.programs if s.kind == kind} for kind in ("decode", "verify")
+        {key.table_len for key in made.programs if key.kind == kind}
+        for kind in ("decode", "verify")
     ]
     assert widths == [{2}, {2} if mode == "dvr" else set()]
     assert completion.digest() == alone(short).digest()
     got = made.generate([long, short, request(9, 100)])
     assert [c.digest() for c in got] == [alone(a).digest() for a in (long, short, request(9, 100))]
-    assert {s.table_len for s in made.programs if s.kind == "decode"} == {2, 5, 8}
-    assert {s.table_len for s in made.programs if s.kind == "prefill"} == {8}
+    assert {key.table_len for key in made.programs if key.kind == "decode"} == {2, 5, 8}
+    assert {key.table_len for key in made.programs if key.kind == "prefill"} == {8}
 
 
 def test_what_a_launch_is_compiled_for_is_compiled_ahead_and_no_more():
     made = engine(decode_lens=(2 * PAGE, 4096), num_pages=41)
     made.compile()
-    compiled = sorted((s.kind, s.table_len) for s in made.programs)
+    compiled = sorted((key.kind, key.table_len) for key in made.programs)
     # 4096 tokens are more than max_len, whose own program does.
     assert compiled == [("decode", 2), ("decode", 8), ("prefill", 8)]
 
@@ -461,8 +463,8 @@ def test_an_interrupt_between_a_launch_and_its_cache_leaves_an_engine_that_works
     asked = [request(5, 40), request(6, 20)]
     program_of = made._runner._program
 
-    def interrupted(step):
-        program = program_of(step)
+    def interrupted(key):
+        program = program_of(key)
 
         def run(*operands):
             nonlocal count
@@ -542,7 +544,7 @@ def test_draining_an_engine_that_an_error_stops_raises_it_and_ends():
     made = engine()
     asked = request(max_tokens=20)
 
-    def lost(plan):
+    def lost(batch):
         raise RuntimeError("device lost")
 
     async def run() -> None:

@@ -24,9 +24,11 @@ import detjax.serving
 from detjax.models.loading import LoadedModel
 from detjax.numerics import NumericsProfile
 from detjax.serving import model_runner
-from detjax.serving.config import EngineConfig, ReplicaSizes
-from detjax.serving.engine import Engine, EngineFullError, EngineStoppedError
-from detjax.serving.programs import ProgramCache, ProgramSizes
+from detjax.serving.config import EngineConfig
+from detjax.serving.engine import Engine
+from detjax.serving.errors import EngineFullError, EngineStoppedError
+from detjax.serving.launch_operands import DecodeOperands, PrefillOperands, VerifyOperands
+from detjax.serving.programs import ProgramCache
 from detjax.serving.request import FinishReason, Request, SamplingParams
 from detjax.testing import assert_bitwise_equal
 from detjax.testing.dummies import dummy_config, dummy_model
@@ -104,102 +106,104 @@ def canonical(request: Request, sequence_idx: int) -> tuple[list[int], list[floa
 class IntegerSteps(ProgramCache):
     """Programs that run at once, in the order of their launches."""
 
-    def _compile(self, step, params):
-        body = {"prefill": self._prefill, "decode": self._decode, "verify": self._verify}[step.kind]
+    def _compile(self, key, params):
+        body = {"prefill": self._prefill, "decode": self._decode, "verify": self._verify}[key.kind]
 
-        def program(params, tables, pages, slots, sampling, *host):
-            content = pages.donate(), dict(slots.content)
-            result = body(step, *content, *map(np.asarray, host[:1]), *host[1:])
+        def program(params, tables, kv_cache, slots, sampling, *host):
+            content = kv_cache.donate(), dict(slots.content)
+            result = body(key, *content, *map(np.asarray, host[:1]), *host[1:])
             state = map(Buffer, content)
-            if step.kind == "prefill":
+            if key.kind == "prefill":
                 return *state, sampling, Result(result)
             return *state, Result(result)
 
         return program
 
-    def _places(self, row: int, step, host):
+    def _places(self, row: int, key, given):
         """Of a row: its slot or None, and where the cache has a position's entry."""
         dp = self._model.mesh.shape["dp"]
-        slots, pages = self.sizes.num_slots // dp, self.sizes.num_pages // dp
-        replica, table = row // step.rows, step.layout.table(host)[row]
-        slot = int(step.layout.head(host)[row, 0])
+        slots, pages = self.num_slots // dp, self.num_pages // dp
+        replica, table = row // key.rows, given.page_table[row]
+        slot = int(given.slot[row])
 
         def place(position: int) -> int:
             return (replica * pages + int(table[position // PAGE])) * PAGE + position % PAGE
 
         return (replica * slots + slot if slot < slots else None), place
 
-    def _run(self, pages, place, position: int, tokens, sampling, mode: str) -> list:
+    def _run(self, kv_cache, place, position: int, tokens, sampling, mode: str) -> list:
         """Write tokens from a position on; the choice after each."""
         choices = []
         for i, token in enumerate(tokens, position):
-            before = pages[place(i - 1)] if i else 0
-            pages[place(i)] = entry_of(before, int(token), i, mode)
-            entries = [pages[place(j)] for j in range(i + 1)]
+            before = kv_cache[place(i - 1)] if i else 0
+            kv_cache[place(i)] = entry_of(before, int(token), i, mode)
+            entries = [kv_cache[place(j)] for j in range(i + 1)]
             choices.append(choice_of(entries, i + 1, sampling, mode))
         return choices
 
     @staticmethod
-    def _row(step, choice) -> list[int]:
+    def _row(key, choice) -> list[int]:
         token, logprob = choice
-        top = list(range(step.num_top))
+        top = list(range(key.num_top))
         return [token, int(np.float32(logprob).view(np.int32)), *top, *top]
 
-    def _empty(self, host, step, extra: int = 0) -> np.ndarray:
-        width = 2 + 2 * step.num_top + extra
-        has_length = step.kind == "verify" or step.kind == "decode" and step.length > 1
-        return np.zeros((len(host), step.length, width) if has_length else (len(host), width), "i4")
+    def _empty(self, count, key, extra: int = 0) -> np.ndarray:
+        width = 2 + 2 * key.num_top + extra
+        has_length = key.kind == "verify" or key.kind == "decode" and key.length > 1
+        return np.zeros((count, key.length, width) if has_length else (count, width), "i4")
 
-    def _prefill(self, step, pages, slots, host, sampling):
-        result = self._empty(host, step)
-        for row in range(len(host)):
-            start, count = map(int, step.layout.head(host)[row, 1:])
+    def _prefill(self, key, kv_cache, slots, packed, sampling):
+        given = PrefillOperands.unpack(packed, table_len=key.table_len, length=key.length)
+        result = self._empty(len(packed), key)
+        for row in range(len(packed)):
+            start, count = int(given.start[row]), int(given.count[row])
             if not count:
                 continue
-            slot, place = self._places(row, step, host)
+            slot, place = self._places(row, key, given)
             seed = int(sampling.seed_low[row]) + (int(sampling.seed_high[row]) << 32)
             how = float(sampling.temperature[row]), seed, int(sampling.sequence_idx[row])
-            tokens = step.layout.ids(host)[row, :count]
-            choice = self._run(pages, place, start, tokens, how, step.mode)[-1]
-            result[row] = self._row(step, choice)
+            tokens = given.token_ids[row, :count]
+            choice = self._run(kv_cache, place, start, tokens, how, key.mode)[-1]
+            result[row] = self._row(key, choice)
             if slot is not None:
                 slots[slot] = ([choice[0]], start + count, how)
         return result
 
-    def _decode(self, step, pages, slots, host):
-        result = self._empty(host, step)
-        for row in range(len(host)):
-            slot, place = self._places(row, step, host)
-            offset, count = map(int, step.layout.head(host)[row, 1:])
+    def _decode(self, key, kv_cache, slots, packed):
+        given = DecodeOperands.unpack(packed, table_len=key.table_len)
+        result = self._empty(len(packed), key)
+        for row in range(len(packed)):
+            slot, place = self._places(row, key, given)
+            offset, count = int(given.offset[row]), int(given.count[row])
             for i in range(count if slot is not None else 0):
                 window, start, how = slots[slot]
                 at = max(offset, 0) + (i if offset >= 0 else 0)
-                (choice,) = self._run(pages, place, start + at, [window[at]], how, step.mode)
+                (choice,) = self._run(kv_cache, place, start + at, [window[at]], how, key.mode)
                 if offset >= 0:
                     slots[slot] = (window[: at + 1] + [choice[0]], start, how)
                 else:
                     slots[slot] = ([choice[0]], start + 1, how)
-                result[(row, i) if step.length > 1 else row] = self._row(step, choice)
+                result[(row, i) if key.length > 1 else row] = self._row(key, choice)
         return result
 
-    def _verify(self, step, pages, slots, host):
-        result = self._empty(host, step, extra=1)
-        for row in range(len(host)):
-            slot, place = self._places(row, step, host)
+    def _verify(self, key, kv_cache, slots, packed):
+        given = VerifyOperands.unpack(packed, table_len=key.table_len, length=key.length)
+        result = self._empty(len(packed), key, extra=1)
+        for row in range(len(packed)):
+            slot, place = self._places(row, key, given)
             if slot is None:
                 continue
             window, start, how = slots[slot]
-            given = [int(t) for t in step.layout.ids(host)[row]]
-            _, num_drafts, is_given = map(int, step.layout.head(host)[row])
-            drafts = (given if is_given else window)[1 : 1 + num_drafts]
-            choices = self._run(pages, place, start, [window[0], *drafts], how, step.mode)
+            drafts = given.token_ids[row].tolist() if given.is_given[row] else window
+            drafts = drafts[1 : 1 + int(given.num_drafts[row])]
+            choices = self._run(kv_cache, place, start, [window[0], *drafts], how, key.mode)
             chosen = [token for token, _ in choices]
             wrong = [i for i, draft in enumerate(drafts) if draft != chosen[i]]
-            num_right = wrong[0] if wrong else len(drafts)
+            num_accepted = wrong[0] if wrong else len(drafts)
             for i, choice in enumerate(choices):
-                result[row, i] = [*self._row(step, choice), num_right + 1]
-            result[row, :, -1] = num_right + 1
-            slots[slot] = ([chosen[num_right]], start + num_right + 1, how)
+                result[row, i] = [*self._row(key, choice), num_accepted + 1]
+            result[row, :, -1] = num_accepted + 1
+            slots[slot] = ([chosen[num_accepted]], start + num_accepted + 1, how)
         return result
 
 
@@ -224,14 +228,13 @@ _PROGRAMS: dict = {}
 def engine(*, dp: int = 1, **changes) -> Engine:
     sizes = {"batch_size": 4, "prefill_chunk": 6, "max_len": MAX_LEN, "verify_window": 4}
     config = EngineConfig(**(sizes | changes))
-    of = ReplicaSizes.of(config, dp=dp, page_len=PAGE)
-    step_sizes = ProgramSizes(
-        num_pages=dp * of.num_pages, num_slots=config.batch_size,
-        window_len=config.verify_window,
-    )  # fmt: skip
-    key = dp, step_sizes
+    num_pages = config.num_pages or config.batch_size * -(-MAX_LEN // PAGE)
+    key = dp, num_pages, config.batch_size, config.verify_window
     if key not in _PROGRAMS:
-        _PROGRAMS[key] = IntegerSteps(model(dp), step_sizes)
+        _PROGRAMS[key] = IntegerSteps(
+            model(dp), num_pages=num_pages, num_slots=config.batch_size,
+            window_len=config.verify_window,
+        )  # fmt: skip
     return Engine(model(dp), config, programs=_PROGRAMS[key])
 
 
@@ -263,12 +266,12 @@ def assert_at_rest(made: Engine) -> None:
     assert not made.has_work
     stats = made.stats()
     assert (stats.num_pages_held, stats.num_running, stats.num_waiting) == (0, 0, 0)
-    for name in ("_samples", "_live", "_news", "_outputs", "_inbox", "_cancels", "_unwanted"):
-        assert not getattr(made, name), name
-    assert made._num_queued == 0 and not made._is_torn
+    for name in ("live", "news", "outputs", "inbox", "cancels", "unwanted"):
+        assert not getattr(made._ledger, name), name
+    assert made._reception.num_queued == 0 and not made._ledger.is_torn
     for pool in made._scheduler.pools:
         assert pool.num_available == pool.num_pages
-    assert len(made._scheduler._waiting) <= 65
+    assert made._scheduler._waiting.num_entries <= 65
 
 
 class RaiseAt:
@@ -311,14 +314,14 @@ def test_the_device_of_integers_sees_a_wrong_page():
     (completion,) = made.generate([asked])
     assert list(completion.token_ids) == canonical(asked, 0)[0]
     assert made.stats().prefix_tokens == 8
-    pages, *_ = made._runner._state
-    pages.content = [5] * len(pages.content)
+    kv_cache, *_ = made._runner._state
+    kv_cache.content = [5] * len(kv_cache.content)
     (completion,) = made.generate([asked])
     assert list(completion.token_ids) != canonical(asked, 0)[0]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("numpy refuses")])
-def test_pages_that_were_planned_and_not_computed_serve_nobody(monkeypatch, error):
+def test_pages_that_were_scheduled_and_not_computed_serve_nobody(monkeypatch, error):
     made = engine()
     asked = request(length=20)
 
@@ -329,7 +332,7 @@ def test_pages_that_were_planned_and_not_computed_serve_nobody(monkeypatch, erro
         patch.setattr(made._runner, "_program", interrupted)
         with pytest.raises((KeyboardInterrupt, EngineStoppedError)):
             made.generate([asked])
-    if made._stopped:
+    if made._stopped_by is not None:
         made.reset()
     (completion,) = made.generate([asked])
     assert list(completion.token_ids) == canonical(asked, 0)[0]
@@ -388,8 +391,8 @@ def after_launch(made: Engine, monkeypatch, does) -> None:
     """Do something inside the call of every program, when it has taken the cache."""
     get = made.programs.get
 
-    def get_other(step, params):
-        program = get(step, params)
+    def get_other(key, params):
+        program = get(key, params)
 
         def run(*operands):
             result = program(*operands)
@@ -457,7 +460,7 @@ def test_a_request_that_cannot_be_laid_out_fails_alone():
     assert_at_rest(made)
 
 
-def test_a_sample_that_raises_in_planning_fails_alone():
+def test_a_sequence_that_raises_in_scheduling_fails_alone():
     made = engine(has_prompt_lookup=True, verify_rows=2)
 
     def propose(tokens, most):
@@ -465,7 +468,7 @@ def test_a_sample_that_raises_in_planning_fails_alone():
             raise ZeroDivisionError("no draft")
         return ()
 
-    made._scheduler._propose = propose
+    made._scheduler._speculation._propose = propose
     ids = [add(made, request(first, max_tokens=20)) for first in (1, 2, 3)]
     outputs = made.drain()
     of_bad = [o for o in outputs if o.request_id == ids[1]]
@@ -559,12 +562,12 @@ def test_what_was_released_before_a_step_raises_is_told_later(monkeypatch):
     request_id = add(made, asked)
     take, count = made._runner.launch, 0
 
-    def interrupted(plan):
+    def interrupted(batch):
         nonlocal count
         count += 1
         if count == 5:
             raise KeyboardInterrupt
-        return take(plan)
+        return take(batch)
 
     monkeypatch.setattr(made._runner, "launch", interrupted)
     with pytest.raises(KeyboardInterrupt):
@@ -572,6 +575,33 @@ def test_what_was_released_before_a_step_raises_is_told_later(monkeypatch):
     outputs = made.drain()
     assert {o.request_id for o in outputs} == {request_id}
     assert_canonical(outputs, asked)
+
+
+@pytest.mark.parametrize("with_filters", [False, True])
+@pytest.mark.parametrize("num_top", [0, 5])
+def test_what_is_compiled_ahead_is_not_compiled_by_a_step(with_filters, num_top):
+    made = engine(mode="dvr", max_draft_fraction=0.6, num_pages=60 + num_top + with_filters)
+    made.compile(with_filters=with_filters, num_top_logprobs=num_top)
+    num_compiled = made.stats().num_compiled
+    assert {key.num_top for key in made.programs} == ({0, 16} if num_top else {0})
+    kinds = [{}, {"num_top_logprobs": num_top}]
+    kinds += [{"temperature": 1.0, "top_k": 3}, {"temperature": 1.0, **kinds[1]}][
+        : 2 * with_filters
+    ]
+    for i, kind in enumerate(kinds * 3):
+        add(made, request(i, **kind), is_deterministic=bool(i % 2))
+        made.step()
+    made.drain()
+    assert made.stats().num_compiled == num_compiled
+    assert {key.with_filters for key in made.programs} == {False, with_filters}
+    asked = request(temperature=1.0, min_p=0.1, num_top_logprobs=20)
+    made.generate([asked])
+    assert made.stats().num_compiled > num_compiled
+
+
+def test_a_number_of_top_logprobs_that_nobody_may_ask_for_is_not_compiled():
+    with pytest.raises(ValueError, match=r"num_top_logprobs=65 must be in \[0, 64\]"):
+        engine().compile(num_top_logprobs=65)
 
 
 def test_more_requests_than_may_wait_are_refused():
@@ -798,7 +828,7 @@ class Run:
         if spot.did_raise and not isinstance(error, KeyboardInterrupt):
             for fate in self.fates.values():
                 fate.may_fail = True
-        if self.made._stopped:
+        if self.made._stopped_by is not None:
             with pytest.raises(EngineStoppedError):
                 self.made.step()
             self.hear(self.made.reset())

@@ -6,7 +6,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from detjax.serving.kv_cache import PagePool, page_key
+from detjax.serving.kv_cache import PagePool
+from detjax.serving.prefix_cache import page_key
 
 NUM_PAGES = 12
 

@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """A sequence that is preempted and comes back in one plan: what was in flight is dropped."""
 
+from detjax.serving.config import ReplicaConfig
 from detjax.serving.request import Request, SamplingParams
-from detjax.serving.scheduler import Scheduler, SchedulerConfig
+from detjax.serving.scheduler import Scheduler
+from detjax.serving.sequence import Sequence
 
 PAGE = 4
 
 
-def config(num_pages: int) -> SchedulerConfig:
-    return SchedulerConfig(
-        num_replicas=1, num_slots=2, num_pages=num_pages, page_len=PAGE, prefill_shapes=((2, 8),),
-        max_tokens_per_step=100, max_prefill_streak=1, verify_rows=1, verify_window=4,
-        verify_patience=50, verify_deadline=50, max_draft_fraction=1.0, decode_steps=1,
-        ageing_steps=10, has_prefix_cache=False, is_synchronous=False,
+def config(num_pages: int) -> ReplicaConfig:
+    return ReplicaConfig(
+        mode="dvr", num_replicas=1, num_slots=2, num_pages=num_pages, page_len=PAGE,
+        table_lens=(num_pages,), prefill_shapes=((2, 8),), decode_sizes=(2,), verify_sizes=(1,),
+        verify_window=4, verify_patience=50, verify_deadline=50, max_tokens_per_step=100,
+        max_prefill_streak=1, max_draft_fraction=1.0, decode_steps=1, draft_weights="full",
+        ageing_steps=10, has_prefix_cache=False, has_prompt_lookup=False,
     )  # fmt: skip
 
 
@@ -22,17 +25,19 @@ def test_results_of_before_a_preemption_do_not_count_for_a_sequence_that_runs_ag
 
     def add(request_id: int, *, max_len: int, is_drafted: bool):
         asked = Request(prompt_token_ids=(1,) * 7, sampling=SamplingParams())
-        return scheduler.add(
-            asked, request_id=request_id, sequence_idx=0, max_len=max_len, is_drafted=is_drafted,
-            is_canonical=True,
+        seq = Sequence(
+            request_id=request_id, sequence_idx=0, request=asked, max_len=max_len,
+            is_drafted=is_drafted, is_canonical=True,
         )  # fmt: skip
+        scheduler.add(seq)
+        return seq
 
     first = add(0, max_len=3 * PAGE, is_drafted=False)
     second = add(1, max_len=4 * PAGE, is_drafted=True)
     in_flight: list = []
     for _ in range(4):
         batch = scheduler.schedule()
-        scheduler.launched()
+        scheduler.confirm_launch()
         if scheduler.num_preempted:
             break
         # Results are read a step late.

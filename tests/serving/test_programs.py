@@ -1,24 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The compiled steps: one donated cache, updated in place, and no arithmetic but the kernels'."""
 
+import dataclasses
 import re
 
 import jax
 import numpy as np
 import pytest
 
-from detjax.serving.programs import (
-    HostLayout,
-    ProgramCache,
-    ProgramKey,
-    ProgramSizes,
-    empty_pages,
-    pages_shape,
-)
+from detjax.serving.launch_operands import DecodeOperands, PrefillOperands, VerifyOperands
+from detjax.serving.program_key import ProgramKey
+from detjax.serving.programs import ProgramCache, empty_pages, pages_shape
 from detjax.serving.request import SamplingParams
 from detjax.testing import float_arithmetic_outside_kernels
 from detjax.testing.dummies import dummy_config, dummy_model
-from detjax.testing.programs import plain_step, step_operands, steps_of
+from detjax.testing.programs import operands_for, plain_key, programs_for
 
 
 def _copies_of(hlo: str, shape: tuple[int, ...]) -> list[str]:
@@ -29,13 +25,13 @@ def _copies_of(hlo: str, shape: tuple[int, ...]) -> list[str]:
 @pytest.mark.parametrize(("kind", "length"), [("decode", 1), ("prefill", 32)])
 def test_step_does_not_copy_the_cache(kind, length):
     model = dummy_model(dummy_config())
-    step = plain_step(kind, rows=2, length=length, table_len=2)
-    compiled = steps_of(model, num_pages=5, num_slots=2).get(step, model.params)
+    key = plain_key(kind, rows=2, length=length, table_len=2)
+    compiled = programs_for(model, num_pages=5, num_slots=2).get(key, model.params)
     assert _copies_of(compiled.as_text(), pages_shape(model, 5).shape) == []
     assert "input_output_alias" in compiled.as_text()
     cache = empty_pages(model, 5)
-    operands = step_operands(
-        model, step,
+    operands = operands_for(
+        model, key,
         ids=np.asarray([[5] * length, [6] * length], np.int32),
         start=np.zeros(2, np.int32),
         table=np.asarray([[0, 1], [2, 3]], np.int32),
@@ -50,17 +46,32 @@ def test_step_does_not_copy_the_cache(kind, length):
     assert np.asarray(slots.start).tolist() == [length, length]
 
 
-@pytest.mark.parametrize(("table_len", "num_ids"), [(1, 0), (64, 1), (65, 512), (1024, 33)])
-def test_every_part_of_a_row_begins_where_a_kernel_may_read_it(table_len, num_ids):
-    layout = HostLayout(table_len=table_len, num_ids=num_ids)
-    host = layout.padding(1, no_slot=7)
-    at = host.__array_interface__["data"][0]
-    for part in (layout.table(host), layout.ids(host), layout.head(host)):
+@pytest.mark.parametrize(("table_len", "length"), [(1, 1), (64, 1), (65, 512), (1024, 33)])
+@pytest.mark.parametrize("kind", [PrefillOperands, DecodeOperands, VerifyOperands])
+def test_every_part_of_a_row_begins_where_a_kernel_may_read_it(kind, table_len, length):
+    sizes = {"table_len": table_len} | ({} if kind is DecodeOperands else {"length": length})
+    packed = kind.padding(1, no_slot=7, **sizes).pack()
+    assert packed.shape == (1, kind.num_columns(table_len=table_len, length=length))
+    assert packed.dtype == np.int32 and packed.sum() == 7
+    operands = kind.unpack(packed, **sizes)
+    at = packed.__array_interface__["data"][0]
+    numbers, *parts = operands.slot, operands.page_table
+    parts += [] if kind is DecodeOperands else [operands.token_ids]
+    for part in (numbers, *parts):
         assert (part.__array_interface__["data"][0] - at) % 256 == 0
-    assert layout.head(host).tolist() == [[7, 0, 0]]
-    layout.table(host)[...], layout.ids(host)[...] = 1, 2
-    assert layout.head(host).tolist() == [[7, 0, 0]]
-    assert (host == 1).sum() == table_len and (host == 2).sum() == num_ids
+
+
+@pytest.mark.parametrize("kind", [PrefillOperands, DecodeOperands, VerifyOperands])
+def test_operands_are_unpacked_as_they_were_packed(kind):
+    sizes = {"table_len": 70} | ({} if kind is DecodeOperands else {"length": 5})
+    rng = np.random.default_rng(0)
+    padding = kind.padding(3, no_slot=7, **sizes)
+    names = [field.name for field in dataclasses.fields(kind)]
+    shapes = {name: getattr(padding, name).shape for name in names}
+    drawn = kind(**{n: rng.integers(0, 1000, shapes[n]).astype(np.int32) for n in names})
+    again = kind.unpack(drawn.pack(), **sizes)
+    for name in names:
+        assert (getattr(again, name) == getattr(drawn, name)).all(), name
 
 
 @pytest.mark.control
@@ -75,7 +86,7 @@ def test_control_a_read_of_the_old_cache_is_seen_as_a_copy():
     assert _copies_of(compiled.compile().as_text(), shape)
 
 
-def engine_step(kind, *, mode="invariant") -> ProgramKey:
+def engine_key(kind, *, mode="invariant") -> ProgramKey:
     length = {"prefill": 8, "decode": 1, "verify": 4}[kind]
     return ProgramKey(
         kind=kind, rows=2, length=length, table_len=2, mode=mode, weights="full", num_top=2,
@@ -86,11 +97,10 @@ def engine_step(kind, *, mode="invariant") -> ProgramKey:
 @pytest.mark.parametrize("kind", ["prefill", "decode", "verify"])
 def test_engine_steps_do_no_arithmetic_outside_kernels(kind):
     model = dummy_model(dummy_config(), tp=2)
-    sizes = ProgramSizes(num_pages=6, num_slots=3, window_len=4)
-    steps = ProgramCache(model, sizes)
-    step = engine_step(kind)
-    operands = steps.operands(step, model.params)
-    function = steps.function(step)
+    programs = ProgramCache(model, num_pages=6, num_slots=3, window_len=4)
+    key = engine_key(kind)
+    operands = programs.operands(key, model.params)
+    function = programs.function(key)
     assert float_arithmetic_outside_kernels(function, *operands) == []
 
     def control(*args):
@@ -102,7 +112,7 @@ def test_engine_steps_do_no_arithmetic_outside_kernels(kind):
 
 def test_the_verify_step_does_not_copy_the_cache():
     model = dummy_model(dummy_config())
-    steps = ProgramCache(model, ProgramSizes(num_pages=7, num_slots=3, window_len=4))
-    compiled = steps.get(engine_step("verify"), model.params)
+    programs = ProgramCache(model, num_pages=7, num_slots=3, window_len=4)
+    compiled = programs.get(engine_key("verify"), model.params)
     assert _copies_of(compiled.as_text(), pages_shape(model, 7).shape) == []
     assert "input_output_alias" in compiled.as_text()

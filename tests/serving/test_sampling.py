@@ -20,7 +20,7 @@ from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.sampling import noise
 from detjax.parallel.mesh import make_mesh
 from detjax.serving.request import MAX_TEMPERATURE, SamplingParams
-from detjax.serving.sampling import SamplingRows, choose, is_filtered
+from detjax.serving.sampling import SamplingRows, choose
 from detjax.testing import assert_bitwise_equal, assert_within_ulp, wide
 from detjax.testing.dummies import dummy_config
 
@@ -118,7 +118,7 @@ def _choose(
         backend=Backend.PORTABLE, tp=tp,
     )  # fmt: skip
     if with_filters is None:
-        with_filters = any(is_filtered(p) for p, _ in rows)
+        with_filters = any(p.is_filtered for p, _ in rows)
     width = -(-vocab // (block * tp)) * block * tp
     whole = np.full((len(rows), width), -np.inf, np.float32)
     whole[:, :vocab] = logits

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler without a model: a simulated device runs its plans a step behind."""
+"""The scheduler without a model: a simulated device runs its batches a step behind."""
 
 import dataclasses
 from collections import Counter, abc
@@ -10,13 +10,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from detjax.serving.config import ReplicaConfig
+from detjax.serving.errors import OutOfPagesError
 from detjax.serving.request import Request, SamplingParams
-from detjax.serving.scheduler import (
+from detjax.serving.scheduler import Scheduler
+from detjax.serving.sequence import (
     DecodeRow,
     PrefillRow,
     ScheduledBatch,
-    Scheduler,
-    SchedulerConfig,
     Sequence,
     SequenceError,
     SequenceState,
@@ -25,35 +26,39 @@ from detjax.serving.scheduler import (
 )
 
 PAGE = 4
-CONFIG = SchedulerConfig(
+CONFIG = ReplicaConfig(
+    mode="dvr",
     num_replicas=1,
     num_slots=3,
     num_pages=8,
     page_len=PAGE,
+    table_lens=(8,),
     prefill_shapes=((1, 6), (2, 4)),
-    max_tokens_per_step=1000,
-    max_prefill_streak=0,
-    verify_rows=2,
+    decode_sizes=(3,),
+    verify_sizes=(2,),
     verify_window=4,
     verify_patience=3,
     verify_deadline=6,
+    max_tokens_per_step=1000,
+    max_prefill_streak=0,
     max_draft_fraction=1.0,
     decode_steps=2,
+    draft_weights="full",
     ageing_steps=10,
     has_prefix_cache=True,
-    is_synchronous=False,
+    has_prompt_lookup=False,
 )
 
 
 class Device:
-    """Runs plans at once, as a device would in order, and hands results over a step later.
+    """Runs batches at once, as a device would in order, and hands results over a step later.
 
     The token after a prefix is a function of the prefix. Each page remembers what was written to
     each place, and every read checks that it finds its own tokens' entries there, and a canonical
     row only canonical ones. Drafts are wrong where `is_right` says so.
     """
 
-    def __init__(self, scheduler: Scheduler, config: SchedulerConfig):
+    def __init__(self, scheduler: Scheduler, config: ReplicaConfig):
         self.scheduler = scheduler
         self.config = config
         self.written: list[dict[int, tuple]] = [{} for _ in range(config.num_replicas)]
@@ -175,12 +180,12 @@ class Device:
 class Simulation:
     """A scheduler and its device."""
 
-    def __init__(self, config: SchedulerConfig = CONFIG, **given):
+    def __init__(self, config: ReplicaConfig = CONFIG, **given):
         self.config = config
         self.scheduler = Scheduler(config, **given)
         self.device = Device(self.scheduler, config)
         self.seqs: list[Sequence] = []
-        self.failed: list[tuple[Sequence, str]] = []
+        self.failed: list[tuple[Sequence, OutOfPagesError]] = []
         self.num_steps = 0
 
     def add(
@@ -192,14 +197,15 @@ class Simulation:
             priority=priority,
             cache_salt=salt,
         )
-        seq = self.scheduler.add(
-            request,
+        seq = Sequence(
             request_id=len(self.seqs),
             sequence_idx=0,
-            max_len=len(prompt) + most,
+            request=request,
             is_drafted=is_drafted,
             is_canonical=is_canonical,
+            max_len=len(prompt) + most,
         )
+        self.scheduler.add(seq)
         self.seqs.append(seq)
         return seq
 
@@ -208,13 +214,13 @@ class Simulation:
         self.num_steps += 1
         self.failed += batch.failed
         self.device.launch(batch)
-        self.scheduler.launched()
+        self.scheduler.confirm_launch()
         if len(self.device.in_flight) > 1:
             self.device.retire()
         return batch
 
     def interrupt(self) -> None:
-        """Plan, launch nothing, and begin anew."""
+        """Schedule, launch nothing, and begin anew."""
         self.failed += self.scheduler.schedule().failed
         self.scheduler.restart([s for s in self.seqs if s.state is not SequenceState.DONE])
 
@@ -247,10 +253,10 @@ class Simulation:
             assert is_ended or id(seq) in failed or seq.state is not SequenceState.DONE
 
 
-def random_configuration(rng: np.random.Generator) -> SchedulerConfig:
+def random_configuration(rng: np.random.Generator) -> ReplicaConfig:
     """Every policy, and sizes at which pages, slots and windows run out."""
     slots, window = int(rng.choice([1, 2, 2, 3, 4])), int(rng.choice([1, 1, 2, 3, 5]))
-    is_synchronous = rng.random() < 0.2
+    has_prompt_lookup = rng.random() < 0.2
     shapes = (((1, 6),), ((1, 6), (2, 4)), ((1, 1),), ((3, 9),))
     return changed(
         num_replicas=int(rng.choice([1, 1, 1, 2])),
@@ -258,15 +264,15 @@ def random_configuration(rng: np.random.Generator) -> SchedulerConfig:
         num_pages=int(rng.integers(2, 11)),
         prefill_shapes=shapes[rng.integers(len(shapes))],
         max_prefill_streak=int(rng.choice([0, 1, 5])),
-        verify_rows=min(slots, int(rng.choice([1, 1, 2, 4]))),
+        verify_sizes=(min(slots, int(rng.choice([1, 1, 2, 4]))),),
         verify_window=window,
         verify_patience=int(rng.choice([0, 3, 50])),
         verify_deadline=int(rng.choice([1, 6, 50])),
         max_draft_fraction=float(rng.choice([0.0, 0.6, 1.0, 1.0])),
-        decode_steps=1 if is_synchronous else int(rng.integers(1, max(2, window))),
+        decode_steps=1 if has_prompt_lookup else int(rng.integers(1, max(2, window))),
         ageing_steps=int(rng.choice([0, 1, 10])),
         has_prefix_cache=bool(rng.random() < 0.5),
-        is_synchronous=is_synchronous,
+        has_prompt_lookup=has_prompt_lookup,
     )
 
 
@@ -286,7 +292,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @initialize(seed=st.integers(0, 2**32 - 1))
     def choose(self, seed):
         config = random_configuration(np.random.default_rng(seed))
-        given = {"propose": propose_half_wrong} if config.is_synchronous else {}
+        given = {"propose": propose_half_wrong} if config.has_prompt_lookup else {}
         self.simulation = Simulation(config, **given)
 
     @rule(
@@ -298,7 +304,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def arrive(self, length, most, first, kind, priority):
         prompt = [first, *range(1, length)]  # shared prefixes are the rule
-        if self.simulation.config.is_synchronous:
+        if self.simulation.config.has_prompt_lookup:
             kind = "direct"  # prompt lookup is of canonical engines alone
         self.simulation.add(
             prompt,
@@ -326,7 +332,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def interrupt(self):
-        """A plan is made and never launched: nothing that it would have written is read."""
+        """A batch is scheduled and never launched: nothing that it would have written is read."""
         self.simulation.interrupt()
 
     @invariant()
@@ -367,7 +373,7 @@ TestScheduler.settings = settings(max_examples=120, stateful_step_count=30, dead
 def random_simulation(rng: np.random.Generator, **changes) -> Simulation:
     """Any configuration, drafts that are often wrong, and an end token in half of all runs."""
     config = dataclasses.replace(random_configuration(rng), **changes)
-    given = {"propose": propose_half_wrong} if config.is_synchronous else {}
+    given = {"propose": propose_half_wrong} if config.has_prompt_lookup else {}
     simulation = Simulation(config, **given)
     simulation.device.is_right = lambda: rng.random() < 0.7
     simulation.device.end = 3 if rng.random() < 0.5 else None
@@ -376,7 +382,7 @@ def random_simulation(rng: np.random.Generator, **changes) -> Simulation:
 
 def add_random(simulation: Simulation, rng: np.random.Generator, **given) -> Sequence:
     kind = rng.choice(
-        ["direct"] if simulation.config.is_synchronous else ["drafted"] * 3 + ["plain"]
+        ["direct"] if simulation.config.has_prompt_lookup else ["drafted"] * 3 + ["plain"]
     )
     return simulation.add(
         [int(rng.integers(2)), *range(1, int(rng.integers(1, 14)))],
@@ -424,7 +430,7 @@ def test_nobody_starves_behind_those_who_keep_coming(count):
         assert last.state is SequenceState.DONE, f"{seed=}: {simulation.config}"
 
 
-def changed(**changes) -> SchedulerConfig:
+def changed(**changes) -> ReplicaConfig:
     return dataclasses.replace(CONFIG, **changes)
 
 
@@ -457,7 +463,7 @@ def test_the_first_in_line_is_not_overtaken_by_smaller_requests():
     simulation.check_answers()
 
 
-def test_preempted_samples_go_on_where_they_were_and_use_their_own_pages_again():
+def test_preempted_sequences_go_on_where_they_were_and_use_their_own_pages_again():
     simulation = Simulation(changed(num_pages=7))
     simulation.device.end = None
     first = simulation.add([1] * 8, most=16)
@@ -470,14 +476,14 @@ def test_preempted_samples_go_on_where_they_were_and_use_their_own_pages_again()
     assert not simulation.failed
 
 
-def test_one_sample_that_outgrows_the_cache_fails_alone_with_the_reason():
+def test_one_sequence_that_outgrows_the_cache_fails_alone_with_the_reason():
     simulation = Simulation(changed(num_pages=4))
     simulation.device.end = None
     large = simulation.add([1] * 8, most=30)
     other = simulation.add([2] * 4, most=4)
     simulation.drain()
     ((seq, reason),) = simulation.failed
-    assert seq is large and reason == "its 17 tokens do not fit in the cache of 4 pages of 4"
+    assert seq is large and str(reason) == "its 17 tokens do not fit in the cache of 4 pages of 4"
     assert other.num_outputs == 4
 
 
@@ -500,10 +506,10 @@ def test_a_prompt_that_outgrows_the_cache_fails_alone():
     simulation.add([2] * 4, most=4)
     simulation.drain()
     ((_, reason),) = simulation.failed
-    assert reason == "its 17 tokens do not fit in the cache of 4 pages of 4"
+    assert str(reason) == "its 17 tokens do not fit in the cache of 4 pages of 4"
 
 
-def test_samples_of_one_prompt_compute_it_once():
+def test_sequences_of_one_prompt_compute_it_once():
     simulation = Simulation(changed(num_pages=20, prefill_shapes=((3, 4),)))
     for _ in range(3):
         simulation.add([1, 2, 3, 4, 5, 6, 7, 8, 9], most=3)
@@ -564,7 +570,7 @@ def test_drafts_that_are_always_wrong_still_progress():
     simulation.check_answers()
 
 
-def test_pages_of_a_plan_that_was_not_launched_are_not_found():
+def test_pages_of_a_batch_that_was_not_launched_are_not_found():
     simulation = Simulation()
     prompt = [1] * (3 * PAGE)
     simulation.add(prompt)
@@ -587,7 +593,7 @@ def test_the_queue_forgets_who_was_cancelled_while_waiting():
     simulation.step()
     for i in range(5000):
         simulation.scheduler.end(simulation.add([i] * 4, most=6))
-        assert len(simulation.scheduler._waiting) <= 65
+        assert simulation.scheduler._waiting.num_entries <= 65
     assert simulation.scheduler.num_waiting == 0
     simulation.seqs = [first]
     simulation.drain()
@@ -606,13 +612,13 @@ def test_a_salt_keeps_the_prefixes_of_tenants_apart():
     simulation.check_answers()
 
 
-def test_what_a_proposal_raises_names_its_sample():
+def test_what_a_proposal_raises_names_its_sequence():
     def propose(tokens, most):
         if tokens[0] == 2:
             raise ZeroDivisionError("no draft")
         return ()
 
-    simulation = Simulation(changed(decode_steps=1, is_synchronous=True), propose=propose)
+    simulation = Simulation(changed(decode_steps=1, has_prompt_lookup=True), propose=propose)
     simulation.device.end = None
     simulation.add([1] * 4)
     bad = simulation.add([2] * 4)
@@ -624,7 +630,7 @@ def test_what_a_proposal_raises_names_its_sample():
 def test_a_window_that_finds_no_page_takes_no_row_from_one_that_has_its_own():
     """The lower rank's window has waited longer, and needs a page that the higher one holds."""
     config = changed(
-        num_slots=2, num_pages=5, verify_rows=1, verify_window=1, max_draft_fraction=1.0
+        num_slots=2, num_pages=5, verify_sizes=(1,), verify_window=1, max_draft_fraction=1.0
     )
     simulation = Simulation(dataclasses.replace(config, decode_steps=1))
     simulation.device.end = None
@@ -639,13 +645,13 @@ def test_proposals_of_the_host_are_verified_and_progress():
     def propose(tokens, most):
         return tuple([Device.token_after(list(tokens)), 99][:most]) if len(tokens) % 2 else ()
 
-    simulation = Simulation(changed(decode_steps=1, is_synchronous=True), propose=propose)
+    simulation = Simulation(changed(decode_steps=1, has_prompt_lookup=True), propose=propose)
     for i in range(4):
         simulation.add([i] * 5, most=9)
-    plans = []
+    batches = []
     while simulation.scheduler.has_work:
-        plans.append(simulation.step())
-    given = [r for p in plans for rows in p.verifies for r in rows]
+        batches.append(simulation.step())
+    given = [r for batch in batches for rows in batch.verifies for r in rows]
     assert given and all(r.given for r in given)
     simulation.check_answers()
 
@@ -692,13 +698,13 @@ def test_decoding_waits_for_prompts_as_long_as_it_may(patience, decoded):
     simulation.step()
     for i in range(4):
         simulation.add([i] * 6, most=20)
-    plans = [simulation.step() for _ in range(8)]
-    assert "".join(str(int(bool(batch.decodes[0]))) for batch in plans) == decoded
+    batches = [simulation.step() for _ in range(8)]
+    assert "".join(str(int(bool(batch.decodes[0]))) for batch in batches) == decoded
     simulation.drain()
     simulation.check_answers()
 
 
-def test_a_window_whose_draft_would_end_the_sample_is_verified_early():
+def test_a_window_whose_draft_would_end_the_sequence_is_verified_early():
     simulation = Simulation(
         changed(decode_steps=1, verify_window=30, num_pages=40, verify_deadline=99)
     )

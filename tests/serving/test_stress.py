@@ -14,7 +14,6 @@ from detjax.parallel.mesh import make_mesh
 from detjax.serving.config import EngineConfig
 from detjax.serving.engine import Engine
 from detjax.serving.programs import ProgramCache
-from detjax.serving.sampling import is_filtered
 from detjax.testing.dummies import dummy_config, dummy_model
 from detjax.testing.load import LoadReport, Question, lone_answers, make_questions, run_load
 
@@ -49,7 +48,7 @@ def expected():
 
 def is_unfiltered(question: Question) -> bool:
     """Whether it runs on the programs without filters: half as many to compile."""
-    return not is_filtered(question.request.sampling)
+    return not question.request.sampling.is_filtered
 
 
 _PROGRAMS: dict[str, ProgramCache] = {}
@@ -141,7 +140,7 @@ def test_an_engine_that_makes_several_drafts_a_launch_is_bitwise_schedule_invari
     completions = made.generate([questions()[i].request for i in asked])
     want = [c for i in asked for c in expected()[i]]
     assert [c.digest() for c in completions] == [c.digest() for c in want]
-    assert any(step.kind == "decode" and step.length == 3 for step in made.programs)
+    assert any(key.kind == "decode" and key.length == 3 for key in made.programs)
     stats = made.stats()
     assert 0 < stats.accepted_tokens < stats.draft_tokens
     load(made, 60, seed=12, plain_share=0.1)
@@ -156,7 +155,7 @@ def test_an_engine_that_makes_several_drafts_a_launch_is_bitwise_schedule_invari
 def test_an_engine_that_decodes_several_tokens_a_launch_is_bitwise_schedule_invariant(changes):
     made = engine(decode_steps=4, **changes)
     load(made, 80, seed=13, plain_share=0.3)
-    lengths = {step.length for step in made.programs if step.kind == "decode"}
+    lengths = {key.length for key in made.programs if key.kind == "decode"}
     assert lengths >= {1, 4}
     assert made.stats().surplus_tokens > 0  # behind an end
 

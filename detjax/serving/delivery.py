@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a launch's result to what is told: tokens are committed, heard, and sequences ended."""
+
+import time
+
+import numpy as np
+
+from detjax.serving.errors import ConsumerError, NaNLogitError
+from detjax.serving.launch_operands import unpack_choice, unpack_num_committed
+from detjax.serving.ledger import Arrival, CommittedToken, Ledger
+from detjax.serving.model_runner import Launch, places
+from detjax.serving.observer import Observer
+from detjax.serving.request import FinishReason, RequestOutput, TokenEvent
+from detjax.serving.sampling import Choice
+from detjax.serving.scheduler import Scheduler
+from detjax.serving.sequence import (
+    DecodeRow,
+    PrefillRow,
+    Sequence,
+    SequenceState,
+    VerifyRow,
+    ignore_token,
+)
+
+Ending = tuple[FinishReason, Exception | None]
+"""Why a sequence ends, and what went wrong where it is an error."""
+
+
+class Delivery:
+    """Commits tokens, tells those who listen, and ends sequences.
+
+    Attributes:
+        weight_version: Of the weights that compute, which outputs carry.
+    """
+
+    def __init__(self, ledger: Ledger, scheduler: Scheduler, observer: Observer):
+        """Deliver nothing yet."""
+        self._ledger, self._scheduler, self._observer = ledger, scheduler, observer
+        self.weight_version = 0
+
+    # -------------------------------------------------------------------------------------- results
+
+    def retire(self, launch: Launch) -> None:
+        """Wait for the result of a launch, and commit what it decided."""
+        begin_s = time.perf_counter()
+        packed = np.asarray(launch.result)
+        self._observer.note_result(launch, begin_s)
+        key, stats = launch.key, self._observer.stats
+        choice = unpack_choice(packed, key.num_top)
+        for at, row in places(key, launch.rows):
+            if not self._scheduler.is_current(row):
+                stats.surplus_tokens += 1
+                continue
+            self._scheduler.retire(row)
+            match row:
+                case VerifyRow():
+                    num_committed = int(unpack_num_committed(packed)[at])
+                    self._observer.note_window(row, num_committed)
+                    self._commit_all(row.seq, choice, at, num_committed)
+                case DecodeRow(is_draft=True):
+                    drafts = np.ravel(choice.token_ids[at])[: row.num_tokens]
+                    if not row.seq.end_token_ids.isdisjoint(drafts):
+                        self._scheduler.close_window(row)
+                case DecodeRow() if key.length > 1:
+                    num_done = self._commit_all(row.seq, choice, at, row.num_tokens)
+                    stats.surplus_tokens += row.num_tokens - num_done
+                case DecodeRow() | PrefillRow(is_last=True):
+                    self._commit(row.seq, choice, at)
+            if row.seq.state is SequenceState.RUNNING:
+                self._scheduler.share_pages(row.seq)
+
+    def _commit_all(self, seq: Sequence, choice: Choice, at: int, count: int) -> int:
+        """Commit `count` tokens of row `at`, or those up to the sequence's end; how many."""
+        for i in range(count):
+            if not self._commit(seq, choice, (at, i)):
+                return i + 1
+        return count
+
+    def _commit(self, seq: Sequence, choice: Choice, at) -> bool:
+        """Append a token and tell who listens; False if the sequence has ended."""
+        position, logprob = len(seq.tokens), choice.logprobs[at]
+        if logprob != logprob:
+            self.finish(seq, FinishReason.ERROR, NaNLogitError(position))
+            return False
+        token_id, top = int(choice.token_ids[at]), ()
+        if num_top := seq.request.sampling.num_top_logprobs:
+            ids, values = choice.top_ids[at], choice.top_logprobs[at]
+            top = tuple((int(ids[k]), values[k]) for k in range(num_top))
+        # The news first: should an interrupt come between, `recovery` commits what it finds there.
+        token = CommittedToken(position, token_id, logprob, top)
+        self._ledger.news.setdefault(seq, []).append(token)
+        self._scheduler.commit(seq, token_id)
+        self._observer.stats.decode_tokens += 1
+        return self.tell(seq, token)
+
+    def tell(self, seq: Sequence, token: CommittedToken) -> bool:
+        """Tell who listens of a committed token, and end the sequence if it ends here.
+
+        Returns:
+            Whether it goes on.
+        """
+        ending = self._hear(seq, token)
+        if ending is not None:
+            self.finish(seq, *ending)
+        return ending is None
+
+    def _hear(self, seq: Sequence, token: CommittedToken) -> Ending | None:
+        """Let who listens hear a token; how the sequence ends, if it does."""
+        listener = seq.listener
+        listener.told_len = token.position + 1
+        reason = seq.end_reason
+        if listener.on_token is not ignore_token:
+            event = TokenEvent(
+                request_idx=listener.request_idx,
+                sequence_idx=seq.sequence_idx,
+                token_id=token.token_id,
+                logprob=token.logprob,
+                top_logprobs=token.top_logprobs,
+            )
+            try:
+                reason = FinishReason.STOP if listener.on_token(event) else reason
+            except Exception as raised:
+                return FinishReason.ERROR, ConsumerError(raised)
+        return None if reason is None else (reason, None)
+
+    # ----------------------------------------------------------------------------------------- ends
+
+    def finish(
+        self, seq: Sequence, reason: FinishReason, exception: Exception | None = None
+    ) -> None:
+        """End a sequence, free what it holds and note what to tell."""
+        if seq in self._ledger.news:
+            self._observer.note_release(seq)
+        # The end first: should an interrupt come between, `recovery` drops whom it finds there.
+        self._ledger.outputs.append(self._output(seq, reason, exception))
+        self._scheduler.end(seq)
+        self._ledger.forget(seq)
+        self._observer.note_end(seq, reason)
+
+    def refuse(self, arrival: Arrival, exception: Exception) -> None:
+        """End every sequence of a request that never began."""
+        self._ledger.outputs += [
+            RequestOutput(
+                request_id=arrival.request_id,
+                sequence_idx=sequence_idx,
+                token_ids=(),
+                logprobs=(),
+                top_logprobs=(),
+                finish_reason=FinishReason.ERROR,
+                exception=exception,
+                weight_version=self.weight_version,
+            )
+            for sequence_idx in range(arrival.request.sampling.n)
+        ]
+
+    def collect(self) -> list[RequestOutput]:
+        """Return what there is to tell: ends, then in order of arrival where sequences go on."""
+        going_on = list(self._ledger.news)  # few, though many may wait
+        going_on.sort(key=lambda seq: (seq.request_id, seq.sequence_idx))
+        for seq in going_on:
+            self._observer.note_release(seq)
+        return [*self._ledger.outputs, *(self._output(seq, None, None) for seq in going_on)]
+
+    def _output(
+        self, seq: Sequence, reason: FinishReason | None, exception: Exception | None
+    ) -> RequestOutput:
+        news = self._ledger.news.get(seq, ())
+        return RequestOutput(
+            request_id=seq.request_id,
+            sequence_idx=seq.sequence_idx,
+            token_ids=tuple(token.token_id for token in news),
+            logprobs=tuple(token.logprob for token in news),
+            top_logprobs=tuple(token.top_logprobs for token in news),
+            finish_reason=reason,
+            exception=exception,
+            weight_version=self.weight_version,
+        )

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests on their way in: checked, kept in the inbox, and made sequences by the next step."""
+
+import time
+
+import numpy as np
+
+from detjax.models.config import ModelConfig
+from detjax.serving.config import EngineConfig
+from detjax.serving.delivery import Delivery
+from detjax.serving.errors import LayoutError
+from detjax.serving.ledger import Arrival, Ledger
+from detjax.serving.observer import Observer
+from detjax.serving.request import MAX_SEQUENCES, FinishReason, Request
+from detjax.serving.sampling import SamplingRows
+from detjax.serving.scheduler import Scheduler
+from detjax.serving.sequence import Listener, OnToken, Sequence
+
+MAX_TAKEN = MAX_SEQUENCES
+"""Sequences that a step takes from the inbox, so that no step is long because many ask at once."""
+
+
+class Reception:
+    """Takes requests, from any thread, and hands their sequences to the scheduler."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: EngineConfig,
+        *,
+        ledger: Ledger,
+        scheduler: Scheduler,
+        delivery: Delivery,
+        observer: Observer,
+    ):
+        """Take nobody yet.
+
+        Args:
+            model: Of the model that is asked.
+            config: Of the engine.
+            ledger: Where requests are kept.
+            scheduler: To which sequences are added.
+            delivery: Ends who is refused or cancelled.
+            observer: Is told of arrivals.
+        """
+        self._model, self._config = model, config
+        self._ledger, self._scheduler = ledger, scheduler
+        self._delivery, self._observer = delivery, observer
+
+    @property
+    def num_queued(self) -> int:
+        """Sequences that wait for a slot, or for the next step to see them."""
+        return self._scheduler.num_waiting + self._ledger.num_in_inbox
+
+    def check(self, request: Request, what: str) -> None:
+        """Refuse a request that cannot run on this engine.
+
+        Raises:
+            ValueError: If it cannot, naming `what` of it.
+        """
+        prompt, vocab_size = request.prompt_token_ids, self._model.vocab_size
+        if not prompt:
+            raise ValueError(f"{what} is empty; give at least one token")
+        if len(prompt) >= self._config.max_len:
+            raise ValueError(
+                f"{what} has {len(prompt)} tokens, which leaves no room to generate in "
+                f"max_len={self._config.max_len} (the model's context is "
+                f"{self._model.max_position_embeddings})"
+            )
+        for token_id in (min(prompt), max(prompt)):
+            if not 0 <= token_id < vocab_size:
+                raise ValueError(
+                    f"{what} has token id {token_id}, outside the vocabulary of {vocab_size}"
+                )
+        if request.sampling.stop:
+            raise ValueError(
+                f"{what} has stop={request.sampling.stop!r}, and an engine knows tokens, not "
+                "text: ask detjax.LLM, or give the requests to detjax.serving.text.TextBatch"
+            )
+        if request.sampling.num_top_logprobs > vocab_size:
+            raise ValueError(
+                f"{what} asks for num_top_logprobs={request.sampling.num_top_logprobs}, more than "
+                f"the vocabulary of {vocab_size}"
+            )
+        if request.is_deterministic and self._config.mode == "fast":
+            raise ValueError(
+                f"{what} is to be deterministic, and mode 'fast' makes no claim; use 'dvr' or "
+                "'invariant', or is_deterministic=False"
+            )
+
+    def take(
+        self, request_id: int, request: Request, on_token: OnToken, *, request_idx: int
+    ) -> None:
+        """Put a request that was checked into the inbox; tokens are told as of `request_idx`."""
+        arrival = Arrival(
+            request_id=request_id,
+            request=request,
+            request_idx=request_idx,
+            on_token=on_token,
+            arrived_s=time.perf_counter(),
+        )
+        self._ledger.put_in_inbox(arrival)
+
+    def admit(self) -> None:
+        """Let some of those who wait outside in, and end those who were cancelled."""
+        ledger, num_taken = self._ledger, 0
+        while ledger.inbox and num_taken < MAX_TAKEN:
+            arrival = ledger.inbox[0]
+            num_taken += arrival.request.sampling.n
+            # It stays in the inbox until it is known, and `Recovery` drops whom it finds in both.
+            self._arrive(arrival)
+            ledger.pop_inbox()
+        late = []
+        while ledger.cancels:
+            request_id = ledger.cancels[0]
+            for seq in ledger.sequences_of(request_id):
+                self._delivery.finish(seq, FinishReason.CANCELLED)
+            if any(arrival.request_id == request_id for arrival in tuple(ledger.inbox)):
+                late.append(request_id)
+            ledger.cancels.popleft()
+        ledger.cancels.extend(late)
+
+    def _arrive(self, arrival: Arrival) -> None:
+        """Make the sequences of a request. Should one of its values raise, it fails alone."""
+        sampling, prompt = arrival.request.sampling, arrival.request.prompt_token_ids
+        self._observer.stats.num_requests += 1
+        try:
+            # WHY: as every launch will lay them out, so that none raises for those beside it.
+            SamplingRows.pack([(sampling, sampling.n - 1)])
+            np.asarray(prompt, np.int32)
+            ends = frozenset((*self._model.eos_token_ids, *sampling.stop_token_ids))
+        except Exception as error:
+            self._observer.stats.num_failed += sampling.n
+            self._delivery.refuse(arrival, LayoutError(error))
+            return
+        seqs = [self._sequence(arrival, i, ends) for i in range(sampling.n)]
+        for seq in seqs:
+            self._scheduler.add(seq)
+            self._observer.note_arrival(seq)
+        self._ledger.live[arrival.request_id] = dict(enumerate(seqs))
+
+    def _sequence(self, arrival: Arrival, sequence_idx: int, ends: frozenset[int]) -> Sequence:
+        request, mode = arrival.request, self._config.mode
+        most_len = len(request.prompt_token_ids) + request.sampling.max_tokens
+        is_drafted = mode == "dvr" and request.is_deterministic
+        return Sequence(
+            request_id=arrival.request_id,
+            sequence_idx=sequence_idx,
+            request=request,
+            is_drafted=is_drafted,
+            is_canonical=mode == "invariant" or is_drafted,
+            max_len=min(most_len, self._config.max_len),
+            end_token_ids=ends,
+            listener=Listener(
+                on_token=arrival.on_token,
+                request_idx=arrival.request_idx,
+                arrived_s=arrival.arrived_s,
+            ),
+        )
