@@ -253,12 +253,12 @@ MUTANTS = (
         edits=(
             Edit(
                 where=SERVING,
-                old="            replica.coming.setdefault(key, page)\n",
-                new="            replica.pool.register(page, key)\n",
+                old="            self._coming.setdefault(key, page)\n",
+                new="            self._pool.register(page, key)\n",
             ),
         ),
         tests=(
-            "tests/serving/test_scheduler.py::test_pages_of_a_plan_that_was_not_launched_are_not_found",
+            "tests/serving/test_scheduler.py::test_pages_of_a_batch_that_was_not_launched_are_not_found",
         ),
     ),
     Mutant(
@@ -273,8 +273,8 @@ MUTANTS = (
         edits=(
             Edit(
                 where=SERVING,
-                old="return (len(seq.tokens) - 1) // self._config.page_len",
-                new="return len(seq.tokens) // self._config.page_len",
+                old="return (len(seq.tokens) - 1) // self._page_len",
+                new="return len(seq.tokens) // self._page_len",
             ),
         ),
         tests=(
@@ -284,13 +284,7 @@ MUTANTS = (
     Mutant(
         name="preempted-keeps-epoch",
         fault="results from before a preemption count after it",
-        edits=(
-            Edit(
-                where=SERVING,
-                old="        self._leave(seq)\n        seq.epoch += 1\n",
-                new="        self._leave(seq)\n",
-            ),
-        ),
+        edits=(Edit(where=SERVING, old="        seq.epoch += 1\n", new=""),),
         tests=("tests/serving/test_preemption.py",),
     ),
     Mutant(
@@ -299,9 +293,9 @@ MUTANTS = (
         edits=(
             Edit(
                 where=SERVING,
-                old="        num_right = jnp.argmax(is_wrong, axis=1).astype(jnp.int32)\n",
-                new="        num_right = jnp.argmax(is_wrong, axis=1).astype(jnp.int32)\n"
-                "        num_right = jnp.minimum(num_right + 1, num_drafts)\n"
+                old="        num_accepted = jnp.argmax(is_wrong, axis=1).astype(jnp.int32)\n",
+                new="        num_accepted = jnp.argmax(is_wrong, axis=1).astype(jnp.int32)\n"
+                "        num_accepted = jnp.minimum(num_accepted + 1, num_drafts)\n"
                 "        chosen = jnp.concatenate([drafts, chosen[:, -1:]], axis=1)\n",
             ),
         ),
@@ -322,7 +316,7 @@ MUTANTS = (
     Mutant(
         name="requests-leak",
         fault="the engine never forgets a request's sequences",
-        edits=(Edit(where=SERVING, old="self._sequences.pop(seq.request_id, None)", new="pass"),),
+        edits=(Edit(where=SERVING, old="self.live.pop(seq.request_id, None)", new="pass"),),
         tests=(f"{SCHEDULES}::test_an_engine_at_rest_knows_no_request",),
     ),
     Mutant(
@@ -331,7 +325,7 @@ MUTANTS = (
         edits=(
             Edit(
                 where=SERVING,
-                old='FAST_OPTIONS if step.mode == "fast" else EXACT_OPTIONS',
+                old='FAST_OPTIONS if key.mode == "fast" else EXACT_OPTIONS',
                 new="FAST_OPTIONS",
             ),
         ),
