@@ -59,7 +59,7 @@ def engine(name: str = "", *, mesh: tuple[int, int] = (1, 1), candidates=None, *
     sizes = {"batch_size": 8, "prefill_chunk": 32, "max_len": MAX_LEN, "num_pages": NUM_PAGES}
     policies = {"verify_rows": 3, "verify_window": 6, "prefill_shapes": ((3, 16),)}
     config = EngineConfig(**(sizes | policies | changes))
-    given = {"candidates": candidates} if candidates else {"steps": _PROGRAMS.get(name)}
+    given = {"candidates": candidates} if candidates else {"programs": _PROGRAMS.get(name)}
     made = Engine(model(*mesh), config, **given)
     if not candidates:
         _PROGRAMS[name] = made.programs
