@@ -80,7 +80,8 @@ class Delivery:
         """Append a token and tell who listens; False if the sequence has ended."""
         position, logprob = len(seq.tokens), choice.logprobs[at]
         if logprob != logprob:
-            self.finish(seq, FinishReason.ERROR, NaNLogitError(position))
+            error = f"a NaN logit at position {position}; check the weights for NaN or infinity"
+            self.finish(seq, FinishReason.ERROR, NaNLogitError(error))
             return False
         token_id, top = int(choice.token_ids[at]), ()
         if num_top := seq.request.sampling.num_top_logprobs:
@@ -120,7 +121,7 @@ class Delivery:
             try:
                 reason = FinishReason.STOP if listener.on_token(event) else reason
             except Exception as raised:
-                return FinishReason.ERROR, ConsumerError(raised)
+                return FinishReason.ERROR, ConsumerError(f"its consumer raised {raised!r}")
         return None if reason is None else (reason, None)
 
     # ----------------------------------------------------------------------------------------- ends

@@ -110,7 +110,7 @@ class Engine:
         self._recovery = Recovery(self._ledger, self._scheduler, self._runner, self._delivery)
         self._request_ids = itertools.count()
         self._in_flight: list[Launch] = []
-        self._stopped_by: Exception | None = None
+        self._stopped_by: str | None = None  # not the exception, which keeps what it saw alive
 
     @property
     def programs(self) -> ProgramCache:
@@ -228,10 +228,11 @@ class Engine:
             self._mend()
             ledger.is_torn = True
             if ledger.is_live(error.seq):
-                self._delivery.finish(error.seq, FinishReason.ERROR, RowError(error.__cause__))
+                raised = RowError(f"it raised {error.__cause__!r}")
+                self._delivery.finish(error.seq, FinishReason.ERROR, raised)
         except Exception as error:
-            self._stopped_by = error
-            raise EngineStoppedError(error) from error
+            self._stopped_by = f"{type(error).__name__}: {error}"
+            raise self._stopped_error(self._stopped_by) from error
         told = self._delivery.collect()
         mine = [o for o in told if wanted is None or o.request_id in wanted]
         kept = [o for o in told if wanted is not None and o.request_id not in wanted]
@@ -334,7 +335,9 @@ class Engine:
         self._scheduler.forget_pages()  # first, lest an interrupt leave pages that are not there
         self._runner.reset()
         self._mend()
-        self._recovery.end_all(EngineResetError(self._stopped_by))
+        stopped = f"the engine has stopped: {self._stopped_by}"
+        why = "the engine was reset" if self._stopped_by is None else stopped
+        self._recovery.end_all(EngineResetError(why))
         self._recovery.drop_unwanted()
         outputs = ledger.outputs
         ledger.outputs, ledger.news, ledger.is_torn, self._stopped_by = [], {}, False, None
@@ -342,13 +345,21 @@ class Engine:
 
     def _refuse_if_stopped(self) -> None:
         if self._stopped_by is not None:
-            raise EngineStoppedError(self._stopped_by)
+            raise self._stopped_error(self._stopped_by)
+
+    def _stopped_error(self, cause: str) -> EngineStoppedError:
+        return EngineStoppedError(
+            f"the engine has stopped: {cause}; engine.reset() ends what is under way and allocates "
+            "the cache anew"
+        )
 
     def _mend(self) -> None:
         """Begin anew from what is true of requests, if a call did not end."""
         if self._ledger.is_torn:
             self._in_flight = []
             self._recovery.mend()
+
+    # ------------------------------------------------------------------------------------ compiling
 
     def compile(
         self,
@@ -359,14 +370,15 @@ class Engine:
     ) -> None:
         """Compile ahead the programs that requests will need, several at a time.
 
-        What is not compiled here is compiled by the step that first needs it, and every request
-        waits for it, for seconds. A step runs one program for all its rows: it has filters if any
-        request of the step has a top-k, top-p or min-p, and reports as many top logprobs as any
-        of them wants, rounded up to 4, 16 or 64. So there are four kinds of programs, and this
-        compiles of every kind that the arguments allow: without filters and top logprobs always,
-        with the one, with the other, and with both. Say the largest `num_top_logprobs` that
-        requests will have; a step whose requests all want fewer than the next smaller of those
-        sizes compiles that one. `generate` runs one kind for its whole list.
+        A program filters if a request of its step has a top-k, top-p or min-p. It reports as many
+        top logprobs as any request of its step wants, rounded up to 4, 16 or 64.
+
+        - Compiled here, always: the programs that do neither.
+        - Compiled here, if asked for: those that filter, those that report, those that do both.
+        - Compiled by the step that first needs it: any other. All requests wait, for seconds.
+
+        So with `num_top_logprobs=10` a step whose requests want 5 to 16, or none, has its program;
+        one whose requests want at most 4, but some, does not. `generate` counts as one step.
 
         Args:
             progress: Told (what, done, total).

@@ -131,7 +131,7 @@ class Reception:
             ends = frozenset((*self._model.eos_token_ids, *sampling.stop_token_ids))
         except Exception as error:
             self._observer.stats.num_failed += sampling.n
-            self._delivery.refuse(arrival, LayoutError(error))
+            self._delivery.refuse(arrival, LayoutError(f"it cannot be laid out: {error!r}"))
             return
         seqs = [self._sequence(arrival, i, ends) for i in range(sampling.n)]
         for seq in seqs:

@@ -254,11 +254,8 @@ class Scheduler:
 
     def _fail(self, seq: Sequence, num_tokens: int, batch: ScheduledBatch) -> None:
         self.end(seq)
-        error = OutOfPagesError(
-            num_tokens=num_tokens,
-            num_pages=self._config.num_pages,
-            page_len=self._config.page_len,
-        )
+        cache = f"the cache of {self._config.num_pages} pages of {self._config.page_len}"
+        error = OutOfPagesError(f"its {num_tokens} tokens do not fit in {cache}")
         batch.failed.append((seq, error))
 
     # --------------------------------------------------------------------------------- verification
