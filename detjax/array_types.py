@@ -1,25 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shape and dtype annotations, and the one glossary of axis letters.
 
-Capitals are global sizes; a small letter is this device's or this tile's share of the same axis
-(`"B f"` inside `shard_map`, `"bm bk"` inside a kernel). One letter has one meaning everywhere.
+Capitals are global sizes; a small letter is this device's, this sequence's or this tile's share of
+the same axis (`"B f"` inside `shard_map`, `"B n"` of a page table). In annotations, and in the
+docstrings that explain them, one letter has one meaning everywhere. Prose about matrix products
+says M, N and K as BLAS does: rows, outputs (`O`) and inputs (`I`).
 
 | letter | axis |
 |---|---|
+| `A` | parts of a row-parallel sum: leaves, or subtrees of them |
 | `B` | requests (sequences) |
-| `T` | query tokens of one request in this call |
-| `M` | rows: `B * T` flattened |
-| `S` | key tokens |
+| `C` | channels in a head; `half` is C / 2 |
 | `D` | model width |
-| `H` | query heads |
-| `K` | key/value heads as stored (replicas included); in a linear layer, the contracted axis |
-| `G` | query heads that share one key/value head, `H / K` |
-| `C` | channels in a head |
+| `E` | gates, then ups: 2 F |
 | `F` | feed-forward width |
-| `V` | vocabulary |
-| `L` | layers; in a linear layer, the leaves of its sum |
-| `N` | pages of the cache; in a linear layer, the outputs |
+| `G` | query heads that share one key/value head, H / K |
+| `H` | query heads |
+| `I` | inputs of a linear layer, over which it sums |
+| `J` | heads of queries, keys and values: H + 2 K |
+| `K` | key/value heads as stored (replicas included) |
+| `L` | layers |
+| `M` | rows: B T flattened |
+| `N` | pages of the cache |
+| `O` | outputs of a linear layer |
 | `P` | tokens in a page |
+| `R` | rows that may be all of M or a rank's share |
+| `S` | positions, and key tokens |
+| `T` | query tokens of one request in this call |
+| `V` | vocabulary |
+| `X`, `Y` | any axis, of that function alone |
+| `Z` | blocks of the vocabulary |
 """
 
 from typing import TYPE_CHECKING

@@ -121,7 +121,7 @@ def _narrow_specs(spec: P) -> dict[str, P]:
     return {"q": spec, "scale": P(*tuple(spec)[:1])}
 
 
-def _narrow(w: Activation[Array, "N K"], name: str) -> dict[str, jax.Array]:
+def _narrow(w: Activation[Array, "O I"], name: str) -> dict[str, jax.Array]:
     wide = w.astype(jnp.float32)
     # A row of zeros keeps scale 1, so that nothing divides by zero.
     largest = jnp.max(jnp.abs(wide), axis=1)
@@ -132,7 +132,7 @@ def _narrow(w: Activation[Array, "N K"], name: str) -> dict[str, jax.Array]:
     return {"q": scaled.astype(name), "scale": scale}
 
 
-def _product(x: Activation[Array, "M k"], w: Any, out_dtype) -> Activation[Array, "M N"]:
+def _product(x: Activation[Array, "M i"], w: Any, out_dtype) -> Activation[Array, "M O"]:
     """`x @ w.T` with float32 sums; 8-bit weights are widened to the dtype of `x` on the way."""
     if isinstance(w, dict):
         out = jnp.dot(x, w["q"].astype(x.dtype).T, preferred_element_type=jnp.float32)
@@ -141,7 +141,7 @@ def _product(x: Activation[Array, "M k"], w: Any, out_dtype) -> Activation[Array
     return out.astype(out_dtype)
 
 
-def _row_parallel(ctx: ForwardContext, x: Activation[Array, "M k"], w: Any, bias) -> jax.Array:
+def _row_parallel(ctx: ForwardContext, x: Activation[Array, "M i"], w: Any, bias) -> jax.Array:
     """Multiply by weights whose inputs are split over ranks; the sum, on every rank."""
     out = _product(x, w, jnp.float32 if ctx.tp > 1 else x.dtype)
     if ctx.tp > 1:
@@ -177,7 +177,7 @@ def _attention_layer(
     pages: Activation[Array, "L N 2 K P C"],
     tokens: Tokens,
     layer: int,
-) -> tuple[Activation[Array, "L N 2 K P C"], Activation[Array, "M k"]]:
+) -> tuple[Activation[Array, "L N 2 K P C"], Activation[Array, "M i"]]:
     """Write keys and values, then attend over the cache."""
     config, eps = ctx.config, ctx.config.rms_norm_eps
     qkv = _product(x, weights["qkv"], x.dtype)

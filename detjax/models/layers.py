@@ -80,7 +80,7 @@ def attention_layer(
     pages: Activation[Array, "L N 2 K P C"],
     tokens: Tokens,
     layer: int,
-) -> tuple[Activation[Array, "L N 2 K P C"], Activation[Array, "M k"]]:
+) -> tuple[Activation[Array, "L N 2 K P C"], Activation[Array, "M i"]]:
     """Attend over the cache, the new tokens included. Returns the cache and this rank's heads.
 
     `x` are the normalised rows of the residual stream, or None if they are not made yet.
@@ -94,7 +94,7 @@ def project(
     weights: dict,
     residual: Activation[Array, "m D"],
     x: Activation[Array, "M D"] | None,
-) -> Activation[Array, "M q"]:
+) -> Activation[Array, "M o"]:
     """Queries, keys and values; `x` as in `attention_layer`."""
     w, bias, dtype = weights["qkv"], weights.get("qkv_bias"), residual.dtype
     if x is not None:
@@ -106,13 +106,13 @@ def project(
 def attend(
     ctx: ForwardContext,
     weights: dict,
-    qkv: Activation[Array, "M q"],
+    qkv: Activation[Array, "M o"],
     cos: Float32[Array, "M half"],
     sin: Float32[Array, "M half"],
     pages: Activation[Array, "L N 2 K P C"],
     tokens: Tokens,
     layer: int,
-) -> tuple[Activation[Array, "L N 2 K P C"], Activation[Array, "M k"]]:
+) -> tuple[Activation[Array, "L N 2 K P C"], Activation[Array, "M i"]]:
     """Attention of projected tokens. Returns the cache and this rank's heads."""
     config = ctx.config
     batch, length = tokens.ids.shape
@@ -165,8 +165,8 @@ def final_rows(
 
 def row_parallel_norm(
     ctx: ForwardContext,
-    x: Activation[Array, "M k"],
-    w: Activation[Array, "D k"],
+    x: Activation[Array, "M i"],
+    w: Activation[Array, "D i"],
     residual: Activation[Array, "R D"],
     bias: Activation[Array, " D"] | None,
     gain: Activation[Array, " D"],

@@ -145,7 +145,7 @@ def open_exchange(
 
 def exchange_add_rms_norm(
     exchange: Exchange,
-    leaf_sums: Float32[Array, "L M D"],
+    leaf_sums: Float32[Array, "A M D"],
     residual: Activation[Array, "M D"],
     bias: Activation[Array, " D"] | None,
     gain: Activation[Array, " D"],
@@ -163,7 +163,7 @@ def exchange_add_rms_norm(
 
     Args:
         exchange: This rank's share, from `open_exchange`.
-        leaf_sums: This rank's subtrees in order; L is a power of two.
+        leaf_sums: This rank's subtrees in order; A is a power of two.
         residual: The residual stream, the same on every rank.
         bias: The product's bias, added after the tree.
         gain: Scale of each channel.

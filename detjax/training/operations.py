@@ -124,10 +124,10 @@ def _bias_gradient(bias, cotangent):
 
 def linear(
     ctx: ForwardContext,
-    x: Activation[Array, "M K"],
-    w: Float32[Array, "N K"],
-    bias: Float32[Array, " N"] | None = None,
-) -> Activation[Array, "M N"]:
+    x: Activation[Array, "M I"],
+    w: Float32[Array, "O I"],
+    bias: Float32[Array, " O"] | None = None,
+) -> Activation[Array, "M O"]:
     """Multiply by a weight matrix: `linear.api.linear`."""
     dtype = ctx.profile.param_dtype
 
@@ -144,8 +144,8 @@ def linear(
 
 def linear_add_rms_norm(
     ctx: ForwardContext,
-    x: Activation[Array, "M K"],
-    w: Float32[Array, "D K"],
+    x: Activation[Array, "M I"],
+    w: Float32[Array, "D I"],
     residual: Activation[Array, "M D"],
     bias: Float32[Array, " D"] | None,
     gain: Float32[Array, " D"],
@@ -372,7 +372,7 @@ def _chunks(x: jax.Array) -> jax.Array:
 
 def to_sequences(
     rows: Activation[Array, "M X"], slots: Int32[Array, " M"], num_slots: int
-) -> Activation[Array, "S X"]:
+) -> Activation[Array, "Y X"]:
     """Put each row in its slot, zeros elsewhere. Copies only, in both directions."""
 
     def kernel(rows, slots):
@@ -386,7 +386,7 @@ def to_sequences(
 
 
 def to_rows(
-    sequences: Activation[Array, "S X"], slots: Int32[Array, " M"]
+    sequences: Activation[Array, "Y X"], slots: Int32[Array, " M"]
 ) -> Activation[Array, "M X"]:
     """The inverse of `to_sequences`; zeros for rows of padding."""
 

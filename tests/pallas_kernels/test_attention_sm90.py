@@ -227,7 +227,7 @@ def check_against_portable(positions, *, kv_heads, group, channels, window=None,
     operands = (jnp.asarray(pages), jnp.asarray(table, jnp.int32), jnp.asarray(positions))
     q = normal((*positions.shape, kv_heads * group, channels), 2)
     actual = run(q, *operands, window=window, is_interpreted=True)
-    expected = portable.attention(q, *operands, jnp.int32(0), window=window, profile=PROFILE)
+    expected = portable.attention(q, *operands, 0, window=window, profile=PROFILE)
     a, b = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
     assert np.linalg.norm(b) > 0
     assert np.linalg.norm(a - b) <= 2**-8 * np.linalg.norm(b)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers: `x @ w.T` with the order of K fixed by K alone. Weights are (out, in)."""
+"""Linear layers: `x @ w.T`, the order of its inputs fixed by I alone. Weights are (out, in)."""
 
 import jax.numpy as jnp
 
@@ -9,16 +9,16 @@ from detjax.pallas_kernels.backend import KERNELS, Backend
 
 
 def linear(
-    x: Activation[Array, "M K"],
-    w: Activation[Array, "N K"],
-    bias: Activation[Array, " N"] | None = None,
+    x: Activation[Array, "M I"],
+    w: Activation[Array, "O I"],
+    bias: Activation[Array, " O"] | None = None,
     *,
     out_dtype: jnp.dtype,
     backend: Backend,
-) -> Activation[Array, "M N"]:
+) -> Activation[Array, "M O"]:
     """Multiply by a weight matrix whose outputs are split over ranks, if at all.
 
-    `out[m, n] = round(sum_k(x[m, k] * w[n, k]) + bias[n])`
+    `out[m, o] = round(sum_i(x[m, i] * w[o, i]) + bias[o])`
 
     Args:
         x: Activations.
@@ -28,12 +28,12 @@ def linear(
         backend: Which implementation runs.
 
     Raises:
-        ValueError: If K of `x` and `w` differ.
+        ValueError: If I of `x` and `w` differ.
 
     Numerics:
-        Operands are widened to float32 exactly; products and sums are float32. K is summed in
+        Operands are widened to float32 exactly; products and sums are float32. I is summed in
         order, in the steps `portable.step_len` gives; the bias is added last; one rounding.
-        Claims: run-invariant, batch-invariant, path-consistent. Bits depend on (K, dtypes, build).
+        Claims: run-invariant, batch-invariant, path-consistent. Bits depend on (I, dtypes, build).
     """
     _check_inputs(x, w)
     return KERNELS[backend].linear(x, w, bias, out_dtype=out_dtype)
@@ -41,7 +41,7 @@ def linear(
 
 def _check_inputs(x, w) -> None:
     if x.shape[1] != w.shape[1]:
-        raise ValueError(f"{x.shape=} and {w.shape=} must agree in their last axis, K")
+        raise ValueError(f"{x.shape=} and {w.shape=} must agree in their last axis, I")
 
 
 def _check_gate_up(x, w_gate_up) -> None:
@@ -51,15 +51,15 @@ def _check_gate_up(x, w_gate_up) -> None:
 
 
 def linear_swiglu(
-    x: Activation[Array, "M K"],
-    w_gate_up: Activation[Array, "E K"],
+    x: Activation[Array, "M I"],
+    w_gate_up: Activation[Array, "E I"],
     *,
     backend: Backend,
 ) -> Activation[Array, "M F"]:
     """Multiply by gates and ups, and gate: the feed-forward layer up to its row-parallel product.
 
-    `out[m, f] = round(g / (1 + exp(-g)) * u)`, `g = round(sum_k(x[m, k] * w_gate_up[f, k]))`,
-    `u = round(sum_k(x[m, k] * w_gate_up[F + f, k]))`
+    `out[m, f] = round(g / (1 + exp(-g)) * u)`, `g = round(sum_i(x[m, i] * w_gate_up[f, i]))`,
+    `u = round(sum_i(x[m, i] * w_gate_up[F + f, i]))`
 
     Args:
         x: Activations.
@@ -67,7 +67,7 @@ def linear_swiglu(
         backend: Which implementation runs.
 
     Raises:
-        ValueError: If K of `x` and `w_gate_up` differ or E is odd.
+        ValueError: If I of `x` and `w_gate_up` differ or E is odd.
 
     Numerics:
         The bits of `linear`, rounded to the dtype of `x`, and `swiglu` one after the other. sm90
@@ -82,15 +82,15 @@ def linear_swiglu(
 
 
 def norm_linear(
-    x: Activation[Array, "M K"],
-    gain: Activation[Array, " K"],
-    w: Activation[Array, "N K"],
-    bias: Activation[Array, " N"] | None = None,
+    x: Activation[Array, "M I"],
+    gain: Activation[Array, " I"],
+    w: Activation[Array, "O I"],
+    bias: Activation[Array, " O"] | None = None,
     *,
     eps: float,
     out_dtype: jnp.dtype,
     backend: Backend,
-) -> Activation[Array, "M N"]:
+) -> Activation[Array, "M O"]:
     """Normalise rows of the residual stream, and multiply.
 
     `out = linear(rms_norm(x, gain), w, bias)`
@@ -105,21 +105,21 @@ def norm_linear(
         backend: Which implementation runs.
 
     Raises:
-        ValueError: If K of `x` and `w` differ.
+        ValueError: If I of `x` and `w` differ.
 
     Numerics:
         The bits of `rms_norm` and `linear` one after the other, normalised rows rounded to the
         dtype of `x`; on sm90 up to 8 rows in one launch.
-        Claims: run-invariant, batch-invariant, path-consistent. Bits depend on (K, dtypes, build).
+        Claims: run-invariant, batch-invariant, path-consistent. Bits depend on (I, dtypes, build).
     """
     _check_inputs(x, w)
     return KERNELS[backend].norm_linear(x, gain, w, bias, eps=eps, out_dtype=out_dtype)
 
 
 def norm_linear_swiglu(
-    x: Activation[Array, "M K"],
-    gain: Activation[Array, " K"],
-    w_gate_up: Activation[Array, "E K"],
+    x: Activation[Array, "M I"],
+    gain: Activation[Array, " I"],
+    w_gate_up: Activation[Array, "E I"],
     *,
     eps: float,
     backend: Backend,
@@ -136,7 +136,7 @@ def norm_linear_swiglu(
         backend: Which implementation runs.
 
     Raises:
-        ValueError: If K of `x` and `w_gate_up` differ or E is odd.
+        ValueError: If I of `x` and `w_gate_up` differ or E is odd.
 
     Numerics:
         The bits of `rms_norm` and `linear_swiglu` one after the other; on sm90 up to 8 rows
@@ -152,27 +152,27 @@ def _check_leaves(x, w, reduction: Reduction) -> None:
     leaves, rest = divmod(x.shape[1], reduction.leaf_len)
     if rest or leaves < 1 or leaves & (leaves - 1):
         raise ValueError(
-            f"a rank's share of K, {x.shape[1]}, must be a power-of-two number of leaves of "
+            f"a rank's share of I, {x.shape[1]}, must be a power-of-two number of leaves of "
             f"{reduction.leaf_len}"
         )
 
 
 def linear_leaf_sums(
-    x: Activation[Array, "M k"],
-    w: Activation[Array, "N k"],
+    x: Activation[Array, "M i"],
+    w: Activation[Array, "O i"],
     *,
     reduction: Reduction,
     backend: Backend,
-) -> Float32[Array, "L M N"]:
-    """This rank's subtree of a row-parallel product in L parts, for a kernel that adds the rest.
+) -> Float32[Array, "A M O"]:
+    """This rank's subtree of a row-parallel product in A parts, for a kernel that adds the rest.
 
     `tree(out) = linear_partial(x, w)`
 
     Args:
         x: This rank's columns of the activations: whole leaves.
         w: The same columns of the weights, (out, in).
-        reduction: The leaves of the whole K, from `numerics.tree_reduction`.
-        backend: Which implementation runs. It chooses L, a power of two, by M and N for speed.
+        reduction: The leaves of the whole I, from `numerics.tree_reduction`.
+        backend: Which implementation runs. It chooses A, a power of two, by M and O for speed.
 
     Raises:
         ValueError: As `linear_partial`.
@@ -181,31 +181,31 @@ def linear_leaf_sums(
         Each part is a subtree of `linear_partial`. Any kernel that continues the tree over the
         first axis, ((p0 + p1) + (p2 + p3)) + ..., gets its bits.
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant. They are of the
-        tree's sum; L may vary with M.
+        tree's sum; A may vary with M.
     """
     _check_leaves(x, w, reduction)
     return KERNELS[backend].linear_leaf_sums(x, w, reduction=reduction)
 
 
 def linear_partial(
-    x: Activation[Array, "M k"],
-    w: Activation[Array, "N k"],
+    x: Activation[Array, "M i"],
+    w: Activation[Array, "O i"],
     *,
     reduction: Reduction,
     backend: Backend,
-) -> Float32[Array, "M N"]:
+) -> Float32[Array, "M O"]:
     """This rank's subtree of a row-parallel product, unrounded.
 
-    `out[m, n] = tree(sum_{k in leaf}(x[m, k] * w[n, k]) for leaf in this rank's leaves)`
+    `out[m, o] = tree(sum_{i in leaf}(x[m, i] * w[o, i]) for leaf in this rank's leaves)`
 
     Args:
         x: This rank's columns of the activations: whole leaves.
         w: The same columns of the weights, (out, in).
-        reduction: The leaves of the whole K, from `numerics.tree_reduction`.
+        reduction: The leaves of the whole I, from `numerics.tree_reduction`.
         backend: Which implementation runs.
 
     Raises:
-        ValueError: If `k` is not a power-of-two number of leaves, so that the ranks' sums would
+        ValueError: If `i` is not a power-of-two number of leaves, so that the ranks' sums would
             not be subtrees of the profile's tree.
 
     Numerics:
@@ -223,8 +223,8 @@ def linear_partial(
 
 
 def add_partials(
-    a: Float32[Array, "M N"], b: Float32[Array, "M N"], *, backend: Backend
-) -> Float32[Array, "M N"]:
+    a: Float32[Array, "M O"], b: Float32[Array, "M O"], *, backend: Backend
+) -> Float32[Array, "M O"]:
     """Add two subtrees: one node of the tree.
 
     `out = a + b`
@@ -237,8 +237,8 @@ def add_partials(
 
 
 def defers_norm(
-    x: Activation[Array, "M K"],
-    w: Activation[Array, "D K"],
+    x: Activation[Array, "M I"],
+    w: Activation[Array, "D I"],
     *,
     reduction: Reduction,
     backend: Backend,
@@ -251,8 +251,8 @@ def defers_norm(
 
 
 def linear_add(
-    x: Activation[Array, "M K"],
-    w: Activation[Array, "D K"],
+    x: Activation[Array, "M I"],
+    w: Activation[Array, "D I"],
     residual: Activation[Array, "M D"],
     bias: Activation[Array, " D"] | None,
     *,
@@ -268,7 +268,7 @@ def linear_add(
         w: Weights, (out, in).
         residual: The residual stream.
         bias: Added after the tree.
-        reduction: The leaves of K.
+        reduction: The leaves of I.
         backend: Which implementation runs.
 
     Numerics:
@@ -280,8 +280,8 @@ def linear_add(
 
 
 def linear_add_rms_norm(
-    x: Activation[Array, "M K"],
-    w: Activation[Array, "D K"],
+    x: Activation[Array, "M I"],
+    w: Activation[Array, "D I"],
     residual: Activation[Array, "M D"],
     bias: Activation[Array, " D"] | None,
     gain: Activation[Array, " D"],
@@ -300,7 +300,7 @@ def linear_add_rms_norm(
         residual: The residual stream.
         bias: Added after the tree.
         gain: Of the norm.
-        reduction: The leaves of K.
+        reduction: The leaves of I.
         eps: Of the norm.
         backend: Which implementation runs.
 

@@ -7,10 +7,10 @@ from detjax.pallas_kernels.backend import KERNELS, Backend
 
 def block_stats(
     logits: Float32[Array, "M v"], *, vocab_block: int, backend: Backend
-) -> tuple[Float32[Array, "M n"], Float32[Array, "M n"]]:
+) -> tuple[Float32[Array, "M z"], Float32[Array, "M z"]]:
     """Maximum and sum of exponentials of each block of the vocabulary.
 
-    `maxima[m, n] = max(logits[m, block n])`, `sums[m, n] = sum(exp(logits - maxima[m, n]))`
+    `maxima[m, z] = max(logits[m, block z])`, `sums[m, z] = sum(exp(logits - maxima[m, z]))`
 
     Args:
         logits: This rank's share of the vocabulary; -inf marks padding.
@@ -30,11 +30,11 @@ def block_stats(
 
 
 def log_sum_exp(
-    maxima: Float32[Array, "M n"], sums: Float32[Array, "M n"], *, backend: Backend
+    maxima: Float32[Array, "M Z"], sums: Float32[Array, "M Z"], *, backend: Backend
 ) -> Float32[Array, " M"]:
     """Combine the blocks of the whole vocabulary.
 
-    `m = max(maxima)`, `out = m + log(tree(sums[n] * exp(maxima[n] - m) for n in blocks))`
+    `m = max(maxima)`, `out = m + log(tree(sums[z] * exp(maxima[z] - m) for z in blocks))`
 
     Args:
         maxima: Of every rank, in vocabulary order.
@@ -50,11 +50,11 @@ def log_sum_exp(
 
 
 def log_probs(
-    logits: Float32[Array, "M n"], lse: Float32[Array, " M"], *, backend: Backend
-) -> Float32[Array, "M n"]:
+    logits: Float32[Array, "M X"], lse: Float32[Array, " M"], *, backend: Backend
+) -> Float32[Array, "M X"]:
     """Log-probabilities of chosen logits.
 
-    `out[m, n] = logits[m, n] - lse[m]`
+    `out[m, x] = logits[m, x] - lse[m]`
 
     Numerics:
         One float32 subtraction an element.

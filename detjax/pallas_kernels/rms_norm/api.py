@@ -66,7 +66,7 @@ def add_rms_norm(
 
 
 def combine_add_rms_norm(
-    leaf_sums: Float32[Array, "L M D"],
+    leaf_sums: Float32[Array, "A M D"],
     residual: Activation[Array, "M D"],
     bias: Activation[Array, " D"] | None,
     gain: Activation[Array, " D"],
@@ -79,7 +79,7 @@ def combine_add_rms_norm(
     `total = round(residual + (tree(leaf_sums) + bias))`, `out = rms_norm(total)`
 
     Args:
-        leaf_sums: Subtrees in order; L is a power of two.
+        leaf_sums: Subtrees in order; A is a power of two.
         residual: The residual stream.
         bias: The product's bias, added after the tree.
         gain: Scale of each channel.

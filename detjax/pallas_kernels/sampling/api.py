@@ -45,7 +45,7 @@ def stats_and_choice(
     first_token_id: int | Int32[Array, ""],
     vocab_block: int,
     backend: Backend,
-) -> tuple[Float32[Array, "M b"], Float32[Array, "M b"], Float32[Array, " M"], Int32[Array, " M"]]:
+) -> tuple[Float32[Array, "M z"], Float32[Array, "M z"], Float32[Array, " M"], Int32[Array, " M"]]:
     """Block statistics for the log-softmax, and the best score of each row and its token.
 
     `maxima, sums = block_stats(logits)`, `scores = gumbel_scores(logits, ...)`,

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode by clusters: the CTAs of one share the splits of a sequence and a key/value head.
+
+Each sends its partial results to the first one's shared memory, which merges them: one launch, for
+one query a sequence.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith
+from jaxlib.mlir.dialects import llvm
+
+from detjax.pallas_kernels.attention import sm90_arithmetic as bits
+from detjax.pallas_kernels.attention.sm90_decode_merge import LANES, MergeLanes
+from detjax.pallas_kernels.attention.sm90_decode_run import (
+    Job,
+    Memory,
+    Operands,
+    Run,
+    Work,
+    launch,
+    load_runs,
+    start_turn,
+)
+
+
+def attend_clusters(job: Job, operands: Operands) -> jax.Array:
+    """The output of all sequences, [B H C]."""
+    cluster, per_split = job.config.cluster, job.config.blocks_per_split
+    table, pairs = operands.page_table, job.batch * job.kv_heads
+    most_splits = -(-table.shape[1] // per_split)
+
+    def body(memory: Memory):
+        wg, cta = lax.axis_index("wg"), lax.axis_index("cta")
+        rank = lax.axis_index("rank") if cluster > 1 else 0
+        # The same sequence and kv head in every turn.
+        here = lax.div(cta, jnp.int32(job.kv_heads)), lax.rem(cta, jnp.int32(job.kv_heads))
+        seq, kv_head = here
+
+        def now(ref, *index):
+            return _read_now(ref, *index, is_interpreted=job.is_interpreted)
+
+        # WHY: the first page's number does not wait for the position, nor the layer for either.
+        first_block = jnp.minimum(rank * per_split, table.shape[1] - 1)
+        last, first_page = now(memory.positions, seq, 0), now(memory.table, seq, first_block)
+        layer = now(memory.layer, 0)
+        all_blocks = lax.div(last + bits.BLOCK, jnp.int32(bits.BLOCK))
+        num_splits = lax.div(all_blocks + (per_split - 1), jnp.int32(per_split))
+
+        def run_at(turn) -> Run:
+            split = turn * cluster + rank
+            first_block = split * per_split
+            blocks = jnp.minimum(all_blocks - first_block, per_split)
+            full = lax.div(last, jnp.int32(bits.BLOCK)) - first_block
+            return Run(
+                seq=seq, kv_head=kv_head, first_block=first_block, blocks=blocks,
+                partial=cta * most_splits + split if job.is_interpreted else split,
+                full=jnp.minimum(full, blocks), last=last,
+                page=lambda j: memory.table[seq, first_block + j],
+            )  # fmt: skip
+
+        work = Work(
+            job=job,
+            memory=memory,
+            num_turns=lax.div(num_splits - rank + (cluster - 1), jnp.int32(cluster)),
+            run_at=run_at,
+            layer=lambda: layer,
+        )
+        parts = _parts(job, memory)
+
+        def one_run(index, base):
+            turn = start_turn(work, index, base)
+            state = turn.split()
+            turn.free_queries()
+            _send_to_leader(
+                *state, *parts, turn.run.partial, job.padded_rows, job.math, cluster == 1
+            )
+            return base + turn.run.blocks
+
+        def compute():
+            if job.new_token is not None:
+                job.new_token.prepare(memory.queries, *here, memory.q.at[0], memory.kept)
+            lax.fori_loop(0, work.num_turns, one_run, jnp.int32(0))
+
+        def load():
+            load_runs(
+                work,
+                lambda turn, run: lax.cond(turn == 0, lambda: first_page, lambda: run.page(0)),
+            )
+
+        pl.when(wg == 0)(compute)
+        pl.when(wg == 1)(load)
+        if cluster > 1 and not job.is_interpreted:
+            _meet_cluster()
+
+        @pl.when(wg == 0)
+        def _merge_here():
+            if memory.barrier is not None:
+                plgpu.barrier_arrive(memory.barrier)
+                plgpu.barrier_wait(memory.barrier)
+            if cluster == 1:
+                plgpu.commit_smem()
+
+            @pl.when(rank == 0)
+            def _merge():
+                first = cta * most_splits if job.is_interpreted else 0
+                _merge_splits(job, *parts, memory.results[-1], here, last, first, num_splits)
+
+    f32 = jnp.float32
+    shapes = (
+        (most_splits, job.padded_rows * job.channels),
+        (most_splits, 2, job.padded_rows),
+    )
+    results = [jax.ShapeDtypeStruct((pairs * job.group * job.channels,), job.dtype)]
+    kept, barrier = [plgpu.SMEM(shape, f32) for shape in shapes], None
+    if job.is_interpreted:
+        # Interpretation knows no other CTA's shared memory: through device memory instead.
+        kept = [None, None]
+        of_all = [jax.ShapeDtypeStruct((pairs * n, *shape), f32) for n, *shape in shapes]
+        results = [*of_all, *results]
+        if cluster > 1:
+            barrier = plgpu.ClusterBarrier(collective_axes=("rank",))
+    return launch(
+        job, operands, body, table=table, num_entries=jnp.zeros((1,), jnp.int32),
+        schedule="cluster", num_ctas=pairs, results=results, kept_results=kept,
+        cluster=cluster, barrier=barrier,
+    )[-1]  # fmt: skip
+
+
+def _parts(job: Job, memory: Memory) -> list:
+    """Where splits leave their output, and their maximum and sum, for the first CTA."""
+    return memory.results[:2] if job.is_interpreted else memory.kept_results
+
+
+def _merge_splits(job: Job, part_ref, scales_ref, out_ref, here, last, first, num_splits) -> None:
+    """Fold the splits left to right and write the output of a sequence and a kv head."""
+    lanes = MergeLanes(channels=job.channels, is_interpreted=job.is_interpreted)
+    seq, kv_head = here
+    pair = seq * job.kv_heads + kv_head
+    rows = [min(r, job.group - lanes.rows) for r in range(0, job.group, lanes.rows)]
+    shift = lax.rem(pair * job.rows_apart, jnp.int32(8))
+
+    def one_split(split, states):
+        return tuple(
+            lanes.fold(
+                state,
+                lanes.spread(lambda r: scales_ref[first + split, 0, r], shift + row),
+                lanes.spread(lambda r: scales_ref[first + split, 1, r], shift + row),
+                lanes.math.load(
+                    part_ref.at[first + split, pl.ds((shift + row) * job.channels, LANES)]
+                ),
+            )
+            for row, state in zip(rows, states, strict=True)
+        )
+
+    states = lax.fori_loop(0, num_splits, one_split, (lanes.empty(),) * len(rows))
+    for row, state in zip(rows, states, strict=True):
+        is_row = lanes.spread(lambda r: last, 0) >= 0
+        out_ref[pl.ds((pair * job.group + row) * job.channels, LANES)] = lanes.finish(
+            state, is_row, job.dtype
+        )
+
+
+def _read_now(ref, *index, is_interpreted):
+    """An int32 of device memory, whose load the compiler may not put off to where it is used."""
+    if is_interpreted:
+        return ref[index]
+    scalar: Any = plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), *(scalar for _ in index)),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=scalar),
+    )
+    def emit(ctx, memory, *index):
+        i32 = ir.IntegerType.get_signless(32)
+        strides, _ = ir.MemRefType(memory.type).get_strides_and_offset()
+        offset = mgpu.c(0, i32)
+        for i, stride in zip(index, strides, strict=True):
+            offset = arith.addi(offset, arith.muli(i.registers.item(), mgpu.c(stride, i32)))
+        where = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(memory), [offset], i32)
+        value = llvm.inline_asm(i32, [where], "ld.b32 $0, [$1];", "=r,l", has_side_effects=True)
+        return mgpu.FragmentedArray.splat(value, (), is_signed=True)
+
+    return emit(ref, *(jnp.int32(i) for i in index))
+
+
+def _send_to_leader(
+    out, m, weight_sum, part_ref, scales_ref, split, num_rows, math, is_alone
+) -> None:
+    """Write a split's partial result where the first CTA of the cluster merges it.
+
+    # WHY: plain stores to the leader's shared memory, a fresh place for each split, and plain loads
+    there after `_meet_cluster`, which orders them: one proxy, one scope, no flag and no counter.
+    """
+    if math.is_interpreted:
+        part_ref[split] = out[:num_rows].reshape(-1)
+        scales_ref[split, 0] = m[:num_rows]
+        scales_ref[split, 1] = weight_sum[:num_rows]
+        return
+    channels = out.shape[1]
+    memory = plgpu.RefType()
+
+    @plgpu.inline_mgpu(
+        arg_types=(math.layout, math.row_layout, math.row_layout, memory, memory, memory)
+    )
+    def emit(ctx, out, m, weight_sum, *refs):
+        i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
+
+        def send(x, ref, stride):
+            leader = mgpu.utils.memref_ptr(ref)
+            if not is_alone:
+                leader = mgpu.utils.get_cluster_ptr(leader, mgpu.c(0, i32))
+            for at, register in zip(x.layout.thread_idxs(x.shape), x.registers.flat, strict=True):
+                row, col = at if len(at) == 2 else (*at, mgpu.c(0, index))
+                is_row = arith.cmpi(arith.CmpIPredicate.ult, row, mgpu.c(num_rows, index))
+                with mgpu.utils.when(is_row):
+                    offset = arith.addi(arith.muli(row, mgpu.c(stride, index)), col)
+                    offset = arith.index_cast(i32, offset)
+                    where = mgpu.utils.getelementptr(leader, [offset], ir.F32Type.get())
+                    llvm.store(register, where)
+
+        for x, ref, stride in zip((out, m, weight_sum), refs, (channels, 1, 1), strict=True):
+            send(x, ref, stride)
+
+    emit(out, m, weight_sum, part_ref.at[split], scales_ref.at[split, 0], scales_ref.at[split, 1])
+
+
+def _meet_cluster() -> None:
+    """Wait for all threads of the cluster; what they wrote to shared memory is visible then."""
+
+    @plgpu.inline_mgpu()
+    def emit(ctx):
+        for step in ("arrive.release", "wait.acquire"):
+            llvm.inline_asm(
+                ir.Type.parse("!llvm.void"), [], f"barrier.cluster.{step};", "~{memory}",
+                has_side_effects=True,
+            )  # fmt: skip
+
+    emit()
