@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decoder: one function for prefill, decode, verify and scoring.
+"""The canonical decoder: one function for prefill, decode, verify and scoring.
 
 Whether a call is prefill or decode is only the shape of its tokens; every operation treats its rows
 one by one, so the bits of a position do not depend on it.
 """
+
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,14 +16,18 @@ from detjax.array_types import Activation, Array, Float32
 from detjax.models.layers import (
     ForwardContext,
     Tokens,
-    attention_layer,
+    attend,
     embed_tokens,
     final_rows,
     gated_layer,
+    project,
+    rope_rows,
     row_parallel_norm,
 )
+from detjax.models.transformer import Stream, run_layers
 from detjax.numerics import NumericsProfile, tree_reduction
 from detjax.pallas_kernels.linear.api import linear
+from detjax.parallel.exchange import Exchange
 from detjax.parallel.mesh import TP_AXIS
 
 
@@ -43,6 +50,45 @@ def check_mesh(config, profile: NumericsProfile, tp: int) -> None:
             )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CanonicalOps:
+    """Kernels whose sums have one order. A norm is left to the product after it where it pays.
+
+    Attributes:
+        ctx: The model and its mesh.
+        tokens: New tokens and where they stand.
+        cos: Cosines of each token's position, [M, half].
+        sin: Likewise.
+        exchange: Adds few rows over ranks; None where XLA's collectives do.
+    """
+
+    ctx: ForwardContext
+    tokens: Tokens
+    cos: Any
+    sin: Any
+    exchange: Exchange | None
+
+    def embed(self, table, ids, gain) -> Stream:
+        """Leave the first norm to the first product."""
+        del gain
+        return Stream(residual=embed_tokens(self.ctx, table, ids), x=None)
+
+    def attend(self, layer_idx: int, weights: dict, stream: Stream, cache):
+        """Attend over the cache, the new tokens included."""
+        qkv = project(self.ctx, weights, *stream)
+        return attend(self.ctx, weights, qkv, self.cos, self.sin, cache, self.tokens, layer_idx)
+
+    def gate(self, weights: dict, stream: Stream) -> jax.Array:
+        """Gates and ups in one launch."""
+        return gated_layer(self.ctx, weights, *stream)
+
+    def add_norm(self, x, w, bias, gain, stream: Stream) -> Stream:
+        """A tree of leaves over ranks, then the residual stream, then the norm."""
+        return row_parallel_norm(
+            self.ctx, x, w, stream.residual, bias, gain, exchange=self.exchange
+        )
+
+
 def forward(
     ctx: ForwardContext,
     params: dict,
@@ -61,25 +107,12 @@ def forward(
         Only kernels do arithmetic. A position's bits depend on the tokens at and before it, the
         weights and the profile.
     """
-    batch, length = tokens.ids.shape
-    flat_positions = jnp.maximum(tokens.positions, 0).reshape(-1)
-    cos, sin = (jnp.take(table, flat_positions, axis=0, mode="clip") for table in rope_tables)
-
-    layers, exchange = params["layers"], params.get("exchange")
-    residual, x = embed_tokens(ctx, params["embed"], tokens.ids.reshape(-1)), None
-    next_gains = [weights["attn_norm"] for weights in layers[1:]] + [params["final_norm"]]
-    for layer, (weights, next_gain) in enumerate(zip(layers, next_gains, strict=True)):
-        pages, x = attention_layer(ctx, weights, residual, x, cos, sin, pages, tokens, layer)
-        residual, x = row_parallel_norm(
-            ctx, x, weights["o"], residual, weights.get("o_bias"), weights["mlp_norm"],
-            exchange=exchange,
-        )  # fmt: skip
-        x = gated_layer(ctx, weights, residual, x)
-        residual, x = row_parallel_norm(
-            ctx, x, weights["down"], residual, None, next_gain, exchange=exchange
-        )
-    x = final_rows(ctx, residual, x, params["final_norm"])
-    return pages, x.reshape(batch, length, -1)
+    cos, sin = rope_rows(rope_tables, tokens.positions)
+    exchange = params.get("exchange")
+    ops = CanonicalOps(ctx=ctx, tokens=tokens, cos=cos, sin=sin, exchange=exchange)
+    pages, stream = run_layers(ops, params, tokens.ids.reshape(-1), pages)
+    x = final_rows(ctx, *stream, params["final_norm"])
+    return pages, x.reshape(*tokens.ids.shape, -1)
 
 
 def local_logits(

@@ -6,6 +6,7 @@ the mesh and the compiler. Weights may be 8-bit (`quantise_params`); activations
 """
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -16,8 +17,9 @@ from jax.sharding import PartitionSpec as P
 
 from detjax.array_types import Activation, Array, Float32, Int32
 from detjax.models.decoder import mask_padding
-from detjax.models.layers import ForwardContext, Tokens, embed_tokens
+from detjax.models.layers import ForwardContext, Tokens, embed_tokens, rope_rows
 from detjax.models.params import MATRICES
+from detjax.models.transformer import Stream, run_layers
 from detjax.pallas_kernels.attention.api import rope_attention
 from detjax.pallas_kernels.backend import KERNELS
 from detjax.pallas_kernels.rope.portable import split_heads, write_pages
@@ -25,6 +27,37 @@ from detjax.parallel.mesh import TP_AXIS
 
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
 """The largest finite magnitude used of each 8-bit dtype."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FastOps:
+    """XLA's products, norms and sums; every result is rounded. Attributes as in `CanonicalOps`."""
+
+    ctx: ForwardContext
+    tokens: Tokens
+    cos: Any
+    sin: Any
+
+    def embed(self, table, ids, gain) -> Stream:
+        """Look up rows and normalise them."""
+        return self._normalised(embed_tokens(self.ctx, table, ids), gain)
+
+    def attend(self, layer_idx: int, weights: dict, stream: Stream, cache):
+        """Write keys and values, then attend over the cache."""
+        return _attention_layer(
+            self.ctx, weights, stream.x, self.cos, self.sin, cache, self.tokens, layer_idx
+        )
+
+    def gate(self, weights: dict, stream: Stream) -> jax.Array:
+        """A product, then its gates."""
+        return _swiglu(_product(stream.x, weights["gate_up"], stream.x.dtype))
+
+    def add_norm(self, x, w, bias, gain, stream: Stream) -> Stream:
+        """A product, a sum over ranks, a sum, a norm."""
+        return self._normalised(stream.residual + _row_parallel(self.ctx, x, w, bias), gain)
+
+    def _normalised(self, residual, gain) -> Stream:
+        return Stream(residual, _rms_norm(residual, gain, self.ctx.config.rms_norm_eps))
 
 
 def forward_fast(
@@ -50,20 +83,10 @@ def forward_fast(
     Numerics:
         float32 sums, rounded to the compute dtype after each product. No claim.
     """
-    eps = ctx.config.rms_norm_eps
-    batch, length = tokens.ids.shape
-    positions = jnp.maximum(tokens.positions, 0).reshape(-1)
-    cos, sin = (jnp.take(table, positions, axis=0, mode="clip") for table in rope_tables)
-    residual = embed_tokens(ctx, params["embed"], tokens.ids.reshape(-1))
-    for layer, weights in enumerate(params["layers"]):
-        x = _rms_norm(residual, weights["attn_norm"], eps)
-        pages, x = _attention_layer(ctx, weights, x, cos, sin, pages, tokens, layer)
-        residual = residual + _row_parallel(ctx, x, weights["o"], weights.get("o_bias"))
-        x = _rms_norm(residual, weights["mlp_norm"], eps)
-        x = _swiglu(_product(x, weights["gate_up"], x.dtype))
-        residual = residual + _row_parallel(ctx, x, weights["down"], None)
-    x = _rms_norm(residual, params["final_norm"], eps)
-    return pages, x.reshape(batch, length, -1)
+    cos, sin = rope_rows(rope_tables, tokens.positions)
+    ops = FastOps(ctx=ctx, tokens=tokens, cos=cos, sin=sin)
+    pages, stream = run_layers(ops, params, tokens.ids.reshape(-1), pages)
+    return pages, stream.x.reshape(*tokens.ids.shape, -1)
 
 
 def local_logits_fast(

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from detjax.array_types import Activation, Array, Float32, Int32
 from detjax.models.config import ModelConfig
+from detjax.models.transformer import Stream
 from detjax.numerics import NumericsProfile, tree_reduction
 from detjax.pallas_kernels.attention.api import rope_attention
 from detjax.pallas_kernels.backend import Backend
@@ -70,23 +72,14 @@ def embed_tokens(ctx: ForwardContext, table, ids: Int32[Array, " M"]) -> Activat
     return gather_columns(rows, TP_AXIS)
 
 
-def attention_layer(
-    ctx: ForwardContext,
-    weights: dict,
-    residual: Activation[Array, "m D"],
-    x: Activation[Array, "M D"] | None,
-    cos: Float32[Array, "M half"],
-    sin: Float32[Array, "M half"],
-    pages: Activation[Array, "L N 2 K P C"],
-    tokens: Tokens,
-    layer: int,
-) -> tuple[Activation[Array, "L N 2 K P C"], Activation[Array, "M i"]]:
-    """Attend over the cache, the new tokens included. Returns the cache and this rank's heads.
-
-    `x` are the normalised rows of the residual stream, or None if they are not made yet.
-    """
-    qkv = project(ctx, weights, residual, x)
-    return attend(ctx, weights, qkv, cos, sin, pages, tokens, layer)
+def rope_rows(
+    rope_tables: tuple[Float32[Array, "S half"], Float32[Array, "S half"]],
+    positions: Int32[Array, "B T"],
+) -> tuple[Float32[Array, "M half"], Float32[Array, "M half"]]:
+    """Cosines and sines of each token's position; those of position 0 for padding."""
+    flat = jnp.maximum(positions, 0).reshape(-1)
+    cos, sin = (jnp.take(table, flat, axis=0, mode="clip") for table in rope_tables)
+    return cos, sin
 
 
 def project(
@@ -95,7 +88,7 @@ def project(
     residual: Activation[Array, "m D"],
     x: Activation[Array, "M D"] | None,
 ) -> Activation[Array, "M o"]:
-    """Queries, keys and values; `x` as in `attention_layer`."""
+    """Queries, keys and values; `x` as in `Stream`."""
     w, bias, dtype = weights["qkv"], weights.get("qkv_bias"), residual.dtype
     if x is not None:
         return linear(x, w, bias, out_dtype=dtype, backend=ctx.backend)
@@ -139,7 +132,7 @@ def gated_layer(
     residual: Activation[Array, "m D"],
     x: Activation[Array, "M D"] | None,
 ) -> Activation[Array, "M f"]:
-    """The feed-forward layer up to its row-parallel product; `x` as in `attention_layer`."""
+    """The feed-forward layer up to its row-parallel product; `x` as in `Stream`."""
     if x is None:
         return norm_linear_swiglu(
             residual,
@@ -157,7 +150,7 @@ def final_rows(
     x: Activation[Array, "M D"] | None,
     gain: Activation[Array, " D"],
 ) -> Activation[Array, "M D"]:
-    """The normalised rows that lm_head takes; `x` as in `attention_layer`."""
+    """The normalised rows that lm_head takes; `x` as in `Stream`."""
     if x is not None:
         return x
     return rms_norm(residual, gain, eps=ctx.config.rms_norm_eps, backend=ctx.backend)
@@ -172,7 +165,7 @@ def row_parallel_norm(
     gain: Activation[Array, " D"],
     *,
     exchange: Exchange | None = None,
-) -> tuple[Activation[Array, "m D"], Activation[Array, "M D"] | None]:
+) -> Stream:
     """Multiply by weights whose inputs are split over ranks, add to the residual stream, normalise.
 
     Returns the new residual stream and its normalised rows: None where the next product normalises
@@ -186,20 +179,24 @@ def row_parallel_norm(
     if ctx.tp == 1 and defers_norm(x, w, reduction=reduction, backend=backend):
         # WHY: two launches a layer fewer. More rows would not fit beside the streaming weights, and
         # there the kernel that adds the CTAs' subtrees normalises as well.
-        return linear_add(x, w, residual, bias, reduction=reduction, backend=backend), None
+        residual = linear_add(x, w, residual, bias, reduction=reduction, backend=backend)
+        return Stream(residual=residual, x=None)
     if ctx.tp == 1:
-        return linear_add_rms_norm(
+        added = linear_add_rms_norm(
             x, w, residual, bias, gain, reduction=reduction, eps=eps, backend=backend
         )
+        return Stream(*added)
     if exchange is not None and x.shape[0] <= exchange.max_rows:
         leaf_sums = linear_leaf_sums(x, w, reduction=reduction, backend=backend)
-        return exchange_add_rms_norm(
+        added = exchange_add_rms_norm(
             exchange, leaf_sums, residual, bias, gain, eps=eps, backend=backend
         )
+        return Stream(*added)
     partial = linear_partial(x, w, reduction=reduction, backend=backend)
     if is_scattered(x.shape[0], ctx.tp):
-        return scatter_add_rms_norm(
+        added = scatter_add_rms_norm(
             partial, residual, bias, gain, TP_AXIS, ctx.tp, eps=eps, backend=backend
         )
+        return Stream(*added)
     partial = butterfly_sum(partial, TP_AXIS, ctx.tp, backend=backend)
-    return add_rms_norm(partial, residual, bias, gain, eps=eps, backend=backend)
+    return Stream(*add_rms_norm(partial, residual, bias, gain, eps=eps, backend=backend))

@@ -113,11 +113,6 @@ class LoadedModel:
         check_can_save(folder)
         if (folder / "config.json").exists():
             raise ValueError(f"{folder} holds a model already; give another folder")
-        if jax.process_index() == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            for name in TEXT_FILES:
-                if (self.folder / name).is_file():
-                    shutil.copyfile(self.folder / name, folder / name)
         save_params(
             folder,
             self.params,
@@ -126,6 +121,10 @@ class LoadedModel:
             vocab_block=self.profile.vocab_block,
             weight_cast=self.weight_cast,
         )
+        if jax.process_index() == 0:  # after all have seen that the folder was free
+            for name in TEXT_FILES:
+                if (self.folder / name).is_file():
+                    shutil.copyfile(self.folder / name, folder / name)
 
 
 def place_model(

@@ -150,6 +150,9 @@ LAYER = (
 )  # fmt: skip
 """What stands in every layer."""
 
+TENSORS_OF = {param.name: tuple(tensor.name for tensor in param.tensors) for param in LAYER}
+"""Names of the tensors that each parameter of a layer is made of."""
+
 MATRICES = tuple(param.name for param in LAYER if param.role is MATRIX)
 """Matrices of a layer; "lm_head" is the other one."""
 
@@ -399,6 +402,8 @@ def join(parts: Sequence[jax.Array], *, tp: int) -> jax.Array:
     """Store tensors as one parameter: each rank's rows of the first, then of the next."""
     if len(parts) == 1:
         return parts[0]
+    if tp == 1:
+        return jnp.concatenate(parts)
     by_rank = [part.reshape(tp, -1, *part.shape[1:]) for part in parts]
     joined = jnp.concatenate(by_rank, axis=1)
     return joined.reshape(-1, *joined.shape[2:])

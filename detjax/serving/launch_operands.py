@@ -231,7 +231,7 @@ def unpack_choice(packed: np.ndarray, num_top: int) -> Choice:
 
 def pack_verified(
     choice: Choice, num_accepted: Int32[Array, " B"], *, length: int
-) -> Int32[Array, "B W n"]:
+) -> Int32[Array, "B T X"]:
     """Lay out the choices of whole windows, and how many of each are committed.
 
     Those are the accepted drafts and the choice behind them.

@@ -1,15 +1,73 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forward pass of training: the operations of `models.decoder`, with gradients."""
+"""The forward pass of training: the decoder of serving, with gradients."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from detjax.array_types import Activation, Array, Float32
+from detjax.array_types import Array, Float32
 from detjax.models.layers import ForwardContext
+from detjax.models.params import TENSORS_OF, join
+from detjax.models.transformer import Stream, run_layers
 from detjax.training import operations as ops
 from detjax.training.batch import Batch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingOps:
+    """The operations of `training.operations` on whole sequences, without a cache.
+
+    Attributes:
+        ctx: The model, with tp = 1.
+        batch: Rows and their places in sequences.
+        positions: Of each place, [B, T]; -1 behind a sequence's end.
+        cos: Cosines of positions 0 to T - 1.
+        sin: Likewise.
+    """
+
+    ctx: ForwardContext
+    batch: Batch
+    positions: Any
+    cos: Any
+    sin: Any
+
+    def embed(self, table, ids, gain) -> Stream:
+        """Look up rows and normalise them."""
+        residual = ops.embed(self.ctx, table, ids)
+        return Stream(residual, ops.rms_norm(self.ctx, residual, gain))
+
+    def attend(self, layer_idx: int, weights: dict, stream: Stream, cache):
+        """Attend within each sequence; `cache` is None."""
+        ctx, config, positions, slots = self.ctx, self.ctx.config, self.positions, self.batch.slots
+        qkv_weights = _joined(weights, "qkv")
+        bias = _joined(weights, "qkv_bias") if config.qkv_bias else None
+        qkv = ops.linear(ctx, stream.x, qkv_weights, bias)
+        qkv = ops.to_sequences(qkv, slots, positions.size)
+        out = ops.self_attention(
+            ctx,
+            qkv.reshape(*positions.shape, -1, config.head_dim),
+            (weights["q_norm"], weights["k_norm"]) if config.qk_norm else None,
+            self.cos,
+            self.sin,
+            positions,
+            window=config.sliding_windows[layer_idx],
+        )
+        return cache, ops.to_rows(out.reshape(positions.size, -1), slots)
+
+    def gate(self, weights: dict, stream: Stream) -> jax.Array:
+        """A product, then its gates: the bits of both in one launch."""
+        return ops.swiglu(self.ctx, ops.linear(self.ctx, stream.x, _joined(weights, "gate_up")))
+
+    def add_norm(self, x, w, bias, gain, stream: Stream) -> Stream:
+        """One operation, as on one rank of a server."""
+        return Stream(*ops.linear_add_rms_norm(self.ctx, x, w, stream.residual, bias, gain))
+
+
+def _joined(weights: dict[str, Any], name: str) -> jax.Array:
+    """A parameter of a layer, from the masters of its tensors."""
+    return join([weights[tensor] for tensor in TENSORS_OF[name]], tp=1)
 
 
 def token_logprobs(
@@ -39,7 +97,6 @@ def token_logprobs(
     """
     if ctx.tp != 1:
         raise ValueError(f"{ctx.tp=} must be 1: training spreads sequences over devices")
-    config = ctx.config
     if batch.length > rope_tables[0].shape[0]:
         raise ValueError(
             f"sequences of {batch.length} rows are longer than the model's context of "
@@ -49,37 +106,7 @@ def token_logprobs(
     positions = jnp.arange(batch.length, dtype=jnp.int32)[None, :]
     positions = jnp.where(positions < batch.lengths[:, None], positions, -1)
 
-    def layer_pass(index: int, weights: dict, next_gain, residual, x):
-        qkv_weights = jnp.concatenate([weights[name] for name in "qkv"])
-        bias = None
-        if config.qkv_bias:
-            bias = jnp.concatenate([weights[f"{name}_bias"] for name in "qkv"])
-        qkv = ops.linear(ctx, x, qkv_weights, bias)
-        qkv = ops.to_sequences(qkv, batch.slots, positions.size)
-        out = ops.self_attention(
-            ctx,
-            qkv.reshape(*positions.shape, -1, config.head_dim),
-            (weights["q_norm"], weights["k_norm"]) if config.qk_norm else None,
-            cos,
-            sin,
-            positions,
-            window=config.sliding_windows[index],
-        )
-        out = ops.to_rows(out.reshape(positions.size, -1), batch.slots)
-        residual, x = ops.linear_add_rms_norm(
-            ctx, out, weights["o"], residual, weights.get("o_bias"), weights["mlp_norm"]
-        )
-        gate_up = jnp.concatenate([weights["gate"], weights["up"]])
-        x = ops.swiglu(ctx, ops.linear(ctx, x, gate_up))
-        return ops.linear_add_rms_norm(ctx, x, weights["down"], residual, None, next_gain)
-
-    if remat:
-        layer_pass = jax.checkpoint(layer_pass, static_argnums=0)
-    layers = params["layers"]
-    gains = [weights["attn_norm"] for weights in layers] + [params["final_norm"]]
-    residual: Activation[Array, "M D"] = ops.embed(ctx, params["embed"], batch.ids)
-    x = ops.rms_norm(ctx, residual, gains[0])
-    for index, weights in enumerate(layers):
-        residual, x = layer_pass(index, weights, gains[index + 1], residual, x)
-    head = params["embed"] if config.tie_word_embeddings else params["lm_head"]
-    return ops.token_logprobs(ctx, x, head, batch.targets)
+    own = TrainingOps(ctx=ctx, batch=batch, positions=positions, cos=cos, sin=sin)
+    _, stream = run_layers(own, params, batch.ids, None, remat=remat)
+    head = params["embed"] if ctx.config.tie_word_embeddings else params["lm_head"]
+    return ops.token_logprobs(ctx, stream.x, head, batch.targets)

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from detjax.models.config import ModelConfig
 from detjax.models.decoder import check_mesh
 from detjax.models.layers import ForwardContext, row_parallel_norm
+from detjax.models.transformer import Stream
 from detjax.numerics import NumericsProfile, tree_reduction
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.linear.api import linear_partial
@@ -136,7 +137,7 @@ def norm_on_ranks(tp: int, x, w, residual, gain):
         lambda x, w, residual, gain: row_parallel_norm(ctx, x, w, residual, None, gain),
         mesh=make_mesh(1, tp),
         in_specs=(P(None, "tp"), P(None, "tp"), P(), P()),
-        out_specs=(P("tp") if is_shared else P(), P()),
+        out_specs=Stream(residual=P("tp") if is_shared else P(), x=P()),
         check_vma=False,
     )
     return jax.tree.map(np.asarray, jax.jit(step)(x, w, residual, gain))

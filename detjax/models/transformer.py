@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The order of operations in a decoder, written once for serving, drafts and training.
+
+What an operation is, and how it rounds, says the object that gives it: `decoder.CanonicalOps`,
+`fast.FastOps`, `training.forward.TrainingOps`. Operations are cut where all three agree: a product
+whose inputs are split over ranks comes with the residual stream and the norm after it, and whether
+that norm is made at once or left to the product that reads it is an operation's own affair.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+
+from detjax.array_types import Activation, Array, Int32
+
+
+class Stream(NamedTuple):
+    """What a layer hands to the next.
+
+    Attributes:
+        residual: The residual stream, [M, D]; where rows are scattered, this rank's own.
+        x: Its normalised rows, [M, D], or None where the product that reads them normalises.
+    """
+
+    residual: Any
+    x: Any
+
+
+@runtime_checkable
+class DecoderOps(Protocol):
+    """The operations of a decoder. They know the tokens, the mesh and the numerics.
+
+    A cache is whatever `attend` makes of it: pages of keys and values, or None.
+    """
+
+    def embed(self, table: jax.Array, ids: jax.Array, gain: jax.Array) -> Stream:
+        """Look up a row a token, and normalise it for the first layer."""
+        ...
+
+    def attend(
+        self, layer_idx: int, weights: dict[str, Any], stream: Stream, cache: Any
+    ) -> tuple[Any, jax.Array]:
+        """Project to heads, rotate, cache and attend. Returns the cache and the heads' results."""
+        ...
+
+    def gate(self, weights: dict[str, Any], stream: Stream) -> jax.Array:
+        """The feed-forward layer up to its last product: gated channels."""
+        ...
+
+    def add_norm(
+        self, x: jax.Array, w: Any, bias: jax.Array | None, gain: jax.Array, stream: Stream
+    ) -> Stream:
+        """Multiply by `w`, whose inputs may be split over ranks, add the stream, normalise."""
+        ...
+
+
+def run_layers(
+    ops: DecoderOps,
+    params: dict[str, Any],
+    ids: Int32[Array, " M"],
+    cache: Any,
+    *,
+    remat: bool = False,
+) -> tuple[Any, Stream]:
+    """Run every layer on tokens.
+
+    Args:
+        ops: What is done.
+        params: Weights under the names that `ops` reads; a gain of layer i + 1 is read in layer i.
+        ids: Token ids.
+        cache: Handed from layer to layer.
+        remat: Keep one stream a layer for a backward pass and compute the rest again.
+
+    Returns:
+        The cache, and the stream normalised with the gain of "final_norm".
+    """
+    layer_pass = partial(decoder_layer, ops)
+    if remat:
+        layer_pass = jax.checkpoint(layer_pass, static_argnums=0)
+    layers = params["layers"]
+    gains = [weights["attn_norm"] for weights in layers] + [params["final_norm"]]
+    stream = ops.embed(params["embed"], ids, gains[0])
+    for layer_idx, weights in enumerate(layers):
+        cache, stream = layer_pass(layer_idx, weights, gains[layer_idx + 1], cache, stream)
+    return cache, stream
+
+
+def decoder_layer(
+    ops: DecoderOps,
+    layer_idx: int,
+    weights: dict[str, Any],
+    next_gain: Activation[Array, " D"],
+    cache: Any,
+    stream: Stream,
+) -> tuple[Any, Stream]:
+    """One layer; `next_gain` normalises for the layer after it."""
+    cache, heads = ops.attend(layer_idx, weights, stream, cache)
+    stream = ops.add_norm(heads, weights["o"], weights.get("o_bias"), weights["mlp_norm"], stream)
+    channels = ops.gate(weights, stream)
+    return cache, ops.add_norm(channels, weights["down"], None, next_gain, stream)
