@@ -645,15 +645,10 @@ def _check_options(options: Mapping[str, Any]) -> None:
             )
 
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+def _as_list(prompts: Any) -> list[Prompt]:
     """A list of prompts from one or many."""
-    if isinstance(prompts, str):
-        return [prompts]
-    return [prompts] if _is_ids(prompts) else list(prompts)  # pyright: ignore
-
-
-def _is_ids(prompts: Sequence[Any]) -> bool:
-    return len(prompts) > 0 and isinstance(prompts[0], numbers.Integral)
+    is_ids = len(prompts) > 0 and isinstance(prompts[0], numbers.Integral)
+    return [prompts] if is_ids or isinstance(prompts, str) else list(prompts)
 
 
 _OPTIONS = tuple(

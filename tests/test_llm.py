@@ -396,7 +396,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 @pytest.fixture
-def example(folder, monkeypatch, capsys) -> Callable[..., str]:
+def example(folder, untyped, monkeypatch, capsys) -> Callable[..., str]:
     """Run an example in this process with the toy model; return what it printed."""
 
     def run(name: str, *argv: str) -> str:
