@@ -222,7 +222,8 @@ def describe(
     model_config: ModelConfig,
     engine: EngineConfig,
     *,
-    profile: NumericsProfile,
+    weight_dtype: str,
+    compute_dtype: str,
     weight_cast: str,
     fingerprint: str,
     backend: str,
@@ -236,7 +237,7 @@ def describe(
         "model": f"{name}: {model_config.family}, {model_config.num_layers} layers of "
         f"{model_config.hidden_size}, vocabulary {model_config.vocab_size}, context "
         f"{model_config.max_position_embeddings}",
-        "numerics": f"{profile.weight_dtype} weights{cast}, {profile.compute_dtype} compute, "
+        "numerics": f"{weight_dtype} weights{cast}, {compute_dtype} compute, "
         f"fingerprint {fingerprint}",
         "mode": _MODES[engine.mode],
         "backend": f"{backend} ({backend_reason})",
@@ -287,7 +288,8 @@ class LLMConfig:
             self.name,
             self.model,
             self.engine,
-            profile=self.profile,
+            weight_dtype=self.profile.weight_dtype,
+            compute_dtype=self.profile.compute_dtype,
             weight_cast=self.weight_cast,
             fingerprint=self.fingerprint,
             backend=self.backend.value,
