@@ -223,7 +223,8 @@ def describe(
     model_config: ModelConfig,
     engine: EngineConfig,
     *,
-    profile: NumericsProfile,
+    weight_dtype: str,
+    compute_dtype: str,
     weight_cast: str,
     fingerprint: str,
     backend: str,
@@ -237,7 +238,7 @@ def describe(
         "model": f"{name}: {model_config.family}, {model_config.num_layers} layers of "
         f"{model_config.hidden_size}, vocabulary {model_config.vocab_size}, context "
         f"{model_config.max_position_embeddings}",
-        "numerics": f"{profile.weight_dtype} weights{cast}, {profile.compute_dtype} compute, "
+        "numerics": f"{weight_dtype} weights{cast}, {compute_dtype} compute, "
         f"fingerprint {fingerprint}",
         "mode": _MODES[engine.mode],
         "backend": f"{backend} ({backend_reason})",
@@ -288,7 +289,8 @@ class LLMConfig:
             self.name,
             self.model,
             self.engine,
-            profile=self.profile,
+            weight_dtype=self.profile.weight_dtype,
+            compute_dtype=self.profile.compute_dtype,
             weight_cast=self.weight_cast,
             fingerprint=self.fingerprint,
             backend=self.backend.value,
@@ -646,15 +648,10 @@ def _check_options(options: Mapping[str, Any]) -> None:
             )
 
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+def _as_list(prompts: Any) -> list[Prompt]:
     """A list of prompts from one or many."""
-    if isinstance(prompts, str):
-        return [prompts]
-    return [prompts] if _is_ids(prompts) else list(prompts)  # pyright: ignore
-
-
-def _is_ids(prompts: Sequence[Any]) -> bool:
-    return len(prompts) > 0 and isinstance(prompts[0], numbers.Integral)
+    is_ids = len(prompts) > 0 and isinstance(prompts[0], numbers.Integral)
+    return [prompts] if is_ids or isinstance(prompts, str) else list(prompts)
 
 
 _OPTIONS = tuple(

@@ -10,8 +10,8 @@ import sys
 
 import detjax
 
-llm = detjax.LLM(sys.argv[1] if len(sys.argv) > 1 else "Qwen/Qwen3-0.6B", max_len=1024)
-sampling = detjax.SamplingParams(max_tokens=64, temperature=0.6, top_p=0.95, top_k=20, seed=7)
+llm = detjax.LLM(sys.argv[1] if len(sys.argv) > 1 else "Qwen/Qwen3-0.6B")
+sampling = detjax.SamplingParams(max_tokens=32, temperature=0.6, top_p=0.95, top_k=20, seed=7)
 
 messages = [{"role": "system", "content": "Answer in one sentence."}]
 for question in ("Why is the sky blue?", "And at sunset?"):

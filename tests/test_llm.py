@@ -26,6 +26,7 @@ from detjax.models.tokenizer import Tokenizer, read_eos_id
 from detjax.parallel.mesh import make_mesh
 from detjax.serving import memory
 from detjax.serving.request import FinishReason, Request
+from detjax.serving.text import CompletionOutput
 
 CONTEXT = 256
 CONFIG = {
@@ -166,6 +167,9 @@ def test_a_record_comes_back_from_json_with_every_bit(toy):
         p.tobytes() for p in done.logprobs
     ]
     assert [len(top) for top in read["top_logprobs"]] == [2] * len(done.token_ids)
+    assert CompletionOutput.from_dict(read) == done
+    with pytest.raises(ValueError, match="the record was changed"):
+        CompletionOutput.from_dict(read | {"token_ids": [0, *read["token_ids"][1:]]})
 
 
 def test_fast_is_asked_for_no_deterministic_answer(folder):
@@ -396,7 +400,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 @pytest.fixture
-def example(folder, monkeypatch, capsys) -> Callable[..., str]:
+def example(folder, untyped, monkeypatch, capsys) -> Callable[..., str]:
     """Run an example in this process with the toy model; return what it printed."""
 
     def run(name: str, *argv: str) -> str:

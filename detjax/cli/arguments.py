@@ -284,6 +284,11 @@ class GenerateArgs:
         "earlier run, as it printed it",
         metavar="HEX",
     )
+    check_process: bool = _option(
+        False,
+        _CHECK,
+        "before that, run once in a new process that compiles everything anew, and compare",
+    )
     check: bool = _option(
         False,
         _CHECK,

@@ -172,3 +172,14 @@ def show_check(result: CheckResult, digest: str, display: Display) -> None:
         display.line(f"check failed: the {result.num_runs} runs are not equal", style="bold red")
     else:
         display.line(f"all {result.num_runs} runs equal, digest {digest}", style="bold green")
+
+
+def show_elsewhere(lines: Sequence[str], display: Display) -> tuple[str, ...]:
+    """Write the verdict on the run of another process; return its lines."""
+    for line in lines[:_MAX_LINES]:
+        display.line(f"the new process differs at {line}", style="red")
+    verdict, style = ("check failed: a new process gave other bits", "bold red")
+    if not lines:
+        verdict, style = ("a new process, which compiled anew, gave the same bits", "bold green")
+    display.line(verdict, style=style)
+    return tuple(lines)

@@ -7,8 +7,16 @@ from pathlib import Path
 
 from detjax.cli import report
 from detjax.cli.arguments import GenerateArgs
-from detjax.cli.check import check_runs, plan_runs, show_check, show_plan
+from detjax.cli.check import (
+    check_runs,
+    differences,
+    plan_runs,
+    show_check,
+    show_elsewhere,
+    show_plan,
+)
 from detjax.cli.display import Display
+from detjax.cli.elsewhere import run_elsewhere
 from detjax.cli.errors import BITS_DIFFER, OK, bad_input
 from detjax.cli.job import make_job
 from detjax.cli.model import OpensModel, read_model_files
@@ -29,6 +37,7 @@ def run(args: GenerateArgs, *, open_model: OpensModel) -> int:
     job = make_job(args, prompts, tokenizer, config)
     plans = plan_runs(args, job)
     display = Display()
+    elsewhere = run_elsewhere(args, prompts) if args.check_process else None
     started_s = time.perf_counter()
     with display.loading() as progress:
         model = open_model(args, folder, progress, job.max_len)
@@ -70,5 +79,7 @@ def run(args: GenerateArgs, *, open_model: OpensModel) -> int:
         display.line(f"digest {digest} is not the expected {args.expect_digest}", style="bold red")
     elif args.expect_digest is not None:
         display.line(f"digest {digest} is the expected one", style="bold green")
-    has_found = check is not None and check.lines
-    return BITS_DIFFER if has_found or not is_expected else OK
+    lines = () if check is None else check.lines
+    if elsewhere is not None:
+        lines += show_elsewhere(differences(first.outputs, elsewhere), display)
+    return BITS_DIFFER if lines or not is_expected else OK

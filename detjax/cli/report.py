@@ -23,14 +23,14 @@ def card(
 ) -> dict[str, str]:
     """Return what runs, and what decides its bits."""
     from detjax.llm import describe
-    from detjax.numerics import NumericsProfile
 
     is_bundled = folder == bundled_model_path()
     return describe(
         f"{folder.name}, which comes with the package" if is_bundled else args.model,
         config,
         engine,
-        profile=NumericsProfile(weight_dtype=args.dtype, compute_dtype=args.compute),
+        weight_dtype=args.dtype,
+        compute_dtype=args.compute,
         weight_cast=model.weight_cast,
         fingerprint=model.fingerprint,
         backend=model.backend,

@@ -3,7 +3,7 @@
 
 import codecs
 import dataclasses
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -182,6 +182,34 @@ class CompletionOutput:
                 for top in done.top_logprobs
             ]
         return {**entry, "digest": done.digest(), "fingerprint": self.fingerprint}
+
+    @classmethod
+    def from_dict(cls, entry: Mapping[str, Any]) -> "CompletionOutput":
+        """Return what `as_dict` made the entry of; other keys of it are not read.
+
+        Raises:
+            KeyError: If a key is missing.
+            ValueError: If the digest is not that of the token ids and logprobs.
+        """
+        none = [[] for _ in entry["token_ids"]]
+        completion = Completion(
+            request_idx=entry["index"],
+            sequence_idx=entry["sequence"],
+            prompt_token_ids=tuple(entry["prompt_token_ids"]),
+            token_ids=tuple(entry["token_ids"]),
+            logprobs=tuple(map(np.float32, entry["logprobs"])),
+            top_logprobs=tuple(
+                tuple((token_id, np.float32(logprob)) for token_id, logprob in top)
+                for top in entry.get("top_logprobs", none)
+            ),
+            finish_reason=FinishReason(entry["finish_reason"]),
+        )
+        if completion.digest() != entry["digest"]:
+            raise ValueError(
+                f"digest {entry['digest']!r} is not that of the token ids and logprobs beside it, "
+                f"{completion.digest()}; the record was changed"
+            )
+        return cls(completion=completion, text=entry["text"], fingerprint=entry["fingerprint"])
 
 
 class CompletionText:

@@ -3,6 +3,7 @@
 
 import dataclasses
 import json
+import subprocess
 
 import numpy as np
 import pytest
@@ -101,6 +102,50 @@ def test_fast_asks_for_no_deterministic_answer(command, capsys):
     assert command(*argv, answer=answer) == errors.OK
     assert asked and not any(asked)
     assert "no claim" in capsys.readouterr().err
+
+
+def other_process(command, capsys, monkeypatch, *, flip: tuple[int, int]) -> list[str]:
+    """Let the command itself stand for the new process; returns how that was called."""
+    called: list[str] = []
+
+    def run(argv, *, env, **options):
+        assert argv[1:3] == ["-m", "detjax.generate"] and "JAX_COMPILATION_CACHE_DIR" not in env
+        called.extend(argv[3:])
+        model = next(i for i in called if i.startswith("--model="))
+        called.remove(model)
+        code = command(*called, flip=flip)
+        return subprocess.CompletedProcess(argv, code, capsys.readouterr().out.encode(), b"oh")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "anywhere")
+    return called
+
+
+@pytest.mark.parametrize(
+    ("flip", "code", "says"),
+    [
+        ((0, 0), errors.OK, "a new process, which compiled anew, gave the same bits"),
+        ((8, 1), errors.BITS_DIFFER, "the new process differs at prompt 0, sequence 0, token 1"),
+    ],
+)
+def test_a_new_process_is_asked_the_same_and_compared(
+    command, capsys, monkeypatch, flip, code, says
+):
+    called = other_process(command, capsys, monkeypatch, flip=flip)
+    argv = ("--prompt", "ab\nc", "--prompt=-x", "--stop", "q", "--stop=-r", "--temperature", "0.5")
+    assert command(*argv, "--seed", "3", "--check-process", "--stats") == code
+    assert says in capsys.readouterr().err
+    for option in ("--stop=q", "--stop=-r", "--temperature=0.5", "--seed=3", "none"):
+        assert option in called
+    assert not {"--check-process", "--stats", "--prompt"} & set(called)
+
+
+def test_a_new_process_that_fails_says_why(command, capsys, monkeypatch):
+    failed = subprocess.CompletedProcess([], 2, b"", b"more\nerror: no such thing\n")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
+    assert command("--prompt", "a", "--check-process") == errors.BAD_INPUT
+    said = "--check-process: the other process ended with 2: error: no such thing"
+    assert said in capsys.readouterr().err
 
 
 def test_an_expected_digest_is_compared(command, capsys):

@@ -48,12 +48,21 @@ def choose(rng: np.random.Generator, values: Any) -> Any:
 # -------------------------------------------------------------------------------- what is broken
 
 
+NOT_RANDOM = {
+    "--model",
+    "--prompt",
+    "--cache-dir",
+    "--prompts-file",
+    "--check-process",  # starts a process, which would take longer than all cases
+}
+
+
 def random_argv(rng: np.random.Generator, folder: Path) -> list[str]:
     """Options with values that fit, and some that do not."""
     argv: list[str] = []
     for action in make_parser()._actions[1:]:
         name = action.option_strings[0]
-        if name in ("--model", "--prompt", "--cache-dir", "--prompts-file") or rng.random() > 0.07:
+        if name in NOT_RANDOM or rng.random() > 0.07:
             continue
         if action.nargs == 0:
             argv.append(name)

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`--check-process`: the same job in a process of its own, which compiles everything anew."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import detjax
+from detjax.cli.arguments import NO_CACHE, GenerateArgs
+from detjax.cli.errors import InputError, bad_input
+from detjax.cli.prompts import Prompt
+from detjax.serving.text import CompletionOutput
+
+_NOT_PASSED = frozenset(
+    """
+    cache_dir chat check check_process expect_digest format prompt prompts_file repeat stats trace
+    """.split()
+)
+"""Options of this process alone, or of which what came of them is passed: the prompts."""
+
+
+def run_elsewhere(args: GenerateArgs, prompts: Sequence[Prompt]) -> tuple[CompletionOutput, ...]:
+    """Compute the job in a new process without any compiled program, and wait for it.
+
+    Called before this process takes the devices, so that the other one has them for itself.
+
+    Raises:
+        InputError: If this is one of several processes, or the other fails, with its last words.
+    """
+    from detjax.parallel.distributed import find_job
+
+    with bad_input():
+        job = find_job(args.coordinator, args.num_processes, args.process_id)
+    if job is not None:
+        raise InputError(
+            f"--check-process has no place in a job of {job.num_processes} processes; leave it out"
+        )
+    env = {name: value for name, value in os.environ.items() if name != _CACHE_VARIABLE}
+    root = str(Path(detjax.__file__).parents[1])
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, (root, env.get("PYTHONPATH", ""))))
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "prompts.jsonl"
+        file.write_text("".join(json.dumps(_entry(prompt)) + "\n" for prompt in prompts))
+        argv = [*_argv(args), "--prompts-file", str(file), "--format", "json"]
+        done = subprocess.run(
+            [sys.executable, "-m", "detjax.generate", *argv, "--cache-dir", NO_CACHE],
+            capture_output=True,
+            env=env,
+            check=False,
+        )
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").splitlines()[-1:]
+        raise InputError(
+            f"--check-process: the other process ended with {done.returncode}: {' '.join(said)}"
+        )
+    return tuple(map(CompletionOutput.from_dict, json.loads(done.stdout)["completions"]))
+
+
+_CACHE_VARIABLE = "JAX_COMPILATION_CACHE_DIR"
+
+
+def _entry(prompt: Prompt) -> dict:
+    """A prompt as a line of a .jsonl file has it."""
+    return {"messages": prompt.messages} if prompt.messages else {"prompt": prompt.text}
+
+
+def _argv(args: GenerateArgs) -> list[str]:
+    """The options that decide the answers, as they are written."""
+    argv = []
+    for option in dataclasses.fields(args):
+        value = getattr(args, option.name)
+        if option.name in _NOT_PASSED or value is None or value is False:
+            continue
+        flag = "--" + option.name.replace("_", "-")
+        if value is True:
+            argv.append(flag)
+        else:
+            values = value if isinstance(value, tuple) else (value,)
+            argv += [f"{flag}={one}" for one in values]
+    return argv
