@@ -121,10 +121,15 @@ def test_an_engine_at_rest_knows_no_request():
     """No table holds a sequence any more, not only those that the counters tell of."""
     made = lone_engine()
     before = sequences_alive()
-    made.generate([request(1, 4, 2, n=3), request(2, 4, 2)])
+    for asked in (request(1, 4, 2, n=3), request(2, 4, 2)):
+        made.add_request(asked.prompt_token_ids, asked.sampling)
     cancelled = made.add_request((1, 2, 3), SamplingParams(max_tokens=9))
     made.step()
     assert sequences_alive() > before
     made.cancel(cancelled)
-    made.drain()
+    for _ in range(MOST_STEPS):
+        made.step()
+        if not made.has_work:
+            break
+    assert not made.has_work
     assert sequences_alive() == before
