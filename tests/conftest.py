@@ -21,7 +21,8 @@ MAX_CACHE_BYTES = 16 << 30
 KEPT = "JAX_COMPILATION_CACHE_DIR"
 """The folder of programs to keep between runs; a run without it makes one and removes it."""
 
-_programs_key = pytest.StashKey[str]()
+_programs = pytest.StashKey[str]()
+_is_temporary = pytest.StashKey[bool]()
 
 
 def pytest_configure(config):
@@ -37,8 +38,9 @@ def pytest_configure(config):
     elif kept is not None:
         folder = kept
     else:
-        folder = config.stash[_programs_key] = tempfile.mkdtemp(prefix="detjax-programs-")
-    config.programs_folder = folder
+        folder = tempfile.mkdtemp(prefix="detjax-programs-")
+    config.stash[_programs] = folder
+    config.stash[_is_temporary] = workerinput is None and kept is None
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", MIN_COMPILE_S)
     jax.config.update("jax_compilation_cache_max_size", MAX_CACHE_BYTES)
@@ -47,24 +49,13 @@ def pytest_configure(config):
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node):
     """Tell a worker of pytest-xdist where the programs are."""
-    node.workerinput["programs"] = node.config.programs_folder
+    node.workerinput["programs"] = node.config.stash[_programs]
 
 
 def pytest_unconfigure(config):
     """Remove a folder that this run has made."""
-    made = config.stash.get(_programs_key, None)
-    if made is not None:
-        shutil.rmtree(made, ignore_errors=True)
-
-
-@pytest.fixture(scope="session")
-def programs_environ(request) -> dict[str, str]:
-    """An environment for a process that shares the programs: never for a proof about processes."""
-    return os.environ | {
-        KEPT: request.config.programs_folder,
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": str(MIN_COMPILE_S),
-        "JAX_COMPILATION_CACHE_MAX_SIZE": str(MAX_CACHE_BYTES),
-    }
+    if config.stash.get(_is_temporary, False):
+        shutil.rmtree(config.stash[_programs], ignore_errors=True)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -393,7 +393,14 @@ def add_random(simulation: Simulation, rng: np.random.Generator, **given) -> Seq
     )
 
 
-@pytest.mark.parametrize("count", [400, pytest.param(10_000, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "count",
+    [
+        100,
+        pytest.param(400, marks=pytest.mark.slow),
+        pytest.param(10_000, marks=pytest.mark.nightly),
+    ],
+)
 def test_every_configuration_makes_progress(count):
     """Few pages, few slots, one row to verify: whatever waits for whom, everybody ends in time."""
     for seed in range(count):
@@ -410,7 +417,10 @@ def test_every_configuration_makes_progress(count):
             raise AssertionError(f"{seed=}: {simulation.config}") from error
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(2000, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "count",
+    [15, pytest.param(60, marks=pytest.mark.slow), pytest.param(2000, marks=pytest.mark.nightly)],
+)
 def test_nobody_starves_behind_those_who_keep_coming(count):
     """One of the lowest priority ends in the time that those take who rank before it."""
     for seed in range(count):

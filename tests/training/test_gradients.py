@@ -90,6 +90,7 @@ def test_gradients_are_those_of_float64_finite_differences(
         assert abs(actual - expected) <= bound, f"{tensor}: {actual} is not {expected}"
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_plain_jax(model_named, sequences, plain_logprobs):
     """In float32 to 1e-5 of each tensor's norm: only the order of sums differs."""
     model = model_named(NAME, dtype="float32")
@@ -100,6 +101,7 @@ def test_gradients_are_those_of_plain_jax(model_named, sequences, plain_logprobs
     assert_tensors_close(found, expected, max_relative=1e-5)
 
 
+@pytest.mark.slow
 def test_bfloat16_gradients_are_near_those_of_float32(model_named, sequences):
     """To 5 % of each tensor's norm.
 
