@@ -97,7 +97,7 @@ def assert_at_rest(made: Engine) -> None:
 @pytest.mark.invariance
 def test_a_loaded_invariant_engine_is_bitwise_schedule_invariant():
     made = engine()
-    report = load(made, 150, seed=1, with_filters=True)
+    report = load(made, 150, seed=1)
     assert report.num_plain_different == 0  # every step is canonical, asked for or not
     stats = made.stats()
     assert stats.num_preempted > 5 and stats.prefix_tokens > 300 and report.num_cancelled > 5
