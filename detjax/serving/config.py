@@ -3,8 +3,6 @@
 
 from dataclasses import dataclass
 
-from detjax.pallas_kernels.backend import KERNELS, Backend
-
 MODES = ("invariant", "dvr", "fast")
 DRAFT_WEIGHTS = ("full", "int8", "float8_e4m3fn")
 
@@ -207,9 +205,16 @@ class ReplicaConfig:
 
     @classmethod
     def of(
-        cls, config: EngineConfig, *, dp: int, page_len: int, backend: Backend
+        cls, config: EngineConfig, *, dp: int, page_len: int, steps_beat_xla: bool
     ) -> "ReplicaConfig":
-        """Divide a configuration that `check_config` has passed over `dp` replicas."""
+        """Divide a configuration that `check_config` has passed over `dp` replicas.
+
+        Args:
+            config: Of the engine.
+            dp: Replicas.
+            page_len: Tokens of a page.
+            steps_beat_xla: As `KernelSet` has it, of the kernels that run.
+        """
         num_slots = config.batch_size // dp
         table_len = -(-config.max_len // page_len)
         shorter = {min(-(-length // page_len), table_len) for length in config.decode_lens}
@@ -236,7 +241,7 @@ class ReplicaConfig:
             verify_deadline=config.verify_deadline,
             max_tokens_per_step=config.max_tokens_per_step or no_limit,
             max_prefill_streak=config.max_prefill_streak,
-            max_draft_fraction=max_draft_fraction(config, backend),
+            max_draft_fraction=max_draft_fraction(config, steps_beat_xla=steps_beat_xla),
             decode_steps=config.decode_steps,
             draft_weights=config.draft_weights,
             ageing_steps=config.ageing_steps,
@@ -262,8 +267,13 @@ def check_config(config: EngineConfig, dp: int, context: int) -> None:
         )
 
 
-def max_draft_fraction(config: EngineConfig, backend: Backend) -> float:
-    """The share asked for, or the one that is quickest as far as was measured."""
+def max_draft_fraction(config: EngineConfig, *, steps_beat_xla: bool) -> float:
+    """The share asked for, or the one that is quickest as far as was measured.
+
+    Args:
+        config: Of the engine.
+        steps_beat_xla: As `KernelSet` has it, of the kernels that run.
+    """
     if config.max_draft_fraction is not None:
         return config.max_draft_fraction
-    return 0.0 if KERNELS[backend].steps_beat_xla and config.draft_weights == "full" else 1.0
+    return 0.0 if steps_beat_xla and config.draft_weights == "full" else 1.0

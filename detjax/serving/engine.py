@@ -12,6 +12,7 @@ from collections import abc
 from collections.abc import Callable, Container
 
 from detjax.models.loading import LoadedModel
+from detjax.pallas_kernels.backend import KERNELS
 from detjax.parallel.mesh import DP_AXIS
 from detjax.serving import trace
 from detjax.serving.completions import GenerateRun
@@ -79,7 +80,10 @@ class Engine:
         dp = model.mesh.shape[DP_AXIS]
         check_config(config, dp, model.config.max_position_embeddings)
         replica = ReplicaConfig.of(
-            config, dp=dp, page_len=model.profile.attention_block, backend=model.backend
+            config,
+            dp=dp,
+            page_len=model.profile.attention_block,
+            steps_beat_xla=KERNELS[model.backend].steps_beat_xla,
         )
         self._model, self._config = model, config
         self._stats = EngineStats(num_pages=dp * replica.num_pages)

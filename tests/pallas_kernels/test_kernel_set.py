@@ -105,9 +105,9 @@ def test_properties_are_asked_of_the_entry(third, monkeypatch):
         "the third backend exchanges through XLA's collectives"
     )
     engine = EngineConfig(batch_size=1, prefill_chunk=64, max_len=64)
-    assert max_draft_fraction(engine, third) == 1.0
+    assert max_draft_fraction(engine, steps_beat_xla=KERNELS[third].steps_beat_xla) == 1.0
     monkeypatch.setattr(KERNELS[third], "steps_beat_xla", True)
-    assert max_draft_fraction(engine, third) == 0.0
+    assert max_draft_fraction(engine, steps_beat_xla=KERNELS[third].steps_beat_xla) == 0.0
     monkeypatch.setattr(KERNELS[third], "why_not_here", lambda: "it is made up")
     with pytest.raises(ValueError, match="--backend third cannot run here: it is made up; use"):
         choose_backend(third)
