@@ -25,6 +25,7 @@ def rows_of(folder) -> list[dict]:
     return [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 def test_rollout_and_trainer_have_zero_kl_and_the_fast_rollout_has_not(tmp_path, capsys):
     """tp 4 against tp 1, on the bundled model; the fast rollout is the control."""
