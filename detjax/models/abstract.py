@@ -13,7 +13,8 @@ from detjax.models.decoder import forward, local_logits
 from detjax.models.layers import ForwardContext, Tokens
 from detjax.models.params import ParamSpec, kv_layout, param_specs, partition_specs
 from detjax.numerics import NumericsProfile
-from detjax.pallas_kernels.backend import KERNELS, Backend
+from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
 
 PROBED_LENGTHS = (1, 100, 1000)

@@ -21,7 +21,7 @@ from detjax.models.layers import ForwardContext, Tokens, embed_tokens, rope_rows
 from detjax.models.params import MATRICES
 from detjax.models.transformer import Stream, run_layers
 from detjax.pallas_kernels.attention.api import rope_attention
-from detjax.pallas_kernels.backend import KERNELS
+from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.pallas_kernels.rope.portable import split_heads, write_pages
 from detjax.parallel.mesh import TP_AXIS
 

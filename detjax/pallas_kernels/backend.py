@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kernel set runs: the one table of them, and the choice, made once and said aloud."""
+"""Which kernel set runs: the names, and the choice, made once and said aloud. Starts no JAX."""
 
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
-
-from detjax.pallas_kernels import portable, sm90
-from detjax.pallas_kernels.kernel_set import KernelSet
 
 
 class Backend(enum.Enum):
@@ -18,11 +15,9 @@ class Backend(enum.Enum):
     @property
     def platform(self) -> str:
         """The JAX platform whose devices run it."""
+        from detjax.pallas_kernels.kernel_table import KERNELS
+
         return KERNELS[self].platform
-
-
-KERNELS: dict[Backend, KernelSet] = {Backend.SM90: sm90, Backend.PORTABLE: portable}
-"""The kernel set of each backend, first choice first; the last runs anywhere."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +42,7 @@ def choose_backend(
     Raises:
         ValueError: If the requested backend cannot run here, with the reason.
     """
+    from detjax.pallas_kernels.kernel_table import KERNELS
 
     def why_not(backend: Backend) -> str | None:
         return KERNELS[backend].why_not_here() or why_not_model(backend)

@@ -12,7 +12,7 @@ from collections import abc
 from collections.abc import Callable, Container
 
 from detjax.models.loading import LoadedModel
-from detjax.pallas_kernels.backend import KERNELS
+from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.parallel.mesh import DP_AXIS
 from detjax.serving import trace
 from detjax.serving.completions import GenerateRun

@@ -14,7 +14,8 @@ import pytest
 
 from detjax.models.loading import LoadedModel
 from detjax.numerics import NumericsProfile
-from detjax.pallas_kernels.backend import KERNELS, Backend
+from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.serving import ngram
 from detjax.serving.async_engine import AsyncEngine
 from detjax.serving.config import EngineConfig, max_draft_fraction

@@ -3,7 +3,8 @@
 
 from detjax.array_types import Activation, Array, Float32, Int32
 from detjax.numerics import NumericsProfile
-from detjax.pallas_kernels.backend import KERNELS, Backend
+from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.kernel_table import KERNELS
 
 
 def attention(

@@ -4,7 +4,8 @@
 import jax.numpy as jnp
 
 from detjax.array_types import Activation, Array, Int32
-from detjax.pallas_kernels.backend import KERNELS, Backend
+from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.kernel_table import KERNELS
 
 
 def embed(

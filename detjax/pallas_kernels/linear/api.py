@@ -5,7 +5,8 @@ import jax.numpy as jnp
 
 from detjax.array_types import Activation, Array, Float32
 from detjax.numerics import Reduction
-from detjax.pallas_kernels.backend import KERNELS, Backend
+from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.kernel_table import KERNELS
 
 
 def linear(

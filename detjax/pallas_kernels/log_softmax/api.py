@@ -2,7 +2,8 @@
 """Log-softmax of logits that are split over ranks: block sums here, one tree everywhere."""
 
 from detjax.array_types import Array, Float32
-from detjax.pallas_kernels.backend import KERNELS, Backend
+from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.kernel_table import KERNELS
 
 
 def block_stats(

@@ -2,7 +2,8 @@
 """RMSNorm, alone and fused with the residual addition that comes before it."""
 
 from detjax.array_types import Activation, Array, Float32
-from detjax.pallas_kernels.backend import KERNELS, Backend
+from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.kernel_table import KERNELS
 
 
 def rms_norm(

@@ -2,7 +2,8 @@
 """Rotary position embedding, alone and with the norm before it and the cache write after it."""
 
 from detjax.array_types import Activation, Array, Float32, Int32
-from detjax.pallas_kernels.backend import KERNELS, Backend
+from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.kernel_table import KERNELS
 
 
 def rope(

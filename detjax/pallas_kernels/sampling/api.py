@@ -2,7 +2,8 @@
 """Choosing a token: Gumbel-max scores and the sums behind top-p."""
 
 from detjax.array_types import Array, Float32, Int32, UInt32
-from detjax.pallas_kernels.backend import KERNELS, Backend
+from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.kernel_table import KERNELS
 
 
 def gumbel_scores(

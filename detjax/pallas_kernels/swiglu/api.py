@@ -2,7 +2,8 @@
 """The gated activation of the feed-forward layer."""
 
 from detjax.array_types import Activation, Array
-from detjax.pallas_kernels.backend import KERNELS, Backend
+from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.kernel_table import KERNELS
 
 
 def swiglu(gate_up: Activation[Array, "M E"], *, backend: Backend) -> Activation[Array, "M F"]:
