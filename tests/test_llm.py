@@ -21,7 +21,7 @@ import detjax
 from detjax import generate, llm
 from detjax.models.bundled import bundled_model_path
 from detjax.models.hf_config import config_from_hf, load_config
-from detjax.models.params import param_specs
+from detjax.models.params import tensor_specs
 from detjax.models.tokenizer import Tokenizer, read_eos_id
 from detjax.parallel.mesh import make_mesh
 from detjax.serving import memory
@@ -63,7 +63,7 @@ def write_model(folder: Path, *, eos_token: str | None = None) -> Path:
     tokenizer_config = {"chat_template": TEMPLATE} | ({"eos_token": eos_token} if eos_token else {})
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
     rng = np.random.default_rng(5)
-    specs = jax.tree.leaves(param_specs(config_from_hf(CONFIG), tp=1, vocab_block=128))
+    specs = jax.tree.leaves(tensor_specs(config_from_hf(CONFIG), tp=1, vocab_block=128))
     tensors = {
         spec.hf_name: np.asarray(jax.numpy.asarray(
             rng.standard_normal(spec.hf_shape, np.float32), "bfloat16"

@@ -17,20 +17,18 @@ from detjax.parallel.mesh import DP_AXIS
 from detjax.serving import trace
 from detjax.serving.completions import GenerateRun
 from detjax.serving.config import EngineConfig, ReplicaConfig, check_config
-from detjax.serving.delivery import Delivery
 from detjax.serving.errors import (
     EngineFullError,
     EngineResetError,
     EngineStoppedError,
     RowError,
 )
-from detjax.serving.ledger import Ledger
+from detjax.serving.input_processor import MAX_TAKEN, InputProcessor
 from detjax.serving.metrics import EngineStats
 from detjax.serving.model_runner import Launch, ModelRunner, ignore_compiling
 from detjax.serving.ngram import propose_from_prompt
-from detjax.serving.observer import Observer
+from detjax.serving.output_processor import OutputProcessor
 from detjax.serving.programs import Candidates, ProgramCache, keep_candidates
-from detjax.serving.reception import MAX_TAKEN, Reception
 from detjax.serving.recovery import Recovery
 from detjax.serving.request import (
     MAX_TOP_LOGPROBS,
@@ -40,9 +38,11 @@ from detjax.serving.request import (
     RequestOutput,
     SamplingParams,
 )
+from detjax.serving.request_states import RequestStates
 from detjax.serving.scheduler import Scheduler
 from detjax.serving.sequence import OnToken, SequenceError, ignore_token
 from detjax.serving.speculation import propose_nothing
+from detjax.serving.stat_logger import StatLogger
 
 
 class Engine:
@@ -100,18 +100,20 @@ class Engine:
             root_key=hashlib.sha256(f"{model.fingerprint} {model.config}".encode()).digest(),
             propose=propose_from_prompt if config.has_prompt_lookup else propose_nothing,
         )
-        self._ledger = Ledger()
-        self._observer = Observer(self._stats, tracer)
-        self._delivery = Delivery(self._ledger, self._scheduler, self._observer)
-        self._reception = Reception(
+        self._states = RequestStates()
+        self._stat_logger = StatLogger(self._stats, tracer)
+        self._output_processor = OutputProcessor(self._states, self._scheduler, self._stat_logger)
+        self._input_processor = InputProcessor(
             model.config,
             config,
-            ledger=self._ledger,
+            states=self._states,
             scheduler=self._scheduler,
-            delivery=self._delivery,
-            observer=self._observer,
+            output_processor=self._output_processor,
+            stat_logger=self._stat_logger,
         )
-        self._recovery = Recovery(self._ledger, self._scheduler, self._runner, self._delivery)
+        self._recovery = Recovery(
+            self._states, self._scheduler, self._runner, self._output_processor
+        )
         self._request_ids = itertools.count()
         self._in_flight: list[Launch] = []
         self._stopped_by: str | None = None  # not the exception, which keeps what it saw alive
@@ -163,25 +165,25 @@ class Engine:
             priority=priority,
             cache_salt=cache_salt,
         )
-        self._reception.check(request, "the prompt")
-        num_queued, max_waiting = self._reception.num_queued, self._config.max_waiting
+        self._input_processor.check(request, "the prompt")
+        num_queued, max_waiting = self._input_processor.num_queued, self._config.max_waiting
         if num_queued + request.sampling.n > max_waiting:
             raise EngineFullError(
                 f"{num_queued} sequences wait, and {max_waiting=}; try again later, or raise it"
             )
         request_id = next(self._request_ids)
-        self._reception.take(request_id, request, on_token, request_idx=request_id)
+        self._input_processor.take(request_id, request, on_token, request_idx=request_id)
         return request_id
 
     def cancel(self, request_id: int) -> None:
         """End a request at the next step; its pages are free then. Unknown or ended: no effect."""
-        self._ledger.cancels.append(request_id)
+        self._states.cancels.append(request_id)
 
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do or to tell."""
         self._recovery.drop_unwanted()
-        return self._ledger.has_work
+        return self._states.has_work
 
     def load_weights(self, weights: dict, *, version: int) -> None:
         """Replace the model's weights in place, between requests. Outputs carry `version` from now.
@@ -206,7 +208,7 @@ class Engine:
         self._scheduler.forget_pages()
         self._model.replace_weights(weights)
         self._runner.take_weights()
-        self._delivery.weight_version = version
+        self._output_processor.weight_version = version
 
     # ---------------------------------------------------------------------------------------- steps
 
@@ -223,35 +225,35 @@ class Engine:
         """A step that tells of the wanted requests; the others' outputs are kept. None: of all."""
         self._refuse_if_stopped()
         self._mend()
-        ledger = self._ledger
-        ledger.is_torn = True
+        states = self._states
+        states.is_torn = True
         try:
             self._advance()
         except SequenceError as error:
             # Nothing was launched, or not all: whoever was scheduled begins anew.
             self._mend()
-            ledger.is_torn = True
-            if ledger.is_live(error.seq):
+            states.is_torn = True
+            if states.is_live(error.seq):
                 raised = RowError(f"it raised {error.__cause__!r}")
-                self._delivery.finish(error.seq, FinishReason.ERROR, raised)
+                self._output_processor.finish(error.seq, FinishReason.ERROR, raised)
         except Exception as error:
             self._stopped_by = f"{type(error).__name__}: {error}"
             raise self._stopped_error(self._stopped_by) from error
-        told = self._delivery.collect()
+        told = self._output_processor.collect()
         mine = [o for o in told if wanted is None or o.request_id in wanted]
         kept = [o for o in told if wanted is not None and o.request_id not in wanted]
         # WHY: Python looks for interrupts at calls and loops, and there is none from here to the
         # caller: what is told is told once.
-        ledger.outputs, ledger.news, ledger.is_torn = kept, {}, False
+        states.outputs, states.news, states.is_torn = kept, {}, False
         return mine
 
     def _advance(self) -> None:
         """Launch a step and commit the results of the one before."""
         begin_s = time.perf_counter()
-        self._reception.admit()
+        self._input_processor.admit()
         batch = self._scheduler.schedule()
         for seq, error in batch.failed:
-            self._delivery.finish(seq, FinishReason.ERROR, error)
+            self._output_processor.finish(seq, FinishReason.ERROR, error)
         scheduled_s = time.perf_counter()
         launched = self._runner.launch(batch)
         self._scheduler.confirm_launch()
@@ -259,9 +261,9 @@ class Engine:
         waited = self._stats.wait_s
         finished, self._in_flight = self._in_flight, launched
         for launch in finished:
-            self._delivery.retire(launch)
+            self._output_processor.retire(launch)
         wait_s = self._stats.wait_s - waited
-        self._observer.note_step(begin_s, scheduled_s, launched_s, wait_s, bool(launched))
+        self._stat_logger.note_step(begin_s, scheduled_s, launched_s, wait_s, bool(launched))
 
     def drain(self) -> list[RequestOutput]:
         """Step until nothing is left to do; return everything that was released on the way.
@@ -273,7 +275,7 @@ class Engine:
             while self.has_work:
                 outputs += self.step()
         except BaseException:
-            self._ledger.outputs[:0] = outputs
+            self._states.outputs[:0] = outputs
             raise
         return outputs
 
@@ -300,7 +302,7 @@ class Engine:
         self._refuse_if_stopped()
         self._mend()
         for idx, request in enumerate(requests):
-            self._reception.check(request, f"prompt {idx}")
+            self._input_processor.check(request, f"prompt {idx}")
         if self.has_work:
             raise ValueError("the engine is at work on other requests; drain() them first")
         # WHY: one variant for the whole list, so that fewer programs are compiled.
@@ -311,14 +313,14 @@ class Engine:
         run = GenerateRun(requests, on_token)
         try:
             while run.num_left:
-                while run.has_more and self._reception.num_queued < MAX_TAKEN:
+                while run.has_more and self._input_processor.num_queued < MAX_TAKEN:
                     request_id = next(self._request_ids)
                     i = run.pop_next(request_id)
-                    self._reception.take(request_id, requests[i], run.listener, request_idx=i)
+                    self._input_processor.take(request_id, requests[i], run.listener, request_idx=i)
                 for output in self._step(run.request_ids):
                     run.add(output)
         finally:
-            self._ledger.unwanted.update(run.request_ids)
+            self._states.unwanted.update(run.request_ids)
             self._runner.set_least()
             self._recovery.drop_unwanted()
         return run.completions()
@@ -334,8 +336,8 @@ class Engine:
         Returns:
             What was not told yet, and the end of every request: ERROR, with the reason.
         """
-        ledger = self._ledger
-        ledger.is_torn = True
+        states = self._states
+        states.is_torn = True
         self._scheduler.forget_pages()  # first, lest an interrupt leave pages that are not there
         self._runner.reset()
         self._mend()
@@ -343,8 +345,8 @@ class Engine:
         why = "the engine was reset" if self._stopped_by is None else stopped
         self._recovery.end_all(EngineResetError(why))
         self._recovery.drop_unwanted()
-        outputs = ledger.outputs
-        ledger.outputs, ledger.news, ledger.is_torn, self._stopped_by = [], {}, False, None
+        outputs = states.outputs
+        states.outputs, states.news, states.is_torn, self._stopped_by = [], {}, False, None
         return outputs
 
     def _refuse_if_stopped(self) -> None:
@@ -359,7 +361,7 @@ class Engine:
 
     def _mend(self) -> None:
         """Begin anew from what is true of requests, if a call did not end."""
-        if self._ledger.is_torn:
+        if self._states.is_torn:
             self._in_flight = []
             self._recovery.mend()
 

@@ -32,7 +32,7 @@ class SequenceState(enum.Enum):
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Listener:
-    """Who hears of a sequence's tokens, and what it has heard. `Delivery` alone changes it.
+    """Who hears of a sequence's tokens, and what it has heard. `OutputProcessor` alone changes it.
 
     Attributes:
         on_token: Told every token.

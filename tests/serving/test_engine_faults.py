@@ -267,8 +267,8 @@ def assert_at_rest(made: Engine) -> None:
     stats = made.stats()
     assert (stats.num_pages_held, stats.num_running, stats.num_waiting) == (0, 0, 0)
     for name in ("live", "news", "outputs", "inbox", "cancels", "unwanted"):
-        assert not getattr(made._ledger, name), name
-    assert made._reception.num_queued == 0 and not made._ledger.is_torn
+        assert not getattr(made._states, name), name
+    assert made._input_processor.num_queued == 0 and not made._states.is_torn
     for pool in made._scheduler.pools:
         assert pool.num_available == pool.num_pages
     assert made._scheduler._waiting.num_entries <= 65

@@ -10,7 +10,7 @@ from detjax.serving.request import FinishReason
 from detjax.serving.sequence import Sequence, VerifyRow
 
 
-class Observer:
+class StatLogger:
     """Adds to the counters and tells the trace.
 
     Attributes:

@@ -7,20 +7,20 @@ import numpy as np
 
 from detjax.models.config import ModelConfig
 from detjax.serving.config import EngineConfig
-from detjax.serving.delivery import Delivery
 from detjax.serving.errors import LayoutError
-from detjax.serving.ledger import Arrival, Ledger
-from detjax.serving.observer import Observer
+from detjax.serving.output_processor import OutputProcessor
 from detjax.serving.request import MAX_SEQUENCES, FinishReason, Request
+from detjax.serving.request_states import Arrival, RequestStates
 from detjax.serving.sampling import SamplingRows
 from detjax.serving.scheduler import Scheduler
 from detjax.serving.sequence import Listener, OnToken, Sequence
+from detjax.serving.stat_logger import StatLogger
 
 MAX_TAKEN = MAX_SEQUENCES
 """Sequences that a step takes from the inbox, so that no step is long because many ask at once."""
 
 
-class Reception:
+class InputProcessor:
     """Takes requests, from any thread, and hands their sequences to the scheduler."""
 
     def __init__(
@@ -28,29 +28,29 @@ class Reception:
         model: ModelConfig,
         config: EngineConfig,
         *,
-        ledger: Ledger,
+        states: RequestStates,
         scheduler: Scheduler,
-        delivery: Delivery,
-        observer: Observer,
+        output_processor: OutputProcessor,
+        stat_logger: StatLogger,
     ):
         """Take nobody yet.
 
         Args:
             model: Of the model that is asked.
             config: Of the engine.
-            ledger: Where requests are kept.
+            states: Where requests are kept.
             scheduler: To which sequences are added.
-            delivery: Ends who is refused or cancelled.
-            observer: Is told of arrivals.
+            output_processor: Ends who is refused or cancelled.
+            stat_logger: Is told of arrivals.
         """
         self._model, self._config = model, config
-        self._ledger, self._scheduler = ledger, scheduler
-        self._delivery, self._observer = delivery, observer
+        self._states, self._scheduler = states, scheduler
+        self._output_processor, self._stat_logger = output_processor, stat_logger
 
     @property
     def num_queued(self) -> int:
         """Sequences that wait for a slot, or for the next step to see them."""
-        return self._scheduler.num_waiting + self._ledger.num_in_inbox
+        return self._scheduler.num_waiting + self._states.num_in_inbox
 
     def check(self, request: Request, what: str) -> None:
         """Refuse a request that cannot run on this engine.
@@ -99,45 +99,45 @@ class Reception:
             on_token=on_token,
             arrived_s=time.perf_counter(),
         )
-        self._ledger.put_in_inbox(arrival)
+        self._states.put_in_inbox(arrival)
 
     def admit(self) -> None:
         """Let some of those who wait outside in, and end those who were cancelled."""
-        ledger, num_taken = self._ledger, 0
-        while ledger.inbox and num_taken < MAX_TAKEN:
-            arrival = ledger.inbox[0]
+        states, num_taken = self._states, 0
+        while states.inbox and num_taken < MAX_TAKEN:
+            arrival = states.inbox[0]
             num_taken += arrival.request.sampling.n
             # It stays in the inbox until it is known, and `Recovery` drops whom it finds in both.
             self._arrive(arrival)
-            ledger.pop_inbox()
+            states.pop_inbox()
         late = []
-        while ledger.cancels:
-            request_id = ledger.cancels[0]
-            for seq in ledger.sequences_of(request_id):
-                self._delivery.finish(seq, FinishReason.CANCELLED)
-            if any(arrival.request_id == request_id for arrival in tuple(ledger.inbox)):
+        while states.cancels:
+            request_id = states.cancels[0]
+            for seq in states.sequences_of(request_id):
+                self._output_processor.finish(seq, FinishReason.CANCELLED)
+            if any(arrival.request_id == request_id for arrival in tuple(states.inbox)):
                 late.append(request_id)
-            ledger.cancels.popleft()
-        ledger.cancels.extend(late)
+            states.cancels.popleft()
+        states.cancels.extend(late)
 
     def _arrive(self, arrival: Arrival) -> None:
         """Make the sequences of a request. Should one of its values raise, it fails alone."""
         sampling, prompt = arrival.request.sampling, arrival.request.prompt_token_ids
-        self._observer.stats.num_requests += 1
+        self._stat_logger.stats.num_requests += 1
         try:
             # WHY: as every launch will lay them out, so that none raises for those beside it.
             SamplingRows.pack([(sampling, sampling.n - 1)])
             np.asarray(prompt, np.int32)
             ends = frozenset((*self._model.eos_token_ids, *sampling.stop_token_ids))
         except Exception as error:
-            self._observer.stats.num_failed += sampling.n
-            self._delivery.refuse(arrival, LayoutError(f"it cannot be laid out: {error!r}"))
+            self._stat_logger.stats.num_failed += sampling.n
+            self._output_processor.refuse(arrival, LayoutError(f"it cannot be laid out: {error!r}"))
             return
         seqs = [self._sequence(arrival, i, ends) for i in range(sampling.n)]
         for seq in seqs:
             self._scheduler.add(seq)
-            self._observer.note_arrival(seq)
-        self._ledger.live[arrival.request_id] = dict(enumerate(seqs))
+            self._stat_logger.note_arrival(seq)
+        self._states.live[arrival.request_id] = dict(enumerate(seqs))
 
     def _sequence(self, arrival: Arrival, sequence_idx: int, ends: frozenset[int]) -> Sequence:
         request, mode = arrival.request, self._config.mode

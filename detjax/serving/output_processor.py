@@ -7,10 +7,9 @@ import numpy as np
 
 from detjax.serving.errors import ConsumerError, NaNLogitError
 from detjax.serving.launch_operands import unpack_choice, unpack_num_committed
-from detjax.serving.ledger import Arrival, CommittedToken, Ledger
 from detjax.serving.model_runner import Launch, places
-from detjax.serving.observer import Observer
 from detjax.serving.request import FinishReason, RequestOutput, TokenEvent
+from detjax.serving.request_states import Arrival, CommittedToken, RequestStates
 from detjax.serving.sampling import Choice
 from detjax.serving.scheduler import Scheduler
 from detjax.serving.sequence import (
@@ -21,21 +20,22 @@ from detjax.serving.sequence import (
     VerifyRow,
     ignore_token,
 )
+from detjax.serving.stat_logger import StatLogger
 
 Ending = tuple[FinishReason, Exception | None]
 """Why a sequence ends, and what went wrong where it is an error."""
 
 
-class Delivery:
+class OutputProcessor:
     """Commits tokens, tells those who listen, and ends sequences.
 
     Attributes:
         weight_version: Of the weights that compute, which outputs carry.
     """
 
-    def __init__(self, ledger: Ledger, scheduler: Scheduler, observer: Observer):
+    def __init__(self, states: RequestStates, scheduler: Scheduler, stat_logger: StatLogger):
         """Deliver nothing yet."""
-        self._ledger, self._scheduler, self._observer = ledger, scheduler, observer
+        self._states, self._scheduler, self._stat_logger = states, scheduler, stat_logger
         self.weight_version = 0
 
     # -------------------------------------------------------------------------------------- results
@@ -44,8 +44,8 @@ class Delivery:
         """Wait for the result of a launch, and commit what it decided."""
         begin_s = time.perf_counter()
         packed = np.asarray(launch.result)
-        self._observer.note_result(launch, begin_s)
-        key, stats = launch.key, self._observer.stats
+        self._stat_logger.note_result(launch, begin_s)
+        key, stats = launch.key, self._stat_logger.stats
         choice = unpack_choice(packed, key.num_top)
         for at, row in places(key, launch.rows):
             if not self._scheduler.is_current(row):
@@ -55,7 +55,7 @@ class Delivery:
             match row:
                 case VerifyRow():
                     num_committed = int(unpack_num_committed(packed)[at])
-                    self._observer.note_window(row, num_committed)
+                    self._stat_logger.note_window(row, num_committed)
                     self._commit_all(row.seq, choice, at, num_committed)
                 case DecodeRow(is_draft=True):
                     drafts = np.ravel(choice.token_ids[at])[: row.num_tokens]
@@ -89,9 +89,9 @@ class Delivery:
             top = tuple((int(ids[k]), values[k]) for k in range(num_top))
         # The news first: should an interrupt come between, `recovery` commits what it finds there.
         token = CommittedToken(position, token_id, logprob, top)
-        self._ledger.news.setdefault(seq, []).append(token)
+        self._states.news.setdefault(seq, []).append(token)
         self._scheduler.commit(seq, token_id)
-        self._observer.stats.decode_tokens += 1
+        self._stat_logger.stats.decode_tokens += 1
         return self.tell(seq, token)
 
     def tell(self, seq: Sequence, token: CommittedToken) -> bool:
@@ -130,17 +130,17 @@ class Delivery:
         self, seq: Sequence, reason: FinishReason, exception: Exception | None = None
     ) -> None:
         """End a sequence, free what it holds and note what to tell."""
-        if seq in self._ledger.news:
-            self._observer.note_release(seq)
+        if seq in self._states.news:
+            self._stat_logger.note_release(seq)
         # The end first: should an interrupt come between, `recovery` drops whom it finds there.
-        self._ledger.outputs.append(self._output(seq, reason, exception))
+        self._states.outputs.append(self._output(seq, reason, exception))
         self._scheduler.end(seq)
-        self._ledger.forget(seq)
-        self._observer.note_end(seq, reason)
+        self._states.forget(seq)
+        self._stat_logger.note_end(seq, reason)
 
     def refuse(self, arrival: Arrival, exception: Exception) -> None:
         """End every sequence of a request that never began."""
-        self._ledger.outputs += [
+        self._states.outputs += [
             RequestOutput(
                 request_id=arrival.request_id,
                 sequence_idx=sequence_idx,
@@ -156,16 +156,16 @@ class Delivery:
 
     def collect(self) -> list[RequestOutput]:
         """Return what there is to tell: ends, then in order of arrival where sequences go on."""
-        going_on = list(self._ledger.news)  # few, though many may wait
+        going_on = list(self._states.news)  # few, though many may wait
         going_on.sort(key=lambda seq: (seq.request_id, seq.sequence_idx))
         for seq in going_on:
-            self._observer.note_release(seq)
-        return [*self._ledger.outputs, *(self._output(seq, None, None) for seq in going_on)]
+            self._stat_logger.note_release(seq)
+        return [*self._states.outputs, *(self._output(seq, None, None) for seq in going_on)]
 
     def _output(
         self, seq: Sequence, reason: FinishReason | None, exception: Exception | None
     ) -> RequestOutput:
-        news = self._ledger.news.get(seq, ())
+        news = self._states.news.get(seq, ())
         return RequestOutput(
             request_id=seq.request_id,
             sequence_idx=seq.sequence_idx,

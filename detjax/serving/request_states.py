@@ -37,7 +37,7 @@ class Arrival:
     arrived_s: float
 
 
-class Ledger:
+class RequestStates:
     """The tables of one engine.
 
     Attributes:
