@@ -59,6 +59,7 @@ def distance(actual: np.ndarray, reference: np.ndarray) -> float:
     return float(np.sqrt(np.mean((actual.astype(np.float64) - reference) ** 2)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "tp"),
     [

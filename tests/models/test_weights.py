@@ -832,6 +832,7 @@ def bundled(folder: Path | str = "", *, tp: int = 1, dtype: str = "bfloat16") ->
     )
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 def test_a_saved_model_answers_with_the_bits_it_was_saved_with(tmp_path):
     folder, model = tmp_path / "saved", bundled()

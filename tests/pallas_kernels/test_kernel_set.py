@@ -86,6 +86,7 @@ def third(monkeypatch) -> Backend:
     return backend
 
 
+@pytest.mark.slow
 def test_another_backend_needs_an_entry_alone(third):
     """A whole model, prefill to choice, on the kernels of the entry."""
     config = dummy_config(num_heads=4, num_kv_heads=2, num_layers=2)

@@ -95,7 +95,7 @@ def of_request(outputs, request_id: int) -> list:
 # ----------------------------------------------------------------------------------------- lengths
 
 
-@pytest.mark.parametrize("mode", ["invariant", "dvr"])
+@pytest.mark.parametrize("mode", ["invariant", pytest.param("dvr", marks=pytest.mark.slow)])
 def test_a_step_is_as_wide_as_the_longest_sample_and_no_bit_depends_on_it(mode):
     """Programs follow the lengths that there are, not `max_len`, and whoever runs beside."""
     pages = {"invariant": 40, "dvr": 42}[mode]  # programs of its own

@@ -94,6 +94,7 @@ def assert_at_rest(made: Engine) -> None:
     assert not made.has_work
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 def test_a_loaded_invariant_engine_is_bitwise_schedule_invariant():
     made = engine()

@@ -113,6 +113,7 @@ def test_bfloat16_gradients_are_near_those_of_float32(model_named, sequences):
     assert_tensors_close(gradient(model_named(NAME), batch), expected, max_relative=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 def test_gradients_are_bitwise_run_invariant(model_named, sequences):
     """Compiled anew, and with other programs in between."""

@@ -21,6 +21,7 @@ def run(name: str, folder, capsys) -> tuple[list[dict], str]:
     return found["rows"], capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 def test_operators_of_detjax_do_not_change_and_one_of_xla_does(tmp_path, capsys):
     rows, out = run("operators", tmp_path, capsys)
