@@ -421,11 +421,13 @@ def test_example_offline_batch_writes_a_line_of_json_each(example, tmp_path):
     assert all(len(line["logprobs"]) == len(line["top_logprobs"]) > 0 for line in lines)
 
 
+@pytest.mark.slow
 def test_example_chat_holds_two_turns(example):
     out = example("chat.py")
     assert out.count("user: ") == 2 and out.count("digest: ") == 2
 
 
+@pytest.mark.slow
 def test_example_reproduce_completion_finds_the_same_bits_or_says_so(example, tmp_path):
     record = tmp_path / "record.json"
     for _ in range(2):  # makes the record, then reads it
@@ -438,10 +440,12 @@ def test_example_reproduce_completion_finds_the_same_bits_or_says_so(example, tm
     assert end.value.code == 3
 
 
+@pytest.mark.slow
 def test_example_async_streaming_cancels_one(example):
     out = example("async_streaming.py")
     assert "whole: " in out and "cancelled: " in out and out.endswith("1 cancelled\n")
 
 
+@pytest.mark.slow
 def test_example_rl_rollout_agrees_to_the_bit(example):
     assert example("rl_rollout.py").count("every bit equal") == 2

@@ -220,7 +220,11 @@ def fuzz(tmp_path, toy, fake_engine, monkeypatch) -> Callable[[int, bool], int]:
 
 
 @pytest.mark.parametrize("num_cases", [250, pytest.param(5000, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("breaks_folder", [False, True], ids=["options", "folders"])
+@pytest.mark.parametrize(
+    "breaks_folder",
+    [False, pytest.param(True, marks=pytest.mark.slow)],
+    ids=["options", "folders"],
+)
 def test_any_input_ends_with_an_exit_code_that_means_something(fuzz, breaks_folder, num_cases):
     codes = [fuzz(case, breaks_folder) for case in range(num_cases)]
     # Neither is every case refused at its first option, nor is every one fine.

@@ -741,6 +741,7 @@ def test_attention_is_bitwise_batch_invariant_past_a_split():
         assert_bitwise_equal(together[row : row + 1], alone, claim=f"{length} keys, not alone")
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 def test_rope_attention_is_bitwise_schedule_invariant():
     """Chunks of any size, and the cache that they leave."""

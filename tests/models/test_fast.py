@@ -79,7 +79,8 @@ def test_bfloat16_is_as_close_to_float32_as_the_invariant_path(name, tp):
     assert 0 < distance(fast, reference) <= 1.18 * 1.25 * ours
 
 
-@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("tp", [1, 2])
 def test_float32_is_close_to_the_invariant_path(tp):
     # The two differ in the order of float32 sums alone. A sum of K terms has K roundings of 2**-24,
     # which add in squares: sqrt(K) * 2**-24 of its size. The longest K is 384; 8 products follow

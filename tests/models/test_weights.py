@@ -669,8 +669,8 @@ SMALL = dataclasses.replace(
 
 
 @pytest.mark.invariance
-@pytest.mark.parametrize(("dp", "tp"), [(2, 1), (2, 4), (1, 8)])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("dp", "tp"), [(2, 1), (2, 4), pytest.param(1, 8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_random_weights_have_the_same_values_on_every_mesh(random_tensors_of, dp, tp, dtype):
     params = random_params(SMALL, mesh_of(dp, tp), seed=7, dtype=dtype, vocab_block=BLOCK)
     assert_same_bits(params, expected_params(SMALL, random_tensors_of, tp=tp, dtype=dtype))

@@ -95,7 +95,8 @@ def of_request(outputs, request_id: int) -> list:
 # ----------------------------------------------------------------------------------------- lengths
 
 
-@pytest.mark.parametrize("mode", ["invariant", pytest.param("dvr", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["invariant", "dvr"])
 def test_a_step_is_as_wide_as_the_longest_sample_and_no_bit_depends_on_it(mode):
     """Programs follow the lengths that there are, not `max_len`, and whoever runs beside."""
     pages = {"invariant": 40, "dvr": 42}[mode]  # programs of its own
@@ -116,6 +117,7 @@ def test_a_step_is_as_wide_as_the_longest_sample_and_no_bit_depends_on_it(mode):
     assert {key.table_len for key in made.programs if key.kind == "prefill"} == {8}
 
 
+@pytest.mark.slow
 def test_what_a_launch_is_compiled_for_is_compiled_ahead_and_no_more():
     made = engine(decode_lens=(2 * PAGE, 4096), num_pages=41)
     made.compile()
@@ -323,6 +325,7 @@ def test_programs_are_shared_only_by_engines_of_the_same_sizes():
         Engine(model(), config, programs=engine().programs)
 
 
+@pytest.mark.slow
 def test_compiling_ahead_shows_progress_and_leaves_nothing_to_compile():
     made = engine(decode_batches=(1, 2), num_pages=30)
     told = []
@@ -382,7 +385,10 @@ def own_model() -> LoadedModel:
 
 
 @pytest.mark.invariance
-@pytest.mark.parametrize("draft", [{}, {"mode": "dvr", "draft_weights": "int8"}])
+@pytest.mark.parametrize(
+    "draft",
+    [{}, pytest.param({"mode": "dvr", "draft_weights": "int8"}, marks=pytest.mark.slow)],
+)
 def test_new_weights_answer_as_if_they_had_been_loaded(draft):
     """No page of the old weights is used; the control keeps them and gives another answer."""
     asked = request(5, 40)
@@ -590,6 +596,7 @@ def test_a_pump_that_is_cancelled_loses_no_output():
 # ------------------------------------------------------------------------------------ observability
 
 
+@pytest.mark.slow
 def test_counters_add_up():
     made = engine(mode="dvr", num_pages=10)
     asked = [request(i, 30, max_tokens=30, temperature=0.5, seed=i) for i in range(8)]

@@ -654,7 +654,10 @@ def test_generate_serves_any_number_of_requests_by_priority():
     assert_at_rest(made)
 
 
-@pytest.mark.parametrize("count", [900, pytest.param(100_000, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "count",
+    [pytest.param(900, marks=pytest.mark.slow), pytest.param(100_000, marks=pytest.mark.nightly)],
+)
 def test_memory_does_not_grow_with_the_number_of_requests(count):
     made = engine(num_pages=24, mode="dvr")
     sizes = []

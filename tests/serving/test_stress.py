@@ -104,6 +104,7 @@ def test_a_loaded_invariant_engine_is_bitwise_schedule_invariant():
     assert stats.num_preempted > 5 and stats.prefix_tokens > 300 and report.num_cancelled > 5
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 def test_a_loaded_dvr_engine_is_bitwise_schedule_invariant():
     made = engine(mode="dvr")

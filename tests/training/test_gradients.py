@@ -61,6 +61,7 @@ def sequences(weighted):
     return weighted(6, 24, 90)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [NAME, pytest.param("tied", marks=pytest.mark.slow)])
 def test_gradients_are_those_of_float64_finite_differences(
     name, model_named, sequences, plain_logprobs

@@ -62,6 +62,7 @@ def test_updates_are_bitwise_mesh_invariant(dp, tp, batches):
     assert shares == {found.params["layers"][0]["q"].size // (dp * tp)}
 
 
+@pytest.mark.slow
 @pytest.mark.control
 def test_control_another_order_of_microbatches_has_other_bits(batches):
     expected, _ = steps(trainer(), trainer().init(), batches, 1)

@@ -20,7 +20,7 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("tp", [1, 2, 8])
+@pytest.mark.parametrize("tp", [1, 2, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_masters_become_the_weights_a_mesh_would_load(name, tp):
     model = dummy_model(CONFIGS[name], tp=tp)
@@ -44,6 +44,7 @@ def test_masters_round_once_to_nearest_even():
     assert_bitwise_equal(rounded, np.asarray([1.0, 1 + 2.0**-6, -0.0], np.float32), claim="ties")
 
 
+@pytest.mark.slow
 def test_an_engine_takes_masters_in_place():
     requests = [Request(prompt_token_ids=(5, 6, 7), sampling=SamplingParams(max_tokens=8))]
     other, model = dummy_model(CONFIGS["gqa"], seed=1), dummy_model(CONFIGS["gqa"], tp=2)
