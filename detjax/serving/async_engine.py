@@ -3,10 +3,11 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 
 from detjax.serving.engine import Engine
 from detjax.serving.request import RequestOutput, SamplingParams
+from detjax.serving.sequence import OnToken, ignore_token
 
 
 class AsyncEngine:
@@ -27,10 +28,12 @@ class AsyncEngine:
         is_deterministic: bool = True,
         priority: int = 0,
         cache_salt: str = "",
-    ) -> AsyncIterator[RequestOutput]:
+        on_token: OnToken = ignore_token,
+    ) -> AsyncGenerator[RequestOutput]:
         """Yield what each step releases of a request, until all its sequences have ended.
 
-        A consumer that stops listening, or is cancelled, cancels its request.
+        A consumer that stops listening, or is cancelled, cancels its request. `on_token` is called
+        by the thread that steps, before the output that has the token; True ends the sequence.
 
         Raises:
             ValueError: If the request cannot run on this engine.
@@ -43,6 +46,7 @@ class AsyncEngine:
             is_deterministic=is_deterministic,
             priority=priority,
             cache_salt=cache_salt,
+            on_token=on_token,
         )
         queue = self._queues[request_id] = asyncio.Queue()
         num_left = sampling.n

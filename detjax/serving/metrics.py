@@ -30,6 +30,11 @@ class Histogram:
         """0 where nothing was counted."""
         return self.total / self.count if self.count else 0.0
 
+    @staticmethod
+    def edge(i: int) -> float:
+        """The upper edge of bucket `i`; the last bucket has none."""
+        return _BOUNDS[i]
+
     def quantile(self, share: float) -> float:
         """The upper edge of the bucket that holds it, but at most the largest; 0 without any."""
         left = share * self.count

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m detjax.serve`: answers over HTTP that do not depend on the server's load.
+
+JAX is imported only once the command line is known to be good.
+"""
+
+import argparse
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from detjax.cli.errors import BAD_INPUT, OK
+from detjax.serving.config import MODES
+
+EXAMPLES = """\
+examples:
+  python -m detjax.serve
+  python -m detjax.serve --model meta-llama/Llama-3.1-8B-Instruct --tp 2 --api-key "$KEY"
+  curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\
+       -d '{"model": "novels-6m", "prompt": "The old house by the sea"}'
+
+Every answer carries `system_fingerprint`, and in each choice a `detjax` object with the digest of
+its token ids and float32 logprobs: the same request has the same digest under any load, at any
+batch size, on any mesh. exit codes: 0 stopped, 2 something given cannot be done
+"""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m detjax.serve",
+        description=(__doc__ or "").split("\n\n")[0],
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    model = parser.add_argument_group("model")
+    model.add_argument("--model", default="novels-6m", metavar="DIR_OR_ID",
+                       help="a folder in Hugging Face format, or an id (default: the small model "
+                       "that comes with detjax)")  # fmt: skip
+    model.add_argument("--revision", help="branch, tag or commit of an id")
+    model.add_argument("--served-model-name", metavar="NAME",
+                       help="what clients ask for (default: the last part of --model)")  # fmt: skip
+    model.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16",
+                       help="of weights and compute; it chooses bits")  # fmt: skip
+    model.add_argument("--cast-weights", choices=("none", "bfloat16"), default="none",
+                       help="round a checkpoint of float16; it chooses bits")  # fmt: skip
+    engine = parser.add_argument_group("engine (changes no bit of a deterministic answer)")
+    engine.add_argument("--mode", choices=MODES, default="invariant",
+                        help="fast makes no claim, and refuses deterministic requests")  # fmt: skip
+    engine.add_argument("--backend", choices=("auto", "portable", "sm90"), default="auto")
+    engine.add_argument("--tp", type=int, default=1, help="GPUs that share each layer")
+    engine.add_argument("--dp", type=int, default=1, help="replicas")
+    engine.add_argument("--max-len", type=int, help="most tokens of a prompt and its answer")
+    engine.add_argument("--batch-size", type=int, help="sequences that run at once")
+    engine.add_argument("--max-waiting", type=int, default=4096,
+                        help="sequences that may wait; more are answered with 429")  # fmt: skip
+    engine.add_argument("--kv-memory", type=float, default=0.9, metavar="SHARE",
+                        help="of the GPU's memory, for weights and cache together")  # fmt: skip
+    engine.add_argument("--no-compile", action="store_true",
+                        help="compile a program when first wanted")  # fmt: skip
+    http = parser.add_argument_group("server")
+    http.add_argument("--host", default="127.0.0.1", help="0.0.0.0 is every interface")
+    http.add_argument("--port", type=int, default=8000, help="0 takes a free one")
+    http.add_argument("--api-key", action="append", default=[], metavar="KEY",
+                      help="may be repeated; also DETJAX_API_KEY; none: all may ask")  # fmt: skip
+    http.add_argument("--max-body-mb", type=float, default=8.0, help="of a request")
+    http.add_argument("--requests-per-key", type=int, default=0, metavar="N",
+                      help="requests of a key at once; 0 sets no limit")  # fmt: skip
+    http.add_argument("--request-timeout", type=float, default=0.0, metavar="SECONDS",
+                      help="an answer that takes longer is given up; 0 sets no limit")  # fmt: skip
+    http.add_argument("--drain-timeout", type=float, default=30.0, metavar="SECONDS",
+                      help="what open answers have after SIGTERM")  # fmt: skip
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until SIGTERM or SIGINT."""
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    _check(parser, args)
+    try:
+        from detjax.serve.server import serve
+    except ImportError as error:
+        print(f'error: {error}; pip install "detjax[serve]"', file=sys.stderr)
+        return BAD_INPUT
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(message)s")
+    try:
+        asyncio.run(serve(args))
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_INPUT
+    return OK
+
+
+def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Refuse what no server could do, before a model is loaded."""
+    if key := os.environ.get("DETJAX_API_KEY"):
+        args.api_key.append(key)
+    if any(not key.strip() for key in args.api_key):
+        parser.error("--api-key is empty; leave it out to serve without one")
+    if not 0 <= args.port < 2**16:
+        parser.error(f"--port {args.port} must be from 0 to 65535")
+    if not 0 < args.kv_memory <= 1:
+        parser.error(f"--kv-memory {args.kv_memory} must be above 0 and at most 1")
+    for name in ("max_body_mb", "drain_timeout"):
+        if not 0 < getattr(args, name) < 1e6:
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)} must be above 0")
+    for name in ("requests_per_key", "request_timeout"):
+        if not 0 <= getattr(args, name) < 1e9:
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 0")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

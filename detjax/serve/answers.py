@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers in OpenAI's shapes: choices, chunks, logprobs, usage, and the proof beside them."""
+
+import base64
+import dataclasses
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from detjax.models.tokenizer import Tokenizer
+from detjax.serve.service import Piece
+from detjax.serving.request import Completion, FinishReason, SamplingParams, TokenEvent
+
+Json = dict[str, Any]
+
+_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """How the answer to one request is written.
+
+    Attributes:
+        tokenizer: Of the model.
+        model: The served name.
+        fingerprint: `system_fingerprint` of every answer.
+        is_chat: Whether it is a chat completion.
+        sampling: As it was used.
+        is_deterministic: Whether the answer is canonical.
+        num_top: Logprobs are wanted, with so many of the most likely; None if not.
+        has_token_ids: Token ids are wanted.
+        has_logprob_bytes: Exact logprobs are wanted.
+    """
+
+    tokenizer: Tokenizer
+    model: str
+    fingerprint: str
+    is_chat: bool
+    sampling: SamplingParams
+    is_deterministic: bool
+    num_top: int | None
+    has_token_ids: bool
+    has_logprob_bytes: bool
+    request_id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
+    created: int = dataclasses.field(default_factory=lambda: int(time.time()))
+
+    def card(self, *, is_chunk: bool) -> Json:
+        """What every answer and every chunk begins with."""
+        kind = "chat.completion" if self.is_chat else "text_completion"
+        prefix = "chatcmpl" if self.is_chat else "cmpl"
+        return {
+            "id": f"{prefix}-{self.request_id}",
+            "object": f"{kind}.chunk" if is_chunk and self.is_chat else kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+        }
+
+    def choice(
+        self, index: int, text: str, tokens: Sequence[tuple[TokenEvent, str]], done: Completion
+    ) -> Json:
+        """A whole choice."""
+        choice: Json = {"index": index, "finish_reason": finish_reason(done)}
+        if self.is_chat:
+            choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+        else:
+            choice["text"] = text
+        choice["logprobs"] = self.logprobs(tokens, 0)
+        return choice | self.proof(done)
+
+    def chunk(self, index: int, piece: Piece, offset: int, *, is_first: bool) -> Json:
+        """A choice of a chunk: what is new."""
+        choice: Json = {"index": index, "finish_reason": None}
+        if self.is_chat:
+            choice["delta"] = {"role": "assistant"} if is_first else {}
+            choice["delta"]["content"] = piece.text
+        else:
+            choice["text"] = piece.text
+        choice["logprobs"] = self.logprobs(piece.tokens, offset)
+        if self.has_token_ids:
+            choice["token_ids"] = [event.token_id for event, _ in piece.tokens]
+        if piece.completion is not None:
+            choice["finish_reason"] = finish_reason(piece.completion)
+            choice |= self.proof(piece.completion)
+        return choice
+
+    def proof(self, done: Completion) -> Json:
+        """What lets anybody ask again and compare."""
+        sampling = dataclasses.asdict(self.sampling)
+        proof: Json = {
+            "digest": done.digest(),
+            "is_deterministic": self.is_deterministic,
+            "weight_version": done.weight_version,
+            "sequence": done.sequence_idx,
+            "sampling": sampling | {"stop_token_ids": list(self.sampling.stop_token_ids)},
+        }
+        if self.has_logprob_bytes:
+            exact = np.asarray(done.logprobs, "<f4").tobytes()
+            proof["logprobs_f32"] = base64.b64encode(exact).decode()
+        found: Json = {"detjax": proof}
+        if self.has_token_ids:
+            found["prompt_token_ids"] = list(done.prompt_token_ids)
+            found["token_ids"] = list(done.token_ids)
+        return found
+
+    def logprobs(self, tokens: Sequence[tuple[TokenEvent, str]], offset: int) -> Json | None:
+        """Logprobs of some tokens, in the shape of the route; None where they are not wanted."""
+        if self.num_top is None:
+            return None
+        if self.is_chat:
+            return {"content": [self._of_chat(event) for event, _ in tokens], "refusal": None}
+        offsets = []
+        for _, text in tokens:
+            offsets.append(offset)
+            offset += len(text)
+        events = [event for event, _ in tokens]
+        return {
+            "tokens": [self.text(event.token_id) for event in events],
+            "token_logprobs": [float(event.logprob) for event in events],
+            "top_logprobs": [
+                {self.text(token): float(value) for token, value in event.top_logprobs}
+                for event in events
+            ]
+            if self.num_top
+            else None,
+            "text_offset": offsets,
+        }
+
+    def _of_chat(self, event: TokenEvent) -> Json:
+        top = [self._of_token(*pair) for pair in event.top_logprobs]
+        return self._of_token(event.token_id, event.logprob) | {"top_logprobs": top}
+
+    def _of_token(self, token_id: int, logprob: np.float32) -> Json:
+        data = self.tokenizer.token_bytes(token_id)
+        return {"token": self.text(token_id), "logprob": float(logprob), "bytes": list(data)}
+
+    def text(self, token_id: int) -> str:
+        """A token for people: its text, or where it has none of its own, its name or bytes."""
+        data = self.tokenizer.token_bytes(token_id)
+        if not data:
+            return self.tokenizer.backend.id_to_token(token_id) or f"token_id:{token_id}"
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def finish_reason(done: Completion) -> str:
+    """As OpenAI names it; "error" and "cancelled" are ours."""
+    return _REASONS.get(done.finish_reason, done.finish_reason.value)
+
+
+def usage(num_prompt: int, num_tokens: int) -> Json:
+    """Tokens of a request."""
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_tokens,
+        "total_tokens": num_prompt + num_tokens,
+    }
+
+
+def error_body(message: str, *, status: int, code: str, field: str) -> Json:
+    """An error as OpenAI's clients read it."""
+    kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {
+        "error": {"message": message, "type": kind, "param": field or None, "code": code or None}
+    }

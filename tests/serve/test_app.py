@@ -1,0 +1,360 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The server as its clients see it: right answers, the same under load, and clear refusals."""
+
+import base64
+import concurrent.futures
+import json
+import time
+
+import numpy as np
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+import detjax
+from detjax.serve import service as service_module
+from detjax.serve.service import ServiceState
+from detjax.serving.errors import EngineStoppedError
+from detjax.serving.request import Completion, FinishReason
+
+from .conftest import make_service, served
+
+pytestmark = pytest.mark.slow
+
+PROMPT = "The old house by the sea"
+BODY = {"model": "novels-6m", "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+
+
+def post(client, path="/v1/completions", **fields):
+    return client.post(path, json=BODY | fields)
+
+
+def answer(client, **fields):
+    response = post(client, **fields)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def events(response):
+    lines = [line for line in response.text.split("\n\n") if line]
+    assert all(line.startswith("data: ") for line in lines)
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def gone_quiet(running):
+    """Wait until nothing runs; the statistics then."""
+    deadline = time.monotonic() + 60
+    while True:
+        stats = running.service.stats()
+        if not (stats.num_running or stats.num_waiting or running.service.num_open):
+            return stats
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.invariance
+def test_an_answer_has_the_bits_of_the_library(client, llm):
+    sampling = detjax.SamplingParams(max_tokens=12, temperature=0.8, seed=2**32 + 5, n=2)
+    (out,) = llm.generate([PROMPT], sampling)
+    got = answer(client, temperature=0.8, seed=2**32 + 5, n=2, return_token_ids=True,
+                 return_logprob_bytes=True)  # fmt: skip
+    assert got["system_fingerprint"] == llm.config.fingerprint
+    for choice, want in zip(got["choices"], out.outputs, strict=True):
+        assert choice["detjax"]["digest"] == want.digest()
+        assert (choice["text"], tuple(choice["token_ids"])) == (want.text, want.token_ids)
+        exact = np.frombuffer(base64.b64decode(choice["detjax"]["logprobs_f32"]), "<f4")
+        assert exact.tobytes() == np.asarray(want.logprobs, "<f4").tobytes()
+        assert choice["detjax"]["sampling"]["seed"] == 2**32 + 5
+
+
+@pytest.mark.invariance
+def test_answers_do_not_depend_on_the_load(running, client):
+    bodies = [
+        {"prompt": f"{PROMPT} {i}" * (1 + i % 3), "temperature": 0.9 * (i % 2), "seed": i,
+         "max_tokens": 4 + i % 9}
+        for i in range(24)
+    ]  # fmt: skip
+    alone = [answer(client, **body)["choices"][0]["detjax"]["digest"] for body in bodies]
+
+    def ask(body):
+        with running.client() as own:
+            return answer(own, **body)["choices"][0]["detjax"]["digest"]
+
+    with concurrent.futures.ThreadPoolExecutor(24) as pool:
+        together = list(pool.map(ask, bodies))
+    assert together == alone and len(set(alone)) > 20
+
+
+@pytest.mark.parametrize("fields", [{}, {"echo": True}, {"n": 2, "temperature": 0.9},
+                                    {"prompt": [PROMPT, "17+26="]}, {"logprobs": 2},
+                                    {"stop": ["e"], "temperature": 0.9}])  # fmt: skip
+def test_a_stream_is_the_answer_in_pieces(client, fields):
+    whole = answer(client, **fields)
+    response = post(client, stream=True, stream_options={"include_usage": True}, **fields)
+    assert response.headers["content-type"].startswith("text/event-stream")
+    chunks = events(response)
+    assert chunks[-1]["usage"] == whole["usage"] and chunks[-1]["choices"] == []
+    for want in whole["choices"]:
+        parts = [c for e in chunks for c in e["choices"] if c["index"] == want["index"]]
+        assert "".join(part["text"] for part in parts) == want["text"]
+        assert [p["finish_reason"] for p in parts if p["finish_reason"]] == [want["finish_reason"]]
+        assert parts[-1]["detjax"] == want["detjax"]
+        if want["logprobs"]:
+            for name, values in want["logprobs"].items():
+                told = [v for p in parts if p["logprobs"] for v in p["logprobs"][name]]
+                assert told == values, name
+
+
+def test_choices_stand_in_the_order_of_the_prompts(client):
+    got = answer(client, prompt=["17+26=", PROMPT], n=2, temperature=0.9)
+    assert [choice["index"] for choice in got["choices"]] == [0, 1, 2, 3]
+    alone = answer(client, n=2, temperature=0.9)
+    digests = [choice["detjax"]["digest"] for choice in got["choices"]]
+    assert digests[2:] == [choice["detjax"]["digest"] for choice in alone["choices"]]
+
+
+def test_token_ids_are_a_prompt_like_their_text(client, llm):
+    ids = llm.tokenizer.encode(PROMPT)
+    assert (
+        answer(client, prompt=ids)["choices"][0]["detjax"]
+        == (answer(client)["choices"][0]["detjax"])
+    )
+    assert len(answer(client, prompt=[ids, ids])["choices"]) == 2
+
+
+def test_a_stop_string_ends_the_text_before_it(client):
+    text = answer(client, max_tokens=40)["choices"][0]["text"]
+    stop = text.split()[3]
+    choice = answer(client, max_tokens=40, stop=stop)["choices"][0]
+    assert choice["text"] == text[: text.index(stop)] and choice["finish_reason"] == "stop"
+
+
+def test_chat_goes_through_the_template(client, llm):
+    messages = [{"role": "user", "content": "17+26="}]
+    body = {"model": "novels-6m", "messages": messages, "max_tokens": 6, "temperature": 0}
+    got = client.post("/v1/chat/completions", json=body).json()
+    count = client.post("/tokenize", json={"model": "novels-6m", "messages": messages}).json()
+    assert llm.tokenizer.decode(count["tokens"]) == "user: 17+26=\nassistant:"
+    want = answer(client, prompt=count["tokens"], max_tokens=6)
+    assert got["choices"][0]["detjax"]["digest"] == want["choices"][0]["detjax"]["digest"]
+    assert got["choices"][0]["message"]["content"] == want["choices"][0]["text"]
+    assert count["count"] == got["usage"]["prompt_tokens"] and count["max_model_len"] == 256
+    tools = body | {"tools": [{"type": "function"}, {"type": "function"}]}
+    more = client.post("/v1/chat/completions", json=tools).json()
+    assert more["usage"]["prompt_tokens"] > got["usage"]["prompt_tokens"]
+    none = client.post("/v1/chat/completions", json=tools | {"tool_choice": "none"}).json()
+    assert none["choices"][0]["detjax"] == got["choices"][0]["detjax"]
+
+
+def test_tokens_there_and_back(client):
+    asked = {"model": "novels-6m", "prompt": PROMPT, "return_token_strs": True}
+    got = client.post("/tokenize", json=asked).json()
+    assert got["count"] == len(got["tokens"]) == len(got["token_strs"])
+    back = client.post("/detokenize", json={"model": "novels-6m", "tokens": got["tokens"]}).json()
+    assert back["prompt"] == PROMPT
+    bad = client.post("/detokenize", json={"model": "novels-6m", "tokens": [10**9]})
+    assert bad.status_code == 400 and "1000000000" in bad.text
+
+
+def test_the_openai_client_understands_it(running):
+    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client:
+        (model,) = client.models.list().data
+        assert model.id == "novels-6m"
+        whole = client.completions.create(
+            model="novels-6m", prompt=PROMPT, max_tokens=8, logprobs=2, seed=3
+        )
+        (choice,) = whole.choices
+        assert len(choice.logprobs.token_logprobs) == 8 and whole.usage.completion_tokens == 8
+        assert all(len(top) == 2 for top in choice.logprobs.top_logprobs)
+        chat = client.chat.completions.create(
+            model="novels-6m", messages=[{"role": "user", "content": "hi"}], max_tokens=8,
+            logprobs=True, top_logprobs=3, seed=3,
+        )  # fmt: skip
+        content = chat.choices[0].logprobs.content
+        assert len(content) == 8 and all(len(entry.top_logprobs) == 3 for entry in content)
+        pieces = client.chat.completions.create(
+            model="novels-6m", messages=[{"role": "user", "content": "hi"}], max_tokens=8, seed=3,
+            stream=True,
+        )  # fmt: skip
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in pieces)
+        assert text == chat.choices[0].message.content
+        with pytest.raises(openai.NotFoundError, match="'gpt' is not served"):
+            client.completions.create(model="gpt", prompt="x")
+        with pytest.raises(openai.BadRequestError, match="presence_penalty=1.0 is not supported"):
+            client.completions.create(model="novels-6m", prompt="x", presence_penalty=1.0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "text"),
+    [
+        ({"model": "other"}, 404, "'other' is not served here; 'novels-6m' is"),
+        ({"prompt": "sea " * 300}, 400, "together more than this server's 256"),
+        ({"max_tokens": 1000}, 400, "1000, together more than this server's 256"),
+        ({"prompt": [[]]}, 400, "no tokens"),
+        ({"prompt": [5, -1]}, 400, "token id -1 is outside the vocabulary"),
+        ({"unknown": 1}, 400, "unknown field 'unknown'"),
+        ({"prompt": "x" * (1 << 20)}, 413, "larger than 1048576 bytes"),
+        ({"priority": 1000}, 400, "priority=1000"),
+        ({"prompt": ["x"] * 2000}, 400, "2000 prompts, more than 1024"),
+        ({"cache_salt": 5}, 400, "cache_salt"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_cannot_be_done_is_refused_with_the_reason(client, fields, status, text, stream):
+    response = post(client, stream=stream, **fields)
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert text in error["message"] and error["type"]
+
+
+def test_routes_and_verbs_that_there_are_not(client):
+    assert client.get("/v1/nothing").status_code == 404
+    wrong = client.get("/v1/completions")
+    assert wrong.status_code == 405 and "GET /v1/completions" in wrong.json()["error"]["message"]
+
+
+def test_without_the_key_nobody_is_answered(llm):
+    with served(make_service(llm), llm, api_keys=["k1", "k2"]) as running, running.client() as own:
+        assert post(own).status_code == 401
+        assert own.get("/metrics").status_code == 401
+        assert own.get("/health").status_code == own.get("/version").status_code == 200
+        for key, status in (("k1", 200), ("k2", 200), ("k", 401), ("", 401)):
+            headers = {"Authorization": f"Bearer {key}"} if key else {}
+            got = own.post("/v1/completions", json=BODY, headers=headers)
+            assert got.status_code == status
+
+
+def test_who_leaves_is_cancelled_and_gives_back_its_pages(running, client):
+    before = gone_quiet(running).num_cancelled
+    body = BODY | {"max_tokens": 200, "stream": True}
+    with client.stream("POST", "/v1/completions", json=body) as response:
+        next(response.iter_lines())
+    assert gone_quiet(running).num_cancelled == before + 1
+    try:
+        running.client(timeout=0.05).post("/v1/completions", json=BODY | {"max_tokens": 200})
+    except Exception as error:
+        assert "timed out" in str(error)
+    gone_quiet(running)
+    assert post(client).status_code == 200
+
+
+def test_a_full_queue_and_a_busy_key_are_told_when_to_come_back(llm):
+    service = make_service(llm, requests_per_key=2)
+    with served(service, llm) as running:
+
+        def ask(i):
+            with running.client() as own:
+                return post(own, max_tokens=60, seed=i, temperature=1.0)
+
+        with concurrent.futures.ThreadPoolExecutor(12) as pool:
+            found = list(pool.map(ask, range(12)))
+        refused = [response for response in found if response.status_code != 200]
+        assert refused and len(refused) < 12
+        for response in refused:
+            assert response.status_code == 429 and response.headers["Retry-After"] == "1"
+        with running.client() as own:
+            full = post(own, n=100, temperature=1.0)
+            assert full.status_code == 429 and "max_waiting=64" in full.text
+
+
+def test_an_answer_that_takes_too_long_is_given_up(llm):
+    with served(make_service(llm, request_s=0.001), llm) as running, running.client() as own:
+        late = post(own, max_tokens=100)
+        assert late.status_code == 504 and "longer than 0.001 s" in late.text
+        gone_quiet(running)
+
+
+def test_metrics_are_prometheus(running, client):
+    answer(client)
+    families = {f.name: f for f in text_string_to_metric_families(client.get("/metrics").text)}
+    stats = running.service.stats()
+    (sample,) = families["detjax_decode_tokens"].samples
+    assert sample.value == stats.decode_tokens > 0
+    first = families["detjax_time_to_first_token_seconds"].samples
+    counts = [s.value for s in first if s.name.endswith("_bucket")]
+    assert counts == sorted(counts) and counts[-1] == stats.first_token_s.count
+    (ready,) = [s for s in families["detjax_state"].samples if s.labels["state"] == "ready"]
+    assert ready.value == 1
+
+
+def test_while_it_drains_nobody_new_is_let_in(llm):
+    service = make_service(llm)
+    with served(service, llm) as running, running.client() as own:
+        assert own.get("/health").json() == {"status": "ready"}
+        service.state = ServiceState.DRAINING
+        assert own.get("/health").status_code == post(own).status_code == 503
+
+
+def test_a_sequence_that_fails_fails_its_request_alone(running, client, monkeypatch):
+    push = service_module._Sequence.push
+
+    def push_or_fail(self, event):
+        if self._stream._stop_strings == ("planted",):
+            raise RuntimeError("planted")
+        return push(self, event)
+
+    want = answer(client)["choices"][0]["detjax"]
+    monkeypatch.setattr(service_module._Sequence, "push", push_or_fail)
+
+    def ask(i):
+        with running.client() as own:
+            return post(own, **({"stop": "planted"} if i % 2 else {}), stream=i == 3)
+
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+        found = list(pool.map(ask, range(6)))
+    assert [response.status_code for response in found] == [200, 500, 200, 200, 200, 500]
+    assert [found[i].json()["choices"][0]["detjax"] for i in (0, 2, 4)] == [want] * 3
+    assert "planted" in found[1].json()["error"]["message"]
+    assert "planted" in events(found[3])[-1]["error"]["message"]
+
+
+def test_an_engine_that_has_stopped_is_told_by_health(llm, monkeypatch):
+    service, reason = make_service(llm), "the device is lost; reset the engine"
+
+    async def stream(*_, **__):
+        raise EngineStoppedError(reason)
+        yield
+
+    monkeypatch.setattr(service._engine, "stream", stream)
+    with served(service, llm) as running, running.client() as own:
+        assert own.get("/health").status_code == 200
+        assert post(own).status_code == 500
+        health = own.get("/health")
+        assert health.status_code == 503
+        assert health.json() == {
+            "status": "failed",
+            "reason": "the device is lost; reset the engine",
+        }
+        late = post(own)
+        assert late.status_code == 503 and "the device is lost" in late.text
+
+
+def test_no_body_brings_it_down(client):
+    rng = np.random.default_rng(0)
+    values = [None, 0, -1, 1e308, "", "x", [], {}, [[]], [None], True, "\ud800", 2**70, ["a", 1]]
+    names = [*BODY, "n", "stop", "seed", "logprobs", "echo", "stream", "top_k", "min_p", "top_p",
+             "messages", "stop_token_ids", "priority", "cache_salt", "logit_bias"]  # fmt: skip
+    statuses = set()
+    for i in range(300):
+        body = dict(BODY) | {"max_tokens": 1}
+        for name in rng.choice(names, size=int(rng.integers(1, 4)), replace=False):
+            body[str(name)] = values[int(rng.integers(len(values)))]
+        text = json.dumps(body).encode()
+        if i % 5 == 0:
+            at = int(rng.integers(len(text)))
+            text = text[:at] + bytes(rng.integers(0, 256, 3, np.uint8)) + text[at:]
+        path = "/v1/completions" if i % 3 else "/v1/chat/completions"
+        statuses.add(client.post(path, content=text).status_code)
+    assert 200 in statuses and 400 in statuses and max(statuses) < 500
+
+
+def test_digest_is_that_of_a_completion(client):
+    got = answer(client, return_token_ids=True, return_logprob_bytes=True)["choices"][0]
+    done = Completion(
+        request_idx=0, sequence_idx=0, prompt_token_ids=tuple(got["prompt_token_ids"]),
+        token_ids=tuple(got["token_ids"]),
+        logprobs=tuple(np.frombuffer(base64.b64decode(got["detjax"]["logprobs_f32"]), "<f4")),
+        top_logprobs=(), finish_reason=FinishReason.LENGTH,
+    )  # fmt: skip
+    assert done.digest() == got["detjax"]["digest"]
