@@ -85,13 +85,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ImportError as error:
         print(f'error: {error}; pip install "detjax[serve]"', file=sys.stderr)
         return BAD_INPUT
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(message)s")
+    _log_to_stderr()
     try:
         asyncio.run(serve(args))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT
     return OK
+
+
+def _log_to_stderr() -> None:
+    # WHY: a handler of its own, as libraries that load later replace those of the root logger.
+    handler, log = logging.StreamHandler(sys.stderr), logging.getLogger("detjax.serve")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    log.handlers, log.propagate = [handler], False
+    log.setLevel(logging.INFO)
 
 
 def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:

@@ -18,35 +18,37 @@ BODY = {"model": "novels-6m", "prompt": "The old house by the sea", "temperature
 
 @pytest.mark.slow
 def test_from_start_to_sigterm_with_an_answer_under_way(tmp_path):
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-m", "detjax.serve", "--port", "0", "--no-compile", "--max-len", "256",
          "--batch-size", "4"],
         stderr=subprocess.PIPE, text=True, env=os.environ | {"DETJAX_API_KEY": "secret"},
-    )  # fmt: skip
-    try:
-        assert process.stderr is not None
-        lines = []
-        for line in process.stderr:
-            lines.append(line)
-            if "ready: " in line:
-                break
-        url = re.findall(r"ready: (http://127\.0\.0\.1:\d+) serves novels-6m", "".join(lines))[0]
-        headers = {"Authorization": "Bearer secret"}
-        with httpx.Client(base_url=url, headers=headers, timeout=300) as client:
-            short = client.post("/v1/completions", json=BODY | {"max_tokens": 4}).json()
-            with concurrent.futures.ThreadPoolExecutor(1) as pool:
-                body = BODY | {"max_tokens": 150, "stop_token_ids": []}
-                under_way = pool.submit(client.post, "/v1/completions", json=body)
-                while "detjax_http_requests_open 1" not in client.get("/metrics").text:
-                    assert not under_way.done()
-                process.send_signal(signal.SIGTERM)
-                whole = under_way.result().json()
-        assert process.wait(60) == 0
-        assert whole["choices"][0]["text"].startswith(short["choices"][0]["text"])
-        assert whole["usage"]["completion_tokens"] > 4
-        assert "draining: 1 requests are open" in process.stderr.read()
-    finally:
-        process.kill()
+    ) as process:  # fmt: skip
+        try:
+            assert process.stderr is not None
+            lines = []
+            for line in process.stderr:
+                lines.append(line)
+                if "ready: " in line:
+                    break
+            url = re.findall(r"ready: (http://127\.0\.0\.1:\d+) serves novels-6m", "".join(lines))[
+                0
+            ]
+            headers = {"Authorization": "Bearer secret"}
+            with httpx.Client(base_url=url, headers=headers, timeout=300) as client:
+                short = client.post("/v1/completions", json=BODY | {"max_tokens": 4}).json()
+                with concurrent.futures.ThreadPoolExecutor(1) as pool:
+                    body = BODY | {"max_tokens": 150, "stop_token_ids": []}
+                    under_way = pool.submit(client.post, "/v1/completions", json=body)
+                    while "detjax_http_requests_open 1" not in client.get("/metrics").text:
+                        assert not under_way.done()
+                    process.send_signal(signal.SIGTERM)
+                    whole = under_way.result().json()
+            assert process.wait(60) == 0
+            assert whole["choices"][0]["text"].startswith(short["choices"][0]["text"])
+            assert whole["usage"]["completion_tokens"] > 4
+            assert "draining: 1 requests are open" in process.stderr.read()
+        finally:
+            process.kill()
 
 
 @pytest.mark.parametrize(
