@@ -163,6 +163,7 @@ def test_8_bit_weights_are_within_half_a_step(dtype):
     assert isinstance(narrow["lm_head"], dict)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", EIGHT_BIT)
 def test_8_bit_weights_split_over_ranks_as_the_matrices_did(dtype):
     config = dummy_config()

@@ -725,7 +725,7 @@ def test_seed_out_of_range_is_refused(seed):
     ("saved_on", "restored_on"),
     [((1, 1), (1, 1)), ((2, 4), (2, 4)), ((1, 8), (2, 2)), ((1, 1), (1, 8))],
 )
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_checkpoint_restores_the_bits_onto_any_mesh(tmp_path, tied, saved_on, restored_on):
     config = dataclasses.replace(SMALL, tie_word_embeddings=tied)
     tensors = random_tensors(config)

@@ -177,6 +177,7 @@ def test_filters_keep_what_their_definitions_say(seed, settings_of_rows):
             assert int(tokens[row]) in _kept_by_definition(logits[row], params)
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 def test_choice_is_bitwise_batch_and_mesh_invariant():
     """A row, whatever the others ask for and however the vocabulary is split."""

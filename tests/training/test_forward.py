@@ -108,8 +108,9 @@ def test_training_forward_is_bitwise_mesh_invariant_to_the_rollout(model_named, 
     assert_same(rows, want, "rollout on tp 4")
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
-@pytest.mark.parametrize(("dp", "tp"), [pytest.param(1, 4, marks=pytest.mark.slow), (2, 2)])
+@pytest.mark.parametrize(("dp", "tp"), [(1, 4), (2, 2)])
 def test_scores_are_bitwise_mesh_invariant(dp, tp, model_named, completions):
     """Sampled on one device, scored on several."""
     want = completions(NAME)
@@ -119,6 +120,7 @@ def test_scores_are_bitwise_mesh_invariant(dp, tp, model_named, completions):
     assert_same(rows, want, f"scored on ({dp}, {tp})")
 
 
+@pytest.mark.slow
 @pytest.mark.control
 def test_control_fast_scores_depend_on_the_mesh(model_named, completions):
     """XLA's kernels and psum, on the same tokens: close, and not the same bits."""
