@@ -24,7 +24,6 @@ from detjax.serving.text import TextStream
 class ServiceState(enum.Enum):
     """What `/health` says."""
 
-    STARTING = "starting"
     READY = "ready"
     DRAINING = "draining"
     FAILED = "failed"
@@ -149,7 +148,7 @@ class Service:
         """Hold a request's place.
 
         Raises:
-            RefusedError: While the server starts, drains or has failed, and beyond a key's limit.
+            RefusedError: While the server drains or has failed, and beyond a key's limit.
         """
         if self.state is not ServiceState.READY:
             reason = f": {self.why_failed}" if self.why_failed else ""
