@@ -7,17 +7,48 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from detjax.models.tokenizer import Tokenizer
 from detjax.serve.service import Piece
-from detjax.serving.request import Completion, FinishReason, SamplingParams, TokenEvent
+from detjax.serving.request import (
+    Completion,
+    FinishReason,
+    PromptLogprobs,
+    SamplingParams,
+    TokenEvent,
+    TopLogprobs,
+)
+from detjax.serving.text import TextStream
 
 Json = dict[str, Any]
 
 _REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+
+
+class EchoedToken(NamedTuple):
+    """A token in OpenAI's legacy logprobs, which may be one of the prompt.
+
+    Attributes:
+        token_id: Which.
+        text: What it adds to the text.
+        logprob: None for the first of a prompt.
+        top_logprobs: Of its position.
+    """
+
+    token_id: int
+    text: str
+    logprob: np.float32 | None
+    top_logprobs: TopLogprobs
+
+
+class Echo(NamedTuple):
+    """What a text begins with before anything is generated, and its tokens if they are wanted."""
+
+    text: str
+    tokens: tuple[EchoedToken, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +65,8 @@ class Shape:
         num_top: Logprobs are wanted, with so many of the most likely; None if not.
         has_token_ids: Token ids are wanted.
         has_logprob_bytes: Exact logprobs are wanted.
+        num_prompt_top: Logprobs of the prompt are wanted in vLLM's shape, with so many of the most
+            likely; None if not.
     """
 
     tokenizer: Tokenizer
@@ -45,6 +78,7 @@ class Shape:
     num_top: int | None
     has_token_ids: bool
     has_logprob_bytes: bool
+    num_prompt_top: int | None = None
     request_id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
@@ -61,15 +95,20 @@ class Shape:
         }
 
     def choice(
-        self, index: int, text: str, tokens: Sequence[tuple[TokenEvent, str]], done: Completion
+        self,
+        index: int,
+        text: str,
+        tokens: Sequence[tuple[TokenEvent, str]],
+        done: Completion,
+        echo: Echo,
     ) -> Json:
         """A whole choice."""
         choice: Json = {"index": index, "finish_reason": finish_reason(done)}
         if self.is_chat:
             choice["message"] = {"role": "assistant", "content": text, "refusal": None}
         else:
-            choice["text"] = text
-        choice["logprobs"] = self.logprobs(tokens, 0)
+            choice["text"] = echo.text + text
+        choice["logprobs"] = self.logprobs(tokens, len(echo.text), echo.tokens)
         return choice | self.proof(done)
 
     def chunk(self, index: int, piece: Piece, offset: int, *, is_first: bool) -> Json:
@@ -99,36 +138,79 @@ class Shape:
             "sampling": sampling | {"stop_token_ids": list(self.sampling.stop_token_ids)},
         }
         if self.has_logprob_bytes:
-            exact = np.asarray(done.logprobs, "<f4").tobytes()
-            proof["logprobs_f32"] = base64.b64encode(exact).decode()
+            proof["logprobs_f32"] = _exact(done.logprobs)
+        if self.has_logprob_bytes and done.prompt_logprobs is not None:
+            proof["prompt_logprobs_f32"] = _exact([p.logprob for p in done.prompt_logprobs])
         found: Json = {"detjax": proof}
         if self.has_token_ids:
             found["prompt_token_ids"] = list(done.prompt_token_ids)
             found["token_ids"] = list(done.token_ids)
         return found
 
-    def logprobs(self, tokens: Sequence[tuple[TokenEvent, str]], offset: int) -> Json | None:
-        """Logprobs of some tokens, in the shape of the route; None where they are not wanted."""
+    def logprobs(
+        self,
+        tokens: Sequence[tuple[TokenEvent, str]],
+        offset: int,
+        echoed: Sequence[EchoedToken] = (),
+    ) -> Json | None:
+        """Logprobs of some tokens, in the shape of the route; None where they are not wanted.
+
+        `offset` is where the first of `tokens` begins in the text; `echoed` begin at 0.
+        """
         if self.num_top is None:
             return None
         if self.is_chat:
             return {"content": [self._of_chat(event) for event, _ in tokens], "refusal": None}
-        offsets = []
-        for _, text in tokens:
-            offsets.append(offset)
-            offset += len(text)
-        events = [event for event, _ in tokens]
+        found = [*echoed, *(EchoedToken(e.token_id, text, e.logprob, e.top_logprobs)
+                            for e, text in tokens)]  # fmt: skip
+        offsets, at = [], 0 if echoed else offset
+        for one in found:
+            offsets.append(at)
+            at += len(one.text)
         return {
-            "tokens": [self.text(event.token_id) for event in events],
-            "token_logprobs": [float(event.logprob) for event in events],
-            "top_logprobs": [
-                {self.text(token): float(value) for token, value in event.top_logprobs}
-                for event in events
-            ]
-            if self.num_top
-            else None,
+            "tokens": [self.text(one.token_id) for one in found],
+            "token_logprobs": [None if p is None else float(p) for _, _, p, _ in found],
+            "top_logprobs": [self._top(one) for one in found] if self.num_top else None,
             "text_offset": offsets,
         }
+
+    def _top(self, one: EchoedToken) -> Json | None:
+        """The most likely tokens of a position; None for the first of a prompt."""
+        if one.logprob is None:
+            return None
+        top = one.top_logprobs[: self.num_top]
+        return {self.text(token): float(value) for token, value in top}
+
+    def echo(self, text: str, token_ids: Sequence[int], scores: PromptLogprobs | None) -> Echo:
+        """The prompt as an answer begins with it; `text` where its logprobs are not wanted."""
+        if not text or self.num_top is None or scores is None:
+            return Echo(text, ())
+        stream = TextStream(self.tokenizer)
+        pieces = [stream.push(token_id).text for token_id in token_ids]
+        pieces[-1] += stream.finish()
+        logprobs = [(None, ()), *((one.logprob, one.top_logprobs) for one in scores)]
+        tokens = tuple(
+            EchoedToken(token_id, piece, *of_token)
+            for token_id, piece, of_token in zip(token_ids, pieces, logprobs, strict=True)
+        )
+        return Echo("".join(pieces), tokens)
+
+    def prompt_logprobs(self, token_ids: Sequence[int], scores: PromptLogprobs | None) -> Json:
+        """Logprobs of the prompt in vLLM's shape, if they are wanted: null for the first token."""
+        if self.num_prompt_top is None or scores is None:
+            return {}
+        listed: list[Json | None] = [None]
+        for token_id, one in zip(token_ids[1:], scores, strict=True):
+            entries = {token_id: (one.logprob, one.rank)}
+            for rank, (top_id, value) in enumerate(one.top_logprobs[: self.num_prompt_top], 1):
+                entries.setdefault(top_id, (value, rank))
+            listed.append(
+                {
+                    str(i): {"logprob": float(value), "rank": rank, "decoded_token": self.text(i)}
+                    for i, (value, rank) in entries.items()
+                }  # fmt: skip
+            )
+        return {"prompt_logprobs": listed}
 
     def _of_chat(self, event: TokenEvent) -> Json:
         top = [self._of_token(*pair) for pair in event.top_logprobs]
@@ -147,6 +229,10 @@ class Shape:
             return data.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def _exact(logprobs: Sequence[np.float32]) -> str:
+    return base64.b64encode(np.asarray(logprobs, "<f4").tobytes()).decode()
 
 
 def finish_reason(done: Completion) -> str:

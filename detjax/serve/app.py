@@ -3,6 +3,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import hmac
 import logging
 import time
@@ -237,7 +238,11 @@ class _Routes:
                 echo = prompt if is_text else self._service.model.tokenizer.decode(ids)
             questions.append(Question(token_ids=ids, echo=echo))
         shape = self._shape(
-            asked, max_tokens=asked.max_tokens, num_top=asked.logprobs, is_chat=False
+            asked,
+            max_tokens=asked.max_tokens,
+            num_top=asked.logprobs,
+            num_scored=asked.num_scored(),
+            is_chat=False,
         )
         return await self._answer(request, self._asked(asked, questions, shape))
 
@@ -249,11 +254,23 @@ class _Routes:
         ids = await self._template(asked.messages, asked.variables())
         wanted = self._service.check_prompt(ids, asked.max_tokens or asked.max_completion_tokens)
         num_top = (asked.top_logprobs or 0) if asked.logprobs else None
-        shape = self._shape(asked, max_tokens=wanted, num_top=num_top, is_chat=True)
+        shape = self._shape(
+            asked,
+            max_tokens=wanted,
+            num_top=num_top,
+            num_scored=asked.prompt_logprobs,
+            is_chat=True,
+        )
         return await self._answer(request, self._asked(asked, [Question(token_ids=ids)], shape))
 
     def _shape(
-        self, asked: SamplingFields, *, max_tokens: int, num_top: int | None, is_chat: bool
+        self,
+        asked: SamplingFields,
+        *,
+        max_tokens: int,
+        num_top: int | None,
+        num_scored: int | None,
+        is_chat: bool,
     ) -> Shape:
         model = self._service.model
         return Shape(
@@ -261,11 +278,14 @@ class _Routes:
             model=model.name,
             fingerprint=model.fingerprint,
             is_chat=is_chat,
-            sampling=sampling_params(asked, max_tokens=max_tokens, num_top=num_top or 0),
+            sampling=sampling_params(
+                asked, max_tokens=max_tokens, num_top=num_top or 0, num_scored=num_scored
+            ),
             is_deterministic=self._service.check_determinism(asked.is_deterministic),
             num_top=num_top,
             has_token_ids=asked.return_token_ids,
             has_logprob_bytes=asked.return_logprob_bytes,
+            num_prompt_top=asked.prompt_logprobs,
         )
 
     def _asked(self, fields: SamplingFields, questions: Sequence[Question], shape: Shape) -> Asked:
@@ -330,18 +350,27 @@ class _Routes:
             async for prompt, piece in pieces:
                 _raise_failed(piece)
                 parts.setdefault(prompt * n + piece.sequence_idx, []).append(piece)
-        choices, num_tokens = [], 0
+        choices, num_tokens, top = [], 0, {}
         for index, found in sorted(parts.items()):
             done = found[-1].completion
             assert done is not None
             tokens = [token for piece in found for token in piece.tokens]
-            text = asked.questions[index // n].echo + "".join(piece.text for piece in found)
-            choices.append(asked.shape.choice(index, text, tokens, done))
+            text, question = "".join(piece.text for piece in found), asked.questions[index // n]
+            scores, shape = found[0].prompt_logprobs, asked.shape
+            done = dataclasses.replace(done, prompt_logprobs=scores)
+            choice = shape.choice(
+                index, text, tokens, done, shape.echo(question.echo, question.token_ids, scores)
+            )
+            of_prompt = shape.prompt_logprobs(question.token_ids, scores)
+            # vLLM puts them into the choice, or where there is one prompt, beside the choices.
+            (top if shape.is_chat else choice).update(of_prompt)
+            choices.append(choice)
             num_tokens += len(done.token_ids)
         num_prompt = sum(len(question.token_ids) for question in asked.questions)
         return asked.shape.card(is_chunk=False) | {
             "choices": choices,
             "usage": usage(num_prompt, num_tokens),
+            **top,
         }
 
     async def _events(
@@ -362,16 +391,22 @@ class _Routes:
                     _raise_failed(piece)
                     index = prompt * n + piece.sequence_idx
                     is_first = index not in offsets
-                    if is_first and asked.questions[prompt].echo:
-                        echo = asked.questions[prompt].echo
+                    question, scores = asked.questions[prompt], piece.prompt_logprobs
+                    echo = shape.echo(question.echo, question.token_ids, scores)
+                    if is_first and echo.text:
+                        logprobs = shape.logprobs([], 0, echo.tokens) if echo.tokens else None
                         yield _event(shape.card(is_chunk=True) | {
-                            "choices": [{"index": index, "text": echo, "logprobs": None,
+                            "choices": [{"index": index, "text": echo.text, "logprobs": logprobs,
                                          "finish_reason": None}]})  # fmt: skip
-                    offset = offsets.setdefault(index, 0)
+                    offset = offsets.setdefault(index, len(echo.text))
                     choice = shape.chunk(index, piece, offset, is_first=is_first)
                     offsets[index] += len(piece.text)
                     num_tokens += len(piece.tokens)
-                    yield _event(shape.card(is_chunk=True) | {"choices": [choice]})
+                    card, of_prompt = shape.card(is_chunk=True), {}
+                    if is_first:
+                        of_prompt = shape.prompt_logprobs(question.token_ids, scores)
+                    (card if shape.is_chat else choice).update(of_prompt)
+                    yield _event(card | {"choices": [choice]})
             if asked.has_usage:
                 num_prompt = sum(len(question.token_ids) for question in asked.questions)
                 counts = {"choices": [], "usage": usage(num_prompt, num_tokens)}

@@ -17,7 +17,13 @@ from detjax.serving.async_engine import AsyncEngine
 from detjax.serving.engine import Engine
 from detjax.serving.errors import EngineFullError, EngineStoppedError
 from detjax.serving.metrics import EngineStats
-from detjax.serving.request import Completion, FinishReason, SamplingParams, TokenEvent
+from detjax.serving.request import (
+    Completion,
+    FinishReason,
+    PromptLogprobs,
+    SamplingParams,
+    TokenEvent,
+)
 from detjax.serving.text import TextStream
 
 
@@ -78,6 +84,7 @@ class Piece:
         finish_reason: None while it goes on.
         error: What went wrong where `finish_reason` is ERROR.
         completion: All of it, with the last piece.
+        prompt_logprobs: Of the prompt, with the first piece, where they were asked for.
     """
 
     sequence_idx: int
@@ -86,6 +93,7 @@ class Piece:
     finish_reason: FinishReason | None
     error: str
     completion: Completion | None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class _Sequence:
@@ -125,6 +133,34 @@ class _Sequence:
             finish_reason=reason,
             weight_version=version,
         )
+
+
+class _ScoredFirst:
+    """Puts the prompt's logprobs to the first piece of each sequence.
+
+    The engine tells them with sequence 0; pieces of others that come before wait for them.
+    """
+
+    def __init__(self, *, is_wanted: bool):
+        self._is_wanted, self._waiting = is_wanted, []
+        self._scores: PromptLogprobs | None = None
+        self._begun: set[int] = set()
+
+    def add(self, piece: Piece, scores: PromptLogprobs | None) -> list[Piece]:
+        """Take a piece; return what can be told now."""
+        self._scores = self._scores if scores is None else scores
+        self._waiting.append(piece)
+        has_failed = piece.finish_reason is FinishReason.ERROR
+        if self._is_wanted and self._scores is None and not has_failed:
+            return []
+        told, self._waiting = self._waiting, []
+        return [self._first(one) for one in told]
+
+    def _first(self, piece: Piece) -> Piece:
+        if piece.sequence_idx in self._begun:
+            return piece
+        self._begun.add(piece.sequence_idx)
+        return dataclasses.replace(piece, prompt_logprobs=self._scores)
 
 
 class Service:
@@ -194,7 +230,7 @@ class Service:
         if not token_ids:
             raise RefusedError("the prompt has no tokens; give some text", field="prompt")
         room = model.max_len - len(token_ids)
-        wanted = max_tokens or max(room, 1)
+        wanted = max(room, 1) if max_tokens is None else max_tokens
         if wanted > room:
             raise RefusedError(
                 f"the prompt has {len(token_ids)} tokens and the answer may have {wanted}, "
@@ -236,6 +272,7 @@ class Service:
             cache_salt=cache_salt,
             on_token=lambda event: sequences[event.sequence_idx].push(event),
         )
+        scored = _ScoredFirst(is_wanted=sampling.num_prompt_logprobs is not None)
         try:
             async with asyncio.timeout(self.limits.request_s or None):
                 async for output in outputs:
@@ -250,7 +287,7 @@ class Service:
                             output.finish_reason,
                             output.weight_version,
                         )
-                    yield Piece(
+                    piece = Piece(
                         sequence_idx=output.sequence_idx,
                         text=text,
                         tokens=tokens,
@@ -258,6 +295,8 @@ class Service:
                         error=output.error,
                         completion=completion,
                     )
+                    for one in scored.add(piece, output.prompt_logprobs):
+                        yield one
         except EngineFullError as error:
             raise RefusedError(str(error), status=429, code="queue_full") from error
         except EngineStoppedError as error:
