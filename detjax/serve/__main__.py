@@ -54,6 +54,8 @@ def make_parser() -> argparse.ArgumentParser:
     engine.add_argument("--dp", type=int, default=1, help="replicas")
     engine.add_argument("--max-len", type=int, help="most tokens of a prompt and its answer")
     engine.add_argument("--batch-size", type=int, help="sequences that run at once")
+    engine.add_argument("--decode-batches", type=int, nargs="+", metavar="N",
+                        help="smaller batches that a decode step is compiled for, too")  # fmt: skip
     engine.add_argument("--max-waiting", type=int, default=4096,
                         help="sequences that may wait; more are answered with 429")  # fmt: skip
     engine.add_argument("--kv-memory", type=float, metavar="SHARE",

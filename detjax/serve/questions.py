@@ -58,14 +58,22 @@ class Reader:
         self._service = service
 
     async def body(self, request: Request) -> bytes:
-        """The body, no larger than allowed."""
-        most, body = self._service.limits.body_bytes, bytearray()
-        async for part in request.stream():
-            body += part
-            if len(body) > most:
-                raise RefusedError(
-                    f"the body is larger than {most} bytes", status=413, code="body_too_large"
-                )
+        """The body, no larger and no later than allowed."""
+        limits, body = self._service.limits, bytearray()
+        try:
+            async with asyncio.timeout(limits.body_s):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > limits.body_bytes:
+                        raise RefusedError(
+                            f"the body is larger than {limits.body_bytes} bytes",
+                            status=413,
+                            code="body_too_large",
+                        )
+        except TimeoutError as error:
+            raise RefusedError(
+                f"the body did not arrive within {limits.body_s:g} s", status=408, code="timeout"
+            ) from error
         return bytes(body)
 
     def check_model(self, name: str) -> None:

@@ -25,6 +25,7 @@ def open_model(args: argparse.Namespace) -> ServedModel:
         ValueError, FileNotFoundError: As `LLM` says; if an option has no meaning here.
     """
     share = GPU_MEMORY_UTILIZATION if args.kv_memory is None else args.kv_memory
+    chosen = {} if args.decode_batches is None else {"decode_batches": tuple(args.decode_batches)}
     llm = LLM(
         args.model,
         revision=args.revision,
@@ -40,6 +41,7 @@ def open_model(args: argparse.Namespace) -> ServedModel:
         # WHY: on a GPU `LLM` lets prompts go first, and here others wait for their next token.
         max_prefill_streak=0,
         gpu_memory_utilization=share,
+        **chosen,
     )
     if args.kv_memory is not None and llm.config.backend.platform == "cpu":
         raise ValueError(
@@ -79,7 +81,7 @@ async def serve(args: argparse.Namespace) -> None:
         service = Service(None, limits)
         config = uvicorn.Config(
             make_app(service, api_keys=args.api_key), log_config=None, access_log=False,
-            timeout_graceful_shutdown=max(1, int(args.drain_timeout)), lifespan="off",
+            timeout_graceful_shutdown=1, lifespan="off",
         )  # fmt: skip
         server = _Server(config)
         running = asyncio.create_task(server.serve(sockets=[listener]))

@@ -69,11 +69,13 @@ class Limits:
 
     Attributes:
         body_bytes: Of a request.
+        body_s: Seconds that a body may take to arrive.
         requests_per_key: At once, of one API key; 0 sets no limit.
         request_s: Seconds an answer may take; 0 sets no limit.
     """
 
     body_bytes: int = 8 << 20
+    body_s: float = 60.0
     requests_per_key: int = 0
     request_s: float = 0.0
 
@@ -188,6 +190,7 @@ class Service:
         self.why_failed = ""
         self.num_open = 0
         self._of_key: collections.Counter[str] = collections.Counter()
+        self._inboxes: set[_Inbox] = set()
         self._model: ServedModel | None = None
         if model is not None:
             self.open(model)
@@ -297,13 +300,14 @@ class Service:
 
         Raises:
             RefusedError: If the engine cannot run one, is full, or has stopped; after
-                `Limits.request_s`.
+                `Limits.request_s`; when `drain` gives up.
         """
         tokenizer, n = self.model.tokenizer, sampling.n
         sequences = [
             [_Sequence(tokenizer, sampling.stop, ids) for _ in range(n)] for ids in prompts
         ]
         inbox, num_left = _Inbox(self.limits.request_s), [n] * len(prompts)
+        self._inboxes.add(inbox)
         opened: list[int] = []
         try:
             for i, ids in enumerate(prompts):
@@ -326,6 +330,8 @@ class Service:
                     seq = sequences[i][output.sequence_idx]
                     pieces.append(_piece(seq, output, i, prompts[i]))
                 yield pieces
+        except RefusedError:
+            raise
         except EngineFullError as error:
             raise RefusedError(str(error), status=429, code="queue_full") from error
         except EngineStoppedError as error:
@@ -340,13 +346,28 @@ class Service:
         except ValueError as error:
             raise RefusedError(str(error)) from error
         finally:
+            self._inboxes.discard(inbox)
             for i, request_id in enumerate(opened):
                 self._engine.close(request_id, has_ended=not num_left[i])
 
     async def drain(self, most_s: float) -> bool:
-        """Take nothing new, and wait for what is open; whether all of it ended in time."""
+        """Take nothing new, and wait for what is open; whether all of it ended in time.
+
+        What did not is told so: its client gets an error, and its pages are free.
+        """
         if self.state is ServiceState.READY:
             self.state = ServiceState.DRAINING
+        if await self._is_idle_within(most_s):
+            return True
+        error = RefusedError(
+            "the server stops before the answer ended", status=503, code="draining"
+        )
+        for inbox in tuple(self._inboxes):
+            inbox.put(0, error)
+        await self._is_idle_within(1.0)
+        return False
+
+    async def _is_idle_within(self, most_s: float) -> bool:
         try:
             async with asyncio.timeout(most_s):
                 while self.num_open:
