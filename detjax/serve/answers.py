@@ -7,48 +7,16 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from detjax.models.tokenizer import Tokenizer
+from detjax.serve.echo import NO_ECHO, Echo, echo_tokens, legacy_logprobs, prompt_logprobs
 from detjax.serve.service import Piece
-from detjax.serving.request import (
-    Completion,
-    FinishReason,
-    PromptLogprobs,
-    SamplingParams,
-    TokenEvent,
-    TopLogprobs,
-)
-from detjax.serving.text import TextStream
+from detjax.serving.request import FinishReason, SamplingParams, TokenEvent
 
 Json = dict[str, Any]
-
-_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
-
-
-class EchoedToken(NamedTuple):
-    """A token in OpenAI's legacy logprobs, which may be one of the prompt.
-
-    Attributes:
-        token_id: Which.
-        text: What it adds to the text.
-        logprob: None for the first of a prompt.
-        top_logprobs: Of its position.
-    """
-
-    token_id: int
-    text: str
-    logprob: np.float32 | None
-    top_logprobs: TopLogprobs
-
-
-class Echo(NamedTuple):
-    """What a text begins with before anything is generated, and its tokens if they are wanted."""
-
-    text: str
-    tokens: tuple[EchoedToken, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,22 +62,18 @@ class Shape:
             "system_fingerprint": self.fingerprint,
         }
 
-    def choice(
-        self,
-        index: int,
-        text: str,
-        tokens: Sequence[tuple[TokenEvent, str]],
-        done: Completion,
-        echo: Echo,
-    ) -> Json:
-        """A whole choice."""
-        choice: Json = {"index": index, "finish_reason": finish_reason(done)}
+    def choice(self, index: int, echo: str, pieces: Sequence[Piece]) -> Json:
+        """A whole choice, of all its pieces."""
+        last, begin = pieces[-1], self.echo(echo, pieces[0])
+        text = begin.text + "".join(piece.text for piece in pieces)
+        tokens = [token for piece in pieces for token in piece.tokens]
+        choice: Json = {"index": index, "finish_reason": _reason(last.finish_reason)}
         if self.is_chat:
             choice["message"] = {"role": "assistant", "content": text, "refusal": None}
         else:
-            choice["text"] = echo.text + text
-        choice["logprobs"] = self.logprobs(tokens, len(echo.text), echo.tokens)
-        return choice | self.proof(done)
+            choice["text"] = text
+        choice["logprobs"] = self.logprobs(tokens, len(begin.text), begin)
+        return choice | self.proof(last)
 
     def chunk(self, index: int, piece: Piece, offset: int, *, is_first: bool) -> Json:
         """A choice of a chunk: what is new."""
@@ -123,18 +87,26 @@ class Shape:
         if self.has_token_ids:
             choice["token_ids"] = [event.token_id for event, _ in piece.tokens]
         if piece.completion is not None:
-            choice["finish_reason"] = finish_reason(piece.completion)
-            choice |= self.proof(piece.completion)
+            choice["finish_reason"] = _reason(piece.finish_reason)
+            choice |= self.proof(piece)
         return choice
 
-    def proof(self, done: Completion) -> Json:
-        """What lets anybody ask again and compare."""
+    def proof(self, last: Piece) -> Json:
+        """What lets anybody ask again and compare; of the last piece, which has it all."""
+        done = last.completion
+        assert done is not None
         sampling = dataclasses.asdict(self.sampling)
         proof: Json = {
             "digest": done.digest(),
             "is_deterministic": self.is_deterministic,
             "weight_version": done.weight_version,
             "sequence": done.sequence_idx,
+            "rollbacks": {
+                "windows": last.windows.num_windows,
+                "windows_rolled_back": last.windows.num_rollbacks,
+                "draft_tokens": last.windows.num_drafts,
+                "draft_tokens_rolled_back": last.windows.num_rolled_back,
+            },
             "sampling": sampling | {"stop_token_ids": list(self.sampling.stop_token_ids)},
         }
         if self.has_logprob_bytes:
@@ -147,70 +119,33 @@ class Shape:
             found["token_ids"] = list(done.token_ids)
         return found
 
-    def logprobs(
-        self,
-        tokens: Sequence[tuple[TokenEvent, str]],
-        offset: int,
-        echoed: Sequence[EchoedToken] = (),
-    ) -> Json | None:
-        """Logprobs of some tokens, in the shape of the route; None where they are not wanted.
+    def echo(self, text: str, first: Piece) -> Echo:
+        """What an answer begins with, as its first piece has it: the prompt, if it is echoed.
 
-        `offset` is where the first of `tokens` begins in the text; `echoed` begin at 0.
+        With `logprobs` it is the text of the prompt's tokens, so that each has its offset in it.
         """
+        if not text or self.num_top is None or first.prompt_logprobs is None:
+            return Echo(text)
+        return echo_tokens(self.tokenizer, first.prompt_token_ids, first.prompt_logprobs)
+
+    def prompt_logprobs(self, first: Piece) -> Json:
+        """Logprobs of the prompt in vLLM's shape, with the first piece, if they are wanted."""
+        scores = first.prompt_logprobs
+        if self.num_prompt_top is None or scores is None:
+            return {}
+        ids, most = first.prompt_token_ids, self.num_prompt_top
+        listed = prompt_logprobs(ids, scores, num_top=most, text_of=self.text)
+        return {"prompt_logprobs": listed}
+
+    def logprobs(
+        self, tokens: Sequence[tuple[TokenEvent, str]], offset: int, echo: Echo = NO_ECHO
+    ) -> Json | None:
+        """Logprobs of some tokens, in the shape of the route; None where they are not wanted."""
         if self.num_top is None:
             return None
         if self.is_chat:
             return {"content": [self._of_chat(event) for event, _ in tokens], "refusal": None}
-        found = [*echoed, *(EchoedToken(e.token_id, text, e.logprob, e.top_logprobs)
-                            for e, text in tokens)]  # fmt: skip
-        offsets, at = [], 0 if echoed else offset
-        for one in found:
-            offsets.append(at)
-            at += len(one.text)
-        return {
-            "tokens": [self.text(one.token_id) for one in found],
-            "token_logprobs": [None if p is None else float(p) for _, _, p, _ in found],
-            "top_logprobs": [self._top(one) for one in found] if self.num_top else None,
-            "text_offset": offsets,
-        }
-
-    def _top(self, one: EchoedToken) -> Json | None:
-        """The most likely tokens of a position; None for the first of a prompt."""
-        if one.logprob is None:
-            return None
-        top = one.top_logprobs[: self.num_top]
-        return {self.text(token): float(value) for token, value in top}
-
-    def echo(self, text: str, token_ids: Sequence[int], scores: PromptLogprobs | None) -> Echo:
-        """The prompt as an answer begins with it; `text` where its logprobs are not wanted."""
-        if not text or self.num_top is None or scores is None:
-            return Echo(text, ())
-        stream = TextStream(self.tokenizer)
-        pieces = [stream.push(token_id).text for token_id in token_ids]
-        pieces[-1] += stream.finish()
-        logprobs = [(None, ()), *((one.logprob, one.top_logprobs) for one in scores)]
-        tokens = tuple(
-            EchoedToken(token_id, piece, *of_token)
-            for token_id, piece, of_token in zip(token_ids, pieces, logprobs, strict=True)
-        )
-        return Echo("".join(pieces), tokens)
-
-    def prompt_logprobs(self, token_ids: Sequence[int], scores: PromptLogprobs | None) -> Json:
-        """Logprobs of the prompt in vLLM's shape, if they are wanted: null for the first token."""
-        if self.num_prompt_top is None or scores is None:
-            return {}
-        listed: list[Json | None] = [None]
-        for token_id, one in zip(token_ids[1:], scores, strict=True):
-            entries = {token_id: (one.logprob, one.rank)}
-            for rank, (top_id, value) in enumerate(one.top_logprobs[: self.num_prompt_top], 1):
-                entries.setdefault(top_id, (value, rank))
-            listed.append(
-                {
-                    str(i): {"logprob": float(value), "rank": rank, "decoded_token": self.text(i)}
-                    for i, (value, rank) in entries.items()
-                }  # fmt: skip
-            )
-        return {"prompt_logprobs": listed}
+        return legacy_logprobs(echo.tokens, tokens, offset, num_top=self.num_top, text_of=self.text)
 
     def _of_chat(self, event: TokenEvent) -> Json:
         top = [self._of_token(*pair) for pair in event.top_logprobs]
@@ -235,9 +170,9 @@ def _exact(logprobs: Sequence[np.float32]) -> str:
     return base64.b64encode(np.asarray(logprobs, "<f4").tobytes()).decode()
 
 
-def finish_reason(done: Completion) -> str:
+def _reason(reason: FinishReason | None) -> str | None:
     """As OpenAI names it; "error" and "cancelled" are ours."""
-    return _REASONS.get(done.finish_reason, done.finish_reason.value)
+    return None if reason is None else reason.value
 
 
 def usage(num_prompt: int, num_tokens: int) -> Json:

@@ -207,6 +207,7 @@ class OutputProcessor:
             finish_reason=reason,
             exception=exception,
             weight_version=self.weight_version,
+            windows=seq.windows,
             prompt_logprobs=tuple(seq.prompt_logprobs) if has_scores else None,
         )
 
