@@ -11,14 +11,17 @@ from pathlib import Path
 
 import uvicorn
 
+from detjax.cli.errors import OK
 from detjax.llm import LLM
+from detjax.parallel.distributed import JobSpec
 from detjax.serve.app import make_app
+from detjax.serve.job import Leader
 from detjax.serve.service import Limits, ServedModel, Service
 
 LOG = logging.getLogger("detjax.serve")
 
 
-def open_service(args: argparse.Namespace) -> Service:
+def open_llm(args: argparse.Namespace, num_processes: int = 1) -> LLM:
     """Load the model, allocate the cache, and compile what requests will need.
 
     Raises:
@@ -39,14 +42,25 @@ def open_service(args: argparse.Namespace) -> Service:
         # WHY: on a GPU `LLM` lets prompts go first, and here others wait for their next token.
         max_prefill_streak=0,
         gpu_memory_utilization=args.kv_memory,
+        num_processes=num_processes,
     )
     LOG.info("%s", llm.config)
     if not args.no_compile:
         llm.engine.compile(lambda what, done, total: LOG.info("compiled %d of %d", done, total))
+    return llm
+
+
+def open_service(args: argparse.Namespace, leader: Leader | None = None) -> Service:
+    """Open the model, in all processes of a job.
+
+    Raises:
+        ValueError, FileNotFoundError: As `LLM` says.
+    """
+    llm = open_llm(args) if leader is None else leader.open(args, open_llm)
     config = llm.config
     model = ServedModel(
         name=args.served_model_name or Path(config.name).name,
-        engine=llm.engine,
+        engine=llm.engine if leader is None else leader.engine,
         tokenizer=llm.tokenizer,
         vocab_size=config.model.vocab_size,
         max_len=config.engine.max_len,
@@ -61,8 +75,12 @@ def open_service(args: argparse.Namespace) -> Service:
     return Service(model, limits)
 
 
-async def serve(args: argparse.Namespace) -> None:
-    """Serve until a signal, then let open answers end.
+async def serve(args: argparse.Namespace, job: JobSpec | None = None) -> int:
+    """Serve until a signal, then let open answers end; the exit code.
+
+    Args:
+        args: The options.
+        job: Of which this is process 0; None is one process.
 
     Raises:
         OSError: If the address cannot be listened on. It is taken before the model is loaded.
@@ -70,7 +88,8 @@ async def serve(args: argparse.Namespace) -> None:
     listener = listen(args.host, args.port)
     host, port = listener.getsockname()[:2]
     with listener:
-        service = await asyncio.to_thread(open_service, args)
+        leader = None if job is None else Leader(job)
+        service = await asyncio.to_thread(open_service, args, leader)
         config = uvicorn.Config(
             make_app(service, api_keys=args.api_key), log_config=None, access_log=False,
             timeout_graceful_shutdown=max(1, int(args.drain_timeout)), lifespan="off",
@@ -81,6 +100,8 @@ async def serve(args: argparse.Namespace) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
+        if leader is not None:
+            leader.attend(service, stop.set)
         LOG.info("ready: http://%s:%d serves %s", host, port, service.model.name)
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -90,6 +111,7 @@ async def serve(args: argparse.Namespace) -> None:
         server.should_exit = True
         await running
         stopping.cancel()
+        return OK if leader is None else await asyncio.to_thread(leader.close)
 
 
 class _Server(uvicorn.Server):

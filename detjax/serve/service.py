@@ -13,8 +13,7 @@ import numpy as np
 
 from detjax.models.tokenizer import Tokenizer
 from detjax.serve.protocol import RefusedError
-from detjax.serving.async_engine import AsyncEngine
-from detjax.serving.engine import Engine
+from detjax.serving.async_engine import AsyncEngine, StepsRequests
 from detjax.serving.errors import EngineFullError, EngineStoppedError
 from detjax.serving.metrics import EngineStats
 from detjax.serving.request import Completion, FinishReason, SamplingParams, TokenEvent
@@ -35,7 +34,7 @@ class ServedModel:
 
     Attributes:
         name: That clients ask for.
-        engine: Nothing else may step it.
+        engine: An `Engine` or a `ReplicatedEngine`; nothing else may step it.
         tokenizer: Of the model.
         vocab_size: Of the model.
         max_len: Most tokens of a prompt and its answer.
@@ -44,7 +43,7 @@ class ServedModel:
     """
 
     name: str
-    engine: Engine
+    engine: StepsRequests
     tokenizer: Tokenizer
     vocab_size: int
     max_len: int
@@ -273,6 +272,11 @@ class Service:
             raise RefusedError(str(error)) from error
         finally:
             await outputs.aclose()
+
+    def fail(self, reason: str) -> None:
+        """End every stream with an error, whatever the engine waits for, and take no more."""
+        self.state, self.why_failed = ServiceState.FAILED, reason
+        self._engine.fail(EngineStoppedError(reason))
 
     async def drain(self, most_s: float) -> bool:
         """Take nothing new, and wait for what is open; whether all of it ended in time."""

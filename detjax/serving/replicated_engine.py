@@ -138,6 +138,7 @@ class ReplicatedEngine:
         """
         self._engine, self._watch, self._on_fail = engine, watch, on_fail
         self._lock = threading.Lock()  # of the log, and of nothing that takes long
+        self._stepping = threading.Lock()
         self._log: deque[_Add | _Cancel] = deque()
         self._num_pending = 0
         self._request_ids = itertools.count()
@@ -213,15 +214,16 @@ class ReplicatedEngine:
         Raises:
             EngineStoppedError: If the job has ended, or does so now.
         """
-        self._refuse_if_failed()
-        try:
-            with self._watch.working():
-                return self._replicated_step()
-        except BaseException as error:
-            self.fail(f"{type(error).__name__}: {error}")
-            if isinstance(error, Exception):
-                raise EngineStoppedError(self._reason()) from error
-            raise
+        with self._stepping:
+            self._refuse_if_failed()
+            try:
+                with self._watch.working():
+                    return self._replicated_step()
+            except BaseException as error:
+                self.fail(f"{type(error).__name__}: {error}")
+                if isinstance(error, Exception):
+                    raise EngineStoppedError(self._reason()) from error
+                raise
 
     def _replicated_step(self) -> list[RequestOutput]:
         self._watch.progress()
@@ -265,9 +267,11 @@ class ReplicatedEngine:
             self._on_fail(self._reason())
 
     def close(self) -> None:
-        """Let the other processes return from `follow`."""
-        if not self._why_failed:
-            self._watch.send(_ENCODER.encode(End()))
+        """Let the other processes return from `follow`, after a step that is under way."""
+        with self._stepping:
+            if not self._why_failed:
+                self._why_failed = "it was closed"
+                self._watch.send(_ENCODER.encode(End()))
 
     def _refuse_if_failed(self) -> None:
         if self._why_failed:
