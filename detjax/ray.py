@@ -8,7 +8,7 @@ replica had begun is computed again by another. Both need the extra `ray`.
 import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from detjax.llm import LLM
 from detjax.serving.request import SamplingParams
@@ -68,21 +68,19 @@ def build(options: Mapping[str, Any]) -> serve.Application:
     gpus = _count("gpus", given.pop("gpus"), least=0)
     argv = _argv(given)
     parser = make_parser()
-    parser.exit_on_error = False
     parser.error = _refuse
     args = parser.parse_args(argv)
     check_options(parser, args)
     if gpus not in (0, args.dp * args.tp):
         raise ValueError(f"gpus={gpus} must be 0 or dp * tp = {args.dp * args.tp}")
     deployment = serve.deployment(
-        serve.ingress()(Server),
         name="detjax",
         num_replicas=num_replicas,
         ray_actor_options={"num_gpus": gpus},
         # The engine has a queue of its own, whose end is a 429.
         max_ongoing_requests=2 * args.max_waiting,
     )
-    return deployment.bind(argv)
+    return deployment(serve.ingress()(Server)).bind(argv)
 
 
 def _argv(options: Mapping[str, Any]) -> list[str]:
@@ -101,7 +99,7 @@ def _argv(options: Mapping[str, Any]) -> list[str]:
     return argv
 
 
-def _refuse(message: str) -> None:
+def _refuse(message: str) -> NoReturn:
     raise ValueError(message)
 
 

@@ -67,11 +67,14 @@ def run_data(rows: list[dict]) -> dict:
                 "seed_column": "seed", **SIZES,
             },
         )  # fmt: skip
-        found = answered.take_all()
-        schema = {
-            name: str(kind) for name, kind in zip(answered.columns(), answered.types(), strict=True)
+        done = answered.materialize()
+        schema = done.schema()
+        return {
+            "killed": killed,
+            "workers": sorted(set(seen())),
+            "found": done.take_all(),
+            "schema": {n: str(kind) for n, kind in zip(schema.names, schema.types, strict=True)},
         }
-        return {"killed": killed, "workers": sorted(set(seen())), "found": found, "schema": schema}
 
 
 def replicas() -> list[int]:
