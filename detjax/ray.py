@@ -124,8 +124,8 @@ class Generate:
             fn_constructor_kwargs={"model": "...", "tp": 2, "sampling": SamplingParams(...)},
         )
 
-    Adds to each row: `text`; `token_ids`, int32; `logprobs`, float32; `finish_reason`; `digest` and
-    `fingerprint` (texts). Other columns stay. The order of rows, the batches and the replicas
+    Adds to each row: `generated_text`; `token_ids`, int32; `logprobs`, float32; `finish_reason`;
+    `digest` and `fingerprint`. Other columns stay. The order of rows, the batches and the replicas
     change no bit of them.
     """
 
@@ -175,7 +175,7 @@ class Generate:
             samplings = [dataclasses.replace(self._sampling, seed=seed) for seed in seeds]
         found = [out.outputs[0] for out in self._llm.generate(prompts, samplings)]
         columns = {
-            "text": pa.array([done.text for done in found], pa.string()),
+            "generated_text": pa.array([done.text for done in found], pa.string()),
             "token_ids": pa.array([done.token_ids for done in found], pa.list_(pa.int32())),
             "logprobs": pa.array([done.logprobs for done in found], pa.list_(pa.float32())),
             "finish_reason": pa.array([done.finish_reason.value for done in found], pa.string()),

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fleets: what they refuse, and two replicas of which one is killed in mid-run."""
 
+import functools
 import json
 import os
 import re
@@ -44,20 +45,34 @@ def rows() -> list[dict]:
     return [{"prompt": prompts[i % 3], "seed": i // 2} for i in range(40)]
 
 
-def assert_as_one_process(found: list[dict], asked: list[dict]) -> None:
-    """Every row is there once, with the digest of one process at another batch size."""
+@functools.cache
+def expected() -> list[tuple]:
+    """Of each row: seed, prompt, and the digest and fingerprint of one process."""
     llm = detjax.LLM(max_len=256, batch_size=3, show_progress=False)
     samplings = [
-        detjax.SamplingParams(max_tokens=24, temperature=0.7, seed=row["seed"]) for row in asked
+        detjax.SamplingParams(max_tokens=24, temperature=0.7, seed=row["seed"]) for row in rows()
     ]
-    want = llm.generate([row["prompt"] for row in asked], samplings)
-    key = itemgetter("seed", "prompt", "digest", "fingerprint")
-    expected = [
+    outputs = llm.generate([row["prompt"] for row in rows()], samplings)
+    return sorted(
         (row["seed"], row["prompt"], out.outputs[0].digest(), llm.config.fingerprint)
-        for row, out in zip(asked, want, strict=True)
-    ]
-    assert len(set(expected)) > 30  # an answer that gets into another row is seen
-    assert sorted(map(key, found)) == sorted(expected)
+        for row, out in zip(rows(), outputs, strict=True)
+    )
+
+
+def assert_as_one_process(found: list[dict]) -> None:
+    """Every row is there once, with the digest of one process at another batch size."""
+    key = itemgetter("seed", "prompt", "digest", "fingerprint")
+    assert sorted(map(key, found)) == expected()
+
+
+def assert_differences_are_seen(found: list[dict]) -> None:
+    """The control: a row that is lost or there twice, or has another's answer, is seen."""
+    one, other = found[0], next(row for row in found if row["digest"] != found[0]["digest"])
+    swapped = [one | {"digest": other["digest"]}, *found[1:]]
+    for wrong in (found[1:], [*found, one], swapped):
+        with pytest.raises(AssertionError):
+            assert_as_one_process(wrong)
+    assert len({row["digest"] for row in found}) > 30
 
 
 @pytest.mark.slow
@@ -69,9 +84,14 @@ def test_a_data_set_survives_the_loss_of_an_actor_bit_for_bit():
         run_script(FLEET, json.dumps({"part": "data", "rows": asked})).splitlines()[-1]
     )
     assert len(said["killed"]) == 1 and len(said["workers"]) >= 3
-    assert_as_one_process(said["found"], asked)
+    assert_as_one_process(said["found"])
+    assert_differences_are_seen(said["found"])
     assert sorted(row["kept"] for row in said["found"]) == sorted(row["kept"] for row in asked)
-    kinds = {"token_ids": "list<item: int32>", "logprobs": "list<item: float>", "text": "string"}
+    kinds = {
+        "token_ids": "list<item: int32>",
+        "logprobs": "list<item: float>",
+        "generated_text": "string",
+    }
     assert kinds.items() <= said["schema"].items(), said["schema"]
 
 
@@ -84,7 +104,24 @@ def test_clients_of_two_replicas_do_not_notice_the_loss_of_one():
     assert options["num_replicas"] == "2"
     said = run_fleet(part="serve", rows=rows(), options=options)
     assert len(said["killed"]) == 1 and len(said["workers"]) >= 3
-    assert_as_one_process(said["found"], rows())
+    assert_as_one_process(said["found"])
+    assert_differences_are_seen(said["found"])
+
+
+@pytest.mark.nightly
+def test_the_example_writes_every_prompt_with_its_digest(tmp_path):
+    from pyarrow import parquet
+
+    prompts = ROOT / "examples" / "prompts.txt"
+    run_script(ROOT / "examples" / "ray_data.py", "novels-6m", str(prompts), str(tmp_path), "1")
+    answered = parquet.read_table(tmp_path)
+    asked = [line for line in prompts.read_text().splitlines() if line]
+    assert sorted(answered.column("text").to_pylist()) == sorted(asked)
+    llm = detjax.LLM(max_len=256, show_progress=False)
+    sampling = detjax.SamplingParams(max_tokens=16, temperature=0.8, seed=1)
+    want = {text: llm.generate(text, sampling)[0].outputs[0].digest() for text in asked}
+    texts, digests = (answered[name].to_pylist() for name in ("text", "digest"))
+    assert dict(zip(texts, digests, strict=True)) == want
 
 
 REFUSALS = """

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import httpx
 import jax
@@ -22,9 +24,11 @@ import numpy as np
 import pytest
 
 import detjax
-from detjax.serve.__main__ import main
+from detjax.serve.__main__ import check_options, main, make_parser
 from detjax.serve.job import FAILED_S
 
+ROOT = Path(__file__).parents[2]
+COMMAND = "python -m detjax.serve"
 PROMPTS = ("The old house by the sea", "It was late", "17+26=", "He said that the whole of the")
 NOTICED_S = 10.0
 """Within which a lost process must be seen in `/health`; it takes less than one."""
@@ -195,6 +199,16 @@ def test_a_job_of_dp_2_answers_as_one_process_and_drains_when_another_is_told_to
         assert job.wait() == [0, 0]
         log = job.log()
         assert "draining: 1 requests are open" in log and "Traceback" not in log, log
+
+
+def test_the_commands_of_the_docs_are_commands():
+    lines = (ROOT / "docs" / "server.md").read_text().splitlines()
+    commands = [shlex.split(line, comments=True) for line in lines if COMMAND in line[:60]]
+    assert len(commands) >= 5
+    for words in commands:
+        argv = words[words.index("detjax.serve") + 1 :]
+        parser = make_parser()
+        check_options(parser, parser.parse_args(argv[:-1] if argv[-1:] == ["&"] else argv))
 
 
 def test_options_of_a_job_go_together(capsys):

@@ -8,8 +8,12 @@ processes on one mesh: `tests/parallel/test_replicated.py`.
 import asyncio
 import contextlib
 import dataclasses
+import json
+import os
 import runpy
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -281,6 +285,17 @@ def test_no_step_takes_more_of_the_log_than_fits_into_a_message(monkeypatch):
     assert [len(begin.entries) for begin in begins if begin.entries] == [2, 2, 2]
     with pytest.raises(ValueError, match="more than the 67108864 of a message"):
         pair.engine._watch.send(bytes(MAIL_BYTES + 1))
+
+
+@pytest.mark.nightly
+def test_the_benchmark_measures_both_sides():
+    command = [sys.executable, "-m", "benchmarks.replication", "--batches", "2", "--steps", "20"]
+    root = Path(__file__).parents[2]
+    env = os.environ | {"PYTHONPATH": str(root)}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=root, env=env, check=True)
+    (row,) = json.loads(done.stdout.splitlines()[-1])["rows"]
+    assert row["steps"] == 10 and 0 < row["beside_us_p10"] <= row["beside_us_p90"]
+    assert 0 < row["lag_us_p50"] < 1e6
 
 
 def test_requests_survive_the_log_bit_for_bit():
