@@ -20,8 +20,8 @@ try:
 
     from detjax.serve.__main__ import check_options, make_parser
     from detjax.serve.app import make_app
-    from detjax.serve.server import open_service
-    from detjax.serve.service import ServiceState
+    from detjax.serve.server import make_limits, open_model
+    from detjax.serve.service import Service, ServiceState
 except ImportError as error:
     raise ImportError(f'{error}; pip install "detjax[ray]"') from error
 
@@ -38,7 +38,8 @@ class Server:
         """Open the model of these options."""
         logging.getLogger("detjax.serve").setLevel(logging.INFO)
         args = make_parser().parse_args(argv)
-        self._service, self._api_keys = open_service(args), args.api_key
+        self._service = Service(open_model(args), make_limits(args))
+        self._api_keys = args.api_key
 
     def __serve_build_asgi_app__(self) -> Starlette:
         """Ray Serve asks for the application here."""
@@ -55,8 +56,8 @@ def build(options: Mapping[str, Any]) -> serve.Application:
 
     Args:
         options: Those of `python -m detjax.serve`, with underscores and without the dashes; of one
-            that may be repeated a list; of a flag true. And `num_replicas`, 1 if not given; and
-            `gpus`, of each replica: dp * tp of them, or 0 for the CPU, which must be given.
+            that takes several values a list; of a flag true. `num_replicas`: 1 if not given.
+            `gpus` must be given: those of a replica, dp * tp of them, or 0 for the CPU.
 
     Raises:
         ValueError: If there is no such option, Ray decides it, or its value cannot be.
@@ -92,8 +93,10 @@ def _argv(options: Mapping[str, Any]) -> list[str]:
         flag = f"--{name.replace('_', '-')}"
         if value is True or value == "true":
             argv.append(flag)
-        elif isinstance(value, list | tuple):
+        elif name == "api_key" and isinstance(value, list | tuple):
             argv += [f"{flag}={one}" for one in value]
+        elif isinstance(value, list | tuple):
+            argv += [flag, *map(str, value)]
         else:
             argv.append(f"{flag}={value}")
     return argv

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Opens the model, listens, and ends well: the life of `python -m detjax.serve`."""
+"""Listens, opens the model, and ends well: the life of `python -m detjax.serve`."""
 
 import argparse
 import asyncio
@@ -8,11 +8,12 @@ import logging
 import signal
 import socket
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 
 from detjax.cli.errors import OK
-from detjax.llm import LLM
+from detjax.llm import GPU_MEMORY_UTILIZATION, LLM
 from detjax.parallel.distributed import JobSpec
 from detjax.serve.app import make_app
 from detjax.serve.job import Leader
@@ -25,8 +26,12 @@ def open_llm(args: argparse.Namespace, num_processes: int = 1) -> LLM:
     """Load the model, allocate the cache, and compile what requests will need.
 
     Raises:
-        ValueError, FileNotFoundError: As `LLM` says.
+        ValueError, FileNotFoundError: As `LLM` says; if an option has no meaning here.
     """
+    share = GPU_MEMORY_UTILIZATION if args.kv_memory is None else args.kv_memory
+    chosen: dict[str, Any] = {}
+    if args.decode_batches is not None:
+        chosen["decode_batches"] = tuple(args.decode_batches)
     llm = LLM(
         args.model,
         revision=args.revision,
@@ -41,24 +46,30 @@ def open_llm(args: argparse.Namespace, num_processes: int = 1) -> LLM:
         max_waiting=args.max_waiting,
         # WHY: on a GPU `LLM` lets prompts go first, and here others wait for their next token.
         max_prefill_streak=0,
-        gpu_memory_utilization=args.kv_memory,
+        gpu_memory_utilization=share,
         num_processes=num_processes,
+        **chosen,
     )
+    if args.kv_memory is not None and llm.config.backend.platform == "cpu":
+        raise ValueError(
+            f"--kv-memory {args.kv_memory} is a share of a GPU's memory, and this server runs on "
+            "the CPU; leave it out, and choose the cache by --batch-size and --max-len"
+        )
     LOG.info("%s", llm.config)
     if not args.no_compile:
         llm.engine.compile(lambda what, done, total: LOG.info("compiled %d of %d", done, total))
     return llm
 
 
-def open_service(args: argparse.Namespace, leader: Leader | None = None) -> Service:
-    """Open the model, in all processes of a job.
+def open_model(args: argparse.Namespace, leader: Leader | None = None) -> ServedModel:
+    """Open the model, with the other processes if this is process 0 of a job.
 
     Raises:
-        ValueError, FileNotFoundError: As `LLM` says.
+        ValueError, FileNotFoundError: As `open_llm` and `Leader.open` say.
     """
     llm = open_llm(args) if leader is None else leader.open(args, open_llm)
     config = llm.config
-    model = ServedModel(
+    return ServedModel(
         name=args.served_model_name or Path(config.name).name,
         engine=llm.engine if leader is None else leader.engine,
         tokenizer=llm.tokenizer,
@@ -67,35 +78,49 @@ def open_service(args: argparse.Namespace, leader: Leader | None = None) -> Serv
         mode=config.engine.mode,
         fingerprint=config.fingerprint,
     )
-    limits = Limits(
+
+
+def make_limits(args: argparse.Namespace) -> Limits:
+    """What the server takes."""
+    return Limits(
         body_bytes=int(args.max_body_mb * 2**20),
         requests_per_key=args.requests_per_key,
         request_s=args.request_timeout,
     )
-    return Service(model, limits)
 
 
 async def serve(args: argparse.Namespace, job: JobSpec | None = None) -> int:
-    """Serve until a signal, then let open answers end; the exit code.
+    """Serve until a signal, then let open answers end. `/health` answers while the model loads.
 
     Args:
         args: The options.
         job: Of which this is process 0; None is one process.
 
+    Returns:
+        The exit code.
+
     Raises:
         OSError: If the address cannot be listened on. It is taken before the model is loaded.
+        ValueError, FileNotFoundError: As `open_model` does.
     """
+    leader = None if job is None else Leader(job)
     listener = listen(args.host, args.port)
     host, port = listener.getsockname()[:2]
     with listener:
-        leader = None if job is None else Leader(job)
-        service = await asyncio.to_thread(open_service, args, leader)
+        service = Service(None, make_limits(args))
         config = uvicorn.Config(
             make_app(service, api_keys=args.api_key), log_config=None, access_log=False,
-            timeout_graceful_shutdown=max(1, int(args.drain_timeout)), lifespan="off",
+            timeout_graceful_shutdown=1, lifespan="off",
         )  # fmt: skip
         server = _Server(config)
         running = asyncio.create_task(server.serve(sockets=[listener]))
+        LOG.info("starting: http://%s:%d", host, port)
+        try:
+            service.open(await asyncio.to_thread(open_model, args, leader))
+        except BaseException:
+            server.should_exit = True
+            await running
+            raise
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
