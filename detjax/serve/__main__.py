@@ -75,6 +75,8 @@ def make_parser() -> argparse.ArgumentParser:
     http.add_argument("--port", type=int, default=8000, help="0 takes a free one")
     http.add_argument("--api-key", action="append", default=[], metavar="KEY",
                       help="may be repeated; also DETJAX_API_KEY; none: all may ask")  # fmt: skip
+    http.add_argument("--sign", metavar="KEY",
+                      help="sign receipts with this ed25519 key, a PEM file")  # fmt: skip
     http.add_argument("--max-body-mb", type=float, default=8.0, help="of a request")
     http.add_argument("--requests-per-key", type=int, default=0, metavar="N",
                       help="requests of a key at once; 0 sets no limit")  # fmt: skip

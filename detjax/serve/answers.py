@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from detjax.models.tokenizer import Tokenizer
 from detjax.serve.echo import NO_ECHO, Echo, echo_tokens, legacy_logprobs, prompt_logprobs
-from detjax.serve.service import Piece
+from detjax.serve.receipts import receipt_line
+from detjax.serve.service import Piece, ServedModel
 from detjax.serving.request import FinishReason, SamplingParams, TokenEvent
 
 Json = dict[str, Any]
@@ -24,28 +24,26 @@ class Shape:
     """How the answer to one request is written.
 
     Attributes:
-        tokenizer: Of the model.
-        model: The served name.
-        fingerprint: `system_fingerprint` of every answer.
+        model: That answers.
         is_chat: Whether it is a chat completion.
         sampling: As it was used.
         is_deterministic: Whether the answer is canonical.
         num_top: Logprobs are wanted, with so many of the most likely; None if not.
         has_token_ids: Token ids are wanted.
         has_logprob_bytes: Exact logprobs are wanted.
+        has_receipt: A receipt is wanted.
         num_prompt_top: Logprobs of the prompt are wanted in vLLM's shape, with so many of the most
             likely; None if not.
     """
 
-    tokenizer: Tokenizer
-    model: str
-    fingerprint: str
+    model: ServedModel
     is_chat: bool
     sampling: SamplingParams
     is_deterministic: bool
     num_top: int | None
     has_token_ids: bool
     has_logprob_bytes: bool
+    has_receipt: bool
     num_prompt_top: int | None = None
     request_id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
@@ -58,8 +56,8 @@ class Shape:
             "id": f"{prefix}-{self.request_id}",
             "object": f"{kind}.chunk" if is_chunk and self.is_chat else kind,
             "created": self.created,
-            "model": self.model,
-            "system_fingerprint": self.fingerprint,
+            "model": self.model.name,
+            "system_fingerprint": self.model.fingerprint,
         }
 
     def choice(self, index: int, echo: str, pieces: Sequence[Piece]) -> Json:
@@ -95,10 +93,10 @@ class Shape:
         """What lets anybody ask again and compare; of the last piece, which has it all."""
         done = last.completion
         assert done is not None
-        sampling = dataclasses.asdict(self.sampling)
         proof: Json = {
             "digest": done.digest(),
             "is_deterministic": self.is_deterministic,
+            "weights": self.model.identity.model["weights"],
             "weight_version": done.weight_version,
             "sequence": done.sequence_idx,
             "rollbacks": {
@@ -107,12 +105,14 @@ class Shape:
                 "draft_tokens": last.windows.num_drafts,
                 "draft_tokens_rolled_back": last.windows.num_rolled_back,
             },
-            "sampling": sampling | {"stop_token_ids": list(self.sampling.stop_token_ids)},
+            "sampling": self.sampling.as_dict(),
         }
         if self.has_logprob_bytes:
             proof["logprobs_f32"] = _exact(done.logprobs)
         if self.has_logprob_bytes and done.prompt_logprobs is not None:
             proof["prompt_logprobs_f32"] = _exact([p.logprob for p in done.prompt_logprobs])
+        if self.has_receipt:
+            proof["receipt"] = receipt_line(self.model, done, self.sampling)
         found: Json = {"detjax": proof}
         if self.has_token_ids:
             found["prompt_token_ids"] = list(done.prompt_token_ids)
@@ -126,7 +126,7 @@ class Shape:
         """
         if not text or self.num_top is None or first.prompt_logprobs is None:
             return Echo(text)
-        return echo_tokens(self.tokenizer, first.prompt_token_ids, first.prompt_logprobs)
+        return echo_tokens(self.model.tokenizer, first.prompt_token_ids, first.prompt_logprobs)
 
     def prompt_logprobs(self, first: Piece) -> Json:
         """Logprobs of the prompt in vLLM's shape, with the first piece, if they are wanted."""
@@ -152,14 +152,14 @@ class Shape:
         return self._of_token(event.token_id, event.logprob) | {"top_logprobs": top}
 
     def _of_token(self, token_id: int, logprob: np.float32) -> Json:
-        data = self.tokenizer.token_bytes(token_id)
+        data = self.model.tokenizer.token_bytes(token_id)
         return {"token": self.text(token_id), "logprob": float(logprob), "bytes": list(data)}
 
     def text(self, token_id: int) -> str:
         """A token for people: its text, or where it has none of its own, its name or bytes."""
-        data = self.tokenizer.token_bytes(token_id)
+        data = self.model.tokenizer.token_bytes(token_id)
         if not data:
-            return self.tokenizer.backend.id_to_token(token_id) or f"token_id:{token_id}"
+            return self.model.tokenizer.backend.id_to_token(token_id) or f"token_id:{token_id}"
         try:
             return data.decode()
         except UnicodeDecodeError:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The routes that tell of the server and of tokens: health, version, metrics, models, the page."""
 
+import dataclasses
 import importlib.resources
 
 from starlette.requests import Request
@@ -47,9 +48,10 @@ class Information:
         return reply(body, 200 if service.state is ServiceState.READY else 503)
 
     async def version(self, request: Request) -> Response:
-        """Which detjax, and the fingerprint of what decides a bit."""
+        """Which detjax, model, numerics and build."""
         model = self._service.model
-        return reply({"version": detjax.__version__, "system_fingerprint": model.fingerprint})
+        known = {"version": detjax.__version__, "system_fingerprint": model.fingerprint}
+        return reply(known | dataclasses.asdict(model.identity))
 
     async def metrics(self, request: Request) -> Response:
         """In Prometheus' text format."""

@@ -52,6 +52,7 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         return_token_ids: Put `prompt_token_ids` and `token_ids` into the answer.
         return_logprob_bytes: Put the exact float32 logprobs into the answer, as base64 of
             little-endian bytes; those of the prompt too, where they are reported.
+        receipt: Put a receipt into each choice: one line, as `detjax.audit` reads it.
         prompt_logprobs: Report the logprob and rank of each token of the prompt, with so many of
             the most likely ones, up to 64.
         user, metadata: For the caller's own records; they decide nothing.
@@ -74,6 +75,7 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     cache_salt: str = ""
     return_token_ids: bool = False
     return_logprob_bytes: bool = False
+    receipt: bool = False
     prompt_logprobs: Annotated[int, msgspec.Meta(ge=0, le=64)] | None = None
     user: str = ""
     metadata: dict[str, str] | None = None

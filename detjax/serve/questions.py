@@ -16,6 +16,7 @@ from detjax.serve.protocol import (
     SamplingFields,
     sampling_params,
 )
+from detjax.serve.receipts import check_receipt
 from detjax.serve.service import Service
 
 MAX_PROMPTS = 1024
@@ -137,18 +138,20 @@ class Reader:
         is_chat: bool,
     ) -> Shape:
         model = self._service.model
+        is_deterministic = self._service.check_determinism(asked.is_deterministic)
+        if asked.receipt:
+            check_receipt(model, is_deterministic=is_deterministic, max_tokens=max_tokens)
         return Shape(
-            tokenizer=model.tokenizer,
-            model=model.name,
-            fingerprint=model.fingerprint,
+            model=model,
             is_chat=is_chat,
             sampling=sampling_params(
                 asked, max_tokens=max_tokens, num_top=num_top or 0, num_scored=num_scored
             ),
-            is_deterministic=self._service.check_determinism(asked.is_deterministic),
+            is_deterministic=is_deterministic,
             num_top=num_top,
             has_token_ids=asked.return_token_ids,
             has_logprob_bytes=asked.return_logprob_bytes,
+            has_receipt=asked.receipt,
             num_prompt_top=asked.prompt_logprobs,
         )
 

@@ -15,6 +15,7 @@ import uvicorn
 from detjax.cli.errors import OK
 from detjax.llm import GPU_MEMORY_UTILIZATION, LLM
 from detjax.parallel.distributed import JobSpec
+from detjax.proof.signing import SigningKey
 from detjax.serve.app import make_app
 from detjax.serve.job import Leader
 from detjax.serve.service import Limits, ServedModel, Service
@@ -67,6 +68,7 @@ def open_model(args: argparse.Namespace, leader: Leader | None = None) -> Served
     Raises:
         ValueError, FileNotFoundError: As `open_llm` and `Leader.open` say.
     """
+    key = None if args.sign is None else SigningKey(Path(args.sign))
     llm = open_llm(args) if leader is None else leader.open(args, open_llm)
     config = llm.config
     return ServedModel(
@@ -77,6 +79,9 @@ def open_model(args: argparse.Namespace, leader: Leader | None = None) -> Served
         max_len=config.engine.max_len,
         mode=config.engine.mode,
         fingerprint=config.fingerprint,
+        identity=llm.identity(),
+        end_token_ids=config.model.eos_token_ids,
+        signing_key=key,
     )
 
 

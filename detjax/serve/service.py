@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from detjax.models.tokenizer import Tokenizer
+from detjax.proof.identity import Identity
+from detjax.proof.signing import SigningKey
 from detjax.serve.protocol import RefusedError
 from detjax.serving.async_engine import AsyncEngine, StepsRequests
 from detjax.serving.errors import EngineFullError, EngineStoppedError
@@ -51,7 +53,10 @@ class ServedModel:
         vocab_size: Of the model.
         max_len: Most tokens of a prompt and its answer.
         mode: `invariant`, `dvr` or `fast`.
-        fingerprint: Of everything that decides a bit; the same at every mesh, batch and mode.
+        fingerprint: Of numerics and build; the same for every model, mesh, batch and mode.
+        identity: What model, numerics and build these are.
+        end_token_ids: The model's own.
+        signing_key: Of receipts; None signs none.
     """
 
     name: str
@@ -61,6 +66,9 @@ class ServedModel:
     max_len: int
     mode: str
     fingerprint: str
+    identity: Identity
+    end_token_ids: tuple[int, ...]
+    signing_key: SigningKey | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -53,12 +53,14 @@ def served(service: Service, llm: detjax.LLM, *, api_keys=()) -> Iterator[Runnin
         thread.join()
 
 
-def make_service(llm: detjax.LLM, **limits) -> Service:
+def make_service(llm: detjax.LLM, *, signing_key=None, **limits) -> Service:
     tokenizer = dataclasses.replace(llm.tokenizer, chat_template=TEMPLATE)
     model = ServedModel(
         name="novels-6m", engine=llm.engine, tokenizer=tokenizer,
         vocab_size=llm.config.model.vocab_size, max_len=llm.config.engine.max_len,
         mode=llm.config.engine.mode, fingerprint=llm.config.fingerprint,
+        identity=llm.identity(), end_token_ids=llm.config.model.eos_token_ids,
+        signing_key=signing_key,
     )  # fmt: skip
     return Service(model, Limits(**limits))
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from detjax.models.bundled import bundled_model_path
 from detjax.models.loading import LoadedModel
 from detjax.models.tokenizer import Tokenizer
+from detjax.proof.identity import Identifier
 from detjax.serve.service import Limits, ServedModel, Service
 from detjax.serving.config import EngineConfig
 from detjax.serving.engine import Engine
@@ -30,10 +31,12 @@ def small_service(model: LoadedModel, *, max_waiting: int = 64, **limits) -> Ser
         model,
         EngineConfig(batch_size=8, prefill_chunk=64, max_len=MAX_LEN, max_waiting=max_waiting),
     )
+    tokenizer = dataclasses.replace(tokenizer, chat_template=TEMPLATE)
     served = ServedModel(
-        name="small", engine=engine,
-        tokenizer=dataclasses.replace(tokenizer, chat_template=TEMPLATE),
+        name="small", engine=engine, tokenizer=tokenizer,
         vocab_size=4096, max_len=MAX_LEN, mode="invariant", fingerprint=model.fingerprint,
+        identity=Identifier(model, tokenizer, name="small").identity(),
+        end_token_ids=model.config.eos_token_ids,
     )  # fmt: skip
     return Service(served, Limits(**limits))
 

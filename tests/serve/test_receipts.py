@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Receipts over HTTP: whole, of the answer beside them, and equal on another mesh and load."""
+
+import concurrent.futures
+import json
+
+import numpy as np
+import pytest
+
+import detjax
+from detjax import audit, replay
+from detjax.proof.receipt import Receipt
+from tests.proof.test_receipt import make_key
+
+from .conftest import make_service, served
+
+COMPLETION = {"model": "novels-6m", "prompt": "The old house", "max_tokens": 8, "receipt": True}
+CHAT = {"model": "novels-6m", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8,
+        "receipt": True}  # fmt: skip
+
+
+def post(client, path: str, body: dict) -> dict:
+    response = client.post(path, json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)]
+)
+def test_each_choice_has_its_receipt(client, llm, path, body):
+    asked = body | {"n": 2, "temperature": 0.9, "seed": 2**63 + 1, "stop": ["the"]}
+    got = post(client, path, asked)
+    assert [c["detjax"]["weights"] for c in got["choices"]] == [llm.identity().model["weights"]] * 2
+    for i, choice in enumerate(got["choices"]):
+        receipt = Receipt.from_json(choice["detjax"]["receipt"])
+        assert receipt.answer["digest"] == choice["detjax"]["digest"]
+        text = choice["text"] if "text" in choice else choice["message"]["content"]
+        assert receipt.answer["text"] == text
+        assert receipt.sampling.seed == 2**63 + 1
+        assert (receipt.sampling.n, receipt.sampling.noise_stream) == (1, i)
+
+
+def test_a_stream_ends_with_the_receipt(client):
+    whole = post(client, "/v1/completions", COMPLETION)["choices"][0]["detjax"]["receipt"]
+    lines = client.post("/v1/completions", json=COMPLETION | {"stream": True}).text.splitlines()
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    assert events[-1]["choices"][0]["detjax"]["receipt"] == whole
+    assert all("detjax" not in event["choices"][0] for event in events[:-1])
+
+
+def test_version_says_what_model_it_is(client, llm):
+    known = client.get("/version").json()
+    assert known["model"] == llm.identity().model | {"name": known["model"]["name"]}
+    assert known["build"]["detjax"] == detjax.__version__
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"is_deterministic": False}, "would not be canonical"),
+        ({"max_tokens": 0, "echo": True, "logprobs": 1}, "makes no token"),
+    ],
+)
+def test_receipts_that_could_not_be_made_are_refused(client, fields, says):
+    response = client.post("/v1/completions", json=COMPLETION | fields)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "receipt")
+    assert says in error["message"]
+
+
+def test_a_server_with_a_key_signs(llm, tmp_path):
+    with (
+        served(make_service(llm, signing_key=make_key(tmp_path)), llm) as running,
+        running.client() as client,
+    ):
+        line = post(client, "/v1/completions", COMPLETION)["choices"][0]["detjax"]["receipt"]
+    signature = Receipt.from_json(line).signature
+    assert signature is not None and signature.algorithm == "ed25519"
+
+
+@pytest.mark.invariance
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [64, pytest.param(1000, marks=pytest.mark.nightly)])
+def test_receipts_of_a_loaded_server_replay_elsewhere(running, tmp_path, capsys, count):
+    rng = np.random.default_rng(count)
+    bodies = [
+        COMPLETION | {
+            "prompt": f"{i} " * int(rng.integers(1, 40)), "max_tokens": int(rng.integers(1, 24)),
+            "temperature": float(rng.choice([0.0, 0.7, 1.3])), "seed": i, "n": 1 + i % 2,
+            "top_p": float(rng.choice([1.0, 0.9])), "stop": ["he"] if i % 5 == 0 else [],
+        }
+        for i in range(count)
+    ]  # fmt: skip
+
+    def ask(body: dict) -> list[str]:
+        with running.client() as own:
+            choices = post(own, "/v1/completions", body)["choices"]
+        return [choice["detjax"]["receipt"] for choice in choices]
+
+    with concurrent.futures.ThreadPoolExecutor(max_workers=16) as pool:
+        lines = [line for found in pool.map(ask, bodies) for line in found]
+    path = tmp_path / "receipts.jsonl"
+    path.write_text("".join(line + "\n" for line in lines))
+    options = ["--tp", "2", "--batch-size", "7", "--shuffle", "3"]
+    assert replay.main([str(path), "--cache-dir", "none", *options]) == 0
+    assert audit.main([str(path), "--cache-dir", "none"]) == 0
+    out = capsys.readouterr().out
+    assert f"replayed {len(lines)} receipts" in out and f"audited {len(lines)} receipts" in out
+    # Control: one bit of one of them.
+    broken = Receipt.from_json(lines[count // 2])
+    broken.request["sampling"]["seed"] = "123456789"
+    broken.request["sampling"]["temperature"] = 1.0
+    path.write_text("".join([*(line + "\n" for line in lines[:5]), broken.to_json() + "\n"]))
+    assert audit.main([str(path), "--cache-dir", "none"]) == 3
+    assert "receipt 6: answer." in capsys.readouterr().err
