@@ -368,8 +368,8 @@ def _digest(engine: Engine, outputs: Sequence[RequestOutput]) -> bytes:
     """Hash what a step has launched, and what it has released: 16 bytes.
 
     Of a launch the program and every operand from the host: tokens, positions, slots, pages,
-    sampling parameters. Of an output the sequence, its tokens, the bits of their logprobs and why
-    it ended.
+    sampling parameters. Of an output the sequence, its tokens, the bits of their logprobs and
+    of the prompt's, and why it ended.
     """
     hasher = hashlib.blake2b(digest_size=16)
     for launch in engine.in_flight:
@@ -384,6 +384,9 @@ def _digest(engine: Engine, outputs: Sequence[RequestOutput]) -> bytes:
         numbers += (output.request_id, output.sequence_idx, len(output.token_ids))
         numbers += output.token_ids
         logprobs += output.logprobs
+        for one in output.prompt_logprobs or ():
+            numbers.append(one.rank)
+            logprobs.append(one.logprob)
     hasher.update(np.asarray(numbers, np.int64).tobytes())
     hasher.update(np.asarray(logprobs, np.float32).tobytes())
     return hasher.digest()

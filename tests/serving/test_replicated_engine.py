@@ -268,7 +268,7 @@ def test_a_request_is_refused_before_anybody_else_hears_of_it():
 
 
 def test_no_step_takes_more_of_the_log_than_fits_into_a_message(monkeypatch):
-    monkeypatch.setattr(replicated_engine, "MAX_BEGIN_BYTES", 250)
+    monkeypatch.setattr(replicated_engine, "MAX_BEGIN_BYTES", 400)
     with paired() as pair:
         for _ in range(6):
             pair.engine.add_request(prompt(40), SamplingParams(max_tokens=1))
