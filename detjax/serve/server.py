@@ -8,6 +8,7 @@ import logging
 import signal
 import socket
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 
@@ -25,7 +26,9 @@ def open_model(args: argparse.Namespace) -> ServedModel:
         ValueError, FileNotFoundError: As `LLM` says; if an option has no meaning here.
     """
     share = GPU_MEMORY_UTILIZATION if args.kv_memory is None else args.kv_memory
-    chosen = {} if args.decode_batches is None else {"decode_batches": tuple(args.decode_batches)}
+    chosen: dict[str, Any] = {}
+    if args.decode_batches is not None:
+        chosen["decode_batches"] = tuple(args.decode_batches)
     llm = LLM(
         args.model,
         revision=args.revision,
