@@ -34,13 +34,15 @@ FIELDS = (
     "logprobs", "top_logprobs", "best_of", "suffix", "is_deterministic", "priority", "cache_salt",
     "return_token_ids", "return_logprob_bytes", "user", "metadata", "presence_penalty",
     "frequency_penalty", "logit_bias", "tools", "documents", "tool_choice", "chat_template_kwargs",
-    "response_format", "tokens", "return_token_strs", "input", "instructions", "nobody knows me",
+    "response_format", "tokens", "return_token_strs", "input", "instructions", "store",
+    "nobody knows me",
 )  # fmt: skip
 WHOLE = {
     "/v1/completions": {"model": "small", "prompt": "sea", "max_tokens": 1},
     "/v1/chat/completions": {
         "model": "small", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1,
     },
+    "/v1/responses": {"model": "small", "input": "x", "max_output_tokens": 1},
     "/tokenize": {"model": "small", "prompt": "sea"},
     "/detokenize": {"model": "small", "tokens": [5, 6]},
 }  # fmt: skip
@@ -50,7 +52,7 @@ ALLOWED = {0, 200, 400, 404, 413, 429, 499}
 
 def draw(rng: np.random.Generator) -> tuple[str, list[bytes], bool]:
     """A path, a body in parts, and whether the client leaves."""
-    path = PATHS[rng.choice(len(PATHS), p=(0.5, 0.3, 0.1, 0.1))]
+    path = PATHS[rng.choice(len(PATHS), p=(0.5, 0.2, 0.1, 0.1, 0.1))]
     fields = dict(WHOLE[path])
     for _ in range(int(rng.integers(0, 4))):
         name = FIELDS[rng.integers(len(FIELDS))]
