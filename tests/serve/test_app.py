@@ -370,10 +370,10 @@ def test_the_openai_client_reads_responses(running, client):
         assert whole.output_text == want["message"]["content"] and whole.status == "incomplete"
         assert whole.usage.output_tokens == 8
         with own.responses.stream(**asked) as stream:
-            kinds = [event.type for event in stream]
-            last = stream.get_final_response()
-        assert last.output_text == whole.output_text and kinds[-1] == "response.incomplete"
-        assert "response.output_text.delta" in kinds
+            told = list(stream)
+        text = "".join(e.delta for e in told if e.type == "response.output_text.delta")
+        assert told[-1].type == "response.incomplete"
+        assert text == told[-1].response.output_text == whole.output_text
         with pytest.raises(openai.BadRequestError, match="unknown field 'previous_response_id'"):
             own.responses.create(**asked, previous_response_id="resp_1")
         with pytest.raises(openai.BadRequestError, match="store=true"):
