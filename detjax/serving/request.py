@@ -38,7 +38,8 @@ class SamplingParams:
     """How the next token is chosen from canonical logits.
 
     Attributes:
-        max_tokens: Most tokens to generate; at least 1.
+        max_tokens: Most tokens to generate; at least 1, or 0 to score the prompt alone, which needs
+            `num_prompt_logprobs`.
         temperature: Divides the logits, from 1e-30 to 1e30; 0 takes the first maximum (greedy).
         top_k: Keep the k most likely tokens; 0 keeps all.
         top_p: Keep the smallest set of most likely tokens with this probability; in (0, 1].
@@ -51,6 +52,9 @@ class SamplingParams:
             (`detjax.LLM`, the command); the engine, which does not, refuses them. A single text
             is taken for a tuple of one.
         num_top_logprobs: How many of the most likely tokens to report at each position.
+        num_prompt_logprobs: Report the logprob and the rank of each token of the prompt after the
+            first, with so many of the most likely tokens at its position; None reports nothing of
+            the prompt.
 
     NumPy's integers and floats are taken for Python's.
 
@@ -68,18 +72,30 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     num_top_logprobs: int = 0
+    num_prompt_logprobs: int | None = None
 
     def __post_init__(self):
         """Check every type, then every range."""
         for name in ("max_tokens", "top_k", "seed", "n", "num_top_logprobs"):
             _replace(self, name, _integer(name, getattr(self, name)))
+        if self.num_prompt_logprobs is not None:
+            wanted = _integer("num_prompt_logprobs", self.num_prompt_logprobs)
+            _replace(self, "num_prompt_logprobs", wanted)
         for name in ("temperature", "top_p", "min_p"):
             _replace(self, name, _number(name, getattr(self, name)))
         _replace(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
         _replace(self, "stop", _texts("stop", self.stop))
         least, most = MIN_TEMPERATURE, MAX_TEMPERATURE
         checks = (
-            (self.max_tokens >= 1, f"{self.max_tokens=} must be at least 1"),
+            (
+                self.max_tokens >= (self.num_prompt_logprobs is None),
+                f"{self.max_tokens=} must be at least 1, or 0 with num_prompt_logprobs, which "
+                "scores the prompt alone",
+            ),
+            (
+                self.max_tokens > 0 or self.n == 1,
+                f"{self.n=} must be 1 where max_tokens=0: there is nothing to sample",
+            ),
             (
                 self.temperature == 0 or least <= self.temperature <= most,
                 f"{self.temperature=} must be 0 or from {least:g} to {most:g}",
@@ -95,6 +111,10 @@ class SamplingParams:
             (
                 0 <= self.num_top_logprobs <= MAX_TOP_LOGPROBS,
                 f"{self.num_top_logprobs=} must be in [0, {MAX_TOP_LOGPROBS}]",
+            ),
+            (
+                0 <= (self.num_prompt_logprobs or 0) <= MAX_TOP_LOGPROBS,
+                f"{self.num_prompt_logprobs=} must be None or in [0, {MAX_TOP_LOGPROBS}]",
             ),
         )
         for holds, message in checks:
@@ -194,6 +214,31 @@ TopLogprobs = tuple[tuple[int, np.float32], ...]
 """(token id, logprob) of the most likely tokens of one position, most likely first."""
 
 
+class PromptLogprob(NamedTuple):
+    """What the model thinks of a token of the prompt, given those before it.
+
+    Attributes:
+        logprob: float32, at temperature 1, unfiltered: the bits that the token would have had, had
+            it been sampled there.
+        rank: 1 for the most likely token of the vocabulary. Equal logits rank in order of their
+            token ids.
+        top_logprobs: Of the position, as many as were asked for.
+    """
+
+    logprob: np.float32
+    rank: int
+    top_logprobs: TopLogprobs
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether greedy decoding would have chosen this token."""
+        return self.rank == 1
+
+
+PromptLogprobs = tuple[PromptLogprob, ...]
+"""Of the second token of a prompt, and so on; the first follows nothing and has no logprob."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenEvent:
     """One generated token. `logprob` is of the token at temperature 1, unfiltered."""
@@ -248,6 +293,8 @@ class RequestOutput:
             else None.
         weight_version: Of the weights that computed it: see `Engine.load_weights`.
         windows: Of drafts, of the sequence so far.
+        prompt_logprobs: Where they were asked for, with the first output of sequence 0 that has a
+            token, or ends it without one; None elsewhere.
     """
 
     request_id: int
@@ -259,6 +306,7 @@ class RequestOutput:
     exception: Exception | None
     weight_version: int
     windows: WindowCounts = NO_WINDOWS
+    prompt_logprobs: PromptLogprobs | None = None
 
     @property
     def error(self) -> str:
@@ -272,7 +320,8 @@ class Completion:
 
     `token_ids` holds every generated token, the one that ended it included. `logprobs[i]` is the
     canonical float32 log-probability of `token_ids[i]` at temperature 1 before any filter.
-    `weight_version` is 0 for the weights that the model was loaded with.
+    `weight_version` is 0 for the weights that the model was loaded with. `prompt_logprobs` is None
+    where they were not asked for.
     """
 
     request_idx: int
@@ -283,6 +332,7 @@ class Completion:
     top_logprobs: tuple[TopLogprobs, ...]
     finish_reason: FinishReason
     weight_version: int = 0
+    prompt_logprobs: PromptLogprobs | None = None
 
     def digest(self) -> str:
         """Sha256 over the token ids (int32) and the logprobs (float32), little-endian."""
