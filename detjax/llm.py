@@ -34,6 +34,8 @@ from detjax.parallel.mesh import (
     devices_of_process,
     make_mesh,
 )
+from detjax.proof.identity import Identifier, Identity
+from detjax.proof.receipt import Receipt
 from detjax.serving.config import EngineConfig
 from detjax.serving.engine import Engine
 from detjax.serving.memory import cache_bytes, check_memory, pages_that_fit
@@ -436,6 +438,10 @@ class LLM:
             engine=engine_config,
             cache_bytes=cache_bytes(self.model, engine_config.num_pages),
         )
+        is_bundled = folder == bundled_model_path()
+        self._identifier = Identifier(
+            self.model, self.tokenizer, name=BUNDLED_NAME if is_bundled else str(model)
+        )
 
     def __repr__(self) -> str:
         """Return the name and the mesh."""
@@ -530,6 +536,19 @@ class LLM:
         """
         sampling = SamplingParams(max_tokens=0, num_prompt_logprobs=top)
         return self.generate(prompts, sampling, has_control=has_control)
+
+    def identity(self) -> Identity:
+        """Return what model, numerics and build these are. Hashes the weights the first time."""
+        return self._identifier.identity()
+
+    def receipt(self, output: CompletionOutput) -> Receipt:
+        """Return the receipt of an answer of these weights, as `docs/receipts.md` has it.
+
+        Raises:
+            ValueError: If the answer is not canonical.
+        """
+        ends = self.config.model.eos_token_ids
+        return Receipt.of(self.identity(), output, end_token_ids=ends)
 
     def _encoded(self, prompt: Prompt, *, has_control: bool) -> tuple[str | None, Sequence[int]]:
         """The text of a prompt, if it is one, and its token ids."""

@@ -68,11 +68,22 @@ class InputProcessor:
                 f"{what} has {len(prompt)} tokens, {but} max_len={self._config.max_len} (the "
                 f"model's context is {self._model.max_position_embeddings})"
             )
-        for token_id in (min(prompt), max(prompt)):
+        predicted = request.predicted_token_ids
+        for token_id in (
+            min(prompt),
+            max(prompt),
+            min(predicted, default=0),
+            max(predicted, default=0),
+        ):
             if not 0 <= token_id < vocab_size:
                 raise ValueError(
                     f"{what} has token id {token_id}, outside the vocabulary of {vocab_size}"
                 )
+        if predicted and not self._config.has_prompt_lookup:
+            raise ValueError(
+                f"{what} predicts its answer, which an engine with has_prompt_lookup alone can "
+                "verify; leave predicted_token_ids out, or set has_prompt_lookup"
+            )
         if request.sampling.stop:
             raise ValueError(
                 f"{what} has stop={request.sampling.stop!r}, and an engine knows tokens, not "

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a user asks for and what comes back, as plain data."""
 
+import dataclasses
 import enum
 import hashlib
 import numbers
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -45,7 +46,9 @@ class SamplingParams:
         top_p: Keep the smallest set of most likely tokens with this probability; in (0, 1].
         min_p: Drop tokens less likely than this fraction of the most likely one; in [0, 1).
         seed: 0 to 2**64 - 1. Same seed, same noise: see `docs/numerics.md`.
-        n: Sequences a prompt, at most 1024; sequence i draws noise stream i of the seed.
+        n: Sequences a prompt, at most 1024.
+        noise_stream: Sequence i draws noise stream `noise_stream + i` of the seed, at most
+            2**32 - 1. So one of several sequences can be asked for alone.
         stop_token_ids: Tokens that end a completion (the model's own end tokens are added).
         stop: Texts that end a completion; the text ends before them, and the tokens that complete
             them stay in `token_ids` and in the digest. For what knows the tokenizer
@@ -69,6 +72,7 @@ class SamplingParams:
     min_p: float = 0.0
     seed: int = 0
     n: int = 1
+    noise_stream: int = 0
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     num_top_logprobs: int = 0
@@ -76,7 +80,7 @@ class SamplingParams:
 
     def __post_init__(self):
         """Check every type, then every range."""
-        for name in ("max_tokens", "top_k", "seed", "n", "num_top_logprobs"):
+        for name in ("max_tokens", "top_k", "seed", "n", "noise_stream", "num_top_logprobs"):
             _replace(self, name, _integer(name, getattr(self, name)))
         if self.num_prompt_logprobs is not None:
             wanted = _integer("num_prompt_logprobs", self.num_prompt_logprobs)
@@ -109,6 +113,10 @@ class SamplingParams:
                 f"{self.n=} must be in [1, {MAX_SEQUENCES}]; ask again with another seed for more",
             ),
             (
+                0 <= self.noise_stream <= 2**32 - self.n,
+                f"{self.noise_stream=} must be in [0, 2**32 - n], with n={self.n}",
+            ),
+            (
                 0 <= self.num_top_logprobs <= MAX_TOP_LOGPROBS,
                 f"{self.num_top_logprobs=} must be in [0, {MAX_TOP_LOGPROBS}]",
             ),
@@ -121,11 +129,39 @@ class SamplingParams:
             if not holds:
                 raise ValueError(message.replace("self.", ""))
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return every field as JSON can hold it."""
+        values = dataclasses.asdict(self)
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in values.items()
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "SamplingParams":
+        """Return what `as_dict` made the values of.
+
+        Raises:
+            ValueError: If a field is not known, or its value is out of range.
+        """
+        known = {field.name for field in dataclasses.fields(cls)}
+        if unknown := sorted(set(values) - known):
+            raise ValueError(f"{unknown[0]}={values[unknown[0]]!r} is no sampling parameter")
+        return cls(**{name: _from_json(name, value) for name, value in values.items()})
+
     @property
     def is_filtered(self) -> bool:
         """Whether any token may be excluded before sampling; greedy never looks."""
         narrows = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
         return self.temperature > 0 and narrows
+
+
+def _from_json(name: str, value: Any) -> Any:
+    """A field's value: JSON has no tuples, and may write a whole number for a float."""
+    if isinstance(value, list):
+        return tuple(value)
+    is_whole = type(value) is int and name in ("temperature", "top_p", "min_p")
+    return float(value) if is_whole else value
 
 
 def _replace(frozen: Any, name: str, value: Any) -> None:
@@ -184,6 +220,9 @@ class Request:
             `EngineConfig.ageing_steps` steps of waiting.
         cache_salt: Prefixes are shared among requests of the same salt alone, so nobody learns from
             the time of an answer what another tenant has asked. It changes no bit.
+        predicted_token_ids: Tokens that the answer may begin with. An engine with
+            `has_prompt_lookup` verifies them in windows, as drafts, which is quicker than decoding
+            where they are right. They change no bit.
 
     Raises:
         ValueError: If a value has another type or is outside its range; the message names it.
@@ -194,10 +233,12 @@ class Request:
     is_deterministic: bool = True
     priority: int = 0
     cache_salt: str = ""
+    predicted_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self):
         """Check every type, and the range of the priority."""
-        _replace(self, "prompt_token_ids", _token_ids("prompt_token_ids", self.prompt_token_ids))
+        for name in ("prompt_token_ids", "predicted_token_ids"):
+            _replace(self, name, _token_ids(name, getattr(self, name)))
         _replace(self, "priority", _integer("priority", self.priority))
         if not -MAX_PRIORITY <= self.priority <= MAX_PRIORITY:
             raise ValueError(

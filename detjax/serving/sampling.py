@@ -52,7 +52,7 @@ class SamplingRows:
             "min_p": ([p.min_p for p, _ in rows], np.float32),
             "seed_low": ([p.seed & 0xFFFFFFFF for p, _ in rows], np.uint32),
             "seed_high": ([p.seed >> 32 for p, _ in rows], np.uint32),
-            "sequence_idx": ([i for _, i in rows], np.uint32),
+            "sequence_idx": ([p.noise_stream + i for p, i in rows], np.uint32),
         }
         return cls(**{name: np.asarray(values, dtype) for name, (values, dtype) in columns.items()})
 

@@ -126,12 +126,17 @@ class CompletionOutput:
     Attributes:
         completion: Token ids, float32 logprobs and the reason of its end, as the engine has them.
         text: Of the tokens, up to the first stop string; special tokens are not shown.
-        fingerprint: Of everything that decides a bit: the model's numerics, build and hardware.
+        fingerprint: Of numerics, build and hardware: equal for every model. `detjax.proof` says
+            which model it was.
+        sampling: As it was used, `max_tokens` being no more than fitted.
+        is_deterministic: Whether the answer is the canonical one.
     """
 
     completion: Completion
     text: str
     fingerprint: str
+    sampling: SamplingParams
+    is_deterministic: bool
 
     @property
     def index(self) -> int:
@@ -175,6 +180,8 @@ class CompletionOutput:
             "token_ids": list(done.token_ids),
             "text": self.text,
             "finish_reason": done.finish_reason.value,
+            "sampling": self.sampling.as_dict(),
+            "is_deterministic": self.is_deterministic,
             # ROUND: none; float32 to float64 is exact, and JSON's decimal names that float64.
             "logprobs": [float(logprob) for logprob in done.logprobs],
         }
@@ -217,7 +224,13 @@ class CompletionOutput:
                 f"digest {entry['digest']!r} is not that of the token ids and logprobs beside it, "
                 f"{completion.digest()}; the record was changed"
             )
-        return cls(completion=completion, text=entry["text"], fingerprint=entry["fingerprint"])
+        return cls(
+            completion=completion,
+            text=entry["text"],
+            fingerprint=entry["fingerprint"],
+            sampling=SamplingParams.from_dict(entry["sampling"]),
+            is_deterministic=entry["is_deterministic"],
+        )
 
 
 def _prompt_logprobs(entry: Sequence[Any] | None) -> PromptLogprobs | None:
@@ -304,7 +317,11 @@ class CompletionText:
             finish_reason=self.finish_reason,
         )
         return CompletionOutput(
-            completion=completion, text="".join(self.pieces), fingerprint=self._fingerprint
+            completion=completion,
+            text="".join(self.pieces),
+            fingerprint=self._fingerprint,
+            sampling=self._request.sampling,
+            is_deterministic=self._request.is_deterministic,
         )
 
 

@@ -34,7 +34,8 @@ FIELDS = (
     "logprobs", "top_logprobs", "best_of", "suffix", "is_deterministic", "priority", "cache_salt",
     "return_token_ids", "return_logprob_bytes", "user", "metadata", "presence_penalty",
     "frequency_penalty", "logit_bias", "tools", "documents", "tool_choice", "chat_template_kwargs",
-    "response_format", "tokens", "return_token_strs", "input", "instructions", "store",
+    "response_format", "prompt_logprobs", "tokens", "return_token_strs", "input", "instructions",
+    "store",
     "nobody knows me",
 )  # fmt: skip
 WHOLE = {
@@ -106,8 +107,6 @@ async def fuzz(service, num: int, seed: int) -> collections.Counter[int]:
         for _ in range(AT_ONCE):
             group.create_task(send_some())
     await service._engine.drain()
-    if service._engine._pump is not None:
-        await service._engine._pump
     assert not unseen
     assert len(asyncio.all_tasks()) == 1
     return statuses

@@ -50,6 +50,7 @@ def test_what_is_no_request_is_refused(text):
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"best_of": 2}, "best_of"),
         ({"suffix": "end"}, "suffix"),
+        ({"max_tokens": 0}, "max_tokens"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
     ],
 )
