@@ -121,6 +121,7 @@ def test_what_does_not_end_while_the_server_drains_is_told_so():
         long = [body(max_tokens=100, stream=i == 1) for i in range(3)]
         asked = [asyncio.create_task(post(app, "/v1/completions", [one])) for one in long]
         while service.num_open < 3:
+            assert not any(one.done() for one in asked)
             await asyncio.sleep(0.001)
         assert not await service.drain(0.0)
         found = await asyncio.gather(*asked)
