@@ -28,6 +28,7 @@ from detjax.models.tokenizer import Tokenizer
 from detjax.models.weights.load import ignore_progress
 from detjax.numerics import NO_CAST, NumericsProfile
 from detjax.pallas_kernels.backend import Backend, choose_backend
+from detjax.parallel.distributed import least_of_processes
 from detjax.parallel.mesh import (
     DP_AXIS,
     configure_virtual_devices,
@@ -353,6 +354,7 @@ class LLM:
         prefill_chunk: int | None = None,
         num_pages: int | None = None,
         gpu_memory_utilization: float = GPU_MEMORY_UTILIZATION,
+        num_processes: int = 1,
         show_progress: bool = True,
         **engine_options: Any,
     ):
@@ -382,6 +384,8 @@ class LLM:
             gpu_memory_utilization: Share of a GPU's memory for weights and cache together: of the
                 memory that JAX takes, 75 % of the GPU unless XLA_PYTHON_CLIENT_MEM_FRACTION says
                 otherwise. The rest is for activations.
+            num_processes: Of the job that this process has joined (`start_job`); all of them make
+                the same `LLM` and make the same calls.
             show_progress: Show bars on standard error, where it is a terminal.
             engine_options: Other fields of `EngineConfig`, such as `decode_steps`.
 
@@ -409,6 +413,7 @@ class LLM:
                 tp=tp,
                 cast_weights=cast_weights,
                 progress=progress,
+                num_processes=num_processes,
             )
         sizes = {
             "batch_size": batch_size,
@@ -661,10 +666,13 @@ def choose_sizes(
         sizes.pop("prefill_shapes", None)
     # Checked with a cache of any size, before anything is divided by what was asked for.
     config = EngineConfig(**{"max_len": context, **sizes, **asked})
-    fitting = config.num_pages or pages_that_fit(
-        model,
-        gpu_memory_utilization=gpu_memory_utilization,
-        draft_weights=config.draft_weights,
+    # Processes of a job may have unlike memory free, and need one number of pages.
+    fitting = config.num_pages or least_of_processes(
+        pages_that_fit(
+            model,
+            gpu_memory_utilization=gpu_memory_utilization,
+            draft_weights=config.draft_weights,
+        )
     )
     max_len = asked.get("max_len", min(context, fitting // dp * page_len))
     num_pages = fitting

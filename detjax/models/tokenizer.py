@@ -153,6 +153,13 @@ class Tokenizer:
         backend = self.backend if is_plain else _literal_backend(self.backend, self.special_ids)
         return backend.encode(text).ids
 
+    def encode_raw(self, text: str) -> list[int]:
+        """Return the ids of `text` as it is written: nothing is put around it.
+
+        Special tokens written out in it become that token. For texts that a template has made.
+        """
+        return self.backend.encode(text, add_special_tokens=False).ids
+
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],

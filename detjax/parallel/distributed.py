@@ -11,11 +11,15 @@ import importlib.util
 import os
 import socket
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 from jax._src import clusters  # WHY: it has no public name in jax 0.11.2
+from jax.experimental import multihost_utils
 
 from detjax.parallel.mesh import DP_AXIS
 from detjax.parallel.watch import Watch, bind_address, connect
@@ -117,7 +121,9 @@ def _kubernetes_job() -> JobSpec | None:
     )
 
 
-def start_job(job: JobSpec, *, join_s: float = JOIN_S) -> Watch:
+def start_job(
+    job: JobSpec, *, join_s: float = JOIN_S, end: Callable[[int], Any] = os._exit
+) -> Watch:
     """Join the job's other processes; call before anything else touches JAX's devices.
 
     From here on only process 0 writes to standard output and error. What libraries in C write to
@@ -126,6 +132,8 @@ def start_job(job: JobSpec, *, join_s: float = JOIN_S) -> Watch:
     Args:
         job: Which process of which job this is.
         join_s: How long to wait for the others.
+        end: Called with an exit code, from a thread, once the job has ended for `Watch.why_ended`;
+            it must end this process soon.
 
     Returns:
         What ends the job if one of its processes is lost. It takes leave when this one ends.
@@ -143,6 +151,7 @@ def start_job(job: JobSpec, *, join_s: float = JOIN_S) -> Watch:
         join_s=join_s,
         announcement=str(_free_port()),
         say=functools.partial(print, file=sys.stderr, flush=True),
+        end=end,
     )
     watch.check_same("code of detjax", source_hash())
     _redirect_output(is_speaker=job.process_id == 0)
@@ -175,6 +184,13 @@ def _redirect_output(*, is_speaker: bool) -> None:
     else:
         os.close(own)
         sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")
+
+
+def least_of_processes(value: int) -> int:
+    """The least of what the processes of the job say; all must ask, and at the same time."""
+    if jax.process_count() == 1:
+        return value
+    return int(np.min(multihost_utils.process_allgather(np.int32(value))))
 
 
 def gather_replicas(x: jax.Array) -> jax.Array:

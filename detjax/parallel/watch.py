@@ -15,8 +15,10 @@ import contextlib
 import hashlib
 import json
 import os
+import queue
 import selectors
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -41,13 +43,21 @@ HELLO_S = 5.0
 LINE_BYTES = 4096
 """Longest message between two processes; a longer one ends the job."""
 
+MAIL_BYTES = 64 << 20
+"""Most bytes of `Watch.send`."""
+
 _RETRY_S = 0.2
 _HELLO, _HELLO_BYTES, _MOST_STRANGERS = b"detjax-job", 64, 256
 _LOOPBACK = {"localhost": "127.0.0.1", "127.0.0.1": "127.0.0.1", "::1": "::1"}
 
 
 class Watch:
-    """This process's connections: of process 0 to all others, of another process to process 0."""
+    """This process's connections: of process 0 to all others, of another process to process 0.
+
+    Attributes:
+        mail: (process, bytes) of every `send` of those at the other ends, in order.
+        why_ended: Why the job ended, once it has.
+    """
 
     def __init__(
         self,
@@ -70,6 +80,8 @@ class Watch:
         self._say = say
         self._end_process = end
         self._is_closed = False
+        self.mail: queue.SimpleQueue[tuple[int, bytes]] = queue.SimpleQueue()
+        self.why_ended = ""
         self._lock = threading.Lock()
         self._heard_s = dict.fromkeys(links, time.monotonic())
         self._left_s: dict[int, float] = {}
@@ -121,6 +133,17 @@ class Watch:
         finally:
             self._is_working = self._is_telling = False
 
+    def send(self, data: bytes) -> None:
+        """Put bytes into the `mail` of whoever is at the other ends, after what was sent before.
+
+        Raises:
+            ValueError: If they are more than `MAIL_BYTES`.
+        """
+        if len(data) > MAIL_BYTES:
+            raise ValueError(f"{len(data)} bytes are more than the {MAIL_BYTES} of a message")
+        # WHY: one write, as a second small one would wait for the first's acknowledgement.
+        self._write(b'{"mail": %d}\n' % len(data) + data)
+
     def leave(self) -> None:
         """Say that this process ends as it should."""
         self._tell({"bye": True})
@@ -134,7 +157,9 @@ class Watch:
             link.close()
 
     def _tell(self, message: dict[str, Any]) -> None:
-        data = json.dumps(message).encode() + b"\n"
+        self._write(json.dumps(message).encode() + b"\n")
+
+    def _write(self, data: bytes) -> None:
         with self._lock:
             for link in self._links.values():
                 with contextlib.suppress(OSError):  # its listener finds out as well
@@ -145,7 +170,12 @@ class Watch:
             while (line := lines.readline(LINE_BYTES)).endswith(b"\n"):
                 self._heard_s[peer] = time.monotonic()
                 try:
-                    self._handle(peer, json.loads(line))
+                    message = json.loads(line)
+                    if "mail" in message:
+                        data = lines.read(_mail_length(message))
+                        if len(data) == message["mail"]:  # else the connection has closed
+                            self.mail.put((peer, data))
+                    self._handle(peer, message)
                 except (ValueError, TypeError, KeyError, RecursionError) as error:
                     return self._end(f"process {peer} sent no message of a job: {error!r:.200}")
             if len(line) == LINE_BYTES:
@@ -206,7 +236,7 @@ class Watch:
         """End this process at once."""
         if self._is_closed:
             return
-        self._is_closed = True
+        self._is_closed, self.why_ended = True, reason
         self._say(f"error: {reason}; process {self._process_id} ends")
         if self._process_id == 0:
             self._tell({"ended": reason})
@@ -260,7 +290,16 @@ def connect(
     for link in links.values():
         link.settimeout(None)
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # WHY: whoever reads nothing more must not keep this one from noticing it.
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(SILENCE_S), 0))
     return Watch(process_id, links, say=say, end=end), announcement
+
+
+def _mail_length(message: dict[str, Any]) -> int:
+    length = message["mail"]
+    if type(length) is not int or not 0 <= length <= MAIL_BYTES:
+        raise ValueError(f"mail of {length!r} bytes")
+    return length
 
 
 def bind_address(host: str) -> str | None:

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from detjax.cli.errors import BAD_INPUT, OK
+from detjax.cli.errors import BAD_INPUT
 from detjax.serving.config import MODES
 
 EXAMPLES = """\
@@ -23,7 +23,8 @@ examples:
 
 Every answer carries `system_fingerprint`, and in each choice a `detjax` object with the digest of
 its token ids and float32 logprobs: the same request has the same digest under any load, at any
-batch size, on any mesh. exit codes: 0 stopped, 2 something given cannot be done
+batch size, on any mesh. exit codes: 0 stopped, 1 the job of several
+processes has ended, 2 something given cannot be done
 """
 
 
@@ -63,6 +64,12 @@ def make_parser() -> argparse.ArgumentParser:
                         "not on a CPU")  # fmt: skip
     engine.add_argument("--no-compile", action="store_true",
                         help="compile a program when first wanted")  # fmt: skip
+    job = parser.add_argument_group("several processes, started alike but for --process-id")
+    job.add_argument("--coordinator", metavar="HOST:PORT",
+                     help="where process 0, which serves, waits for the others (default: as SLURM "
+                     "or Kubernetes say, else one process)")  # fmt: skip
+    job.add_argument("--num-processes", type=int, help="they share --dp times --tp devices")
+    job.add_argument("--process-id", type=int, metavar="I", help="from 0")
     http = parser.add_argument_group("server")
     http.add_argument("--host", default="127.0.0.1", help="0.0.0.0 is every interface")
     http.add_argument("--port", type=int, default=8000, help="0 takes a free one")
@@ -82,19 +89,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT."""
     parser = make_parser()
     args = parser.parse_args(argv)
-    _check(parser, args)
+    check_options(parser, args)
     try:
-        from detjax.serve.server import serve
+        from detjax.parallel.distributed import find_job
+        from detjax.serve.job import follow_server
+        from detjax.serve.server import open_llm, serve
     except ImportError as error:
         print(f'error: {error}; pip install "detjax[serve]"', file=sys.stderr)
         return BAD_INPUT
-    _log_to_stderr()
     try:
-        asyncio.run(serve(args))
+        job = find_job(args.coordinator, args.num_processes, args.process_id)
+        if job is not None and job.process_id:
+            return follow_server(args, job, open_llm)
+        _log_to_stderr()
+        return asyncio.run(serve(args, job))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT
-    return OK
 
 
 def _log_to_stderr() -> None:
@@ -105,7 +116,7 @@ def _log_to_stderr() -> None:
     log.setLevel(logging.INFO)
 
 
-def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+def check_options(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Refuse what no server could do, before a model is loaded."""
     if key := os.environ.get("DETJAX_API_KEY"):
         args.api_key.append(key)

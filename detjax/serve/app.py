@@ -58,6 +58,7 @@ def make_app(service: Service, *, api_keys: Sequence[str] = ()) -> Starlette:
         ("GET", "/version", about.version),
         ("GET", "/metrics", about.metrics),
         ("GET", "/v1/models", about.models),
+        ("GET", "/tokenizer_info", about.tokenizer_info),
         ("POST", "/tokenize", about.tokenize),
         ("POST", "/detokenize", about.detokenize),
         ("POST", "/v1/completions", completions),

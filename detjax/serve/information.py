@@ -19,6 +19,7 @@ PAGE_FILES = {
     "page.css": "text/css",
     "page.js": "text/javascript",
 }
+TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 PAGE_POLICY = "default-src 'self'; img-src 'self' data:"
 """The page loads nothing from elsewhere, and runs no script but its own."""
 
@@ -69,16 +70,28 @@ class Information:
         }
         return reply({"object": "list", "data": [card]})
 
+    async def tokenizer_info(self, request: Request) -> Response:
+        """What a client needs to make prompts itself, as vLLM's server names it."""
+        tokenizer = self._service.model.tokenizer
+        named = {name: tokenizer.template_tokens.get(name) for name in TOKEN_NAMES}
+        return reply(named | {"chat_template": tokenizer.chat_template})
+
     async def tokenize(self, request: Request) -> Response:
         """The ids of a text or a conversation, as a completion of it would begin."""
         asked = parse(await self._reader.body(request), TokenizeRequest)
         self._reader.check_model(asked.model)
         if (asked.prompt is None) == (asked.messages is None):
             raise RefusedError("give either prompt or messages", field="prompt")
+        if asked.messages is not None and not asked.add_special_tokens:
+            raise RefusedError(
+                "add_special_tokens=false is of a prompt; a template has its own tokens",
+                field="add_special_tokens",
+            )
         if asked.messages is not None:
             ids = await self._reader.template(asked.messages, {})
         else:
-            ids = await self._reader.encode(asked.prompt or "")
+            is_raw = not asked.add_special_tokens
+            ids = await self._reader.encode(asked.prompt or "", is_raw=is_raw)
         tokenizer = self._service.model.tokenizer
         found: Json = {
             "count": len(ids),

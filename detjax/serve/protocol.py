@@ -227,22 +227,26 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The body of POST /tokenize: a text or a conversation.
 
     Attributes:
-        model: The served name.
+        model: The served name, or nothing.
         prompt: A text.
         messages: A conversation, for the template.
+        add_special_tokens: Put the special tokens that the model expects around the text. Without
+            them the text is taken as it is written: special tokens written out in it are these
+            tokens, which in a prompt they never are.
         return_token_strs: Also the text of each token.
     """
 
-    model: str
+    model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
     return_token_strs: bool = False
 
 
 class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The body of POST /detokenize."""
+    """The body of POST /detokenize; `model` may be left out."""
 
-    model: str
+    model: str | None = None
     tokens: TokenIds
 
 

@@ -76,10 +76,10 @@ class Reader:
             ) from error
         return bytes(body)
 
-    def check_model(self, name: str) -> None:
-        """Refuse another model than the one that is served."""
+    def check_model(self, name: str | None) -> None:
+        """Refuse another model than the one that is served; None names none."""
         served = self._service.model.name
-        if name != served:
+        if name not in (None, served):
             raise RefusedError(
                 f"model {name!r} is not served here; {served!r} is",
                 status=404,
@@ -152,10 +152,12 @@ class Reader:
             num_prompt_top=asked.prompt_logprobs,
         )
 
-    async def encode(self, text: str) -> tuple[int, ...]:
-        """The ids of a text."""
+    async def encode(self, text: str, *, is_raw: bool = False) -> tuple[int, ...]:
+        """The ids of a text; `is_raw`: as it is written, with the special tokens that it has."""
+        tokenizer = self._service.model.tokenizer
+        encode = tokenizer.encode_raw if is_raw else tokenizer.encode
         # WHY: a thread, as a long prompt takes a second, and others' answers go on meanwhile.
-        return tuple(await asyncio.to_thread(self._service.model.tokenizer.encode, text))
+        return tuple(await asyncio.to_thread(encode, text))
 
     async def template(
         self, messages: Sequence[dict[str, Any]], variables: dict[str, Any]

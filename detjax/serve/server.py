@@ -12,14 +12,17 @@ from typing import Any
 
 import uvicorn
 
+from detjax.cli.errors import OK
 from detjax.llm import GPU_MEMORY_UTILIZATION, LLM
+from detjax.parallel.distributed import JobSpec
 from detjax.serve.app import make_app
+from detjax.serve.job import Leader
 from detjax.serve.service import Limits, ServedModel, Service
 
 LOG = logging.getLogger("detjax.serve")
 
 
-def open_model(args: argparse.Namespace) -> ServedModel:
+def open_llm(args: argparse.Namespace, num_processes: int = 1) -> LLM:
     """Load the model, allocate the cache, and compile what requests will need.
 
     Raises:
@@ -44,6 +47,7 @@ def open_model(args: argparse.Namespace) -> ServedModel:
         # WHY: on a GPU `LLM` lets prompts go first, and here others wait for their next token.
         max_prefill_streak=0,
         gpu_memory_utilization=share,
+        num_processes=num_processes,
         **chosen,
     )
     if args.kv_memory is not None and llm.config.backend.platform == "cpu":
@@ -54,10 +58,20 @@ def open_model(args: argparse.Namespace) -> ServedModel:
     LOG.info("%s", llm.config)
     if not args.no_compile:
         llm.engine.compile(lambda what, done, total: LOG.info("compiled %d of %d", done, total))
+    return llm
+
+
+def open_model(args: argparse.Namespace, leader: Leader | None = None) -> ServedModel:
+    """Open the model, with the other processes if this is process 0 of a job.
+
+    Raises:
+        ValueError, FileNotFoundError: As `open_llm` and `Leader.open` say.
+    """
+    llm = open_llm(args) if leader is None else leader.open(args, open_llm)
     config = llm.config
     return ServedModel(
         name=args.served_model_name or Path(config.name).name,
-        engine=llm.engine,
+        engine=llm.engine if leader is None else leader.engine,
         tokenizer=llm.tokenizer,
         vocab_size=config.model.vocab_size,
         max_len=config.engine.max_len,
@@ -66,22 +80,34 @@ def open_model(args: argparse.Namespace) -> ServedModel:
     )
 
 
-async def serve(args: argparse.Namespace) -> None:
+def make_limits(args: argparse.Namespace) -> Limits:
+    """What the server takes."""
+    return Limits(
+        body_bytes=int(args.max_body_mb * 2**20),
+        requests_per_key=args.requests_per_key,
+        request_s=args.request_timeout,
+    )
+
+
+async def serve(args: argparse.Namespace, job: JobSpec | None = None) -> int:
     """Serve until a signal, then let open answers end. `/health` answers while the model loads.
+
+    Args:
+        args: The options.
+        job: Of which this is process 0; None is one process.
+
+    Returns:
+        The exit code.
 
     Raises:
         OSError: If the address cannot be listened on. It is taken before the model is loaded.
         ValueError, FileNotFoundError: As `open_model` does.
     """
-    limits = Limits(
-        body_bytes=int(args.max_body_mb * 2**20),
-        requests_per_key=args.requests_per_key,
-        request_s=args.request_timeout,
-    )
+    leader = None if job is None else Leader(job)
     listener = listen(args.host, args.port)
     host, port = listener.getsockname()[:2]
     with listener:
-        service = Service(None, limits)
+        service = Service(None, make_limits(args))
         config = uvicorn.Config(
             make_app(service, api_keys=args.api_key), log_config=None, access_log=False,
             timeout_graceful_shutdown=1, lifespan="off",
@@ -92,7 +118,7 @@ async def serve(args: argparse.Namespace) -> None:
             await asyncio.sleep(0.01)
         LOG.info("starting: http://%s:%d", host, port)
         try:
-            service.open(await asyncio.to_thread(open_model, args))
+            service.open(await asyncio.to_thread(open_model, args, leader))
         except BaseException:
             server.should_exit = True
             await running
@@ -101,6 +127,8 @@ async def serve(args: argparse.Namespace) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
+        if leader is not None:
+            leader.attend(service, stop.set)
         LOG.info("ready: http://%s:%d serves %s", host, port, service.model.name)
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -110,6 +138,7 @@ async def serve(args: argparse.Namespace) -> None:
         server.should_exit = True
         await running
         stopping.cancel()
+        return OK if leader is None else await asyncio.to_thread(leader.close)
 
 
 class _Server(uvicorn.Server):

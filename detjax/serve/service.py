@@ -15,8 +15,7 @@ import numpy as np
 
 from detjax.models.tokenizer import Tokenizer
 from detjax.serve.protocol import RefusedError
-from detjax.serving.async_engine import AsyncEngine
-from detjax.serving.engine import Engine
+from detjax.serving.async_engine import AsyncEngine, StepsRequests
 from detjax.serving.errors import EngineFullError, EngineStoppedError
 from detjax.serving.metrics import EngineStats
 from detjax.serving.request import (
@@ -47,7 +46,7 @@ class ServedModel:
 
     Attributes:
         name: That clients ask for.
-        engine: Nothing else may step it.
+        engine: An `Engine` or a `ReplicatedEngine`; nothing else may step it.
         tokenizer: Of the model.
         vocab_size: Of the model.
         max_len: Most tokens of a prompt and its answer.
@@ -56,7 +55,7 @@ class ServedModel:
     """
 
     name: str
-    engine: Engine
+    engine: StepsRequests
     tokenizer: Tokenizer
     vocab_size: int
     max_len: int
@@ -390,6 +389,11 @@ class Service:
             self._inboxes.discard(inbox)
             for i, request_id in enumerate(opened):
                 self._engine.close(request_id, has_ended=not num_left[i])
+
+    def fail(self, reason: str) -> None:
+        """End every stream with an error, whatever the engine waits for, and take no more."""
+        self.state, self.why_failed = ServiceState.FAILED, reason
+        self._engine.fail(EngineStoppedError(reason))
 
     async def drain(self, most_s: float) -> bool:
         """Take nothing new, and wait for what is open; whether all of it ended in time.

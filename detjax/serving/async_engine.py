@@ -4,8 +4,9 @@
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Protocol, runtime_checkable
 
-from detjax.serving.engine import Engine
+from detjax.serving.metrics import EngineStats
 from detjax.serving.request import RequestOutput, SamplingParams
 from detjax.serving.sequence import OnToken, ignore_token
 
@@ -13,10 +14,45 @@ Sink = Callable[[RequestOutput | Exception], None]
 """Told each output of a request, and the error that stops the engine; on the event loop."""
 
 
+@runtime_checkable
+class StepsRequests(Protocol):
+    """What `AsyncEngine` needs of an engine: `Engine` and `ReplicatedEngine` have it."""
+
+    def add_request(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        is_deterministic: bool = True,
+        priority: int = 0,
+        cache_salt: str = "",
+        on_token: OnToken = ignore_token,
+    ) -> int:
+        """As `Engine` has it, and so are the others."""
+        ...
+
+    def cancel(self, request_id: int) -> None:
+        """End a request at the next step."""
+        ...
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do or to tell."""
+        ...
+
+    def step(self) -> list[RequestOutput]:
+        """Step, and return what it released."""
+        ...
+
+    def stats(self) -> EngineStats:
+        """What it has counted."""
+        ...
+
+
 class AsyncEngine:
     """Steps an engine in a thread while anybody waits, and hands each request its outputs."""
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: StepsRequests):
         """Take over an engine; nothing else may step it."""
         self._engine = engine
         self._sinks: dict[int, Sink] = {}
@@ -117,6 +153,11 @@ class AsyncEngine:
             if error is not None:
                 raise error
 
+    def fail(self, error: Exception) -> None:
+        """Tell every sink an error, whatever a step is waiting for. In the loop's thread."""
+        for sink in tuple(self._sinks.values()):
+            sink(error)
+
     def _start_pump(self) -> asyncio.Task[Exception | None]:
         if self._pump is None or self._pump.done():
             self._pump = asyncio.create_task(self._run())
@@ -129,8 +170,7 @@ class AsyncEngine:
             while self._engine.has_work:
                 await asyncio.to_thread(self._steps, loop, stop)
         except Exception as error:
-            for sink in tuple(self._sinks.values()):
-                sink(error)
+            self.fail(error)
             return error
         finally:
             stop.set()

@@ -158,7 +158,6 @@ class Engine:
             EngineFullError: If too many wait.
             EngineStoppedError: If an error has stopped the engine.
         """
-        self._refuse_if_stopped()
         request = Request(
             prompt_token_ids=tuple(prompt_token_ids),
             sampling=sampling,
@@ -166,12 +165,26 @@ class Engine:
             priority=priority,
             cache_salt=cache_salt,
         )
+        self.check_request(request)
+        return self.take_request(request, on_token)
+
+    def check_request(self, request: Request, *, num_ahead: int = 0) -> None:
+        """Refuse what `add_request` would refuse, were `num_ahead` sequences more in the queue.
+
+        Raises:
+            ValueError, EngineFullError, EngineStoppedError: As `add_request` does.
+        """
+        self._refuse_if_stopped()
         self._input_processor.check(request, "the prompt")
-        num_queued, max_waiting = self._input_processor.num_queued, self._config.max_waiting
+        num_queued = self._input_processor.num_queued + num_ahead
+        max_waiting = self._config.max_waiting
         if num_queued + request.sampling.n > max_waiting:
             raise EngineFullError(
                 f"{num_queued} sequences wait, and {max_waiting=}; try again later, or raise it"
             )
+
+    def take_request(self, request: Request, on_token: OnToken = ignore_token) -> int:
+        """Queue a request that was checked; its id. Ids count up from 0 in the order of calls."""
         request_id = next(self._request_ids)
         self._input_processor.take(request_id, request, on_token, request_idx=request_id)
         return request_id
@@ -185,6 +198,11 @@ class Engine:
         """Whether `step` has anything to do or to tell."""
         self._recovery.drop_unwanted()
         return self._states.has_work
+
+    @property
+    def in_flight(self) -> abc.Sequence[Launch]:
+        """The launches of the last step, whose results the next one reads."""
+        return self._in_flight
 
     def load_weights(self, weights: dict, *, version: int) -> None:
         """Replace the model's weights in place, between requests. Outputs carry `version` from now.

@@ -10,6 +10,7 @@ from collections import abc
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -61,10 +62,14 @@ def ignore_compiling(name: str, done: int, total: int) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """A program that was handed to the device. `rows` are by replica."""
+    """A program that was handed to the device, with its operands from the host.
+
+    `rows` are by replica.
+    """
 
     key: ProgramKey
     rows: abc.Sequence[abc.Sequence[Row]]
+    operands: Any
     result: jax.Array
     launched_s: float
 
@@ -342,7 +347,7 @@ class ModelRunner:
             self._state = (*state, *self._state[len(state) :])
         result.copy_to_host_async()
         self._stats.num_launches += 1
-        return Launch(key=key, rows=rows, result=result, launched_s=launched_s)
+        return Launch(key=key, rows=rows, operands=host, result=result, launched_s=launched_s)
 
     # ------------------------------------------------------------------------------------ compiling
 

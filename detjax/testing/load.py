@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from detjax.models.loading import LoadedModel
+from detjax.serving.async_engine import StepsRequests
 from detjax.serving.config import EngineConfig
 from detjax.serving.engine import Engine
 from detjax.serving.request import (
@@ -135,7 +136,7 @@ class _Asked:
 
 
 def run_load(
-    engine: Engine,
+    engine: StepsRequests,
     questions: Sequence[Question],
     expected: Sequence[Sequence[Completion]],
     *,

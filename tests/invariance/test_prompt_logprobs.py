@@ -227,7 +227,9 @@ def test_scores_survive_json():
     )
     (done,) = engine().generate([asked])
     assert done.prompt_logprobs == expected()[3]
-    out = CompletionOutput(completion=done, text="", fingerprint="f")
+    out = CompletionOutput(
+        completion=done, text="", fingerprint="f", sampling=asked.sampling, is_deterministic=True
+    )
     assert CompletionOutput.from_dict(json.loads(json.dumps(out.as_dict()))) == out
 
 

@@ -85,6 +85,26 @@ def test_processes_are_bitwise_mesh_invariant(num_processes, devices):
     assert [out for _, out, _ in ended[1:]] == [""] * (num_processes - 1)
 
 
+@pytest.mark.nightly
+def test_the_example_of_a_replicated_engine_speaks_for_both_processes():
+    path = PACKAGE.parent / "examples" / "replicated_engine.py"
+    address = f"localhost:{free_port()}"
+    ended = finish([
+        subprocess.Popen(
+            [sys.executable, str(path), address, "2", str(i)], text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": str(PACKAGE.parent)},
+        )
+        for i in range(2)
+    ])  # fmt: skip
+    assert [code for code, _, _ in ended] == [0, 0], ended
+    llm = detjax.LLM("novels-6m", max_len=256, show_progress=False)
+    prompts = ["The old house by the sea", "It was late", "17+26="]
+    found = llm.generate(prompts, detjax.SamplingParams(max_tokens=16))
+    assert ended[0][1] == "".join(f"{out.prompt}:{out.outputs[0].text}\n" for out in found)
+    assert ended[1][1] == ""
+
+
 @pytest.mark.parametrize(
     ("fault", "faulty", "message"),
     [

@@ -135,8 +135,8 @@ def test_no_body_brings_the_server_down_or_leaves_anything_behind(num, caplog):
     stats = service.stats()
     assert (stats.num_pages_held, stats.num_running, stats.num_waiting) == (0, 0, 0)
     assert service.num_open == 0 and not service._engine._sinks and not service._inboxes
-    # WHY: programs compiled meanwhile keep some thousands; an object a request would be 67,000 of the
-    # longest run.
+    # WHY: programs compiled meanwhile keep some thousands; an object a request would be 67,000 in
+    # the longest run.
     assert len(gc.get_objects()) - objects < 8_000
     assert num < 1_000 or resident_bytes() - resident < 64 << 20
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One engine over several processes, of which process 0 alone knows what is asked.
+
+    python examples/replicated_engine.py localhost:9000 2 0 &   # address, processes, which one
+    python examples/replicated_engine.py localhost:9000 2 1
+
+Every process drives an equal part of a mesh of tp = the number of processes.
+"""
+
+import asyncio
+import sys
+
+import detjax
+from detjax.parallel.distributed import JobSpec, start_job
+from detjax.serving.replicated_engine import follow
+
+coordinator, num_processes, process_id = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+job = JobSpec(coordinator=coordinator, num_processes=num_processes, process_id=process_id)
+watch = start_job(job)
+with watch.working():
+    llm = detjax.LLM("novels-6m", tp=num_processes, num_processes=num_processes, max_len=256)
+
+
+async def ask(engine: detjax.AsyncEngine, prompt: str) -> str:
+    """Continue a prompt; the text."""
+    ids = []
+    async for output in engine.stream(
+        llm.tokenizer.encode(prompt), detjax.SamplingParams(max_tokens=16)
+    ):
+        ids += output.token_ids
+    return llm.tokenizer.decode(ids)
+
+
+async def serve(engine: detjax.AsyncEngine) -> None:
+    """Several prompts at once, as they would come from users."""
+    prompts = ("The old house by the sea", "It was late", "17+26=")
+    for prompt, text in zip(
+        prompts, await asyncio.gather(*(ask(engine, prompt) for prompt in prompts)), strict=True
+    ):
+        print(f"{prompt}:{text}")
+
+
+if process_id == 0:
+    replicated = detjax.ReplicatedEngine(llm.engine, watch)
+    asyncio.run(serve(detjax.AsyncEngine(replicated)))
+    replicated.close()
+else:
+    follow(llm.engine, watch)

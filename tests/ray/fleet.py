@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A local Ray with two replicas, one of which is killed: `python fleet.py '{"part": ...}'`.
+
+Asked by `test_ray.py`, which says what to answer. Prints what every row or request got, and
+which processes did the work, as one line of JSON. In a process of its own, as Ray's libraries warn.
+"""
+
+import asyncio
+import itertools
+import json
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from pathlib import Path
+
+import openai
+import pyarrow as pa
+import ray
+from ray import serve
+
+import detjax
+import detjax.ray
+
+TOKEN = "DETJAX_FLEET"
+"""In the environment of this Ray's processes alone, so that no other is ever killed."""
+
+SIZES = {"max_len": 256, "batch_size": 4}
+SAMPLING = {"max_tokens": 24, "temperature": 0.7}
+
+
+class Noting(detjax.ray.Generate):
+    """Leaves a file for every batch that it begins, with its process."""
+
+    def __init__(self, folder: str, **options):
+        super().__init__(**options)
+        self._folder = Path(folder)
+
+    def __call__(self, batch: pa.Table) -> pa.Table:
+        (self._folder / f"{os.getpid()}-{uuid.uuid4()}").touch()
+        time.sleep(0.2)  # so that there is a midst to be killed in
+        return super().__call__(batch)
+
+
+def run_data(rows: list[dict]) -> dict:
+    with tempfile.TemporaryDirectory() as folder:
+        killed = []
+
+        def seen() -> list[int]:
+            return [int(path.name.partition("-")[0]) for path in Path(folder).iterdir()]
+
+        def kill() -> None:
+            while len(set(pids := seen())) < 2 or min(map(pids.count, set(pids))) < 2:
+                time.sleep(0.02)
+            killed.append(pids[0])
+            os.kill(pids[0], signal.SIGKILL)
+
+        threading.Thread(target=kill, daemon=True).start()
+        answered = ray.data.from_items(rows).map_batches(
+            Noting, batch_format="pyarrow", batch_size=2, concurrency=2,
+            fn_constructor_kwargs={
+                "folder": folder, "sampling": detjax.SamplingParams(**SAMPLING),
+                "seed_column": "seed", **SIZES,
+            },
+        )  # fmt: skip
+        done = answered.materialize()
+        schema = done.schema()
+        return {
+            "killed": killed,
+            "workers": sorted(set(seen())),
+            "found": done.take_all(),
+            "schema": {n: str(kind) for n, kind in zip(schema.names, schema.types, strict=True)},
+        }
+
+
+def replicas() -> list[int]:
+    """Processes of this Ray that are a replica."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            is_ours = f"{TOKEN}={os.environ[TOKEN]}".encode() in (path / "environ").read_bytes()
+            if is_ours and (path / "cmdline").read_bytes().startswith(b"ray::ServeReplica"):
+                found.append(int(path.name))
+        except OSError:
+            continue
+    return sorted(found)
+
+
+def run_serve(rows: list[dict], options: dict) -> dict:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    serve.run(detjax.ray.build(options | SIZES | {"no_compile": True}))
+    before, killed = replicas(), []
+
+    async def ask_all() -> list[dict]:
+        client = openai.AsyncOpenAI(
+            base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=30, timeout=240
+        )
+        num_done = 0
+
+        async def ask(i: int, row: dict) -> dict:
+            nonlocal num_done
+            await asyncio.sleep(0.05 * i)
+            answer = await client.completions.create(model="novels-6m", **row, **SAMPLING)
+            num_done += 1
+            if num_done == 8:
+                killed.append(before[0])
+                os.kill(before[0], signal.SIGKILL)
+            said = answer.choices[0].model_extra["detjax"]
+            return row | {"digest": said["digest"], "fingerprint": answer.system_fingerprint}
+
+        async with client:
+            return await asyncio.gather(*itertools.starmap(ask, enumerate(rows)))
+
+    found = asyncio.run(ask_all())
+    until_s = time.monotonic() + 120
+    while (after := replicas()) == before or len(after) < 2:
+        assert time.monotonic() < until_s, (before, after)
+        time.sleep(0.2)
+    serve.shutdown()
+    return {"killed": killed, "workers": sorted({*before, *after}), "found": found}
+
+
+def main() -> None:
+    asked = json.loads(sys.argv[1])
+    os.environ |= {TOKEN: str(uuid.uuid4()), "RAY_USAGE_STATS_ENABLED": "0"}
+    ray.init(num_cpus=4, include_dashboard=False, object_store_memory=100 << 20)
+    try:
+        rows = asked["rows"]
+        is_data = asked["part"] == "data"
+        said = run_data(rows) if is_data else run_serve(rows, asked["options"])
+    finally:
+        ray.shutdown()
+    print(json.dumps(said))
+
+
+if __name__ == "__main__":
+    main()
