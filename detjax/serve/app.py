@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The application: which path is whose, who may ask, and what is told where it goes wrong."""
 
+import functools
 import hmac
 import logging
 import time
@@ -17,6 +18,7 @@ from detjax.serve.answers import error_body
 from detjax.serve.information import PAGE_FILES, Information
 from detjax.serve.protocol import ChatRequest, CompletionRequest, RefusedError, parse
 from detjax.serve.questions import Reader
+from detjax.serve.responses import ResponsesRequest, ResponseWriter, form_of
 from detjax.serve.service import Service
 from detjax.serve.streaming import CLIENT_LEFT, key_of, log, reply, respond
 
@@ -42,6 +44,14 @@ def make_app(service: Service, *, api_keys: Sequence[str] = ()) -> Starlette:
         asked = parse(await reader.body(request), ChatRequest)
         return await respond(service, request, await reader.chat(asked))
 
+    async def responses(request: Request) -> Response:
+        asked = parse(await reader.body(request), ResponsesRequest)
+        asked.check()
+        return await respond(
+            service, request, await reader.chat(asked.as_chat()), form=form_of(asked),
+            writer=functools.partial(ResponseWriter, asked),
+        )  # fmt: skip
+
     table: tuple[tuple[str, str, Run], ...] = (
         *(("GET", path, about.page) for path in PAGE_PATHS),
         ("GET", "/health", about.health),
@@ -53,6 +63,7 @@ def make_app(service: Service, *, api_keys: Sequence[str] = ()) -> Starlette:
         ("POST", "/detokenize", about.detokenize),
         ("POST", "/v1/completions", completions),
         ("POST", "/v1/chat/completions", chat),
+        ("POST", "/v1/responses", responses),
     )
     return Starlette(
         routes=[Route(path, _guarded(run, keys), methods=[verb]) for verb, path, run in table],

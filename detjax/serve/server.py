@@ -119,6 +119,8 @@ async def serve(args: argparse.Namespace, job: JobSpec | None = None) -> int:
         )  # fmt: skip
         server = _Server(config)
         running = asyncio.create_task(server.serve(sockets=[listener]))
+        while not (server.started or running.done()):
+            await asyncio.sleep(0.01)
         LOG.info("starting: http://%s:%d", host, port)
         try:
             service.open(await asyncio.to_thread(open_model, args, leader))

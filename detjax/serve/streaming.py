@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Answers as they go out: in one piece, or as server-sent events while they are made."""
 
+import abc
 import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -25,24 +26,66 @@ CLIENT_LEFT = 499
 Pieces = AsyncGenerator[list[Piece]]
 """What is new, a step at a time. Whoever stops listening cancels the request."""
 
+Form = Callable[[Json], Json]
+
 DONE = b"data: [DONE]\n\n"
 
 
-async def respond(service: Service, request: Request, asked: Asked) -> Response:
+def as_it_is(answer: Json) -> Json:
+    """The form of a completion."""
+    return answer
+
+
+class AbstractWriter(abc.ABC):
+    """Writes one answer as server-sent events."""
+
+    @abc.abstractmethod
+    def of(self, pieces: list[Piece]) -> bytes:
+        """The events of some pieces.
+
+        Raises:
+            RefusedError: If a sequence has failed.
+        """
+
+    @abc.abstractmethod
+    def end(self) -> bytes:
+        """The events after the last piece."""
+
+    @abc.abstractmethod
+    def error(self, error: RefusedError) -> bytes:
+        """The end of an answer that failed within."""
+
+
+async def respond(
+    service: Service,
+    request: Request,
+    asked: Asked,
+    *,
+    form: Form = as_it_is,
+    writer: Callable[[Asked], AbstractWriter] | None = None,
+) -> Response:
     """Answer a request, in one piece or as a stream.
+
+    Args:
+        service: That answers.
+        request: As it came.
+        asked: What it says.
+        form: Makes the whole answer of a completion.
+        writer: Makes its events; None is OpenAI's chunks of completions.
 
     Raises:
         RefusedError: If it cannot be answered: before a stream begins, not within.
         ClientDisconnect: If the client has left.
     """
     if not asked.fields.stream:
-        return reply(await unless_left(request, whole(pieces_of(service, request, asked), asked)))
+        found = await unless_left(request, whole(pieces_of(service, request, asked), asked))
+        return reply(form(found))
     begin_s = time.perf_counter()
     pieces = pieces_of(service, request, asked)
     # WHY: a request that cannot run is refused with its status, before the stream begins.
     first = await unless_left(request, anext(pieces))
     return StreamingResponse(
-        _events(request, asked, first, pieces, begin_s),
+        _events(request, (writer or _Chunks)(asked), first, pieces, begin_s),
         media_type="text/event-stream",
         headers={"Cache-Control": "no-cache"},
     )
@@ -92,21 +135,19 @@ async def whole(pieces: Pieces, asked: Asked) -> Json:
 
 
 async def _events(
-    request: Request, asked: Asked, first: list[Piece], pieces: Pieces, begin_s: float
+    request: Request, writer: AbstractWriter, first: list[Piece], pieces: Pieces, begin_s: float
 ) -> AsyncIterator[bytes]:
     """The answer as server-sent events; those of a step are one write."""
     status = 200
     try:
-        chunks = _Chunks(asked)
         async with contextlib.aclosing(pieces):
-            yield chunks.of(first)
+            yield writer.of(first)
             async for found in pieces:
-                yield chunks.of(found)
-        yield chunks.end()
+                yield writer.of(found)
+        yield writer.end()
     except RefusedError as error:
         status = error.status
-        body = error_body(str(error), status=status, code=error.code, field=error.field)
-        yield b"data: " + msgspec.json.encode(body) + b"\n\n" + DONE
+        yield writer.error(error)
     except (asyncio.CancelledError, GeneratorExit):
         status = CLIENT_LEFT
         raise
@@ -114,7 +155,7 @@ async def _events(
         log(request, status, begin_s)
 
 
-class _Chunks:
+class _Chunks(AbstractWriter):
     """Writes the events of one answer. What all chunks begin with is encoded once."""
 
     def __init__(self, asked: Asked):
@@ -125,11 +166,7 @@ class _Chunks:
         self._num_tokens = 0
 
     def of(self, pieces: list[Piece]) -> bytes:
-        """The events of some pieces.
-
-        Raises:
-            RefusedError: If a sequence has failed.
-        """
+        """As `AbstractWriter` has it."""
         shape, n, events = self._asked.shape, self._asked.shape.sampling.n, []
         for piece in pieces:
             raise_failed(piece)
@@ -168,6 +205,11 @@ class _Chunks:
         return (
             self._head + b',"choices":[],"usage":' + msgspec.json.encode(counts) + b"}\n\n" + DONE
         )
+
+    def error(self, error: RefusedError) -> bytes:
+        """An event of its own."""
+        body = error_body(str(error), status=error.status, code=error.code, field=error.field)
+        return b"data: " + msgspec.json.encode(body) + b"\n\n" + DONE
 
     def _event(self, choice: Json, head: bytes) -> bytes:
         return head + b',"choices":[' + msgspec.json.encode(choice) + b"]}\n\n"

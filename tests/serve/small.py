@@ -3,6 +3,7 @@
 
 import asyncio
 import dataclasses
+import functools
 import json
 from collections.abc import Sequence
 
@@ -20,18 +21,29 @@ from .conftest import TEMPLATE
 MAX_LEN = 128
 
 
+CONFIG = EngineConfig(batch_size=8, prefill_chunk=64, max_len=MAX_LEN, max_waiting=64)
+
+
 def small_model() -> LoadedModel:
     """One layer, and the vocabulary of the bundled model's tokenizer."""
     return dummy_model(dummy_config(num_layers=1, vocab_size=4096))
 
 
-def small_service(model: LoadedModel, *, max_waiting: int = 64, **limits) -> Service:
+@functools.cache
+def shared_engine() -> Engine:
+    """Whose model and compiled programs services share."""
+    return Engine(small_model(), CONFIG)
+
+
+def small_service(model: LoadedModel | None = None, **limits) -> Service:
+    """A service with an engine of its own; of the shared model, if not of another."""
     tokenizer = Tokenizer.from_folder(bundled_model_path())
-    engine = Engine(
-        model,
-        EngineConfig(batch_size=8, prefill_chunk=64, max_len=MAX_LEN, max_waiting=max_waiting),
-    )
     tokenizer = dataclasses.replace(tokenizer, chat_template=TEMPLATE)
+    if model is None:
+        model = shared_engine()._model
+        engine = Engine(model, CONFIG, programs=shared_engine().programs)
+    else:
+        engine = Engine(model, CONFIG)
     served = ServedModel(
         name="small", engine=engine, tokenizer=tokenizer,
         vocab_size=4096, max_len=MAX_LEN, mode="invariant", fingerprint=model.fingerprint,

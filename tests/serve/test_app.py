@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The server as its clients see it: right answers, the same under load, and clear refusals."""
 
+import asyncio
 import base64
 import concurrent.futures
 import json
+import re
+import shutil
+import subprocess
 import time
+from pathlib import Path
 
 import numpy as np
 import openai
@@ -13,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import detjax
 from detjax.serve import service as service_module
+from detjax.serve.__main__ import make_parser
 from detjax.serve.service import Limits, Service, ServiceState
 from detjax.serving.request import Completion, FinishReason
 
@@ -20,6 +26,7 @@ from .conftest import make_service, served
 
 pytestmark = pytest.mark.slow
 
+ROOT = Path(__file__).parents[2]
 PROMPT = "The old house by the sea"
 BODY = {"model": "novels-6m", "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
 
@@ -348,3 +355,121 @@ def test_digest_is_that_of_a_completion(client):
         top_logprobs=(), finish_reason=FinishReason.LENGTH,
     )  # fmt: skip
     assert done.digest() == got["detjax"]["digest"]
+
+
+def chat(**fields):
+    message = {"role": "user", "content": "17+26="}
+    return {"model": "novels-6m", "messages": [message], "max_tokens": 8, "temperature": 0} | fields
+
+
+def test_the_openai_client_reads_responses(running, client):
+    want = client.post("/v1/chat/completions", json=chat()).json()["choices"][0]
+    asked = {"model": "novels-6m", "input": "17+26=", "max_output_tokens": 8, "temperature": 0}
+    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as own:
+        whole = own.responses.create(**asked)
+        assert whole.output_text == want["message"]["content"] and whole.status == "incomplete"
+        assert whole.usage.output_tokens == 8
+        with own.responses.stream(**asked) as stream:
+            told = list(stream)
+        text = "".join(e.delta for e in told if e.type == "response.output_text.delta")
+        assert told[-1].type == "response.incomplete"
+        assert text == told[-1].response.output_text == whole.output_text
+        with pytest.raises(openai.BadRequestError, match="unknown field 'previous_response_id'"):
+            own.responses.create(**asked, previous_response_id="resp_1")
+        with pytest.raises(openai.BadRequestError, match="store=true"):
+            own.responses.create(**asked, store=True)
+    got = client.post("/v1/responses", json=asked).json()
+    assert got["detjax"]["digest"] == want["detjax"]["digest"]
+    parts = [{"type": "input_text", "text": "17+"}, {"type": "input_text", "text": "26="}]
+    listed = client.post("/v1/responses", json=asked | {
+        "input": [{"role": "user", "content": parts}], "instructions": None})  # fmt: skip
+    assert listed.json()["detjax"]["digest"] == want["detjax"]["digest"]
+    image = [{"role": "user", "content": [{"type": "input_image"}]}]
+    bad = client.post("/v1/responses", json=asked | {"input": image})
+    assert bad.status_code == 400 and "no text" in bad.text
+
+
+def test_the_async_openai_client_asks_many_at_once(running, client):
+    async def ask():
+        async with openai.AsyncOpenAI(
+            base_url=f"{running.url}/v1", api_key="none", max_retries=0
+        ) as own:
+
+            async def one(i):
+                options = {"seed": i % 4, "temperature": 0.8, "max_tokens": 6}
+                if i % 2:
+                    pieces = await own.completions.create(
+                        model="novels-6m", prompt=PROMPT, stream=True, **options
+                    )
+                    return "".join([piece.choices[0].text async for piece in pieces])
+                whole = await own.completions.create(model="novels-6m", prompt=PROMPT, **options)
+                return whole.choices[0].text
+
+            texts = await asyncio.gather(*map(one, range(16)))
+            with pytest.raises(openai.NotFoundError):
+                await own.chat.completions.create(model="gpt", messages=[])
+            with pytest.raises(openai.BadRequestError):
+                await own.completions.create(model="novels-6m", prompt=[5] * 999)
+        return texts
+
+    texts = asyncio.run(ask())
+    assert all(texts[i] == texts[i % 4] for i in range(16)) and len(set(texts)) == 4
+    for i in range(4):
+        alone = answer(client, seed=i, temperature=0.8, max_tokens=6)
+        assert alone["choices"][0]["text"] == texts[i]
+
+
+def test_the_openai_client_is_told_of_a_wrong_key_and_a_full_server(llm):
+    service = make_service(llm, requests_per_key=1)
+    with served(service, llm, api_keys=["k"]) as running:
+        with openai.OpenAI(base_url=f"{running.url}/v1", api_key="x", max_retries=0) as own:
+            with pytest.raises(openai.AuthenticationError):
+                own.models.list()
+        with openai.OpenAI(base_url=f"{running.url}/v1", api_key="k", max_retries=0) as own:
+            pieces = own.completions.create(
+                model="novels-6m", prompt=PROMPT, max_tokens=200, stream=True, temperature=0
+            )
+            with pytest.raises(openai.RateLimitError, match="as many as it may"):
+                own.completions.create(model="novels-6m", prompt=PROMPT)
+            pieces.close()
+            gone_quiet(running)
+            service.state = ServiceState.DRAINING
+            with pytest.raises(openai.InternalServerError, match="draining"):
+                own.completions.create(model="novels-6m", prompt=PROMPT)
+
+
+def test_the_commands_of_the_documentation_run(running, llm):
+    """Every curl of docs/server.md, README and `--help`, with this server's address."""
+    curl = shutil.which("curl")
+    if curl is None:
+        pytest.skip("needs curl")
+    texts = [(ROOT / "docs" / "server.md").read_text(), make_parser().format_help()]
+    commands = [found for text in texts for found in
+                re.findall(r"^ *(curl (?:.*\\\n)*.*)$", text, re.MULTILINE)]  # fmt: skip
+    assert len(commands) >= 3
+    (want,) = llm.generate([PROMPT], detjax.SamplingParams(max_tokens=32))
+    digests = []
+    for command in commands:
+        asked = command.replace("http://127.0.0.1:8000", running.url)
+        assert running.url in asked
+        ran = subprocess.run(asked + " --fail-with-body -s", shell=True, capture_output=True)
+        assert ran.returncode == 0, (asked, ran.stdout)
+        digests += re.findall(rb'"digest":"(\w+)"', ran.stdout)
+    assert want.outputs[0].digest().encode() in digests
+
+
+def test_a_canonical_answer_in_dvr_counts_its_rollbacks():
+    llm = detjax.LLM(mode="dvr", max_len=256, batch_size=4, show_progress=False)
+    with served(make_service(llm), llm) as running, running.client() as own:
+        prompts = [f"{PROMPT} {i}" for i in range(6)]
+        got = answer(own, prompt=prompts, max_tokens=60, temperature=0.9)
+        stats = gone_quiet(running)
+        counts = [choice["detjax"]["rollbacks"] for choice in got["choices"]]
+        assert all(count["windows"] >= 2 for count in counts)
+        for name, total in (("windows", stats.num_windows), ("draft_tokens", stats.draft_tokens),
+                            ("windows_rolled_back", stats.num_rollbacks)):  # fmt: skip
+            assert sum(count[name] for count in counts) == total
+        wrong = stats.draft_tokens - stats.accepted_tokens
+        assert sum(count["draft_tokens_rolled_back"] for count in counts) == wrong
+        plain = answer(own, max_tokens=20, is_deterministic=False)["choices"][0]["detjax"]
+        assert plain["rollbacks"]["windows"] == 0 and not plain["is_deterministic"]

@@ -16,7 +16,7 @@ import pytest
 
 from detjax.serve.app import make_app
 
-from .small import MAX_LEN, post, small_model, small_service
+from .small import post, small_service
 
 MAX_BODY = 1 << 14
 AT_ONCE = 24
@@ -35,6 +35,7 @@ FIELDS = (
     "return_token_ids", "return_logprob_bytes", "user", "metadata", "presence_penalty",
     "frequency_penalty", "logit_bias", "tools", "documents", "tool_choice", "chat_template_kwargs",
     "response_format", "prompt_logprobs", "tokens", "return_token_strs", "input", "instructions",
+    "store",
     "nobody knows me",
 )  # fmt: skip
 WHOLE = {
@@ -42,6 +43,7 @@ WHOLE = {
     "/v1/chat/completions": {
         "model": "small", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1,
     },
+    "/v1/responses": {"model": "small", "input": "x", "max_output_tokens": 1},
     "/tokenize": {"model": "small", "prompt": "sea"},
     "/detokenize": {"model": "small", "tokens": [5, 6]},
 }  # fmt: skip
@@ -51,7 +53,7 @@ ALLOWED = {0, 200, 400, 404, 413, 429, 499}
 
 def draw(rng: np.random.Generator) -> tuple[str, list[bytes], bool]:
     """A path, a body in parts, and whether the client leaves."""
-    path = PATHS[rng.choice(len(PATHS), p=(0.5, 0.3, 0.1, 0.1))]
+    path = PATHS[rng.choice(len(PATHS), p=(0.5, 0.2, 0.1, 0.1, 0.1))]
     fields = dict(WHOLE[path])
     for _ in range(int(rng.integers(0, 4))):
         name = FIELDS[rng.integers(len(FIELDS))]
@@ -122,8 +124,7 @@ def resident_bytes() -> int:
 )  # fmt: skip
 def test_no_body_brings_the_server_down_or_leaves_anything_behind(num, caplog):
     caplog.set_level(logging.ERROR)
-    service = small_service(small_model(), body_bytes=MAX_BODY)
-    assert MAX_LEN >= 64
+    service = small_service(body_bytes=MAX_BODY)
     statuses = asyncio.run(fuzz(service, num // 3, seed=1))
     gc.collect()
     objects, resident = len(gc.get_objects()), resident_bytes()
@@ -134,7 +135,9 @@ def test_no_body_brings_the_server_down_or_leaves_anything_behind(num, caplog):
     stats = service.stats()
     assert (stats.num_pages_held, stats.num_running, stats.num_waiting) == (0, 0, 0)
     assert service.num_open == 0 and not service._engine._sinks and not service._inboxes
-    assert len(gc.get_objects()) - objects < 3_000
+    # WHY: programs compiled meanwhile keep some thousands; an object a request would be 67,000 in
+    # the longest run.
+    assert len(gc.get_objects()) - objects < 8_000
     assert num < 1_000 or resident_bytes() - resident < 64 << 20
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
     assert {200, 400, 404} <= set(statuses) and statuses[200] > num // 20, statuses

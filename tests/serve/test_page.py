@@ -93,7 +93,7 @@ def test_a_conversation_goes_on(running, page):
     assert page.locator("#conversation li").count() == 2
     page.fill("#prompt", "and?")
     page.click("#ask")
-    page.wait_for_function("document.querySelectorAll('#conversation li').length === 4")
+    page.locator("#conversation li").nth(3).wait_for()
     assert page.text_content("#facts .digest") != first
 
 
@@ -137,7 +137,7 @@ def test_what_goes_wrong_is_said(llm, browser):
         service.open(make_service(llm).model)
         page.wait_for_selector("#error:has-text('wants an API key')")
         page.fill("#key", "secret")
-        page.wait_for_function("document.title === 'detjax: novels-6m'")
+        page.wait_for_selector("#model:has-text('novels-6m')")
         page.fill("#max-tokens", "5000")
         page.click("#ask")
         page.wait_for_selector("#error:has-text('together more than')")

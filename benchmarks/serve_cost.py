@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What HTTP costs: the throughput of an engine alone, and the same work streamed over the server.
+
+python -m benchmarks.serve_cost engine --model llama3_8b --backend sm90 --batch 64
+python -m benchmarks.serve_cost wire --batch 64 --step-ms 6.5 --host-ms 1.8
+python -m benchmarks.serve_cost wire --profile
+
+`engine` runs a real engine. `wire` needs no GPU: its device takes `--step-ms` a step and works a
+step behind the host, as a GPU does; `--host-ms` of the step are Python of the engine's own, which
+holds the interpreter. So it shows whether the server's Python hides behind the device. The client
+is a process of its own. Each variant runs `--repeats` times in turn; medians count.
+"""
+
+import argparse
+import cProfile
+import itertools
+import os
+import pstats
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+
+from benchmarks.common import Rows, environment
+from benchmarks.http_client import Plan, run_plans
+from benchmarks.serve_load import listening, make_service
+from benchmarks.serving import open_model
+from benchmarks.step import MODELS
+
+# isort: split
+import numpy as np
+
+from detjax.pallas_kernels.backend import Backend
+from detjax.serve.service import Service
+from detjax.serving.config import EngineConfig
+from detjax.serving.engine import Engine
+from detjax.serving.request import FinishReason, RequestOutput, SamplingParams, TokenEvent
+from detjax.serving.sequence import OnToken, ignore_token
+
+
+@dataclass(kw_only=True, slots=True)
+class _Paced:
+    """A sequence of the engine without a model."""
+
+    request_id: int
+    num_left: int
+    on_token: OnToken
+    token_ids: itertools.cycle = field(default_factory=lambda: itertools.cycle(range(300, 900)))
+
+
+class PacedEngine:
+    """An engine whose device takes a fixed time for a step, and computes nothing."""
+
+    def __init__(self, *, step_ms: float, host_ms: float):
+        self._step_s, self._host_s = step_ms / 1e3, host_ms / 1e3
+        self._live: dict[int, _Paced] = {}
+        self._ids = itertools.count()
+        self._free_s = self._due_s = 0.0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._live)
+
+    def add_request(
+        self, prompt_token_ids, sampling, *, on_token: OnToken = ignore_token, **options
+    ) -> int:
+        request_id = next(self._ids)
+        self._live[request_id] = _Paced(
+            request_id=request_id, num_left=sampling.max_tokens, on_token=on_token
+        )
+        return request_id
+
+    def cancel(self, request_id: int) -> None:
+        self._live.pop(request_id, None)
+
+    def step(self) -> list[RequestOutput]:
+        """Launch a step, and read the one before."""
+        until_s = time.perf_counter() + self._host_s
+        while time.perf_counter() < until_s:
+            pass
+        due_s = self._due_s
+        self._due_s = self._free_s = max(time.perf_counter(), self._free_s) + self._step_s
+        time.sleep(max(0.0, due_s - time.perf_counter()))
+        return [self._commit(seq) for seq in tuple(self._live.values())]
+
+    def _commit(self, seq: _Paced) -> RequestOutput:
+        token_id, logprob = next(seq.token_ids), np.float32(-1.25)
+        seq.num_left -= 1
+        if seq.on_token is not ignore_token:
+            seq.on_token(TokenEvent(
+                request_idx=0, sequence_idx=0, token_id=token_id, logprob=logprob, top_logprobs=()
+            ))  # fmt: skip
+        if not seq.num_left:
+            del self._live[seq.request_id]
+        return RequestOutput(
+            request_id=seq.request_id, sequence_idx=0, token_ids=(token_id,), logprobs=(logprob,),
+            top_logprobs=((),), exception=None, weight_version=0,
+            finish_reason=None if seq.num_left else FinishReason.LENGTH,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """Requests that come at once."""
+
+    prompts: list[list[int]]
+    num_tokens: int
+
+    @property
+    def num_all(self) -> int:
+        return len(self.prompts) * self.num_tokens
+
+
+def alone(engine: Any, work: Work) -> tuple[float, float]:
+    """Seconds of the work, and of the process's CPU, without a server."""
+    begin_s, cpu_s = time.perf_counter(), time.process_time()
+    for i, prompt in enumerate(work.prompts):
+        engine.add_request(
+            prompt, SamplingParams(max_tokens=work.num_tokens, temperature=0.8, seed=i)
+        )
+    while engine.has_work:
+        engine.step()
+    return time.perf_counter() - begin_s, time.process_time() - cpu_s
+
+
+def over_http(service: Service, work: Work) -> tuple[float, float]:
+    """The same, streamed; from the first request to the last event."""
+    plans = [
+        Plan(at_s=0.5, body={  # once the client is there
+            "model": "load", "prompt": prompt, "max_tokens": work.num_tokens, "temperature": 0.8,
+            "seed": i, "stream": True, "stream_options": {"include_usage": True},
+        })
+        for i, prompt in enumerate(work.prompts)
+    ]  # fmt: skip
+    with listening(service) as (host, port):
+        cpu_s = time.process_time()
+        found = run_plans(host, port, plans)
+        cpu_s = time.process_time() - cpu_s
+    assert all(one.num_tokens == work.num_tokens for one in found), [one.error for one in found]
+    begin_s = min(one.asked_s for one in found)
+    return max(one.pieces_s[-1] for one in found) - begin_s, cpu_s
+
+
+def compare(
+    rows: Rows, make: Callable[[], tuple[Any, Service]], work: Work, *, repeats: int, **facts
+) -> None:
+    """Both in turn, and a row."""
+    times: dict[str, list[tuple[float, float]]] = {"alone": [], "http": []}
+    for _ in range(repeats):
+        engine, service = make()
+        times["alone"].append(alone(engine, work))
+        times["http"].append(over_http(service, work))
+    alone_s, http_s = (statistics.median(s for s, _ in times[name]) for name in times)
+    alone_cpu, http_cpu = (statistics.median(c for _, c in times[name]) for name in times)
+    rows.keep(
+        subject="serve_cost", **facts, requests=len(work.prompts), output_len=work.num_tokens,
+        repeats=repeats, alone_tokens_per_s=work.num_all / alone_s,
+        http_tokens_per_s=work.num_all / http_s, cost_percent=100 * (1 - alone_s / http_s),
+        alone_cpu_us_per_token=1e6 * alone_cpu / work.num_all,
+        http_cpu_us_per_token=1e6 * http_cpu / work.num_all,
+    )  # fmt: skip
+
+
+def engine_cost(args: argparse.Namespace) -> None:
+    """A real engine."""
+    backend = Backend(args.backend)
+    rows = Rows(environment(backend) | {"model": args.model, "data": "random"}, args.out)
+    model = open_model(args.model, backend)
+    max_len = args.prompt_len + args.output_len
+    engine = Engine(model, EngineConfig(
+        batch_size=args.batch, max_len=max_len, prefill_chunk=args.prefill_chunk,
+        has_prefix_cache=False,
+    ))  # fmt: skip
+    engine.compile()
+    rng = np.random.default_rng(0)
+    prompts = rng.integers(2, model.config.vocab_size, (args.batch, args.prompt_len)).tolist()
+    service = make_service(model, engine, mode="invariant", max_len=max_len)
+
+    def make() -> tuple[Engine, Service]:
+        service.open(service.model)  # its last loop has ended
+        return engine, service
+
+    work = Work(prompts=prompts, num_tokens=args.output_len)
+    alone(engine, work)
+    compare(rows, make, work, repeats=args.repeats, impl="engine", batch=args.batch,
+            prompt_len=args.prompt_len)  # fmt: skip
+
+
+def wire_cost(args: argparse.Namespace) -> None:
+    """An engine of a fixed pace."""
+    rows = Rows(environment(Backend.PORTABLE) | {"model": "none", "data": "none"}, args.out)
+    model: Any = SimpleNamespace(config=SimpleNamespace(vocab_size=4096), fingerprint="none")
+
+    def make() -> tuple[PacedEngine, Service]:
+        engine: Any = PacedEngine(step_ms=args.step_ms, host_ms=args.host_ms)
+        return engine, make_service(model, engine, mode="invariant", max_len=1 << 20)
+
+    work = Work(prompts=[[5, 6, 7]] * args.batch, num_tokens=args.output_len)
+    if args.profile:
+        profile_wire(make()[1], work)
+        return
+    compare(rows, make, work, repeats=args.repeats, impl="wire", batch=args.batch,
+            step_ms=args.step_ms, host_ms=args.host_ms)  # fmt: skip
+
+
+def profile_wire(service: Service, work: Work) -> None:
+    """Where the time of the loop's thread goes."""
+    from benchmarks import serve_load
+
+    profile, serve = cProfile.Profile(), serve_load.uvicorn.Server.run
+
+    def run(*args, **kwargs):
+        profile.enable()
+        serve(*args, **kwargs)
+        profile.disable()
+
+    serve_load.uvicorn.Server.run = run
+    over_http(service, work)
+    pstats.Stats(profile).sort_stats("tottime").print_stats(35)
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("command", choices=("engine", "wire"))
+    parser.add_argument("--model", choices=MODELS, default="tiny", help="random weights")
+    parser.add_argument("--backend", choices=[b.value for b in Backend], default="portable")
+    parser.add_argument("--batch", type=int, default=64, help="streams at once")
+    parser.add_argument("--prompt-len", type=int, default=128)
+    parser.add_argument("--prefill-chunk", type=int, default=512)
+    parser.add_argument("--output-len", type=int, default=256)
+    parser.add_argument("--step-ms", type=float, default=6.5, help="of the device of `wire`")
+    parser.add_argument("--host-ms", type=float, default=1.8, help="of its engine's Python")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--profile", action="store_true", help="of `wire`: where the time goes")
+    parser.add_argument("--out", help="write JSON rows here")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
+    {"engine": engine_cost, "wire": wire_cost}[args.command](args)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
