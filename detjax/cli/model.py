@@ -100,7 +100,7 @@ def open_model(args: GenerateArgs, folder: Path, progress: Progress, max_len: in
     from detjax.models.identity import model_hash
     from detjax.parallel.distributed import find_job, start_job
 
-    _keep_compiled_programs(args.cache_dir)
+    keep_compiled_programs(args.cache_dir)
     with bad_input():
         job = find_job(args.coordinator, args.num_processes, args.process_id)
         if job is None:
@@ -208,7 +208,7 @@ def _open_model(
     )
 
 
-def _keep_compiled_programs(cache_dir: str) -> None:
+def keep_compiled_programs(cache_dir: str) -> None:
     """Let JAX keep every compiled program, however small, in a folder of `cache_dir`.
 
     The folder is of this build alone, so that what another detjax has compiled is never run.
