@@ -126,6 +126,8 @@ def _read_answer(args: argparse.Namespace) -> Answer:
 
 def _find(args: argparse.Namespace, a: Setting | Answer, b: Setting, sampling: SamplingParams):
     """Load what the settings need, and compare."""
+    import jax
+
     from detjax.cli.model import keep_compiled_programs
     from detjax.diverge.find import find_divergence
     from detjax.llm import find_model, load_on_devices
@@ -153,8 +155,9 @@ def _find(args: argparse.Namespace, a: Setting | Answer, b: Setting, sampling: S
         return model
 
     with bad_input():
-        # JAX makes its virtual devices once, so as many as the larger mesh needs.
+        # JAX makes its virtual devices once, when it starts: as many as the larger mesh needs.
         configure_virtual_devices(max(setting.dp * setting.tp for setting in settings))
+        jax.devices()
         prompt = a.prompt_token_ids if isinstance(a, Answer) else tokenizer.encode(args.prompt)
         if not prompt:
             raise InputError("--prompt has no tokens; give some text")

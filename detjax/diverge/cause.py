@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Why an operation's result differs though what it reads is equal: what values alone can tell."""
 
-import hashlib
 from collections.abc import Sequence
 
 import numpy as np
 
 from detjax.diverge.recorder import Tap
-from detjax.diverge.recording import CACHED, Recording, Step
+from detjax.diverge.recording import CACHED, Recording, Step, digest
 from detjax.models.loading import LoadedModel
 
 OPERATIONS = {
@@ -77,8 +76,7 @@ def why_attention_differs(tap: Tap, sides: Sequence[Found]) -> str:
 def _has_changed(recording: Recording, position: int, tap: Tap, step: Step) -> bool:
     written = recording.digests.get(position, {}).get(tap)
     entry = step.cache[position, tap.layer, CACHED.index(tap.name)][None]
-    now = hashlib.blake2b(np.ascontiguousarray(entry).tobytes(), digest_size=16).digest()
-    return written is not None and written != now
+    return written is not None and written != digest(entry)
 
 
 def why_cache_differs(values: Sequence[np.ndarray]) -> str:

@@ -166,10 +166,11 @@ def _find_site(
         None if setting.path == "prefill" else _first_not_chosen(runs, recording, answer, count)
         for setting, recording, answer in zip(settings, recordings, answers, strict=True)
     ]
-    found = _first_difference(runs, settings, recordings)
+    last = len(runs.prompt) + count - 2  # where the last of these tokens was chosen
+    found = _first_difference(settings, recordings, last)
     not_chosen = min((at for at in committed if at is not None), default=None)
     if not_chosen is not None and (found is None or found[0] > not_chosen):
-        position, tap, last_equal = not_chosen, None, "token_id"
+        position, tap, last_equal = not_chosen, None, None
     elif found is None:
         if token is not None:
             notes.append("no tap differs before that token")
@@ -226,13 +227,13 @@ def _first_not_chosen(runs: Runs, recording: Recording, answer: Answer, count: i
 
 
 def _first_difference(
-    runs: Runs, settings: Sequence[Setting], recordings: Sequence[Recording]
-) -> tuple[int, Tap, str] | None:
+    settings: Sequence[Setting], recordings: Sequence[Recording], last: int
+) -> tuple[int, Tap, Tap | None] | None:
     """(position, tap, the equal result before it) of the first hash that differs."""
     one, other = (recording.digests for recording in recordings)
     has_same_ranks = settings[0].tp == settings[1].tp
-    for position in sorted(one.keys() & other.keys()):
-        last_equal = ""
+    for position in sorted(p for p in one.keys() & other.keys() if p <= last):
+        last_equal = None
         for tap, digest in one[position].items():
             if tap not in other[position]:
                 continue
@@ -241,12 +242,12 @@ def _first_difference(
             theirs = other[position][tap]
             if digest != theirs:
                 return position, tap, last_equal
-            last_equal = str(tap)
+            last_equal = tap
     return None
 
 
 def _site(
-    runs: Runs, settings: Sequence[Setting], position: int, tap: Tap, last_equal: str,
+    runs: Runs, settings: Sequence[Setting], position: int, tap: Tap, last_equal: Tap | None,
     sides: Sequence[tuple[Recording, Step, Any]],
 ) -> Site:  # fmt: skip
     a, b = (step.values[tap] for _, step, _ in sides)
@@ -255,7 +256,7 @@ def _site(
     else:
         rank = ""
     is_different = _bits(a) != _bits(b)
-    index = tuple(int(i[0]) for i in np.nonzero(is_different)) if is_different.ndim else ()
+    index = tuple(int(i[0]) for i in np.nonzero(is_different))
     cause = rank
     if tap.name == "attention":
         cause = why_attention_differs(tap, sides)
@@ -269,7 +270,13 @@ def _site(
             row=step.row,
             value=str(value[index]),
             bits=f"0x{int(_bits(value)[index]):0{2 * value.dtype.itemsize}x}",
-            kernels=kernels_of(runs.tapped(setting), step.key, tap, runs.model(setting).params),
+            kernels=kernels_of(
+                runs.tapped(setting),
+                step.key,
+                tap,
+                runs.model(setting).params,
+                after=last_equal,
+            ),
             beside=step.beside,
         )
         for setting, (_, step, _), value in zip(settings, sides, (a, b), strict=True)
@@ -280,7 +287,7 @@ def _site(
         name=tap.name,
         operation=OPERATIONS[tap.name],
         cause=cause,
-        last_equal=last_equal,
+        last_equal="" if last_equal is None else str(last_equal),
         order=order_of(tap, runs.model(settings[0])),
         num_different=int(is_different.sum()),
         num_elements=int(is_different.size),
@@ -292,12 +299,15 @@ def _site(
 
 def _ranks_that_differ(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray, str]:
     """The copies of a value, [ranks, ...], that differ: of the first ranks, if those do."""
+    one, other = np.atleast_1d(a[0]), np.atleast_1d(b[0])
+    if one.tobytes() != other.tobytes():
+        return one, other, ""
     for name, copies in (("a", a), ("b", b)):
-        for rank in range(1, len(copies)):
-            if copies[rank].tobytes() != copies[0].tobytes() and a[0].tobytes() == b[0].tobytes():
-                pair = (copies[rank], b[0]) if name == "a" else (a[0], copies[rank])
+        for rank, copy in enumerate(copies):
+            if copy.tobytes() != one.tobytes():
+                pair = (np.atleast_1d(copy), other) if name == "a" else (one, np.atleast_1d(copy))
                 return *pair, f"rank {rank} of {name} differs from its rank 0"
-    return a[0], b[0], ""
+    raise AssertionError("no copy of a rank differs")
 
 
 def _site_of_commit(

@@ -104,7 +104,7 @@ class Recording:
         cached = self._cached(kv_cache, rows.replica, pages, np.fromiter(mine, np.int32))
         for (position, found), entry in zip(mine.items(), cached, strict=True):
             found = _with_cached(found, entry)
-            self.digests[position] = {tap: _digest(value) for tap, value in found.items()}
+            self.digests[position] = {tap: digest(value) for tap, value in found.items()}
             self._note_choice(position, found)
             if position == self._captured:
                 self.step = Step(
@@ -203,8 +203,11 @@ def _with_cached(values: dict[Tap, np.ndarray], entry: np.ndarray) -> dict[Tap, 
     return found
 
 
-def _digest(value: np.ndarray) -> bytes:
-    return hashlib.blake2b(np.ascontiguousarray(value).tobytes(), digest_size=16).digest()
+def digest(value: np.ndarray) -> bytes:
+    """Hash a value, [ranks, ...]: that of one rank where all have the same."""
+    copies = [np.ascontiguousarray(copy).tobytes() for copy in value]
+    same = copies[:1] if len(set(copies)) == 1 else copies
+    return hashlib.blake2b(b"".join(same), digest_size=16).digest()
 
 
 def _describe(values: dict[Tap, np.ndarray], positions: np.ndarray, rows: _Rows) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from detjax.parallel.mesh import DP_AXIS, TP_AXIS
 from detjax.serving.config import EngineConfig
 from detjax.serving.engine import Engine
 from detjax.serving.programs import ProgramCache
-from detjax.serving.request import Request, SamplingParams
+from detjax.serving.request import Request, SamplingParams, TokenEvent
 
 ModelSource = str | Path | LoadedModel | Callable[[Setting], LoadedModel]
 """A folder or id, a model on its mesh, or what makes the model that a setting runs."""
@@ -103,7 +103,7 @@ class Runs:
         if setting.path == "prefill":
             assert like is not None
             parts = [
-                self._run(setting, self.prompt + like.token_ids[:t], 1)
+                self._run(setting, self.prompt + like.token_ids[:t], 1, num_tokens=1)
                 for t in range(len(like.token_ids))
             ]
             return Answer(
@@ -112,7 +112,7 @@ class Runs:
                 logprobs=tuple(part.logprobs[0] for part in parts),
             )
         most = self.sampling.max_tokens if like is None else len(like.token_ids)
-        return self._run(setting, self.prompt, most)
+        return self._run(setting, self.prompt, most, num_tokens=most)
 
     def record(
         self, setting: Setting, answer: Answer, *, num_tokens: int, captured: int | None = None
@@ -130,9 +130,11 @@ class Runs:
             token alone.
         """
         prompt, count = self.prompt, num_tokens
+        # As `answer` asks, or schedules would differ.
+        most = max(self.sampling.max_tokens, num_tokens)
         if setting.path == "prefill":
-            prompt, count = self.prompt + answer.token_ids[: num_tokens - 1], 1
-        config = self._config(setting, len(prompt), count)
+            prompt, count, most = self.prompt + answer.token_ids[: num_tokens - 1], 1, 1
+        config = self._config(setting, len(prompt), most)
         programs = self._programs(setting, config, is_tapped=True)
         assert isinstance(programs, TappedPrograms)
         recording = Recording(
@@ -144,7 +146,8 @@ class Runs:
         )
         programs.on_launch = recording.on_launch
         try:
-            return recording, self._run(setting, prompt, count, programs=programs)
+            got = self._run(setting, prompt, most, num_tokens=count, programs=programs)
+            return recording, got
         finally:
             programs.on_launch = None
 
@@ -155,15 +158,37 @@ class Runs:
         return programs
 
     def _run(
-        self, setting: Setting, prompt: tuple[int, ...], max_tokens: int,
+        self,
+        setting: Setting,
+        prompt: tuple[int, ...],
+        max_tokens: int,
+        *,
+        num_tokens: int,
         programs: ProgramCache | None = None,
-    ) -> Answer:  # fmt: skip
+    ) -> Answer:
+        """Ask for `max_tokens` beside the company, and end all when `num_tokens` are there.
+
+        So every launch until then is the one of a run of `max_tokens`.
+        """
+        model = self.model(setting)
         config = self._config(setting, len(prompt), max_tokens)
         programs = programs or self._programs(setting, config, is_tapped=False)
-        engine = Engine(self.model(setting), config, programs=programs)
-        done = engine.generate(self._requests(setting, prompt, max_tokens))[setting.row]
+        engine = Engine(model, config, programs=programs)
+        num_told, is_over = 0, False
+
+        def on_token(event: TokenEvent) -> bool:
+            nonlocal num_told, is_over
+            if event.request_idx == setting.row:
+                num_told += 1
+                is_over = num_told >= num_tokens or event.token_id in model.config.eos_token_ids
+            return is_over
+
+        requests = self._requests(setting, prompt, max_tokens, config.max_len)
+        done = engine.generate(requests, on_token=on_token)[setting.row]
         return Answer(
-            prompt_token_ids=self.prompt, token_ids=done.token_ids, logprobs=done.logprobs
+            prompt_token_ids=self.prompt,
+            token_ids=done.token_ids[:num_tokens],
+            logprobs=done.logprobs[:num_tokens],
         )
 
     def _programs(self, setting: Setting, config: EngineConfig, *, is_tapped: bool) -> ProgramCache:
@@ -202,23 +227,26 @@ class Runs:
         )
 
     def _requests(
-        self, setting: Setting, prompt: tuple[int, ...], max_tokens: int
+        self, setting: Setting, prompt: tuple[int, ...], max_tokens: int, max_len: int
     ) -> list[Request]:
         """The prompt in its row, and company that has none of its tokens where it has them."""
         vocab_size = self.model(setting).config.vocab_size
         if setting.batch > vocab_size:
             raise ValueError(f"batch={setting.batch} must be at most the vocabulary, {vocab_size}")
-        is_deterministic = setting.mode != "fast"
-        sampling = dataclasses.replace(self.sampling, max_tokens=max_tokens)
         requests = []
         for i in range(setting.batch):
             shift = (i - setting.row) % setting.batch
             length = max(1, len(prompt) - 7 * shift % len(prompt)) if shift else len(prompt)
+            sampling = dataclasses.replace(
+                self.sampling,
+                seed=(self.sampling.seed + shift) % 2**64,
+                max_tokens=max_len - length if shift else max_tokens,
+            )
             requests.append(
                 Request(
                     prompt_token_ids=tuple((t + shift) % vocab_size for t in prompt[:length]),
-                    sampling=dataclasses.replace(sampling, seed=(sampling.seed + shift) % 2**64),
-                    is_deterministic=is_deterministic,
+                    sampling=sampling,
+                    is_deterministic=setting.mode != "fast",
                 )
             )
         return requests

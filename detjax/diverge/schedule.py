@@ -26,15 +26,16 @@ _PART_OF = {"q": "qkv", "k": "qkv", "v": "qkv", "cached_k": "attention", "cached
 
 
 def kernels_of(
-    programs: TappedPrograms, key: ProgramKey, tap: Tap, params: dict
+    programs: TappedPrograms, key: ProgramKey, tap: Tap, params: dict, *, after: Tap | None
 ) -> tuple[str, ...]:
-    """The kernels between an operation's result and the result before it, in order.
+    """The kernels between an operation's result and an earlier one, in order.
 
     Args:
         programs: That ran it.
         key: Which of them; of a launch of several tokens, what runs each is read.
         tap: The operation.
         params: Of the model.
+        after: The earlier result; None is the beginning.
     """
     if key.kind == "decode" and key.length > 1:
         key = dataclasses.replace(key, length=1)
@@ -46,9 +47,16 @@ def kernels_of(
     made_at = {
         name: makers.get(id(variable), -1) for name, variable in zip(names, results, strict=True)
     }
-    end = made_at[Tap(tap.layer, _PART_OF.get(tap.name, tap.name))]
-    begin = max((at for at in made_at.values() if at < end), default=-1)
+    end = made_at[_made_with(tap)]
+    begin = -1 if after is None else made_at[_made_with(after)]
+    if begin >= end:  # both are of one kernel
+        begin = max((at for at in made_at.values() if at < end), default=-1)
     return tuple(line for eqn in body.eqns[begin + 1 : end + 1] for line in _kernels(eqn))
+
+
+def _made_with(tap: Tap) -> Tap:
+    """The tap of the program that a canonical value is a part of."""
+    return Tap(tap.layer, _PART_OF.get(tap.name, tap.name))
 
 
 def order_of(tap: Tap, model: LoadedModel) -> str:

@@ -7,7 +7,7 @@ Where an operation is one kernel, what lies inside cannot be seen: the tap is th
 """
 
 import enum
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 
@@ -23,6 +23,7 @@ class Share(enum.Enum):
     TERMS = "terms"  # each rank has a term of a sum
 
 
+@runtime_checkable
 class Taps(Protocol):
     """Who sees the results of operations, in their order."""
 
@@ -55,6 +56,7 @@ class NoTaps:
 NO_TAPS = NoTaps()
 
 
+@runtime_checkable
 class Enters(Protocol):
     """Told where in the decoder the next operations stand."""
 
