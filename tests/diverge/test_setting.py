@@ -3,6 +3,9 @@
 
 import dataclasses
 import json
+import re
+import shlex
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -124,3 +127,21 @@ def test_one_of_several_answers_must_be_chosen(tmp_path, capsys):
     assert "it has 2 answers; choose one with --line N" in capsys.readouterr().err
     assert main(["--answer", str(path), "--line", "3"]) == 2
     assert "--line 3 must be from 1 to 2" in capsys.readouterr().err
+
+
+DOCS = Path(__file__).parents[2] / "docs" / "diverge.md"
+
+
+@pytest.mark.slow
+def test_the_example_of_the_docs_is_what_the_command_writes(capsys):
+    """But for numbers, which are of the processor: `fast` promises nothing."""
+    text = DOCS.read_text().partition("## An example")[2]
+    command, output = re.findall(r"^```(?:bash)?\n(.*?)\n```$", text, re.M | re.S)[:2]
+    program, _, module, *argv = shlex.split(command)
+    assert (program, module) == ("python", "detjax.diverge")
+    assert main([*argv, "--cache-dir", "none"]) == 3
+    assert _without_numbers(capsys.readouterr().out.strip()) == _without_numbers(output)
+
+
+def _without_numbers(text: str) -> str:
+    return re.sub(r"-?\b(0x[0-9a-f]+|\d[\d.e-]*)", "#", text)
