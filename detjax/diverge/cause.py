@@ -10,7 +10,7 @@ from detjax.diverge.recording import CACHED, Recording, Step, digest
 from detjax.models.loading import LoadedModel
 
 OPERATIONS = {
-    "ids": "the token that is run",
+    "ids": "the token that is run: of the prompt, chosen before, or a draft",
     "positions": "the position of the token",
     "cos": "a row of the rotary table",
     "sin": "a row of the rotary table",
@@ -42,6 +42,21 @@ OPERATIONS = {
 """What gives the result of each tap."""
 
 Found = tuple[Recording, Step, LoadedModel]
+
+
+def why_ids_differ(sides: Sequence[Found], answered: Sequence[int | None]) -> str:
+    """Whose answer has another token here than the one that was run: a draft that was not accepted.
+
+    Args:
+        sides: A and B at one position.
+        answered: The token that each answer has at that position; None before and after it.
+    """
+    found = []
+    for name, (_, step, _), token_id in zip("ab", sides, answered, strict=True):
+        ran = int(step.values[Tap(None, "ids")][0])
+        if token_id not in (None, ran):
+            found.append(f"{name} ran {ran} and answered {token_id}: what follows was not for it")
+    return "; ".join(found)
 
 
 def why_attention_differs(tap: Tap, sides: Sequence[Found]) -> str:

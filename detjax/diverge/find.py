@@ -12,6 +12,7 @@ from detjax.diverge.cause import (
     OPERATIONS,
     why_attention_differs,
     why_cache_differs,
+    why_ids_differ,
     why_sum_differs,
 )
 from detjax.diverge.divergence import Divergence, Side, Site, TokenDifference
@@ -189,7 +190,7 @@ def _find_site(
         return _site_of_commit(position, committed, again, answers, steps, len(runs.prompt))
     models = [runs.model(setting) for setting in settings]
     sides = list(zip(again, steps, models, strict=True))
-    return _site(runs, settings, position, tap, last_equal, sides)
+    return _site(runs, settings, answers, position, tap, last_equal, sides)
 
 
 def _record(
@@ -209,6 +210,11 @@ def _record(
     if first_token(want, got, prompt_len=0) is not None and note not in notes:
         notes.append(note)
     return recording
+
+
+def _answered(runs: Runs, answer: Answer, position: int) -> int | None:
+    index = position - len(runs.prompt)
+    return answer.token_ids[index] if 0 <= index < len(answer.token_ids) else None
 
 
 def _captured(recording: Recording) -> Step:
@@ -247,9 +253,14 @@ def _first_difference(
 
 
 def _site(
-    runs: Runs, settings: Sequence[Setting], position: int, tap: Tap, last_equal: Tap | None,
+    runs: Runs,
+    settings: Sequence[Setting],
+    answers: Sequence[Answer],
+    position: int,
+    tap: Tap,
+    last_equal: Tap | None,
     sides: Sequence[tuple[Recording, Step, Any]],
-) -> Site:  # fmt: skip
+) -> Site:
     a, b = (step.values[tap] for _, step, _ in sides)
     if not tap.name.endswith("_partial"):
         a, b, rank = _ranks_that_differ(a, b)
@@ -258,7 +269,9 @@ def _site(
     is_different = _bits(a) != _bits(b)
     index = tuple(int(i[0]) for i in np.nonzero(is_different))
     cause = rank
-    if tap.name == "attention":
+    if tap == Tap(None, "ids"):
+        cause = why_ids_differ(sides, [_answered(runs, answer, position) for answer in answers])
+    elif tap.name == "attention":
         cause = why_attention_differs(tap, sides)
     elif tap.name in CACHED:
         cause = why_cache_differs((a, b))

@@ -226,5 +226,5 @@ def _describe(values: dict[Tap, np.ndarray], positions: np.ndarray, rows: _Rows)
         shown = " ".join(str(int(i)) for i in tokens[is_token][:8])
         lines.append(f"row {at}: {where}, token ids {shown}{' ...' if is_token.sum() > 8 else ''}")
     if num_padding:
-        lines.append(f"{num_padding} rows of padding")
+        lines.append(f"rows of padding: {num_padding}")
     return tuple(lines)
