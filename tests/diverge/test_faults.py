@@ -68,10 +68,10 @@ def assert_site(found: Divergence, name: str, *, layer: int | None, position: in
 @pytest.mark.parametrize(
     "b",
     [
-        "batch=3,row=1,chunk=7,tp=2",
-        pytest.param("mode=dvr,batch=2,row=1", marks=pytest.mark.slow),
-        pytest.param("path=prefill,batch=2,chunk=9", marks=pytest.mark.slow),
-        pytest.param("batch=3,row=2,decode_steps=3,pages=6", marks=pytest.mark.slow),
+        pytest.param("batch=3,row=1,chunk=7,tp=2", marks=pytest.mark.slow),
+        pytest.param("mode=dvr,batch=2,row=1", marks=pytest.mark.nightly),
+        pytest.param("path=prefill,batch=2,chunk=9", marks=pytest.mark.nightly),
+        pytest.param("batch=3,row=2,decode_steps=3,pages=6", marks=pytest.mark.nightly),
     ],
 )
 def test_without_a_fault_no_operation_differs_and_taps_change_no_bit(b):
@@ -195,7 +195,7 @@ def test_a_wrong_row_of_the_rotary_table_is_found_there(monkeypatch):
     assert_site(found, "cos", layer=None, position=len(PROMPT))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_tie_that_top_p_breaks_by_the_batch_is_found_among_the_kept_tokens(monkeypatch):
     sound = detjax.serving.sampling._kept_tokens
 
@@ -221,7 +221,7 @@ def test_a_tie_that_top_p_breaks_by_the_batch_is_found_among_the_kept_tokens(mon
     assert (found.site.num_different, found.site.num_elements) == (1, 320)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_draft_accepted_too_many_is_found_as_a_token_that_was_run_and_not_answered(monkeypatch):
     sound = detjax.serving.programs.pack_verified
 
@@ -239,7 +239,7 @@ def test_a_draft_accepted_too_many_is_found_as_a_token_that_was_run_and_not_answ
     assert_site(found, "ids", layer=None, position=found.token.position - 1, why=why)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_token_that_the_host_reads_wrongly_is_found_between_choice_and_answer(monkeypatch):
     sound = detjax.serving.output_processor.unpack_choice
 
@@ -267,7 +267,7 @@ def test_fast_differs_from_invariant_in_an_operation_that_exists():
     assert "first operation that differs: position 0, layer 0" in str(found)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_answer_is_compared_and_the_setting_that_gives_it_is_tapped(monkeypatch):
     """What the path of prefill answered under a fault of decoding, against decoding."""
     sound = detjax.models.layers.rope_rows

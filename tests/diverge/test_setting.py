@@ -132,7 +132,7 @@ def test_one_of_several_answers_must_be_chosen(tmp_path, capsys):
 DOCS = Path(__file__).parents[2] / "docs" / "diverge.md"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_example_of_the_docs_is_what_the_command_writes(capsys):
     """But for numbers, which are of the processor: `fast` promises nothing."""
     text = DOCS.read_text().partition("## An example")[2]
