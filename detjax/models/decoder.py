@@ -23,6 +23,7 @@ from detjax.models.layers import (
     project,
     rope_rows,
     row_parallel_norm,
+    see_tokens,
 )
 from detjax.models.transformer import Stream, run_layers
 from detjax.numerics import NumericsProfile, tree_reduction
@@ -109,9 +110,12 @@ def forward(
     """
     cos, sin = rope_rows(rope_tables, tokens.positions)
     exchange = params.get("exchange")
+    see_tokens(ctx, tokens, cos, sin)
     ops = CanonicalOps(ctx=ctx, tokens=tokens, cos=cos, sin=sin, exchange=exchange)
+    ops = ctx.taps.watch(ops, num_layers=ctx.config.num_layers)
     pages, stream = run_layers(ops, params, tokens.ids.reshape(-1), pages)
     x = final_rows(ctx, *stream, params["final_norm"])
+    ctx.taps.see("final_norm", x)
     return pages, x.reshape(*tokens.ids.shape, -1)
 
 

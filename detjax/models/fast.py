@@ -17,8 +17,9 @@ from jax.sharding import PartitionSpec as P
 
 from detjax.array_types import Activation, Array, Float32, Int32
 from detjax.models.decoder import mask_padding
-from detjax.models.layers import ForwardContext, Tokens, embed_tokens, rope_rows
+from detjax.models.layers import ForwardContext, Tokens, embed_tokens, rope_rows, see_tokens
 from detjax.models.params import MATRICES
+from detjax.models.taps import Share
 from detjax.models.transformer import Stream, run_layers
 from detjax.pallas_kernels.attention.api import rope_attention
 from detjax.pallas_kernels.kernel_table import KERNELS
@@ -84,8 +85,11 @@ def forward_fast(
         float32 sums, rounded to the compute dtype after each product. No claim.
     """
     cos, sin = rope_rows(rope_tables, tokens.positions)
+    see_tokens(ctx, tokens, cos, sin)
     ops = FastOps(ctx=ctx, tokens=tokens, cos=cos, sin=sin)
+    ops = ctx.taps.watch(ops, num_layers=ctx.config.num_layers)
     pages, stream = run_layers(ops, params, tokens.ids.reshape(-1), pages)
+    ctx.taps.see("final_norm", stream.x)
     return pages, stream.x.reshape(*tokens.ids.shape, -1)
 
 
@@ -206,6 +210,7 @@ def _attention_layer(
     qkv = _product(x, weights["qkv"], x.dtype)
     if "qkv_bias" in weights:
         qkv = qkv + weights["qkv_bias"].astype(x.dtype)[None]
+    ctx.taps.see("qkv", qkv, Share.COLUMNS)
     qkv = qkv.reshape(x.shape[0], -1, config.head_dim)
     gains = (weights["q_norm"], weights["k_norm"]) if config.qk_norm else None
     window = config.sliding_windows[layer]

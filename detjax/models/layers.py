@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from detjax.array_types import Activation, Array, Float32, Int32
 from detjax.models.config import ModelConfig
+from detjax.models.taps import NO_TAPS, Share, Taps
 from detjax.models.transformer import Stream
 from detjax.numerics import NumericsProfile, tree_reduction
 from detjax.pallas_kernels.attention.api import rope_attention
@@ -47,6 +48,7 @@ class ForwardContext:
     profile: NumericsProfile
     backend: Backend
     tp: int
+    taps: Taps = NO_TAPS
 
 
 @jax.tree_util.register_dataclass
@@ -82,6 +84,14 @@ def rope_rows(
     return cos, sin
 
 
+def see_tokens(ctx: ForwardContext, tokens: Tokens, cos, sin) -> None:
+    """Show the taps which tokens run, and the rows of the rotary tables."""
+    ctx.taps.see("ids", tokens.ids)
+    ctx.taps.see("positions", tokens.positions)
+    ctx.taps.see("cos", cos)
+    ctx.taps.see("sin", sin)
+
+
 def project(
     ctx: ForwardContext,
     weights: dict,
@@ -91,9 +101,12 @@ def project(
     """Queries, keys and values; `x` as in `Stream`."""
     w, bias, dtype = weights["qkv"], weights.get("qkv_bias"), residual.dtype
     if x is not None:
-        return linear(x, w, bias, out_dtype=dtype, backend=ctx.backend)
-    gain, eps = weights["attn_norm"], ctx.config.rms_norm_eps
-    return norm_linear(residual, gain, w, bias, eps=eps, out_dtype=dtype, backend=ctx.backend)
+        qkv = linear(x, w, bias, out_dtype=dtype, backend=ctx.backend)
+    else:
+        gain, eps = weights["attn_norm"], ctx.config.rms_norm_eps
+        qkv = norm_linear(residual, gain, w, bias, eps=eps, out_dtype=dtype, backend=ctx.backend)
+    ctx.taps.see("qkv", qkv, Share.COLUMNS)
+    return qkv
 
 
 def attend(
@@ -193,10 +206,12 @@ def row_parallel_norm(
         )
         return Stream(*added)
     partial = linear_partial(x, w, reduction=reduction, backend=backend)
+    ctx.taps.see("partial", partial, Share.TERMS)
     if is_scattered(x.shape[0], ctx.tp):
         added = scatter_add_rms_norm(
             partial, residual, bias, gain, TP_AXIS, ctx.tp, eps=eps, backend=backend
         )
         return Stream(*added)
     partial = butterfly_sum(partial, TP_AXIS, ctx.tp, backend=backend)
+    ctx.taps.see("sum", partial)
     return Stream(*add_rms_norm(partial, residual, bias, gain, eps=eps, backend=backend))

@@ -9,6 +9,7 @@ before the result of the last one is read.
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -217,6 +218,17 @@ class ProgramCache:
 
     def function(self, key: ProgramKey) -> Callable:
         """The program as a function of whole arrays, ready for `jax.jit`."""
+        in_specs, out_specs = self._specs(key)
+        return jax.shard_map(
+            self._local_step(key),
+            mesh=self._model.mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            check_vma=False,
+        )
+
+    def _local_step(self, key: ProgramKey) -> Callable:
+        """The program on one device, inside `shard_map`."""
         body = {"prefill": self._prefill, "decode": self._decode, "verify": self._verify}[key.kind]
 
         has_peers = jax.process_count() > 1
@@ -226,17 +238,19 @@ class ProgramCache:
             # A process reads the results of its own devices alone.
             return *state, jax.tree.map(gather_replicas, result) if has_peers else result
 
+        return local_step
+
+    def _specs(self, key: ProgramKey) -> tuple[tuple, tuple]:
+        """How operands and results of a program lie on the mesh."""
         num_host = len(self._host_shapes(key))
         of_params = self._model.partition_specs
         if key.weights != "full":
             of_params = quantised_specs(of_params)
         of_state = [BY_ROW] * (2 if key.kind == "prefill" else 1)
-        return jax.shard_map(
-            local_step,
-            mesh=self._model.mesh,
-            in_specs=(of_params, P(), PAGES_SPEC, BY_ROW, BY_ROW, *[BY_ROW] * num_host),
-            out_specs=(PAGES_SPEC, *of_state, P() if has_peers else BY_ROW),
-            check_vma=False,
+        of_result = P() if jax.process_count() > 1 else BY_ROW
+        return (
+            (of_params, P(), PAGES_SPEC, BY_ROW, BY_ROW, *[BY_ROW] * num_host),
+            (PAGES_SPEC, *of_state, of_result),
         )
 
     def operands(self, key: ProgramKey, params: dict) -> tuple:
@@ -297,21 +311,26 @@ class ProgramCache:
         if key.length == 1:
             return self._decode_one(key, params, tables, kv_cache, slots, sampling, given)
         results = jnp.zeros((len(packed), key.length, 2 + 2 * key.num_top), jnp.int32)
+        one_token = partial(self._decode_nth, key, params, tables, sampling, given)
+        return self._loop(key.length, one_token, (kv_cache, slots, results))
 
-        def one_token(i, carry):
-            kv_cache, slots, results = carry
-            rows = dataclasses.replace(
-                given,
-                # A row that has its tokens is padding.
-                slot=jnp.where(i < given.count, given.slot, slots.start.shape[0]),
-                offset=jnp.where(given.offset < 0, given.offset, given.offset + i),
-            )
-            kv_cache, slots, result = self._decode_one(
-                key, params, tables, kv_cache, slots, sampling, rows
-            )
-            return kv_cache, slots, results.at[:, i].set(result)
+    def _loop(self, count: int, body: Callable, carry: tuple) -> tuple:
+        """Run `body(i, carry) -> carry` so many times."""
+        return lax.fori_loop(0, count, body, carry)
 
-        return lax.fori_loop(0, key.length, one_token, (kv_cache, slots, results))
+    def _decode_nth(self, key, params, tables, sampling, given: DecodeOperands, i, carry):
+        """Token i of a launch of several, of each row that wants so many."""
+        kv_cache, slots, results = carry
+        rows = dataclasses.replace(
+            given,
+            # A row that has its tokens is padding.
+            slot=jnp.where(i < given.count, given.slot, slots.start.shape[0]),
+            offset=jnp.where(given.offset < 0, given.offset, given.offset + i),
+        )
+        kv_cache, slots, result = self._decode_one(
+            key, params, tables, kv_cache, slots, sampling, rows
+        )
+        return kv_cache, slots, results.at[:, i].set(result)
 
     def _decode_one(
         self, key, params, tables, kv_cache, slots: Slots, sampling, given: DecodeOperands

@@ -11,6 +11,7 @@ from jax import lax
 
 from detjax.array_types import Array, Bool, Float32, Int32
 from detjax.models.layers import ForwardContext
+from detjax.models.taps import Share
 from detjax.pallas_kernels.log_softmax.api import block_stats, log_probs, log_sum_exp
 from detjax.pallas_kernels.sampling import noise
 from detjax.pallas_kernels.sampling.api import gumbel_scores, nucleus_sums, stats_and_choice
@@ -148,11 +149,16 @@ def choose(
     backend = ctx.backend
     first = lax.axis_index(TP_AXIS) * logits.shape[1]
     key = noise.row_key(rows.seed_low, rows.seed_high, rows.sequence_idx, positions)
+    ctx.taps.see("logits", logits, Share.COLUMNS)
+    ctx.taps.see("noise_key_0", key[0])
+    ctx.taps.see("noise_key_1", key[1])
     vocab_block = ctx.profile.vocab_block
     if with_filters:
         maxima, sums = block_stats(logits, vocab_block=vocab_block, backend=backend)
         scores = gumbel_scores(logits, rows.temperature, key, first_token_id=first, backend=backend)
-        scores = jnp.where(_kept_tokens(ctx, logits, rows), scores, -jnp.inf)
+        kept = _kept_tokens(ctx, logits, rows)
+        ctx.taps.see("kept_tokens", kept, Share.COLUMNS)
+        scores = jnp.where(kept, scores, -jnp.inf)
         best, best_id = jnp.max(scores, axis=1), first + jnp.argmax(scores, axis=1)
     else:
         maxima, sums, best, best_id = stats_and_choice(
@@ -164,9 +170,12 @@ def choose(
             backend=backend,
         )
     token_ids = _best_over_ranks(best, best_id.astype(jnp.int32))
+    ctx.taps.see("token_id", token_ids)
     lse = log_sum_exp(
         gather_columns(maxima, TP_AXIS), gather_columns(sums, TP_AXIS), backend=backend
     )
+
+    ctx.taps.see("log_sum_exp", lse)
 
     local = token_ids - first
     owned = jnp.take_along_axis(logits, jnp.clip(local, 0, logits.shape[1] - 1)[:, None], axis=1)
@@ -175,6 +184,7 @@ def choose(
 
     top_values, top_ids = most_likely(logits, first, num_top)
     logprobs = log_probs(jnp.concatenate([chosen, top_values], axis=1), lse, backend=backend)
+    ctx.taps.see("logprob", logprobs[:, 0])
     return Choice(
         token_ids=token_ids,
         logprobs=logprobs[:, 0],

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m detjax.diverge`: the first token, layer and operation whose bits differ.
+
+JAX is imported only once the command line is known to be good.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from detjax.cli.arguments import GenerateArgs
+from detjax.cli.errors import BAD_INPUT, BITS_DIFFER, OK, InputError, bad_input, one_line
+from detjax.diverge.setting import Answer, Setting
+from detjax.serving.request import SamplingParams
+
+EPILOG = """\
+A setting is KEY=VALUE,KEY=VALUE of:
+  tp=1            devices that share each layer; without GPUs, virtual ones
+  dp=1            replicas
+  batch=1         sequences that run at once: the prompt, and company of other tokens and lengths
+  row=0           which of them the prompt is
+  mode=invariant  or dvr, fast
+  backend=auto    or portable, sm90
+  chunk=64        prompt tokens of one prefill step
+  path=decode     or prefill: each token is computed by a prefill of all before it
+  decode_steps=1  tokens of a sequence in one launch
+  pages=0         cache pages; 0 is enough for all, fewer mean preemption
+
+examples:
+  python -m detjax.diverge --prompt "The sea" --a "tp=1" --b "tp=2,batch=8,chunk=16"
+  python -m detjax.diverge --prompt "The sea" --b "mode=fast"
+  python -m detjax.generate --prompt "The sea" --format jsonl > answer.jsonl
+  python -m detjax.diverge --answer answer.jsonl --b "batch=8,row=3"
+
+exit codes: 0 no bit differs, 2 something given cannot be done, 3 a bit differs
+"""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m detjax.diverge",
+        description="Compare two settings, or an answer and a setting, of one model and prompt, "
+        "and name the first operation whose bits differ.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--a", metavar="SETTING", help="one setting (default: every default)")
+    parser.add_argument("--b", metavar="SETTING", default="", help="the other, likewise")
+    parser.add_argument("--answer", metavar="FILE", help="in place of --a and --prompt: "
+                        "of python -m detjax.generate --format jsonl, with n=1")  # fmt: skip
+    parser.add_argument("--line", type=int, metavar="N", help="of --answer, from 1; needed where "
+                        "there are several")  # fmt: skip
+    parser.add_argument("--prompt", metavar="TEXT", help="what to continue")
+    parser.add_argument("--deep", action="store_true",
+                        help="compare every operation though the answers are equal")  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="write one JSON object")
+    model = parser.add_argument_group("model")
+    model.add_argument("--model", default="novels-6m", metavar="DIR_OR_ID",
+                       help="a folder in Hugging Face format, or an id (default: the small model "
+                       "that comes with detjax)")  # fmt: skip
+    model.add_argument("--revision", help="branch, tag or commit of an id")
+    model.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16",
+                       help="of weights and compute; it chooses bits")  # fmt: skip
+    model.add_argument("--cast-weights", choices=("none", "bfloat16"), default="none",
+                       help="round a checkpoint of float16; it chooses bits")  # fmt: skip
+    sampling = parser.add_argument_group("sampling (of an answer: as it was asked for)")
+    for name, kind in (
+        ("max_tokens", int), ("temperature", float), ("top_k", int), ("top_p", float),
+        ("min_p", float), ("seed", int),
+    ):  # fmt: skip
+        default = 16 if name == "max_tokens" else getattr(SamplingParams(), name)
+        sampling.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default,
+                              help=f"default: {default}")  # fmt: skip
+    parser.add_argument("--cache-dir", default=GenerateArgs().cache_dir, metavar="DIR",
+                        help="where compiled programs are kept; none keeps none")  # fmt: skip
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit code."""
+    args = make_parser().parse_args(argv)
+    try:
+        return _run(args)
+    except (InputError, FloatingPointError) as error:
+        print(f"error: {one_line(str(error))}", file=sys.stderr)
+        return BAD_INPUT
+
+
+def _run(args: argparse.Namespace) -> int:
+    with bad_input("--b: "):
+        b = Setting.parse(args.b)
+    if args.answer is None:
+        if args.prompt is None:
+            raise InputError("there is no prompt; give --prompt TEXT, or --answer FILE")
+        if args.line is not None:
+            raise InputError("--line is of --answer, which is not given")
+        with bad_input("--a: "):
+            a: Setting | Answer = Setting.parse(args.a or "")
+    else:
+        if args.a is not None or args.prompt is not None:
+            raise InputError("--answer stands in place of --a and --prompt; leave those out")
+        a = _read_answer(args)
+    with bad_input():
+        names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed")
+        sampling = SamplingParams(**{name: getattr(args, name) for name in names})
+    divergence = _find(args, a, b, sampling)
+    print(json.dumps(divergence.to_dict()) if args.json else divergence)
+    return BITS_DIFFER if divergence.is_found else OK
+
+
+def _read_answer(args: argparse.Namespace) -> Answer:
+    with bad_input(f"--answer {args.answer}: "):
+        text = Path(args.answer).expanduser().read_text(encoding="utf-8")
+        lines = [line for line in text.splitlines() if line.strip()]
+        if len(lines) != 1 and args.line is None:
+            raise ValueError(f"it has {len(lines)} answers; choose one with --line N")
+        number = args.line or 1
+        if not 1 <= number <= len(lines):
+            raise ValueError(f"--line {number} must be from 1 to {len(lines)}")
+        return Answer.from_line(lines[number - 1])
+
+
+def _find(args: argparse.Namespace, a: Setting | Answer, b: Setting, sampling: SamplingParams):
+    """Load what the settings need, and compare."""
+    import jax
+
+    from detjax.cli.model import keep_compiled_programs
+    from detjax.diverge.find import find_divergence
+    from detjax.llm import find_model, load_on_devices
+    from detjax.models.hf_config import load_config
+    from detjax.models.loading import LoadedModel
+    from detjax.models.tokenizer import Tokenizer
+    from detjax.numerics import NumericsProfile
+    from detjax.parallel.mesh import configure_virtual_devices
+
+    keep_compiled_programs(args.cache_dir)
+    settings = [b] if isinstance(a, Answer) else [a, b]
+    with bad_input("--model: "):
+        folder = find_model(args.model, revision=args.revision)
+        tokenizer = Tokenizer.from_folder(folder)
+
+    def load(setting: Setting) -> LoadedModel:
+        model, _ = load_on_devices(
+            folder,
+            profile=NumericsProfile(weight_dtype=args.dtype, compute_dtype=args.dtype),
+            backend=setting.backend,
+            dp=setting.dp,
+            tp=setting.tp,
+            cast_weights=args.cast_weights,
+        )
+        return model
+
+    with bad_input():
+        # JAX makes its virtual devices once, when it starts: as many as the larger mesh needs.
+        configure_virtual_devices(max(setting.dp * setting.tp for setting in settings))
+        jax.devices()
+        prompt = a.prompt_token_ids if isinstance(a, Answer) else tokenizer.encode(args.prompt)
+        if not prompt:
+            raise InputError("--prompt has no tokens; give some text")
+        context = load_config(folder).max_position_embeddings
+        if len(prompt) >= context:
+            raise InputError(f"the prompt has {len(prompt)} tokens, and the context is {context}")
+        room = min(sampling.max_tokens, context - len(prompt))
+        sampling = dataclasses.replace(sampling, max_tokens=room)
+        return find_divergence(load, prompt, a, b, sampling=sampling, is_deep=args.deep)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Taps that keep what they see, and the engine's programs with what they saw as further results."""
+
+import dataclasses
+from collections import abc
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from detjax.models.loading import LoadedModel
+from detjax.models.taps import Share, WatchedOps
+from detjax.models.transformer import DecoderOps
+from detjax.parallel.mesh import DP_AXIS, TP_AXIS
+from detjax.serving.program_key import ProgramKey
+from detjax.serving.programs import ProgramCache
+
+_BY_RANK = P((DP_AXIS, TP_AXIS))
+# Values that every rank should have alike come back from every rank.
+_SPECS = {
+    Share.WHOLE.value: _BY_RANK,
+    Share.COLUMNS.value: P(DP_AXIS, TP_AXIS),
+    Share.ROWS.value: _BY_RANK,
+    Share.TERMS.value: _BY_RANK,
+}
+
+Values = dict[str, dict[str, jax.Array]]
+"""What was seen, by how ranks share it and by its number in order."""
+
+
+class Tap(NamedTuple):
+    """The result of one operation. `layer` is None before the first layer and after the last."""
+
+    layer: int | None
+    name: str
+
+    def __str__(self) -> str:
+        """Where it stands."""
+        return self.name if self.layer is None else f"layer {self.layer} {self.name}"
+
+
+class RecordedTaps:
+    """Keeps what it sees while one program is traced.
+
+    Attributes:
+        seen: (tap, how ranks share it) in the order of the program.
+    """
+
+    def __init__(self):
+        """Begin with nothing."""
+        self.seen: list[tuple[Tap, Share]] = []
+        self._values: list[jax.Array] = []
+        self._layer: int | None = None
+        self._prefix = ""
+
+    def begin(self) -> None:
+        """Forget what was seen, as another program is traced."""
+        self.seen, self._values = [], []
+        self._enter(None)
+
+    def watch(self, ops: DecoderOps, *, num_layers: int) -> DecoderOps:
+        """See the results of `ops`."""
+        return WatchedOps(ops, self, self._enter, num_layers=num_layers)
+
+    def see(self, name: str, value: jax.Array, share: Share = Share.WHOLE) -> None:
+        """Keep a value."""
+        self.seen.append((Tap(self._layer, self._prefix + name), share))
+        self._values.append(value)
+
+    def values(self) -> Values:
+        """What was seen, as results of the program."""
+        grouped: Values = {share.value: {} for share in Share}
+        for i, ((_, share), value) in enumerate(zip(self.seen, self._values, strict=True)):
+            grouped[share.value][f"{i:06}"] = value
+        return grouped
+
+    def replace(self, values: Values) -> None:
+        """Put other values in the place of those that were seen."""
+        by_number = {number: v for group in values.values() for number, v in group.items()}
+        self._values = [by_number[number] for number in sorted(by_number)]
+
+    def _enter(self, layer_idx: int | None, prefix: str = "") -> None:
+        self._layer, self._prefix = layer_idx, prefix
+
+
+OnLaunch = Callable[[ProgramKey, abc.Sequence[Any], jax.Array, dict[Tap, "Seen"]], None]
+"""Told (program, host operands, the cache after the launch, what its taps saw)."""
+
+
+class Seen(NamedTuple):
+    """A value as it lies over the mesh: global, and how ranks share it."""
+
+    value: np.ndarray
+    share: Share
+
+
+class TappedPrograms(ProgramCache):
+    """Programs for one engine, each of whose launches is told to `on_launch` with its taps.
+
+    They run the operations of `ProgramCache`, in its order and on its operands; the taps' values
+    are results besides. `find_divergence` compares their answers with those of plain programs.
+    """
+
+    def __init__(self, model: LoadedModel, *, num_pages: int, num_slots: int, window_len: int):
+        """Compile nothing yet. Arguments as in `ProgramCache`."""
+        super().__init__(model, num_pages=num_pages, num_slots=num_slots, window_len=window_len)
+        self._taps = RecordedTaps()
+        self._context = dataclasses.replace(self._context, taps=self._taps)
+        self._seen: dict[ProgramKey, list[tuple[Tap, Share]]] = {}
+        self.on_launch: OnLaunch | None = None
+
+    def get(self, key: ProgramKey, params: dict) -> Callable:
+        """Return a program that tells of its launches."""
+        return partial(self._launch, key, super().get(key, params))
+
+    def taps_of(self, key: ProgramKey) -> list[Tap]:
+        """The taps of a program that was traced, in order."""
+        return [tap for tap, _ in self._seen[key]]
+
+    def order_of_results(self, key: ProgramKey) -> list[Tap]:
+        """The taps of a program that was traced, in the order of its flat results."""
+        numbered = sorted((share.value, i) for i, (_, share) in enumerate(self._seen[key]))
+        return [self._seen[key][i][0] for _, i in numbered]
+
+    def _launch(self, key: ProgramKey, program: Callable, *operands):
+        params, tables, kv_cache, slots, sampling, *host = operands
+        *results, values = program(params, tables, kv_cache, slots, sampling, *host)
+        if self.on_launch is not None:
+            flat = {number: v for group in values.values() for number, v in group.items()}
+            seen = {
+                tap: Seen(np.asarray(flat[f"{i:06}"]), share)
+                for i, (tap, share) in enumerate(self._seen[key])
+            }
+            self.on_launch(key, host, results[0], seen)
+        return tuple(results)
+
+    def _local_step(self, key: ProgramKey) -> Callable:
+        local_step = super()._local_step(key)
+
+        def tapped(*operands):
+            self._taps.begin()
+            results = local_step(*operands)
+            self._seen[key] = list(self._taps.seen)
+            return *results, self._taps.values()
+
+        return tapped
+
+    def _specs(self, key: ProgramKey) -> tuple[tuple, tuple]:
+        of_operands, of_results = super()._specs(key)
+        return of_operands, (*of_results, _SPECS)
+
+    def _loop(self, count: int, body: Callable, carry: tuple) -> tuple:
+        """The same loop, with the values of each round beside its carry."""
+
+        def one(carry, i):
+            self._taps.begin()
+            return body(i, carry), self._taps.values()
+
+        carry, values = lax.scan(one, carry, jnp.arange(count, dtype=jnp.int32))
+        self._taps.replace(jax.tree.map(_by_row, values))
+        return carry
+
+
+def _by_row(rounds: jax.Array) -> jax.Array:
+    """From [rounds, rows, ...] the rounds of a row one after the other, [rows * rounds, ...]."""
+    return jnp.swapaxes(rounds, 0, 1).reshape(-1, *rounds.shape[2:])

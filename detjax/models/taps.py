@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the result of each operation can be seen while a program is traced.
+
+A tap adds no instruction: it is shown an array that the program computes in any case. Where nobody
+looks (`NoTaps`, the default of `ForwardContext`) a program lowers to the same text as without.
+Where an operation is one kernel, what lies inside cannot be seen: the tap is the kernel's result.
+"""
+
+import enum
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+
+from detjax.models.transformer import DecoderOps, Stream
+
+
+class Share(enum.Enum):
+    """How the ranks of "tp" share a value; its rows are always split over "dp"."""
+
+    WHOLE = "whole"  # every rank has all of it, and should have the same bits
+    COLUMNS = "columns"  # each rank has some columns
+    ROWS = "rows"  # each rank has some rows
+    TERMS = "terms"  # each rank has a term of a sum
+
+
+@runtime_checkable
+class Taps(Protocol):
+    """Who sees the results of operations, in their order."""
+
+    def watch(self, ops: DecoderOps, *, num_layers: int) -> DecoderOps:
+        """The operations to run in place of `ops`: they must give the same."""
+        ...
+
+    def see(self, name: str, value: jax.Array, share: Share = Share.WHOLE) -> None:
+        """Look at the result of an operation.
+
+        Args:
+            name: What it is; the layer is known from `watch`.
+            value: A row a token, or a row a sequence.
+            share: How ranks share it.
+        """
+        ...
+
+
+class NoTaps:
+    """Nobody looks."""
+
+    def watch(self, ops: DecoderOps, *, num_layers: int) -> DecoderOps:
+        """The operations as they are."""
+        return ops
+
+    def see(self, name: str, value: jax.Array, share: Share = Share.WHOLE) -> None:
+        """Do nothing."""
+
+
+NO_TAPS = NoTaps()
+
+
+@runtime_checkable
+class Enters(Protocol):
+    """Told where in the decoder the next operations stand."""
+
+    def __call__(self, layer_idx: int | None, prefix: str = "") -> None:
+        """Begin a part of a layer, or what follows the last (None); names in it get `prefix`."""
+        ...
+
+
+class WatchedOps:
+    """The operations of a decoder, whose results are shown to `taps` as they come.
+
+    In a layer: `attention`, the heads' results; `o_residual`, the residual stream behind o;
+    `mlp_norm`, its normalised rows where there are any; `gated`, the channels of the feed-forward
+    layer; `down_residual`, the residual stream behind down. The normalised rows that go to the next
+    layer are that layer's `attn_norm`.
+    """
+
+    def __init__(self, ops: DecoderOps, taps: Taps, enter: Enters, *, num_layers: int):
+        """Begin before the first layer.
+
+        Args:
+            ops: What is done.
+            taps: Who looks.
+            enter: Told of each part of the decoder.
+            num_layers: Of the model.
+        """
+        self._ops, self._taps, self._enter = ops, taps, enter
+        self._num_layers, self._layer_idx, self._is_mlp = num_layers, 0, False
+        self._num_rows = 0
+
+    def embed(self, table: jax.Array, ids: jax.Array, gain: jax.Array) -> Stream:
+        """As the operations watched do."""
+        stream = self._ops.embed(table, ids, gain)
+        self._num_rows = len(ids)
+        self._taps.see("embed", stream.residual)
+        self._enter(0)
+        self._see_norm("attn_norm", stream)
+        return stream
+
+    def attend(
+        self, layer_idx: int, weights: dict[str, Any], stream: Stream, cache: Any
+    ) -> tuple[Any, jax.Array]:
+        """As the operations watched do."""
+        self._layer_idx, self._is_mlp = layer_idx, False
+        cache, heads = self._ops.attend(layer_idx, weights, stream, cache)
+        self._taps.see("attention", heads, Share.COLUMNS)
+        return cache, heads
+
+    def gate(self, weights: dict[str, Any], stream: Stream) -> jax.Array:
+        """As the operations watched do."""
+        channels = self._ops.gate(weights, stream)
+        self._taps.see("gated", channels, Share.COLUMNS)
+        self._is_mlp = True
+        return channels
+
+    def add_norm(
+        self, x: jax.Array, w: Any, bias: jax.Array | None, gain: jax.Array, stream: Stream
+    ) -> Stream:
+        """As the operations watched do."""
+        self._enter(self._layer_idx, "down_" if self._is_mlp else "o_")
+        stream = self._ops.add_norm(x, w, bias, gain, stream)
+        is_scattered = len(stream.residual) != self._num_rows
+        self._taps.see("residual", stream.residual, Share.ROWS if is_scattered else Share.WHOLE)
+        next_idx = self._layer_idx + self._is_mlp
+        if next_idx == self._num_layers:
+            self._enter(None)
+            return stream
+        self._enter(next_idx)
+        self._see_norm("attn_norm" if self._is_mlp else "mlp_norm", stream)
+        return stream
+
+    def _see_norm(self, name: str, stream: Stream) -> None:
+        if stream.x is not None:
+            self._taps.see(name, stream.x)
