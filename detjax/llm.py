@@ -531,6 +531,8 @@ class LLM:
                 max_len=max_len,
                 limit="the model's context" if is_all else "max_len",
                 is_deterministic=self.config.engine.mode != "fast",
+                tokenizer=self.tokenizer,
+                eos_token_ids=self.config.model.eos_token_ids,
             )
             for i, ((_, ids), params) in enumerate(zip(asked, samplings, strict=True))
         ]

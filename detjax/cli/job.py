@@ -32,8 +32,10 @@ class Job:
 
     @property
     def seqs(self) -> tuple[tuple[int, int], ...]:
-        """(prompt, sequence) of every completion, in the order in which they are written."""
-        return tuple((i, s) for i, r in enumerate(self.requests) for s in range(r.sampling.n))
+        """(prompt, sequence) of every completion that is made."""
+        return tuple(
+            (i, s) for i, r in enumerate(self.requests) for s in range(r.sampling.num_sequences)
+        )
 
 
 def make_job(
@@ -60,9 +62,11 @@ def make_job(
                     max_len=context,
                     limit="the model's context",
                     is_deterministic=args.mode != "fast",
+                    tokenizer=tokenizer,
+                    eos_token_ids=config.eos_token_ids,
                 )
             )
-    _check_number(len(requests) * sampling.n)
+    _check_number(sum(request.sampling.num_sequences for request in requests))
     _check_pages(args, prompts, requests)
     longest = max(len(r.prompt_token_ids) + r.sampling.max_tokens for r in requests)
     return Job(

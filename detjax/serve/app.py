@@ -31,6 +31,7 @@ from detjax.serve.protocol import (
     sampling_params,
 )
 from detjax.serve.service import Piece, Service, ServiceState
+from detjax.serving.completions import best
 from detjax.serving.request import FinishReason
 
 LOG = logging.getLogger("detjax.serve")
@@ -323,21 +324,24 @@ class _Routes:
 
     async def _whole(self, request: Request, asked: Asked) -> Json:
         """The answer in one piece."""
-        n = asked.shape.sampling.n
-        parts: dict[int, list[Piece]] = {}
+        sampling = asked.shape.sampling
+        parts: dict[int, dict[int, list[Piece]]] = {}
         pieces = self._pieces(request, asked)
         async with contextlib.aclosing(pieces):
             async for prompt, piece in pieces:
                 _raise_failed(piece)
-                parts.setdefault(prompt * n + piece.sequence_idx, []).append(piece)
+                parts.setdefault(prompt, {}).setdefault(piece.sequence_idx, []).append(piece)
         choices, num_tokens = [], 0
-        for index, found in sorted(parts.items()):
-            done = found[-1].completion
-            assert done is not None
-            tokens = [token for piece in found for token in piece.tokens]
-            text = asked.questions[index // n].echo + "".join(piece.text for piece in found)
-            choices.append(asked.shape.choice(index, text, tokens, done))
-            num_tokens += len(done.token_ids)
+        for prompt, of_prompt in sorted(parts.items()):
+            made = [
+                done for _, found in sorted(of_prompt.items()) if (done := found[-1].completion)
+            ]
+            num_tokens += sum(len(done.token_ids) for done in made)
+            for done in best(made, sampling):
+                found = of_prompt[done.sequence_idx]
+                tokens = [token for piece in found for token in piece.tokens]
+                text = asked.questions[prompt].echo + "".join(piece.text for piece in found)
+                choices.append(asked.shape.choice(len(choices), text, tokens, done))
         num_prompt = sum(len(question.token_ids) for question in asked.questions)
         return asked.shape.card(is_chunk=False) | {
             "choices": choices,

@@ -43,6 +43,10 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             the seed is 0 where none is given, so that the same request has the same answer.
         stop: Up to 16 texts that end the answer.
         stop_token_ids: Tokens that do.
+        include_stop_str_in_output, ignore_eos, min_tokens, allowed_token_ids, bad_words,
+        repetition_penalty, presence_penalty, frequency_penalty, logprobs_mode: As `SamplingParams`
+            has them.
+        logit_bias: A number for each of some token ids, which are texts in JSON.
         stream: Send each piece as it is made (server-sent events).
         stream_options: Only with `stream`.
         is_deterministic: Whether the answer must be the canonical one; null is what the server's
@@ -53,7 +57,6 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         return_logprob_bytes: Put the exact float32 logprobs into the answer, as base64 of
             little-endian bytes.
         user, metadata: For the caller's own records; they decide nothing.
-        presence_penalty, frequency_penalty, logit_bias: Taken only as 0 and empty.
     """
 
     model: str
@@ -74,9 +77,16 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     return_logprob_bytes: bool = False
     user: str = ""
     metadata: dict[str, str] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    allowed_token_ids: TokenIds | None = None
+    bad_words: list[str] = []
+    repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[str, float] | None = None
+    logprobs_mode: str = "raw"
 
     def stops(self) -> tuple[str, ...]:
         """The stop strings."""
@@ -85,13 +95,26 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             raise RefusedError(f"stop has {len(stops)} texts, more than 16", field="stop")
         return stops
 
+    def biases(self) -> dict[int, float]:
+        """The bias of each token id."""
+        biases = {}
+        for key, bias in (self.logit_bias or {}).items():
+            if not key.isascii() or not key.isdigit():
+                raise RefusedError(f"logit_bias of {key!r}: give a token id", field="logit_bias")
+            biases[int(key)] = bias
+        return biases
+
+    def num_candidates(self) -> int:
+        """Answers that are made, of which the best are given; 0 is those that are given."""
+        return 0
+
     def check(self) -> None:
         """Refuse what would have to be ignored."""
-        for name in ("presence_penalty", "frequency_penalty"):
-            if value := getattr(self, name):
-                raise RefusedError(f"{name}={value} is not supported: only 0 is", field=name)
-        if self.logit_bias:
-            raise RefusedError("logit_bias is not supported: leave it empty", field="logit_bias")
+        if self.allowed_token_ids == []:
+            raise RefusedError(
+                "allowed_token_ids is empty, which leaves no token; leave it out to allow all",
+                field="allowed_token_ids",
+            )
         if self.stream_options is not None and not self.stream:
             raise RefusedError("stream_options needs stream=true", field="stream_options")
 
@@ -104,7 +127,8 @@ class CompletionRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True
         max_tokens: Most tokens of an answer.
         logprobs: How many of the most likely tokens to report at each position, up to 64.
         echo: Begin the text with the prompt.
-        best_of: Taken only as `n`.
+        best_of: Answers that are made, of which the `n` with the greatest sum of logprobs are
+            given, best first. Not with `stream`.
         suffix: Taken only as null.
     """
 
@@ -114,6 +138,10 @@ class CompletionRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True
     echo: bool = False
     best_of: int | None = None
     suffix: str | None = None
+
+    def num_candidates(self) -> int:
+        """Answers that are made, of which the best are given; 0 is those that are given."""
+        return self.best_of or 0
 
     def prompts(self) -> list[str | TokenIds]:
         """The prompts, one an entry."""
@@ -130,9 +158,10 @@ class CompletionRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True
     def check(self) -> None:
         """Refuse what would have to be ignored."""
         super().check()
-        if self.best_of not in (None, self.n):
+        if self.stream and self.best_of not in (None, self.n):
             raise RefusedError(
-                f"best_of={self.best_of} is not supported where it is not n={self.n}",
+                f"best_of={self.best_of} does not go with stream=true: the best are known when all "
+                "have ended",
                 field="best_of",
             )
         if self.suffix:
@@ -272,9 +301,20 @@ def sampling_params(fields: SamplingFields, *, max_tokens: int, num_top: int) ->
             stop=fields.stops(),
             stop_token_ids=tuple(fields.stop_token_ids),
             num_top_logprobs=num_top,
+            best_of=fields.num_candidates(),
+            logit_bias=tuple(fields.biases().items()),
+            allowed_token_ids=tuple(fields.allowed_token_ids or ()),
+            bad_words=tuple(fields.bad_words),
+            ignore_eos=fields.ignore_eos,
+            min_tokens=fields.min_tokens,
+            repetition_penalty=fields.repetition_penalty,
+            presence_penalty=fields.presence_penalty,
+            frequency_penalty=fields.frequency_penalty,
+            logprobs_mode=fields.logprobs_mode,
+            include_stop_str_in_output=fields.include_stop_str_in_output,
         )
     except ValueError as error:
         if isinstance(error, RefusedError):
             raise
-        field = str(error).partition("=")[0]
+        field = str(error).partition("=")[0].partition("[")[0]
         raise RefusedError(str(error), field=field if field.isidentifier() else "") from error

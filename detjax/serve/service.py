@@ -4,7 +4,6 @@
 import asyncio
 import collections
 import contextlib
-import dataclasses
 import enum
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from detjax.serving.engine import Engine
 from detjax.serving.errors import EngineFullError, EngineStoppedError
 from detjax.serving.metrics import EngineStats
 from detjax.serving.request import Completion, FinishReason, SamplingParams, TokenEvent
-from detjax.serving.text import TextStream
+from detjax.serving.text import TextStream, token_sampling
 
 
 class ServiceState(enum.Enum):
@@ -91,8 +90,14 @@ class Piece:
 class _Sequence:
     """One sequence while it is made. The engine's thread pushes; the stream takes what was told."""
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], prompt_ids: Sequence[int]):
-        self._stream = TextStream(tokenizer, stops, prompt_ids=prompt_ids)
+    def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams, prompt_ids: Sequence[int]):
+        self._stream = TextStream(
+            tokenizer,
+            sampling.stop,
+            prompt_ids=prompt_ids,
+            min_tokens=sampling.min_tokens,
+            includes_stop=sampling.include_stop_str_in_output,
+        )
         self._tokens: list[tuple[TokenEvent, str]] = []
         self._num_taken = 0
 
@@ -225,12 +230,17 @@ class Service:
             RefusedError: If the engine cannot run it, is full, or has stopped; after
                 `Limits.request_s`.
         """
+        tokenizer = self.model.tokenizer
         sequences = [
-            _Sequence(self.model.tokenizer, sampling.stop, prompt_ids) for _ in range(sampling.n)
+            _Sequence(tokenizer, sampling, prompt_ids) for _ in range(sampling.num_sequences)
         ]
+        try:
+            of_tokens = token_sampling(sampling, tokenizer)
+        except ValueError as error:
+            raise RefusedError(str(error), field="bad_words") from error
         outputs = self._engine.stream(
             prompt_ids,
-            dataclasses.replace(sampling, stop=()),
+            of_tokens,
             is_deterministic=is_deterministic,
             priority=priority,
             cache_salt=cache_salt,

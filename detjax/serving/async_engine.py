@@ -49,7 +49,7 @@ class AsyncEngine:
             on_token=on_token,
         )
         queue = self._queues[request_id] = asyncio.Queue()
-        num_left = sampling.n
+        num_left = sampling.num_sequences
         try:
             while num_left:
                 self._start_pump()

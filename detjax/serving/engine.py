@@ -167,7 +167,7 @@ class Engine:
         )
         self._input_processor.check(request, "the prompt")
         num_queued, max_waiting = self._input_processor.num_queued, self._config.max_waiting
-        if num_queued + request.sampling.n > max_waiting:
+        if num_queued + request.sampling.num_sequences > max_waiting:
             raise EngineFullError(
                 f"{num_queued} sequences wait, and {max_waiting=}; try again later, or raise it"
             )
@@ -309,6 +309,7 @@ class Engine:
         self._runner.set_least(
             num_top=max((r.sampling.num_top_logprobs for r in requests), default=0),
             with_filters=any(r.sampling.is_filtered for r in requests),
+            with_adjustments=any(r.sampling.is_adjusted for r in requests),
         )
         run = GenerateRun(requests, on_token)
         try:
@@ -372,15 +373,17 @@ class Engine:
         progress: Callable[[str, int, int], None] = ignore_compiling,
         *,
         with_filters: bool = False,
+        with_adjustments: bool = False,
         num_top_logprobs: int = 0,
     ) -> None:
         """Compile ahead the programs that requests will need, several at a time.
 
-        A program filters if a request of its step has a top-k, top-p or min-p. It reports as many
+        A program filters if a request of its step has a top-k, top-p or min-p. It adjusts if one
+        has biases, masks, penalties or processed logprobs. It reports as many
         top logprobs as any request of its step wants, rounded up to 4, 16 or 64.
 
-        - Compiled here, always: the programs that do neither.
-        - Compiled here, if asked for: those that filter, those that report, those that do both.
+        - Compiled here, always: the programs that do nothing of this.
+        - Compiled here, if asked for: those that filter, adjust or report, in every combination.
         - Compiled by the step that first needs it: any other. All requests wait, for seconds.
 
         So with `num_top_logprobs=10` a step whose requests want 5 to 16, or none, has its program;
@@ -389,6 +392,8 @@ class Engine:
         Args:
             progress: Told (what, done, total).
             with_filters: Compile for requests with a top-k, top-p or min-p, too.
+            with_adjustments: Compile for requests with biases, masks, penalties or processed
+                logprobs, too.
             num_top_logprobs: Compile for requests that want this many top logprobs, too; at most
                 64, and 0 compiles for none.
 
@@ -399,7 +404,12 @@ class Engine:
         self._refuse_if_stopped()
         if not 0 <= num_top_logprobs <= MAX_TOP_LOGPROBS:
             raise ValueError(f"{num_top_logprobs=} must be in [0, {MAX_TOP_LOGPROBS}]")
-        self._runner.compile(progress, with_filters=with_filters, num_top_logprobs=num_top_logprobs)
+        self._runner.compile(
+            progress,
+            with_filters=with_filters,
+            with_adjustments=with_adjustments,
+            num_top_logprobs=num_top_logprobs,
+        )
 
     # -------------------------------------------------------------------------------- observability
 

@@ -12,6 +12,7 @@ from detjax.serving.output_processor import OutputProcessor
 from detjax.serving.request import MAX_SEQUENCES, FinishReason, Request
 from detjax.serving.request_states import Arrival, RequestStates
 from detjax.serving.sampling import SamplingRows
+from detjax.serving.sampling_checks import check_token_ids
 from detjax.serving.scheduler import Scheduler
 from detjax.serving.sequence import Listener, OnToken, Sequence
 from detjax.serving.stat_logger import StatLogger
@@ -72,11 +73,16 @@ class InputProcessor:
                 raise ValueError(
                     f"{what} has token id {token_id}, outside the vocabulary of {vocab_size}"
                 )
-        if request.sampling.stop:
-            raise ValueError(
-                f"{what} has stop={request.sampling.stop!r}, and an engine knows tokens, not "
-                "text: ask detjax.LLM, or give the requests to detjax.serving.text.TextBatch"
-            )
+        sampling = request.sampling
+        for name in ("stop", "bad_words", "include_stop_str_in_output"):
+            if value := getattr(sampling, name):
+                raise ValueError(
+                    f"{what} has {name}={value!r}, and an engine knows tokens, not text: ask "
+                    "detjax.LLM, or give the requests to detjax.serving.text.TextBatch"
+                )
+        check_token_ids(
+            sampling, what, vocab_size=vocab_size, eos_token_ids=self._model.eos_token_ids
+        )
         if request.sampling.num_top_logprobs > vocab_size:
             raise ValueError(
                 f"{what} asks for num_top_logprobs={request.sampling.num_top_logprobs}, more than "
@@ -106,7 +112,7 @@ class InputProcessor:
         states, num_taken = self._states, 0
         while states.inbox and num_taken < MAX_TAKEN:
             arrival = states.inbox[0]
-            num_taken += arrival.request.sampling.n
+            num_taken += arrival.request.sampling.num_sequences
             # It stays in the inbox until it is known, and `Recovery` drops whom it finds in both.
             self._arrive(arrival)
             states.pop_inbox()
@@ -126,14 +132,14 @@ class InputProcessor:
         self._stat_logger.stats.num_requests += 1
         try:
             # WHY: as every launch will lay them out, so that none raises for those beside it.
-            SamplingRows.pack([(sampling, sampling.n - 1)])
+            SamplingRows.pack([(sampling, sampling.num_sequences - 1)])
             np.asarray(prompt, np.int32)
-            ends = frozenset((*self._model.eos_token_ids, *sampling.stop_token_ids))
+            ends = sampling.end_token_ids(self._model.eos_token_ids)
         except Exception as error:
-            self._stat_logger.stats.num_failed += sampling.n
+            self._stat_logger.stats.num_failed += sampling.num_sequences
             self._output_processor.refuse(arrival, LayoutError(f"it cannot be laid out: {error!r}"))
             return
-        seqs = [self._sequence(arrival, i, ends) for i in range(sampling.n)]
+        seqs = [self._sequence(arrival, i, ends) for i in range(sampling.num_sequences)]
         for seq in seqs:
             self._scheduler.add(seq)
             self._stat_logger.note_arrival(seq)

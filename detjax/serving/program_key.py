@@ -31,6 +31,8 @@ class ProgramKey:
         weights: "full", or the name of the 8-bit dtype that a `fast` step's weights have.
         num_top: How many of the most likely tokens it reports.
         with_filters: Whether a row has a top-k, top-p or min-p.
+        text_len: Tokens that the longest text may have, where a row has adjustments (biases, masks,
+            penalties, processed logprobs); 0 where none has.
     """
 
     kind: ProgramKind
@@ -41,6 +43,7 @@ class ProgramKey:
     weights: str
     num_top: int
     with_filters: bool
+    text_len: int = 0
 
     @property
     def name(self) -> str:
@@ -68,6 +71,7 @@ def program_keys(
     *,
     num_tops: abc.Sequence[int] = (0,),
     filters: abc.Sequence[bool] = (False,),
+    text_lens: abc.Sequence[int] = (0,),
 ) -> list[ProgramKey]:
     """The programs that requests can need, in the order of their first use.
 
@@ -75,6 +79,7 @@ def program_keys(
         config: Of each replica.
         num_tops: Numbers of top logprobs, of `NUM_TOP_SIZES`.
         filters: Whether a row has a top-k, top-p or min-p: both, if some requests have.
+        text_lens: As `ProgramKey` has it: 0 and the longest, if some requests have adjustments.
     """
     return [
         ProgramKey(
@@ -86,8 +91,9 @@ def program_keys(
             weights=weights,
             num_top=num_top,
             with_filters=with_filters,
+            text_len=text_len,
         )
-        for with_filters, num_top in itertools.product(filters, num_tops)
+        for with_filters, num_top, text_len in itertools.product(filters, num_tops, text_lens)
         for kind, rows, length, mode, weights in _steps(config)
         for table_len in table_lens(kind, config)
     ]

@@ -13,10 +13,19 @@ from detjax.array_types import Array, Bool, Float32, Int32
 from detjax.models.layers import ForwardContext
 from detjax.pallas_kernels.log_softmax.api import block_stats, log_probs, log_sum_exp
 from detjax.pallas_kernels.sampling import noise
-from detjax.pallas_kernels.sampling.api import gumbel_scores, nucleus_sums, stats_and_choice
+from detjax.pallas_kernels.sampling.api import (
+    adjust_logits,
+    gumbel_scores,
+    nucleus_sums,
+    stats_and_choice,
+)
 from detjax.parallel.collectives import gather_columns
 from detjax.parallel.mesh import TP_AXIS
+from detjax.serving.logits_processors import ProcessedLogits
 from detjax.serving.request import SamplingParams
+
+NO_TOKEN_LOGPROB = np.float32(np.inf)
+"""The logprob of a choice where no token was possible, which no token can have."""
 
 
 @jax.tree_util.register_dataclass
@@ -98,6 +107,26 @@ def _kept_tokens(
     return lax.dynamic_slice_in_dim(by_token, start, width, axis=1)
 
 
+def _reported(processed: ProcessedLogits, logits, rows: SamplingRows, kept, *, backend):
+    """What logprobs are of: the model's logits, or those that a row is sampled from."""
+    ones = jnp.ones(logits.shape, jnp.int32)
+    factor, none = processed.inverse_temperature, jnp.zeros(len(logits), jnp.float32)
+    # ROUND: one product with the rounded reciprocal of the temperature.
+    scaled = adjust_logits(
+        processed.logits,
+        jnp.zeros(logits.shape, jnp.float32),
+        ones,
+        (factor, factor),
+        (none, none),
+        backend=backend,
+    )
+    if kept is not None:
+        # WHY: a greedy row never looks at its filters, whatever its neighbours do.
+        is_kept = kept | (rows.temperature == 0.0)[:, None]
+        scaled = jnp.where(is_kept, scaled, -jnp.inf)
+    return jnp.where(processed.is_processed[:, None], scaled, logits)
+
+
 def _best_over_ranks(values, ids):
     """The largest of the ranks' values and its id; the lowest rank wins a tie."""
     all_values = gather_columns(values[:, None], TP_AXIS)
@@ -129,6 +158,7 @@ def choose(
     *,
     num_top: int,
     with_filters: bool,
+    processed: ProcessedLogits | None = None,
 ) -> Choice:
     """Choose the token at `positions` of each row, inside `shard_map`.
 
@@ -140,19 +170,30 @@ def choose(
         num_top: How many of the most likely tokens to report.
         with_filters: Whether some row has a top-k, top-p or min-p. Rows without one have the same
             bits either way.
+        processed: What to sample from, where some row has adjustments. Rows without have the same
+            bits either way.
 
     Numerics:
-        Log-probabilities are of the logits as they are: temperature 1, before any filter. Kernels
-        do the arithmetic; gathers, comparisons, sorts and argmax are exact.
+        Log-probabilities are of the logits as they are, at temperature 1, before any filter; of a
+        row whose `is_processed` is set, of what it is sampled from. Where no token is possible the
+        logprob is `NO_TOKEN_LOGPROB`. Kernels do the arithmetic; gathers, comparisons, sorts and
+        argmax are exact.
     """
     backend = ctx.backend
     first = lax.axis_index(TP_AXIS) * logits.shape[1]
     key = noise.row_key(rows.seed_low, rows.seed_high, rows.sequence_idx, positions)
     vocab_block = ctx.profile.vocab_block
-    if with_filters:
+    if with_filters or processed is not None:
+        adjusted = logits if processed is None else processed.logits
+        kept = _kept_tokens(ctx, adjusted, rows) if with_filters else None
+        if processed is not None:
+            logits = _reported(processed, logits, rows, kept, backend=backend)
         maxima, sums = block_stats(logits, vocab_block=vocab_block, backend=backend)
-        scores = gumbel_scores(logits, rows.temperature, key, first_token_id=first, backend=backend)
-        scores = jnp.where(_kept_tokens(ctx, logits, rows), scores, -jnp.inf)
+        scores = gumbel_scores(
+            adjusted, rows.temperature, key, first_token_id=first, backend=backend
+        )
+        if kept is not None:
+            scores = jnp.where(kept, scores, -jnp.inf)
         best, best_id = jnp.max(scores, axis=1), first + jnp.argmax(scores, axis=1)
     else:
         maxima, sums, best, best_id = stats_and_choice(
@@ -175,9 +216,13 @@ def choose(
 
     top_values, top_ids = _most_likely(logits, first, num_top)
     logprobs = log_probs(jnp.concatenate([chosen, top_values], axis=1), lse, backend=backend)
+    chosen_logprobs = logprobs[:, 0]
+    if processed is not None:
+        is_none = jnp.max(gather_columns(best[:, None], TP_AXIS), axis=1) == -jnp.inf
+        chosen_logprobs = jnp.where(is_none, NO_TOKEN_LOGPROB, chosen_logprobs)
     return Choice(
         token_ids=token_ids,
-        logprobs=logprobs[:, 0],
+        logprobs=chosen_logprobs,
         top_ids=top_ids,
         top_logprobs=logprobs[:, 1:],
     )

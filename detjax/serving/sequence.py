@@ -6,6 +6,9 @@ from collections import abc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+import numpy as np
 
 from detjax.serving.errors import OutOfPagesError
 from detjax.serving.request import FinishReason, Request, TokenEvent
@@ -20,6 +23,18 @@ It may call `add_request` and `cancel`, and must not call `step`, `drain`, `gene
 def ignore_token(event: TokenEvent) -> bool:
     """Let the sequence go on."""
     return False
+
+
+@runtime_checkable
+class GuidesTokens(Protocol):
+    """What a grammar says of a completion."""
+
+    def banned(self, output_ids: abc.Sequence[int]) -> np.ndarray:
+        """Bits of the tokens that may not follow the completion so far: int32 [n].
+
+        Called with ever longer completions of one sequence.
+        """
+        ...
 
 
 class SequenceState(enum.Enum):
@@ -62,8 +77,10 @@ class Sequence:
         max_len: Length at which it ends.
         end_token_ids: Tokens that end it.
         listener: Who hears of its tokens.
+        guide: Its grammar, which looks at every token before the next; None where it has none.
         tokens: The prompt and what has been committed.
         is_filtered: Whether it has a top-k, top-p or min-p.
+        is_adjusted: Whether it has biases, masks, penalties or processed logprobs.
         service_order: Order of service; the lowest is never preempted by another.
         state: Waiting, running or done.
         replica: Where it runs.
@@ -89,8 +106,10 @@ class Sequence:
     max_len: int
     end_token_ids: frozenset[int] = frozenset()
     listener: Listener = field(default_factory=Listener)
+    guide: GuidesTokens | None = None
     tokens: list[int] = field(init=False)
     is_filtered: bool = field(init=False)
+    is_adjusted: bool = field(init=False)
     service_order: tuple[int, int] = (0, 0)
     state: SequenceState = SequenceState.WAITING
     replica: int = 0
@@ -111,6 +130,7 @@ class Sequence:
         """Begin with the prompt."""
         self.tokens = list(self.request.prompt_token_ids)
         self.is_filtered = self.request.sampling.is_filtered
+        self.is_adjusted = self.request.sampling.is_adjusted
         self.listener.told_len = len(self.tokens)
 
     @property
@@ -122,6 +142,11 @@ class Sequence:
     def num_outputs(self) -> int:
         """Tokens committed so far."""
         return len(self.tokens) - len(self.request.prompt_token_ids)
+
+    @property
+    def output_ids(self) -> list[int]:
+        """Tokens committed so far."""
+        return self.tokens[len(self.request.prompt_token_ids) :]
 
     @property
     def len_bound(self) -> int:

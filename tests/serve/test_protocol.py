@@ -46,9 +46,8 @@ def test_what_is_no_request_is_refused(text):
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
-        ({"presence_penalty": 0.5}, "presence_penalty"),
-        ({"logit_bias": {"5": 1}}, "logit_bias"),
-        ({"best_of": 2}, "best_of"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"best_of": 2, "stream": True}, "best_of"),
         ({"suffix": "end"}, "suffix"),
         ({"echo": True, "logprobs": 1}, "echo"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
@@ -88,13 +87,41 @@ def test_values_that_ask_for_nothing_are_taken():
 
 @pytest.mark.parametrize(
     ("fields", "field"),
-    [({"temperature": -1}, "temperature"), ({"n": 5000}, "n"), ({"stop": ["x"] * 17}, "stop")],
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"n": 5000}, "n"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"presence_penalty": 2.5}, "presence_penalty"),
+        ({"best_of": 2, "n": 3}, "best_of"),
+        ({"logit_bias": {"a": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": 1e30}}, "logit_bias"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"min_tokens": 99}, "min_tokens"),
+        ({"logprobs_mode": "both"}, "logprobs_mode"),
+    ],
 )
 def test_sampling_out_of_range_is_named(fields, field):
     asked = parse(body(**fields), CompletionRequest)
     with pytest.raises(RefusedError) as refused:
         sampling_params(asked, max_tokens=5, num_top=0)
     assert refused.value.field == field
+
+
+def test_every_sampling_field_of_a_request_is_passed_on():
+    given = {
+        "top_k": 3, "min_p": 0.5, "stop_token_ids": [4], "best_of": 3, "ignore_eos": True,
+        "min_tokens": 2, "allowed_token_ids": [5, 6], "bad_words": ["x"], "logprobs_mode":
+        "processed", "repetition_penalty": 1.5, "presence_penalty": 0.25, "frequency_penalty": -1.0,
+        "include_stop_str_in_output": True, "stop": ["y"], "seed": 7, "n": 2, "temperature": 0.5,
+        "top_p": 0.75,
+    }  # fmt: skip
+    asked = parse(body(**given, logit_bias={"5": 1}), CompletionRequest)
+    asked.check()
+    sampling = sampling_params(asked, max_tokens=5, num_top=0)
+    assert sampling.logit_bias == ((5, 1.0),)
+    for name, value in given.items():
+        value = tuple(value) if isinstance(value, list) else value
+        assert getattr(sampling, name) == value, name
 
 
 @pytest.mark.parametrize(
