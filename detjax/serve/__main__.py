@@ -54,10 +54,13 @@ def make_parser() -> argparse.ArgumentParser:
     engine.add_argument("--dp", type=int, default=1, help="replicas")
     engine.add_argument("--max-len", type=int, help="most tokens of a prompt and its answer")
     engine.add_argument("--batch-size", type=int, help="sequences that run at once")
+    engine.add_argument("--decode-batches", type=int, nargs="+", metavar="N",
+                        help="smaller batches that a decode step is compiled for, too")  # fmt: skip
     engine.add_argument("--max-waiting", type=int, default=4096,
                         help="sequences that may wait; more are answered with 429")  # fmt: skip
-    engine.add_argument("--kv-memory", type=float, default=0.9, metavar="SHARE",
-                        help="of the GPU's memory, for weights and cache together")  # fmt: skip
+    engine.add_argument("--kv-memory", type=float, metavar="SHARE",
+                        help="of the GPU's memory, for weights and cache together (default: 0.9); "
+                        "not on a CPU")  # fmt: skip
     engine.add_argument("--no-compile", action="store_true",
                         help="compile a program when first wanted")  # fmt: skip
     http = parser.add_argument_group("server")
@@ -110,8 +113,19 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error("--api-key is empty; leave it out to serve without one")
     if not 0 <= args.port < 2**16:
         parser.error(f"--port {args.port} must be from 0 to 65535")
-    if not 0 < args.kv_memory <= 1:
+    if args.kv_memory is not None and not 0 < args.kv_memory <= 1:
         parser.error(f"--kv-memory {args.kv_memory} must be above 0 and at most 1")
+    if args.requests_per_key and not args.api_key:
+        parser.error(
+            f"--requests-per-key {args.requests_per_key} counts by key, and there is none; give "
+            "--api-key too"
+        )
+    for name in ("host", "served_model_name"):
+        if getattr(args, name) is not None and not getattr(args, name).strip():
+            parser.error(f"--{name.replace('_', '-')} is empty; leave it out for its default")
+    for name in ("tp", "dp", "max_len", "batch_size", "max_waiting"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
     for name in ("max_body_mb", "drain_timeout"):
         if not 0 < getattr(args, name) < 1e6:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)} must be above 0")

@@ -13,11 +13,9 @@ import numpy as np
 
 from detjax.models.tokenizer import Tokenizer
 from detjax.serve.service import Piece
-from detjax.serving.request import Completion, FinishReason, SamplingParams, TokenEvent
+from detjax.serving.request import FinishReason, SamplingParams, TokenEvent
 
 Json = dict[str, Any]
-
-_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,17 +58,18 @@ class Shape:
             "system_fingerprint": self.fingerprint,
         }
 
-    def choice(
-        self, index: int, text: str, tokens: Sequence[tuple[TokenEvent, str]], done: Completion
-    ) -> Json:
-        """A whole choice."""
-        choice: Json = {"index": index, "finish_reason": finish_reason(done)}
+    def choice(self, index: int, echo: str, pieces: Sequence[Piece]) -> Json:
+        """A whole choice, of all its pieces."""
+        last = pieces[-1]
+        text = echo + "".join(piece.text for piece in pieces)
+        tokens = [token for piece in pieces for token in piece.tokens]
+        choice: Json = {"index": index, "finish_reason": _reason(last.finish_reason)}
         if self.is_chat:
             choice["message"] = {"role": "assistant", "content": text, "refusal": None}
         else:
             choice["text"] = text
         choice["logprobs"] = self.logprobs(tokens, 0)
-        return choice | self.proof(done)
+        return choice | self.proof(last)
 
     def chunk(self, index: int, piece: Piece, offset: int, *, is_first: bool) -> Json:
         """A choice of a chunk: what is new."""
@@ -84,18 +83,26 @@ class Shape:
         if self.has_token_ids:
             choice["token_ids"] = [event.token_id for event, _ in piece.tokens]
         if piece.completion is not None:
-            choice["finish_reason"] = finish_reason(piece.completion)
-            choice |= self.proof(piece.completion)
+            choice["finish_reason"] = _reason(piece.finish_reason)
+            choice |= self.proof(piece)
         return choice
 
-    def proof(self, done: Completion) -> Json:
-        """What lets anybody ask again and compare."""
+    def proof(self, last: Piece) -> Json:
+        """What lets anybody ask again and compare; of the last piece, which has it all."""
+        done = last.completion
+        assert done is not None
         sampling = dataclasses.asdict(self.sampling)
         proof: Json = {
             "digest": done.digest(),
             "is_deterministic": self.is_deterministic,
             "weight_version": done.weight_version,
             "sequence": done.sequence_idx,
+            "rollbacks": {
+                "windows": last.windows.num_windows,
+                "windows_rolled_back": last.windows.num_rollbacks,
+                "draft_tokens": last.windows.num_drafts,
+                "draft_tokens_rolled_back": last.windows.num_rolled_back,
+            },
             "sampling": sampling | {"stop_token_ids": list(self.sampling.stop_token_ids)},
         }
         if self.has_logprob_bytes:
@@ -149,9 +156,9 @@ class Shape:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def finish_reason(done: Completion) -> str:
+def _reason(reason: FinishReason | None) -> str | None:
     """As OpenAI names it; "error" and "cancelled" are ours."""
-    return _REASONS.get(done.finish_reason, done.finish_reason.value)
+    return None if reason is None else reason.value
 
 
 def usage(num_prompt: int, num_tokens: int) -> Json:

@@ -13,7 +13,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from detjax.serve.service import Service, ServiceState
-from detjax.serving.metrics import Histogram
+from detjax.serving.metrics import EngineStats, Histogram
 
 GAUGES = {
     "num_waiting": "Sequences in the queue.",
@@ -56,26 +56,30 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """All of them, and the state of the server."""
-        stats = self._service.stats()
-        for name, text in GAUGES.items():
-            yield GaugeMetricFamily(
-                f"detjax_{name.removeprefix('num_')}", text, value=getattr(stats, name)
-            )
-        for name, text in COUNTERS.items():
-            yield CounterMetricFamily(
-                f"detjax_{name.removeprefix('num_')}", text, value=getattr(stats, name)
-            )
-        for name, (metric, text) in HISTOGRAMS.items():
-            histogram: Histogram = getattr(stats, name)
-            yield HistogramMetricFamily(
-                f"detjax_{metric}", text, buckets=_buckets(histogram), sum_value=histogram.total
-            )
+        if self._service.state is not ServiceState.STARTING:
+            yield from _of_engine(self._service.stats())
         state = GaugeMetricFamily("detjax_state", "1 for the state it is in.", labels=["state"])
         for one in ServiceState:
             state.add_metric([one.value], float(self._service.state is one))
         yield state
         yield GaugeMetricFamily(
             "detjax_http_requests_open", "Requests being answered.", value=self._service.num_open
+        )
+
+
+def _of_engine(stats: EngineStats) -> Iterator[Metric]:
+    for name, text in GAUGES.items():
+        yield GaugeMetricFamily(
+            f"detjax_{name.removeprefix('num_')}", text, value=getattr(stats, name)
+        )
+    for name, text in COUNTERS.items():
+        yield CounterMetricFamily(
+            f"detjax_{name.removeprefix('num_')}", text, value=getattr(stats, name)
+        )
+    for name, (metric, text) in HISTOGRAMS.items():
+        histogram: Histogram = getattr(stats, name)
+        yield HistogramMetricFamily(
+            f"detjax_{metric}", text, buckets=_buckets(histogram), sum_value=histogram.total
         )
 
 

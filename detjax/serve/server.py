@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Opens the model, listens, and ends well: the life of `python -m detjax.serve`."""
+"""Listens, opens the model, and ends well: the life of `python -m detjax.serve`."""
 
 import argparse
 import asyncio
@@ -11,19 +11,21 @@ from pathlib import Path
 
 import uvicorn
 
-from detjax.llm import LLM
+from detjax.llm import GPU_MEMORY_UTILIZATION, LLM
 from detjax.serve.app import make_app
 from detjax.serve.service import Limits, ServedModel, Service
 
 LOG = logging.getLogger("detjax.serve")
 
 
-def open_service(args: argparse.Namespace) -> Service:
+def open_model(args: argparse.Namespace) -> ServedModel:
     """Load the model, allocate the cache, and compile what requests will need.
 
     Raises:
-        ValueError, FileNotFoundError: As `LLM` says.
+        ValueError, FileNotFoundError: As `LLM` says; if an option has no meaning here.
     """
+    share = GPU_MEMORY_UTILIZATION if args.kv_memory is None else args.kv_memory
+    chosen = {} if args.decode_batches is None else {"decode_batches": tuple(args.decode_batches)}
     llm = LLM(
         args.model,
         revision=args.revision,
@@ -38,13 +40,19 @@ def open_service(args: argparse.Namespace) -> Service:
         max_waiting=args.max_waiting,
         # WHY: on a GPU `LLM` lets prompts go first, and here others wait for their next token.
         max_prefill_streak=0,
-        gpu_memory_utilization=args.kv_memory,
+        gpu_memory_utilization=share,
+        **chosen,
     )
+    if args.kv_memory is not None and llm.config.backend.platform == "cpu":
+        raise ValueError(
+            f"--kv-memory {args.kv_memory} is a share of a GPU's memory, and this server runs on "
+            "the CPU; leave it out, and choose the cache by --batch-size and --max-len"
+        )
     LOG.info("%s", llm.config)
     if not args.no_compile:
         llm.engine.compile(lambda what, done, total: LOG.info("compiled %d of %d", done, total))
     config = llm.config
-    model = ServedModel(
+    return ServedModel(
         name=args.served_model_name or Path(config.name).name,
         engine=llm.engine,
         tokenizer=llm.tokenizer,
@@ -53,30 +61,37 @@ def open_service(args: argparse.Namespace) -> Service:
         mode=config.engine.mode,
         fingerprint=config.fingerprint,
     )
+
+
+async def serve(args: argparse.Namespace) -> None:
+    """Serve until a signal, then let open answers end. `/health` answers while the model loads.
+
+    Raises:
+        OSError: If the address cannot be listened on. It is taken before the model is loaded.
+        ValueError, FileNotFoundError: As `open_model` does.
+    """
     limits = Limits(
         body_bytes=int(args.max_body_mb * 2**20),
         requests_per_key=args.requests_per_key,
         request_s=args.request_timeout,
     )
-    return Service(model, limits)
-
-
-async def serve(args: argparse.Namespace) -> None:
-    """Serve until a signal, then let open answers end.
-
-    Raises:
-        OSError: If the address cannot be listened on. It is taken before the model is loaded.
-    """
     listener = listen(args.host, args.port)
     host, port = listener.getsockname()[:2]
     with listener:
-        service = await asyncio.to_thread(open_service, args)
+        service = Service(None, limits)
         config = uvicorn.Config(
             make_app(service, api_keys=args.api_key), log_config=None, access_log=False,
-            timeout_graceful_shutdown=max(1, int(args.drain_timeout)), lifespan="off",
+            timeout_graceful_shutdown=1, lifespan="off",
         )  # fmt: skip
         server = _Server(config)
         running = asyncio.create_task(server.serve(sockets=[listener]))
+        LOG.info("starting: http://%s:%d", host, port)
+        try:
+            service.open(await asyncio.to_thread(open_model, args))
+        except BaseException:
+            server.should_exit = True
+            await running
+            raise
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):

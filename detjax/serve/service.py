@@ -5,6 +5,8 @@ import asyncio
 import collections
 import contextlib
 import enum
+import functools
+import math
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -16,13 +18,22 @@ from detjax.serving.async_engine import AsyncEngine
 from detjax.serving.engine import Engine
 from detjax.serving.errors import EngineFullError, EngineStoppedError
 from detjax.serving.metrics import EngineStats
-from detjax.serving.request import Completion, FinishReason, SamplingParams, TokenEvent
+from detjax.serving.request import (
+    Completion,
+    FinishReason,
+    RequestOutput,
+    SamplingParams,
+    TokenEvent,
+    WindowCounts,
+)
+from detjax.serving.sequence import OnToken
 from detjax.serving.text import TextStream, token_sampling
 
 
 class ServiceState(enum.Enum):
     """What `/health` says."""
 
+    STARTING = "starting"
     READY = "ready"
     DRAINING = "draining"
     FAILED = "failed"
@@ -57,11 +68,13 @@ class Limits:
 
     Attributes:
         body_bytes: Of a request.
+        body_s: Seconds that a body may take to arrive.
         requests_per_key: At once, of one API key; 0 sets no limit.
         request_s: Seconds an answer may take; 0 sets no limit.
     """
 
     body_bytes: int = 8 << 20
+    body_s: float = 60.0
     requests_per_key: int = 0
     request_s: float = 0.0
 
@@ -71,20 +84,24 @@ class Piece:
     """What is new of one sequence: final, never taken back.
 
     Attributes:
-        sequence_idx: Which of the request's `n`.
+        prompt_idx: Which of the request's prompts.
+        sequence_idx: Which of the prompt's `n`.
         text: New text; often none.
         tokens: New tokens, each with the text that it released.
         finish_reason: None while it goes on.
         error: What went wrong where `finish_reason` is ERROR.
         completion: All of it, with the last piece.
+        windows: Of drafts, so far.
     """
 
+    prompt_idx: int
     sequence_idx: int
     text: str
     tokens: tuple[tuple[TokenEvent, str], ...]
     finish_reason: FinishReason | None
     error: str
     completion: Completion | None
+    windows: WindowCounts
 
 
 class _Sequence:
@@ -132,17 +149,78 @@ class _Sequence:
         )
 
 
+class _Inbox:
+    """What an engine has told of some requests, taken by one task; on the event loop."""
+
+    def __init__(self, most_s: float):
+        """Nothing yet, and no waiting after `most_s` seconds; 0 sets no limit."""
+        self._until_s = asyncio.get_running_loop().time() + most_s if most_s else math.inf
+        self._items: list[tuple[int, RequestOutput | Exception]] = []
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, prompt_idx: int, item: RequestOutput | Exception) -> None:
+        """Wake the task, once for all that a step tells."""
+        self._items.append((prompt_idx, item))
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def take(self) -> list[tuple[int, RequestOutput | Exception]]:
+        """All that there is, at least one.
+
+        Raises:
+            TimeoutError: After the time of the request.
+        """
+        loop = asyncio.get_running_loop()
+        if loop.time() > self._until_s:
+            raise TimeoutError
+        if not self._items:
+            self._waiter = loop.create_future()
+            if self._until_s == math.inf:
+                await self._waiter
+            else:
+                # WHY: around each wait, as a timeout belongs to a task, and another reads the rest.
+                async with asyncio.timeout_at(self._until_s):
+                    await self._waiter
+        items, self._items = self._items, []
+        return items
+
+
 class Service:
     """Answers requests on one engine, and knows whether it may."""
 
-    def __init__(self, model: ServedModel, limits: Limits):
-        """Take over an engine."""
-        self.model, self.limits = model, limits
-        self.state = ServiceState.READY
+    def __init__(self, model: ServedModel | None, limits: Limits):
+        """Take over an engine; None: `open` brings it later."""
+        self.limits = limits
+        self.state = ServiceState.STARTING
         self.why_failed = ""
         self.num_open = 0
-        self._engine = AsyncEngine(model.engine)
         self._of_key: collections.Counter[str] = collections.Counter()
+        self._inboxes: set[_Inbox] = set()
+        self._model: ServedModel | None = None
+        if model is not None:
+            self.open(model)
+
+    def open(self, model: ServedModel) -> None:
+        """Take over an engine, and requests from now on."""
+        self._model, self._engine = model, AsyncEngine(model.engine)
+        self.state = ServiceState.READY
+
+    @property
+    def model(self) -> ServedModel:
+        """What is served.
+
+        Raises:
+            RefusedError: While the server starts.
+        """
+        if self._model is None:
+            raise self._not_ready()
+        return self._model
+
+    def _not_ready(self) -> RefusedError:
+        reason = f": {self.why_failed}" if self.why_failed else ""
+        return RefusedError(
+            f"the server is {self.state.value}{reason}", status=503, code=self.state.value
+        )
 
     def stats(self) -> EngineStats:
         """What the engine has counted."""
@@ -153,13 +231,10 @@ class Service:
         """Hold a request's place.
 
         Raises:
-            RefusedError: While the server drains or has failed, and beyond a key's limit.
+            RefusedError: Unless the server is ready, and beyond a key's limit.
         """
         if self.state is not ServiceState.READY:
-            reason = f": {self.why_failed}" if self.why_failed else ""
-            raise RefusedError(
-                f"the server is {self.state.value}{reason}", status=503, code=self.state.value
-            )
+            raise self._not_ready()
         most = self.limits.requests_per_key
         if most and self._of_key[key] >= most:
             raise RefusedError(
@@ -217,57 +292,53 @@ class Service:
 
     async def stream(
         self,
-        prompt_ids: tuple[int, ...],
+        prompts: Sequence[tuple[int, ...]],
         sampling: SamplingParams,
         *,
         is_deterministic: bool,
         priority: int = 0,
         cache_salt: str = "",
-    ) -> AsyncGenerator[Piece]:
-        """Yield what is released of a request. A consumer that stops listening cancels it.
+    ) -> AsyncGenerator[list[Piece]]:
+        """Yield what is released of some prompts, all of a step at once.
+
+        A consumer that stops listening cancels all of them.
 
         Raises:
-            RefusedError: If the engine cannot run it, is full, or has stopped; after
-                `Limits.request_s`.
+            RefusedError: If the engine cannot run one, is full, or has stopped; after
+                `Limits.request_s`; when `drain` gives up.
         """
-        tokenizer = self.model.tokenizer
-        sequences = [
-            _Sequence(tokenizer, sampling, prompt_ids) for _ in range(sampling.num_sequences)
-        ]
+        tokenizer, n = self.model.tokenizer, sampling.num_sequences
+        sequences = [[_Sequence(tokenizer, sampling, ids) for _ in range(n)] for ids in prompts]
         try:
             of_tokens = token_sampling(sampling, tokenizer)
         except ValueError as error:
             raise RefusedError(str(error), field="bad_words") from error
-        outputs = self._engine.stream(
-            prompt_ids,
-            of_tokens,
-            is_deterministic=is_deterministic,
-            priority=priority,
-            cache_salt=cache_salt,
-            on_token=lambda event: sequences[event.sequence_idx].push(event),
-        )
+        inbox, num_left = _Inbox(self.limits.request_s), [n] * len(prompts)
+        self._inboxes.add(inbox)
+        opened: list[int] = []
         try:
-            async with asyncio.timeout(self.limits.request_s or None):
-                async for output in outputs:
-                    seq = sequences[output.sequence_idx]
-                    tokens = seq.take(len(output.token_ids))
-                    text, completion = "".join(text for _, text in tokens), None
-                    if output.finish_reason is not None:
-                        text += seq.finish()
-                        completion = seq.completion(
-                            prompt_ids,
-                            output.sequence_idx,
-                            output.finish_reason,
-                            output.weight_version,
-                        )
-                    yield Piece(
-                        sequence_idx=output.sequence_idx,
-                        text=text,
-                        tokens=tokens,
-                        finish_reason=output.finish_reason,
-                        error=output.error,
-                        completion=completion,
-                    )
+            for i, ids in enumerate(prompts):
+                request_id = self._engine.open(
+                    ids,
+                    of_tokens,
+                    is_deterministic=is_deterministic,
+                    priority=priority,
+                    cache_salt=cache_salt,
+                    on_token=_listener(sequences[i]),
+                    sink=functools.partial(inbox.put, i),
+                )
+                opened.append(request_id)
+            while any(num_left):
+                pieces = []
+                for i, output in await inbox.take():
+                    if isinstance(output, Exception):
+                        raise output
+                    num_left[i] -= output.finish_reason is not None
+                    seq = sequences[i][output.sequence_idx]
+                    pieces.append(_piece(seq, output, i, prompts[i]))
+                yield pieces
+        except RefusedError:
+            raise
         except EngineFullError as error:
             raise RefusedError(str(error), status=429, code="queue_full") from error
         except EngineStoppedError as error:
@@ -282,12 +353,28 @@ class Service:
         except ValueError as error:
             raise RefusedError(str(error)) from error
         finally:
-            await outputs.aclose()
+            self._inboxes.discard(inbox)
+            for i, request_id in enumerate(opened):
+                self._engine.close(request_id, has_ended=not num_left[i])
 
     async def drain(self, most_s: float) -> bool:
-        """Take nothing new, and wait for what is open; whether all of it ended in time."""
+        """Take nothing new, and wait for what is open; whether all of it ended in time.
+
+        What did not is told so: its client gets an error, and its pages are free.
+        """
         if self.state is ServiceState.READY:
             self.state = ServiceState.DRAINING
+        if await self._is_idle_within(most_s):
+            return True
+        error = RefusedError(
+            "the server stops before the answer ended", status=503, code="draining"
+        )
+        for inbox in tuple(self._inboxes):
+            inbox.put(0, error)
+        await self._is_idle_within(1.0)
+        return False
+
+    async def _is_idle_within(self, most_s: float) -> bool:
         try:
             async with asyncio.timeout(most_s):
                 while self.num_open:
@@ -295,3 +382,30 @@ class Service:
         except TimeoutError:
             return False
         return True
+
+
+def _listener(sequences: Sequence[_Sequence]) -> OnToken:
+    """Hand each token to its sequence, in the engine's thread."""
+    return lambda event: sequences[event.sequence_idx].push(event)
+
+
+def _piece(
+    seq: _Sequence, output: RequestOutput, prompt_idx: int, prompt_ids: tuple[int, ...]
+) -> Piece:
+    tokens = seq.take(len(output.token_ids))
+    text, completion = "".join([text for _, text in tokens]), None
+    if output.finish_reason is not None:
+        text += seq.finish()
+        completion = seq.completion(
+            prompt_ids, output.sequence_idx, output.finish_reason, output.weight_version
+        )
+    return Piece(
+        prompt_idx=prompt_idx,
+        sequence_idx=output.sequence_idx,
+        text=text,
+        tokens=tokens,
+        finish_reason=output.finish_reason,
+        error=output.error,
+        completion=completion,
+        windows=output.windows,
+    )

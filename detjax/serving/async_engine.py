@@ -3,11 +3,14 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 from detjax.serving.engine import Engine
 from detjax.serving.request import RequestOutput, SamplingParams
 from detjax.serving.sequence import OnToken, ignore_token
+
+Sink = Callable[[RequestOutput | Exception], None]
+"""Told each output of a request, and the error that stops the engine; on the event loop."""
 
 
 class AsyncEngine:
@@ -16,7 +19,7 @@ class AsyncEngine:
     def __init__(self, engine: Engine):
         """Take over an engine; nothing else may step it."""
         self._engine = engine
-        self._queues: dict[int, asyncio.Queue[RequestOutput | Exception]] = {}
+        self._sinks: dict[int, Sink] = {}
         self._pump: asyncio.Task[Exception | None] | None = None
         self._stepping = threading.Lock()
 
@@ -40,15 +43,16 @@ class AsyncEngine:
             EngineFullError: If too many wait.
             EngineStoppedError: If an error has stopped the engine, or does so now.
         """
-        request_id = self._engine.add_request(
+        queue: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
+        request_id = self.open(
             prompt_token_ids,
             sampling,
             is_deterministic=is_deterministic,
             priority=priority,
             cache_salt=cache_salt,
             on_token=on_token,
+            sink=queue.put_nowait,
         )
-        queue = self._queues[request_id] = asyncio.Queue()
         num_left = sampling.num_sequences
         try:
             while num_left:
@@ -59,10 +63,47 @@ class AsyncEngine:
                 num_left -= output.finish_reason is not None
                 yield output
         finally:
-            del self._queues[request_id]
-            if num_left:
-                self._engine.cancel(request_id)
-                self._start_pump()
+            self.close(request_id, has_ended=not num_left)
+
+    def open(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        is_deterministic: bool = True,
+        priority: int = 0,
+        cache_salt: str = "",
+        on_token: OnToken = ignore_token,
+        sink: Sink,
+    ) -> int:
+        """Begin what `stream` does, without a task of its own: `sink` is told instead.
+
+        Many requests may have one sink. Whoever opens a request closes it.
+
+        Returns:
+            The request's id.
+
+        Raises:
+            ValueError, EngineFullError, EngineStoppedError: As `stream` does.
+        """
+        request_id = self._engine.add_request(
+            prompt_token_ids,
+            sampling,
+            is_deterministic=is_deterministic,
+            priority=priority,
+            cache_salt=cache_salt,
+            on_token=on_token,
+        )
+        self._sinks[request_id] = sink
+        self._start_pump()
+        return request_id
+
+    def close(self, request_id: int, *, has_ended: bool) -> None:
+        """Tell the sink nothing more, and cancel the request if it has not ended."""
+        del self._sinks[request_id]
+        if not has_ended:
+            self._engine.cancel(request_id)
+            self._start_pump()
 
     async def drain(self) -> None:
         """Wait until nothing is left to do.
@@ -81,28 +122,32 @@ class AsyncEngine:
         return self._pump
 
     async def _run(self) -> Exception | None:
-        """Step until there is no work. What breaks the engine is raised by every stream."""
-        loop = asyncio.get_running_loop()
+        """Step until there is no work. What breaks the engine is told to every sink."""
+        loop, stop = asyncio.get_running_loop(), threading.Event()
         try:
             while self._engine.has_work:
-                await asyncio.to_thread(self._step, loop)
+                await asyncio.to_thread(self._steps, loop, stop)
         except Exception as error:
-            for queue in self._queues.values():
-                queue.put_nowait(error)
+            for sink in tuple(self._sinks.values()):
+                sink(error)
             return error
+        finally:
+            stop.set()
         return None
 
-    def _step(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Step, and hand the outputs over.
+    def _steps(self, loop: asyncio.AbstractEventLoop, stop: threading.Event) -> None:
+        """Step while there is work, and hand the outputs over.
 
-        In the thread: a pump that is cancelled while its step runs loses no output, and the next
-        one waits for its turn.
+        In the thread: the next step does not wait for the loop, which may be busy with the outputs
+        of the one before. A pump that is cancelled while its step runs loses no output, and the
+        next one waits for its turn.
         """
         with self._stepping:
-            outputs = self._engine.step()
-            loop.call_soon_threadsafe(self._share, outputs)
+            while self._engine.has_work and not stop.is_set():
+                outputs = self._engine.step()
+                loop.call_soon_threadsafe(self._share, outputs)
 
     def _share(self, outputs: Sequence[RequestOutput]) -> None:
         for output in outputs:
-            if output.request_id in self._queues:
-                self._queues[output.request_id].put_nowait(output)
+            if output.request_id in self._sinks:
+                self._sinks[output.request_id](output)

@@ -180,4 +180,5 @@ class OutputProcessor:
             finish_reason=reason,
             exception=exception,
             weight_version=self.weight_version,
+            windows=seq.windows,
         )

@@ -5,6 +5,7 @@ import enum
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -294,6 +295,34 @@ class TokenEvent:
     top_logprobs: TopLogprobs
 
 
+class WindowCounts(NamedTuple):
+    """Windows of drafts of one sequence, from its begin; all 0 where nothing is drafted.
+
+    Attributes:
+        num_windows: Verified.
+        num_rollbacks: Of these, windows in which a draft was wrong.
+        num_drafts: Tokens drafted and verified.
+        num_rolled_back: Of these, tokens that were not committed.
+    """
+
+    num_windows: int = 0
+    num_rollbacks: int = 0
+    num_drafts: int = 0
+    num_rolled_back: int = 0
+
+    def add(self, *, num_drafts: int, num_accepted: int) -> "WindowCounts":
+        """With one more window."""
+        return WindowCounts(
+            self.num_windows + 1,
+            self.num_rollbacks + (num_accepted < num_drafts),
+            self.num_drafts + num_drafts,
+            self.num_rolled_back + num_drafts - num_accepted,
+        )
+
+
+NO_WINDOWS = WindowCounts()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestOutput:
     """What one step of the engine released of one sequence: final, never taken back.
@@ -308,6 +337,7 @@ class RequestOutput:
         exception: What went wrong where `finish_reason` is ERROR, one of `detjax.serving.errors`;
             else None.
         weight_version: Of the weights that computed it: see `Engine.load_weights`.
+        windows: Of drafts, of the sequence so far.
     """
 
     request_id: int
@@ -318,6 +348,7 @@ class RequestOutput:
     finish_reason: FinishReason | None
     exception: Exception | None
     weight_version: int
+    windows: WindowCounts = NO_WINDOWS
 
     @property
     def error(self) -> str:

@@ -11,7 +11,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from detjax.serving.errors import OutOfPagesError
-from detjax.serving.request import FinishReason, Request, TokenEvent
+from detjax.serving.request import NO_WINDOWS, FinishReason, Request, TokenEvent, WindowCounts
 
 OnToken = Callable[[TokenEvent], bool]
 """Told each token as it is released; True ends the sequence.
@@ -96,6 +96,7 @@ class Sequence:
         window: Windows before the open one.
         opened_step: When the open window got its first draft.
         closed_step: When the open window was found full; None before.
+        windows: Of drafts, those that were verified.
     """
 
     request_id: int
@@ -125,6 +126,7 @@ class Sequence:
     window: int = 0
     opened_step: int = 0
     closed_step: int | None = None
+    windows: WindowCounts = NO_WINDOWS
 
     def __post_init__(self):
         """Begin with the prompt."""

@@ -55,6 +55,9 @@ class StatLogger:
 
     def note_window(self, row: VerifyRow, num_committed: int) -> None:
         """Note a verification of a window."""
+        row.seq.windows = row.seq.windows.add(
+            num_drafts=row.num_drafts, num_accepted=num_committed - 1
+        )
         self.stats.num_windows += 1
         self.stats.draft_tokens += row.num_drafts
         self.stats.accepted_tokens += num_committed - 1

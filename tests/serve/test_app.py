@@ -13,8 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import detjax
 from detjax.serve import service as service_module
-from detjax.serve.service import ServiceState
-from detjax.serving.errors import EngineStoppedError
+from detjax.serve.service import Limits, Service, ServiceState
 from detjax.serving.request import Completion, FinishReason
 
 from .conftest import make_service, served
@@ -309,25 +308,16 @@ def test_a_sequence_that_fails_fails_its_request_alone(running, client, monkeypa
     assert "planted" in events(found[3])[-1]["error"]["message"]
 
 
-def test_an_engine_that_has_stopped_is_told_by_health(llm, monkeypatch):
-    service, reason = make_service(llm), "the device is lost; reset the engine"
-
-    async def stream(*_, **__):
-        raise EngineStoppedError(reason)
-        yield
-
-    monkeypatch.setattr(service._engine, "stream", stream)
+def test_a_server_that_starts_says_so(llm):
+    service = Service(None, Limits())
     with served(service, llm) as running, running.client() as own:
-        assert own.get("/health").status_code == 200
-        assert post(own).status_code == 500
-        health = own.get("/health")
-        assert health.status_code == 503
-        assert health.json() == {
-            "status": "failed",
-            "reason": "the device is lost; reset the engine",
-        }
-        late = post(own)
-        assert late.status_code == 503 and "the device is lost" in late.text
+        assert own.get("/health").json() == {"status": "starting"}
+        early = post(own)
+        assert early.status_code == own.get("/v1/models").status_code == 503
+        assert early.json()["error"]["code"] == "starting" and early.headers["Retry-After"] == "1"
+        assert 'detjax_state{state="starting"} 1.0' in own.get("/metrics").text
+        service.open(make_service(llm).model)
+        assert own.get("/health").json() == {"status": "ready"} and post(own).status_code == 200
 
 
 def test_no_body_brings_it_down(client):

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The routes that tell of the server and of tokens: health, version, metrics, models, the page."""
+
+import importlib.resources
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+import detjax
+from detjax.serve import metrics
+from detjax.serve.answers import Json
+from detjax.serve.protocol import DetokenizeRequest, RefusedError, TokenizeRequest, parse
+from detjax.serve.questions import Reader
+from detjax.serve.service import Service, ServiceState
+from detjax.serve.streaming import reply
+
+PAGE_FILES = {
+    "page.html": "text/html",
+    "page.css": "text/css",
+    "page.js": "text/javascript",
+}
+PAGE_POLICY = "default-src 'self'; img-src 'self' data:"
+"""The page loads nothing from elsewhere, and runs no script but its own."""
+
+
+class Information:
+    """What each route does."""
+
+    def __init__(self, service: Service, reader: Reader):
+        """Of a service."""
+        self._service, self._reader = service, reader
+        folder = importlib.resources.files("detjax.serve") / "page"
+        self._page = {name: (folder / name).read_bytes() for name in PAGE_FILES}
+
+    async def page(self, request: Request) -> Response:
+        """The page, its style and its script."""
+        name = request.url.path.removeprefix("/") or "page.html"
+        headers = {"Cache-Control": "no-cache", "Content-Security-Policy": PAGE_POLICY}
+        return Response(self._page[name], media_type=PAGE_FILES[name], headers=headers)
+
+    async def health(self, request: Request) -> Response:
+        """The state; 200 only where requests are taken."""
+        service = self._service
+        body = {"status": service.state.value}
+        if service.why_failed:
+            body["reason"] = service.why_failed
+        return reply(body, 200 if service.state is ServiceState.READY else 503)
+
+    async def version(self, request: Request) -> Response:
+        """Which detjax, and the fingerprint of what decides a bit."""
+        model = self._service.model
+        return reply({"version": detjax.__version__, "system_fingerprint": model.fingerprint})
+
+    async def metrics(self, request: Request) -> Response:
+        """In Prometheus' text format."""
+        return Response(metrics.render(self._service), media_type="text/plain; version=0.0.4")
+
+    async def models(self, request: Request) -> Response:
+        """The one model."""
+        model = self._service.model
+        card = {
+            "id": model.name,
+            "object": "model",
+            "owned_by": "detjax",
+            "created": 0,
+            "max_model_len": model.max_len,
+            "mode": model.mode,
+            "has_chat_template": model.tokenizer.chat_template is not None,
+        }
+        return reply({"object": "list", "data": [card]})
+
+    async def tokenize(self, request: Request) -> Response:
+        """The ids of a text or a conversation, as a completion of it would begin."""
+        asked = parse(await self._reader.body(request), TokenizeRequest)
+        self._reader.check_model(asked.model)
+        if (asked.prompt is None) == (asked.messages is None):
+            raise RefusedError("give either prompt or messages", field="prompt")
+        if asked.messages is not None:
+            ids = await self._reader.template(asked.messages, {})
+        else:
+            ids = await self._reader.encode(asked.prompt or "")
+        tokenizer = self._service.model.tokenizer
+        found: Json = {
+            "count": len(ids),
+            "max_model_len": self._service.model.max_len,
+            "tokens": list(ids),
+        }
+        if asked.return_token_strs:
+            found["token_strs"] = [tokenizer.backend.id_to_token(i) for i in ids]
+        return reply(found)
+
+    async def detokenize(self, request: Request) -> Response:
+        """The text of some ids."""
+        asked = parse(await self._reader.body(request), DetokenizeRequest)
+        self._reader.check_model(asked.model)
+        vocab_size = self._service.model.vocab_size
+        for token_id in asked.tokens:
+            if not 0 <= token_id < vocab_size:
+                raise RefusedError(
+                    f"token id {token_id} is outside the vocabulary of {vocab_size}",
+                    field="tokens",
+                )
+        return reply({"prompt": self._service.model.tokenizer.decode(asked.tokens)})

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers as they go out: in one piece, or as server-sent events while they are made."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+
+from detjax.serve.answers import Json, error_body, usage
+from detjax.serve.protocol import RefusedError
+from detjax.serve.questions import Asked
+from detjax.serve.service import Piece, Service
+from detjax.serving.completions import best
+from detjax.serving.request import FinishReason
+
+ACCESS_LOG = logging.getLogger("detjax.serve.access")
+
+CLIENT_LEFT = 499
+"""In the log, where a client did not wait for its answer; it is not sent to anybody."""
+
+Pieces = AsyncGenerator[list[Piece]]
+"""What is new, a step at a time. Whoever stops listening cancels the request."""
+
+DONE = b"data: [DONE]\n\n"
+
+
+async def respond(service: Service, request: Request, asked: Asked) -> Response:
+    """Answer a request, in one piece or as a stream.
+
+    Raises:
+        RefusedError: If it cannot be answered: before a stream begins, not within.
+        ClientDisconnect: If the client has left.
+    """
+    if not asked.fields.stream:
+        return reply(await unless_left(request, whole(pieces_of(service, request, asked), asked)))
+    begin_s = time.perf_counter()
+    pieces = pieces_of(service, request, asked)
+    # WHY: a request that cannot run is refused with its status, before the stream begins.
+    first = await unless_left(request, anext(pieces))
+    return StreamingResponse(
+        _events(request, asked, first, pieces, begin_s),
+        media_type="text/event-stream",
+        headers={"Cache-Control": "no-cache"},
+    )
+
+
+def reply(body: Json, status: int = 200) -> Response:
+    """A JSON answer."""
+    return Response(msgspec.json.encode(body), status, media_type="application/json")
+
+
+async def pieces_of(service: Service, request: Request, asked: Asked) -> Pieces:
+    """What is new of every prompt, as it comes."""
+    with service.admitted(key_of(request)):
+        pieces = service.stream(
+            [question.token_ids for question in asked.questions],
+            asked.shape.sampling,
+            is_deterministic=asked.shape.is_deterministic,
+            priority=asked.fields.priority,
+            cache_salt=asked.fields.cache_salt,
+        )
+        async with contextlib.aclosing(pieces):
+            async for found in pieces:
+                yield found
+
+
+async def whole(pieces: Pieces, asked: Asked) -> Json:
+    """The answer in one piece."""
+    sampling = asked.shape.sampling
+    parts: dict[int, dict[int, list[Piece]]] = {}
+    async with contextlib.aclosing(pieces):
+        async for found in pieces:
+            for piece in found:
+                raise_failed(piece)
+                of_prompt = parts.setdefault(piece.prompt_idx, {})
+                of_prompt.setdefault(piece.sequence_idx, []).append(piece)
+    choices, num_tokens = [], 0
+    for prompt, of_prompt in sorted(parts.items()):
+        made = [done for _, found in sorted(of_prompt.items()) if (done := found[-1].completion)]
+        num_tokens += sum(len(done.token_ids) for done in made)
+        echo = asked.questions[prompt].echo
+        for done in best(made, sampling):
+            found = of_prompt[done.sequence_idx]
+            choices.append(asked.shape.choice(len(choices), echo, found))
+    return asked.shape.card(is_chunk=False) | {
+        "choices": choices,
+        "usage": usage(asked.num_prompt_tokens, num_tokens),
+    }
+
+
+async def _events(
+    request: Request, asked: Asked, first: list[Piece], pieces: Pieces, begin_s: float
+) -> AsyncIterator[bytes]:
+    """The answer as server-sent events; those of a step are one write."""
+    status = 200
+    try:
+        chunks = _Chunks(asked)
+        async with contextlib.aclosing(pieces):
+            yield chunks.of(first)
+            async for found in pieces:
+                yield chunks.of(found)
+        yield chunks.end()
+    except RefusedError as error:
+        status = error.status
+        body = error_body(str(error), status=status, code=error.code, field=error.field)
+        yield b"data: " + msgspec.json.encode(body) + b"\n\n" + DONE
+    except (asyncio.CancelledError, GeneratorExit):
+        status = CLIENT_LEFT
+        raise
+    finally:
+        log(request, status, begin_s)
+
+
+class _Chunks:
+    """Writes the events of one answer. What all chunks begin with is encoded once."""
+
+    def __init__(self, asked: Asked):
+        """Nothing is written yet."""
+        self._asked = asked
+        self._head = b"data: " + msgspec.json.encode(asked.shape.card(is_chunk=True))[:-1]
+        self._offsets: dict[int, int] = {}
+        self._num_tokens = 0
+
+    def of(self, pieces: list[Piece]) -> bytes:
+        """The events of some pieces.
+
+        Raises:
+            RefusedError: If a sequence has failed.
+        """
+        shape, n, events = self._asked.shape, self._asked.shape.sampling.n, []
+        for piece in pieces:
+            raise_failed(piece)
+            index = piece.prompt_idx * n + piece.sequence_idx
+            is_first = index not in self._offsets
+            if is_first and (echo := self._asked.questions[piece.prompt_idx].echo):
+                events.append(self._event({
+                    "index": index, "text": echo, "logprobs": None, "finish_reason": None,
+                }))  # fmt: skip
+            offset = self._offsets.get(index, 0)
+            events.append(self._event(shape.chunk(index, piece, offset, is_first=is_first)))
+            self._offsets[index] = offset + len(piece.text)
+            self._num_tokens += len(piece.tokens)
+        return b"".join(events)
+
+    def end(self) -> bytes:
+        """The end, with the count of tokens if it is wanted."""
+        if not self._asked.has_usage:
+            return DONE
+        counts = usage(self._asked.num_prompt_tokens, self._num_tokens)
+        return (
+            self._head + b',"choices":[],"usage":' + msgspec.json.encode(counts) + b"}\n\n" + DONE
+        )
+
+    def _event(self, choice: Json) -> bytes:
+        return self._head + b',"choices":[' + msgspec.json.encode(choice) + b"]}\n\n"
+
+
+def raise_failed(piece: Piece) -> None:
+    """A sequence that failed fails its request, and no other."""
+    if piece.finish_reason is FinishReason.ERROR:
+        raise RefusedError(piece.error, status=500, code="request_failed")
+
+
+async def unless_left[T](request: Request, wanted: Awaitable[T]) -> T:
+    """What is wanted, unless the client leaves before: then it is cancelled.
+
+    Raises:
+        ClientDisconnect: If the client has left.
+    """
+
+    async def watch() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, watcher = asyncio.ensure_future(wanted), asyncio.create_task(watch())
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        for one in (task, watcher):
+            one.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+def key_of(request: Request) -> str:
+    """The API key that a request came with; empty if with none."""
+    return request.headers.get("authorization", "").removeprefix("Bearer ").strip()
+
+
+def log(request: Request, status: int, begin_s: float) -> None:
+    """One line a request; no text of anybody."""
+    client = request.client.host if request.client else "-"
+    ACCESS_LOG.info(
+        "%s %s %s %d %.3f s",
+        client, request.method, request.url.path, status, time.perf_counter() - begin_s,
+    )  # fmt: skip

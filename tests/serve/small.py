@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server of a random model so small that its steps cost next to nothing, without sockets."""
+
+import asyncio
+import dataclasses
+import json
+from collections.abc import Sequence
+
+from detjax.models.bundled import bundled_model_path
+from detjax.models.loading import LoadedModel
+from detjax.models.tokenizer import Tokenizer
+from detjax.serve.service import Limits, ServedModel, Service
+from detjax.serving.config import EngineConfig
+from detjax.serving.engine import Engine
+from detjax.testing.dummies import dummy_config, dummy_model
+
+from .conftest import TEMPLATE
+
+MAX_LEN = 128
+
+
+def small_model() -> LoadedModel:
+    """One layer, and the vocabulary of the bundled model's tokenizer."""
+    return dummy_model(dummy_config(num_layers=1, vocab_size=4096))
+
+
+def small_service(model: LoadedModel, *, max_waiting: int = 64, **limits) -> Service:
+    tokenizer = Tokenizer.from_folder(bundled_model_path())
+    engine = Engine(
+        model,
+        EngineConfig(batch_size=8, prefill_chunk=64, max_len=MAX_LEN, max_waiting=max_waiting),
+    )
+    served = ServedModel(
+        name="small", engine=engine,
+        tokenizer=dataclasses.replace(tokenizer, chat_template=TEMPLATE),
+        vocab_size=4096, max_len=MAX_LEN, mode="invariant", fingerprint=model.fingerprint,
+    )  # fmt: skip
+    return Service(served, Limits(**limits))
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """Status and body; 0 where nobody was answered, as the client had left."""
+
+    status: int
+    body: bytes
+
+    def json(self):
+        return json.loads(self.body)
+
+
+async def post(app, path: str, parts: Sequence[bytes], *, leaves: bool = False) -> Answer:
+    """Send a body in parts to an ASGI application; `leaves`: and do not wait for the answer."""
+    left, is_over, told = list(parts), asyncio.Event(), {"status": 0, "body": b""}
+
+    async def receive():
+        if left:
+            part = left.pop(0)
+            return {"type": "http.request", "body": part, "more_body": bool(left)}
+        if not leaves:
+            await is_over.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(event):
+        if event["type"] == "http.response.start":
+            told["status"] = event["status"]
+        else:
+            told["body"] += event.get("body", b"")
+            if not event.get("more_body"):
+                is_over.set()
+
+    scope = {
+        "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1",
+        "method": "POST", "scheme": "http", "path": path, "raw_path": path.encode(),
+        "query_string": b"", "root_path": "", "headers": [(b"content-type", b"application/json")],
+        "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 2),
+    }  # fmt: skip
+    await app(scope, receive, send)
+    return Answer(**told)
+
+
+def body(**fields) -> bytes:
+    return json.dumps({"model": "small", "prompt": "sea", "max_tokens": 4} | fields).encode()
