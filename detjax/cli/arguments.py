@@ -129,8 +129,10 @@ class GenerateArgs:
     prompts_file: str | None = _option(
         None,
         _PROMPTS,
-        ".txt: a prompt a line. .jsonl: an object a line, with a `prompt`, or with `messages` "
-        "([{role, content}, ...]), for which the chat template is used. Blank lines are skipped",
+        ".txt: a prompt a line. .jsonl: an object a line, with a `prompt`, `prompt_token_ids`, or "
+        "`messages` ([{role, content}, ...]), for which the chat template is used; if wanted, an "
+        "`id`, `sampling` ({field of SamplingParams: value}), and for the template `tools`, "
+        "`chat_template_kwargs` and `add_generation_prompt`. Blank lines are skipped",
         metavar="FILE",
     )
     chat: bool = _option(

@@ -56,7 +56,9 @@ def run(args: GenerateArgs, *, open_model: OpensModel) -> int:
         plans[0],
         model,
         tokenizer,
-        writer=make_writer(args.format, sys.stdout, has_headers=len(job.seqs) > 1),
+        writer=make_writer(
+            args.format, sys.stdout, has_headers=len(job.seqs) > 1, extras=job.extras
+        ),
         display=display,
         is_live=args.format == "text" and sys.stdout.isatty(),
         tracer=timeline if args.trace else NO_TRACE,
@@ -64,7 +66,7 @@ def run(args: GenerateArgs, *, open_model: OpensModel) -> int:
     stats = report.run_stats(first, load_s)
     check = check_runs(first, plans, run_again, display) if args.check else None
     if args.format == "json":
-        print(to_json(report.document(args, folder, first, model, stats, check)), flush=True)
+        print(to_json(report.document(args, folder, job, first, model, stats, check)), flush=True)
     if args.trace:
         with bad_input("--trace: "):
             timeline.write(Path(args.trace))

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turns prompts into requests that fit the model."""
 
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from detjax.cli.arguments import GenerateArgs, sampling_params
 from detjax.cli.errors import InputError, bad_input
 from detjax.cli.prompts import Prompt
 from detjax.models.config import ModelConfig
 from detjax.models.tokenizer import Tokenizer
-from detjax.serving.request import Request
+from detjax.serving.request import Request, SamplingParams
+from detjax.serving.structured_output import StructuredOutput
 from detjax.serving.text import text_request
 
 MAX_COMPLETIONS = 2**20
@@ -24,11 +27,13 @@ class Job:
         requests: One for each prompt, in order.
         end_ids: The model's own end tokens.
         max_len: Longest prompt and completion together that may come up.
+        extras: What completions of each prompt are written with.
     """
 
     requests: tuple[Request, ...]
     end_ids: tuple[int, ...]
     max_len: int
+    extras: tuple[Mapping[str, Any], ...]
 
     @property
     def seqs(self) -> tuple[tuple[int, int], ...]:
@@ -46,12 +51,13 @@ def make_job(
     Raises:
         InputError: If a prompt has no tokens, too many, or some that the model does not know.
     """
-    sampling = sampling_params(args)
+    of_command = sampling_params(args)
     context = config.max_position_embeddings
     requests = []
     for prompt in prompts:
         with bad_input(f"{prompt.origin}: "):
             ids = _encode(prompt, tokenizer, has_control=args.control_tokens)
+            sampling = merged_sampling(of_command, prompt.sampling)
         with bad_input():
             requests.append(
                 text_request(
@@ -73,12 +79,50 @@ def make_job(
         requests=tuple(requests),
         end_ids=config.eos_token_ids,
         max_len=_rounded_len(longest, context),
+        extras=tuple(
+            {**prompt.extras, **({"sampling": dict(prompt.sampling)} if prompt.sampling else {})}
+            for prompt in prompts
+        ),
     )
 
 
+def merged_sampling(sampling: SamplingParams, given: Mapping[str, Any]) -> SamplingParams:
+    """Return `sampling` with fields in place of others, as JSON has them.
+
+    Raises:
+        ValueError: If one is of another type or outside its range.
+    """
+    values = dict(given)
+    for name, value in given.items():
+        if type(value) is int and isinstance(getattr(sampling, name), float):
+            values[name] = float(value)
+        if isinstance(value, list):
+            values[name] = tuple(tuple(v) if isinstance(v, list) else v for v in value)
+    if isinstance(biases := given.get("logit_bias"), dict):
+        values["logit_bias"] = tuple(
+            (_token_id(key), float(bias) if type(bias) is int else bias)
+            for key, bias in biases.items()
+        )
+    if isinstance(form := given.get("structured_output"), dict):
+        if form.keys() - {"kind", "spec"}:
+            raise ValueError(f"structured_output={form!r:.60} must have `kind` and `spec`")
+        values["structured_output"] = StructuredOutput(**form)
+    return dataclasses.replace(sampling, **values)
+
+
+def _token_id(key: str) -> int:
+    if not (key.isascii() and key.isdigit()):
+        raise ValueError(f"logit_bias[{key!r}] must be of a token id")
+    return int(key)
+
+
 def _encode(prompt: Prompt, tokenizer: Tokenizer, *, has_control: bool) -> list[int]:
+    if prompt.token_ids:
+        return list(prompt.token_ids)
     if prompt.messages:
-        return tokenizer.apply_chat_template(prompt.messages, has_control=has_control)
+        return tokenizer.apply_chat_template(
+            prompt.messages, variables=prompt.variables, has_control=has_control
+        )
     return tokenizer.encode(prompt.text, has_control=has_control)
 
 

@@ -9,8 +9,9 @@ from typing import Any
 from detjax.cli.arguments import GenerateArgs, sampling_params
 from detjax.cli.check import CheckResult
 from detjax.cli.display import Display
+from detjax.cli.job import Job
 from detjax.cli.model import OpenModel
-from detjax.cli.output import digest_of_all
+from detjax.cli.output import digest_of_all, entry_of
 from detjax.cli.run import RunResult
 from detjax.models.bundled import bundled_model_path
 from detjax.models.config import ModelConfig
@@ -49,6 +50,7 @@ def run_stats(result: RunResult, load_s: float) -> dict[str, int | float]:
 def document(
     args: GenerateArgs,
     folder: Path,
+    job: Job,
     result: RunResult,
     model: OpenModel,
     stats: Mapping[str, int | float],
@@ -63,7 +65,7 @@ def document(
         "dp": args.dp,
         "tp": args.tp,
         "sampling": dataclasses.asdict(sampling_params(args)),
-        "completions": [output.as_dict() for output in result.outputs],
+        "completions": [entry_of(output, job.extras) for output in result.outputs],
         "digest": digest_of_all(result.outputs),
         "stats": dict(stats),
     }
