@@ -8,6 +8,7 @@ import numpy as np
 from detjax.serving.request import (
     Completion,
     FinishReason,
+    PromptLogprobs,
     Request,
     RequestOutput,
     SamplingParams,
@@ -73,9 +74,21 @@ class GenerateRun:
 
     def completions(self) -> list[Completion]:
         """Put the outputs together, by request; of each its sequences in order, or its best."""
+        scores = {
+            i: output.prompt_logprobs
+            for (i, _), outputs in self._outputs.items()
+            for output in outputs
+            if output.prompt_logprobs is not None
+        }
         made: dict[int, list[Completion]] = {}
         for (i, s), outputs in self._outputs.items():
-            done = _completion(outputs, request_idx=i, sequence_idx=s, request=self._requests[i])
+            done = _completion(
+                outputs,
+                request_idx=i,
+                sequence_idx=s,
+                request=self._requests[i],
+                prompt_logprobs=scores.get(i),
+            )
             made.setdefault(i, []).append(done)
         return [
             done for i, all_of in made.items() for done in best(all_of, self._requests[i].sampling)
@@ -112,7 +125,12 @@ def _sum(logprobs: abc.Sequence[np.float32]) -> float:
 
 
 def _completion(
-    outputs: abc.Sequence[RequestOutput], *, request_idx: int, sequence_idx: int, request: Request
+    outputs: abc.Sequence[RequestOutput],
+    *,
+    request_idx: int,
+    sequence_idx: int,
+    request: Request,
+    prompt_logprobs: PromptLogprobs | None,
 ) -> Completion:
     """Put the outputs of a sequence that has ended together."""
     reason = outputs[-1].finish_reason
@@ -126,4 +144,5 @@ def _completion(
         top_logprobs=tuple(t for o in outputs for t in o.top_logprobs),
         finish_reason=reason,
         weight_version=outputs[-1].weight_version,
+        prompt_logprobs=prompt_logprobs,
     )

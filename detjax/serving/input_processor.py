@@ -62,11 +62,12 @@ class InputProcessor:
         prompt, vocab_size = request.prompt_token_ids, self._model.vocab_size
         if not prompt:
             raise ValueError(f"{what} is empty; give at least one token")
-        if len(prompt) >= self._config.max_len:
+        if len(prompt) + min(request.sampling.max_tokens, 1) > self._config.max_len:
+            is_scored = request.sampling.max_tokens == 0
+            but = "more than" if is_scored else "which leaves no room to generate in"
             raise ValueError(
-                f"{what} has {len(prompt)} tokens, which leaves no room to generate in "
-                f"max_len={self._config.max_len} (the model's context is "
-                f"{self._model.max_position_embeddings})"
+                f"{what} has {len(prompt)} tokens, {but} max_len={self._config.max_len} (the "
+                f"model's context is {self._model.max_position_embeddings})"
             )
         for token_id in (min(prompt), max(prompt)):
             if not 0 <= token_id < vocab_size:
@@ -83,11 +84,11 @@ class InputProcessor:
         check_token_ids(
             sampling, what, vocab_size=vocab_size, eos_token_ids=self._model.eos_token_ids
         )
-        if request.sampling.num_top_logprobs > vocab_size:
-            raise ValueError(
-                f"{what} asks for num_top_logprobs={request.sampling.num_top_logprobs}, more than "
-                f"the vocabulary of {vocab_size}"
-            )
+        for name in ("num_top_logprobs", "num_prompt_logprobs"):
+            if (count := getattr(sampling, name) or 0) > vocab_size:
+                raise ValueError(
+                    f"{what} asks for {name}={count}, more than the vocabulary of {vocab_size}"
+                )
         if request.is_deterministic and self._config.mode == "fast":
             raise ValueError(
                 f"{what} is to be deterministic, and mode 'fast' makes no claim; use 'dvr' or "

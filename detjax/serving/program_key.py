@@ -33,6 +33,8 @@ class ProgramKey:
         with_filters: Whether a row has a top-k, top-p or min-p.
         text_len: Tokens that the longest text may have, where a row has adjustments (biases, masks,
             penalties, processed logprobs); 0 where none has.
+        num_prompt_top: Of a prefill that reports logprobs of the prompt: how many of the most
+            likely tokens at each position. None reports nothing of the prompt.
     """
 
     kind: ProgramKind
@@ -44,12 +46,14 @@ class ProgramKey:
     num_top: int
     with_filters: bool
     text_len: int = 0
+    num_prompt_top: int | None = None
 
     @property
     def name(self) -> str:
         """For people and traces."""
         how = f" {self.mode}" + ("" if self.weights == "full" else f" {self.weights}")
         name = f"{self.kind}{how} {self.rows}x{self.length}"
+        name += "" if self.num_prompt_top is None else " with prompt logprobs"
         return name if self.kind == "prefill" else f"{name} to {self.table_len} pages"
 
 
@@ -72,6 +76,7 @@ def program_keys(
     num_tops: abc.Sequence[int] = (0,),
     filters: abc.Sequence[bool] = (False,),
     text_lens: abc.Sequence[int] = (0,),
+    num_prompt_tops: abc.Sequence[int | None] = (None,),
 ) -> list[ProgramKey]:
     """The programs that requests can need, in the order of their first use.
 
@@ -80,6 +85,7 @@ def program_keys(
         num_tops: Numbers of top logprobs, of `NUM_TOP_SIZES`.
         filters: Whether a row has a top-k, top-p or min-p: both, if some requests have.
         text_lens: As `ProgramKey` has it: 0 and the longest, if some requests have adjustments.
+        num_prompt_tops: As `ProgramKey` has it, of prefills.
     """
     return [
         ProgramKey(
@@ -92,9 +98,11 @@ def program_keys(
             num_top=num_top,
             with_filters=with_filters,
             text_len=text_len,
+            num_prompt_top=num_prompt_top,
         )
         for with_filters, num_top, text_len in itertools.product(filters, num_tops, text_lens)
         for kind, rows, length, mode, weights in _steps(config)
+        for num_prompt_top in (num_prompt_tops if kind == "prefill" else (None,))
         for table_len in table_lens(kind, config)
     ]
 

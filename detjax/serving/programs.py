@@ -42,6 +42,7 @@ from detjax.serving.launch_operands import (
 )
 from detjax.serving.logits_processors import ProcessedLogits, TextSoFar, process_logits
 from detjax.serving.program_key import ProgramKey
+from detjax.serving.prompt_logprobs import following_ids, score_tokens
 from detjax.serving.sampling import SamplingRows, choose
 from detjax.xla_flags import EXACT_OPTIONS, FAST_OPTIONS
 
@@ -149,7 +150,7 @@ def _choose_last(
     logits = local_logits(ctx, params, last_hidden(hidden, last))
     processed = process(logits, position)
     choice = choose(ctx, logits, rows, position + 1, processed=processed, **variant)
-    return kv_cache, choice, position
+    return kv_cache, hidden, choice, position
 
 
 def _by_row(model: LoadedModel, count: int, dtype, *tail: int) -> jax.ShapeDtypeStruct:
@@ -285,7 +286,10 @@ class ProgramCache:
         rows = key.rows * self._model.mesh.shape[DP_AXIS]
         columns = _OPERANDS[key.kind].num_columns(table_len=key.table_len, length=key.length)
         host = _by_row(self._model, rows, jnp.int32, columns)
-        shapes = (host, sampling_shape(self._model, rows)) if key.kind == "prefill" else (host,)
+        shapes: tuple = (host,)
+        if key.kind == "prefill":
+            next_id = () if key.num_prompt_top is None else (_by_row(self._model, rows, jnp.int32),)
+            shapes = host, sampling_shape(self._model, rows), *next_id
         return (*shapes, *self._adjust_shapes(key, rows)) if key.text_len else shapes
 
     def _adjust_shapes(self, key: ProgramKey, rows: int) -> tuple[AdjustedSlots, AdjustOperands]:
@@ -302,9 +306,15 @@ class ProgramCache:
         return adjusted_shape(model, self.num_slots, key.text_len), operands
 
     def _prefill(
-        self, key, params, tables, kv_cache, slots, sampling, packed, rows: SamplingRows, *adjust
+        self, key, params, tables, kv_cache, slots, sampling, packed, rows: SamplingRows, *rest
     ):
-        """A chunk of each row, and the choice of the token after it."""
+        """A chunk of each row, and the choice of the token after it.
+
+        If asked for, also the logprobs of the tokens that follow those of the chunk; the host gives
+        the one after its last, before what a step with adjustments has.
+        """
+        num_next = key.num_prompt_top is not None
+        next_id, adjust = rest[:num_next], rest[num_next:]
         given = PrefillOperands.unpack(packed, table_len=key.table_len, length=key.length)
         step_idx = jnp.arange(key.length, dtype=jnp.int32)[None, :]
         is_token = step_idx < given.count[:, None]
@@ -319,7 +329,7 @@ class ProgramCache:
             records = Adjustments.unpack(of_rows.record)
             return process_logits(self._context, logits, text, records, of_rows.banned)
 
-        kv_cache, choice, last = _choose_last(
+        kv_cache, hidden, choice, last = _choose_last(
             self._context, key.mode, params, tables, kv_cache, tokens, rows, process,
             **_variant(key),
         )  # fmt: skip
@@ -329,15 +339,23 @@ class ProgramCache:
             start=slots.start.at[given.slot].set(last + 1, **put),
         )
         sampling = jax.tree.map(lambda old, new: old.at[given.slot].set(new, **put), sampling, rows)
+        result = pack_choice(choice)
+        if key.num_prompt_top is not None:
+            _, local_logits = PATHS[key.mode]
+            targets = following_ids(given.token_ids, given.count, *next_id)
+            scores = score_tokens(
+                self._context, local_logits, params, hidden, targets, num_top=key.num_prompt_top
+            )
+            result = jnp.concatenate([result, scores], axis=1)
         if not adjust:
-            return kv_cache, slots, sampling, pack_choice(choice)
+            return kv_cache, slots, sampling, result
         kept, of_rows = adjust
         token_ids = kept.token_ids.at[of_rows.slot].set(of_rows.token_ids, **put)
         kept = AdjustedSlots(
             record=kept.record.at[of_rows.slot].set(of_rows.record, **put),
             token_ids=token_ids.at[of_rows.slot, last + 1].set(choice.token_ids, **put),
         )
-        return kv_cache, slots, sampling, kept, pack_choice(choice)
+        return kv_cache, slots, sampling, kept, result
 
     def _decode(self, key, params, tables, kv_cache, slots: Slots, sampling, packed, *adjust):
         """A token of each row, or up to `key.length`, one after the other."""
@@ -385,7 +403,7 @@ class ProgramCache:
             records = Adjustments.unpack(_of_slots(kept.record, operands.slot))
             return process_logits(self._context, logits, text, records, operands.banned)
 
-        kv_cache, choice, _ = _choose_last(
+        kv_cache, _, choice, _ = _choose_last(
             self._context,
             key.mode,
             params,

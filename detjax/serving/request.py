@@ -54,7 +54,8 @@ class SamplingParams:
     """How the next token is chosen from canonical logits.
 
     Attributes:
-        max_tokens: Most tokens to generate; at least 1.
+        max_tokens: Most tokens to generate; at least 1, or 0 to score the prompt alone, which needs
+            `num_prompt_logprobs`.
         temperature: Divides the logits, from 1e-30 to 1e30; 0 takes the first maximum (greedy).
         top_k: Keep the k most likely tokens; 0 keeps all.
         top_p: Keep the smallest set of most likely tokens with this probability; in (0, 1].
@@ -87,6 +88,9 @@ class SamplingParams:
             temperature is 0 that of 1, without filters.
         include_stop_str_in_output: The text ends behind a stop text, not before it.
         structured_output: What form the text must have; None leaves it free.
+        num_prompt_logprobs: Report the logprob and the rank of each token of the prompt after the
+            first, with so many of the most likely tokens at its position; None reports nothing of
+            the prompt.
 
     NumPy's integers and floats are taken for Python's.
 
@@ -117,12 +121,16 @@ class SamplingParams:
     logprobs_mode: str = "raw"
     include_stop_str_in_output: bool = False
     structured_output: StructuredOutput | None = None
+    num_prompt_logprobs: int | None = None
 
     def __post_init__(self):
         """Check every type, then every range."""
         counts = "max_tokens", "top_k", "seed", "n", "num_top_logprobs", "best_of", "min_tokens"
         for name in counts:
             replace_field(self, name, integer(name, getattr(self, name)))
+        if self.num_prompt_logprobs is not None:
+            wanted = integer("num_prompt_logprobs", self.num_prompt_logprobs)
+            replace_field(self, "num_prompt_logprobs", wanted)
         penalties = "repetition_penalty", "presence_penalty", "frequency_penalty"
         for name in ("temperature", "top_p", "min_p", *penalties):
             replace_field(self, name, number(name, getattr(self, name)))
@@ -142,7 +150,15 @@ class SamplingParams:
             )
         least, most = MIN_TEMPERATURE, MAX_TEMPERATURE
         checks = (
-            (self.max_tokens >= 1, f"{self.max_tokens=} must be at least 1"),
+            (
+                self.max_tokens >= (self.num_prompt_logprobs is None),
+                f"{self.max_tokens=} must be at least 1, or 0 with num_prompt_logprobs, which "
+                "scores the prompt alone",
+            ),
+            (
+                self.max_tokens > 0 or self.num_sequences == 1,
+                f"{self.n=} must be 1 where max_tokens=0: there is nothing to sample",
+            ),
             (
                 self.temperature == 0 or least <= self.temperature <= most,
                 f"{self.temperature=} must be 0 or from {least:g} to {most:g}",
@@ -197,6 +213,10 @@ class SamplingParams:
                 self.structured_output is None or not self.ignore_eos,
                 "ignore_eos=True does not go with structured_output, which ends where its form is "
                 "complete",
+            ),
+            (
+                0 <= (self.num_prompt_logprobs or 0) <= MAX_TOP_LOGPROBS,
+                f"{self.num_prompt_logprobs=} must be None or in [0, {MAX_TOP_LOGPROBS}]",
             ),
         )
         for holds, message in checks:
@@ -284,6 +304,31 @@ TopLogprobs = tuple[tuple[int, np.float32], ...]
 """(token id, logprob) of the most likely tokens of one position, most likely first."""
 
 
+class PromptLogprob(NamedTuple):
+    """What the model thinks of a token of the prompt, given those before it.
+
+    Attributes:
+        logprob: float32, at temperature 1, unfiltered: the bits that the token would have had, had
+            it been sampled there.
+        rank: 1 for the most likely token of the vocabulary. Equal logits rank in order of their
+            token ids.
+        top_logprobs: Of the position, as many as were asked for.
+    """
+
+    logprob: np.float32
+    rank: int
+    top_logprobs: TopLogprobs
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether greedy decoding would have chosen this token."""
+        return self.rank == 1
+
+
+PromptLogprobs = tuple[PromptLogprob, ...]
+"""Of the second token of a prompt, and so on; the first follows nothing and has no logprob."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenEvent:
     """One generated token. `logprob` is of the token at temperature 1, unfiltered."""
@@ -338,6 +383,8 @@ class RequestOutput:
             else None.
         weight_version: Of the weights that computed it: see `Engine.load_weights`.
         windows: Of drafts, of the sequence so far.
+        prompt_logprobs: Where they were asked for, with the first output of sequence 0 that has a
+            token, or ends it without one; None elsewhere.
     """
 
     request_id: int
@@ -349,6 +396,7 @@ class RequestOutput:
     exception: Exception | None
     weight_version: int
     windows: WindowCounts = NO_WINDOWS
+    prompt_logprobs: PromptLogprobs | None = None
 
     @property
     def error(self) -> str:
@@ -362,7 +410,8 @@ class Completion:
 
     `token_ids` holds every generated token, the one that ended it included. `logprobs[i]` is the
     canonical float32 log-probability of `token_ids[i]` at temperature 1 before any filter.
-    `weight_version` is 0 for the weights that the model was loaded with.
+    `weight_version` is 0 for the weights that the model was loaded with. `prompt_logprobs` is None
+    where they were not asked for.
     """
 
     request_idx: int
@@ -373,6 +422,7 @@ class Completion:
     top_logprobs: tuple[TopLogprobs, ...]
     finish_reason: FinishReason
     weight_version: int = 0
+    prompt_logprobs: PromptLogprobs | None = None
 
     def digest(self) -> str:
         """Sha256 over the token ids (int32) and the logprobs (float32), little-endian."""

@@ -13,6 +13,8 @@ from detjax.models.tokenizer import Tokenizer
 from detjax.serving.request import (
     Completion,
     FinishReason,
+    PromptLogprob,
+    PromptLogprobs,
     Request,
     SamplingParams,
     TokenEvent,
@@ -199,6 +201,11 @@ class CompletionOutput:
                 [[token_id, float(logprob)] for token_id, logprob in top]
                 for top in done.top_logprobs
             ]
+        if done.prompt_logprobs is not None:
+            entry["prompt_logprobs"] = [
+                [float(one.logprob), one.rank, [[i, float(p)] for i, p in one.top_logprobs]]
+                for one in done.prompt_logprobs
+            ]
         return {**entry, "digest": done.digest(), "fingerprint": self.fingerprint}
 
     @classmethod
@@ -221,6 +228,7 @@ class CompletionOutput:
                 for top in entry.get("top_logprobs", none)
             ),
             finish_reason=FinishReason(entry["finish_reason"]),
+            prompt_logprobs=_prompt_logprobs(entry.get("prompt_logprobs")),
         )
         if completion.digest() != entry["digest"]:
             raise ValueError(
@@ -228,6 +236,16 @@ class CompletionOutput:
                 f"{completion.digest()}; the record was changed"
             )
         return cls(completion=completion, text=entry["text"], fingerprint=entry["fingerprint"])
+
+
+def _prompt_logprobs(entry: Sequence[Any] | None) -> PromptLogprobs | None:
+    """What `CompletionOutput.as_dict` made an entry of."""
+    if entry is None:
+        return None
+    return tuple(
+        PromptLogprob(np.float32(logprob), rank, tuple((i, np.float32(p)) for i, p in top))
+        for logprob, rank, top in entry
+    )
 
 
 class CompletionText:
@@ -260,7 +278,9 @@ class CompletionText:
         """
         self.key = (request_idx, sequence_idx)
         self.pieces: list[str] = []
-        self.finish_reason: FinishReason | None = None
+        # Nothing is generated where only the prompt is scored.
+        has_tokens = request.sampling.max_tokens > 0
+        self.finish_reason: FinishReason | None = None if has_tokens else FinishReason.LENGTH
         self._request = request
         sampling = request.sampling
         self._end_ids = sampling.end_token_ids(end_ids)
@@ -442,10 +462,10 @@ def text_request(
     token_ids = request.prompt_token_ids
     if not token_ids:
         raise ValueError(f"{what} has no tokens; give some text")
-    if len(token_ids) >= max_len:
+    if len(token_ids) + min(sampling.max_tokens, 1) > max_len:
+        left = " and one must be left to generate" if sampling.max_tokens else ""
         raise ValueError(
-            f"{what} has {len(token_ids)} tokens, but {limit} is {max_len} and one must be left to "
-            "generate; shorten it"
+            f"{what} has {len(token_ids)} tokens, but {limit} is {max_len}{left}; shorten it"
         )
     for token_id in (min(token_ids), max(token_ids)):
         if not 0 <= token_id < vocab_size:
