@@ -36,6 +36,7 @@ from detjax.parallel.mesh import (
 )
 from detjax.serving.config import EngineConfig
 from detjax.serving.engine import Engine
+from detjax.serving.grammars import Grammars
 from detjax.serving.memory import cache_bytes, check_memory, pages_that_fit
 from detjax.serving.request import PromptLogprobs, SamplingParams, TokenEvent
 from detjax.serving.text import CompletionOutput, TextBatch, text_request
@@ -421,7 +422,12 @@ class LLM:
             self.model, asked, gpu_memory_utilization=gpu_memory_utilization
         )
         check_memory(self.model, engine_config)
-        self.engine = Engine(self.model, engine_config)
+        grammars = Grammars(
+            lambda: self.tokenizer,
+            vocab_size=self.model.config.vocab_size,
+            eos_token_ids=self.model.config.eos_token_ids,
+        )
+        self.engine = Engine(self.model, engine_config, grammars=grammars)
         self.config = LLMConfig(
             name=str(model),
             folder=folder,

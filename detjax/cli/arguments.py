@@ -14,6 +14,7 @@ from detjax.cli.errors import BITS_DIFFER, InputError, bad_input
 from detjax.pallas_kernels.backend import Backend
 from detjax.serving.config import DRAFT_WEIGHTS, MODES, EngineConfig
 from detjax.serving.request import LOGPROBS_MODES, SamplingParams
+from detjax.serving.structured_output import FORMS, StructuredOutput
 
 BUNDLED = "bundled"
 NO_CACHE = "none"
@@ -212,6 +213,25 @@ class GenerateArgs:
         metavar="TEXT",
     )
     logprobs_mode: str = _field(SamplingParams, "logprobs_mode", _SAMPLES, choices=LOGPROBS_MODES)
+    json_schema: str | None = _option(
+        None, _SAMPLES, "let completions be JSON of this schema; @FILE reads it", metavar="JSON"
+    )
+    json_object: bool = _option(False, _SAMPLES, "let completions be a JSON object")
+    regex: str | None = _option(
+        None, _SAMPLES, "let completions match this regular expression", metavar="REGEX"
+    )
+    choice: tuple[str, ...] = _option(
+        (),
+        _SAMPLES,
+        "let completions be one of the texts that are given so",
+        metavar="TEXT",
+    )
+    grammar: str | None = _option(
+        None,
+        _SAMPLES,
+        "let completions be of this grammar, in llguidance's variant of Lark; @FILE reads it",
+        metavar="LARK",
+    )
     dtype: str = _option("bfloat16", _NUMERICS, "what weights are stored in", choices=_DTYPES)
     cast_weights: str = _option(
         NO_CAST,
@@ -371,12 +391,34 @@ def sampling_params(args: GenerateArgs) -> SamplingParams:
     """
     values = _values(args, SamplingParams)
     values["logit_bias"] = tuple(map(_bias, args.logit_bias))
+    values["structured_output"] = _form(args)
     try:
         return SamplingParams(**values)
     except ValueError as error:
         name, _, rest = str(error).partition("=")
         field = name.partition("[")[0]
         raise InputError(f"--{_FLAGS.get(field, field).replace('_', '-')} {rest}") from error
+
+
+def _form(args: GenerateArgs) -> StructuredOutput | None:
+    """The form of output, if one is asked for."""
+    specs = {kind: getattr(args, kind) for kind in FORMS}
+    given = {kind: spec for kind, spec in specs.items() if spec not in (None, False, ())}
+    if len(given) > 1:
+        flags = " and ".join("--" + kind.replace("_", "-") for kind in given)
+        raise InputError(f"{flags} do not go together; give one")
+    for kind, spec in given.items():
+        flag = "--" + kind.replace("_", "-")
+        if kind in ("json_schema", "grammar") and spec.startswith("@"):
+            try:
+                spec = Path(spec[1:]).expanduser().read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise InputError(f"{flag} {spec} cannot be read: {error}") from error
+        with bad_input(f"{flag}: "):
+            if kind == "choice":
+                return StructuredOutput.of_choices(spec)
+            return StructuredOutput(kind=kind, spec="" if kind == "json_object" else spec)
+    return None
 
 
 def _bias(given: str) -> tuple[int, float]:

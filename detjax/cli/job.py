@@ -72,6 +72,7 @@ def make_job(
                     eos_token_ids=config.eos_token_ids,
                 )
             )
+    _check_forms(requests, tokenizer, config)
     _check_number(sum(request.sampling.num_sequences for request in requests))
     _check_pages(args, prompts, requests)
     longest = max(len(r.prompt_token_ids) + r.sampling.max_tokens for r in requests)
@@ -84,6 +85,21 @@ def make_job(
             for prompt in prompts
         ),
     )
+
+
+def _check_forms(requests: Sequence[Request], tokenizer: Tokenizer, config: ModelConfig) -> None:
+    """Compile the forms of output, so that a mistake is told before a model is loaded."""
+    forms = {form for r in requests if (form := r.sampling.structured_output) is not None}
+    if not forms:
+        return
+    from detjax.serving.grammars import Grammars
+
+    grammars = Grammars(
+        lambda: tokenizer, vocab_size=config.vocab_size, eos_token_ids=config.eos_token_ids
+    )
+    for form in forms:
+        with bad_input():
+            grammars.check(form)
 
 
 def merged_sampling(sampling: SamplingParams, given: Mapping[str, Any]) -> SamplingParams:

@@ -159,6 +159,7 @@ def _open_model(
     from detjax.llm import MeshError, load_on_devices, size_cache
     from detjax.numerics import NumericsProfile
     from detjax.serving.engine import Engine
+    from detjax.serving.grammars import Grammars
     from detjax.serving.memory import check_memory
 
     with bad_input():
@@ -186,6 +187,12 @@ def _open_model(
             f"{where}; leave it out, or give --cache-pages"
         )
 
+    grammars = Grammars(
+        lambda: Tokenizer.from_folder(folder),
+        vocab_size=model.config.vocab_size,
+        eos_token_ids=model.config.eos_token_ids,
+    )
+
     def make_engine(config: EngineConfig, tracer: TracesEvents) -> Engine:
         with bad_input():
             # Processes of a job may have unlike memory free, and need one number of pages.
@@ -197,7 +204,7 @@ def _open_model(
                     gpu_memory_utilization=GPU_MEMORY_UTILIZATION if share is None else share,
                 )
             check_memory(model, config)
-            return Engine(model, config, tracer=tracer)
+            return Engine(model, config, tracer=tracer, grammars=grammars)
 
     return OpenModel(
         fingerprint=model.fingerprint,

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is told about a run: what decides its bits, where the time went, and its digests."""
 
-import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -64,7 +63,7 @@ def document(
         "backend": model.backend,
         "dp": args.dp,
         "tp": args.tp,
-        "sampling": dataclasses.asdict(sampling_params(args)),
+        "sampling": sampling_params(args).record(),
         "completions": [entry_of(output, job.extras) for output in result.outputs],
         "digest": digest_of_all(result.outputs),
         "stats": dict(stats),

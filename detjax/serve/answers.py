@@ -95,7 +95,7 @@ class Shape:
         """What lets anybody ask again and compare; of the last piece, which has it all."""
         done = last.completion
         assert done is not None
-        sampling = dataclasses.asdict(self.sampling)
+        sampling = self.sampling.record()
         proof: Json = {
             "digest": done.digest(),
             "is_deterministic": self.is_deterministic,

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import msgspec
 
 from detjax.serving.request import SamplingParams
+from detjax.serving.structured_output import StructuredOutput
 
 
 class RefusedError(ValueError):
@@ -34,6 +35,43 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     include_usage: bool = False
 
 
+class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The form of an answer, as vLLM names it: exactly one.
+
+    Attributes:
+        json: A JSON schema, as an object or as JSON.
+        json_object: Any JSON object.
+        regex: A regular expression.
+        choice: Texts, of which the answer is one.
+        grammar: In llguidance's variant of Lark.
+    """
+
+    json: str | dict[str, Any] | None = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+    def form(self) -> StructuredOutput:
+        """The form.
+
+        Raises:
+            ValueError: If there is not exactly one, or it is not valid.
+        """
+        fields = msgspec.structs.asdict(self)
+        given = {name: value for name, value in fields.items() if value not in (None, False)}
+        if len(given) != 1:
+            raise ValueError(
+                f"structured_outputs has {len(given)} of {', '.join(fields)}; give one"
+            )
+        if self.json is not None:
+            return StructuredOutput.of_schema(self.json)
+        if self.choice is not None:
+            return StructuredOutput.of_choices(self.choice)
+        ((kind, spec),) = given.items()
+        return StructuredOutput(kind=kind, spec="" if spec is True else spec)
+
+
 class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """What completions and chat completions have in common.
 
@@ -47,6 +85,7 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         repetition_penalty, presence_penalty, frequency_penalty, logprobs_mode: As `SamplingParams`
             has them.
         logit_bias: A number for each of some token ids, which are texts in JSON.
+        structured_outputs: The form of the answer.
         stream: Send each piece as it is made (server-sent events).
         stream_options: Only with `stream`.
         is_deterministic: Whether the answer must be the canonical one; null is what the server's
@@ -90,6 +129,7 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     frequency_penalty: float = 0.0
     logit_bias: dict[str, float] | None = None
     logprobs_mode: str = "raw"
+    structured_outputs: StructuredOutputs | None = None
 
     def stops(self) -> tuple[str, ...]:
         """The stop strings."""
@@ -106,6 +146,19 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
                 raise RefusedError(f"logit_bias of {key!r}: give a token id", field="logit_bias")
             biases[int(key)] = bias
         return biases
+
+    def form(self) -> StructuredOutput | None:
+        """The form of the answer; None leaves it free."""
+        if self.structured_outputs is None:
+            return None
+        try:
+            return self.structured_outputs.form()
+        except ValueError as error:
+            raise RefusedError(str(error), field="structured_outputs") from error
+
+    def form_field(self) -> str:
+        """Which field says the form."""
+        return "structured_outputs"
 
     def num_candidates(self) -> int:
         """Answers that are made, of which the best are given; 0 is those that are given."""
@@ -183,16 +236,48 @@ class CompletionRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True
         return max(asked, default=None if self.max_tokens else 0)
 
 
+class JsonSchema(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """A JSON schema as OpenAI has it. `name` and `description` decide nothing.
+
+    Attributes:
+        schema: The schema.
+        strict: Every answer is of the schema, so false is taken for true.
+    """
+
+    name: str
+    description: str = ""
+    schema: dict[str, Any]
+    strict: bool | None = None
+
+
 class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The form of an answer.
 
     Attributes:
-        type: Taken only as "text".
-        json_schema: Taken only as null.
+        type: "text", "json_object" or "json_schema".
+        json_schema: With the last.
     """
 
     type: str = "text"
-    json_schema: dict[str, Any] | None = None
+    json_schema: JsonSchema | None = None
+
+    def form(self) -> StructuredOutput | None:
+        """The form; None for text.
+
+        Raises:
+            ValueError: If there is no such type, or its schema is missing.
+        """
+        if (self.json_schema is not None) != (self.type == "json_schema"):
+            raise ValueError("response_format has json_schema with that type, and no other")
+        if self.json_schema is not None:
+            return StructuredOutput.of_schema(self.json_schema.schema)
+        if self.type == "json_object":
+            return StructuredOutput(kind="json_object")
+        if self.type != "text":
+            raise ValueError(
+                f"response_format of type {self.type!r} is none of text, json_object, json_schema"
+            )
+        return None
 
 
 class ChatRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
@@ -207,7 +292,7 @@ class ChatRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
         tools, documents: Given to the model's template. What the model answers is left as text.
         tool_choice: Taken only as "auto" and "none"; "none" keeps the tools from the template.
         chat_template_kwargs: Further variables of the template, such as `enable_thinking`.
-        response_format: Taken only as text.
+        response_format: The form of the answer, in place of `structured_outputs`.
     """
 
     messages: list[dict[str, Any]]
@@ -231,16 +316,28 @@ class ChatRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
                 f"tool_choice={self.tool_choice!r} is not supported: 'auto' and 'none' are",
                 field="tool_choice",
             )
-        if self.response_format is not None and self.response_format.type != "text":
-            raise RefusedError(
-                f"response_format of type {self.response_format.type!r} is not supported: only "
-                "'text' is",
-                field="response_format",
-            )
         if None not in (self.max_tokens, self.max_completion_tokens):
             raise RefusedError(
                 "max_tokens and max_completion_tokens say the same; give one", field="max_tokens"
             )
+
+    def form(self) -> StructuredOutput | None:
+        """The form of the answer; None leaves it free."""
+        if self.response_format is None:
+            return super().form()
+        if self.structured_outputs is not None:
+            raise RefusedError(
+                "response_format and structured_outputs say the same; give one",
+                field="response_format",
+            )
+        try:
+            return self.response_format.form()
+        except ValueError as error:
+            raise RefusedError(str(error), field="response_format") from error
+
+    def form_field(self) -> str:
+        """Which field says the form."""
+        return super().form_field() if self.response_format is None else "response_format"
 
     def variables(self) -> dict[str, Any]:
         """What the template sees beside the messages."""
@@ -325,6 +422,7 @@ def sampling_params(
             frequency_penalty=fields.frequency_penalty,
             logprobs_mode=fields.logprobs_mode,
             include_stop_str_in_output=fields.include_stop_str_in_output,
+            structured_output=fields.form(),
             num_prompt_logprobs=num_scored,
         )
     except ValueError as error:

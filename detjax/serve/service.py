@@ -392,7 +392,9 @@ class Service:
                 code="timeout",
             ) from error
         except ValueError as error:
-            raise RefusedError(str(error)) from error
+            is_form = str(error).startswith("structured_output")
+            field = "structured_outputs" if is_form else ""
+            raise RefusedError(str(error), field=field) from error
         finally:
             self._inboxes.discard(inbox)
             for i, request_id in enumerate(opened):

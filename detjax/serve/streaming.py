@@ -64,9 +64,14 @@ async def pieces_of(service: Service, request: Request, asked: Asked) -> Pieces:
             priority=asked.fields.priority,
             cache_salt=asked.fields.cache_salt,
         )
-        async with contextlib.aclosing(pieces):
-            async for found in pieces:
-                yield found
+        try:
+            async with contextlib.aclosing(pieces):
+                async for found in pieces:
+                    yield found
+        except RefusedError as error:
+            if error.field == "structured_outputs":
+                error.field = asked.fields.form_field()
+            raise
 
 
 async def whole(pieces: Pieces, asked: Asked) -> Json:

@@ -23,6 +23,7 @@ from detjax.serving.errors import (
     EngineStoppedError,
     RowError,
 )
+from detjax.serving.grammars import Grammars
 from detjax.serving.input_processor import MAX_TAKEN, InputProcessor
 from detjax.serving.metrics import EngineStats
 from detjax.serving.model_runner import Launch, ModelRunner, ignore_compiling
@@ -64,6 +65,7 @@ class Engine:
         candidates: Candidates = keep_candidates,
         programs: ProgramCache | None = None,
         tracer: trace.TracesEvents = trace.NO_TRACE,
+        grammars: Grammars | None = None,
     ):
         """Allocate the cache.
 
@@ -74,6 +76,7 @@ class Engine:
             programs: `programs` of another engine of this model and these sizes, whose compiled
                 programs and candidates are used; None compiles new ones.
             tracer: Keeps a timeline.
+            grammars: Of the model's tokenizer, for requests with structured output.
 
         Raises:
             ValueError: If sizes do not divide over replicas or the context is too short.
@@ -111,6 +114,7 @@ class Engine:
             scheduler=self._scheduler,
             output_processor=self._output_processor,
             stat_logger=self._stat_logger,
+            grammars=grammars,
         )
         self._recovery = Recovery(
             self._states, self._scheduler, self._runner, self._output_processor

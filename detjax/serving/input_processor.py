@@ -8,6 +8,7 @@ import numpy as np
 from detjax.models.config import ModelConfig
 from detjax.serving.config import EngineConfig
 from detjax.serving.errors import LayoutError
+from detjax.serving.grammars import Grammars
 from detjax.serving.output_processor import OutputProcessor
 from detjax.serving.request import MAX_SEQUENCES, FinishReason, Request
 from detjax.serving.request_states import Arrival, RequestStates
@@ -33,6 +34,7 @@ class InputProcessor:
         scheduler: Scheduler,
         output_processor: OutputProcessor,
         stat_logger: StatLogger,
+        grammars: Grammars | None,
     ):
         """Take nobody yet.
 
@@ -43,8 +45,9 @@ class InputProcessor:
             scheduler: To which sequences are added.
             output_processor: Ends who is refused or cancelled.
             stat_logger: Is told of arrivals.
+            grammars: Compiles forms of output, if the engine knows a tokenizer.
         """
-        self._model, self._config = model, config
+        self._model, self._config, self._grammars = model, config, grammars
         self._states, self._scheduler = states, scheduler
         self._output_processor, self._stat_logger = output_processor, stat_logger
 
@@ -84,6 +87,13 @@ class InputProcessor:
         check_token_ids(
             sampling, what, vocab_size=vocab_size, eos_token_ids=self._model.eos_token_ids
         )
+        if (form := sampling.structured_output) is not None:
+            if self._grammars is None:
+                raise ValueError(
+                    f"{what} has structured_output, and this engine was given no grammars, as it "
+                    "knows no tokenizer: ask detjax.LLM, or give Engine(grammars=...)"
+                )
+            self._grammars.check(form)
         for name in ("num_top_logprobs", "num_prompt_logprobs"):
             if (count := getattr(sampling, name) or 0) > vocab_size:
                 raise ValueError(
@@ -148,6 +158,10 @@ class InputProcessor:
 
     def _sequence(self, arrival: Arrival, sequence_idx: int, ends: frozenset[int]) -> Sequence:
         request, mode = arrival.request, self._config.mode
+        form, guide = request.sampling.structured_output, None
+        if form is not None:
+            assert self._grammars is not None  # checked
+            guide = self._grammars.guide(form)
         most_len = len(request.prompt_token_ids) + request.sampling.max_tokens
         is_drafted = mode == "dvr" and request.is_deterministic
         return Sequence(
@@ -156,6 +170,7 @@ class InputProcessor:
             request=request,
             is_drafted=is_drafted,
             is_canonical=mode == "invariant" or is_drafted,
+            guide=guide,
             max_len=min(most_len, self._config.max_len),
             end_token_ids=ends,
             listener=Listener(

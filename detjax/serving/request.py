@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a user asks for and what comes back, as plain data."""
 
+import dataclasses
 import enum
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -252,6 +253,13 @@ class SamplingParams:
     def num_sequences(self) -> int:
         """Sequences that are made."""
         return self.best_of or self.n
+
+    def record(self) -> dict[str, Any]:
+        """Every field as JSON can hold it, and the library that computes masks of a form."""
+        record = dataclasses.asdict(self)
+        if self.structured_output is not None:
+            record["structured_output"]["library"] = self.structured_output.library
+        return record
 
     def end_token_ids(self, eos_token_ids: Iterable[int]) -> frozenset[int]:
         """Tokens that end a sequence, of a model whose own are `eos_token_ids`."""

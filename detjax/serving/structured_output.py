@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What form a completion must have, as plain data."""
 
+import importlib.metadata
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -50,6 +51,11 @@ class StructuredOutput:
         """JSON of this schema, given as an object or as JSON."""
         spec = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
         return cls(kind="json_schema", spec=spec)
+
+    @property
+    def library(self) -> str:
+        """What computes the masks, with its version, which is a part of what was asked."""
+        return f"llguidance {importlib.metadata.version('llguidance')}"
 
     @property
     def choices(self) -> list[str]:
