@@ -20,6 +20,7 @@ from detjax.models.abstract import why_unsupported
 from detjax.models.bundled import BUNDLED_NAME, bundled_model_path
 from detjax.models.config import ModelConfig
 from detjax.models.decoder import check_mesh
+from detjax.models.generation_config import default_sampling
 from detjax.models.hf_config import load_config
 from detjax.models.hub import resolve_model
 from detjax.models.loading import LoadedModel, load_model
@@ -333,6 +334,7 @@ class LLM:
         model: The weights on their devices.
         tokenizer: Of the model.
         engine: Knows tokens only.
+        default_sampling: Of prompts for which none is given.
     """
 
     def __init__(
@@ -352,6 +354,7 @@ class LLM:
         prefill_chunk: int | None = None,
         num_pages: int | None = None,
         gpu_memory_utilization: float = GPU_MEMORY_UTILIZATION,
+        generation_config: str = "auto",
         show_progress: bool = True,
         **engine_options: Any,
     ):
@@ -381,6 +384,8 @@ class LLM:
             gpu_memory_utilization: Share of a GPU's memory for weights and cache together: of the
                 memory that JAX takes, 75 % of the GPU unless XLA_PYTHON_CLIENT_MEM_FRACTION says
                 otherwise. The rest is for activations.
+            generation_config: "auto": `default_sampling` is what the model's generation_config.json
+                recommends, if it has one. "none": it is `SamplingParams()`.
             show_progress: Show bars on standard error, where it is a terminal.
             engine_options: Other fields of `EngineConfig`, such as `decode_steps`.
 
@@ -396,7 +401,11 @@ class LLM:
             raise ValueError(f"{dtype=} does not go with a profile, which has the dtypes")
         dtype = dtype or "bfloat16"
         profile = profile or NumericsProfile(weight_dtype=dtype, compute_dtype=dtype)
+        if generation_config not in ("auto", "none"):
+            raise ValueError(f"{generation_config=} must be 'auto' or 'none'")
         folder = find_model(model, revision=revision)
+        recommended = default_sampling(folder) if generation_config == "auto" else {}
+        self.default_sampling = SamplingParams(**recommended)
         self._show_progress = show_progress
         self.tokenizer = Tokenizer.from_folder(folder)
         with self._loading() as progress:
@@ -423,7 +432,7 @@ class LLM:
         )
         check_memory(self.model, engine_config)
         grammars = Grammars(
-            lambda: self.tokenizer,
+            lambda: self.tokenizer.backend.to_str(),
             vocab_size=self.model.config.vocab_size,
             eos_token_ids=self.model.config.eos_token_ids,
         )
@@ -459,8 +468,8 @@ class LLM:
         Args:
             prompts: A text or a sequence of token ids, or a list of them. Texts get the special
                 tokens that the model expects around them; token ids are taken as they are.
-            sampling: How; one for all prompts, or one for each. None is `SamplingParams()`:
-                greedy. A completion ends at the latest with `max_len`.
+            sampling: How; one for all prompts, or one for each. None is
+                `default_sampling`. A completion ends at the latest with `max_len`.
             has_control: Special tokens written out in a text become that token; else they are text.
 
         Returns:
@@ -549,7 +558,7 @@ class LLM:
         sampling: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[PromptOutput]:
         """Continue token ids. The text of each is carried along."""
-        one = SamplingParams() if sampling is None else sampling
+        one = self.default_sampling if sampling is None else sampling
         samplings = [one] * len(asked) if isinstance(one, SamplingParams) else list(one)
         if len(samplings) != len(asked):
             raise ValueError(

@@ -5,7 +5,7 @@ import dataclasses
 import inspect
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -232,6 +232,13 @@ class GenerateArgs:
         "let completions be of this grammar, in llguidance's variant of Lark; @FILE reads it",
         metavar="LARK",
     )
+    generation_config: str = _option(
+        "auto",
+        _SAMPLES,
+        "auto: sampling that is not given is that of the model's generation_config.json, if it has "
+        "one. none: it is that of the defaults here",
+        choices=("auto", "none"),
+    )
     dtype: str = _option("bfloat16", _NUMERICS, "what weights are stored in", choices=_DTYPES)
     cast_weights: str = _option(
         NO_CAST,
@@ -361,11 +368,35 @@ class GenerateArgs:
         _CHECK,
         "before that, run once in a new process that compiles everything anew, and compare",
     )
+    given: frozenset[str] = frozenset()  # no option: the names of those that were given
     check: bool = _option(
         False,
         _CHECK,
         f"compare the runs bit by bit; exit with {BITS_DIFFER} and the first differences",
     )
+
+
+def with_defaults(args: GenerateArgs, defaults: Mapping[str, Any]) -> GenerateArgs:
+    """Return the options, with a model's defaults where none was given.
+
+    Args:
+        args: The options.
+        defaults: Fields of `SamplingParams`.
+
+    Raises:
+        InputError: If a default is out of range.
+    """
+    changed = {
+        its.name: defaults[its.metadata["sets"][1]]
+        for its in dataclasses.fields(args)
+        if its.name not in args.given
+        and its.metadata.get("sets", (None,))[0] is SamplingParams
+        and its.metadata["sets"][1] in defaults
+    }
+    args = dataclasses.replace(args, **changed)
+    with bad_input("generation_config.json of the model: "):
+        sampling_params(args)
+    return args
 
 
 def _values(args: GenerateArgs, of: type) -> dict[str, Any]:

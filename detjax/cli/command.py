@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from detjax.cli import report
-from detjax.cli.arguments import GenerateArgs
+from detjax.cli.arguments import GenerateArgs, with_defaults
 from detjax.cli.check import (
     check_runs,
     differences,
@@ -23,6 +23,7 @@ from detjax.cli.model import OpensModel, read_model_files
 from detjax.cli.output import SilentWriter, digest_of_all, make_writer, to_json
 from detjax.cli.prompts import read_prompts
 from detjax.cli.run import RunPlan, RunResult, run_job
+from detjax.models.generation_config import default_sampling
 from detjax.serving.trace import NO_TRACE, Trace
 
 
@@ -34,6 +35,9 @@ def run(args: GenerateArgs, *, open_model: OpensModel) -> int:
     """
     prompts = read_prompts(args)
     folder, config, tokenizer = read_model_files(args)
+    if args.generation_config == "auto":
+        with bad_input():
+            args = with_defaults(args, default_sampling(folder))
     job = make_job(args, prompts, tokenizer, config)
     plans = plan_runs(args, job)
     display = Display()

@@ -95,7 +95,7 @@ def _check_forms(requests: Sequence[Request], tokenizer: Tokenizer, config: Mode
     from detjax.serving.grammars import Grammars
 
     grammars = Grammars(
-        lambda: tokenizer, vocab_size=config.vocab_size, eos_token_ids=config.eos_token_ids
+        tokenizer.backend.to_str, vocab_size=config.vocab_size, eos_token_ids=config.eos_token_ids
     )
     for form in forms:
         with bad_input():

@@ -188,7 +188,7 @@ def _open_model(
         )
 
     grammars = Grammars(
-        lambda: Tokenizer.from_folder(folder),
+        lambda: Tokenizer.from_folder(folder).backend.to_str(),
         vocab_size=model.config.vocab_size,
         eos_token_ids=model.config.eos_token_ids,
     )

@@ -94,6 +94,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"detjax {__version__}")
     groups = {name: parser.add_argument_group(name, text) for name, text in GROUPS.items()}
     for option in dataclasses.fields(GenerateArgs):
+        if not option.metadata:
+            continue
         described, default = option.metadata, option.default
         if isinstance(default, bool):
             kind: dict[str, Any] = {"action": "store_true"}
@@ -114,11 +116,12 @@ def parse_args(argv: Sequence[str] | None) -> GenerateArgs:
         InputError: If a value cannot be read, is out of range or does not go with another.
     """
     values = vars(make_parser().parse_args(argv))
+    given = frozenset(values)
     values.setdefault("compute", values.get("dtype", "bfloat16"))
     for option in dataclasses.fields(GenerateArgs):
         if isinstance(option.default, tuple):
             values[option.name] = tuple(values.get(option.name, ()))
-    args = GenerateArgs(**values)
+    args = GenerateArgs(**values, given=given)
     _check_args(args)
     return args
 

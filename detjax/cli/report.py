@@ -14,6 +14,7 @@ from detjax.cli.output import digest_of_all, entry_of
 from detjax.cli.run import RunResult
 from detjax.models.bundled import bundled_model_path
 from detjax.models.config import ModelConfig
+from detjax.models.generation_config import default_sampling
 from detjax.serving.config import EngineConfig
 from detjax.serving.metrics import EngineStats
 
@@ -25,7 +26,7 @@ def card(
     from detjax.llm import describe
 
     is_bundled = folder == bundled_model_path()
-    return describe(
+    facts = describe(
         f"{folder.name}, which comes with the package" if is_bundled else args.model,
         config,
         engine,
@@ -38,6 +39,11 @@ def card(
         dp=args.dp,
         tp=args.tp,
     )
+    defaults = default_sampling(folder) if args.generation_config == "auto" else {}
+    if defaults:
+        values = ", ".join(f"{name} {value}" for name, value in defaults.items())
+        facts["defaults"] = f"{values} (generation_config.json, where no option says otherwise)"
+    return facts
 
 
 def run_stats(result: RunResult, load_s: float) -> dict[str, int | float]:

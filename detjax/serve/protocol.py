@@ -5,6 +5,8 @@ Names and meanings are those of OpenAI's API, and of vLLM's server where it adds
 OpenAI has and detjax cannot honour is taken only with the value that asks for nothing.
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import msgspec
@@ -77,7 +79,8 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     Attributes:
         model: The served name.
-        temperature, top_p, top_k, min_p, n, seed: As `SamplingParams` has them. OpenAI's defaults;
+        temperature, top_p, top_k, min_p, n, seed: As `SamplingParams` has them. Defaults are
+            those of the model's generation_config.json, else OpenAI's;
             the seed is 0 where none is given, so that the same request has the same answer.
         stop: Up to 16 texts that end the answer.
         stop_token_ids: Tokens that do.
@@ -101,10 +104,10 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """
 
     model: str
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
     n: int = 1
     seed: int | None = None
     stop: Texts | None = None
@@ -124,7 +127,7 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     min_tokens: int = 0
     allowed_token_ids: TokenIds | None = None
     bad_words: list[str] = []
-    repetition_penalty: float = 1.0
+    repetition_penalty: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[str, float] | None = None
@@ -391,21 +394,33 @@ def parse[T: msgspec.Struct](body: bytes, kind: type[T]) -> T:
         raise RefusedError(f"the body is not JSON: {error}") from error
 
 
+NO_DEFAULTS: Mapping[str, Any] = MappingProxyType({})
+_OPENAI = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+
+
 def sampling_params(
-    fields: SamplingFields, *, max_tokens: int, num_top: int, num_scored: int | None = None
+    fields: SamplingFields,
+    *,
+    max_tokens: int,
+    num_top: int,
+    num_scored: int | None = None,
+    defaults: Mapping[str, Any] = NO_DEFAULTS,
 ) -> SamplingParams:
-    """The sampling of a request.
+    """The sampling of a request; what it leaves out is that of `defaults`, else OpenAI's.
 
     Raises:
         RefusedError: If a value is out of range; the message names it.
     """
+    chosen = {
+        name: defaults.get(name, other) if (asked := getattr(fields, name)) is None else asked
+        for name, other in _OPENAI.items()
+    }
+    if chosen["top_k"] == -1:
+        chosen["top_k"] = 0
     try:
         return SamplingParams(
+            **chosen,
             max_tokens=max_tokens,
-            temperature=fields.temperature,
-            top_k=max(0, fields.top_k) if fields.top_k == -1 else fields.top_k,
-            top_p=fields.top_p,
-            min_p=fields.min_p,
             seed=fields.seed or 0,
             n=fields.n,
             stop=fields.stops(),
@@ -417,7 +432,6 @@ def sampling_params(
             bad_words=tuple(fields.bad_words),
             ignore_eos=fields.ignore_eos,
             min_tokens=fields.min_tokens,
-            repetition_penalty=fields.repetition_penalty,
             presence_penalty=fields.presence_penalty,
             frequency_penalty=fields.frequency_penalty,
             logprobs_mode=fields.logprobs_mode,

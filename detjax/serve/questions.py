@@ -143,7 +143,11 @@ class Reader:
             fingerprint=model.fingerprint,
             is_chat=is_chat,
             sampling=sampling_params(
-                asked, max_tokens=max_tokens, num_top=num_top or 0, num_scored=num_scored
+                asked,
+                max_tokens=max_tokens,
+                num_top=num_top or 0,
+                num_scored=num_scored,
+                defaults=model.default_sampling,
             ),
             is_deterministic=self._service.check_determinism(asked.is_deterministic),
             num_top=num_top,

@@ -38,6 +38,7 @@ def open_model(args: argparse.Namespace) -> ServedModel:
         max_len=args.max_len,
         batch_size=args.batch_size,
         max_waiting=args.max_waiting,
+        generation_config=args.generation_config,
         # WHY: on a GPU `LLM` lets prompts go first, and here others wait for their next token.
         max_prefill_streak=0,
         gpu_memory_utilization=share,
@@ -48,10 +49,15 @@ def open_model(args: argparse.Namespace) -> ServedModel:
             f"--kv-memory {args.kv_memory} is a share of a GPU's memory, and this server runs on "
             "the CPU; leave it out, and choose the cache by --batch-size and --max-len"
         )
-    LOG.info("%s", llm.config)
+    config = llm.config
+    LOG.info("%s", config)
+    defaults = default_sampling(config.folder) if args.generation_config == "auto" else {}
+    # OpenAI's API has a number of tokens of its own.
+    defaults.pop("max_tokens", None)
+    if defaults:
+        LOG.info("sampling that a request leaves out (generation_config.json): %s", defaults)
     if not args.no_compile:
         llm.engine.compile(lambda what, done, total: LOG.info("compiled %d of %d", done, total))
-    config = llm.config
     return ServedModel(
         name=args.served_model_name or Path(config.name).name,
         engine=llm.engine,
@@ -60,6 +66,7 @@ def open_model(args: argparse.Namespace) -> ServedModel:
         max_len=config.engine.max_len,
         mode=config.engine.mode,
         fingerprint=config.fingerprint,
+        default_sampling=defaults,
     )
 
 

@@ -7,13 +7,14 @@ import contextlib
 import enum
 import functools
 import math
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from detjax.models.tokenizer import Tokenizer
-from detjax.serve.protocol import RefusedError
+from detjax.serve.protocol import NO_DEFAULTS, RefusedError
 from detjax.serving.async_engine import AsyncEngine
 from detjax.serving.engine import Engine
 from detjax.serving.errors import EngineFullError, EngineStoppedError
@@ -52,6 +53,7 @@ class ServedModel:
         max_len: Most tokens of a prompt and its answer.
         mode: `invariant`, `dvr` or `fast`.
         fingerprint: Of everything that decides a bit; the same at every mesh, batch and mode.
+        default_sampling: Fields of `SamplingParams` that requests leave out.
     """
 
     name: str
@@ -61,6 +63,7 @@ class ServedModel:
     max_len: int
     mode: str
     fingerprint: str
+    default_sampling: Mapping[str, Any] = NO_DEFAULTS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from detjax.models.tokenizer import Tokenizer
 from detjax.serving.adjustments import num_words
 from detjax.serving.structured_output import StructuredOutput
 
@@ -35,7 +34,7 @@ class Grammars:
 
     def __init__(
         self,
-        load_tokenizer: Callable[[], Tokenizer],
+        read_tokenizer: Callable[[], str],
         *,
         vocab_size: int,
         eos_token_ids: Sequence[int],
@@ -43,11 +42,11 @@ class Grammars:
         """Compile nothing yet.
 
         Args:
-            load_tokenizer: Called when a form is first wanted.
+            read_tokenizer: Gives the tokenizer.json, when a form is first wanted.
             vocab_size: Of the model.
             eos_token_ids: Of the model: what ends a completion whose form is complete.
         """
-        self._load_tokenizer = load_tokenizer
+        self._read_tokenizer = read_tokenizer
         self._vocab_size, self._eos_token_ids = vocab_size, list(eos_token_ids)
         self._lock = threading.Lock()
         self._tokenizer: Any = None
@@ -91,7 +90,7 @@ class Grammars:
             )
         if self._tokenizer is None:
             self._tokenizer = library.LLTokenizer(
-                self._load_tokenizer().backend.to_str(),
+                self._read_tokenizer(),
                 n_vocab=self._vocab_size,
                 eos_token=self._eos_token_ids,
             )

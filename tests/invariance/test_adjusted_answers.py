@@ -14,7 +14,6 @@ from detjax.serving.engine import Engine
 from detjax.serving.programs import ProgramCache, keep_candidates
 from detjax.serving.request import Completion, Request, SamplingParams
 from detjax.testing import assert_bitwise_equal
-from detjax.testing.cases import quick_and_slow
 from detjax.testing.dummies import dummy_config, dummy_model
 
 MAX_TOKENS, VOCAB = 12, 320
@@ -30,7 +29,11 @@ SAMPLINGS = (
         "temperature": 0.7, "seed": 4, "top_k": 9, "logprobs_mode": "processed",
         "allowed_token_ids": tuple(range(0, VOCAB, 3)), "num_top_logprobs": 3,
     },
-    {"temperature": 0.9, "seed": 5, "frequency_penalty": 1.9, "repetition_penalty": 2.0},
+    {
+        # Two tokens again and again, until their own number is in their way.
+        "temperature": 0.9, "seed": 5, "frequency_penalty": 1.9, "repetition_penalty": 1.1,
+        "logit_bias": ((300, 9.0), (301, 8.5)),
+    },
     {"temperature": 0.9, "seed": 6},  # a neighbour that asks for nothing
 )  # fmt: skip
 
@@ -98,8 +101,18 @@ WAYS = {
 }
 
 
+QUICK, SLOW = "among others", ("tp 2", "drafts that are wrong", "prompt lookup", "preemption")
+
+
+def way_cases() -> list:
+    """Those that are run always, and the marks of the others."""
+    marks = {QUICK: (), **dict.fromkeys(SLOW, (pytest.mark.slow,))}
+    nightly = (pytest.mark.slow, pytest.mark.nightly)
+    return [pytest.param(way, marks=marks.get(way, nightly)) for way in WAYS]
+
+
 @pytest.mark.invariance
-@pytest.mark.parametrize("way", quick_and_slow(["among others"], WAYS))
+@pytest.mark.parametrize("way", way_cases())
 def test_adjusted_answers_are_bitwise_schedule_invariant(way):
     sizes = dict(WAYS[way])
     made = engine(**sizes)
@@ -130,13 +143,12 @@ def test_adjustments_change_answers():
     assert 4 not in answers[2].token_ids
     assert set(answers[3].token_ids) <= set(range(0, VOCAB, 3))
     assert answers[1].token_ids.count(300) > 3
-    counts = np.bincount(answers[4].token_ids)
-    assert counts.max() <= 2, "a penalty of 1.9 for each use"
+    assert 2 < answers[4].token_ids.count(300) < 8, "a penalty of 1.9 for each use"
 
 
 @pytest.mark.slow
 @pytest.mark.control
-@pytest.mark.parametrize("way", ["drafts that are wrong", "prompt lookup"])
+@pytest.mark.parametrize("way", ["drafts that are wrong"])
 def test_control_without_the_drafts_of_a_window_answers_differ(way, monkeypatch):
     """Were a window's tokens judged by the committed text alone, penalties would be too low."""
     with_drafts = ProgramCache._text_so_far

@@ -63,7 +63,6 @@ def test_a_completion_that_would_have_to_be_ignored_in_part_is_refused(fields, f
     [
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
     ],
 )
@@ -104,6 +103,55 @@ def test_sampling_out_of_range_is_named(fields, field):
     with pytest.raises(RefusedError) as refused:
         sampling_params(asked, max_tokens=5, num_top=0)
     assert refused.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+        ({"structured_outputs": {"json": "["}}, "structured_outputs"),
+        (
+            {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+            "response_format",
+        ),
+    ],
+)
+def test_a_form_that_is_none_is_refused_by_name(fields, field):
+    asked = parse(json.dumps({"model": "m", "messages": [], **fields}).encode(), ChatRequest)
+    with pytest.raises(RefusedError) as refused:
+        sampling_params(asked, max_tokens=5, num_top=0)
+    assert refused.value.field == field
+
+
+def test_forms_are_those_of_the_sampling():
+    schema = {"type": "object"}
+    given = (
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "n", "schema": schema},
+            }
+        },
+        {"structured_outputs": {"json": schema}},
+        {"structured_outputs": {"choice": ["a", "b"]}},
+        {"response_format": {"type": "json_object"}},
+    )
+    kinds = []
+    for fields in given:
+        text = json.dumps({"model": "m", "messages": [], **fields}).encode()
+        form = sampling_params(parse(text, ChatRequest), max_tokens=5, num_top=0).structured_output
+        assert form is not None
+        kinds.append(form.kind)
+    assert kinds == ["json_schema", "json_schema", "choice", "json_object"]
+
+
+def test_what_a_request_leaves_out_is_the_default_of_the_model():
+    defaults = {"temperature": 0.6, "top_k": 20}
+    asked = parse(body(top_k=0), CompletionRequest)
+    sampling = sampling_params(asked, max_tokens=5, num_top=0, defaults=defaults)
+    assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.6, 0, 1.0)
 
 
 def test_every_sampling_field_of_a_request_is_passed_on():
