@@ -20,6 +20,7 @@ from detjax.models.abstract import why_unsupported
 from detjax.models.bundled import BUNDLED_NAME, bundled_model_path
 from detjax.models.config import ModelConfig
 from detjax.models.decoder import check_mesh
+from detjax.models.generation_config import default_sampling
 from detjax.models.hf_config import load_config
 from detjax.models.hub import resolve_model
 from detjax.models.loading import LoadedModel, load_model
@@ -39,6 +40,7 @@ from detjax.proof.identity import Identifier, Identity
 from detjax.proof.receipt import Receipt
 from detjax.serving.config import EngineConfig
 from detjax.serving.engine import Engine
+from detjax.serving.grammars import Grammars
 from detjax.serving.memory import cache_bytes, check_memory, pages_that_fit
 from detjax.serving.request import PromptLogprobs, SamplingParams, TokenEvent
 from detjax.serving.text import CompletionOutput, TextBatch, text_request
@@ -335,6 +337,7 @@ class LLM:
         model: The weights on their devices.
         tokenizer: Of the model.
         engine: Knows tokens only.
+        default_sampling: Of prompts for which none is given.
     """
 
     def __init__(
@@ -354,6 +357,7 @@ class LLM:
         prefill_chunk: int | None = None,
         num_pages: int | None = None,
         gpu_memory_utilization: float = GPU_MEMORY_UTILIZATION,
+        generation_config: str = "auto",
         num_processes: int = 1,
         show_progress: bool = True,
         **engine_options: Any,
@@ -384,6 +388,8 @@ class LLM:
             gpu_memory_utilization: Share of a GPU's memory for weights and cache together: of the
                 memory that JAX takes, 75 % of the GPU unless XLA_PYTHON_CLIENT_MEM_FRACTION says
                 otherwise. The rest is for activations.
+            generation_config: "auto": `default_sampling` is what the model's generation_config.json
+                recommends, if it has one. "none": it is `SamplingParams()`.
             num_processes: Of the job that this process has joined (`start_job`); all of them make
                 the same `LLM` and make the same calls.
             show_progress: Show bars on standard error, where it is a terminal.
@@ -401,7 +407,11 @@ class LLM:
             raise ValueError(f"{dtype=} does not go with a profile, which has the dtypes")
         dtype = dtype or "bfloat16"
         profile = profile or NumericsProfile(weight_dtype=dtype, compute_dtype=dtype)
+        if generation_config not in ("auto", "none"):
+            raise ValueError(f"{generation_config=} must be 'auto' or 'none'")
         folder = find_model(model, revision=revision)
+        recommended = default_sampling(folder) if generation_config == "auto" else {}
+        self.default_sampling = SamplingParams(**recommended)
         self._show_progress = show_progress
         self.tokenizer = Tokenizer.from_folder(folder)
         with self._loading() as progress:
@@ -428,7 +438,12 @@ class LLM:
             self.model, asked, gpu_memory_utilization=gpu_memory_utilization
         )
         check_memory(self.model, engine_config)
-        self.engine = Engine(self.model, engine_config)
+        grammars = Grammars(
+            lambda: self.tokenizer.backend.to_str(),
+            vocab_size=self.model.config.vocab_size,
+            eos_token_ids=self.model.config.eos_token_ids,
+        )
+        self.engine = Engine(self.model, engine_config, grammars=grammars)
         self.config = LLMConfig(
             name=str(model),
             folder=folder,
@@ -464,8 +479,8 @@ class LLM:
         Args:
             prompts: A text or a sequence of token ids, or a list of them. Texts get the special
                 tokens that the model expects around them; token ids are taken as they are.
-            sampling: How; one for all prompts, or one for each. None is `SamplingParams()`:
-                greedy. A completion ends at the latest with `max_len`.
+            sampling: How; one for all prompts, or one for each. None is
+                `default_sampling`. A completion ends at the latest with `max_len`.
             has_control: Special tokens written out in a text become that token; else they are text.
 
         Returns:
@@ -567,7 +582,7 @@ class LLM:
         sampling: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[PromptOutput]:
         """Continue token ids. The text of each is carried along."""
-        one = SamplingParams() if sampling is None else sampling
+        one = self.default_sampling if sampling is None else sampling
         samplings = [one] * len(asked) if isinstance(one, SamplingParams) else list(one)
         if len(samplings) != len(asked):
             raise ValueError(
@@ -585,6 +600,8 @@ class LLM:
                 max_len=max_len,
                 limit="the model's context" if is_all else "max_len",
                 is_deterministic=self.config.engine.mode != "fast",
+                tokenizer=self.tokenizer,
+                eos_token_ids=self.config.model.eos_token_ids,
             )
             for i, ((_, ids), params) in enumerate(zip(asked, samplings, strict=True))
         ]

@@ -5,7 +5,7 @@ import dataclasses
 import inspect
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,8 @@ from typing import Any
 from detjax.cli.errors import BITS_DIFFER, InputError, bad_input
 from detjax.pallas_kernels.backend import Backend
 from detjax.serving.config import DRAFT_WEIGHTS, MODES, EngineConfig
-from detjax.serving.request import SamplingParams
+from detjax.serving.request import LOGPROBS_MODES, SamplingParams
+from detjax.serving.structured_output import FORMS, StructuredOutput
 
 BUNDLED = "bundled"
 NO_CACHE = "none"
@@ -24,7 +25,7 @@ GPU_MEMORY_UTILIZATION = 0.9  # that of detjax.llm, which imports JAX
 GROUPS = {
     "model": "Which weights. The default is a small model that comes with the package.",
     "prompts": "What to continue. Prompts of --prompt come first, then those of the file.",
-    "sampling": "How each next token is chosen. The same for every prompt.",
+    "sampling": "How each next token is chosen. A line of --prompts-file may say it for its own.",
     "numerics": "These choose the bits: runs agree if these agree, the build and the hardware.\n"
     "The fingerprint that is printed stands for all of them.",
     "batch, mesh and schedule": "These choose speed and memory. They change no bit, except "
@@ -52,7 +53,7 @@ def _option(
 ) -> Any:
     """Describe one option: the field of its value, and its entry in `--help`.
 
-    `type` is that of a value whose default is None.
+    `type` is that of a value whose default is None, or of each of several.
     """
     if default_text or isinstance(default, int | float | str) and not isinstance(default, bool):
         text = f"{text} (default: {default_text or default})"
@@ -71,6 +72,7 @@ def _field(
     metavar: str = "N",
     choices: Sequence[str] = (),
     default_text: str = "",
+    type: type = str,
 ) -> Any:
     """Describe an option that sets a field of `of`, whose default and description it takes.
 
@@ -84,6 +86,7 @@ def _field(
         metavar=metavar,
         choices=choices,
         default_text=default_text,
+        type=type,
     )
     return field(default=made.default, metadata={**made.metadata, "sets": (of, name)})
 
@@ -128,8 +131,10 @@ class GenerateArgs:
     prompts_file: str | None = _option(
         None,
         _PROMPTS,
-        ".txt: a prompt a line. .jsonl: an object a line, with a `prompt`, or with `messages` "
-        "([{role, content}, ...]), for which the chat template is used. Blank lines are skipped",
+        ".txt: a prompt a line. .jsonl: an object a line, with a `prompt`, `prompt_token_ids`, or "
+        "`messages` ([{role, content}, ...]), for which the chat template is used; if wanted, an "
+        "`id`, `sampling` ({field of SamplingParams: value}), and for the template `tools`, "
+        "`chat_template_kwargs` and `add_generation_prompt`. Blank lines are skipped",
         metavar="FILE",
     )
     chat: bool = _option(
@@ -160,6 +165,80 @@ class GenerateArgs:
         "end a completion before this text; may be given several times. The tokens that complete "
         "it stay in token_ids and in the digest",
         metavar="TEXT",
+    )
+    best_of: int = _field(
+        SamplingParams,
+        "best_of",
+        _SAMPLES,
+        "make so many completions of a prompt, and write the --n with the greatest sum of "
+        "logprobs, best first",
+        default_text="as many as --n",
+    )
+    stop_token_id: tuple[int, ...] = _field(
+        SamplingParams,
+        "stop_token_ids",
+        _SAMPLES,
+        "token that ends a completion, beside the model's own; may be given several times",
+        metavar="ID",
+        type=int,
+    )
+    include_stop: bool = _field(
+        SamplingParams, "include_stop_str_in_output", _SAMPLES, "end the text behind --stop"
+    )
+    ignore_eos: bool = _field(SamplingParams, "ignore_eos", _SAMPLES)
+    min_tokens: int = _field(SamplingParams, "min_tokens", _SAMPLES)
+    repetition_penalty: float = _field(SamplingParams, "repetition_penalty", _SAMPLES, metavar="R")
+    presence_penalty: float = _field(SamplingParams, "presence_penalty", _SAMPLES, metavar="P")
+    frequency_penalty: float = _field(SamplingParams, "frequency_penalty", _SAMPLES, metavar="P")
+    logit_bias: tuple[str, ...] = _field(
+        SamplingParams,
+        "logit_bias",
+        _SAMPLES,
+        "add a number to the logit of a token; may be given several times",
+        metavar="ID=BIAS",
+    )
+    allowed_token_id: tuple[int, ...] = _field(
+        SamplingParams,
+        "allowed_token_ids",
+        _SAMPLES,
+        "allow this token and others that are given so, and no more",
+        metavar="ID",
+        type=int,
+    )
+    bad_word: tuple[str, ...] = _field(
+        SamplingParams,
+        "bad_words",
+        _SAMPLES,
+        "never write this text, as it is cut into tokens alone and after a space; may be given "
+        "several times",
+        metavar="TEXT",
+    )
+    logprobs_mode: str = _field(SamplingParams, "logprobs_mode", _SAMPLES, choices=LOGPROBS_MODES)
+    json_schema: str | None = _option(
+        None, _SAMPLES, "let completions be JSON of this schema; @FILE reads it", metavar="JSON"
+    )
+    json_object: bool = _option(False, _SAMPLES, "let completions be a JSON object")
+    regex: str | None = _option(
+        None, _SAMPLES, "let completions match this regular expression", metavar="REGEX"
+    )
+    choice: tuple[str, ...] = _option(
+        (),
+        _SAMPLES,
+        "let completions be one of the texts that are given so",
+        metavar="TEXT",
+    )
+    grammar: str | None = _option(
+        None,
+        _SAMPLES,
+        "let completions be of this grammar, in llguidance's variant of Lark; @FILE reads it",
+        metavar="LARK",
+    )
+    generation_config: str = _option(
+        "auto",
+        _SAMPLES,
+        "auto: sampling that is not given is that of the model's generation_config.json, if it has "
+        "one. none: it is that of the defaults here",
+        choices=("auto", "none"),
     )
     dtype: str = _option("bfloat16", _NUMERICS, "what weights are stored in", choices=_DTYPES)
     cast_weights: str = _option(
@@ -303,11 +382,35 @@ class GenerateArgs:
         _CHECK,
         "before that, run once in a new process that compiles everything anew, and compare",
     )
+    given: frozenset[str] = frozenset()  # no option: the names of those that were given
     check: bool = _option(
         False,
         _CHECK,
         f"compare the runs bit by bit; exit with {BITS_DIFFER} and the first differences",
     )
+
+
+def with_defaults(args: GenerateArgs, defaults: Mapping[str, Any]) -> GenerateArgs:
+    """Return the options, with a model's defaults where none was given.
+
+    Args:
+        args: The options.
+        defaults: Fields of `SamplingParams`.
+
+    Raises:
+        InputError: If a default is out of range.
+    """
+    changed = {
+        its.name: defaults[its.metadata["sets"][1]]
+        for its in dataclasses.fields(args)
+        if its.name not in args.given
+        and its.metadata.get("sets", (None,))[0] is SamplingParams
+        and its.metadata["sets"][1] in defaults
+    }
+    args = dataclasses.replace(args, **changed)
+    with bad_input("generation_config.json of the model: "):
+        sampling_params(args)
+    return args
 
 
 def _values(args: GenerateArgs, of: type) -> dict[str, Any]:
@@ -316,18 +419,59 @@ def _values(args: GenerateArgs, of: type) -> dict[str, Any]:
     return {sets[1]: getattr(args, name) for name, sets in settings if sets and sets[0] is of}
 
 
+_FLAGS = {
+    "num_top_logprobs": "logprobs",
+    "stop_token_ids": "stop-token-id",
+    "allowed_token_ids": "allowed-token-id",
+    "bad_words": "bad-word",
+}
+"""Options whose names are not those of the fields that they set."""
+
+
 def sampling_params(args: GenerateArgs) -> SamplingParams:
     """Return the sampling options.
 
     Raises:
         InputError: If one is out of range.
     """
+    values = _values(args, SamplingParams)
+    values["logit_bias"] = tuple(map(_bias, args.logit_bias))
+    values["structured_output"] = _form(args)
     try:
-        return SamplingParams(**_values(args, SamplingParams))
+        return SamplingParams(**values)
     except ValueError as error:
         name, _, rest = str(error).partition("=")
-        flag = name.replace("num_top_logprobs", "logprobs").replace("_", "-")
-        raise InputError(f"--{flag} {rest}") from error
+        field = name.partition("[")[0]
+        raise InputError(f"--{_FLAGS.get(field, field).replace('_', '-')} {rest}") from error
+
+
+def _form(args: GenerateArgs) -> StructuredOutput | None:
+    """The form of output, if one is asked for."""
+    specs = {kind: getattr(args, kind) for kind in FORMS}
+    given = {kind: spec for kind, spec in specs.items() if spec not in (None, False, ())}
+    if len(given) > 1:
+        flags = " and ".join("--" + kind.replace("_", "-") for kind in given)
+        raise InputError(f"{flags} do not go together; give one")
+    for kind, spec in given.items():
+        flag = "--" + kind.replace("_", "-")
+        if kind in ("json_schema", "grammar") and spec.startswith("@"):
+            try:
+                spec = Path(spec[1:]).expanduser().read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise InputError(f"{flag} {spec} cannot be read: {error}") from error
+        with bad_input(f"{flag}: "):
+            if kind == "choice":
+                return StructuredOutput.of_choices(spec)
+            return StructuredOutput(kind=kind, spec="" if kind == "json_object" else spec)
+    return None
+
+
+def _bias(given: str) -> tuple[int, float]:
+    token_id, _, bias = given.partition("=")
+    try:
+        return int(token_id), float(bias)
+    except ValueError as error:
+        raise InputError(f"--logit-bias {given}: give ID=BIAS, as in 17=-2.5") from error
 
 
 def engine_config(args: GenerateArgs, *, max_len: int, prefill_chunk: int) -> EngineConfig:

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from detjax.cli import report
-from detjax.cli.arguments import GenerateArgs
+from detjax.cli.arguments import GenerateArgs, with_defaults
 from detjax.cli.check import (
     check_runs,
     differences,
@@ -24,6 +24,7 @@ from detjax.cli.output import SilentWriter, digest_of_all, make_writer, to_json
 from detjax.cli.prompts import read_prompts
 from detjax.cli.receipts import write_receipts
 from detjax.cli.run import RunPlan, RunResult, run_job
+from detjax.models.generation_config import default_sampling
 from detjax.serving.trace import NO_TRACE, Trace
 
 
@@ -35,6 +36,9 @@ def run(args: GenerateArgs, *, open_model: OpensModel) -> int:
     """
     prompts = read_prompts(args)
     folder, config, tokenizer = read_model_files(args)
+    if args.generation_config == "auto":
+        with bad_input():
+            args = with_defaults(args, default_sampling(folder))
     job = make_job(args, prompts, tokenizer, config)
     plans = plan_runs(args, job)
     display = Display()
@@ -64,6 +68,7 @@ def run(args: GenerateArgs, *, open_model: OpensModel) -> int:
             sys.stdout,
             has_headers=len(job.seqs) > 1,
             model={} if identity is None else identity.model,
+            extras=job.extras,
         ),
         display=display,
         is_live=args.format == "text" and sys.stdout.isatty(),
@@ -73,7 +78,7 @@ def run(args: GenerateArgs, *, open_model: OpensModel) -> int:
     check = check_runs(first, plans, run_again, display) if args.check else None
     if args.format == "json":
         assert identity is not None
-        print(to_json(report.document(args, identity, first, model, stats, check)), flush=True)
+        print(to_json(report.document(args, identity, job, first, model, stats, check)), flush=True)
     if args.receipts is not None:
         assert identity is not None
         with bad_input("--receipts: "):

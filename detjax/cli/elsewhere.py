@@ -18,8 +18,8 @@ from detjax.serving.text import CompletionOutput
 
 _NOT_PASSED = frozenset(
     """
-    cache_dir chat check check_process expect_digest format prompt prompts_file receipts repeat sign
-    stats trace
+    cache_dir chat check check_process expect_digest format given prompt prompts_file receipts
+    repeat sign stats trace
     """.split()
 )
 """Options of this process alone, or of which what came of them is passed: the prompts."""
@@ -46,7 +46,7 @@ def run_elsewhere(args: GenerateArgs, prompts: Sequence[Prompt]) -> tuple[Comple
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (root, env.get("PYTHONPATH", ""))))
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "prompts.jsonl"
-        file.write_text("".join(json.dumps(_entry(prompt)) + "\n" for prompt in prompts))
+        file.write_text("".join(json.dumps(prompt.entry()) + "\n" for prompt in prompts))
         argv = [*_argv(args), "--prompts-file", str(file), "--format", "json"]
         done = subprocess.run(
             [sys.executable, "-m", "detjax.generate", *argv, "--cache-dir", NO_CACHE],
@@ -63,11 +63,6 @@ def run_elsewhere(args: GenerateArgs, prompts: Sequence[Prompt]) -> tuple[Comple
 
 
 _CACHE_VARIABLE = "JAX_COMPILATION_CACHE_DIR"
-
-
-def _entry(prompt: Prompt) -> dict:
-    """A prompt as a line of a .jsonl file has it."""
-    return {"messages": prompt.messages} if prompt.messages else {"prompt": prompt.text}
 
 
 def _argv(args: GenerateArgs) -> list[str]:

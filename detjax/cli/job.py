@@ -2,8 +2,9 @@
 """Turns prompts into requests that fit the model."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from detjax.cli.arguments import GenerateArgs, sampling_params
 from detjax.cli.errors import InputError, bad_input
@@ -24,16 +25,20 @@ class Job:
         requests: One for each prompt, in order.
         end_ids: The model's own end tokens.
         max_len: Longest prompt and completion together that may come up.
+        extras: What completions of each prompt are written with.
     """
 
     requests: tuple[Request, ...]
     end_ids: tuple[int, ...]
     max_len: int
+    extras: tuple[Mapping[str, Any], ...]
 
     @property
     def seqs(self) -> tuple[tuple[int, int], ...]:
-        """(prompt, sequence) of every completion, in the order in which they are written."""
-        return tuple((i, s) for i, r in enumerate(self.requests) for s in range(r.sampling.n))
+        """(prompt, sequence) of every completion that is made."""
+        return tuple(
+            (i, s) for i, r in enumerate(self.requests) for s in range(r.sampling.num_sequences)
+        )
 
 
 def make_job(
@@ -44,12 +49,13 @@ def make_job(
     Raises:
         InputError: If a prompt has no tokens, too many, or some that the model does not know.
     """
-    sampling = sampling_params(args)
+    of_command = sampling_params(args)
     context = config.max_position_embeddings
     requests = []
     for prompt in prompts:
         with bad_input(f"{prompt.origin}: "):
             ids = _encode(prompt, tokenizer, has_control=args.control_tokens)
+            sampling = of_command.with_fields(prompt.sampling)
         with bad_input():
             requests.append(
                 text_request(
@@ -60,21 +66,44 @@ def make_job(
                     max_len=context,
                     limit="the model's context",
                     is_deterministic=args.mode != "fast",
+                    tokenizer=tokenizer,
+                    eos_token_ids=config.eos_token_ids,
                 )
             )
-    _check_number(len(requests) * sampling.n)
+    _check_forms(requests, tokenizer, config)
+    _check_number(sum(request.sampling.num_sequences for request in requests))
     _check_pages(args, prompts, requests)
     longest = max(len(r.prompt_token_ids) + r.sampling.max_tokens for r in requests)
     return Job(
         requests=tuple(requests),
         end_ids=config.eos_token_ids,
         max_len=_rounded_len(longest, context),
+        extras=tuple(prompt.extras for prompt in prompts),
     )
 
 
+def _check_forms(requests: Sequence[Request], tokenizer: Tokenizer, config: ModelConfig) -> None:
+    """Compile the forms of output, so that a mistake is told before a model is loaded."""
+    forms = {form for r in requests if (form := r.sampling.structured_output) is not None}
+    if not forms:
+        return
+    from detjax.serving.grammars import Grammars
+
+    grammars = Grammars(
+        tokenizer.backend.to_str, vocab_size=config.vocab_size, eos_token_ids=config.eos_token_ids
+    )
+    for form in forms:
+        with bad_input():
+            grammars.check(form)
+
+
 def _encode(prompt: Prompt, tokenizer: Tokenizer, *, has_control: bool) -> list[int]:
+    if prompt.token_ids:
+        return list(prompt.token_ids)
     if prompt.messages:
-        return tokenizer.apply_chat_template(prompt.messages, has_control=has_control)
+        return tokenizer.apply_chat_template(
+            prompt.messages, variables=prompt.variables, has_control=has_control
+        )
     return tokenizer.encode(prompt.text, has_control=has_control)
 
 

@@ -167,6 +167,7 @@ def _open_model(
     from detjax.numerics import NumericsProfile
     from detjax.proof.identity import Identifier
     from detjax.serving.engine import Engine
+    from detjax.serving.grammars import Grammars
     from detjax.serving.memory import check_memory
 
     with bad_input():
@@ -194,6 +195,12 @@ def _open_model(
             f"{where}; leave it out, or give --cache-pages"
         )
 
+    grammars = Grammars(
+        lambda: Tokenizer.from_folder(folder).backend.to_str(),
+        vocab_size=model.config.vocab_size,
+        eos_token_ids=model.config.eos_token_ids,
+    )
+
     def make_engine(config: EngineConfig, tracer: TracesEvents) -> Engine:
         with bad_input():
             # Processes of a job may have unlike memory free, and need one number of pages.
@@ -205,7 +212,7 @@ def _open_model(
                     gpu_memory_utilization=GPU_MEMORY_UTILIZATION if share is None else share,
                 )
             check_memory(model, config)
-            return Engine(model, config, tracer=tracer)
+            return Engine(model, config, tracer=tracer, grammars=grammars)
 
     is_bundled = folder == bundled_model_path()
 

@@ -79,9 +79,11 @@ class TextWriter(AbstractWriter):
 class JsonLinesWriter(AbstractWriter):
     """Writes a line of JSON when a completion ends."""
 
-    def __init__(self, out: TextSink, model: Mapping[str, Any]):
-        """Write to `out` what `model` has made."""
-        self._out, self._model = out, model
+    def __init__(
+        self, out: TextSink, model: Mapping[str, Any], extras: Sequence[Mapping[str, Any]]
+    ):
+        """Write to `out` what `model` made, with what is in `extras` under a prompt's index."""
+        self._out, self._model, self._extras = out, model, extras
 
     def begin(self, index: int, seq: int) -> None:
         """Wait for the end."""
@@ -91,18 +93,29 @@ class JsonLinesWriter(AbstractWriter):
 
     def end(self, output: CompletionOutput) -> None:
         """Write the line."""
-        self._out.write(to_json({**output.as_dict(), "model": self._model}) + "\n")
+        entry = entry_of(output, self._extras)
+        self._out.write(to_json({**entry, "model": self._model}) + "\n")
         self._out.flush()
 
 
+def entry_of(output: CompletionOutput, extras: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return a completion as JSON has it, with what its prompt came with."""
+    return {**output.as_dict(), **extras[output.completion.request_idx]}
+
+
 def make_writer(
-    output_format: str, out: TextSink, *, has_headers: bool, model: Mapping[str, Any]
+    output_format: str,
+    out: TextSink,
+    *,
+    has_headers: bool,
+    model: Mapping[str, Any],
+    extras: Sequence[Mapping[str, Any]],
 ) -> AbstractWriter:
     """Return the writer for a value of `--format`; JSON says of what `model` it is."""
     if output_format == "text":
         return TextWriter(out, has_headers=has_headers)
     if output_format == "jsonl":
-        return JsonLinesWriter(out, model)
+        return JsonLinesWriter(out, model, extras)
     return SilentWriter()
 
 

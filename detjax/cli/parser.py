@@ -120,11 +120,13 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"detjax {__version__}")
     groups = {name: parser.add_argument_group(name, text) for name, text in GROUPS.items()}
     for option in dataclasses.fields(GenerateArgs):
+        if not option.metadata:
+            continue
         described, default = option.metadata, option.default
         if isinstance(default, bool):
             kind: dict[str, Any] = {"action": "store_true"}
         elif isinstance(default, tuple):
-            kind = {"action": "append", **described["shown"]}
+            kind = {"action": "append", "type": described["type"], **described["shown"]}
         else:
             parse = described["type"] if default is None else type(default)
             kind = {"type": parse, **described["shown"]}
@@ -140,10 +142,12 @@ def parse_args(argv: Sequence[str] | None) -> GenerateArgs:
         InputError: If a value cannot be read, is out of range or does not go with another.
     """
     values = vars(make_parser().parse_args(argv))
+    given = frozenset(values)
     values.setdefault("compute", values.get("dtype", "bfloat16"))
-    for name in ("prompt", "stop"):
-        values[name] = tuple(values.get(name, ()))
-    args = GenerateArgs(**values)
+    for option in dataclasses.fields(GenerateArgs):
+        if isinstance(option.default, tuple):
+            values[option.name] = tuple(values.get(option.name, ()))
+    args = GenerateArgs(**values, given=given)
     _check_args(args)
     return args
 
@@ -225,8 +229,10 @@ def _check_args(args: GenerateArgs) -> None:
         )
     if args.logprobs and args.format == "text":
         raise InputError("--logprobs has no place in text; add --format jsonl or --format json")
-    for stop in args.stop:
-        if not stop:
-            raise InputError("--stop is empty; it would end every completion before it begins")
-        check_unicode(stop, "--stop")
+    for name in ("stop", "bad_word"):
+        flag = "--" + name.replace("_", "-")
+        for text in getattr(args, name):
+            if not text:
+                raise InputError(f"{flag} is empty; every completion would have it at once")
+            check_unicode(text, flag)
     sampling_params(args)

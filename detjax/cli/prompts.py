@@ -5,8 +5,8 @@ import codecs
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +19,50 @@ PROMPT_BYTES = 2**23
 
 _STANDARD_INPUT = "-"
 
-_SAMPLING_NAMES = {f.name for f in dataclasses.fields(SamplingParams)} | {"logprobs"}
+_KINDS = ("prompt", "prompt_token_ids", "messages")
+_TEMPLATE_KEYS = ("tools", "chat_template_kwargs", "add_generation_prompt")
+_KEYS = (*_KINDS, "id", "sampling", *_TEMPLATE_KEYS)
+"""Of a line of a .jsonl file."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
-    """What to continue: a text, or a conversation where there are messages.
+    """What to continue: a text, token ids, or a conversation where there are messages.
 
-    `origin` says where it was given, for messages about it.
+    Attributes:
+        origin: Where it was given, for messages about it.
+        text: To continue.
+        token_ids: To continue, in place of a text.
+        messages: To answer.
+        variables: What else the chat template sees.
+        sampling: Fields of `SamplingParams`, as JSON has them, in place of the command's.
+        extras: What its completions carry beside what they are: the `id`.
     """
 
     origin: str
     text: str = ""
+    token_ids: tuple[int, ...] = ()
     messages: tuple[Mapping[str, Any], ...] = ()
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    extras: Mapping[str, Any] = field(default_factory=dict)
+
+    def entry(self) -> dict[str, Any]:
+        """The prompt as a line of a .jsonl file has it."""
+        variables = dict(self.variables)
+        entry: dict[str, Any] = {key: variables.pop(key) for key in _DIRECT if key in variables}
+        if variables:
+            entry["chat_template_kwargs"] = variables
+        if self.sampling:
+            entry["sampling"] = self.sampling
+        if self.messages:
+            return {"messages": self.messages, **entry, **self.extras}
+        if self.token_ids:
+            return {"prompt_token_ids": self.token_ids, **entry, **self.extras}
+        return {"prompt": self.text, **entry, **self.extras}
+
+
+_DIRECT = ("tools", "add_generation_prompt")
 
 
 def read_prompts(args: GenerateArgs) -> tuple[Prompt, ...]:
@@ -56,16 +87,27 @@ def read_prompts(args: GenerateArgs) -> tuple[Prompt, ...]:
     if not prompts:
         raise InputError("there is no prompt; give --prompt TEXT, --prompt - or --prompts-file F")
     for prompt in prompts:
-        if not prompt.text and not prompt.messages:
+        if not prompt.text and not prompt.messages and not prompt.token_ids:
             raise InputError(f"{prompt.origin} is empty; give at least one character")
-    return tuple(_as_chat(prompt) for prompt in prompts) if args.chat else tuple(prompts)
+    if args.chat:
+        prompts = [_as_chat(prompt) for prompt in prompts]
+    for prompt in prompts:
+        if prompt.variables and not prompt.messages:
+            key = next(iter(prompt.entry().keys() & set(_TEMPLATE_KEYS)))
+            raise InputError(
+                f"{prompt.origin} has `{key}`, which only a chat template reads; give `messages`, "
+                "or --chat"
+            )
+    return tuple(prompts)
 
 
 def _as_chat(prompt: Prompt) -> Prompt:
     if prompt.messages:
         return prompt
+    if prompt.token_ids:
+        raise InputError(f"{prompt.origin} has `prompt_token_ids`, and --chat asks texts alone")
     user = {"role": "user", "content": prompt.text}
-    return Prompt(origin=prompt.origin, messages=(user,))
+    return dataclasses.replace(prompt, text="", messages=(user,))
 
 
 def _read_standard_input() -> str:
@@ -125,25 +167,81 @@ def _read_json_line(line: str, origin: str) -> Prompt:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise InputError(f"{origin} is not JSON: {error}") from error
-    if not isinstance(entry, dict) or ("prompt" in entry) == ("messages" in entry):
-        raise InputError(f"{origin} must be an object with either `prompt` or `messages`")
-    sampling = sorted(entry.keys() & _SAMPLING_NAMES)
-    if sampling:
-        raise InputError(
-            f"{origin} has `{sampling[0]}`, but sampling is the same for every prompt; take it out "
-            "and give the option on the command line"
-        )
+    if not isinstance(entry, dict):
+        raise InputError(f"{origin} must be an object, with one of {_named(_KINDS)}")
+    for key in entry:
+        if key in _SAMPLING_NAMES:
+            raise InputError(f'{origin} has `{key}`; write "sampling": {{"{key}": ...}}')
+        if key not in _KEYS:
+            raise InputError(f"{origin} has the unknown key `{key:.60}`; known are {_named(_KEYS)}")
+    if len(entry.keys() & set(_KINDS)) != 1:
+        raise InputError(f"{origin} must have exactly one of {_named(_KINDS)}")
     check_unicode(json.dumps(entry, ensure_ascii=False), origin)
-    if "prompt" in entry:
-        if not isinstance(entry["prompt"], str):
-            raise InputError(f"{origin}: `prompt` must be text, not {entry['prompt']!r:.40}")
-        return Prompt(origin=origin, text=entry["prompt"])
-    messages = entry["messages"]
+    return Prompt(
+        origin=origin,
+        text=_typed(entry, "prompt", str, "text", "", origin),
+        token_ids=_token_ids(entry, origin),
+        messages=_messages(entry, origin),
+        variables=_variables(entry, origin),
+        sampling=_sampling(entry, origin),
+        extras={"id": entry["id"]} if "id" in entry else {},
+    )
+
+
+_SAMPLING_NAMES = {its.name for its in dataclasses.fields(SamplingParams)}
+
+
+def _named(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _typed(
+    entry: Mapping[str, Any], key: str, kind: type, what: str, default: Any, origin: str
+) -> Any:
+    value = entry.get(key, default)
+    if not isinstance(value, kind):
+        raise InputError(f"{origin}: `{key}` must be {what}, not {value!r:.40}")
+    return value
+
+
+def _token_ids(entry: Mapping[str, Any], origin: str) -> tuple[int, ...]:
+    ids = _typed(entry, "prompt_token_ids", list, "a list of token ids", [], origin)
+    if any(type(token_id) is not int for token_id in ids):
+        raise InputError(f"{origin}: `prompt_token_ids` must be integers")
+    return tuple(ids)
+
+
+def _messages(entry: Mapping[str, Any], origin: str) -> tuple[Mapping[str, Any], ...]:
+    messages = entry.get("messages", [])
     if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
         raise InputError(f"{origin}: `messages` must be a list of objects with role and content")
-    if not messages:
+    if "messages" in entry and not messages:
         raise InputError(f"{origin}: `messages` is empty; give at least one")
-    return Prompt(origin=origin, messages=tuple(messages))
+    return tuple(messages)
+
+
+def _variables(entry: Mapping[str, Any], origin: str) -> dict[str, Any]:
+    """What the chat template sees beside the messages."""
+    variables = dict(_typed(entry, "chat_template_kwargs", dict, "an object", {}, origin))
+    for key, kind, what in (
+        ("tools", list, "a list of objects"), ("add_generation_prompt", bool, "true or false"),
+    ):  # fmt: skip
+        if key in entry:
+            if key in variables:
+                raise InputError(f"{origin} has `{key}` twice, in `chat_template_kwargs` too")
+            variables[key] = _typed(entry, key, kind, what, None, origin)
+    return variables
+
+
+def _sampling(entry: Mapping[str, Any], origin: str) -> dict[str, Any]:
+    sampling = _typed(entry, "sampling", dict, "an object", {}, origin)
+    for key in sampling:
+        if key not in _SAMPLING_NAMES:
+            raise InputError(
+                f"{origin}: `sampling` has the unknown key `{key:.60}`; known are "
+                f"{_named(sorted(_SAMPLING_NAMES))}"
+            )
+    return sampling
 
 
 def _decode(content: bytes, origin: str) -> str:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is told about a run: what decides its bits, where the time went, and its digests."""
 
-import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 from detjax.cli.arguments import GenerateArgs, sampling_params
 from detjax.cli.check import CheckResult
 from detjax.cli.display import Display
+from detjax.cli.job import Job
 from detjax.cli.model import OpenModel
-from detjax.cli.output import digest_of_all
+from detjax.cli.output import digest_of_all, entry_of
 from detjax.cli.run import RunResult
 from detjax.models.bundled import bundled_model_path
 from detjax.models.config import ModelConfig
+from detjax.models.generation_config import default_sampling
 from detjax.serving.config import EngineConfig
 from detjax.serving.metrics import EngineStats
 
@@ -28,7 +29,7 @@ def card(
     from detjax.llm import describe
 
     is_bundled = folder == bundled_model_path()
-    return describe(
+    facts = describe(
         f"{folder.name}, which comes with the package" if is_bundled else args.model,
         config,
         engine,
@@ -41,6 +42,11 @@ def card(
         dp=args.dp,
         tp=args.tp,
     )
+    defaults = default_sampling(folder) if args.generation_config == "auto" else {}
+    if defaults:
+        values = ", ".join(f"{name} {value}" for name, value in defaults.items())
+        facts["defaults"] = f"{values} (generation_config.json, where no option says otherwise)"
+    return facts
 
 
 def run_stats(result: RunResult, load_s: float) -> dict[str, int | float]:
@@ -52,6 +58,7 @@ def run_stats(result: RunResult, load_s: float) -> dict[str, int | float]:
 def document(
     args: GenerateArgs,
     identity: "Identity",
+    job: Job,
     result: RunResult,
     model: OpenModel,
     stats: Mapping[str, int | float],
@@ -65,8 +72,8 @@ def document(
         "backend": model.backend,
         "dp": args.dp,
         "tp": args.tp,
-        "sampling": dataclasses.asdict(sampling_params(args)),
-        "completions": [output.as_dict() for output in result.outputs],
+        "sampling": sampling_params(args).as_dict(),
+        "completions": [entry_of(output, job.extras) for output in result.outputs],
         "digest": digest_of_all(result.outputs),
         "stats": dict(stats),
     }

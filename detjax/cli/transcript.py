@@ -2,29 +2,34 @@
 """Writes the sequences of a run while they are made, each in its turn."""
 
 from detjax.cli.output import AbstractWriter
+from detjax.serving.completions import best
 from detjax.serving.request import TokenEvent
 from detjax.serving.text import CompletionText, TextBatch
 
 
 class Transcript:
-    """Writes the sequences of one run: each as far as it goes, after those before it."""
+    """Writes the sequences of one run: each as far as it goes, after those before it.
+
+    Of a prompt with more sequences than are wanted, the best are written when all have ended.
+    """
 
     def __init__(self, batch: TextBatch, writer: AbstractWriter):
         """Begin, with nothing written."""
         self._batch = batch
         self._writer = writer
-        self._sequences = list(batch.sequences.values())
-        self._num_written = 0  # sequences, to their end
-        self._num_pieces = 0  # of the one after them
+        self._waiting = list(batch.sequences.values())[::-1]  # not written to their end, last first
+        self._num_pieces = 0  # of the first of them
         self._has_begun = False
 
     def on_token(self, event: TokenEvent) -> bool:
         """Take a token; return True if a stop string is complete."""
         is_stopped = self._batch.on_token(event)
-        while self._num_written < len(self._sequences):
-            if not self._write(self._sequences[self._num_written]):
+        while self._waiting:
+            first = self._waiting[-1]
+            num_written = self._write_best(first) if first.is_candidate else self._write(first)
+            if not num_written:
                 break
-            self._num_written += 1
+            del self._waiting[-num_written:]
             self._num_pieces, self._has_begun = 0, False
         return is_stopped
 
@@ -40,3 +45,13 @@ class Transcript:
             return False
         self._writer.end(sequence.output())
         return True
+
+    def _write_best(self, first: CompletionText) -> int:
+        """Write the best of a prompt's sequences if all have ended; how many there were, or 0."""
+        made = self._waiting[: -first.sampling.num_sequences - 1 : -1]
+        if any(sequence.finish_reason is None for sequence in made):
+            return 0
+        for done in best([sequence.output().completion for sequence in made], first.sampling):
+            self._num_pieces, self._has_begun = 0, False
+            self._write(made[done.sequence_idx])
+        return len(made)

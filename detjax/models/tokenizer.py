@@ -96,12 +96,13 @@ class Tokenizer:
     template_tokens: Mapping[str, Any]
 
     @classmethod
-    def from_folder(cls, folder: Path) -> "Tokenizer":
+    def from_folder(cls, folder: str | Path) -> "Tokenizer":
         """Read tokenizer.json, tokenizer_config.json and chat_template.jinja of `folder`.
 
         Raises:
             ValueError: If a file is missing or broken, or asks for a decoder that is not known.
         """
+        folder = Path(folder)
         backend = _read_backend(folder / TOKENIZER_FILE)
         config = _read_config(folder / CONFIG_FILE)
         try:

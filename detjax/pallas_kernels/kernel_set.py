@@ -141,6 +141,10 @@ class KernelSet(Protocol):
         """See `log_softmax.api.log_probs`."""
         ...
 
+    def adjust_logits(self, logits, bias, uses, factors, penalties) -> jax.Array:
+        """See `sampling.api.adjust_logits`."""
+        ...
+
     def gumbel_scores(self, logits, temperature, key, *, first_token_id) -> jax.Array:
         """See `sampling.api.gumbel_scores`."""
         ...

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Receipts run again, and every bit compared: as they were made, or by prefill alone."""
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,7 @@ from detjax.proof.identity import Identity
 from detjax.proof.receipt import SECTIONS, Receipt
 from detjax.serving.engine import Engine
 from detjax.serving.request import Request, TokenEvent
-from detjax.serving.text import CompletionText
+from detjax.serving.text import CompletionText, token_sampling
 
 NOT_COMPARED = ("model.name", "model.hub_commit", "build.driver")
 """The weights' hash stands for the first two. A driver runs programs that ptxas has made."""
@@ -130,7 +129,7 @@ class _Watch:
         )
         self.request = Request(
             prompt_token_ids=receipt.prompt_token_ids,
-            sampling=dataclasses.replace(sampling, stop=()),
+            sampling=token_sampling(sampling, tokenizer),
             predicted_token_ids=self._token_ids if has_predictions else (),
         )
 

@@ -47,6 +47,9 @@ def make_parser() -> argparse.ArgumentParser:
                        help="of weights and compute; it chooses bits")  # fmt: skip
     model.add_argument("--cast-weights", choices=("none", "bfloat16"), default="none",
                        help="round a checkpoint of float16; it chooses bits")  # fmt: skip
+    model.add_argument("--generation-config", choices=("auto", "none"), default="auto",
+                       help="auto: sampling that a request leaves out is that of the model's "
+                       "generation_config.json, but for its number of tokens")  # fmt: skip
     engine = parser.add_argument_group("engine (changes no bit of a deterministic answer)")
     engine.add_argument("--mode", choices=MODES, default="invariant",
                         help="fast makes no claim, and refuses deterministic requests")  # fmt: skip

@@ -5,11 +5,14 @@ Names and meanings are those of OpenAI's API, and of vLLM's server where it adds
 OpenAI has and detjax cannot honour is taken only with the value that asks for nothing.
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import msgspec
 
 from detjax.serving.request import SamplingParams
+from detjax.serving.structured_output import StructuredOutput
 
 
 class RefusedError(ValueError):
@@ -34,15 +37,58 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     include_usage: bool = False
 
 
+class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The form of an answer, as vLLM names it: exactly one.
+
+    Attributes:
+        json: A JSON schema, as an object or as JSON.
+        json_object: Any JSON object.
+        regex: A regular expression.
+        choice: Texts, of which the answer is one.
+        grammar: In llguidance's variant of Lark.
+    """
+
+    json: str | dict[str, Any] | None = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+    def form(self) -> StructuredOutput:
+        """The form.
+
+        Raises:
+            ValueError: If there is not exactly one, or it is not valid.
+        """
+        fields = msgspec.structs.asdict(self)
+        given = {name: value for name, value in fields.items() if value not in (None, False)}
+        if len(given) != 1:
+            raise ValueError(
+                f"structured_outputs has {len(given)} of {', '.join(fields)}; give one"
+            )
+        if self.json is not None:
+            return StructuredOutput.of_schema(self.json)
+        if self.choice is not None:
+            return StructuredOutput.of_choices(self.choice)
+        ((kind, spec),) = given.items()
+        return StructuredOutput(kind=kind, spec="" if spec is True else spec)
+
+
 class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """What completions and chat completions have in common.
 
     Attributes:
         model: The served name.
-        temperature, top_p, top_k, min_p, n, seed: As `SamplingParams` has them. OpenAI's defaults;
+        temperature, top_p, top_k, min_p, n, seed: As `SamplingParams` has them. Defaults are
+            those of the model's generation_config.json, else OpenAI's;
             the seed is 0 where none is given, so that the same request has the same answer.
         stop: Up to 16 texts that end the answer.
         stop_token_ids: Tokens that do.
+        include_stop_str_in_output, ignore_eos, min_tokens, allowed_token_ids, bad_words,
+        repetition_penalty, presence_penalty, frequency_penalty, logprobs_mode: As `SamplingParams`
+            has them.
+        logit_bias: A number for each of some token ids, which are texts in JSON.
+        structured_outputs: The form of the answer.
         stream: Send each piece as it is made (server-sent events).
         stream_options: Only with `stream`.
         is_deterministic: Whether the answer must be the canonical one; null is what the server's
@@ -56,14 +102,13 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         prompt_logprobs: Report the logprob and rank of each token of the prompt, with so many of
             the most likely ones, up to 64.
         user, metadata: For the caller's own records; they decide nothing.
-        presence_penalty, frequency_penalty, logit_bias: Taken only as 0 and empty.
     """
 
     model: str
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
     n: int = 1
     seed: int | None = None
     stop: Texts | None = None
@@ -79,9 +124,17 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     prompt_logprobs: Annotated[int, msgspec.Meta(ge=0, le=64)] | None = None
     user: str = ""
     metadata: dict[str, str] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    allowed_token_ids: TokenIds | None = None
+    bad_words: list[str] = []
+    repetition_penalty: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[str, float] | None = None
+    logprobs_mode: str = "raw"
+    structured_outputs: StructuredOutputs | None = None
 
     def stops(self) -> tuple[str, ...]:
         """The stop strings."""
@@ -90,13 +143,39 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             raise RefusedError(f"stop has {len(stops)} texts, more than 16", field="stop")
         return stops
 
+    def biases(self) -> dict[int, float]:
+        """The bias of each token id."""
+        biases = {}
+        for key, bias in (self.logit_bias or {}).items():
+            if not key.isascii() or not key.isdigit():
+                raise RefusedError(f"logit_bias of {key!r}: give a token id", field="logit_bias")
+            biases[int(key)] = bias
+        return biases
+
+    def form(self) -> StructuredOutput | None:
+        """The form of the answer; None leaves it free."""
+        if self.structured_outputs is None:
+            return None
+        try:
+            return self.structured_outputs.form()
+        except ValueError as error:
+            raise RefusedError(str(error), field="structured_outputs") from error
+
+    def form_field(self) -> str:
+        """Which field says the form."""
+        return "structured_outputs"
+
+    def num_candidates(self) -> int:
+        """Answers that are made, of which the best are given; 0 is those that are given."""
+        return 0
+
     def check(self) -> None:
         """Refuse what would have to be ignored."""
-        for name in ("presence_penalty", "frequency_penalty"):
-            if value := getattr(self, name):
-                raise RefusedError(f"{name}={value} is not supported: only 0 is", field=name)
-        if self.logit_bias:
-            raise RefusedError("logit_bias is not supported: leave it empty", field="logit_bias")
+        if self.allowed_token_ids == []:
+            raise RefusedError(
+                "allowed_token_ids is empty, which leaves no token; leave it out to allow all",
+                field="allowed_token_ids",
+            )
         if self.stream_options is not None and not self.stream:
             raise RefusedError("stream_options needs stream=true", field="stream_options")
 
@@ -110,7 +189,8 @@ class CompletionRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True
         logprobs: How many of the most likely tokens to report at each position, up to 64.
         echo: Begin the text with the prompt; with `logprobs`, which then has the prompt's tokens
             too, with the text that its tokens have.
-        best_of: Taken only as `n`.
+        best_of: Answers that are made, of which the `n` with the greatest sum of logprobs are
+            given, best first. Not with `stream`.
         suffix: Taken only as null.
     """
 
@@ -120,6 +200,10 @@ class CompletionRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True
     echo: bool = False
     best_of: int | None = None
     suffix: str | None = None
+
+    def num_candidates(self) -> int:
+        """Answers that are made, of which the best are given; 0 is those that are given."""
+        return self.best_of or 0
 
     def prompts(self) -> list[str | TokenIds]:
         """The prompts, one an entry."""
@@ -136,9 +220,10 @@ class CompletionRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True
     def check(self) -> None:
         """Refuse what would have to be ignored."""
         super().check()
-        if self.best_of not in (None, self.n):
+        if self.stream and self.best_of not in (None, self.n):
             raise RefusedError(
-                f"best_of={self.best_of} is not supported where it is not n={self.n}",
+                f"best_of={self.best_of} does not go with stream=true: the best are known when all "
+                "have ended",
                 field="best_of",
             )
         if self.suffix:
@@ -156,16 +241,48 @@ class CompletionRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True
         return max(asked, default=None if self.max_tokens else 0)
 
 
+class JsonSchema(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """A JSON schema as OpenAI has it. `name` and `description` decide nothing.
+
+    Attributes:
+        schema: The schema.
+        strict: Every answer is of the schema, so false is taken for true.
+    """
+
+    name: str
+    description: str = ""
+    schema: dict[str, Any]
+    strict: bool | None = None
+
+
 class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The form of an answer.
 
     Attributes:
-        type: Taken only as "text".
-        json_schema: Taken only as null.
+        type: "text", "json_object" or "json_schema".
+        json_schema: With the last.
     """
 
     type: str = "text"
-    json_schema: dict[str, Any] | None = None
+    json_schema: JsonSchema | None = None
+
+    def form(self) -> StructuredOutput | None:
+        """The form; None for text.
+
+        Raises:
+            ValueError: If there is no such type, or its schema is missing.
+        """
+        if (self.json_schema is not None) != (self.type == "json_schema"):
+            raise ValueError("response_format has json_schema with that type, and no other")
+        if self.json_schema is not None:
+            return StructuredOutput.of_schema(self.json_schema.schema)
+        if self.type == "json_object":
+            return StructuredOutput(kind="json_object")
+        if self.type != "text":
+            raise ValueError(
+                f"response_format of type {self.type!r} is none of text, json_object, json_schema"
+            )
+        return None
 
 
 class ChatRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
@@ -180,7 +297,7 @@ class ChatRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
         tools, documents: Given to the model's template. What the model answers is left as text.
         tool_choice: Taken only as "auto" and "none"; "none" keeps the tools from the template.
         chat_template_kwargs: Further variables of the template, such as `enable_thinking`.
-        response_format: Taken only as text.
+        response_format: The form of the answer, in place of `structured_outputs`.
     """
 
     messages: list[dict[str, Any]]
@@ -204,16 +321,28 @@ class ChatRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
                 f"tool_choice={self.tool_choice!r} is not supported: 'auto' and 'none' are",
                 field="tool_choice",
             )
-        if self.response_format is not None and self.response_format.type != "text":
-            raise RefusedError(
-                f"response_format of type {self.response_format.type!r} is not supported: only "
-                "'text' is",
-                field="response_format",
-            )
         if None not in (self.max_tokens, self.max_completion_tokens):
             raise RefusedError(
                 "max_tokens and max_completion_tokens say the same; give one", field="max_tokens"
             )
+
+    def form(self) -> StructuredOutput | None:
+        """The form of the answer; None leaves it free."""
+        if self.response_format is None:
+            return super().form()
+        if self.structured_outputs is not None:
+            raise RefusedError(
+                "response_format and structured_outputs say the same; give one",
+                field="response_format",
+            )
+        try:
+            return self.response_format.form()
+        except ValueError as error:
+            raise RefusedError(str(error), field="response_format") from error
+
+    def form_field(self) -> str:
+        """Which field says the form."""
+        return super().form_field() if self.response_format is None else "response_format"
 
     def variables(self) -> dict[str, Any]:
         """What the template sees beside the messages."""
@@ -271,30 +400,53 @@ def parse[T: msgspec.Struct](body: bytes, kind: type[T]) -> T:
         raise RefusedError(f"the body is not JSON: {error}") from error
 
 
+NO_DEFAULTS: Mapping[str, Any] = MappingProxyType({})
+_OPENAI = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+
+
 def sampling_params(
-    fields: SamplingFields, *, max_tokens: int, num_top: int, num_scored: int | None = None
+    fields: SamplingFields,
+    *,
+    max_tokens: int,
+    num_top: int,
+    num_scored: int | None = None,
+    defaults: Mapping[str, Any] = NO_DEFAULTS,
 ) -> SamplingParams:
-    """The sampling of a request.
+    """The sampling of a request; what it leaves out is that of `defaults`, else OpenAI's.
 
     Raises:
         RefusedError: If a value is out of range; the message names it.
     """
+    chosen = {
+        name: defaults.get(name, other) if (asked := getattr(fields, name)) is None else asked
+        for name, other in _OPENAI.items()
+    }
+    if chosen["top_k"] == -1:
+        chosen["top_k"] = 0
     try:
         return SamplingParams(
+            **chosen,
             max_tokens=max_tokens,
-            temperature=fields.temperature,
-            top_k=max(0, fields.top_k) if fields.top_k == -1 else fields.top_k,
-            top_p=fields.top_p,
-            min_p=fields.min_p,
             seed=fields.seed or 0,
             n=fields.n,
             stop=fields.stops(),
             stop_token_ids=tuple(fields.stop_token_ids),
             num_top_logprobs=num_top,
+            best_of=fields.num_candidates(),
+            logit_bias=tuple(fields.biases().items()),
+            allowed_token_ids=tuple(fields.allowed_token_ids or ()),
+            bad_words=tuple(fields.bad_words),
+            ignore_eos=fields.ignore_eos,
+            min_tokens=fields.min_tokens,
+            presence_penalty=fields.presence_penalty,
+            frequency_penalty=fields.frequency_penalty,
+            logprobs_mode=fields.logprobs_mode,
+            include_stop_str_in_output=fields.include_stop_str_in_output,
+            structured_output=fields.form(),
             num_prompt_logprobs=num_scored,
         )
     except ValueError as error:
         if isinstance(error, RefusedError):
             raise
-        field = str(error).partition("=")[0]
+        field = str(error).partition("=")[0].partition("[")[0]
         raise RefusedError(str(error), field=field if field.isidentifier() else "") from error

@@ -145,7 +145,11 @@ class Reader:
             model=model,
             is_chat=is_chat,
             sampling=sampling_params(
-                asked, max_tokens=max_tokens, num_top=num_top or 0, num_scored=num_scored
+                asked,
+                max_tokens=max_tokens,
+                num_top=num_top or 0,
+                num_scored=num_scored,
+                defaults=model.default_sampling,
             ),
             is_deterministic=is_deterministic,
             num_top=num_top,

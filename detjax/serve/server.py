@@ -45,6 +45,7 @@ def open_llm(args: argparse.Namespace, num_processes: int = 1) -> LLM:
         max_len=args.max_len,
         batch_size=args.batch_size,
         max_waiting=args.max_waiting,
+        generation_config=args.generation_config,
         # WHY: on a GPU `LLM` lets prompts go first, and here others wait for their next token.
         max_prefill_streak=0,
         gpu_memory_utilization=share,
@@ -56,7 +57,13 @@ def open_llm(args: argparse.Namespace, num_processes: int = 1) -> LLM:
             f"--kv-memory {args.kv_memory} is a share of a GPU's memory, and this server runs on "
             "the CPU; leave it out, and choose the cache by --batch-size and --max-len"
         )
-    LOG.info("%s", llm.config)
+    config = llm.config
+    LOG.info("%s", config)
+    defaults = default_sampling(config.folder) if args.generation_config == "auto" else {}
+    # OpenAI's API has a number of tokens of its own.
+    defaults.pop("max_tokens", None)
+    if defaults:
+        LOG.info("sampling that a request leaves out (generation_config.json): %s", defaults)
     if not args.no_compile:
         llm.engine.compile(lambda what, done, total: LOG.info("compiled %d of %d", done, total))
     return llm
@@ -71,6 +78,11 @@ def open_model(args: argparse.Namespace, leader: Leader | None = None) -> Served
     key = None if args.sign is None else SigningKey(Path(args.sign))
     llm = open_llm(args) if leader is None else leader.open(args, open_llm)
     config = llm.config
+    defaults = default_sampling(config.folder) if args.generation_config == "auto" else {}
+    # OpenAI's API has a number of tokens of its own.
+    defaults.pop("max_tokens", None)
+    if defaults:
+        LOG.info("sampling that a request leaves out (generation_config.json): %s", defaults)
     return ServedModel(
         name=args.served_model_name or Path(config.name).name,
         engine=llm.engine if leader is None else leader.engine,
@@ -82,6 +94,7 @@ def open_model(args: argparse.Namespace, leader: Leader | None = None) -> Served
         identity=llm.identity(),
         end_token_ids=config.model.eos_token_ids,
         signing_key=key,
+        default_sampling=defaults,
     )
 
 

@@ -4,19 +4,19 @@
 import asyncio
 import collections
 import contextlib
-import dataclasses
 import enum
 import functools
 import math
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from detjax.models.tokenizer import Tokenizer
 from detjax.proof.identity import Identity
 from detjax.proof.signing import SigningKey
-from detjax.serve.protocol import RefusedError
+from detjax.serve.protocol import NO_DEFAULTS, RefusedError
 from detjax.serving.async_engine import AsyncEngine, StepsRequests
 from detjax.serving.errors import EngineFullError, EngineStoppedError
 from detjax.serving.metrics import EngineStats
@@ -30,7 +30,7 @@ from detjax.serving.request import (
     WindowCounts,
 )
 from detjax.serving.sequence import OnToken
-from detjax.serving.text import TextStream
+from detjax.serving.text import TextStream, token_sampling
 
 
 class ServiceState(enum.Enum):
@@ -57,6 +57,7 @@ class ServedModel:
         identity: What model, numerics and build these are.
         end_token_ids: The model's own.
         signing_key: Of receipts; None signs none.
+        default_sampling: Fields of `SamplingParams` that requests leave out.
     """
 
     name: str
@@ -69,6 +70,7 @@ class ServedModel:
     identity: Identity
     end_token_ids: tuple[int, ...]
     signing_key: SigningKey | None = None
+    default_sampling: Mapping[str, Any] = NO_DEFAULTS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,8 +122,14 @@ class Piece:
 class _Sequence:
     """One sequence while it is made. The engine's thread pushes; the stream takes what was told."""
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], prompt_ids: Sequence[int]):
-        self._stream = TextStream(tokenizer, stops, prompt_ids=prompt_ids)
+    def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams, prompt_ids: Sequence[int]):
+        self._stream = TextStream(
+            tokenizer,
+            sampling.stop,
+            prompt_ids=prompt_ids,
+            min_tokens=sampling.min_tokens,
+            includes_stop=sampling.include_stop_str_in_output,
+        )
         self._tokens: list[tuple[TokenEvent, str]] = []
         self._num_taken = 0
 
@@ -346,10 +354,12 @@ class Service:
             RefusedError: If the engine cannot run one, is full, or has stopped; after
                 `Limits.request_s`; when `drain` gives up.
         """
-        tokenizer, n = self.model.tokenizer, sampling.n
-        sequences = [
-            [_Sequence(tokenizer, sampling.stop, ids) for _ in range(n)] for ids in prompts
-        ]
+        tokenizer, n = self.model.tokenizer, sampling.num_sequences
+        sequences = [[_Sequence(tokenizer, sampling, ids) for _ in range(n)] for ids in prompts]
+        try:
+            of_tokens = token_sampling(sampling, tokenizer)
+        except ValueError as error:
+            raise RefusedError(str(error), field="bad_words") from error
         inbox, num_left = _Inbox(self.limits.request_s), [n] * len(prompts)
         is_scored = sampling.num_prompt_logprobs is not None
         scored = [_ScoredFirst(is_wanted=is_scored) for _ in prompts]
@@ -359,7 +369,7 @@ class Service:
             for i, ids in enumerate(prompts):
                 request_id = self._engine.open(
                     ids,
-                    dataclasses.replace(sampling, stop=()),
+                    of_tokens,
                     is_deterministic=is_deterministic,
                     priority=priority,
                     cache_salt=cache_salt,
@@ -392,7 +402,9 @@ class Service:
                 code="timeout",
             ) from error
         except ValueError as error:
-            raise RefusedError(str(error)) from error
+            is_form = str(error).startswith("structured_output")
+            field = "structured_outputs" if is_form else ""
+            raise RefusedError(str(error), field=field) from error
         finally:
             self._inboxes.discard(inbox)
             for i, request_id in enumerate(opened):

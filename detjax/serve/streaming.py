@@ -16,6 +16,7 @@ from detjax.serve.answers import Json, error_body, usage
 from detjax.serve.protocol import RefusedError
 from detjax.serve.questions import Asked
 from detjax.serve.service import Piece, Service
+from detjax.serving.completions import best
 from detjax.serving.request import FinishReason
 
 ACCESS_LOG = logging.getLogger("detjax.serve.access")
@@ -106,28 +107,37 @@ async def pieces_of(service: Service, request: Request, asked: Asked) -> Pieces:
             priority=asked.fields.priority,
             cache_salt=asked.fields.cache_salt,
         )
-        async with contextlib.aclosing(pieces):
-            async for found in pieces:
-                yield found
+        try:
+            async with contextlib.aclosing(pieces):
+                async for found in pieces:
+                    yield found
+        except RefusedError as error:
+            if error.field == "structured_outputs":
+                error.field = asked.fields.form_field()
+            raise
 
 
 async def whole(pieces: Pieces, asked: Asked) -> Json:
     """The answer in one piece."""
-    n = asked.shape.sampling.n
-    parts: dict[int, list[Piece]] = {}
+    sampling = asked.shape.sampling
+    parts: dict[int, dict[int, list[Piece]]] = {}
     async with contextlib.aclosing(pieces):
         async for found in pieces:
             for piece in found:
                 raise_failed(piece)
-                parts.setdefault(piece.prompt_idx * n + piece.sequence_idx, []).append(piece)
+                of_prompt = parts.setdefault(piece.prompt_idx, {})
+                of_prompt.setdefault(piece.sequence_idx, []).append(piece)
     choices, num_tokens, card = [], 0, asked.shape.card(is_chunk=False)
-    for index, found in sorted(parts.items()):
-        echo = asked.questions[index // n].echo
-        choice = asked.shape.choice(index, echo, found)
-        # As vLLM has it: in each choice; of a conversation, beside them.
-        (card if asked.shape.is_chat else choice).update(asked.shape.prompt_logprobs(found[0]))
-        choices.append(choice)
-        num_tokens += sum(len(piece.tokens) for piece in found)
+    for prompt, of_prompt in sorted(parts.items()):
+        made = [done for _, found in sorted(of_prompt.items()) if (done := found[-1].completion)]
+        num_tokens += sum(len(done.token_ids) for done in made)
+        echo = asked.questions[prompt].echo
+        for done in best(made, sampling):
+            found = of_prompt[done.sequence_idx]
+            choice = asked.shape.choice(len(choices), echo, found)
+            # As vLLM has it: in each choice; of a conversation, beside them.
+            (card if asked.shape.is_chat else choice).update(asked.shape.prompt_logprobs(found[0]))
+            choices.append(choice)
     return card | {
         "choices": choices,
         "usage": usage(asked.num_prompt_tokens, num_tokens),

@@ -89,7 +89,7 @@ class AsyncEngine:
             on_token=on_token,
             sink=queue.put_nowait,
         )
-        num_left = sampling.n
+        num_left = sampling.num_sequences
         try:
             while num_left:
                 self._start_pump()

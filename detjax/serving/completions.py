@@ -3,12 +3,15 @@
 
 from collections import abc, deque
 
+import numpy as np
+
 from detjax.serving.request import (
     Completion,
     FinishReason,
     PromptLogprobs,
     Request,
     RequestOutput,
+    SamplingParams,
     TokenEvent,
 )
 from detjax.serving.sequence import OnToken, ignore_token
@@ -27,7 +30,9 @@ class GenerateRun:
         self._requests, self._on_token = requests, on_token
         self._to_ask = deque(sorted(range(len(requests)), key=lambda i: -requests[i].priority))
         self._outputs: dict[tuple[int, int], list[RequestOutput]] = {
-            (i, s): [] for i, request in enumerate(requests) for s in range(request.sampling.n)
+            (i, s): []
+            for i, request in enumerate(requests)
+            for s in range(request.sampling.num_sequences)
         }
         self._raised: Exception | None = None
         self.request_ids: dict[int, int] = {}
@@ -68,22 +73,25 @@ class GenerateRun:
             raise kind(f"request {index}: {output.error}") from output.exception
 
     def completions(self) -> list[Completion]:
-        """Put the outputs together, in order of (request, sequence)."""
+        """Put the outputs together, by request; of each its sequences in order, or its best."""
         scores = {
             i: output.prompt_logprobs
             for (i, _), outputs in self._outputs.items()
             for output in outputs
             if output.prompt_logprobs is not None
         }
-        return [
-            _completion(
+        made: dict[int, list[Completion]] = {}
+        for (i, s), outputs in self._outputs.items():
+            done = _completion(
                 outputs,
                 request_idx=i,
                 sequence_idx=s,
                 request=self._requests[i],
                 prompt_logprobs=scores.get(i),
             )
-            for (i, s), outputs in self._outputs.items()
+            made.setdefault(i, []).append(done)
+        return [
+            done for i, all_of in made.items() for done in best(all_of, self._requests[i].sampling)
         ]
 
     def _hear(self, event: TokenEvent) -> bool:
@@ -95,6 +103,25 @@ class GenerateRun:
         except Exception as error:
             self._raised = error
             return True
+
+
+def best(completions: abc.Sequence[Completion], sampling: SamplingParams) -> list[Completion]:
+    """Return the `n` best of a request's completions, best first; all, where there are no more.
+
+    The sum of a completion's logprobs decides, as float64, first token first; of equal ones the
+    lower sequence comes first.
+    """
+    if sampling.num_sequences == sampling.n:
+        return list(completions)
+    # ORDER: Python's floats, from the left: one rounded addition a token.
+    return sorted(completions, key=lambda c: (-_sum(c.logprobs), c.sequence_idx))[: sampling.n]
+
+
+def _sum(logprobs: abc.Sequence[np.float32]) -> float:
+    total = 0.0
+    for logprob in logprobs:
+        total += float(logprob)
+    return total
 
 
 def _completion(

@@ -23,6 +23,7 @@ from detjax.serving.errors import (
     EngineStoppedError,
     RowError,
 )
+from detjax.serving.grammars import Grammars
 from detjax.serving.input_processor import MAX_TAKEN, InputProcessor
 from detjax.serving.metrics import EngineStats
 from detjax.serving.model_runner import Launch, ModelRunner, ignore_compiling
@@ -64,6 +65,7 @@ class Engine:
         candidates: Candidates = keep_candidates,
         programs: ProgramCache | None = None,
         tracer: trace.TracesEvents = trace.NO_TRACE,
+        grammars: Grammars | None = None,
     ):
         """Allocate the cache.
 
@@ -74,6 +76,7 @@ class Engine:
             programs: `programs` of another engine of this model and these sizes, whose compiled
                 programs and candidates are used; None compiles new ones.
             tracer: Keeps a timeline.
+            grammars: Of the model's tokenizer, for requests with structured output.
 
         Raises:
             ValueError: If sizes do not divide over replicas or the context is too short.
@@ -111,6 +114,7 @@ class Engine:
             scheduler=self._scheduler,
             output_processor=self._output_processor,
             stat_logger=self._stat_logger,
+            grammars=grammars,
         )
         self._recovery = Recovery(
             self._states, self._scheduler, self._runner, self._output_processor
@@ -178,7 +182,7 @@ class Engine:
         self._input_processor.check(request, "the prompt")
         num_queued = self._input_processor.num_queued + num_ahead
         max_waiting = self._config.max_waiting
-        if num_queued + request.sampling.n > max_waiting:
+        if num_queued + request.sampling.num_sequences > max_waiting:
             raise EngineFullError(
                 f"{num_queued} sequences wait, and {max_waiting=}; try again later, or raise it"
             )
@@ -328,6 +332,7 @@ class Engine:
         self._runner.set_least(
             num_top=max((r.sampling.num_top_logprobs for r in requests), default=0),
             with_filters=any(r.sampling.is_filtered for r in requests),
+            with_adjustments=any(r.sampling.is_adjusted for r in requests),
             num_prompt_top=max((r.sampling.num_prompt_logprobs or 0 for r in requests), default=0),
         )
         run = GenerateRun(requests, on_token)
@@ -428,16 +433,18 @@ class Engine:
         progress: Callable[[str, int, int], None] = ignore_compiling,
         *,
         with_filters: bool = False,
+        with_adjustments: bool = False,
         num_top_logprobs: int = 0,
         with_prompt_logprobs: bool = False,
     ) -> None:
         """Compile ahead the programs that requests will need, several at a time.
 
-        A program filters if a request of its step has a top-k, top-p or min-p. It reports as many
+        A program filters if a request of its step has a top-k, top-p or min-p. It adjusts if one
+        has biases, masks, penalties or processed logprobs. It reports as many
         top logprobs as any request of its step wants, rounded up to 4, 16 or 64.
 
-        - Compiled here, always: the programs that do neither.
-        - Compiled here, if asked for: those that filter, those that report, those that do both.
+        - Compiled here, always: the programs that do nothing of this.
+        - Compiled here, if asked for: those that filter, adjust or report, in every combination.
         - Compiled by the step that first needs it: any other. All requests wait, for seconds.
 
         So with `num_top_logprobs=10` a step whose requests want 5 to 16, or none, has its program;
@@ -446,6 +453,8 @@ class Engine:
         Args:
             progress: Told (what, done, total).
             with_filters: Compile for requests with a top-k, top-p or min-p, too.
+            with_adjustments: Compile for requests with biases, masks, penalties or processed
+                logprobs, too.
             num_top_logprobs: Compile for requests that want this many top logprobs, too; at most
                 64, and 0 compiles for none.
             with_prompt_logprobs: Compile for requests that want logprobs of the prompt, too, with
@@ -461,6 +470,7 @@ class Engine:
         self._runner.compile(
             progress,
             with_filters=with_filters,
+            with_adjustments=with_adjustments,
             num_top_logprobs=num_top_logprobs,
             with_prompt_logprobs=with_prompt_logprobs,
         )

@@ -17,6 +17,10 @@ class NaNLogitError(FloatingPointError):
     """A logit of the sequence is NaN."""
 
 
+class NoTokenError(ValueError):
+    """Masks of the request forbid every token that could follow."""
+
+
 class OutOfPagesError(RuntimeError):
     """The whole cache is too small for the sequence."""
 

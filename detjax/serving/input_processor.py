@@ -8,10 +8,12 @@ import numpy as np
 from detjax.models.config import ModelConfig
 from detjax.serving.config import EngineConfig
 from detjax.serving.errors import LayoutError
+from detjax.serving.grammars import Grammars
 from detjax.serving.output_processor import OutputProcessor
 from detjax.serving.request import MAX_SEQUENCES, FinishReason, Request
 from detjax.serving.request_states import Arrival, RequestStates
 from detjax.serving.sampling import SamplingRows
+from detjax.serving.sampling_checks import check_token_ids
 from detjax.serving.scheduler import Scheduler
 from detjax.serving.sequence import Listener, OnToken, Sequence
 from detjax.serving.stat_logger import StatLogger
@@ -32,6 +34,7 @@ class InputProcessor:
         scheduler: Scheduler,
         output_processor: OutputProcessor,
         stat_logger: StatLogger,
+        grammars: Grammars | None,
     ):
         """Take nobody yet.
 
@@ -42,8 +45,9 @@ class InputProcessor:
             scheduler: To which sequences are added.
             output_processor: Ends who is refused or cancelled.
             stat_logger: Is told of arrivals.
+            grammars: Compiles forms of output, if the engine knows a tokenizer.
         """
-        self._model, self._config = model, config
+        self._model, self._config, self._grammars = model, config, grammars
         self._states, self._scheduler = states, scheduler
         self._output_processor, self._stat_logger = output_processor, stat_logger
 
@@ -84,13 +88,25 @@ class InputProcessor:
                 f"{what} predicts its answer, which an engine with has_prompt_lookup alone can "
                 "verify; leave predicted_token_ids out, or set has_prompt_lookup"
             )
-        if request.sampling.stop:
-            raise ValueError(
-                f"{what} has stop={request.sampling.stop!r}, and an engine knows tokens, not "
-                "text: ask detjax.LLM, or give the requests to detjax.serving.text.TextBatch"
-            )
+        sampling = request.sampling
+        for name in ("stop", "bad_words", "include_stop_str_in_output"):
+            if value := getattr(sampling, name):
+                raise ValueError(
+                    f"{what} has {name}={value!r}, and an engine knows tokens, not text: ask "
+                    "detjax.LLM, or give the requests to detjax.serving.text.TextBatch"
+                )
+        check_token_ids(
+            sampling, what, vocab_size=vocab_size, eos_token_ids=self._model.eos_token_ids
+        )
+        if (form := sampling.structured_output) is not None:
+            if self._grammars is None:
+                raise ValueError(
+                    f"{what} has structured_output, and this engine was given no grammars, as it "
+                    "knows no tokenizer: ask detjax.LLM, or give Engine(grammars=...)"
+                )
+            self._grammars.check(form)
         for name in ("num_top_logprobs", "num_prompt_logprobs"):
-            if (count := getattr(request.sampling, name) or 0) > vocab_size:
+            if (count := getattr(sampling, name) or 0) > vocab_size:
                 raise ValueError(
                     f"{what} asks for {name}={count}, more than the vocabulary of {vocab_size}"
                 )
@@ -118,7 +134,7 @@ class InputProcessor:
         states, num_taken = self._states, 0
         while states.inbox and num_taken < MAX_TAKEN:
             arrival = states.inbox[0]
-            num_taken += arrival.request.sampling.n
+            num_taken += arrival.request.sampling.num_sequences
             # It stays in the inbox until it is known, and `Recovery` drops whom it finds in both.
             self._arrive(arrival)
             states.pop_inbox()
@@ -138,14 +154,14 @@ class InputProcessor:
         self._stat_logger.stats.num_requests += 1
         try:
             # WHY: as every launch will lay them out, so that none raises for those beside it.
-            SamplingRows.pack([(sampling, sampling.n - 1)])
+            SamplingRows.pack([(sampling, sampling.num_sequences - 1)])
             np.asarray(prompt, np.int32)
-            ends = frozenset((*self._model.eos_token_ids, *sampling.stop_token_ids))
+            ends = sampling.end_token_ids(self._model.eos_token_ids)
         except Exception as error:
-            self._stat_logger.stats.num_failed += sampling.n
+            self._stat_logger.stats.num_failed += sampling.num_sequences
             self._output_processor.refuse(arrival, LayoutError(f"it cannot be laid out: {error!r}"))
             return
-        seqs = [self._sequence(arrival, i, ends) for i in range(sampling.n)]
+        seqs = [self._sequence(arrival, i, ends) for i in range(sampling.num_sequences)]
         for seq in seqs:
             self._scheduler.add(seq)
             self._stat_logger.note_arrival(seq)
@@ -153,6 +169,10 @@ class InputProcessor:
 
     def _sequence(self, arrival: Arrival, sequence_idx: int, ends: frozenset[int]) -> Sequence:
         request, mode = arrival.request, self._config.mode
+        form, guide = request.sampling.structured_output, None
+        if form is not None:
+            assert self._grammars is not None  # checked
+            guide = self._grammars.guide(form)
         most_len = len(request.prompt_token_ids) + request.sampling.max_tokens
         is_drafted = mode == "dvr" and request.is_deterministic
         return Sequence(
@@ -161,6 +181,7 @@ class InputProcessor:
             request=request,
             is_drafted=is_drafted,
             is_canonical=mode == "invariant" or is_drafted,
+            guide=guide,
             max_len=min(most_len, self._config.max_len),
             end_token_ids=ends,
             listener=Listener(

@@ -21,6 +21,13 @@ from detjax.models.fast import quantise_params
 from detjax.models.loading import LoadedModel
 from detjax.models.paths import Kernels
 from detjax.serving import trace
+from detjax.serving.adjustments import (
+    AdjustedSlots,
+    AdjustOperands,
+    num_words,
+    pack_record,
+    record_len,
+)
 from detjax.serving.config import ReplicaConfig
 from detjax.serving.interrupts import HeldInterrupts
 from detjax.serving.launch_operands import DecodeOperands, PrefillOperands, VerifyOperands
@@ -36,6 +43,7 @@ from detjax.serving.programs import (
     BY_ROW,
     Candidates,
     ProgramCache,
+    adjusted_shape,
     empty,
     empty_pages,
     sampling_shape,
@@ -124,6 +132,7 @@ class ModelRunner:
                 f"programs for {self.programs.sizes} are not of this model and {sizes}; share "
                 "those of an engine of these sizes, or none"
             )
+        self._text_len = config.table_len * config.page_len
         self.set_least()
         self.take_weights()
         self.reset()
@@ -141,6 +150,7 @@ class ModelRunner:
             empty(model, slots_shape(model, programs.num_slots, programs.window_len)),
             empty(model, sampling_shape(model, programs.num_slots)),
         )
+        self._adjusted: AdjustedSlots | None = None  # allocated by whom first needs it
 
     @property
     def is_lost(self) -> bool:
@@ -159,15 +169,21 @@ class ModelRunner:
             self._draft_params = quantise_params(self._model.params, dtype)
 
     def set_least(
-        self, *, num_top: int = 0, with_filters: bool = False, num_prompt_top: int = 0
+        self,
+        *,
+        num_top: int = 0,
+        with_filters: bool = False,
+        with_adjustments: bool = False,
+        num_prompt_top: int = 0,
     ) -> None:
-        """From now on, run programs that report and filter at least this, though no row wants it.
+        """From now on, run programs that do at least this, though no row wants it.
 
         `num_prompt_top` is of programs that report logprobs of the prompt, for rows that want them.
 
         For a list of requests that is known ahead: one variant for all, so fewer are compiled.
         """
         self._least_num_top, self._always_filters = num_top, with_filters
+        self._always_adjusts = with_adjustments
         self._least_prompt_top = num_prompt_top
 
     # ------------------------------------------------------------------------------------ launching
@@ -312,6 +328,7 @@ class ModelRunner:
         seqs = [row.seq for part in rows for row in part]
         longest = max(len(seq.pages) for seq in seqs)
         num_tops = (seq.request.sampling.num_top_logprobs for seq in seqs)
+        adjusts = self._always_adjusts or any(seq.is_adjusted for seq in seqs)
         return ProgramKey(
             kind=kind,
             rows=size,
@@ -321,6 +338,7 @@ class ModelRunner:
             weights=weights,
             num_top=round_num_top(max(self._least_num_top, *num_tops)),
             with_filters=self._always_filters or any(seq.is_filtered for seq in seqs),
+            text_len=self._text_len if adjusts else 0,
             num_prompt_top=num_prompt_top,
         )
 
@@ -339,15 +357,55 @@ class ModelRunner:
     def _run(self, key: ProgramKey, rows, *host) -> Launch:
         program = self._program(key)
         params = self._params_of(key)
+        adjust = self._adjust_operands(key, rows) if key.text_len else ()
         launched_s = time.perf_counter()
         with HeldInterrupts():
-            *state, result = program(params, self._model.rope_tables, *self._state, *host)
+            *state, result = program(params, self._model.rope_tables, *self._state, *host, *adjust)
+            if adjust:
+                self._adjusted = state.pop()
             # One store, so that nothing finds the cache of one step and the slots of another. Only
             # a prefill gives new sampling parameters.
             self._state = (*state, *self._state[len(state) :])
         result.copy_to_host_async()
         self._stats.num_launches += 1
         return Launch(key=key, rows=rows, operands=host, result=result, launched_s=launched_s)
+
+    def _adjust_operands(
+        self, key: ProgramKey, rows: abc.Sequence[abc.Sequence[Row]]
+    ) -> tuple[AdjustedSlots, AdjustOperands]:
+        """What a step with adjustments has beside its other operands."""
+        model, vocab_size = self._model, self._model.config.vocab_size
+        adjusted = self._adjusted
+        if adjusted is None:
+            adjusted = empty(model, adjusted_shape(model, self.programs.num_slots, key.text_len))
+        num_rows = self._num_rows(key)
+        slot = np.full(num_rows, self._config.num_slots, np.int32)
+        is_first = key.kind == "prefill"
+        banned = np.zeros((num_rows, num_words(vocab_size)), np.int32)
+        records = np.zeros((num_rows, record_len(vocab_size) if is_first else 0), np.int32)
+        token_ids = np.zeros((num_rows, key.text_len if is_first else 0), np.int32)
+        for at, row in places(key, rows):
+            seq = row.seq
+            if not seq.is_adjusted or (isinstance(row, PrefillRow) and not row.is_last):
+                continue
+            slot[at] = seq.slot
+            with blaming(seq):
+                if seq.guide is not None:
+                    banned[at] = seq.guide.banned(seq.output_ids)
+                if is_first:
+                    records[at] = pack_record(
+                        seq.request.sampling,
+                        prompt_len=len(seq.request.prompt_token_ids),
+                        end_token_ids=seq.end_token_ids,
+                        vocab_size=vocab_size,
+                    )
+                    token_ids[at, : len(seq.tokens)] = seq.tokens
+        return adjusted, AdjustOperands(
+            slot=slot,
+            banned=None if key.kind == "verify" else banned,
+            record=records if is_first else None,
+            token_ids=token_ids if is_first else None,
+        )
 
     # ------------------------------------------------------------------------------------ compiling
 
@@ -356,6 +414,7 @@ class ModelRunner:
         progress: Callable[[str, int, int], None],
         *,
         with_filters: bool,
+        with_adjustments: bool,
         num_top_logprobs: int,
         with_prompt_logprobs: bool,
     ) -> None:
@@ -365,6 +424,7 @@ class ModelRunner:
             self._config,
             num_tops=num_tops,
             filters=(False, True) if with_filters else (False,),
+            text_lens=(0, self._text_len) if with_adjustments else (0,),
             num_prompt_tops=(None, *num_tops) if with_prompt_logprobs else (None,),
         )
         missing = [key for key in keys if key not in self.programs]

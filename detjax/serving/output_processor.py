@@ -5,14 +5,14 @@ import time
 
 import numpy as np
 
-from detjax.serving.errors import ConsumerError, NaNLogitError
+from detjax.serving.errors import ConsumerError, NaNLogitError, NoTokenError
 from detjax.serving.launch_operands import unpack_choice, unpack_num_committed
 from detjax.serving.model_runner import Launch, places
 from detjax.serving.program_key import ProgramKey
 from detjax.serving.prompt_logprobs import num_columns, read_scores
 from detjax.serving.request import FinishReason, RequestOutput, TokenEvent
 from detjax.serving.request_states import Arrival, CommittedToken, RequestStates
-from detjax.serving.sampling import Choice
+from detjax.serving.sampling import NO_TOKEN_LOGPROB, Choice
 from detjax.serving.scheduler import Scheduler
 from detjax.serving.sequence import (
     DecodeRow,
@@ -112,10 +112,15 @@ class OutputProcessor:
         if logprob != logprob:
             self.finish(seq, FinishReason.ERROR, _nan_error(position))
             return False
+        if logprob == NO_TOKEN_LOGPROB:
+            error = f"no token is possible at position {position}: its masks forbid every one"
+            self.finish(seq, FinishReason.ERROR, NoTokenError(error))
+            return False
         token_id, top = int(choice.token_ids[at]), ()
         if num_top := seq.request.sampling.num_top_logprobs:
             ids, values = choice.top_ids[at], choice.top_logprobs[at]
-            top = tuple((int(ids[k]), values[k]) for k in range(num_top))
+            # Where fewer tokens are possible, fewer are reported.
+            top = tuple((int(ids[k]), values[k]) for k in range(num_top) if values[k] > -np.inf)
         # The news first: should an interrupt come between, `recovery` commits what it finds there.
         token = CommittedToken(position, token_id, logprob, top)
         self._states.news.setdefault(seq, []).append(token)
@@ -180,7 +185,7 @@ class OutputProcessor:
                 exception=exception,
                 weight_version=self.weight_version,
             )
-            for sequence_idx in range(arrival.request.sampling.n)
+            for sequence_idx in range(arrival.request.sampling.num_sequences)
         ]
 
     def collect(self) -> list[RequestOutput]:

@@ -31,6 +31,8 @@ class ProgramKey:
         weights: "full", or the name of the 8-bit dtype that a `fast` step's weights have.
         num_top: How many of the most likely tokens it reports.
         with_filters: Whether a row has a top-k, top-p or min-p.
+        text_len: Tokens that the longest text may have, where a row has adjustments (biases, masks,
+            penalties, processed logprobs); 0 where none has.
         num_prompt_top: Of a prefill that reports logprobs of the prompt: how many of the most
             likely tokens at each position. None reports nothing of the prompt.
     """
@@ -43,6 +45,7 @@ class ProgramKey:
     weights: str
     num_top: int
     with_filters: bool
+    text_len: int = 0
     num_prompt_top: int | None = None
 
     @property
@@ -72,6 +75,7 @@ def program_keys(
     *,
     num_tops: abc.Sequence[int] = (0,),
     filters: abc.Sequence[bool] = (False,),
+    text_lens: abc.Sequence[int] = (0,),
     num_prompt_tops: abc.Sequence[int | None] = (None,),
 ) -> list[ProgramKey]:
     """The programs that requests can need, in the order of their first use.
@@ -80,6 +84,7 @@ def program_keys(
         config: Of each replica.
         num_tops: Numbers of top logprobs, of `NUM_TOP_SIZES`.
         filters: Whether a row has a top-k, top-p or min-p: both, if some requests have.
+        text_lens: As `ProgramKey` has it: 0 and the longest, if some requests have adjustments.
         num_prompt_tops: As `ProgramKey` has it, of prefills.
     """
     return [
@@ -92,9 +97,10 @@ def program_keys(
             weights=weights,
             num_top=num_top,
             with_filters=with_filters,
+            text_len=text_len,
             num_prompt_top=num_prompt_top,
         )
-        for with_filters, num_top in itertools.product(filters, num_tops)
+        for with_filters, num_top, text_len in itertools.product(filters, num_tops, text_lens)
         for kind, rows, length, mode, weights in _steps(config)
         for num_prompt_top in (num_prompt_tops if kind == "prefill" else (None,))
         for table_len in table_lens(kind, config)

@@ -27,6 +27,13 @@ from detjax.models.loading import LoadedModel
 from detjax.models.paths import PATHS, Kernels
 from detjax.parallel.distributed import gather_replicas
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
+from detjax.serving.adjustments import (
+    AdjustedSlots,
+    Adjustments,
+    AdjustOperands,
+    num_words,
+    record_len,
+)
 from detjax.serving.launch_operands import (
     DecodeOperands,
     PrefillOperands,
@@ -34,6 +41,7 @@ from detjax.serving.launch_operands import (
     pack_choice,
     pack_verified,
 )
+from detjax.serving.logits_processors import ProcessedLogits, TextSoFar, process_logits
 from detjax.serving.program_key import ProgramKey
 from detjax.serving.prompt_logprobs import following_ids, score_tokens
 from detjax.serving.sampling import SamplingRows, choose
@@ -88,6 +96,14 @@ def slots_shape(model: LoadedModel, num_slots: int, window_len: int) -> Slots:
     )
 
 
+def adjusted_shape(model: LoadedModel, num_slots: int, text_len: int) -> AdjustedSlots:
+    """Shapes of what is kept of `num_slots` adjusted sequences over all replicas."""
+    return AdjustedSlots(
+        record=_by_row(model, num_slots, jnp.int32, record_len(model.config.vocab_size)),
+        token_ids=_by_row(model, num_slots, jnp.int32, text_len),
+    )
+
+
 def empty(model: LoadedModel, shapes: Any) -> Any:
     """Allocate zeros of these shapes, each shard on its device."""
     make = jax.jit(
@@ -112,8 +128,20 @@ def forward_context(model: LoadedModel) -> ForwardContext:
     )
 
 
+Process = Callable[[Any, Int32[Array, " B"]], ProcessedLogits | None]
+"""From logits and the position of the last token of each row, what is sampled from."""
+
+
 def _choose_last(
-    ctx: ForwardContext, mode: Kernels, params, tables, kv_cache, tokens, rows, **variant
+    ctx: ForwardContext,
+    mode: Kernels,
+    params,
+    tables,
+    kv_cache,
+    tokens,
+    rows,
+    process: Process,
+    **variant,
 ):
     """Run tokens and choose the one that follows the last of each row."""
     forward, local_logits = PATHS[mode]
@@ -121,7 +149,9 @@ def _choose_last(
     last: Int32[Array, " B"] = jnp.argmax(tokens.positions, axis=1).astype(jnp.int32)
     position = jnp.max(tokens.positions, axis=1)
     logits = local_logits(ctx, params, last_hidden(hidden, last))
-    return kv_cache, hidden, choose(ctx, logits, rows, position + 1, **variant), position
+    processed = process(logits, position)
+    choice = choose(ctx, logits, rows, position + 1, processed=processed, **variant)
+    return kv_cache, hidden, choice, position
 
 
 def _by_row(model: LoadedModel, count: int, dtype, *tail: int) -> jax.ShapeDtypeStruct:
@@ -153,7 +183,9 @@ class ProgramCache:
     Every program takes `(params, rope tables, cache, slots, sampling, *host arrays)`, of which it
     donates the cache alone, and returns `(cache, slots, result)`, a prefill `(cache, slots,
     sampling, result)`. The first host array is packed operands, and the result is packed too: see
-    `launch_operands`. Engines of the same sizes may share them.
+    `launch_operands`. Where a row has adjustments, `AdjustedSlots` and `AdjustOperands` follow the
+    host arrays, and the new `AdjustedSlots` stand before the result. Engines of the same sizes may
+    share them.
 
     Attributes:
         num_pages: Cache pages over all replicas.
@@ -246,7 +278,7 @@ class ProgramCache:
         of_params = self._model.partition_specs
         if key.weights != "full":
             of_params = quantised_specs(of_params)
-        of_state = [BY_ROW] * (2 if key.kind == "prefill" else 1)
+        of_state = [BY_ROW] * ((2 if key.kind == "prefill" else 1) + (key.text_len > 0))
         of_result = P() if jax.process_count() > 1 else BY_ROW
         return (
             (of_params, P(), PAGES_SPEC, BY_ROW, BY_ROW, *[BY_ROW] * num_host),
@@ -268,27 +300,53 @@ class ProgramCache:
         rows = key.rows * self._model.mesh.shape[DP_AXIS]
         columns = _OPERANDS[key.kind].num_columns(table_len=key.table_len, length=key.length)
         host = _by_row(self._model, rows, jnp.int32, columns)
-        if key.kind != "prefill":
-            return (host,)
-        next_id = () if key.num_prompt_top is None else (_by_row(self._model, rows, jnp.int32),)
-        return host, sampling_shape(self._model, rows), *next_id
+        shapes: tuple = (host,)
+        if key.kind == "prefill":
+            next_id = () if key.num_prompt_top is None else (_by_row(self._model, rows, jnp.int32),)
+            shapes = host, sampling_shape(self._model, rows), *next_id
+        return (*shapes, *self._adjust_shapes(key, rows)) if key.text_len else shapes
+
+    def _adjust_shapes(self, key: ProgramKey, rows: int) -> tuple[AdjustedSlots, AdjustOperands]:
+        model, vocab_size = self._model, self._model.config.vocab_size
+        of_rows = adjusted_shape(model, rows, key.text_len)
+        is_first, is_window = key.kind == "prefill", key.kind == "verify"
+        banned = _by_row(model, rows, jnp.int32, num_words(vocab_size))
+        operands = AdjustOperands(
+            slot=_by_row(model, rows, jnp.int32),
+            banned=None if is_window else banned,
+            record=of_rows.record if is_first else None,
+            token_ids=of_rows.token_ids if is_first else None,
+        )
+        return adjusted_shape(model, self.num_slots, key.text_len), operands
 
     def _prefill(
-        self, key, params, tables, kv_cache, slots, sampling, packed, rows: SamplingRows, *next_id
+        self, key, params, tables, kv_cache, slots, sampling, packed, rows: SamplingRows, *rest
     ):
         """A chunk of each row, and the choice of the token after it.
 
         If asked for, also the logprobs of the tokens that follow those of the chunk; the host gives
-        the one after its last as `next_id`.
+        the one after its last, before what a step with adjustments has.
         """
+        num_next = key.num_prompt_top is not None
+        next_id, adjust = rest[:num_next], rest[num_next:]
         given = PrefillOperands.unpack(packed, table_len=key.table_len, length=key.length)
         step_idx = jnp.arange(key.length, dtype=jnp.int32)[None, :]
         is_token = step_idx < given.count[:, None]
         positions = jnp.where(is_token, given.start[:, None] + step_idx, -1)
         tokens = Tokens(ids=given.token_ids, positions=positions, page_table=given.page_table)
+
+        def process(logits, last):
+            if not adjust:
+                return None
+            _, of_rows = adjust
+            text = TextSoFar(token_ids=of_rows.token_ids, last=last[:, None])
+            records = Adjustments.unpack(of_rows.record)
+            return process_logits(self._context, logits, text, records, of_rows.banned)
+
         kv_cache, hidden, choice, last = _choose_last(
-            self._context, key.mode, params, tables, kv_cache, tokens, rows, **_variant(key)
-        )
+            self._context, key.mode, params, tables, kv_cache, tokens, rows, process,
+            **_variant(key),
+        )  # fmt: skip
         put = {"mode": "drop", "unique_indices": False}
         slots = Slots(
             window=slots.window.at[given.slot, 0].set(choice.token_ids, **put),
@@ -303,37 +361,51 @@ class ProgramCache:
                 self._context, local_logits, params, hidden, targets, num_top=key.num_prompt_top
             )
             result = jnp.concatenate([result, scores], axis=1)
-        return kv_cache, slots, sampling, result
+        if not adjust:
+            return kv_cache, slots, sampling, result
+        kept, of_rows = adjust
+        token_ids = kept.token_ids.at[of_rows.slot].set(of_rows.token_ids, **put)
+        kept = AdjustedSlots(
+            record=kept.record.at[of_rows.slot].set(of_rows.record, **put),
+            token_ids=token_ids.at[of_rows.slot, last + 1].set(choice.token_ids, **put),
+        )
+        return kv_cache, slots, sampling, kept, result
 
-    def _decode(self, key, params, tables, kv_cache, slots: Slots, sampling, packed):
+    def _decode(self, key, params, tables, kv_cache, slots: Slots, sampling, packed, *adjust):
         """A token of each row, or up to `key.length`, one after the other."""
         given = DecodeOperands.unpack(packed, table_len=key.table_len)
         if key.length == 1:
-            return self._decode_one(key, params, tables, kv_cache, slots, sampling, given)
+            return self._decode_one(key, params, tables, kv_cache, slots, sampling, given, *adjust)
         results = jnp.zeros((len(packed), key.length, 2 + 2 * key.num_top), jnp.int32)
-        one_token = partial(self._decode_nth, key, params, tables, sampling, given)
-        return self._loop(key.length, one_token, (kv_cache, slots, results))
+        one_token = partial(self._decode_nth, key, params, tables, sampling, given, adjust[1:])
+        return self._loop(key.length, one_token, (kv_cache, slots, *adjust[:1], results))
 
     def _loop(self, count: int, body: Callable, carry: tuple) -> tuple:
         """Run `body(i, carry) -> carry` so many times."""
         return lax.fori_loop(0, count, body, carry)
 
-    def _decode_nth(self, key, params, tables, sampling, given: DecodeOperands, i, carry):
+    def _decode_nth(
+        self, key, params, tables, sampling, given: DecodeOperands, of_rows: tuple, i, carry
+    ):
         """Token i of a launch of several, of each row that wants so many."""
-        kv_cache, slots, results = carry
+        kv_cache, slots, *kept, results = carry
+        # A row that has its tokens is padding.
+        is_padding = i >= given.count
         rows = dataclasses.replace(
             given,
-            # A row that has its tokens is padding.
-            slot=jnp.where(i < given.count, given.slot, slots.start.shape[0]),
+            slot=jnp.where(is_padding, slots.start.shape[0], given.slot),
             offset=jnp.where(given.offset < 0, given.offset, given.offset + i),
         )
-        kv_cache, slots, result = self._decode_one(
-            key, params, tables, kv_cache, slots, sampling, rows
+        for operands in of_rows:
+            slot = jnp.where(is_padding, slots.start.shape[0], operands.slot)
+            kept.append(dataclasses.replace(operands, slot=slot))
+        *state, result = self._decode_one(
+            key, params, tables, kv_cache, slots, sampling, rows, *kept
         )
-        return kv_cache, slots, results.at[:, i].set(result)
+        return *state, results.at[:, i].set(result)
 
     def _decode_one(
-        self, key, params, tables, kv_cache, slots: Slots, sampling, given: DecodeOperands
+        self, key, params, tables, kv_cache, slots: Slots, sampling, given: DecodeOperands, *adjust
     ):
         """A token of each row: committed, or put behind the drafts before it."""
         slot = given.slot
@@ -343,6 +415,15 @@ class ProgramCache:
         start = slots.start.at[slot].get(mode="fill", fill_value=-1)
         position = jnp.where(start < 0, -1, start + offset)
         tokens = Tokens(ids=ids[:, None], positions=position[:, None], page_table=given.page_table)
+
+        def process(logits, last):
+            if not adjust:
+                return None
+            kept, operands = adjust
+            text = self._text_so_far(key, kept, operands.slot, slots, start, offset, last[:, None])
+            records = Adjustments.unpack(_of_slots(kept.record, operands.slot))
+            return process_logits(self._context, logits, text, records, operands.banned)
+
         kv_cache, _, choice, _ = _choose_last(
             self._context,
             key.mode,
@@ -351,6 +432,7 @@ class ProgramCache:
             kv_cache,
             tokens,
             _rows_of(sampling, slot),
+            process,
             **_variant(key),
         )
         drafts = self._candidates(choice.token_ids, position + 1)
@@ -359,9 +441,31 @@ class ProgramCache:
             window=slots.window.at[slot, offset + is_draft].set(token_ids, mode="drop"),
             start=slots.start.at[slot].set(start + 1 - is_draft, mode="drop"),
         )
-        return kv_cache, slots, pack_choice(dataclasses.replace(choice, token_ids=token_ids))
+        result = pack_choice(dataclasses.replace(choice, token_ids=token_ids))
+        if not adjust:
+            return kv_cache, slots, result
+        kept, operands = adjust
+        # A draft is no part of the text yet.
+        at = jnp.where(is_draft == 1, kept.token_ids.shape[1], position + 1)
+        put = kept.token_ids.at[operands.slot, at].set(token_ids, mode="drop")
+        return kv_cache, slots, dataclasses.replace(kept, token_ids=put), result
 
-    def _verify(self, key, params, tables, kv_cache, slots: Slots, sampling, packed):
+    def _text_so_far(
+        self, key, kept: AdjustedSlots, slot, slots: Slots, start, num_drafts, last, drafts=None
+    ) -> TextSoFar:
+        """The texts of rows, with the drafts behind them; `drafts` are those of the slots."""
+        length = min(key.text_len, key.table_len * self._context.profile.attention_block)
+        token_ids = _of_slots(kept.token_ids, slot)[:, :length]
+        if self.window_len > 1:
+            if drafts is None:
+                drafts = _of_slots(slots.window, slot)[:, 1:]
+            place = jnp.arange(1, drafts.shape[1] + 1, dtype=jnp.int32)[None, :]
+            at = jnp.where(place <= num_drafts[:, None], start[:, None] + place, length)
+            row_ids = jnp.arange(len(token_ids))[:, None]
+            token_ids = token_ids.at[row_ids, at].set(drafts, mode="drop")
+        return TextSoFar(token_ids=token_ids, last=last)
+
+    def _verify(self, key, params, tables, kv_cache, slots: Slots, sampling, packed, *adjust):
         """The canonical choice at every position of each window, and how far the drafts agree.
 
         Runs the last committed token and the drafts as one row, which writes their keys and values
@@ -383,7 +487,18 @@ class ProgramCache:
         kv_cache, hidden = forward(self._context, params, tables, kv_cache, tokens)
         logits = local_logits(self._context, params, hidden.reshape(-1, hidden.shape[-1]))
         rows = jax.tree.map(lambda x: jnp.repeat(x, length), _rows_of(sampling, slot))
-        choice = choose(self._context, logits, rows, positions.reshape(-1) + 1, **_variant(key))
+        processed = None
+        if adjust:
+            kept, operands = adjust
+            text = self._text_so_far(
+                key, kept, operands.slot, slots, start, num_drafts, positions, drafts
+            )
+            records = Adjustments.unpack(_of_slots(kept.record, operands.slot))
+            processed = process_logits(self._context, logits, text, records)
+        choice = choose(
+            self._context, logits, rows, positions.reshape(-1) + 1, processed=processed,
+            **_variant(key),
+        )  # fmt: skip
         chosen = choice.token_ids.reshape(-1, length)
 
         is_wrong = (chosen[:, :-1] != drafts) | (step_idx[:, :-1] >= num_drafts[:, None])
@@ -394,7 +509,14 @@ class ProgramCache:
             window=slots.window.at[slot, 0].set(last, mode="drop"),
             start=slots.start.at[slot].set(start + num_accepted + 1, mode="drop"),
         )
-        return kv_cache, slots, pack_verified(choice, num_accepted, length=length)
+        result = pack_verified(choice, num_accepted, length=length)
+        if not adjust:
+            return kv_cache, slots, result
+        kept, operands = adjust
+        is_committed = (start[:, None] >= 0) & (step_idx <= num_accepted[:, None])
+        at = jnp.where(is_committed, start[:, None] + 1 + step_idx, kept.token_ids.shape[1])
+        put = kept.token_ids.at[operands.slot[:, None], at].set(chosen, mode="drop")
+        return kv_cache, slots, dataclasses.replace(kept, token_ids=put), result
 
 
 def _variant(key: ProgramKey) -> dict[str, Any]:
@@ -403,4 +525,9 @@ def _variant(key: ProgramKey) -> dict[str, Any]:
 
 def _rows_of(sampling: SamplingRows, slot) -> SamplingRows:
     """The parameters of the slots that rows name."""
-    return jax.tree.map(lambda x: x.at[slot].get(mode="fill", fill_value=0), sampling)
+    return jax.tree.map(lambda x: _of_slots(x, slot), sampling)
+
+
+def _of_slots(state, slot):
+    """What the slots that rows name hold; zeros where there is no such slot."""
+    return state.at[slot].get(mode="fill", fill_value=0)

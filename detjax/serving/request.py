@@ -4,12 +4,25 @@
 import dataclasses
 import enum
 import hashlib
-import numbers
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from detjax.serving.limits import (
+    MAX_BAD_WORD_LEN,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIASES,
+    bad_words_of,
+    biases_of,
+    integer,
+    number,
+    replace_field,
+    texts_of,
+    token_ids_of,
+)
+from detjax.serving.structured_output import StructuredOutput
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-30, 1e30
 """Range of a temperature that is not 0: it and its float32 reciprocal are normal numbers, and a
@@ -20,6 +33,9 @@ MAX_SEQUENCES = 1024
 
 MAX_TOP_LOGPROBS = 64
 """Most of the most likely tokens that a request may ask for at each position."""
+
+LOGPROBS_MODES = ("raw", "processed")
+"""What reported logprobs are of: the model's logits, or those that were sampled from."""
 
 MAX_PRIORITY = 100
 """Farthest that a priority may be from 0: beyond it, others would wait for days."""
@@ -32,6 +48,28 @@ class FinishReason(enum.Enum):
     LENGTH = "length"  # `max_tokens`, or the end of the model's context
     CANCELLED = "cancelled"  # `Engine.cancel`
     ERROR = "error"  # this request alone failed; its output says why
+
+
+def _lists(value: Any) -> Any:
+    """The value with lists for tuples."""
+    return [_lists(item) for item in value] if isinstance(value, tuple) else value
+
+
+def _of_json(old: Any, new: Any) -> Any:
+    """A field's value: JSON has no tuples, and may write a whole number for a float."""
+    if isinstance(new, list):
+        return tuple(tuple(item) if isinstance(item, list) else item for item in new)
+    return _float(new) if isinstance(old, float) else new
+
+
+def _float(value: Any) -> Any:
+    return float(value) if type(value) is int else value
+
+
+def _token_id(key: Any) -> int:
+    if not (isinstance(key, int) or key.isascii() and key.isdigit()):
+        raise ValueError(f"logit_bias[{key!r}] must be of a token id")
+    return int(key)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +93,26 @@ class SamplingParams:
             (`detjax.LLM`, the command); the engine, which does not, refuses them. A single text
             is taken for a tuple of one.
         num_top_logprobs: How many of the most likely tokens to report at each position.
+        best_of: Sequences that are made, of which the n with the greatest sum of logprobs are
+            returned, best first; 0 makes n. The sum is in float64, first token first; of equal
+            ones the lower sequence comes first.
+        logit_bias: (token id, finite bias) pairs or a mapping; at most 1024, added to the logits.
+        allowed_token_ids: No other token is possible; none allows all.
+        bad_words: Texts that a completion must not have, as tokens, alone and after a space. For
+            what knows the tokenizer, like `stop`.
+        bad_words_token_ids: Token sequences that a completion must not have: the last token of one
+            is impossible behind the others. At most 256 of several tokens, of up to 16 each.
+        ignore_eos: The model's own end tokens end nothing.
+        min_tokens: No end token is possible before so many tokens, and no stop text counts.
+        repetition_penalty: Divides logits above 0, and multiplies others, of tokens that prompt or
+            completion have; from 0.01 to 100, and 1 changes nothing.
+        presence_penalty: Subtracted from logits of tokens that the completion has; from -2 to 2.
+        frequency_penalty: Subtracted once for each time that it has them; from -2 to 2.
+        logprobs_mode: "raw": of the model's logits, at temperature 1. "processed": of what is
+            sampled from, with biases, penalties, masks, temperature and filters; where the
+            temperature is 0 that of 1, without filters.
+        include_stop_str_in_output: The text ends behind a stop text, not before it.
+        structured_output: What form the text must have; None leaves it free.
         num_prompt_logprobs: Report the logprob and the rank of each token of the prompt after the
             first, with so many of the most likely tokens at its position; None reports nothing of
             the prompt.
@@ -76,19 +134,49 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     num_top_logprobs: int = 0
+    best_of: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[str, ...] = ()
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logprobs_mode: str = "raw"
+    include_stop_str_in_output: bool = False
+    structured_output: StructuredOutput | None = None
     num_prompt_logprobs: int | None = None
 
     def __post_init__(self):
         """Check every type, then every range."""
-        for name in ("max_tokens", "top_k", "seed", "n", "noise_stream", "num_top_logprobs"):
-            _replace(self, name, _integer(name, getattr(self, name)))
+        counts = (
+            "max_tokens", "top_k", "seed", "n", "noise_stream", "num_top_logprobs", "best_of",
+            "min_tokens",
+        )  # fmt: skip
+        for name in counts:
+            replace_field(self, name, integer(name, getattr(self, name)))
         if self.num_prompt_logprobs is not None:
-            wanted = _integer("num_prompt_logprobs", self.num_prompt_logprobs)
-            _replace(self, "num_prompt_logprobs", wanted)
-        for name in ("temperature", "top_p", "min_p"):
-            _replace(self, name, _number(name, getattr(self, name)))
-        _replace(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
-        _replace(self, "stop", _texts("stop", self.stop))
+            wanted = integer("num_prompt_logprobs", self.num_prompt_logprobs)
+            replace_field(self, "num_prompt_logprobs", wanted)
+        penalties = "repetition_penalty", "presence_penalty", "frequency_penalty"
+        for name in ("temperature", "top_p", "min_p", *penalties):
+            replace_field(self, name, number(name, getattr(self, name)))
+        replace_field(self, "stop_token_ids", token_ids_of("stop_token_ids", self.stop_token_ids))
+        replace_field(self, "stop", texts_of("stop", self.stop))
+        replace_field(self, "bad_words", texts_of("bad_words", self.bad_words))
+        replace_field(self, "logit_bias", biases_of(self.logit_bias))
+        allowed = token_ids_of("allowed_token_ids", self.allowed_token_ids)
+        replace_field(self, "allowed_token_ids", allowed)
+        replace_field(self, "bad_words_token_ids", bad_words_of(self.bad_words_token_ids))
+        for name in ("ignore_eos", "include_stop_str_in_output"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
+        if not isinstance(self.structured_output, StructuredOutput | None):
+            raise ValueError(
+                f"structured_output={self.structured_output!r} must be a StructuredOutput"
+            )
         least, most = MIN_TEMPERATURE, MAX_TEMPERATURE
         checks = (
             (
@@ -97,7 +185,7 @@ class SamplingParams:
                 "scores the prompt alone",
             ),
             (
-                self.max_tokens > 0 or self.n == 1,
+                self.max_tokens > 0 or self.num_sequences == 1,
                 f"{self.n=} must be 1 where max_tokens=0: there is nothing to sample",
             ),
             (
@@ -121,6 +209,45 @@ class SamplingParams:
                 f"{self.num_top_logprobs=} must be in [0, {MAX_TOP_LOGPROBS}]",
             ),
             (
+                self.best_of == 0 or self.n <= self.best_of <= MAX_SEQUENCES,
+                f"{self.best_of=} must be 0 or from {self.n=} to {MAX_SEQUENCES}",
+            ),
+            (
+                len(self.logit_bias) <= MAX_LOGIT_BIASES,
+                f"logit_bias={len(self.logit_bias)} entries are more than {MAX_LOGIT_BIASES}",
+            ),
+            (
+                sum(len(word) > 1 for word in self.bad_words_token_ids) <= MAX_BAD_WORDS,
+                f"bad_words_token_ids={len(self.bad_words_token_ids)} sequences are more than "
+                f"{MAX_BAD_WORDS} of several tokens",
+            ),
+            (
+                max(map(len, self.bad_words_token_ids), default=0) <= MAX_BAD_WORD_LEN,
+                f"bad_words_token_ids={self.bad_words_token_ids!r:.60} has a sequence of more than "
+                f"{MAX_BAD_WORD_LEN} tokens",
+            ),
+            (
+                0 <= self.min_tokens <= self.max_tokens,
+                f"{self.min_tokens=} must be from 0 to {self.max_tokens=}",
+            ),
+            (
+                0.01 <= self.repetition_penalty <= 100,
+                f"{self.repetition_penalty=} must be from 0.01 to 100 (1 changes nothing)",
+            ),
+            *(
+                (-2 <= getattr(self, name) <= 2, f"{name}={getattr(self, name)} must be in [-2, 2]")
+                for name in ("presence_penalty", "frequency_penalty")
+            ),
+            (
+                self.logprobs_mode in LOGPROBS_MODES,
+                f"{self.logprobs_mode=} must be one of {LOGPROBS_MODES}",
+            ),
+            (
+                self.structured_output is None or not self.ignore_eos,
+                "ignore_eos=True does not go with structured_output, which ends where its form is "
+                "complete",
+            ),
+            (
                 0 <= (self.num_prompt_logprobs or 0) <= MAX_TOP_LOGPROBS,
                 f"{self.num_prompt_logprobs=} must be None or in [0, {MAX_TOP_LOGPROBS}]",
             ),
@@ -130,24 +257,39 @@ class SamplingParams:
                 raise ValueError(message.replace("self.", ""))
 
     def as_dict(self) -> dict[str, Any]:
-        """Return every field as JSON can hold it."""
-        values = dataclasses.asdict(self)
-        return {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in values.items()
-        }
+        """Return every field as JSON can hold it, and the library that computes masks of a form."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        if (form := self.structured_output) is not None:
+            values["structured_output"] = dataclasses.asdict(form) | {"library": form.library}
+        return {name: _lists(value) for name, value in values.items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "SamplingParams":
-        """Return what `as_dict` made the values of.
+        """Return what `as_dict` made the values of; fields that are left out have their defaults.
 
         Raises:
-            ValueError: If a field is not known, or its value is out of range.
+            ValueError: If a field is not known, its value is out of range, or masks would come of
+                another library than they did.
         """
-        known = {field.name for field in dataclasses.fields(cls)}
+        return cls().with_fields(values)
+
+    def with_fields(self, values: Mapping[str, Any]) -> "SamplingParams":
+        """Return the parameters with other values of some fields, as JSON has them.
+
+        Raises:
+            ValueError: As `from_dict` says.
+        """
+        known = {field.name for field in dataclasses.fields(self)}
         if unknown := sorted(set(values) - known):
             raise ValueError(f"{unknown[0]}={values[unknown[0]]!r} is no sampling parameter")
-        return cls(**{name: _from_json(name, value) for name, value in values.items()})
+        changes = {name: _of_json(getattr(self, name), value) for name, value in values.items()}
+        if isinstance(biases := changes.get("logit_bias"), Mapping):
+            changes["logit_bias"] = tuple((_token_id(k), _float(v)) for k, v in biases.items())
+        elif biases is not None:
+            changes["logit_bias"] = tuple((k, _float(v)) for k, v in biases)
+        if isinstance(form := changes.get("structured_output"), Mapping):
+            changes["structured_output"] = StructuredOutput.from_dict(form)
+        return dataclasses.replace(self, **changes)
 
     @property
     def is_filtered(self) -> bool:
@@ -155,56 +297,34 @@ class SamplingParams:
         narrows = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
         return self.temperature > 0 and narrows
 
-
-def _from_json(name: str, value: Any) -> Any:
-    """A field's value: JSON has no tuples, and may write a whole number for a float."""
-    if isinstance(value, list):
-        return tuple(value)
-    is_whole = type(value) is int and name in ("temperature", "top_p", "min_p")
-    return float(value) if is_whole else value
-
-
-def _replace(frozen: Any, name: str, value: Any) -> None:
-    """Set a field of a frozen dataclass, in its `__post_init__`."""
-    object.__setattr__(frozen, name, value)
-
-
-def _integer(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise ValueError(f"{name}={value!r} must be an integer, not {type(value).__name__}")
-    return int(value)
-
-
-def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise ValueError(f"{name}={value!r} must be a number, not {type(value).__name__}")
-    return float(value)
-
-
-def _token_ids(name: str, values: Any) -> tuple[int, ...]:
-    """Token ids as Python's integers. Long prompts come here: no Python loop where all is well."""
-    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
-        raise ValueError(f"{name}={values!r} must be a sequence of integers")
-    ids = tuple(values)
-    if set(map(type, ids)) <= {int}:
-        return ids
-    return tuple(_integer(f"{name}[{i}]", value) for i, value in enumerate(ids))
-
-
-def _texts(name: str, values: Any) -> tuple[str, ...]:
-    texts = (values,) if isinstance(values, str) else values
-    if not isinstance(texts, Iterable):
-        raise ValueError(f"{name}={values!r} must be a sequence of texts")
-    texts = tuple(texts)
-    for text in texts:
-        if not isinstance(text, str):
-            raise ValueError(f"{name}={values!r} must be texts, and {text!r} is none")
-        if not text:
-            raise ValueError(
-                f"{name}={values!r} has an empty text; it would end every completion before it "
-                "begins"
+    @property
+    def is_adjusted(self) -> bool:
+        """Whether a step must look beyond the logits: at biases, masks, or the text so far."""
+        return self.has_penalties or any(
+            (
+                self.logit_bias,
+                self.allowed_token_ids,
+                self.bad_words_token_ids,
+                self.min_tokens,
+                self.logprobs_mode == "processed",
+                self.structured_output is not None,
             )
-    return texts
+        )
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether tokens of the text are penalised."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that are made."""
+        return self.best_of or self.n
+
+    def end_token_ids(self, eos_token_ids: Iterable[int]) -> frozenset[int]:
+        """Tokens that end a sequence, of a model whose own are `eos_token_ids`."""
+        eos = () if self.ignore_eos else eos_token_ids
+        return frozenset((*eos, *self.stop_token_ids))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -238,8 +358,8 @@ class Request:
     def __post_init__(self):
         """Check every type, and the range of the priority."""
         for name in ("prompt_token_ids", "predicted_token_ids"):
-            _replace(self, name, _token_ids(name, getattr(self, name)))
-        _replace(self, "priority", _integer("priority", self.priority))
+            replace_field(self, name, token_ids_of(name, getattr(self, name)))
+        replace_field(self, "priority", integer("priority", self.priority))
         if not -MAX_PRIORITY <= self.priority <= MAX_PRIORITY:
             raise ValueError(
                 f"priority={self.priority} must be in [-{MAX_PRIORITY}, {MAX_PRIORITY}]"

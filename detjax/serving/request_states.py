@@ -74,19 +74,21 @@ class RequestStates:
         """Take a request, from any thread."""
         with self._lock:
             self.inbox.append(arrival)
-            self.num_in_inbox += arrival.request.sampling.n
+            self.num_in_inbox += arrival.request.sampling.num_sequences
 
     def pop_inbox(self) -> None:
         """Drop the first of the inbox, whose sequences are known by now."""
         with self._lock:
             arrival = self.inbox.popleft()
-            self.num_in_inbox -= arrival.request.sampling.n
+            self.num_in_inbox -= arrival.request.sampling.num_sequences
 
     def keep_in_inbox(self, is_kept: Callable[[Arrival], bool]) -> None:
         """Forget other arrivals, while any thread may bring new ones."""
         with self._lock:
             self.inbox = deque(filter(is_kept, self.inbox))
-            self.num_in_inbox = sum(arrival.request.sampling.n for arrival in self.inbox)
+            self.num_in_inbox = sum(
+                arrival.request.sampling.num_sequences for arrival in self.inbox
+            )
 
     # ------------------------------------------------------------------------------------ sequences
 

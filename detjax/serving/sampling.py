@@ -14,10 +14,19 @@ from detjax.models.layers import ForwardContext
 from detjax.models.taps import Share
 from detjax.pallas_kernels.log_softmax.api import block_stats, log_probs, log_sum_exp
 from detjax.pallas_kernels.sampling import noise
-from detjax.pallas_kernels.sampling.api import gumbel_scores, nucleus_sums, stats_and_choice
+from detjax.pallas_kernels.sampling.api import (
+    adjust_logits,
+    gumbel_scores,
+    nucleus_sums,
+    stats_and_choice,
+)
 from detjax.parallel.collectives import gather_columns
 from detjax.parallel.mesh import TP_AXIS
+from detjax.serving.logits_processors import ProcessedLogits
 from detjax.serving.request import SamplingParams
+
+NO_TOKEN_LOGPROB = np.float32(np.inf)
+"""The logprob of a choice where no token was possible, which no token can have."""
 
 
 @jax.tree_util.register_dataclass
@@ -99,6 +108,26 @@ def _kept_tokens(
     return lax.dynamic_slice_in_dim(by_token, start, width, axis=1)
 
 
+def _reported(processed: ProcessedLogits, logits, rows: SamplingRows, kept, *, backend):
+    """What logprobs are of: the model's logits, or those that a row is sampled from."""
+    ones = jnp.ones(logits.shape, jnp.int32)
+    factor, none = processed.inverse_temperature, jnp.zeros(len(logits), jnp.float32)
+    # ROUND: one product with the rounded reciprocal of the temperature.
+    scaled = adjust_logits(
+        processed.logits,
+        jnp.zeros(logits.shape, jnp.float32),
+        ones,
+        (factor, factor),
+        (none, none),
+        backend=backend,
+    )
+    if kept is not None:
+        # WHY: a greedy row never looks at its filters, whatever its neighbours do.
+        is_kept = kept | (rows.temperature == 0.0)[:, None]
+        scaled = jnp.where(is_kept, scaled, -jnp.inf)
+    return jnp.where(processed.is_processed[:, None], scaled, logits)
+
+
 def _best_over_ranks(values, ids):
     """The largest of the ranks' values and its id; the lowest rank wins a tie."""
     all_values = gather_columns(values[:, None], TP_AXIS)
@@ -130,6 +159,7 @@ def choose(
     *,
     num_top: int,
     with_filters: bool,
+    processed: ProcessedLogits | None = None,
 ) -> Choice:
     """Choose the token at `positions` of each row, inside `shard_map`.
 
@@ -141,10 +171,14 @@ def choose(
         num_top: How many of the most likely tokens to report.
         with_filters: Whether some row has a top-k, top-p or min-p. Rows without one have the same
             bits either way.
+        processed: What to sample from, where some row has adjustments. Rows without have the same
+            bits either way.
 
     Numerics:
-        Log-probabilities are of the logits as they are: temperature 1, before any filter. Kernels
-        do the arithmetic; gathers, comparisons, sorts and argmax are exact.
+        Log-probabilities are of the logits as they are, at temperature 1, before any filter; of a
+        row whose `is_processed` is set, of what it is sampled from. Where no token is possible the
+        logprob is `NO_TOKEN_LOGPROB`. Kernels do the arithmetic; gathers, comparisons, sorts and
+        argmax are exact.
     """
     backend = ctx.backend
     first = lax.axis_index(TP_AXIS) * logits.shape[1]
@@ -153,12 +187,18 @@ def choose(
     ctx.taps.see("noise_key_0", key[0])
     ctx.taps.see("noise_key_1", key[1])
     vocab_block = ctx.profile.vocab_block
-    if with_filters:
+    if with_filters or processed is not None:
+        adjusted = logits if processed is None else processed.logits
+        kept = _kept_tokens(ctx, adjusted, rows) if with_filters else None
+        if processed is not None:
+            logits = _reported(processed, logits, rows, kept, backend=backend)
         maxima, sums = block_stats(logits, vocab_block=vocab_block, backend=backend)
-        scores = gumbel_scores(logits, rows.temperature, key, first_token_id=first, backend=backend)
-        kept = _kept_tokens(ctx, logits, rows)
-        ctx.taps.see("kept_tokens", kept, Share.COLUMNS)
-        scores = jnp.where(kept, scores, -jnp.inf)
+        scores = gumbel_scores(
+            adjusted, rows.temperature, key, first_token_id=first, backend=backend
+        )
+        if kept is not None:
+            ctx.taps.see("kept_tokens", kept, Share.COLUMNS)
+            scores = jnp.where(kept, scores, -jnp.inf)
         best, best_id = jnp.max(scores, axis=1), first + jnp.argmax(scores, axis=1)
     else:
         maxima, sums, best, best_id = stats_and_choice(
@@ -184,10 +224,14 @@ def choose(
 
     top_values, top_ids = most_likely(logits, first, num_top)
     logprobs = log_probs(jnp.concatenate([chosen, top_values], axis=1), lse, backend=backend)
-    ctx.taps.see("logprob", logprobs[:, 0])
+    chosen_logprobs = logprobs[:, 0]
+    if processed is not None:
+        is_none = jnp.max(gather_columns(best[:, None], TP_AXIS), axis=1) == -jnp.inf
+        chosen_logprobs = jnp.where(is_none, NO_TOKEN_LOGPROB, chosen_logprobs)
+    ctx.taps.see("logprob", chosen_logprobs)
     return Choice(
         token_ids=token_ids,
-        logprobs=logprobs[:, 0],
+        logprobs=chosen_logprobs,
         top_ids=top_ids,
         top_logprobs=logprobs[:, 1:],
     )

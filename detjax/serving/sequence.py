@@ -6,6 +6,9 @@ from collections import abc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+import numpy as np
 
 from detjax.serving.errors import OutOfPagesError
 from detjax.serving.request import (
@@ -27,6 +30,18 @@ It may call `add_request` and `cancel`, and must not call `step`, `drain`, `gene
 def ignore_token(event: TokenEvent) -> bool:
     """Let the sequence go on."""
     return False
+
+
+@runtime_checkable
+class GuidesTokens(Protocol):
+    """What a grammar says of a completion."""
+
+    def banned(self, output_ids: abc.Sequence[int]) -> np.ndarray:
+        """Bits of the tokens that may not follow the completion so far: int32 [n].
+
+        Called with ever longer completions of one sequence.
+        """
+        ...
 
 
 class SequenceState(enum.Enum):
@@ -69,8 +84,10 @@ class Sequence:
         max_len: Length at which it ends.
         end_token_ids: Tokens that end it.
         listener: Who hears of its tokens.
+        guide: Its grammar, which looks at every token before the next; None where it has none.
         tokens: The prompt and what has been committed.
         is_filtered: Whether it has a top-k, top-p or min-p.
+        is_adjusted: Whether it has biases, masks, penalties or processed logprobs.
         wants_scores: Whether logprobs of the prompt are wanted. Sequence 0 has them for all of a
             request.
         num_to_score: Tokens of the prompt whose logprobs are wanted: all but the first, or none.
@@ -101,8 +118,10 @@ class Sequence:
     max_len: int
     end_token_ids: frozenset[int] = frozenset()
     listener: Listener = field(default_factory=Listener)
+    guide: GuidesTokens | None = None
     tokens: list[int] = field(init=False)
     is_filtered: bool = field(init=False)
+    is_adjusted: bool = field(init=False)
     wants_scores: bool = field(init=False)
     num_to_score: int = field(init=False)
     prompt_logprobs: list[PromptLogprob] = field(init=False, default_factory=list)
@@ -127,6 +146,7 @@ class Sequence:
         """Begin with the prompt."""
         self.tokens = list(self.request.prompt_token_ids)
         self.is_filtered = self.request.sampling.is_filtered
+        self.is_adjusted = self.request.sampling.is_adjusted
         is_wanted = self.request.sampling.num_prompt_logprobs is not None
         self.wants_scores = is_wanted and self.sequence_idx == 0
         self.num_to_score = len(self.tokens) - 1 if self.wants_scores else 0
@@ -141,6 +161,11 @@ class Sequence:
     def num_outputs(self) -> int:
         """Tokens committed so far."""
         return len(self.tokens) - len(self.request.prompt_token_ids)
+
+    @property
+    def output_ids(self) -> list[int]:
+        """Tokens committed so far."""
+        return self.tokens[len(self.request.prompt_token_ids) :]
 
     @property
     def len_bound(self) -> int:

@@ -62,7 +62,8 @@ class Speculation:
 
     def drafts(self, seq: Sequence) -> bool:
         """Whether a decode step of a sequence makes a draft now."""
-        return seq.is_drafted and self._is_on
+        # A grammar says what may follow a token when it has seen it.
+        return seq.is_drafted and self._is_on and seq.guide is None
 
     def can_decode(self, seq: Sequence) -> bool:
         """Whether a decode step may take a sequence now, or something else must happen first."""
@@ -70,12 +71,14 @@ class Speculation:
             return False
         if not self.drafts(seq):
             # What drafts have written is to be verified first.
-            is_waiting = self._config.has_prompt_lookup and seq.num_pending
-            return not (is_waiting or seq.num_drafts)
+            waits = self._config.has_prompt_lookup or seq.guide is not None
+            return not (waits and seq.num_pending or seq.num_drafts)
         return seq.closed_step is None and self._room(seq) > 0
 
     def num_wanted(self, seq: Sequence) -> int:
         """Tokens that a sequence can decode before something else must happen."""
+        if seq.guide is not None:
+            return 1
         return self._room(seq) if self.drafts(seq) else seq.max_len - seq.len_bound
 
     def last_position(self, seq: Sequence, num_tokens: int) -> int:
@@ -160,7 +163,7 @@ class Speculation:
         Raises:
             SequenceError: If proposing raises.
         """
-        if not self.can_decode(seq):
+        if not self.can_decode(seq) or seq.guide is not None:
             return ()
         most = self._max_drafts(seq)
         with blaming(seq):
@@ -169,7 +172,8 @@ class Speculation:
 
     def _close_if_due(self, seq: Sequence, step: int) -> bool:
         """Close the window of a sequence if its time has come, and say whether it is closed."""
-        if not (seq.is_drafted and seq.is_prefilled and seq.len_bound < seq.max_len):
+        is_drafted = seq.is_drafted and seq.guide is None
+        if not (is_drafted and seq.is_prefilled and seq.len_bound < seq.max_len):
             return False
         is_late = seq.num_drafts > 0 and step - seq.opened_step >= self._config.verify_deadline
         if seq.closed_step is None and (is_late or not self.can_decode(seq)):

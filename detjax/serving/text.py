@@ -20,6 +20,7 @@ from detjax.serving.request import (
     TokenEvent,
     TopLogprobs,
 )
+from detjax.serving.sampling_checks import check_token_ids
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +45,8 @@ class TextStream:
 
     What is held back: the bytes of a character that is not whole yet, and the longest end of the
     text with which a stop string begins. `finish` releases both.
+
+    With `min_tokens`, a stop string counts if a token behind the first `min_tokens` completes it.
     """
 
     def __init__(
@@ -52,8 +55,17 @@ class TextStream:
         stop_strings: Sequence[str] = (),
         *,
         prompt_ids: Sequence[int] = (),
+        min_tokens: int = 0,
+        includes_stop: bool = False,
     ):
         """Begin a text that follows `prompt_ids`.
+
+        Args:
+            tokenizer: Of the model.
+            stop_strings: Texts that end it.
+            prompt_ids: What it follows.
+            min_tokens: Tokens at the beginning that end nothing.
+            includes_stop: The stop string that ends it is a part of it.
 
         Raises:
             ValueError: If a stop string is empty.
@@ -66,6 +78,8 @@ class TextStream:
         self._drops_space = tokenizer.drops_first_space(prompt_ids)
         self._held = ""  # released by no one yet; no stop string is whole in it
         self._is_stopped = False
+        self._num_before_stops = min_tokens
+        self._includes_stop = includes_stop
 
     def push(self, token_id: int) -> TextDelta:
         """Take the next token. After a stop string nothing is released any more."""
@@ -75,6 +89,7 @@ class TextStream:
         if piece and self._drops_space:
             piece = piece.removeprefix(b" ")
             self._drops_space = False
+        self._num_before_stops -= 1
         return self._release(self._characters.decode(piece))
 
     def finish(self) -> str:
@@ -86,28 +101,31 @@ class TextStream:
         return delta.text + held
 
     def _release(self, text: str) -> TextDelta:
-        text = self._held + text
-        end = stop_begin(text, self._stop_strings)
-        if end is not None:
+        before, text = len(self._held), self._held + text
+        found = find_stop(text, self._stop_strings, after=before)
+        if found is not None and self._num_before_stops < 0:
             self._held, self._is_stopped = "", True
-            return TextDelta(text=text[:end], is_stopped=True)
+            begin, end = found
+            return TextDelta(text=text[: end if self._includes_stop else begin], is_stopped=True)
         num_held = max((_overlap(text, stop) for stop in self._stop_strings), default=0)
         released = text[: len(text) - num_held]
         self._held = text[len(released) :]
         return TextDelta(text=released, is_stopped=False)
 
 
-def stop_begin(text: str, stop_strings: Sequence[str]) -> int | None:
-    """Return where the stop string begins that is complete first; None where none is.
+def find_stop(text: str, stop_strings: Sequence[str], *, after: int = 0) -> tuple[int, int] | None:
+    """Return where the stop string is that is complete first, as (begin, end); None without one.
 
     Of several that are complete at the same character the longest counts. So the answer is the
-    same however the text is cut into tokens.
+    same however the text is cut into tokens. Those that end in the first `after` characters do not
+    count.
     """
-    found = [(text.find(stop) + len(stop), -len(stop)) for stop in stop_strings if stop in text]
+    begins = ((text.find(stop, max(0, after - len(stop) + 1)), len(stop)) for stop in stop_strings)
+    found = [(begin + length, -length) for begin, length in begins if begin >= 0]
     if not found:
         return None
     end, minus_len = min(found)
-    return end + minus_len
+    return end + minus_len, end
 
 
 def _overlap(text: str, stop: str) -> int:
@@ -277,12 +295,27 @@ class CompletionText:
         has_tokens = request.sampling.max_tokens > 0
         self.finish_reason: FinishReason | None = None if has_tokens else FinishReason.LENGTH
         self._request = request
-        self._end_ids = frozenset((*end_ids, *request.sampling.stop_token_ids))
+        sampling = request.sampling
+        self._end_ids = sampling.end_token_ids(end_ids)
         self._fingerprint = fingerprint
         self._stream = TextStream(
-            tokenizer, request.sampling.stop, prompt_ids=request.prompt_token_ids
+            tokenizer,
+            sampling.stop,
+            prompt_ids=request.prompt_token_ids,
+            min_tokens=sampling.min_tokens,
+            includes_stop=sampling.include_stop_str_in_output,
         )
         self._events: list[TokenEvent] = []
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """Of its request."""
+        return self._request.sampling
+
+    @property
+    def is_candidate(self) -> bool:
+        """Whether its request makes more sequences than are wanted."""
+        return self.sampling.num_sequences > self.sampling.n
 
     @property
     def num_tokens(self) -> int:
@@ -347,7 +380,9 @@ class TextBatch:
             end_ids: The model's own end tokens: `ModelConfig.eos_token_ids`.
             fingerprint: Of the model.
         """
-        self.token_requests = tuple(map(_without_stop, requests))
+        self.token_requests = tuple(
+            dataclasses.replace(r, sampling=token_sampling(r.sampling, tokenizer)) for r in requests
+        )
         self.sequences = {
             (i, s): CompletionText(
                 request,
@@ -358,7 +393,7 @@ class TextBatch:
                 fingerprint=fingerprint,
             )
             for i, request in enumerate(requests)
-            for s in range(request.sampling.n)
+            for s in range(request.sampling.num_sequences)
         }
         self.num_ended = 0
 
@@ -370,11 +405,11 @@ class TextBatch:
         return is_stopped
 
     def outputs(self, completions: Iterable[Completion]) -> tuple[CompletionOutput, ...]:
-        """Put the texts to what the engine returned, in order of (request, sequence)."""
-        by_key = {(done.request_idx, done.sequence_idx): done for done in completions}
+        """Put the texts to what the engine returned, by request; of each in the given order."""
         outputs = []
-        for key, sequence in self.sequences.items():
-            told, done = sequence.output(), by_key[key]
+        for done in sorted(completions, key=lambda done: done.request_idx):
+            key = done.request_idx, done.sequence_idx
+            told = self.sequences[key].output()
             # Its tokens, told one by one, must be the completion that the engine returned.
             is_same = (told.digest(), told.finish_reason) == (done.digest(), done.finish_reason)
             assert is_same, f"{key}: {told} was told, {done} returned"
@@ -382,10 +417,24 @@ class TextBatch:
         return tuple(outputs)
 
 
-def _without_stop(request: Request) -> Request:
-    """The request as the engine, which knows no text, can run it."""
-    sampling = dataclasses.replace(request.sampling, stop=())
-    return dataclasses.replace(request, sampling=sampling)
+def token_sampling(sampling: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
+    """Return the sampling as an engine, which knows no text, can run it.
+
+    Bad words become token sequences: of the word alone, and of the word after a space. Other ways
+    to cut the same text into tokens stay possible.
+
+    Raises:
+        ValueError: If a bad word has too many tokens.
+    """
+    spaced = [prefix + word.lstrip(" ") for word in sampling.bad_words for prefix in ("", " ")]
+    words = (tokenizer.backend.encode(w, add_special_tokens=False).ids for w in spaced)
+    return dataclasses.replace(
+        sampling,
+        stop=(),
+        include_stop_str_in_output=False,
+        bad_words=(),
+        bad_words_token_ids=(*sampling.bad_words_token_ids, *map(tuple, words)),
+    )
 
 
 def text_request(
@@ -397,6 +446,8 @@ def text_request(
     max_len: int,
     limit: str,
     is_deterministic: bool,
+    tokenizer: Tokenizer,
+    eos_token_ids: Iterable[int],
 ) -> Request:
     """Return the request for a prompt, with `max_tokens` no more than fits behind it.
 
@@ -408,10 +459,17 @@ def text_request(
         max_len: Most tokens of a prompt and its completion.
         limit: Names `max_len` in errors.
         is_deterministic: As `Request` has it.
+        tokenizer: Of the model.
+        eos_token_ids: Of the model.
 
     Raises:
-        ValueError: If the prompt has no tokens, too many, or some that the model does not know.
+        ValueError: If the prompt has no tokens, too many, or some that the model does not know, or
+            its sampling does.
     """
+    check_token_ids(
+        token_sampling(sampling, tokenizer), what, vocab_size=vocab_size,
+        eos_token_ids=eos_token_ids,
+    )  # fmt: skip
     try:
         request = Request(
             prompt_token_ids=tuple(token_ids), sampling=sampling, is_deterministic=is_deterministic
@@ -433,4 +491,9 @@ def text_request(
                 "tokenizer is of another model"
             )
     room = min(sampling.max_tokens, max_len - len(token_ids))
+    if sampling.min_tokens > room:
+        raise ValueError(
+            f"{what} has min_tokens={sampling.min_tokens}, and {limit} leaves room for {room} "
+            "tokens behind it; lower it, or shorten the prompt"
+        )
     return dataclasses.replace(request, sampling=dataclasses.replace(sampling, max_tokens=room))

@@ -31,6 +31,7 @@ def plain_key(
     weights: str = "full",
     num_top: int = 0,
     with_filters: bool = False,
+    text_len: int = 0,
     num_prompt_top: int | None = None,
 ) -> ProgramKey:
     """The key of a program of which little need be said."""
@@ -43,6 +44,7 @@ def plain_key(
         weights=weights,
         num_top=num_top,
         with_filters=with_filters,
+        text_len=text_len,
         num_prompt_top=num_prompt_top,
     )
 

@@ -324,6 +324,19 @@ PROGRAMS = {
     "pressed_loop": lambda: pressed("decode", rows=8, table_len=34, length=4),
     "pressed_fast": lambda: pressed("decode", rows=8, table_len=34, mode="fast"),
     "pressed_filters": lambda: pressed("decode", rows=8, table_len=34, with_filters=True),
+    "pressed_adjusted": lambda: pressed(
+        "decode", rows=8, table_len=34, text_len=4352, with_filters=True
+    ),
+    "pressed_adjusted_loop": lambda: pressed(
+        "decode", rows=8, table_len=34, text_len=4352, length=4
+    ),
+    "pressed_adjusted_prefill": lambda: pressed(
+        "prefill", rows=1, length=512, table_len=64, text_len=8192
+    ),
+    "pressed_adjusted_verify": lambda: pressed(
+        "verify", rows=8, length=8, table_len=34, text_len=4352
+    ),
+    "pressed_adjusted_mesh": lambda: pressed("decode", rows=8, table_len=34, text_len=4352, tp=4),
     "pressed_top": lambda: pressed("decode", rows=8, table_len=34, num_top=4),
     "pressed_prefill": lambda: pressed("prefill", rows=1, length=512, table_len=64),
     "pressed_prefill_many": lambda: pressed("prefill", rows=8, length=512, table_len=34),

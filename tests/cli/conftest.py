@@ -13,6 +13,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from detjax import generate
 from detjax.cli.model import OpenModel
 from detjax.proof.identity import Identity
+from detjax.serving.completions import best
 from detjax.serving.config import EngineConfig
 from detjax.serving.metrics import EngineStats
 from detjax.serving.request import Completion, FinishReason, Request, TokenEvent
@@ -98,7 +99,11 @@ class FakeEngine:
     def generate(
         self, requests: Sequence[Request], *, on_token: Callable[[TokenEvent], bool]
     ) -> list[Completion]:
-        keys = [(r, s) for r, request in enumerate(requests) for s in range(request.sampling.n)]
+        keys = [
+            (r, s)
+            for r, request in enumerate(requests)
+            for s in range(request.sampling.num_sequences)
+        ]
         made: dict[tuple[int, int], list[TokenEvent]] = {key: [] for key in keys}
         reasons: dict[tuple[int, int], FinishReason] = {}
         while len(reasons) < len(keys):
@@ -107,12 +112,18 @@ class FakeEngine:
                 made[key].append(event)
                 sampling = requests[key[0]].sampling
                 assert not sampling.stop, "an engine knows no text"
-                ends = {Toy.end, *sampling.stop_token_ids}
+                ends = sampling.end_token_ids({Toy.end})
                 if on_token(event) or event.token_id in ends:
                     reasons[key] = FinishReason.STOP
                 elif len(made[key]) == sampling.max_tokens:
                     reasons[key] = FinishReason.LENGTH
-        return [self._completion(requests, key, made[key], reasons[key]) for key in keys]
+        done = [self._completion(requests, key, made[key], reasons[key]) for key in keys]
+        by_request = ([c for c in done if c.request_idx == r] for r in range(len(requests)))
+        return [
+            c
+            for request, made in zip(requests, by_request, strict=True)
+            for c in best(made, request.sampling)
+        ]
 
     def _event(self, request: Request, key: tuple[int, int], position: int) -> TokenEvent:
         answer = self._answer(request, key[1])

@@ -42,6 +42,48 @@ def test_json_lines_hold_prompts_or_messages(texts, toy, tmp_path):
     assert texts(*argv, chat_template=toy.template) == expected
 
 
+def test_json_lines_have_their_own_sampling_and_their_id_comes_back(command, capsys, toy, tmp_path):
+    path = tmp_path / "p.jsonl"
+    rows = [
+        {"prompt": "abcd", "id": {"a": 1}, "sampling": {"max_tokens": 2}},
+        {"prompt_token_ids": [256, *toy.ids_of("xy")], "id": "second"},
+        {"prompt": "ab", "sampling": {"logit_bias": {"7": 1.5}, "stop": ["b"]}},
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    assert command("--prompts-file", str(path), "--format", "jsonl") == errors.OK
+    entries = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [entry.get("id") for entry in entries] == [{"a": 1}, "second", None]
+    assert [entry["text"] for entry in entries] == ["ab", "xy0", "a"]
+    assert [entry.get("sampling") for entry in entries] == [row.get("sampling") for row in rows]
+    assert command("--prompts-file", str(path), "--format", "json") == errors.OK
+    found = json.loads(capsys.readouterr().out)["completions"]
+    assert found == entries
+
+
+def test_templates_see_what_a_line_gives_them(texts, tmp_path):
+    template = (
+        "{% for m in messages %}{{ m.content }}{% endfor %}{{ tools | length }}{{ mood }}"
+        "{% if add_generation_prompt %}>{% endif %}"
+    )
+    message = {"role": "user", "content": "hi"}
+    rows = [
+        {"messages": [message], "tools": [{}, {}], "chat_template_kwargs": {"mood": "!"}},
+        {"messages": [message], "tools": [], "add_generation_prompt": False},
+    ]
+    path = tmp_path / "p.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    assert texts("--prompts-file", str(path), chat_template=template) == ["hi2!>", "hi0"]
+
+
+def test_the_best_of_several_are_written(command, capsys, toy):
+    """The fake's logprobs fall with the token id, so the lower number has the greater sum."""
+    argv = ("--prompt", "a", "--n", "2", "--best-of", "4", "--format", "jsonl")
+    assert command(*argv) == errors.OK
+    entries = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    sums = [sum(entry["logprobs"]) for entry in entries]
+    assert [entry["text"] for entry in entries] == ["a0", "a1"] and sums[0] > sums[1]
+
+
 def test_what_is_written_out_is_a_control_token_only_if_asked_for(command, capsys, toy):
     ids = {}
     for option in ((), ("--control-tokens",)):
@@ -69,12 +111,20 @@ def test_a_dash_reads_standard_input_without_its_last_line_end(texts, monkeypatc
         ("p.txt", b"ok\n" + b"x" * 64, "p.txt line 2 has 65 tokens"),
         ("p.jsonl", b'{"prompt": "a"}\n{', "p.jsonl line 2 is not JSON"),
         ("p.jsonl", b"[1]", "p.jsonl line 1 must be an object"),
-        ("p.jsonl", b'{"text": "a"}', "either `prompt` or `messages`"),
-        ("p.jsonl", b'{"prompt": "a", "messages": []}', "either `prompt` or `messages`"),
+        ("p.jsonl", b'{"text": "a"}', "p.jsonl line 1 has the unknown key `text`"),
+        ("p.jsonl", b'{"prompt": "a", "messages": []}', "must have exactly one of `prompt`"),
+        ("p.jsonl", b'{"id": 3}', "must have exactly one of `prompt`, `prompt_token_ids`"),
+        ("p.jsonl", b'{"prompt": "a"}\n{"prompt": "a", "guided_json": {}}', "line 2 has the unk"),
+        ("p.jsonl", b'{"prompt": "a", "sampling": {"tempature": 1}}', "unknown key `tempature`"),
+        ("p.jsonl", b'{"prompt": "a", "sampling": {"top_p": 7}}', "line 1: top_p=7.0 must be in"),
+        ("p.jsonl", b'{"prompt": "a", "sampling": 7}', "`sampling` must be an object"),
+        ("p.jsonl", b'{"prompt": "a", "tools": []}', "`tools`, which only a chat template reads"),
+        ("p.jsonl", b'{"prompt_token_ids": ["a"]}', "`prompt_token_ids` must be integers"),
+        ("p.jsonl", b'{"prompt_token_ids": [999]}', "p.jsonl line 1 has token id 999"),
         ("p.jsonl", b'{"prompt": 7}', "`prompt` must be text, not 7"),
         ("p.jsonl", b'{"prompt": ""}', "p.jsonl line 1 is empty"),
         ("p.jsonl", b'{"prompt": "\\ud800"}', "line 1 is not valid UTF-8"),
-        ("p.jsonl", b'{"prompt": "a", "seed": 3}', "has `seed`, but sampling is the same"),
+        ("p.jsonl", b'{"prompt": "a", "seed": 3}', 'has `seed`; write "sampling": {"seed": ...}'),
         ("p.jsonl", b"[" * 100_000, "p.jsonl line 1 is not JSON"),
         ("p.jsonl", b'{"prompt": ' + b"9" * 5000 + b"}", "p.jsonl line 1 is not JSON"),
         ("p.txt", b"a\n" + b"x" * (2**23 + 1), "p.txt line 2 has more than 8388608 bytes"),

@@ -41,7 +41,12 @@ from detjax.pallas_kernels.linear.api import (
 from detjax.pallas_kernels.log_softmax.api import block_stats, log_probs, log_sum_exp
 from detjax.pallas_kernels.rms_norm.api import add_rms_norm, combine_add_rms_norm, rms_norm
 from detjax.pallas_kernels.rope.api import rope, rope_into_cache
-from detjax.pallas_kernels.sampling.api import gumbel_scores, nucleus_sums, stats_and_choice
+from detjax.pallas_kernels.sampling.api import (
+    adjust_logits,
+    gumbel_scores,
+    nucleus_sums,
+    stats_and_choice,
+)
 from detjax.pallas_kernels.swiglu.api import swiglu
 from detjax.parallel.collectives import butterfly_sum
 from detjax.parallel.mesh import make_mesh
@@ -102,6 +107,12 @@ def _choice(x, temperature, key_0, key_1, *, ranks):
     return jnp.concatenate([maxima.reshape(rows, -1), sums.reshape(rows, -1), best, token], axis=1)
 
 
+def _adjusted(x, bias, uses, above, below, per_use, once, cols=slice(None)):
+    """Logits adjusted on one rank's columns."""
+    wide_rows = (y[:, cols] for y in (x, bias, uses))
+    return adjust_logits(*wide_rows, (above, below), (per_use, once), **ON)
+
+
 def _cases() -> dict[str, Case]:
     rng = np.random.default_rng(7)
     w, bias, gain = bf16(rng, N, K), bf16(rng, N), bf16(rng, K)
@@ -116,6 +127,13 @@ def _cases() -> dict[str, Case]:
     top_k = jnp.asarray(rng.integers(1, 1024, M), jnp.int32)
     top_p = jnp.asarray(rng.uniform(0.1, 1, M), jnp.float32)
     maxima, sums = (jnp.abs(f32(rng, M, 24)) for _ in range(2))
+    draw = np.random.default_rng(8)  # of its own: the other cases keep their values
+    adjustments = (
+        logits,
+        f32(draw, M, 1024) * jnp.asarray(draw.random((M, 1024)) < 0.3, jnp.float32),
+        jnp.asarray(draw.integers(0, 5, (M, 1024)), jnp.int32),
+        *(jnp.asarray(draw.uniform(0.3, 1.9, M), jnp.float32) for _ in range(4)),
+    )
     leaf = tree_reduction(K, PROFILE)
     wide_w = bf16(rng, N, 8 * 32)
     eight = tree_reduction(8 * 32, PROFILE)
@@ -303,6 +321,15 @@ def _cases() -> dict[str, Case]:
             rows=(logits, f32(rng, M)),
             slices=lambda rank, ranks: (
                 lambda x, s: log_probs(x[:, _columns(ranks, rank, 1024)], s, **ON),
+                _columns(ranks, rank, 1024),
+            ),
+        ),
+        "adjust_logits": Case(
+            kernel=adjust_logits,
+            call=lambda *rows: _adjusted(*rows),
+            rows=adjustments,
+            slices=lambda rank, ranks: (
+                lambda *rows: _adjusted(*rows, cols=_columns(ranks, rank, 1024)),
                 _columns(ranks, rank, 1024),
             ),
         ),

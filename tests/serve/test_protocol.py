@@ -46,9 +46,8 @@ def test_what_is_no_request_is_refused(text):
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
-        ({"presence_penalty": 0.5}, "presence_penalty"),
-        ({"logit_bias": {"5": 1}}, "logit_bias"),
-        ({"best_of": 2}, "best_of"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"best_of": 2, "stream": True}, "best_of"),
         ({"suffix": "end"}, "suffix"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
@@ -65,7 +64,6 @@ def test_a_completion_that_would_have_to_be_ignored_in_part_is_refused(fields, f
     [
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
     ],
 )
@@ -88,13 +86,90 @@ def test_values_that_ask_for_nothing_are_taken():
 
 @pytest.mark.parametrize(
     ("fields", "field"),
-    [({"temperature": -1}, "temperature"), ({"n": 5000}, "n"), ({"stop": ["x"] * 17}, "stop")],
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"n": 5000}, "n"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"presence_penalty": 2.5}, "presence_penalty"),
+        ({"best_of": 2, "n": 3}, "best_of"),
+        ({"logit_bias": {"a": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": 1e30}}, "logit_bias"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"min_tokens": 99}, "min_tokens"),
+        ({"logprobs_mode": "both"}, "logprobs_mode"),
+    ],
 )
 def test_sampling_out_of_range_is_named(fields, field):
     asked = parse(body(**fields), CompletionRequest)
     with pytest.raises(RefusedError) as refused:
         sampling_params(asked, max_tokens=5, num_top=0)
     assert refused.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+        ({"structured_outputs": {"json": "["}}, "structured_outputs"),
+        (
+            {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+            "response_format",
+        ),
+    ],
+)
+def test_a_form_that_is_none_is_refused_by_name(fields, field):
+    asked = parse(json.dumps({"model": "m", "messages": [], **fields}).encode(), ChatRequest)
+    with pytest.raises(RefusedError) as refused:
+        sampling_params(asked, max_tokens=5, num_top=0)
+    assert refused.value.field == field
+
+
+def test_forms_are_those_of_the_sampling():
+    schema = {"type": "object"}
+    given = (
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "n", "schema": schema},
+            }
+        },
+        {"structured_outputs": {"json": schema}},
+        {"structured_outputs": {"choice": ["a", "b"]}},
+        {"response_format": {"type": "json_object"}},
+    )
+    kinds = []
+    for fields in given:
+        text = json.dumps({"model": "m", "messages": [], **fields}).encode()
+        form = sampling_params(parse(text, ChatRequest), max_tokens=5, num_top=0).structured_output
+        assert form is not None
+        kinds.append(form.kind)
+    assert kinds == ["json_schema", "json_schema", "choice", "json_object"]
+
+
+def test_what_a_request_leaves_out_is_the_default_of_the_model():
+    defaults = {"temperature": 0.6, "top_k": 20}
+    asked = parse(body(top_k=0), CompletionRequest)
+    sampling = sampling_params(asked, max_tokens=5, num_top=0, defaults=defaults)
+    assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.6, 0, 1.0)
+
+
+def test_every_sampling_field_of_a_request_is_passed_on():
+    given = {
+        "top_k": 3, "min_p": 0.5, "stop_token_ids": [4], "best_of": 3, "ignore_eos": True,
+        "min_tokens": 2, "allowed_token_ids": [5, 6], "bad_words": ["x"], "logprobs_mode":
+        "processed", "repetition_penalty": 1.5, "presence_penalty": 0.25, "frequency_penalty": -1.0,
+        "include_stop_str_in_output": True, "stop": ["y"], "seed": 7, "n": 2, "temperature": 0.5,
+        "top_p": 0.75,
+    }  # fmt: skip
+    asked = parse(body(**given, logit_bias={"5": 1}), CompletionRequest)
+    asked.check()
+    sampling = sampling_params(asked, max_tokens=5, num_top=0)
+    assert sampling.logit_bias == ((5, 1.0),)
+    for name, value in given.items():
+        value = tuple(value) if isinstance(value, list) else value
+        assert getattr(sampling, name) == value, name
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
 from detjax.models.tokenizer import Tokenizer
-from detjax.serving.text import TextStream, stop_begin
+from detjax.serving.text import TextStream, find_stop
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 STOPS = st.lists(st.text("ab ö你", min_size=1, max_size=4), max_size=3)
@@ -86,8 +86,10 @@ def test_text_ends_before_the_stop_string_that_is_complete_first(tokenizer, data
     ids = data.draw(any_ids(tokenizer))
     whole = tokenizer.decode(ids)
     pieces, _ = stream_all(TextStream(tokenizer, stops), ids)
-    begin = stop_begin(whole, stops)
-    assert "".join(pieces) == whole[:begin]
+    found = find_stop(whole, stops)
+    assert "".join(pieces) == (whole if found is None else whole[: found[0]])
+    pieces, _ = stream_all(TextStream(tokenizer, stops, includes_stop=True), ids)
+    assert "".join(pieces) == (whole if found is None else whole[: found[1]])
 
 
 @settings(deadline=None, max_examples=100)
@@ -109,10 +111,10 @@ def test_exactly_what_a_stop_string_could_still_begin_with_is_held_back(tokenize
 
 @settings(deadline=None)
 @given(text=st.text("ab", max_size=12), stops=st.lists(st.text("ab", min_size=1, max_size=4)))
-def test_stop_begin_does_not_depend_on_how_the_text_is_cut(text, stops):
-    begins = [stop_begin(text[:n], stops) for n in range(len(text) + 1)]
+def test_find_stop_does_not_depend_on_how_the_text_is_cut(text, stops):
+    begins = [find_stop(text[:n], stops) for n in range(len(text) + 1)]
     first = next((begin for begin in begins if begin is not None), None)
-    assert stop_begin(text, stops) == first
+    assert find_stop(text, stops) == first
 
 
 def test_no_character_is_split(tokenizer):

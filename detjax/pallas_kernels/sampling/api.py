@@ -1,9 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choosing a token: Gumbel-max scores and the sums behind top-p."""
+"""Choosing a token: biases and penalties, Gumbel-max scores, and the sums behind top-p."""
 
 from detjax.array_types import Array, Float32, Int32, UInt32
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.kernel_table import KERNELS
+
+
+def adjust_logits(
+    logits: Float32[Array, "M v"],
+    bias: Float32[Array, "M v"],
+    uses: Int32[Array, "M v"],
+    factors: tuple[Float32[Array, " M"], Float32[Array, " M"]],
+    penalties: tuple[Float32[Array, " M"], Float32[Array, " M"]],
+    *,
+    backend: Backend,
+) -> Float32[Array, "M v"]:
+    """Add biases, scale what the text has, and subtract penalties from what the completion has.
+
+    `a = logits + bias`, `b = a * (factors[0] if a > 0 else factors[1])` where `uses > 0`, and
+    `out = (b - penalties[0] * (uses - 1)) - penalties[1]` where `uses > 1`
+
+    Args:
+        logits: This rank's share of the vocabulary; -inf stays -inf.
+        bias: Finite; 0 leaves a logit as it is.
+        uses: 0 where the text does not have the token, else 1 and how often the completion has it.
+        factors: Above 0, of each row: of logits above 0, and of the others.
+        penalties: Of each row: for each use in the completion, and for any.
+        backend: Which implementation runs.
+
+    Numerics:
+        Elementwise float32, in the order that is written; every product, sum and difference is
+        rounded on its own. What is neutral (bias 0, uses 0, factors 1, penalties 0) changes no bit,
+        the sign of a zero included.
+        Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
+
+    Reference:
+        Repetition penalty: Keskar et al. 2019, arXiv:1909.05858, with its reciprocal rounded before
+        it multiplies, as vLLM has it.
+    """
+    return KERNELS[backend].adjust_logits(logits, bias, uses, factors, penalties)
 
 
 def gumbel_scores(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gumbel-max scores and nucleus sums on fixed blocks."""
+"""Biases and penalties, Gumbel-max scores and nucleus sums on fixed blocks."""
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,63 @@ def _row_block():
 def _reciprocal(temperature):
     """Of a temperature; 1 where it is 0."""
     return 1.0 / jnp.where(temperature == 0.0, 1.0, temperature)
+
+
+@jax.jit
+def adjust_logits(logits, bias, uses, factors, penalties) -> jax.Array:
+    """See `api.adjust_logits`."""
+    num_rows, width = logits.shape
+    logits, bias, uses = (pad_axis(pad_axis(x, 0, ROWS), 1, COLS) for x in (logits, bias, uses))
+    columns = [pad_axis(x[:, None], 0, ROWS) for x in (*factors, *penalties)]
+    above, below, per_use, once = columns
+    grid = logits.shape[0] // ROWS, logits.shape[1] // COLS
+    shape = jax.ShapeDtypeStruct(logits.shape, jnp.float32)
+    spec = pl.BlockSpec((ROWS, COLS), lambda m, v: (m, v))
+
+    def scale(x_ref, bias_ref, uses_ref, above_ref, below_ref, per_use_ref, out_ref, taken_ref):
+        rows = _row_block()
+        here = rows, pl.ds(pl.program_id(1) * COLS, COLS)
+        x, added, used = x_ref[here], bias_ref[here], uses_ref[here]
+        biased = jnp.where(added == 0.0, x, x + added)
+        factor = jnp.where(biased > 0.0, above_ref[rows, :], below_ref[rows, :])
+        out_ref[...] = jnp.where(used > 0, biased * factor, biased)
+        taken_ref[...] = per_use_ref[rows, :] * jnp.maximum(used - 1, 0).astype(jnp.float32)
+
+    # ROUND: the products go through memory, so none can fuse with a subtraction.
+    scaled, taken = run_blocks(
+        scale,
+        logits,
+        bias,
+        uses,
+        above,
+        below,
+        per_use,
+        name="scale_logits",
+        grid=grid,
+        out_shape=[shape, shape],
+        out_specs=[spec, spec],
+    )
+
+    def subtract(scaled_ref, taken_ref, uses_ref, once_ref, out_ref):
+        rows = _row_block()
+        here = rows, pl.ds(pl.program_id(1) * COLS, COLS)
+        b = scaled_ref[here]
+        # ORDER: the penalty of its uses first, then that of any.
+        lower = (b - taken_ref[here]) - once_ref[rows, :]
+        out_ref[...] = jnp.where(uses_ref[here] > 1, lower, b)
+
+    out = run_blocks(
+        subtract,
+        scaled,
+        taken,
+        uses,
+        once,
+        name="penalise_logits",
+        grid=grid,
+        out_shape=shape,
+        out_specs=spec,
+    )
+    return out[:num_rows, :width]
 
 
 @jax.jit

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gumbel-max scores, their argmax without writing them, and nucleus sums on Hopper."""
+"""Penalties, Gumbel-max scores, their argmax without writing them, and nucleus sums on Hopper."""
 
 import functools
 
@@ -57,6 +57,49 @@ def scores_of(x, ids, temperature, key: tuple, tile: rows.Tile):
 
 def _first_id(first_token_id) -> jax.Array:
     return jnp.asarray(first_token_id, jnp.int32).reshape(1)
+
+
+@functools.partial(jax.jit, static_argnames=("interpret",))
+def adjust_logits(logits, bias, uses, factors, penalties, *, interpret: bool = False) -> jax.Array:
+    """See `api.adjust_logits`.
+
+    Raises:
+        ValueError: If the share is not whole blocks of 128.
+
+    Numerics:
+        Elementwise float32: add.rn, mul.rn, sub.rn, never fused.
+        Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
+    """
+    num_rows, width = logits.shape
+    blocks = _num_blocks(width)
+    held = rows.most_rows(4, blocks)
+    math, shape = block_tile(held, interpret).whole, (held, BLOCK)
+
+    def body(x_gmem, bias_gmem, uses_gmem, above_gmem, below_gmem, per_use_gmem, once_gmem, out):
+        row = lax.axis_index("row")
+        # The last tile starts early instead of ending late: some blocks are written twice, alike.
+        here = pl.ds(jnp.minimum(lax.axis_index("tile") * held, blocks - held), held)
+        x = math.load(x_gmem.at[row, here])
+        added, used = math.load(bias_gmem.at[row, here]), math.load(uses_gmem.at[row, here])
+        zero, one = math.full(shape, 0.0), math.full(shape, 1, jnp.int32)
+        biased = jnp.where(added == zero, x, math.add(x, added))
+        factor = jnp.where(
+            biased > zero, math.full(shape, above_gmem[row]), math.full(shape, below_gmem[row])
+        )
+        scaled = jnp.where(used >= one, math.mul(biased, factor), biased)
+        taken = math.mul(math.full(shape, per_use_gmem[row]), (used - one).astype(jnp.float32))
+        lower = math.sub(math.sub(scaled, taken), math.full(shape, once_gmem[row]))
+        out[row, here] = jnp.where(used > one, lower, scaled)
+
+    wide = (x.reshape(num_rows, blocks, BLOCK) for x in (logits, bias, uses))
+    return rows.run_kernel(
+        body,
+        (*wide, *factors, *penalties),
+        out=jax.ShapeDtypeStruct((num_rows, blocks, BLOCK), jnp.float32),
+        grid={"tile": pl.cdiv(blocks, held), "row": num_rows},
+        name="detjax_adjust_logits",
+        is_interpreted=interpret,
+    ).reshape(num_rows, width)
 
 
 @functools.partial(jax.jit, static_argnames=("interpret",))
