@@ -28,16 +28,19 @@ OpenLLM = Callable[[argparse.Namespace, int], LLM]
 
 
 @contextlib.contextmanager
-def _ending() -> Iterator[None]:
-    """After an error let this process end soon, whatever it waits for at its exit.
+def _ending(job: JobSpec) -> Iterator[None]:
+    """After an error let this process end, whatever it waits for at its exit.
 
-    JAX's runtime would wait there for the others, which are gone.
+    JAX's runtime would wait there for the others, which are gone. Process 0 has time to say what it
+    was; of the others the watch has said it.
     """
     try:
         yield
     except BaseException as error:
-        is_input = isinstance(error, ValueError | OSError)
-        _end_soon(BAD_INPUT if is_input else INTERNAL_ERROR)
+        code = BAD_INPUT if isinstance(error, ValueError | OSError) else INTERNAL_ERROR
+        if job.process_id:
+            os._exit(code)
+        _end_soon(code)
         raise
 
 
@@ -49,7 +52,7 @@ def _end_soon(code: int) -> None:
 
 def _open(args: argparse.Namespace, job: JobSpec, watch: Watch, open_llm: OpenLLM) -> LLM:
     """Open the model in this process of a job, and compare what must be the same in all."""
-    with _ending(), watch.working():
+    with _ending(job), watch.working():
         folder = find_model(args.model, revision=args.revision)
         watch.check_same("files of the model", model_hash(folder))
         llm = open_llm(args, job.num_processes)
@@ -123,6 +126,6 @@ def follow_server(args: argparse.Namespace, job: JobSpec, open_llm: OpenLLM) -> 
     llm = _open(args, job, watch, open_llm)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: watch.send(_DRAIN))
-    with _ending():
+    with _ending(job):
         follow(llm.engine, watch)
     return OK

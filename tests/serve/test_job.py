@@ -218,7 +218,10 @@ def test_a_job_that_cannot_be_opened_ends_in_all_processes():
     finally:
         for process in processes:
             process.kill()
-    assert all(process.returncode > 0 for process in processes)
+    assert [process.returncode > 0 for process in processes] == [True, True], (
+        [process.returncode for process in processes],
+        errors,
+    )
     assert all("--kv-memory 0.5 is a share of a GPU's memory" in text for text in errors), errors
 
 
