@@ -35,10 +35,12 @@ from detjax.parallel.mesh import (
     devices_of_process,
     make_mesh,
 )
+from detjax.proof.identity import Identifier, Identity
+from detjax.proof.receipt import Receipt
 from detjax.serving.config import EngineConfig
 from detjax.serving.engine import Engine
 from detjax.serving.memory import cache_bytes, check_memory, pages_that_fit
-from detjax.serving.request import SamplingParams, TokenEvent
+from detjax.serving.request import PromptLogprobs, SamplingParams, TokenEvent
 from detjax.serving.text import CompletionOutput, TextBatch, text_request
 
 BUNDLED = "bundled"
@@ -312,11 +314,13 @@ class PromptOutput:
             given.
         prompt_token_ids: As the model saw it.
         outputs: The prompt's `n` sequences.
+        prompt_logprobs: Of the prompt's second token and so on; None where they were not asked for.
     """
 
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
     outputs: tuple[CompletionOutput, ...]
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class LLM:
@@ -439,6 +443,10 @@ class LLM:
             engine=engine_config,
             cache_bytes=cache_bytes(self.model, engine_config.num_pages),
         )
+        is_bundled = folder == bundled_model_path()
+        self._identifier = Identifier(
+            self.model, self.tokenizer, name=BUNDLED_NAME if is_bundled else str(model)
+        )
 
     def __repr__(self) -> str:
         """Return the name and the mesh."""
@@ -506,6 +514,47 @@ class LLM:
         ]
         return self._run(asked, sampling)
 
+    def score(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        top: int = 1,
+        has_control: bool = False,
+    ) -> list[PromptOutput]:
+        """Say how likely each token of given texts is, after those before it; generate nothing.
+
+        Args:
+            prompts: As `generate` has them.
+            top: How many of the most likely tokens to report at each position, at most 64.
+            has_control: As `generate` has it.
+
+        Returns:
+            What became of each prompt, in order: its `prompt_logprobs`, and one output without a
+            token.
+
+        Raises:
+            ValueError: If a prompt does not fit, naming it, before anything runs.
+            FloatingPointError: If a logit is NaN.
+
+        Numerics:
+            As `Engine.score` has them.
+        """
+        sampling = SamplingParams(max_tokens=0, num_prompt_logprobs=top)
+        return self.generate(prompts, sampling, has_control=has_control)
+
+    def identity(self) -> Identity:
+        """Return what model, numerics and build these are. Hashes the weights the first time."""
+        return self._identifier.identity()
+
+    def receipt(self, output: CompletionOutput) -> Receipt:
+        """Return the receipt of an answer of these weights, as `docs/receipts.md` has it.
+
+        Raises:
+            ValueError: If the answer is not canonical.
+        """
+        ends = self.config.model.eos_token_ids
+        return Receipt.of(self.identity(), output, end_token_ids=ends)
+
     def _encoded(self, prompt: Prompt, *, has_control: bool) -> tuple[str | None, Sequence[int]]:
         """The text of a prompt, if it is one, and its token ids."""
         if isinstance(prompt, str):
@@ -548,14 +597,17 @@ class LLM:
         with self._generating(batch) as on_token:
             completions = self.engine.generate(batch.token_requests, on_token=on_token)
         outputs = iter(batch.outputs(completions))
-        return [
-            PromptOutput(
+        results = []
+        for (text, _), request in zip(asked, requests, strict=True):
+            of_prompt = tuple(next(outputs) for _ in range(request.sampling.n))
+            result = PromptOutput(
                 prompt=text,
                 prompt_token_ids=request.prompt_token_ids,
-                outputs=tuple(next(outputs) for _ in range(request.sampling.n)),
+                outputs=of_prompt,
+                prompt_logprobs=of_prompt[0].completion.prompt_logprobs,
             )
-            for (text, _), request in zip(asked, requests, strict=True)
-        ]
+            results.append(result)
+        return results
 
     @contextlib.contextmanager
     def _bar(self, *columns: rich.progress.ProgressColumn) -> Iterator[rich.progress.Progress]:

@@ -34,7 +34,8 @@ GROUPS = {
 }
 
 
-def _default_cache_dir() -> str:
+def default_cache_dir() -> str:
+    """Return the folder for compiled programs: of the user, and of no other program."""
     root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return str(Path(root).expanduser() / "detjax")
 
@@ -242,7 +243,7 @@ class GenerateArgs:
         type=float,
     )
     cache_dir: str = _option(
-        _default_cache_dir(),
+        default_cache_dir(),
         _SCHEDULE,
         f"where compiled programs are kept, so that the next start is quick; {NO_CACHE} keeps none",
         metavar="DIR",
@@ -260,6 +261,19 @@ class GenerateArgs:
         _OUTPUT,
         "with json and jsonl: also the K most likely tokens at each position, at most 64",
         metavar="K",
+    )
+    receipts: str | None = _option(
+        None,
+        _OUTPUT,
+        "write a receipt of each completion, a line each: what made it, as python -m detjax.replay "
+        "and detjax.audit check it",
+        metavar="FILE",
+    )
+    sign: str | None = _option(
+        None,
+        _OUTPUT,
+        "sign the receipts with this ed25519 key, a PEM file",
+        metavar="KEY",
     )
     stats: bool = _option(
         False, _OUTPUT, "at the end, show what the engine counted: steps, cache, drafts, latencies"

@@ -22,6 +22,7 @@ from detjax.cli.job import make_job
 from detjax.cli.model import OpensModel, read_model_files
 from detjax.cli.output import SilentWriter, digest_of_all, make_writer, to_json
 from detjax.cli.prompts import read_prompts
+from detjax.cli.receipts import write_receipts
 from detjax.cli.run import RunPlan, RunResult, run_job
 from detjax.serving.trace import NO_TRACE, Trace
 
@@ -42,6 +43,8 @@ def run(args: GenerateArgs, *, open_model: OpensModel) -> int:
     with display.loading() as progress:
         model = open_model(args, folder, progress, job.max_len)
     load_s = time.perf_counter() - started_s
+    wants_identity = args.format != "text" or args.receipts is not None
+    identity = model.identify(tokenizer) if wants_identity else None
     display.facts(report.card(args, folder, config, model, plans[0].engine))
     if args.check:
         show_plan(plans, display)
@@ -56,7 +59,12 @@ def run(args: GenerateArgs, *, open_model: OpensModel) -> int:
         plans[0],
         model,
         tokenizer,
-        writer=make_writer(args.format, sys.stdout, has_headers=len(job.seqs) > 1),
+        writer=make_writer(
+            args.format,
+            sys.stdout,
+            has_headers=len(job.seqs) > 1,
+            model={} if identity is None else identity.model,
+        ),
         display=display,
         is_live=args.format == "text" and sys.stdout.isatty(),
         tracer=timeline if args.trace else NO_TRACE,
@@ -64,7 +72,12 @@ def run(args: GenerateArgs, *, open_model: OpensModel) -> int:
     stats = report.run_stats(first, load_s)
     check = check_runs(first, plans, run_again, display) if args.check else None
     if args.format == "json":
-        print(to_json(report.document(args, folder, first, model, stats, check)), flush=True)
+        assert identity is not None
+        print(to_json(report.document(args, identity, first, model, stats, check)), flush=True)
+    if args.receipts is not None:
+        assert identity is not None
+        with bad_input("--receipts: "):
+            write_receipts(args, identity, first.outputs, job)
     if args.trace:
         with bad_input("--trace: "):
             timeline.write(Path(args.trace))

@@ -18,7 +18,8 @@ from detjax.serving.text import CompletionOutput
 
 _NOT_PASSED = frozenset(
     """
-    cache_dir chat check check_process expect_digest format prompt prompts_file repeat stats trace
+    cache_dir chat check check_process expect_digest format prompt prompts_file receipts repeat sign
+    stats trace
     """.split()
 )
 """Options of this process alone, or of which what came of them is passed: the prompts."""

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from detjax.cli.arguments import GPU_MEMORY_UTILIZATION, NO_CACHE, NO_CAST, GenerateArgs
 from detjax.cli.errors import InputError, bad_input
@@ -21,9 +21,13 @@ from detjax.serving.request import Completion, Request, TokenEvent
 from detjax.serving.trace import TracesEvents
 from detjax.source import compile_key
 
+if TYPE_CHECKING:  # imports JAX
+    from detjax.proof.identity import Identity
+
 OWN_OPTIONS = frozenset(
     """
-    cache_dir coordinator format logprobs model process_id prompt prompts_file revision stats trace
+    cache_dir coordinator format logprobs model process_id prompt prompts_file receipts revision
+    sign stats trace
     """.split()
 )
 """Options of a process alone, or compared as what comes of them: files, requests."""
@@ -57,6 +61,7 @@ class OpenModel:
         backend_reason: Why these.
         make_engine: Allocates a cache and what else it takes to generate; a tracer keeps a
             timeline.
+        identify: Says what model, numerics and build these are; hashes the weights.
         weight_cast: What the weights were rounded from and to when they were read.
     """
 
@@ -64,6 +69,7 @@ class OpenModel:
     backend: str
     backend_reason: str
     make_engine: Callable[[EngineConfig, TracesEvents], GeneratesCompletions]
+    identify: Callable[[Tokenizer], "Identity"]
     weight_cast: str = NO_CAST
 
 
@@ -100,7 +106,7 @@ def open_model(args: GenerateArgs, folder: Path, progress: Progress, max_len: in
     from detjax.models.identity import model_hash
     from detjax.parallel.distributed import find_job, start_job
 
-    _keep_compiled_programs(args.cache_dir)
+    keep_compiled_programs(args.cache_dir)
     with bad_input():
         job = find_job(args.coordinator, args.num_processes, args.process_id)
         if job is None:
@@ -157,7 +163,9 @@ def _open_model(
 ) -> OpenModel:
     """Choose numerics, kernels and mesh, and load the weights."""
     from detjax.llm import MeshError, load_on_devices, size_cache
+    from detjax.models.bundled import BUNDLED_NAME, bundled_model_path
     from detjax.numerics import NumericsProfile
+    from detjax.proof.identity import Identifier
     from detjax.serving.engine import Engine
     from detjax.serving.memory import check_memory
 
@@ -199,7 +207,14 @@ def _open_model(
             check_memory(model, config)
             return Engine(model, config, tracer=tracer)
 
+    is_bundled = folder == bundled_model_path()
+
+    def identify(tokenizer: Tokenizer) -> "Identity":
+        name = BUNDLED_NAME if is_bundled else args.model
+        return Identifier(model, tokenizer, name=name).identity()
+
     return OpenModel(
+        identify=identify,
         fingerprint=model.fingerprint,
         backend=model.backend.value,
         backend_reason=reason,
@@ -208,7 +223,7 @@ def _open_model(
     )
 
 
-def _keep_compiled_programs(cache_dir: str) -> None:
+def keep_compiled_programs(cache_dir: str) -> None:
     """Let JAX keep every compiled program, however small, in a folder of `cache_dir`.
 
     The folder is of this build alone, so that what another detjax has compiled is never run.

@@ -4,7 +4,7 @@
 import abc
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from detjax.serving.text import CompletionOutput
@@ -79,9 +79,9 @@ class TextWriter(AbstractWriter):
 class JsonLinesWriter(AbstractWriter):
     """Writes a line of JSON when a completion ends."""
 
-    def __init__(self, out: TextSink):
-        """Write to `out`."""
-        self._out = out
+    def __init__(self, out: TextSink, model: Mapping[str, Any]):
+        """Write to `out` what `model` has made."""
+        self._out, self._model = out, model
 
     def begin(self, index: int, seq: int) -> None:
         """Wait for the end."""
@@ -91,16 +91,18 @@ class JsonLinesWriter(AbstractWriter):
 
     def end(self, output: CompletionOutput) -> None:
         """Write the line."""
-        self._out.write(to_json(output.as_dict()) + "\n")
+        self._out.write(to_json({**output.as_dict(), "model": self._model}) + "\n")
         self._out.flush()
 
 
-def make_writer(output_format: str, out: TextSink, *, has_headers: bool) -> AbstractWriter:
-    """Return the writer for a value of `--format`."""
+def make_writer(
+    output_format: str, out: TextSink, *, has_headers: bool, model: Mapping[str, Any]
+) -> AbstractWriter:
+    """Return the writer for a value of `--format`; JSON says of what `model` it is."""
     if output_format == "text":
         return TextWriter(out, has_headers=has_headers)
     if output_format == "jsonl":
-        return JsonLinesWriter(out)
+        return JsonLinesWriter(out, model)
     return SilentWriter()
 
 

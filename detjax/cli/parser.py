@@ -20,8 +20,10 @@ from detjax.cli.errors import (
     OK,
     READER_GONE,
     InputError,
+    bad_input,
     check_unicode,
 )
+from detjax.cli.receipts import check_can_sign
 
 DESCRIPTION = """\
 Continue prompts with a Llama, Mistral or Qwen model. The token ids and the float32 logprobs of a
@@ -39,29 +41,53 @@ examples:
   python -m detjax.generate --prompts-file prompts.jsonl --batch-size 16 --tp 4 --format jsonl
   python -m detjax.generate --prompt "It was a dark night" --repeat 4 --check
   python -m detjax.generate --prompt "It was a dark night" --expect-digest DIGEST
+  python -m detjax.generate --prompt "It was a dark night" --receipts answers.jsonl
   python -m detjax.generate --prompt "It was a dark night" --mode dvr --repeat 2 --check --stats
   python -m detjax.generate --prompt "It was a dark night" --mode fast --repeat 4 --check
 
 JSON: per completion `index` (of the prompt), `sequence`, `prompt_token_ids`, `token_ids` (with the
 one that ended it), `text`, `finish_reason` (stop or length), `logprobs`, `top_logprobs` (with
---logprobs: [token id, logprob] pairs), `digest` (sha256 of the token ids as int32 and the logprobs
-as float32, little-endian) and `fingerprint`. A logprob is the float32 written as the shortest
-decimal of its exact value as a float64: read it back, round to float32, and no bit is lost.
+--logprobs: [token id, logprob] pairs), `sampling` as it was used, `digest` (sha256 of the token ids
+as int32 and the logprobs as float32, little-endian), `fingerprint` (of numerics and build) and
+`model` (its name and hashes of weights, configuration and tokenizer). A logprob is the float32
+written as the shortest decimal of its exact value as a float64: read it back, round to float32, and
+no bit is lost.
 
 exit codes: {OK} success; {BAD_INPUT} bad input, with one line that says which and how to fix it;
 {BITS_DIFFER} --check or --expect-digest found a bit that differs; {INTERNAL_ERROR} an error of
 detjax; {INTERRUPTED} interrupted; {READER_GONE} the reader of standard output went away."""
 
 
-def _check_trace(trace: str) -> None:
-    """See that a trace can be written before there is one."""
-    path = Path(trace)
-    if not trace or path.is_dir():
-        raise InputError(f"--trace {trace!r} is no file; give the name of one")
+def _check_file(option: str, name: str) -> None:
+    """See that a file can be written before there is something to write."""
+    path = Path(name)
+    if not name or path.is_dir():
+        raise InputError(f"{option} {name!r} is no file; give the name of one")
     if not path.absolute().parent.is_dir():
-        raise InputError(f"--trace {trace} is in a folder that does not exist; make it first")
+        raise InputError(f"{option} {name} is in a folder that does not exist; make it first")
     if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-        raise InputError(f"--trace {trace} cannot be written; give another file")
+        raise InputError(f"{option} {name} cannot be written; give another file")
+
+
+def _check_receipts(args: GenerateArgs) -> None:
+    """See that receipts can be made and signed before there is an answer."""
+    if args.receipts is None:
+        if args.sign is not None:
+            raise InputError(f"--sign {args.sign} signs receipts; add --receipts FILE")
+        return
+    _check_file("--receipts", args.receipts)
+    if args.mode == "fast":
+        raise InputError(
+            "--receipts is for answers that can be checked, and --mode fast promises nothing; use "
+            "invariant or dvr"
+        )
+    if args.coordinator is not None:
+        raise InputError(
+            "--receipts names the hash of the weights, and in a job of several processes none has "
+            "them all; leave it out, or run one process"
+        )
+    with bad_input("--receipts: "):
+        check_can_sign(args.sign)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -182,7 +208,8 @@ def _check_args(args: GenerateArgs) -> None:
             "which says how large the cache is; leave one out"
         )
     if args.trace is not None:
-        _check_trace(args.trace)
+        _check_file("--trace", args.trace)
+    _check_receipts(args)
     if args.coordinator is not None and "-" in args.prompt:
         raise InputError("--prompt - reads what only one process has; give --prompts-file instead")
     if args.revision is not None and args.model == BUNDLED:

@@ -4,7 +4,7 @@
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from detjax.cli.arguments import GenerateArgs, sampling_params
 from detjax.cli.check import CheckResult
@@ -16,6 +16,9 @@ from detjax.models.bundled import bundled_model_path
 from detjax.models.config import ModelConfig
 from detjax.serving.config import EngineConfig
 from detjax.serving.metrics import EngineStats
+
+if TYPE_CHECKING:  # imports JAX
+    from detjax.proof.identity import Identity
 
 
 def card(
@@ -48,7 +51,7 @@ def run_stats(result: RunResult, load_s: float) -> dict[str, int | float]:
 
 def document(
     args: GenerateArgs,
-    folder: Path,
+    identity: "Identity",
     result: RunResult,
     model: OpenModel,
     stats: Mapping[str, int | float],
@@ -56,7 +59,7 @@ def document(
 ) -> dict[str, Any]:
     """Return the one document of `--format json`."""
     entry = {
-        "model": folder.name if folder == bundled_model_path() else args.model,
+        "model": identity.model,
         "fingerprint": model.fingerprint,
         "weight_cast": model.weight_cast,
         "backend": model.backend,

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from detjax.models.tokenizer import Tokenizer
+from detjax.serve.echo import NO_ECHO, Echo, echo_tokens, legacy_logprobs, prompt_logprobs
 from detjax.serve.service import Piece
 from detjax.serving.request import FinishReason, SamplingParams, TokenEvent
 
@@ -32,6 +33,8 @@ class Shape:
         num_top: Logprobs are wanted, with so many of the most likely; None if not.
         has_token_ids: Token ids are wanted.
         has_logprob_bytes: Exact logprobs are wanted.
+        num_prompt_top: Logprobs of the prompt are wanted in vLLM's shape, with so many of the most
+            likely; None if not.
     """
 
     tokenizer: Tokenizer
@@ -43,6 +46,7 @@ class Shape:
     num_top: int | None
     has_token_ids: bool
     has_logprob_bytes: bool
+    num_prompt_top: int | None = None
     request_id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
@@ -60,15 +64,15 @@ class Shape:
 
     def choice(self, index: int, echo: str, pieces: Sequence[Piece]) -> Json:
         """A whole choice, of all its pieces."""
-        last = pieces[-1]
-        text = echo + "".join(piece.text for piece in pieces)
+        last, begin = pieces[-1], self.echo(echo, pieces[0])
+        text = begin.text + "".join(piece.text for piece in pieces)
         tokens = [token for piece in pieces for token in piece.tokens]
         choice: Json = {"index": index, "finish_reason": _reason(last.finish_reason)}
         if self.is_chat:
             choice["message"] = {"role": "assistant", "content": text, "refusal": None}
         else:
             choice["text"] = text
-        choice["logprobs"] = self.logprobs(tokens, 0)
+        choice["logprobs"] = self.logprobs(tokens, len(begin.text), begin)
         return choice | self.proof(last)
 
     def chunk(self, index: int, piece: Piece, offset: int, *, is_first: bool) -> Json:
@@ -106,36 +110,42 @@ class Shape:
             "sampling": sampling | {"stop_token_ids": list(self.sampling.stop_token_ids)},
         }
         if self.has_logprob_bytes:
-            exact = np.asarray(done.logprobs, "<f4").tobytes()
-            proof["logprobs_f32"] = base64.b64encode(exact).decode()
+            proof["logprobs_f32"] = _exact(done.logprobs)
+        if self.has_logprob_bytes and done.prompt_logprobs is not None:
+            proof["prompt_logprobs_f32"] = _exact([p.logprob for p in done.prompt_logprobs])
         found: Json = {"detjax": proof}
         if self.has_token_ids:
             found["prompt_token_ids"] = list(done.prompt_token_ids)
             found["token_ids"] = list(done.token_ids)
         return found
 
-    def logprobs(self, tokens: Sequence[tuple[TokenEvent, str]], offset: int) -> Json | None:
+    def echo(self, text: str, first: Piece) -> Echo:
+        """What an answer begins with, as its first piece has it: the prompt, if it is echoed.
+
+        With `logprobs` it is the text of the prompt's tokens, so that each has its offset in it.
+        """
+        if not text or self.num_top is None or first.prompt_logprobs is None:
+            return Echo(text)
+        return echo_tokens(self.tokenizer, first.prompt_token_ids, first.prompt_logprobs)
+
+    def prompt_logprobs(self, first: Piece) -> Json:
+        """Logprobs of the prompt in vLLM's shape, with the first piece, if they are wanted."""
+        scores = first.prompt_logprobs
+        if self.num_prompt_top is None or scores is None:
+            return {}
+        ids, most = first.prompt_token_ids, self.num_prompt_top
+        listed = prompt_logprobs(ids, scores, num_top=most, text_of=self.text)
+        return {"prompt_logprobs": listed}
+
+    def logprobs(
+        self, tokens: Sequence[tuple[TokenEvent, str]], offset: int, echo: Echo = NO_ECHO
+    ) -> Json | None:
         """Logprobs of some tokens, in the shape of the route; None where they are not wanted."""
         if self.num_top is None:
             return None
         if self.is_chat:
             return {"content": [self._of_chat(event) for event, _ in tokens], "refusal": None}
-        offsets = []
-        for _, text in tokens:
-            offsets.append(offset)
-            offset += len(text)
-        events = [event for event, _ in tokens]
-        return {
-            "tokens": [self.text(event.token_id) for event in events],
-            "token_logprobs": [float(event.logprob) for event in events],
-            "top_logprobs": [
-                {self.text(token): float(value) for token, value in event.top_logprobs}
-                for event in events
-            ]
-            if self.num_top
-            else None,
-            "text_offset": offsets,
-        }
+        return legacy_logprobs(echo.tokens, tokens, offset, num_top=self.num_top, text_of=self.text)
 
     def _of_chat(self, event: TokenEvent) -> Json:
         top = [self._of_token(*pair) for pair in event.top_logprobs]
@@ -154,6 +164,10 @@ class Shape:
             return data.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def _exact(logprobs: Sequence[np.float32]) -> str:
+    return base64.b64encode(np.asarray(logprobs, "<f4").tobytes()).decode()
 
 
 def _reason(reason: FinishReason | None) -> str | None:

@@ -51,7 +51,9 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         cache_salt: Prefixes are shared among requests of one salt alone.
         return_token_ids: Put `prompt_token_ids` and `token_ids` into the answer.
         return_logprob_bytes: Put the exact float32 logprobs into the answer, as base64 of
-            little-endian bytes.
+            little-endian bytes; those of the prompt too, where they are reported.
+        prompt_logprobs: Report the logprob and rank of each token of the prompt, with so many of
+            the most likely ones, up to 64.
         user, metadata: For the caller's own records; they decide nothing.
         presence_penalty, frequency_penalty, logit_bias: Taken only as 0 and empty.
     """
@@ -72,6 +74,7 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     cache_salt: str = ""
     return_token_ids: bool = False
     return_logprob_bytes: bool = False
+    prompt_logprobs: Annotated[int, msgspec.Meta(ge=0, le=64)] | None = None
     user: str = ""
     metadata: dict[str, str] | None = None
     presence_penalty: float = 0.0
@@ -101,15 +104,16 @@ class CompletionRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True
 
     Attributes:
         prompt: A text, a list of token ids, or a list of either.
-        max_tokens: Most tokens of an answer.
+        max_tokens: Most tokens of an answer. With `echo` or `prompt_logprobs` it may be 0.
         logprobs: How many of the most likely tokens to report at each position, up to 64.
-        echo: Begin the text with the prompt.
+        echo: Begin the text with the prompt; with `logprobs`, which then has the prompt's tokens
+            too, with the text that its tokens have.
         best_of: Taken only as `n`.
         suffix: Taken only as null.
     """
 
     prompt: str | list[str | int | TokenIds]
-    max_tokens: Annotated[int, msgspec.Meta(ge=1)] = 16
+    max_tokens: Annotated[int, msgspec.Meta(ge=0)] = 16
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=64)] | None = None
     echo: bool = False
     best_of: int | None = None
@@ -137,10 +141,17 @@ class CompletionRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True
             )
         if self.suffix:
             raise RefusedError("suffix is not supported: leave it out", field="suffix")
-        if self.echo and self.logprobs is not None:
+        if not (self.max_tokens or self.echo or self.prompt_logprobs is not None):
             raise RefusedError(
-                "logprobs of an echoed prompt are not supported: ask with echo=false", field="echo"
+                "max_tokens=0 asks for nothing without echo=true or prompt_logprobs",
+                field="max_tokens",
             )
+
+    def num_scored(self) -> int | None:
+        """Most likely tokens that are wanted of the prompt; None where no logprobs are."""
+        wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        asked = [count for count in wanted if count is not None]
+        return max(asked, default=None if self.max_tokens else 0)
 
 
 class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -254,7 +265,9 @@ def parse[T: msgspec.Struct](body: bytes, kind: type[T]) -> T:
         raise RefusedError(f"the body is not JSON: {error}") from error
 
 
-def sampling_params(fields: SamplingFields, *, max_tokens: int, num_top: int) -> SamplingParams:
+def sampling_params(
+    fields: SamplingFields, *, max_tokens: int, num_top: int, num_scored: int | None = None
+) -> SamplingParams:
     """The sampling of a request.
 
     Raises:
@@ -272,6 +285,7 @@ def sampling_params(fields: SamplingFields, *, max_tokens: int, num_top: int) ->
             stop=fields.stops(),
             stop_token_ids=tuple(fields.stop_token_ids),
             num_top_logprobs=num_top,
+            num_prompt_logprobs=num_scored,
         )
     except ValueError as error:
         if isinstance(error, RefusedError):

@@ -106,7 +106,11 @@ class Reader:
                 echo = prompt if is_text else self._service.model.tokenizer.decode(ids)
             questions.append(Question(token_ids=ids, echo=echo))
         shape = self._shape(
-            asked, max_tokens=asked.max_tokens, num_top=asked.logprobs, is_chat=False
+            asked,
+            max_tokens=asked.max_tokens,
+            num_top=asked.logprobs,
+            num_scored=asked.num_scored(),
+            is_chat=False,
         )
         return Asked(questions=questions, shape=shape, fields=asked)
 
@@ -117,11 +121,20 @@ class Reader:
         ids = await self.template(asked.messages, asked.variables())
         wanted = self._service.check_prompt(ids, asked.max_tokens or asked.max_completion_tokens)
         num_top = (asked.top_logprobs or 0) if asked.logprobs else None
-        shape = self._shape(asked, max_tokens=wanted, num_top=num_top, is_chat=True)
+        scored = asked.prompt_logprobs
+        shape = self._shape(
+            asked, max_tokens=wanted, num_top=num_top, num_scored=scored, is_chat=True
+        )
         return Asked(questions=[Question(token_ids=ids)], shape=shape, fields=asked)
 
     def _shape(
-        self, asked: SamplingFields, *, max_tokens: int, num_top: int | None, is_chat: bool
+        self,
+        asked: SamplingFields,
+        *,
+        max_tokens: int,
+        num_top: int | None,
+        num_scored: int | None,
+        is_chat: bool,
     ) -> Shape:
         model = self._service.model
         return Shape(
@@ -129,11 +142,14 @@ class Reader:
             model=model.name,
             fingerprint=model.fingerprint,
             is_chat=is_chat,
-            sampling=sampling_params(asked, max_tokens=max_tokens, num_top=num_top or 0),
+            sampling=sampling_params(
+                asked, max_tokens=max_tokens, num_top=num_top or 0, num_scored=num_scored
+            ),
             is_deterministic=self._service.check_determinism(asked.is_deterministic),
             num_top=num_top,
             has_token_ids=asked.return_token_ids,
             has_logprob_bytes=asked.return_logprob_bytes,
+            num_prompt_top=asked.prompt_logprobs,
         )
 
     async def encode(self, text: str) -> tuple[int, ...]:

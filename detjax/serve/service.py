@@ -21,6 +21,7 @@ from detjax.serving.metrics import EngineStats
 from detjax.serving.request import (
     Completion,
     FinishReason,
+    PromptLogprobs,
     RequestOutput,
     SamplingParams,
     TokenEvent,
@@ -92,6 +93,8 @@ class Piece:
         error: What went wrong where `finish_reason` is ERROR.
         completion: All of it, with the last piece.
         windows: Of drafts, so far.
+        prompt_token_ids: The prompt.
+        prompt_logprobs: Of the prompt, with the first piece, where they were asked for.
     """
 
     prompt_idx: int
@@ -102,6 +105,8 @@ class Piece:
     error: str
     completion: Completion | None
     windows: WindowCounts
+    prompt_token_ids: tuple[int, ...] = ()
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class _Sequence:
@@ -177,6 +182,38 @@ class _Inbox:
                     await self._waiter
         items, self._items = self._items, []
         return items
+
+
+class _ScoredFirst:
+    """Puts a prompt's logprobs to the first piece of each sequence, and to its completion.
+
+    The engine tells them with sequence 0; pieces of others that come before wait for them.
+    """
+
+    def __init__(self, *, is_wanted: bool):
+        self._is_wanted = is_wanted
+        self._waiting: list[Piece] = []
+        self._scores: PromptLogprobs | None = None
+        self._begun: set[int] = set()
+
+    def add(self, piece: Piece, scores: PromptLogprobs | None) -> list[Piece]:
+        """Take a piece; return what can be told now."""
+        if not self._is_wanted:
+            return [piece]
+        self._scores = self._scores if scores is None else scores
+        self._waiting.append(piece)
+        if self._scores is None and piece.finish_reason is not FinishReason.ERROR:
+            return []
+        told, self._waiting = self._waiting, []
+        return [self._scored(one) for one in told]
+
+    def _scored(self, piece: Piece) -> Piece:
+        first = None if piece.sequence_idx in self._begun else self._scores
+        self._begun.add(piece.sequence_idx)
+        done = piece.completion
+        if done is not None:
+            done = dataclasses.replace(done, prompt_logprobs=self._scores)
+        return dataclasses.replace(piece, prompt_logprobs=first, completion=done)
 
 
 class Service:
@@ -268,7 +305,7 @@ class Service:
         if not token_ids:
             raise RefusedError("the prompt has no tokens; give some text", field="prompt")
         room = model.max_len - len(token_ids)
-        wanted = max_tokens or max(room, 1)
+        wanted = max(room, 1) if max_tokens is None else max_tokens
         if wanted > room:
             raise RefusedError(
                 f"the prompt has {len(token_ids)} tokens and the answer may have {wanted}, "
@@ -306,6 +343,8 @@ class Service:
             [_Sequence(tokenizer, sampling.stop, ids) for _ in range(n)] for ids in prompts
         ]
         inbox, num_left = _Inbox(self.limits.request_s), [n] * len(prompts)
+        is_scored = sampling.num_prompt_logprobs is not None
+        scored = [_ScoredFirst(is_wanted=is_scored) for _ in prompts]
         self._inboxes.add(inbox)
         opened: list[int] = []
         try:
@@ -327,8 +366,10 @@ class Service:
                         raise output
                     num_left[i] -= output.finish_reason is not None
                     seq = sequences[i][output.sequence_idx]
-                    pieces.append(_piece(seq, output, i, prompts[i]))
-                yield pieces
+                    piece = _piece(seq, output, i, prompts[i])
+                    pieces += scored[i].add(piece, output.prompt_logprobs)
+                if pieces:
+                    yield pieces
         except RefusedError:
             raise
         except EngineFullError as error:
@@ -405,4 +446,5 @@ def _piece(
         error=output.error,
         completion=completion,
         windows=output.windows,
+        prompt_token_ids=prompt_ids,
     )

@@ -77,12 +77,15 @@ async def whole(pieces: Pieces, asked: Asked) -> Json:
             for piece in found:
                 raise_failed(piece)
                 parts.setdefault(piece.prompt_idx * n + piece.sequence_idx, []).append(piece)
-    choices, num_tokens = [], 0
+    choices, num_tokens, card = [], 0, asked.shape.card(is_chunk=False)
     for index, found in sorted(parts.items()):
         echo = asked.questions[index // n].echo
-        choices.append(asked.shape.choice(index, echo, found))
+        choice = asked.shape.choice(index, echo, found)
+        # As vLLM has it: in each choice; of a conversation, beside them.
+        (card if asked.shape.is_chat else choice).update(asked.shape.prompt_logprobs(found[0]))
+        choices.append(choice)
         num_tokens += sum(len(piece.tokens) for piece in found)
-    return asked.shape.card(is_chunk=False) | {
+    return card | {
         "choices": choices,
         "usage": usage(asked.num_prompt_tokens, num_tokens),
     }
@@ -132,15 +135,30 @@ class _Chunks:
             raise_failed(piece)
             index = piece.prompt_idx * n + piece.sequence_idx
             is_first = index not in self._offsets
-            if is_first and (echo := self._asked.questions[piece.prompt_idx].echo):
-                events.append(self._event({
-                    "index": index, "text": echo, "logprobs": None, "finish_reason": None,
-                }))  # fmt: skip
-            offset = self._offsets.get(index, 0)
-            events.append(self._event(shape.chunk(index, piece, offset, is_first=is_first)))
+            if is_first:
+                events += self._begin(index, piece)
+            offset = self._offsets[index]
+            choice, head = shape.chunk(index, piece, offset, is_first=is_first), self._head
+            if of_prompt := shape.prompt_logprobs(piece):
+                if shape.is_chat:
+                    head += b"," + msgspec.json.encode(of_prompt)[1:-1]
+                else:
+                    choice |= of_prompt
+            events.append(self._event(choice, head))
             self._offsets[index] = offset + len(piece.text)
             self._num_tokens += len(piece.tokens)
         return b"".join(events)
+
+    def _begin(self, index: int, first: Piece) -> list[bytes]:
+        """The event of an echoed prompt, if it is, and where the text goes on."""
+        shape = self._asked.shape
+        echo = shape.echo(self._asked.questions[first.prompt_idx].echo, first)
+        self._offsets[index] = len(echo.text)
+        if not echo.text:
+            return []
+        logprobs = shape.logprobs([], 0, echo) if echo.tokens else None
+        choice = {"index": index, "text": echo.text, "logprobs": logprobs, "finish_reason": None}
+        return [self._event(choice, self._head)]
 
     def end(self) -> bytes:
         """The end, with the count of tokens if it is wanted."""
@@ -151,8 +169,8 @@ class _Chunks:
             self._head + b',"choices":[],"usage":' + msgspec.json.encode(counts) + b"}\n\n" + DONE
         )
 
-    def _event(self, choice: Json) -> bytes:
-        return self._head + b',"choices":[' + msgspec.json.encode(choice) + b"]}\n\n"
+    def _event(self, choice: Json, head: bytes) -> bytes:
+        return head + b',"choices":[' + msgspec.json.encode(choice) + b"]}\n\n"
 
 
 def raise_failed(piece: Piece) -> None:

@@ -147,7 +147,8 @@ class AsyncEngine:
         Raises:
             EngineStoppedError: If an error stops the engine before that, or has stopped it.
         """
-        while self._engine.has_work:
+        # WHY: the task ends after the work, and whoever drains wants nothing left of either.
+        while self._engine.has_work or not (self._pump is None or self._pump.done()):
             error = await asyncio.shield(self._start_pump())
             if error is not None:
                 raise error

@@ -6,6 +6,7 @@ from collections import abc, deque
 from detjax.serving.request import (
     Completion,
     FinishReason,
+    PromptLogprobs,
     Request,
     RequestOutput,
     TokenEvent,
@@ -68,8 +69,20 @@ class GenerateRun:
 
     def completions(self) -> list[Completion]:
         """Put the outputs together, in order of (request, sequence)."""
+        scores = {
+            i: output.prompt_logprobs
+            for (i, _), outputs in self._outputs.items()
+            for output in outputs
+            if output.prompt_logprobs is not None
+        }
         return [
-            _completion(outputs, request_idx=i, sequence_idx=s, request=self._requests[i])
+            _completion(
+                outputs,
+                request_idx=i,
+                sequence_idx=s,
+                request=self._requests[i],
+                prompt_logprobs=scores.get(i),
+            )
             for (i, s), outputs in self._outputs.items()
         ]
 
@@ -85,7 +98,12 @@ class GenerateRun:
 
 
 def _completion(
-    outputs: abc.Sequence[RequestOutput], *, request_idx: int, sequence_idx: int, request: Request
+    outputs: abc.Sequence[RequestOutput],
+    *,
+    request_idx: int,
+    sequence_idx: int,
+    request: Request,
+    prompt_logprobs: PromptLogprobs | None,
 ) -> Completion:
     """Put the outputs of a sequence that has ended together."""
     reason = outputs[-1].finish_reason
@@ -99,4 +117,5 @@ def _completion(
         top_logprobs=tuple(t for o in outputs for t in o.top_logprobs),
         finish_reason=reason,
         weight_version=outputs[-1].weight_version,
+        prompt_logprobs=prompt_logprobs,
     )

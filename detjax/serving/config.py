@@ -53,7 +53,7 @@ class EngineConfig:
         draft_weights: What the drafts of `dvr` are computed with: the weights as they are, or
             8-bit ones, which take half as much memory again.
         has_prompt_lookup: In `invariant`, verify what followed the same tokens earlier in the
-            text, many tokens a step.
+            text, or what the request predicts, many tokens a step.
         has_prefix_cache: Share full canonical pages between requests that begin alike.
         ageing_steps: Steps of waiting that one level of priority is worth.
         max_waiting: Most sequences that wait for a slot; requests beyond it are refused.

@@ -34,6 +34,7 @@ from detjax.serving.request import (
     MAX_TOP_LOGPROBS,
     Completion,
     FinishReason,
+    PromptLogprobs,
     Request,
     RequestOutput,
     SamplingParams,
@@ -327,6 +328,7 @@ class Engine:
         self._runner.set_least(
             num_top=max((r.sampling.num_top_logprobs for r in requests), default=0),
             with_filters=any(r.sampling.is_filtered for r in requests),
+            num_prompt_top=max((r.sampling.num_prompt_logprobs or 0 for r in requests), default=0),
         )
         run = GenerateRun(requests, on_token)
         try:
@@ -342,6 +344,42 @@ class Engine:
             self._runner.set_least()
             self._recovery.drop_unwanted()
         return run.completions()
+
+    def score(
+        self, sequences: abc.Sequence[abc.Sequence[int]], *, top: int = 1
+    ) -> list[PromptLogprobs]:
+        """Say how likely each token of given sequences is, after those before it (teacher-forced).
+
+        The sequences are prefilled like prompts, in the same chunks and beside each other, and
+        nothing is generated.
+
+        Args:
+            sequences: Token ids of each, at least one and at most `max_len`.
+            top: How many of the most likely tokens to report at each position, at most 64.
+
+        Returns:
+            Of each sequence, a `PromptLogprob` for every token after the first.
+
+        Raises:
+            ValueError: If a sequence does not fit the engine, before anything runs; or if the
+                engine is at work on others.
+            FloatingPointError: If a logit is NaN, naming the sequence and the position.
+            EngineStoppedError: As `step` does.
+
+        Numerics:
+            In `invariant` and `dvr` the bits of a token's logprob are those with which it would be
+            sampled there. Claims: run-, batch-, schedule- and mesh-invariant, path-consistent.
+        """
+        sampling = SamplingParams(max_tokens=0, num_prompt_logprobs=top)
+        requests = [
+            Request(
+                prompt_token_ids=tuple(sequence),
+                sampling=sampling,
+                is_deterministic=self._config.mode != "fast",
+            )
+            for sequence in sequences
+        ]
+        return [done.prompt_logprobs or () for done in self.generate(requests)]
 
     # --------------------------------------------------------------------------- when a call breaks
 
@@ -391,6 +429,7 @@ class Engine:
         *,
         with_filters: bool = False,
         num_top_logprobs: int = 0,
+        with_prompt_logprobs: bool = False,
     ) -> None:
         """Compile ahead the programs that requests will need, several at a time.
 
@@ -409,6 +448,8 @@ class Engine:
             with_filters: Compile for requests with a top-k, top-p or min-p, too.
             num_top_logprobs: Compile for requests that want this many top logprobs, too; at most
                 64, and 0 compiles for none.
+            with_prompt_logprobs: Compile for requests that want logprobs of the prompt, too, with
+                no top logprobs of it and with `num_top_logprobs`.
 
         Raises:
             ValueError: If `num_top_logprobs` is outside its range.
@@ -417,7 +458,12 @@ class Engine:
         self._refuse_if_stopped()
         if not 0 <= num_top_logprobs <= MAX_TOP_LOGPROBS:
             raise ValueError(f"{num_top_logprobs=} must be in [0, {MAX_TOP_LOGPROBS}]")
-        self._runner.compile(progress, with_filters=with_filters, num_top_logprobs=num_top_logprobs)
+        self._runner.compile(
+            progress,
+            with_filters=with_filters,
+            num_top_logprobs=num_top_logprobs,
+            with_prompt_logprobs=with_prompt_logprobs,
+        )
 
     # -------------------------------------------------------------------------------- observability
 

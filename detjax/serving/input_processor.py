@@ -61,27 +61,39 @@ class InputProcessor:
         prompt, vocab_size = request.prompt_token_ids, self._model.vocab_size
         if not prompt:
             raise ValueError(f"{what} is empty; give at least one token")
-        if len(prompt) >= self._config.max_len:
+        if len(prompt) + min(request.sampling.max_tokens, 1) > self._config.max_len:
+            is_scored = request.sampling.max_tokens == 0
+            but = "more than" if is_scored else "which leaves no room to generate in"
             raise ValueError(
-                f"{what} has {len(prompt)} tokens, which leaves no room to generate in "
-                f"max_len={self._config.max_len} (the model's context is "
-                f"{self._model.max_position_embeddings})"
+                f"{what} has {len(prompt)} tokens, {but} max_len={self._config.max_len} (the "
+                f"model's context is {self._model.max_position_embeddings})"
             )
-        for token_id in (min(prompt), max(prompt)):
+        predicted = request.predicted_token_ids
+        for token_id in (
+            min(prompt),
+            max(prompt),
+            min(predicted, default=0),
+            max(predicted, default=0),
+        ):
             if not 0 <= token_id < vocab_size:
                 raise ValueError(
                     f"{what} has token id {token_id}, outside the vocabulary of {vocab_size}"
                 )
+        if predicted and not self._config.has_prompt_lookup:
+            raise ValueError(
+                f"{what} predicts its answer, which an engine with has_prompt_lookup alone can "
+                "verify; leave predicted_token_ids out, or set has_prompt_lookup"
+            )
         if request.sampling.stop:
             raise ValueError(
                 f"{what} has stop={request.sampling.stop!r}, and an engine knows tokens, not "
                 "text: ask detjax.LLM, or give the requests to detjax.serving.text.TextBatch"
             )
-        if request.sampling.num_top_logprobs > vocab_size:
-            raise ValueError(
-                f"{what} asks for num_top_logprobs={request.sampling.num_top_logprobs}, more than "
-                f"the vocabulary of {vocab_size}"
-            )
+        for name in ("num_top_logprobs", "num_prompt_logprobs"):
+            if (count := getattr(request.sampling, name) or 0) > vocab_size:
+                raise ValueError(
+                    f"{what} asks for {name}={count}, more than the vocabulary of {vocab_size}"
+                )
         if request.is_deterministic and self._config.mode == "fast":
             raise ValueError(
                 f"{what} is to be deterministic, and mode 'fast' makes no claim; use 'dvr' or "

@@ -124,7 +124,7 @@ class ModelRunner:
                 f"programs for {self.programs.sizes} are not of this model and {sizes}; share "
                 "those of an engine of these sizes, or none"
             )
-        self._least_num_top, self._always_filters = 0, False
+        self.set_least()
         self.take_weights()
         self.reset()
         # What each slot's row of the page table holds, and how much of it is up to date.
@@ -158,12 +158,17 @@ class ModelRunner:
             dtype = jnp.dtype(self._config.draft_weights)
             self._draft_params = quantise_params(self._model.params, dtype)
 
-    def set_least(self, *, num_top: int = 0, with_filters: bool = False) -> None:
+    def set_least(
+        self, *, num_top: int = 0, with_filters: bool = False, num_prompt_top: int = 0
+    ) -> None:
         """From now on, run programs that report and filter at least this, though no row wants it.
+
+        `num_prompt_top` is of programs that report logprobs of the prompt, for rows that want them.
 
         For a list of requests that is known ahead: one variant for all, so fewer are compiled.
         """
         self._least_num_top, self._always_filters = num_top, with_filters
+        self._least_prompt_top = num_prompt_top
 
     # ------------------------------------------------------------------------------------ launching
 
@@ -185,12 +190,22 @@ class ModelRunner:
 
     def _launch_prefill(self, rows: list[list[PrefillRow]], shape: tuple[int, int]) -> Launch:
         kernels: Kernels = "fast" if self._config.mode == "fast" else "invariant"
-        key = self._key("prefill", rows, size=shape[0], length=shape[1], kernels=kernels)
+        wanted = [r.seq.request.sampling for part in rows for r in part if r.is_scored]
+        tops = [self._least_prompt_top, *(p.num_prompt_logprobs or 0 for p in wanted)]
+        key = self._key(
+            "prefill",
+            rows,
+            size=shape[0],
+            length=shape[1],
+            kernels=kernels,
+            num_prompt_top=round_num_top(max(tops)) if wanted else None,
+        )
         num_rows, no_slot = self._num_rows(key), self._config.num_slots
         operands = PrefillOperands.padding(
             num_rows, no_slot=no_slot, table_len=key.table_len, length=key.length
         )
         sampling = [_IDLE] * num_rows
+        next_ids = np.zeros(num_rows, np.int32)
         for at, row in places(key, rows):
             seq = row.seq
             count = len(row.token_ids)
@@ -201,9 +216,12 @@ class ModelRunner:
             operands.page_table[at] = self._tables[seq.replica, seq.slot]
             with blaming(seq):
                 operands.token_ids[at, :count] = row.token_ids
+                if row.start + count < len(seq.tokens):
+                    next_ids[at] = seq.tokens[row.start + count]
             sampling[at] = (seq.request.sampling, seq.sequence_idx)
             self._stats.prefill_tokens += count
-        return self._run(key, rows, operands.pack(), SamplingRows.pack(sampling))
+        host = operands.pack(), SamplingRows.pack(sampling)
+        return self._run(key, rows, *host, *([next_ids] if wanted else []))
 
     def _launch_decodes(self, rows: list[list[DecodeRow]]) -> list[Launch]:
         """One launch; two where drafts have weights of their own and others decode too."""
@@ -288,6 +306,7 @@ class ModelRunner:
         length: int,
         kernels: Kernels,
         weights: str = "full",
+        num_prompt_top: int | None = None,
     ) -> ProgramKey:
         """The smallest program that does what these rows want."""
         seqs = [row.seq for part in rows for row in part]
@@ -302,6 +321,7 @@ class ModelRunner:
             weights=weights,
             num_top=round_num_top(max(self._least_num_top, *num_tops)),
             with_filters=self._always_filters or any(seq.is_filtered for seq in seqs),
+            num_prompt_top=num_prompt_top,
         )
 
     def _num_rows(self, key: ProgramKey) -> int:
@@ -337,12 +357,15 @@ class ModelRunner:
         *,
         with_filters: bool,
         num_top_logprobs: int,
+        with_prompt_logprobs: bool,
     ) -> None:
         """Compile the programs that requests will need, several at a time: see `Engine.compile`."""
+        num_tops = sorted({0, round_num_top(num_top_logprobs)})
         keys = program_keys(
             self._config,
-            num_tops=sorted({0, round_num_top(num_top_logprobs)}),
+            num_tops=num_tops,
             filters=(False, True) if with_filters else (False,),
+            num_prompt_tops=(None, *num_tops) if with_prompt_logprobs else (None,),
         )
         missing = [key for key in keys if key not in self.programs]
         begin_s = time.perf_counter()

@@ -8,6 +8,8 @@ import numpy as np
 from detjax.serving.errors import ConsumerError, NaNLogitError
 from detjax.serving.launch_operands import unpack_choice, unpack_num_committed
 from detjax.serving.model_runner import Launch, places
+from detjax.serving.program_key import ProgramKey
+from detjax.serving.prompt_logprobs import num_columns, read_scores
 from detjax.serving.request import FinishReason, RequestOutput, TokenEvent
 from detjax.serving.request_states import Arrival, CommittedToken, RequestStates
 from detjax.serving.sampling import Choice
@@ -19,6 +21,7 @@ from detjax.serving.sequence import (
     SequenceState,
     VerifyRow,
     ignore_token,
+    max_committed,
 )
 from detjax.serving.stat_logger import StatLogger
 
@@ -64,10 +67,37 @@ class OutputProcessor:
                 case DecodeRow() if key.length > 1:
                     num_done = self._commit_all(row.seq, choice, at, row.num_tokens)
                     stats.surplus_tokens += row.num_tokens - num_done
-                case DecodeRow() | PrefillRow(is_last=True):
+                case PrefillRow():
+                    if self._score(row, packed[at], key) and row.is_last:
+                        self._commit(row.seq, choice, at)
+                case DecodeRow():
                     self._commit(row.seq, choice, at)
             if row.seq.state is SequenceState.RUNNING:
                 self._scheduler.share_pages(row.seq)
+
+    def _score(self, row: PrefillRow, packed: np.ndarray, key: ProgramKey) -> bool:
+        """Keep the logprobs of the prompt that a prefill has told; False if the sequence ends."""
+        seq = row.seq
+        if row.is_scored:
+            assert key.num_prompt_top is not None
+            first = len(seq.prompt_logprobs) - row.start
+            stop = min(len(row.token_ids), seq.num_to_score - row.start)
+            size = num_columns(key.num_prompt_top)
+            scores = packed[len(packed) - key.length * size :]
+            found = read_scores(
+                scores[first * size : stop * size],
+                num_top=key.num_prompt_top,
+                most=seq.request.sampling.num_prompt_logprobs or 0,
+            )
+            for i, one in enumerate(found, start=row.start + first + 1):
+                if one.logprob != one.logprob:
+                    self.finish(seq, FinishReason.ERROR, _nan_error(i))
+                    return False
+            seq.prompt_logprobs += found
+        if row.is_last and not max_committed(row):
+            self.finish(seq, FinishReason.LENGTH)
+            return False
+        return True
 
     def _commit_all(self, seq: Sequence, choice: Choice, at: int, count: int) -> int:
         """Commit `count` tokens of row `at`, or those up to the sequence's end; how many."""
@@ -80,8 +110,7 @@ class OutputProcessor:
         """Append a token and tell who listens; False if the sequence has ended."""
         position, logprob = len(seq.tokens), choice.logprobs[at]
         if logprob != logprob:
-            error = f"a NaN logit at position {position}; check the weights for NaN or infinity"
-            self.finish(seq, FinishReason.ERROR, NaNLogitError(error))
+            self.finish(seq, FinishReason.ERROR, _nan_error(position))
             return False
         token_id, top = int(choice.token_ids[at]), ()
         if num_top := seq.request.sampling.num_top_logprobs:
@@ -166,6 +195,9 @@ class OutputProcessor:
         self, seq: Sequence, reason: FinishReason | None, exception: Exception | None
     ) -> RequestOutput:
         news = self._states.news.get(seq, ())
+        # Told once: with the first token, or with an end before it.
+        is_first = len(news) == seq.num_outputs
+        has_scores = seq.wants_scores and seq.is_scored and is_first
         return RequestOutput(
             request_id=seq.request_id,
             sequence_idx=seq.sequence_idx,
@@ -176,4 +208,11 @@ class OutputProcessor:
             exception=exception,
             weight_version=self.weight_version,
             windows=seq.windows,
+            prompt_logprobs=tuple(seq.prompt_logprobs) if has_scores else None,
         )
+
+
+def _nan_error(position: int) -> NaNLogitError:
+    return NaNLogitError(
+        f"a NaN logit at position {position}; check the weights for NaN or infinity"
+    )

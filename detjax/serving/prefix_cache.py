@@ -93,8 +93,12 @@ class PrefixCache:
         return seq.num_prefilled - before
 
     def _max_matched(self, seq: Sequence) -> int:
-        """Pages that may come from others: not the last token's, whose logits are needed."""
-        return (len(seq.tokens) - 1) // self._page_len if self._is_enabled else 0
+        """Pages that may come from others: not those of tokens whose logits are needed.
+
+        That is the last token, and those whose successors' logprobs are wanted and not known.
+        """
+        known = len(seq.tokens) - 1 if seq.is_scored else len(seq.prompt_logprobs)
+        return known // self._page_len if self._is_enabled else 0
 
     def _key(self, seq: Sequence, index: int) -> bytes:
         """Name page `index` of a sequence, whose tokens must be there."""

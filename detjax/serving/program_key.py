@@ -31,6 +31,8 @@ class ProgramKey:
         weights: "full", or the name of the 8-bit dtype that a `fast` step's weights have.
         num_top: How many of the most likely tokens it reports.
         with_filters: Whether a row has a top-k, top-p or min-p.
+        num_prompt_top: Of a prefill that reports logprobs of the prompt: how many of the most
+            likely tokens at each position. None reports nothing of the prompt.
     """
 
     kind: ProgramKind
@@ -41,12 +43,14 @@ class ProgramKey:
     weights: str
     num_top: int
     with_filters: bool
+    num_prompt_top: int | None = None
 
     @property
     def name(self) -> str:
         """For people and traces."""
         how = f" {self.mode}" + ("" if self.weights == "full" else f" {self.weights}")
         name = f"{self.kind}{how} {self.rows}x{self.length}"
+        name += "" if self.num_prompt_top is None else " with prompt logprobs"
         return name if self.kind == "prefill" else f"{name} to {self.table_len} pages"
 
 
@@ -68,6 +72,7 @@ def program_keys(
     *,
     num_tops: abc.Sequence[int] = (0,),
     filters: abc.Sequence[bool] = (False,),
+    num_prompt_tops: abc.Sequence[int | None] = (None,),
 ) -> list[ProgramKey]:
     """The programs that requests can need, in the order of their first use.
 
@@ -75,6 +80,7 @@ def program_keys(
         config: Of each replica.
         num_tops: Numbers of top logprobs, of `NUM_TOP_SIZES`.
         filters: Whether a row has a top-k, top-p or min-p: both, if some requests have.
+        num_prompt_tops: As `ProgramKey` has it, of prefills.
     """
     return [
         ProgramKey(
@@ -86,9 +92,11 @@ def program_keys(
             weights=weights,
             num_top=num_top,
             with_filters=with_filters,
+            num_prompt_top=num_prompt_top,
         )
         for with_filters, num_top in itertools.product(filters, num_tops)
         for kind, rows, length, mode, weights in _steps(config)
+        for num_prompt_top in (num_prompt_tops if kind == "prefill" else (None,))
         for table_len in table_lens(kind, config)
     ]
 

@@ -34,6 +34,7 @@ from detjax.serving.launch_operands import (
     pack_verified,
 )
 from detjax.serving.program_key import ProgramKey
+from detjax.serving.prompt_logprobs import following_ids, score_tokens
 from detjax.serving.sampling import SamplingRows, choose
 from detjax.xla_flags import EXACT_OPTIONS, FAST_OPTIONS
 
@@ -119,7 +120,7 @@ def _choose_last(
     last: Int32[Array, " B"] = jnp.argmax(tokens.positions, axis=1).astype(jnp.int32)
     position = jnp.max(tokens.positions, axis=1)
     logits = local_logits(ctx, params, last_hidden(hidden, last))
-    return kv_cache, choose(ctx, logits, rows, position + 1, **variant), position
+    return kv_cache, hidden, choose(ctx, logits, rows, position + 1, **variant), position
 
 
 def _by_row(model: LoadedModel, count: int, dtype, *tail: int) -> jax.ShapeDtypeStruct:
@@ -253,16 +254,25 @@ class ProgramCache:
         rows = key.rows * self._model.mesh.shape[DP_AXIS]
         columns = _OPERANDS[key.kind].num_columns(table_len=key.table_len, length=key.length)
         host = _by_row(self._model, rows, jnp.int32, columns)
-        return (host, sampling_shape(self._model, rows)) if key.kind == "prefill" else (host,)
+        if key.kind != "prefill":
+            return (host,)
+        next_id = () if key.num_prompt_top is None else (_by_row(self._model, rows, jnp.int32),)
+        return host, sampling_shape(self._model, rows), *next_id
 
-    def _prefill(self, key, params, tables, kv_cache, slots, sampling, packed, rows: SamplingRows):
-        """A chunk of each row, and the choice of the token after it."""
+    def _prefill(
+        self, key, params, tables, kv_cache, slots, sampling, packed, rows: SamplingRows, *next_id
+    ):
+        """A chunk of each row, and the choice of the token after it.
+
+        If asked for, also the logprobs of the tokens that follow those of the chunk; the host gives
+        the one after its last as `next_id`.
+        """
         given = PrefillOperands.unpack(packed, table_len=key.table_len, length=key.length)
         step_idx = jnp.arange(key.length, dtype=jnp.int32)[None, :]
         is_token = step_idx < given.count[:, None]
         positions = jnp.where(is_token, given.start[:, None] + step_idx, -1)
         tokens = Tokens(ids=given.token_ids, positions=positions, page_table=given.page_table)
-        kv_cache, choice, last = _choose_last(
+        kv_cache, hidden, choice, last = _choose_last(
             self._context, key.mode, params, tables, kv_cache, tokens, rows, **_variant(key)
         )
         put = {"mode": "drop", "unique_indices": False}
@@ -271,7 +281,15 @@ class ProgramCache:
             start=slots.start.at[given.slot].set(last + 1, **put),
         )
         sampling = jax.tree.map(lambda old, new: old.at[given.slot].set(new, **put), sampling, rows)
-        return kv_cache, slots, sampling, pack_choice(choice)
+        result = pack_choice(choice)
+        if key.num_prompt_top is not None:
+            _, local_logits = PATHS[key.mode]
+            targets = following_ids(given.token_ids, given.count, *next_id)
+            scores = score_tokens(
+                self._context, local_logits, params, hidden, targets, num_top=key.num_prompt_top
+            )
+            result = jnp.concatenate([result, scores], axis=1)
+        return kv_cache, slots, sampling, result
 
     def _decode(self, key, params, tables, kv_cache, slots: Slots, sampling, packed):
         """A token of each row, or up to `key.length`, one after the other."""
@@ -306,7 +324,7 @@ class ProgramCache:
         start = slots.start.at[slot].get(mode="fill", fill_value=-1)
         position = jnp.where(start < 0, -1, start + offset)
         tokens = Tokens(ids=ids[:, None], positions=position[:, None], page_table=given.page_table)
-        kv_cache, choice, _ = _choose_last(
+        kv_cache, _, choice, _ = _choose_last(
             self._context,
             key.mode,
             params,

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a user asks for and what comes back, as plain data."""
 
+import dataclasses
 import enum
 import hashlib
 import numbers
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -38,19 +39,25 @@ class SamplingParams:
     """How the next token is chosen from canonical logits.
 
     Attributes:
-        max_tokens: Most tokens to generate; at least 1.
+        max_tokens: Most tokens to generate; at least 1, or 0 to score the prompt alone, which needs
+            `num_prompt_logprobs`.
         temperature: Divides the logits, from 1e-30 to 1e30; 0 takes the first maximum (greedy).
         top_k: Keep the k most likely tokens; 0 keeps all.
         top_p: Keep the smallest set of most likely tokens with this probability; in (0, 1].
         min_p: Drop tokens less likely than this fraction of the most likely one; in [0, 1).
         seed: 0 to 2**64 - 1. Same seed, same noise: see `docs/numerics.md`.
-        n: Sequences a prompt, at most 1024; sequence i draws noise stream i of the seed.
+        n: Sequences a prompt, at most 1024.
+        noise_stream: Sequence i draws noise stream `noise_stream + i` of the seed, at most
+            2**32 - 1. So one of several sequences can be asked for alone.
         stop_token_ids: Tokens that end a completion (the model's own end tokens are added).
         stop: Texts that end a completion; the text ends before them, and the tokens that complete
             them stay in `token_ids` and in the digest. For what knows the tokenizer
             (`detjax.LLM`, the command); the engine, which does not, refuses them. A single text
             is taken for a tuple of one.
         num_top_logprobs: How many of the most likely tokens to report at each position.
+        num_prompt_logprobs: Report the logprob and the rank of each token of the prompt after the
+            first, with so many of the most likely tokens at its position; None reports nothing of
+            the prompt.
 
     NumPy's integers and floats are taken for Python's.
 
@@ -65,21 +72,34 @@ class SamplingParams:
     min_p: float = 0.0
     seed: int = 0
     n: int = 1
+    noise_stream: int = 0
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     num_top_logprobs: int = 0
+    num_prompt_logprobs: int | None = None
 
     def __post_init__(self):
         """Check every type, then every range."""
-        for name in ("max_tokens", "top_k", "seed", "n", "num_top_logprobs"):
+        for name in ("max_tokens", "top_k", "seed", "n", "noise_stream", "num_top_logprobs"):
             _replace(self, name, _integer(name, getattr(self, name)))
+        if self.num_prompt_logprobs is not None:
+            wanted = _integer("num_prompt_logprobs", self.num_prompt_logprobs)
+            _replace(self, "num_prompt_logprobs", wanted)
         for name in ("temperature", "top_p", "min_p"):
             _replace(self, name, _number(name, getattr(self, name)))
         _replace(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
         _replace(self, "stop", _texts("stop", self.stop))
         least, most = MIN_TEMPERATURE, MAX_TEMPERATURE
         checks = (
-            (self.max_tokens >= 1, f"{self.max_tokens=} must be at least 1"),
+            (
+                self.max_tokens >= (self.num_prompt_logprobs is None),
+                f"{self.max_tokens=} must be at least 1, or 0 with num_prompt_logprobs, which "
+                "scores the prompt alone",
+            ),
+            (
+                self.max_tokens > 0 or self.n == 1,
+                f"{self.n=} must be 1 where max_tokens=0: there is nothing to sample",
+            ),
             (
                 self.temperature == 0 or least <= self.temperature <= most,
                 f"{self.temperature=} must be 0 or from {least:g} to {most:g}",
@@ -93,19 +113,55 @@ class SamplingParams:
                 f"{self.n=} must be in [1, {MAX_SEQUENCES}]; ask again with another seed for more",
             ),
             (
+                0 <= self.noise_stream <= 2**32 - self.n,
+                f"{self.noise_stream=} must be in [0, 2**32 - n], with n={self.n}",
+            ),
+            (
                 0 <= self.num_top_logprobs <= MAX_TOP_LOGPROBS,
                 f"{self.num_top_logprobs=} must be in [0, {MAX_TOP_LOGPROBS}]",
+            ),
+            (
+                0 <= (self.num_prompt_logprobs or 0) <= MAX_TOP_LOGPROBS,
+                f"{self.num_prompt_logprobs=} must be None or in [0, {MAX_TOP_LOGPROBS}]",
             ),
         )
         for holds, message in checks:
             if not holds:
                 raise ValueError(message.replace("self.", ""))
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return every field as JSON can hold it."""
+        values = dataclasses.asdict(self)
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in values.items()
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "SamplingParams":
+        """Return what `as_dict` made the values of.
+
+        Raises:
+            ValueError: If a field is not known, or its value is out of range.
+        """
+        known = {field.name for field in dataclasses.fields(cls)}
+        if unknown := sorted(set(values) - known):
+            raise ValueError(f"{unknown[0]}={values[unknown[0]]!r} is no sampling parameter")
+        return cls(**{name: _from_json(name, value) for name, value in values.items()})
+
     @property
     def is_filtered(self) -> bool:
         """Whether any token may be excluded before sampling; greedy never looks."""
         narrows = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
         return self.temperature > 0 and narrows
+
+
+def _from_json(name: str, value: Any) -> Any:
+    """A field's value: JSON has no tuples, and may write a whole number for a float."""
+    if isinstance(value, list):
+        return tuple(value)
+    is_whole = type(value) is int and name in ("temperature", "top_p", "min_p")
+    return float(value) if is_whole else value
 
 
 def _replace(frozen: Any, name: str, value: Any) -> None:
@@ -164,6 +220,9 @@ class Request:
             `EngineConfig.ageing_steps` steps of waiting.
         cache_salt: Prefixes are shared among requests of the same salt alone, so nobody learns from
             the time of an answer what another tenant has asked. It changes no bit.
+        predicted_token_ids: Tokens that the answer may begin with. An engine with
+            `has_prompt_lookup` verifies them in windows, as drafts, which is quicker than decoding
+            where they are right. They change no bit.
 
     Raises:
         ValueError: If a value has another type or is outside its range; the message names it.
@@ -174,10 +233,12 @@ class Request:
     is_deterministic: bool = True
     priority: int = 0
     cache_salt: str = ""
+    predicted_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self):
         """Check every type, and the range of the priority."""
-        _replace(self, "prompt_token_ids", _token_ids("prompt_token_ids", self.prompt_token_ids))
+        for name in ("prompt_token_ids", "predicted_token_ids"):
+            _replace(self, name, _token_ids(name, getattr(self, name)))
         _replace(self, "priority", _integer("priority", self.priority))
         if not -MAX_PRIORITY <= self.priority <= MAX_PRIORITY:
             raise ValueError(
@@ -192,6 +253,31 @@ class Request:
 
 TopLogprobs = tuple[tuple[int, np.float32], ...]
 """(token id, logprob) of the most likely tokens of one position, most likely first."""
+
+
+class PromptLogprob(NamedTuple):
+    """What the model thinks of a token of the prompt, given those before it.
+
+    Attributes:
+        logprob: float32, at temperature 1, unfiltered: the bits that the token would have had, had
+            it been sampled there.
+        rank: 1 for the most likely token of the vocabulary. Equal logits rank in order of their
+            token ids.
+        top_logprobs: Of the position, as many as were asked for.
+    """
+
+    logprob: np.float32
+    rank: int
+    top_logprobs: TopLogprobs
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether greedy decoding would have chosen this token."""
+        return self.rank == 1
+
+
+PromptLogprobs = tuple[PromptLogprob, ...]
+"""Of the second token of a prompt, and so on; the first follows nothing and has no logprob."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -248,6 +334,8 @@ class RequestOutput:
             else None.
         weight_version: Of the weights that computed it: see `Engine.load_weights`.
         windows: Of drafts, of the sequence so far.
+        prompt_logprobs: Where they were asked for, with the first output of sequence 0 that has a
+            token, or ends it without one; None elsewhere.
     """
 
     request_id: int
@@ -259,6 +347,7 @@ class RequestOutput:
     exception: Exception | None
     weight_version: int
     windows: WindowCounts = NO_WINDOWS
+    prompt_logprobs: PromptLogprobs | None = None
 
     @property
     def error(self) -> str:
@@ -272,7 +361,8 @@ class Completion:
 
     `token_ids` holds every generated token, the one that ended it included. `logprobs[i]` is the
     canonical float32 log-probability of `token_ids[i]` at temperature 1 before any filter.
-    `weight_version` is 0 for the weights that the model was loaded with.
+    `weight_version` is 0 for the weights that the model was loaded with. `prompt_logprobs` is None
+    where they were not asked for.
     """
 
     request_idx: int
@@ -283,6 +373,7 @@ class Completion:
     top_logprobs: tuple[TopLogprobs, ...]
     finish_reason: FinishReason
     weight_version: int = 0
+    prompt_logprobs: PromptLogprobs | None = None
 
     def digest(self) -> str:
         """Sha256 over the token ids (int32) and the logprobs (float32), little-endian."""

@@ -52,7 +52,7 @@ class SamplingRows:
             "min_p": ([p.min_p for p, _ in rows], np.float32),
             "seed_low": ([p.seed & 0xFFFFFFFF for p, _ in rows], np.uint32),
             "seed_high": ([p.seed >> 32 for p, _ in rows], np.uint32),
-            "sequence_idx": ([i for _, i in rows], np.uint32),
+            "sequence_idx": ([p.noise_stream + i for p, i in rows], np.uint32),
         }
         return cls(**{name: np.asarray(values, dtype) for name, (values, dtype) in columns.items()})
 
@@ -106,7 +106,7 @@ def _best_over_ranks(values, ids):
     return jnp.take_along_axis(all_ids, winner, axis=1)[:, 0]
 
 
-def _most_likely(logits, first, count: int):
+def most_likely(logits, first, count: int):
     """The largest logits of all ranks and their token ids; equal ones in order of id.
 
     Where the vocabulary has fewer than `count` tokens, padding follows: -inf, and any id.
@@ -173,7 +173,7 @@ def choose(
     owner = token_ids // logits.shape[1]
     chosen = jnp.take_along_axis(gather_columns(owned, TP_AXIS), owner[:, None], axis=1)
 
-    top_values, top_ids = _most_likely(logits, first, num_top)
+    top_values, top_ids = most_likely(logits, first, num_top)
     logprobs = log_probs(jnp.concatenate([chosen, top_values], axis=1), lse, backend=backend)
     return Choice(
         token_ids=token_ids,

@@ -408,6 +408,7 @@ class Scheduler:
             start=start,
             token_ids=seq.tokens[start:stop],
             is_last=seq.is_prefilled,
+            is_scored=min(stop, seq.num_to_score) > max(start, len(seq.prompt_logprobs)),
         )
         seq.num_pending += max_committed(row)
         replica.prefixes.announce(seq, stop)

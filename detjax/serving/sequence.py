@@ -8,7 +8,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from detjax.serving.errors import OutOfPagesError
-from detjax.serving.request import NO_WINDOWS, FinishReason, Request, TokenEvent, WindowCounts
+from detjax.serving.request import (
+    NO_WINDOWS,
+    FinishReason,
+    PromptLogprob,
+    Request,
+    TokenEvent,
+    WindowCounts,
+)
 
 OnToken = Callable[[TokenEvent], bool]
 """Told each token as it is released; True ends the sequence.
@@ -64,6 +71,10 @@ class Sequence:
         listener: Who hears of its tokens.
         tokens: The prompt and what has been committed.
         is_filtered: Whether it has a top-k, top-p or min-p.
+        wants_scores: Whether logprobs of the prompt are wanted. Sequence 0 has them for all of a
+            request.
+        num_to_score: Tokens of the prompt whose logprobs are wanted: all but the first, or none.
+        prompt_logprobs: Those that are known, from the second token on.
         service_order: Order of service; the lowest is never preempted by another.
         state: Waiting, running or done.
         replica: Where it runs.
@@ -92,6 +103,9 @@ class Sequence:
     listener: Listener = field(default_factory=Listener)
     tokens: list[int] = field(init=False)
     is_filtered: bool = field(init=False)
+    wants_scores: bool = field(init=False)
+    num_to_score: int = field(init=False)
+    prompt_logprobs: list[PromptLogprob] = field(init=False, default_factory=list)
     service_order: tuple[int, int] = (0, 0)
     state: SequenceState = SequenceState.WAITING
     replica: int = 0
@@ -113,6 +127,9 @@ class Sequence:
         """Begin with the prompt."""
         self.tokens = list(self.request.prompt_token_ids)
         self.is_filtered = self.request.sampling.is_filtered
+        is_wanted = self.request.sampling.num_prompt_logprobs is not None
+        self.wants_scores = is_wanted and self.sequence_idx == 0
+        self.num_to_score = len(self.tokens) - 1 if self.wants_scores else 0
         self.listener.told_len = len(self.tokens)
 
     @property
@@ -136,11 +153,17 @@ class Sequence:
         return self.num_prefilled == self.num_to_prefill
 
     @property
+    def is_scored(self) -> bool:
+        """Whether the logprobs of the prompt are known, as far as they are wanted."""
+        return len(self.prompt_logprobs) == self.num_to_score
+
+    @property
     def end_reason(self) -> FinishReason | None:
         """Why it ends with what it has committed, if it does, whatever its listener says."""
         if self.num_outputs and self.tokens[-1] in self.end_token_ids:
             return FinishReason.STOP
-        return FinishReason.LENGTH if len(self.tokens) >= self.max_len else None
+        is_full = len(self.tokens) >= self.max_len and self.is_scored
+        return FinishReason.LENGTH if is_full else None
 
 
 class SequenceError(Exception):
@@ -165,13 +188,17 @@ def blaming(seq: Sequence) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillRow:
-    """Tokens `start` onwards of a sequence; the last row of a prompt chooses a token."""
+    """Tokens `start` onwards of a sequence; the last row of a prompt chooses a token.
+
+    Where it `is_scored`, the logprobs of the tokens that follow them are wanted too.
+    """
 
     seq: Sequence
     epoch: int
     start: int
     token_ids: abc.Sequence[int]
     is_last: bool
+    is_scored: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -203,7 +230,7 @@ def max_committed(row: Row) -> int:
     """Most tokens that the result of a row can commit."""
     match row:
         case PrefillRow():
-            return int(row.is_last)
+            return int(row.is_last and len(row.seq.tokens) < row.seq.max_len)
         case DecodeRow():
             return 0 if row.is_draft else row.num_tokens
         case VerifyRow():

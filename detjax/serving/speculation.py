@@ -20,6 +20,14 @@ def propose_nothing(tokens: abc.Sequence[int], most: int) -> tuple[int, ...]:
     return ()
 
 
+def predicted_drafts(seq: Sequence) -> tuple[int, ...]:
+    """Return what the request predicts to follow, as long as it has been right."""
+    predicted = seq.request.predicted_token_ids
+    made = seq.tokens[len(seq.request.prompt_token_ids) :]
+    is_right = len(made) < len(predicted) and tuple(made) == predicted[: len(made)]
+    return predicted[len(made) :] if is_right else ()
+
+
 def open_window(seq: Sequence) -> None:
     """Begin a new window, without a draft."""
     seq.num_drafts = 0
@@ -156,7 +164,8 @@ class Speculation:
             return ()
         most = self._max_drafts(seq)
         with blaming(seq):
-            return tuple(self._propose(seq.tokens, most)[:most])
+            predicted = predicted_drafts(seq)
+            return tuple((predicted or self._propose(seq.tokens, most))[:most])
 
     def _close_if_due(self, seq: Sequence, step: int) -> bool:
         """Close the window of a sequence if its time has come, and say whether it is closed."""

@@ -13,6 +13,8 @@ from detjax.models.tokenizer import Tokenizer
 from detjax.serving.request import (
     Completion,
     FinishReason,
+    PromptLogprob,
+    PromptLogprobs,
     Request,
     SamplingParams,
     TokenEvent,
@@ -124,12 +126,17 @@ class CompletionOutput:
     Attributes:
         completion: Token ids, float32 logprobs and the reason of its end, as the engine has them.
         text: Of the tokens, up to the first stop string; special tokens are not shown.
-        fingerprint: Of everything that decides a bit: the model's numerics, build and hardware.
+        fingerprint: Of numerics, build and hardware: equal for every model. `detjax.proof` says
+            which model it was.
+        sampling: As it was used, `max_tokens` being no more than fitted.
+        is_deterministic: Whether the answer is the canonical one.
     """
 
     completion: Completion
     text: str
     fingerprint: str
+    sampling: SamplingParams
+    is_deterministic: bool
 
     @property
     def index(self) -> int:
@@ -173,6 +180,8 @@ class CompletionOutput:
             "token_ids": list(done.token_ids),
             "text": self.text,
             "finish_reason": done.finish_reason.value,
+            "sampling": self.sampling.as_dict(),
+            "is_deterministic": self.is_deterministic,
             # ROUND: none; float32 to float64 is exact, and JSON's decimal names that float64.
             "logprobs": [float(logprob) for logprob in done.logprobs],
         }
@@ -180,6 +189,11 @@ class CompletionOutput:
             entry["top_logprobs"] = [
                 [[token_id, float(logprob)] for token_id, logprob in top]
                 for top in done.top_logprobs
+            ]
+        if done.prompt_logprobs is not None:
+            entry["prompt_logprobs"] = [
+                [float(one.logprob), one.rank, [[i, float(p)] for i, p in one.top_logprobs]]
+                for one in done.prompt_logprobs
             ]
         return {**entry, "digest": done.digest(), "fingerprint": self.fingerprint}
 
@@ -203,13 +217,30 @@ class CompletionOutput:
                 for top in entry.get("top_logprobs", none)
             ),
             finish_reason=FinishReason(entry["finish_reason"]),
+            prompt_logprobs=_prompt_logprobs(entry.get("prompt_logprobs")),
         )
         if completion.digest() != entry["digest"]:
             raise ValueError(
                 f"digest {entry['digest']!r} is not that of the token ids and logprobs beside it, "
                 f"{completion.digest()}; the record was changed"
             )
-        return cls(completion=completion, text=entry["text"], fingerprint=entry["fingerprint"])
+        return cls(
+            completion=completion,
+            text=entry["text"],
+            fingerprint=entry["fingerprint"],
+            sampling=SamplingParams.from_dict(entry["sampling"]),
+            is_deterministic=entry["is_deterministic"],
+        )
+
+
+def _prompt_logprobs(entry: Sequence[Any] | None) -> PromptLogprobs | None:
+    """What `CompletionOutput.as_dict` made an entry of."""
+    if entry is None:
+        return None
+    return tuple(
+        PromptLogprob(np.float32(logprob), rank, tuple((i, np.float32(p)) for i, p in top))
+        for logprob, rank, top in entry
+    )
 
 
 class CompletionText:
@@ -242,7 +273,9 @@ class CompletionText:
         """
         self.key = (request_idx, sequence_idx)
         self.pieces: list[str] = []
-        self.finish_reason: FinishReason | None = None
+        # Nothing is generated where only the prompt is scored.
+        has_tokens = request.sampling.max_tokens > 0
+        self.finish_reason: FinishReason | None = None if has_tokens else FinishReason.LENGTH
         self._request = request
         self._end_ids = frozenset((*end_ids, *request.sampling.stop_token_ids))
         self._fingerprint = fingerprint
@@ -284,7 +317,11 @@ class CompletionText:
             finish_reason=self.finish_reason,
         )
         return CompletionOutput(
-            completion=completion, text="".join(self.pieces), fingerprint=self._fingerprint
+            completion=completion,
+            text="".join(self.pieces),
+            fingerprint=self._fingerprint,
+            sampling=self._request.sampling,
+            is_deterministic=self._request.is_deterministic,
         )
 
 
@@ -384,10 +421,10 @@ def text_request(
     token_ids = request.prompt_token_ids
     if not token_ids:
         raise ValueError(f"{what} has no tokens; give some text")
-    if len(token_ids) >= max_len:
+    if len(token_ids) + min(sampling.max_tokens, 1) > max_len:
+        left = " and one must be left to generate" if sampling.max_tokens else ""
         raise ValueError(
-            f"{what} has {len(token_ids)} tokens, but {limit} is {max_len} and one must be left to "
-            "generate; shorten it"
+            f"{what} has {len(token_ids)} tokens, but {limit} is {max_len}{left}; shorten it"
         )
     for token_id in (min(token_ids), max(token_ids)):
         if not 0 <= token_id < vocab_size:

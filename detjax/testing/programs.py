@@ -31,6 +31,7 @@ def plain_key(
     weights: str = "full",
     num_top: int = 0,
     with_filters: bool = False,
+    num_prompt_top: int | None = None,
 ) -> ProgramKey:
     """The key of a program of which little need be said."""
     return ProgramKey(
@@ -42,6 +43,7 @@ def plain_key(
         weights=weights,
         num_top=num_top,
         with_filters=with_filters,
+        num_prompt_top=num_prompt_top,
     )
 
 

@@ -327,6 +327,15 @@ PROGRAMS = {
     "pressed_top": lambda: pressed("decode", rows=8, table_len=34, num_top=4),
     "pressed_prefill": lambda: pressed("prefill", rows=1, length=512, table_len=64),
     "pressed_prefill_many": lambda: pressed("prefill", rows=8, length=512, table_len=34),
+    "pressed_scores": lambda: pressed(
+        "prefill", rows=4, length=512, table_len=64, num_prompt_top=4
+    ),
+    "pressed_scores_one": lambda: pressed(
+        "prefill", rows=1, length=64, table_len=64, num_prompt_top=0
+    ),
+    "pressed_mesh_scores": lambda: pressed(
+        "prefill", rows=1, length=512, table_len=64, tp=4, num_prompt_top=4
+    ),
     "pressed_verify": lambda: pressed("verify", rows=8, length=8, table_len=34),
     "pressed_verify_wide": lambda: pressed("verify", rows=1, length=32, table_len=64),
     "pressed_mesh_decode": lambda: pressed("decode", rows=8, table_len=34, tp=4),

@@ -153,6 +153,14 @@ def test_8_bit_weights_are_widened_inside_the_products(name):
     assert program["temp_bytes"] < 32 << 20
 
 
+@pytest.mark.parametrize(
+    ("name", "most_mib"), [("pressed_scores", 192), ("pressed_mesh_scores", 64)]
+)
+def test_scores_of_a_prompt_take_the_memory_of_few_rows_of_logits(name, most_mib):
+    """All logits of 4 x 512 tokens would take 1002 MiB."""
+    assert compiled(name)["temp_bytes"] < most_mib << 20
+
+
 @pytest.mark.control
 def test_control_a_kept_cache_is_seen_as_a_copy():
     program = compiled("kept_cache")

@@ -12,6 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 
 from detjax import generate
 from detjax.cli.model import OpenModel
+from detjax.proof.identity import Identity
 from detjax.serving.config import EngineConfig
 from detjax.serving.metrics import EngineStats
 from detjax.serving.request import Completion, FinishReason, Request, TokenEvent
@@ -78,6 +79,9 @@ class Toy:
         """Answer with the prompt and the number of the sequence, then end."""
         prompt = [i for i in request.prompt_token_ids if i < 256]
         return [*prompt, *self.ids_of(str(seq)), self.end]
+
+
+IDENTITY = Identity(model={"name": "toy"}, numerics={}, build={})
 
 
 class FakeEngine:
@@ -174,6 +178,7 @@ def command(tmp_path, toy):
                 backend="portable",
                 backend_reason="a test",
                 make_engine=make_engine,
+                identify=lambda tokenizer: IDENTITY,
             )
 
         return generate.main(["--model", str(folder), *argv], open_model=open_model)

@@ -10,7 +10,7 @@ import pytest
 
 from detjax.cli import check, errors
 from detjax.serving.config import EngineConfig
-from detjax.serving.request import Completion, FinishReason, Request
+from detjax.serving.request import Completion, FinishReason, Request, SamplingParams
 from detjax.serving.text import CompletionOutput
 
 
@@ -175,7 +175,11 @@ def completion(**changes) -> CompletionOutput:
         finish_reason=FinishReason.LENGTH,
     )
     return CompletionOutput(
-        completion=dataclasses.replace(base, **changes), text="", fingerprint=""
+        completion=dataclasses.replace(base, **changes),
+        text="",
+        fingerprint="",
+        sampling=SamplingParams(),
+        is_deterministic=True,
     )
 
 

@@ -29,6 +29,7 @@ from detjax.models.params import tensor_specs
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
+from detjax.proof.identity import Identifier
 
 CODES = {errors.OK, errors.BAD_INPUT, errors.BITS_DIFFER, errors.INTERRUPTED}
 
@@ -186,6 +187,7 @@ def fuzz(tmp_path, toy, fake_engine, monkeypatch) -> Callable[[int, bool], int]:
             backend="portable",
             backend_reason="a test",
             make_engine=lambda shape, tracer: fake_engine(toy.echo, shape, (0, 0)),
+            identify=lambda tokenizer: Identifier(model, tokenizer, name="toy").identity(),
         )
 
     def run(case: int, breaks_folder: bool) -> int:

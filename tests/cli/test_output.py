@@ -89,11 +89,17 @@ def test_json_lines_hold_what_the_help_says(command, capsys, toy):
         "token_ids",
         "text",
         "finish_reason",
+        "sampling",
+        "is_deterministic",
         "logprobs",
         "top_logprobs",
         "digest",
         "fingerprint",
+        "model",
     ]
+    assert entry["model"] == {"name": "toy"}
+    assert entry["sampling"]["num_top_logprobs"] == 1
+    assert entry["is_deterministic"] is True
     assert entry["prompt_token_ids"] == [256, *toy.ids_of("ab")]
     assert entry["token_ids"] == [*toy.ids_of("ab0"), toy.end]
     assert (entry["index"], entry["sequence"], entry["text"]) == (0, 0, "ab0")

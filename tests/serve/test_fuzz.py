@@ -34,7 +34,8 @@ FIELDS = (
     "logprobs", "top_logprobs", "best_of", "suffix", "is_deterministic", "priority", "cache_salt",
     "return_token_ids", "return_logprob_bytes", "user", "metadata", "presence_penalty",
     "frequency_penalty", "logit_bias", "tools", "documents", "tool_choice", "chat_template_kwargs",
-    "response_format", "tokens", "return_token_strs", "input", "instructions", "nobody knows me",
+    "response_format", "prompt_logprobs", "tokens", "return_token_strs", "input", "instructions",
+    "nobody knows me",
 )  # fmt: skip
 WHOLE = {
     "/v1/completions": {"model": "small", "prompt": "sea", "max_tokens": 1},

@@ -110,6 +110,16 @@ def test_engine_steps_do_no_arithmetic_outside_kernels(kind):
     assert float_arithmetic_outside_kernels(control, *operands) != []
 
 
+def test_scores_of_a_prompt_take_no_arithmetic_outside_kernels():
+    """In one block of rows, and in a loop over several; nobody who does not ask runs it."""
+    model = dummy_model(dummy_config(), tp=2)
+    programs = ProgramCache(model, num_pages=6, num_slots=3, window_len=4)
+    for length in (8, 200):
+        key = dataclasses.replace(engine_key("prefill"), length=length, num_prompt_top=4)
+        operands = programs.operands(key, model.params)
+        assert float_arithmetic_outside_kernels(programs.function(key), *operands) == []
+
+
 def test_the_verify_step_does_not_copy_the_cache():
     model = dummy_model(dummy_config())
     programs = ProgramCache(model, num_pages=7, num_slots=3, window_len=4)

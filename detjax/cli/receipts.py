@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Receipts written by the command, and what `detjax.replay` and `detjax.audit` share.
+
+JAX is imported only once the receipts are known to be whole.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import rich.console
+import rich.progress
+
+from detjax.cli.arguments import NO_CACHE, GenerateArgs, default_cache_dir
+from detjax.cli.errors import BAD_INPUT, BITS_DIFFER, OK
+from detjax.cli.job import Job
+from detjax.cli.model import keep_compiled_programs
+from detjax.proof.canonical_json import canonical_json
+from detjax.proof.signing import SigningKey, read_public_key
+from detjax.serving.text import CompletionOutput
+
+if TYPE_CHECKING:  # imports JAX
+    from detjax.proof.identity import Identity
+    from detjax.proof.receipt import Receipt
+
+_MAX_LINES = 10
+
+
+def check_can_sign(key: str | None) -> None:
+    """See that the extra is installed and the key, if there is one, is good.
+
+    Raises:
+        ValueError: If the extra is missing, or the key is none.
+        OSError: If the key cannot be read.
+    """
+    try:
+        canonical_json({})
+        if key is not None:
+            SigningKey(Path(key))
+    except ImportError as error:
+        raise ValueError(str(error)) from error
+
+
+def write_receipts(
+    args: GenerateArgs, identity: "Identity", outputs: Sequence[CompletionOutput], job: Job
+) -> None:
+    """Write a receipt of each completion, signed if asked for."""
+    from detjax.proof.receipt import Receipt
+
+    assert args.receipts is not None
+    key = None if args.sign is None else SigningKey(Path(args.sign))
+    with Path(args.receipts).open("w") as file:
+        for output in outputs:
+            receipt = Receipt.of(identity, output, end_token_ids=job.end_ids)
+            file.write((receipt if key is None else receipt.signed(key)).to_json() + "\n")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Options of both commands."""
+    parser.add_argument("file", metavar="FILE", type=Path, help="receipts, one a line")
+    model = parser.add_argument_group("model")
+    model.add_argument("--model", metavar="DIR_OR_ID",
+                       help="a folder or a Hugging Face id, whose weights have the hash in the "
+                       "receipts (default: the name there)")  # fmt: skip
+    model.add_argument(
+        "--revision",
+        metavar="REV",
+        help="branch, tag or commit of an id (default: that of the receipts)",
+    )
+    engine = parser.add_argument_group("batch, mesh and schedule (change no bit)")
+    engine.add_argument("--tp", type=int, default=1, metavar="N",
+                        help="devices that share each layer; on the CPU virtual ones")  # fmt: skip
+    engine.add_argument("--dp", type=int, default=1, metavar="N", help="replicas")
+    engine.add_argument("--batch-size", type=int, metavar="N", help="sequences that run at once")
+    engine.add_argument("--prefill-chunk", type=int, metavar="N",
+                        help="prompt tokens of a sequence in one step")  # fmt: skip
+    engine.add_argument("--cache-dir", default=default_cache_dir(), metavar="DIR",
+                        help=f"of compiled programs; {NO_CACHE} keeps none")  # fmt: skip
+    check = parser.add_argument_group("check")
+    check.add_argument("--accept", action="append", default=[], metavar="FIELD",
+                       help="compare though this field of model, numerics or build differs, as "
+                       "build.arch; may be repeated. Else another build is refused")  # fmt: skip
+    check.add_argument("--trust", metavar="KEY", type=Path,
+                       help="a public key in PEM: every receipt must be signed by it")  # fmt: skip
+    check.add_argument("--report", metavar="FILE", type=Path,
+                       help="also write what was found as JSON")  # fmt: skip
+
+
+def run_command(
+    args: argparse.Namespace,
+    *,
+    what: str,
+    engine_options: Callable[[Sequence["Receipt"]], dict[str, Any]],
+    has_predictions: bool,
+    order: Callable[[int], Sequence[int]] = range,
+) -> int:
+    """Read the receipts, load their model, run them and tell; return the exit code.
+
+    Args:
+        args: Of `add_options`.
+        what: Such as "replayed".
+        engine_options: Fields of `EngineConfig`, from the receipts.
+        has_predictions: As `rerun` has it.
+        order: Of so many receipts.
+    """
+    from detjax.proof.receipt import read_receipts
+
+    try:
+        receipts = read_receipts(args.file)
+        _check_signers(receipts, args.trust)
+        _check_one_model(receipts)
+        outcome = _run(args, receipts, what, engine_options(receipts), has_predictions, order)
+    except (ValueError, OSError, TypeError, ImportError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_INPUT
+    if args.report is not None:
+        args.report.write_text(json.dumps(outcome, indent=2) + "\n")
+    return BITS_DIFFER if outcome["differences"] else OK
+
+
+def _check_signers(receipts: Sequence["Receipt"], trusted: Path | None) -> None:
+    if trusted is None:
+        return
+    key = read_public_key(trusted)
+    for number, receipt in enumerate(receipts, start=1):
+        if receipt.signature is None:
+            raise ValueError(f"receipt {number} is not signed, and --trust {trusted} asks for it")
+        if receipt.signature.public_key != key:
+            raise ValueError(
+                f"receipt {number} is signed by another key, {receipt.signature.public_key}, than "
+                f"that of --trust {trusted}, {key}"
+            )
+
+
+def _check_one_model(receipts: Sequence["Receipt"]) -> None:
+    first = receipts[0]
+    for number, receipt in enumerate(receipts[1:], start=2):
+        for section in ("model", "numerics", "build"):
+            one, other = getattr(first, section), getattr(receipt, section)
+            for name in sorted(one.keys() | other.keys()):
+                if one.get(name) != other.get(name):
+                    raise ValueError(
+                        f"receipts 1 and {number} were not made by the same: {section}.{name} is "
+                        f"{one.get(name)} and {other.get(name)}; give them in two files"
+                    )
+
+
+def _run(
+    args: argparse.Namespace,
+    receipts: Sequence["Receipt"],
+    what: str,
+    options: dict[str, Any],
+    has_predictions: bool,
+    order: Callable[[int], Sequence[int]],
+) -> dict[str, Any]:
+    from detjax.llm import LLM
+    from detjax.numerics import NumericsProfile
+    from detjax.proof.identity import Identifier
+    from detjax.proof.rerun import identity_differences, rerun
+
+    keep_compiled_programs(args.cache_dir)
+    console = rich.console.Console(stderr=True)
+    first = receipts[0]
+    name = args.model or first.model["name"]
+    revision = args.revision or (None if args.model else first.model["hub_commit"])
+    begin_s = time.perf_counter()
+    llm = LLM(
+        name,
+        revision=revision,
+        backend=first.build["backend"],
+        tp=args.tp,
+        dp=args.dp,
+        profile=NumericsProfile(**first.numerics["profile"]),
+        cast_weights=_cast_option(first.model["weight_cast"]),
+        batch_size=args.batch_size,
+        prefill_chunk=args.prefill_chunk,
+        max_len=_max_len(receipts),
+        **options,
+    )
+    here = Identifier(llm.model, llm.tokenizer, name=name).identity()
+    unlike = list(identity_differences(first, here))
+    refused = [found for found in unlike if found[0] not in args.accept]
+    if refused:
+        lines = "; ".join(
+            f"{path} is {said} in the receipts and {now} here" for path, said, now in refused
+        )
+        raise ValueError(
+            f"these receipts are of another model or build: {lines}. Use what they name, or "
+            f"compare all the same with --accept {refused[0][0]}"
+        )
+    for path, said, now in unlike:
+        console.print(f"accepted: {path} is {said} in the receipts and {now} here")
+    loaded_s = time.perf_counter() - begin_s
+    with rich.progress.Progress(
+        console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task(what, total=len(receipts))
+        run_s = time.perf_counter()
+        differences = rerun(
+            llm.engine,
+            llm.tokenizer,
+            receipts,
+            has_predictions=has_predictions,
+            order=order(len(receipts)),
+            progress=lambda done: bar.update(task, completed=done),
+        )
+        run_s = time.perf_counter() - run_s
+    stats = llm.engine.stats()
+    run_s -= stats.compile_s
+    num_tokens = sum(len(receipt.token_ids) for receipt in receipts)
+    for difference in differences[:_MAX_LINES]:
+        console.print(str(difference), style="bold red", highlight=False, soft_wrap=True)
+    if len(differences) > _MAX_LINES:
+        console.print(f"and {len(differences) - _MAX_LINES} more")
+    style = "bold red" if differences else "bold green"
+    print(
+        f"{what} {len(receipts)} receipts, {num_tokens} tokens and logprobs: "
+        f"{len(differences)} receipts differ"
+    )
+    console.print(
+        f"{what} with tp {args.tp}, dp {args.dp}, batch {llm.config.engine.batch_size}: "
+        f"load {loaded_s:.1f} s, compile {stats.compile_s:.1f} s, run {run_s:.2f} s",
+        style=style,
+    )
+    return {
+        "what": what,
+        "num_receipts": len(receipts),
+        "num_tokens": num_tokens,
+        "differences": [
+            {"receipt": d.index + 1, "field": d.field, "said": d.receipt, "here": d.here}
+            for d in differences
+        ],
+        "accepted": [path for path, _, _ in unlike],
+        "tp": args.tp,
+        "dp": args.dp,
+        "batch_size": llm.config.engine.batch_size,
+        "load_s": loaded_s,
+        "compile_s": stats.compile_s,
+        "run_s": run_s,
+        "num_windows": stats.num_windows,
+        "num_rollbacks": stats.num_rollbacks,
+    }
+
+
+def _cast_option(weight_cast: str) -> str:
+    """The option that asks for a cast such as "float16 to bfloat16"."""
+    return weight_cast.rpartition(" to ")[2]
+
+
+def _max_len(receipts: Sequence["Receipt"]) -> int:
+    """Tokens of the longest prompt and answer, rounded up so that programs are shared."""
+    longest = max(len(r.prompt_token_ids) + len(r.token_ids) for r in receipts)
+    return max(256, 1 << longest.bit_length())

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What made an answer: the model, its numerics and the build, as facts that two people can compare.
+
+The fingerprint (`detjax.numerics.fingerprint`) is of numerics and build alone, and equal on every
+mesh. Which model it was, the hashes here say.
+"""
+
+import dataclasses
+import enum
+import hashlib
+import importlib.metadata
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from detjax.models.config import ModelConfig
+from detjax.models.loading import LoadedModel
+from detjax.models.tokenizer import CONFIG_FILE, TOKENIZER_FILE, Tokenizer
+from detjax.models.weights.hashing import hash_weights
+from detjax.numerics import Build
+from detjax.proof.canonical_json import canonical_json
+
+_DRIVER = Path("/proc/driver/nvidia/version")
+_PTXAS_PACKAGES = ("nvidia-cuda-nvcc", "nvidia-cuda-nvcc-cu12")
+_PLUGIN_PACKAGES = ("jax-cuda13-plugin", "jax-cuda12-plugin")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Identity:
+    """Everything besides the request that decides an answer.
+
+    Attributes:
+        model: `name`, `hub_commit` (of a Hugging Face snapshot, else null), `weights` (sha256 of
+            the tensors as they lie on the devices: see `hash_weights`; null in a job of several
+            processes, where no one has them all), `config` (sha256 of the
+            dimensions, canonical JSON), `tokenizer` and `chat_template` (sha256 of the files and of
+            the template), `weight_cast`.
+        numerics: `fingerprint`, and every field of `NumericsProfile` under `profile`.
+        build: Every field of `Build`, and on a GPU `plugin`, `ptxas` and `driver`.
+    """
+
+    model: dict[str, Any]
+    numerics: dict[str, Any]
+    build: dict[str, Any]
+
+
+class Identifier:
+    """Says what a model is. Its weights are hashed when first asked for, and when they change."""
+
+    def __init__(self, model: LoadedModel, tokenizer: Tokenizer | None, *, name: str):
+        """Hash nothing yet.
+
+        Args:
+            model: On its devices.
+            tokenizer: Of the model, if answers are texts.
+            name: As the model was asked for.
+        """
+        self._model, self._tokenizer, self._name = model, tokenizer, name
+        self._hashed: list[jax.Array] = []  # what the hash is of; arrays never change
+        self._weights = ""
+
+    def identity(self) -> Identity:
+        """The facts, of the weights as they are now."""
+        model = self._model
+        build = Build.current(model.backend.value, model.mesh.devices.flat[0])
+        return Identity(
+            model={
+                "name": self._name,
+                "hub_commit": _hub_commit(model.folder),
+                "weights": self.weights(),
+                "config": _config_hash(model.config),
+                "tokenizer": self._tokenizer and _tokenizer_hash(self._tokenizer),
+                "chat_template": self._tokenizer and _text_hash(self._tokenizer.chat_template),
+                "weight_cast": model.weight_cast,
+            },
+            numerics={
+                "fingerprint": model.fingerprint,
+                "profile": dataclasses.asdict(model.profile),
+            },
+            build=dataclasses.asdict(build) | dict(_toolchain(model.backend.platform)),
+        )
+
+    def weights(self) -> str | None:
+        """Sha256 of the weights as they are now; None in a job of several processes."""
+        if jax.process_count() > 1:
+            return None
+        params = {name: leaf for name, leaf in self._model.params.items() if name != "exchange"}
+        leaves = jax.tree.leaves(params)
+        is_known = len(leaves) == len(self._hashed) and all(
+            new is old for new, old in zip(leaves, self._hashed, strict=True)
+        )
+        if not is_known:
+            self._weights = hash_weights(
+                self._model.params,
+                self._model.config,
+                self._model.mesh,
+                vocab_block=self._model.profile.vocab_block,
+            )
+            self._hashed = leaves
+        return self._weights
+
+
+def _hub_commit(folder: Path | None) -> str | None:
+    """The commit of a snapshot in Hugging Face's cache, which its folder is named after."""
+    if folder is None or folder.parent.name != "snapshots":
+        return None
+    return folder.name if re.fullmatch("[0-9a-f]{40}", folder.name) else None
+
+
+def _config_hash(config: ModelConfig) -> str:
+    """Of the dimensions. A shorter context is left out, as it changes no bit."""
+    values = dataclasses.asdict(config)
+    del values["max_position_embeddings"]
+    values["rope"]["kind"] = config.rope.kind.value
+    return hashlib.sha256(canonical_json(_plain(values))).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    """The value with lists for tuples and values for enums."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value.value if isinstance(value, enum.Enum) else value
+
+
+def _tokenizer_hash(tokenizer: Tokenizer) -> str:
+    total = hashlib.sha256()
+    for name in (TOKENIZER_FILE, CONFIG_FILE):
+        file = tokenizer.source / name
+        if file.is_file():
+            total.update(f"{name} {hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
+    return total.hexdigest()
+
+
+def _text_hash(text: str | None) -> str | None:
+    return None if text is None else hashlib.sha256(text.encode()).hexdigest()
+
+
+def _toolchain(platform: str) -> Iterator[tuple[str, str]]:
+    """What else makes a GPU's programs, which `Build` has no field for."""
+    if platform != "gpu":
+        return
+    yield "plugin", _version(_PLUGIN_PACKAGES)
+    yield "ptxas", _version(_PTXAS_PACKAGES)
+    found = re.search(r"Kernel Module\D*([\d.]+)", _DRIVER.read_text() if _DRIVER.exists() else "")
+    yield "driver", found[1] if found else "unknown"
+
+
+def _version(packages: tuple[str, ...]) -> str:
+    for package in packages:
+        try:
+            return f"{package} {importlib.metadata.version(package)}"
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "unknown"

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A receipt is whole or refused: every bit of it counts, and what was changed is named."""
+
+import dataclasses
+import json
+import re
+
+import numpy as np
+import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ed25519
+
+from detjax.proof.canonical_json import canonical_json
+from detjax.proof.identity import Identity
+from detjax.proof.receipt import Receipt, ReceiptError, read_receipts
+from detjax.proof.signing import SignatureError, SigningKey, read_public_key
+from detjax.serving.request import Completion, FinishReason, SamplingParams
+from detjax.serving.text import CompletionOutput
+
+IDENTITY = Identity(
+    model={
+        "name": "toy", "hub_commit": None, "weights": "ab" * 32, "config": "cd" * 32,
+        "tokenizer": "ef" * 32, "chat_template": None, "weight_cast": "none",
+    },
+    numerics={"fingerprint": "0123456789abcdef", "profile": {"version": 1, "num_leaves": 8}},
+    build={"detjax": "0.1.0", "jax": "0.11.2", "backend": "portable"},
+)  # fmt: skip
+
+
+def make_output(**changes) -> CompletionOutput:
+    completion = Completion(
+        request_idx=3,
+        sequence_idx=2,
+        prompt_token_ids=(5, 6, 7),
+        token_ids=(1, 2, 300),
+        logprobs=(np.float32(-0.1), np.float32(-0.0), np.float32(-7.25)),
+        top_logprobs=(((1, np.float32(-0.1)),), (), ((300, np.float32(-7.25)),)),
+        finish_reason=FinishReason.STOP,
+    )
+    return CompletionOutput(
+        completion=dataclasses.replace(completion, **changes),
+        text="wörd",
+        fingerprint="0123456789abcdef",
+        sampling=SamplingParams(
+            max_tokens=9,
+            temperature=0.7,
+            top_p=0.9,
+            seed=2**63 + 5,
+            n=4,
+            stop=("d",),
+            num_prompt_logprobs=2,
+        ),  # fmt: skip
+        is_deterministic=True,
+    )
+
+
+def make_receipt() -> Receipt:
+    return Receipt.of(IDENTITY, make_output(), end_token_ids=(2, 0))
+
+
+def make_key(tmp_path) -> SigningKey:
+    key = ed25519.Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
+    path = tmp_path / "key.pem"
+    path.write_bytes(
+        key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        )
+    )
+    (tmp_path / "public.pem").write_bytes(
+        key.public_key().public_bytes(
+            serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
+        )
+    )
+    return SigningKey(path)
+
+
+def test_a_receipt_says_what_was_asked_and_answered_to_the_bit():
+    read = Receipt.from_json(make_receipt().to_json())
+    output = make_output()
+    assert read == make_receipt()
+    assert read.token_ids == output.token_ids
+    assert read.logprobs.tobytes() == np.asarray(output.logprobs, "<f4").tobytes()
+    assert read.top_logprobs == output.top_logprobs
+    assert read.prompt_token_ids == (5, 6, 7)
+    # Of this sequence alone: the third of four. And of the answer: not what the prompt scored.
+    assert read.sampling == dataclasses.replace(
+        output.sampling, n=1, noise_stream=2, num_prompt_logprobs=None
+    )
+    assert read.request["end_token_ids"] == [0, 2]
+
+
+def test_the_same_receipt_has_the_same_bytes():
+    text = make_receipt().to_json()
+    assert canonical_json(json.loads(text)).decode() == text
+    assert Receipt.from_json(f"  {text}\n").to_json() == text
+    with pytest.raises(ReceiptError, match="not canonical"):
+        Receipt.from_json(json.dumps(json.loads(text)))
+
+
+@pytest.mark.parametrize("is_signed", [False, True])
+def test_every_single_bit_counts(tmp_path, is_signed):
+    receipt = make_receipt()
+    raw = (receipt.signed(make_key(tmp_path)) if is_signed else receipt).to_json().encode()
+    for bit in np.random.default_rng(0).choice(8 * len(raw), 1000, replace=False):
+        data = bytearray(raw)
+        data[bit // 8] ^= 1 << (bit % 8)
+        with pytest.raises((ReceiptError, SignatureError)) as error:
+            Receipt.from_json(bytes(data))
+        assert re.search(r"\w", str(error.value))
+
+
+LEAVES = [
+    ("model", "weights"),
+    ("model", "name"),
+    ("numerics", "fingerprint"),
+    ("build", "jax"),
+    ("request", "prompt_token_ids"),
+    ("request", "sampling", "seed"),
+    ("request", "sampling", "temperature"),
+    ("request", "sampling", "stop"),
+    ("answer", "token_ids"),
+    ("answer", "logprobs_f32"),
+    ("answer", "text"),
+    ("answer", "digest"),
+]
+
+
+@pytest.mark.parametrize("path", LEAVES, ids=".".join)
+def test_the_field_that_was_changed_is_named(path):
+    values = json.loads(make_receipt().to_json())
+    *parents, name = path
+    place = values
+    for parent in parents:
+        place = place[parent]
+    old = place[name]
+    place[name] = {
+        str: lambda: old[:-1] + chr(ord(old[-1]) ^ 1),
+        list: lambda: old[::-1] + [1],
+    }.get(type(old), lambda: 0.75)()
+    with pytest.raises(ReceiptError, match=re.escape(f"{'.'.join(path)} was changed")):
+        Receipt.from_json(canonical_json(values))
+
+
+def test_a_changed_hash_is_named_and_so_is_their_sum():
+    for name in ("answer.text", "all"):
+        values = json.loads(make_receipt().to_json())
+        values["sha256"][name] = "00" * 32
+        with pytest.raises(ReceiptError, match=re.escape(f"sha256.{name} was changed")):
+            Receipt.from_json(canonical_json(values))
+
+
+def forged(change) -> bytes:
+    """A receipt with a change and hashes that fit it, as somebody would who knows how."""
+    receipt = make_receipt()
+    change(receipt)
+    return receipt.to_json().encode()
+
+
+def test_a_forger_must_keep_digest_and_lengths_right():
+    with pytest.raises(ReceiptError, match=r"answer\.digest is"):
+        Receipt.from_json(forged(lambda r: r.answer.update(token_ids=[1, 2, 301])))
+    with pytest.raises(ReceiptError, match="has 3 logprobs for 2 tokens"):
+        Receipt.from_json(forged(lambda r: r.answer.update(token_ids=[1, 2], top_logprobs=None)))
+    with pytest.raises(ReceiptError, match="num_prompt_logprobs is 2, and"):
+        Receipt.from_json(forged(lambda r: r.request["sampling"].update(num_prompt_logprobs=2)))
+    with pytest.raises(ReceiptError, match="speed"):
+        Receipt.from_json(forged(lambda r: r.request["sampling"].update(speed=3)))
+
+
+def test_a_signature_is_of_all_and_by_one_key(tmp_path):
+    key = make_key(tmp_path)
+    signed = make_receipt().signed(key)
+    assert Receipt.from_json(signed.to_json()) == signed
+    assert signed.signature is not None
+    assert signed.signature.public_key == read_public_key(tmp_path / "public.pem")
+    # Hashes that fit do not help without the key.
+    other = make_receipt()
+    other.request["sampling"]["seed"] = "7"
+    stolen = dataclasses.replace(other, signature=signed.signature)
+    with pytest.raises(SignatureError, match=r"signature\.value is not that"):
+        Receipt.from_json(stolen.to_json())
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "holds no private key"),
+        ("-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n", "holds no private key"),
+    ],
+)
+def test_a_key_that_is_none_is_refused(tmp_path, text, says):
+    (tmp_path / "k.pem").write_text(text)
+    with pytest.raises(ValueError, match=says):
+        SigningKey(tmp_path / "k.pem")
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("{", "line 1: the receipt is not JSON"),
+        ("[]", "not a JSON object"),
+        ('{"format":"detjax-receipt/1","format":"x"}', "stands there twice"),
+        ("{}", "'format' is missing"),
+        ('{"speed":1}', "'speed' is no field"),
+    ],
+)
+def test_a_file_says_which_line_is_wrong(tmp_path, line, says):
+    path = tmp_path / "r.jsonl"
+    path.write_text(line + "\n")
+    with pytest.raises(ReceiptError, match=says):
+        read_receipts(path)
+
+
+def test_an_empty_file_is_refused(tmp_path):
+    (tmp_path / "r.jsonl").write_text("\n\n")
+    with pytest.raises(ReceiptError, match="has no receipts"):
+        read_receipts(tmp_path / "r.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("output", "identity", "says"),
+    [
+        (dataclasses.replace(make_output(), is_deterministic=False), IDENTITY, "not canonical"),
+        (make_output(finish_reason=FinishReason.CANCELLED), IDENTITY, "did not end"),
+        (make_output(token_ids=(), logprobs=(), top_logprobs=()), IDENTITY, "has no tokens"),
+        (
+            make_output(),
+            dataclasses.replace(IDENTITY, model=IDENTITY.model | {"weights": None}),
+            "several processes",
+        ),
+    ],
+)
+def test_no_receipt_of_what_nobody_could_check(output, identity, says):
+    with pytest.raises(ValueError, match=says):
+        Receipt.of(identity, output, end_token_ids=())

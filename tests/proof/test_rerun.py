@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Receipts replayed and audited: on other meshes and batches, with forgeries, and with `fast`."""
+
+import base64
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+import detjax
+from detjax import audit, replay
+from detjax.models.bundled import bundled_model_path
+from detjax.proof.identity import Identifier, Identity
+from detjax.proof.receipt import Receipt
+from detjax.proof.rerun import Difference, identity_differences, rerun
+
+PROMPTS = ("The old house by the sea", "My sister said", "17+26=", "A stranger")
+SIZES = {"max_len": 256, "prefill_chunk": 32, "show_progress": False}
+
+
+@pytest.fixture(scope="module")
+def llm() -> detjax.LLM:
+    return detjax.LLM(batch_size=4, **SIZES)
+
+
+@pytest.fixture(scope="module")
+def auditor(llm) -> detjax.LLM:
+    return detjax.LLM(batch_size=4, has_prompt_lookup=True, verify_window=16, **SIZES)
+
+
+def samplings(count: int) -> list[detjax.SamplingParams]:
+    return [
+        detjax.SamplingParams(
+            max_tokens=20 + i,
+            temperature=(0.0, 1.0, 0.7)[i % 3],
+            top_p=(1.0, 0.9)[i % 2],
+            seed=2**40 + i,
+            n=1 + i % 2,
+            num_top_logprobs=2 * (i % 2),
+            num_prompt_logprobs=(None, 3)[i % 2],
+            stop=("he",) if i % 4 == 3 else (),
+        )
+        for i in range(count)
+    ]
+
+
+def receipts_of(llm: detjax.LLM, identity: Identity, count: int = 8) -> list[Receipt]:
+    outputs = llm.generate([PROMPTS[i % 4] for i in range(count)], samplings(count))
+    ends = llm.config.model.eos_token_ids
+    return [Receipt.of(identity, o, end_token_ids=ends) for p in outputs for o in p.outputs]
+
+
+@pytest.fixture(scope="module")
+def identity(llm) -> Identity:
+    return Identifier(llm.model, llm.tokenizer, name="novels-6m").identity()
+
+
+@pytest.fixture(scope="module")
+def receipts(llm, identity) -> list[Receipt]:
+    return receipts_of(llm, identity)
+
+
+def check(llm: detjax.LLM, receipts, *, has_predictions: bool, **options) -> list[Difference]:
+    return rerun(llm.engine, llm.tokenizer, receipts, has_predictions=has_predictions, **options)
+
+
+@pytest.mark.invariance
+def test_receipts_replay_in_another_order_and_one_sequence_alone(llm, receipts):
+    assert len({receipt.answer["digest"] for receipt in receipts}) > 8  # they do say something
+    assert check(llm, receipts, has_predictions=False, order=range(11, -1, -1)) == []
+    # One of n is drawn from its own stream, without the others.
+    (second,) = [r for r in receipts if r.sampling.noise_stream == 1][:1]
+    assert check(llm, [second], has_predictions=False) == []
+
+
+@pytest.mark.invariance
+def test_an_audit_is_by_windows_and_finds_the_same_bits(auditor, receipts):
+    before = dataclasses.replace(auditor.engine.stats())
+    assert check(auditor, receipts, has_predictions=True) == []
+    stats = auditor.engine.stats()
+    num_windows = stats.num_windows - before.num_windows
+    num_tokens = sum(len(receipt.token_ids) for receipt in receipts)
+    assert num_windows >= num_tokens // 16
+    assert stats.num_rollbacks == before.num_rollbacks  # every answer was accepted whole
+    # All but the first tokens, which prefill chooses, came of windows.
+    assert stats.draft_tokens - before.draft_tokens >= num_tokens - 3 * len(receipts)
+
+
+def edited(receipt: Receipt, section: str, **changes) -> Receipt:
+    values = getattr(receipt, section) | changes
+    return dataclasses.replace(receipt, **{section: values})
+
+
+def with_sampling(receipt: Receipt, **changes) -> Receipt:
+    return edited(receipt, "request", sampling=receipt.request["sampling"] | changes)
+
+
+def with_logprob_bit(receipt: Receipt, at: int) -> Receipt:
+    logprobs = receipt.logprobs.copy()
+    logprobs.view(np.uint32)[at] ^= 1
+    text = base64.b64encode(logprobs.tobytes()).decode()
+    return edited(receipt, "answer", logprobs_f32=text)
+
+
+FORGERIES = {
+    "token": (
+        lambda r: edited(
+            r, "answer", token_ids=[*r.token_ids[:6], r.token_ids[6] ^ 1, *r.token_ids[7:]]
+        ),
+        "answer.token_ids[6]",
+    ),
+    "logprob": (lambda r: with_logprob_bit(r, 9), "answer.logprobs_f32[9]"),
+    "seed": (lambda r: with_sampling(r, seed=str(r.sampling.seed ^ 1)), "answer.token_ids["),
+    "stream": (lambda r: with_sampling(r, noise_stream=5), "answer.token_ids["),
+    "temperature": (lambda r: with_sampling(r, temperature=3.0), "answer.token_ids["),
+    "prompt": (
+        lambda r: edited(r, "request", prompt_token_ids=[*r.prompt_token_ids[:-1], 7]),
+        "answer.",
+    ),
+    "longer": (
+        lambda r: with_sampling(r, max_tokens=r.sampling.max_tokens + 1), "answer.token_ids"
+    ),
+    "end": (lambda r: edited(r, "answer", finish_reason="stop"), "answer.finish_reason"),
+    "text": (lambda r: edited(r, "answer", text="something else"), "answer.text"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+@pytest.mark.parametrize("is_audit", [True, False], ids=["audit", "replay"])
+def test_a_forgery_with_hashes_that_fit_is_found_out(llm, auditor, receipts, name, is_audit):
+    """Control: nothing but the right answer passes."""
+    forge, field = FORGERIES[name]
+    honest = next(
+        r
+        for r in receipts
+        if r.sampling.temperature == 1.0 and r.answer["finish_reason"] == "length"
+    )
+    engine = auditor if is_audit else llm
+    found = check(engine, [honest, forge(honest)], has_predictions=is_audit)
+    assert [difference.index for difference in found] == [1]
+    assert found[0].field.startswith(field), found[0]
+
+
+@pytest.mark.control
+def test_answers_of_kernels_without_a_claim_do_not_pass(llm, auditor, identity):
+    fast = detjax.LLM(batch_size=4, mode="fast", **SIZES)
+    outputs = fast.generate(list(PROMPTS), samplings(4))
+    forged = [
+        Receipt.of(identity, dataclasses.replace(o, is_deterministic=True), end_token_ids=())
+        for p in outputs
+        for o in p.outputs
+    ]
+    for engine, has_predictions in ((llm, False), (auditor, True)):
+        found = check(engine, forged, has_predictions=has_predictions)
+        assert len(found) == len(forged)
+
+
+def test_another_weight_model_or_build_is_named(llm, identity, receipts):
+    assert list(identity_differences(receipts[0], identity)) == []
+    other = Identity(
+        model=identity.model | {"weights": "00" * 32, "name": "another name counts for nothing"},
+        numerics=identity.numerics,
+        build=identity.build | {"jax": "0.11.3"},
+    )
+    said, found = identity.model["weights"], "00" * 32
+    assert list(identity_differences(receipts[0], other)) == [
+        ("model.weights", said, found),
+        ("build.jax", "0.11.2", "0.11.3"),
+    ]
+
+
+# ---------------------------------------------------------------------------------------- commands
+
+
+@pytest.fixture(scope="module")
+def file(receipts, tmp_path_factory):
+    path = tmp_path_factory.mktemp("receipts") / "answers.jsonl"
+    path.write_text("".join(receipt.to_json() + "\n" for receipt in receipts))
+    return path
+
+
+def run_replay(*argv) -> int:
+    return replay.main([*map(str, argv), "--cache-dir", "none", "--prefill-chunk", "32"])
+
+
+@pytest.mark.invariance
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--tp 2 --batch-size 3 --shuffle 1",
+        "--dp 2 --batch-size 2 --mode dvr",
+        "--tp 4 --batch-size 7",
+    ],
+)
+def test_replay_on_other_meshes(file, options, capsys):
+    assert run_replay(file, *options.split()) == 0
+    assert "12 receipts, " in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_audit_writes_a_report(file, tmp_path):
+    report = tmp_path / "report.json"
+    assert audit.main([str(file), "--cache-dir", "none", "--report", str(report)]) == 0
+    found = json.loads(report.read_text())
+    assert found["differences"] == [] and found["num_receipts"] == 12 and found["num_windows"] > 0
+
+
+@pytest.mark.slow
+def test_a_difference_has_an_exit_code_and_a_line(file, receipts, tmp_path, capsys):
+    path = tmp_path / "forged.jsonl"
+    forged = FORGERIES["text"][0](receipts[0])
+    path.write_text(receipts[1].to_json() + "\n" + forged.to_json() + "\n")
+    assert run_replay(path) == 3
+    out, err = capsys.readouterr()
+    assert "1 receipts differ" in out and "receipt 2: answer.text is 'something else'" in err
+
+
+@pytest.mark.slow
+def test_another_build_is_refused_by_name(receipts, tmp_path, capsys):
+    path = tmp_path / "r.jsonl"
+    path.write_text(edited(receipts[0], "build", jax="0.9.9").to_json() + "\n")
+    assert run_replay(path) == 2
+    assert "build.jax is 0.9.9 in the receipts and 0.11.2 here" in capsys.readouterr().err
+    assert run_replay(path, "--accept", "build.jax") == 0
+    assert "accepted: build.jax is 0.9.9" in capsys.readouterr().err
+
+
+def test_receipts_of_two_models_are_not_mixed(receipts, tmp_path, capsys):
+    path = tmp_path / "r.jsonl"
+    other = edited(receipts[1], "model", weights="00" * 32)
+    path.write_text(receipts[0].to_json() + "\n" + other.to_json() + "\n")
+    assert run_replay(path) == 2
+    assert "receipts 1 and 2 were not made by the same: model.weights" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_who_must_have_signed(receipts, tmp_path, capsys):
+    from tests.proof.test_receipt import make_key
+
+    key = make_key(tmp_path)
+    path = tmp_path / "r.jsonl"
+    path.write_text(receipts[0].to_json() + "\n")
+    assert run_replay(path, "--trust", tmp_path / "public.pem") == 2
+    assert "receipt 1 is not signed" in capsys.readouterr().err
+    path.write_text(receipts[0].signed(key).to_json() + "\n")
+    assert run_replay(path, "--trust", tmp_path / "public.pem") == 0
+
+
+@pytest.mark.slow
+def test_the_command_writes_receipts(tmp_path, capsys):
+    from detjax.generate import main
+    from tests.proof.test_receipt import make_key
+
+    make_key(tmp_path)
+    path = tmp_path / "r.jsonl"
+    argv = ["--prompt", "The old house", "--max-tokens", "8", "--temperature", "1", "--n", "2"]
+    argv += ["--receipts", str(path), "--sign", str(tmp_path / "key.pem"), "--cache-dir", "none"]
+    assert main([*argv, "--format", "jsonl"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    written = [Receipt.from_json(line) for line in path.read_text().splitlines()]
+    assert [r.answer["digest"] for r in written] == [line["digest"] for line in lines]
+    assert [r.model for r in written] == [line["model"] for line in lines]
+    assert [line["sampling"]["seed"] for line in lines] == [0, 0]
+    assert [r.sampling.noise_stream for r in written] == [0, 1]
+    assert bundled_model_path().name == written[0].model["name"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (("--sign", "k.pem"), "--sign k.pem signs receipts; add --receipts FILE"),
+        (("--receipts", "no/such/r.jsonl"), "is in a folder that does not exist"),
+        (("--receipts", "r.jsonl", "--mode", "fast"), "promises nothing"),
+        (("--receipts", "r.jsonl", "--sign", "no.pem"), "no.pem"),
+        (("--receipts", "r.jsonl", "--coordinator", "a:1"), "several processes"),
+    ],
+)
+def test_the_command_refuses_before_it_runs(argv, says, tmp_path, monkeypatch, capsys):
+    from detjax.generate import main
+
+    monkeypatch.chdir(tmp_path)
+    assert main(["--prompt", "a", *argv]) == 2
+    assert says in capsys.readouterr().err
