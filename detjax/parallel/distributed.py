@@ -156,6 +156,7 @@ def start_job(
     watch.check_same("code of detjax", source_hash())
     _redirect_output(is_speaker=job.process_id == 0)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_enable_preemption_service", False)  # WHY: it would swallow SIGTERM
     bind = bind_address(host)
     jax.distributed.initialize(
         f"{job.coordinator.rpartition(':')[0]}:{runtime_port}",

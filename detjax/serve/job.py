@@ -3,12 +3,13 @@
 
 import argparse
 import asyncio
+import contextlib
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
-from detjax.cli.errors import INTERNAL_ERROR, OK
+from detjax.cli.errors import BAD_INPUT, INTERNAL_ERROR, OK
 from detjax.llm import LLM, find_model
 from detjax.models.identity import model_hash
 from detjax.parallel.distributed import JobSpec, start_job
@@ -26,9 +27,32 @@ OpenLLM = Callable[[argparse.Namespace, int], LLM]
 """Opens the model of the options on the devices of so many processes."""
 
 
+@contextlib.contextmanager
+def _ending(job: JobSpec) -> Iterator[None]:
+    """After an error let this process end, whatever it waits for at its exit.
+
+    JAX's runtime would wait there for the others, which are gone. Process 0 has time to say what it
+    was; of the others the watch has said it.
+    """
+    try:
+        yield
+    except BaseException as error:
+        code = BAD_INPUT if isinstance(error, ValueError | OSError) else INTERNAL_ERROR
+        if job.process_id:
+            os._exit(code)
+        _end_soon(code)
+        raise
+
+
+def _end_soon(code: int) -> None:
+    timer = threading.Timer(FAILED_S, os._exit, (code,))
+    timer.daemon = True
+    timer.start()
+
+
 def _open(args: argparse.Namespace, job: JobSpec, watch: Watch, open_llm: OpenLLM) -> LLM:
     """Open the model in this process of a job, and compare what must be the same in all."""
-    with watch.working():
+    with _ending(job), watch.working():
         folder = find_model(args.model, revision=args.revision)
         watch.check_same("files of the model", model_hash(folder))
         llm = open_llm(args, job.num_processes)
@@ -87,9 +111,7 @@ class Leader:
     def _fail(self, reason: str) -> None:
         """Answer with the reason for a while. A step may hang in a collective for ever."""
         self._has_failed = True
-        timer = threading.Timer(FAILED_S, os._exit, (INTERNAL_ERROR,))
-        timer.daemon = True
-        timer.start()
+        _end_soon(INTERNAL_ERROR)
         if self._service is not None:
             self._loop.call_soon_threadsafe(self._service.fail, reason)
 
@@ -104,5 +126,6 @@ def follow_server(args: argparse.Namespace, job: JobSpec, open_llm: OpenLLM) -> 
     llm = _open(args, job, watch, open_llm)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: watch.send(_DRAIN))
-    follow(llm.engine, watch)
+    with _ending(job):
+        follow(llm.engine, watch)
     return OK

@@ -306,11 +306,12 @@ def follow(engine: Engine, watch: Watch) -> None:
     """
     follower = _Follower(engine, watch)
     for step in itertools.count():
-        message = follower.receive()
-        if isinstance(message, End):
-            return
+        data = watch.mail.get()[1]
         with watch.working():
             watch.progress()
+            message = _DECODER.decode(data)
+            if isinstance(message, End):
+                return
             follower.step(step, message)
 
 

@@ -75,7 +75,7 @@ def assert_differences_are_seen(found: list[dict]) -> None:
     assert len({row["digest"] for row in found}) > 30
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.invariance
 def test_a_data_set_survives_the_loss_of_an_actor_bit_for_bit():
     """Ray gives the rows of the killed actor to another: none is lost, none is there twice."""

@@ -201,6 +201,30 @@ def test_a_job_of_dp_2_answers_as_one_process_and_drains_when_another_is_told_to
         assert "draining: 1 requests are open" in log and "Traceback" not in log, log
 
 
+@pytest.mark.slow
+def test_a_job_that_cannot_be_opened_ends_in_all_processes():
+    """What only the devices show is refused after all have joined."""
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+    command = [
+        sys.executable, "-m", "detjax.serve", "--port", "0", "--tp", "2", "--kv-memory", "0.5",
+        "--coordinator", f"localhost:{port}", "--num-processes", "2", "--process-id",
+    ]  # fmt: skip
+    processes = [
+        subprocess.Popen([*command, str(i)], stderr=subprocess.PIPE, text=True) for i in range(2)
+    ]
+    try:
+        errors = [process.communicate(timeout=120)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode > 0 for process in processes] == [True, True], (
+        [process.returncode for process in processes],
+        errors,
+    )
+    assert all("--kv-memory 0.5 is a share of a GPU's memory" in text for text in errors), errors
+
+
 def test_the_commands_of_the_docs_are_commands():
     lines = (ROOT / "docs" / "server.md").read_text().splitlines()
     commands = [shlex.split(line, comments=True) for line in lines if COMMAND.match(line)]

@@ -268,7 +268,11 @@ def test_a_request_is_refused_before_anybody_else_hears_of_it():
 
 
 def test_no_step_takes_more_of_the_log_than_fits_into_a_message(monkeypatch):
-    monkeypatch.setattr(replicated_engine, "MAX_BEGIN_BYTES", 400)
+    request = replicated_engine.Request(
+        prompt_token_ids=tuple(prompt(40)), sampling=SamplingParams(max_tokens=1)
+    )
+    one = len(replicated_engine._ENCODER.encode(replicated_engine.Admission(request, False)))
+    monkeypatch.setattr(replicated_engine, "MAX_BEGIN_BYTES", one + 1)
     with paired() as pair:
         for _ in range(6):
             pair.engine.add_request(prompt(40), SamplingParams(max_tokens=1))
