@@ -22,6 +22,7 @@ from detjax.serving.errors import (
     EngineResetError,
     EngineStoppedError,
     RowError,
+    SelfCheckError,
 )
 from detjax.serving.input_processor import MAX_TAKEN, InputProcessor
 from detjax.serving.metrics import EngineStats
@@ -40,6 +41,7 @@ from detjax.serving.request import (
 )
 from detjax.serving.request_states import RequestStates
 from detjax.serving.scheduler import Scheduler
+from detjax.serving.self_check.claim import Claim
 from detjax.serving.sequence import OnToken, SequenceError, ignore_token
 from detjax.serving.speculation import propose_nothing
 from detjax.serving.stat_logger import StatLogger
@@ -87,18 +89,21 @@ class Engine:
         )
         self._model, self._config = model, config
         self._stats = EngineStats(num_pages=dp * replica.num_pages)
+        self._scheduler = Scheduler(
+            replica,
+            root_key=hashlib.sha256(f"{model.fingerprint} {model.config}".encode()).digest(),
+            propose=propose_from_prompt if config.has_prompt_lookup else propose_nothing,
+        )
+        self._claim = Claim(model, replica, self._stats)
         self._runner = ModelRunner(
             model,
             replica,
             candidates=candidates,
             programs=programs,
+            claim=self._claim,
+            idle_pages=self._scheduler.idle_pages,
             stats=self._stats,
             tracer=tracer,
-        )
-        self._scheduler = Scheduler(
-            replica,
-            root_key=hashlib.sha256(f"{model.fingerprint} {model.config}".encode()).digest(),
-            propose=propose_from_prompt if config.has_prompt_lookup else propose_nothing,
         )
         self._states = RequestStates()
         self._stat_logger = StatLogger(self._stats, tracer)
@@ -156,8 +161,11 @@ class Engine:
             ValueError: If the request cannot run on this engine.
             EngineFullError: If too many wait.
             EngineStoppedError: If an error has stopped the engine.
+            SelfCheckError: If a self-check has failed and the request is deterministic.
         """
         self._refuse_if_stopped()
+        if is_deterministic:
+            self._claim.refuse_if_broken()
         request = Request(
             prompt_token_ids=tuple(prompt_token_ids),
             sampling=sampling,
@@ -260,10 +268,19 @@ class Engine:
         launched_s = time.perf_counter()
         waited = self._stats.wait_s
         finished, self._in_flight = self._in_flight, launched
+        if self._claim.difference is not None:
+            self._end_deterministic()
         for launch in finished:
             self._output_processor.retire(launch)
         wait_s = self._stats.wait_s - waited
         self._stat_logger.note_step(begin_s, scheduled_s, launched_s, wait_s, bool(launched))
+
+    def _end_deterministic(self) -> None:
+        """End who was promised a canonical answer, since a self-check has failed."""
+        for seq in self._states.sequences():
+            if seq.request.is_deterministic:
+                error = SelfCheckError(self._claim.error)
+                self._output_processor.finish(seq, FinishReason.ERROR, error)
 
     def drain(self) -> list[RequestOutput]:
         """Step until nothing is left to do; return everything that was released on the way.
@@ -297,9 +314,12 @@ class Engine:
                 engine is at work on others.
             FloatingPointError: If a logit is NaN, naming the request and the position.
             EngineStoppedError: As `step` does.
+            SelfCheckError: If a self-check has failed or fails, and a request is deterministic.
             RuntimeError: If a request failed for another reason.
         """
         self._refuse_if_stopped()
+        if any(request.is_deterministic for request in requests):
+            self._claim.refuse_if_broken()
         self._mend()
         for idx, request in enumerate(requests):
             self._input_processor.check(request, f"prompt {idx}")
@@ -402,6 +422,11 @@ class Engine:
         self._runner.compile(progress, with_filters=with_filters, num_top_logprobs=num_top_logprobs)
 
     # -------------------------------------------------------------------------------- observability
+
+    @property
+    def self_check_error(self) -> str:
+        """What a self-check has found to differ, with its evidence; empty while the claim holds."""
+        return self._claim.error
 
     def stats(self) -> EngineStats:
         """Counters since the engine was made, and how things stand now. Do not change it."""
