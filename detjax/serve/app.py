@@ -157,7 +157,10 @@ class _Routes:
         body = {"status": service.state.value}
         if service.why_failed:
             body["reason"] = service.why_failed
-        return reply(body, 200 if service.state is ServiceState.READY else 503)
+        if service.self_check_error:
+            body |= {"status": "self_check_failed", "reason": service.self_check_error}
+        is_well = service.state is ServiceState.READY and not service.self_check_error
+        return reply(body, 200 if is_well else 503)
 
     async def version(self, request: Request) -> Response:
         """Which detjax, and the fingerprint of what decides a bit."""

@@ -36,6 +36,7 @@ def open_service(args: argparse.Namespace) -> Service:
         max_len=args.max_len,
         batch_size=args.batch_size,
         max_waiting=args.max_waiting,
+        self_check=args.self_check,
         # WHY: on a GPU `LLM` lets prompts go first, and here others wait for their next token.
         max_prefill_streak=0,
         gpu_memory_utilization=args.kv_memory,

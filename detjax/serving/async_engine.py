@@ -81,16 +81,27 @@ class AsyncEngine:
         return self._pump
 
     async def _run(self) -> Exception | None:
-        """Step until there is no work. What breaks the engine is raised by every stream."""
+        """Step until there is no work, and check some answers then.
+
+        What breaks the engine is raised by every stream.
+        """
         loop = asyncio.get_running_loop()
         try:
-            while self._engine.has_work:
-                await asyncio.to_thread(self._step, loop)
+            while True:
+                if self._engine.has_work:
+                    await asyncio.to_thread(self._step, loop)
+                elif not await asyncio.to_thread(self._check_idle) and not self._engine.has_work:
+                    break
         except Exception as error:
             for queue in self._queues.values():
                 queue.put_nowait(error)
             return error
         return None
+
+    def _check_idle(self) -> bool:
+        """Check a little of an answer again; whether there is more."""
+        with self._stepping:
+            return self._engine.check_idle()
 
     def _step(self, loop: asyncio.AbstractEventLoop) -> None:
         """Step, and hand the outputs over.

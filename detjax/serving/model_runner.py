@@ -382,7 +382,6 @@ class ModelRunner:
         self._stats.compile_s += end_s - begin_s
         self._trace.span(trace.HOST, "compile", begin_s, end_s, programs=count)
 
-
     # ------------------------------------------------------------------------------------- checking
 
     def _check_new(self, keys: abc.Sequence[ProgramKey]) -> None:

@@ -43,9 +43,7 @@ def filled_pages(model: LoadedModel, num_pages: int) -> Activation[Array, "L N 2
     has written meets no answer, so nothing depends on them.
     """
     shape = pages_shape(model, num_pages)
-    return jax.jit(
-        partial(_random_pages, shape.shape, shape.dtype), out_shardings=shape.sharding
-    )()
+    return jax.jit(partial(_random_pages, shape.shape, shape.dtype), out_shardings=shape.sharding)()
 
 
 def _random_pages(shape: tuple[int, ...], dtype) -> Activation[Array, "L N 2 K P C"]:

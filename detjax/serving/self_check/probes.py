@@ -43,7 +43,12 @@ class Probe:
 
 
 def make_probes(
-    *, num_positions: int, num_new: int, vocab_size: int, profile: NumericsProfile, is_filtered: bool
+    *,
+    num_positions: int,
+    num_new: int,
+    vocab_size: int,
+    profile: NumericsProfile,
+    is_filtered: bool,
 ) -> list[Probe]:
     """Probes for tables of `num_positions` tokens, the most telling first.
 
@@ -159,6 +164,9 @@ def place_probes(
             written[replica, k] = np.pad(pages, (0, width - len(pages)), mode="edge")
             taken += len(at)
     placement = Placement(
-        probes=tuple(placed), tables=tables, written=written, spare=idle[:, num_used : num_used + num_spare]
+        probes=tuple(placed),
+        tables=tables,
+        written=written,
+        spare=idle[:, num_used : num_used + num_spare],
     )
     return placement, list(probes[len(placed) :])

@@ -19,7 +19,6 @@ from detjax.serving.config import ReplicaConfig
 from detjax.serving.launch_operands import unpack_num_committed
 from detjax.serving.program_key import ProgramKey
 from detjax.serving.programs import Slots
-from detjax.serving.sampling import SamplingRows
 from detjax.serving.self_check.evidence import Difference
 from detjax.serving.self_check.probes import (
     Placement,
@@ -27,7 +26,7 @@ from detjax.serving.self_check.probes import (
     make_probes,
     place_probes,
 )
-from detjax.serving.self_check.rows import Group, RowMaker, make_groups
+from detjax.serving.self_check.rows import Group, RowMaker, make_groups, nobodys_slots
 
 Run = Callable[..., tuple[Slots, Any]]
 """`run(key, slots, sampling, *host) -> (slots, result)`: a launch beside those of sequences."""
@@ -101,7 +100,8 @@ def check_programs(
                 page_len=config.page_len,
             )
             if placement is None:
-                break
+                probes = probes[1:]
+                continue
             session = _Session(model, config, reference, reach, placement)
             for key in keys:
                 found += session.check(key)
@@ -242,17 +242,13 @@ class _Session:
         pages = self._placement.written
         return self._reach.checksums(pages.reshape(-1)).reshape(pages.shape)
 
-    # ------------------------------------------------------------------------------ prefill's answer
+    # ----------------------------------------------------------------------------- prefill's answer
 
     def _run_prefill(self, key: ProgramKey, chunks) -> np.ndarray:
         """Packed choices of all rows, [dp, R, X]."""
-        num_slots, dp = self._config.num_slots, self._config.num_replicas
-        window = np.zeros((dp * num_slots, self._config.verify_window), np.int32)
-        slots = Slots(window=window, start=np.zeros(dp * num_slots, np.int32))
         operands, rows = self._rows.prefill(key, chunks)
-        idle = SamplingRows.pack([self._placement.probes[0].sampling] * (dp * num_slots))
-        _, result = self._reach.run(key, slots, idle, operands, rows)
-        return np.asarray(result).reshape(dp, key.rows, -1)
+        _, result = self._reach.run(key, *nobodys_slots(self._config), operands, rows)
+        return np.asarray(result).reshape(self._config.num_replicas, key.rows, -1)
 
     def _prefill(self, probe: int, ids: tuple[int, ...]) -> None:
         """Put tokens in the cache by prefill, and keep its choice."""
@@ -268,7 +264,7 @@ class _Session:
         self._prefill(probe, ids)
         self._written[probe, ids] = self._all_checksums()[:, probe]
 
-    # ----------------------------------------------------------------------------------- comparisons
+    # ---------------------------------------------------------------------------------- comparisons
 
     def _compare(self, key, group, outcome: _Outcome, before, written) -> list[Difference]:
         found = []
@@ -342,7 +338,7 @@ class _Session:
 
 
 def _compared(count: int, *, is_first: bool, has_all: bool) -> Sequence[int]:
-    """Which of a probe's choices are compared: of the first probe all, else the middle and the last.
+    """Which choices of a probe are compared: of the first probe all, else the middle and the last.
 
     The last is always among them: its prefill writes all that the program has written.
     """

@@ -19,6 +19,14 @@ _MOST_COMPANY_PAGES = 4
 """Pages of the longest row beside the probes: company costs time, and its length shows nothing."""
 
 
+def nobodys_slots(config: ReplicaConfig) -> tuple[Slots, SamplingRows]:
+    """Slots for a launch that commits nothing."""
+    count = config.num_replicas * config.num_slots
+    window = np.zeros((count, config.verify_window), np.int32)
+    slots = Slots(window=window, start=np.zeros(count, np.int32))
+    return slots, SamplingRows.pack([_IDLE] * count)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
     """Probes in one launch.
@@ -82,9 +90,7 @@ class RowMaker:
             operands.page_table[at] = table
         return operands.pack()
 
-    def verify(
-        self, key: ProgramKey, group: Group, ids: Sequence[Sequence[int]]
-    ) -> np.ndarray:
+    def verify(self, key: ProgramKey, group: Group, ids: Sequence[Sequence[int]]) -> np.ndarray:
         """Operands of a verification; every other probe's drafts are given, else in its slot."""
         operands = VerifyOperands.padding(
             self._config.num_replicas * key.rows,
