@@ -238,7 +238,7 @@ def test_no_fault_no_difference_and_the_same_bits(evidence):
 )
 def test_every_canonical_program_is_checked_and_none_differs(evidence, dp, tp, changes):
     made = make_engine(model(dp, tp), **changes)
-    made.compile(with_filters=True, num_top_logprobs=4)
+    made.compile(with_filters="has_prompt_lookup" in changes)
     canonical = [key for key in made.programs if key.mode == "invariant"]
     assert made.programs.checked == set(canonical)
     assert made.stats().num_self_checked == len(canonical) > 0
