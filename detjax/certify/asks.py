@@ -3,6 +3,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -10,7 +11,7 @@ from detjax.numerics import NumericsProfile
 from detjax.serving.request import Completion, Request, SamplingParams
 
 MAX_TOKENS = 8
-KINDS = (
+KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 1.0},
     {"temperature": 0.8, "top_k": 40, "top_p": 0.95},

@@ -2,7 +2,7 @@
 """What was compared and what came of it, as plain data."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -120,8 +120,3 @@ class Certificate:
                 for row in self.coverage
             ],
         }
-
-
-def total_seconds(outcomes: Iterable[Outcome]) -> float:
-    """That some outcomes took together."""
-    return sum(outcome.seconds for outcome in outcomes)

@@ -4,7 +4,7 @@
 from collections.abc import Iterable
 from html import escape
 
-from detjax.certify.certificate import CLAIMS, Certificate, total_seconds
+from detjax.certify.certificate import CLAIMS, Certificate
 from detjax.certify.table import verdict
 
 STYLE = """
@@ -46,7 +46,7 @@ def render(certificate: Certificate) -> str:
             )
         head = "".join(f"<th>{h}</th>" for h in ("case", "compared", "different", "time", ""))
         parts.append(f"<table><tr>{head}</tr>{''.join(rows)}</table>")
-    seconds = total_seconds(certificate.outcomes)
+    seconds = sum(outcome.seconds for outcome in certificate.outcomes)
     parts.append(f"<p>{len(certificate.outcomes)} cases in {seconds:.0f} s.</p><h2>Coverage</h2>")
     parts.append(_table(("dtype", "backend", "mode", "state"), certificate.coverage))
     return "\n".join(parts) + "</html>\n"

@@ -142,7 +142,7 @@ class ModelRunner:
     def reset(self) -> None:
         """Allocate the cache and the slots anew. Nothing that was in them is known any more."""
         model, programs = self._model, self.programs
-        self._state = ()  # the old cache is freed first
+        self._state: tuple = ()  # the old cache is freed first
         has_check = self._config.self_check != "off"
         self._state = (
             (filled_pages if has_check else empty_pages)(model, programs.num_pages),
