@@ -91,7 +91,7 @@ def _run(args: argparse.Namespace, given: Sequence[str]) -> int:
     from detjax.certify.page import render
     from detjax.certify.restart import answers_of_new_process
     from detjax.certify.run import certify, print_answers
-    from detjax.certify.table import make_map, make_table
+    from detjax.certify.table import line, make_map, make_table
 
     if args.answers:
         start_devices(args)
@@ -106,6 +106,8 @@ def _run(args: argparse.Namespace, given: Sequence[str]) -> int:
     certificate = Certificate(facts={})
     with Live(make_table(certificate), console=console, auto_refresh=False) as live:
         for outcome in certify(args, subject, certificate, restarted):
+            if not console.is_terminal:
+                print(line(outcome), flush=True)
             now = f"{len(certificate.outcomes)} cases; the last: {outcome.case}"
             live.update(make_table(certificate, now=now), refresh=True)
         live.update(make_table(certificate), refresh=True)

@@ -14,9 +14,15 @@ MAX_TOKENS = 8
 KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 1.0},
+    {"temperature": 0.8},
+    {"temperature": 1.2},
+)
+FILTERED: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
     {"temperature": 0.8, "top_k": 40, "top_p": 0.95},
     {"temperature": 1.2, "min_p": 0.02},
 )
+"""From the second round on; the check of programs has filters in any case."""
 
 Answer = tuple[tuple[int, int], ...]
 """(token id, bits of the float32 logprob) of each token."""
@@ -33,6 +39,7 @@ def make_requests(
     page, split = profile.attention_block, profile.attention_split
     most = max_len - MAX_TOKENS
     rng = np.random.default_rng([29, round_idx])
+    kinds = FILTERED if round_idx else KINDS
     around = [5, page - 1, page - MAX_TOKENS // 2, page + 1, 2 * page, split - 3, split, most]
     if round_idx:
         around = [most - round_idx % page, page * (1 + round_idx % 7), split * (1 + round_idx % 3)]
@@ -42,7 +49,7 @@ def make_requests(
         Request(
             prompt_token_ids=tuple(rng.integers(0, vocab_size, n).tolist()),
             sampling=SamplingParams(
-                max_tokens=MAX_TOKENS, seed=2**33 + 1000 * round_idx + i, **KINDS[i % len(KINDS)]
+                max_tokens=MAX_TOKENS, seed=2**33 + 1000 * round_idx + i, **kinds[i % len(kinds)]
             ),
         )
         for i, n in enumerate(lengths)

@@ -13,6 +13,15 @@ def verdict(outcome: Outcome) -> str:
     return "holds" if outcome.is_well else "DIFFERS"
 
 
+def line(outcome: Outcome) -> str:
+    """An outcome on a line of its own, where there is no terminal."""
+    control = "control: " if outcome.is_control else ""
+    return (
+        f"{outcome.claim}: {control}{outcome.case}: {outcome.num_different:,} of "
+        f"{outcome.num_compared:,} differ, {outcome.seconds:.1f} s: {verdict(outcome)}"
+    )
+
+
 def make_table(certificate: Certificate, *, now: str = "") -> Table:
     """All outcomes so far, and what runs now."""
     table = Table(title="detjax.certify", caption=now)

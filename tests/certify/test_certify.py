@@ -2,10 +2,12 @@
 """`python -m detjax.certify`: what counts as proven, what it finds, and the whole command."""
 
 import json
+import os
 import subprocess
 import sys
 from functools import cache
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -148,6 +150,7 @@ def test_the_command_proves_the_bundled_model(tmp_path):
     argv = [arg for kind, file in files.items() for arg in (f"--{kind}", str(file))]
     done = subprocess.run(
         [sys.executable, "-m", "detjax.certify", "--max-len", "576", *argv],
+        env={**os.environ, "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir or ""},
         capture_output=True, text=True, timeout=540, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
