@@ -80,7 +80,7 @@ def _first_round(
     want = subject.alone(requests)
     yield timed("run-invariant", "a new process", lambda: compare(restarted, want), round_idx=0)
     yield from answer_cases(subject, requests, want, 0)
-    yield from answer_controls(subject, requests)
+    yield from answer_controls(subject, requests, want)
     yield from _meshes(args, subject, requests, want)
 
 
