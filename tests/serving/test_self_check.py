@@ -188,10 +188,16 @@ FAULTS = {
     "the highest page out of reach": (write_beside_the_last_page, {}, "keys and values"),
 }
 
+SLOW = ("a new key dropped at a page's end", "noise keyed by row", "a draft accepted too many")
+FAULT_CASES = [
+    *SLOW,
+    *(pytest.param(name, marks=pytest.mark.nightly) for name in FAULTS if name not in SLOW),
+]
+
 
 @pytest.mark.slow
 @pytest.mark.control
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", FAULT_CASES)
 def test_a_fault_of_decode_is_found_when_the_program_is_compiled(monkeypatch, evidence, fault):
     plant, changes, what = FAULTS[fault]
     plant(monkeypatch)
