@@ -358,3 +358,15 @@ def test_digest_is_that_of_a_completion(client):
         top_logprobs=(), finish_reason=FinishReason.LENGTH,
     )  # fmt: skip
     assert done.digest() == got["detjax"]["digest"]
+
+
+def test_a_failed_self_check_is_told_and_plain_requests_are_answered(llm, monkeypatch):
+    monkeypatch.setattr(llm.engine._claim, "difference", "planted")
+    with served(make_service(llm), llm) as running, running.client() as client:
+        health = client.get("/health")
+        assert health.status_code == 503 and "planted" in health.json()["reason"]
+        assert health.json()["status"] == "self_check_failed"
+        refused = post(client)
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "self_check_failed"
+        assert post(client, is_deterministic=False).status_code == 200
