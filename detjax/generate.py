@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from detjax.cli.command import run
 from detjax.cli.errors import (
     BAD_INPUT,
+    BITS_DIFFER,
     INTERNAL_ERROR,
     INTERRUPTED,
     READER_GONE,
@@ -23,6 +24,7 @@ from detjax.cli.errors import (
 )
 from detjax.cli.model import OpensModel, open_model
 from detjax.cli.parser import parse_args
+from detjax.serving.errors import SelfCheckError
 
 
 def main(argv: Sequence[str] | None = None, *, open_model: OpensModel = open_model) -> int:
@@ -39,6 +41,9 @@ def main(argv: Sequence[str] | None = None, *, open_model: OpensModel = open_mod
     except (InputError, FloatingPointError) as error:  # the latter: NaN in the weights
         _say(f"error: {one_line(str(error))}")
         return BAD_INPUT
+    except SelfCheckError as error:
+        _say(f"error: {one_line(str(error))}")
+        return BITS_DIFFER
     except KeyboardInterrupt:
         _say("\ninterrupted")
         return INTERRUPTED

@@ -12,7 +12,7 @@ from typing import Any
 
 from detjax.cli.errors import BITS_DIFFER, InputError, bad_input
 from detjax.pallas_kernels.backend import Backend
-from detjax.serving.config import DRAFT_WEIGHTS, MODES, EngineConfig
+from detjax.serving.config import DRAFT_WEIGHTS, MODES, SELF_CHECKS, EngineConfig
 from detjax.serving.request import LOGPROBS_MODES, SamplingParams
 from detjax.serving.structured_output import FORMS, StructuredOutput
 
@@ -369,6 +369,14 @@ class GenerateArgs:
         "with --check: run N times, at other batch sizes, orders and chunks, among other "
         "neighbours, with --mode dvr every other run in invariant; completions of the first run "
         "are written",
+    )
+    self_check: str = _field(
+        EngineConfig,
+        "self_check",
+        _CHECK,
+        "start (always is the same here): compare each canonical program with prefill when it is "
+        "compiled, and end with an error if a bit differs. off: do not",
+        choices=SELF_CHECKS,
     )
     expect_digest: str | None = _option(
         None,

@@ -54,8 +54,9 @@ written as the shortest decimal of its exact value as a float64: read it back, r
 no bit is lost.
 
 exit codes: {OK} success; {BAD_INPUT} bad input, with one line that says which and how to fix it;
-{BITS_DIFFER} --check or --expect-digest found a bit that differs; {INTERNAL_ERROR} an error of
-detjax; {INTERRUPTED} interrupted; {READER_GONE} the reader of standard output went away."""
+{BITS_DIFFER} --check, --expect-digest or a self-check found a bit that differs; {INTERNAL_ERROR} an
+error of detjax; {INTERRUPTED} interrupted; {READER_GONE} the reader of standard output went
+away."""
 
 
 def _check_file(option: str, name: str) -> None:

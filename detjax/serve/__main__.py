@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from detjax.cli.errors import BAD_INPUT
-from detjax.serving.config import MODES
+from detjax.serving.config import MODES, SELF_CHECKS
 
 EXAMPLES = """\
 examples:
@@ -65,6 +65,9 @@ def make_parser() -> argparse.ArgumentParser:
     engine.add_argument("--kv-memory", type=float, metavar="SHARE",
                         help="of the GPU's memory, for weights and cache together (default: 0.9); "
                         "not on a CPU")  # fmt: skip
+    engine.add_argument("--self-check", choices=SELF_CHECKS, default="always",
+                        help="start: compare each program with prefill when it is compiled; "
+                        "always: also some answers while idle")  # fmt: skip
     engine.add_argument("--no-compile", action="store_true",
                         help="compile a program when first wanted")  # fmt: skip
     job = parser.add_argument_group("several processes, started alike but for --process-id")

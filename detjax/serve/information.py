@@ -46,7 +46,12 @@ class Information:
         body = {"status": service.state.value}
         if service.why_failed:
             body["reason"] = service.why_failed
-        return reply(body, 200 if service.state is ServiceState.READY else 503)
+        if service.state is not ServiceState.READY:
+            return reply(body, 503)
+        if service.self_check_error:
+            failed = {"status": "self_check_failed", "reason": service.self_check_error}
+            return reply(failed, 503)
+        return reply(body)
 
     async def version(self, request: Request) -> Response:
         """Which detjax, model, numerics and build."""

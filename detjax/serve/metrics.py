@@ -19,6 +19,7 @@ GAUGES = {
     "num_waiting": "Sequences in the queue.",
     "num_running": "Sequences with a slot.",
     "num_pages": "Pages of the cache.",
+    "num_self_unchecked": "Canonical programs that no self-check has compared with prefill yet.",
     "num_pages_held": "Pages that sequences hold.",
     "num_pages_cached": "Pages kept for their content alone.",
 }
@@ -38,6 +39,9 @@ COUNTERS = {
     "accepted_tokens": "Drafts committed.",
     "num_rollbacks": "Windows in which a draft was wrong.",
     "num_compiled": "Programs compiled.",
+    "num_self_checked": "Programs compared with prefill.",
+    "num_rechecked": "Tokens of answers that were checked again by prefill.",
+    "num_self_check_differences": "Bits that a self-check has found to differ.",
 }
 HISTOGRAMS = {
     "first_token_s": ("time_to_first_token_seconds", "From arrival to the first token."),

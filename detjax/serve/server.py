@@ -46,6 +46,7 @@ def open_llm(args: argparse.Namespace, num_processes: int = 1) -> LLM:
         batch_size=args.batch_size,
         max_waiting=args.max_waiting,
         generation_config=args.generation_config,
+        self_check=args.self_check,
         # WHY: on a GPU `LLM` lets prompts go first, and here others wait for their next token.
         max_prefill_streak=0,
         gpu_memory_utilization=share,

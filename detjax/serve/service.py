@@ -18,7 +18,7 @@ from detjax.proof.identity import Identity
 from detjax.proof.signing import SigningKey
 from detjax.serve.protocol import NO_DEFAULTS, RefusedError
 from detjax.serving.async_engine import AsyncEngine, StepsRequests
-from detjax.serving.errors import EngineFullError, EngineStoppedError
+from detjax.serving.errors import EngineFullError, EngineStoppedError, SelfCheckError
 from detjax.serving.metrics import EngineStats
 from detjax.serving.request import (
     Completion,
@@ -299,10 +299,18 @@ class Service:
             if not self._of_key[key]:
                 del self._of_key[key]
 
+    @property
+    def self_check_error(self) -> str:
+        """Why the engine makes no deterministic answer any more; empty while it does."""
+        return self.model.engine.self_check_error
+
     def check_determinism(self, asked: bool | None) -> bool:
-        """Whether an answer will be canonical; refuse a promise that the mode cannot keep."""
+        """Whether an answer will be canonical; refuse a promise that cannot be kept."""
+        wanted = self.model.mode != "fast" if asked is None else asked
+        if wanted and self.self_check_error:
+            raise RefusedError(self.self_check_error, status=503, code="self_check_failed")
         if asked is None:
-            return self.model.mode != "fast"
+            return wanted
         if asked and self.model.mode == "fast":
             raise RefusedError(
                 "is_deterministic=true needs a server in mode 'invariant' or 'dvr'; this one runs "
@@ -392,6 +400,8 @@ class Service:
             raise
         except EngineFullError as error:
             raise RefusedError(str(error), status=429, code="queue_full") from error
+        except SelfCheckError as error:
+            raise RefusedError(str(error), status=503, code="self_check_failed") from error
         except EngineStoppedError as error:
             self.state, self.why_failed = ServiceState.FAILED, str(error)
             raise RefusedError(str(error), status=500, code="engine_stopped") from error

@@ -44,6 +44,15 @@ class StepsRequests(Protocol):
         """Step, and return what it released."""
         ...
 
+    def check_idle(self) -> bool:
+        """Check a little of an answer again; whether there is more."""
+        ...
+
+    @property
+    def self_check_error(self) -> str:
+        """What a self-check has found to differ; empty while the claim holds."""
+        ...
+
     def stats(self) -> EngineStats:
         """What it has counted."""
         ...
@@ -164,17 +173,28 @@ class AsyncEngine:
         return self._pump
 
     async def _run(self) -> Exception | None:
-        """Step until there is no work. What breaks the engine is told to every sink."""
+        """Step until there is no work, and check some answers then.
+
+        What breaks the engine is told to every sink.
+        """
         loop, stop = asyncio.get_running_loop(), threading.Event()
         try:
-            while self._engine.has_work:
-                await asyncio.to_thread(self._steps, loop, stop)
+            while True:
+                if self._engine.has_work:
+                    await asyncio.to_thread(self._steps, loop, stop)
+                elif not await asyncio.to_thread(self._check_idle) and not self._engine.has_work:
+                    break
         except Exception as error:
             self.fail(error)
             return error
         finally:
             stop.set()
         return None
+
+    def _check_idle(self) -> bool:
+        """Check a little of an answer again; whether there is more."""
+        with self._stepping:
+            return self._engine.check_idle()
 
     def _steps(self, loop: asyncio.AbstractEventLoop, stop: threading.Event) -> None:
         """Step while there is work, and hand the outputs over.

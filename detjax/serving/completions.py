@@ -5,6 +5,7 @@ from collections import abc, deque
 
 import numpy as np
 
+from detjax.serving.errors import SelfCheckError
 from detjax.serving.request import (
     Completion,
     FinishReason,
@@ -60,6 +61,7 @@ class GenerateRun:
         Raises:
             Exception: What `on_token` raised.
             FloatingPointError: If a logit is NaN.
+            SelfCheckError: If a self-check has failed.
             RuntimeError: If the sequence failed for another reason.
         """
         index = self.request_ids[output.request_id]
@@ -68,8 +70,8 @@ class GenerateRun:
         if self._raised is not None:
             raise self._raised
         if output.finish_reason is FinishReason.ERROR:
-            is_nan = isinstance(output.exception, FloatingPointError)
-            kind = FloatingPointError if is_nan else RuntimeError
+            told = (FloatingPointError, SelfCheckError)
+            kind = next((k for k in told if isinstance(output.exception, k)), RuntimeError)
             raise kind(f"request {index}: {output.error}") from output.exception
 
     def completions(self) -> list[Completion]:

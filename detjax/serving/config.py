@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 MODES = ("invariant", "dvr", "fast")
 DRAFT_WEIGHTS = ("full", "int8", "float8_e4m3fn")
+SELF_CHECKS = ("off", "start", "always")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +58,10 @@ class EngineConfig:
         has_prefix_cache: Share full canonical pages between requests that begin alike.
         ageing_steps: Steps of waiting that one level of priority is worth.
         max_waiting: Most sequences that wait for a slot; requests beyond it are refused.
+        self_check: `start`: each canonical program is compared with prefill once, when it has been
+            compiled, at its real sizes. `always`: a server also checks some of its answers again by
+            prefill while it has nothing else to do. After a difference no deterministic answer is
+            made. `off`: neither.
 
     Raises:
         ValueError: If a value is out of range or does not go with another.
@@ -84,6 +89,7 @@ class EngineConfig:
     has_prefix_cache: bool = True
     ageing_steps: int = 200
     max_waiting: int = 65_536
+    self_check: str = "always"
 
     def __post_init__(self):
         """Check every range."""
@@ -102,7 +108,9 @@ class EngineConfig:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 0")
         if self.verify_deadline < 1:
             raise ValueError(f"verify_deadline={self.verify_deadline} must be at least 1")
-        for name, choices in (("mode", MODES), ("draft_weights", DRAFT_WEIGHTS)):
+        for name, choices in (
+            ("mode", MODES), ("draft_weights", DRAFT_WEIGHTS), ("self_check", SELF_CHECKS),
+        ):  # fmt: skip
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {choices}")
         if self.draft_weights != "full" and self.mode != "dvr":
@@ -182,6 +190,7 @@ class ReplicaConfig:
     ageing_steps: int
     has_prefix_cache: bool
     has_prompt_lookup: bool
+    self_check: str
 
     def __post_init__(self):
         """Check that a prefill always fits."""
@@ -247,6 +256,7 @@ class ReplicaConfig:
             ageing_steps=config.ageing_steps,
             has_prefix_cache=config.has_prefix_cache,
             has_prompt_lookup=config.has_prompt_lookup,
+            self_check=config.self_check,
         )
 
 

@@ -6,6 +6,13 @@ class EngineStoppedError(RuntimeError):
     """A step failed in a way that leaves the device or the host in doubt; `Engine.reset` helps."""
 
 
+class SelfCheckError(RuntimeError):
+    """The engine has found its own claim to be false here, and makes no deterministic answer.
+
+    Raised for new requests, and the reason why those under way ended.
+    """
+
+
 class EngineFullError(RuntimeError):
     """More requests wait than `EngineConfig.max_waiting` allows; try again later."""
 

@@ -60,6 +60,15 @@ class PagePool:
         self.num_evicted += 1
         return page
 
+    def idle_pages(self, least: int) -> list[int]:
+        """Return the free pages, the last to be handed out first.
+
+        Where they are fewer than `least`, cached pages are evicted to be free.
+        """
+        if len(self._free) < least:
+            self.give_back(self.take(min(least, self.num_available)))
+        return list(self._free)
+
     def share(self, pages: Sequence[int]) -> None:
         """Count one more user of each page.
 

@@ -79,6 +79,13 @@ class EngineStats:
         launch_s: Host: laying out rows and handing them to the device.
         wait_s: Host: waiting for results. Near zero, the host is what limits.
         commit_s: Host: reading results and telling consumers.
+        self_check_s: Host: checking programs when they were compiled.
+        num_self_checked: Programs that were.
+        num_self_unchecked: Canonical programs that run and were not, as no page was idle.
+        recheck_s: Host: checking answers again by prefill, while there was nothing else to do.
+        num_rechecked: Tokens of answers that were, each with all that comes before it.
+        num_rechecks_given_up: Begun, and given up as a request came.
+        num_self_check_differences: Bits that differed: see `Engine.self_check_error`.
         step_s: Time of a step.
         first_token_s: From a sequence's arrival to its first token.
         between_tokens_s: Between two releases of a sequence.
@@ -114,6 +121,13 @@ class EngineStats:
     launch_s: float = 0.0
     wait_s: float = 0.0
     commit_s: float = 0.0
+    self_check_s: float = 0.0
+    num_self_checked: int = 0
+    num_self_unchecked: int = 0
+    recheck_s: float = 0.0
+    num_rechecked: int = 0
+    num_rechecks_given_up: int = 0
+    num_self_check_differences: int = 0
     step_s: Histogram = field(default_factory=Histogram)
     first_token_s: Histogram = field(default_factory=Histogram)
     between_tokens_s: Histogram = field(default_factory=Histogram)

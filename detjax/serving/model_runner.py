@@ -4,6 +4,7 @@
 What a step needs of the step before stays on the device: the slots, and the pages of the cache.
 """
 
+import dataclasses
 import os
 import time
 from collections import abc
@@ -51,6 +52,9 @@ from detjax.serving.programs import (
 )
 from detjax.serving.request import SamplingParams
 from detjax.serving.sampling import SamplingRows
+from detjax.serving.self_check.claim import Claim
+from detjax.serving.self_check.device import checksums, filled_pages
+from detjax.serving.self_check.program_check import Reach, check_programs, is_checkable
 from detjax.serving.sequence import (
     DecodeRow,
     PrefillRow,
@@ -62,6 +66,8 @@ from detjax.serving.sequence import (
 )
 
 _IDLE: tuple[SamplingParams, int] = (SamplingParams(), 0)
+_LEAST_IDLE = 12
+"""Pages that a check of programs wants on each replica, though cached ones are evicted for it."""
 
 
 def ignore_compiling(name: str, done: int, total: int) -> None:
@@ -103,6 +109,8 @@ class ModelRunner:
         *,
         candidates: Candidates,
         programs: ProgramCache | None,
+        claim: Claim,
+        idle_pages: Callable[[int], list[list[int]]],
         stats: EngineStats,
         tracer: trace.TracesEvents,
     ):
@@ -113,6 +121,8 @@ class ModelRunner:
             config: Of each replica.
             candidates: Replaces the drafts of `dvr`.
             programs: Programs to share, or None.
+            claim: Is told what a check of programs finds.
+            idle_pages: Pages of each replica that nobody holds, at least so many if there are.
             stats: Where launches and compilations are counted.
             tracer: Keeps a timeline.
 
@@ -120,6 +130,7 @@ class ModelRunner:
             ValueError: If `programs` are of another model or other sizes.
         """
         self._model, self._config, self._stats, self._trace = model, config, stats, tracer
+        self._claim, self._idle_pages = claim, idle_pages
         dp = config.num_replicas
         sizes = {
             "num_pages": dp * config.num_pages,
@@ -144,9 +155,10 @@ class ModelRunner:
     def reset(self) -> None:
         """Allocate the cache and the slots anew. Nothing that was in them is known any more."""
         model, programs = self._model, self.programs
-        self._state = ()  # the old cache is freed first
+        self._state: tuple = ()  # the old cache is freed first
+        has_check = self._config.self_check != "off"
         self._state = (
-            empty_pages(model, programs.num_pages),
+            (filled_pages if has_check else empty_pages)(model, programs.num_pages),
             empty(model, slots_shape(model, programs.num_slots, programs.window_len)),
             empty(model, sampling_shape(model, programs.num_slots)),
         )
@@ -435,6 +447,7 @@ class ModelRunner:
                 future.result()
                 progress(key.name, done, len(missing))
         self._count_compiled(len(missing), begin_s)
+        self._check_new(keys)
 
     def _get(self, key: ProgramKey) -> Callable:
         return self.programs.get(key, self._params_of(key))
@@ -447,6 +460,7 @@ class ModelRunner:
             begin_s = time.perf_counter()
             self._get(key)
             self._count_compiled(1, begin_s)
+        self._check_new((key,))
         return self._get(key)
 
     def _count_compiled(self, count: int, begin_s: float) -> None:
@@ -454,6 +468,77 @@ class ModelRunner:
         self._stats.num_compiled += count
         self._stats.compile_s += end_s - begin_s
         self._trace.span(trace.HOST, "compile", begin_s, end_s, programs=count)
+
+    # ------------------------------------------------------------------------------------- checking
+
+    def _check_new(self, keys: abc.Sequence[ProgramKey]) -> None:
+        """Compare the programs among these that make a claim with prefill, once each."""
+        if self._config.self_check == "off":
+            return
+        checked = self.programs.checked
+        new = [key for key in keys if key not in checked and is_checkable(key)]
+        if not new:
+            return
+        begin_s = time.perf_counter()
+        for variant in dict.fromkeys((key.num_top, key.with_filters) for key in new):
+            some = [key for key in new if (key.num_top, key.with_filters) == variant]
+            reference = self._reference_key(some)
+            reach = Reach(
+                run=self.run_aside,
+                checksums=lambda pages: checksums(self._model.mesh, self._state[0], pages),
+                idle=self._idle(),
+            )
+            done, found = check_programs(self._model, self._config, some, reference, reach)
+            checked.update(done)
+            self._claim.note(found)
+        self._stats.num_self_checked += sum(key in checked for key in new)
+        self._stats.num_self_unchecked = sum(
+            is_checkable(key) and key not in checked for key in self.programs
+        )
+        end_s = time.perf_counter()
+        self._stats.self_check_s += end_s - begin_s
+        self._trace.span(trace.HOST, "self-check", begin_s, end_s, programs=len(new))
+
+    def _reference_key(self, keys: abc.Sequence[ProgramKey]) -> ProgramKey:
+        """The prefill of one sequence with what these programs report, or the smallest there is."""
+        config = self._config
+        rows, length = min(config.prefill_shapes)
+        alike = dataclasses.replace(
+            keys[0], kind="prefill", rows=rows, length=length, table_len=config.table_len
+        )
+        compiled = (
+            key
+            for key in self.programs
+            if dataclasses.replace(key, rows=rows, length=length) == alike
+        )
+        return min(compiled, key=lambda key: (key.rows, key.length), default=alike)
+
+    def _idle(self) -> np.ndarray:
+        """Pages that nobody holds, int32 [dp, m]."""
+        idle = self._idle_pages(_LEAST_IDLE)
+        count = min(map(len, idle))
+        return np.asarray([pages[:count] for pages in idle], np.int32)
+
+    def run_aside(self, key: ProgramKey, slots, sampling, *host) -> tuple[Any, jax.Array]:
+        """Launch a program on the cache, with slots that are nobody's.
+
+        Args:
+            key: Which.
+            slots: Of all replicas; those of sequences stay as they are.
+            sampling: Of these slots.
+            host: What the program takes behind its state.
+
+        Returns:
+            The new slots, and the result.
+        """
+        program = self._get(key)
+        with HeldInterrupts():
+            cache, new_slots, *_, result = program(
+                self._params_of(key), self._model.rope_tables, self._state[0], slots, sampling,
+                *host,
+            )  # fmt: skip
+            self._state = (cache, *self._state[1:])
+        return new_slots, result
 
 
 def _smallest(sizes: abc.Sequence[int], rows: abc.Sequence[abc.Sequence[Row]]) -> int:

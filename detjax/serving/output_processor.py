@@ -14,6 +14,7 @@ from detjax.serving.request import FinishReason, RequestOutput, TokenEvent
 from detjax.serving.request_states import Arrival, CommittedToken, RequestStates
 from detjax.serving.sampling import NO_TOKEN_LOGPROB, Choice
 from detjax.serving.scheduler import Scheduler
+from detjax.serving.self_check.recheck import Rechecks
 from detjax.serving.sequence import (
     DecodeRow,
     PrefillRow,
@@ -36,8 +37,15 @@ class OutputProcessor:
         weight_version: Of the weights that compute, which outputs carry.
     """
 
-    def __init__(self, states: RequestStates, scheduler: Scheduler, stat_logger: StatLogger):
-        """Deliver nothing yet."""
+    def __init__(
+        self,
+        states: RequestStates,
+        scheduler: Scheduler,
+        stat_logger: StatLogger,
+        rechecks: Rechecks,
+    ):
+        """Deliver nothing yet. Of what is released, some is offered to `rechecks`."""
+        self._rechecks = rechecks
         self._states, self._scheduler, self._stat_logger = states, scheduler, stat_logger
         self.weight_version = 0
 
@@ -166,6 +174,8 @@ class OutputProcessor:
         """End a sequence, free what it holds and note what to tell."""
         if seq in self._states.news:
             self._stat_logger.note_release(seq)
+            if exception is None:
+                self._rechecks.offer(seq, self._states.news[seq])
         # The end first: should an interrupt come between, `recovery` drops whom it finds there.
         self._states.outputs.append(self._output(seq, reason, exception))
         self._scheduler.end(seq)
@@ -194,6 +204,7 @@ class OutputProcessor:
         going_on.sort(key=lambda seq: (seq.request_id, seq.sequence_idx))
         for seq in going_on:
             self._stat_logger.note_release(seq)
+            self._rechecks.offer(seq, self._states.news[seq])
         return [*self._states.outputs, *(self._output(seq, None, None) for seq in going_on)]
 
     def _output(

@@ -191,6 +191,7 @@ class ProgramCache:
         num_pages: Cache pages over all replicas.
         num_slots: Slots over all replicas.
         window_len: Tokens of a verified window.
+        checked: Programs that have been compared with prefill.
 
     Raises:
         UnsafeProgramError: From `get`, if the compiler made a program that reads the cache after
@@ -223,6 +224,7 @@ class ProgramCache:
         self._sampling = sampling_shape(model, num_slots)
         self._candidates = candidates
         self._programs: dict[ProgramKey, Callable] = {}
+        self.checked: set[ProgramKey] = set()
 
     def __contains__(self, key: ProgramKey) -> bool:
         """Whether a program is compiled."""

@@ -95,7 +95,7 @@ class _Add:
 
     @property
     def num_sequences(self) -> int:
-        return self.request.sampling.n
+        return self.request.sampling.num_sequences
 
     def apply(self, engine: Engine) -> None:
         request_id = engine.take_request(self.request, self.on_token)
@@ -175,7 +175,7 @@ class ReplicatedEngine:
             self._engine.check_request(request, num_ahead=self._num_pending)
             request_id = next(self._request_ids)
             self._log.append(_Add(data, request, heard, request_id))
-            self._num_pending += request.sampling.n
+            self._num_pending += request.sampling.num_sequences
         return request_id
 
     def cancel(self, request_id: int) -> None:
@@ -280,6 +280,15 @@ class ReplicatedEngine:
     def _reason(self) -> str:
         why = self._watch.why_ended or self._why_failed
         return f"the job of several processes has ended: {why}"
+
+    def check_idle(self) -> bool:
+        """Nothing: a check is a launch, and the other processes would not make it."""
+        return False
+
+    @property
+    def self_check_error(self) -> str:
+        """As `Engine` has it."""
+        return self._engine.self_check_error
 
     def stats(self) -> EngineStats:
         """What process 0's engine has counted; the others count the same."""

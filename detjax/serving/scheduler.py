@@ -103,6 +103,10 @@ class Scheduler:
         """The pages of each replica."""
         return [replica.pool for replica in self._replicas]
 
+    def idle_pages(self, least: int) -> list[list[int]]:
+        """Pages of each replica that nobody holds, as `PagePool.idle_pages` has them."""
+        return [pool.idle_pages(least) for pool in self.pools]
+
     # --------------------------------------------------------------------------- life of a sequence
 
     def add(self, seq: Sequence) -> None:

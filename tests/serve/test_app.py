@@ -473,3 +473,15 @@ def test_a_canonical_answer_in_dvr_counts_its_rollbacks():
         assert sum(count["draft_tokens_rolled_back"] for count in counts) == wrong
         plain = answer(own, max_tokens=20, is_deterministic=False)["choices"][0]["detjax"]
         assert plain["rollbacks"]["windows"] == 0 and not plain["is_deterministic"]
+
+
+def test_a_failed_self_check_is_told_and_plain_requests_are_answered(llm, monkeypatch):
+    monkeypatch.setattr(llm.engine._claim, "difference", "planted")
+    with served(make_service(llm), llm) as running, running.client() as client:
+        health = client.get("/health")
+        assert health.status_code == 503 and "planted" in health.json()["reason"]
+        assert health.json()["status"] == "self_check_failed"
+        refused = post(client)
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "self_check_failed"
+        assert post(client, is_deterministic=False).status_code == 200

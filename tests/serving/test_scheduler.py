@@ -47,6 +47,7 @@ CONFIG = ReplicaConfig(
     ageing_steps=10,
     has_prefix_cache=True,
     has_prompt_lookup=False,
+    self_check="off",
 )
 
 

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m detjax.certify`: proves the claims here, for a model and an engine configuration.
+
+JAX is imported only once the command line is known to be good.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+
+from detjax.cli.errors import BAD_INPUT, BITS_DIFFER, OK, one_line
+from detjax.serving.config import MODES
+
+EXAMPLES = """\
+examples:
+  python -m detjax.certify
+  python -m detjax.certify --devices 8 --minutes 10 --html certificate.html --json certificate.json
+  python -m detjax.certify --model Qwen/Qwen3-0.6B --tp 2 --batch-size 64
+  python -m detjax.certify --random-weights config.json --max-len 131072
+
+Each claim has cases, which must not differ in a bit, and a control without the guarantee, which
+must. exit codes: 0 all proven, 2 something given cannot be done, 3 a bit differs, or a control
+shows nothing
+"""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m detjax.certify",
+        description=(__doc__ or "").split("\n\n")[0],
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", default="novels-6m", metavar="DIR_OR_ID",
+        help="a folder in Hugging Face format, or an id (default: the small model)")  # fmt: skip
+    add("--revision", help="branch, tag or commit of an id")
+    add("--random-weights", metavar="CONFIG.json",
+        help="a model of this configuration with random weights, in place of --model")  # fmt: skip
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    add("--cast-weights", choices=("none", "bfloat16"), default="none")
+    add("--backend", choices=("auto", "portable", "sm90"), default="auto")
+    add("--tp", type=int, default=1, help="of the first mesh; all others of the devices follow")
+    add("--dp", type=int, default=1, help="likewise")
+    add("--devices", type=int, default=2, help="virtual ones where there is no GPU (default: 2)")
+    engine = parser.add_argument_group("engine (default: as detjax.serve chooses)")
+    engine.add_argument("--mode", choices=[m for m in MODES if m != "fast"], default="invariant")
+    engine.add_argument("--max-len", type=int, help="most tokens of a prompt and its answer")
+    engine.add_argument("--batch-size", type=int, help="sequences that run at once")
+    engine.add_argument("--prefill-chunk", type=int)
+    engine.add_argument("--decode-steps", type=int)
+    engine.add_argument("--cache-pages", type=int, dest="num_pages")
+    engine.add_argument("--kv-memory", type=float, default=0.9, metavar="SHARE",
+                        help="of the GPU's memory, for weights and cache together")  # fmt: skip
+    out = parser.add_argument_group("depth and output")
+    out.add_argument("--minutes", type=float, default=0.0, metavar="N",
+                     help="go on with other requests for so long (default: one round)")  # fmt: skip
+    out.add_argument("--json", type=Path, metavar="FILE", help="write the certificate")
+    out.add_argument("--html", type=Path, metavar="FILE", help="write it as a page for people")
+    add("--answers", action="store_true", help=argparse.SUPPRESS)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit code."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    parser = make_parser()
+    args = parser.parse_args(given)
+    for name in ("tp", "dp", "devices"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} {getattr(args, name)} must be at least 1")
+    for path in (args.json, args.html):
+        if path is not None and not path.absolute().parent.is_dir():
+            parser.error(f"{path}: there is no folder {path.absolute().parent}")
+    try:
+        return _run(args, given)
+    except (ValueError, OSError, NotImplementedError) as error:
+        print(f"error: {one_line(str(error))}", file=sys.stderr)
+        return BAD_INPUT
+
+
+def _run(args: argparse.Namespace, given: Sequence[str]) -> int:
+    from detjax.certify.certificate import Certificate
+    from detjax.certify.opening import open_subject, start_devices
+    from detjax.certify.page import render
+    from detjax.certify.restart import answers_of_new_process
+    from detjax.certify.run import certify, print_answers
+    from detjax.certify.table import line, make_map, make_table
+
+    if args.answers:
+        start_devices(args)
+        print_answers(args)
+        return OK
+    console = Console()
+    with console.status("asking a new process"):
+        restarted = answers_of_new_process(given)
+    start_devices(args)
+    with console.status("loading"):
+        subject = open_subject(args, args.dp, args.tp)
+    certificate = Certificate(facts={})
+    with Live(make_table(certificate), console=console, auto_refresh=False) as live:
+        for outcome in certify(args, subject, certificate, restarted):
+            if not console.is_terminal:
+                print(line(outcome), flush=True)
+            now = f"{len(certificate.outcomes)} cases; the last: {outcome.case}"
+            live.update(make_table(certificate, now=now), refresh=True)
+        live.update(make_table(certificate), refresh=True)
+    console.print(make_map(certificate))
+    is_proven = certificate.is_proven and bool(certificate.probe)
+    for outcome in certificate.outcomes:
+        if not outcome.is_well and not outcome.is_control:
+            console.print(f"{outcome.claim}, {outcome.case}: {outcome.first}")
+    console.print("all claims hold" if is_proven else "NOT PROVEN", style="bold")
+    if args.json is not None:
+        args.json.write_text(json.dumps(certificate.json(), indent=1), encoding="utf-8")
+    if args.html is not None:
+        args.html.write_text(render(certificate), encoding="utf-8")
+    return OK if is_proven else BITS_DIFFER
+
+
+if __name__ == "__main__":
+    sys.exit(main())

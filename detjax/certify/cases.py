@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cases of each claim, and for each a control that must differ."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from detjax.certify.asks import Answer, forced, plain
+from detjax.certify.certificate import Outcome, compare
+from detjax.certify.subject import Subject, ask
+from detjax.serving.errors import SelfCheckError
+from detjax.serving.request import Request
+
+OTHER_CHUNK = 37
+"""Tokens of a prefill that end nowhere near a page."""
+
+Comparison = tuple[int, int, str]
+
+
+def timed(
+    claim: str,
+    case: str,
+    run: Callable[[], Comparison],
+    *,
+    round_idx: int,
+    is_control: bool = False,
+) -> Outcome:
+    """Run a case."""
+    begin_s = time.perf_counter()
+    try:
+        num_compared, num_different, first = run()
+    except SelfCheckError as error:  # the engine itself has found a difference
+        num_compared, num_different, first = 1, 1, str(error)
+    return Outcome(
+        claim=claim,
+        case=case,
+        is_control=is_control,
+        num_compared=num_compared,
+        num_different=num_different,
+        first=first,
+        seconds=time.perf_counter() - begin_s,
+        round_idx=round_idx,
+    )
+
+
+def program_cases(subject: Subject) -> Iterator[Outcome]:
+    """Every canonical program of the configuration against prefill, on a cache filled to its size.
+
+    At the end of each page table, around pages and splits, on the first and the last pages of the
+    cache: see `detjax.serving.self_check`.
+    """
+
+    def run() -> Comparison:
+        engine = subject.engine()
+        engine.compile(with_filters=True)
+        stats = engine.stats()
+        num_missing = sum(
+            key.mode == "invariant" and key not in engine.programs.checked
+            for key in engine.programs
+        )
+        first = engine.self_check_error
+        if num_missing and not first:
+            first = f"{num_missing} programs found no page to be checked on"
+        count = stats.num_self_check_differences + num_missing
+        return stats.num_self_checked + num_missing, count, first
+
+    yield timed("path-consistent", "every compiled program, on a full cache", run, round_idx=0)
+
+
+def answer_cases(
+    subject: Subject, requests: Sequence[Request], want: Sequence[Answer], round_idx: int
+) -> Iterator[Outcome]:
+    """What changes between engines of one mesh.
+
+    Args:
+        subject: On its mesh.
+        requests: To ask.
+        want: What each is answered alone.
+        round_idx: Which requests these are.
+    """
+
+    def case(claim: str, name: str, run: Callable[[], Comparison], **kind) -> Outcome:
+        return timed(claim, name, run, round_idx=round_idx, **kind)
+
+    def same(answers: Callable[[], Sequence[Answer]]) -> Callable[[], Comparison]:
+        return lambda: compare(answers(), want)
+
+    yield case("run-invariant", "again, alone", same(lambda: subject.alone(requests)))
+    yield case("batch-invariant", "all together", same(lambda: subject.answers(requests)))
+    yield case(
+        "batch-invariant",
+        "in reverse order, so other rows",
+        same(lambda: subject.answers(requests[::-1])[::-1]),
+    )
+    yield case("batch-invariant", "among others", same(lambda: _among_others(subject, requests)))
+    yield case(
+        "schedule-invariant",
+        f"prompts in chunks of {OTHER_CHUNK} tokens",
+        same(lambda: subject.answers(requests, **_other_chunk())),
+    )
+    yield case(
+        "schedule-invariant", "prefixes from the cache", lambda: _twice(subject, requests, want)
+    )
+    yield case("schedule-invariant", "few pages", lambda: _few_pages(subject, requests, want))
+    yield case(
+        "schedule-invariant",
+        "drafts, every third of them wrong",
+        same(lambda: subject.answers(requests, **_drafted(subject))),
+    )
+    yield case(
+        "path-consistent",
+        "decoded tokens again by prefill",
+        lambda: _by_prefill(subject, requests, want),
+    )
+
+
+def answer_controls(
+    subject: Subject, requests: Sequence[Request], want: Sequence[Answer]
+) -> Iterator[Outcome]:
+    """The same comparisons with XLA's kernels, which promise nothing: each must differ."""
+    asked, fast = plain(requests), {"mode": "fast"}
+    alone = subject.alone(asked, **fast)
+
+    def control(claim: str, name: str, run: Callable[[], Comparison]) -> Outcome:
+        return timed(claim, name, run, round_idx=0, is_control=True)
+
+    another = [
+        dataclasses.replace(r, sampling=dataclasses.replace(r.sampling, seed=r.sampling.seed + 1))
+        for r in requests
+    ]
+    yield control(
+        "run-invariant",
+        "another seed",
+        lambda: compare(subject.alone(another), want),
+    )
+    yield control(
+        "batch-invariant",
+        "XLA's kernels, all together",
+        lambda: compare(subject.answers(asked, **fast), alone),
+    )
+    yield control(
+        "schedule-invariant",
+        "drafts that nobody verifies",
+        lambda: compare(subject.answers(asked, **_drafted(subject)), want),
+    )
+    yield control(
+        "path-consistent",
+        "XLA's kernels, decoded tokens again by prefill",
+        lambda: _by_prefill(subject, asked, alone, **fast),
+    )
+
+
+def mesh_cases(
+    subject: Subject, requests: Sequence[Request], want: Sequence[Answer], round_idx: int
+) -> Iterator[Outcome]:
+    """The answers of another mesh."""
+    name = "dp {dp} x tp {tp}".format(**subject.model.mesh.shape)
+    yield timed(
+        "mesh-invariant",
+        name,
+        lambda: compare(subject.answers(requests), want),
+        round_idx=round_idx,
+    )
+
+
+def mesh_control(subject: Subject, requests: Sequence[Request], want: Sequence[Answer]) -> Outcome:
+    """XLA's kernels on another mesh; `want` is what they answer alone on the first."""
+    name = "XLA's kernels, dp {dp} x tp {tp}".format(**subject.model.mesh.shape)
+    return timed(
+        "mesh-invariant",
+        name,
+        lambda: compare(subject.alone(plain(requests), mode="fast"), want),
+        round_idx=0,
+        is_control=True,
+    )
+
+
+def _other_chunk() -> dict:
+    return {"prefill_chunk": OTHER_CHUNK, "prefill_shapes": ()}
+
+
+def _drafted(subject: Subject) -> dict:
+    """Drafts by XLA's kernels, made wrong at every third position."""
+    return {
+        "candidates": subject.disagree,
+        "mode": "dvr",
+        "max_draft_fraction": 1.0,
+        "has_prompt_lookup": False,
+        "decode_steps": 1,
+    }
+
+
+def _among_others(subject: Subject, requests: Sequence[Request]) -> list[Answer]:
+    """Every request twice, the second time backwards and with another seed, in turn."""
+    others = [
+        dataclasses.replace(
+            request,
+            prompt_token_ids=request.prompt_token_ids[::-1],
+            sampling=dataclasses.replace(request.sampling, seed=i),
+        )
+        for i, request in enumerate(requests)
+    ]
+    mixed = [r for pair in zip(others, requests, strict=True) for r in pair]
+    return subject.answers(mixed)[1::2]
+
+
+def _twice(subject: Subject, requests, want) -> Comparison:
+    engine = subject.engine(has_prefix_cache=True)
+    ask(engine, requests)
+    found = compare(ask(engine, requests), want)
+    if not engine.stats().prefix_tokens:
+        return 0, 0, "no prompt fills a page, so nothing was found in the cache"
+    return found
+
+
+def _few_pages(subject: Subject, requests, want) -> Comparison:
+    """All pages but those of the longest and one more are held, so that sequences are preempted."""
+    engine = subject.engine(has_prefix_cache=False)
+    page_len = subject.model.profile.attention_block
+    longest = max(len(r.prompt_token_ids) + r.sampling.max_tokens for r in requests)
+    pools = engine._scheduler.pools
+    held = [pool.take(max(0, pool.num_pages + ~(-(-longest // page_len)))) for pool in pools]
+    try:
+        return compare(ask(engine, requests), want)
+    finally:
+        for pool, pages in zip(pools, held, strict=True):
+            pool.give_back(pages)
+
+
+def _by_prefill(subject: Subject, requests, want, **changes) -> Comparison:
+    pairs = forced(requests, want)
+    engine = subject.engine(has_prefix_cache=False, **changes)
+    got = [answer for request, _ in pairs for answer in ask(engine, [request])]
+    return compare(got, [answer for _, answer in pairs])

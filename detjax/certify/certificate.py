@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What was compared and what came of it, as plain data."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from detjax.certify.asks import Answer
+
+CLAIMS = {
+    "run-invariant": "same build, same inputs, again, also in a new process: same bits",
+    "batch-invariant": "no bit depends on which or how many other rows share the launch, nor on "
+    "the row",
+    "schedule-invariant": "nor on chunked prefill, shared prefixes, preemption, drafts",
+    "path-consistent": "prefill, decode and verify give position t the same bits",
+    "mesh-invariant": "nor on (dp, tp)",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """One case of a claim, or its control.
+
+    Attributes:
+        claim: Of `CLAIMS`.
+        case: What was changed.
+        is_control: Made without the guarantee: here a difference is wanted.
+        num_compared: Values: tokens with their logprobs, or programs.
+        num_different: Of these.
+        first: The first that differs, for people; empty where none does.
+        seconds: That the case took, compiling included.
+        round_idx: Which requests.
+    """
+
+    claim: str
+    case: str
+    is_control: bool
+    num_compared: int
+    num_different: int
+    first: str
+    seconds: float
+    round_idx: int
+
+    @property
+    def is_well(self) -> bool:
+        """Nothing differs, and something was compared; of a control, something does."""
+        if self.is_control:
+            return self.num_different > 0
+        return self.num_compared > 0 and self.num_different == 0
+
+
+def compare(got: Sequence[Answer], want: Sequence[Answer]) -> tuple[int, int, str]:
+    """How many tokens were compared, how many differ in a bit, and the first that does."""
+    num_compared = num_different = 0
+    first = ""
+    for idx, (mine, its) in enumerate(zip(got, want, strict=True)):
+        num_compared += max(len(mine), len(its))
+        for at in range(max(len(mine), len(its))):
+            a, b = (answer[at] if at < len(answer) else None for answer in (mine, its))
+            if a != b:
+                num_different += 1
+                first = first or f"request {idx}, token {at}: {_show(a)} is not {_show(b)}"
+    return num_compared, num_different, first
+
+
+def _show(token: tuple[int, int] | None) -> str:
+    return "nothing" if token is None else f"{token[0]} (logprob 0x{token[1]:08x})"
+
+
+@dataclass(kw_only=True)
+class Certificate:
+    """All of it.
+
+    Attributes:
+        facts: Model, numerics, build, device, configuration: names and texts.
+        probe: Whether the model's sums depend on their order, so that equal bits are no luck.
+        outcomes: In the order in which they came.
+        coverage: (dtype, backend, mode, state) of this model.
+    """
+
+    facts: dict[str, str]
+    probe: str = ""
+    outcomes: list[Outcome] = field(default_factory=list)
+    coverage: list[tuple[str, str, str, str]] = field(default_factory=list)
+
+    @property
+    def is_proven(self) -> bool:
+        """Every claim has cases and a control, and all of them are well."""
+        return bool(self.outcomes) and all(map(self.is_claim_proven, self.claims()))
+
+    def claims(self) -> list[str]:
+        """Those with an outcome."""
+        return [claim for claim in CLAIMS if self.of(claim)]
+
+    def of(self, claim: str) -> list[Outcome]:
+        """The outcomes of a claim."""
+        return [outcome for outcome in self.outcomes if outcome.claim == claim]
+
+    def is_claim_proven(self, claim: str) -> bool:
+        """All cases hold, and in the first round at least one control fails as it must."""
+        cases = [outcome for outcome in self.of(claim) if not outcome.is_control]
+        controls = [outcome for outcome in self.of(claim) if outcome.is_control]
+        return (
+            bool(cases)
+            and all(outcome.is_well for outcome in cases)
+            and any(outcome.is_well for outcome in controls)
+        )
+
+    def json(self) -> dict[str, Any]:
+        """As one JSON document."""
+        return {
+            "proven": self.is_proven,
+            "claims": {claim: self.is_claim_proven(claim) for claim in self.claims()},
+            "facts": self.facts,
+            "probe": self.probe,
+            "outcomes": [dataclasses.asdict(outcome) for outcome in self.outcomes],
+            "coverage": [
+                dict(zip(("dtype", "backend", "mode", "state"), row, strict=True))
+                for row in self.coverage
+            ],
+        }

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the command line to a model on a mesh."""
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+
+from detjax.certify.subject import Subject, config_on
+from detjax.llm import find_model, load_on_devices
+from detjax.models.abstract import why_unsupported
+from detjax.models.decoder import check_mesh
+from detjax.models.hf_config import config_from_hf
+from detjax.models.loading import LoadedModel, random_model
+from detjax.models.params import check_tp
+from detjax.numerics import Build, NumericsProfile
+from detjax.pallas_kernels.backend import Backend, choose_backend
+from detjax.parallel.mesh import configure_virtual_devices, make_mesh
+
+
+def start_devices(args: argparse.Namespace) -> None:
+    """Let the CPU appear as the devices that were asked for; JAX starts here."""
+    configure_virtual_devices(max(args.devices, args.dp * args.tp))
+    jax.devices("cpu")
+
+
+def open_subject(args: argparse.Namespace, dp: int, tp: int) -> Subject:
+    """The model and its engine's configuration on a mesh.
+
+    Raises:
+        ValueError: If model, mesh, sizes and memory do not go together.
+        FileNotFoundError: If a file is missing.
+    """
+    model = _open_model(args, dp, tp)
+    names = "batch_size", "prefill_chunk", "max_len", "num_pages", "mode", "decode_steps"
+    asked = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    if model.backend.platform == "cpu" and "max_len" not in asked:
+        asked["max_len"] = min(768, model.config.max_position_embeddings)
+    if (dp, tp) != (args.dp, args.tp):
+        asked.pop("num_pages", None)  # of all replicas of the first mesh
+    return Subject(model, config_on(model, asked, gpu_memory_utilization=args.kv_memory))
+
+
+def _open_model(args: argparse.Namespace, dp: int, tp: int) -> LoadedModel:
+    profile = NumericsProfile(weight_dtype=args.dtype, compute_dtype=args.dtype)
+    if args.random_weights is None:
+        folder = find_model(args.model, revision=args.revision)
+        model, _ = load_on_devices(
+            folder, profile=profile, backend=args.backend, dp=dp, tp=tp,
+            cast_weights=args.cast_weights,
+        )  # fmt: skip
+        return model
+    config = config_from_hf(json.loads(Path(args.random_weights).read_text()))
+    if args.max_len is not None and args.max_len < config.max_position_embeddings:
+        config = dataclasses.replace(config, max_position_embeddings=args.max_len)
+    check_tp(config, tp)
+    check_mesh(config, profile, tp)
+    choice = choose_backend(
+        None if args.backend == "auto" else Backend(args.backend),
+        why_not_model=lambda backend: why_unsupported(config, profile, backend, tp),
+    )
+    mesh = make_mesh(dp, tp, platform=choice.backend.platform)
+    return random_model(config, seed=0, profile=profile, mesh=mesh, backend=choice.backend)
+
+
+def other_meshes(subject: Subject, args: argparse.Namespace) -> Iterator[tuple[int, int]]:
+    """Every (dp, tp) of the devices here, but for the first and those the model refuses."""
+    model = subject.model
+    count = len(jax.devices(model.backend.platform))
+    for tp in (1, 2, 4, 8):
+        try:
+            check_tp(model.config, tp)
+            check_mesh(model.config, model.profile, tp)
+        except ValueError:
+            continue
+        for dp in range(1, count // tp + 1):
+            if dp & (dp - 1) == 0 and (dp, tp) != (args.dp, args.tp):
+                yield dp, tp
+
+
+def facts_of(subject: Subject, args: argparse.Namespace) -> dict[str, str]:
+    """What the certificate is of."""
+    model = subject.model
+    build = Build.current(model.backend.value, model.mesh.devices.flat[0])
+    name = args.model if args.random_weights is None else f"random: {args.random_weights}"
+    facts = {
+        "model": name,
+        "fingerprint": model.fingerprint,
+        "dimensions": str(model.config),
+        "profile": str(model.profile),
+        "mesh": "dp {dp} x tp {tp}".format(**model.mesh.shape),
+        "engine": str(subject.config),
+    }
+    return facts | {f"build: {key}": str(value) for key, value in dataclasses.asdict(build).items()}

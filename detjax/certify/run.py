@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs every case, round after round while there is time."""
+
+import argparse
+import gc
+import json
+import time
+from collections.abc import Iterator, Sequence
+
+from detjax.certify.asks import Answer, make_requests, plain
+from detjax.certify.cases import (
+    answer_cases,
+    answer_controls,
+    mesh_cases,
+    mesh_control,
+    program_cases,
+    timed,
+)
+from detjax.certify.certificate import Certificate, Outcome, compare
+from detjax.certify.coverage import coverage_map
+from detjax.certify.opening import facts_of, open_subject, other_meshes
+from detjax.certify.subject import Subject, order_probe
+from detjax.serving.request import Request
+
+
+def requests_of(subject: Subject, round_idx: int) -> list[Request]:
+    """What is asked in a round."""
+    config = subject.model.config
+    return make_requests(
+        round_idx,
+        vocab_size=config.vocab_size,
+        max_len=subject.config.max_len,
+        profile=subject.model.profile,
+    )
+
+
+def print_answers(args: argparse.Namespace) -> None:
+    """What the first round's requests are answered alone, as a line of JSON."""
+    subject = open_subject(args, args.dp, args.tp)
+    print(json.dumps(subject.alone(requests_of(subject, 0))))
+
+
+def certify(
+    args: argparse.Namespace, subject: Subject, certificate: Certificate, restarted: list[Answer]
+) -> Iterator[Outcome]:
+    """Run all cases; the certificate has them as they come.
+
+    Args:
+        args: Of the command.
+        subject: On the mesh that was asked for.
+        certificate: Made here.
+        restarted: The answers of a new process.
+    """
+    certificate.facts = facts_of(subject, args)
+    certificate.probe = order_probe(subject.model)
+    begin_s = time.perf_counter()
+    for outcome in _first_round(args, subject, restarted):
+        certificate.outcomes.append(outcome)
+        yield outcome
+    round_idx, round_s = 1, time.perf_counter() - begin_s
+    while time.perf_counter() - begin_s + round_s < 60 * args.minutes:
+        round_begin_s = time.perf_counter()
+        requests = requests_of(subject, round_idx)
+        for outcome in answer_cases(subject, requests, subject.alone(requests), round_idx):
+            certificate.outcomes.append(outcome)
+            yield outcome
+        round_idx, round_s = round_idx + 1, time.perf_counter() - round_begin_s
+    certificate.coverage = coverage_map(
+        subject.model,
+        modes={subject.config.mode, "dvr"},
+        is_proven=certificate.is_proven and bool(certificate.probe),
+    )
+
+
+def _first_round(
+    args: argparse.Namespace, subject: Subject, restarted: Sequence[Answer]
+) -> Iterator[Outcome]:
+    yield from program_cases(subject)
+    requests = requests_of(subject, 0)
+    want = subject.alone(requests)
+    yield timed("run-invariant", "a new process", lambda: compare(restarted, want), round_idx=0)
+    yield from answer_cases(subject, requests, want, 0)
+    yield from answer_controls(subject, requests, want)
+    yield from _meshes(args, subject, requests, want)
+
+
+def _meshes(args, subject: Subject, requests, want) -> Iterator[Outcome]:
+    fast = None
+    for dp, tp in other_meshes(subject, args):
+        if fast is None:
+            fast = subject.alone(plain(requests), mode="fast")
+        gc.collect()
+        other = open_subject(args, dp, tp)
+        yield from mesh_cases(other, requests, want, 0)
+        # Replicas compute what one device does: only the ranks of a layer show anything.
+        if tp != args.tp:
+            yield mesh_control(other, requests, fast)

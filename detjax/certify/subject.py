@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model under proof on any mesh, and engines of it that share compiled programs."""
+
+import dataclasses
+import gc
+from collections.abc import Callable, Sequence
+
+import jax.numpy as jnp
+import numpy as np
+
+from detjax.certify.asks import Answer, answer_of
+from detjax.llm import choose_sizes
+from detjax.models.loading import LoadedModel
+from detjax.parallel.mesh import DP_AXIS
+from detjax.serving.config import EngineConfig
+from detjax.serving.engine import Engine
+from detjax.serving.programs import Candidates, ProgramCache, keep_candidates
+from detjax.serving.request import Request
+
+OpensModel = Callable[[int, int], LoadedModel]
+"""From (dp, tp) to the model on that mesh."""
+
+
+class Subject:
+    """One model on one mesh.
+
+    Attributes:
+        model: With its weights.
+        config: Of the engine under proof.
+    """
+
+    def __init__(self, model: LoadedModel, config: EngineConfig):
+        """Prove it as `config` would serve it."""
+        self.model, self.config = model, config
+        self._programs: dict[tuple, ProgramCache] = {}
+
+    def disagree(self, token_ids, positions):
+        """Make drafts wrong at every third position; for `Engine`, on the device."""
+        other = (token_ids + 1) % self.model.config.vocab_size
+        return jnp.where(positions % 3 == 0, other, token_ids)
+
+    def engine(self, *, candidates: Candidates = keep_candidates, **changes) -> Engine:
+        """An engine with an empty prefix cache; its programs are those of its like before it."""
+        gc.collect()  # the cache of the engine before
+        config = dataclasses.replace(self.config, **changes)
+        key = config.batch_size, config.num_pages, config.verify_window, candidates
+        engine = Engine(self.model, config, candidates=candidates, programs=self._programs.get(key))
+        self._programs[key] = engine.programs
+        return engine
+
+    def answers(self, requests: Sequence[Request], **changes) -> list[Answer]:
+        """What a new engine answers, asked all at once."""
+        return ask(self.engine(**changes), requests)
+
+    def alone(self, requests: Sequence[Request], **changes) -> list[Answer]:
+        """What it answers, asked one after the other without shared prefixes."""
+        engine = self.engine(has_prefix_cache=False, **changes)
+        return [answer for request in requests for answer in ask(engine, [request])]
+
+
+def ask(engine: Engine, requests: Sequence[Request]) -> list[Answer]:
+    """Answers in the order of the requests."""
+    return [answer_of(completion) for completion in engine.generate(requests)]
+
+
+def config_on(model: LoadedModel, asked: dict, *, gpu_memory_utilization: float) -> EngineConfig:
+    """The engine's configuration on a mesh: what was asked for, the rest by the hardware.
+
+    A decode step of few rows is compiled beside that of all, and self-checks are made.
+    """
+    dp = model.mesh.shape[DP_AXIS]
+    batch_size = asked.get("batch_size")
+    if batch_size is not None and batch_size % dp:
+        asked = asked | {"batch_size": -(-batch_size // dp) * dp}
+    config = choose_sizes(model, asked, gpu_memory_utilization=gpu_memory_utilization)
+    if not config.decode_batches and config.batch_size > dp:
+        config = dataclasses.replace(config, decode_batches=(dp,))
+    return dataclasses.replace(config, self_check="start")
+
+
+def order_probe(model: LoadedModel) -> str:
+    """Whether a sum of the model depends on its order; what was found, for people.
+
+    Adds float32 products of one row of `down` forwards and backwards.
+    """
+    w = np.asarray(jnp.asarray(model.params["layers"][0]["down"])[:64], np.float32)
+    terms = w * np.linspace(0.5, 2.0, w.shape[1], dtype=np.float32)
+    forwards = np.add.accumulate(terms, axis=1, dtype=np.float32)[:, -1]
+    backwards = np.add.accumulate(terms[:, ::-1], axis=1, dtype=np.float32)[:, -1]
+    count = int((forwards.view(np.uint32) != backwards.view(np.uint32)).sum())
+    if not count:
+        return ""
+    return f"{count} of {len(w)} sums of down_proj change when they are added backwards"

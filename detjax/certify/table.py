@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The live table: claims, cases, differences and time."""
+
+from rich.table import Table
+
+from detjax.certify.certificate import Certificate, Outcome
+
+
+def verdict(outcome: Outcome) -> str:
+    """One word or two."""
+    if outcome.is_control:
+        return "differs, as it must" if outcome.is_well else "shows nothing"
+    return "holds" if outcome.is_well else "DIFFERS"
+
+
+def line(outcome: Outcome) -> str:
+    """An outcome on a line of its own, where there is no terminal."""
+    control = "control: " if outcome.is_control else ""
+    return (
+        f"{outcome.claim}: {control}{outcome.case}: {outcome.num_different:,} of "
+        f"{outcome.num_compared:,} differ, {outcome.seconds:.1f} s: {verdict(outcome)}"
+    )
+
+
+def make_table(certificate: Certificate, *, now: str = "") -> Table:
+    """All outcomes so far, and what runs now."""
+    table = Table(title="detjax.certify", caption=now)
+    for name in ("claim", "case"):
+        table.add_column(name)
+    for name in ("compared", "different", "seconds"):
+        table.add_column(name, justify="right")
+    table.add_column("")
+    for claim in certificate.claims():
+        for i, its in enumerate(certificate.of(claim)):
+            style = "dim" if its.is_control else ""
+            table.add_row(
+                claim if i == 0 else "",
+                f"control: {its.case}" if its.is_control else its.case,
+                f"{its.num_compared:,}",
+                f"{its.num_different:,}",
+                f"{its.seconds:.1f}",
+                verdict(its),
+                style=style if its.is_well else "bold red",
+            )
+        table.add_section()
+    return table
+
+
+def make_map(certificate: Certificate) -> Table:
+    """The coverage map."""
+    table = Table(title=f"coverage of {certificate.facts['model']}")
+    for name in ("dtype", "backend", "mode", "state"):
+        table.add_column(name)
+    for row in certificate.coverage:
+        table.add_row(*row)
+    return table

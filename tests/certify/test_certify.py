@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m detjax.certify`: what counts as proven, what it finds, and the whole command."""
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import detjax.serving.sampling as sampling
+from detjax.certify.__main__ import main
+from detjax.certify.asks import forced, make_requests
+from detjax.certify.cases import answer_cases, program_cases
+from detjax.certify.certificate import CLAIMS, Certificate, Outcome, compare
+from detjax.certify.coverage import coverage_map
+from detjax.certify.page import render
+from detjax.certify.subject import Subject, order_probe
+from detjax.models.loading import LoadedModel
+from detjax.numerics import NumericsProfile
+from detjax.serving.config import EngineConfig
+from detjax.serving.self_check.evidence import FOLDER_VARIABLE
+from detjax.testing.dummies import dummy_config, dummy_model
+
+
+@cache
+def model() -> LoadedModel:
+    return dummy_model(dummy_config(num_layers=1, vocab_size=300))
+
+
+def outcome(claim: str = "batch-invariant", *, different: int = 0, **changes) -> Outcome:
+    fields = {
+        "case": "all <together>", "is_control": False, "num_compared": 9, "first": "",
+        "seconds": 1.0, "round_idx": 0,
+    }  # fmt: skip
+    return Outcome(claim=claim, num_different=different, **(fields | changes))
+
+
+CASE, WRONG = outcome(), outcome(different=1, first="request <0>")
+CONTROL, BLIND = outcome(is_control=True, different=4), outcome(is_control=True)
+EMPTY = outcome(num_compared=0)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "is_proven"),
+    [
+        ([CASE, CONTROL], True),
+        ([CASE, CONTROL, BLIND], True),
+        ([CASE], False),
+        ([CASE, BLIND], False),
+        ([CASE, WRONG, CONTROL], False),
+        ([CONTROL], False),
+        ([EMPTY, CONTROL], False),
+        ([], False),
+    ],
+)
+def test_a_claim_is_proven_by_cases_that_hold_and_a_control_that_differs(outcomes, is_proven):
+    certificate = Certificate(facts={"model": "<b>"}, outcomes=outcomes)
+    assert certificate.is_proven is is_proven
+    assert certificate.json()["proven"] is is_proven
+    page = render(certificate)
+    assert ("All claims hold" in page) is is_proven
+    assert "<b>" not in page and "<together>" not in page and "&lt;b&gt;" in page
+
+
+def test_every_bit_and_every_missing_token_counts():
+    want = [((5, 1), (6, 2)), ((7, 3),)]
+    assert compare(want, want) == (3, 0, "")
+    for got in ([((5, 1), (6, 3)), want[1]], [((5, 1),), want[1]], [((5, 1), (7, 2)), want[1]]):
+        num_compared, num_different, first = compare(got, want)
+        assert (num_compared, num_different) == (3, 1)
+        assert first.startswith("request 0, token 1: ")
+
+
+def test_requests_lie_around_boundaries_and_every_round_has_others():
+    profile = NumericsProfile()
+    rounds = [make_requests(i, vocab_size=50, max_len=768, profile=profile) for i in range(3)]
+    assert {127, 129, 512, 760} <= {len(r.prompt_token_ids) for r in rounds[0]}
+    assert all(len(r.prompt_token_ids) + r.sampling.max_tokens <= 768 for s in rounds for r in s)
+    prompts = [r.prompt_token_ids for some in rounds for r in some]
+    assert len(set(prompts)) == len(prompts) == 24
+    answers = [tuple((t, 0) for t in range(8))] * 8
+    pairs = forced(rounds[0], answers)
+    assert len(pairs) == 16
+    assert all(r.sampling.max_tokens == 1 and len(a) == 1 for r, a in pairs)
+
+
+def test_the_map_names_what_is_refused_and_what_was_not_run():
+    rows = coverage_map(model(), modes={"invariant"}, is_proven=True)
+    state = {row[:3]: row[3] for row in rows}
+    assert state["bfloat16", "portable", "invariant"] == "proven"
+    assert state["bfloat16", "portable", "dvr"] == "not covered by this run"
+    assert state["float32", "portable", "invariant"] == "not covered by this run"
+    assert state["float32", "sm90", "invariant"].startswith("refused: ")
+    assert {s for (_, _, mode), s in state.items() if mode == "fast"} == {"no claim is made"}
+
+
+def test_the_probe_depends_on_order():
+    assert "change when they are added backwards" in order_probe(model())
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--tp", "0"], "--tp 0 must be at least 1"),
+        (["--json", "/nowhere/at/all.json"], "there is no folder"),
+        (["--mode", "fast"], "invalid choice: 'fast'"),
+    ],
+)
+def test_bad_input_is_named(capsys, argv, says):
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    assert ended.value.code == 2 and says in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.control
+def test_a_planted_fault_is_found(monkeypatch, tmp_path):
+    """Noise keyed by the row: by the programs' check, and by the answers without one."""
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    right = sampling.noise.row_key
+
+    def wrong(low, high, sequence_idx, position):
+        return right(low, high, sequence_idx, jnp.arange(len(position), dtype=jnp.int32))
+
+    monkeypatch.setattr(sampling.noise, "row_key", wrong)
+    config = EngineConfig(batch_size=3, prefill_chunk=64, max_len=256, self_check="start")
+    (found,) = program_cases(Subject(model(), config))
+    assert found.num_different > 0 and "self-check" in found.first and not found.is_well
+
+    blind = EngineConfig(batch_size=3, prefill_chunk=64, max_len=256, self_check="off")
+    subject = Subject(model(), blind)
+    requests = make_requests(0, vocab_size=300, max_len=256, profile=NumericsProfile(), count=4)
+    want = subject.alone(requests)
+    cases = {}
+    for found in answer_cases(subject, requests, want, 0):
+        cases[found.case] = found
+        if found.case.startswith("in reverse"):
+            break
+    assert cases["again, alone"].is_well
+    assert not cases["all together"].is_well and cases["all together"].first
+
+
+@pytest.mark.slow
+def test_the_command_proves_the_bundled_model(tmp_path):
+    files = {kind: tmp_path / f"certificate.{kind}" for kind in ("json", "html")}
+    argv = [arg for kind, file in files.items() for arg in (f"--{kind}", str(file))]
+    done = subprocess.run(
+        [sys.executable, "-m", "detjax.certify", "--max-len", "576", *argv],
+        env={**os.environ, "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir or ""},
+        capture_output=True, text=True, timeout=540, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    found = json.loads(files["json"].read_text())
+    assert found["proven"] and found["claims"] == dict.fromkeys(CLAIMS, True)
+    assert all(o["num_different"] == 0 for o in found["outcomes"] if not o["is_control"])
+    assert "All claims hold" in files["html"].read_text() and "all claims hold" in done.stdout
