@@ -112,7 +112,7 @@ sys.exit(generate.main(["--prompt", "a"]))
 def test_a_cache_folder_that_cannot_be_written_is_a_warning(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     before = jax.config.jax_compilation_cache_dir
-    model._keep_compiled_programs(str(tmp_path / "file" / "cache"))
+    model.keep_compiled_programs(str(tmp_path / "file" / "cache"))
     err = capsys.readouterr().err
     assert err.startswith("warning: --cache-dir ") and "programs are not kept" in err
     assert jax.config.jax_compilation_cache_dir == before
@@ -137,6 +137,7 @@ def test_every_field_of_the_sampling_is_an_option():
         "bad_words_token_ids",  # --bad-word has texts
         "structured_output",  # five options
         "num_prompt_logprobs",  # Engine.score, and the server
+        "noise_stream",  # --n; one of them alone is for receipts
     }
     assert {name for of, name in sets if of is SamplingParams} == fields
 

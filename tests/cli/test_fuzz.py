@@ -54,6 +54,8 @@ NOT_RANDOM = {
     "--prompt",
     "--cache-dir",
     "--prompts-file",
+    "--receipts",  # a file of that name
+    "--sign",
     "--check-process",  # starts a process, which would take longer than all cases
 }
 

@@ -115,6 +115,7 @@ def test_splits_chosen_from_the_batch_are_found_in_their_layer(monkeypatch):
     assert found.site.b.beside[0].startswith("row 0: position "), str(found)
 
 
+@pytest.mark.slow
 def test_a_key_dropped_at_a_page_end_is_found_where_it_is_not_written(monkeypatch):
     sound = portable_rope.write_pages
 

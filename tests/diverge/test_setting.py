@@ -14,7 +14,7 @@ from detjax.diverge.__main__ import main
 from detjax.diverge.divergence import Divergence, TokenDifference
 from detjax.diverge.find import first_token
 from detjax.diverge.setting import Answer, Setting
-from detjax.serving.request import Completion, FinishReason
+from detjax.serving.request import Completion, FinishReason, SamplingParams
 from detjax.serving.text import CompletionOutput
 
 
@@ -58,7 +58,10 @@ def entry(**changes) -> dict:
         finish_reason=FinishReason.LENGTH,
     )
     completion = dataclasses.replace(completion, **changes)
-    return CompletionOutput(completion=completion, text="x", fingerprint="f" * 16).as_dict()
+    return CompletionOutput(
+        completion=completion, text="x", fingerprint="f" * 16, sampling=SamplingParams(),
+        is_deterministic=True,
+    ).as_dict()  # fmt: skip
 
 
 def test_an_answer_is_read_from_a_line_bit_for_bit():

@@ -101,12 +101,12 @@ WAYS = {
 }
 
 
-QUICK, SLOW = "among others", ("tp 2", "drafts that are wrong", "prompt lookup", "preemption")
+SLOW = "among others", "tp 2", "drafts that are wrong", "prompt lookup", "preemption"
 
 
 def way_cases() -> list:
     """Those that are run always, and the marks of the others."""
-    marks = {QUICK: (), **dict.fromkeys(SLOW, (pytest.mark.slow,))}
+    marks = dict.fromkeys(SLOW, (pytest.mark.slow,))
     nightly = (pytest.mark.slow, pytest.mark.nightly)
     return [pytest.param(way, marks=marks.get(way, nightly)) for way in WAYS]
 

@@ -15,6 +15,8 @@ from detjax.proof.identity import Identifier, Identity
 from detjax.proof.receipt import Receipt
 from detjax.proof.rerun import Difference, identity_differences, rerun
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = ("The old house by the sea", "My sister said", "17+26=", "A stranger")
 SIZES = {"max_len": 256, "prefill_chunk": 32, "show_progress": False}
 
@@ -185,7 +187,6 @@ def run_replay(*argv) -> int:
 
 
 @pytest.mark.invariance
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -199,7 +200,6 @@ def test_replay_on_other_meshes(file, options, capsys):
     assert "12 receipts, " in capsys.readouterr().out
 
 
-@pytest.mark.slow
 def test_audit_writes_a_report(file, tmp_path):
     report = tmp_path / "report.json"
     assert audit.main([str(file), "--cache-dir", "none", "--report", str(report)]) == 0
@@ -207,7 +207,6 @@ def test_audit_writes_a_report(file, tmp_path):
     assert found["differences"] == [] and found["num_receipts"] == 12 and found["num_windows"] > 0
 
 
-@pytest.mark.slow
 def test_a_difference_has_an_exit_code_and_a_line(file, receipts, tmp_path, capsys):
     path = tmp_path / "forged.jsonl"
     forged = FORGERIES["text"][0](receipts[0])
@@ -217,7 +216,6 @@ def test_a_difference_has_an_exit_code_and_a_line(file, receipts, tmp_path, caps
     assert "1 receipts differ" in out and "receipt 2: answer.text is 'something else'" in err
 
 
-@pytest.mark.slow
 def test_another_build_is_refused_by_name(receipts, tmp_path, capsys):
     path = tmp_path / "r.jsonl"
     path.write_text(edited(receipts[0], "build", jax="0.9.9").to_json() + "\n")
@@ -235,7 +233,6 @@ def test_receipts_of_two_models_are_not_mixed(receipts, tmp_path, capsys):
     assert "receipts 1 and 2 were not made by the same: model.weights" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_who_must_have_signed(receipts, tmp_path, capsys):
     from tests.proof.test_receipt import make_key
 
@@ -248,7 +245,6 @@ def test_who_must_have_signed(receipts, tmp_path, capsys):
     assert run_replay(path, "--trust", tmp_path / "public.pem") == 0
 
 
-@pytest.mark.slow
 def test_the_command_writes_receipts(tmp_path, capsys):
     from detjax.generate import main
     from tests.proof.test_receipt import make_key
