@@ -294,8 +294,8 @@ class DetjaxRollout(base_rollout.BaseRollout):
         for sample in samples:
             while sample.finish_reason is None:
                 self._step(sample)
-            if sample.finish_reason is FinishReason.ERROR:
-                raise RuntimeError(f"a request failed: {sample.error}")
+        if failed := [s.error for s in samples if s.finish_reason is FinishReason.ERROR]:
+            raise RuntimeError(f"{len(failed)} of {len(samples)} requests failed: {failed[0]}")
         return base_rollout.RolloutOutput(
             text=[self._tokenizer.decode(sample.token_ids) for sample in samples],
             logits=[],
