@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters to other people's tools; each needs its extra."""
+"""detjax behind the interfaces of other projects; each module needs an extra of its own."""
