@@ -449,3 +449,11 @@ def test_example_async_streaming_cancels_one(example):
 @pytest.mark.slow
 def test_example_rl_rollout_agrees_to_the_bit(example):
     assert example("rl_rollout.py").count("every bit equal") == 2
+
+
+@pytest.mark.slow
+def test_example_stream_weights_has_the_bits_of_a_folder(example):
+    out = example("stream_weights.py")
+    digests = {line.split()[-1] for line in out.splitlines() if line.startswith("weights ")}
+    assert len(digests) == 3, "the weights make no difference"
+    assert out.endswith("every bit equal\n")

@@ -3,9 +3,10 @@
 
 import dataclasses
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding
@@ -18,10 +19,11 @@ from detjax.models.decoder import check_mesh
 from detjax.models.hf_config import load_config
 from detjax.models.hub import resolve_model
 from detjax.models.identity import TEXT_FILES
-from detjax.models.params import kv_layout, partition_specs
+from detjax.models.params import Params, kv_layout, partition_specs
 from detjax.models.rope import rope_tables
 from detjax.models.weights.dtypes import find_cast
 from detjax.models.weights.load import ignore_progress, load_params
+from detjax.models.weights.named import load_named_params
 from detjax.models.weights.random_weights import random_params
 from detjax.models.weights.saved import (
     check_can_save,
@@ -88,6 +90,25 @@ class LoadedModel:
         for leaf in {id(leaf): leaf for leaf in jax.tree.leaves(old)}.values():
             if id(leaf) not in kept:
                 leaf.delete()
+
+    def named_weights(self, tensors: Iterable[tuple[str, Any]]) -> Params:
+        """Make weights for `replace_weights` from tensors with Hugging Face names.
+
+        Args:
+            tensors: As `load_named_params` takes them. float16 is rounded to bfloat16 only if this
+                model's weights were.
+
+        Raises:
+            ValueError: As `load_named_params` does.
+        """
+        return load_named_params(
+            tensors,
+            self.config,
+            self.mesh,
+            dtype=self.profile.param_dtype,
+            vocab_block=self.profile.vocab_block,
+            can_cast="float16" in self.weight_cast.split(),
+        )
 
     def save(self, folder: Path | str) -> None:
         """Write the model as a folder that `load_model` reads: the same weights, bit for bit.

@@ -10,6 +10,7 @@ import itertools
 import time
 from collections import abc
 from collections.abc import Callable, Container
+from typing import Any
 
 from detjax.models.loading import LoadedModel
 from detjax.pallas_kernels.kernel_table import KERNELS
@@ -241,10 +242,7 @@ class Engine:
                 changed then but the prefix cache.
             EngineStoppedError: If an error has stopped the engine.
         """
-        self._refuse_if_stopped()
-        self._mend()
-        if self.has_work:
-            raise ValueError("the engine is at work on requests of the old weights; drain() first")
+        self._refuse_if_at_work()
         # WHY: forgotten first, so that an interrupt leaves no page of other weights.
         self._rechecks.give_up()
         self._rechecks.forget()
@@ -252,6 +250,33 @@ class Engine:
         self._model.replace_weights(weights)
         self._runner.take_weights()
         self._output_processor.weight_version = version
+
+    def load_named_weights(self, tensors: abc.Iterable[tuple[str, Any]], *, version: int) -> None:
+        """Replace the model's weights by tensors with Hugging Face names, one at a time.
+
+        For trainers in another framework: `load_named_weights(module.state_dict().items(), ...)`.
+        The old weights stay until every tensor has come and fits, so the devices need room for
+        both. Then as `load_weights`. The bits are those of loading a folder with these tensors.
+
+        Args:
+            tensors: Pairs of a name and a tensor of NumPy, JAX or torch, or of anything else with
+                `__dlpack__` or `__array__`, in any order. Each is copied before the next one is
+                asked for. In a job of several processes each gives all of them.
+            version: Any number that tells these weights from others.
+
+        Raises:
+            ValueError: If a request is waiting or running, or a tensor is missing, unknown, given
+                twice, or does not fit, naming it; nothing has changed then.
+            EngineStoppedError: If an error has stopped the engine.
+        """
+        self._refuse_if_at_work()
+        self.load_weights(self._model.named_weights(tensors), version=version)
+
+    def _refuse_if_at_work(self) -> None:
+        self._refuse_if_stopped()
+        self._mend()
+        if self.has_work:
+            raise ValueError("the engine is at work on requests of the old weights; drain() first")
 
     # ---------------------------------------------------------------------------------------- steps
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from detjax.array_types import Array, Float32
+from detjax.array_types import Activation, Array, Float32
 from detjax.models.layers import ForwardContext
 from detjax.models.params import TENSORS_OF, join
 from detjax.models.transformer import Stream, run_layers
@@ -95,6 +95,24 @@ def token_logprobs(
         rematerialisation or without, and, as the engine's are mesh-invariant, for any tp of it.
         Gradients: see `operations`.
     """
+    hidden = final_hidden(ctx, params, rope_tables, batch, remat=remat)
+    return ops.token_logprobs(ctx, hidden, output_head(ctx, params), batch.targets)
+
+
+def output_head(ctx: ForwardContext, params: dict[str, Any]) -> Float32[Array, "V D"]:
+    """The master of the matrix that makes logits."""
+    return params["embed"] if ctx.config.tie_word_embeddings else params["lm_head"]
+
+
+def final_hidden(
+    ctx: ForwardContext,
+    params: dict[str, Any],
+    rope_tables: tuple[Float32[Array, "S half"], Float32[Array, "S half"]],
+    batch: Batch,
+    *,
+    remat: bool,
+) -> Activation[Array, "M D"]:
+    """The hidden state of each row after the last norm, as `token_logprobs` takes and claims it."""
     if ctx.tp != 1:
         raise ValueError(f"{ctx.tp=} must be 1: training spreads sequences over devices")
     if batch.length > rope_tables[0].shape[0]:
@@ -108,5 +126,4 @@ def token_logprobs(
 
     own = TrainingOps(ctx=ctx, batch=batch, positions=positions, cos=cos, sin=sin)
     _, stream = run_layers(own, params, batch.ids, None, remat=remat)
-    head = params["embed"] if ctx.config.tie_word_embeddings else params["lm_head"]
-    return ops.token_logprobs(ctx, stream.x, head, batch.targets)
+    return stream.x

@@ -32,6 +32,7 @@ from detjax.training.checkpoint import check_can_save, restore_state, save_state
 from detjax.training.extras import optax
 from detjax.training.plot import save_plot
 from detjax.training.policy_gradient import BatchSizes, StepRow, train
+from detjax.training.rewards import Rewarded
 from detjax.training.rollout import Rollout
 from detjax.training.tasks import AbstractTask, Arithmetic, Gsm8k
 from detjax.training.trainer import Trainer
@@ -52,7 +53,8 @@ examples:
   python -m detjax.training.grpo --seeds 0 1 2 --steps 40 --out runs/sums
   python -m detjax.training.grpo --rollout invariant --rollout-tp 1     # one GPU
   python -m detjax.training.grpo --model Qwen/Qwen3-0.6B --task gsm8k --problems train.jsonl \\
-      --max-prompt 256 --max-tokens 256 --microbatch 4 --prompts 32
+      --rollout-tp 1 --microbatch 4
+  python -m detjax.training.grpo --reward my_rewards:shortest     # shortest(problem, text) -> float
   python -m detjax.training.grpo --rollout invariant --save runs/a --steps 10
   python -m detjax.training.grpo --rollout invariant --resume runs/a/step10-seed0 --steps 20
 
@@ -82,6 +84,7 @@ class Args:
     model: str
     task: str
     problems: Path | None
+    reward: str | None
     backend: str
     rollout: str
     rollout_tp: int
@@ -93,8 +96,8 @@ class Args:
     prompts: int
     samples: int
     microbatch: int
-    max_prompt: int
-    max_tokens: int
+    max_prompt: int | None
+    max_tokens: int | None
     batch_size: int
     remat: bool
     out: Path | None
@@ -120,6 +123,9 @@ def _make_parser() -> argparse.ArgumentParser:
         help="arithmetic: generated two-digit sums, of which the bundled model gets 64 %% right "
         "(default); gsm8k: word problems from --problems")
     add("--problems", type=Path, metavar="FILE", help="JSON lines with question and answer")
+    add("--reward", metavar="MODULE:FUNCTION",
+        help="a function of yours in place of the task's reward: function(problem, text) -> float; "
+        "problem has prompt and answer, text is what was sampled; any finite number")
     group = parser.add_argument_group("where it runs; changes no bit of the invariant run")
     add = group.add_argument
     add("--backend", choices=("auto", *(b.value for b in Backend)), default="auto",
@@ -145,9 +151,11 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--samples", type=int, default=8, metavar="N", help="answers to each (default 8)")
     add("--microbatch", type=int, default=16, metavar="N",
         help="answers whose gradient is computed at once (default 16)")
-    add("--max-prompt", type=int, default=10, metavar="N",
-        help="longest prompt in tokens; longer problems are an error (default 10)")
-    add("--max-tokens", type=int, default=5, metavar="N", help="longest answer (default 5)")
+    add("--max-prompt", type=int, metavar="N",
+        help="longest prompt in tokens; longer problems are an error (default: 10 for arithmetic, "
+        "256 for gsm8k)")
+    add("--max-tokens", type=int, metavar="N",
+        help="longest answer (default: 5 for arithmetic, 512 for gsm8k)")
     add = parser.add_argument_group("what is kept").add_argument
     add("--out", type=Path, metavar="FOLDER", help="for rows.jsonl, runs.json and curves.png")
     add("--save", type=Path, metavar="FOLDER",
@@ -201,8 +209,8 @@ class Setup:
             self.task,
             mode=mode,
             batch_size=self.args.batch_size,
-            max_prompt=self.args.max_prompt,
-            max_tokens=self.args.max_tokens,
+            max_prompt=self.sizes.max_prompt,
+            max_tokens=self.sizes.max_tokens,
         )
 
     def facts(self, mode: str, seed: int) -> dict[str, Any]:
@@ -210,6 +218,8 @@ class Setup:
         names = ("task", "learning_rate", "clip_norm", "remat")
         shared = {name: getattr(self.args, name) for name in names}
         run = {"rollout": mode, "seed": seed, "fingerprint": self.fingerprint}
+        if isinstance(self.task, Rewarded):
+            run |= {"reward": self.args.reward, "reward_sha256": self.task.reward_sha256}
         return shared | run | asdict(self.sizes) | self.identity
 
 
@@ -220,7 +230,11 @@ def prepare(args: Args) -> Setup:
         ValueError: If something does not fit, with the fix.
     """
     task = Arithmetic() if args.problems is None else Gsm8k(args.problems)
-    sizes = BatchSizes(**{f.name: getattr(args, f.name) for f in fields(BatchSizes)})
+    if args.reward is not None:
+        task = Rewarded(task, args.reward)
+    given = {f.name: getattr(args, f.name) for f in fields(BatchSizes)}
+    lengths = {"max_prompt": task.max_prompt, "max_tokens": task.max_tokens}
+    sizes = BatchSizes(**lengths | {k: v for k, v in given.items() if v is not None})
     if args.save is not None:
         check_can_save(_save_folder(args, args.steps, args.seeds[0]))
     configure_virtual_devices(max(args.rollout_tp, args.devices))

@@ -39,7 +39,7 @@ MAX_SCORES = 2**26
 ROW_AXIS, COLUMN_AXIS = 0, 1
 
 
-def _with_gradient(kernel: Callable, gradient: Callable[..., tuple]) -> Callable:
+def with_gradient(kernel: Callable, gradient: Callable[..., tuple]) -> Callable:
     """`kernel`, whose arguments get the cotangents that `gradient(args, out, cotangent)` gives."""
     op = jax.custom_vjp(kernel)
 
@@ -87,7 +87,7 @@ def embed(
         is_token = jax.nn.one_hot(ids, table.shape[0], dtype=cotangent.dtype)
         return _product(is_token, cotangent, ROW_AXIS, ROW_AXIS), None
 
-    return _with_gradient(kernel, gradient)(table, ids)
+    return with_gradient(kernel, gradient)(table, ids)
 
 
 def _plain_rms_norm(x, gain, eps: float):
@@ -109,10 +109,10 @@ def rms_norm(
     def formula(x, gain):
         return _plain_rms_norm(x, gain[None], eps)
 
-    return _with_gradient(kernel, _gradient_of(formula))(x, gain)
+    return with_gradient(kernel, _gradient_of(formula))(x, gain)
 
 
-def _linear_gradients(x, w, cotangent, param_dtype):
+def linear_gradients(x, w, cotangent, param_dtype):
     """Cotangents of the inputs and the weights of `x @ w.T`."""
     of_x = _product(cotangent, w.astype(param_dtype).astype(x.dtype), COLUMN_AXIS, ROW_AXIS)
     return of_x.astype(x.dtype), _product(cotangent, x, ROW_AXIS, ROW_AXIS)
@@ -137,9 +137,9 @@ def linear(
 
     def gradient(args, _, cotangent):
         x, w, bias = args
-        return *_linear_gradients(x, w, cotangent, dtype), _bias_gradient(bias, cotangent)
+        return *linear_gradients(x, w, cotangent, dtype), _bias_gradient(bias, cotangent)
 
-    return _with_gradient(kernel, gradient)(x, w, bias)
+    return with_gradient(kernel, gradient)(x, w, bias)
 
 
 def linear_add_rms_norm(
@@ -173,10 +173,10 @@ def linear_add_rms_norm(
     def gradient(args, out, cotangents):
         x, w, _, bias, gain = args
         of_total, of_gain = jax.vjp(formula, out[0], gain)[1](cotangents)
-        of_x, of_w = _linear_gradients(x, w, of_total, dtype)
+        of_x, of_w = linear_gradients(x, w, of_total, dtype)
         return of_x, of_w, of_total, _bias_gradient(bias, of_total), of_gain
 
-    return _with_gradient(kernel, gradient)(x, w, residual, bias, gain)
+    return with_gradient(kernel, gradient)(x, w, residual, bias, gain)
 
 
 def swiglu(ctx: ForwardContext, gate_up: Activation[Array, "M E"]) -> Activation[Array, "M F"]:
@@ -189,7 +189,7 @@ def swiglu(ctx: ForwardContext, gate_up: Activation[Array, "M E"]) -> Activation
         gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=1)
         return (jax.nn.silu(gate) * up).astype(gate_up.dtype)
 
-    return _with_gradient(kernel, _gradient_of(formula))(gate_up)
+    return with_gradient(kernel, _gradient_of(formula))(gate_up)
 
 
 def _plain_rope(x, cos, sin):
@@ -297,7 +297,7 @@ def self_attention(
         at_once = max(MAX_SCORES // (num_heads * length**2), 1)
         return lax.map(one, qkv, batch_size=min(at_once, batch))
 
-    op = _with_gradient(kernel, _gradient_of(formula))
+    op = with_gradient(kernel, _gradient_of(formula))
     return op(qkv, gains, cos, sin, positions)
 
 
@@ -351,7 +351,7 @@ def token_logprobs(
             is_target = jax.nn.one_hot(targets, logits.shape[1], dtype=jnp.float32)
             of_logits = (is_target - jnp.exp(logits - lse[:, None])) * cotangent[:, None]
             of_logits = of_logits.astype(hidden.dtype)
-            of_hidden, of_rows = _linear_gradients(hidden, rounded, of_logits, rounded.dtype)
+            of_hidden, of_rows = linear_gradients(hidden, rounded, of_logits, rounded.dtype)
             return of_head + of_rows, of_hidden
 
         parts = tuple(_chunks(x) for x in (hidden, targets, cotangents[0]))
@@ -359,7 +359,7 @@ def token_logprobs(
         of_head, of_hidden = lax.scan(chunk, zeros, parts)
         return of_hidden.reshape(-1, hidden.shape[1])[:num_rows], of_head[:vocab_size], None
 
-    logprobs, entropy = _with_gradient(kernel, gradient)(hidden, head, targets)
+    logprobs, entropy = with_gradient(kernel, gradient)(hidden, head, targets)
     return logprobs, lax.stop_gradient(entropy)
 
 
@@ -382,7 +382,7 @@ def to_sequences(
     def gradient(args, _, cotangent):
         return _take_rows(cotangent, args[1]), None
 
-    return _with_gradient(kernel, gradient)(rows, slots)
+    return with_gradient(kernel, gradient)(rows, slots)
 
 
 def to_rows(
@@ -394,7 +394,7 @@ def to_rows(
         out = jnp.zeros(args[0].shape, cotangent.dtype)
         return out.at[args[1]].set(cotangent, mode="drop", unique_indices=True), None
 
-    return _with_gradient(_take_rows, gradient)(sequences, slots)
+    return with_gradient(_take_rows, gradient)(sequences, slots)
 
 
 def _take_rows(sequences, slots):

@@ -40,6 +40,10 @@ class Sample:
         return by_token[len(self.completion.prompt_token_ids) - 1 :]
 
 
+MAX_PREFILL_TOKENS = 8192
+"""Of prompts that one step computes."""
+
+
 class Rollout:
     """An engine for one task, whose weights follow a trainer's."""
 
@@ -76,13 +80,14 @@ class Rollout:
             if tokenizer.decode(stop_ids) != task.stop:
                 raise ValueError(f"{task.stop!r}, which ends an answer, is not one token")
             self._stop_ids = tuple(stop_ids)
+        rows = min(batch_size, max(1, MAX_PREFILL_TOKENS // max_prompt))
         self._engine = Engine(
             model,
             EngineConfig(
                 batch_size=batch_size,
                 prefill_chunk=max_prompt,
                 max_len=max_prompt + max_tokens,
-                prefill_shapes=((batch_size, max_prompt),),
+                prefill_shapes=((rows, max_prompt),),
                 mode=mode,
             ),
         )

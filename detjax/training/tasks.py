@@ -28,11 +28,15 @@ class AbstractTask(abc.ABC):
         stop: Text whose token ends an answer; empty leaves that to the model.
         held_out: Problems that `draw` never gives.
         file_sha256: Of the file that the problems are read from; None if they are generated.
+        max_prompt: Tokens that its prompts take at most, with common tokenizers.
+        max_tokens: Tokens that an answer is given, if nothing else is asked for.
     """
 
     stop: str
     held_out: tuple[Problem, ...]
     file_sha256: str | None
+    max_prompt: int
+    max_tokens: int
 
     @abc.abstractmethod
     def draw(self, rng: np.random.Generator) -> Problem:
@@ -51,6 +55,7 @@ class Arithmetic(AbstractTask):
 
     stop = "\n"
     file_sha256 = None
+    max_prompt, max_tokens = 10, 5
 
     def __init__(self):
         """Hold out `NUM_HELD_OUT` sums, always the same ones."""
@@ -81,6 +86,7 @@ class Gsm8k(AbstractTask):
     """
 
     stop = ""
+    max_prompt, max_tokens = 256, 512  # GSM8K's longest: 235 tokens of novels-6m, 192 of Qwen3
     _number = re.compile(
         r"\s*(?P<sign>-?)\$?(?P<minus>-?)(?P<whole>[0-9][0-9,]*+)?(?P<part>\.[0-9]++)?"
         r"(?![.,]?[0-9]|[eE/:^*][-+]?[0-9])"

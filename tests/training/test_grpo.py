@@ -5,6 +5,7 @@ import importlib
 import json
 import shutil
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from detjax.training import grpo
 from detjax.training.checkpoint import restore_state, save_state
 from detjax.training.grpo import BAD_INPUT, OK, main
 from detjax.training.policy_gradient import BatchSizes, advantages, divergence
+from detjax.training.rewards import Rewarded
 from detjax.training.tasks import Arithmetic, Gsm8k, Problem
 
 TINY = ("--prompts", "2", "--samples", "4", "--microbatch", "8", "--batch-size", "8",
@@ -80,8 +82,12 @@ def test_a_resumed_run_has_the_bits_of_one_without_a_stop(tmp_path):
         (("--steeps", "3"), "--steeps"),
         (("--max-prompt", "4", *TINY), "the problem '"),
         (("--model", "no/such/folder/here"), "no/such/folder/here"),
+        (("--reward", "shortest"), "--reward 'shortest' must be module:function"),
+        (("--reward", "no_such_module:f"), "importing 'no_such_module' raised ModuleNotFoundError"),
+        (("--reward", "json:no_such_function"), "has no function 'no_such_function'; it must be"),
+        (("--reward", "json:loads", *TINY), "--reward json:loads, asked about '"),
     ],
-    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+    ids=lambda value: "-".join(value[:2]) if isinstance(value, tuple) else "",
 )
 def test_bad_input_is_one_line_that_names_it(arguments, message, capsys):
     assert main([*arguments, "--rollout-tp", "1"]) == BAD_INPUT
@@ -254,3 +260,74 @@ def test_without_optax_the_extra_is_named(monkeypatch):
 def test_sizes_are_checked():
     with pytest.raises(ValueError, match="max_tokens=0 must be at least 1"):
         BatchSizes(prompts=1, samples=2, microbatch=1, max_prompt=1, max_tokens=0)
+
+
+def gsm8k_file(folder: Path) -> Path:
+    rows = [
+        {"question": f"Anne has {i} apples and buys {i + 2} more. How many has she now?",
+         "answer": f"She has {i} + {i + 2} = {2 * i + 2} apples.\n#### {2 * i + 2}"}
+        for i in range(10)
+    ]  # fmt: skip
+    path = folder / "problems.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.invariance
+def test_gsm8k_and_a_reward_of_the_users_train_with_default_lengths(tmp_path, monkeypatch):
+    """The KL is 0; that the reward was asked, the mean of what it gave shows."""
+    (tmp_path / "my_rewards.py").write_text(
+        "def vowels(problem, text):\n"
+        "    assert problem.prompt.startswith('Question: Anne') and problem.answer.isdigit()\n"
+        "    return 2 + sum(c in 'aeiou' for c in text) / (1 + len(text))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    command = ["--task", "gsm8k", "--problems", str(gsm8k_file(tmp_path)), "--rollout-tp", "2",
+               "--rollout", "invariant", "--backend", "portable", "--prompts", "1",
+               "--samples", "2", "--microbatch", "2", "--batch-size", "2", "--steps", "2",
+               "--reward", "my_rewards:vowels", "--out", str(tmp_path)]  # fmt: skip
+    assert main(command) == OK
+    for row in rows_of(tmp_path):
+        assert (row["kl"], row["num_different"]) == (0.0, 0), row
+        assert 2 < row["reward"] < 3 and row["gradient_norm"] > 0
+
+
+def test_lengths_are_the_tasks_if_not_given(tmp_path):
+    """GSM8K's longest problem is in: 235 tokens of the bundled model."""
+    for task, lengths in ((Arithmetic(), (10, 5)), (Gsm8k(gsm8k_file(tmp_path)), (256, 512))):
+        assert (task.max_prompt, task.max_tokens) == lengths
+        rewarded = Rewarded(task, "json:loads")
+        assert (rewarded.max_prompt, rewarded.max_tokens) == lengths
+        assert rewarded.draw(np.random.default_rng(0)) == task.draw(np.random.default_rng(0))
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return None", "gave None; it must give a finite number"),
+        ("return float('nan')", "gave nan; it must give a finite number"),
+        ("return 'good'", "gave 'good'; it must"),
+        ("raise KeyError('answer')", r"raised KeyError\('answer'\)"),
+    ],
+)
+def test_a_reward_that_is_no_number_is_named(tmp_path, monkeypatch, body, message):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    name = f"reward_{abs(hash(body))}"
+    (tmp_path / f"{name}.py").write_text(f"def f(problem, text):\n    {body}\n")
+    task = Rewarded(Arithmetic(), f"{name}:f")
+    with pytest.raises(ValueError, match=f"--reward {name}:f, asked about '43.n' .*{message}"):
+        task.reward(Problem(prompt="17+26=", answer="43\n"), "43\n")
+    assert task.reward_sha256 is not None
+
+
+def test_a_run_is_not_continued_with_another_reward(prepared, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    (tmp_path / "constant_reward.py").write_text("def f(problem, text):\n    return 1\n")
+    setup, plain = prepared("1", "--reward", "constant_reward:f"), prepared("1")
+    save_state(tmp_path / "a", setup.trainer.init(), facts=setup.facts("invariant", 0))
+    with pytest.raises(ValueError, match="has reward='constant_reward:f', this run None"):
+        restore_state(tmp_path / "a", plain.trainer, facts=plain.facts("invariant", 0))

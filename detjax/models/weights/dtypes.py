@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from detjax.models.config import ModelConfig
 from detjax.models.params import tensor_specs
-from detjax.models.weights.files import StoredTensor, open_tensors
+from detjax.models.weights.files import open_tensors
 from detjax.numerics import NO_CAST
 
 SOURCE_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -70,16 +70,26 @@ def check_dtype(dtype: DTypeLike) -> jnp.dtype:
     return target
 
 
-def check_conversion(name: str, tensor: StoredTensor, *, dtype: jnp.dtype, can_cast: bool) -> None:
-    """Refuse what would lose bits unasked."""
-    if tensor.dtype not in SOURCE_DTYPES:
+def check_conversion(name: str, source: str, *, dtype: jnp.dtype, can_cast: bool) -> None:
+    """Refuse what would lose bits unasked.
+
+    Args:
+        name: Of the tensor, and where it comes from.
+        source: Its dtype, as safetensors writes it.
+        dtype: What it is to become.
+        can_cast: Whether a cast was asked for.
+
+    Raises:
+        ValueError: If the dtype is not read at all, or not without a cast.
+    """
+    if source not in SOURCE_DTYPES:
         raise ValueError(
-            f"{name!r} in {tensor.file} is {tensor.dtype}, which is not supported; detjax reads "
+            f"{name} is {source}, which is not supported; detjax reads "
             f"{', '.join(SOURCE_DTYPES)} (load the checkpoint that is not quantised)"
         )
-    if tensor.dtype == "F16" and dtype == jnp.bfloat16 and not can_cast:
+    if source == "F16" and dtype == jnp.bfloat16 and not can_cast:
         raise ValueError(
-            f"{name!r} in {tensor.file} is float16, whose 11 significant bits do not fit the 8 of "
+            f"{name} is float16, whose 11 significant bits do not fit the 8 of "
             "bfloat16: the weights would change. Ask for dtype float32, which holds them exactly "
             "(--dtype float32, backend portable), or for the rounding: --cast-weights bfloat16, "
             "load_model(cast_weights='bfloat16')"

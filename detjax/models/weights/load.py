@@ -2,7 +2,6 @@
 """Weights from a Hugging Face folder's safetensors, each shard straight from its part of a file."""
 
 import contextlib
-import functools
 import math
 import re
 from collections.abc import Callable
@@ -10,15 +9,15 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from detjax.models.config import ModelConfig
 from detjax.models.params import EMBED_NAME, Params, TensorSpec, param_specs
 from detjax.models.weights.assemble import assemble, made_once
-from detjax.models.weights.dtypes import check_conversion, check_dtype, converted
+from detjax.models.weights.dtypes import check_conversion, check_dtype
 from detjax.models.weights.files import StoredTensor, open_tensors
+from detjax.models.weights.place import place_tensor
 from detjax.numerics import NO_CAST
 
 Progress = Callable[[str, int, int], None]
@@ -84,7 +83,9 @@ def load_params(
 
         def load(spec: TensorSpec) -> jax.Array:
             nonlocal done
-            array = _load_param(tensors[spec.hf_name], spec, mesh, dtype=target)
+            tensor = tensors[spec.hf_name]
+            name = f"{spec.hf_name!r} in {tensor.file}"
+            array = place_tensor(tensor.rows, spec, mesh, dtype=target, name=name)
             done += math.prod(spec.shape) * target.itemsize
             progress(spec.hf_name, done, total)
             return array
@@ -123,7 +124,8 @@ def _check_tensors(
                 f"{name!r} in {tensor.file} has shape {tensor.shape}, but config.json makes it "
                 f"{wanted[name]}; they are of different models"
             )
-        check_conversion(name, tensor, dtype=dtype, can_cast=can_cast)
+        where = f"{name!r} in {tensor.file}"
+        check_conversion(where, tensor.dtype, dtype=dtype, can_cast=can_cast)
 
 
 def _check_tied_head(embed: StoredTensor, head: StoredTensor) -> None:
@@ -138,37 +140,3 @@ def _check_tied_head(embed: StoredTensor, head: StoredTensor) -> None:
             f"config.json ties the embeddings, but {head.file} holds a {HEAD_NAME!r} that differs "
             f"from {EMBED_NAME!r}; set tie_word_embeddings to false, or remove the tensor"
         )
-
-
-def _load_param(
-    tensor: StoredTensor, spec: TensorSpec, mesh: Mesh, *, dtype: jnp.dtype
-) -> jax.Array:
-    """One tensor; devices that hold the same shard share one read."""
-    read = functools.cache(functools.partial(_read_shard, tensor, spec, dtype))
-    sharding = NamedSharding(mesh, spec.partition)
-
-    def shard(index: tuple[slice, ...] | None) -> np.ndarray:
-        assert index is not None  # jax passes None only for shapes it does not know
-        bounds = (i.indices(n) for i, n in zip(index, spec.shape, strict=True))
-        return read(tuple((start, stop) for start, stop, _ in bounds))
-
-    array = jax.make_array_from_callback(spec.shape, sharding, shard, dtype)
-    return array.block_until_ready()  # bounds what the host holds to one tensor
-
-
-def _read_shard(
-    tensor: StoredTensor, spec: TensorSpec, dtype: jnp.dtype, bounds: tuple[tuple[int, int], ...]
-) -> np.ndarray:
-    """Stored rows and columns `bounds`, read run by run; rows in no run come last and are zero."""
-    (low, high), others = bounds[0], tuple(slice(*b) for b in bounds[1:])
-    parts = []
-    for run in spec.runs:
-        start, stop = max(low, run.start), min(high, run.start + run.num_rows)
-        if start < stop:
-            shift = run.source - run.start
-            rows = tensor.rows[(slice(start + shift, stop + shift), *others)]
-            parts.append(converted(rows, dtype, name=f"{spec.hf_name!r} in {tensor.file}"))
-    num_zeros = high - low - sum(len(part) for part in parts)
-    if num_zeros:
-        parts.append(np.zeros([num_zeros, *(stop - start for start, stop in bounds[1:])], dtype))
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
