@@ -267,8 +267,8 @@ MUTANTS = (
         edits=(
             Edit(
                 where=SERVING,
-                old="return (len(seq.tokens) - 1) // self._",
-                new="return len(seq.tokens) // self._",
+                old="known = len(seq.tokens) - 1 if seq.is_scored",
+                new="known = len(seq.tokens) if seq.is_scored",
             ),
         ),
         tests=(
@@ -322,7 +322,9 @@ MUTANTS = (
     Mutant(
         name="stop-string-off-by-one",
         fault="text ends before the last character of its stop string, not before the first",
-        edits=(Edit(where=SERVING, old="return end + minus_len\n", new="return end - 1\n"),),
+        edits=(
+            Edit(where=SERVING, old="return end + minus_len, end\n", new="return end - 1, end\n"),
+        ),
         tests=("tests/serving/test_text.py",),
     ),
     Mutant(

@@ -20,11 +20,11 @@ from detjax.serving.adjustments import Adjustments
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextSoFar:
-    """The texts behind which tokens are chosen: W places in each of B of them.
+    """The texts behind which tokens are chosen: T places in each of B of them.
 
     Attributes:
         token_ids: int32 [B, L], by position.
-        last: int32 [B, W]: position of the last token before each choice. Those of a row follow one
+        last: int32 [B, T]: position of the last token before each choice. Those of a row follow one
             another; -1 is padding.
     """
 
@@ -32,7 +32,7 @@ class TextSoFar:
     last: Any
 
     def after(self, offset: int):
-        """Tokens `offset` positions before the last, and those positions: both int32 [B, W]."""
+        """Tokens `offset` positions before the last, and those positions: both int32 [B, T]."""
         position = self.last - offset
         at = jnp.clip(position, 0, self.token_ids.shape[1] - 1)
         return jnp.take_along_axis(self.token_ids, at, axis=1), position
@@ -43,9 +43,9 @@ class ProcessedLogits:
     """What is sampled from, and what is reported.
 
     Attributes:
-        logits: float32 [B * W, v], -inf where a token is not possible.
-        inverse_temperature: float32 [B * W].
-        is_processed: bool [B * W]: logprobs are of these, not of the model's logits.
+        logits: float32 [B * T, v], -inf where a token is not possible.
+        inverse_temperature: float32 [B * T].
+        is_processed: bool [B * T]: logprobs are of these, not of the model's logits.
     """
 
     logits: Any
@@ -64,10 +64,10 @@ def process_logits(
 
     Args:
         ctx: The model, the profile and the mesh.
-        logits: This rank's share, M = B * W rows; -inf past the vocabulary.
+        logits: This rank's share, M = B * T rows; -inf past the vocabulary.
         text: Behind which each row chooses.
         adjustments: Of each of the B texts.
-        grammar_banned: Bits of tokens that a grammar forbids, where W is 1.
+        grammar_banned: Bits of tokens that a grammar forbids, where T is 1.
     """
     num_texts, num_places = text.last.shape
     width = logits.shape[1]
@@ -130,7 +130,7 @@ def _index(columns):
     return jnp.arange(len(columns))[:, None]
 
 
-def _uses(text: TextSoFar, prompt_len, rank: _Rank) -> Int32[Array, "B W v"]:
+def _uses(text: TextSoFar, prompt_len, rank: _Rank) -> Int32[Array, "B T v"]:
     """0 where the text does not have a token; else 1 and how often the completion has it."""
     (num_texts, length), num_places = text.token_ids.shape, text.last.shape[1]
     position = jnp.arange(length, dtype=jnp.int32)[None, :]
@@ -154,7 +154,7 @@ def _uses(text: TextSoFar, prompt_len, rank: _Rank) -> Int32[Array, "B W v"]:
 
 def _completed_bad_words(
     text: TextSoFar, adjustments: Adjustments, rank: _Rank
-) -> Bool[Array, "B W v"]:
+) -> Bool[Array, "B T v"]:
     """Tokens that would complete a banned sequence whose others the completion ends with."""
     words = adjustments.bad_words
     num_before = words.shape[-1] - 1
