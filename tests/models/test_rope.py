@@ -99,6 +99,20 @@ def test_tables_are_within_half_an_ulp_of_exact_values_up_to_position_131071(nam
     assert error_in_ulp(sin[np.ix_(positions, channels)], exact[..., 1]) <= 0.51
 
 
+@pytest.mark.parametrize("context", [40960, 131072])
+def test_what_qwen3_recommends_for_131072_tokens_has_the_tables_that_are_checked(context):
+    """Its model card: `rope_scaling` beside `rope_theta`, in the form of older releases."""
+    values = {
+        "architectures": ["Qwen3ForCausalLM"], "head_dim": 128, "rope_theta": 1000000,
+        "max_position_embeddings": context,
+        "rope_scaling": {
+            "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768,
+        },
+    }  # fmt: skip
+    config = config_from_hf(values)
+    assert (config.rope, config.head_dim) == published_rope("qwen25_7b_yarn4")
+
+
 @pytest.mark.control
 def test_control_float32_angles_are_thousands_of_ulp_off():
     rope, head_dim = published_rope("llama31_8b")
