@@ -91,6 +91,15 @@ def _check_receipts(args: GenerateArgs) -> None:
         check_can_sign(args.sign)
 
 
+def _nearest(given: str, known: Sequence[str]) -> str:
+    """The option that was meant: one that begins so, or is spelled much like it; or none."""
+    word = given.lstrip("-")
+    names = {name.lstrip("-"): name for name in known}
+    begun = [name for name in names if word and name.startswith(word)]
+    alike = begun or difflib.get_close_matches(word, names, n=1, cutoff=0.7)
+    return names[alike[0]] if alike else ""
+
+
 class _Parser(argparse.ArgumentParser):
     """Reports a mistake as every other one is reported."""
 
@@ -102,8 +111,8 @@ class _Parser(argparse.ArgumentParser):
         """
         known = [name for action in self._actions for name in action.option_strings]
         _, _, rest = message.partition("unrecognized arguments: ")
-        near = difflib.get_close_matches(rest.split("=")[0].split(" ")[0], known, n=1)
-        hint = f"; did you mean {near[0]}?" if rest and near else "; see --help"
+        near = _nearest(rest.split("=")[0].split(" ")[0], known)
+        hint = f"; did you mean {near}?" if near else "; see --help"
         raise InputError(message.removeprefix("argument ") + hint)
 
 
