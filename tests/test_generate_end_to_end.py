@@ -76,6 +76,7 @@ def test_the_digest_is_that_of_the_written_ids_and_logprobs(checked):
         assert completion.digest() == entry["digest"]
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 def test_another_batch_order_chunk_and_mesh_has_the_same_text_and_digests(run, checked):
     prompts = ("--prompt", PROMPTS[1], "--prompt", PROMPTS[0], "--max-tokens", "6")

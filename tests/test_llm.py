@@ -412,6 +412,7 @@ def example(folder, untyped, monkeypatch, capsys) -> Callable[..., str]:
     return run
 
 
+@pytest.mark.slow
 def test_example_offline_batch_writes_a_line_of_json_each(example, tmp_path):
     (tmp_path / "prompts.txt").write_text("one\ntwo\n")
     lines = [json.loads(line) for line in example(

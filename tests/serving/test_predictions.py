@@ -10,6 +10,7 @@ from detjax.serving.config import EngineConfig
 from detjax.serving.engine import Engine
 from detjax.serving.request import Completion, Request, SamplingParams
 from detjax.testing.bitwise import assert_bitwise_equal
+from detjax.testing.cases import quick_and_slow
 from detjax.testing.dummies import dummy_config, dummy_model, mixed_requests
 
 
@@ -61,7 +62,7 @@ def predicting(done: Completion, kind: str) -> tuple[int, ...]:
 
 @pytest.mark.invariance
 @pytest.mark.parametrize(
-    "kind", ["right", "too long", "short", "wrong at first", "wrong in a window"]
+    "kind", quick_and_slow(["right", "wrong in a window"], ["too long", "short", "wrong at first"])
 )
 def test_what_is_predicted_changes_no_bit(engine, plain, kind):
     before = dataclasses.replace(engine.stats())
