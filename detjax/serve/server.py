@@ -14,6 +14,7 @@ import uvicorn
 
 from detjax.cli.errors import OK
 from detjax.llm import GPU_MEMORY_UTILIZATION, LLM
+from detjax.models.generation_config import default_sampling
 from detjax.parallel.distributed import JobSpec
 from detjax.proof.signing import SigningKey
 from detjax.serve.app import make_app
@@ -58,13 +59,7 @@ def open_llm(args: argparse.Namespace, num_processes: int = 1) -> LLM:
             f"--kv-memory {args.kv_memory} is a share of a GPU's memory, and this server runs on "
             "the CPU; leave it out, and choose the cache by --batch-size and --max-len"
         )
-    config = llm.config
-    LOG.info("%s", config)
-    defaults = default_sampling(config.folder) if args.generation_config == "auto" else {}
-    # OpenAI's API has a number of tokens of its own.
-    defaults.pop("max_tokens", None)
-    if defaults:
-        LOG.info("sampling that a request leaves out (generation_config.json): %s", defaults)
+    LOG.info("%s", llm.config)
     if not args.no_compile:
         llm.engine.compile(lambda what, done, total: LOG.info("compiled %d of %d", done, total))
     return llm

@@ -4,6 +4,7 @@
 import asyncio
 import collections
 import contextlib
+import dataclasses
 import enum
 import functools
 import math
