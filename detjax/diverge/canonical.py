@@ -5,7 +5,7 @@ import numpy as np
 
 from detjax.diverge.recorder import Seen, Tap
 from detjax.models.loading import LoadedModel
-from detjax.models.params import kv_layout
+from detjax.models.params import KVLayout, kv_layout
 from detjax.models.taps import Share
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
 

@@ -224,6 +224,7 @@ class Runs:
             num_pages=setting.pages,
             decode_steps=setting.decode_steps,
             max_draft_fraction=1.0 if setting.mode == "dvr" else None,
+            self_check="off",  # its launches are of no sequence, and would be recorded
         )
 
     def _requests(
