@@ -38,6 +38,7 @@ from detjax.models.bundled import bundled_model_path
 from detjax.models.loading import LoadedModel
 from detjax.models.tokenizer import Tokenizer
 from detjax.pallas_kernels.backend import Backend
+from detjax.proof.identity import Identifier
 from detjax.serve.app import make_app
 from detjax.serve.service import Limits, ServedModel, Service
 from detjax.serving.config import EngineConfig
@@ -68,10 +69,12 @@ def listening(service: Service) -> Iterator[tuple[str, int]]:
 
 def make_service(model: LoadedModel, engine: Engine, *, mode: str, max_len: int) -> Service:
     """A service of a model with the bundled tokenizer: of random weights no text is of use."""
+    tokenizer = Tokenizer.from_folder(bundled_model_path())
     served = ServedModel(
-        name="load", engine=engine, tokenizer=Tokenizer.from_folder(bundled_model_path()),
+        name="load", engine=engine, tokenizer=tokenizer,
         vocab_size=model.config.vocab_size, max_len=max_len, mode=mode,
-        fingerprint=model.fingerprint,
+        fingerprint=model.fingerprint, end_token_ids=model.config.eos_token_ids,
+        identity=Identifier(model, tokenizer, name="load").identity(),
     )  # fmt: skip
     return Service(served, Limits())
 

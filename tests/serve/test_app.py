@@ -187,8 +187,8 @@ def test_the_openai_client_understands_it(running):
         assert text == chat.choices[0].message.content
         with pytest.raises(openai.NotFoundError, match="'gpt' is not served"):
             client.completions.create(model="gpt", prompt="x")
-        with pytest.raises(openai.BadRequestError, match="presence_penalty=1.0 is not supported"):
-            client.completions.create(model="novels-6m", prompt="x", presence_penalty=1.0)
+        with pytest.raises(openai.BadRequestError, match="presence_penalty=9.0 must be"):
+            client.completions.create(model="novels-6m", prompt="x", presence_penalty=9.0)
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ def resident_bytes() -> int:
 
 @pytest.mark.parametrize(
     "num",
-    [300, pytest.param(4_000, marks=pytest.mark.slow),
+    [300, pytest.param(4_000, marks=pytest.mark.nightly),
      pytest.param(100_000, marks=[pytest.mark.nightly, pytest.mark.timeout(5400)])],
 )  # fmt: skip
 def test_no_body_brings_the_server_down_or_leaves_anything_behind(num, caplog):
