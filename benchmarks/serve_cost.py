@@ -36,9 +36,11 @@ from benchmarks.step import MODELS
 import numpy as np
 
 from detjax.pallas_kernels.backend import Backend
+from detjax.proof.identity import Identity
 from detjax.serve.service import Service
 from detjax.serving.config import EngineConfig
 from detjax.serving.engine import Engine
+from detjax.serving.metrics import EngineStats
 from detjax.serving.request import FinishReason, RequestOutput, SamplingParams, TokenEvent
 from detjax.serving.sequence import OnToken, ignore_token
 
@@ -77,6 +79,19 @@ class PacedEngine:
 
     def cancel(self, request_id: int) -> None:
         self._live.pop(request_id, None)
+
+    @property
+    def self_check_error(self) -> str:
+        """Nothing is checked."""
+        return ""
+
+    def check_idle(self) -> bool:
+        """Nothing is checked."""
+        return False
+
+    def stats(self) -> EngineStats:
+        """Nothing is counted."""
+        return EngineStats(num_pages=0)
 
     def step(self) -> list[RequestOutput]:
         """Launch a step, and read the one before."""
@@ -194,11 +209,16 @@ def engine_cost(args: argparse.Namespace) -> None:
 def wire_cost(args: argparse.Namespace) -> None:
     """An engine of a fixed pace."""
     rows = Rows(environment(Backend.PORTABLE) | {"model": "none", "data": "none"}, args.out)
-    model: Any = SimpleNamespace(config=SimpleNamespace(vocab_size=4096), fingerprint="none")
+    model: Any = SimpleNamespace(
+        config=SimpleNamespace(vocab_size=4096, eos_token_ids=()), fingerprint="none"
+    )
+    identity = Identity(model={"name": "none", "weights": None}, numerics={}, build={})
 
     def make() -> tuple[PacedEngine, Service]:
         engine: Any = PacedEngine(step_ms=args.step_ms, host_ms=args.host_ms)
-        return engine, make_service(model, engine, mode="invariant", max_len=1 << 20)
+        return engine, make_service(
+            model, engine, mode="invariant", max_len=1 << 20, identity=identity
+        )
 
     work = Work(prompts=[[5, 6, 7]] * args.batch, num_tokens=args.output_len)
     if args.profile:

@@ -38,7 +38,7 @@ from detjax.models.bundled import bundled_model_path
 from detjax.models.loading import LoadedModel
 from detjax.models.tokenizer import Tokenizer
 from detjax.pallas_kernels.backend import Backend
-from detjax.proof.identity import Identifier
+from detjax.proof.identity import Identifier, Identity
 from detjax.serve.app import make_app
 from detjax.serve.service import Limits, ServedModel, Service
 from detjax.serving.config import EngineConfig
@@ -67,14 +67,16 @@ def listening(service: Service) -> Iterator[tuple[str, int]]:
         thread.join()
 
 
-def make_service(model: LoadedModel, engine: Engine, *, mode: str, max_len: int) -> Service:
+def make_service(
+    model: LoadedModel, engine: Engine, *, mode: str, max_len: int, identity: Identity | None = None
+) -> Service:
     """A service of a model with the bundled tokenizer: of random weights no text is of use."""
     tokenizer = Tokenizer.from_folder(bundled_model_path())
     served = ServedModel(
         name="load", engine=engine, tokenizer=tokenizer,
         vocab_size=model.config.vocab_size, max_len=max_len, mode=mode,
         fingerprint=model.fingerprint, end_token_ids=model.config.eos_token_ids,
-        identity=Identifier(model, tokenizer, name="load").identity(),
+        identity=identity or Identifier(model, tokenizer, name="load").identity(),
     )  # fmt: skip
     return Service(served, Limits())
 

@@ -46,7 +46,7 @@ def test_a_load_has_the_share_and_the_rate_that_was_asked_for():
     assert 0.15 < len(odd) / 2000 < 0.25
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_small_load_over_http_is_judged_and_a_wrong_answer_found(tmp_path, monkeypatch):
     trace, out = tmp_path / "trace.csv", tmp_path / "rows.jsonl"
     lines = [f"{i},{40 + 7 * i},{5 + i % 9}" for i in range(6)]
@@ -67,7 +67,7 @@ def test_a_small_load_over_http_is_judged_and_a_wrong_answer_found(tmp_path, mon
     assert serve_load.main(argv) == 3
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_cost_of_http_is_measured_over_all_streams(tmp_path):
     out = tmp_path / "rows.jsonl"
     argv = ["wire", "--batch", "4", "--output-len", "20", "--repeats", "1", "--step-ms", "1"]
@@ -77,7 +77,7 @@ def test_the_cost_of_http_is_measured_over_all_streams(tmp_path):
     assert row["http_cpu_us_per_token"] > row["alone_cpu_us_per_token"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_client_reads_what_another_client_reads(running, client):
     body = {"model": "novels-6m", "prompt": "It was late", "max_tokens": 9, "temperature": 0}
     want = client.post("/v1/completions", json=body).json()["choices"][0]["detjax"]["digest"]
