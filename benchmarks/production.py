@@ -347,6 +347,9 @@ class Outcome:
     programs: int = 0
     windows: int = 0
     rollbacks: int = 0
+    self_check_s: float = 0.0
+    self_checked: int = 0
+    self_check_differences: int = 0
 
 
 class Suite:
@@ -402,6 +405,8 @@ class Suite:
             return Outcome(part=part, num_pages=num_pages, error=_name(raised), seconds=seconds)
         num_compiled = engine.stats().num_compiled
         compiled_s = time.perf_counter() - begin
+        # A difference ends every request with an error, so say it first.
+        print(f"part {part.name}: self-check {engine.self_check_error or 'passed'}", flush=True)
         skipped = int(part.skipped_pages * num_pages)
         (pages,) = engine._scheduler.pools
         held = pages.take(skipped)
@@ -422,13 +427,16 @@ class Suite:
         gc.collect()
         seconds = time.perf_counter() - begin
         print(
-            f"part {part.name}: {num_compiled} programs in {compiled_s:.0f} s, "
+            f"part {part.name}: {num_compiled} programs in {compiled_s:.0f} s "
+            f"({stats.self_check_s:.1f} s of it checking {stats.num_self_checked}), "
             f"{sum(len(k) for _, k in answers)} tokens in {seconds - compiled_s:.0f} s {error}",
             flush=True,
         )
         return Outcome(
             part=part, num_pages=num_pages, answers=answers, error=error, programs=num_compiled,
             seconds=seconds, windows=numbers[0], rollbacks=numbers[1],
+            self_check_s=stats.self_check_s, self_checked=stats.num_self_checked,
+            self_check_differences=stats.num_self_check_differences,
         )  # fmt: skip
 
 
@@ -503,7 +511,9 @@ def report(suite: Suite, outcome: Outcome, want: dict[int, list[Kept]], rows: Ro
         most_rows=max(len(batch) for batch in outcome.part.batches),
         programs=outcome.programs, compared_tokens=compared, different=wrong,
         worst_positions=str(where.most_common(3)), windows=outcome.windows,
-        rollbacks=outcome.rollbacks, error=outcome.error, seconds=round(outcome.seconds, 1),
+        rollbacks=outcome.rollbacks, self_check_s=round(outcome.self_check_s, 2),
+        self_checked=outcome.self_checked, self_check_differences=outcome.self_check_differences,
+        error=outcome.error, seconds=round(outcome.seconds, 1),
     )  # fmt: skip
     if outcome.part.name == "control":
         return wrong > 0
