@@ -118,6 +118,42 @@ def mixed_requests(count: int = 17, *, vocab_size: int, max_tokens: int) -> list
     ]
 
 
+def adjusted_requests(*, vocab_size: int, max_tokens: int) -> list[Request]:
+    """Requests with biases, penalties and masks, and a neighbour that asks for nothing.
+
+    Args:
+        vocab_size: Above 301.
+        max_tokens: Of each; above 8.
+    """
+    kinds = (
+        {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.7},
+        {"temperature": 0.8, "seed": 2, "logit_bias": ((5, 4.0), (17, -3.0), (300, 6.0))},
+        {
+            "temperature": 1.0, "seed": 3, "bad_words_token_ids": ((4,), (5, 6)), "min_tokens": 9,
+            "stop_token_ids": tuple(range(60)), "logprobs_mode": "processed",
+        },
+        {
+            "temperature": 0.7, "seed": 4, "top_k": 9, "logprobs_mode": "processed",
+            "allowed_token_ids": tuple(range(0, vocab_size, 3)), "num_top_logprobs": 3,
+        },
+        {
+            # Two tokens again and again, until their own number is in their way.
+            "temperature": 0.9, "seed": 5, "frequency_penalty": 1.9, "repetition_penalty": 1.1,
+            "logit_bias": ((300, 9.0), (301, 8.5)),
+        },
+        {"temperature": 0.9, "seed": 6},
+    )  # fmt: skip
+    rng = np.random.default_rng(0)
+    lengths = 5, 40, 130, 17, 64, 3
+    return [
+        Request(
+            prompt_token_ids=tuple(int(t) for t in rng.integers(0, vocab_size, length)),
+            sampling=SamplingParams(max_tokens=max_tokens, **dict(kind)),
+        )
+        for length, kind in zip(lengths, kinds, strict=True)
+    ]
+
+
 def answers(
     model: LoadedModel,
     requests: Sequence[Request],
