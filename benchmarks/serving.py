@@ -18,6 +18,7 @@ import argparse
 import csv
 import gc
 import gzip
+import hashlib
 import os
 import statistics
 import sys
@@ -25,6 +26,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
 
@@ -46,7 +48,7 @@ from detjax.parallel.mesh import make_mesh
 from detjax.serving.config import EngineConfig
 from detjax.serving.engine import Engine
 from detjax.serving.programs import ProgramCache, empty_pages
-from detjax.serving.request import SamplingParams
+from detjax.serving.request import NO_WINDOWS, SamplingParams, WindowCounts
 from detjax.testing.load import LoadReport, lone_answers, make_questions, run_load
 from detjax.testing.programs import operands_for, plain_key, programs_for
 
@@ -63,11 +65,23 @@ class Ask:
 
 @dataclass(kw_only=True, slots=True)
 class Told:
-    """When a request was asked and answered."""
+    """When a request was asked and answered, and with which bits."""
 
     ask: Ask
     releases_s: list[float] = field(default_factory=list)
-    num_tokens: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[np.float32] = field(default_factory=list)
+    windows: WindowCounts = NO_WINDOWS
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def digest(self) -> str:
+        """Of all tokens and the bits of their logprobs."""
+        arrays = np.asarray(self.token_ids, np.int32), np.asarray(self.logprobs, np.float32)
+        return hashlib.sha256(b"".join(a.tobytes() for a in arrays)).hexdigest()
 
     @property
     def first_token_s(self) -> float:
@@ -154,17 +168,38 @@ class Bench:
         return rng.integers(0, self.model.config.vocab_size, length).tolist()
 
 
-def serve(bench: Bench, engine: Engine, asks: Sequence[Ask], *, seed: int = 0) -> list[Told]:
+class Prompts(Protocol):
+    """What prompts come from."""
+
+    def prompt(self, rng: np.random.Generator, length: int) -> list[int]:
+        """Tokens of a prompt of about this length."""
+        ...
+
+
+def serve(
+    source: Prompts,
+    engine: Engine,
+    asks: Sequence[Ask],
+    *,
+    seed: int = 0,
+    temperature: float = 0.8,
+    ignore_eos: bool = False,
+) -> list[Told]:
     """Ask each in its time and step until all is answered."""
     rng = np.random.default_rng(seed)
-    prompts = [bench.prompt(rng, ask.prompt_len) for ask in asks]
+    prompts = [source.prompt(rng, ask.prompt_len) for ask in asks]
     told: dict[int, Told] = {}
     begin_s, left = time.perf_counter(), 0
     while left < len(asks) or engine.has_work:
         now_s = time.perf_counter() - begin_s
         while left < len(asks) and asks[left].at_s <= now_s:
             ask = asks[left]
-            sampling = SamplingParams(max_tokens=ask.output_len, temperature=0.8, seed=left)
+            sampling = SamplingParams(
+                max_tokens=ask.output_len,
+                temperature=temperature,
+                seed=left,
+                ignore_eos=ignore_eos,
+            )
             request_id = engine.add_request(
                 prompts[left], sampling, is_deterministic=ask.is_deterministic
             )
@@ -179,7 +214,9 @@ def serve(bench: Bench, engine: Engine, asks: Sequence[Ask], *, seed: int = 0) -
             if output.error:
                 raise RuntimeError(output.error)
             entry = told[output.request_id]
-            entry.num_tokens += len(output.token_ids)
+            entry.token_ids += output.token_ids
+            entry.logprobs += output.logprobs
+            entry.windows = output.windows
             entry.releases_s.append(now_s)
     return list(told.values())
 

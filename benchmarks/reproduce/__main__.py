@@ -2,30 +2,44 @@
 """python -m benchmarks.reproduce NAME: run an experiment of the literature on detjax."""
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.common import environment
-from benchmarks.reproduce import accuracy, completions, kernels, meshes, operators, throughput
-from benchmarks.reproduce.experiment import Experiment, Lab, Result, Size, short
+from benchmarks.reproduce import (
+    accuracy,
+    completions,
+    kernels,
+    meshes,
+    operators,
+    rollbacks,
+    shares,
+    throughput,
+    windows,
+)
+from benchmarks.reproduce.experiment import Experiment, Lab, Size, WholeExperiment
+from benchmarks.reproduce.record import Record, run_pieces
 from detjax.models.bundled import bundled_model_path
 from detjax.pallas_kernels.backend import Backend, choose_backend
 from detjax.parallel.mesh import configure_virtual_devices
 
-EXPERIMENTS: dict[str, Experiment] = {
-    "completions": completions.EXPERIMENT,
-    "operators": operators.EXPERIMENT,
-    "kernels": kernels.EXPERIMENT,
+EXPERIMENTS: dict[str, Experiment | WholeExperiment] = {
     "throughput": throughput.EXPERIMENT,
+    "shares": shares.EXPERIMENT,
+    "rollbacks": rollbacks.EXPERIMENT,
+    "windows": windows.EXPERIMENT,
+    "operators": operators.EXPERIMENT,
+    "completions": completions.EXPERIMENT,
+    "kernels": kernels.EXPERIMENT,
     "meshes": meshes.EXPERIMENT,
     "accuracy": accuracy.EXPERIMENT,
 }
+"""Those whose pieces share programs stand together."""
+
 VIRTUAL_DEVICES = 4
 
 
@@ -36,10 +50,13 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m benchmarks.reproduce",
         description="Ask the literature's questions about nondeterminism again, with detjax's "
         "bundled model.\nEach experiment prints a table, what the paper found, and what this "
-        "machine found.",
+        "machine found.\nExit status: 3 if an answer had another bit than it is promised to have, "
+        "1 if a piece failed.",
         epilog=f"experiments:\n{listed}\n\nexamples:\n"
         "  python -m benchmarks.reproduce completions\n"
-        "  python -m benchmarks.reproduce all --size full --backend sm90 --out results",
+        "  python -m benchmarks.reproduce all --size full --backend sm90 --out results\n"
+        "  python -m benchmarks.reproduce throughput shares windows --seconds 240 --size full "
+        "--done results --out results",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
@@ -64,39 +81,19 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--model", type=Path, default=bundled_model_path(), metavar="FOLDER",
         help="a model that tools/train_tiny.py made (default: the bundled one)")  # fmt: skip
-    add("--out", type=Path, help="folder for NAME.json, and NAME.png with matplotlib")  # fmt: skip
+    add("--out", type=Path, help="folder for NAME.json, and NAME.png with matplotlib")
+    add(
+        "--done",
+        type=Path,
+        help="folder of an earlier --out of this build: its pieces are not run again",
+    )
+    add(
+        "--seconds",
+        type=float,
+        default=float("inf"),
+        help="begin no piece that is likely to end later than this; all pieces by default",
+    )
     return parser.parse_args(argv)
-
-
-def show(console: Console, name: str, experiment: Experiment, result: Result) -> None:
-    """Print the table, the paper's figure and ours."""
-    table = Table(*result.columns, title=f"{name}: {result.title}", title_justify="left")
-    for row in result.rows:
-        table.add_row(*(short(row.get(column)) for column in result.columns))
-    console.print(table)
-    console.print(f"paper: {experiment.paper}", highlight=False)
-    for finding in result.findings:
-        console.print(f"here:  {finding}", highlight=False, style="bold")
-    console.print(f"with:  {result.setting}\n", highlight=False, style="dim")
-
-
-def keep(folder: Path, name: str, experiment: Experiment, result: Result, card: dict) -> None:
-    """Write what was found, and the plot if matplotlib is there."""
-    folder.mkdir(parents=True, exist_ok=True)
-    found = {
-        "experiment": name, "question": experiment.question, "paper": experiment.paper,
-        "title": result.title, "setting": result.setting, "findings": list(result.findings),
-    }  # fmt: skip
-    document = found | card | {"rows": list(result.rows)}
-    (folder / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        print("no plot: matplotlib comes with pip install 'detjax[plots]'", file=sys.stderr)
-        return
-    figure = Figure(figsize=(8, 3.6), layout="constrained")
-    result.plot(figure)
-    figure.savefig(folder / f"{name}.png", dpi=120)
 
 
 def make_lab(size: Size, backend: str, folder: Path) -> Lab:
@@ -124,14 +121,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    if not args.seconds > 0:
+        print(f"error: --seconds {args.seconds:g} must be above 0", file=sys.stderr)
+        return 2
     card = environment(lab.backend)
-    names = tuple(EXPERIMENTS) if "all" in args.names else dict.fromkeys(args.names)
-    for name in names:
-        result = EXPERIMENTS[name].run(lab)
-        show(console, name, EXPERIMENTS[name], result)
-        if args.out is not None:
-            keep(args.out, name, EXPERIMENTS[name], result, card)
-    return 0
+    names = tuple(EXPERIMENTS) if "all" in args.names else tuple(dict.fromkeys(args.names))
+    records = [
+        Record(name=name, experiment=EXPERIMENTS[name], lab=lab, card=card) for name in names
+    ]
+    if args.done is not None:
+        for record in records:
+            record.read(args.done)
+    failed = run_pieces(records, seconds=args.seconds, out=args.out)
+    for record in records:
+        if record.has_new:
+            record.show(console)
+    for message in failed:
+        print(f"error: {message}", file=sys.stderr)
+    if any(record.num_wrong for record in records):
+        return 3
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

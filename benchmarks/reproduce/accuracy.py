@@ -3,7 +3,7 @@
 
 import numpy as np
 
-from benchmarks.reproduce.experiment import Experiment, Lab, Result, digest_of
+from benchmarks.reproduce.experiment import Lab, Result, WholeExperiment, digest_of
 from detjax.serving.request import Completion
 
 MODES: tuple[str, ...] = ("fast", "invariant")
@@ -88,10 +88,11 @@ def run(lab: Lab) -> Result:
     )
 
 
-EXPERIMENT = Experiment(
+EXPERIMENT = WholeExperiment(
     question="How far does a benchmark score move with batch size and mesh alone?",
     paper="Yuan et al. 2025 (arXiv:2506.09501): up to 9 % in accuracy for "
     "DeepSeek-R1-Distill-Qwen-7B, greedy, bfloat16, over batch size and GPUs. Zhang et al. 2025 "
     "(arXiv:2511.17826): over 4 % for Qwen3-8B on AIME24 by tp alone.",
     run=run,
+    seconds=150.0,
 )

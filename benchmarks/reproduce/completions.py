@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from benchmarks.reproduce.experiment import (
-    Experiment,
     Lab,
     Result,
     Row,
+    WholeExperiment,
     first_difference,
     name_of,
     prompts,
@@ -162,10 +162,11 @@ def run(lab: Lab) -> Result:
     )
 
 
-EXPERIMENT = Experiment(
+EXPERIMENT = WholeExperiment(
     question="Does the same prompt get the same answer at temperature 0 when the load changes?",
     paper="He 2025 (Thinking Machines): Qwen3-235B, 1000 requests of 1000 tokens: 80 unique "
     "completions, the first difference at token 103 (992 against 8); all 1000 the same with "
     "batch-invariant kernels. Spans as in LLM-42 (arXiv:2601.17768), figure 6.",
     run=run,
+    seconds=120.0,
 )

@@ -55,18 +55,54 @@ class Result:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """A piece of an experiment: what is run at once, and not again when its rows are there.
+
+    Attributes:
+        name: Of the piece; each of its rows says it.
+        seconds: What it takes on a GPU in the full size with compiling, roughly.
+        run: Returns its rows.
+    """
+
+    name: str
+    seconds: float
+    run: Callable[[], Sequence[Row]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Experiment:
     """A question, a paper's answer to it, and how to ask again.
 
     Attributes:
         question: One line.
         paper: Which paper, figure or table, and what it reports, in one or two lines.
+        parts: The pieces that are run, most wanted first.
+        result: What rows of some or all of the pieces say, given the setting as `setting` has it.
+        setting: What runs: model, counts, devices.
+    """
+
+    question: str
+    paper: str
+    parts: Callable[["Lab"], Sequence[Part]]
+    result: Callable[[Sequence[Row], str], Result]
+    setting: Callable[["Lab"], str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WholeExperiment:
+    """An experiment that is one piece.
+
+    Attributes:
+        question: One line.
+        paper: Which paper, figure or table, and what it reports, in one or two lines.
         run: Asks again.
+        seconds: As `Part` has it.
     """
 
     question: str
     paper: str
     run: Callable[["Lab"], Result]
+    seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,8 +2,9 @@
 """Which operators of which library keep a row's bits when the batch grows?"""
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.reproduce.experiment import Experiment, Lab, Result
+from benchmarks.reproduce.experiment import Experiment, Lab, Part, Result, Row
 from detjax.numerics import NumericsProfile, tree_reduction
 from detjax.pallas_kernels.attention.api import attention
 from detjax.pallas_kernels.linear.api import linear, linear_partial
@@ -27,7 +28,7 @@ EPS = 1e-5
 PAGE = 128
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Operator:
     """One operator: what its rows are made of, and who computes it.
 
@@ -46,20 +47,24 @@ class Operator:
     by_library: dict[str, Callable[..., Any]]
 
 
-def _operators(lab: Lab, most: int) -> list[Operator]:
-    rng = np.random.default_rng(0)
-    found = []
+def _makers(lab: Lab) -> dict[str, Callable[[int], Operator]]:
+    """Name of each case, and what makes it for so many rows."""
+
+    def rng():  # of each case its own, so that its data do not depend on which others ran
+        return np.random.default_rng(0)
+
+    makers: dict[str, Callable[[int], Operator]] = {}
     for k, n in lab.pick(((768, 256), (1000, 128), (4096, 512)), ((4096, 6144), (14336, 4096))):
-        found.append(_matmul(lab, rng, most, k, n))
-    for width in lab.pick((768,), (4096,)):
-        found.append(_rms_norm(lab, rng, most, width))
-    for vocab in lab.pick((4096,), (128256,)):
-        found.append(_log_sum_exp(lab, rng, min(most, 256), vocab))
-    found.append(_swiglu(lab, rng, most, lab.pick(768, 14336)))
-    found.append(_attention(lab, rng, lab.pick(16, 64), lab.pick(300, 2000)))
+        makers[f"matmul {k}"] = lambda most, k=k, n=n: _matmul(lab, rng(), most, k, n)
+    makers["RMSNorm"] = lambda most: _rms_norm(lab, rng(), most, lab.pick(768, 4096))
+    makers["log-sum-exp"] = lambda most: _log_sum_exp(
+        lab, rng(), min(most, 256), lab.pick(4096, 128256)
+    )
+    makers["SwiGLU"] = lambda most: _swiglu(lab, rng(), most, lab.pick(768, 14336))
+    makers["attention"] = lambda _: _attention(lab, rng(), lab.pick(16, 64), lab.pick(300, 2000))
     if lab.num_devices >= 4:
-        found.append(_all_reduce(lab, rng, most, lab.pick(256, 4096)))
-    return found
+        makers["all-reduce"] = lambda most: _all_reduce(lab, rng(), most, lab.pick(256, 4096))
+    return makers
 
 
 def _matmul(lab: Lab, rng, most: int, k: int, n: int) -> Operator:
@@ -200,9 +205,11 @@ def _all_reduce(lab: Lab, rng, most: int, width: int) -> Operator:
 FLOAT32 = ("log-sum-exp", "all-reduce, tp 4")
 
 
-def _outputs(operator: Operator, library: str, count: int) -> np.ndarray:
-    """The first `count` rows, computed together."""
-    rows = [x[:count] for x in operator.rows]
+def _outputs(
+    operator: Operator, library: str, count: int, places: np.ndarray | None = None
+) -> np.ndarray:
+    """The first `count` rows, computed together; `places` says which stands where."""
+    rows = [x[:count] if places is None else x[:count][places] for x in operator.rows]
     is_narrow = operator.name not in FLOAT32
     if library == "torch":
         import torch
@@ -214,86 +221,144 @@ def _outputs(operator: Operator, library: str, count: int) -> np.ndarray:
             return operator.by_library["torch"](*tensors).float().cpu().numpy()
     dtype = jnp.bfloat16 if is_narrow else jnp.float32
     arrays = [jnp.asarray(x, dtype) for x in (*rows, *operator.shared)]
-    return np.asarray(jax.jit(operator.by_library[library])(*arrays))
+    return np.asarray(_jitted(operator, library)(*arrays))
+
+
+@cache
+def _jitted(operator: Operator, library: str) -> Callable:
+    return jax.jit(operator.by_library[library])
 
 
 def _compare(operator: Operator, library: str, counts: list[int]) -> dict[str, Any]:
-    """Rows computed among few against the same rows among most."""
+    """Rows computed among few against the same rows among most, and at other places."""
     expected = raw_bits(_outputs(operator, library, counts[-1]))
     changed_sizes, rows_changed, elements_changed, bits_changed, compared = 0, 0, 0, 0, 0
-    for count in counts[:-1]:
+    rows_moved, moved_sizes = 0, 0
+    for count in counts:
         found = raw_bits(_outputs(operator, library, count))
+        if count > 1:
+            places = np.random.default_rng(count).permutation(count)
+            moved = raw_bits(_outputs(operator, library, count, places))
+            is_other = (moved != found[places]).reshape(count, -1).any(axis=1)
+            rows_moved += int(is_other.sum())
+            moved_sizes += bool(is_other.any())
+        if count == counts[-1]:
+            break
         different = (found != expected[:count]).reshape(count, -1)
         changed_sizes += bool(different.any())
         rows_changed += int(different.any(axis=1).sum())
         compared += count
         elements_changed += int(different.sum())
         bits_changed += int(np.bitwise_count(found ^ expected[:count]).sum())
+    num_moved = sum(count for count in counts if count > 1)
     return {
         "operator": operator.name,
         "library": library,
         "shape": operator.shape,
         "batch_invariant": "no" if changed_sizes else "yes",
+        "position_invariant": "no" if moved_sizes else "yes",
         "batch_sizes_changed": f"{changed_sizes} of {len(counts) - 1}",
         "rows_changed": f"{rows_changed} of {compared}",
+        "rows_changed_by_place": f"{rows_moved} of {num_moved}",
         "elements_changed": elements_changed,
         "bits_changed": bits_changed,
+        "wrong": changed_sizes + moved_sizes if library == "detjax" else 0,
     }
 
 
-def run(lab: Lab) -> Result:
-    """Compare rows computed in small batches with the same rows in the largest."""
-    counts = lab.pick([1, 2, 7, 32, 100], [1, 8, 17, 64, 128, 500, 1024])
-    libraries = ["detjax", "XLA"]
-    if importlib.util.find_spec("torch"):
-        libraries.append("torch")
-    rows = []
-    for operator in _operators(lab, counts[-1]):
-        most = operator.rows[0].shape[0]
-        own = [count for count in counts if count < most] + [most]
-        rows += [
-            _compare(operator, library, own)
-            for library in libraries
-            if library in operator.by_library
-        ]
+def _batch_sizes(lab: Lab) -> list[int]:
+    return lab.pick([1, 2, 7, 32, 100], [1, 8, 17, 64, 128, 500, 1024])
 
-    def share(row) -> float:
-        changed, _, compared = row["rows_changed"].split()
-        return 100 * int(changed) / int(compared)
 
-    def plot(figure) -> None:
-        axes = figure.subplots()
-        names = list(dict.fromkeys((row["operator"], row["shape"]) for row in rows))
+def _rows(lab: Lab, make: Callable[[int], Operator]) -> list[Row]:
+    """Each library's row of an operator."""
+    counts = _batch_sizes(lab)
+    operator = make(counts[-1])
+    most = operator.rows[0].shape[0]
+    own = [count for count in counts if count < most] + [most]
+    has_torch = importlib.util.find_spec("torch") is not None
+    return [
+        _compare(operator, library, own)
+        for library in operator.by_library
+        if library != "torch" or has_torch
+    ]
+
+
+def _share(row: Row, name: str) -> float:
+    """Percent of a cell such as "3 of 10"."""
+    changed, _, compared = row[name].split()
+    return 100 * int(changed) / int(compared)
+
+
+def plot(figure, rows: Sequence[Row]) -> None:
+    """Rows whose bits change with the batch size, and with the place in the batch."""
+    panels = figure.subplots(1, 2, sharey=True)
+    libraries = list(dict.fromkeys(row["library"] for row in rows))
+    names = list(dict.fromkeys((row["operator"], row["shape"]) for row in rows))
+    height = 0.8 / len(libraries)
+    columns = ("rows_changed", "rows_changed_by_place")
+    labels = ("with the batch size", "with the place in the batch")
+    for axes, column, label in zip(panels, columns, labels, strict=True):
         for index, library in enumerate(libraries):
-            of = {(r["operator"], r["shape"]): share(r) for r in rows if r["library"] == library}
-            height = 0.8 / len(libraries)
+            of = {
+                (r["operator"], r["shape"]): _share(r, column)
+                for r in rows
+                if r["library"] == library
+            }
             at = np.arange(len(names)) + index * height
-            values = [of.get(name, 0) for name in names]
-            bars = axes.barh(at, values, height=height, label=library)
+            bars = axes.barh(at, [of.get(n, 0) for n in names], height=height, label=library)
             axes.bar_label(bars, fmt="%.3g", fontsize=6)
-        axes.set_yticks(np.arange(len(names)) + 0.3, [f"{a}, {b}" for a, b in names], fontsize=7)
-        axes.invert_yaxis()
-        axes.set(xlabel="rows whose bits change with the batch size, percent")
-        axes.legend(frameon=False)
+        axes.set(xlabel=f"rows that change {label}, percent")
+    panels[0].set_yticks(np.arange(len(names)) + 0.3, [f"{a}, {b}" for a, b in names], fontsize=7)
+    panels[0].invert_yaxis()
+    panels[1].legend(frameon=False)
 
-    broken = [r for r in rows if r["batch_invariant"] == "no"]
+
+def findings(rows: Sequence[Row]) -> list[str]:
+    """Cases of each library that change with the size of the batch, and with the place in it."""
+    told = []
+    for library in dict.fromkeys(row["library"] for row in rows):
+        own = [row for row in rows if row["library"] == library]
+        sizes, places = (
+            sum(row[name] == "no" for row in own)
+            for name in ("batch_invariant", "position_invariant")
+        )
+        told.append(
+            f"{library}: of {len(own)} cases {sizes} change with the batch size, {places} with the "
+            "place in the batch"
+        )
+    return told
+
+
+def result(rows: Sequence[Row], setting: str) -> Result:
+    """Tables and sentences of the rows."""
     return Result(
-        title=f"Rows computed in batches of {counts[:-1]} against the same rows in the largest",
-        setting=f"random data of wide exponents; {lab.machine}",
-        columns=tuple(rows[0]),
+        title="Rows computed in batches of several sizes, and at other places of the batch",
+        setting=setting,
+        columns=(
+            "operator", "library", "shape", "batch_invariant", "position_invariant",
+            "batch_sizes_changed", "rows_changed", "rows_changed_by_place", "bits_changed",
+        ),
         rows=rows,
-        findings=[
-            f"{library}: {sum(r['library'] == library for r in broken)} of "
-            f"{sum(r['library'] == library for r in rows)} cases change with the batch size"
-            for library in libraries
-        ],
-        plot=plot,
-    )
+        findings=findings(rows),
+        plot=lambda figure: plot(figure, rows),
+    )  # fmt: skip
+
+
+def parts(lab: Lab) -> list[Part]:
+    """A piece for each operator."""
+    return [
+        Part(name=name, seconds=15, run=lambda make=make: _rows(lab, make))
+        for name, make in _makers(lab).items()
+    ]
 
 
 EXPERIMENT = Experiment(
-    question="Which common operators are batch-invariant, by library?",
-    paper="LLM-42 (arXiv:2601.17768), table 2, which finds that most kernels reduce in an order "
-    "that the shape alone decides, so they change with the batch size and with nothing else.",
-    run=run,
+    question="Which common operators are batch-invariant, by library, and position-invariant?",
+    paper="LLM-42 (arXiv:2601.17768), figure 7 and table 2, which finds that most kernels reduce "
+    "in an order that the shape alone decides, so they change with the batch size and with nothing "
+    "else.",
+    parts=parts,
+    result=result,
+    setting=lambda lab: f"random data of wide exponents; {lab.machine}",
 )

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads of requests on engines that share one model and its compiled programs.
+
+The engines of one window differ in mode and group alone, so that each program is compiled once.
+Their programs have one page table, no prefix cache and no self-check: what is claimed of answers is
+compared here, request by request.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+import numpy as np
+
+from benchmarks.reproduce.experiment import Lab, Row, prompts
+from benchmarks.serving import Ask, Told, serve
+from benchmarks.step import MODELS
+from detjax.models.loading import LoadedModel, random_model
+from detjax.numerics import NumericsProfile
+from detjax.pallas_kernels.backend import Backend
+from detjax.parallel.mesh import make_mesh
+from detjax.serving.config import EngineConfig
+from detjax.serving.engine import Engine
+from detjax.serving.programs import ProgramCache
+
+WINDOW, GROUP = 64, 8
+"""Tokens of a window and windows of a verification: LLM-42's defaults, and those of its table 4."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    """Sizes of engines.
+
+    Attributes:
+        num_slots: Requests that run at once.
+        few: Rows of the smaller decode step.
+        prefill_chunk: Prompt tokens of a prefill step.
+        max_len: Of prompt and answer.
+        num_pages: Of the cache.
+    """
+
+    num_slots: int
+    few: int
+    prefill_chunk: int
+    max_len: int
+    num_pages: int
+
+    @property
+    def words(self) -> str:
+        return f"{self.num_slots} slots, chunks of {self.prefill_chunk} tokens"
+
+
+SMALL = Sizes(num_slots=8, few=4, prefill_chunk=32, max_len=128, num_pages=8)
+TRAINED = Sizes(num_slots=64, few=16, prefill_chunk=32, max_len=512, num_pages=256)
+LARGE = Sizes(num_slots=64, few=16, prefill_chunk=512, max_len=4096, num_pages=1160)
+"""1160 pages of an 8B model are 19.5 GB."""
+
+
+class Server:
+    """A model, prompts for it, and engines.
+
+    Attributes:
+        name: Of the model, as rows have it.
+        setting: What runs, in words.
+        sizes: Of every engine.
+    """
+
+    def __init__(self, model: LoadedModel, *, name: str, setting: str, sizes: Sizes, lab: Lab):
+        """Compile nothing yet. Prompts are random tokens where there is no tokenizer."""
+        self.name, self.setting, self.sizes = name, f"{setting}; {sizes.words}", sizes
+        self._model = model
+        self._lab = lab
+        self._programs: dict[int, ProgramCache] = {}
+
+    @property
+    def model(self) -> LoadedModel:
+        return self._model
+
+    def prompt(self, rng: np.random.Generator, length: int) -> list[int]:
+        """Random tokens; of the trained model an opening, whatever the length."""
+        if self.name in MODELS:
+            return rng.integers(0, self._model.config.vocab_size, length).tolist()
+        return self._lab.tokenizer.encode(str(rng.choice(prompts(625))))
+
+    def engine(
+        self,
+        mode: str,
+        *,
+        window: int = WINDOW,
+        group: int = GROUP,
+        other_groups: tuple[int, ...] = (),
+        max_prefill_streak: int = 0,
+    ) -> Engine:
+        """An engine, all of whose programs are compiled. In `dvr` it always drafts."""
+        sizes = self.sizes
+        config = EngineConfig(
+            mode=mode,
+            batch_size=sizes.num_slots,
+            decode_batches=(sizes.few,),
+            decode_lens=(),
+            prefill_chunk=sizes.prefill_chunk,
+            max_len=sizes.max_len,
+            num_pages=sizes.num_pages,
+            max_prefill_streak=max_prefill_streak,
+            verify_window=window,
+            verify_rows=group,
+            verify_batches=other_groups,
+            verify_deadline=4 * window,
+            max_draft_fraction=1.0 if mode == "dvr" else None,
+            has_prefix_cache=False,
+            self_check="off",
+        )
+        engine = Engine(self._model, config, programs=self._programs.get(window))
+        self._programs[window] = engine.programs
+        engine.compile()
+        return engine
+
+    def serve(self, engine: Engine, asks: Sequence[Ask], *, temperature: float = 0.0) -> list[Told]:
+        """Answer each to its full length, after two short ones that count for nothing."""
+        short = [replace(ask, at_s=0.0, output_len=4) for ask in asks[:2]]
+        for some in (short, asks):
+            told = serve(self, engine, some, temperature=temperature, ignore_eos=True)
+        return told
+
+
+@cache
+def large_server(lab: Lab) -> Server:
+    """Llama-3.1-8B shapes with random weights, or on a CPU the lab's own model."""
+    if not lab.is_full or lab.backend is not Backend.SM90:
+        note = "a model this small measures the host and launches, not bandwidth"
+        return Server(
+            lab.model(1), name=lab.folder.name, setting=f"{lab.setting}; {note}", sizes=SMALL,
+            lab=lab,
+        )  # fmt: skip
+    model = random_model(
+        MODELS["llama3_8b"],
+        seed=0,
+        profile=NumericsProfile(),
+        mesh=make_mesh(1, 1, platform=lab.backend.platform),
+        backend=lab.backend,
+    )
+    setting = f"Llama-3.1-8B shapes with random weights, bfloat16, {lab.machine}"
+    return Server(model, name="llama3_8b", setting=setting, sizes=LARGE, lab=lab)
+
+
+@cache
+def trained_server(lab: Lab) -> Server:
+    """The lab's trained model, whose probabilities are those of text."""
+    sizes = TRAINED if lab.is_full else SMALL
+    return Server(lab.model(1), name=lab.folder.name, setting=lab.setting, sizes=sizes, lab=lab)
+
+
+def some_deterministic(count: int, percent: float) -> list[bool]:
+    """Which of `count` requests are deterministic: at least one, if any are wanted; spread."""
+    wanted = max(round(count * percent / 100), int(percent > 0))
+    chosen = set(np.random.default_rng(2).permutation(count)[:wanted].tolist())
+    return [i in chosen for i in range(count)]
+
+
+def num_different(told: Sequence[Told], canonical: Sequence[Told], *, claimed: bool) -> int:
+    """Answers with another bit than the canonical ones, of those that claim to have none.
+
+    With `claimed` False those that claim nothing: the control.
+    """
+    return sum(
+        one.digest != other.digest
+        for one, other in zip(told, canonical, strict=True)
+        if one.ask.is_deterministic is claimed
+    )
+
+
+def window_facts(told: Sequence[Told]) -> Row:
+    """What verification threw away of deterministic requests; little, where nothing was drafted."""
+    exact = [one for one in told if one.ask.is_deterministic]
+    if not any(one.windows.num_windows for one in exact):
+        return {"windows": 0, "rollbacks": 0}
+    counts = [one.windows for one in exact]
+    tokens = sum(one.num_tokens for one in exact)
+    thrown = sum(one.num_rolled_back for one in counts)
+    return {
+        "windows": sum(one.num_windows for one in counts),
+        "rollbacks": sum(one.num_rollbacks for one in counts),
+        "recomputed_tokens": thrown,
+        "recomputed_percent": 100 * thrown / tokens,
+        "none_percent": 100 * sum(not one.num_rollbacks for one in counts) / max(1, len(counts)),
+    }
+
+
+def quantiles_ms(values: Sequence[float], name: str) -> Row:
+    """Median and P99 of seconds, as milliseconds."""
+    return {
+        f"{name}_p{share}_ms": 1e3 * float(np.percentile(values, share)) for share in (50, 90, 99)
+    }

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an experiment has found so far: rows of its pieces, in a file, and how they are shown."""
+
+import json
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.reproduce.experiment import (
+    Experiment,
+    Lab,
+    Part,
+    Result,
+    Row,
+    WholeExperiment,
+    short,
+)
+
+WHOLE = "whole"
+"""The piece of an experiment that is not cut."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Record:
+    """An experiment's rows so far.
+
+    Attributes:
+        name: Of the experiment.
+        experiment: It.
+        lab: Where it runs.
+        card: The machine and the build.
+        rows: Of the pieces that are done, each with the name of its piece, the commit and the date.
+        whole: The result of an experiment of one piece, once it has run here.
+        setting: Of the rows, as the run that made them said.
+        has_new: Whether a piece has run here.
+    """
+
+    name: str
+    experiment: Experiment | WholeExperiment
+    lab: Lab
+    card: dict[str, str]
+    rows: list[Row] = field(default_factory=list)
+    whole: Result | None = None
+    setting: str = ""
+    has_new: bool = False
+
+    def read(self, folder: Path) -> None:
+        """Take the rows that an earlier run of this size left there, if the bits are of this build.
+
+        A file of another GPU, build or size, or without pieces, is left alone, which is said.
+        """
+        path = folder / f"{self.name}.json"
+        if not path.exists():
+            return
+        found = json.loads(path.read_text())
+        now = {"size": self.lab.size.value, "fingerprint": self.card["fingerprint"]}
+        other = [f"{k}={found.get(k)!r}" for k, v in now.items() if found.get(k) != v]
+        other += [] if all("part" in row for row in found["rows"]) else ["rows without pieces"]
+        if other:
+            print(f"{path} is not resumed: it has {', '.join(other)}; here {now}", file=sys.stderr)
+            return
+        self.rows, self.setting = found["rows"], found["setting"]
+
+    @property
+    def parts(self) -> Sequence[Part]:
+        """All pieces, most wanted first."""
+        if isinstance(self.experiment, Experiment):
+            return self.experiment.parts(self.lab)
+        return [Part(name=WHOLE, seconds=self.experiment.seconds, run=self._run_whole)]
+
+    def has(self, part: Part) -> bool:
+        """Whether the rows of a piece are there."""
+        return any(row["part"] == part.name for row in self.rows)
+
+    def run(self, part: Part) -> None:
+        """Run a piece and keep its rows."""
+        begin_s = time.perf_counter()
+        found = part.run()
+        facts = {
+            "part": part.name,
+            "part_s": round(time.perf_counter() - begin_s, 1),
+            "commit": self.card["commit"],
+            "date": self.card["date"],
+        }
+        self.rows += [dict(row) | facts for row in found]
+        self.has_new = True
+        if isinstance(self.experiment, Experiment):
+            self.setting = self.experiment.setting(self.lab)
+
+    def _run_whole(self) -> Sequence[Row]:
+        assert isinstance(self.experiment, WholeExperiment)
+        self.whole = self.experiment.run(self.lab)
+        self.setting = self.whole.setting
+        return self.whole.rows
+
+    @property
+    def result(self) -> Result | None:
+        """What the rows say; None where there are none, or they are of a run that said it."""
+        if isinstance(self.experiment, WholeExperiment):
+            return self.whole
+        return self.experiment.result(self.rows, self.setting) if self.rows else None
+
+    @property
+    def num_wrong(self) -> int:
+        """Answers that had another bit than they are promised to have."""
+        return sum(row.get("wrong", 0) for row in self.rows)
+
+    def show(self, console: Console) -> None:
+        """Print the table, the paper's figure and ours."""
+        result = self.result
+        if result is None:
+            return
+        table = Table(*result.columns, title=f"{self.name}: {result.title}", title_justify="left")
+        for row in result.rows:
+            table.add_row(*(short(row.get(column)) for column in result.columns))
+        console.print(table)
+        console.print(f"paper: {self.experiment.paper}", highlight=False)
+        for finding in result.findings:
+            console.print(f"here:  {finding}", highlight=False, style="bold")
+        console.print(f"with:  {result.setting}\n", highlight=False, style="dim")
+
+    def write(self, folder: Path) -> None:
+        """Write what was found, and the plot if matplotlib is there."""
+        result = self.result
+        if result is None:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        found = {
+            "experiment": self.name, "question": self.experiment.question,
+            "paper": self.experiment.paper, "title": result.title, "setting": result.setting,
+            "findings": list(result.findings), "size": self.lab.size.value,
+        }  # fmt: skip
+        document = found | self.card | {"rows": self.rows}
+        (folder / f"{self.name}.json").write_text(json.dumps(document, indent=1) + "\n")
+        try:
+            from matplotlib.figure import Figure
+        except ModuleNotFoundError:
+            print("no plot: matplotlib comes with pip install 'detjax[plots]'", file=sys.stderr)
+            return
+        figure = Figure(figsize=(10, 3.8), layout="constrained")
+        result.plot(figure)
+        figure.savefig(folder / f"{self.name}.png", dpi=120)
+
+
+def in_turn(records: Sequence[Record]) -> list[tuple[Record, Part]]:
+    """The first piece of each experiment, then the second of each, and so on."""
+    pieces = {record.name: list(record.parts) for record in records}
+    most = max((len(parts) for parts in pieces.values()), default=0)
+    return [
+        (record, pieces[record.name][i])
+        for i in range(most)
+        for record in records
+        if i < len(pieces[record.name])
+    ]
+
+
+def run_pieces(records: Sequence[Record], *, seconds: float, out: Path | None) -> list[str]:
+    """Run the pieces that are not done, in turn, as far as the time goes.
+
+    A piece is begun if the time left is as long as it takes, roughly. What a piece found is written
+    before the next begins. A piece that raises is reported, and the others run.
+
+    Returns:
+        The pieces that raised, with their errors.
+    """
+    begin_s, failed = time.perf_counter(), []
+    for record, part in in_turn(records):
+        name, left_s = f"{record.name}: {part.name}", seconds - (time.perf_counter() - begin_s)
+        if record.has(part):
+            print(f"{name}: done before", flush=True)
+            continue
+        if part.seconds > left_s:
+            print(f"{name}: not begun, {left_s:.0f} s left of about {part.seconds:.0f}", flush=True)
+            continue
+        at_s = time.perf_counter()
+        try:
+            record.run(part)
+        except Exception as error:
+            failed.append(f"{name}: {type(error).__name__}: {error}")
+            traceback.print_exc()
+            continue
+        if out is not None:
+            record.write(out)
+        print(f"{name}: {time.perf_counter() - at_s:.0f} s, {record.num_wrong} wrong", flush=True)
+    return failed
