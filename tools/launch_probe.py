@@ -93,7 +93,7 @@ def measure(name: str, lock: Path, batches: list[int]) -> None:
     loop = loop_programs.get(key, runner.model.params)
     slots, sampling, packed = runner.operands("invariant", loop_case)
     # The last column of what a decode step is given: tokens of this launch.
-    packed = packed.at[:, -1].set(LOOP_STEPS)
+    packed = jax.device_put(packed.at[:, -1].set(LOOP_STEPS), packed.sharding)
 
     found, bits = {"setting": name, "ready_s": time.perf_counter() - START}, hashlib.sha256()
     with lock.open("w") as turn:
