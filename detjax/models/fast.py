@@ -17,7 +17,14 @@ from jax.sharding import PartitionSpec as P
 
 from detjax.array_types import Activation, Array, Float32, Int32
 from detjax.models.decoder import mask_padding
-from detjax.models.layers import ForwardContext, Tokens, embed_tokens, rope_rows, see_tokens
+from detjax.models.layers import (
+    ForwardContext,
+    Tokens,
+    embed_tokens,
+    rope_rows,
+    see_tokens,
+    wanted_rows,
+)
 from detjax.models.params import MATRICES
 from detjax.models.taps import Share
 from detjax.models.transformer import Stream, run_layers
@@ -38,6 +45,7 @@ class FastOps:
     tokens: Tokens
     cos: Any
     sin: Any
+    wanted: Any
 
     def embed(self, table, ids, gain) -> Stream:
         """Look up rows and normalise them."""
@@ -45,9 +53,16 @@ class FastOps:
 
     def attend(self, layer_idx: int, weights: dict, stream: Stream, cache):
         """Write keys and values, then attend over the cache."""
-        return _attention_layer(
+        cache, heads = _attention_layer(
             self.ctx, weights, stream.x, self.cos, self.sin, cache, self.tokens, layer_idx
         )
+        if self.wanted is None or layer_idx < self.ctx.config.num_layers - 1:
+            return cache, heads, stream
+        heads, residual = (
+            wanted_rows(self.ctx, rows, self.tokens.ids.shape, self.wanted)
+            for rows in (heads, stream.residual)
+        )
+        return cache, heads, Stream(residual, None)
 
     def gate(self, weights: dict, stream: Stream) -> jax.Array:
         """A product, then its gates."""
@@ -67,6 +82,8 @@ def forward_fast(
     rope_tables: tuple[Float32[Array, "S half"], Float32[Array, "S half"]],
     pages: Activation[Array, "L N 2 K P C"],
     tokens: Tokens,
+    *,
+    wanted: Int32[Array, " B"] | None = None,
 ) -> tuple[Activation[Array, "L N 2 K P C"], Activation[Array, "B T D"]]:
     """Run every layer on new tokens, as `decoder.forward` does, in whatever order is quickest.
 
@@ -77,20 +94,21 @@ def forward_fast(
         rope_tables: Cosines and sines by position.
         pages: The cache; updated in place where the caller donates it.
         tokens: New tokens and where they stand.
+        wanted: The one token of each sequence whose hidden state is wanted, if all are not.
 
     Returns:
-        The cache, and the final normalised hidden state of each token.
+        The cache, and the final normalised hidden state of each token; with `wanted`, T is 1.
 
     Numerics:
         float32 sums, rounded to the compute dtype after each product. No claim.
     """
     cos, sin = rope_rows(rope_tables, tokens.positions)
     see_tokens(ctx, tokens, cos, sin)
-    ops = FastOps(ctx=ctx, tokens=tokens, cos=cos, sin=sin)
+    ops = FastOps(ctx=ctx, tokens=tokens, cos=cos, sin=sin, wanted=wanted)
     ops = ctx.taps.watch(ops, num_layers=ctx.config.num_layers)
     pages, stream = run_layers(ops, params, tokens.ids.reshape(-1), pages)
     ctx.taps.see("final_norm", stream.x)
-    return pages, stream.x.reshape(*tokens.ids.shape, -1)
+    return pages, stream.x.reshape(len(tokens.ids), -1, stream.x.shape[-1])
 
 
 def local_logits_fast(

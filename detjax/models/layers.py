@@ -9,13 +9,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from detjax.array_types import Activation, Array, Float32, Int32
 from detjax.models.config import ModelConfig
 from detjax.models.taps import NO_TAPS, Share, Taps
 from detjax.models.transformer import Stream
 from detjax.numerics import NumericsProfile, tree_reduction
-from detjax.pallas_kernels.attention.api import rope_attention
+from detjax.pallas_kernels.attention.api import attention, rope_attention
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.embedding.api import embed
 from detjax.pallas_kernels.linear.api import (
@@ -30,6 +31,7 @@ from detjax.pallas_kernels.linear.api import (
     norm_linear_swiglu,
 )
 from detjax.pallas_kernels.rms_norm.api import add_rms_norm, rms_norm
+from detjax.pallas_kernels.rope.api import rope_into_cache
 from detjax.parallel.collectives import butterfly_sum, gather_columns
 from detjax.parallel.exchange import (
     Exchange,
@@ -137,6 +139,70 @@ def attend(
         backend=ctx.backend,
     )
     return pages, out.reshape(batch * length, -1)
+
+
+def attend_from(
+    ctx: ForwardContext,
+    weights: dict,
+    qkv: Activation[Array, "M o"],
+    cos: Float32[Array, "M half"],
+    sin: Float32[Array, "M half"],
+    pages: Activation[Array, "L N 2 K P C"],
+    tokens: Tokens,
+    layer: int,
+    *,
+    wanted: Int32[Array, " B"],
+) -> tuple[Activation[Array, "L N 2 K P C"], Activation[Array, "B i"]]:
+    """`attend` from one token of each sequence; the others leave their keys and values."""
+    config = ctx.config
+    q, pages = rope_into_cache(
+        qkv.reshape(tokens.ids.size, -1, config.head_dim),
+        cos,
+        sin,
+        (weights["q_norm"], weights["k_norm"]) if config.qk_norm else None,
+        pages,
+        tokens.page_table,
+        tokens.positions,
+        layer=layer,
+        eps=config.rms_norm_eps,
+        backend=ctx.backend,
+    )
+    q = q.reshape(*tokens.ids.shape, *q.shape[1:])
+    out = attention(
+        jnp.take_along_axis(q, wanted[:, None, None, None], axis=1),
+        pages,
+        tokens.page_table,
+        jnp.take_along_axis(tokens.positions, wanted[:, None], axis=1),
+        layer=layer,
+        window=config.sliding_windows[layer],
+        profile=ctx.profile,
+        backend=ctx.backend,
+    )
+    return pages, out.reshape(len(wanted), -1)
+
+
+def wanted_rows(
+    ctx: ForwardContext,
+    residual: Activation[Array, "m D"],
+    shape: tuple[int, int],
+    wanted: Int32[Array, " B"],
+) -> Activation[Array, "B D"]:
+    """The residual stream of one token of each sequence, on every rank. Copies only.
+
+    Args:
+        ctx: The mesh.
+        residual: Of all tokens, or this rank's share of them.
+        shape: Sequences, and tokens of each.
+        wanted: Which token of each.
+    """
+    batch, length = shape
+    row = jnp.arange(batch, dtype=jnp.int32) * length + wanted
+    share = len(residual)
+    if share == batch * length:
+        return jnp.take(residual, row, axis=0, mode="clip")
+    # Each rank sends what it has at these places of its share; the owner's is taken.
+    rows = lax.all_gather(jnp.take(residual, row % share, axis=0, mode="clip"), TP_AXIS)
+    return rows[row // share, jnp.arange(batch)]
 
 
 def gated_layer(

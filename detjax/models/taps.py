@@ -85,12 +85,10 @@ class WatchedOps:
         """
         self._ops, self._taps, self._enter = ops, taps, enter
         self._num_layers, self._layer_idx, self._is_mlp = num_layers, 0, False
-        self._num_rows = 0
 
     def embed(self, table: jax.Array, ids: jax.Array, gain: jax.Array) -> Stream:
         """As the operations watched do."""
         stream = self._ops.embed(table, ids, gain)
-        self._num_rows = len(ids)
         self._taps.see("embed", stream.residual)
         self._enter(0)
         self._see_norm("attn_norm", stream)
@@ -98,12 +96,12 @@ class WatchedOps:
 
     def attend(
         self, layer_idx: int, weights: dict[str, Any], stream: Stream, cache: Any
-    ) -> tuple[Any, jax.Array]:
+    ) -> tuple[Any, jax.Array, Stream]:
         """As the operations watched do."""
         self._layer_idx, self._is_mlp = layer_idx, False
-        cache, heads = self._ops.attend(layer_idx, weights, stream, cache)
+        cache, heads, stream = self._ops.attend(layer_idx, weights, stream, cache)
         self._taps.see("attention", heads, Share.COLUMNS)
-        return cache, heads
+        return cache, heads, stream
 
     def gate(self, weights: dict[str, Any], stream: Stream) -> jax.Array:
         """As the operations watched do."""
@@ -118,7 +116,7 @@ class WatchedOps:
         """As the operations watched do."""
         self._enter(self._layer_idx, "down_" if self._is_mlp else "o_")
         stream = self._ops.add_norm(x, w, bias, gain, stream)
-        is_scattered = len(stream.residual) != self._num_rows
+        is_scattered = len(stream.residual) != len(x)
         self._taps.see("residual", stream.residual, Share.ROWS if is_scattered else Share.WHOLE)
         next_idx = self._layer_idx + self._is_mlp
         if next_idx == self._num_layers:

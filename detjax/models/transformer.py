@@ -40,8 +40,12 @@ class DecoderOps(Protocol):
 
     def attend(
         self, layer_idx: int, weights: dict[str, Any], stream: Stream, cache: Any
-    ) -> tuple[Any, jax.Array]:
-        """Project to heads, rotate, cache and attend. Returns the cache and the heads' results."""
+    ) -> tuple[Any, jax.Array, Stream]:
+        """Project to heads, rotate, cache and attend.
+
+        Returns the cache, the heads' results, and the stream of their rows: all of them, or in the
+        last layer those whose result is wanted.
+        """
         ...
 
     def gate(self, weights: dict[str, Any], stream: Stream) -> jax.Array:
@@ -95,7 +99,7 @@ def decoder_layer(
     stream: Stream,
 ) -> tuple[Any, Stream]:
     """One layer; `next_gain` normalises for the layer after it."""
-    cache, heads = ops.attend(layer_idx, weights, stream, cache)
+    cache, heads, stream = ops.attend(layer_idx, weights, stream, cache)
     stream = ops.add_norm(heads, weights["o"], weights.get("o_bias"), weights["mlp_norm"], stream)
     channels = ops.gate(weights, stream)
     return cache, ops.add_norm(channels, weights["down"], None, next_gain, stream)

@@ -54,7 +54,7 @@ class TrainingOps:
             positions,
             window=config.sliding_windows[layer_idx],
         )
-        return cache, ops.to_rows(out.reshape(positions.size, -1), slots)
+        return cache, ops.to_rows(out.reshape(positions.size, -1), slots), stream
 
     def gate(self, weights: dict, stream: Stream) -> jax.Array:
         """A product, then its gates: the bits of both in one launch."""
