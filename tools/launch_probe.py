@@ -144,7 +144,7 @@ def main() -> None:
     for name in args.only:
         flags = f"{os.environ.get('XLA_FLAGS', '')} {SETTINGS[name]}".strip()
         environ = os.environ | {"XLA_FLAGS": flags, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-        environ["PYTHONPATH"] = os.getcwd()
+        environ["PYTHONPATH"] = os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])
         command = [sys.executable, __file__, "--measure", name, "--lock", str(folder / "lock")]
         running[name] = subprocess.Popen(
             [*command, "--batch", *batches],
