@@ -5,8 +5,8 @@ python -m benchmarks.report            # needs matplotlib: pip install -e ".[plo
 python -m benchmarks.report --check    # is the text current? needs nothing
 
 The rows are the newest `benchmarks/results/<gpu>/<date>-<command>.jsonl` of the commands kernels,
-step, serving, mesh, answers and production, for each GPU of `report_rows.GPUS`; figures and the
-headline are of the first. A part appears if its rows are there, and where a case occurs twice in a
+step, serving, serve_load, serve_cost, mesh, answers and production, for each GPU of
+`report_rows.GPUS`; figures and the headline are of the first. A part appears if its rows are there, and where a case occurs twice in a
 file the later row counts. vLLM's are `vllm-<version>.jsonl`. Experiments are
 `benchmarks/results/*/reproduce/NAME.json`, those of a GPU before those of a CPU. A row of `dvr`
 that verified no draft is told as such, or refused.
@@ -22,6 +22,7 @@ from benchmarks import (
     report_mesh,
     report_production,
     report_rows,
+    report_server,
     report_serving,
     report_training,
     report_vllm,
@@ -343,6 +344,7 @@ SECTIONS = (
     ("docs/experiments.md", "experiments", experiments_section),
     ("docs/kernels.md", "benchmarks", kernels_section),
     ("docs/serving.md", "benchmarks", report_serving.section),
+    ("docs/server.md", "load", report_server.section),
     ("docs/parallel.md", "benchmarks", report_mesh.section),
     ("docs/training.md", "grpo", report_training.section),
 )
