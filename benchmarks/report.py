@@ -6,10 +6,10 @@ python -m benchmarks.report --check    # is the text current? needs nothing
 
 The rows are the newest `benchmarks/results/<gpu>/<date>-<command>.jsonl` of the commands kernels,
 step, serving, serve_load, serve_cost, mesh, answers and production, for each GPU of
-`report_rows.GPUS`; figures and the headline are of the first. A part appears if its rows are there, and where a case occurs twice in a
-file the later row counts. vLLM's are `vllm-<version>.jsonl`. Experiments are
-`benchmarks/results/*/reproduce/NAME.json`, those of a GPU before those of a CPU. A row of `dvr`
-that verified no draft is told as such, or refused.
+`report_rows.GPUS`; figures and the headline are of the first. A part appears if its rows are there,
+and where a case occurs twice in a file the later row counts. vLLM's are `vllm-<version>.jsonl`.
+Experiments are `benchmarks/results/*/reproduce/NAME.json`, those of a GPU before those of a CPU. A
+row of `dvr` that verified no draft is told as such, or refused.
 """
 
 import argparse
