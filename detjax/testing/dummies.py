@@ -2,6 +2,7 @@
 """Small models with random weights, and what a request should get from them."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -142,7 +143,7 @@ def adjusted_requests(*, vocab_size: int, max_tokens: int) -> list[Request]:
         vocab_size: Above 301.
         max_tokens: Of each; above 8.
     """
-    kinds = (
+    kinds: tuple[dict[str, Any], ...] = (
         {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.7},
         {"temperature": 0.8, "seed": 2, "logit_bias": ((5, 4.0), (17, -3.0), (300, 6.0))},
         {
@@ -165,7 +166,7 @@ def adjusted_requests(*, vocab_size: int, max_tokens: int) -> list[Request]:
     return [
         Request(
             prompt_token_ids=tuple(int(t) for t in rng.integers(0, vocab_size, length)),
-            sampling=SamplingParams(max_tokens=max_tokens, **dict(kind)),
+            sampling=SamplingParams(max_tokens=max_tokens, **kind),
         )
         for length, kind in zip(lengths, kinds, strict=True)
     ]
