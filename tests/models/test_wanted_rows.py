@@ -20,7 +20,6 @@ from detjax.testing.dummies import dummy_config, dummy_model
 from detjax.xla_flags import EXACT_OPTIONS, FAST_OPTIONS
 
 PAGE = 16
-FLOAT32 = {"weight_dtype": "float32", "compute_dtype": "float32"}
 
 
 @cache
@@ -28,8 +27,9 @@ def model(tp: int, *, is_wide: bool = False, **changes) -> LoadedModel:
     """Two layers; a wide one in float32, where XLA's products of few rows have other bits."""
     sizes = {"hidden_size": 768, "intermediate_size": 1024} if is_wide else {}
     config = dummy_config(num_layers=1 if is_wide else 2, **sizes, **changes)
+    dtype = "float32" if is_wide else "bfloat16"
     profile = NumericsProfile(
-        attention_block=PAGE, attention_split=64, **(FLOAT32 if is_wide else {})
+        attention_block=PAGE, attention_split=64, weight_dtype=dtype, compute_dtype=dtype
     )
     return dummy_model(config, tp=tp, profile=profile)
 
