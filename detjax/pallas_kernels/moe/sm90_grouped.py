@@ -112,12 +112,14 @@ def fill_stages(tiles: GroupedTiles, most: int = 12) -> GroupedTiles:
     return GroupedTiles(**(fields | {"stages": min(most, room // tiles.stage_bytes)}))
 
 
-def _rows_block(shape):
+def _rows_block(shape, is_interpreted: bool):
     """Rows of SPAN channels to multiply or fill, and the same memory as TMA must see it.
 
     # WHY: a TMA block tiled by 8 rows begins at a multiple of 8 rows. One swizzle span wide, it has
     the same bytes tiled by 1 row, and then it may begin at any row and have any number.
     """
+    if is_interpreted:  # There the two of a union are apart.
+        return plgpu.SMEM(shape, jnp.bfloat16)
     return plgpu.RefUnion(
         plgpu.SMEM(shape, jnp.bfloat16, transforms=tiled(SPAN, jnp.bfloat16)),
         plgpu.SMEM(shape, jnp.bfloat16, transforms=tiled(SPAN, jnp.bfloat16, sublanes=1)),
@@ -238,8 +240,8 @@ def _grouped(x, w, lists, *, tiles: GroupedTiles, by_slot: bool, top_k: int, int
         out_gmem = refs.pop(0)
         made_gmem = [refs.pop(0) for _ in range(3 if makes_list else 0)]
         x_smem, w_smem, out_smem, zeros_smem, list_smem, few, full, empty, listed = refs
-        x_mma, x_tma = x_smem
-        out_reg, out_tma = out_smem
+        x_mma, x_tma = (x_smem, x_smem) if is_interpreted else x_smem
+        out_reg, out_tma = (out_smem, out_smem) if is_interpreted else out_smem
         wg, cta = lax.axis_index("wg"), lax.axis_index("cta")
         tiles_ref, num_tiles_ref, order_ref = list_smem if makes_list else inputs[:3]
 
@@ -285,7 +287,16 @@ def _grouped(x, w, lists, *, tiles: GroupedTiles, by_slot: bool, top_k: int, int
 
             lax.fori_loop(0, steps, step, ())
 
-        def store_swapped(total, start, count, col):
+        def slots_of(start):
+            """Slots of a tile's rows, read ahead of its product, as each would wait for memory."""
+            if not (makes_list or by_slot):
+                return []
+            places = [jnp.minimum(start + i, num_slots - 1) for i in range(tiles.cols)]
+            if makes_list:
+                return [order_ref[place] for place in places]
+            return [lanes.read_now(order_ref, place, is_interpreted) for place in places]
+
+        def store_swapped(total, start, count, col, slots):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             out = gated_bf16(total[:64], total[64:], arithmetic) if tiles.is_gated else total
             put_transposed(out, out_reg.at[wg])
@@ -294,18 +305,18 @@ def _grouped(x, w, lists, *, tiles: GroupedTiles, by_slot: bool, top_k: int, int
                 _store_rows(out_tma, (wg,), out_gmem, start, count, tiles.cols, cols)
                 return
 
-            def one_row(i, _):
-                source, row = i, start + i
-                if makes_list:
-                    source = lax.div(order_ref[row], jnp.int32(top_k))
-                else:
-                    row = order_ref[row]
-                plgpu.copy_smem_to_gmem(
-                    out_tma.at[wg, pl.ds(source, 1)], out_gmem.at[pl.ds(row, 1), cols]
-                )
-                return ()
+            for i, slot in enumerate(slots):
+                source, row = (i, slot) if by_slot else (lax.div(slot, jnp.int32(top_k)), start + i)
 
-            lax.fori_loop(0, count, one_row, ())
+                @pl.when(i < count)
+                def _(source=source, row=row):
+                    plgpu.copy_smem_to_gmem(
+                        out_tma.at[wg, pl.ds(source, 1)],
+                        out_gmem.at[pl.ds(row, 1), cols],
+                        commit_group=False,
+                    )
+
+            plgpu.commit_smem_to_gmem_group()
 
         def store_tall(total, start, count, col):
             for i, c in enumerate(range(0, tiles.out_cols, SPAN)):
@@ -331,7 +342,8 @@ def _grouped(x, w, lists, *, tiles: GroupedTiles, by_slot: bool, top_k: int, int
                 start, count = tiles_ref[START, entry], tiles_ref[COUNT, entry]
                 first = turn * steps
                 if tiles.is_swapped:
-                    store_swapped(product(first), start, count, col)
+                    slots = slots_of(start)
+                    store_swapped(product(first), start, count, col, slots)
                     return ()
                 mine = jnp.clip(count - wg * 64, 0, 64)
 
@@ -359,7 +371,8 @@ def _grouped(x, w, lists, *, tiles: GroupedTiles, by_slot: bool, top_k: int, int
                 def _():
                     for c in range(0, num_out, zeros_span):
                         plgpu.copy_smem_to_gmem(
-                            zeros_smem, out_gmem.at[slot, pl.ds(c, zeros_span)]
+                            zeros_smem.at[pl.ds(0, zeros_span)],
+                            out_gmem.at[slot, pl.ds(c, zeros_span)],
                         )
 
                 return ()
@@ -448,10 +461,10 @@ def _grouped(x, w, lists, *, tiles: GroupedTiles, by_slot: bool, top_k: int, int
         out_type=[jax.ShapeDtypeStruct((num_slots, num_out), bf16)]
         + (list_shapes if makes_list else []),
         scratch_types=(
-            _rows_block((stages, slabs, tiles.tile_rows, SPAN)),
+            _rows_block((stages, slabs, tiles.tile_rows, SPAN), is_interpreted),
             plgpu.SMEM((stages, tiles.cta_weights, tiles.k), bf16, transforms=tiled(SPAN, bf16)),
-            _rows_block(out_block),
-            plgpu.SMEM((zeros_span,), bf16) if by_slot else None,
+            _rows_block(out_block, is_interpreted),
+            plgpu.SMEM((256,), bf16) if by_slot else None,
             smem_lists if makes_list else None,
             few_memory(num_local) if makes_list else None,
             plgpu.Barrier(num_arrivals=len(w_pieces) + slabs, num_barriers=stages),

@@ -155,9 +155,7 @@ def route(
                 ids_gmem[row], weights_gmem[row] = _plain(logits_gmem[row], **options)
             return
 
-        @plgpu.inline_mgpu(
-            arg_types=(plgpu.RefType(),) * 3 + (plgpu.Layout.WG_SPLAT(()),)
-        )
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 3 + (plgpu.Layout.WG_SPLAT(()),))
         def emit(ctx, logits, ids, weights, cta):
             i32 = ir.IntegerType.get_signless(32)
             warp = arith.divui(

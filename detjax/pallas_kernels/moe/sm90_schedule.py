@@ -6,6 +6,7 @@ Integers alone. A slot is a row and one of its experts, `m * k + rank`.
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,7 @@ BUFFER_BYTES = 131072
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What the grouped products walk.
+    """What the grouped products walk: arrays, or inside a kernel their references.
 
     Attributes:
         tiles: int32 [3, T]: see `EXPERT`.
@@ -38,9 +39,9 @@ class Work:
             not exist, and their places at the end are undefined.
     """
 
-    tiles: jax.Array
-    num_tiles: jax.Array
-    order: jax.Array
+    tiles: Any
+    num_tiles: Any
+    order: Any
 
 
 def most_tiles(num_slots: int, num_local: int, tile_rows: int) -> int:
@@ -101,9 +102,7 @@ def write_tiles(total, starts, work: Work, scratch, *, tile_rows: int, num_slots
         done = full(turn * tile_rows)
         lanes.scatter(work.tiles.at[EXPERT], index, experts, math)
         lanes.scatter(work.tiles.at[START], index, starts + done, math)
-        lanes.scatter(
-            work.tiles.at[COUNT], index, jnp.minimum(total - done, full(tile_rows)), math
-        )
+        lanes.scatter(work.tiles.at[COUNT], index, jnp.minimum(total - done, full(tile_rows)), math)
         return ()
 
     lax.fori_loop(0, -(-num_slots // tile_rows), one_each, ())
