@@ -312,7 +312,7 @@ def check_combine(bits: Bits) -> None:
 
 def check_merged(bits: Bits) -> None:
     w_gate_up, w_down = weights()
-    for m in (8, MOST):
+    for m in (1, 8, MOST):
         x, ids = wide_rows(m), jnp.asarray(uniform_ids(m, 12))
         ws = jax.nn.softmax(random_bf16((m, SHAPE.top_k), 13).astype(F32))
         residual, gain = (
@@ -322,11 +322,16 @@ def check_merged(bits: Bits) -> None:
         apart = sm90.combine_experts_add_rms_norm(
             sm90.expert_mlp(x, ids, w_gate_up, w_down, first_expert=0), ws, residual, gain, eps=EPS
         )
-        merged = sm90.expert_mlp_add_rms_norm(
-            x, ids, ws, w_gate_up, w_down, residual, gain, eps=EPS
-        )
+        matrices = (w_gate_up, w_down, residual, gain)
+        merged = sm90.expert_mlp_add_rms_norm(x, ids, ws, *matrices, eps=EPS)
         found = sum(int(num_different(a, b)) for a, b in zip(apart, merged, strict=True))
         bits.check(f"expert_mlp_add_rms_norm M={m}", found)
+        logits = random_bf16((m, SHAPE.num_experts), 16).astype(F32)
+        options = {"top_k": SHAPE.top_k, "renormalise": True}
+        apart = sm90.expert_mlp_add_rms_norm(x, *sm90.route(logits, **options), *matrices, eps=EPS)
+        merged = sm90.route_mlp_add_rms_norm(x, logits, *matrices, **options, eps=EPS)
+        found = sum(int(num_different(a, b)) for a, b in zip(apart, merged, strict=True))
+        bits.check(f"route_mlp_add_rms_norm M={m}", found)
 
 
 # ----------------------------------------------------------------------------------------- times
@@ -347,10 +352,11 @@ def ragged(x, ids, w_gate_up, w_down):
 def layer(tiles: MlpTiles | None) -> Callable:
     """Route, experts, combine and norm, as a layer calls them on one rank."""
 
-    def run(x, ids, ws, w_gate_up, w_down, residual, gain):
-        return sm90.expert_mlp_add_rms_norm(
-            x, ids, ws, w_gate_up, w_down, residual, gain, eps=EPS, tiles=tiles
-        )
+    def run(x, logits, w_gate_up, w_down, residual, gain):
+        return sm90.route_mlp_add_rms_norm(
+            x, logits, w_gate_up, w_down, residual, gain,
+            top_k=SHAPE.top_k, renormalise=True, eps=EPS, tiles=tiles,
+        )  # fmt: skip
 
     return run
 
@@ -369,22 +375,24 @@ def run_all(fn: Callable, calls: list[tuple]) -> None:
 def time_layer(rows: Rows, pool, counts, with_ragged: bool) -> list[str]:
     w_gate_up, w_down = weights()
     gain = random_bf16((SHAPE.hidden_size,), 20)
-    calls, jobs = {}, {}
+    calls, jobs, ids = {}, {}, {}
     for m in counts:
         x, residual = (
             random_bf16((m, SHAPE.hidden_size), 21),
             random_bf16((m, SHAPE.hidden_size), 22),
         )
-        ws = jnp.full((m, SHAPE.top_k), 0.125, F32)
-        ids = [uniform_ids(m, 100 + i) for i in range(NUM_ROUTES if m <= 64 else 2)]
-        calls[m] = [(x, jnp.asarray(i), ws, w_gate_up, w_down, residual, gain) for i in ids]
+        rng = np.random.default_rng(m)
+        count = NUM_ROUTES if m <= 64 else 2
+        logits = rng.standard_normal((count, m, SHAPE.num_experts)).astype(np.float32)
+        ids[m] = np.argsort(-logits, axis=2)[:, :, : SHAPE.top_k].astype(np.int32)
+        calls[m] = [(x, jnp.asarray(v), w_gate_up, w_down, residual, gain) for v in logits]
         for name, tiles in {"chosen": chosen(m)}.items() | VARIANTS.get(m, {}).items():
             jobs[m, name] = pool.submit(compiled, layer(tiles), calls[m][0])
     lines = [f"{'M':>5} {'tiles':16}{'us':>8}{'floor':>8}{'share':>7}  by kernel, us"]
     for (m, name), job in sorted(
         jobs.items(), key=lambda item: (item[0][0], item[0][1] != "chosen")
     ):
-        floor = float(np.mean([floor_us(np.asarray(c[1])) for c in calls[m]]))
+        floor = float(np.mean([floor_us(found) for found in ids[m]]))
         row = {"subject": "moe", "kind": "time", "m": m, "tiles": name, "floor_us": floor}
         try:
             fn = job.result()
@@ -411,7 +419,7 @@ def time_layer(rows: Rows, pool, counts, with_ragged: bool) -> list[str]:
     if with_ragged:
         transposed = (w_gate_up.swapaxes(1, 2), w_down.swapaxes(1, 2))
         for m in counts:
-            arguments = [(c[0], c[1], *transposed) for c in calls[m]]
+            arguments = [(calls[m][0][0], jnp.asarray(found), *transposed) for found in ids[m]]
             row = {"subject": "moe", "kind": "time", "m": m, "tiles": "ragged_dot"}
             try:
                 us = device_us(compiled(ragged, arguments[0]), arguments, repeats=5)

@@ -14,7 +14,12 @@ from detjax.pallas_kernels.linear import sm90 as sm90_linear
 from detjax.pallas_kernels.linear.tiles import SMEM_BYTES
 from detjax.pallas_kernels.moe import portable, sm90
 from detjax.pallas_kernels.moe.shapes import SHAPES, MoeShape
-from detjax.pallas_kernels.moe.sm90_grouped import GroupedTiles, fill_stages
+from detjax.pallas_kernels.moe.sm90_grouped import (
+    GroupedTiles,
+    fill_stages,
+    grouped_matmul_few,
+    routed_matmul_few,
+)
 from detjax.pallas_kernels.moe.sm90_schedule import COUNT, EXPERT, START, sort_rows
 from detjax.pallas_kernels.moe.sm90_tiles import MlpTiles, choose_tiles
 from detjax.pallas_kernels.rms_norm.sm90 import rms_norm
@@ -124,9 +129,12 @@ def test_chosen_tiles_lower(shape, num_rows):
         rows, ids, ws, *matrices, rows, struct(hidden),
     )  # fmt: skip
     lower_for_hopper(
-        functools.partial(sm90.route, top_k=shape.top_k, renormalise=shape.renormalise),
-        struct(num_rows, num, dtype=jnp.float32),
-    )
+        functools.partial(
+            sm90.route_mlp_add_rms_norm,
+            top_k=shape.top_k, renormalise=shape.renormalise, eps=EPS,
+        ),
+        rows, struct(num_rows, num, dtype=jnp.float32), *matrices, rows, struct(hidden),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", quick_and_slow(("tall",), (*FEW, *VARIANTS)))
@@ -264,6 +272,24 @@ def test_interpreted_combination_agrees_with_portable(width):
     for a, b in zip(found, want, strict=True):
         b = np.asarray(b, np.float32)
         np.testing.assert_allclose(np.asarray(a, np.float32), b, rtol=0.02, atol=1e-3)
+
+
+@pytest.mark.slow
+def test_interpreted_routes_in_the_first_product_are_those_of_route():
+    """Rows that share experts; the product's lists and its outputs follow from them."""
+    x = wide_rows(3, TINY.hidden_size)
+    logits = jnp.asarray(np.random.default_rng(0).standard_normal((3, 4)), jnp.float32)
+    options = {"top_k": 2, "renormalise": True}
+    rows, work, ids, ws = routed_matmul_few(
+        x, weights(TINY)[0], logits, **options, tiles=FEW["few"].gate_up, interpret=INTERPRET
+    )
+    for found, want in zip((ids, ws), sm90.route(logits, **options, interpret=True), strict=True):
+        assert_bitwise_equal(found, want, claim="routing inside the product is `route`")
+    want_rows, want = grouped_matmul_few(
+        x, weights(TINY)[0], ids, jnp.zeros(1, I32), tiles=FEW["few"].gate_up, interpret=INTERPRET
+    )
+    assert_bitwise_equal(work.order, want.order, claim="the slots are sorted alike")
+    assert_bitwise_equal(rows, want_rows, claim="so are the outputs")
 
 
 # --- on a Hopper GPU -------------------------------------------------------------------------
@@ -452,6 +478,23 @@ def test_merged_experts_have_the_bits_of_the_two(num_rows):
     merged = sm90.expert_mlp_add_rms_norm(x, ids, ws, *weights(QWEN), residual, gain, eps=EPS)
     for a, b in zip(merged, apart, strict=True):
         assert_bitwise_equal(a, b, claim="merging changes no bit")
+
+
+@pytest.mark.gpu
+@pytest.mark.invariance
+@pytest.mark.parametrize("num_rows", [*range(1, 10), 257])
+@pytest.mark.parametrize("renormalise", [True, False])
+def test_routing_in_the_first_product_has_the_bits_of_route(num_rows, renormalise):
+    rng = np.random.default_rng(7)
+    logits = jnp.asarray(rng.standard_normal((num_rows, QWEN.num_experts)), jnp.float32)
+    x, residual = (wide_rows(257, QWEN.hidden_size, seed)[:num_rows] for seed in (0, 4))
+    gain = jnp.asarray(1 + rng.random(QWEN.hidden_size), BF16)
+    options = {"top_k": QWEN.top_k, "renormalise": renormalise}
+    rest = (*weights(QWEN), residual, gain)
+    apart = sm90.expert_mlp_add_rms_norm(x, *sm90.route(logits, **options), *rest, eps=EPS)
+    merged = sm90.route_mlp_add_rms_norm(x, logits, *rest, **options, eps=EPS)
+    for a, b in zip(merged, apart, strict=True):
+        assert_bitwise_equal(a, b, claim="routing in the product changes no bit")
 
 
 @pytest.mark.gpu

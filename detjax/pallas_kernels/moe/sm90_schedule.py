@@ -134,16 +134,19 @@ def sort_block(ids, ids_smem, starts_smem, block: int, math):
 
 
 def schedule_few(
-    ids_gmem, first_expert, work: Work, memory, *, num_local: int, tile_rows: int,
+    put_ids, num_slots: int, work: Work, memory, *, num_local: int, tile_rows: int,
     is_interpreted: bool,
 ) -> None:  # fmt: skip
-    """Fill `work` for up to LANES slots: one warpgroup, inside the kernel that needs it."""
+    """Fill `work` for up to LANES slots: one warpgroup, inside the kernel that needs it.
+
+    `put_ids` writes the expert of each slot, counted from the first one here or -1, to [LANES]
+    integers of shared memory, all of them.
+    """
     ids_smem, starts_smem, scratch = memory
-    num_slots = ids_gmem.shape[0]
     math = lanes.integers(rows.LANES, is_interpreted)
-    ids = local_ids(ids_gmem, 0, first_expert, num_local, math)
-    ids_smem[...] = ids
+    put_ids(ids_smem, math)
     plgpu.commit_smem()
+    ids = math.load(ids_smem)
     counted = min(rows.LANES, -(-num_slots // lanes.UNROLL) * lanes.UNROLL)
     total, _ = count_experts(ids_smem, counted, 0, num_local, is_interpreted)
     of_experts = lanes.integers(total.shape[0], is_interpreted)
