@@ -81,9 +81,11 @@ def config_on(model: LoadedModel, asked: dict, *, gpu_memory_utilization: float)
 def order_probe(model: LoadedModel) -> str:
     """Whether a sum of the model depends on its order; what was found, for people.
 
-    Adds float32 products of one row of `down` forwards and backwards.
+    Adds float32 products of rows of `down`, or of the first expert's, forwards and backwards.
     """
-    w = np.asarray(jnp.asarray(model.params["layers"][0]["down"])[:64], np.float32)
+    layer = model.params["layers"][0]
+    down = layer["down"] if "down" in layer else layer["expert_down"][0]
+    w = np.asarray(jnp.asarray(down)[:64], np.float32)
     terms = w * np.linspace(0.5, 2.0, w.shape[1], dtype=np.float32)
     forwards = np.add.accumulate(terms, axis=1, dtype=np.float32)[:, -1]
     backwards = np.add.accumulate(terms[:, ::-1], axis=1, dtype=np.float32)[:, -1]

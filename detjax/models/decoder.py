@@ -20,6 +20,7 @@ from detjax.models.layers import (
     embed_tokens,
     final_rows,
     gated_layer,
+    mix_experts,
     project,
     rope_rows,
     row_parallel_norm,
@@ -38,10 +39,9 @@ def check_mesh(config, profile: NumericsProfile, tp: int) -> None:
     Raises:
         ValueError: Naming the layer, its width and the largest tp that works.
     """
-    widths = {
-        "o_proj": config.num_heads * config.head_dim,
-        "down_proj": config.intermediate_size,
-    }
+    widths = {"o_proj": config.num_heads * config.head_dim}
+    if config.has_dense_layers:
+        widths["down_proj"] = config.intermediate_size
     for layer, k_len in widths.items():
         leaves = tree_reduction(k_len, profile).num_leaves
         if leaves % tp:
@@ -88,6 +88,10 @@ class CanonicalOps:
         return row_parallel_norm(
             self.ctx, x, w, stream.residual, bias, gain, exchange=self.exchange
         )
+
+    def mix_experts(self, weights: dict, gain, stream: Stream, cache):
+        """Each rank its own experts; rounded rows are exchanged, and added in order of rank."""
+        return cache, mix_experts(self.ctx, weights, gain, stream)
 
 
 def forward(

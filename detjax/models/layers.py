@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from detjax.array_types import Activation, Array, Float32, Int32
 from detjax.models.config import ModelConfig
@@ -29,13 +30,15 @@ from detjax.pallas_kernels.linear.api import (
     norm_linear,
     norm_linear_swiglu,
 )
+from detjax.pallas_kernels.moe.api import combine_experts_add_rms_norm, expert_mlp, route
 from detjax.pallas_kernels.rms_norm.api import add_rms_norm, rms_norm
-from detjax.parallel.collectives import butterfly_sum, gather_columns
+from detjax.parallel.collectives import butterfly_sum, gather_columns, gather_expert_rows
 from detjax.parallel.exchange import (
     Exchange,
     exchange_add_rms_norm,
     is_scattered,
     scatter_add_rms_norm,
+    scatter_experts_add_rms_norm,
 )
 from detjax.parallel.mesh import TP_AXIS
 
@@ -157,13 +160,64 @@ def gated_layer(
     return linear_swiglu(x, weights["gate_up"], backend=ctx.backend)
 
 
+def mix_experts(
+    ctx: ForwardContext, weights: dict, gain: Activation[Array, " D"], stream: Stream
+) -> Stream:
+    """A mixture of experts, the residual stream and the norm after it.
+
+    Args:
+        ctx: The model and its mesh.
+        weights: Of the layer; this rank's experts, and the whole router.
+        gain: Of the norm after it.
+        stream: As the layer's attention leaves it.
+
+    Numerics:
+        `moe.api`, one operation after the other: a row's bits depend on neither mesh nor batch.
+        Where rows are many each rank adds its own of the residual stream (`parallel.exchange`).
+    """
+    config, backend, tp = ctx.config.experts, ctx.backend, ctx.tp
+    assert config is not None  # whoever has a router
+    residual, eps = stream.residual, ctx.config.rms_norm_eps
+    x = final_rows(ctx, residual, stream.x, weights["mlp_norm"])
+    logits = linear(x, weights["router"], out_dtype=jnp.dtype(jnp.float32), backend=backend)
+    ctx.taps.see("router_logits", logits)
+    expert_ids, expert_weights = route(
+        logits, top_k=config.top_k, renormalise=config.renormalise, backend=backend
+    )
+    ctx.taps.see("expert_ids", expert_ids)
+    ctx.taps.see("expert_weights", expert_weights)
+    first_expert = 0
+    if tp > 1:
+        first_expert = lax.axis_index(TP_AXIS) * weights["expert_down"].shape[0]
+    y = expert_mlp(
+        x,
+        expert_ids,
+        weights["expert_gate_up"],
+        weights["expert_down"],
+        first_expert=first_expert,
+        backend=backend,
+    )
+    if tp > 1 and is_scattered(x.shape[0], tp):
+        added = scatter_experts_add_rms_norm(
+            y, expert_weights, residual, gain, TP_AXIS, tp, eps=eps, backend=backend
+        )
+        return Stream(*added)
+    if tp > 1:
+        y = gather_expert_rows(y, TP_AXIS)
+    ctx.taps.see("experts", y.reshape(y.shape[0], -1))
+    added = combine_experts_add_rms_norm(
+        y, expert_weights, residual, gain, eps=eps, backend=backend
+    )
+    return Stream(*added)
+
+
 def final_rows(
     ctx: ForwardContext,
     residual: Activation[Array, "m D"],
     x: Activation[Array, "M D"] | None,
     gain: Activation[Array, " D"],
 ) -> Activation[Array, "M D"]:
-    """The normalised rows that lm_head takes; `x` as in `Stream`."""
+    """The normalised rows that lm_head or a router takes; `x` as in `Stream`."""
     if x is not None:
         return x
     return rms_norm(residual, gain, eps=ctx.config.rms_norm_eps, backend=ctx.backend)

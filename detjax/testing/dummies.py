@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from detjax.models.config import ModelConfig, RopeConfig
+from detjax.models.config import ExpertConfig, ModelConfig, RopeConfig
 from detjax.models.layers import ForwardContext, Tokens
 from detjax.models.loading import LoadedModel, place_model
 from detjax.models.params import ParamRole, TensorSpec, param_specs, stored_rows
@@ -40,8 +40,13 @@ def dummy_config(
     qk_norm: bool = False,
     window: int | None = None,
     max_len: int = 1024,
+    experts: tuple[int, int] | None = None,
 ) -> ModelConfig:
-    """A decoder whose every width allows tp up to 8 and whose down_proj is no power of two."""
+    """A decoder whose every width allows tp up to 8 and whose down_proj is no power of two.
+
+    With `experts` (their number, and how many a token has) every feed-forward layer but the first
+    of several is a mixture; an expert has 48 channels.
+    """
     return ModelConfig(
         family="dummy",
         vocab_size=vocab_size,
@@ -61,6 +66,15 @@ def dummy_config(
         sliding_windows=(window,) * num_layers,
         bos_token_id=None,
         eos_token_ids=(),
+        experts=None
+        if experts is None
+        else ExpertConfig(
+            num_experts=experts[0],
+            top_k=experts[1],
+            width=48,
+            renormalise=True,
+            layers=tuple(i > 0 or num_layers == 1 for i in range(num_layers)),
+        ),
     )
 
 
@@ -78,9 +92,12 @@ def dummy_model(
     specs = param_specs(config, tp=tp, vocab_block=profile.vocab_block)
 
     def make(spec: TensorSpec) -> jax.Array:
-        rng = np.random.default_rng([seed, *spec.hf_name.encode()])
-        values = rng.standard_normal(spec.hf_shape, np.float32)
-        if spec.role in (ParamRole.MATRIX, ParamRole.TABLE):
+        drawn = [
+            np.random.default_rng([seed, *name.encode()]).standard_normal(spec.hf_shape, np.float32)
+            for name in spec.hf_names
+        ]
+        values = np.stack(drawn) if spec.num_experts else drawn[0]
+        if spec.role in (ParamRole.MATRIX, ParamRole.TABLE, ParamRole.EXPERT):
             values *= spec.hf_shape[1] ** -0.5
         elif spec.role is ParamRole.GAIN:
             values = 1 + 0.1 * values
