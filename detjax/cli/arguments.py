@@ -330,6 +330,11 @@ class GenerateArgs:
         f"where compiled programs are kept, so that the next start is quick; {NO_CACHE} keeps none",
         metavar="DIR",
     )
+    warm: bool = _option(
+        False,
+        _SCHEDULE,
+        "compile the programs that such prompts can need, keep them in --cache-dir, and end",
+    )
     format: str = _option(
         "text",
         _OUTPUT,

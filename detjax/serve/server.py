@@ -7,12 +7,14 @@ import contextlib
 import logging
 import signal
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
 import uvicorn
 
 from detjax.cli.errors import OK
+from detjax.cli.model import keep_compiled_programs
 from detjax.llm import GPU_MEMORY_UTILIZATION, LLM
 from detjax.models.generation_config import default_sampling
 from detjax.parallel.distributed import JobSpec
@@ -30,6 +32,7 @@ def open_llm(args: argparse.Namespace, num_processes: int = 1) -> LLM:
     Raises:
         ValueError, FileNotFoundError: As `LLM` says; if an option has no meaning here.
     """
+    keep_compiled_programs(args.cache_dir)
     share = GPU_MEMORY_UTILIZATION if args.kv_memory is None else args.kv_memory
     chosen: dict[str, Any] = {}
     if args.decode_batches is not None:
@@ -63,6 +66,23 @@ def open_llm(args: argparse.Namespace, num_processes: int = 1) -> LLM:
     if not args.no_compile:
         llm.engine.compile(lambda what, done, total: LOG.info("compiled %d of %d", done, total))
     return llm
+
+
+def warm(args: argparse.Namespace) -> str:
+    """Compile what requests can need, and return a table of when each program was ready.
+
+    Raises:
+        ValueError, FileNotFoundError: As `open_llm` says.
+    """
+    args.no_compile, begin_s = True, time.perf_counter()
+    llm = open_llm(args)
+    lines = [f"{'program':<60} ready after, s"]
+
+    def compiled(what: str, done: int, total: int) -> None:
+        lines.append(f"{what:<60} {time.perf_counter() - begin_s:.2f}")
+
+    llm.engine.compile(compiled, with_filters=True, with_adjustments=True, num_top_logprobs=4)
+    return "\n".join([*lines, f"{len(lines) - 1} programs"])
 
 
 def open_model(args: argparse.Namespace, leader: Leader | None = None) -> ServedModel:
