@@ -54,7 +54,7 @@ def plot(figure, rows: Sequence[Row]) -> None:
     if paper:
         axes.plot(*zip(*paper, strict=True), "kD", label="LLM-42, SGLang")
     axes.set(xlabel="generated tokens a second, over 11 fast ones (median; bars: range)")
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def _lengths(lab: Lab) -> tuple[int, int]:
