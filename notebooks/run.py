@@ -2,6 +2,7 @@
 """Run notebooks from top to bottom: python notebooks/run.py [--check] [FILE ...]"""
 
 import argparse
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -27,6 +28,26 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def processor_of(notebook: nbformat.NotebookNode) -> str:
+    """Where a notebook ran, as its last cell printed it.
+
+    Raises:
+        ValueError: If it did not.
+    """
+    text = "".join(output.get("text", "") for output in notebook.cells[-1].outputs)
+    found = re.search(r"^jax \S+ on (.+)$", text, re.MULTILINE)
+    if found is None:
+        raise ValueError(f"the last cell must print 'jax VERSION on PROCESSOR', not {text!r}")
+    return "a CPU" if found[1] == "cpu" else f"an {found[1]}"
+
+
+def note_processor(notebook: nbformat.NotebookNode) -> None:
+    """Say in the first cell which processor the saved output is of."""
+    first = notebook.cells[0]
+    text = re.sub(r"\n\n\*The saved output is of .+\.\*$", "", first.source)
+    first.source = f"{text}\n\n*The saved output is of {processor_of(notebook)}.*"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the notebooks; returns the exit code."""
     args = parse_args(argv)
@@ -47,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"error: {path}: {error}", file=sys.stderr)
             return 1
         if not args.check:
+            note_processor(notebook)
             nbformat.write(notebook, path)
         print(f"{path.name}: {time.perf_counter() - begin_s:.0f} s", flush=True)
     return 0

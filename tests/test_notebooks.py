@@ -34,6 +34,8 @@ def test_notebook_asks_a_question_and_was_saved_after_it_ran(path):
     assert first.cell_type == "markdown"
     assert first.source.splitlines()[0].endswith("?")
     assert "fingerprint " in printed(last)
+    where = printed(last).partition(" on ")[2].partition("\n")[0]
+    assert first.source.endswith(f"of {'a CPU' if where == 'cpu' else f'an {where}'}.*")
     code = [cell for cell in cells(path) if cell.cell_type == "code"]
     counts = [cell.execution_count for cell in code]
     assert counts == list(range(1, len(code) + 1)), "not run from top to bottom"
@@ -41,6 +43,11 @@ def test_notebook_asks_a_question_and_was_saved_after_it_ran(path):
     assert pictures, "no plot was saved"
     complaints = [o for cell in code for o in cell.outputs if o.get("name") == "stderr"]
     assert not complaints, complaints[0].text
+
+
+def test_the_longer_run_has_rows():
+    text = "".join(printed(cell) for cell in cells(FOLDER / "05_zero_kl.ipynb"))
+    assert "160 updates on h200" in text
 
 
 @pytest.mark.parametrize(

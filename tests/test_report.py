@@ -21,6 +21,8 @@ from benchmarks import (
     serving,
 )
 from benchmarks.reproduce import completions, throughput
+from benchmarks.reproduce.__main__ import EXPERIMENTS
+from benchmarks.reproduce.experiment import Experiment
 from detjax.models.bundled import bundled_model_path
 
 ROOT = Path(__file__).parents[1]
@@ -288,6 +290,16 @@ def test_committed_findings_are_those_of_their_rows(module):
     for file in files:
         found = json.loads(file.read_text())
         assert found["findings"] == module.findings(found["rows"]), file
+
+
+def test_committed_findings_of_pieces_are_those_of_their_rows():
+    for file in (ROOT / "benchmarks" / "results").glob("*/reproduce/*.json"):
+        found, experiment = json.loads(file.read_text()), EXPERIMENTS[file.stem]
+        if isinstance(experiment, Experiment) and all("part" in row for row in found["rows"]):
+            result = experiment.result(found["rows"], found["setting"])
+            assert found["findings"] == list(result.findings), file
+            assert found["question"] == experiment.question and found["paper"] == experiment.paper
+            assert not any(row.get("wrong") for row in found["rows"])
 
 
 def test_an_experiment_names_its_drafts():

@@ -16,13 +16,14 @@ from benchmarks.reproduce import (
     kernels,
     meshes,
     operators,
+    policy,
     rollbacks,
     shares,
     throughput,
     windows,
 )
 from benchmarks.reproduce.experiment import Experiment, Lab, Size, WholeExperiment
-from benchmarks.reproduce.record import Record, run_pieces
+from benchmarks.reproduce.record import Record, redraw, run_pieces
 from detjax.models.bundled import bundled_model_path
 from detjax.pallas_kernels.backend import Backend, choose_backend
 from detjax.parallel.mesh import configure_virtual_devices
@@ -33,6 +34,7 @@ EXPERIMENTS: dict[str, Experiment | WholeExperiment] = {
     "rollbacks": rollbacks.EXPERIMENT,
     "windows": windows.EXPERIMENT,
     "operators": operators.EXPERIMENT,
+    "policy": policy.EXPERIMENT,
     "completions": completions.EXPERIMENT,
     "kernels": kernels.EXPERIMENT,
     "meshes": meshes.EXPERIMENT,
@@ -88,6 +90,13 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         help="folder of an earlier --out of this build: its pieces are not run again",
     )
     add(
+        "--redraw",
+        type=Path,
+        metavar="FOLDER",
+        help="run nothing: make sentences and plots of what FOLDER has anew from its rows, for "
+        "experiments of several pieces",
+    )
+    add(
         "--seconds",
         type=float,
         default=float("inf"),
@@ -112,10 +121,23 @@ def make_lab(size: Size, backend: str, folder: Path) -> Lab:
     )
 
 
+def _redraw(folder: Path, names: Sequence[str]) -> int:
+    """What `--redraw` does; returns the exit code."""
+    for name in names:
+        path, experiment = folder / f"{name}.json", EXPERIMENTS[name]
+        if isinstance(experiment, Experiment) and path.exists():
+            redraw(path, experiment)
+            print(path)
+    return 0
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the experiments; returns the exit code."""
     args = parse_args(argv)
     console = Console(width=None if sys.stdout.isatty() else 160)
+    names = tuple(EXPERIMENTS) if "all" in args.names else tuple(dict.fromkeys(args.names))
+    if args.redraw is not None:
+        return _redraw(args.redraw, names)
     try:
         lab = make_lab(Size(args.size), args.backend, args.model)
     except ValueError as error:
@@ -125,7 +147,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: --seconds {args.seconds:g} must be above 0", file=sys.stderr)
         return 2
     card = environment(lab.backend)
-    names = tuple(EXPERIMENTS) if "all" in args.names else tuple(dict.fromkeys(args.names))
     records = [
         Record(name=name, experiment=EXPERIMENTS[name], lab=lab, card=card) for name in names
     ]

@@ -138,14 +138,33 @@ class Record:
         }  # fmt: skip
         document = found | self.card | {"rows": self.rows}
         (folder / f"{self.name}.json").write_text(json.dumps(document, indent=1) + "\n")
-        try:
-            from matplotlib.figure import Figure
-        except ModuleNotFoundError:
-            print("no plot: matplotlib comes with pip install 'detjax[plots]'", file=sys.stderr)
-            return
-        figure = Figure(figsize=(10, 3.8), layout="constrained")
-        result.plot(figure)
-        figure.savefig(folder / f"{self.name}.png", dpi=120)
+        draw(result, folder / f"{self.name}.png")
+
+
+def draw(result: Result, path: Path) -> None:
+    """Write the plot if matplotlib is there, or say that it is not."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        print("no plot: matplotlib comes with pip install 'detjax[plots]'", file=sys.stderr)
+        return
+    figure = Figure(figsize=(10, 3.8), layout="constrained")
+    result.plot(figure)
+    figure.savefig(path, dpi=120)
+
+
+def redraw(path: Path, experiment: Experiment) -> None:
+    """Make sentences and plot of a written experiment anew from its rows; no device is needed."""
+    found = json.loads(path.read_text())
+    result = experiment.result(found["rows"], found["setting"])
+    found |= {
+        "question": experiment.question,
+        "paper": experiment.paper,
+        "title": result.title,
+        "findings": list(result.findings),
+    }
+    path.write_text(json.dumps(found, indent=1) + "\n")
+    draw(result, path.with_suffix(".png"))
 
 
 def in_turn(records: Sequence[Record]) -> list[tuple[Record, Part]]:

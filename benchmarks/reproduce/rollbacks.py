@@ -16,7 +16,7 @@ TEMPERATURES = (0.0, 0.8)
 def _rows(lab: Lab, window: int) -> list[Row]:
     """All deterministic requests at once: `invariant` for the bits, `fast` as control, `dvr`."""
     server = trained_server(lab)
-    count, output_len = lab.pick((12, 40), (512, 384))
+    count, output_len = lab.pick((12, 40), (256, 384))
     rows = []
     exact = {t: [] for t in TEMPERATURES}
     for mode in ("invariant", "fast", "dvr"):

@@ -3,6 +3,7 @@
 
 Rollout and trainer compute the same bits, so the ratio of their probabilities is 1 and there is
 nothing to correct: no importance weights, no clipping, one update for each batch of samples.
+Importance weights can be had, to see what they do for a rollout that computes other bits.
 """
 
 import time
@@ -13,6 +14,7 @@ import jax
 import numpy as np
 
 from detjax.training.batch import Batch, by_sequence, pack
+from detjax.training.importance import ImportanceWeights
 from detjax.training.rollout import Rollout, Sample
 from detjax.training.tasks import AbstractTask
 from detjax.training.trainer import Trainer, TrainState
@@ -116,13 +118,23 @@ class StepRow:
     train_s: float
 
 
-def microbatches(groups: list[list[Sample]], sizes: BatchSizes) -> list[Batch]:
-    """The samples in order; the objective is the mean over answer tokens of advantage * logprob."""
-    num_tokens = sum(len(s.completion.token_ids) for group in groups for s in group)
+def microbatches(
+    groups: list[list[Sample]],
+    sizes: BatchSizes,
+    ratios: Sequence[np.ndarray | None] | None = None,
+) -> list[Batch]:
+    """The samples in order; the objective is the mean over answer tokens of advantage * logprob.
+
+    With `ratios`, an array for each sample, the mean of ratio * advantage * logprob.
+    """
+    samples = [sample for group in groups for sample in group]
+    num_tokens = sum(len(sample.completion.token_ids) for sample in samples)
+    gains = np.concatenate([advantages([s.reward for s in group]) for group in groups])
     scored = [
-        sample.scored(float(advantage) / num_tokens)
-        for group in groups
-        for sample, advantage in zip(group, advantages([s.reward for s in group]), strict=True)
+        sample.scored(float(gain) / num_tokens, ratios=of_tokens)
+        for sample, gain, of_tokens in zip(
+            samples, gains, ratios or [None] * len(samples), strict=True
+        )
     ]
     length = sizes.max_prompt + sizes.max_tokens - 1
     return [
@@ -141,6 +153,7 @@ def train(
     seed: int,
     num_steps: int,
     on_step: Callable[[StepRow], None],
+    importance: ImportanceWeights | None = None,
 ) -> TrainState:
     """Sample, reward, update, until `num_steps` updates have been made.
 
@@ -156,6 +169,8 @@ def train(
         seed: 0 or more.
         num_steps: Updates in all, those before `state` included.
         on_step: Told after each update.
+        importance: Weights for the tokens of a rollout that has other bits than the trainer; None
+            uses none.
 
     Returns:
         The last state. The rollout has the weights of the one before.
@@ -172,10 +187,14 @@ def train(
             temperature=TEMPERATURE,
         )
         sampled = time.perf_counter()
-        batches = microbatches(groups, sizes)
+        samples = [sample for group in groups for sample in group]
+        ratios = None
+        if importance is not None:
+            importance.load(state.params)
+            ratios = importance.of(samples)
+        batches = microbatches(groups, sizes, ratios)
         state, output = trainer.step(state, batches)
         jax.block_until_ready(state.params)
-        samples = [sample for group in groups for sample in group]
         logprobs, entropy = (
             _answers(samples, batches, values) for values in (output.logprobs, output.entropy)
         )

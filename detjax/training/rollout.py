@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Samples from the engine, with the version of the weights that made them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,10 +29,11 @@ class Sample:
         """The prompt and the answer."""
         return self.completion.prompt_token_ids + self.completion.token_ids
 
-    def scored(self, weight: float) -> Scored:
-        """The sequence with `weight` on every token of the answer."""
+    def scored(self, weight: float, *, ratios: np.ndarray | None = None) -> Scored:
+        """The sequence with `weight` on every token of the answer, times its ratio if given."""
         prompt, answer = self.completion.prompt_token_ids, self.completion.token_ids
-        weights = (0.0,) * len(prompt) + (weight,) * len(answer)
+        factors = np.ones(len(answer)) if ratios is None else ratios
+        weights = (0.0,) * len(prompt) + tuple(float(weight * factor) for factor in factors)
         return Scored(token_ids=prompt + answer, weights=weights)
 
     def answer_values(self, by_token: np.ndarray) -> np.ndarray:
@@ -42,6 +43,11 @@ class Sample:
 
 MAX_PREFILL_TOKENS = 8192
 """Of prompts that one step computes."""
+
+
+def keep_weights(params: dict[str, Any]) -> dict[str, Any]:
+    """Sample with the masters as they are."""
+    return params
 
 
 class Rollout:
@@ -57,6 +63,7 @@ class Rollout:
         batch_size: int,
         max_prompt: int,
         max_tokens: int,
+        change_weights: Callable[[dict[str, Any]], dict[str, Any]] = keep_weights,
     ):
         """Make the engine.
 
@@ -68,11 +75,14 @@ class Rollout:
             batch_size: Samples that run at once.
             max_prompt: Longest prompt, in tokens.
             max_tokens: Longest answer, in tokens.
+            change_weights: What becomes of the masters before the engine has them, for experiments
+                with rollouts of fewer bits.
 
         Raises:
             ValueError: If the task's stop text is not one token.
         """
         self._model, self._tokenizer, self._task = model, tokenizer, task
+        self._change_weights = change_weights
         self._mode, self._max_prompt, self._max_tokens = mode, max_prompt, max_tokens
         self._stop_ids: tuple[int, ...] = ()
         if task.stop:
@@ -94,7 +104,8 @@ class Rollout:
 
     def load(self, params: dict[str, Any], version: int) -> None:
         """Take a trainer's masters, in place."""
-        self._engine.load_weights(serving_params(params, self._model), version=version)
+        changed = self._change_weights(params)
+        self._engine.load_weights(serving_params(changed, self._model), version=version)
 
     def sample(
         self,

@@ -21,7 +21,7 @@ from benchmarks.reproduce.experiment import (
     short,
 )
 from benchmarks.reproduce.loads import some_deterministic
-from benchmarks.reproduce.record import Record, run_pieces
+from benchmarks.reproduce.record import Record, redraw, run_pieces
 from detjax.pallas_kernels.backend import Backend
 
 
@@ -161,6 +161,18 @@ def test_rows_of_another_build_or_without_pieces_are_not_resumed(make_record, tm
     record.rows = []
     record.read(tmp_path)
     assert not record.rows and "rows without pieces" in capsys.readouterr().err
+
+
+def test_sentences_and_plots_are_made_anew_from_rows(make_record, tmp_path):
+    record = make_record("a", first=lambda: [{"x": 1}, {"x": 2}])
+    run_pieces([record], seconds=10.0, out=tmp_path)
+    path = tmp_path / "a.json"
+    written = path.read_text()
+    path.write_text(written.replace("2 rows", "old words"))
+    (tmp_path / "a.png").unlink()
+    redraw(path, record.experiment)
+    assert path.read_text() == written and (tmp_path / "a.png").exists()
+    assert reproduce.main(["all", "--redraw", str(tmp_path)]) == 0  # which has no other file
 
 
 def test_a_piece_that_does_not_fit_is_not_begun_and_one_that_raises_costs_no_other(

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""On-policy reinforcement learning in three arms: uncorrected, importance-weighted, exact."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.reproduce.experiment import Experiment, Lab, Part, Result, Row
+from detjax.models.loading import load_model
+from detjax.numerics import NumericsProfile
+from detjax.parallel.mesh import make_mesh
+from detjax.training.extras import optax
+from detjax.training.importance import ImportanceWeights
+from detjax.training.policy_gradient import BatchSizes, StepRow, train
+from detjax.training.rollout import Rollout, keep_weights
+from detjax.training.tasks import Arithmetic
+from detjax.training.trainer import Trainer
+
+EXACT, PLAIN, WEIGHTED = "exact", "uncorrected", "importance-weighted"
+LAST = 5
+"""Steps at the end whose mean reward counts."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arm:
+    """A run.
+
+    Attributes:
+        name: `EXACT`, `PLAIN` or `WEIGHTED`.
+        bits: Of the matrices that sample; 16 leaves them as they are.
+    """
+
+    name: str
+    bits: int
+
+    @property
+    def label(self) -> str:
+        if self.name == EXACT:
+            return "exact"
+        return f"{self.name}, fast" + (f" with {self.bits}-bit weights" if self.bits < 16 else "")
+
+
+ARMS = (
+    Arm(name=EXACT, bits=16),
+    Arm(name=PLAIN, bits=4),
+    Arm(name=WEIGHTED, bits=4),
+    Arm(name=PLAIN, bits=6),
+    Arm(name=WEIGHTED, bits=6),
+    Arm(name=PLAIN, bits=16),
+)
+"""XLA's kernels alone, and with matrices of few bits as quantised rollouts have them: more and more
+apart from the trainer."""
+
+
+def narrow(params: dict[str, Any], *, bits: int) -> dict[str, Any]:
+    """Round each row of each layer's matrices to `bits` bits of its largest element."""
+    most = 2 ** (bits - 1) - 1
+
+    def narrow_one(w: jax.Array) -> jax.Array:
+        if w.ndim != 2:
+            return w
+        scale = jnp.max(jnp.abs(w), axis=1, keepdims=True) / most
+        return jnp.round(w / jnp.where(scale == 0, 1.0, scale)) * scale
+
+    return params | {"layers": jax.tree.map(narrow_one, params["layers"])}
+
+
+def _run(lab: Lab, arm: Arm, *, learning_rate: float, seed: int) -> Row:
+    """Train once; the reward and the KL of each step, and greedy answers of the exact policy."""
+
+    def load():
+        mesh = make_mesh(1, 1, platform=lab.backend.platform)
+        return load_model(
+            str(lab.folder), profile=NumericsProfile(), mesh=mesh, backend=lab.backend
+        )
+
+    task = Arithmetic()
+    prompts, samples, num_steps = lab.pick((8, 8, 30), (32, 16, 100))
+    sizes = BatchSizes(
+        prompts=prompts, samples=samples, microbatch=2 * samples, max_prompt=task.max_prompt,
+        max_tokens=task.max_tokens,
+    )  # fmt: skip
+    lengths = {"max_prompt": sizes.max_prompt, "max_tokens": sizes.max_tokens}
+    given = load(), lab.tokenizer, task
+    rollout = Rollout(
+        *given, mode="invariant" if arm.name == EXACT else "fast", batch_size=prompts * samples,
+        change_weights=partial(narrow, bits=arm.bits) if arm.bits < 16 else keep_weights, **lengths,
+    )  # fmt: skip
+    trainer = Trainer(
+        load(), optax.adam(learning_rate, b2=0.95), clip_norm=1.0, remat=False,
+        mesh=make_mesh(1, 1, platform=lab.backend.platform),
+    )  # fmt: skip
+    weights = ImportanceWeights(load()) if arm.name == WEIGHTED else None
+    steps: list[StepRow] = []
+    state = train(
+        trainer, trainer.init(), rollout, task, sizes, seed=seed, num_steps=num_steps,
+        on_step=steps.append, importance=weights,
+    )  # fmt: skip
+    judge = Rollout(load(), lab.tokenizer, task, mode="invariant", batch_size=64, **lengths)
+    judge.load(state.params, version=num_steps)
+    rows = [asdict(step) for step in steps]
+    return {
+        "arm": arm.label, "kind": arm.name, "bits": arm.bits, "learning_rate": learning_rate,
+        "seed": seed, "steps": num_steps, "answers_a_step": prompts * samples,
+        "reward_first": float(np.mean([row["reward"] for row in rows[:LAST]])),
+        "reward_last": float(np.mean([row["reward"] for row in rows[-LAST:]])),
+        "held_out": judge.accuracy(task.held_out),
+        "kl_median": float(np.median([row["kl"] for row in rows])),
+        "kl_largest": max(row["kl"] for row in rows),
+        "gradient_norm_largest": max(row["gradient_norm"] for row in rows),
+        "rewards": [round(row["reward"], 4) for row in rows],
+        "kls": [row["kl"] for row in rows],
+        "wrong": sum(row["num_different"] for row in rows) if arm.name == EXACT else 0,
+    }  # fmt: skip
+
+
+def findings(rows: Sequence[Row]) -> list[str]:
+    """For each learning rate what each arm ends with, and whether the uncorrected one suffers."""
+    told = []
+    for rate in sorted({row["learning_rate"] for row in rows}):
+        own = [row for row in rows if row["learning_rate"] == rate]
+        by_arm = {arm: [r for r in own if r["arm"] == arm] for arm in dict.fromkeys(
+            row["arm"] for row in own)}  # fmt: skip
+        parts = []
+        for arm, runs in by_arm.items():
+            reached = float(np.mean([run["held_out"] for run in runs]))
+            kl = max(run["kl_largest"] for run in runs)
+            parts.append(f"{arm} {reached:.3f} (KL up to {kl:.2g})")
+        told.append(f"learning rate {rate:g}, held-out problems right: {', '.join(parts)}")
+    return told
+
+
+def plot(figure, rows: Sequence[Row]) -> None:
+    """Rewards and KL by step, a panel pair for each learning rate."""
+    rates = sorted({row["learning_rate"] for row in rows})
+    panels = figure.subplots(1, 2 * len(rates), squeeze=False)[0]
+    arms = list(dict.fromkeys(row["arm"] for row in rows))
+    for i, rate in enumerate(rates):
+        for row in rows:
+            if row["learning_rate"] != rate:
+                continue
+            style = {"color": f"C{arms.index(row['arm'])}", "linewidth": 1, "label": row["arm"]}
+            panels[2 * i].plot(row["rewards"], **style)
+            panels[2 * i + 1].plot(row["kls"], **style)
+        panels[2 * i].set(xlabel="update", ylabel="mean reward", ylim=(0, 1))
+        panels[2 * i].set_title(f"learning rate {rate:g}", fontsize=8)
+        panels[2 * i + 1].set_yscale("symlog", linthresh=1e-6)
+        panels[2 * i + 1].set(xlabel="update", ylabel="KL(rollout || trainer)")
+    panels[0].legend(frameon=False, fontsize=6)
+
+
+def result(rows: Sequence[Row], setting: str) -> Result:
+    """Tables and sentences of the rows."""
+    return Result(
+        title=f"GRPO on two-digit sums, {rows[0]['steps']} updates of "
+        f"{rows[0]['answers_a_step']} answers",
+        setting=setting,
+        columns=(
+            "arm", "learning_rate", "seed", "reward_first", "reward_last", "held_out", "kl_median",
+            "kl_largest", "gradient_norm_largest", "wrong",
+        ),
+        rows=rows,
+        findings=findings(rows),
+        plot=lambda figure: plot(figure, rows),
+    )  # fmt: skip
+
+
+def parts(lab: Lab) -> list[Part]:
+    """A piece for each arm and learning rate."""
+    return [
+        Part(
+            name=f"{arm.label}, learning rate {rate:g}",
+            seconds=35,
+            run=lambda rate=rate, arm=arm: [_run(lab, arm, learning_rate=rate, seed=0)],
+        )
+        for rate in lab.pick((1e-4,), (1e-4, 3e-4, 3e-5))
+        for arm in ARMS
+    ]
+
+
+EXPERIMENT = Experiment(
+    question="What does a rollout with other bits than the trainer do to on-policy learning?",
+    paper="He 2025 (Thinking Machines), figure 16, an 8B model on BigMath: without correction the "
+    "reward collapses; with importance weights it does not, at a KL of about 0.001; with equal "
+    "bits the KL is 0. TBIK (arXiv:2511.17826), figure 8.",
+    parts=parts,
+    result=result,
+    setting=lambda lab: lab.setting,
+)
