@@ -115,7 +115,9 @@ def _run(args: argparse.Namespace, given: Sequence[str]) -> int:
     is_proven = certificate.is_proven and bool(certificate.probe)
     for outcome in certificate.outcomes:
         if not outcome.is_well and not outcome.is_control:
-            console.print(f"{outcome.claim}, {outcome.case}: {outcome.first}")
+            console.print(f"{outcome.claim}, {outcome.case}: {outcome.first}", markup=False)
+            if outcome.cause:
+                console.print(outcome.cause, markup=False, highlight=False, soft_wrap=True)
     console.print("all claims hold" if is_proven else "NOT PROVEN", style="bold")
     if args.json is not None:
         args.json.write_text(json.dumps(certificate.json(), indent=1), encoding="utf-8")

@@ -8,6 +8,7 @@ import logging
 import signal
 import socket
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import uvicorn
 
 from detjax.cli.errors import OK
 from detjax.cli.model import keep_compiled_programs
+from detjax.diverge.evidence import explain
 from detjax.llm import GPU_MEMORY_UTILIZATION, LLM
 from detjax.models.generation_config import default_sampling
 from detjax.parallel.distributed import JobSpec
@@ -63,6 +65,8 @@ def open_llm(args: argparse.Namespace, num_processes: int = 1) -> LLM:
             "the CPU; leave it out, and choose the cache by --batch-size and --max-len"
         )
     LOG.info("%s", llm.config)
+    if num_processes == 1:  # the others of a job would have to run the same
+        llm.engine.explain_differences(partial(explain, model=llm.model))
     if not args.no_compile:
         llm.engine.compile(lambda what, done, total: LOG.info("compiled %d of %d", done, total))
     return llm

@@ -45,6 +45,7 @@ from detjax.serving.request import (
 from detjax.serving.request_states import RequestStates
 from detjax.serving.scheduler import Scheduler
 from detjax.serving.self_check.claim import Claim
+from detjax.serving.self_check.evidence import Difference
 from detjax.serving.self_check.recheck import Rechecks
 from detjax.serving.sequence import OnToken, SequenceError, ignore_token
 from detjax.serving.speculation import propose_nothing
@@ -565,6 +566,20 @@ class Engine:
     def self_check_error(self) -> str:
         """What a self-check has found to differ, with its evidence; empty while the claim holds."""
         return self._claim.error
+
+    @property
+    def self_check_cause(self) -> str:
+        """The operation that makes the difference, as `explain_differences` told; else empty."""
+        return self._claim.cause
+
+    def explain_differences(self, explain: abc.Callable[[Difference], str]) -> None:
+        """Let the first difference that a self-check finds be explained, once, when it is found.
+
+        Args:
+            explain: Says what makes it, in lines of text, which are kept with the evidence:
+                `detjax.diverge.evidence.explain`. It may take minutes, and nothing else runs.
+        """
+        self._claim.explain = explain
 
     def stats(self) -> EngineStats:
         """Counters since the engine was made, and how things stand now. Do not change it."""
