@@ -13,6 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.live import Live
 
+from detjax import __version__
 from detjax.cli.errors import BAD_INPUT, BITS_DIFFER, OK, one_line
 from detjax.serving.config import MODES
 
@@ -37,6 +38,7 @@ def make_parser() -> argparse.ArgumentParser:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"detjax {__version__}")
     add = parser.add_argument
     add("--model", default="novels-6m", metavar="DIR_OR_ID",
         help="a folder in Hugging Face format, or an id (default: the small model)")  # fmt: skip

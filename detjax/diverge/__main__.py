@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from detjax import __version__
 from detjax.cli.arguments import GenerateArgs
 from detjax.cli.errors import BAD_INPUT, BITS_DIFFER, OK, InputError, bad_input, one_line
 from detjax.diverge.setting import Answer, Setting
@@ -56,6 +57,7 @@ def make_parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"detjax {__version__}")
     parser.add_argument("--a", metavar="SETTING", help="one setting (default: every default)")
     parser.add_argument("--b", metavar="SETTING", default="", help="the other, likewise")
     parser.add_argument("--answer", metavar="FILE", help="in place of --a and --prompt: "

@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from detjax import __version__
 from detjax.cli.arguments import NO_CACHE, default_cache_dir
 from detjax.cli.errors import BAD_INPUT, OK
 from detjax.serving.config import MODES, SELF_CHECKS
@@ -37,6 +38,7 @@ def make_parser() -> argparse.ArgumentParser:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"detjax {__version__}")
     model = parser.add_argument_group("model")
     model.add_argument("--model", default="novels-6m", metavar="DIR_OR_ID",
                        help="a folder in Hugging Face format, or an id (default: the small model "

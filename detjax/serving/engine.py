@@ -27,7 +27,7 @@ from detjax.serving.errors import (
 )
 from detjax.serving.grammars import Grammars
 from detjax.serving.input_processor import MAX_TAKEN, InputProcessor
-from detjax.serving.metrics import EngineStats
+from detjax.serving.metrics import EngineStats, Pauses
 from detjax.serving.model_runner import Launch, ModelRunner, ignore_compiling
 from detjax.serving.ngram import propose_from_prompt
 from detjax.serving.output_processor import OutputProcessor
@@ -102,6 +102,7 @@ class Engine:
             propose=propose_from_prompt if config.has_prompt_lookup else propose_nothing,
         )
         self._claim = Claim(model, replica, self._stats)
+        pauses = Pauses()
         self._runner = ModelRunner(
             model,
             replica,
@@ -111,9 +112,10 @@ class Engine:
             idle_pages=self._scheduler.idle_pages,
             stats=self._stats,
             tracer=tracer,
+            pauses=pauses,
         )
         self._states = RequestStates()
-        self._stat_logger = StatLogger(self._stats, tracer)
+        self._stat_logger = StatLogger(self._stats, tracer, pauses)
         self._rechecks = Rechecks(
             replica,
             runner=self._runner,
