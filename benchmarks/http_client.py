@@ -28,7 +28,7 @@ class Exchange:
         status: Of the answer; 0 before there is one.
         digest: Of its one choice, once it is whole.
         num_tokens: Of the answer, once it is whole.
-        error: What the stream said went wrong.
+        error: What the answer said went wrong.
     """
 
     asked_s: float = 0.0
@@ -42,12 +42,12 @@ class Exchange:
 async def exchange(
     host: str, port: int, body: dict, *, leaves_after: int | None = None, is_slow: bool = False
 ) -> Exchange:
-    """Stream a completion.
+    """Ask for a completion of one choice, streamed or whole.
 
     Args:
         host: Of the server.
         port: Of the server.
-        body: With `stream` and `stream_options.include_usage`.
+        body: With `stream` and `stream_options.include_usage`, or without both.
         leaves_after: Events after which the connection is cut; 0 cuts it once the body is sent.
         is_slow: Read a little, wait, read on.
     """
@@ -71,6 +71,12 @@ async def exchange(
             pass
         if found.status != 200:
             found.error = (await reader.read()).decode(errors="replace")
+            return found
+        if not body.get("stream"):
+            answer = json.loads(await reader.read())
+            found.pieces_s.append(time.perf_counter())
+            found.digest = answer["choices"][0]["detjax"]["digest"]
+            found.num_tokens = answer["usage"]["completion_tokens"]
             return found
         async for event in _events(reader, is_slow=is_slow):
             if event == b"[DONE]":
@@ -118,9 +124,23 @@ class Plan:
     is_slow: bool = False
 
 
-def run_plans(host: str, port: int, plans: Sequence[Plan]) -> list[Exchange]:
-    """Run a load from a process of its own; what became of each request, in order."""
-    given = {"host": host, "port": port, "plans": [dataclasses.asdict(plan) for plan in plans]}
+def run_plans(
+    host: str, port: int, plans: Sequence[Plan], *, in_turn: bool = False
+) -> list[Exchange]:
+    """Run a load from a process of its own; what became of each request, in order.
+
+    Args:
+        host: Of the server.
+        port: Of the server.
+        plans: What to ask.
+        in_turn: One after the other, each when the one before has ended; `at_s` is not looked at.
+    """
+    given = {
+        "host": host,
+        "port": port,
+        "in_turn": in_turn,
+        "plans": [dataclasses.asdict(plan) for plan in plans],
+    }
     ran = subprocess.run(
         [sys.executable, "-m", "benchmarks.http_client"],
         input=json.dumps(given), stdout=subprocess.PIPE, text=True, check=True,
@@ -128,11 +148,12 @@ def run_plans(host: str, port: int, plans: Sequence[Plan]) -> list[Exchange]:
     return [Exchange(**entry) for entry in json.loads(ran.stdout)]
 
 
-async def _run(host: str, port: int, plans: Sequence[Plan]) -> list[Exchange]:
+async def _run(host: str, port: int, plans: Sequence[Plan], *, in_turn: bool) -> list[Exchange]:
     begin_s = time.perf_counter()
 
     async def one(plan: Plan) -> Exchange:
-        await asyncio.sleep(max(0.0, begin_s + plan.at_s - time.perf_counter()))
+        if not in_turn:
+            await asyncio.sleep(max(0.0, begin_s + plan.at_s - time.perf_counter()))
         try:
             return await exchange(
                 host, port, plan.body, leaves_after=plan.leaves_after, is_slow=plan.is_slow
@@ -140,6 +161,8 @@ async def _run(host: str, port: int, plans: Sequence[Plan]) -> list[Exchange]:
         except (OSError, asyncio.IncompleteReadError) as error:
             return Exchange(error=repr(error))
 
+    if in_turn:
+        return [await one(plan) for plan in plans]
     return await asyncio.gather(*map(one, plans))
 
 
@@ -147,7 +170,7 @@ def main() -> None:
     """Read a plan, run it, write what became of it."""
     given = json.load(sys.stdin)
     plans = [Plan(**entry) for entry in given["plans"]]
-    found = asyncio.run(_run(given["host"], given["port"], plans))
+    found = asyncio.run(_run(given["host"], given["port"], plans, in_turn=given["in_turn"]))
     json.dump([dataclasses.asdict(entry) for entry in found], sys.stdout)
 
 

@@ -16,6 +16,7 @@ import argparse
 import collections
 import dataclasses
 import gc
+import math
 import os
 import sys
 import time
@@ -27,18 +28,23 @@ import jax
 import numpy as np
 
 from benchmarks.common import Rows, environment
+from benchmarks.production_asks import PAGE, SPLIT, Ask, Texts, pool, with_wishes
 from benchmarks.step import MODELS
+from detjax.models.config import RopeConfig, RopeKind
 from detjax.models.loading import LoadedModel, random_model
 from detjax.models.params import MATRICES
+from detjax.models.rope import rope_tables
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
+from detjax.serving.adjustments import AdjustedSlots, AdjustOperands, pack_record
 from detjax.serving.config import EngineConfig, ReplicaConfig
 from detjax.serving.engine import Engine
 from detjax.serving.launch_operands import PrefillOperands, VerifyOperands, unpack_choice
 from detjax.serving.program_key import ProgramKey, program_keys
 from detjax.serving.programs import (
     ProgramCache,
+    adjusted_shape,
     empty,
     empty_pages,
     pages_shape,
@@ -49,76 +55,19 @@ from detjax.serving.request import Completion, Request, SamplingParams
 from detjax.serving.sampling import SamplingRows
 from detjax.testing.programs import plain_key
 
-PAGE, SPLIT = 128, 512
 WINDOW = 16
 """Tokens of a verification, few enough for the kernels of decode."""
 REFERENCE_WINDOW, BULK = 256, 4096
 """Tokens of the reference's windows, and of its prefill of what comes before them."""
 CONTEXT = 131072
+QWEN3_YARN = RopeConfig(
+    theta=1e6, kind=RopeKind.YARN, factor=4.0, original_max_position=32768, beta_fast=32.0,
+    beta_slow=1.0, attention_factor=0.1 * math.log(4.0) + 1.0,
+)  # fmt: skip
+"""What Qwen3's model cards recommend for 131072 tokens, with the defaults of transformers."""
 
 Kept = tuple[int, int]
 """A token id and the bits of its logprob."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Ask:
-    """One request of the pool: a prompt of `length` tokens of a text of its own.
-
-    Attributes:
-        idx: Names the text, and is the seed.
-        length: Of the prompt.
-        temperature: 0 is greedy.
-        count: Tokens wanted.
-        period: The prompt repeats after so many tokens, for prompt lookup; 0 if it does not.
-    """
-
-    idx: int
-    length: int
-    temperature: float
-    count: int
-    period: int = 0
-
-    def request(self, texts: "Texts", *, is_deterministic: bool = True) -> Request:
-        """The request."""
-        sampling = SamplingParams(
-            max_tokens=self.count, temperature=self.temperature, seed=2**33 + self.idx
-        )
-        return Request(
-            prompt_token_ids=texts.prompt(self), sampling=sampling,
-            is_deterministic=is_deterministic,
-        )  # fmt: skip
-
-
-class Texts:
-    """Random prompts, the same at every call."""
-
-    def __init__(self, vocab_size: int):
-        """Draw from `vocab_size` tokens."""
-        self._vocab_size = vocab_size
-
-    def prompt(self, ask: Ask) -> tuple[int, ...]:
-        """The tokens of an ask's prompt."""
-        rng = np.random.default_rng([7, ask.idx])
-        tokens = rng.integers(0, self._vocab_size, ask.period or ask.length)
-        return tuple(np.resize(tokens, ask.length).tolist())
-
-
-def _around(limit: int) -> list[int]:
-    """Lengths one before, at and behind every page and split boundary, up to a limit."""
-    pages = [n + d for n in range(PAGE, min(limit, 3 * SPLIT), PAGE) for d in (-1, 0)]
-    splits = [n + d for n in range(SPLIT, limit, SPLIT) for d in (-2, -1, 0, 1)]
-    return sorted({1, 2, 3, *pages, *splits})
-
-
-def pool(limit: int, count: int, *, tokens: int, first: int) -> list[Ask]:
-    """`count` asks whose prompts and answers fit in `limit`, greedy and sampled in turn."""
-    around = [n for n in _around(limit - tokens) if n + tokens <= limit]
-    others = np.random.default_rng([3, limit]).integers(1, limit - tokens, count).tolist()
-    lengths = (around + others)[:count]
-    return [
-        Ask(idx=first + i, length=n, temperature=(0.0, 1.0, 0.8)[i % 3], count=tokens)
-        for i, n in enumerate(lengths)
-    ]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,12 +79,18 @@ class Part:
         config: Of the engine, but for the cache's size.
         batches: Lists of requests, each answered together.
         skipped_pages: Share of the cache that nobody uses, so that what is used lies at its end.
+        rope: Of the rotary embedding, if another than the model's.
+        is_compiled_ahead: All programs are, not those alone that the lists need.
+        is_scored: Every answer is also scored, as a prompt.
     """
 
     name: str
     config: dict
     batches: list[list[Ask]]
     skipped_pages: float = 0.0
+    rope: RopeConfig | None = None
+    is_compiled_ahead: bool = True
+    is_scored: bool = False
 
 
 def parts(limit_tokens: int) -> Iterator[Part]:
@@ -240,6 +195,26 @@ def parts(limit_tokens: int) -> Iterator[Part]:
         skipped_pages=0.5,
     )
     yield Part(
+        name="adjusted",
+        config=base | {"batch_size": 40, "max_len": 1280, "prefill_chunk": 512},
+        batches=[with_wishes(pool(1280, 40, tokens=40, first=1000))],
+        skipped_pages=0.7,
+        is_compiled_ahead=False,
+        is_scored=True,
+    )
+    stretched = [
+        Ask(idx=900 + i, length=n, temperature=(0.0, 1.0)[i % 2], count=16)
+        for i, n in enumerate((32760, 131000))
+        if n + 24 <= limit_tokens // 3
+    ]
+    yield Part(
+        name="yarn",
+        config=base | {"batch_size": 2, "max_len": CONTEXT, "prefill_chunk": BULK},
+        batches=[stretched],
+        rope=QWEN3_YARN,
+        is_compiled_ahead=False,
+    )
+    yield Part(
         name="control",
         config=base | {"batch_size": 8, "max_len": 1280, "mode": "fast", "prefill_chunk": 512},
         batches=[short[:8]],
@@ -260,42 +235,53 @@ class Reference:
     """The canonical choice at a position, from windows of a small cache."""
 
     def __init__(self, model: LoadedModel, context: int):
-        """Allocate a cache of `context` tokens and compile its two programs."""
+        """Allocate a cache of `context` tokens and compile two programs."""
         self._model = model
         table_len = -(-context // PAGE) + 2
         num_pages = table_len + 1
-        programs = ProgramCache(
+        self._programs = ProgramCache(
             model, num_pages=num_pages, num_slots=1, window_len=REFERENCE_WINDOW
         )
         self._bulk = plain_key("prefill", rows=1, length=BULK, table_len=table_len)
         self._window = plain_key("verify", rows=1, length=REFERENCE_WINDOW, table_len=table_len)
-        self._programs = {k: programs.get(k, model.params) for k in (self._bulk, self._window)}
+        for key in (self._bulk, self._window):
+            self._programs.get(key, model.params)
         self._pages = empty_pages(model, num_pages)
         self._slots = empty(model, slots_shape(model, 1, REFERENCE_WINDOW))
         self._sampling = empty(model, sampling_shape(model, 1))
         # Not the identity, and no page 0.
         self._table = np.arange(table_len, 0, -1, dtype=np.int32)
 
-    def _run(self, key: ProgramKey, *operands):
-        params, tables = self._model.params, self._model.rope_tables
-        self._pages, self._slots, *rest, result = self._programs[key](
-            params, tables, self._pages, self._slots, self._sampling, *operands
+    def _run(self, key: ProgramKey, tables: tuple, *operands):
+        program = self._programs.get(key, self._model.params)
+        self._pages, self._slots, *rest, result = program(
+            self._model.params, tables, self._pages, self._slots, self._sampling, *operands
         )
-        if rest:
+        if key.kind == "prefill":
             (self._sampling,) = rest
         return result
 
-    def choices(self, tokens: Sequence[int], first: int, sampling: SamplingParams) -> list[Kept]:
-        """The choice after `tokens[: i + 1]` for every i from `first` on."""
+    def choices(
+        self, ask: Ask, tokens: Sequence[int], sampling: SamplingParams, tables: tuple
+    ) -> list[Kept]:
+        """The choice behind the prompt, and behind each of the `tokens` that follow it."""
         rows = SamplingRows.pack([(sampling, 0)])
         shardings = jax.tree.map(lambda x: x.sharding, self._sampling)
         self._sampling = jax.tree.map(jax.device_put, rows, shardings)
+        adjusted, adjust, first = self._window, [], ask.length - 1
+        if is_adjusted := sampling.is_adjusted or sampling.is_filtered:
+            text_len = self._text_len(tokens)
+            adjusted = dataclasses.replace(adjusted, with_filters=True, text_len=text_len)
+            adjust = self._adjustments(ask, tokens, sampling, text_len)
         at, results = 0, []
         while first - at >= BULK:
-            at = self._prefill(tokens, at, BULK, rows)
+            at = self._prefill(tokens, at, BULK, rows, tables)
         while at < len(tokens):
-            ids = tokens[at : at + REFERENCE_WINDOW]
-            results.append((at, self._verify(ids, at), len(ids)))
+            # What follows the first token of a window counts as the completion's.
+            is_prompt = is_adjusted and at < first
+            ids = tokens[at : min(at + REFERENCE_WINDOW, first if is_prompt else len(tokens))]
+            how = (self._window, []) if is_prompt else (adjusted, adjust)
+            results.append((at, self._verify(*how, ids, at, tables), len(ids)))
             at += len(ids)
         found = []
         for start, packed, count in results:
@@ -306,7 +292,29 @@ class Reference:
             ]
         return found
 
-    def _prefill(self, tokens, at: int, count: int, rows) -> int:
+    def _text_len(self, tokens: Sequence[int]) -> int:
+        """Room for a text: of few sizes, so that few programs are compiled."""
+        return -(-len(tokens) // (10 * PAGE)) * 10 * PAGE
+
+    def _adjustments(
+        self, ask: Ask, tokens: Sequence[int], sampling: SamplingParams, text_len: int
+    ) -> list:
+        """What a window with adjustments has beside its other operands."""
+        config = self._model.config
+        record = pack_record(
+            sampling,
+            prompt_len=ask.length,
+            end_token_ids=sampling.end_token_ids(config.eos_token_ids),
+            vocab_size=config.vocab_size,
+        )
+        text = np.zeros((1, text_len), np.int32)
+        text[0, : len(tokens)] = tokens
+        kept = AdjustedSlots(record=record[None], token_ids=text)
+        shardings = jax.tree.map(lambda s: s.sharding, adjusted_shape(self._model, 1, text_len))
+        placed = jax.tree.map(jax.device_put, kept, shardings)
+        return [placed, AdjustOperands(slot=np.zeros(1, np.int32))]
+
+    def _prefill(self, tokens, at: int, count: int, rows, tables: tuple) -> int:
         ids = tokens[at : at + count]
         operands = PrefillOperands.padding(
             1, no_slot=1, table_len=self._bulk.table_len, length=self._bulk.length
@@ -314,10 +322,10 @@ class Reference:
         operands.slot[0], operands.start[0], operands.count[0] = 0, at, len(ids)
         operands.page_table[0] = self._table
         operands.token_ids[0, : len(ids)] = ids
-        self._run(self._bulk, operands.pack(), rows)
+        self._run(self._bulk, tables, operands.pack(), rows)
         return at + len(ids)
 
-    def _verify(self, ids, at: int):
+    def _verify(self, key: ProgramKey, adjust: list, ids, at: int, tables: tuple):
         """A window whose first token is the slot's own."""
         operands = VerifyOperands.padding(
             1, no_slot=1, table_len=self._window.table_len, length=self._window.length
@@ -332,7 +340,7 @@ class Reference:
             window=jax.device_put(window, self._slots.window.sharding),
             start=jax.device_put(np.full(1, at, np.int32), self._slots.start.sharding),
         )
-        return self._run(self._window, operands.pack())
+        return self._run(key, tables, operands.pack(), *adjust)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -347,6 +355,9 @@ class Outcome:
     programs: int = 0
     windows: int = 0
     rollbacks: int = 0
+    self_check_s: float = 0.0
+    self_checked: int = 0
+    self_check_differences: int = 0
 
 
 class Suite:
@@ -374,7 +385,22 @@ class Suite:
             self.gpu_bytes = stats["bytes_limit"]
             self.free_bytes = self.gpu_bytes - stats["bytes_in_use"]
         self.texts = Texts(config.vocab_size)
-        self._programs: dict[tuple[int, int], ProgramCache] = {}
+        self._models = {None: self.model}
+        self._programs: dict[tuple, ProgramCache] = {}
+
+    def model_of(self, part: Part) -> LoadedModel:
+        """The model, with a part's rotary embedding."""
+        if part.rope not in self._models:
+            config = dataclasses.replace(self.model.config, rope=part.rope)
+            made = rope_tables(part.rope, head_dim=config.head_dim, max_len=CONTEXT)
+            tables = tuple(
+                jax.device_put(new, old.sharding)
+                for new, old in zip(made, self.model.rope_tables, strict=True)
+            )
+            self._models[part.rope] = dataclasses.replace(
+                self.model, config=config, rope_tables=tables
+            )
+        return self._models[part.rope]
 
     def num_pages(self, part: Part) -> int:
         """Pages of a part's cache: a share of what the weights leave, 8-bit ones of drafts too."""
@@ -390,18 +416,20 @@ class Suite:
         begin = time.perf_counter()
         num_pages = self.num_pages(part)
         config = EngineConfig(num_pages=num_pages, **part.config)
-        key = config.batch_size, num_pages
+        key = part.rope, config.batch_size, num_pages
         try:
-            engine = Engine(self.model, config, programs=self._programs.get(key))
+            engine = Engine(self.model_of(part), config, programs=self._programs.get(key))
             self._programs[key] = engine.programs
-            engine.compile()
+            if part.is_compiled_ahead:
+                engine.compile()
         except RuntimeError as raised:
             # The other parts still run, and are compared; this one fails.
             print(f"part {part.name}: {_name(raised)}", flush=True)
             seconds = time.perf_counter() - begin
             return Outcome(part=part, num_pages=num_pages, error=_name(raised), seconds=seconds)
-        num_compiled = engine.stats().num_compiled
         compiled_s = time.perf_counter() - begin
+        # A difference ends every request with an error, so say it first.
+        print(f"part {part.name}: self-check {engine.self_check_error or 'passed'}", flush=True)
         skipped = int(part.skipped_pages * num_pages)
         (pages,) = engine._scheduler.pools
         held = pages.take(skipped)
@@ -410,30 +438,70 @@ class Suite:
         for asks in part.batches:
             requests = [a.request(self.texts, is_deterministic=is_deterministic) for a in asks]
             try:
-                got = engine.generate(requests)
+                got = engine.generate([_scored(r) if part.is_scored else r for r in requests])
+                if part.is_scored:
+                    answers += scores(engine, asks, requests, got)
             except (FloatingPointError, RuntimeError) as raised:
                 error = _name(raised)
                 break
             answers += [(a, kept(c)) for a, c in zip(asks, got, strict=True)]
         pages.give_back(held)
         stats = engine.stats()
+        num_compiled = stats.num_compiled
         numbers = stats.num_windows, stats.num_rollbacks
+        if not part.is_compiled_ahead:
+            compiled_s += stats.compile_s
         del engine, pages
         gc.collect()
         seconds = time.perf_counter() - begin
         print(
-            f"part {part.name}: {num_compiled} programs in {compiled_s:.0f} s, "
+            f"part {part.name}: {num_compiled} programs in {compiled_s:.0f} s "
+            f"({stats.self_check_s:.1f} s of it checking {stats.num_self_checked}), "
             f"{sum(len(k) for _, k in answers)} tokens in {seconds - compiled_s:.0f} s {error}",
             flush=True,
         )
         return Outcome(
             part=part, num_pages=num_pages, answers=answers, error=error, programs=num_compiled,
             seconds=seconds, windows=numbers[0], rollbacks=numbers[1],
+            self_check_s=stats.self_check_s, self_checked=stats.num_self_checked,
+            self_check_differences=stats.num_self_check_differences,
         )  # fmt: skip
 
 
 def _name(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"[:200]
+
+
+def _scored(request: Request) -> Request:
+    sampling = dataclasses.replace(request.sampling, num_prompt_logprobs=0)
+    return dataclasses.replace(request, sampling=sampling)
+
+
+def scores(
+    engine: Engine, asks: list[Ask], requests: list[Request], done: list[Completion]
+) -> list[tuple[Ask, list[Kept]]]:
+    """Answers whose logprobs are the model's own, scored by prefill, as decode must have them."""
+    again = [
+        dataclasses.replace(
+            request,
+            prompt_token_ids=(*request.prompt_token_ids, *completion.token_ids),
+            # One token more, so that these are prefills of the variant that is compiled.
+            sampling=dataclasses.replace(
+                _scored(request).sampling, max_tokens=1, min_tokens=0
+            ),
+        )
+        for request, completion in zip(requests, done, strict=True)
+    ]  # fmt: skip
+    found = []
+    for ask, request, completion, scored in zip(
+        asks, requests, done, engine.generate(again), strict=True
+    ):
+        if request.sampling.logprobs_mode == "raw" and completion.token_ids:
+            assert scored.prompt_logprobs is not None
+            logprobs = [one.logprob for one in scored.prompt_logprobs]
+            bits = np.asarray(logprobs[-len(completion.token_ids) :], np.float32).view(np.uint32)
+            found.append((ask, list(zip(completion.token_ids, map(int, bits), strict=True))))
+    return found
 
 
 def _draft_bytes(params: dict) -> int:
@@ -454,25 +522,22 @@ def references(suite: Suite, outcomes: list[Outcome]) -> dict[int, list[Kept]]:
     An answer is canonical if each of its tokens is the choice after those before it, so one pass
     over the tokens of any answer tells whether all of it is, and if not, up to where.
     """
-    firsts: dict[int, tuple[Ask, list[Kept]]] = {}
-    for outcome in outcomes:
+    firsts: dict[int, tuple[Ask, list[Kept], LoadedModel]] = {}
+    # The control's answers tell what is canonical where no other part has been asked.
+    for outcome in sorted(outcomes, key=lambda outcome: outcome.part.name == "control"):
         for ask, answer in outcome.answers:
-            if outcome.part.name != "control":
-                firsts.setdefault(ask.idx, (ask, answer))
-    for outcome in outcomes:
-        for ask, answer in outcome.answers:
-            firsts.setdefault(ask.idx, (ask, answer))
-    longest = max((a.length + a.count for a, _ in firsts.values()), default=1)
+            firsts.setdefault(ask.idx, (ask, answer, suite.model_of(outcome.part)))
+    longest = max((a.length + a.count for a, *_ in firsts.values()), default=1)
     reference, want = Reference(suite.model, longest), {}
-    for ask, answer in firsts.values():
+    for ask, answer, model in firsts.values():
         prompt = suite.texts.prompt(ask)
-        sampling = ask.request(suite.texts).sampling
+        sampling = ask.sampling(suite.texts.vocab_size)
         tokens = (*prompt, *(t for t, _ in answer))[:-1]
-        choices = reference.choices(tokens, len(prompt) - 1, sampling)
+        choices = reference.choices(ask, tokens, sampling, model.rope_tables)
         # Behind a wrong token the choices are of a wrong text: mend one after the other.
         while (right := _right_tokens(choices, tokens[len(prompt) :])) is not None:
             tokens = (*prompt, *right, *tokens[len(prompt) + len(right) :])
-            choices = reference.choices(tokens, len(prompt) - 1, sampling)
+            choices = reference.choices(ask, tokens, sampling, model.rope_tables)
         want[ask.idx] = choices
     return want
 
@@ -503,7 +568,9 @@ def report(suite: Suite, outcome: Outcome, want: dict[int, list[Kept]], rows: Ro
         most_rows=max(len(batch) for batch in outcome.part.batches),
         programs=outcome.programs, compared_tokens=compared, different=wrong,
         worst_positions=str(where.most_common(3)), windows=outcome.windows,
-        rollbacks=outcome.rollbacks, error=outcome.error, seconds=round(outcome.seconds, 1),
+        rollbacks=outcome.rollbacks, self_check_s=round(outcome.self_check_s, 2),
+        self_checked=outcome.self_checked, self_check_differences=outcome.self_check_differences,
+        error=outcome.error, seconds=round(outcome.seconds, 1),
     )  # fmt: skip
     if outcome.part.name == "control":
         return wrong > 0

@@ -5,11 +5,11 @@ python -m benchmarks.report            # needs matplotlib: pip install -e ".[plo
 python -m benchmarks.report --check    # is the text current? needs nothing
 
 The rows are the newest `benchmarks/results/<gpu>/<date>-<command>.jsonl` of the commands kernels,
-step, serving, mesh, answers and production, for each GPU of `report_rows.GPUS`; figures and the
-headline are of the first. A part appears if its rows are there, and where a case occurs twice in a
-file the later row counts. vLLM's are `vllm-<version>.jsonl`. Experiments are
-`benchmarks/results/*/reproduce/NAME.json`, those of a GPU before those of a CPU. A row of `dvr`
-that verified no draft is told as such, or refused.
+step, serving, serve_load, serve_cost, mesh, answers and production, for each GPU of
+`report_rows.GPUS`; figures and the headline are of the first. A part appears if its rows are there,
+and where a case occurs twice in a file the later row counts. vLLM's are `vllm-<version>.jsonl`.
+Experiments are `benchmarks/results/*/reproduce/NAME.json`, those of a GPU before those of a CPU. A
+row of `dvr` that verified no draft is told as such, or refused.
 """
 
 import argparse
@@ -22,6 +22,7 @@ from benchmarks import (
     report_mesh,
     report_production,
     report_rows,
+    report_server,
     report_serving,
     report_training,
     report_vllm,
@@ -315,7 +316,9 @@ def here(name: str, found: dict) -> str:
 def experiments_table() -> list[str]:
     """README's table: the question, what the papers found, what was found here."""
     read = {name: json.loads(path.read_text()) for name, path in sorted(experiments().items())}
-    cells = ((found["question"], found["paper"], here(name, found)) for name, found in read.items())
+    cells = [(found["question"], found["paper"], here(name, found)) for name, found in read.items()]
+    if latency := report_server.latency_experiment():
+        cells.append((latency.question, latency.paper, latency.here))
     return table(["question", "paper", "here"], cells)
 
 
@@ -332,6 +335,15 @@ def experiments_section() -> list[str]:
             f"- Here: {here(name, found)}. With {found['setting']}.",
             "",
         ]
+    if latency := report_server.latency_experiment():
+        lines += [
+            f"**{latency.question}** `benchmarks.serve_load`, [figure](docs/figures/latency.svg), "
+            "[every time](docs/server.md#on-a-gpu)",
+            "",
+            f"- {latency.paper}",
+            f"- Here: {latency.here}. With {latency.setting}.",
+            "",
+        ]
     return lines[:-1]
 
 
@@ -343,6 +355,7 @@ SECTIONS = (
     ("docs/experiments.md", "experiments", experiments_section),
     ("docs/kernels.md", "benchmarks", kernels_section),
     ("docs/serving.md", "benchmarks", report_serving.section),
+    ("docs/server.md", "load", report_server.section),
     ("docs/parallel.md", "benchmarks", report_mesh.section),
     ("docs/training.md", "grpo", report_training.section),
 )
@@ -409,6 +422,12 @@ def draw_figures() -> None:
         axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=name, **style)
     axes.set_ylim(bottom=0)
     save("step.svg", axes, x_label="batch", y_label="ms a decode step, context 1024")
+
+    if report_server.latency_rows():
+        _, axes = pyplot.subplots(figsize=(6, 3.2))
+        report_server.draw_latency(axes)
+        labels = {"x_label": "requests a second", "y_label": "P99 end to end, s"}
+        save("latency.svg", axes, **labels, is_log=False)
 
     if report_mesh.decode_lines():
         _, axes = pyplot.subplots(figsize=(6, 3.2))

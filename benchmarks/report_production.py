@@ -9,6 +9,12 @@ logprob has another bit). Mode `fast` makes no claim: it is the control.
 
 from benchmarks.report_rows import GPUS, rows, table
 
+_BESIDES = {
+    "loop": ", 8 tokens a launch",
+    "adjusted": ", biases, penalties, masks; scored again",
+    "yarn": ", YaRN",
+}
+
 
 def lines() -> list[str]:
     """A table for each GPU; nothing without rows."""
@@ -41,7 +47,7 @@ def _of_gpu(parts: list[dict]) -> list[str]:
             (
                 [
                     f"{row['max_len']:,}",
-                    f"`{row['mode']}`" + (", 8 tokens a launch" if row["case"] == "loop" else ""),
+                    f"`{row['mode']}`{_BESIDES.get(row['case'], '')}",
                     f"{row['cache_bytes'] / 1e9:.1f} GB",
                     f"{row['longest_prompt']:,}",
                     f"{row['most_rows']:,}",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What HTTP costs: the throughput of an engine alone, and the same work streamed over the server.
+"""What HTTP costs: an engine alone, and the same work over the server, streamed and whole.
 
 python -m benchmarks.serve_cost engine --model llama3_8b --backend sm90 --batch 64
 python -m benchmarks.serve_cost wire --batch 64 --step-ms 6.5 --host-ms 1.8
@@ -8,7 +8,8 @@ python -m benchmarks.serve_cost wire --profile
 `engine` runs a real engine. `wire` needs no GPU: its device takes `--step-ms` a step and works a
 step behind the host, as a GPU does; `--host-ms` of the step are Python of the engine's own, which
 holds the interpreter. So it shows whether the server's Python hides behind the device. The client
-is a process of its own. Each variant runs `--repeats` times in turn; medians count.
+is a process of its own. Each variant runs `--repeats` times in turn; medians count. The exit status
+is 3 if an answer over HTTP has other bits than that of the engine alone.
 """
 
 import argparse
@@ -34,6 +35,8 @@ from benchmarks.step import MODELS
 
 # isort: split
 import numpy as np
+import rich.console
+import rich.table
 
 from detjax.pallas_kernels.backend import Backend
 from detjax.proof.identity import Identity
@@ -41,7 +44,13 @@ from detjax.serve.service import Service
 from detjax.serving.config import EngineConfig
 from detjax.serving.engine import Engine
 from detjax.serving.metrics import EngineStats
-from detjax.serving.request import FinishReason, RequestOutput, SamplingParams, TokenEvent
+from detjax.serving.request import (
+    Completion,
+    FinishReason,
+    RequestOutput,
+    SamplingParams,
+    TokenEvent,
+)
 from detjax.serving.sequence import OnToken, ignore_token
 
 
@@ -131,24 +140,46 @@ class Work:
         return len(self.prompts) * self.num_tokens
 
 
-def alone(engine: Any, work: Work) -> tuple[float, float]:
-    """Seconds of the work, and of the process's CPU, without a server."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Took:
+    """What a run took, and the digest of each answer."""
+
+    seconds: float
+    cpu_s: float
+    digests: tuple[str, ...]
+
+
+def alone(engine: Any, work: Work) -> Took:
+    """Without a server: from the first request to the last token; CPU is the process's."""
+    outputs: dict[int, list[RequestOutput]] = {}
     begin_s, cpu_s = time.perf_counter(), time.process_time()
     for i, prompt in enumerate(work.prompts):
-        engine.add_request(
+        request_id = engine.add_request(
             prompt, SamplingParams(max_tokens=work.num_tokens, temperature=0.8, seed=i)
         )
+        outputs[request_id] = []
     while engine.has_work:
-        engine.step()
-    return time.perf_counter() - begin_s, time.process_time() - cpu_s
+        for output in engine.step():
+            outputs[output.request_id].append(output)
+    seconds, cpu_s = time.perf_counter() - begin_s, time.process_time() - cpu_s
+    return Took(seconds=seconds, cpu_s=cpu_s, digests=tuple(map(_digest, outputs.values())))
 
 
-def over_http(service: Service, work: Work) -> tuple[float, float]:
-    """The same, streamed; from the first request to the last event."""
+def _digest(outputs: Sequence[RequestOutput]) -> str:
+    return Completion(
+        request_idx=0, sequence_idx=0, prompt_token_ids=(), finish_reason=FinishReason.LENGTH,
+        token_ids=tuple(i for output in outputs for i in output.token_ids),
+        logprobs=tuple(p for output in outputs for p in output.logprobs), top_logprobs=(),
+    ).digest()  # fmt: skip
+
+
+def over_http(service: Service, work: Work, *, is_streamed: bool) -> Took:
+    """The same over HTTP; from the first request to the last event."""
+    form = {"stream": True, "stream_options": {"include_usage": True}} if is_streamed else {}
     plans = [
         Plan(at_s=0.5, body={  # once the client is there
             "model": "load", "prompt": prompt, "max_tokens": work.num_tokens, "temperature": 0.8,
-            "seed": i, "stream": True, "stream_options": {"include_usage": True},
+            "seed": i, **form,
         })
         for i, prompt in enumerate(work.prompts)
     ]  # fmt: skip
@@ -158,37 +189,68 @@ def over_http(service: Service, work: Work) -> tuple[float, float]:
         cpu_s = time.process_time() - cpu_s
     assert all(one.num_tokens == work.num_tokens for one in found), [one.error for one in found]
     begin_s = min(one.asked_s for one in found)
-    return max(one.pieces_s[-1] for one in found) - begin_s, cpu_s
+    return Took(
+        seconds=max(one.pieces_s[-1] for one in found) - begin_s,
+        cpu_s=cpu_s,
+        digests=tuple(one.digest for one in found),
+    )
+
+
+VARIANTS = ("alone", "streamed", "whole")
 
 
 def compare(
     rows: Rows, make: Callable[[], tuple[Any, Service]], work: Work, *, repeats: int, **facts
-) -> None:
-    """Both in turn, and a row."""
-    times: dict[str, list[tuple[float, float]]] = {"alone": [], "http": []}
+) -> bool:
+    """Each in turn, a row, and a table; whether all have the same bits."""
+    took: dict[str, list[Took]] = {name: [] for name in VARIANTS}
     for _ in range(repeats):
         engine, service = make()
-        times["alone"].append(alone(engine, work))
-        times["http"].append(over_http(service, work))
-    alone_s, http_s = (statistics.median(s for s, _ in times[name]) for name in times)
-    alone_cpu, http_cpu = (statistics.median(c for _, c in times[name]) for name in times)
+        took["alone"].append(alone(engine, work))
+        took["streamed"].append(over_http(service, work, is_streamed=True))
+        took["whole"].append(over_http(service, work, is_streamed=False))
+    is_same = len({one.digests for some in took.values() for one in some}) == 1
+    seconds = {name: statistics.median(t.seconds for t in some) for name, some in took.items()}
+    cpu_s = {name: statistics.median(t.cpu_s for t in some) for name, some in took.items()}
+    measured = {}
+    for name in VARIANTS:
+        measured[f"{name}_tokens_per_s"] = work.num_all / seconds[name]
+        measured[f"{name}_cpu_us_per_token"] = 1e6 * cpu_s[name] / work.num_all
+        measured[f"{name}_s"] = [t.seconds for t in took[name]]
+    for name in VARIANTS[1:]:
+        measured[f"{name}_cost_percent"] = 100 * (1 - seconds["alone"] / seconds[name])
     rows.keep(
         subject="serve_cost", **facts, requests=len(work.prompts), output_len=work.num_tokens,
-        repeats=repeats, alone_tokens_per_s=work.num_all / alone_s,
-        http_tokens_per_s=work.num_all / http_s, cost_percent=100 * (1 - alone_s / http_s),
-        alone_cpu_us_per_token=1e6 * alone_cpu / work.num_all,
-        http_cpu_us_per_token=1e6 * http_cpu / work.num_all,
+        repeats=repeats, same=is_same, **measured,
     )  # fmt: skip
+    print_table(rows.rows[-1])
+    return is_same
 
 
-def engine_cost(args: argparse.Namespace) -> None:
-    """A real engine."""
+def print_table(row: dict) -> None:
+    """Throughput and cost of each variant."""
+    table = rich.table.Table(
+        "", "tokens/s", "cost, %", "CPU of the process a token, us", "seconds of each run"
+    )
+    for name in VARIANTS:
+        table.add_row(
+            name, f"{row[f'{name}_tokens_per_s']:.0f}", f"{row.get(f'{name}_cost_percent', 0):.2f}",
+            f"{row[f'{name}_cpu_us_per_token']:.1f}",
+            " ".join(f"{seconds:.3f}" for seconds in row[f"{name}_s"]),
+        )  # fmt: skip
+    rich.console.Console(width=120).print(table)
+    print("same bits in every run" if row["same"] else "WRONG: bits differ between runs")
+
+
+def engine_cost(args: argparse.Namespace) -> bool:
+    """A real engine; whether all runs have the same bits."""
     backend = Backend(args.backend)
     rows = Rows(environment(backend) | {"model": args.model, "data": "random"}, args.out)
     model = open_model(args.model, backend)
     max_len = args.prompt_len + args.output_len
     engine = Engine(model, EngineConfig(
         batch_size=args.batch, max_len=max_len, prefill_chunk=args.prefill_chunk,
+        prefill_shapes=tuple((r, args.prefill_chunk) for r in args.prefill_rows if r > 1),
         has_prefix_cache=False,
     ))  # fmt: skip
     engine.compile()
@@ -202,12 +264,12 @@ def engine_cost(args: argparse.Namespace) -> None:
 
     work = Work(prompts=prompts, num_tokens=args.output_len)
     alone(engine, work)
-    compare(rows, make, work, repeats=args.repeats, impl="engine", batch=args.batch,
-            prompt_len=args.prompt_len)  # fmt: skip
+    return compare(rows, make, work, repeats=args.repeats, impl="engine", batch=args.batch,
+                   prompt_len=args.prompt_len)  # fmt: skip
 
 
-def wire_cost(args: argparse.Namespace) -> None:
-    """An engine of a fixed pace."""
+def wire_cost(args: argparse.Namespace) -> bool:
+    """An engine of a fixed pace; whether all runs have the same bits."""
     rows = Rows(environment(Backend.PORTABLE) | {"model": "none", "data": "none"}, args.out)
     model: Any = SimpleNamespace(
         config=SimpleNamespace(vocab_size=4096, eos_token_ids=()), fingerprint="none"
@@ -223,9 +285,9 @@ def wire_cost(args: argparse.Namespace) -> None:
     work = Work(prompts=[[5, 6, 7]] * args.batch, num_tokens=args.output_len)
     if args.profile:
         profile_wire(make()[1], work)
-        return
-    compare(rows, make, work, repeats=args.repeats, impl="wire", batch=args.batch,
-            step_ms=args.step_ms, host_ms=args.host_ms)  # fmt: skip
+        return True
+    return compare(rows, make, work, repeats=args.repeats, impl="wire", batch=args.batch,
+                   step_ms=args.step_ms, host_ms=args.host_ms)  # fmt: skip
 
 
 def profile_wire(service: Service, work: Work) -> None:
@@ -240,7 +302,7 @@ def profile_wire(service: Service, work: Work) -> None:
         profile.disable()
 
     serve_load.uvicorn.Server.run = run
-    over_http(service, work)
+    over_http(service, work, is_streamed=True)
     pstats.Stats(profile).sort_stats("tottime").print_stats(35)
 
 
@@ -254,6 +316,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=64, help="streams at once")
     parser.add_argument("--prompt-len", type=int, default=128)
     parser.add_argument("--prefill-chunk", type=int, default=512)
+    parser.add_argument("--prefill-rows", type=int, nargs="*", default=[], help="besides 1")
     parser.add_argument("--output-len", type=int, default=256)
     parser.add_argument("--step-ms", type=float, default=6.5, help="of the device of `wire`")
     parser.add_argument("--host-ms", type=float, default=1.8, help="of its engine's Python")
@@ -265,8 +328,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
-    {"engine": engine_cost, "wire": wire_cost}[args.command](args)
-    return 0
+    is_same = {"engine": engine_cost, "wire": wire_cost}[args.command](args)
+    return 0 if is_same else 3
 
 
 if __name__ == "__main__":

@@ -7,19 +7,23 @@ python -m benchmarks.serve_load --model llama3_8b --backend sm90 --trace azure_c
     --mode dvr --num 1000 --rates 2 4 8 16 --shares 0 10 50 100
 
 Requests come at random (Poisson) with the lengths of the trace. Some clients leave at once, some in
-the middle, some read slowly. Prompts are random tokens, weights of the named models random. The
-exit status is 3 if a canonical answer differs from the one that its request gets alone, if a
-request is lost, or if the server holds anything afterwards.
+the middle, some read slowly. Prompts are random tokens, weights of the named models random; no
+request finds its prompt in the prefix cache. The exit status is 3 if a canonical answer differs
+from the one that its request gets alone, if a request is lost, or if the server holds anything
+afterwards. With `--most-s` cells that would begin later are not run, and named.
 """
 
 import argparse
 import contextlib
 import dataclasses
+import itertools
+import math
 import os
 import socket
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -32,6 +36,8 @@ from benchmarks.step import MODELS
 
 # isort: split
 import numpy as np
+import rich.console
+import rich.table
 import uvicorn
 
 from detjax.models.bundled import bundled_model_path
@@ -82,9 +88,11 @@ def make_service(
 
 
 def make_questions(args: argparse.Namespace, vocab_size: int) -> list[dict]:
-    """Bodies of different requests, with the lengths of the trace."""
+    """Bodies of different requests, with lengths of the trace: drawn from all that fit."""
     rng = np.random.default_rng(args.seed)
-    lengths = read_trace(args.trace, max_len=int(args.max_len / args.scale), count=args.questions)
+    fitting = read_trace(args.trace, max_len=int(args.max_len / args.scale), count=1 << 30)
+    chosen = rng.permutation(len(fitting))[: args.questions]
+    lengths = [fitting[i] for i in chosen]
     return [
         {
             "model": "load",
@@ -110,19 +118,34 @@ class Asked:
 
 
 def draw_load(
-    questions: Sequence[dict], *, num: int, rate: float, share: float, odd_share: float, seed: int
+    questions: Sequence[dict],
+    *,
+    num: int,
+    rate: float,
+    share: float,
+    odd_share: float,
+    seed: int,
+    within_s: float = math.inf,
 ) -> list[Asked]:
-    """Requests that come at `rate` a second; `share` percent of them canonical."""
+    """Requests that come at `rate` a second, at most `num` and those of `within_s` seconds.
+
+    `share` percent of them are canonical. Each has a cache salt of its own.
+    """
     rng = np.random.default_rng(seed)
     at_s, asked = 0.0, []
-    for _ in range(num):
+    for i in range(num):
         at_s += rng.exponential(1 / rate)
+        if at_s > within_s:
+            break
         question = int(rng.integers(len(questions)))
         is_odd = rng.random() < odd_share
         behaviour = BEHAVIOURS[int(rng.integers(1, 4)) if is_odd else 0]
         is_deterministic = bool(rng.random() * 100 < share)
         leaves = {"leaves at once": 0, "leaves within": int(rng.integers(1, 12))}.get(behaviour)
-        body = questions[question] | {"is_deterministic": is_deterministic}
+        body = questions[question] | {
+            "is_deterministic": is_deterministic,
+            "cache_salt": f"{rate} {share} {i}",
+        }
         plan = Plan(at_s=at_s, body=body, leaves_after=leaves, is_slow=behaviour == "reads slowly")
         asked.append(Asked(
             question=question, behaviour=behaviour, is_deterministic=is_deterministic, plan=plan,
@@ -171,54 +194,93 @@ def run(args: argparse.Namespace, rows: Rows, model: LoadedModel) -> bool:
     engine = Engine(model, EngineConfig(
         mode=args.mode, batch_size=args.batch_size, max_len=args.max_len,
         prefill_chunk=args.prefill_chunk, num_pages=args.num_pages, max_waiting=1 << 20,
+        prefill_shapes=tuple((r, args.prefill_chunk) for r in args.prefill_rows if r > 1),
         decode_batches=tuple(b for b in args.decode_batches if b < args.batch_size),
+        max_draft_fraction=args.draft_share,
     ))  # fmt: skip
+    begin_s = time.perf_counter()
     engine.compile()
+    print(f"compiled in {time.perf_counter() - begin_s:.0f} s", flush=True)
     service = make_service(model, engine, mode=args.mode, max_len=args.max_len)
     questions, good = make_questions(args, model.config.vocab_size), True
     canonical = {} if args.mode == "fast" else {"is_deterministic": True}
     with listening(service) as (host, port):
-        # One after the other: at_s of all is 0, and each runs in a call of its own.
         begin_s = time.perf_counter()
-        alone = [run_plans(host, port, [Plan(at_s=0.0, body=q | canonical)])[0] for q in questions]
+        plans = [Plan(at_s=0.0, body=question | canonical) for question in questions]
+        alone = run_plans(host, port, plans, in_turn=True)
         assert all(one.digest for one in alone), alone
         rows.keep(
             subject="serve_load_reference", mode=args.mode, questions=len(questions),
             seconds=time.perf_counter() - begin_s,
         )  # fmt: skip
-        for rate in args.rates:
-            for share in args.shares:
-                asked = draw_load(
-                    questions, num=args.num, rate=rate, share=share, odd_share=args.odd_share,
-                    seed=args.seed + 1,
-                )  # fmt: skip
-                before = engine.stats().numbers()
-                found = run_plans(host, port, [one.plan for one in asked])
-                held = wait_until_quiet(service)
-                after = engine.stats().numbers()
-                facts = judge(asked, found, alone)
-                names = ("num_preempted", "num_rollbacks", "num_cancelled", "decode_tokens")
-                rows.keep(
-                    subject="serve_load", mode=args.mode, rate_per_s=rate,
-                    deterministic_percent=share, requests=args.num,
-                    same=not (facts["wrong"] or facts["lost"] or held), held=held,
-                    odd_clients=args.odd_share, batch_size=args.batch_size, max_len=args.max_len,
-                    scale=args.scale, **facts,
-                    **{name: after[name] - before[name] for name in names},
-                )  # fmt: skip
-                good = good and not (facts["wrong"] or facts["lost"] or held)
+        for rate, share in itertools.product(args.rates, args.shares):
+            if time.perf_counter() > args.until_s:
+                print(f"not run, as --most-s {args.most_s:g} are over: {rate:g}/s, {share:g} %")
+                continue
+            asked = draw_load(
+                questions, num=args.num, rate=rate, share=share, odd_share=args.odd_share,
+                seed=args.seed + 1, within_s=args.cell_s,
+            )  # fmt: skip
+            before = engine.stats().numbers()
+            found = run_plans(host, port, [one.plan for one in asked])
+            held = wait_until_quiet(service, host, port)
+            after = engine.stats().numbers()
+            facts = judge(asked, found, alone)
+            names = ("num_preempted", "num_rollbacks", "num_cancelled", "decode_tokens")
+            rows.keep(
+                subject="serve_load", mode=args.mode, rate_per_s=rate,
+                deterministic_percent=share, requests=len(asked),
+                same=not (facts["wrong"] or facts["lost"] or held), held=held,
+                odd_clients=args.odd_share, batch_size=args.batch_size, max_len=args.max_len,
+                scale=args.scale, max_draft_fraction=args.draft_share, **facts,
+                **{name: after[name] - before[name] for name in names},
+            )  # fmt: skip
+            good = good and not (facts["wrong"] or facts["lost"] or held)
     return good
 
 
-def wait_until_quiet(service: Service, *, most_s: float = 60.0) -> int:
-    """Wait until nothing runs; how much is still held then: pages, and open requests."""
+def wait_until_quiet(service: Service, host: str, port: int, *, most_s: float = 60.0) -> int:
+    """Wait until nothing runs or is held; how much is, if that does not come: pages and requests.
+
+    Clients may have left before the server has heard of them. It takes connections in their order,
+    so it has when a request that comes after them is answered.
+    """
+    with urllib.request.urlopen(f"http://{host}:{port}/health", timeout=most_s):
+        pass
     until_s = time.perf_counter() + most_s
     while True:
+        # WHY: the engine's thread changes these meanwhile: a sequence that is cancelled leaves the
+        # running ones a step before its pages are free.
         stats = service.stats()
-        left = stats.num_running + stats.num_waiting + service.num_open
+        left = stats.num_running + stats.num_waiting + service.num_open + stats.num_pages_held
         if not left or time.perf_counter() > until_s:
-            return left + stats.num_pages_held
+            return left
         time.sleep(0.05)
+
+
+COLUMNS = ("first_token", "token", "end_to_end")
+
+
+def print_table(rows: Sequence[dict]) -> None:
+    """The cells that ran: percentiles in milliseconds, and what became of the requests."""
+    table = rich.table.Table(
+        "requests/s", "canonical, %", "requests", "first token p50 p90 p99, ms",
+        "a token p50 p90 p99, ms", "end to end p50 p90 p99, ms", "tokens/s", "canonical answers",
+        "wrong", "lost", "held", "rollbacks",
+    )  # fmt: skip
+    for row in rows:
+        if row["subject"] != "serve_load":
+            continue
+        percentiles = (
+            " ".join(f"{row.get(f'{name}_p{p}_ms', math.nan):.4g}" for p in (50, 90, 99))
+            for name in COLUMNS
+        )
+        counts = ("canonical", "wrong", "lost", "held", "num_rollbacks")
+        table.add_row(
+            f"{row['rate_per_s']:g}", f"{row['deterministic_percent']:g}", str(row["requests"]),
+            *percentiles, f"{row['output_tokens_per_s']:.0f}", *(str(row[name]) for name in counts),
+        )  # fmt: skip
+    rich.console.Console(width=180).print(table)
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -238,9 +300,16 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
                         help="percent of requests that are deterministic")  # fmt: skip
     parser.add_argument("--odd-share", type=float, default=0.15,
                         help="clients that leave or read slowly")  # fmt: skip
+    parser.add_argument("--cell-s", type=float, default=math.inf,
+                        help="seconds within which the requests of a rate and share come, "
+                        "if --num are not there before")  # fmt: skip
+    parser.add_argument("--most-s", type=float, default=math.inf,
+                        help="after which no other rate and share begins")  # fmt: skip
+    parser.add_argument("--draft-share", type=float, help="see EngineConfig.max_draft_fraction")
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--decode-batches", type=int, nargs="*", default=[1, 8, 16])
     parser.add_argument("--prefill-chunk", type=int, default=512)
+    parser.add_argument("--prefill-rows", type=int, nargs="*", default=[], help="besides 1")
     parser.add_argument("--max-len", type=int, default=4096)
     parser.add_argument("--num-pages", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
@@ -259,10 +328,16 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the load; 3 if a bit differs or anything is lost or held."""
+    begin_s = time.perf_counter()
     args = parse_args(argv)
+    args.until_s = begin_s + args.most_s
     backend = Backend(args.backend)
     card = environment(backend) | {"model": Path(args.model).resolve().name, "data": "random"}
-    return 0 if run(args, Rows(card, args.out), open_model(args.model, backend)) else 3
+    rows = Rows(card, args.out)
+    good = run(args, rows, open_model(args.model, backend))
+    print_table(rows.rows)
+    print("all canonical answers are the same bits; nothing lost or held" if good else "FAILED")
+    return 0 if good else 3
 
 
 if __name__ == "__main__":

@@ -24,9 +24,11 @@ says M, N and K as BLAS does: rows, outputs (`O`) and inputs (`I`).
 | `N` | pages of the cache |
 | `O` | outputs of a linear layer |
 | `P` | tokens in a page |
+| `Q` | experts of a row, in order of rank |
 | `R` | rows that may be all of M or a rank's share |
 | `S` | positions, and key tokens |
 | `T` | query tokens of one request in this call |
+| `U` | experts |
 | `V` | vocabulary |
 | `X`, `Y` | any axis, of that function alone |
 | `Z` | blocks of the vocabulary |

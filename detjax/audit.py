@@ -13,6 +13,7 @@ from typing import Any
 
 from detjax.cli.receipts import add_options, run_command
 from detjax.proof.receipt import Receipt
+from detjax.proof.windows import MOST_WINDOW, audit_options, longest_first
 
 EXAMPLES = """\
 examples:
@@ -21,9 +22,6 @@ examples:
 
 exit codes: 0 all equal, 2 something given cannot be done, 3 an answer differs
 """
-
-MAX_WINDOW = 128
-"""Tokens of a window: enough that weights are read seldom."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,15 +34,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     add_options(parser)
     parser.add_argument("--window", type=int, metavar="N",
-                        help=f"tokens of an answer in a step (default: {MAX_WINDOW})")  # fmt: skip
+                        help="tokens of an answer in a window (default: what pads least, "
+                        f"{MOST_WINDOW} at most)")  # fmt: skip
     args = parser.parse_args(argv)
+    if args.window is not None and args.window < 1:
+        parser.error(f"--window {args.window} must be at least 1")
+
+    def answer_lens(receipts: Sequence[Receipt]) -> list[int]:
+        return [len(receipt.token_ids) for receipt in receipts]
 
     def engine_options(receipts: Sequence[Receipt]) -> dict[str, Any]:
-        longest = max(len(receipt.token_ids) for receipt in receipts)
-        window = args.window or min(MAX_WINDOW, 1 << max(longest - 1, 1).bit_length())
-        return {"has_prompt_lookup": True, "verify_window": window}
+        prompt_lens = [len(receipt.prompt_token_ids) for receipt in receipts]
+        return audit_options(answer_lens(receipts), prompt_lens, window=args.window)
 
-    return run_command(args, what="audited", engine_options=engine_options, has_predictions=True)
+    return run_command(
+        args,
+        what="audited",
+        engine_options=engine_options,
+        has_predictions=True,
+        order=lambda receipts: longest_first(answer_lens(receipts)),
+    )
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from detjax.kept_programs import verify_kept_programs
+
 ALIGNMENT_BYTES = 256
 """What XLA and Mosaic GPU ask of the address of a kernel's operand."""
 
@@ -39,6 +41,7 @@ def compile_checked(lowered: jax.stages.Lowered, options: dict[str, Any]) -> jax
     Raises:
         UnsafeProgramError: Naming what is wrong in the optimised program.
     """
+    verify_kept_programs()
     compiled = lowered.compile(options)
     check_program(compiled.as_text() or "")
     return compiled

@@ -13,16 +13,14 @@ import dataclasses
 import hashlib
 import json
 import os
-import platform
 from dataclasses import dataclass
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import jaxlib
 
 import detjax
-from detjax.source import source_hash
+from detjax.source import cpu_arch, source_hash
 
 NUMERICS_VERSION = 1
 """Raised by every change that alters an output bit; each has a Bits entry in CHANGELOG.md."""
@@ -147,7 +145,7 @@ class Build:
     def current(cls, backend: str, device: jax.Device) -> "Build":
         """Describe this process. `backend` is the kernels' backend, `device` one that runs them."""
         if device.platform == "cpu":
-            arch, compiler = _cpu_arch(), "xla:cpu"
+            arch, compiler = cpu_arch(), "xla:cpu"
         else:
             arch = f"{device.device_kind} sm_{device.compute_capability}"
             compiler = device.client.platform_version.replace("\n", " ")
@@ -171,24 +169,6 @@ def _flags_that_may_count(text: str) -> list[str]:
         for name, flag in flags.items()
         if "device_count" not in name and not name.startswith("--xla_dump_")
     ]
-
-
-def _cpu_arch() -> str:
-    """The processor and the instruction sets XLA:CPU chooses from, where the system tells."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if not cpuinfo.exists():
-        return f"{platform.machine()} {platform.processor()}"
-    fields = {}
-    for line in cpuinfo.read_text().splitlines():
-        key, _, value = line.partition(":")
-        fields.setdefault(key.strip(), value.strip())
-    sets = [f for f in fields.get("flags", fields.get("Features", "")).split() if _is_vector(f)]
-    family = " ".join(fields.get(k, "") for k in ("vendor_id", "cpu family", "model"))
-    return f"{platform.machine()} {family} {' '.join(sorted(sets))}"
-
-
-def _is_vector(flag: str) -> bool:
-    return flag.startswith(("avx", "amx", "fma", "f16c", "sve", "asimd", "bf16", "i8mm"))
 
 
 def fingerprint(profile: NumericsProfile, build: Build, *, weight_cast: str = NO_CAST) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from detjax.cli.receipts import add_options, run_command
+from detjax.proof.receipt import Receipt
 
 EXAMPLES = """\
 examples:
@@ -35,10 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--shuffle", type=int, metavar="SEED", help="ask in another order")
     args = parser.parse_args(argv)
 
-    def order(count: int) -> Sequence[int]:
+    def order(receipts: Sequence[Receipt]) -> Sequence[int]:
         if args.shuffle is None:
-            return range(count)
-        return np.random.default_rng(args.shuffle).permutation(count).tolist()
+            return range(len(receipts))
+        return np.random.default_rng(args.shuffle).permutation(len(receipts)).tolist()
 
     return run_command(
         args,

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which detjax this is, as one hash of its code. Starts no JAX."""
+"""Which detjax this is, and what compiles its programs here. Starts no JAX."""
 
 import functools
 import hashlib
 import importlib.metadata
 import os
+import platform
 from pathlib import Path
 
 
@@ -18,13 +19,58 @@ def source_hash() -> str:
     return total.hexdigest()
 
 
+def cpu_arch() -> str:
+    """The processor and the instruction sets XLA:CPU chooses from, where the system tells."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if not cpuinfo.exists():
+        return f"{platform.machine()} {platform.processor()}"
+    fields = {}
+    for line in cpuinfo.read_text().splitlines():
+        key, _, value = line.partition(":")
+        fields.setdefault(key.strip(), value.strip())
+    sets = [f for f in fields.get("flags", fields.get("Features", "")).split() if _is_vector(f)]
+    family = " ".join(fields.get(k, "") for k in ("vendor_id", "cpu family", "model"))
+    return f"{platform.machine()} {family} {' '.join(sorted(sets))}"
+
+
+def _is_vector(flag: str) -> bool:
+    return flag.startswith(("avx", "amx", "fma", "f16c", "sve", "asimd", "bf16", "i8mm"))
+
+
+TOOLCHAIN = (
+    "jax",
+    "jaxlib",
+    *(f"jax-cuda{major}-{part}" for major in (12, 13) for part in ("plugin", "pjrt")),
+    *(f"nvidia-{part}{of}" for part in ("cuda-nvcc", "nvvm") for of in ("", "-cu12")),
+)
+"""Packages that make a program's code. JAX's own key of a program does not have the assembler's."""
+
+
+def toolchain_key() -> str:
+    """Name what turns a lowered program into code here: 16 hexadecimal digits.
+
+    Of the versions of `TOOLCHAIN` and of the host's processor, for which XLA:CPU compiles. The
+    lowered program, the compiler's options and flags, and the kind of the devices are in the key
+    that JAX has for each program.
+    """
+    parts = [cpu_arch()]
+    for package in TOOLCHAIN:
+        try:
+            parts.append(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return _short_hash(parts)
+
+
 def compile_key() -> str:
     """Name what a compiled program was made by, for a folder of a compilation cache.
 
-    16 hexadecimal digits over detjax's source, the versions of jax and jaxlib, and `XLA_FLAGS`. JAX
-    has a key of its own for each program. This one keeps apart what another detjax has compiled, so
-    that a cache can never give another build's digest.
+    16 hexadecimal digits over detjax's source, `toolchain_key()` and `XLA_FLAGS`. JAX has a key of
+    its own for each program. This one keeps apart what another detjax has compiled, so that a cache
+    can never give another build's digest.
     """
-    versions = [importlib.metadata.version(name) for name in ("jax", "jaxlib")]
-    parts = [source_hash(), *versions, os.environ.get("XLA_FLAGS", "")]
+    return _short_hash([source_hash(), toolchain_key(), os.environ.get("XLA_FLAGS", "")])
+
+
+def _short_hash(parts: list[str]) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]

@@ -47,4 +47,4 @@ def test_every_axis_is_in_the_glossary():
 
 @pytest.mark.control
 def test_control_an_unknown_axis_is_found():
-    assert unknown_axes('x: Float32[Array, "M Q half 2"]') == ["line 1: Q of 'M Q half 2'"]
+    assert unknown_axes('x: Float32[Array, "M W half 2"]') == ["line 1: W of 'M W half 2'"]

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from benchmarks import production
+from benchmarks import production, production_asks
 from benchmarks.step import MODELS
+from detjax.models import hf_config
 from detjax.models.config import ModelConfig
 from detjax.numerics import NumericsProfile, tree_reduction
 from detjax.pallas_kernels.attention import sm90 as attention
@@ -24,7 +25,8 @@ PER_SPLIT = PROFILE.attention_split // PROFILE.attention_block
 CACHE_TOKENS = 5000 * 128
 """Of a cache that fills an H200 beside Llama-3.1-8B; an H100's is 2,900 pages."""
 PARTS = list(production.parts(CACHE_TOKENS))
-PROGRAMS = {key for part in PARTS for key in production.programs_of(part)}
+AHEAD = [part for part in PARTS if part.is_compiled_ahead]
+PROGRAMS = {key for part in AHEAD for key in production.programs_of(part)}
 EIGHT_B = MODELS["llama3_8b"]
 
 
@@ -196,6 +198,31 @@ def test_what_fills_wide_tables_passes_31_bits_too():
 
 
 # ------------------------------------------------------------------------------------------- cases
+
+
+def test_wishes_are_all_asked_and_leave_neighbours_without():
+    (part,) = [part for part in PARTS if part.name == "adjusted"]
+    (asks,) = part.batches
+    found = [ask.sampling(EIGHT_B.vocab_size) for ask in asks]
+    assert {ask.wish for ask in asks} == set(production_asks.WISHES)
+    assert {s.is_adjusted for s in found} == {s.is_filtered for s in found} == {True, False}
+    assert {s.temperature > 0 for s in found if s.is_adjusted} == {True, False}
+
+
+def test_the_longest_context_is_stretched_as_qwen3_recommends():
+    """Its model cards: `"rope_type": "yarn", "factor": 4.0`, of 32768 positions."""
+    raw = {
+        "rope_theta": 1000000,
+        "rope_scaling": {
+            "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768
+        },
+    }  # fmt: skip
+    assert production.QWEN3_YARN == hf_config._rope_config(
+        raw, default_theta=10000.0, max_len=131072
+    )
+    (part,) = [part for part in PARTS if part.name == "yarn"]
+    lengths = [ask.length + ask.count for batch in part.batches for ask in batch]
+    assert min(lengths) > 32768 > min(lengths) - 16 and max(lengths) > 131000
 
 
 def test_prompts_end_around_every_boundary_and_fit():

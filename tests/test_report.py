@@ -14,6 +14,7 @@ from benchmarks import (
     report_mesh,
     report_production,
     report_rows,
+    report_server,
     report_serving,
     report_training,
     report_vllm,
@@ -289,6 +290,22 @@ def test_committed_findings_are_those_of_their_rows(module):
     for file in files:
         found = json.loads(file.read_text())
         assert found["findings"] == module.findings(found["rows"]), file
+
+
+def test_latencies_of_the_server_stand_beside_the_papers(write):
+    assert report_server.latency_experiment() is None
+    row = served("serve_load", "dvr", 50.0, requests=9, canonical=3, wrong=0, num_rollbacks=0)
+    loads = [row | {"rate_per_s": rate, "deterministic_percent": share, "requests": int(rate)}
+             for rate in (2.0, 4.0) for share in (100.0, 0.0)]  # fmt: skip
+    write("serve_load", *loads)
+    told = report_server.latency_experiment()
+    assert told is not None
+    assert "4 requests a second, 0 and 100 % deterministic (dvr, no drafts): P99" in told.here
+    assert told.here.endswith("0 of 12 canonical answers differ in a bit")
+    assert "2 and 4 requests at 2 and 4 a second" in told.setting
+    write("serve_load", *(load | {"num_rollbacks": 1} for load in loads))
+    told = report_server.latency_experiment()
+    assert told is not None and "(dvr, drafts)" in told.here
 
 
 def test_committed_findings_of_pieces_are_those_of_their_rows():
@@ -665,3 +682,22 @@ def test_a_step_under_another_max_len(write):
     assert head == ["decode step", "`max_len` 1,280", "`max_len` 131,072"]
     name = "Llama-3.1-8B shapes with random weights, batch 8, context 1030"
     assert line == [name, "5.00, 1.000", "5.05, 1.010"]
+
+
+def test_a_load_over_http_is_told_with_its_drafts(write):
+    load = {"subject": "serve_load", "mode": "dvr", "model": "llama3_8b", "max_len": 2048,
+            "deterministic_percent": 50.0, "requests": 8, "canonical": 4, "wrong": 0, "plain": 4,
+            "plain_different": 3, "lost": 0, "held": 0, "num_rollbacks": 0,
+            "max_draft_fraction": None, "output_tokens_per_s": 100.0, **TIMES, **CARD}  # fmt: skip
+    write("serve_load", load | {"rate_per_s": 4.0}, load | {"rate_per_s": 2.0})
+    text = "\n".join(report_server.section())
+    assert "(no drafts)" in text and "Of 8 canonical answers 0 differ" in text
+    assert text.index("| 2 |") < text.index("| 4 |")
+    write("serve_load", load | {"rate_per_s": 4.0, "num_rollbacks": 2})
+    assert "(no drafts)" not in "\n".join(report_server.section())
+
+
+def test_a_cost_of_other_bits_is_not_told(write):
+    write("serve_cost", {"subject": "serve_cost", "same": False, **CARD})
+    with pytest.raises(ValueError, match="other bits"):
+        report_server.section()

@@ -35,8 +35,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import modeling_rope_utils
 from transformers.models.llama import modeling_llama
 from transformers.models.mistral import modeling_mistral
+from transformers.models.mixtral import modeling_mixtral
 from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen3 import modeling_qwen3
+from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 VOCAB_SIZE = 320
 BOS_ID, EOS_ID = 1, 2
@@ -167,6 +169,19 @@ QWEN3_KEYS = """architectures attention_bias attention_dropout bos_token_id eos_
     max_window_layers model_type num_attention_heads num_hidden_layers num_key_value_heads
     rms_norm_eps rope_scaling rope_theta sliding_window tie_word_embeddings torch_dtype
     transformers_version use_cache use_sliding_window vocab_size"""
+
+QWEN3_MOE_KEYS = """architectures attention_bias attention_dropout bos_token_id decoder_sparse_step
+    eos_token_id head_dim hidden_act hidden_size initializer_range intermediate_size
+    max_position_embeddings max_window_layers mlp_only_layers model_type moe_intermediate_size
+    norm_topk_prob num_attention_heads num_experts num_experts_per_tok num_hidden_layers
+    num_key_value_heads output_router_logits rms_norm_eps rope_scaling rope_theta
+    router_aux_loss_coef sliding_window tie_word_embeddings torch_dtype transformers_version
+    use_cache use_sliding_window vocab_size"""
+MIXTRAL_KEYS = """architectures attention_dropout bos_token_id eos_token_id hidden_act hidden_size
+    initializer_range intermediate_size max_position_embeddings model_type num_attention_heads
+    num_experts_per_tok num_hidden_layers num_key_value_heads num_local_experts
+    output_router_logits rms_norm_eps rope_theta router_aux_loss_coef sliding_window
+    tie_word_embeddings torch_dtype transformers_version use_cache vocab_size"""
 
 CASES = (
     Case(
@@ -378,6 +393,62 @@ CASES = (
             keys=QWEN3_KEYS, version="4.51.0", values={"rope_theta": 1000000, "rope_scaling": None}
         ),
     ),
+    Case(
+        name="qwen3_moe",
+        what="8 experts, 2 of a token, whose weights add up to 1",
+        model_type="qwen3_moe",
+        seed=115,
+        config={
+            "head_dim": 32,
+            "moe_intermediate_size": 48,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "rms_norm_eps": 1e-6,
+            "rope_parameters": plain_rope(1000000.0),
+        },
+        control=Control(what="norm_topk_prob ignored", config={"norm_topk_prob": False}),
+        published=PublishedForm(
+            keys=QWEN3_MOE_KEYS,
+            version="4.51.0",
+            values={"num_experts": 8, "max_window_layers": 2, "rope_scaling": None},
+        ),
+    ),
+    Case(
+        name="qwen3_moe_mixed",
+        what="dense layers by decoder_sparse_step 2 and mlp_only_layers; weights that do not add "
+        "up to 1, 3 experts of a token",
+        model_type="qwen3_moe",
+        seed=116,
+        config={
+            "num_hidden_layers": 4,
+            "moe_intermediate_size": 32,
+            "intermediate_size": 80,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [3],
+            "rms_norm_eps": 1e-6,
+            "rope_parameters": plain_rope(1000000.0),
+        },
+        control=Control(what="norm_topk_prob taken as true", config={"norm_topk_prob": True}),
+    ),
+    Case(
+        name="mixtral",
+        what="4 experts, 2 of a token, under Mixtral's names; sliding_window null",
+        model_type="mixtral",
+        seed=117,
+        config={
+            "intermediate_size": 80,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": None,
+            "rope_parameters": plain_rope(1000000.0),
+        },
+        control=Control(what="1 expert of a token", config={"num_experts_per_tok": 1}),
+        published=PublishedForm(keys=MIXTRAL_KEYS, version="4.36.0.dev0"),
+    ),
 )
 
 PUBLISHED_ROPES = {
@@ -464,8 +535,10 @@ def float64_everywhere() -> Iterator[None]:
     modules = (
         modeling_llama,
         modeling_mistral,
+        modeling_mixtral,
         modeling_qwen2,
         modeling_qwen3,
+        modeling_qwen3_moe,
         modeling_rope_utils,
     )
     tensor_float = torch.Tensor.float
@@ -515,7 +588,11 @@ def load_model(folder: Path, dtype: torch.dtype, **kwargs) -> transformers.PreTr
     `from_pretrained` leaves in float32.
     """
     return transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, attn_implementation="eager", **kwargs
+        folder,
+        dtype=dtype,
+        attn_implementation="eager",
+        experts_implementation="eager",
+        **kwargs,
     ).eval()
 
 

@@ -4,6 +4,7 @@
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from detjax.certify.asks import Answer, forced, plain
 from detjax.certify.certificate import Outcome, compare
@@ -15,6 +16,11 @@ OTHER_CHUNK = 37
 """Tokens of a prefill that end nowhere near a page."""
 
 Comparison = tuple[int, int, str]
+
+
+def variants(subject: Subject) -> list[dict[str, Any]]:
+    """Engines whose programs are not those of the configuration itself."""
+    return [_other_chunk(), _drafted(subject), {"mode": "fast"}]
 
 
 def timed(

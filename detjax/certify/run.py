@@ -15,6 +15,7 @@ from detjax.certify.cases import (
     mesh_control,
     program_cases,
     timed,
+    variants,
 )
 from detjax.certify.certificate import Certificate, Outcome, compare
 from detjax.certify.coverage import coverage_map
@@ -37,7 +38,9 @@ def requests_of(subject: Subject, round_idx: int) -> list[Request]:
 def print_answers(args: argparse.Namespace) -> None:
     """What the first round's requests are answered alone, as a line of JSON."""
     subject = open_subject(args, args.dp, args.tp)
-    print(json.dumps(subject.alone(requests_of(subject, 0))))
+    requests = requests_of(subject, 0)
+    subject.compile_ahead([{}], requests, counts=[1])
+    print(json.dumps(subject.alone(requests)))
 
 
 def certify(
@@ -77,6 +80,7 @@ def _first_round(
 ) -> Iterator[Outcome]:
     yield from program_cases(subject)
     requests = requests_of(subject, 0)
+    subject.compile_ahead(variants(subject), requests, counts=[1, len(requests)])
     want = subject.alone(requests)
     yield timed("run-invariant", "a new process", lambda: compare(restarted, want), round_idx=0)
     yield from answer_cases(subject, requests, want, 0)

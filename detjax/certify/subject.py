@@ -3,7 +3,10 @@
 
 import dataclasses
 import gc
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,9 +14,11 @@ import numpy as np
 from detjax.certify.asks import Answer, answer_of
 from detjax.llm import choose_sizes
 from detjax.models.loading import LoadedModel
+from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.parallel.mesh import DP_AXIS
-from detjax.serving.config import EngineConfig
+from detjax.serving.config import EngineConfig, ReplicaConfig
 from detjax.serving.engine import Engine
+from detjax.serving.program_key import program_keys
 from detjax.serving.programs import Candidates, ProgramCache, keep_candidates
 from detjax.serving.request import Request
 
@@ -43,10 +48,69 @@ class Subject:
         """An engine with an empty prefix cache; its programs are those of its like before it."""
         gc.collect()  # the cache of the engine before
         config = dataclasses.replace(self.config, **changes)
-        key = config.batch_size, config.num_pages, config.verify_window, candidates
-        engine = Engine(self.model, config, candidates=candidates, programs=self._programs.get(key))
-        self._programs[key] = engine.programs
-        return engine
+        programs = self._programs_of(config, candidates)
+        return Engine(self.model, config, programs=programs)
+
+    def _replica(self, config: EngineConfig) -> ReplicaConfig:
+        return ReplicaConfig.of(
+            config,
+            dp=self.model.mesh.shape[DP_AXIS],
+            page_len=self.model.profile.attention_block,
+            steps_beat_xla=KERNELS[self.model.backend].steps_beat_xla,
+        )
+
+    def _programs_of(self, config: EngineConfig, candidates: Candidates) -> ProgramCache:
+        dp = self.model.mesh.shape[DP_AXIS]
+        replica = self._replica(config)
+        key = replica.num_pages, replica.num_slots, replica.verify_window, candidates
+        if key not in self._programs:
+            self._programs[key] = ProgramCache(
+                self.model,
+                num_pages=dp * replica.num_pages,
+                num_slots=dp * replica.num_slots,
+                window_len=replica.verify_window,
+                candidates=candidates,
+            )
+        return self._programs[key]
+
+    def compile_ahead(
+        self,
+        variants: Sequence[Mapping[str, Any]],
+        requests: Sequence[Request],
+        *,
+        counts: Sequence[int],
+    ) -> None:
+        """Compile what engines are likely to run for these requests, several at a time.
+
+        A guess, which decides no result: what is missing is compiled when it is wanted.
+
+        Args:
+            variants: Of engines, each as `engine` takes it.
+            requests: To be asked.
+            counts: So many at once.
+        """
+        dp, page_len = self.model.mesh.shape[DP_AXIS], self.model.profile.attention_block
+        longest = max(len(r.prompt_token_ids) + r.sampling.max_tokens for r in requests)
+        jobs = []
+        for variant in variants:
+            changes = dict(variant)
+            candidates = changes.pop("candidates", keep_candidates)
+            config = dataclasses.replace(self.config, **changes)
+            replica = self._replica(config)
+            table_len = next(n for n in replica.table_lens if n * page_len >= longest)
+            rows = [min(-(-n // dp), replica.num_slots) for n in counts]
+            sizes = {next(size for size in replica.decode_sizes if size >= n) for n in rows}
+            programs = self._programs_of(config, candidates)
+            jobs += [
+                (programs, key)
+                for key in program_keys(replica)
+                if key.kind == "prefill" or key.table_len == table_len
+                if key.kind != "decode" or key.rows in sizes
+                if key.length == 1 or key.kind != "decode"
+            ]
+        with ThreadPoolExecutor(max_workers=max(4, os.cpu_count() or 1)) as pool:
+            for made in [pool.submit(its.get, key, self.model.params) for its, key in jobs]:
+                made.result()
 
     def answers(self, requests: Sequence[Request], **changes) -> list[Answer]:
         """What a new engine answers, asked all at once."""
@@ -81,9 +145,11 @@ def config_on(model: LoadedModel, asked: dict, *, gpu_memory_utilization: float)
 def order_probe(model: LoadedModel) -> str:
     """Whether a sum of the model depends on its order; what was found, for people.
 
-    Adds float32 products of one row of `down` forwards and backwards.
+    Adds float32 products of rows of `down`, or of the first expert's, forwards and backwards.
     """
-    w = np.asarray(jnp.asarray(model.params["layers"][0]["down"])[:64], np.float32)
+    layer = model.params["layers"][0]
+    down = layer["down"] if "down" in layer else layer["expert_down"][0]
+    w = np.asarray(jnp.asarray(down)[:64], np.float32)
     terms = w * np.linspace(0.5, 2.0, w.shape[1], dtype=np.float32)
     forwards = np.add.accumulate(terms, axis=1, dtype=np.float32)[:, -1]
     backwards = np.add.accumulate(terms[:, ::-1], axis=1, dtype=np.float32)[:, -1]

@@ -36,7 +36,10 @@ GROUPS = {
 
 
 def default_cache_dir() -> str:
-    """Return the folder for compiled programs: of the user, and of no other program."""
+    """Return the folder for compiled programs: that of JAX's variable, or of the user's cache."""
+    named = os.environ.get("JAX_COMPILATION_CACHE_DIR", "")
+    if named and "://" not in named:
+        return named
     root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return str(Path(root).expanduser() / "detjax")
 

@@ -4,7 +4,6 @@
 import dataclasses
 import gc
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -235,22 +234,16 @@ def keep_compiled_programs(cache_dir: str) -> None:
 
     The folder is of this build alone, so that what another detjax has compiled is never run.
     """
-    import jax
-
     if cache_dir == NO_CACHE:
         return
+    from detjax.kept_programs import keep_programs
+
     folder = Path(cache_dir).expanduser() / compile_key()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        keep_programs(folder)
     except OSError as error:
         print(
             f"warning: --cache-dir {folder} cannot be written ({error.strerror}), so compiled "
             f"programs are not kept; give another, or {NO_CACHE}",
             file=sys.stderr,
         )
-        return
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -96,7 +96,7 @@ def run_command(
     what: str,
     engine_options: Callable[[Sequence["Receipt"]], dict[str, Any]],
     has_predictions: bool,
-    order: Callable[[int], Sequence[int]] = range,
+    order: Callable[[Sequence["Receipt"]], Sequence[int]],
 ) -> int:
     """Read the receipts, load their model, run them and tell; return the exit code.
 
@@ -105,7 +105,7 @@ def run_command(
         what: Such as "replayed".
         engine_options: Fields of `EngineConfig`, from the receipts.
         has_predictions: As `rerun` has it.
-        order: Of so many receipts.
+        order: In which they are asked, as indices.
     """
     from detjax.proof.receipt import read_receipts
 
@@ -155,7 +155,7 @@ def _run(
     what: str,
     options: dict[str, Any],
     has_predictions: bool,
-    order: Callable[[int], Sequence[int]],
+    order: Callable[[Sequence["Receipt"]], Sequence[int]],
 ) -> dict[str, Any]:
     from detjax.llm import LLM
     from detjax.numerics import NumericsProfile
@@ -205,7 +205,7 @@ def _run(
             llm.tokenizer,
             receipts,
             has_predictions=has_predictions,
-            order=order(len(receipts)),
+            order=order(receipts),
             progress=lambda done: bar.update(task, completed=done),
         )
         run_s = time.perf_counter() - run_s

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model as shapes alone: to learn what a backend refuses, or to compile, before any weight."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
@@ -44,8 +42,10 @@ def why_unsupported(
     """
     if KERNELS[backend].takes_every_model:
         return None
-    windows = tuple(dict.fromkeys(config.sliding_windows))
-    config = dataclasses.replace(config, num_layers=len(windows), sliding_windows=windows)
+    kinds = {
+        (config.sliding_windows[i], config.has_experts(i)): i for i in range(config.num_layers)
+    }
+    config = config.with_layers(list(kinds.values()))
     mesh = AbstractMesh((1, tp), (DP_AXIS, TP_AXIS), axis_types=(AxisType.Auto, AxisType.Auto))
     ctx = ForwardContext(config=config, profile=profile, backend=backend, tp=tp)
     num_slots = kv_layout(config.num_heads, config.num_kv_heads, tp).num_slots
@@ -65,7 +65,7 @@ def why_unsupported(
     )
     table = jax.ShapeDtypeStruct((1024, config.head_dim // 2), jnp.float32)
     page = (2, num_slots, profile.attention_block, config.head_dim)
-    pages = jax.ShapeDtypeStruct((len(windows), 8, *page), profile.activation_dtype)
+    pages = jax.ShapeDtypeStruct((config.num_layers, 8, *page), profile.activation_dtype)
     for length in PROBED_LENGTHS:
         ids = jax.ShapeDtypeStruct((1, length), jnp.int32)
         tokens = Tokens(ids=ids, positions=ids, page_table=jax.ShapeDtypeStruct((1, 8), jnp.int32))

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a model is: the dimensions and switches that every family is described with."""
 
+import dataclasses
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -34,6 +36,25 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertConfig:
+    """The mixtures of experts of a model (Shazeer et al. 2017, arXiv:1701.06538).
+
+    Attributes:
+        num_experts: Of each such layer.
+        top_k: Experts of a token.
+        width: Gated channels of an expert.
+        renormalise: Whether the weights of a token's experts add up to 1.
+        layers: Per layer: whether its feed-forward layer is such a mixture.
+    """
+
+    num_experts: int
+    top_k: int
+    width: int
+    renormalise: bool
+    layers: tuple[bool, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
     """One decoder-only transformer. No field says anything of a batch, a mesh or a schedule."""
 
@@ -56,3 +77,27 @@ class ModelConfig:
     """Per layer: how many tokens back a query sees, itself included; None sees all."""
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    experts: ExpertConfig | None = None
+    """Mixtures of experts; None has none, so every feed-forward layer is dense."""
+
+    def has_experts(self, layer_idx: int) -> bool:
+        """Whether a layer's feed-forward layer is a mixture of experts."""
+        return self.experts is not None and self.experts.layers[layer_idx]
+
+    @property
+    def has_dense_layers(self) -> bool:
+        """Whether any feed-forward layer is dense, of width `intermediate_size`."""
+        return not all(map(self.has_experts, range(self.num_layers)))
+
+    def with_layers(self, layers: Sequence[int]) -> "ModelConfig":
+        """The same model of some of its layers, or of one several times."""
+        experts = self.experts
+        if experts is not None:
+            chosen = tuple(experts.layers[i] for i in layers)
+            experts = dataclasses.replace(experts, layers=chosen)
+        return dataclasses.replace(
+            self,
+            num_layers=len(layers),
+            sliding_windows=tuple(self.sliding_windows[i] for i in layers),
+            experts=experts,
+        )

@@ -12,18 +12,21 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from detjax.array_types import Activation, Array, Float32
+from detjax.array_types import Activation, Array, Float32, Int32
 from detjax.models.layers import (
     ForwardContext,
     Tokens,
     attend,
+    attend_from,
     embed_tokens,
     final_rows,
     gated_layer,
+    mix_experts,
     project,
     rope_rows,
     row_parallel_norm,
     see_tokens,
+    wanted_rows,
 )
 from detjax.models.transformer import Stream, run_layers
 from detjax.numerics import NumericsProfile, tree_reduction
@@ -38,10 +41,9 @@ def check_mesh(config, profile: NumericsProfile, tp: int) -> None:
     Raises:
         ValueError: Naming the layer, its width and the largest tp that works.
     """
-    widths = {
-        "o_proj": config.num_heads * config.head_dim,
-        "down_proj": config.intermediate_size,
-    }
+    widths = {"o_proj": config.num_heads * config.head_dim}
+    if config.has_dense_layers:
+        widths["down_proj"] = config.intermediate_size
     for layer, k_len in widths.items():
         leaves = tree_reduction(k_len, profile).num_leaves
         if leaves % tp:
@@ -61,6 +63,7 @@ class CanonicalOps:
         cos: Cosines of each token's position, [M, half].
         sin: Likewise.
         exchange: Adds few rows over ranks; None where XLA's collectives do.
+        wanted: Which token of each sequence goes through the last layer, int32 [B]; None for all.
     """
 
     ctx: ForwardContext
@@ -68,6 +71,7 @@ class CanonicalOps:
     cos: Any
     sin: Any
     exchange: Exchange | None
+    wanted: Any
 
     def embed(self, table, ids, gain) -> Stream:
         """Leave the first norm to the first product."""
@@ -75,9 +79,14 @@ class CanonicalOps:
         return Stream(residual=embed_tokens(self.ctx, table, ids), x=None)
 
     def attend(self, layer_idx: int, weights: dict, stream: Stream, cache):
-        """Attend over the cache, the new tokens included."""
-        qkv = project(self.ctx, weights, *stream)
-        return attend(self.ctx, weights, qkv, self.cos, self.sin, cache, self.tokens, layer_idx)
+        """Attend over the cache, the new tokens included. In the last layer from those wanted."""
+        ctx, tokens, wanted = self.ctx, self.tokens, self.wanted
+        qkv = project(ctx, weights, *stream)
+        operands = ctx, weights, qkv, self.cos, self.sin, cache, tokens, layer_idx
+        if wanted is None or layer_idx < ctx.config.num_layers - 1:
+            return *attend(*operands), stream
+        residual = wanted_rows(ctx, stream.residual, tokens.ids.shape, wanted)
+        return *attend_from(*operands, wanted=wanted), Stream(residual=residual, x=None)
 
     def gate(self, weights: dict, stream: Stream) -> jax.Array:
         """Gates and ups in one launch."""
@@ -89,6 +98,10 @@ class CanonicalOps:
             self.ctx, x, w, stream.residual, bias, gain, exchange=self.exchange
         )
 
+    def mix_experts(self, weights: dict, gain, stream: Stream, cache):
+        """Each rank its own experts; rounded rows are exchanged, and added in order of rank."""
+        return cache, mix_experts(self.ctx, weights, gain, stream)
+
 
 def forward(
     ctx: ForwardContext,
@@ -96,27 +109,38 @@ def forward(
     rope_tables: tuple[Float32[Array, "S half"], Float32[Array, "S half"]],
     pages: Activation[Array, "L N 2 K P C"],
     tokens: Tokens,
+    *,
+    wanted: Int32[Array, " B"] | None = None,
 ) -> tuple[Activation[Array, "L N 2 K P C"], Activation[Array, "B T D"]]:
     """Run every layer on new tokens and put their keys and values in the cache.
 
     Call inside `shard_map`; `pages` and `params` are this rank's share.
 
+    Args:
+        ctx: The model and its mesh.
+        params: Weights.
+        rope_tables: Cosines and sines by position.
+        pages: The cache.
+        tokens: New tokens and where they stand.
+        wanted: The one token of each sequence whose hidden state is wanted, if all are not. In the
+            last layer the others have keys and values alone.
+
     Returns:
-        The cache, and the final normalised hidden state of each token.
+        The cache, and the final normalised hidden state of each token; with `wanted`, T is 1.
 
     Numerics:
         Only kernels do arithmetic. A position's bits depend on the tokens at and before it, the
-        weights and the profile.
+        weights and the profile, and not on which tokens are wanted.
     """
     cos, sin = rope_rows(rope_tables, tokens.positions)
     exchange = params.get("exchange")
     see_tokens(ctx, tokens, cos, sin)
-    ops = CanonicalOps(ctx=ctx, tokens=tokens, cos=cos, sin=sin, exchange=exchange)
+    ops = CanonicalOps(ctx=ctx, tokens=tokens, cos=cos, sin=sin, exchange=exchange, wanted=wanted)
     ops = ctx.taps.watch(ops, num_layers=ctx.config.num_layers)
     pages, stream = run_layers(ops, params, tokens.ids.reshape(-1), pages)
     x = final_rows(ctx, *stream, params["final_norm"])
     ctx.taps.see("final_norm", x)
-    return pages, x.reshape(*tokens.ids.shape, -1)
+    return pages, x.reshape(len(tokens.ids), -1, x.shape[-1])
 
 
 def local_logits(

@@ -23,6 +23,27 @@ class WindowRule(enum.Enum):
     BY_LAYER = "by layer"  # `use_sliding_window`, then `layer_types` or `max_window_layers`
 
 
+ROUTER_TRAINING = frozenset({"output_router_logits", "router_aux_loss_coef", "router_jitter_noise"})
+"""Keys of mixtures of experts that matter in training alone."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertKeys:
+    """Which keys describe a family's mixtures of experts.
+
+    Attributes:
+        num_experts: Names of the key of the number of experts, the published one first.
+        width: Key of an expert's gated channels.
+        renormalise: Key of whether a token's weights add up to 1; None where they always do.
+        layers: Whether `decoder_sparse_step` and `mlp_only_layers` leave layers dense.
+    """
+
+    num_experts: tuple[str, ...]
+    width: str
+    renormalise: str | None
+    layers: bool
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
     """One family of models, as data.
@@ -36,6 +57,8 @@ class Family:
         qk_norm: Whether each head of q and k is normalised.
         windows: Which layers have a sliding window.
         checked: Further keys of this family, each with the only values that are supported.
+        inert: Further keys of this family that cannot change a logit, `checked` being as it is.
+        experts: The keys of its mixtures of experts; None has none.
     """
 
     name: str
@@ -46,3 +69,5 @@ class Family:
     qk_norm: bool
     windows: WindowRule
     checked: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    inert: frozenset[str] = frozenset()
+    experts: ExpertKeys | None = None

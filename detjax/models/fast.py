@@ -17,7 +17,14 @@ from jax.sharding import PartitionSpec as P
 
 from detjax.array_types import Activation, Array, Float32, Int32
 from detjax.models.decoder import mask_padding
-from detjax.models.layers import ForwardContext, Tokens, embed_tokens, rope_rows, see_tokens
+from detjax.models.layers import (
+    ForwardContext,
+    Tokens,
+    embed_tokens,
+    rope_rows,
+    see_tokens,
+    wanted_rows,
+)
 from detjax.models.params import MATRICES
 from detjax.models.taps import Share
 from detjax.models.transformer import Stream, run_layers
@@ -38,6 +45,7 @@ class FastOps:
     tokens: Tokens
     cos: Any
     sin: Any
+    wanted: Any
 
     def embed(self, table, ids, gain) -> Stream:
         """Look up rows and normalise them."""
@@ -45,9 +53,16 @@ class FastOps:
 
     def attend(self, layer_idx: int, weights: dict, stream: Stream, cache):
         """Write keys and values, then attend over the cache."""
-        return _attention_layer(
+        cache, heads = _attention_layer(
             self.ctx, weights, stream.x, self.cos, self.sin, cache, self.tokens, layer_idx
         )
+        if self.wanted is None or layer_idx < self.ctx.config.num_layers - 1:
+            return cache, heads, stream
+        heads, residual = (
+            wanted_rows(self.ctx, rows, self.tokens.ids.shape, self.wanted)
+            for rows in (heads, stream.residual)
+        )
+        return cache, heads, Stream(residual, None)
 
     def gate(self, weights: dict, stream: Stream) -> jax.Array:
         """A product, then its gates."""
@@ -56,6 +71,11 @@ class FastOps:
     def add_norm(self, x, w, bias, gain, stream: Stream) -> Stream:
         """A product, a sum over ranks, a sum, a norm."""
         return self._normalised(stream.residual + _row_parallel(self.ctx, x, w, bias), gain)
+
+    def mix_experts(self, weights: dict, gain, stream: Stream, cache):
+        """Ragged products of the rows sorted by expert, a scatter-add, a sum over ranks, a norm."""
+        added = _experts(self.ctx, weights, stream.x)
+        return cache, self._normalised(stream.residual + added, gain)
 
     def _normalised(self, residual, gain) -> Stream:
         return Stream(residual, _rms_norm(residual, gain, self.ctx.config.rms_norm_eps))
@@ -67,6 +87,8 @@ def forward_fast(
     rope_tables: tuple[Float32[Array, "S half"], Float32[Array, "S half"]],
     pages: Activation[Array, "L N 2 K P C"],
     tokens: Tokens,
+    *,
+    wanted: Int32[Array, " B"] | None = None,
 ) -> tuple[Activation[Array, "L N 2 K P C"], Activation[Array, "B T D"]]:
     """Run every layer on new tokens, as `decoder.forward` does, in whatever order is quickest.
 
@@ -77,20 +99,21 @@ def forward_fast(
         rope_tables: Cosines and sines by position.
         pages: The cache; updated in place where the caller donates it.
         tokens: New tokens and where they stand.
+        wanted: The one token of each sequence whose hidden state is wanted, if all are not.
 
     Returns:
-        The cache, and the final normalised hidden state of each token.
+        The cache, and the final normalised hidden state of each token; with `wanted`, T is 1.
 
     Numerics:
         float32 sums, rounded to the compute dtype after each product. No claim.
     """
     cos, sin = rope_rows(rope_tables, tokens.positions)
     see_tokens(ctx, tokens, cos, sin)
-    ops = FastOps(ctx=ctx, tokens=tokens, cos=cos, sin=sin)
+    ops = FastOps(ctx=ctx, tokens=tokens, cos=cos, sin=sin, wanted=wanted)
     ops = ctx.taps.watch(ops, num_layers=ctx.config.num_layers)
     pages, stream = run_layers(ops, params, tokens.ids.reshape(-1), pages)
     ctx.taps.see("final_norm", stream.x)
-    return pages, stream.x.reshape(*tokens.ids.shape, -1)
+    return pages, stream.x.reshape(len(tokens.ids), -1, stream.x.shape[-1])
 
 
 def local_logits_fast(
@@ -114,8 +137,13 @@ def quantise_params(params: dict, dtype: jnp.dtype) -> dict:
         matrix was. Its specs are `quantised_specs`.
 
     Raises:
-        ValueError: If `dtype` is another.
+        ValueError: If `dtype` is another, or the model has mixtures of experts.
     """
+    if any("router" in layer for layer in params["layers"]):
+        raise ValueError(
+            "8-bit drafts of a mixture of experts are not supported: ragged products take no "
+            "8-bit weights; use draft_weights='full'"
+        )
     name = jnp.dtype(dtype).name
     if name not in LARGEST:
         raise ValueError(f"dtype={name} must be one of {list(LARGEST)}")
@@ -174,6 +202,57 @@ def _row_parallel(ctx: ForwardContext, x: Activation[Array, "M i"], w: Any, bias
     if ctx.tp > 1:
         out = lax.psum(out, TP_AXIS).astype(x.dtype)
     return out if bias is None else out + bias.astype(x.dtype)[None]
+
+
+def ragged_product(
+    x: Activation[Array, "M I"], w: Activation[Array, "U O I"], group_sizes: Int32[Array, " U"]
+) -> Activation[Array, "M O"]:
+    """Each group of rows by its own matrix, with float32 sums; no claim. Zeros past the groups."""
+    numbers = lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(((1,), (2,)), ((), ())),
+        lhs_ragged_dimensions=[0],
+        rhs_group_dimensions=[0],
+    )
+    out = lax.ragged_dot_general(
+        x, w.astype(x.dtype), group_sizes, numbers, preferred_element_type=jnp.float32
+    )
+    return out.astype(x.dtype)
+
+
+def scatter_experts(
+    y: Activation[Array, "X D"],
+    weights: Float32[Array, " X"],
+    rows: Int32[Array, " X"],
+    num_rows: int,
+) -> Float32[Array, "M D"]:
+    """Add weighted results of experts to their rows, in whatever order; no claim."""
+    out = jnp.zeros((num_rows, y.shape[1]), jnp.float32)
+    return out.at[rows].add(y.astype(jnp.float32) * weights[:, None])
+
+
+def _experts(ctx: ForwardContext, weights: dict, x: Activation[Array, "M D"]) -> jax.Array:
+    """A mixture of experts; the sum, on every rank."""
+    config = ctx.config.experts
+    assert config is not None  # whoever has a router
+    logits = _product(x, weights["router"], jnp.float32)
+    ctx.taps.see("router_logits", logits)
+    chosen, expert_ids = lax.top_k(jax.nn.softmax(logits, axis=1), config.top_k)
+    if config.renormalise:
+        chosen = chosen / jnp.sum(chosen, axis=1, keepdims=True)
+    ctx.taps.see("expert_ids", expert_ids)
+    ctx.taps.see("expert_weights", chosen)
+    num_local = weights["expert_down"].shape[0]
+    slots = expert_ids.reshape(-1) - lax.axis_index(TP_AXIS) * num_local
+    # Slots of other ranks come last, in no group.
+    slots = jnp.where((slots >= 0) & (slots < num_local), slots, num_local)
+    order = jnp.argsort(slots)
+    group_sizes = jnp.bincount(slots, length=num_local + 1)[:num_local].astype(jnp.int32)
+    rows = (order // config.top_k).astype(jnp.int32)
+    gated = _swiglu(ragged_product(x[rows], weights["expert_gate_up"], group_sizes))
+    y = ragged_product(gated, weights["expert_down"], group_sizes)
+    y = jnp.where(slots[order][:, None] < num_local, y, 0)
+    out = scatter_experts(y, chosen.reshape(-1)[order], rows, x.shape[0])
+    return (lax.psum(out, TP_AXIS) if ctx.tp > 1 else out).astype(x.dtype)
 
 
 def _rms_norm(x: jax.Array, gain: jax.Array, eps: float) -> jax.Array:

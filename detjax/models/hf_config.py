@@ -15,7 +15,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from detjax.models.config import ModelConfig, RopeConfig, RopeKind
+from detjax.models.config import ExpertConfig, ModelConfig, RopeConfig, RopeKind
 from detjax.models.family import BiasRule, Family, WindowRule
 from detjax.models.registry import find_family
 from detjax.models.tokenizer import read_eos_id
@@ -63,9 +63,12 @@ LARGEST: Mapping[str, int] = {
     "hidden_size": 2**20,
     "intermediate_size": 2**24,
     "max_position_embeddings": 2**60,
+    "moe_intermediate_size": 2**24,
     "num_attention_heads": 2**14,
+    "num_experts": 2**16,
     "num_hidden_layers": 2**13,
     "num_key_value_heads": 2**14,
+    "num_local_experts": 2**16,
     "original_max_position_embeddings": 2**60,
     "sliding_window": 2**30,
     "vocab_size": 2**28,
@@ -205,12 +208,15 @@ def _model_config(
         sliding_windows=_sliding_windows(full, family.windows),
         bos_token_id=bos_ids[0] if bos_ids else None,
         eos_token_ids=tuple(dict.fromkeys(eos_ids + generation_eos_ids)),
+        experts=_experts(values, full, family),
     )
 
 
 def _check_keys(values: Mapping[str, Any], family: Family) -> None:
     """Refuse every key that is not known, and every value that is not computed."""
-    mapped = family.defaults.keys() | INERT_KEYS | READ_KEYS | ROPE_KEYS
+    mapped = family.defaults.keys() | family.inert | INERT_KEYS | READ_KEYS | ROPE_KEYS
+    if family.experts is not None:
+        mapped = mapped.union(family.experts.num_experts)
     checked = {**CHECKED_KEYS, **family.checked}
     for key, value in values.items():
         if key in mapped:
@@ -319,6 +325,47 @@ def _sliding_windows(values: Mapping[str, Any], rule: WindowRule) -> tuple[int |
         )
         is_sliding = [kind == SLIDING for kind in types]
     return tuple(window if sliding else None for sliding in is_sliding)
+
+
+def _experts(
+    given: Mapping[str, Any], values: Mapping[str, Any], family: Family
+) -> ExpertConfig | None:
+    """Mixtures of experts, and which layers have one; `values` are `given` and defaults."""
+    keys = family.experts
+    if keys is None:
+        return None
+    names = [name for name in keys.num_experts if name in given] or [keys.num_experts[0]]
+    num_experts, top_k = _int(values, names[0]), _int(values, "num_experts_per_tok")
+    if any(values[name] != num_experts for name in names):
+        raise ValueError(f"{' and '.join(f'{n}={values[n]!r}' for n in names)} differ; keep one")
+    if top_k > num_experts:
+        raise ValueError(
+            f"num_experts_per_tok={top_k} must be at most {names[0]}={num_experts}; correct the "
+            "file"
+        )
+    layers = _expert_layers(values) if keys.layers else [True] * _int(values, "num_hidden_layers")
+    if not any(layers):
+        return None
+    return ExpertConfig(
+        num_experts=num_experts,
+        top_k=top_k,
+        width=_int(values, keys.width),
+        renormalise=keys.renormalise is None or _flag(values, keys.renormalise),
+        layers=tuple(layers),
+    )
+
+
+def _expert_layers(values: Mapping[str, Any]) -> list[bool]:
+    """Every `decoder_sparse_step`-th layer has experts, but not those of `mlp_only_layers`."""
+    num_layers, step = _int(values, "num_hidden_layers"), _int(values, "decoder_sparse_step")
+    dense = values["mlp_only_layers"] or []
+    if not isinstance(dense, list) or not all(
+        isinstance(i, int) and not isinstance(i, bool) and 0 <= i < num_layers for i in dense
+    ):
+        raise ValueError(
+            f"mlp_only_layers={dense!r:.80} must be a list of layers from 0 to {num_layers - 1}"
+        )
+    return [(i + 1) % step == 0 and i not in dense for i in range(num_layers)]
 
 
 def _check_layer_types(types: Any, derived: list[str], *, is_free: bool) -> None:

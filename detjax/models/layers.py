@@ -9,13 +9,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from detjax.array_types import Activation, Array, Float32, Int32
 from detjax.models.config import ModelConfig
 from detjax.models.taps import NO_TAPS, Share, Taps
 from detjax.models.transformer import Stream
 from detjax.numerics import NumericsProfile, tree_reduction
-from detjax.pallas_kernels.attention.api import rope_attention
+from detjax.pallas_kernels.attention.api import attention, rope_attention
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.embedding.api import embed
 from detjax.pallas_kernels.linear.api import (
@@ -29,13 +30,16 @@ from detjax.pallas_kernels.linear.api import (
     norm_linear,
     norm_linear_swiglu,
 )
+from detjax.pallas_kernels.moe.api import combine_experts_add_rms_norm, expert_mlp, route
 from detjax.pallas_kernels.rms_norm.api import add_rms_norm, rms_norm
-from detjax.parallel.collectives import butterfly_sum, gather_columns
+from detjax.pallas_kernels.rope.api import rope_into_cache
+from detjax.parallel.collectives import butterfly_sum, gather_columns, gather_expert_rows
 from detjax.parallel.exchange import (
     Exchange,
     exchange_add_rms_norm,
     is_scattered,
     scatter_add_rms_norm,
+    scatter_experts_add_rms_norm,
 )
 from detjax.parallel.mesh import TP_AXIS
 
@@ -139,6 +143,70 @@ def attend(
     return pages, out.reshape(batch * length, -1)
 
 
+def attend_from(
+    ctx: ForwardContext,
+    weights: dict,
+    qkv: Activation[Array, "M o"],
+    cos: Float32[Array, "M half"],
+    sin: Float32[Array, "M half"],
+    pages: Activation[Array, "L N 2 K P C"],
+    tokens: Tokens,
+    layer: int,
+    *,
+    wanted: Int32[Array, " B"],
+) -> tuple[Activation[Array, "L N 2 K P C"], Activation[Array, "B i"]]:
+    """`attend` from one token of each sequence; the others leave their keys and values."""
+    config = ctx.config
+    q, pages = rope_into_cache(
+        qkv.reshape(tokens.ids.size, -1, config.head_dim),
+        cos,
+        sin,
+        (weights["q_norm"], weights["k_norm"]) if config.qk_norm else None,
+        pages,
+        tokens.page_table,
+        tokens.positions,
+        layer=layer,
+        eps=config.rms_norm_eps,
+        backend=ctx.backend,
+    )
+    q = q.reshape(*tokens.ids.shape, *q.shape[1:])
+    out = attention(
+        jnp.take_along_axis(q, wanted[:, None, None, None], axis=1),
+        pages,
+        tokens.page_table,
+        jnp.take_along_axis(tokens.positions, wanted[:, None], axis=1),
+        layer=layer,
+        window=config.sliding_windows[layer],
+        profile=ctx.profile,
+        backend=ctx.backend,
+    )
+    return pages, out.reshape(len(wanted), -1)
+
+
+def wanted_rows(
+    ctx: ForwardContext,
+    residual: Activation[Array, "m D"],
+    shape: tuple[int, int],
+    wanted: Int32[Array, " B"],
+) -> Activation[Array, "B D"]:
+    """The residual stream of one token of each sequence, on every rank. Copies only.
+
+    Args:
+        ctx: The mesh.
+        residual: Of all tokens, or this rank's share of them.
+        shape: Sequences, and tokens of each.
+        wanted: Which token of each.
+    """
+    batch, length = shape
+    row = jnp.arange(batch, dtype=jnp.int32) * length + wanted
+    share = len(residual)
+    if share == batch * length:
+        return jnp.take(residual, row, axis=0, mode="clip")
+    # Each rank sends what it has at these places of its share; the owner's is taken.
+    rows = lax.all_gather(jnp.take(residual, row % share, axis=0, mode="clip"), TP_AXIS)
+    return rows[row // share, jnp.arange(batch)]
+
+
 def gated_layer(
     ctx: ForwardContext,
     weights: dict,
@@ -157,13 +225,64 @@ def gated_layer(
     return linear_swiglu(x, weights["gate_up"], backend=ctx.backend)
 
 
+def mix_experts(
+    ctx: ForwardContext, weights: dict, gain: Activation[Array, " D"], stream: Stream
+) -> Stream:
+    """A mixture of experts, the residual stream and the norm after it.
+
+    Args:
+        ctx: The model and its mesh.
+        weights: Of the layer; this rank's experts, and the whole router.
+        gain: Of the norm after it.
+        stream: As the layer's attention leaves it.
+
+    Numerics:
+        `moe.api`, one operation after the other: a row's bits depend on neither mesh nor batch.
+        Where rows are many each rank adds its own of the residual stream (`parallel.exchange`).
+    """
+    config, backend, tp = ctx.config.experts, ctx.backend, ctx.tp
+    assert config is not None  # whoever has a router
+    residual, eps = stream.residual, ctx.config.rms_norm_eps
+    x = final_rows(ctx, residual, stream.x, weights["mlp_norm"])
+    logits = linear(x, weights["router"], out_dtype=jnp.dtype(jnp.float32), backend=backend)
+    ctx.taps.see("router_logits", logits)
+    expert_ids, expert_weights = route(
+        logits, top_k=config.top_k, renormalise=config.renormalise, backend=backend
+    )
+    ctx.taps.see("expert_ids", expert_ids)
+    ctx.taps.see("expert_weights", expert_weights)
+    first_expert = 0
+    if tp > 1:
+        first_expert = lax.axis_index(TP_AXIS) * weights["expert_down"].shape[0]
+    y = expert_mlp(
+        x,
+        expert_ids,
+        weights["expert_gate_up"],
+        weights["expert_down"],
+        first_expert=first_expert,
+        backend=backend,
+    )
+    if tp > 1 and is_scattered(x.shape[0], tp):
+        added = scatter_experts_add_rms_norm(
+            y, expert_weights, residual, gain, TP_AXIS, tp, eps=eps, backend=backend
+        )
+        return Stream(*added)
+    if tp > 1:
+        y = gather_expert_rows(y, TP_AXIS)
+    ctx.taps.see("experts", y.reshape(y.shape[0], -1))
+    added = combine_experts_add_rms_norm(
+        y, expert_weights, residual, gain, eps=eps, backend=backend
+    )
+    return Stream(*added)
+
+
 def final_rows(
     ctx: ForwardContext,
     residual: Activation[Array, "m D"],
     x: Activation[Array, "M D"] | None,
     gain: Activation[Array, " D"],
 ) -> Activation[Array, "M D"]:
-    """The normalised rows that lm_head takes; `x` as in `Stream`."""
+    """The normalised rows that lm_head or a router takes; `x` as in `Stream`."""
     if x is not None:
         return x
     return rms_norm(residual, gain, eps=ctx.config.rms_norm_eps, backend=ctx.backend)

@@ -11,6 +11,9 @@ and `LAYER`. A parameter is one line there. From it follow two trees of one stru
   {"embed": [V, D], "final_norm": [D], "lm_head": [Vp, D],
    "layers": [{"attn_norm": [D], "qkv": [(H + 2 Ks)*C, D], "o": [D, H*C],
                "mlp_norm": [D], "gate_up": [2 F, D], "down": [D, F],
+               "router": [U, D],                    # if config.has_experts(i), and then no
+               "expert_gate_up": [U, 2 F, D],       # "gate_up" and "down"; F is an expert's
+               "expert_down": [U, D, F],
                "qkv_bias": [(H + 2 Ks)*C],          # if config.qkv_bias
                "o_bias": [D],                       # if config.o_bias
                "q_norm": [C], "k_norm": [C]}, ...]} # if config.qk_norm
@@ -23,15 +26,15 @@ heads read (`kv_layout`). `Vp` is the vocabulary, with rows of zeros up to whole
 
 Each output column of a linear layer has its own sum, so which matrix it stands in cannot change its
 bits. A rank's share is its rows of q, then of k, then of v (and of gate, then of up), so joining
-needs no communication.
+needs no communication. Experts are whole on one rank: rank r of tp holds
+`[r U / tp, (r + 1) U / tp)`.
 """
 
 import dataclasses
 import enum
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
 
 import jax
@@ -54,6 +57,7 @@ class ParamRole(enum.Enum):
     MATRIX = "matrix"  # activations are multiplied by it
     GAIN = "gain"
     BIAS = "bias"
+    EXPERT = "expert"  # of a mixture of experts: its router, or matrices, one an expert
 
 
 class Split(enum.Enum):
@@ -70,16 +74,19 @@ class Tensor:
 
     Attributes:
         name: In the tree of `tensor_specs`.
-        hf_name: In a Hugging Face checkpoint; in a layer, what follows `model.layers.<i>.`.
+        hf_name: In a Hugging Face checkpoint; in a layer, what follows `model.layers.<i>.`. Of an
+            expert, `{}` is its number.
         axes: Its shape, in letters of `_sizes`.
+        other_names: Families that name it otherwise, and how.
     """
 
     name: str
     hf_name: str
     axes: str
+    other_names: tuple[tuple[str, str], ...] = ()
 
 
-def _always(_: ModelConfig) -> bool:
+def _always(_: ModelConfig, __: int) -> bool:
     return True
 
 
@@ -92,22 +99,29 @@ class Param:
         role: What it does.
         split: How ranks share it.
         tensors: What it is made of, rank by rank and one after the other.
-        is_in: Whether a model has it.
+        is_in: Whether a layer of a model has it.
     """
 
     name: str
     role: ParamRole
     split: Split
     tensors: tuple[Tensor, ...]
-    is_in: Callable[[ModelConfig], bool] = _always
+    is_in: Callable[[ModelConfig, int], bool] = _always
+
+
+def _mixtral(hf_name: str) -> tuple[tuple[str, str], ...]:
+    return (("mixtral", f"block_sparse_moe.{hf_name}"),)
 
 
 def _one(name: str, hf_name: str, axes: str) -> tuple[Tensor, ...]:
     return (Tensor(name, hf_name, axes),)
 
 
-TABLE, MATRIX, GAIN, BIAS = ParamRole
+TABLE, MATRIX, GAIN, BIAS, EXPERT = ParamRole
 ROWS, COLUMNS, WHOLE = Split
+
+EXPERT_NDIM = 3
+"""Axes of the weights of a layer's experts: one more than a matrix."""
 
 EMBED_NAME = "model.embed_tokens.weight"
 
@@ -133,8 +147,35 @@ _GATE_UP = (
     Tensor("up", "mlp.up_proj.weight", "F D"),
 )
 
-_HAS_QKV_BIAS, _HAS_O_BIAS = attrgetter("qkv_bias"), attrgetter("o_bias")
-_HAS_QK_NORM = attrgetter("qk_norm")
+_ROUTER = (Tensor("router", "mlp.gate.weight", "U D", _mixtral("gate.weight")),)
+_EXPERT_GATE_UP = (
+    Tensor(
+        "expert_gate", "mlp.experts.{}.gate_proj.weight", "XF D", _mixtral("experts.{}.w1.weight")
+    ),
+    Tensor("expert_up", "mlp.experts.{}.up_proj.weight", "XF D", _mixtral("experts.{}.w3.weight")),
+)
+_EXPERT_DOWN = (
+    Tensor(
+        "expert_down", "mlp.experts.{}.down_proj.weight", "D XF", _mixtral("experts.{}.w2.weight")
+    ),
+)
+
+
+def _has(name: str) -> Callable[[ModelConfig, int], bool]:
+    """Whether a switch of the model is on."""
+    return lambda config, _: getattr(config, name)
+
+
+_HAS_QKV_BIAS, _HAS_O_BIAS, _HAS_QK_NORM = _has("qkv_bias"), _has("o_bias"), _has("qk_norm")
+
+
+def _has_experts(config: ModelConfig, layer_idx: int) -> bool:
+    return config.has_experts(layer_idx)
+
+
+def _is_dense(config: ModelConfig, layer_idx: int) -> bool:
+    return not config.has_experts(layer_idx)
+
 
 LAYER = (
     Param("attn_norm", GAIN, WHOLE, _one("attn_norm", "input_layernorm.weight", "D")),
@@ -145,8 +186,11 @@ LAYER = (
     Param("o", MATRIX, COLUMNS, _one("o", "self_attn.o_proj.weight", "D HC")),
     Param("o_bias", BIAS, WHOLE, _one("o_bias", "self_attn.o_proj.bias", "D"), _HAS_O_BIAS),
     Param("mlp_norm", GAIN, WHOLE, _one("mlp_norm", "post_attention_layernorm.weight", "D")),
-    Param("gate_up", MATRIX, ROWS, _GATE_UP),
-    Param("down", MATRIX, COLUMNS, _one("down", "mlp.down_proj.weight", "D F")),
+    Param("gate_up", MATRIX, ROWS, _GATE_UP, _is_dense),
+    Param("down", MATRIX, COLUMNS, _one("down", "mlp.down_proj.weight", "D F"), _is_dense),
+    Param("router", EXPERT, WHOLE, _ROUTER, _has_experts),
+    Param("expert_gate_up", EXPERT, ROWS, _EXPERT_GATE_UP, _has_experts),
+    Param("expert_down", EXPERT, ROWS, _EXPERT_DOWN, _has_experts),
 )  # fmt: skip
 """What stands in every layer."""
 
@@ -158,8 +202,10 @@ MATRICES = tuple(param.name for param in LAYER if param.role is MATRIX)
 
 
 def _sizes(config: ModelConfig) -> dict[str, int]:
-    """The letters of `array_types`; "HC" and "KC" are heads times channels."""
+    """The letters of `array_types`; "HC" and "KC" are heads times channels, "XF" an expert's F."""
+    experts = config.experts
     return {
+        **({} if experts is None else {"U": experts.num_experts, "XF": experts.width}),
         "D": config.hidden_size,
         "V": config.vocab_size,
         "F": config.intermediate_size,
@@ -215,12 +261,14 @@ class RowRun:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorSpec:
-    """One tensor of a checkpoint: where it comes from, and how its rows are stored.
+    """One tensor of a checkpoint, or those of a layer's experts: whence, and how it is stored.
 
     Attributes:
         hf_name: Name of the tensor in a Hugging Face checkpoint. Two specs share one where
-            embeddings are tied.
+            embeddings are tied. Of experts, `{}` in it is the number of each.
         hf_shape: Shape of that tensor.
+        num_experts: Tensors that are stored along a first axis, one an expert; 0 is one tensor,
+            without that axis.
         shape: Global shape as stored.
         partition: How `shape` is split over the mesh axes ("dp", "tp").
         runs: Stored rows in order of `start`; rows in no run are zero.
@@ -229,15 +277,32 @@ class TensorSpec:
 
     hf_name: str
     hf_shape: tuple[int, ...]
+    num_experts: int
     shape: tuple[int, ...]
     partition: PartitionSpec
     runs: tuple[RowRun, ...]
     role: ParamRole
 
     @property
+    def hf_names(self) -> tuple[str, ...]:
+        """Names of the checkpoint's tensors that it is made of, in order."""
+        if not self.num_experts:
+            return (self.hf_name,)
+        return tuple(self.hf_name.format(i) for i in range(self.num_experts))
+
+    @property
+    def source_shape(self) -> tuple[int, ...]:
+        """Shape of all of them together."""
+        return (self.num_experts, *self.hf_shape) if self.num_experts else self.hf_shape
+
+    @property
     def is_rearranged(self) -> bool:
         """Whether stored rows differ from the checkpoint's: repeated heads or padding."""
-        return self.shape != self.hf_shape
+        return self.shape != self.source_shape
+
+    def rows_of_rank(self, tp: int) -> int:
+        """Rows that `join` puts after those of other tensors: of a rank, or of an expert."""
+        return self.shape[1] if self.num_experts else self.shape[0] // tp
 
     @property
     def unnamed(self) -> "TensorSpec":
@@ -261,9 +326,19 @@ class ParamSpec:
 
 
 def possible_tps(config: ModelConfig) -> tuple[int, ...]:
-    """Every tp that the dimensions allow: powers of two that divide heads, width and ffn."""
-    common = math.gcd(config.num_heads, config.hidden_size, config.intermediate_size)
+    """Every tp that the dimensions allow: powers of two that divide all that is split."""
+    common = math.gcd(*_split_sizes(config).values())
     return tuple(2**i for i in range(common.bit_length()) if common % 2**i == 0)
+
+
+def _split_sizes(config: ModelConfig) -> dict[str, int]:
+    """The sizes that ranks share, by name."""
+    sizes = {"num_heads": config.num_heads, "hidden_size": config.hidden_size}
+    if config.has_dense_layers:
+        sizes["intermediate_size"] = config.intermediate_size
+    if config.experts is not None:
+        sizes["num_experts"] = config.experts.num_experts
+    return sizes
 
 
 def check_tp(config: ModelConfig, tp: int) -> None:
@@ -276,9 +351,9 @@ def check_tp(config: ModelConfig, tp: int) -> None:
     possible = f"; this model can be split over tp in {possible_tps(config)}"
     if tp < 1 or tp & (tp - 1):
         raise ValueError(f"{tp=} must be a power of two{possible}")
-    for name in ("num_heads", "hidden_size", "intermediate_size"):
-        if getattr(config, name) % tp:
-            raise ValueError(f"{tp=} must divide {name}={getattr(config, name)}{possible}")
+    for name, size in _split_sizes(config).items():
+        if size % tp:
+            raise ValueError(f"{tp=} must divide {name}={size}{possible}")
 
 
 def padded_vocab_size(vocab_size: int, *, tp: int, vocab_block: int) -> int:
@@ -302,15 +377,17 @@ def tensor_specs(config: ModelConfig, *, tp: int, vocab_block: int) -> dict[str,
     if vocab_block < 1:
         raise ValueError(f"{vocab_block=} must be at least 1")
 
-    def specs(lines: tuple[Param, ...], prefix: str) -> dict[str, TensorSpec]:
+    def specs(lines: Iterable[Param], prefix: str) -> dict[str, TensorSpec]:
         return {
             tensor.name: _tensor_spec(config, line, tensor, prefix, tp=tp, vocab_block=vocab_block)
             for line in lines
-            if line.is_in(config)
             for tensor in line.tensors
         }
 
-    layers = [specs(LAYER, f"model.layers.{i}.") for i in range(config.num_layers)]
+    layers = [
+        specs((line for line in LAYER if line.is_in(config, i)), f"model.layers.{i}.")
+        for i in range(config.num_layers)
+    ]
     return {**specs(MODEL, ""), "layers": layers}
 
 
@@ -321,11 +398,13 @@ def param_specs(config: ModelConfig, *, tp: int, vocab_block: int) -> dict[str, 
     """
 
     def joined(tensors: tuple[TensorSpec, ...]) -> ParamSpec:
-        num_rows = sum(tensor.shape[0] for tensor in tensors)
+        first = tensors[0]
+        axis = 1 if first.num_experts else 0
+        num_rows = sum(tensor.shape[axis] for tensor in tensors)
         return ParamSpec(
             tensors=tensors,
-            shape=(num_rows, *tensors[0].shape[1:]),
-            partition=tensors[0].partition,
+            shape=(*first.shape[:axis], num_rows, *first.shape[axis + 1 :]),
+            partition=first.partition,
         )
 
     tensors = by_param(tensor_specs(config, tp=tp, vocab_block=vocab_block))
@@ -345,15 +424,17 @@ def _tensor_spec(
     """One tensor: key/value heads by slots, the vocabulary of a product padded, others plain."""
     sizes, axes = _sizes(config), tensor.axes.split()
     hf_shape = tuple(sizes[axis] for axis in axes)
-    is_matrix = len(axes) == 2
+    num_experts = sizes["U"] if "{}" in tensor.hf_name else 0
+    stored_shape = (num_experts, *hf_shape) if num_experts else hf_shape
     match line.split:
         case Split.ROWS:
-            partition = PartitionSpec("tp", None) if is_matrix else PartitionSpec("tp")
+            partition = PartitionSpec("tp", *[None] * (len(stored_shape) - 1))
         case Split.COLUMNS:
             partition = PartitionSpec(None, "tp")
         case Split.WHOLE:
             partition = PartitionSpec()
-    num_rows, runs = hf_shape[0], (RowRun(start=0, source=0, num_rows=hf_shape[0]),)
+    num_rows = stored_shape[0]
+    runs = (RowRun(start=0, source=0, num_rows=num_rows),)
     if line.split is ROWS and axes[0] == "V":
         num_rows = padded_vocab_size(config.vocab_size, tp=tp, vocab_block=vocab_block)
     layout, head_dim = kv_layout(config.num_heads, config.num_kv_heads, tp), config.head_dim
@@ -364,10 +445,12 @@ def _tensor_spec(
             for slot, head in enumerate(layout.heads)
         )
     is_tied = tensor.name == "lm_head" and config.tie_word_embeddings
+    hf_name = dict(tensor.other_names).get(config.family, tensor.hf_name)
     return TensorSpec(
-        hf_name=EMBED_NAME if is_tied else prefix + tensor.hf_name,
+        hf_name=EMBED_NAME if is_tied else prefix + hf_name,
         hf_shape=hf_shape,
-        shape=(num_rows, *hf_shape[1:]),
+        num_experts=num_experts,
+        shape=(num_rows, *stored_shape[1:]),
         partition=partition,
         runs=runs,
         role=line.role,
@@ -378,7 +461,7 @@ def stored_rows(tensor: jax.Array, spec: TensorSpec) -> jax.Array:
     """Arrange a checkpoint's tensor as `spec` stores it: rows repeated, or followed by zeros.
 
     Args:
-        tensor: Of shape `spec.hf_shape`, any dtype.
+        tensor: Of shape `spec.source_shape`, any dtype.
         spec: What to make of it.
     """
     if not spec.is_rearranged:
@@ -399,9 +482,14 @@ def checkpoint_rows(stored: jax.Array, spec: TensorSpec) -> jax.Array:
 
 
 def join(parts: Sequence[jax.Array], *, tp: int) -> jax.Array:
-    """Store tensors as one parameter: each rank's rows of the first, then of the next."""
+    """Store tensors as one parameter: each rank's rows of the first, then of the next.
+
+    Of experts, [U, F, D] each: every expert's rows of the first, then of the next.
+    """
     if len(parts) == 1:
         return parts[0]
+    if parts[0].ndim == EXPERT_NDIM:
+        return jnp.concatenate(parts, axis=1)
     if tp == 1:
         return jnp.concatenate(parts)
     by_rank = [part.reshape(tp, -1, *part.shape[1:]) for part in parts]
@@ -410,11 +498,13 @@ def join(parts: Sequence[jax.Array], *, tp: int) -> jax.Array:
 
 
 def separate(stored: jax.Array, sizes: Sequence[int], *, tp: int) -> list[jax.Array]:
-    """The inverse of `join`; `sizes` are a rank's rows of each tensor."""
+    """The inverse of `join`; `sizes` are `TensorSpec.rows_of_rank` of each tensor."""
     if len(sizes) == 1:
         return [stored]
-    by_rank = stored.reshape(tp, -1, *stored.shape[1:])
     bounds = [sum(sizes[:i]) for i in range(1, len(sizes))]
+    if stored.ndim == EXPERT_NDIM:
+        return list(jnp.split(stored, bounds, axis=1))
+    by_rank = stored.reshape(tp, -1, *stored.shape[1:])
     parts = jnp.split(by_rank, bounds, axis=1)
     return [part.reshape(-1, *stored.shape[1:]) for part in parts]
 

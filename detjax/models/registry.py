@@ -6,14 +6,18 @@ from typing import Any
 from detjax.models.family import Family
 from detjax.models.llama import LLAMA
 from detjax.models.mistral import MISTRAL
+from detjax.models.mixtral import MIXTRAL
 from detjax.models.qwen2 import QWEN2
 from detjax.models.qwen3 import QWEN3
+from detjax.models.qwen3_moe import QWEN3_MOE
 
 FAMILIES: tuple[Family, ...] = (
     LLAMA,
     MISTRAL,
+    MIXTRAL,
     QWEN2,
     QWEN3,
+    QWEN3_MOE,
 )
 
 

@@ -70,8 +70,10 @@ class WatchedOps:
 
     In a layer: `attention`, the heads' results; `o_residual`, the residual stream behind o;
     `mlp_norm`, its normalised rows where there are any; `gated`, the channels of the feed-forward
-    layer; `down_residual`, the residual stream behind down. The normalised rows that go to the next
-    layer are that layer's `attn_norm`.
+    layer; `down_residual`, the residual stream behind down, or behind a mixture of experts. That
+    has no `gated`, but `router_logits`, `expert_ids`, `expert_weights` and, where a rank has them
+    all, `experts`, a row's experts in order of rank. The normalised rows that go to the next layer
+    are that layer's `attn_norm`.
     """
 
     def __init__(self, ops: DecoderOps, taps: Taps, enter: Enters, *, num_layers: int):
@@ -90,7 +92,6 @@ class WatchedOps:
     def embed(self, table: jax.Array, ids: jax.Array, gain: jax.Array) -> Stream:
         """As the operations watched do."""
         stream = self._ops.embed(table, ids, gain)
-        self._num_rows = len(ids)
         self._taps.see("embed", stream.residual)
         self._enter(0)
         self._see_norm("attn_norm", stream)
@@ -98,12 +99,13 @@ class WatchedOps:
 
     def attend(
         self, layer_idx: int, weights: dict[str, Any], stream: Stream, cache: Any
-    ) -> tuple[Any, jax.Array]:
+    ) -> tuple[Any, jax.Array, Stream]:
         """As the operations watched do."""
         self._layer_idx, self._is_mlp = layer_idx, False
-        cache, heads = self._ops.attend(layer_idx, weights, stream, cache)
+        cache, heads, stream = self._ops.attend(layer_idx, weights, stream, cache)
+        self._num_rows = len(heads)
         self._taps.see("attention", heads, Share.COLUMNS)
-        return cache, heads
+        return cache, heads, stream
 
     def gate(self, weights: dict[str, Any], stream: Stream) -> jax.Array:
         """As the operations watched do."""
@@ -117,7 +119,10 @@ class WatchedOps:
     ) -> Stream:
         """As the operations watched do."""
         self._enter(self._layer_idx, "down_" if self._is_mlp else "o_")
-        stream = self._ops.add_norm(x, w, bias, gain, stream)
+        return self._see_stream(self._ops.add_norm(x, w, bias, gain, stream))
+
+    def _see_stream(self, stream: Stream) -> Stream:
+        """Show what follows o, down or a mixture of experts."""
         is_scattered = len(stream.residual) != self._num_rows
         self._taps.see("residual", stream.residual, Share.ROWS if is_scattered else Share.WHOLE)
         next_idx = self._layer_idx + self._is_mlp
@@ -127,6 +132,15 @@ class WatchedOps:
         self._enter(next_idx)
         self._see_norm("attn_norm" if self._is_mlp else "mlp_norm", stream)
         return stream
+
+    def mix_experts(
+        self, weights: dict[str, Any], gain: jax.Array, stream: Stream, cache: Any
+    ) -> tuple[Any, Stream]:
+        """As the operations watched do."""
+        self._is_mlp = True
+        cache, stream = self._ops.mix_experts(weights, gain, stream, cache)
+        self._enter(self._layer_idx, "down_")
+        return cache, self._see_stream(stream)
 
     def _see_norm(self, name: str, stream: Stream) -> None:
         if stream.x is not None:

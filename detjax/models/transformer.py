@@ -4,7 +4,8 @@
 What an operation is, and how it rounds, says the object that gives it: `decoder.CanonicalOps`,
 `fast.FastOps`, `training.forward.TrainingOps`. Operations are cut where all three agree: a product
 whose inputs are split over ranks comes with the residual stream and the norm after it, and whether
-that norm is made at once or left to the product that reads it is an operation's own affair.
+that norm is made at once or left to the product that reads it is an operation's own affair. So does
+a mixture of experts, from its router on.
 """
 
 from functools import partial
@@ -31,7 +32,7 @@ class Stream(NamedTuple):
 class DecoderOps(Protocol):
     """The operations of a decoder. They know the tokens, the mesh and the numerics.
 
-    A cache is whatever `attend` makes of it: pages of keys and values, or None.
+    A cache is whatever they make of it: pages of keys and values, what routers counted, or None.
     """
 
     def embed(self, table: jax.Array, ids: jax.Array, gain: jax.Array) -> Stream:
@@ -40,8 +41,12 @@ class DecoderOps(Protocol):
 
     def attend(
         self, layer_idx: int, weights: dict[str, Any], stream: Stream, cache: Any
-    ) -> tuple[Any, jax.Array]:
-        """Project to heads, rotate, cache and attend. Returns the cache and the heads' results."""
+    ) -> tuple[Any, jax.Array, Stream]:
+        """Project to heads, rotate, cache and attend.
+
+        Returns the cache, the heads' results, and the stream of their rows: all of them, or in the
+        last layer those whose result is wanted.
+        """
         ...
 
     def gate(self, weights: dict[str, Any], stream: Stream) -> jax.Array:
@@ -52,6 +57,12 @@ class DecoderOps(Protocol):
         self, x: jax.Array, w: Any, bias: jax.Array | None, gain: jax.Array, stream: Stream
     ) -> Stream:
         """Multiply by `w`, whose inputs may be split over ranks, add the stream, normalise."""
+        ...
+
+    def mix_experts(
+        self, weights: dict[str, Any], gain: jax.Array, stream: Stream, cache: Any
+    ) -> tuple[Any, Stream]:
+        """Route each row to its experts, add their results to the stream, normalise."""
         ...
 
 
@@ -95,7 +106,9 @@ def decoder_layer(
     stream: Stream,
 ) -> tuple[Any, Stream]:
     """One layer; `next_gain` normalises for the layer after it."""
-    cache, heads = ops.attend(layer_idx, weights, stream, cache)
+    cache, heads, stream = ops.attend(layer_idx, weights, stream, cache)
     stream = ops.add_norm(heads, weights["o"], weights.get("o_bias"), weights["mlp_norm"], stream)
+    if "router" in weights:
+        return ops.mix_experts(weights, next_gain, stream, cache)
     channels = ops.gate(weights, stream)
     return cache, ops.add_norm(channels, weights["down"], None, next_gain, stream)

@@ -43,7 +43,7 @@ def run_blocks(
     body: Callable[..., None],
     *operands: jax.Array,
     name: str,
-    grid: Sequence[int],
+    grid: Sequence[int | jax.Array],
     out_shape: jax.ShapeDtypeStruct | Sequence[jax.ShapeDtypeStruct],
     out_specs: pl.BlockSpec | Sequence[pl.BlockSpec],
 ) -> Any:
@@ -53,6 +53,9 @@ def run_blocks(
 
     The body gets every operand whole and reads its own blocks with `pl.ds`: a block handed in by
     the interpreter would be written back each time, which copies weights and cache.
+
+    The first size of `grid` may be traced; blocks of the output that no program writes are
+    undefined.
 
     Returns:
         An array, or one array for each of several `out_shape`s.

@@ -129,6 +129,20 @@ class KernelSet(Protocol):
         """See `swiglu.api.swiglu`."""
         ...
 
+    def route(self, logits, *, top_k: int, renormalise: bool) -> tuple[jax.Array, jax.Array]:
+        """See `moe.api.route`."""
+        ...
+
+    def expert_mlp(self, x, expert_ids, w_gate_up, w_down, *, first_expert) -> jax.Array:
+        """See `moe.api.expert_mlp`."""
+        ...
+
+    def combine_experts_add_rms_norm(
+        self, y, weights, residual, gain, *, eps: float
+    ) -> tuple[jax.Array, jax.Array]:
+        """See `moe.api.combine_experts_add_rms_norm`."""
+        ...
+
     def block_stats(self, logits, *, vocab_block: int) -> tuple[jax.Array, jax.Array]:
         """See `log_softmax.api.block_stats`."""
         ...

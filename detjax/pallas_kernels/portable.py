@@ -17,6 +17,11 @@ from detjax.pallas_kernels.linear.portable import norm_linear_swiglu as norm_lin
 from detjax.pallas_kernels.log_softmax.portable import block_stats as block_stats
 from detjax.pallas_kernels.log_softmax.portable import log_probs as log_probs
 from detjax.pallas_kernels.log_softmax.portable import log_sum_exp as log_sum_exp
+from detjax.pallas_kernels.moe.portable import (
+    combine_experts_add_rms_norm as combine_experts_add_rms_norm,
+)
+from detjax.pallas_kernels.moe.portable import expert_mlp as expert_mlp
+from detjax.pallas_kernels.moe.portable import route as route
 from detjax.pallas_kernels.rms_norm.portable import add_rms_norm as add_rms_norm
 from detjax.pallas_kernels.rms_norm.portable import combine_add_rms_norm as combine_add_rms_norm
 from detjax.pallas_kernels.rms_norm.portable import rms_norm as rms_norm

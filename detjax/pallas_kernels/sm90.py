@@ -19,6 +19,11 @@ from detjax.pallas_kernels.linear.sm90 import norm_linear_swiglu as norm_linear_
 from detjax.pallas_kernels.log_softmax.sm90 import block_stats as block_stats
 from detjax.pallas_kernels.log_softmax.sm90 import log_probs as log_probs
 from detjax.pallas_kernels.log_softmax.sm90 import log_sum_exp as log_sum_exp
+from detjax.pallas_kernels.moe.sm90 import (
+    combine_experts_add_rms_norm as combine_experts_add_rms_norm,
+)
+from detjax.pallas_kernels.moe.sm90 import expert_mlp as expert_mlp
+from detjax.pallas_kernels.moe.sm90 import route as route
 from detjax.pallas_kernels.rms_norm.sm90 import add_rms_norm as add_rms_norm
 from detjax.pallas_kernels.rms_norm.sm90 import combine_add_rms_norm as combine_add_rms_norm
 from detjax.pallas_kernels.rms_norm.sm90 import rms_norm as rms_norm

@@ -23,8 +23,10 @@ from jax.sharding import PartitionSpec as P
 
 from detjax.array_types import Activation, Array, Float32
 from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.moe.api import combine_experts_add_rms_norm
 from detjax.pallas_kernels.rms_norm.api import combine_add_rms_norm
 from detjax.parallel import sm90_exchange
+from detjax.parallel.collectives import scatter_expert_rows
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
 
 MAX_EXCHANGED_ROWS = 128
@@ -256,4 +258,50 @@ def scatter_add_rms_norm(
         first = lax.axis_index(axis_name) * share
         residual = lax.dynamic_slice_in_dim(residual, first, share)
     total, out = combine_add_rms_norm(blocks, residual, bias, gain, eps=eps, backend=backend)
+    return total, lax.all_gather(out, axis_name, axis=0, tiled=True)
+
+
+def scatter_experts_add_rms_norm(
+    y: Activation[Array, "M Q D"],
+    weights: Float32[Array, "M Q"],
+    residual: Activation[Array, "R D"],
+    gain: Activation[Array, " D"],
+    axis_name: str,
+    axis_size: int,
+    *,
+    eps: float,
+    backend: Backend,
+) -> tuple[Activation[Array, "m D"], Activation[Array, "M D"]]:
+    """`combine_experts_add_rms_norm` of rows from all ranks, each rank a share of the rows.
+
+    Call inside `shard_map`.
+
+    Args:
+        y: From `expert_mlp`: this rank's experts, and all bits zero elsewhere.
+        weights: Of every row's experts.
+        residual: The residual stream: all rows (R = M), or this rank's share (R = M / axis_size).
+        gain: Scale of each channel.
+        axis_name: Mesh axis of the ranks.
+        axis_size: How many; divides the rows.
+        eps: Added to the mean square.
+        backend: Which implementation of the additions runs.
+
+    Returns:
+        This rank's rows of the new residual stream, and all normalised rows.
+
+    Numerics:
+        # ORDER: ranks of a row's experts left to right, as `combine_experts_add_rms_norm`.
+        # ROUND: the residual stream, once.
+        Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
+    """
+    num_rows = y.shape[0]
+    share = num_rows // axis_size
+    first = lax.axis_index(axis_name) * share
+    own = scatter_expert_rows(y, axis_name)
+    own_weights = lax.dynamic_slice_in_dim(weights, first, share)
+    if residual.shape[0] == num_rows:
+        residual = lax.dynamic_slice_in_dim(residual, first, share)
+    total, out = combine_experts_add_rms_norm(
+        own, own_weights, residual, gain, eps=eps, backend=backend
+    )
     return total, lax.all_gather(out, axis_name, axis=0, tiled=True)

@@ -347,8 +347,8 @@ class Engine:
         """Check an answer again by prefill, or a chunk of it, if there is nothing else to do.
 
         For a server, between requests: `AsyncEngine` calls it. It takes at most 1 % of the time of
-        all steps and half a second, and tells nobody; `stats` counts it, and a difference is as one
-        of the programs is. `step`, `drain` and `generate` never do it.
+        all steps, and tells nobody; `stats` counts it, and a difference is as one of the programs
+        is. `step`, `drain` and `generate` never do it.
 
         Returns:
             Whether to call again.

@@ -136,11 +136,13 @@ def _uses(text: TextSoFar, prompt_len, rank: _Rank) -> Int32[Array, "B T v"]:
     position = jnp.arange(length, dtype=jnp.int32)[None, :]
     is_known = position <= text.last[:, :1]
     column = rank.columns(jnp.where(is_known, text.token_ids, -1))
-    none = jnp.zeros((num_texts, rank.width), jnp.int32)
-    is_seen = none.at[_index(column), column].max(1, mode="drop")
     is_output = (position >= prompt_len[:, None]).astype(jnp.int32)
     # ORDER: integers, so none.
-    count = none.at[_index(column), column].add(is_output, mode="drop")
+    # WHY: one update of one array; of two, XLA would copy the zeros.
+    counts = jnp.zeros((2, num_texts, rank.width), jnp.int32)
+    counts = counts.at[is_output, _index(column), column].add(1, mode="drop")
+    count = counts[1]
+    is_seen = jnp.minimum(counts[0] + count, 1)
     if num_places == 1:
         return (is_seen + count)[:, None]
     # The tokens at the places after the first are of the completion.

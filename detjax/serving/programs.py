@@ -141,14 +141,24 @@ def _choose_last(
     tokens,
     rows,
     process: Process,
+    *,
+    wants_all: bool,
     **variant,
 ):
-    """Run tokens and choose the one that follows the last of each row."""
+    """Run tokens and choose the one that follows the last of each row.
+
+    Also returns the hidden states of every token, or of the last alone, and its position.
+    """
     forward, local_logits = PATHS[mode]
-    kv_cache, hidden = forward(ctx, params, tables, kv_cache, tokens)
     last: Int32[Array, " B"] = jnp.argmax(tokens.positions, axis=1).astype(jnp.int32)
     position = jnp.max(tokens.positions, axis=1)
-    logits = local_logits(ctx, params, last_hidden(hidden, last))
+    if wants_all or tokens.ids.shape[1] == 1:
+        kv_cache, hidden = forward(ctx, params, tables, kv_cache, tokens)
+        of_last = last_hidden(hidden, last)
+    else:
+        kv_cache, hidden = forward(ctx, params, tables, kv_cache, tokens, wanted=last)
+        of_last = hidden[:, 0]
+    logits = local_logits(ctx, params, of_last)
     processed = process(logits, position)
     choice = choose(ctx, logits, rows, position + 1, processed=processed, **variant)
     return kv_cache, hidden, choice, position
@@ -347,7 +357,7 @@ class ProgramCache:
 
         kv_cache, hidden, choice, last = _choose_last(
             self._context, key.mode, params, tables, kv_cache, tokens, rows, process,
-            **_variant(key),
+            wants_all=key.num_prompt_top is not None, **_variant(key),
         )  # fmt: skip
         put = {"mode": "drop", "unique_indices": False}
         slots = Slots(
@@ -435,6 +445,7 @@ class ProgramCache:
             tokens,
             _rows_of(sampling, slot),
             process,
+            wants_all=True,
             **_variant(key),
         )
         drafts = self._candidates(choice.token_ids, position + 1)

@@ -275,8 +275,10 @@ class Scheduler:
                 if seq.state is not SequenceState.RUNNING:
                     continue
                 given = self._speculation.propose(seq)
+                if given is None:
+                    continue
                 position = seq.len_bound - 1 + len(given)
-                if given and self._ensure_page(replica, seq, position, batch):
+                if self._ensure_page(replica, seq, position, batch):
                     rows.append(self._speculation.verify(seq, given))
 
     def _schedule_verifies(self, batch: ScheduledBatch) -> None:

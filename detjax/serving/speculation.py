@@ -157,18 +157,21 @@ class Speculation:
         open_window(seq)
         return row
 
-    def propose(self, seq: Sequence) -> tuple[int, ...]:
-        """Return drafts of the host for a running sequence; none if it cannot decode now.
+    def propose(self, seq: Sequence) -> tuple[int, ...] | None:
+        """Return drafts of the host for a running sequence; None if it decodes, or waits.
+
+        What a request predicts is verified to its end: the last token by a window without drafts.
 
         Raises:
             SequenceError: If proposing raises.
         """
         if not self.can_decode(seq) or seq.guide is not None:
-            return ()
+            return None
         most = self._max_drafts(seq)
         with blaming(seq):
-            predicted = predicted_drafts(seq)
-            return tuple((predicted or self._propose(seq.tokens, most))[:most])
+            if predicted := predicted_drafts(seq):
+                return predicted[:most]
+            return tuple(self._propose(seq.tokens, most)[:most]) or None
 
     def _close_if_due(self, seq: Sequence, step: int) -> bool:
         """Close the window of a sequence if its time has come, and say whether it is closed."""

@@ -2,6 +2,7 @@
 """Small models with random weights, and what a request should get from them."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from detjax.models.config import ModelConfig, RopeConfig
+from detjax.models.config import ExpertConfig, ModelConfig, RopeConfig
 from detjax.models.layers import ForwardContext, Tokens
 from detjax.models.loading import LoadedModel, place_model
 from detjax.models.params import ParamRole, TensorSpec, param_specs, stored_rows
@@ -40,8 +41,13 @@ def dummy_config(
     qk_norm: bool = False,
     window: int | None = None,
     max_len: int = 1024,
+    experts: tuple[int, int] | None = None,
 ) -> ModelConfig:
-    """A decoder whose every width allows tp up to 8 and whose down_proj is no power of two."""
+    """A decoder whose every width allows tp up to 8 and whose down_proj is no power of two.
+
+    With `experts` (their number, and how many a token has) every feed-forward layer but the first
+    of several is a mixture; an expert has 48 channels.
+    """
     return ModelConfig(
         family="dummy",
         vocab_size=vocab_size,
@@ -61,6 +67,15 @@ def dummy_config(
         sliding_windows=(window,) * num_layers,
         bos_token_id=None,
         eos_token_ids=(),
+        experts=None
+        if experts is None
+        else ExpertConfig(
+            num_experts=experts[0],
+            top_k=experts[1],
+            width=48,
+            renormalise=True,
+            layers=tuple(i > 0 or num_layers == 1 for i in range(num_layers)),
+        ),
     )
 
 
@@ -78,9 +93,12 @@ def dummy_model(
     specs = param_specs(config, tp=tp, vocab_block=profile.vocab_block)
 
     def make(spec: TensorSpec) -> jax.Array:
-        rng = np.random.default_rng([seed, *spec.hf_name.encode()])
-        values = rng.standard_normal(spec.hf_shape, np.float32)
-        if spec.role in (ParamRole.MATRIX, ParamRole.TABLE):
+        drawn = [
+            np.random.default_rng([seed, *name.encode()]).standard_normal(spec.hf_shape, np.float32)
+            for name in spec.hf_names
+        ]
+        values = np.stack(drawn) if spec.num_experts else drawn[0]
+        if spec.role in (ParamRole.MATRIX, ParamRole.TABLE, ParamRole.EXPERT):
             values *= spec.hf_shape[1] ** -0.5
         elif spec.role is ParamRole.GAIN:
             values = 1 + 0.1 * values
@@ -115,6 +133,42 @@ def mixed_requests(count: int = 17, *, vocab_size: int, max_tokens: int) -> list
             sampling=SamplingParams(max_tokens=max_tokens, **kinds[i % len(kinds)]),
         )
         for i in range(count)
+    ]
+
+
+def adjusted_requests(*, vocab_size: int, max_tokens: int) -> list[Request]:
+    """Requests with biases, penalties and masks, and a neighbour that asks for nothing.
+
+    Args:
+        vocab_size: Above 301.
+        max_tokens: Of each; above 8.
+    """
+    kinds: tuple[dict[str, Any], ...] = (
+        {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.7},
+        {"temperature": 0.8, "seed": 2, "logit_bias": ((5, 4.0), (17, -3.0), (300, 6.0))},
+        {
+            "temperature": 1.0, "seed": 3, "bad_words_token_ids": ((4,), (5, 6)), "min_tokens": 9,
+            "stop_token_ids": tuple(range(60)), "logprobs_mode": "processed",
+        },
+        {
+            "temperature": 0.7, "seed": 4, "top_k": 9, "logprobs_mode": "processed",
+            "allowed_token_ids": tuple(range(0, vocab_size, 3)), "num_top_logprobs": 3,
+        },
+        {
+            # Two tokens again and again, until their own number is in their way.
+            "temperature": 0.9, "seed": 5, "frequency_penalty": 1.9, "repetition_penalty": 1.1,
+            "logit_bias": ((300, 9.0), (301, 8.5)),
+        },
+        {"temperature": 0.9, "seed": 6},
+    )  # fmt: skip
+    rng = np.random.default_rng(0)
+    lengths = 5, 40, 130, 17, 64, 3
+    return [
+        Request(
+            prompt_token_ids=tuple(int(t) for t in rng.integers(0, vocab_size, length)),
+            sampling=SamplingParams(max_tokens=max_tokens, **kind),
+        )
+        for length, kind in zip(lengths, kinds, strict=True)
     ]
 
 

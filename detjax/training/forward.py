@@ -2,10 +2,11 @@
 """The forward pass of training: the decoder of serving, with gradients."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from detjax.array_types import Activation, Array, Float32
 from detjax.models.layers import ForwardContext
@@ -54,7 +55,7 @@ class TrainingOps:
             positions,
             window=config.sliding_windows[layer_idx],
         )
-        return cache, ops.to_rows(out.reshape(positions.size, -1), slots)
+        return cache, ops.to_rows(out.reshape(positions.size, -1), slots), stream
 
     def gate(self, weights: dict, stream: Stream) -> jax.Array:
         """A product, then its gates: the bits of both in one launch."""
@@ -63,6 +64,45 @@ class TrainingOps:
     def add_norm(self, x, w, bias, gain, stream: Stream) -> Stream:
         """One operation, as on one rank of a server."""
         return Stream(*ops.linear_add_rms_norm(self.ctx, x, w, stream.residual, bias, gain))
+
+    def mix_experts(self, weights: dict, gain, stream: Stream, cache):
+        """The operations of a server's one rank; `cache` counts for the balance, if asked to."""
+        ctx, x = self.ctx, stream.x
+        logits = ops.router_logits(ctx, x, weights["router"])
+        expert_ids, expert_weights = ops.route(ctx, logits)
+        joined = _joined(weights, "expert_gate_up"), _joined(weights, "expert_down")
+        y = ops.expert_mlp(ctx, x, expert_ids, *joined)
+        added = ops.combine_experts_add_rms_norm(ctx, y, expert_weights, stream.residual, gain)
+        if cache is not None:
+            cache = _counted(cache, logits, expert_ids, self.batch.slots < self.positions.size)
+        return cache, Stream(*added)
+
+
+class Balance(NamedTuple):
+    """What the routers of all layers gave to each expert.
+
+    Attributes:
+        slots: Slots of real rows that went to it, float32 [U].
+        probabilities: The sum of its softmax over real rows, float32 [U].
+        rows: Real rows, each once a layer, float32.
+    """
+
+    slots: Any
+    probabilities: Any
+    rows: Any
+
+
+def _counted(balance: Balance, logits, expert_ids, is_real) -> Balance:
+    """With another layer."""
+    num_experts = logits.shape[1]
+    real = is_real.astype(jnp.float32)[:, None]
+    is_chosen = jax.nn.one_hot(expert_ids, num_experts, dtype=jnp.float32).sum(axis=1)
+    probabilities = jax.nn.softmax(logits, axis=1)
+    return Balance(
+        balance.slots + jnp.sum(is_chosen * real, axis=0),
+        balance.probabilities + jnp.sum(probabilities * real, axis=0),
+        balance.rows + jnp.sum(real),
+    )
 
 
 def _joined(weights: dict[str, Any], name: str) -> jax.Array:
@@ -99,6 +139,44 @@ def token_logprobs(
     return ops.token_logprobs(ctx, hidden, output_head(ctx, params), batch.targets)
 
 
+def token_logprobs_and_balance(
+    ctx: ForwardContext,
+    params: dict[str, Any],
+    rope_tables: tuple[Float32[Array, "S half"], Float32[Array, "S half"]],
+    batch: Batch,
+    *,
+    remat: bool,
+) -> tuple[tuple[Float32[Array, " M"], Float32[Array, " M"]], Float32[Array, ""]]:
+    """What `token_logprobs` gives, and how unevenly routers use their experts.
+
+    `balance = U * sum_e(slots[e] / rows * probabilities[e] / rows)`, over real rows of all layers
+    that have experts; top_k where all experts are used alike.
+
+    Args: As `token_logprobs`.
+
+    Raises:
+        ValueError: As `token_logprobs`, or if the model has no mixtures of experts.
+
+    Numerics:
+        Log-probabilities as `token_logprobs`, the same bits. The balance is plain JAX: it is
+        run-invariant, and depends on which rows share the batch.
+
+    Reference:
+        Fedus et al. 2021, arXiv:2101.03961, equations 4 to 6, as in transformers'
+        `load_balancing_loss_func`. Counts have no gradient.
+    """
+    if ctx.config.experts is None:
+        raise ValueError("the model has no mixtures of experts, so there is no balance of them")
+    zeros = jnp.zeros(ctx.config.experts.num_experts, jnp.float32)
+    counted, hidden = _run(
+        ctx, params, rope_tables, batch, Balance(zeros, zeros, jnp.float32(0)), remat=remat
+    )
+    assert counted is not None  # it was given one
+    share = lax.stop_gradient(counted.slots) / counted.rows
+    balance = zeros.size * jnp.sum(share * counted.probabilities / counted.rows)
+    return ops.token_logprobs(ctx, hidden, output_head(ctx, params), batch.targets), balance
+
+
 def output_head(ctx: ForwardContext, params: dict[str, Any]) -> Float32[Array, "V D"]:
     """The master of the matrix that makes logits."""
     return params["embed"] if ctx.config.tie_word_embeddings else params["lm_head"]
@@ -113,6 +191,19 @@ def final_hidden(
     remat: bool,
 ) -> Activation[Array, "M D"]:
     """The hidden state of each row after the last norm, as `token_logprobs` takes and claims it."""
+    return _run(ctx, params, rope_tables, batch, None, remat=remat)[1]
+
+
+def _run(
+    ctx: ForwardContext,
+    params: dict[str, Any],
+    rope_tables: tuple[Float32[Array, "S half"], Float32[Array, "S half"]],
+    batch: Batch,
+    balance: Balance | None,
+    *,
+    remat: bool,
+) -> tuple[Balance | None, Activation[Array, "M D"]]:
+    """`final_hidden`, and what routers gave to their experts, counted from `balance` on."""
     if ctx.tp != 1:
         raise ValueError(f"{ctx.tp=} must be 1: training spreads sequences over devices")
     if batch.length > rope_tables[0].shape[0]:
@@ -125,5 +216,5 @@ def final_hidden(
     positions = jnp.where(positions < batch.lengths[:, None], positions, -1)
 
     own = TrainingOps(ctx=ctx, batch=batch, positions=positions, cos=cos, sin=sin)
-    _, stream = run_layers(own, params, batch.ids, None, remat=remat)
-    return stream.x
+    balance, stream = run_layers(own, params, batch.ids, balance, remat=remat)
+    return balance, stream.x

@@ -29,7 +29,7 @@ from detjax.parallel.collectives import butterfly_sum
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
 from detjax.training.batch import Batch
 from detjax.training.extras import optax
-from detjax.training.forward import token_logprobs
+from detjax.training.forward import token_logprobs, token_logprobs_and_balance
 from detjax.training.weights import master_params, move_bits
 from detjax.xla_flags import EXACT_OPTIONS
 
@@ -94,6 +94,7 @@ class Trainer:
         mesh: Mesh,
         clip_norm: float,
         remat: bool = True,
+        balance_weight: float = 0.0,
     ):
         """Describe the state.
 
@@ -104,12 +105,20 @@ class Trainer:
             clip_norm: Longest gradient that is applied as it is; longer ones are scaled to it.
             remat: Keep one activation a layer and compute the rest again. Changes no bit of a
                 log-probability.
+            balance_weight: Of the auxiliary loss that spreads rows over a model's experts, in each
+                microbatch (`forward.token_logprobs_and_balance`); 0 leaves it out.
 
         Raises:
-            ValueError: If the model is split over tp, or `clip_norm` is not positive.
+            ValueError: If the model is split over tp, `clip_norm` is not positive, or
+                `balance_weight` is negative, or positive for a model without experts.
         """
         if not clip_norm > 0:
             raise ValueError(f"{clip_norm=} must be positive; float('inf') never clips")
+        if not balance_weight >= 0 or (balance_weight and model.config.experts is None):
+            raise ValueError(
+                f"{balance_weight=} must be 0, or positive where the model has mixtures of experts"
+            )
+        self._balance_weight = balance_weight
         self._model, self._optimizer, self._mesh = model, optimizer, mesh
         self._clip_norm, self._remat = clip_norm, remat
         self.specs = _state_specs(model, optimizer, mesh.size)
@@ -205,6 +214,16 @@ class Trainer:
         ctx = ForwardContext(
             config=model.config, profile=model.profile, backend=model.backend, tp=1
         )
+
+        def balanced_loss(params):
+            values, balance = token_logprobs_and_balance(
+                ctx, params, tables, batch, remat=self._remat
+            )
+            total = -jnp.sum(batch.weights * values[0])
+            return total + self._balance_weight * balance, values
+
+        if self._balance_weight:
+            return jax.grad(balanced_loss, has_aux=True)(params)
 
         def loss(params):
             values = token_logprobs(ctx, params, tables, batch, remat=self._remat)

@@ -262,6 +262,14 @@ def pressed(
     return aot.inspect_program(lambda: lowered.compile({"xla_allow_excess_precision": False}))
 
 
+def audit_windows(*, with_filters: bool) -> aot.Program:
+    """A step of an audit: 32 windows of 64 tokens, two layers, logits of every token."""
+    model = abstract_model(2)
+    key = plain_key("verify", rows=32, length=64, table_len=8, with_filters=with_filters)
+    programs = ProgramCache(model, num_pages=512, num_slots=256, window_len=64)
+    return aot.inspect_program(lambda: programs.get(key, model.params))
+
+
 def kept_cache() -> aot.Program:
     """A control: the cache is not donated, so a step that writes to it must copy it."""
     return aot.compile_program(lambda pages: pages.at[0, 0].set(1.0), _shape(2, 64, 2, 8, 128, 128))
@@ -351,6 +359,8 @@ PROGRAMS = {
     ),
     "pressed_verify": lambda: pressed("verify", rows=8, length=8, table_len=34),
     "pressed_verify_wide": lambda: pressed("verify", rows=1, length=32, table_len=64),
+    "audit_windows": lambda: audit_windows(with_filters=False),
+    "audit_windows_filters": lambda: audit_windows(with_filters=True),
     "pressed_mesh_decode": lambda: pressed("decode", rows=8, table_len=34, tp=4),
     "pressed_mesh_many": lambda: pressed("decode", rows=256, table_len=10, dp=2, tp=2),
     "pressed_mesh_prefill": lambda: pressed("prefill", rows=1, length=512, table_len=64, tp=4),

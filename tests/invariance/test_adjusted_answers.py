@@ -9,55 +9,30 @@ import numpy as np
 import pytest
 
 from detjax.models.loading import LoadedModel
+from detjax.numerics import NumericsProfile
 from detjax.serving.config import EngineConfig
 from detjax.serving.engine import Engine
 from detjax.serving.programs import ProgramCache, keep_candidates
 from detjax.serving.request import Completion, Request, SamplingParams
 from detjax.testing import assert_bitwise_equal
-from detjax.testing.dummies import dummy_config, dummy_model
+from detjax.testing.dummies import adjusted_requests, dummy_config, dummy_model
 
-MAX_TOKENS, VOCAB = 12, 320
-
-SAMPLINGS = (
-    {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.7},
-    {"temperature": 0.8, "seed": 2, "logit_bias": ((5, 4.0), (17, -3.0), (300, 6.0))},
-    {
-        "temperature": 1.0, "seed": 3, "bad_words_token_ids": ((4,), (5, 6)), "min_tokens": 9,
-        "stop_token_ids": tuple(range(60)), "logprobs_mode": "processed",
-    },
-    {
-        "temperature": 0.7, "seed": 4, "top_k": 9, "logprobs_mode": "processed",
-        "allowed_token_ids": tuple(range(0, VOCAB, 3)), "num_top_logprobs": 3,
-    },
-    {
-        # Two tokens again and again, until their own number is in their way.
-        "temperature": 0.9, "seed": 5, "frequency_penalty": 1.9, "repetition_penalty": 1.1,
-        "logit_bias": ((300, 9.0), (301, 8.5)),
-    },
-    {"temperature": 0.9, "seed": 6},  # a neighbour that asks for nothing
-)  # fmt: skip
+MAX_TOKENS, VOCAB, PAGE = 12, 320, 4
 
 
 def requests() -> list[Request]:
-    rng = np.random.default_rng(0)
-    lengths = 5, 40, 130, 17, 64, 3
-    return [
-        Request(
-            # Few kinds of tokens, so that prompts have what completions want.
-            prompt_token_ids=tuple(map(int, rng.integers(0, VOCAB, length))),
-            sampling=SamplingParams(max_tokens=MAX_TOKENS, **dict(kind)),
-        )
-        for length, kind in zip(lengths, SAMPLINGS, strict=True)
-    ]
+    return adjusted_requests(vocab_size=VOCAB, max_tokens=MAX_TOKENS)
 
 
 @cache
 def model(dp: int, tp: int) -> LoadedModel:
-    return dummy_model(dummy_config(num_layers=1), dp=dp, tp=tp)
+    # Small pages, so that a few tokens take several.
+    profile = NumericsProfile(attention_block=PAGE, attention_split=64)
+    return dummy_model(dummy_config(num_layers=1), dp=dp, tp=tp, profile=profile)
 
 
 def engine(mesh=(1, 1), *, candidates=keep_candidates, **sizes) -> Engine:
-    sizes = {"batch_size": 4, "prefill_chunk": 64, "max_len": 256, "verify_window": 8, **sizes}
+    sizes = {"batch_size": 4, "prefill_chunk": 64, "max_len": 160, "verify_window": 8, **sizes}
     config = EngineConfig(**{"verify_rows": 2, **sizes})
     return Engine(model(*mesh), config, candidates=candidates)
 
@@ -97,7 +72,7 @@ WAYS = {
     "drafts that are wrong": {**DRAFTS, "candidates": worse},
     "drafts on two ranks, several a launch": {**DRAFTS, "decode_steps": 3, "mesh": (1, 2)},
     "prompt lookup": {"has_prompt_lookup": True},
-    "preemption": {"num_pages": 3},
+    "preemption": {"num_pages": 41},
 }
 
 
@@ -121,6 +96,7 @@ def test_adjusted_answers_are_bitwise_schedule_invariant(way):
     if way == "drafts that are wrong":
         assert stats.num_rollbacks > 3
     if way == "preemption":
+        assert stats.num_preempted > 0
         assert_canonical(made.generate(requests()), way)
     if "drafts" in way or way == "prompt lookup":
         assert stats.num_windows > 3

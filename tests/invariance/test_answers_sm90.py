@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The whole system on a Hopper GPU: a request's tokens and logprobs, whatever runs beside it."""
 
+import dataclasses
 import hashlib
 import json
+import re
 import subprocess
 import sys
 from functools import cache, partial
@@ -12,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import detjax
 from detjax.models.bundled import bundled_model_path
 from detjax.models.loading import LoadedModel, load_model
 from detjax.numerics import NumericsProfile
@@ -20,9 +23,11 @@ from detjax.parallel.mesh import make_mesh
 from detjax.serving.config import EngineConfig
 from detjax.serving.engine import Engine
 from detjax.serving.programs import empty_pages
-from detjax.serving.request import Completion, Request
+from detjax.serving.request import Completion, Request, SamplingParams
+from detjax.serving.structured_output import StructuredOutput
 from detjax.testing import assert_bitwise_equal, assert_order_sensitive, count_different_bits
 from detjax.testing.dummies import (
+    adjusted_requests,
     answers,
     batch_of,
     dummy_config,
@@ -152,3 +157,71 @@ def test_answers_are_bitwise_run_invariant():
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.split()[-1] == here
+
+
+def adjusted() -> list[Request]:
+    return adjusted_requests(vocab_size=1000, max_tokens=20)
+
+
+@cache
+def expected_adjusted(name: str) -> list[Completion]:
+    """Each request with biases, penalties and masks alone."""
+    return answers(model(name), adjusted())
+
+
+@pytest.mark.invariance
+@pytest.mark.parametrize("name", ["bundled", "128 channels, q/k norm"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"batch_size": 5},
+        {"batch_size": 17, "decode_steps": 5},
+        {"batch_size": 5, "mode": "dvr", "max_draft_fraction": 1.0, "verify_window": 8},
+    ],
+    ids=str,
+)
+def test_adjusted_answers_are_bitwise_schedule_invariant(name, changes):
+    engine = Engine(model(name), EngineConfig(prefill_chunk=64, max_len=384, **changes))
+    assert digests(engine.generate(adjusted())) == digests(expected_adjusted(name))
+    assert {step.text_len > 0 for step in engine.programs} == {True}
+
+
+def test_adjustments_change_answers_and_no_draw_of_a_neighbour():
+    plain = [dataclasses.replace(r, sampling=SamplingParams(max_tokens=20)) for r in adjusted()]
+    without = answers(model("bundled"), [*plain[:-1], adjusted()[-1]])
+    changed = [
+        a != b for a, b in zip(digests(without), digests(expected_adjusted("bundled")), strict=True)
+    ]
+    assert all(changed[:-1]) and not changed[-1]
+
+
+@pytest.mark.invariance
+def test_prompt_logprobs_are_bitwise_those_of_decoding():
+    """Of every answer: scored in company by prefill, in chunks, as decode had them."""
+    asked = [r for r in requests() if not r.sampling.is_filtered]
+    done = answers(model("bundled"), asked, batch_size=5)
+    texts = [(*r.prompt_token_ids, *c.token_ids) for r, c in zip(asked, done, strict=True)]
+    engine = Engine(model("bundled"), EngineConfig(batch_size=4, prefill_chunk=37, max_len=384))
+    for scores, completion in zip(engine.score(texts), done, strict=True):
+        got = np.asarray([s.logprob for s in scores[-len(completion.token_ids) :]], np.float32)
+        assert_bitwise_equal(got, np.stack(completion.logprobs), claim="scored as decoded")
+
+
+@pytest.mark.invariance
+def test_structured_answers_are_bitwise_batch_invariant():
+    forms = (
+        StructuredOutput.of_choices(["yes", "no"]),
+        StructuredOutput(kind="regex", spec="[a-c]{3,5}[0-9]"),
+        None,
+    )
+    asked = [
+        SamplingParams(max_tokens=16, temperature=1.0, seed=i, structured_output=form)
+        for i, form in enumerate(forms)
+    ]
+    prompts = ["Is it late?", "17+26=", "She said"]
+    sizes = {"max_len": 256, "show_progress": False, "backend": "sm90"}
+    alone = detjax.LLM("novels-6m", batch_size=1, **sizes)
+    want = [alone.generate(p, s)[0].outputs[0] for p, s in zip(prompts, asked, strict=True)]
+    got = detjax.LLM("novels-6m", batch_size=3, **sizes).generate(prompts, asked)
+    assert [g.outputs[0].digest() for g in got] == [w.digest() for w in want]
+    assert want[0].text in ("yes", "no") and re.fullmatch("[a-c]{3,5}[0-9]", want[1].text)

@@ -39,6 +39,7 @@ from detjax.pallas_kernels.linear.api import (
     norm_linear_swiglu,
 )
 from detjax.pallas_kernels.log_softmax.api import block_stats, log_probs, log_sum_exp
+from detjax.pallas_kernels.moe.api import combine_experts_add_rms_norm, expert_mlp, route
 from detjax.pallas_kernels.rms_norm.api import add_rms_norm, combine_add_rms_norm, rms_norm
 from detjax.pallas_kernels.rope.api import rope, rope_into_cache
 from detjax.pallas_kernels.sampling.api import (
@@ -60,6 +61,7 @@ from detjax.testing.cases import quick_and_slow
 
 ON = {"backend": Backend.PORTABLE}
 M, K, N, C = 37, 192, 130, 16
+NUM_EXPERTS, TOP_K = 8, 3
 PROFILE = NumericsProfile()
 ROW_COUNTS = [1, 16, 33]
 MORE_ROW_COUNTS = [2, 5, 15, 17]
@@ -134,6 +136,14 @@ def _cases() -> dict[str, Case]:
         jnp.asarray(draw.integers(0, 5, (M, 1024)), jnp.int32),
         *(jnp.asarray(draw.uniform(0.3, 1.9, M), jnp.float32) for _ in range(4)),
     )
+    draw = np.random.default_rng(12)
+    experts = bf16(draw, NUM_EXPERTS, 2 * 48, 64), bf16(draw, NUM_EXPERTS, 64, 48)
+    expert_ids = jnp.asarray(
+        draw.permuted(np.tile(np.arange(NUM_EXPERTS), (M, 1)), axis=1)[:, :TOP_K], jnp.int32
+    )
+    routed = bf16(draw, M, 64), expert_ids
+    combined = bf16(draw, M, TOP_K, 64), jnp.abs(f32(draw, M, TOP_K)), bf16(draw, M, 64)
+    router_logits = f32(draw, M, NUM_EXPERTS)
     leaf = tree_reduction(K, PROFILE)
     wide_w = bf16(rng, N, 8 * 32)
     eight = tree_reduction(8 * 32, PROFILE)
@@ -435,12 +445,49 @@ def _cases() -> dict[str, Case]:
                 np.arange(8)[rank::ranks],
             ),
         ),
+        "route": Case(
+            kernel=route,
+            call=lambda x: jnp.concatenate([_routed(x, True), _routed(x, False)], axis=1),
+            rows=(router_logits,),
+        ),
+        "expert_mlp": Case(
+            kernel=expert_mlp,
+            call=lambda x, ids: expert_mlp(x, ids, *experts, first_expert=0, **ON),
+            rows=routed,
+            slices=lambda rank, ranks: (
+                lambda x, ids: _over_ranks(x, ids, experts, ranks=ranks),
+                slice(None),
+            ),
+        ),
+        "combine_experts_add_rms_norm": Case(
+            kernel=combine_experts_add_rms_norm,
+            call=lambda y, w, r: jnp.stack(
+                combine_experts_add_rms_norm(y, w, r, gain[:64], eps=1e-5, **ON), axis=1
+            ),
+            rows=combined,
+        ),
         "butterfly_sum": Case(
             kernel=butterfly_sum,
             call=lambda x: _butterfly(x, wide_w, eight, tp=4),
             rows=(bf16(rng, M, 8 * 32),),
         ),
     }
+
+
+def _routed(logits, renormalise: bool) -> jax.Array:
+    """Ids and weights as one array."""
+    ids, weights = route(logits, top_k=TOP_K, renormalise=renormalise, **ON)
+    return jnp.concatenate([ids.astype(jnp.float32), weights], axis=1)
+
+
+def _over_ranks(x, ids, experts, *, ranks: int) -> jax.Array:
+    """Every slot's row from the rank that has its expert: the others give zero bits."""
+    share, words = NUM_EXPERTS // ranks, jnp.uint16(0)
+    for first in range(0, NUM_EXPERTS, share):
+        own = (w[first : first + share] for w in experts)
+        rows = expert_mlp(x, ids, *own, first_expert=first, **ON)
+        words += jax.lax.bitcast_convert_type(rows, jnp.uint16)
+    return jax.lax.bitcast_convert_type(words, x.dtype)
 
 
 def _combine(leaves, residual, gain) -> jax.Array:
@@ -516,6 +563,7 @@ def _run(call, rows, *, program: str = "run") -> np.ndarray:
 NAMES = tuple(_cases_cache())
 SAME_ON_EVERY_RANK = (
     "stats_and_choice", "nucleus_sums", "combine_add_rms_norm", "linear_add", "linear_add_rms_norm",
+    "expert_mlp",
 )  # fmt: skip
 """Cases whose call is that of all ranks together."""
 

@@ -28,7 +28,7 @@ def run(tmp_path, *parts: str) -> tuple[int, list[dict]]:
 
 
 @pytest.mark.invariance
-@pytest.mark.parametrize("part", ["512", "4352", "8192", "loop", "dvr"])
+@pytest.mark.parametrize("part", ["512", "4352", "8192", "loop", "dvr", "adjusted"])
 def test_answers_are_the_canonical_choices_at_every_position(tmp_path, part):
     status, (row,) = run(tmp_path, part)
     assert row["different"] == 0 and row["error"] == "" and row["compared_tokens"] > 500

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from detjax.models.config import RopeConfig, RopeKind
+from detjax.models.config import ExpertConfig, RopeConfig, RopeKind
 from detjax.models.hf_config import CHECKED_KEYS, INERT_KEYS, config_from_hf, load_config
 from detjax.models.registry import FAMILIES, find_family, supported_architectures
 
@@ -28,8 +28,10 @@ BASE = {
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
 }
 
 
@@ -61,7 +63,7 @@ def test_golden_folder_maps_to_its_own_values(case):
     ):
         assert getattr(config, ours) == values[theirs], ours
     heads = values["num_attention_heads"]
-    assert config.head_dim == values.get("head_dim", values["hidden_size"] // heads)
+    assert config.head_dim == (values.get("head_dim") or values["hidden_size"] // heads)
     assert config.rope.theta == values["rope_parameters"]["rope_theta"]
     assert config.rope.kind.value == values["rope_parameters"]["rope_type"]
     assert config.rope.factor == values["rope_parameters"].get("factor", 1.0)
@@ -113,6 +115,72 @@ def test_absent_keys_take_the_defaults_of_transformers():
     assert (qwen2.vocab_size, qwen2.eos_token_ids, qwen2.bos_token_id) == (151936, (), None)
     qwen3 = config_from_hf({"architectures": ["Qwen3ForCausalLM"], "num_attention_heads": 64})
     assert qwen3.head_dim == 128, "qwen3 has its own default, not hidden_size / heads"
+    moe = config_from_hf({"architectures": ["Qwen3MoeForCausalLM"]})
+    assert moe.experts == ExpertConfig(
+        num_experts=128, top_k=8, width=768, renormalise=False, layers=(True,) * 24
+    )
+    mixtral = config_from_hf({"architectures": ["MixtralForCausalLM"], "num_hidden_layers": 2})
+    assert mixtral.experts == ExpertConfig(
+        num_experts=8, top_k=2, width=14336, renormalise=True, layers=(True, True)
+    )
+    assert (mixtral.rope.theta, set(mixtral.sliding_windows)) == (1e6, {None})
+
+
+@pytest.mark.parametrize(
+    ("keys", "layers"),
+    [
+        ({}, (True,) * 3),
+        ({"decoder_sparse_step": 2}, (False, True, False)),
+        ({"mlp_only_layers": [0, 1]}, (False, False, True)),
+        ({"mlp_only_layers": [1], "decoder_sparse_step": 3}, (False, False, True)),
+    ],
+)
+def test_dense_layers_among_those_with_experts(keys, layers):
+    config = config_of("qwen3_moe", **keys)
+    assert config.experts is not None
+    assert config.experts.layers == layers
+    assert [config.has_experts(i) for i in range(3)] == list(layers)
+    assert config.has_dense_layers == (not all(layers))
+
+
+def test_a_model_whose_every_layer_is_dense_has_no_experts():
+    assert config_of("qwen3_moe", decoder_sparse_step=4).experts is None
+
+
+def test_the_number_of_experts_has_two_names():
+    """The published one, and that of transformers 5."""
+    older, newer = (config_of("qwen3_moe", **{k: 16}) for k in ("num_experts", "num_local_experts"))
+    assert older == newer
+    assert older.experts is not None and older.experts.num_experts == 16
+    with pytest.raises(ValueError, match="num_experts=16 and num_local_experts=8 differ; keep one"):
+        config_of("qwen3_moe", num_experts=16, num_local_experts=8)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            {"num_experts_per_tok": 9, "num_experts": 8},
+            "num_experts_per_tok=9 must be at most",
+        ),
+        ({"num_experts": 0}, "num_experts=0 must be an integer of at least 1"),
+        ({"mlp_only_layers": [3]}, "mlp_only_layers=.3. must be a list of layers from 0 to 2"),
+        ({"mlp_only_layers": 1}, "mlp_only_layers=1 must be a list of layers"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step=0 must be an integer of at least 1"),
+        ({"norm_topk_prob": 1}, "norm_topk_prob=1 must be true or false"),
+        ({"use_sliding_window": True}, "use_sliding_window=True is not supported for 'qwen3_moe'"),
+        ({"n_shared_experts": 1}, "n_shared_experts=1 is not a key that detjax knows for 'qwen3_"),
+    ],
+)
+def test_impossible_experts_are_refused(keys, message):
+    with pytest.raises(ValueError, match=message):
+        config_of("qwen3_moe", **keys)
+
+
+def test_keys_of_experts_are_refused_for_a_dense_family():
+    with pytest.raises(ValueError, match="router_aux_loss_coef=0.1 is not a key"):
+        config_of("llama", router_aux_loss_coef=0.1)
+    assert config_of("mixtral", router_aux_loss_coef=0.1) == config_of("mixtral")
 
 
 def test_head_dim_null_is_width_over_heads():
@@ -131,6 +199,7 @@ def test_key_lists_do_not_overlap():
     for family in FAMILIES:
         assert not family.defaults.keys() & (INERT_KEYS | CHECKED_KEYS.keys()), family.name
         assert not family.checked.keys() & (INERT_KEYS | family.defaults.keys()), family.name
+        assert not family.inert & (family.checked.keys() | family.defaults.keys() | INERT_KEYS)
 
 
 # ------------------------------------------------------------------------------- begin and end
@@ -411,7 +480,7 @@ def test_mistral_with_biases_is_refused():
 
 
 @pytest.mark.parametrize(
-    "architectures", [["MixtralForCausalLM"], None, [], "LlamaForCausalLM", ["LlamaModel"]]
+    "architectures", [["PhimoeForCausalLM"], None, [], "LlamaForCausalLM", ["LlamaModel"]]
 )
 def test_unknown_architecture_is_refused_with_the_list(architectures):
     with pytest.raises(ValueError, match="is not supported; detjax loads one of") as caught:

@@ -11,7 +11,13 @@ import numpy as np
 import pytest
 
 from detjax.numerics import NumericsProfile
-from detjax.pallas_kernels.attention import portable, sm90, sm90_decode, sm90_prefill
+from detjax.pallas_kernels.attention import (
+    portable,
+    sm90,
+    sm90_decode,
+    sm90_decode_run,
+    sm90_prefill,
+)
 from detjax.pallas_kernels.attention.shapes import LAYOUTS
 from detjax.pallas_kernels.rope import sm90 as rope_sm90
 from detjax.testing.bitwise import assert_bitwise_equal, count_different_bits
@@ -197,6 +203,9 @@ FUSED = (
     {"cluster": 1},
     {"cluster": 2},
     {"cluster": 2, "scores_ahead": True},
+    {"keys_at_once": 32},
+    {"whole_sequences": True, "keys_at_once": 32},
+    {"cluster": 2, "scores_ahead": True, "keys_at_once": 32},
 )
 """Ways to do a decode step in one kernel, or in two."""
 
@@ -210,6 +219,54 @@ def test_new_tokens_inside_decode_have_the_bits_of_two_kernels(options):
     case = new_tokens([600, 0, 128], kv_heads=2, group=4, channels=128, with_norm=True)
     actual, expected = case.at_once(is_interpreted=True, **options), case.apart(is_interpreted=True)
     assert_same(actual, expected, "rotated inside attention is rotated before it")
+
+
+ENDS = (1, 32, 33, 64, 65, 96, 97, 128)
+"""Keys written of a sequence's last page, around those that are loaded at once."""
+
+
+AT_ENDS = [300, *ENDS[:3], *(128 + end for end in ENDS)]
+
+
+def attend_at_ends(keys_at_once: int) -> np.ndarray:
+    """Sequences of one page, and of a full one and another that ends there, after a longer one."""
+    case = new_tokens(AT_ENDS, kv_heads=1, group=2, channels=64, with_norm=False)
+    out, _ = case.at_once(
+        is_interpreted=True, whole_sequences=True, num_ctas=2, keys_at_once=keys_at_once
+    )
+    return np.asarray(out)
+
+
+@pytest.mark.invariance
+@pytest.mark.parametrize("keys_at_once", quick_and_slow([32], [64]))
+def test_loading_the_written_keys_of_a_last_page_is_bitwise_schedule_invariant(keys_at_once):
+    whole_pages = attend_at_ends(128)
+    assert np.isfinite(whole_pages.astype(np.float32)).all()
+    assert_bitwise_equal(
+        attend_at_ends(keys_at_once), whole_pages, claim=f"{keys_at_once=} is for speed alone"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.control
+def test_control_a_load_that_leaves_out_written_keys_differs(monkeypatch):
+    whole_pages = attend_at_ends(128)
+    load = sm90_decode_run._load_written
+
+    def load_less(num_written, *refs, at_once):
+        load(jnp.maximum(num_written - at_once, 1), *refs, at_once=at_once)
+
+    monkeypatch.setattr(sm90_decode_run, "_load_written", load_less)
+    jax.clear_caches()
+    few = attend_at_ends(32)
+    jax.clear_caches()
+    differs = (few.view(np.uint16) != whole_pages.view(np.uint16)).any(axis=(1, 2, 3))
+    # The new token is not among what is loaded.
+    loaded = [-(-max((n - 1) % 128 + 1 - 32, 1) // 32) * 32 for n in AT_ENDS]
+    assert differs.tolist() == [
+        count < (n - 1) % 128 for count, n in zip(loaded, AT_ENDS, strict=True)
+    ]
+    assert differs.any()
 
 
 def check_against_portable(positions, *, kv_heads, group, channels, window=None, run=attend):

@@ -235,6 +235,8 @@ def test_vocabulary_kernels_lower(num_rows, vocab):
             x, row, key, key, struct((), I32),
         )  # fmt: skip
     lower_for_hopper(sampling.nucleus_sums, x, row, struct((num_rows,), I32), row)
+    uses = struct((num_rows, vocab), I32)
+    lower_for_hopper(sampling.adjust_logits, x, x, uses, (row, row), (row, row))
 
 
 def vocabulary_case(num_rows, vocab, seed=0):
@@ -301,14 +303,60 @@ def test_nucleus_sums_in_interpret_mode():
         close(a, b, 1e-5)
 
 
+def adjustments_case(num_rows, vocab, seed=0):
+    """Logits, biases and uses, and four factors and penalties a row; the first row asks nothing."""
+    logits = np.asarray(vocabulary_case(num_rows, vocab, seed)[0]).copy()
+    logits[:, 5] = -0.0
+    rng = np.random.default_rng([1, seed])
+    bias = np.where(rng.random(logits.shape) < 0.3, rng.normal(size=logits.shape), 0)
+    uses = rng.integers(0, 6, logits.shape).astype(np.int32)
+    per_row = rng.uniform(0.3, 1.9, (4, num_rows)).astype(np.float32)
+    bias[0], per_row[:2, 0], per_row[2:, 0] = 0, 1, 0
+    return tuple(map(jnp.asarray, (logits, bias.astype(np.float32), uses, *per_row)))
+
+
+def adjust(x, bias, uses, above, below, per_use, once, **how):
+    return sampling.adjust_logits(x, bias, uses, (above, below), (per_use, once), **how)
+
+
+def adjusted_by_specification(x, bias, uses, above, below, per_use, once):
+    """As docs/numerics.md has it; NumPy rounds every operation, and fuses none."""
+    a = np.where(bias == 0, x, x + bias)
+    b = np.where(uses > 0, a * np.where(a > 0, above[:, None], below[:, None]), a)
+    lower = (b - per_use[:, None] * (uses - 1).astype(np.float32)) - once[:, None]
+    return np.where(uses > 1, lower, b)
+
+
+def check_adjusted(out, args):
+    args = [np.asarray(a) for a in args]
+    want = adjusted_by_specification(*args)
+    assert want.dtype == np.float32
+    assert_bitwise_equal(out, want, claim="the specified order, each operation rounded")
+    assert_bitwise_equal(out[0], args[0][0], claim="a row that asks for nothing keeps its bits")
+    x, bias, uses, above, below, per_use, once = args
+    late = adjusted_by_specification(x, 0 * bias, uses, above, below, per_use, once) + bias
+    assert count_different_bits(late, want), "the probe depends on the order"
+
+
+@pytest.mark.parametrize(("num_rows", "vocab"), quick_and_slow(((3, 640),), ((1, 256),)))
+def test_adjusted_logits_in_interpret_mode(num_rows, vocab):
+    args = adjustments_case(num_rows, vocab)
+    want = adjusted_by_specification(*map(np.asarray, args))
+    out = adjust(*args, interpret=True)
+    # XLA's CPU may fuse a product with a subtraction here; on a GPU every bit is compared.
+    close(jnp.maximum(out, -99.0), np.maximum(want, -99), 1e-6)
+    assert_bitwise_equal(out[0], args[0][0], claim="a row that asks for nothing keeps its bits")
+
+
 @pytest.mark.parametrize(
     "call",
     (
         lambda x, t, key: sampling.gumbel_scores(x, t, key, first_token_id=0),
         lambda x, t, key: sampling.gumbel_argmax(x, t, key, first_token_id=0),
         lambda x, t, key: sampling.nucleus_sums(x, t, t.astype(I32), t),
+        lambda x, t, key: sampling.adjust_logits(x, x, x.astype(I32), (t, t), (t, t)),
     ),
-    ids=("gumbel_scores", "gumbel_argmax", "nucleus_sums"),
+    ids=("gumbel_scores", "gumbel_argmax", "nucleus_sums", "adjust_logits"),
 )
 def test_sampling_refuses_part_blocks(call):
     with pytest.raises(ValueError, match="200"):
@@ -487,3 +535,16 @@ def test_vocabulary_kernels_are_bitwise_batch_invariant(vocab):
     top_k = np.resize(np.int32([vocab, 1, 50]), MOST)
     nucleus = (ranked, temperature, top_k, jnp.full((MOST,), 0.9, F32))
     check_rows(sampling.nucleus_sums, nucleus, f"nucleus_sums of {vocab}")
+
+
+@pytest.mark.gpu
+@pytest.mark.invariance
+@pytest.mark.parametrize("vocab", (512, 32000, 128256))
+def test_adjusted_logits_are_bitwise_those_of_the_specification(vocab):
+    args = adjustments_case(MOST, vocab)
+    [out] = check_rows(adjust, args, f"adjusted logits of {vocab}")
+    check_adjusted(out, args)
+    half = vocab // 256 * 128
+    for cols in (slice(0, half), slice(half, vocab)):
+        got = adjust(*(a[:, cols] for a in args[:3]), *args[3:])
+        assert_bitwise_equal(got, out[:, cols], claim="a rank's share of the vocabulary")

@@ -313,6 +313,12 @@ def test_evidence_that_cannot_be_written_is_a_warning(monkeypatch, tmp_path):
 # ---------------------------------------------------------------------------------- answers again
 
 
+@pytest.fixture
+def idle_time(monkeypatch):
+    """As after an hour of service: there is time to check whatever waits."""
+    monkeypatch.setattr(recheck, "SHARE", 1e6)
+
+
 async def ask(engine: AsyncEngine, request: Request) -> list:
     stream = engine.stream(request.prompt_token_ids, request.sampling)
     return [output async for output in stream]
@@ -329,7 +335,7 @@ def serve(made: Engine, count: int = 3) -> None:
     asyncio.run(run())
 
 
-def test_a_server_checks_answers_again_while_idle(evidence):
+def test_a_server_checks_answers_again_while_idle(evidence, idle_time):
     made = warm_engine()
     serve(made)
     stats = made.stats()
@@ -343,7 +349,7 @@ def test_a_server_checks_answers_again_while_idle(evidence):
 
 
 @pytest.mark.control
-def test_a_wrong_answer_is_found_when_it_is_checked_again(monkeypatch, evidence):
+def test_a_wrong_answer_is_found_when_it_is_checked_again(monkeypatch, evidence, idle_time):
     """The host's fault, which no program shows: a token is put down with another's logprob."""
     made = warm_engine()
     right = made._rechecks.offer
@@ -360,7 +366,7 @@ def test_a_wrong_answer_is_found_when_it_is_checked_again(monkeypatch, evidence)
     assert json.loads(next(evidence.iterdir()).read_text())["difference"]["token_ids"]
 
 
-def test_a_request_comes_before_a_check(evidence):
+def test_a_request_comes_before_a_check(evidence, idle_time):
     made = warm_engine()
     asked = requests()[2]  # three chunks
     made.add_request(asked.prompt_token_ids, asked.sampling)
@@ -374,8 +380,7 @@ def test_a_request_comes_before_a_check(evidence):
     assert made.stats().num_rechecks_given_up == 1
 
 
-def test_checking_again_takes_a_small_share_of_the_time(monkeypatch, evidence):
-    monkeypatch.setattr(recheck, "FREE_S", 0.0)
+def test_checking_again_takes_a_small_share_of_the_time(evidence):
     made = warm_engine()
     made.generate(requests())
     stats = made.stats()
@@ -386,7 +391,7 @@ def test_checking_again_takes_a_small_share_of_the_time(monkeypatch, evidence):
 
 
 @pytest.mark.parametrize("value", ["start", "off"])
-def test_answers_are_checked_again_only_where_asked_for(value, evidence):
+def test_answers_are_checked_again_only_where_asked_for(value, evidence, idle_time):
     made = warm_engine(self_check=value)
     serve(made)
     assert made.stats().num_rechecked == 0

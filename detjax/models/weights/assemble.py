@@ -57,7 +57,7 @@ def dismantle(
         if len(spec.tensors) == 1:
             yield spec.tensors[0], array
             continue
-        sizes = tuple(tensor.shape[0] // mesh.shape[TP_AXIS] for tensor in spec.tensors)
+        sizes = tuple(tensor.rows_of_rank(mesh.shape[TP_AXIS]) for tensor in spec.tensors)
         cut = _separator(mesh, sizes, spec.partition)
         yield from zip(spec.tensors, cut(array), strict=True)
 
@@ -77,7 +77,7 @@ def _joiner(mesh: Mesh, partition: PartitionSpec) -> Callable[[list[jax.Array]],
 
 @functools.cache
 def _separator(mesh: Mesh, sizes: tuple[int, ...], partition: PartitionSpec):
-    """The inverse of `_joiner`; `sizes` are a rank's rows of each tensor."""
+    """The inverse of `_joiner`; `sizes` are `TensorSpec.rows_of_rank` of each tensor."""
     local = jax.shard_map(
         functools.partial(separate, sizes=sizes, tp=1),
         mesh=mesh,

@@ -45,7 +45,8 @@ def find_cast(folder: Path, config: ModelConfig, *, cast_weights: str, dtype: DT
             f"--cast-weights {cast_weights} does not go with {target.name} weights, which hold "
             "every checkpoint exactly; leave it out"
         )
-    wanted = {s.hf_name for s in jax.tree.leaves(tensor_specs(config, tp=1, vocab_block=1))}
+    specs = jax.tree.leaves(tensor_specs(config, tp=1, vocab_block=1))
+    wanted = {name for spec in specs for name in spec.hf_names}
     with contextlib.ExitStack() as stack:
         tensors = open_tensors(folder, stack)
         found = {tensor.dtype for name, tensor in tensors.items() if name in wanted}

@@ -53,8 +53,9 @@ def hash_weights(params: Params, config: ModelConfig, mesh: Mesh, *, vocab_block
 def _digests(spec: ParamSpec, array: jax.Array, *, tp: int) -> list[tuple[str, str]]:
     """(name, line) of each tensor that a parameter is made of."""
     return [
-        (tensor.hf_name, _line(tensor, host))
+        (name, _line(name, tensor, rows))
         for tensor, host in zip(spec.tensors, _tensors(spec, array, tp=tp), strict=True)
+        for name, rows in zip(tensor.hf_names, host if tensor.num_experts else [host], strict=True)
     ]
 
 
@@ -64,20 +65,21 @@ def _tensors(spec: ParamSpec, array: jax.Array, *, tp: int) -> Iterator[np.ndarr
     if len(spec.tensors) == 1:
         yield whole
         return
-    by_rank = whole.reshape(tp, -1, *whole.shape[1:])
+    by_rank = whole if spec.tensors[0].num_experts else whole.reshape(tp, -1, *whole.shape[1:])
     start = 0
     for tensor in spec.tensors:
-        end = start + tensor.shape[0] // tp
+        end = start + tensor.rows_of_rank(tp)
         yield by_rank[:, start:end].reshape(tensor.shape)
         start = end
 
 
-def _line(tensor: TensorSpec, stored: np.ndarray) -> str:
+def _line(name: str, tensor: TensorSpec, stored: np.ndarray) -> str:
+    """The line of one tensor of the checkpoint, as `tensor` stores it; of an expert, its rows."""
     hasher = hashlib.sha256()
     first = {run.source: run for run in reversed(tensor.runs)}
     for source in sorted(first):
         run = first[source]
-        rows = np.ascontiguousarray(stored[run.start : run.start + run.num_rows])
-        hasher.update(rows.view(np.uint8).reshape(-1).data)
+        rows = stored if tensor.num_experts else stored[run.start : run.start + run.num_rows]
+        hasher.update(np.ascontiguousarray(rows).view(np.uint8).reshape(-1).data)
     shape = ",".join(map(str, tensor.hf_shape))
-    return f"{tensor.hf_name} {stored.dtype.name} {shape} {hasher.hexdigest()}\n"
+    return f"{name} {stored.dtype.name} {shape} {hasher.hexdigest()}\n"

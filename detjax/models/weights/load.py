@@ -17,7 +17,7 @@ from detjax.models.params import EMBED_NAME, Params, TensorSpec, param_specs
 from detjax.models.weights.assemble import assemble, made_once
 from detjax.models.weights.dtypes import check_conversion, check_dtype
 from detjax.models.weights.files import StoredTensor, open_tensors
-from detjax.models.weights.place import place_tensor
+from detjax.models.weights.place import ExpertRows, place_tensor
 from detjax.numerics import NO_CAST
 
 Progress = Callable[[str, int, int], None]
@@ -45,8 +45,8 @@ def load_params(
     """Read a Hugging Face folder's safetensors onto `mesh`.
 
     Each distinct shard is read once, straight from its part of the file, so the host never holds
-    more than one tensor's shards. Where embeddings are tied, on one rank and with no padding,
-    "lm_head" is the very array of "embed".
+    more than one tensor's shards, or those of one projection of a layer's experts. Where embeddings
+    are tied, on one rank and with no padding, "lm_head" is the very array of "embed".
 
     Args:
         folder: Holds `model.safetensors`, or `model.safetensors.index.json` and its files.
@@ -54,7 +54,7 @@ def load_params(
         mesh: Has the axes "dp" and "tp".
         dtype: bfloat16 or float32, the dtype of every parameter.
         vocab_block: As for `param_specs`.
-        progress: Called after each tensor.
+        progress: Called after each tensor, and once for one projection of a layer's experts.
         cast_weights: "bfloat16" allows float16 tensors to be rounded to it; `find_cast` names what
             is rounded.
 
@@ -83,11 +83,14 @@ def load_params(
 
         def load(spec: TensorSpec) -> jax.Array:
             nonlocal done
-            tensor = tensors[spec.hf_name]
-            name = f"{spec.hf_name!r} in {tensor.file}"
-            array = place_tensor(tensor.rows, spec, mesh, dtype=target, name=name)
+            sources = [tensors[name] for name in spec.hf_names]
+            name = f"{spec.hf_names[0]!r} in {sources[0].file}"
+            rows = sources[0].rows
+            if spec.num_experts:
+                name, rows = f"{name} and on", ExpertRows([source.rows for source in sources])
+            array = place_tensor(rows, spec, mesh, dtype=target, name=name)
             done += math.prod(spec.shape) * target.itemsize
-            progress(spec.hf_name, done, total)
+            progress(spec.hf_name.format("*"), done, total)
             return array
 
         return assemble(specs, mesh, load)
@@ -102,7 +105,7 @@ def _check_tensors(
     can_cast: bool,
 ) -> None:
     """Every tensor that is needed is there, of the right shape and dtype, and no other."""
-    wanted = {spec.hf_name: spec.hf_shape for spec in specs}
+    wanted = {name: spec.hf_shape for spec in specs for name in spec.hf_names}
     if missing := [name for name in wanted if name not in tensors]:
         raise ValueError(
             f"{folder} lacks {len(missing)} of {len(wanted)} tensors, such as {missing[0]!r}; "

@@ -16,7 +16,7 @@ from detjax.models.params import EMBED_NAME, Params, TensorSpec, param_specs
 from detjax.models.weights.assemble import assemble, made_once
 from detjax.models.weights.dtypes import SOURCE_DTYPES, check_conversion, check_dtype
 from detjax.models.weights.load import HEAD_NAME, INERT_TENSORS
-from detjax.models.weights.place import place_tensor
+from detjax.models.weights.place import place_tensor, put_expert
 
 STORED_NAMES = {dtype: stored for stored, dtype in SOURCE_DTYPES.items()}
 MAX_NAMED = 3
@@ -77,7 +77,8 @@ def load_named_params(
     specs_of: dict[str, list[TensorSpec]] = {}
     for param in jax.tree.leaves(made_once(specs, mesh)):
         for spec in param.tensors:
-            specs_of.setdefault(spec.hf_name, []).append(spec)
+            for name in spec.hf_names:
+                specs_of.setdefault(name, []).append(spec)
     seen, placed = set[str](), dict[TensorSpec, jax.Array]()
     digests = dict[str, str]()
     for name, value in map(_pair, tensors):
@@ -103,7 +104,12 @@ def load_named_params(
             digests[name] = f"{stored} {hashlib.sha256(raw).hexdigest()}"
         if not is_tied_head:
             for spec in specs_of[name]:
-                placed[spec] = place_tensor(array, spec, mesh, dtype=target, name=repr(name))
+                if spec.num_experts:
+                    placed[spec] = put_expert(
+                        placed.get(spec), array, spec, mesh, dtype=target, name=name
+                    )
+                else:
+                    placed[spec] = place_tensor(array, spec, mesh, dtype=target, name=repr(name))
     if missing := [name for name in specs_of if name not in seen]:
         raise ValueError(
             f"{len(missing)} of {len(specs_of)} tensors are missing: "

@@ -2,15 +2,43 @@
 """One tensor of a checkpoint onto the devices, as its spec stores it."""
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from detjax.models.params import TensorSpec
 from detjax.models.weights.dtypes import converted
+from detjax.parallel.mesh import TP_AXIS
+
+
+class ExpertRows:
+    """The tensors of a layer's experts as one array with the experts first; indexing it reads."""
+
+    def __init__(self, experts: Sequence[Any]):
+        """Keep the experts' tensors, each of which reads what it is indexed with."""
+        self._experts = experts
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        """Read some rows and columns of some experts, one after the other into one array."""
+        experts, *rest = index
+        chosen = self._experts[experts]
+        first = chosen[0][tuple(rest)]
+        out = np.empty((len(chosen), *first.shape), first.dtype)
+        out[0] = first
+        for i, expert in enumerate(chosen[1:], 1):
+            rows = expert[tuple(rest)]
+            if rows.dtype != first.dtype:
+                raise ValueError(
+                    f"the experts of a layer have different dtypes, {first.dtype.name} and "
+                    f"{rows.dtype.name}; convert the checkpoint to one"
+                )
+            out[i] = rows
+        return out
 
 
 def place_tensor(
@@ -19,8 +47,8 @@ def place_tensor(
     """Put a tensor where its spec says; devices that hold the same shard share one read.
 
     Args:
-        rows: Of shape `spec.hf_shape`. Indexing it with slices gives NumPy arrays; they must stay
-            as they are, since a CPU device may hold their very memory.
+        rows: Of shape `spec.source_shape`. Indexing it with slices gives NumPy arrays; they must
+            stay as they are, since a CPU device may hold their very memory.
         spec: Where rows and columns go.
         mesh: Has the axes "dp" and "tp".
         dtype: Of the result.
@@ -61,3 +89,48 @@ def _read_shard(
     if num_zeros:
         parts.append(np.zeros([num_zeros, *(stop - start for start, stop in bounds[1:])], dtype))
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def put_expert(
+    experts: jax.Array | None,
+    rows: np.ndarray,
+    spec: TensorSpec,
+    mesh: Mesh,
+    *,
+    dtype: jnp.dtype,
+    name: str,
+) -> jax.Array:
+    """Put one expert's tensor among those that are on the devices already.
+
+    Args:
+        experts: What this gave for another expert of `spec`, and is consumed; None at first.
+        rows: Of shape `spec.hf_shape`.
+        spec: Of the layer's experts.
+        mesh: Has the axes "dp" and "tp".
+        dtype: Of the result.
+        name: Of the tensor, one of `spec.hf_names`.
+
+    Raises:
+        ValueError: If a value cannot be turned into `dtype`.
+    """
+    if experts is None:
+        sharding = NamedSharding(mesh, spec.partition)
+        experts = jnp.zeros(spec.shape, dtype, device=sharding)
+    whole = NamedSharding(mesh, PartitionSpec())
+    one = jax.device_put(converted(rows, dtype, name=repr(name)), whole)
+    return _expert_putter(mesh, spec.partition)(experts, one, spec.hf_names.index(name))
+
+
+@functools.cache
+def _expert_putter(mesh: Mesh, partition: PartitionSpec) -> Callable[..., jax.Array]:
+    """Write an expert on the rank that has it."""
+
+    def local(experts, one, expert):
+        slot = expert - lax.axis_index(TP_AXIS) * experts.shape[0]
+        is_here = (slot >= 0) & (slot < experts.shape[0])
+        slot = jnp.clip(slot, 0, experts.shape[0] - 1)
+        return experts.at[slot].set(jnp.where(is_here, one, experts[slot]))
+
+    in_specs = (partition, PartitionSpec(), PartitionSpec())
+    put = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=partition, check_vma=False)
+    return jax.jit(put, donate_argnums=0, out_shardings=NamedSharding(mesh, partition))

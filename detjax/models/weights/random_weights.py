@@ -51,20 +51,25 @@ def random_params(
         return jax.jit(draw, out_shardings=NamedSharding(mesh, spec.partition))
 
     def make(spec: TensorSpec) -> jax.Array:
-        key = jax.random.fold_in(root, zlib.crc32(spec.hf_name.encode()))
-        return compiled(spec.unnamed)(key)
+        names = jnp.asarray([zlib.crc32(name.encode()) for name in spec.hf_names], jnp.uint32)
+        keys = jax.vmap(functools.partial(jax.random.fold_in, root))(names)
+        return compiled(spec.unnamed)(keys if spec.num_experts else keys[0])
 
     return assemble(specs, mesh, make)
 
 
 def random_tensor(key: jax.Array, *, spec: TensorSpec, dtype: jnp.dtype) -> jax.Array:
-    """The sum of the four bytes of each random word, centred: near normal, and an integer."""
-    bits = jax.random.bits(key, spec.hf_shape, jnp.uint32)
+    """The sum of the four bytes of each random word, centred: near normal, and an integer.
+
+    Of experts there is one key each.
+    """
+    draw = functools.partial(jax.random.bits, shape=spec.hf_shape, dtype=jnp.uint32)
+    bits = jax.vmap(draw)(key) if spec.num_experts else draw(key)
     total = sum((bits >> jnp.uint32(8 * i)) & jnp.uint32(255) for i in range(1, 4))
     centred = (total + (bits & jnp.uint32(255))).astype(jnp.int32) - jnp.int32(510)
     noise = centred.astype(jnp.float32)  # exact; standard deviation 147.8
     match spec.role:
-        case ParamRole.MATRIX | ParamRole.TABLE:
+        case ParamRole.MATRIX | ParamRole.TABLE | ParamRole.EXPERT:
             std = math.sqrt(4 * (256**2 - 1) / 12)
             values = noise * jnp.float32(1 / (std * math.sqrt(spec.hf_shape[1])))
         case ParamRole.GAIN:

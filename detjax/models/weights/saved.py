@@ -80,8 +80,8 @@ def save_params(
     """Write `params` as an orbax checkpoint that any mesh can restore.
 
     Tensors are stored under their Hugging Face names and in their shapes: key/value heads once,
-    no padding, tied embeddings once. `detjax_params.json` beside them says which model and dtype,
-    and is written last.
+    no padding, tied embeddings once; those of a layer's experts as one array. `detjax_params.json`
+    beside them says which model and dtype, and is written last.
 
     Args:
         folder: Made here; must not hold a checkpoint yet.
@@ -99,10 +99,10 @@ def save_params(
     specs = param_specs(config, tp=mesh.shape["tp"], vocab_block=vocab_block)
     tensors = {}
     for spec, array in dismantle({name: params[name] for name in specs}, specs, mesh):
-        if spec.hf_name not in tensors:
+        if _saved_name(spec) not in tensors:
             sharding = NamedSharding(mesh, _checkpoint_partition(spec))
             is_plain = not spec.is_rearranged
-            tensors[spec.hf_name] = (
+            tensors[_saved_name(spec)] = (
                 array if is_plain else _rearrange(checkpoint_rows, array, spec, sharding)
             )
     with ocp.StandardCheckpointer() as checkpointer:
@@ -138,17 +138,22 @@ def restore_params(
     wanted = [tensor for spec in jax.tree.leaves(specs) for tensor in spec.tensors]
     for spec in wanted:  # "embed" comes first, so a tied tensor lies as it asks
         sharding = NamedSharding(mesh, _checkpoint_partition(spec))
-        tensor = jax.ShapeDtypeStruct(spec.hf_shape, target, sharding=sharding)
-        abstract.setdefault(spec.hf_name, tensor)
+        tensor = jax.ShapeDtypeStruct(spec.source_shape, target, sharding=sharding)
+        abstract.setdefault(_saved_name(spec), tensor)
     with ocp.StandardCheckpointer() as checkpointer:
         tensors = checkpointer.restore(folder / CHECKPOINT_ARRAYS, abstract)
 
     def place(spec: TensorSpec) -> jax.Array:
-        tensor, sharding = tensors[spec.hf_name], NamedSharding(mesh, spec.partition)
+        tensor, sharding = tensors[_saved_name(spec)], NamedSharding(mesh, spec.partition)
         is_in_place = not spec.is_rearranged and tensor.sharding == sharding
         return tensor if is_in_place else _rearrange(stored_rows, tensor, spec, sharding)
 
     return assemble(specs, mesh, place)
+
+
+def _saved_name(spec: TensorSpec) -> str:
+    """A tensor's name in the checkpoint; experts are one tensor."""
+    return spec.hf_name.format("all")
 
 
 def _checkpoint_partition(spec: TensorSpec) -> PartitionSpec:

@@ -27,6 +27,8 @@ FUSE_MERGE = True
 """Merge the splits of a sequence inside attention, in a CTA or a cluster of CTAs."""
 SCORES_AHEAD = True
 """Compute a block's scores while the one before it takes its softmax."""
+KEYS_AT_ONCE = 32
+"""Load a sequence's last page up to a multiple of so many keys; 128 loads all of it."""
 
 
 def is_decode(query_len: int, group: int, channels: int, window: int | None) -> bool:
@@ -149,6 +151,7 @@ def decode_config(
         whole_sequences=whole,
         cluster=cluster,
         scores_ahead=SCORES_AHEAD and query_len == 1 and not whole,
+        keys_at_once=KEYS_AT_ONCE,
     )
 
 

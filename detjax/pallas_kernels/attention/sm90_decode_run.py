@@ -35,6 +35,8 @@ class DecodeConfig:
             memory. Of one query a sequence alone. 0 leaves the merge to a second kernel.
         scores_ahead: Compute the scores of a block while the one before it takes its softmax. Of
             one query a sequence alone, and not with `whole_sequences`.
+        keys_at_once: Of a sequence's last page so many keys are loaded as are written, rounded up
+            to a multiple of this: 32, 64, or 128 for whole pages.
         blocks_per_split: Blocks of 128 keys in a split.
     """
 
@@ -45,6 +47,7 @@ class DecodeConfig:
     whole_sequences: bool = False
     cluster: int = 0
     scores_ahead: bool = False
+    keys_at_once: int = bits.BLOCK
     blocks_per_split: int = 4
 
 
@@ -395,8 +398,12 @@ def load_runs(work: Work, first_page: Callable = lambda turn, run: run.page(0)) 
                 def _is_free(slot=slot, free=free):
                     plgpu.barrier_wait(free.at[slot])
 
-                plgpu.copy_gmem_to_smem(
-                    memory.pages.at[work.page_row(run, page, half)], smem.at[slot], filled.at[slot]
+                _load_written(
+                    run.last + 1 - (run.first_block + j) * bits.BLOCK,
+                    memory.pages.at[work.page_row(run, page, half)],
+                    smem.at[slot],
+                    filled.at[slot],
+                    at_once=job.config.keys_at_once,
                 )
             return next_page
 
@@ -410,6 +417,38 @@ def load_runs(work: Work, first_page: Callable = lambda turn, run: run.page(0)) 
         used.append((memory.q_free, work.num_turns))
     for free, count in used:
         bits.drain(free, count)
+
+
+def _load_written(num_written, page_gmem, page_smem, filled, *, at_once: int) -> None:
+    """Load the first keys or values of a page: those that are written, and those up to a multiple.
+
+    What is behind them in shared memory is older. It decides no bit: its keys are masked, and its
+    values are cleared (`clear_unwritten`), as those of a freed page are.
+
+    Args:
+        num_written: Keys of the page that are written, the new token's included; 128 or more if
+            the page is full.
+        page_gmem: The page.
+        page_smem: A slot.
+        filled: Its barrier.
+        at_once: The multiple.
+    """
+
+    def load(num_keys: int) -> None:
+        keys = pl.ds(0, num_keys)
+        plgpu.copy_gmem_to_smem(page_gmem.at[keys], page_smem.at[keys], filled)
+
+    if at_once == bits.BLOCK:
+        load(bits.BLOCK)
+        return
+    is_whole = num_written > bits.BLOCK - at_once
+    pl.when(is_whole)(functools.partial(load, bits.BLOCK))
+
+    @pl.when(jnp.logical_not(is_whole))
+    def _load_part():
+        num_loaded = lax.div(num_written + (at_once - 1), jnp.int32(at_once)) * at_once
+        for num_keys in range(at_once, bits.BLOCK, at_once):
+            pl.when(num_loaded == num_keys)(functools.partial(load, num_keys))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -35,7 +35,7 @@ def step_len(leaf_len: int) -> int:
     return max(s for s in range(unit, MAX_STEP + 1, unit) if leaf_len % s == 0)
 
 
-def _leaf_sum(x_ref, w_ref, rows, cols, start, leaf_len: int) -> jax.Array:
+def leaf_sum(x_ref, w_ref, rows, cols, start, leaf_len: int) -> jax.Array:
     """Sum one leaf for one block.
 
     # ORDER: ((s0 + s1) + s2) + ..., s = step of K; inside a step, the one fixed-shape product.
@@ -66,7 +66,7 @@ def linear(x, w, bias, *, out_dtype: jnp.dtype) -> jax.Array:
 
     def body(x_ref, w_ref, *refs):
         rows, cols = _block(pl.program_id(1), pl.program_id(0))
-        total = _leaf_sum(x_ref, w_ref, rows, cols, 0, k_len)
+        total = leaf_sum(x_ref, w_ref, rows, cols, 0, k_len)
         if bias is not None:
             total = total + refs[0][cols].astype(jnp.float32)[None, :]
         refs[-1][...] = total.astype(out_dtype)  # ROUND: once, to the output's dtype
@@ -106,7 +106,7 @@ def linear_leaves(x, w, *, reduction: Reduction) -> jax.Array:
     def body(x_ref, w_ref, out_ref):
         rows, cols = _block(pl.program_id(1), pl.program_id(0))
         start = pl.program_id(2) * leaf_len
-        out_ref[...] = _leaf_sum(x_ref, w_ref, rows, cols, start, leaf_len)[None]
+        out_ref[...] = leaf_sum(x_ref, w_ref, rows, cols, start, leaf_len)[None]
 
     return run_blocks(
         body,

@@ -84,7 +84,7 @@ def narrow_normalise(parts: list, gains: list, tile: rows.Tile, *, width: int, e
     return [tile.whole.mul(tile.whole.mul(v, scale), g) for v, g in zip(parts, gains, strict=True)]
 
 
-def _wide_scale(sums_ref, math: rows.Arithmetic, *, shape, width: int, eps: float):
+def wide_scale(sums_ref, math: rows.Arithmetic, *, shape, width: int, eps: float):
     """`rsqrt(mean square + eps)` from the sums of all warps [chunks, 4 or LANES], in all elements.
 
     # ORDER: warp sums pairwise in order of channel, ((w0 + w1) + (w2 + w3)) + ....
@@ -117,7 +117,7 @@ def _wide_scale(sums_ref, math: rows.Arithmetic, *, shape, width: int, eps: floa
     return emit(sums_ref)
 
 
-def _joined(leaves: list, residual, bias, dtype):
+def joined(leaves: list, residual, bias, dtype):
     """Add leaves, bias and residual, and round: the new residual stream in `dtype`.
 
     # ORDER: residual + (((l0 + l1) + (l2 + l3)) + ... + bias), f32; additions only: nothing fuses.
@@ -166,7 +166,7 @@ def _wide(leaf_sums, x, bias, gain, *, eps: float, warpgroups: int, num_ctas: in
             b = None
             if bias is not None:
                 b = math.load(bias_gmem.at[columns[i]]).astype(jnp.float32)
-            return _joined(loads[:-1], loads[-1], b, dtype)
+            return joined(loads[:-1], loads[-1], b, dtype)
 
         def one_row(turn, row):
             slot = lax.rem(turn, 2) if has_turns else 0
@@ -184,7 +184,7 @@ def _wide(leaf_sums, x, bias, gain, *, eps: float, warpgroups: int, num_ctas: in
                 plgpu.barrier_wait(ready)
             else:
                 plgpu.commit_smem()
-            scale = _wide_scale(sums_smem.at[slot], math, shape=(chunk,), width=width, eps=eps)
+            scale = wide_scale(sums_smem.at[slot], math, shape=(chunk,), width=width, eps=eps)
             for c, v, g in zip(columns, values, gains, strict=True):
                 normed = math.mul(math.mul(v, scale), g.astype(jnp.float32))
                 out_gmem[-1][row, c] = normed.astype(dtype)  # ROUND: once
@@ -267,7 +267,7 @@ def normalise_wide_rows(
             # WHY: else values wait for their second use as float32, in twice the registers.
             values = lax.optimization_barrier(values)
         for (i, row), row_values in zip(taken, values, strict=True):
-            scale = _wide_scale(sums_smem.at[i], math, shape=(chunk,), width=width, eps=eps)
+            scale = wide_scale(sums_smem.at[i], math, shape=(chunk,), width=width, eps=eps)
             for start, v, g in zip(starts, row_values, gains, strict=True):
                 normed = math.mul(math.mul(v.astype(jnp.float32), scale), g.astype(jnp.float32))
                 store(normed.astype(x_gmem.dtype), row, start, math)  # ROUND: once
@@ -307,7 +307,7 @@ def _narrow(leaf_sums, x, bias, gain, *, eps: float, interpret: bool):
                 if bias is not None:
                     b = tile.per_col.load(bias_gmem.at[columns]).astype(jnp.float32)
                     b = tile.over_rows(b, shape)
-                v = _joined(leaves, v, b, dtype)
+                v = joined(leaves, v, b, dtype)
                 out_gmem[0][here, columns] = v
             values.append(v.astype(jnp.float32))
         gains = [

@@ -29,8 +29,6 @@ from detjax.serving.sequence import Sequence
 
 SHARE = 0.01
 """Of the time of all steps, that checking again may take."""
-FREE_S = 0.5
-"""Seconds that it may take beyond that, so that a young engine checks too."""
 MAX_KEPT = 8
 """Tokens that wait to be checked again."""
 
@@ -98,7 +96,7 @@ class Rechecks:
 
     @property
     def _credit_s(self) -> float:
-        return FREE_S + SHARE * self._stats.step_s.total - self._stats.recheck_s
+        return SHARE * self._stats.step_s.total - self._stats.recheck_s
 
     def offer(self, seq: Sequence, news: list[CommittedToken]) -> None:
         """Take one of the tokens that a canonical sequence releases now, drawn at random."""

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixture of experts. A row's bits depend on its own experts, never on who shares them."""
+
+from detjax.array_types import Activation, Array, Float32, Int32
+from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.kernel_table import KERNELS
+
+
+def route(
+    logits: Float32[Array, "M U"], *, top_k: int, renormalise: bool, backend: Backend
+) -> tuple[Int32[Array, "M Q"], Float32[Array, "M Q"]]:
+    """Choose each row's experts, and weigh them by a softmax.
+
+    `p[m, e] = exp(logits[m, e] - max(logits[m]))`, `w[m, r] = p[m, ids[m, r]] / s[m]`,
+    `s[m] = tree(p[m])`, or with `renormalise` `s[m] = p[m, ids[m, 0]] + p[m, ids[m, 1]] + ...`
+
+    Args:
+        logits: Of every expert of the model.
+        top_k: Experts of a row, Q.
+        renormalise: Whether a row's weights add up to 1.
+        backend: Which implementation runs.
+
+    Returns:
+        Ids of a row's experts in order of rank (the greatest logit first, equal ones by id), and
+        their weights.
+
+    Raises:
+        ValueError: If `top_k` is not from 1 to U.
+
+    Numerics:
+        float32 throughout, nothing rounded below it. `tree` is the perfect binary tree over experts
+        in order of id, padded with zeros to a power of two; the other sum runs left to right. One
+        division a weight, correctly rounded on portable. A row with NaN gets ids in range, and
+        meets no other row.
+        Claims: run-invariant, batch-invariant, path-consistent. Bits depend on (U, Q, build).
+
+    Reference:
+        Shazeer et al. 2017, arXiv:1701.06538. transformers rounds the weights to the dtype of the
+        activations; here they stay float32.
+    """
+    num_experts = logits.shape[1]
+    if not 1 <= top_k <= num_experts:
+        raise ValueError(f"{top_k=} must be from 1 to the {num_experts} experts")
+    return KERNELS[backend].route(logits, top_k=top_k, renormalise=renormalise)
+
+
+def expert_mlp(
+    x: Activation[Array, "M D"],
+    expert_ids: Int32[Array, "M Q"],
+    w_gate_up: Activation[Array, "u E D"],
+    w_down: Activation[Array, "u D F"],
+    *,
+    first_expert: Int32[Array, ""] | int,
+    backend: Backend,
+) -> Activation[Array, "M Q D"]:
+    """Run each row through those of its experts that are here.
+
+    `h = linear_swiglu(x[m], w_gate_up[e])`, `y[m, r] = round(sum_f(h[f] * w_down[e, :, f]))`,
+    `e = expert_ids[m, r] - first_expert`
+
+    Args:
+        x: Normalised rows.
+        expert_ids: Each row's experts, over all ranks, in order of rank.
+        w_gate_up: Of each expert here: rows of gate, then of up, (out, in); E = 2 F.
+        w_down: Of each expert here, (out, in).
+        first_expert: Id of the first expert here.
+        backend: Which implementation runs.
+
+    Returns:
+        Rounded rows; all bits zero where the expert is on another rank.
+
+    Raises:
+        ValueError: If the shapes do not agree.
+
+    Numerics:
+        The bits of `linear_swiglu`, then of `linear` rounded to the dtype of `x`: one leaf, K in
+        order, for each row and expert alone. Neither how many rows an expert gets nor which of
+        them share a tile changes a bit.
+        Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
+    """
+    num_local, num_gate_up, width = w_gate_up.shape
+    if x.shape[1] != width or w_down.shape != (num_local, width, num_gate_up // 2):
+        raise ValueError(
+            f"{x.shape=}, {w_gate_up.shape=} and {w_down.shape=} must be [M, D], [u, 2 F, D] and "
+            "[u, D, F]"
+        )
+    if num_gate_up % 2:
+        raise ValueError(f"{w_gate_up.shape=} must have as many rows of up as of gate")
+    return KERNELS[backend].expert_mlp(x, expert_ids, w_gate_up, w_down, first_expert=first_expert)
+
+
+def combine_experts_add_rms_norm(
+    y: Activation[Array, "M Q D"],
+    weights: Float32[Array, "M Q"],
+    residual: Activation[Array, "M D"],
+    gain: Activation[Array, " D"],
+    *,
+    eps: float,
+    backend: Backend,
+) -> tuple[Activation[Array, "M D"], Activation[Array, "M D"]]:
+    """Add a row's experts by their weights to the residual stream, and normalise.
+
+    `acc = 0`, then for each rank r `acc = fma(weights[m, r], y[m, r], acc)`,
+    `total = round(residual + acc)`, `out = rms_norm(total)`
+
+    Args:
+        y: Rows of `expert_mlp`, from whichever rank has the expert.
+        weights: Of `route`.
+        residual: The residual stream.
+        gain: Scale of each channel.
+        eps: Added to the mean square, in units of total**2.
+        backend: Which implementation runs.
+
+    Returns:
+        The new residual stream, and its normalised rows.
+
+    Numerics:
+        float32, experts in order of rank, each by one fused multiply-add (on portable where the
+        processor has one); the residual stream is rounded once, and its rounded value normalised
+        as `rms_norm` does.
+        Claims: run-invariant, batch-invariant, path-consistent.
+    """
+    return KERNELS[backend].combine_experts_add_rms_norm(y, weights, residual, gain, eps=eps)

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixture of experts in blocks of 16 rows of one expert. Which rows share one is no matter."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from detjax.pallas_kernels.fixed_blocks import COLS, ROWS, num_blocks, pad_axis, run_blocks
+from detjax.pallas_kernels.linear.portable import COLS as PRODUCT_COLS
+from detjax.pallas_kernels.linear.portable import leaf_sum
+from detjax.pallas_kernels.rms_norm.portable import add_rms_norm
+from detjax.pallas_kernels.swiglu.portable import swiglu
+
+
+def _row_block():
+    return pl.ds(pl.program_id(0) * ROWS, ROWS)
+
+
+@jax.jit
+def _exp_below(logits, row_max) -> jax.Array:
+    """`exp(logits - row_max)`, through memory, so that nothing fuses with it.
+
+    Columns are padded to a power of two of at least `COLS`, with zeros.
+    """
+    num_rows, num_experts = logits.shape
+    width = COLS
+    while width < num_experts:
+        width *= 2
+    extra = ((0, -num_rows % ROWS), (0, width - num_experts))
+    logits = jnp.pad(logits, extra, constant_values=-jnp.inf)
+    row_max = pad_axis(row_max, 0, ROWS)
+
+    def body(logits_ref, row_max_ref, out_ref):
+        rows = _row_block()
+        x = logits_ref[rows, pl.ds(pl.program_id(1) * COLS, COLS)]
+        out_ref[...] = jnp.exp(x - row_max_ref[rows, :])
+
+    out = run_blocks(
+        body,
+        logits,
+        row_max,
+        name="route_exp",
+        grid=(logits.shape[0] // ROWS, width // COLS),
+        out_shape=jax.ShapeDtypeStruct(logits.shape, jnp.float32),
+        out_specs=pl.BlockSpec((ROWS, COLS), lambda m, e: (m, e)),
+    )
+    return out[:num_rows]
+
+
+@partial(jax.jit, static_argnames=("top_k", "renormalise"))
+def route(logits, *, top_k: int, renormalise: bool) -> tuple[jax.Array, jax.Array]:
+    """See `api.route`."""
+    num_rows = logits.shape[0]
+    order = jnp.argsort(logits, axis=1, descending=True, stable=True)
+    expert_ids = order[:, :top_k].astype(jnp.int32)
+    terms = _exp_below(logits, jnp.max(logits, axis=1, keepdims=True))
+    chosen = jnp.take_along_axis(terms, expert_ids, axis=1)
+    terms, chosen = pad_axis(terms, 0, ROWS), pad_axis(pad_axis(chosen, 0, ROWS), 1, COLS)
+
+    def body(terms_ref, chosen_ref, out_ref):
+        rows = _row_block()
+        if renormalise:
+            # ORDER: ((t0 + t1) + t2) + ..., t = rank.
+            total = chosen_ref[rows, pl.ds(0, 1)]
+            for rank in range(1, top_k):
+                total = total + chosen_ref[rows, pl.ds(rank, 1)]
+        else:
+            total = terms_ref[rows, :]
+            # ORDER: ((p0 + p1) + (p2 + p3)) + ..., p = expert; zeros pad the end.
+            while total.shape[1] > 1:
+                total = total[:, 0::2] + total[:, 1::2]
+        out_ref[...] = chosen_ref[rows, :] / total  # ROUND: once, correctly
+
+    weights = run_blocks(
+        body,
+        terms,
+        chosen,
+        name="route_weights",
+        grid=(terms.shape[0] // ROWS,),
+        out_shape=jax.ShapeDtypeStruct(chosen.shape, jnp.float32),
+        out_specs=pl.BlockSpec((ROWS, chosen.shape[1]), lambda m: (m, 0)),
+    )
+    return expert_ids, weights[:num_rows, :top_k]
+
+
+def _tiles(expert_ids, first_expert, num_local: int):
+    """Sort slots by expert into tiles of `ROWS` rows of one expert. Integers alone.
+
+    Returns:
+        The tile row of each slot, past the last one where its expert is on another rank; the expert
+        of each tile; the number of tiles in use; how many there may be.
+    """
+    slots = expert_ids.reshape(-1) - first_expert
+    is_local = (slots >= 0) & (slots < num_local)
+    slots = jnp.where(is_local, slots, num_local)
+    most = min(num_local, slots.size) + num_blocks(slots.size, ROWS)
+    counts = jnp.zeros(num_local + 1, jnp.int32).at[slots].add(1)
+    first_slot = jnp.cumsum(counts) - counts
+    tiles = -(-counts[:num_local] // ROWS)
+    ends = jnp.cumsum(tiles)
+    first_row = jnp.append((ends - tiles) * ROWS, most * ROWS)
+    order = jnp.argsort(slots, stable=True)
+    experts = slots[order]
+    places = first_row[experts] + jnp.arange(slots.size, dtype=jnp.int32) - first_slot[experts]
+    rows = jnp.zeros_like(slots).at[order].set(jnp.where(experts < num_local, places, most * ROWS))
+    owners = jnp.searchsorted(ends, jnp.arange(most, dtype=jnp.int32), side="right")
+    return rows, jnp.minimum(owners, num_local - 1).astype(jnp.int32), ends[-1], most
+
+
+@partial(jax.jit, static_argnames=("name",))
+def _grouped_linear(x, w, owners, num_tiles, *, name: str) -> jax.Array:
+    """`linear` of each tile of rows with its expert's weights, [T * ROWS, I] and [u, O, I].
+
+    # ORDER: the body of `linear`, so its bits. Rows of tiles that are not in use are undefined.
+    """
+    num_cols, k_len = w.shape[1:]
+    w = pad_axis(w, 1, PRODUCT_COLS)
+
+    def body(x_ref, w_ref, owners_ref, out_ref):
+        tile = pl.program_id(0)
+        rows = pl.ds(tile * ROWS, ROWS)
+        cols = pl.ds(pl.program_id(1) * PRODUCT_COLS, PRODUCT_COLS)
+        expert_ref = w_ref.at[owners_ref[tile]]
+        total = leaf_sum(x_ref, expert_ref, rows, cols, 0, k_len)
+        out_ref[...] = total.astype(out_ref.dtype)  # ROUND: once
+
+    out = run_blocks(
+        body,
+        x,
+        w,
+        owners,
+        name=name,
+        grid=(num_tiles, w.shape[1] // PRODUCT_COLS),
+        out_shape=jax.ShapeDtypeStruct((x.shape[0], w.shape[1]), x.dtype),
+        out_specs=pl.BlockSpec((ROWS, PRODUCT_COLS), lambda t, n: (t, n)),
+    )
+    return out[:, :num_cols]
+
+
+@jax.jit
+def expert_mlp(x, expert_ids, w_gate_up, w_down, *, first_expert) -> jax.Array:
+    """See `api.expert_mlp`."""
+    num_rows, top_k = expert_ids.shape
+    rows, owners, num_tiles, most = _tiles(expert_ids, first_expert, w_gate_up.shape[0])
+    sources = jnp.full(most * ROWS, num_rows, jnp.int32)
+    slot_rows = jnp.arange(num_rows * top_k, dtype=jnp.int32) // top_k
+    sources = sources.at[rows].set(slot_rows, mode="drop", unique_indices=True)
+    tiled = jnp.take(x, sources, axis=0, mode="fill", fill_value=0)
+    gate_up = _grouped_linear(tiled, w_gate_up, owners, num_tiles, name="experts_gate_up")
+    out = _grouped_linear(swiglu(gate_up), w_down, owners, num_tiles, name="experts_down")
+    out = jnp.take(out, rows, axis=0, mode="fill", fill_value=0)
+    return out.reshape(num_rows, top_k, x.shape[1])
+
+
+@partial(jax.jit, static_argnames=("eps",))
+def combine_experts_add_rms_norm(
+    y, weights, residual, gain, *, eps: float
+) -> tuple[jax.Array, jax.Array]:
+    """See `api.combine_experts_add_rms_norm`."""
+    num_rows, top_k, width = y.shape
+    y, weights = pad_axis(y, 0, ROWS), pad_axis(weights, 0, ROWS)
+    # SHAPE: hidden from the compiler, so a sum of one is still a loop that starts from zero.
+    bound = lax.optimization_barrier(jnp.full((1,), top_k, jnp.int32))
+
+    def body(y_ref, weights_ref, bound_ref, out_ref):
+        rows = _row_block()
+
+        def add_expert(rank, total):
+            # ORDER: ranks left to right. ROUND: one fused multiply-add, where there is one.
+            wide = y_ref[rows, pl.ds(rank, 1), :].astype(jnp.float32)[:, 0]
+            return weights_ref[rows, pl.ds(rank, 1)] * wide + total
+
+        zeros = jnp.zeros((ROWS, width), jnp.float32)
+        out_ref[...] = lax.fori_loop(0, bound_ref[0], add_expert, zeros)
+
+    total = run_blocks(
+        body,
+        y,
+        weights,
+        bound,
+        name="combine_experts",
+        grid=(y.shape[0] // ROWS,),
+        out_shape=jax.ShapeDtypeStruct((y.shape[0], width), jnp.float32),
+        out_specs=pl.BlockSpec((ROWS, width), lambda m: (m, 0)),
+    )
+    return add_rms_norm(total[:num_rows], residual, None, gain, eps=eps)

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixture of experts on Hopper: rows sorted by expert, grouped products, rows combined."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from detjax.pallas_kernels.moe.sm90_combine import combine_rows_add_rms_norm, unsort_rows
+from detjax.pallas_kernels.moe.sm90_grouped import grouped_matmul, grouped_matmul_few
+from detjax.pallas_kernels.moe.sm90_route import route as route
+from detjax.pallas_kernels.moe.sm90_schedule import sort_rows
+from detjax.pallas_kernels.moe.sm90_tiles import MlpTiles, choose_tiles
+
+
+def _check_supported(x, w_gate_up, w_down) -> None:
+    dtypes = {x.dtype, w_gate_up.dtype, w_down.dtype}
+    if dtypes != {jnp.dtype(jnp.bfloat16)}:
+        raise NotImplementedError(
+            f"sm90 experts multiply bfloat16 by bfloat16, not {x.dtype} by {w_gate_up.dtype} and "
+            f"{w_down.dtype}; use portable"
+        )
+
+
+def expert_rows(
+    x, expert_ids, w_gate_up, w_down, *, first_expert, tiles: MlpTiles, interpret=None
+) -> tuple[jax.Array, jax.Array | None]:
+    """The rows of `expert_mlp`, [M k, D], and where each slot's row lies; None in order of slot.
+
+    Args:
+        x: [M, D].
+        expert_ids: int32 [M, k].
+        w_gate_up: [e, 2 F, D].
+        w_down: [e, D, F].
+        first_expert: Id of the first expert here.
+        tiles: How to cut the products; changes no bit.
+        interpret: How to interpret the kernels, if so.
+    """
+    _check_supported(x, w_gate_up, w_down)
+    first_expert = jnp.asarray(first_expert, jnp.int32).reshape(1)
+    places = None
+    if tiles.is_few:
+        hidden, work = grouped_matmul_few(
+            x, w_gate_up, expert_ids, first_expert, tiles=tiles.gate_up, interpret=interpret
+        )
+    else:
+        rows, places, work = sort_rows(
+            x, expert_ids, first_expert,
+            num_local=w_gate_up.shape[0], tile_rows=tiles.gate_up.tile_rows,
+            interpret=interpret is not None,
+        )  # fmt: skip
+        hidden = grouped_matmul(
+            rows, w_gate_up, work, tiles=tiles.gate_up, by_slot=False, interpret=interpret
+        )
+    out = grouped_matmul(
+        hidden, w_down, work, expert_ids.reshape(-1), first_expert,
+        tiles=tiles.down, by_slot=tiles.by_slot, interpret=interpret,
+    )  # fmt: skip
+    return out, None if tiles.by_slot else places
+
+
+def _tiles_for(x, expert_ids, w_gate_up) -> MlpTiles:
+    return choose_tiles(
+        num_rows=x.shape[0],
+        top_k=expert_ids.shape[1],
+        num_local=w_gate_up.shape[0],
+        width=w_gate_up.shape[1] // 2,
+        hidden=x.shape[1],
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("tiles", "interpret"))
+def expert_mlp(
+    x, expert_ids, w_gate_up, w_down, *, first_expert, tiles: MlpTiles | None = None, interpret=None
+) -> jax.Array:
+    """See `api.expert_mlp`.
+
+    Args:
+        x: Rows.
+        expert_ids: Each row's experts.
+        w_gate_up: Gates and ups of each expert here.
+        w_down: The second matrix of each.
+        first_expert: Id of the first of them.
+        tiles: Overrides the choice by M, for tests and benchmarks; changes no bit.
+        interpret: How to interpret the kernels, if so.
+
+    Raises:
+        NotImplementedError: For dtypes or widths that the kernels do not have.
+
+    Numerics:
+        # ORDER: gate, up and down each k16 block by k16 block in one f32 wgmma accumulator, a row's
+        own; sorting and tiles move rows and change no sum.
+        # ROUND: gate and up to bfloat16, SwiGLU to bfloat16, the second product to bfloat16: the
+        bits of `linear_swiglu` and `linear`.
+        Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
+    """
+    tiles = tiles or _tiles_for(x, expert_ids, w_gate_up)
+    y, places = expert_rows(
+        x, expert_ids, w_gate_up, w_down,
+        first_expert=first_expert, tiles=tiles, interpret=interpret,
+    )  # fmt: skip
+    if places is not None:
+        y = unsort_rows(y, places, interpret=interpret is not None)
+    return y.reshape(*expert_ids.shape, x.shape[1])
+
+
+@functools.partial(jax.jit, static_argnames=("eps", "interpret"))
+def combine_experts_add_rms_norm(
+    y, weights, residual, gain, *, eps: float, interpret: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """See `api.combine_experts_add_rms_norm`.
+
+    Numerics:
+        # ORDER: ranks left to right by fma.rn from 0; residual + sum; then as `add_rms_norm`.
+        # ROUND: the residual stream once, and its normalised value once.
+        Claims: run-invariant, batch-invariant, path-consistent.
+    """
+    return combine_rows_add_rms_norm(
+        y.reshape(-1, y.shape[-1]), None, weights, residual, gain, eps=eps, interpret=interpret
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("eps", "tiles", "interpret"))
+def expert_mlp_add_rms_norm(
+    x, expert_ids, weights, w_gate_up, w_down, residual, gain, *,
+    eps: float, tiles: MlpTiles | None = None, interpret=None,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """`expert_mlp` of all experts, then `combine_experts_add_rms_norm`: no row is put in order.
+
+    Numerics:
+        The bits of the two, one after the other.
+        Claims: run-invariant, batch-invariant, path-consistent.
+    """
+    tiles = tiles or _tiles_for(x, expert_ids, w_gate_up)
+    y, places = expert_rows(
+        x, expert_ids, w_gate_up, w_down, first_expert=0, tiles=tiles, interpret=interpret
+    )
+    if places is not None:
+        places = places.reshape(expert_ids.shape)
+    return combine_rows_add_rms_norm(
+        y, places, weights, residual, gain, eps=eps, interpret=interpret is not None
+    )

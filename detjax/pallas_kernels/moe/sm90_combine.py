@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A row's experts added to the residual stream by their weights, and the norm, in one launch."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from detjax.pallas_kernels import sm90_rows as rows
+from detjax.pallas_kernels.rms_norm.sm90 import (
+    add_rms_norm,
+    choose_schedule,
+    joined,
+    row_sum,
+    wide_scale,
+)
+
+
+def _weighted(ys: list, weights: list, math: rows.Arithmetic):
+    """`fma(w_r, y_r, acc)` from 0, in order of rank."""
+    shape = ys[0].shape
+    total = math.full(shape, 0.0)
+    for y, weight in zip(ys, weights, strict=True):
+        # ORDER: ranks left to right, one fma each, float32.
+        total = math.fma(math.full(shape, weight), y.astype(jnp.float32), total)
+    return total
+
+
+def _reader(y_gmem, places_gmem, weights_gmem, row, top_k: int):
+    """The rows of `y` and the weights of one token."""
+    weights = [weights_gmem[row, r] for r in range(top_k)]
+    if places_gmem is None:
+        slots = [row * top_k + r for r in range(top_k)]
+    else:
+        slots = [places_gmem[row, r] for r in range(top_k)]
+    return slots, weights
+
+
+def _combine(y, places, weights, *, interpret: bool) -> jax.Array:
+    """The weighted sum of each row's experts, float32 [M, D]."""
+    num_rows, top_k = weights.shape
+    width = y.shape[-1]
+    vec_len = next((v for v in (4, 2, 1) if width % (rows.LANES * v) == 0), None)
+    if vec_len is None:
+        raise NotImplementedError(
+            f"sm90 combines experts of a multiple of {rows.LANES} channels, not {width}; "
+            "use portable"
+        )
+    size = rows.LANES * vec_len
+    math = rows.strided(size, vec_len, interpret)
+
+    def body(*refs):
+        refs = list(refs)
+        y_gmem = refs.pop(0)
+        places_gmem = None if places is None else refs.pop(0)
+        weights_gmem, out_gmem = refs
+        row, columns = lax.axis_index("row"), pl.ds(lax.axis_index("piece") * size, size)
+        slots, scales = _reader(y_gmem, places_gmem, weights_gmem, row, top_k)
+        ys = [math.load(y_gmem.at[slot, columns]) for slot in slots]
+        out_gmem[row, columns] = _weighted(ys, scales, math)
+
+    operands = [y] + ([] if places is None else [places]) + [weights]
+    return rows.run_kernel(
+        body,
+        operands,
+        out=jax.ShapeDtypeStruct((num_rows, width), jnp.float32),
+        grid={"piece": width // size, "row": num_rows},
+        name="detjax_moe_combine",
+        is_interpreted=interpret,
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("eps", "interpret"))
+def combine_rows_add_rms_norm(
+    y, places, weights, residual, gain, *, eps: float, interpret: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """`combine_experts_add_rms_norm` of rows [S, D] that lie where `places` says.
+
+    Args:
+        y: Rows of experts.
+        places: int32 [M, k], the row of each slot; None if they lie in order of slot.
+        weights: float32 [M, k].
+        residual: [M, D].
+        gain: [D].
+        eps: Added to the mean square.
+        interpret: Run in interpret mode.
+
+    Numerics:
+        # ORDER: ranks left to right by fma.rn from 0; residual + sum; then as `add_rms_norm`.
+        # ROUND: the residual stream once, and its normalised value once.
+        Claims: run-invariant, batch-invariant, path-consistent.
+    """
+    num_rows, width = residual.shape
+    top_k = weights.shape[1]
+    form = row_sum(width)
+    if not form.is_wide:
+        total = _combine(y, places, weights, interpret=interpret)
+        return add_rms_norm(total, residual, None, gain, eps=eps, interpret=interpret)
+    schedule = choose_schedule(num_rows=num_rows, num_chunks=form.num_parts, num_leaves=1)
+    warpgroups = schedule.warpgroups
+    chunk = rows.LANES * form.vec_len
+    each = form.num_parts // warpgroups
+    math = rows.strided(chunk, form.vec_len, interpret)
+    dtype = residual.dtype
+
+    def body(*refs):
+        refs = list(refs)
+        y_gmem = refs.pop(0)
+        places_gmem = None if places is None else refs.pop(0)
+        weights_gmem, residual_gmem, gain_gmem, total_gmem, out_gmem, sums_smem, ready = refs
+        row = lax.axis_index("row")
+        first_chunk = lax.axis_index("wg") * each if warpgroups > 1 else 0
+        columns = [pl.ds((first_chunk + i) * chunk, chunk) for i in range(each)]
+        slots, scales = _reader(y_gmem, places_gmem, weights_gmem, row, top_k)
+        values = []
+        for i, c in enumerate(columns):
+            ys = [math.load(y_gmem.at[slot, c]) for slot in slots]
+            value = joined([_weighted(ys, scales, math)], math.load(residual_gmem.at[row, c]), None, dtype)
+            total_gmem[row, c] = value
+            values.append(value.astype(jnp.float32))
+            sums_smem[first_chunk + i, :] = rows.square_sums(values[-1], math)
+        gains = [math.load(gain_gmem.at[c]) for c in columns]
+        if warpgroups > 1:
+            plgpu.barrier_arrive(ready)
+            plgpu.barrier_wait(ready)
+        else:
+            plgpu.commit_smem()
+        scale = wide_scale(sums_smem, math, shape=(chunk,), width=width, eps=eps)
+        for c, v, g in zip(columns, values, gains, strict=True):
+            normed = math.mul(math.mul(v, scale), g.astype(jnp.float32))
+            out_gmem[row, c] = normed.astype(dtype)  # ROUND: once
+
+    operands = [y] + ([] if places is None else [places]) + [weights, residual, gain]
+    shape = jax.ShapeDtypeStruct(residual.shape, dtype)
+    options = {"num_threads": warpgroups, "thread_name": "wg"} if warpgroups > 1 else {}
+    total, out = rows.run_kernel(
+        body,
+        operands,
+        out=[shape, shape],
+        grid={"row": num_rows},
+        name="detjax_moe_combine_rms_norm",
+        is_interpreted=interpret,
+        scratch_types=[
+            plgpu.SMEM((form.num_parts, rows.LANES), jnp.float32),
+            plgpu.Barrier(num_arrivals=warpgroups) if warpgroups > 1 else None,
+        ],
+        **options,
+    )
+    return total, out
+
+
+@functools.partial(jax.jit, static_argnames=("interpret",))
+def unsort_rows(y, places, *, interpret: bool = False) -> jax.Array:
+    """Rows in order of slot, [S, D]; zeros where the place is -1.
+
+    Args:
+        y: Sorted rows, [S, D].
+        places: int32 [S].
+        interpret: Run in interpret mode.
+    """
+    num_slots, width = y.shape
+    vec_len = next((v for v in (8, 4, 2, 1) if width % (rows.LANES * v) == 0), None)
+    if vec_len is None:
+        raise NotImplementedError(
+            f"sm90 moves rows of a multiple of {rows.LANES} channels, not {width}; use portable"
+        )
+    math = rows.strided(width, vec_len, interpret)
+
+    def body(y_gmem, places_gmem, out_gmem):
+        slot = lax.axis_index("slot")
+        place = places_gmem[slot]
+
+        @pl.when(place >= 0)
+        def _():
+            out_gmem[slot] = math.load(y_gmem.at[place])
+
+        @pl.when(place < 0)
+        def _():
+            out_gmem[slot] = math.full((width,), 0, y.dtype)
+
+    return rows.run_kernel(
+        body,
+        (y, places),
+        out=jax.ShapeDtypeStruct(y.shape, y.dtype),
+        grid={"slot": num_slots},
+        name="detjax_moe_unsort",
+        is_interpreted=interpret,
+    )

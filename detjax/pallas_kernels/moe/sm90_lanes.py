@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Integers of a warpgroup, one or a few a thread: what the lists of experts are made with."""
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith, memref, vector
+
+from detjax.pallas_kernels import sm90_rows as rows
+
+
+def padded(size: int) -> int:
+    """`size`, or the next multiple of a warpgroup's threads."""
+    return -(-size // rows.LANES) * rows.LANES
+
+
+def integers(size: int, is_interpreted: bool) -> rows.Arithmetic:
+    """The layout of `size` integers: thread t holds neighbours from `t * size / LANES`."""
+    return rows.strided(size, size // rows.LANES, is_interpreted)
+
+
+def _scalars(array) -> list:
+    """The scalars that a thread holds."""
+    return [
+        vector.extract(
+            register, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([i])
+        )
+        for register in array.registers.flat
+        for i in range(ir.VectorType(register.type).shape[0])
+    ]
+
+
+def _joined(scalars: list, like) -> mgpu.FragmentedArray:
+    """An array of the layout of `like`, one register, from the scalars of a thread."""
+    (register,) = like.registers.flat
+    joined = vector.from_elements(register.type, scalars)
+    registers = like.registers.copy()
+    registers[...] = joined
+    return mgpu.FragmentedArray(_registers=registers, _layout=like.layout, _is_signed=True)
+
+
+def scatter(ref, index, values, math: rows.Arithmetic) -> None:
+    """`ref[index] = values`, element by element, where the index is inside `ref`."""
+    size = ref.shape[0]
+    if math.is_interpreted:
+        for i in range(index.shape[0]):  # One by one, as CTAs may write side by side.
+
+            @pl.when((index[i] >= 0) & (index[i] < size))
+            def _(i=i):
+                ref[index[i]] = values[i]
+
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), math.layout, math.layout))
+    def emit(ctx, memory, index, values):
+        for i, value in zip(_scalars(index), _scalars(values), strict=True):
+            is_inside = arith.cmpi(arith.CmpIPredicate.ult, i, mgpu.c(size, i.type))
+            with mgpu.utils.when(is_inside):
+                memref.store(value, memory, [arith.index_cast(ir.IndexType.get(), i)])
+
+    emit(ref, index, values)
+
+
+def gather(ref, index, math: rows.Arithmetic):
+    """`ref[index]`, element by element; every index is inside `ref`."""
+    if math.is_interpreted:
+        return ref[...][index]
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), math.layout),
+        return_type=plgpu.ShapeDtypeStruct(index.shape, jnp.int32, layout=math.layout),
+    )
+    def emit(ctx, memory, index):
+        where = [arith.index_cast(ir.IndexType.get(), i) for i in _scalars(index)]
+        return _joined([memref.load(memory, [i]) for i in where], index)
+
+    return emit(ref, index)
+
+
+def load_from(ref, first, fill: int, size: int, math: rows.Arithmetic):
+    """`size` elements of a vector in device memory from `first`, and `fill` past its end."""
+    index = math.iota((size,), 0) + math.full((size,), first, jnp.int32)
+    last = math.full((size,), ref.shape[0] - 1, jnp.int32)
+    values = gather(ref, jnp.minimum(index, last), math)
+    return jnp.where(index <= last, values, math.full((size,), fill, jnp.int32))
+
+
+def copy(source, target, *, is_interpreted: bool) -> None:
+    """Copy a vector of integers of any length."""
+    math = integers(rows.LANES, is_interpreted)
+    shape = (rows.LANES,)
+    for start in range(0, source.shape[0], rows.LANES):
+        index = math.iota(shape, 0) + math.full(shape, start, jnp.int32)
+        last = math.full(shape, source.shape[0] - 1, jnp.int32)
+        scatter(target, index, gather(source, jnp.minimum(index, last), math), math)
+
+
+def sums_before(x, scratch, math: rows.Arithmetic):
+    """Sum of all elements before each one; `scratch` is 4 integers in shared memory."""
+    if math.is_interpreted:
+        return jnp.cumsum(x) - x
+
+    @plgpu.inline_mgpu(
+        arg_types=(math.layout, plgpu.RefType()),
+        return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.int32, layout=math.layout),
+    )
+    def emit(ctx, x, memory):
+        i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
+        zero = mgpu.c(0, i32)
+        thread = arith.remui(mgpu.utils.thread_idx(), mgpu.c(rows.LANES, i32))
+        lane = arith.remui(thread, mgpu.c(32, i32))
+        warp = arith.divui(thread, mgpu.c(32, i32))
+        sums = [zero]
+        for value in _scalars(x):
+            sums.append(arith.addi(sums[-1], value))
+        total, before = sums.pop(), zero
+        for distance in (1, 2, 4, 8, 16):
+            other = mgpu.utils.shfl_bfly(total, distance)
+            bit = arith.andi(lane, mgpu.c(distance, i32))
+            is_second = arith.cmpi(arith.CmpIPredicate.ne, bit, zero)
+            before = arith.select(is_second, arith.addi(before, other), before)
+            total = arith.addi(total, other)
+        # A warp's lanes write the same value to the same place.
+        memref.store(total, memory, [arith.index_cast(index, warp)])
+        mgpu.utils.warpgroup_barrier()
+        for i in range(3):
+            is_before = arith.cmpi(arith.CmpIPredicate.ugt, warp, mgpu.c(i, i32))
+            other = memref.load(memory, [mgpu.c(i, index)])
+            before = arith.addi(before, arith.select(is_before, other, zero))
+        return _joined([arith.addi(before, s) for s in sums], x)
+
+    return emit(x, scratch)
+
+
+UNROLL = 8
+"""Integers that a loop over shared memory reads at a time, to hide its latency."""
+
+
+def over(ref, count: int, step, carry):
+    """Fold `step(carry, ref[i], i)` over the first `count` integers of shared memory, in order.
+
+    `count` is a multiple of `UNROLL`.
+    """
+
+    def some(turn, carry):
+        first = turn * UNROLL
+        values = [ref[first + i] for i in range(UNROLL)]
+        for i, value in enumerate(values):
+            carry = step(carry, value, first + i)
+        return carry
+
+    return lax.fori_loop(0, count // UNROLL, some, carry)

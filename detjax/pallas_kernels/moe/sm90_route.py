@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The router's choice on Hopper: a warp a row, its lanes neighbouring experts."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith, memref
+from jax.extend.mlir.dialects import math as mlir_math
+from jaxlib.mlir.dialects import llvm
+
+from detjax.pallas_kernels import sm90_rows as rows
+
+WARP = 32
+ROWS = rows.LANES // WARP
+"""Rows of a CTA."""
+
+MAX_EXPERTS = 1024
+MAX_TOP_K = WARP
+_USED = np.iinfo(np.int32).min
+"""Below the key of every logit, -inf and NaN too."""
+
+
+def _redux(op: str, value):
+    """The same value in all lanes of a warp: of the least or the greatest int32."""
+    return llvm.inline_asm(
+        value.type, [value], f"redux.sync.{op}.s32 $0, $1, 0xffffffff;", "=r,r",
+        has_side_effects=True,
+    )  # fmt: skip
+
+
+def _flip(bits):
+    """Bits of a float32 to an int32 in the same order, and back; NaN lies beyond the infinities."""
+    i32 = bits.type
+    low = arith.andi(arith.shrsi(bits, mgpu.c(31, i32)), mgpu.c(0x7FFFFFFF, i32))
+    return arith.xori(bits, low)
+
+
+def _emit(ctx, logits, ids, weights, row, *, top_k: int, renormalise: bool):
+    """One row of a warp; every lane knows all ranks."""
+    index, i32, f32 = ir.IndexType.get(), ir.IntegerType.get_signless(32), ir.F32Type.get()
+    add, sub = rows.instruction("add.rn.f32"), rows.instruction("sub.rn.f32")
+    num_experts = ir.MemRefType(logits.type).shape[1]
+    each = padded_experts(num_experts) // WARP
+    lane = arith.remui(mgpu.utils.thread_idx(), mgpu.c(WARP, i32))
+    row = arith.index_cast(index, row)
+    first = arith.muli(lane, mgpu.c(each, i32))
+    experts, values = [], []
+    for i in range(each):
+        expert = arith.addi(first, mgpu.c(i, i32))
+        is_expert = arith.cmpi(arith.CmpIPredicate.ult, expert, mgpu.c(num_experts, i32))
+        inside = arith.minui(expert, mgpu.c(num_experts - 1, i32))
+        value = memref.load(logits, [row, arith.index_cast(index, inside)])
+        # Adding +0 makes -0 equal to it: a tie.
+        value = add(value, mgpu.c(0.0, f32))
+        experts.append((expert, is_expert))
+        values.append(arith.select(is_expert, value, mgpu.c(-np.inf, f32)))
+    used = mgpu.c(_USED, i32)
+    keys = [
+        arith.select(is_expert, _flip(arith.bitcast(i32, value)), used)
+        for (_, is_expert), value in zip(experts, values, strict=True)
+    ]
+    chosen = []
+    for _ in range(top_k):
+        best = keys[0]
+        for key in keys[1:]:
+            best = arith.maxsi(best, key)
+        best = _redux("max", best)
+        found = mgpu.c(np.iinfo(np.int32).max, i32)
+        for (expert, _), key in zip(experts, keys, strict=True):
+            is_best = arith.cmpi(arith.CmpIPredicate.eq, key, best)
+            found = arith.minsi(found, arith.select(is_best, expert, mgpu.c(2**31 - 1, i32)))
+        found = _redux("min", found)
+        for i, (expert, _) in enumerate(experts):
+            is_found = arith.cmpi(arith.CmpIPredicate.eq, expert, found)
+            keys[i] = arith.select(is_found, used, keys[i])
+        chosen.append((found, arith.bitcast(f32, _flip(best))))
+    greatest = chosen[0][1]
+    terms = [mlir_math.exp(sub(value, greatest)) for _, value in chosen]
+    if renormalise:
+        total = terms[0]
+        for term in terms[1:]:
+            total = add(total, term)
+    else:
+        total = rows.pairwise([mlir_math.exp(sub(v, greatest)) for v in values], add)
+        for distance in (1, 2, 4, 8, 16):
+            total = add(total, mgpu.utils.shfl_bfly(total, distance))
+    mine, term = chosen[0][0], terms[0]
+    for rank in range(1, top_k):
+        is_mine = arith.cmpi(arith.CmpIPredicate.eq, lane, mgpu.c(rank, i32))
+        mine = arith.select(is_mine, chosen[rank][0], mine)
+        term = arith.select(is_mine, terms[rank], term)
+    weight = rows.instruction("div.rn.f32")(term, total)
+    with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.ult, lane, mgpu.c(top_k, i32))):
+        where = [row, arith.index_cast(index, lane)]
+        memref.store(mine, ids, where)
+        memref.store(weight, weights, where)
+
+
+def padded_experts(num_experts: int) -> int:
+    """A power of two of at least a warp."""
+    return max(WARP, 1 << (num_experts - 1).bit_length())
+
+
+def _plain(logits, *, top_k: int, renormalise: bool):
+    """The same of one row, interpreted."""
+    order = jnp.argsort(logits + 0.0, descending=True, stable=True)[:top_k]
+    exps = jnp.exp(logits - logits[order[0]])
+    terms = exps[order]
+    if renormalise:
+        total = terms[0]
+        for rank in range(1, top_k):
+            total = total + terms[rank]
+    else:
+        sums = jnp.pad(exps, (0, padded_experts(logits.shape[0]) - logits.shape[0]))
+        while sums.shape[0] > 1:
+            sums = sums[0::2] + sums[1::2]
+        total = sums[0]
+    return order.astype(jnp.int32), terms / total
+
+
+@functools.partial(jax.jit, static_argnames=("top_k", "renormalise", "interpret"))
+def route(
+    logits, *, top_k: int, renormalise: bool, interpret: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """See `api.route`.
+
+    Raises:
+        NotImplementedError: For more experts, or more of a row, than a warp holds.
+
+    Numerics:
+        Comparisons are of integers, exact. sub.rn, libdevice's exp, add.rn, div.rn.
+        # ORDER: ranks left to right, or experts as the perfect tree: a lane's neighbours pairwise,
+        then lanes across distance 1, 2, 4, 8, 16.
+        Claims: run-invariant, batch-invariant, path-consistent.
+    """
+    num_rows, num_experts = logits.shape
+    if num_experts > MAX_EXPERTS or top_k > MAX_TOP_K:
+        raise NotImplementedError(
+            f"sm90 routes to at most {MAX_TOP_K} of {MAX_EXPERTS} experts, not {top_k} of "
+            f"{num_experts}; use portable"
+        )
+    options = {"top_k": top_k, "renormalise": renormalise}
+
+    def body(logits_gmem, ids_gmem, weights_gmem):
+        cta = lax.axis_index("cta")
+        if interpret:
+            for i in range(ROWS):
+                row = jnp.minimum(cta * ROWS + i, num_rows - 1)
+                ids_gmem[row], weights_gmem[row] = _plain(logits_gmem[row], **options)
+            return
+
+        @plgpu.inline_mgpu(
+            arg_types=(plgpu.RefType(),) * 3 + (plgpu.Layout.WG_SPLAT(()),)
+        )
+        def emit(ctx, logits, ids, weights, cta):
+            i32 = ir.IntegerType.get_signless(32)
+            warp = arith.divui(
+                arith.remui(mgpu.utils.thread_idx(), mgpu.c(rows.LANES, i32)), mgpu.c(WARP, i32)
+            )
+            row = arith.addi(arith.muli(cta.registers.item(), mgpu.c(ROWS, i32)), warp)
+            # Warps past the last row repeat it, alike.
+            row = arith.minui(row, mgpu.c(num_rows - 1, i32))
+            _emit(ctx, logits, ids, weights, row, **options)
+
+        emit(logits_gmem, ids_gmem, weights_gmem, cta)
+
+    return tuple(
+        rows.run_kernel(
+            body,
+            (logits,),
+            out=[
+                jax.ShapeDtypeStruct((num_rows, top_k), jnp.int32),
+                jax.ShapeDtypeStruct((num_rows, top_k), jnp.float32),
+            ],
+            grid={"cta": -(-num_rows // ROWS)},
+            name="detjax_route",
+            is_interpreted=interpret,
+        )
+    )

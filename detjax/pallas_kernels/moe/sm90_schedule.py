@@ -1,0 +1,357 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which rows which expert multiplies: a stable sort of slots by expert, and a list of tiles.
+
+Integers alone. A slot is a row and one of its experts, `m * k + rank`.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from detjax.pallas_kernels import sm90_rows as rows
+from detjax.pallas_kernels.moe import sm90_lanes as lanes
+
+EXPERT, START, COUNT = range(3)
+"""Rows of the list of tiles: whose they are, their first row in sorted order, how many rows."""
+
+MAX_COUNTED_SLOTS = 1024
+"""Up to here every CTA counts all slots; above, a kernel counts those of each block first."""
+
+BUFFER_BYTES = 131072
+"""Shared memory for the rows that a CTA sorts."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What the grouped products walk.
+
+    Attributes:
+        tiles: int32 [3, T]: see `EXPERT`.
+        num_tiles: int32 [1]: how many of them there are.
+        order: int32 [S]: the slot of each sorted row; sorted rows of experts that are not here do
+            not exist, and their places at the end are undefined.
+    """
+
+    tiles: jax.Array
+    num_tiles: jax.Array
+    order: jax.Array
+
+
+def most_tiles(num_slots: int, num_local: int, tile_rows: int) -> int:
+    """The longest list: a full tile for every `tile_rows` slots, and a part of one an expert."""
+    return min(num_slots, num_local + num_slots // tile_rows)
+
+
+def work_shapes(num_slots: int, num_local: int, tile_rows: int) -> Work:
+    """Shapes of a `Work`."""
+    return Work(
+        tiles=jax.ShapeDtypeStruct((3, most_tiles(num_slots, num_local, tile_rows)), jnp.int32),
+        num_tiles=jax.ShapeDtypeStruct((1,), jnp.int32),
+        order=jax.ShapeDtypeStruct((num_slots,), jnp.int32),
+    )
+
+
+def local_ids(ids_gmem, first, first_expert, num_local: int, math):
+    """The experts of a warpgroup's slots from `first`, counted from the first one here; else -1."""
+    size = rows.LANES
+    ids = lanes.load_from(ids_gmem, first, -1, size, math)
+    ids = ids - math.full((size,), first_expert, jnp.int32)
+    none = math.full((size,), -1, jnp.int32)
+    is_local = (ids >= math.full((size,), 0, jnp.int32)) & (
+        ids < math.full((size,), num_local, jnp.int32)
+    )
+    return jnp.where(is_local, ids, none)
+
+
+def count_experts(ids_smem, count: int, stop, num_local: int, is_interpreted: bool):
+    """How many of the first slots each expert has, and how many of those before slot `stop`."""
+    size = lanes.padded(num_local)
+    math = lanes.integers(size, is_interpreted)
+    experts, zeros = math.iota((size,), 0), math.full((size,), 0, jnp.int32)
+
+    def step(carry, expert, slot):
+        is_here = jnp.where(experts == math.full((size,), expert, jnp.int32), zeros + 1, zeros)
+        is_before = math.full((size,), (slot < stop).astype(jnp.int32), jnp.int32)
+        return carry[0] + is_here, carry[1] + is_here * is_before
+
+    return lanes.over(ids_smem, count, step, (zeros, zeros))
+
+
+def write_tiles(total, starts, work: Work, scratch, *, tile_rows: int, num_slots: int, math):
+    """Cut each expert's sorted rows into tiles, and list them in order of expert."""
+    size = total.shape[0]
+
+    def full(value):
+        return math.full((size,), value, jnp.int32)
+
+    experts = math.iota((size,), 0)
+    num_tiles = lax.div(total + full(tile_rows - 1), full(tile_rows))
+    first = lanes.sums_before(num_tiles, scratch, math)
+    is_last = experts == full(size - 1)
+    lanes.scatter(work.num_tiles, jnp.where(is_last, full(0), full(-1)), first + num_tiles, math)
+
+    def one_each(turn, _):
+        index = jnp.where(num_tiles > full(turn), first + full(turn), full(-1))
+        done = full(turn * tile_rows)
+        lanes.scatter(work.tiles.at[EXPERT], index, experts, math)
+        lanes.scatter(work.tiles.at[START], index, starts + done, math)
+        lanes.scatter(
+            work.tiles.at[COUNT], index, jnp.minimum(total - done, full(tile_rows)), math
+        )
+        return ()
+
+    lax.fori_loop(0, -(-num_slots // tile_rows), one_each, ())
+
+
+def sort_block(ids, ids_smem, starts_smem, block: int, math):
+    """Sorted rows of a block's slots, -1 where the expert is not here.
+
+    Args:
+        ids: Their experts, [LANES].
+        ids_smem: The same in shared memory, of which the first `block` count.
+        starts_smem: The sorted row of each expert's first slot of this block.
+        block: Slots of a block, a multiple of `lanes.UNROLL`.
+        math: Arithmetic of [LANES].
+    """
+    shape = (rows.LANES,)
+    slots, zeros = math.iota(shape, 0), math.full(shape, 0, jnp.int32)
+
+    def step(before, expert, slot):
+        is_same = (ids == math.full(shape, expert, jnp.int32)) & (
+            slots > math.full(shape, slot, jnp.int32)
+        )
+        return before + jnp.where(is_same, zeros + 1, zeros)
+
+    before = lanes.over(ids_smem, block, step, zeros)
+    places = lanes.gather(starts_smem, jnp.maximum(ids, zeros), math) + before
+    is_slot = (ids >= zeros) & (slots < math.full(shape, block, jnp.int32))
+    return jnp.where(is_slot, places, zeros - 1)
+
+
+def schedule_few(
+    ids_gmem, first_expert, work: Work, memory, *, num_local: int, tile_rows: int,
+    is_interpreted: bool,
+) -> None:  # fmt: skip
+    """Fill `work` for up to LANES slots: one warpgroup, inside the kernel that needs it."""
+    ids_smem, starts_smem, scratch = memory
+    num_slots = ids_gmem.shape[0]
+    math = lanes.integers(rows.LANES, is_interpreted)
+    ids = local_ids(ids_gmem, 0, first_expert, num_local, math)
+    ids_smem[...] = ids
+    plgpu.commit_smem()
+    counted = min(rows.LANES, -(-num_slots // lanes.UNROLL) * lanes.UNROLL)
+    total, _ = count_experts(ids_smem, counted, 0, num_local, is_interpreted)
+    of_experts = lanes.integers(total.shape[0], is_interpreted)
+    starts = lanes.sums_before(total, scratch.at[0], of_experts)
+    starts_smem[...] = starts
+    write_tiles(
+        total, starts, work, scratch.at[1],
+        tile_rows=tile_rows, num_slots=num_slots, math=of_experts,
+    )  # fmt: skip
+    plgpu.commit_smem()
+    places = sort_block(ids, ids_smem, starts_smem, counted, math)
+    lanes.scatter(work.order, places, math.iota((rows.LANES,), 0), math)
+
+
+def few_memory(num_local: int) -> list:
+    """Shared memory of `schedule_few`."""
+    return [
+        plgpu.SMEM((rows.LANES,), jnp.int32),
+        plgpu.SMEM((lanes.padded(num_local),), jnp.int32),
+        plgpu.SMEM((2, 4), jnp.int32),
+    ]
+
+
+def block_tokens(num_tokens: int, top_k: int, width: int) -> int:
+    """Rows of `x` whose slots a CTA sorts: at most LANES slots, a multiple of `lanes.UNROLL`.
+
+    Raises:
+        NotImplementedError: If not even `lanes.UNROLL` rows fit.
+    """
+    most = min(rows.LANES // top_k, BUFFER_BYTES // (2 * width))
+    most = most // lanes.UNROLL * lanes.UNROLL
+    if most == 0:
+        raise NotImplementedError(
+            f"sm90 sorts rows of up to {BUFFER_BYTES // 2 // lanes.UNROLL} channels to at most "
+            f"{rows.LANES // lanes.UNROLL} experts each, not {width=}, {top_k=}; use portable"
+        )
+    return min(most, -(-num_tokens // lanes.UNROLL) * lanes.UNROLL)
+
+
+def _count_blocks(ids, first_expert, *, block: int, num_blocks: int, num_local: int, interpret):
+    """How many slots each expert has in each block, int32 [blocks, experts]."""
+    size = lanes.padded(num_local)
+    math = lanes.integers(rows.LANES, interpret)
+
+    def body(ids_gmem, first_expert_gmem, counts_gmem, ids_smem):
+        cta = lax.axis_index("cta")
+        ids_smem[...] = local_ids(ids_gmem, cta * block, first_expert_gmem[0], num_local, math)
+        plgpu.commit_smem()
+        total, _ = count_experts(ids_smem, block, 0, num_local, interpret)
+        counts_gmem[cta] = total
+
+    return rows.run_kernel(
+        body,
+        (ids, first_expert),
+        out=jax.ShapeDtypeStruct((num_blocks, size), jnp.int32),
+        grid={"cta": num_blocks},
+        name="detjax_moe_count",
+        is_interpreted=interpret,
+        scratch_types=[plgpu.SMEM((rows.LANES,), jnp.int32)],
+    )
+
+
+_BLOCKS_AT_ONCE = 32
+
+
+@functools.partial(jax.jit, static_argnames=("num_local", "tile_rows", "interpret"))
+def sort_rows(
+    x, expert_ids, first_expert, *, num_local: int, tile_rows: int, interpret: bool = False
+) -> tuple[jax.Array, jax.Array, Work]:
+    """Copy each row once for each of its experts here, in order of expert, then of slot.
+
+    Args:
+        x: [M, D].
+        expert_ids: int32 [M, k].
+        first_expert: int32 [1].
+        num_local: Experts here.
+        tile_rows: Most rows of a tile of the list.
+        interpret: Run in interpret mode.
+
+    Returns:
+        The sorted rows [M k, D], of which those past the last local slot are undefined; the sorted
+        row of each slot [M k], -1 where its expert is not here; the list of tiles.
+    """
+    num_tokens, width = x.shape
+    top_k = expert_ids.shape[1]
+    num_slots = num_tokens * top_k
+    tokens = block_tokens(num_tokens, top_k, width)
+    block = tokens * top_k
+    num_blocks = -(-num_tokens // tokens)
+    is_counted_here = num_slots <= MAX_COUNTED_SLOTS
+    ids = expert_ids.reshape(num_slots)
+    size = lanes.padded(num_local)
+    span = next(s for s in (128, 64, 32, 16, 8) if width % s == 0)
+    math = lanes.integers(rows.LANES, interpret)
+    of_experts = lanes.integers(size, interpret)
+    num_read = lanes.padded(num_slots) if is_counted_here else rows.LANES
+    operands = [x.reshape(num_tokens, width // span, span), ids, first_expert]
+    if not is_counted_here:
+        padded_blocks = -(-num_blocks // _BLOCKS_AT_ONCE) * _BLOCKS_AT_ONCE
+        operands.append(
+            _count_blocks(
+                ids, first_expert, block=block, num_blocks=padded_blocks, num_local=num_local,
+                interpret=interpret,
+            )
+        )  # fmt: skip
+
+    def add_blocks(counts_gmem, cta):
+        zeros = of_experts.full((size,), 0, jnp.int32)
+
+        def some(turn, carry):
+            first = turn * _BLOCKS_AT_ONCE
+            found = [of_experts.load(counts_gmem.at[first + i]) for i in range(_BLOCKS_AT_ONCE)]
+            total, before = carry
+            for i, counts in enumerate(found):
+                is_before = (first + i < cta).astype(jnp.int32)
+                total = total + counts
+                before = before + counts * of_experts.full((size,), is_before, jnp.int32)
+            return total, before
+
+        return lax.fori_loop(0, counts_gmem.shape[0] // _BLOCKS_AT_ONCE, some, (zeros, zeros))
+
+    def body(x_gmem, ids_gmem, first_expert_gmem, *refs):
+        refs = list(refs)
+        counts_gmem = None if is_counted_here else refs.pop(0)
+        sorted_gmem, places_gmem, *work_gmem, rows_smem, all_ids, ids_smem = refs[:-4]
+        starts_smem, places_smem, scratch, arrived = refs[-4:]
+        work = Work(tiles=work_gmem[0], num_tiles=work_gmem[1], order=work_gmem[2])
+        cta = lax.axis_index("cta")
+        first_slot = cta * block
+
+        def fetch(i, _):
+            token = jnp.minimum(cta * tokens + i, num_tokens - 1)
+            plgpu.copy_gmem_to_smem(x_gmem.at[token], rows_smem.at[i], arrived)
+            return ()
+
+        lax.fori_loop(0, tokens, fetch, ())
+        first_expert = first_expert_gmem[0]
+        ids = local_ids(ids_gmem, first_slot, first_expert, num_local, math)
+        ids_smem[...] = ids
+        if is_counted_here:
+            for start in range(0, num_read, rows.LANES):
+                all_ids[pl.ds(start, rows.LANES)] = local_ids(
+                    ids_gmem, start, first_expert, num_local, math
+                )
+        plgpu.commit_smem()
+        if is_counted_here:
+            total, before = count_experts(all_ids, num_read, first_slot, num_local, interpret)
+        else:
+            total, before = add_blocks(counts_gmem, cta)
+        starts = lanes.sums_before(total, scratch.at[0], of_experts)
+        starts_smem[...] = starts + before
+        plgpu.commit_smem()
+        places = sort_block(ids, ids_smem, starts_smem, block, math)
+        slots = math.iota((rows.LANES,), 0) + math.full((rows.LANES,), first_slot, jnp.int32)
+        inside = math.iota((rows.LANES,), 0) < math.full((rows.LANES,), block, jnp.int32)
+        none = math.full((rows.LANES,), -1, jnp.int32)
+        places_smem[...] = places
+        lanes.scatter(places_gmem, jnp.where(inside, slots, none), places, math)
+        lanes.scatter(work.order, places, slots, math)
+        plgpu.commit_smem()
+        plgpu.barrier_wait(arrived)
+
+        def put(slot, _):
+            place = places_smem[slot]
+
+            @pl.when(place >= 0)
+            def _():
+                row = rows_smem.at[lax.div(slot, jnp.int32(top_k))]
+                plgpu.copy_smem_to_gmem(row, sorted_gmem.at[place])
+
+            return ()
+
+        lax.fori_loop(0, block, put, ())
+
+        @pl.when(cta == 0)
+        def _():
+            write_tiles(
+                total, starts, work, scratch.at[1],
+                tile_rows=tile_rows, num_slots=num_slots, math=of_experts,
+            )  # fmt: skip
+
+        plgpu.wait_smem_to_gmem(0)
+
+    work = work_shapes(num_slots, num_local, tile_rows)
+    sorted_rows, places, *lists = rows.run_kernel(
+        body,
+        operands,
+        out=[
+            jax.ShapeDtypeStruct((num_slots, width // span, span), x.dtype),
+            jax.ShapeDtypeStruct((num_slots,), jnp.int32),
+            work.tiles,
+            work.num_tiles,
+            work.order,
+        ],
+        grid={"cta": num_blocks},
+        name="detjax_moe_sort",
+        is_interpreted=interpret,
+        scratch_types=[
+            plgpu.SMEM((tokens, width // span, span), x.dtype),
+            plgpu.SMEM((num_read,), jnp.int32),
+            plgpu.SMEM((rows.LANES,), jnp.int32),
+            plgpu.SMEM((size,), jnp.int32),
+            plgpu.SMEM((rows.LANES,), jnp.int32),
+            plgpu.SMEM((2, 4), jnp.int32),
+            plgpu.Barrier(num_arrivals=tokens),
+        ],
+    )
+    tiles, num_tiles, order = lists
+    work = Work(tiles=tiles, num_tiles=num_tiles, order=order)
+    return sorted_rows.reshape(num_slots, width), places, work

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""In which windows an audit gives answers to the model: many tokens a step, little padding."""
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+STEP_TOKENS = 2048
+"""Tokens of a step. More are hardly quicker, and need more memory: a step holds float32 logits of
+each, 1 GiB for 128,256 tokens of vocabulary."""
+LEAST_WINDOW, MOST_WINDOW = 16, 128
+MOST_EXTRA = 1.03
+"""Tokens computed, over the fewest possible, for which a longer window is taken: it reads keys and
+values less often."""
+SHORT_PROMPT = 256
+"""Prompts of fewer tokens fill no row of an ordinary prefill step."""
+
+
+def choose_window(answer_lens: Sequence[int]) -> int:
+    """The longest for which windows of these answers hold about the least padding.
+
+    Args:
+        answer_lens: Tokens of each answer. The first follows its prompt's prefill.
+    """
+    lengths = [max(1, length - 1) for length in answer_lens]
+    most = min(MOST_WINDOW, 1 << (max(lengths) - 1).bit_length())
+    # WHY: the prefill kernel takes 64 rows at a time, so shorter windows save nothing there.
+    least = max(LEAST_WINDOW, min(most, 64))
+    windows = [size for size in (LEAST_WINDOW, 32, 64, MOST_WINDOW) if least <= size <= most]
+    computed = {size: sum(-(-length // size) * size for length in lengths) for size in windows}
+    few = MOST_EXTRA * min(computed.values(), default=0)
+    return max((size for size in windows if computed[size] <= few), default=LEAST_WINDOW)
+
+
+def audit_options(
+    answer_lens: Sequence[int], prompt_lens: Sequence[int], *, window: int | None = None
+) -> dict[str, Any]:
+    """Fields of `EngineConfig` for an audit. None changes a bit.
+
+    Args:
+        answer_lens: Tokens of each answer.
+        prompt_lens: Tokens of each prompt.
+        window: Tokens of a window; None chooses.
+    """
+    window = window or choose_window(answer_lens)
+    rows = max(1, STEP_TOKENS // window)
+    options: dict[str, Any] = {
+        "has_prompt_lookup": True, "verify_window": window, "verify_rows": rows,
+    }  # fmt: skip
+    if len(prompt_lens) >= rows and statistics.median(prompt_lens) < SHORT_PROMPT:
+        options["prefill_shapes"] = ((rows, window),)
+    return options
+
+
+def longest_first(answer_lens: Sequence[int]) -> list[int]:
+    """The order in which windows stay full longest: a long answer is many windows in a row."""
+    return sorted(range(len(answer_lens)), key=lambda i: (-answer_lens[i], i))
