@@ -289,12 +289,28 @@ def _kernels_of(gpu: str) -> list[str]:
 
 
 def experiments() -> dict[str, Path]:
-    """A GPU's result of each experiment, by name, or else that of a CPU; the first GPU's if any."""
+    """Which result of each experiment is told, by name.
+
+    That of a GPU, or else of a CPU; of the first GPU that has it. One that was made in pieces goes
+    before those from before there were pieces, which have other settings.
+    """
     order = ["cpu", *reversed(GPUS)]
-    machines = [report_rows.RESULTS / machine for machine in order]
-    return {
-        path.stem: path for machine in machines for path in (machine / "reproduce").glob("*.json")
-    }
+    taken: dict[str, Path] = {}
+    for machine in order:
+        for path in (report_rows.RESULTS / machine / "reproduce").glob("*.json"):
+            before = taken.get(path.stem)
+            if (
+                before is None
+                or before.parts[-3] == "cpu"
+                or has_pieces(path) >= has_pieces(before)
+            ):
+                taken[path.stem] = path
+    return taken
+
+
+def has_pieces(path: Path) -> bool:
+    """Whether the rows of an experiment say of which piece they are."""
+    return any("part" in row for row in json.loads(path.read_text()).get("rows", ()))
 
 
 def told_finding(experiment: str, finding: str, found: list[dict]) -> str:

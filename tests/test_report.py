@@ -423,6 +423,18 @@ def test_an_experiment_is_taken_from_the_first_gpu_that_has_it(write, machines, 
     assert report.experiments()["accuracy"].parts[-3] == taken
 
 
+@pytest.mark.parametrize(
+    ("with_pieces", "taken"), [("h100", "h100"), ("h200", "h200"), ("cpu", "h200")]
+)
+def test_a_result_in_pieces_goes_before_an_older_one_of_another_gpu(write, with_pieces, taken):
+    for machine in ("cpu", "h100", "h200"):
+        folder = report_rows.RESULTS / machine / "reproduce"
+        folder.mkdir(parents=True)
+        row = {"part": "a"} if machine == with_pieces else {}
+        (folder / "shares.json").write_text(json.dumps({"rows": [row]}))
+    assert report.experiments()["shares"].parts[-3] == taken
+
+
 def vllm_row(case, time, **fields):
     row = {"subject": "vllm", "case": case, "time": time, "model": "llama3_8b", "vllm": "0.24",
            "attention": "FlashAttention-3", "protocol": "least of three single calls",
