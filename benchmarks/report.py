@@ -289,12 +289,28 @@ def _kernels_of(gpu: str) -> list[str]:
 
 
 def experiments() -> dict[str, Path]:
-    """A GPU's result of each experiment, by name, or else that of a CPU; the first GPU's if any."""
+    """Which result of each experiment is told, by name.
+
+    That of a GPU, or else of a CPU; of the first GPU that has it. One that was made in pieces goes
+    before those from before there were pieces, which have other settings.
+    """
     order = ["cpu", *reversed(GPUS)]
-    machines = [report_rows.RESULTS / machine for machine in order]
-    return {
-        path.stem: path for machine in machines for path in (machine / "reproduce").glob("*.json")
-    }
+    taken: dict[str, Path] = {}
+    for machine in order:
+        for path in (report_rows.RESULTS / machine / "reproduce").glob("*.json"):
+            before = taken.get(path.stem)
+            if (
+                before is None
+                or before.parts[-3] == "cpu"
+                or has_pieces(path) >= has_pieces(before)
+            ):
+                taken[path.stem] = path
+    return taken
+
+
+def has_pieces(path: Path) -> bool:
+    """Whether the rows of an experiment say of which piece they are."""
+    return any("part" in row for row in json.loads(path.read_text()).get("rows", ()))
 
 
 def told_finding(experiment: str, finding: str, found: list[dict]) -> str:
@@ -316,7 +332,9 @@ def here(name: str, found: dict) -> str:
 def experiments_table() -> list[str]:
     """README's table: the question, what the papers found, what was found here."""
     read = {name: json.loads(path.read_text()) for name, path in sorted(experiments().items())}
-    cells = ((found["question"], found["paper"], here(name, found)) for name, found in read.items())
+    cells = [(found["question"], found["paper"], here(name, found)) for name, found in read.items()]
+    if latency := report_server.latency_experiment():
+        cells.append((latency.question, latency.paper, latency.here))
     return table(["question", "paper", "here"], cells)
 
 
@@ -331,6 +349,15 @@ def experiments_section() -> list[str]:
             "",
             f"- {found['paper']}",
             f"- Here: {here(name, found)}. With {found['setting']}.",
+            "",
+        ]
+    if latency := report_server.latency_experiment():
+        lines += [
+            f"**{latency.question}** `benchmarks.serve_load`, [figure](docs/figures/latency.svg), "
+            "[every time](docs/server.md#on-a-gpu)",
+            "",
+            f"- {latency.paper}",
+            f"- Here: {latency.here}. With {latency.setting}.",
             "",
         ]
     return lines[:-1]
@@ -411,6 +438,12 @@ def draw_figures() -> None:
         axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=name, **style)
     axes.set_ylim(bottom=0)
     save("step.svg", axes, x_label="batch", y_label="ms a decode step, context 1024")
+
+    if report_server.latency_rows():
+        _, axes = pyplot.subplots(figsize=(6, 3.2))
+        report_server.draw_latency(axes)
+        labels = {"x_label": "requests a second", "y_label": "P99 end to end, s"}
+        save("latency.svg", axes, **labels, is_log=False)
 
     if report_mesh.decode_lines():
         _, axes = pyplot.subplots(figsize=(6, 3.2))

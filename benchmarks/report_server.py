@@ -6,7 +6,18 @@ quicker ones nothing is drafted in `dvr`: the text says so where no row has a ro
 drafts that was asked for.
 """
 
-from benchmarks.report_rows import GPUS, model_name, rows, table
+from dataclasses import dataclass
+
+from benchmarks.report_rows import (
+    DRAFTS,
+    GPUS,
+    NO_DRAFTS,
+    drafting,
+    listed,
+    model_name,
+    rows,
+    table,
+)
 
 PERCENTILES = (50, 90, 99)
 TIMES = (("first_token", "first token"), ("token", "each token"), ("end_to_end", "end to end"))
@@ -60,6 +71,68 @@ def _load(gpu: str) -> list[str]:
         ),
         "",
     ]  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LatencyExperiment:
+    """LLM-42's online experiment, asked again by `benchmarks.serve_load`; texts for a table."""
+
+    question: str
+    paper: str
+    here: str
+    setting: str
+
+
+def latency_rows() -> list[dict]:
+    """Rows of the first GPU that has any, by rate and share."""
+    for gpu in GPUS:
+        if found := rows("serve_load", "serve_load", gpu):
+            return sorted(found, key=lambda r: (r["rate_per_s"], r["deterministic_percent"]))
+    return []
+
+
+def latency_experiment() -> LatencyExperiment | None:
+    """The highest rate, share by share; None without rows."""
+    found = latency_rows()
+    if not found:
+        return None
+    most = [row for row in found if row["rate_per_s"] == found[-1]["rate_per_s"]]
+    first = found[0]
+    drafts = "drafts" if any(drafting(row) == DRAFTS for row in found) else NO_DRAFTS
+
+    def times(name, p, scale, digits):
+        values = (row[f"{name}_p{p}_ms"] * scale for row in most)
+        return listed(f"{value:.{digits}f}" for value in values)
+
+    shares = listed(f"{row['deterministic_percent']:g}" for row in most)
+    wrong, canonical = (sum(row[name] for row in found) for name in ("wrong", "canonical"))
+    of_one_share = [row for row in found if row["deterministic_percent"] == 100]
+    counts = listed(str(row["requests"]) for row in of_one_share)
+    rates = listed(f"{row['rate_per_s']:g}" for row in of_one_share)
+    return LatencyExperiment(
+        question="How do latencies move with load and the share of deterministic requests?",
+        paper="LLM-42 (arXiv:2601.17768), figure 11 and table 5, and its authors' data: at 18 "
+        "requests a second P99 end to end is 17.3 s without determinism, 70.1 s with "
+        "batch-invariant kernels; verified at 10, 50 and 100 % 20.4, 52.9 and 68.7 s; first token "
+        "P50 29.7, 76.3, 31.8, 50.4 and 55.7 ms.",
+        here=f"{most[0]['rate_per_s']:g} requests a second, {shares} % deterministic (dvr, "
+        f"{drafts}): P99 end to end {times('end_to_end', 99, 1e-3, 1)} s, first token P50 "
+        f"{times('first_token', 50, 1, 1)} ms; {wrong} of {canonical} canonical answers differ in "
+        "a bit",
+        setting=f"{model_name(first['model'])}, {first['gpu']}, over HTTP, lengths of the Azure "
+        f"trace, {counts} requests at {rates} a second (the paper: ShareGPT, 4,096 requests at 12 "
+        "to 18)",
+    )
+
+
+def draw_latency(axes) -> None:
+    """P99 end to end over the rate, a line for each share."""
+    found = latency_rows()
+    for share in sorted({row["deterministic_percent"] for row in found}):
+        points = [(r["rate_per_s"], r["end_to_end_p99_ms"] / 1e3) for r in found
+                  if r["deterministic_percent"] == share]  # fmt: skip
+        axes.plot(*zip(*points, strict=True), marker="o", label=f"{share:g} % deterministic")
+    axes.set_ylim(bottom=0)
 
 
 def _cost(gpu: str) -> list[str]:

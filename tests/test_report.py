@@ -292,6 +292,22 @@ def test_committed_findings_are_those_of_their_rows(module):
         assert found["findings"] == module.findings(found["rows"]), file
 
 
+def test_latencies_of_the_server_stand_beside_the_papers(write):
+    assert report_server.latency_experiment() is None
+    row = served("serve_load", "dvr", 50.0, requests=9, canonical=3, wrong=0, num_rollbacks=0)
+    loads = [row | {"rate_per_s": rate, "deterministic_percent": share, "requests": int(rate)}
+             for rate in (2.0, 4.0) for share in (100.0, 0.0)]  # fmt: skip
+    write("serve_load", *loads)
+    told = report_server.latency_experiment()
+    assert told is not None
+    assert "4 requests a second, 0 and 100 % deterministic (dvr, no drafts): P99" in told.here
+    assert told.here.endswith("0 of 12 canonical answers differ in a bit")
+    assert "2 and 4 requests at 2 and 4 a second" in told.setting
+    write("serve_load", *(load | {"num_rollbacks": 1} for load in loads))
+    told = report_server.latency_experiment()
+    assert told is not None and "(dvr, drafts)" in told.here
+
+
 def test_committed_findings_of_pieces_are_those_of_their_rows():
     for file in (ROOT / "benchmarks" / "results").glob("*/reproduce/*.json"):
         found, experiment = json.loads(file.read_text()), EXPERIMENTS[file.stem]
@@ -405,6 +421,18 @@ def test_an_experiment_is_taken_from_the_first_gpu_that_has_it(write, machines, 
         folder.mkdir(parents=True)
         (folder / "accuracy.json").write_text("{}")
     assert report.experiments()["accuracy"].parts[-3] == taken
+
+
+@pytest.mark.parametrize(
+    ("with_pieces", "taken"), [("h100", "h100"), ("h200", "h200"), ("cpu", "h200")]
+)
+def test_a_result_in_pieces_goes_before_an_older_one_of_another_gpu(write, with_pieces, taken):
+    for machine in ("cpu", "h100", "h200"):
+        folder = report_rows.RESULTS / machine / "reproduce"
+        folder.mkdir(parents=True)
+        row = {"part": "a"} if machine == with_pieces else {}
+        (folder / "shares.json").write_text(json.dumps({"rows": [row]}))
+    assert report.experiments()["shares"].parts[-3] == taken
 
 
 def vllm_row(case, time, **fields):

@@ -87,7 +87,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--done",
         type=Path,
-        help="folder of an earlier --out of this build: its pieces are not run again",
+        help="folder of an earlier --out on this kind of GPU: its pieces are not run again",
     )
     add(
         "--redraw",

@@ -62,6 +62,7 @@ def _makers(lab: Lab) -> dict[str, Callable[[int], Operator]]:
     )
     makers["SwiGLU"] = lambda most: _swiglu(lab, rng(), most, lab.pick(768, 14336))
     makers["attention"] = lambda _: _attention(lab, rng(), lab.pick(16, 64), lab.pick(300, 2000))
+    makers["control"] = lambda most: _by_place(rng(), min(most, 64), 512)
     if lab.num_devices >= 4:
         makers["all-reduce"] = lambda most: _all_reduce(lab, rng(), most, lab.pick(256, 4096))
     return makers
@@ -182,6 +183,20 @@ def _attention(lab: Lab, rng, most: int, context: int) -> Operator:
     )  # fmt: skip
 
 
+def _by_place(rng, most: int, width: int) -> Operator:
+    """The control: a sum in order, which begins where the row stands in the batch."""
+
+    def control(x):
+        rolled = jax.vmap(jnp.roll)(x, jnp.arange(len(x)))
+        total, _ = lax.scan(lambda acc, term: (acc + term, None), jnp.zeros(len(x)), rolled.T)
+        return total
+
+    return Operator(
+        name="sum from the row's place on", shape=f"D {width}, float32",
+        rows=(wide(rng, (most, width)),), shared=(), by_library={"control": control},
+    )  # fmt: skip
+
+
 def _all_reduce(lab: Lab, rng, most: int, width: int) -> Operator:
     """Four ranks' partial sums; the messages grow with the batch."""
     mesh = make_mesh(1, 4, platform=lab.backend.platform)
@@ -202,7 +217,7 @@ def _all_reduce(lab: Lab, rng, most: int, width: int) -> Operator:
     )  # fmt: skip
 
 
-FLOAT32 = ("log-sum-exp", "all-reduce, tp 4")
+FLOAT32 = ("log-sum-exp", "all-reduce, tp 4", "sum from the row's place on")
 
 
 def _outputs(

@@ -35,7 +35,7 @@ class Record:
         experiment: It.
         lab: Where it runs.
         card: The machine and the build.
-        rows: Of the pieces that are done, each with the name of its piece, the commit and the date.
+        rows: Of the pieces that are done, each with the name of its piece, and its build.
         whole: The result of an experiment of one piece, once it has run here.
         setting: Of the rows, as the run that made them said.
         has_new: Whether a piece has run here.
@@ -51,15 +51,16 @@ class Record:
     has_new: bool = False
 
     def read(self, folder: Path) -> None:
-        """Take the rows that an earlier run of this size left there, if the bits are of this build.
+        """Take the rows that an earlier run of this size left there.
 
-        A file of another GPU, build or size, or without pieces, is left alone, which is said.
+        Each row says its build, so they may be of several. A file of another GPU or size, or
+        without pieces, is left alone, which is said.
         """
         path = folder / f"{self.name}.json"
         if not path.exists():
             return
         found = json.loads(path.read_text())
-        now = {"size": self.lab.size.value, "fingerprint": self.card["fingerprint"]}
+        now = {"size": self.lab.size.value, "gpu": self.card["gpu"]}
         other = [f"{k}={found.get(k)!r}" for k, v in now.items() if found.get(k) != v]
         other += [] if all("part" in row for row in found["rows"]) else ["rows without pieces"]
         if other:
@@ -85,8 +86,7 @@ class Record:
         facts = {
             "part": part.name,
             "part_s": round(time.perf_counter() - begin_s, 1),
-            "commit": self.card["commit"],
-            "date": self.card["date"],
+            **{name: self.card[name] for name in ("commit", "date", "fingerprint")},
         }
         self.rows += [dict(row) | facts for row in found]
         self.has_new = True

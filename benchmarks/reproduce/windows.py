@@ -148,9 +148,13 @@ def _rows(lab: Lab, window: int, groups: Sequence[int]) -> list[Row]:
 
 
 def num_unlike(loads: Sequence[Row]) -> int:
-    """Requests whose answers differ between any two settings."""
-    answers = [row["digests"] for row in loads]
-    return sum(len(set(of_one)) > 1 for of_one in zip(*answers, strict=True))
+    """Requests whose answers differ between any two settings of one build."""
+    by_build: dict[str, list[list[str]]] = {}
+    for row in loads:
+        by_build.setdefault(row.get("fingerprint", ""), []).append(row["digests"])
+    of_builds = [zip(*answers, strict=True) for answers in by_build.values()]
+    differs = [[len(set(of_one)) > 1 for of_one in answers] for answers in of_builds]
+    return sum(any(of_one) for of_one in zip(*differs, strict=True))
 
 
 def findings(rows: Sequence[Row]) -> list[str]:

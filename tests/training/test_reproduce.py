@@ -46,6 +46,8 @@ def test_operators_of_detjax_do_not_change_and_one_of_xla_does(tmp_path, capsys)
         (r["rows_changed_by_place"][0], r["position_invariant"]) == ("0", "yes") for r in ours
     )
     assert any(r["batch_invariant"] == "no" for r in rows if r["library"] == "XLA")
+    (control,) = [row for row in rows if row["library"] == "control"]
+    assert (control["batch_invariant"], control["position_invariant"]) == ("yes", "no")
     assert "paper: LLM-42" in out
 
 
@@ -120,7 +122,7 @@ def make_record():
         experiment = Experiment(
             question="q", paper="p", parts=parts, result=result, setting=lambda _: "here"
         )
-        card = {"fingerprint": "f", "commit": "c", "date": "d"}
+        card = {"fingerprint": "f", "commit": "c", "date": "d", "gpu": "g"}
         return Record(name=name, experiment=experiment, lab=lab, card=card)
 
     return make
@@ -148,13 +150,13 @@ def test_pieces_run_in_turn_and_not_twice(make_record, tmp_path, capsys):
     assert "a: first: done before" in capsys.readouterr().out
 
 
-def test_rows_of_another_build_or_without_pieces_are_not_resumed(make_record, tmp_path, capsys):
+def test_rows_of_another_gpu_or_without_pieces_are_not_resumed(make_record, tmp_path, capsys):
     record = make_record("a", first=lambda: [{"x": 1}])
     run_pieces([record], seconds=10.0, out=tmp_path)
     other = make_record("a", first=lambda: [])
-    other.card["fingerprint"] = "g"
+    other.card["gpu"] = "h"
     other.read(tmp_path)
-    assert not other.rows and "fingerprint='f'" in capsys.readouterr().err
+    assert not other.rows and "gpu='g'" in capsys.readouterr().err
     document = json.loads((tmp_path / "a.json").read_text())
     del document["rows"][0]["part"]
     (tmp_path / "a.json").write_text(json.dumps(document))
@@ -189,7 +191,7 @@ def test_a_piece_that_does_not_fit_is_not_begun_and_one_that_raises_costs_no_oth
 
 
 def test_findings_put_the_papers_figure_beside_ours():
-    cell = {"what": "load", "requests": 2, "windows": 3, "wrong": 0}
+    cell = {"what": "load", "requests": 2, "windows": 3, "wrong": 0, "fingerprint": "f"}
     rows = [
         {"what": "verification", "window": 16, "group": 1, "ms": 4.0},
         cell | {"mode": "invariant", "window": 0, "group": 0, "digests": ["a", "b"],
@@ -202,6 +204,8 @@ def test_findings_put_the_papers_figure_beside_ours():
     told = windows.findings(rows)
     assert "from 1.2 s at 64 x 8 (paper 46 s) to 1.5 s at 16 x 1 (paper 616 s)" in told[2]
     assert told[-1] == "1 of 2 answers differ between 3 settings"
+    rows[-1] |= {"fingerprint": "g"}
+    assert windows.findings(rows)[-1] == "0 of 2 answers differ between 3 settings"
     share = {"workload": "w", "over_fast": 0.9, "paper_over_fast": 0.5, "windows": 1}
     rows = [share | {"mode": "dvr", "deterministic_percent": p} for p in (2, 50)]
     rows += [share | {"mode": "dvr", "deterministic_percent": 100, "windows": 0}]
