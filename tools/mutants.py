@@ -76,6 +76,33 @@ class MutantError(Exception):
 
 MUTANTS = (
     Mutant(
+        name="kept-program-not-verified",
+        fault="a compiled program is run as it lies on the disk",
+        edits=(
+            Edit(
+                where="detjax/kept_programs.py",
+                old="        if digest == self._digest(name, value):\n",
+                new="        if digest is not None:\n",
+            ),
+        ),
+        tests=("tests/test_kept_programs.py::test_a_damaged_program_is_removed_and_not_run",),
+    ),
+    Mutant(
+        name="prompt-counts-as-output",
+        fault="a penalty counts the tokens of the prompt",
+        edits=(
+            Edit(
+                where=f"{SERVING}/logits_processors.py",
+                old="(position >= prompt_len[:, None]).astype",
+                new="(position >= 0 * prompt_len[:, None]).astype",
+            ),
+        ),
+        tests=(
+            "tests/serving/test_logits_processors.py"
+            "::test_adjusted_logits_are_those_of_the_specification",
+        ),
+    ),
+    Mutant(
         name="split-from-batch",
         fault="attention takes the length of a split from the batch",
         edits=(
