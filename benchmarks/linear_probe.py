@@ -2,7 +2,8 @@
 """Bits and speed of the sm90 linear kernels on one GPU.
 
 `--gated`: gate and up with SwiGLU in one kernel. `--trees`: eight leaves; `--middle`: those of 129
-to 512 rows. `--layers`: the products of a prefill in a row. `--bits`, `--final`: every row count and every shape with the tiles chosen.
+to 512 rows. `--layers`: the products of a prefill in a row. `--bits`, `--final`: every row count
+and every shape with the tiles chosen.
 """
 
 import argparse
