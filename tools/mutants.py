@@ -366,6 +366,38 @@ MUTANTS = (
         ),
         tests=("tests/serving/test_text.py",),
     ),
+    Mutant(
+        name="residual-of-another-token",
+        fault="the last layer of a prefill takes the residual stream of the first wanted token",
+        edits=(
+            Edit(
+                where="detjax/models/layers.py",
+                old="    row = jnp.arange(batch, dtype=jnp.int32) * length + wanted\n",
+                new="    row = jnp.arange(batch, dtype=jnp.int32) * length + wanted[0]\n",
+            ),
+        ),
+        tests=(
+            "tests/models/test_wanted_rows.py"
+            "::test_the_wanted_tokens_are_bitwise_batch_invariant_and_path_consistent",
+        ),
+    ),
+    Mutant(
+        name="written-keys-left-out",
+        fault="of a last page too few keys are loaded",
+        edits=(
+            Edit(
+                where=f"{KERNELS}/attention/sm90_decode_run.py",
+                old="        num_loaded = lax.div(num_written + (at_once - 1), "
+                "jnp.int32(at_once)) * at_once\n",
+                new="        num_loaded = lax.div(num_written, jnp.int32(at_once)) * at_once\n"
+                "        num_loaded = jnp.maximum(num_loaded, at_once)\n",
+            ),
+        ),
+        tests=(
+            "tests/pallas_kernels/test_attention_sm90.py"
+            "::test_loading_the_written_keys_of_a_last_page_is_bitwise_schedule_invariant",
+        ),
+    ),
 )
 
 
