@@ -207,13 +207,14 @@ def parts(limit_tokens: int) -> Iterator[Part]:
         for i, n in enumerate((32760, 131000))
         if n + 24 <= limit_tokens // 3
     ]
-    yield Part(
-        name="yarn",
-        config=base | {"batch_size": 2, "max_len": CONTEXT, "prefill_chunk": BULK},
-        batches=[stretched],
-        rope=QWEN3_YARN,
-        is_compiled_ahead=False,
-    )
+    if stretched:
+        yield Part(
+            name="yarn",
+            config=base | {"batch_size": 2, "max_len": CONTEXT, "prefill_chunk": BULK},
+            batches=[stretched],
+            rope=QWEN3_YARN,
+            is_compiled_ahead=False,
+        )
     yield Part(
         name="control",
         config=base | {"batch_size": 8, "max_len": 1280, "mode": "fast", "prefill_chunk": 512},
@@ -577,20 +578,25 @@ def report(suite: Suite, outcome: Outcome, want: dict[int, list[Kept]], rows: Ro
     return wrong == 0 and compared > 0 and not outcome.error
 
 
-def main() -> None:
-    """Run the parts, then the reference; exit 3 if a bit differed."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--model", choices=MODELS, default="llama3_8b")
-    parser.add_argument("--backend", choices=[b.value for b in Backend], default="sm90")
-    parser.add_argument("--layers", type=int, default=0, help="fewer layers; all if 0")
-    parser.add_argument("--parts", choices=PARTS, nargs="+", default=PARTS, metavar="PART",
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    options = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    options.add_argument("--model", choices=MODELS, default="llama3_8b")
+    options.add_argument("--backend", choices=[b.value for b in Backend], default="sm90")
+    options.add_argument("--layers", type=int, default=0, help="fewer layers; all if 0")
+    options.add_argument("--parts", choices=PARTS, nargs="+", default=PARTS, metavar="PART",
                         help=f"of {', '.join(PARTS)}")  # fmt: skip
-    parser.add_argument("--pages", type=int, default=0, help="of the cache; --share if 0")
-    parser.add_argument(
+    options.add_argument("--pages", type=int, default=0, help="of the cache; --share if 0")
+    options.add_argument(
         "--share", type=float, default=0.87, help="of what the GPU has left, for the cache"
     )
-    parser.add_argument("--out", help="write JSON rows here")
-    args = parser.parse_args()
+    options.add_argument("--out", help="write JSON rows here")
+    return options
+
+
+def main() -> None:
+    """Run the parts, then the reference; exit 3 if a bit differed."""
+    args = parser().parse_args()
     card = environment(Backend(args.backend)) | {
         "model": args.model, "backend": args.backend, "data": "random weights and prompts",
     }  # fmt: skip

@@ -29,7 +29,8 @@ def our_times(vllm: dict) -> dict[str, float | None]:
             is_same = all(row[x] == vllm[x] for x in ("requests", "prompt_len", "output_len"))
             if is_same and _is_rival(row, vllm, row["mode"]):
                 patience = row.get("max_prefill_streak")
-                times[f"`max_prefill_streak` {patience}" if patience else ""] = row["wall_s"]
+                is_default = not patience or row.get("has_defaults")
+                times["" if is_default else f"`max_prefill_streak` {patience}"] = row["wall_s"]
         return times
     statistic = "ms_p50" if step_of(vllm)[0] == "decode" else "least_ms"
     found = [

@@ -4,6 +4,7 @@
 python -m benchmarks.serving stress --model bundled --num 20000
 python -m benchmarks.serving overhead --model llama3_8b --batch 64
 python -m benchmarks.serving offline --model llama3_8b --modes invariant dvr fast
+python -m benchmarks.serving offline --model llama3_8b --modes invariant --defaults
 python -m benchmarks.serving replay --model llama3_8b --trace azure_conv.csv --rates 2 4 8
 python -m benchmarks.serving shares --model llama3_8b --shares 2 5 10 20 50 100
 python -m benchmarks.serving windows --model bundled --windows 8 16 32 64 --groups 1 4 8 16
@@ -16,6 +17,7 @@ with the answer at batch size 1, and fails if one differs.
 
 import argparse
 import csv
+import dataclasses
 import gc
 import gzip
 import hashlib
@@ -39,6 +41,7 @@ import numpy as np
 import rich.console
 import rich.table
 
+from detjax.llm import GPU_MEMORY_UTILIZATION, choose_sizes
 from detjax.models.bundled import bundled_model_path
 from detjax.models.loading import LoadedModel, load_model, random_model
 from detjax.models.tokenizer import Tokenizer
@@ -132,12 +135,16 @@ class Bench:
         self.rows = Rows(card, args.out)
         self.model = open_model(args.model, self.backend)
         self._programs: dict[object, ProgramCache] = {}
+        # The free memory that they follow is that before the first engine.
+        self._default_sizes: EngineConfig | None = None
         self._text = read_text(args.text, folder_of(args.model)) if args.text else []
 
     def engine(self, mode: str, *, with_filters: bool = False, **changes) -> Engine:
         """An engine of the command line's sizes, everything compiled."""
         gc.collect()  # the cache of the engine before
         args = self.args
+        if args.defaults:
+            return self._engine_of_defaults(mode, with_filters=with_filters, **changes)
         sizes = {
             "batch_size": args.batch_size,
             "decode_batches": tuple(b for b in args.decode_batches if b < args.batch_size),
@@ -158,6 +165,26 @@ class Bench:
         engine = Engine(self.model, config, programs=self._programs.get(key))
         self._programs[key] = engine.programs
         engine.compile(with_filters=with_filters)
+        return engine
+
+    @property
+    def max_prefill_streak(self) -> int:
+        """Of the engines that were made."""
+        sizes = self._default_sizes
+        return self.args.max_prefill_streak if sizes is None else sizes.max_prefill_streak
+
+    def _engine_of_defaults(self, mode: str, *, with_filters: bool, **changes) -> Engine:
+        """An engine as `LLM` makes it, for every length of the model; compiled as it runs."""
+        if with_filters:
+            raise ValueError("--defaults compiles what runs: it has no meaning for this command")
+        asked = {"mode": mode, **changes}
+        if self._default_sizes is None:
+            self._default_sizes = choose_sizes(
+                self.model, asked, gpu_memory_utilization=GPU_MEMORY_UTILIZATION
+            )
+        config = dataclasses.replace(self._default_sizes, **asked)
+        engine = Engine(self.model, config, programs=self._programs.get("defaults"))
+        self._programs["defaults"] = engine.programs
         return engine
 
     def prompt(self, rng: np.random.Generator, length: int) -> list[int]:
@@ -415,7 +442,7 @@ def offline(bench: Bench) -> bool:
         bench.rows.keep(
             subject="offline", mode=mode, requests=args.num, prompt_len=args.prompt_len,
             output_len=args.output_len, draft_weights=args.draft_weights if mode == "dvr" else "",
-            max_prefill_streak=args.max_prefill_streak, **numbers,
+            max_prefill_streak=bench.max_prefill_streak, has_defaults=args.defaults, **numbers,
         )  # fmt: skip
     return True
 
@@ -474,7 +501,7 @@ def shares(bench: Bench) -> bool:
             max_draft_fraction=args.max_draft_fraction,
             draft_weights=args.draft_weights if mode == "dvr" else "",
             requests=args.num, prompt_len=args.prompt_len, output_len=args.output_len,
-            max_prefill_streak=args.max_prefill_streak, **numbers, **facts,
+            max_prefill_streak=bench.max_prefill_streak, **numbers, **facts,
         )  # fmt: skip
     return True
 
@@ -586,7 +613,11 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--decode-batches", type=int, nargs="*", default=[])
-    parser.add_argument("--decode-patience", type=int, default=0, help="see EngineConfig")
+    parser.add_argument("--max-prefill-streak", type=int, default=0, help="see EngineConfig")
+    parser.add_argument(
+        "--defaults", action="store_true",
+        help="sizes as LLM chooses them, in place of those below and above",
+    )  # fmt: skip
     parser.add_argument("--prefill-chunk", type=int, default=512)
     parser.add_argument("--prefill-rows", type=int, nargs="*", default=[4])
     parser.add_argument("--max-len", type=int, default=640)
@@ -594,7 +625,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--verify-rows", type=int, default=8)
     parser.add_argument("--verify-window", type=int, default=32)
     parser.add_argument("--verify-batches", type=int, nargs="*", default=[])
-    parser.add_argument("--draft-share", type=float, help="see EngineConfig.max_draft_fraction")
+    parser.add_argument("--max-draft-fraction", type=float, help="see EngineConfig")
     parser.add_argument("--draft-weights", default="full")
     parser.add_argument("--questions", type=int, default=250, help="different ones of `stress`")
     parser.add_argument("--longest-prompt", type=int, default=0, help="of `stress`")

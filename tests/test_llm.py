@@ -23,6 +23,7 @@ from detjax.models.bundled import bundled_model_path
 from detjax.models.hf_config import config_from_hf, load_config
 from detjax.models.params import tensor_specs
 from detjax.models.tokenizer import Tokenizer, read_eos_id
+from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
 from detjax.serving import memory
 from detjax.serving.request import FinishReason, Request
@@ -307,6 +308,23 @@ def test_the_cache_of_a_gpu_is_what_the_weights_leave_of_the_share():
     assert memory.gpu_room(stats, gpu_memory_utilization=0.9) == 891 - 320
     with pytest.raises(ValueError, match="JAX does not say how much memory the GPU has"):
         memory.gpu_room([{}], gpu_memory_utilization=0.9)
+
+
+@pytest.mark.parametrize(
+    ("fitting", "asked", "batch_size"),
+    [
+        (4096, {}, 512),
+        (4095, {}, 256),
+        (4096, {"max_prefill_streak": 0}, 256),  # as a server asks
+        (4096, {"batch_size": 32}, 32),
+    ],
+)
+def test_the_slots_of_a_gpu_follow_its_memory(toy, monkeypatch, fitting, asked, batch_size):
+    monkeypatch.setattr(llm, "pages_that_fit", lambda *_, **__: fitting)
+    model = dataclasses.replace(toy.model, backend=Backend.SM90)
+    sizes = llm.choose_sizes(model, asked, gpu_memory_utilization=0.9)
+    assert (sizes.batch_size, sizes.num_pages) == (batch_size, fitting)
+    assert sizes.decode_batches == tuple(b for b in (1, 8, 16, 64, 128, 256) if b < batch_size)
 
 
 def test_the_command_sizes_a_cache_as_the_llm_does(toy, monkeypatch):

@@ -257,3 +257,31 @@ def test_a_prompt_that_repeats_does_so():
     ask = dataclasses.replace(production.pool(512, 9, tokens=40, first=0)[8], period=40)
     prompt = np.asarray(production.Texts(100).prompt(ask))
     assert (prompt[40:] == prompt[:-40]).all()
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["adjusted", "yarn"])
+def test_a_part_is_compared_with_a_reference_that_wishes_the_same(monkeypatch, name):
+    """On the CPU: equal bits, and others from a reference that knows neither wishes nor YaRN."""
+    options = ["--model", "tiny", "--backend", "portable", "--pages", "60", "--parts", name]
+    suite = production.Suite(production.parser().parse_args(options))
+    (part,) = [part for part in PARTS if part.name == name]
+    asks = production_asks.with_wishes(production.pool(512, 9, tokens=24, first=1000)[4:])
+    if name == "yarn":
+        asks = [dataclasses.replace(ask, wish="nothing") for ask in asks[:2]]
+    config = part.config | {"batch_size": 5, "max_len": 512, "prefill_chunk": 128}
+    part = dataclasses.replace(part, config=config, batches=[asks])
+    outcome = suite.run(part)
+    assert len(outcome.answers) > len(asks) if part.is_scored else len(outcome.answers) == 2
+    want = production.references(suite, [outcome])
+    for ask, answer in outcome.answers:
+        assert answer == want[ask.idx][: len(answer)], ask
+    if name == "yarn":
+        plain = dataclasses.replace(part, rope=None)
+    else:
+        monkeypatch.setattr(production_asks, "wishes", lambda size: {a.wish: {} for a in asks})
+        plain = part
+    other = production.references(suite, [dataclasses.replace(outcome, part=plain)])
+    differ = {ask.idx for ask, answer in outcome.answers if answer != other[ask.idx][: len(answer)]}
+    assert differ == {ask.idx for ask in asks if ask.wish != "nothing" or name == "yarn"}

@@ -419,7 +419,7 @@ CASES = (
         what="dense layers by decoder_sparse_step 2 and mlp_only_layers; weights that do not add "
         "up to 1, 3 experts of a token",
         model_type="qwen3_moe",
-        seed=116,
+        seed=316,
         config={
             "num_hidden_layers": 4,
             "moe_intermediate_size": 32,
@@ -438,7 +438,7 @@ CASES = (
         name="mixtral",
         what="4 experts, 2 of a token, under Mixtral's names; sliding_window null",
         model_type="mixtral",
-        seed=117,
+        seed=417,
         config={
             "intermediate_size": 80,
             "num_local_experts": 4,

@@ -13,6 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.live import Live
 
+from detjax import __version__
 from detjax.cli.errors import BAD_INPUT, BITS_DIFFER, OK, one_line
 from detjax.serving.config import MODES
 
@@ -37,6 +38,7 @@ def make_parser() -> argparse.ArgumentParser:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"detjax {__version__}")
     add = parser.add_argument
     add("--model", default="novels-6m", metavar="DIR_OR_ID",
         help="a folder in Hugging Face format, or an id (default: the small model)")  # fmt: skip
@@ -115,7 +117,9 @@ def _run(args: argparse.Namespace, given: Sequence[str]) -> int:
     is_proven = certificate.is_proven and bool(certificate.probe)
     for outcome in certificate.outcomes:
         if not outcome.is_well and not outcome.is_control:
-            console.print(f"{outcome.claim}, {outcome.case}: {outcome.first}")
+            console.print(f"{outcome.claim}, {outcome.case}: {outcome.first}", markup=False)
+            if outcome.cause:
+                console.print(outcome.cause, markup=False, highlight=False, soft_wrap=True)
     console.print("all claims hold" if is_proven else "NOT PROVEN", style="bold")
     if args.json is not None:
         args.json.write_text(json.dumps(certificate.json(), indent=1), encoding="utf-8")

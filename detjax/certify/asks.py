@@ -21,6 +21,7 @@ FILTERED: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 0.8, "top_k": 40, "top_p": 0.95},
     {"temperature": 1.2, "min_p": 0.02},
+    {"temperature": 1.0, "top_p": 0.02},
 )
 """From the second round on; the check of programs has filters in any case."""
 

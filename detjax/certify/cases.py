@@ -4,18 +4,20 @@
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from detjax.certify.asks import Answer, forced, plain
-from detjax.certify.certificate import Outcome, compare
+from detjax.certify.certificate import Comparison, Outcome, compare
 from detjax.certify.subject import Subject, ask
+from detjax.diverge.evidence import explain
+from detjax.diverge.setting import Setting
+from detjax.parallel.mesh import DP_AXIS, TP_AXIS
 from detjax.serving.errors import SelfCheckError
 from detjax.serving.request import Request
 
 OTHER_CHUNK = 37
 """Tokens of a prefill that end nowhere near a page."""
-
-Comparison = tuple[int, int, str]
 
 
 def variants(subject: Subject) -> list[dict[str, Any]]:
@@ -30,23 +32,36 @@ def timed(
     *,
     round_idx: int,
     is_control: bool = False,
+    setting: Callable[[int], Setting] | None = None,
 ) -> Outcome:
-    """Run a case."""
+    """Run a case; `setting` is like it for the request that differs."""
     begin_s = time.perf_counter()
     try:
-        num_compared, num_different, first = run()
+        found = run()
     except SelfCheckError as error:  # the engine itself has found a difference
-        num_compared, num_different, first = 1, 1, str(error)
+        found = Comparison(1, 1, str(error))
+    i = found.request_idx
     return Outcome(
         claim=claim,
         case=case,
         is_control=is_control,
-        num_compared=num_compared,
-        num_different=num_different,
-        first=first,
+        num_compared=found.num_compared,
+        num_different=found.num_different,
+        first=found.first,
+        request_idx=i,
+        setting="" if i < 0 or setting is None else str(setting(i)),
         seconds=time.perf_counter() - begin_s,
         round_idx=round_idx,
     )
+
+
+def setting_like(subject: Subject, *, batch: int = 1, row: int = 0, **others: Any) -> Setting:
+    """A setting of `detjax.diverge` on the subject's mesh."""
+    dp, tp = (subject.model.mesh.shape[axis] for axis in (DP_AXIS, TP_AXIS))
+    made = Setting(
+        dp=dp, tp=tp, batch=-(-batch // dp) * dp, row=row, chunk=subject.config.prefill_chunk
+    )
+    return dataclasses.replace(made, **others)
 
 
 def program_cases(subject: Subject) -> Iterator[Outcome]:
@@ -55,10 +70,14 @@ def program_cases(subject: Subject) -> Iterator[Outcome]:
     At the end of each page table, around pages and splits, on the first and the last pages of the
     cache: see `detjax.serving.self_check`.
     """
+    cause = ""
 
     def run() -> Comparison:
+        nonlocal cause
         engine = subject.engine()
+        engine.explain_differences(partial(explain, model=subject.model))
         engine.compile(with_filters=True)
+        cause = engine.self_check_cause
         stats = engine.stats()
         num_missing = sum(
             key.mode == "invariant" and key not in engine.programs.checked
@@ -68,9 +87,10 @@ def program_cases(subject: Subject) -> Iterator[Outcome]:
         if num_missing and not first:
             first = f"{num_missing} programs found no page to be checked on"
         count = stats.num_self_check_differences + num_missing
-        return stats.num_self_checked + num_missing, count, first
+        return Comparison(stats.num_self_checked + num_missing, count, first)
 
-    yield timed("path-consistent", "every compiled program, on a full cache", run, round_idx=0)
+    name = "every compiled program, on a full cache"
+    yield dataclasses.replace(timed("path-consistent", name, run, round_idx=0), cause=cause)
 
 
 def answer_cases(
@@ -91,32 +111,63 @@ def answer_cases(
     def same(answers: Callable[[], Sequence[Answer]]) -> Callable[[], Comparison]:
         return lambda: compare(answers(), want)
 
-    yield case("run-invariant", "again, alone", same(lambda: subject.alone(requests)))
-    yield case("batch-invariant", "all together", same(lambda: subject.answers(requests)))
+    count = len(requests)
+
+    def like(**others: Any) -> Callable[[int], Setting]:
+        return lambda i: setting_like(subject, **others)
+
+    def together(**others: Any) -> Callable[[int], Setting]:
+        return lambda i: setting_like(subject, batch=count, row=i, **others)
+
+    alone = same(lambda: subject.alone(requests))
+    yield case("run-invariant", "again, alone", alone, setting=like())
+    yield case(
+        "batch-invariant",
+        "all together",
+        same(lambda: subject.answers(requests)),
+        setting=together(),
+    )
     yield case(
         "batch-invariant",
         "in reverse order, so other rows",
         same(lambda: subject.answers(requests[::-1])[::-1]),
+        setting=lambda i: setting_like(subject, batch=count, row=count - 1 - i),
     )
-    yield case("batch-invariant", "among others", same(lambda: _among_others(subject, requests)))
+    yield case(
+        "batch-invariant",
+        "among others",
+        same(lambda: _among_others(subject, requests)),
+        setting=lambda i: setting_like(subject, batch=2 * count, row=2 * i + 1),
+    )
     yield case(
         "schedule-invariant",
         f"prompts in chunks of {OTHER_CHUNK} tokens",
         same(lambda: subject.answers(requests, **_other_chunk())),
+        setting=like(chunk=OTHER_CHUNK),
     )
     yield case(
-        "schedule-invariant", "prefixes from the cache", lambda: _twice(subject, requests, want)
+        "schedule-invariant",
+        "prefixes from the cache",
+        lambda: _twice(subject, requests, want),
+        setting=together(),
     )
-    yield case("schedule-invariant", "few pages", lambda: _few_pages(subject, requests, want))
+    yield case(
+        "schedule-invariant",
+        "few pages",
+        lambda: _few_pages(subject, requests, want),
+        setting=together(),
+    )
     yield case(
         "schedule-invariant",
         "drafts, every third of them wrong",
         same(lambda: subject.answers(requests, **_drafted(subject))),
+        setting=together(mode="dvr"),
     )
     yield case(
         "path-consistent",
         "decoded tokens again by prefill",
         lambda: _by_prefill(subject, requests, want),
+        setting=like(path="prefill"),
     )
 
 
@@ -166,6 +217,7 @@ def mesh_cases(
         name,
         lambda: compare(subject.answers(requests), want),
         round_idx=round_idx,
+        setting=lambda i: setting_like(subject),
     )
 
 
@@ -215,7 +267,7 @@ def _twice(subject: Subject, requests, want) -> Comparison:
     ask(engine, requests)
     found = compare(ask(engine, requests), want)
     if not engine.stats().prefix_tokens:
-        return 0, 0, "no prompt fills a page, so nothing was found in the cache"
+        return Comparison(0, 0, "no prompt fills a page, so nothing was found in the cache")
     return found
 
 
@@ -237,4 +289,5 @@ def _by_prefill(subject: Subject, requests, want, **changes) -> Comparison:
     pairs = forced(requests, want)
     engine = subject.engine(has_prefix_cache=False, **changes)
     got = [answer for request, _ in pairs for answer in ask(engine, [request])]
-    return compare(got, [answer for _, answer in pairs])
+    found = compare(got, [answer for _, answer in pairs])
+    return found._replace(request_idx=found.request_idx // 2)  # two tokens of each answer

@@ -4,7 +4,7 @@
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from detjax.certify.asks import Answer
 
@@ -31,6 +31,9 @@ class Outcome:
         first: The first that differs, for people; empty where none does.
         seconds: That the case took, compiling included.
         round_idx: Which requests.
+        request_idx: Of the first that differs; -1 where it is of no request.
+        setting: Of `detjax.diverge`, that does the same; empty where there is none.
+        cause: The first token, layer and operation that differ, as `detjax.diverge` found them.
     """
 
     claim: str
@@ -41,6 +44,9 @@ class Outcome:
     first: str
     seconds: float
     round_idx: int
+    request_idx: int = -1
+    setting: str = ""
+    cause: str = ""
 
     @property
     def is_well(self) -> bool:
@@ -50,18 +56,32 @@ class Outcome:
         return self.num_compared > 0 and self.num_different == 0
 
 
-def compare(got: Sequence[Answer], want: Sequence[Answer]) -> tuple[int, int, str]:
-    """How many tokens were compared, how many differ in a bit, and the first that does."""
+class Comparison(NamedTuple):
+    """How many tokens were compared, how many differ in a bit, and the first that does.
+
+    `request_idx` is the first's; -1 where none differs, or it is of no request.
+    """
+
+    num_compared: int
+    num_different: int
+    first: str
+    request_idx: int = -1
+
+
+def compare(got: Sequence[Answer], want: Sequence[Answer]) -> Comparison:
+    """Compare answers, token by token."""
     num_compared = num_different = 0
-    first = ""
+    first, request_idx = "", -1
     for idx, (mine, its) in enumerate(zip(got, want, strict=True)):
         num_compared += max(len(mine), len(its))
         for at in range(max(len(mine), len(its))):
             a, b = (answer[at] if at < len(answer) else None for answer in (mine, its))
             if a != b:
                 num_different += 1
-                first = first or f"request {idx}, token {at}: {_show(a)} is not {_show(b)}"
-    return num_compared, num_different, first
+                if not first:
+                    first = f"request {idx}, token {at}: {_show(a)} is not {_show(b)}"
+                    request_idx = idx
+    return Comparison(num_compared, num_different, first, request_idx)
 
 
 def _show(token: tuple[int, int] | None) -> str:

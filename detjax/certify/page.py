@@ -11,7 +11,7 @@ STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 66rem; margin: 2rem auto; padding: 0 1rem }
 table { border-collapse: collapse; width: 100%; margin: 1rem 0 }
 th, td { text-align: left; padding: .3rem .6rem; border-bottom: 1px solid #ccc }
-td.n { text-align: right; font-variant-numeric: tabular-nums }
+pre { white-space: pre-wrap } td.n { text-align: right; font-variant-numeric: tabular-nums }
 tr.control { color: #666 } tr.bad { background: #fdd }
 .well { color: #060 } .ill { color: #a00 } td { overflow-wrap: anywhere }
 """
@@ -44,6 +44,10 @@ def render(certificate: Certificate) -> str:
                 f"<tr class='{kind}'><td>{escape(name)}</td>{cells}"
                 f"<td>{verdict(its)} {first}</td></tr>"
             )
+            if its.cause:
+                rows.append(
+                    f"<tr class='bad'><td colspan='5'><pre>{escape(its.cause)}</pre></td></tr>"
+                )
         head = "".join(f"<th>{h}</th>" for h in ("case", "compared", "different", "time", ""))
         parts.append(f"<table><tr>{head}</tr>{''.join(rows)}</table>")
     seconds = sum(outcome.seconds for outcome in certificate.outcomes)

@@ -2,6 +2,7 @@
 """Runs every case, round after round while there is time."""
 
 import argparse
+import dataclasses
 import gc
 import json
 import time
@@ -17,6 +18,7 @@ from detjax.certify.cases import (
     timed,
     variants,
 )
+from detjax.certify.cause import find_cause
 from detjax.certify.certificate import Certificate, Outcome, compare
 from detjax.certify.coverage import coverage_map
 from detjax.certify.opening import facts_of, open_subject, other_meshes
@@ -57,7 +59,7 @@ def certify(
     certificate.facts = facts_of(subject, args)
     certificate.probe = order_probe(subject.model)
     begin_s = time.perf_counter()
-    for outcome in _first_round(args, subject, restarted):
+    for outcome in _first_round(args, subject, restarted, certificate):
         certificate.outcomes.append(outcome)
         yield outcome
     round_idx, round_s = 1, time.perf_counter() - begin_s
@@ -65,8 +67,9 @@ def certify(
         round_begin_s = time.perf_counter()
         requests = requests_of(subject, round_idx)
         for outcome in answer_cases(subject, requests, subject.alone(requests), round_idx):
-            certificate.outcomes.append(outcome)
-            yield outcome
+            explained = _explained(outcome, certificate, subject, requests)
+            certificate.outcomes.append(explained)
+            yield explained
         round_idx, round_s = round_idx + 1, time.perf_counter() - round_begin_s
     certificate.coverage = coverage_map(
         subject.model,
@@ -75,27 +78,43 @@ def certify(
     )
 
 
+def _explained(
+    outcome: Outcome,
+    certificate: Certificate,
+    subject: Subject,
+    requests: Sequence[Request],
+    others: Sequence[Subject] = (),
+) -> Outcome:
+    """With the operation that makes the difference, if it is the first one of its claim."""
+    is_known = any(its.cause for its in certificate.of(outcome.claim))
+    if outcome.is_well or outcome.is_control or outcome.cause or is_known:
+        return outcome
+    gc.collect()  # the cache of the engine before
+    return dataclasses.replace(outcome, cause=find_cause(outcome, subject, requests, others))
+
+
 def _first_round(
-    args: argparse.Namespace, subject: Subject, restarted: Sequence[Answer]
+    args: argparse.Namespace,
+    subject: Subject,
+    restarted: Sequence[Answer],
+    certificate: Certificate,
 ) -> Iterator[Outcome]:
     yield from program_cases(subject)
     requests = requests_of(subject, 0)
     subject.compile_ahead(variants(subject), requests, counts=[1, len(requests)])
     want = subject.alone(requests)
     yield timed("run-invariant", "a new process", lambda: compare(restarted, want), round_idx=0)
-    yield from answer_cases(subject, requests, want, 0)
+    for outcome in answer_cases(subject, requests, want, 0):
+        yield _explained(outcome, certificate, subject, requests)
     yield from answer_controls(subject, requests, want)
-    yield from _meshes(args, subject, requests, want)
-
-
-def _meshes(args, subject: Subject, requests, want) -> Iterator[Outcome]:
     fast = None
     for dp, tp in other_meshes(subject, args):
         if fast is None:
             fast = subject.alone(plain(requests), mode="fast")
         gc.collect()
         other = open_subject(args, dp, tp)
-        yield from mesh_cases(other, requests, want, 0)
+        for outcome in mesh_cases(other, requests, want, 0):
+            yield _explained(outcome, certificate, subject, requests, [other])
         # Replicas compute what one device does: only the ranks of a layer show anything.
         if tp != args.tp:
             yield mesh_control(other, requests, fast)

@@ -289,8 +289,8 @@ class GenerateArgs:
     process_id: int | None = _option(
         None, _SCHEDULE, "which of them this is, from 0", metavar="I", type=int
     )
-    batch_size: int = _field(EngineConfig, "batch_size", _SCHEDULE, default=8)
-    prefill_chunk: int = _field(EngineConfig, "prefill_chunk", _SCHEDULE, default=64)
+    batch_size: int = _field(EngineConfig, "batch_size", _SCHEDULE)
+    prefill_chunk: int = _field(EngineConfig, "prefill_chunk", _SCHEDULE)
     mode: str = _field(
         EngineConfig,
         "mode",
@@ -329,6 +329,11 @@ class GenerateArgs:
         _SCHEDULE,
         f"where compiled programs are kept, so that the next start is quick; {NO_CACHE} keeps none",
         metavar="DIR",
+    )
+    warm: bool = _option(
+        False,
+        _SCHEDULE,
+        "compile the programs that such prompts can need, keep them in --cache-dir, and end",
     )
     format: str = _option(
         "text",

@@ -24,6 +24,7 @@ from detjax.cli.output import SilentWriter, digest_of_all, make_writer, to_json
 from detjax.cli.prompts import read_prompts
 from detjax.cli.receipts import write_receipts
 from detjax.cli.run import RunPlan, RunResult, run_job
+from detjax.cli.warm import warm
 from detjax.models.generation_config import default_sampling
 from detjax.serving.trace import NO_TRACE, Trace
 
@@ -47,6 +48,12 @@ def run(args: GenerateArgs, *, open_model: OpensModel) -> int:
     with display.loading() as progress:
         model = open_model(args, folder, progress, job.max_len)
     load_s = time.perf_counter() - started_s
+    if args.warm:
+        display.facts(report.card(args, folder, config, model, plans[0].engine))
+        with display.loading() as progress:
+            compiled = warm(model.make_engine(plans[0].engine, NO_TRACE), args, progress)
+        report.show_compiled(compiled, display)
+        return OK
     wants_identity = args.format != "text" or args.receipts is not None
     identity = model.identify(tokenizer) if wants_identity else None
     display.facts(report.card(args, folder, config, model, plans[0].engine))

@@ -19,7 +19,7 @@ from detjax.serving.text import CompletionOutput
 _NOT_PASSED = frozenset(
     """
     cache_dir chat check check_process expect_digest format given prompt prompts_file receipts
-    repeat sign stats trace
+    repeat sign stats trace warm
     """.split()
 )
 """Options of this process alone, or of which what came of them is passed: the prompts."""

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from detjax.cli.arguments import GPU_MEMORY_UTILIZATION, NO_CACHE, NO_CAST, GenerateArgs
 from detjax.cli.errors import InputError, bad_input
@@ -36,7 +36,23 @@ Progress = Callable[[str, int, int], None]
 
 
 @runtime_checkable
-class GeneratesCompletions(Protocol):
+class CompilesPrograms(Protocol):
+    """What `--warm` needs of an engine."""
+
+    def compile(
+        self,
+        progress: Progress,
+        *,
+        with_filters: bool,
+        with_adjustments: bool,
+        num_top_logprobs: int,
+    ) -> None:
+        """Compile ahead, as `Engine.compile` does."""
+        ...
+
+
+@runtime_checkable
+class GeneratesCompletions(CompilesPrograms, Protocol):
     """What the command needs of an engine; `detjax.serving.engine.Engine` is one."""
 
     def stats(self) -> EngineStats:
@@ -143,6 +159,14 @@ class _JobEngine:
 
     def stats(self) -> EngineStats:
         return self._engine.stats()
+
+    def compile(self, progress: Progress, **variants: Any) -> None:
+        def progress_of_job(what: str, done: int, total: int) -> None:
+            self._watch.progress()
+            progress(what, done, total)
+
+        with self._watch.working():
+            self._engine.compile(progress_of_job, **variants)
 
     def generate(
         self, requests: Sequence[Request], *, on_token: Callable[[TokenEvent], bool]

@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from detjax import __version__
-from detjax.cli.arguments import BUNDLED, GROUPS, NO_CAST, GenerateArgs, sampling_params
+from detjax.cli.arguments import (
+    BUNDLED,
+    GROUPS,
+    NO_CACHE,
+    NO_CAST,
+    GenerateArgs,
+    sampling_params,
+)
 from detjax.cli.errors import (
     BAD_INPUT,
     BITS_DIFFER,
@@ -228,6 +235,10 @@ def _check_args(args: GenerateArgs) -> None:
         raise InputError("--prompt - reads what only one process has; give --prompts-file instead")
     if args.revision is not None and args.model == BUNDLED:
         raise InputError(f"--revision {args.revision} needs a Hugging Face id as --model")
+    if args.warm and args.cache_dir == NO_CACHE:
+        raise InputError(f"--warm keeps programs, and --cache-dir {NO_CACHE} keeps none; drop one")
+    if args.warm and (args.check or args.check_process or args.expect_digest):
+        raise InputError("--warm computes no answer to check; leave the checks out")
     if args.check and args.repeat < 2:
         raise InputError("--check compares runs: give it --repeat N with N of at least 2")
     if args.repeat > 1 and not args.check:

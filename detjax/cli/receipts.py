@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import rich.console
 import rich.progress
 
+from detjax import __version__
 from detjax.cli.arguments import NO_CACHE, GenerateArgs, default_cache_dir
 from detjax.cli.errors import BAD_INPUT, BITS_DIFFER, OK
 from detjax.cli.job import Job
@@ -61,6 +62,7 @@ def write_receipts(
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Options of both commands."""
+    parser.add_argument("--version", action="version", version=f"detjax {__version__}")
     parser.add_argument("file", metavar="FILE", type=Path, help="receipts, one a line")
     model = parser.add_argument_group("model")
     model.add_argument("--model", metavar="DIR_OR_ID",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is told about a run: what decides its bits, where the time went, and its digests."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from detjax.cli.job import Job
 from detjax.cli.model import OpenModel
 from detjax.cli.output import digest_of_all, entry_of
 from detjax.cli.run import RunResult
+from detjax.cli.warm import Compiled
 from detjax.models.bundled import bundled_model_path
 from detjax.models.config import ModelConfig
 from detjax.models.generation_config import default_sampling
@@ -115,6 +116,12 @@ def show_end(
 def _rate(num_tokens: int | float, seconds: int | float) -> str:
     rate = f", {num_tokens / seconds:.1f} tokens/s" if seconds > 0 and num_tokens else ""
     return f"{num_tokens:.0f} tokens in {seconds:.2f} s{rate}"
+
+
+def show_compiled(compiled: Sequence[Compiled], display: Display) -> None:
+    """Write which programs there are now."""
+    rows = ((one.name, f"{one.ready_s:.2f}") for one in compiled)
+    display.table(f"{len(compiled)} programs", ("program", "ready after, s"), rows)
 
 
 def show_stats(stats: EngineStats, display: Display) -> None:

@@ -10,11 +10,18 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from detjax import __version__
 from detjax.cli.arguments import GenerateArgs
 from detjax.cli.errors import BAD_INPUT, BITS_DIFFER, OK, InputError, bad_input, one_line
 from detjax.diverge.setting import Answer, Setting
 from detjax.serving.request import SamplingParams
+
+if TYPE_CHECKING:  # imports JAX
+    from detjax.diverge.divergence import Divergence
+    from detjax.numerics import NumericsProfile
+    from detjax.proof.receipt import Receipt
 
 EPILOG = """\
 A setting is KEY=VALUE,KEY=VALUE of:
@@ -34,6 +41,8 @@ examples:
   python -m detjax.diverge --prompt "The sea" --b "mode=fast"
   python -m detjax.generate --prompt "The sea" --format jsonl > answer.jsonl
   python -m detjax.diverge --answer answer.jsonl --b "batch=8,row=3"
+  python -m detjax.diverge --receipt answers.jsonl --line 2 --b "tp=2"
+  python -m detjax.diverge --evidence ~/.local/state/detjax/evidence/20261122T190000-7.json
 
 exit codes: 0 no bit differs, 2 something given cannot be done, 3 a bit differs
 """
@@ -48,20 +57,26 @@ def make_parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"detjax {__version__}")
     parser.add_argument("--a", metavar="SETTING", help="one setting (default: every default)")
     parser.add_argument("--b", metavar="SETTING", default="", help="the other, likewise")
     parser.add_argument("--answer", metavar="FILE", help="in place of --a and --prompt: "
                         "of python -m detjax.generate --format jsonl, with n=1")  # fmt: skip
-    parser.add_argument("--line", type=int, metavar="N", help="of --answer, from 1; needed where "
-                        "there are several")  # fmt: skip
+    parser.add_argument("--receipt", metavar="FILE", help="likewise, of --receipts: its model, its "
+                        "numerics and its sampling are used")  # fmt: skip
+    parser.add_argument("--evidence", metavar="FILE", help="that a self-check has kept: settings "
+                        "that do the same are compared")  # fmt: skip
+    parser.add_argument("--line", type=int, metavar="N", help="of --answer or --receipt, from 1; "
+                        "needed where there are several")  # fmt: skip
     parser.add_argument("--prompt", metavar="TEXT", help="what to continue")
     parser.add_argument("--deep", action="store_true",
                         help="compare every operation though the answers are equal")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="write one JSON object")
     model = parser.add_argument_group("model")
-    model.add_argument("--model", default="novels-6m", metavar="DIR_OR_ID",
-                       help="a folder in Hugging Face format, or an id (default: the small model "
-                       "that comes with detjax)")  # fmt: skip
+    model.add_argument("--model", metavar="DIR_OR_ID",
+                       help="a folder in Hugging Face format, or an id (default: that of the "
+                       "receipt or the evidence, else the small model that comes with "
+                       "detjax)")  # fmt: skip
     model.add_argument("--revision", help="branch, tag or commit of an id")
     model.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16",
                        help="of weights and compute; it chooses bits")  # fmt: skip
@@ -91,40 +106,102 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    with bad_input("--b: "):
-        b = Setting.parse(args.b)
-    if args.answer is None:
-        if args.prompt is None:
-            raise InputError("there is no prompt; give --prompt TEXT, or --answer FILE")
-        if args.line is not None:
-            raise InputError("--line is of --answer, which is not given")
-        with bad_input("--a: "):
-            a: Setting | Answer = Setting.parse(args.a or "")
+    given = [name for name in ("answer", "receipt", "evidence") if getattr(args, name) is not None]
+    if len(given) > 1:
+        raise InputError(f"--{given[0]} and --{given[1]} stand for one side; leave one out")
+    if given and (args.a is not None or args.prompt is not None):
+        raise InputError(f"--{given[0]} stands in place of --a and --prompt; leave those out")
+    if args.line is not None and given not in (["answer"], ["receipt"]):
+        raise InputError("--line is of --answer or --receipt, which are not given")
+    if given == ["evidence"]:
+        divergence = _of_evidence(args)
     else:
-        if args.a is not None or args.prompt is not None:
-            raise InputError("--answer stands in place of --a and --prompt; leave those out")
-        a = _read_answer(args)
-    with bad_input():
-        names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed")
-        sampling = SamplingParams(**{name: getattr(args, name) for name in names})
-    divergence = _find(args, a, b, sampling)
+        with bad_input("--b: "):
+            b = Setting.parse(args.b)
+        divergence = _of_receipt(args, b) if given == ["receipt"] else _of_settings(args, b)
     print(json.dumps(divergence.to_dict()) if args.json else divergence)
     return BITS_DIFFER if divergence.is_found else OK
 
 
-def _read_answer(args: argparse.Namespace) -> Answer:
-    with bad_input(f"--answer {args.answer}: "):
-        text = Path(args.answer).expanduser().read_text(encoding="utf-8")
-        lines = [line for line in text.splitlines() if line.strip()]
-        if len(lines) != 1 and args.line is None:
-            raise ValueError(f"it has {len(lines)} answers; choose one with --line N")
-        number = args.line or 1
-        if not 1 <= number <= len(lines):
-            raise ValueError(f"--line {number} must be from 1 to {len(lines)}")
-        return Answer.from_line(lines[number - 1])
+def _of_settings(args: argparse.Namespace, b: Setting) -> "Divergence":
+    """Two settings, or an answer and one."""
+    a: Setting | Answer
+    if args.answer is not None:
+        with bad_input(f"--answer {args.answer}: "):
+            a = Answer.from_line(_line(args.answer, args.line))
+    else:
+        if args.prompt is None:
+            raise InputError(
+                "there is no prompt; give --prompt TEXT, --answer FILE, --receipt FILE or "
+                "--evidence FILE"
+            )
+        with bad_input("--a: "):
+            a = Setting.parse(args.a or "")
+    with bad_input():
+        names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed")
+        sampling = SamplingParams(**{name: getattr(args, name) for name in names})
+    return _find(args, a, b, sampling)
 
 
-def _find(args: argparse.Namespace, a: Setting | Answer, b: Setting, sampling: SamplingParams):
+def _of_receipt(args: argparse.Namespace, b: Setting) -> "Divergence":
+    """The answer of a receipt, and a setting."""
+    from detjax.diverge.evidence import answer_of_receipt
+    from detjax.proof.receipt import Receipt
+
+    with bad_input(f"--receipt {args.receipt}: "):
+        receipt = Receipt.from_json(_line(args.receipt, args.line))
+        answer = answer_of_receipt(receipt)
+    if b.backend == "auto":
+        b = dataclasses.replace(b, backend=receipt.build["backend"])
+    sampling = dataclasses.replace(receipt.sampling, stop=(), num_top_logprobs=0)
+    return _find(args, answer, b, sampling, receipt=receipt)
+
+
+def _of_evidence(args: argparse.Namespace) -> "Divergence":
+    """What a self-check has found."""
+    from detjax.diverge.evidence import Evidence, question_of
+    from detjax.llm import find_model
+    from detjax.models.hf_config import load_config
+
+    with bad_input(f"--evidence {args.evidence}: "):
+        evidence = Evidence.read(Path(args.evidence).expanduser())
+        if args.model is None and not evidence.folder:
+            raise ValueError("its weights were random, so there is no model; give --model")
+        args.model = args.model or evidence.folder
+        folder = find_model(args.model, revision=args.revision)
+        question = question_of(
+            evidence.difference, profile=evidence.profile,
+            vocab_size=load_config(folder).vocab_size, dp=evidence.mesh[0], tp=evidence.mesh[1],
+        )  # fmt: skip
+    a, b = (
+        dataclasses.replace(setting, backend=evidence.backend)
+        for setting in (question.a, question.b)
+    )
+    args.prompt = question.prompt
+    return _find(args, a, b, question.sampling, profile=evidence.profile)
+
+
+def _line(path: str, number: int | None) -> str:
+    """The line that is meant of a file with one or several."""
+    text = Path(path).expanduser().read_text(encoding="utf-8")
+    lines = [line for line in text.splitlines() if line.strip()]
+    if len(lines) != 1 and number is None:
+        raise ValueError(f"it has {len(lines)} answers; choose one with --line N")
+    number = number or 1
+    if not 1 <= number <= len(lines):
+        raise ValueError(f"--line {number} must be from 1 to {len(lines)}")
+    return lines[number - 1]
+
+
+def _find(
+    args: argparse.Namespace,
+    a: Setting | Answer,
+    b: Setting,
+    sampling: SamplingParams,
+    *,
+    receipt: "Receipt | None" = None,
+    profile: "NumericsProfile | None" = None,
+) -> "Divergence":
     """Load what the settings need, and compare."""
     import jax
 
@@ -136,29 +213,47 @@ def _find(args: argparse.Namespace, a: Setting | Answer, b: Setting, sampling: S
     from detjax.models.tokenizer import Tokenizer
     from detjax.numerics import NumericsProfile
     from detjax.parallel.mesh import configure_virtual_devices
+    from detjax.proof.identity import Identifier
 
     keep_compiled_programs(args.cache_dir)
     settings = [b] if isinstance(a, Answer) else [a, b]
+    name = args.model or (receipt.model["name"] if receipt else "novels-6m")
+    cast_weights = args.cast_weights
+    if receipt is not None:
+        profile = NumericsProfile(**receipt.numerics["profile"])
+        cast_weights = receipt.model["weight_cast"].rpartition(" to ")[2]
+    profile = profile or NumericsProfile(weight_dtype=args.dtype, compute_dtype=args.dtype)
     with bad_input("--model: "):
-        folder = find_model(args.model, revision=args.revision)
+        folder = find_model(name, revision=args.revision)
         tokenizer = Tokenizer.from_folder(folder)
 
     def load(setting: Setting) -> LoadedModel:
         model, _ = load_on_devices(
             folder,
-            profile=NumericsProfile(weight_dtype=args.dtype, compute_dtype=args.dtype),
+            profile=profile,
             backend=setting.backend,
             dp=setting.dp,
             tp=setting.tp,
-            cast_weights=args.cast_weights,
+            cast_weights=cast_weights,
         )
+        if receipt is not None:
+            weights = Identifier(model, tokenizer, name=name).weights()
+            if weights != receipt.model["weights"]:
+                raise ValueError(
+                    f"the receipt is of another model: model.weights is {receipt.model['weights']} "
+                    f"there and {weights} here; give the right one with --model"
+                )
         return model
 
     with bad_input():
         # JAX makes its virtual devices once, when it starts: as many as the larger mesh needs.
         configure_virtual_devices(max(setting.dp * setting.tp for setting in settings))
         jax.devices()
-        prompt = a.prompt_token_ids if isinstance(a, Answer) else tokenizer.encode(args.prompt)
+        if isinstance(a, Answer):
+            prompt = a.prompt_token_ids
+        else:
+            prompt = args.prompt
+            prompt = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         if not prompt:
             raise InputError("--prompt has no tokens; give some text")
         context = load_config(folder).max_position_embeddings

@@ -11,7 +11,9 @@ import os
 import sys
 from collections.abc import Sequence
 
-from detjax.cli.errors import BAD_INPUT
+from detjax import __version__
+from detjax.cli.arguments import NO_CACHE, default_cache_dir
+from detjax.cli.errors import BAD_INPUT, OK
 from detjax.serving.config import MODES, SELF_CHECKS
 
 EXAMPLES = """\
@@ -36,6 +38,7 @@ def make_parser() -> argparse.ArgumentParser:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"detjax {__version__}")
     model = parser.add_argument_group("model")
     model.add_argument("--model", default="novels-6m", metavar="DIR_OR_ID",
                        help="a folder in Hugging Face format, or an id (default: the small model "
@@ -70,6 +73,12 @@ def make_parser() -> argparse.ArgumentParser:
                         "always: also some answers while idle")  # fmt: skip
     engine.add_argument("--no-compile", action="store_true",
                         help="compile a program when first wanted")  # fmt: skip
+    engine.add_argument("--cache-dir", default=default_cache_dir(), metavar="DIR",
+                        help="where compiled programs are kept, so that the next start is quick; "
+                        f"{NO_CACHE} keeps none (default: %(default)s)")  # fmt: skip
+    engine.add_argument("--warm", action="store_true",
+                        help="compile all that requests can need, also with filters, biases, "
+                        "penalties, masks and up to 4 top logprobs, keep it, and end")  # fmt: skip
     job = parser.add_argument_group("several processes, started alike but for --process-id")
     job.add_argument("--coordinator", metavar="HOST:PORT",
                      help="where process 0, which serves, waits for the others (default: as SLURM "
@@ -101,11 +110,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         from detjax.parallel.distributed import find_job
         from detjax.serve.job import follow_server
-        from detjax.serve.server import open_llm, serve
+        from detjax.serve.server import open_llm, serve, warm
     except ImportError as error:
         print(f'error: {error}; pip install "detjax[serve]"', file=sys.stderr)
         return BAD_INPUT
     try:
+        if args.warm:
+            print(warm(args))
+            return OK
         job = find_job(args.coordinator, args.num_processes, args.process_id)
         if job is not None and job.process_id:
             return follow_server(args, job, open_llm)
@@ -130,6 +142,11 @@ def check_options(parser: argparse.ArgumentParser, args: argparse.Namespace) -> 
         args.api_key.append(key)
     if any(not key.strip() for key in args.api_key):
         parser.error("--api-key is empty; leave it out to serve without one")
+    if args.warm and (args.no_compile or args.cache_dir == NO_CACHE or args.coordinator):
+        parser.error(
+            "--warm compiles programs and keeps them, in one process; it does not go with "
+            f"--no-compile, --cache-dir {NO_CACHE} or --coordinator"
+        )
     if not 0 <= args.port < 2**16:
         parser.error(f"--port {args.port} must be from 0 to 65535")
     if args.kv_memory is not None and not 0 < args.kv_memory <= 1:

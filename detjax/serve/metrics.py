@@ -44,7 +44,10 @@ COUNTERS = {
     "num_self_check_differences": "Bits that a self-check has found to differ.",
 }
 HISTOGRAMS = {
-    "first_token_s": ("time_to_first_token_seconds", "From arrival to the first token."),
+    "first_token_s": (
+        "time_to_first_token_seconds",
+        "From arrival to the first token; no latency has the time of compiling.",
+    ),
     "between_tokens_s": ("inter_token_seconds", "Between two releases of a sequence."),
     "end_to_end_s": ("end_to_end_seconds", "From arrival to the end."),
     "step_s": ("step_seconds", "Of the engine."),

@@ -7,12 +7,16 @@ import contextlib
 import logging
 import signal
 import socket
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import uvicorn
 
 from detjax.cli.errors import OK
+from detjax.cli.model import keep_compiled_programs
+from detjax.diverge.evidence import explain
 from detjax.llm import GPU_MEMORY_UTILIZATION, LLM
 from detjax.models.generation_config import default_sampling
 from detjax.parallel.distributed import JobSpec
@@ -30,6 +34,7 @@ def open_llm(args: argparse.Namespace, num_processes: int = 1) -> LLM:
     Raises:
         ValueError, FileNotFoundError: As `LLM` says; if an option has no meaning here.
     """
+    keep_compiled_programs(args.cache_dir)
     share = GPU_MEMORY_UTILIZATION if args.kv_memory is None else args.kv_memory
     chosen: dict[str, Any] = {}
     if args.decode_batches is not None:
@@ -60,9 +65,28 @@ def open_llm(args: argparse.Namespace, num_processes: int = 1) -> LLM:
             "the CPU; leave it out, and choose the cache by --batch-size and --max-len"
         )
     LOG.info("%s", llm.config)
+    if num_processes == 1:  # the others of a job would have to run the same
+        llm.engine.explain_differences(partial(explain, model=llm.model))
     if not args.no_compile:
         llm.engine.compile(lambda what, done, total: LOG.info("compiled %d of %d", done, total))
     return llm
+
+
+def warm(args: argparse.Namespace) -> str:
+    """Compile what requests can need, and return a table of when each program was ready.
+
+    Raises:
+        ValueError, FileNotFoundError: As `open_llm` says.
+    """
+    args.no_compile, begin_s = True, time.perf_counter()
+    llm = open_llm(args)
+    lines = [f"{'program':<60} ready after, s"]
+
+    def compiled(what: str, done: int, total: int) -> None:
+        lines.append(f"{what:<60} {time.perf_counter() - begin_s:.2f}")
+
+    llm.engine.compile(compiled, with_filters=True, with_adjustments=True, num_top_logprobs=4)
+    return "\n".join([*lines, f"{len(lines) - 1} programs"])
 
 
 def open_model(args: argparse.Namespace, leader: Leader | None = None) -> ServedModel:

@@ -12,6 +12,8 @@ SELF_CHECKS = ("off", "start", "always")
 class EngineConfig:
     """Sizes and policies of an engine. None of them changes a bit of a deterministic answer.
 
+    The defaults are for a small model on a CPU; `detjax.LLM` chooses sizes by the hardware.
+
     Attributes:
         batch_size: Sequences that run at once, over all replicas; a multiple of dp.
         prefill_chunk: Prompt tokens of one sequence in one prefill step.
@@ -67,9 +69,9 @@ class EngineConfig:
         ValueError: If a value is out of range or does not go with another.
     """
 
-    batch_size: int
-    prefill_chunk: int
-    max_len: int
+    batch_size: int = 8
+    prefill_chunk: int = 64
+    max_len: int = 1024
     mode: str = "invariant"
     num_pages: int = 0
     decode_batches: tuple[int, ...] = ()

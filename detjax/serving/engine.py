@@ -27,7 +27,7 @@ from detjax.serving.errors import (
 )
 from detjax.serving.grammars import Grammars
 from detjax.serving.input_processor import MAX_TAKEN, InputProcessor
-from detjax.serving.metrics import EngineStats
+from detjax.serving.metrics import EngineStats, Pauses
 from detjax.serving.model_runner import Launch, ModelRunner, ignore_compiling
 from detjax.serving.ngram import propose_from_prompt
 from detjax.serving.output_processor import OutputProcessor
@@ -45,6 +45,7 @@ from detjax.serving.request import (
 from detjax.serving.request_states import RequestStates
 from detjax.serving.scheduler import Scheduler
 from detjax.serving.self_check.claim import Claim
+from detjax.serving.self_check.evidence import Difference
 from detjax.serving.self_check.recheck import Rechecks
 from detjax.serving.sequence import OnToken, SequenceError, ignore_token
 from detjax.serving.speculation import propose_nothing
@@ -101,6 +102,7 @@ class Engine:
             propose=propose_from_prompt if config.has_prompt_lookup else propose_nothing,
         )
         self._claim = Claim(model, replica, self._stats)
+        pauses = Pauses()
         self._runner = ModelRunner(
             model,
             replica,
@@ -110,9 +112,10 @@ class Engine:
             idle_pages=self._scheduler.idle_pages,
             stats=self._stats,
             tracer=tracer,
+            pauses=pauses,
         )
         self._states = RequestStates()
-        self._stat_logger = StatLogger(self._stats, tracer)
+        self._stat_logger = StatLogger(self._stats, tracer, pauses)
         self._rechecks = Rechecks(
             replica,
             runner=self._runner,
@@ -565,6 +568,20 @@ class Engine:
     def self_check_error(self) -> str:
         """What a self-check has found to differ, with its evidence; empty while the claim holds."""
         return self._claim.error
+
+    @property
+    def self_check_cause(self) -> str:
+        """The operation that makes the difference, as `explain_differences` told; else empty."""
+        return self._claim.cause
+
+    def explain_differences(self, explain: abc.Callable[[Difference], str]) -> None:
+        """Let the first difference that a self-check finds be explained, once, when it is found.
+
+        Args:
+            explain: Says what makes it, in lines of text, which are kept with the evidence:
+                `detjax.diverge.evidence.explain`. It may take minutes, and nothing else runs.
+        """
+        self._claim.explain = explain
 
     def stats(self) -> EngineStats:
         """Counters since the engine was made, and how things stand now. Do not change it."""

@@ -32,7 +32,7 @@ from detjax.serving.adjustments import (
 from detjax.serving.config import ReplicaConfig
 from detjax.serving.interrupts import HeldInterrupts
 from detjax.serving.launch_operands import DecodeOperands, PrefillOperands, VerifyOperands
-from detjax.serving.metrics import EngineStats
+from detjax.serving.metrics import EngineStats, Pauses
 from detjax.serving.program_key import (
     ProgramKey,
     ProgramKind,
@@ -113,6 +113,7 @@ class ModelRunner:
         idle_pages: Callable[[int], list[list[int]]],
         stats: EngineStats,
         tracer: trace.TracesEvents,
+        pauses: Pauses,
     ):
         """Allocate the cache.
 
@@ -125,12 +126,13 @@ class ModelRunner:
             idle_pages: Pages of each replica that nobody holds, at least so many if there are.
             stats: Where launches and compilations are counted.
             tracer: Keeps a timeline.
+            pauses: Is told when programs were compiled and checked.
 
         Raises:
             ValueError: If `programs` are of another model or other sizes.
         """
         self._model, self._config, self._stats, self._trace = model, config, stats, tracer
-        self._claim, self._idle_pages = claim, idle_pages
+        self._claim, self._idle_pages, self._pauses = claim, idle_pages, pauses
         dp = config.num_replicas
         sizes = {
             "num_pages": dp * config.num_pages,
@@ -467,6 +469,7 @@ class ModelRunner:
         end_s = time.perf_counter()
         self._stats.num_compiled += count
         self._stats.compile_s += end_s - begin_s
+        self._pauses.add(begin_s, end_s)
         self._trace.span(trace.HOST, "compile", begin_s, end_s, programs=count)
 
     # ------------------------------------------------------------------------------------- checking
@@ -497,6 +500,7 @@ class ModelRunner:
         )
         end_s = time.perf_counter()
         self._stats.self_check_s += end_s - begin_s
+        self._pauses.add(begin_s, end_s)
         self._trace.span(trace.HOST, "self-check", begin_s, end_s, programs=len(new))
 
     def _reference_key(self, keys: abc.Sequence[ProgramKey]) -> ProgramKey:

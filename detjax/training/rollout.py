@@ -11,6 +11,7 @@ from detjax.models.loading import LoadedModel
 from detjax.models.tokenizer import Tokenizer
 from detjax.serving.config import EngineConfig
 from detjax.serving.engine import Engine
+from detjax.serving.launch_times import quickest_decode_steps
 from detjax.serving.request import Completion, Request, SamplingParams
 from detjax.training.batch import Scored
 from detjax.training.tasks import AbstractTask, Problem
@@ -91,6 +92,7 @@ class Rollout:
                 raise ValueError(f"{task.stop!r}, which ends an answer, is not one token")
             self._stop_ids = tuple(stop_ids)
         rows = min(batch_size, max(1, MAX_PREFILL_TOKENS // max_prompt))
+        steps = quickest_decode_steps(model, batch_size=batch_size, max_tokens=max_tokens)
         self._engine = Engine(
             model,
             EngineConfig(
@@ -98,6 +100,9 @@ class Rollout:
                 prefill_chunk=max_prompt,
                 max_len=max_prompt + max_tokens,
                 prefill_shapes=((rows, max_prompt),),
+                # WHY: all prompts come at once, and nobody waits for the first answer.
+                max_prefill_streak=batch_size,
+                decode_steps=1 if mode == "dvr" else steps,
                 mode=mode,
             ),
         )

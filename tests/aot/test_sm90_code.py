@@ -161,6 +161,13 @@ def test_scores_of_a_prompt_take_the_memory_of_few_rows_of_logits(name, most_mib
     assert compiled(name)["temp_bytes"] < most_mib << 20
 
 
+def test_a_step_of_an_audit_takes_the_memory_of_its_logits():
+    """Those of 32 x 64 tokens are 1002 MiB, and are made once."""
+    program = compiled("audit_windows")
+    assert program["temp_bytes"] < 1100 << 20
+    assert (program["copies"], program["clones"], program["faults"]) == ([], 0, [])
+
+
 @pytest.mark.control
 def test_control_a_kept_cache_is_seen_as_a_copy():
     program = compiled("kept_cache")

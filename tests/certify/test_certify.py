@@ -68,9 +68,9 @@ def test_a_claim_is_proven_by_cases_that_hold_and_a_control_that_differs(outcome
 
 def test_every_bit_and_every_missing_token_counts():
     want = [((5, 1), (6, 2)), ((7, 3),)]
-    assert compare(want, want) == (3, 0, "")
+    assert compare(want, want) == (3, 0, "", -1)
     for got in ([((5, 1), (6, 3)), want[1]], [((5, 1),), want[1]], [((5, 1), (7, 2)), want[1]]):
-        num_compared, num_different, first = compare(got, want)
+        num_compared, num_different, first, _ = compare(got, want)
         assert (num_compared, num_different) == (3, 1)
         assert first.startswith("request 0, token 1: ")
 

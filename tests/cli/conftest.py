@@ -11,7 +11,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from detjax import generate
-from detjax.cli.model import OpenModel
+from detjax.cli.model import OpenModel, Progress
 from detjax.proof.identity import Identity
 from detjax.serving.completions import best
 from detjax.serving.config import EngineConfig
@@ -95,6 +95,11 @@ class FakeEngine:
 
     def stats(self) -> EngineStats:
         return EngineStats(compile_s=0.5, prefill_tokens=10)
+
+    def compile(self, progress: Progress, **variants: bool | int) -> None:
+        names = ["prefill", "decode", *(name for name, wanted in variants.items() if wanted)]
+        for done, name in enumerate(names, start=1):
+            progress(name, done, len(names))
 
     def generate(
         self, requests: Sequence[Request], *, on_token: Callable[[TokenEvent], bool]

@@ -2,6 +2,7 @@
 """The command as a whole: its help, and the exit codes that are not about bad input."""
 
 import dataclasses
+import importlib
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ import detjax
 from detjax import generate, llm, numerics
 from detjax.cli import arguments, errors, model
 from detjax.cli.arguments import GenerateArgs
+from detjax.serving.config import EngineConfig
 from detjax.serving.request import Request, SamplingParams
 
 
@@ -123,6 +125,20 @@ def test_a_reader_that_goes_away_is_no_fault(command, tmp_path, monkeypatch):
         monkeypatch.setattr(sys, "stdout", out)
         answer = failing(BrokenPipeError())
         assert command("--prompt", "a", answer=answer) == errors.READER_GONE
+
+
+@pytest.mark.parametrize("name", ["audit", "certify", "diverge", "generate", "replay", "serve"])
+def test_every_command_says_its_version(name, capsys):
+    module = name if name in ("audit", "generate", "replay") else f"{name}.__main__"
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(f"detjax.{module}").main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"detjax {detjax.__version__}\n"
+
+
+def test_an_engine_has_sizes_if_none_are_given():
+    assert EngineConfig(batch_size=8, prefill_chunk=64, max_len=1024) == EngineConfig()
+    assert (GenerateArgs().batch_size, GenerateArgs().prefill_chunk) == (8, 64)
 
 
 def test_options_and_the_code_that_imports_jax_have_the_same_constants():

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A receipt is whole or refused: every bit of it counts, and what was changed is named."""
 
+import base64
 import dataclasses
 import json
 import re
@@ -109,6 +110,52 @@ def test_every_single_bit_counts(tmp_path, is_signed):
         with pytest.raises((ReceiptError, SignatureError)) as error:
             Receipt.from_json(bytes(data))
         assert re.search(r"\w", str(error.value))
+
+
+def bit_edit(kind: str, bit: int, values: dict) -> str:
+    """Change one bit of a field; its path."""
+    request, answer, sampling = values["request"], values["answer"], values["request"]["sampling"]
+    if kind == "token":
+        answer["token_ids"][bit // 16 % 3] ^= 1 << bit % 16
+        return "answer.token_ids"
+    if kind == "prompt":
+        request["prompt_token_ids"][bit // 16 % 3] ^= 1 << bit % 16
+        return "request.prompt_token_ids"
+    if kind == "logprob":
+        raw = bytearray(base64.b64decode(answer["logprobs_f32"]))
+        raw[bit // 8 % 12] ^= 1 << bit % 8
+        answer["logprobs_f32"] = base64.b64encode(raw).decode()
+        return "answer.logprobs_f32"
+    if kind == "seed":
+        sampling["seed"] = str(int(sampling["seed"]) ^ 1 << bit % 64)
+        return "request.sampling.seed"
+    if kind == "weight":
+        raw = bytearray.fromhex(values["model"]["weights"])
+        raw[bit // 8 % 32] ^= 1 << bit % 8
+        values["model"]["weights"] = raw.hex()
+        return "model.weights"
+    names = ("max_tokens", "top_k", "min_tokens", "noise_stream")
+    name = names[bit // 30 % 4]
+    sampling[name] ^= 1 << bit % 30
+    return f"request.sampling.{name}"
+
+
+EDITED = ("token", "prompt", "logprob", "seed", "weight", "parameter")
+
+
+def test_each_of_1000_single_bit_edits_is_refused_and_says_which_field():
+    """A bit of a value, in a receipt that is well-formed and canonical all the same."""
+    text, named = make_receipt().to_json(), set()
+    for i, bit in enumerate(np.random.default_rng(1).integers(0, 2**16, 1000).tolist()):
+        values = json.loads(text)
+        path = bit_edit(EDITED[i % len(EDITED)], bit, values)
+        line = canonical_json(values)
+        assert line != text.encode()
+        with pytest.raises(ReceiptError, match=rf"^{re.escape(path)} was changed"):
+            Receipt.from_json(line)
+        named.add(path)
+    assert len(named) == 9
+    assert Receipt.from_json(text) == make_receipt()  # the control: without an edit
 
 
 LEAVES = [

@@ -94,7 +94,7 @@ def test_receipts_of_a_loaded_server_replay_elsewhere(running, tmp_path, capsys,
     ]  # fmt: skip
 
     def ask(body: dict) -> list[str]:
-        with running.client() as own:
+        with running.client(timeout=900) as own:
             choices = post(own, "/v1/completions", body)["choices"]
         return [choice["detjax"]["receipt"] for choice in choices]
 

@@ -77,7 +77,7 @@ def test_an_address_that_is_taken_is_one_line(capsys):
 
 
 def test_a_model_that_is_not_there_is_one_line(tmp_path, capsys):
-    assert main(["--port", "0", "--model", str(tmp_path / "none")]) == 2
+    assert main(["--port", "0", "--model", str(tmp_path / "none"), "--cache-dir", "none"]) == 2
     assert "error: " in capsys.readouterr().err
 
 

@@ -20,7 +20,7 @@ def _row_block():
 
 
 @jax.jit
-def _exp_below(logits, row_max) -> jax.Array:
+def exp_below(logits, row_max) -> jax.Array:
     """`exp(logits - row_max)`, through memory, so that nothing fuses with it.
 
     Columns are padded to a power of two of at least `COLS`, with zeros.
@@ -56,7 +56,7 @@ def route(logits, *, top_k: int, renormalise: bool) -> tuple[jax.Array, jax.Arra
     num_rows = logits.shape[0]
     order = jnp.argsort(logits, axis=1, descending=True, stable=True)
     expert_ids = order[:, :top_k].astype(jnp.int32)
-    terms = _exp_below(logits, jnp.max(logits, axis=1, keepdims=True))
+    terms = exp_below(logits, jnp.max(logits, axis=1, keepdims=True))
     chosen = jnp.take_along_axis(terms, expert_ids, axis=1)
     terms, chosen = pad_axis(terms, 0, ROWS), pad_axis(pad_axis(chosen, 0, ROWS), 1, COLS)
 
@@ -72,17 +72,22 @@ def route(logits, *, top_k: int, renormalise: bool) -> tuple[jax.Array, jax.Arra
             # ORDER: ((p0 + p1) + (p2 + p3)) + ..., p = expert; zeros pad the end.
             while total.shape[1] > 1:
                 total = total[:, 0::2] + total[:, 1::2]
-        out_ref[...] = chosen_ref[rows, :] / total  # ROUND: once, correctly
+        out_ref[...] = jnp.broadcast_to(total, out_ref.shape)
 
-    weights = run_blocks(
-        body,
-        terms,
-        chosen,
-        name="route_weights",
-        grid=(terms.shape[0] // ROWS,),
-        out_shape=jax.ShapeDtypeStruct(chosen.shape, jnp.float32),
-        out_specs=pl.BlockSpec((ROWS, chosen.shape[1]), lambda m: (m, 0)),
-    )
+    # ROUND: sums go through memory, once for each term: XLA would turn the division by a broadcast
+    # sum into a product with its rounded reciprocal.
+    blocks = {
+        "grid": (terms.shape[0] // ROWS,),
+        "out_shape": jax.ShapeDtypeStruct(chosen.shape, jnp.float32),
+        "out_specs": pl.BlockSpec((ROWS, chosen.shape[1]), lambda m: (m, 0)),
+    }
+    totals = run_blocks(body, terms, chosen, name="route_sums", **blocks)
+
+    def divide(chosen_ref, totals_ref, out_ref):
+        rows = _row_block()
+        out_ref[...] = chosen_ref[rows, :] / totals_ref[rows, :]  # ROUND: once, correctly
+
+    weights = run_blocks(divide, chosen, totals, name="route_weights", **blocks)
     return expert_ids, weights[:num_rows, :top_k]
 
 

@@ -7,7 +7,12 @@ import jax
 import jax.numpy as jnp
 
 from detjax.pallas_kernels.moe.sm90_combine import combine_rows_add_rms_norm, unsort_rows
-from detjax.pallas_kernels.moe.sm90_grouped import grouped_matmul, grouped_matmul_few
+from detjax.pallas_kernels.moe.sm90_grouped import (
+    grouped_matmul,
+    grouped_matmul_few,
+    routed_matmul_few,
+)
+from detjax.pallas_kernels.moe.sm90_route import check_supported as check_routes
 from detjax.pallas_kernels.moe.sm90_route import route as route
 from detjax.pallas_kernels.moe.sm90_schedule import sort_rows
 from detjax.pallas_kernels.moe.sm90_tiles import MlpTiles, choose_tiles
@@ -32,12 +37,13 @@ def expert_rows(
         expert_ids: int32 [M, k].
         w_gate_up: [e, 2 F, D].
         w_down: [e, D, F].
-        first_expert: Id of the first expert here.
+        first_expert: Id of the first expert here; None if every expert is.
         tiles: How to cut the products; changes no bit.
         interpret: How to interpret the kernels, if so.
     """
     _check_supported(x, w_gate_up, w_down)
-    first_expert = jnp.asarray(first_expert, jnp.int32).reshape(1)
+    is_whole = first_expert is None
+    first_expert = jnp.asarray(0 if is_whole else first_expert, jnp.int32).reshape(1)
     places = None
     if tiles.is_few:
         hidden, work = grouped_matmul_few(
@@ -52,17 +58,18 @@ def expert_rows(
         hidden = grouped_matmul(
             rows, w_gate_up, work, tiles=tiles.gate_up, by_slot=False, interpret=interpret
         )
+    others = () if is_whole or not tiles.by_slot else (expert_ids.reshape(-1), first_expert)
     out = grouped_matmul(
-        hidden, w_down, work, expert_ids.reshape(-1), first_expert,
+        hidden, w_down, work, *others,
         tiles=tiles.down, by_slot=tiles.by_slot, interpret=interpret,
     )  # fmt: skip
     return out, None if tiles.by_slot else places
 
 
-def _tiles_for(x, expert_ids, w_gate_up) -> MlpTiles:
+def _tiles_for(x, top_k: int, w_gate_up) -> MlpTiles:
     return choose_tiles(
         num_rows=x.shape[0],
-        top_k=expert_ids.shape[1],
+        top_k=top_k,
         num_local=w_gate_up.shape[0],
         width=w_gate_up.shape[1] // 2,
         hidden=x.shape[1],
@@ -94,7 +101,7 @@ def expert_mlp(
         bits of `linear_swiglu` and `linear`.
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
     """
-    tiles = tiles or _tiles_for(x, expert_ids, w_gate_up)
+    tiles = tiles or _tiles_for(x, expert_ids.shape[1], w_gate_up)
     y, places = expert_rows(
         x, expert_ids, w_gate_up, w_down,
         first_expert=first_expert, tiles=tiles, interpret=interpret,
@@ -131,12 +138,56 @@ def expert_mlp_add_rms_norm(
         The bits of the two, one after the other.
         Claims: run-invariant, batch-invariant, path-consistent.
     """
-    tiles = tiles or _tiles_for(x, expert_ids, w_gate_up)
+    tiles = tiles or _tiles_for(x, expert_ids.shape[1], w_gate_up)
     y, places = expert_rows(
-        x, expert_ids, w_gate_up, w_down, first_expert=0, tiles=tiles, interpret=interpret
+        x, expert_ids, w_gate_up, w_down, first_expert=None, tiles=tiles, interpret=interpret
     )
     if places is not None:
         places = places.reshape(expert_ids.shape)
     return combine_rows_add_rms_norm(
         y, places, weights, residual, gain, eps=eps, interpret=interpret is not None
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("top_k", "renormalise", "eps", "tiles", "interpret"))
+def route_mlp_add_rms_norm(
+    x, logits, w_gate_up, w_down, residual, gain, *,
+    top_k: int, renormalise: bool, eps: float, tiles: MlpTiles | None = None, interpret=None,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """`route`, then `expert_mlp_add_rms_norm`; few rows route in the launch of their first product.
+
+    Args:
+        x: Normalised rows, [M, D].
+        logits: float32 [M, e], of every expert.
+        w_gate_up: [e, 2 F, D].
+        w_down: [e, D, F].
+        residual: [M, D].
+        gain: [D].
+        top_k: Experts of a row.
+        renormalise: Whether a row's weights add up to 1.
+        eps: Added to the mean square.
+        tiles: Overrides the choice by M, for tests and benchmarks; changes no bit.
+        interpret: How to interpret the kernels, if so.
+
+    Numerics:
+        The bits of the two, one after the other.
+        Claims: run-invariant, batch-invariant, path-consistent.
+    """
+    tiles = tiles or _tiles_for(x, top_k, w_gate_up)
+    is_interpreted = interpret is not None
+    options = {"top_k": top_k, "renormalise": renormalise}
+    if not tiles.is_few:
+        ids, weights = route(logits, **options, interpret=is_interpreted)
+        return expert_mlp_add_rms_norm(
+            x, ids, weights, w_gate_up, w_down, residual, gain,
+            eps=eps, tiles=tiles, interpret=interpret,
+        )  # fmt: skip
+    _check_supported(x, w_gate_up, w_down)
+    check_routes(logits.shape[1], top_k)
+    hidden, work, _, weights = routed_matmul_few(
+        x, w_gate_up, logits, **options, tiles=tiles.gate_up, interpret=interpret
+    )
+    y = grouped_matmul(hidden, w_down, work, tiles=tiles.down, by_slot=True, interpret=interpret)
+    return combine_rows_add_rms_norm(
+        y, None, weights, residual, gain, eps=eps, interpret=is_interpreted
     )

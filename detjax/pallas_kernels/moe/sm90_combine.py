@@ -118,7 +118,9 @@ def combine_rows_add_rms_norm(
         values = []
         for i, c in enumerate(columns):
             ys = [math.load(y_gmem.at[slot, c]) for slot in slots]
-            value = joined([_weighted(ys, scales, math)], math.load(residual_gmem.at[row, c]), None, dtype)
+            value = joined(
+                [_weighted(ys, scales, math)], math.load(residual_gmem.at[row, c]), None, dtype
+            )
             total_gmem[row, c] = value
             values.append(value.astype(jnp.float32))
             sums_smem[first_chunk + i, :] = rows.square_sums(values[-1], math)

@@ -19,12 +19,14 @@ from detjax.pallas_kernels import sm90_rows
 from detjax.pallas_kernels.linear.sm90_matmul import leaf_sum, put_transposed, tiled
 from detjax.pallas_kernels.linear.tiles import NUM_SMS, SMEM_BYTES
 from detjax.pallas_kernels.moe import sm90_lanes as lanes
+from detjax.pallas_kernels.moe.sm90_route import route_rows
 from detjax.pallas_kernels.moe.sm90_schedule import (
     COUNT,
     EXPERT,
     START,
     Work,
     few_memory,
+    local_ids,
     schedule_few,
     work_shapes,
 )
@@ -104,6 +106,21 @@ class GroupedTiles:
         return 2 * (self.cols * self.out_cols if self.is_swapped else self.num_wgs * 2 * 64 * SPAN)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Few:
+    """How a product of few rows lists its tiles.
+
+    Attributes:
+        top_k: Experts of a row.
+        routes: Whether it is given the router's logits, else ids and the first expert here.
+        renormalise: See `api.route`.
+    """
+
+    top_k: int
+    routes: bool = False
+    renormalise: bool = False
+
+
 def fill_stages(tiles: GroupedTiles, most: int = 12) -> GroupedTiles:
     """As many stages as fit."""
     room = SMEM_BYTES - tiles.staged_bytes - _OTHER_BYTES
@@ -112,12 +129,14 @@ def fill_stages(tiles: GroupedTiles, most: int = 12) -> GroupedTiles:
     return GroupedTiles(**(fields | {"stages": min(most, room // tiles.stage_bytes)}))
 
 
-def _rows_block(shape):
+def _rows_block(shape, is_interpreted: bool):
     """Rows of SPAN channels to multiply or fill, and the same memory as TMA must see it.
 
     # WHY: a TMA block tiled by 8 rows begins at a multiple of 8 rows. One swizzle span wide, it has
     the same bytes tiled by 1 row, and then it may begin at any row and have any number.
     """
+    if is_interpreted:  # There the two of a union are apart.
+        return plgpu.SMEM(shape, jnp.bfloat16)
     return plgpu.RefUnion(
         plgpu.SMEM(shape, jnp.bfloat16, transforms=tiled(SPAN, jnp.bfloat16)),
         plgpu.SMEM(shape, jnp.bfloat16, transforms=tiled(SPAN, jnp.bfloat16, sublanes=1)),
@@ -154,8 +173,8 @@ def grouped_matmul(
         x: Sorted rows, [S, K].
         w: [e, N, K], or [e, 2 F, K]: F rows of gates, then F of ups.
         work: Of `sort_rows`, for tiles of `tiles.tile_rows`.
-        ids: int32 [S], the expert of each slot; by slot.
-        first_expert: int32 [1], the first expert here; by slot.
+        ids: int32 [S], the expert of each slot; None if every expert is here.
+        first_expert: int32 [1], the first expert here; with ids.
         tiles: How to cut it; changes no bit.
         by_slot: Whether the output's rows lie in order of slot, and those of experts that are not
             here are zeros. Else in sorted order.
@@ -166,8 +185,8 @@ def grouped_matmul(
         # ROUND: as `linear`, or as `linear_swiglu`.
     """
     lists = [work.tiles, work.num_tiles, work.order]
-    lists += [ids, first_expert] if by_slot else []
-    [out] = _grouped(x, w, lists, tiles=tiles, by_slot=by_slot, top_k=0, interpret=interpret)
+    lists += [] if ids is None else [ids, first_expert]
+    [out] = _grouped(x, w, lists, tiles=tiles, by_slot=by_slot, few=None, interpret=interpret)
     return out
 
 
@@ -193,14 +212,45 @@ def grouped_matmul_few(
     """
     lists = [expert_ids.reshape(-1), first_expert]
     out, *made = _grouped(
-        x, w, lists, tiles=tiles, by_slot=False, top_k=expert_ids.shape[1], interpret=interpret
-    )
+        x, w, lists, tiles=tiles, by_slot=False, few=Few(top_k=expert_ids.shape[1]),
+        interpret=interpret,
+    )  # fmt: skip
     return out, Work(tiles=made[0], num_tiles=made[1], order=made[2])
 
 
-def _grouped(x, w, lists, *, tiles: GroupedTiles, by_slot: bool, top_k: int, interpret):
-    """The kernel; with `top_k` it makes the list of its tiles from the experts of its slots."""
-    makes_list = top_k > 0
+@functools.partial(jax.jit, static_argnames=("top_k", "renormalise", "tiles", "interpret"))
+def routed_matmul_few(
+    x, w, logits, *, top_k: int, renormalise: bool, tiles: GroupedTiles, interpret=None
+) -> tuple[jax.Array, Work, jax.Array, jax.Array]:
+    """`grouped_matmul_few` of all experts, and `route` before it in the same launch.
+
+    Args:
+        x: Rows, [M, K].
+        w: As for `grouped_matmul`, of every expert.
+        logits: float32 [M, e].
+        top_k: Experts of a row.
+        renormalise: Whether its weights add up to 1.
+        tiles: Swapped, with 8 columns.
+        interpret: How to interpret it, if so.
+
+    Returns:
+        The sorted rows of outputs, the list, and the ids and weights of `route`.
+
+    Numerics:
+        The instructions of `route` in every CTA, so its bits.
+    """
+    out, *made = _grouped(
+        x, w, [logits], tiles=tiles, by_slot=False,
+        few=Few(top_k=top_k, routes=True, renormalise=renormalise), interpret=interpret,
+    )  # fmt: skip
+    return out, Work(tiles=made[0], num_tiles=made[1], order=made[2]), made[3], made[4]
+
+
+def _grouped(
+    x, w, lists, *, tiles: GroupedTiles, by_slot: bool, few: Few | None, interpret
+) -> list[jax.Array]:
+    """The kernel; with `few` it makes the list of its tiles."""
+    makes_list, top_k = few is not None, few.top_k if few else 0
     num_local, num_weights, k_len = w.shape
     num_out = num_weights // (2 if tiles.is_gated else 1)
     num_slots = x.shape[0] * top_k if makes_list else x.shape[0]
@@ -216,6 +266,15 @@ def _grouped(x, w, lists, *, tiles: GroupedTiles, by_slot: bool, top_k: int, int
     shapes = work_shapes(num_slots, num_local, tiles.tile_rows)
     list_shapes = [shapes.tiles, shapes.num_tiles, shapes.order]
     num_ctas = min(NUM_SMS, list_shapes[0].shape[1] * col_tiles)
+    made_shapes = list_shapes if makes_list else []
+    if few is not None and few.routes:
+        pairs = (x.shape[0], top_k)
+        made_shapes = [
+            *made_shapes,
+            jax.ShapeDtypeStruct(pairs, jnp.int32),
+            jax.ShapeDtypeStruct(pairs, jnp.float32),
+        ]
+    writes_zeros = by_slot and len(lists) > 3
     num_threads = tiles.num_wgs + 1
     has_register_shares = tiles.num_wgs > 1 and not makes_list
     is_interpreted = interpret is not None
@@ -236,10 +295,10 @@ def _grouped(x, w, lists, *, tiles: GroupedTiles, by_slot: bool, top_k: int, int
         x_gmem, w_gmem = refs.pop(0), refs.pop(0)
         inputs = [refs.pop(0) for _ in lists]
         out_gmem = refs.pop(0)
-        made_gmem = [refs.pop(0) for _ in range(3 if makes_list else 0)]
-        x_smem, w_smem, out_smem, zeros_smem, list_smem, few, full, empty, listed = refs
-        x_mma, x_tma = x_smem
-        out_reg, out_tma = out_smem
+        made_gmem = [refs.pop(0) for _ in made_shapes]
+        x_smem, w_smem, out_smem, zeros_smem, list_smem, few_smem, full, empty, listed = refs
+        x_mma, x_tma = (x_smem, x_smem) if is_interpreted else x_smem
+        out_reg, out_tma = (out_smem, out_smem) if is_interpreted else out_smem
         wg, cta = lax.axis_index("wg"), lax.axis_index("cta")
         tiles_ref, num_tiles_ref, order_ref = list_smem if makes_list else inputs[:3]
 
@@ -285,7 +344,16 @@ def _grouped(x, w, lists, *, tiles: GroupedTiles, by_slot: bool, top_k: int, int
 
             lax.fori_loop(0, steps, step, ())
 
-        def store_swapped(total, start, count, col):
+        def slots_of(start):
+            """Slots of a tile's rows, read ahead of its product, as each would wait for memory."""
+            if not (makes_list or by_slot):
+                return []
+            places = [jnp.minimum(start + i, num_slots - 1) for i in range(tiles.cols)]
+            if makes_list:
+                return [order_ref[place] for place in places]
+            return [lanes.read_now(order_ref, place, is_interpreted) for place in places]
+
+        def store_swapped(total, start, count, col, slots):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             out = gated_bf16(total[:64], total[64:], arithmetic) if tiles.is_gated else total
             put_transposed(out, out_reg.at[wg])
@@ -294,18 +362,18 @@ def _grouped(x, w, lists, *, tiles: GroupedTiles, by_slot: bool, top_k: int, int
                 _store_rows(out_tma, (wg,), out_gmem, start, count, tiles.cols, cols)
                 return
 
-            def one_row(i, _):
-                source, row = i, start + i
-                if makes_list:
-                    source = lax.div(order_ref[row], jnp.int32(top_k))
-                else:
-                    row = order_ref[row]
-                plgpu.copy_smem_to_gmem(
-                    out_tma.at[wg, pl.ds(source, 1)], out_gmem.at[pl.ds(row, 1), cols]
-                )
-                return ()
+            for i, slot in enumerate(slots):
+                source, row = (i, slot) if by_slot else (lax.div(slot, jnp.int32(top_k)), start + i)
 
-            lax.fori_loop(0, count, one_row, ())
+                @pl.when(i < count)
+                def _(source=source, row=row):
+                    plgpu.copy_smem_to_gmem(
+                        out_tma.at[wg, pl.ds(source, 1)],
+                        out_gmem.at[pl.ds(row, 1), cols],
+                        commit_group=False,
+                    )
+
+            plgpu.commit_smem_to_gmem_group()
 
         def store_tall(total, start, count, col):
             for i, c in enumerate(range(0, tiles.out_cols, SPAN)):
@@ -331,7 +399,8 @@ def _grouped(x, w, lists, *, tiles: GroupedTiles, by_slot: bool, top_k: int, int
                 start, count = tiles_ref[START, entry], tiles_ref[COUNT, entry]
                 first = turn * steps
                 if tiles.is_swapped:
-                    store_swapped(product(first), start, count, col)
+                    slots = slots_of(start)
+                    store_swapped(product(first), start, count, col, slots)
                     return ()
                 mine = jnp.clip(count - wg * 64, 0, 64)
 
@@ -344,6 +413,20 @@ def _grouped(x, w, lists, *, tiles: GroupedTiles, by_slot: bool, top_k: int, int
 
             lax.fori_loop(0, num_turns(), one_tile, ())
             plgpu.wait_smem_to_gmem(0)
+
+        def put_ids(ids_smem, math):
+            """The experts of all slots, in shared memory."""
+            assert few is not None
+            if not few.routes:
+                ids_smem[...] = local_ids(inputs[0], 0, inputs[1][0], num_local, math)
+                return
+            ids_smem[...] = math.full((sm90_rows.LANES,), -1, jnp.int32)
+            plgpu.commit_smem()
+            route_rows(
+                inputs[0], 0, tuple(made_gmem[3:]), ids_smem, num_rows=x.shape[0],
+                is_kept=cta == 0, top_k=top_k, renormalise=few.renormalise,
+                is_interpreted=is_interpreted,
+            )  # fmt: skip
 
         def write_zeros():
             """Zeros for the slots of experts that are not here."""
@@ -359,7 +442,8 @@ def _grouped(x, w, lists, *, tiles: GroupedTiles, by_slot: bool, top_k: int, int
                 def _():
                     for c in range(0, num_out, zeros_span):
                         plgpu.copy_smem_to_gmem(
-                            zeros_smem, out_gmem.at[slot, pl.ds(c, zeros_span)]
+                            zeros_smem.at[pl.ds(0, zeros_span)],
+                            out_gmem.at[slot, pl.ds(c, zeros_span)],
                         )
 
                 return ()
@@ -375,7 +459,7 @@ def _grouped(x, w, lists, *, tiles: GroupedTiles, by_slot: bool, top_k: int, int
             if makes_list:
                 made = Work(tiles=tiles_ref, num_tiles=num_tiles_ref, order=order_ref)
                 schedule_few(
-                    inputs[0], inputs[1][0], made, few,
+                    put_ids, num_slots, made, few_smem,
                     num_local=num_local, tile_rows=tiles.tile_rows, is_interpreted=is_interpreted,
                 )  # fmt: skip
                 plgpu.commit_smem()
@@ -418,7 +502,7 @@ def _grouped(x, w, lists, *, tiles: GroupedTiles, by_slot: bool, top_k: int, int
 
             turns = num_turns()
             lax.fori_loop(0, turns, one_tile, ())
-            if by_slot:
+            if writes_zeros:
                 write_zeros()
             if makes_list:
 
@@ -445,13 +529,12 @@ def _grouped(x, w, lists, *, tiles: GroupedTiles, by_slot: bool, top_k: int, int
     smem_lists = [plgpu.SMEM(s.shape, s.dtype) for s in list_shapes]
     kernel = plgpu.kernel(
         body,
-        out_type=[jax.ShapeDtypeStruct((num_slots, num_out), bf16)]
-        + (list_shapes if makes_list else []),
+        out_type=[jax.ShapeDtypeStruct((num_slots, num_out), bf16), *made_shapes],
         scratch_types=(
-            _rows_block((stages, slabs, tiles.tile_rows, SPAN)),
+            _rows_block((stages, slabs, tiles.tile_rows, SPAN), is_interpreted),
             plgpu.SMEM((stages, tiles.cta_weights, tiles.k), bf16, transforms=tiled(SPAN, bf16)),
-            _rows_block(out_block),
-            plgpu.SMEM((zeros_span,), bf16) if by_slot else None,
+            _rows_block(out_block, is_interpreted),
+            plgpu.SMEM((256,), bf16) if writes_zeros else None,
             smem_lists if makes_list else None,
             few_memory(num_local) if makes_list else None,
             plgpu.Barrier(num_arrivals=len(w_pieces) + slabs, num_barriers=stages),

@@ -8,6 +8,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, memref, vector
+from jaxlib.mlir.dialects import llvm
 
 from detjax.pallas_kernels import sm90_rows as rows
 
@@ -25,9 +26,7 @@ def integers(size: int, is_interpreted: bool) -> rows.Arithmetic:
 def _scalars(array) -> list:
     """The scalars that a thread holds."""
     return [
-        vector.extract(
-            register, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([i])
-        )
+        vector.extract(register, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([i]))
         for register in array.registers.flat
         for i in range(ir.VectorType(register.type).shape[0])
     ]
@@ -46,12 +45,15 @@ def scatter(ref, index, values, math: rows.Arithmetic) -> None:
     """`ref[index] = values`, element by element, where the index is inside `ref`."""
     size = ref.shape[0]
     if math.is_interpreted:
-        for i in range(index.shape[0]):  # One by one, as CTAs may write side by side.
 
+        def one(i, _):  # One by one, as CTAs may write side by side.
             @pl.when((index[i] >= 0) & (index[i] < size))
-            def _(i=i):
+            def _():
                 ref[index[i]] = values[i]
 
+            return ()
+
+        lax.fori_loop(0, index.shape[0], one, ())
         return
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), math.layout, math.layout))
@@ -76,6 +78,26 @@ def gather(ref, index, math: rows.Arithmetic):
     def emit(ctx, memory, index):
         where = [arith.index_cast(ir.IndexType.get(), i) for i in _scalars(index)]
         return _joined([memref.load(memory, [i]) for i in where], index)
+
+    return emit(ref, index)
+
+
+def read_now(ref, index, is_interpreted: bool):
+    """`ref[index]` of device memory, whose load may not be put off to where it is used."""
+    if is_interpreted:
+        return ref[index]
+    scalar = plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), scalar),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=scalar),
+    )
+    def emit(ctx, memory, index):
+        i32 = ir.IntegerType.get_signless(32)
+        base = mgpu.utils.memref_ptr(memory)
+        where = mgpu.utils.getelementptr(base, [index.registers.item()], i32)
+        value = llvm.inline_asm(i32, [where], "ld.b32 $0, [$1];", "=r,l", has_side_effects=True)
+        return mgpu.FragmentedArray.splat(value, (), is_signed=True)
 
     return emit(ref, index)
 

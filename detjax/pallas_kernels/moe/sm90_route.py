@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
@@ -41,8 +42,8 @@ def _flip(bits):
     return arith.xori(bits, low)
 
 
-def _emit(ctx, logits, ids, weights, row, *, top_k: int, renormalise: bool):
-    """One row of a warp; every lane knows all ranks."""
+def _emit(logits, row, put, *, top_k: int, renormalise: bool):
+    """One row of a warp; every lane knows all ranks, and `put` gets the one of its own."""
     index, i32, f32 = ir.IndexType.get(), ir.IntegerType.get_signless(32), ir.F32Type.get()
     add, sub = rows.instruction("add.rn.f32"), rows.instruction("sub.rn.f32")
     num_experts = ir.MemRefType(logits.type).shape[1]
@@ -97,9 +98,7 @@ def _emit(ctx, logits, ids, weights, row, *, top_k: int, renormalise: bool):
         term = arith.select(is_mine, terms[rank], term)
     weight = rows.instruction("div.rn.f32")(term, total)
     with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.ult, lane, mgpu.c(top_k, i32))):
-        where = [row, arith.index_cast(index, lane)]
-        memref.store(mine, ids, where)
-        memref.store(weight, weights, where)
+        put(arith.index_cast(index, lane), mine, weight)
 
 
 def padded_experts(num_experts: int) -> int:
@@ -124,6 +123,78 @@ def _plain(logits, *, top_k: int, renormalise: bool):
     return order.astype(jnp.int32), terms / total
 
 
+def route_rows(
+    logits_gmem, first_row, outputs: tuple, ids_smem=None, *,
+    num_rows: int, is_kept=None, top_k: int, renormalise: bool, is_interpreted: bool,
+) -> None:  # fmt: skip
+    """Route rows by one warpgroup, a warp each in turn, inside any kernel.
+
+    Args:
+        logits_gmem: float32 [M, U].
+        first_row: Of those to take.
+        outputs: ids and weights, [M, k] in device memory.
+        ids_smem: Where the ids go too, row by row, if anywhere.
+        num_rows: How many to take; past the last of all it repeats that one, alike.
+        is_kept: Whether outputs are written, a scalar; always if None.
+        top_k: Experts of a row.
+        renormalise: Whether its weights add up to 1.
+        is_interpreted: Whether the kernel is interpreted.
+    """
+    last = logits_gmem.shape[0] - 1
+    options = {"top_k": top_k, "renormalise": renormalise}
+    is_kept = jnp.bool_(True) if is_kept is None else is_kept
+    if is_interpreted:
+        for i in range(num_rows):
+            row = jnp.minimum(first_row + i, last)
+            ids, weights = _plain(logits_gmem[row], **options)
+            if ids_smem is not None:
+                for rank in range(top_k):
+                    ids_smem[row * top_k + rank] = ids[rank]
+
+            @pl.when(is_kept)
+            def _(row=row, ids=ids, weights=weights):
+                outputs[0][row], outputs[1][row] = ids, weights
+
+        return
+    scalar = plgpu.Layout.WG_SPLAT(())
+    references = (logits_gmem, *outputs, *([] if ids_smem is None else [ids_smem]))
+
+    @plgpu.inline_mgpu(arg_types=(scalar, scalar, *(plgpu.RefType() for _ in references)))
+    def emit(ctx, first_row, is_kept, logits, ids, weights, *shared):
+        i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
+        thread = arith.remui(mgpu.utils.thread_idx(), mgpu.c(rows.LANES, i32))
+        warp = arith.divui(thread, mgpu.c(WARP, i32))
+        for turn in range(0, num_rows, ROWS):
+            row = arith.addi(first_row.registers.item(), mgpu.c(turn, i32))
+            row = arith.minui(arith.addi(row, warp), mgpu.c(last, i32))
+
+            def put(rank, expert, weight, row=row):
+                row = arith.index_cast(index, row)
+                for ref in shared:
+                    slot = arith.addi(arith.muli(row, mgpu.c(top_k, index)), rank)
+                    memref.store(expert, ref, [slot])
+                with mgpu.utils.when(is_kept.registers.item()):
+                    memref.store(expert, ids, [row, rank])
+                    memref.store(weight, weights, [row, rank])
+
+            _emit(logits, row, put, **options)
+
+    emit(jnp.int32(first_row), is_kept, *references)
+
+
+def check_supported(num_experts: int, top_k: int) -> None:
+    """Refuse more than a warp holds.
+
+    Raises:
+        NotImplementedError: For more experts, or more of a row.
+    """
+    if num_experts > MAX_EXPERTS or top_k > MAX_TOP_K:
+        raise NotImplementedError(
+            f"sm90 routes to at most {MAX_TOP_K} of {MAX_EXPERTS} experts, not {top_k} of "
+            f"{num_experts}; use portable"
+        )
+
+
 @functools.partial(jax.jit, static_argnames=("top_k", "renormalise", "interpret"))
 def route(
     logits, *, top_k: int, renormalise: bool, interpret: bool = False
@@ -140,46 +211,23 @@ def route(
         Claims: run-invariant, batch-invariant, path-consistent.
     """
     num_rows, num_experts = logits.shape
-    if num_experts > MAX_EXPERTS or top_k > MAX_TOP_K:
-        raise NotImplementedError(
-            f"sm90 routes to at most {MAX_TOP_K} of {MAX_EXPERTS} experts, not {top_k} of "
-            f"{num_experts}; use portable"
-        )
-    options = {"top_k": top_k, "renormalise": renormalise}
+    check_supported(num_experts, top_k)
 
     def body(logits_gmem, ids_gmem, weights_gmem):
-        cta = lax.axis_index("cta")
-        if interpret:
-            for i in range(ROWS):
-                row = jnp.minimum(cta * ROWS + i, num_rows - 1)
-                ids_gmem[row], weights_gmem[row] = _plain(logits_gmem[row], **options)
-            return
+        route_rows(
+            logits_gmem, lax.axis_index("cta") * ROWS, (ids_gmem, weights_gmem), num_rows=ROWS,
+            top_k=top_k, renormalise=renormalise, is_interpreted=interpret,
+        )  # fmt: skip
 
-        @plgpu.inline_mgpu(
-            arg_types=(plgpu.RefType(),) * 3 + (plgpu.Layout.WG_SPLAT(()),)
-        )
-        def emit(ctx, logits, ids, weights, cta):
-            i32 = ir.IntegerType.get_signless(32)
-            warp = arith.divui(
-                arith.remui(mgpu.utils.thread_idx(), mgpu.c(rows.LANES, i32)), mgpu.c(WARP, i32)
-            )
-            row = arith.addi(arith.muli(cta.registers.item(), mgpu.c(ROWS, i32)), warp)
-            # Warps past the last row repeat it, alike.
-            row = arith.minui(row, mgpu.c(num_rows - 1, i32))
-            _emit(ctx, logits, ids, weights, row, **options)
-
-        emit(logits_gmem, ids_gmem, weights_gmem, cta)
-
-    return tuple(
-        rows.run_kernel(
-            body,
-            (logits,),
-            out=[
-                jax.ShapeDtypeStruct((num_rows, top_k), jnp.int32),
-                jax.ShapeDtypeStruct((num_rows, top_k), jnp.float32),
-            ],
-            grid={"cta": -(-num_rows // ROWS)},
-            name="detjax_route",
-            is_interpreted=interpret,
-        )
+    ids, weights = rows.run_kernel(
+        body,
+        (logits,),
+        out=[
+            jax.ShapeDtypeStruct((num_rows, top_k), jnp.int32),
+            jax.ShapeDtypeStruct((num_rows, top_k), jnp.float32),
+        ],
+        grid={"cta": -(-num_rows // ROWS)},
+        name="detjax_route",
+        is_interpreted=interpret,
     )
+    return ids, weights

@@ -6,6 +6,7 @@ Integers alone. A slot is a row and one of its experts, `m * k + rank`.
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,7 @@ BUFFER_BYTES = 131072
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What the grouped products walk.
+    """What the grouped products walk: arrays, or inside a kernel their references.
 
     Attributes:
         tiles: int32 [3, T]: see `EXPERT`.
@@ -38,9 +39,9 @@ class Work:
             not exist, and their places at the end are undefined.
     """
 
-    tiles: jax.Array
-    num_tiles: jax.Array
-    order: jax.Array
+    tiles: Any
+    num_tiles: Any
+    order: Any
 
 
 def most_tiles(num_slots: int, num_local: int, tile_rows: int) -> int:
@@ -101,9 +102,7 @@ def write_tiles(total, starts, work: Work, scratch, *, tile_rows: int, num_slots
         done = full(turn * tile_rows)
         lanes.scatter(work.tiles.at[EXPERT], index, experts, math)
         lanes.scatter(work.tiles.at[START], index, starts + done, math)
-        lanes.scatter(
-            work.tiles.at[COUNT], index, jnp.minimum(total - done, full(tile_rows)), math
-        )
+        lanes.scatter(work.tiles.at[COUNT], index, jnp.minimum(total - done, full(tile_rows)), math)
         return ()
 
     lax.fori_loop(0, -(-num_slots // tile_rows), one_each, ())
@@ -135,16 +134,19 @@ def sort_block(ids, ids_smem, starts_smem, block: int, math):
 
 
 def schedule_few(
-    ids_gmem, first_expert, work: Work, memory, *, num_local: int, tile_rows: int,
+    put_ids, num_slots: int, work: Work, memory, *, num_local: int, tile_rows: int,
     is_interpreted: bool,
 ) -> None:  # fmt: skip
-    """Fill `work` for up to LANES slots: one warpgroup, inside the kernel that needs it."""
+    """Fill `work` for up to LANES slots: one warpgroup, inside the kernel that needs it.
+
+    `put_ids` writes the expert of each slot, counted from the first one here or -1, to [LANES]
+    integers of shared memory, all of them.
+    """
     ids_smem, starts_smem, scratch = memory
-    num_slots = ids_gmem.shape[0]
     math = lanes.integers(rows.LANES, is_interpreted)
-    ids = local_ids(ids_gmem, 0, first_expert, num_local, math)
-    ids_smem[...] = ids
+    put_ids(ids_smem, math)
     plgpu.commit_smem()
+    ids = math.load(ids_smem)
     counted = min(rows.LANES, -(-num_slots // lanes.UNROLL) * lanes.UNROLL)
     total, _ = count_experts(ids_smem, counted, 0, num_local, is_interpreted)
     of_experts = lanes.integers(total.shape[0], is_interpreted)

@@ -43,8 +43,9 @@ def _divisor(length: int, most: int) -> int:
 
 def _flat(cols: int, width: int, num_out: int, *, is_gated: bool) -> GroupedTiles:
     """Weights as the 64-row operand: their copy is all there is to do."""
-    deepest = 256 if cols <= 16 and not is_gated else 128 if cols <= 32 else 64
     is_paired = cols > MAX_PLACED_ROWS and num_out % (2 * SPAN) == 0
+    is_wide = cols > 48 or (is_gated and is_paired)
+    deepest = 64 if is_wide else 128 if is_gated or cols > 16 else 256
     return fill_stages(
         GroupedTiles(
             is_swapped=True, is_gated=is_gated, cols=cols, num_wgs=2 if is_paired else 1,
@@ -63,9 +64,7 @@ def _tall(width: int, num_out: int, *, is_gated: bool) -> GroupedTiles:
     )
 
 
-def choose_tiles(
-    *, num_rows: int, top_k: int, num_local: int, width: int, hidden: int
-) -> MlpTiles:
+def choose_tiles(*, num_rows: int, top_k: int, num_local: int, width: int, hidden: int) -> MlpTiles:
     """Tiles for `num_rows` rows of `hidden` channels and experts `width` wide.
 
     Raises:

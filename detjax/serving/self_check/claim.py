@@ -1,13 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether an engine may still say that its answers are canonical."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from detjax.models.loading import LoadedModel
 from detjax.serving.config import ReplicaConfig
 from detjax.serving.errors import SelfCheckError
 from detjax.serving.metrics import EngineStats
-from detjax.serving.self_check.evidence import Difference, keep_evidence
+from detjax.serving.self_check.evidence import Difference, add_cause, keep_evidence
+
+FIRST_OPERATION = "first operation that differs"
+"""How the line of an explanation begins that names the operation."""
+
+
+def _explain_nothing(difference: Difference) -> str:
+    return ""
 
 
 class Claim:
@@ -16,6 +23,9 @@ class Claim:
     Attributes:
         difference: The first one; None while the claim holds.
         evidence: Path of the file that keeps it; empty where none could be written.
+        explain: From the first difference to the operation that makes it, as text; what it says is
+            kept with the evidence. `detjax.diverge` has one.
+        cause: What it said.
     """
 
     def __init__(self, model: LoadedModel, config: ReplicaConfig, stats: EngineStats):
@@ -23,6 +33,8 @@ class Claim:
         self._model, self._config, self._stats = model, config, stats
         self.difference: Difference | None = None
         self.evidence = ""
+        self.explain: Callable[[Difference], str] = _explain_nothing
+        self.cause = ""
 
     def note(self, differences: Sequence[Difference]) -> None:
         """Count differences, and keep evidence of the first that there ever was."""
@@ -30,6 +42,9 @@ class Claim:
         if differences and self.difference is None:
             self.evidence = keep_evidence(differences[0], self._model, self._config)
             self.difference = differences[0]
+            self.cause = self.explain(differences[0])
+            if self.cause and self.evidence:
+                add_cause(self.evidence, self.cause)
 
     @property
     def error(self) -> str:
@@ -37,6 +52,11 @@ class Claim:
         if self.difference is None:
             return ""
         kept = f"; evidence: {self.evidence}" if self.evidence else ""
+        if self.cause:
+            named = [line for line in self.cause.splitlines() if line.startswith(FIRST_OPERATION)]
+            kept = f"; {named[0]}{kept}" if named else kept
+        elif self.evidence:
+            kept += ", of which python -m detjax.diverge --evidence FILE names the operation"
         return (
             f"a self-check has found different bits on this machine: {self.difference}{kept}. No "
             "deterministic answer is made any more; start again with self_check='off' to go on "

@@ -94,3 +94,10 @@ def keep_evidence(difference: Difference, model: LoadedModel, config: object) ->
         )
         return ""
     return str(path)
+
+
+def add_cause(path: str, cause: str) -> None:
+    """Put what made a difference into the file that keeps it."""
+    file = Path(path)
+    document = json.loads(file.read_text(encoding="utf-8")) | {"cause": cause.splitlines()}
+    file.write_text(json.dumps(document, indent=1), encoding="utf-8")

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operation behind a difference: the request that differs, in two settings, by their taps."""
+
+from collections.abc import Mapping, Sequence
+
+from detjax.certify.cases import setting_like
+from detjax.certify.certificate import Outcome
+from detjax.certify.subject import Subject
+from detjax.diverge.find import find_divergence
+from detjax.diverge.setting import Setting
+from detjax.models.loading import LoadedModel
+from detjax.parallel.mesh import DP_AXIS, TP_AXIS
+from detjax.serving.request import Request
+
+
+def find_cause(
+    outcome: Outcome, subject: Subject, requests: Sequence[Request], others: Sequence[Subject]
+) -> str:
+    """What `detjax.diverge` says of a case that differs, or why it says nothing.
+
+    The request runs alone, on the first mesh, and as the case has it, but in company of another
+    kind; so a fault that needs the very same company may not show.
+
+    Args:
+        outcome: That differs.
+        subject: On the first mesh.
+        requests: Of its round.
+        others: On other meshes.
+    """
+    if not outcome.setting:
+        return ""
+    request = requests[outcome.request_idx]
+    models: Mapping[tuple[int, int], LoadedModel] = {
+        (its.model.mesh.shape[DP_AXIS], its.model.mesh.shape[TP_AXIS]): its.model
+        for its in (subject, *others)
+    }
+    try:
+        found = find_divergence(
+            lambda setting: models[setting.dp, setting.tp],
+            request.prompt_token_ids,
+            setting_like(subject),
+            Setting.parse(outcome.setting),
+            sampling=request.sampling,
+        )
+    except (ValueError, NotImplementedError, RuntimeError, FloatingPointError) as error:
+        return f"the operation could not be looked for: {error}"
+    return str(found)

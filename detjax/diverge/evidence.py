@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From evidence to the operation: what a self-check has found, or a receipt, against a setting."""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from detjax.diverge.divergence import Divergence
+from detjax.diverge.find import find_divergence
+from detjax.diverge.runs import ModelSource
+from detjax.diverge.setting import Answer, Setting
+from detjax.models.loading import LoadedModel
+from detjax.numerics import NumericsProfile
+from detjax.parallel.mesh import DP_AXIS, TP_AXIS
+from detjax.proof.receipt import Receipt
+from detjax.serving.request import SamplingParams
+from detjax.serving.self_check.evidence import Difference
+
+_PROGRAM = re.compile(r"^(prefill|decode|verify) \S+ (\d+)x(\d+)")
+_ANSWER_TOKENS = 8
+"""Of an answer that was checked again: so many of its last tokens are made again."""
+_NEW_TOKENS = 3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    """What is asked in two settings.
+
+    Attributes:
+        prompt: Token ids.
+        a: By prefill, or as few rows as there can be.
+        b: As the program that differs.
+        sampling: Of one sequence, without stop strings.
+    """
+
+    prompt: tuple[int, ...]
+    a: Setting
+    b: Setting
+    sampling: SamplingParams
+
+
+def question_of(
+    difference: Difference, *, profile: NumericsProfile, vocab_size: int, dp: int, tp: int
+) -> Question:
+    """A question in which the program that a self-check has caught runs as it did there.
+
+    The check of a program has no prompt. Here it is random tokens, as many as come before the
+    probe, but two splits at most: then as many as leave it at the same place in its split.
+
+    Raises:
+        ValueError: If the difference names no program that there is.
+    """
+    params, stream = difference.sampling
+    mesh: dict[str, Any] = {"dp": dp, "tp": tp}
+    a = Setting(**mesh, batch=dp, path="prefill")
+    if difference.row < 0:
+        count = min(_ANSWER_TOKENS, len(difference.token_ids) - 1)
+        prompt = difference.token_ids[:-count]
+        b = Setting(**mesh, batch=8 * dp, row=3)
+    else:
+        found = _PROGRAM.match(difference.program)
+        if found is None:
+            raise ValueError(f"{difference.program!r} is no program")
+        kind, rows, length = found[1], int(found[2]), int(found[3])
+        count, split = _NEW_TOKENS, profile.attention_split
+        at = difference.position
+        at = at if at < 2 * split else split + at % split
+        rng = np.random.default_rng([23, at])
+        prompt = tuple(rng.integers(0, vocab_size, max(1, at)).tolist())
+        wide = {**mesh, "batch": rows * dp, "row": difference.row}
+        if kind == "prefill":
+            a, b = Setting(**mesh, batch=dp), Setting(**wide, chunk=length)
+        elif kind == "verify":
+            b = Setting(**wide, mode="dvr")
+        else:
+            b = Setting(**wide, decode_steps=length)
+    stream += params.noise_stream
+    sampling = dataclasses.replace(
+        params, max_tokens=count, n=1, best_of=0, stop=(), noise_stream=stream
+    )
+    return Question(prompt=prompt, a=a, b=b, sampling=sampling)
+
+
+def find_cause(difference: Difference, source: ModelSource, model: LoadedModel) -> Divergence:
+    """The first operation that differs where a self-check has found that something does.
+
+    Args:
+        difference: What it found.
+        source: Of models for settings, as `find_divergence` takes it.
+        model: On the mesh of the engine that found it.
+
+    Raises:
+        ValueError: If no setting is like the program.
+    """
+    question = question_of(
+        difference,
+        profile=model.profile,
+        vocab_size=model.config.vocab_size,
+        dp=model.mesh.shape[DP_AXIS],
+        tp=model.mesh.shape[TP_AXIS],
+    )
+    return find_divergence(
+        source, question.prompt, question.a, question.b, sampling=question.sampling
+    )
+
+
+def explain(difference: Difference, model: LoadedModel) -> str:
+    """`find_cause` as text, for the evidence of an engine; why there is none, if there is none."""
+    try:
+        return str(find_cause(difference, model, model))
+    except (ValueError, NotImplementedError, RuntimeError, FloatingPointError) as error:
+        return f"the operation could not be looked for: {error}"
+
+
+def answer_of_receipt(receipt: Receipt) -> Answer:
+    """The answer of a receipt, whichever of its prompt's sequences it is.
+
+    Raises:
+        ValueError: If its masks come of a grammar, which no setting has.
+    """
+    if receipt.sampling.structured_output is not None:
+        raise ValueError("the receipt has structured_output, and settings have no grammars")
+    return Answer(
+        prompt_token_ids=receipt.prompt_token_ids,
+        token_ids=receipt.token_ids,
+        logprobs=tuple(receipt.logprobs),
+        fingerprint=receipt.numerics["fingerprint"],
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Evidence:
+    """What a file of evidence says.
+
+    Attributes:
+        difference: What the self-check found.
+        mesh: (dp, tp) of the engine.
+        profile: Of the model.
+        folder: Of the model; empty if its weights were random.
+        backend: That ran.
+    """
+
+    difference: Difference
+    mesh: tuple[int, int]
+    profile: NumericsProfile
+    folder: str
+    backend: str
+
+    @classmethod
+    def read(cls, path: Path) -> "Evidence":
+        """Read a file that an engine has kept.
+
+        Raises:
+            ValueError: If it is none.
+            OSError: If it cannot be read.
+        """
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            said = found["difference"]
+            params, stream = said["sampling"]
+            difference = Difference(**{
+                **said, "token_ids": tuple(said["token_ids"]),
+                "sampling": (SamplingParams.from_dict(params), int(stream)),
+            })  # fmt: skip
+            return cls(
+                difference=difference,
+                mesh=(found["mesh"][DP_AXIS], found["mesh"][TP_AXIS]),
+                profile=NumericsProfile(**found["profile"]),
+                folder="" if found["folder"] == "None" else found["folder"],
+                backend=found["build"]["backend"],
+            )
+        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            raise ValueError(f"it is no evidence of a self-check: {error!r}") from error

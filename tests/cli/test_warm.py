@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`--warm`: programs are compiled ahead and kept, and nothing is computed."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import detjax
+from detjax.cli import errors
+from detjax.serve import __main__ as serve
+
+
+def test_it_compiles_what_the_options_need_and_ends(command, capsys):
+    def answer(request, seq):
+        raise AssertionError("nothing is computed")
+
+    options = ["--prompt", "a", "--warm", "--temperature", "1", "--top-k", "5", "--logprobs", "3"]
+    assert command(*options, "--format", "json", answer=answer) == errors.OK
+    out, err = capsys.readouterr()
+    assert out == "" and "4 programs" in err
+    for name in ("prefill", "decode", "with_filters", "num_top_logprobs"):
+        assert name in err
+    assert "with_adjustments" not in err
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--cache-dir", "none"], "--cache-dir none keeps none"),
+        (["--check", "--repeat", "2"], "computes no answer to check"),
+        (["--expect-digest", "0" * 64], "computes no answer to check"),
+    ],
+)
+def test_what_does_not_go_with_it_is_refused(command, capsys, options, says):
+    assert command("--prompt", "a", "--warm", *options) == errors.BAD_INPUT
+    assert says in capsys.readouterr().err
+
+
+def test_a_server_that_keeps_nothing_cannot_be_warmed(capsys):
+    with pytest.raises(SystemExit):
+        serve.main(["--warm", "--cache-dir", "none"])
+    assert "--warm compiles programs and keeps them" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_next_start_compiles_nothing(tmp_path):
+    """Every program that the answer needs is there, of the same build, in another process."""
+
+    def run(module: str, *options: str) -> str:
+        env = os.environ | {"PYTHONPATH": str(Path(detjax.__file__).parents[1])}
+        command = [sys.executable, "-m", module, "--cache-dir", str(tmp_path), *options]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+        return done.stdout + done.stderr
+
+    generate = "detjax.generate", "--prompt", "hi", "--max-tokens", "4"
+    said = run(*generate, "--warm")
+    assert re.search(r"[2-9] programs", said)
+    (folder,) = tmp_path.iterdir()
+    before = {file.name for file in folder.iterdir()}
+    assert run(*generate).count("digest") == 1
+    steps = {f.name for f in folder.iterdir()} - before
+    assert not [name for name in steps if "local_step" in name]
+    assert [name for name in before if "local_step" in name]

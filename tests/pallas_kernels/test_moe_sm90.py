@@ -1,0 +1,526 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sm90 mixture of experts: bits on a Hopper GPU, logic interpreted, lowering everywhere."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from detjax.pallas_kernels.linear import sm90 as sm90_linear
+from detjax.pallas_kernels.linear.tiles import SMEM_BYTES
+from detjax.pallas_kernels.moe import portable, sm90
+from detjax.pallas_kernels.moe.shapes import SHAPES, MoeShape
+from detjax.pallas_kernels.moe.sm90_grouped import (
+    GroupedTiles,
+    fill_stages,
+    grouped_matmul_few,
+    routed_matmul_few,
+)
+from detjax.pallas_kernels.moe.sm90_schedule import COUNT, EXPERT, START, sort_rows
+from detjax.pallas_kernels.moe.sm90_tiles import MlpTiles, choose_tiles
+from detjax.pallas_kernels.rms_norm.sm90 import rms_norm
+from detjax.testing.bitwise import (
+    assert_bitwise_equal,
+    assert_order_sensitive,
+    count_different_bits,
+)
+from detjax.testing.cases import quick_and_slow
+
+BF16, I32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.int32)
+EPS = 1e-6
+INTERPRET = plgpu.InterpretGPUParams()
+SMALL = MoeShape(
+    name="small", hidden_size=256, width=128, num_experts=16, top_k=4, renormalise=True
+)
+
+
+def struct(*dims: int, dtype=BF16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(dims, dtype)
+
+
+def lower_for_hopper(fn, *shapes) -> str:
+    return jax.jit(fn).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def wide_rows(num_rows: int, width: int, seed: int = 0) -> jax.Array:
+    """bf16 rows of wide exponents, so that their sums depend on their order."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((num_rows, width), np.float32)
+    return jnp.asarray(x * np.exp(rng.standard_normal(x.shape, np.float32)), BF16)
+
+
+@functools.cache
+def weights(shape: MoeShape, num_local: int | None = None) -> tuple[jax.Array, jax.Array]:
+    """Gates and ups, and downs, of the first experts."""
+    num = num_local or shape.num_experts
+    rng = np.random.default_rng(1)
+
+    def drawn(*dims):
+        return jnp.asarray(rng.standard_normal(dims, np.float32) * 0.05, BF16)
+
+    return drawn(num, 2 * shape.width, shape.hidden_size), drawn(
+        num, shape.hidden_size, shape.width
+    )
+
+
+def some_ids(num_rows: int, shape: MoeShape, seed: int = 2) -> np.ndarray:
+    keys = np.random.default_rng(seed).random((num_rows, shape.num_experts))
+    return np.argsort(keys, axis=1)[:, : shape.top_k].astype(np.int32)
+
+
+def swapped(cols: int, *, wgs: int = 1, k: int = 64, by_slot: bool = False, is_few: bool = False):
+    def product(is_gated):
+        tiles = GroupedTiles(
+            is_swapped=True, is_gated=is_gated, cols=cols, num_wgs=wgs, k=k, delay=1
+        )
+        return fill_stages(tiles)
+
+    return MlpTiles(
+        gate_up=product(True), down=product(False), is_few=is_few, by_slot=by_slot or is_few
+    )
+
+
+def tall(*, cols: int = 128, wgs: int = 2, delay: int = 0):
+    def product(is_gated):
+        tiles = GroupedTiles(
+            is_swapped=False, is_gated=is_gated, cols=cols, num_wgs=wgs, k=64, delay=delay
+        )
+        return fill_stages(tiles)
+
+    return MlpTiles(gate_up=product(True), down=product(False), is_few=False, by_slot=False)
+
+
+FEW = {"few": swapped(8, is_few=True), "few_wgs2": swapped(8, is_few=True, wgs=2, k=128)}
+VARIANTS = {
+    "placed_8": swapped(8, by_slot=True),
+    "placed_16_wgs2": swapped(16, by_slot=True, wgs=2),
+    "sorted_24": swapped(24),
+    "sorted_104_wgs2": swapped(104, wgs=2),
+    "tall": tall(),
+    "tall_delay": tall(delay=1),
+    "tall_one_warpgroup": tall(wgs=1),
+}
+
+
+def chosen(shape: MoeShape, num_rows: int, num_local: int | None = None) -> MlpTiles:
+    return choose_tiles(
+        num_rows=num_rows, top_k=shape.top_k, num_local=num_local or shape.num_experts,
+        width=shape.width, hidden=shape.hidden_size,
+    )  # fmt: skip
+
+
+# --- without a GPU ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_rows", quick_and_slow((8, 64), (1, 9, 256, 257, 1000, 4000)))
+@pytest.mark.parametrize("shape", quick_and_slow(SHAPES[:1], SHAPES[1:]), ids=lambda s: s.name)
+def test_chosen_tiles_lower(shape, num_rows):
+    num, width, hidden = shape.num_experts, shape.width, shape.hidden_size
+    rows, ids = struct(num_rows, hidden), struct(num_rows, shape.top_k, dtype=I32)
+    ws = struct(num_rows, shape.top_k, dtype=jnp.float32)
+    matrices = (struct(num, 2 * width, hidden), struct(num, hidden, width))
+    lower_for_hopper(functools.partial(sm90.expert_mlp, first_expert=0), rows, ids, *matrices)
+    lower_for_hopper(
+        functools.partial(sm90.expert_mlp_add_rms_norm, eps=EPS),
+        rows, ids, ws, *matrices, rows, struct(hidden),
+    )  # fmt: skip
+    lower_for_hopper(
+        functools.partial(
+            sm90.route_mlp_add_rms_norm,
+            top_k=shape.top_k, renormalise=shape.renormalise, eps=EPS,
+        ),
+        rows, struct(num_rows, num, dtype=jnp.float32), *matrices, rows, struct(hidden),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", quick_and_slow(("tall",), (*FEW, *VARIANTS)))
+def test_every_variant_lowers(name):
+    tiles = (FEW | VARIANTS)[name]
+    num_rows = 8 if tiles.is_few else 40
+    matrices = [struct(*w.shape) for w in weights(SMALL)]
+    lower_for_hopper(
+        functools.partial(sm90.expert_mlp, first_expert=0, tiles=tiles),
+        struct(num_rows, SMALL.hidden_size), struct(num_rows, SMALL.top_k, dtype=I32), *matrices,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: s.name)
+def test_chosen_tiles_fit(shape):
+    """Every choice divides the matrices and leaves two stages or more, whatever M and the mesh."""
+    for num_local in {shape.num_experts, shape.num_experts // 4}:
+        for num_rows in (*range(1, 300), 512, 1000, 4000, 8192):
+            tiles = chosen(shape, num_rows, num_local)
+            for part, length, num_out in (
+                (tiles.gate_up, shape.hidden_size, shape.width),
+                (tiles.down, shape.width, shape.hidden_size),
+            ):
+                assert part.stages >= 3
+                assert part.stages * part.stage_bytes + part.staged_bytes < SMEM_BYTES
+                assert length % part.k == 0 == num_out % part.out_cols
+            assert tiles.gate_up.tile_rows == tiles.down.tile_rows
+
+
+def test_refusals_name_the_value():
+    x, ids = struct(8, 256), struct(8, 2, dtype=I32)
+    with pytest.raises(NotImplementedError, match="float32"):
+        lower_for_hopper(
+            functools.partial(sm90.expert_mlp, first_expert=0),
+            struct(8, 256, dtype=jnp.float32), ids, struct(4, 256, 256), struct(4, 256, 128),
+        )  # fmt: skip
+    with pytest.raises(NotImplementedError, match="not 256 and 96"):
+        lower_for_hopper(
+            functools.partial(sm90.expert_mlp, first_expert=0),
+            x, ids, struct(4, 192, 256), struct(4, 256, 96),
+        )  # fmt: skip
+    with pytest.raises(NotImplementedError, match="4 of 2048"):
+        lower_for_hopper(
+            functools.partial(sm90.route, top_k=4, renormalise=True),
+            struct(8, 2048, dtype=jnp.float32),
+        )
+    with pytest.raises(NotImplementedError, match="top_k=64"):
+        lower_for_hopper(
+            functools.partial(sort_rows, num_local=128, tile_rows=8),
+            x, struct(8, 64, dtype=I32), struct(1, dtype=I32),
+        )  # fmt: skip
+    with pytest.raises(ValueError, match=r"self.cols=12"):
+        swapped(12)
+
+
+def sorted_slots(ids, first: int, num_local: int) -> np.ndarray:
+    """Slots of local experts by expert, stably: numpy's word for it."""
+    experts = ids.reshape(-1) - first
+    order = np.argsort(experts, kind="stable")
+    return order[(experts[order] >= 0) & (experts[order] < num_local)]
+
+
+def expected_tiles(ids, first: int, num_local: int, tile_rows: int) -> list[tuple[int, int, int]]:
+    tiles, start = [], 0
+    for expert in range(num_local):
+        count = int((ids == first + expert).sum())
+        tiles += [
+            (expert, start + i, min(tile_rows, count - i)) for i in range(0, count, tile_rows)
+        ]
+        start += count
+    return tiles
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_rows", "first", "num_local"), [(5, 0, 16), (20, 4, 4), (270, 8, 8)])
+def test_rows_are_sorted_as_numpy_sorts_them(num_rows, first, num_local):
+    """One block; several, counted by each CTA; several, counted by a kernel before."""
+    x, ids = wide_rows(num_rows, 64), some_ids(num_rows, SMALL)
+    rows, places, work = sort_rows(
+        x, jnp.asarray(ids), jnp.array([first], I32),
+        num_local=num_local, tile_rows=8, interpret=True,
+    )  # fmt: skip
+    order = sorted_slots(ids, first, num_local)
+    want = np.full(ids.size, -1)
+    want[order] = np.arange(len(order))
+    np.testing.assert_array_equal(places, want)
+    np.testing.assert_array_equal(work.order[: len(order)], order)
+    assert_bitwise_equal(
+        rows[: len(order)],
+        x[order // SMALL.top_k],
+        claim="rows lie in order of expert, then of slot",
+    )
+    tiles = expected_tiles(ids, first, num_local, 8)
+    assert work.num_tiles[0] == len(tiles)
+    found = np.asarray(work.tiles)[[EXPERT, START, COUNT], : len(tiles)].T
+    np.testing.assert_array_equal(found, tiles)
+
+
+TINY = MoeShape(name="tiny", hidden_size=128, width=128, num_experts=4, top_k=2, renormalise=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "num_rows", "first", "num_local"),
+    [
+        ("few", 3, 0, 4), ("few", 3, 1, 2), ("placed_8", 9, 1, 2), ("sorted_24", 12, 0, 4),
+        ("tall", 40, 0, 2), ("tall_one_warpgroup", 40, 2, 2),
+    ],
+)  # fmt: skip
+def test_interpreted_experts_agree_with_portable(name, num_rows, first, num_local):
+    tiles = (FEW | VARIANTS)[name]
+    x, ids = wide_rows(num_rows, TINY.hidden_size), some_ids(num_rows, TINY)
+    matrices = weights(TINY, num_local)
+    y = sm90.expert_mlp(
+        x, jnp.asarray(ids), *matrices, first_expert=first, tiles=tiles, interpret=INTERPRET
+    )
+    want = np.asarray(
+        portable.expert_mlp(x, jnp.asarray(ids), *matrices, first_expert=first), np.float32
+    )
+    is_local = (ids >= first) & (ids < first + num_local)
+    assert is_local.any()
+    assert not np.asarray(y).view(np.uint16)[~is_local].any()
+    np.testing.assert_allclose(np.asarray(y, np.float32), want, atol=np.abs(want).max() / 100)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [128, 384])
+def test_interpreted_combination_agrees_with_portable(width):
+    rng = np.random.default_rng(0)
+    y, residual = wide_rows(3 * 4, width).reshape(3, 4, width), wide_rows(3, width, 1)
+    ws = jnp.asarray(rng.random((3, 4)), jnp.float32)
+    gain = jnp.asarray(rng.standard_normal(width), BF16)
+    found = sm90.combine_experts_add_rms_norm(y, ws, residual, gain, eps=EPS, interpret=True)
+    want = portable.combine_experts_add_rms_norm(y, ws, residual, gain, eps=EPS)
+    for a, b in zip(found, want, strict=True):
+        b = np.asarray(b, np.float32)
+        np.testing.assert_allclose(np.asarray(a, np.float32), b, rtol=0.02, atol=1e-3)
+
+
+@pytest.mark.slow
+def test_interpreted_routes_in_the_first_product_are_those_of_route():
+    """Rows that share experts; the product's lists and its outputs follow from them."""
+    x = wide_rows(3, TINY.hidden_size)
+    logits = jnp.asarray(np.random.default_rng(0).standard_normal((3, 4)), jnp.float32)
+    options = {"top_k": 2, "renormalise": True}
+    rows, work, ids, ws = routed_matmul_few(
+        x, weights(TINY)[0], logits, **options, tiles=FEW["few"].gate_up, interpret=INTERPRET
+    )
+    for found, want in zip((ids, ws), sm90.route(logits, **options, interpret=True), strict=True):
+        assert_bitwise_equal(found, want, claim="routing inside the product is `route`")
+    want_rows, want = grouped_matmul_few(
+        x, weights(TINY)[0], ids, jnp.zeros(1, I32), tiles=FEW["few"].gate_up, interpret=INTERPRET
+    )
+    assert_bitwise_equal(work.order, want.order, claim="the slots are sorted alike")
+    assert_bitwise_equal(rows, want_rows, claim="so are the outputs")
+
+
+# --- on a Hopper GPU -------------------------------------------------------------------------
+
+QWEN = SHAPES[0]
+
+
+@functools.cache
+def every_expert(shape: MoeShape, num_rows: int) -> jax.Array:
+    """Each row by each expert with the dense products, [E, M, D]."""
+    x = wide_rows(num_rows, shape.hidden_size)
+
+    def one(pair):
+        hidden = sm90_linear.linear_swiglu(x, pair[0])
+        return sm90_linear.linear(hidden, pair[1], None, out_dtype=BF16)
+
+    return jax.jit(lambda *matrices: lax.map(one, matrices))(*weights(shape))
+
+
+def expected_rows(shape: MoeShape, ids, rows=None) -> jax.Array:
+    rows = np.arange(len(ids)) if rows is None else rows
+    return every_expert(shape, 257)[ids, rows[:, None]]
+
+
+def forward(ids, rows=None, tiles: MlpTiles | None = None) -> jax.Array:
+    rows = np.arange(len(ids)) if rows is None else rows
+    x = wide_rows(257, QWEN.hidden_size)[rows]
+    return sm90.expert_mlp(x, jnp.asarray(ids), *weights(QWEN), first_expert=0, tiles=tiles)
+
+
+@pytest.mark.gpu
+@pytest.mark.invariance
+@pytest.mark.parametrize("num_rows", (*range(1, 18), 31, 33, 64, 65, 100, 128, 129, 200, 256, 257))
+def test_experts_have_the_bits_of_the_dense_products(num_rows):
+    """A row's bits do not depend on how many rows there are, or its experts get."""
+    x = wide_rows(4, QWEN.hidden_size)
+    terms = np.asarray(x, np.float32) * np.asarray(weights(QWEN)[0][0, :4], np.float32)
+    assert_order_sensitive(terms)
+    ids = some_ids(257, QWEN)[:num_rows]
+    assert_bitwise_equal(
+        forward(ids),
+        expected_rows(QWEN, ids),
+        claim="an expert's row has the bits of the dense products",
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.invariance
+@pytest.mark.parametrize("name", [*FEW, *VARIANTS])
+def test_tiles_change_no_bit(name):
+    tiles = (FEW | VARIANTS)[name]
+    ids = some_ids(8 if tiles.is_few else 257, QWEN)
+    assert_bitwise_equal(
+        forward(ids, tiles=tiles), expected_rows(QWEN, ids), claim="tiles change no bit"
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.invariance
+@pytest.mark.parametrize("num_rows", [2, 8, 9, 64, 257])
+def test_company_changes_no_bit(num_rows):
+    """Rows deranged; experts that take all rows, so that most have none; one that takes all."""
+    ids = some_ids(257, QWEN)[:num_rows]
+    rolled = np.roll(np.arange(num_rows), 1)
+    assert not (rolled == np.arange(num_rows)).any()
+    assert_bitwise_equal(
+        forward(ids[rolled], rolled),
+        forward(ids)[rolled],
+        claim="whoever shares an expert changes no bit",
+    )
+    all_rows = np.tile(np.arange(QWEN.top_k, dtype=np.int32) * 3 + 5, (num_rows, 1))
+    assert_bitwise_equal(
+        forward(all_rows),
+        expected_rows(QWEN, all_rows),
+        claim="whoever shares an expert changes no bit",
+    )
+    one = np.full((num_rows, QWEN.top_k), 77, np.int32)
+    assert_bitwise_equal(
+        forward(one), expected_rows(QWEN, one), claim="whoever shares an expert changes no bit"
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.invariance
+@pytest.mark.parametrize("num_rows", [1, 8, 64, 257])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_have_the_rows_of_their_experts_and_zeros(num_rows, num_ranks):
+    ids, num_local = some_ids(257, QWEN)[:num_rows], QWEN.num_experts // num_ranks
+    x = wide_rows(257, QWEN.hidden_size)[:num_rows]
+    for rank in range(num_ranks):
+        first = rank * num_local
+        local = [w[first : first + num_local] for w in weights(QWEN)]
+        y = sm90.expert_mlp(x, jnp.asarray(ids), *local, first_expert=jnp.int32(first))
+        is_local = (ids >= first) & (ids < first + num_local)
+        zeros = jnp.zeros((), BF16)
+        assert_bitwise_equal(
+            y,
+            jnp.where(is_local[..., None], expected_rows(QWEN, ids), zeros),
+            claim="a rank has its experts' rows and zeros",
+        )
+
+
+@pytest.mark.gpu
+@pytest.mark.invariance
+@pytest.mark.parametrize("num_rows", [8, 64, 257])
+def test_a_row_of_nan_meets_no_other(num_rows):
+    ids = some_ids(257, QWEN)[:num_rows]
+    x = wide_rows(257, QWEN.hidden_size)[:num_rows].at[3].set(jnp.nan)
+    y = sm90.expert_mlp(x, jnp.asarray(ids), *weights(QWEN), first_expert=0)
+    others = np.delete(np.arange(num_rows), 3)
+    assert_bitwise_equal(y[others], expected_rows(QWEN, ids)[others], claim="NaN stays in its row")
+    assert np.isnan(np.asarray(y[3], np.float32)).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.invariance
+@pytest.mark.parametrize("renormalise", [True, False])
+def test_routes_break_ties_by_id_and_know_no_batch(renormalise):
+    logits = np.random.default_rng(0).standard_normal((257, QWEN.num_experts)).astype(np.float32)
+    logits[::2] = np.round(logits[::2] * 2) / 2
+    logits[::4, 7], logits[5] = -0.0, np.nan
+    run = functools.partial(sm90.route, top_k=QWEN.top_k, renormalise=renormalise)
+    ids, ws = run(jnp.asarray(logits))
+    rest = np.delete(np.arange(257), 5)
+    order = np.argsort(-logits, axis=1, kind="stable")[:, : QWEN.top_k]
+    np.testing.assert_array_equal(np.asarray(ids)[rest], order[rest])
+    assert 0 <= np.asarray(ids[5]).min() and np.asarray(ids[5]).max() < QWEN.num_experts
+    exact = np.exp(logits[rest].astype(np.float64))
+    terms = np.take_along_axis(exact, order[rest], 1)
+    exact = terms / (terms if renormalise else exact).sum(1, keepdims=True)
+    np.testing.assert_allclose(np.asarray(ws)[rest], exact, rtol=1e-6)
+    for count in (1, 2, 6, 100):
+        for found, whole in zip(run(jnp.asarray(logits[-count:])), (ids, ws), strict=True):
+            assert_bitwise_equal(found, whole[-count:], claim="a route knows no batch")
+
+
+@pytest.mark.gpu
+@pytest.mark.invariance
+@pytest.mark.parametrize("width", [128, 896, 2048, 4096])
+def test_combination_is_fma_in_order_of_rank(width):
+    """Against float64: a product of a float32 and a bfloat16 is exact there, so it is an fma."""
+    num_rows, top_k = 300, 8
+    y = wide_rows(num_rows * top_k, width).reshape(num_rows, top_k, width)
+    rng = np.random.default_rng(1)
+    ws = rng.random((num_rows, top_k)).astype(np.float32)
+    residual, gain = wide_rows(num_rows, width, 2), jnp.asarray(1 + rng.random(width), BF16)
+    total, out = sm90.combine_experts_add_rms_norm(y, jnp.asarray(ws), residual, gain, eps=EPS)
+    acc = np.zeros((num_rows, width), np.float32)
+    for rank in range(top_k):
+        wide = np.asarray(y[:, rank]).astype(np.float64) * ws[:, rank, None]
+        acc = (wide + acc).astype(np.float32)
+    want = (np.asarray(residual).astype(np.float32) + acc).astype(BF16)
+    assert_bitwise_equal(
+        total, jnp.asarray(want), claim="an fma a rank in order, then the norm, alone or in a batch"
+    )
+    assert_bitwise_equal(
+        out,
+        rms_norm(total, gain, eps=EPS),
+        claim="an fma a rank in order, then the norm, alone or in a batch",
+    )
+    for count in (1, 9, 264):
+        part = sm90.combine_experts_add_rms_norm(
+            y[:count], jnp.asarray(ws[:count]), residual[:count], gain, eps=EPS
+        )
+        assert_bitwise_equal(
+            part[0],
+            total[:count],
+            claim="an fma a rank in order, then the norm, alone or in a batch",
+        )
+        assert_bitwise_equal(
+            part[1], out[:count], claim="an fma a rank in order, then the norm, alone or in a batch"
+        )
+
+
+@pytest.mark.gpu
+@pytest.mark.invariance
+@pytest.mark.parametrize("num_rows", [1, 8, 64, 257])
+def test_merged_experts_have_the_bits_of_the_two(num_rows):
+    ids = jnp.asarray(some_ids(257, QWEN)[:num_rows])
+    x, residual = (wide_rows(257, QWEN.hidden_size, seed)[:num_rows] for seed in (0, 4))
+    rng = np.random.default_rng(1)
+    ws = jnp.asarray(rng.random(ids.shape), jnp.float32)
+    gain = jnp.asarray(1 + rng.random(QWEN.hidden_size), BF16)
+    y = sm90.expert_mlp(x, ids, *weights(QWEN), first_expert=0)
+    apart = sm90.combine_experts_add_rms_norm(y, ws, residual, gain, eps=EPS)
+    merged = sm90.expert_mlp_add_rms_norm(x, ids, ws, *weights(QWEN), residual, gain, eps=EPS)
+    for a, b in zip(merged, apart, strict=True):
+        assert_bitwise_equal(a, b, claim="merging changes no bit")
+
+
+@pytest.mark.gpu
+@pytest.mark.invariance
+@pytest.mark.parametrize("num_rows", [*range(1, 10), 257])
+@pytest.mark.parametrize("renormalise", [True, False])
+def test_routing_in_the_first_product_has_the_bits_of_route(num_rows, renormalise):
+    rng = np.random.default_rng(7)
+    logits = jnp.asarray(rng.standard_normal((num_rows, QWEN.num_experts)), jnp.float32)
+    x, residual = (wide_rows(257, QWEN.hidden_size, seed)[:num_rows] for seed in (0, 4))
+    gain = jnp.asarray(1 + rng.random(QWEN.hidden_size), BF16)
+    options = {"top_k": QWEN.top_k, "renormalise": renormalise}
+    rest = (*weights(QWEN), residual, gain)
+    apart = sm90.expert_mlp_add_rms_norm(x, *sm90.route(logits, **options), *rest, eps=EPS)
+    merged = sm90.route_mlp_add_rms_norm(x, logits, *rest, **options, eps=EPS)
+    for a, b in zip(merged, apart, strict=True):
+        assert_bitwise_equal(a, b, claim="routing in the product changes no bit")
+
+
+@pytest.mark.gpu
+@pytest.mark.control
+def test_control_ragged_dot_and_scatter_add_have_other_bits():
+    ids = some_ids(257, QWEN)[:64]
+    x = wide_rows(257, QWEN.hidden_size)[:64]
+    slots = jnp.asarray(ids.reshape(-1))
+    order = jnp.argsort(slots, stable=True)
+    sizes = jnp.bincount(slots, length=QWEN.num_experts).astype(I32)
+    gate_up, down = (w.swapaxes(1, 2) for w in weights(QWEN))
+
+    @jax.jit
+    def by_ragged_dot(x, gate_up, down):
+        gate, up = jnp.split(lax.ragged_dot(x[order // QWEN.top_k], gate_up, sizes), 2, axis=1)
+        y = lax.ragged_dot(jax.nn.silu(gate) * up, down, sizes)
+        return jnp.zeros_like(y).at[order].set(y).reshape(64, QWEN.top_k, -1)
+
+    assert count_different_bits(by_ragged_dot(x, gate_up, down), expected_rows(QWEN, ids)) > 0
+    y = forward(ids)
+    ws = jnp.asarray(np.random.default_rng(1).random(ids.shape), jnp.float32)
+    residual, gain = wide_rows(64, QWEN.hidden_size, 4), jnp.ones(QWEN.hidden_size, BF16)
+    total, _ = sm90.combine_experts_add_rms_norm(y, ws, residual, gain, eps=EPS)
+    by_expert = np.argsort(ids, axis=1)
+    acc = jnp.zeros(residual.shape, jnp.float32)
+    for rank in range(QWEN.top_k):
+        at = (np.arange(64), by_expert[:, rank])
+        acc = acc.at[at[0]].add(ws[at][:, None] * y[at].astype(jnp.float32))
+    assert count_different_bits((residual.astype(jnp.float32) + acc).astype(BF16), total) > 0
