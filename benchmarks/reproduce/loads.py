@@ -6,6 +6,7 @@ Their programs have one page table, no prefix cache and no self-check: what is c
 compared here, request by request.
 """
 
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -92,6 +93,7 @@ class Server:
         max_prefill_streak: int = 0,
     ) -> Engine:
         """An engine, all of whose programs are compiled. In `dvr` it always drafts."""
+        gc.collect()  # the cache of an engine before, which is part of a cycle
         sizes = self.sizes
         config = EngineConfig(
             mode=mode,
