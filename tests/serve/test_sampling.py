@@ -26,6 +26,14 @@ OTHERS = {
         {"stop": ["a"], "include_stop_str_in_output": True},
         {"stop": ("a",), "include_stop_str_in_output": True},
     ),
+    "min_tokens": ({"stop": ["a"], "min_tokens": 4}, {"stop": ("a",), "min_tokens": 4}),
+    "logit_bias": ({"logit_bias": {"300": 100.0}}, {"logit_bias": ((300, 100.0),)}),
+    "allowed_token_ids": ({"allowed_token_ids": [300, 301]}, {"allowed_token_ids": (300, 301)}),
+    "bad_words": ({"bad_words": [",", "the"]}, {"bad_words": (",", "the")}),
+    "stop_token_ids": (
+        {"allowed_token_ids": [300, 301], "stop_token_ids": [300], "ignore_eos": True},
+        {"allowed_token_ids": (300, 301), "stop_token_ids": (300,), "ignore_eos": True},
+    ),
 }  # fmt: skip
 CASES = {name: ({name: value}, {name: value}) for name, value in SAME.items()} | OTHERS
 
