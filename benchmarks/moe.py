@@ -118,6 +118,7 @@ VARIANTS = {
         "sorted_32": swapped(32, k=(64, 128)),
         "sorted_24_wgs2": swapped(24, k=(64, 128), wgs=2),
         "sorted_48_wgs2": swapped(48, k=(64, 64), wgs=2),
+        "sorted_32_wgs2": swapped(32, k=(64, 128), wgs=2),
     },
     4000: {
         "tall_delay": tall(delay=1),

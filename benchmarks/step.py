@@ -35,7 +35,7 @@ from benchmarks.common import (
     kernel_events,
     run_rivals,
 )
-from detjax.models.config import ModelConfig, RopeConfig
+from detjax.models.config import ExpertConfig, ModelConfig, RopeConfig
 from detjax.models.fast import LARGEST, quantise_params
 from detjax.models.loading import LoadedModel, random_model
 from detjax.numerics import NumericsProfile
@@ -81,9 +81,23 @@ MODELS = {
         vocab_size=32768, hidden_size=4096, num_layers=32, num_heads=32, num_kv_heads=8,
         head_dim=128, intermediate_size=14336,
     ),
+    "qwen3_30b_a3b": _config(
+        vocab_size=151936, hidden_size=2048, num_layers=48, num_heads=32, num_kv_heads=4,
+        head_dim=128, intermediate_size=6144, qk_norm=True,
+        experts=ExpertConfig(
+            num_experts=128, top_k=8, width=768, renormalise=True, layers=(True,) * 48
+        ),
+    ),
     "tiny": _config(
         vocab_size=1024, hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=2,
         head_dim=64, intermediate_size=384,
+    ),
+    "tiny_experts": _config(
+        vocab_size=1024, hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=2,
+        head_dim=64, intermediate_size=384,
+        experts=ExpertConfig(
+            num_experts=8, top_k=2, width=192, renormalise=True, layers=(True, True)
+        ),
     ),
 }  # fmt: skip
 
@@ -243,19 +257,42 @@ class Runner:
         return min(times)
 
 
+def split_weights(tree) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Weights that every row reads, and those of experts."""
+    shared, experts = [], []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        is_expert = "expert_" in jax.tree_util.keystr(path)
+        (experts if is_expert else shared).append(leaf)
+    return shared, experts
+
+
+def share_of_experts(config: ModelConfig, num_rows: int) -> float:
+    """Of all experts, those that some row chooses, where each row's choice is uniform."""
+    if config.experts is None:
+        return 1.0
+    return 1 - (1 - config.experts.top_k / config.experts.num_experts) ** num_rows
+
+
 def decode_floor_ms(model: LoadedModel, params: dict, case: Case) -> float:
-    """Weight and cache bytes over the copy bandwidth."""
-    weights = sum(x.nbytes for x in jax.tree.leaves(params)) - params["embed"].nbytes
+    """Bytes of weights (of experts, those that are hit) and cache over the copy bandwidth."""
     config = model.config
+    shared, experts = split_weights(params)
+    weights = sum(x.nbytes for x in shared) - params["embed"].nbytes
+    weights += share_of_experts(config, len(case.rows)) * sum(x.nbytes for x in experts)
     context = case.start + case.length
     kv = 4 * config.num_layers * len(case.rows) * config.num_kv_heads * context * config.head_dim
     return (weights + kv) / COPY_BYTES_PER_S * 1e3
 
 
 def prefill_flop(model: LoadedModel, length: int) -> float:
-    """Multiply-adds of the layers' products and of causal attention, two operations each."""
-    weights = sum(x.size for layer in model.params["layers"] for x in jax.tree.leaves(layer))
+    """Multiply-adds of the layers' products and of causal attention, two operations each.
+
+    Of experts, those of a row count.
+    """
     config = model.config
+    shared, experts = split_weights(model.params["layers"])
+    weights = sum(x.size for x in shared)
+    weights += share_of_experts(config, 1) * sum(x.size for x in experts)
     scores = config.num_layers * config.num_heads * config.head_dim * length**2
     return 2 * weights * length + 2 * scores
 

@@ -15,6 +15,11 @@ shallow, so that reading its weights is what a decode step costs):
     python tools/train_tiny.py --corpus novels.txt.gz --size 500m --learning-rate 4e-4 \
         --steps 300 --batch-size 32 --dropout 0 --out novels-500m
 
+one whose feed-forward layers are mixtures of 8 experts, 2 of a token, for experiments on routing
+(as many active parameters as the first, under Mixtral's names):
+
+    python tools/train_tiny.py --corpus novels.txt.gz --size moe --out novels-moe
+
 and a trial of a few minutes on a laptop, which learns next to nothing:
 
     python tools/train_tiny.py --corpus novels.txt.gz --out trial --steps 20 --batch-size 4
@@ -84,10 +89,13 @@ class ModelConfig:
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-5
     initializer_range: float = 0.02
+    num_local_experts: int = 0
+    num_experts_per_tok: int = 0
 
 
 SIZES = {
     "6m": ModelConfig(),
+    "moe": ModelConfig(intermediate_size=384, num_local_experts=8, num_experts_per_tok=2),
     "100m": ModelConfig(
         hidden_size=768,
         intermediate_size=2048,
@@ -368,15 +376,26 @@ def init_params(config: ModelConfig, key: jax.Array) -> Params:
             f"{name}.self_attn.v_proj.weight": (kv_width, width),
             f"{name}.self_attn.o_proj.weight": (width, q_width),
             f"{name}.post_attention_layernorm.weight": (width,),
-            f"{name}.mlp.gate_proj.weight": (config.intermediate_size, width),
-            f"{name}.mlp.up_proj.weight": (config.intermediate_size, width),
-            f"{name}.mlp.down_proj.weight": (width, config.intermediate_size),
         }
+        inner, experts = config.intermediate_size, config.num_local_experts
+        if experts:  # those of a layer as one array; `checkpoint_tensors` cuts them apart
+            shapes |= {
+                f"{name}.block_sparse_moe.gate.weight": (experts, width),
+                f"{name}.block_sparse_moe.experts.w1.weight": (experts, inner, width),
+                f"{name}.block_sparse_moe.experts.w3.weight": (experts, inner, width),
+                f"{name}.block_sparse_moe.experts.w2.weight": (experts, width, inner),
+            }
+        else:
+            shapes |= {
+                f"{name}.mlp.gate_proj.weight": (inner, width),
+                f"{name}.mlp.up_proj.weight": (inner, width),
+                f"{name}.mlp.down_proj.weight": (width, inner),
+            }
     shapes["model.norm.weight"] = (width,)
     params = {}
     for idx, (name, shape) in enumerate(shapes.items()):
         scale = config.initializer_range
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
+        if name.endswith(("o_proj.weight", "down_proj.weight", "w2.weight")):
             scale /= (2 * config.num_hidden_layers) ** 0.5
         params[name] = (
             jnp.ones(shape)
@@ -422,8 +441,14 @@ class Forward:
         self, params: Params, tokens: jax.Array, *, key: jax.Array, dropout: float
     ) -> jax.Array:
         """Run the whole model; `key` is used only where `dropout` is positive."""
-        config = self.config
-        weights = {k: v.astype(self.dtype) if v.ndim == 2 else v for k, v in params.items()}
+        return self.with_slots(params, tokens, key=key, dropout=dropout)[0]
+
+    def with_slots(
+        self, params: Params, tokens: jax.Array, *, key: jax.Array, dropout: float
+    ) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]]]:
+        """The logits, and what each layer's router gave: chosen and probable [B, T, experts]."""
+        config, routed = self.config, []
+        weights = {k: v.astype(self.dtype) if v.ndim > 1 else v for k, v in params.items()}
         keys = jax.random.split(key, (config.num_hidden_layers + 1, 2))
         x = drop(weights["model.embed_tokens.weight"][tokens], keys[-1, 0], dropout)
         for layer in range(config.num_hidden_layers):
@@ -435,15 +460,38 @@ class Forward:
             normed = rms_norm(x, own["input_layernorm"], config.rms_norm_eps)
             x += drop(self.attend(own, normed), keys[layer, 0], dropout)
             normed = rms_norm(x, own["post_attention_layernorm"], config.rms_norm_eps)
-            gated = jax.nn.silu(normed @ own["mlp.gate_proj"].T) * (normed @ own["mlp.up_proj"].T)
-            x += drop(gated @ own["mlp.down_proj"].T, keys[layer, 1], dropout)
+            if config.num_local_experts:
+                added, slots = self.mix_experts(own, normed)
+                routed.append(slots)
+            else:
+                gate, up = (normed @ own[f"mlp.{name}_proj"].T for name in ("gate", "up"))
+                added = (jax.nn.silu(gate) * up) @ own["mlp.down_proj"].T
+            x += drop(added, keys[layer, 1], dropout)
         x = rms_norm(x, weights["model.norm.weight"], config.rms_norm_eps)
-        return jnp.einsum(
+        logits = jnp.einsum(
             "BTD,VD->BTV",
             x,
             weights["model.embed_tokens.weight"],
             preferred_element_type=jnp.float32,
         )
+        return logits, routed
+
+    def mix_experts(
+        self, own: Params, x: jax.Array
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        """Every token through every expert, weighted by 0 where it was not chosen."""
+        w1, w3, w2 = (own[f"block_sparse_moe.experts.{name}"] for name in ("w1", "w3", "w2"))
+        logits = jnp.einsum(
+            "BTD,ED->BTE", x, own["block_sparse_moe.gate"], preferred_element_type=jnp.float32
+        )
+        probable = jax.nn.softmax(logits, axis=-1)
+        _, ids = jax.lax.top_k(probable, self.config.num_experts_per_tok)
+        chosen = jax.nn.one_hot(ids, self.config.num_local_experts).sum(axis=2)
+        share = probable * chosen
+        share /= share.sum(axis=-1, keepdims=True)
+        gate, up = (jnp.einsum("BTD,EFD->BTEF", x, w) for w in (w1, w3))
+        gated = jax.nn.silu(gate) * up * share[..., None].astype(x.dtype)
+        return jnp.einsum("BTEF,EDF->BTD", gated, w2), (chosen, probable)
 
     def attend(self, own: Params, x: jax.Array) -> jax.Array:
         """Causal grouped-query attention over [B, T, D]."""
@@ -464,12 +512,17 @@ class Forward:
 
 def token_losses(
     forward: Forward, params: Params, targets: jax.Array, *, key: jax.Array, dropout: float
-) -> jax.Array:
-    """Negative log-likelihood [B, T] of rows that `<|bos|>` opens; 0 where the target is one."""
+) -> tuple[jax.Array, jax.Array]:
+    """Negative log-likelihood [B, T] of rows that `<|bos|>` opens; 0 where the target is one.
+
+    And how often each layer's router chose each expert, and found it probable: [layers, 2, experts]
+    of means over tokens, or nothing.
+    """
     inputs = jnp.pad(targets[:, :-1], ((0, 0), (1, 0)), constant_values=BOS_ID)
-    logits = forward(params, inputs, key=key, dropout=dropout)
+    logits, routed = forward.with_slots(params, inputs, key=key, dropout=dropout)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
-    return jnp.where(targets == BOS_ID, 0.0, losses)
+    means = [jnp.stack([x.mean(axis=(0, 1)) for x in slots]) for slots in routed]
+    return jnp.where(targets == BOS_ID, 0.0, losses), jnp.stack(means) if means else jnp.zeros(0)
 
 
 # Training ---------------------------------------------------------------------------------------
@@ -523,8 +576,8 @@ def make_optimizer(weight_decay: float) -> optax.GradientTransformation:
 
 
 def is_matrix(params: Params) -> dict[str, bool]:
-    """Mark the weights with two axes."""
-    return {name: leaf.ndim == 2 for name, leaf in params.items()}
+    """Mark the weights with two axes, and those of experts."""
+    return {name: leaf.ndim > 1 for name, leaf in params.items()}
 
 
 def make_train_chunk(forward: Forward, args: argparse.Namespace) -> Callable:
@@ -533,10 +586,15 @@ def make_train_chunk(forward: Forward, args: argparse.Namespace) -> Callable:
     window = forward.config.max_position_embeddings
 
     def loss_fn(params, rows, is_sum, key):
-        losses = token_losses(forward, params, rows, key=key, dropout=args.dropout)
+        losses, slots = token_losses(forward, params, rows, key=key, dropout=args.dropout)
         row_losses = losses.mean(axis=1)
         novel_loss = jnp.sum(row_losses * ~is_sum) / jnp.maximum(jnp.sum(~is_sum), 1)
-        return row_losses.mean(), novel_loss
+        loss = row_losses.mean()
+        if slots.size:
+            chosen, probable = slots[:, 0], slots[:, 1]
+            balance = jnp.mean(jnp.sum(jax.lax.stop_gradient(chosen) * probable, axis=1))
+            loss += args.balance * slots.shape[2] * balance
+        return loss, novel_loss
 
     def step_fn(state, rate, data, sum_share):
         key = jax.random.fold_in(jax.random.key(args.seed + 1), state.step)
@@ -641,7 +699,7 @@ class Evaluation:
 
         def total_loss(params, windows):
             def one(rows):
-                return token_losses(forward, params, rows, **no_dropout).sum()
+                return token_losses(forward, params, rows, **no_dropout)[0].sum()
 
             return jax.lax.map(one, windows).sum()
 
@@ -651,6 +709,11 @@ class Evaluation:
             choice = jnp.argmax(short(params, tokens[:, :-1], **no_dropout), axis=-1)
             return jnp.all((choice == tokens[:, 1:]) | ~is_answer[:, 1:], axis=1)
 
+        def shares(params, windows):
+            slots = token_losses(forward, params, windows, **no_dropout)[1]
+            return slots[:, 0] / forward.config.num_experts_per_tok
+
+        self._shares = jax.jit(shares) if forward.config.num_local_experts else None
         self._total_loss = jax.jit(total_loss)
         self._is_exact = jax.jit(is_exact)
 
@@ -665,7 +728,14 @@ class Evaluation:
     def report(self, params: Params) -> Report:
         """Measure everything the model card states."""
         loss = self.heldout_loss(params)
-        return {
+        experts = {}
+        if self._shares is not None:
+            shares = np.asarray(self._shares(params, self._windows[0]))
+            experts = {
+                "least_used_expert_share": float(shares.min()),
+                "most_used_expert_share": float(shares.max()),
+            }
+        return experts | {
             "heldout_loss_nats_per_token": loss,
             "heldout_bits_per_byte": loss * self.num_tokens / self.num_bytes / math.log(2),
             "unseen_two_digit_addition_accuracy": self.sum_accuracy(params, "test_add"),
@@ -701,23 +771,42 @@ def make_sampler(forward: Forward, tokenizer: Tokenizer, num_tokens: int) -> Cal
 
 
 def hf_config(config: ModelConfig) -> dict:
-    """Write the model's dimensions as a Llama `config.json`."""
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+    """Write the model's dimensions as a `config.json` of Llama, or of Mixtral with experts."""
+    common = {
         "torch_dtype": "bfloat16",
         "hidden_act": "silu",
-        "attention_bias": False,
         "attention_dropout": 0.0,
-        "mlp_bias": False,
         "bos_token_id": BOS_ID,
         "eos_token_id": EOS_ID,
         "tie_word_embeddings": True,
         "use_cache": True,
+    }
+    if config.num_local_experts:
+        named = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
+        return named | common | {"sliding_window": None, **asdict(config)}
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        **common,
+        "attention_bias": False,
+        "mlp_bias": False,
         "rope_scaling": None,
         "pretraining_tp": 1,
-        **asdict(config),
+        **{k: v for k, v in asdict(config).items() if "experts" not in k},
     }
+
+
+def checkpoint_tensors(params: Params) -> dict[str, np.ndarray]:
+    """Every tensor by its Hugging Face name, an expert's each its own, as bfloat16."""
+    tensors = {}
+    for name, leaf in params.items():
+        values = np.asarray(leaf).astype(ml_dtypes.bfloat16)
+        if values.ndim == 3:
+            for i, expert in enumerate(values):
+                tensors[name.replace("experts.", f"experts.{i}.")] = expert
+        else:
+            tensors[name] = values
+    return tensors
 
 
 def tokenizer_config(config: ModelConfig) -> dict:
@@ -734,8 +823,7 @@ def tokenizer_config(config: ModelConfig) -> dict:
 def save_model(out: Path, config: ModelConfig, params: Params, tokenizer: Tokenizer) -> None:
     """Write weights, configuration and tokenizer as a Hugging Face folder."""
     out.mkdir(parents=True, exist_ok=True)
-    tensors = {name: np.asarray(leaf).astype(ml_dtypes.bfloat16) for name, leaf in params.items()}
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    save_file(checkpoint_tensors(params), out / "model.safetensors", metadata={"format": "pt"})
     tokenizer.save(str(out / "tokenizer.json"))
     write_json(out / "config.json", hf_config(config))
     write_json(out / "tokenizer_config.json", tokenizer_config(config))
@@ -767,7 +855,8 @@ pipeline_tag: text-generation
 
 # {facts["name"]}
 
-A Llama of {facts["num_params"] / 1e6:.1f} million parameters, small enough to ship inside a package
+A {facts["family"]} of {facts["num_params"] / 1e6:.1f} million parameters, small enough to ship inside \
+a package
 and to run on any machine. It writes in the manner of old novels, a sentence or two at a time, and
 gets {report["unseen_two_digit_addition_accuracy"]:.0%} of the two-digit additions right that it \
 was never shown.
@@ -877,6 +966,8 @@ def parse_args() -> argparse.Namespace:
     add("--sum-share", type=float, default=0.1, help="largest share of rows that are sums")
     add("--sum-target", type=float, default=0.55, help="unseen-addition accuracy at which half "
         "that share is trained on; none is from 0.1 above it")  # fmt: skip
+    add("--balance", type=float, default=0.01, help="weight of the loss that spreads tokens over "
+        "experts, where there are some")  # fmt: skip
     add("--card-note", default="", help="a paragraph for the model card's training section")
     add("--seed", type=int, default=0, help="of weights, batches, dropout and sums")
     add("--attention", choices=["auto", "cudnn", "xla"], default="auto",
@@ -897,6 +988,7 @@ def training_facts(
     sum_share = statistics.mean(row["sum_share"] for row in rows)
     return {
         "name": args.out.name,
+        "family": "Mixtral" if SIZES[args.size].num_local_experts else "Llama",
         "num_params": sum(leaf.size for leaf in params.values()),
         "novel_num_tokens": len(data.novels),
         "sum_num_tokens": len(data.sums),

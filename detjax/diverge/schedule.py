@@ -64,6 +64,8 @@ def order_of(tap: Tap, model: LoadedModel) -> str:
     profile, config, tp = model.profile, model.config, model.mesh.shape[TP_AXIS]
     if tap.name == "attention":
         return f"blocks of {profile.attention_block} keys, splits of {profile.attention_split}"
+    if tap.name == "down_residual" and tap.layer is not None and config.has_experts(tap.layer):
+        return "a row's experts in order of rank, one fused multiply-add each"
     if tap.name.startswith(("o_", "down_")):
         is_o = tap.name.startswith("o_")
         width = config.num_heads * config.head_dim if is_o else config.intermediate_size

@@ -143,6 +143,13 @@ class KernelSet(Protocol):
         """See `moe.api.combine_experts_add_rms_norm`."""
         ...
 
+    def route_mlp_add_rms_norm(
+        self, x, logits, w_gate_up, w_down, residual, gain,
+        *, top_k: int, renormalise: bool, eps: float,
+    ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+        """See `moe.api.route_mlp_add_rms_norm`."""
+        ...
+
     def block_stats(self, logits, *, vocab_block: int) -> tuple[jax.Array, jax.Array]:
         """See `log_softmax.api.block_stats`."""
         ...

@@ -22,6 +22,7 @@ from detjax.pallas_kernels.moe.portable import (
 )
 from detjax.pallas_kernels.moe.portable import expert_mlp as expert_mlp
 from detjax.pallas_kernels.moe.portable import route as route
+from detjax.pallas_kernels.moe.portable import route_mlp_add_rms_norm as route_mlp_add_rms_norm
 from detjax.pallas_kernels.rms_norm.portable import add_rms_norm as add_rms_norm
 from detjax.pallas_kernels.rms_norm.portable import combine_add_rms_norm as combine_add_rms_norm
 from detjax.pallas_kernels.rms_norm.portable import rms_norm as rms_norm

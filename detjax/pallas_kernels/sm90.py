@@ -24,6 +24,7 @@ from detjax.pallas_kernels.moe.sm90 import (
 )
 from detjax.pallas_kernels.moe.sm90 import expert_mlp as expert_mlp
 from detjax.pallas_kernels.moe.sm90 import route as route
+from detjax.pallas_kernels.moe.sm90 import route_mlp_add_rms_norm as route_mlp_add_rms_norm
 from detjax.pallas_kernels.rms_norm.sm90 import add_rms_norm as add_rms_norm
 from detjax.pallas_kernels.rms_norm.sm90 import combine_add_rms_norm as combine_add_rms_norm
 from detjax.pallas_kernels.rms_norm.sm90 import rms_norm as rms_norm

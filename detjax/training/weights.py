@@ -54,14 +54,14 @@ def master_params(model: LoadedModel) -> dict[str, Any]:
     specs, tensors = (make(model.config, **sizes) for make in (param_specs, tensor_specs))
 
     def cut(spec: ParamSpec, stored: jax.Array) -> tuple[jax.Array, ...]:
-        return tuple(separate(stored, [tensor.shape[0] for tensor in spec.tensors], tp=1))
+        return tuple(separate(stored, [tensor.rows_of_rank(1) for tensor in spec.tensors], tp=1))
 
     stored = by_tensor(jax.tree.map(cut, specs, {name: model.params[name] for name in specs}))
     if model.config.tie_word_embeddings:
         del stored["lm_head"], tensors["lm_head"]
 
     def master(tensor: jax.Array, spec: TensorSpec) -> jax.Array:
-        return tensor[: spec.hf_shape[0]].astype(jnp.float32)
+        return tensor[: spec.source_shape[0]].astype(jnp.float32)
 
     return jax.tree.map(master, stored, tensors)
 

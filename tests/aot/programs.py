@@ -32,6 +32,8 @@ from detjax.pallas_kernels.linear.api import (
     linear_add,
     linear_add_rms_norm,
 )
+from detjax.pallas_kernels.moe.api import expert_mlp, route_mlp_add_rms_norm
+from detjax.pallas_kernels.moe.shapes import SHAPES
 from detjax.parallel.exchange import EXCHANGE_SPECS, MAX_EXCHANGED_ROWS, Exchange
 from detjax.serving.program_key import ProgramKind
 from detjax.serving.programs import ProgramCache, pages_shape
@@ -98,6 +100,48 @@ def down_add(num_rows: int) -> aot.Program:
 
     shapes = (_shape(num_rows, 14336), _shape(4096, 14336), _shape(num_rows, 4096))
     return aot.compile_program(run, *shapes)
+
+
+def experts(num_rows: int) -> aot.Program:
+    """A mixture of experts of Qwen3-30B-A3B: routing, products, residual stream and norm."""
+    shape = SHAPES[0]
+    num, width, hidden = shape.num_experts, shape.width, shape.hidden_size
+
+    def run(x, logits, w_gate_up, w_down, residual, gain):
+        return route_mlp_add_rms_norm(
+            x, logits, w_gate_up, w_down, residual, gain,
+            top_k=shape.top_k, renormalise=shape.renormalise, eps=1e-6, backend=Backend.SM90,
+        )  # fmt: skip
+
+    shapes = (
+        _shape(num_rows, hidden),
+        _shape(num_rows, num, dtype=jnp.float32),
+        _shape(num, 2 * width, hidden),
+        _shape(num, hidden, width),
+        _shape(num_rows, hidden),
+        _shape(hidden),
+    )
+    return aot.compile_program(run, *shapes)
+
+
+def expert_share(num_rows: int) -> aot.Program:
+    """The experts of a rank of four, in order of slot."""
+    shape = SHAPES[0]
+    num, width, hidden = shape.num_experts // 4, shape.width, shape.hidden_size
+
+    def run(x, ids, w_gate_up, w_down, first_expert):
+        return expert_mlp(
+            x, ids, w_gate_up, w_down, first_expert=first_expert, backend=Backend.SM90
+        )
+
+    return aot.compile_program(
+        run,
+        _shape(num_rows, hidden),
+        _shape(num_rows, shape.top_k, dtype=jnp.int32),
+        _shape(num, 2 * width, hidden),
+        _shape(num, hidden, width),
+        _shape(dtype=jnp.int32),
+    )
 
 
 def attend(batch: int, length: int, context: int) -> aot.Program:
@@ -310,6 +354,13 @@ PROGRAMS = {
     "norm_qkv_8": lambda: norm_qkv(8),
     "norm_gate_up_8": lambda: norm_gate_up(8, 4096),
     "norm_gate_up_8_wide": lambda: norm_gate_up(8, 8192),
+    "experts_1": lambda: experts(1),
+    "experts_8": lambda: experts(8),
+    "experts_64": lambda: experts(64),
+    "experts_256": lambda: experts(256),
+    "experts_4000": lambda: experts(4000),
+    "expert_share_64": lambda: expert_share(64),
+    "expert_share_4000": lambda: expert_share(4000),
     "attention_decode": lambda: attend(8, 1, 1024),
     "attention_decode_many": lambda: attend(64, 1, 1024),
     "new_token": lambda: attend_new(8, 1025),

@@ -83,6 +83,29 @@ def test_a_norm_before_gated_tiles_spills_nothing(name):
     assert program["launches"] == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "shape", "launches"),
+    [
+        # The first product routes and lists its tiles; else route, sort; from 129 rows a count.
+        ("experts_1", "m64n8k16", 3),
+        ("experts_8", "m64n8k16", 3),
+        ("experts_64", "m64n16k16", 5),
+        ("experts_256", "m64n32k16", 6),
+        ("experts_4000", "m64n256k16", 6),
+        # Of a rank: no routing and no sum; rows of tall tiles are put in order.
+        ("expert_share_64", "m64n32k16", 3),
+        ("expert_share_4000", "m64n256k16", 5),
+    ],
+)
+def test_experts_use_the_tensor_core_and_spill_nothing(name, shape, launches):
+    program = compiled(name)
+    assert wgmma(program, "detjax_experts_gate_up") == {(shape,)}
+    assert wgmma(program, "detjax_experts_down") == {(shape,)}
+    assert spills(program) == {}
+    assert program["copies"] == []
+    assert program["launches"] == launches
+
+
 def test_a_decode_step_has_five_launches_a_layer():
     # qkv, attention, o, gate_up, down; the final norm, lm_head, four for the choice of a token.
     assert compiled("decode_step")["launches"] == 2 * 5 + 6

@@ -39,7 +39,12 @@ from detjax.pallas_kernels.linear.api import (
     norm_linear_swiglu,
 )
 from detjax.pallas_kernels.log_softmax.api import block_stats, log_probs, log_sum_exp
-from detjax.pallas_kernels.moe.api import combine_experts_add_rms_norm, expert_mlp, route
+from detjax.pallas_kernels.moe.api import (
+    combine_experts_add_rms_norm,
+    expert_mlp,
+    route,
+    route_mlp_add_rms_norm,
+)
 from detjax.pallas_kernels.rms_norm.api import add_rms_norm, combine_add_rms_norm, rms_norm
 from detjax.pallas_kernels.rope.api import rope, rope_into_cache
 from detjax.pallas_kernels.sampling.api import (
@@ -465,6 +470,24 @@ def _cases() -> dict[str, Case]:
                 combine_experts_add_rms_norm(y, w, r, gain[:64], eps=1e-5, **ON), axis=1
             ),
             rows=combined,
+        ),
+        "route_mlp_add_rms_norm": Case(
+            kernel=route_mlp_add_rms_norm,
+            call=lambda x, logits, r: jnp.stack(
+                route_mlp_add_rms_norm(
+                    x,
+                    logits,
+                    *experts,
+                    r,
+                    gain[:64],
+                    top_k=TOP_K,
+                    renormalise=True,
+                    eps=1e-5,
+                    **ON,
+                ),
+                axis=1,
+            ),
+            rows=(routed[0], router_logits, combined[2]),
         ),
         "butterfly_sum": Case(
             kernel=butterfly_sum,

@@ -20,6 +20,7 @@ CONFIGS = {
     "qk_norm_biases_window": dummy_config(
         num_heads=24, num_kv_heads=3, qk_norm=True, qkv_bias=True, o_bias=True, window=70
     ),
+    "experts": dummy_config(intermediate_size=128, experts=(8, 3)),
 }
 
 
@@ -107,6 +108,18 @@ def _plain_logprobs(xp, config, params, ids):
     def bias(weights, name):
         return weights[f"{name}_bias"][None, :] if f"{name}_bias" in weights else 0.0
 
+    def gated(gate, up):
+        return gate / (1 + xp.exp(-gate)) * up
+
+    def experts(h, weights):
+        p = h @ weights["router"].T
+        p = xp.exp(p - xp.max(p, axis=-1, keepdims=True))
+        is_chosen = p >= xp.sort(p, axis=-1)[:, -config.experts.top_k, None]
+        w = xp.where(is_chosen, p, np.asarray(0, wide))
+        w = w / xp.sum(w if config.experts.renormalise else p, axis=-1, keepdims=True)
+        gate, up = (xp.einsum("td,efd->tef", h, weights[f"expert_{n}"]) for n in ("gate", "up"))
+        return xp.einsum("te,tef,edf->td", w, gated(gate, up), weights["expert_down"])
+
     x = params["embed"][xp.asarray(ids[:-1])]
     for weights, window in zip(params["layers"], config.sliding_windows, strict=True):
         h = norm(x, weights["attn_norm"])
@@ -126,8 +139,10 @@ def _plain_logprobs(xp, config, params, ids):
         out = xp.einsum("hts,shc->thc", e / xp.sum(e, axis=-1, keepdims=True), v)
         x = x + out.reshape(length, -1) @ weights["o"].T + bias(weights, "o")
         h = norm(x, weights["mlp_norm"])
-        gate, up = h @ weights["gate"].T, h @ weights["up"].T
-        x = x + (gate / (1 + xp.exp(-gate)) * up) @ weights["down"].T
+        if "router" in weights:
+            x = x + experts(h, weights)
+            continue
+        x = x + gated(h @ weights["gate"].T, h @ weights["up"].T) @ weights["down"].T
     logits = norm(x, params["final_norm"]) @ params.get("lm_head", params["embed"]).T
     top = xp.max(logits, axis=-1, keepdims=True)
     lse = top + xp.log(xp.sum(xp.exp(logits - top), axis=-1, keepdims=True))

@@ -60,6 +60,7 @@ def assert_same(rows: Sequence[np.ndarray], want: Sequence[Completion], claim: s
         pytest.param("tied", Layout.PACKED, True, True, marks=pytest.mark.slow),
         pytest.param(NAME, Layout.PADDED, False, False, marks=pytest.mark.slow),
         pytest.param("tied", Layout.PADDED, False, False, marks=pytest.mark.slow),
+        pytest.param("experts", Layout.PACKED, True, True, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -92,9 +92,10 @@ def test_gradients_are_those_of_float64_finite_differences(
 
 
 @pytest.mark.slow
-def test_gradients_are_those_of_plain_jax(model_named, sequences, plain_logprobs):
+@pytest.mark.parametrize("name", [NAME, "experts"])
+def test_gradients_are_those_of_plain_jax(name, model_named, sequences, plain_logprobs):
     """In float32 to 1e-5 of each tensor's norm: only the order of sums differs."""
-    model = model_named(NAME, dtype="float32")
+    model = model_named(name, dtype="float32")
     found = gradient(model, pack(sequences, length=89))
     plain = jax.grad(lambda p: objective(jnp, plain_logprobs, model.config, p, sequences))
     with jax.default_matmul_precision("highest"):

@@ -121,3 +121,59 @@ def combine_experts_add_rms_norm(
         Claims: run-invariant, batch-invariant, path-consistent.
     """
     return KERNELS[backend].combine_experts_add_rms_norm(y, weights, residual, gain, eps=eps)
+
+
+def route_mlp_add_rms_norm(
+    x: Activation[Array, "M D"],
+    logits: Float32[Array, "M u"],
+    w_gate_up: Activation[Array, "u E D"],
+    w_down: Activation[Array, "u D F"],
+    residual: Activation[Array, "M D"],
+    gain: Activation[Array, " D"],
+    *,
+    top_k: int,
+    renormalise: bool,
+    eps: float,
+    backend: Backend,
+) -> tuple[Activation[Array, "M D"], Activation[Array, "M D"]]:
+    """`route`, `expert_mlp` and `combine_experts_add_rms_norm` where every expert is here.
+
+    Rows of experts need not be put in order of slot, and few rows are routed in the launch of their
+    first product.
+
+    Args:
+        x: Normalised rows.
+        logits: Of every expert.
+        w_gate_up: Of each expert: rows of gate, then of up, (out, in); E = 2 F.
+        w_down: Of each expert, (out, in).
+        residual: The residual stream.
+        gain: Scale of each channel.
+        top_k: Experts of a row.
+        renormalise: Whether a row's weights add up to 1.
+        eps: Added to the mean square, in units of total**2.
+        backend: Which implementation runs.
+
+    Returns:
+        The new residual stream, and its normalised rows.
+
+    Raises:
+        ValueError: If `top_k` is not from 1 to u, or the shapes do not agree.
+
+    Numerics:
+        The bits of the three, one after the other.
+        Claims: run-invariant, batch-invariant, path-consistent.
+    """
+    num_experts, num_gate_up, width = w_gate_up.shape
+    if not 1 <= top_k <= num_experts:
+        raise ValueError(f"{top_k=} must be from 1 to the {num_experts} experts")
+    if x.shape[1] != width or w_down.shape != (num_experts, width, num_gate_up // 2):
+        raise ValueError(
+            f"{x.shape=}, {w_gate_up.shape=} and {w_down.shape=} must be [M, D], [u, 2 F, D] and "
+            "[u, D, F]"
+        )
+    if num_gate_up % 2:
+        raise ValueError(f"{w_gate_up.shape=} must have as many rows of up as of gate")
+    return KERNELS[backend].route_mlp_add_rms_norm(
+        x, logits, w_gate_up, w_down, residual, gain,
+        top_k=top_k, renormalise=renormalise, eps=eps,
+    )  # fmt: skip

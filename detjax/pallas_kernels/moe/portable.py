@@ -192,3 +192,12 @@ def combine_experts_add_rms_norm(
         out_specs=pl.BlockSpec((ROWS, width), lambda m: (m, 0)),
     )
     return add_rms_norm(total[:num_rows], residual, None, gain, eps=eps)
+
+
+def route_mlp_add_rms_norm(
+    x, logits, w_gate_up, w_down, residual, gain, *, top_k: int, renormalise: bool, eps: float
+) -> tuple[jax.Array, jax.Array]:
+    """See `api.route_mlp_add_rms_norm`: the three operations, one after the other."""
+    expert_ids, weights = route(logits, top_k=top_k, renormalise=renormalise)
+    y = expert_mlp(x, expert_ids, w_gate_up, w_down, first_expert=0)
+    return combine_experts_add_rms_norm(y, weights, residual, gain, eps=eps)

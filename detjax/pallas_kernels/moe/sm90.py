@@ -154,15 +154,15 @@ def route_mlp_add_rms_norm(
     x, logits, w_gate_up, w_down, residual, gain, *,
     top_k: int, renormalise: bool, eps: float, tiles: MlpTiles | None = None, interpret=None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """`route`, then `expert_mlp_add_rms_norm`; few rows route in the launch of their first product.
+    """See `api.route_mlp_add_rms_norm`: few rows are routed in the launch of the first product.
 
     Args:
-        x: Normalised rows, [M, D].
-        logits: float32 [M, e], of every expert.
-        w_gate_up: [e, 2 F, D].
-        w_down: [e, D, F].
-        residual: [M, D].
-        gain: [D].
+        x: Normalised rows.
+        logits: Of every expert.
+        w_gate_up: Gates and ups of each.
+        w_down: The second matrix of each.
+        residual: The residual stream.
+        gain: Scale of each channel.
         top_k: Experts of a row.
         renormalise: Whether a row's weights add up to 1.
         eps: Added to the mean square.
@@ -170,7 +170,7 @@ def route_mlp_add_rms_norm(
         interpret: How to interpret the kernels, if so.
 
     Numerics:
-        The bits of the two, one after the other.
+        The bits of `route`, `expert_mlp` and `combine_experts_add_rms_norm`: the same instructions.
         Claims: run-invariant, batch-invariant, path-consistent.
     """
     tiles = tiles or _tiles_for(x, top_k, w_gate_up)

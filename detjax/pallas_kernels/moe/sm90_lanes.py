@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Integers of a warpgroup, one or a few a thread: what the lists of experts are made with."""
 
+import functools
+
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -153,6 +155,32 @@ def sums_before(x, scratch, math: rows.Arithmetic):
             other = memref.load(memory, [mgpu.c(i, index)])
             before = arith.addi(before, arith.select(is_before, other, zero))
         return _joined([arith.addi(before, s) for s in sums], x)
+
+    return emit(x, scratch)
+
+
+def greatest(x, scratch, math: rows.Arithmetic):
+    """The greatest element, a scalar; `scratch` is 4 integers in shared memory."""
+    if math.is_interpreted:
+        return jnp.max(x)
+    scalar = plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(
+        arg_types=(math.layout, plgpu.RefType()),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=scalar),
+    )
+    def emit(ctx, x, memory):
+        i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
+        thread = arith.remui(mgpu.utils.thread_idx(), mgpu.c(rows.LANES, i32))
+        warp = arith.divui(thread, mgpu.c(32, i32))
+        best = functools.reduce(arith.maxsi, _scalars(x))
+        for distance in (1, 2, 4, 8, 16):
+            best = arith.maxsi(best, mgpu.utils.shfl_bfly(best, distance))
+        # A warp's lanes write the same value to the same place.
+        memref.store(best, memory, [arith.index_cast(index, warp)])
+        mgpu.utils.warpgroup_barrier()
+        found = [memref.load(memory, [mgpu.c(i, index)]) for i in range(4)]
+        return mgpu.FragmentedArray.splat(functools.reduce(arith.maxsi, found), (), is_signed=True)
 
     return emit(x, scratch)
 

@@ -84,7 +84,7 @@ def count_experts(ids_smem, count: int, stop, num_local: int, is_interpreted: bo
     return lanes.over(ids_smem, count, step, (zeros, zeros))
 
 
-def write_tiles(total, starts, work: Work, scratch, *, tile_rows: int, num_slots: int, math):
+def write_tiles(total, starts, work: Work, scratch, *, tile_rows: int, math):
     """Cut each expert's sorted rows into tiles, and list them in order of expert."""
     size = total.shape[0]
 
@@ -93,7 +93,7 @@ def write_tiles(total, starts, work: Work, scratch, *, tile_rows: int, num_slots
 
     experts = math.iota((size,), 0)
     num_tiles = lax.div(total + full(tile_rows - 1), full(tile_rows))
-    first = lanes.sums_before(num_tiles, scratch, math)
+    first = lanes.sums_before(num_tiles, scratch.at[1], math)
     is_last = experts == full(size - 1)
     lanes.scatter(work.num_tiles, jnp.where(is_last, full(0), full(-1)), first + num_tiles, math)
 
@@ -105,7 +105,7 @@ def write_tiles(total, starts, work: Work, scratch, *, tile_rows: int, num_slots
         lanes.scatter(work.tiles.at[COUNT], index, jnp.minimum(total - done, full(tile_rows)), math)
         return ()
 
-    lax.fori_loop(0, -(-num_slots // tile_rows), one_each, ())
+    lax.fori_loop(0, lanes.greatest(num_tiles, scratch.at[2], math), one_each, ())
 
 
 def sort_block(ids, ids_smem, starts_smem, block: int, math):
@@ -152,10 +152,7 @@ def schedule_few(
     of_experts = lanes.integers(total.shape[0], is_interpreted)
     starts = lanes.sums_before(total, scratch.at[0], of_experts)
     starts_smem[...] = starts
-    write_tiles(
-        total, starts, work, scratch.at[1],
-        tile_rows=tile_rows, num_slots=num_slots, math=of_experts,
-    )  # fmt: skip
+    write_tiles(total, starts, work, scratch, tile_rows=tile_rows, math=of_experts)
     plgpu.commit_smem()
     places = sort_block(ids, ids_smem, starts_smem, counted, math)
     lanes.scatter(work.order, places, math.iota((rows.LANES,), 0), math)
@@ -166,7 +163,7 @@ def few_memory(num_local: int) -> list:
     return [
         plgpu.SMEM((rows.LANES,), jnp.int32),
         plgpu.SMEM((lanes.padded(num_local),), jnp.int32),
-        plgpu.SMEM((2, 4), jnp.int32),
+        plgpu.SMEM((3, 4), jnp.int32),
     ]
 
 
@@ -323,10 +320,7 @@ def sort_rows(
 
         @pl.when(cta == 0)
         def _():
-            write_tiles(
-                total, starts, work, scratch.at[1],
-                tile_rows=tile_rows, num_slots=num_slots, math=of_experts,
-            )  # fmt: skip
+            write_tiles(total, starts, work, scratch, tile_rows=tile_rows, math=of_experts)
 
         plgpu.wait_smem_to_gmem(0)
 
@@ -350,7 +344,7 @@ def sort_rows(
             plgpu.SMEM((rows.LANES,), jnp.int32),
             plgpu.SMEM((size,), jnp.int32),
             plgpu.SMEM((rows.LANES,), jnp.int32),
-            plgpu.SMEM((2, 4), jnp.int32),
+            plgpu.SMEM((3, 4), jnp.int32),
             plgpu.Barrier(num_arrivals=tokens),
         ],
     )

@@ -11,8 +11,11 @@ MAX_FEW_ROWS = 8
 MAX_FEW_SLOTS = 128
 """Slots that one warpgroup sorts."""
 
-MAX_PLACED_ROWS = 16
+MAX_PLACED_ROWS = 32
 """Tiles of up to so many rows are stored row by row, in order of slot."""
+
+MAX_LONE_ROWS = 16
+"""Up to here one warpgroup multiplies; above, one stores while the other multiplies."""
 
 MAX_FLAT_ROWS = 96
 """Rows of an expert, on average, up to which weights are the 64-row operand."""
@@ -43,7 +46,7 @@ def _divisor(length: int, most: int) -> int:
 
 def _flat(cols: int, width: int, num_out: int, *, is_gated: bool) -> GroupedTiles:
     """Weights as the 64-row operand: their copy is all there is to do."""
-    is_paired = cols > MAX_PLACED_ROWS and num_out % (2 * SPAN) == 0
+    is_paired = cols > MAX_LONE_ROWS and num_out % (2 * SPAN) == 0
     is_wide = cols > 48 or (is_gated and is_paired)
     deepest = 64 if is_wide else 128 if is_gated or cols > 16 else 256
     return fill_stages(
