@@ -253,11 +253,17 @@ def decode_floor_ms(model: LoadedModel, params: dict, case: Case) -> float:
 
 
 def prefill_flop(model: LoadedModel, length: int) -> float:
-    """Multiply-adds of the layers' products and of causal attention, two operations each."""
-    weights = sum(x.size for layer in model.params["layers"] for x in jax.tree.leaves(layer))
+    """Multiply-adds of the layers' products and of causal attention, two operations each.
+
+    Of the last layer the heads of all tokens, and the rest of the last one.
+    """
     config = model.config
-    scores = config.num_layers * config.num_heads * config.head_dim * length**2
-    return 2 * weights * length + 2 * scores
+    *layers, last = model.params["layers"]
+    weights = sum(x.size for layer in layers for x in jax.tree.leaves(layer)) + last["qkv"].size
+    of_last = sum(last[name].size for name in ("o", "gate_up", "down"))
+    scores = (config.num_layers - 1) * config.num_heads * config.head_dim * length**2
+    scores += 2 * config.num_heads * config.head_dim * length
+    return 2 * weights * length + 2 * of_last + 2 * scores
 
 
 def show_kernels(runner: Runner, impl: str, case: Case) -> None:
