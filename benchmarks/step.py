@@ -260,7 +260,7 @@ def prefill_flop(model: LoadedModel, length: int) -> float:
     config = model.config
     *layers, last = model.params["layers"]
     weights = sum(x.size for layer in layers for x in jax.tree.leaves(layer)) + last["qkv"].size
-    of_last = sum(last[name].size for name in ("o", "gate_up", "down"))
+    of_last = sum(x.size for x in jax.tree.leaves(last)) - last["qkv"].size
     scores = (config.num_layers - 1) * config.num_heads * config.head_dim * length**2
     scores += 2 * config.num_heads * config.head_dim * length
     return 2 * weights * length + 2 * of_last + 2 * scores
