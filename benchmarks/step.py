@@ -287,14 +287,22 @@ def decode_floor_ms(model: LoadedModel, params: dict, case: Case) -> float:
 def prefill_flop(model: LoadedModel, length: int) -> float:
     """Multiply-adds of the layers' products and of causal attention, two operations each.
 
-    Of experts, those of a row count.
+    Of experts, those of a row count. Of the last layer the heads of all tokens, and the rest of the
+    last one.
     """
     config = model.config
-    shared, experts = split_weights(model.params["layers"])
-    weights = sum(x.size for x in shared)
-    weights += share_of_experts(config, 1) * sum(x.size for x in experts)
-    scores = config.num_layers * config.num_heads * config.head_dim * length**2
-    return 2 * weights * length + 2 * scores
+
+    def weights(tree) -> float:
+        shared, experts = split_weights(tree)
+        experts_len = sum(x.size for x in experts)
+        return sum(x.size for x in shared) + share_of_experts(config, 1) * experts_len
+
+    *layers, last = model.params["layers"]
+    of_all = weights(layers) + last["qkv"].size
+    of_last = weights(last) - last["qkv"].size
+    scores = (config.num_layers - 1) * config.num_heads * config.head_dim * length**2
+    scores += 2 * config.num_heads * config.head_dim * length
+    return 2 * of_all * length + 2 * of_last + 2 * scores
 
 
 def show_kernels(runner: Runner, impl: str, case: Case) -> None:
