@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bits and speed of the sm90 linear kernels on one GPU.
 
-`--gated`: gate and up with SwiGLU in one kernel. `--trees`: eight leaves. `--layers`: the products
-of a prefill in a row. `--bits`, `--final`: every row count and every shape with the tiles chosen.
+`--gated`: gate and up with SwiGLU in one kernel. `--trees`: eight leaves; `--middle`: those of 129
+to 512 rows. `--layers`: the products of a prefill in a row. `--bits`, `--final`: every row count
+and every shape with the tiles chosen.
 """
 
 import argparse
@@ -308,6 +309,39 @@ def trees(bench):
         compare(bench, f"tree {name} {m}", functions, arguments, median_us)
 
 
+def middle(bench):
+    """Eight leaves with the residual inside at 129 to 512 rows: the tiles chosen, and others."""
+    few = tall(64, 2, k=128)
+    alone = tall(128, 2, num_wgs=1, is_paired=True, smem_levels=1)
+    many = tall(128, 5, smem_levels=1, is_paired=True, lag=1, shares_slot=True, delay=1)
+    variants = {
+        "delay": dataclasses.replace(few, delay=1),
+        "paired": dataclasses.replace(few, is_paired=True),
+        "share rows": dataclasses.replace(few, cluster_cols=2),
+        "share rows delay": dataclasses.replace(few, cluster_cols=2, delay=1),
+        "share weights": dataclasses.replace(few, cluster_rows=2),
+        "64x128": alone,
+        "64x128 delay": dataclasses.replace(alone, delay=1),
+        "64x128 k128": dataclasses.replace(alone, k=128),
+        "64x128 share rows": dataclasses.replace(alone, cluster_cols=2),
+        "64x128 share weights": dataclasses.replace(alone, cluster_rows=2),
+    }
+    for name, m in (("down", 256), ("o", 256), ("down", 192), ("down", 512), ("o", 512)):
+        x, ws, r = bench.inputs(name, m)
+        arguments = [(x, w, r) for w in ws]
+        reduction = Reduction(leaf_len=x.shape[1] // 8, num_leaves=8)
+
+        def chosen(x, w, r, reduction=reduction):
+            return sm90.linear_add(x, w, r, None, reduction=reduction)
+
+        tiles = variants if m <= 256 else {"share rows": dataclasses.replace(many, cluster_cols=2)}
+        functions = {"chosen": chosen, "Rival": cublas("bf16")} | {
+            label: with_tiles(t, reduction.leaf_len, has_residual=True)
+            for label, t in tiles.items()
+        }
+        compare(bench, f"middle {name} {m}", functions, arguments, median_us)
+
+
 def layers(bench, m=4000):
     """The products of 32 layers in a row, as in prefill: what power leaves of the clock."""
     operands = {name: bench.inputs(name, m) for name in ("qkv", "o", "gate_up", "down")}
@@ -533,7 +567,7 @@ def negative_zero():
 
 def main():
     parser = argparse.ArgumentParser()
-    for name in ("gated", "trees", "layers", "bits", "final"):
+    for name in ("gated", "trees", "middle", "layers", "bits", "final"):
         parser.add_argument(f"--{name}", action="store_true")
     args = parser.parse_args()
     print(jax.__version__, jax.devices(), flush=True)
@@ -545,6 +579,8 @@ def main():
         layers(bench)
     if args.trees:
         trees(bench)
+    if args.middle:
+        middle(bench)
     if args.bits:
         negative_zero()
         bits(bench)

@@ -202,7 +202,7 @@ def run(args: argparse.Namespace, rows: Rows, model: LoadedModel) -> bool:
     engine.compile()
     print(f"compiled in {time.perf_counter() - begin_s:.0f} s", flush=True)
     service = make_service(model, engine, mode=args.mode, max_len=args.max_len)
-    questions, good = make_questions(args, model.config.vocab_size), True
+    questions, good, num_cells = make_questions(args, model.config.vocab_size), True, 0
     canonical = {} if args.mode == "fast" else {"is_deterministic": True}
     with listening(service) as (host, port):
         begin_s = time.perf_counter()
@@ -236,7 +236,8 @@ def run(args: argparse.Namespace, rows: Rows, model: LoadedModel) -> bool:
                 **{name: after[name] - before[name] for name in names},
             )  # fmt: skip
             good = good and not (facts["wrong"] or facts["lost"] or held)
-    return good
+            num_cells += 1
+    return good and num_cells > 0
 
 
 def wait_until_quiet(service: Service, host: str, port: int, *, most_s: float = 60.0) -> int:
@@ -249,8 +250,7 @@ def wait_until_quiet(service: Service, host: str, port: int, *, most_s: float = 
         pass
     until_s = time.perf_counter() + most_s
     while True:
-        # WHY: the engine's thread changes these meanwhile: a sequence that is cancelled leaves the
-        # running ones a step before its pages are free.
+        # WHY: a check of an answer again, which an idle server makes, has pages for a while.
         stats = service.stats()
         left = stats.num_running + stats.num_waiting + service.num_open + stats.num_pages_held
         if not left or time.perf_counter() > until_s:

@@ -76,6 +76,33 @@ class MutantError(Exception):
 
 MUTANTS = (
     Mutant(
+        name="kept-program-not-verified",
+        fault="a compiled program is run as it lies on the disk",
+        edits=(
+            Edit(
+                where="detjax/kept_programs.py",
+                old="        if digest == self._digest(name, value):\n",
+                new="        if digest is not None:\n",
+            ),
+        ),
+        tests=("tests/test_kept_programs.py::test_a_damaged_program_is_removed_and_not_run",),
+    ),
+    Mutant(
+        name="prompt-counts-as-output",
+        fault="a penalty counts the tokens of the prompt",
+        edits=(
+            Edit(
+                where=f"{SERVING}/logits_processors.py",
+                old="(position >= prompt_len[:, None]).astype",
+                new="(position >= 0 * prompt_len[:, None]).astype",
+            ),
+        ),
+        tests=(
+            "tests/serving/test_logits_processors.py"
+            "::test_adjusted_logits_are_those_of_the_specification",
+        ),
+    ),
+    Mutant(
         name="split-from-batch",
         fault="attention takes the length of a split from the batch",
         edits=(
@@ -338,6 +365,38 @@ MUTANTS = (
             ),
         ),
         tests=("tests/serving/test_text.py",),
+    ),
+    Mutant(
+        name="residual-of-another-token",
+        fault="the last layer of a prefill takes the residual stream of the first wanted token",
+        edits=(
+            Edit(
+                where="detjax/models/layers.py",
+                old="    row = jnp.arange(batch, dtype=jnp.int32) * length + wanted\n",
+                new="    row = jnp.arange(batch, dtype=jnp.int32) * length + wanted[0]\n",
+            ),
+        ),
+        tests=(
+            "tests/models/test_wanted_rows.py"
+            "::test_the_wanted_tokens_are_bitwise_batch_invariant_and_path_consistent",
+        ),
+    ),
+    Mutant(
+        name="written-keys-left-out",
+        fault="of a last page too few keys are loaded",
+        edits=(
+            Edit(
+                where=f"{KERNELS}/attention/sm90_decode_run.py",
+                old="        num_loaded = lax.div(num_written + (at_once - 1), "
+                "jnp.int32(at_once)) * at_once\n",
+                new="        num_loaded = lax.div(num_written, jnp.int32(at_once)) * at_once\n"
+                "        num_loaded = jnp.maximum(num_loaded, at_once)\n",
+            ),
+        ),
+        tests=(
+            "tests/pallas_kernels/test_attention_sm90.py"
+            "::test_loading_the_written_keys_of_a_last_page_is_bitwise_schedule_invariant",
+        ),
     ),
 )
 

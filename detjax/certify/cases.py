@@ -245,6 +245,7 @@ def _drafted(subject: Subject) -> dict:
         "max_draft_fraction": 1.0,
         "has_prompt_lookup": False,
         "decode_steps": 1,
+        "decode_batches": (),  # how many rows a draft has is not what is proven here
     }
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from detjax.certify.asks import Answer
+from detjax.certify.coverage import COLUMNS
 
 CLAIMS = {
     "run-invariant": "same build, same inputs, again, also in a new process: same bits",
@@ -96,13 +97,13 @@ class Certificate:
         facts: Model, numerics, build, device, configuration: names and texts.
         probe: Whether the model's sums depend on their order, so that equal bits are no luck.
         outcomes: In the order in which they came.
-        coverage: (dtype, backend, mode, state) of this model.
+        coverage: (model, dtype, backend, mode, state), as `coverage_map` has it.
     """
 
     facts: dict[str, str]
     probe: str = ""
     outcomes: list[Outcome] = field(default_factory=list)
-    coverage: list[tuple[str, str, str, str]] = field(default_factory=list)
+    coverage: list[tuple[str, str, str, str, str]] = field(default_factory=list)
 
     @property
     def is_proven(self) -> bool:
@@ -135,8 +136,5 @@ class Certificate:
             "facts": self.facts,
             "probe": self.probe,
             "outcomes": [dataclasses.asdict(outcome) for outcome in self.outcomes],
-            "coverage": [
-                dict(zip(("dtype", "backend", "mode", "state"), row, strict=True))
-                for row in self.coverage
-            ],
+            "coverage": [dict(zip(COLUMNS, row, strict=True)) for row in self.coverage],
         }

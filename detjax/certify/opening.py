@@ -67,7 +67,10 @@ def _open_model(args: argparse.Namespace, dp: int, tp: int) -> LoadedModel:
 
 
 def other_meshes(subject: Subject, args: argparse.Namespace) -> Iterator[tuple[int, int]]:
-    """Every (dp, tp) of the devices here, but for the first and those the model refuses."""
+    """Every (dp, tp) of the devices here, but for the first and those the model refuses.
+
+    Of virtual devices, without `--minutes`, one a tp: with as many replicas as there is room for.
+    """
     model = subject.model
     count = len(jax.devices(model.backend.platform))
     for tp in (1, 2, 4, 8):
@@ -76,9 +79,10 @@ def other_meshes(subject: Subject, args: argparse.Namespace) -> Iterator[tuple[i
             check_mesh(model.config, model.profile, tp)
         except ValueError:
             continue
-        for dp in range(1, count // tp + 1):
-            if dp & (dp - 1) == 0 and (dp, tp) != (args.dp, args.tp):
-                yield dp, tp
+        sizes = [dp for dp in range(1, count // tp + 1) if dp & (dp - 1) == 0]
+        if model.backend.platform == "cpu" and not args.minutes:
+            sizes = sizes[-1:] if tp != args.tp else []
+        yield from ((dp, tp) for dp in sizes if (dp, tp) != (args.dp, args.tp))
 
 
 def facts_of(subject: Subject, args: argparse.Namespace) -> dict[str, str]:

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from html import escape
 
 from detjax.certify.certificate import CLAIMS, Certificate
+from detjax.certify.coverage import COLUMNS
 from detjax.certify.table import verdict
 
 STYLE = """
@@ -52,7 +53,7 @@ def render(certificate: Certificate) -> str:
         parts.append(f"<table><tr>{head}</tr>{''.join(rows)}</table>")
     seconds = sum(outcome.seconds for outcome in certificate.outcomes)
     parts.append(f"<p>{len(certificate.outcomes)} cases in {seconds:.0f} s.</p><h2>Coverage</h2>")
-    parts.append(_table(("dtype", "backend", "mode", "state"), certificate.coverage))
+    parts.append(_table(COLUMNS, certificate.coverage))
     return "\n".join(parts) + "</html>\n"
 
 

@@ -40,6 +40,8 @@ def requests_of(subject: Subject, round_idx: int) -> list[Request]:
 def print_answers(args: argparse.Namespace) -> None:
     """What the first round's requests are answered alone, as a line of JSON."""
     subject = open_subject(args, args.dp, args.tp)
+    # The checks of programs are those of the first process.
+    subject.config = dataclasses.replace(subject.config, self_check="off")
     requests = requests_of(subject, 0)
     subject.compile_ahead([{}], requests, counts=[1])
     print(json.dumps(subject.alone(requests)))

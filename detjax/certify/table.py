@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The live table: claims, cases, differences and time."""
 
+import itertools
+
 from rich.table import Table
 
 from detjax.certify.certificate import Certificate, Outcome
+from detjax.certify.coverage import COLUMNS
 
 
 def verdict(outcome: Outcome) -> str:
@@ -48,9 +51,11 @@ def make_table(certificate: Certificate, *, now: str = "") -> Table:
 
 def make_map(certificate: Certificate) -> Table:
     """The coverage map."""
-    table = Table(title=f"coverage of {certificate.facts['model']}")
-    for name in ("dtype", "backend", "mode", "state"):
+    table = Table(title=f"coverage; this model is {certificate.facts['model']}")
+    for name in COLUMNS:
         table.add_column(name)
-    for row in certificate.coverage:
-        table.add_row(*row)
+    for model, rows in itertools.groupby(certificate.coverage, key=lambda row: row[0]):
+        for i, row in enumerate(rows):
+            table.add_row("" if i else model, *row[1:])
+        table.add_section()
     return table

@@ -335,7 +335,7 @@ def exchange_add_rms_norm(
                 others = _receive(distances, math, places, (chunk,), *place)
                 partial = partial + rows.pairwise(others, lambda a, b: a + b)
             b = None if bias_gmem is None else math.load(bias_gmem.at[c]).astype(jnp.float32)
-            v = norm._joined([partial], residuals[i], b, residual.dtype)
+            v = norm.joined([partial], residuals[i], b, residual.dtype)
             total_gmem[row, c] = v
             values.append(v.astype(jnp.float32))
             sums_smem[first_chunk + i, :] = rows.square_sums(values[-1], math)
@@ -346,7 +346,7 @@ def exchange_add_rms_norm(
             plgpu.commit_smem()
         # All threads of the CTA have read it by now.
         _flip_parity(parities_gmem, row, parity)
-        scale = norm._wide_scale(sums_smem, math, shape=(chunk,), width=width, eps=eps)
+        scale = norm.wide_scale(sums_smem, math, shape=(chunk,), width=width, eps=eps)
         for c, v, g in zip(columns, values, gains, strict=True):
             normed = math.mul(math.mul(v, scale), g.astype(jnp.float32))
             out_gmem[row, c] = normed.astype(residual.dtype)  # ROUND: once

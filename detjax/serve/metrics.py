@@ -20,7 +20,7 @@ GAUGES = {
     "num_running": "Sequences with a slot.",
     "num_pages": "Pages of the cache.",
     "num_self_unchecked": "Canonical programs that no self-check has compared with prefill yet.",
-    "num_pages_held": "Pages that sequences hold.",
+    "num_pages_held": "Pages that sequences, and a check of an answer, hold.",
     "num_pages_cached": "Pages kept for their content alone.",
 }
 COUNTERS = {

@@ -145,6 +145,10 @@ class _Sequence:
         begin, self._num_taken = self._num_taken, self._num_taken + count
         return tuple(self._tokens[begin : self._num_taken])
 
+    def take_rest(self) -> tuple[tuple[TokenEvent, str], ...]:
+        """All tokens that were not taken; nothing is pushed any more."""
+        return self.take(len(self._tokens) - self._num_taken)
+
     def finish(self) -> str:
         """The text that was held back; nothing is pushed any more."""
         return self._stream.finish()
@@ -354,9 +358,11 @@ class Service:
         is_deterministic: bool,
         priority: int = 0,
         cache_salt: str = "",
+        is_whole: bool = False,
     ) -> AsyncGenerator[list[Piece]]:
         """Yield what is released of some prompts, all of a step at once.
 
+        With `is_whole` a sequence comes in one piece at its end, and its prompt's logprobs before.
         A consumer that stops listening cancels all of them.
 
         Raises:
@@ -384,6 +390,7 @@ class Service:
                     cache_salt=cache_salt,
                     on_token=_listener(sequences[i]),
                     sink=functools.partial(inbox.put, i),
+                    only_ends=is_whole,
                 )
                 opened.append(request_id)
             while any(num_left):
@@ -461,7 +468,8 @@ def _listener(sequences: Sequence[_Sequence]) -> OnToken:
 def _piece(
     seq: _Sequence, output: RequestOutput, prompt_idx: int, prompt_ids: tuple[int, ...]
 ) -> Piece:
-    tokens = seq.take(len(output.token_ids))
+    has_ended = output.finish_reason is not None
+    tokens = seq.take_rest() if has_ended else seq.take(len(output.token_ids))
     text, completion = "".join([text for _, text in tokens]), None
     if output.finish_reason is not None:
         text += seq.finish()

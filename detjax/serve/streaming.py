@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from detjax.serve.answers import Json, error_body, usage
 from detjax.serve.protocol import RefusedError
@@ -30,6 +31,8 @@ Pieces = AsyncGenerator[list[Piece]]
 Form = Callable[[Json], Json]
 
 DONE = b"data: [DONE]\n\n"
+
+_TEXT = msgspec.json.Encoder()
 
 
 def as_it_is(answer: Json) -> Json:
@@ -85,11 +88,40 @@ async def respond(
     pieces = pieces_of(service, request, asked)
     # WHY: a request that cannot run is refused with its status, before the stream begins.
     first = await unless_left(request, anext(pieces))
-    return StreamingResponse(
-        _events(request, (writer or _Chunks)(asked), first, pieces, begin_s),
-        media_type="text/event-stream",
-        headers={"Cache-Control": "no-cache"},
-    )
+    return _EventStream(_events(request, (writer or _Chunks)(asked), first, pieces, begin_s))
+
+
+class _EventStream(StreamingResponse):
+    """Server-sent events, until the client leaves.
+
+    WHY: starlette's own runs the stream in a task group, whose bookkeeping costs as much for every
+    token as detjax does.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[bytes]):
+        super().__init__(events, headers={"Cache-Control": "no-cache"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        task, has_left = asyncio.current_task(), False
+        assert task is not None
+
+        async def watch() -> None:
+            nonlocal has_left
+            await self.listen_for_disconnect(receive)
+            has_left = True
+            task.cancel()
+
+        watcher = asyncio.create_task(watch())
+        try:
+            await self.stream_response(send)
+        except asyncio.CancelledError:
+            # The client's leaving ends the stream alone; whoever else cancels means the task.
+            if not has_left or task.uncancel():
+                raise
+        finally:
+            watcher.cancel()
 
 
 def reply(body: Json, status: int = 200) -> Response:
@@ -106,6 +138,7 @@ async def pieces_of(service: Service, request: Request, asked: Asked) -> Pieces:
             is_deterministic=asked.shape.is_deterministic,
             priority=asked.fields.priority,
             cache_salt=asked.fields.cache_salt,
+            is_whole=not asked.fields.stream,
         )
         try:
             async with contextlib.aclosing(pieces):
@@ -174,6 +207,7 @@ class _Chunks(AbstractWriter):
         self._head = b"data: " + msgspec.json.encode(asked.shape.card(is_chunk=True))[:-1]
         self._offsets: dict[int, int] = {}
         self._num_tokens = 0
+        self._has_text_only = asked.shape.num_top is None and not asked.shape.has_token_ids
 
     def of(self, pieces: list[Piece]) -> bytes:
         """As `AbstractWriter` has it."""
@@ -182,6 +216,9 @@ class _Chunks(AbstractWriter):
             raise_failed(piece)
             index = piece.prompt_idx * n + piece.sequence_idx
             is_first = index not in self._offsets
+            if self._has_text_only and not is_first and piece.completion is None:
+                events.append(self._text_event(index, piece))
+                continue
             if is_first:
                 events += self._begin(index, piece)
             offset = self._offsets[index]
@@ -195,6 +232,19 @@ class _Chunks(AbstractWriter):
             self._offsets[index] = offset + len(piece.text)
             self._num_tokens += len(piece.tokens)
         return b"".join(events)
+
+    def _text_event(self, index: int, piece: Piece) -> bytes:
+        """What `Shape.chunk` makes of a piece in the midst that tells its text alone, sooner."""
+        self._offsets[index] += len(piece.text)
+        self._num_tokens += len(piece.tokens)
+        text = _TEXT.encode(piece.text)
+        told = (
+            b'"delta":{"content":%b}' % text if self._asked.shape.is_chat else b'"text":%b' % text
+        )
+        return (
+            b'%b,"choices":[{"index":%d,"finish_reason":null,%b,"logprobs":null}]}\n\n'
+            % (self._head, index, told)
+        )  # fmt: skip
 
     def _begin(self, index: int, first: Piece) -> list[bytes]:
         """The event of an echoed prompt, if it is, and where the text goes on."""

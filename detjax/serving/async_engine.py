@@ -65,6 +65,7 @@ class AsyncEngine:
         """Take over an engine; nothing else may step it."""
         self._engine = engine
         self._sinks: dict[int, Sink] = {}
+        self._of_ends: set[int] = set()
         self._pump: asyncio.Task[Exception | None] | None = None
         self._stepping = threading.Lock()
 
@@ -120,10 +121,13 @@ class AsyncEngine:
         cache_salt: str = "",
         on_token: OnToken = ignore_token,
         sink: Sink,
+        only_ends: bool = False,
     ) -> int:
         """Begin what `stream` does, without a task of its own: `sink` is told instead.
 
-        Many requests may have one sink. Whoever opens a request closes it.
+        Many requests may have one sink. Whoever opens a request closes it. With `only_ends` the
+        sink hears of ends, prompt logprobs and errors, and `on_token` alone of the tokens between:
+        the event loop does nothing for them.
 
         Returns:
             The request's id.
@@ -140,12 +144,15 @@ class AsyncEngine:
             on_token=on_token,
         )
         self._sinks[request_id] = sink
+        if only_ends:
+            self._of_ends.add(request_id)
         self._start_pump()
         return request_id
 
     def close(self, request_id: int, *, has_ended: bool) -> None:
         """Tell the sink nothing more, and cancel the request if it has not ended."""
         del self._sinks[request_id]
+        self._of_ends.discard(request_id)
         if not has_ended:
             self._engine.cancel(request_id)
             self._start_pump()
@@ -205,8 +212,17 @@ class AsyncEngine:
         """
         with self._stepping:
             while self._engine.has_work and not stop.is_set():
-                outputs = self._engine.step()
-                loop.call_soon_threadsafe(self._share, outputs)
+                outputs = [out for out in self._engine.step() if self._is_wanted(out)]
+                if outputs:
+                    loop.call_soon_threadsafe(self._share, outputs)
+
+    def _is_wanted(self, output: RequestOutput) -> bool:
+        """Whether anybody waits for this one; in the thread."""
+        return (
+            output.finish_reason is not None
+            or output.request_id not in self._of_ends
+            or output.prompt_logprobs is not None
+        )
 
     def _share(self, outputs: Sequence[RequestOutput]) -> None:
         for output in outputs:

@@ -82,7 +82,7 @@ class EngineStats:
         num_waiting: Sequences in the queue, now.
         num_running: Sequences with a slot, now.
         num_pages: Pages of the cache.
-        num_pages_held: Pages that sequences hold, now.
+        num_pages_held: Pages that sequences, and a check of an answer, hold, now.
         num_pages_cached: Pages kept for their content alone, now.
         num_pages_evicted: Such pages that were given out again.
         num_preempted: Times a sequence lost its pages to another.

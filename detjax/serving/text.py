@@ -5,7 +5,7 @@ import codecs
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,8 +23,7 @@ from detjax.serving.request import (
 from detjax.serving.sampling_checks import check_token_ids
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TextDelta:
+class TextDelta(NamedTuple):
     """What one token released.
 
     Attributes:
@@ -101,6 +100,8 @@ class TextStream:
         return delta.text + held
 
     def _release(self, text: str) -> TextDelta:
+        if not self._stop_strings:
+            return TextDelta(text=text, is_stopped=False)
         before, text = len(self._held), self._held + text
         found = find_stop(text, self._stop_strings, after=before)
         if found is not None and self._num_before_stops < 0:

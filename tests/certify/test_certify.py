@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from functools import cache
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +17,11 @@ from detjax.certify.__main__ import main
 from detjax.certify.asks import forced, make_requests
 from detjax.certify.cases import answer_cases, program_cases
 from detjax.certify.certificate import CLAIMS, Certificate, Outcome, compare
-from detjax.certify.coverage import coverage_map
+from detjax.certify.coverage import TESTED, THIS, coverage_map
 from detjax.certify.page import render
 from detjax.certify.subject import Subject, order_probe
 from detjax.models.loading import LoadedModel
+from detjax.models.registry import FAMILIES
 from detjax.numerics import NumericsProfile
 from detjax.serving.config import EngineConfig
 from detjax.serving.self_check.evidence import FOLDER_VARIABLE
@@ -90,12 +92,24 @@ def test_requests_lie_around_boundaries_and_every_round_has_others():
 
 def test_the_map_names_what_is_refused_and_what_was_not_run():
     rows = coverage_map(model(), modes={"invariant"}, is_proven=True)
-    state = {row[:3]: row[3] for row in rows}
-    assert state["bfloat16", "portable", "invariant"] == "proven"
-    assert state["bfloat16", "portable", "dvr"] == "not covered by this run"
-    assert state["float32", "portable", "invariant"] == "not covered by this run"
-    assert state["float32", "sm90", "invariant"].startswith("refused: ")
-    assert {s for (_, _, mode), s in state.items() if mode == "fast"} == {"no claim is made"}
+    state = {row[:4]: row[4] for row in rows}
+    assert state[THIS, "bfloat16", "portable", "invariant"] == "proven here"
+    assert state[THIS, "bfloat16", "portable", "dvr"] == "not covered by this run"
+    assert state[THIS, "float32", "portable", "invariant"] == "not covered by this run"
+    assert {s for (*_, mode), s in state.items() if mode == "fast"} == {"no claim is made"}
+    for name in (THIS, *(family.name for family in FAMILIES)):
+        assert state[name, "float32", "sm90", "invariant"].startswith("refused: ")
+    assert state["qwen3", "bfloat16", "sm90", "dvr"].startswith("tested: tests/invariance/")
+    assert state["mistral", "bfloat16", "portable", "dvr"] == "not covered"
+    assert len(state) == len(rows) == 12 * (1 + len(FAMILIES))
+
+
+def test_every_test_that_the_map_cites_is_there():
+    names = {family.name for family in FAMILIES}
+    for (family, dtype, _, mode), test in TESTED.items():
+        assert family in names and dtype in ("bfloat16", "float32") and mode != "fast"
+        path, _, function = test.partition("::")
+        assert f"def {function}" in (Path(__file__).parents[2] / path).read_text()
 
 
 def test_the_probe_depends_on_order():

@@ -116,6 +116,11 @@ def test_the_first_token_differs_by_its_id_one_bit_of_its_logprob_or_its_absence
         (["--answer", "nowhere.jsonl"], "--answer nowhere.jsonl: "),
         (["--answer", "nowhere.jsonl", "--a", "tp=1"], "in place of --a and --prompt"),
         (["--prompt", "x", "--temperature", "-1"], "temperature=-1.0 must be 0"),
+        (["--receipt", "nowhere.jsonl"], "--receipt nowhere.jsonl: "),
+        (["--evidence", "nowhere.json"], "--evidence nowhere.json: "),
+        (["--receipt", "x", "--answer", "y"], "--answer and --receipt stand for one side"),
+        (["--evidence", "x", "--prompt", "y"], "in place of --a and --prompt"),
+        (["--evidence", "x", "--line", "2"], "--line is of --answer or --receipt"),
     ],
 )
 def test_bad_input_is_refused_before_a_model_is_loaded(argv, says, capsys):

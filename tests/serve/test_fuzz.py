@@ -31,8 +31,6 @@ from .small import post, small_service
 
 MAX_BODY = 1 << 14
 AT_ONCE = 24
-MAX_KEPT = 200
-"""Objects that may stay, of however many requests: small caches of libraries fill up."""
 
 VALUES = (
     None, True, False, 0, 1, 2, -1, 3.5, -0.0, 1e308, 2**31, 2**63, 2**64, 2**70, -(2**70), "", "x",
@@ -160,7 +158,9 @@ def test_no_body_brings_the_server_down_or_leaves_anything_behind(num, num_stage
     growth = [(b.num_objects - a.num_objects, b.num_bytes - a.num_bytes) for a, b in quiet]
     print(dict(statuses), growth)
     assert len(quiet) >= num_stages / 3, stages
-    assert sum(objects for objects, _ in growth) < MAX_KEPT, growth
+    # WHY: small caches of libraries fill up, and the test keeps an object a stage. 88,000 bodies
+    # left 210 objects in 2026-11; an object a request would be 88,000.
+    assert sum(objects for objects, _ in growth) < max(200, num // 100), growth
     assert num < 1_000 or sum(size for _, size in growth) < 64 << 20, growth
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
     assert {200, 400, 413} <= set(statuses) and statuses[200] > num // 20, statuses

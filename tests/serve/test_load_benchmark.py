@@ -2,13 +2,16 @@
 """The benchmark of a loaded server: what it counts, and that it finds an answer that differs."""
 
 import asyncio
+import contextlib
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from benchmarks import serve_load
 from benchmarks.http_client import Exchange, Plan, exchange, run_plans
 from benchmarks.serve_cost import main as cost_main
+from detjax.serving.metrics import EngineStats
 
 
 def got(digest="a", **fields):
@@ -46,7 +49,23 @@ def test_a_load_has_the_share_and_the_rate_that_was_asked_for():
     assert 0.15 < len(odd) / 2000 < 0.25
 
 
-@pytest.mark.nightly
+@pytest.mark.parametrize(("pages", "held"), [((3, 2, 0), 0), ((3, 2), 2)])
+def test_pages_of_a_check_are_waited_for_and_lost_ones_are_held(monkeypatch, pages, held):
+    """The engine's thread checks answers again when the load is over, on pages of its own."""
+    answered = contextlib.nullcontext()
+    monkeypatch.setattr(serve_load.urllib.request, "urlopen", lambda *_, **__: answered)
+    left = iter(pages)
+    last = [0]
+
+    def stats():
+        last[0] = next(left, last[0])
+        return EngineStats(num_pages=9, num_pages_held=last[0])
+
+    service = SimpleNamespace(stats=stats, num_open=0)
+    assert serve_load.wait_until_quiet(service, "", 0, most_s=0.3) == held
+
+
+@pytest.mark.slow
 def test_a_small_load_over_http_is_judged_and_a_wrong_answer_found(tmp_path, monkeypatch):
     trace, out = tmp_path / "trace.csv", tmp_path / "rows.jsonl"
     lines = [f"{i},{40 + 7 * i},{5 + i % 9}" for i in range(6)]
@@ -67,7 +86,7 @@ def test_a_small_load_over_http_is_judged_and_a_wrong_answer_found(tmp_path, mon
     assert serve_load.main(argv) == 3
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_the_cost_of_http_is_measured_over_all_streams(tmp_path):
     out = tmp_path / "rows.jsonl"
     argv = ["wire", "--batch", "4", "--output-len", "20", "--repeats", "1", "--step-ms", "1"]
@@ -79,7 +98,7 @@ def test_the_cost_of_http_is_measured_over_all_streams(tmp_path):
         assert row[f"{name}_cpu_us_per_token"] > row["alone_cpu_us_per_token"]
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_the_client_reads_what_another_client_reads(running, client):
     body = {"model": "novels-6m", "prompt": "It was late", "max_tokens": 9, "temperature": 0}
     want = client.post("/v1/completions", json=body).json()["choices"][0]["detjax"]["digest"]

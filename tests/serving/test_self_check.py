@@ -285,7 +285,13 @@ def test_a_program_compiled_while_others_run_is_checked_on_pages_of_nobody(evide
 def test_after_a_difference_only_plain_requests_are_answered(monkeypatch, evidence):
     """Those under way end with the reason, new ones are refused."""
     key_noise_by_row(monkeypatch)
-    made = make_engine()
+    made, told = make_engine(), []
+
+    def explain(difference):
+        told.append(difference)
+        return "a  here\nfirst operation that differs: position 7"
+
+    made.explain_differences(explain)
     asked = requests(2)
     kept = made.add_request(asked[0].prompt_token_ids, asked[0].sampling, is_deterministic=False)
     lost = made.add_request(asked[1].prompt_token_ids, asked[1].sampling)
@@ -298,6 +304,11 @@ def test_after_a_difference_only_plain_requests_are_answered(monkeypatch, eviden
     with pytest.raises(SelfCheckError):
         made.add_request((1, 2), SamplingParams())
     assert len(made.generate(requests(1, is_deterministic=False))) == 1
+    # The first difference was explained, once, and that is kept and said.
+    assert made.self_check_cause and len(told) == 1
+    assert "first operation that differs: position 7; evidence: " in made.self_check_error
+    (kept,) = evidence.iterdir()
+    assert json.loads(kept.read_text())["cause"] == made.self_check_cause.splitlines()
 
 
 @pytest.mark.slow
