@@ -855,11 +855,10 @@ pipeline_tag: text-generation
 
 # {facts["name"]}
 
-A {facts["family"]} of {facts["num_params"] / 1e6:.1f} million parameters, small enough to ship inside \
-a package
-and to run on any machine. It writes in the manner of old novels, a sentence or two at a time, and
-gets {report["unseen_two_digit_addition_accuracy"]:.0%} of the two-digit additions right that it \
-was never shown.
+A {facts["family"]} of {facts["num_params"] / 1e6:.1f} million parameters, small enough to ship \
+inside a package and to run on any machine. It writes in the manner of old novels, a sentence or
+two at a time, and gets {report["unseen_two_digit_addition_accuracy"]:.0%} of the two-digit \
+additions right that it was never shown.
 
 ## Use
 
