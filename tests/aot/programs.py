@@ -9,6 +9,7 @@ import dataclasses
 import json
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -17,7 +18,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from detjax.models.abstract import abstract_params
-from detjax.models.config import ModelConfig, RopeConfig
+from detjax.models.config import ExpertConfig, ModelConfig, RopeConfig
 from detjax.models.fast import forward_fast, local_logits_fast
 from detjax.models.layers import ForwardContext, Tokens
 from detjax.models.loading import LoadedModel
@@ -186,22 +187,44 @@ def attend_new(batch: int, context: int) -> aot.Program:
     return aot.inspect_program(lambda: jitted.lower(*shapes).compile())
 
 
-def abstract_model(
-    num_layers: int, memory_bytes: int = aot.H200_BYTES, *, dp: int = 1, tp: int = 1
-) -> LoadedModel:
-    """Llama-3.1-8B with fewer layers, as shapes on the compiler's H200s."""
-    config = ModelConfig(
+def llama(num_layers: int) -> ModelConfig:
+    """Llama-3.1-8B with fewer layers."""
+    return ModelConfig(
         family="llama", vocab_size=128256, hidden_size=4096, num_layers=num_layers, num_heads=32,
         num_kv_heads=8, head_dim=128, intermediate_size=14336, rms_norm_eps=1e-5,
         rope=RopeConfig(theta=500000.0), max_position_embeddings=8192, tie_word_embeddings=False,
         qkv_bias=False, o_bias=False, qk_norm=False, sliding_windows=(None,) * num_layers,
         bos_token_id=None, eos_token_ids=(),
     )  # fmt: skip
+
+
+def qwen3_moe(num_layers: int) -> ModelConfig:
+    """Qwen3-30B-A3B with fewer layers."""
+    experts = ExpertConfig(
+        num_experts=128, top_k=8, width=768, renormalise=True, layers=(True,) * num_layers
+    )
+    return dataclasses.replace(
+        llama(num_layers), family="qwen3_moe", vocab_size=151936, hidden_size=2048,
+        num_kv_heads=4, intermediate_size=6144, qk_norm=True, experts=experts,
+    )  # fmt: skip
+
+
+def abstract_model(
+    num_layers: int,
+    memory_bytes: int = aot.H200_BYTES,
+    *,
+    dp: int = 1,
+    tp: int = 1,
+    make_config: Callable[[int], ModelConfig] = llama,
+) -> LoadedModel:
+    """A model with few layers, as shapes on the compiler's H200s."""
+    config = make_config(num_layers)
     mesh = aot.h200_mesh(memory_bytes, dp=dp, tp=tp)
     params = abstract_params(config, mesh, profile=PROFILE)
     of_params = partition_specs(config, tp=tp, vocab_block=PROFILE.vocab_block)
     if tp > 1:
-        params["exchange"], of_params["exchange"] = abstract_exchange(mesh), EXCHANGE_SPECS
+        params["exchange"] = abstract_exchange(mesh, config.hidden_size)
+        of_params["exchange"] = EXCHANGE_SPECS
     table = _shape(8192, 64, dtype=jnp.float32).update(sharding=NamedSharding(mesh, P()))
     return LoadedModel(
         config=config,
@@ -216,7 +239,7 @@ def abstract_model(
     )
 
 
-def abstract_exchange(mesh) -> Exchange:
+def abstract_exchange(mesh, width: int) -> Exchange:
     """The mailboxes of a mesh, as `open_exchange` allocates them."""
     dp, tp = mesh.devices.shape
     by_rank = NamedSharding(mesh, P("dp", "tp"))
@@ -227,7 +250,7 @@ def abstract_exchange(mesh) -> Exchange:
     rows = MAX_EXCHANGED_ROWS
     return Exchange(
         peers=made(jnp.uint32, tp - 1, 2),
-        slots=made(jnp.uint32, 2, rows, tp - 1, 4096),
+        slots=made(jnp.uint32, 2, rows, tp - 1, width),
         parities=made(jnp.int32, rows),
     )
 
@@ -288,13 +311,19 @@ PRESSED_BYTES = 4_000_000_000
 
 
 def pressed(
-    kind: ProgramKind, *, is_guarded: bool = True, dp: int = 1, tp: int = 1, **sizes
+    kind: ProgramKind,
+    *,
+    is_guarded: bool = True,
+    dp: int = 1,
+    tp: int = 1,
+    make_config: Callable[[int], ModelConfig] = llama,
+    **sizes,
 ) -> aot.Program:
     """A step of two layers on devices without memory to spare, as detjax compiles it.
 
     Not guarded: with the slots donated too, and the passes that are off for the engine's programs.
     """
-    model = abstract_model(2, PRESSED_BYTES // tp, dp=dp, tp=tp)
+    model = abstract_model(2, PRESSED_BYTES // tp, dp=dp, tp=tp, make_config=make_config)
     key = plain_key(kind, **sizes)
     programs = ProgramCache(
         model, num_pages=400 * dp, num_slots=key.rows * dp, window_len=max(8, key.length)
@@ -412,6 +441,14 @@ PROGRAMS = {
     "pressed_verify_wide": lambda: pressed("verify", rows=1, length=32, table_len=64),
     "audit_windows": lambda: audit_windows(with_filters=False),
     "audit_windows_filters": lambda: audit_windows(with_filters=True),
+    "pressed_experts_one": lambda: pressed("decode", rows=1, table_len=10, make_config=qwen3_moe),
+    "pressed_experts": lambda: pressed("decode", rows=64, table_len=10, make_config=qwen3_moe),
+    "pressed_experts_prefill": lambda: pressed(
+        "prefill", rows=1, length=512, table_len=64, make_config=qwen3_moe
+    ),
+    "pressed_experts_mesh": lambda: pressed(
+        "decode", rows=8, table_len=34, tp=4, make_config=qwen3_moe
+    ),
     "pressed_mesh_decode": lambda: pressed("decode", rows=8, table_len=34, tp=4),
     "pressed_mesh_many": lambda: pressed("decode", rows=256, table_len=10, dp=2, tp=2),
     "pressed_mesh_prefill": lambda: pressed("prefill", rows=1, length=512, table_len=64, tp=4),
