@@ -6,21 +6,26 @@ compiles, so all but one case is slow.
 """
 
 import dataclasses
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
+import detjax.models.decoder
+import detjax.models.fast
 import detjax.models.layers
+from detjax.models.decoder import forward
+from detjax.models.layers import ForwardContext
 from detjax.models.loading import LoadedModel
 from detjax.numerics import NumericsProfile
 from detjax.parallel.exchange import MAX_EXCHANGED_ROWS
 from detjax.serving.config import EngineConfig
 from detjax.serving.engine import Engine
-from detjax.serving.programs import empty_pages
+from detjax.serving.programs import PAGES_SPEC, empty_pages
 from detjax.serving.request import Completion, Request, SamplingParams
 from detjax.testing import assert_bitwise_equal, assert_order_sensitive, count_different_bits
 from detjax.testing.dummies import batch_of, dummy_config, dummy_model, scoring_step
@@ -37,7 +42,7 @@ def model(dp: int = 1, tp: int = 1) -> LoadedModel:
     return dummy_model(CONFIG, dp=dp, tp=tp, profile=PROFILE)
 
 
-def request(first: int, length: int, max_tokens: int = 9, **sampling) -> Request:
+def request(first: int, length: int, max_tokens: int = 20, **sampling) -> Request:
     prompt = tuple((first * first + 3 * i) % 97 for i in range(length))
     return Request(
         prompt_token_ids=prompt, sampling=SamplingParams(max_tokens=max_tokens, **sampling)
@@ -90,7 +95,7 @@ def test_answers_are_bitwise_mesh_and_batch_invariant(mesh):
 @pytest.mark.parametrize(
     "schedule",
     [
-        {"prefill_chunk": 7, "num_pages": 9},
+        {"prefill_chunk": 7, "num_pages": 7},
         {"mode": "dvr", "max_draft_fraction": 1.0, "verify_window": 6, "decode_steps": 3},
     ],
     ids=("chunks and preemption", "drafts, several a launch"),
@@ -119,10 +124,19 @@ def test_scattered_rows_have_the_bits_of_one_rank():
     tokens = batch_of([(ids, 0)], np.arange(blocks, dtype=np.int32)[None])
     found = {}
     for tp in (1, 4):
-        step = scoring_step(model(tp=tp))
-        found[tp] = np.asarray(step(empty_pages(model(tp=tp), blocks), tokens)[1])
-        outside = float_arithmetic_outside_kernels(step, empty_pages(model(tp=tp), blocks), tokens)
-        assert not outside
+        m = model(tp=tp)
+        found[tp] = np.asarray(scoring_step(m)(empty_pages(m, blocks), tokens)[1])
+        ctx = ForwardContext(config=m.config, profile=m.profile, backend=m.backend, tp=tp)
+        layers = jax.shard_map(
+            partial(forward, ctx),
+            mesh=m.mesh,
+            in_specs=(m.partition_specs, P(), PAGES_SPEC, P()),
+            out_specs=(PAGES_SPEC, P()),
+            check_vma=False,
+        )
+        assert not float_arithmetic_outside_kernels(
+            layers, m.params, m.rope_tables, empty_pages(m, blocks), tokens
+        )
     assert_bitwise_equal(found[4], found[1], claim="tp=4, 256 rows")
 
 
