@@ -100,9 +100,12 @@ def keep_programs(folder: Path) -> None:
     with tempfile.TemporaryFile(dir=folder):
         pass
     verify_kept_programs()
+    is_other = jax.config.jax_compilation_cache_dir != str(folder)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    if is_other:
+        reset_cache()  # WHY: JAX goes on with the folder that it has opened once
 
 
 def _open_verified(path: str) -> tuple[CacheInterface, str] | None:

@@ -111,6 +111,8 @@ def damaged(entry: bytes) -> bytes:
 def test_jax_runs_no_damaged_program(folder):
     x = jnp.linspace(0, 1, 64)
     want = compiled_anew(x)
+    keep_programs(folder / "an earlier one")
+    compiled_anew(x)
     keep_programs(folder)
     assert_bitwise_equal(compiled_anew(x), want, claim="compiled and kept")
     files = [f for f in folder.iterdir() if "lambda" in f.name]

@@ -67,7 +67,6 @@ def gather_expert_rows(y: Activation[Array, "M Q D"], axis_name: str) -> Activat
 
     Numerics:
         Rows are added as integers, of which one alone is not 0: copies, in any order.
-        Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
     """
     return _from_words(lax.psum(_to_words(y), axis_name), y.dtype)
 
@@ -79,7 +78,6 @@ def scatter_expert_rows(
 
     Numerics:
         As `gather_expert_rows`.
-        Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
     """
     words = lax.psum_scatter(_to_words(y), axis_name, scatter_dimension=0, tiled=True)
     return _from_words(words, y.dtype)

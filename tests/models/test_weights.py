@@ -133,7 +133,8 @@ def expected_params(config: ModelConfig, tensors: dict, *, tp: int, dtype, block
         return split[list(layout.heads)].reshape(-1, *tensor.shape[1:])
 
     def expected(path, spec) -> np.ndarray:
-        tensor = tensors[spec.hf_name].astype(jnp.dtype(dtype))
+        tensor = np.stack([tensors[name] for name in spec.hf_names]).astype(jnp.dtype(dtype))
+        tensor = tensor if spec.num_experts else tensor[0]
         key = path[-1].key
         if key in ("k", "v", "k_bias", "v_bias"):
             return heads(tensor)
@@ -143,7 +144,9 @@ def expected_params(config: ModelConfig, tensors: dict, *, tp: int, dtype, block
         return tensor
 
     def joined(parts: tuple[np.ndarray, ...]) -> np.ndarray:
-        """Of each rank its rows of every part."""
+        """Of each rank its rows of every part; of each expert its gate and up."""
+        if parts[0].ndim == 3:
+            return np.concatenate(parts, axis=1)
         by_rank = [np.split(part, tp) for part in parts]
         return np.concatenate([part for rank in zip(*by_rank, strict=True) for part in rank])
 
