@@ -166,7 +166,8 @@ def audit(bench: Bench) -> bool:
         answers, generate_s = generate(bench, requests, batch)
         receipts = receipts_of(bench, identity, requests, answers)
         auditor = bench.engine(**bench.audit_options)
-        rerun(auditor, bench.tokenizer, receipts[:2], has_predictions=True)  # compiles
+        auditor.compile()
+        rerun(auditor, bench.tokenizer, receipts[:2], has_predictions=True)  # warms up
         before = dataclasses.replace(auditor.stats())
         order = longest_first([len(receipt.token_ids) for receipt in receipts])
         begin_s = time.perf_counter()

@@ -5,11 +5,11 @@ python -m benchmarks.report            # needs matplotlib: pip install -e ".[plo
 python -m benchmarks.report --check    # is the text current? needs nothing
 
 The rows are the newest `benchmarks/results/<gpu>/<date>-<command>.jsonl` of the commands kernels,
-step, serving, serve_load, serve_cost, mesh, answers and production, for each GPU of
-`report_rows.GPUS`; figures and the headline are of the first. A part appears if its rows are there,
-and where a case occurs twice in a file the later row counts. vLLM's are `vllm-<version>.jsonl`.
-Experiments are `benchmarks/results/*/reproduce/NAME.json`, those of a GPU before those of a CPU. A
-row of `dvr` that verified no draft is told as such, or refused.
+step, step_experts, moe, serving, serve_load, serve_cost, mesh, answers and production, for each GPU
+of `report_rows.GPUS`; figures and the headline are of the first. A part appears if its rows are
+there, and where a case occurs twice in a file the later row counts. vLLM's are
+`vllm-<version>.jsonl`. Experiments are `benchmarks/results/*/reproduce/NAME.json`, those of a GPU
+before those of a CPU. A row of `dvr` that verified no draft is told as such, or refused.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import sys
 from pathlib import Path
 
 from benchmarks import (
+    report_experts,
     report_mesh,
     report_production,
     report_rows,
@@ -234,6 +235,7 @@ def benchmarks_section() -> list[str]:
         *report_serving.readme_lines(),
         *report_mesh.readme_lines(),
         *other_gpus_lines(),
+        *before(report_experts.lines()),
         *before(report_production.lines()),
     ]
 

@@ -136,17 +136,24 @@ def draw_latency(axes) -> None:
 
 
 def _cost(gpu: str) -> list[str]:
-    lines = []
-    for row in rows("serve_cost", "serve_cost", gpu)[-1:]:
-        if not row["same"]:
-            raise ValueError(f"a row of serve_cost on {row['gpu']} has answers with other bits")
-        lines += [
-            f"{row['gpu']}, {model_name(row['model'])}, {row['batch']} requests at once, "
-            f"{row['prompt_len']} + {row['output_len']} tokens: the engine alone",
-            f"{row['alone_tokens_per_s']:,.0f} tokens a second; over HTTP "
-            f"{row['whole_tokens_per_s']:,.0f} whole ({row['whole_cost_percent']:.1f} % less), "
-            f"{row['streamed_tokens_per_s']:,.0f} streamed",
-            f"({row['streamed_cost_percent']:.1f} % less); the same bits.",
-            "",
-        ]
-    return lines
+    found = rows("serve_cost", "serve_cost", gpu)
+    if not found:
+        return []
+    if not all(row["same"] for row in found):
+        raise ValueError(f"a row of serve_cost on {found[-1]['gpu']} has answers with other bits")
+    last = found[-1]
+    runs = [row for row in found if row["commit"] == last["commit"]]
+
+    def between(name: str) -> str:
+        """Of the runs of the newest build, the least and the most."""
+        values = sorted(row[name] for row in runs)
+        return " to ".join(dict.fromkeys(f"{value:,.1f}" for value in (values[0], values[-1])))
+
+    return [
+        f"{last['gpu']}, {model_name(last['model'])}, {last['batch']} requests at once, "
+        f"{last['prompt_len']} + {last['output_len']} tokens, {len(runs)} run(s):",
+        f"the engine alone gives {between('alone_tokens_per_s')} tokens a second; over HTTP "
+        f"{between('whole_cost_percent')} % less with answers in one piece,",
+        f"{between('streamed_cost_percent')} % less streamed; the same bits.",
+        "",
+    ]

@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks import (
     report,
+    report_experts,
     report_mesh,
     report_production,
     report_rows,
@@ -713,3 +714,16 @@ def test_a_cost_of_other_bits_is_not_told(write):
     write("serve_cost", {"subject": "serve_cost", "same": False, **CARD})
     with pytest.raises(ValueError, match="other bits"):
         report_server.section()
+
+
+def test_experts_of_other_bits_are_not_told(write):
+    step = {"subject": "step", "impl": "invariant", "case": "decode batch 8 context 1024",
+            "ms_p50": 8.0, "floor_over_measured": 0.75, **CARD}  # fmt: skip
+    bits = {"subject": "step_bits", "case": step["case"], "same": True, **CARD}
+    write("step_experts", bits, step, step | {"impl": "fast", "ms_p50": 48.0})
+    assert (
+        "| decode batch 8 context 1024 | 8.00 |  | 48.00 | 6.0 | 0.75 |" in report_experts.lines()
+    )
+    write("step_experts", bits | {"same": False}, step)
+    with pytest.raises(ValueError, match="other bits"):
+        report_experts.lines()
