@@ -206,6 +206,11 @@ class Bits:
         self.rows.keep(subject="moe", kind=kind, case=case, different=found, holds=good)
         self.lines.append(f"{kind:8}{case:34}{found:10d} different  {'ok' if good else 'FAILED'}")
 
+    def tell(self, case: str, found: int) -> None:
+        """Of a rival: nothing holds or fails."""
+        self.rows.keep(subject="moe", kind="rival", case=case, different=found)
+        self.lines.append(f"{'rival':8}{case:34}{found:10d} different")
+
 
 def check_experts(bits: Bits, pool) -> None:
     w_gate_up, w_down = weights()
@@ -254,8 +259,10 @@ def check_experts(bits: Bits, pool) -> None:
     bits.check("NaN in row 3 of 64", int(num_different(y[others], expected(ids[others], others))))
     transposed = (w_gate_up.swapaxes(1, 2), w_down.swapaxes(1, 2))
     y = jax.jit(ragged)(x[:64], jnp.asarray(ids[:64]), *transposed)
-    alone = jax.jit(ragged)(x[:8], jnp.asarray(ids[:8]), *transposed)
-    bits.check("ragged_dot: 8 rows of 64", int(num_different(y[:8], alone)), must_differ=True)
+    for m in (1, 8, 33):
+        # Told, not asked for: on an H200 XLA's product gave 8 rows of 64 the same bits alone.
+        alone = jax.jit(ragged)(x[:m], jnp.asarray(ids[:m]), *transposed)
+        bits.tell(f"ragged_dot: {m} rows of 64", int(num_different(y[:m], alone)))
     found = int(num_different(y, expected(ids[:64], range(64))))
     bits.check("ragged_dot and ours", found, must_differ=True)
 
