@@ -447,6 +447,14 @@ def draw_figures() -> None:
         labels = {"x_label": "requests a second", "y_label": "P99 end to end, s"}
         save("latency.svg", axes, **labels, is_log=False)
 
+    if report_experts.decode_lines():
+        _, axes = pyplot.subplots(figsize=(6, 3.2))
+        for name, points in report_experts.decode_lines().items():
+            style = {"linestyle": "--", "color": "0.5"} if name == report_experts.LIMIT else {}
+            axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=name, **style)
+        axes.set_ylim(bottom=0)
+        save("experts.svg", axes, x_label="batch", y_label="ms a decode step, context 1024")
+
     if report_mesh.decode_lines():
         _, axes = pyplot.subplots(figsize=(6, 3.2))
         report_mesh.draw(axes)

@@ -5,9 +5,10 @@ Rows are `<date>-step_experts.jsonl` of `benchmarks.step --model qwen3_30b_a3b`,
 `benchmarks.moe`. A floor counts the bytes of the experts that are hit, where routing is uniform.
 """
 
-from benchmarks.report_rows import GPUS, latest, rows, table
+from benchmarks.report_rows import FIRST_GPU, GPUS, latest, rows, table
 
 CHOSEN, RIVAL = "chosen", "ragged_dot"
+LIMIT = "bytes of the experts hit at 4.3 TB/s"
 
 
 def lines() -> list[str]:
@@ -20,6 +21,17 @@ def steps(gpu: str) -> dict[tuple, dict]:
     """The last row of each case and implementation."""
     found = [row for row in rows("step_experts", "step", gpu) if "ms_p50" in row]
     return latest(found, "case", "impl")
+
+
+def decode_lines(gpu: str = FIRST_GPU) -> dict[str, list[tuple[int, float]]]:
+    """(batch, ms) of decode steps by implementation, and their limit."""
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for (_, impl), row in steps(gpu).items():
+        if "batch" in row:
+            lines.setdefault(impl, []).append((row["batch"], row["ms_p50"]))
+            if impl == "invariant":
+                lines.setdefault(LIMIT, []).append((row["batch"], row["floor_ms"]))
+    return {name: sorted(points) for name, points in lines.items()}
 
 
 def _steps(gpu: str) -> list[str]:
@@ -53,6 +65,8 @@ def _steps(gpu: str) -> list[str]:
             map(cells, ours),
         ),
         "",
+        *(["![Time of a decode step over the batch](docs/figures/experts.svg)", ""]
+          if gpu == FIRST_GPU else []),
     ]  # fmt: skip
 
 
