@@ -110,6 +110,7 @@ def test_what_a_request_asks_for_moves_no_draw_of_another():
     assert plain[0].digest() == alone()[-1].digest()
 
 
+@pytest.mark.slow
 def test_adjustments_change_answers():
     """The probe: without them the answers are others, and penalties look at the text."""
     answers = alone()
