@@ -58,7 +58,12 @@ def listening(service: Service) -> Iterator[tuple[str, int]]:
     """Serve in a thread of this process; where."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
     config = uvicorn.Config(
-        make_app(service), log_config=None, access_log=False, lifespan="off", backlog=4096
+        make_app(service),
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        backlog=4096,
+        loop="asyncio",  # that of `python -m detjax.serve`
     )
     server = uvicorn.Server(config)
     server.capture_signals = contextlib.nullcontext
