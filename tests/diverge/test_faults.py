@@ -153,9 +153,8 @@ def test_psum_for_the_butterfly_is_found_as_a_sum_that_is_no_tree(monkeypatch):
     )
     found = find("", "tp=4")
     why = "b does not add the ranks' terms as a binary tree"
-    assert_site(
-        found, "o_residual", layer=0, position=len(PROMPT) - 1, why=why
-    )  # of the last layer
+    # The last layer of a prompt computes its last token alone.
+    assert_site(found, "o_residual", layer=0, position=len(PROMPT) - 1, why=why)
     assert any("psum" in kernel for kernel in found.site.b.kernels), str(found)
     assert found.site.order == "a tree of 8 leaves of 16 over 1 ranks"
 
@@ -170,9 +169,8 @@ def test_a_residual_rounded_early_is_found_as_a_rounding(monkeypatch):
     monkeypatch.setattr(portable, "add_rms_norm", add_rms_norm)
     found = find("", "tp=2", compute="bfloat16")
     why = "b does not round the residual stream and the sum once, together"
-    assert_site(
-        found, "o_residual", layer=0, position=len(PROMPT) - 1, why=why
-    )  # of the last layer
+    # The last layer of a prompt computes its last token alone.
+    assert_site(found, "o_residual", layer=0, position=len(PROMPT) - 1, why=why)
 
 
 @pytest.mark.slow
