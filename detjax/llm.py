@@ -334,8 +334,8 @@ class LLM:
     """A model, its tokenizer and an engine: `LLM(model).generate(texts, SamplingParams(...))`.
 
     The engine, its cache and its compiled programs stay between calls. To keep compiled programs
-    between processes, set JAX_COMPILATION_CACHE_DIR. Use from one thread at a time; for streaming
-    and cancellation give `engine` to `detjax.AsyncEngine`.
+    between processes, set JAX_COMPILATION_CACHE_DIR. Calls from several threads run one after
+    another; for streaming and cancellation give `engine` to `detjax.AsyncEngine`.
 
     Attributes:
         config: What was chosen; print it.

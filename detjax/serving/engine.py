@@ -5,12 +5,14 @@ Which requests share a step, in which slot, how a prompt is cut and which drafts
 decided by the scheduler, and none of it can change a bit of a deterministic answer.
 """
 
+import functools
 import hashlib
 import itertools
+import threading
 import time
 from collections import abc
 from collections.abc import Callable, Container
-from typing import Any
+from typing import Any, Concatenate
 
 from detjax.models.loading import LoadedModel
 from detjax.pallas_kernels.kernel_table import KERNELS
@@ -52,11 +54,44 @@ from detjax.serving.speculation import propose_nothing
 from detjax.serving.stat_logger import StatLogger
 
 
+def _one_thread_at_a_time[**P, R](
+    method: Callable[Concatenate["Engine", P], R],
+) -> Callable[Concatenate["Engine", P], R]:
+    """Let a call wait for that of another thread: half a step is no state to begin from."""
+
+    @functools.wraps(method)
+    def locked(self: "Engine", *args: P.args, **kwargs: P.kwargs) -> R:
+        with self._turn:
+            return method(self, *args, **kwargs)
+
+    return locked
+
+
+def _told_once(
+    method: Callable[["Engine"], list[RequestOutput]],
+) -> Callable[["Engine"], list[RequestOutput]]:
+    """As above; what an interrupt of the giving back of the turn would lose is told by the next."""
+
+    @functools.wraps(method)
+    def locked(self: "Engine") -> list[RequestOutput]:
+        told: list[RequestOutput] = []
+        try:
+            with self._turn:
+                told = method(self)
+                return told
+        except BaseException:
+            self._states.outputs[:0] = told
+            raise
+
+    return locked
+
+
 class Engine:
     """Runs requests on one model.
 
-    `add_request` and `cancel` may be called from any thread, and from `on_token`; everything else
-    from one thread at a time.
+    Any thread may call. `add_request` and `cancel` never wait; what steps, checks, compiles or
+    loads waits for its turn, and `generate` and `score` have theirs until they end. A listener may
+    add and cancel requests, and must not wait for another thread that steps.
 
     A call may be interrupted anywhere (Ctrl-C): the next one begins anew from what was committed,
     and answers have the same bits. Any other exception of a step stops the engine: see `reset`.
@@ -138,6 +173,7 @@ class Engine:
         self._recovery = Recovery(
             self._states, self._scheduler, self._runner, self._output_processor
         )
+        self._turn = threading.RLock()
         self._request_ids = itertools.count()
         self._in_flight: list[Launch] = []
         self._stopped_by: str | None = None  # not the exception, which keeps what it saw alive
@@ -222,7 +258,9 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do or to tell."""
-        self._recovery.drop_unwanted()
+        if self._states.unwanted:
+            with self._turn:
+                self._recovery.drop_unwanted()
         return self._states.has_work
 
     @property
@@ -230,6 +268,7 @@ class Engine:
         """The launches of the last step, whose results the next one reads."""
         return self._in_flight
 
+    @_one_thread_at_a_time
     def load_weights(self, weights: dict, *, version: int) -> None:
         """Replace the model's weights in place, between requests. Outputs carry `version` from now.
 
@@ -254,6 +293,7 @@ class Engine:
         self._runner.take_weights()
         self._output_processor.weight_version = version
 
+    @_one_thread_at_a_time
     def load_named_weights(self, tensors: abc.Iterable[tuple[str, Any]], *, version: int) -> None:
         """Replace the model's weights by tensors with Hugging Face names, one at a time.
 
@@ -283,6 +323,7 @@ class Engine:
 
     # ---------------------------------------------------------------------------------------- steps
 
+    @_told_once
     def step(self) -> list[RequestOutput]:
         """Launch a step, read the results of the one before, and return what those released.
 
@@ -346,6 +387,7 @@ class Engine:
                 error = SelfCheckError(self._claim.error)
                 self._output_processor.finish(seq, FinishReason.ERROR, error)
 
+    @_one_thread_at_a_time
     def check_idle(self) -> bool:
         """Check an answer again by prefill, or a chunk of it, if there is nothing else to do.
 
@@ -385,6 +427,7 @@ class Engine:
             raise
         return outputs
 
+    @_one_thread_at_a_time
     def generate(
         self, requests: abc.Sequence[Request], *, on_token: OnToken = ignore_token
     ) -> list[Completion]:
@@ -474,6 +517,7 @@ class Engine:
 
     # --------------------------------------------------------------------------- when a call breaks
 
+    @_told_once
     def reset(self) -> list[RequestOutput]:
         """End what is under way and begin anew, as after an error that has stopped the engine.
 
@@ -515,6 +559,7 @@ class Engine:
 
     # ------------------------------------------------------------------------------------ compiling
 
+    @_one_thread_at_a_time
     def compile(
         self,
         progress: Callable[[str, int, int], None] = ignore_compiling,

@@ -263,11 +263,13 @@ def test_a_token_that_the_host_reads_wrongly_is_found_between_choice_and_answer(
 @pytest.mark.slow
 def test_fast_differs_from_invariant_in_an_operation_that_exists():
     found = find("", "mode=fast", compute="bfloat16")
-    assert found.token is not None and found.site is not None and found.site.position == 0
+    # The last layer computes the last token of a prompt alone.
+    at = len(PROMPT) - 1
+    assert found.token is not None and found.site is not None and found.site.position == at
     assert found.site.b.program.startswith("prefill fast")
     assert any(kernel.startswith("portable_") for kernel in found.site.a.kernels)
     assert any(kernel.startswith("dot_general") for kernel in found.site.b.kernels)
-    assert "first operation that differs: position 0, layer 0" in str(found)
+    assert f"first operation that differs: position {at}, layer 0" in str(found)
 
 
 @pytest.mark.nightly

@@ -178,6 +178,8 @@ def test_prefix_cache_cold_hot_and_flushed(running, temperature):
 
 
 def flush(engine):
-    """Forget every cached prefix; nothing is under way."""
-    engine.drain()
-    engine._scheduler.forget_pages()
+    """Forget every cached prefix. The server's thread may still check an answer again."""
+    with engine._turn:
+        assert not engine.has_work
+        engine._rechecks.give_up()
+        engine._scheduler.forget_pages()

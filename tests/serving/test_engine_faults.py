@@ -7,6 +7,7 @@ computed, a draft's entry or a neighbour's changes the answer.
 """
 
 import collections
+import contextlib
 import gc
 import inspect
 import signal
@@ -537,6 +538,55 @@ def test_requests_may_come_while_generate_runs_from_its_consumer_and_from_thread
     assert len(ids) == 4
     for request_id in ids:
         assert_canonical([o for o in outputs if o.request_id == request_id], other)
+    assert_at_rest(made)
+
+
+def _generate_in_two_threads(made, asked):
+    """Of two threads, the second of which calls in the middle of a step of the first."""
+    found, threads = {}, []
+
+    def run(i: int, on_token) -> None:
+        try:
+            (found[i],) = made.generate([asked[i]], on_token=on_token)
+        except Exception as error:
+            found[i] = error
+
+    def call_beside(event) -> bool:
+        if not threads:
+            threads.append(threading.Thread(target=run, args=(1, lambda event: False)))
+            threads[0].start()
+            threads[0].join(0.2)  # without a turn it would be done by now
+        return False
+
+    run(0, call_beside)
+    threads[0].join()
+    return [list(getattr(found[i], "token_ids", ())) for i in (0, 1)]
+
+
+def test_calls_of_several_threads_wait_for_each_other():
+    asked = [request(1, max_tokens=20), request(2, max_tokens=20)]
+    made, wanted = engine(), [canonical(one, 0)[0] for one in asked]
+    assert wanted[0] != wanted[1]
+    assert _generate_in_two_threads(made, asked) == wanted
+    assert_at_rest(made)
+    # The control: nobody waits, and a step is begun in the middle of another.
+    made._turn = contextlib.nullcontext()
+    assert _generate_in_two_threads(made, asked) != wanted
+
+
+def test_an_idle_check_waits_for_a_step_of_another_thread():
+    made, checked = engine(), []
+
+    def check_beside(event) -> bool:
+        if not checked:
+            thread = threading.Thread(target=lambda: checked.append(made.check_idle()))
+            thread.start()
+            thread.join(0.2)
+            assert not checked
+        return False
+
+    (completion,) = made.generate([request(1, max_tokens=20)], on_token=check_beside)
+    assert list(completion.token_ids) == canonical(request(1, max_tokens=20), 0)[0]
     assert_at_rest(made)
 
 
