@@ -4,7 +4,6 @@
 import base64
 import dataclasses
 import time
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +33,7 @@ class Shape:
         has_receipt: A receipt is wanted.
         num_prompt_top: Logprobs of the prompt are wanted in vLLM's shape, with so many of the most
             likely; None if not.
+        request_id: What the answer's id ends with.
     """
 
     model: ServedModel
@@ -44,8 +44,8 @@ class Shape:
     has_token_ids: bool
     has_logprob_bytes: bool
     has_receipt: bool
+    request_id: str
     num_prompt_top: int | None = None
-    request_id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
     def card(self, *, is_chunk: bool) -> Json:

@@ -4,7 +4,9 @@
 import functools
 import hmac
 import logging
+import re
 import time
+import uuid
 from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
@@ -20,13 +22,15 @@ from detjax.serve.protocol import ChatRequest, CompletionRequest, RefusedError, 
 from detjax.serve.questions import Reader
 from detjax.serve.responses import ResponsesRequest, ResponseWriter, form_of
 from detjax.serve.service import Service
-from detjax.serve.streaming import CLIENT_LEFT, key_of, log, reply, respond
+from detjax.serve.streaming import CLIENT_LEFT, id_of, key_of, log, reply, respond
 
 LOG = logging.getLogger("detjax.serve")
 
 Run = Callable[[Request], Awaitable[Response]]
 
 PAGE_PATHS = ("/", *(f"/{name}" for name in PAGE_FILES))
+MAX_ID_CHARS = 128
+_ID = re.compile(f"[!-~]{{1,{MAX_ID_CHARS}}}")
 OPEN_PATHS = frozenset(("/health", "/version", *PAGE_PATHS))
 """Paths that need no key."""
 
@@ -38,17 +42,18 @@ def make_app(service: Service, *, api_keys: Sequence[str] = ()) -> Starlette:
 
     async def completions(request: Request) -> Response:
         asked = parse(await reader.body(request), CompletionRequest)
-        return await respond(service, request, await reader.completion(asked))
+        return await respond(service, request, await reader.completion(asked, id_of(request)))
 
     async def chat(request: Request) -> Response:
         asked = parse(await reader.body(request), ChatRequest)
-        return await respond(service, request, await reader.chat(asked))
+        return await respond(service, request, await reader.chat(asked, id_of(request)))
 
     async def responses(request: Request) -> Response:
         asked = parse(await reader.body(request), ResponsesRequest)
         asked.check()
         return await respond(
-            service, request, await reader.chat(asked.as_chat()), form=form_of(asked),
+            service, request, await reader.chat(asked.as_chat(), id_of(request)),
+            form=form_of(asked),
             writer=functools.partial(ResponseWriter, asked),
         )  # fmt: skip
 
@@ -76,7 +81,9 @@ def _guarded(run: Run, keys: Sequence[bytes]) -> Run:
 
     async def guarded_route(request: Request) -> Response:
         begin_s = time.perf_counter()
+        request.state.request_id = uuid.uuid4().hex
         try:
+            request.state.request_id = _given_id(request) or id_of(request)
             _check_key(request, keys)
             response = await run(request)
         except RefusedError as error:
@@ -87,11 +94,24 @@ def _guarded(run: Run, keys: Sequence[bytes]) -> Run:
             LOG.exception("%s %s failed", request.method, request.url.path)
             message = "this is a fault of detjax; the server's log has the rest"
             response = reply(error_body(message, status=500, code="", field=""), 500)
+        response.headers["X-Request-Id"] = id_of(request)
         if not isinstance(response, StreamingResponse):
             log(request, response.status_code, begin_s)
         return response
 
     return guarded_route
+
+
+def _given_id(request: Request) -> str:
+    """The id that the client gives its request; empty if none."""
+    given = request.headers.get("x-request-id", "")
+    if given and not _ID.fullmatch(given):
+        raise RefusedError(
+            f"X-Request-Id {given[:MAX_ID_CHARS]!r} must be 1 to {MAX_ID_CHARS} letters, digits "
+            "and signs of ASCII, without spaces",
+            field="X-Request-Id",
+        )
+    return given
 
 
 def _check_key(request: Request, keys: Sequence[bytes]) -> None:

@@ -88,7 +88,7 @@ class Reader:
                 field="model",
             )
 
-    async def completion(self, asked: CompletionRequest) -> Asked:
+    async def completion(self, asked: CompletionRequest, request_id: str) -> Asked:
         """A request of /v1/completions."""
         self.check_model(asked.model)
         asked.check()
@@ -112,10 +112,11 @@ class Reader:
             num_top=asked.logprobs,
             num_scored=asked.num_scored(),
             is_chat=False,
+            request_id=request_id,
         )
         return Asked(questions=questions, shape=shape, fields=asked)
 
-    async def chat(self, asked: ChatRequest) -> Asked:
+    async def chat(self, asked: ChatRequest, request_id: str) -> Asked:
         """A request of /v1/chat/completions."""
         self.check_model(asked.model)
         asked.check()
@@ -124,8 +125,9 @@ class Reader:
         num_top = (asked.top_logprobs or 0) if asked.logprobs else None
         scored = asked.prompt_logprobs
         shape = self._shape(
-            asked, max_tokens=wanted, num_top=num_top, num_scored=scored, is_chat=True
-        )
+            asked, max_tokens=wanted, num_top=num_top, num_scored=scored, is_chat=True,
+            request_id=request_id,
+        )  # fmt: skip
         return Asked(questions=[Question(token_ids=ids)], shape=shape, fields=asked)
 
     def _shape(
@@ -136,6 +138,7 @@ class Reader:
         num_top: int | None,
         num_scored: int | None,
         is_chat: bool,
+        request_id: str,
     ) -> Shape:
         model = self._service.model
         is_deterministic = self._service.check_determinism(asked.is_deterministic)
@@ -157,6 +160,7 @@ class Reader:
             has_logprob_bytes=asked.return_logprob_bytes,
             has_receipt=asked.receipt,
             num_prompt_top=asked.prompt_logprobs,
+            request_id=request_id,
         )
 
     async def encode(self, text: str, *, is_raw: bool = False) -> tuple[int, ...]:

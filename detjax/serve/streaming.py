@@ -309,10 +309,16 @@ def key_of(request: Request) -> str:
     return request.headers.get("authorization", "").removeprefix("Bearer ").strip()
 
 
+def id_of(request: Request) -> str:
+    """The id of a request: the client's `X-Request-Id`, else one of ours."""
+    return request.state.request_id
+
+
 def log(request: Request, status: int, begin_s: float) -> None:
     """One line a request; no text of anybody."""
     client = request.client.host if request.client else "-"
     ACCESS_LOG.info(
-        "%s %s %s %d %.3f s",
+        "%s %s %s %d %.3f s %s",
         client, request.method, request.url.path, status, time.perf_counter() - begin_s,
+        id_of(request),
     )  # fmt: skip

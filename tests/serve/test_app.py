@@ -214,6 +214,28 @@ def test_what_cannot_be_done_is_refused_with_the_reason(client, fields, status, 
     assert text in error["message"] and error["type"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_keeps_its_id_in_the_answer_its_header_and_the_log(client, caplog, stream):
+    body = {"model": "novels-6m", "prompt": "x", "max_tokens": 2, "stream": stream}
+    with caplog.at_level("INFO", "detjax.serve.access"):
+        response = client.post("/v1/completions", json=body, headers={"X-Request-Id": "trace-7/a"})
+        own = client.post("/v1/completions", json=body)
+    assert response.headers["x-request-id"] == "trace-7/a"
+    assert '"id":"cmpl-trace-7/a"' in response.text
+    mine = own.headers["x-request-id"]
+    assert re.fullmatch("[0-9a-f]{32}", mine) and f'"id":"cmpl-{mine}"' in own.text
+    ends = [record.getMessage().split(" ")[-1] for record in caplog.records]
+    assert ends == ["trace-7/a", mine]
+    refused = client.post("/v1/completions", json={}, headers={"X-Request-Id": "trace-8"})
+    assert (refused.status_code, refused.headers["x-request-id"]) == (400, "trace-8")
+
+
+@pytest.mark.parametrize("given", ["two words", "x" * 129, "café".encode()])
+def test_an_id_that_cannot_stand_in_a_log_is_refused(client, given):
+    response = client.get("/v1/models", headers={"X-Request-Id": given})
+    assert response.status_code == 400 and "X-Request-Id" in response.json()["error"]["message"]
+
+
 def test_routes_and_verbs_that_there_are_not(client):
     assert client.get("/v1/nothing").status_code == 404
     wrong = client.get("/v1/completions")

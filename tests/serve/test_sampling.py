@@ -8,6 +8,7 @@ import re
 import pytest
 
 import detjax
+from detjax.serving.structured_output import StructuredOutput
 
 pytestmark = pytest.mark.slow
 
@@ -20,7 +21,26 @@ SAME = {
     "n": 2,
 }  # fmt: skip
 """Fields that are called and written alike, and show alone."""
+GRAMMAR = 'start: ("sea" | "house") " "? ("is" | "was") " " /[a-z]{3,6}/'
+REGEX = "[a-f]{3,9}(-[0-9]{2})?"
 OTHERS = {
+    "best_of": ({"best_of": 4, "n": 2}, {"best_of": 4, "n": 2}),
+    "logprobs_mode": (
+        {"logprobs_mode": "processed", "top_k": 5, "logit_bias": {"300": 3.0}},
+        {"logprobs_mode": "processed", "top_k": 5, "logit_bias": ((300, 3.0),)},
+    ),
+    "choice": (
+        {"structured_outputs": {"choice": ["blue", "grey"]}},
+        {"structured_output": StructuredOutput.of_choices(["blue", "grey"])},
+    ),
+    "regex": (
+        {"structured_outputs": {"regex": REGEX}},
+        {"structured_output": StructuredOutput(kind="regex", spec=REGEX)},
+    ),
+    "grammar": (
+        {"structured_outputs": {"grammar": GRAMMAR}},
+        {"structured_output": StructuredOutput(kind="grammar", spec=GRAMMAR)},
+    ),
     "stop": ({"stop": ["a"]}, {"stop": ("a",)}),
     "include_stop_str_in_output": (
         {"stop": ["a"], "include_stop_str_in_output": True},
