@@ -256,7 +256,9 @@ def engine_cost(args: argparse.Namespace) -> bool:
     engine.compile()
     rng = np.random.default_rng(0)
     prompts = rng.integers(2, model.config.vocab_size, (args.batch, args.prompt_len)).tolist()
-    service = make_service(model, engine, mode="invariant", max_len=max_len)
+    service = make_service(
+        model, engine, mode="invariant", max_len=max_len, stream_interval=args.stream_interval
+    )
 
     def make() -> tuple[Engine, Service]:
         service.open(service.model)  # its last loop has ended
@@ -265,7 +267,7 @@ def engine_cost(args: argparse.Namespace) -> bool:
     work = Work(prompts=prompts, num_tokens=args.output_len)
     alone(engine, work)
     return compare(rows, make, work, repeats=args.repeats, impl="engine", batch=args.batch,
-                   prompt_len=args.prompt_len)  # fmt: skip
+                   stream_interval=args.stream_interval, prompt_len=args.prompt_len)  # fmt: skip
 
 
 def wire_cost(args: argparse.Namespace) -> bool:
@@ -279,15 +281,17 @@ def wire_cost(args: argparse.Namespace) -> bool:
     def make() -> tuple[PacedEngine, Service]:
         engine: Any = PacedEngine(step_ms=args.step_ms, host_ms=args.host_ms)
         return engine, make_service(
-            model, engine, mode="invariant", max_len=1 << 20, identity=identity
-        )
+            model, engine, mode="invariant", max_len=1 << 20, identity=identity,
+            stream_interval=args.stream_interval,
+        )  # fmt: skip
 
     work = Work(prompts=[[5, 6, 7]] * args.batch, num_tokens=args.output_len)
     if args.profile:
         profile_wire(make()[1], work)
         return True
     return compare(rows, make, work, repeats=args.repeats, impl="wire", batch=args.batch,
-                   step_ms=args.step_ms, host_ms=args.host_ms)  # fmt: skip
+                   stream_interval=args.stream_interval, step_ms=args.step_ms,
+                   host_ms=args.host_ms)  # fmt: skip
 
 
 def profile_wire(service: Service, work: Work) -> None:
@@ -320,6 +324,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output-len", type=int, default=256)
     parser.add_argument("--step-ms", type=float, default=6.5, help="of the device of `wire`")
     parser.add_argument("--host-ms", type=float, default=1.8, help="of its engine's Python")
+    parser.add_argument("--stream-interval", type=int, default=1, help="tokens of an event")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--profile", action="store_true", help="of `wire`: where the time goes")
     parser.add_argument("--out", help="write JSON rows here")

@@ -79,7 +79,13 @@ def listening(service: Service) -> Iterator[tuple[str, int]]:
 
 
 def make_service(
-    model: LoadedModel, engine: Engine, *, mode: str, max_len: int, identity: Identity | None = None
+    model: LoadedModel,
+    engine: Engine,
+    *,
+    mode: str,
+    max_len: int,
+    identity: Identity | None = None,
+    stream_interval: int = 1,
 ) -> Service:
     """A service of a model with the bundled tokenizer: of random weights no text is of use."""
     tokenizer = Tokenizer.from_folder(bundled_model_path())
@@ -89,7 +95,7 @@ def make_service(
         fingerprint=model.fingerprint, end_token_ids=model.config.eos_token_ids,
         identity=identity or Identifier(model, tokenizer, name="load").identity(),
     )  # fmt: skip
-    return Service(served, Limits())
+    return Service(served, Limits(stream_interval=stream_interval))
 
 
 def make_questions(args: argparse.Namespace, vocab_size: int) -> list[dict]:

@@ -97,6 +97,9 @@ def make_parser() -> argparse.ArgumentParser:
                       help="requests of a key at once; 0 sets no limit")  # fmt: skip
     http.add_argument("--request-timeout", type=float, default=0.0, metavar="SECONDS",
                       help="an answer that takes longer is given up; 0 sets no limit")  # fmt: skip
+    http.add_argument("--stream-interval", type=int, default=1, metavar="N",
+                      help="tokens of an answer in an event of its stream; the first goes at once. "
+                      "More cost the host less (default: 1)")  # fmt: skip
     http.add_argument("--drain-timeout", type=float, default=30.0, metavar="SECONDS",
                       help="what open answers have after SIGTERM")  # fmt: skip
     return parser
@@ -159,7 +162,7 @@ def check_options(parser: argparse.ArgumentParser, args: argparse.Namespace) -> 
     for name in ("host", "served_model_name"):
         if getattr(args, name) is not None and not getattr(args, name).strip():
             parser.error(f"--{name.replace('_', '-')} is empty; leave it out for its default")
-    for name in ("tp", "dp", "max_len", "batch_size", "max_waiting"):
+    for name in ("tp", "dp", "max_len", "batch_size", "max_waiting", "stream_interval"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
     for name in ("max_body_mb", "drain_timeout"):

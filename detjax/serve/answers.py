@@ -71,6 +71,9 @@ class Shape:
         else:
             choice["text"] = text
         choice["logprobs"] = self.logprobs(tokens, len(begin.text), begin)
+        if self.has_token_ids and last.completion is not None:
+            choice["prompt_token_ids"] = list(last.completion.prompt_token_ids)
+            choice["token_ids"] = list(last.completion.token_ids)
         return choice | self.proof(last)
 
     def chunk(self, index: int, piece: Piece, offset: int, *, is_first: bool) -> Json:
@@ -84,6 +87,8 @@ class Shape:
         choice["logprobs"] = self.logprobs(piece.tokens, offset)
         if self.has_token_ids:
             choice["token_ids"] = [event.token_id for event, _ in piece.tokens]
+            if is_first:
+                choice["prompt_token_ids"] = list(piece.prompt_token_ids)
         if piece.completion is not None:
             choice["finish_reason"] = _reason(piece.finish_reason)
             choice |= self.proof(piece)
@@ -113,11 +118,7 @@ class Shape:
             proof["prompt_logprobs_f32"] = _exact([p.logprob for p in done.prompt_logprobs])
         if self.has_receipt:
             proof["receipt"] = receipt_line(self.model, done, self.sampling)
-        found: Json = {"detjax": proof}
-        if self.has_token_ids:
-            found["prompt_token_ids"] = list(done.prompt_token_ids)
-            found["token_ids"] = list(done.token_ids)
-        return found
+        return {"detjax": proof}
 
     def echo(self, text: str, first: Piece) -> Echo:
         """What an answer begins with, as its first piece has it: the prompt, if it is echoed.

@@ -124,6 +124,7 @@ def make_limits(args: argparse.Namespace) -> Limits:
         body_bytes=int(args.max_body_mb * 2**20),
         requests_per_key=args.requests_per_key,
         request_s=args.request_timeout,
+        stream_interval=args.stream_interval,
     )
 
 

@@ -83,12 +83,14 @@ class Limits:
         body_s: Seconds that a body may take to arrive.
         requests_per_key: At once, of one API key; 0 sets no limit.
         request_s: Seconds an answer may take; 0 sets no limit.
+        stream_interval: Tokens of a sequence in an event of a stream; the first goes at once.
     """
 
     body_bytes: int = 8 << 20
     body_s: float = 60.0
     requests_per_key: int = 0
     request_s: float = 0.0
+    stream_interval: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -390,7 +392,7 @@ class Service:
                     cache_salt=cache_salt,
                     on_token=_listener(sequences[i]),
                     sink=functools.partial(inbox.put, i),
-                    only_ends=is_whole,
+                    stream_interval=0 if is_whole else self.limits.stream_interval,
                 )
                 opened.append(request_id)
             while any(num_left):

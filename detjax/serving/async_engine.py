@@ -2,6 +2,7 @@
 """The engine for programs that run on asyncio: one stream of outputs a request."""
 
 import asyncio
+import dataclasses
 import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Protocol, runtime_checkable
@@ -58,6 +59,34 @@ class StepsRequests(Protocol):
         ...
 
 
+class _Merge:
+    """Outputs of a request whose sink is not told every token by itself."""
+
+    def __init__(self, interval: int):
+        self._interval = interval
+        self._waiting: dict[int, list[RequestOutput]] = {}
+
+    def add(self, output: RequestOutput) -> RequestOutput | None:
+        """Take the next output of a sequence; return what is told now, if anything."""
+        waiting = self._waiting.get(output.sequence_idx)
+        is_first = waiting is None and self._interval > 0
+        if waiting is None:
+            waiting = self._waiting[output.sequence_idx] = []
+        waiting.append(output)
+        is_due = is_first or 0 < self._interval <= sum([len(one.token_ids) for one in waiting])
+        if not (is_due or output.finish_reason is not None or output.prompt_logprobs is not None):
+            return None
+        self._waiting[output.sequence_idx] = []
+        if len(waiting) == 1:
+            return output
+        return dataclasses.replace(
+            output,
+            token_ids=tuple([i for one in waiting for i in one.token_ids]),
+            logprobs=tuple([p for one in waiting for p in one.logprobs]),
+            top_logprobs=tuple([top for one in waiting for top in one.top_logprobs]),
+        )
+
+
 class AsyncEngine:
     """Steps an engine in a thread while anybody waits, and hands each request its outputs."""
 
@@ -65,7 +94,7 @@ class AsyncEngine:
         """Take over an engine; nothing else may step it."""
         self._engine = engine
         self._sinks: dict[int, Sink] = {}
-        self._of_ends: set[int] = set()
+        self._merges: dict[int, _Merge] = {}
         self._pump: asyncio.Task[Exception | None] | None = None
         self._stepping = threading.Lock()
 
@@ -121,13 +150,23 @@ class AsyncEngine:
         cache_salt: str = "",
         on_token: OnToken = ignore_token,
         sink: Sink,
-        only_ends: bool = False,
+        stream_interval: int = 1,
     ) -> int:
         """Begin what `stream` does, without a task of its own: `sink` is told instead.
 
-        Many requests may have one sink. Whoever opens a request closes it. With `only_ends` the
-        sink hears of ends, prompt logprobs and errors, and `on_token` alone of the tokens between:
-        the event loop does nothing for them.
+        Many requests may have one sink. Whoever opens a request closes it.
+
+        Args:
+            prompt_token_ids: As `Engine.add_request` has it, and so are those that are not here.
+            sampling: How each next token is chosen.
+            is_deterministic: Whether the answer must be the canonical one.
+            priority: Higher goes first.
+            cache_salt: As `Request` has it.
+            on_token: Told each token at once.
+            sink: Told what is released, and errors.
+            stream_interval: Tokens of a sequence that the sink is told at once. The first one, the
+                end and prompt logprobs do not wait. 0: all with the end. The event loop does
+                nothing for a token that waits.
 
         Returns:
             The request's id.
@@ -144,15 +183,15 @@ class AsyncEngine:
             on_token=on_token,
         )
         self._sinks[request_id] = sink
-        if only_ends:
-            self._of_ends.add(request_id)
+        if stream_interval != 1:
+            self._merges[request_id] = _Merge(stream_interval)
         self._start_pump()
         return request_id
 
     def close(self, request_id: int, *, has_ended: bool) -> None:
         """Tell the sink nothing more, and cancel the request if it has not ended."""
         del self._sinks[request_id]
-        self._of_ends.discard(request_id)
+        self._merges.pop(request_id, None)
         if not has_ended:
             self._engine.cancel(request_id)
             self._start_pump()
@@ -212,17 +251,14 @@ class AsyncEngine:
         """
         with self._stepping:
             while self._engine.has_work and not stop.is_set():
-                outputs = [out for out in self._engine.step() if self._is_wanted(out)]
+                outputs = [told for out in self._engine.step() if (told := self._due(out))]
                 if outputs:
                     loop.call_soon_threadsafe(self._share, outputs)
 
-    def _is_wanted(self, output: RequestOutput) -> bool:
-        """Whether anybody waits for this one; in the thread."""
-        return (
-            output.finish_reason is not None
-            or output.request_id not in self._of_ends
-            or output.prompt_logprobs is not None
-        )
+    def _due(self, output: RequestOutput) -> RequestOutput | None:
+        """What is told of this one now, with what waited before it; in the thread."""
+        merge = self._merges.get(output.request_id)
+        return output if merge is None else merge.add(output)
 
     def _share(self, outputs: Sequence[RequestOutput]) -> None:
         for output in outputs:

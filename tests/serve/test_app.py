@@ -5,6 +5,7 @@ import asyncio
 import base64
 import concurrent.futures
 import json
+import logging
 import re
 import shutil
 import subprocess
@@ -112,6 +113,18 @@ def test_a_stream_is_the_answer_in_pieces(client, fields):
                 assert told == values, name
 
 
+def test_an_event_has_as_many_tokens_as_the_server_is_told(client, llm):
+    fields = {"max_tokens": 12, "temperature": 0.9, "n": 2, "return_token_ids": True}
+    whole = answer(client, **fields)
+    with served(make_service(llm, stream_interval=5), llm) as other, other.client() as own:
+        chunks = events(post(own, stream=True, **fields))
+    for want in whole["choices"]:
+        parts = [c for e in chunks for c in e["choices"] if c["index"] == want["index"]]
+        assert [len(part["token_ids"]) for part in parts] == [1, 5, 5, 1]
+        assert "".join(part["text"] for part in parts) == want["text"]
+        assert parts[-1]["detjax"] == want["detjax"]
+
+
 def test_choices_stand_in_the_order_of_the_prompts(client):
     got = answer(client, prompt=["17+26=", PROMPT], n=2, temperature=0.9)
     assert [choice["index"] for choice in got["choices"]] == [0, 1, 2, 3]
@@ -214,18 +227,30 @@ def test_what_cannot_be_done_is_refused_with_the_reason(client, fields, status, 
     assert text in error["message"] and error["type"]
 
 
+class _Lines(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_keeps_its_id_in_the_answer_its_header_and_the_log(client, caplog, stream):
+def test_a_request_keeps_its_id_in_the_answer_its_header_and_the_log(client, monkeypatch, stream):
+    # A handler of its own: a server that has run in this process keeps its lines from the root.
+    log, log_lines = logging.getLogger("detjax.serve.access"), _Lines()
+    monkeypatch.setattr(log, "handlers", [log_lines])
+    monkeypatch.setattr(log, "level", logging.INFO)
+    log.manager._clear_cache()
     body = {"model": "novels-6m", "prompt": "x", "max_tokens": 2, "stream": stream}
-    with caplog.at_level("INFO", "detjax.serve.access"):
-        response = client.post("/v1/completions", json=body, headers={"X-Request-Id": "trace-7/a"})
-        own = client.post("/v1/completions", json=body)
+    response = client.post("/v1/completions", json=body, headers={"X-Request-Id": "trace-7/a"})
+    own = client.post("/v1/completions", json=body)
     assert response.headers["x-request-id"] == "trace-7/a"
     assert '"id":"cmpl-trace-7/a"' in response.text
     mine = own.headers["x-request-id"]
     assert re.fullmatch("[0-9a-f]{32}", mine) and f'"id":"cmpl-{mine}"' in own.text
-    ends = [record.getMessage().split(" ")[-1] for record in caplog.records]
-    assert ends == ["trace-7/a", mine]
+    assert [line.split(" ")[-1] for line in log_lines.lines] == ["trace-7/a", mine]
     refused = client.post("/v1/completions", json={}, headers={"X-Request-Id": "trace-8"})
     assert (refused.status_code, refused.headers["x-request-id"]) == (400, "trace-8")
 

@@ -58,6 +58,7 @@ def test_from_start_to_sigterm_with_an_answer_under_way(tmp_path):
         (["--api-key", " "], "--api-key is empty"),
         (["--kv-memory", "0"], "--kv-memory 0"),
         (["--request-timeout", "-1"], "--request-timeout -1"),
+        (["--stream-interval", "0"], "--stream-interval 0 must be at least 1"),
         (["--mode", "quick"], "invalid choice: 'quick'"),
     ],
 )

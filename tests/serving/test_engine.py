@@ -577,6 +577,30 @@ def test_draining_an_engine_that_an_error_stops_raises_it_and_ends():
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("interval", [0, 1, 4])
+def test_a_sink_is_told_so_many_tokens_at_once_and_the_first_and_the_end_at_once(interval):
+    asked = request(max_tokens=15, n=2)
+    told: list = []
+
+    async def run() -> None:
+        front = AsyncEngine(engine())
+        request_id = front.open(
+            asked.prompt_token_ids, asked.sampling, sink=told.append, stream_interval=interval
+        )
+        await front.drain()
+        front.close(request_id, has_ended=True)
+        assert not front._merges
+
+    asyncio.run(run())
+    for want in engine().generate([asked]):
+        mine = [o for o in told if o.sequence_idx == want.sequence_idx]
+        assert tuple(i for o in mine for i in o.token_ids) == want.token_ids
+        assert tuple(p for o in mine for p in o.logprobs) == want.logprobs
+        assert [o.finish_reason for o in mine if o.finish_reason] == [want.finish_reason]
+        sizes = [len(o.token_ids) for o in mine]
+        assert sizes == {0: [15], 1: [1] * 15, 4: [1, 4, 4, 4, 2]}[interval]
+
+
 def test_a_pump_that_is_cancelled_loses_no_output():
     """As when a loop is shut down and another one begins: two steps never run at once."""
     made, asked = engine(), request(max_tokens=20)
