@@ -30,16 +30,22 @@ Answer = tuple[tuple[int, int], ...]
 
 
 def make_requests(
-    round_idx: int, *, vocab_size: int, max_len: int, profile: NumericsProfile, count: int = 8
+    round_idx: int,
+    *,
+    vocab_size: int,
+    max_len: int,
+    profile: NumericsProfile,
+    count: int = 8,
+    draw: int = 0,
 ) -> list[Request]:
-    """`count` requests, others in every round.
+    """`count` requests, others in every round, and others in every draw of a round.
 
     Lengths lie one before, at and one behind the ends of pages and splits, and at the most there
     is room for; the rest are drawn.
     """
     page, split = profile.attention_block, profile.attention_split
     most = max_len - MAX_TOKENS
-    rng = np.random.default_rng([29, round_idx])
+    rng = np.random.default_rng([29, round_idx, draw] if draw else [29, round_idx])
     kinds = FILTERED if round_idx else KINDS
     around = [5, page - 1, page - MAX_TOKENS // 2, page + 1, 2 * page, split - 3, split, most]
     if round_idx:

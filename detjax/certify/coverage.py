@@ -20,6 +20,7 @@ COLUMNS = ("model", "dtype", "backend", "mode", "state")
 Row = tuple[str, str, str, str, str]
 
 _ANSWERS, _SM90 = "tests/invariance/test_answers.py", "tests/invariance/test_answers_sm90.py"
+_EXPERTS = "tests/invariance/test_expert_answers.py"
 _FLOAT32 = f"{_ANSWERS}::test_float32_profiles_are_bitwise_mesh_and_batch_invariant"
 TESTED: dict[tuple[str, str, str, str], str] = {
     ("llama", "bfloat16", "portable", "invariant"): _ANSWERS,
@@ -37,6 +38,10 @@ TESTED: dict[tuple[str, str, str, str], str] = {
     ("qwen3", "bfloat16", "sm90", "invariant"): _SM90,
     ("qwen3", "bfloat16", "sm90", "dvr"): (
         f"{_SM90}::test_answers_do_not_depend_on_the_tokens_of_a_launch"
+    ),
+    ("qwen3_moe", "bfloat16", "portable", "invariant"): _EXPERTS,
+    ("qwen3_moe", "bfloat16", "portable", "dvr"): (
+        f"{_EXPERTS}::test_answers_are_bitwise_schedule_invariant"
     ),
 }
 """What tests of detjax prove with models that have what makes the family: biases of qwen2, norms of

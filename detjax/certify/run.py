@@ -3,6 +3,7 @@
 
 import argparse
 import dataclasses
+import functools
 import gc
 import json
 import time
@@ -26,14 +27,15 @@ from detjax.certify.subject import Subject, order_probe
 from detjax.serving.request import Request
 
 
-def requests_of(subject: Subject, round_idx: int) -> list[Request]:
-    """What is asked in a round."""
+def requests_of(subject: Subject, round_idx: int, draw: int = 0) -> list[Request]:
+    """What is asked in a round; `draw`: the like of it, others."""
     config = subject.model.config
     return make_requests(
         round_idx,
         vocab_size=config.vocab_size,
         max_len=subject.config.max_len,
         profile=subject.model.profile,
+        draw=draw,
     )
 
 
@@ -108,15 +110,18 @@ def _first_round(
     yield timed("run-invariant", "a new process", lambda: compare(restarted, want), round_idx=0)
     for outcome in answer_cases(subject, requests, want, 0):
         yield _explained(outcome, certificate, subject, requests)
-    yield from answer_controls(subject, requests, want)
-    fast = None
+
+    def draws(draw: int) -> list[Request]:
+        return requests_of(subject, 0, draw)
+
+    yield from answer_controls(subject, draws, want)
+    fast = functools.cache(lambda draw: subject.alone(plain(draws(draw)), mode="fast"))
     for dp, tp in other_meshes(subject, args):
-        if fast is None:
-            fast = subject.alone(plain(requests), mode="fast")
+        fast(0)  # before the other mesh takes the memory
         gc.collect()
         other = open_subject(args, dp, tp)
         for outcome in mesh_cases(other, requests, want, 0):
             yield _explained(outcome, certificate, subject, requests, [other])
         # Replicas compute what one device does: only the ranks of a layer show anything.
         if tp != args.tp:
-            yield mesh_control(other, requests, fast)
+            yield mesh_control(other, draws, fast)
