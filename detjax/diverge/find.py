@@ -2,6 +2,7 @@
 """Finds the first token, position, layer and operation whose bits differ."""
 
 import dataclasses
+import itertools
 from collections import abc
 from collections.abc import Sequence
 from typing import Any
@@ -127,10 +128,11 @@ def _settings(
     if token is None:
         return [b, b]
     count = token.index + 1
-    for text in _STAND_INS:
+    modes = dict.fromkeys((b.mode, "invariant"))  # a canonical answer against another mode
+    for mode, text in itertools.product(modes, _STAND_INS):
         parsed = Setting.parse(text)
         stand_in = dataclasses.replace(
-            b, batch=parsed.batch * b.dp, row=parsed.row, path=parsed.path
+            b, mode=mode, batch=parsed.batch * b.dp, row=parsed.row, path=parsed.path
         )
         if stand_in == b:
             continue
@@ -139,6 +141,7 @@ def _settings(
             notes.append(f"the answer is that of setting {stand_in}, which is tapped as a")
             return [stand_in, b]
     tried = ", ".join(text or "batch=1" for text in _STAND_INS)
+    tried += "".join(f", and in mode {mode}" for mode in modes if mode != b.mode)
     notes.append(
         "an answer has no operations, and no setting that was tried gives it here "
         f"({tried}); compare two settings to find the operation"

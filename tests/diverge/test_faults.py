@@ -17,6 +17,7 @@ import detjax.serving.sampling
 from detjax.diverge.divergence import Divergence
 from detjax.diverge.find import find_divergence
 from detjax.diverge.recorder import RecordedTaps
+from detjax.diverge.runs import Models, Runs
 from detjax.diverge.setting import Answer, Setting
 from detjax.models.fast import forward_fast, local_logits_fast
 from detjax.models.loading import LoadedModel
@@ -272,6 +273,18 @@ def test_fast_differs_from_invariant_in_an_operation_that_exists():
     assert f"first operation that differs: position {at}, layer 0" in str(found)
 
 
+@pytest.mark.slow
+def test_a_canonical_answer_against_another_mode_is_tapped_in_its_own():
+    runs = Runs(Models(loaded(1, 1, 1, "bfloat16")), PROMPT, SAMPLING)
+    answer = runs.answer(Setting())
+    given = Answer(prompt_token_ids=PROMPT, token_ids=answer.token_ids, logprobs=answer.logprobs)
+    found = find(given, "mode=fast", compute="bfloat16")
+    assert found.token is not None and found.site is not None, str(found)
+    assert found.site.a.program.startswith("prefill invariant")
+    assert found.site.b.program.startswith("prefill fast")
+    assert len(found.notes) == 1 and found.notes[0].startswith("the answer is that of setting")
+
+
 @pytest.mark.nightly
 def test_an_answer_is_compared_and_the_setting_that_gives_it_is_tapped(monkeypatch):
     """What the path of prefill answered under a fault of decoding, against decoding."""
@@ -295,8 +308,6 @@ def test_an_answer_is_compared_and_the_setting_that_gives_it_is_tapped(monkeypat
 
 
 def _answer_of(found: Divergence, count: int):
-    from detjax.diverge.runs import Models, Runs
-
     runs = Runs(Models(loaded(1, 1, 1, "float32")), PROMPT, SAMPLING)
     decoded = runs.answer(Setting())
     answer = runs.answer(Setting(path="prefill"), like=decoded)
