@@ -9,25 +9,21 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import jax
 import jaxtyping
 import numpy as np
 import pytest
-import tokenizers
-from safetensors.numpy import save_file
-from tokenizers import decoders, models, pre_tokenizers
 
 import detjax
 from detjax import generate, llm
 from detjax.models.bundled import bundled_model_path
-from detjax.models.hf_config import config_from_hf, load_config
-from detjax.models.params import tensor_specs
+from detjax.models.hf_config import load_config
 from detjax.models.tokenizer import Tokenizer, read_eos_id
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
 from detjax.serving import memory
 from detjax.serving.request import FinishReason, Request
 from detjax.serving.text import CompletionOutput
+from detjax.testing.folders import write_model_folder
 
 CONTEXT = 256
 CONFIG = {
@@ -54,25 +50,8 @@ SAMPLED = detjax.SamplingParams(max_tokens=6, temperature=1.0, seed=3, n=2)
 
 def write_model(folder: Path, *, eos_token: str | None = None) -> Path:
     """A model with random weights and a token a byte; config.json says nothing of an end token."""
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = tokenizers.Tokenizer(models.BPE({t: i for i, t in enumerate(alphabet)}, []))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    made.save(str(folder / "tokenizer.json"))
-    tokenizer_config = {"chat_template": TEMPLATE} | ({"eos_token": eos_token} if eos_token else {})
-    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
-    rng = np.random.default_rng(5)
-    specs = jax.tree.leaves(tensor_specs(config_from_hf(CONFIG), tp=1, vocab_block=128))
-    tensors = {
-        spec.hf_name: np.asarray(jax.numpy.asarray(
-            rng.standard_normal(spec.hf_shape, np.float32), "bfloat16"
-        ))
-        for spec in specs
-    }  # fmt: skip
-    save_file(tensors, folder / "model.safetensors")
-    return folder
+    ends = {"eos_token": eos_token} if eos_token else {}
+    return write_model_folder(folder, CONFIG, tokenizer_config={"chat_template": TEMPLATE} | ends)
 
 
 @pytest.fixture(scope="module")

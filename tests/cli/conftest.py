@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, processors
+from tokenizers import processors
 
 from detjax import generate
 from detjax.cli.model import OpenModel, Progress
@@ -18,6 +18,7 @@ from detjax.serving.config import EngineConfig
 from detjax.serving.metrics import EngineStats
 from detjax.serving.request import Completion, FinishReason, Request, TokenEvent
 from detjax.serving.trace import TracesEvents
+from detjax.testing.folders import byte_tokenizer
 
 Answer = Callable[[Request, int], list[int]]
 
@@ -51,10 +52,7 @@ class Toy:
     @staticmethod
     def backend() -> tokenizers.Tokenizer:
         """The tokenizer, as its library has it."""
-        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-        made = tokenizers.Tokenizer(models.BPE({t: i for i, t in enumerate(alphabet)}, []))
-        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        made.decoder = decoders.ByteLevel()
+        made = byte_tokenizer()
         made.add_special_tokens(["<s>", "</s>"])
         made.post_processor = processors.TemplateProcessing(
             single="<s> $A", pair=None, special_tokens=[("<s>", 256)]

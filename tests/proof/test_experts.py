@@ -8,19 +8,13 @@ import subprocess
 import sys
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
-import tokenizers
-from safetensors.numpy import save_file
-from tokenizers import decoders, models, pre_tokenizers
 
 from detjax import audit, replay
 from detjax.certify.certificate import CLAIMS
 from detjax.generate import main
-from detjax.models.hf_config import config_from_hf
-from detjax.models.params import tensor_specs
 from detjax.proof.receipt import read_receipts
+from detjax.testing.folders import write_model_folder
 
 CONFIG = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 256,
@@ -37,21 +31,7 @@ CONFIG = {
 def folder(tmp_path_factory):
     """A dense layer and one of 8 experts, random; a token a byte."""
     folder = tmp_path_factory.mktemp("models") / "experts"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    (folder / "tokenizer_config.json").write_text("{}")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = tokenizers.Tokenizer(models.BPE({text: i for i, text in enumerate(alphabet)}, []))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    made.save(str(folder / "tokenizer.json"))
-    rng, tensors = np.random.default_rng(5), {}
-    for spec in jax.tree.leaves(tensor_specs(config_from_hf(CONFIG), tp=1, vocab_block=128)):
-        for name in spec.hf_names:
-            values = 0.3 * rng.standard_normal(spec.hf_shape, np.float32)
-            tensors[name] = np.asarray(jnp.asarray(values, jnp.bfloat16))
-    save_file(tensors, folder / "model.safetensors")
-    return folder
+    return write_model_folder(folder, CONFIG, scale=0.3)
 
 
 @pytest.mark.slow

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Folders as Hugging Face has them, of small models with random weights."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tokenizers
+from safetensors.numpy import save_file
+from tokenizers import decoders, models, pre_tokenizers
+
+from detjax.models.hf_config import config_from_hf
+from detjax.models.params import tensor_specs
+
+
+def byte_tokenizer() -> tokenizers.Tokenizer:
+    """256 tokens, a byte each, in the order of their characters."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = tokenizers.Tokenizer(models.BPE({text: i for i, text in enumerate(alphabet)}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    return made
+
+
+def write_model_folder(
+    folder: Path,
+    config: Mapping[str, Any],
+    *,
+    tokenizer_config: Mapping[str, Any] | None = None,
+    scale: float = 1.0,
+) -> Path:
+    """Write config, a tokenizer of bytes and normal weights in bfloat16.
+
+    Args:
+        folder: Made if it is not there.
+        config: What config.json says.
+        tokenizer_config: What tokenizer_config.json says; None: nothing.
+        scale: Standard deviation of the weights.
+
+    Returns:
+        The folder.
+    """
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config or {}))
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    rng, tensors = np.random.default_rng(5), {}
+    for spec in jax.tree.leaves(tensor_specs(config_from_hf(config), tp=1, vocab_block=128)):
+        for name in spec.hf_names:
+            values = scale * rng.standard_normal(spec.hf_shape, np.float32)
+            tensors[name] = np.asarray(jnp.asarray(values, jnp.bfloat16))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
