@@ -100,6 +100,9 @@ def make_parser() -> argparse.ArgumentParser:
     http.add_argument("--stream-interval", type=int, default=1, metavar="N",
                       help="tokens of an answer in an event of its stream; the first goes at once. "
                       "More cost the host less (default: 1)")  # fmt: skip
+    http.add_argument("--log-prompts", action="store_true",
+                      help="write the text of prompts to the log; without it no text of anybody "
+                      "is there")  # fmt: skip
     http.add_argument("--drain-timeout", type=float, default=30.0, metavar="SECONDS",
                       help="what open answers have after SIGTERM")  # fmt: skip
     return parser

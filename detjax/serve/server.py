@@ -125,6 +125,7 @@ def make_limits(args: argparse.Namespace) -> Limits:
         requests_per_key=args.requests_per_key,
         request_s=args.request_timeout,
         stream_interval=args.stream_interval,
+        logs_prompts=args.log_prompts,
     )
 
 

@@ -84,6 +84,7 @@ class Limits:
         requests_per_key: At once, of one API key; 0 sets no limit.
         request_s: Seconds an answer may take; 0 sets no limit.
         stream_interval: Tokens of a sequence in an event of a stream; the first goes at once.
+        logs_prompts: The log has the text of prompts.
     """
 
     body_bytes: int = 8 << 20
@@ -91,6 +92,7 @@ class Limits:
     requests_per_key: int = 0
     request_s: float = 0.0
     stream_interval: int = 1
+    logs_prompts: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -81,6 +81,8 @@ async def respond(
         RefusedError: If it cannot be answered: before a stream begins, not within.
         ClientDisconnect: If the client has left.
     """
+    if service.limits.logs_prompts:
+        log_prompts(service, request, asked)
     if not asked.fields.stream:
         found = await unless_left(request, whole(pieces_of(service, request, asked), asked))
         return reply(form(found))
@@ -312,6 +314,13 @@ def key_of(request: Request) -> str:
 def id_of(request: Request) -> str:
     """The id of a request: the client's `X-Request-Id`, else one of ours."""
     return request.state.request_id
+
+
+def log_prompts(service: Service, request: Request, asked: Asked) -> None:
+    """One line a prompt, with its text as JSON, so that it is one line."""
+    for question in asked.questions:
+        text = service.model.tokenizer.decode(question.token_ids)
+        ACCESS_LOG.info("%s prompt %s", id_of(request), msgspec.json.encode(text).decode())
 
 
 def log(request: Request, status: int, begin_s: float) -> None:

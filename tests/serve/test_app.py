@@ -236,13 +236,29 @@ class _Lines(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_request_keeps_its_id_in_the_answer_its_header_and_the_log(client, monkeypatch, stream):
-    # A handler of its own: a server that has run in this process keeps its lines from the root.
-    log, log_lines = logging.getLogger("detjax.serve.access"), _Lines()
-    monkeypatch.setattr(log, "handlers", [log_lines])
+@pytest.fixture
+def access_log(monkeypatch) -> list[str]:
+    """Its lines. A server that has run in this process keeps them from the root."""
+    log, kept = logging.getLogger("detjax.serve.access"), _Lines()
+    monkeypatch.setattr(log, "handlers", [kept])
     monkeypatch.setattr(log, "level", logging.INFO)
     log.manager._clear_cache()
+    return kept.lines
+
+
+def test_the_log_has_the_text_of_prompts_only_where_it_is_asked_for(client, llm, access_log):
+    body = {"model": "novels-6m", "prompt": ["a secret\nof mine", "x"], "max_tokens": 1}
+    assert client.post("/v1/completions", json=body).status_code == 200
+    assert len(access_log) == 1 and "secret" not in access_log.pop()
+    with served(make_service(llm, logs_prompts=True), llm) as other, other.client() as own:
+        answered = own.post("/v1/completions", json=body).headers["x-request-id"]
+    first, second, last = access_log
+    assert first == f'{answered} prompt "a secret\\nof mine"' and second == f'{answered} prompt "x"'
+    assert last.endswith(answered) and " 200 " in last
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_keeps_its_id_in_the_answer_its_header_and_the_log(client, access_log, stream):
     body = {"model": "novels-6m", "prompt": "x", "max_tokens": 2, "stream": stream}
     response = client.post("/v1/completions", json=body, headers={"X-Request-Id": "trace-7/a"})
     own = client.post("/v1/completions", json=body)
@@ -250,7 +266,7 @@ def test_a_request_keeps_its_id_in_the_answer_its_header_and_the_log(client, mon
     assert '"id":"cmpl-trace-7/a"' in response.text
     mine = own.headers["x-request-id"]
     assert re.fullmatch("[0-9a-f]{32}", mine) and f'"id":"cmpl-{mine}"' in own.text
-    assert [line.split(" ")[-1] for line in log_lines.lines] == ["trace-7/a", mine]
+    assert [line.split(" ")[-1] for line in access_log] == ["trace-7/a", mine]
     refused = client.post("/v1/completions", json={}, headers={"X-Request-Id": "trace-8"})
     assert (refused.status_code, refused.headers["x-request-id"]) == (400, "trace-8")
 
