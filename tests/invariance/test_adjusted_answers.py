@@ -140,6 +140,7 @@ def test_control_without_the_drafts_of_a_window_answers_differ(way, monkeypatch)
     assert got[-1].digest() == alone()[-1].digest()
 
 
+@pytest.mark.slow
 def test_the_best_are_those_of_the_greatest_sum():
     """n of best_of: best first, each with the noise of its own number."""
     base = SamplingParams(max_tokens=5, temperature=1.0, seed=3, n=4)

@@ -66,15 +66,9 @@ def digests_of_one_process() -> list[str]:
     return [c.digest() for c in engine.generate(worker["requests"](changed=False))]
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
-@pytest.mark.parametrize(
-    ("num_processes", "devices"),
-    [
-        (2, 1),
-        pytest.param(2, 4, marks=pytest.mark.slow),
-        pytest.param(4, 1, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("num_processes", "devices"), [(2, 1), (2, 4), (4, 1)])
 def test_processes_are_bitwise_mesh_invariant(num_processes, devices):
     """2 and 4 processes of a tp group, with one device each or several, speak as one."""
     mesh = (1, num_processes * devices)

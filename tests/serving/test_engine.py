@@ -129,6 +129,7 @@ def test_what_a_launch_is_compiled_for_is_compiled_ahead_and_no_more():
 # ------------------------------------------------------------------------------------------ calls
 
 
+@pytest.mark.slow
 def test_requests_may_come_at_any_time_and_each_gets_its_own_answer():
     made = engine()
     asked = [request(i, 5 + 9 * i, max_tokens=4 + 5 * i) for i in range(5)]

@@ -60,6 +60,7 @@ def predicting(done: Completion, kind: str) -> tuple[int, ...]:
     }[kind]
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 @pytest.mark.parametrize(
     "kind", quick_and_slow(["right", "wrong in a window"], ["too long", "short", "wrong at first"])
@@ -84,6 +85,7 @@ def test_what_is_predicted_changes_no_bit(engine, plain, kind):
         assert num_wrong >= len(REQUESTS)
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 def test_a_noise_stream_alone_is_that_sequence_of_many(model):
     engine = Engine(model, EngineConfig(batch_size=4, prefill_chunk=64, max_len=384))

@@ -85,7 +85,11 @@ def test_a_resumed_run_has_the_bits_of_one_without_a_stop(tmp_path):
         (("--reward", "shortest"), "--reward 'shortest' must be module:function"),
         (("--reward", "no_such_module:f"), "importing 'no_such_module' raised ModuleNotFoundError"),
         (("--reward", "json:no_such_function"), "has no function 'no_such_function'; it must be"),
-        (("--reward", "json:loads", *TINY), "--reward json:loads, asked about '"),
+        pytest.param(
+            ("--reward", "json:loads", *TINY),
+            "--reward json:loads, asked about '",
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=lambda value: "-".join(value[:2]) if isinstance(value, tuple) else "",
 )
