@@ -37,7 +37,7 @@ A setting is KEY=VALUE,KEY=VALUE of:
   pages=0         cache pages; 0 is enough for all, fewer mean preemption
 
 examples:
-  python -m detjax.diverge --prompt "The sea" --a "tp=1" --b "tp=2,batch=8,chunk=16"
+  python -m detjax.diverge tp=1 tp=2,batch=8,chunk=16 --prompt "The sea"
   python -m detjax.diverge --prompt "The sea" --b "mode=fast"
   python -m detjax.generate --prompt "The sea" --format jsonl > answer.jsonl
   python -m detjax.diverge --answer answer.jsonl --b "batch=8,row=3"
@@ -58,6 +58,8 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"detjax {__version__}")
+    parser.add_argument("settings", metavar="SETTING", nargs="*", help="A and B, in place of --a "
+                        "and --b; beside --answer or --receipt B alone")  # fmt: skip
     parser.add_argument("--a", metavar="SETTING", help="one setting (default: every default)")
     parser.add_argument("--b", metavar="SETTING", default="", help="the other, likewise")
     parser.add_argument("--answer", metavar="FILE", help="in place of --a and --prompt: "
@@ -113,6 +115,8 @@ def _run(args: argparse.Namespace) -> int:
         raise InputError(f"--{given[0]} stands in place of --a and --prompt; leave those out")
     if args.line is not None and given not in (["answer"], ["receipt"]):
         raise InputError("--line is of --answer or --receipt, which are not given")
+    if args.settings:
+        args.a, args.b = _positional(args, given)
     if given == ["evidence"]:
         divergence = _of_evidence(args)
     else:
@@ -121,6 +125,21 @@ def _run(args: argparse.Namespace) -> int:
         divergence = _of_receipt(args, b) if given == ["receipt"] else _of_settings(args, b)
     print(json.dumps(divergence.to_dict()) if args.json else divergence)
     return BITS_DIFFER if divergence.is_found else OK
+
+
+def _positional(args: argparse.Namespace, given: Sequence[str]) -> tuple[str | None, str]:
+    """A and B of the settings without a name."""
+    settings = args.settings
+    if args.a is not None or args.b:
+        raise InputError(f"{settings[0]!r} stands for --a or --b, and those are given too")
+    if given == ["evidence"]:
+        raise InputError(f"--evidence has its own settings; leave {settings[0]!r} out")
+    if given and len(settings) == 1:
+        return None, settings[0]
+    if given or len(settings) != 2:
+        wanted = f"B beside --{given[0]}" if given else "A and B"
+        raise InputError(f"{len(settings)} settings are given; give {wanted}")
+    return settings[0], settings[1]
 
 
 def _of_settings(args: argparse.Namespace, b: Setting) -> "Divergence":

@@ -121,6 +121,13 @@ def test_the_first_token_differs_by_its_id_one_bit_of_its_logprob_or_its_absence
         (["--receipt", "x", "--answer", "y"], "--answer and --receipt stand for one side"),
         (["--evidence", "x", "--prompt", "y"], "in place of --a and --prompt"),
         (["--evidence", "x", "--line", "2"], "--line is of --answer or --receipt"),
+        (["tp=2", "--prompt", "x"], "1 settings are given; give A and B"),
+        (["tp=x", "tp=2", "--prompt", "x"], "--a: tp=x must be an integer"),
+        (["tp=2", "bach=2", "--prompt", "x"], "--b: no setting 'bach'"),
+        (["tp=2", "tp=1", "--b", "tp=2", "--prompt", "x"], "'tp=2' stands for --a or --b"),
+        (["tp=2", "tp=1", "--receipt", "x"], "2 settings are given; give B beside --receipt"),
+        (["tp=y", "--answer", "x"], "--b: tp=y must be an integer"),
+        (["tp=2", "--evidence", "x"], "--evidence has its own settings; leave 'tp=2' out"),
     ],
 )
 def test_bad_input_is_refused_before_a_model_is_loaded(argv, says, capsys):
