@@ -57,7 +57,7 @@ from detjax.serving.stat_logger import StatLogger
 def _one_thread_at_a_time[**P, R](
     method: Callable[Concatenate["Engine", P], R],
 ) -> Callable[Concatenate["Engine", P], R]:
-    """Let a call wait for that of another thread: half a step is no state to begin from."""
+    """Let a call wait for another thread's: half a step is no state to begin from."""
 
     @functools.wraps(method)
     def locked(self: "Engine", *args: P.args, **kwargs: P.kwargs) -> R:
@@ -70,7 +70,10 @@ def _one_thread_at_a_time[**P, R](
 def _told_once(
     method: Callable[["Engine"], list[RequestOutput]],
 ) -> Callable[["Engine"], list[RequestOutput]]:
-    """As above; what an interrupt of the giving back of the turn would lose is told by the next."""
+    """As `_one_thread_at_a_time`, for calls that tell outputs, each of them once.
+
+    An interrupt may hit between their end and the end of the turn: the next call tells them then.
+    """
 
     @functools.wraps(method)
     def locked(self: "Engine") -> list[RequestOutput]:
