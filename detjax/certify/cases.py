@@ -189,7 +189,10 @@ def _until_it_differs(run: Callable[[int], Comparison]) -> Callable[[], Comparis
 
 
 def answer_controls(
-    subject: Subject, draws: Callable[[int], Sequence[Request]], want: Sequence[Answer]
+    subject: Subject,
+    draws: Callable[[int], Sequence[Request]],
+    want: Sequence[Answer],
+    alone: Callable[[int], Sequence[Answer]],
 ) -> Iterator[Outcome]:
     """The same comparisons without a guarantee: each must differ.
 
@@ -197,10 +200,10 @@ def answer_controls(
         subject: On its mesh.
         draws: The requests of each draw; draw 0 is what the cases asked.
         want: What draw 0 is answered alone.
+        alone: What XLA's kernels answer each draw alone.
     """
     requests, fast = draws(0), {"mode": "fast"}
     asked = plain(requests)
-    alone = functools.cache(lambda draw: subject.alone(plain(draws(draw)), **fast))
 
     def control(claim: str, name: str, run: Callable[[], Comparison]) -> Outcome:
         return timed(claim, name, run, round_idx=0, is_control=True)
@@ -249,19 +252,13 @@ def mesh_cases(
     )
 
 
-def mesh_control(
-    subject: Subject,
-    draws: Callable[[int], Sequence[Request]],
-    want: Callable[[int], Sequence[Answer]],
-) -> Outcome:
-    """XLA's kernels on another mesh; `want` is what they answer alone on the first, a draw."""
+def mesh_control(subject: Subject, requests: Sequence[Request], want: Sequence[Answer]) -> Outcome:
+    """XLA's kernels on another mesh; `want` is what they answer alone on the first."""
     name = "XLA's kernels, dp {dp} x tp {tp}".format(**subject.model.mesh.shape)
     return timed(
         "mesh-invariant",
         name,
-        _until_it_differs(
-            lambda draw: compare(subject.alone(plain(draws(draw)), mode="fast"), want(draw))
-        ),
+        lambda: compare(subject.alone(plain(requests), mode="fast"), want),
         round_idx=0,
         is_control=True,
     )

@@ -114,14 +114,14 @@ def _first_round(
     def draws(draw: int) -> list[Request]:
         return requests_of(subject, 0, draw)
 
-    yield from answer_controls(subject, draws, want)
+    # What draw 0 gets is there before another mesh takes the memory.
     fast = functools.cache(lambda draw: subject.alone(plain(draws(draw)), mode="fast"))
+    yield from answer_controls(subject, draws, want, fast)
     for dp, tp in other_meshes(subject, args):
-        fast(0)  # before the other mesh takes the memory
         gc.collect()
         other = open_subject(args, dp, tp)
         for outcome in mesh_cases(other, requests, want, 0):
             yield _explained(outcome, certificate, subject, requests, [other])
         # Replicas compute what one device does: only the ranks of a layer show anything.
         if tp != args.tp:
-            yield mesh_control(other, draws, fast)
+            yield mesh_control(other, requests, fast(0))

@@ -97,6 +97,7 @@ class AsyncEngine:
         self._merges: dict[int, _Merge] = {}
         self._pump: asyncio.Task[Exception | None] | None = None
         self._stepping = threading.Lock()
+        self._opening = threading.Lock()  # no output of a request is told before its sink is known
 
     async def stream(
         self,
@@ -174,17 +175,18 @@ class AsyncEngine:
         Raises:
             ValueError, EngineFullError, EngineStoppedError: As `stream` does.
         """
-        request_id = self._engine.add_request(
-            prompt_token_ids,
-            sampling,
-            is_deterministic=is_deterministic,
-            priority=priority,
-            cache_salt=cache_salt,
-            on_token=on_token,
-        )
-        self._sinks[request_id] = sink
-        if stream_interval != 1:
-            self._merges[request_id] = _Merge(stream_interval)
+        with self._opening:
+            request_id = self._engine.add_request(
+                prompt_token_ids,
+                sampling,
+                is_deterministic=is_deterministic,
+                priority=priority,
+                cache_salt=cache_salt,
+                on_token=on_token,
+            )
+            self._sinks[request_id] = sink
+            if stream_interval != 1:
+                self._merges[request_id] = _Merge(stream_interval)
         self._start_pump()
         return request_id
 
@@ -251,7 +253,9 @@ class AsyncEngine:
         """
         with self._stepping:
             while self._engine.has_work and not stop.is_set():
-                outputs = [told for out in self._engine.step() if (told := self._due(out))]
+                released = self._engine.step()
+                with self._opening:
+                    outputs = [told for out in released if (told := self._due(out))]
                 if outputs:
                     loop.call_soon_threadsafe(self._share, outputs)
 

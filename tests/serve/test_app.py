@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -237,13 +238,14 @@ class _Lines(logging.Handler):
 
 
 @pytest.fixture
-def access_log(monkeypatch) -> list[str]:
+def access_log(monkeypatch) -> Iterator[list[str]]:
     """Its lines. A server that has run in this process keeps them from the root."""
     log, kept = logging.getLogger("detjax.serve.access"), _Lines()
     monkeypatch.setattr(log, "handlers", [kept])
-    monkeypatch.setattr(log, "level", logging.INFO)
-    log.manager._clear_cache()
-    return kept.lines
+    level = log.level
+    log.setLevel(logging.INFO)
+    yield kept.lines
+    log.setLevel(level)
 
 
 def test_the_log_has_the_text_of_prompts_only_where_it_is_asked_for(client, llm, access_log):

@@ -541,8 +541,8 @@ def test_requests_may_come_while_generate_runs_from_its_consumer_and_from_thread
     assert_at_rest(made)
 
 
-def _generate_in_two_threads(made, asked):
-    """Of two threads, the second of which calls in the middle of a step of the first."""
+def _generate_in_two_threads(made, asked, *, most_s: float):
+    """Of two threads, the second of which has `most_s` in the middle of a step of the first."""
     found, threads = {}, []
 
     def run(i: int, on_token) -> None:
@@ -555,7 +555,7 @@ def _generate_in_two_threads(made, asked):
         if not threads:
             threads.append(threading.Thread(target=run, args=(1, lambda event: False)))
             threads[0].start()
-            threads[0].join(0.2)  # without a turn it would be done by now
+            threads[0].join(most_s)
         return False
 
     run(0, call_beside)
@@ -567,11 +567,11 @@ def test_calls_of_several_threads_wait_for_each_other():
     asked = [request(1, max_tokens=20), request(2, max_tokens=20)]
     made, wanted = engine(), [canonical(one, 0)[0] for one in asked]
     assert wanted[0] != wanted[1]
-    assert _generate_in_two_threads(made, asked) == wanted
+    assert _generate_in_two_threads(made, asked, most_s=0.2) == wanted
     assert_at_rest(made)
     # The control: nobody waits, and a step is begun in the middle of another.
     made._turn = contextlib.nullcontext()
-    assert _generate_in_two_threads(made, asked) != wanted
+    assert _generate_in_two_threads(made, asked, most_s=60) != wanted
 
 
 def test_an_idle_check_waits_for_a_step_of_another_thread():
