@@ -68,13 +68,16 @@ class _Merge:
 
     def add(self, output: RequestOutput) -> RequestOutput | None:
         """Take the next output of a sequence; return what is told now, if anything."""
+        is_urgent = output.finish_reason is not None or output.prompt_logprobs is not None
+        if not self._interval:  # WHY: outputs that are kept until the end cost 7 us a token
+            return output if is_urgent else None
         waiting = self._waiting.get(output.sequence_idx)
-        is_first = waiting is None and self._interval > 0
+        is_first = waiting is None
         if waiting is None:
             waiting = self._waiting[output.sequence_idx] = []
         waiting.append(output)
-        is_due = is_first or 0 < self._interval <= sum([len(one.token_ids) for one in waiting])
-        if not (is_due or output.finish_reason is not None or output.prompt_logprobs is not None):
+        num_tokens = sum([len(one.token_ids) for one in waiting])
+        if not (is_first or is_urgent or num_tokens >= self._interval):
             return None
         self._waiting[output.sequence_idx] = []
         if len(waiting) == 1:
@@ -166,8 +169,8 @@ class AsyncEngine:
             on_token: Told each token at once.
             sink: Told what is released, and errors.
             stream_interval: Tokens of a sequence that the sink is told at once. The first one, the
-                end and prompt logprobs do not wait. 0: all with the end. The event loop does
-                nothing for a token that waits.
+                end and prompt logprobs do not wait. 0: the end alone, and of the tokens before it
+                `on_token` is told. The event loop does nothing for a token that waits.
 
         Returns:
             The request's id.

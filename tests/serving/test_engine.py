@@ -578,7 +578,7 @@ def test_draining_an_engine_that_an_error_stops_raises_it_and_ends():
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("interval", [0, 1, 4])
+@pytest.mark.parametrize("interval", [1, 4])
 def test_a_sink_is_told_so_many_tokens_at_once_and_the_first_and_the_end_at_once(interval):
     asked = request(max_tokens=15, n=2)
     told: list = []
@@ -599,7 +599,28 @@ def test_a_sink_is_told_so_many_tokens_at_once_and_the_first_and_the_end_at_once
         assert tuple(p for o in mine for p in o.logprobs) == want.logprobs
         assert [o.finish_reason for o in mine if o.finish_reason] == [want.finish_reason]
         sizes = [len(o.token_ids) for o in mine]
-        assert sizes == {0: [15], 1: [1] * 15, 4: [1, 4, 4, 4, 2]}[interval]
+        assert sizes == {1: [1] * 15, 4: [1, 4, 4, 4, 2]}[interval]
+
+
+def test_a_sink_that_wants_the_end_alone_is_told_nothing_else():
+    asked, told, tokens = request(max_tokens=15), [], []
+
+    def on_token(event) -> bool:
+        tokens.append(event.token_id)
+        return False
+
+    async def run() -> None:
+        front = AsyncEngine(engine())
+        request_id = front.open(
+            asked.prompt_token_ids, asked.sampling, sink=told.append, on_token=on_token,
+            stream_interval=0,
+        )  # fmt: skip
+        await front.drain()
+        front.close(request_id, has_ended=True)
+
+    asyncio.run(run())
+    assert [o.finish_reason for o in told] == [alone(asked).finish_reason]
+    assert tuple(tokens) == alone(asked).token_ids
 
 
 def test_a_pump_that_is_cancelled_loses_no_output():
