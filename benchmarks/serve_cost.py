@@ -43,6 +43,7 @@ from detjax.proof.identity import Identity
 from detjax.serve.service import Service
 from detjax.serving.config import EngineConfig
 from detjax.serving.engine import Engine
+from detjax.serving.heap import frozen_heap
 from detjax.serving.metrics import EngineStats
 from detjax.serving.request import (
     Completion,
@@ -266,8 +267,10 @@ def engine_cost(args: argparse.Namespace) -> bool:
 
     work = Work(prompts=prompts, num_tokens=args.output_len)
     alone(engine, work)
-    return compare(rows, make, work, repeats=args.repeats, impl="engine", batch=args.batch,
-                   stream_interval=args.stream_interval, prompt_len=args.prompt_len)  # fmt: skip
+    with frozen_heap():  # as the server and `Engine.generate` do
+        return compare(rows, make, work, repeats=args.repeats, impl="engine", batch=args.batch,
+                       stream_interval=args.stream_interval,
+                       prompt_len=args.prompt_len)  # fmt: skip
 
 
 def wire_cost(args: argparse.Namespace) -> bool:

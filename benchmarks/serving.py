@@ -50,6 +50,7 @@ from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
 from detjax.serving.config import EngineConfig
 from detjax.serving.engine import Engine
+from detjax.serving.heap import frozen_heap
 from detjax.serving.programs import ProgramCache, empty_pages
 from detjax.serving.request import NO_WINDOWS, SamplingParams, WindowCounts
 from detjax.testing.load import LoadReport, lone_answers, make_questions, run_load
@@ -203,6 +204,7 @@ class Prompts(Protocol):
         ...
 
 
+@frozen_heap()  # as `Engine.generate` and the server do
 def serve(
     source: Prompts,
     engine: Engine,

@@ -4,6 +4,7 @@
 import argparse
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
@@ -24,6 +25,7 @@ from detjax.proof.signing import SigningKey
 from detjax.serve.app import make_app
 from detjax.serve.job import Leader
 from detjax.serve.service import Limits, ServedModel, Service
+from detjax.serving.heap import frozen_heap
 
 LOG = logging.getLogger("detjax.serve")
 
@@ -169,9 +171,11 @@ async def serve(args: argparse.Namespace, job: JobSpec | None = None) -> int:
             loop.add_signal_handler(number, stop.set)
         if leader is not None:
             leader.attend(service, stop.set)
+        gc.collect()
         LOG.info("ready: http://%s:%d serves %s", host, port, service.model.name)
         stopping = asyncio.create_task(stop.wait())
-        await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        with frozen_heap():
+            await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
         LOG.info("draining: %d requests are open", service.num_open)
         if not await service.drain(args.drain_timeout):
             LOG.warning("%d requests did not end in time and are given up", service.num_open)

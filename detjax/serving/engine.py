@@ -28,6 +28,7 @@ from detjax.serving.errors import (
     SelfCheckError,
 )
 from detjax.serving.grammars import Grammars
+from detjax.serving.heap import frozen_heap
 from detjax.serving.input_processor import MAX_TAKEN, InputProcessor
 from detjax.serving.metrics import EngineStats, Pauses
 from detjax.serving.model_runner import Launch, ModelRunner, ignore_compiling
@@ -469,18 +470,22 @@ class Engine:
         )
         run = GenerateRun(requests, on_token)
         try:
-            while run.num_left:
-                while run.has_more and self._input_processor.num_queued < MAX_TAKEN:
-                    request_id = next(self._request_ids)
-                    i = run.pop_next(request_id)
-                    self._input_processor.take(request_id, requests[i], run.listener, request_idx=i)
-                for output in self._step(run.request_ids):
-                    run.add(output)
+            with frozen_heap():
+                while run.num_left:
+                    self._take_more(run, requests)
+                    for output in self._step(run.request_ids):
+                        run.add(output)
         finally:
             self._states.unwanted.update(run.request_ids)
             self._runner.set_least()
             self._recovery.drop_unwanted()
         return run.completions()
+
+    def _take_more(self, run: GenerateRun, requests: abc.Sequence[Request]) -> None:
+        while run.has_more and self._input_processor.num_queued < MAX_TAKEN:
+            request_id = next(self._request_ids)
+            i = run.pop_next(request_id)
+            self._input_processor.take(request_id, requests[i], run.listener, request_idx=i)
 
     def score(
         self, sequences: abc.Sequence[abc.Sequence[int]], *, top: int = 1

@@ -158,7 +158,7 @@ def round_the_residual_early(monkeypatch):
     right = layers.linear_add_rms_norm
 
     def wrong(x, w, residual, bias, gain, *, reduction, eps, backend):
-        if len(x) > 3:
+        if len(x) != 3:  # one row is that of a prompt's last layer
             return right(x, w, residual, bias, gain, reduction=reduction, eps=eps, backend=backend)
         product = layers.linear_partial(x, w, reduction=reduction, backend=backend)
         product = round_to(product, residual.dtype)

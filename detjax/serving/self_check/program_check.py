@@ -3,8 +3,8 @@
 
 A probe is a token at a position on pages of the real cache. The program under test runs it among
 other rows; then prefill runs the same tokens, one sequence a row, on the same pages. Choices,
-logprobs and what was written must have the same bits. Before the test the program writes other
-tokens there, so that a write that does not happen shows.
+logprobs and what was written must have the same bits. Before the test other tokens are written
+there, by the program or by one of more rows, so that a write that does not happen shows.
 """
 
 import itertools
@@ -32,7 +32,7 @@ Run = Callable[..., tuple[Slots, Any]]
 """`run(key, slots, sampling, *host) -> (slots, result)`: a launch beside those of sequences."""
 Checksums = Callable[[np.ndarray], np.ndarray]
 """From pages, int32 [B], to a number for the content of each, uint32 [B]."""
-MOST_PREFILLED = 4
+MOST_PREFILLED = 2
 """New tokens of a probe where a prefill program itself is under test."""
 
 
@@ -109,10 +109,23 @@ def check_programs(
                 continue
             session = _Session(model, config, reference, reach, placement)
             for key in keys:
-                found += session.check(key)
+                found += session.check(key, _widest(key, keys))
                 if key not in checked:
                     checked.append(key)
     return checked, found
+
+
+def _widest(key: ProgramKey, keys: Sequence[ProgramKey]) -> ProgramKey:
+    """Of the programs that write as many tokens, the one whose launches cost least.
+
+    One that writes nothing is found all the same, as it is compared with prefill itself.
+    """
+    alike = [
+        one
+        for one in keys
+        if one.kind in (key.kind, "decode") and _num_tokens(one) == _num_tokens(key)
+    ]
+    return max(alike, key=lambda one: (one.kind == "decode", one.rows))
 
 
 def _num_tokens(key: ProgramKey) -> int:
@@ -158,16 +171,19 @@ class _Session:
         self._choices: dict[tuple[int, tuple[int, ...]], np.ndarray] = {}
         self._written: dict[tuple[int, tuple[int, ...]], np.ndarray] = {}
 
-    def check(self, key: ProgramKey) -> list[Difference]:
-        """Compare a program with prefill, at every probe."""
+    def check(self, key: ProgramKey, writer: ProgramKey) -> list[Difference]:
+        """Compare a program with prefill, at every probe; `writer` puts the other tokens there."""
         if key == self._reference:
             return []
+        num_probes = len(self._placement.probes)
+        for group in make_groups(num_probes, writer.rows):
+            self._test(writer, group, is_other=True)
+        before = self._checksums()
+        groups = make_groups(num_probes, key.rows)
+        outcomes = [self._test(key, group, is_other=False) for group in groups]
+        written = self._checksums()
         found = []
-        for group in make_groups(len(self._placement.probes), key.rows):
-            self._test(key, group, is_other=True)
-            before = self._checksums(group)
-            outcome = self._test(key, group, is_other=False)
-            written = self._checksums(group)
+        for group, outcome in zip(groups, outcomes, strict=True):
             if outcome.committed is not None:
                 found += self._check_committed(key, group, outcome)
             found += self._compare(key, group, outcome, before, written)
@@ -237,13 +253,8 @@ class _Session:
         packed = packed.reshape(self._config.num_replicas, key.rows, *packed.shape[1:])
         return packed[:, list(group.rows)]
 
-    def _checksums(self, group: Group) -> np.ndarray:
-        """Of the pages that a group may write, [dp, g, w]."""
-        pages = self._placement.written[:, list(group.probes)]
-        return self._all_checksums()[:, list(group.probes)].reshape(pages.shape)
-
-    def _all_checksums(self) -> np.ndarray:
-        """Of all pages of the placement, so that one compiled function does: [dp, K, w]."""
+    def _checksums(self) -> np.ndarray:
+        """Of the pages that the probes may write, [dp, K, w]."""
         pages = self._placement.written
         return self._reach.checksums(pages.reshape(-1)).reshape(pages.shape)
 
@@ -267,7 +278,7 @@ class _Session:
     def _prefill_whole(self, probe: int, ids: tuple[int, ...]) -> None:
         """Put all that a program computes in the cache, and keep what is written too."""
         self._prefill(probe, ids)
-        self._written[probe, ids] = self._all_checksums()[:, probe]
+        self._written[probe, ids] = self._checksums()[:, probe]
 
     # ---------------------------------------------------------------------------------- comparisons
 
@@ -296,11 +307,11 @@ class _Session:
                 if is_nan:  # nothing is claimed of it
                     continue
                 want = self._written[probe, ids][replica]
-                if not np.array_equal(written[replica, i], want):
-                    differ("keys and values", written[replica, i], want)
-                elif np.array_equal(written[replica, i], before[replica, i]):
+                if not np.array_equal(written[replica, probe], want):
+                    differ("keys and values", written[replica, probe], want)
+                elif np.array_equal(written[replica, probe], before[replica, probe]):
                     if self._are_unlike(probe, ids, replica):
-                        differ("keys and values are not written", before[replica, i], want)
+                        differ("keys and values are not written", before[replica, probe], want)
         return found
 
     def _are_unlike(self, probe: int, ids: tuple[int, ...], replica: int) -> bool:
@@ -343,7 +354,7 @@ class _Session:
 
 
 def _compared(count: int, *, is_first: bool, has_all: bool) -> Sequence[int]:
-    """Which choices of a probe are compared: of the first probe all, else the middle and the last.
+    """Which choices of a probe are compared: of a launch's first all, else the middle and the last.
 
     The last is always among them: its prefill writes all that the program has written.
     """
