@@ -7,7 +7,6 @@ logprobs and what was written must have the same bits. Before the test other tok
 there, by the program or by one of more rows, so that a write that does not happen shows.
 """
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -81,38 +80,59 @@ def check_programs(
         The programs that were checked (those for whose probes there are pages), and what differed.
     """
     checked, found = [], []
-    num_positions = min(model.config.max_position_embeddings, config.table_len * config.page_len)
     # WHY: fewer new tokens first: what a longer program writes lies behind what a shorter one does.
-    in_order = sorted(keys, key=lambda key: (key.table_len, _num_tokens(key)))
-    by_table = itertools.groupby(in_order, key=lambda key: key.table_len)
-    for table_len, some in by_table:
-        keys = list(some)
-        num_new = max(_num_tokens(key) for key in keys)
-        probes = make_probes(
-            num_positions=min(num_positions, table_len * config.page_len),
-            num_new=num_new,
-            vocab_size=model.config.vocab_size,
-            profile=model.profile,
-            is_filtered=reference.with_filters,
+    in_order = sorted(keys, key=lambda key: (_num_tokens(key), key.table_len))
+    positions, probes = _probes_of_tables(
+        model, config, in_order, is_filtered=reference.with_filters
+    )
+    while probes:
+        placement, left = place_probes(
+            probes,
+            reach.idle,
+            num_company=config.num_slots,
+            num_pages=config.num_pages,
+            table_len=config.table_len,
+            page_len=config.page_len,
         )
-        while probes:
-            placement, probes = place_probes(
-                probes,
-                reach.idle,
-                num_company=config.num_slots,
-                num_pages=config.num_pages,
-                table_len=config.table_len,
-                page_len=config.page_len,
-            )
-            if placement is None:
-                probes = probes[1:]
-                continue
-            session = _Session(model, config, reference, reach, placement)
-            for key in keys:
-                found += session.check(key, _widest(key, keys))
+        if placement is None:
+            probes = probes[1:]
+            continue
+        probes, session = left, _Session(model, config, reference, reach, placement)
+        for key in in_order:
+            of_key = [
+                i
+                for i, probe in enumerate(placement.probes)
+                if probe.position in positions[key.table_len]
+            ]
+            if of_key:
+                found += session.check(key, _widest(key, keys), of_key)
                 if key not in checked:
                     checked.append(key)
     return checked, found
+
+
+def _probes_of_tables(
+    model: LoadedModel, config: ReplicaConfig, keys: Sequence[ProgramKey], *, is_filtered: bool
+) -> tuple[dict[int, set[int]], list[Probe]]:
+    """Positions to check by the length of a table, and a probe at each of all of them.
+
+    Programs of several tables share what they can: prefill of a probe is computed once.
+    """
+    most = min(model.config.max_position_embeddings, config.table_len * config.page_len)
+    positions: dict[int, set[int]] = {}
+    probes: dict[int, Probe] = {}
+    for table_len in sorted({key.table_len for key in keys}, reverse=True):
+        made = make_probes(
+            num_positions=min(most, table_len * config.page_len),
+            num_new=max(_num_tokens(key) for key in keys),
+            vocab_size=model.config.vocab_size,
+            profile=model.profile,
+            is_filtered=is_filtered,
+        )
+        positions[table_len] = {probe.position for probe in made}
+        for probe in made:
+            probes.setdefault(probe.position, probe)
+    return positions, list(probes.values())
 
 
 def _widest(key: ProgramKey, keys: Sequence[ProgramKey]) -> ProgramKey:
@@ -123,7 +143,8 @@ def _widest(key: ProgramKey, keys: Sequence[ProgramKey]) -> ProgramKey:
     alike = [
         one
         for one in keys
-        if one.kind in (key.kind, "decode") and _num_tokens(one) == _num_tokens(key)
+        if one.kind in (key.kind, "decode")
+        and (one.table_len, _num_tokens(one)) == (key.table_len, _num_tokens(key))
     ]
     return max(alike, key=lambda one: (one.kind == "decode", one.rows))
 
@@ -171,15 +192,14 @@ class _Session:
         self._choices: dict[tuple[int, tuple[int, ...]], np.ndarray] = {}
         self._written: dict[tuple[int, tuple[int, ...]], np.ndarray] = {}
 
-    def check(self, key: ProgramKey, writer: ProgramKey) -> list[Difference]:
-        """Compare a program with prefill, at every probe; `writer` puts the other tokens there."""
+    def check(self, key: ProgramKey, writer: ProgramKey, probes: Sequence[int]) -> list[Difference]:
+        """Compare a program with prefill at some probes; `writer` puts the other tokens there."""
         if key == self._reference:
             return []
-        num_probes = len(self._placement.probes)
-        for group in make_groups(num_probes, writer.rows):
+        for group in make_groups(probes, writer.rows):
             self._test(writer, group, is_other=True)
         before = self._checksums()
-        groups = make_groups(num_probes, key.rows)
+        groups = make_groups(probes, key.rows)
         outcomes = [self._test(key, group, is_other=False) for group in groups]
         written = self._checksums()
         found = []

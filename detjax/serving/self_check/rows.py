@@ -40,13 +40,13 @@ class Group:
     rows: tuple[int, ...]
 
 
-def make_groups(num_probes: int, num_rows: int) -> list[Group]:
+def make_groups(probes: Sequence[int], num_rows: int) -> list[Group]:
     """Spread probes over the rows of a program, from the first to the last; as few as will do."""
     groups = []
-    for first in range(0, num_probes, num_rows):
-        probes = tuple(range(first, min(first + num_rows, num_probes)))
-        rows = np.linspace(num_rows - 1, 0, len(probes)).round().astype(int)
-        groups.append(Group(probes=probes, rows=tuple(rows.tolist())))
+    for first in range(0, len(probes), num_rows):
+        some = tuple(probes[first : first + num_rows])
+        rows = np.linspace(num_rows - 1, 0, len(some)).round().astype(int)
+        groups.append(Group(probes=some, rows=tuple(rows.tolist())))
     return groups
 
 
@@ -125,7 +125,7 @@ class RowMaker:
                 operands.start[at] = self._placement.probes[probe].position + offset
                 operands.count[at] = len(ids)
                 operands.token_ids[at, : len(ids)] = ids
-                operands.page_table[at] = self._placement.tables[replica, probe]
+                operands.page_table[at] = self._placement.tables[replica, probe, : key.table_len]
         return operands.pack(), SamplingRows.pack(sampling * dp)
 
     def _slot(self, row: int) -> int:
