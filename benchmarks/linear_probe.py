@@ -327,7 +327,7 @@ def middle(bench):
         "64x128 share weights": dataclasses.replace(alone, cluster_rows=2),
     }
     rows = [("down", 256), ("o", 256), ("down", 512), ("o", 512)]
-    for name, m in rows + [("down", m) for m in (136, 160, 192, 224, 248)]:
+    for name, m in rows + [("down", m) for m in (72, 96, 128, 136, 160, 192, 224)]:
         x, ws, r = bench.inputs(name, m)
         arguments = [(x, w, r) for w in ws]
         reduction = Reduction(leaf_len=x.shape[1] // 8, num_leaves=8)
@@ -336,8 +336,9 @@ def middle(bench):
             return sm90.linear_add(x, w, r, None, reduction=reduction)
 
         tiles = {"share rows": dataclasses.replace(many, cluster_cols=2)} if m > 256 else variants
-        if m % 128:
-            tiles = {name: variants[name] for name in ("delay", "64x128 delay", "64x128 k128")}
+        if m % 256:
+            tiles = {label: variants[label] for label in ("64x128 delay", "64x128 k128")}
+            tiles |= {"64x64": tall(64, 2, k=128, num_wgs=1)}
         functions = {"chosen": chosen, "Rival": cublas("bf16")} | {
             label: with_tiles(t, reduction.leaf_len, has_residual=True)
             for label, t in tiles.items()

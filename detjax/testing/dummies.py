@@ -42,11 +42,12 @@ def dummy_config(
     window: int | None = None,
     max_len: int = 1024,
     experts: tuple[int, int] | None = None,
+    expert_width: int = 48,
 ) -> ModelConfig:
     """A decoder whose every width allows tp up to 8 and whose down_proj is no power of two.
 
     With `experts` (their number, and how many a token has) every feed-forward layer but the first
-    of several is a mixture; an expert has 48 channels.
+    of several is a mixture; an expert has `expert_width` channels.
     """
     return ModelConfig(
         family="dummy",
@@ -72,7 +73,7 @@ def dummy_config(
         else ExpertConfig(
             num_experts=experts[0],
             top_k=experts[1],
-            width=48,
+            width=expert_width,
             renormalise=True,
             layers=tuple(i > 0 or num_layers == 1 for i in range(num_layers)),
         ),

@@ -449,6 +449,9 @@ PROGRAMS = {
     "pressed_experts_mesh": lambda: pressed(
         "decode", rows=8, table_len=34, tp=4, make_config=qwen3_moe
     ),
+    "pressed_experts_mesh_prefill": lambda: pressed(
+        "prefill", rows=1, length=512, table_len=64, tp=4, make_config=qwen3_moe
+    ),
     "pressed_mesh_decode": lambda: pressed("decode", rows=8, table_len=34, tp=4),
     "pressed_mesh_many": lambda: pressed("decode", rows=256, table_len=10, dp=2, tp=2),
     "pressed_mesh_prefill": lambda: pressed("prefill", rows=1, length=512, table_len=64, tp=4),

@@ -310,14 +310,15 @@ def test_a_process_for_each_gpu_has_the_bits_of_one_gpu():
     [(1, 2), (2, 1), *(pytest.param(mesh, marks=FOUR) for mesh in ((1, 4), (2, 2), (4, 1)))],
     ids=str,
 )
-def test_answers_are_bitwise_mesh_invariant(mesh):
+@pytest.mark.parametrize("experts", [None, (16, 4)], ids=["dense", "experts"])
+def test_answers_are_bitwise_mesh_invariant(mesh, experts):
     """Whole answers, prompts longer and shorter than what is shared out over ranks."""
     from detjax.serving.request import Request, SamplingParams
 
     dp, tp = mesh
     config = dummy_config(
         num_heads=8, num_kv_heads=2, head_dim=64, hidden_size=512, intermediate_size=1536,
-        vocab_size=1024,
+        vocab_size=1024, experts=experts, expert_width=256,
     )  # fmt: skip
     rng = np.random.default_rng(5)
     asked = [
