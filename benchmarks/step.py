@@ -223,10 +223,6 @@ class Runner:
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
             list(pool.map(lambda case: self.compiled("invariant", case), cases))
 
-    def forget_programs(self) -> None:
-        """Compile every step again when it is next wanted."""
-        self._programs.clear()
-
     def choices(self, impl: str, case: Case) -> tuple[np.ndarray, np.ndarray]:
         """Token ids and logprobs of one step."""
         step, _ = self.compiled(impl, case)
