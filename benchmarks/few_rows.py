@@ -23,6 +23,7 @@ import numpy as np
 
 from benchmarks.common import Rows, environment, kernel_events, num_different, random_bf16
 from benchmarks.step import MODELS, Case, Runner, decode_case, decode_floor_ms
+from detjax.donation import compile_checked
 from detjax.numerics import NumericsProfile, tree_reduction
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.linear import sm90 as linear_sm90
