@@ -62,18 +62,17 @@ ALL = {
 
 SETTINGS = {
     "none": NONE,
-    "router of 16 CTAs": NONE | {"NARROW_ROWS": 8},
-    "router of 8 CTAs": NONE | {"NARROW_ROWS": 16},
     "o on 128 CTAs": NONE | {"TREE_CTAS": 128},
     "no list of one row": NONE | {"LISTS_ONE_ROW": False},
     "router adds subtrees": NONE | {"NARROW_ROWS": 16, "MAX_ADDED_ROWS": 8},
     "qkv adds experts": NONE | {"MAX_LATE_ROWS": 8},
     "all": ALL,
     "all, router of 16 CTAs": ALL | {"NARROW_ROWS": 8},
-    "all, o on 64 CTAs": ALL | {"TREE_CTAS": 64},
 }
-BIT_SETTINGS = ("all", "all, router of 16 CTAs")
-BATCHES = (2, 8)
+BITS = {"all": (1, 2, 3, 5, 8), "all, router of 16 CTAs": (1, 8)}
+"""Rows of the settings whose layers are compared."""
+
+BATCHES = (8,)
 
 
 def turn(setting: str) -> None:
@@ -86,6 +85,7 @@ def turn(setting: str) -> None:
 # ------------------------------------------------------------------------------------------ bits
 
 
+@jax.jit
 def layer(heads, residual, weights: dict) -> dict[str, jax.Array]:
     """A layer from o to the next q, k and v."""
     reduction = tree_reduction(heads.shape[1], NumericsProfile())
@@ -108,7 +108,7 @@ def layer(heads, residual, weights: dict) -> dict[str, jax.Array]:
 
 def compiled_layers(operands, weights: dict, counts) -> dict:
     """The layer at so many rows of the operands, compiled side by side."""
-    lowered = {m: jax.jit(layer).lower(*(x[:m] for x in operands), weights) for m in counts}
+    lowered = {m: layer.lower(*(x[:m] for x in operands), weights) for m in counts}
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         return dict(
             zip(lowered, pool.map(lambda low: low.compile(), lowered.values()), strict=True)
@@ -143,9 +143,9 @@ def check_layers(rows: Rows) -> tuple[int, list[str]]:
         lines.append(f"bits  {case:28}{m:2} rows {count:8d} different  {'' if count else 'ok'}")
 
     compare("none", found_alone, 1)
-    for setting in BIT_SETTINGS:
+    for setting, counts in BITS.items():
         turn(setting)
-        for m, run in compiled_layers(operands, weights, range(1, 9)).items():
+        for m, run in compiled_layers(operands, weights, counts).items():
             compare(setting, run(*(x[:m] for x in operands), weights), m)
     other = {k: int(num_different(v[1:2], want[k][:1])) for k, v in want.items()}
     rows.keep(subject="few_rows", kind="control", case="another row", different=sum(other.values()))
