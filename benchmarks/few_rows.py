@@ -3,15 +3,17 @@
 
     python -m benchmarks.few_rows [--seconds 150] [--out few_rows.jsonl]
 
-Each setting turns constants of the kernels: free choices, that change no bit. First every setting's
-layer (subtrees of o to the next q, k and v) against that of the present kernels, at 1 to 8 rows;
-exit status 3 if a bit differs. Then the step of a model of few layers at batch 1 with each of them,
-the time of its kernels, steps at other batches, and the whole model with all of them.
+Each setting turns constants of the kernels: free choices, that change no bit. First a chain of
+layers without their attention (o to the next q, k and v) under every setting, compared with what
+the kernels with none of them give; exit status 3 if a bit differs. Then their times at one row, in
+one CUDA graph; the kernels of a step; steps at batch 1 of the whole model, and at batch 8 of a few
+layers.
 """
 
 import argparse
 import concurrent.futures
 import dataclasses
+import functools
 import itertools
 import statistics
 import sys
@@ -68,24 +70,26 @@ SETTINGS = {
     "qkv adds experts": NONE | {"MAX_LATE_ROWS": 8},
     "all": ALL,
     "all, router of 16 CTAs": ALL | {"NARROW_ROWS": 8},
+    "all, o on 64 CTAs": ALL | {"TREE_CTAS": 64},
 }
-BITS = {"all": (1, 2, 3, 5, 8), "all, router of 16 CTAs": (1, 8)}
-"""Rows of the settings whose layers are compared."""
+STEP_SETTINGS = SETTINGS | {"all, late to 4": ALL | {"MAX_LATE_ROWS": 4}}
+BIT_ROWS = {"all": (2, 3, 5, 8), "all, router of 16 CTAs": (8,)}
+"""Other rows at which a setting's layer is compared."""
 
-BATCHES = (8,)
+MOST = 8
+"""Rows of the kernels that others are compared with."""
 
 
 def turn(setting: str) -> None:
     """Set the constants, and forget what was traced with others."""
-    for name, value in SETTINGS[setting].items():
+    for name, value in STEP_SETTINGS[setting].items():
         setattr(WHERE[name], name, value)
     jax.clear_caches()
 
 
-# ------------------------------------------------------------------------------------------ bits
+# ----------------------------------------------------------------------------------------- layers
 
 
-@jax.jit
 def layer(heads, residual, weights: dict) -> dict[str, jax.Array]:
     """A layer from o to the next q, k and v."""
     reduction = tree_reduction(heads.shape[1], NumericsProfile())
@@ -106,54 +110,131 @@ def layer(heads, residual, weights: dict) -> dict[str, jax.Array]:
     }  # fmt: skip
 
 
-def compiled_layers(operands, weights: dict, counts) -> dict:
-    """The layer at so many rows of the operands, compiled side by side."""
-    lowered = {m: layer.lower(*(x[:m] for x in operands), weights) for m in counts}
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        return dict(
-            zip(lowered, pool.map(lambda low: low.compile(), lowered.values()), strict=True)
-        )
+@jax.jit
+def chain(heads, residual, layers: list[dict]) -> list[dict[str, jax.Array]]:
+    """What each of some layers gives; queries go on as heads."""
+    found = []
+    for weights in layers:
+        found.append(layer(heads, residual, weights))
+        heads, residual = found[-1]["qkv"][:, : heads.shape[1]], found[-1]["sum after"]
+    return found
 
 
-def check_layers(rows: Rows) -> tuple[int, list[str]]:
-    """Compare each setting's layer with that of none, and of its rows with each other's."""
+def draw_layers(num_layers: int) -> list[dict]:
+    """Random weights of so many layers: other experts in each, more than the L2 holds."""
     num, width, hidden = SHAPE.num_experts, SHAPE.width, SHAPE.hidden_size
-    weights = {
-        "o": random_bf16((hidden, 4096), 1, 0.02),
-        "router": random_bf16((num, hidden), 2, 0.04),
-        "gate_up": random_bf16((num, 2 * width, hidden), 3, 0.04),
-        "down": random_bf16((num, hidden, width), 4, 0.06),
-        "qkv": random_bf16((5120, hidden), 5, 0.02),
-        "gain": random_bf16((hidden,), 6),
+    shapes = {
+        "o": ((hidden, 4096), 0.02),
+        "router": ((num, hidden), 0.04),
+        "gate_up": ((num, 2 * width, hidden), 0.04),
+        "down": ((num, hidden, width), 0.06),
+        "qkv": ((5120, hidden), 0.02),
+        "gain": ((hidden,), 1.0),
     }
-    scale = jnp.exp(random_bf16((8, 4096), 7).astype(F32))
-    heads = (random_bf16((8, 4096), 8) * scale).astype(BF16)
-    operands = heads, random_bf16((8, hidden), 9)
-    turn("none")
-    alone, many = compiled_layers(operands, weights, (1, 8)).values()
-    want, found_alone = many(*operands, weights), alone(*(x[:1] for x in operands), weights)
-    failed, lines = 0, []
+    drawn = {
+        name: jnp.unstack(random_bf16((num_layers, *shape), seed, scale))
+        for seed, (name, (shape, scale)) in enumerate(shapes.items())
+    }
+    return [{name: arrays[i] for name, arrays in drawn.items()} for i in range(num_layers)]
 
-    def compare(case: str, found: dict, m: int) -> None:
-        nonlocal failed
-        different = {k: int(num_different(v, want[k][:m])) for k, v in found.items()}
-        count = sum(different.values())
-        failed += count > 0
-        rows.keep(subject="few_rows", kind="bits", case=case, m=m, different=count, **different)
-        lines.append(f"bits  {case:28}{m:2} rows {count:8d} different  {'' if count else 'ok'}")
 
-    compare("none", found_alone, 1)
-    for setting, counts in BITS.items():
+class Chains:
+    """A chain of layers under every setting, its bits and its times."""
+
+    def __init__(self, num_layers: int, rows: Rows):
+        """Draw weights, and compile everything side by side."""
+        self._layers, self._rows, self.failed = draw_layers(num_layers), rows, 0
+        scale = jnp.exp(random_bf16((MOST, 4096), 20).astype(F32))
+        heads = (random_bf16((MOST, 4096), 21) * scale).astype(BF16)
+        self._operands = heads, random_bf16((MOST, SHAPE.hidden_size), 22)
+        wanted = [("none", 1), ("none", MOST)]
+        wanted += [(setting, m) for setting in SETTINGS for m in (1, *BIT_ROWS.get(setting, ()))]
+        with concurrent.futures.ThreadPoolExecutor(16) as pool:
+            self._compiled = {
+                (setting, m): pool.submit(self._lower(setting, m).compile, EXACT_OPTIONS)
+                for setting, m in dict.fromkeys(wanted)
+            }
+
+    def _arguments(self, m: int) -> tuple:
+        # Rows that are not timed go through one layer.
+        layers = self._layers if m == 1 else self._layers[:1]
+        return *(x[:m] for x in self._operands), layers
+
+    def _lower(self, setting: str, m: int) -> jax.stages.Lowered:
         turn(setting)
-        for m, run in compiled_layers(operands, weights, counts).items():
-            compare(setting, run(*(x[:m] for x in operands), weights), m)
-    other = {k: int(num_different(v[1:2], want[k][:1])) for k, v in want.items()}
-    rows.keep(subject="few_rows", kind="control", case="another row", different=sum(other.values()))
-    failed += not all(other.values())
-    return failed, lines
+        return chain.lower(*self._arguments(m))
+
+    def _run(self, setting: str, m: int) -> list[dict[str, jax.Array]]:
+        return self._compiled[setting, m].result()(*self._arguments(m))
+
+    def check(self) -> list[str]:
+        """Compare all results of each layer under every setting with those under none."""
+        of_one, [of_most] = self._run("none", 1), self._run("none", MOST)
+        lines = []
+
+        def compare(case: str, m: int, found: list, want: list, *, must_differ: bool = False):
+            counts = {
+                name: sum(
+                    int(num_different(a[name], b[name])) for a, b in zip(found, want, strict=True)
+                )
+                for name in want[0]
+            }
+            total = sum(counts.values())
+            good = all(counts.values()) if must_differ else total == 0
+            self.failed += not good
+            kind = "control" if must_differ else "bits"
+            self._rows.keep(subject="few_rows", kind=kind, case=case, m=m, holds=good, **counts)
+            lines.append(
+                f"{kind:8}{case:26}{m:2} rows {total:8d} different  {'ok' if good else 'FAILED'}"
+            )
+
+        def first_rows(m: int, start: int = 0) -> list[dict[str, jax.Array]]:
+            return [{name: value[start : start + m] for name, value in of_most.items()}]
+
+        compare("none", 1, of_one[:1], first_rows(1))
+        compare("another row", 1, first_rows(1, 1), first_rows(1), must_differ=True)
+        for setting, m in self._compiled:
+            if setting != "none":
+                found = self._run(setting, m)
+                compare(setting, m, found, of_one if m == 1 else first_rows(m))
+        return lines
+
+    def time(self) -> list[str]:
+        """Microseconds a layer of every setting at one row, in turns."""
+        arguments, num = self._arguments(1), len(self._layers)
+        programs = {setting: self._compiled[setting, 1].result() for setting in SETTINGS}
+        times = {setting: [] for setting in programs}
+        for _ in range(8):
+            for setting, program in programs.items():
+                jax.block_until_ready(program(*arguments))
+                begin, found = time.perf_counter(), None
+                for _ in range(20):
+                    found = program(*arguments)
+                jax.block_until_ready(found)
+                times[setting].append((time.perf_counter() - begin) / (20 * num) * 1e6)
+        us = {setting: statistics.median(values[1:]) for setting, values in times.items()}
+        lines = []
+        for setting, value in us.items():
+            saved = us["none"] - value
+            events = kernel_events(functools.partial(_run_twice, programs[setting], arguments))
+            device = sum(t for _, t in events) / (2 * num)
+            count = len(events) / (2 * num)
+            self._rows.keep(
+                subject="few_rows", kind="layer", setting=setting, us=value, saved_us=saved,
+                kernels_us=device, launches=count,
+            )  # fmt: skip
+            lines.append(
+                f"layer without attention  {setting:24}{value:8.2f} us  {saved:6.2f} saved  "
+                f"{count:.1f} launches, {device:.2f} us of kernels"
+            )
+        return lines
 
 
-# ----------------------------------------------------------------------------------------- times
+def _run_twice(program, arguments) -> None:
+    jax.block_until_ready([program(*arguments) for _ in range(2)])
+
+
+# ------------------------------------------------------------------------------------------ steps
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -170,7 +251,7 @@ class Step:
         return decode_case(self.batch)
 
 
-def draw_model(num_layers: int) -> Runner:
+def draw_model(num_layers: int, most_rows: int) -> Runner:
     """Qwen3-30B-A3B with so many layers, random weights and cache."""
     config = MODELS[MODEL]
     assert config.experts is not None
@@ -178,7 +259,7 @@ def draw_model(num_layers: int) -> Runner:
     config = dataclasses.replace(
         config, num_layers=num_layers, experts=experts, sliding_windows=(None,) * num_layers
     )
-    return Runner(config, [decode_case(max(BATCHES))], Backend.SM90, 0)
+    return Runner(config, [decode_case(most_rows)], Backend.SM90, 0)
 
 
 class Steps:
@@ -186,7 +267,10 @@ class Steps:
 
     def __init__(self, steps: list[Step], rows: Rows):
         """Draw the models, and compile all steps side by side."""
-        self._runners = {n: draw_model(n) for n in {step.num_layers for step in steps}}
+        most: dict[int, int] = {}
+        for step in steps:
+            most[step.num_layers] = max(step.batch, most.get(step.num_layers, 1))
+        self._runners = {n: draw_model(n, most_rows) for n, most_rows in most.items()}
         lowered = {step: self._lower(step) for step in steps}
         with concurrent.futures.ThreadPoolExecutor(16) as pool:
             self._compiled = {
@@ -276,20 +360,30 @@ def main() -> None:
     options = parser.parse_args()
     start = time.time()
     rows = Rows(environment(Backend.SM90), options.out)
-    failed, lines = check_layers(rows)
-    few, whole = options.layers, MODELS[MODEL].num_layers
-    planned = [Step(setting, few, 1) for setting in SETTINGS]
-    planned += [Step(setting, whole, 1) for setting in ("none", "all")]
-    planned += [Step(setting, few, batch) for batch in BATCHES for setting in ("none", "all")]
-    steps = Steps(planned, rows)
-    print(f"compiled after {time.time() - start:.0f} s", flush=True)
-    for step in planned:
-        if time.time() - start > options.seconds:
-            lines.append(f"not run for lack of time: {step}")
+
+    def passed() -> float:
+        return time.time() - start
+
+    chains = Chains(options.layers, rows)
+    lines = chains.check() + chains.time()
+    failed = chains.failed
+    print("\n".join(lines) + f"\nafter {passed():.0f} s", flush=True)
+    del chains
+    whole = MODELS[MODEL].num_layers
+    planned = [[Step(setting, whole, 1) for setting in ("none", "all")]]
+    planned += [
+        [Step(setting, options.layers, MOST) for setting in ("none", "all", "all, late to 4")]
+    ]
+    for group in planned:
+        if passed() > options.seconds - 50:
+            lines.append(f"not run for lack of time: {group}")
             continue
-        kernels = step.num_layers == few and step.setting in ("none", "all")
-        lines += steps.time(step, kernels=kernels)
-    failed += steps.failed
+        steps = Steps(group, rows)
+        for step in group:
+            lines += steps.time(step, kernels=True)
+        failed += steps.failed
+        print(f"after {passed():.0f} s", flush=True)
+        del steps
     print("\n" + "\n".join(lines))
     print(f"{failed} checks failed, {time.time() - start:.0f} s")
     sys.exit(3 if failed else 0)
