@@ -18,7 +18,11 @@ from detjax.pallas_kernels.moe import sm90_tiles
 from detjax.pallas_kernels.moe.shapes import SHAPES
 from detjax.pallas_kernels.moe.sm90_combine import read_experts
 from detjax.pallas_kernels.rms_norm.sm90 import combine_add_rms_norm
-from detjax.testing.bitwise import assert_bitwise_equal, assert_order_sensitive
+from detjax.testing.bitwise import (
+    assert_bitwise_equal,
+    assert_order_sensitive,
+    count_different_bits,
+)
 from detjax.testing.cases import quick_and_slow
 
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
@@ -92,30 +96,37 @@ def test_a_router_is_cut_into_narrow_tiles(few_launches):
     assert not chosen(9, 128).live_rows and not chosen(1, 5120).live_rows
 
 
-def late_sums(num_rows: int, width: int):
-    """Terms of two sums, and what is added to them: `(terms, read_row, added apart)`, a pair."""
-    residual, gain = drawn(2, num_rows, width), drawn(3, width)
-    leaves = drawn(4, 4, num_rows, width, dtype=F32)
-    y = drawn(5, num_rows, TOP_K, width)
-    weights = jax.nn.softmax(drawn(6, num_rows, TOP_K, dtype=F32))
-    interpreted = {"eps": EPS, "interpret": True}
-    subtrees = combine_add_rms_norm(leaves, residual, None, gain, **interpreted)
-    experts = moe_sm90.combine_experts_add_rms_norm(y, weights, residual, gain, **interpreted)
-    return residual, gain, {
-        "subtrees": ((leaves,), linear_sm90._read_leaves, subtrees),
-        "experts": ((y.reshape(-1, width), weights), read_experts, experts),
-    }  # fmt: skip
+def add_apart(kind: str, terms: tuple, residual, gain):
+    """The sum of a kind of terms and its normalised rows, in the launch that did it before."""
+    options = {"eps": EPS, "interpret": True}
+    if kind == "subtrees":
+        return combine_add_rms_norm(*terms, residual, None, gain, **options)
+    return moe_sm90.combine_experts_add_rms_norm(*terms, residual, gain, **options)
+
+
+def late_terms(kind: str, num_rows: int, width: int) -> tuple[tuple, jax.Array]:
+    """Terms, and a residual stream that nearly cancels them, so that the sum shows its order."""
+    if kind == "subtrees":
+        leaves = drawn(4, 4, num_rows, width, dtype=F32)
+        return (leaves,), (-leaves.sum(0)).astype(BF16)
+    y, weights = drawn(5, num_rows, TOP_K, width), jax.nn.softmax(drawn(6, num_rows, TOP_K))
+    weights = weights.astype(F32)
+    return (y, weights), (-(y.astype(F32) * weights[..., None]).sum(1)).astype(BF16)
 
 
 @pytest.mark.parametrize("num_rows", quick_and_slow((3,), (1, 8)))
 @pytest.mark.parametrize("kind", ["subtrees", "experts"])
 def test_a_product_that_adds_to_its_input_in_interpret_mode(kind, num_rows, few_launches, one_cta):
     width = 512
-    residual, gain, kinds = late_sums(num_rows, width)
-    terms, read_row, (total, x) = kinds[kind]
-    w = drawn(7, 64, width, scale=0.05)
+    terms, residual = late_terms(kind, num_rows, width)
+    gain, w = drawn(3, width), drawn(7, 64, width, scale=0.05)
+    total, x = add_apart(kind, terms, residual, gain)
+    if kind == "subtrees":
+        reader = linear_sm90._read_leaves
+    else:
+        reader, terms = read_experts, (terms[0].reshape(-1, width), terms[1])
     found = linear_sm90.sum_norm_linear(
-        residual, terms, read_row, gain, w, None, eps=EPS, out_dtype=F32, interpret=INTERPRET
+        residual, terms, reader, gain, w, None, eps=EPS, out_dtype=F32, interpret=INTERPRET
     )
     plain = MatmulTiles(
         is_swapped=True, cols=8, num_wgs=1, k=256, stages=2, delay=1, live_rows=16, out_span=64
@@ -125,6 +136,18 @@ def test_a_product_that_adds_to_its_input_in_interpret_mode(kind, num_rows, few_
     )
     for a, b, what in zip(found, (product, total, x), ("product", "sum", "rows"), strict=True):
         assert_bitwise_equal(a, b, claim=f"{what}: added and normalised in the product's launch")
+
+
+@pytest.mark.parametrize("kind", ["subtrees", "experts"])
+def test_control_terms_in_another_order_give_another_sum(kind):
+    terms, residual = late_terms(kind, 8, 512)
+    want, _ = add_apart(kind, terms, residual, drawn(3, 512))
+    if kind == "subtrees":
+        terms = (terms[0][jnp.array([0, 2, 1, 3])],)
+    else:
+        terms = tuple(term[:, ::-1] for term in terms)
+    found, _ = add_apart(kind, terms, residual, drawn(3, 512))
+    assert count_different_bits(found, want) > 0
 
 
 @pytest.mark.slow
@@ -183,7 +206,7 @@ def layer(leaf_sums, residual) -> dict[str, jax.Array]:
 def test_fewer_launches_have_the_bits_of_more(groups, request):
     """Every number of rows that saves launches, against one row more, which saves none."""
     leaf_sums = drawn(20, groups, 9, QWEN.hidden_size, dtype=F32)
-    residual = drawn(21, 9, QWEN.hidden_size)
+    residual = (-leaf_sums.sum(0)).astype(BF16)  # what is left shows the order of the sum
     assert_order_sensitive(np.square(np.asarray(residual[0], np.float32)))
     want = layer(leaf_sums, residual)
     request.getfixturevalue("few_launches")
