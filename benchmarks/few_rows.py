@@ -46,19 +46,21 @@ WHERE = {
     "TREE_CTAS": linear_tiles,
     "MAX_ADDED_ROWS": linear_sm90,
     "MAX_LATE_ROWS": sm90_tiles,
+    "AHEAD_BYTES": sm90_tiles,
+    "AFTER_BYTES": sm90_tiles,
     "LISTS_ONE_ROW": sm90_tiles,
 }
 """The constants, and where they stand."""
 
 NONE = {
     "NARROW_ROWS": 0, "TREE_CTAS": 64, "MAX_ADDED_ROWS": 0, "MAX_LATE_ROWS": 0,
-    "LISTS_ONE_ROW": True,
+    "LISTS_ONE_ROW": True, "AHEAD_BYTES": 0, "AFTER_BYTES": 0,
 }  # fmt: skip
 """Eight launches a layer."""
 
 ALL = {
     "NARROW_ROWS": 16, "TREE_CTAS": 128, "MAX_ADDED_ROWS": 8, "MAX_LATE_ROWS": 8,
-    "LISTS_ONE_ROW": False,
+    "LISTS_ONE_ROW": False, "AHEAD_BYTES": 0, "AFTER_BYTES": 0,
 }  # fmt: skip
 """Six launches a layer."""
 
@@ -71,6 +73,10 @@ SETTINGS = {
     "all": ALL,
     "all, router of 16 CTAs": ALL | {"NARROW_ROWS": 8},
     "all, o on 64 CTAs": ALL | {"TREE_CTAS": 64},
+    "all, half of down ahead": ALL | {"AHEAD_BYTES": 1 << 17},
+    "all, down ahead": ALL | {"AHEAD_BYTES": 1 << 18},
+    "all, half of qkv ahead": ALL | {"AFTER_BYTES": 80_000},
+    "all, both ahead": ALL | {"AHEAD_BYTES": 1 << 18, "AFTER_BYTES": 160_000},
 }
 STEP_SETTINGS = SETTINGS | {"all, late to 4": ALL | {"MAX_LATE_ROWS": 4}}
 BIT_ROWS = {"all": (2, 3, 5, 8), "all, router of 16 CTAs": (8,)}
@@ -98,7 +104,7 @@ def layer(heads, residual, weights: dict) -> dict[str, jax.Array]:
         leaf_sums, residual, weights["gain"], weights["router"], eps=EPS, out_dtype=F32
     )
     y, shares = moe_sm90.route_mlp(
-        x, logits, weights["gate_up"], weights["down"],
+        x, logits, weights["gate_up"], weights["down"], weights["qkv"],
         top_k=SHAPE.top_k, renormalise=SHAPE.renormalise,
     )  # fmt: skip
     qkv, after = moe_sm90.combine_experts_norm_linear(
@@ -355,7 +361,7 @@ def main() -> None:
     """Check, then time; exit 3 if a bit differed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument(
-        "--layers", type=int, default=8, help="of the model that every setting runs"
+        "--layers", type=int, default=12, help="of the model that every setting runs"
     )
     parser.add_argument("--seconds", type=float, default=150.0, help="start nothing after that")
     parser.add_argument("--out", help="write rows of JSON there")
@@ -372,7 +378,7 @@ def main() -> None:
     print("\n".join(lines) + f"\nafter {passed():.0f} s", flush=True)
     del chains
     whole = MODELS[MODEL].num_layers
-    planned = [[Step(setting, whole, 1) for setting in ("none", "all")]]
+    planned = [[Step(setting, whole, 1) for setting in ("none", "all", "all, down ahead")]]
     planned += [
         [Step(setting, options.layers, MOST) for setting in ("none", "all", "all, late to 4")]
     ]
