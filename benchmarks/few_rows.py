@@ -79,7 +79,7 @@ SETTINGS = {
     "all, both ahead": ALL | {"AHEAD_BYTES": 1 << 18, "AFTER_BYTES": 160_000},
 }
 STEP_SETTINGS = SETTINGS | {"all, late to 4": ALL | {"MAX_LATE_ROWS": 4}}
-BIT_ROWS = {"all": (2, 3, 5, 8), "all, router of 16 CTAs": (8,)}
+BIT_ROWS = {"all": (3, 8)}
 """Other rows at which a setting's layer is compared."""
 
 MOST = 8
