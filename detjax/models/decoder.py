@@ -81,7 +81,7 @@ class CanonicalOps:
     def attend(self, layer_idx: int, weights: dict, stream: Stream, cache):
         """Attend over the cache, the new tokens included. In the last layer from those wanted."""
         ctx, tokens, wanted = self.ctx, self.tokens, self.wanted
-        qkv = project(ctx, weights, *stream)
+        qkv, stream = project(ctx, weights, stream)
         operands = ctx, weights, qkv, self.cos, self.sin, cache, tokens, layer_idx
         if wanted is None or layer_idx < ctx.config.num_layers - 1:
             return *attend(*operands), stream

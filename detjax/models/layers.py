@@ -20,7 +20,9 @@ from detjax.pallas_kernels.attention.api import attention, rope_attention
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.embedding.api import embed
 from detjax.pallas_kernels.linear.api import (
+    combine_norm_linear,
     defers_norm,
+    defers_sum,
     linear,
     linear_add,
     linear_add_rms_norm,
@@ -32,8 +34,11 @@ from detjax.pallas_kernels.linear.api import (
 )
 from detjax.pallas_kernels.moe.api import (
     combine_experts_add_rms_norm,
+    combine_experts_norm_linear,
+    defers_experts,
     expert_mlp,
     route,
+    route_mlp,
     route_mlp_add_rms_norm,
 )
 from detjax.pallas_kernels.rms_norm.api import add_rms_norm, rms_norm
@@ -76,6 +81,36 @@ class Tokens:
     page_table: Any
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnaddedSubtrees:
+    """The residual stream where the next product adds what the last one left of its tree.
+
+    Attributes:
+        leaf_sums: float32 [L, M, D].
+        residual: The stream before that product, [M, D].
+    """
+
+    leaf_sums: Any
+    residual: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnaddedExperts:
+    """The residual stream where the next product adds a mixture's experts.
+
+    Attributes:
+        y: Rows of experts, [M, Q, D].
+        weights: float32 [M, Q].
+        residual: The stream before the mixture, [M, D].
+    """
+
+    y: Any
+    weights: Any
+    residual: Any
+
+
 def embed_tokens(ctx: ForwardContext, table, ids: Int32[Array, " M"]) -> Activation[Array, "M D"]:
     """Look up this rank's channels and gather the rest."""
     dtype = ctx.profile.activation_dtype
@@ -102,20 +137,24 @@ def see_tokens(ctx: ForwardContext, tokens: Tokens, cos, sin) -> None:
 
 
 def project(
-    ctx: ForwardContext,
-    weights: dict,
-    residual: Activation[Array, "m D"],
-    x: Activation[Array, "M D"] | None,
-) -> Activation[Array, "M o"]:
-    """Queries, keys and values; `x` as in `Stream`."""
-    w, bias, dtype = weights["qkv"], weights.get("qkv_bias"), residual.dtype
+    ctx: ForwardContext, weights: dict, stream: Stream
+) -> tuple[Activation[Array, "M o"], Stream]:
+    """Queries, keys and values, and the stream with its residual added up."""
+    residual, x = stream
+    w, bias, gain = weights["qkv"], weights.get("qkv_bias"), weights["attn_norm"]
+    options: dict = {"out_dtype": ctx.profile.activation_dtype, "backend": ctx.backend}
     if x is not None:
-        qkv = linear(x, w, bias, out_dtype=dtype, backend=ctx.backend)
+        qkv = linear(x, w, bias, **options)
+    elif isinstance(residual, UnaddedExperts):
+        qkv, total = combine_experts_norm_linear(
+            residual.y, residual.weights, residual.residual, gain, w, bias,
+            eps=ctx.config.rms_norm_eps, **options,
+        )  # fmt: skip
+        stream = Stream(residual=total, x=None)
     else:
-        gain, eps = weights["attn_norm"], ctx.config.rms_norm_eps
-        qkv = norm_linear(residual, gain, w, bias, eps=eps, out_dtype=dtype, backend=ctx.backend)
+        qkv = norm_linear(residual, gain, w, bias, eps=ctx.config.rms_norm_eps, **options)
     ctx.taps.see("qkv", qkv, Share.COLUMNS)
-    return qkv
+    return qkv, stream
 
 
 def attend(
@@ -230,6 +269,11 @@ def gated_layer(
     return linear_swiglu(x, weights["gate_up"], backend=ctx.backend)
 
 
+def fuses_experts(ctx: ForwardContext) -> bool:
+    """Whether a mixture may be fewer operations: all experts are here, and nobody looks."""
+    return ctx.tp == 1 and isinstance(ctx.taps, NoTaps)
+
+
 def mix_experts(
     ctx: ForwardContext, weights: dict, gain: Activation[Array, " D"], stream: Stream
 ) -> Stream:
@@ -248,10 +292,24 @@ def mix_experts(
     config, backend, tp = ctx.config.experts, ctx.backend, ctx.tp
     assert config is not None  # whoever has a router
     residual, eps = stream.residual, ctx.config.rms_norm_eps
-    x = final_rows(ctx, residual, stream.x, weights["mlp_norm"])
-    logits = linear(x, weights["router"], out_dtype=jnp.dtype(jnp.float32), backend=backend)
+    f32 = jnp.dtype(jnp.float32)
+    if isinstance(residual, UnaddedSubtrees):
+        logits, residual, x = combine_norm_linear(
+            residual.leaf_sums, residual.residual, weights["mlp_norm"], weights["router"],
+            eps=eps, out_dtype=f32, backend=backend,
+        )  # fmt: skip
+    else:
+        x = final_rows(ctx, residual, stream.x, weights["mlp_norm"])
+        logits = linear(x, weights["router"], out_dtype=f32, backend=backend)
     ctx.taps.see("router_logits", logits)
-    if tp == 1 and isinstance(ctx.taps, NoTaps):
+    if fuses_experts(ctx) and defers_experts(*x.shape, backend=backend):
+        y, expert_weights = route_mlp(
+            x, logits, weights["expert_gate_up"], weights["expert_down"],
+            top_k=config.top_k, renormalise=config.renormalise, backend=backend,
+        )  # fmt: skip
+        late = UnaddedExperts(y=y, weights=expert_weights, residual=residual)
+        return Stream(residual=late, x=None)
+    if fuses_experts(ctx):
         # WHY: launches fewer, of the same bits. Where somebody looks, each result must be there.
         added = route_mlp_add_rms_norm(
             x, logits, weights["expert_gate_up"], weights["expert_down"], residual, gain,
@@ -290,12 +348,18 @@ def mix_experts(
 
 def final_rows(
     ctx: ForwardContext,
-    residual: Activation[Array, "m D"],
+    residual: Activation[Array, "m D"] | UnaddedExperts,
     x: Activation[Array, "M D"] | None,
     gain: Activation[Array, " D"],
 ) -> Activation[Array, "M D"]:
-    """The normalised rows that lm_head or a router takes; `x` as in `Stream`."""
+    """The normalised rows that lm_head or a router takes; both as in `Stream`."""
     if x is not None:
+        return x
+    if isinstance(residual, UnaddedExperts):
+        _, x = combine_experts_add_rms_norm(
+            residual.y, residual.weights, residual.residual, gain,
+            eps=ctx.config.rms_norm_eps, backend=ctx.backend,
+        )  # fmt: skip
         return x
     return rms_norm(residual, gain, eps=ctx.config.rms_norm_eps, backend=ctx.backend)
 
@@ -325,6 +389,12 @@ def row_parallel_norm(
         # there the kernel that adds the CTAs' subtrees normalises as well.
         residual = linear_add(x, w, residual, bias, reduction=reduction, backend=backend)
         return Stream(residual=residual, x=None)
+    experts = ctx.config.experts
+    is_before_router = fuses_experts(ctx) and experts is not None and all(experts.layers)
+    if is_before_router and bias is None and defers_sum(x, w, reduction=reduction, backend=backend):
+        # WHY: a launch a layer fewer, as the router's product adds and normalises as well.
+        leaf_sums = linear_leaf_sums(x, w, reduction=reduction, backend=backend)
+        return Stream(residual=UnaddedSubtrees(leaf_sums=leaf_sums, residual=residual), x=None)
     if ctx.tp == 1:
         added = linear_add_rms_norm(
             x, w, residual, bias, gain, reduction=reduction, eps=eps, backend=backend

@@ -20,7 +20,8 @@ class Stream(NamedTuple):
     """What a layer hands to the next.
 
     Attributes:
-        residual: The residual stream, [M, D]; where rows are scattered, this rank's own.
+        residual: The residual stream, [M, D]; where rows are scattered, this rank's own. Or what it
+            is the sum of, where whoever reads it adds it up (`layers.UnaddedExperts`).
         x: Its normalised rows, [M, D], or None where the product that reads them normalises.
     """
 

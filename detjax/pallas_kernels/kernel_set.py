@@ -75,6 +75,16 @@ class KernelSet(Protocol):
         """See `linear.api.defers_norm`."""
         ...
 
+    def defers_sum(self, x, w, *, reduction: Reduction) -> bool:
+        """See `linear.api.defers_sum`."""
+        ...
+
+    def combine_norm_linear(
+        self, leaf_sums, residual, gain, w, *, eps: float, out_dtype: jnp.dtype
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """See `linear.api.combine_norm_linear`."""
+        ...
+
     def linear_add(self, x, w, residual, bias, *, reduction: Reduction) -> jax.Array:
         """See `linear.api.linear_add`."""
         ...
@@ -141,6 +151,22 @@ class KernelSet(Protocol):
         self, y, weights, residual, gain, *, eps: float
     ) -> tuple[jax.Array, jax.Array]:
         """See `moe.api.combine_experts_add_rms_norm`."""
+        ...
+
+    def route_mlp(
+        self, x, logits, w_gate_up, w_down, *, top_k: int, renormalise: bool
+    ) -> tuple[jax.Array, jax.Array]:
+        """See `moe.api.route_mlp`."""
+        ...
+
+    def defers_experts(self, num_rows: int, width: int) -> bool:
+        """See `moe.api.defers_experts`."""
+        ...
+
+    def combine_experts_norm_linear(
+        self, y, weights, residual, gain, w, bias, *, eps: float, out_dtype: jnp.dtype
+    ) -> tuple[jax.Array, jax.Array]:
+        """See `moe.api.combine_experts_norm_linear`."""
         ...
 
     def route_mlp_add_rms_norm(

@@ -5,7 +5,9 @@ from detjax.pallas_kernels.attention.portable import attention as attention
 from detjax.pallas_kernels.attention.portable import rope_attention as rope_attention
 from detjax.pallas_kernels.embedding.portable import embed as embed
 from detjax.pallas_kernels.linear.portable import add_partials as add_partials
+from detjax.pallas_kernels.linear.portable import combine_norm_linear as combine_norm_linear
 from detjax.pallas_kernels.linear.portable import defers_norm as defers_norm
+from detjax.pallas_kernels.linear.portable import defers_sum as defers_sum
 from detjax.pallas_kernels.linear.portable import linear as linear
 from detjax.pallas_kernels.linear.portable import linear_add as linear_add
 from detjax.pallas_kernels.linear.portable import linear_add_rms_norm as linear_add_rms_norm
@@ -20,8 +22,13 @@ from detjax.pallas_kernels.log_softmax.portable import log_sum_exp as log_sum_ex
 from detjax.pallas_kernels.moe.portable import (
     combine_experts_add_rms_norm as combine_experts_add_rms_norm,
 )
+from detjax.pallas_kernels.moe.portable import (
+    combine_experts_norm_linear as combine_experts_norm_linear,
+)
+from detjax.pallas_kernels.moe.portable import defers_experts as defers_experts
 from detjax.pallas_kernels.moe.portable import expert_mlp as expert_mlp
 from detjax.pallas_kernels.moe.portable import route as route
+from detjax.pallas_kernels.moe.portable import route_mlp as route_mlp
 from detjax.pallas_kernels.moe.portable import route_mlp_add_rms_norm as route_mlp_add_rms_norm
 from detjax.pallas_kernels.rms_norm.portable import add_rms_norm as add_rms_norm
 from detjax.pallas_kernels.rms_norm.portable import combine_add_rms_norm as combine_add_rms_norm

@@ -114,6 +114,34 @@ def test_answers_are_bitwise_schedule_invariant(schedule):
 
 @pytest.mark.slow
 @pytest.mark.invariance
+@pytest.mark.parametrize("most_rows", (2, pytest.param(1024, marks=pytest.mark.nightly)))
+def test_answers_do_not_depend_on_who_adds(monkeypatch, most_rows):
+    """Sums left to the next product, in decode only or everywhere, change no answer."""
+    experts = dataclasses.replace(CONFIG.experts, layers=(True,) * CONFIG.num_layers)
+    config, late = dataclasses.replace(CONFIG, experts=experts), {"sum": [], "experts": []}
+
+    def generated():
+        engine = Engine(dummy_model(config, profile=PROFILE), EngineConfig(**SIZES))
+        return engine.generate(REQUESTS)
+
+    def says(kind, num_rows):
+        late[kind].append(num_rows <= most_rows)
+        return late[kind][-1]
+
+    want = generated()
+    layers = detjax.models.layers
+    monkeypatch.setattr(layers, "defers_sum", lambda x, w, **_: says("sum", len(x)))
+    monkeypatch.setattr(layers, "defers_experts", lambda m, width, **_: says("experts", m))
+    for g, w in zip(generated(), want, strict=True):
+        claim = f"sums of at most {most_rows} rows in the product after them"
+        assert g.token_ids == w.token_ids, claim
+        assert_bitwise_equal(np.stack(g.logprobs), np.stack(w.logprobs), claim=claim)
+    for asked in late.values():
+        assert any(asked) and all(asked) == (most_rows == 1024)
+
+
+@pytest.mark.slow
+@pytest.mark.invariance
 def test_scattered_rows_have_the_bits_of_one_rank():
     """More rows than are exchanged whole: each rank adds its own, and has its share of the stream.
 

@@ -29,6 +29,7 @@ from detjax.pallas_kernels.embedding.api import embed
 from detjax.pallas_kernels.fixed_blocks import add_leaves
 from detjax.pallas_kernels.linear.api import (
     add_partials,
+    combine_norm_linear,
     linear,
     linear_add,
     linear_add_rms_norm,
@@ -41,8 +42,10 @@ from detjax.pallas_kernels.linear.api import (
 from detjax.pallas_kernels.log_softmax.api import block_stats, log_probs, log_sum_exp
 from detjax.pallas_kernels.moe.api import (
     combine_experts_add_rms_norm,
+    combine_experts_norm_linear,
     expert_mlp,
     route,
+    route_mlp,
     route_mlp_add_rms_norm,
 )
 from detjax.pallas_kernels.rms_norm.api import add_rms_norm, combine_add_rms_norm, rms_norm
@@ -385,6 +388,11 @@ def _cases() -> dict[str, Case]:
                 slice(None),
             ),
         ),
+        "combine_norm_linear": Case(
+            kernel=combine_norm_linear,
+            call=lambda leaves, r: _combine_and_multiply(leaves, r, gain, w),
+            rows=(f32(rng, M, 2, K), bf16(rng, M, K)),
+        ),
         "linear_add": Case(
             kernel=linear_add,
             call=lambda x, r: linear_add(x, wide_w, r, bias, reduction=eight, **ON),
@@ -489,6 +497,23 @@ def _cases() -> dict[str, Case]:
             ),
             rows=(routed[0], router_logits, combined[2]),
         ),
+        "route_mlp": Case(
+            kernel=route_mlp,
+            call=lambda x, logits: _with_weights(
+                *route_mlp(x, logits, *experts, top_k=TOP_K, renormalise=True, **ON)
+            ),
+            rows=(routed[0], router_logits),
+        ),
+        "combine_experts_norm_linear": Case(
+            kernel=combine_experts_norm_linear,
+            call=lambda y, w, r: jnp.concatenate(
+                combine_experts_norm_linear(
+                    y, w, r, gain[:64], experts[1][0].T, eps=1e-5, out_dtype=r.dtype, **ON
+                ),
+                axis=1,
+            ),
+            rows=combined,
+        ),
         "butterfly_sum": Case(
             kernel=butterfly_sum,
             call=lambda x: _butterfly(x, wide_w, eight, tp=4),
@@ -503,6 +528,11 @@ def _routed(logits, renormalise: bool) -> jax.Array:
     return jnp.concatenate([ids.astype(jnp.float32), weights], axis=1)
 
 
+def _with_weights(y, weights) -> jax.Array:
+    """Rows of experts and their weights as one array."""
+    return jnp.concatenate([y.astype(jnp.float32).reshape(len(y), -1), weights], axis=1)
+
+
 def _over_ranks(x, ids, experts, *, ranks: int) -> jax.Array:
     """Every slot's row from the rank that has its expert: the others give zero bits."""
     share, words = NUM_EXPERTS // ranks, jnp.uint16(0)
@@ -511,6 +541,14 @@ def _over_ranks(x, ids, experts, *, ranks: int) -> jax.Array:
         rows = expert_mlp(x, ids, *own, first_expert=first, **ON)
         words += jax.lax.bitcast_convert_type(rows, jnp.uint16)
     return jax.lax.bitcast_convert_type(words, x.dtype)
+
+
+def _combine_and_multiply(leaves, residual, gain, w) -> jax.Array:
+    """As `_combine`, with the product after it."""
+    out = combine_norm_linear(
+        jnp.moveaxis(leaves, 1, 0), residual, gain, w, eps=1e-5, out_dtype=residual.dtype, **ON
+    )
+    return jnp.concatenate(out, axis=1)
 
 
 def _combine(leaves, residual, gain) -> jax.Array:
@@ -916,7 +954,10 @@ def test_every_claim_has_its_test():
     assert not missing
 
 
-NO_ARITHMETIC = ("gather_columns", "gather_expert_rows", "scatter_expert_rows", "defers_norm")
+NO_ARITHMETIC = (
+    "gather_columns", "gather_expert_rows", "scatter_expert_rows",
+    "defers_norm", "defers_sum", "defers_experts",
+)  # fmt: skip
 """Copies, and a choice; `tests/parallel/test_collectives.py` has the copies of experts' rows."""
 
 

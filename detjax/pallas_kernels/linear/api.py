@@ -251,6 +251,62 @@ def defers_norm(
     return KERNELS[backend].defers_norm(x, w, reduction=reduction)
 
 
+def defers_sum(
+    x: Activation[Array, "M I"],
+    w: Activation[Array, "D I"],
+    *,
+    reduction: Reduction,
+    backend: Backend,
+) -> bool:
+    """Whether `linear_leaf_sums`, then `combine_norm_linear`, beats `linear_add_rms_norm`.
+
+    By launches: both change no bit.
+    """
+    return KERNELS[backend].defers_sum(x, w, reduction=reduction)
+
+
+def combine_norm_linear(
+    leaf_sums: Float32[Array, "L M I"],
+    residual: Activation[Array, "M I"],
+    gain: Activation[Array, " I"],
+    w: Activation[Array, "O I"],
+    *,
+    eps: float,
+    out_dtype: jnp.dtype,
+    backend: Backend,
+) -> tuple[Activation[Array, "M O"], Activation[Array, "M I"], Activation[Array, "M I"]]:
+    """Finish a row-parallel product of tp = 1, normalise, and multiply.
+
+    `total, x = combine_add_rms_norm(leaf_sums, residual, None, gain)`, `out = linear(x, w)`
+
+    Args:
+        leaf_sums: Of `linear_leaf_sums`.
+        residual: The residual stream.
+        gain: Of the norm.
+        w: Weights of the second product, (out, in).
+        eps: Of the norm.
+        out_dtype: What the second product is rounded to; float32 keeps it.
+        backend: Which implementation runs.
+
+    Returns:
+        The second product, the new residual stream, and its normalised rows.
+
+    Raises:
+        ValueError: If I of the arrays differ.
+
+    Numerics:
+        The bits of `combine_add_rms_norm` and `linear` one after the other; on sm90 few rows in one
+        launch.
+        Claims: run-invariant, batch-invariant, path-consistent. Bits depend on (I, dtypes, build).
+    """
+    _check_inputs(residual, w)
+    if leaf_sums.shape[1:] != residual.shape:
+        raise ValueError(f"{leaf_sums.shape=} must be [L, M, I] of {residual.shape=}")
+    return KERNELS[backend].combine_norm_linear(
+        leaf_sums, residual, gain, w, eps=eps, out_dtype=out_dtype
+    )
+
+
 def linear_add(
     x: Activation[Array, "M I"],
     w: Activation[Array, "D I"],

@@ -17,7 +17,11 @@ from detjax.pallas_kernels.fixed_blocks import (
     round_to,
     run_blocks,
 )
-from detjax.pallas_kernels.rms_norm.portable import add_rms_norm, rms_norm
+from detjax.pallas_kernels.rms_norm.portable import (
+    add_rms_norm,
+    combine_add_rms_norm,
+    rms_norm,
+)
 from detjax.pallas_kernels.swiglu.portable import swiglu
 
 COLS = 64
@@ -155,6 +159,19 @@ def add_partials(a, b) -> jax.Array:
 def defers_norm(x, w, *, reduction: Reduction) -> bool:
     """See `api.defers_norm`: no, as launches cost nothing here."""
     return False
+
+
+def defers_sum(x, w, *, reduction: Reduction) -> bool:
+    """See `api.defers_sum`: no, as launches cost nothing here."""
+    return False
+
+
+def combine_norm_linear(
+    leaf_sums, residual, gain, w, *, eps: float, out_dtype: jnp.dtype
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """See `api.combine_norm_linear`: the two operations, one after the other."""
+    total, x = combine_add_rms_norm(leaf_sums, residual, None, gain, eps=eps)
+    return linear(x, w, None, out_dtype=out_dtype), total, x
 
 
 def linear_add(x, w, residual, bias, *, reduction: Reduction) -> jax.Array:

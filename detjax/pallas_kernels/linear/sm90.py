@@ -17,10 +17,13 @@ from detjax.pallas_kernels.linear.tiles import (
     MatmulTiles,
     choose_tiles,
 )
-from detjax.pallas_kernels.rms_norm.sm90 import combine_add_rms_norm, rms_norm, row_sum
+from detjax.pallas_kernels.rms_norm.sm90 import combine_add_rms_norm, joined, rms_norm, row_sum
 
 MAX_COMBINED_ROWS = 128
 """Up to here leaves, residual and norm are one kernel; above, float32 traffic costs."""
+
+MAX_ADDED_ROWS = 0
+"""Up to here a product finishes the sum that its input is, and normalises it; 8 is most."""
 
 
 def check_supported(x, w, *, leaf_len: int) -> None:
@@ -163,6 +166,84 @@ def norm_linear_swiglu(x, gain, w_gate_up, *, eps: float) -> jax.Array:
     return matmul(
         x, w_gate_up, None, None, gain, leaf_len=k_len, out_dtype=x.dtype, tiles=tiles, eps=eps
     )
+
+
+def adds_input(num_rows: int, width: int) -> bool:
+    """Whether a product of so many rows finishes the sum that its input is."""
+    return num_rows <= MAX_ADDED_ROWS and row_sum(width).is_wide
+
+
+def sum_norm_linear(
+    residual, terms: tuple, read_row, gain, w, bias, *, eps: float, out_dtype, interpret=None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Add terms to a few rows of the residual stream, normalise and multiply, in one launch.
+
+    Args:
+        residual: [M, K].
+        terms: Arrays.
+        read_row: `read_row(residual, terms, row, columns, math)` gives channels of the sum.
+        gain: Of the norm.
+        w: Weights, (out, in).
+        bias: Of the product, or None.
+        eps: Of the norm.
+        out_dtype: Of the product.
+        interpret: How to interpret it, if so.
+
+    Returns:
+        The product, the sum and its normalised rows.
+
+    Numerics:
+        The sum is that of `read_row`, in every CTA; then as `norm_linear`.
+    """
+    num_rows, k_len = residual.shape
+    check_supported(residual, w, leaf_len=k_len)
+    tiles = choose_tiles(
+        num_rows=num_rows,
+        num_out=w.shape[0],
+        num_leaves=1,
+        leaf_len=k_len,
+        out_bytes=jnp.dtype(out_dtype).itemsize,
+        has_bias=bias is not None,
+        has_norm=True,
+    )
+    out, total, normed = matmul(
+        residual, w, bias, None, gain, terms,
+        leaf_len=k_len, out_dtype=out_dtype, tiles=tiles, eps=eps, read_row=read_row,
+        interpret=interpret,
+    )  # fmt: skip
+    return out, total, normed
+
+
+def _read_leaves(residual_gmem, terms_gmem, row, columns, math):
+    """The residual stream with the rest of a tree, as `combine_add_rms_norm` adds it."""
+    [leaves_gmem] = terms_gmem
+    leaves = [math.load(leaves_gmem.at[k, row, columns]) for k in range(leaves_gmem.shape[0])]
+    return joined(leaves, math.load(residual_gmem.at[row, columns]), None, residual_gmem.dtype)
+
+
+def defers_sum(x, w, *, reduction: Reduction) -> bool:
+    """See `api.defers_sum`: few rows, if CTAs share a tree."""
+    groups = _residual_tiles(x, w, reduction, has_bias=False).groups
+    return groups > 1 and adds_input(x.shape[0], w.shape[0])
+
+
+def combine_norm_linear(
+    leaf_sums, residual, gain, w, *, eps: float, out_dtype, interpret=None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """See `api.combine_norm_linear`: one launch for rows that it `adds_input` of.
+
+    Numerics:
+        # ORDER, # ROUND: those of `combine_add_rms_norm`, by the same instructions in every CTA;
+        then those of `linear`.
+        Claims: run-invariant, batch-invariant, path-consistent. Bits depend on (K, dtypes, build).
+    """
+    if not adds_input(*residual.shape):
+        total, x = combine_add_rms_norm(leaf_sums, residual, None, gain, eps=eps)
+        return linear(x, w, None, out_dtype=out_dtype), total, x
+    return sum_norm_linear(
+        residual, (leaf_sums,), _read_leaves, gain, w, None,
+        eps=eps, out_dtype=out_dtype, interpret=interpret,
+    )  # fmt: skip
 
 
 def linear_leaf_sums(x, w, *, reduction: Reduction) -> jax.Array:

@@ -134,13 +134,24 @@ def put_transposed(out, block, kept_block=None) -> None:
 
 def hold_rows(
     x_gmem, gain_gmem, held_smem, sums_smem, share, rows_each: int, *,
-    eps: float, num_threads: int, is_interpreted: bool, ready=None,
+    eps: float, num_threads: int, is_interpreted: bool, ready=None, read=None, keep=None,
 ) -> None:  # fmt: skip
     """Put a warpgroup's share of the normalised rows into shared memory, blocks [., ., 8, 64].
 
     Meanwhile the weights stream in. Of 8 rows those past M hold whatever was there: they are
-    columns of the product that are never stored.
+    columns of the product that are never stored. `read` and `keep` are those of
+    `normalise_wide_rows`, but `keep(0, ...)` gets channels as read, `keep(1, ...)` normalised ones.
     """
+    put = functools.partial(sm90_rows.store_in_slabs, held_smem)
+
+    def store(values, row, start, math):
+        put(values, row, start, math)
+        if keep is not None:
+            keep(1, values, row, start)
+
+    def keep_read(values, row, start, math):
+        keep(0, values, row, start)
+
     first, last = share * rows_each, x_gmem.shape[0] - 1
     normalise_wide_rows(
         x_gmem,
@@ -148,33 +159,42 @@ def hold_rows(
         # Shares that do not divide M end with its last row, written more than once, alike.
         [jnp.minimum(first + i, last) for i in range(rows_each)],
         sums_smem.at[share],
-        functools.partial(sm90_rows.store_in_slabs, held_smem),
+        put if keep is None else store,
         eps=eps,
         num_registers=min(255, 65536 // (sm90_rows.LANES * num_threads)),
         is_interpreted=is_interpreted,
         ready=ready,
+        read=read,
+        keep=None if keep is None else keep_read,
     )
     plgpu.commit_smem()
 
 
-@functools.partial(jax.jit, static_argnames=("leaf_len", "out_dtype", "tiles", "eps", "interpret"))
+_STATIC = ("leaf_len", "out_dtype", "tiles", "eps", "read_row", "interpret")
+
+
+@functools.partial(jax.jit, static_argnames=_STATIC)
 def matmul(
     x,
     w,
     bias,
     residual,
     gain=None,
+    terms=(),
     *,
     leaf_len: int,
     out_dtype,
     tiles: MatmulTiles,
     eps: float = 0.0,
+    read_row=None,
     interpret=None,
-) -> jax.Array:
+):
     """Multiply and reduce: [M, N], or [groups, M, N] where CTAs share a tile's leaves.
 
     With gated tiles `w` is F rows of gates, then F of ups, and the output is [M, F]. With a gain
-    each CTA normalises the rows of `x` first, as `rms_norm` does, into shared memory.
+    each CTA normalises the rows of `x` first, as `rms_norm` does, into shared memory. With `terms`,
+    arrays, it adds them to `x` before: `read_row(x_gmem, terms_gmem, row, columns, math)` gives
+    channels of the sum, rounded. Returned are the product, the sum and its normalised rows then.
 
     # ORDER: inside a leaf, k16 block by k16 block in one f32 wgmma accumulator that starts at zero.
     # ORDER: leaves as the perfect binary tree ((l0 + l1) + (l2 + l3)) + ..., f32; each node is
@@ -213,6 +233,8 @@ def matmul(
         raise ValueError(f"{tiles.held_channels=} must be K={k_len} with a gain, else 0")
     if gain is not None and num_rows_x > 8:
         raise ValueError(f"a product normalises at most 8 rows, not {num_rows_x}")
+    if (read_row is None) != (not terms) or (terms and gain is None):
+        raise ValueError("terms are added to rows that are normalised, by `read_row`")
     if tiles.is_gated and (num_leaves > 1 or bias is not None or residual is not None):
         raise ValueError("gated tiles take one leaf, no bias and no residual")
     if tiles.shares_slot and (residual is None or out_dtype != jnp.bfloat16):
@@ -226,7 +248,7 @@ def matmul(
     x_rows = tiles.cols if tiles.is_swapped else tiles.cta_rows
     w_rows = tiles.cta_rows if tiles.is_swapped else tiles.cols
     # Rows of a stage of weights, how many, and where they lie from the tile's first weight.
-    w_pieces = [(0, w_rows, 0)]
+    w_pieces = [(0, tiles.live_rows or w_rows, 0)]
     if tiles.is_gated:
         half = tiles.out_rows if tiles.is_swapped else tiles.out_cols
         w_pieces = [
@@ -250,7 +272,10 @@ def matmul(
         bias_gmem = refs.pop(0) if bias is not None else None
         residual_gmem = refs.pop(0) if residual is not None else None
         gain_gmem = refs.pop(0) if gain is not None else None
-        out_gmem, x_smem, w_smem, out_smem, pending_smem, sums_smem, *barriers = refs
+        terms_gmem = [refs.pop(0) for _ in terms]
+        out_gmem = refs.pop(0)
+        sums_gmem = [refs.pop(0) for _ in range(2 if terms else 0)]
+        x_smem, w_smem, out_smem, pending_smem, squares_smem, *barriers = refs
         full, empty, arrived, started, held = barriers
         x_mma, x_tma = _views(x_smem, is_ragged)
         w_mma, w_tma = _views(w_smem, is_ragged and tiles.shares_slot)
@@ -274,9 +299,20 @@ def matmul(
 
         def hold_my_rows():
             share = wg - (wg > tiles.num_wgs).astype(jnp.int32)
+
+            def read(row, columns, math):
+                assert read_row is not None
+                return read_row(x_gmem, terms_gmem, row, columns, math)
+
+            def keep(i, values, row, start):
+                @pl.when(lax.axis_index("cta") == 0)
+                def _():
+                    sums_gmem[i][row, pl.ds(start, values.shape[0])] = values
+
             hold_rows(
-                x_gmem, gain_gmem, x_mma, sums_smem, share, rows_of_wg,
+                x_gmem, gain_gmem, x_mma, squares_smem, share, rows_of_wg,
                 eps=eps, num_threads=num_threads, is_interpreted=interpret is not None,
+                read=read if terms else None, keep=keep if terms else None,
             )  # fmt: skip
             plgpu.barrier_arrive(held)
 
@@ -347,7 +383,10 @@ def matmul(
                 put_transposed(out, out_reg.at[wg], None if residual is None else out_reg.at[wg])
                 window = (pl.ds(col, tiles.cols), pl.ds(row, tiles.out_rows))
                 window = (group, *window) if tiles.groups > 1 else window
-                plgpu.copy_smem_to_gmem(out_tma.at[wg], out_gmem.at[window])
+                staged = out_tma.at[wg]
+                if tiles.live_rows:
+                    staged = out_tma.at[wg, :, pl.ds(0, tiles.live_rows)]
+                plgpu.copy_smem_to_gmem(staged, out_gmem.at[window])
                 return
             for i, (r, c) in enumerate(chunks):
                 reg, tma = staging(i, slot, wg_rows)
@@ -494,8 +533,9 @@ def matmul(
     elif tiles.is_swapped and not is_out_tiled:
         out_block = plgpu.SMEM((tiles.num_wgs, tiles.cols, tiles.out_rows), out_dtype)
     elif tiles.is_swapped:
+        staged_rows = tiles.rows if tiles.live_rows else tiles.out_rows
         out_block = _ragged(
-            (tiles.num_wgs, tiles.cols, tiles.out_rows),
+            (tiles.num_wgs, tiles.cols, staged_rows),
             tiles.out_span // out_bytes,
             out_dtype,
             is_ragged,
@@ -518,12 +558,14 @@ def matmul(
         cluster, cluster_names = (), ()
     out_shape = (num_rows_x, num_out)
     out_shape = (tiles.groups, *out_shape) if tiles.groups > 1 else out_shape
+    out_struct = jax.ShapeDtypeStruct(out_shape, out_dtype)
+    x_struct = jax.ShapeDtypeStruct(x.shape, x.dtype)
     cluster_size = math.prod(cluster)
-    operands = [v for v in (x, w, bias, residual, gain) if v is not None]
+    operands = [v for v in (x, w, bias, residual, gain, *terms) if v is not None]
     num_clusters = min(items, NUM_SMS * tiles.ctas_per_sm // cluster_size)
     kernel = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct(out_shape, out_dtype),
+        out_type=[out_struct, x_struct, x_struct] if terms else out_struct,
         scratch_types=(
             _ragged(x_shape, span, jnp.bfloat16, is_ragged),
             _ragged((stages, w_rows, tiles.k), span, jnp.bfloat16, is_ragged and tiles.shares_slot),

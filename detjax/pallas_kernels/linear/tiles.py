@@ -18,6 +18,15 @@ SMEM_BYTES = 232448
 MAX_NORM_ROWS = 8
 """Up to here a product normalises its own input and saves a launch; 8 is most, 0 turns it off."""
 
+TREE_CTAS = 64
+"""CTAs that the tree of a product of up to 32 rows is spread over, at least."""
+
+NARROW_OUT = 512
+"""Outputs of a product of up to 8 rows, as a router's, that few tiles of 64 weights would make."""
+
+NARROW_ROWS = 0
+"""Weights of a tile of such a product: 8, 16 or 32, so that more CTAs load them; 0 for all 64."""
+
 SLOT_SHAPE = (64, 128, 64)
 """Rows of a warpgroup, columns and depth of a tile whose bf16 output is as large as a stage."""
 
@@ -50,6 +59,8 @@ class MatmulTiles:
         held_channels: K where up to 8 activations lie whole in shared memory, normalised there by
             the CTA; 0 where they stream through the ring beside the weights.
         helpers: Warpgroups that only help to normalise.
+        live_rows: Weights that a warpgroup of swapped tiles loads and stores, of its 64 rows; the
+            others multiply what lies there. 0 for all of them.
     """
 
     is_swapped: bool
@@ -72,6 +83,7 @@ class MatmulTiles:
     shares_slot: bool = False
     held_channels: int = 0
     helpers: int = 0
+    live_rows: int = 0
 
     def __post_init__(self):
         """Refuse what wgmma or TMA cannot do."""
@@ -99,6 +111,9 @@ class MatmulTiles:
             raise ValueError(f"rows are held by swapped tiles of 8 columns only, not {self}")
         if self.helpers and not self.held_channels:
             raise ValueError(f"{self.helpers=} have no rows to normalise")
+        is_plain = self.is_swapped and not self.is_gated and (self.rows, self.num_wgs) == (64, 1)
+        if self.live_rows and not (is_plain and self.live_rows in (8, 16, 32)):
+            raise ValueError(f"{self.live_rows=} must be 8, 16 or 32 of 64 swapped rows: {self}")
 
     @property
     def cta_rows(self) -> int:
@@ -108,6 +123,8 @@ class MatmulTiles:
     @property
     def out_rows(self) -> int:
         """Output rows of a warpgroup: half of its weights' if they are gates and ups."""
+        if self.live_rows:
+            return self.live_rows
         return self.rows // 2 if self.is_gated and self.is_swapped else self.rows
 
     @property
@@ -139,7 +156,7 @@ def smem_bytes(tiles: MatmulTiles, *, out_bytes: int, has_residual: bool = False
     if tiles.shares_slot:
         staged = 0
     elif tiles.is_swapped:
-        staged = tiles.cols * tiles.out_rows
+        staged = tiles.cols * (tiles.rows if tiles.live_rows else tiles.out_rows)
     else:
         chunk = output_chunk(tiles, out_bytes)
         num_chunks = (tiles.rows // 64) * (tiles.out_cols // chunk)
@@ -211,6 +228,9 @@ def choose_tiles(
         tiles = _one_leaf_tiles(num_rows, num_out, leaf_len, out_bytes, has_bias, is_gated)
     if is_gated and num_out % 128:
         tiles = dataclasses.replace(tiles, out_span=64)
+    is_plain = num_leaves == 1 and not (is_gated or has_bias or has_residual)
+    if is_plain and num_rows <= 8 and num_out <= NARROW_OUT and NARROW_ROWS:
+        tiles = dataclasses.replace(tiles, live_rows=NARROW_ROWS, out_span=NARROW_ROWS * out_bytes)
     if has_norm:
         tiles = _hold_rows(tiles, num_rows, leaf_len)
     is_partial = num_leaves > 1 and (tiles.groups > 1 or tiles.is_swapped and not has_residual)
@@ -253,7 +273,7 @@ def _stream_weights(
     cols = -(-num_rows // 8) * 8
     groups = 1
     if num_leaves > 1:
-        wanted = 64 if cols <= 32 or num_leaves * leaf_len < 8192 else 128
+        wanted = TREE_CTAS if cols <= 32 or num_leaves * leaf_len < 8192 else 128
         while groups < num_leaves and blocks * groups < wanted:
             groups *= 2
     # WHY, gated: 256 weights a CTA 56.2 us at 8 rows, two CTAs an SM 57.1; at one row 55.1 alone.

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mixture of experts. A row's bits depend on its own experts, never on who shares them."""
 
+import jax.numpy as jnp
+
 from detjax.array_types import Activation, Array, Float32, Int32
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.kernel_table import KERNELS
@@ -123,6 +125,110 @@ def combine_experts_add_rms_norm(
     return KERNELS[backend].combine_experts_add_rms_norm(y, weights, residual, gain, eps=eps)
 
 
+def route_mlp(
+    x: Activation[Array, "M D"],
+    logits: Float32[Array, "M u"],
+    w_gate_up: Activation[Array, "u E D"],
+    w_down: Activation[Array, "u D F"],
+    *,
+    top_k: int,
+    renormalise: bool,
+    backend: Backend,
+) -> tuple[Activation[Array, "M Q D"], Float32[Array, "M Q"]]:
+    """`route` and `expert_mlp` where every expert is here.
+
+    Args:
+        x: Normalised rows.
+        logits: Of every expert.
+        w_gate_up: Of each expert: rows of gate, then of up, (out, in); E = 2 F.
+        w_down: Of each expert, (out, in).
+        top_k: Experts of a row, Q.
+        renormalise: Whether a row's weights add up to 1.
+        backend: Which implementation runs.
+
+    Returns:
+        The rows of `expert_mlp`, and the weights of `route`.
+
+    Raises:
+        ValueError: If `top_k` is not from 1 to u, or the shapes do not agree.
+
+    Numerics:
+        The bits of the two, one after the other.
+        Claims: run-invariant, batch-invariant, path-consistent.
+    """
+    _check_experts(x, w_gate_up, w_down, top_k)
+    return KERNELS[backend].route_mlp(
+        x, logits, w_gate_up, w_down, top_k=top_k, renormalise=renormalise
+    )
+
+
+def defers_experts(num_rows: int, width: int, *, backend: Backend) -> bool:
+    """Whether `route_mlp`, then `combine_experts_norm_linear`, beats `route_mlp_add_rms_norm`.
+
+    For so many rows of so many channels, and by launches: both change no bit.
+    """
+    return KERNELS[backend].defers_experts(num_rows, width)
+
+
+def combine_experts_norm_linear(
+    y: Activation[Array, "M Q D"],
+    weights: Float32[Array, "M Q"],
+    residual: Activation[Array, "M D"],
+    gain: Activation[Array, " D"],
+    w: Activation[Array, "O D"],
+    bias: Activation[Array, " O"] | None = None,
+    *,
+    eps: float,
+    out_dtype: jnp.dtype,
+    backend: Backend,
+) -> tuple[Activation[Array, "M O"], Activation[Array, "M D"]]:
+    """Add a row's experts to the residual stream, normalise, and multiply.
+
+    `total, x = combine_experts_add_rms_norm(y, weights, residual, gain)` and
+    `out = linear(x, w, bias)`
+
+    Args:
+        y: Rows of `expert_mlp`.
+        weights: Of `route`.
+        residual: The residual stream.
+        gain: Of the norm.
+        w: Weights, (out, in).
+        bias: Added in float32 before the rounding.
+        eps: Of the norm.
+        out_dtype: What the product is rounded to; float32 keeps it.
+        backend: Which implementation runs.
+
+    Returns:
+        The product, and the new residual stream.
+
+    Raises:
+        ValueError: If D of the arrays differ.
+
+    Numerics:
+        The bits of `combine_experts_add_rms_norm` and `linear` one after the other; on sm90 few
+        rows in one launch.
+        Claims: run-invariant, batch-invariant, path-consistent. Bits depend on (D, dtypes, build).
+    """
+    if not y.shape[2] == residual.shape[1] == w.shape[1]:
+        raise ValueError(f"{y.shape=}, {residual.shape=} and {w.shape=} must end with the same D")
+    return KERNELS[backend].combine_experts_norm_linear(
+        y, weights, residual, gain, w, bias, eps=eps, out_dtype=out_dtype
+    )
+
+
+def _check_experts(x, w_gate_up, w_down, top_k: int) -> None:
+    num_experts, num_gate_up, width = w_gate_up.shape
+    if not 1 <= top_k <= num_experts:
+        raise ValueError(f"{top_k=} must be from 1 to the {num_experts} experts")
+    if x.shape[1] != width or w_down.shape != (num_experts, width, num_gate_up // 2):
+        raise ValueError(
+            f"{x.shape=}, {w_gate_up.shape=} and {w_down.shape=} must be [M, D], [u, 2 F, D] and "
+            "[u, D, F]"
+        )
+    if num_gate_up % 2:
+        raise ValueError(f"{w_gate_up.shape=} must have as many rows of up as of gate")
+
+
 def route_mlp_add_rms_norm(
     x: Activation[Array, "M D"],
     logits: Float32[Array, "M u"],
@@ -163,16 +269,7 @@ def route_mlp_add_rms_norm(
         The bits of the three, one after the other.
         Claims: run-invariant, batch-invariant, path-consistent.
     """
-    num_experts, num_gate_up, width = w_gate_up.shape
-    if not 1 <= top_k <= num_experts:
-        raise ValueError(f"{top_k=} must be from 1 to the {num_experts} experts")
-    if x.shape[1] != width or w_down.shape != (num_experts, width, num_gate_up // 2):
-        raise ValueError(
-            f"{x.shape=}, {w_gate_up.shape=} and {w_down.shape=} must be [M, D], [u, 2 F, D] and "
-            "[u, D, F]"
-        )
-    if num_gate_up % 2:
-        raise ValueError(f"{w_gate_up.shape=} must have as many rows of up as of gate")
+    _check_experts(x, w_gate_up, w_down, top_k)
     return KERNELS[backend].route_mlp_add_rms_norm(
         x, logits, w_gate_up, w_down, residual, gain,
         top_k=top_k, renormalise=renormalise, eps=eps,

@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 
 from detjax.pallas_kernels.fixed_blocks import COLS, ROWS, num_blocks, pad_axis, run_blocks
 from detjax.pallas_kernels.linear.portable import COLS as PRODUCT_COLS
-from detjax.pallas_kernels.linear.portable import leaf_sum
+from detjax.pallas_kernels.linear.portable import leaf_sum, linear
 from detjax.pallas_kernels.rms_norm.portable import add_rms_norm
 from detjax.pallas_kernels.swiglu.portable import swiglu
 
@@ -194,10 +194,30 @@ def combine_experts_add_rms_norm(
     return add_rms_norm(total[:num_rows], residual, None, gain, eps=eps)
 
 
+def route_mlp(
+    x, logits, w_gate_up, w_down, *, top_k: int, renormalise: bool
+) -> tuple[jax.Array, jax.Array]:
+    """See `api.route_mlp`: the two operations, one after the other."""
+    expert_ids, weights = route(logits, top_k=top_k, renormalise=renormalise)
+    return expert_mlp(x, expert_ids, w_gate_up, w_down, first_expert=0), weights
+
+
+def defers_experts(num_rows: int, width: int) -> bool:
+    """See `api.defers_experts`: no, as launches cost nothing here."""
+    return False
+
+
+def combine_experts_norm_linear(
+    y, weights, residual, gain, w, bias, *, eps: float, out_dtype: jnp.dtype
+) -> tuple[jax.Array, jax.Array]:
+    """See `api.combine_experts_norm_linear`: the two operations, one after the other."""
+    total, x = combine_experts_add_rms_norm(y, weights, residual, gain, eps=eps)
+    return linear(x, w, bias, out_dtype=out_dtype), total
+
+
 def route_mlp_add_rms_norm(
     x, logits, w_gate_up, w_down, residual, gain, *, top_k: int, renormalise: bool, eps: float
 ) -> tuple[jax.Array, jax.Array]:
-    """See `api.route_mlp_add_rms_norm`: the three operations, one after the other."""
-    expert_ids, weights = route(logits, top_k=top_k, renormalise=renormalise)
-    y = expert_mlp(x, expert_ids, w_gate_up, w_down, first_expert=0)
+    """See `api.route_mlp_add_rms_norm`: the operations, one after the other."""
+    y, weights = route_mlp(x, logits, w_gate_up, w_down, top_k=top_k, renormalise=renormalise)
     return combine_experts_add_rms_norm(y, weights, residual, gain, eps=eps)

@@ -6,16 +6,25 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from detjax.pallas_kernels.moe.sm90_combine import combine_rows_add_rms_norm, unsort_rows
+from detjax.pallas_kernels.linear.sm90 import linear, sum_norm_linear
+from detjax.pallas_kernels.moe import sm90_tiles
+from detjax.pallas_kernels.moe.sm90_combine import (
+    combine_rows_add_rms_norm,
+    read_experts,
+    unsort_rows,
+)
 from detjax.pallas_kernels.moe.sm90_grouped import (
     grouped_matmul,
     grouped_matmul_few,
+    one_row_matmul,
     routed_matmul_few,
+    routed_matmul_one,
 )
 from detjax.pallas_kernels.moe.sm90_route import check_supported as check_routes
 from detjax.pallas_kernels.moe.sm90_route import route as route
 from detjax.pallas_kernels.moe.sm90_schedule import sort_rows
 from detjax.pallas_kernels.moe.sm90_tiles import MlpTiles, choose_tiles
+from detjax.pallas_kernels.rms_norm.sm90 import row_sum
 
 
 def _check_supported(x, w_gate_up, w_down) -> None:
@@ -174,20 +183,93 @@ def route_mlp_add_rms_norm(
         Claims: run-invariant, batch-invariant, path-consistent.
     """
     tiles = tiles or _tiles_for(x, top_k, w_gate_up)
-    is_interpreted = interpret is not None
-    options = {"top_k": top_k, "renormalise": renormalise}
     if not tiles.is_few:
-        ids, weights = route(logits, **options, interpret=is_interpreted)
+        ids, weights = route(
+            logits, top_k=top_k, renormalise=renormalise, interpret=interpret is not None
+        )
         return expert_mlp_add_rms_norm(
             x, ids, weights, w_gate_up, w_down, residual, gain,
             eps=eps, tiles=tiles, interpret=interpret,
         )  # fmt: skip
+    y, weights = route_mlp(
+        x, logits, w_gate_up, w_down,
+        top_k=top_k, renormalise=renormalise, tiles=tiles, interpret=interpret,
+    )  # fmt: skip
+    return combine_experts_add_rms_norm(
+        y, weights, residual, gain, eps=eps, interpret=interpret is not None
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("top_k", "renormalise", "tiles", "interpret"))
+def route_mlp(
+    x, logits, w_gate_up, w_down, w_after=None, *,
+    top_k: int, renormalise: bool, tiles: MlpTiles | None = None, interpret=None,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """See `api.route_mlp`: few rows are routed in the launch of the first product.
+
+    Args:
+        x: Normalised rows.
+        logits: Of every expert.
+        w_gate_up: Gates and ups of each.
+        w_down: The second matrix of each.
+        w_after: Weights of the product after the mixture, [O, D], if they may be fetched ahead.
+        top_k: Experts of a row.
+        renormalise: Whether a row's weights add up to 1.
+        tiles: Overrides the choice by M, for tests and benchmarks; changes no bit.
+        interpret: How to interpret the kernels, if so.
+
+    Numerics:
+        The bits of `route` and `expert_mlp`: the same instructions.
+        Claims: run-invariant, batch-invariant, path-consistent.
+    """
+    tiles = tiles or _tiles_for(x, top_k, w_gate_up)
+    options = {"top_k": top_k, "renormalise": renormalise}
+    if not tiles.is_few:
+        ids, weights = route(logits, **options, interpret=interpret is not None)
+        y = expert_mlp(x, ids, w_gate_up, w_down, first_expert=0, tiles=tiles, interpret=interpret)
+        return y, weights
     _check_supported(x, w_gate_up, w_down)
     check_routes(logits.shape[1], top_k)
-    hidden, work, _, weights = routed_matmul_few(
-        x, w_gate_up, logits, **options, tiles=tiles.gate_up, interpret=interpret
-    )
-    y = grouped_matmul(hidden, w_down, work, tiles=tiles.down, by_slot=True, interpret=interpret)
-    return combine_rows_add_rms_norm(
-        y, None, weights, residual, gain, eps=eps, interpret=is_interpreted
-    )
+    options |= {"tiles": tiles.gate_up, "interpret": interpret}
+    if x.shape[0] == 1 and not sm90_tiles.LISTS_ONE_ROW:
+        ahead_bytes = sm90_tiles.AHEAD_BYTES
+        hidden, ids, weights = routed_matmul_one(
+            x, w_gate_up, logits, w_down if ahead_bytes else None,
+            **options, ahead_bytes=ahead_bytes,
+        )  # fmt: skip
+        after_bytes = 0 if w_after is None else sm90_tiles.AFTER_BYTES
+        y = one_row_matmul(
+            hidden, w_down, ids[0], w_after if after_bytes else None,
+            tiles=tiles.down, ahead_bytes=after_bytes, interpret=interpret,
+        )  # fmt: skip
+    else:
+        hidden, work, _, weights = routed_matmul_few(x, w_gate_up, logits, **options)
+        y = grouped_matmul(
+            hidden, w_down, work, tiles=tiles.down, by_slot=True, interpret=interpret
+        )
+    return y.reshape(x.shape[0], top_k, x.shape[1]), weights
+
+
+def defers_experts(num_rows: int, width: int) -> bool:
+    """See `api.defers_experts`: few rows, each a warpgroup wide."""
+    return num_rows <= sm90_tiles.MAX_LATE_ROWS and row_sum(width).is_wide
+
+
+def combine_experts_norm_linear(
+    y, weights, residual, gain, w, bias, *, eps: float, out_dtype, interpret=None
+) -> tuple[jax.Array, jax.Array]:
+    """See `api.combine_experts_norm_linear`: one launch for rows that `defers_experts` says.
+
+    Numerics:
+        # ORDER, # ROUND: those of `combine_experts_add_rms_norm`, by the same instructions in every
+        CTA; then those of `linear`.
+        Claims: run-invariant, batch-invariant, path-consistent. Bits depend on (K, dtypes, build).
+    """
+    if not defers_experts(*residual.shape):
+        total, x = combine_experts_add_rms_norm(y, weights, residual, gain, eps=eps)
+        return linear(x, w, bias, out_dtype=out_dtype), total
+    out, total, _ = sum_norm_linear(
+        residual, (y.reshape(-1, y.shape[-1]), weights), read_experts, gain, w, bias,
+        eps=eps, out_dtype=out_dtype, interpret=interpret,
+    )  # fmt: skip
+    return out, total

@@ -39,6 +39,18 @@ def _reader(y_gmem, places_gmem, weights_gmem, row, top_k: int):
     return slots, weights
 
 
+def read_experts(residual_gmem, terms_gmem, row, columns, math: rows.Arithmetic):
+    """Channels of the residual stream with a row's experts added, which lie in order of slot.
+
+    The instructions of `combine_rows_add_rms_norm`; for `linear.sm90.sum_norm_linear`.
+    """
+    y_gmem, weights_gmem = terms_gmem
+    slots, scales = _reader(y_gmem, None, weights_gmem, row, weights_gmem.shape[1])
+    ys = [math.load(y_gmem.at[slot, columns]) for slot in slots]
+    residual = math.load(residual_gmem.at[row, columns])
+    return joined([_weighted(ys, scales, math)], residual, None, residual_gmem.dtype)
+
+
 def _combine(y, places, weights, *, interpret: bool) -> jax.Array:
     """The weighted sum of each row's experts, float32 [M, D]."""
     num_rows, top_k = weights.shape

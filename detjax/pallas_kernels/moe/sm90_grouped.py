@@ -190,6 +190,62 @@ def grouped_matmul(
     return out
 
 
+@functools.partial(jax.jit, static_argnames=("tiles", "ahead_bytes", "interpret"))
+def one_row_matmul(
+    x, w, ids, w_next=None, *, tiles: GroupedTiles, ahead_bytes: int = 0, interpret=None
+) -> jax.Array:
+    """`grouped_matmul` of a row's experts, in order of rank: row r of `x` by expert `ids[r]`.
+
+    Args:
+        x: A row an expert, [k, K].
+        w: As for `grouped_matmul`, of every expert.
+        ids: int32 [k], all different.
+        w_next: The next product's weights, [., .], of which each CTA asks its share into the L2
+            once its own loads are on their way; None for nothing.
+        tiles: Swapped, with 8 columns.
+        ahead_bytes: The most of its share that a CTA asks for.
+        interpret: How to interpret it, if so.
+    """
+    [out] = _grouped(
+        x, w, [ids] if w_next is None else [ids, w_next[None]], tiles=tiles, by_slot=True,
+        few=None, interpret=interpret, is_one_row=True, ahead_bytes=ahead_bytes,
+    )  # fmt: skip
+    return out
+
+
+_OF_ONE = ("top_k", "renormalise", "tiles", "ahead_bytes", "interpret")
+
+
+@functools.partial(jax.jit, static_argnames=_OF_ONE)
+def routed_matmul_one(
+    x, w, logits, w_next=None, *,
+    top_k: int, renormalise: bool, tiles: GroupedTiles, ahead_bytes: int = 0, interpret=None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    """`routed_matmul_few` of one row, in order of rank: no list is made, as none is needed.
+
+    Args:
+        x: A row, [1, K].
+        w: As for `grouped_matmul`, of every expert.
+        logits: float32 [1, e].
+        w_next: The next product's weights, [e, ., .], of which each tile asks its share into the
+            L2 once its own loads are on their way; None for nothing.
+        top_k: Experts of the row.
+        renormalise: Whether its weights add up to 1.
+        tiles: Swapped, with 8 columns.
+        ahead_bytes: The most of a tile's share that it asks for.
+        interpret: How to interpret it, if so.
+
+    Returns:
+        The rows of outputs, [k, N], and the ids and weights of `route`, [1, k].
+    """
+    few = Few(top_k=top_k, routes=True, renormalise=renormalise)
+    out, ids, weights = _grouped(
+        x, w, [logits] if w_next is None else [logits, w_next], tiles=tiles, by_slot=False,
+        few=few, interpret=interpret, is_one_row=True, ahead_bytes=ahead_bytes,
+    )  # fmt: skip
+    return out, ids, weights
+
+
 @functools.partial(jax.jit, static_argnames=("tiles", "interpret"))
 def grouped_matmul_few(
     x, w, expert_ids, first_expert, *, tiles: GroupedTiles, interpret=None
@@ -247,9 +303,14 @@ def routed_matmul_few(
 
 
 def _grouped(
-    x, w, lists, *, tiles: GroupedTiles, by_slot: bool, few: Few | None, interpret
-) -> list[jax.Array]:
-    """The kernel; with `few` it makes the list of its tiles."""
+    x, w, lists, *, tiles: GroupedTiles, by_slot: bool, few: Few | None, interpret,
+    is_one_row: bool = False, ahead_bytes: int = 0,
+) -> list[jax.Array]:  # fmt: skip
+    """The kernel; with `few` it makes the list of its tiles.
+
+    With `is_one_row` rank r of one row is tile r, and a list is the experts of the ranks alone;
+    with `ahead_bytes` the second of `lists` is the weights that come next.
+    """
     makes_list, top_k = few is not None, few.top_k if few else 0
     num_local, num_weights, k_len = w.shape
     num_out = num_weights // (2 if tiles.is_gated else 1)
@@ -258,6 +319,8 @@ def _grouped(
         raise ValueError(f"{tiles.k=} must divide K={k_len}")
     if num_out % tiles.out_cols:
         raise ValueError(f"{tiles.out_cols=} must divide N={num_out}")
+    if is_one_row and makes_list and x.shape[0] != 1:
+        raise ValueError(f"{x.shape=} must be one row")
     if (makes_list or by_slot) and not tiles.is_swapped:
         raise ValueError("rows are placed one by one only by swapped tiles")
     steps, slabs, stages = k_len // tiles.k, tiles.k // SPAN, tiles.stages
@@ -265,8 +328,12 @@ def _grouped(
     wg_out = tiles.out_cols // tiles.num_wgs if tiles.is_swapped else tiles.out_cols
     shapes = work_shapes(num_slots, num_local, tiles.tile_rows)
     list_shapes = [shapes.tiles, shapes.num_tiles, shapes.order]
-    num_ctas = min(NUM_SMS, list_shapes[0].shape[1] * col_tiles)
-    made_shapes = list_shapes if makes_list else []
+    if is_one_row:
+        list_shapes = [jax.ShapeDtypeStruct((num_slots,), jnp.int32)]
+        num_ctas = min(NUM_SMS, num_slots * col_tiles)
+    else:
+        num_ctas = min(NUM_SMS, list_shapes[0].shape[1] * col_tiles)
+    made_shapes = list_shapes if makes_list and not is_one_row else []
     if few is not None and few.routes:
         pairs = (x.shape[0], top_k)
         made_shapes = [
@@ -275,6 +342,7 @@ def _grouped(
             jax.ShapeDtypeStruct(pairs, jnp.float32),
         ]
     writes_zeros = by_slot and len(lists) > 3
+    first_routed = len(made_shapes) - 2
     num_threads = tiles.num_wgs + 1
     has_register_shares = tiles.num_wgs > 1 and not makes_list
     is_interpreted = interpret is not None
@@ -300,10 +368,15 @@ def _grouped(
         x_mma, x_tma = (x_smem, x_smem) if is_interpreted else x_smem
         out_reg, out_tma = (out_smem, out_smem) if is_interpreted else out_smem
         wg, cta = lax.axis_index("wg"), lax.axis_index("cta")
-        tiles_ref, num_tiles_ref, order_ref = list_smem if makes_list else inputs[:3]
+        if is_one_row:
+            [experts_ref] = list_smem if makes_list else inputs[:1]
+            tiles_ref = num_tiles_ref = order_ref = None
+        else:
+            tiles_ref, num_tiles_ref, order_ref = list_smem if makes_list else inputs[:3]
 
         def num_turns():
-            items = num_tiles_ref[0] * col_tiles
+            num_tiles = jnp.int32(num_slots) if is_one_row else num_tiles_ref[0]
+            items = num_tiles * col_tiles
             return lax.div(items - cta + (num_ctas - 1), jnp.int32(num_ctas))
 
         def locate(turn):
@@ -311,6 +384,15 @@ def _grouped(
             item = turn * num_ctas + cta
             entry = lax.div(item, jnp.int32(col_tiles))
             return entry, lax.rem(item, jnp.int32(col_tiles)) * tiles.out_cols
+
+        def expert_of(entry):
+            return experts_ref[entry] if is_one_row else tiles_ref[EXPERT, entry]
+
+        def rows_of(entry):
+            """First sorted row of a tile, and how many."""
+            if is_one_row:
+                return entry, jnp.int32(1)
+            return tiles_ref[START, entry], tiles_ref[COUNT, entry]
 
         def multiply(slot, acc):
             wg_rows = pl.ds(wg * tiles.wg_rows, tiles.wg_rows)
@@ -348,6 +430,8 @@ def _grouped(
             """Slots of a tile's rows, read ahead of its product, as each would wait for memory."""
             if not (makes_list or by_slot):
                 return []
+            if is_one_row:
+                return [start]
             places = [jnp.minimum(start + i, num_slots - 1) for i in range(tiles.cols)]
             if makes_list:
                 return [order_ref[place] for place in places]
@@ -364,6 +448,8 @@ def _grouped(
 
             for i, slot in enumerate(slots):
                 source, row = (i, slot) if by_slot else (lax.div(slot, jnp.int32(top_k)), start + i)
+                if is_one_row:
+                    source, row = 0, slot
 
                 @pl.when(i < count)
                 def _(source=source, row=row):
@@ -391,12 +477,12 @@ def _grouped(
         def compute():
             if has_register_shares:
                 plgpu.set_max_registers(232, action="increase")
-            if makes_list:
+            if makes_list and not is_one_row:
                 plgpu.barrier_wait(listed)
 
             def one_tile(turn, _):
                 entry, col = locate(turn)
-                start, count = tiles_ref[START, entry], tiles_ref[COUNT, entry]
+                start, count = rows_of(entry)
                 first = turn * steps
                 if tiles.is_swapped:
                     slots = slots_of(start)
@@ -414,6 +500,14 @@ def _grouped(
             lax.fori_loop(0, num_turns(), one_tile, ())
             plgpu.wait_smem_to_gmem(0)
 
+        def route_into(ids_smem):
+            assert few is not None
+            route_rows(
+                inputs[0], 0, tuple(made_gmem[first_routed:]), ids_smem, num_rows=x.shape[0],
+                is_kept=cta == 0, top_k=top_k, renormalise=few.renormalise,
+                is_interpreted=is_interpreted,
+            )  # fmt: skip
+
         def put_ids(ids_smem, math):
             """The experts of all slots, in shared memory."""
             assert few is not None
@@ -422,11 +516,7 @@ def _grouped(
                 return
             ids_smem[...] = math.full((sm90_rows.LANES,), -1, jnp.int32)
             plgpu.commit_smem()
-            route_rows(
-                inputs[0], 0, tuple(made_gmem[3:]), ids_smem, num_rows=x.shape[0],
-                is_kept=cta == 0, top_k=top_k, renormalise=few.renormalise,
-                is_interpreted=is_interpreted,
-            )  # fmt: skip
+            route_into(ids_smem)
 
         def write_zeros():
             """Zeros for the slots of experts that are not here."""
@@ -456,7 +546,10 @@ def _grouped(
         def load():
             if has_register_shares:
                 plgpu.set_max_registers(40, action="decrease")
-            if makes_list:
+            if makes_list and is_one_row:
+                route_into(experts_ref)
+                plgpu.commit_smem()
+            elif makes_list:
                 made = Work(tiles=tiles_ref, num_tiles=num_tiles_ref, order=order_ref)
                 schedule_few(
                     put_ids, num_slots, made, few_smem,
@@ -467,8 +560,8 @@ def _grouped(
 
             def one_tile(turn, _):
                 entry, col = locate(turn)
-                expert = tiles_ref[EXPERT, entry]
-                row = jnp.int32(0) if makes_list else tiles_ref[START, entry]
+                expert = expert_of(entry)
+                row = jnp.int32(0) if makes_list else rows_of(entry)[0]
                 first = turn * steps
 
                 def step(i, _):
@@ -502,9 +595,25 @@ def _grouped(
 
             turns = num_turns()
             lax.fori_loop(0, turns, one_tile, ())
+            if ahead_bytes and not is_interpreted:
+
+                def ask(turn, _):
+                    entry, col = locate(turn)
+                    share = lax.div(col, jnp.int32(tiles.out_cols))
+                    lanes.fetch_ahead(
+                        inputs[1], expert_of(entry), share, shares=col_tiles, most=ahead_bytes
+                    )
+                    return ()
+
+                if makes_list:
+                    lax.fori_loop(0, turns, ask, ())
+                else:
+                    lanes.fetch_ahead(
+                        inputs[1], jnp.int32(0), cta, shares=num_ctas, most=ahead_bytes
+                    )
             if writes_zeros:
                 write_zeros()
-            if makes_list:
+            if makes_list and not is_one_row:
 
                 @pl.when(cta == 0)
                 def _():
@@ -536,7 +645,7 @@ def _grouped(
             _rows_block(out_block, is_interpreted),
             plgpu.SMEM((256,), bf16) if writes_zeros else None,
             smem_lists if makes_list else None,
-            few_memory(num_local) if makes_list else None,
+            few_memory(num_local) if makes_list and not is_one_row else None,
             plgpu.Barrier(num_arrivals=len(w_pieces) + slabs, num_barriers=stages),
             plgpu.Barrier(num_arrivals=tiles.num_wgs, num_barriers=stages),
             plgpu.Barrier(),

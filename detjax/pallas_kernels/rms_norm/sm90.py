@@ -228,6 +228,8 @@ def normalise_wide_rows(
     num_registers: int,
     is_interpreted: bool,
     ready=None,
+    read=None,
+    keep=None,
 ) -> None:
     """Normalise a few wide rows inside a kernel that multiplies them: one warpgroup's share.
 
@@ -241,6 +243,9 @@ def normalise_wide_rows(
         num_registers: Of a thread; they bound the rows that are read at once.
         is_interpreted: Whether the kernel is interpreted.
         ready: Called before rows are read, when gains are on their way.
+        read: Gives the channels `columns` of row `row` in the dtype of `x`, called as
+            `read(row, columns, math)`; those of `x_gmem` if None.
+        keep: Called as `store`, with channels as they were read.
 
     Numerics:
         The instructions of `rms_norm`, in its order, so its bits.
@@ -253,11 +258,16 @@ def normalise_wide_rows(
     gains = [math.load(gain_gmem.at[pl.ds(s, chunk)]) for s in starts]
     if ready is not None:
         ready()
+    if read is None:
+
+        def read(row, columns, math):
+            return math.load(x_gmem.at[row, columns])
+
     of_row = form.num_parts * pl.cdiv(form.vec_len, 2)
     at_once = max(1, (num_registers - 56) * 4 // 5 // of_row)
     for first in range(0, len(row_ids), at_once):
         taken = list(enumerate(row_ids))[first : first + at_once]
-        values = [[math.load(x_gmem.at[row, pl.ds(s, chunk)]) for s in starts] for _, row in taken]
+        values = [[read(row, pl.ds(s, chunk), math) for s in starts] for _, row in taken]
         for (i, _), row_values in zip(taken, values, strict=True):
             for c, v in enumerate(row_values):
                 sums = rows.square_sums(v.astype(jnp.float32), math)
@@ -269,6 +279,8 @@ def normalise_wide_rows(
         for (i, row), row_values in zip(taken, values, strict=True):
             scale = wide_scale(sums_smem.at[i], math, shape=(chunk,), width=width, eps=eps)
             for start, v, g in zip(starts, row_values, gains, strict=True):
+                if keep is not None:
+                    keep(v, row, start, math)
                 normed = math.mul(math.mul(v.astype(jnp.float32), scale), g.astype(jnp.float32))
                 store(normed.astype(x_gmem.dtype), row, start, math)  # ROUND: once
 

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launches that a few rows of a mixture of experts save on sm90: the same bits as with them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from detjax.pallas_kernels.linear import sm90 as linear_sm90
+from detjax.pallas_kernels.linear import sm90_matmul, tiles
+from detjax.pallas_kernels.linear.sm90_matmul import matmul
+from detjax.pallas_kernels.linear.tiles import MatmulTiles, choose_tiles
+from detjax.pallas_kernels.moe import sm90 as moe_sm90
+from detjax.pallas_kernels.moe import sm90_tiles
+from detjax.pallas_kernels.moe.shapes import SHAPES
+from detjax.pallas_kernels.moe.sm90_combine import read_experts
+from detjax.pallas_kernels.rms_norm.sm90 import combine_add_rms_norm
+from detjax.testing.bitwise import (
+    assert_bitwise_equal,
+    assert_order_sensitive,
+    count_different_bits,
+)
+from detjax.testing.cases import quick_and_slow
+
+BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
+EPS = 1e-6
+INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
+QWEN = SHAPES[0]
+TOP_K = 4
+
+
+def drawn(seed: int, *dims: int, dtype=BF16, scale: float = 1.0) -> jax.Array:
+    """Wide exponents, so that sums depend on their order."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal(dims, np.float32) * np.exp(rng.standard_normal(dims, np.float32))
+    return jnp.asarray(x * np.float32(scale), dtype)
+
+
+@pytest.fixture
+def few_launches(monkeypatch):
+    """Every saving on, whether it is by default or not."""
+    monkeypatch.setattr(linear_sm90, "MAX_ADDED_ROWS", 8)
+    monkeypatch.setattr(sm90_tiles, "MAX_LATE_ROWS", 8)
+    monkeypatch.setattr(tiles, "NARROW_ROWS", 16)
+    monkeypatch.setattr(sm90_tiles, "LISTS_ONE_ROW", False)
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+@pytest.fixture
+def one_cta(monkeypatch):
+    """Give every tile to one CTA: interpretation runs CTAs side by side on few threads."""
+    monkeypatch.setattr(sm90_matmul, "NUM_SMS", 1)
+    matmul.clear_cache()
+    yield
+    matmul.clear_cache()
+
+
+# --- without a GPU ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("live_rows", quick_and_slow((16,), (8, 32)))
+def test_narrow_tiles_in_interpret_mode(live_rows, one_cta):
+    # Whole numbers: a CPU's product rounds by place, and what is tested is who is multiplied.
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.integers(-8, 9, shape), BF16) for shape in ((3, 256), (128, 256)))
+    product = functools.partial(matmul, leaf_len=256, out_dtype=F32, interpret=INTERPRET)
+    whole = MatmulTiles(is_swapped=True, cols=8, num_wgs=1, stages=3, delay=1)
+    narrow = MatmulTiles(
+        is_swapped=True, cols=8, num_wgs=1, stages=3, delay=1,
+        live_rows=live_rows, out_span=4 * live_rows,
+    )  # fmt: skip
+    out = product(x, w, None, None, tiles=narrow)
+    want = product(x, w, None, None, tiles=whole)
+    assert_bitwise_equal(out, want, claim="how many weights a tile has changes no bit")
+
+
+def test_narrow_tiles_refuse_nonsense():
+    with pytest.raises(ValueError, match="self.live_rows=24"):
+        MatmulTiles(is_swapped=True, cols=8, num_wgs=1, stages=3, live_rows=24)
+    with pytest.raises(ValueError, match="self.live_rows=16"):
+        MatmulTiles(is_swapped=False, cols=64, stages=3, live_rows=16)
+
+
+def test_a_router_is_cut_into_narrow_tiles(few_launches):
+    def chosen(num_rows, num_out):
+        return choose_tiles(
+            num_rows=num_rows, num_out=num_out, num_leaves=1, leaf_len=2048, out_bytes=4
+        )
+
+    assert chosen(1, 128).live_rows == chosen(8, 512).live_rows == 16
+    assert not chosen(9, 128).live_rows and not chosen(1, 5120).live_rows
+
+
+def add_apart(kind: str, terms: tuple, residual, gain):
+    """The sum of a kind of terms and its normalised rows, in the launch that did it before."""
+    options = {"eps": EPS, "interpret": True}
+    if kind == "subtrees":
+        return combine_add_rms_norm(*terms, residual, None, gain, **options)
+    return moe_sm90.combine_experts_add_rms_norm(*terms, residual, gain, **options)
+
+
+def late_terms(kind: str, num_rows: int, width: int) -> tuple[tuple, jax.Array]:
+    """Terms, and a residual stream that nearly cancels them, so that the sum shows its order."""
+    if kind == "subtrees":
+        leaves = drawn(4, 4, num_rows, width, dtype=F32)
+        return (leaves,), (-leaves.sum(0)).astype(BF16)
+    y, weights = drawn(5, num_rows, TOP_K, width), jax.nn.softmax(drawn(6, num_rows, TOP_K))
+    weights = weights.astype(F32)
+    return (y, weights), (-(y.astype(F32) * weights[..., None]).sum(1)).astype(BF16)
+
+
+@pytest.mark.parametrize("num_rows", quick_and_slow((3,), (1, 8)))
+@pytest.mark.parametrize("kind", ["subtrees", "experts"])
+def test_a_product_that_adds_to_its_input_in_interpret_mode(kind, num_rows, few_launches, one_cta):
+    width = 512
+    terms, residual = late_terms(kind, num_rows, width)
+    gain, w = drawn(3, width), drawn(7, 64, width, scale=0.05)
+    total, x = add_apart(kind, terms, residual, gain)
+    if kind == "subtrees":
+        reader = linear_sm90._read_leaves
+    else:
+        reader, terms = read_experts, (terms[0].reshape(-1, width), terms[1])
+    found = linear_sm90.sum_norm_linear(
+        residual, terms, reader, gain, w, None, eps=EPS, out_dtype=F32, interpret=INTERPRET
+    )
+    plain = MatmulTiles(
+        is_swapped=True, cols=8, num_wgs=1, k=256, stages=2, delay=1, live_rows=16, out_span=64
+    )
+    product = matmul(
+        x, w, None, None, leaf_len=width, out_dtype=F32, tiles=plain, interpret=INTERPRET
+    )
+    for a, b, what in zip(found, (product, total, x), ("product", "sum", "rows"), strict=True):
+        assert_bitwise_equal(a, b, claim=f"{what}: added and normalised in the product's launch")
+
+
+@pytest.mark.parametrize("kind", ["subtrees", "experts"])
+def test_control_terms_in_another_order_give_another_sum(kind):
+    terms, residual = late_terms(kind, 8, 512)
+    want, _ = add_apart(kind, terms, residual, drawn(3, 512))
+    if kind == "subtrees":
+        terms = (terms[0][jnp.array([0, 2, 1, 3])],)
+    else:
+        terms = tuple(term[:, ::-1] for term in terms)
+    found, _ = add_apart(kind, terms, residual, drawn(3, 512))
+    assert count_different_bits(found, want) > 0
+
+
+@pytest.mark.slow
+def test_one_row_needs_no_list_in_interpret_mode(few_launches, monkeypatch):
+    x, logits = drawn(0, 1, 128), drawn(1, 1, 4, dtype=F32)
+    matrices = drawn(2, 4, 256, 128, scale=0.05), drawn(3, 4, 128, 128, scale=0.05)
+
+    def run():
+        return moe_sm90.route_mlp(
+            x, logits, *matrices, top_k=2, renormalise=True, interpret=plgpu.InterpretGPUParams()
+        )
+
+    found = run()
+    monkeypatch.setattr(sm90_tiles, "LISTS_ONE_ROW", True)
+    jax.clear_caches()
+    for a, b in zip(found, run(), strict=True):
+        assert_bitwise_equal(a, b, claim="a row's tiles in order of rank, or of expert")
+
+
+# --- on a Hopper GPU -------------------------------------------------------------------------
+
+
+@functools.cache
+def layer_weights():
+    num, width, hidden = QWEN.num_experts, QWEN.width, QWEN.hidden_size
+    return {
+        "router": drawn(10, num, hidden, scale=0.02),
+        "qkv": drawn(11, 5120, hidden, scale=0.02),
+        "gate_up": drawn(12, num, 2 * width, hidden, scale=0.04),
+        "down": drawn(13, num, hidden, width, scale=0.06),
+        "gain": drawn(14, hidden),
+    }
+
+
+def layer(leaf_sums, residual) -> dict[str, jax.Array]:
+    """A layer from the subtrees of o to the next q, k and v."""
+    w = layer_weights()
+    logits, total, x = linear_sm90.combine_norm_linear(
+        leaf_sums, residual, w["gain"], w["router"], eps=EPS, out_dtype=F32
+    )
+    y, weights = moe_sm90.route_mlp(
+        x, logits, w["gate_up"], w["down"], top_k=QWEN.top_k, renormalise=True
+    )
+    qkv, after = moe_sm90.combine_experts_norm_linear(
+        y, weights, total, w["gain"], w["qkv"], None, eps=EPS, out_dtype=BF16
+    )
+    return {
+        "logits": logits, "total": total, "x": x, "y": y, "weights": weights, "qkv": qkv,
+        "after": after,
+    }  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.invariance
+@pytest.mark.parametrize("groups", [2, 4])
+def test_fewer_launches_have_the_bits_of_more(groups, request):
+    """Every number of rows that saves launches, against one row more, which saves none."""
+    leaf_sums = drawn(20, groups, 9, QWEN.hidden_size, dtype=F32)
+    residual = (-leaf_sums.sum(0)).astype(BF16)  # what is left shows the order of the sum
+    assert_order_sensitive(np.square(np.asarray(residual[0], np.float32)))
+    want = layer(leaf_sums, residual)
+    request.getfixturevalue("few_launches")
+    for m in range(1, 9):
+        found = layer(leaf_sums[:, :m], residual[:m])
+        for name, value in found.items():
+            assert_bitwise_equal(value, want[name][:m], claim=f"{name} of {m} rows of 9")
