@@ -377,6 +377,7 @@ PROGRAMS = {
     "qkv_128": lambda: qkv(128),
     "qkv_4096": lambda: qkv(4096),
     "down_8": lambda: down(8),
+    "down_160": lambda: down(160),
     "down_4096": lambda: down(4096),
     "down_add_8": lambda: down_add(8),
     "norm_qkv_1": lambda: norm_qkv(1),

@@ -62,6 +62,7 @@ def spills(program: dict) -> dict[str, int]:
         ("qkv_128", "m64n64k16"),
         ("qkv_4096", "m64n256k16"),
         ("down_8", "m64n8k16"),
+        ("down_160", "m64n128k16"),
         ("down_4096", "m64n128k16"),
         ("down_add_8", "m64n8k16"),
         ("norm_qkv_1", "m64n8k16"),

@@ -33,7 +33,7 @@ from detjax.testing.cases import quick_and_slow
 
 PROFILE = NumericsProfile()
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
-ROWS = (1, 7, 8, 9, 16, 31, 64, 100, 128, 129, 255, 256, 257, 512, 1000, 2048, 8192)
+ROWS = (1, 7, 8, 9, 16, 31, 64, 100, 128, 129, 192, 255, 256, 257, 512, 1000, 2048, 8192)
 EVERY_ROW_COUNT = (*range(1, 258), 512, 1000, 2048, 8192)
 GPU_SHAPES = [s for s in SHAPES if s.k_len % 16 == 0 and s.num_outputs >= 2048]
 TALL = MatmulTiles(is_swapped=False, cols=64, stages=2)
