@@ -5,8 +5,8 @@ python -m benchmarks.float32 --out float32.jsonl
 python -m benchmarks.float32 --model tiny --backend portable --decode 1 3 --prefill 64
 
 Bits: products of few and many rows, a small model's logits by prefill, in chunks, in windows and
-token by token, and each row of the timed steps in batches of every size. Then the steps of a model
-of 8B parameters in both profiles. `--kernels`: products alone, beside XLA's in float32 and TF32.
+token by token, and each row of the timed steps in batches of every size. Then the steps of layers
+of a model of 8B parameters in both profiles. `--kernels`: products alone, beside XLA's in float32 and TF32.
 """
 
 import argparse
@@ -122,11 +122,15 @@ def time_products(backend: Backend, rows: Rows, table: list[str]) -> None:
 
 def time_steps(args: argparse.Namespace, rows: Rows, table: list[str]) -> bool:
     """Whole steps of both profiles, one after the other: a cache of each fits no GPU beside."""
+    config = MODELS[args.model]
+    num_layers = min(args.layers, config.num_layers)
+    table.append(f"{args.model}, {num_layers} of {config.num_layers} layers and lm_head:")
+    config = config.with_layers(list(range(num_layers)))
     cases = [decode_case(b) for b in args.decode] + [prefill_case(n) for n in args.prefill]
     times: dict[tuple[str, str], float] = {}
     same = True
     for name, profile in PROFILES.items():
-        runner = Runner(MODELS[args.model], cases, Backend(args.backend), 0, profile=profile)
+        runner = Runner(config, cases, Backend(args.backend), 0, profile=profile)
         runner.compile_ahead(cases)
         seen = BitsOfRows()
         for case in cases:
@@ -137,7 +141,14 @@ def time_steps(args: argparse.Namespace, rows: Rows, table: list[str]) -> bool:
                 agrees = count_different_bits(runs[0][1], runs[1][1]) == 0
             same &= agrees
             ms = times[name, case.name] = runner.wall_ms("invariant", case)
-            rows.keep(subject="float32_step", profile=name, case=case.name, ms_p50=ms, same=agrees)
+            rows.keep(
+                subject="float32_step",
+                profile=name,
+                case=case.name,
+                layers=num_layers,
+                ms_p50=ms,
+                same=agrees,
+            )
         del runner
     for case in cases:
         bf16, f32 = (times[name, case.name] for name in PROFILES)
@@ -152,6 +163,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--model", choices=MODELS, default="llama3_8b")
     parser.add_argument("--backend", choices=[b.value for b in Backend], default="sm90")
+    parser.add_argument(
+        "--layers", type=int, default=8, help="most layers; compiling takes longest"
+    )
     parser.add_argument("--decode", type=int, nargs="*", default=[1, 8, 64])
     parser.add_argument("--prefill", type=int, nargs="*", default=[1000])
     parser.add_argument("--kernels", action="store_true", help="time products alone too")

@@ -30,6 +30,9 @@ HALF = 64
 SLOTS = 3
 """Of the ring: as many as fit."""
 
+AHEAD = 1
+"""Pieces of 64 keys or values and 64 channels that are loaded while one is cut; 2 spill."""
+
 PRODUCTS = ((0, 2), (1, 1), (2, 0), (0, 1), (1, 0), (0, 0))
 """Which part of the first operand meets which of the second, in order: the greatest last. Left out
 are those whose factors are both small: together under 2**-24 of abs(a) abs(b)."""
@@ -247,31 +250,54 @@ def _load(tiles: Tiles, work: Work, refs) -> None:
     math = _plain(tiles)
     first_page = refs.layer[0] * tiles.num_pages
 
-    def one_block(j, _):
-        page = first_page + refs.table[work.seq, j]
-        for step in range(4):
-            which, half = divmod(step, 2)
-            at = (page * 2 + which) * tiles.kv_heads + work.kv_head
-            columns = work.columns if which else pl.ds(0, tiles.channels)
-            x = math.load(refs.pages.at[at, pl.ds(half * HALF, HALF), columns])
-            if which:
-                # What is not written yet may be NaN, and must not meet a weight of 0.
-                keys = math.iota(x.shape, 0) + (j * bits.BLOCK + half * HALF)
-                x = jnp.where(keys <= work.last, x, jnp.zeros_like(x))
-            index = (j - work.first) * 4 + step
-            slot = lax.rem(index, jnp.int32(SLOTS))
+    span = tiles.value_channels
+    # Which half page of a block, keys first, and which of its channels.
+    pieces = [(n, c) for n in range(2) for c in range(0, tiles.channels, span)] + [(2, 0), (3, 0)]
 
-            @pl.when(index >= SLOTS)
-            def _is_free(slot=slot):
-                plgpu.barrier_wait(refs.free.at[slot])
+    def piece_of(page, piece: tuple[int, int]):
+        """Some channels of half a page, float32 in registers."""
+        (which, half), column = divmod(piece[0], 2), piece[1]
+        at = ((first_page + page) * 2 + which) * tiles.kv_heads + work.kv_head
+        columns = work.columns if which else pl.ds(column, span)
+        return math.load(refs.pages.at[at, pl.ds(half * HALF, HALF), columns])
 
-            for i, part in enumerate(sm90_rows.split_bf16(x, math)):
-                refs.ring[slot, i, :, pl.ds(0, x.shape[1])] = part
+    def put(x, j, piece: tuple[int, int]) -> None:
+        """Put the parts of a piece into the ring; the last of a half page hands it over."""
+        (which, half), column = divmod(piece[0], 2), piece[1]
+        if which:
+            # What is not written yet may be NaN, and must not meet a weight of 0.
+            keys = math.iota(x.shape, 0) + (j * bits.BLOCK + half * HALF)
+            x = jnp.where(keys <= work.last, x, jnp.zeros_like(x))
+        index = (j - work.first) * 4 + piece[0]
+        slot = lax.rem(index, jnp.int32(SLOTS))
+
+        @pl.when((index >= SLOTS) & (column == 0))
+        def _is_free():
+            plgpu.barrier_wait(refs.free.at[slot])
+
+        for i, part in enumerate(sm90_rows.split_bf16(x, math)):
+            refs.ring[slot, i, :, pl.ds(column, span)] = part
+        if which or column + span == tiles.channels:
             plgpu.commit_smem()
             plgpu.barrier_arrive(refs.filled.at[slot])
-        return 0
 
-    lax.fori_loop(work.first, work.end, one_block, 0)
+    def one_block(j, loaded):
+        page = refs.table[work.seq, j]
+        next_page = refs.table[work.seq, jnp.minimum(j + 1, work.end - 1)]
+        coming = [(page, p) for p in pieces] + [(next_page, p) for p in pieces]
+        for n, piece in enumerate(pieces):
+            # On its way while others are cut.
+            following = piece_of(*coming[n + AHEAD])
+            put(loaded[0], j, piece)
+            loaded = (*loaded[1:], following)
+        return loaded
+
+    @pl.when(work.end > work.first)
+    def _all_blocks():
+        page = refs.table[work.seq, work.first]
+        loaded = tuple(piece_of(page, p) for p in pieces[:AHEAD])
+        lax.fori_loop(work.first, work.end, one_block, loaded)
+
     bits.drain(refs.free, (work.end - work.first) * 4)
 
 
