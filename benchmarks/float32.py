@@ -6,7 +6,8 @@ python -m benchmarks.float32 --model tiny --backend portable --decode 1 3 --pref
 
 Bits: products of few and many rows, a small model's logits by prefill, in chunks, in windows and
 token by token, and each row of the timed steps in batches of every size. Then the steps of layers
-of a model of 8B parameters in both profiles. `--kernels`: products alone, beside XLA's in float32 and TF32.
+of a model of 8B parameters in both profiles. `--kernels`: products alone, beside XLA's in float32
+and TF32.
 """
 
 import argparse
