@@ -42,8 +42,9 @@ SMALL = dummy_config(
     num_heads=8, num_kv_heads=2, head_dim=128, hidden_size=512, intermediate_size=1536,
     vocab_size=1024,
 )  # fmt: skip
-PIECES = ([400], [128, 272], [272, *[8] * 16], [272, *[8] * 15, *[1] * 8])
-"""Lengths in which the tokens of a sequence arrive: a prompt, chunks, windows, single tokens."""
+PIECES = ([700], [128, 572], [572, *[8] * 16], [572, *[8] * 15, *[1] * 8])
+"""Lengths in which the tokens of a sequence arrive: a prompt, chunks, windows, single tokens. More
+than a split of 512, so that windows and single tokens go by splits."""
 SHAPES = {"qkv": (6144, 4096), "gate_up": (28672, 4096)}
 COMPARED_ROWS = (1, 3, 64)
 
@@ -54,17 +55,17 @@ def check_paths(backend: Backend, rows: Rows) -> bool:
         SMALL, seed=0, profile=PROFILES["float32"], backend=backend,
         mesh=make_mesh(1, 1, platform=backend.platform),
     )  # fmt: skip
-    tokens = np.random.default_rng(3).integers(0, 1000, 400).astype(np.int32)
-    table = np.asarray([[2, 0, 3, 1]], np.int32)
+    tokens = np.random.default_rng(3).integers(0, 1000, 700).astype(np.int32)
+    table = np.asarray([[2, 0, 3, 1, 5, 4]], np.int32)
     step, by_pieces = scoring_step(model), []
 
     def compile_length(length: int) -> None:
-        jax.block_until_ready(step(empty_pages(model, 5), batch_of([(tokens[:length], 0)], table)))
+        jax.block_until_ready(step(empty_pages(model, 6), batch_of([(tokens[:length], 0)], table)))
 
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         list(pool.map(compile_length, {n for pieces in PIECES for n in pieces}))
     for pieces in PIECES:
-        pages, out, start = empty_pages(model, 5), [], 0
+        pages, out, start = empty_pages(model, 6), [], 0
         for length in pieces:
             pages, logits = step(pages, batch_of([(tokens[start : start + length], start)], table))
             out.append(np.asarray(logits)[0])
