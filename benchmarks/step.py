@@ -132,7 +132,15 @@ def prefill_case(length: int) -> Case:
 class Runner:
     """A model, its compiled steps by implementation, and one cache for all."""
 
-    def __init__(self, config: ModelConfig, cases: Sequence[Case], backend: Backend, max_len: int):
+    def __init__(
+        self,
+        config: ModelConfig,
+        cases: Sequence[Case],
+        backend: Backend,
+        max_len: int,
+        *,
+        profile: NumericsProfile = NumericsProfile(),  # noqa: B008  (frozen)
+    ):
         """Draw random weights and a random cache for the largest of the cases.
 
         Args:
@@ -141,11 +149,12 @@ class Runner:
             backend: Which kernels.
             max_len: Tokens that the page table has room for; 0 for as many as the case needs and
                 one more.
+            profile: The numerics.
         """
         self.model = random_model(
             config,
             seed=0,
-            profile=NumericsProfile(),
+            profile=profile,
             mesh=make_mesh(1, 1, platform=backend.platform),
             backend=backend,
         )

@@ -347,6 +347,29 @@ def keep_warp_values(values, ref, math: Arithmetic) -> None:
     emit(values, ref)
 
 
+NUM_PARTS = 3
+"""bfloat16 values whose sum is a float32: 8 significant bits each, of 24."""
+
+
+def split_bf16(x, math: Arithmetic) -> list:
+    """Cut float32 into `NUM_PARTS` bfloat16 values that add up to it, the greatest first.
+
+    # ROUND: x1 = bf16(x), x2 = bf16(x - x1), x3 = bf16((x - x1) - x2), each to nearest, ties to
+    even. Both differences are exact, and so is x3 if abs(x) >= 2**-103 (below, what is lost is
+    under 2**-126). From 2**128 - 2**119 up, x1 is infinite and the rest NaN.
+    """
+    parts = []
+    for i in range(NUM_PARTS):
+        part = x.astype(jnp.bfloat16)
+        parts.append(part)
+        if i < NUM_PARTS - 1:
+            kept = part.astype(jnp.float32)
+            if math.is_interpreted:  # XLA may drop a pair of converts
+                kept = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+            x = math.sub(x, kept)
+    return parts
+
+
 SLAB = 64
 """Columns of a block of bfloat16 that is one swizzle span, 128 bytes, wide."""
 

@@ -44,6 +44,7 @@ from detjax.xla_flags import IN_PLACE_OPTIONS
 
 BF16 = jnp.dtype(jnp.bfloat16)
 PROFILE = NumericsProfile()
+FLOAT32 = NumericsProfile(compute_dtype="float32")
 LARGE_BYTES = 1 << 20
 """Copies of less are of tokens, tables and results."""
 
@@ -216,12 +217,13 @@ def abstract_model(
     dp: int = 1,
     tp: int = 1,
     make_config: Callable[[int], ModelConfig] = llama,
+    profile: NumericsProfile = PROFILE,
 ) -> LoadedModel:
     """A model with few layers, as shapes on the compiler's H200s."""
     config = make_config(num_layers)
     mesh = aot.h200_mesh(memory_bytes, dp=dp, tp=tp)
-    params = abstract_params(config, mesh, profile=PROFILE)
-    of_params = partition_specs(config, tp=tp, vocab_block=PROFILE.vocab_block)
+    params = abstract_params(config, mesh, profile=profile)
+    of_params = partition_specs(config, tp=tp, vocab_block=profile.vocab_block)
     if tp > 1:
         params["exchange"] = abstract_exchange(mesh, config.hidden_size)
         of_params["exchange"] = EXCHANGE_SPECS
@@ -232,7 +234,7 @@ def abstract_model(
         partition_specs=of_params,
         rope_tables=(table, table),
         mesh=mesh,
-        profile=PROFILE,
+        profile=profile,
         backend=Backend.SM90,
         fingerprint="",
         folder=None,
@@ -317,13 +319,16 @@ def pressed(
     dp: int = 1,
     tp: int = 1,
     make_config: Callable[[int], ModelConfig] = llama,
+    profile: NumericsProfile = PROFILE,
     **sizes,
 ) -> aot.Program:
     """A step of two layers on devices without memory to spare, as detjax compiles it.
 
     Not guarded: with the slots donated too, and the passes that are off for the engine's programs.
     """
-    model = abstract_model(2, PRESSED_BYTES // tp, dp=dp, tp=tp, make_config=make_config)
+    model = abstract_model(
+        2, PRESSED_BYTES // tp, dp=dp, tp=tp, make_config=make_config, profile=profile
+    )
     key = plain_key(kind, **sizes)
     programs = ProgramCache(
         model, num_pages=400 * dp, num_slots=key.rows * dp, window_len=max(8, key.length)
@@ -457,6 +462,12 @@ PROGRAMS = {
     "pressed_mesh_many": lambda: pressed("decode", rows=256, table_len=10, dp=2, tp=2),
     "pressed_mesh_prefill": lambda: pressed("prefill", rows=1, length=512, table_len=64, tp=4),
     "pressed_mesh_fast": lambda: pressed("decode", rows=8, table_len=34, tp=4, mode="fast"),
+    "float32_decode": lambda: pressed("decode", rows=8, table_len=9, profile=FLOAT32),
+    "float32_decode_many": lambda: pressed("decode", rows=64, table_len=9, profile=FLOAT32),
+    "float32_prefill": lambda: pressed(
+        "prefill", rows=1, length=1000, table_len=9, profile=FLOAT32
+    ),
+    "float32_verify": lambda: pressed("verify", rows=8, length=8, table_len=34, profile=FLOAT32),
     "upstream_slice": lambda: upstream_slice({}),
     "upstream_slice_off": lambda: upstream_slice(IN_PLACE_OPTIONS),
     "upstream_rematerialization": lambda: upstream_rematerialization({}),

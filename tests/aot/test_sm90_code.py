@@ -113,6 +113,16 @@ def test_a_decode_step_has_five_launches_a_layer():
 
 
 @pytest.mark.parametrize(
+    "name", ["float32_decode", "float32_decode_many", "float32_prefill", "float32_verify"]
+)
+def test_a_float32_step_spills_nothing_and_copies_nothing(name):
+    program = compiled(name)
+    assert wgmma(program, "attention_float32_sm90") == {("m64n64k16",)}
+    assert spills(program) == {}
+    assert program["copies"] == program["faults"] == []
+
+
+@pytest.mark.parametrize(
     ("name", "kernel"),
     [
         ("attention_decode", "attention_cluster_sm90"),

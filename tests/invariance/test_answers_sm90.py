@@ -16,7 +16,7 @@ import pytest
 
 import detjax
 from detjax.models.bundled import bundled_model_path
-from detjax.models.loading import LoadedModel, load_model
+from detjax.models.loading import LoadedModel, load_model, place_model
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
@@ -49,15 +49,23 @@ MODELS = {
     ),
 }
 NAMES = ("bundled", *MODELS)
+FLOAT32 = {
+    "bundled, float32": "bundled",
+    "128 channels, float32": "128 channels, q/k norm",
+    "biases, float32": "biases, 7 heads a group",
+}
+"""Models whose activations are float32, and whose weights are those of another."""
 
 
 @cache
 def model(name: str) -> LoadedModel:
+    profile = NumericsProfile(compute_dtype="float32" if name in FLOAT32 else "bfloat16")
+    name = FLOAT32.get(name, name)
     if name != "bundled":
-        return dummy_model(MODELS[name], backend=Backend.SM90)
+        return dummy_model(MODELS[name], profile=profile, backend=Backend.SM90)
     return load_model(
         str(bundled_model_path()),
-        profile=NumericsProfile(),
+        profile=profile,
         mesh=make_mesh(1, 1, platform="gpu"),
         backend=Backend.SM90,
     )
@@ -84,7 +92,7 @@ def test_probe_depends_on_order():
 
 
 @pytest.mark.invariance
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", (*NAMES, *FLOAT32))
 @pytest.mark.parametrize("batch_size", [2, 5, 17])
 def test_answers_are_bitwise_batch_invariant(name, batch_size):
     config = EngineConfig(batch_size=batch_size, prefill_chunk=64, max_len=384)
@@ -93,11 +101,36 @@ def test_answers_are_bitwise_batch_invariant(name, batch_size):
     assert digests(engine.generate(requests()[::-1])[::-1]) == digests(expected(name))
 
 
+@pytest.mark.gpus(2)
 @pytest.mark.invariance
+@pytest.mark.parametrize("name", ["128 channels, float32", "biases, float32"])
+def test_float32_answers_are_bitwise_mesh_invariant(name):
+    """Of dp alone: tp is refused."""
+    profile = NumericsProfile(compute_dtype="float32")
+    many = dummy_model(MODELS[FLOAT32[name]], dp=2, profile=profile, backend=Backend.SM90)
+    assert digests(answers(many, requests(), batch_size=4)) == digests(expected(name))
+    with pytest.raises(ValueError, match="--tp 1"):
+        place_model(
+            many.config, dict, profile=profile, backend=Backend.SM90, folder=None,
+            mesh=make_mesh(1, 2, platform="gpu"),
+        )  # fmt: skip
+
+
+@pytest.mark.invariance
+@pytest.mark.parametrize("name", ["bundled", "bundled, float32"])
 @pytest.mark.parametrize("chunk", [1, 37, 128, 200])
-def test_answers_are_bitwise_schedule_invariant(chunk):
-    got = answers(model("bundled"), requests(), batch_size=3, prefill_chunk=chunk)
-    assert digests(got) == digests(expected("bundled"))
+def test_answers_are_bitwise_schedule_invariant(name, chunk):
+    got = answers(model(name), requests(), batch_size=3, prefill_chunk=chunk)
+    assert digests(got) == digests(expected(name))
+
+
+def test_float32_answers_are_others():
+    """So that the claims of float32 models are claims of another profile."""
+    pairs = [
+        np.concatenate([np.stack(c.logprobs) for c in expected(name)])
+        for name in ("bundled", "bundled, float32")
+    ]
+    assert pairs[0].shape != pairs[1].shape or count_different_bits(*pairs)
 
 
 @pytest.mark.invariance
@@ -125,7 +158,7 @@ def logits_of(name: str, tokens: np.ndarray, pieces: list[int]) -> np.ndarray:
 
 
 @pytest.mark.invariance
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", (*NAMES, *FLOAT32))
 def test_logits_are_bitwise_path_consistent(name):
     """One prefill, a warm prefix, verify windows and single tokens: the same float32 logits."""
     tokens = np.random.default_rng(3).integers(0, 1000, 400).astype(np.int32)
@@ -146,12 +179,13 @@ def test_plain_products_are_not_batch_invariant():
 
 
 @pytest.mark.invariance
-def test_answers_are_bitwise_run_invariant():
+@pytest.mark.parametrize("name", ["bundled", "bundled, float32"])
+def test_answers_are_bitwise_run_invariant(name):
     """Another process, with its own compilation."""
-    here = hashlib.sha256(json.dumps(digests(expected("bundled"))).encode()).hexdigest()
+    here = hashlib.sha256(json.dumps(digests(expected(name))).encode()).hexdigest()
     program = (
         f"import runpy, hashlib, json; m = runpy.run_path({__file__!r}); "
-        "d = m['digests'](m['expected']('bundled')); "
+        f"d = m['digests'](m['expected']({name!r})); "
         "print(hashlib.sha256(json.dumps(d).encode()).hexdigest())"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

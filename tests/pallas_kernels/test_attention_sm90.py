@@ -339,8 +339,8 @@ def test_unsupported_combinations_are_refused():
     positions = jnp.zeros((1, 1), jnp.int32)
     q = normal((1, 1, 1, 64), 0)
     options = {"layer": jnp.int32(0), "window": None, "profile": PROFILE}
-    with pytest.raises(NotImplementedError, match="bfloat16"):
-        sm90.attention(q.astype(jnp.float32), pages, table, positions, **options)
+    with pytest.raises(NotImplementedError, match="float16"):
+        sm90.attention(q.astype(jnp.float16), pages, table, positions, **options)
     with pytest.raises(NotImplementedError, match="channels"):
         sm90.attention(q[..., :8], pages[..., :8], table, positions, **options)
 

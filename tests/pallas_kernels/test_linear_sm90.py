@@ -226,7 +226,7 @@ def test_leaf_lengths_of_real_models_lower(leaf_len):
 @pytest.mark.parametrize(
     ("x", "w", "leaf_len", "error", "says"),
     [
-        (((8, 128), jnp.float32), ((64, 128), jnp.bfloat16), 128, NotImplementedError, "float32"),
+        (((8, 128), jnp.bfloat16), ((64, 128), jnp.float32), 128, NotImplementedError, "float32"),
         (((8, 172), jnp.bfloat16), ((64, 172), jnp.bfloat16), 172, NotImplementedError, "172"),
         (((8, 128), jnp.bfloat16), ((60, 128), jnp.bfloat16), 128, NotImplementedError, "60"),
         (((8, 128), jnp.bfloat16), ((64, 64), jnp.bfloat16), 64, ValueError, "agree"),

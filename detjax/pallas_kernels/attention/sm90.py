@@ -6,6 +6,7 @@ import jax.numpy as jnp
 
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.attention import sm90_arithmetic as bits
+from detjax.pallas_kernels.attention import sm90_float32
 from detjax.pallas_kernels.attention.sm90_decode import decode, decode_new_token
 from detjax.pallas_kernels.attention.sm90_decode_merge import LANES
 from detjax.pallas_kernels.attention.sm90_decode_run import DecodeConfig
@@ -53,8 +54,8 @@ def attention(
     """See `api.attention`.
 
     Raises:
-        NotImplementedError: For another dtype than bfloat16, other channels than 64, 96 and 128, or
-            another block than 128.
+        NotImplementedError: For another dtype than bfloat16 or float32, other channels than 64, 96
+            and 128, or another block than 128.
 
     Numerics:
         Scores: wgmma, K in order, 16 at a time, float32. Weights: `ex2(fma(score, scale, -m))`
@@ -63,7 +64,8 @@ def attention(
         products on the tensor core's accumulator; splits are folded left to right by
         `fma(out, a, other * b)`. Division by multiplying with the rounded reciprocal of the sum;
         one rounding to bfloat16. Masked keys weigh exactly 0 and a fully masked block or split
-        scales by exactly 1, so the rows that share a tile do not matter.
+        scales by exactly 1, so the rows that share a tile do not matter. What differs with float32
+        says `sm90_float32.attention`.
         Claims: run-invariant, batch-invariant, schedule-invariant, path-consistent,
         mesh-invariant. Holds while keys and values are finite.
     """
@@ -71,6 +73,10 @@ def attention(
     # WHY: the layer is an operand, so that all layers share one compiled kernel.
     operands = (q, pages, page_table, positions, jnp.int32(layer))
     per_split = profile.attention_split // profile.attention_block
+    if q.dtype == jnp.float32:
+        return sm90_float32.attention(
+            *operands, window=window, per_split=per_split, is_interpreted=is_interpreted
+        )
     group = q.shape[2] // pages.shape[3]
     if is_decode(q.shape[1], group, q.shape[3], window):
         config = decode_config(
@@ -101,7 +107,8 @@ def rope_attention(
     kv_heads, channels = pages.shape[3], pages.shape[5]
     group = qkv.shape[1] // kv_heads - 2
     place = (pages, page_table, positions, jnp.int32(layer))
-    if FUSE_ROPE and query_len == 1 and is_decode(query_len, group, channels, window):
+    has_fused_kernel = FUSE_ROPE and qkv.dtype == jnp.bfloat16
+    if has_fused_kernel and query_len == 1 and is_decode(query_len, group, channels, window):
         config = decode_config(
             batch=batch, query_len=query_len, kv_heads=kv_heads, group=group, channels=channels,
             table_len=page_table.shape[1],
@@ -157,8 +164,10 @@ def decode_config(
 
 def _check(x, pages, profile: NumericsProfile) -> None:
     """Refuse what the kernels do not do; the last axis of `x` is channels."""
-    if x.dtype != jnp.bfloat16 or pages.dtype != jnp.bfloat16:
-        raise NotImplementedError(f"attention on sm90 is bfloat16, not {x.dtype}, {pages.dtype}")
+    if x.dtype not in (jnp.bfloat16, jnp.float32) or pages.dtype != x.dtype:
+        raise NotImplementedError(
+            f"attention on sm90 is bfloat16 or float32, not {x.dtype} with {pages.dtype}"
+        )
     if x.shape[-1] not in CHANNELS:
         raise NotImplementedError(f"attention on sm90 has {CHANNELS} channels, not {x.shape[-1]}")
     if profile.attention_block != bits.BLOCK:

@@ -39,8 +39,8 @@ def attend_splits(job: Job, operands: Operands) -> jax.Array:
     o, ml = _attend(job, operands, table, num_entries)
     parts = (job, o, ml, limits, operands.row_positions)
     if rows_lie_in_place(job.group, job.channels):
-        return _merge(*parts, query_len=job.query_len, group=job.group)
-    out = _merge(*parts, query_len=1, group=job.padded_rows)
+        return merge_splits(*parts, query_len=job.query_len, group=job.group)
+    out = merge_splits(*parts, query_len=1, group=job.padded_rows)
     out = out.reshape(job.batch, 1, job.kv_heads, job.padded_rows, job.channels)
     shape = (job.batch, job.kv_heads, job.query_len, job.group, job.channels)
     return out[:, 0, :, : job.query_len * job.group].reshape(shape).transpose(0, 2, 1, 3, 4)
@@ -88,7 +88,7 @@ def _attend(job: Job, operands: Operands, table, num_entries) -> list[jax.Array]
 
 
 def _write_partial(job: Job, memory: Memory, state, run: Run) -> None:
-    """Write a split's state where `_merge` reads it."""
+    """Write a split's state where `merge_splits` reads it."""
     (o_smem, ml_smem), (o_gmem, ml_gmem) = memory.kept_results, memory.results
     o_smem[...], ml_smem[0, :], ml_smem[1, :] = state
     plgpu.commit_smem()
@@ -96,7 +96,9 @@ def _write_partial(job: Job, memory: Memory, state, run: Run) -> None:
     plgpu.copy_smem_to_gmem(ml_smem, ml_gmem.at[run.partial])
 
 
-def _merge(job: Job, o, ml, limits, row_positions, *, query_len: int, group: int) -> jax.Array:
+def merge_splits(
+    job: Job, o, ml, limits, row_positions, *, query_len: int, group: int
+) -> jax.Array:
     """Fold the splits left to right: `out[b, t, k, g]`, one CTA for each 128 channels of a row."""
     kv_heads, padded_rows = job.kv_heads, job.padded_rows
     lanes = MergeLanes(channels=job.channels, is_interpreted=job.is_interpreted)

@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from detjax.numerics import Reduction
+from detjax.pallas_kernels.linear import sm90_float32
 from detjax.pallas_kernels.linear.sm90_matmul import matmul
 from detjax.pallas_kernels.linear.tiles import (
     MAX_NORM_ROWS,
@@ -30,13 +31,15 @@ def check_supported(x, w, *, leaf_len: int) -> None:
     """Refuse what no tile of these kernels computes.
 
     Raises:
-        NotImplementedError: For operands that are not bfloat16, a leaf that is not a multiple of 16
-            (the depth of one wgmma), or widths that TMA cannot address.
+        NotImplementedError: For weights that are not bfloat16, activations that are neither that
+            nor float32, a leaf that is not a multiple of 16 (the depth of one wgmma), or widths
+            that TMA cannot address.
         ValueError: If K of `x` and `w` differ or K is not whole leaves.
     """
-    if x.dtype != jnp.bfloat16 or w.dtype != jnp.bfloat16:
+    if x.dtype not in (jnp.bfloat16, jnp.float32) or w.dtype != jnp.bfloat16:
         raise NotImplementedError(
-            f"sm90 linear multiplies bfloat16 by bfloat16, not {x.dtype} by {w.dtype}; use portable"
+            "sm90 linear multiplies bfloat16 or float32 activations by bfloat16 weights, not "
+            f"{x.dtype} by {w.dtype}; use portable"
         )
     if x.shape[1] != w.shape[1]:
         raise ValueError(f"{x.shape=} and {w.shape=} must agree in their last axis, K")
@@ -65,6 +68,8 @@ def linear(x, w, bias, *, out_dtype: jnp.dtype) -> jax.Array:
     """
     k_len = x.shape[1]
     check_supported(x, w, leaf_len=k_len)
+    if x.dtype == jnp.float32:
+        return sm90_float32.linear(x, w, bias, out_dtype=out_dtype)
     tiles = choose_tiles(
         num_rows=x.shape[0],
         num_out=w.shape[0],
@@ -95,6 +100,8 @@ def linear_swiglu(x, w_gate_up) -> jax.Array:
     """
     k_len = x.shape[1]
     check_supported(x, w_gate_up, leaf_len=k_len)
+    if x.dtype == jnp.float32:
+        return sm90_float32.linear_swiglu(x, w_gate_up)
     tiles = choose_tiles(
         num_rows=x.shape[0],
         num_out=w_gate_up.shape[0],
@@ -128,9 +135,11 @@ def norm_linear(x, gain, w, bias, *, eps: float, out_dtype: jnp.dtype) -> jax.Ar
         Claims: run-invariant, batch-invariant, path-consistent. Bits depend on (K, dtypes, build).
     """
     num_rows, k_len = x.shape
+    check_supported(x, w, leaf_len=k_len)
+    if x.dtype == jnp.float32:
+        return sm90_float32.norm_linear(x, gain, w, bias, eps=eps, out_dtype=out_dtype)
     if not normalises_input(num_rows, k_len):
         return linear(rms_norm(x, gain, eps=eps), w, bias, out_dtype=out_dtype)
-    check_supported(x, w, leaf_len=k_len)
     tiles = choose_tiles(
         num_rows=num_rows,
         num_out=w.shape[0],
@@ -151,9 +160,11 @@ def norm_linear_swiglu(x, gain, w_gate_up, *, eps: float) -> jax.Array:
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
     """
     num_rows, k_len = x.shape
+    check_supported(x, w_gate_up, leaf_len=k_len)
+    if x.dtype == jnp.float32:
+        return sm90_float32.norm_linear_swiglu(x, gain, w_gate_up, eps=eps)
     if not normalises_input(num_rows, k_len):
         return linear_swiglu(rms_norm(x, gain, eps=eps), w_gate_up)
-    check_supported(x, w_gate_up, leaf_len=k_len)
     tiles = choose_tiles(
         num_rows=num_rows,
         num_out=w_gate_up.shape[0],
@@ -255,6 +266,12 @@ def linear_leaf_sums(x, w, *, reduction: Reduction) -> jax.Array:
         how it is spread over groups may vary with M.
     """
     check_supported(x, w, leaf_len=reduction.leaf_len)
+    if x.dtype == jnp.float32:
+        raise NotImplementedError(
+            "sm90 linear adds the three parts of float32 activations behind the whole tree, so "
+            "that a rank's share of it is not the one that another mesh has; use --tp 1, or "
+            "portable"
+        )
     num_leaves = x.shape[1] // reduction.leaf_len
     if num_leaves & (num_leaves - 1):
         raise ValueError(f"a rank's {num_leaves} leaves must be a power of two")
@@ -303,7 +320,12 @@ def _residual_tiles(x, w, reduction: Reduction, *, has_bias: bool) -> MatmulTile
 
 
 def defers_norm(x, w, *, reduction: Reduction) -> bool:
-    """See `api.defers_norm`: up to 8 rows, if no CTAs share a tree."""
+    """See `api.defers_norm`: up to 8 rows, if no CTAs share a tree; any of float32.
+
+    What normalises float32 cuts its result for the product, so it belongs to that.
+    """
+    if x.dtype == jnp.float32:
+        return True
     is_one_launch = _residual_tiles(x, w, reduction, has_bias=False).groups == 1
     return is_one_launch and normalises_input(x.shape[0], w.shape[0])
 
@@ -318,6 +340,8 @@ def linear_add(x, w, residual, bias, *, reduction: Reduction) -> jax.Array:
         tp > 1 the ranks' partials are added first, and the same sum comes out.
     """
     check_supported(x, w, leaf_len=reduction.leaf_len)
+    if x.dtype == jnp.float32:
+        return sm90_float32.linear_add(x, w, residual, bias, reduction=reduction)
     tiles = _residual_tiles(x, w, reduction, has_bias=bias is not None)
     if tiles.groups > 1:
         sums = linear_leaf_sums(x, w, reduction=reduction)
@@ -343,6 +367,11 @@ def linear_add_rms_norm(
         `combine_add_rms_norm` finishes the tree, above them `linear_add` does.
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
     """
+    check_supported(x, w, leaf_len=reduction.leaf_len)
+    if x.dtype == jnp.float32:
+        return sm90_float32.linear_add_rms_norm(
+            x, w, residual, bias, gain, reduction=reduction, eps=eps
+        )
     if x.shape[0] > MAX_COMBINED_ROWS:
         total = linear_add(x, w, residual, bias, reduction=reduction)
         return total, rms_norm(total, gain, eps=eps)

@@ -129,7 +129,25 @@ def joined(leaves: list, residual, bias, dtype):
     return (residual.astype(jnp.float32) + total).astype(dtype)
 
 
-def _wide(leaf_sums, x, bias, gain, *, eps: float, warpgroups: int, num_ctas: int, interpret: bool):
+def _store_normed(out_gmem, place: tuple, normed, dtype, math: rows.Arithmetic, in_parts: bool):
+    """Write normalised channels at `place`: rounded once to `dtype`, or as bfloat16 parts."""
+    if not in_parts:
+        out_gmem[place] = normed.astype(dtype)  # ROUND: once
+        return
+    for i, part in enumerate(rows.split_bf16(normed, math)):
+        out_gmem[(i, *place)] = part
+
+
+def _normed_shape(x, in_parts: bool) -> jax.ShapeDtypeStruct:
+    if in_parts:
+        return jax.ShapeDtypeStruct((rows.NUM_PARTS, *x.shape), jnp.bfloat16)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def _wide(
+    leaf_sums, x, bias, gain, *, eps: float, warpgroups: int, num_ctas: int, in_parts: bool,
+    interpret: bool,
+):  # fmt: skip
     """Normalise wide rows; a CTA has one row at a time, its chunks spread over warpgroups."""
     num_rows, width = x.shape
     form = row_sum(width)
@@ -187,7 +205,7 @@ def _wide(leaf_sums, x, bias, gain, *, eps: float, warpgroups: int, num_ctas: in
             scale = wide_scale(sums_smem.at[slot], math, shape=(chunk,), width=width, eps=eps)
             for c, v, g in zip(columns, values, gains, strict=True):
                 normed = math.mul(math.mul(v, scale), g.astype(jnp.float32))
-                out_gmem[-1][row, c] = normed.astype(dtype)  # ROUND: once
+                _store_normed(out_gmem[-1], (row, c), normed, dtype, math, in_parts)
 
         if not has_turns:
             one_row(jnp.int32(0), cta)
@@ -200,12 +218,12 @@ def _wide(leaf_sums, x, bias, gain, *, eps: float, warpgroups: int, num_ctas: in
 
     operands = [leaf_sums] if num_leaves else []
     operands += [x] + ([bias] if bias is not None else []) + [gain]
-    shape = jax.ShapeDtypeStruct(x.shape, dtype)
+    shape, normed_shape = jax.ShapeDtypeStruct(x.shape, dtype), _normed_shape(x, in_parts)
     options = {"num_threads": warpgroups, "thread_name": "wg"} if warpgroups > 1 else {}
     return rows.run_kernel(
         body,
         operands,
-        out=[shape, shape] if num_leaves else [shape],
+        out=[shape, normed_shape] if num_leaves else [normed_shape],
         grid={"cta": num_ctas},
         name="detjax_rms_norm_wide",
         is_interpreted=interpret,
@@ -285,7 +303,7 @@ def normalise_wide_rows(
                 store(normed.astype(x_gmem.dtype), row, start, math)  # ROUND: once
 
 
-def _narrow(leaf_sums, x, bias, gain, *, eps: float, interpret: bool):
+def _narrow(leaf_sums, x, bias, gain, *, eps: float, in_parts: bool, interpret: bool):
     """Normalise narrow rows, up to 16 or 4 to a CTA."""
     num_rows, width = x.shape
     form = row_sum(width)
@@ -328,15 +346,16 @@ def _narrow(leaf_sums, x, bias, gain, *, eps: float, interpret: bool):
         ]
         out = narrow_normalise(values, gains, tile, width=width, eps=eps)
         for p in range(form.num_parts):
-            out_gmem[-1][here, pl.ds(p * part_len, part_len)] = out[p].astype(dtype)
+            place = (here, pl.ds(p * part_len, part_len))
+            _store_normed(out_gmem[-1], place, out[p], dtype, tile.whole, in_parts)
 
     operands = [leaf_sums] if num_leaves else []
     operands += [x] + ([bias] if bias is not None else []) + [gain]
-    out = jax.ShapeDtypeStruct(x.shape, dtype)
+    total_shape, normed_shape = jax.ShapeDtypeStruct(x.shape, dtype), _normed_shape(x, in_parts)
     return rows.run_kernel(
         body,
         operands,
-        out=[out, out] if num_leaves else [out],
+        out=[total_shape, normed_shape] if num_leaves else [normed_shape],
         grid={"cta": pl.cdiv(num_rows, tile_rows)},
         name="detjax_rms_norm_narrow",
         is_interpreted=interpret,
@@ -364,12 +383,12 @@ def choose_schedule(*, num_rows: int, num_chunks: int, num_leaves: int) -> Sched
     return Schedule(warpgroups=1, num_ctas=2**30)
 
 
-def _normalise(leaf_sums, x, bias, gain, *, eps, schedule, interpret):
+def _normalise(leaf_sums, x, bias, gain, *, eps, schedule, interpret, in_parts=False):
     form = row_sum(x.shape[1])
     if leaf_sums is not None and leaf_sums.shape[0] & (leaf_sums.shape[0] - 1):
         raise ValueError(f"{leaf_sums.shape[0]} leaf sums must be a power of two")
     if not form.is_wide:
-        return _narrow(leaf_sums, x, bias, gain, eps=eps, interpret=interpret)
+        return _narrow(leaf_sums, x, bias, gain, eps=eps, in_parts=in_parts, interpret=interpret)
     schedule = schedule or choose_schedule(
         num_rows=x.shape[0],
         num_chunks=form.num_parts,
@@ -383,6 +402,7 @@ def _normalise(leaf_sums, x, bias, gain, *, eps, schedule, interpret):
         eps=eps,
         warpgroups=schedule.warpgroups,
         num_ctas=schedule.num_ctas,
+        in_parts=in_parts,
         interpret=interpret,
     )
 
@@ -417,6 +437,35 @@ def rms_norm(
         Zhang and Sennrich 2019, arXiv:1910.07467, eq. 4.
     """
     [out] = _normalise(None, x, None, gain, eps=eps, schedule=schedule, interpret=interpret)
+    return out
+
+
+@functools.partial(jax.jit, static_argnames=_STATIC)
+def rms_norm_parts(
+    x, gain, *, eps: float, schedule: Schedule | None = None, interpret: bool = False
+) -> jax.Array:
+    """Normalise float32 rows and cut the result for products of bfloat16: [3, M, D] bfloat16.
+
+    `sum(rms_norm_parts(x, gain)) = rms_norm(x, gain)`
+
+    Args:
+        x: Rows, float32.
+        gain: Scale of each channel.
+        eps: Added to the mean square.
+        schedule: Overrides the choice by M, for tests and benchmarks; changes no bit.
+        interpret: Run in interpret mode.
+
+    Raises:
+        ValueError: If `row_sum` defines no sum for D.
+
+    Numerics:
+        # ORDER: that of `rms_norm`.
+        # ROUND: `sm90_rows.split_bf16` of `rms_norm`'s float32 result: nothing is lost.
+        Claims: run-invariant, batch-invariant, path-consistent. Bits depend on (D, dtypes, build).
+    """
+    [out] = _normalise(
+        None, x, None, gain, eps=eps, schedule=schedule, interpret=interpret, in_parts=True
+    )
     return out
 
 

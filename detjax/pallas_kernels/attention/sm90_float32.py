@@ -1,0 +1,536 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of float32 queries, keys and values on Hopper: products of bfloat16 parts.
+
+A float32 is the sum of three bfloat16 values, so a product of two is nine; the six greatest are
+kept. Of a CTA's two warpgroups one loads half pages, cuts them into parts and puts them into a ring
+in shared memory; the other multiplies. A CTA takes a tile of 64 query rows and 64 channels of their
+output: all splits of it, or, where rows are few, one split, and the merge of decode adds them up.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from detjax.pallas_kernels import sm90_rows
+from detjax.pallas_kernels.attention import sm90_arithmetic as bits
+from detjax.pallas_kernels.attention.sm90_decode_merge import LANES
+from detjax.pallas_kernels.attention.sm90_decode_run import DecodeConfig, Job
+from detjax.pallas_kernels.attention.sm90_decode_splits import F32_SWIZZLED, merge_splits
+from detjax.pallas_kernels.linear.sm90_float32 import split_rows
+
+HALF = 64
+"""Keys of a slot of the ring: half a block."""
+
+SLOTS = 3
+"""Of the ring: as many as fit."""
+
+AHEAD = 1
+"""Pieces of 64 keys or values and 64 channels that are loaded while one is cut; 2 spill."""
+
+PRODUCTS = ((0, 2), (1, 1), (2, 0), (0, 1), (1, 0), (0, 0))
+"""Which part of the first operand meets which of the second, in order: the greatest last. Left out
+are those whose factors are both small: together under 2**-24 of abs(a) abs(b)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tiles:
+    """What a launch attends to: static.
+
+    Attributes:
+        batch: Sequences.
+        kv_heads: Key/value heads.
+        channels: Of a head.
+        num_tiles: Tiles of 64 rows of a sequence and a kv head.
+        rows: Rows of a tile that are loaded and stored: 64, or fewer of a single tile.
+        num_pages: Of a layer of the cache.
+        table_len: Blocks of the page table.
+        per_split: Blocks of a split.
+        window: As in `api.attention`.
+        is_split: Whether a CTA takes one split and leaves its state for the merge.
+        is_interpreted: Use plain operations, for interpretation on CPU.
+    """
+
+    batch: int
+    kv_heads: int
+    channels: int
+    num_tiles: int
+    rows: int
+    num_pages: int
+    table_len: int
+    per_split: int
+    window: int | None
+    is_split: bool
+    is_interpreted: bool
+
+    @property
+    def num_splits(self) -> int:
+        """Splits that the page table has room for."""
+        return -(-self.table_len // self.per_split)
+
+    @property
+    def value_channels(self) -> int:
+        """Channels of the output that a CTA takes, so that its registers suffice."""
+        return bits.channel_span(self.channels)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of a CTA's output."""
+        return bits.ROWS, self.value_channels
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """What both warpgroups of a CTA know: scalars.
+
+    Attributes:
+        seq: Which sequence.
+        kv_head: Which key/value head.
+        first_row: Of the tile, among all rows.
+        columns: Channels of the output.
+        entry: Which partial result it writes, if any.
+        first: First block.
+        end: Behind its last block.
+        last: Position of the tile's last token.
+    """
+
+    seq: Any
+    kv_head: Any
+    first_row: Any
+    columns: Any
+    entry: Any
+    first: Any
+    end: Any
+    last: Any
+
+
+def attention(
+    q, pages, page_table, positions, layer, *, window: int | None, per_split: int,
+    is_split: bool | None = None, is_interpreted: bool = False,
+) -> jax.Array:  # fmt: skip
+    """See `sm90.attention`, of float32.
+
+    Args:
+        q: Queries.
+        pages: The cache.
+        page_table: Page of each block of a sequence.
+        positions: Of each query; -1 marks padding.
+        layer: Which layer's pages, int32.
+        window: How many tokens back a query sees; None sees all.
+        per_split: Blocks of 128 keys in a split.
+        is_split: Overrides, for tests, whether a CTA takes one split; changes no bit.
+        is_interpreted: Interpret on a CPU.
+
+    Numerics:
+        # ORDER: a product of two float32 matrices is `PRODUCTS` of their parts, one after the other
+        in one f32 wgmma accumulator, each with K in order, 16 at a time.
+        Scores, weights, sums and merges are those of the bfloat16 kernels, with a block's weights
+        added half by half. The weights are not rounded. Products of halves with their values begin
+        at zero: `out = fma(out, decay, product of the first) + product of the second`.
+        Claims: run-invariant, batch-invariant, schedule-invariant, path-consistent.
+    """
+    num_rows = q.shape[1] * q.shape[2] // pages.shape[3]
+    if is_split is None:
+        pairs = q.shape[0] * pages.shape[3]
+        has_one_tile = num_rows <= bits.ROWS and LANES % q.shape[3] == 0 and window is None
+        is_few = pairs < 2 * sm90_rows.NUM_SMS
+        is_split = has_one_tile and is_few and page_table.shape[1] > per_split
+    return _attention(
+        q, pages, page_table, positions, layer,
+        window=window, per_split=per_split, is_split=is_split, is_interpreted=is_interpreted,
+    )  # fmt: skip
+
+
+@functools.partial(jax.jit, static_argnames=("window", "per_split", "is_split", "is_interpreted"))
+def _attention(
+    q, pages, page_table, positions, layer, *, window, per_split: int, is_split: bool,
+    is_interpreted: bool,
+) -> jax.Array:  # fmt: skip
+    batch, query_len, num_heads, channels = q.shape
+    kv_heads = pages.shape[3]
+    group = num_heads // kv_heads
+    num_rows = query_len * group
+    num_tiles = -(-num_rows // bits.ROWS)
+    # A copy moves rows in eights.
+    padded = -(-num_rows // 8) * 8 if num_tiles == 1 else num_tiles * bits.ROWS
+    tiles = Tiles(
+        batch=batch, kv_heads=kv_heads, channels=channels, num_tiles=num_tiles,
+        rows=min(padded, bits.ROWS), num_pages=pages.shape[1], table_len=page_table.shape[1],
+        per_split=per_split, window=window, is_split=is_split, is_interpreted=is_interpreted,
+    )  # fmt: skip
+    rows = q.reshape(batch, query_len, kv_heads, group, channels).transpose(0, 2, 1, 3, 4)
+    rows = rows.reshape(batch * kv_heads, num_rows, channels)
+    rows = jnp.pad(rows, ((0, 0), (0, padded - num_rows), (0, 0)))
+    parts = split_rows(rows.reshape(-1, 8 * channels), interpret=is_interpreted)
+    parts = parts.reshape(sm90_rows.NUM_PARTS, -1, channels)
+    row_positions = jnp.pad(
+        jnp.repeat(positions, group, axis=1),
+        ((0, 0), (0, num_tiles * bits.ROWS - num_rows)),
+        constant_values=-1,
+    )
+    limits = _tile_limits(row_positions, window)
+    operands = (parts, bits.page_rows(pages), page_table, row_positions, limits, layer.reshape(1))
+    if is_split:
+        out = _merged(tiles, *_launch(tiles, operands), limits, row_positions, q.dtype)
+    else:
+        [out] = _launch(tiles, operands)
+    out = out.reshape(batch, kv_heads, padded, channels)[:, :, :num_rows]
+    out = out.reshape(batch, kv_heads, query_len, group, channels)
+    return out.transpose(0, 2, 1, 3, 4).reshape(q.shape)
+
+
+def _tile_limits(row_positions: jax.Array, window: int | None) -> jax.Array:
+    """First block, the one behind the last, and the last position of each tile: [B, tiles, 3]."""
+    tiled = row_positions.reshape(row_positions.shape[0], -1, bits.ROWS)
+    last = tiled.max(axis=2)
+    first = jnp.zeros_like(last)
+    if window is not None:
+        earliest = jnp.where(tiled >= 0, tiled, jnp.iinfo(jnp.int32).max).min(axis=2)
+        first = jnp.maximum(jnp.minimum(earliest, last) - (window - 1), 0) // bits.BLOCK
+    return jnp.stack([first, last // bits.BLOCK + 1, last], axis=-1)
+
+
+def _merged(tiles: Tiles, o, ml, limits, row_positions, dtype) -> jax.Array:
+    """The splits of all sequences, added up."""
+    job = Job(
+        batch=tiles.batch, query_len=1, kv_heads=tiles.kv_heads, group=tiles.rows,
+        channels=tiles.channels, num_pages=tiles.num_pages, padded_rows=tiles.rows,
+        rows_apart=tiles.rows, dtype=dtype, new_token=None, config=DecodeConfig(),
+        is_interpreted=tiles.is_interpreted,
+    )  # fmt: skip
+    ends = limits[:, 0, 1]
+    counts = jnp.stack(
+        [
+            jnp.arange(tiles.batch, dtype=jnp.int32) * tiles.num_splits,
+            jnp.maximum(-(-ends // tiles.per_split), 1),
+        ],
+        axis=-1,
+    )
+    return merge_splits(job, o, ml, counts, row_positions, query_len=1, group=tiles.rows)
+
+
+def _locate(tiles: Tiles, limits_ref) -> Work:
+    """What this CTA does; the longest tiles first."""
+    item = lax.axis_index("cta")
+    shares = tiles.channels // tiles.value_channels
+    share, item = lax.rem(item, shares), lax.div(item, shares)
+    split = jnp.int32(0)
+    if tiles.is_split:
+        split, item = lax.rem(item, tiles.num_splits), lax.div(item, tiles.num_splits)
+    kv_head, item = lax.rem(item, tiles.kv_heads), lax.div(item, tiles.kv_heads)
+    seq, tile = lax.rem(item, tiles.batch), tiles.num_tiles - 1 - lax.div(item, tiles.batch)
+    first, end, last = (limits_ref[seq, tile, i] for i in range(3))
+    if tiles.is_split:
+        first, end = split * tiles.per_split, jnp.minimum(end, (split + 1) * tiles.per_split)
+    return Work(
+        seq=seq,
+        kv_head=kv_head,
+        first_row=((seq * tiles.kv_heads + kv_head) * tiles.num_tiles + tile) * tiles.rows,
+        columns=pl.ds(share * tiles.value_channels, tiles.value_channels),
+        entry=(seq * tiles.num_splits + split) * tiles.kv_heads + kv_head,
+        first=first,
+        end=jnp.maximum(end, first),
+        last=last,
+    )
+
+
+def _load(tiles: Tiles, work: Work, refs) -> None:
+    """The loading warpgroup: queries, then half pages in parts, keys and values in turn."""
+    for part in range(sm90_rows.NUM_PARTS):
+        plgpu.copy_gmem_to_smem(
+            refs.q.at[part, pl.ds(work.first_row, tiles.rows)],
+            refs.q_smem.at[part, pl.ds(0, tiles.rows)],
+            refs.q_filled,
+        )
+    math = _plain(tiles)
+    first_page = refs.layer[0] * tiles.num_pages
+
+    span = tiles.value_channels
+    # Which half page of a block, keys first, and which of its channels.
+    pieces = [(n, c) for n in range(2) for c in range(0, tiles.channels, span)] + [(2, 0), (3, 0)]
+
+    def piece_of(page, piece: tuple[int, int]):
+        """Some channels of half a page, float32 in registers."""
+        (which, half), column = divmod(piece[0], 2), piece[1]
+        at = ((first_page + page) * 2 + which) * tiles.kv_heads + work.kv_head
+        columns = work.columns if which else pl.ds(column, span)
+        return math.load(refs.pages.at[at, pl.ds(half * HALF, HALF), columns])
+
+    def put(x, j, piece: tuple[int, int]) -> None:
+        """Put the parts of a piece into the ring; the last of a half page hands it over."""
+        (which, half), column = divmod(piece[0], 2), piece[1]
+        if which:
+            # What is not written yet may be NaN, and must not meet a weight of 0.
+            keys = math.iota(x.shape, 0) + (j * bits.BLOCK + half * HALF)
+            x = jnp.where(keys <= work.last, x, jnp.zeros_like(x))
+        index = (j - work.first) * 4 + piece[0]
+        slot = lax.rem(index, jnp.int32(SLOTS))
+
+        @pl.when((index >= SLOTS) & (column == 0))
+        def _is_free():
+            plgpu.barrier_wait(refs.free.at[slot])
+
+        for i, part in enumerate(sm90_rows.split_bf16(x, math)):
+            refs.ring[slot, i, :, pl.ds(column, span)] = part
+        if which or column + span == tiles.channels:
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(refs.filled.at[slot])
+
+    def one_block(j, loaded):
+        page = refs.table[work.seq, j]
+        next_page = refs.table[work.seq, jnp.minimum(j + 1, work.end - 1)]
+        coming = [(page, p) for p in pieces] + [(next_page, p) for p in pieces]
+        for n, piece in enumerate(pieces):
+            # On its way while others are cut.
+            following = piece_of(*coming[n + AHEAD])
+            put(loaded[0], j, piece)
+            loaded = (*loaded[1:], following)
+        return loaded
+
+    @pl.when(work.end > work.first)
+    def _all_blocks():
+        page = refs.table[work.seq, work.first]
+        loaded = tuple(piece_of(page, p) for p in pieces[:AHEAD])
+        lax.fori_loop(work.first, work.end, one_block, loaded)
+
+    bits.drain(refs.free, (work.end - work.first) * 4)
+
+
+def _scores(refs, index, *, is_interpreted: bool):
+    """Scores of a half block of keys, [64, 64]."""
+    slot = lax.rem(index, jnp.int32(SLOTS))
+    plgpu.barrier_wait(refs.filled.at[slot])
+
+    def issue(acc):
+        def multiply(of_q, of_k):
+            plgpu.wgmma(acc, refs.q_smem.at[of_q], refs.ring.at[slot, of_k].T)
+
+        if is_interpreted:  # where loops with calls into the interpreter may wait for a thread
+            for pair in PRODUCTS:
+                multiply(*pair)
+            return acc[...]
+
+        # WHY: a loop. Unrolled, the addresses of all parts wait in registers, of which 12 bytes a
+        # thread spill.
+        def one_product(n, _):
+            multiply(
+                *(
+                    sum(jnp.where(n == i, pair[which], 0) for i, pair in enumerate(PRODUCTS))
+                    for which in range(2)
+                )
+            )
+            plgpu.wgmma_wait(0)
+            return ()
+
+        lax.fori_loop(0, len(PRODUCTS), one_product, ())
+        return acc[...]
+
+    scores = pl.run_scoped(issue, plgpu.ACC((bits.ROWS, HALF), jnp.float32))
+    plgpu.barrier_arrive(refs.free.at[slot])
+    return scores
+
+
+def _values(tiles: Tiles, refs, index, weights):
+    """The weights of a half block times its values, [64, value channels]."""
+    parts = sm90_rows.split_bf16(weights, _plain(tiles))
+    if tiles.is_interpreted:
+        for i, part in enumerate(parts):
+            refs.weights[i] = part
+        parts = [refs.weights.at[i] for i in range(len(parts))]
+    slot = lax.rem(index, jnp.int32(SLOTS))
+    plgpu.barrier_wait(refs.filled.at[slot])
+
+    def issue(acc):
+        for of_w, of_v in PRODUCTS:
+            v = refs.ring.at[slot, of_v, :, pl.ds(0, tiles.value_channels)]
+            plgpu.wgmma(acc, parts[of_w], v)
+        return acc[...]
+
+    out = pl.run_scoped(issue, plgpu.ACC(tiles.shape, jnp.float32))
+    plgpu.barrier_arrive(refs.free.at[slot])
+    return out
+
+
+def _plain(tiles: Tiles) -> sm90_rows.Arithmetic:
+    """Sums and differences of tiles."""
+    return sm90_rows.Arithmetic(layout=plgpu.Layout.WGMMA, is_interpreted=tiles.is_interpreted)
+
+
+def _softmax_step(math: bits.Arithmetic, scores: list, m, weight_sum, scale: float):
+    """`bits.Arithmetic.softmax_step` of a block in halves.
+
+    # ORDER: the sum of a block's weights is that of its first half and that of its second.
+    """
+    block_max = jnp.maximum(*(jnp.max(s, axis=1) for s in scores))
+    new_m = jnp.maximum(m, math.mul(block_max, math.full(m.shape, scale)))
+    decay = math.exp2_difference(m, new_m)
+    negative_max = math.spread(-new_m, scores[0].shape)
+    weights = [math.exp2_scaled(s, negative_max, scale) for s in scores]
+    per_row = sm90_rows.Arithmetic(layout=math.row_layout, is_interpreted=math.is_interpreted)
+    block_sum = per_row.add(*(math.row_sum(w) for w in weights))
+    return new_m, math.fma(weight_sum, decay, block_sum), decay, weights
+
+
+def _compute(tiles: Tiles, work: Work, refs) -> None:
+    """The multiplying warpgroup: blocks of a split in order, splits left to right."""
+    math = bits.accumulator_arithmetic(tiles.is_interpreted)
+    scale = bits.score_scale(tiles.channels)
+    tile_row = lax.div(work.first_row, jnp.int32(tiles.rows))
+    tile = lax.rem(tile_row, jnp.int32(tiles.num_tiles))
+    row_pos = math.load(refs.positions.at[work.seq, pl.ds(tile * bits.ROWS, bits.ROWS)])
+    plgpu.barrier_wait(refs.q_filled)
+    one_a_row = (bits.ROWS,)
+    empty = (math.full(one_a_row, bits.EMPTY_MAX), math.full(one_a_row, 0.0))
+
+    def one_block(j, state):
+        out, m, weight_sum = state
+        index = (j - work.first) * 4
+        scores = []
+        for half in range(2):
+            of_half = _scores(refs, index + half, is_interpreted=tiles.is_interpreted)
+            first_key = j * bits.BLOCK + half * HALF
+            scores.append(math.mask(of_half, row_pos, first_key, tiles.window))
+        m, weight_sum, decay, weights = _softmax_step(math, scores, m, weight_sum, scale)
+        product = _values(tiles, refs, index + 2, weights[0])
+        out = math.fma(out, math.spread(decay, out.shape), product)
+        product = _values(tiles, refs, index + 3, weights[1])
+        return _plain(tiles).add(out, product), m, weight_sum
+
+    def one_split(start, stop):
+        return lax.fori_loop(start, stop, one_block, (math.full(tiles.shape, 0.0), *empty))
+
+    def store(out_gmem):
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(refs.o_smem.at[pl.ds(0, tiles.rows)], out_gmem)
+
+    if tiles.is_split:
+        refs.o_smem[...], refs.ml_smem[0, :], refs.ml_smem[1, :] = one_split(work.first, work.end)
+        store(refs.results[0].at[work.entry, pl.ds(0, tiles.rows), work.columns])
+        plgpu.copy_smem_to_gmem(refs.ml_smem, refs.results[1].at[work.entry])
+        plgpu.wait_smem_to_gmem(0)
+        return
+
+    # The state of the splits before waits in shared memory: registers have no room for it.
+    refs.o_smem[...] = math.full(tiles.shape, 0.0)
+    per_split = jnp.int32(tiles.per_split)
+
+    def fold(s, state):
+        stop = jnp.minimum(work.end, (s + 1) * per_split)
+        out, *other = one_split(jnp.maximum(work.first, s * per_split), stop)
+        m, weight_sum, a, b = math.merge_scales(*state, *other)
+        before = refs.o_smem[...]
+        if not tiles.is_interpreted:
+            before = plgpu.load(refs.o_smem, layout=plgpu.Layout.WGMMA)
+        refs.o_smem[...] = math.merge_outputs(before, a, out, b)
+        return m, weight_sum
+
+    splits = lax.div(work.first, per_split), lax.div(work.end + (per_split - 1), per_split)
+    _, weight_sum = lax.fori_loop(*splits, fold, empty)
+    out = refs.o_smem[...]
+    if not tiles.is_interpreted:
+        out = plgpu.load(refs.o_smem, layout=plgpu.Layout.WGMMA)
+    refs.o_smem[...] = math.finish(out, weight_sum, row_pos >= 0, jnp.float32)
+    store(refs.results[0].at[pl.ds(work.first_row, tiles.rows), work.columns])
+    plgpu.wait_smem_to_gmem(0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refs:
+    """The references of the kernel.
+
+    Attributes:
+        q: Parts of the queries, [3, rows, C].
+        pages: Rows of pages, [., 128, C].
+        table: Of pages.
+        positions: Of the rows of each sequence.
+        limits: Of tiles.
+        layer: Which layer's pages.
+        results: The output; or of each split the output, and the maximum and sum.
+        q_smem: Parts of a tile's queries.
+        ring: Parts of half blocks of keys or values.
+        o_smem: The output.
+        ml_smem: Maxima and sums.
+        weights: For interpretation, where weights do not stay in registers.
+        q_filled: Barrier of the queries.
+        filled: Barriers of the ring's slots.
+        free: Likewise.
+    """
+
+    q: Any
+    pages: Any
+    table: Any
+    positions: Any
+    limits: Any
+    layer: Any
+    results: list
+    q_smem: Any
+    ring: Any
+    o_smem: Any
+    ml_smem: Any
+    weights: Any
+    q_filled: Any
+    filled: Any
+    free: Any
+
+
+def _launch(tiles: Tiles, operands: tuple) -> list[jax.Array]:
+    """The output of all rows; or of each split, what the merge reads."""
+    pairs = tiles.batch * tiles.kv_heads
+    num_items = pairs * (tiles.num_splits if tiles.is_split else tiles.num_tiles)
+    shares = tiles.channels // tiles.value_channels
+    f32, bf16 = jnp.float32, jnp.bfloat16
+    out_type = [jax.ShapeDtypeStruct((pairs * tiles.num_tiles * tiles.rows, tiles.channels), f32)]
+    if tiles.is_split:
+        out_type = [
+            jax.ShapeDtypeStruct((num_items, tiles.rows, tiles.channels), f32),
+            jax.ShapeDtypeStruct((num_items, 2, bits.ROWS), f32),
+        ]
+
+    def body(*refs):
+        (q, pages, table, positions, limits, layer), rest = refs[:6], list(refs[6:])
+        results = [rest.pop(0) for _ in out_type]
+        q_smem, ring, o_smem, ml_smem, weights, q_filled, filled, free = rest
+        memory = Refs(
+            q=q, pages=pages, table=table, positions=positions, limits=limits, layer=layer,
+            results=results, q_smem=q_smem, ring=ring, o_smem=o_smem, ml_smem=ml_smem,
+            weights=weights, q_filled=q_filled, filled=filled, free=free,
+        )  # fmt: skip
+        work = _locate(tiles, limits)
+        wg = lax.axis_index("wg")
+        pl.when(wg == 0)(lambda: _compute(tiles, work, memory))
+        pl.when(wg == 1)(lambda: _load(tiles, work, memory))
+
+    parts = sm90_rows.NUM_PARTS
+    swizzled = bits.swizzled(bits.channel_span(tiles.channels))
+    weights = None
+    if tiles.is_interpreted:
+        weights = plgpu.SMEM((parts, bits.ROWS, HALF), bf16)
+    return plgpu.kernel(
+        body,
+        out_type=out_type,
+        scratch_types=[
+            plgpu.SMEM((parts, bits.ROWS, tiles.channels), bf16, transforms=swizzled),
+            plgpu.SMEM((SLOTS, parts, HALF, tiles.channels), bf16, transforms=swizzled),
+            plgpu.SMEM(tiles.shape, f32, transforms=F32_SWIZZLED),
+            plgpu.SMEM((2, bits.ROWS), f32) if tiles.is_split else None,
+            weights,
+            plgpu.Barrier(num_arrivals=parts),
+            plgpu.Barrier(num_barriers=SLOTS),
+            plgpu.Barrier(num_barriers=SLOTS),
+        ],
+        grid=(num_items * shares,),
+        grid_names=("cta",),
+        num_threads=2,
+        thread_name="wg",
+        kernel_name="attention_float32_sm90",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            reduction_scratch_bytes=256,
+        ),
+        interpret=plgpu.InterpretGPUParams() if tiles.is_interpreted else None,
+    )(*operands)
