@@ -163,6 +163,23 @@ class Arithmetic:
             scores = jnp.where(keys > last - window, scores, -jnp.inf)
         return scores
 
+    def first_half(self, x):
+        """Repeat rows 0 to 7 of each 16 of a tile in the next 8, whose results nobody reads.
+
+        A thread has both in registers, so it computes their exponentials once.
+        """
+        if self.is_interpreted:
+            return x
+
+        @plgpu.inline_mgpu(
+            arg_types=(self.layout,),
+            return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=self.layout),
+        )
+        def op(ctx, x):
+            return with_first_half(x.registers[:, :, :, :, :1], x.layout)
+
+        return op(x)
+
     def softmax_step(self, scores, m, weight_sum, scale: float):
         """Fold one block's scores into the running (max, sum) of a split.
 
@@ -198,6 +215,12 @@ class Arithmetic:
         out = jnp.where(is_row & (out != 0.0), out, jnp.zeros_like(out))
         # ROUND: the only rounding of the output to the compute dtype.
         return out.astype(dtype)
+
+
+def with_first_half(registers, layout):
+    """A tile in the layout of accumulators from the registers of rows 0 to 7 of each 16."""
+    registers = np.concatenate([registers, registers], axis=4)
+    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
 
 def accumulator_arithmetic(is_interpreted: bool) -> Arithmetic:
