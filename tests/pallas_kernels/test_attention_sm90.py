@@ -255,12 +255,12 @@ def test_loading_the_written_keys_of_a_last_page_is_bitwise_schedule_invariant(k
 @pytest.mark.control
 def test_control_a_load_that_leaves_out_written_keys_differs(monkeypatch):
     whole_pages = attend_at_ends(128)
-    load = sm90_decode_run._load_written
+    load = sm90_decode_run.load_written
 
     def load_less(num_written, *refs, at_once):
         load(jnp.maximum(num_written - at_once, 1), *refs, at_once=at_once)
 
-    monkeypatch.setattr(sm90_decode_run, "_load_written", load_less)
+    monkeypatch.setattr(sm90_decode_run, "load_written", load_less)
     jax.clear_caches()
     few = attend_at_ends(32)
     jax.clear_caches()

@@ -440,9 +440,10 @@ class _Exchange:
 
             emit(self.flags)
 
+        # WHY: the fence releases what this waits for, so that the loads behind it need not wait.
         @plgpu.inline_mgpu()
         def arrive(ctx):
-            _void_asm("barrier.cluster.arrive.release;")
+            _void_asm("barrier.cluster.arrive.relaxed;")
 
         arrive()
 
@@ -491,6 +492,8 @@ class _Exchange:
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), scalar, scalar))
         def emit(ctx, flags, parity, num_bytes):
             flag = _address(flags, 8 * which)
+            # WHY: no warp may still wait for the phase before the one that may end from here on.
+            mgpu.utils.warpgroup_barrier()
             parity, num_bytes = parity.registers.item(), num_bytes.registers.item()
             thread = mgpu.thread_idx()
             with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.eq, thread, mgpu.c(0, _i32()))):
