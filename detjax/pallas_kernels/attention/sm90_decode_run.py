@@ -276,13 +276,14 @@ class Turn:
     def _softmax(self, j, scores, m, weight_sum, is_masked):
         """The new maximum and sum, what the output decays by, and the weights as an operand."""
         job, math = self.work.job, self.work.job.math
-        if job.config.half_rows and job.padded_rows <= 8:
-            scores = math.first_half(scores)
         if is_masked:
             first_key = (self.run.first_block + j) * bits.BLOCK
             scores = math.mask(scores, self.row_pos, first_key, None)
         scale = bits.score_scale(job.channels)
-        m, weight_sum, decay, weights = math.softmax_step(scores, m, weight_sum, scale)
+        m, weight_sum, decay, weights = math.softmax_step(
+            scores, m, weight_sum, scale,
+            half_rows=job.config.half_rows and job.padded_rows <= 8,
+        )  # fmt: skip
         return m, weight_sum, decay, bits.operand(weights, job.dtype, self.work.memory.weights)
 
     def _add_values(self, j, out, decay, operand, is_masked):

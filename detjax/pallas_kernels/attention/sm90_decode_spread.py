@@ -184,7 +184,7 @@ def attend_spread(job: Job, operands: Operands) -> jax.Array:
                 for j in range(SPREAD):
                     is_before = j < stop
                     m = math.choose(is_before, jnp.maximum(m, math.load(here.at[j])), m)
-                return m
+                return math.first_half(m)
 
             new_m = running(part + 1)
             weights = math.exp2_scaled(scores, math.spread(-new_m, scores.shape), scale)
@@ -647,6 +647,6 @@ def _read_weights(ref, math: bits.Arithmetic, dtype):
         registers = np.empty((1, 16, 1, 1, 1, 1, 1, 1, 1), dtype=object)
         for i, word in enumerate(words):
             registers[0, i, 0, 0, 0, 0, 0, 0, 0] = mgpu.utils.bitcast(word, pair)
-        return bits.with_first_half(registers, mgpu.WGMMA_LAYOUT)
+        return bits.with_first_half(registers, mgpu.WGMMA_LAYOUT, bits.HALVES_AXIS[2])
 
     return op(ref)
