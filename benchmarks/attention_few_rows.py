@@ -18,6 +18,7 @@ import functools
 import itertools
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -267,11 +268,14 @@ def run_shape(name: str, lock: str) -> None:
     """A shape's process."""
     probe = Probe(name)
     with open(lock, "w") as file:
-        # Bits side by side; times alone.
+        # Bits side by side; times alone. A kernel that hangs ends its process, not the others.
         fcntl.flock(file, fcntl.LOCK_SH)
+        signal.alarm(40)
         probe.draw()
         probe.check()
+        signal.alarm(0)
         fcntl.flock(file, fcntl.LOCK_EX)
+        signal.alarm(25)
         probe.time()
 
 
@@ -304,15 +308,16 @@ def main() -> None:
             child.kill()
             child.wait()
             print(f"{name}: stopped for lack of time")
-    rows = []
+    rows, stopped = [], 0
     for name, log in logs.items():
         lines = log.read_text().splitlines()
         rows += [json.loads(line[4:]) for line in lines if line.startswith("ROW ")]
-        if children[name].returncode > 0:
+        if children[name].returncode:
+            stopped += 1
             print(f"{name}: exit {children[name].returncode}\n" + "\n".join(lines[-12:]))
     Path(options.out).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    failed = summarise(rows)
-    print(f"{failed} variants failed, {time.time() - start:.0f} s")
+    failed = summarise(rows) + stopped
+    print(f"{failed} variants or shapes failed, {time.time() - start:.0f} s")
     sys.exit(3 if failed else 0)
 
 

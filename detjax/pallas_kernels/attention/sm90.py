@@ -7,13 +7,10 @@ import jax.numpy as jnp
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.attention import sm90_arithmetic as bits
 from detjax.pallas_kernels.attention.sm90_decode import decode, decode_new_token
+from detjax.pallas_kernels.attention.sm90_decode_exchange import SENT_ROWS, SPREAD
 from detjax.pallas_kernels.attention.sm90_decode_merge import LANES
 from detjax.pallas_kernels.attention.sm90_decode_run import DecodeConfig
-from detjax.pallas_kernels.attention.sm90_decode_spread import (
-    SENT_ROWS,
-    SPREAD,
-    SPREAD_CHANNELS,
-)
+from detjax.pallas_kernels.attention.sm90_decode_spread import SPREAD_CHANNELS
 from detjax.pallas_kernels.attention.sm90_prefill import PrefillConfig, prefill
 from detjax.pallas_kernels.rope.sm90 import rope_into_cache
 from detjax.pallas_kernels.sm90_rows import NUM_SMS
