@@ -8,8 +8,10 @@ from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.attention import sm90_arithmetic as bits
 from detjax.pallas_kernels.attention import sm90_float32
 from detjax.pallas_kernels.attention.sm90_decode import decode, decode_new_token
+from detjax.pallas_kernels.attention.sm90_decode_exchange import SENT_ROWS, SPREAD
 from detjax.pallas_kernels.attention.sm90_decode_merge import LANES
 from detjax.pallas_kernels.attention.sm90_decode_run import DecodeConfig
+from detjax.pallas_kernels.attention.sm90_decode_spread import SPREAD_CHANNELS
 from detjax.pallas_kernels.attention.sm90_prefill import PrefillConfig, prefill
 from detjax.pallas_kernels.rope.sm90 import rope_into_cache
 from detjax.pallas_kernels.sm90_rows import NUM_SMS
@@ -28,6 +30,10 @@ FUSE_MERGE = True
 """Merge the splits of a sequence inside attention, in a CTA or a cluster of CTAs."""
 SCORES_AHEAD = True
 """Compute a block's scores while the one before it takes its softmax."""
+SPREAD_SPLITS = False
+"""Share each split of few sequences among the CTAs of a cluster, a block each."""
+HALF_ROWS = False
+"""Compute the weights of rows 0 to 7 alone, where a tile has no others."""
 KEYS_AT_ONCE = 32
 """Load a sequence's last page up to a multiple of so many keys; 128 loads all of it."""
 
@@ -112,7 +118,7 @@ def rope_attention(
         config = decode_config(
             batch=batch, query_len=query_len, kv_heads=kv_heads, group=group, channels=channels,
             table_len=page_table.shape[1],
-            per_split=profile.attention_split // profile.attention_block,
+            per_split=profile.attention_split // profile.attention_block, is_new=True,
         )  # fmt: skip
         return decode_new_token(
             qkv, cos, sin, gains, *place, eps=eps, config=config, is_interpreted=False
@@ -132,8 +138,9 @@ def decode_config(
     channels: int,
     table_len: int,
     per_split: int,
+    is_new: bool = False,
 ) -> DecodeConfig:
-    """How decode spreads its work: for speed alone."""
+    """How decode spreads its work: for speed alone. `is_new` says that it rotates a new token."""
     # WHY: many small CTAs hide latency by their number, few by what each has in flight
     # (256 x 1024 tokens: 269.8 us against 279.2; 1 x 32768: 46.8 against 42.9).
     unroll = (4, 1) if batch * query_len * kv_heads * group >= 1024 else (16, 2)
@@ -148,6 +155,11 @@ def decode_config(
         cluster = 1
         while cluster < splits and 2 * cluster * pairs <= NUM_SMS and cluster < MAX_IN_CLUSTER:
             cluster *= 2
+    # A CTA a block, as long as there is one for each at once.
+    spread = SPREAD_SPLITS and is_new and bool(cluster) and per_split == SPREAD
+    spread = spread and channels == SPREAD_CHANNELS and group <= SENT_ROWS
+    if spread := spread and SPREAD * pairs <= NUM_SMS:
+        cluster = 2 * SPREAD if splits > 1 and 2 * SPREAD * pairs <= NUM_SMS else SPREAD
     # WHY: with CTAs busy anyway, folding in registers saves a kernel (64 x 1024 tokens: 65.0 us
     # against 75.6), while a few short sequences need no merge. Others need all CTAs.
     most_folded = MAX_FOLDED_SPLITS if pairs >= BUSY_PAIRS else 1
@@ -157,7 +169,9 @@ def decode_config(
         merge_unroll=unroll,
         whole_sequences=whole,
         cluster=cluster,
-        scores_ahead=SCORES_AHEAD and query_len == 1 and not whole,
+        spread=spread,
+        scores_ahead=SCORES_AHEAD and query_len == 1 and not whole and not spread,
+        half_rows=HALF_ROWS,
         keys_at_once=KEYS_AT_ONCE,
     )
 

@@ -163,13 +163,39 @@ class Arithmetic:
             scores = jnp.where(keys > last - window, scores, -jnp.inf)
         return scores
 
-    def softmax_step(self, scores, m, weight_sum, scale: float):
+    def first_half(self, x):
+        """Repeat rows 0 to 7 of each 16 in the next 8, whose results nobody reads.
+
+        A thread has both in registers, so it computes what follows once. `x` is a tile or has one
+        value a row.
+        """
+        if self.is_interpreted:
+            return x
+        layout = self.layout if len(x.shape) == 2 else self.row_layout
+
+        @plgpu.inline_mgpu(
+            arg_types=(layout,),
+            return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout),
+        )
+        def op(ctx, x):
+            axis = HALVES_AXIS[len(x.shape)]
+            return with_first_half(np.take(x.registers, [0], axis), x.layout, axis)
+
+        return op(x)
+
+    def softmax_step(self, scores, m, weight_sum, scale: float, *, half_rows: bool = False):
         """Fold one block's scores into the running (max, sum) of a split.
 
         Returns the new max and sum, the decay of what was there, and the block's weights. A masked
-        score is -inf: its weight is exactly 0, and a fully masked block has decay 1.
+        score is -inf: its weight is exactly 0, and a fully masked block has decay 1. `half_rows`
+        computes those of rows 0 to 7 of each 16 alone.
         """
+        if half_rows:
+            scores, m, weight_sum = (self.first_half(x) for x in (scores, m, weight_sum))
         block_max = self.mul(jnp.max(scores, axis=1), self.full(m.shape, scale))
+        if half_rows:
+            # WHY: the compiler does not see that two equal rows have equal maxima.
+            block_max = self.first_half(block_max)
         new_m = jnp.maximum(m, block_max)
         decay = self.exp2_difference(m, new_m)
         weights = self.exp2_scaled(scores, self.spread(-new_m, scores.shape), scale)
@@ -198,6 +224,16 @@ class Arithmetic:
         out = jnp.where(is_row & (out != 0.0), out, jnp.zeros_like(out))
         # ROUND: the only rounding of the output to the compute dtype.
         return out.astype(dtype)
+
+
+HALVES_AXIS = {1: 2, 2: 4}
+"""Which axis of the registers of an accumulator's rows, or tile, has rows 0 to 7 and 8 to 15."""
+
+
+def with_first_half(registers, layout, axis: int):
+    """An array in a layout of accumulators from the registers of rows 0 to 7 of each 16."""
+    registers = np.concatenate([registers, registers], axis=axis)
+    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
 
 def accumulator_arithmetic(is_interpreted: bool) -> Arithmetic:

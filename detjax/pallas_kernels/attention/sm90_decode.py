@@ -17,6 +17,7 @@ from detjax.pallas_kernels.attention.sm90_decode_merge import LANES
 from detjax.pallas_kernels.attention.sm90_decode_run import DecodeConfig, Job, Operands
 from detjax.pallas_kernels.attention.sm90_decode_sequences import attend_sequences
 from detjax.pallas_kernels.attention.sm90_decode_splits import attend_splits, rows_lie_in_place
+from detjax.pallas_kernels.attention.sm90_decode_spread import attend_spread
 from detjax.pallas_kernels.attention.sm90_new_token import NewToken
 
 
@@ -103,6 +104,8 @@ def _attend(job: Job, operands: Operands) -> jax.Array:
     config, query_len = job.config, job.query_len
     if (config.cluster or config.scores_ahead) and (query_len != 1 or config.whole_sequences):
         raise ValueError(f"{config=} needs {query_len=} to be 1, and no whole sequences")
+    if config.spread:
+        return attend_spread(job, operands)
     if config.cluster:
         if job.group * job.channels < LANES:
             raise ValueError(

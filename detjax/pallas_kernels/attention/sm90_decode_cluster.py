@@ -45,7 +45,7 @@ def attend_clusters(job: Job, operands: Operands) -> jax.Array:
         seq, kv_head = here
 
         def now(ref, *index):
-            return _read_now(ref, *index, is_interpreted=job.is_interpreted)
+            return read_now(ref, *index, is_interpreted=job.is_interpreted)
 
         # WHY: the first page's number does not wait for the position, nor the layer for either.
         first_block = jnp.minimum(rank * per_split, table.shape[1] - 1)
@@ -111,7 +111,7 @@ def attend_clusters(job: Job, operands: Operands) -> jax.Array:
             @pl.when(rank == 0)
             def _merge():
                 first = cta * most_splits if job.is_interpreted else 0
-                _merge_splits(job, *parts, memory.results[-1], here, last, first, num_splits)
+                merge_splits(job, *parts, memory.results[-1], here, last, first, num_splits)
 
     f32 = jnp.float32
     shapes = (
@@ -139,7 +139,7 @@ def _parts(job: Job, memory: Memory) -> list:
     return memory.results[:2] if job.is_interpreted else memory.kept_results
 
 
-def _merge_splits(job: Job, part_ref, scales_ref, out_ref, here, last, first, num_splits) -> None:
+def merge_splits(job: Job, part_ref, scales_ref, out_ref, here, last, first, num_splits) -> None:
     """Fold the splits left to right and write the output of a sequence and a kv head."""
     lanes = MergeLanes(channels=job.channels, is_interpreted=job.is_interpreted)
     seq, kv_head = here
@@ -168,7 +168,7 @@ def _merge_splits(job: Job, part_ref, scales_ref, out_ref, here, last, first, nu
         )
 
 
-def _read_now(ref, *index, is_interpreted):
+def read_now(ref, *index, is_interpreted):
     """An int32 of device memory, whose load the compiler may not put off to where it is used."""
     if is_interpreted:
         return ref[index]

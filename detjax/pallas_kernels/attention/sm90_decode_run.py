@@ -35,6 +35,10 @@ class DecodeConfig:
             memory. Of one query a sequence alone. 0 leaves the merge to a second kernel.
         scores_ahead: Compute the scores of a block while the one before it takes its softmax. Of
             one query a sequence alone, and not with `whole_sequences`.
+        spread: A cluster's CTAs share each split, one a block; `cluster` counts them all. Of new
+            tokens alone.
+        exchange_async: They exchange by asynchronous stores rather than by cluster barriers.
+        half_rows: Compute the weights of rows 0 to 7 alone, where a tile has no others.
         keys_at_once: Of a sequence's last page so many keys are loaded as are written, rounded up
             to a multiple of this: 32, 64, or 128 for whole pages.
         blocks_per_split: Blocks of 128 keys in a split.
@@ -47,6 +51,9 @@ class DecodeConfig:
     whole_sequences: bool = False
     cluster: int = 0
     scores_ahead: bool = False
+    spread: bool = False
+    exchange_async: bool = True
+    half_rows: bool = False
     keys_at_once: int = bits.BLOCK
     blocks_per_split: int = 4
 
@@ -273,7 +280,10 @@ class Turn:
             first_key = (self.run.first_block + j) * bits.BLOCK
             scores = math.mask(scores, self.row_pos, first_key, None)
         scale = bits.score_scale(job.channels)
-        m, weight_sum, decay, weights = math.softmax_step(scores, m, weight_sum, scale)
+        m, weight_sum, decay, weights = math.softmax_step(
+            scores, m, weight_sum, scale,
+            half_rows=job.config.half_rows and job.padded_rows <= 8,
+        )  # fmt: skip
         return m, weight_sum, decay, bits.operand(weights, job.dtype, self.work.memory.weights)
 
     def _add_values(self, j, out, decay, operand, is_masked):
@@ -398,7 +408,7 @@ def load_runs(work: Work, first_page: Callable = lambda turn, run: run.page(0)) 
                 def _is_free(slot=slot, free=free):
                     plgpu.barrier_wait(free.at[slot])
 
-                _load_written(
+                load_written(
                     run.last + 1 - (run.first_block + j) * bits.BLOCK,
                     memory.pages.at[work.page_row(run, page, half)],
                     smem.at[slot],
@@ -419,7 +429,7 @@ def load_runs(work: Work, first_page: Callable = lambda turn, run: run.page(0)) 
         bits.drain(free, count)
 
 
-def _load_written(num_written, page_gmem, page_smem, filled, *, at_once: int) -> None:
+def load_written(num_written, page_gmem, page_smem, filled, *, at_once: int) -> None:
     """Load the first keys or values of a page: those that are written, and those up to a multiple.
 
     What is behind them in shared memory is older. It decides no bit: its keys are masked, and its

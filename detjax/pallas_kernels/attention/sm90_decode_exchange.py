@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the CTAs of a cluster that share a split send each other, through shared memory."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith
+from jaxlib.mlir.dialects import llvm
+
+from detjax.pallas_kernels.attention import sm90_arithmetic as bits
+
+SENT_ROWS = 8
+"""Rows of queries that are exchanged: those of a warp's first half of registers."""
+SPREAD = 4
+"""CTAs of a split: one a block."""
+
+
+def _i32():
+    return ir.IntegerType.get_signless(32)
+
+
+def _lane():
+    return arith.remui(mgpu.thread_idx(), mgpu.c(32, _i32()))
+
+
+def _is_first_warp():
+    thread = arith.remui(mgpu.thread_idx(), mgpu.c(128, _i32()))
+    return arith.cmpi(arith.CmpIPredicate.ult, thread, mgpu.c(32, _i32()))
+
+
+def _address(ref, offset_bytes: int | Any = 0):
+    at = llvm.ptrtoint(_i32(), mgpu.utils.memref_ptr(ref))
+    if isinstance(offset_bytes, int):
+        offset_bytes = mgpu.c(offset_bytes, _i32())
+    return arith.addi(at, offset_bytes)
+
+
+def _in_cta(address, rank):
+    return llvm.inline_asm(
+        _i32(), [address, rank], "mapa.shared::cluster.u32 $0, $1, $2;", "=r,r,r"
+    )
+
+
+def _void_asm(text, operands=(), constraints=""):
+    clobbers = "~{memory}"
+    llvm.inline_asm(
+        ir.Type.parse("!llvm.void"), list(operands), text,
+        f"{constraints},{clobbers}" if constraints else clobbers, has_side_effects=True,
+    )  # fmt: skip
+
+
+def _store_remote(address, values, flag, rank, is_async: bool) -> None:
+    """Write one or four 32-bit values to a CTA of the cluster, and count them there."""
+    address, vec = _in_cta(address, rank), {1: "", 2: ".v2", 4: ".v4"}[len(values)]
+    names = ", ".join(f"${i + 1}" for i in range(len(values)))
+    names = f"{{{names}}}" if vec else names
+    constraints = ",".join(["r"] * (1 + len(values)))
+    if is_async:
+        last = len(values) + 1
+        _void_asm(
+            f"st.async.shared::cluster.mbarrier::complete_tx::bytes{vec}.b32 [$0], {names}, "
+            f"[${last}];",
+            [address, *values, _in_cta(flag, rank)], constraints + ",r",
+        )  # fmt: skip
+        return
+    _void_asm(f"st.shared::cluster{vec}.b32 [$0], {names};", [address, *values], constraints)
+
+
+class Exchange:
+    """What CTAs of a cluster send each other: to all of their split, or to the first of all.
+
+    Asynchronous stores count their bytes at the receiver's barrier, which waits for no other store.
+    """
+
+    def __init__(self, *, is_interpreted, is_async, meeting, flags):
+        self.is_interpreted, self.is_async = is_interpreted, is_async
+        self.meeting, self.flags = meeting, flags
+
+    def start(self, wg) -> None:
+        """Make the barriers; no one may send before `started`."""
+        if not self.is_async:
+            return
+
+        @pl.when(wg == 0)
+        def _init():
+            @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+            def emit(ctx, flags):
+                thread = mgpu.thread_idx()
+                with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.eq, thread, mgpu.c(0, _i32()))):
+                    for i in range(3):
+                        _void_asm(
+                            "mbarrier.init.shared.b64 [$0], 1;", [_address(flags, 8 * i)], "r"
+                        )
+                    _void_asm("fence.mbarrier_init.release.cluster;")
+
+            emit(self.flags)
+
+        # WHY: the fence releases what this waits for, so that the loads behind it need not wait.
+        @plgpu.inline_mgpu()
+        def arrive(ctx):
+            _void_asm("barrier.cluster.arrive.relaxed;")
+
+        arrive()
+
+    def started(self) -> None:
+        """Wait until all CTAs of the cluster have made their barriers."""
+        if self.is_async:
+
+            @plgpu.inline_mgpu()
+            def wait(ctx):
+                _void_asm("barrier.cluster.wait.acquire;")
+
+            wait()
+
+    def end(self, wg) -> None:
+        """The loading warpgroup's turn of `started`."""
+        pl.when(wg == 1)(self.started)
+
+    def meet_all(self) -> None:
+        """All threads of the cluster wait for each other."""
+
+        @plgpu.inline_mgpu()
+        def emit(ctx):
+            _void_asm("barrier.cluster.arrive.release;")
+            _void_asm("barrier.cluster.wait.acquire;")
+
+        emit()
+
+    def meet_computing(self) -> None:
+        """The loading warpgroup's part in the meetings of a turn."""
+        if not self.is_async and not self.is_interpreted:
+            self.meet_all()
+            self.meet_all()
+
+    def meet(self, which: int, turn, num_bytes) -> None:
+        """Wait until all have sent."""
+        if self.is_interpreted:
+            plgpu.barrier_arrive(self.meeting.at[which])
+            plgpu.barrier_wait(self.meeting.at[which])
+            return
+        if not self.is_async:
+            self.meet_all()
+            return
+
+        scalar = plgpu.Layout.WG_SPLAT(())
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), scalar, scalar))
+        def emit(ctx, flags, parity, num_bytes):
+            flag = _address(flags, 8 * which)
+            # WHY: no warp may still wait for the phase before the one that may end from here on.
+            mgpu.utils.warpgroup_barrier()
+            parity, num_bytes = parity.registers.item(), num_bytes.registers.item()
+            thread = mgpu.thread_idx()
+            with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.eq, thread, mgpu.c(0, _i32()))):
+                _void_asm(
+                    "mbarrier.arrive.expect_tx.shared.b64 _, [$0], $1;", [flag, num_bytes], "r,r"
+                )
+            _void_asm(
+                "{ .reg .pred done; WAIT: "
+                "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [$0], $1; "
+                "@!done bra WAIT; }",
+                [flag, parity], "r,r",
+            )  # fmt: skip
+
+        emit(self.flags, jnp.int32(lax.rem(jnp.int32(turn), jnp.int32(2))), jnp.int32(num_bytes))
+
+    def send_rows(self, x, ref, part, group, which: int, math: bits.Arithmetic) -> None:
+        """Send one value a row, to place `part` of `ref` in each CTA of the split."""
+        if self.is_interpreted:
+            ref[part] = x
+            return
+        scalar, is_async = plgpu.Layout.WG_SPLAT(()), self.is_async
+
+        @plgpu.inline_mgpu(arg_types=(math.row_layout, plgpu.RefType(), plgpu.RefType(), scalar))
+        def emit(ctx, x, ref, flags, group):
+            lane = _lane()
+            with mgpu.utils.when(_is_first_warp()):
+                # The four lanes of a row hold its value: each sends to one CTA.
+                row, to = arith.divui(lane, mgpu.c(4, _i32())), arith.remui(lane, mgpu.c(4, _i32()))
+                rank = arith.addi(arith.muli(group.registers.item(), mgpu.c(SPREAD, _i32())), to)
+                value = _bits_of(x.registers[0, 0, 0, 0, 0])
+                at = _address(ref, arith.muli(row, mgpu.c(4, _i32())))
+                _store_remote(at, [value], _address(flags, 8 * which), rank, is_async)
+
+        emit(x, ref.at[part], self.flags, group)
+
+    def send_weights(self, x, ref, part, group, which: int) -> None:
+        """Send a block's weights, as each lane of the first warp has them."""
+        if self.is_interpreted:
+            ref[part] = x
+            return
+        scalar, is_async = plgpu.Layout.WG_SPLAT(()), self.is_async
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(), plgpu.RefType(), scalar))
+        def emit(ctx, x, ref, flags, group):
+            registers = list(x.registers[:, :, :, :, 0].flat)
+            with mgpu.utils.when(_is_first_warp()):
+                words = [_bits_of(r) for r in registers]
+                base = arith.muli(_lane(), mgpu.c(16, _i32()))
+                flag = _address(flags, 8 * which)
+                for to in range(SPREAD):
+                    rank = arith.addi(
+                        arith.muli(group.registers.item(), mgpu.c(SPREAD, _i32())),
+                        mgpu.c(to, _i32()),
+                    )
+                    for i in range(0, len(words), 4):
+                        at = _address(ref, arith.addi(base, mgpu.c(i * 128, _i32())))
+                        _store_remote(at, words[i : i + 4], flag, rank, is_async)
+
+        emit(x, ref.at[part], self.flags, group)
+
+    def send_out(self, out, ref, split, first_channel, num_rows: int, channels: int) -> None:
+        """Send a share of a split's output to the first CTA."""
+        if self.is_interpreted:
+            for row in range(num_rows):
+                ref[split, pl.ds(row * channels + first_channel, out.shape[1])] = out[row]
+            return
+        scalar, is_async = plgpu.Layout.WG_SPLAT(()), self.is_async
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(), plgpu.RefType(), scalar))
+        def emit(ctx, out, ref, flags, first):
+            i32 = _i32()
+            words = [_words_of(r) for r in out.registers[:, :, :, :, 0].flat]
+            with mgpu.utils.when(_is_first_warp()):
+                lane = _lane()
+                row, pair = arith.divui(lane, mgpu.c(4, i32)), arith.remui(lane, mgpu.c(4, i32))
+                col = arith.addi(first.registers.item(), arith.muli(pair, mgpu.c(2, i32)))
+                at = arith.addi(arith.muli(row, mgpu.c(channels, i32)), col)
+                for i, two in enumerate(words):
+                    offset = arith.addi(at, mgpu.c(8 * i, i32))
+                    where = _address(ref, arith.muli(offset, mgpu.c(4, i32)))
+                    flag = _address(flags, 16)
+                    _store_remote(where, two, flag, mgpu.c(0, i32), is_async)
+
+        emit(out, ref.at[split], self.flags, first_channel)
+
+    def send_to_leader(self, x, ref) -> None:
+        """Send one value a row to the first CTA."""
+        num_rows = ref.shape[0]
+        if self.is_interpreted:
+            ref[...] = x[:num_rows]
+            return
+        is_async = self.is_async
+
+        @plgpu.inline_mgpu(
+            arg_types=(plgpu.Layout.WGMMA.reduce(1), plgpu.RefType(), plgpu.RefType())
+        )
+        def emit(ctx, x, ref, flags):
+            i32, lane = _i32(), _lane()
+            is_one = arith.cmpi(
+                arith.CmpIPredicate.eq, arith.remui(lane, mgpu.c(4, i32)), mgpu.c(0, i32)
+            )
+            with mgpu.utils.when(arith.andi(_is_first_warp(), is_one)):
+                # Four lanes a row, four bytes a value: lane 4 r writes at byte 4 r.
+                word = _bits_of(x.registers[0, 0, 0, 0, 0])
+                _store_remote(
+                    _address(ref, lane), [word], _address(flags, 16), mgpu.c(0, i32), is_async
+                )
+
+        emit(x, ref, self.flags)
+
+
+def _bits_of(register):
+    """A register of 32 bits as an integer."""
+    i32 = _i32()
+    if isinstance(register.type, ir.VectorType) and ir.VectorType(register.type).shape == [1]:
+        [word] = _words_of(register)
+        return word
+    return mgpu.utils.bitcast(register, i32)
+
+
+def _words_of(register):
+    """The 32-bit elements of a register."""
+    return [
+        mgpu.utils.bitcast(_element(register, i), _i32())
+        for i in range(ir.VectorType(register.type).shape[0])
+    ]
+
+
+def _element(x, i: int):
+    position = ir.DenseI64ArrayAttr.get([i])
+    return mgpu.utils.vector.extract(x, dynamic_position=[], static_position=position)
+
+
+def read_weights(ref, math: bits.Arithmetic, dtype):
+    """A block's weights as an operand of wgmma, as the first warp sent them."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),),
+        return_type=plgpu.ShapeDtypeStruct((bits.ROWS, bits.BLOCK), dtype, layout=math.layout),
+    )
+    def op(ctx, ref):
+        i32 = _i32()
+        four, pair = ir.VectorType.get((4,), i32), ir.VectorType.get((2,), ir.BF16Type.get())
+        first = mgpu.utils.memref_ptr(ref)
+        words = []
+        for i in range(4):
+            lane = arith.muli(_lane(), mgpu.c(4, i32))
+            at = mgpu.utils.getelementptr(first, [arith.addi(lane, mgpu.c(i * 128, i32))], i32)
+            loaded = llvm.load(four, at)
+            words += [_element(loaded, j) for j in range(4)]
+        registers = np.empty((1, 16, 1, 1, 1, 1, 1, 1, 1), dtype=object)
+        for i, word in enumerate(words):
+            registers[0, i, 0, 0, 0, 0, 0, 0, 0] = mgpu.utils.bitcast(word, pair)
+        return bits.with_first_half(registers, mgpu.WGMMA_LAYOUT, bits.HALVES_AXIS[2])
+
+    return op(ref)
