@@ -27,6 +27,7 @@ from benchmarks.common import Rows, environment, kernel_events, num_different, r
 from benchmarks.step import MODELS, Case, Runner, decode_case, decode_floor_ms
 from detjax.donation import compile_checked
 from detjax.numerics import NumericsProfile, tree_reduction
+from detjax.pallas_kernels.attention import sm90 as attention_sm90
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.linear import sm90 as linear_sm90
 from detjax.pallas_kernels.linear import tiles as linear_tiles
@@ -43,42 +44,39 @@ MODEL = "qwen3_30b_a3b"
 
 WHERE = {
     "NARROW_ROWS": linear_tiles,
-    "TREE_CTAS": linear_tiles,
     "MAX_ADDED_ROWS": linear_sm90,
     "MAX_LATE_ROWS": sm90_tiles,
     "AHEAD_BYTES": sm90_tiles,
-    "AFTER_BYTES": sm90_tiles,
     "LISTS_ONE_ROW": sm90_tiles,
+    "SPREAD_SPLITS": attention_sm90,
+    "HALF_ROWS": attention_sm90,
 }
 """The constants, and where they stand."""
 
 NONE = {
-    "NARROW_ROWS": 0, "TREE_CTAS": 64, "MAX_ADDED_ROWS": 0, "MAX_LATE_ROWS": 0,
-    "LISTS_ONE_ROW": True, "AHEAD_BYTES": 0, "AFTER_BYTES": 0,
+    "NARROW_ROWS": 0, "MAX_ADDED_ROWS": 0, "MAX_LATE_ROWS": 0, "LISTS_ONE_ROW": True,
+    "AHEAD_BYTES": 0, "SPREAD_SPLITS": False, "HALF_ROWS": False,
 }  # fmt: skip
 """Eight launches a layer."""
 
-ALL = {
-    "NARROW_ROWS": 16, "TREE_CTAS": 128, "MAX_ADDED_ROWS": 8, "MAX_LATE_ROWS": 8,
-    "LISTS_ONE_ROW": False, "AHEAD_BYTES": 0, "AFTER_BYTES": 0,
+ALL = NONE | {
+    "NARROW_ROWS": 8, "MAX_ADDED_ROWS": 8, "MAX_LATE_ROWS": 8, "LISTS_ONE_ROW": False,
 }  # fmt: skip
 """Six launches a layer."""
 
 SETTINGS = {
     "none": NONE,
-    "o on 128 CTAs": NONE | {"TREE_CTAS": 128},
-    "no list of one row": NONE | {"LISTS_ONE_ROW": False},
-    "router adds subtrees": NONE | {"NARROW_ROWS": 16, "MAX_ADDED_ROWS": 8},
-    "qkv adds experts": NONE | {"MAX_LATE_ROWS": 8},
     "all": ALL,
-    "all, router of 16 CTAs": ALL | {"NARROW_ROWS": 8},
-    "all, o on 64 CTAs": ALL | {"TREE_CTAS": 64},
     "all, half of down ahead": ALL | {"AHEAD_BYTES": 1 << 17},
     "all, down ahead": ALL | {"AHEAD_BYTES": 1 << 18},
-    "all, half of qkv ahead": ALL | {"AFTER_BYTES": 80_000},
-    "all, both ahead": ALL | {"AHEAD_BYTES": 1 << 18, "AFTER_BYTES": 160_000},
 }
-STEP_SETTINGS = SETTINGS | {"all, late to 4": ALL | {"MAX_LATE_ROWS": 4}}
+SPREAD = {"SPREAD_SPLITS": True}
+STEP_SETTINGS = SETTINGS | {
+    "all, spread": ALL | SPREAD,
+    "all, spread, half": ALL | SPREAD | {"HALF_ROWS": True},
+    "all, spread, ahead": ALL | SPREAD | {"AHEAD_BYTES": 1 << 18},
+    "spread": NONE | SPREAD,
+}
 BIT_ROWS = {"all": (3, 8)}
 """Other rows at which a setting's layer is compared."""
 
@@ -378,9 +376,11 @@ def main() -> None:
     print("\n".join(lines) + f"\nafter {passed():.0f} s", flush=True)
     del chains
     whole = MODELS[MODEL].num_layers
-    planned = [[Step(setting, whole, 1) for setting in ("none", "all", "all, down ahead")]]
-    planned += [
-        [Step(setting, options.layers, MOST) for setting in ("none", "all", "all, late to 4")]
+    few, kinds = options.layers, ("none", "all", "all, spread", "all, spread, half")
+    planned = [
+        [Step(setting, whole, 1) for setting in (*kinds, "all, spread, ahead")],
+        [Step(setting, few, rows) for rows in (2, 4) for setting in ("none", "all")]
+        + [Step(setting, few, MOST) for setting in ("none", "spread")],
     ]
     for group in planned:
         if passed() > options.seconds - 50:
