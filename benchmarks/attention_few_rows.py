@@ -65,21 +65,20 @@ class Shape:
         return int(np.clip(np.ceil(BYTES / layer), 2, 48))
 
 
-FEW = ("half", "spread 4", "spread 8")
-PARTS = ("half stages", "meet 8", "!now merge", "!now q", "!spread 8 q")
+FEW = ("spread 4", "spread 8")
+PARTS = ("!now merge", "!now q", "!spread 8 q")
 SHAPES = {
     "qwen b1": Shape((32, 4), 1, 9, FEW),
     "qwen b1 parts": Shape((32, 4), 1, 9, PARTS),
     "llama b1": Shape((32, 8), 1, 9, FEW),
-    "qwen b8": Shape((32, 4), 8, 9, ("cluster 1", "cluster 2", "half 1", "half 2", "spread 4")),
+    "qwen b8": Shape((32, 4), 8, 9, ("cluster 1", "cluster 2", "cluster 4", "spread 4")),
     "qwen b1 4096": Shape((32, 4), 1, 32, FEW, (2048, 4096)),
     "qwen b2": Shape((32, 4), 2, 9, FEW, (1024,)),
-    "llama b8": Shape((32, 8), 8, 9, ("cluster 1", "half", "half 1"), (512, 1024)),
+    "llama b8": Shape((32, 8), 8, 9, ("cluster 1",), (512, 1024)),
     "llama b2": Shape((32, 8), 2, 9, FEW, (1024,)),
-    "qwen b16": Shape((32, 4), 16, 9, ("cluster 1", "half", "half 1"), (1024,)),
+    "qwen b16": Shape((32, 4), 16, 9, ("cluster 1",), (1024,)),
     "llama b1 4096": Shape((32, 8), 1, 32, FEW, (4096,)),
-    "qwen b8 4096": Shape((32, 4), 8, 32, ("cluster 2", "half", "spread 4"), (4096,)),
-    "qwen b1 32768": Shape((32, 4), 1, 256, ("half",), (32768,)),
+    "qwen b8 4096": Shape((32, 4), 8, 32, ("cluster 2", "spread 4"), (4096,)),
 }
 
 
@@ -90,19 +89,11 @@ def config_of(shape: Shape, variant: str) -> DecodeConfig:
         batch=shape.batch, query_len=1, kv_heads=kv_heads, group=heads // kv_heads,
         channels=CHANNELS, table_len=shape.pages, per_split=4,
     )  # fmt: skip
-    now = dataclasses.replace(now, half_rows=False)
     kind, _, rest = variant.lstrip("!").partition(" ")
     number = [int(word) for word in rest.split() if word.isdigit()]
-    if kind in ("spread", "meet"):
-        return dataclasses.replace(
-            now, spread=True, cluster=number[0], scores_ahead=False,
-            exchange_async=kind == "spread",
-        )  # fmt: skip
-    if number:
-        now = dataclasses.replace(now, cluster=number[0])
-    if "stages" in rest:
-        now = dataclasses.replace(now, key_stages=4)
-    return dataclasses.replace(now, half_rows=kind == "half")
+    if kind == "spread":
+        return dataclasses.replace(now, spread=True, cluster=number[0], scores_ahead=False)
+    return dataclasses.replace(now, cluster=number[0]) if number else now
 
 
 @contextlib.contextmanager

@@ -46,35 +46,27 @@ WHERE = {
     "NARROW_ROWS": linear_tiles,
     "MAX_ADDED_ROWS": linear_sm90,
     "MAX_LATE_ROWS": sm90_tiles,
-    "AHEAD_BYTES": sm90_tiles,
-    "LISTS_ONE_ROW": sm90_tiles,
     "SPREAD_SPLITS": attention_sm90,
-    "HALF_ROWS": attention_sm90,
 }
 """The constants, and where they stand."""
 
 NONE = {
-    "NARROW_ROWS": 0, "MAX_ADDED_ROWS": 0, "MAX_LATE_ROWS": 0, "LISTS_ONE_ROW": True,
-    "AHEAD_BYTES": 0, "SPREAD_SPLITS": False, "HALF_ROWS": False,
+    "NARROW_ROWS": 0, "MAX_ADDED_ROWS": 0, "MAX_LATE_ROWS": 0, "SPREAD_SPLITS": False,
 }  # fmt: skip
 """Eight launches a layer."""
 
-ALL = NONE | {
-    "NARROW_ROWS": 8, "MAX_ADDED_ROWS": 8, "MAX_LATE_ROWS": 8, "LISTS_ONE_ROW": False,
-}  # fmt: skip
+ALL = NONE | {"NARROW_ROWS": 8, "MAX_ADDED_ROWS": 8, "MAX_LATE_ROWS": 8}
 """Six launches a layer."""
 
 SETTINGS = {
     "none": NONE,
+    "router adds subtrees": NONE | {"NARROW_ROWS": 8, "MAX_ADDED_ROWS": 8},
+    "qkv adds experts": NONE | {"MAX_LATE_ROWS": 8},
     "all": ALL,
-    "all, half of down ahead": ALL | {"AHEAD_BYTES": 1 << 17},
-    "all, down ahead": ALL | {"AHEAD_BYTES": 1 << 18},
 }
 SPREAD = {"SPREAD_SPLITS": True}
 STEP_SETTINGS = SETTINGS | {
     "all, spread": ALL | SPREAD,
-    "all, spread, half": ALL | SPREAD | {"HALF_ROWS": True},
-    "all, spread, ahead": ALL | SPREAD | {"AHEAD_BYTES": 1 << 18},
     "spread": NONE | SPREAD,
 }
 BIT_ROWS = {"all": (3, 8)}
@@ -376,9 +368,9 @@ def main() -> None:
     print("\n".join(lines) + f"\nafter {passed():.0f} s", flush=True)
     del chains
     whole = MODELS[MODEL].num_layers
-    few, kinds = options.layers, ("none", "all", "all, spread", "all, spread, half")
+    few = options.layers
     planned = [
-        [Step(setting, whole, 1) for setting in (*kinds, "all, spread, ahead")],
+        [Step(setting, whole, 1) for setting in ("none", "all", "all, spread")],
         [Step(setting, few, rows) for rows in (2, 4) for setting in ("none", "all")]
         + [Step(setting, few, MOST) for setting in ("none", "spread")],
     ]

@@ -206,10 +206,8 @@ FUSED = (
     {"keys_at_once": 32},
     {"whole_sequences": True, "keys_at_once": 32},
     {"cluster": 2, "scores_ahead": True, "keys_at_once": 32},
-    {"cluster": 2, "scores_ahead": True, "half_rows": True},
     {"cluster": 4, "spread": True},
     {"cluster": 4, "spread": True, "keys_at_once": 32},
-    {"cluster": 4, "spread": True, "exchange_async": False},
 )
 """Ways to do a decode step in one kernel, or in two."""
 

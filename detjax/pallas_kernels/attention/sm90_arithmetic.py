@@ -183,19 +183,13 @@ class Arithmetic:
 
         return op(x)
 
-    def softmax_step(self, scores, m, weight_sum, scale: float, *, half_rows: bool = False):
+    def softmax_step(self, scores, m, weight_sum, scale: float):
         """Fold one block's scores into the running (max, sum) of a split.
 
         Returns the new max and sum, the decay of what was there, and the block's weights. A masked
-        score is -inf: its weight is exactly 0, and a fully masked block has decay 1. `half_rows`
-        computes those of rows 0 to 7 of each 16 alone.
+        score is -inf: its weight is exactly 0, and a fully masked block has decay 1.
         """
-        if half_rows:
-            scores, m, weight_sum = (self.first_half(x) for x in (scores, m, weight_sum))
         block_max = self.mul(jnp.max(scores, axis=1), self.full(m.shape, scale))
-        if half_rows:
-            # WHY: the compiler does not see that two equal rows have equal maxima.
-            block_max = self.first_half(block_max)
         new_m = jnp.maximum(m, block_max)
         decay = self.exp2_difference(m, new_m)
         weights = self.exp2_scaled(scores, self.spread(-new_m, scores.shape), scale)

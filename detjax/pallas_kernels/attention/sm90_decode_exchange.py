@@ -55,21 +55,18 @@ def _void_asm(text, operands=(), constraints=""):
     )  # fmt: skip
 
 
-def _store_remote(address, values, flag, rank, is_async: bool) -> None:
-    """Write one or four 32-bit values to a CTA of the cluster, and count them there."""
+def _store_remote(address, values, flag, rank) -> None:
+    """Write one, two or four 32-bit values to a CTA of the cluster, and count them there."""
     address, vec = _in_cta(address, rank), {1: "", 2: ".v2", 4: ".v4"}[len(values)]
     names = ", ".join(f"${i + 1}" for i in range(len(values)))
     names = f"{{{names}}}" if vec else names
     constraints = ",".join(["r"] * (1 + len(values)))
-    if is_async:
-        last = len(values) + 1
-        _void_asm(
-            f"st.async.shared::cluster.mbarrier::complete_tx::bytes{vec}.b32 [$0], {names}, "
-            f"[${last}];",
-            [address, *values, _in_cta(flag, rank)], constraints + ",r",
-        )  # fmt: skip
-        return
-    _void_asm(f"st.shared::cluster{vec}.b32 [$0], {names};", [address, *values], constraints)
+    last = len(values) + 1
+    _void_asm(
+        f"st.async.shared::cluster.mbarrier::complete_tx::bytes{vec}.b32 [$0], {names}, "
+        f"[${last}];",
+        [address, *values, _in_cta(flag, rank)], constraints + ",r",
+    )  # fmt: skip
 
 
 class Exchange:
@@ -78,13 +75,13 @@ class Exchange:
     Asynchronous stores count their bytes at the receiver's barrier, which waits for no other store.
     """
 
-    def __init__(self, *, is_interpreted, is_async, meeting, flags):
-        self.is_interpreted, self.is_async = is_interpreted, is_async
+    def __init__(self, *, is_interpreted, meeting, flags):
+        self.is_interpreted = is_interpreted
         self.meeting, self.flags = meeting, flags
 
     def start(self, wg) -> None:
         """Make the barriers; no one may send before `started`."""
-        if not self.is_async:
+        if self.is_interpreted:
             return
 
         @pl.when(wg == 0)
@@ -110,7 +107,7 @@ class Exchange:
 
     def started(self) -> None:
         """Wait until all CTAs of the cluster have made their barriers."""
-        if self.is_async:
+        if not self.is_interpreted:
 
             @plgpu.inline_mgpu()
             def wait(ctx):
@@ -122,32 +119,12 @@ class Exchange:
         """The loading warpgroup's turn of `started`."""
         pl.when(wg == 1)(self.started)
 
-    def meet_all(self) -> None:
-        """All threads of the cluster wait for each other."""
-
-        @plgpu.inline_mgpu()
-        def emit(ctx):
-            _void_asm("barrier.cluster.arrive.release;")
-            _void_asm("barrier.cluster.wait.acquire;")
-
-        emit()
-
-    def meet_computing(self) -> None:
-        """The loading warpgroup's part in the meetings of a turn."""
-        if not self.is_async and not self.is_interpreted:
-            self.meet_all()
-            self.meet_all()
-
     def meet(self, which: int, turn, num_bytes) -> None:
         """Wait until all have sent."""
         if self.is_interpreted:
             plgpu.barrier_arrive(self.meeting.at[which])
             plgpu.barrier_wait(self.meeting.at[which])
             return
-        if not self.is_async:
-            self.meet_all()
-            return
-
         scalar = plgpu.Layout.WG_SPLAT(())
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), scalar, scalar))
@@ -175,7 +152,7 @@ class Exchange:
         if self.is_interpreted:
             ref[part] = x
             return
-        scalar, is_async = plgpu.Layout.WG_SPLAT(()), self.is_async
+        scalar = plgpu.Layout.WG_SPLAT(())
 
         @plgpu.inline_mgpu(arg_types=(math.row_layout, plgpu.RefType(), plgpu.RefType(), scalar))
         def emit(ctx, x, ref, flags, group):
@@ -186,7 +163,7 @@ class Exchange:
                 rank = arith.addi(arith.muli(group.registers.item(), mgpu.c(SPREAD, _i32())), to)
                 value = _bits_of(x.registers[0, 0, 0, 0, 0])
                 at = _address(ref, arith.muli(row, mgpu.c(4, _i32())))
-                _store_remote(at, [value], _address(flags, 8 * which), rank, is_async)
+                _store_remote(at, [value], _address(flags, 8 * which), rank)
 
         emit(x, ref.at[part], self.flags, group)
 
@@ -195,7 +172,7 @@ class Exchange:
         if self.is_interpreted:
             ref[part] = x
             return
-        scalar, is_async = plgpu.Layout.WG_SPLAT(()), self.is_async
+        scalar = plgpu.Layout.WG_SPLAT(())
 
         @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(), plgpu.RefType(), scalar))
         def emit(ctx, x, ref, flags, group):
@@ -211,7 +188,7 @@ class Exchange:
                     )
                     for i in range(0, len(words), 4):
                         at = _address(ref, arith.addi(base, mgpu.c(i * 128, _i32())))
-                        _store_remote(at, words[i : i + 4], flag, rank, is_async)
+                        _store_remote(at, words[i : i + 4], flag, rank)
 
         emit(x, ref.at[part], self.flags, group)
 
@@ -221,7 +198,7 @@ class Exchange:
             for row in range(num_rows):
                 ref[split, pl.ds(row * channels + first_channel, out.shape[1])] = out[row]
             return
-        scalar, is_async = plgpu.Layout.WG_SPLAT(()), self.is_async
+        scalar = plgpu.Layout.WG_SPLAT(())
 
         @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(), plgpu.RefType(), scalar))
         def emit(ctx, out, ref, flags, first):
@@ -236,7 +213,7 @@ class Exchange:
                     offset = arith.addi(at, mgpu.c(8 * i, i32))
                     where = _address(ref, arith.muli(offset, mgpu.c(4, i32)))
                     flag = _address(flags, 16)
-                    _store_remote(where, two, flag, mgpu.c(0, i32), is_async)
+                    _store_remote(where, two, flag, mgpu.c(0, i32))
 
         emit(out, ref.at[split], self.flags, first_channel)
 
@@ -246,7 +223,6 @@ class Exchange:
         if self.is_interpreted:
             ref[...] = x[:num_rows]
             return
-        is_async = self.is_async
 
         @plgpu.inline_mgpu(
             arg_types=(plgpu.Layout.WGMMA.reduce(1), plgpu.RefType(), plgpu.RefType())
@@ -259,9 +235,7 @@ class Exchange:
             with mgpu.utils.when(arith.andi(_is_first_warp(), is_one)):
                 # Four lanes a row, four bytes a value: lane 4 r writes at byte 4 r.
                 word = _bits_of(x.registers[0, 0, 0, 0, 0])
-                _store_remote(
-                    _address(ref, lane), [word], _address(flags, 16), mgpu.c(0, i32), is_async
-                )
+                _store_remote(_address(ref, lane), [word], _address(flags, 16), mgpu.c(0, i32))
 
         emit(x, ref, self.flags)
 

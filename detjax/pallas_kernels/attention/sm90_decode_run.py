@@ -37,8 +37,6 @@ class DecodeConfig:
             one query a sequence alone, and not with `whole_sequences`.
         spread: A cluster's CTAs share each split, one a block; `cluster` counts them all. Of new
             tokens alone.
-        exchange_async: They exchange by asynchronous stores rather than by cluster barriers.
-        half_rows: Compute the weights of rows 0 to 7 alone, where a tile has no others.
         keys_at_once: Of a sequence's last page so many keys are loaded as are written, rounded up
             to a multiple of this: 32, 64, or 128 for whole pages.
         blocks_per_split: Blocks of 128 keys in a split.
@@ -52,8 +50,6 @@ class DecodeConfig:
     cluster: int = 0
     scores_ahead: bool = False
     spread: bool = False
-    exchange_async: bool = True
-    half_rows: bool = False
     keys_at_once: int = bits.BLOCK
     blocks_per_split: int = 4
 
@@ -280,10 +276,7 @@ class Turn:
             first_key = (self.run.first_block + j) * bits.BLOCK
             scores = math.mask(scores, self.row_pos, first_key, None)
         scale = bits.score_scale(job.channels)
-        m, weight_sum, decay, weights = math.softmax_step(
-            scores, m, weight_sum, scale,
-            half_rows=job.config.half_rows and job.padded_rows <= 8,
-        )  # fmt: skip
+        m, weight_sum, decay, weights = math.softmax_step(scores, m, weight_sum, scale)
         return m, weight_sum, decay, bits.operand(weights, job.dtype, self.work.memory.weights)
 
     def _add_values(self, j, out, decay, operand, is_masked):

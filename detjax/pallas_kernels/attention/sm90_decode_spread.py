@@ -52,7 +52,6 @@ def attend_spread(job: Job, operands: Operands) -> jax.Array:
     table_len = table.shape[1]
     most_splits = -(-table_len // SPREAD)
     share = job.channels // SPREAD
-    is_async = config.exchange_async and not is_interpreted
     shapes = {
         "outs": ((most_splits, job.padded_rows * job.channels), jnp.float32),
         "scales": ((most_splits, 2, job.padded_rows), jnp.float32),
@@ -81,7 +80,7 @@ def attend_spread(job: Job, operands: Operands) -> jax.Array:
         outs, scales, maxima, sums, weights_ref = shared
         slices = pl.ds(part * share, share)
         exchange = Exchange(
-            is_interpreted=is_interpreted, is_async=is_async, meeting=meeting,
+            is_interpreted=is_interpreted, meeting=meeting,
             flags=None if is_interpreted else flags,
         )  # fmt: skip
         exchange.start(wg)
@@ -139,7 +138,6 @@ def attend_spread(job: Job, operands: Operands) -> jax.Array:
                         source = pages.at[page_row(found[1 + j], 1), :, slices]
                         copy(first + j, source, v.at[place], v_filled.at[place])
 
-                exchange.meet_computing()
                 return lax.cond(turn + 1 < num_turns, lambda: pages_of(turn + 1), lambda: found)
 
             lax.fori_loop(0, num_turns, one_turn, first_pages)
@@ -252,8 +250,6 @@ def attend_spread(job: Job, operands: Operands) -> jax.Array:
 
         pl.when(wg == 0)(compute)
         pl.when(wg == 1)(load)
-        if not is_interpreted and not is_async:
-            exchange.meet_all()
 
         @pl.when(wg == 0)
         def _merge_here():
@@ -262,12 +258,12 @@ def attend_spread(job: Job, operands: Operands) -> jax.Array:
 
             @pl.when(rank == 0)
             def _merge():
-                if is_async:
+                if not is_interpreted:
                     a_split = SENT_ROWS * (job.channels + 2) * 4
                     exchange.meet(2, 0, num_splits * a_split)
                 merge_splits(job, outs, scales, out_ref, (seq, kv_head), last, 0, num_splits)
 
-        if is_async:
+        if not is_interpreted:
             exchange.end(wg)
 
     return _launch(job, operands, body, pairs=pairs, shapes=shapes, share=share, table=table)

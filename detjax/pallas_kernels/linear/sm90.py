@@ -23,7 +23,7 @@ from detjax.pallas_kernels.rms_norm.sm90 import combine_add_rms_norm, joined, rm
 MAX_COMBINED_ROWS = 128
 """Up to here leaves, residual and norm are one kernel; above, float32 traffic costs."""
 
-MAX_ADDED_ROWS = 0
+MAX_ADDED_ROWS = 4
 """Up to here a product finishes the sum that its input is, and normalises it; 8 is most."""
 
 

@@ -18,13 +18,10 @@ SMEM_BYTES = 232448
 MAX_NORM_ROWS = 8
 """Up to here a product normalises its own input and saves a launch; 8 is most, 0 turns it off."""
 
-TREE_CTAS = 64
-"""CTAs that the tree of a product of up to 32 rows is spread over, at least."""
-
 NARROW_OUT = 512
 """Outputs of a product of up to 8 rows, as a router's, that few tiles of 64 weights would make."""
 
-NARROW_ROWS = 0
+NARROW_ROWS = 8
 """Weights of a tile of such a product: 8, 16 or 32, so that more CTAs load them; 0 for all 64."""
 
 SLOT_SHAPE = (64, 128, 64)
@@ -273,7 +270,7 @@ def _stream_weights(
     cols = -(-num_rows // 8) * 8
     groups = 1
     if num_leaves > 1:
-        wanted = TREE_CTAS if cols <= 32 or num_leaves * leaf_len < 8192 else 128
+        wanted = 64 if cols <= 32 or num_leaves * leaf_len < 8192 else 128
         while groups < num_leaves and blocks * groups < wanted:
             groups *= 2
     # WHY, gated: 256 weights a CTA 56.2 us at 8 rows, two CTAs an SM 57.1; at one row 55.1 alone.

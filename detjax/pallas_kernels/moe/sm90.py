@@ -202,7 +202,7 @@ def route_mlp_add_rms_norm(
 
 @functools.partial(jax.jit, static_argnames=("top_k", "renormalise", "tiles", "interpret"))
 def route_mlp(
-    x, logits, w_gate_up, w_down, w_after=None, *,
+    x, logits, w_gate_up, w_down, *,
     top_k: int, renormalise: bool, tiles: MlpTiles | None = None, interpret=None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """See `api.route_mlp`: few rows are routed in the launch of the first product.
@@ -212,7 +212,6 @@ def route_mlp(
         logits: Of every expert.
         w_gate_up: Gates and ups of each.
         w_down: The second matrix of each.
-        w_after: Weights of the product after the mixture, [O, D], if they may be fetched ahead.
         top_k: Experts of a row.
         renormalise: Whether a row's weights add up to 1.
         tiles: Overrides the choice by M, for tests and benchmarks; changes no bit.
@@ -231,17 +230,9 @@ def route_mlp(
     _check_supported(x, w_gate_up, w_down)
     check_routes(logits.shape[1], top_k)
     options |= {"tiles": tiles.gate_up, "interpret": interpret}
-    if x.shape[0] == 1 and not sm90_tiles.LISTS_ONE_ROW:
-        ahead_bytes = sm90_tiles.AHEAD_BYTES
-        hidden, ids, weights = routed_matmul_one(
-            x, w_gate_up, logits, w_down if ahead_bytes else None,
-            **options, ahead_bytes=ahead_bytes,
-        )  # fmt: skip
-        after_bytes = 0 if w_after is None else sm90_tiles.AFTER_BYTES
-        y = one_row_matmul(
-            hidden, w_down, ids[0], w_after if after_bytes else None,
-            tiles=tiles.down, ahead_bytes=after_bytes, interpret=interpret,
-        )  # fmt: skip
+    if x.shape[0] == 1:
+        hidden, ids, weights = routed_matmul_one(x, w_gate_up, logits, **options)
+        y = one_row_matmul(hidden, w_down, ids[0], tiles=tiles.down, interpret=interpret)
     else:
         hidden, work, _, weights = routed_matmul_few(x, w_gate_up, logits, **options)
         y = grouped_matmul(

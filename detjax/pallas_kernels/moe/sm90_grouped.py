@@ -190,49 +190,36 @@ def grouped_matmul(
     return out
 
 
-@functools.partial(jax.jit, static_argnames=("tiles", "ahead_bytes", "interpret"))
-def one_row_matmul(
-    x, w, ids, w_next=None, *, tiles: GroupedTiles, ahead_bytes: int = 0, interpret=None
-) -> jax.Array:
+@functools.partial(jax.jit, static_argnames=("tiles", "interpret"))
+def one_row_matmul(x, w, ids, *, tiles: GroupedTiles, interpret=None) -> jax.Array:
     """`grouped_matmul` of a row's experts, in order of rank: row r of `x` by expert `ids[r]`.
 
     Args:
         x: A row an expert, [k, K].
         w: As for `grouped_matmul`, of every expert.
         ids: int32 [k], all different.
-        w_next: The next product's weights, [., .], of which each CTA asks its share into the L2
-            once its own loads are on their way; None for nothing.
         tiles: Swapped, with 8 columns.
-        ahead_bytes: The most of its share that a CTA asks for.
         interpret: How to interpret it, if so.
     """
     [out] = _grouped(
-        x, w, [ids] if w_next is None else [ids, w_next[None]], tiles=tiles, by_slot=True,
-        few=None, interpret=interpret, is_one_row=True, ahead_bytes=ahead_bytes,
-    )  # fmt: skip
+        x, w, [ids], tiles=tiles, by_slot=True, few=None, interpret=interpret, is_one_row=True
+    )
     return out
 
 
-_OF_ONE = ("top_k", "renormalise", "tiles", "ahead_bytes", "interpret")
-
-
-@functools.partial(jax.jit, static_argnames=_OF_ONE)
+@functools.partial(jax.jit, static_argnames=("top_k", "renormalise", "tiles", "interpret"))
 def routed_matmul_one(
-    x, w, logits, w_next=None, *,
-    top_k: int, renormalise: bool, tiles: GroupedTiles, ahead_bytes: int = 0, interpret=None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    x, w, logits, *, top_k: int, renormalise: bool, tiles: GroupedTiles, interpret=None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`routed_matmul_few` of one row, in order of rank: no list is made, as none is needed.
 
     Args:
         x: A row, [1, K].
         w: As for `grouped_matmul`, of every expert.
         logits: float32 [1, e].
-        w_next: The next product's weights, [e, ., .], of which each tile asks its share into the
-            L2 once its own loads are on their way; None for nothing.
         top_k: Experts of the row.
         renormalise: Whether its weights add up to 1.
         tiles: Swapped, with 8 columns.
-        ahead_bytes: The most of a tile's share that it asks for.
         interpret: How to interpret it, if so.
 
     Returns:
@@ -240,9 +227,8 @@ def routed_matmul_one(
     """
     few = Few(top_k=top_k, routes=True, renormalise=renormalise)
     out, ids, weights = _grouped(
-        x, w, [logits] if w_next is None else [logits, w_next], tiles=tiles, by_slot=False,
-        few=few, interpret=interpret, is_one_row=True, ahead_bytes=ahead_bytes,
-    )  # fmt: skip
+        x, w, [logits], tiles=tiles, by_slot=False, few=few, interpret=interpret, is_one_row=True
+    )
     return out, ids, weights
 
 
@@ -304,12 +290,11 @@ def routed_matmul_few(
 
 def _grouped(
     x, w, lists, *, tiles: GroupedTiles, by_slot: bool, few: Few | None, interpret,
-    is_one_row: bool = False, ahead_bytes: int = 0,
+    is_one_row: bool = False,
 ) -> list[jax.Array]:  # fmt: skip
     """The kernel; with `few` it makes the list of its tiles.
 
-    With `is_one_row` rank r of one row is tile r, and a list is the experts of the ranks alone;
-    with `ahead_bytes` the second of `lists` is the weights that come next.
+    With `is_one_row` rank r of one row is tile r, and a list is the experts of the ranks alone.
     """
     makes_list, top_k = few is not None, few.top_k if few else 0
     num_local, num_weights, k_len = w.shape
@@ -595,22 +580,6 @@ def _grouped(
 
             turns = num_turns()
             lax.fori_loop(0, turns, one_tile, ())
-            if ahead_bytes and not is_interpreted:
-
-                def ask(turn, _):
-                    entry, col = locate(turn)
-                    share = lax.div(col, jnp.int32(tiles.out_cols))
-                    lanes.fetch_ahead(
-                        inputs[1], expert_of(entry), share, shares=col_tiles, most=ahead_bytes
-                    )
-                    return ()
-
-                if makes_list:
-                    lax.fori_loop(0, turns, ask, ())
-                else:
-                    lanes.fetch_ahead(
-                        inputs[1], jnp.int32(0), cta, shares=num_ctas, most=ahead_bytes
-                    )
             if writes_zeros:
                 write_zeros()
             if makes_list and not is_one_row:

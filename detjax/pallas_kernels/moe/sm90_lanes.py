@@ -104,42 +104,6 @@ def read_now(ref, index, is_interpreted: bool):
     return emit(ref, index)
 
 
-def fetch_ahead(ref, index, share, *, shares: int, most: int) -> None:
-    """Ask for a share of `ref[index]` in the L2: the `share`-th of `shares`, at most so many bytes.
-
-    Nothing waits for it, and it changes nothing but when a later load ends.
-    """
-    scalar = plgpu.Layout.WG_SPLAT(())
-    _, height, width = ref.shape
-    item_bytes = jnp.dtype(ref.dtype).itemsize * height * width
-    share_bytes = item_bytes // shares // 16 * 16
-    # Each thread asks for one piece of neighbouring bytes, a multiple of 16 as the address is.
-    piece = min(share_bytes, most) // rows.LANES // 16 * 16
-    if not piece:
-        return
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), scalar, scalar))
-    def emit(ctx, memory, index, share):
-        i32, i64, i8 = (ir.IntegerType.get_signless(n) for n in (32, 64, 8))
-        thread = arith.remui(mgpu.utils.thread_idx(), mgpu.c(rows.LANES, i32))
-
-        def wide(value):
-            return arith.extui(i64, value)
-
-        offset = arith.muli(wide(index.registers.item()), mgpu.c(item_bytes, i64))
-        start = arith.muli(wide(share.registers.item()), mgpu.c(share_bytes, i64))
-        offset = arith.addi(offset, start)
-        offset = arith.addi(offset, arith.muli(wide(thread), mgpu.c(piece, i64)))
-        where = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(memory), [offset], i8)
-        code = "cvta.to.global.u64 at, $0; cp.async.bulk.prefetch.L2.global [at], $1;"
-        llvm.inline_asm(
-            ir.Type.parse("!llvm.void"), [where, mgpu.c(piece, i32)],
-            "{ .reg .u64 at; " + code + " }", "l,r", has_side_effects=True,
-        )  # fmt: skip
-
-    emit(ref, index, share)
-
-
 def load_from(ref, first, fill: int, size: int, math: rows.Arithmetic):
     """`size` elements of a vector in device memory from `first`, and `fill` past its end."""
     index = math.iota((size,), 0) + math.full((size,), first, jnp.int32)

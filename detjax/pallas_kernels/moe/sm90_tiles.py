@@ -11,17 +11,12 @@ MAX_FEW_ROWS = 8
 MAX_FEW_SLOTS = 128
 """Slots that one warpgroup sorts."""
 
-LISTS_ONE_ROW = True
-"""Whether one row's tiles are sorted and listed too, as those of several are."""
+MAX_LATE_ROWS = 4
+"""Up to here the next product adds a row's experts to the residual stream; 8 is most.
 
-AHEAD_BYTES = 0
-"""Of the second matrices: what a tile of one row's first product asks into the L2 at its end."""
-
-AFTER_BYTES = 0
-"""Of the weights after a mixture: what a CTA of one row's second product asks into the L2."""
-
-MAX_LATE_ROWS = 0
-"""Up to here the next product adds a row's experts to the residual stream; 8 is most."""
+Qwen3-30B-A3B, a layer with `MAX_ADDED_ROWS` alike: 5.5, 3.1, 1.4 us less at 1, 2, 4 rows, 5.5 more
+at 8.
+"""
 
 MAX_PLACED_ROWS = 32
 """Tiles of up to so many rows are stored row by row, in order of slot."""
