@@ -107,6 +107,25 @@ def test_experts_use_the_tensor_core_and_spill_nothing(name, shape, launches):
     assert program["launches"] == launches
 
 
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        pytest.param("mixtral_decode_one", "m64n8k16", marks=pytest.mark.nightly),
+        ("mixtral_decode", "m64n8k16"),
+        ("mixtral_decode_many", "m64n32k16"),
+        ("mixtral_prefill", "m64n256k16"),
+        ("mixtral_mesh", "m64n8k16"),
+        pytest.param("mixtral_mesh_prefill", "m64n256k16", marks=pytest.mark.nightly),
+    ],
+)
+def test_a_step_of_eight_experts_copies_nothing_and_spills_no_more_than_attention(name, shape):
+    """The router has fewer outputs than the least tile of a product."""
+    program = compiled(name)
+    assert wgmma(program, "detjax_experts_gate_up") == {(shape,)}
+    assert {kernel for kernel in spills(program) if not kernel.startswith("attention_")} == set()
+    assert program["copies"] == program["faults"] == []
+
+
 def test_a_decode_step_has_five_launches_a_layer():
     # qkv, attention, o, gate_up, down; the final norm, lm_head, four for the choice of a token.
     assert compiled("decode_step")["launches"] == 2 * 5 + 6
