@@ -273,7 +273,12 @@ def check_route(bits: Bits) -> None:
     logits[::2] = np.round(logits[::2] * 2) / 2  # ties
     logits[::4, 7] = -0.0
     for renormalise in (True, False):
-        run = functools.partial(sm90.route, top_k=SHAPE.top_k, renormalise=renormalise)
+        run = functools.partial(
+            sm90.route,
+            num_experts=SHAPE.num_experts,
+            top_k=SHAPE.top_k,
+            renormalise=renormalise,
+        )
         ids, ws = run(jnp.asarray(logits))
         want = np.argsort(-logits, axis=1, kind="stable")[:, : SHAPE.top_k]
         bits.check(f"route ids, {renormalise=}", int((np.asarray(ids) != want).sum()))
@@ -336,7 +341,8 @@ def check_merged(bits: Bits) -> None:
         bits.check(f"expert_mlp_add_rms_norm M={m}", found)
         logits = random_bf16((m, SHAPE.num_experts), 16).astype(F32)
         options = {"top_k": SHAPE.top_k, "renormalise": True}
-        apart = sm90.expert_mlp_add_rms_norm(x, *sm90.route(logits, **options), *matrices, eps=EPS)
+        routes = sm90.route(logits, num_experts=SHAPE.num_experts, **options)
+        apart = sm90.expert_mlp_add_rms_norm(x, *routes, *matrices, eps=EPS)
         merged = sm90.route_mlp_add_rms_norm(x, logits, *matrices, **options, eps=EPS)
         found = sum(int(num_different(a, b)) for a, b in zip(apart, merged, strict=True))
         bits.check(f"route_mlp_add_rms_norm M={m}", found)

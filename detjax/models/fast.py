@@ -234,7 +234,7 @@ def _experts(ctx: ForwardContext, weights: dict, x: Activation[Array, "M D"]) ->
     """A mixture of experts; the sum, on every rank."""
     config = ctx.config.experts
     assert config is not None  # whoever has a router
-    logits = _product(x, weights["router"], jnp.float32)
+    logits = _product(x, weights["router"], jnp.float32)[:, : config.num_experts]
     ctx.taps.see("router_logits", logits)
     chosen, expert_ids = lax.top_k(jax.nn.softmax(logits, axis=1), config.top_k)
     if config.renormalise:

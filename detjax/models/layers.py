@@ -301,7 +301,7 @@ def mix_experts(
     else:
         x = final_rows(ctx, residual, stream.x, weights["mlp_norm"])
         logits = linear(x, weights["router"], out_dtype=f32, backend=backend)
-    ctx.taps.see("router_logits", logits)
+    ctx.taps.see("router_logits", logits[:, : config.num_experts])
     if fuses_experts(ctx) and defers_experts(*x.shape, backend=backend):
         y, expert_weights = route_mlp(
             x, logits, weights["expert_gate_up"], weights["expert_down"],
@@ -317,7 +317,11 @@ def mix_experts(
         )  # fmt: skip
         return Stream(*added)
     expert_ids, expert_weights = route(
-        logits, top_k=config.top_k, renormalise=config.renormalise, backend=backend
+        logits,
+        num_experts=config.num_experts,
+        top_k=config.top_k,
+        renormalise=config.renormalise,
+        backend=backend,
     )
     ctx.taps.see("expert_ids", expert_ids)
     ctx.taps.see("expert_weights", expert_weights)

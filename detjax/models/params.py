@@ -11,7 +11,7 @@ and `LAYER`. A parameter is one line there. From it follow two trees of one stru
   {"embed": [V, D], "final_norm": [D], "lm_head": [Vp, D],
    "layers": [{"attn_norm": [D], "qkv": [(H + 2 Ks)*C, D], "o": [D, H*C],
                "mlp_norm": [D], "gate_up": [2 F, D], "down": [D, F],
-               "router": [U, D],                    # if config.has_experts(i), and then no
+               "router": [Up, D],                   # if config.has_experts(i), and then no
                "expert_gate_up": [U, 2 F, D],       # "gate_up" and "down"; F is an expert's
                "expert_down": [U, D, F],
                "qkv_bias": [(H + 2 Ks)*C],          # if config.qkv_bias
@@ -22,7 +22,9 @@ and `LAYER`. A parameter is one line there. From it follow two trees of one stru
 - The tensors of a checkpoint (`tensor_specs`), each on its own: "q", "k" and "v" in place of "qkv".
 
 `Ks` counts key/value slots: heads, some of them repeated so that every rank holds what its query
-heads read (`kv_layout`). `Vp` is the vocabulary, with rows of zeros up to whole blocks a rank.
+heads read (`kv_layout`). `Vp` is the vocabulary, with rows of zeros up to whole blocks a rank. `Up`
+is the number of experts, with rows of zeros up to whole blocks of `ROUTER_BLOCK`. The logits of
+padding are never read.
 
 Each output column of a linear layer has its own sum, so which matrix it stands in cannot change its
 bits. A rank's share is its rows of q, then of k, then of v (and of gate, then of up), so joining
@@ -122,6 +124,9 @@ ROWS, COLUMNS, WHOLE = Split
 
 EXPERT_NDIM = 3
 """Axes of the weights of a layer's experts: one more than a matrix."""
+
+ROUTER_BLOCK = 64
+"""Rows of a router as stored are whole blocks of this: Hopper's products compute no part of one."""
 
 EMBED_NAME = "model.embed_tokens.weight"
 
@@ -362,6 +367,11 @@ def padded_vocab_size(vocab_size: int, *, tp: int, vocab_block: int) -> int:
     return -(-vocab_size // rows) * rows
 
 
+def padded_router_size(num_experts: int) -> int:
+    """`Up`: the least multiple of `ROUTER_BLOCK` that holds the experts."""
+    return -(-num_experts // ROUTER_BLOCK) * ROUTER_BLOCK
+
+
 def tensor_specs(config: ModelConfig, *, tp: int, vocab_block: int) -> dict[str, Any]:
     """Describe every tensor of a checkpoint, as a tree of `TensorSpec`.
 
@@ -421,7 +431,7 @@ def partition_specs(config: ModelConfig, *, tp: int, vocab_block: int) -> dict[s
 def _tensor_spec(
     config: ModelConfig, line: Param, tensor: Tensor, prefix: str, *, tp: int, vocab_block: int
 ) -> TensorSpec:
-    """One tensor: key/value heads by slots, the vocabulary of a product padded, others plain."""
+    """One tensor: key/value heads by slots, vocabulary and router of a product padded."""
     sizes, axes = _sizes(config), tensor.axes.split()
     hf_shape = tuple(sizes[axis] for axis in axes)
     num_experts = sizes["U"] if "{}" in tensor.hf_name else 0
@@ -437,6 +447,8 @@ def _tensor_spec(
     runs = (RowRun(start=0, source=0, num_rows=num_rows),)
     if line.split is ROWS and axes[0] == "V":
         num_rows = padded_vocab_size(config.vocab_size, tp=tp, vocab_block=vocab_block)
+    if axes[0] == "U":
+        num_rows = padded_router_size(num_rows)
     layout, head_dim = kv_layout(config.num_heads, config.num_kv_heads, tp), config.head_dim
     if axes[0] == "KC" and layout.num_slots != config.num_kv_heads:
         num_rows = layout.num_slots * head_dim

@@ -139,7 +139,9 @@ class KernelSet(Protocol):
         """See `swiglu.api.swiglu`."""
         ...
 
-    def route(self, logits, *, top_k: int, renormalise: bool) -> tuple[jax.Array, jax.Array]:
+    def route(
+        self, logits, *, num_experts: int, top_k: int, renormalise: bool
+    ) -> tuple[jax.Array, jax.Array]:
         """See `moe.api.route`."""
         ...
 

@@ -20,6 +20,7 @@ from jax import lax
 
 from detjax.array_types import Activation, Array, Float32, Int32
 from detjax.models.layers import ForwardContext
+from detjax.models.params import padded_router_size
 from detjax.numerics import tree_reduction
 from detjax.pallas_kernels.attention.api import attention as attention_kernel
 from detjax.pallas_kernels.embedding.api import embed as embed_kernel
@@ -199,11 +200,17 @@ def _plain_swiglu(gate_up):
 def router_logits(
     ctx: ForwardContext, x: Activation[Array, "M D"], w: Float32[Array, "U D"]
 ) -> Float32[Array, "M U"]:
-    """Multiply by a router, and keep float32: `linear.api.linear`."""
+    """Multiply by a router as it is stored, and keep float32: `linear.api.linear`."""
     dtype, f32 = ctx.profile.param_dtype, jnp.dtype(jnp.float32)
+    num_experts = w.shape[0]
+    num_zeros = padded_router_size(num_experts) - num_experts
 
     def kernel(x, w):
-        return linear_kernel(x, w.astype(dtype), out_dtype=f32, backend=ctx.backend)
+        stored = (
+            jnp.pad(w.astype(dtype), ((0, num_zeros), (0, 0))) if num_zeros else w.astype(dtype)
+        )
+        logits = linear_kernel(x, stored, out_dtype=f32, backend=ctx.backend)
+        return logits[:, :num_experts]
 
     def gradient(args, _, cotangent):
         x, w = args
@@ -222,7 +229,11 @@ def route(
 
     def kernel(logits):
         return route_kernel(
-            logits, top_k=config.top_k, renormalise=config.renormalise, backend=ctx.backend
+            logits,
+            num_experts=config.num_experts,
+            top_k=config.top_k,
+            renormalise=config.renormalise,
+            backend=ctx.backend,
         )
 
     def gradient(args, out, cotangents):

@@ -210,6 +210,17 @@ def qwen3_moe(num_layers: int) -> ModelConfig:
     )  # fmt: skip
 
 
+def mixtral(num_layers: int) -> ModelConfig:
+    """Mixtral-8x7B with fewer layers."""
+    experts = ExpertConfig(
+        num_experts=8, top_k=2, width=14336, renormalise=True, layers=(True,) * num_layers
+    )
+    return dataclasses.replace(
+        llama(num_layers), family="mixtral", vocab_size=32000, experts=experts,
+        rope=RopeConfig(theta=1e6),
+    )  # fmt: skip
+
+
 def abstract_model(
     num_layers: int,
     memory_bytes: int = aot.H200_BYTES,
@@ -340,6 +351,14 @@ def pressed(
     return aot.inspect_program(lambda: lowered.compile({"xla_allow_excess_precision": False}))
 
 
+def mixtral_step(kind: ProgramKind, *, tp: int = 1, **sizes) -> aot.Program:
+    """A step of two layers of Mixtral-8x7B."""
+    model = abstract_model(2, tp=tp, make_config=mixtral)
+    programs = programs_for(model, num_pages=400, num_slots=8)
+    key = plain_key(kind, **sizes)
+    return aot.inspect_program(lambda: programs.get(key, model.params))
+
+
 def audit_windows(*, with_filters: bool) -> aot.Program:
     """A step of an audit: 32 windows of 64 tokens, two layers, logits of every token."""
     model = abstract_model(2)
@@ -382,7 +401,6 @@ PROGRAMS = {
     "qkv_128": lambda: qkv(128),
     "qkv_4096": lambda: qkv(4096),
     "down_8": lambda: down(8),
-    "down_160": lambda: down(160),
     "down_4096": lambda: down(4096),
     "down_add_8": lambda: down_add(8),
     "norm_qkv_1": lambda: norm_qkv(1),
@@ -458,6 +476,12 @@ PROGRAMS = {
     "pressed_experts_mesh_prefill": lambda: pressed(
         "prefill", rows=1, length=512, table_len=64, tp=4, make_config=qwen3_moe
     ),
+    "mixtral_decode": lambda: mixtral_step("decode", rows=8, table_len=10),
+    "mixtral_decode_one": lambda: mixtral_step("decode", rows=1, table_len=10),
+    "mixtral_decode_many": lambda: mixtral_step("decode", rows=64, table_len=10),
+    "mixtral_prefill": lambda: mixtral_step("prefill", rows=1, length=512, table_len=64),
+    "mixtral_mesh": lambda: mixtral_step("decode", rows=8, table_len=10, tp=2),
+    "mixtral_mesh_prefill": lambda: mixtral_step("prefill", rows=1, length=512, table_len=64, tp=2),
     "pressed_mesh_decode": lambda: pressed("decode", rows=8, table_len=34, tp=4),
     "pressed_mesh_many": lambda: pressed("decode", rows=256, table_len=10, dp=2, tp=2),
     "pressed_mesh_prefill": lambda: pressed("prefill", rows=1, length=512, table_len=64, tp=4),

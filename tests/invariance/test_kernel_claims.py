@@ -524,7 +524,9 @@ def _cases() -> dict[str, Case]:
 
 def _routed(logits, renormalise: bool) -> jax.Array:
     """Ids and weights as one array."""
-    ids, weights = route(logits, top_k=TOP_K, renormalise=renormalise, **ON)
+    ids, weights = route(
+        logits, num_experts=NUM_EXPERTS, top_k=TOP_K, renormalise=renormalise, **ON
+    )
     return jnp.concatenate([ids.astype(jnp.float32), weights], axis=1)
 
 

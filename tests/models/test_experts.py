@@ -3,7 +3,7 @@
 
 import dataclasses
 import json
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from detjax.models.abstract import why_unsupported
 from detjax.models.config import ModelConfig
 from detjax.models.decoder import check_mesh
 from detjax.models.fast import quantise_params
@@ -21,8 +22,10 @@ from detjax.models.weights.named import load_named_params
 from detjax.models.weights.random_weights import random_params
 from detjax.models.weights.saved import restore_params, save_params
 from detjax.numerics import NumericsProfile
+from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
 from detjax.testing import assert_bitwise_equal
+from detjax.testing.cases import quick_and_slow
 from detjax.testing.dummies import dummy_config
 
 BLOCK = 16
@@ -68,8 +71,9 @@ def expected(config: ModelConfig, family: str) -> dict[str, np.ndarray]:
             [tensors[f"{start}.experts.{i}.{name}.weight"] for i in range(e.num_experts)]
         )
 
+    router = tensors[f"{start}.gate.weight"]
     return {
-        "router": tensors[f"{start}.gate.weight"],
+        "router": np.concatenate([router, np.zeros((64 - 8, 64), router.dtype)]),
         "expert_gate_up": np.concatenate([stacked(gate), stacked(up)], axis=1),
         "expert_down": stacked(down),
     }
@@ -184,6 +188,42 @@ def test_some_layers_of_a_model():
     config = dataclasses.replace(QWEN, sliding_windows=(None, 8)).with_layers([1, 0, 1])
     assert (config.num_layers, config.sliding_windows) == (3, (8, None, 8))
     assert config.experts is not None and config.experts.layers == (True, False, True)
+
+
+TRAINED = dummy_config(  # tools/train_tiny.py --size moe
+    num_heads=8, num_kv_heads=2, head_dim=64, hidden_size=256, experts=(8, 2), expert_width=384
+)
+EXCHANGED = dummy_config(  # tests/parallel/test_exchange_sm90.py
+    num_heads=8, num_kv_heads=2, head_dim=64, hidden_size=512, intermediate_size=1536,
+    vocab_size=1024, experts=(16, 4), expert_width=256,
+)  # fmt: skip
+MIXTRAL_8X7B = dummy_config(
+    num_heads=32, num_kv_heads=8, head_dim=128, hidden_size=4096, intermediate_size=14336,
+    vocab_size=32000, experts=(8, 2), expert_width=14336,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "tps"),
+    quick_and_slow(
+        [(TRAINED, (1,))], [(TRAINED, (2,)), (EXCHANGED, (1, 2, 4)), (MIXTRAL_8X7B, (1, 2, 4, 8))]
+    ),
+)
+def test_hopper_takes_any_number_of_experts(config, tps):
+    for num_experts in {config.experts.num_experts, 24}:
+        config = dataclasses.replace(
+            config, experts=dataclasses.replace(config.experts, num_experts=num_experts)
+        )
+        for tp in tps:
+            assert why_unsupported(config, NumericsProfile(), Backend.SM90, tp) is None
+
+
+def test_hopper_refuses_widths_and_numbers_that_no_kernel_has():
+    take = partial(why_unsupported, profile=NumericsProfile(), backend=Backend.SM90, tp=1)
+    narrow = dataclasses.replace(TRAINED.experts, width=96)
+    assert "not 256 and 96; use portable" in take(dataclasses.replace(TRAINED, experts=narrow))
+    many = dataclasses.replace(TRAINED.experts, num_experts=1088)
+    assert "not 2 of 1088; use portable" in take(dataclasses.replace(TRAINED, experts=many))
 
 
 def test_8_bit_drafts_are_refused():

@@ -27,6 +27,8 @@ from detjax.models.params import (
     stored_rows,
     tensor_specs,
 )
+from detjax.testing import assert_bitwise_equal
+from detjax.testing.dummies import dummy_config
 
 CONFIG = ModelConfig(
     family="llama",
@@ -203,6 +205,18 @@ def test_rows_come_from_the_right_head_and_go_back(num_kv_heads, tp, dtype):
             assert (stored.reshape(layout.num_slots, 4, -1) == heads[list(layout.heads)]).all()
         back = checkpoint_rows(jnp.asarray(stored), spec)
         assert np.asarray(back).tobytes() == np.asarray(tensor).tobytes()
+
+
+@pytest.mark.parametrize(("num_experts", "num_rows"), [(8, 64), (60, 64), (64, 64), (128, 128)])
+def test_a_router_is_stored_in_whole_blocks_and_goes_back(num_experts, num_rows):
+    config = dummy_config(experts=(num_experts, 2))
+    spec = tensor_specs(config, tp=1, vocab_block=16)["layers"][1]["router"]
+    assert (spec.hf_shape, spec.shape) == ((num_experts, 64), (num_rows, 64))
+    tensor = jnp.arange(1, num_experts * 64 + 1, dtype=jnp.float32).reshape(num_experts, 64)
+    stored = stored_rows(tensor, spec)
+    assert not np.asarray(stored)[num_experts:].any()
+    assert_bitwise_equal(stored[:num_experts], tensor, claim="the experts' rows come first")
+    assert_bitwise_equal(checkpoint_rows(stored, spec), tensor, claim="and go back")
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def experts_of(x: jax.Array, ids: jax.Array) -> jax.Array:
 @jax.jit
 def mixture(x: jax.Array, residual: jax.Array) -> jax.Array:
     """A whole mixture of experts: the new residual stream and its normalised rows."""
-    ids, weights = route(logits_of(x), top_k=TOP_K, renormalise=True, **ON)
+    ids, weights = route(logits_of(x), num_experts=NUM_EXPERTS, top_k=TOP_K, renormalise=True, **ON)
     y = expert_mlp(x, ids, W_GATE_UP, W_DOWN, first_expert=0, **ON)
     added = combine_experts_add_rms_norm(y, weights, residual, GAIN, eps=1e-5, **ON)
     return jnp.stack(added, axis=1)
@@ -90,7 +90,9 @@ def test_weights_are_added_and_divided_as_specified(num_experts):
     sums = {True: left_to_right(chosen), False: tree(p)}
     assert count_different_bits(sums[False], left_to_right(p)) > 0
     for renormalise, total in sums.items():
-        ids, weights = route(logits, top_k=TOP_K, renormalise=renormalise, **ON)
+        ids, weights = route(
+            logits, num_experts=num_experts, top_k=TOP_K, renormalise=renormalise, **ON
+        )
         assert_bitwise_equal(ids, order.astype(np.int32), claim="greatest logits first")
         assert_bitwise_equal(
             weights, chosen / total[:, None], claim=f"weights, {renormalise=}: one division each"
@@ -106,7 +108,9 @@ def test_ties_go_to_the_lower_expert():
     logits[3, [0, 3, 5]] = [-0.0, 0.0, -0.0]
     logits[4] = -np.inf
     logits[4, 5] = 1.0
-    ids, weights = route(jnp.asarray(logits), top_k=TOP_K, renormalise=True, **ON)
+    ids, weights = route(
+        jnp.asarray(logits), num_experts=NUM_EXPERTS, top_k=TOP_K, renormalise=True, **ON
+    )
     assert np.asarray(ids).tolist() == [[2, 6, 0], [0, 1, 2], [1, 4, 5], [0, 3, 5], [5, 0, 1]]
     assert (np.asarray(weights)[1] == np.float32(1) / np.float32(3)).all()
     assert np.asarray(weights)[4].tolist() == [1, 0, 0]
@@ -115,7 +119,9 @@ def test_ties_go_to_the_lower_expert():
 def test_top_k_must_be_possible():
     for top_k in (0, NUM_EXPERTS + 1):
         with pytest.raises(ValueError, match=f"top_k={top_k} must be from 1 to the 8 experts"):
-            route(logits_of(X[:1]), top_k=top_k, renormalise=True, **ON)
+            route(logits_of(X[:1]), num_experts=NUM_EXPERTS, top_k=top_k, renormalise=True, **ON)
+    with pytest.raises(ValueError, match=r"a column for each of num_experts=9"):
+        route(logits_of(X[:1]), num_experts=9, top_k=2, renormalise=True, **ON)
 
 
 def test_shapes_of_experts_must_agree():
@@ -249,7 +255,9 @@ def test_nan_stays_in_its_row():
     want = np.asarray(mixture(X[:33], RESIDUAL[:33]))
     for row in (0, 8, 32):
         broken = X[:33].at[row, 3].set(jnp.nan)
-        ids, _ = route(logits_of(broken), top_k=TOP_K, renormalise=True, **ON)
+        ids, _ = route(
+            logits_of(broken), num_experts=NUM_EXPERTS, top_k=TOP_K, renormalise=True, **ON
+        )
         assert ((np.asarray(ids) >= 0) & (np.asarray(ids) < NUM_EXPERTS)).all()
         got = np.asarray(mixture(broken, RESIDUAL[:33]))
         assert np.isnan(got[row].astype(np.float32)).any()

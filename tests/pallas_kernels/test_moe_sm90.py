@@ -178,7 +178,7 @@ def test_refusals_name_the_value():
         )  # fmt: skip
     with pytest.raises(NotImplementedError, match="4 of 2048"):
         lower_for_hopper(
-            functools.partial(sm90.route, top_k=4, renormalise=True),
+            functools.partial(sm90.route, num_experts=2048, top_k=4, renormalise=True),
             struct(8, 2048, dtype=jnp.float32),
         )
     with pytest.raises(NotImplementedError, match="top_k=64"):
@@ -277,16 +277,48 @@ def test_interpreted_combination_agrees_with_portable(width):
         np.testing.assert_allclose(np.asarray(a, np.float32), b, rtol=0.02, atol=1e-3)
 
 
+def router_logits(num_rows: int, num_experts: int) -> np.ndarray:
+    """With padding that would be chosen if it were read: greater than all, or NaN."""
+    logits = np.random.default_rng(num_rows).standard_normal((num_rows, 64)).astype(np.float32)
+    logits[:, num_experts:] = 9
+    logits[-1, num_experts:] = np.nan
+    return logits
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_experts"),
+    quick_and_slow([(3, 8)], [(3, 16), *((m, e) for m in (1, 8, 64) for e in (8, 16))]),
+)
+def test_padding_of_a_router_is_never_chosen(num_rows, num_experts):
+    """Interpreted, and portable: ids and weights are those of the experts' columns alone."""
+    logits = jnp.asarray(router_logits(num_rows, num_experts))
+    route = functools.partial(sm90.route, interpret=True)
+    for renormalise in (True, False):
+        options = {"num_experts": num_experts, "top_k": 2, "renormalise": renormalise}
+        ids, ws = route(logits, **options)
+        want_ids, want_ws = portable.route(logits[:, :num_experts], **options)
+        assert_bitwise_equal(ids, want_ids, claim="the choice is portable's")
+        np.testing.assert_allclose(ws, want_ws, rtol=1e-6)  # XLA's exp differs with what is fused
+        for run, want in ((route, (ids, ws)), (portable.route, (want_ids, want_ws))):
+            for got in (run(logits, **options), run(logits[:, :num_experts], **options)):
+                for a, b in zip(got, want, strict=True):
+                    assert_bitwise_equal(a, b, claim="padding has no part in a route")
+            read, _ = run(logits, **options | {"num_experts": 64})
+            assert (np.asarray(read) >= num_experts).any(axis=1).all()  # the control
+
+
 @pytest.mark.slow
-def test_interpreted_routes_in_the_first_product_are_those_of_route():
+@pytest.mark.parametrize("num_columns", [4, 64])
+def test_interpreted_routes_in_the_first_product_are_those_of_route(num_columns):
     """Rows that share experts; the product's lists and its outputs follow from them."""
     x = wide_rows(3, TINY.hidden_size)
-    logits = jnp.asarray(np.random.default_rng(0).standard_normal((3, 4)), jnp.float32)
+    logits = jnp.asarray(router_logits(3, 4)[:, :num_columns])
     options = {"top_k": 2, "renormalise": True}
     rows, work, ids, ws = routed_matmul_few(
         x, weights(TINY)[0], logits, **options, tiles=FEW["few"].gate_up, interpret=INTERPRET
     )
-    for found, want in zip((ids, ws), sm90.route(logits, **options, interpret=True), strict=True):
+    routes = sm90.route(logits, num_experts=4, **options, interpret=True)
+    for found, want in zip((ids, ws), routes, strict=True):
         assert_bitwise_equal(found, want, claim="routing inside the product is `route`")
     want_rows, want = grouped_matmul_few(
         x, weights(TINY)[0], ids, jnp.zeros(1, I32), tiles=FEW["few"].gate_up, interpret=INTERPRET
@@ -414,7 +446,9 @@ def test_routes_break_ties_by_id_and_know_no_batch(renormalise):
     logits = np.random.default_rng(0).standard_normal((257, QWEN.num_experts)).astype(np.float32)
     logits[::2] = np.round(logits[::2] * 2) / 2
     logits[::4, 7], logits[5] = -0.0, np.nan
-    run = functools.partial(sm90.route, top_k=QWEN.top_k, renormalise=renormalise)
+    run = functools.partial(
+        sm90.route, num_experts=QWEN.num_experts, top_k=QWEN.top_k, renormalise=renormalise
+    )
     ids, ws = run(jnp.asarray(logits))
     rest = np.delete(np.arange(257), 5)
     order = np.argsort(-logits, axis=1, kind="stable")[:, : QWEN.top_k]
@@ -494,7 +528,8 @@ def test_routing_in_the_first_product_has_the_bits_of_route(num_rows, renormalis
     gain = jnp.asarray(1 + rng.random(QWEN.hidden_size), BF16)
     options = {"top_k": QWEN.top_k, "renormalise": renormalise}
     rest = (*weights(QWEN), residual, gain)
-    apart = sm90.expert_mlp_add_rms_norm(x, *sm90.route(logits, **options), *rest, eps=EPS)
+    routes = sm90.route(logits, num_experts=QWEN.num_experts, **options)
+    apart = sm90.expert_mlp_add_rms_norm(x, *routes, *rest, eps=EPS)
     merged = sm90.route_mlp_add_rms_norm(x, logits, *rest, **options, eps=EPS)
     for a, b in zip(merged, apart, strict=True):
         assert_bitwise_equal(a, b, claim="routing in the product changes no bit")

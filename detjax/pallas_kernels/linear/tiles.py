@@ -215,7 +215,7 @@ def choose_tiles(
         tiles = _stream_weights(num_rows, num_out, num_leaves, leaf_len, is_gated)
     elif num_leaves > 1:
         tiles = _tree_tiles(num_rows, num_out, num_leaves, leaf_len)
-        fits_slot = (tiles.rows, tiles.cols, tiles.k) == SLOT_SHAPE and tiles.num_wgs == 2
+        fits_slot = (tiles.rows, tiles.cols, tiles.k) == SLOT_SHAPE and tiles.groups == 1
         if has_residual and out_bytes == 2 and fits_slot:
             # WHY: a fifth stage, and products in flight over a step: 1 to 3 % from 512 rows.
             tiles = dataclasses.replace(tiles, shares_slot=True, delay=1)
@@ -356,9 +356,7 @@ def _tree_tiles(num_rows: int, num_out: int, num_leaves: int, leaf_len: int) -> 
     levels = num_leaves.bit_length() - 1
     row_tiles = -(-num_rows // 128)
     cols, groups = 128, 1
-    # WHY: TMA fills rows past the end with zeros at 0.6 us a row: 92 us at 192 rows, 50 so.
-    is_alone = 128 < num_rows <= 192
-    if num_rows <= 256 and not is_alone:
+    if num_rows <= 256:
         cols = 64
         while groups < min(2, num_leaves) and row_tiles * (num_out // cols) * groups < 128:
             groups *= 2
@@ -368,12 +366,10 @@ def _tree_tiles(num_rows: int, num_out: int, num_leaves: int, leaf_len: int) -> 
     return MatmulTiles(
         is_swapped=False,
         cols=cols,
-        num_wgs=1 if is_alone else 2,
         k=k,
         stages=2,
         groups=groups,
         smem_levels=1 if is_deep else 0,
-        delay=1 if is_alone else 0,
         is_paired=cols == 128 and levels > 0,
-        lag=1 if cols == 128 and not is_alone else 0,
+        lag=1 if cols == 128 else 0,
     )

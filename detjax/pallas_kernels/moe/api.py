@@ -9,7 +9,12 @@ from detjax.pallas_kernels.kernel_table import KERNELS
 
 
 def route(
-    logits: Float32[Array, "M U"], *, top_k: int, renormalise: bool, backend: Backend
+    logits: Float32[Array, "M O"],
+    *,
+    num_experts: int,
+    top_k: int,
+    renormalise: bool,
+    backend: Backend,
 ) -> tuple[Int32[Array, "M Q"], Float32[Array, "M Q"]]:
     """Choose each row's experts, and weigh them by a softmax.
 
@@ -17,7 +22,9 @@ def route(
     `s[m] = tree(p[m])`, or with `renormalise` `s[m] = p[m, ids[m, 0]] + p[m, ids[m, 1]] + ...`
 
     Args:
-        logits: Of every expert of the model.
+        logits: Of every expert of the model, and of a router's padding (`params.ROUTER_BLOCK`),
+            whose columns come last and are not read.
+        num_experts: Of the model, U.
         top_k: Experts of a row, Q.
         renormalise: Whether a row's weights add up to 1.
         backend: Which implementation runs.
@@ -27,23 +34,30 @@ def route(
         their weights.
 
     Raises:
-        ValueError: If `top_k` is not from 1 to U.
+        ValueError: If `top_k` is not from 1 to U, or there are less than U logits.
 
     Numerics:
         float32 throughout, nothing rounded below it. `tree` is the perfect binary tree over experts
         in order of id, padded with zeros to a power of two; the other sum runs left to right. One
         division a weight, correctly rounded on portable. A row with NaN gets ids in range, and
-        meets no other row.
+        meets no other row. Padding has no part in any of it.
         Claims: run-invariant, batch-invariant, path-consistent. Bits depend on (U, Q, build).
 
     Reference:
         Shazeer et al. 2017, arXiv:1701.06538. transformers rounds the weights to the dtype of the
         activations; here they stay float32.
     """
-    num_experts = logits.shape[1]
+    _check_logits(logits, num_experts, top_k)
+    return KERNELS[backend].route(
+        logits, num_experts=num_experts, top_k=top_k, renormalise=renormalise
+    )
+
+
+def _check_logits(logits, num_experts: int, top_k: int) -> None:
     if not 1 <= top_k <= num_experts:
         raise ValueError(f"{top_k=} must be from 1 to the {num_experts} experts")
-    return KERNELS[backend].route(logits, top_k=top_k, renormalise=renormalise)
+    if logits.shape[1] < num_experts:
+        raise ValueError(f"{logits.shape=} must have a column for each of {num_experts=}")
 
 
 def expert_mlp(
@@ -127,7 +141,7 @@ def combine_experts_add_rms_norm(
 
 def route_mlp(
     x: Activation[Array, "M D"],
-    logits: Float32[Array, "M u"],
+    logits: Float32[Array, "M O"],
     w_gate_up: Activation[Array, "u E D"],
     w_down: Activation[Array, "u D F"],
     *,
@@ -139,7 +153,7 @@ def route_mlp(
 
     Args:
         x: Normalised rows.
-        logits: Of every expert.
+        logits: Of every expert, and of padding, as in `route`.
         w_gate_up: Of each expert: rows of gate, then of up, (out, in); E = 2 F.
         w_down: Of each expert, (out, in).
         top_k: Experts of a row, Q.
@@ -156,7 +170,7 @@ def route_mlp(
         The bits of the two, one after the other.
         Claims: run-invariant, batch-invariant, path-consistent.
     """
-    _check_experts(x, w_gate_up, w_down, top_k)
+    _check_experts(x, logits, w_gate_up, w_down, top_k)
     return KERNELS[backend].route_mlp(
         x, logits, w_gate_up, w_down, top_k=top_k, renormalise=renormalise
     )
@@ -216,10 +230,9 @@ def combine_experts_norm_linear(
     )
 
 
-def _check_experts(x, w_gate_up, w_down, top_k: int) -> None:
+def _check_experts(x, logits, w_gate_up, w_down, top_k: int) -> None:
     num_experts, num_gate_up, width = w_gate_up.shape
-    if not 1 <= top_k <= num_experts:
-        raise ValueError(f"{top_k=} must be from 1 to the {num_experts} experts")
+    _check_logits(logits, num_experts, top_k)
     if x.shape[1] != width or w_down.shape != (num_experts, width, num_gate_up // 2):
         raise ValueError(
             f"{x.shape=}, {w_gate_up.shape=} and {w_down.shape=} must be [M, D], [u, 2 F, D] and "
@@ -231,7 +244,7 @@ def _check_experts(x, w_gate_up, w_down, top_k: int) -> None:
 
 def route_mlp_add_rms_norm(
     x: Activation[Array, "M D"],
-    logits: Float32[Array, "M u"],
+    logits: Float32[Array, "M O"],
     w_gate_up: Activation[Array, "u E D"],
     w_down: Activation[Array, "u D F"],
     residual: Activation[Array, "M D"],
@@ -249,7 +262,7 @@ def route_mlp_add_rms_norm(
 
     Args:
         x: Normalised rows.
-        logits: Of every expert.
+        logits: Of every expert, and of padding, as in `route`.
         w_gate_up: Of each expert: rows of gate, then of up, (out, in); E = 2 F.
         w_down: Of each expert, (out, in).
         residual: The residual stream.
@@ -269,7 +282,7 @@ def route_mlp_add_rms_norm(
         The bits of the three, one after the other.
         Claims: run-invariant, batch-invariant, path-consistent.
     """
-    _check_experts(x, w_gate_up, w_down, top_k)
+    _check_experts(x, logits, w_gate_up, w_down, top_k)
     return KERNELS[backend].route_mlp_add_rms_norm(
         x, logits, w_gate_up, w_down, residual, gain,
         top_k=top_k, renormalise=renormalise, eps=eps,

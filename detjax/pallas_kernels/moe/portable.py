@@ -50,10 +50,12 @@ def exp_below(logits, row_max) -> jax.Array:
     return out[:num_rows]
 
 
-@partial(jax.jit, static_argnames=("top_k", "renormalise"))
-def route(logits, *, top_k: int, renormalise: bool) -> tuple[jax.Array, jax.Array]:
+@partial(jax.jit, static_argnames=("num_experts", "top_k", "renormalise"))
+def route(
+    logits, *, num_experts: int, top_k: int, renormalise: bool
+) -> tuple[jax.Array, jax.Array]:
     """See `api.route`."""
-    num_rows = logits.shape[0]
+    num_rows, logits = logits.shape[0], logits[:, :num_experts]
     order = jnp.argsort(logits, axis=1, descending=True, stable=True)
     expert_ids = order[:, :top_k].astype(jnp.int32)
     terms = exp_below(logits, jnp.max(logits, axis=1, keepdims=True))
@@ -198,7 +200,9 @@ def route_mlp(
     x, logits, w_gate_up, w_down, *, top_k: int, renormalise: bool
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.route_mlp`: the two operations, one after the other."""
-    expert_ids, weights = route(logits, top_k=top_k, renormalise=renormalise)
+    expert_ids, weights = route(
+        logits, num_experts=w_gate_up.shape[0], top_k=top_k, renormalise=renormalise
+    )
     return expert_mlp(x, expert_ids, w_gate_up, w_down, first_expert=0), weights
 
 

@@ -167,7 +167,7 @@ def route_mlp_add_rms_norm(
 
     Args:
         x: Normalised rows.
-        logits: Of every expert.
+        logits: Of every expert, [M, U] or wider: the first U columns are read.
         w_gate_up: Gates and ups of each.
         w_down: The second matrix of each.
         residual: The residual stream.
@@ -185,8 +185,9 @@ def route_mlp_add_rms_norm(
     tiles = tiles or _tiles_for(x, top_k, w_gate_up)
     if not tiles.is_few:
         ids, weights = route(
-            logits, top_k=top_k, renormalise=renormalise, interpret=interpret is not None
-        )
+            logits, num_experts=w_gate_up.shape[0], top_k=top_k, renormalise=renormalise,
+            interpret=interpret is not None,
+        )  # fmt: skip
         return expert_mlp_add_rms_norm(
             x, ids, weights, w_gate_up, w_down, residual, gain,
             eps=eps, tiles=tiles, interpret=interpret,
@@ -209,7 +210,7 @@ def route_mlp(
 
     Args:
         x: Normalised rows.
-        logits: Of every expert.
+        logits: Of every expert, [M, U] or wider: the first U columns are read.
         w_gate_up: Gates and ups of each.
         w_down: The second matrix of each.
         top_k: Experts of a row.
@@ -223,12 +224,15 @@ def route_mlp(
     """
     tiles = tiles or _tiles_for(x, top_k, w_gate_up)
     options = {"top_k": top_k, "renormalise": renormalise}
+    num_experts = w_gate_up.shape[0]
     if not tiles.is_few:
-        ids, weights = route(logits, **options, interpret=interpret is not None)
+        ids, weights = route(
+            logits, num_experts=num_experts, **options, interpret=interpret is not None
+        )
         y = expert_mlp(x, ids, w_gate_up, w_down, first_expert=0, tiles=tiles, interpret=interpret)
         return y, weights
     _check_supported(x, w_gate_up, w_down)
-    check_routes(logits.shape[1], top_k)
+    check_routes(num_experts, top_k)
     options |= {"tiles": tiles.gate_up, "interpret": interpret}
     if x.shape[0] == 1:
         hidden, ids, weights = routed_matmul_one(x, w_gate_up, logits, **options)

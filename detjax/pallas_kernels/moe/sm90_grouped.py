@@ -216,7 +216,7 @@ def routed_matmul_one(
     Args:
         x: A row, [1, K].
         w: As for `grouped_matmul`, of every expert.
-        logits: float32 [1, e].
+        logits: float32 [1, e], or wider: what is behind the experts' is not read.
         top_k: Experts of the row.
         renormalise: Whether its weights add up to 1.
         tiles: Swapped, with 8 columns.
@@ -269,7 +269,7 @@ def routed_matmul_few(
     Args:
         x: Rows, [M, K].
         w: As for `grouped_matmul`, of every expert.
-        logits: float32 [M, e].
+        logits: float32 [M, e], or wider: columns behind the experts' are not read.
         top_k: Experts of a row.
         renormalise: Whether its weights add up to 1.
         tiles: Swapped, with 8 columns.
@@ -489,8 +489,8 @@ def _grouped(
             assert few is not None
             route_rows(
                 inputs[0], 0, tuple(made_gmem[first_routed:]), ids_smem, num_rows=x.shape[0],
-                is_kept=cta == 0, top_k=top_k, renormalise=few.renormalise,
-                is_interpreted=is_interpreted,
+                is_kept=cta == 0, num_experts=num_local, top_k=top_k,
+                renormalise=few.renormalise, is_interpreted=is_interpreted,
             )  # fmt: skip
 
         def put_ids(ids_smem, math):

@@ -42,11 +42,10 @@ def _flip(bits):
     return arith.xori(bits, low)
 
 
-def _emit(logits, row, put, *, top_k: int, renormalise: bool):
+def _emit(logits, row, put, *, num_experts: int, top_k: int, renormalise: bool):
     """One row of a warp; every lane knows all ranks, and `put` gets the one of its own."""
     index, i32, f32 = ir.IndexType.get(), ir.IntegerType.get_signless(32), ir.F32Type.get()
     add, sub = rows.instruction("add.rn.f32"), rows.instruction("sub.rn.f32")
-    num_experts = ir.MemRefType(logits.type).shape[1]
     each = padded_experts(num_experts) // WARP
     lane = arith.remui(mgpu.utils.thread_idx(), mgpu.c(WARP, i32))
     row = arith.index_cast(index, row)
@@ -125,17 +124,19 @@ def _plain(logits, *, top_k: int, renormalise: bool):
 
 def route_rows(
     logits_gmem, first_row, outputs: tuple, ids_smem=None, *,
-    num_rows: int, is_kept=None, top_k: int, renormalise: bool, is_interpreted: bool,
+    num_rows: int, is_kept=None, num_experts: int, top_k: int, renormalise: bool,
+    is_interpreted: bool,
 ) -> None:  # fmt: skip
     """Route rows by one warpgroup, a warp each in turn, inside any kernel.
 
     Args:
-        logits_gmem: float32 [M, U].
+        logits_gmem: float32 [M, U], or wider: columns behind the experts' are not read.
         first_row: Of those to take.
         outputs: ids and weights, [M, k] in device memory.
         ids_smem: Where the ids go too, row by row, if anywhere.
         num_rows: How many to take; past the last of all it repeats that one, alike.
         is_kept: Whether outputs are written, a scalar; always if None.
+        num_experts: U.
         top_k: Experts of a row.
         renormalise: Whether its weights add up to 1.
         is_interpreted: Whether the kernel is interpreted.
@@ -146,7 +147,7 @@ def route_rows(
     if is_interpreted:
         for i in range(num_rows):
             row = jnp.minimum(first_row + i, last)
-            ids, weights = _plain(logits_gmem[row], **options)
+            ids, weights = _plain(logits_gmem[row][:num_experts], **options)
             if ids_smem is not None:
                 for rank in range(top_k):
                     ids_smem[row * top_k + rank] = ids[rank]
@@ -177,7 +178,7 @@ def route_rows(
                     memref.store(expert, ids, [row, rank])
                     memref.store(weight, weights, [row, rank])
 
-            _emit(logits, row, put, **options)
+            _emit(logits, row, put, num_experts=num_experts, **options)
 
     emit(jnp.int32(first_row), is_kept, *references)
 
@@ -195,9 +196,9 @@ def check_supported(num_experts: int, top_k: int) -> None:
         )
 
 
-@functools.partial(jax.jit, static_argnames=("top_k", "renormalise", "interpret"))
+@functools.partial(jax.jit, static_argnames=("num_experts", "top_k", "renormalise", "interpret"))
 def route(
-    logits, *, top_k: int, renormalise: bool, interpret: bool = False
+    logits, *, num_experts: int, top_k: int, renormalise: bool, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.route`.
 
@@ -210,13 +211,14 @@ def route(
         then lanes across distance 1, 2, 4, 8, 16.
         Claims: run-invariant, batch-invariant, path-consistent.
     """
-    num_rows, num_experts = logits.shape
+    num_rows = logits.shape[0]
     check_supported(num_experts, top_k)
 
     def body(logits_gmem, ids_gmem, weights_gmem):
         route_rows(
             logits_gmem, lax.axis_index("cta") * ROWS, (ids_gmem, weights_gmem), num_rows=ROWS,
-            top_k=top_k, renormalise=renormalise, is_interpreted=interpret,
+            num_experts=num_experts, top_k=top_k, renormalise=renormalise,
+            is_interpreted=interpret,
         )  # fmt: skip
 
     ids, weights = rows.run_kernel(
