@@ -139,8 +139,9 @@ def expected_params(config: ModelConfig, tensors: dict, *, tp: int, dtype, block
         key = path[-1].key
         if key in ("k", "v", "k_bias", "v_bias"):
             return heads(tensor)
-        if key == "lm_head":
-            padding = np.zeros((-len(tensor) % (tp * block), tensor.shape[1]), tensor.dtype)
+        if key in ("lm_head", "router"):
+            multiple = tp * block if key == "lm_head" else 64
+            padding = np.zeros((-len(tensor) % multiple, tensor.shape[1]), tensor.dtype)
             return np.concatenate([tensor, padding])
         return tensor
 
