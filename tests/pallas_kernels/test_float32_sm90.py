@@ -170,7 +170,7 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     ("positions", "kv_heads", "group", "channels", "window", "split"),
     [
-        pytest.param([[130, 131], [5, -1]], 1, 3, 64, None, 128, id="verify-odd-group"),
+        pytest.param([[130, 131], [5, -1]], 1, 3, 64, None, 128, id="verify-odd-group", marks=SLOW),
         pytest.param([[600], [100]], 1, 2, 128, None, 512, id="decode", marks=SLOW),
         pytest.param([[700], [1290]], 1, 4, 64, 300, 512, id="decode-window", marks=SLOW),
         pytest.param([[*range(100, 170)]], 1, 1, 96, None, 128, id="two-tiles", marks=SLOW),

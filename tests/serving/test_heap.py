@@ -47,6 +47,7 @@ def test_the_last_to_leave_thaws_it():
     assert gc.get_freeze_count() < 10_000
 
 
+@pytest.mark.slow
 def test_an_engine_generates_with_a_frozen_heap():
     engine = Engine(
         dummy_model(dummy_config(num_layers=1)),
