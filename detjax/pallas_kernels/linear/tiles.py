@@ -225,7 +225,8 @@ def choose_tiles(
         tiles = _one_leaf_tiles(num_rows, num_out, leaf_len, out_bytes, has_bias, is_gated)
     if is_gated and num_out % 128:
         tiles = dataclasses.replace(tiles, out_span=64)
-    is_plain = num_leaves == 1 and not (is_gated or has_bias or has_residual)
+    # A router's, in float32: no GPU has run narrow tiles of another dtype.
+    is_plain = num_leaves == 1 and out_bytes == 4 and not (is_gated or has_bias or has_residual)
     if is_plain and num_rows <= 8 and num_out <= NARROW_OUT and NARROW_ROWS:
         tiles = dataclasses.replace(tiles, live_rows=NARROW_ROWS, out_span=NARROW_ROWS * out_bytes)
     if has_norm:
