@@ -130,7 +130,7 @@ class KernelSet(Protocol):
 
     def rope_attention(
         self, qkv, cos, sin, gains: Gains, pages, page_table, positions, layer: int,
-        *, window: int | None, eps: float, profile: NumericsProfile,
+        *, window: int | None, eps: float, profile: NumericsProfile, prefetch=None,
     ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
         """See `attention.api.rope_attention`."""
         ...

@@ -141,9 +141,10 @@ def _attention(
 
 def rope_attention(
     qkv, cos, sin, gains, pages, page_table, positions, layer: int,
-    *, window: int | None, eps: float, profile: NumericsProfile,
+    *, window: int | None, eps: float, profile: NumericsProfile, prefetch=None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """See `api.rope_attention`."""
+    del prefetch
     q, pages = rope_into_cache(qkv, cos, sin, gains, pages, page_table, positions, layer, eps=eps)
     q = q.reshape(*positions.shape, *q.shape[1:])
     out = attention(q, pages, page_table, positions, layer, window=window, profile=profile)

@@ -30,12 +30,14 @@ FUSE_MERGE = True
 """Merge the splits of a sequence inside attention, in a CTA or a cluster of CTAs."""
 SCORES_AHEAD = True
 """Compute a block's scores while the one before it takes its softmax."""
-SPREAD_SPLITS = False
+SPREAD_SPLITS = True
 """Share each split of few sequences among the CTAs of a cluster, a block each.
 
 6.8 us a layer instead of 10.3 at batch 1 and 1024 keys, with the same bits, but no suite at
 production size has run with it yet.
 """
+PREFETCHED = 8 << 20
+"""Bytes of o's weights that a shared split asks into the L2 cache; 0 asks for none."""
 MOST_CTAS = 96
 """Of clusters of four and more: what is sure to be resident at once, whatever a GPC has of SMs."""
 KEYS_AT_ONCE = 32
@@ -100,7 +102,7 @@ def attention(
 
 def rope_attention(
     qkv, cos, sin, gains, pages, page_table, positions, layer,
-    *, window: int | None, eps: float, profile: NumericsProfile,
+    *, window: int | None, eps: float, profile: NumericsProfile, prefetch=None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """See `api.rope_attention`.
 
@@ -125,8 +127,9 @@ def rope_attention(
             per_split=profile.attention_split // profile.attention_block, is_new=True,
         )  # fmt: skip
         return decode_new_token(
-            qkv, cos, sin, gains, *place, eps=eps, config=config, is_interpreted=False
-        )
+            qkv, cos, sin, gains, *place, prefetch if config.prefetched else None,
+            eps=eps, config=config, is_interpreted=False,
+        )  # fmt: skip
     q, pages = rope_into_cache(qkv, cos, sin, gains, *place, eps=eps)
     q = q.reshape(batch, query_len, kv_heads * group, channels)
     out = attention(q, pages, page_table, positions, layer, window=window, profile=profile)
@@ -165,8 +168,8 @@ def decode_config(
     # A CTA a block, as long as there is one for each at once.
     spread = SPREAD_SPLITS and is_new and bool(cluster) and per_split == SPREAD
     spread = spread and channels == SPREAD_CHANNELS and group <= SENT_ROWS
-    if spread := spread and SPREAD * pairs <= NUM_SMS:
-        cluster = 2 * SPREAD if splits > 1 and 2 * SPREAD * pairs <= NUM_SMS else SPREAD
+    if spread := spread and SPREAD * pairs <= MOST_CTAS:
+        cluster = 2 * SPREAD if splits > 1 and 2 * SPREAD * pairs <= MOST_CTAS else SPREAD
     # WHY: with CTAs busy anyway, folding in registers saves a kernel (64 x 1024 tokens: 65.0 us
     # against 75.6), while a few short sequences need no merge. Others need all CTAs.
     most_folded = MAX_FOLDED_SPLITS if pairs >= BUSY_PAIRS else 1
@@ -179,6 +182,7 @@ def decode_config(
         spread=spread,
         scores_ahead=SCORES_AHEAD and query_len == 1 and not whole and not spread,
         keys_at_once=KEYS_AT_ONCE,
+        prefetched=PREFETCHED if spread else 0,
     )
 
 

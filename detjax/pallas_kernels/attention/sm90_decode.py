@@ -67,12 +67,13 @@ def decode(
 
 @functools.partial(jax.jit, static_argnames=("eps", "config", "is_interpreted"))
 def decode_new_token(
-    qkv, cos, sin, gains, pages, page_table, positions, layer,
+    qkv, cos, sin, gains, pages, page_table, positions, layer, prefetch=None,
     *, eps: float, config: DecodeConfig, is_interpreted: bool,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Normalise and rotate inside the attention kernel; see `api.rope_attention`, with T = 1.
 
-    The CTA of a sequence's last split puts the key and the value in the cache.
+    The CTA of a sequence's last split puts the key and the value in the cache. Clusters that share
+    splits ask the weights `prefetch` into the L2 cache.
     """
     kv_heads, _, channels = pages.shape[3:]
     batch, num_heads = qkv.shape[0], qkv.shape[1] - 2 * kv_heads
@@ -93,7 +94,7 @@ def decode_new_token(
     )  # fmt: skip
     operands = Operands(
         queries=(qkv, cos, sin, *(gains or ())), page_rows=pages_ref, row_positions=row_positions,
-        page_table=page_table, positions=positions, layer=layer,
+        page_table=page_table, positions=positions, layer=layer, prefetch=prefetch,
     )  # fmt: skip
     out = _attend(job, operands).reshape(batch, 1, num_heads, channels)
     return out, jax.freeze(pages_ref).reshape(pages.shape)

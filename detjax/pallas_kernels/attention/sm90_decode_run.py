@@ -39,6 +39,7 @@ class DecodeConfig:
             tokens alone.
         keys_at_once: Of a sequence's last page so many keys are loaded as are written, rounded up
             to a multiple of this: 32, 64, or 128 for whole pages.
+        prefetched: Bytes of the next product's weights that `spread` asks into the L2 cache.
         blocks_per_split: Blocks of 128 keys in a split.
     """
 
@@ -51,6 +52,7 @@ class DecodeConfig:
     scores_ahead: bool = False
     spread: bool = False
     keys_at_once: int = bits.BLOCK
+    prefetched: int = 0
     blocks_per_split: int = 4
 
 
@@ -465,6 +467,7 @@ class Operands:
         page_table: As in `api.attention`.
         positions: Likewise.
         layer: Which layer's pages.
+        prefetch: Weights that `spread` asks into the L2 cache, or None.
     """
 
     queries: tuple
@@ -473,6 +476,7 @@ class Operands:
     page_table: jax.Array
     positions: jax.Array
     layer: jax.Array
+    prefetch: Any = None
 
 
 def launch(

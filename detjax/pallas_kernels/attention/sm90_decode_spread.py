@@ -28,6 +28,7 @@ from detjax.pallas_kernels.attention.sm90_decode_exchange import (
     read_weights,
 )
 from detjax.pallas_kernels.attention.sm90_decode_run import Job, Operands, load_written
+from detjax.pallas_kernels.sm90_prefetch import ask_for
 
 SPREAD_CHANNELS = 128
 """Of a head."""
@@ -64,6 +65,7 @@ def attend_spread(job: Job, operands: Operands) -> jax.Array:
         refs = list(refs)
         new = [refs.pop(0) for _ in operands.queries]
         pages, positions, table_ref, layer_ref, *refs = refs
+        prefetch = None if operands.prefetch is None else refs.pop(0)
         wg, cta, rank = (lax.axis_index(name) for name in ("wg", "cta", "rank"))
         seq, kv_head = lax.div(cta, jnp.int32(job.kv_heads)), lax.rem(cta, jnp.int32(job.kv_heads))
         part, group = lax.rem(rank, jnp.int32(SPREAD)), lax.div(rank, jnp.int32(SPREAD))
@@ -137,6 +139,13 @@ def attend_spread(job: Job, operands: Operands) -> jax.Array:
                         place = slot * SPREAD + j
                         source = pages.at[page_row(found[1 + j], 1), :, slices]
                         copy(first + j, source, v.at[place], v_filled.at[place])
+
+                if prefetch is not None:
+
+                    @pl.when(turn == 0)
+                    def _next_weights():
+                        share, num_shares = cta * config.cluster + rank, pairs * config.cluster
+                        ask_for(prefetch, share, num_shares, num_bytes=config.prefetched)
 
                 return lax.cond(turn + 1 < num_turns, lambda: pages_of(turn + 1), lambda: found)
 
@@ -314,7 +323,7 @@ def _launch(job: Job, operands: Operands, body, *, pairs, shapes, share, table):
         interpret=plgpu.InterpretGPUParams() if job.is_interpreted else None,
     )(
         *operands.queries, operands.page_rows, operands.row_positions, table,
-        operands.layer.reshape(1),
+        operands.layer.reshape(1), *([] if operands.prefetch is None else [operands.prefetch]),
     )[-1]  # fmt: skip
 
 
