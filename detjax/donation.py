@@ -364,7 +364,9 @@ def _run(module: Module, name: str, arguments: list[_Tree], events: _Events) -> 
             for operand in operands:
                 events.read(operand, instruction.name)
         if instruction.opcode.endswith("-start"):
-            pending[instruction.name] = operands
+            # What it writes over itself, as an all-reduce in place does, it reads as it must.
+            own = {operand for _, operand, _ in instruction.aliasing}
+            pending[instruction.name] = [x for i, x in enumerate(operands) if i not in own]
         if instruction.opcode.endswith("-done"):
             for operand in pending.pop(instruction.operands[0], []):
                 events.read(operand, instruction.name)

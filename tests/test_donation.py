@@ -140,6 +140,22 @@ def test_a_copy_in_flight_reads_until_it_is_done():
     assert stale_reads(module(body)) == ["done reads p.0 after write was written over it"]
 
 
+@pytest.mark.parametrize(
+    ("late", "want"),
+    [("%p.1", []), ("%p.0", ["late reads p.0 after sum:1 was written over it"])],
+    ids=["right", "stale"],
+)
+def test_a_collective_in_place_reads_what_it_writes_over_and_nobody_else_may(late, want):
+    """As XLA compiles an all-reduce that runs beside other work."""
+    body = f"""
+    %sum = ((s32[8]{{0}}), s32[8]{{0}}) all-reduce-start(%p.0), ALIAS
+    %late = s32[8]{{0}} add({late}, %p.1)
+    %done = s32[8]{{0}} all-reduce-done(%sum)
+    ROOT %out = (s32[8]{{0}}, s32[8]{{0}}) tuple(%done, %late)
+    """.replace("ALIAS", "output_to_operand_aliasing={{1}: (0, {})}")
+    assert stale_reads(module(body)) == want
+
+
 SLICED = """
 %inside (q.0: s32[256], q.1: s32[8]) -> s32[8] {
   %q.0 = s32[256]{0} parameter(0)

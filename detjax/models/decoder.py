@@ -27,7 +27,6 @@ from detjax.models.layers import (
     row_parallel_norm,
     see_tokens,
     wanted_rows,
-    with_next_weights,
 )
 from detjax.models.transformer import Stream, run_layers
 from detjax.numerics import NumericsProfile, tree_reduction
@@ -93,10 +92,10 @@ class CanonicalOps:
         """Gates and ups in one launch."""
         return gated_layer(self.ctx, weights, *stream)
 
-    def add_norm(self, x, w, bias, gain, stream: Stream, prefetch=None) -> Stream:
+    def add_norm(self, x, w, bias, gain, stream: Stream) -> Stream:
         """A tree of leaves over ranks, then the residual stream, then the norm."""
         return row_parallel_norm(
-            self.ctx, x, w, stream.residual, bias, gain, exchange=self.exchange, prefetch=prefetch
+            self.ctx, x, w, stream.residual, bias, gain, exchange=self.exchange
         )
 
     def mix_experts(self, weights: dict, gain, stream: Stream, cache):
@@ -138,7 +137,7 @@ def forward(
     see_tokens(ctx, tokens, cos, sin)
     ops = CanonicalOps(ctx=ctx, tokens=tokens, cos=cos, sin=sin, exchange=exchange, wanted=wanted)
     ops = ctx.taps.watch(ops, num_layers=ctx.config.num_layers)
-    pages, stream = run_layers(ops, with_next_weights(params), tokens.ids.reshape(-1), pages)
+    pages, stream = run_layers(ops, params, tokens.ids.reshape(-1), pages)
     x = final_rows(ctx, *stream, params["final_norm"])
     ctx.taps.see("final_norm", x)
     return pages, x.reshape(len(tokens.ids), -1, x.shape[-1])

@@ -68,7 +68,7 @@ class FastOps:
         """A product, then its gates."""
         return _swiglu(_product(stream.x, weights["gate_up"], stream.x.dtype))
 
-    def add_norm(self, x, w, bias, gain, stream: Stream, prefetch=None) -> Stream:
+    def add_norm(self, x, w, bias, gain, stream: Stream) -> Stream:
         """A product, a sum over ranks, a sum, a norm."""
         return self._normalised(stream.residual + _row_parallel(self.ctx, x, w, bias), gain)
 

@@ -351,13 +351,6 @@ def mix_experts(
     return Stream(*added)
 
 
-def with_next_weights(params: dict[str, Any]) -> dict[str, Any]:
-    """Weights in which each layer but the last has the next one's q, k and v as "next_qkv"."""
-    layers = params["layers"]
-    following = [{"next_qkv": weights["qkv"]} for weights in layers[1:]] + [{}]
-    return params | {"layers": [a | b for a, b in zip(layers, following, strict=True)]}
-
-
 def final_rows(
     ctx: ForwardContext,
     residual: Activation[Array, "m D"] | UnaddedExperts,
@@ -385,7 +378,6 @@ def row_parallel_norm(
     gain: Activation[Array, " D"],
     *,
     exchange: Exchange | None = None,
-    prefetch: Activation[Array, "O D"] | None = None,
 ) -> Stream:
     """Multiply by weights whose inputs are split over ranks, add to the residual stream, normalise.
 
@@ -393,7 +385,7 @@ def row_parallel_norm(
     them in its own launch (one rank, few rows). One rank does it in one operation; several add
     their subtrees in between, in the form that suits the number of rows (see `parallel.exchange`;
     without `exchange` through XLA's collectives). Where rows are many, each rank keeps its own of
-    the residual stream. The bits are the same. `prefetch` are the weights of the next product.
+    the residual stream. The bits are the same.
     """
     reduction = tree_reduction(x.shape[1] * ctx.tp, ctx.profile)
     eps, backend = ctx.config.rms_norm_eps, ctx.backend
@@ -416,7 +408,7 @@ def row_parallel_norm(
     if exchange is not None and x.shape[0] <= exchange.max_rows:
         leaf_sums = linear_leaf_sums(x, w, reduction=reduction, backend=backend)
         added = exchange_add_rms_norm(
-            exchange, leaf_sums, residual, bias, gain, eps=eps, backend=backend, prefetch=prefetch
+            exchange, leaf_sums, residual, bias, gain, eps=eps, backend=backend
         )
         return Stream(*added)
     partial = linear_partial(x, w, reduction=reduction, backend=backend)

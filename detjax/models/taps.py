@@ -115,12 +115,11 @@ class WatchedOps:
         return channels
 
     def add_norm(
-        self, x: jax.Array, w: Any, bias: jax.Array | None, gain: jax.Array, stream: Stream,
-        prefetch: Any = None,
-    ) -> Stream:  # fmt: skip
+        self, x: jax.Array, w: Any, bias: jax.Array | None, gain: jax.Array, stream: Stream
+    ) -> Stream:
         """As the operations watched do."""
         self._enter(self._layer_idx, "down_" if self._is_mlp else "o_")
-        return self._see_stream(self._ops.add_norm(x, w, bias, gain, stream, prefetch))
+        return self._see_stream(self._ops.add_norm(x, w, bias, gain, stream))
 
     def _see_stream(self, stream: Stream) -> Stream:
         """Show what follows o, down or a mixture of experts."""

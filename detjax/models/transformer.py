@@ -55,13 +55,9 @@ class DecoderOps(Protocol):
         ...
 
     def add_norm(
-        self, x: jax.Array, w: Any, bias: jax.Array | None, gain: jax.Array, stream: Stream,
-        prefetch: Any = None,
-    ) -> Stream:  # fmt: skip
-        """Multiply by `w`, whose inputs may be split over ranks, add the stream, normalise.
-
-        `prefetch` are the weights of the product after it, or None: for speed alone.
-        """
+        self, x: jax.Array, w: Any, bias: jax.Array | None, gain: jax.Array, stream: Stream
+    ) -> Stream:
+        """Multiply by `w`, whose inputs may be split over ranks, add the stream, normalise."""
         ...
 
     def mix_experts(
@@ -112,12 +108,8 @@ def decoder_layer(
 ) -> tuple[Any, Stream]:
     """One layer; `next_gain` normalises for the layer after it."""
     cache, heads, stream = ops.attend(layer_idx, weights, stream, cache)
-    stream = ops.add_norm(
-        heads, weights["o"], weights.get("o_bias"), weights["mlp_norm"], stream,
-        weights.get("gate_up"),
-    )  # fmt: skip
+    stream = ops.add_norm(heads, weights["o"], weights.get("o_bias"), weights["mlp_norm"], stream)
     if "router" in weights:
         return ops.mix_experts(weights, next_gain, stream, cache)
     channels = ops.gate(weights, stream)
-    next_weights = weights.get("next_qkv")
-    return cache, ops.add_norm(channels, weights["down"], None, next_gain, stream, next_weights)
+    return cache, ops.add_norm(channels, weights["down"], None, next_gain, stream)

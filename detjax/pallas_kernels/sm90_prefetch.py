@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks weights into the L2 cache from kernels that leave the memory idle.
+"""Asks weights into the L2 cache from a kernel that leaves the memory idle.
 
-Attention of few rows and exchanges between ranks wait for latency, not for bytes, and the product
-after them reads weights that are known. A request returns at once and moves no bit.
+Attention of few rows waits for latency, not for bytes, and the weights that the product after it
+reads are known. A request returns at once and moves no bit.
 """
 
 import jax.numpy as jnp

@@ -49,7 +49,7 @@ class ExchangeKernel(Protocol):
         ...
 
     def exchange_add_rms_norm(
-        self, leaf_sums, residual, bias, gain, peers, slots, parities, prefetch, *, eps: float
+        self, leaf_sums, residual, bias, gain, peers, slots, parities, *, eps: float
     ) -> tuple[jax.Array, jax.Array]:
         """See `exchange_add_rms_norm` of this module, with the fields of `Exchange` one by one."""
         ...
@@ -154,7 +154,6 @@ def exchange_add_rms_norm(
     *,
     eps: float,
     backend: Backend,
-    prefetch: Activation[Array, "O D"] | None = None,
 ) -> tuple[Activation[Array, "M D"], Activation[Array, "M D"]]:
     """Add the ranks' subtrees through peer memory, then as `rms_norm.api.add_rms_norm`.
 
@@ -172,7 +171,6 @@ def exchange_add_rms_norm(
         gain: Scale of each channel.
         eps: Added to the mean square.
         backend: Which kernel runs: that of `open_exchange`.
-        prefetch: Weights that the next product reads, asked into the L2 cache; changes no bit.
 
     Returns:
         The new residual stream, and its normalised rows.
@@ -195,7 +193,6 @@ def exchange_add_rms_norm(
         exchange.peers[0, 0],
         exchange.slots[0, 0],
         exchange.parities[0, 0],
-        prefetch,
         eps=eps,
     )
 

@@ -40,16 +40,11 @@ from jaxlib.mlir.dialects import llvm
 
 from detjax.pallas_kernels import sm90_rows as rows
 from detjax.pallas_kernels.rms_norm import sm90 as norm
-from detjax.pallas_kernels.sm90_prefetch import ask_for
 
 EMPTY: int = 0xFFFFFFFF
 """A word that no peer has written."""
 
 _DEFAULT_NAN = 0x7FFFFFFF
-PREFETCHED = 16 << 20
-"""Bytes of the next product's weights that an exchange asks into the L2 cache meanwhile."""
-PREFETCHING_CTAS = 48
-"""That do nothing else."""
 _MOST_POLLS = 1 << 26
 """About a minute: a poll takes a microsecond."""
 
@@ -269,19 +264,9 @@ def takes_width(width: int) -> bool:
     return norm.row_sum(width).is_wide
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "prefetched"))
+@functools.partial(jax.jit, static_argnames=("eps",))
 def exchange_add_rms_norm(
-    leaf_sums,
-    residual,
-    bias,
-    gain,
-    peers,
-    slots,
-    parities,
-    prefetch=None,
-    *,
-    eps: float,
-    prefetched: int = PREFETCHED,
+    leaf_sums, residual, bias, gain, peers, slots, parities, *, eps: float
 ) -> tuple[jax.Array, jax.Array]:
     """See `exchange.exchange_add_rms_norm`.
 
@@ -293,9 +278,7 @@ def exchange_add_rms_norm(
         peers: uint32 [tp - 1, 2], addresses of the other ranks' slots by XOR distance from 1.
         slots: uint32 [2, R, tp - 1, D], this rank's, written by its peers.
         parities: int32 [R], of the next exchange of each row.
-        prefetch: Weights of the next product, asked into the L2 cache, or None.
         eps: Added to the mean square.
-        prefetched: How many bytes of them.
 
     Raises:
         ValueError: If the rows are narrow or too many.
@@ -324,11 +307,13 @@ def exchange_add_rms_norm(
     math = rows.strided(chunk, form.vec_len, False)
     places = _Slots(max_rows=max_rows, num_peers=num_peers, width=width, vec_len=form.vec_len)
 
-    def one_row(
-        row, wg, leaves_gmem, residual_gmem, bias_gmem, gain_gmem, peers_gmem, slots_gmem,
-        parities_gmem, total_gmem, out_gmem, sums_smem, ready,
-    ):  # fmt: skip
-        first_chunk = wg * each
+    def body(leaves_gmem, residual_gmem, *refs):
+        refs = list(refs)
+        bias_gmem = refs.pop(0) if bias is not None else None
+        gain_gmem, peers_gmem, slots_gmem, parities_gmem, *refs = refs
+        total_gmem, out_gmem, sums_smem, ready = refs
+        row = lax.axis_index("cta")
+        first_chunk = lax.axis_index("wg") * each if warpgroups > 1 else jnp.int32(0)
         columns = [pl.ds((first_chunk + i) * chunk, chunk) for i in range(each)]
 
         parity = parities_gmem[row]
@@ -366,39 +351,14 @@ def exchange_add_rms_norm(
             normed = math.mul(math.mul(v, scale), g.astype(jnp.float32))
             out_gmem[row, c] = normed.astype(residual.dtype)  # ROUND: once
 
-    def body(leaves_gmem, residual_gmem, *refs):
-        refs = list(refs)
-        bias_gmem = refs.pop(0) if bias is not None else None
-        gain_gmem, peers_gmem, slots_gmem, parities_gmem, *refs = refs
-        prefetch_gmem = refs.pop(0) if prefetch is not None else None
-        total_gmem, out_gmem, sums_smem, ready = refs
-        row = lax.axis_index("cta")
-        wg = lax.axis_index("wg") if warpgroups > 1 else jnp.int32(0)
-
-        if prefetch_gmem is not None:
-
-            @pl.when(row >= num_rows)
-            def _next_weights():
-                share = (row - num_rows) * warpgroups + wg
-                num_shares = PREFETCHING_CTAS * warpgroups
-                ask_for(prefetch_gmem, share, num_shares, num_bytes=prefetched)
-
-        pl.when(row < num_rows)(
-            functools.partial(
-                one_row, row, wg, leaves_gmem, residual_gmem, bias_gmem, gain_gmem, peers_gmem,
-                slots_gmem, parities_gmem, total_gmem, out_gmem, sums_smem, ready,
-            )
-        )  # fmt: skip
-
     shape = jax.ShapeDtypeStruct(residual.shape, residual.dtype)
     options = {"num_threads": warpgroups, "thread_name": "wg"} if warpgroups > 1 else {}
     biases = [] if bias is None else [bias]
     total, out = rows.run_kernel(
         body,
-        [leaf_sums, residual, *biases, gain, peers, slots, parities]
-        + ([] if prefetch is None else [prefetch]),
+        [leaf_sums, residual, *biases, gain, peers, slots, parities],
         out=[shape, shape],
-        grid={"cta": num_rows + (0 if prefetch is None else PREFETCHING_CTAS)},
+        grid={"cta": num_rows},
         name="detjax_exchange_add_rms_norm",
         is_interpreted=False,
         scratch_types=[

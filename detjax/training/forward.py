@@ -61,7 +61,7 @@ class TrainingOps:
         """A product, then its gates: the bits of both in one launch."""
         return ops.swiglu(self.ctx, ops.linear(self.ctx, stream.x, _joined(weights, "gate_up")))
 
-    def add_norm(self, x, w, bias, gain, stream: Stream, prefetch=None) -> Stream:
+    def add_norm(self, x, w, bias, gain, stream: Stream) -> Stream:
         """One operation, as on one rank of a server."""
         return Stream(*ops.linear_add_rms_norm(self.ctx, x, w, stream.residual, bias, gain))
 

@@ -169,10 +169,10 @@ def attend_new(batch: int, context: int) -> aot.Program:
     """Rotation, cache write and attention of one new token a sequence."""
     num_pages = -(-context // 128)
 
-    def run(qkv, cos, sin, pages, table, positions):
+    def run(qkv, cos, sin, pages, table, positions, o):
         return rope_attention(
-            qkv, cos, sin, None, pages, table, positions,
-            layer=0, window=None, eps=1e-5, profile=PROFILE, backend=Backend.SM90,
+            qkv, cos, sin, None, pages, table, positions, layer=0, window=None, eps=1e-5,
+            profile=PROFILE, backend=Backend.SM90, prefetch=o,
         )  # fmt: skip
 
     shapes = (
@@ -182,6 +182,7 @@ def attend_new(batch: int, context: int) -> aot.Program:
         _shape(1, batch * num_pages, 2, 8, 128, 128),
         _shape(batch, num_pages, dtype=jnp.int32),
         _shape(batch, 1, dtype=jnp.int32),
+        _shape(4096, 4096),
     )
     whole = NamedSharding(aot.h200_mesh(), P())
     jitted = jax.jit(run, in_shardings=whole, donate_argnums=3)
@@ -417,6 +418,7 @@ PROGRAMS = {
     "attention_decode": lambda: attend(8, 1, 1024),
     "attention_decode_many": lambda: attend(64, 1, 1024),
     "new_token": lambda: attend_new(8, 1025),
+    "new_token_one": lambda: attend_new(1, 1025),
     "new_token_many": lambda: attend_new(64, 1025),
     "attention_prefill": lambda: attend(1, 4096, 4096),
     "decode_step": decode_step,
