@@ -89,11 +89,11 @@ def tall(*, cols: tuple[int, int] = (256, 256), delay: int = 0) -> MlpTiles:
     return MlpTiles(gate_up=product(True), down=product(False), is_few=False, by_slot=False)
 
 
-def chosen(num_rows: int, num_local: int = SHAPE.num_experts) -> MlpTiles:
+def chosen(num_rows: int) -> MlpTiles:
     """What a model gets."""
     return choose_tiles(
-        num_rows=num_rows, top_k=SHAPE.top_k, num_local=num_local, width=SHAPE.width,
-        hidden=SHAPE.hidden_size,
+        num_rows=num_rows, top_k=SHAPE.top_k, num_experts=SHAPE.num_experts,
+        width=SHAPE.width, hidden=SHAPE.hidden_size,
     )  # fmt: skip
 
 

@@ -9,20 +9,22 @@ python -m benchmarks.proof --model tiny --backend portable --num-pages 60 --max-
 One model with random weights and one set of programs. `audit`: answers are generated in batches of
 each size, made receipts, and checked by one teacher-forced prefill each: no bit may differ, and a
 receipt with one wrong bit of a logprob must be found (exit status 3 else). `start`: the check of
-every program when it has been compiled. `serving`: a load with idle time, with answers checked
-again and without.
+every program when it has been compiled, and once more with each launch timed. `serving`: a load
+with idle time, with answers checked again and without.
 """
 
 import argparse
 import asyncio
 import base64
+import contextlib
 import dataclasses
 import gc
 import os
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from unittest import mock
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
 
@@ -31,6 +33,7 @@ from benchmarks.serving import open_model
 from benchmarks.step import MODELS
 
 # isort: split
+import jax
 import numpy as np
 
 from detjax.models.bundled import bundled_model_path
@@ -40,10 +43,12 @@ from detjax.proof.identity import Identifier, Identity
 from detjax.proof.receipt import Receipt
 from detjax.proof.rerun import rerun
 from detjax.proof.windows import audit_options, longest_first
+from detjax.serving import model_runner
 from detjax.serving.async_engine import AsyncEngine
 from detjax.serving.config import EngineConfig
 from detjax.serving.engine import Engine
 from detjax.serving.metrics import EngineStats
+from detjax.serving.program_key import ProgramKey
 from detjax.serving.programs import ProgramCache
 from detjax.serving.request import Request, SamplingParams, TokenEvent
 from detjax.serving.text import TextBatch
@@ -194,22 +199,62 @@ def audit(bench: Bench) -> bool:
 
 
 def start(bench: Bench) -> bool:
-    """What the check of every program costs once they are compiled."""
+    """What the check of every program costs once they are compiled, and where the time goes.
+
+    Checked three times: when all is new, again as a second engine of the process would, and with
+    each launch waited for, which says what the device does of it and what the host.
+    """
     engine = bench.engine(self_check="start")
     engine.compile()
     checked, compile_s = engine.stats().num_self_checked, engine.stats().compile_s
-    first_s = engine.stats().self_check_s
     decodes = [key for key in engine.programs if key.kind == "decode"]
-    # Again, as a second engine of the process would: nothing of it is compiled any more.
-    engine.programs.checked.clear()
-    engine.compile()
+    seconds = [engine.stats().self_check_s]
+    phases: dict[str, list[float]] = {}
+    for is_waited_for in (False, True):
+        before_s = engine.stats().self_check_s
+        engine.programs.checked.clear()
+        with _timed_launches(engine, phases) if is_waited_for else contextlib.nullcontext():
+            engine.compile()
+        seconds.append(engine.stats().self_check_s - before_s)
+    launches_s = sum(map(sum, phases.values()))
     bench.rows.keep(
         subject="proof", case="start", programs=checked,
-        decode_programs=len(decodes), compile_s=compile_s, self_check_s=first_s,
-        again_s=engine.stats().self_check_s - first_s,
-        differences=engine.stats().num_self_check_differences, pages=bench.args.num_pages,
+        decode_programs=len(decodes), compile_s=compile_s, self_check_s=seconds[0],
+        again_s=seconds[1], differences=engine.stats().num_self_check_differences,
+        pages=bench.args.num_pages,
+        waited_for={
+            "total_s": seconds[2], "host_s": seconds[2] - launches_s,
+            "launches": {name: len(times) for name, times in phases.items()},
+            "seconds": {name: sum(times) for name, times in phases.items()},
+        },
     )  # fmt: skip
     return not engine.self_check_error
+
+
+@contextlib.contextmanager
+def _timed_launches(engine: Engine, phases: dict[str, list[float]]) -> Iterator[None]:
+    """Wait for each launch of a self-check, and note its seconds by what it runs."""
+
+    def timed(run: Callable, name: Callable[..., str]) -> Callable:
+        def runs(*operands):
+            jax.block_until_ready(engine._runner._state)
+            begin_s = time.perf_counter()
+            result = jax.block_until_ready(run(*operands))
+            phases.setdefault(name(*operands), []).append(time.perf_counter() - begin_s)
+            return result
+
+        return runs
+
+    def program(key: ProgramKey, *_) -> str:
+        return f"{key.kind} {key.rows}x{key.length}"
+
+    run_aside = timed(engine._runner.run_aside, program)
+    checksums = timed(model_runner.checksums, lambda *_: "checksums")
+    with (
+        mock.patch.object(engine._runner, "run_aside", run_aside),
+        mock.patch.object(model_runner, "checksums", checksums),
+    ):
+        yield
 
 
 async def _ask(engine: AsyncEngine, request: Request, at_s: float) -> list[float]:

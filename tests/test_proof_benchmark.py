@@ -35,6 +35,10 @@ def test_receipts_are_audited_and_self_checks_timed(monkeypatch, tmp_path):
     assert ended.value.code == 0
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["case"] for row in rows] == ["start", *["serving"] * 4, "audit"]
+    waited = rows[0]["waited_for"]
+    assert {"checksums", "prefill 1x32", "decode 2x1"} <= set(waited["launches"])
+    spent_s = sum(waited["seconds"].values()) + waited["host_s"]
+    assert waited["host_s"] > 0 and spent_s == pytest.approx(waited["total_s"])
     (audited,) = [row for row in rows if row["case"] == "audit"]
     assert (audited["different"], audited["control_found"], audited["receipts"]) == (0, 1, 3)
     assert all(row["rechecked"] == 0 for row in rows if row.get("self_check") == "start")

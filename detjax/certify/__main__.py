@@ -91,28 +91,31 @@ def _run(args: argparse.Namespace, given: Sequence[str]) -> int:
     from detjax.certify.certificate import Certificate
     from detjax.certify.opening import open_subject, start_devices
     from detjax.certify.page import render
-    from detjax.certify.restart import answers_of_new_process
+    from detjax.certify.restart import new_process
     from detjax.certify.run import certify, print_answers
     from detjax.certify.table import line, make_map, make_table
+    from detjax.serving.heap import frozen_heap
 
     if args.answers:
         start_devices(args)
         print_answers(args)
         return OK
     console = Console()
-    with console.status("asking a new process"):
-        restarted = answers_of_new_process(given)
-    start_devices(args)
-    with console.status("loading"):
-        subject = open_subject(args, args.dp, args.tp)
     certificate = Certificate(facts={})
-    with Live(make_table(certificate), console=console, auto_refresh=False) as live:
-        for outcome in certify(args, subject, certificate, restarted):
-            if not console.is_terminal:
-                print(line(outcome), flush=True)
-            now = f"{len(certificate.outcomes)} cases; the last: {outcome.case}"
-            live.update(make_table(certificate, now=now), refresh=True)
-        live.update(make_table(certificate), refresh=True)
+    with new_process(given) as restarted:
+        with console.status("a new process begins"):
+            restarted.wait_for_memory()
+        start_devices(args)
+        with console.status("loading"):
+            subject = open_subject(args, args.dp, args.tp)
+        live = Live(make_table(certificate), console=console, auto_refresh=False)
+        with frozen_heap(), live:
+            for outcome in certify(args, subject, certificate, restarted.answers):
+                if not console.is_terminal:
+                    print(line(outcome), flush=True)
+                now = f"{len(certificate.outcomes)} cases; the last: {outcome.case}"
+                live.update(make_table(certificate, now=now), refresh=True)
+            live.update(make_table(certificate), refresh=True)
     console.print(make_map(certificate))
     is_proven = certificate.is_proven and bool(certificate.probe)
     for outcome in certificate.outcomes:

@@ -14,6 +14,7 @@ from detjax.diverge.evidence import explain
 from detjax.diverge.setting import Setting
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
 from detjax.serving.errors import SelfCheckError
+from detjax.serving.program_key import program_keys
 from detjax.serving.request import Request
 
 CONTROL_DRAWS = 8
@@ -22,9 +23,26 @@ OTHER_CHUNK = 37
 """Tokens of a prefill that end nowhere near a page."""
 
 
-def variants(subject: Subject) -> list[dict[str, Any]]:
-    """Engines whose programs are not those of the configuration itself."""
-    return [_other_chunk(), _drafted(subject), {"mode": "fast"}]
+def other_chunk() -> dict[str, Any]:
+    """Prefills of `OTHER_CHUNK` tokens."""
+    return {"prefill_chunk": OTHER_CHUNK, "prefill_shapes": ()}
+
+
+def drafted(subject: Subject) -> dict[str, Any]:
+    """Drafts by XLA's kernels, made wrong at every third position."""
+    return {
+        "candidates": subject.disagree,
+        "mode": "dvr",
+        "max_draft_fraction": 1.0,
+        "has_prompt_lookup": False,
+        "decode_steps": 1,
+        "decode_batches": (),  # how many rows a draft has is not what is proven here
+    }
+
+
+def fast(subject: Subject) -> dict[str, Any]:
+    """XLA's kernels. Nothing is a draft there, so they share a step with the drafts' engine."""
+    return {"mode": "fast", "candidates": subject.disagree}
 
 
 def timed(
@@ -81,9 +99,9 @@ def program_cases(subject: Subject) -> Iterator[Outcome]:
         engine.compile(with_filters=True)
         cause = engine.self_check_cause
         stats = engine.stats()
+        keys = program_keys(subject.replica(subject.config), filters=(False, True))
         num_missing = sum(
-            key.mode == "invariant" and key not in engine.programs.checked
-            for key in engine.programs
+            key.mode == "invariant" and key not in engine.programs.checked for key in keys
         )
         first = engine.self_check_error
         if num_missing and not first:
@@ -144,7 +162,7 @@ def answer_cases(
     yield case(
         "schedule-invariant",
         f"prompts in chunks of {OTHER_CHUNK} tokens",
-        same(lambda: subject.answers(requests, **_other_chunk())),
+        same(lambda: subject.answers(requests, **other_chunk())),
         setting=like(chunk=OTHER_CHUNK),
     )
     yield case(
@@ -162,7 +180,7 @@ def answer_cases(
     yield case(
         "schedule-invariant",
         "drafts, every third of them wrong",
-        same(lambda: subject.answers(requests, **_drafted(subject))),
+        same(lambda: subject.answers(requests, **drafted(subject))),
         setting=together(mode="dvr"),
     )
     yield case(
@@ -202,7 +220,7 @@ def answer_controls(
         want: What draw 0 is answered alone.
         alone: What XLA's kernels answer each draw alone.
     """
-    requests, fast = draws(0), {"mode": "fast"}
+    requests = draws(0)
     asked = plain(requests)
 
     def control(claim: str, name: str, run: Callable[[], Comparison]) -> Outcome:
@@ -221,19 +239,19 @@ def answer_controls(
         "batch-invariant",
         "XLA's kernels, all together",
         _until_it_differs(
-            lambda draw: compare(subject.answers(plain(draws(draw)), **fast), alone(draw))
+            lambda draw: compare(subject.answers(plain(draws(draw)), **fast(subject)), alone(draw))
         ),
     )
     yield control(
         "schedule-invariant",
         "drafts that nobody verifies",
-        lambda: compare(subject.answers(asked, **_drafted(subject)), want),
+        lambda: compare(subject.answers(asked, **drafted(subject)), want),
     )
     yield control(
         "path-consistent",
         "XLA's kernels, decoded tokens again by prefill",
         _until_it_differs(
-            lambda draw: _by_prefill(subject, plain(draws(draw)), alone(draw), **fast)
+            lambda draw: _by_prefill(subject, plain(draws(draw)), alone(draw), **fast(subject))
         ),
     )
 
@@ -258,26 +276,10 @@ def mesh_control(subject: Subject, requests: Sequence[Request], want: Sequence[A
     return timed(
         "mesh-invariant",
         name,
-        lambda: compare(subject.alone(plain(requests), mode="fast"), want),
+        lambda: compare(subject.alone(plain(requests), **fast(subject)), want),
         round_idx=0,
         is_control=True,
     )
-
-
-def _other_chunk() -> dict:
-    return {"prefill_chunk": OTHER_CHUNK, "prefill_shapes": ()}
-
-
-def _drafted(subject: Subject) -> dict:
-    """Drafts by XLA's kernels, made wrong at every third position."""
-    return {
-        "candidates": subject.disagree,
-        "mode": "dvr",
-        "max_draft_fraction": 1.0,
-        "has_prompt_lookup": False,
-        "decode_steps": 1,
-        "decode_batches": (),  # how many rows a draft has is not what is proven here
-    }
 
 
 def _among_others(subject: Subject, requests: Sequence[Request]) -> list[Answer]:

@@ -4,7 +4,6 @@
 from collections.abc import Collection
 
 from detjax.models.abstract import why_unsupported
-from detjax.models.config import ModelConfig
 from detjax.models.hf_config import config_from_hf
 from detjax.models.loading import LoadedModel
 from detjax.models.registry import FAMILIES
@@ -18,6 +17,8 @@ THIS = "this model"
 COLUMNS = ("model", "dtype", "backend", "mode", "state")
 
 Row = tuple[str, str, str, str, str]
+Refusals = dict[tuple[str, str, Backend], str | None]
+"""By name of the model, dtype and backend: why it refuses; None where it does not."""
 
 _ANSWERS, _SM90 = "tests/invariance/test_answers.py", "tests/invariance/test_answers_sm90.py"
 _EXPERTS = "tests/invariance/test_expert_answers.py"
@@ -48,48 +49,52 @@ TESTED: dict[tuple[str, str, str, str], str] = {
 heads of qwen3, the window of mistral. They ran where detjax was made, not here."""
 
 
+def refusals(model: LoadedModel) -> Refusals:
+    """Why each backend refuses this model, and a model of each family, by name, dtype, backend.
+
+    It takes seconds: every kernel of a step is traced.
+    """
+    configs = {THIS: (model.config, model.mesh.shape[TP_AXIS])}
+    for family in FAMILIES:
+        published = {"architectures": [family.architectures[0]], "model_type": family.name}
+        configs[family.name] = config_from_hf(published), 1
+    return {
+        (name, dtype, backend): why_unsupported(
+            config, NumericsProfile(weight_dtype=dtype, compute_dtype=dtype), backend, tp
+        )
+        for name, (config, tp) in configs.items()
+        for dtype in DTYPES
+        for backend in Backend
+    }
+
+
 def coverage_map(
-    model: LoadedModel, *, modes: Collection[str], is_proven: bool
-) -> list[tuple[str, str, str, str, str]]:
+    model: LoadedModel, refused: Refusals, *, modes: Collection[str], is_proven: bool
+) -> list[Row]:
     """(model, dtype, backend, mode, state): of this model, then of every family.
 
     Args:
         model: Under proof.
+        refused: As `refusals` has it.
         modes: That were run.
         is_proven: Whether no bit differed.
     """
 
-    def own(profile: NumericsProfile, backend: Backend, mode: str) -> str:
-        is_this = (profile, backend) == (model.profile, model.backend) and mode in modes
-        if not is_this:
+    def state(name: str, dtype: str, backend: Backend, mode: str) -> str:
+        if mode == "fast":
+            return "no claim is made"
+        if reason := refused[name, dtype, backend]:
+            return f"refused: {reason}"
+        if name != THIS:
+            test = TESTED.get((name, dtype, backend.value, mode))
+            return f"tested: {test}" if test else "not covered"
+        profile = NumericsProfile(weight_dtype=dtype, compute_dtype=dtype)
+        if (profile, backend) != (model.profile, model.backend) or mode not in modes:
             return "not covered by this run"
         return "proven here" if is_proven else "not proven"
 
-    tp = model.mesh.shape[TP_AXIS]
-    rows = _rows(THIS, model.config, tp, own)
-    for family in FAMILIES:
-        published = {"architectures": [family.architectures[0]], "model_type": family.name}
-
-        def tested(profile, backend, mode, name=family.name) -> str:
-            test = TESTED.get((name, profile.compute_dtype, backend.value, mode))
-            return f"tested: {test}" if test else "not covered"
-
-        rows += _rows(family.name, config_from_hf(published), 1, tested)
-    return rows
-
-
-def _rows(name: str, config: ModelConfig, tp: int, state) -> list[Row]:
-    rows = []
-    for dtype in DTYPES:
-        profile = NumericsProfile(weight_dtype=dtype, compute_dtype=dtype)
-        for backend in Backend:
-            refused = why_unsupported(config, profile, backend, tp)
-            for mode in MODES:
-                if mode == "fast":
-                    said = "no claim is made"
-                elif refused is not None:
-                    said = f"refused: {refused}"
-                else:
-                    said = state(profile, backend, mode)
-                rows.append((name, dtype, backend.value, mode, said))
-    return rows
+    return [
+        (name, dtype, backend.value, mode, state(name, dtype, backend, mode))
+        for name, dtype, backend in refused
+        for mode in MODES
+    ]

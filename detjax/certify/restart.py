@@ -1,31 +1,72 @@
 # SPDX-License-Identifier: Apache-2.0
 """The same answers from a process of its own, which compiles everything anew."""
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from typing import IO
 
 from detjax.certify.asks import Answer
 
 LIMIT_S = 3600
 
 
-def answers_of_new_process(argv: Sequence[str]) -> list[Answer]:
-    """What `python -m detjax.certify --answers ...` writes.
+class NewProcess:
+    """`python -m detjax.certify --answers ...`, which says its platform, then its answers."""
 
-    It runs before this process takes any memory of a GPU.
+    def __init__(self, argv: Sequence[str], errors: IO[str]):
+        """Start it; what goes wrong is written to `errors`."""
+        kept = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"}
+        self._errors = errors
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "detjax.certify", "--answers", *argv],
+            env=kept, stdout=subprocess.PIPE, stderr=errors, text=True,
+        )  # fmt: skip
+        self._answers: list[Answer] | None = None
 
-    Raises:
-        ValueError: If it fails, with the end of what it said.
-    """
-    kept = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"}
-    done = subprocess.run(
-        [sys.executable, "-m", "detjax.certify", "--answers", *argv],
-        env=kept, capture_output=True, text=True, timeout=LIMIT_S, check=False,
-    )  # fmt: skip
-    if done.returncode:
-        raise ValueError(f"a new process failed ({done.returncode}): {done.stderr[-600:].strip()}")
-    found = json.loads(done.stdout.splitlines()[-1])
-    return [tuple((token, bits) for token, bits in answer) for answer in found]
+    def wait_for_memory(self) -> None:
+        """Until this process may take memory: at once on a CPU, on a GPU when the other has ended.
+
+        Raises:
+            ValueError: As `answers`.
+        """
+        assert self.process.stdout is not None
+        if self.process.stdout.readline().strip() != "cpu":
+            self.answers()
+
+    def answers(self) -> list[Answer]:
+        """What it answers; waits for the end.
+
+        Raises:
+            ValueError: If it fails, with the end of what it said.
+        """
+        if self._answers is None:
+            assert self.process.stdout is not None
+            limit = threading.Timer(LIMIT_S, self.process.kill)
+            limit.start()
+            said = self.process.stdout.read()
+            limit.cancel()
+            if self.process.wait():
+                self._errors.seek(0)
+                why = self._errors.read()[-600:].strip()
+                raise ValueError(f"a new process failed ({self.process.returncode}): {why}")
+            found = json.loads(said.splitlines()[-1])
+            self._answers = [tuple((token, bits) for token, bits in answer) for answer in found]
+        return self._answers
+
+
+@contextlib.contextmanager
+def new_process(argv: Sequence[str]) -> Iterator[NewProcess]:
+    """Start the command anew with these arguments; at the end it runs no more."""
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
+        started = NewProcess(argv, errors)
+        with started.process as process:
+            try:
+                yield started
+            finally:
+                process.kill()

@@ -7,23 +7,26 @@ import functools
 import gc
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
+from detjax.certify.ahead import Ahead, working_ahead
 from detjax.certify.asks import Answer, make_requests, plain
 from detjax.certify.cases import (
     answer_cases,
     answer_controls,
+    drafted,
+    fast,
     mesh_cases,
     mesh_control,
+    other_chunk,
     program_cases,
     timed,
-    variants,
 )
 from detjax.certify.cause import find_cause
 from detjax.certify.certificate import Certificate, Outcome, compare
-from detjax.certify.coverage import coverage_map
+from detjax.certify.coverage import coverage_map, refusals
 from detjax.certify.opening import facts_of, open_subject, other_meshes
-from detjax.certify.subject import Subject, order_probe
+from detjax.certify.subject import Job, Subject, order_probe
 from detjax.serving.request import Request
 
 
@@ -40,17 +43,23 @@ def requests_of(subject: Subject, round_idx: int, draw: int = 0) -> list[Request
 
 
 def print_answers(args: argparse.Namespace) -> None:
-    """What the first round's requests are answered alone, as a line of JSON."""
+    """The platform; then what the first round's requests are answered alone, as a line of JSON."""
     subject = open_subject(args, args.dp, args.tp)
+    print(subject.model.backend.platform, flush=True)
     # The checks of programs are those of the first process.
     subject.config = dataclasses.replace(subject.config, self_check="off")
     requests = requests_of(subject, 0)
-    subject.compile_ahead([{}], requests, counts=[1])
+    with working_ahead() as ahead:
+        ahead.begin(*subject.likely_programs(requests, counts=[1]))
+        ahead.wait()
     print(json.dumps(subject.alone(requests)))
 
 
 def certify(
-    args: argparse.Namespace, subject: Subject, certificate: Certificate, restarted: list[Answer]
+    args: argparse.Namespace,
+    subject: Subject,
+    certificate: Certificate,
+    restarted: Callable[[], list[Answer]],
 ) -> Iterator[Outcome]:
     """Run all cases; the certificate has them as they come.
 
@@ -58,14 +67,17 @@ def certify(
         args: Of the command.
         subject: On the mesh that was asked for.
         certificate: Made here.
-        restarted: The answers of a new process.
+        restarted: Gives the answers of a new process, and waits for it.
     """
     certificate.facts = facts_of(subject, args)
     certificate.probe = order_probe(subject.model)
     begin_s = time.perf_counter()
-    for outcome in _first_round(args, subject, restarted, certificate):
-        certificate.outcomes.append(outcome)
-        yield outcome
+    with working_ahead() as ahead:
+        (refused,) = ahead.begin(functools.partial(refusals, subject.model))
+        for outcome in _first_round(args, subject, restarted, certificate, ahead):
+            certificate.outcomes.append(outcome)
+            yield outcome
+        ahead.wait()
     round_idx, round_s = 1, time.perf_counter() - begin_s
     while time.perf_counter() - begin_s + round_s < 60 * args.minutes:
         round_begin_s = time.perf_counter()
@@ -77,6 +89,7 @@ def certify(
         round_idx, round_s = round_idx + 1, time.perf_counter() - round_begin_s
     certificate.coverage = coverage_map(
         subject.model,
+        refused.result(),
         modes={subject.config.mode, "dvr"},
         is_proven=certificate.is_proven and bool(certificate.probe),
     )
@@ -100,14 +113,36 @@ def _explained(
 def _first_round(
     args: argparse.Namespace,
     subject: Subject,
-    restarted: Sequence[Answer],
+    restarted: Callable[[], list[Answer]],
     certificate: Certificate,
+    ahead: Ahead,
 ) -> Iterator[Outcome]:
-    yield from program_cases(subject)
     requests = requests_of(subject, 0)
-    subject.compile_ahead(variants(subject), requests, counts=[1, len(requests)])
+    of_all = [1, len(requests)]
+    # WHY: a GPU's memory holds one mesh and one cache, and the compiler tunes beside neither.
+    is_cpu = subject.model.backend.platform == "cpu"
+    opened: dict[tuple[int, int], Subject] = {}
+
+    def of_cases() -> Iterator[Job]:
+        yield from subject.likely_programs(requests, counts=of_all, **drafted(subject))
+        yield from subject.likely_programs(requests, counts=of_all, **fast(subject))
+
+    if is_cpu:
+        ahead.begin(*of_cases())
+    yield from program_cases(subject)
+    # WHY: not before, as programs are compared with the shortest prefill that is compiled.
+    ahead.begin(*subject.likely_programs(requests, counts=of_all, **other_chunk()))
+    if is_cpu:
+        for dp, tp in other_meshes(subject, args):
+            other = opened[dp, tp] = open_subject(args, dp, tp)
+            ahead.begin(*other.likely_programs(requests, counts=of_all))
+            if tp != args.tp:
+                ahead.begin(*other.likely_programs(requests, counts=[1], **fast(other)))
+    else:
+        ahead.begin(*of_cases())
+        ahead.wait()
     want = subject.alone(requests)
-    yield timed("run-invariant", "a new process", lambda: compare(restarted, want), round_idx=0)
+    yield timed("run-invariant", "a new process", lambda: compare(restarted(), want), round_idx=0)
     for outcome in answer_cases(subject, requests, want, 0):
         yield _explained(outcome, certificate, subject, requests)
 
@@ -115,13 +150,13 @@ def _first_round(
         return requests_of(subject, 0, draw)
 
     # What draw 0 gets is there before another mesh takes the memory.
-    fast = functools.cache(lambda draw: subject.alone(plain(draws(draw)), mode="fast"))
-    yield from answer_controls(subject, draws, want, fast)
+    alone = functools.cache(lambda draw: subject.alone(plain(draws(draw)), **fast(subject)))
+    yield from answer_controls(subject, draws, want, alone)
     for dp, tp in other_meshes(subject, args):
         gc.collect()
-        other = open_subject(args, dp, tp)
+        other = opened.pop((dp, tp)) if is_cpu else open_subject(args, dp, tp)
         for outcome in mesh_cases(other, requests, want, 0):
             yield _explained(outcome, certificate, subject, requests, [other])
         # Replicas compute what one device does: only the ranks of a layer show anything.
         if tp != args.tp:
-            yield mesh_control(other, requests, fast(0))
+            yield mesh_control(other, requests, alone(0))

@@ -2,11 +2,9 @@
 """The model under proof on any mesh, and engines of it that share compiled programs."""
 
 import dataclasses
+import functools
 import gc
-import os
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,8 +20,7 @@ from detjax.serving.program_key import program_keys
 from detjax.serving.programs import Candidates, ProgramCache, keep_candidates
 from detjax.serving.request import Request
 
-OpensModel = Callable[[int, int], LoadedModel]
-"""From (dp, tp) to the model on that mesh."""
+Job = Callable[[], object]
 
 
 class Subject:
@@ -51,7 +48,8 @@ class Subject:
         programs = self._programs_of(config, candidates)
         return Engine(self.model, config, programs=programs)
 
-    def _replica(self, config: EngineConfig) -> ReplicaConfig:
+    def replica(self, config: EngineConfig) -> ReplicaConfig:
+        """What each replica of such an engine is."""
         return ReplicaConfig.of(
             config,
             dp=self.model.mesh.shape[DP_AXIS],
@@ -61,8 +59,9 @@ class Subject:
 
     def _programs_of(self, config: EngineConfig, candidates: Candidates) -> ProgramCache:
         dp = self.model.mesh.shape[DP_AXIS]
-        replica = self._replica(config)
+        replica = self.replica(config)
         key = replica.num_pages, replica.num_slots, replica.verify_window, candidates
+        is_plain = candidates is keep_candidates
         if key not in self._programs:
             self._programs[key] = ProgramCache(
                 self.model,
@@ -70,47 +69,42 @@ class Subject:
                 num_slots=dp * replica.num_slots,
                 window_len=replica.verify_window,
                 candidates=candidates,
+                others=None if is_plain else self._programs_of(config, keep_candidates),
             )
         return self._programs[key]
 
-    def compile_ahead(
+    def likely_programs(
         self,
-        variants: Sequence[Mapping[str, Any]],
         requests: Sequence[Request],
         *,
         counts: Sequence[int],
-    ) -> None:
-        """Compile what engines are likely to run for these requests, several at a time.
+        candidates: Candidates = keep_candidates,
+        **changes,
+    ) -> Iterator[Job]:
+        """Jobs that compile what an engine is likely to run for these requests.
 
         A guess, which decides no result: what is missing is compiled when it is wanted.
 
         Args:
-            variants: Of engines, each as `engine` takes it.
             requests: To be asked.
             counts: So many at once.
+            candidates: Of the engine, as `engine` takes it.
+            changes: Likewise.
         """
         dp, page_len = self.model.mesh.shape[DP_AXIS], self.model.profile.attention_block
         longest = max(len(r.prompt_token_ids) + r.sampling.max_tokens for r in requests)
-        jobs = []
-        for variant in variants:
-            changes = dict(variant)
-            candidates = changes.pop("candidates", keep_candidates)
-            config = dataclasses.replace(self.config, **changes)
-            replica = self._replica(config)
-            table_len = next(n for n in replica.table_lens if n * page_len >= longest)
-            rows = [min(-(-n // dp), replica.num_slots) for n in counts]
-            sizes = {next(size for size in replica.decode_sizes if size >= n) for n in rows}
-            programs = self._programs_of(config, candidates)
-            jobs += [
-                (programs, key)
-                for key in program_keys(replica)
-                if key.kind == "prefill" or key.table_len == table_len
-                if key.kind != "decode" or key.rows in sizes
-                if key.length == 1 or key.kind != "decode"
-            ]
-        with ThreadPoolExecutor(max_workers=max(4, os.cpu_count() or 1)) as pool:
-            for made in [pool.submit(its.get, key, self.model.params) for its, key in jobs]:
-                made.result()
+        config = dataclasses.replace(self.config, **changes)
+        replica = self.replica(config)
+        table_len = next(n for n in replica.table_lens if n * page_len >= longest)
+        rows = [min(-(-n // dp), replica.num_slots) for n in counts]
+        sizes = {next(size for size in replica.decode_sizes if size >= n) for n in rows}
+        programs = self._programs_of(config, candidates)
+        for key in program_keys(replica):
+            if key.kind != "prefill" and key.table_len != table_len:
+                continue
+            if key.kind == "decode" and (key.rows not in sizes or key.length > 1):
+                continue
+            yield functools.partial(programs.get, key, self.model.params)
 
     def answers(self, requests: Sequence[Request], **changes) -> list[Answer]:
         """What a new engine answers, asked all at once."""

@@ -335,6 +335,7 @@ def mix_experts(
         weights["expert_gate_up"],
         weights["expert_down"],
         first_expert=first_expert,
+        num_ranks=tp,
         backend=backend,
     )
     if tp > 1 and is_scattered(x.shape[0], tp):

@@ -145,7 +145,9 @@ class KernelSet(Protocol):
         """See `moe.api.route`."""
         ...
 
-    def expert_mlp(self, x, expert_ids, w_gate_up, w_down, *, first_expert) -> jax.Array:
+    def expert_mlp(
+        self, x, expert_ids, w_gate_up, w_down, *, first_expert, num_ranks: int
+    ) -> jax.Array:
         """See `moe.api.expert_mlp`."""
         ...
 

@@ -47,14 +47,16 @@ from detjax.serving.programs import (
     adjusted_shape,
     empty,
     empty_pages,
+    pages_shape,
     sampling_shape,
     slots_shape,
 )
 from detjax.serving.request import SamplingParams
 from detjax.serving.sampling import SamplingRows
 from detjax.serving.self_check.claim import Claim
-from detjax.serving.self_check.device import checksums, filled_pages
-from detjax.serving.self_check.program_check import Reach, check_programs, is_checkable
+from detjax.serving.self_check.device import checksum_program, checksums, filled_pages
+from detjax.serving.self_check.program_check import check_programs, is_checkable
+from detjax.serving.self_check.session import Reach
 from detjax.serving.sequence import (
     DecodeRow,
     PrefillRow,
@@ -139,7 +141,13 @@ class ModelRunner:
             "num_slots": dp * config.num_slots,
             "window_len": config.verify_window,
         }
-        self.programs = programs or ProgramCache(model, **sizes, candidates=candidates)
+        self.programs = programs or ProgramCache(
+            model,
+            num_pages=sizes["num_pages"],
+            num_slots=sizes["num_slots"],
+            window_len=sizes["window_len"],
+            candidates=candidates,
+        )
         if not self.programs.is_for(model, **sizes):
             raise ValueError(
                 f"programs for {self.programs.sizes} are not of this model and {sizes}; share "
@@ -445,6 +453,9 @@ class ModelRunner:
         begin_s = time.perf_counter()
         with ThreadPoolExecutor(max_workers=max(4, os.cpu_count() or 1)) as pool:
             futures = {key: pool.submit(self._get, key) for key in missing}
+            if self._config.self_check != "off":
+                cache = pages_shape(self._model, self.programs.num_pages)
+                pool.submit(checksum_program, self._model.mesh, cache.shape, cache.dtype)
             for done, (key, future) in enumerate(futures.items(), start=1):
                 future.result()
                 progress(key.name, done, len(missing))

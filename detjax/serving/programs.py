@@ -7,6 +7,9 @@ before the result of the last one is read.
 """
 
 import dataclasses
+import functools
+import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -106,11 +109,17 @@ def adjusted_shape(model: LoadedModel, num_slots: int, text_len: int) -> Adjuste
 
 def empty(model: LoadedModel, shapes: Any) -> Any:
     """Allocate zeros of these shapes, each shard on its device."""
-    make = jax.jit(
-        lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes),
-        out_shardings=jax.tree.map(lambda s: s.sharding, shapes),
+    leaves, tree = jax.tree.flatten(shapes)
+    return jax.tree.unflatten(tree, _empty(tuple(leaves))())
+
+
+@functools.cache
+def _empty(shapes: tuple[jax.ShapeDtypeStruct, ...]) -> Callable[[], list]:
+    """Compiled once for all engines of these sizes."""
+    return jax.jit(
+        lambda: [jnp.zeros(shape.shape, shape.dtype) for shape in shapes],
+        out_shardings=[shape.sharding for shape in shapes],
     )
-    return make()
 
 
 def empty_pages(model: LoadedModel, num_pages: int) -> Activation[Array, "L N 2 K P C"]:
@@ -216,6 +225,7 @@ class ProgramCache:
         num_slots: int,
         window_len: int,
         candidates: Candidates = keep_candidates,
+        others: "ProgramCache | None" = None,
     ):
         """Compile nothing yet.
 
@@ -225,6 +235,8 @@ class ProgramCache:
             num_slots: Slots over all replicas.
             window_len: Tokens of a verified window.
             candidates: Replaces drafts, for tests of disagreement; traced into the decode step.
+            others: Programs of this model and these sizes with other candidates: their prefills,
+                which make no drafts, are used here too.
         """
         self.num_pages, self.num_slots, self.window_len = num_pages, num_slots, window_len
         self._model = model
@@ -233,7 +245,9 @@ class ProgramCache:
         self._slots = slots_shape(model, num_slots, window_len)
         self._sampling = sampling_shape(model, num_slots)
         self._candidates = candidates
+        self._others = others
         self._programs: dict[ProgramKey, Callable] = {}
+        self._compiling: defaultdict[ProgramKey, threading.Lock] = defaultdict(threading.Lock)
         self.checked: set[ProgramKey] = set()
 
     def __contains__(self, key: ProgramKey) -> bool:
@@ -241,14 +255,24 @@ class ProgramCache:
         return key in self._programs
 
     def __iter__(self) -> Iterator[ProgramKey]:
-        """The programs that are compiled."""
-        return iter(self._programs)
+        """The programs that are compiled now."""
+        return iter(tuple(self._programs))
 
     def get(self, key: ProgramKey, params: dict) -> Callable:
-        """Return a program, compiled if need be for weights like `params`."""
+        """Return a program, compiled if need be for weights like `params`.
+
+        Several threads may ask: one compiles, and the others wait for it.
+        """
         if key not in self._programs:
-            self._programs[key] = self._compile(key, params)
+            with self._compiling[key]:
+                if key not in self._programs:
+                    self._programs[key] = self._make(key, params)
         return self._programs[key]
+
+    def _make(self, key: ProgramKey, params: dict) -> Callable:
+        if self._others is not None and key.kind == "prefill":
+            return self._others.get(key, params)
+        return self._compile(key, params)
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -133,8 +133,9 @@ def expert_share(num_rows: int) -> aot.Program:
 
     def run(x, ids, w_gate_up, w_down, first_expert):
         return expert_mlp(
-            x, ids, w_gate_up, w_down, first_expert=first_expert, backend=Backend.SM90
-        )
+            x, ids, w_gate_up, w_down,
+            first_expert=first_expert, num_ranks=4, backend=Backend.SM90,
+        )  # fmt: skip
 
     return aot.compile_program(
         run,
@@ -483,6 +484,7 @@ PROGRAMS = {
     "mixtral_decode_many": lambda: mixtral_step("decode", rows=64, table_len=10),
     "mixtral_prefill": lambda: mixtral_step("prefill", rows=1, length=512, table_len=64),
     "mixtral_mesh": lambda: mixtral_step("decode", rows=8, table_len=10, tp=2),
+    "mixtral_mesh_many": lambda: mixtral_step("decode", rows=64, table_len=10, tp=2),
     "mixtral_mesh_prefill": lambda: mixtral_step("prefill", rows=1, length=512, table_len=64, tp=2),
     "pressed_mesh_decode": lambda: pressed("decode", rows=8, table_len=34, tp=4),
     "pressed_mesh_many": lambda: pressed("decode", rows=256, table_len=10, dp=2, tp=2),

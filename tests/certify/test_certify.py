@@ -5,7 +5,7 @@ import json
 import os
 import subprocess
 import sys
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import jax
@@ -14,11 +14,13 @@ import pytest
 
 import detjax.serving.sampling as sampling
 from detjax.certify.__main__ import main
+from detjax.certify.ahead import working_ahead
 from detjax.certify.asks import forced, make_requests
 from detjax.certify.cases import answer_cases, program_cases
 from detjax.certify.certificate import CLAIMS, Certificate, Outcome, compare
-from detjax.certify.coverage import TESTED, THIS, coverage_map
+from detjax.certify.coverage import TESTED, THIS, coverage_map, refusals
 from detjax.certify.page import render
+from detjax.certify.restart import new_process
 from detjax.certify.subject import Subject, order_probe
 from detjax.models.loading import LoadedModel
 from detjax.models.registry import FAMILIES
@@ -91,7 +93,7 @@ def test_requests_lie_around_boundaries_and_every_round_has_others():
 
 
 def test_the_map_names_what_is_refused_and_what_was_not_run():
-    rows = coverage_map(model(), modes={"invariant"}, is_proven=True)
+    rows = coverage_map(model(), refusals(model()), modes={"invariant"}, is_proven=True)
     state = {row[:4]: row[4] for row in rows}
     assert state[THIS, "bfloat16", "portable", "invariant"] == "proven here"
     assert state[THIS, "bfloat16", "portable", "dvr"] == "not covered by this run"
@@ -114,6 +116,50 @@ def test_every_test_that_the_map_cites_is_there():
 
 def test_the_probe_depends_on_order():
     assert "change when they are added backwards" in order_probe(model())
+
+
+ANSWERS = "[[[5, 7]], [[6, 8], [9, 10]]]"
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_a_new_process_is_waited_for_where_it_takes_memory(monkeypatch, tmp_path, platform):
+    """On a GPU it has ended before this one begins; on a CPU it may go on until it is told to."""
+    script, told = tmp_path / "process", tmp_path / "told"
+    until_told = f"while [ ! -e {told} ]; do sleep 0.01; done"
+    wait = until_told if platform == "cpu" else "sleep 0.2"
+    script.write_text(f"#!/bin/sh\necho {platform}\n{wait}\necho '{ANSWERS}'\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    with new_process([]) as started:
+        started.wait_for_memory()
+        assert (started.process.poll() is None) is (platform == "cpu")
+        told.touch()
+        want = [((5, 7),), ((6, 8), (9, 10))]
+        assert started.answers() == started.answers() == want
+
+
+def test_a_new_process_that_fails_says_why_and_one_that_is_not_wanted_ends(monkeypatch, tmp_path):
+    script = tmp_path / "process"
+    script.write_text("#!/bin/sh\necho 'no such model' >&2\nexit 2\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    with new_process([]) as started, pytest.raises(ValueError, match=r"\(2\): no such model"):
+        started.wait_for_memory()
+    script.write_text("#!/bin/sh\necho cpu\nexec sleep 600\n")
+    with new_process([]) as started:
+        started.wait_for_memory()
+    assert started.process.poll() is not None
+
+
+def test_jobs_run_ahead_in_their_order_and_an_error_is_told():
+    done = []
+    with working_ahead() as ahead:
+        first = ahead.begin(*(partial(done.append, i) for i in range(8)))
+        ahead.wait()
+        assert sorted(done) == list(range(8)) and all(f.done() for f in first)
+        ahead.begin(partial(done.index, 9))
+        with pytest.raises(ValueError, match="9 is not in list"):
+            ahead.wait()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 """The sm90 mixture of experts: bits on a Hopper GPU, logic interpreted, lowering everywhere."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,10 @@ import pytest
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from detjax.models import layers
+from detjax.models.abstract import why_unsupported
+from detjax.numerics import NumericsProfile
+from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.linear import sm90 as sm90_linear
 from detjax.pallas_kernels.linear.tiles import SMEM_BYTES
 from detjax.pallas_kernels.moe import portable, sm90
@@ -29,6 +34,7 @@ from detjax.testing.bitwise import (
     count_different_bits,
 )
 from detjax.testing.cases import quick_and_slow
+from detjax.testing.dummies import dummy_config
 
 BF16, I32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.int32)
 EPS = 1e-6
@@ -106,9 +112,9 @@ VARIANTS = {
 }
 
 
-def chosen(shape: MoeShape, num_rows: int, num_local: int | None = None) -> MlpTiles:
+def chosen(shape: MoeShape, num_rows: int) -> MlpTiles:
     return choose_tiles(
-        num_rows=num_rows, top_k=shape.top_k, num_local=num_local or shape.num_experts,
+        num_rows=num_rows, top_k=shape.top_k, num_experts=shape.num_experts,
         width=shape.width, hidden=shape.hidden_size,
     )  # fmt: skip
 
@@ -150,18 +156,52 @@ def test_every_variant_lowers(name):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: s.name)
 def test_chosen_tiles_fit(shape):
-    """Every choice divides the matrices and leaves two stages or more, whatever M and the mesh."""
-    for num_local in {shape.num_experts, shape.num_experts // 4}:
-        for num_rows in (*range(1, 300), 512, 1000, 4000, 8192):
-            tiles = chosen(shape, num_rows, num_local)
-            for part, length, num_out in (
-                (tiles.gate_up, shape.hidden_size, shape.width),
-                (tiles.down, shape.width, shape.hidden_size),
-            ):
-                assert part.stages >= 3
-                assert part.stages * part.stage_bytes + part.staged_bytes < SMEM_BYTES
-                assert length % part.k == 0 == num_out % part.out_cols
-            assert tiles.gate_up.tile_rows == tiles.down.tile_rows
+    """Every choice divides the matrices and leaves two stages or more, whatever M."""
+    for num_rows in (*range(1, 300), 512, 1000, 4000, 8192):
+        tiles = chosen(shape, num_rows)
+        for part, length, num_out in (
+            (tiles.gate_up, shape.hidden_size, shape.width),
+            (tiles.down, shape.width, shape.hidden_size),
+        ):
+            assert part.stages >= 3
+            assert part.stages * part.stage_bytes + part.staged_bytes < SMEM_BYTES
+            assert length % part.k == 0 == num_out % part.out_cols
+        assert tiles.gate_up.tile_rows == tiles.down.tile_rows
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: s.name)
+def test_a_rank_cuts_its_experts_as_one_device_cuts_all(shape):
+    """A rank's experts get their share of the rows alone, though it is given all of them."""
+    num, width, hidden = shape.num_experts, shape.width, shape.hidden_size
+    others = []
+    for num_rows, num_ranks in itertools.product((1, 8, 64, 257, 1000), (2, 4)):
+        local = struct(num // num_ranks, 2 * width, hidden)
+        given = struct(num_rows, hidden), shape.top_k, local
+        assert sm90._tiles_for(*given, num_ranks) == chosen(shape, num_rows)
+        others.append(sm90._tiles_for(*given) != chosen(shape, num_rows))
+    assert any(others)  # the number of ranks decides it
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_a_layer_says_how_many_ranks_share_its_experts(monkeypatch, tp):
+    """Eight experts, so that the router is padded: routing is told their number too."""
+    config = dummy_config(
+        hidden_size=1024, intermediate_size=1024, num_heads=8, num_kv_heads=8, head_dim=128,
+        vocab_size=1024, experts=(8, 2), expert_width=128,
+    )  # fmt: skip
+    told = {"num_ranks": set(), "num_experts": set()}
+
+    def spy(function, name):
+        def called(*operands, **options):
+            told[name].add(options[name])
+            return function(*operands, **options)
+
+        monkeypatch.setattr(layers, function.__name__, called)
+
+    spy(layers.expert_mlp, "num_ranks")
+    spy(layers.route, "num_experts")
+    assert why_unsupported(config, NumericsProfile(), Backend.SM90, tp) is None
+    assert told == {"num_ranks": {tp}, "num_experts": {8}}
 
 
 def test_refusals_name_the_value():
@@ -417,7 +457,9 @@ def test_ranks_have_the_rows_of_their_experts_and_zeros(num_rows, num_ranks):
     for rank in range(num_ranks):
         first = rank * num_local
         local = [w[first : first + num_local] for w in weights(QWEN)]
-        y = sm90.expert_mlp(x, jnp.asarray(ids), *local, first_expert=jnp.int32(first))
+        y = sm90.expert_mlp(
+            x, jnp.asarray(ids), *local, first_expert=jnp.int32(first), num_ranks=num_ranks
+        )
         is_local = (ids >= first) & (ids < first + num_local)
         zeros = jnp.zeros((), BF16)
         assert_bitwise_equal(

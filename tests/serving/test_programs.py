@@ -3,6 +3,9 @@
 
 import dataclasses
 import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import jax
 import numpy as np
@@ -118,6 +121,29 @@ def test_scores_of_a_prompt_take_no_arithmetic_outside_kernels():
         key = dataclasses.replace(engine_key("prefill"), length=length, num_prompt_top=4)
         operands = programs.operands(key, model.params)
         assert float_arithmetic_outside_kernels(programs.function(key), *operands) == []
+
+
+def test_a_program_is_compiled_once_whoever_asks_and_prefills_may_be_others(monkeypatch):
+    """By threads at the same time; and programs of other candidates share what makes no draft."""
+    compiled, model = [], dummy_model(dummy_config())
+
+    def compile_slowly(self, key, params):
+        compiled.append((self, key))
+        time.sleep(0.05)
+        return partial(str)
+
+    monkeypatch.setattr(ProgramCache, "_compile", compile_slowly)
+    sizes = {"num_pages": 7, "num_slots": 3, "window_len": 4}
+    own = ProgramCache(model, **sizes)
+    drafted = ProgramCache(model, **sizes, others=own)
+    keys = [engine_key(kind) for kind in ("prefill", "decode", "verify")]
+    with ThreadPoolExecutor(max_workers=12) as pool:
+        asked = [(its, key) for its in (drafted, own) * 2 for key in keys]
+        got = list(pool.map(lambda ask: ask[0].get(ask[1], model.params), asked))
+    assert got[:6] == got[6:]
+    assert got[0] is got[3] and got[1] is not got[4] and got[2] is not got[5]
+    assert len(compiled) == len(set(compiled)) == 5 and (drafted, keys[0]) not in compiled
+    assert keys[0] in drafted and set(own) == set(drafted) == set(keys)
 
 
 def test_the_verify_step_does_not_copy_the_cache():

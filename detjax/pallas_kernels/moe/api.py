@@ -67,6 +67,7 @@ def expert_mlp(
     w_down: Activation[Array, "u D F"],
     *,
     first_expert: Int32[Array, ""] | int,
+    num_ranks: int = 1,
     backend: Backend,
 ) -> Activation[Array, "M Q D"]:
     """Run each row through those of its experts that are here.
@@ -80,13 +81,15 @@ def expert_mlp(
         w_gate_up: Of each expert here: rows of gate, then of up, (out, in); E = 2 F.
         w_down: Of each expert here, (out, in).
         first_expert: Id of the first expert here.
+        num_ranks: That share the experts alike: an expert gets M Q / (u num_ranks) rows on average,
+            which decides how the work is cut, and no bit.
         backend: Which implementation runs.
 
     Returns:
         Rounded rows; all bits zero where the expert is on another rank.
 
     Raises:
-        ValueError: If the shapes do not agree.
+        ValueError: If the shapes do not agree, or `num_ranks` is below 1.
 
     Numerics:
         The bits of `linear_swiglu`, then of `linear` rounded to the dtype of `x`: one leaf, K in
@@ -102,7 +105,11 @@ def expert_mlp(
         )
     if num_gate_up % 2:
         raise ValueError(f"{w_gate_up.shape=} must have as many rows of up as of gate")
-    return KERNELS[backend].expert_mlp(x, expert_ids, w_gate_up, w_down, first_expert=first_expert)
+    if num_ranks < 1:
+        raise ValueError(f"{num_ranks=} must be at least 1")
+    return KERNELS[backend].expert_mlp(
+        x, expert_ids, w_gate_up, w_down, first_expert=first_expert, num_ranks=num_ranks
+    )
 
 
 def combine_experts_add_rms_norm(

@@ -147,9 +147,9 @@ def _grouped_linear(x, w, owners, num_tiles, *, name: str) -> jax.Array:
     return out[:, :num_cols]
 
 
-@jax.jit
-def expert_mlp(x, expert_ids, w_gate_up, w_down, *, first_expert) -> jax.Array:
-    """See `api.expert_mlp`."""
+@partial(jax.jit, static_argnames="num_ranks")
+def expert_mlp(x, expert_ids, w_gate_up, w_down, *, first_expert, num_ranks: int = 1) -> jax.Array:
+    """See `api.expert_mlp`. Tiles are of one size, for any number of ranks."""
     num_rows, top_k = expert_ids.shape
     rows, owners, num_tiles, most = _tiles(expert_ids, first_expert, w_gate_up.shape[0])
     sources = jnp.full(most * ROWS, num_rows, jnp.int32)

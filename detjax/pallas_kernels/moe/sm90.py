@@ -75,20 +75,21 @@ def expert_rows(
     return out, None if tiles.by_slot else places
 
 
-def _tiles_for(x, top_k: int, w_gate_up) -> MlpTiles:
+def _tiles_for(x, top_k: int, w_gate_up, num_ranks: int = 1) -> MlpTiles:
     return choose_tiles(
         num_rows=x.shape[0],
         top_k=top_k,
-        num_local=w_gate_up.shape[0],
+        num_experts=w_gate_up.shape[0] * num_ranks,
         width=w_gate_up.shape[1] // 2,
         hidden=x.shape[1],
     )
 
 
-@functools.partial(jax.jit, static_argnames=("tiles", "interpret"))
+@functools.partial(jax.jit, static_argnames=("num_ranks", "tiles", "interpret"))
 def expert_mlp(
-    x, expert_ids, w_gate_up, w_down, *, first_expert, tiles: MlpTiles | None = None, interpret=None
-) -> jax.Array:
+    x, expert_ids, w_gate_up, w_down, *,
+    first_expert, num_ranks: int = 1, tiles: MlpTiles | None = None, interpret=None,
+) -> jax.Array:  # fmt: skip
     """See `api.expert_mlp`.
 
     Args:
@@ -97,6 +98,7 @@ def expert_mlp(
         w_gate_up: Gates and ups of each expert here.
         w_down: The second matrix of each.
         first_expert: Id of the first of them.
+        num_ranks: That share the experts.
         tiles: Overrides the choice by M, for tests and benchmarks; changes no bit.
         interpret: How to interpret the kernels, if so.
 
@@ -110,7 +112,7 @@ def expert_mlp(
         bits of `linear_swiglu` and `linear`.
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
     """
-    tiles = tiles or _tiles_for(x, expert_ids.shape[1], w_gate_up)
+    tiles = tiles or _tiles_for(x, expert_ids.shape[1], w_gate_up, num_ranks)
     y, places = expert_rows(
         x, expert_ids, w_gate_up, w_down,
         first_expert=first_expert, tiles=tiles, interpret=interpret,

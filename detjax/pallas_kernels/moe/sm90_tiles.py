@@ -74,8 +74,13 @@ def _tall(width: int, num_out: int, *, is_gated: bool) -> GroupedTiles:
     )
 
 
-def choose_tiles(*, num_rows: int, top_k: int, num_local: int, width: int, hidden: int) -> MlpTiles:
+def choose_tiles(
+    *, num_rows: int, top_k: int, num_experts: int, width: int, hidden: int
+) -> MlpTiles:
     """Tiles for `num_rows` rows of `hidden` channels and experts `width` wide.
+
+    `num_experts` are those of all ranks: the rows are spread over all of them, so a rank cuts its
+    own as one device cuts all.
 
     Raises:
         NotImplementedError: If widths are no multiples of 64.
@@ -86,7 +91,7 @@ def choose_tiles(*, num_rows: int, top_k: int, num_local: int, width: int, hidde
             "use portable"
         )
     num_slots = num_rows * top_k
-    each = num_slots / num_local
+    each = num_slots / num_experts
     is_few = num_rows <= MAX_FEW_ROWS and num_slots <= MAX_FEW_SLOTS
     if not is_few and each > MAX_FLAT_ROWS:
         return MlpTiles(

@@ -4,13 +4,16 @@
 Integers alone: no bit of any answer comes from here.
 """
 
+import functools
+import math
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from detjax.array_types import Activation, Array, Int32, UInt32
@@ -18,6 +21,9 @@ from detjax.models.loading import LoadedModel
 from detjax.parallel.distributed import gather_replicas
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
 from detjax.serving.programs import PAGES_SPEC, pages_shape
+
+PIECE = 8
+"""Pages of a replica that a launch reads: how many are wanted is not known when it is compiled."""
 
 
 def _mix(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
@@ -42,8 +48,13 @@ def filled_pages(model: LoadedModel, num_pages: int) -> Activation[Array, "L N 2
     Magnitudes are from 0.5 to 1 for keys and from 2 to 4 for values, with random signs. What nobody
     has written meets no answer, so nothing depends on them.
     """
-    shape = pages_shape(model, num_pages)
-    return jax.jit(partial(_random_pages, shape.shape, shape.dtype), out_shardings=shape.sharding)()
+    return _filler(pages_shape(model, num_pages))()
+
+
+@functools.cache
+def _filler(shape: jax.ShapeDtypeStruct) -> Callable[[], jax.Array]:
+    """Compiled once for all engines of these sizes."""
+    return jax.jit(partial(_random_pages, shape.shape, shape.dtype), out_shardings=shape.sharding)
 
 
 def _random_pages(shape: tuple[int, ...], dtype) -> Activation[Array, "L N 2 K P C"]:
@@ -59,22 +70,40 @@ def _random_pages(shape: tuple[int, ...], dtype) -> Activation[Array, "L N 2 K P
 
 def checksums(
     mesh: Mesh, cache: Activation[Array, "L N 2 K P C"], pages: np.ndarray
-) -> UInt32[np.ndarray, " B"]:
+) -> list[UInt32[Array, " B"]]:
     """A number for the content of each page, over all layers, heads and ranks.
 
     Args:
         mesh: Of the model.
         cache: Of the engine; only read.
-        pages: int32 [B], of all replicas, each as its replica counts them.
+        pages: int32 [dp, n], each as its replica counts them.
+
+    Returns:
+        Of `PIECE` pages of every replica at a time; `join_checksums` makes [dp, n] of them. The
+        device may still be at it.
 
     Numerics:
         A sum of uint32 modulo 2**32: it has no order.
     """
-    return np.asarray(_checksums(cache, pages, mesh=mesh))
+    program = checksum_program(mesh, cache.shape, cache.dtype)
+    count = -(-pages.shape[1] // PIECE) * PIECE
+    padded = np.pad(pages, ((0, 0), (0, count - pages.shape[1])), mode="edge")
+    pieces = (padded[:, first : first + PIECE] for first in range(0, count, PIECE))
+    return [program(cache, piece.reshape(-1)) for piece in pieces]
 
 
-@partial(jax.jit, static_argnames="mesh")
-def _checksums(cache, pages, *, mesh: Mesh):
+def join_checksums(
+    pieces: Sequence[UInt32[Array, " B"]], shape: tuple[int, ...]
+) -> UInt32[np.ndarray, "R ..."]:
+    """What `checksums` has given, for pages of this shape; waits for the device."""
+    joined = np.concatenate([np.asarray(x).reshape(shape[0], PIECE) for x in pieces], axis=1)
+    return joined[:, : math.prod(shape[1:])].reshape(shape)
+
+
+@functools.cache
+def checksum_program(mesh: Mesh, shape: tuple[int, ...], dtype) -> Callable[..., jax.Array]:
+    """The program of `checksums` for a cache of this shape over all devices, compiled here once."""
+
     def local(cache, pages: Int32[Array, " b"]):
         held = cache[:, pages]
         width = 8 * held.dtype.itemsize
@@ -87,6 +116,9 @@ def _checksums(cache, pages, *, mesh: Mesh):
         return gather_replicas(_mix(ranks).sum(axis=0, dtype=jnp.uint32))
 
     specs = PAGES_SPEC, P(DP_AXIS)
-    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)(
-        cache, pages
-    )
+    function = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
+    of_cache, of_pages = (NamedSharding(mesh, spec) for spec in specs)
+    cache = jax.ShapeDtypeStruct(shape, dtype, sharding=of_cache)
+    num_read = mesh.shape[DP_AXIS] * PIECE
+    pages = jax.ShapeDtypeStruct((num_read,), jnp.int32, sharding=of_pages)
+    return jax.jit(function).lower(cache, pages).compile()
