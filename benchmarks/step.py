@@ -266,6 +266,24 @@ class Runner:
         return min(times)
 
 
+COPIED_BYTES = 2 << 30
+"""Of an array whose copy measures the GPU's memory."""
+
+
+def copy_bytes_per_s() -> float:
+    """Bytes read and written a second while a large array is copied: the most of seven runs."""
+    x = jnp.zeros(COPIED_BYTES // 4, jnp.uint32)
+    copy = jax.jit(lambda x: x + jnp.uint32(1), donate_argnums=0)
+    x, times = jax.block_until_ready(copy(x)), []
+    for _ in range(7):
+        begin = time.perf_counter()
+        for _ in range(10):
+            x = copy(x)
+        jax.block_until_ready(x)
+        times.append((time.perf_counter() - begin) / 10)
+    return 2 * COPIED_BYTES / min(times)
+
+
 def split_weights(tree) -> tuple[list[jax.Array], list[jax.Array]]:
     """Weights that every row reads, and those of experts."""
     shared, experts = [], []
@@ -453,6 +471,8 @@ def main() -> None:
     cases += [prefill_case(n) for n in args.prefill]
     if args.max_len:
         config = dataclasses.replace(config, max_position_embeddings=max(8192, args.max_len))
+    if backend is Backend.SM90:
+        rows.keep(subject="copy", bytes=2 * COPIED_BYTES, bytes_per_s=copy_bytes_per_s())
     runner = Runner(config, cases, backend, args.max_len)
     if "invariant" in impls:
         runner.compile_ahead(cases)
