@@ -94,7 +94,6 @@ def _run(args: argparse.Namespace, given: Sequence[str]) -> int:
     from detjax.certify.restart import new_process
     from detjax.certify.run import certify, print_answers
     from detjax.certify.table import line, make_map, make_table
-    from detjax.serving.heap import frozen_heap
 
     if args.answers:
         start_devices(args)
@@ -109,7 +108,7 @@ def _run(args: argparse.Namespace, given: Sequence[str]) -> int:
         with console.status("loading"):
             subject = open_subject(args, args.dp, args.tp)
         live = Live(make_table(certificate), console=console, auto_refresh=False)
-        with frozen_heap(), live:
+        with live:
             for outcome in certify(args, subject, certificate, restarted.answers):
                 if not console.is_terminal:
                     print(line(outcome), flush=True)

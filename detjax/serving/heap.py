@@ -19,12 +19,14 @@ def frozen_heap() -> Iterator[None]:
     """Let the collector leave alone what lives now, until the end; newer garbage is collected.
 
     Garbage in cycles that is there already stays until then. It may be nested, and used by several
-    threads: the last to leave thaws the heap.
+    threads: the first to come freezes, and the last to leave thaws the heap.
     """
     global _depth
     with _lock:
+        # WHY: not inside another, or an engine that is done within that would keep its cache.
+        if not _depth:
+            gc.freeze()
         _depth += 1
-        gc.freeze()
     try:
         yield
     finally:

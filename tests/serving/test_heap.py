@@ -47,6 +47,15 @@ def test_the_last_to_leave_thaws_it():
     assert gc.get_freeze_count() < 10_000
 
 
+def test_what_is_dropped_within_is_freed_though_another_came_and_left():
+    """As one engine after another in a server's process, each with a cache that fills the GPU."""
+    with frozen_heap():
+        held = [Cycle()]
+        with frozen_heap():
+            pass
+        assert is_freed(held.pop)
+
+
 @pytest.mark.slow
 def test_an_engine_generates_with_a_frozen_heap():
     engine = Engine(
