@@ -261,6 +261,8 @@ def mesh_cases(
 ) -> Iterator[Outcome]:
     """The answers of another mesh."""
     name = "dp {dp} x tp {tp}".format(**subject.model.mesh.shape)
+    if not subject.config.decode_batches:
+        name += f", decode steps of {subject.config.batch_size} rows"
     yield timed(
         "mesh-invariant",
         name,

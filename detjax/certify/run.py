@@ -135,6 +135,8 @@ def _first_round(
     if is_cpu:
         for dp, tp in other_meshes(subject, args):
             other = opened[dp, tp] = open_subject(args, dp, tp)
+            if not args.minutes:  # a program less to compile; the case says how many rows it has
+                other.config = dataclasses.replace(other.config, decode_batches=())
             ahead.begin(*other.likely_programs(requests, counts=of_all))
             if tp != args.tp:
                 ahead.begin(*other.likely_programs(requests, counts=[1], **fast(other)))

@@ -178,9 +178,13 @@ def _of_receipt(args: argparse.Namespace, b: Setting) -> "Divergence":
 
 def _of_evidence(args: argparse.Namespace) -> "Divergence":
     """What a self-check has found."""
+    import jax
+
     from detjax.diverge.evidence import Evidence, question_of
     from detjax.llm import find_model
     from detjax.models.hf_config import load_config
+    from detjax.numerics import Build
+    from detjax.pallas_kernels.backend import Backend
 
     with bad_input(f"--evidence {args.evidence}: "):
         evidence = Evidence.read(Path(args.evidence).expanduser())
@@ -197,7 +201,10 @@ def _of_evidence(args: argparse.Namespace) -> "Divergence":
         for setting in (question.a, question.b)
     )
     args.prompt = question.prompt
-    return _find(args, a, b, question.sampling, profile=evidence.profile)
+    found = _find(args, a, b, question.sampling, profile=evidence.profile)
+    devices = jax.devices(Backend(evidence.backend).platform)
+    notes = evidence.notes(Build.current(evidence.backend, devices[0]), is_found=found.is_found)
+    return dataclasses.replace(found, notes=(*found.notes, *notes))
 
 
 def _line(path: str, number: int | None) -> str:

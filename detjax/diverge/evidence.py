@@ -14,7 +14,7 @@ from detjax.diverge.find import find_divergence
 from detjax.diverge.runs import ModelSource
 from detjax.diverge.setting import Answer, Setting
 from detjax.models.loading import LoadedModel
-from detjax.numerics import NumericsProfile
+from detjax.numerics import Build, NumericsProfile
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
 from detjax.proof.receipt import Receipt
 from detjax.serving.request import SamplingParams
@@ -141,14 +141,23 @@ class Evidence:
         mesh: (dp, tp) of the engine.
         profile: Of the model.
         folder: Of the model; empty if its weights were random.
-        backend: That ran.
+        build: That ran: field names of `Build`, and what they were there.
+        time: When it was kept, UTC.
+        cause: What the engine's own search found; empty where there was none.
     """
 
     difference: Difference
     mesh: tuple[int, int]
     profile: NumericsProfile
     folder: str
-    backend: str
+    build: dict[str, str]
+    time: str
+    cause: tuple[str, ...]
+
+    @property
+    def backend(self) -> str:
+        """That ran."""
+        return self.build["backend"]
 
     @classmethod
     def read(cls, path: Path) -> "Evidence":
@@ -171,7 +180,36 @@ class Evidence:
                 mesh=(found["mesh"][DP_AXIS], found["mesh"][TP_AXIS]),
                 profile=NumericsProfile(**found["profile"]),
                 folder="" if found["folder"] == "None" else found["folder"],
-                backend=found["build"]["backend"],
+                build={name: str(value) for name, value in found["build"].items()},
+                time=found["time"],
+                cause=tuple(found.get("cause", ())),
             )
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
+        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(f"it is no evidence of a self-check: {error!r}") from error
+
+    def notes(self, build: Build, *, is_found: bool) -> tuple[str, ...]:
+        """What must be known to read a comparison of its settings.
+
+        Args:
+            build: That has compared them.
+            is_found: Whether a bit differed.
+        """
+        notes = [f"the self-check said at {self.time}: {self.difference}"]
+        if self.cause:
+            notes.append("the engine then found:\n  " + "\n  ".join(self.cause))
+        here = {name: str(value) for name, value in dataclasses.asdict(build).items()}
+        others = [
+            f"{name} was {self.build.get(name, 'unknown')} and is {value}"
+            for name, value in here.items()
+            if self.build.get(name) != value
+        ]
+        if others:
+            notes.append(f"that was another build, which need not have this one's bits: "
+                         f"{'; '.join(others)}")  # fmt: skip
+        if not is_found:
+            what = "" if self.difference.row < 0 else ", and other tokens came before the probe"
+            notes.append(
+                "so the difference did not come again. The fault may be of that machine or that "
+                f"process, or come and go{what}: run this where the engine ran, and more than once"
+            )
+        return tuple(notes)

@@ -9,12 +9,17 @@ import pytest
 import detjax
 from detjax.diverge.__main__ import main
 from detjax.diverge.evidence import Evidence, answer_of_receipt, explain, question_of
-from detjax.numerics import NumericsProfile
+from detjax.numerics import Build, NumericsProfile
+from detjax.serving.errors import SelfCheckError
 from detjax.serving.request import SamplingParams
-from detjax.serving.self_check.evidence import Difference, add_cause
+from detjax.serving.self_check.evidence import FOLDER_VARIABLE, Difference, add_cause
+from detjax.testing.faults import FAULTS
 from tests.proof.test_receipt import make_receipt
 
 PROFILE = NumericsProfile()
+BUILD = Build(
+    detjax="0.1", source="ab", jax="0.11", jaxlib="0.11", backend="portable", arch="x", compiler="y"
+)
 SAMPLING = SamplingParams(temperature=0.8, seed=7, noise_stream=2, stop=("x",), n=4)
 
 
@@ -68,7 +73,8 @@ def test_what_is_no_program_is_said():
 def evidence(path, **changes) -> None:
     found = {
         "difference": dataclasses.asdict(difference()), "mesh": {"dp": 1, "tp": 2},
-        "profile": dataclasses.asdict(PROFILE), "folder": "None", "build": {"backend": "portable"},
+        "profile": dataclasses.asdict(PROFILE), "folder": "None", "time": "2026-11-23T05:35:31Z",
+        "build": dataclasses.asdict(BUILD),
     }  # fmt: skip
     path.write_text(json.dumps(found | changes))
 
@@ -81,11 +87,30 @@ def test_evidence_is_read_as_it_was_kept(tmp_path, capsys):
     found = Evidence.read(path)
     assert found.difference == difference()
     assert (found.mesh, found.profile, found.folder) == ((1, 2), PROFILE, "")
+    assert (found.backend, found.cause) == ("portable", ("first", "second"))
     assert main(["--evidence", str(path)]) == 2
     assert "its weights were random" in capsys.readouterr().err
     path.write_text("{}")
     with pytest.raises(ValueError, match="no evidence of a self-check"):
         Evidence.read(path)
+
+
+def test_what_evidence_says_is_said_beside_what_was_found(tmp_path):
+    """The difference and its cause; another build; and what it means that nothing was found."""
+    path = tmp_path / "kept.json"
+    evidence(path)
+    said, again = Evidence.read(path).notes(BUILD, is_found=False)
+    assert "at 2026-11-23T05:35:31Z: decode invariant 8x1" in said and "00000002 by prefill" in said
+    assert "did not come again" in again and "other tokens came before the probe" in again
+    assert Evidence.read(path).notes(BUILD, is_found=True) == (said,)
+    answer = dataclasses.asdict(difference(program="answer", row=-1))
+    evidence(path, difference=answer, cause=["first operation that differs: x", "  what y"])
+    *_, cause, again = Evidence.read(path).notes(BUILD, is_found=False)
+    assert cause.endswith("found:\n  first operation that differs: x\n    what y")
+    assert "other tokens" not in again
+    other = dataclasses.replace(BUILD, jax="0.0")
+    (build,) = [note for note in Evidence.read(path).notes(other, is_found=True) if "jax" in note]
+    assert "jax was 0.11 and is 0.0" in build and "arch" not in build
 
 
 def test_a_receipt_is_an_answer_whichever_of_its_sequences_it_is():
@@ -97,6 +122,30 @@ def test_a_receipt_is_an_answer_whichever_of_its_sequences_it_is():
     formed = dataclasses.replace(receipt, request=receipt.request | {"sampling": grammar})
     with pytest.raises(ValueError, match="structured_output"):
         answer_of_receipt(formed)
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.control
+def test_what_an_engine_has_kept_leads_to_the_operation_and_without_the_fault_to_none(
+    monkeypatch, tmp_path, capsys
+):
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    with monkeypatch.context() as planted:
+        FAULTS["a wrong row of the rope table"](planted.setattr)
+        llm = detjax.LLM(batch_size=2, max_len=128, show_progress=False)
+        with pytest.raises(SelfCheckError) as ended:
+            llm.generate(["The old house"], detjax.SamplingParams(max_tokens=2))
+        (file,) = tmp_path.iterdir()
+        assert f"python -m detjax.diverge --evidence {file} names" in str(ended.value)
+        argv = ["--evidence", str(file), "--cache-dir", "none"]
+        assert main(argv) == 3
+    said = capsys.readouterr().out
+    assert "first operation that differs: position 126, cos" in said
+    assert "note: the self-check said at " in said and "note: so the" not in said
+    assert main(argv) == 0
+    said = capsys.readouterr().out
+    assert "are equal, bit for bit" in said and "note: so the difference did not come again" in said
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether an engine may still say that its answers are canonical."""
 
+import shlex
 from collections.abc import Callable, Sequence
 
 from detjax.models.loading import LoadedModel
@@ -56,7 +57,8 @@ class Claim:
             named = [line for line in self.cause.splitlines() if line.startswith(FIRST_OPERATION)]
             kept = f"; {named[0]}{kept}" if named else kept
         elif self.evidence:
-            kept += ", of which python -m detjax.diverge --evidence FILE names the operation"
+            command = f"python -m detjax.diverge --evidence {shlex.quote(self.evidence)}"
+            kept += f", of which {command} names the operation"
         return (
             f"a self-check has found different bits on this machine: {self.difference}{kept}. No "
             "deterministic answer is made any more; start again with self_check='off' to go on "
