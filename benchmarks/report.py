@@ -28,7 +28,17 @@ from benchmarks import (
     report_training,
     report_vllm,
 )
-from benchmarks.report_rows import FIRST_GPU, GPUS, listed, rows, step_of, table, told
+from benchmarks.common import COPY_BYTES_PER_S
+from benchmarks.report_rows import (
+    FIRST_GPU,
+    GPUS,
+    latest,
+    listed,
+    rows,
+    step_of,
+    table,
+    told,
+)
 
 ROOT = Path(__file__).parents[1]
 FIGURES = ROOT / "docs" / "figures"
@@ -159,9 +169,35 @@ def other_gpus_lines() -> list[str]:
         lines += ["", f"**{name}.** {card(found[0])}"]
         if step_times(gpu):
             lines += ["", *step_table(gpu)]
+        if shares := copy_shares(gpu):
+            lines += ["", shares]
         if bullets:
             lines += ["", *bullets]
     return lines
+
+
+def copy_shares(gpu: str) -> str:
+    """Decode against the GPU's own copy bandwidth, if that was measured in the same run."""
+    copies = rows("step", "copy", gpu)
+    if not copies:
+        return ""
+    own = copies[-1]["bytes_per_s"]
+    steps = latest(
+        (
+            row
+            for row in rows("step", "step", gpu)
+            if row["impl"] == "invariant" and "floor_ms" in row
+        ),
+        "case",
+    ).values()
+    batches = listed([str(row["batch"]) for row in steps])
+    shares = listed(
+        [f"{row['floor_ms'] * COPY_BYTES_PER_S / own / row['ms_p50']:.2f}" for row in steps]
+    )
+    return (
+        f"A copy moves {own / 1e12:.2f} TB/s there, in the same run. Decode at batch {batches} takes "
+        f"its bytes at {shares} of that."
+    )
 
 
 def headline_section() -> list[str]:
