@@ -195,8 +195,8 @@ def copy_shares(gpu: str) -> str:
         [f"{row['floor_ms'] * COPY_BYTES_PER_S / own / row['ms_p50']:.2f}" for row in steps]
     )
     return (
-        f"A copy moves {own / 1e12:.2f} TB/s there, in the same run. Decode at batch {batches} takes "
-        f"its bytes at {shares} of that."
+        f"A copy moves {own / 1e12:.2f} TB/s there, in the same run. Decode at batch {batches} "
+        f"takes its bytes at {shares} of that."
     )
 
 
