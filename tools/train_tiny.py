@@ -959,6 +959,17 @@ def one_line(match: re.Match) -> str:
     return "{" + re.sub(r"\n *", " ", match[1]) + "}"
 
 
+def steering(facts: dict) -> str:
+    """How the share of sums followed what the model could do."""
+    target = facts["sum_target"]
+    if target >= 1.1:  # no accuracy is above what asks for the whole share
+        return "throughout"
+    return (
+        f"while under {target - 0.1:.0%} of a control set of unseen\nadditions were right, with "
+        f"none over {target + 0.1:.0%}, and linearly in between"
+    )
+
+
 def model_card(config: ModelConfig, facts: dict, report: Report, samples: list[str]) -> str:
     """Write the model card from what this run measured."""
     shown = "\n\n".join(f"```text\n{text.strip()[:320]}\n```" for text in samples)
@@ -1021,9 +1032,7 @@ over the novels, {facts["sum_share"]:.1%} sums |
 | time | {facts["seconds"]:.0f} s on one {facts["device"]}, evaluations included; matrix products \
 in {facts["dtype"]}, f32 weights |
 
-A row of sums was drawn with probability {facts["max_sum_share"]:.0%} while under \
-{facts["sum_target"] - 0.1:.0%} of a control set of unseen
-additions were right, with none over {facts["sum_target"] + 0.1:.0%}, and linearly in between; \
+A row of sums was drawn with probability {facts["max_sum_share"]:.0%} {steering(facts)}; \
 `training_log.json` holds the
 curves. `tools/train_tiny.py` of detjax wrote this folder, this page included.
 
