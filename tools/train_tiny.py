@@ -24,8 +24,8 @@ one that counts in steps too, so that it has long answers and gets some of them 
 minutes of wall time:
 
     python tools/train_tiny.py --corpus novels.txt.gz --size 130m --learning-rate 1e-3 \
-        --seconds 120 --batch-size 32 --dropout 0 --sum-lines 600000 --sum-share 0.5 \
-        --sum-target 1.1 --count-share 0.2 --out novels-130m
+        --seconds 120 --batch-size 16 --eval-every 100 --dropout 0 --sum-lines 600000 \
+        --sum-share 0.5 --sum-target 1.1 --count-share 0.2 --out novels-130m
 
 and a trial of a few minutes on a laptop, which learns next to nothing:
 
@@ -1173,6 +1173,7 @@ def main() -> None:
     newline_id = tokenizer.encode("\n").ids[-1]
     device_data = to_device(data, newline_id, config.max_position_embeddings)
     best, rows = train(forward, device_data, evaluate, args)
+    save_model(args.out, config, best, tokenizer)
 
     rounded = {k: v.astype(jnp.bfloat16).astype(jnp.float32) for k, v in best.items()}
     report = evaluate.report(rounded)
@@ -1183,7 +1184,6 @@ def main() -> None:
         for seed, prompt in enumerate(("It was", '"My dear', "CHAPTER I", "17+26="))
     ]
     facts = training_facts(args, data, evaluate, best, rows)
-    save_model(args.out, config, best, tokenizer)
     write_json(args.out / "training_log.json", {"facts": facts, "report": report, "rows": rows})
     card = model_card(config, facts, report, samples)
     (args.out / "README.md").write_text(card, encoding="utf-8")
