@@ -189,6 +189,23 @@ def findings(rows: Sequence[Row]) -> list[str]:
     return told
 
 
+def short(rows: Sequence[Row]) -> list[str]:
+    """How far each mode's score moves, in a sentence."""
+    told = []
+    for mode in MODES[::-1]:
+        parts = []
+        for dtype in dict.fromkeys(row["dtype"] for row in rows):
+            own = [row for row in rows if (row["mode"], row["dtype"]) == (mode, dtype)]
+            swing, of_set, _ = _swings(own)
+            parts.append(
+                f"in {dtype} by {swing:.1f} points over {len(own)} settings (a set of {SET} by "
+                f"{of_set:.1f} on average), {_num_changed(own)} of {own[0]['problems']} answers "
+                "in a bit"
+            )
+        told.append(f"{mode}: a score moves {'; '.join(parts)}")
+    return told
+
+
 def plot(figure, rows: Sequence[Row]) -> None:
     """Accuracy and changed answers over the settings, a line for each mode and dtype."""
     panels = figure.subplots(1, 2)
@@ -223,6 +240,7 @@ def result(rows: Sequence[Row], setting: str) -> Result:
         ),
         rows=rows,
         findings=findings(rows),
+        short=short(rows),
         plot=lambda figure: plot(figure, rows),
     )  # fmt: skip
 

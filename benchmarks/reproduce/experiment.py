@@ -51,6 +51,7 @@ class Result:
         rows: One for each line of the table.
         findings: Sentences that the rows say.
         plot: Draws them on a matplotlib figure.
+        short: The most telling in fewer words, for README's table; without any, `findings`.
     """
 
     title: str
@@ -59,6 +60,7 @@ class Result:
     rows: Sequence[Row]
     findings: Sequence[str]
     plot: Callable[[Any], None]
+    short: Sequence[str] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -333,6 +335,12 @@ def windows_since(engine: Engine, before: tuple[int, int] = (0, 0)) -> tuple[int
     """Windows verified and rolled back since then."""
     stats = engine.stats()
     return stats.num_windows - before[0], stats.num_rollbacks - before[1]
+
+
+def span_of(values: Sequence[float], form: str) -> str:
+    """The least and the largest value, or the one that there is."""
+    low, high = (format(f(values), form) for f in (min, max))
+    return low if low == high else f"{low} to {high}"
 
 
 def name_of(row: Row) -> str:

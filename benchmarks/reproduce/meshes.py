@@ -18,6 +18,7 @@ from benchmarks.reproduce.experiment import (
     digest_of,
     largest_divergence,
     prompts,
+    span_of,
 )
 from benchmarks.step import MODELS
 from detjax.models.loading import LoadedModel, random_model
@@ -166,6 +167,26 @@ def findings(rows: Sequence[Row]) -> list[str]:
     return told
 
 
+def short(rows: Sequence[Row]) -> list[str]:
+    """Both modes over all models and kinds of processor, in a sentence."""
+    models, gpus = (list(dict.fromkeys(row[name] for row in rows)) for name in ("model", "gpu"))
+    tps, batches = (
+        ", ".join(map(str, sorted({row[name] for row in rows}))) for name in ("tp", "batch")
+    )
+    told = []
+    for mode in MODES:
+        own = [row for row in rows if row["mode"] == mode]
+        unique = span_of([row["unique_outputs_mean"] for row in own], ".2f")
+        with_logprobs = span_of([row["unique_with_logprobs_mean"] for row in own], ".2f")
+        most = max(row["max_prob_divergence_mean"] for row in own)
+        told.append(
+            f"{mode}: {unique} unique outputs a prompt ({with_logprobs} with logprobs), divergence "
+            f"up to {short_number(most)}"
+        )
+    told[-1] += f" (tp {tps} x batch {batches}, {' and '.join(gpus)}, models: {len(models)})"
+    return told
+
+
 def plot(figure, rows: Sequence[Row]) -> None:
     """Unique outputs a prompt and the divergence, by model, processor and mode."""
     panels = figure.subplots(1, 2, sharey=True)
@@ -199,6 +220,7 @@ def result(rows: Sequence[Row], setting: str) -> Result:
         ),
         rows=rows,
         findings=findings(rows),
+        short=short(rows),
         plot=lambda figure: plot(figure, rows),
     )  # fmt: skip
 

@@ -148,6 +148,13 @@ def findings(rows: Sequence[Row]) -> list[str]:
     return told
 
 
+def short(rows: Sequence[Row]) -> list[str]:
+    """What the arms end with at the first learning rate that is there, in a sentence."""
+    rates = {row["learning_rate"] for row in rows}
+    rate = FIRST_RATE if FIRST_RATE in rates else min(rates)
+    return findings([row for row in rows if row["learning_rate"] == rate])
+
+
 def _mean_and_range(runs: Sequence[Row]) -> str:
     values = [run["held_out"] for run in runs]
     mean = f"{float(np.mean(values)):.3f}"
@@ -190,6 +197,7 @@ def result(rows: Sequence[Row], setting: str) -> Result:
         ),
         rows=rows,
         findings=findings(rows),
+        short=short(rows),
         plot=lambda figure: plot(figure, rows),
     )  # fmt: skip
 

@@ -150,7 +150,8 @@ class Record:
         found = {
             "experiment": self.name, "question": self.experiment.question,
             "paper": self.experiment.paper, "title": result.title, "setting": result.setting,
-            "findings": list(result.findings), "size": self.lab.size.value,
+            "findings": list(result.findings), "short": list(result.short),
+            "size": self.lab.size.value,
         }  # fmt: skip
         document = found | self.card | {"rows": self.rows}
         (folder / f"{self.name}.json").write_text(json.dumps(document, indent=1) + "\n")
@@ -178,6 +179,7 @@ def redraw(path: Path, experiment: Experiment) -> None:
         "paper": experiment.paper,
         "title": result.title,
         "findings": list(result.findings),
+        "short": list(result.short),
     }
     path.write_text(json.dumps(found, indent=1) + "\n")
     draw(result, path.with_suffix(".png"))
@@ -219,6 +221,8 @@ def take_rows(path: Path, other: Path) -> int:
             if row["part"] not in there
             and (not weights or row.get("weights", RANDOM) in weights | {RANDOM})
         ]
+    if taken and more["setting"] not in found["setting"]:
+        found["setting"] += f"; {more['setting']}"
     path.write_text(json.dumps(found | {"rows": kept + taken}, indent=1) + "\n")
     return len(taken)
 

@@ -193,6 +193,18 @@ def findings(rows: Sequence[Row]) -> list[str]:
     return told
 
 
+def short(rows: Sequence[Row]) -> list[str]:
+    """All of the large model; of others how much is computed again, and the bits."""
+    told = []
+    for model, own in _of_models(rows).items():
+        sentences = _findings_of_model(own)
+        if model == LARGE_MODEL:
+            told += sentences
+        else:
+            told += [f"{model}: {sentence}" for sentence in sentences[-2:]]
+    return told
+
+
 def _findings_of_model(rows: Sequence[Row]) -> list[str]:
     told = []
     costs = {row["window"]: row["ms"] for row in rows
@@ -266,6 +278,7 @@ def result(rows: Sequence[Row], setting: str) -> Result:
         ),
         rows=rows,
         findings=findings(rows),
+        short=short(rows),
         plot=lambda figure: plot(figure, rows),
     )  # fmt: skip
 

@@ -208,6 +208,10 @@ def test_findings_put_the_papers_figure_beside_ours():
     told = windows.findings(rows)
     assert "from 1.2 s at 64 x 8 (paper 46 s) to 1.5 s at 16 x 1 (paper 616 s)" in told[2]
     assert told[-1] == "1 of 2 answers differ between 3 settings"
+    trained = [row | {"model": "m", "paper_p99_s": None} for row in rows]
+    assert windows.findings(rows + trained) == [*told, *windows.findings(trained)]
+    assert all(one.startswith("m: ") for one in windows.findings(trained))
+    assert windows.short(rows + trained) == [*told, *windows.findings(trained)[-2:]]
     rows[-1] |= {"fingerprint": "g"}
     assert windows.findings(rows)[-1] == "0 of 2 answers differ between 3 settings"
     share = {"workload": "w", "over_fast": 0.9, "paper_over_fast": 0.5, "windows": 1}
@@ -327,6 +331,10 @@ def test_a_swing_is_counted_of_all_problems_and_of_sets_of_thirty():
     assert "problems 15.0 on average, 20.0 at most), 3 of 60 answers change in a bit, 9 " in fast
     assert fast.endswith("(batch 8, 32, tp 1)")
     assert "a swing of 0.0 points" in invariant and "0 of 60 answers change" in invariant
+    assert accuracy.short(rows)[0] == (
+        "fast: a score moves in bfloat16 by 5.0 points over 2 settings (a set of 30 by 15.0 on "
+        "average), 3 of 60 answers in a bit"
+    )
 
 
 def mesh_row(gpu, mode, answers, **fields):
@@ -342,6 +350,7 @@ def test_rows_of_two_kinds_of_gpu_stand_side_by_side(tmp_path):
     (told,) = meshes.findings(ours + others)
     assert "H200, tp 1 x batch 8: fast 1.00 unique" in told and "; H100, tp 1 x batch 8" in told
     assert "1 of 2 canonical answers have the same bits on H200 and H100" in told
+    assert meshes.short(ours + others)[-1].endswith("(tp 1 x batch 8, H200 and H100, models: 1)")
     (told,) = meshes.findings(ours + [row | {"weights": "v"} for row in others])
     assert "same bits" not in told
     card = {"question": "", "paper": "", "title": "", "setting": "s", "findings": [],
