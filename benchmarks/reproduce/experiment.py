@@ -176,9 +176,12 @@ class Lab:
     def device_kind(self) -> str:
         return jax.devices(self.backend.platform)[0].device_kind
 
-    @cache  # noqa: B019 - a lab lives as long as the command
     def model(self, tp: int, compute: str = "bfloat16") -> LoadedModel:
         """The model, split over `tp` devices, its activations of the dtype `compute`."""
+        return self._model(tp, compute)
+
+    @cache  # noqa: B019 - a lab lives as long as the command
+    def _model(self, tp: int, compute: str) -> LoadedModel:
         return load_model(
             str(self.folder),
             profile=NumericsProfile(compute_dtype=compute),
