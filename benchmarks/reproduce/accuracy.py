@@ -47,6 +47,7 @@ def _engine(lab: Lab, mode: str, tp: int, dtype: str, batches: Sequence[int]) ->
         decode_batches=tuple(batches[:-1]),
         max_len=_longest(lab),
         prefill=(min(8, max(batches)), 16),
+        has_long_answers=True,
         is_compiled=False,
     )
 

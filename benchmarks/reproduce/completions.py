@@ -41,6 +41,7 @@ def _engine(lab: Lab, mode: str, max_tokens: int) -> Engine:
         decode_batches=decode_batches,
         prefill=(8, 16),
         max_draft_fraction=1.0 if mode == "dvr" else None,
+        has_long_answers=True,
     )
 
 

@@ -200,16 +200,21 @@ class Lab:
         prefill: tuple[int, int] = (1, 64),
         model: LoadedModel | None = None,
         max_draft_fraction: float | None = None,
+        has_long_answers: bool = False,
         is_compiled: bool = True,
     ) -> Engine:
         """An engine whose prefix cache is off, so that no request is served by another's work.
 
         It runs the lab's model over `tp` devices, or the `model` given. In `dvr` a
         `max_draft_fraction` of 1 makes it draft always, where left alone it may
-        find canonical steps quicker. In the full size it is compiled ahead unless `is_compiled`
-        is False.
+        find canonical steps quicker. With `has_long_answers` one launch on a GPU may decode
+        several tokens, for which more programs are compiled. In the full size all are compiled
+        ahead unless `is_compiled` is False.
         """
         model = model or self.model(tp)
+        steps = 1
+        if has_long_answers and mode != "dvr" and model.mesh.size == 1:
+            steps = quickest_decode_steps(model, batch_size=batch_size, max_tokens=max_len)
         config = EngineConfig(
             batch_size=batch_size,
             prefill_chunk=prefill[1],
@@ -219,9 +224,7 @@ class Lab:
             prefill_shapes=(prefill,),
             has_prefix_cache=False,
             max_draft_fraction=max_draft_fraction,
-            decode_steps=1
-            if mode == "dvr"
-            else quickest_decode_steps(model, batch_size=batch_size, max_tokens=max_len),
+            decode_steps=steps,
             # WHY: what is claimed of answers is compared by the experiments themselves.
             self_check="off" if self.is_full else "always",
         )
