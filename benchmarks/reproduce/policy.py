@@ -86,7 +86,7 @@ def _run(lab: Lab, arm: Arm, *, learning_rate: float, seed: int) -> Row:
         )
 
     task = Arithmetic()
-    prompts, samples, num_steps = lab.pick((8, 8, 30), (32, 16, 60))
+    prompts, samples, num_steps = lab.pick((8, 8, 30), (32, 16, 40))
     sizes = BatchSizes(
         prompts=prompts, samples=samples, microbatch=2 * samples, max_prompt=task.max_prompt,
         max_tokens=task.max_tokens,
@@ -211,7 +211,7 @@ def parts(lab: Lab) -> list[Part]:
     return [
         Part(
             name=f"{arm.label}, learning rate {rate:g}" + (f", seed {seed}" if seed else ""),
-            seconds=30,
+            seconds=25,
             run=lambda rate=rate, arm=arm, seed=seed: [
                 _run(lab, arm, learning_rate=rate, seed=seed)
             ],
