@@ -34,10 +34,15 @@ def counts(count: int, *, digits: int, terms: tuple[int, int]) -> list[Problem]:
         count: How many.
         digits: Of the start; the step has one less.
         terms: Least and most numbers of an answer.
+
+    Raises:
+        ValueError: If there are hardly so many.
     """
     bound, rng = 10**digits, np.random.default_rng([digits, *terms])
     found: dict[str, Problem] = {}
-    while len(found) < count:
+    for _ in range(500 * count):
+        if len(found) == count:
+            break
         step = int(rng.integers(bound // 100 + 1, bound // 10))
         num_terms = int(rng.integers(terms[0], terms[1] + 1))
         start = bound - num_terms * step + int(rng.integers(step))
@@ -47,6 +52,8 @@ def counts(count: int, *, digits: int, terms: tuple[int, int]) -> list[Problem]:
         numbers = numbers[: next(i for i, n in enumerate(numbers) if n >= bound) + 1]
         prompt = f"{start},+{step}:"
         found[prompt] = Problem(prompt=prompt, answer=",".join(map(str, numbers)) + "\n")
+    if len(found) < count:
+        raise ValueError(f"{count} such lines were not found, only {len(found)}: ask for fewer")
     return list(found.values())
 
 
@@ -54,7 +61,7 @@ LEVELS: dict[str, Callable[[int], list[Problem]]] = {
     "two-digit additions, most of them seen in training": lambda n: additions(n, digits=2),
     "three-digit additions": lambda n: additions(n, digits=3),
     "counting to 1000, 6 to 12 numbers": lambda n: counts(n, digits=3, terms=(6, 12)),
-    "counting to 1000, 24 to 40 numbers": lambda n: counts(n, digits=3, terms=(24, 40)),
+    "counting to 1000, 12 to 24 numbers": lambda n: counts(n, digits=3, terms=(12, 24)),
     "counting to 10000, 6 to 12 numbers": lambda n: counts(n, digits=4, terms=(6, 12)),
     "counting to 10000, 16 to 24 numbers": lambda n: counts(n, digits=4, terms=(16, 24)),
     "counting to 10000, 32 to 48 numbers": lambda n: counts(n, digits=4, terms=(32, 48)),

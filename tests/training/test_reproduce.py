@@ -270,6 +270,15 @@ def train_tiny():
     del sys.modules["train_tiny"]
 
 
+def test_every_set_has_a_thousand_problems():
+    for name, make in problems.LEVELS.items():
+        found = make(1000)
+        assert len({one.prompt for one in found}) == 1000, name
+        assert max(len(one.answer) for one in found) <= problems.MOST_TOKENS
+    with pytest.raises(ValueError, match="5000 such lines were not found"):
+        problems.counts(5000, digits=3, terms=(38, 40))
+
+
 @pytest.mark.parametrize("digits", [3, 4])
 def test_problems_that_count_are_lines_of_the_trainer_which_it_does_not_show(train_tiny, digits):
     found = problems.counts(200, digits=digits, terms=(6, 24))
