@@ -182,7 +182,8 @@ def plot(figure, rows: Sequence[Row]) -> None:
         panels[2 * i].set_title(f"learning rate {rate:g}", fontsize=8)
         panels[2 * i + 1].set_yscale("symlog", linthresh=1e-6)
         panels[2 * i + 1].set(xlabel="update", ylabel="KL(rollout || trainer)")
-    panels[0].legend(frameon=False, fontsize=6)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4,
+                  frameon=False, fontsize=6)  # fmt: skip
 
 
 def result(rows: Sequence[Row], setting: str) -> Result:
