@@ -362,15 +362,19 @@ def told_finding(experiment: str, finding: str, found: list[dict]) -> str:
     return told(finding, [{"subject": experiment} | row for row in about])
 
 
-def here(name: str, found: dict) -> str:
+def here(name: str, found: dict, *, is_short: bool = False) -> str:
     """What an experiment found here, in a line."""
-    return "; ".join(told_finding(name, finding, found["rows"]) for finding in found["findings"])
+    findings = (is_short and found.get("short")) or found["findings"]
+    return "; ".join(told_finding(name, finding, found["rows"]) for finding in findings)
 
 
 def experiments_table() -> list[str]:
     """README's table: the question, what the papers found, what was found here."""
     read = {name: json.loads(path.read_text()) for name, path in sorted(experiments().items())}
-    cells = [(found["question"], found["paper"], here(name, found)) for name, found in read.items()]
+    cells = [
+        (found["question"], found["paper"], here(name, found, is_short=True))
+        for name, found in read.items()
+    ]
     if latency := report_server.latency_experiment():
         cells.append((latency.question, latency.paper, latency.here))
     return table(["question", "paper", "here"], cells)

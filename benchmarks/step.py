@@ -51,14 +51,14 @@ CONTEXT = 1024
 """Tokens of each sequence at a decode step, the new one included, unless a case says another."""
 
 
-def _config(*, qk_norm: bool = False, **sizes) -> ModelConfig:
+def _config(*, qk_norm: bool = False, qkv_bias: bool = False, **sizes) -> ModelConfig:
     return ModelConfig(
         family="llama",
         rms_norm_eps=1e-5,
         rope=RopeConfig(theta=500000.0),
         max_position_embeddings=8192,
         tie_word_embeddings=False,
-        qkv_bias=False,
+        qkv_bias=qkv_bias,
         o_bias=False,
         qk_norm=qk_norm,
         sliding_windows=(None,) * sizes["num_layers"],
@@ -80,6 +80,10 @@ MODELS = {
     "mistral_7b": _config(
         vocab_size=32768, hidden_size=4096, num_layers=32, num_heads=32, num_kv_heads=8,
         head_dim=128, intermediate_size=14336,
+    ),
+    "qwen25_7b": _config(
+        vocab_size=152064, hidden_size=3584, num_layers=28, num_heads=28, num_kv_heads=4,
+        head_dim=128, intermediate_size=18944, qkv_bias=True,
     ),
     "qwen3_30b_a3b": _config(
         vocab_size=151936, hidden_size=2048, num_layers=48, num_heads=32, num_kv_heads=4,

@@ -293,6 +293,14 @@ def test_committed_findings_are_those_of_their_rows(module):
         assert found["findings"] == module.findings(found["rows"]), file
 
 
+def test_the_readme_has_the_short_sentences_of_an_experiment():
+    found = {"findings": ["a: long", "b: long"], "rows": []}
+    assert report.here("x", found) == report.here("x", found, is_short=True) == "a: long; b: long"
+    found["short"] = ["both"]
+    assert report.here("x", found, is_short=True) == "both"
+    assert report.here("x", found) == "a: long; b: long"
+
+
 def test_latencies_of_the_server_stand_beside_the_papers(write):
     assert report_server.latency_experiment() is None
     row = served("serve_load", "dvr", 50.0, requests=9, canonical=3, wrong=0, num_rollbacks=0)

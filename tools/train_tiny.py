@@ -20,6 +20,13 @@ one whose feed-forward layers are mixtures of 8 experts, 2 of a token, for exper
 
     python tools/train_tiny.py --corpus novels.txt.gz --size moe --out novels-moe
 
+one that counts in steps too, so that it has long answers and gets some of them right, in two
+minutes of wall time:
+
+    python tools/train_tiny.py --corpus novels.txt.gz --size 130m --learning-rate 1e-3 \
+        --seconds 120 --batch-size 16 --eval-every 100 --dropout 0 --sum-lines 600000 \
+        --sum-share 0.5 --sum-target 1.1 --count-share 0.2 --out novels-130m
+
 and a trial of a few minutes on a laptop, which learns next to nothing:
 
     python tools/train_tiny.py --corpus novels.txt.gz --out trial --steps 20 --batch-size 4
@@ -102,6 +109,14 @@ SIZES = {
         num_hidden_layers=16,
         num_attention_heads=12,
         num_key_value_heads=4,
+    ),
+    "130m": ModelConfig(  # wide and shallow, so that a step is long products
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=128,
     ),
     "500m": ModelConfig(
         hidden_size=2048,
@@ -256,6 +271,48 @@ def sum_documents(num_lines: int, unseen: frozenset[Sum], seed: int) -> list[str
     return documents
 
 
+class Count(NamedTuple):
+    """A line that counts in steps until a number has one more digit: `955,+17:972,989,1006`."""
+
+    start: int
+    step: int
+    bound: int  # 10 ** digits
+
+    @property
+    def num_terms(self) -> int:
+        """Numbers after the colon."""
+        return -(-(self.bound - self.start) // self.step)
+
+    @property
+    def is_unseen(self) -> bool:
+        """Whether training must not show it: every tenth."""
+        return (7 * self.start + self.step) % 10 == 0
+
+    @property
+    def line(self) -> str:
+        """The whole line with its newline."""
+        terms = (str(self.start + (i + 1) * self.step) for i in range(self.num_terms))
+        return f"{self.start},+{self.step}:{','.join(terms)}\n"
+
+
+MAX_TERMS = 64
+
+
+def count_documents(num_lines: int, seed: int) -> list[str]:
+    """Write documents of 3 lines that count: three digits in steps of two, four in steps of three.
+
+    At most `MAX_TERMS` numbers a line.
+    """
+    rng = np.random.default_rng([seed, 3])
+    digits = rng.integers(3, 5, num_lines)
+    bounds, most = 10**digits, 10 ** (digits - 1)
+    steps = rng.integers(most // 10 + 1, most)
+    starts = rng.integers(np.maximum(most // 10, bounds - MAX_TERMS * steps), bounds)
+    counts = [Count(int(a), int(b), int(c)) for a, b, c in zip(starts, steps, bounds, strict=True)]
+    lines = [one.line for one in counts if not one.is_unseen]
+    return ["".join(lines[i : i + 3]) for i in range(0, len(lines), 3)]
+
+
 def sum_rows(sums: list[Sum], tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
     """Encode sums as rows [N, SUM_LEN] and mark the tokens of the answer and its newline."""
     tokens = np.zeros((len(sums), SUM_LEN), np.int32)
@@ -314,8 +371,9 @@ class Data(NamedTuple):
 
 def prepare_data(args: argparse.Namespace, config: ModelConfig) -> tuple[Tokenizer, Data]:
     """Train the tokenizer and encode everything, or take both from the cache folder."""
-    settings = f"{config.vocab_size} {args.seed} {args.sum_lines} {args.heldout_title}".encode()
-    digest = hashlib.sha256(args.corpus.read_bytes() + settings).hexdigest()[:16]
+    settings = f"{config.vocab_size} {args.seed} {args.sum_lines} {args.heldout_title}"
+    settings += f" {args.count_share}" if args.count_share else ""
+    digest = hashlib.sha256(args.corpus.read_bytes() + settings.encode()).hexdigest()[:16]
     tokenizer_file = args.cache / f"{digest}.tokenizer.json"
     data_file = args.cache / f"{digest}.npz"
     if data_file.exists():
@@ -326,7 +384,12 @@ def prepare_data(args: argparse.Namespace, config: ModelConfig) -> tuple[Tokeniz
     lines = clean_lines(read_text(args.corpus))
     train_lines, heldout_lines = split_heldout(lines, args.heldout_title)
     novels, heldout = split_documents(train_lines), split_documents(heldout_lines)
-    sums = sum_documents(args.sum_lines, split_sums(args.seed).unseen, args.seed)
+    num_counts = round(args.count_share * args.sum_lines)
+    sums = sum_documents(args.sum_lines - num_counts, split_sums(args.seed).unseen, args.seed)
+    if num_counts:
+        counted = [*sums, *count_documents(num_counts, args.seed)]
+        order = np.random.default_rng([args.seed, 4]).permutation(len(counted))
+        sums = [counted[i] for i in order]
     note(f"training the tokenizer: {len(novels)} chapters, {len(sums)} documents of sums")
     tokenizer = train_tokenizer([*novels, *sums[:2000]], config.vocab_size)
     data = Data(
@@ -580,7 +643,7 @@ def is_matrix(params: Params) -> dict[str, bool]:
     return {name: leaf.ndim > 1 for name, leaf in params.items()}
 
 
-def make_train_chunk(forward: Forward, args: argparse.Namespace) -> Callable:
+def make_train_chunk(forward: Forward, args: argparse.Namespace) -> jax.stages.Wrapped:
     """Compile a function that takes one optimizer step for each learning rate it is given."""
     optimizer = make_optimizer(args.weight_decay)
     window = forward.config.max_position_embeddings
@@ -628,6 +691,48 @@ def learning_rates(args: argparse.Namespace) -> np.ndarray:
     return np.asarray(jax.vmap(schedule)(jnp.arange(1, args.steps + 1)), np.float32)
 
 
+WARMUP_SHARE = 0.05
+"""Of `--seconds`, the rate rises."""
+
+
+class Clock:
+    """Rates of the next steps by the share of `--seconds` that is over.
+
+    The time of compiling is not counted as a share, but it is part of the seconds.
+    """
+
+    def __init__(self, args: argparse.Namespace, began: float):
+        """Count from now on; `began` is when the seconds began."""
+        self._args, self._now = args, time.perf_counter()
+        self._from, self._end = self._now, began + args.seconds
+        self._chunk_s = (self._end - self._from) / 20  # a guess, until one has run
+
+    def chunks(self) -> Iterator[np.ndarray]:
+        """Rates of one chunk after another, until no other would end in time.
+
+        Raises:
+            ValueError: If compiling has left no time.
+        """
+        whole_s = self._end - self._from
+        if whole_s <= 0:
+            raise ValueError(f"--seconds {self._args.seconds:g} is over when all is compiled")
+        is_last = False
+        while not is_last:
+            start = time.perf_counter()
+            is_last = self._end - start < 2 * self._chunk_s
+            first = (start - self._from) / whole_s
+            last = 1.0 if is_last else first + self._chunk_s / whole_s
+            yield self._rates(np.linspace(first, last, self._args.eval_every + 1)[1:])
+            self._chunk_s = time.perf_counter() - start
+
+    def _rates(self, shares: np.ndarray) -> np.ndarray:
+        """A linear rise, then half a cosine to a fiftieth of the peak."""
+        peak = self._args.learning_rate
+        late = np.clip((shares - WARMUP_SHARE) / (1 - WARMUP_SHARE), 0.0, 1.0)
+        falls = 0.02 + 0.98 * 0.5 * (1 + np.cos(np.pi * late))
+        return (peak * np.minimum(shares / WARMUP_SHARE, falls)).astype(np.float32)
+
+
 def next_sum_share(accuracy: float, args: argparse.Namespace) -> float:
     """Train on fewer sums the nearer unseen additions are to the target: all below, none above.
 
@@ -642,12 +747,24 @@ def next_sum_share(accuracy: float, args: argparse.Namespace) -> float:
 def train(
     forward: Forward, data: DeviceData, evaluate: "Evaluation", args: argparse.Namespace
 ) -> tuple[Params, list[Report]]:
-    """Train for `args.steps`; give the weights of the lowest held-out loss and the log rows."""
+    """Train for `args.steps` or `args.seconds`; give the weights of the lowest held-out loss.
+
+    And the log rows.
+    """
+    began = time.perf_counter()
     params = init_params(forward.config, jax.random.key(args.seed))
     state = TrainState(params, make_optimizer(args.weight_decay).init(params), jnp.int32(0))
     chunk = make_train_chunk(forward, args)
-    rates = learning_rates(args).reshape(-1, args.eval_every)
-    best, rows, share, began = {}, [], args.sum_share, time.perf_counter()
+    best, rows, share = {}, [], args.sum_share
+    if args.seconds:
+        no_rates = jnp.zeros(args.eval_every, jnp.float32)
+        chunk = chunk.lower(state, no_rates, data, jnp.float32(share)).compile()
+        evaluate.heldout_loss(params)
+        evaluate.sum_accuracy(params, "control")
+        note(f"compiled in {time.perf_counter() - began:.0f} s")
+        rates = Clock(args, began).chunks()
+    else:
+        rates, began = iter(learning_rates(args).reshape(-1, args.eval_every)), time.perf_counter()
     for idx, chunk_rates in enumerate(rates):
         chunk_began = time.perf_counter()
         state, novel_loss = chunk(state, jnp.asarray(chunk_rates), data, jnp.float32(share))
@@ -842,6 +959,17 @@ def one_line(match: re.Match) -> str:
     return "{" + re.sub(r"\n *", " ", match[1]) + "}"
 
 
+def steering(facts: dict) -> str:
+    """How the share of sums followed what the model could do."""
+    target = facts["sum_target"]
+    if target >= 1.1:  # no accuracy is above what asks for the whole share
+        return "throughout"
+    return (
+        f"while under {target - 0.1:.0%} of a control set of unseen\nadditions were right, with "
+        f"none over {target + 0.1:.0%}, and linearly in between"
+    )
+
+
 def model_card(config: ModelConfig, facts: dict, report: Report, samples: list[str]) -> str:
     """Write the model card from what this run measured."""
     shown = "\n\n".join(f"```text\n{text.strip()[:320]}\n```" for text in samples)
@@ -893,7 +1021,8 @@ others than the ones reported.
 | | |
 |---|---|
 | data | {facts["novel_num_tokens"]:,} tokens of novels, {facts["sum_num_tokens"]:,} of generated \
-sums (addition and subtraction of numbers of one to three digits) |
+sums (addition and subtraction of numbers of one to three digits\
+{f"; {facts['count_share']:.0%} of the lines count in steps" if facts["count_share"] else ""}) |
 | steps | {facts["steps"]:,} of {facts["batch_size"]} rows of {config.max_position_embeddings} \
 tokens: {facts["seen_num_tokens"] / 1e6:,.0f} million tokens, {facts["novel_epochs"]:.0f} passes \
 over the novels, {facts["sum_share"]:.1%} sums |
@@ -903,9 +1032,7 @@ over the novels, {facts["sum_share"]:.1%} sums |
 | time | {facts["seconds"]:.0f} s on one {facts["device"]}, evaluations included; matrix products \
 in {facts["dtype"]}, f32 weights |
 
-A row of sums was drawn with probability {facts["max_sum_share"]:.0%} while under \
-{facts["sum_target"] - 0.1:.0%} of a control set of unseen
-additions were right, with none over {facts["sum_target"] + 0.1:.0%}, and linearly in between; \
+A row of sums was drawn with probability {facts["max_sum_share"]:.0%} {steering(facts)}; \
 `training_log.json` holds the
 curves. `tools/train_tiny.py` of detjax wrote this folder, this page included.
 
@@ -955,6 +1082,8 @@ def parse_args() -> argparse.Namespace:
     add("--heldout-title", default="Howards End", help="line from which all text is held out; "
         "where the corpus has no such line, its last 2 %% is")  # fmt: skip
     add("--steps", type=int, default=8000, help="optimizer steps; 0 only encodes the text")
+    add("--seconds", type=float, default=0.0, help="train for this wall time, compiling included, "
+        "in place of --steps; the rate follows the time")  # fmt: skip
     add("--batch-size", type=int, default=64, help="rows of 1024 tokens a step")
     add("--eval-every", type=int, default=50, help="steps in one compiled chunk; divides --steps")
     add("--learning-rate", type=float, default=2e-3, help="peak rate")
@@ -962,6 +1091,8 @@ def parse_args() -> argparse.Namespace:
     add("--weight-decay", type=float, default=0.1, help="of the matrices")
     add("--dropout", type=float, default=0.2, help="of embeddings and of what each block adds")
     add("--sum-lines", type=int, default=250_000, help="generated lines of arithmetic")
+    add("--count-share", type=float, default=0.0, help="share of these lines that count in steps: "
+        "955,+17:972,989,1006")  # fmt: skip
     add("--sum-share", type=float, default=0.1, help="largest share of rows that are sums")
     add("--sum-target", type=float, default=0.55, help="unseen-addition accuracy at which half "
         "that share is trained on; none is from 0.1 above it")  # fmt: skip
@@ -972,7 +1103,11 @@ def parse_args() -> argparse.Namespace:
     add("--attention", choices=["auto", "cudnn", "xla"], default="auto",
         help="implementation in training; auto is cudnn on a GPU, else xla")  # fmt: skip
     args = parser.parse_args()
-    if args.steps:
+    if args.seconds < 0:
+        parser.error(f"--seconds {args.seconds:g} must be above 0")
+    if not 0 <= args.count_share < 1:
+        parser.error(f"--count-share {args.count_share:g} must be from 0 to below 1")
+    if args.steps and not args.seconds:
         args.eval_every = min(args.eval_every, args.steps)
         if args.steps % args.eval_every:
             parser.error(f"--eval-every {args.eval_every} must divide --steps {args.steps}")
@@ -983,7 +1118,8 @@ def training_facts(
     args: argparse.Namespace, data: Data, evaluate: Evaluation, params: Params, rows: list[Report]
 ) -> dict[str, str | int | float]:
     """Collect what the model card and the log say of the run."""
-    seen = args.steps * args.batch_size * evaluate.window
+    steps = rows[-1]["step"]
+    seen = int(steps) * args.batch_size * evaluate.window
     sum_share = statistics.mean(row["sum_share"] for row in rows)
     return {
         "name": args.out.name,
@@ -994,12 +1130,13 @@ def training_facts(
         "heldout_text": data.heldout_text,
         "heldout_num_tokens": evaluate.num_tokens,
         "heldout_num_bytes": evaluate.num_bytes,
-        "steps": args.steps,
+        "steps": int(steps),
         "batch_size": args.batch_size,
         "seen_num_tokens": seen,
         "novel_epochs": seen * (1 - sum_share) / len(data.novels),
         "sum_share": sum_share,
         "max_sum_share": args.sum_share,
+        "count_share": args.count_share,
         "sum_target": args.sum_target,
         "best_step": min(rows, key=by_heldout_loss)["step"],
         "learning_rate": args.learning_rate,
@@ -1026,7 +1163,7 @@ def main() -> None:
     tokenizer, data = prepare_data(args, config)
     note(f"tokens: novels {len(data.novels):,}, sums {len(data.sums):,}, held out "
          f"{len(data.heldout):,} of {data.heldout_num_bytes:,} bytes")  # fmt: skip
-    if args.steps == 0:
+    if args.steps == 0 and not args.seconds:
         return
     on_gpu = jax.default_backend() == "gpu"
     attention = args.attention if args.attention != "auto" else "cudnn" if on_gpu else "xla"
@@ -1036,6 +1173,7 @@ def main() -> None:
     newline_id = tokenizer.encode("\n").ids[-1]
     device_data = to_device(data, newline_id, config.max_position_embeddings)
     best, rows = train(forward, device_data, evaluate, args)
+    save_model(args.out, config, best, tokenizer)
 
     rounded = {k: v.astype(jnp.bfloat16).astype(jnp.float32) for k, v in best.items()}
     report = evaluate.report(rounded)
@@ -1046,7 +1184,6 @@ def main() -> None:
         for seed, prompt in enumerate(("It was", '"My dear', "CHAPTER I", "17+26="))
     ]
     facts = training_facts(args, data, evaluate, best, rows)
-    save_model(args.out, config, best, tokenizer)
     write_json(args.out / "training_log.json", {"facts": facts, "report": report, "rows": rows})
     card = model_card(config, facts, report, samples)
     (args.out / "README.md").write_text(card, encoding="utf-8")

@@ -2,6 +2,7 @@
 """python -m benchmarks.reproduce NAME: run an experiment of the literature on detjax."""
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ from benchmarks.reproduce import (
     windows,
 )
 from benchmarks.reproduce.experiment import Experiment, Lab, Size, WholeExperiment
-from benchmarks.reproduce.record import Record, redraw, run_pieces
+from benchmarks.reproduce.record import Record, has_pieces, redraw, run_pieces, take_rows
 from detjax.models.bundled import bundled_model_path
 from detjax.pallas_kernels.backend import Backend, choose_backend
 from detjax.parallel.mesh import configure_virtual_devices
@@ -83,11 +84,22 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--model", type=Path, default=bundled_model_path(), metavar="FOLDER",
         help="a model that tools/train_tiny.py made (default: the bundled one)")  # fmt: skip
+    add("--prompts", type=Path, metavar="FILE",
+        help="JSON lines with a `problem` or `question` each, for meshes")  # fmt: skip
     add("--out", type=Path, help="folder for NAME.json, and NAME.png with matplotlib")
+    add(
+        "--parts",
+        nargs="+",
+        metavar="TEXT",
+        help="only pieces that have one of these in their names",
+    )
     add(
         "--done",
         type=Path,
-        help="folder of an earlier --out on this kind of GPU: its pieces are not run again",
+        nargs="+",
+        default=(),
+        metavar="FOLDER",
+        help="an earlier --out on this kind of GPU, or several: their pieces are not run again",
     )
     add(
         "--redraw",
@@ -95,6 +107,15 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="FOLDER",
         help="run nothing: make sentences and plots of what FOLDER has anew from its rows, for "
         "experiments of several pieces",
+    )
+    add(
+        "--beside",
+        type=Path,
+        nargs="+",
+        default=(),
+        metavar="FOLDER",
+        help="with --redraw: first take up the pieces that another --out has, of the same weights; "
+        "of another kind of GPU, rows that name it",
     )
     add(
         "--seconds",
@@ -105,12 +126,42 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def make_lab(size: Size, backend: str, folder: Path) -> Lab:
+def read_prompts(path: Path) -> tuple[str, ...]:
+    """Problems of a file of JSON lines.
+
+    Raises:
+        ValueError: If it cannot be read, or a line has neither a `problem` nor a `question`.
+    """
+    found = []
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--prompts {path} cannot be read: {error}") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            text = row.get("problem") or row["question"]
+        except (ValueError, KeyError, AttributeError) as error:
+            raise ValueError(
+                f"--prompts {path}, line {number}: not JSON with a `problem` or a `question`"
+            ) from error
+        if not isinstance(text, str):
+            raise ValueError(f"--prompts {path}, line {number}: {text!r:.40} is not text")
+        found.append(text)
+    if not found:
+        raise ValueError(f"--prompts {path} has no line")
+    return tuple(found)
+
+
+def make_lab(size: Size, backend: str, folder: Path, prompts: Path | None) -> Lab:
     """Choose kernels, and let a CPU pose as several devices.
 
     Raises:
-        ValueError: If the kernels cannot run here.
+        ValueError: If the kernels cannot run here, or the prompts cannot be read.
     """
+    texts = read_prompts(prompts) if prompts else ()
     configure_virtual_devices(VIRTUAL_DEVICES)
     choice = choose_backend(None if backend == "auto" else Backend(backend))
     return Lab(
@@ -118,16 +169,24 @@ def make_lab(size: Size, backend: str, folder: Path) -> Lab:
         folder=folder,
         backend=choice.backend,
         num_devices=len(jax.devices(choice.backend.platform)),
+        prompts=texts,
     )
 
 
-def _redraw(folder: Path, names: Sequence[str]) -> int:
+def _redraw(folder: Path, beside: Sequence[Path], names: Sequence[str]) -> int:
     """What `--redraw` does; returns the exit code."""
     for name in names:
         path, experiment = folder / f"{name}.json", EXPERIMENTS[name]
-        if isinstance(experiment, Experiment) and path.exists():
-            redraw(path, experiment)
-            print(path)
+        for other in beside:
+            if (other / path.name).exists():
+                print(f"{path}: {take_rows(path, other / path.name)} rows of {other} taken up")
+        if not isinstance(experiment, Experiment) or not path.exists():
+            continue
+        if not has_pieces(path):
+            print(f"{path}: left as it is, its rows do not say of which piece they are")
+            continue
+        redraw(path, experiment)
+        print(path)
     return 0
 
 
@@ -137,9 +196,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console(width=None if sys.stdout.isatty() else 160)
     names = tuple(EXPERIMENTS) if "all" in args.names else tuple(dict.fromkeys(args.names))
     if args.redraw is not None:
-        return _redraw(args.redraw, names)
+        return _redraw(args.redraw, args.beside, names)
+    if args.beside:
+        print("error: --beside goes with --redraw", file=sys.stderr)
+        return 2
     try:
-        lab = make_lab(Size(args.size), args.backend, args.model)
+        lab = make_lab(Size(args.size), args.backend, args.model, args.prompts)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -148,11 +210,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     card = environment(lab.backend)
     records = [
-        Record(name=name, experiment=EXPERIMENTS[name], lab=lab, card=card) for name in names
+        Record(
+            name=name,
+            experiment=EXPERIMENTS[name],
+            lab=lab,
+            card=card,
+            wanted=tuple(args.parts or ()),
+        )
+        for name in names
     ]
-    if args.done is not None:
+    if not any(record.parts for record in records):
+        print(f"error: no piece has one of --parts {args.parts} in its name", file=sys.stderr)
+        return 2
+    for folder in args.done:
         for record in records:
-            record.read(args.done)
+            record.read(folder)
     failed = run_pieces(records, seconds=args.seconds, out=args.out)
     for record in records:
         if record.has_new:

@@ -1,98 +1,288 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same benchmark, the same model, another batch size or mesh: another score?"""
+"""The same benchmark, the same model, another batch size, mesh or dtype: another score?"""
+
+import sys
+from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 
-from benchmarks.reproduce.experiment import Lab, Result, WholeExperiment, digest_of
+from benchmarks.reproduce.experiment import (
+    Experiment,
+    Lab,
+    Part,
+    Result,
+    Row,
+    answer_few_at_a_time,
+    digest_of,
+)
+from benchmarks.reproduce.problems import LEVELS, MOST_TOKENS, Problem
+from detjax.models.abstract import why_unsupported
+from detjax.models.hf_config import load_config
+from detjax.numerics import NumericsProfile
+from detjax.serving.engine import Engine
 from detjax.serving.request import Completion
 
-MODES: tuple[str, ...] = ("fast", "invariant")
+MODES: tuple[str, ...] = ("invariant", "fast")
+WANTED = 0.6
+"""Accuracy at which a swing shows best: the set of problems is the one that comes nearest."""
+SET = 30
+"""Problems of AIME 2024: in sets of so many the papers count."""
 
 
-def _sums(count: int) -> list[tuple[str, str]]:
-    """Different two-digit additions and their answers."""
-    pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
-    order = np.random.default_rng(0).permutation(len(pairs))
-    return [(f"{a}+{b}=", f"{a + b}\n") for a, b in (pairs[i] for i in order[:count])]
+def _batches(lab: Lab) -> tuple[int, ...]:
+    return lab.pick((4, 16), (8, 32, 128))
 
 
-def _answers(lab: Lab, mode: str, tp: int, batch: int, sums) -> list[Completion]:
-    engine = lab.engine(mode, batch_size=batch, max_len=16, tp=tp, prefill=(batch, 8))
-    requests = [
-        lab.request(prompt, max_tokens=5, is_deterministic=mode != "fast", stop="\n")
-        for prompt, _ in sums
-    ]
-    return engine.generate(requests)
+def _longest(lab: Lab) -> int:
+    """Tokens of a prompt and its answer."""
+    return lab.pick(64, 16 + MOST_TOKENS)
 
 
-def run(lab: Lab) -> Result:
-    """Accuracy, changed answers and changed logprobs over tp and batch size."""
-    sums = _sums(lab.pick(96, 1000))
-    batches = lab.pick((1, 48), (1, 8, 64, 256))
-    tps = lab.pick(lab.tps[:3:2], lab.tps)
-    rows, first = [], {}
-    for mode in MODES:
-        for tp in tps:
-            for batch in batches:
-                answers = _answers(lab, mode, tp, batch, sums)
-                texts = [lab.tokenizer.decode(c.token_ids) for c in answers]
-                right = [text == want for text, (_, want) in zip(texts, sums, strict=True)]
-                base = first.setdefault(mode, (texts, answers))
-                rows.append(
-                    {
-                        "mode": mode,
-                        "tp": tp,
-                        "batch": batch,
-                        "sums": len(sums),
-                        "accuracy_percent": 100 * float(np.mean(right)),
-                        "answers_changed": sum(a != b for a, b in zip(texts, base[0], strict=True)),
-                        "logprobs_changed": sum(
-                            a.digest() != b.digest() for a, b in zip(answers, base[1], strict=True)
-                        ),
-                        "digest": digest_of(answers),
-                    }
-                )
-
-    def swing(mode: str) -> float:
-        scores = [row["accuracy_percent"] for row in rows if row["mode"] == mode]
-        return max(scores) - min(scores)
-
-    def plot(figure) -> None:
-        panels = figure.subplots(1, 2)
-        names = ("accuracy_percent", "logprobs_changed")
-        labels = ("accuracy, percent", f"answers of {len(sums)} with another bit")
-        for axes, name, label in zip(panels, names, labels, strict=True):
-            for mode, marker in zip(MODES, "ox", strict=True):
-                own = [row for row in rows if row["mode"] == mode]
-                axes.plot(
-                    [f"{r['tp']}\n{r['batch']}" for r in own],
-                    [r[name] for r in own],
-                    marker=marker,
-                    label=mode,
-                )
-            axes.set(xlabel="tp, and batch size below it", ylabel=label)
-        panels[0].legend(frameon=False)
-
-    return Result(
-        title="Two-digit additions, greedy, over batch sizes and meshes",
-        setting=lab.setting,
-        columns=tuple(rows[0]),
-        rows=rows,
-        findings=[
-            f"{mode}: accuracy swings by {swing(mode):.2f} points, "
-            f"{max(r['logprobs_changed'] for r in rows if r['mode'] == mode)} of {len(sums)} "
-            "answers change in a bit"
-            for mode in MODES
-        ],
-        plot=plot,
+def _engine(lab: Lab, mode: str, tp: int, dtype: str, batches: Sequence[int]) -> Engine:
+    return lab.engine(
+        mode,
+        model=lab.model(tp, dtype),
+        batch_size=max(batches),
+        decode_batches=tuple(batches[:-1]),
+        max_len=_longest(lab),
+        prefill=(min(8, max(batches)), 16),
+        has_long_answers=True,
+        is_compiled=False,
     )
 
 
-EXPERIMENT = WholeExperiment(
-    question="How far does a benchmark score move with batch size and mesh alone?",
-    paper="Yuan et al. 2025 (arXiv:2506.09501): up to 9 % in accuracy for "
-    "DeepSeek-R1-Distill-Qwen-7B, greedy, bfloat16, over batch size and GPUs. Zhang et al. 2025 "
-    "(arXiv:2511.17826): over 4 % for Qwen3-8B on AIME24 by tp alone.",
-    run=run,
-    seconds=150.0,
+def _answers(
+    lab: Lab, engine: Engine, mode: str, problems: Sequence[Problem], most: int
+) -> list[Completion]:
+    requests = [
+        lab.request(
+            one.prompt,
+            max_tokens=min(2 * len(one.answer) + 8, _longest(lab) - len(one.prompt) - 1),
+            is_deterministic=mode != "fast",
+            stop="\n",
+        )
+        for one in problems
+    ]
+    return answer_few_at_a_time(engine, requests, most=most)
+
+
+def _right(lab: Lab, answers: Sequence[Completion], problems: Sequence[Problem]) -> np.ndarray:
+    texts = [lab.tokenizer.decode(one.token_ids) for one in answers]
+    return np.asarray([text == one.answer for text, one in zip(texts, problems, strict=True)])
+
+
+@cache
+def _engines(lab: Lab, tp: int, dtype: str, batches: tuple[int, ...]) -> dict[str, Engine]:
+    """Both modes, compiled side by side."""
+    engines = {mode: _engine(lab, mode, tp, dtype, batches) for mode in MODES}
+    lab.compile_together(engines.values())
+    return engines
+
+
+@cache
+def scores_by_level(lab: Lab) -> dict[str, float]:
+    """Share that the model gets right of some problems of each set, in canonical bfloat16.
+
+    Sets with longer answers than the size allows are left out.
+    """
+    count = lab.pick(16, 64)
+    sets = {name: make(count) for name, make in LEVELS.items()}
+    sets = {
+        name: problems
+        for name, problems in sets.items()
+        if max(len(p.prompt) + len(p.answer) for p in problems) + 2 <= _longest(lab)
+    }
+    batches = _batches(lab)
+    engine = _engines(lab, 1, "bfloat16", batches)["invariant"]
+    problems = [one for of_set in sets.values() for one in of_set]
+    answers = _answers(lab, engine, "invariant", problems, max(batches))
+    right = _right(lab, answers, problems).reshape(len(sets), count)
+    return dict(zip(sets, right.mean(axis=1).tolist(), strict=True))
+
+
+def chosen_level(lab: Lab) -> str:
+    """The set of problems whose accuracy is nearest to `WANTED`."""
+    scores = scores_by_level(lab)
+    return min(scores, key=lambda name: abs(scores[name] - WANTED))
+
+
+def _rows(lab: Lab, dtype: str, tp: int, batches: tuple[int, ...]) -> list[Row]:
+    """Accuracy, changed answers and changed logprobs over batch sizes, in both modes.
+
+    Changes are counted against the first batch size, here and in no other piece.
+    """
+    level = chosen_level(lab)
+    problems = LEVELS[level](lab.pick(48, 1000))
+    rows = []
+    for mode, engine in _engines(lab, tp, dtype, batches).items():
+        base: list[Completion] = []
+        for batch in batches:
+            answers = _answers(lab, engine, mode, problems, batch)
+            base = base or answers
+            right = _right(lab, answers, problems)
+            lengths = [len(one.token_ids) for one in answers]
+            longer = [abs(n - len(one.token_ids)) for n, one in zip(lengths, base, strict=True)]
+            bits = sum(a.digest() != b.digest() for a, b in zip(answers, base, strict=True))
+            rows.append(
+                {
+                    "mode": mode, "dtype": dtype, "tp": tp, "batch": batch, "problems": len(right),
+                    "level": level, "level_scores": scores_by_level(lab),
+                    "accuracy_percent": 100 * float(right.mean()),
+                    "texts_changed": sum(
+                        a.token_ids != b.token_ids for a, b in zip(answers, base, strict=True)
+                    ),
+                    "logprobs_changed": bits, "wrong": bits if mode == "invariant" else 0,
+                    "length_mean": float(np.mean(lengths)),
+                    "length_change_mean": float(np.mean(longer)),
+                    "length_change_most": max(longer),
+                    "digest": digest_of(answers),
+                    "answers": "".join(one.digest()[:4] for one in answers),
+                    "right": np.packbits(right).tobytes().hex(),
+                }
+            )  # fmt: skip
+    return rows
+
+
+def _right_of(row: Row) -> np.ndarray:
+    """Of each problem, whether the answer was right."""
+    bits = np.unpackbits(np.frombuffer(bytes.fromhex(row["right"]), np.uint8))
+    return bits[: row["problems"]].astype(bool)
+
+
+def _swings(rows: Sequence[Row]) -> tuple[float, float, float]:
+    """Points from the worst to the best setting: of all problems, of sets of 30 on average, most.
+
+    Problems that do not fill a set are left out.
+    """
+    right = 100 * np.stack([_right_of(row) for row in rows]).astype(float)
+    whole = right.mean(axis=1)
+    count = right.shape[1] // SET * SET
+    sets = right[:, :count].reshape(len(rows), -1, SET).mean(axis=2)
+    of_sets = np.ptp(sets, axis=0)
+    return float(np.ptp(whole)), float(of_sets.mean()), float(of_sets.max())
+
+
+def _num_changed(rows: Sequence[Row]) -> int:
+    """Answers that do not have the same bits in all settings."""
+    texts = [[row["answers"][i : i + 4] for i in range(0, len(row["answers"]), 4)] for row in rows]
+    return sum(len(set(of_one)) > 1 for of_one in zip(*texts, strict=True))
+
+
+def findings(rows: Sequence[Row]) -> list[str]:
+    """For each mode and dtype how far the score moves over batch sizes and GPUs."""
+    told = []
+    for mode in MODES[::-1]:
+        for dtype in dict.fromkeys(row["dtype"] for row in rows):
+            own = [row for row in rows if (row["mode"], row["dtype"]) == (mode, dtype)]
+            scores = [row["accuracy_percent"] for row in own]
+            swing, of_set, most = _swings(own)
+            meshes = " and ".join(str(tp) for tp in sorted({row["tp"] for row in own}))
+            batches = ", ".join(str(n) for n in sorted({row["batch"] for row in own}))
+            told.append(
+                f"{mode}, {dtype}: {min(scores):.1f} to {max(scores):.1f} % right, a swing of "
+                f"{swing:.1f} points (of {SET} problems {of_set:.1f} on average, {most:.1f} at "
+                f"most), {_num_changed(own)} of {own[0]['problems']} answers change in a bit, "
+                f"{max(row['texts_changed'] for row in own)} in a token, their lengths by up to "
+                f"{max(row['length_change_most'] for row in own)} tokens (batch {batches}, tp "
+                f"{meshes})"
+            )
+    return told
+
+
+def short(rows: Sequence[Row]) -> list[str]:
+    """How far each mode's score moves, in a sentence."""
+    told = []
+    for mode in MODES[::-1]:
+        parts = []
+        for dtype in dict.fromkeys(row["dtype"] for row in rows):
+            own = [row for row in rows if (row["mode"], row["dtype"]) == (mode, dtype)]
+            swing, of_set, _ = _swings(own)
+            parts.append(
+                f"in {dtype} by {swing:.1f} points over {len(own)} settings (a set of {SET} by "
+                f"{of_set:.1f} on average), {_num_changed(own)} of {own[0]['problems']} answers "
+                "in a bit"
+            )
+        told.append(f"{mode}: a score moves {'; '.join(parts)}")
+    return told
+
+
+def plot(figure, rows: Sequence[Row]) -> None:
+    """Accuracy and changed answers over the settings, a line for each mode and dtype."""
+    panels = figure.subplots(1, 2)
+    names = ("accuracy_percent", "texts_changed")
+    labels = ("accuracy, percent", f"answers of {rows[0]['problems']} with another token")
+    settings = sorted({(row["tp"], row["batch"]) for row in rows})
+    for axes, name, label in zip(panels, names, labels, strict=True):
+        for mode, marker in zip(MODES, "xo", strict=True):
+            for dtype in dict.fromkeys(row["dtype"] for row in rows):
+                own = {
+                    (row["tp"], row["batch"]): row[name]
+                    for row in rows
+                    if (row["mode"], row["dtype"]) == (mode, dtype)
+                }
+                at = [i for i, setting in enumerate(settings) if setting in own]
+                axes.plot(at, [own[settings[i]] for i in at], marker=marker,
+                          label=f"{mode}, {dtype}")  # fmt: skip
+        axes.set_xticks(range(len(settings)), [f"{tp}\n{batch}" for tp, batch in settings])
+        axes.set(xlabel="tp, and batch size below it", ylabel=label)
+    panels[0].legend(frameon=False, fontsize=7)
+
+
+def result(rows: Sequence[Row], setting: str) -> Result:
+    """Tables and sentences of the rows."""
+    return Result(
+        title=f"{rows[0]['problems']} problems, greedy ({rows[0]['level']}, of the sets the one "
+        f"nearest to {WANTED:.0%} right), over batch sizes, meshes and dtypes",
+        setting=setting,
+        columns=(
+            "mode", "dtype", "tp", "batch", "accuracy_percent", "texts_changed",
+            "logprobs_changed", "length_mean", "length_change_mean", "digest", "wrong",
+        ),
+        rows=rows,
+        findings=findings(rows),
+        short=short(rows),
+        plot=lambda figure: plot(figure, rows),
+    )  # fmt: skip
+
+
+def _runs(lab: Lab, dtype: str, tp: int) -> bool:
+    """Whether the kernels take the model with activations of a dtype, which is said if not."""
+    profile = NumericsProfile(compute_dtype=dtype)
+    refused = why_unsupported(load_config(lab.folder), profile, lab.backend, tp)
+    if refused:
+        print(f"accuracy: no piece of {dtype}, tp {tp}: {refused}", file=sys.stderr)
+    return refused is None
+
+
+def parts(lab: Lab) -> list[Part]:
+    """A piece for each dtype and mesh; one request at a time, which takes longest, is the last."""
+    tps, batches = lab.pick(lab.tps[:3:2], lab.tps[:3]), _batches(lab)
+    pieces = [
+        (dtype, tp, batches, 80)
+        for tp in tps
+        for dtype in ("bfloat16", "float32")
+        if _runs(lab, dtype, tp)
+    ]
+    if lab.is_full:
+        pieces.append(("bfloat16", 1, (1,), 150))
+    return [
+        Part(
+            name=f"{dtype}, tp {tp}" + (", alone" if batches == (1,) else ""),
+            seconds=seconds,
+            run=lambda dtype=dtype, tp=tp, batches=batches: _rows(lab, dtype, tp, batches),
+        )
+        for dtype, tp, batches, seconds in pieces
+    ]
+
+
+EXPERIMENT = Experiment(
+    question="How far does a benchmark score move with batch size, GPUs and dtype alone?",
+    paper="Yuan et al. 2025 (arXiv:2506.09501): up to 9 % in accuracy and 9,000 tokens in length "
+    "for DeepSeek-R1-Distill-Qwen-7B, greedy, bfloat16, over batch size and GPUs; float32 compute "
+    "with 16-bit weights (LayerCast) takes most of it away. Zhang et al. 2025 (arXiv:2511.17826): "
+    "over 4 % for Qwen3-8B on AIME24 by tp alone.",
+    parts=parts,
+    result=result,
+    setting=lambda lab: lab.setting,
 )

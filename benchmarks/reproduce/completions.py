@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """One prompt, many times, at temperature 0, while other requests come and go."""
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
 
 from benchmarks.reproduce.experiment import (
+    Experiment,
     Lab,
+    Part,
     Result,
     Row,
-    WholeExperiment,
     first_difference,
     name_of,
     prompts,
@@ -22,6 +24,8 @@ from detjax.serving.request import Completion
 PROMPT = "Her uncle came back in London without a word"
 """One of the openings whose answers part: of 48, six did between batches of 1 and 48 (CPU)."""
 MODES: tuple[str, ...] = ("fast", "invariant", "dvr")
+MOST_S = 30.0
+"""Of a mode under load."""
 
 
 def _engine(lab: Lab, mode: str, max_tokens: int) -> Engine:
@@ -33,26 +37,33 @@ def _engine(lab: Lab, mode: str, max_tokens: int) -> Engine:
     return lab.engine(
         mode,
         batch_size=batch,
-        max_len=32 + max_tokens,
+        max_len=24 + max_tokens,
         decode_batches=decode_batches,
-        prefill=(8, 32),
+        prefill=(8, 16),
         max_draft_fraction=1.0 if mode == "dvr" else None,
+        has_long_answers=True,
     )
 
 
 def _alone(lab: Lab, engine: Engine, mode: str, max_tokens: int) -> Completion:
     """The prompt with nothing beside it."""
-    request = lab.request(PROMPT, max_tokens=max_tokens, is_deterministic=mode != "fast")
+    request = lab.request(
+        PROMPT, max_tokens=max_tokens, is_deterministic=mode != "fast", ignore_eos=True
+    )
     return engine.generate([request])[0]
 
 
 def _under_load(
     lab: Lab, engine: Engine, mode: str, count: int, max_tokens: int
 ) -> list[Completion]:
-    """The prompt `count` times, among others: as often few at a time as many."""
+    """The prompt `count` times, among others: as often few at a time as many.
+
+    Fewer times where `MOST_S` are over: what then runs is finished, and no more is asked.
+    """
     rng, others, most = np.random.default_rng(1), prompts(200), lab.pick(16, 64)
     found: list[Completion] = []
-    while len(found) < count:
+    end_s = time.perf_counter() + MOST_S
+    while len(found) < count and time.perf_counter() < end_s:
         copies = min(round(most ** rng.random()), count - len(found))
         texts = [PROMPT] * copies
         texts += list(rng.choice(others, int(rng.integers(0, copies))))
@@ -62,6 +73,7 @@ def _under_load(
                 texts[i],
                 max_tokens=max_tokens if texts[i] == PROMPT else int(rng.integers(1, max_tokens)),
                 is_deterministic=mode != "fast",
+                ignore_eos=True,
             )
             for i in order
         ]
@@ -82,91 +94,121 @@ def _spans(answer: tuple[int, ...], expected: tuple[int, ...]) -> tuple[int, int
 def findings(rows: Sequence[Row]) -> list[str]:
     """How many answers there were in each mode, and how many are the canonical one."""
     by_mode = {row["mode"]: row for row in rows}
-    fast, count = by_mode["fast"], by_mode["fast"]["requests"]
-    parts = fast["first_difference"]
-    told = [
-        f"fast: {fast['texts']} different texts and {fast['with_logprobs']} different sets of "
-        f"logprobs, alone and {count} times under load; {fast['as_alone']} of {count} are the "
-        "answer that it gets alone"
-        + ("" if parts is None else f", the first difference is at token {parts}")
-    ]
-    for row in (by_mode["invariant"], by_mode["dvr"]):
+    told = []
+    if fast := by_mode.get("fast"):
+        count, parts = fast["requests"], fast["first_difference"]
+        told.append(
+            f"fast: {fast['texts']} different texts and {fast['with_logprobs']} different sets of "
+            f"logprobs, alone and {count} times under load; {fast['as_alone']} of {count} are the "
+            "answer that it gets alone"
+            + ("" if parts is None else f", the first difference is at token {parts}")
+        )
+    for mode in ("invariant", "dvr"):
+        if (row := by_mode.get(mode)) is None:
+            continue
         windows = ""
-        if row["mode"] == "dvr" and row.get("windows"):
+        if mode == "dvr" and row.get("windows"):
             windows = f", {row['rollbacks']} of {row['windows']} windows rolled back"
         told.append(
-            f"{name_of(row)}: {row['with_logprobs']} ({row['canonical']} of {count} are the "
-            f"canonical answer, bit for bit{windows})"
+            f"{name_of(row)}: {row['with_logprobs']} ({_num_canonical(row, by_mode)} of "
+            f"{row['requests']} are the canonical answer, bit for bit{windows})"
         )
     return told
 
 
-def run(lab: Lab) -> Result:
+def _num_canonical(row: Row, by_mode: dict[str, Row]) -> int:
+    """Answers that are the one that `invariant` gives alone, where both say which it is."""
+    canonical = by_mode.get("invariant", row)
+    if row.get("alone") == canonical.get("alone"):
+        return row["canonical"]
+    return row["digests"].get(canonical["alone"], 0)
+
+
+def _rows(lab: Lab, mode: str) -> list[Row]:
     """Unique completions, where they part from the answer alone, and for how long they agree."""
-    count, max_tokens = lab.pick((32, 96), (1000, 256))
-    rows, spans, canonical = [], {}, ""
-    for mode in ("invariant", "fast", "dvr"):
-        engine = _engine(lab, mode, max_tokens)
-        alone = _alone(lab, engine, mode, max_tokens)
-        canonical = canonical or alone.digest()
-        answers = _under_load(lab, engine, mode, count, max_tokens)
-        every = [alone, *answers]
-        tokens = Counter(c.token_ids for c in every)
-        parts = [first_difference(ids, alone.token_ids) for ids in tokens]
-        windows, rollbacks = windows_since(engine)
-        spans[mode] = [_spans(c.token_ids, alone.token_ids) for c in answers]
-        rows.append(
-            {
-                "mode": mode,
-                "requests": count,
-                "tokens": max_tokens,
-                "texts": len(tokens),
-                "with_logprobs": len({c.digest() for c in every}),
-                "most_common": tokens.most_common(1)[0][1],
-                "first_difference": min((p for p in parts if p is not None), default=None),
-                "as_alone": sum(c.digest() == alone.digest() for c in answers),
-                "canonical": sum(c.digest() == canonical for c in answers),
-                "first_span": float(np.median([a for a, _ in spans[mode]])),
-                "second_span": float(np.median([b for _, b in spans[mode]])),
-                "windows": windows,
-                "rollbacks": rollbacks,
-            }
-        )
+    count, max_tokens = lab.pick((32, 96), (1000, 1000))
+    engine = _engine(lab, mode, max_tokens)
+    alone = _alone(lab, engine, mode, max_tokens)
+    begin_s = time.perf_counter()
+    answers = _under_load(lab, engine, mode, count, max_tokens)
+    seconds = time.perf_counter() - begin_s
+    every = [alone, *answers]
+    tokens = Counter(c.token_ids for c in every)
+    parts = [first_difference(ids, alone.token_ids) for ids in tokens]
+    windows, rollbacks = windows_since(engine)
+    spans = [_spans(c.token_ids, alone.token_ids) for c in answers]
+    as_alone = sum(c.digest() == alone.digest() for c in answers)
+    return [
+        {
+            "mode": mode, "requests": len(answers), "wanted": count, "tokens": max_tokens,
+            "texts": len(tokens), "with_logprobs": len({c.digest() for c in every}),
+            "most_common": tokens.most_common(1)[0][1],
+            "first_difference": min((p for p in parts if p is not None), default=None),
+            "as_alone": as_alone, "canonical": as_alone, "alone": alone.digest()[:12],
+            "digests": dict(Counter(c.digest()[:12] for c in answers)),
+            "first_span": float(np.median([a for a, _ in spans])),
+            "second_span": float(np.median([b for _, b in spans])),
+            "spans": [[list(pair), n] for pair, n in sorted(Counter(spans).items())],
+            "windows": windows, "rollbacks": rollbacks, "seconds": round(seconds, 1),
+            "wrong": 0 if mode == "fast" else len(answers) - as_alone,
+        }
+    ]  # fmt: skip
+
+
+def plot(figure, rows: Sequence[Row]) -> None:
+    """Unique completions by mode; how long answers of `fast` are the one that it gives alone."""
     by_mode = {row["mode"]: row for row in rows}
+    modes = [mode for mode in MODES if mode in by_mode]
+    left, right = figure.subplots(1, 2)
+    names = [name_of(by_mode[m]) for m in modes]
+    left.bar(names, [by_mode[m]["with_logprobs"] for m in modes], color="tab:blue",
+             alpha=0.4, label="with logprobs")  # fmt: skip
+    left.bar(names, [by_mode[m]["texts"] for m in modes], color="tab:blue",
+             width=0.5, label="token ids")  # fmt: skip
+    counts = " or ".join(str(n) for n in sorted({row["requests"] + 1 for row in rows}))
+    left.set(ylabel=f"unique completions of {counts}")
+    if max(row["with_logprobs"] for row in rows) > 20:
+        left.set_yscale("log")
+    left.legend(frameon=False)
+    for index, label in enumerate(("first span", "second span")):
+        pairs = by_mode.get("fast", {}).get("spans", ())
+        values = np.sort(np.repeat([pair[index] for pair, _ in pairs], [n for _, n in pairs]))
+        right.step(values, np.arange(1, len(values) + 1) / max(1, len(values)), label=label)
+    right.set(xlabel="tokens equal to the answer alone, fast", ylabel="share of requests",
+              ylim=(0, 1.02))  # fmt: skip
+    right.legend(frameon=False)
 
-    def plot(figure) -> None:
-        left, right = figure.subplots(1, 2)
-        names = [name_of(by_mode[m]) for m in MODES]
-        left.bar(names, [by_mode[m]["with_logprobs"] for m in MODES], color="tab:blue",
-                 alpha=0.4, label="with logprobs")  # fmt: skip
-        left.bar(names, [by_mode[m]["texts"] for m in MODES], color="tab:blue",
-                 width=0.5, label="token ids")  # fmt: skip
-        left.set(ylabel=f"unique completions of {count + 1}")
-        if max(row["with_logprobs"] for row in rows) > 20:
-            left.set_yscale("log")
-        left.legend(frameon=False)
-        for index, label in enumerate(("first span", "second span")):
-            values = np.sort([pair[index] for pair in spans["fast"]])
-            right.step(values, np.arange(1, len(values) + 1) / len(values), label=label)
-        right.set(xlabel="tokens equal to the answer alone, fast", ylabel="share of requests",
-                  ylim=(0, 1.02))  # fmt: skip
-        right.legend(frameon=False)
 
+def result(rows: Sequence[Row], setting: str) -> Result:
+    """Tables and sentences of the rows."""
     return Result(
-        title=f"{PROMPT!r}, {count} times at temperature 0 under changing load",
-        setting=lab.setting,
-        columns=tuple(rows[0]),
+        title=f"{PROMPT!r} at temperature 0 under changing load, {rows[0]['tokens']} tokens each, "
+        f"as often as {MOST_S:.0f} s allow, {rows[0]['wanted']} times at most",
+        setting=setting,
+        columns=(
+            "mode", "requests", "texts", "with_logprobs", "most_common", "first_difference",
+            "as_alone", "first_span", "second_span", "windows", "rollbacks", "wrong",
+        ),
         rows=rows,
         findings=findings(rows),
-        plot=plot,
-    )
+        plot=lambda figure: plot(figure, rows),
+    )  # fmt: skip
 
 
-EXPERIMENT = WholeExperiment(
+def parts(lab: Lab) -> list[Part]:
+    """A piece for each mode."""
+    return [
+        Part(name=mode, seconds=50, run=lambda mode=mode: _rows(lab, mode))
+        for mode in ("fast", "invariant", "dvr")
+    ]
+
+
+EXPERIMENT = Experiment(
     question="Does the same prompt get the same answer at temperature 0 when the load changes?",
     paper="He 2025 (Thinking Machines): Qwen3-235B, 1000 requests of 1000 tokens: 80 unique "
     "completions, the first difference at token 103 (992 against 8); all 1000 the same with "
     "batch-invariant kernels. Spans as in LLM-42 (arXiv:2601.17768), figure 6.",
-    run=run,
-    seconds=120.0,
+    parts=parts,
+    result=result,
+    setting=lambda lab: lab.setting,
 )

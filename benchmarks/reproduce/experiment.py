@@ -3,7 +3,8 @@
 
 import enum
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from detjax.models.bundled import bundled_model_path
 from detjax.models.hf_config import load_config
 from detjax.models.loading import LoadedModel, load_model
 from detjax.models.params import possible_tps
@@ -21,9 +23,14 @@ from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
 from detjax.serving.config import EngineConfig
 from detjax.serving.engine import Engine
-from detjax.serving.request import Completion, Request, SamplingParams
+from detjax.serving.heap import frozen_heap
+from detjax.serving.launch_times import quickest_decode_steps
+from detjax.serving.request import Completion, FinishReason, Request, SamplingParams
 
 Row = dict[str, Any]
+
+RANDOM = "random"
+"""What rows of a model of random weights have for the digest of its weights."""
 
 
 class Size(enum.Enum):
@@ -44,6 +51,7 @@ class Result:
         rows: One for each line of the table.
         findings: Sentences that the rows say.
         plot: Draws them on a matplotlib figure.
+        short: The most telling in fewer words, for README's table; without any, `findings`.
     """
 
     title: str
@@ -52,6 +60,7 @@ class Result:
     rows: Sequence[Row]
     findings: Sequence[str]
     plot: Callable[[Any], None]
+    short: Sequence[str] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,12 +116,13 @@ class WholeExperiment:
 
 @dataclass(frozen=True, kw_only=True)
 class Lab:
-    """The size, the kernels and the model of a run."""
+    """The size, the kernels and the model of a run; `prompts` are problems of a file, if given."""
 
     size: Size
     folder: Path
     backend: Backend
     num_devices: int
+    prompts: tuple[str, ...] = ()
 
     @property
     def is_full(self) -> bool:
@@ -122,9 +132,23 @@ class Lab:
         """One of two values, by the size."""
         return full if self.is_full else small
 
+    @property
+    def is_given(self) -> bool:
+        """Whether the model is another one than the bundled."""
+        return self.folder.resolve() != bundled_model_path().resolve()
+
     @cached_property
     def tokenizer(self) -> Tokenizer:
         return Tokenizer.from_folder(self.folder)
+
+    @cached_property
+    def weights(self) -> str:
+        """Begin of the sha256 of the weight files, in order of their names."""
+        hasher = hashlib.sha256()
+        for path in sorted(self.folder.glob("*.safetensors")):
+            with path.open("rb") as file:
+                hasher.update(hashlib.file_digest(file, "sha256").digest())
+        return hasher.hexdigest()[:12]
 
     @cached_property
     def tps(self) -> tuple[int, ...]:
@@ -146,14 +170,21 @@ class Lab:
         """Which kernels, on what."""
         device = jax.devices(self.backend.platform)[0]
         mark = fingerprint(NumericsProfile(), Build.current(self.backend.value, device))
-        return f"{self.backend.value} on {device.device_kind}, fingerprint {mark}"
+        return f"{self.backend.value} on {self.device_kind}, fingerprint {mark}"
+
+    @cached_property
+    def device_kind(self) -> str:
+        return jax.devices(self.backend.platform)[0].device_kind
+
+    def model(self, tp: int, compute: str = "bfloat16") -> LoadedModel:
+        """The model, split over `tp` devices, its activations of the dtype `compute`."""
+        return self._model(tp, compute)
 
     @cache  # noqa: B019 - a lab lives as long as the command
-    def model(self, tp: int) -> LoadedModel:
-        """The model, split over `tp` devices."""
+    def _model(self, tp: int, compute: str) -> LoadedModel:
         return load_model(
             str(self.folder),
-            profile=NumericsProfile(),
+            profile=NumericsProfile(compute_dtype=compute),
             mesh=make_mesh(1, tp, platform=self.backend.platform),
             backend=self.backend,
         )
@@ -169,13 +200,21 @@ class Lab:
         prefill: tuple[int, int] = (1, 64),
         model: LoadedModel | None = None,
         max_draft_fraction: float | None = None,
+        has_long_answers: bool = False,
+        is_compiled: bool = True,
     ) -> Engine:
         """An engine whose prefix cache is off, so that no request is served by another's work.
 
         It runs the lab's model over `tp` devices, or the `model` given. In `dvr` a
         `max_draft_fraction` of 1 makes it draft always, where left alone it may
-        find canonical steps quicker.
+        find canonical steps quicker. With `has_long_answers` one launch on a GPU may decode
+        several tokens, for which more programs are compiled. In the full size all are compiled
+        ahead unless `is_compiled` is False.
         """
+        model = model or self.model(tp)
+        steps = 1
+        if has_long_answers and mode != "dvr" and model.mesh.size == 1:
+            steps = quickest_decode_steps(model, batch_size=batch_size, max_tokens=max_len)
         config = EngineConfig(
             batch_size=batch_size,
             prefill_chunk=prefill[1],
@@ -185,22 +224,77 @@ class Lab:
             prefill_shapes=(prefill,),
             has_prefix_cache=False,
             max_draft_fraction=max_draft_fraction,
+            decode_steps=steps,
+            # WHY: what is claimed of answers is compared by the experiments themselves.
+            self_check="off" if self.is_full else "always",
         )
-        engine = Engine(model or self.model(tp), config)
-        if self.is_full:
+        engine = Engine(model, config)
+        if self.is_full and is_compiled:
             engine.compile()  # several programs at a time
         return engine
 
+    def compile_together(self, engines: Iterable[Engine]) -> None:
+        """Compile engines side by side that were made with `is_compiled=False`."""
+        if self.is_full:
+            with ThreadPoolExecutor(8) as pool:
+                list(pool.map(Engine.compile, engines))
+
     def request(
-        self, prompt: str, *, max_tokens: int, is_deterministic: bool, stop: str = ""
+        self,
+        prompt: str,
+        *,
+        max_tokens: int,
+        is_deterministic: bool,
+        stop: str = "",
+        ignore_eos: bool = False,
     ) -> Request:
         """A greedy request."""
         stop_ids = tuple(self.tokenizer.encode(stop)[-1:]) if stop else ()
         return Request(
             prompt_token_ids=tuple(self.tokenizer.encode(prompt)),
-            sampling=SamplingParams(max_tokens=max_tokens, stop_token_ids=stop_ids),
+            sampling=SamplingParams(
+                max_tokens=max_tokens, stop_token_ids=stop_ids, ignore_eos=ignore_eos
+            ),
             is_deterministic=is_deterministic,
         )
+
+
+@frozen_heap()  # as `Engine.generate` does
+def answer_few_at_a_time(
+    engine: Engine, requests: Sequence[Request], *, most: int
+) -> list[Completion]:
+    """Answer requests, at most so many at once, so that steps of at most so many rows run.
+
+    Raises:
+        RuntimeError: If the engine could not answer one.
+    """
+    told: dict[int, tuple[int, list[int], list[np.float32]]] = {}
+    reasons: dict[int, FinishReason] = {}
+    left = 0
+    while len(reasons) < len(requests):
+        while left < len(requests) and left - len(reasons) < most:
+            asked = requests[left]
+            request_id = engine.add_request(
+                asked.prompt_token_ids, asked.sampling, is_deterministic=asked.is_deterministic
+            )
+            told[request_id] = left, [], []
+            left += 1
+        for output in engine.step():
+            if output.error:
+                raise RuntimeError(output.error)
+            idx, token_ids, logprobs = told[output.request_id]
+            token_ids += output.token_ids
+            logprobs += output.logprobs
+            if output.finish_reason is not None:
+                reasons[idx] = output.finish_reason
+    return [
+        Completion(
+            request_idx=idx, sequence_idx=0, prompt_token_ids=requests[idx].prompt_token_ids,
+            token_ids=tuple(token_ids), logprobs=tuple(logprobs), top_logprobs=(),
+            finish_reason=reasons[idx],
+        )
+        for idx, token_ids, logprobs in told.values()
+    ]  # fmt: skip
 
 
 def num_params(model: LoadedModel) -> int:
@@ -247,6 +341,12 @@ def windows_since(engine: Engine, before: tuple[int, int] = (0, 0)) -> tuple[int
     """Windows verified and rolled back since then."""
     stats = engine.stats()
     return stats.num_windows - before[0], stats.num_rollbacks - before[1]
+
+
+def span_of(values: Sequence[float], form: str) -> str:
+    """The least and the largest value, or the one that there is."""
+    low, high = (format(f(values), form) for f in (min, max))
+    return low if low == high else f"{low} to {high}"
 
 
 def name_of(row: Row) -> str:

@@ -7,13 +7,13 @@ compared here, request by request.
 """
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
 
-from benchmarks.reproduce.experiment import Lab, Row, prompts
+from benchmarks.reproduce.experiment import RANDOM, Lab, Row, prompts
 from benchmarks.serving import Ask, Told, serve
 from benchmarks.step import MODELS
 from detjax.models.loading import LoadedModel, random_model
@@ -53,6 +53,7 @@ class Sizes:
 
 SMALL = Sizes(num_slots=8, few=4, prefill_chunk=32, max_len=128, num_pages=8)
 TRAINED = Sizes(num_slots=64, few=16, prefill_chunk=32, max_len=512, num_pages=256)
+TRAINED_LOAD = Sizes(num_slots=64, few=16, prefill_chunk=256, max_len=1024, num_pages=512)
 LARGE = Sizes(num_slots=64, few=16, prefill_chunk=512, max_len=4096, num_pages=1160)
 """1160 pages of an 8B model are 19.5 GB."""
 
@@ -77,11 +78,22 @@ class Server:
     def model(self) -> LoadedModel:
         return self._model
 
+    @property
+    def facts(self) -> Row:
+        """The model and its weights, as rows have them."""
+        weights = RANDOM if self.name in MODELS else self._lab.weights
+        return {"model": self.name, "weights": weights}
+
     def prompt(self, rng: np.random.Generator, length: int) -> list[int]:
-        """Random tokens; of the trained model an opening, whatever the length."""
+        """Random tokens; of the trained model an opening at least, or as many as are asked for."""
         if self.name in MODELS:
             return rng.integers(0, self._model.config.vocab_size, length).tolist()
-        return self._lab.tokenizer.encode(str(rng.choice(prompts(625))))
+        openings = prompts(625)
+        tokens = self._lab.tokenizer.encode(str(rng.choice(openings)))
+        most = max(length, len(tokens))
+        while len(tokens) < most:
+            tokens += self._lab.tokenizer.encode(f". {rng.choice(openings)}")[1:]
+        return tokens[:most]
 
     def engine(
         self,
@@ -150,6 +162,28 @@ def trained_server(lab: Lab) -> Server:
     """The lab's trained model, whose probabilities are those of text."""
     sizes = TRAINED if lab.is_full else SMALL
     return Server(lab.model(1), name=lab.folder.name, setting=lab.setting, sizes=sizes, lab=lab)
+
+
+@cache
+def trained_load_server(lab: Lab) -> Server:
+    """The lab's trained model with room for loads of up to 1024 tokens."""
+    sizes = TRAINED_LOAD if lab.is_full else SMALL
+    return Server(lab.model(1), name=lab.folder.name, setting=lab.setting, sizes=sizes, lab=lab)
+
+
+def load_servers(lab: Lab) -> list[Callable[[Lab], Server]]:
+    """What makes the servers of a load: of a trained model that was given, and of the large one."""
+    return [trained_load_server, large_server] if lab.is_full and lab.is_given else [large_server]
+
+
+def load_setting(lab: Lab) -> str:
+    """What runs a load, in words, where it can be said without making the large model."""
+    if not lab.is_full or lab.backend is not Backend.SM90:
+        return large_server(lab).setting
+    large = f"Llama-3.1-8B shapes with random weights, bfloat16, {lab.machine}; {LARGE.words}"
+    if not lab.is_given:
+        return large
+    return f"{large}; rows that name it: {trained_load_server(lab).setting}"
 
 
 def some_deterministic(count: int, percent: float) -> list[bool]:

@@ -47,14 +47,20 @@ class Arm:
 
 ARMS = (
     Arm(name=EXACT, bits=16),
+    Arm(name=PLAIN, bits=3),
+    Arm(name=WEIGHTED, bits=3),
     Arm(name=PLAIN, bits=4),
     Arm(name=WEIGHTED, bits=4),
-    Arm(name=PLAIN, bits=6),
-    Arm(name=WEIGHTED, bits=6),
     Arm(name=PLAIN, bits=16),
 )
 """XLA's kernels alone, and with matrices of few bits as quantised rollouts have them: more and more
 apart from the trainer."""
+
+NUM_FIRST = 3
+FIRST_RATE = 3e-5
+SEEDS = (0, 1, 2, 3)
+"""Of the first `NUM_FIRST` arms at `FIRST_RATE`; the others have the first seed."""
+OTHER_RATES = (1e-4,)
 
 
 def narrow(params: dict[str, Any], *, bits: int) -> dict[str, Any]:
@@ -80,7 +86,7 @@ def _run(lab: Lab, arm: Arm, *, learning_rate: float, seed: int) -> Row:
         )
 
     task = Arithmetic()
-    prompts, samples, num_steps = lab.pick((8, 8, 30), (32, 16, 100))
+    prompts, samples, num_steps = lab.pick((8, 8, 30), (32, 16, 40))
     sizes = BatchSizes(
         prompts=prompts, samples=samples, microbatch=2 * samples, max_prompt=task.max_prompt,
         max_tokens=task.max_tokens,
@@ -128,12 +134,11 @@ def findings(rows: Sequence[Row]) -> list[str]:
             row["arm"] for row in own)}  # fmt: skip
         parts = []
         for arm, runs in by_arm.items():
-            reached = float(np.mean([run["held_out"] for run in runs]))
             kl = max(run["kl_largest"] for run in runs)
-            parts.append(f"{arm} {reached:.3f} (KL up to {kl:.2g})")
+            parts.append(f"{arm} {_mean_and_range(runs)} (KL up to {kl:.2g})")
         told.append(f"learning rate {rate:g}, held-out problems right: {', '.join(parts)}")
         exact, plain = ([run for run in own if run["kind"] == kind] for kind in (EXACT, PLAIN))
-        if exact and plain:
+        if len(exact) == 1 and plain:
             below = exact[0]["held_out"] - min(run["held_out"] for run in plain)
             late = exact[0]["rewards"][len(exact[0]["rewards"]) // 2 :]
             told[-1] += (
@@ -143,23 +148,42 @@ def findings(rows: Sequence[Row]) -> list[str]:
     return told
 
 
+def short(rows: Sequence[Row]) -> list[str]:
+    """What the arms end with at the first learning rate that is there, in a sentence."""
+    rates = {row["learning_rate"] for row in rows}
+    rate = FIRST_RATE if FIRST_RATE in rates else min(rates)
+    return findings([row for row in rows if row["learning_rate"] == rate])
+
+
+def _mean_and_range(runs: Sequence[Row]) -> str:
+    values = [run["held_out"] for run in runs]
+    mean = f"{float(np.mean(values)):.3f}"
+    if len(values) == 1:
+        return mean
+    return f"{mean} ({min(values):.3f} to {max(values):.3f} over {len(values)} seeds)"
+
+
 def plot(figure, rows: Sequence[Row]) -> None:
     """Rewards and KL by step, a panel pair for each learning rate."""
     rates = sorted({row["learning_rate"] for row in rows})
     panels = figure.subplots(1, 2 * len(rates), squeeze=False)[0]
     arms = list(dict.fromkeys(row["arm"] for row in rows))
     for i, rate in enumerate(rates):
+        drawn: set[str] = set()
         for row in rows:
             if row["learning_rate"] != rate:
                 continue
-            style = {"color": f"C{arms.index(row['arm'])}", "linewidth": 1, "label": row["arm"]}
+            label = row["arm"] if row["arm"] not in drawn else None
+            drawn.add(row["arm"])
+            style = {"color": f"C{arms.index(row['arm'])}", "linewidth": 1, "label": label}
             panels[2 * i].plot(row["rewards"], **style)
             panels[2 * i + 1].plot(row["kls"], **style)
         panels[2 * i].set(xlabel="update", ylabel="mean reward", ylim=(0, 1))
         panels[2 * i].set_title(f"learning rate {rate:g}", fontsize=8)
         panels[2 * i + 1].set_yscale("symlog", linthresh=1e-6)
         panels[2 * i + 1].set(xlabel="update", ylabel="KL(rollout || trainer)")
-    panels[0].legend(frameon=False, fontsize=6)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4,
+                  frameon=False, fontsize=6)  # fmt: skip
 
 
 def result(rows: Sequence[Row], setting: str) -> Result:
@@ -174,20 +198,26 @@ def result(rows: Sequence[Row], setting: str) -> Result:
         ),
         rows=rows,
         findings=findings(rows),
+        short=short(rows),
         plot=lambda figure: plot(figure, rows),
     )  # fmt: skip
 
 
 def parts(lab: Lab) -> list[Part]:
-    """A piece for each arm and learning rate."""
+    """A piece for each arm, learning rate and seed; the first has no seed in its name."""
+    seeds = lab.pick(SEEDS[:1], SEEDS)
+    runs = [(FIRST_RATE, seed, arm) for seed in seeds for arm in ARMS[:NUM_FIRST]]
+    runs += [(FIRST_RATE, SEEDS[0], arm) for arm in ARMS[NUM_FIRST:]]
+    runs += [(rate, SEEDS[0], arm) for rate in OTHER_RATES for arm in ARMS]
     return [
         Part(
-            name=f"{arm.label}, learning rate {rate:g}",
-            seconds=35,
-            run=lambda rate=rate, arm=arm: [_run(lab, arm, learning_rate=rate, seed=0)],
+            name=f"{arm.label}, learning rate {rate:g}" + (f", seed {seed}" if seed else ""),
+            seconds=25,
+            run=lambda rate=rate, arm=arm, seed=seed: [
+                _run(lab, arm, learning_rate=rate, seed=seed)
+            ],
         )
-        for rate in lab.pick((3e-5, 1e-4), (1e-4, 3e-4, 3e-5))
-        for arm in ARMS
+        for rate, seed, arm in runs
     ]
 
 

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.reproduce.experiment import (
+    RANDOM,
     Experiment,
     Lab,
     Part,
@@ -35,6 +36,7 @@ class Record:
         experiment: It.
         lab: Where it runs.
         card: The machine and the build.
+        wanted: Words of which a piece's name must have one; without any, all pieces are run.
         rows: Of the pieces that are done, each with the name of its piece, and its build.
         whole: The result of an experiment of one piece, once it has run here.
         setting: Of the rows, as the run that made them said.
@@ -45,6 +47,7 @@ class Record:
     experiment: Experiment | WholeExperiment
     lab: Lab
     card: dict[str, str]
+    wanted: tuple[str, ...] = ()
     rows: list[Row] = field(default_factory=list)
     whole: Result | None = None
     setting: str = ""
@@ -59,6 +62,7 @@ class Record:
         path = folder / f"{self.name}.json"
         if not path.exists():
             return
+        own = {RANDOM, self.lab.weights}
         found = json.loads(path.read_text())
         now = {"size": self.lab.size.value, "gpu": self.card["gpu"]}
         other = [f"{k}={found.get(k)!r}" for k, v in now.items() if found.get(k) != v]
@@ -66,18 +70,30 @@ class Record:
         if other:
             print(f"{path} is not resumed: it has {', '.join(other)}; here {now}", file=sys.stderr)
             return
-        self.rows, self.setting = found["rows"], found["setting"]
+        rows = [row for row in found["rows"] if row.get("weights", RANDOM) in own]
+        if len(rows) < len(found["rows"]):
+            left = len(found["rows"]) - len(rows)
+            print(f"{path}: {left} rows of other weights are not resumed", file=sys.stderr)
+        new = [row for row in rows if not any(row["part"] == old["part"] for old in self.rows)]
+        self.rows += new
+        self.setting = found["setting"]
 
     @property
     def parts(self) -> Sequence[Part]:
-        """All pieces, most wanted first."""
-        if isinstance(self.experiment, Experiment):
-            return self.experiment.parts(self.lab)
-        return [Part(name=WHOLE, seconds=self.experiment.seconds, run=self._run_whole)]
+        """All pieces that are wanted, most wanted first."""
+        if isinstance(self.experiment, WholeExperiment):
+            seconds = self.experiment.seconds
+            every = [Part(name=WHOLE, seconds=seconds, run=self._run_whole)]
+        else:
+            every = self.experiment.parts(self.lab)
+        if not self.wanted:
+            return every
+        return [part for part in every if any(word in part.name for word in self.wanted)]
 
     def has(self, part: Part) -> bool:
-        """Whether the rows of a piece are there."""
-        return any(row["part"] == part.name for row in self.rows)
+        """Whether the rows of a piece are there, of this kind of GPU."""
+        gpu = self.card["gpu"]
+        return any(row["part"] == part.name and row.get("gpu", gpu) == gpu for row in self.rows)
 
     def run(self, part: Part) -> None:
         """Run a piece and keep its rows."""
@@ -88,7 +104,7 @@ class Record:
             "part_s": round(time.perf_counter() - begin_s, 1),
             **{name: self.card[name] for name in ("commit", "date", "fingerprint")},
         }
-        self.rows += [dict(row) | facts for row in found]
+        self.rows += [{"weights": self.lab.weights} | dict(row) | facts for row in found]
         self.has_new = True
         if isinstance(self.experiment, Experiment):
             self.setting = self.experiment.setting(self.lab)
@@ -134,7 +150,8 @@ class Record:
         found = {
             "experiment": self.name, "question": self.experiment.question,
             "paper": self.experiment.paper, "title": result.title, "setting": result.setting,
-            "findings": list(result.findings), "size": self.lab.size.value,
+            "findings": list(result.findings), "short": list(result.short),
+            "size": self.lab.size.value,
         }  # fmt: skip
         document = found | self.card | {"rows": self.rows}
         (folder / f"{self.name}.json").write_text(json.dumps(document, indent=1) + "\n")
@@ -162,9 +179,52 @@ def redraw(path: Path, experiment: Experiment) -> None:
         "paper": experiment.paper,
         "title": result.title,
         "findings": list(result.findings),
+        "short": list(result.short),
     }
     path.write_text(json.dumps(found, indent=1) + "\n")
     draw(result, path.with_suffix(".png"))
+
+
+def has_pieces(path: Path) -> bool:
+    """Whether the rows of a written experiment say of which piece they are."""
+    return all("part" in row for row in json.loads(path.read_text())["rows"])
+
+
+def take_rows(path: Path, other: Path) -> int:
+    """Put rows of another run into a written experiment, or take all where none is written.
+
+    Of the same kind of GPU and the same weights: the pieces that are missing. Of another kind of
+    GPU: rows that name it, in place of those there are of it; those of experiments whose sentences
+    would not tell two kinds apart do not.
+
+    Returns:
+        How many were taken.
+    """
+    more = json.loads(other.read_text())
+    if not path.exists() or not has_pieces(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(more, indent=1) + "\n")
+        return len(more["rows"])
+    found = json.loads(path.read_text())
+    if more["size"] != found["size"]:
+        return 0
+    if more["gpu"] != found["gpu"]:
+        taken = [row for row in more["rows"] if row.get("gpu") == more["gpu"]]
+        kept = [row for row in found["rows"] if row.get("gpu") != more["gpu"] or not taken]
+    else:
+        kept = found["rows"]
+        there = {row["part"] for row in kept if row.get("gpu", more["gpu"]) == more["gpu"]}
+        weights = {row.get("weights", RANDOM) for row in kept} - {RANDOM}
+        taken = [
+            row
+            for row in more["rows"]
+            if row["part"] not in there
+            and (not weights or row.get("weights", RANDOM) in weights | {RANDOM})
+        ]
+    if taken and more["setting"] not in found["setting"]:
+        found["setting"] += f"; {more['setting']}"
+    path.write_text(json.dumps(found | {"rows": kept + taken}, indent=1) + "\n")
+    return len(taken)
 
 
 def in_turn(records: Sequence[Record]) -> list[tuple[Record, Part]]:

@@ -104,7 +104,7 @@ def result(rows: Sequence[Row], setting: str) -> Result:
 def parts(lab: Lab) -> list[Part]:
     """A piece for each window."""
     return [
-        Part(name=f"window {window}", seconds=40, run=lambda window=window: _rows(lab, window))
+        Part(name=f"window {window}", seconds=55, run=lambda window=window: _rows(lab, window))
         for window in lab.pick((8,), (WINDOW, 256))
     ]
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Throughput while more and more of the traffic is deterministic."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +10,10 @@ from benchmarks.reproduce.experiment import Experiment, Lab, Part, Result, Row
 from benchmarks.reproduce.loads import (
     GROUP,
     WINDOW,
+    Server,
     large_server,
+    load_servers,
+    load_setting,
     num_different,
     some_deterministic,
     window_facts,
@@ -87,6 +90,21 @@ FULL = (
         paper_recomputed_percent=2.08, seconds=40,
     ),
 )  # fmt: skip
+TRAINED = (
+    Workload(
+        name="512 + 256", requests=128, lengths=((512, 256),),
+        paper=(17350, 11182, 17130, 16884, 16552, 15976, 14439, 12430), paper_rollbacks=0,
+        paper_recomputed_percent=0.0, seconds=50,
+    ),
+    Workload(
+        name="ShareGPT-like to 512 + 448", requests=192,
+        lengths=like(192, 200, 160, most=(512, 448)),
+        paper=(15400, 9877, 14861, 13876, 13101, 12053, 10598, 8873), paper_rollbacks=96,
+        paper_recomputed_percent=0.32, seconds=50,
+    ),
+)  # fmt: skip
+"""Of a trained model, whose context is 1024 tokens."""
+
 SMALL = (
     Workload(
         name="24 + 32", requests=12, lengths=((24, 32),), paper=(), paper_rollbacks=0,
@@ -106,9 +124,10 @@ def _asks(workload: Workload, percent: float) -> list[Ask]:
     ]  # fmt: skip
 
 
-def _rows(lab: Lab, workload: Workload) -> list[Row]:
+def _rows(lab: Lab, workload: Workload, make_server: Callable[[Lab], Server]) -> list[Row]:
     """`invariant` first, whose answers are the canonical ones; then `fast`, then each share."""
-    server, rows, canonical = large_server(lab), [], []
+    server, rows, canonical = make_server(lab), [], []
+    suffix = "" if make_server is large_server else f", {server.name}"
     percents = lab.pick((10, 100), PERCENTS)
     engine: Engine | None = None
     for percent in (CANONICAL, 0, *percents):
@@ -123,7 +142,8 @@ def _rows(lab: Lab, workload: Workload) -> list[Row]:
         paper = workload.paper
         rows.append(
             {
-                "workload": workload.name, "mode": mode, "requests": workload.requests,
+                "workload": workload.name + suffix, **server.facts, "mode": mode,
+                "requests": workload.requests,
                 "deterministic_percent": 100 if percent < 0 else percent,
                 "prompt_tokens": sum(one.ask.prompt_len for one in told),
                 "output_tokens": sum(one.num_tokens for one in told),
@@ -205,14 +225,16 @@ def result(rows: Sequence[Row], setting: str) -> Result:
 
 
 def parts(lab: Lab) -> list[Part]:
-    """A piece for each workload."""
+    """A piece for each model and workload."""
+    large = lab.pick(SMALL, FULL)
     return [
         Part(
-            name=workload.name,
+            name=workload.name if make is large_server else f"{workload.name}, trained",
             seconds=workload.seconds,
-            run=lambda workload=workload: _rows(lab, workload),
+            run=lambda workload=workload, make=make: _rows(lab, workload, make),
         )
-        for workload in lab.pick(SMALL, FULL)
+        for make in load_servers(lab)
+        for workload in (large if make is large_server else TRAINED)
     ]
 
 
@@ -223,5 +245,5 @@ EXPERIMENT = Experiment(
     "brackets, with SGLang's batch-invariant mode for `invariant`.",
     parts=parts,
     result=result,
-    setting=lambda lab: large_server(lab).setting,
+    setting=load_setting,
 )

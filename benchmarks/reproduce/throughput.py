@@ -2,13 +2,16 @@
 """What one deterministic request costs everybody else."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from benchmarks.reproduce.experiment import Experiment, Lab, Part, Result, Row, name_of
 from benchmarks.reproduce.loads import (
     GROUP,
     WINDOW,
+    Server,
     large_server,
+    load_servers,
+    load_setting,
     num_different,
     window_facts,
 )
@@ -42,10 +45,10 @@ def findings(rows: Sequence[Row]) -> list[str]:
 def plot(figure, rows: Sequence[Row]) -> None:
     """Throughput of each mixture over that of 11 fast ones, with its range, and the paper's."""
     axes = figure.subplots()
-    base = next(row["tokens_per_s"] for row in rows if row["case"] == "11, none deterministic")
     names = [name_of(row) for row in rows][::-1]
     values, low, high = (
-        [row[name] / base for row in rows][::-1] for name in ("tokens_per_s", "slowest", "fastest")
+        [row[name] / row["tokens_per_s"] * row["of_11_fast"] for row in rows][::-1]
+        for name in ("tokens_per_s", "slowest", "fastest")
     )
     spread = [[v - a for v, a in zip(values, low, strict=True)],
               [b - v for v, b in zip(values, high, strict=True)]]  # fmt: skip
@@ -61,9 +64,10 @@ def _lengths(lab: Lab) -> tuple[int, int]:
     return lab.pick((24, 32), (512, 256))
 
 
-def _rows(lab: Lab) -> list[Row]:
+def _rows(lab: Lab, make_server: Callable[[Lab], Server]) -> list[Row]:
     """Tokens a second, wall time, prefill included, of each mixture."""
-    server, repeats = large_server(lab), lab.pick(2, 3)
+    server, repeats = make_server(lab), lab.pick(2, 3)
+    suffix = "" if make_server is large_server else f", {server.name}"
     prompt_len, output_len = _lengths(lab)
     rows, canonical = [], []
     for name, mode, count, num_det, paper in CASES:
@@ -85,7 +89,8 @@ def _rows(lab: Lab) -> list[Row]:
         del engine  # its cache leaves room for the next one
         rows.append(
             {
-                "case": name, "mode": mode, "requests": count, "deterministic": num_det,
+                "case": name + suffix, **server.facts, "mode": mode,
+                "requests": count, "deterministic": num_det,
                 "prompt_len": prompt_len, "output_len": output_len,
                 "window": WINDOW, "group": GROUP, "repeats": repeats,
                 "tokens_per_s": statistics.median(rates), "slowest": min(rates),
@@ -119,12 +124,24 @@ def result(rows: Sequence[Row], setting: str) -> Result:
     )  # fmt: skip
 
 
+def parts(lab: Lab) -> list[Part]:
+    """A piece for each model."""
+    return [
+        Part(
+            name="mixtures" if make is large_server else "mixtures, trained",
+            seconds=95 if make is large_server else 50,
+            run=lambda make=make: _rows(lab, make),
+        )
+        for make in load_servers(lab)
+    ]
+
+
 EXPERIMENT = Experiment(
     question="Does one deterministic request slow the others?",
     paper="LLM-42 (arXiv:2601.17768), figure 5, and its authors' data (github.com/microsoft/"
     "llm-42): 8B, 11 requests of 512 + 256 tokens on an H100: 938 tokens/s with none "
     "deterministic, 413 with batch-invariant kernels, 913 with one of them verified.",
-    parts=lambda lab: [Part(name="mixtures", seconds=95, run=lambda: _rows(lab))],
+    parts=parts,
     result=result,
-    setting=lambda lab: large_server(lab).setting,
+    setting=load_setting,
 )

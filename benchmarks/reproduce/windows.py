@@ -3,7 +3,7 @@
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -14,6 +14,8 @@ from benchmarks.reproduce.loads import (
     WINDOW,
     Server,
     large_server,
+    load_servers,
+    load_setting,
     num_different,
     quantiles_ms,
     window_facts,
@@ -50,12 +52,19 @@ RATE_PER_S, REQUESTS = 12.0, 64
 """The paper's rate; it has 4,096 requests."""
 
 
-def _asks(lab: Lab) -> list[Ask]:
+TRAINED = {64: ((1, 8), 40), 16: ((1, 8), 40), 256: ((1,), 30), 32: ((1, 8), 40)}
+"""Of a trained model, whose rate is higher, as it is smaller."""
+TRAINED_RATE_PER_S = 60.0
+
+
+def _asks(lab: Lab, *, is_large: bool) -> list[Ask]:
     """Poisson arrivals of ShareGPT-like lengths, all deterministic."""
-    count, rate = lab.pick((6, 50.0), (REQUESTS, RATE_PER_S))
+    count, rate = lab.pick((6, 50.0), (REQUESTS, RATE_PER_S if is_large else TRAINED_RATE_PER_S))
     rng = np.random.default_rng(1)
     at_s = np.cumsum(rng.exponential(1 / rate, count))
-    lengths = like(count, 200, 160, most=lab.pick((24, 40), (1024, 512)))
+    lengths = like(
+        count, 200, 160, most=lab.pick((24, 40), (1024, 512) if is_large else (512, 448))
+    )
     return [
         Ask(at_s=float(at), prompt_len=p, output_len=g, is_deterministic=True)
         for at, (p, g) in zip(at_s, lengths, strict=True)
@@ -102,12 +111,16 @@ def _verify_ms(server: Server, engine: Engine, key: ProgramKey, context: int) ->
     return statistics.median(times[1:])
 
 
-def _rows(lab: Lab, window: int, groups: Sequence[int]) -> list[Row]:
+def _rows(
+    lab: Lab, window: int, groups: Sequence[int], make_server: Callable[[Lab], Server]
+) -> list[Row]:
     """The cost of a verification by group, then the load in each group.
 
     The default window also has the canonical answers of `invariant`.
     """
-    server, asks = large_server(lab), _asks(lab)
+    is_large = make_server is large_server
+    server, asks = make_server(lab), _asks(lab, is_large=is_large)
+    of_model = server.facts
     others = tuple(group for group in groups if group < max(groups))
     engine = server.engine("dvr", window=window, group=max(groups), other_groups=others)
     context = lab.pick(40, 512)
@@ -119,8 +132,9 @@ def _rows(lab: Lab, window: int, groups: Sequence[int]) -> list[Row]:
         ms = _verify_ms(server, engine, key, context)
         rows.append(
             {
-                "what": "verification", "window": window, "group": key.rows, "context": context,
-                "ms": ms, "ms_per_token": ms / tokens, "paper_ms": PAPER_MS.get(tokens),
+                **of_model, "what": "verification", "window": window, "group": key.rows,
+                "context": context, "ms": ms, "ms_per_token": ms / tokens,
+                "paper_ms": PAPER_MS.get(tokens) if is_large else None,
             }
         )  # fmt: skip
     canonical: list[Told] = []
@@ -131,10 +145,12 @@ def _rows(lab: Lab, window: int, groups: Sequence[int]) -> list[Row]:
         told = server.serve(engine, asks)
         canonical = canonical or told
         paper_s, paper_percent = PAPER_CELLS.get((window, group), (None, None))
+        paper_s = paper_s if is_large else None  # the paper's model has that one's size
         end_s = max(one.releases_s[-1] for one in told)
         rows.append(
             {
-                "what": "load", "mode": mode, "window": window if group else 0, "group": group,
+                **of_model, "what": "load", "mode": mode,
+                "window": window if group else 0, "group": group,
                 "requests": len(asks), "digests": [one.digest[:12] for one in told],
                 **quantiles_ms([one.first_token_s for one in told], "first_token"),
                 **quantiles_ms([one.end_to_end_s for one in told], "end_to_end"),
@@ -157,8 +173,39 @@ def num_unlike(loads: Sequence[Row]) -> int:
     return sum(any(of_one) for of_one in zip(*differs, strict=True))
 
 
+LARGE_MODEL = "llama3_8b"
+
+
+def _of_models(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Rows by model; the first ones did not say that theirs was the large one."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row.get("model", LARGE_MODEL), []).append(row)
+    return found
+
+
 def findings(rows: Sequence[Row]) -> list[str]:
-    """What a verification costs, the best cell, and that no cell changes a bit."""
+    """For each model what a verification costs, the best cell, and that no cell changes a bit."""
+    told = []
+    for model, own in _of_models(rows).items():
+        name = "" if model == LARGE_MODEL else f"{model}: "
+        told += [f"{name}{sentence}" for sentence in _findings_of_model(own)]
+    return told
+
+
+def short(rows: Sequence[Row]) -> list[str]:
+    """All of the large model; of others how much is computed again, and the bits."""
+    told = []
+    for model, own in _of_models(rows).items():
+        sentences = _findings_of_model(own)
+        if model == LARGE_MODEL:
+            told += sentences
+        else:
+            told += [f"{model}: {sentence}" for sentence in sentences[-2:]]
+    return told
+
+
+def _findings_of_model(rows: Sequence[Row]) -> list[str]:
     told = []
     costs = {row["window"]: row["ms"] for row in rows
              if row["what"] == "verification" and row["group"] == 1}  # fmt: skip
@@ -189,17 +236,24 @@ def findings(rows: Sequence[Row]) -> list[str]:
     return told
 
 
+def _cell_name(row: Row) -> str:
+    model = row.get("model", LARGE_MODEL)
+    cell = f"{row['window']} x {row['group']}"
+    return cell if model == LARGE_MODEL else f"{model}, {cell}"
+
+
 def plot(figure, rows: Sequence[Row]) -> None:
     """Cost of a verification by tokens; latency and recomputed tokens of the load by cell."""
     left, middle, right = figure.subplots(1, 3)
-    costs = sorted((r["group"] * r["window"], r["ms"]) for r in rows if r["what"] != "load")
-    if costs:
-        left.plot(*zip(*costs, strict=True), "o", label="here")
-    left.plot(*zip(*PAPER_MS.items(), strict=True), "x--", label="LLM-42, forward pass")
+    for model, own in _of_models(rows).items():
+        costs = sorted((r["group"] * r["window"], r["ms"]) for r in own if r["what"] != "load")
+        if costs:
+            left.plot(*zip(*costs, strict=True), "o", label=f"here, {model}")
+    left.plot(*zip(*PAPER_MS.items(), strict=True), "x--", label="LLM-42, forward pass of 8B")
     left.set(xlabel="tokens of a verification", ylabel="ms", xscale="log", ylim=(0, None))
     left.legend(frameon=False, fontsize=7)
     loads = [row for row in rows if row["what"] == "load" and row["mode"] == "dvr"]
-    names = [f"{row['window']} x {row['group']}" for row in loads]
+    names = [_cell_name(row) for row in loads]
     middle.barh(names, [row["end_to_end_p99_ms"] / 1e3 for row in loads], alpha=0.7)
     middle.set(xlabel="P99 latency, s", ylabel="window x group")
     right.barh(names, [row["recomputed_percent"] for row in loads], alpha=0.7, label="here")
@@ -218,25 +272,28 @@ def result(rows: Sequence[Row], setting: str) -> Result:
         "requests",
         setting=setting,
         columns=(
-            "what", "mode", "window", "group", "ms", "paper_ms", "first_token_p50_ms",
+            "model", "what", "mode", "window", "group", "ms", "paper_ms", "first_token_p50_ms",
             "end_to_end_p50_ms", "end_to_end_p99_ms", "paper_p99_s", "rollbacks",
             "recomputed_percent", "paper_recomputed_percent", "wrong",
         ),
         rows=rows,
         findings=findings(rows),
+        short=short(rows),
         plot=lambda figure: plot(figure, rows),
     )  # fmt: skip
 
 
 def parts(lab: Lab) -> list[Part]:
-    """A piece for each window, as its programs are compiled for it alone."""
+    """A piece for each model and window, as its programs are compiled for it alone."""
+    large = lab.pick(SMALL, FULL)
     return [
         Part(
-            name=f"window {window}",
+            name=f"window {window}" + ("" if make is large_server else ", trained"),
             seconds=seconds,
-            run=lambda window=window, groups=groups: _rows(lab, window, groups),
+            run=lambda window=window, groups=groups, make=make: _rows(lab, window, groups, make),
         )
-        for window, (groups, seconds) in lab.pick(SMALL, FULL).items()
+        for make in load_servers(lab)
+        for window, (groups, seconds) in (large if make is large_server else TRAINED).items()
     ]
 
 
@@ -247,5 +304,5 @@ EXPERIMENT = Experiment(
     "at 16 x 1; 3 % of the tokens are computed again with windows of 16, 46 % with 256.",
     parts=parts,
     result=result,
-    setting=lambda lab: large_server(lab).setting,
+    setting=load_setting,
 )

@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The experiments of `benchmarks.reproduce` run, and what must be zero is."""
 
+import argparse
+import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 from benchmarks.reproduce import __main__ as reproduce
-from benchmarks.reproduce import shares, windows
+from benchmarks.reproduce import accuracy, meshes, problems, shares, windows
 from benchmarks.reproduce.completions import _spans
 from benchmarks.reproduce.experiment import (
     Experiment,
@@ -21,7 +25,7 @@ from benchmarks.reproduce.experiment import (
     short,
 )
 from benchmarks.reproduce.loads import some_deterministic
-from benchmarks.reproduce.record import Record, redraw, run_pieces
+from benchmarks.reproduce.record import Record, redraw, run_pieces, take_rows
 from detjax.pallas_kernels.backend import Backend
 
 
@@ -55,12 +59,15 @@ def test_operators_of_detjax_do_not_change_and_one_of_xla_does(tmp_path, capsys)
 @pytest.mark.invariance
 def test_answers_on_meshes_are_one_and_the_fast_path_has_more(tmp_path, capsys):
     rows, out = run("meshes", tmp_path, capsys)
-    by_mode = {row["mode"]: row for row in rows}
-    assert by_mode["invariant"]["unique_with_logprobs_max"] == 1
-    assert by_mode["invariant"]["max_prob_divergence_mean"] == 0.0
-    assert by_mode["fast"]["unique_with_logprobs_max"] > 1
-    assert by_mode["fast"]["max_prob_divergence_mean"] > 0
-    assert len({row["digest"] for row in rows if row["mode"] == "invariant"}) == 1
+    assert len({row["model"] for row in rows}) == 2
+    for model in {row["model"] for row in rows}:
+        own = [row for row in rows if row["model"] == model]
+        by_mode = {row["mode"]: row for row in own}
+        assert by_mode["invariant"]["unique_with_logprobs_max"] == 1
+        assert by_mode["invariant"]["max_prob_divergence_mean"] == 0.0
+        assert by_mode["fast"]["unique_with_logprobs_max"] > 1
+        assert by_mode["fast"]["max_prob_divergence_mean"] > 0
+        assert len({row["digest"] for row in own if row["mode"] == "invariant"}) == 1
     assert "paper: Zhang et al. 2025" in out
 
 
@@ -76,6 +83,9 @@ def test_the_other_experiments_find_nothing_in_invariant_mode(name, tmp_path, ca
             assert row["canonical"] == row["requests"]
         else:
             assert row["logprobs_changed"] == 0
+    if name == "accuracy":
+        assert any(row["logprobs_changed"] for row in rows if row["mode"] == "fast")
+        assert {row["dtype"] for row in rows} == {"bfloat16", "float32"}
 
 
 @pytest.mark.nightly
@@ -198,6 +208,10 @@ def test_findings_put_the_papers_figure_beside_ours():
     told = windows.findings(rows)
     assert "from 1.2 s at 64 x 8 (paper 46 s) to 1.5 s at 16 x 1 (paper 616 s)" in told[2]
     assert told[-1] == "1 of 2 answers differ between 3 settings"
+    trained = [row | {"model": "m", "paper_p99_s": None} for row in rows]
+    assert windows.findings(rows + trained) == [*told, *windows.findings(trained)]
+    assert all(one.startswith("m: ") for one in windows.findings(trained))
+    assert windows.short(rows + trained) == [*told, *windows.findings(trained)[-2:]]
     rows[-1] |= {"fingerprint": "g"}
     assert windows.findings(rows)[-1] == "0 of 2 answers differ between 3 settings"
     share = {"workload": "w", "over_fast": 0.9, "paper_over_fast": 0.5, "windows": 1}
@@ -238,3 +252,151 @@ def test_differences_and_spans_are_counted_from_the_right_token():
         "-",
         "a",
     ]
+
+
+# ------------------------------------------------------------------------------ a trained model
+
+
+@pytest.fixture(scope="module")
+def train_tiny():
+    """The trainer, which is a script."""
+    path = Path(__file__).parents[2] / "tools" / "train_tiny.py"
+    spec = importlib.util.spec_from_file_location("train_tiny", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["train_tiny"] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["train_tiny"]
+
+
+def test_every_set_has_a_thousand_problems():
+    for name, make in problems.LEVELS.items():
+        found = make(1000)
+        assert len({one.prompt for one in found}) == 1000, name
+        assert max(len(one.answer) for one in found) <= problems.MOST_TOKENS
+    with pytest.raises(ValueError, match="5000 such lines were not found"):
+        problems.counts(5000, digits=3, terms=(38, 40))
+
+
+@pytest.mark.parametrize("digits", [3, 4])
+def test_problems_that_count_are_lines_of_the_trainer_which_it_does_not_show(train_tiny, digits):
+    found = problems.counts(200, digits=digits, terms=(6, 24))
+    assert len({one.prompt for one in found}) == 200
+    for one in found:
+        start, step = map(int, one.prompt.rstrip(":").split(",+"))
+        line = train_tiny.Count(start=start, step=step, bound=10**digits)
+        assert one.prompt + one.answer == line.line
+        assert line.is_unseen and 6 <= line.num_terms <= 24
+    shown = "".join(train_tiny.count_documents(3000, seed=0)).splitlines()
+    assert len(shown) > 2000
+    assert not {one.prompt for one in found} & {line.partition(":")[0] + ":" for line in shown}
+    for line in shown[:300]:  # which stop where they should
+        numbers = [int(n) for n in line.partition(":")[2].split(",")]
+        bound = 10 ** (len(str(numbers[-1])) - 1)
+        assert numbers[-1] >= bound and all(n < bound for n in numbers[:-1])
+        assert len(numbers) <= train_tiny.MAX_TERMS
+
+
+def test_rates_follow_the_time_that_is_over(train_tiny, monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(train_tiny.time, "perf_counter", lambda: now)
+    args = argparse.Namespace(seconds=110.0, learning_rate=1.0, eval_every=4)
+    now = 10.0  # compiling
+    rates, ends = [], []
+    for chunk in train_tiny.Clock(args, 0.0).chunks():
+        rates += chunk.tolist()
+        now += 7.0
+        ends.append(now)
+    assert 103.0 < ends[-1] <= 110.0
+    peak = rates.index(max(rates))
+    assert rates[: peak + 1] == sorted(rates[: peak + 1])
+    assert rates[peak:] == sorted(rates[peak:], reverse=True)
+    assert max(rates) > 0.9 and rates[-1] == pytest.approx(0.02)
+    now = 120.0
+    with pytest.raises(ValueError, match="--seconds 110 is over when all is compiled"):
+        next(train_tiny.Clock(args, 0.0).chunks())
+
+
+def score_row(mode, right, answers, **fields):
+    bits = np.packbits(np.asarray(right, bool)).tobytes().hex()
+    row = {"mode": mode, "dtype": "bfloat16", "tp": 1, "batch": 8, "problems": len(right),
+           "accuracy_percent": 100 * sum(right) / len(right), "right": bits, "answers": answers,
+           "texts_changed": 0, "length_change_most": 0}  # fmt: skip
+    return row | fields
+
+
+def test_a_swing_is_counted_of_all_problems_and_of_sets_of_thirty():
+    first = [1] * 30 + [0] * 30
+    other = [1] * 27 + [0] * 3 + [1] * 6 + [0] * 24
+    rows = [
+        score_row("fast", first, "aaaa" * 60),
+        score_row("fast", other, "bbbb" * 3 + "aaaa" * 57, batch=32, texts_changed=9),
+        score_row("invariant", first, "cccc" * 60),
+        score_row("invariant", first, "cccc" * 60, batch=32),
+    ]
+    fast, invariant = accuracy.findings(rows)
+    assert fast.startswith("fast, bfloat16: 50.0 to 55.0 % right, a swing of 5.0 points (of 30 ")
+    assert "problems 15.0 on average, 20.0 at most), 3 of 60 answers change in a bit, 9 " in fast
+    assert fast.endswith("(batch 8, 32, tp 1)")
+    assert "a swing of 0.0 points" in invariant and "0 of 60 answers change" in invariant
+    assert accuracy.short(rows)[0] == (
+        "fast: a score moves in bfloat16 by 5.0 points over 2 settings (a set of 30 by 15.0 on "
+        "average), 3 of 60 answers in a bit"
+    )
+
+
+def mesh_row(gpu, mode, answers, **fields):
+    row = {"model": "m", "gpu": gpu, "mode": mode, "tp": 1, "batch": 8, "answers": answers,
+           "weights": "w", "unique_outputs_mean": 1.0, "unique_with_logprobs_mean": 1.0,
+           "max_prob_divergence_mean": 0.0, "part": "trained"}  # fmt: skip
+    return row | fields
+
+
+def test_rows_of_two_kinds_of_gpu_stand_side_by_side(tmp_path):
+    ours = [mesh_row("H200", mode, "a" * 8 + "b" * 8) for mode in meshes.MODES]
+    others = [mesh_row("H100", mode, "a" * 8 + "c" * 8) for mode in meshes.MODES]
+    (told,) = meshes.findings(ours + others)
+    assert "H200, tp 1 x batch 8: fast 1.00 unique" in told and "; H100, tp 1 x batch 8" in told
+    assert "1 of 2 canonical answers have the same bits on H200 and H100" in told
+    assert meshes.short(ours + others)[-1].endswith("(tp 1 x batch 8, H200 and H100, models: 1)")
+    (told,) = meshes.findings(ours + [row | {"weights": "v"} for row in others])
+    assert "same bits" not in told
+    card = {"question": "", "paper": "", "title": "", "setting": "s", "findings": [],
+            "size": "full"}  # fmt: skip
+    for folder, gpu, rows in (("a", "H200", ours), ("b", "H100", others)):
+        (tmp_path / folder).mkdir()
+        prompted = [row | {"prompts": 2, "prompts_of": "a file", "tokens": 4} for row in rows]
+        document = card | {"gpu": gpu, "rows": prompted}
+        (tmp_path / folder / "meshes.json").write_text(json.dumps(document))
+    beside = ["meshes", "--redraw", str(tmp_path / "a"), "--beside", str(tmp_path / "b")]
+    for _ in range(2):  # the second time nothing more
+        assert reproduce.main(beside) == 0
+        found = json.loads((tmp_path / "a" / "meshes.json").read_text())
+        assert [row["gpu"] for row in found["rows"]] == ["H200", "H200", "H100", "H100"]
+    assert "1 of 2 canonical answers" in found["findings"][0]
+    assert reproduce.main(["meshes", "--beside", str(tmp_path)]) == 2
+
+
+def test_pieces_of_two_runs_of_the_same_weights_are_put_together(make_record, tmp_path):
+    for name, weights in (("one", "w"), ("two", "w"), ("three", "v")):
+        record = make_record("a", **{name: lambda weights=weights: [{"x": 1, "weights": weights}]})
+        run_pieces([record], seconds=10.0, out=tmp_path / name)
+    path = tmp_path / "all" / "a.json"
+    assert [take_rows(path, tmp_path / n / "a.json") for n in ("one", "two", "three")] == [1, 1, 0]
+    found = json.loads(path.read_text())
+    assert [row["part"] for row in found["rows"]] == ["one", "two"]
+    some = make_record("a", one=lambda: [], two=lambda: [])
+    some.wanted = ("tw",)
+    assert [part.name for part in some.parts] == ["two"]
+
+
+def test_prompts_of_a_file_are_read_or_refused_by_line(tmp_path, capsys):
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"problem": "a"}\n\n{"question": "b"}\n')
+    assert reproduce.read_prompts(path) == ("a", "b")
+    for text, said in (("", "has no line"), ('{"x": 1}', "line 1: not JSON with"),
+                       ('{"problem": 3}', "line 1: 3 is not text")):  # fmt: skip
+        path.write_text(text)
+        assert reproduce.main(["meshes", "--prompts", str(path)]) == 2
+        assert said in capsys.readouterr().err
