@@ -119,10 +119,7 @@ def add_parts(
                 )
                 for part in range(rows.NUM_PARTS)
             ]
-            total = parts.pop()
-            while parts:
-                total = math.add(total, parts.pop())
-            return total
+            return rows.sum_parts(parts, math.add)
 
         total = total_from(first)
         here = pl.ds(first, size)
@@ -208,15 +205,25 @@ def norm_linear_swiglu(x, gain, w_gate_up, *, eps: float) -> jax.Array:
     return add_parts(sums, None, None, is_gated=True)
 
 
+def linear_leaf_sums(x, w, *, reduction: Reduction) -> jax.Array:
+    """See `api.linear_leaf_sums`: [A, 3, M, O], the parts apart, as their trees are.
+
+    Numerics:
+        # ORDER: of each part the tree of `api.linear_partial`.
+        Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant: of the trees' sums.
+    """
+    return _products(split_rows(x), w, leaf_len=reduction.leaf_len)
+
+
 def linear_add(x, w, residual, bias, *, reduction: Reduction) -> jax.Array:
     """See `api.linear_add`.
 
     Numerics:
         # ORDER: of each part the tree of `api.linear_partial`; then as in `add_parts`.
-        Claims: run-invariant, batch-invariant, path-consistent.
+        Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant. For tp = 1; at
+        tp > 1 ranks add their trees of each part first, and the same sum comes out.
     """
-    sums = _products(split_rows(x), w, leaf_len=reduction.leaf_len)
-    return add_parts(sums, bias, residual)
+    return add_parts(linear_leaf_sums(x, w, reduction=reduction), bias, residual)
 
 
 def linear_add_rms_norm(
@@ -226,7 +233,7 @@ def linear_add_rms_norm(
 
     Numerics:
         # ORDER: those of `linear_add`, then of `rms_norm`.
-        Claims: run-invariant, batch-invariant, path-consistent.
+        Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
     """
     total = linear_add(x, w, residual, bias, reduction=reduction)
     return total, rms_norm(total, gain, eps=eps)
