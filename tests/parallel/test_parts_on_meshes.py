@@ -149,7 +149,7 @@ def test_a_row_parallel_layer_in_parts_is_bitwise_mesh_invariant(num_rows, monke
         pytest.param(1, 2, marks=pytest.mark.nightly),
         pytest.param(2, 1, marks=pytest.mark.nightly),
         pytest.param(1, 4, marks=pytest.mark.slow),
-        pytest.param(2, 2, marks=pytest.mark.slow),
+        pytest.param(2, 2, marks=pytest.mark.nightly),
     ],
 )
 def test_answers_in_parts_are_bitwise_mesh_invariant(dp, tp, monkeypatch):
@@ -158,7 +158,7 @@ def test_answers_in_parts_are_bitwise_mesh_invariant(dp, tp, monkeypatch):
 
 
 @pytest.mark.control
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_control_parts_that_each_rank_joins_are_not_mesh_invariant(monkeypatch):
     backend = backend_of(monkeypatch, JOINED_TOO_EARLY)
     assert digests(answered(backend, 1, 2)) != digests(answered(backend, 1, 1))
