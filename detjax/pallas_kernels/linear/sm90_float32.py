@@ -150,6 +150,7 @@ def _products(parts, w, *, leaf_len: int) -> jax.Array:
         num_leaves=k_len // leaf_len,
         leaf_len=leaf_len,
         out_bytes=4,
+        has_parts=True,
     )
     sums = matmul(
         parts.reshape(-1, k_len), w, None, None,
