@@ -14,7 +14,8 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from detjax.models.layers import ForwardContext, row_parallel_norm
+from detjax.diverge.recorder import RecordedTaps
+from detjax.models.layers import ForwardContext, parts_in_columns, row_parallel_norm
 from detjax.models.transformer import Stream
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels import portable
@@ -140,6 +141,40 @@ def test_a_row_parallel_layer_in_parts_is_bitwise_mesh_invariant(num_rows, monke
             assert_bitwise_equal(a, b, claim=f"{name} of {num_rows} rows on {tp} ranks")
     early = layer(backend_of(monkeypatch, JOINED_TOO_EARLY), 2)
     assert count_different_bits(early.residual, want.residual), "parts that each rank joins differ"
+
+
+def test_taps_see_a_row_a_token(monkeypatch):
+    backend = backend_of(monkeypatch, IN_PARTS)
+    taps = RecordedTaps()
+    config = dummy_config(hidden_size=64, intermediate_size=256)
+    ctx = ForwardContext(config=config, profile=PROFILE, backend=backend, tp=2, taps=taps)
+    partial = np.arange(3 * 5 * 64, dtype=np.float32).reshape(3, 5, 64)
+    rows = parts_in_columns(jnp.asarray(partial))
+    assert_bitwise_equal(rows, np.concatenate(partial, axis=1), claim="parts side by side")
+    step = jax.shard_map(
+        lambda x, w, r, g: row_parallel_norm(ctx, x, w, r, None, g),
+        mesh=make_mesh(1, 2),
+        in_specs=(P(None, "tp"), P(None, "tp"), P(), P()),
+        out_specs=P(),
+        check_vma=False,
+    )
+    shapes = [
+        jax.ShapeDtypeStruct(s, d)
+        for s, d in (
+            ((5, 256), jnp.float32),
+            ((64, 256), jnp.bfloat16),
+            ((5, 64), jnp.float32),
+            ((64,), jnp.bfloat16),
+        )
+    ]
+    jax.eval_shape(step, *shapes)
+    seen = dict(zip((tap.name for tap, _ in taps.seen), shapes_of(taps), strict=True))
+    assert seen == {"partial": (5, 192), "sum": (5, 192)}
+
+
+def shapes_of(taps: RecordedTaps) -> list[tuple[int, ...]]:
+    by_number = {number: v for group in taps.values().values() for number, v in group.items()}
+    return [by_number[number].shape for number in sorted(by_number)]
 
 
 @pytest.mark.invariance

@@ -28,8 +28,8 @@ def _pieces(width: int) -> tuple[int, int]:
     """
     if width < rows.LANES or width % 4:
         raise NotImplementedError(
-            "sm90 float32 activations need rows of a multiple of 4 columns from 128 up, not "
-            f"{width}; use portable"
+            "sm90 float32 activations need rows, or a rank's share of them, of a multiple of 4 "
+            f"columns from 128 up, not {width}: use a smaller --tp, or portable"
         )
     vec_len = next(v for v in (4, 2, 1) if rows.LANES * v <= width)
     return rows.LANES * vec_len, vec_len
