@@ -257,15 +257,19 @@ def wait(cycles, after):
 
 @pytest.mark.invariance
 @pytest.mark.parametrize("tp", TPS)
-@pytest.mark.parametrize(("num_rows", "num_iterations"), [(3, 10000), (128, 2000)])
-def test_exchange_holds_when_ranks_drift_apart(num_rows, num_iterations, tp):
+@pytest.mark.parametrize(
+    ("num_rows", "num_iterations", "dtype"),
+    [(3, 10000, BF16), (128, 2000, BF16), (3, 5000, F32), (128, 1000, F32)],
+)
+def test_exchange_holds_when_ranks_drift_apart(num_rows, num_iterations, dtype, tp):
     """Random delays on each rank, up to several exchanges long; every result is checked."""
     width = 1024
-    _, residual, bias, gain = operands(num_rows, width, 1)
+    leaves, residual, bias, gain = operands(num_rows, width, 1, dtype=dtype)
+    shape, word = leaves.shape[3:], jnp.dtype(f"uint{8 * dtype.itemsize}")
 
     def value(i, rank):
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(7), i), rank)
-        bits = jax.random.bits(key, (num_rows, width), jnp.uint32)
+        bits = jax.random.bits(key, shape, jnp.uint32)
         return (bits >> 8).astype(jnp.float32) * jnp.float32(2.0**-24) - jnp.float32(0.5)
 
     def rank(shared, residual, bias, gain):
@@ -281,7 +285,7 @@ def test_exchange_holds_when_ranks_drift_apart(num_rows, num_iterations, tp):
             got = exchange_add_rms_norm(shared, own, delayed, bias, gain, eps=EPS, **ON)
             want = combine_add_rms_norm(every, delayed, bias, gain, eps=EPS, **ON)
             for a, b in zip(got, want, strict=True):
-                a, b = (lax.bitcast_convert_type(x, jnp.uint16) for x in (a, b))
+                a, b = (lax.bitcast_convert_type(x, word) for x in (a, b))
                 wrong += jnp.sum(a != b, dtype=jnp.int32)
             return wrong, got[1]
 
@@ -295,7 +299,8 @@ def test_exchange_holds_when_ranks_drift_apart(num_rows, num_iterations, tp):
         out_specs=P(),
         check_vma=False,
     )
-    wrong = np.asarray(jax.jit(step)(exchange(width, tp=tp), residual, bias, gain))
+    shared = exchange(width, tp=tp, dtype=dtype)
+    wrong = np.asarray(jax.jit(step)(shared, residual, bias, gain))
     assert wrong.tolist() == [0] * tp, f"{wrong} elements in {num_iterations} exchanges"
 
 
