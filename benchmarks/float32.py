@@ -216,6 +216,8 @@ def main() -> None:
     parser.add_argument("--out", help="write JSON rows here")
     args = parser.parse_args()
     backend, begin = Backend(args.backend), time.perf_counter()
+    if args.tiles and backend is not Backend.SM90:
+        parser.error(f"--tiles compares tiles of sm90, not of {args.backend}; use --backend sm90")
     rows = Rows(environment(backend) | {"model": args.model, "backend": args.backend}, args.out)
     table: list[str] = []
     same = check_products(backend, rows)
