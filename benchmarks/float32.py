@@ -7,7 +7,7 @@ python -m benchmarks.float32 --model tiny --backend portable --decode 1 3 --pref
 Bits: products of few and many rows, a small model's logits by prefill, in chunks, in windows and
 token by token, and each row of the timed steps in batches of every size. Then the steps of layers
 of a model of 8B parameters in both profiles. `--kernels`: products alone, beside XLA's in float32
-and TF32.
+and TF32. `--tiles`: products of 48 and 64 rows in two kinds of tiles, bits first.
 """
 
 import argparse
@@ -29,6 +29,9 @@ from detjax.models.loading import random_model
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.linear.api import linear
+from detjax.pallas_kernels.linear.sm90 import combine_partials
+from detjax.pallas_kernels.linear.sm90_matmul import matmul
+from detjax.pallas_kernels.linear.tiles import choose_tiles
 from detjax.parallel.mesh import make_mesh
 from detjax.serving.programs import empty_pages
 from detjax.testing.bitwise import count_different_bits
@@ -47,6 +50,9 @@ PIECES = ([700], [128, 572], [572, *[8] * 16], [572, *[8] * 15, *[1] * 8])
 than a split of 512, so that windows and single tokens go by splits."""
 SHAPES = {"qkv": (6144, 4096), "gate_up": (28672, 4096)}
 COMPARED_ROWS = (1, 3, 64)
+TILED = {**SHAPES, "lm_head": (128256, 4096), "o": (4096, 4096), "down": (4096, 14336)}
+TILED_ROWS = (48, 64)
+"""Three times as many are multiplied: more than 128, and no whole blocks of 128."""
 
 
 def check_paths(backend: Backend, rows: Rows) -> bool:
@@ -122,6 +128,41 @@ def time_products(backend: Backend, rows: Rows, table: list[str]) -> None:
             table.append(f"{name:8} {num_rows:5} rows, us: {times}")
 
 
+def time_tiles(rows: Rows, table: list[str]) -> bool:
+    """Products of 129 to 192 parts: blocks of 64 rows beside those of 128, bits first."""
+    same = True
+    for name, (num_out, k_len) in TILED.items():
+        leaf_len = k_len // (8 if name in ("o", "down") else 1)
+        ws = [random_bf16((num_out, k_len), i, 0.02) for i in range(2)]
+        for num_rows in (3 * n for n in TILED_ROWS):
+            x = random_bf16((num_rows, k_len), 3)
+            us, outs = {}, {}
+            for kind, has_parts in (("blocks_of_128", False), ("blocks_of_64", True)):
+                tiles = choose_tiles(
+                    num_rows=num_rows, num_out=num_out, num_leaves=k_len // leaf_len,
+                    leaf_len=leaf_len, out_bytes=4, has_parts=has_parts,
+                )  # fmt: skip
+                run = jax.jit(
+                    functools.partial(
+                        matmul,
+                        bias=None,
+                        residual=None,
+                        leaf_len=leaf_len,
+                        out_dtype=jnp.dtype(jnp.float32),
+                        tiles=tiles,
+                    )  # fmt: skip
+                )
+                out = run(x, ws[0])
+                outs[kind] = combine_partials(out) if out.ndim == 3 else out
+                us[kind] = device_us(run, [(x, w) for w in ws])
+            differ = int(num_different(*outs.values()))
+            same &= differ == 0
+            rows.keep(subject="float32_tiles", product=name, rows=num_rows, us=us, different=differ)
+            times = "  ".join(f"{kind} {value:7.1f}" for kind, value in us.items())
+            table.append(f"{name:8} {num_rows:5} parts, us: {times}, {differ} different")
+    return same
+
+
 def time_steps(args: argparse.Namespace, rows: Rows, table: list[str]) -> bool:
     """Whole steps of both profiles, one after the other: a cache of each fits no GPU beside."""
     config = MODELS[args.model]
@@ -171,9 +212,12 @@ def main() -> None:
     parser.add_argument("--decode", type=int, nargs="*", default=[1, 8, 64])
     parser.add_argument("--prefill", type=int, nargs="*", default=[1000])
     parser.add_argument("--kernels", action="store_true", help="time products alone too")
+    parser.add_argument("--tiles", action="store_true", help="and tiles of 129 to 192 parts (sm90)")
     parser.add_argument("--out", help="write JSON rows here")
     args = parser.parse_args()
     backend, begin = Backend(args.backend), time.perf_counter()
+    if args.tiles and backend is not Backend.SM90:
+        parser.error(f"--tiles compares tiles of sm90, not of {args.backend}; use --backend sm90")
     rows = Rows(environment(backend) | {"model": args.model, "backend": args.backend}, args.out)
     table: list[str] = []
     same = check_products(backend, rows)
@@ -183,7 +227,9 @@ def main() -> None:
         sys.exit(3)
     if args.kernels:
         time_products(backend, rows, table)
-    same = time_steps(args, rows, table)
+    if args.tiles:
+        same = time_tiles(rows, table)
+    same = time_steps(args, rows, table) and same
     print(f"\nbits {'agree' if same else 'DIFFER'}; {time.perf_counter() - begin:.0f} s")
     print("\n".join(table))
     sys.exit(0 if same else 3)

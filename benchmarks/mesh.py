@@ -159,7 +159,7 @@ def time_forms(
 ) -> bool:
     """Compare bits with the butterfly, then time every form in turn; False if a bit differed."""
     tp = mesh.shape[TP_AXIS]
-    shared = open_exchange(mesh, width=width, backend=SM90)
+    shared = open_exchange(mesh, width=width, dtype=jnp.dtype(jnp.bfloat16), backend=SM90)
     sharding, whole = NamedSharding(mesh, P(TP_AXIS)), NamedSharding(mesh, P())
 
     @functools.partial(jax.jit, out_shardings=([sharding] * length, whole, whole))

@@ -370,6 +370,13 @@ def final_rows(
     return rms_norm(residual, gain, eps=ctx.config.rms_norm_eps, backend=ctx.backend)
 
 
+def parts_in_columns(partial: Float32[Array, "... M D"]) -> Float32[Array, "M X"]:
+    """A row a token, for taps: the parts of a sum, if it has any, side by side."""
+    if partial.ndim == 2:
+        return partial
+    return jnp.moveaxis(partial, 0, 1).reshape(partial.shape[1], -1)
+
+
 def row_parallel_norm(
     ctx: ForwardContext,
     x: Activation[Array, "M i"],
@@ -413,12 +420,12 @@ def row_parallel_norm(
         )
         return Stream(*added)
     partial = linear_partial(x, w, reduction=reduction, backend=backend)
-    ctx.taps.see("partial", partial, Share.TERMS)
+    ctx.taps.see("partial", parts_in_columns(partial), Share.TERMS)
     if is_scattered(x.shape[0], ctx.tp):
         added = scatter_add_rms_norm(
             partial, residual, bias, gain, TP_AXIS, ctx.tp, eps=eps, backend=backend
         )
         return Stream(*added)
     partial = butterfly_sum(partial, TP_AXIS, ctx.tp, backend=backend)
-    ctx.taps.see("sum", partial)
+    ctx.taps.see("sum", parts_in_columns(partial))
     return Stream(*add_rms_norm(partial, residual, bias, gain, eps=eps, backend=backend))

@@ -195,7 +195,9 @@ def place_model(
     )
     params = make_params()
     if why_no_exchange(mesh, width=config.hidden_size, backend=backend) is None:
-        params["exchange"] = open_exchange(mesh, width=config.hidden_size, backend=backend)
+        params["exchange"] = open_exchange(
+            mesh, width=config.hidden_size, dtype=profile.activation_dtype, backend=backend
+        )
         specs["exchange"] = EXCHANGE_SPECS
     build = Build.current(backend.value, mesh.devices.flat[0])
     return LoadedModel(

@@ -370,6 +370,17 @@ def split_bf16(x, math: Arithmetic) -> list:
     return parts
 
 
+def sum_parts(parts: list, add: Callable):
+    """Add what the parts of `split_bf16` gave: one value, or three of a float32.
+
+    # ORDER: the smallest first, (p3 + p2) + p1.
+    """
+    total = parts[-1]
+    for part in reversed(parts[:-1]):
+        total = add(total, part)
+    return total
+
+
 SLAB = 64
 """Columns of a block of bfloat16 that is one swizzle span, 128 bytes, wide."""
 

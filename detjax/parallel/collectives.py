@@ -14,8 +14,8 @@ from detjax.pallas_kernels.linear.api import add_partials
 
 
 def butterfly_sum(
-    partial: Float32[Array, "M O"], axis_name: str, axis_size: int, *, backend: Backend
-) -> Float32[Array, "M O"]:
+    partial: Float32[Array, "... M O"], axis_name: str, axis_size: int, *, backend: Backend
+) -> Float32[Array, "... M O"]:
     """Add the ranks' subtrees as one perfect binary tree; every rank gets the sum.
 
     `((r0 + r1) + (r2 + r3)) + ...`, r = rank along `axis_name`. Call inside `shard_map`.

@@ -48,6 +48,10 @@ class ExchangeKernel(Protocol):
         """Whether it exchanges rows of so many channels."""
         ...
 
+    def slot_words(self, width: int, dtype: jnp.dtype) -> int:
+        """Words that a rank sends another for a row of a residual stream of `dtype`."""
+        ...
+
     def exchange_add_rms_norm(
         self, leaf_sums, residual, bias, gain, peers, slots, parities, *, eps: float
     ) -> tuple[jax.Array, jax.Array]:
@@ -70,7 +74,7 @@ class Exchange:
     Attributes:
         peers: uint32 [dp, tp, tp - 1, 2]; of each rank the addresses (low, high word) of its peers'
             slots, in order of XOR distance.
-        slots: uint32 [dp, tp, 2, R, tp - 1, D].
+        slots: uint32 [dp, tp, 2, R, tp - 1, W]; W words of a row, from `slot_words`.
         parities: int32 [dp, tp, R]; which of its two slots the next exchange of a row uses.
     """
 
@@ -113,7 +117,12 @@ def why_no_exchange(mesh: Mesh, *, width: int, backend: Backend) -> str | None:
 
 
 def open_exchange(
-    mesh: Mesh, *, width: int, backend: Backend, max_rows: int = MAX_EXCHANGED_ROWS
+    mesh: Mesh,
+    *,
+    width: int,
+    dtype: jnp.dtype,
+    backend: Backend,
+    max_rows: int = MAX_EXCHANGED_ROWS,
 ) -> Exchange:
     """Allocate the mailboxes of a mesh and tell every rank where its peers' are.
 
@@ -123,17 +132,19 @@ def open_exchange(
     Args:
         mesh: One for which `why_no_exchange` is None.
         width: Channels of the residual stream.
+        dtype: Of the residual stream.
         backend: Which kernels run.
         max_rows: Most rows of an exchange.
     """
     dp, tp = (mesh.shape[axis] for axis in (DP_AXIS, TP_AXIS))
     sharding = NamedSharding(mesh, _BY_RANK)
 
-    empty = EXCHANGE_KERNELS[backend].EMPTY
+    kernel = EXCHANGE_KERNELS[backend]
+    words = kernel.slot_words(width, dtype)
 
     @functools.partial(jax.jit, out_shardings=(sharding, sharding))
     def fill():
-        slots = jnp.full((dp, tp, 2, max_rows, tp - 1, width), empty, jnp.uint32)
+        slots = jnp.full((dp, tp, 2, max_rows, tp - 1, words), kernel.EMPTY, jnp.uint32)
         return slots, jnp.zeros((dp, tp, max_rows), jnp.int32)
 
     slots, parities = jax.block_until_ready(fill())  # before any peer may write
@@ -147,7 +158,7 @@ def open_exchange(
 
 def exchange_add_rms_norm(
     exchange: Exchange,
-    leaf_sums: Float32[Array, "A M D"],
+    leaf_sums: Float32[Array, "A ... M D"],
     residual: Activation[Array, "M D"],
     bias: Activation[Array, " D"] | None,
     gain: Activation[Array, " D"],
@@ -165,7 +176,7 @@ def exchange_add_rms_norm(
 
     Args:
         exchange: This rank's share, from `open_exchange`.
-        leaf_sums: This rank's subtrees in order; A is a power of two.
+        leaf_sums: This rank's subtrees in order, of `linear_leaf_sums`; A is a power of two.
         residual: The residual stream, the same on every rank.
         bias: The product's bias, added after the tree.
         gain: Scale of each channel.
@@ -203,7 +214,7 @@ def is_scattered(num_rows: int, axis_size: int) -> bool:
 
 
 def scatter_add_rms_norm(
-    partial: Float32[Array, "M D"],
+    partial: Float32[Array, "... M D"],
     residual: Activation[Array, "R D"],
     bias: Activation[Array, " D"] | None,
     gain: Activation[Array, " D"],
@@ -223,7 +234,7 @@ def scatter_add_rms_norm(
     is: a rank keeps its own rows only, which is all that the next layer needs of it.
 
     Args:
-        partial: This rank's subtree of every row.
+        partial: This rank's subtree of every row, from `linear_partial`: one, or three in parts.
         residual: The residual stream: all rows (R = M), or this rank's share (R = M / axis_size).
         bias: The product's bias, added after the tree.
         gain: Scale of each channel.
@@ -248,12 +259,12 @@ def scatter_add_rms_norm(
         Reduce-scatter and all-gather: Thakur, Rabenseifner and Gropp 2005, IJHPCA 19(1). Sharing
         out the rows of norms: Korthikanti et al. 2022, arXiv:2205.05198.
     """
-    num_rows, width = partial.shape
+    *parts, num_rows, width = partial.shape
     share, rest = divmod(num_rows, axis_size)
     if rest:
         raise ValueError(f"{num_rows} rows do not divide over {axis_size} ranks")
-    blocks = partial.reshape(axis_size, share, width)
-    blocks = lax.all_to_all(blocks, axis_name, split_axis=0, concat_axis=0)
+    blocks = partial.reshape(*parts, axis_size, share, width)
+    blocks = lax.all_to_all(blocks, axis_name, split_axis=len(parts), concat_axis=0)
     if residual.shape[0] == num_rows:
         first = lax.axis_index(axis_name) * share
         residual = lax.dynamic_slice_in_dim(residual, first, share)

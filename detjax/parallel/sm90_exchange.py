@@ -114,7 +114,7 @@ class _Slots:
     Attributes:
         max_rows: R.
         num_peers: tp - 1.
-        width: D.
+        width: D, of all parts of a row.
         vec_len: Words of a thread.
     """
 
@@ -259,6 +259,11 @@ def _flip_parity(parities_gmem, row, parity) -> None:
     emit(parities_gmem, row, parity)
 
 
+def slot_words(width: int, dtype: jnp.dtype) -> int:
+    """Words of a row that a rank sends another: a float32 residual stream has parts."""
+    return width * (rows.NUM_PARTS if dtype == jnp.float32 else 1)
+
+
 def takes_width(width: int) -> bool:
     """Whether rows of so many channels are whole warpgroups."""
     return norm.row_sum(width).is_wide
@@ -271,12 +276,12 @@ def exchange_add_rms_norm(
     """See `exchange.exchange_add_rms_norm`.
 
     Args:
-        leaf_sums: This rank's subtrees, float32 [L, M, D].
+        leaf_sums: This rank's subtrees, float32 [L, M, D] or [L, 3, M, D].
         residual: The residual stream.
         bias: The product's bias, or None.
         gain: Scale of each channel.
         peers: uint32 [tp - 1, 2], addresses of the other ranks' slots by XOR distance from 1.
-        slots: uint32 [2, R, tp - 1, D], this rank's, written by its peers.
+        slots: uint32 [2, R, tp - 1, D or 3 D], this rank's, written by its peers.
         parities: int32 [R], of the next exchange of each row.
         eps: Added to the mean square.
 
@@ -286,26 +291,31 @@ def exchange_add_rms_norm(
     Numerics:
         # ORDER: this rank's leaves as a tree, then the ranks' subtrees in order of XOR distance,
         ((d0 + d1) + (d2 + d3)) + ...: additions commute, so this is the tree in order of rank.
+        Parts so one by one; then they are added, the smallest first.
         # ROUND: the residual stream once; then as `rms_norm` does, by its own functions.
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
     """
     num_rows, width = residual.shape
-    num_leaves = leaf_sums.shape[0]
+    num_leaves, num_parts = norm.num_terms(leaf_sums)
     _, max_rows, num_peers, _ = slots.shape
     form = norm.row_sum(width)
     if not takes_width(width):
         raise ValueError(f"the exchange kernel takes wide rows only, not {width=}")
     if num_rows > max_rows:
         raise ValueError(f"{num_rows} rows are more than the {max_rows} that have slots")
-    if slots.shape[3] != width:
-        raise ValueError(f"{slots.shape=} are not slots of {width=}")
+    if slots.shape[3] != num_parts * width:
+        raise ValueError(f"{slots.shape=} are not slots of {num_parts} rows of {width=}")
     chunk = rows.LANES * form.vec_len
     warpgroups = norm.choose_schedule(
-        num_rows=num_rows, num_chunks=form.num_parts, num_leaves=num_leaves
+        num_rows=num_rows, num_chunks=form.num_parts, num_leaves=num_leaves * num_parts
     ).warpgroups
+    if num_parts > 1 and warpgroups == 8:
+        warpgroups = 4  # eight have 64 registers a thread, 232 bytes too few on 8 ranks
     each = form.num_parts // warpgroups
     math = rows.strided(chunk, form.vec_len, False)
-    places = _Slots(max_rows=max_rows, num_peers=num_peers, width=width, vec_len=form.vec_len)
+    places = _Slots(
+        max_rows=max_rows, num_peers=num_peers, width=num_parts * width, vec_len=form.vec_len
+    )
 
     def body(leaves_gmem, residual_gmem, *refs):
         refs = list(refs)
@@ -317,23 +327,48 @@ def exchange_add_rms_norm(
         columns = [pl.ds((first_chunk + i) * chunk, chunk) for i in range(each)]
 
         parity = parities_gmem[row]
-        own = []
-        for i, c in enumerate(columns):
-            leaves = [math.load(leaves_gmem.at[k, row, c]) for k in range(num_leaves)]
-            own.append(rows.pairwise(leaves, lambda a, b: a + b))
-            _send(own[-1], math, places, peers_gmem, parity, row, first_chunk + i)
-        residuals = [math.load(residual_gmem.at[row, c]) for c in columns]
-        gains = [math.load(gain_gmem.at[c]) for c in columns]
 
-        values = []
-        for i, c in enumerate(columns):
-            partial = own[i]
+        def own_tree(part, i):
+            leaves = norm.load_leaves(leaves_gmem, part, (row, columns[i]), math.load)
+            return rows.pairwise(leaves, lambda a, b: a + b)
+
+        def load_rest():
+            return (
+                [math.load(residual_gmem.at[row, c]) for c in columns],
+                [math.load(gain_gmem.at[c]) for c in columns],
+            )
+
+        own = []
+        for i in range(each):
+            for part in range(num_parts):
+                own.append(own_tree(part, i))
+                place = (parity, row, first_chunk + (part * form.num_parts + i))
+                _send(own[-1], math, places, peers_gmem, *place)
+        # WHY: parts read all of it behind the wait: what would wait for it does not fit in
+        # registers (5120 channels on 4 ranks spilled 120 bytes, 8192 on 8 720; 2026-11).
+        is_late = num_parts > 1
+        residuals, gains = ([], []) if is_late else load_rest()
+
+        def ranks_sum(part, i):
+            partial = own_tree(part, i) if is_late else own[i]
+            at = part * form.num_parts + i
             for level in range(num_peers.bit_length()):
                 # ORDER: level by level, as the butterfly: distance 1, then 2 and 3, then 4 to 7.
                 distances = range(1 << level, 2 << level)
-                place = (slots_gmem, parity, row, first_chunk + i)
-                others = _receive(distances, math, places, (chunk,), *place)
+                others = _receive(
+                    distances, math, places, (chunk,), slots_gmem, parity, row, first_chunk + at
+                )
                 partial = partial + rows.pairwise(others, lambda a, b: a + b)
+            return partial
+
+        values = []
+        for i, c in enumerate(columns):
+            partial = ranks_sum(num_parts - 1, i)
+            for part in reversed(range(num_parts - 1)):
+                # ORDER: the smallest part first, (p3 + p2) + p1.
+                partial = partial + ranks_sum(part, i)
+            if is_late and i == 0:
+                residuals, gains = load_rest()
             b = None if bias_gmem is None else math.load(bias_gmem.at[c]).astype(jnp.float32)
             v = norm.joined([partial], residuals[i], b, residual.dtype)
             total_gmem[row, c] = v

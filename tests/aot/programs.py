@@ -35,6 +35,7 @@ from detjax.pallas_kernels.linear.api import (
 )
 from detjax.pallas_kernels.moe.api import expert_mlp, route_mlp_add_rms_norm
 from detjax.pallas_kernels.moe.shapes import SHAPES
+from detjax.parallel import sm90_exchange
 from detjax.parallel.exchange import EXCHANGE_SPECS, MAX_EXCHANGED_ROWS, Exchange
 from detjax.serving.program_key import ProgramKind
 from detjax.serving.programs import ProgramCache, pages_shape
@@ -238,7 +239,9 @@ def abstract_model(
     params = abstract_params(config, mesh, profile=profile)
     of_params = partition_specs(config, tp=tp, vocab_block=profile.vocab_block)
     if tp > 1:
-        params["exchange"] = abstract_exchange(mesh, config.hidden_size)
+        params["exchange"] = abstract_exchange(
+            mesh, sm90_exchange.slot_words(config.hidden_size, profile.activation_dtype)
+        )
         of_params["exchange"] = EXCHANGE_SPECS
     table = _shape(8192, 64, dtype=jnp.float32).update(sharding=NamedSharding(mesh, P()))
     return LoadedModel(
@@ -254,7 +257,7 @@ def abstract_model(
     )
 
 
-def abstract_exchange(mesh, width: int) -> Exchange:
+def abstract_exchange(mesh, words: int) -> Exchange:
     """The mailboxes of a mesh, as `open_exchange` allocates them."""
     dp, tp = mesh.devices.shape
     by_rank = NamedSharding(mesh, P("dp", "tp"))
@@ -265,7 +268,7 @@ def abstract_exchange(mesh, width: int) -> Exchange:
     rows = MAX_EXCHANGED_ROWS
     return Exchange(
         peers=made(jnp.uint32, tp - 1, 2),
-        slots=made(jnp.uint32, 2, rows, tp - 1, width),
+        slots=made(jnp.uint32, 2, rows, tp - 1, words),
         parities=made(jnp.int32, rows),
     )
 
@@ -496,6 +499,13 @@ PROGRAMS = {
         "prefill", rows=1, length=1000, table_len=9, profile=FLOAT32
     ),
     "float32_verify": lambda: pressed("verify", rows=8, length=8, table_len=34, profile=FLOAT32),
+    "float32_mesh_decode": lambda: pressed(
+        "decode", rows=8, table_len=9, dp=2, tp=2, profile=FLOAT32
+    ),
+    "float32_mesh_many": lambda: pressed("decode", rows=256, table_len=10, tp=4, profile=FLOAT32),
+    "float32_mesh_prefill": lambda: pressed(
+        "prefill", rows=1, length=1000, table_len=9, tp=2, profile=FLOAT32
+    ),
     "upstream_slice": lambda: upstream_slice({}),
     "upstream_slice_off": lambda: upstream_slice(IN_PLACE_OPTIONS),
     "upstream_rematerialization": lambda: upstream_rematerialization({}),

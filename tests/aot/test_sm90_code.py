@@ -136,8 +136,14 @@ def test_a_decode_step_has_five_launches_a_layer():
 
 
 @pytest.mark.parametrize(
-    "name", ["float32_decode", "float32_decode_many", "float32_prefill", "float32_verify"]
-)
+    "name",
+    [
+        "float32_decode", "float32_decode_many", "float32_prefill", "float32_verify",
+        "float32_mesh_decode",
+        pytest.param("float32_mesh_many", marks=pytest.mark.nightly),
+        pytest.param("float32_mesh_prefill", marks=pytest.mark.nightly),
+    ],
+)  # fmt: skip
 def test_a_float32_step_spills_nothing_and_copies_nothing(name):
     program = compiled(name)
     assert wgmma(program, "attention_float32_sm90") == {("m64n64k16",)}

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from detjax.models.abstract import why_unsupported
 from detjax.models.config import ModelConfig
@@ -15,8 +16,15 @@ from detjax.pallas_kernels.attention import portable as attention_portable
 from detjax.pallas_kernels.attention import sm90 as attention_sm90
 from detjax.pallas_kernels.attention import sm90_float32 as attention_float32
 from detjax.pallas_kernels.backend import Backend
-from detjax.pallas_kernels.linear import sm90, sm90_float32
-from detjax.pallas_kernels.rms_norm.sm90 import rms_norm, rms_norm_parts
+from detjax.pallas_kernels.linear import sm90, sm90_float32, sm90_matmul
+from detjax.pallas_kernels.linear.sm90_matmul import matmul
+from detjax.pallas_kernels.linear.tiles import MatmulTiles
+from detjax.pallas_kernels.rms_norm.sm90 import (
+    add_rms_norm,
+    combine_add_rms_norm,
+    rms_norm,
+    rms_norm_parts,
+)
 from detjax.pallas_kernels.swiglu.sm90 import swiglu
 from detjax.testing.bitwise import (
     assert_bitwise_equal,
@@ -98,6 +106,86 @@ def test_parts_are_added_in_one_order(groups):
     assert count_different_bits(out, other), "the order is seen"
 
 
+INTERPRET = plgpu.InterpretGPUParams()
+ROWS, WIDTH, LEAF_LEN = 8, 384, 64
+
+
+def row_parallel(parts, w):
+    """What a rank multiplies: [A, 3, M, D], A CTAs of a tile's tree."""
+    _, num_rows, k_len = parts.shape
+    groups = min(2, k_len // LEAF_LEN)
+    tiles = MatmulTiles(is_swapped=False, cols=64, num_wgs=1, k=32, stages=2, groups=groups)
+    sums = matmul(
+        parts.reshape(-1, k_len), w, None, None,
+        leaf_len=LEAF_LEN, out_dtype=F32, tiles=tiles, interpret=INTERPRET,
+    )  # fmt: skip
+    return sums.reshape(-1, 3, num_rows, w.shape[0])
+
+
+@pytest.fixture
+def one_cta(monkeypatch):
+    """Give every tile to one CTA: interpretation runs CTAs side by side on few threads."""
+    monkeypatch.setattr(sm90_matmul, "NUM_SMS", 1)
+    matmul.clear_cache()
+    yield
+    matmul.clear_cache()
+
+
+@pytest.mark.invariance
+@pytest.mark.parametrize("tp", quick_and_slow((2,), (4, 8)))
+def test_row_parallel_sums_are_bitwise_mesh_invariant(tp, one_cta):
+    """A rank's trees of each part are subtrees of one rank's: the kernels one after the other."""
+    k_len = 8 * LEAF_LEN
+    x, w = jnp.asarray(uneven((ROWS, k_len), spread=1.0)), weights(WIDTH, k_len)
+    residual = jnp.asarray(uneven((ROWS, WIDTH), 5, 1.0))
+    bias, gain = jnp.asarray(uneven(WIDTH, 6), BF16), jnp.asarray(1 + uneven(WIDTH, 7), BF16)
+    parts = sm90_float32.split_rows(x, interpret=True)
+    combine = functools.partial(sm90._combine, residual=None, bias=None, out_dtype=F32)
+    combine = functools.partial(combine, interpret=INTERPRET)
+
+    def trees(ranks: int):
+        share = k_len // ranks
+        sums = [
+            row_parallel(parts[:, :, k : k + share], w[:, k : k + share])
+            for k in range(0, k_len, share)
+        ]
+        return [s[0] if len(s) == 1 else combine((s,)) for s in sums]
+
+    def finished(trees):
+        return combine_add_rms_norm(trees, residual, bias, gain, eps=EPS, interpret=True)
+
+    whole = row_parallel(parts, w)
+    total = sm90_float32.add_parts(whole, bias, residual, interpret=True)
+    want = total, rms_norm(total, gain, eps=EPS, interpret=True)
+    assert np.isfinite(want[1]).all()
+    partials = trees(tp)
+    leaves = np.stack(trees(8))
+    assert_order_sensitive(np.moveaxis(leaves.sum(axis=1), 0, -1))
+    scattered = finished(jnp.stack(partials))
+    butterfly = partials
+    while len(butterfly) > 1:
+        butterfly = [
+            combine((a[None], b[None]))
+            for a, b in zip(butterfly[0::2], butterfly[1::2], strict=True)
+        ]
+    summed = add_rms_norm(butterfly[0], residual, bias, gain, eps=EPS, interpret=True)
+    for name, a, b, c in zip(("residual", "normed"), want, scattered, summed, strict=True):
+        assert_bitwise_equal(b, a, claim=f"{name}: scatter on {tp} ranks has the bits of one")
+        assert_bitwise_equal(c, a, claim=f"{name}: so has the butterfly")
+    early = jnp.stack([(p[2] + p[1]) + p[0] for p in partials])
+    assert count_different_bits(finished(early)[0], total), "parts joined by each rank are not"
+
+
+def test_parts_of_a_narrow_row_are_added_in_the_same_order():
+    sums, residual = uneven((2, 3, 5, 192)), uneven((5, 192), 8)
+    gain = jnp.asarray(1 + uneven(192, 9), BF16)
+    total, _ = combine_add_rms_norm(
+        jnp.asarray(sums), jnp.asarray(residual), None, gain, eps=EPS, interpret=True
+    )
+    p1, p2, p3 = sums[0] + sums[1]
+    assert_bitwise_equal(total, residual + ((p3 + p2) + p1), claim="smallest part first")
+
+
 def test_gated_parts_are_those_of_swiglu():
     sums = jnp.asarray(uneven((1, 3, 4, 512), spread=1.0))
     out = sm90_float32.add_parts(sums, None, None, is_gated=True, interpret=True)
@@ -106,11 +194,8 @@ def test_gated_parts_are_those_of_swiglu():
 
 
 def test_linear_refuses_what_it_does_not_do():
-    x, w = struct(4, 256), struct(128, 256, dtype=BF16)
-    with pytest.raises(NotImplementedError, match="--tp 1"):
-        sm90.linear_leaf_sums(x, w, reduction=tree_reduction(256, PROFILE))
     with pytest.raises(NotImplementedError, match="float32 by float32"):
-        sm90.check_supported(x, struct(128, 256), leaf_len=256)
+        sm90.check_supported(struct(4, 256), struct(128, 256), leaf_len=256)
     with pytest.raises(NotImplementedError, match="128"):
         sm90_float32.split_rows(jnp.zeros((1, 64)))
 
@@ -138,11 +223,11 @@ def config_of(**changes) -> ModelConfig:
     )  # fmt: skip
 
 
-def test_sm90_takes_float32_of_one_rank_and_bfloat16_weights_alone():
+def test_sm90_takes_float32_with_bfloat16_weights_alone():
     take = functools.partial(why_unsupported, backend=Backend.SM90)
     assert take(config_of(), PROFILE, tp=1) is None
     assert take(config_of(window=64), PROFILE, tp=1) is None
-    assert "--tp 1" in str(take(config_of(), PROFILE, tp=2))
+    assert take(config_of(), PROFILE, tp=2) is None
     float32_weights = NumericsProfile(weight_dtype="float32", compute_dtype="float32")
     assert "float32 by float32" in str(take(config_of(), float32_weights, tp=1))
 

@@ -44,6 +44,7 @@ VARIANTS = {
     "tall_cluster_cols": dataclasses.replace(TALL, cluster_cols=2, cols=32),
     "tall_one_warpgroup": dataclasses.replace(TALL, num_wgs=1),
     "tall_128_rows": dataclasses.replace(TALL, rows=128, num_wgs=1),
+    "tall_three_warpgroups": dataclasses.replace(TALL, num_wgs=3),
     "tall_thin_steps": dataclasses.replace(TALL, k=16, stages=3),
     "tall_lag": dataclasses.replace(TALL, lag=1),
     "flat": FLAT,
@@ -56,6 +57,9 @@ TREE_VARIANTS = {
     "tall_pairs": dataclasses.replace(TALL, is_paired=True),
     "tall_pending_in_smem": dataclasses.replace(TALL, smem_levels=1, is_paired=True),
     "tall_groups": dataclasses.replace(TALL, groups=2),
+    "tall_one_warpgroup": dataclasses.replace(
+        TALL, cols=128, num_wgs=1, smem_levels=1, is_paired=True
+    ),
     "flat": FLAT,
     "flat_groups": dataclasses.replace(FLAT, groups=4),
     "flat_one_leaf_a_group": dataclasses.replace(FLAT, groups=8),

@@ -22,7 +22,7 @@ from detjax.parallel.exchange import EXCHANGE_SPECS, Exchange, exchange_add_rms_
 
 topology = topologies.get_topology_desc("h200", "cuda", target_config=aot.H200, topology="1x1x8")
 found = []
-for tp, num_rows, width, num_leaves, has_bias in json.loads(sys.argv[1]):
+for tp, num_rows, width, num_leaves, has_bias, num_parts in json.loads(sys.argv[1]):
     mesh = Mesh(np.asarray(topology.devices).reshape(8 // tp, tp), ("dp", "tp"))
 
     def shape(spec, dtype, *dims):
@@ -31,11 +31,13 @@ for tp, num_rows, width, num_leaves, has_bias in json.loads(sys.argv[1]):
     by_rank = P("dp", "tp")
     shared = Exchange(
         peers=shape(by_rank, jnp.uint32, 8 // tp, tp, tp - 1, 2),
-        slots=shape(by_rank, jnp.uint32, 8 // tp, tp, 2, 128, tp - 1, width),
+        slots=shape(by_rank, jnp.uint32, 8 // tp, tp, 2, 128, tp - 1, num_parts * width),
         parities=shape(by_rank, jnp.int32, 8 // tp, tp, 128),
     )
-    leaves = shape(P(None, "tp"), jnp.float32, num_leaves, tp, num_rows, width)
-    residual = shape(P(), jnp.bfloat16, num_rows, width)
+    parts = [num_parts] if num_parts > 1 else []
+    leaves = shape(P(None, "tp"), jnp.float32, num_leaves, tp, *parts, num_rows, width)
+    dtype = jnp.float32 if parts else jnp.bfloat16
+    residual = shape(P(), dtype, num_rows, width)
     gain = shape(P(), jnp.bfloat16, width)
 
     def rank(shared, leaves, residual, gain):
@@ -59,13 +61,16 @@ print(json.dumps(found))
 """
 
 CASES = [
-    (2, 1, 4096, 1, False),
-    (2, 128, 4096, 4, True),
-    (4, 64, 5120, 2, False),
-    (8, 128, 4096, 1, True),
-    (8, 8, 8192, 1, False),
+    (2, 1, 4096, 1, False, 1),
+    (2, 128, 4096, 4, True, 1),
+    (4, 64, 5120, 2, False, 1),
+    (8, 128, 4096, 1, True, 1),
+    (8, 8, 8192, 1, False, 1),
+    (2, 1, 4096, 4, False, 3),
+    (4, 128, 5120, 2, True, 3),
+    (8, 128, 4096, 1, True, 3),
 ]
-"""(tp, rows, width, leaf sums of a rank, bias)."""
+"""(tp, rows, width, leaf sums of a rank, bias, parts)."""
 
 
 @pytest.mark.aot

@@ -20,6 +20,7 @@ from jax.extend.mlir import ir
 from jax.sharding import PartitionSpec as P
 from jaxlib.mlir.dialects import llvm
 
+from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels import sm90_rows as rows
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.rms_norm.api import add_rms_norm, combine_add_rms_norm
@@ -41,6 +42,7 @@ TPS = (2, pytest.param(4, marks=FOUR))
 
 ON = {"backend": Backend.SM90}
 EPS = 1e-5
+BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 CHAIN = 5
 """Exchanges of a program: each slot is used at least twice."""
 
@@ -50,20 +52,24 @@ def gpu_mesh(dp: int, tp: int):
 
 
 @functools.cache
-def exchange(width: int, dp: int = 1, tp: int = 2) -> Exchange:
-    return open_exchange(gpu_mesh(dp, tp), width=width, **ON)
+def exchange(width: int, dp: int = 1, tp: int = 2, dtype: jnp.dtype = BF16) -> Exchange:
+    return open_exchange(gpu_mesh(dp, tp), width=width, dtype=dtype, **ON)
 
 
-def operands(num_rows: int, width: int, num_leaves: int, tp: int = 2):
-    """Leaf sums [CHAIN, ranks, L, M, D] with wide exponents, residual, bias and gain."""
+def operands(num_rows: int, width: int, num_leaves: int, tp: int = 2, dtype: jnp.dtype = BF16):
+    """Leaf sums [CHAIN, ranks, L, M, D] with wide exponents, residual, bias and gain.
+
+    Of a float32 residual stream they are in three parts, [CHAIN, ranks, L, 3, M, D].
+    """
     rng = np.random.default_rng([num_rows, width])
-    leaves = rng.standard_normal((CHAIN, tp, num_leaves, num_rows, width), np.float32)
+    parts = [3] if dtype == F32 else []
+    leaves = rng.standard_normal((CHAIN, tp, num_leaves, *parts, num_rows, width), np.float32)
     leaves *= np.exp2(rng.integers(-12, 4, leaves.shape)).astype(np.float32)
-    bf16 = [
-        jnp.asarray(rng.standard_normal(shape, np.float32), jnp.bfloat16)
-        for shape in ((num_rows, width), (width,), (width,))
+    rest = [
+        jnp.asarray(rng.standard_normal(shape, np.float32), kind)
+        for shape, kind in (((num_rows, width), dtype), ((width,), BF16), ((width,), BF16))
     ]
-    return jnp.asarray(leaves), *bf16
+    return jnp.asarray(leaves), *rest
 
 
 def gather_ranks(x):
@@ -88,7 +94,7 @@ def chained(finish, leaves, residual, bias, gain, tp: int = 2):
         out_specs=(P(), P()),
         check_vma=False,
     )
-    shared = exchange(residual.shape[1], tp=tp)
+    shared = exchange(residual.shape[1], tp=tp, dtype=residual.dtype)
     return jax.tree.map(np.asarray, jax.jit(step)(shared, leaves, residual, bias, gain))
 
 
@@ -132,6 +138,27 @@ def test_exchange_add_rms_norm_is_bitwise_mesh_invariant(num_rows, width, num_le
 
 
 @pytest.mark.invariance
+@pytest.mark.parametrize("tp", TPS)
+@pytest.mark.parametrize(("num_rows", "width", "num_leaves"), [(1, 4096, 4), (128, 1024, 1)])
+def test_exchange_of_parts_is_bitwise_mesh_invariant(num_rows, width, num_leaves, tp):
+    """Of float32 activations: by the kernel, by the butterfly, and on one rank."""
+    args = operands(num_rows, width, num_leaves, tp, F32)
+    leaves, residual, bias, gain = args
+    own = np.asarray(leaves[0], np.float32)
+    terms = own.reshape(-1, *own.shape[-2:])  # parts, and leaves of ranks
+    assert_order_sensitive(np.moveaxis(terms, 0, -1))
+    want, got = chained(by_butterfly, *args, tp=tp), chained(by_kernel, *args, tp=tp)
+    assert_same(got, want, f"{num_rows} rows of {width} in parts on {tp} ranks")
+    for i in range(CHAIN):
+        whole = leaves[i].reshape(-1, *leaves.shape[3:])
+        residual, out = combine_add_rms_norm(whole, residual, bias, gain, eps=EPS, **ON)
+        assert_bitwise_equal(got[1][0, i], out, claim=f"exchange {i}: one rank's bits")
+    early = leaves[:, :, :, 2] + leaves[:, :, :, 1] + leaves[:, :, :, 0]
+    early = jnp.zeros_like(leaves).at[:, :, :, 0].set(early)
+    assert count_different_bits(chained(by_kernel, early, *args[1:], tp=tp)[1], got[1])
+
+
+@pytest.mark.invariance
 def test_exchange_add_rms_norm_is_bitwise_batch_invariant():
     """A row alone has the bits that it has among others, with what others left in the slots."""
     leaves, residual, bias, gain = operands(128, 4096, 1)
@@ -156,9 +183,10 @@ def test_every_value_can_be_exchanged():
 
 @pytest.mark.invariance
 @pytest.mark.parametrize("tp", TPS)
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 @pytest.mark.parametrize("num_rows", [132, 512])
-def test_scatter_add_rms_norm_is_bitwise_mesh_invariant(num_rows, tp):
-    leaves, residual, bias, gain = operands(num_rows, 1024, 1, tp)
+def test_scatter_add_rms_norm_is_bitwise_mesh_invariant(num_rows, dtype, tp):
+    leaves, residual, bias, gain = operands(num_rows, 1024, 1, tp, dtype)
     first = leaves[0, :, 0]
     want = combine_add_rms_norm(first, residual, bias, gain, eps=EPS, **ON)
     step = jax.shard_map(
@@ -229,15 +257,19 @@ def wait(cycles, after):
 
 @pytest.mark.invariance
 @pytest.mark.parametrize("tp", TPS)
-@pytest.mark.parametrize(("num_rows", "num_iterations"), [(3, 10000), (128, 2000)])
-def test_exchange_holds_when_ranks_drift_apart(num_rows, num_iterations, tp):
+@pytest.mark.parametrize(
+    ("num_rows", "num_iterations", "dtype"),
+    [(3, 10000, BF16), (128, 2000, BF16), (3, 5000, F32), (128, 1000, F32)],
+)
+def test_exchange_holds_when_ranks_drift_apart(num_rows, num_iterations, dtype, tp):
     """Random delays on each rank, up to several exchanges long; every result is checked."""
     width = 1024
-    _, residual, bias, gain = operands(num_rows, width, 1)
+    leaves, residual, bias, gain = operands(num_rows, width, 1, dtype=dtype)
+    shape, word = leaves.shape[3:], jnp.dtype(f"uint{8 * dtype.itemsize}")
 
     def value(i, rank):
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(7), i), rank)
-        bits = jax.random.bits(key, (num_rows, width), jnp.uint32)
+        bits = jax.random.bits(key, shape, jnp.uint32)
         return (bits >> 8).astype(jnp.float32) * jnp.float32(2.0**-24) - jnp.float32(0.5)
 
     def rank(shared, residual, bias, gain):
@@ -253,7 +285,7 @@ def test_exchange_holds_when_ranks_drift_apart(num_rows, num_iterations, tp):
             got = exchange_add_rms_norm(shared, own, delayed, bias, gain, eps=EPS, **ON)
             want = combine_add_rms_norm(every, delayed, bias, gain, eps=EPS, **ON)
             for a, b in zip(got, want, strict=True):
-                a, b = (lax.bitcast_convert_type(x, jnp.uint16) for x in (a, b))
+                a, b = (lax.bitcast_convert_type(x, word) for x in (a, b))
                 wrong += jnp.sum(a != b, dtype=jnp.int32)
             return wrong, got[1]
 
@@ -267,7 +299,8 @@ def test_exchange_holds_when_ranks_drift_apart(num_rows, num_iterations, tp):
         out_specs=P(),
         check_vma=False,
     )
-    wrong = np.asarray(jax.jit(step)(exchange(width, tp=tp), residual, bias, gain))
+    shared = exchange(width, tp=tp, dtype=dtype)
+    wrong = np.asarray(jax.jit(step)(shared, residual, bias, gain))
     assert wrong.tolist() == [0] * tp, f"{wrong} elements in {num_iterations} exchanges"
 
 
@@ -310,8 +343,12 @@ def test_a_process_for_each_gpu_has_the_bits_of_one_gpu():
     [(1, 2), (2, 1), *(pytest.param(mesh, marks=FOUR) for mesh in ((1, 4), (2, 2), (4, 1)))],
     ids=str,
 )
-@pytest.mark.parametrize("experts", [None, (16, 4)], ids=["dense", "experts"])
-def test_answers_are_bitwise_mesh_invariant(mesh, experts):
+@pytest.mark.parametrize(
+    ("experts", "compute_dtype"),
+    [(None, "bfloat16"), ((16, 4), "bfloat16"), (None, "float32")],
+    ids=["dense", "experts", "float32"],
+)
+def test_answers_are_bitwise_mesh_invariant(mesh, experts, compute_dtype):
     """Whole answers, prompts longer and shorter than what is shared out over ranks."""
     from detjax.serving.request import Request, SamplingParams
 
@@ -329,6 +366,7 @@ def test_answers_are_bitwise_mesh_invariant(mesh, experts):
         for length, temperature in ((5, 0.0), (130, 0.8), (300, 1.0), (1, 0.0), (64, 0.5))
     ]
     shape = {"prefill_chunk": 256, "max_len": 512}
-    want = answers(dummy_model(config, **ON), asked, batch_size=1, **shape)
-    got = answers(dummy_model(config, dp=dp, tp=tp, **ON), asked, batch_size=4, **shape)
+    of = {"profile": NumericsProfile(compute_dtype=compute_dtype), **ON}
+    want = answers(dummy_model(config, **of), asked, batch_size=1, **shape)
+    got = answers(dummy_model(config, dp=dp, tp=tp, **of), asked, batch_size=4, **shape)
     assert [c.digest() for c in got] == [c.digest() for c in want]

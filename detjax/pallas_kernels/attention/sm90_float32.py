@@ -2,9 +2,10 @@
 """Attention of float32 queries, keys and values on Hopper: products of bfloat16 parts.
 
 A float32 is the sum of three bfloat16 values, so a product of two is nine; the six greatest are
-kept. Of a CTA's two warpgroups one loads half pages, cuts them into parts and puts them into a ring
-in shared memory; the other multiplies. A CTA takes a tile of 64 query rows and 64 channels of their
-output: all splits of it, or, where rows are few, one split, and the merge of decode adds them up.
+kept. Of a CTA's two warpgroups one has half pages copied to shared memory, some ahead, cuts them
+into parts and puts these into a ring there; the other multiplies. A CTA takes a tile of 64 query
+rows and 64 channels of their output: all splits of it, or, where rows are few, one split, and the
+merge of decode adds them up.
 """
 
 import functools
@@ -27,11 +28,8 @@ from detjax.pallas_kernels.linear.sm90_float32 import split_rows
 HALF = 64
 """Keys of a slot of the ring: half a block."""
 
-SLOTS = 3
-"""Of the ring: as many as fit."""
-
-AHEAD = 1
-"""Pieces of 64 keys or values and 64 channels that are loaded while one is cut; 2 spill."""
+STAGED = 4
+"""Pieces of 64 keys or values and up to 64 channels that are here or on their way, uncut."""
 
 PRODUCTS = ((0, 2), (1, 1), (2, 0), (0, 1), (1, 0), (0, 0))
 """Which part of the first operand meets which of the second, in order: the greatest last. Left out
@@ -72,6 +70,11 @@ class Tiles:
     def num_splits(self) -> int:
         """Splits that the page table has room for."""
         return -(-self.table_len // self.per_split)
+
+    @property
+    def slots(self) -> int:
+        """Of the ring: as many as fit."""
+        return 2 if self.channels >= 128 else 3
 
     @property
     def value_channels(self) -> int:
@@ -247,70 +250,88 @@ def _load(tiles: Tiles, work: Work, refs) -> None:
             refs.q_smem.at[part, pl.ds(0, tiles.rows)],
             refs.q_filled,
         )
-    math = _plain(tiles)
+    plain = _plain(tiles)
     first_page = refs.layer[0] * tiles.num_pages
 
     span = tiles.value_channels
     # Which half page of a block, keys first, and which of its channels.
     pieces = [(n, c) for n in range(2) for c in range(0, tiles.channels, span)] + [(2, 0), (3, 0)]
 
-    def piece_of(page, piece: tuple[int, int]):
+    def place(j, n: int):
+        """Where piece `n` of a block waits to be cut."""
+        return lax.rem((j - work.first) * len(pieces) + n, jnp.int32(STAGED))
+
+    def page_of(j):
+        return first_page + refs.table[work.seq, jnp.minimum(j, work.end - 1)]
+
+    def ask_for(page, j, n: int) -> None:
+        """Have a piece of block `j` copied, if there is such a block."""
+        (which, half), column = divmod(pieces[n][0], 2), pieces[n][1]
+
+        @pl.when(j < work.end)
+        def _copy():
+            at = (page * 2 + which) * tiles.kv_heads + work.kv_head
+            columns = work.columns if which else pl.ds(column, span)
+            source = refs.pages.at[at, pl.ds(half * HALF, HALF), columns]
+            to = place(j, n)
+            plgpu.copy_gmem_to_smem(source, refs.staged.at[to], refs.arrived.at[to])
+
+    def piece_of(j, n: int):
         """Some channels of half a page, float32 in registers."""
-        (which, half), column = divmod(piece[0], 2), piece[1]
-        at = ((first_page + page) * 2 + which) * tiles.kv_heads + work.kv_head
-        columns = work.columns if which else pl.ds(column, span)
-        return math.load(refs.pages.at[at, pl.ds(half * HALF, HALF), columns])
+        at = place(j, n)
+        plgpu.barrier_wait(refs.arrived.at[at])
+        if tiles.is_interpreted:
+            return refs.staged[at]
+        return plgpu.load(refs.staged.at[at], layout=plgpu.Layout.WGMMA)
 
     def put(x, j, piece: tuple[int, int]) -> None:
         """Put the parts of a piece into the ring; the last of a half page hands it over."""
         (which, half), column = divmod(piece[0], 2), piece[1]
         if which:
             # What is not written yet may be NaN, and must not meet a weight of 0.
-            keys = math.iota(x.shape, 0) + (j * bits.BLOCK + half * HALF)
+            keys = plain.iota(x.shape, 0) + (j * bits.BLOCK + half * HALF)
             x = jnp.where(keys <= work.last, x, jnp.zeros_like(x))
         index = (j - work.first) * 4 + piece[0]
-        slot = lax.rem(index, jnp.int32(SLOTS))
+        slot = lax.rem(index, jnp.int32(tiles.slots))
 
-        @pl.when((index >= SLOTS) & (column == 0))
+        @pl.when((index >= tiles.slots) & (column == 0))
         def _is_free():
             plgpu.barrier_wait(refs.free.at[slot])
 
-        for i, part in enumerate(sm90_rows.split_bf16(x, math)):
+        for i, part in enumerate(sm90_rows.split_bf16(x, plain)):
             refs.ring[slot, i, :, pl.ds(column, span)] = part
+        # All threads have read the piece by now, too: another may be copied there.
+        plgpu.commit_smem()
         if which or column + span == tiles.channels:
-            plgpu.commit_smem()
             plgpu.barrier_arrive(refs.filled.at[slot])
 
-    def one_block(j, loaded):
-        page = refs.table[work.seq, j]
-        next_page = refs.table[work.seq, jnp.minimum(j + 1, work.end - 1)]
-        coming = [(page, p) for p in pieces] + [(next_page, p) for p in pieces]
-        for n, piece in enumerate(pieces):
-            # On its way while others are cut.
-            following = piece_of(*coming[n + AHEAD])
-            put(loaded[0], j, piece)
-            loaded = (*loaded[1:], following)
-        return loaded
-
     @pl.when(work.end > work.first)
-    def _all_blocks():
-        page = refs.table[work.seq, work.first]
-        loaded = tuple(piece_of(page, p) for p in pieces[:AHEAD])
-        lax.fori_loop(work.first, work.end, one_block, loaded)
+    def _first_pieces():
+        page = page_of(work.first)
+        for n in range(STAGED):
+            ask_for(page, work.first, n)
+
+    @pl.loop(work.first, work.end)
+    def _one_block(j):
+        pages = page_of(j), page_of(j + 1)
+        for n, piece in enumerate(pieces):
+            put(piece_of(j, n), j, piece)
+            later, which = divmod(n + STAGED, len(pieces))
+            ask_for(pages[later], j + later, which)
 
     bits.drain(refs.free, (work.end - work.first) * 4)
 
 
-def _scores(refs, index, *, is_interpreted: bool):
+def _scores(tiles: Tiles, refs, index):
     """Scores of a half block of keys, [64, 64]."""
-    slot = lax.rem(index, jnp.int32(SLOTS))
+    slot = lax.rem(index, jnp.int32(tiles.slots))
     plgpu.barrier_wait(refs.filled.at[slot])
 
     def issue(acc):
         def multiply(of_q, of_k):
             plgpu.wgmma(acc, refs.q_smem.at[of_q], refs.ring.at[slot, of_k].T)
 
-        if is_interpreted:  # where loops with calls into the interpreter may wait for a thread
+        if tiles.is_interpreted:  # where loops that call the interpreter may wait for a thread
             for pair in PRODUCTS:
                 multiply(*pair)
             return acc[...]
@@ -342,7 +363,7 @@ def _values(tiles: Tiles, refs, index, weights):
         for i, part in enumerate(parts):
             refs.weights[i] = part
         parts = [refs.weights.at[i] for i in range(len(parts))]
-    slot = lax.rem(index, jnp.int32(SLOTS))
+    slot = lax.rem(index, jnp.int32(tiles.slots))
     plgpu.barrier_wait(refs.filled.at[slot])
 
     def issue(acc):
@@ -392,7 +413,7 @@ def _compute(tiles: Tiles, work: Work, refs) -> None:
         index = (j - work.first) * 4
         scores = []
         for half in range(2):
-            of_half = _scores(refs, index + half, is_interpreted=tiles.is_interpreted)
+            of_half = _scores(tiles, refs, index + half)
             first_key = j * bits.BLOCK + half * HALF
             scores.append(math.mask(of_half, row_pos, first_key, tiles.window))
         m, weight_sum, decay, weights = _softmax_step(math, scores, m, weight_sum, scale)
@@ -452,11 +473,13 @@ class Refs:
         layer: Which layer's pages.
         results: The output; or of each split the output, and the maximum and sum.
         q_smem: Parts of a tile's queries.
+        staged: Pieces of half blocks, float32.
         ring: Parts of half blocks of keys or values.
         o_smem: The output.
         ml_smem: Maxima and sums.
         weights: For interpretation, where weights do not stay in registers.
         q_filled: Barrier of the queries.
+        arrived: Barriers of staged pieces.
         filled: Barriers of the ring's slots.
         free: Likewise.
     """
@@ -469,11 +492,13 @@ class Refs:
     layer: Any
     results: list
     q_smem: Any
+    staged: Any
     ring: Any
     o_smem: Any
     ml_smem: Any
     weights: Any
     q_filled: Any
+    arrived: Any
     filled: Any
     free: Any
 
@@ -494,11 +519,12 @@ def _launch(tiles: Tiles, operands: tuple) -> list[jax.Array]:
     def body(*refs):
         (q, pages, table, positions, limits, layer), rest = refs[:6], list(refs[6:])
         results = [rest.pop(0) for _ in out_type]
-        q_smem, ring, o_smem, ml_smem, weights, q_filled, filled, free = rest
+        q_smem, staged, ring, o_smem, ml_smem, weights, q_filled, arrived, filled, free = rest
         memory = Refs(
             q=q, pages=pages, table=table, positions=positions, limits=limits, layer=layer,
-            results=results, q_smem=q_smem, ring=ring, o_smem=o_smem, ml_smem=ml_smem,
-            weights=weights, q_filled=q_filled, filled=filled, free=free,
+            results=results, q_smem=q_smem, staged=staged, ring=ring, o_smem=o_smem,
+            ml_smem=ml_smem, weights=weights, q_filled=q_filled, arrived=arrived, filled=filled,
+            free=free,
         )  # fmt: skip
         work = _locate(tiles, limits)
         wg = lax.axis_index("wg")
@@ -515,13 +541,15 @@ def _launch(tiles: Tiles, operands: tuple) -> list[jax.Array]:
         out_type=out_type,
         scratch_types=[
             plgpu.SMEM((parts, bits.ROWS, tiles.channels), bf16, transforms=swizzled),
-            plgpu.SMEM((SLOTS, parts, HALF, tiles.channels), bf16, transforms=swizzled),
+            plgpu.SMEM((STAGED, HALF, tiles.value_channels), f32, transforms=F32_SWIZZLED),
+            plgpu.SMEM((tiles.slots, parts, HALF, tiles.channels), bf16, transforms=swizzled),
             plgpu.SMEM(tiles.shape, f32, transforms=F32_SWIZZLED),
             plgpu.SMEM((2, bits.ROWS), f32) if tiles.is_split else None,
             weights,
             plgpu.Barrier(num_arrivals=parts),
-            plgpu.Barrier(num_barriers=SLOTS),
-            plgpu.Barrier(num_barriers=SLOTS),
+            plgpu.Barrier(num_barriers=STAGED),
+            plgpu.Barrier(num_barriers=tiles.slots),
+            plgpu.Barrier(num_barriers=tiles.slots),
         ],
         grid=(num_items * shares,),
         grid_names=("cta",),

@@ -164,10 +164,10 @@ def linear_leaf_sums(
     *,
     reduction: Reduction,
     backend: Backend,
-) -> Float32[Array, "A M O"]:
+) -> Float32[Array, "A ... M O"]:
     """This rank's subtree of a row-parallel product in A parts, for a kernel that adds the rest.
 
-    `tree(out) = linear_partial(x, w)`
+    `tree(out) = linear_partial(x, w)`, also in what lies between A and M
 
     Args:
         x: This rank's columns of the activations: whole leaves.
@@ -194,10 +194,13 @@ def linear_partial(
     *,
     reduction: Reduction,
     backend: Backend,
-) -> Float32[Array, "M O"]:
+) -> Float32[Array, "... M O"]:
     """This rank's subtree of a row-parallel product, unrounded.
 
     `out[m, o] = tree(sum_{i in leaf}(x[m, i] * w[o, i]) for leaf in this rank's leaves)`
+
+    On sm90 float32 activations have three trees, [3, M, O]: one of each of their bfloat16 parts,
+    which are added behind the whole trees. Between ranks they are three sums.
 
     Args:
         x: This rank's columns of the activations: whole leaves.
@@ -224,8 +227,8 @@ def linear_partial(
 
 
 def add_partials(
-    a: Float32[Array, "M O"], b: Float32[Array, "M O"], *, backend: Backend
-) -> Float32[Array, "M O"]:
+    a: Float32[Array, "... M O"], b: Float32[Array, "... M O"], *, backend: Backend
+) -> Float32[Array, "... M O"]:
     """Add two subtrees: one node of the tree.
 
     `out = a + b`

@@ -266,15 +266,11 @@ def linear_leaf_sums(x, w, *, reduction: Reduction) -> jax.Array:
         how it is spread over groups may vary with M.
     """
     check_supported(x, w, leaf_len=reduction.leaf_len)
-    if x.dtype == jnp.float32:
-        raise NotImplementedError(
-            "sm90 linear adds the three parts of float32 activations behind the whole tree, so "
-            "that a rank's share of it is not the one that another mesh has; use --tp 1, or "
-            "portable"
-        )
     num_leaves = x.shape[1] // reduction.leaf_len
     if num_leaves & (num_leaves - 1):
         raise ValueError(f"a rank's {num_leaves} leaves must be a power of two")
+    if x.dtype == jnp.float32:
+        return sm90_float32.linear_leaf_sums(x, w, reduction=reduction)
     tiles = choose_tiles(
         num_rows=x.shape[0],
         num_out=w.shape[0],
@@ -389,11 +385,12 @@ def _tree(terms: list):
 
 @functools.partial(jax.jit, static_argnames=("out_dtype", "interpret"))
 def _combine(terms: tuple, residual, bias, *, out_dtype, interpret=None) -> jax.Array:
-    """Add all groups of all terms, each [groups, M, N], as one tree."""
-    _, num_rows, num_out = terms[0].shape
+    """Add all groups of all terms, each [groups, ..., M, N], as one tree."""
+    groups, *shape = terms[0].shape
+    num_out = shape[-1]
     if num_out % 128:
         raise NotImplementedError(f"sm90 combine needs N to be a multiple of 128, not {num_out}")
-    size = num_rows * num_out
+    size = terms[0].size // groups
     block = 2048 if size >= 2048 * 2 * NUM_SMS else 512
     while num_out % block:
         block //= 2
@@ -428,11 +425,11 @@ def _combine(terms: tuple, residual, bias, *, out_dtype, interpret=None) -> jax.
         ),
         kernel_name="detjax_linear_combine",
         interpret=interpret,
-    )(*operands).reshape(num_rows, num_out)
+    )(*operands).reshape(shape)
 
 
 def combine_partials(leaf_sums) -> jax.Array:
-    """Continue the tree over the first axis: [groups, M, N] to [M, N], float32.
+    """Continue the tree over the first axis: [groups, ..., M, N] to [..., M, N], float32.
 
     Numerics:
         # ORDER: ((g0 + g1) + (g2 + g3)) + ..., f32, element by element.

@@ -28,8 +28,8 @@ def _pieces(width: int) -> tuple[int, int]:
     """
     if width < rows.LANES or width % 4:
         raise NotImplementedError(
-            "sm90 float32 activations need rows of a multiple of 4 columns from 128 up, not "
-            f"{width}; use portable"
+            "sm90 float32 activations need rows, or a rank's share of them, of a multiple of 4 "
+            f"columns from 128 up, not {width}: use a smaller --tp, or portable"
         )
     vec_len = next(v for v in (4, 2, 1) if rows.LANES * v <= width)
     return rows.LANES * vec_len, vec_len
@@ -119,10 +119,7 @@ def add_parts(
                 )
                 for part in range(rows.NUM_PARTS)
             ]
-            total = parts.pop()
-            while parts:
-                total = math.add(total, parts.pop())
-            return total
+            return rows.sum_parts(parts, math.add)
 
         total = total_from(first)
         here = pl.ds(first, size)
@@ -153,6 +150,7 @@ def _products(parts, w, *, leaf_len: int) -> jax.Array:
         num_leaves=k_len // leaf_len,
         leaf_len=leaf_len,
         out_bytes=4,
+        has_parts=True,
     )
     sums = matmul(
         parts.reshape(-1, k_len), w, None, None,
@@ -208,15 +206,25 @@ def norm_linear_swiglu(x, gain, w_gate_up, *, eps: float) -> jax.Array:
     return add_parts(sums, None, None, is_gated=True)
 
 
+def linear_leaf_sums(x, w, *, reduction: Reduction) -> jax.Array:
+    """See `api.linear_leaf_sums`: [A, 3, M, O], the parts apart, as their trees are.
+
+    Numerics:
+        # ORDER: of each part the tree of `api.linear_partial`.
+        Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant: of the trees' sums.
+    """
+    return _products(split_rows(x), w, leaf_len=reduction.leaf_len)
+
+
 def linear_add(x, w, residual, bias, *, reduction: Reduction) -> jax.Array:
     """See `api.linear_add`.
 
     Numerics:
         # ORDER: of each part the tree of `api.linear_partial`; then as in `add_parts`.
-        Claims: run-invariant, batch-invariant, path-consistent.
+        Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant. For tp = 1; at
+        tp > 1 ranks add their trees of each part first, and the same sum comes out.
     """
-    sums = _products(split_rows(x), w, leaf_len=reduction.leaf_len)
-    return add_parts(sums, bias, residual)
+    return add_parts(linear_leaf_sums(x, w, reduction=reduction), bias, residual)
 
 
 def linear_add_rms_norm(
@@ -226,7 +234,7 @@ def linear_add_rms_norm(
 
     Numerics:
         # ORDER: those of `linear_add`, then of `rms_norm`.
-        Claims: run-invariant, batch-invariant, path-consistent.
+        Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
     """
     total = linear_add(x, w, residual, bias, reduction=reduction)
     return total, rms_norm(total, gain, eps=eps)

@@ -35,7 +35,7 @@ def rms_norm(
 
 
 def add_rms_norm(
-    partial: Float32[Array, "M D"],
+    partial: Float32[Array, "... M D"],
     residual: Activation[Array, "M D"],
     bias: Activation[Array, " D"] | None,
     gain: Activation[Array, " D"],
@@ -48,7 +48,8 @@ def add_rms_norm(
     `total = round(residual + (partial + bias))`, `out = rms_norm(total)`
 
     Args:
-        partial: The whole tree of `linear_partial`, unrounded.
+        partial: The whole tree of `linear_partial`, unrounded; of float32 activations on sm90
+            three, [3, M, D], added the smallest first before all else.
         residual: The residual stream.
         bias: The product's bias, added after the tree.
         gain: Scale of each channel.
@@ -67,7 +68,7 @@ def add_rms_norm(
 
 
 def combine_add_rms_norm(
-    leaf_sums: Float32[Array, "A M D"],
+    leaf_sums: Float32[Array, "A ... M D"],
     residual: Activation[Array, "M D"],
     bias: Activation[Array, " D"] | None,
     gain: Activation[Array, " D"],
@@ -80,7 +81,8 @@ def combine_add_rms_norm(
     `total = round(residual + (tree(leaf_sums) + bias))`, `out = rms_norm(total)`
 
     Args:
-        leaf_sums: Subtrees in order; A is a power of two.
+        leaf_sums: Subtrees in order; A is a power of two. Of float32 activations on sm90 three
+            trees' side by side, [A, 3, M, D], whose sums are added the smallest first.
         residual: The residual stream.
         bias: The product's bias, added after the tree.
         gain: Scale of each channel.

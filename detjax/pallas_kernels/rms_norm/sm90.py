@@ -117,6 +117,30 @@ def wide_scale(sums_ref, math: rows.Arithmetic, *, shape, width: int, eps: float
     return emit(sums_ref)
 
 
+def num_terms(leaf_sums) -> tuple[int, int]:
+    """Leaves of each tree, and trees: one, or three if [L, 3, M, D] is of float32 in parts."""
+    if leaf_sums is None:
+        return 0, 0
+    num_leaves, *num_parts, _, _ = leaf_sums.shape
+    return (num_leaves, *(num_parts or [1]))
+
+
+def load_leaves(leaves_gmem, part: int, place: tuple, load) -> list:
+    """The leaves at `place`, rows and columns, of a tree."""
+    num_leaves, _ = num_terms(leaves_gmem)
+    which = () if len(leaves_gmem.shape) == 3 else (part,)
+    return [load(leaves_gmem.at[k, *which, *place]) for k in range(num_leaves)]
+
+
+def trees_sum(parts: list):
+    """Add the leaves of each tree, and the trees.
+
+    # ORDER: ((l0 + l1) + (l2 + l3)) + ... of each; then the smallest part first, (p3 + p2) + p1.
+    """
+    trees = [rows.pairwise(leaves, lambda a, b: a + b) for leaves in parts]
+    return rows.sum_parts(trees, lambda a, b: a + b)
+
+
 def joined(leaves: list, residual, bias, dtype):
     """Add leaves, bias and residual, and round: the new residual stream in `dtype`.
 
@@ -157,7 +181,7 @@ def _wide(
         raise ValueError(f"{warpgroups=} must divide the {form.num_parts} chunks of {width=}")
     math = rows.strided(chunk, form.vec_len, interpret)
     dtype = x.dtype
-    num_leaves = 0 if leaf_sums is None else leaf_sums.shape[0]
+    num_leaves, num_parts = num_terms(leaf_sums)
     num_ctas = min(num_ctas, num_rows)
     has_turns = num_ctas < num_rows
 
@@ -173,25 +197,27 @@ def _wide(
 
         def load_row(row):
             return [
-                [math.load(leaves_gmem.at[k, row, c]) for k in range(num_leaves)]
-                + [math.load(x_gmem.at[row, c])]
+                (
+                    [load_leaves(leaves_gmem, p, (row, c), math.load) for p in range(num_parts)],
+                    math.load(x_gmem.at[row, c]),
+                )
                 for c in columns
             ]
 
-        def value(i, loads):
+        def value(i, parts, x):
             if not num_leaves:
-                return loads[0]
+                return x
             b = None
             if bias is not None:
                 b = math.load(bias_gmem.at[columns[i]]).astype(jnp.float32)
-            return joined(loads[:-1], loads[-1], b, dtype)
+            return joined([trees_sum(parts)], x, b, dtype)
 
         def one_row(turn, row):
             slot = lax.rem(turn, 2) if has_turns else 0
             loads = load_row(row)
             values = []
             for i, c in enumerate(columns):
-                v = value(i, loads[i])
+                v = value(i, *loads[i])
                 if num_leaves:
                     out_gmem[0][row, c] = v
                 values.append(v.astype(jnp.float32))
@@ -314,7 +340,7 @@ def _narrow(leaf_sums, x, bias, gain, *, eps: float, in_parts: bool, interpret: 
     part_len = width // form.num_parts
     shape = (tile_rows, part_len)
     dtype = x.dtype
-    num_leaves = 0 if leaf_sums is None else leaf_sums.shape[0]
+    num_leaves, num_parts = num_terms(leaf_sums)
 
     def body(*refs):
         refs = list(refs)
@@ -331,13 +357,14 @@ def _narrow(leaf_sums, x, bias, gain, *, eps: float, in_parts: bool, interpret: 
             v = tile.whole.load(x_gmem.at[here, columns])
             if num_leaves:
                 leaves = [
-                    tile.whole.load(leaves_gmem.at[k, here, columns]) for k in range(num_leaves)
+                    load_leaves(leaves_gmem, part, (here, columns), tile.whole.load)
+                    for part in range(num_parts)
                 ]
                 b = None
                 if bias is not None:
                     b = tile.per_col.load(bias_gmem.at[columns]).astype(jnp.float32)
                     b = tile.over_rows(b, shape)
-                v = joined(leaves, v, b, dtype)
+                v = joined([trees_sum(leaves)], v, b, dtype)
                 out_gmem[0][here, columns] = v
             values.append(v.astype(jnp.float32))
         gains = [
@@ -389,10 +416,11 @@ def _normalise(leaf_sums, x, bias, gain, *, eps, schedule, interpret, in_parts=F
         raise ValueError(f"{leaf_sums.shape[0]} leaf sums must be a power of two")
     if not form.is_wide:
         return _narrow(leaf_sums, x, bias, gain, eps=eps, in_parts=in_parts, interpret=interpret)
+    num_leaves, num_parts = num_terms(leaf_sums)
     schedule = schedule or choose_schedule(
         num_rows=x.shape[0],
         num_chunks=form.num_parts,
-        num_leaves=0 if leaf_sums is None else leaf_sums.shape[0],
+        num_leaves=num_leaves * num_parts,
     )
     return _wide(
         leaf_sums,
@@ -486,7 +514,8 @@ def combine_add_rms_norm(
     `out = rms_norm(total)`
 
     Args:
-        leaf_sums: float32 [L, M, D], of `linear_leaf_sums`; L a power of two.
+        leaf_sums: float32 [L, M, D] or, in parts, [L, 3, M, D], of `linear_leaf_sums`; L a power
+            of two.
         residual: The residual stream.
         bias: The product's bias, or None.
         gain: Scale of each channel.
@@ -499,7 +528,8 @@ def combine_add_rms_norm(
 
     Numerics:
         # ORDER: leaves as the perfect binary tree ((l0 + l1) + (l2 + l3)) + ..., float32, then the
-        # bias, then the residual: the bits of `add_rms_norm` of the tree.
+        # bias, then the residual: the bits of `add_rms_norm` of the tree. Parts are added behind
+        # their trees, (p3 + p2) + p1: the bits of `linear.sm90_float32.add_parts`.
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
     """
     total, out = _normalise(
