@@ -25,8 +25,9 @@ from detjax.serving.async_engine import AsyncEngine
 from detjax.serving.config import EngineConfig
 from detjax.serving.engine import Engine
 from detjax.serving.errors import SelfCheckError
+from detjax.serving.program_key import ProgramKey
 from detjax.serving.request import Completion, FinishReason, Request, SamplingParams
-from detjax.serving.self_check import recheck
+from detjax.serving.self_check import program_check, recheck
 from detjax.serving.self_check.evidence import FOLDER_VARIABLE
 from detjax.serving.self_check.probes import make_probes, place_probes
 from detjax.testing.dummies import dummy_config, dummy_model
@@ -430,6 +431,26 @@ def test_probes_lie_around_boundaries_and_at_the_end():
     for probe in probes():
         assert all(a != b for a, b in zip(probe.token_ids, probe.other_ids, strict=True))
     assert len({p.sampling for p in probes()}) == 3
+
+
+def test_other_tokens_are_written_by_the_program_that_does_it_fastest():
+    """One launch, of no more rows than there are probes, if one is so long; else the fewest."""
+
+    def key(kind, rows, length, table_len=16) -> ProgramKey:
+        return ProgramKey(
+            kind=kind, rows=rows, length=length, table_len=table_len, mode="invariant",
+            weights="full", num_top=0, with_filters=False,
+        )  # fmt: skip
+
+    decodes = [key("decode", rows, 1) for rows in (1, 8, 256)]
+    verify, long, chunk = key("verify", 4, 8), key("decode", 2, 8), key("prefill", 4, 64)
+    keys = [*decodes, verify, chunk, key("decode", 8, 1, table_len=4)]
+    for one in (*decodes, chunk):
+        assert program_check._writer(one, keys, 6) == decodes[1]
+        assert program_check._writer(one, keys, 1) == decodes[0]
+        assert program_check._writer(one, keys, 9) == decodes[2]
+    assert program_check._writer(verify, keys, 6) == verify
+    assert program_check._writer(verify, [*keys, long], 6) == long
 
 
 def test_every_probe_writes_pages_of_its_own_and_reads_what_nobody_writes():
