@@ -32,6 +32,7 @@ from benchmarks.common import COPY_BYTES_PER_S
 from benchmarks.report_rows import (
     FIRST_GPU,
     GPUS,
+    Experiment,
     latest,
     listed,
     rows,
@@ -368,6 +369,12 @@ def here(name: str, found: dict, *, is_short: bool = False) -> str:
     return "; ".join(told_finding(name, finding, found["rows"]) for finding in findings)
 
 
+def experiments_of_rows() -> list[Experiment]:
+    """Questions that other benchmarks answer."""
+    found = report_mesh.sum_experiment(), report_server.latency_experiment()
+    return [experiment for experiment in found if experiment]
+
+
 def experiments_table() -> list[str]:
     """README's table: the question, what the papers found, what was found here."""
     read = {name: json.loads(path.read_text()) for name, path in sorted(experiments().items())}
@@ -375,8 +382,7 @@ def experiments_table() -> list[str]:
         (found["question"], found["paper"], here(name, found, is_short=True))
         for name, found in read.items()
     ]
-    if latency := report_server.latency_experiment():
-        cells.append((latency.question, latency.paper, latency.here))
+    cells += [(its.question, its.paper, its.here) for its in experiments_of_rows()]
     return table(["question", "paper", "here"], cells)
 
 
@@ -393,13 +399,12 @@ def experiments_section() -> list[str]:
             f"- Here: {here(name, found)}. With {found['setting']}.",
             "",
         ]
-    if latency := report_server.latency_experiment():
+    for its in experiments_of_rows():
         lines += [
-            f"**{latency.question}** `benchmarks.serve_load`, [figure](docs/figures/latency.svg), "
-            "[every time](docs/server.md#on-a-gpu)",
+            f"**{its.question}** `{its.command}`, {its.links}",
             "",
-            f"- {latency.paper}",
-            f"- Here: {latency.here}. With {latency.setting}.",
+            f"- {its.paper}",
+            f"- Here: {its.here}. With {its.setting}.",
             "",
         ]
     return lines[:-1]

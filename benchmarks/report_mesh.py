@@ -6,6 +6,7 @@ import re
 from benchmarks.report_rows import (
     FIRST_GPU,
     GPUS,
+    Experiment,
     digits,
     hardware,
     latest,
@@ -176,13 +177,19 @@ def step_part(gpu: str = FIRST_GPU) -> list[str]:
     return lines
 
 
-def sum_part(gpu: str = FIRST_GPU) -> list[str]:
-    """The ranks' sum in its forms."""
+def sums(gpu: str = FIRST_GPU) -> dict[tuple[int, int], dict[str, float]]:
+    """Microseconds of the ranks' sum by (tp, rows), then by form."""
     found: dict[tuple[int, int], dict[str, float]] = {}
     for (case, impl), row in latest(rows("mesh", "mesh_sum", gpu), "case", "impl").items():
         if "us_p50" in row:
             place = int(re.search(r"tp (\d+)", case)[1]), row["num_rows"]
             found.setdefault(place, {})[impl] = row["us_p50"]
+    return dict(sorted(found.items()))
+
+
+def sum_part(gpu: str = FIRST_GPU) -> list[str]:
+    """The ranks' sum in its forms."""
+    found = sums(gpu)
     if not found:
         return []
     seen = {name for us in found.values() for name in us}
@@ -203,6 +210,43 @@ def sum_part(gpu: str = FIRST_GPU) -> list[str]:
             map(cells, sorted(found)),
         ),
     ]
+
+
+def sum_experiment(gpu: str = FIRST_GPU) -> Experiment | None:
+    """TBIK's cost of trees over ranks: the sum alone and whole decode steps; None without rows."""
+    alone: dict[int, dict[int, str]] = {}
+    for (tp, num_rows), us in sums(gpu).items():
+        if OURS[0] in us and "psum bfloat16" in us:
+            alone.setdefault(tp, {})[num_rows] = ratio(us[OURS[0]], us["psum bfloat16"])
+    whole: dict[int, dict[int, str]] = {}
+    for ((kind, batch), tp, note), found in steps(gpu=gpu).items():
+        if kind == "decode" and tp > 1 and not note and found.keys() >= set(MODES):
+            ours, fast = (found[mode]["ms_p50"] for mode in MODES)
+            whole.setdefault(tp, {})[batch] = ratio(ours, fast)
+    if not alone or not whole:
+        return None
+    told = [
+        f"tp {tp}: the sum with residual and norm takes {listed(of_rows.values())} of the time of "
+        f"NCCL's in bfloat16 at {listed(of_rows)} rows"
+        for tp, of_rows in alone.items()
+    ]
+    told += [
+        f"a decode step on tp {tp} takes {listed(of_batch.values())} of the time of XLA's kernels "
+        f"and NCCL's sums at batch {listed(of_batch)}"
+        for tp, of_batch in whole.items()
+    ]
+    found = [row for subject in ("mesh_bits", "mesh_sum") for row in rows("mesh", subject, gpu)]
+    different = sum(row.get("different", 0) for row in found)
+    return Experiment(
+        question="What does a sum over ranks cost where its order is a tree?",
+        paper="Zhang et al. 2025 (TBIK, arXiv:2511.17826), which times kernels and whole answers "
+        "by tp and rows (figures 6, 7 and 12): 22 to 63 % more latency with tree-based kernels.",
+        here="; ".join([*told, f"{different} elements differ between the forms of our sum"]),
+        setting=f"Llama-3.1-8B shapes with random weights, bfloat16, {found[0]['gpu']}, sums "
+        "through peer memory",
+        command="benchmarks.mesh",
+        links="[figure](docs/figures/mesh.svg), [every time](docs/parallel.md#what-it-costs)",
+    )
 
 
 def large_part(gpu: str = FIRST_GPU) -> list[str]:

@@ -4,6 +4,7 @@
 import json
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results"
@@ -17,6 +18,27 @@ DRAFTS, NO_DRAFTS, NOT_RECORDED = "drafts", "no drafts", "drafts not recorded"
 
 RANDOM = {"llama3_8b": "Llama-3.1-8B", "qwen3_8b": "Qwen3-8B", "mistral_7b": "Mistral-7B"}
 """Models whose weights are random; other names are those of folders."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Experiment:
+    """A question of the literature that a benchmark's rows answer; texts for a table.
+
+    Attributes:
+        question: As a reader would ask it.
+        paper: What was found there.
+        here: What was found here.
+        setting: With which model and hardware.
+        command: That made the rows.
+        links: To the figure and to every number.
+    """
+
+    question: str
+    paper: str
+    here: str
+    setting: str
+    command: str
+    links: str
 
 
 def rows(command: str, subject: str, gpu: str = FIRST_GPU) -> list[dict]:

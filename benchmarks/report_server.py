@@ -6,12 +6,11 @@ quicker ones nothing is drafted in `dvr`: the text says so where no row has a ro
 drafts that was asked for.
 """
 
-from dataclasses import dataclass
-
 from benchmarks.report_rows import (
     DRAFTS,
     GPUS,
     NO_DRAFTS,
+    Experiment,
     drafting,
     listed,
     model_name,
@@ -73,16 +72,6 @@ def _load(gpu: str) -> list[str]:
     ]  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LatencyExperiment:
-    """LLM-42's online experiment, asked again by `benchmarks.serve_load`; texts for a table."""
-
-    question: str
-    paper: str
-    here: str
-    setting: str
-
-
 def latency_rows() -> list[dict]:
     """Rows of the first GPU that has any, by rate and share."""
     for gpu in GPUS:
@@ -91,8 +80,8 @@ def latency_rows() -> list[dict]:
     return []
 
 
-def latency_experiment() -> LatencyExperiment | None:
-    """The highest rate, share by share; None without rows."""
+def latency_experiment() -> Experiment | None:
+    """LLM-42's online experiment at the highest rate, share by share; None without rows."""
     found = latency_rows()
     if not found:
         return None
@@ -109,7 +98,7 @@ def latency_experiment() -> LatencyExperiment | None:
     of_one_share = [row for row in found if row["deterministic_percent"] == 100]
     counts = listed(str(row["requests"]) for row in of_one_share)
     rates = listed(f"{row['rate_per_s']:g}" for row in of_one_share)
-    return LatencyExperiment(
+    return Experiment(
         question="How do latencies move with load and the share of deterministic requests?",
         paper="LLM-42 (arXiv:2601.17768), figure 11 and table 5, and its authors' data: at 18 "
         "requests a second P99 end to end is 17.3 s without determinism, 70.1 s with "
@@ -122,6 +111,8 @@ def latency_experiment() -> LatencyExperiment | None:
         setting=f"{model_name(first['model'])}, {first['gpu']}, over HTTP, lengths of the Azure "
         f"trace, {counts} requests at {rates} a second (the paper: ShareGPT, 4,096 requests at 12 "
         "to 18)",
+        command="benchmarks.serve_load",
+        links="[figure](docs/figures/latency.svg), [every time](docs/server.md#on-a-gpu)",
     )
 
 

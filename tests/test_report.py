@@ -622,6 +622,25 @@ def test_the_sum_of_the_ranks_over_psum(write):
     assert cells == ["2", "8", "12.5", "20.0", "10.0", "7.00", "1.25"]
 
 
+def test_the_cost_of_a_tree_over_ranks_stands_beside_the_papers(write):
+    assert report_mesh.sum_experiment() is None
+    of_sum = {"subject": "mesh_sum", "case": "8 rows of 4096, tp 2", "num_rows": 8, "gpu": "H200"}
+    times = {"psum bfloat16": 10.0, "exchange kernel": 6.0}
+    bits = {"subject": "mesh_bits", "impl": "exchange kernel", "case": "8 rows of 4096, tp 2"}
+    write(
+        "mesh",
+        *(of_sum | {"impl": name, "us_p50": us} for name, us in times.items()),
+        bits | {"num_rows": 8, "different": 3, "gpu": "H200"},
+        step("invariant (1,2)", 4.0),
+        step("fast (1,2)", 5.0),
+    )
+    told = report_mesh.sum_experiment()
+    assert told is not None
+    assert "tp 2: the sum with residual and norm takes 0.60 of" in told.here
+    assert "a decode step on tp 2 takes 0.80 of the time" in told.here
+    assert told.here.endswith("3 elements differ between the forms of our sum")
+
+
 @pytest.mark.parametrize("command", ["answers", "mesh"])
 def test_whole_answers_from_either_file(write, command):
     row = {
