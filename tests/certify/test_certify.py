@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import weakref
 from functools import cache, partial
 from pathlib import Path
 
@@ -21,11 +22,13 @@ from detjax.certify.certificate import CLAIMS, Certificate, Outcome, compare
 from detjax.certify.coverage import TESTED, THIS, coverage_map, refusals
 from detjax.certify.page import render
 from detjax.certify.restart import new_process
-from detjax.certify.subject import Subject, order_probe
+from detjax.certify.subject import Subject, ask, order_probe
 from detjax.models.loading import LoadedModel
 from detjax.models.registry import FAMILIES
 from detjax.numerics import NumericsProfile
 from detjax.serving.config import EngineConfig
+from detjax.serving.heap import frozen_heap
+from detjax.serving.request import Request, SamplingParams
 from detjax.serving.self_check.evidence import FOLDER_VARIABLE
 from detjax.testing.dummies import dummy_config, dummy_model
 
@@ -202,6 +205,21 @@ def test_a_planted_fault_is_found(monkeypatch, tmp_path):
             break
     assert cases["again, alone"].is_well
     assert not cases["all together"].is_well and cases["all together"].first
+
+
+@pytest.mark.slow
+def test_an_engine_that_is_done_frees_its_cache_before_the_next_allocates():
+    """One cache fills a GPU."""
+    config = EngineConfig(batch_size=2, prefill_chunk=16, max_len=128, self_check="start")
+    subject, freed = Subject(model(), config), []
+    request = Request(prompt_token_ids=(1, 2, 3), sampling=SamplingParams(max_tokens=3))
+    with frozen_heap():
+        for changes in ({}, {"has_prefix_cache": False}, {"mode": "fast"}):
+            engine = subject.engine(**changes)
+            assert all(done() is None for done in freed)
+            ask(engine, [request])
+            freed.append(weakref.ref(engine))
+            del engine
 
 
 @pytest.mark.slow
