@@ -214,7 +214,7 @@ def test_an_engine_that_is_done_frees_its_cache_before_the_next_allocates():
     subject, freed = Subject(model(), config), []
     request = Request(prompt_token_ids=(1, 2, 3), sampling=SamplingParams(max_tokens=3))
     with frozen_heap():
-        for changes in ({}, {"has_prefix_cache": False}, {"mode": "fast"}):
+        for changes in ({}, {"has_prefix_cache": False}, {}):
             engine = subject.engine(**changes)
             assert all(done() is None for done in freed)
             ask(engine, [request])
