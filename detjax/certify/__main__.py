@@ -114,7 +114,6 @@ def _certify(args: argparse.Namespace, restarted: NewProcess) -> int:
     from detjax.certify.page import render
     from detjax.certify.run import certify
     from detjax.certify.table import line, make_map, make_table
-    from detjax.serving.heap import frozen_heap
 
     console = Console()
     certificate = Certificate(facts={})
@@ -124,7 +123,7 @@ def _certify(args: argparse.Namespace, restarted: NewProcess) -> int:
     with console.status("loading"):
         subject = open_subject(args, args.dp, args.tp)
     live = Live(make_table(certificate), console=console, auto_refresh=False)
-    with frozen_heap(), live:
+    with live:
         for outcome in certify(args, subject, certificate, restarted.answers):
             if not console.is_terminal:
                 print(line(outcome), flush=True)

@@ -27,7 +27,6 @@ from detjax.certify.certificate import Certificate, Outcome, compare
 from detjax.certify.coverage import coverage_map
 from detjax.certify.opening import facts_of, open_subject, other_meshes
 from detjax.certify.subject import Job, Subject, order_probe
-from detjax.serving.heap import frozen_heap
 from detjax.serving.request import Request
 
 
@@ -49,7 +48,7 @@ def print_answers(args: argparse.Namespace) -> None:
     # The checks of programs are those of the first process.
     subject.config = dataclasses.replace(subject.config, self_check="off")
     requests = requests_of(subject, 0)
-    with frozen_heap(), working_ahead() as ahead:
+    with working_ahead() as ahead:
         ahead.begin(*subject.likely_programs(requests, counts=[1]))
         ahead.wait()
     print(json.dumps(subject.alone(requests)))
