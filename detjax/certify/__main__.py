@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.live import Live
 
 from detjax import __version__
+from detjax.certify.restart import NewProcess, new_process
 from detjax.cli.errors import BAD_INPUT, BITS_DIFFER, OK, one_line
 from detjax.serving.config import MODES
 
@@ -88,33 +89,47 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace, given: Sequence[str]) -> int:
+    if args.answers:
+        return _answer(args)
+    with new_process(given) as restarted:  # before JAX is imported, which takes a second or two
+        return _certify(args, restarted)
+
+
+def _answer(args: argparse.Namespace) -> int:
+    """What the new process does."""
+    import jax
+
+    from detjax.certify.opening import start_devices
+    from detjax.certify.run import print_answers
+
+    start_devices(args)
+    print(jax.default_backend(), flush=True)
+    print_answers(args)
+    return OK
+
+
+def _certify(args: argparse.Namespace, restarted: NewProcess) -> int:
     from detjax.certify.certificate import Certificate
     from detjax.certify.opening import open_subject, start_devices
     from detjax.certify.page import render
-    from detjax.certify.restart import new_process
-    from detjax.certify.run import certify, print_answers
+    from detjax.certify.run import certify
     from detjax.certify.table import line, make_map, make_table
 
-    if args.answers:
-        start_devices(args)
-        print_answers(args)
-        return OK
     console = Console()
     certificate = Certificate(facts={})
-    with new_process(given) as restarted:
-        with console.status("a new process begins"):
-            restarted.wait_for_memory()
-        start_devices(args)
-        with console.status("loading"):
-            subject = open_subject(args, args.dp, args.tp)
-        live = Live(make_table(certificate), console=console, auto_refresh=False)
-        with live:
-            for outcome in certify(args, subject, certificate, restarted.answers):
-                if not console.is_terminal:
-                    print(line(outcome), flush=True)
-                now = f"{len(certificate.outcomes)} cases; the last: {outcome.case}"
-                live.update(make_table(certificate, now=now), refresh=True)
-            live.update(make_table(certificate), refresh=True)
+    with console.status("a new process begins"):
+        restarted.wait_for_memory()
+    start_devices(args)
+    with console.status("loading"):
+        subject = open_subject(args, args.dp, args.tp)
+    live = Live(make_table(certificate), console=console, auto_refresh=False)
+    with live:
+        for outcome in certify(args, subject, certificate, restarted.answers):
+            if not console.is_terminal:
+                print(line(outcome), flush=True)
+            now = f"{len(certificate.outcomes)} cases; the last: {outcome.case}"
+            live.update(make_table(certificate, now=now), refresh=True)
+        live.update(make_table(certificate), refresh=True)
     console.print(make_map(certificate))
     is_proven = certificate.is_proven and bool(certificate.probe)
     for outcome in certificate.outcomes:

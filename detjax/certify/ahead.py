@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
-NUM_THREADS = max(2, (os.cpu_count() or 1) // 2)
+NUM_THREADS = max(1, (os.cpu_count() or 1) // 2)
 """Cases run beside them, and wait for what they need."""
 
 

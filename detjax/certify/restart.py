@@ -11,13 +11,14 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import IO
 
-from detjax.certify.asks import Answer
-
 LIMIT_S = 3600
+
+Answers = list[tuple[tuple[int, int], ...]]
+"""As `asks.Answer`. That module imports JAX, and this one runs before it does."""
 
 
 class NewProcess:
-    """`python -m detjax.certify --answers ...`, which says its platform, then its answers."""
+    """`python -m detjax.certify --answers ...`, which says JAX's platform, then its answers."""
 
     def __init__(self, argv: Sequence[str], errors: IO[str]):
         """Start it; what goes wrong is written to `errors`."""
@@ -27,7 +28,7 @@ class NewProcess:
             [sys.executable, "-m", "detjax.certify", "--answers", *argv],
             env=kept, stdout=subprocess.PIPE, stderr=errors, text=True,
         )  # fmt: skip
-        self._answers: list[Answer] | None = None
+        self._answers: Answers | None = None
 
     def wait_for_memory(self) -> None:
         """Until this process may take memory: at once on a CPU, on a GPU when the other has ended.
@@ -39,7 +40,7 @@ class NewProcess:
         if self.process.stdout.readline().strip() != "cpu":
             self.answers()
 
-    def answers(self) -> list[Answer]:
+    def answers(self) -> Answers:
         """What it answers; waits for the end.
 
         Raises:

@@ -24,7 +24,7 @@ from detjax.certify.cases import (
 )
 from detjax.certify.cause import find_cause
 from detjax.certify.certificate import Certificate, Outcome, compare
-from detjax.certify.coverage import coverage_map, refusals
+from detjax.certify.coverage import coverage_map
 from detjax.certify.opening import facts_of, open_subject, other_meshes
 from detjax.certify.subject import Job, Subject, order_probe
 from detjax.serving.request import Request
@@ -43,9 +43,8 @@ def requests_of(subject: Subject, round_idx: int, draw: int = 0) -> list[Request
 
 
 def print_answers(args: argparse.Namespace) -> None:
-    """The platform; then what the first round's requests are answered alone, as a line of JSON."""
+    """What the first round's requests are answered alone, as a line of JSON."""
     subject = open_subject(args, args.dp, args.tp)
-    print(subject.model.backend.platform, flush=True)
     # The checks of programs are those of the first process.
     subject.config = dataclasses.replace(subject.config, self_check="off")
     requests = requests_of(subject, 0)
@@ -73,7 +72,6 @@ def certify(
     certificate.probe = order_probe(subject.model)
     begin_s = time.perf_counter()
     with working_ahead() as ahead:
-        (refused,) = ahead.begin(functools.partial(refusals, subject.model))
         for outcome in _first_round(args, subject, restarted, certificate, ahead):
             certificate.outcomes.append(outcome)
             yield outcome
@@ -89,7 +87,6 @@ def certify(
         round_idx, round_s = round_idx + 1, time.perf_counter() - round_begin_s
     certificate.coverage = coverage_map(
         subject.model,
-        refused.result(),
         modes={subject.config.mode, "dvr"},
         is_proven=certificate.is_proven and bool(certificate.probe),
     )
@@ -139,7 +136,7 @@ def _first_round(
                 other.config = dataclasses.replace(other.config, decode_batches=())
             ahead.begin(*other.likely_programs(requests, counts=of_all))
             if tp != args.tp:
-                ahead.begin(*other.likely_programs(requests, counts=[1], **fast(other)))
+                ahead.begin(*other.likely_programs(requests, counts=[], **fast(other)))
     else:
         ahead.begin(*of_cases())
         ahead.wait()

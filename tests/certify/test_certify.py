@@ -19,10 +19,11 @@ from detjax.certify.ahead import working_ahead
 from detjax.certify.asks import forced, make_requests
 from detjax.certify.cases import answer_cases, program_cases
 from detjax.certify.certificate import CLAIMS, Certificate, Outcome, compare
-from detjax.certify.coverage import TESTED, THIS, coverage_map, refusals
+from detjax.certify.coverage import REFUSED, TESTED, THIS, coverage_map, refusals
 from detjax.certify.page import render
 from detjax.certify.restart import new_process
 from detjax.certify.subject import Subject, ask, order_probe
+from detjax.models.hf_config import config_from_hf
 from detjax.models.loading import LoadedModel
 from detjax.models.registry import FAMILIES
 from detjax.numerics import NumericsProfile
@@ -96,7 +97,7 @@ def test_requests_lie_around_boundaries_and_every_round_has_others():
 
 
 def test_the_map_names_what_is_refused_and_what_was_not_run():
-    rows = coverage_map(model(), refusals(model()), modes={"invariant"}, is_proven=True)
+    rows = coverage_map(model(), modes={"invariant"}, is_proven=True)
     state = {row[:4]: row[4] for row in rows}
     assert state[THIS, "bfloat16", "portable", "invariant"] == "proven here"
     assert state[THIS, "bfloat16", "portable", "dvr"] == "not covered by this run"
@@ -107,6 +108,14 @@ def test_the_map_names_what_is_refused_and_what_was_not_run():
     assert state["qwen3", "bfloat16", "sm90", "dvr"].startswith("tested: tests/invariance/")
     assert state["mistral", "bfloat16", "portable", "dvr"] == "not covered"
     assert len(state) == len(rows) == 12 * (1 + len(FAMILIES))
+
+
+@pytest.mark.slow
+def test_kernels_refuse_in_every_family_what_the_map_says():
+    for family in FAMILIES:
+        published = {"architectures": [family.architectures[0]], "model_type": family.name}
+        found = refusals(config_from_hf(published), 1)
+        assert {key: why for key, why in found.items() if why} == REFUSED, family.name
 
 
 def test_every_test_that_the_map_cites_is_there():
