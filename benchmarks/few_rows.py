@@ -6,7 +6,7 @@
 Each setting turns constants of the kernels: free choices, that change no bit. First a chain of
 layers without their attention (o to the next q, k and v) under every setting, compared with what
 the kernels with none of them give; exit status 3 if a bit differs. Then their times at one row, in
-one CUDA graph; the kernels of a step; steps at batch 1 of the whole model, and at batch 8 of a few
+one CUDA graph; the kernels of a step; steps at batch 1 of the whole model, and at 2 and 4 of a few
 layers.
 """
 
@@ -47,11 +47,13 @@ WHERE = {
     "MAX_ADDED_ROWS": linear_sm90,
     "MAX_LATE_ROWS": sm90_tiles,
     "SPREAD_SPLITS": attention_sm90,
+    "PREFETCHED": attention_sm90,
 }
 """The constants, and where they stand."""
 
 NONE = {
     "NARROW_ROWS": 0, "MAX_ADDED_ROWS": 0, "MAX_LATE_ROWS": 0, "SPREAD_SPLITS": False,
+    "PREFETCHED": 0,
 }  # fmt: skip
 """Eight launches a layer."""
 
@@ -67,8 +69,9 @@ SETTINGS = {
 SPREAD = {"SPREAD_SPLITS": True}
 STEP_SETTINGS = SETTINGS | {
     "all, spread": ALL | SPREAD,
-    "spread": NONE | SPREAD,
+    "all, spread, prefetch": ALL | SPREAD | {"PREFETCHED": attention_sm90.PREFETCHED},
 }
+SPREADS = "all, spread", "all, spread, prefetch"
 BIT_ROWS = {"all": (3, 8)}
 """Other rows at which a setting's layer is compared."""
 
@@ -370,9 +373,8 @@ def main() -> None:
     whole = MODELS[MODEL].num_layers
     few = options.layers
     planned = [
-        [Step(setting, whole, 1) for setting in ("none", "all", "all, spread")],
-        [Step(setting, few, rows) for rows in (2, 4) for setting in ("none", "all")]
-        + [Step(setting, few, MOST) for setting in ("none", "spread")],
+        [Step(setting, whole, 1) for setting in ("none", "all", *SPREADS)],
+        [Step(setting, few, rows) for rows in (2, 4) for setting in ("none", "all")],
     ]
     for group in planned:
         if passed() > options.seconds - 50:

@@ -9,7 +9,6 @@ before the result of the last one is read.
 import dataclasses
 import functools
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -247,7 +246,7 @@ class ProgramCache:
         self._candidates = candidates
         self._others = others
         self._programs: dict[ProgramKey, Callable] = {}
-        self._compiling: defaultdict[ProgramKey, threading.Lock] = defaultdict(threading.Lock)
+        self._compiling: dict[ProgramKey, threading.Lock] = {}
         self.checked: set[ProgramKey] = set()
 
     def __contains__(self, key: ProgramKey) -> bool:
@@ -264,7 +263,8 @@ class ProgramCache:
         Several threads may ask: one compiles, and the others wait for it.
         """
         if key not in self._programs:
-            with self._compiling[key]:
+            # WHY: not a defaultdict, in which two threads that miss at once get a lock each.
+            with self._compiling.setdefault(key, threading.Lock()):
                 if key not in self._programs:
                     self._programs[key] = self._make(key, params)
         return self._programs[key]
