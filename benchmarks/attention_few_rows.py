@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedules of decode attention at few rows on one Hopper GPU: bits first, then times.
+"""Schedules of decode attention on one Hopper GPU, most at few rows: bits first, then times.
 
     python -m benchmarks.attention_few_rows [--seconds 85] [--shapes NAME ...]
 
@@ -66,6 +66,7 @@ class Shape:
 
 
 FEW = ("spread 4", "spread 8")
+WARPGROUPS = ("warpgroups 2",)
 PARTS = ("!now merge", "!now q", "!spread 8 q")
 SHAPES = {
     "qwen b1": Shape((32, 4), 1, 9, FEW),
@@ -78,6 +79,10 @@ SHAPES = {
     "llama b2": Shape((32, 8), 2, 9, FEW, (1024,)),
     "qwen b16": Shape((32, 4), 16, 9, ("cluster 1",), (1024,)),
     "llama b1 4096": Shape((32, 8), 1, 32, FEW, (4096,)),
+    "llama b64": Shape((32, 8), 64, 9, WARPGROUPS, (576, 1024)),
+    "llama b256": Shape((32, 8), 256, 9, WARPGROUPS, (576, 1024)),
+    "llama b64 4096": Shape((32, 8), 64, 32, WARPGROUPS, (2048, 4096)),
+    "qwen b64": Shape((32, 4), 64, 9, WARPGROUPS, (576, 1024)),
     "qwen b8 4096": Shape((32, 4), 8, 32, ("cluster 2", "spread 4"), (4096,)),
 }
 
@@ -93,6 +98,8 @@ def config_of(shape: Shape, variant: str) -> DecodeConfig:
     number = [int(word) for word in rest.split() if word.isdigit()]
     if kind == "spread":
         return dataclasses.replace(now, spread=True, cluster=number[0], scores_ahead=False)
+    if kind == "warpgroups":
+        return dataclasses.replace(now, num_compute=number[0])
     return dataclasses.replace(now, cluster=number[0]) if number else now
 
 

@@ -205,6 +205,8 @@ FUSED = (
     {"cluster": 2, "scores_ahead": True},
     {"keys_at_once": 32},
     {"whole_sequences": True, "keys_at_once": 32},
+    {"whole_sequences": True, "num_compute": 2, "keys_at_once": 32},
+    {"whole_sequences": True, "num_compute": 2, "num_ctas": 2},
     {"cluster": 2, "scores_ahead": True, "keys_at_once": 32},
     {"cluster": 4, "spread": True},
     {"cluster": 4, "spread": True, "keys_at_once": 32},
@@ -230,12 +232,13 @@ ENDS = (1, 32, 33, 64, 65, 96, 97, 128)
 AT_ENDS = [300, *ENDS[:3], *(128 + end for end in ENDS)]
 
 
-def attend_at_ends(keys_at_once: int) -> np.ndarray:
+def attend_at_ends(keys_at_once: int, num_compute: int = 1) -> np.ndarray:
     """Sequences of one page, and of a full one and another that ends there, after a longer one."""
     case = new_tokens(AT_ENDS, kv_heads=1, group=2, channels=64, with_norm=False)
     out, _ = case.at_once(
-        is_interpreted=True, whole_sequences=True, num_ctas=2, keys_at_once=keys_at_once
-    )
+        is_interpreted=True, whole_sequences=True, num_ctas=2, keys_at_once=keys_at_once,
+        num_compute=num_compute,
+    )  # fmt: skip
     return np.asarray(out)
 
 
@@ -246,6 +249,11 @@ def test_loading_the_written_keys_of_a_last_page_is_bitwise_schedule_invariant(k
     assert np.isfinite(whole_pages.astype(np.float32)).all()
     assert_bitwise_equal(
         attend_at_ends(keys_at_once), whole_pages, claim=f"{keys_at_once=} is for speed alone"
+    )
+    assert_bitwise_equal(
+        attend_at_ends(keys_at_once, num_compute=2),
+        whole_pages,
+        claim="which warpgroup takes a sequence is for speed alone",
     )
 
 

@@ -42,6 +42,8 @@ Decode of one sequence, Qwen3-30B-A3B: 2.60 ms a step, 2.66 without, 2.63 with 8
 """
 MOST_CTAS = 96
 """Of clusters of four and more: what is sure to be resident at once, whatever a GPC has of SMs."""
+SEQUENCE_WARPGROUPS = 2
+"""Warpgroups of a CTA that take whole sequences of new tokens in turn."""
 KEYS_AT_ONCE = 32
 """Load a sequence's last page up to a multiple of so many keys; 128 loads all of it."""
 
@@ -180,6 +182,7 @@ def decode_config(
         blocks_per_split=per_split,
         merge_unroll=unroll,
         whole_sequences=whole,
+        num_compute=SEQUENCE_WARPGROUPS if whole and is_new else 1,
         cluster=cluster,
         spread=spread,
         scores_ahead=SCORES_AHEAD and query_len == 1 and not whole and not spread,

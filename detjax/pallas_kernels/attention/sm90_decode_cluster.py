@@ -86,7 +86,7 @@ def attend_clusters(job: Job, operands: Operands) -> jax.Array:
 
         def compute():
             if job.new_token is not None:
-                job.new_token.prepare(memory.queries, *here, memory.q.at[0], memory.kept)
+                job.new_token.prepare(memory.queries, *here, memory.q.at[0], memory.kept.at[0])
             lax.fori_loop(0, work.num_turns, one_run, jnp.int32(0))
 
         def load():

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the schedules of decode share: a CTA's turn at a run of blocks, and the launch.
 
-Of a CTA's two warpgroups one copies queries, keys and values to shared memory, and one computes.
+One warpgroup of a CTA copies queries, keys and values to shared memory; the others compute.
 """
 
 import functools
@@ -31,6 +31,9 @@ class DecodeConfig:
             many; and after that.
         whole_sequences: Let a CTA take all splits of a sequence and fold them in registers. Nothing
             is left to merge, but a sequence is spread over no more CTAs than it has kv heads.
+        num_compute: Warpgroups of a CTA that compute, each a run in turn: one begins and ends its
+            sequence while the other computes. More than one with `whole_sequences` of new tokens
+            alone.
         cluster: CTAs that share the splits of a sequence and a kv head and merge them in shared
             memory. Of one query a sequence alone. 0 leaves the merge to a second kernel.
         scores_ahead: Compute the scores of a block while the one before it takes its softmax. Of
@@ -48,6 +51,7 @@ class DecodeConfig:
     num_ctas: int = 132
     merge_unroll: tuple[int, int] = (16, 2)
     whole_sequences: bool = False
+    num_compute: int = 1
     cluster: int = 0
     scores_ahead: bool = False
     spread: bool = False
@@ -141,14 +145,14 @@ class Memory:
         num_entries: Of that list.
         layer: Which layer's pages.
         results: What the schedule writes.
-        q: Slots of queries, in shared memory.
+        q: Slots of queries, in shared memory; one a computing warpgroup, of new tokens.
         k: The ring of keys.
         v: The ring of values.
         kept_results: What the schedule keeps there.
         weights: For interpretation, where they do not stay in registers.
-        kept: The new token's key and value.
+        kept: The new token's key and value, of each computing warpgroup.
         q_filled: Barriers of slots that are filled.
-        k_filled: Likewise.
+        k_filled: Likewise, of each computing warpgroup.
         v_filled: Likewise.
         q_free: Barriers of slots that are free again.
         k_free: Likewise.
@@ -196,6 +200,18 @@ class Work:
     run_at: Callable[[Any], Run]
     layer: Callable
 
+    def filled(self, barriers, turn, half: int, slot):
+        """The barrier of a slot that is filled for a turn.
+
+        # WHY: a warpgroup must see every phase of a barrier that it waits for, so each has its own.
+        """
+        return barriers.at[self.owner(turn) * self.job.num_slots[half] + slot]
+
+    def owner(self, turn):
+        """Which computing warpgroup takes a turn."""
+        count = self.job.config.num_compute
+        return lax.rem(turn, jnp.int32(count)) if count > 1 else jnp.int32(0)
+
     def page_row(self, run: Run, page, half):
         """Where the page's keys (half 0) or values (half 1) lie among the rows of pages."""
         job = self.job
@@ -208,6 +224,7 @@ class Turn:
 
     Attributes:
         work: Of the CTA.
+        index: Which turn of the CTA.
         run: The run.
         base: Blocks that the CTA has taken before.
         row_pos: Position of each row's query.
@@ -218,6 +235,7 @@ class Turn:
     """
 
     work: Work
+    index: Any
     run: Run
     base: Any
     row_pos: Any
@@ -230,7 +248,13 @@ class Turn:
         """Make the queries of a new token, if it is one."""
         new_token, memory = self.work.job.new_token, self.work.memory
         if new_token is not None:
-            new_token.prepare(memory.queries, self.run.seq, self.run.kv_head, self.q, memory.kept)
+            here = self.run.seq, self.run.kv_head
+            new_token.prepare(memory.queries, *here, self.q, self._kept)
+
+    @property
+    def _kept(self):
+        """Where this warpgroup keeps a new token's key and value."""
+        return self.work.memory.kept.at[self.work.owner(self.index)]
 
     def free_queries(self) -> None:
         """Let the loading warpgroup fill the slot of the queries again."""
@@ -254,15 +278,13 @@ class Turn:
             @pl.when(j == self.run.full)
             def _put():
                 page_gmem = work.memory.pages.at[work.page_row(self.run, self.new_page, half)]
-                work.job.new_token.put(
-                    work.memory.kept, half, page_smem, page_gmem, self.new_offset
-                )
+                work.job.new_token.put(self._kept, half, page_smem, page_gmem, self.new_offset)
 
     def _scores_of(self, j, may_be_new, meanwhile=lambda: None):
         """The scores of a block, and what `meanwhile` gives."""
         job, memory = self.work.job, self.work.memory
         k_slot = lax.rem(self.base + j, jnp.int32(job.num_slots[0]))
-        plgpu.barrier_wait(memory.k_filled.at[k_slot])
+        plgpu.barrier_wait(self.work.filled(memory.k_filled, self.index, 0, k_slot))
         if may_be_new:
             self._put_new(j, 0, memory.k.at[k_slot])
         scores, result = bits.product_during(
@@ -285,7 +307,7 @@ class Turn:
         """The output with a block's values."""
         job, memory, run = self.work.job, self.work.memory, self.run
         v_slot = lax.rem(self.base + j, jnp.int32(job.num_slots[1]))
-        plgpu.barrier_wait(memory.v_filled.at[v_slot])
+        plgpu.barrier_wait(self.work.filled(memory.v_filled, self.index, 1, v_slot))
         v = memory.v.at[v_slot]
         if is_masked:
             first_key = (run.first_block + j) * bits.BLOCK
@@ -353,12 +375,12 @@ def start_turn(work: Work, turn, base) -> Turn:
         q = memory.q.at[q_slot]
         plgpu.barrier_wait(memory.q_filled.at[q_slot])
     else:
-        q = memory.q.at[0]
+        q = memory.q.at[work.owner(turn)]
         offset = lax.rem(run.last, jnp.int32(bits.BLOCK))
         # Read now, used when the page has been loaded.
         page = run.page(jnp.minimum(run.full, run.blocks - 1))
     return Turn(
-        work=work, run=run, base=base, row_pos=row_pos, q=q, q_slot=q_slot,
+        work=work, index=turn, run=run, base=base, row_pos=row_pos, q=q, q_slot=q_slot,
         new_page=page, new_offset=offset,
     )  # fmt: skip
 
@@ -407,7 +429,7 @@ def load_runs(work: Work, first_page: Callable = lambda turn, run: run.page(0)) 
                     run.last + 1 - (run.first_block + j) * bits.BLOCK,
                     memory.pages.at[work.page_row(run, page, half)],
                     smem.at[slot],
-                    filled.at[slot],
+                    work.filled(filled, turn, half, slot),
                     at_once=job.config.keys_at_once,
                 )
             return next_page
@@ -493,7 +515,7 @@ def launch(
     cluster: int = 1,
     barrier=None,
 ) -> list[jax.Array]:
-    """Run `body` on two warpgroups of each CTA.
+    """Run `body` on the warpgroups of each CTA.
 
     Args:
         job: What is attended to.
@@ -504,7 +526,8 @@ def launch(
         schedule: Part of the kernel's name.
         num_ctas: CTAs, or clusters of them.
         results: Shapes of what the schedule writes.
-        kept_results: What the schedule keeps in shared memory: two things or None.
+        kept_results: What the schedule keeps in shared memory: two things or None. With several
+            computing warpgroups the first lies where the queries lie, which must be done with.
         cluster: CTAs of a cluster.
         barrier: One of the schedule's own.
 
@@ -523,6 +546,10 @@ def launch(
         query_refs, (pages, positions, table, num_entries, layer) = take(len(queries)), take(5)
         result_refs, (q, k, v), kept_refs = take(len(results)), take(3), take(2)
         weights, kept, q_filled, k_filled, v_filled, q_free, k_free, v_free, own = refs
+        if num_compute > 1:
+            q, kept_refs[0] = q
+        if weights is not None:
+            weights = weights.at[lax.rem(lax.axis_index("wg"), jnp.int32(num_compute))]
         body(
             Memory(
                 queries=query_refs,
@@ -549,27 +576,34 @@ def launch(
         )
 
     grid = {"cluster": (cluster,), "cluster_names": ("rank",)} if cluster > 1 else {}
-    q_copies = 2 if job.new_token is None else 1
+    num_compute = job.config.num_compute
+    q_copies = 2 if job.new_token is None else num_compute
+    q = plgpu.SMEM((q_copies, *job.out_shape), dtype, transforms=swizzled)
+    if num_compute > 1:
+        q, kept_results = plgpu.RefUnion(q, kept_results[0]), [None, *kept_results[1:]]
     return plgpu.kernel(
         whole_body,
         out_type=list(results),
         scratch_types=[
-            plgpu.SMEM((q_copies, *job.out_shape), dtype, transforms=swizzled),
+            q,
             *(
                 plgpu.SMEM((n, bits.BLOCK, channels), dtype, transforms=swizzled)
                 for n in job.num_slots
             ),
             *kept_results,
-            plgpu.SMEM((bits.ROWS, bits.BLOCK), dtype) if job.is_interpreted else None,
-            plgpu.SMEM(job.new_token.kept_shape, dtype) if job.new_token is not None else None,
-            *(plgpu.Barrier(num_barriers=n) for n in (2, *job.num_slots)),
+            plgpu.SMEM((num_compute, bits.ROWS, bits.BLOCK), dtype) if job.is_interpreted else None,
+            None if job.new_token is None else plgpu.SMEM(
+                (num_compute, *job.new_token.kept_shape), dtype
+            ),
+            plgpu.Barrier(num_barriers=2),
+            *(plgpu.Barrier(num_barriers=n * num_compute) for n in job.num_slots),
             *(plgpu.Barrier(num_barriers=n) for n in (2, *job.num_slots)),
             barrier,
         ],
         grid=(num_ctas,),
         grid_names=("cta",),
         **grid,
-        num_threads=2,
+        num_threads=num_compute + 1,
         thread_name="wg",
         kernel_name=f"attention_{schedule}_sm90",
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=256),

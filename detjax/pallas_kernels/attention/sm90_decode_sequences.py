@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decode by whole sequences: a CTA takes all splits of one and folds them in registers.
 
-There is no merge. A sequence is spread over no more CTAs than it has key/value heads.
+There is no merge. A sequence is spread over no more CTAs than it has key/value heads. Two
+warpgroups take sequences in turn, so that the pages of one stream in while the other begins or ends
+its own.
 """
 
 import jax
@@ -23,40 +25,65 @@ from detjax.pallas_kernels.attention.sm90_decode_run import (
     start_turn,
 )
 
+COMPUTE_REGISTERS, LOAD_REGISTERS = 240, 24
+"""Of a thread, where two warpgroups compute and one loads: 504 of the 512 that a CTA has."""
+
 
 def attend_sequences(job: Job, operands: Operands) -> jax.Array:
     """The output of all sequences, [B T, H, C]."""
     table, _, num_entries = run_list(operands.positions, operands.page_table, job.config)
     num_items = table.shape[0] * job.kv_heads
     num_ctas = min(job.config.num_ctas, num_items)
-    span = _out_span(job)
+    span, num_compute = _out_span(job), job.config.num_compute
 
     def body(memory: Memory):
         wg, cta = lax.axis_index("wg"), lax.axis_index("cta")
         work = listed_work(job, memory, cta, num_items=num_items, num_ctas=num_ctas)
 
+        def blocks_before(turn, base):
+            """Blocks that the CTA has taken before a later turn of this warpgroup."""
+            for other in range(1, num_compute):
+                last = work.num_turns - 1
+                base += work.run_at(jnp.minimum(turn + other, last)).blocks
+            return base
+
         def one_run(index, base):
-            turn = start_turn(work, index, base)
+            turn = start_turn(work, index * num_compute + wg, base)
             turn.prepare_new_token()
             out, _, weight_sum = _fold_splits(turn)
             out = job.math.finish(out, weight_sum, turn.row_pos >= 0, job.dtype)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            _write_rows(job, memory, out, turn.run)
-            return base + turn.run.blocks
+            kept = memory.kept_results[0].at[work.owner(turn.index)]
+            _write_rows(job, kept, memory.results[0], out, turn.run)
+            return blocks_before(turn.index, base + turn.run.blocks)
 
         def compute():
-            lax.fori_loop(0, work.num_turns, one_run, jnp.int32(0))
+            if num_compute > 1:
+                plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+            first = jnp.int32(0)
+            for before in range(num_compute - 1):
+                blocks = work.run_at(jnp.minimum(before, work.num_turns - 1)).blocks
+                first += jnp.where(wg > before, blocks, 0)
+            turns = lax.div(work.num_turns - wg + (num_compute - 1), jnp.int32(num_compute))
+            lax.fori_loop(0, turns, one_run, first)
             plgpu.wait_smem_to_gmem(0)
 
-        pl.when(wg == 0)(compute)
-        pl.when(wg == 1)(lambda: load_runs(work))
+        def load():
+            if num_compute > 1:
+                plgpu.set_max_registers(LOAD_REGISTERS, action="decrease")
+            load_runs(work)
+
+        pl.when(wg < num_compute)(compute)
+        pl.when(wg == num_compute)(load)
 
     shape = (job.batch * job.query_len, job.kv_heads * job.group, job.channels)
     (out,) = launch(
         job, operands, body, table=table, num_entries=num_entries,
         schedule="sequences", num_ctas=num_ctas,
         results=[jax.ShapeDtypeStruct(shape, job.dtype)],
-        kept_results=[plgpu.SMEM((job.channels // span, bits.ROWS, span), job.dtype), None],
+        kept_results=[
+            plgpu.SMEM((num_compute, job.channels // span, bits.ROWS, span), job.dtype), None
+        ],
     )  # fmt: skip
     return out
 
@@ -96,9 +123,8 @@ def _out_span(job: Job) -> int:
     return 32 if job.group % 2 == 0 else 64
 
 
-def _write_rows(job: Job, memory: Memory, out, run: Run) -> None:
+def _write_rows(job: Job, out_smem, out_gmem, out, run: Run) -> None:
     """Write the heads of a sequence's tokens to their places."""
-    out_smem, out_gmem = memory.kept_results[0], memory.results[0]
     span, group = _out_span(job), job.group
     for i in range(job.channels // span):
         out_smem[i] = out[:, i * span : (i + 1) * span]
