@@ -15,6 +15,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith
+from jaxlib.mlir.dialects import llvm
 
 BLOCK = 128  # keys of one online-softmax step, and of one page
 ROWS = 64  # query rows of one warpgroup: the M of a wgmma instruction
@@ -292,19 +295,74 @@ def chained_product(arithmetic: Arithmetic, out, decay, weights, v, meanwhile=la
 
 
 def clear_unwritten(v_smem, first_key, last, arithmetic: Arithmetic) -> None:
-    """Zero the values of keys after position `last`: 0 times what a freed page holds may be NaN."""
-    channels = v_smem.shape[1]
-    for half in range(BLOCK // ROWS):
-        part = v_smem.at[pl.ds(half * ROWS, ROWS), :]
-        if arithmetic.is_interpreted:
-            v, keys = part[...], lax.broadcasted_iota(jnp.int32, (ROWS, channels), 0)
-        else:
-            layout = plgpu.Layout.WGMMA
-            v = plgpu.load(part, layout=layout)
-            keys = plgpu.broadcasted_iota(jnp.int32, (ROWS, channels), 0, layout=layout)
-        is_written = keys + (first_key + half * ROWS) <= last
-        part[...] = jnp.where(is_written, v, jnp.zeros_like(v))
+    """Zero the values of keys after position `last`: 0 times what a freed page holds may be NaN.
+
+    Called by one warpgroup.
+
+    Args:
+        v_smem: The values of a block, an operand of wgmma, [128, C].
+        first_key: Position of its first key.
+        last: Of the last token.
+        arithmetic: Says whether this is interpreted.
+    """
+    if arithmetic.is_interpreted:
+        keys = lax.broadcasted_iota(jnp.int32, v_smem.shape, 0)
+        v = v_smem[...]
+        v_smem[...] = jnp.where(keys + first_key <= last, v, jnp.zeros_like(v))
+        return
+
+    # WHY: stores of zeros alone. To load the block and choose took longer than its products, and
+    # its slot of the ring was wanted.
+    at_once = mgpu.utils.WARPGROUP_SIZE * 8 // v_smem.shape[1]
+    first_row = jnp.clip(last + 1 - first_key, 0, BLOCK)
+
+    def store(turn, _):
+        _store_zeros(v_smem, first_row + turn * at_once, at_once)
+        return ()
+
+    lax.fori_loop(0, lax.div(BLOCK - first_row + (at_once - 1), jnp.int32(at_once)), store, ())
     plgpu.commit_smem()
+
+
+def _store_zeros(v_smem, first_row, num_rows: int) -> None:
+    """Zero rows of an operand of wgmma, 16 bytes a thread, but those behind its last.
+
+    Tiles have 8 rows and one swizzle span. A swizzle moves 16 bytes within such a row, so it does
+    not matter here.
+    """
+    transforms = swizzled(channel_span(v_smem.shape[1]))
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms), plgpu.Layout.WG_SPLAT(())))
+    def emit(ctx, values, first_row):
+        i32 = ir.IntegerType.get_signless(32)
+        kind = ir.MemRefType(values.type)
+        num_tiles, num_spans, tile_rows, span = kind.shape
+        strides, _ = kind.get_strides_and_offset()
+
+        def const(value):
+            return mgpu.c(value, i32)
+
+        def split(index, size):
+            return arith.divui(index, const(size)), arith.remui(index, const(size))
+
+        thread = arith.remui(mgpu.thread_idx(), const(mgpu.utils.WARPGROUP_SIZE))
+        row, chunk = split(thread, num_spans * span // 8)
+        is_busy = arith.cmpi(arith.CmpIPredicate.ult, row, const(num_rows))
+        row = arith.addi(row, first_row.registers.item())
+        is_row = arith.cmpi(arith.CmpIPredicate.ult, row, const(num_tiles * tile_rows))
+        with mgpu.utils.when(arith.andi(is_busy, is_row)):
+            indices = *split(row, tile_rows), *split(chunk, span // 8)
+            address = llvm.ptrtoint(i32, mgpu.utils.memref_ptr(values))
+            for index, i in zip(indices, (0, 2, 1, 3), strict=True):
+                stride = 2 * strides[i] * (8 if i == 3 else 1)
+                address = arith.addi(address, arith.muli(index, const(stride)))
+            llvm.inline_asm(
+                ir.Type.parse("!llvm.void"), [address, *[const(0)] * 4],
+                "st.shared.v4.b32 [$0], {$1, $2, $3, $4};", "r,r,r,r,r,~{memory}",
+                has_side_effects=True,
+            )  # fmt: skip
+
+    emit(v_smem, first_row)
 
 
 def drain(freed, num_used) -> None:
