@@ -66,7 +66,7 @@ class Shape:
 
 
 FEW = ("spread 4", "spread 8")
-WARPGROUPS = ("warpgroups 2",)
+WARPGROUPS = ("warpgroups 2 2", "warpgroups 2 3")
 PARTS = ("!now merge", "!now q", "!spread 8 q")
 SHAPES = {
     "qwen b1": Shape((32, 4), 1, 9, FEW),
@@ -81,6 +81,9 @@ SHAPES = {
     "llama b1 4096": Shape((32, 8), 1, 32, FEW, (4096,)),
     "llama b64": Shape((32, 8), 64, 9, WARPGROUPS, (576, 1024)),
     "llama b256": Shape((32, 8), 256, 9, WARPGROUPS, (576, 1024)),
+    "llama b1 32768": Shape((32, 8), 1, 256, WARPGROUPS, (8192, 32768)),
+    "llama b8 16384": Shape((32, 8), 8, 128, WARPGROUPS, (8192, 16384)),
+    "llama b64 8192": Shape((32, 8), 64, 64, WARPGROUPS, (4200, 8192)),
     "llama b64 4096": Shape((32, 8), 64, 32, WARPGROUPS, (2048, 4096)),
     "qwen b64": Shape((32, 4), 64, 9, WARPGROUPS, (576, 1024)),
     "qwen b8 4096": Shape((32, 4), 8, 32, ("cluster 2", "spread 4"), (4096,)),
@@ -90,16 +93,19 @@ SHAPES = {
 def config_of(shape: Shape, variant: str) -> DecodeConfig:
     """A variant's schedule; "now" is the present one."""
     heads, kv_heads = shape.heads
-    now = sm90.decode_config(
-        batch=shape.batch, query_len=1, kv_heads=kv_heads, group=heads // kv_heads,
-        channels=CHANNELS, table_len=shape.pages, per_split=4,
-    )  # fmt: skip
+    with mock.patch.object(sm90, "DECODE_WARPGROUPS", 1):
+        now = sm90.decode_config(
+            batch=shape.batch, query_len=1, kv_heads=kv_heads, group=heads // kv_heads,
+            channels=CHANNELS, table_len=shape.pages, per_split=4,
+        )  # fmt: skip
     kind, _, rest = variant.lstrip("!").partition(" ")
     number = [int(word) for word in rest.split() if word.isdigit()]
     if kind == "spread":
         return dataclasses.replace(now, spread=True, cluster=number[0], scores_ahead=False)
     if kind == "warpgroups":
-        return dataclasses.replace(now, num_compute=number[0])
+        return dataclasses.replace(
+            now, num_compute=number[0], value_stages=number[1], scores_ahead=False
+        )
     return dataclasses.replace(now, cluster=number[0]) if number else now
 
 

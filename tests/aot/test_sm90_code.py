@@ -26,7 +26,7 @@ ATTENTION_SPILL_BYTES = 36
 """Prefill at 128 channels keeps the outer state of its splits in registers, beside S, P and O: 36
 bytes more than there are. In shared memory it spilled nothing and was 8 % slower (docs/log.md)."""
 
-NEW_TOKEN_SPILL_BYTES = 24
+NEW_TOKEN_SPILL_BYTES = 32
 """Where a CTA takes whole sequences and rotates their new tokens: scalars, once a sequence, outside
 the loop over blocks."""
 

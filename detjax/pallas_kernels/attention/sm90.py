@@ -42,8 +42,8 @@ Decode of one sequence, Qwen3-30B-A3B: 2.60 ms a step, 2.66 without, 2.63 with 8
 """
 MOST_CTAS = 96
 """Of clusters of four and more: what is sure to be resident at once, whatever a GPC has of SMs."""
-SEQUENCE_WARPGROUPS = 2
-"""Warpgroups of a CTA that take whole sequences of new tokens in turn."""
+DECODE_WARPGROUPS = 2
+"""Warpgroups of a CTA that take splits, or whole sequences of new tokens, in turn."""
 KEYS_AT_ONCE = 32
 """Load a sequence's last page up to a multiple of so many keys; 128 loads all of it."""
 
@@ -178,14 +178,18 @@ def decode_config(
     # against 75.6), while a few short sequences need no merge. Others need all CTAs.
     most_folded = MAX_FOLDED_SPLITS if pairs >= BUSY_PAIRS else 1
     whole = not cluster and splits <= most_folded
+    # Rows that hold no query keep the new token.
+    takes_turns = (group <= bits.ROWS // 2) if is_new else not whole
+    num_compute = DECODE_WARPGROUPS if takes_turns and not cluster else 1
     return DecodeConfig(
+        value_stages=2 if num_compute == 1 else 3,
         blocks_per_split=per_split,
         merge_unroll=unroll,
         whole_sequences=whole,
-        num_compute=SEQUENCE_WARPGROUPS if whole and is_new else 1,
+        num_compute=num_compute,
         cluster=cluster,
         spread=spread,
-        scores_ahead=SCORES_AHEAD and query_len == 1 and not whole and not spread,
+        scores_ahead=SCORES_AHEAD and query_len == 1 and not (whole or spread or num_compute > 1),
         keys_at_once=KEYS_AT_ONCE,
         prefetched=PREFETCHED if spread else 0,
     )

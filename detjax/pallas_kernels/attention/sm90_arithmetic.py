@@ -223,6 +223,26 @@ class Arithmetic:
         return out.astype(dtype)
 
 
+def store_rows(x, start, num_rows: int) -> None:
+    """Write the first rows of a float32 tile, or of one value a row, from registers; MLIR.
+
+    Args:
+        x: In the layout of an accumulator or of its rows.
+        start: Pointer to where they lie one after the other, in device or shared memory.
+        num_rows: How many.
+    """
+    i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
+    stride = x.shape[1] if len(x.shape) == 2 else 1
+    for at, register in zip(x.layout.thread_idxs(x.shape), x.registers.flat, strict=True):
+        row, col = at if len(at) == 2 else (*at, mgpu.c(0, index))
+        is_row = arith.cmpi(arith.CmpIPredicate.ult, row, mgpu.c(num_rows, index))
+        with mgpu.utils.when(is_row):
+            offset = arith.addi(arith.muli(row, mgpu.c(stride, index)), col)
+            offset = arith.index_cast(i32, offset)
+            where = mgpu.utils.getelementptr(start, [offset], ir.F32Type.get())
+            llvm.store(register, where)
+
+
 HALVES_AXIS = {1: 2, 2: 4}
 """Which axis of the registers of an accumulator's rows, or tile, has rows 0 to 7 and 8 to 15."""
 

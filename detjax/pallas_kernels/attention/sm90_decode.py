@@ -105,8 +105,11 @@ def _attend(job: Job, operands: Operands) -> jax.Array:
     config, query_len = job.config, job.query_len
     if (config.cluster or config.scores_ahead) and (query_len != 1 or config.whole_sequences):
         raise ValueError(f"{config=} needs {query_len=} to be 1, and no whole sequences")
-    if config.num_compute > 1 and (job.new_token is None or not config.whole_sequences):
-        raise ValueError(f"{config.num_compute=} needs whole sequences of new tokens: {config=}")
+    has_turns = not config.cluster and (job.new_token is not None or not config.whole_sequences)
+    if config.num_compute > 1 and not has_turns:
+        raise ValueError(
+            f"{config.num_compute=} needs no cluster, and whole sequences of new tokens alone"
+        )
     if config.spread:
         return attend_spread(job, operands)
     if config.cluster:

@@ -204,30 +204,18 @@ def _send_to_leader(
         scales_ref[split, 0] = m[:num_rows]
         scales_ref[split, 1] = weight_sum[:num_rows]
         return
-    channels = out.shape[1]
     memory = plgpu.RefType()
 
     @plgpu.inline_mgpu(
         arg_types=(math.layout, math.row_layout, math.row_layout, memory, memory, memory)
     )
     def emit(ctx, out, m, weight_sum, *refs):
-        i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
-
-        def send(x, ref, stride):
+        for x, ref in zip((out, m, weight_sum), refs, strict=True):
             leader = mgpu.utils.memref_ptr(ref)
             if not is_alone:
-                leader = mgpu.utils.get_cluster_ptr(leader, mgpu.c(0, i32))
-            for at, register in zip(x.layout.thread_idxs(x.shape), x.registers.flat, strict=True):
-                row, col = at if len(at) == 2 else (*at, mgpu.c(0, index))
-                is_row = arith.cmpi(arith.CmpIPredicate.ult, row, mgpu.c(num_rows, index))
-                with mgpu.utils.when(is_row):
-                    offset = arith.addi(arith.muli(row, mgpu.c(stride, index)), col)
-                    offset = arith.index_cast(i32, offset)
-                    where = mgpu.utils.getelementptr(leader, [offset], ir.F32Type.get())
-                    llvm.store(register, where)
-
-        for x, ref, stride in zip((out, m, weight_sum), refs, (channels, 1, 1), strict=True):
-            send(x, ref, stride)
+                zero = mgpu.c(0, ir.IntegerType.get_signless(32))
+                leader = mgpu.utils.get_cluster_ptr(leader, zero)
+            bits.store_rows(x, leader, num_rows)
 
     emit(out, m, weight_sum, part_ref.at[split], scales_ref.at[split, 0], scales_ref.at[split, 1])
 

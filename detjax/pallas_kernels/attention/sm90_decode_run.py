@@ -18,6 +18,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from detjax.pallas_kernels.attention import sm90_arithmetic as bits
 from detjax.pallas_kernels.attention.sm90_new_token import NewToken
 
+COMPUTE_REGISTERS, LOAD_REGISTERS = 240, 24
+"""Of a thread, where two warpgroups compute and one loads: 504 of the 512 that a CTA has."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeConfig:
@@ -32,7 +35,7 @@ class DecodeConfig:
         whole_sequences: Let a CTA take all splits of a sequence and fold them in registers. Nothing
             is left to merge, but a sequence is spread over no more CTAs than it has kv heads.
         num_compute: Warpgroups of a CTA that compute, each a run in turn: one begins and ends its
-            sequence while the other computes. More than one with `whole_sequences` of new tokens
+            run while the other computes. Not with `cluster`; with `whole_sequences` of new tokens
             alone.
         cluster: CTAs that share the splits of a sequence and a kv head and merge them in shared
             memory. Of one query a sequence alone. 0 leaves the merge to a second kernel.
@@ -385,6 +388,45 @@ def start_turn(work: Work, turn, base) -> Turn:
     )  # fmt: skip
 
 
+def share_turns(work: Work, one_turn: Callable[[Turn], None]) -> None:
+    """All warpgroups of a CTA: the computing ones take its turns one after the other, one loads.
+
+    Args:
+        work: Of the CTA.
+        one_turn: What a computing warpgroup does in a turn.
+    """
+    wg, count = lax.axis_index("wg"), work.job.config.num_compute
+
+    def blocks_at(turn):
+        return work.run_at(jnp.clip(turn, 0, jnp.maximum(work.num_turns - 1, 0))).blocks
+
+    def my_turn(index, base):
+        turn = start_turn(work, index * count + wg if count > 1 else index, base)
+        one_turn(turn)
+        base += turn.run.blocks
+        for others in range(1, count):
+            base += blocks_at(turn.index + others)
+        return base
+
+    def compute():
+        if count > 1:
+            plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+        base = jnp.int32(0)
+        for before in range(count - 1):
+            base += jnp.where(wg > before, blocks_at(before), 0)
+        turns = lax.div(work.num_turns - wg + (count - 1), jnp.int32(count))
+        lax.fori_loop(0, turns, my_turn, base)
+        plgpu.wait_smem_to_gmem(0)
+
+    def load():
+        if count > 1:
+            plgpu.set_max_registers(LOAD_REGISTERS, action="decrease")
+        load_runs(work)
+
+    pl.when(wg < count)(compute)
+    pl.when(wg == count)(load)
+
+
 def load_runs(work: Work, first_page: Callable = lambda turn, run: run.page(0)) -> None:
     """What the loading warpgroup does: the queries and the pages of each run.
 
@@ -546,8 +588,13 @@ def launch(
         query_refs, (pages, positions, table, num_entries, layer) = take(len(queries)), take(5)
         result_refs, (q, k, v), kept_refs = take(len(results)), take(3), take(2)
         weights, kept, q_filled, k_filled, v_filled, q_free, k_free, v_free, own = refs
-        if num_compute > 1:
-            q, kept_refs[0] = q
+        if len(at_queries) > 1:
+            q, *others = q
+            if kept is None and job.new_token is not None:
+                rows = job.new_token.kept_shape[0]
+                kept = others.pop().at[:, pl.ds(bits.ROWS - rows, rows)]
+            if others:
+                kept_refs[0] = others.pop()
         if weights is not None:
             weights = weights.at[lax.rem(lax.axis_index("wg"), jnp.int32(num_compute))]
         body(
@@ -578,23 +625,31 @@ def launch(
     grid = {"cluster": (cluster,), "cluster_names": ("rank",)} if cluster > 1 else {}
     num_compute = job.config.num_compute
     q_copies = 2 if job.new_token is None else num_compute
-    q = plgpu.SMEM((q_copies, *job.out_shape), dtype, transforms=swizzled)
+    at_queries = [plgpu.SMEM((q_copies, *job.out_shape), dtype, transforms=swizzled)]
+    kept = None
     if num_compute > 1:
-        q, kept_results = plgpu.RefUnion(q, kept_results[0]), [None, *kept_results[1:]]
+        # WHY: memory for another page of values. A new token lies in rows that hold no query.
+        if kept_results[0] is not None:
+            at_queries.append(kept_results[0])
+            kept_results = [None, *kept_results[1:]]
+        if job.new_token is not None:
+            if job.padded_rows + job.new_token.kept_shape[0] > bits.ROWS:
+                raise ValueError(f"{job.group=} leaves no rows for the new token")
+            at_queries.append(plgpu.SMEM((num_compute, *job.out_shape), dtype))
+    elif job.new_token is not None:
+        kept = plgpu.SMEM((1, *job.new_token.kept_shape), dtype)
     return plgpu.kernel(
         whole_body,
         out_type=list(results),
         scratch_types=[
-            q,
+            at_queries[0] if len(at_queries) == 1 else plgpu.RefUnion(*at_queries),
             *(
                 plgpu.SMEM((n, bits.BLOCK, channels), dtype, transforms=swizzled)
                 for n in job.num_slots
             ),
             *kept_results,
             plgpu.SMEM((num_compute, bits.ROWS, bits.BLOCK), dtype) if job.is_interpreted else None,
-            None if job.new_token is None else plgpu.SMEM(
-                (num_compute, *job.new_token.kept_shape), dtype
-            ),
+            kept,
             plgpu.Barrier(num_barriers=2),
             *(plgpu.Barrier(num_barriers=n * num_compute) for n in job.num_slots),
             *(plgpu.Barrier(num_barriers=n) for n in (2, *job.num_slots)),

@@ -21,12 +21,8 @@ from detjax.pallas_kernels.attention.sm90_decode_run import (
     Run,
     Turn,
     launch,
-    load_runs,
-    start_turn,
+    share_turns,
 )
-
-COMPUTE_REGISTERS, LOAD_REGISTERS = 240, 24
-"""Of a thread, where two warpgroups compute and one loads: 504 of the 512 that a CTA has."""
 
 
 def attend_sequences(job: Job, operands: Operands) -> jax.Array:
@@ -37,44 +33,19 @@ def attend_sequences(job: Job, operands: Operands) -> jax.Array:
     span, num_compute = _out_span(job), job.config.num_compute
 
     def body(memory: Memory):
-        wg, cta = lax.axis_index("wg"), lax.axis_index("cta")
+        cta = lax.axis_index("cta")
         work = listed_work(job, memory, cta, num_items=num_items, num_ctas=num_ctas)
 
-        def blocks_before(turn, base):
-            """Blocks that the CTA has taken before a later turn of this warpgroup."""
-            for other in range(1, num_compute):
-                last = work.num_turns - 1
-                base += work.run_at(jnp.minimum(turn + other, last)).blocks
-            return base
-
-        def one_run(index, base):
-            turn = start_turn(work, index * num_compute + wg, base)
+        def one_turn(turn: Turn):
+            # The last output has left the memory that it shares with these queries.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             turn.prepare_new_token()
             out, _, weight_sum = _fold_splits(turn)
             out = job.math.finish(out, weight_sum, turn.row_pos >= 0, job.dtype)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             kept = memory.kept_results[0].at[work.owner(turn.index)]
             _write_rows(job, kept, memory.results[0], out, turn.run)
-            return blocks_before(turn.index, base + turn.run.blocks)
 
-        def compute():
-            if num_compute > 1:
-                plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
-            first = jnp.int32(0)
-            for before in range(num_compute - 1):
-                blocks = work.run_at(jnp.minimum(before, work.num_turns - 1)).blocks
-                first += jnp.where(wg > before, blocks, 0)
-            turns = lax.div(work.num_turns - wg + (num_compute - 1), jnp.int32(num_compute))
-            lax.fori_loop(0, turns, one_run, first)
-            plgpu.wait_smem_to_gmem(0)
-
-        def load():
-            if num_compute > 1:
-                plgpu.set_max_registers(LOAD_REGISTERS, action="decrease")
-            load_runs(work)
-
-        pl.when(wg < num_compute)(compute)
-        pl.when(wg == num_compute)(load)
+        share_turns(work, one_turn)
 
     shape = (job.batch * job.query_len, job.kv_heads * job.group, job.channels)
     (out,) = launch(

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from detjax.pallas_kernels.attention import sm90_arithmetic as bits
@@ -20,12 +21,10 @@ from detjax.pallas_kernels.attention.sm90_decode_run import (
     Memory,
     Operands,
     Run,
+    Turn,
     launch,
-    load_runs,
-    start_turn,
+    share_turns,
 )
-
-F32_SWIZZLED = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
 
 
 def rows_lie_in_place(group: int, channels: int) -> bool:
@@ -52,25 +51,17 @@ def _attend(job: Job, operands: Operands, table, num_entries) -> list[jax.Array]
     num_ctas = min(job.config.num_ctas, entries)
 
     def body(memory: Memory):
-        wg, cta = lax.axis_index("wg"), lax.axis_index("cta")
+        cta = lax.axis_index("cta")
         num_items = memory.num_entries[0] * job.kv_heads
         work = listed_work(job, memory, cta, num_items=num_items, num_ctas=num_ctas)
 
-        def one_run(index, base):
-            turn = start_turn(work, index, base)
+        def one_turn(turn: Turn):
             turn.prepare_new_token()
             state = turn.split()
             turn.free_queries()
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             _write_partial(job, memory, state, turn.run)
-            return base + turn.run.blocks
 
-        def compute():
-            lax.fori_loop(0, work.num_turns, one_run, jnp.int32(0))
-            plgpu.wait_smem_to_gmem(0)
-
-        pl.when(wg == 0)(compute)
-        pl.when(wg == 1)(lambda: load_runs(work))
+        share_turns(work, one_turn)
 
     f32 = jnp.float32
     return launch(
@@ -80,20 +71,27 @@ def _attend(job: Job, operands: Operands, table, num_entries) -> list[jax.Array]
             jax.ShapeDtypeStruct((entries, job.padded_rows, job.channels), f32),
             jax.ShapeDtypeStruct((entries, 2, bits.ROWS), f32),
         ],
-        kept_results=[
-            plgpu.SMEM(job.out_shape, f32, transforms=F32_SWIZZLED),
-            plgpu.SMEM((2, bits.ROWS), f32),
-        ],
+        kept_results=[None, None],
     )  # fmt: skip
 
 
 def _write_partial(job: Job, memory: Memory, state, run: Run) -> None:
-    """Write a split's state where `merge_splits` reads it."""
-    (o_smem, ml_smem), (o_gmem, ml_gmem) = memory.kept_results, memory.results
-    o_smem[...], ml_smem[0, :], ml_smem[1, :] = state
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(o_smem.at[pl.ds(0, job.padded_rows)], o_gmem.at[run.partial])
-    plgpu.copy_smem_to_gmem(ml_smem, ml_gmem.at[run.partial])
+    """Write a split's state where `merge_splits` reads it, straight from registers."""
+    (o_gmem, ml_gmem), (out, m, weight_sum) = memory.results, state
+    rows = job.padded_rows
+    here = o_gmem.at[run.partial], ml_gmem.at[run.partial, 0], ml_gmem.at[run.partial, 1]
+    if job.is_interpreted:
+        here[0][...] = out[:rows]
+        here[1][pl.ds(0, rows)], here[2][pl.ds(0, rows)] = m[:rows], weight_sum[:rows]
+        return
+    layouts = job.math.layout, job.math.row_layout, job.math.row_layout
+
+    @plgpu.inline_mgpu(arg_types=(*layouts, *[plgpu.RefType()] * 3))
+    def emit(ctx, out, m, weight_sum, *refs):
+        for x, ref in zip((out, m, weight_sum), refs, strict=True):
+            bits.store_rows(x, mgpu.utils.memref_ptr(ref), rows)
+
+    emit(*state, *here)
 
 
 def merge_splits(

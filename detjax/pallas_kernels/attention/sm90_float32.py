@@ -22,11 +22,13 @@ from detjax.pallas_kernels import sm90_rows
 from detjax.pallas_kernels.attention import sm90_arithmetic as bits
 from detjax.pallas_kernels.attention.sm90_decode_merge import LANES
 from detjax.pallas_kernels.attention.sm90_decode_run import DecodeConfig, Job
-from detjax.pallas_kernels.attention.sm90_decode_splits import F32_SWIZZLED, merge_splits
+from detjax.pallas_kernels.attention.sm90_decode_splits import merge_splits
 from detjax.pallas_kernels.linear.sm90_float32 import split_rows
 
 HALF = 64
 """Keys of a slot of the ring: half a block."""
+
+F32_SWIZZLED = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
 
 STAGED = 4
 """Pieces of 64 keys or values and up to 64 channels that are here or on their way, uncut."""
