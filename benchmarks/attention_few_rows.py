@@ -66,7 +66,7 @@ class Shape:
 
 
 FEW = ("spread 4", "spread 8")
-WARPGROUPS = ("warpgroups 2 2", "warpgroups 2 3")
+WARPGROUPS = ("warpgroups 2",)
 PARTS = ("!now merge", "!now q", "!spread 8 q")
 SHAPES = {
     "qwen b1": Shape((32, 4), 1, 9, FEW),
@@ -103,9 +103,7 @@ def config_of(shape: Shape, variant: str) -> DecodeConfig:
     if kind == "spread":
         return dataclasses.replace(now, spread=True, cluster=number[0], scores_ahead=False)
     if kind == "warpgroups":
-        return dataclasses.replace(
-            now, num_compute=number[0], value_stages=number[1], scores_ahead=False
-        )
+        return dataclasses.replace(now, num_compute=number[0], scores_ahead=False)
     return dataclasses.replace(now, cluster=number[0]) if number else now
 
 

@@ -588,13 +588,8 @@ def launch(
         query_refs, (pages, positions, table, num_entries, layer) = take(len(queries)), take(5)
         result_refs, (q, k, v), kept_refs = take(len(results)), take(3), take(2)
         weights, kept, q_filled, k_filled, v_filled, q_free, k_free, v_free, own = refs
-        if len(at_queries) > 1:
-            q, *others = q
-            if kept is None and job.new_token is not None:
-                rows = job.new_token.kept_shape[0]
-                kept = others.pop().at[:, pl.ds(bits.ROWS - rows, rows)]
-            if others:
-                kept_refs[0] = others.pop()
+        if shares_memory:
+            q, kept_refs[0] = q
         if weights is not None:
             weights = weights.at[lax.rem(lax.axis_index("wg"), jnp.int32(num_compute))]
         body(
@@ -625,24 +620,18 @@ def launch(
     grid = {"cluster": (cluster,), "cluster_names": ("rank",)} if cluster > 1 else {}
     num_compute = job.config.num_compute
     q_copies = 2 if job.new_token is None else num_compute
-    at_queries = [plgpu.SMEM((q_copies, *job.out_shape), dtype, transforms=swizzled)]
+    q = plgpu.SMEM((q_copies, *job.out_shape), dtype, transforms=swizzled)
+    shares_memory = num_compute > 1 and kept_results[0] is not None
+    if shares_memory:
+        q, kept_results = plgpu.RefUnion(q, kept_results[0]), [None, *kept_results[1:]]
     kept = None
-    if num_compute > 1:
-        # WHY: memory for another page of values. A new token lies in rows that hold no query.
-        if kept_results[0] is not None:
-            at_queries.append(kept_results[0])
-            kept_results = [None, *kept_results[1:]]
-        if job.new_token is not None:
-            if job.padded_rows + job.new_token.kept_shape[0] > bits.ROWS:
-                raise ValueError(f"{job.group=} leaves no rows for the new token")
-            at_queries.append(plgpu.SMEM((num_compute, *job.out_shape), dtype))
-    elif job.new_token is not None:
-        kept = plgpu.SMEM((1, *job.new_token.kept_shape), dtype)
+    if job.new_token is not None:
+        kept = plgpu.SMEM((num_compute, *job.new_token.kept_shape), dtype)
     return plgpu.kernel(
         whole_body,
         out_type=list(results),
         scratch_types=[
-            at_queries[0] if len(at_queries) == 1 else plgpu.RefUnion(*at_queries),
+            q,
             *(
                 plgpu.SMEM((n, bits.BLOCK, channels), dtype, transforms=swizzled)
                 for n in job.num_slots
