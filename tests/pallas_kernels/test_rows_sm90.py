@@ -17,6 +17,7 @@ from detjax.pallas_kernels.rope import sm90 as rope
 from detjax.pallas_kernels.sampling import noise
 from detjax.pallas_kernels.sampling import portable as portable_sampling
 from detjax.pallas_kernels.sampling import sm90 as sampling
+from detjax.pallas_kernels.sampling import sm90_choice as choice
 from detjax.pallas_kernels.swiglu import portable as portable_swiglu
 from detjax.pallas_kernels.swiglu import sm90 as swiglu
 from detjax.testing.bitwise import (
@@ -227,8 +228,8 @@ def test_vocabulary_kernels_lower(num_rows, vocab):
     lower_for_hopper(log_softmax.log_probs, struct((num_rows, 21), F32), row)
     for op in (
         sampling.gumbel_scores,
-        sampling.gumbel_argmax,
-        functools.partial(sampling.stats_and_choice, vocab_block=128),
+        choice.gumbel_argmax,
+        functools.partial(choice.stats_and_choice, vocab_block=128),
     ):
         lower_for_hopper(
             lambda x, t, a, b, i, op=op: op(x, t, (a, b), first_token_id=i),
@@ -267,19 +268,17 @@ def test_sampling_in_interpret_mode(num_rows, vocab):
     scores = sampling.gumbel_scores(logits, temperature, key, first_token_id=128, interpret=True)
     want = portable_sampling.gumbel_scores(logits, temperature, key, first_token_id=128)
     close(scores, want, 1e-5)
-    best, token = sampling.gumbel_argmax(
-        logits, temperature, key, first_token_id=128, interpret=True
-    )
+    best, token = choice.gumbel_argmax(logits, temperature, key, first_token_id=128, interpret=True)
     ids = np.argmax(np.asarray(scores), axis=1)
     assert_bitwise_equal(token, (128 + ids).astype(np.int32), claim="the first maximum wins")
     close(best, np.asarray(scores).max(axis=1), 1e-5)
-    both = sampling.stats_and_choice(
+    both = choice.stats_and_choice(
         logits, temperature, key, first_token_id=128, vocab_block=128, interpret=True
     )
     assert_bitwise_equal(both[3], token, claim="one pass chooses the same token")
     equal = jnp.full((2, 384), 1.5, F32)
     greedy = (jnp.zeros(2, F32), tuple(k[:1].repeat(2) for k in key))
-    _, token = sampling.gumbel_argmax(equal, *greedy, first_token_id=0, interpret=True)
+    _, token = choice.gumbel_argmax(equal, *greedy, first_token_id=0, interpret=True)
     assert_bitwise_equal(token, np.zeros(2, np.int32), claim="of equal logits the first wins")
 
 
@@ -352,7 +351,7 @@ def test_adjusted_logits_in_interpret_mode(num_rows, vocab):
     "call",
     (
         lambda x, t, key: sampling.gumbel_scores(x, t, key, first_token_id=0),
-        lambda x, t, key: sampling.gumbel_argmax(x, t, key, first_token_id=0),
+        lambda x, t, key: choice.gumbel_argmax(x, t, key, first_token_id=0),
         lambda x, t, key: sampling.nucleus_sums(x, t, t.astype(I32), t),
         lambda x, t, key: sampling.adjust_logits(x, x, x.astype(I32), (t, t), (t, t)),
     ),
@@ -508,7 +507,7 @@ def test_vocabulary_kernels_are_bitwise_batch_invariant(vocab):
     assert_order_sensitive(np.exp(np.asarray(logits[:2, :512])))
 
     def both(x, t, a, b):
-        return sampling.stats_and_choice(x, t, (a, b), first_token_id=256, vocab_block=128)
+        return choice.stats_and_choice(x, t, (a, b), first_token_id=256, vocab_block=128)
 
     def scores(x, t, a, b):
         return sampling.gumbel_scores(x, t, (a, b), first_token_id=256)
@@ -523,7 +522,7 @@ def test_vocabulary_kernels_are_bitwise_batch_invariant(vocab):
     apart = log_softmax.block_stats(logits, vocab_block=128)
     for a, b in zip(apart, (maxima, sums), strict=True):
         assert_bitwise_equal(a, b, claim="block_stats alone gives the bits of the fused pass")
-    chosen = sampling.gumbel_argmax(logits, temperature, key, first_token_id=256)
+    chosen = choice.gumbel_argmax(logits, temperature, key, first_token_id=256)
     for a, b in zip(chosen, (best, token), strict=True):
         assert_bitwise_equal(a, b, claim="gumbel_argmax alone gives the bits of the fused pass")
     [lse] = check_rows(log_softmax.log_sum_exp, (maxima, sums), f"log_sum_exp of {vocab}")
