@@ -130,10 +130,22 @@ def _reported(processed: ProcessedLogits, logits, rows: SamplingRows, kept, *, b
 
 def _best_over_ranks(values, ids):
     """The largest of the ranks' values and its id; the lowest rank wins a tie."""
+    if lax.axis_size(TP_AXIS) == 1:
+        return ids
     all_values = gather_columns(values[:, None], TP_AXIS)
     all_ids = gather_columns(ids[:, None], TP_AXIS)
     winner = jnp.argmax(all_values, axis=1)[:, None]
     return jnp.take_along_axis(all_ids, winner, axis=1)[:, 0]
+
+
+def _of_tokens(logits, token_ids, first):
+    """The logit of each row's token, on the rank that has it: [B, 1]."""
+    local = token_ids - first
+    owned = jnp.take_along_axis(logits, jnp.clip(local, 0, logits.shape[1] - 1)[:, None], axis=1)
+    if lax.axis_size(TP_AXIS) == 1:
+        return owned
+    owner = token_ids // logits.shape[1]
+    return jnp.take_along_axis(gather_columns(owned, TP_AXIS), owner[:, None], axis=1)
 
 
 def most_likely(logits, first, count: int):
@@ -217,11 +229,7 @@ def choose(
 
     ctx.taps.see("log_sum_exp", lse)
 
-    local = token_ids - first
-    owned = jnp.take_along_axis(logits, jnp.clip(local, 0, logits.shape[1] - 1)[:, None], axis=1)
-    owner = token_ids // logits.shape[1]
-    chosen = jnp.take_along_axis(gather_columns(owned, TP_AXIS), owner[:, None], axis=1)
-
+    chosen = _of_tokens(logits, token_ids, first)
     top_values, top_ids = most_likely(logits, first, num_top)
     logprobs = log_probs(jnp.concatenate([chosen, top_values], axis=1), lse, backend=backend)
     chosen_logprobs = logprobs[:, 0]
