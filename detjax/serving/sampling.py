@@ -16,6 +16,7 @@ from detjax.pallas_kernels.log_softmax.api import block_stats, log_probs, log_su
 from detjax.pallas_kernels.sampling import noise
 from detjax.pallas_kernels.sampling.api import (
     adjust_logits,
+    choose_token,
     gumbel_scores,
     nucleus_sums,
     stats_and_choice,
@@ -163,6 +164,23 @@ def most_likely(logits, first, count: int):
     return values, jnp.take_along_axis(ids, picks, axis=1).astype(jnp.int32)
 
 
+def _choose_plain(ctx: ForwardContext, logits, rows: SamplingRows, key) -> Choice:
+    """`choose` where one rank has the vocabulary and no row asks for more than its token."""
+    token_ids, logprobs, lse = choose_token(
+        logits, rows.temperature, key, vocab_block=ctx.profile.vocab_block, backend=ctx.backend
+    )
+    ctx.taps.see("token_id", token_ids)
+    ctx.taps.see("log_sum_exp", lse)
+    ctx.taps.see("logprob", logprobs)
+    none = token_ids[:, None][:, :0]
+    return Choice(
+        token_ids=token_ids,
+        logprobs=logprobs,
+        top_ids=none,
+        top_logprobs=none.astype(jnp.float32),
+    )
+
+
 def choose(
     ctx: ForwardContext,
     logits: Float32[Array, "B v"],
@@ -199,7 +217,10 @@ def choose(
     ctx.taps.see("noise_key_0", key[0])
     ctx.taps.see("noise_key_1", key[1])
     vocab_block = ctx.profile.vocab_block
-    if with_filters or processed is not None:
+    is_plain = not with_filters and processed is None
+    if is_plain and num_top == 0 and lax.axis_size(TP_AXIS) == 1:
+        return _choose_plain(ctx, logits, rows, key)
+    if not is_plain:
         adjusted = logits if processed is None else processed.logits
         kept = _kept_tokens(ctx, adjusted, rows) if with_filters else None
         if processed is not None:

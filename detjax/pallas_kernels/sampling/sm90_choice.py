@@ -103,7 +103,7 @@ def _num_parts(num_rows: int, tiles: int) -> int:
     return min(tiles, rows.LANES, pl.cdiv(CTAS_AN_SM * rows.NUM_SMS, num_rows))
 
 
-def _best_of_parts(logits, temperature, key, first_token_id, *, with_stats: bool, interpret: bool):
+def best_of_parts(logits, temperature, key, first_token_id, *, with_stats: bool, interpret: bool):
     """One pass over the logits: best (score, id) of each part of a row, and block statistics."""
     num_rows, width = logits.shape
     blocks = num_blocks(width)
@@ -186,12 +186,17 @@ def _best_of_parts(logits, temperature, key, first_token_id, *, with_stats: bool
     )
 
 
-def _merge_parts(values, tokens, interpret: bool):
-    """Best (score, id) of each row from those of its parts."""
-    num_rows, parts = values.shape
-    if parts == 1:
-        return values[:, 0], tokens[:, 0]
-    math = rows.strided(rows.LANES, 1, interpret)
+MERGE_SCRATCH = [
+    plgpu.SMEM((rows.LANES,), jnp.float32),
+    plgpu.SMEM((rows.LANES,), jnp.int32),
+]
+"""What `merge_row` needs."""
+
+
+def merge_row(values, tokens, smem, interpret: bool):
+    """Best (score, id) of the parts of one row, in memory, by one warpgroup: two scalars."""
+    (parts,), (value_smem, token_smem) = values.shape, smem
+    math, size = rows.strided(rows.LANES, 1, interpret), rows.LANES
 
     def smallest(x):
         return rows.reduce_warps(
@@ -211,19 +216,28 @@ def _merge_parts(values, tokens, interpret: bool):
             plain=(lambda t: t[:, 0], jnp.maximum),
         )
 
-    def body(values_gmem, tokens_gmem, value_gmem, token_gmem, value_smem, token_smem):
+    value = rows.load_padded(values, parts, math, size=size, fill=-np.inf)
+    token = rows.load_padded(tokens, parts, math, size=size, fill=_NO_TOKEN)
+    best = largest(value)
+    token = smallest(jnp.where(value == best, token, math.full((size,), _NO_TOKEN, jnp.int32)))
+    value_smem[...] = best
+    token_smem[...] = token
+    plgpu.commit_smem()
+    state = (value_smem[0], token_smem[0])
+    for warp in range(1, 4):
+        state = _better(*state, value_smem[32 * warp], token_smem[32 * warp])
+    return state
+
+
+def _merge_parts(values, tokens, interpret: bool):
+    """Best (score, id) of each row from those of its parts."""
+    num_rows, parts = values.shape
+    if parts == 1:
+        return values[:, 0], tokens[:, 0]
+
+    def body(values_gmem, tokens_gmem, value_gmem, token_gmem, *smem):
         row = lax.axis_index("row")
-        size = rows.LANES
-        value = rows.load_padded(values_gmem.at[row], parts, math, size=size, fill=-np.inf)
-        token = rows.load_padded(tokens_gmem.at[row], parts, math, size=size, fill=_NO_TOKEN)
-        best = largest(value)
-        token = smallest(jnp.where(value == best, token, math.full((size,), _NO_TOKEN, jnp.int32)))
-        value_smem[...] = best
-        token_smem[...] = token
-        plgpu.commit_smem()
-        state = (value_smem[0], token_smem[0])
-        for warp in range(1, 4):
-            state = _better(*state, value_smem[32 * warp], token_smem[32 * warp])
+        state = merge_row(values_gmem.at[row], tokens_gmem.at[row], smem, interpret)
         value_gmem[row], token_gmem[row] = state
 
     value, token = rows.run_kernel(
@@ -236,10 +250,7 @@ def _merge_parts(values, tokens, interpret: bool):
         grid={"row": num_rows},
         name="detjax_gumbel_argmax_merge",
         is_interpreted=interpret,
-        scratch_types=[
-            plgpu.SMEM((rows.LANES,), jnp.float32),
-            plgpu.SMEM((rows.LANES,), jnp.int32),
-        ],
+        scratch_types=MERGE_SCRATCH,
     )
     return value, token
 
@@ -270,7 +281,7 @@ def gumbel_argmax(
         the best: NaN logits end a run elsewhere.
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
     """
-    values, tokens = _best_of_parts(
+    values, tokens = best_of_parts(
         logits, temperature, key, first_token_id, with_stats=False, interpret=interpret
     )
     return _merge_parts(values, tokens, interpret)
@@ -291,7 +302,7 @@ def stats_and_choice(
     """
     if vocab_block != BLOCK:
         raise ValueError(f"sm90 sampling has blocks of {BLOCK} logits, not {vocab_block}")
-    values, tokens, maxima, sums = _best_of_parts(
+    values, tokens, maxima, sums = best_of_parts(
         logits, temperature, key, first_token_id, with_stats=True, interpret=interpret
     )
     return maxima, sums, *_merge_parts(values, tokens, interpret)
