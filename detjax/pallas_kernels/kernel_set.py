@@ -206,6 +206,12 @@ class KernelSet(Protocol):
         """See `sampling.api.stats_and_choice`."""
         ...
 
+    def choose_token(
+        self, logits, temperature, key, *, vocab_block: int
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """See `sampling.api.choose_token`."""
+        ...
+
     def nucleus_sums(
         self, sorted_logits, temperature, top_k, top_p
     ) -> tuple[jax.Array, jax.Array, jax.Array]:

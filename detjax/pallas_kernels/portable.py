@@ -36,6 +36,7 @@ from detjax.pallas_kernels.rms_norm.portable import rms_norm as rms_norm
 from detjax.pallas_kernels.rope.portable import rope as rope
 from detjax.pallas_kernels.rope.portable import rope_into_cache as rope_into_cache
 from detjax.pallas_kernels.sampling.portable import adjust_logits as adjust_logits
+from detjax.pallas_kernels.sampling.portable import choose_token as choose_token
 from detjax.pallas_kernels.sampling.portable import gumbel_scores as gumbel_scores
 from detjax.pallas_kernels.sampling.portable import nucleus_sums as nucleus_sums
 from detjax.pallas_kernels.sampling.portable import stats_and_choice as stats_and_choice

@@ -40,7 +40,8 @@ from detjax.pallas_kernels.rope.sm90 import rope_into_cache as rope_into_cache
 from detjax.pallas_kernels.sampling.sm90 import adjust_logits as adjust_logits
 from detjax.pallas_kernels.sampling.sm90 import gumbel_scores as gumbel_scores
 from detjax.pallas_kernels.sampling.sm90 import nucleus_sums as nucleus_sums
-from detjax.pallas_kernels.sampling.sm90 import stats_and_choice as stats_and_choice
+from detjax.pallas_kernels.sampling.sm90_choice import stats_and_choice as stats_and_choice
+from detjax.pallas_kernels.sampling.sm90_token import choose_token as choose_token
 from detjax.pallas_kernels.swiglu.sm90 import swiglu as swiglu
 
 platform = "gpu"

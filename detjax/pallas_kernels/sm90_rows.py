@@ -218,7 +218,7 @@ def pairwise(terms: list, add: Callable):
     return terms[0]
 
 
-def _elements(x):
+def scalars_of(x):
     """The scalars that a thread holds, in the order of its registers."""
     out = []
     for register in x.registers.flat:
@@ -262,7 +262,7 @@ def reduce_warps(x, math: Arithmetic, *, first: Callable, fold: Callable, plain:
         return_type=plgpu.ShapeDtypeStruct((LANES,), x.dtype, layout=layout),
     )
     def emit(ctx, v):
-        value = first(_elements(v))
+        value = first(scalars_of(v))
         for distance in (1, 2, 4, 8, 16):
             value = fold(value, mgpu.utils.shfl_bfly(value, distance))
         return one_a_thread(value)
@@ -338,7 +338,7 @@ def keep_warp_values(values, ref, math: Arithmetic) -> None:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_STRIDED((LANES,), vec_size=1), plgpu.RefType()))
     def emit(ctx, values, memory):
-        (value,) = _elements(values)
+        (value,) = scalars_of(values)
         lane = arith.remui(mgpu.utils.thread_idx(), mgpu.c(LANES, ir.IntegerType.get_signless(32)))
         warp = arith.divui(lane, mgpu.c(32, lane.type))
         # A warp's lanes write the same value to the same place.

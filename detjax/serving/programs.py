@@ -162,7 +162,8 @@ def _choose_last(
     position = jnp.max(tokens.positions, axis=1)
     if wants_all or tokens.ids.shape[1] == 1:
         kv_cache, hidden = forward(ctx, params, tables, kv_cache, tokens)
-        of_last = last_hidden(hidden, last)
+        # WHY: XLA would copy the rows of one token each, in a launch of their own.
+        of_last = hidden[:, 0] if tokens.ids.shape[1] == 1 else last_hidden(hidden, last)
     else:
         kv_cache, hidden = forward(ctx, params, tables, kv_cache, tokens, wanted=last)
         of_last = hidden[:, 0]
@@ -447,7 +448,9 @@ class ProgramCache:
         slot = given.slot
         is_draft = (given.offset >= 0).astype(jnp.int32)
         offset = jnp.maximum(given.offset, 0)
-        ids = slots.window.at[slot, offset].get(mode="fill", fill_value=0)
+        flat = slots.window.reshape(-1)
+        place = partial(_place, slots.window.shape, slot)
+        ids = flat.at[place(offset)].get(mode="fill", fill_value=0)
         start = slots.start.at[slot].get(mode="fill", fill_value=-1)
         position = jnp.where(start < 0, -1, start + offset)
         tokens = Tokens(ids=ids[:, None], positions=position[:, None], page_table=given.page_table)
@@ -475,7 +478,9 @@ class ProgramCache:
         drafts = self._candidates(choice.token_ids, position + 1)
         token_ids = jnp.where(is_draft == 1, drafts, choice.token_ids)
         slots = Slots(
-            window=slots.window.at[slot, offset + is_draft].set(token_ids, mode="drop"),
+            window=flat.at[place(offset + is_draft)]
+            .set(token_ids, mode="drop")
+            .reshape(slots.window.shape),
             start=slots.start.at[slot].set(start + 1 - is_draft, mode="drop"),
         )
         result = pack_choice(dataclasses.replace(choice, token_ids=token_ids))
@@ -554,6 +559,16 @@ class ProgramCache:
         at = jnp.where(is_committed, start[:, None] + 1 + step_idx, kept.token_ids.shape[1])
         put = kept.token_ids.at[operands.slot[:, None], at].set(chosen, mode="drop")
         return kv_cache, slots, dataclasses.replace(kept, token_ids=put), result
+
+
+def _place(shape: tuple[int, int], slot, offset) -> Int32[Array, " B"]:
+    """Where [slot, offset] is in a flat window, and past its end where there is no such place.
+
+    # WHY: XLA checks two indices in a launch of its own, and one where it is used.
+    """
+    num_slots, length = shape
+    is_place = (slot >= 0) & (slot < num_slots) & (offset < length)
+    return jnp.where(is_place, slot * length + offset, num_slots * length)
 
 
 def _variant(key: ProgramKey) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from detjax.pallas_kernels.log_softmax.api import block_stats, log_probs, log_su
 from detjax.pallas_kernels.sampling import noise
 from detjax.pallas_kernels.sampling.api import (
     adjust_logits,
+    choose_token,
     gumbel_scores,
     nucleus_sums,
     stats_and_choice,
@@ -130,10 +131,22 @@ def _reported(processed: ProcessedLogits, logits, rows: SamplingRows, kept, *, b
 
 def _best_over_ranks(values, ids):
     """The largest of the ranks' values and its id; the lowest rank wins a tie."""
+    if lax.axis_size(TP_AXIS) == 1:
+        return ids
     all_values = gather_columns(values[:, None], TP_AXIS)
     all_ids = gather_columns(ids[:, None], TP_AXIS)
     winner = jnp.argmax(all_values, axis=1)[:, None]
     return jnp.take_along_axis(all_ids, winner, axis=1)[:, 0]
+
+
+def _of_tokens(logits, token_ids, first):
+    """The logit of each row's token, on the rank that has it: [B, 1]."""
+    local = token_ids - first
+    owned = jnp.take_along_axis(logits, jnp.clip(local, 0, logits.shape[1] - 1)[:, None], axis=1)
+    if lax.axis_size(TP_AXIS) == 1:
+        return owned
+    owner = token_ids // logits.shape[1]
+    return jnp.take_along_axis(gather_columns(owned, TP_AXIS), owner[:, None], axis=1)
 
 
 def most_likely(logits, first, count: int):
@@ -149,6 +162,23 @@ def most_likely(logits, first, count: int):
     values, ids = jnp.pad(values, missing, constant_values=-jnp.inf), jnp.pad(ids, missing)
     values, picks = lax.top_k(values, count)
     return values, jnp.take_along_axis(ids, picks, axis=1).astype(jnp.int32)
+
+
+def _choose_plain(ctx: ForwardContext, logits, rows: SamplingRows, key) -> Choice:
+    """`choose` where one rank has the vocabulary and no row asks for more than its token."""
+    token_ids, logprobs, lse = choose_token(
+        logits, rows.temperature, key, vocab_block=ctx.profile.vocab_block, backend=ctx.backend
+    )
+    ctx.taps.see("token_id", token_ids)
+    ctx.taps.see("log_sum_exp", lse)
+    ctx.taps.see("logprob", logprobs)
+    none = token_ids[:, None][:, :0]
+    return Choice(
+        token_ids=token_ids,
+        logprobs=logprobs,
+        top_ids=none,
+        top_logprobs=none.astype(jnp.float32),
+    )
 
 
 def choose(
@@ -187,7 +217,10 @@ def choose(
     ctx.taps.see("noise_key_0", key[0])
     ctx.taps.see("noise_key_1", key[1])
     vocab_block = ctx.profile.vocab_block
-    if with_filters or processed is not None:
+    is_plain = not with_filters and processed is None
+    if is_plain and num_top == 0 and lax.axis_size(TP_AXIS) == 1:
+        return _choose_plain(ctx, logits, rows, key)
+    if not is_plain:
         adjusted = logits if processed is None else processed.logits
         kept = _kept_tokens(ctx, adjusted, rows) if with_filters else None
         if processed is not None:
@@ -217,11 +250,7 @@ def choose(
 
     ctx.taps.see("log_sum_exp", lse)
 
-    local = token_ids - first
-    owned = jnp.take_along_axis(logits, jnp.clip(local, 0, logits.shape[1] - 1)[:, None], axis=1)
-    owner = token_ids // logits.shape[1]
-    chosen = jnp.take_along_axis(gather_columns(owned, TP_AXIS), owner[:, None], axis=1)
-
+    chosen = _of_tokens(logits, token_ids, first)
     top_values, top_ids = most_likely(logits, first, num_top)
     logprobs = log_probs(jnp.concatenate([chosen, top_values], axis=1), lse, backend=backend)
     chosen_logprobs = logprobs[:, 0]

@@ -7,6 +7,7 @@ Llama-3.1-8B.
 
 import dataclasses
 import json
+import re
 import runpy
 import sys
 from collections.abc import Callable
@@ -523,6 +524,7 @@ PROGRAMS = {
 if __name__ == "__main__":
     aot.start()
     program = PROGRAMS[sys.argv[1]]()
+    entry = program.hlo.partition("\nENTRY ")[2]
     report = {
         "kernels": [dataclasses.asdict(kernel) for kernel in program.kernels],
         "copies": program.copies(least_bytes=LARGE_BYTES),
@@ -530,5 +532,8 @@ if __name__ == "__main__":
         "clones": program.num_clones,
         "faults": program.faults(),
         "launches": program.hlo.count('custom_call_target="mosaic_gpu_v2"'),
+        "xla_launches": len(
+            re.findall(r" (?:fusion|copy)\(", program.hlo.partition("\nENTRY ")[2])
+        ),
     }
     print(json.dumps(report))

@@ -127,8 +127,12 @@ def test_a_step_of_eight_experts_copies_nothing_and_spills_no_more_than_attentio
 
 
 def test_a_decode_step_has_five_launches_a_layer():
-    # qkv, attention, o, gate_up, down; the final norm, lm_head, four for the choice of a token.
-    assert compiled("decode_step")["launches"] == 2 * 5 + 6
+    # qkv, attention, o, gate_up, down; the final norm, lm_head, two for the choice of a token.
+    program = compiled("decode_step")
+    assert program["launches"] == 2 * 5 + 4
+    # Before the layers two copies of slots, keys, starts, page table, rotations, embeddings; after
+    # them windows, and the packed result.
+    assert program["xla_launches"] == 9
 
 
 @pytest.mark.parametrize(

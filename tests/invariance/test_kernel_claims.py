@@ -52,6 +52,7 @@ from detjax.pallas_kernels.rms_norm.api import add_rms_norm, combine_add_rms_nor
 from detjax.pallas_kernels.rope.api import rope, rope_into_cache
 from detjax.pallas_kernels.sampling.api import (
     adjust_logits,
+    choose_token,
     gumbel_scores,
     nucleus_sums,
     stats_and_choice,
@@ -115,6 +116,19 @@ def _choice(x, temperature, key_0, key_1, *, ranks):
     token = jnp.take_along_axis(token, winner, axis=1).astype(jnp.float32)
     rows = x.shape[0]
     return jnp.concatenate([maxima.reshape(rows, -1), sums.reshape(rows, -1), best, token], axis=1)
+
+
+def _token(x, temperature, key_0, key_1, *, ranks):
+    """Token, log-probability and log-sum-exp; of several ranks, by the operations that gather."""
+    if ranks == 1:
+        token, logprob, lse = choose_token(x, temperature, (key_0, key_1), vocab_block=128, **ON)
+        return jnp.stack([token.astype(jnp.float32), logprob, lse], axis=1)
+    gathered = _choice(x, temperature, key_0, key_1, ranks=ranks)
+    blocks = x.shape[1] // 128
+    lse = log_sum_exp(gathered[:, :blocks], gathered[:, blocks : 2 * blocks], **ON)
+    token = gathered[:, -1:].astype(jnp.int32)
+    logprob = log_probs(jnp.take_along_axis(x, token, axis=1), lse, **ON)
+    return jnp.concatenate([gathered[:, -1:], logprob, lse[:, None]], axis=1)
 
 
 def _adjusted(x, bias, uses, above, below, per_use, once, cols=slice(None)):
@@ -363,6 +377,15 @@ def _cases() -> dict[str, Case]:
             rows=(logits, temperature, *key),
             slices=lambda rank, ranks: (
                 lambda *rows: _choice(*rows, ranks=ranks),
+                slice(None),
+            ),
+        ),
+        "choose_token": Case(
+            kernel=choose_token,
+            call=lambda *rows: _token(*rows, ranks=1),
+            rows=(logits, temperature, *key),
+            slices=lambda rank, ranks: (
+                lambda *rows: _token(*rows, ranks=ranks),
                 slice(None),
             ),
         ),
@@ -625,8 +648,8 @@ def _run(call, rows, *, program: str = "run") -> np.ndarray:
 
 NAMES = tuple(_cases_cache())
 SAME_ON_EVERY_RANK = (
-    "stats_and_choice", "nucleus_sums", "combine_add_rms_norm", "linear_add", "linear_add_rms_norm",
-    "expert_mlp",
+    "stats_and_choice", "choose_token", "nucleus_sums", "combine_add_rms_norm", "linear_add",
+    "linear_add_rms_norm", "expert_mlp",
 )  # fmt: skip
 """Cases whose call is that of all ranks together."""
 

@@ -17,6 +17,8 @@ from detjax.pallas_kernels.rope import sm90 as rope
 from detjax.pallas_kernels.sampling import noise
 from detjax.pallas_kernels.sampling import portable as portable_sampling
 from detjax.pallas_kernels.sampling import sm90 as sampling
+from detjax.pallas_kernels.sampling import sm90_choice as choice
+from detjax.pallas_kernels.sampling import sm90_token as token
 from detjax.pallas_kernels.swiglu import portable as portable_swiglu
 from detjax.pallas_kernels.swiglu import sm90 as swiglu
 from detjax.testing.bitwise import (
@@ -227,13 +229,16 @@ def test_vocabulary_kernels_lower(num_rows, vocab):
     lower_for_hopper(log_softmax.log_probs, struct((num_rows, 21), F32), row)
     for op in (
         sampling.gumbel_scores,
-        sampling.gumbel_argmax,
-        functools.partial(sampling.stats_and_choice, vocab_block=128),
+        choice.gumbel_argmax,
+        functools.partial(choice.stats_and_choice, vocab_block=128),
     ):
         lower_for_hopper(
             lambda x, t, a, b, i, op=op: op(x, t, (a, b), first_token_id=i),
             x, row, key, key, struct((), I32),
         )  # fmt: skip
+    lower_for_hopper(
+        lambda x, t, a, b: token.choose_token(x, t, (a, b), vocab_block=128), x, row, key, key
+    )
     lower_for_hopper(sampling.nucleus_sums, x, row, struct((num_rows,), I32), row)
     uses = struct((num_rows, vocab), I32)
     lower_for_hopper(sampling.adjust_logits, x, x, uses, (row, row), (row, row))
@@ -267,20 +272,39 @@ def test_sampling_in_interpret_mode(num_rows, vocab):
     scores = sampling.gumbel_scores(logits, temperature, key, first_token_id=128, interpret=True)
     want = portable_sampling.gumbel_scores(logits, temperature, key, first_token_id=128)
     close(scores, want, 1e-5)
-    best, token = sampling.gumbel_argmax(
+    best, chosen = choice.gumbel_argmax(
         logits, temperature, key, first_token_id=128, interpret=True
     )
     ids = np.argmax(np.asarray(scores), axis=1)
-    assert_bitwise_equal(token, (128 + ids).astype(np.int32), claim="the first maximum wins")
+    assert_bitwise_equal(chosen, (128 + ids).astype(np.int32), claim="the first maximum wins")
     close(best, np.asarray(scores).max(axis=1), 1e-5)
-    both = sampling.stats_and_choice(
+    both = choice.stats_and_choice(
         logits, temperature, key, first_token_id=128, vocab_block=128, interpret=True
     )
-    assert_bitwise_equal(both[3], token, claim="one pass chooses the same token")
+    assert_bitwise_equal(both[3], chosen, claim="one pass chooses the same token")
     equal = jnp.full((2, 384), 1.5, F32)
     greedy = (jnp.zeros(2, F32), tuple(k[:1].repeat(2) for k in key))
-    _, token = sampling.gumbel_argmax(equal, *greedy, first_token_id=0, interpret=True)
-    assert_bitwise_equal(token, np.zeros(2, np.int32), claim="of equal logits the first wins")
+    _, chosen = choice.gumbel_argmax(equal, *greedy, first_token_id=0, interpret=True)
+    assert_bitwise_equal(chosen, np.zeros(2, np.int32), claim="of equal logits the first wins")
+
+
+def token_in_steps(logits, temperature, key, **how):
+    """Token, log-probability and log-sum-exp, by the operations that `choose_token` joins."""
+    maxima, sums, _, ids = choice.stats_and_choice(
+        logits, temperature, key, first_token_id=0, vocab_block=128, **how
+    )
+    lse = log_softmax.log_sum_exp(maxima, sums, **how)
+    chosen = jnp.take_along_axis(logits, ids[:, None], axis=1)
+    return ids, log_softmax.log_probs(chosen, lse, **how)[:, 0], lse
+
+
+def test_the_token_and_its_logprob_in_interpret_mode():
+    logits, temperature, key = vocabulary_case(3, 640)
+    out = token.choose_token(logits, temperature, key, vocab_block=128, interpret=True)
+    want = token_in_steps(logits, temperature, key, interpret=True)
+    assert_bitwise_equal(out[0], want[0], claim="the same token")
+    for a, b in zip(out[1:], want[1:], strict=True):
+        close(a, b, 1e-6)
 
 
 def test_noise_bits_in_interpret_mode():
@@ -352,7 +376,7 @@ def test_adjusted_logits_in_interpret_mode(num_rows, vocab):
     "call",
     (
         lambda x, t, key: sampling.gumbel_scores(x, t, key, first_token_id=0),
-        lambda x, t, key: sampling.gumbel_argmax(x, t, key, first_token_id=0),
+        lambda x, t, key: choice.gumbel_argmax(x, t, key, first_token_id=0),
         lambda x, t, key: sampling.nucleus_sums(x, t, t.astype(I32), t),
         lambda x, t, key: sampling.adjust_logits(x, x, x.astype(I32), (t, t), (t, t)),
     ),
@@ -508,24 +532,30 @@ def test_vocabulary_kernels_are_bitwise_batch_invariant(vocab):
     assert_order_sensitive(np.exp(np.asarray(logits[:2, :512])))
 
     def both(x, t, a, b):
-        return sampling.stats_and_choice(x, t, (a, b), first_token_id=256, vocab_block=128)
+        return choice.stats_and_choice(x, t, (a, b), first_token_id=256, vocab_block=128)
 
     def scores(x, t, a, b):
         return sampling.gumbel_scores(x, t, (a, b), first_token_id=256)
 
     args = (logits, temperature, *key)
-    maxima, sums, best, token = check_rows(both, args, f"one pass over {vocab} logits")
+    maxima, sums, best, ids_chosen = check_rows(both, args, f"one pass over {vocab} logits")
     table = check_rows(scores, args, f"scores of {vocab}")[0]
     ids = np.argmax(table, axis=1)
-    assert_bitwise_equal(token, (256 + ids).astype(np.int32), claim="argmax of the scores")
+    assert_bitwise_equal(ids_chosen, (256 + ids).astype(np.int32), claim="argmax of the scores")
     picked = np.take_along_axis(table, ids[:, None], axis=1)[:, 0]
     assert_bitwise_equal(best, picked, claim="best score is a score")
     apart = log_softmax.block_stats(logits, vocab_block=128)
     for a, b in zip(apart, (maxima, sums), strict=True):
         assert_bitwise_equal(a, b, claim="block_stats alone gives the bits of the fused pass")
-    chosen = sampling.gumbel_argmax(logits, temperature, key, first_token_id=256)
-    for a, b in zip(chosen, (best, token), strict=True):
+    chosen = choice.gumbel_argmax(logits, temperature, key, first_token_id=256)
+    for a, b in zip(chosen, (best, ids_chosen), strict=True):
         assert_bitwise_equal(a, b, claim="gumbel_argmax alone gives the bits of the fused pass")
+    joined = check_rows(
+        lambda x, t, a, b: token.choose_token(x, t, (a, b), vocab_block=128), args,
+        f"tokens of {vocab}",
+    )  # fmt: skip
+    for a, b in zip(joined, token_in_steps(logits, temperature, key), strict=True):
+        assert_bitwise_equal(a, b, claim="two launches have the bits of five")
     [lse] = check_rows(log_softmax.log_sum_exp, (maxima, sums), f"log_sum_exp of {vocab}")
     x64 = np.asarray(logits, np.float64)
     top = x64.max(axis=1, keepdims=True)

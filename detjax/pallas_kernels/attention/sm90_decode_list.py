@@ -25,13 +25,15 @@ def run_list(
         the list's length [1].
     """
     batch, num_pages = page_table.shape
-    per_run = num_pages if config.whole_sequences else config.blocks_per_split
+    per_run = config.blocks_per_split
     last = positions.max(axis=1)
     first = jnp.where(positions >= 0, positions, jnp.iinfo(jnp.int32).max).min(axis=1)
     blocks = last // bits.BLOCK + 1
-    runs = jnp.ones_like(blocks) if config.whole_sequences else -(-blocks // per_run)
     # Those before the first new token's own, which it may have to be put in (see `NewToken`).
     full = jnp.where(last < 0, 0, first // bits.BLOCK)
+    if config.whole_sequences:
+        return _one_run_each(page_table, blocks, full, last)
+    runs = -(-blocks // per_run)
     ends = jnp.cumsum(runs)
     index = jnp.arange(batch * -(-num_pages // per_run), dtype=jnp.int32)
     seq = (index[:, None] >= ends[None, :]).astype(jnp.int32).sum(axis=1)
@@ -44,6 +46,17 @@ def run_list(
     table = jnp.concatenate([columns, page_table[seq[:, None], block]], axis=1)
     limits = jnp.stack([ends - runs, runs], axis=1)
     return table.astype(jnp.int32), limits.astype(jnp.int32), ends[-1:].astype(jnp.int32)
+
+
+def _one_run_each(page_table, blocks, full, last) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`run_list` where sequence i has run i: no place to look for."""
+    batch, num_pages = page_table.shape
+    seq = jnp.arange(batch, dtype=jnp.int32)
+    blocks = jnp.clip(blocks, 0, num_pages)
+    columns = [seq, jnp.zeros_like(seq), blocks, jnp.clip(full, 0, blocks), last]
+    table = jnp.concatenate([jnp.stack(columns, axis=1), page_table], axis=1)
+    limits = jnp.stack([seq, jnp.ones_like(seq)], axis=1)
+    return table.astype(jnp.int32), limits.astype(jnp.int32), jnp.full((1,), batch, jnp.int32)
 
 
 def _listed_run(job: Job, table_ref, item) -> Run:

@@ -116,6 +116,28 @@ def row_tree(x, math: rows.Arithmetic, smem):
     return _pairs(rows.first_of_warps(smem), lambda a, b: a + b)
 
 
+ROW_SCRATCH = [plgpu.SMEM((rows.LANES,), jnp.float32)] * 3
+"""What `row_log_sum_exp` needs."""
+
+
+def row_log_sum_exp(maxima, sums, smem, interpret: bool):
+    """Combine the blocks of one row, in memory, by one warpgroup: a scalar."""
+    (count,), (max_smem, sum_smem, out_smem) = maxima.shape, smem
+    size = rows.LANES
+    while size < count:
+        size *= 2
+    math = rows.strided(size, size // rows.LANES, interpret)
+    one, shape = rows.strided(rows.LANES, 1, interpret), (rows.LANES,)
+    m = rows.load_padded(maxima, count, math, size=size, fill=-np.inf)
+    s = rows.load_padded(sums, count, math, size=size, fill=0.0)
+    top = row_maximum(m, math, max_smem)
+    terms = math.mul(s, jnp.exp(math.sub(m, math.full(m.shape, top))))
+    total = row_tree(terms, math, sum_smem)
+    out_smem[...] = one.add(one.full(shape, top), jnp.log(one.full(shape, total)))
+    plgpu.commit_smem()
+    return out_smem[0]
+
+
 @functools.partial(jax.jit, static_argnames=("interpret",))
 def log_sum_exp(maxima, sums, *, interpret: bool = False) -> jax.Array:
     """See `api.log_sum_exp`.
@@ -126,24 +148,11 @@ def log_sum_exp(maxima, sums, *, interpret: bool = False) -> jax.Array:
         rounded on their own; exp and log are libdevice's.
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
     """
-    num_rows, count = maxima.shape
-    size = rows.LANES
-    while size < count:
-        size *= 2
-    math = rows.strided(size, size // rows.LANES, interpret)
-    one = rows.strided(rows.LANES, 1, interpret)
+    num_rows = maxima.shape[0]
 
-    def body(maxima_gmem, sums_gmem, out_gmem, max_smem, sum_smem, out_smem):
+    def body(maxima_gmem, sums_gmem, out_gmem, *smem):
         row = lax.axis_index("row")
-        m = rows.load_padded(maxima_gmem.at[row], count, math, size=size, fill=-np.inf)
-        s = rows.load_padded(sums_gmem.at[row], count, math, size=size, fill=0.0)
-        top = row_maximum(m, math, max_smem)
-        terms = math.mul(s, jnp.exp(math.sub(m, math.full(m.shape, top))))
-        total = row_tree(terms, math, sum_smem)
-        shape = (rows.LANES,)
-        out_smem[...] = one.add(one.full(shape, top), jnp.log(one.full(shape, total)))
-        plgpu.commit_smem()
-        out_gmem[row] = out_smem[0]
+        out_gmem[row] = row_log_sum_exp(maxima_gmem.at[row], sums_gmem.at[row], smem, interpret)
 
     return rows.run_kernel(
         body,
@@ -152,7 +161,7 @@ def log_sum_exp(maxima, sums, *, interpret: bool = False) -> jax.Array:
         grid={"row": num_rows},
         name="detjax_log_sum_exp",
         is_interpreted=interpret,
-        scratch_types=[plgpu.SMEM((rows.LANES,), jnp.float32)] * 3,
+        scratch_types=ROW_SCRATCH,
     )
 
 

@@ -111,6 +111,39 @@ def stats_and_choice(
     )
 
 
+def choose_token(
+    logits: Float32[Array, "M V"],
+    temperature: Float32[Array, " M"],
+    key: tuple[UInt32[Array, " M"], UInt32[Array, " M"]],
+    *,
+    vocab_block: int,
+    backend: Backend,
+) -> tuple[Int32[Array, " M"], Float32[Array, " M"], Float32[Array, " M"]]:
+    """The token of each row, its log-probability and the log-sum-exp of the row's logits.
+
+    `token[m] = argmax(gumbel_scores(logits, ...)[m])`, `lse = log_sum_exp(*block_stats(logits))`,
+    `logprob[m] = logits[m, token[m]] - lse[m]`
+
+    Args:
+        logits: The whole vocabulary, on one rank; -inf marks padding.
+        temperature: 0 is greedy.
+        key: Of each row, from `noise.row_key`.
+        vocab_block: Logits in a block.
+        backend: Which implementation runs.
+
+    Raises:
+        ValueError: If the vocabulary is not whole blocks.
+
+    Numerics:
+        The bits of `stats_and_choice`, `log_sum_exp` and `log_probs`; on sm90 in two launches. With
+        a NaN among a row's logits its log-probability is NaN and its token is unspecified.
+        Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
+    """
+    if logits.shape[1] % vocab_block:
+        raise ValueError(f"{logits.shape[1]} logits must be whole blocks of {vocab_block}")
+    return KERNELS[backend].choose_token(logits, temperature, key, vocab_block=vocab_block)
+
+
 def nucleus_sums(
     sorted_logits: Float32[Array, "M V"],
     temperature: Float32[Array, " M"],

@@ -7,7 +7,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from detjax.pallas_kernels.fixed_blocks import COLS, ROWS, pad_axis, run_blocks
-from detjax.pallas_kernels.log_softmax.portable import block_stats
+from detjax.pallas_kernels.log_softmax.portable import block_stats, log_probs, log_sum_exp
 from detjax.pallas_kernels.sampling import noise
 
 
@@ -168,3 +168,15 @@ def stats_and_choice(
     token = jnp.argmax(scores, axis=1).astype(jnp.int32)
     best = jnp.take_along_axis(scores, token[:, None], axis=1)[:, 0]
     return maxima, sums, best, first_token_id + token
+
+
+def choose_token(
+    logits, temperature, key, *, vocab_block: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """See `api.choose_token`."""
+    maxima, sums, _, token = stats_and_choice(
+        logits, temperature, key, first_token_id=0, vocab_block=vocab_block
+    )
+    lse = log_sum_exp(maxima, sums)
+    chosen = jnp.take_along_axis(logits, token[:, None], axis=1)
+    return token, log_probs(chosen, lse)[:, 0], lse

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Penalties, Gumbel-max scores, their argmax without writing them, and nucleus sums on Hopper."""
+"""Penalties, Gumbel-max scores and nucleus sums on Hopper."""
 
 import functools
+import itertools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -13,49 +15,97 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
 from jax.extend.mlir.dialects import math as mlir_math
+from jaxlib.mlir.dialects import llvm
 
 from detjax.pallas_kernels import sm90_rows as rows
-from detjax.pallas_kernels.log_softmax.sm90 import BLOCK, block_tile, stats_of
+from detjax.pallas_kernels.log_softmax.sm90 import BLOCK, block_tile
 from detjax.pallas_kernels.sampling import noise
 
-_NO_TOKEN = np.iinfo(np.int32).max
+NUM_ROTATIONS = 20
+"""Of the two words of a token's counter."""
+
+PRODUCT_ROTATIONS = 0
+"""Those that are products: the pipe of multiply-adds makes them. The bits are the same with any."""
 
 
-def _num_blocks(width: int) -> int:
+def num_blocks(width: int) -> int:
+    """Blocks of a share of the vocabulary, which must be whole ones."""
     if width % BLOCK:
         raise ValueError(f"sm90 sampling needs whole blocks of {BLOCK} logits, not {width}")
     return width // BLOCK
 
 
-def _ids_of(tile: rows.Tile, first_id, shape):
+def ids_of(tile: rows.Tile, first_id, shape):
     """Token ids of a tile of consecutive blocks."""
     math = tile.whole
     ids = math.iota(shape, 0) * BLOCK + math.iota(shape, 1)
     return ids + math.full(shape, first_id, jnp.int32)
 
 
-def noise_of(ids, key: tuple, tile: rows.Tile):
-    """Standard Gumbel noise of each token under a row's key, as `noise` specifies.
-
-    The bits and `u` are exactly the specification's; log1p and log are libdevice's.
-    """
-    math = tile.whole
-    key = tuple(math.full(ids.shape, k, jnp.uint32) for k in key)
-    u = noise.uniform(noise.token_bits(key, ids))
-    log1p = math.apply(lambda v: mlir_math.log1p(v), jnp.log1p, -u)
-    return -jnp.log(-log1p)
+def bits_of(ids, key: tuple, tile: rows.Tile):
+    """32 random bits of each token under a row's key, as `noise` specifies."""
+    key = tuple(tile.whole.full(ids.shape, k, jnp.uint32) for k in key)
+    return noise.token_bits(key, ids, mix=_mix(tile.whole))
 
 
-def scores_of(x, ids, temperature, key: tuple, tile: rows.Tile):
+def _mix(math: rows.Arithmetic) -> Callable:
+    """`noise.mix` with `PRODUCT_ROTATIONS` of its calls, evenly spread, as products."""
+    calls = itertools.count()
+
+    def mix(x, rotation: int, other):
+        call = next(calls)
+        before, after = (i * PRODUCT_ROTATIONS // NUM_ROTATIONS for i in (call, call + 1))
+        if after > before and not math.is_interpreted:
+            return _mix_by_product(x, rotation, other, math)
+        return noise.mix(x, rotation, other)
+
+    return mix
+
+
+def _mix_by_product(x, rotation: int, other, math: rows.Arithmetic):
+    """The two halves of `x * 2**rotation` are what a rotation joins."""
+
+    def one(a, b):
+        return llvm.inline_asm(
+            a.type, [a, b],
+            "{ .reg .b64 t; .reg .b32 low, high; "
+            f"mul.wide.u32 t, $1, {1 << rotation}; mov.b64 {{low, high}}, t; "
+            "lop3.b32 $0, low, high, $2, 0x56; }",  # (low | high) ^ other
+            "=r,r,r",
+        )  # fmt: skip
+
+    @plgpu.inline_mgpu(
+        arg_types=(math.layout, math.layout),
+        return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.uint32, layout=math.layout),
+    )
+    def emit(ctx, x, other):
+        registers = np.empty_like(x.registers)
+        size = len(rows.scalars_of(x)) // x.registers.size
+        mixed = list(map(one, rows.scalars_of(x), rows.scalars_of(other)))
+        for i, where in enumerate(np.ndindex(x.registers.shape)):
+            of_register = mixed[i * size : (i + 1) * size]
+            kind = ir.VectorType.get((size,), of_register[0].type)
+            registers[where] = vector.from_elements(kind, of_register)
+        return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=False)
+
+    return emit(x, other)
+
+
+def scores_of(x, bits, temperature, tile: rows.Tile):
     """`x / temperature + noise` of a tile of one row's blocks, for a temperature above 0.
+
+    `u` is exactly the specification's; log1p and log are libdevice's.
 
     # ORDER: a correctly rounded division, then a rounded addition.
     """
     math = tile.whole
-    return math.add(math.divide(x, math.full(x.shape, temperature)), noise_of(ids, key, tile))
+    log1p = math.apply(lambda v: mlir_math.log1p(v), jnp.log1p, -noise.uniform(bits))
+    drawn = -jnp.log(-log1p)
+    return math.add(math.divide(x, math.full(x.shape, temperature)), drawn)
 
 
-def _first_id(first_token_id) -> jax.Array:
+def first_operand(first_token_id) -> jax.Array:
+    """The token of the first column, as an operand."""
     return jnp.asarray(first_token_id, jnp.int32).reshape(1)
 
 
@@ -71,7 +121,7 @@ def adjust_logits(logits, bias, uses, factors, penalties, *, interpret: bool = F
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
     """
     num_rows, width = logits.shape
-    blocks = _num_blocks(width)
+    blocks = num_blocks(width)
     held = rows.most_rows(4, blocks)
     math, shape = block_tile(held, interpret).whole, (held, BLOCK)
 
@@ -117,7 +167,7 @@ def gumbel_scores(
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
     """
     num_rows, width = logits.shape
-    blocks = _num_blocks(width)
+    blocks = num_blocks(width)
     held = rows.most_rows(8, blocks)
     tile = block_tile(held, interpret)
     shape = (held, BLOCK)
@@ -135,205 +185,18 @@ def gumbel_scores(
 
         @pl.when(t != 0.0)
         def _sampled():
-            ids = _ids_of(tile, first_gmem[0] + first * BLOCK, shape)
-            out_gmem[row, here] = scores_of(x, ids, t, (key0_gmem[row], key1_gmem[row]), tile)
+            ids = ids_of(tile, first_gmem[0] + first * BLOCK, shape)
+            bits = bits_of(ids, (key0_gmem[row], key1_gmem[row]), tile)
+            out_gmem[row, here] = scores_of(x, bits, t, tile)
 
     return rows.run_kernel(
         body,
-        (logits.reshape(num_rows, blocks, BLOCK), temperature, *key, _first_id(first_token_id)),
+        (logits.reshape(num_rows, blocks, BLOCK), temperature, *key, first_operand(first_token_id)),
         out=jax.ShapeDtypeStruct((num_rows, blocks, BLOCK), jnp.float32),
         grid={"tile": pl.cdiv(blocks, held), "row": num_rows},
         name="detjax_gumbel_scores",
         is_interpreted=interpret,
     ).reshape(num_rows, width)
-
-
-def _better(value, token, other_value, other_token):
-    """The larger value, and of equal ones the smaller id: (value, id)."""
-    is_other = (other_value > value) | ((other_value == value) & (other_token < token))
-    return jnp.where(is_other, other_value, value), jnp.where(is_other, other_token, token)
-
-
-def _best_of_parts(logits, temperature, key, first_token_id, *, with_stats: bool, interpret: bool):
-    """One pass over the logits: best (score, id) of each part of a row, and block statistics."""
-    num_rows, width = logits.shape
-    blocks = _num_blocks(width)
-    # A greedy row moves bytes, so it has large tiles; a sampled one computes, and wants registers.
-    is_large = num_rows * blocks >= 8 * 16 * rows.NUM_SMS
-    held_greedy = rows.most_rows(8 if is_large else 4, blocks)
-    held_sampled = rows.most_rows(4, blocks)
-    parts = min(pl.cdiv(blocks, held_sampled), rows.LANES, pl.cdiv(16 * rows.NUM_SMS, num_rows))
-
-    def body(logits_gmem, t_gmem, key0_gmem, key1_gmem, first_gmem, *refs):
-        value_gmem, token_gmem, *stats_gmem, value_smem, token_smem = refs
-        row, part = lax.axis_index("row"), lax.axis_index("part")
-        t = t_gmem[row]
-
-        def choose(is_greedy):
-            held = held_greedy if is_greedy else held_sampled
-            tile, shape = block_tile(held, interpret), (held, BLOCK)
-            tiles = pl.cdiv(blocks, held)
-            count = lax.div(tiles - part + (parts - 1), jnp.int32(parts))
-
-            def fold(turn, state):
-                first = jnp.minimum((part + turn * parts) * held, blocks - held)
-                x = tile.whole.load(logits_gmem.at[row, pl.ds(first, held)])
-                if with_stats:
-                    m, total = stats_of(x, tile)
-                    stats_gmem[0][row, pl.ds(first, held)] = m
-                    stats_gmem[1][row, pl.ds(first, held)] = total
-                ids = _ids_of(tile, first_gmem[0] + first * BLOCK, shape)
-                scores = x
-                if not is_greedy:
-                    scores = scores_of(x, ids, t, (key0_gmem[row], key1_gmem[row]), tile)
-                return _better(*state, scores, ids)
-
-            math = tile.whole
-            none = math.full(shape, _NO_TOKEN, jnp.int32)
-            value, token = lax.fori_loop(0, count, fold, (math.full(shape, -jnp.inf), none))
-            best = jnp.max(value, axis=1)
-            is_best = value == tile.over_columns(best, shape)
-            value_smem[pl.ds(0, held)] = best
-            token_smem[pl.ds(0, held)] = jnp.min(jnp.where(is_best, token, none), axis=1)
-            plgpu.commit_smem()
-            best, token = value_smem[0], token_smem[0]
-            for i in range(1, held):
-                best, token = _better(best, token, value_smem[i], token_smem[i])
-            value_gmem[row, part] = best
-            token_gmem[row, part] = token
-
-        pl.when(t == 0.0)(lambda: choose(True))
-        pl.when(t != 0.0)(lambda: choose(False))
-
-    out = [
-        jax.ShapeDtypeStruct((num_rows, parts), jnp.float32),
-        jax.ShapeDtypeStruct((num_rows, parts), jnp.int32),
-    ]
-    if with_stats:
-        out += [jax.ShapeDtypeStruct((num_rows, blocks), jnp.float32)] * 2
-    return rows.run_kernel(
-        body,
-        (logits.reshape(num_rows, blocks, BLOCK), temperature, *key, _first_id(first_token_id)),
-        out=out,
-        grid={"part": parts, "row": num_rows},
-        name="detjax_gumbel_argmax",
-        is_interpreted=interpret,
-        scratch_types=[
-            plgpu.SMEM((held_greedy,), jnp.float32),
-            plgpu.SMEM((held_greedy,), jnp.int32),
-        ],
-    )
-
-
-def _merge_parts(values, tokens, interpret: bool):
-    """Best (score, id) of each row from those of its parts."""
-    num_rows, parts = values.shape
-    if parts == 1:
-        return values[:, 0], tokens[:, 0]
-    math = rows.strided(rows.LANES, 1, interpret)
-
-    def smallest(x):
-        return rows.reduce_warps(
-            x,
-            math,
-            first=lambda s: s[0],
-            fold=arith.minsi,
-            plain=(lambda t: t[:, 0], jnp.minimum),
-        )
-
-    def largest(x):
-        return rows.reduce_warps(
-            x,
-            math,
-            first=lambda s: s[0],
-            fold=lambda a, b: rows.instruction("max.NaN.f32")(a, b),
-            plain=(lambda t: t[:, 0], jnp.maximum),
-        )
-
-    def body(values_gmem, tokens_gmem, value_gmem, token_gmem, value_smem, token_smem):
-        row = lax.axis_index("row")
-        size = rows.LANES
-        value = rows.load_padded(values_gmem.at[row], parts, math, size=size, fill=-np.inf)
-        token = rows.load_padded(tokens_gmem.at[row], parts, math, size=size, fill=_NO_TOKEN)
-        best = largest(value)
-        token = smallest(jnp.where(value == best, token, math.full((size,), _NO_TOKEN, jnp.int32)))
-        value_smem[...] = best
-        token_smem[...] = token
-        plgpu.commit_smem()
-        state = (value_smem[0], token_smem[0])
-        for warp in range(1, 4):
-            state = _better(*state, value_smem[32 * warp], token_smem[32 * warp])
-        value_gmem[row], token_gmem[row] = state
-
-    value, token = rows.run_kernel(
-        body,
-        (values, tokens),
-        out=[
-            jax.ShapeDtypeStruct((num_rows,), jnp.float32),
-            jax.ShapeDtypeStruct((num_rows,), jnp.int32),
-        ],
-        grid={"row": num_rows},
-        name="detjax_gumbel_argmax_merge",
-        is_interpreted=interpret,
-        scratch_types=[
-            plgpu.SMEM((rows.LANES,), jnp.float32),
-            plgpu.SMEM((rows.LANES,), jnp.int32),
-        ],
-    )
-    return value, token
-
-
-@functools.partial(jax.jit, static_argnames=("interpret",))
-def gumbel_argmax(
-    logits, temperature, key, *, first_token_id, interpret: bool = False
-) -> tuple[jax.Array, jax.Array]:
-    """Find the best score of each row and its token, without writing the scores.
-
-    `best[m] = max(scores[m])`, `token[m] = first_token_id + argmax(scores[m])`
-
-    Args:
-        logits: float32 [M, v]: this rank's share of the vocabulary; -inf marks padding.
-        temperature: float32 [M]; 0 is greedy, and costs no noise.
-        key: Of each row, from `noise.row_key`.
-        first_token_id: Token of the first column; a multiple of 128.
-        interpret: Run in interpret mode.
-
-    Returns:
-        The best score [M] and its token id [M]. The first maximum wins.
-
-    Raises:
-        ValueError: If the share is not whole blocks of 128.
-
-    Numerics:
-        The scores of `gumbel_scores`, by the same function; comparisons are exact. A NaN is never
-        the best: NaN logits end a run elsewhere.
-        Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
-    """
-    values, tokens = _best_of_parts(
-        logits, temperature, key, first_token_id, with_stats=False, interpret=interpret
-    )
-    return _merge_parts(values, tokens, interpret)
-
-
-@functools.partial(jax.jit, static_argnames=("vocab_block", "interpret"))
-def stats_and_choice(
-    logits, temperature, key, *, first_token_id, vocab_block: int, interpret: bool = False
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """See `api.stats_and_choice`: the logits are read once for the log-softmax and the choice.
-
-    Raises:
-        ValueError: If the share is not whole blocks of 128, or a block is another.
-
-    Numerics:
-        The bits of `block_stats` and `gumbel_argmax`: the same functions on the same layout.
-        Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
-    """
-    if vocab_block != BLOCK:
-        raise ValueError(f"sm90 sampling has blocks of {BLOCK} logits, not {vocab_block}")
-    values, tokens, maxima, sums = _best_of_parts(
-        logits, temperature, key, first_token_id, with_stats=True, interpret=interpret
-    )
-    return maxima, sums, *_merge_parts(values, tokens, interpret)
 
 
 def _scan_blocks(x, tile: rows.Tile):
@@ -437,7 +300,7 @@ def nucleus_sums(sorted_logits, temperature, top_k, top_p, *, interpret: bool = 
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
     """
     num_rows, width = sorted_logits.shape
-    blocks = _num_blocks(width)
+    blocks = num_blocks(width)
     held = rows.most_rows(4, blocks)
     tile = block_tile(held, interpret)
     math, shape = tile.whole, (held, BLOCK)
@@ -453,7 +316,7 @@ def nucleus_sums(sorted_logits, temperature, top_k, top_p, *, interpret: bool = 
         x = math.load(x_gmem.at[row, pl.ds(first, held)])
         difference = math.sub(x, math.full(shape, x_gmem[row, 0, 0]))
         weight = jnp.exp(math.divide(difference, math.full(shape, t)))
-        is_counted = _ids_of(tile, first * BLOCK, shape) < math.full(shape, k_gmem[row], jnp.int32)
+        is_counted = ids_of(tile, first * BLOCK, shape) < math.full(shape, k_gmem[row], jnp.int32)
         return row, pl.ds(first, held), weight, jnp.where(is_counted, weight, math.full(shape, 0.0))
 
     def sum_chunks(x_gmem, t_gmem, k_gmem, sums_gmem):

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The token of each row and its log-probability on Hopper, where one rank has the vocabulary."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from detjax.pallas_kernels import sm90_rows as rows
+from detjax.pallas_kernels.log_softmax.sm90 import BLOCK, ROW_SCRATCH, row_log_sum_exp
+from detjax.pallas_kernels.sampling.sm90_choice import MERGE_SCRATCH, best_of_parts, merge_row
+
+
+@functools.partial(jax.jit, static_argnames=("vocab_block", "interpret"))
+def choose_token(
+    logits, temperature, key, *, vocab_block: int, interpret: bool = False
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """See `api.choose_token`: one pass over the logits, then a CTA a row.
+
+    Raises:
+        ValueError: If the vocabulary is not whole blocks of 128, or a block is another.
+
+    Numerics:
+        The bits of `stats_and_choice`, `log_sum_exp` and `log_probs`: the same functions on the
+        same layouts, and one rounded float32 subtraction.
+        Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
+    """
+    if vocab_block != BLOCK:
+        raise ValueError(f"sm90 sampling has blocks of {BLOCK} logits, not {vocab_block}")
+    parts = best_of_parts(logits, temperature, key, 0, with_stats=True, interpret=interpret)
+    num_rows, width = logits.shape
+
+    def body(values_gmem, tokens_gmem, maxima_gmem, sums_gmem, logits_gmem, *refs):
+        token_gmem, logprob_gmem, lse_gmem, *smem = refs
+        of_merge, of_sum = smem[: len(MERGE_SCRATCH)], smem[len(MERGE_SCRATCH) :]
+        row = lax.axis_index("row")
+        _, token = merge_row(values_gmem.at[row], tokens_gmem.at[row], of_merge, interpret)
+        # No token is chosen of a row of NaN.
+        logit = logits_gmem[row, jnp.minimum(token, width - 1)]
+        lse = row_log_sum_exp(maxima_gmem.at[row], sums_gmem.at[row], of_sum, interpret)
+        token_gmem[row], logprob_gmem[row], lse_gmem[row] = token, logit - lse, lse
+
+    of_rows = jax.ShapeDtypeStruct((num_rows,), jnp.float32)
+    token, logprob, lse = rows.run_kernel(
+        body,
+        (*parts, logits),
+        out=[jax.ShapeDtypeStruct((num_rows,), jnp.int32), of_rows, of_rows],
+        grid={"row": num_rows},
+        name="detjax_choose_token",
+        is_interpreted=interpret,
+        scratch_types=[*MERGE_SCRATCH, *ROW_SCRATCH],
+    )
+    return token, logprob, lse
