@@ -91,8 +91,8 @@ class EngineStats:
         prefill_tokens: Computed by prefill; those of preempted sequences again.
         decode_tokens: Committed, by whatever step.
         surplus_tokens: Computed for a sequence that had ended a step before.
-        decode_transfers: Decode steps whose rows the host sent, as they do not follow from those
-            of the last one.
+        decode_transfers: Decode steps whose rows the host sent, as they did not follow from those
+            that were on the devices.
         verify_launches: Verifications.
         num_windows: Windows verified.
         draft_tokens: Drafts verified.

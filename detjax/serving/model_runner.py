@@ -32,7 +32,7 @@ from detjax.serving.config import ReplicaConfig
 from detjax.serving.interrupts import HeldInterrupts
 from detjax.serving.launch_operands import DecodeOperands, PrefillOperands, VerifyOperands
 from detjax.serving.metrics import EngineStats, Pauses
-from detjax.serving.placed_rows import PlacedRows, behind_drafts_program
+from detjax.serving.placed_rows import PlacedRows, row_programs
 from detjax.serving.program_key import (
     ProgramKey,
     ProgramKind,
@@ -159,7 +159,8 @@ class ModelRunner:
         # What each slot's row of the page table holds, and how much of it is up to date.
         self._tables = np.zeros((dp, config.num_slots, config.table_len), np.int32)
         self._num_synced = np.zeros((dp, config.num_slots), np.int32)
-        self._placed = PlacedRows(model.mesh, stats)
+        self._has_drafts = config.mode == "dvr" and config.max_draft_fraction > 0
+        self._placed = PlacedRows(model.mesh, stats, has_drafts=self._has_drafts)
 
     def reset(self) -> None:
         """Allocate the cache and the slots anew. Nothing that was in them is known any more."""
@@ -441,7 +442,7 @@ class ModelRunner:
         with ThreadPoolExecutor(max_workers=max(4, os.cpu_count() or 1)) as pool:
             futures = {key: pool.submit(self._get, key) for key in missing}
             for shape in self._draft_shapes(keys):
-                pool.submit(behind_drafts_program, self._model.mesh, shape)
+                pool.submit(row_programs, self._model.mesh, shape)
             if self._config.self_check != "off":
                 cache = pages_shape(self._model, self.programs.num_pages)
                 pool.submit(checksum_program, self._model.mesh, cache.shape, cache.dtype)
@@ -462,22 +463,20 @@ class ModelRunner:
             begin_s = time.perf_counter()
             self._get(key)
             for shape in self._draft_shapes((key,)):
-                behind_drafts_program(self._model.mesh, shape)
+                row_programs(self._model.mesh, shape)
             self._count_compiled(1, begin_s)
         self._check_new((key,))
         return self._get(key)
 
     def _draft_shapes(self, keys: abc.Sequence[ProgramKey]) -> set[tuple[int, int]]:
         """Shapes of the rows that decode programs among these make drafts with."""
-        if self._config.mode != "dvr" or not self._config.max_draft_fraction:
-            return set()
         return {
             (
                 self._num_rows(key),
                 DecodeOperands.num_columns(table_len=key.table_len, length=key.length),
             )
             for key in keys
-            if key.kind == "decode"
+            if self._has_drafts and key.kind == "decode"
         }
 
     def _count_compiled(self, count: int, begin_s: float) -> None:
