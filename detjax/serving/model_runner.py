@@ -153,14 +153,13 @@ class ModelRunner:
                 "those of an engine of these sizes, or none"
             )
         self._text_len = config.table_len * config.page_len
+        self._has_drafts = config.mode == "dvr" and config.max_draft_fraction > 0
         self.set_least()
         self.take_weights()
         self.reset()
         # What each slot's row of the page table holds, and how much of it is up to date.
         self._tables = np.zeros((dp, config.num_slots, config.table_len), np.int32)
         self._num_synced = np.zeros((dp, config.num_slots), np.int32)
-        self._has_drafts = config.mode == "dvr" and config.max_draft_fraction > 0
-        self._placed = PlacedRows(model.mesh, stats, has_drafts=self._has_drafts)
 
     def reset(self) -> None:
         """Allocate the cache and the slots anew. Nothing that was in them is known any more."""
@@ -173,6 +172,7 @@ class ModelRunner:
             empty(model, sampling_shape(model, programs.num_slots)),
         )
         self._adjusted: AdjustedSlots | None = None  # allocated by whom first needs it
+        self._placed = PlacedRows(model.mesh, self._stats, has_drafts=self._has_drafts)
 
     @property
     def is_lost(self) -> bool:

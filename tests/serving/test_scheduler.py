@@ -771,7 +771,8 @@ def test_a_launch_makes_several_tokens_while_all_who_run_decode(is_drafted, coun
     alone, beside = [], []
     for step in range(24):
         if step == 6:
-            simulation.add([2] * 40, most=100)
+            # Prefilled in six steps, so that a window opens when all decode again.
+            simulation.add([2] * 36, most=100)
         batch = simulation.step()
         # Who has just come is admitted behind what was launched for those who run.
         is_beside = step > 6 and any(batch.prefills)
