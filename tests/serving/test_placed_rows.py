@@ -63,7 +63,8 @@ def test_rows_that_move_on_by_their_drafts_are_moved_on_the_devices(dp):
             packed,
             claim=f"rows of step {i} on the devices are the host's",
         )
-        addresses.add(tuple(s.data.unsafe_buffer_pointer() for s in given.addressable_shards))
+        if i:  # the first may lie where NumPy has it, on a CPU, and is not written over
+            addresses.add(tuple(s.data.unsafe_buffer_pointer() for s in given.addressable_shards))
         found.append("sent" if stats.decode_transfers > num_sent else "not sent")
     assert len(addresses) == 1
     want = ["sent" if how in ("sent", "moved on, one token") else "not sent" for _, how in STEPS]
