@@ -27,6 +27,12 @@ from detjax.serving.programs import ProgramCache
 WINDOW, GROUP = 64, 8
 """Tokens of a window and windows of a verification: LLM-42's defaults, and those of its table 4."""
 
+COUNTS = (
+    "num_launches", "verify_launches", "decode_transfers", "plan_s", "launch_s", "wait_s",
+    "commit_s",
+)  # fmt: skip
+"""What an engine counts that explains a time."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
@@ -131,10 +137,18 @@ class Server:
 
     def serve(self, engine: Engine, asks: Sequence[Ask], *, temperature: float = 0.0) -> list[Told]:
         """Answer each to its full length, after two short ones that count for nothing."""
+        return self.counted(engine, asks, temperature=temperature)[0]
+
+    def counted(
+        self, engine: Engine, asks: Sequence[Ask], *, temperature: float = 0.0
+    ) -> tuple[list[Told], Row]:
+        """As `serve`, and what the engine counted for them: launches, and where its time went."""
         short = [replace(ask, at_s=0.0, output_len=4) for ask in asks[:2]]
-        for some in (short, asks):
-            told = serve(self, engine, some, temperature=temperature, ignore_eos=True)
-        return told
+        serve(self, engine, short, temperature=temperature, ignore_eos=True)
+        before = engine.stats().numbers()
+        told = serve(self, engine, asks, temperature=temperature, ignore_eos=True)
+        after = engine.stats().numbers()
+        return told, {name: after[name] - before[name] for name in COUNTS}
 
 
 @cache

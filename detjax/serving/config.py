@@ -41,7 +41,7 @@ class EngineConfig:
         verify_rows: Most windows of one verification on a replica (G); no more than it has slots.
         verify_batches: Further numbers of windows, below `verify_rows`, for which it is compiled.
         verify_window: Tokens of a window (W): the last committed one and W - 1 drafts.
-        verify_patience: Steps that a full window waits for others, while there is other work.
+        verify_patience: Most steps that a full window waits for another that will be full by then.
         verify_deadline: Steps after which a window is verified though it is not full.
         max_draft_fraction: In `dvr`, drafts are made while deterministic sequences are at most this
             share of those that decode. Above it the decode step is canonical, which needs no

@@ -141,6 +141,18 @@ class DecodeOperands:
         no_ids = self.page_table[:, :0]
         return _pack(self.page_table, no_ids, self.slot, self.offset, self.count)
 
+    @staticmethod
+    def behind_drafts(packed):
+        """Packed rows of the step behind these, if nothing has changed but the drafts they made.
+
+        On the host or the device. Padding makes none.
+        """
+        offset, count = packed[:, -2], packed[:, -1]
+        num_made = count * (offset >= 0).astype(np.int32)
+        is_offset = np.zeros(packed.shape[1], np.int32)
+        is_offset[-2] = 1
+        return packed + num_made[:, None] * is_offset[None]
+
     @classmethod
     def unpack(cls, packed, *, table_len: int) -> "DecodeOperands":
         """Find the record in a packed array, on the host or the device."""

@@ -91,6 +91,8 @@ class EngineStats:
         prefill_tokens: Computed by prefill; those of preempted sequences again.
         decode_tokens: Committed, by whatever step.
         surplus_tokens: Computed for a sequence that had ended a step before.
+        decode_transfers: Decode steps whose rows the host sent, as they did not follow from those
+            that were on the devices.
         verify_launches: Verifications.
         num_windows: Windows verified.
         draft_tokens: Drafts verified.
@@ -134,6 +136,7 @@ class EngineStats:
     prefill_tokens: int = 0
     decode_tokens: int = 0
     surplus_tokens: int = 0
+    decode_transfers: int = 0
     verify_launches: int = 0
     num_windows: int = 0
     draft_tokens: int = 0

@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
 
 from detjax.models.fast import quantise_params
 from detjax.models.loading import LoadedModel
@@ -33,6 +32,7 @@ from detjax.serving.config import ReplicaConfig
 from detjax.serving.interrupts import HeldInterrupts
 from detjax.serving.launch_operands import DecodeOperands, PrefillOperands, VerifyOperands
 from detjax.serving.metrics import EngineStats, Pauses
+from detjax.serving.placed_rows import PlacedRows, row_programs
 from detjax.serving.program_key import (
     ProgramKey,
     ProgramKind,
@@ -41,7 +41,6 @@ from detjax.serving.program_key import (
     table_lens,
 )
 from detjax.serving.programs import (
-    BY_ROW,
     Candidates,
     ProgramCache,
     adjusted_shape,
@@ -154,13 +153,13 @@ class ModelRunner:
                 "those of an engine of these sizes, or none"
             )
         self._text_len = config.table_len * config.page_len
+        self._has_drafts = config.mode == "dvr" and config.max_draft_fraction > 0
         self.set_least()
         self.take_weights()
         self.reset()
         # What each slot's row of the page table holds, and how much of it is up to date.
         self._tables = np.zeros((dp, config.num_slots, config.table_len), np.int32)
         self._num_synced = np.zeros((dp, config.num_slots), np.int32)
-        self._last_rows: dict[ProgramKey, tuple[np.ndarray, jax.Array | None]] = {}
 
     def reset(self) -> None:
         """Allocate the cache and the slots anew. Nothing that was in them is known any more."""
@@ -173,6 +172,7 @@ class ModelRunner:
             empty(model, sampling_shape(model, programs.num_slots)),
         )
         self._adjusted: AdjustedSlots | None = None  # allocated by whom first needs it
+        self._placed = PlacedRows(model.mesh, self._stats, has_drafts=self._has_drafts)
 
     @property
     def is_lost(self) -> bool:
@@ -295,24 +295,8 @@ class ModelRunner:
                 operands.offset[at] = [r.offset if r.is_draft else -1 for r in part]
                 operands.count[at] = [r.num_tokens for r in part]
                 operands.page_table[at] = self._tables[replica, slots, : key.table_len]
-        return self._run(key, rows, self._place(key, operands.pack()))
-
-    def _place(self, key: ProgramKey, packed: np.ndarray) -> np.ndarray | jax.Array:
-        """The rows of a decode step, on the devices if they are those of the last such step.
-
-        Until a sequence needs a page they do not change, and what stays where it is needs no
-        transfer and no new address in the CUDA graph.
-        """
-        if jax.process_count() > 1:  # placing is collective there
-            return packed
-        last, placed = self._last_rows.get(key, (None, None))
-        if last is None or not np.array_equal(last, packed):
-            self._last_rows[key] = packed, None
-            return packed
-        if placed is None:
-            placed = jax.device_put(packed, NamedSharding(self._model.mesh, BY_ROW))
-            self._last_rows[key] = packed, placed
-        return placed
+        packed = operands.pack()
+        return self._run(key, rows, packed, placed=self._placed.place(key, packed))
 
     def _launch_verify(self, rows: list[list[VerifyRow]]) -> Launch:
         size, length = _smallest(self._config.verify_sizes, rows), self._config.verify_window
@@ -376,13 +360,17 @@ class ModelRunner:
             self._tables[at][first:count] = seq.pages[first:]
             self._num_synced[at] = count
 
-    def _run(self, key: ProgramKey, rows, *host) -> Launch:
+    def _run(
+        self, key: ProgramKey, rows, *host, placed: np.ndarray | jax.Array | None = None
+    ) -> Launch:
+        """Launch a program on the cache; `placed` is the first of `host`, where it lies."""
+        given = host if placed is None else (placed, *host[1:])
         program = self._program(key)
         params = self._params_of(key)
         adjust = self._adjust_operands(key, rows) if key.text_len else ()
         launched_s = time.perf_counter()
         with HeldInterrupts():
-            *state, result = program(params, self._model.rope_tables, *self._state, *host, *adjust)
+            *state, result = program(params, self._model.rope_tables, *self._state, *given, *adjust)
             if adjust:
                 self._adjusted = state.pop()
             # One store, so that nothing finds the cache of one step and the slots of another. Only
@@ -453,6 +441,8 @@ class ModelRunner:
         begin_s = time.perf_counter()
         with ThreadPoolExecutor(max_workers=max(4, os.cpu_count() or 1)) as pool:
             futures = {key: pool.submit(self._get, key) for key in missing}
+            for shape in self._draft_shapes(keys):
+                pool.submit(row_programs, self._model.mesh, shape)
             if self._config.self_check != "off":
                 cache = pages_shape(self._model, self.programs.num_pages)
                 pool.submit(checksum_program, self._model.mesh, cache.shape, cache.dtype)
@@ -472,9 +462,22 @@ class ModelRunner:
         if key not in self.programs:
             begin_s = time.perf_counter()
             self._get(key)
+            for shape in self._draft_shapes((key,)):
+                row_programs(self._model.mesh, shape)
             self._count_compiled(1, begin_s)
         self._check_new((key,))
         return self._get(key)
+
+    def _draft_shapes(self, keys: abc.Sequence[ProgramKey]) -> set[tuple[int, int]]:
+        """Shapes of the rows that decode programs among these make drafts with."""
+        return {
+            (
+                self._num_rows(key),
+                DecodeOperands.num_columns(table_len=key.table_len, length=key.length),
+            )
+            for key in keys
+            if self._has_drafts and key.kind == "decode"
+        }
 
     def _count_compiled(self, count: int, begin_s: float) -> None:
         end_s = time.perf_counter()

@@ -129,7 +129,7 @@ class Speculation:
         """Say whose windows are to be verified now, most urgent first, by replica.
 
         Full windows first; then parts of windows, for rows that would be padding. None, while they
-        may wait for company.
+        wait for company: another window that will be full before they have waited too long.
 
         Args:
             running: Who runs, by replica.
@@ -141,8 +141,8 @@ class Speculation:
         if waited < 0:
             return [[] for _ in running]
         is_full = any(len(seqs) >= self._config.verify_rows for seqs in ready)
-        is_due = is_due or waited >= self._config.verify_patience
-        if not (is_full or is_due or self._is_stuck(running)):
+        left = self._config.verify_patience - waited
+        if not (is_full or is_due or not self._has_company(running, step=step, within=left)):
             return [[] for _ in running]
         for seqs, all_seqs in zip(ready, running, strict=True):
             seqs.sort(key=lambda s: (s.closed_step, s.service_order))
@@ -183,9 +183,18 @@ class Speculation:
             seq.closed_step = step
         return seq.closed_step is not None
 
-    def _is_stuck(self, running: abc.Sequence[abc.Sequence[Sequence]]) -> bool:
-        """Whether nobody can go on without a verification."""
-        return not any(self.can_decode(s) or not s.is_prefilled for seqs in running for s in seqs)
+    def _has_company(
+        self, running: abc.Sequence[abc.Sequence[Sequence]], *, step: int, within: int
+    ) -> bool:
+        """Whether a window that is open will be full, or late, in so many steps or fewer."""
+        drafting = (s for seqs in running for s in seqs if self.drafts(s) and self.can_decode(s))
+        return any(self._num_open_steps(s, step) <= within for s in drafting)
+
+    def _num_open_steps(self, seq: Sequence, step: int) -> int:
+        """Steps until the window of a sequence that drafts closes, if no draft ends it."""
+        until_full = -(-self._room(seq) // self._config.decode_steps)
+        opened_step = seq.opened_step if seq.num_drafts else step
+        return min(until_full, opened_step + self._config.verify_deadline - step)
 
     def _riders(self, running: abc.Sequence[Sequence]) -> list[Sequence]:
         """Open windows, at least half full, for rows that would be padding."""

@@ -530,23 +530,50 @@ def test_sequences_of_one_prompt_compute_it_once():
     simulation.check_answers()
 
 
-@pytest.mark.parametrize("patience", [0, 5])
-def test_full_windows_wait_for_company_at_most_their_patience(patience):
-    config = changed(num_slots=2, num_pages=40, verify_patience=patience, prefill_shapes=((2, 4),))
+@pytest.mark.parametrize(
+    ("patience", "size", "num_waited"), [(0, 1, 0), (5, 1, 0), (6, 2, 6), (9, 2, 6)]
+)
+def test_full_windows_wait_for_company_at_most_their_patience(patience, size, num_waited):
+    """Windows of 9 drafts, the second opened 6 steps later; no wait where that is too late."""
+    config = changed(
+        num_slots=3, num_pages=40, verify_patience=patience, verify_window=10, decode_steps=1,
+        verify_deadline=99, verify_sizes=(3,),
+    )  # fmt: skip
     simulation = Simulation(config)
-    simulation.add([1] * 4, most=60, is_drafted=True)
-    other = simulation.add([2] * 4, most=200, is_canonical=False)  # so that there is other work
-    simulation.device.token_after = lambda tokens: 1
-    sizes, waited = [], []
-    for step in range(60):
-        batch = simulation.step()
-        closed = [s for s in simulation.scheduler.running if s.closed_step is not None]
-        sizes += [len(rows) for rows in batch.verifies if rows]
-        waited += [step for _ in closed]
-        if other.state is SequenceState.DONE:
+    simulation.device.end = None
+    simulation.add([1] * 4, most=99, is_canonical=False)  # so that there is other work
+    verified, waited = [], 0
+    for step in range(30):
+        if step in (1, 7):
+            simulation.add([2 + step] * 4, most=60, is_drafted=True)
+        (verified,) = simulation.step().verifies
+        if verified:
             break
-    assert sizes and set(sizes) == {1}
-    assert len(waited) == pytest.approx(patience * len(sizes), abs=patience)
+        waited += any(s.closed_step is not None for s in simulation.scheduler.running)
+    assert (len(verified), waited) == (size, num_waited)
+
+
+@pytest.mark.parametrize("num_drafted", [1, 3])
+def test_a_sequence_that_is_verified_never_stands_still(num_drafted):
+    """Its window is verified in the step that finds it full, and the next one opens there."""
+    config = changed(
+        num_slots=4, num_pages=80, verify_patience=4, verify_window=8, decode_steps=1,
+        verify_deadline=99, verify_sizes=(4,), prefill_shapes=((4, 4),),
+    )  # fmt: skip
+    simulation = Simulation(config)
+    simulation.device.end = None
+    for i in range(4):
+        drafted = i < num_drafted
+        simulation.add([i] * 4, most=41, is_drafted=drafted, is_canonical=drafted)
+    num_windows = 0
+    while simulation.scheduler.has_work:
+        batch = simulation.step()
+        num_windows += sum(map(len, batch.verifies))
+        rows = [row.seq for part in batch.decodes for row in part]
+        if len(simulation.scheduler.running) == 4 and not any(batch.prefills):
+            assert len(rows) == 4 or simulation.seqs[0].len_bound == 45
+    assert num_windows == 5 * num_drafted  # each of 8 tokens, behind the prompt's
+    simulation.check_answers()
 
 
 def test_drafting_gives_way_to_canonical_steps_where_most_are_deterministic():
@@ -744,7 +771,8 @@ def test_a_launch_makes_several_tokens_while_all_who_run_decode(is_drafted, coun
     alone, beside = [], []
     for step in range(24):
         if step == 6:
-            simulation.add([2] * 40, most=100)
+            # Prefilled in six steps, so that a window opens when all decode again.
+            simulation.add([2] * 36, most=100)
         batch = simulation.step()
         # Who has just come is admitted behind what was launched for those who run.
         is_beside = step > 6 and any(batch.prefills)
