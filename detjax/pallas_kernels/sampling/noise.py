@@ -13,8 +13,6 @@ backend. With `seed` split into (low, high) 32-bit words:
 the noise is finite for every input: between -2.81 and 22.88.
 """
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 
@@ -22,12 +20,7 @@ _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = 0x1BD11BDA
 
 
-def mix(x, rotation: int, other):
-    """Rotate to the left, then exclusive or."""
-    return ((x << rotation) | (x >> (32 - rotation))) ^ other
-
-
-def threefry2x32(key: tuple, counter: tuple, *, mix: Callable = mix) -> tuple[jax.Array, jax.Array]:
+def threefry2x32(key: tuple, counter: tuple) -> tuple[jax.Array, jax.Array]:
     """Encrypt a counter of two 32-bit words; broadcasts. uint32 in, uint32 out."""
     k0, k1 = key
     keys = (k0, k1, k0 ^ k1 ^ jnp.uint32(_PARITY))
@@ -35,7 +28,8 @@ def threefry2x32(key: tuple, counter: tuple, *, mix: Callable = mix) -> tuple[ja
     for group in range(5):
         for rotation in _ROTATIONS[group % 2]:
             x0 = x0 + x1
-            x1 = mix(x1, rotation, x0)
+            x1 = (x1 << rotation) | (x1 >> (32 - rotation))
+            x1 = x1 ^ x0
         x0 = x0 + keys[(group + 1) % 3]
         x1 = x1 + keys[(group + 2) % 3] + jnp.uint32(group + 1)
     return x0, x1
@@ -49,12 +43,10 @@ def row_key(
     return threefry2x32((seed_low, seed_high), counter)
 
 
-def token_bits(
-    key: tuple[jax.Array, jax.Array], token_ids: jax.Array, *, mix: Callable = mix
-) -> jax.Array:
+def token_bits(key: tuple[jax.Array, jax.Array], token_ids: jax.Array) -> jax.Array:
     """32 random bits of each token under a row's key."""
     ids = token_ids.astype(jnp.uint32)
-    return threefry2x32(key, (ids, jnp.zeros_like(ids)), mix=mix)[0]
+    return threefry2x32(key, (ids, jnp.zeros_like(ids)))[0]
 
 
 def uniform(bits: jax.Array) -> jax.Array:

@@ -2,8 +2,6 @@
 """Penalties, Gumbel-max scores and nucleus sums on Hopper."""
 
 import functools
-import itertools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -15,17 +13,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
 from jax.extend.mlir.dialects import math as mlir_math
-from jaxlib.mlir.dialects import llvm
 
 from detjax.pallas_kernels import sm90_rows as rows
 from detjax.pallas_kernels.log_softmax.sm90 import BLOCK, block_tile
 from detjax.pallas_kernels.sampling import noise
-
-NUM_ROTATIONS = 20
-"""Of the two words of a token's counter."""
-
-PRODUCT_ROTATIONS = 0
-"""Those that are products: the pipe of multiply-adds makes them. The bits are the same with any."""
 
 
 def num_blocks(width: int) -> int:
@@ -45,50 +36,7 @@ def ids_of(tile: rows.Tile, first_id, shape):
 def bits_of(ids, key: tuple, tile: rows.Tile):
     """32 random bits of each token under a row's key, as `noise` specifies."""
     key = tuple(tile.whole.full(ids.shape, k, jnp.uint32) for k in key)
-    return noise.token_bits(key, ids, mix=_mix(tile.whole))
-
-
-def _mix(math: rows.Arithmetic) -> Callable:
-    """`noise.mix` with `PRODUCT_ROTATIONS` of its calls, evenly spread, as products."""
-    calls = itertools.count()
-
-    def mix(x, rotation: int, other):
-        call = next(calls)
-        before, after = (i * PRODUCT_ROTATIONS // NUM_ROTATIONS for i in (call, call + 1))
-        if after > before and not math.is_interpreted:
-            return _mix_by_product(x, rotation, other, math)
-        return noise.mix(x, rotation, other)
-
-    return mix
-
-
-def _mix_by_product(x, rotation: int, other, math: rows.Arithmetic):
-    """The two halves of `x * 2**rotation` are what a rotation joins."""
-
-    def one(a, b):
-        return llvm.inline_asm(
-            a.type, [a, b],
-            "{ .reg .b64 t; .reg .b32 low, high; "
-            f"mul.wide.u32 t, $1, {1 << rotation}; mov.b64 {{low, high}}, t; "
-            "lop3.b32 $0, low, high, $2, 0x56; }",  # (low | high) ^ other
-            "=r,r,r",
-        )  # fmt: skip
-
-    @plgpu.inline_mgpu(
-        arg_types=(math.layout, math.layout),
-        return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.uint32, layout=math.layout),
-    )
-    def emit(ctx, x, other):
-        registers = np.empty_like(x.registers)
-        size = len(rows.scalars_of(x)) // x.registers.size
-        mixed = list(map(one, rows.scalars_of(x), rows.scalars_of(other)))
-        for i, where in enumerate(np.ndindex(x.registers.shape)):
-            of_register = mixed[i * size : (i + 1) * size]
-            kind = ir.VectorType.get((size,), of_register[0].type)
-            registers[where] = vector.from_elements(kind, of_register)
-        return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=False)
-
-    return emit(x, other)
+    return noise.token_bits(key, ids)
 
 
 def scores_of(x, bits, temperature, tile: rows.Tile):
