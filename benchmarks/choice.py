@@ -32,9 +32,10 @@ RESULTS = "maxima", "sums", "best score", "token"
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "all noise": {"SKIP_NOISE": False, "CTAS_AN_SM": 16},
-    "skip": {"SKIP_NOISE": True, "CTAS_AN_SM": 16},
-    "skip, 8 CTAs": {"SKIP_NOISE": True, "CTAS_AN_SM": 8},
-    "skip, 24 CTAs": {"SKIP_NOISE": True, "CTAS_AN_SM": 24},
+    "now": {"SKIP_NOISE": True, "CTAS_AN_SM": 16, "MIN_TURNS": sm90_choice.MIN_TURNS},
+    "skip": {"SKIP_NOISE": True, "CTAS_AN_SM": 16, "MIN_TURNS": 1},
+    "skip, 8 CTAs": {"SKIP_NOISE": True, "CTAS_AN_SM": 8, "MIN_TURNS": 1},
+    "skip, 24 CTAs": {"SKIP_NOISE": True, "CTAS_AN_SM": 24, "MIN_TURNS": 1},
 }
 
 CASES = {"greedy": 0.0, "normal": 0.8, "3 wide": 0.8, "sure": 0.8}

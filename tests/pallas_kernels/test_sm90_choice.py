@@ -138,6 +138,7 @@ def chosen(monkeypatch, *, skip: bool, parts: int):
     monkeypatch.setattr(sm90_choice, "scores_of", cut_scores)
     monkeypatch.setattr(sm90_choice, "SKIP_NOISE", skip)
     monkeypatch.setattr(sm90_choice, "_num_parts", lambda num_rows, tiles: min(parts, tiles))
+    monkeypatch.setattr(sm90_choice, "MIN_TURNS", 1)
     traced = inspect.unwrap(sm90_choice.stats_and_choice)
 
     @jax.jit
@@ -193,6 +194,7 @@ def test_control_a_bound_that_is_too_small_chooses_other_tokens(bound, monkeypat
 @pytest.mark.parametrize("parts", (1, 7, 128))
 def test_the_choice_is_that_of_all_noise_on_a_gpu(vocab, parts, monkeypatch):
     monkeypatch.setattr(sm90_choice, "_num_parts", lambda num_rows, tiles: min(parts, tiles))
+    monkeypatch.setattr(sm90_choice, "MIN_TURNS", 1)
     traced = inspect.unwrap(sm90_choice.stats_and_choice)
 
     def compiled(skip: bool):
