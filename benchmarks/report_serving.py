@@ -64,7 +64,7 @@ def served(subject: str, *keys: str, gpu: str = FIRST_GPU) -> dict[str, dict[tup
     """By model, by the keys and the name of the mode: the last such row.
 
     A row gets `over_fast`: its throughput over that of the `fast` row of its run, which is the next
-    one behind it (`shares` ends with it), or else the last.
+    one behind it (`shares` ends with it), or else the last; none if that is of another build.
     """
     found = rows("serving", subject, gpu)
     # Drafts and shares are not for `fast` to have.
@@ -78,7 +78,7 @@ def served(subject: str, *keys: str, gpu: str = FIRST_GPU) -> dict[str, dict[tup
         if row["mode"] == "fast":
             following[where] = row
         fast = following.get(where) or last.get(where)
-        if fast:
+        if fast and fast.get("fingerprint") == row.get("fingerprint"):
             row["over_fast"] = row["output_tokens_per_s"] / fast["output_tokens_per_s"]
         case = (*(row.get(key, 0) for key in keys), mode_name(row))
         models.setdefault(row["model"], {}).setdefault(case, row)
