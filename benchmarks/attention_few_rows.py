@@ -37,7 +37,7 @@ from detjax.pallas_kernels.attention import (
     sm90_decode,
     sm90_decode_cluster,
 )
-from detjax.pallas_kernels.attention.sm90_decode_run import DecodeConfig
+from detjax.pallas_kernels.attention.sm90_decode_job import DecodeConfig
 from detjax.pallas_kernels.attention.sm90_new_token import NewToken
 from detjax.xla_flags import EXACT_OPTIONS
 

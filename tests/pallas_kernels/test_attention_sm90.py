@@ -4,6 +4,7 @@
 import dataclasses
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -196,7 +197,7 @@ def assert_same(actual, expected, claim):
         assert_bitwise_equal(a, b, claim=f"{claim}: {what}")
 
 
-FUSED = (
+FUSED: tuple[dict[str, Any], ...] = (
     {},
     {"scores_ahead": True},
     {"whole_sequences": True},

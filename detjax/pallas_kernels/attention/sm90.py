@@ -9,8 +9,8 @@ from detjax.pallas_kernels.attention import sm90_arithmetic as bits
 from detjax.pallas_kernels.attention import sm90_float32
 from detjax.pallas_kernels.attention.sm90_decode import decode, decode_new_token
 from detjax.pallas_kernels.attention.sm90_decode_exchange import SENT_ROWS, SPREAD
+from detjax.pallas_kernels.attention.sm90_decode_job import DecodeConfig
 from detjax.pallas_kernels.attention.sm90_decode_merge import LANES
-from detjax.pallas_kernels.attention.sm90_decode_run import DecodeConfig
 from detjax.pallas_kernels.attention.sm90_decode_spread import SPREAD_CHANNELS
 from detjax.pallas_kernels.attention.sm90_prefill import PrefillConfig, prefill
 from detjax.pallas_kernels.rope.sm90 import rope_into_cache

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 
 from detjax.pallas_kernels.attention import sm90_arithmetic as bits
 from detjax.pallas_kernels.attention.sm90_decode_cluster import attend_clusters
+from detjax.pallas_kernels.attention.sm90_decode_job import DecodeConfig, Job, Operands
 from detjax.pallas_kernels.attention.sm90_decode_merge import LANES
-from detjax.pallas_kernels.attention.sm90_decode_run import DecodeConfig, Job, Operands
 from detjax.pallas_kernels.attention.sm90_decode_sequences import attend_sequences
 from detjax.pallas_kernels.attention.sm90_decode_splits import attend_splits, rows_lie_in_place
 from detjax.pallas_kernels.attention.sm90_decode_spread import attend_spread

@@ -18,17 +18,9 @@ from jax.extend.mlir.dialects import arith
 from jaxlib.mlir.dialects import llvm
 
 from detjax.pallas_kernels.attention import sm90_arithmetic as bits
+from detjax.pallas_kernels.attention.sm90_decode_job import Job, Memory, Operands, Run, Work, launch
 from detjax.pallas_kernels.attention.sm90_decode_merge import LANES, MergeLanes
-from detjax.pallas_kernels.attention.sm90_decode_run import (
-    Job,
-    Memory,
-    Operands,
-    Run,
-    Work,
-    launch,
-    load_runs,
-    start_turn,
-)
+from detjax.pallas_kernels.attention.sm90_decode_run import load_runs, start_turn
 
 
 def attend_clusters(job: Job, operands: Operands) -> jax.Array:

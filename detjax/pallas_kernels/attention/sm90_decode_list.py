@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from detjax.pallas_kernels.attention import sm90_arithmetic as bits
-from detjax.pallas_kernels.attention.sm90_decode_run import DecodeConfig, Job, Memory, Run, Work
+from detjax.pallas_kernels.attention.sm90_decode_job import DecodeConfig, Job, Memory, Run, Work
 
 SEQ, FIRST_BLOCK, BLOCKS, FULL_BLOCKS, LAST, PAGES = range(6)
 """Columns of the list of runs; a run's pages are the last columns."""

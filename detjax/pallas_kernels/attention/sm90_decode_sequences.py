@@ -13,16 +13,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from detjax.pallas_kernels.attention import sm90_arithmetic as bits
+from detjax.pallas_kernels.attention.sm90_decode_job import Job, Memory, Operands, Run, launch
 from detjax.pallas_kernels.attention.sm90_decode_list import listed_work, run_list
-from detjax.pallas_kernels.attention.sm90_decode_run import (
-    Job,
-    Memory,
-    Operands,
-    Run,
-    Turn,
-    launch,
-    share_turns,
-)
+from detjax.pallas_kernels.attention.sm90_decode_run import Turn, share_turns
 
 
 def attend_sequences(job: Job, operands: Operands) -> jax.Array:

@@ -27,7 +27,8 @@ from detjax.pallas_kernels.attention.sm90_decode_exchange import (
     Exchange,
     read_weights,
 )
-from detjax.pallas_kernels.attention.sm90_decode_run import Job, Operands, load_written
+from detjax.pallas_kernels.attention.sm90_decode_job import Job, Operands
+from detjax.pallas_kernels.attention.sm90_decode_run import load_written
 from detjax.pallas_kernels.sm90_prefetch import ask_for
 
 SPREAD_CHANNELS = 128

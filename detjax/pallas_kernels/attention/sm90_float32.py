@@ -20,8 +20,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from detjax.pallas_kernels import sm90_rows
 from detjax.pallas_kernels.attention import sm90_arithmetic as bits
+from detjax.pallas_kernels.attention.sm90_decode_job import DecodeConfig, Job
 from detjax.pallas_kernels.attention.sm90_decode_merge import LANES
-from detjax.pallas_kernels.attention.sm90_decode_run import DecodeConfig, Job
 from detjax.pallas_kernels.attention.sm90_decode_splits import merge_splits
 from detjax.pallas_kernels.linear.sm90_float32 import split_rows
 

@@ -1,0 +1,351 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a launch of decode is made of: the job, its memory, a CTA's work, and the launch itself."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from detjax.pallas_kernels.attention import sm90_arithmetic as bits
+from detjax.pallas_kernels.attention.sm90_new_token import NewToken
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeConfig:
+    """How the work is scheduled. Only `blocks_per_split` decides a bit; it comes of the profile.
+
+    Attributes:
+        key_stages: Pages of keys in flight.
+        value_stages: Pages of values in flight.
+        num_ctas: CTAs; each takes splits in turn.
+        merge_unroll: How many splits' partials the merge loads at once, as long as there are as
+            many; and after that.
+        whole_sequences: Let a CTA take all splits of a sequence and fold them in registers. Nothing
+            is left to merge, but a sequence is spread over no more CTAs than it has kv heads.
+        num_compute: Warpgroups of a CTA that compute, each a run in turn: one begins and ends its
+            run while the other computes. Not with `cluster`; with `whole_sequences` of new tokens
+            alone.
+        cluster: CTAs that share the splits of a sequence and a kv head and merge them in shared
+            memory. Of one query a sequence alone. 0 leaves the merge to a second kernel.
+        scores_ahead: Compute the scores of a block while the one before it takes its softmax. Of
+            one query a sequence alone, and not with `whole_sequences`.
+        spread: A cluster's CTAs share each split, one a block; `cluster` counts them all. Of new
+            tokens alone.
+        keys_at_once: Of a sequence's last page so many keys are loaded as are written, rounded up
+            to a multiple of this: 32, 64, or 128 for whole pages.
+        prefetched: Bytes of the next product's weights that `spread` asks into the L2 cache.
+        blocks_per_split: Blocks of 128 keys in a split.
+    """
+
+    key_stages: int = 3
+    value_stages: int = 2
+    num_ctas: int = 132
+    merge_unroll: tuple[int, int] = (16, 2)
+    whole_sequences: bool = False
+    num_compute: int = 1
+    cluster: int = 0
+    scores_ahead: bool = False
+    spread: bool = False
+    keys_at_once: int = bits.BLOCK
+    prefetched: int = 0
+    blocks_per_split: int = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """What one launch attends to: static.
+
+    Attributes:
+        batch: Sequences.
+        query_len: New tokens of each.
+        kv_heads: Key/value heads.
+        group: Query heads of a key/value head.
+        channels: Of a head, 64 or 128.
+        num_pages: Of a layer of the cache.
+        padded_rows: Rows of queries that are copied for a sequence and a kv head.
+        rows_apart: How far apart the rows of two such pairs begin.
+        dtype: Of queries, keys, values and output.
+        new_token: Makes the queries of new tokens in the kernel; None where they are rows already.
+        config: The schedule.
+        is_interpreted: Use plain operations, for interpretation on CPU.
+    """
+
+    batch: int
+    query_len: int
+    kv_heads: int
+    group: int
+    channels: int
+    num_pages: int
+    padded_rows: int
+    rows_apart: int
+    dtype: Any
+    new_token: NewToken | None
+    config: DecodeConfig
+    is_interpreted: bool
+
+    @property
+    def math(self) -> bits.Arithmetic:
+        """The arithmetic on accumulators."""
+        return bits.accumulator_arithmetic(self.is_interpreted)
+
+    @property
+    def out_shape(self) -> tuple[int, int]:
+        """Shape of the output of a tile."""
+        return bits.ROWS, self.channels
+
+    @property
+    def num_slots(self) -> tuple[int, int]:
+        """Pages of keys and of values in flight."""
+        return self.config.key_stages, self.config.value_stages
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """What a CTA takes in a turn, inside the kernel: scalars.
+
+    Attributes:
+        seq: Which sequence.
+        kv_head: Which key/value head.
+        partial: Where its partial result goes, if it has one.
+        first_block: Its first block of the sequence.
+        blocks: How many.
+        full: How many of them no row need be masked in.
+        last: Position of the sequence's last token; -1 for padding.
+        page: Which page of the cache holds its j-th block.
+    """
+
+    seq: Any
+    kv_head: Any
+    partial: Any
+    first_block: Any
+    blocks: Any
+    full: Any
+    last: Any
+    page: Callable
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Memory:
+    """The references of a kernel.
+
+    Attributes:
+        queries: Rows [., C], or the operands of `NewToken`, in device memory.
+        pages: Pages of all layers as rows, likewise.
+        positions: Of the rows of a tile.
+        table: Of pages, or the list of runs.
+        num_entries: Of that list.
+        layer: Which layer's pages.
+        results: What the schedule writes.
+        q: Slots of queries, in shared memory; one a computing warpgroup, of new tokens.
+        k: The ring of keys.
+        v: The ring of values.
+        kept_results: What the schedule keeps there.
+        weights: For interpretation, where they do not stay in registers.
+        kept: The new token's key and value, of each computing warpgroup.
+        q_filled: Barriers of slots that are filled.
+        k_filled: Likewise, of each computing warpgroup.
+        v_filled: Likewise.
+        q_free: Barriers of slots that are free again.
+        k_free: Likewise.
+        v_free: Likewise.
+        barrier: The schedule's own, or None.
+    """
+
+    queries: list
+    pages: Any
+    positions: Any
+    table: Any
+    num_entries: Any
+    layer: Any
+    results: list
+    q: Any
+    k: Any
+    v: Any
+    kept_results: list
+    weights: Any
+    kept: Any
+    q_filled: Any
+    k_filled: Any
+    v_filled: Any
+    q_free: Any
+    k_free: Any
+    v_free: Any
+    barrier: Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """What both warpgroups of a CTA know of its turns.
+
+    Attributes:
+        job: What the launch attends to.
+        memory: Its references.
+        num_turns: How many runs the CTA takes.
+        run_at: Which run it takes in a turn.
+        layer: Reads the layer's number.
+    """
+
+    job: Job
+    memory: Memory
+    num_turns: Any
+    run_at: Callable[[Any], Run]
+    layer: Callable
+
+    def filled(self, barriers, turn, half: int, slot):
+        """The barrier of a slot that is filled for a turn.
+
+        # WHY: a warpgroup must see every phase of a barrier that it waits for, so each has its own.
+        """
+        return barriers.at[self.owner(turn) * self.job.num_slots[half] + slot]
+
+    def owner(self, turn):
+        """Which computing warpgroup takes a turn."""
+        count = self.job.config.num_compute
+        return lax.rem(turn, jnp.int32(count)) if count > 1 else jnp.int32(0)
+
+    def page_row(self, run: Run, page, half):
+        """Where the page's keys (half 0) or values (half 1) lie among the rows of pages."""
+        job = self.job
+        return ((self.layer() * job.num_pages + page) * 2 + half) * job.kv_heads + run.kv_head
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Operands:
+    """Operands of attention: `queries` are rows [., C], or those of `NewToken`.
+
+    Attributes:
+        queries: Of which heads; see above.
+        page_rows: The cache as rows of pages; a reference if there is a new token.
+        row_positions: Of the rows of a tile, a sequence a row.
+        page_table: As in `api.attention`.
+        positions: Likewise.
+        layer: Which layer's pages.
+        prefetch: Weights that `spread` asks into the L2 cache, or None.
+    """
+
+    queries: tuple
+    page_rows: Any
+    row_positions: jax.Array
+    page_table: jax.Array
+    positions: jax.Array
+    layer: jax.Array
+    prefetch: Any = None
+
+
+def launch(
+    job: Job,
+    operands: Operands,
+    body: Callable[[Memory], None],
+    *,
+    table: jax.Array,
+    num_entries: jax.Array,
+    schedule: str,
+    num_ctas: int,
+    results: Sequence[jax.ShapeDtypeStruct],
+    kept_results: Sequence,
+    cluster: int = 1,
+    barrier=None,
+) -> list[jax.Array]:
+    """Run `body` on the warpgroups of each CTA.
+
+    Args:
+        job: What is attended to.
+        operands: Of attention.
+        body: Gets the references.
+        table: Of pages, or the list of runs.
+        num_entries: Of that list, [1].
+        schedule: Part of the kernel's name.
+        num_ctas: CTAs, or clusters of them.
+        results: Shapes of what the schedule writes.
+        kept_results: What the schedule keeps in shared memory: two things or None. With several
+            computing warpgroups the first lies where the queries lie, which must be done with.
+        cluster: CTAs of a cluster.
+        barrier: One of the schedule's own.
+
+    Returns:
+        The results.
+    """
+    queries, dtype, channels = operands.queries, job.dtype, job.channels
+    swizzled = bits.swizzled(bits.channel_span(channels))
+
+    def whole_body(*refs):
+        refs = list(refs)
+
+        def take(count: int) -> list:
+            return [refs.pop(0) for _ in range(count)]
+
+        query_refs, (pages, positions, table, num_entries, layer) = take(len(queries)), take(5)
+        result_refs, (q, k, v), kept_refs = take(len(results)), take(3), take(2)
+        weights, kept, q_filled, k_filled, v_filled, q_free, k_free, v_free, own = refs
+        if shares_memory:
+            q, kept_refs[0] = q
+        if weights is not None:
+            weights = weights.at[lax.rem(lax.axis_index("wg"), jnp.int32(num_compute))]
+        body(
+            Memory(
+                queries=query_refs,
+                pages=pages,
+                positions=positions,
+                table=table,
+                num_entries=num_entries,
+                layer=layer,
+                results=result_refs,
+                q=q,
+                k=k,
+                v=v,
+                kept_results=kept_refs,
+                weights=weights,
+                kept=kept,
+                q_filled=q_filled,
+                k_filled=k_filled,
+                v_filled=v_filled,
+                q_free=q_free,
+                k_free=k_free,
+                v_free=v_free,
+                barrier=own,
+            )  # fmt: skip
+        )
+
+    grid = {"cluster": (cluster,), "cluster_names": ("rank",)} if cluster > 1 else {}
+    num_compute = job.config.num_compute
+    q_copies = 2 if job.new_token is None else num_compute
+    q = plgpu.SMEM((q_copies, *job.out_shape), dtype, transforms=swizzled)
+    shares_memory = num_compute > 1 and kept_results[0] is not None
+    if shares_memory:
+        q, kept_results = plgpu.RefUnion(q, kept_results[0]), [None, *kept_results[1:]]
+    kept = None
+    if job.new_token is not None:
+        kept = plgpu.SMEM((num_compute, *job.new_token.kept_shape), dtype)
+    return plgpu.kernel(
+        whole_body,
+        out_type=list(results),
+        scratch_types=[
+            q,
+            *(
+                plgpu.SMEM((n, bits.BLOCK, channels), dtype, transforms=swizzled)
+                for n in job.num_slots
+            ),
+            *kept_results,
+            plgpu.SMEM((num_compute, bits.ROWS, bits.BLOCK), dtype) if job.is_interpreted else None,
+            kept,
+            plgpu.Barrier(num_barriers=2),
+            *(plgpu.Barrier(num_barriers=n * num_compute) for n in job.num_slots),
+            *(plgpu.Barrier(num_barriers=n) for n in (2, *job.num_slots)),
+            barrier,
+        ],
+        grid=(num_ctas,),
+        grid_names=("cta",),
+        **grid,
+        num_threads=num_compute + 1,
+        thread_name="wg",
+        kernel_name=f"attention_{schedule}_sm90",
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=256),
+        interpret=plgpu.InterpretGPUParams() if job.is_interpreted else None,
+    )(
+        *queries, operands.page_rows, operands.row_positions, table, num_entries,
+        operands.layer.reshape(1),
+    )  # fmt: skip
