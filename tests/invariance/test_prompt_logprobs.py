@@ -236,7 +236,7 @@ def test_scores_survive_json():
 def test_requests_that_do_not_ask_run_the_programs_that_they_always_ran():
     made, launched = engine(), []
     run = made._runner._run
-    made._runner._run = lambda key, *rest: launched.append(key) or run(key, *rest)
+    made._runner._run = lambda key, *rest, **named: launched.append(key) or run(key, *rest, **named)
     sampling = SamplingParams(max_tokens=4, num_top_logprobs=TOP)
     (done,) = made.generate([Request(prompt_token_ids=sequences()[5], sampling=sampling)])
     assert done.prompt_logprobs is None
