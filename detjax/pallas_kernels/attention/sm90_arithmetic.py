@@ -331,8 +331,7 @@ def clear_unwritten(v_smem, first_key, last, arithmetic: Arithmetic) -> None:
         v_smem[...] = jnp.where(keys + first_key <= last, v, jnp.zeros_like(v))
         return
 
-    # WHY: stores of zeros alone. To load the block and choose took longer than its products, and
-    # its slot of the ring was wanted.
+    # WHY: stores of zeros alone. To load the block and choose took registers, and prefill spilled.
     at_once = mgpu.utils.WARPGROUP_SIZE * 8 // v_smem.shape[1]
     first_row = jnp.clip(last + 1 - first_key, 0, BLOCK)
 
