@@ -376,13 +376,21 @@ def experiments_of_rows() -> list[Experiment]:
 
 
 def experiments_table() -> list[str]:
-    """README's table: the question, what the papers found, what was found here."""
+    """README's table: the question, what the papers found, what was found here.
+
+    A question that an experiment of `benchmarks.reproduce` answers is not told twice.
+    """
     read = {name: json.loads(path.read_text()) for name, path in sorted(experiments().items())}
     cells = [
         (found["question"], found["paper"], here(name, found, is_short=True))
         for name, found in read.items()
     ]
-    cells += [(its.question, its.paper, its.here) for its in experiments_of_rows()]
+    asked = {found["question"] for found in read.values()}
+    cells += [
+        (its.question, its.paper, its.here)
+        for its in experiments_of_rows()
+        if its.question not in asked
+    ]
     return table(["question", "paper", "here"], cells)
 
 

@@ -15,6 +15,7 @@ from benchmarks.reproduce import (
     accuracy,
     completions,
     kernels,
+    latency,
     meshes,
     operators,
     policy,
@@ -32,6 +33,7 @@ from detjax.parallel.mesh import configure_virtual_devices
 EXPERIMENTS: dict[str, Experiment | WholeExperiment] = {
     "throughput": throughput.EXPERIMENT,
     "shares": shares.EXPERIMENT,
+    "latency": latency.EXPERIMENT,
     "rollbacks": rollbacks.EXPERIMENT,
     "windows": windows.EXPERIMENT,
     "operators": operators.EXPERIMENT,

@@ -129,16 +129,29 @@ def _rows(lab: Lab, shape: str) -> list[Row]:
     return rows
 
 
-def _num_equal(rows: Sequence[Row]) -> str:
-    """Prompts whose canonical answers have the same bits on two kinds of processor."""
+def _equal_answers(rows: Sequence[Row]) -> int | None:
+    """Prompts whose canonical answers have the same bits on all kinds of processor that ran.
+
+    None for one kind, or for weights of two trainings.
+    """
     by_gpu = {row["gpu"]: row["answers"] for row in rows if row["mode"] == "invariant"}
     if len(by_gpu) < 2 or len({row["weights"] for row in rows}) > 1:
-        return ""
+        return None
     found = [[text[i : i + 8] for i in range(0, len(text), 8)] for text in by_gpu.values()]
-    same = sum(len(set(of_one)) == 1 for of_one in zip(*found, strict=True))
+    return sum(len(set(of_one)) == 1 for of_one in zip(*found, strict=True))
+
+
+def _told_equal(rows: Sequence[Row]) -> str:
+    """How many of the canonical answers of some models are equal between kinds of processor."""
+    by_model = {row["model"]: [r for r in rows if r["model"] == row["model"]] for row in rows}
+    same = [_equal_answers(own) for own in by_model.values()]
+    if None in same:
+        return ""
+    asked = sum(own[0]["prompts"] for own in by_model.values())
+    gpus = dict.fromkeys(row["gpu"] for row in rows)
     return (
-        f"; {same} of {len(found[0])} canonical answers have the same bits on "
-        f"{' and '.join(by_gpu)}, which is not promised"
+        f"; {sum(filter(None, same))} of {asked} canonical answers have the same bits on "
+        f"{' and '.join(gpus)}, which is not promised"
     )
 
 
@@ -163,28 +176,45 @@ def findings(rows: Sequence[Row]) -> list[str]:
                 if mode in by_mode
             ]
             parts.append(f"{gpu}, tp {tps} x batch {batches}: {', '.join(modes)}")
-        told.append(f"{model}: {'; '.join(parts)}{_num_equal(of_model)}")
+        told.append(f"{model}: {'; '.join(parts)}{_told_equal(of_model)}")
     return told
 
 
 def short(rows: Sequence[Row]) -> list[str]:
-    """Both modes over all models and kinds of processor, in a sentence."""
+    """Both modes over the models that ran on the same meshes and kinds of processor."""
+    by_model: dict[str, list[Row]] = {}
+    for row in rows:
+        by_model.setdefault(row["model"], []).append(row)
+    alike: dict[tuple, list[Row]] = {}
+    for own in by_model.values():
+        alike.setdefault(_ran_on(own), []).extend(own)
+    return [_short_of_models(own) for own in alike.values()]
+
+
+def _ran_on(rows: Sequence[Row]) -> tuple[tuple, ...]:
+    return tuple(
+        tuple(sorted({row[name] for row in rows})) for name in ("tp", "batch", "gpu", "settings")
+    )
+
+
+def _short_of_models(rows: Sequence[Row]) -> str:
     models, gpus = (list(dict.fromkeys(row[name] for row in rows)) for name in ("model", "gpu"))
     tps, batches = (
         ", ".join(map(str, sorted({row[name] for row in rows}))) for name in ("tp", "batch")
     )
-    told = []
+    who = models[0] if len(models) == 1 else f"{len(models)} models"
+    parts = []
     for mode in MODES:
         own = [row for row in rows if row["mode"] == mode]
         unique = span_of([row["unique_outputs_mean"] for row in own], ".2f")
         with_logprobs = span_of([row["unique_with_logprobs_mean"] for row in own], ".2f")
         most = max(row["max_prob_divergence_mean"] for row in own)
-        told.append(
-            f"{mode}: {unique} unique outputs a prompt ({with_logprobs} with logprobs), divergence "
+        parts.append(
+            f"{mode} {unique} unique outputs a prompt ({with_logprobs} with logprobs), divergence "
             f"up to {short_number(most)}"
         )
-    told[-1] += f" (tp {tps} x batch {batches}, {' and '.join(gpus)}, models: {len(models)})"
-    return told
+    where = f"{who}, tp {tps} x batch {batches}, {' and '.join(gpus)}"
+    return f"{where}: {', '.join(parts)}{_told_equal(rows)}"
 
 
 def plot(figure, rows: Sequence[Row]) -> None:
@@ -229,6 +259,11 @@ def short_number(value: float) -> str:
     return f"{value:.2g}" if value else "0"
 
 
+def _ran(lab: Lab) -> str:
+    """What ran; the trained model only where it is what was asked for."""
+    return lab.setting if lab.is_given or not lab.is_full else f"bfloat16, {lab.machine}"
+
+
 def parts(lab: Lab) -> list[Part]:
     """A piece for each model."""
     return [
@@ -244,5 +279,5 @@ EXPERIMENT = Experiment(
     "tree-based kernels, for 22 to 63 % more latency.",
     parts=parts,
     result=result,
-    setting=lambda lab: f"{lab.setting}; 8B shapes have {LAYERS} layers of random weights",
+    setting=lambda lab: f"{_ran(lab)}; 8B shapes have {LAYERS} layers of random weights",
 )

@@ -194,8 +194,8 @@ def take_rows(path: Path, other: Path) -> int:
     """Put rows of another run into a written experiment, or take all where none is written.
 
     Of the same kind of GPU and the same weights: the pieces that are missing. Of another kind of
-    GPU: rows that name it, in place of those there are of it; those of experiments whose sentences
-    would not tell two kinds apart do not.
+    GPU: rows that name it, in place of those there are of it and of the same pieces; those of
+    experiments whose sentences would not tell two kinds apart do not.
 
     Returns:
         How many were taken.
@@ -210,7 +210,12 @@ def take_rows(path: Path, other: Path) -> int:
         return 0
     if more["gpu"] != found["gpu"]:
         taken = [row for row in more["rows"] if row.get("gpu") == more["gpu"]]
-        kept = [row for row in found["rows"] if row.get("gpu") != more["gpu"] or not taken]
+        again = {row["part"] for row in taken}
+        kept = [
+            row
+            for row in found["rows"]
+            if row.get("gpu") != more["gpu"] or row["part"] not in again
+        ]
     else:
         kept = found["rows"]
         there = {row["part"] for row in kept if row.get("gpu", more["gpu"]) == more["gpu"]}

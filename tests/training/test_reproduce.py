@@ -90,7 +90,7 @@ def test_the_other_experiments_find_nothing_in_invariant_mode(name, tmp_path, ca
 
 @pytest.mark.nightly
 @pytest.mark.invariance
-@pytest.mark.parametrize("name", ["throughput", "shares", "windows", "rollbacks"])
+@pytest.mark.parametrize("name", ["throughput", "shares", "latency", "windows", "rollbacks"])
 def test_drafts_are_made_and_change_no_answer_while_plain_answers_do(name, tmp_path, capsys):
     rows, _ = run(name, tmp_path / "out", capsys)
     assert all(row.get("wrong", 0) == 0 for row in rows)
@@ -349,7 +349,8 @@ def test_a_swing_is_counted_of_all_problems_and_of_sets_of_thirty():
 def mesh_row(gpu, mode, answers, **fields):
     row = {"model": "m", "gpu": gpu, "mode": mode, "tp": 1, "batch": 8, "answers": answers,
            "weights": "w", "unique_outputs_mean": 1.0, "unique_with_logprobs_mean": 1.0,
-           "max_prob_divergence_mean": 0.0, "part": "trained"}  # fmt: skip
+           "max_prob_divergence_mean": 0.0, "part": "trained", "settings": 1,
+           "prompts": 2}  # fmt: skip
     return row | fields
 
 
@@ -359,7 +360,16 @@ def test_rows_of_two_kinds_of_gpu_stand_side_by_side(tmp_path):
     (told,) = meshes.findings(ours + others)
     assert "H200, tp 1 x batch 8: fast 1.00 unique" in told and "; H100, tp 1 x batch 8" in told
     assert "1 of 2 canonical answers have the same bits on H200 and H100" in told
-    assert meshes.short(ours + others)[-1].endswith("(tp 1 x batch 8, H200 and H100, models: 1)")
+    (told,) = meshes.short(ours + others)
+    assert told.startswith("m, tp 1 x batch 8, H200 and H100: fast 1.00 unique outputs a prompt")
+    assert told.endswith(
+        "1 of 2 canonical answers have the same bits on H200 and H100, which is not promised"
+    )
+    more = [
+        mesh_row("H200", mode, "a" * 16, model="n", tp=tp) for mode in meshes.MODES for tp in (1, 2)
+    ]
+    apart = meshes.short([*ours, *others, *more])
+    assert apart[0] == told and apart[1].startswith("n, tp 1, 2 x batch 8, H200: ")
     (told,) = meshes.findings(ours + [row | {"weights": "v"} for row in others])
     assert "same bits" not in told
     card = {"question": "", "paper": "", "title": "", "setting": "s", "findings": [],
@@ -369,11 +379,16 @@ def test_rows_of_two_kinds_of_gpu_stand_side_by_side(tmp_path):
         prompted = [row | {"prompts": 2, "prompts_of": "a file", "tokens": 4} for row in rows]
         document = card | {"gpu": gpu, "rows": prompted}
         (tmp_path / folder / "meshes.json").write_text(json.dumps(document))
-    beside = ["meshes", "--redraw", str(tmp_path / "a"), "--beside", str(tmp_path / "b")]
+    (tmp_path / "c").mkdir()  # another piece of the same kind of GPU takes no place of the first's
+    more = [row | {"part": "tiny", "model": "n"} for row in document["rows"]]
+    (tmp_path / "c" / "meshes.json").write_text(json.dumps(document | {"rows": more}))
+    folders = [str(tmp_path / name) for name in "bc"]
+    beside = ["meshes", "--redraw", str(tmp_path / "a"), "--beside", *folders]
     for _ in range(2):  # the second time nothing more
         assert reproduce.main(beside) == 0
         found = json.loads((tmp_path / "a" / "meshes.json").read_text())
-        assert [row["gpu"] for row in found["rows"]] == ["H200", "H200", "H100", "H100"]
+        assert [row["gpu"] for row in found["rows"]] == ["H200"] * 2 + ["H100"] * 4
+        assert [row["part"] for row in found["rows"]].count("tiny") == 2
     assert "1 of 2 canonical answers" in found["findings"][0]
     assert reproduce.main(["meshes", "--beside", str(tmp_path)]) == 2
 
