@@ -284,5 +284,5 @@ EXPERIMENT = Experiment(
     "over 4 % for Qwen3-8B on AIME24 by tp alone.",
     parts=parts,
     result=result,
-    setting=lambda lab: lab.setting,
+    setting=lambda lab, _: lab.setting,
 )

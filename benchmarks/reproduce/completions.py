@@ -210,5 +210,5 @@ EXPERIMENT = Experiment(
     "batch-invariant kernels. Spans as in LLM-42 (arXiv:2601.17768), figure 6.",
     parts=parts,
     result=result,
-    setting=lambda lab: lab.setting,
+    setting=lambda lab, _: lab.setting,
 )

@@ -87,14 +87,14 @@ class Experiment:
         paper: Which paper, figure or table, and what it reports, in one or two lines.
         parts: The pieces that are run, most wanted first.
         result: What rows of some or all of the pieces say, given the setting as `setting` has it.
-        setting: What runs: model, counts, devices.
+        setting: What runs in a piece: model, counts, devices.
     """
 
     question: str
     paper: str
     parts: Callable[["Lab"], Sequence[Part]]
     result: Callable[[Sequence[Row], str], Result]
-    setting: Callable[["Lab"], str]
+    setting: Callable[["Lab", Part], str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,6 +8,7 @@ import numpy as np
 from benchmarks.reproduce.experiment import Experiment, Lab, Part, Result, Row
 from benchmarks.reproduce.loads import (
     GROUP,
+    OF_TRAINED,
     WINDOW,
     Server,
     large_server,
@@ -172,7 +173,7 @@ def parts(lab: Lab) -> list[Part]:
     """A piece for each model."""
     return [
         Part(
-            name="load" if make is large_server else "load, trained",
+            name="load" if make is large_server else "load" + OF_TRAINED,
             seconds=130 if make is large_server else 85,
             run=lambda make=make: _rows(lab, make),
         )

@@ -13,7 +13,7 @@ from functools import cache
 
 import numpy as np
 
-from benchmarks.reproduce.experiment import RANDOM, Lab, Row, prompts
+from benchmarks.reproduce.experiment import RANDOM, Lab, Part, Row, prompts
 from benchmarks.serving import Ask, Told, serve
 from benchmarks.step import MODELS
 from detjax.models.loading import LoadedModel, random_model
@@ -190,14 +190,17 @@ def load_servers(lab: Lab) -> list[Callable[[Lab], Server]]:
     return [trained_load_server, large_server] if lab.is_full and lab.is_given else [large_server]
 
 
-def load_setting(lab: Lab) -> str:
+OF_TRAINED = ", trained"
+"""How names of pieces that load the trained model end."""
+
+
+def load_setting(lab: Lab, part: Part) -> str:
     """What runs a load, in words, where it can be said without making the large model."""
+    if part.name.endswith(OF_TRAINED):
+        return f"rows that name it: {trained_load_server(lab).setting}"
     if not lab.is_full or lab.backend is not Backend.SM90:
         return large_server(lab).setting
-    large = f"Llama-3.1-8B shapes with random weights, bfloat16, {lab.machine}; {LARGE.words}"
-    if not lab.is_given:
-        return large
-    return f"{large}; rows that name it: {trained_load_server(lab).setting}"
+    return f"Llama-3.1-8B shapes with random weights, bfloat16, {lab.machine}; {LARGE.words}"
 
 
 def some_deterministic(count: int, percent: float) -> list[bool]:

@@ -259,9 +259,10 @@ def short_number(value: float) -> str:
     return f"{value:.2g}" if value else "0"
 
 
-def _ran(lab: Lab) -> str:
-    """What ran; the trained model only where it is what was asked for."""
-    return lab.setting if lab.is_given or not lab.is_full else f"bfloat16, {lab.machine}"
+def _setting(lab: Lab, part: Part) -> str:
+    if part.name == TRAINED:
+        return lab.setting
+    return f"{part.name}: {LAYERS} layers of random weights, bfloat16, {lab.machine}"
 
 
 def parts(lab: Lab) -> list[Part]:
@@ -279,5 +280,5 @@ EXPERIMENT = Experiment(
     "tree-based kernels, for 22 to 63 % more latency.",
     parts=parts,
     result=result,
-    setting=lambda lab: f"{_ran(lab)}; 8B shapes have {LAYERS} layers of random weights",
+    setting=_setting,
 )

@@ -375,5 +375,5 @@ EXPERIMENT = Experiment(
     "else.",
     parts=parts,
     result=result,
-    setting=lambda lab: f"random data of wide exponents; {lab.machine}",
+    setting=lambda lab, _: f"random data of wide exponents; {lab.machine}",
 )

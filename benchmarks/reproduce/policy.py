@@ -228,5 +228,5 @@ EXPERIMENT = Experiment(
     "bits the KL is 0. TBIK (arXiv:2511.17826), figure 8.",
     parts=parts,
     result=result,
-    setting=lambda lab: lab.setting,
+    setting=lambda lab, _: lab.setting,
 )

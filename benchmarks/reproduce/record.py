@@ -39,7 +39,7 @@ class Record:
         wanted: Words of which a piece's name must have one; without any, all pieces are run.
         rows: Of the pieces that are done, each with the name of its piece, and its build.
         whole: The result of an experiment of one piece, once it has run here.
-        setting: Of the rows, as the run that made them said.
+        setting: Of the rows, as the runs that made them said.
         has_new: Whether a piece has run here.
     """
 
@@ -107,7 +107,9 @@ class Record:
         self.rows += [{"weights": self.lab.weights} | dict(row) | facts for row in found]
         self.has_new = True
         if isinstance(self.experiment, Experiment):
-            self.setting = self.experiment.setting(self.lab)
+            setting = self.experiment.setting(self.lab, part)
+            if setting not in self.setting:
+                self.setting += f"; {setting}" if self.setting else setting
 
     def _run_whole(self) -> Sequence[Row]:
         assert isinstance(self.experiment, WholeExperiment)

@@ -116,5 +116,5 @@ EXPERIMENT = Experiment(
     "ShareGPT, 3,351 and 10.97 % on arXiv; online at 12 requests/s 13.8 %.",
     parts=parts,
     result=result,
-    setting=lambda lab: trained_server(lab).setting,
+    setting=lambda lab, _: trained_server(lab).setting,
 )

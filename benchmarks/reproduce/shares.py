@@ -9,6 +9,7 @@ import numpy as np
 from benchmarks.reproduce.experiment import Experiment, Lab, Part, Result, Row
 from benchmarks.reproduce.loads import (
     GROUP,
+    OF_TRAINED,
     WINDOW,
     Server,
     large_server,
@@ -229,7 +230,7 @@ def parts(lab: Lab) -> list[Part]:
     large = lab.pick(SMALL, FULL)
     return [
         Part(
-            name=workload.name if make is large_server else f"{workload.name}, trained",
+            name=workload.name if make is large_server else workload.name + OF_TRAINED,
             seconds=workload.seconds,
             run=lambda workload=workload, make=make: _rows(lab, workload, make),
         )

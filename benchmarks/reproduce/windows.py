@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 
 from benchmarks.reproduce.experiment import Experiment, Lab, Part, Result, Row
 from benchmarks.reproduce.loads import (
+    OF_TRAINED,
     WINDOW,
     Server,
     large_server,
@@ -288,7 +289,7 @@ def parts(lab: Lab) -> list[Part]:
     large = lab.pick(SMALL, FULL)
     return [
         Part(
-            name=f"window {window}" + ("" if make is large_server else ", trained"),
+            name=f"window {window}" + ("" if make is large_server else OF_TRAINED),
             seconds=seconds,
             run=lambda window=window, groups=groups, make=make: _rows(lab, window, groups, make),
         )

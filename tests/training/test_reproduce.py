@@ -124,7 +124,7 @@ def make_record():
             )  # fmt: skip
 
         experiment = Experiment(
-            question="q", paper="p", parts=parts, result=result, setting=lambda _: "here"
+            question="q", paper="p", parts=parts, result=result, setting=lambda _, part: "here"
         )
         card = {"fingerprint": "f", "commit": "c", "date": "d", "gpu": "g"}
         return Record(name=name, experiment=experiment, lab=lab, card=card)
