@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from benchmarks.reproduce import __main__ as reproduce
-from benchmarks.reproduce import accuracy, meshes, problems, shares, windows
+from benchmarks.reproduce import accuracy, latency, loads, meshes, problems, shares, windows
 from benchmarks.reproduce.completions import _spans
 from benchmarks.reproduce.experiment import (
     Experiment,
@@ -26,6 +26,7 @@ from benchmarks.reproduce.experiment import (
 )
 from benchmarks.reproduce.loads import some_deterministic
 from benchmarks.reproduce.record import Record, redraw, run_pieces, take_rows
+from detjax.models.bundled import bundled_model_path
 from detjax.pallas_kernels.backend import Backend
 
 
@@ -391,6 +392,40 @@ def test_rows_of_two_kinds_of_gpu_stand_side_by_side(tmp_path):
         assert [row["part"] for row in found["rows"]].count("tiny") == 2
     assert "1 of 2 canonical answers" in found["findings"][0]
     assert reproduce.main(["meshes", "--beside", str(tmp_path)]) == 2
+
+
+def latency_row(mode, percent, rate, **fields):
+    row = {"model": "m", "mode": mode, "deterministic_percent": percent, "rate_per_s": rate,
+           "deterministic": percent // 10, "first_token_p50_ms": 5.0, "end_to_end_p99_ms": 1500.0,
+           "p99_over_fast": 1.0, "paper_p99_over_fast": 3.0, "windows": 4 * (mode == "dvr"),
+           "wrong": 0, "plain_different": 0}  # fmt: skip
+    return row | fields
+
+
+def test_latencies_are_told_by_rate_and_the_paper_beside_the_highest():
+    rows = [
+        latency_row(mode, percent, rate, p99_over_fast=1 + rate / 100, plain_different=percent == 0)
+        for mode, percent in latency.CASES
+        for rate in (10.0, 20.0)
+    ]
+    low, high, bits = latency.findings(rows)
+    assert "10 requests a second: P99 end to end of fast 1.50 s, over it invariant 1.10, " in low
+    assert "invariant 1.20 (3.00), drafts at 10 % 1.20 (3.00)" in high and "(3.00)" not in low
+    assert bits.startswith("m: 0 of 52 deterministic answers have another bit")
+    assert bits.endswith(", 2 of the others")
+    assert latency.short(rows) == [high, bits]
+    without = [latency_row("dvr", 10, 10.0, windows=0), latency_row("fast", 0, 10.0)]
+    assert ", over it no drafts at 10 % 1.00 (3.00)" in latency.findings(without)[0]
+
+
+def test_a_setting_names_what_ran_and_no_other_model():
+    lab = Lab(size=Size.SMALL, folder=bundled_model_path(), backend=Backend.PORTABLE, num_devices=1)
+    names = ("load", "load" + loads.OF_TRAINED)
+    large, trained = (
+        loads.load_setting(lab, Part(name=name, seconds=1.0, run=list)) for name in names
+    )
+    assert large.endswith("8 slots, chunks of 32 tokens") and "rows that name it" not in large
+    assert trained.startswith("rows that name it: novels-6m ")
 
 
 def test_pieces_of_two_runs_of_the_same_weights_are_put_together(make_record, tmp_path):
