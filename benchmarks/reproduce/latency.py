@@ -8,13 +8,13 @@ import numpy as np
 from benchmarks.reproduce.experiment import Experiment, Lab, Part, Result, Row
 from benchmarks.reproduce.loads import (
     GROUP,
-    OF_TRAINED,
     WINDOW,
     Server,
     large_server,
     load_servers,
     load_setting,
     num_different,
+    piece_name,
     quantiles_ms,
     some_deterministic,
     window_facts,
@@ -36,7 +36,7 @@ at 18 requests a second, with SGLang's batch-invariant mode for `invariant`."""
 
 
 def _rates(lab: Lab, *, is_large: bool) -> tuple[float, ...]:
-    """Requests a second; a load of all at once has 130 of the trained model on an H200."""
+    """Requests a second. Asked all at once, the trained model answers about 130 on an H200."""
     return lab.pick((20.0,), (4.0, 8.0, 12.0) if is_large else (40.0, 80.0, 120.0))
 
 
@@ -99,40 +99,45 @@ def _case(row: Row) -> str:
 
 def findings(rows: Sequence[Row]) -> list[str]:
     """For each model and rate every case beside `fast`, and the bits of all of them."""
-    told = []
-    for model in dict.fromkeys(row["model"] for row in rows):
-        own = [row for row in rows if row["model"] == model]
-        rates = list(dict.fromkeys(row["rate_per_s"] for row in own))
-        for rate in rates:
-            at_rate = [row for row in own if row["rate_per_s"] == rate]
-            (fast,) = [row for row in at_rate if row["mode"] == "fast"]
-            cases = [
-                f"{_case(row)} {row['p99_over_fast']:.2f}"
-                + (f" ({row['paper_p99_over_fast']:.2f})" if rate == rates[-1] else "")
-                for row in at_rate
-                if row is not fast
-            ]
-            told.append(
-                f"{model}, {rate:g} requests a second: P99 end to end of fast "
-                f"{fast['end_to_end_p99_ms'] / 1e3:.2f} s, over it {', '.join(cases)}; first token "
-                + ", ".join(f"{_case(r)} {r['first_token_p50_ms']:.1f}" for r in at_rate)
-                + " ms (P50)"
-            )
-        exact = [row for row in own if row["mode"] != "fast"]
-        counted = sum(row["deterministic"] for row in exact)
-        told.append(
-            f"{model}: {sum(row['wrong'] for row in exact)} of {counted} deterministic answers "
-            f"have another bit than the canonical one, "
-            f"{sum(row['plain_different'] for row in own)} of the others"
-        )
-    return told
+    return [sentence for of_model in _told(rows) for sentence in of_model]
 
 
 def short(rows: Sequence[Row]) -> list[str]:
     """The highest rate of each model, and the bits."""
-    told = findings(rows)
-    each = len(told) // len({row["model"] for row in rows})
-    return [sentence for i, sentence in enumerate(told) if i % each >= each - 2]
+    return [sentence for of_model in _told(rows) for sentence in of_model[-2:]]
+
+
+def _told(rows: Sequence[Row]) -> list[list[str]]:
+    models = dict.fromkeys(row["model"] for row in rows)
+    return [_told_of(model, [row for row in rows if row["model"] == model]) for model in models]
+
+
+def _told_of(model: str, rows: Sequence[Row]) -> list[str]:
+    """A sentence for each rate, the paper beside the last, and one of the bits."""
+    told = []
+    rates = list(dict.fromkeys(row["rate_per_s"] for row in rows))
+    for rate in rates:
+        at_rate = [row for row in rows if row["rate_per_s"] == rate]
+        (fast,) = [row for row in at_rate if row["mode"] == "fast"]
+        cases = [
+            f"{_case(row)} {row['p99_over_fast']:.2f}"
+            + (f" ({row['paper_p99_over_fast']:.2f})" if rate == rates[-1] else "")
+            for row in at_rate
+            if row is not fast
+        ]
+        told.append(
+            f"{model}, {rate:g} requests a second: P99 end to end of fast "
+            f"{fast['end_to_end_p99_ms'] / 1e3:.2f} s, over it {', '.join(cases)}; first token "
+            + ", ".join(f"{_case(r)} {r['first_token_p50_ms']:.1f}" for r in at_rate)
+            + " ms (P50)"
+        )
+    exact = [row for row in rows if row["mode"] != "fast"]
+    told.append(
+        f"{model}: {sum(row['wrong'] for row in exact)} of "
+        f"{sum(row['deterministic'] for row in exact)} deterministic answers have another bit than "
+        f"the canonical one, {sum(row['plain_different'] for row in rows)} of the others"
+    )
+    return told
 
 
 def plot(figure, rows: Sequence[Row]) -> None:
@@ -173,7 +178,7 @@ def parts(lab: Lab) -> list[Part]:
     """A piece for each model."""
     return [
         Part(
-            name="load" if make is large_server else "load" + OF_TRAINED,
+            name=piece_name("load", make),
             seconds=130 if make is large_server else 85,
             run=lambda make=make: _rows(lab, make),
         )

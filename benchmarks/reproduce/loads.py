@@ -27,6 +27,9 @@ from detjax.serving.programs import ProgramCache
 WINDOW, GROUP = 64, 8
 """Tokens of a window and windows of a verification: LLM-42's defaults, and those of its table 4."""
 
+OF_TRAINED = ", trained"
+"""How names of pieces that load the trained model end."""
+
 COUNTS = (
     "num_launches", "verify_launches", "decode_transfers", "plan_s", "launch_s", "wait_s",
     "commit_s",
@@ -190,8 +193,9 @@ def load_servers(lab: Lab) -> list[Callable[[Lab], Server]]:
     return [trained_load_server, large_server] if lab.is_full and lab.is_given else [large_server]
 
 
-OF_TRAINED = ", trained"
-"""How names of pieces that load the trained model end."""
+def piece_name(name: str, make: Callable[[Lab], Server]) -> str:
+    """The name of a piece that loads the server that `make` makes."""
+    return name if make is large_server else name + OF_TRAINED
 
 
 def load_setting(lab: Lab, part: Part) -> str:

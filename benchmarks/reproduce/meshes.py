@@ -192,9 +192,7 @@ def short(rows: Sequence[Row]) -> list[str]:
 
 
 def _ran_on(rows: Sequence[Row]) -> tuple[tuple, ...]:
-    return tuple(
-        tuple(sorted({row[name] for row in rows})) for name in ("tp", "batch", "gpu", "settings")
-    )
+    return tuple(tuple(sorted({row[name] for row in rows})) for name in ("tp", "batch", "gpu"))
 
 
 def _short_of_models(rows: Sequence[Row]) -> str:
@@ -262,7 +260,7 @@ def short_number(value: float) -> str:
 def _setting(lab: Lab, part: Part) -> str:
     if part.name == TRAINED:
         return lab.setting
-    return f"{part.name}: {LAYERS} layers of random weights, bfloat16, {lab.machine}"
+    return f"the shapes: {LAYERS} layers of random weights, bfloat16, {lab.machine}"
 
 
 def parts(lab: Lab) -> list[Part]:

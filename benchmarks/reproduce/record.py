@@ -76,7 +76,8 @@ class Record:
             print(f"{path}: {left} rows of other weights are not resumed", file=sys.stderr)
         new = [row for row in rows if not any(row["part"] == old["part"] for old in self.rows)]
         self.rows += new
-        self.setting = found["setting"]
+        if new:
+            self.setting = joined(self.setting, found["setting"])
 
     @property
     def parts(self) -> Sequence[Part]:
@@ -107,9 +108,7 @@ class Record:
         self.rows += [{"weights": self.lab.weights} | dict(row) | facts for row in found]
         self.has_new = True
         if isinstance(self.experiment, Experiment):
-            setting = self.experiment.setting(self.lab, part)
-            if setting not in self.setting:
-                self.setting += f"; {setting}" if self.setting else setting
+            self.setting = joined(self.setting, self.experiment.setting(self.lab, part))
 
     def _run_whole(self) -> Sequence[Row]:
         assert isinstance(self.experiment, WholeExperiment)
@@ -192,6 +191,13 @@ def has_pieces(path: Path) -> bool:
     return all("part" in row for row in json.loads(path.read_text())["rows"])
 
 
+def joined(setting: str, more: str) -> str:
+    """Two settings in words, the second where the first does not say it."""
+    if not setting or more in setting:
+        return setting or more
+    return f"{setting}; {more}"
+
+
 def take_rows(path: Path, other: Path) -> int:
     """Put rows of another run into a written experiment, or take all where none is written.
 
@@ -228,8 +234,8 @@ def take_rows(path: Path, other: Path) -> int:
             if row["part"] not in there
             and (not weights or row.get("weights", RANDOM) in weights | {RANDOM})
         ]
-    if taken and more["setting"] not in found["setting"]:
-        found["setting"] += f"; {more['setting']}"
+    if taken:
+        found["setting"] = joined(found["setting"], more["setting"])
     path.write_text(json.dumps(found | {"rows": kept + taken}, indent=1) + "\n")
     return len(taken)
 

@@ -9,13 +9,13 @@ import numpy as np
 from benchmarks.reproduce.experiment import Experiment, Lab, Part, Result, Row
 from benchmarks.reproduce.loads import (
     GROUP,
-    OF_TRAINED,
     WINDOW,
     Server,
     large_server,
     load_servers,
     load_setting,
     num_different,
+    piece_name,
     some_deterministic,
     window_facts,
 )
@@ -230,7 +230,7 @@ def parts(lab: Lab) -> list[Part]:
     large = lab.pick(SMALL, FULL)
     return [
         Part(
-            name=workload.name if make is large_server else workload.name + OF_TRAINED,
+            name=piece_name(workload.name, make),
             seconds=workload.seconds,
             run=lambda workload=workload, make=make: _rows(lab, workload, make),
         )

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from benchmarks.reproduce.experiment import Experiment, Lab, Part, Result, Row, name_of
 from benchmarks.reproduce.loads import (
     GROUP,
-    OF_TRAINED,
     WINDOW,
     Server,
     large_server,
     load_servers,
     load_setting,
     num_different,
+    piece_name,
     window_facts,
 )
 from benchmarks.serving import Ask
@@ -145,7 +145,7 @@ def parts(lab: Lab) -> list[Part]:
     """A piece for each model."""
     return [
         Part(
-            name="mixtures" if make is large_server else "mixtures" + OF_TRAINED,
+            name=piece_name("mixtures", make),
             seconds=95 if make is large_server else 50,
             run=lambda make=make: _rows(lab, make),
         )

@@ -11,13 +11,13 @@ from jax.sharding import NamedSharding
 
 from benchmarks.reproduce.experiment import Experiment, Lab, Part, Result, Row
 from benchmarks.reproduce.loads import (
-    OF_TRAINED,
     WINDOW,
     Server,
     large_server,
     load_servers,
     load_setting,
     num_different,
+    piece_name,
     quantiles_ms,
     window_facts,
 )
@@ -289,7 +289,7 @@ def parts(lab: Lab) -> list[Part]:
     large = lab.pick(SMALL, FULL)
     return [
         Part(
-            name=f"window {window}" + ("" if make is large_server else OF_TRAINED),
+            name=piece_name(f"window {window}", make),
             seconds=seconds,
             run=lambda window=window, groups=groups, make=make: _rows(lab, window, groups, make),
         )

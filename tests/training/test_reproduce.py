@@ -350,7 +350,7 @@ def test_a_swing_is_counted_of_all_problems_and_of_sets_of_thirty():
 def mesh_row(gpu, mode, answers, **fields):
     row = {"model": "m", "gpu": gpu, "mode": mode, "tp": 1, "batch": 8, "answers": answers,
            "weights": "w", "unique_outputs_mean": 1.0, "unique_with_logprobs_mean": 1.0,
-           "max_prob_divergence_mean": 0.0, "part": "trained", "settings": 1,
+           "max_prob_divergence_mean": 0.0, "part": "trained",
            "prompts": 2}  # fmt: skip
     return row | fields
 
