@@ -48,9 +48,9 @@ from detjax.parallel.exchange import (
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS, make_mesh
 from detjax.serving.launch_operands import unpack_choice
 from detjax.serving.program_key import ProgramKey
-from detjax.serving.programs import pages_shape
+from detjax.serving.programs import in_place, pages_shape
 from detjax.serving.request import SamplingParams
-from detjax.testing.programs import operands_for, plain_key, programs_for
+from detjax.testing.programs import launches, operands_for, plain_key, programs_for
 from detjax.xla_flags import EXACT_OPTIONS
 
 SM90 = Backend.SM90
@@ -342,7 +342,7 @@ class Runner:
             key, params = self._key(batch, length), self.model.params
             programs = programs_for(self.model, num_pages=self.num_pages, num_slots=batch)
             if self.options:
-                jitted = jax.jit(programs.function(key), donate_argnums=2)
+                jitted = jax.jit(programs.function(key), donate_argnums=in_place(key))
                 lowered = jitted.lower(*programs.operands(key, params))
                 program = compile_checked(lowered, EXACT_OPTIONS | self.options)
             else:
@@ -353,11 +353,11 @@ class Runner:
     def run(self, batch: int, length: int, start: int, repeats: int = 1):
         """Dependent steps; the last one's result, and milliseconds a step."""
         step, _ = self.compiled(batch, length)
-        arguments = self.arguments(batch, length, start)
+        of_launches = launches(self.arguments(batch, length, start), repeats)
         model = self.model
-        jax.block_until_ready((self.cache, arguments))
+        jax.block_until_ready((self.cache, of_launches))
         begin = time.perf_counter()
-        for _ in range(repeats):
+        for arguments in of_launches:
             self.cache[0], *_, result = step(
                 model.params, model.rope_tables, self.cache[0], *arguments
             )

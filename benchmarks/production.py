@@ -44,6 +44,7 @@ from detjax.serving.launch_operands import PrefillOperands, VerifyOperands, unpa
 from detjax.serving.program_key import ProgramKey, program_keys
 from detjax.serving.programs import (
     ProgramCache,
+    Slots,
     adjusted_shape,
     empty,
     empty_pages,
@@ -336,11 +337,9 @@ class Reference:
         operands.token_ids[0, : len(ids)] = ids
         window = np.zeros((1, REFERENCE_WINDOW), np.int32)
         window[0, 0] = ids[0]
-        self._slots = dataclasses.replace(
-            self._slots,
-            window=jax.device_put(window, self._slots.window.sharding),
-            start=jax.device_put(np.full(1, at, np.int32), self._slots.start.sharding),
-        )
+        slots = Slots.without_drafts(window, np.full(1, at, np.int32))
+        shardings = jax.tree.map(lambda x: x.sharding, self._slots)
+        self._slots = jax.tree.map(jax.device_put, slots, shardings)
         return self._run(key, tables, operands.pack(), *adjust)
 
 

@@ -54,7 +54,7 @@ from detjax.serving.heap import frozen_heap
 from detjax.serving.programs import ProgramCache, empty_pages
 from detjax.serving.request import NO_WINDOWS, SamplingParams, WindowCounts
 from detjax.testing.load import LoadReport, lone_answers, make_questions, run_load
-from detjax.testing.programs import operands_for, plain_key, programs_for
+from detjax.testing.programs import launches, operands_for, plain_key, programs_for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -421,9 +421,10 @@ def _bare_step_ms(bench: Bench, mode: str, batch: int, context: int) -> float:
     )  # fmt: skip
     times = []
     for _ in range(6):
+        of_launches = jax.block_until_ready(launches(operands, 20))
         begin_s = time.perf_counter()
-        for _ in range(20):
-            pages, _, result = program(model.params, model.rope_tables, pages, *operands)
+        for arguments in of_launches:
+            pages, _, result = program(model.params, model.rope_tables, pages, *arguments)
         jax.block_until_ready((pages, result))
         times.append((time.perf_counter() - begin_s) / 20 * 1e3)
     return statistics.median(times[1:])
@@ -527,7 +528,7 @@ def windows(bench: Bench) -> bool:
 
 
 def narrow(bench: Bench) -> bool:
-    """Drafts of 8-bit weights against plain decoding at small batches.
+    """Drafts of 8-bit weights, if any are asked for, and plain decoding at small batches.
 
     One token a launch, and as many as a window has drafts.
     """
@@ -611,8 +612,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=64, help="rows of `overhead`")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16], help="of `narrow`")
     parser.add_argument(
-        "--narrow", nargs="+", default=["int8", "float8_e4m3fn"], help="draft weights of `narrow`"
-    )
+        "--narrow", nargs="*", default=["int8", "float8_e4m3fn"],
+        help="draft weights of `narrow`; none: no drafts"
+    )  # fmt: skip
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--decode-batches", type=int, nargs="*", default=[])
     parser.add_argument("--max-prefill-streak", type=int, default=0, help="see EngineConfig")

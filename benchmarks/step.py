@@ -45,7 +45,7 @@ from detjax.serving.launch_operands import unpack_choice
 from detjax.serving.program_key import ProgramKey
 from detjax.serving.programs import ProgramCache, pages_shape
 from detjax.serving.request import SamplingParams
-from detjax.testing.programs import operands_for, plain_key, programs_for
+from detjax.testing.programs import launches, operands_for, plain_key, programs_for
 
 CONTEXT = 1024
 """Tokens of each sequence at a decode step, the new one included, unless a case says another."""
@@ -91,6 +91,15 @@ MODELS = {
         experts=ExpertConfig(
             num_experts=128, top_k=8, width=768, renormalise=True, layers=(True,) * 48
         ),
+    ),
+    # What `tools/train_tiny.py` trains.
+    "novels_130m": _config(
+        vocab_size=4096, hidden_size=1024, num_layers=8, num_heads=8, num_kv_heads=4,
+        head_dim=128, intermediate_size=4096,
+    ),
+    "novels_500m": _config(
+        vocab_size=4096, hidden_size=2048, num_layers=8, num_heads=16, num_kv_heads=8,
+        head_dim=128, intermediate_size=8192,
     ),
     "tiny": _config(
         vocab_size=1024, hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=2,
@@ -239,17 +248,18 @@ class Runner:
     def choices(self, impl: str, case: Case) -> tuple[np.ndarray, np.ndarray]:
         """Token ids and logprobs of one step."""
         step, _ = self.compiled(impl, case)
-        self.pages, packed = step(self.pages, *self.operands(impl, case))
+        (operands,) = launches(self.operands(impl, case), 1)
+        self.pages, packed = step(self.pages, *operands)
         choice = unpack_choice(np.asarray(packed), 0)
         return np.asarray(choice.token_ids), np.asarray(choice.logprobs)
 
     def run(self, impl: str, case: Case, repeats: int) -> float:
         """Run dependent steps; milliseconds of wall time a step."""
         step, _ = self.compiled(impl, case)
-        operands = self.operands(impl, case)
-        jax.block_until_ready((self.pages, operands))
+        of_launches = launches(self.operands(impl, case), repeats)
+        jax.block_until_ready((self.pages, of_launches))
         begin = time.perf_counter()
-        for _ in range(repeats):
+        for operands in of_launches:
             self.pages, result = step(self.pages, *operands)
         jax.block_until_ready((self.pages, result))
         return (time.perf_counter() - begin) / repeats * 1e3
@@ -341,8 +351,8 @@ def show_kernels(runner: Runner, impl: str, case: Case) -> None:
     times = by_kernel(kernel_events(lambda: runner.run(impl, case, 3)), repeats=3)
     total = sum(us for _, _, us in times)
     print(f"  {impl}: {total:10.1f} us in {sum(n for _, n, _ in times):.0f} launches")
-    for name, launches, us in times[:24]:
-        print(f"  {us:10.1f} us {launches:6.0f} x {us / launches:8.2f}  {name[:70]}")
+    for name, count, us in times[:24]:
+        print(f"  {us:10.1f} us {count:6.0f} x {us / count:8.2f}  {name[:70]}")
 
 
 class BitsOfRows:

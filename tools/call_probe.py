@@ -2,7 +2,7 @@
 """What the host does in the call of a compiled decode step of a small model, and what shortens it.
 
 python tools/call_probe.py                        # all settings, each a process of its own
-python tools/call_probe.py --only plain donated   # some of them
+python tools/call_probe.py --only plain kept      # some of them
 
 Eleven requests run in the serving engine, as in `benchmarks.reproduce throughput`, and each call of
 a decode step is timed. Settings differ in which operands a step writes in place, so that fewer
@@ -30,19 +30,21 @@ from typing import Any
 PROFILED = "--xla_enable_command_buffers_during_profiling=true"
 SETTINGS = {
     "plain": "",
+    "kept": "",
     "sent": "",
-    "donated": "",
     "ring": "",
+    "pinned": "",
     "skip_temp": "--xla_gpu_command_buffer_update_mode=SKIP_TEMP",
     "skip_profiled": "--xla_gpu_command_buffer_update_mode=SKIP_PROFILED",
     "no_graph": "--xla_gpu_enable_command_buffer=",
     "drivers": PROFILED,
-    "drivers_ring": PROFILED,
+    "drivers_pinned": PROFILED,
 }
 """XLA's flags by the name of a setting.
 
-`sent`: the host sends the rows of every step. `donated`: steps write the slots in place, too.
-`ring`: and their results into those of three steps ago, which the host has read.
+`kept`: steps write the cache alone in place, no slots. `sent`: the host sends the rows of every
+step. `ring`: steps write their results into those of three steps ago, which the host has read.
+`pinned`: results lie in the host's memory.
 """
 
 REQUESTS, PROMPT_LEN, REPEATS = 11, 512, 3
@@ -63,7 +65,7 @@ class Calls:
 
 def _operands_in_place(setting: str, kind: str) -> tuple[int, ...]:
     """Positions of what a program donates: the cache, the slots, the parameters of a prefill."""
-    if setting not in ("donated", "ring", "drivers_ring"):
+    if setting == "kept":
         return (2,)
     return (2, 3, 4) if kind == "prefill" else (2, 3)
 
@@ -76,7 +78,7 @@ def patch(setting: str, calls: dict[str, Calls]) -> None:
     from detjax.serving import placed_rows, programs
     from detjax.xla_flags import EXACT_OPTIONS, FAST_OPTIONS
 
-    has_ring = setting in ("ring", "drivers_ring")
+    has_ring, is_pinned = setting == "ring", setting.endswith("pinned")
 
     def compile_timed(self, key, params):
         function, operands = self.function(key), self.operands(key, params)
@@ -97,7 +99,12 @@ def patch(setting: str, calls: dict[str, Calls]) -> None:
                 jax.device_put(jax.numpy.zeros(old.shape, old.dtype), sharding) for _ in range(3)
             )
         else:
-            jitted = jax.jit(function, donate_argnums=donated)
+            shardings = None
+            if is_pinned:
+                state = operands[2:5] if key.kind == "prefill" else operands[2:4]
+                on_host = operands[5].sharding.with_memory_kind("pinned_host")
+                shardings = (*jax.tree.map(lambda x: x.sharding, state), on_host)
+            jitted = jax.jit(function, donate_argnums=donated, out_shardings=shardings)
             compiled, results = compile_checked(jitted.lower(*operands), options), None
         of_key = calls.setdefault(key.name, Calls(key.name))
 
@@ -139,10 +146,7 @@ def measure(setting: str, backend_name: str, lock: Path) -> None:
     patch(setting, calls)
     backend = Backend(backend_name)
     is_gpu = backend is Backend.SM90
-    config = dataclasses.replace(
-        step.MODELS["llama3_8b"], vocab_size=8192, hidden_size=1024, num_layers=8, num_heads=8,
-        num_kv_heads=4, intermediate_size=4096,
-    )  # fmt: skip
+    config = step.MODELS["novels_130m"]
     if not is_gpu:
         config = dataclasses.replace(
             config, vocab_size=512, hidden_size=128, num_layers=1, num_heads=2, num_kv_heads=1,
@@ -169,10 +173,11 @@ def measure(setting: str, backend_name: str, lock: Path) -> None:
                     is_deterministic=i < num_exact)
                 for i in range(REQUESTS)
             ]  # fmt: skip
-            engine, runs = engines[mode], []
+            engine, runs, told = engines[mode], [], []
             for repeat in range(REPEATS + 1):
                 for one in calls.values():
-                    one.begins_s.clear(), one.seconds.clear(), one.addresses.clear()
+                    for values in (one.begins_s, one.seconds, one.addresses):
+                        values.clear()
                     one.wants_addresses = repeat == REPEATS
                 told, counts = server.counted(engine, asks)
                 rate = sum(t.num_tokens for t in told) / max(t.releases_s[-1] for t in told)
@@ -191,7 +196,7 @@ def measure(setting: str, backend_name: str, lock: Path) -> None:
                        for name in ("plan_s", "launch_s", "wait_s", "commit_s")},
                 })  # fmt: skip
             for one in told:
-                if one.ask.is_deterministic or mode == "fast":
+                if one.ask.is_deterministic:
                     bits.update(one.digest.encode())
             looked = runs.pop()
             found[mode] = sorted(runs, key=lambda run: run["rate"])[len(runs) // 2]

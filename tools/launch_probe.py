@@ -55,7 +55,7 @@ def measure(name: str, lock: Path, batches: list[int]) -> None:
 
     from benchmarks import step
     from detjax.pallas_kernels.backend import Backend
-    from detjax.testing.programs import plain_key, programs_for
+    from detjax.testing.programs import launches, plain_key, programs_for
 
     def empty_kernel(*, dependent: bool):
         def body(x_ref, o_ref):
@@ -111,8 +111,9 @@ def measure(name: str, lock: Path, batches: list[int]) -> None:
             found[f"batch {len(case.rows)}, us"] = runner.wall_ms("invariant", case) * 1e3
 
         def run_loop():
+            ((of_slots, *host),) = launches((slots, sampling, packed), 1)
             runner.pages, *_, result = loop(
-                runner.model.params, runner.model.rope_tables, runner.pages, slots, sampling, packed
+                runner.model.params, runner.model.rope_tables, runner.pages, of_slots, *host
             )
             return result
 

@@ -326,8 +326,8 @@ MUTANTS = (
         edits=(
             Edit(
                 where=SERVING,
-                old="slots.start.at[slot].set(start + 1 - is_draft",
-                new="slots.start.at[slot].set(start + 1",
+                old="with_drafts(start + 1 - is_draft, offset + is_draft)",
+                new="with_drafts(start + 1, offset + is_draft)",
             ),
         ),
         tests=(f"{SCHEDULES}::test_wrong_drafts_are_never_committed_and_right_ones_are",),

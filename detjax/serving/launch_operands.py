@@ -111,13 +111,14 @@ class DecodeOperands:
 
     Attributes:
         slot: [B]; out of range for padding.
-        offset: [B], drafts before this one in the window; -1 if the tokens are committed.
+        is_draft: [B], 1 if the tokens go behind the drafts of the slot's window, 0 if they are
+            committed. How many drafts there are is in the slot, so that rows stay as they are.
         count: [B], tokens wanted of a launch of several.
         page_table: [B, n].
     """
 
     slot: Any
-    offset: Any
+    is_draft: Any
     count: Any
     page_table: Any
 
@@ -131,7 +132,7 @@ class DecodeOperands:
         """Make rows of padding, to be filled in: no slot, no page, no token."""
         return cls(
             slot=np.full(num_rows, no_slot, np.int32),
-            offset=np.zeros(num_rows, np.int32),
+            is_draft=np.zeros(num_rows, np.int32),
             count=np.zeros(num_rows, np.int32),
             page_table=np.zeros((num_rows, table_len), np.int32),
         )
@@ -139,25 +140,13 @@ class DecodeOperands:
     def pack(self) -> np.ndarray:
         """Lay the record out as one int32 array."""
         no_ids = self.page_table[:, :0]
-        return _pack(self.page_table, no_ids, self.slot, self.offset, self.count)
-
-    @staticmethod
-    def behind_drafts(packed):
-        """Packed rows of the step behind these, if nothing has changed but the drafts they made.
-
-        On the host or the device. Padding makes none.
-        """
-        offset, count = packed[:, -2], packed[:, -1]
-        num_made = count * (offset >= 0).astype(np.int32)
-        is_offset = np.zeros(packed.shape[1], np.int32)
-        is_offset[-2] = 1
-        return packed + num_made[:, None] * is_offset[None]
+        return _pack(self.page_table, no_ids, self.slot, self.is_draft, self.count)
 
     @classmethod
     def unpack(cls, packed, *, table_len: int) -> "DecodeOperands":
         """Find the record in a packed array, on the host or the device."""
-        slot, offset, count = _unpack_numbers(packed, table_len, 0)
-        return cls(slot=slot, offset=offset, count=count, page_table=packed[:, :table_len])
+        slot, is_draft, count = _unpack_numbers(packed, table_len, 0)
+        return cls(slot=slot, is_draft=is_draft, count=count, page_table=packed[:, :table_len])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,7 +11,7 @@ from collections import abc
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ from detjax.serving.config import ReplicaConfig
 from detjax.serving.interrupts import HeldInterrupts
 from detjax.serving.launch_operands import DecodeOperands, PrefillOperands, VerifyOperands
 from detjax.serving.metrics import EngineStats, Pauses
-from detjax.serving.placed_rows import PlacedRows, row_programs
+from detjax.serving.placed_rows import PlacedRows
 from detjax.serving.program_key import (
     ProgramKey,
     ProgramKind,
@@ -87,6 +87,30 @@ class Launch:
     operands: Any
     result: jax.Array
     launched_s: float
+
+
+class _Least(NamedTuple):
+    """What programs do at least, though no row wants it: see `ModelRunner.set_least`."""
+
+    num_top: int
+    with_filters: bool
+    with_adjustments: bool
+    num_prompt_top: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _LaidOut:
+    """A decode step as it was launched last.
+
+    Attributes:
+        key: Its program.
+        packed: `DecodeOperands`.
+        told: What both follow from.
+    """
+
+    key: ProgramKey
+    packed: np.ndarray
+    told: tuple
 
 
 def places[T: Row](key: ProgramKey, rows: abc.Sequence[abc.Sequence[T]]) -> Iterator[tuple[int, T]]:
@@ -153,7 +177,6 @@ class ModelRunner:
                 "those of an engine of these sizes, or none"
             )
         self._text_len = config.table_len * config.page_len
-        self._has_drafts = config.mode == "dvr" and config.max_draft_fraction > 0
         self.set_least()
         self.take_weights()
         self.reset()
@@ -172,7 +195,8 @@ class ModelRunner:
             empty(model, sampling_shape(model, programs.num_slots)),
         )
         self._adjusted: AdjustedSlots | None = None  # allocated by whom first needs it
-        self._placed = PlacedRows(model.mesh, self._stats, has_drafts=self._has_drafts)
+        self._placed = PlacedRows(model.mesh, self._stats)
+        self._laid_out: dict[str, _LaidOut] = {}
 
     @property
     def is_lost(self) -> bool:
@@ -204,9 +228,7 @@ class ModelRunner:
 
         For a list of requests that is known ahead: one variant for all, so fewer are compiled.
         """
-        self._least_num_top, self._always_filters = num_top, with_filters
-        self._always_adjusts = with_adjustments
-        self._least_prompt_top = num_prompt_top
+        self._least = _Least(num_top, with_filters, with_adjustments, num_prompt_top)
 
     # ------------------------------------------------------------------------------------ launching
 
@@ -229,7 +251,7 @@ class ModelRunner:
     def _launch_prefill(self, rows: list[list[PrefillRow]], shape: tuple[int, int]) -> Launch:
         kernels: Kernels = "fast" if self._config.mode == "fast" else "invariant"
         wanted = [r.seq.request.sampling for part in rows for r in part if r.is_scored]
-        tops = [self._least_prompt_top, *(p.num_prompt_logprobs or 0 for p in wanted)]
+        tops = [self._least.num_prompt_top, *(p.num_prompt_logprobs or 0 for p in wanted)]
         key = self._key(
             "prefill",
             rows,
@@ -275,6 +297,21 @@ class ModelRunner:
 
     def _launch_decode(self, rows: list[list[DecodeRow]], *, weights: str) -> Launch:
         """A token of each row, or up to `decode_steps`."""
+        laid_out = self._lay_out(rows, weights)
+        placed = self._placed.place(laid_out.key, laid_out.packed)
+        return self._run(laid_out.key, rows, laid_out.packed, placed=placed)
+
+    def _lay_out(self, rows: list[list[DecodeRow]], weights: str) -> "_LaidOut":
+        """The program of a decode step, and its operands: those of the step before if they hold."""
+        # WHY: until a sequence comes, goes or needs a page every step is told the same, and on a
+        # small model the host is what a step waits for.
+        told = self._least, [
+            [(r.seq, r.epoch, len(r.seq.pages), r.is_draft, r.num_tokens) for r in part]
+            for part in rows
+        ]  # fmt: skip
+        last = self._laid_out.get(weights)
+        if last is not None and last.told == told:
+            return last
         size = _smallest(self._config.decode_sizes, rows)
         most_tokens = max(row.num_tokens for part in rows for row in part)
         length = self._config.decode_steps if most_tokens > 1 else 1
@@ -292,11 +329,11 @@ class ModelRunner:
                 at = slice(replica * size, replica * size + len(part))
                 slots = [r.seq.slot for r in part]
                 operands.slot[at] = slots
-                operands.offset[at] = [r.offset if r.is_draft else -1 for r in part]
+                operands.is_draft[at] = [r.is_draft for r in part]
                 operands.count[at] = [r.num_tokens for r in part]
                 operands.page_table[at] = self._tables[replica, slots, : key.table_len]
-        packed = operands.pack()
-        return self._run(key, rows, packed, placed=self._placed.place(key, packed))
+        self._laid_out[weights] = _LaidOut(key=key, packed=operands.pack(), told=told)
+        return self._laid_out[weights]
 
     def _launch_verify(self, rows: list[list[VerifyRow]]) -> Launch:
         size, length = _smallest(self._config.verify_sizes, rows), self._config.verify_window
@@ -334,7 +371,7 @@ class ModelRunner:
         seqs = [row.seq for part in rows for row in part]
         longest = max(len(seq.pages) for seq in seqs)
         num_tops = (seq.request.sampling.num_top_logprobs for seq in seqs)
-        adjusts = self._always_adjusts or any(seq.is_adjusted for seq in seqs)
+        adjusts = self._least.with_adjustments or any(seq.is_adjusted for seq in seqs)
         return ProgramKey(
             kind=kind,
             rows=size,
@@ -342,8 +379,8 @@ class ModelRunner:
             table_len=next(n for n in table_lens(kind, self._config) if n >= longest),
             mode=kernels,
             weights=weights,
-            num_top=round_num_top(max(self._least_num_top, *num_tops)),
-            with_filters=self._always_filters or any(seq.is_filtered for seq in seqs),
+            num_top=round_num_top(max(self._least.num_top, *num_tops)),
+            with_filters=self._least.with_filters or any(seq.is_filtered for seq in seqs),
             text_len=self._text_len if adjusts else 0,
             num_prompt_top=num_prompt_top,
         )
@@ -441,8 +478,6 @@ class ModelRunner:
         begin_s = time.perf_counter()
         with ThreadPoolExecutor(max_workers=max(4, os.cpu_count() or 1)) as pool:
             futures = {key: pool.submit(self._get, key) for key in missing}
-            for shape in self._draft_shapes(keys):
-                pool.submit(row_programs, self._model.mesh, shape)
             if self._config.self_check != "off":
                 cache = pages_shape(self._model, self.programs.num_pages)
                 pool.submit(checksum_program, self._model.mesh, cache.shape, cache.dtype)
@@ -462,22 +497,9 @@ class ModelRunner:
         if key not in self.programs:
             begin_s = time.perf_counter()
             self._get(key)
-            for shape in self._draft_shapes((key,)):
-                row_programs(self._model.mesh, shape)
             self._count_compiled(1, begin_s)
         self._check_new((key,))
         return self._get(key)
-
-    def _draft_shapes(self, keys: abc.Sequence[ProgramKey]) -> set[tuple[int, int]]:
-        """Shapes of the rows that decode programs among these make drafts with."""
-        return {
-            (
-                self._num_rows(key),
-                DecodeOperands.num_columns(table_len=key.table_len, length=key.length),
-            )
-            for key in keys
-            if self._has_drafts and key.kind == "decode"
-        }
 
     def _count_compiled(self, count: int, begin_s: float) -> None:
         end_s = time.perf_counter()

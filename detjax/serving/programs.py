@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -63,16 +64,28 @@ Candidates = Callable[[Int32[Array, " B"], Int32[Array, " B"]], Int32[Array, " B
 class Slots:
     """What the device knows of each running sequence, besides its sampling parameters.
 
-    A step returns new slots and leaves the old ones alone: they are small, and what reads them
-    late in the step must not find what the step has written.
+    A step writes them in place, so that their addresses stay in its CUDA graph; `compile_checked`
+    refuses a program that reads late what it has written.
 
     Attributes:
         window: int32 [S, W]: the last committed token, then the drafts that follow it.
-        start: int32 [S], position of the last committed token.
+        place: int32 [S, 2]: position of the last committed token, and how many drafts follow it.
+            Of one array, as each array that a step writes is a launch.
     """
 
     window: Any
-    start: Any
+    place: Any
+
+    @classmethod
+    def without_drafts(cls, window, start) -> "Slots":
+        """Slots whose last committed tokens, at positions `start`, no draft follows."""
+        return cls(window=window, place=with_drafts(start, 0))
+
+
+def with_drafts(start, num_drafts):
+    """`Slots.place` of these positions, int32 [S] or [B]; on the host or the device."""
+    numpy = np if isinstance(start, np.ndarray) else jnp
+    return numpy.stack([start, numpy.full_like(start, 0) + num_drafts], axis=-1)
 
 
 def pages_shape(model: LoadedModel, num_pages: int) -> jax.ShapeDtypeStruct:
@@ -94,7 +107,7 @@ def slots_shape(model: LoadedModel, num_slots: int, window_len: int) -> Slots:
     """Shapes of `num_slots` slots over all replicas, and their sharding."""
     return Slots(
         window=_by_row(model, num_slots, jnp.int32, window_len),
-        start=_by_row(model, num_slots, jnp.int32),
+        place=_by_row(model, num_slots, jnp.int32, 2),
     )
 
 
@@ -191,6 +204,11 @@ def sampling_shape(model: LoadedModel, count: int) -> SamplingRows:
     )
 
 
+def in_place(key: ProgramKey) -> tuple[int, ...]:
+    """Which arguments a program donates: the cache and the slots; of a prefill sampling, too."""
+    return (2, 3, 4) if key.kind == "prefill" else (2, 3)
+
+
 def keep_candidates(token_ids: Int32[Array, " B"], positions: Int32[Array, " B"]):
     """Use drafts as they are."""
     return token_ids
@@ -199,12 +217,12 @@ def keep_candidates(token_ids: Int32[Array, " B"], positions: Int32[Array, " B"]
 class ProgramCache:
     """The engine's programs for one model and one size of cache, compiled when first wanted.
 
-    Every program takes `(params, rope tables, cache, slots, sampling, *host arrays)`, of which it
-    donates the cache alone, and returns `(cache, slots, result)`, a prefill `(cache, slots,
-    sampling, result)`. The first host array is packed operands, and the result is packed too: see
-    `launch_operands`. Where a row has adjustments, `AdjustedSlots` and `AdjustOperands` follow the
-    host arrays, and the new `AdjustedSlots` stand before the result. Engines of the same sizes may
-    share them.
+    Every program takes `(params, rope tables, cache, slots, sampling, *host arrays)` and returns
+    `(cache, slots, result)`, a prefill `(cache, slots, sampling, result)`. Of its arguments it
+    writes in place what it returns (`in_place`). The first host array is packed operands, and the
+    result is packed too: see `launch_operands`. Where a row has adjustments, `AdjustedSlots` and
+    `AdjustOperands` follow the host arrays, and the new `AdjustedSlots` stand before the result.
+    Engines of the same sizes may share them.
 
     Attributes:
         num_pages: Cache pages over all replicas.
@@ -329,7 +347,7 @@ class ProgramCache:
         return params, tables, *state, *self._host_shapes(key)
 
     def _compile(self, key: ProgramKey, params: dict) -> Callable:
-        jitted = jax.jit(self.function(key), donate_argnums=2)
+        jitted = jax.jit(self.function(key), donate_argnums=in_place(key))
         options = FAST_OPTIONS if key.mode == "fast" else EXACT_OPTIONS
         return compile_checked(jitted.lower(*self.operands(key, params)), options)
 
@@ -387,7 +405,7 @@ class ProgramCache:
         put = {"mode": "drop", "unique_indices": False}
         slots = Slots(
             window=slots.window.at[given.slot, 0].set(choice.token_ids, **put),
-            start=slots.start.at[given.slot].set(last + 1, **put),
+            place=slots.place.at[given.slot].set(with_drafts(last + 1, 0), **put),
         )
         sampling = jax.tree.map(lambda old, new: old.at[given.slot].set(new, **put), sampling, rows)
         result = pack_choice(choice)
@@ -428,13 +446,9 @@ class ProgramCache:
         kv_cache, slots, *kept, results = carry
         # A row that has its tokens is padding.
         is_padding = i >= given.count
-        rows = dataclasses.replace(
-            given,
-            slot=jnp.where(is_padding, slots.start.shape[0], given.slot),
-            offset=jnp.where(given.offset < 0, given.offset, given.offset + i),
-        )
+        rows = dataclasses.replace(given, slot=jnp.where(is_padding, len(slots.place), given.slot))
         for operands in of_rows:
-            slot = jnp.where(is_padding, slots.start.shape[0], operands.slot)
+            slot = jnp.where(is_padding, len(slots.place), operands.slot)
             kept.append(dataclasses.replace(operands, slot=slot))
         *state, result = self._decode_one(
             key, params, tables, kv_cache, slots, sampling, rows, *kept
@@ -446,12 +460,13 @@ class ProgramCache:
     ):
         """A token of each row: committed, or put behind the drafts before it."""
         slot = given.slot
-        is_draft = (given.offset >= 0).astype(jnp.int32)
-        offset = jnp.maximum(given.offset, 0)
+        is_draft = given.is_draft
+        start, num_drafts = slots.place.at[slot].get(mode="fill", fill_value=-1).T
+        # Of what is committed there is none in the slot: a window is verified first.
+        offset = num_drafts * is_draft
         flat = slots.window.reshape(-1)
         place = partial(_place, slots.window.shape, slot)
         ids = flat.at[place(offset)].get(mode="fill", fill_value=0)
-        start = slots.start.at[slot].get(mode="fill", fill_value=-1)
         position = jnp.where(start < 0, -1, start + offset)
         tokens = Tokens(ids=ids[:, None], positions=position[:, None], page_table=given.page_table)
 
@@ -481,7 +496,9 @@ class ProgramCache:
             window=flat.at[place(offset + is_draft)]
             .set(token_ids, mode="drop")
             .reshape(slots.window.shape),
-            start=slots.start.at[slot].set(start + 1 - is_draft, mode="drop"),
+            place=slots.place.at[slot].set(
+                with_drafts(start + 1 - is_draft, offset + is_draft), mode="drop"
+            ),
         )
         result = pack_choice(dataclasses.replace(choice, token_ids=token_ids))
         if not adjust:
@@ -520,7 +537,7 @@ class ProgramCache:
         on_device = slots.window.at[slot].get(mode="fill", fill_value=0)
         drafts = jnp.where(given.is_given[:, None] == 1, given.token_ids, on_device)[:, 1:]
         ids = jnp.concatenate([on_device[:, :1], drafts], axis=1)
-        start = slots.start.at[slot].get(mode="fill", fill_value=-1)
+        start = slots.place.at[slot, 0].get(mode="fill", fill_value=-1)
         step_idx = jnp.arange(length, dtype=jnp.int32)[None, :]
         is_token = (start[:, None] >= 0) & (step_idx <= num_drafts[:, None])
         positions = jnp.where(is_token, start[:, None] + step_idx, -1)
@@ -549,7 +566,7 @@ class ProgramCache:
         last = jnp.take_along_axis(chosen, num_accepted[:, None], axis=1)[:, 0]
         slots = Slots(
             window=slots.window.at[slot, 0].set(last, mode="drop"),
-            start=slots.start.at[slot].set(start + num_accepted + 1, mode="drop"),
+            place=slots.place.at[slot].set(with_drafts(start + num_accepted + 1, 0), mode="drop"),
         )
         result = pack_verified(choice, num_accepted, length=length)
         if not adjust:

@@ -228,13 +228,12 @@ class PrefillRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeRow:
-    """`num_tokens` that are committed at once, or as many drafts from `offset` of a window on."""
+    """`num_tokens` that are committed at once, or as many drafts behind those of a window."""
 
     seq: Sequence
     epoch: int
     num_tokens: int
     is_draft: bool
-    offset: int
     window: int
 
 

@@ -95,7 +95,6 @@ class Speculation:
             epoch=seq.epoch,
             num_tokens=num_tokens,
             is_draft=self.drafts(seq),
-            offset=seq.num_drafts,
             window=seq.window,
         )
         if row.is_draft:

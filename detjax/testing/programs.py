@@ -4,6 +4,7 @@
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
@@ -79,16 +80,16 @@ def operands_for(
     window = np.zeros((count, 1), np.int32)
     if key.kind == "decode":
         window[:, 0] = ids[:, 0]
-        slots = Slots(window=window, start=start)
+        slots = Slots.without_drafts(window, start)
         decode = DecodeOperands(
             slot=slot,
-            offset=np.full(count, -1, np.int32),  # committed
+            is_draft=np.zeros(count, np.int32),
             count=np.ones(count, np.int32),
             page_table=table,
         )
         operands = slots, rows, decode.pack()
     else:
-        slots = Slots(window=window, start=np.zeros(count, np.int32))
+        slots = Slots.without_drafts(window, np.zeros(count, np.int32))
         prefill = PrefillOperands(
             slot=slot,
             start=start,
@@ -98,3 +99,12 @@ def operands_for(
         )
         operands = slots, rows, prefill.pack(), rows
     return jax.device_put(operands, NamedSharding(model.mesh, BY_ROW))
+
+
+def launches(operands: tuple, count: int) -> list[tuple]:
+    """Operands as `operands_for` gives them, for `count` launches.
+
+    Each has slots and sampling parameters of its own, since a launch writes in place.
+    """
+    slots, sampling, *host = operands
+    return [(*jax.tree.map(jnp.copy, (slots, sampling)), *host) for _ in range(count)]

@@ -175,12 +175,12 @@ class IntegerSteps(ProgramCache):
         result = self._empty(len(packed), key)
         for row in range(len(packed)):
             slot, place = self._places(row, key, given)
-            offset, count = int(given.offset[row]), int(given.count[row])
+            is_draft, count = bool(given.is_draft[row]), int(given.count[row])
             for i in range(count if slot is not None else 0):
                 window, start, how = slots[slot]
-                at = max(offset, 0) + (i if offset >= 0 else 0)
+                at = len(window) - 1 if is_draft else 0
                 (choice,) = self._run(kv_cache, place, start + at, [window[at]], how, key.mode)
-                if offset >= 0:
+                if is_draft:
                     slots[slot] = (window[: at + 1] + [choice[0]], start, how)
                 else:
                     slots[slot] = ([choice[0]], start + 1, how)

@@ -124,9 +124,10 @@ class Device:
 
     def decode(self, replica: int, row: DecodeRow) -> tuple:
         key = replica, row.seq.slot
-        drafts = self.windows[key][: row.offset]
+        drafts = self.windows[key] if row.is_draft else []
         tokens = self.prefixes[key] + drafts
-        assert len(drafts) == row.offset
+        # The device counts the drafts of a slot, and the host those of a sequence.
+        assert len(self.windows[key]) == row.seq.num_drafts - row.num_tokens * row.is_draft
         kind = "canonical" if row.seq.is_canonical and not row.is_draft else "draft"
         assert 1 <= row.num_tokens <= self.config.decode_steps
         for _ in range(row.num_tokens):
@@ -135,7 +136,7 @@ class Device:
             tokens = tokens + [self.token_after(tokens) + (0 if is_right else 100)]
         if row.is_draft:
             self.windows[key] = tokens[len(self.prefixes[key]) :]
-            return row, self.windows[key][row.offset :]
+            return row, self.windows[key][len(drafts) :]
         self.prefixes[key] = tokens
         return row, tokens[-row.num_tokens :]
 

@@ -23,7 +23,7 @@ def nobodys_slots(config: ReplicaConfig) -> tuple[Slots, SamplingRows]:
     """Slots for a launch that commits nothing."""
     count = config.num_replicas * config.num_slots
     window = np.zeros((count, config.verify_window), np.int32)
-    slots = Slots(window=window, start=np.zeros(count, np.int32))
+    slots = Slots.without_drafts(window, np.zeros(count, np.int32))
     return slots, SamplingRows.pack([_IDLE] * count)
 
 
@@ -75,7 +75,7 @@ class RowMaker:
             window[:, slot, 0] = position % self._vocab_size
             start[:, slot] = position
             sampling[slot] = (SamplingParams(temperature=1.0, seed=row), row)
-        slots = Slots(window=window.reshape(dp * num_slots, -1), start=start.reshape(-1))
+        slots = Slots.without_drafts(window.reshape(dp * num_slots, -1), start.reshape(-1))
         return slots, SamplingRows.pack(sampling * dp)
 
     def decode(self, key: ProgramKey, group: Group) -> np.ndarray:
@@ -85,8 +85,7 @@ class RowMaker:
             dp * num_rows, no_slot=self._config.num_slots, table_len=key.table_len
         )
         for at, row, table in self._rows(key, group):
-            operands.slot[at], operands.offset[at] = self._slot(row), -1
-            operands.count[at] = key.length
+            operands.slot[at], operands.count[at] = self._slot(row), key.length
             operands.page_table[at] = table
         return operands.pack()
 
