@@ -32,6 +32,14 @@ Row = dict[str, Any]
 RANDOM = "random"
 """What rows of a model of random weights have for the digest of its weights."""
 
+CHAINED = "random, chained"
+"""And those of `loads.chained`."""
+
+
+def is_random(weights: str) -> bool:
+    """Whether the weights of a row are no trained model's."""
+    return weights in (RANDOM, CHAINED)
+
 
 class Size(enum.Enum):
     """How much an experiment does."""

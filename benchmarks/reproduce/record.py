@@ -20,6 +20,7 @@ from benchmarks.reproduce.experiment import (
     Result,
     Row,
     WholeExperiment,
+    is_random,
     short,
 )
 
@@ -62,7 +63,6 @@ class Record:
         path = folder / f"{self.name}.json"
         if not path.exists():
             return
-        own = {RANDOM, self.lab.weights}
         found = json.loads(path.read_text())
         now = {"size": self.lab.size.value, "gpu": self.card["gpu"]}
         other = [f"{k}={found.get(k)!r}" for k, v in now.items() if found.get(k) != v]
@@ -70,7 +70,11 @@ class Record:
         if other:
             print(f"{path} is not resumed: it has {', '.join(other)}; here {now}", file=sys.stderr)
             return
-        rows = [row for row in found["rows"] if row.get("weights", RANDOM) in own]
+        rows = [
+            row
+            for row in found["rows"]
+            if is_random(row.get("weights", RANDOM)) or row["weights"] == self.lab.weights
+        ]
         if len(rows) < len(found["rows"]):
             left = len(found["rows"]) - len(rows)
             print(f"{path}: {left} rows of other weights are not resumed", file=sys.stderr)
@@ -227,12 +231,12 @@ def take_rows(path: Path, other: Path) -> int:
     else:
         kept = found["rows"]
         there = {row["part"] for row in kept if row.get("gpu", more["gpu"]) == more["gpu"]}
-        weights = {row.get("weights", RANDOM) for row in kept} - {RANDOM}
+        weights = {row["weights"] for row in kept if not is_random(row.get("weights", RANDOM))}
         taken = [
             row
             for row in more["rows"]
             if row["part"] not in there
-            and (not weights or row.get("weights", RANDOM) in weights | {RANDOM})
+            and (not weights or is_random(row.get("weights", RANDOM)) or row["weights"] in weights)
         ]
     if taken:
         found["setting"] = joined(found["setting"], more["setting"])
