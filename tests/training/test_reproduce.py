@@ -2,6 +2,7 @@
 """The experiments of `benchmarks.reproduce` run, and what must be zero is."""
 
 import argparse
+import dataclasses
 import importlib.util
 import json
 import sys
@@ -26,8 +27,15 @@ from benchmarks.reproduce.experiment import (
 )
 from benchmarks.reproduce.loads import some_deterministic
 from benchmarks.reproduce.record import Record, redraw, run_pieces, take_rows
+from benchmarks.step import MODELS
 from detjax.models.bundled import bundled_model_path
+from detjax.models.loading import random_model
+from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
+from detjax.parallel.mesh import make_mesh
+from detjax.serving.config import EngineConfig
+from detjax.serving.engine import Engine
+from detjax.serving.request import Request, SamplingParams
 
 
 def run(name: str, folder, capsys) -> tuple[list[dict], str]:
@@ -297,6 +305,37 @@ def test_problems_that_count_are_lines_of_the_trainer_which_it_does_not_show(tra
         bound = 10 ** (len(str(numbers[-1])) - 1)
         assert numbers[-1] >= bound and all(n < bound for n in numbers[:-1])
         assert len(numbers) <= train_tiny.MAX_TERMS
+
+
+def test_drafts_of_chained_weights_are_right_where_those_of_random_ones_are_not():
+    """The control: plain random weights, whose windows roll back."""
+    config = dataclasses.replace(
+        MODELS["tiny"], num_layers=4, sliding_windows=(None,) * 4, hidden_size=512, head_dim=128,
+        intermediate_size=1024,
+    )  # fmt: skip
+    drawn = random_model(
+        config, seed=0, profile=NumericsProfile(), mesh=make_mesh(1, 1, platform="cpu"),
+        backend=Backend.PORTABLE,
+    )  # fmt: skip
+    rollbacks, answers = {}, {}
+    for name, model in (("random", drawn), ("chained", loads.chained(drawn))):
+        sizes = EngineConfig(
+            mode="dvr", batch_size=4, max_len=128, num_pages=8, prefill_chunk=32,
+            verify_window=16, verify_rows=4, max_draft_fraction=1.0, self_check="off",
+        )  # fmt: skip
+        sampling = SamplingParams(max_tokens=40, ignore_eos=True)
+        requests = [Request(prompt_token_ids=(10 + i,) * 20, sampling=sampling) for i in range(4)]
+        engine = Engine(model, sizes)
+        answers[name] = [one.token_ids for one in engine.generate(requests)]
+        rollbacks[name] = engine.stats().num_rollbacks
+        assert engine.stats().num_windows >= 3 * 4 - 1
+    assert rollbacks["chained"] == 0 < rollbacks["random"]
+    # Token x + 1 follows x nearly always, and nearly never in the other model.
+    follows = {
+        name: np.mean([np.diff(one) == 1 for one in answers[name]])
+        for name in ("chained", "random")
+    }
+    assert follows["chained"] > 0.9 and follows["random"] < 0.1, follows
 
 
 def test_rates_follow_the_time_that_is_over(train_tiny, monkeypatch):
