@@ -333,6 +333,30 @@ MUTANTS = (
         tests=(f"{SCHEDULES}::test_wrong_drafts_are_never_committed_and_right_ones_are",),
     ),
     Mutant(
+        name="drafts-are-not-forgotten",
+        fault="a verification leaves the count of a slot's drafts as it was",
+        edits=(
+            Edit(
+                where=SERVING,
+                old="with_drafts(start + num_accepted + 1, 0)",
+                new="with_drafts(start + num_accepted + 1, num_drafts)",
+            ),
+        ),
+        tests=(f"{SCHEDULES}::test_wrong_drafts_are_never_committed_and_right_ones_are",),
+    ),
+    Mutant(
+        name="new-pages-are-not-told",
+        fault="a decode step is laid out as the last one was, though a sequence has a new page",
+        edits=(
+            Edit(
+                where=SERVING,
+                old="(r.seq, r.epoch, len(r.seq.pages), r.is_draft, r.num_tokens)",
+                new="(r.seq, r.epoch, r.is_draft, r.num_tokens)",
+            ),
+        ),
+        tests=(f"{SCHEDULES}::test_wrong_drafts_are_never_committed_and_right_ones_are",),
+    ),
+    Mutant(
         name="requests-leak",
         fault="the engine never forgets a request's sequences",
         edits=(

@@ -103,8 +103,9 @@ def findings(rows: Sequence[Row]) -> list[str]:
 
 
 def short(rows: Sequence[Row]) -> list[str]:
-    """The highest rate of each model, and the bits."""
-    return [sentence for of_model in _told(rows) for sentence in of_model[-2:]]
+    """The highest rate of the first model, and the bits of every one."""
+    first, *others = _told(rows)
+    return [*first[-2:], *(of_model[-1] for of_model in others)]
 
 
 def _told(rows: Sequence[Row]) -> list[list[str]]:

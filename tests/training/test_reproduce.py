@@ -453,6 +453,8 @@ def test_latencies_are_told_by_rate_and_the_paper_beside_the_highest():
     assert bits.startswith("m: 0 of 52 deterministic answers have another bit")
     assert bits.endswith(", 2 of the others")
     assert latency.short(rows) == [high, bits]
+    of_other = [row | {"model": "n"} for row in rows]
+    assert latency.short(rows + of_other) == [high, bits, f"n{bits[1:]}"]
     without = [latency_row("dvr", 10, 10.0, windows=0), latency_row("fast", 0, 10.0)]
     assert ", over it no drafts at 10 % 1.00 (3.00)" in latency.findings(without)[0]
 
