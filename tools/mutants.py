@@ -350,8 +350,8 @@ MUTANTS = (
         edits=(
             Edit(
                 where=SERVING,
-                old="(r.seq, r.epoch, len(r.seq.pages), r.is_draft, r.num_tokens)",
-                new="(r.seq, r.epoch, r.is_draft, r.num_tokens)",
+                old="row.epoch, len(seq.pages), row.is_draft",
+                new="row.epoch, row.is_draft",
             ),
         ),
         tests=(f"{SCHEDULES}::test_wrong_drafts_are_never_committed_and_right_ones_are",),

@@ -113,6 +113,14 @@ class _LaidOut:
     told: tuple
 
 
+def _told_of(row: DecodeRow) -> tuple[int, ...]:
+    """What the operands of a row follow from. Within an epoch a sequence only gets more pages."""
+    seq = row.seq  # not kept itself: an engine at rest knows no request
+    return (
+        seq.request_id, seq.sequence_idx, row.epoch, len(seq.pages), row.is_draft, row.num_tokens,
+    )  # fmt: skip
+
+
 def places[T: Row](key: ProgramKey, rows: abc.Sequence[abc.Sequence[T]]) -> Iterator[tuple[int, T]]:
     """(row of the program, row of the batch)."""
     for replica, part in enumerate(rows):
@@ -305,10 +313,7 @@ class ModelRunner:
         """The program of a decode step, and its operands: those of the step before if they hold."""
         # WHY: until a sequence comes, goes or needs a page every step is told the same, and on a
         # small model the host is what a step waits for.
-        told = self._least, [
-            [(r.seq, r.epoch, len(r.seq.pages), r.is_draft, r.num_tokens) for r in part]
-            for part in rows
-        ]  # fmt: skip
+        told = self._least, [[_told_of(row) for row in part] for part in rows]
         last = self._laid_out.get(weights)
         if last is not None and last.told == told:
             return last
