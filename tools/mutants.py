@@ -326,8 +326,8 @@ MUTANTS = (
         edits=(
             Edit(
                 where=SERVING,
-                old="with_drafts(start + 1 - is_draft, offset + is_draft)",
-                new="with_drafts(start + 1, offset + is_draft)",
+                old="slots.placed(slot, start + 1 - is_draft,",
+                new="slots.placed(slot, start + 1,",
             ),
         ),
         tests=(f"{SCHEDULES}::test_wrong_drafts_are_never_committed_and_right_ones_are",),
@@ -338,8 +338,8 @@ MUTANTS = (
         edits=(
             Edit(
                 where=SERVING,
-                old="with_drafts(start + num_accepted + 1, 0)",
-                new="with_drafts(start + num_accepted + 1, num_drafts)",
+                old="slots.placed(slot, start + num_accepted + 1)",
+                new="slots.placed(slot, start + num_accepted + 1, num_drafts)",
             ),
         ),
         tests=(f"{SCHEDULES}::test_wrong_drafts_are_never_committed_and_right_ones_are",),

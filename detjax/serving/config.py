@@ -124,6 +124,11 @@ class EngineConfig:
                 f"decode_steps={self.decode_steps} must be at most verify_window - 1 = "
                 f"{self.verify_window - 1} in dvr, the drafts of a window"
             )
+        if self.max_len * self.verify_window >= 2**31:
+            raise ValueError(
+                f"max_len={self.max_len} times verify_window={self.verify_window} must be below "
+                "2**31: a slot keeps a position and its number of drafts in one int32"
+            )
         if self.has_prompt_lookup and self.decode_steps > 1:
             raise ValueError(
                 f"decode_steps={self.decode_steps} does not go with has_prompt_lookup, which reads "

@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -69,8 +68,8 @@ class Slots:
 
     Attributes:
         window: int32 [S, W]: the last committed token, then the drafts that follow it.
-        place: int32 [S, 2]: position of the last committed token, and how many drafts follow it.
-            Of one array, as each array that a step writes is a launch.
+        place: int32 [S]: position of the last committed token times W, plus how many drafts follow
+            it. One number, as each array that a step writes is a launch, and so is joining two.
     """
 
     window: Any
@@ -79,13 +78,17 @@ class Slots:
     @classmethod
     def without_drafts(cls, window, start) -> "Slots":
         """Slots whose last committed tokens, at positions `start`, no draft follows."""
-        return cls(window=window, place=with_drafts(start, 0))
+        return cls(window=window, place=start * window.shape[1])
 
+    def unplaced(self, slot) -> tuple[Int32[Array, " B"], Int32[Array, " B"]]:
+        """Of the slots that rows name: (position, drafts behind it); position -1 for no slot."""
+        place = self.place.at[slot].get(mode="fill", fill_value=-1)
+        return place // self.window.shape[1], place % self.window.shape[1]
 
-def with_drafts(start, num_drafts):
-    """`Slots.place` of these positions, int32 [S] or [B]; on the host or the device."""
-    numpy = np if isinstance(start, np.ndarray) else jnp
-    return numpy.stack([start, numpy.full_like(start, 0) + num_drafts], axis=-1)
+    def placed(self, slot, start, num_drafts=0) -> Int32[Array, " S"]:
+        """`place` with these of the slots that rows name."""
+        place = start * self.window.shape[1] + num_drafts
+        return self.place.at[slot].set(place, mode="drop")
 
 
 def pages_shape(model: LoadedModel, num_pages: int) -> jax.ShapeDtypeStruct:
@@ -107,7 +110,7 @@ def slots_shape(model: LoadedModel, num_slots: int, window_len: int) -> Slots:
     """Shapes of `num_slots` slots over all replicas, and their sharding."""
     return Slots(
         window=_by_row(model, num_slots, jnp.int32, window_len),
-        place=_by_row(model, num_slots, jnp.int32, 2),
+        place=_by_row(model, num_slots, jnp.int32),
     )
 
 
@@ -405,7 +408,7 @@ class ProgramCache:
         put = {"mode": "drop", "unique_indices": False}
         slots = Slots(
             window=slots.window.at[given.slot, 0].set(choice.token_ids, **put),
-            place=slots.place.at[given.slot].set(with_drafts(last + 1, 0), **put),
+            place=slots.placed(given.slot, last + 1),
         )
         sampling = jax.tree.map(lambda old, new: old.at[given.slot].set(new, **put), sampling, rows)
         result = pack_choice(choice)
@@ -461,7 +464,7 @@ class ProgramCache:
         """A token of each row: committed, or put behind the drafts before it."""
         slot = given.slot
         is_draft = given.is_draft
-        start, num_drafts = slots.place.at[slot].get(mode="fill", fill_value=-1).T
+        start, num_drafts = slots.unplaced(slot)
         # Of what is committed there is none in the slot: a window is verified first.
         offset = num_drafts * is_draft
         flat = slots.window.reshape(-1)
@@ -496,9 +499,7 @@ class ProgramCache:
             window=flat.at[place(offset + is_draft)]
             .set(token_ids, mode="drop")
             .reshape(slots.window.shape),
-            place=slots.place.at[slot].set(
-                with_drafts(start + 1 - is_draft, offset + is_draft), mode="drop"
-            ),
+            place=slots.placed(slot, start + 1 - is_draft, offset + is_draft),
         )
         result = pack_choice(dataclasses.replace(choice, token_ids=token_ids))
         if not adjust:
@@ -537,7 +538,7 @@ class ProgramCache:
         on_device = slots.window.at[slot].get(mode="fill", fill_value=0)
         drafts = jnp.where(given.is_given[:, None] == 1, given.token_ids, on_device)[:, 1:]
         ids = jnp.concatenate([on_device[:, :1], drafts], axis=1)
-        start = slots.place.at[slot, 0].get(mode="fill", fill_value=-1)
+        start, _ = slots.unplaced(slot)
         step_idx = jnp.arange(length, dtype=jnp.int32)[None, :]
         is_token = (start[:, None] >= 0) & (step_idx <= num_drafts[:, None])
         positions = jnp.where(is_token, start[:, None] + step_idx, -1)
@@ -566,7 +567,7 @@ class ProgramCache:
         last = jnp.take_along_axis(chosen, num_accepted[:, None], axis=1)[:, 0]
         slots = Slots(
             window=slots.window.at[slot, 0].set(last, mode="drop"),
-            place=slots.place.at[slot].set(with_drafts(start + num_accepted + 1, 0), mode="drop"),
+            place=slots.placed(slot, start + num_accepted + 1),
         )
         result = pack_verified(choice, num_accepted, length=length)
         if not adjust:

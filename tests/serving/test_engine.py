@@ -287,6 +287,10 @@ def test_fast_mode_refuses_to_be_deterministic():
         ({"draft_weights": "int8"}, "needs mode='dvr'"),
         ({"mode": "dvr", "draft_weights": "int4"}, "draft_weights='int4' must be one of"),
         ({"max_waiting": 0}, "max_waiting=0 must be at least 1"),
+        (
+            {"max_len": 2**27, "verify_window": 16},
+            "max_len=134217728 times verify_window=16 must be below 2\\*\\*31",
+        ),
         ({"decode_steps": 0}, "decode_steps=0 must be at least 1"),
         (
             {"mode": "dvr", "decode_steps": 6},
