@@ -245,7 +245,7 @@ def test_control_a_kept_cache_is_seen_as_a_copy():
 def test_a_step_on_a_full_device_reads_nothing_that_it_has_overwritten(name):
     """What the engine runs is what its source says, when XLA saves memory as it does in production.
 
-    The cache's update is the only one in place, and it is never copied.
+    The updates of the cache and of the slots are in place, and the cache is never copied.
     """
     program = compiled(name)
     assert program["faults"] == []
@@ -257,7 +257,7 @@ def test_a_step_on_a_full_device_reads_nothing_that_it_has_overwritten(name):
 def test_control_without_its_guards_a_step_on_a_full_device_reads_what_it_has_overwritten():
     program = compiled("unguarded_splits")
     assert program["clones"] > 0
-    assert any("slots_start" in fault for fault in program["faults"]), program["faults"]
+    assert any("slots_place" in fault for fault in program["faults"]), program["faults"]
 
 
 @pytest.mark.control
