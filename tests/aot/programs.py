@@ -341,7 +341,7 @@ def pressed(
 ) -> aot.Program:
     """A step of two layers on devices without memory to spare, as detjax compiles it.
 
-    Not guarded: with everything small donated, and the passes that are off for the engine's programs.
+    Not guarded: with everything small donated, and the passes on that the engine has off.
     """
     model = abstract_model(
         2, PRESSED_BYTES // tp, dp=dp, tp=tp, make_config=make_config, profile=profile
