@@ -152,7 +152,8 @@ def plot(figure, rows: Sequence[Row]) -> None:
             for case in dict.fromkeys(_case(row) for row in own):
                 points = [(r["rate_per_s"], r[column]) for r in own if _case(r) == case]
                 axes.plot(*zip(*points, strict=True), "o-", label=case)
-            axes.set(xlabel="requests a second", ylabel=label, ylim=(0, None))
+            most = max(row[column] for row in own)
+            axes.set(xlabel="requests a second", ylabel=label, ylim=(0, 1.1 * most))
             axes.set_title(model, fontsize=8)
     panels[0][0].legend(frameon=False, fontsize=7)
 
