@@ -13,19 +13,18 @@ call calls. Processes compile side by side and take turns on the device. Needs a
 
 import argparse
 import collections
-import contextlib
 import dataclasses
 import fcntl
 import hashlib
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from processes import run_settings
 
 PROFILED = "--xla_enable_command_buffers_during_profiling=true"
 SETTINGS = {
@@ -255,34 +254,13 @@ def main() -> None:
     if args.measure:
         measure(args.measure, args.backend, args.lock)
         return
-    folder = Path(tempfile.mkdtemp())
-    running = {}
-    for name in args.only:
-        environ = os.environ | {
-            "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {SETTINGS[name]}".strip(),
-            "XLA_PYTHON_CLIENT_MEM_FRACTION": args.memory,
-        }
-        environ["PYTHONPATH"] = os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])
-        running[name] = subprocess.Popen(
-            [sys.executable, __file__, "--measure", name, "--backend", args.backend,
-             "--lock", str(folder / "lock")],
-            env=environ,
-            stdout=(folder / name).open("w"),
-            stderr=(folder / f"{name}.err").open("w"),
-        )  # fmt: skip
-    end, rows = time.monotonic() + args.seconds, {}
-    for name, process in running.items():
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(max(0.1, end - time.monotonic()))
-        if process.poll() is None:
-            process.kill()
-            process.wait()
-        lines = [x for x in (folder / name).read_text().splitlines() if x.startswith("{")]
-        if lines:
-            rows[name] = json.loads(lines[-1])
-        else:
-            print(f"{name}: no result, status {process.returncode}")
-            print("\n".join((folder / f"{name}.err").read_text().splitlines()[-6:]))
+    rows = run_settings(
+        __file__,
+        {name: SETTINGS[name] for name in args.only},
+        arguments=["--backend", args.backend],
+        environ={"XLA_PYTHON_CLIENT_MEM_FRACTION": args.memory},
+        seconds=args.seconds,
+    )
     if args.out:
         args.out.write_text("".join(json.dumps(row) + "\n" for row in rows.values()))
     for name, row in rows.items():

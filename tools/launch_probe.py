@@ -9,17 +9,15 @@ the setting "base". Processes compile side by side and take turns on the device.
 """
 
 import argparse
-import contextlib
 import fcntl
 import hashlib
 import json
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
+
+from processes import run_settings
 
 SETTINGS = {
     "base": "",
@@ -139,33 +137,13 @@ def main() -> None:
     if args.measure:
         measure(args.measure, args.lock, args.batch)
         return
-    folder = Path(tempfile.mkdtemp())
-    batches = [str(b) for b in args.batch]
-    running = {}
-    for name in args.only:
-        flags = f"{os.environ.get('XLA_FLAGS', '')} {SETTINGS[name]}".strip()
-        environ = os.environ | {"XLA_FLAGS": flags, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-        environ["PYTHONPATH"] = os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])
-        command = [sys.executable, __file__, "--measure", name, "--lock", str(folder / "lock")]
-        running[name] = subprocess.Popen(
-            [*command, "--batch", *batches],
-            env=environ,
-            stdout=(folder / name).open("w"),
-            stderr=(folder / f"{name}.err").open("w"),
-        )
-    end, rows = time.monotonic() + args.seconds, {}
-    for name, process in running.items():
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(max(0.1, end - time.monotonic()))
-        if process.poll() is None:
-            process.kill()
-            process.wait()
-        lines = [x for x in (folder / name).read_text().splitlines() if x.startswith("{")]
-        if lines:
-            rows[name] = json.loads(lines[-1])
-        else:
-            print(f"{name}: no result, status {process.returncode}")
-            print("\n".join((folder / f"{name}.err").read_text().splitlines()[-6:]))
+    rows = run_settings(
+        __file__,
+        {name: SETTINGS[name] for name in args.only},
+        arguments=["--batch", *map(str, args.batch)],
+        environ={"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+        seconds=args.seconds,
+    )
     base = rows.get("base", {}).get("digest")
     labels = list(dict.fromkeys(label for row in rows.values() for label in row))
     for label in (x for x in labels if x != "setting"):
