@@ -16,7 +16,10 @@ GPUS = {"h200": "H200", "h100": "H100"}
 FIRST_GPU = "h200"
 DRAFTS, NO_DRAFTS, NOT_RECORDED = "drafts", "no drafts", "drafts not recorded"
 
-RANDOM = {"llama3_8b": "Llama-3.1-8B", "qwen3_8b": "Qwen3-8B", "mistral_7b": "Mistral-7B"}
+RANDOM = {
+    "llama3_8b": "Llama-3.1-8B", "qwen3_8b": "Qwen3-8B", "mistral_7b": "Mistral-7B",
+    "novels_130m": "novels-130m", "novels_500m": "novels-500m",
+}  # fmt: skip
 """Models whose weights are random; other names are those of folders."""
 
 

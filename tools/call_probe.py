@@ -62,13 +62,6 @@ class Calls:
     wants_addresses: bool = False
 
 
-def _operands_in_place(setting: str, kind: str) -> tuple[int, ...]:
-    """Positions of what a program donates: the cache, the slots, the parameters of a prefill."""
-    if setting == "kept":
-        return (2,)
-    return (2, 3, 4) if kind == "prefill" else (2, 3)
-
-
 def patch(setting: str, calls: dict[str, Calls]) -> None:
     """Make engines of this process run as a setting says, and note their calls."""
     import jax
@@ -82,7 +75,7 @@ def patch(setting: str, calls: dict[str, Calls]) -> None:
     def compile_timed(self, key, params):
         function, operands = self.function(key), self.operands(key, params)
         options = FAST_OPTIONS if key.mode == "fast" else EXACT_OPTIONS
-        donated = _operands_in_place(setting, key.kind)
+        donated = (2,) if setting == "kept" else programs.in_place(key)
         is_ring = has_ring and key.kind == "decode"
         if is_ring:
             result = jax.eval_shape(function, *operands)[-1]
@@ -100,7 +93,7 @@ def patch(setting: str, calls: dict[str, Calls]) -> None:
         else:
             shardings = None
             if is_pinned:
-                state = operands[2:5] if key.kind == "prefill" else operands[2:4]
+                state = tuple(operands[i] for i in donated)
                 on_host = operands[5].sharding.with_memory_kind("pinned_host")
                 shardings = (*jax.tree.map(lambda x: x.sharding, state), on_host)
             jitted = jax.jit(function, donate_argnums=donated, out_shardings=shardings)
@@ -131,9 +124,8 @@ def patch(setting: str, calls: dict[str, Calls]) -> None:
 
 def measure(setting: str, backend_name: str, lock: Path) -> None:
     """Compile everything, take a turn on the device, print one line of JSON."""
-    import jax
-
     from benchmarks import step
+    from benchmarks.reproduce.experiment import RANDOM
     from benchmarks.reproduce.loads import TRAINED_LOAD, Server
     from benchmarks.serving import Ask
     from detjax.models.loading import random_model
@@ -157,7 +149,9 @@ def measure(setting: str, backend_name: str, lock: Path) -> None:
     )  # fmt: skip
     lab: Any = None
     sizes = TRAINED_LOAD if is_gpu else dataclasses.replace(TRAINED_LOAD, num_slots=12, few=11)
-    server = Server(model, name="llama3_8b", setting="", sizes=sizes, lab=lab)
+    server = Server(
+        model, name="novels_130m", weights=RANDOM, setting="", sizes=sizes, lab=lab
+    )  # fmt: skip
     engines = {
         mode: server.engine(mode, max_prefill_streak=64, other_groups=(1,)) for mode, _ in MIXTURES
     }
@@ -203,16 +197,14 @@ def measure(setting: str, backend_name: str, lock: Path) -> None:
             found[mode]["rates"] = [round(run["rate"]) for run in runs]
             if setting.startswith("drivers"):
                 found[mode]["drivers"] = _driver_calls(
-                    lambda engine=engine, asks=asks: server.counted(engine, asks),
-                    lambda: sum(len(c.seconds) for c in calls.values()), calls,
-                )  # fmt: skip
+                    lambda engine=engine, asks=asks: server.counted(engine, asks), calls
+                )
         fcntl.flock(turn, fcntl.LOCK_UN)
     found["digest"] = bits.hexdigest()[:16]
     print(json.dumps(found), flush=True)
-    jax.clear_caches()
 
 
-def _driver_calls(run, num_calls, calls: dict[str, Calls]) -> list[tuple[str, float, float]]:
+def _driver_calls(run, calls: dict[str, Calls]) -> list[tuple[str, float, float]]:
     """(name, times a call of a program, microseconds a call) of what the host was seen to do."""
     import jax
 
@@ -235,7 +227,7 @@ def _driver_calls(run, num_calls, calls: dict[str, Calls]) -> list[tuple[str, fl
                 entry = total[event.name.partition("#")[0][:48]]
                 entry[0] += 1
                 entry[1] += event.duration_ns / 1e3
-    count = max(1, num_calls())
+    count = max(1, sum(len(one.seconds) for one in calls.values()))
     rows = sorted(total.items(), key=lambda item: -item[1][1])[:40]
     return [(name, round(n / count, 2), round(us / count, 1)) for name, (n, us) in rows]
 

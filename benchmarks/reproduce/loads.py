@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.reproduce.experiment import CHAINED, Lab, Part, Row, prompts
+from benchmarks.reproduce.experiment import CHAINED, Lab, Part, Row, is_random, prompts
 from benchmarks.serving import Ask, Told, serve
 from benchmarks.step import MODELS
 from detjax.models.loading import LoadedModel, random_model
@@ -82,9 +82,12 @@ class Server:
         sizes: Of every engine.
     """
 
-    def __init__(self, model: LoadedModel, *, name: str, setting: str, sizes: Sizes, lab: Lab):
-        """Compile nothing yet. Prompts are random tokens where there is no tokenizer."""
+    def __init__(
+        self, model: LoadedModel, *, name: str, weights: str, setting: str, sizes: Sizes, lab: Lab
+    ):
+        """Compile nothing yet. Prompts are random tokens where weights are random."""
         self.name, self.setting, self.sizes = name, f"{setting}; {sizes.words}", sizes
+        self._weights = weights
         self._model = model
         self._lab = lab
         self._programs: dict[int, ProgramCache] = {}
@@ -96,12 +99,11 @@ class Server:
     @property
     def facts(self) -> Row:
         """The model and its weights, as rows have them."""
-        weights = CHAINED if self.name in MODELS else self._lab.weights
-        return {"model": self.name, "weights": weights}
+        return {"model": self.name, "weights": self._weights}
 
     def prompt(self, rng: np.random.Generator, length: int) -> list[int]:
         """Random tokens; of the trained model an opening at least, or as many as are asked for."""
-        if self.name in MODELS:
+        if is_random(self._weights):
             return rng.integers(0, self._model.config.vocab_size, length).tolist()
         openings = prompts(625)
         tokens = self._lab.tokenizer.encode(str(rng.choice(openings)))
@@ -193,8 +195,8 @@ def large_server(lab: Lab) -> Server:
     if not lab.is_full or lab.backend is not Backend.SM90:
         note = "a model this small measures the host and launches, not bandwidth"
         return Server(
-            lab.model(1), name=lab.folder.name, setting=f"{lab.setting}; {note}", sizes=SMALL,
-            lab=lab,
+            lab.model(1), name=lab.folder.name, weights=lab.weights,
+            setting=f"{lab.setting}; {note}", sizes=SMALL, lab=lab,
         )  # fmt: skip
     model = random_model(
         MODELS["llama3_8b"],
@@ -204,21 +206,29 @@ def large_server(lab: Lab) -> Server:
         backend=lab.backend,
     )
     setting = f"{LARGE_WEIGHTS}, bfloat16, {lab.machine}"
-    return Server(chained(model), name="llama3_8b", setting=setting, sizes=LARGE, lab=lab)
+    return Server(
+        chained(model), name="llama3_8b", weights=CHAINED, setting=setting, sizes=LARGE, lab=lab
+    )
 
 
 @cache
 def trained_server(lab: Lab) -> Server:
     """The lab's trained model, whose probabilities are those of text."""
     sizes = TRAINED if lab.is_full else SMALL
-    return Server(lab.model(1), name=lab.folder.name, setting=lab.setting, sizes=sizes, lab=lab)
+    return Server(
+        lab.model(1), name=lab.folder.name, weights=lab.weights, setting=lab.setting, sizes=sizes,
+        lab=lab,
+    )  # fmt: skip
 
 
 @cache
 def trained_load_server(lab: Lab) -> Server:
     """The lab's trained model with room for loads of up to 1024 tokens."""
     sizes = TRAINED_LOAD if lab.is_full else SMALL
-    return Server(lab.model(1), name=lab.folder.name, setting=lab.setting, sizes=sizes, lab=lab)
+    return Server(
+        lab.model(1), name=lab.folder.name, weights=lab.weights, setting=lab.setting, sizes=sizes,
+        lab=lab,
+    )  # fmt: skip
 
 
 def load_servers(lab: Lab) -> list[Callable[[Lab], Server]]:

@@ -29,12 +29,12 @@ NUM, WINDOW, LENGTH = 4, 16, 97
 """Requests that run at once, tokens of a window, and of an answer: one, and six windows."""
 
 
-def rows(*, count: int = 1, page: int = 7) -> np.ndarray:
+def rows(*, page: int) -> np.ndarray:
     """A row that drafts, one whose tokens are committed, padding, and one that drafts."""
     return DecodeOperands(
         slot=np.array([5, 2, 9, 0], np.int32),
         is_draft=np.array([1, 0, 0, 1], np.int32),
-        count=np.array([count, count, 0, count], np.int32),
+        count=np.array([1, 1, 0, 1], np.int32),
         page_table=np.full((4, 3), page, np.int32),
     ).pack()
 
