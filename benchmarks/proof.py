@@ -43,7 +43,6 @@ from detjax.proof.identity import Identifier, Identity
 from detjax.proof.receipt import Receipt
 from detjax.proof.rerun import rerun
 from detjax.proof.windows import audit_options, longest_first
-from detjax.serving import model_runner
 from detjax.serving.async_engine import AsyncEngine
 from detjax.serving.config import EngineConfig
 from detjax.serving.engine import Engine
@@ -234,10 +233,11 @@ def start(bench: Bench) -> bool:
 @contextlib.contextmanager
 def _timed_launches(engine: Engine, phases: dict[str, list[float]]) -> Iterator[None]:
     """Wait for each launch of a self-check, and note its seconds by what it runs."""
+    device = engine._runner._device
 
     def timed(run: Callable, name: Callable[..., str]) -> Callable:
         def runs(*operands):
-            jax.block_until_ready(engine._runner._state)
+            jax.block_until_ready(device._arrays)
             begin_s = time.perf_counter()
             result = jax.block_until_ready(run(*operands))
             phases.setdefault(name(*operands), []).append(time.perf_counter() - begin_s)
@@ -249,10 +249,10 @@ def _timed_launches(engine: Engine, phases: dict[str, list[float]]) -> Iterator[
         return f"{key.kind} {key.rows}x{key.length}"
 
     run_aside = timed(engine._runner.run_aside, program)
-    checksums = timed(model_runner.checksums, lambda *_: "checksums")
+    checksums = timed(device.checksums, lambda *_: "checksums")
     with (
         mock.patch.object(engine._runner, "run_aside", run_aside),
-        mock.patch.object(model_runner, "checksums", checksums),
+        mock.patch.object(device, "checksums", checksums),
     ):
         yield
 

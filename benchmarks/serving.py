@@ -271,7 +271,7 @@ def counted(engine: Engine) -> dict[str, float]:
     """What the engine counted that explains a time."""
     numbers = engine.stats().numbers()
     names = (
-        "num_steps", "plan_s", "launch_s", "wait_s", "commit_s", "num_preempted",
+        "num_steps", "plan_s", "launch_s", "wait_s", "dispatch_s", "commit_s", "num_preempted",
         "verify_launches", "windows_per_verify", "draft_tokens", "acceptance", "num_rollbacks",
         "surplus_tokens",
     )  # fmt: skip
@@ -388,7 +388,7 @@ def overhead(bench: Bench) -> bool:
         after = engine.stats().numbers()
         host = {
             name[:-2] + "_ms": (after[name] - before[name]) / 100 * 1e3
-            for name in ("plan_s", "launch_s", "wait_s", "commit_s")
+            for name in ("plan_s", "launch_s", "wait_s", "dispatch_s", "commit_s")
         }
         engine.drain()
         del engine

@@ -420,7 +420,7 @@ class LLM:
         recommended = default_sampling(folder) if generation_config == "auto" else {}
         self.default_sampling = SamplingParams(**recommended)
         self._show_progress = show_progress
-        self.tokenizer = Tokenizer.from_folder(folder)
+        self.tokenizer = tokenizer = Tokenizer.from_folder(folder)
         with self._loading() as progress:
             self.model, reason = load_on_devices(
                 folder,
@@ -446,7 +446,7 @@ class LLM:
         )
         check_memory(self.model, engine_config)
         grammars = Grammars(
-            lambda: self.tokenizer.backend.to_str(),
+            lambda: tokenizer.backend.to_str(),
             vocab_size=self.model.config.vocab_size,
             eos_token_ids=self.model.config.eos_token_ids,
         )

@@ -2,10 +2,12 @@
 """`detjax.LLM`: the answers of the engine as text, sizes that fit, as in the command."""
 
 import dataclasses
+import gc
 import json
 import runpy
 import shutil
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -455,3 +457,19 @@ def test_example_stream_weights_has_the_bits_of_a_folder(example):
     digests = {line.split()[-1] for line in out.splitlines() if line.startswith("weights ")}
     assert len(digests) == 3, "the weights make no difference"
     assert out.endswith("every bit equal\n")
+
+
+def test_a_dropped_model_frees_weights_and_cache_at_once(folder):
+    """Else the next model of a notebook finds the GPU full until Python looks for cycles."""
+    made = detjax.LLM(folder)
+    made.generate("a", GREEDY)
+    arrays = [made.model.params["embed"], made.engine._runner._device._arrays[0]]
+    there = [weakref.ref(array) for array in arrays]
+    del arrays
+    gc.collect()
+    gc.disable()
+    try:
+        del made
+        assert [array() for array in there] == [None, None]
+    finally:
+        gc.enable()

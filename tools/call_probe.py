@@ -21,6 +21,7 @@ import statistics
 import sys
 import tempfile
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ from processes import run_settings
 PROFILED = "--xla_enable_command_buffers_during_profiling=true"
 SETTINGS = {
     "plain": "",
+    "inline": "",
+    "copied": "",
     "kept": "",
     "sent": "",
     "ring": "",
@@ -41,14 +44,26 @@ SETTINGS = {
 }
 """XLA's flags by the name of a setting.
 
-`kept`: steps write the cache alone in place, no slots. `sent`: the host sends the rows of every
-step. `ring`: steps write their results into those of three steps ago, which the host has read.
-`pinned`: results lie in the host's memory.
+`inline`: the engine calls programs itself, and starts the copy of a result at once. `copied`: the
+dispatch thread starts it, and not who reads it. `kept`: steps write the cache alone in place, no
+slots. `sent`: the host sends the rows of every step. `ring`: steps write their results into those
+of three steps ago, which the host has read. `pinned`: results lie in the host's memory.
 """
 
+PHASES = ("plan_s", "launch_s", "wait_s", "commit_s", "dispatch_s")
 REQUESTS, PROMPT_LEN, REPEATS = 11, 512, 3
 MIXTURES = (("fast", 0), ("invariant", 11), ("dvr", 1))
 """Mode, and deterministic requests."""
+
+
+class Inline:
+    """Calls what it is given at once, in place of the dispatch thread."""
+
+    def submit(self, call, *operands) -> Future:
+        """Call it; what it raises is raised here."""
+        future: Future = Future()
+        future.set_result(call(*operands))
+        return future
 
 
 @dataclasses.dataclass
@@ -67,7 +82,7 @@ def patch(setting: str, calls: dict[str, Calls]) -> None:
     import jax
 
     from detjax.donation import compile_checked
-    from detjax.serving import placed_rows, programs
+    from detjax.serving import device_state, placed_rows, programs
     from detjax.xla_flags import EXACT_OPTIONS, FAST_OPTIONS
 
     has_ring, is_pinned = setting == "ring", setting.endswith("pinned")
@@ -118,6 +133,17 @@ def patch(setting: str, calls: dict[str, Calls]) -> None:
         return call
 
     programs.ProgramCache._compile = compile_timed
+    if setting == "inline":
+        device_state.ThreadPoolExecutor = lambda **_: Inline()
+    if setting in ("inline", "copied"):
+        call_only = device_state.DeviceState._call
+
+        def call_and_copy(self, *operands):
+            result = call_only(self, *operands)
+            result.copy_to_host_async()
+            return result
+
+        device_state.DeviceState._call = call_and_copy
     if setting == "sent":
         placed_rows.PlacedRows.place = lambda self, key, packed: packed
 
@@ -186,7 +212,7 @@ def measure(setting: str, backend_name: str, lock: Path) -> None:
                     "addresses": [len(set(x)) for x in zip(*most.addresses, strict=True)],
                     "sent": counts["decode_transfers"],
                     **{name: 1e6 * counts[name] / counts["num_launches"]
-                       for name in ("plan_s", "launch_s", "wait_s", "commit_s")},
+                       for name in PHASES},
                 })  # fmt: skip
             for one in told:
                 if one.ask.is_deterministic:
@@ -260,11 +286,11 @@ def main() -> None:
             for what, times, us in row[mode].get("drivers", [])[:24]:
                 print(f"{name:14} {mode:10} {what:48} {times:8.2f} a call {us:8.1f} us")
     print("setting        mode        us a call (p10, p90)   us a step   tokens/s, every run   "
-          "plan launch wait commit   addresses  rows sent  digest")  # fmt: skip
+          "plan launch wait commit dispatch   addresses  rows sent  digest")  # fmt: skip
     for name, row in rows.items():
         for mode, _ in MIXTURES:
             run = row[mode]
-            host = "".join(f"{run[x]:6.0f}" for x in ("plan_s", "launch_s", "wait_s", "commit_s"))
+            host = "".join(f"{run[x]:6.0f}" for x in PHASES)
             print(
                 f"{name:14} {mode:10} {run['us']:6.0f} ({run['p10']:5.0f}, {run['p90']:5.0f})"
                 f"     {run['step_us']:8.0f}  {str(run['rates']):24}{host}   {run['addresses']}"

@@ -38,7 +38,7 @@ LARGE_WEIGHTS = (
 
 COUNTS = (
     "num_launches", "verify_launches", "decode_transfers", "plan_s", "launch_s", "wait_s",
-    "commit_s",
+    "dispatch_s", "commit_s",
 )  # fmt: skip
 """What an engine counts that explains a time."""
 

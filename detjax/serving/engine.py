@@ -135,7 +135,7 @@ class Engine:
         )
         self._model, self._config = model, config
         self._stats = EngineStats(num_pages=dp * replica.num_pages)
-        self._scheduler = Scheduler(
+        self._scheduler = scheduler = Scheduler(
             replica,
             root_key=hashlib.sha256(f"{model.fingerprint} {model.config}".encode()).digest(),
             propose=propose_from_prompt if config.has_prompt_lookup else propose_nothing,
@@ -158,7 +158,7 @@ class Engine:
         self._rechecks = Rechecks(
             replica,
             runner=self._runner,
-            pools=lambda: self._scheduler.pools,
+            pools=lambda: scheduler.pools,  # no cycle: a dropped engine frees its cache
             claim=self._claim,
             stats=self._stats,
         )
@@ -381,6 +381,9 @@ class Engine:
             self._end_deterministic()
         for launch in finished:
             self._output_processor.retire(launch)
+        if not self._states.live:
+            # WHY: a step behind the last end may still want the weights, which may go away now.
+            self._runner.settle()
         wait_s = self._stats.wait_s - waited
         self._stat_logger.note_step(begin_s, scheduled_s, launched_s, wait_s, bool(launched))
 

@@ -99,8 +99,10 @@ class EngineStats:
         accepted_tokens: Drafts committed.
         num_rollbacks: Windows in which a draft was wrong.
         plan_s: Host: deciding what to run.
-        launch_s: Host: laying out rows and handing them to the device.
-        wait_s: Host: waiting for results. Near zero, the host is what limits.
+        launch_s: Host: laying out rows and handing programs over.
+        wait_s: Host: waiting for results. Near zero, the engine's own Python is what limits.
+        dispatch_s: Calling programs, in a thread of its own beside all these. Near the time of all
+            steps, these calls are what limits.
         commit_s: Host: reading results and telling consumers.
         self_check_s: Host: checking programs when they were compiled.
         num_self_checked: Programs that were.
@@ -145,6 +147,7 @@ class EngineStats:
     plan_s: float = 0.0
     launch_s: float = 0.0
     wait_s: float = 0.0
+    dispatch_s: float = 0.0
     commit_s: float = 0.0
     self_check_s: float = 0.0
     num_self_checked: int = 0

@@ -9,7 +9,7 @@ import os
 import time
 from collections import abc
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,15 +21,9 @@ from detjax.models.fast import quantise_params
 from detjax.models.loading import LoadedModel
 from detjax.models.paths import Kernels
 from detjax.serving import trace
-from detjax.serving.adjustments import (
-    AdjustedSlots,
-    AdjustOperands,
-    num_words,
-    pack_record,
-    record_len,
-)
+from detjax.serving.adjustments import AdjustOperands, num_words, pack_record, record_len
 from detjax.serving.config import ReplicaConfig
-from detjax.serving.interrupts import HeldInterrupts
+from detjax.serving.device_state import DeviceState, Placed
 from detjax.serving.launch_operands import DecodeOperands, PrefillOperands, VerifyOperands
 from detjax.serving.metrics import EngineStats, Pauses
 from detjax.serving.placed_rows import PlacedRows
@@ -40,20 +34,11 @@ from detjax.serving.program_key import (
     round_num_top,
     table_lens,
 )
-from detjax.serving.programs import (
-    Candidates,
-    ProgramCache,
-    adjusted_shape,
-    empty,
-    empty_pages,
-    pages_shape,
-    sampling_shape,
-    slots_shape,
-)
+from detjax.serving.programs import Candidates, ProgramCache, pages_shape
 from detjax.serving.request import SamplingParams
 from detjax.serving.sampling import SamplingRows
 from detjax.serving.self_check.claim import Claim
-from detjax.serving.self_check.device import checksum_program, checksums, filled_pages
+from detjax.serving.self_check.device import checksum_program
 from detjax.serving.self_check.program_check import check_programs, is_checkable
 from detjax.serving.self_check.session import Reach
 from detjax.serving.sequence import (
@@ -77,7 +62,7 @@ def ignore_compiling(name: str, done: int, total: int) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """A program that was handed to the device, with its operands from the host.
+    """A program that was handed over, with its operands from the host.
 
     `rows` are by replica.
     """
@@ -85,8 +70,12 @@ class Launch:
     key: ProgramKey
     rows: abc.Sequence[abc.Sequence[Row]]
     operands: Any
-    result: jax.Array
+    result: Future[jax.Array]
     launched_s: float
+
+    def read(self) -> np.ndarray:
+        """Wait for the result. Raises what the call of the program raised."""
+        return np.asarray(self.result.result())
 
 
 class _Least(NamedTuple):
@@ -187,33 +176,35 @@ class ModelRunner:
         self._text_len = config.table_len * config.page_len
         self.set_least()
         self.take_weights()
-        self.reset()
+        self._device = DeviceState(
+            model,
+            self.programs,
+            is_filled=config.self_check != "off",
+            stats=stats,
+            tracer=tracer,
+        )
+        self._forget_rows()
         # What each slot's row of the page table holds, and how much of it is up to date.
         self._tables = np.zeros((dp, config.num_slots, config.table_len), np.int32)
         self._num_synced = np.zeros((dp, config.num_slots), np.int32)
 
     def reset(self) -> None:
         """Allocate the cache and the slots anew. Nothing that was in them is known any more."""
-        model, programs = self._model, self.programs
-        self._state: tuple = ()  # the old cache is freed first
-        has_check = self._config.self_check != "off"
-        self._state = (
-            (filled_pages if has_check else empty_pages)(model, programs.num_pages),
-            empty(model, slots_shape(model, programs.num_slots, programs.window_len)),
-            empty(model, sampling_shape(model, programs.num_slots)),
-        )
-        self._adjusted: AdjustedSlots | None = None  # allocated by whom first needs it
-        self._placed = PlacedRows(model.mesh, self._stats)
+        self._device.reset()
+        self._forget_rows()
+
+    def _forget_rows(self) -> None:
+        self._placed = PlacedRows(self._model.mesh, self._stats)
         self._laid_out: dict[str, _LaidOut] = {}
+
+    def settle(self) -> None:
+        """Wait until every program that was launched has been called; they may still run."""
+        self._device.settle()
 
     @property
     def is_lost(self) -> bool:
-        """Whether an interrupted launch took the cache and did not give it back.
-
-        A launch donates it, and stores the new one while interrupts are held. So only what else
-        may raise in between does this, as an exception that one thread sets in another.
-        """
-        return not self._state or any(leaf.is_deleted() for leaf in jax.tree.leaves(self._state))
+        """Whether a launch took the cache and did not give it back."""
+        return self._device.is_lost
 
     def take_weights(self) -> None:
         """Use the model's weights as they are now, in 8 bits for drafts that want it."""
@@ -402,34 +393,23 @@ class ModelRunner:
             self._tables[at][first:count] = seq.pages[first:]
             self._num_synced[at] = count
 
-    def _run(
-        self, key: ProgramKey, rows, *host, placed: np.ndarray | jax.Array | None = None
-    ) -> Launch:
-        """Launch a program on the cache; `placed` is the first of `host`, where it lies."""
+    def _run(self, key: ProgramKey, rows, *host, placed: Placed | None = None) -> Launch:
+        """Hand over a program; `placed` is the first of `host`, where it lies."""
         given = host if placed is None else (placed, *host[1:])
         program = self._program(key)
-        params = self._params_of(key)
-        adjust = self._adjust_operands(key, rows) if key.text_len else ()
+        adjust = self._adjust_operands(key, rows) if key.text_len else None
         launched_s = time.perf_counter()
-        with HeldInterrupts():
-            *state, result = program(params, self._model.rope_tables, *self._state, *given, *adjust)
-            if adjust:
-                self._adjusted = state.pop()
-            # One store, so that nothing finds the cache of one step and the slots of another. Only
-            # a prefill gives new sampling parameters.
-            self._state = (*state, *self._state[len(state) :])
-        result.copy_to_host_async()
+        result = self._device.run(
+            key.name, program, self._params_of(key), *given, text_len=key.text_len, adjust=adjust
+        )
         self._stats.num_launches += 1
         return Launch(key=key, rows=rows, operands=host, result=result, launched_s=launched_s)
 
     def _adjust_operands(
         self, key: ProgramKey, rows: abc.Sequence[abc.Sequence[Row]]
-    ) -> tuple[AdjustedSlots, AdjustOperands]:
+    ) -> AdjustOperands:
         """What a step with adjustments has beside its other operands."""
-        model, vocab_size = self._model, self._model.config.vocab_size
-        adjusted = self._adjusted
-        if adjusted is None:
-            adjusted = empty(model, adjusted_shape(model, self.programs.num_slots, key.text_len))
+        vocab_size = self._model.config.vocab_size
         num_rows = self._num_rows(key)
         slot = np.full(num_rows, self._config.num_slots, np.int32)
         is_first = key.kind == "prefill"
@@ -452,7 +432,7 @@ class ModelRunner:
                         vocab_size=vocab_size,
                     )
                     token_ids[at, : len(seq.tokens)] = seq.tokens
-        return adjusted, AdjustOperands(
+        return AdjustOperands(
             slot=slot,
             banned=None if key.kind == "verify" else banned,
             record=records if is_first else None,
@@ -529,7 +509,7 @@ class ModelRunner:
             reference = self._reference_key(some)
             reach = Reach(
                 run=self.run_aside,
-                checksums=lambda pages: checksums(self._model.mesh, self._state[0], pages),
+                checksums=self._device.checksums,
                 idle=self._idle(),
             )
             done, found = check_programs(self._model, self._config, some, reference, reach)
@@ -565,25 +545,8 @@ class ModelRunner:
         return np.asarray([pages[:count] for pages in idle], np.int32)
 
     def run_aside(self, key: ProgramKey, slots, sampling, *host) -> tuple[Any, jax.Array]:
-        """Launch a program on the cache, with slots that are nobody's.
-
-        Args:
-            key: Which.
-            slots: Of all replicas; those of sequences stay as they are.
-            sampling: Of these slots.
-            host: What the program takes behind its state.
-
-        Returns:
-            The new slots, and the result.
-        """
-        program = self._get(key)
-        with HeldInterrupts():
-            cache, new_slots, *_, result = program(
-                self._params_of(key), self._model.rope_tables, self._state[0], slots, sampling,
-                *host,
-            )  # fmt: skip
-            self._state = (cache, *self._state[1:])
-        return new_slots, result
+        """Launch a program on the cache, with slots that are nobody's: `DeviceState.run_aside`."""
+        return self._device.run_aside(self._get(key), self._params_of(key), slots, sampling, *host)
 
 
 def _smallest(sizes: abc.Sequence[int], rows: abc.Sequence[abc.Sequence[Row]]) -> int:

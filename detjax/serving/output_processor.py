@@ -54,7 +54,7 @@ class OutputProcessor:
     def retire(self, launch: Launch) -> None:
         """Wait for the result of a launch, and commit what it decided."""
         begin_s = time.perf_counter()
-        packed = np.asarray(launch.result)
+        packed = launch.read()
         self._stat_logger.note_result(launch, begin_s)
         key, stats = launch.key, self._stat_logger.stats
         choice = unpack_choice(packed, key.num_top)

@@ -6,8 +6,12 @@ import time
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-HOST, DEVICE = 1, 2
-_NAMES = {HOST: "host", DEVICE: "device, from launch to the result being read"}
+HOST, DEVICE, DISPATCH = 1, 2, 3
+_NAMES = {
+    HOST: "host",
+    DEVICE: "device, from launch to the result being read",
+    DISPATCH: "dispatch thread, calls of programs",
+}
 
 
 @runtime_checkable

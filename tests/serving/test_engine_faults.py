@@ -24,7 +24,7 @@ import pytest
 import detjax.serving
 from detjax.models.loading import LoadedModel
 from detjax.numerics import NumericsProfile
-from detjax.serving import model_runner
+from detjax.serving import device_state
 from detjax.serving.config import EngineConfig
 from detjax.serving.engine import Engine
 from detjax.serving.errors import EngineFullError, EngineStoppedError
@@ -216,8 +216,8 @@ def integers(monkeypatch):
         # What a page holds before it is written differs from place to place.
         return Buffer([-7 * place for place in range(num_pages * PAGE)])
 
-    monkeypatch.setattr(model_runner, "empty_pages", pages)
-    monkeypatch.setattr(model_runner, "empty", lambda model, shapes: Buffer({}))
+    monkeypatch.setattr(device_state, "empty_pages", pages)
+    monkeypatch.setattr(device_state, "empty", lambda model, shapes: Buffer({}))
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
@@ -279,8 +279,9 @@ def assert_at_rest(made: Engine) -> None:
 class RaiseAt:
     """Raises at the n-th place of `detjax.serving` where Python looks for interrupts.
 
-    Those are the entries of functions, and where a function written in C, or a launch, has
-    returned: its effect is there, and what was to be done with its result is not.
+    Those are the entries of functions, and where a function written in C has returned: its effect
+    is there, and what was to be done with its result is not. Programs are called in another thread,
+    which Python never interrupts.
     """
 
     def __init__(self, count: int, error: BaseException):
@@ -297,8 +298,7 @@ class RaiseAt:
         code = frame.f_code
         # Python drops what is raised while a generator is closed.
         is_place = event in ("call", "c_return") and not code.co_flags & inspect.CO_GENERATOR
-        is_place = is_place and code.co_filename.startswith(SERVING)
-        if is_place or event == "return" and code.co_name == "program":
+        if is_place and code.co_filename.startswith(SERVING):
             self.left -= 1
             if self.left == 0:
                 self.did_raise = True
@@ -316,7 +316,7 @@ def test_the_device_of_integers_sees_a_wrong_page():
     (completion,) = made.generate([asked])
     assert list(completion.token_ids) == canonical(asked, 0)[0]
     assert made.stats().prefix_tokens == 8
-    kv_cache, *_ = made._runner._state
+    kv_cache, *_ = made._runner._device._arrays
     kv_cache.content = [5] * len(kv_cache.content)
     (completion,) = made.generate([asked])
     assert list(completion.token_ids) != canonical(asked, 0)[0]
