@@ -26,7 +26,7 @@ import pytest
 
 from detjax.parallel import watch as watching
 from detjax.parallel.watch import MAIL_BYTES, Watch, connect
-from detjax.serving import model_runner, replicated_engine
+from detjax.serving import device_state, replicated_engine
 from detjax.serving.async_engine import AsyncEngine
 from detjax.serving.engine import Engine
 from detjax.serving.errors import EngineFullError, EngineStoppedError
@@ -47,10 +47,10 @@ def integers(monkeypatch):
     """Every engine of a test has a cache of its own, of integers."""
     buffer, page_len = INTEGERS["Buffer"], INTEGERS["PAGE"]
     monkeypatch.setattr(
-        model_runner, "empty_pages",
+        device_state, "empty_pages",
         lambda model, num_pages: buffer([-7 * place for place in range(num_pages * page_len)]),
     )  # fmt: skip
-    monkeypatch.setattr(model_runner, "empty", lambda model, shapes: buffer({}))
+    monkeypatch.setattr(device_state, "empty", lambda model, shapes: buffer({}))
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     monkeypatch.setattr(watching, "BEAT_S", 0.05)
 
