@@ -30,8 +30,9 @@ from processes import run_settings
 PROFILED = "--xla_enable_command_buffers_during_profiling=true"
 SETTINGS = {
     "plain": "",
+    "plain_1": "",
     "inline": "",
-    "copied": "",
+    "inline_1": "",
     "kept": "",
     "sent": "",
     "ring": "",
@@ -44,10 +45,10 @@ SETTINGS = {
 }
 """XLA's flags by the name of a setting.
 
-`inline`: the engine calls programs itself, and starts the copy of a result at once. `copied`: the
-dispatch thread starts it, and not who reads it. `kept`: steps write the cache alone in place, no
-slots. `sent`: the host sends the rows of every step. `ring`: steps write their results into those
-of three steps ago, which the host has read. `pinned`: results lie in the host's memory.
+`_1`: one step ahead of the results that are read, not two. `inline`: the engine calls programs
+itself. `kept`: steps write the cache alone in place, no slots. `sent`: the host sends the
+rows of every step. `ring`: steps write their results into those of three steps ago, which the host
+has read. `pinned`: results lie in the host's memory.
 """
 
 PHASES = ("plan_s", "launch_s", "wait_s", "commit_s", "dispatch_s")
@@ -82,7 +83,7 @@ def patch(setting: str, calls: dict[str, Calls]) -> None:
     import jax
 
     from detjax.donation import compile_checked
-    from detjax.serving import device_state, placed_rows, programs
+    from detjax.serving import device_state, engine, placed_rows, programs
     from detjax.xla_flags import EXACT_OPTIONS, FAST_OPTIONS
 
     has_ring, is_pinned = setting == "ring", setting.endswith("pinned")
@@ -133,17 +134,9 @@ def patch(setting: str, calls: dict[str, Calls]) -> None:
         return call
 
     programs.ProgramCache._compile = compile_timed
-    if setting == "inline":
+    engine.quickest_steps_ahead = lambda *_, **__: 1 if setting.endswith("_1") else 2
+    if setting.startswith("inline"):
         device_state.ThreadPoolExecutor = lambda **_: Inline()
-    if setting in ("inline", "copied"):
-        call_only = device_state.DeviceState._call
-
-        def call_and_copy(self, *operands):
-            result = call_only(self, *operands)
-            result.copy_to_host_async()
-            return result
-
-        device_state.DeviceState._call = call_and_copy
     if setting == "sent":
         placed_rows.PlacedRows.place = lambda self, key, packed: packed
 

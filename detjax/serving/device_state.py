@@ -30,9 +30,9 @@ Placed = np.ndarray | jax.Array
 class DeviceState:
     """The cache, the slots and their sampling parameters; programs write them in place.
 
-    Programs are called one after the other in a thread of its own. A call takes the host as long
-    as a step of a small model takes the device: CUDA's launch of its 60 kernels alone 0.1 to
-    0.2 ms. That is time in which Python's lock is free, so the engine plans and commits meanwhile.
+    Programs are called one after the other in a thread of its own, which starts the copy of their
+    results to the host as well. That takes the host as long as a step of a small model takes the
+    device, and Python's lock is free for most of it, so the engine plans and commits meanwhile.
     Whatever else looks at the state waits for the calls before it.
     """
 
@@ -129,6 +129,7 @@ class DeviceState:
         # One store, so that nothing finds the cache of one step and the slots of another. Only a
         # prefill gives new sampling parameters.
         self._arrays = (*after, *before[len(after) :])
+        result.copy_to_host_async()
         end_s = time.perf_counter()
         self._stats.dispatch_s += end_s - begin_s
         self._trace.span(trace.DISPATCH, name, begin_s, end_s)

@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import threading
 import time
-from collections import abc
+from collections import abc, deque
 from collections.abc import Callable, Container
 from typing import Any, Concatenate
 
@@ -30,6 +30,7 @@ from detjax.serving.errors import (
 from detjax.serving.grammars import Grammars
 from detjax.serving.heap import frozen_heap
 from detjax.serving.input_processor import MAX_TAKEN, InputProcessor
+from detjax.serving.launch_times import quickest_steps_ahead
 from detjax.serving.metrics import EngineStats, Pauses
 from detjax.serving.model_runner import Launch, ModelRunner, ignore_compiling
 from detjax.serving.ngram import propose_from_prompt
@@ -179,7 +180,11 @@ class Engine:
         )
         self._turn = threading.RLock()
         self._request_ids = itertools.count()
-        self._in_flight: list[Launch] = []
+        self._steps_ahead = config.steps_ahead or quickest_steps_ahead(
+            model, decode_steps=config.decode_steps
+        )
+        self._in_flight: deque[list[Launch]] = deque()
+        self._launched: list[Launch] = []
         self._stopped_by: str | None = None  # not the exception, which keeps what it saw alive
 
     @property
@@ -268,9 +273,9 @@ class Engine:
         return self._states.has_work
 
     @property
-    def in_flight(self) -> abc.Sequence[Launch]:
-        """The launches of the last step, whose results the next one reads."""
-        return self._in_flight
+    def launched(self) -> abc.Sequence[Launch]:
+        """The launches of the last step, whose results a later one reads."""
+        return self._launched
 
     @_one_thread_at_a_time
     def load_weights(self, weights: dict, *, version: int) -> None:
@@ -329,7 +334,7 @@ class Engine:
 
     @_told_once
     def step(self) -> list[RequestOutput]:
-        """Launch a step, read the results of the one before, and return what those released.
+        """Launch a step, read the results of an earlier one, and return what those released.
 
         Raises:
             EngineStoppedError: If the device, the compiler or the host's own code fails, now or
@@ -364,7 +369,7 @@ class Engine:
         return mine
 
     def _advance(self) -> None:
-        """Launch a step and commit the results of the one before."""
+        """Launch a step and commit the results of the one `steps_ahead` before."""
         begin_s = time.perf_counter()
         self._rechecks.give_up()
         self._input_processor.admit()
@@ -372,11 +377,15 @@ class Engine:
         for seq, error in batch.failed:
             self._output_processor.finish(seq, FinishReason.ERROR, error)
         scheduled_s = time.perf_counter()
-        launched = self._runner.launch(batch)
+        self._launched = self._runner.launch(batch)
         self._scheduler.confirm_launch()
         launched_s = time.perf_counter()
         waited = self._stats.wait_s
-        finished, self._in_flight = self._in_flight, launched
+        if self._launched:
+            self._in_flight.append(self._launched)
+        # Where nothing could be launched, what comes next waits for a result.
+        is_due = len(self._in_flight) > self._steps_ahead or not self._launched
+        finished = self._in_flight.popleft() if is_due and self._in_flight else []
         if self._claim.difference is not None:
             self._end_deterministic()
         for launch in finished:
@@ -385,7 +394,7 @@ class Engine:
             # WHY: a step behind the last end may still want the weights, which may go away now.
             self._runner.settle()
         wait_s = self._stats.wait_s - waited
-        self._stat_logger.note_step(begin_s, scheduled_s, launched_s, wait_s, bool(launched))
+        self._stat_logger.note_step(begin_s, scheduled_s, launched_s, wait_s, bool(self._launched))
 
     def _end_deterministic(self) -> None:
         """End who was promised a canonical answer, since a self-check has failed."""
@@ -564,7 +573,7 @@ class Engine:
     def _mend(self) -> None:
         """Begin anew from what is true of requests, if a call did not end."""
         if self._states.is_torn:
-            self._in_flight = []
+            self._in_flight.clear()
             self._rechecks.forget()
             self._recovery.mend()
 

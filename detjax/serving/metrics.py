@@ -90,7 +90,7 @@ class EngineStats:
         prefix_tokens: Of these, found in the prefix cache.
         prefill_tokens: Computed by prefill; those of preempted sequences again.
         decode_tokens: Committed, by whatever step.
-        surplus_tokens: Computed for a sequence that had ended a step before.
+        surplus_tokens: Computed for a sequence that had ended one or two steps before.
         decode_transfers: Decode steps whose rows the host sent, as they did not follow from those
             that were on the devices.
         verify_launches: Verifications.
@@ -101,8 +101,8 @@ class EngineStats:
         plan_s: Host: deciding what to run.
         launch_s: Host: laying out rows and handing programs over.
         wait_s: Host: waiting for results. Near zero, the engine's own Python is what limits.
-        dispatch_s: Calling programs, in a thread of its own beside all these. Near the time of all
-            steps, these calls are what limits.
+        dispatch_s: Calling programs and starting the copies of their results, in a thread beside
+            all these. Near the time of all steps, this is what limits.
         commit_s: Host: reading results and telling consumers.
         self_check_s: Host: checking programs when they were compiled.
         num_self_checked: Programs that were.

@@ -382,7 +382,7 @@ def _digest(engine: Engine, outputs: Sequence[RequestOutput]) -> bytes:
     of the prompt's, and why it ended.
     """
     hasher = hashlib.blake2b(digest_size=16)
-    for launch in engine.in_flight:
+    for launch in engine.launched:
         hasher.update(repr(launch.key).encode())
         for operand in jax.tree.leaves(launch.operands):
             hasher.update(np.asarray(operand).tobytes())

@@ -184,11 +184,27 @@ def test_drafts_are_made_where_they_are_cheaper_unless_told_otherwise(
     assert max_draft_fraction(config, steps_beat_xla=beats) == share
 
 
-def test_the_host_reads_results_a_step_late():
-    made = engine()
-    add(made, request(length=3))
-    assert made.step() == []
-    assert len(made.step()) == 1
+@pytest.mark.parametrize("steps_ahead", [1, 2, 3])
+def test_the_host_reads_results_some_steps_late(steps_ahead):
+    made, asked = engine(steps_ahead=steps_ahead), request(length=3)
+    request_id = add(made, asked)
+    assert [made.step() for _ in range(steps_ahead)] == [[]] * steps_ahead
+    outputs = made.step()
+    assert len(outputs) == 1
+    # Its end is foreseen, so nothing is computed behind it.
+    assert_canonical(of_request(outputs + made.drain(), request_id), asked)
+    assert made.stats().surplus_tokens == 0
+
+
+@pytest.mark.parametrize("steps_ahead", [1, 2, 3])
+def test_as_many_tokens_as_steps_ahead_lie_behind_an_end_that_nobody_foresaw(steps_ahead):
+    asked = request(max_tokens=30)
+    made = engine(steps_ahead=steps_ahead)
+    (stopped,) = made.generate([asked], on_token=lambda event: True)
+    assert stopped.token_ids == alone(asked).token_ids[:1]
+    other = request(7)
+    assert made.generate([other]) == [alone(other)]
+    assert made.stats().surplus_tokens == steps_ahead
 
 
 def test_a_cancelled_request_ends_with_what_was_released_and_frees_its_pages():
@@ -292,6 +308,7 @@ def test_fast_mode_refuses_to_be_deterministic():
             "max_len=134217728 times verify_window=16 must be below 2\\*\\*31",
         ),
         ({"decode_steps": 0}, "decode_steps=0 must be at least 1"),
+        ({"steps_ahead": 0}, "steps_ahead=0 must be at least 1, or None"),
         (
             {"mode": "dvr", "decode_steps": 6},
             "decode_steps=6 must be at most verify_window - 1 = 5 in dvr",

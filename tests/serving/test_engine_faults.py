@@ -342,10 +342,14 @@ def test_pages_that_were_scheduled_and_not_computed_serve_nobody(monkeypatch, er
 
 
 @pytest.mark.parametrize("stride", [9, pytest.param(1, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("steps_ahead", [1, 2])
 @pytest.mark.filterwarnings("ignore:a launch was interrupted:RuntimeWarning")
-def test_an_interrupt_anywhere_in_generate_leaves_an_engine_that_works(stride):
+def test_an_interrupt_anywhere_in_generate_leaves_an_engine_that_works(stride, steps_ahead):
     """At one place after the other, until a run is through."""
-    made, asked = engine(), [request(1, 10), request(2, 7, max_tokens=4, n=2)]
+    made, asked = (
+        engine(steps_ahead=steps_ahead),
+        [request(1, 10), request(2, 7, max_tokens=4, n=2)],
+    )
     for count in range(1, 10_000, stride):
         try:
             with RaiseAt(count, KeyboardInterrupt()):
@@ -361,12 +365,14 @@ def test_an_interrupt_anywhere_in_generate_leaves_an_engine_that_works(stride):
 
 
 @pytest.mark.parametrize("stride", [31, pytest.param(1, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("mode", ["invariant", "dvr"])
+@pytest.mark.parametrize(("mode", "steps_ahead"), [("invariant", 1), ("dvr", 1), ("dvr", 2)])
 @pytest.mark.filterwarnings("ignore:a launch was interrupted:RuntimeWarning")
-def test_an_interrupt_anywhere_in_a_step_loses_no_token_and_tells_none_twice(mode, stride):
+def test_an_interrupt_anywhere_in_a_step_loses_no_token_and_tells_none_twice(
+    mode, steps_ahead, stride
+):
     asked = [request(1, 10), request(2, 7, max_tokens=4, n=2)]
     for count in range(1, 10_000, stride):
-        made, told = engine(mode=mode), []
+        made, told = engine(mode=mode, steps_ahead=steps_ahead), []
         ids = [add(made, one, on_token=told.append) for one in asked]
         with RaiseAt(count, KeyboardInterrupt()) as spot:
             try:
@@ -781,6 +787,7 @@ class Run:
             verify_deadline=int(rng.choice([1, 8])),
             max_draft_fraction=float(rng.choice([0.0, 0.6, 1.0, 1.0])),
             decode_steps=1 if self.has_lookup else int(rng.integers(1, most_steps + 1)),
+            steps_ahead=int(rng.choice([1, 1, 2, 3])),
             max_prefill_streak=int(rng.choice([0, 0, 3])),
             has_prompt_lookup=self.has_lookup,
             has_prefix_cache=bool(rng.random() < 0.8),

@@ -7,9 +7,10 @@ import pytest
 
 from detjax.models.abstract import abstract_params
 from detjax.models.config import ModelConfig
+from detjax.models.loading import LoadedModel
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
-from detjax.serving.launch_times import SEVERAL, quickest_decode_steps
+from detjax.serving.launch_times import SEVERAL, quickest_decode_steps, quickest_steps_ahead
 from detjax.testing.dummies import dummy_config, dummy_model
 
 
@@ -21,6 +22,13 @@ def of_shape(**sizes) -> ModelConfig:
 
 SMALL = {"num_layers": 24, "hidden_size": 1024, "intermediate_size": 4096}
 LARGE = {"num_layers": 32, "hidden_size": 4096, "intermediate_size": 14336}
+
+
+def of_sizes(sizes: dict[str, int], backend: Backend) -> LoadedModel:
+    made = dummy_model(dummy_config(num_layers=1))
+    config = of_shape(sliding_windows=(None,) * sizes["num_layers"], **sizes)
+    params = abstract_params(config, made.mesh, profile=NumericsProfile())
+    return dataclasses.replace(made, config=config, params=params, backend=backend)
 
 
 @pytest.mark.parametrize(
@@ -36,8 +44,20 @@ LARGE = {"num_layers": 32, "hidden_size": 4096, "intermediate_size": 14336}
 def test_several_tokens_a_launch_where_the_host_is_the_limit(
     sizes, backend, batch_size, max_tokens, steps
 ):
-    made = dummy_model(dummy_config(num_layers=1))
-    config = of_shape(sliding_windows=(None,) * sizes["num_layers"], **sizes)
-    params = abstract_params(config, made.mesh, profile=NumericsProfile())
-    model = dataclasses.replace(made, config=config, params=params, backend=backend)
+    model = of_sizes(sizes, backend)
     assert quickest_decode_steps(model, batch_size=batch_size, max_tokens=max_tokens) == steps
+
+
+@pytest.mark.parametrize(
+    ("sizes", "backend", "decode_steps", "ahead"),
+    [
+        (SMALL, Backend.SM90, 1, 2),
+        (SMALL, Backend.SM90, SEVERAL, 1),  # a launch takes longer than its results
+        (SMALL, Backend.PORTABLE, 1, 1),
+        (LARGE, Backend.SM90, 1, 1),
+    ],
+)
+def test_a_step_more_ahead_where_results_take_longer_than_a_step(
+    sizes, backend, decode_steps, ahead
+):
+    assert quickest_steps_ahead(of_sizes(sizes, backend), decode_steps=decode_steps) == ahead

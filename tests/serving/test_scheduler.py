@@ -180,10 +180,10 @@ class Device:
 
 
 class Simulation:
-    """A scheduler and its device."""
+    """A scheduler and its device, whose results are read so many steps late."""
 
-    def __init__(self, config: ReplicaConfig = CONFIG, **given):
-        self.config = config
+    def __init__(self, config: ReplicaConfig = CONFIG, *, steps_ahead: int = 1, **given):
+        self.config, self.steps_ahead = config, steps_ahead
         self.scheduler = Scheduler(config, **given)
         self.device = Device(self.scheduler, config)
         self.seqs: list[Sequence] = []
@@ -217,7 +217,7 @@ class Simulation:
         self.failed += batch.failed
         self.device.launch(batch)
         self.scheduler.confirm_launch()
-        if len(self.device.in_flight) > 1:
+        if len(self.device.in_flight) > self.steps_ahead:
             self.device.retire()
         return batch
 
@@ -237,11 +237,17 @@ class Simulation:
     def most_steps(self, seqs: abc.Sequence[Sequence] | None = None) -> int:
         """Steps after which sequences must have ended, if only the first in rank gets on.
 
-        Each of its tokens takes a step, a wait for company and for the result of the step before;
+        Each of its tokens takes a step, a wait for company and for the results of steps before;
         each of its chunks the decode steps that wait for it.
         """
         config, seqs = self.config, self.seqs if seqs is None else seqs
-        wait = 4 + config.verify_patience + config.verify_deadline + config.max_prefill_streak
+        wait = (
+            3
+            + self.steps_ahead
+            + config.verify_patience
+            + config.verify_deadline
+            + config.max_prefill_streak
+        )
         return (sum(s.max_len for s in seqs) + len(seqs)) * wait + 10
 
     def check_answers(self) -> None:
@@ -295,7 +301,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def choose(self, seed):
         config = random_configuration(np.random.default_rng(seed))
         given = {"propose": propose_half_wrong} if config.has_prompt_lookup else {}
-        self.simulation = Simulation(config, **given)
+        self.simulation = Simulation(config, steps_ahead=1 + seed % 3, **given)
 
     @rule(
         length=st.integers(1, 14),

@@ -106,8 +106,9 @@ def test_a_loaded_invariant_engine_is_bitwise_schedule_invariant():
 
 @pytest.mark.slow
 @pytest.mark.invariance
-def test_a_loaded_dvr_engine_is_bitwise_schedule_invariant():
-    made = engine(mode="dvr")
+@pytest.mark.parametrize("steps_ahead", [1, 3])
+def test_a_loaded_dvr_engine_is_bitwise_schedule_invariant(steps_ahead):
+    made = engine(mode="dvr", steps_ahead=steps_ahead)
     report = load(made, 350, seed=2)
     assert report.num_plain_different > 0  # what the drafts would have been
     stats = made.stats()
@@ -152,7 +153,7 @@ def test_an_engine_that_makes_several_drafts_a_launch_is_bitwise_schedule_invari
 @pytest.mark.invariance
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"mode": "dvr", "max_draft_fraction": 0.4}],
+    [{}, {"mode": "dvr", "max_draft_fraction": 0.4}, {"steps_ahead": 2}],
 )
 def test_an_engine_that_decodes_several_tokens_a_launch_is_bitwise_schedule_invariant(changes):
     made = engine(decode_steps=4, **changes)
