@@ -363,10 +363,15 @@ def told_finding(experiment: str, finding: str, found: list[dict]) -> str:
     return told(finding, [{"subject": experiment} | row for row in about])
 
 
-def here(name: str, found: dict, *, is_short: bool = False) -> str:
-    """What an experiment found here, in a line."""
-    findings = (is_short and found.get("short")) or found["findings"]
-    return "; ".join(told_finding(name, finding, found["rows"]) for finding in findings)
+def findings(name: str, found: dict) -> list[str]:
+    """What an experiment found here, a sentence each."""
+    return [told_finding(name, finding, found["rows"]) for finding in found["findings"]]
+
+
+def here(name: str, found: dict) -> str:
+    """The same in a line, for README: the short sentences if there are any."""
+    told = found.get("short") or found["findings"]
+    return "; ".join(told_finding(name, finding, found["rows"]) for finding in told)
 
 
 def experiments_of_rows() -> list[Experiment]:
@@ -382,12 +387,11 @@ def experiments_table() -> list[str]:
     """
     read = {name: json.loads(path.read_text()) for name, path in sorted(experiments().items())}
     cells = [
-        (found["question"], found["paper"], here(name, found, is_short=True))
-        for name, found in read.items()
+        (found["question"], found["paper_short"], here(name, found)) for name, found in read.items()
     ]
     asked = {found["question"] for found in read.values()}
     cells += [
-        (its.question, its.paper, its.here)
+        (its.question, its.paper_short, its.here_short)
         for its in experiments_of_rows()
         if its.question not in asked
     ]
@@ -403,16 +407,18 @@ def experiments_section() -> list[str]:
         lines += [
             f"**{found['question']}** `benchmarks.reproduce {name}`, [figure]({figure})",
             "",
-            f"- {found['paper']}",
-            f"- Here: {here(name, found)}. With {found['setting']}.",
+            f"- Paper: {found['paper']}",
+            *(f"- Here: {told}." for told in findings(name, found)),
+            f"- With {found['setting']}.",
             "",
         ]
     for its in experiments_of_rows():
         lines += [
             f"**{its.question}** `{its.command}`, {its.links}",
             "",
-            f"- {its.paper}",
-            f"- Here: {its.here}. With {its.setting}.",
+            f"- Paper: {its.paper}",
+            *(f"- Here: {told}." for told in its.here),
+            f"- With {its.setting}.",
             "",
         ]
     return lines[:-1]

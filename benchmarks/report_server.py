@@ -98,16 +98,21 @@ def latency_experiment() -> Experiment | None:
     of_one_share = [row for row in found if row["deterministic_percent"] == 100]
     counts = listed(str(row["requests"]) for row in of_one_share)
     rates = listed(f"{row['rate_per_s']:g}" for row in of_one_share)
+    told = (
+        f"{most[0]['rate_per_s']:g} requests a second, {shares} % deterministic (dvr, {drafts}): "
+        f"P99 end to end {times('end_to_end', 99, 1e-3, 1)} s, first token P50 "
+        f"{times('first_token', 50, 1, 1)} ms; {wrong} of {canonical} canonical answers differ in "
+        "a bit"
+    )
     return Experiment(
         question="How do latencies move with load and the share of deterministic requests?",
         paper="LLM-42 (arXiv:2601.17768), figure 11 and table 5, and its authors' data: at 18 "
         "requests a second P99 end to end is 17.3 s without determinism, 70.1 s with "
         "batch-invariant kernels; verified at 10, 50 and 100 % 20.4, 52.9 and 68.7 s; first token "
         "P50 29.7, 76.3, 31.8, 50.4 and 55.7 ms.",
-        here=f"{most[0]['rate_per_s']:g} requests a second, {shares} % deterministic (dvr, "
-        f"{drafts}): P99 end to end {times('end_to_end', 99, 1e-3, 1)} s, first token P50 "
-        f"{times('first_token', 50, 1, 1)} ms; {wrong} of {canonical} canonical answers differ in "
-        "a bit",
+        paper_short="P99 17.3 s without determinism, 70.1 s batch-invariant (LLM-42)",
+        here=[told],
+        here_short=told,
         setting=f"{model_name(first['model'])}, {first['gpu']}, over HTTP, lengths of the Azure "
         f"trace, {counts} requests at {rates} a second (the paper: ShareGPT, 4,096 requests at 12 "
         "to 18)",

@@ -295,10 +295,10 @@ def test_committed_findings_are_those_of_their_rows(module):
 
 def test_the_readme_has_the_short_sentences_of_an_experiment():
     found = {"findings": ["a: long", "b: long"], "rows": []}
-    assert report.here("x", found) == report.here("x", found, is_short=True) == "a: long; b: long"
-    found["short"] = ["both"]
-    assert report.here("x", found, is_short=True) == "both"
     assert report.here("x", found) == "a: long; b: long"
+    found["short"] = ["both"]
+    assert report.here("x", found) == "both"
+    assert report.findings("x", found) == ["a: long", "b: long"]
 
 
 def test_latencies_of_the_server_stand_beside_the_papers(write):
@@ -309,12 +309,13 @@ def test_latencies_of_the_server_stand_beside_the_papers(write):
     write("serve_load", *loads)
     told = report_server.latency_experiment()
     assert told is not None
-    assert "4 requests a second, 0 and 100 % deterministic (dvr, no drafts): P99" in told.here
-    assert told.here.endswith("0 of 12 canonical answers differ in a bit")
+    assert told.here == [told.here_short]
+    assert "4 requests a second, 0 and 100 % deterministic (dvr, no drafts): P99" in told.here_short
+    assert told.here_short.endswith("0 of 12 canonical answers differ in a bit")
     assert "2 and 4 requests at 2 and 4 a second" in told.setting
     write("serve_load", *(load | {"num_rollbacks": 1} for load in loads))
     told = report_server.latency_experiment()
-    assert told is not None and "(dvr, drafts)" in told.here
+    assert told is not None and "(dvr, drafts)" in told.here_short
 
 
 def test_committed_findings_of_pieces_are_those_of_their_rows():
@@ -323,7 +324,9 @@ def test_committed_findings_of_pieces_are_those_of_their_rows():
         if isinstance(experiment, Experiment) and all("part" in row for row in found["rows"]):
             result = experiment.result(found["rows"], found["setting"])
             assert found["findings"] == list(result.findings), file
-            assert found["question"] == experiment.question and found["paper"] == experiment.paper
+            assert found["short"] == list(result.short), file
+            for name in ("question", "paper", "paper_short"):
+                assert found[name] == getattr(experiment, name), file
             assert not any(row.get("wrong") for row in found["rows"])
 
 
@@ -636,9 +639,11 @@ def test_the_cost_of_a_tree_over_ranks_stands_beside_the_papers(write):
     )
     told = report_mesh.sum_experiment()
     assert told is not None
-    assert "tp 2: the sum with residual and norm takes 0.60 of" in told.here
-    assert "a decode step on tp 2 takes 0.80 of the time" in told.here
-    assert told.here.endswith("3 elements differ between the forms of our sum")
+    sums, steps, bits = told.here
+    assert sums.startswith("tp 2: the sum with residual and norm takes 0.60 of")
+    assert steps.startswith("a decode step on tp 2 takes 0.80 of the time")
+    assert bits == "3 elements differ between the forms of our sum"
+    assert told.here_short.endswith("rows: the sum on tp 2 0.60, a step on tp 2 0.80")
 
 
 @pytest.mark.parametrize("command", ["answers", "mesh"])

@@ -182,9 +182,9 @@ def _redraw(folder: Path, beside: Sequence[Path], names: Sequence[str]) -> int:
         for other in beside:
             if (other / path.name).exists():
                 print(f"{path}: {take_rows(path, other / path.name)} rows of {other} taken up")
-        if not isinstance(experiment, Experiment) or not path.exists():
+        if not path.exists():
             continue
-        if not has_pieces(path):
+        if isinstance(experiment, Experiment) and not has_pieces(path):
             print(f"{path}: left as it is, its rows do not say of which piece they are")
             continue
         redraw(path, experiment)

@@ -93,6 +93,7 @@ class Experiment:
     Attributes:
         question: One line.
         paper: Which paper, figure or table, and what it reports, in one or two lines.
+        paper_short: The same for README's table, in one line.
         parts: The pieces that are run, most wanted first.
         result: What rows of some or all of the pieces say, given the setting as `setting` has it.
         setting: What runs in a piece: model, counts, devices.
@@ -100,6 +101,7 @@ class Experiment:
 
     question: str
     paper: str
+    paper_short: str
     parts: Callable[["Lab"], Sequence[Part]]
     result: Callable[[Sequence[Row], str], Result]
     setting: Callable[["Lab", Part], str]
@@ -112,12 +114,14 @@ class WholeExperiment:
     Attributes:
         question: One line.
         paper: Which paper, figure or table, and what it reports, in one or two lines.
+        paper_short: The same for README's table, in one line.
         run: Asks again.
         seconds: As `Part` has it.
     """
 
     question: str
     paper: str
+    paper_short: str
     run: Callable[["Lab"], Result]
     seconds: float
 

@@ -152,7 +152,12 @@ def short(rows: Sequence[Row]) -> list[str]:
     """What the arms end with at the first learning rate that is there, in a sentence."""
     rates = {row["learning_rate"] for row in rows}
     rate = FIRST_RATE if FIRST_RATE in rates else min(rates)
-    return findings([row for row in rows if row["learning_rate"] == rate])
+    own = [row for row in rows if row["learning_rate"] == rate]
+    arms = [
+        f"{arm} {_mean_and_range([row for row in own if row['arm'] == arm])}"
+        for arm in dict.fromkeys(row["arm"] for row in own)
+    ]
+    return [f"held-out problems right: {'; '.join(arms)}"]
 
 
 def _mean_and_range(runs: Sequence[Row]) -> str:
@@ -226,6 +231,7 @@ EXPERIMENT = Experiment(
     paper="He 2025 (Thinking Machines), figure 16, an 8B model on BigMath: without correction the "
     "reward collapses; with importance weights it does not, at a KL of about 0.001; with equal "
     "bits the KL is 0. TBIK (arXiv:2511.17826), figure 8.",
+    paper_short="uncorrected the reward collapses, else not (He 2025)",
     parts=parts,
     result=result,
     setting=lambda lab, _: lab.setting,

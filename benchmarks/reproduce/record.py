@@ -154,7 +154,8 @@ class Record:
         folder.mkdir(parents=True, exist_ok=True)
         found = {
             "experiment": self.name, "question": self.experiment.question,
-            "paper": self.experiment.paper, "title": result.title, "setting": result.setting,
+            "paper": self.experiment.paper, "paper_short": self.experiment.paper_short,
+            "title": result.title, "setting": result.setting,
             "findings": list(result.findings), "short": list(result.short),
             "size": self.lab.size.value,
         }  # fmt: skip
@@ -175,19 +176,26 @@ def draw(result: Result, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def redraw(path: Path, experiment: Experiment) -> None:
-    """Make sentences and plot of a written experiment anew from its rows; no device is needed."""
+def redraw(path: Path, experiment: Experiment | WholeExperiment) -> None:
+    """Make sentences and plot of a written experiment anew from its rows; no device is needed.
+
+    Of an experiment that is one piece only what the paper says.
+    """
     found = json.loads(path.read_text())
-    result = experiment.result(found["rows"], found["setting"])
     found |= {
         "question": experiment.question,
         "paper": experiment.paper,
-        "title": result.title,
-        "findings": list(result.findings),
-        "short": list(result.short),
+        "paper_short": experiment.paper_short,
     }
+    if isinstance(experiment, Experiment):
+        result = experiment.result(found["rows"], found["setting"])
+        found |= {
+            "title": result.title,
+            "findings": list(result.findings),
+            "short": list(result.short),
+        }
+        draw(result, path.with_suffix(".png"))
     path.write_text(json.dumps(found, indent=1) + "\n")
-    draw(result, path.with_suffix(".png"))
 
 
 def has_pieces(path: Path) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.reproduce.experiment import Experiment, Lab, Part, Result, Row
+from benchmarks.reproduce.experiment import Experiment, Lab, Part, Result, Row, span_of
 from benchmarks.reproduce.loads import (
     GROUP,
     WINDOW,
@@ -186,11 +186,36 @@ def findings(rows: Sequence[Row]) -> list[str]:
     return told
 
 
+def short(rows: Sequence[Row]) -> list[str]:
+    """For each model the span of its workloads, the paper's in brackets."""
+    told = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        own = [row for row in rows if row["model"] == model]
+        of_all = [row for row in own if row["deterministic_percent"] == 100]
+        parts = []
+        for mode, what in (("invariant", "invariant"), ("dvr", "drafts for all")):
+            chosen = [row for row in of_all if row["mode"] == mode]
+            paper = [row["paper_over_fast"] for row in chosen if row["paper_over_fast"]]
+            theirs = f" ({span_of(paper, '.2f')})" if paper else ""
+            parts.append(f"{what} {span_of([row['over_fast'] for row in chosen], '.2f')}{theirs}")
+        count = len({row["workload"] for row in own})
+        told.append(
+            f"{model}, {count} workload{'s' * (count > 1)}, speed over fast: {', '.join(parts)}"
+        )
+    return told
+
+
 def plot(figure, rows: Sequence[Row]) -> None:
     """Throughput over the share, ours and the paper's, a panel for each workload."""
     names = list(dict.fromkeys(row["workload"] for row in rows))
-    panels = figure.subplots(1, len(names), sharey=True, squeeze=False)[0]
-    for axes, name in zip(panels, names, strict=True):
+    num_columns = min(4, len(names))
+    num_lines = -(-len(names) // num_columns)
+    figure.set_size_inches(10, 3.8 if num_lines == 1 else 3.0 * num_lines)
+    grid = figure.subplots(num_lines, num_columns, sharey=True, squeeze=False)
+    panels = grid.ravel()
+    for axes in panels[len(names) :]:
+        axes.set_axis_off()
+    for axes, name in zip(panels, names, strict=False):
         own = [row for row in rows if row["workload"] == name]
         dvr = [row for row in own if row["mode"] == "dvr"]
         at = [str(row["deterministic_percent"]) for row in dvr]
@@ -205,8 +230,15 @@ def plot(figure, rows: Sequence[Row]) -> None:
                          label="SGLang, batch-invariant")  # fmt: skip
         axes.set_title(name, fontsize=8)
         axes.set(xlabel="deterministic, %")
-    panels[0].set(ylabel="tokens a second over fast", ylim=(0, None))
-    panels[0].legend(frameon=False, fontsize=7)
+    panels[0].set(ylim=(0, None))
+    for axes in grid[:, 0]:
+        axes.set(ylabel="tokens a second over fast")
+    handles, labels = panels[0].get_legend_handles_labels()
+    has_room = len(names) < len(panels)
+    (panels[-1] if has_room else panels[0]).legend(
+        handles, labels, frameon=False, fontsize=8 if has_room else 7,
+        loc="center" if has_room else "lower left",
+    )  # fmt: skip
 
 
 def result(rows: Sequence[Row], setting: str) -> Result:
@@ -221,6 +253,7 @@ def result(rows: Sequence[Row], setting: str) -> Result:
         ),
         rows=rows,
         findings=findings(rows),
+        short=short(rows),
         plot=lambda figure: plot(figure, rows),
     )  # fmt: skip
 
@@ -244,6 +277,7 @@ EXPERIMENT = Experiment(
     paper="LLM-42 (arXiv:2601.17768), figure 10 and table 4, and its authors' data: 4,096 requests "
     "a cell on an H100, windows of 64 x 8; its figure over SGLang's non-deterministic one in "
     "brackets, with SGLang's batch-invariant mode for `invariant`.",
+    paper_short="speed over its non-deterministic mode in brackets (LLM-42)",
     parts=parts,
     result=result,
     setting=load_setting,
