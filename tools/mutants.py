@@ -76,6 +76,47 @@ class MutantError(Exception):
 
 MUTANTS = (
     Mutant(
+        name="steps-read-out-of-order",
+        fault="the results of the newest step in flight are read first",
+        edits=(
+            Edit(
+                where=f"{SERVING}/engine.py",
+                old="finished = self._in_flight.popleft() if",
+                new="finished = self._in_flight.pop() if",
+            ),
+        ),
+        tests=("tests/serving/test_engine.py::test_the_host_reads_results_some_steps_late",),
+    ),
+    Mutant(
+        name="rest-not-settled",
+        fault="an engine comes to rest while a program is still to be called",
+        edits=(
+            Edit(
+                where=f"{SERVING}/engine.py",
+                old="            self._runner.settle()\n",
+                new="            pass\n",
+            ),
+        ),
+        tests=(
+            "tests/serving/test_device_state.py::test_weights_may_go_when_nothing_is_left_to_do",
+        ),
+    ),
+    Mutant(
+        name="calls-by-two-threads",
+        fault="two programs are called at once",
+        edits=(
+            Edit(
+                where=f"{SERVING}/device_state.py",
+                old="ThreadPoolExecutor(max_workers=1,",
+                new="ThreadPoolExecutor(max_workers=2,",
+            ),
+        ),
+        tests=(
+            "tests/serving/test_device_state.py"
+            "::test_programs_are_called_in_order_by_one_thread_which_is_not_the_caller_s",
+        ),
+    ),
+    Mutant(
         name="kept-program-not-verified",
         fault="a compiled program is run as it lies on the disk",
         edits=(

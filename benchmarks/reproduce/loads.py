@@ -122,7 +122,7 @@ class Server:
         max_prefill_streak: int = 0,
     ) -> Engine:
         """An engine, all of whose programs are compiled. In `dvr` it always drafts."""
-        gc.collect()  # the cache of an engine before, which is part of a cycle
+        gc.collect()  # the cache of the engine before
         sizes = self.sizes
         config = EngineConfig(
             mode=mode,
