@@ -33,7 +33,7 @@ from detjax.pallas_kernels.linear.sm90 import combine_partials
 from detjax.pallas_kernels.linear.sm90_matmul import matmul
 from detjax.pallas_kernels.linear.tiles import choose_tiles
 from detjax.parallel.mesh import make_mesh
-from detjax.serving.programs import empty_pages
+from detjax.serving.device_arrays import empty_pages
 from detjax.testing.bitwise import count_different_bits
 from detjax.testing.dummies import batch_of, dummy_config, scoring_step
 

@@ -46,9 +46,10 @@ from detjax.parallel.exchange import (
     scatter_add_rms_norm,
 )
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS, make_mesh
+from detjax.serving.device_arrays import pages_shape
 from detjax.serving.launch_operands import unpack_choice
 from detjax.serving.program_key import ProgramKey
-from detjax.serving.programs import in_place, pages_shape
+from detjax.serving.programs import in_place
 from detjax.serving.request import SamplingParams
 from detjax.testing.programs import launches, operands_for, plain_key, programs_for
 from detjax.xla_flags import EXACT_OPTIONS

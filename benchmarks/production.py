@@ -39,11 +39,7 @@ from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
 from detjax.serving.adjustments import AdjustedSlots, AdjustOperands, pack_record
 from detjax.serving.config import EngineConfig, ReplicaConfig
-from detjax.serving.engine import Engine
-from detjax.serving.launch_operands import PrefillOperands, VerifyOperands, unpack_choice
-from detjax.serving.program_key import ProgramKey, program_keys
-from detjax.serving.programs import (
-    ProgramCache,
+from detjax.serving.device_arrays import (
     Slots,
     adjusted_shape,
     empty,
@@ -52,6 +48,10 @@ from detjax.serving.programs import (
     sampling_shape,
     slots_shape,
 )
+from detjax.serving.engine import Engine
+from detjax.serving.launch_operands import PrefillOperands, VerifyOperands, unpack_choice
+from detjax.serving.program_key import ProgramKey, program_keys
+from detjax.serving.programs import ProgramCache
 from detjax.serving.request import Completion, Request, SamplingParams
 from detjax.serving.sampling import SamplingRows
 from detjax.testing.programs import plain_key

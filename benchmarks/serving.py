@@ -49,9 +49,10 @@ from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
 from detjax.serving.config import EngineConfig
+from detjax.serving.device_arrays import empty_pages
 from detjax.serving.engine import Engine
 from detjax.serving.heap import frozen_heap
-from detjax.serving.programs import ProgramCache, empty_pages
+from detjax.serving.programs import ProgramCache
 from detjax.serving.request import NO_WINDOWS, SamplingParams, WindowCounts
 from detjax.testing.load import LoadReport, lone_answers, make_questions, run_load
 from detjax.testing.programs import launches, operands_for, plain_key, programs_for

@@ -41,9 +41,10 @@ from detjax.models.loading import LoadedModel, random_model
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
+from detjax.serving.device_arrays import pages_shape
 from detjax.serving.launch_operands import unpack_choice
 from detjax.serving.program_key import ProgramKey
-from detjax.serving.programs import ProgramCache, pages_shape
+from detjax.serving.programs import ProgramCache
 from detjax.serving.request import SamplingParams
 from detjax.testing.programs import launches, operands_for, plain_key, programs_for
 

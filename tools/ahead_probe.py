@@ -31,7 +31,7 @@ from detjax.models.loading import LoadedModel, random_model
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
-from detjax.serving.programs import empty_pages
+from detjax.serving.device_arrays import empty_pages
 from detjax.serving.request import SamplingParams
 from detjax.testing.programs import operands_for, plain_key, programs_for
 

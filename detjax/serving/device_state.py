@@ -12,15 +12,15 @@ import numpy as np
 from detjax.models.loading import LoadedModel
 from detjax.serving import trace
 from detjax.serving.adjustments import AdjustedSlots, AdjustOperands
-from detjax.serving.metrics import EngineStats
-from detjax.serving.programs import (
-    ProgramCache,
+from detjax.serving.device_arrays import (
     adjusted_shape,
     empty,
     empty_pages,
     sampling_shape,
     slots_shape,
 )
+from detjax.serving.metrics import EngineStats
+from detjax.serving.programs import ProgramCache
 from detjax.serving.self_check.device import checksums, filled_pages
 
 Placed = np.ndarray | jax.Array

@@ -11,7 +11,7 @@ import jax
 from detjax.models.loading import LoadedModel
 from detjax.parallel.mesh import DP_AXIS
 from detjax.serving.config import EngineConfig
-from detjax.serving.programs import pages_shape
+from detjax.serving.device_arrays import pages_shape
 
 CPU_CACHE_BYTES = 2**30
 """Most that a cache takes of the host's memory where nobody says how much; a quarter of what is

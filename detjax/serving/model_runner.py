@@ -23,6 +23,7 @@ from detjax.models.paths import Kernels
 from detjax.serving import trace
 from detjax.serving.adjustments import AdjustOperands, num_words, pack_record, record_len
 from detjax.serving.config import ReplicaConfig
+from detjax.serving.device_arrays import pages_shape
 from detjax.serving.device_state import DeviceState, Placed
 from detjax.serving.launch_operands import DecodeOperands, PrefillOperands, VerifyOperands
 from detjax.serving.metrics import EngineStats, Pauses
@@ -34,7 +35,7 @@ from detjax.serving.program_key import (
     round_num_top,
     table_lens,
 )
-from detjax.serving.programs import Candidates, ProgramCache, pages_shape
+from detjax.serving.programs import Candidates, ProgramCache
 from detjax.serving.request import SamplingParams
 from detjax.serving.sampling import SamplingRows
 from detjax.serving.self_check.claim import Claim

@@ -5,9 +5,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from detjax.serving.device_arrays import BY_ROW
 from detjax.serving.metrics import EngineStats
 from detjax.serving.program_key import ProgramKey
-from detjax.serving.programs import BY_ROW
 
 
 class PlacedRows:

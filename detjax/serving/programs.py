@@ -7,20 +7,17 @@ before the result of the last one is read.
 """
 
 import dataclasses
-import functools
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from detjax.array_types import Activation, Array, Int32
+from detjax.array_types import Array, Int32
 from detjax.donation import compile_checked
 from detjax.models.decoder import last_hidden
 from detjax.models.fast import quantised_specs
@@ -34,7 +31,16 @@ from detjax.serving.adjustments import (
     Adjustments,
     AdjustOperands,
     num_words,
-    record_len,
+)
+from detjax.serving.device_arrays import (
+    BY_ROW,
+    PAGES_SPEC,
+    Slots,
+    adjusted_shape,
+    pages_shape,
+    rows_shape,
+    sampling_shape,
+    slots_shape,
 )
 from detjax.serving.launch_operands import (
     DecodeOperands,
@@ -49,97 +55,10 @@ from detjax.serving.prompt_logprobs import following_ids, score_tokens
 from detjax.serving.sampling import SamplingRows, choose
 from detjax.xla_flags import EXACT_OPTIONS, FAST_OPTIONS
 
-PAGES_SPEC = P(None, DP_AXIS, None, TP_AXIS, None, None)
-BY_ROW = P(DP_AXIS)
-
 _OPERANDS = {"prefill": PrefillOperands, "decode": DecodeOperands, "verify": VerifyOperands}
 
 Candidates = Callable[[Int32[Array, " B"], Int32[Array, " B"]], Int32[Array, " B"]]
 """From the drafts of a step and their positions, the drafts to use instead."""
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Slots:
-    """What the device knows of each running sequence, besides its sampling parameters.
-
-    A step writes them in place, so that their addresses stay in its CUDA graph; `compile_checked`
-    refuses a program that reads late what it has written.
-
-    Attributes:
-        window: int32 [S, W]: the last committed token, then the drafts that follow it.
-        place: int32 [S]: position of the last committed token times W, plus how many drafts follow
-            it. One number, as each array that a step writes is a launch, and so is joining two.
-    """
-
-    window: Any
-    place: Any
-
-    @classmethod
-    def without_drafts(cls, window, start) -> "Slots":
-        """Slots whose last committed tokens, at positions `start`, no draft follows."""
-        return cls(window=window, place=start * window.shape[1])
-
-    def unplaced(self, slot) -> tuple[Int32[Array, " B"], Int32[Array, " B"]]:
-        """Of the slots that rows name: (position, drafts behind it); position -1 for no slot."""
-        place = self.place.at[slot].get(mode="fill", fill_value=-1)
-        return place // self.window.shape[1], place % self.window.shape[1]
-
-    def placed(self, slot, start, num_drafts=0) -> Int32[Array, " S"]:
-        """`place` with these of the slots that rows name."""
-        place = start * self.window.shape[1] + num_drafts
-        return self.place.at[slot].set(place, mode="drop")
-
-
-def pages_shape(model: LoadedModel, num_pages: int) -> jax.ShapeDtypeStruct:
-    """Shape of the cache with `num_pages` pages over all replicas, and its sharding."""
-    config, profile = model.config, model.profile
-    shape = (
-        config.num_layers,
-        num_pages,
-        2,
-        model.num_kv_slots,
-        profile.attention_block,
-        config.head_dim,
-    )
-    sharding = NamedSharding(model.mesh, PAGES_SPEC)
-    return jax.ShapeDtypeStruct(shape, profile.activation_dtype, sharding=sharding)
-
-
-def slots_shape(model: LoadedModel, num_slots: int, window_len: int) -> Slots:
-    """Shapes of `num_slots` slots over all replicas, and their sharding."""
-    return Slots(
-        window=_by_row(model, num_slots, jnp.int32, window_len),
-        place=_by_row(model, num_slots, jnp.int32),
-    )
-
-
-def adjusted_shape(model: LoadedModel, num_slots: int, text_len: int) -> AdjustedSlots:
-    """Shapes of what is kept of `num_slots` adjusted sequences over all replicas."""
-    return AdjustedSlots(
-        record=_by_row(model, num_slots, jnp.int32, record_len(model.config.vocab_size)),
-        token_ids=_by_row(model, num_slots, jnp.int32, text_len),
-    )
-
-
-def empty(model: LoadedModel, shapes: Any) -> Any:
-    """Allocate zeros of these shapes, each shard on its device."""
-    leaves, tree = jax.tree.flatten(shapes)
-    return jax.tree.unflatten(tree, _empty(tuple(leaves))())
-
-
-@functools.cache
-def _empty(shapes: tuple[jax.ShapeDtypeStruct, ...]) -> Callable[[], list]:
-    """Compiled once for all engines of these sizes."""
-    return jax.jit(
-        lambda: [jnp.zeros(shape.shape, shape.dtype) for shape in shapes],
-        out_shardings=[shape.sharding for shape in shapes],
-    )
-
-
-def empty_pages(model: LoadedModel, num_pages: int) -> Activation[Array, "L N 2 K P C"]:
-    """Allocate the cache."""
-    return empty(model, pages_shape(model, num_pages))
 
 
 def forward_context(model: LoadedModel) -> ForwardContext:
@@ -187,24 +106,6 @@ def _choose_last(
     processed = process(logits, position)
     choice = choose(ctx, logits, rows, position + 1, processed=processed, **variant)
     return kv_cache, hidden, choice, position
-
-
-def _by_row(model: LoadedModel, count: int, dtype, *tail: int) -> jax.ShapeDtypeStruct:
-    sharding = NamedSharding(model.mesh, BY_ROW)
-    return jax.ShapeDtypeStruct((count, *tail), dtype, sharding=sharding)
-
-
-def sampling_shape(model: LoadedModel, count: int) -> SamplingRows:
-    """Shapes of the sampling parameters of `count` rows or slots, and their sharding."""
-    return SamplingRows(
-        temperature=_by_row(model, count, jnp.float32),
-        top_k=_by_row(model, count, jnp.int32),
-        top_p=_by_row(model, count, jnp.float32),
-        min_p=_by_row(model, count, jnp.float32),
-        seed_low=_by_row(model, count, jnp.uint32),
-        seed_high=_by_row(model, count, jnp.uint32),
-        sequence_idx=_by_row(model, count, jnp.uint32),
-    )
 
 
 def in_place(key: ProgramKey) -> tuple[int, ...]:
@@ -357,10 +258,12 @@ class ProgramCache:
     def _host_shapes(self, key: ProgramKey) -> tuple:
         rows = key.rows * self._model.mesh.shape[DP_AXIS]
         columns = _OPERANDS[key.kind].num_columns(table_len=key.table_len, length=key.length)
-        host = _by_row(self._model, rows, jnp.int32, columns)
+        host = rows_shape(self._model, rows, jnp.int32, columns)
         shapes: tuple = (host,)
         if key.kind == "prefill":
-            next_id = () if key.num_prompt_top is None else (_by_row(self._model, rows, jnp.int32),)
+            next_id = (
+                () if key.num_prompt_top is None else (rows_shape(self._model, rows, jnp.int32),)
+            )
             shapes = host, sampling_shape(self._model, rows), *next_id
         return (*shapes, *self._adjust_shapes(key, rows)) if key.text_len else shapes
 
@@ -368,9 +271,9 @@ class ProgramCache:
         model, vocab_size = self._model, self._model.config.vocab_size
         of_rows = adjusted_shape(model, rows, key.text_len)
         is_first, is_window = key.kind == "prefill", key.kind == "verify"
-        banned = _by_row(model, rows, jnp.int32, num_words(vocab_size))
+        banned = rows_shape(model, rows, jnp.int32, num_words(vocab_size))
         operands = AdjustOperands(
-            slot=_by_row(model, rows, jnp.int32),
+            slot=rows_shape(model, rows, jnp.int32),
             banned=None if is_window else banned,
             record=of_rows.record if is_first else None,
             token_ids=of_rows.token_ids if is_first else None,

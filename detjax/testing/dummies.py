@@ -21,8 +21,8 @@ from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.collectives import gather_columns
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS, make_mesh
 from detjax.serving.config import EngineConfig
+from detjax.serving.device_arrays import PAGES_SPEC
 from detjax.serving.engine import Engine
-from detjax.serving.programs import PAGES_SPEC
 from detjax.serving.request import Completion, Request, SamplingParams
 from detjax.xla_flags import EXACT_OPTIONS, FAST_OPTIONS
 

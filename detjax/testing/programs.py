@@ -10,9 +10,10 @@ from jax.sharding import NamedSharding
 
 from detjax.models.loading import LoadedModel
 from detjax.models.paths import Kernels
+from detjax.serving.device_arrays import BY_ROW, Slots
 from detjax.serving.launch_operands import DecodeOperands, PrefillOperands
 from detjax.serving.program_key import ProgramKey, ProgramKind
-from detjax.serving.programs import BY_ROW, ProgramCache, Slots
+from detjax.serving.programs import ProgramCache
 from detjax.serving.request import SamplingParams
 from detjax.serving.sampling import SamplingRows
 

@@ -17,7 +17,7 @@ from detjax.models.paths import PATHS, Kernels
 from detjax.pallas_kernels.log_softmax.api import block_stats, log_probs, log_sum_exp
 from detjax.parallel.collectives import gather_columns
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
-from detjax.serving.programs import PAGES_SPEC, pages_shape
+from detjax.serving.device_arrays import PAGES_SPEC, pages_shape
 from detjax.xla_flags import EXACT_OPTIONS, FAST_OPTIONS
 
 

@@ -38,8 +38,9 @@ from detjax.pallas_kernels.moe.api import expert_mlp, route_mlp_add_rms_norm
 from detjax.pallas_kernels.moe.shapes import SHAPES
 from detjax.parallel import sm90_exchange
 from detjax.parallel.exchange import EXCHANGE_SPECS, MAX_EXCHANGED_ROWS, Exchange
+from detjax.serving.device_arrays import pages_shape
 from detjax.serving.program_key import ProgramKind
-from detjax.serving.programs import ProgramCache, pages_shape
+from detjax.serving.programs import ProgramCache
 from detjax.testing import aot
 from detjax.testing.programs import plain_key, programs_for
 from detjax.xla_flags import IN_PLACE_OPTIONS

@@ -18,8 +18,8 @@ from detjax.models.loading import LoadedModel
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.rms_norm.api import add_rms_norm
 from detjax.serving.config import EngineConfig
+from detjax.serving.device_arrays import empty_pages
 from detjax.serving.engine import Engine
-from detjax.serving.programs import empty_pages
 from detjax.serving.request import Completion, FinishReason, Request, SamplingParams
 from detjax.testing import (
     assert_bitwise_equal,

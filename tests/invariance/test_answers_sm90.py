@@ -21,8 +21,8 @@ from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
 from detjax.serving.config import EngineConfig
+from detjax.serving.device_arrays import empty_pages
 from detjax.serving.engine import Engine
-from detjax.serving.programs import empty_pages
 from detjax.serving.request import Completion, Request, SamplingParams
 from detjax.serving.structured_output import StructuredOutput
 from detjax.testing import assert_bitwise_equal, assert_order_sensitive, count_different_bits

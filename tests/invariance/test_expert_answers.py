@@ -24,8 +24,8 @@ from detjax.models.loading import LoadedModel
 from detjax.numerics import NumericsProfile
 from detjax.parallel.exchange import MAX_EXCHANGED_ROWS
 from detjax.serving.config import EngineConfig
+from detjax.serving.device_arrays import PAGES_SPEC, empty_pages
 from detjax.serving.engine import Engine
-from detjax.serving.programs import PAGES_SPEC, empty_pages
 from detjax.serving.request import Completion, Request, SamplingParams
 from detjax.testing import assert_bitwise_equal, assert_order_sensitive, count_different_bits
 from detjax.testing.dummies import batch_of, dummy_config, dummy_model, scoring_step

@@ -18,7 +18,7 @@ from detjax.models.tokenizer import Tokenizer
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
-from detjax.serving.programs import empty_pages
+from detjax.serving.device_arrays import empty_pages
 from detjax.testing import assert_bitwise_equal
 from detjax.testing.dummies import batch_of, dummy_config, dummy_model, scoring_step
 

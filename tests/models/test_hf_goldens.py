@@ -14,7 +14,7 @@ from detjax.models.weights.load import ignore_progress
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
-from detjax.serving.programs import empty_pages
+from detjax.serving.device_arrays import empty_pages
 from detjax.testing.cases import quick_and_slow
 from detjax.testing.dummies import batch_of, scoring_step
 

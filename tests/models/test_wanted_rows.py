@@ -12,7 +12,8 @@ from detjax.models.layers import Tokens
 from detjax.models.loading import LoadedModel
 from detjax.models.paths import PATHS, Kernels
 from detjax.numerics import NumericsProfile
-from detjax.serving.programs import PAGES_SPEC, empty_pages, forward_context
+from detjax.serving.device_arrays import PAGES_SPEC, empty_pages
+from detjax.serving.programs import forward_context
 from detjax.testing import assert_bitwise_equal, assert_order_sensitive
 from detjax.testing.bitwise import count_different_bits
 from detjax.testing.cases import quick_and_slow

@@ -11,9 +11,10 @@ import jax
 import numpy as np
 import pytest
 
+from detjax.serving.device_arrays import empty_pages, pages_shape
 from detjax.serving.launch_operands import DecodeOperands, PrefillOperands, VerifyOperands
 from detjax.serving.program_key import ProgramKey
-from detjax.serving.programs import ProgramCache, empty_pages, pages_shape
+from detjax.serving.programs import ProgramCache
 from detjax.serving.request import SamplingParams
 from detjax.testing import float_arithmetic_outside_kernels
 from detjax.testing.dummies import dummy_config, dummy_model

@@ -20,7 +20,7 @@ from detjax.array_types import Activation, Array, Int32, UInt32
 from detjax.models.loading import LoadedModel
 from detjax.parallel.distributed import gather_replicas
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
-from detjax.serving.programs import PAGES_SPEC, pages_shape
+from detjax.serving.device_arrays import PAGES_SPEC, pages_shape
 
 PIECE = 8
 """Pages of a replica that a launch reads: how many are wanted is not known when it is compiled."""

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from detjax.serving.config import ReplicaConfig
+from detjax.serving.device_arrays import Slots
 from detjax.serving.launch_operands import DecodeOperands, PrefillOperands, VerifyOperands
 from detjax.serving.program_key import ProgramKey
-from detjax.serving.programs import Slots
 from detjax.serving.request import SamplingParams
 from detjax.serving.sampling import SamplingRows
 from detjax.serving.self_check.probes import Placement

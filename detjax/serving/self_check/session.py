@@ -12,9 +12,9 @@ import numpy as np
 
 from detjax.models.loading import LoadedModel
 from detjax.serving.config import ReplicaConfig
+from detjax.serving.device_arrays import Slots
 from detjax.serving.launch_operands import unpack_num_committed
 from detjax.serving.program_key import ProgramKey
-from detjax.serving.programs import Slots
 from detjax.serving.self_check.device import join_checksums
 from detjax.serving.self_check.evidence import Difference
 from detjax.serving.self_check.probes import Placement, Probe
