@@ -21,7 +21,7 @@ from jax._src.compilation_cache_interface import CacheInterface
 from jax._src.lru_cache import LRUCache
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
-from detjax.source import toolchain_key
+from detjax.source import compile_key, toolchain_key
 
 _DIGEST_BYTES = 32
 _installing = threading.Lock()
@@ -106,6 +106,22 @@ def keep_programs(folder: Path) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     if is_other:
         reset_cache()  # WHY: JAX goes on with the folder that it has opened once
+
+
+def keep_programs_of_build(cache_dir: str | Path) -> Path:
+    """Keep every compiled program in a folder of `cache_dir` that is of this build alone.
+
+    So what another detjax has compiled is never run.
+
+    Returns:
+        The folder.
+
+    Raises:
+        OSError: If the folder cannot be made or written.
+    """
+    folder = Path(cache_dir).expanduser() / compile_key()
+    keep_programs(folder)
+    return folder
 
 
 def _open_verified(path: str) -> tuple[CacheInterface, str] | None:

@@ -6,16 +6,19 @@ import dataclasses
 import difflib
 import math
 import numbers
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import jax
 import numpy as np
 import rich.console
 import rich.progress
 
+from detjax.kept_programs import keep_programs_of_build
 from detjax.models.abstract import why_unsupported
 from detjax.models.bundled import BUNDLED_NAME, bundled_model_path
 from detjax.models.config import ModelConfig
@@ -44,6 +47,7 @@ from detjax.serving.grammars import Grammars
 from detjax.serving.memory import cache_bytes, check_memory, pages_that_fit
 from detjax.serving.request import PromptLogprobs, SamplingParams, TokenEvent
 from detjax.serving.text import CompletionOutput, TextBatch, text_request
+from detjax.source import default_cache_dir
 
 BUNDLED = "bundled"
 AUTO = "auto"
@@ -363,6 +367,7 @@ class LLM:
         num_pages: int | None = None,
         gpu_memory_utilization: float = GPU_MEMORY_UTILIZATION,
         generation_config: str = "auto",
+        cache_dir: str | Path | None = AUTO,
         num_processes: int = 1,
         show_progress: bool = True,
         **engine_options: Any,
@@ -397,6 +402,9 @@ class LLM:
                 otherwise. The rest is for activations.
             generation_config: "auto": `default_sampling` is what the model's generation_config.json
                 recommends, if it has one. "none": it is `SamplingParams()`.
+            cache_dir: Where JAX keeps what it compiles from now on, so that the next process starts
+                quickly; what is read is verified. "auto": in the user's cache folder, unless JAX
+                has one already. None: JAX's own settings stay as they are.
             num_processes: Of the job that this process has joined (`start_job`); all of them make
                 the same `LLM` and make the same calls.
             show_progress: Show bars on standard error, where it is a terminal.
@@ -416,6 +424,7 @@ class LLM:
         profile = profile or NumericsProfile(weight_dtype=dtype, compute_dtype=dtype)
         if generation_config not in ("auto", "none"):
             raise ValueError(f"{generation_config=} must be 'auto' or 'none'")
+        _keep_programs(cache_dir)
         folder = find_model(model, revision=revision)
         recommended = default_sampling(folder) if generation_config == "auto" else {}
         self.default_sampling = SamplingParams(**recommended)
@@ -666,6 +675,20 @@ class LLM:
                 return is_stopped
 
             yield on_token
+
+
+def _keep_programs(cache_dir: str | Path | None) -> None:
+    if cache_dir is None or cache_dir == AUTO and jax.config.jax_compilation_cache_dir:
+        return
+    chosen = default_cache_dir() if cache_dir == AUTO else cache_dir
+    try:
+        keep_programs_of_build(chosen)
+    except OSError as error:
+        warnings.warn(
+            f"cache_dir={str(chosen)!r} cannot be written ({error.strerror}), so compiled programs "
+            "are not kept; give another, or None",
+            stacklevel=3,
+        )
 
 
 def choose_sizes(

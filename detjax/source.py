@@ -72,5 +72,14 @@ def compile_key() -> str:
     return _short_hash([source_hash(), toolchain_key(), os.environ.get("XLA_FLAGS", "")])
 
 
+def default_cache_dir() -> str:
+    """Return the folder for compiled programs: that of JAX's variable, or of the user's cache."""
+    named = os.environ.get("JAX_COMPILATION_CACHE_DIR", "")
+    if named and "://" not in named:
+        return named
+    root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return str(Path(root).expanduser() / "detjax")
+
+
 def _short_hash(parts: list[str]) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]

@@ -12,8 +12,8 @@ import pytest
 from jax._src import compilation_cache
 
 from detjax import kept_programs, source
-from detjax.cli.arguments import default_cache_dir
 from detjax.kept_programs import VerifiedCache, keep_programs, verify_kept_programs
+from detjax.source import default_cache_dir
 from detjax.testing import assert_bitwise_equal
 
 KEY, VALUE = "jit_step-0123", bytes(range(256)) * 40

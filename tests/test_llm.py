@@ -4,13 +4,16 @@
 import dataclasses
 import gc
 import json
+import os
 import runpy
 import shutil
+import subprocess
 import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 
+import jax
 import jaxtyping
 import numpy as np
 import pytest
@@ -457,6 +460,63 @@ def test_example_stream_weights_has_the_bits_of_a_folder(example):
     digests = {line.split()[-1] for line in out.splitlines() if line.startswith("weights ")}
     assert len(digests) == 3, "the weights make no difference"
     assert out.endswith("every bit equal\n")
+
+
+def test_programs_are_kept_where_the_user_says(folder, tmp_path, monkeypatch):
+    """JAX's own folder goes first, and None changes nothing."""
+    kept: list[str] = []
+    monkeypatch.setattr(llm, "keep_programs_of_build", lambda folder: kept.append(str(folder)))
+    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    before = jax.config.jax_compilation_cache_dir
+    try:
+        jax.config.update("jax_compilation_cache_dir", "/of jax")
+        for cache_dir in ("auto", None, tmp_path):
+            detjax.LLM(folder, cache_dir=cache_dir)
+        assert kept == [str(tmp_path)]
+        jax.config.update("jax_compilation_cache_dir", None)
+        detjax.LLM(folder)
+        detjax.LLM(folder, cache_dir=None)
+        assert kept == [str(tmp_path), "/caches/detjax"]
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_a_cache_folder_that_cannot_be_written_is_a_warning(folder, tmp_path):
+    (tmp_path / "file").write_text("")
+    before = jax.config.jax_compilation_cache_dir
+    with pytest.warns(UserWarning, match="cannot be written .* compiled programs are not kept"):
+        detjax.LLM(folder, cache_dir=tmp_path / "file" / "cache")
+    assert jax.config.jax_compilation_cache_dir == before
+
+
+_STARTS = """
+import sys
+import detjax
+
+llm = detjax.LLM(sys.argv[1], show_progress=False)
+print(llm.generate("a", detjax.SamplingParams(max_tokens=4))[0].outputs[0].digest())
+"""
+
+
+@pytest.mark.slow
+def test_a_second_process_compiles_nothing(folder, tmp_path):
+    """By what it writes; the control has a folder of its own."""
+
+    def start(cache: str) -> tuple[str, set[str]]:
+        unset = {"JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"}
+        kept = {name: value for name, value in os.environ.items() if name not in unset}
+        run = subprocess.run(
+            [sys.executable, "-c", _STARTS, str(folder)],
+            env=kept | {"XDG_CACHE_HOME": str(tmp_path / cache), "JAX_PLATFORMS": "cpu"},
+            capture_output=True, text=True, check=True, timeout=300,
+        )  # fmt: skip
+        files = {path.name for path in (tmp_path / cache).rglob("*-cache")}
+        return run.stdout, files
+
+    first, again, control = start("a"), start("a"), start("b")
+    assert first[1] and first == again
+    assert control == first and (tmp_path / "b").is_dir()
 
 
 def test_a_dropped_model_frees_weights_and_cache_at_once(folder):

@@ -3,7 +3,6 @@
 
 import dataclasses
 import inspect
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from detjax.pallas_kernels.backend import Backend
 from detjax.serving.config import DRAFT_WEIGHTS, MODES, SELF_CHECKS, EngineConfig
 from detjax.serving.request import LOGPROBS_MODES, SamplingParams
 from detjax.serving.structured_output import FORMS, StructuredOutput
+from detjax.source import default_cache_dir
 
 BUNDLED = "bundled"
 NO_CACHE = "none"
@@ -33,15 +33,6 @@ GROUPS = {
     "output": "How completions are written.",
     "check": "See for yourself that the claim holds here.",
 }
-
-
-def default_cache_dir() -> str:
-    """Return the folder for compiled programs: that of JAX's variable, or of the user's cache."""
-    named = os.environ.get("JAX_COMPILATION_CACHE_DIR", "")
-    if named and "://" not in named:
-        return named
-    root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return str(Path(root).expanduser() / "detjax")
 
 
 def _option(

@@ -18,7 +18,6 @@ from detjax.serving.config import EngineConfig
 from detjax.serving.metrics import EngineStats
 from detjax.serving.request import Completion, Request, TokenEvent
 from detjax.serving.trace import TracesEvents
-from detjax.source import compile_key
 
 if TYPE_CHECKING:  # imports JAX
     from detjax.proof.identity import Identity
@@ -254,20 +253,16 @@ def _open_model(
 
 
 def keep_compiled_programs(cache_dir: str) -> None:
-    """Let JAX keep every compiled program, however small, in a folder of `cache_dir`.
-
-    The folder is of this build alone, so that what another detjax has compiled is never run.
-    """
+    """As `keep_programs_of_build`; a folder that cannot be written is a warning."""
     if cache_dir == NO_CACHE:
         return
-    from detjax.kept_programs import keep_programs
+    from detjax.kept_programs import keep_programs_of_build
 
-    folder = Path(cache_dir).expanduser() / compile_key()
     try:
-        keep_programs(folder)
+        keep_programs_of_build(cache_dir)
     except OSError as error:
         print(
-            f"warning: --cache-dir {folder} cannot be written ({error.strerror}), so compiled "
+            f"warning: --cache-dir {cache_dir} cannot be written ({error.strerror}), so compiled "
             f"programs are not kept; give another, or {NO_CACHE}",
             file=sys.stderr,
         )

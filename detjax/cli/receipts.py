@@ -16,13 +16,14 @@ import rich.console
 import rich.progress
 
 from detjax import __version__
-from detjax.cli.arguments import NO_CACHE, GenerateArgs, default_cache_dir
+from detjax.cli.arguments import NO_CACHE, GenerateArgs
 from detjax.cli.errors import BAD_INPUT, BITS_DIFFER, OK
 from detjax.cli.job import Job
 from detjax.cli.model import keep_compiled_programs
 from detjax.proof.canonical_json import canonical_json
 from detjax.proof.signing import SigningKey, read_public_key
 from detjax.serving.text import CompletionOutput
+from detjax.source import default_cache_dir
 
 if TYPE_CHECKING:  # imports JAX
     from detjax.proof.identity import Identity
@@ -181,6 +182,7 @@ def _run(
         batch_size=args.batch_size,
         prefill_chunk=args.prefill_chunk,
         max_len=_max_len(receipts),
+        cache_dir=None,
         **options,
     )
     here = Identifier(llm.model, llm.tokenizer, name=name).identity()

@@ -12,9 +12,10 @@ import sys
 from collections.abc import Sequence
 
 from detjax import __version__
-from detjax.cli.arguments import NO_CACHE, default_cache_dir
+from detjax.cli.arguments import NO_CACHE
 from detjax.cli.errors import BAD_INPUT, OK
 from detjax.serving.config import MODES, SELF_CHECKS
+from detjax.source import default_cache_dir
 
 EXAMPLES = """\
 examples:

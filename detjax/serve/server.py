@@ -59,6 +59,7 @@ def open_llm(args: argparse.Namespace, num_processes: int = 1) -> LLM:
         max_prefill_streak=0,
         gpu_memory_utilization=share,
         num_processes=num_processes,
+        cache_dir=None,
         **chosen,
     )
     if args.kv_memory is not None and llm.config.backend.platform == "cpu":
