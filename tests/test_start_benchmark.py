@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cold and warm starts are measured in processes of their own, and give the same answer."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks import start
+
+
+@pytest.mark.slow
+def test_a_cold_and_a_warm_start_give_the_same_answer(tmp_path):
+    out = tmp_path / "rows.jsonl"
+    run = subprocess.run(
+        [sys.executable, "-m", "benchmarks.start", "--model", "tiny", "--backend", "portable",
+         "--warm", "1", "--out", str(out)],
+        capture_output=True, text=True, check=False, timeout=400,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    assert "all answers equal: True" in run.stdout
+    cold, warm = map(json.loads, out.read_text().splitlines())
+    assert (cold["kind"], warm["kind"]) == ("cold", "warm")
+    for row in (cold, warm):
+        ends = [row[name] for name in start.PHASES]
+        assert ends == sorted(ends) and ends[0] > 0 and row["programs"] > 0
+
+
+@pytest.mark.slow
+def test_an_answer_that_differs_is_told(monkeypatch, capsys):
+    """The control: every start gives another answer."""
+    times = dict.fromkeys(start.PHASES, 1.0) | {"programs": 2, "compile_s": 0.5, "self_check_s": 0}
+    digests = iter("abc")
+    monkeypatch.setattr(start, "start", lambda *_: times | {"digest": next(digests)})
+    monkeypatch.setattr(sys, "argv", ["start", "--backend", "portable", "--warm", "2"])
+    with pytest.raises(SystemExit) as end:
+        start.main()
+    assert end.value.code == 3 and "all answers equal: False" in capsys.readouterr().out
+
+
+def test_no_warm_start_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["start", "--warm", "0"])
+    with pytest.raises(SystemExit) as end:
+        start.main()
+    assert end.value.code == 2 and "--warm 0 must be at least 1" in capsys.readouterr().err
