@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import rich.console
 import rich.table
@@ -47,6 +48,7 @@ def measure(args: argparse.Namespace) -> None:
     stats = llm.engine.stats()
     found |= {
         "digest": answer[0].outputs[0].digest(),
+        "backend": llm.config.backend.value,
         "programs": len(list(llm.engine.programs)),
         "compile_s": stats.compile_s,
         "self_check_s": stats.self_check_s,
@@ -78,42 +80,47 @@ def write_random(name: str, folder: Path) -> str:
 
 
 def write_folder(name: str, folder: Path) -> None:
-    """As Hugging Face has it, with a tokenizer of bytes; the weights are of one small pattern."""
+    """As Hugging Face has it, with a tokenizer of bytes; the weights are of one small pattern.
+
+    Raises:
+        ValueError: If the tensors of the configuration are not those of a Llama.
+    """
     import jax
     import ml_dtypes
     import numpy as np
     from safetensors.numpy import save_file
 
     from benchmarks.step import MODELS
+    from detjax.models.hf_config import config_from_hf
     from detjax.models.params import tensor_specs
     from detjax.testing.folders import byte_tokenizer
 
     config = MODELS[name]
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(
-        json.dumps(
-            {
-                "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
-                "vocab_size": config.vocab_size, "hidden_size": config.hidden_size,
-                "intermediate_size": config.intermediate_size,
-                "num_hidden_layers": config.num_layers,
-                "num_attention_heads": config.num_heads,
-                "num_key_value_heads": config.num_kv_heads, "head_dim": config.head_dim,
-                "max_position_embeddings": config.max_position_embeddings, "rms_norm_eps": 1e-5,
-                "rope_theta": 500000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-            }
-        )
-    )  # fmt: skip
-    (folder / "tokenizer_config.json").write_text("{}")
-    byte_tokenizer().save(str(folder / "tokenizer.json"))
-    pattern = np.random.default_rng(0).standard_normal(1 << 20, np.float32) * 0.02
-    pattern = pattern.astype(ml_dtypes.bfloat16)
-    weight_map: dict[str, str] = {}
+    written: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
+        "vocab_size": config.vocab_size, "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads, "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_position_embeddings, "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    }  # fmt: skip
     specs = [
         (hf_name, spec.hf_shape)
         for spec in jax.tree.leaves(tensor_specs(config, tp=1, vocab_block=128))
         for hf_name in spec.hf_names
     ]
+    of_llama = jax.tree.leaves(tensor_specs(config_from_hf(written), tp=1, vocab_block=128))
+    if specs != [(hf_name, spec.hf_shape) for spec in of_llama for hf_name in spec.hf_names]:
+        raise ValueError(f"{name} has other tensors than a Llama; give a folder of it")
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(written))
+    (folder / "tokenizer_config.json").write_text("{}")
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    pattern = np.random.default_rng(0).standard_normal(1 << 20, np.float32) * 0.02
+    pattern = pattern.astype(ml_dtypes.bfloat16)
+    weight_map: dict[str, str] = {}
     for first in range(0, len(specs), 40):
         file = f"model-{first // 40:05d}.safetensors"
         tensors = {
@@ -146,7 +153,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model, is_folder = args.model, args.model == "bundled" or Path(args.model).is_dir()
         if not is_folder:
-            model = write_random(args.model, Path(folder) / "model")
+            try:
+                model = write_random(args.model, Path(folder) / "model")
+            except subprocess.CalledProcessError:
+                parser.error(f"--model {args.model} is no folder, and none could be written of it")
         cache = os.path.join(folder, "programs")
         cold = start(args, model, cache)
         warm = [start(args, model, cache) for _ in range(args.warm)]
@@ -161,8 +171,7 @@ def _report(args: argparse.Namespace, cold: dict, warm: list[dict]) -> None:
     from benchmarks.common import Rows, environment
     from detjax.pallas_kernels.backend import Backend
 
-    backend = Backend(args.backend) if args.backend != "auto" else Backend.PORTABLE
-    card = environment(backend) | {"model": Path(args.model).name}
+    card = environment(Backend(cold["backend"])) | {"model": Path(args.model).name}
     rows = Rows(card, args.out)
     table = rich.table.Table("s since the start", "cold", "warm, median", "warm, all")
     for name in PHASES:

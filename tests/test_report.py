@@ -643,7 +643,7 @@ def test_the_cost_of_a_tree_over_ranks_stands_beside_the_papers(write):
     assert sums.startswith("tp 2: the sum with residual and norm takes 0.60 of")
     assert steps.startswith("a decode step on tp 2 takes 0.80 of the time")
     assert bits == "3 elements differ between the forms of our sum"
-    assert told.here_short.endswith("rows: the sum on tp 2 0.60, a step on tp 2 0.80")
+    assert told.here_short.endswith("the sum on tp 2 0.60 at 8 rows, a step on tp 2 0.80 at 8 rows")
 
 
 @pytest.mark.parametrize("command", ["answers", "mesh"])

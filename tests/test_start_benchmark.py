@@ -30,13 +30,22 @@ def test_a_cold_and_a_warm_start_give_the_same_answer(tmp_path):
 @pytest.mark.slow
 def test_an_answer_that_differs_is_told(monkeypatch, capsys):
     """The control: every start gives another answer."""
-    times = dict.fromkeys(start.PHASES, 1.0) | {"programs": 2, "compile_s": 0.5, "self_check_s": 0}
+    times: dict = dict.fromkeys(start.PHASES, 1.0) | {"programs": 2, "backend": "portable"}
     digests = iter("abc")
     monkeypatch.setattr(start, "start", lambda *_: times | {"digest": next(digests)})
     monkeypatch.setattr(sys, "argv", ["start", "--backend", "portable", "--warm", "2"])
     with pytest.raises(SystemExit) as end:
         start.main()
     assert end.value.code == 3 and "all answers equal: False" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["qwen3_8b", "tiny_experts", "no_such_model"])
+def test_what_is_no_llama_and_no_folder_is_refused(monkeypatch, capsys, name):
+    """Else a start would be of another model than its row says."""
+    monkeypatch.setattr(sys, "argv", ["start", "--model", name])
+    with pytest.raises(SystemExit) as end:
+        start.main()
+    assert end.value.code == 2 and f"--model {name} is no folder" in capsys.readouterr().err
 
 
 def test_no_warm_start_is_refused(monkeypatch, capsys):

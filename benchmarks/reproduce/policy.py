@@ -231,7 +231,7 @@ EXPERIMENT = Experiment(
     paper="He 2025 (Thinking Machines), figure 16, an 8B model on BigMath: without correction the "
     "reward collapses; with importance weights it does not, at a KL of about 0.001; with equal "
     "bits the KL is 0. TBIK (arXiv:2511.17826), figure 8.",
-    paper_short="uncorrected the reward collapses, else not (He 2025)",
+    paper_short="the reward collapses, unless weighted or with equal bits (He 2025)",
     parts=parts,
     result=result,
     setting=lambda lab, _: lab.setting,

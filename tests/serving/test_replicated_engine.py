@@ -111,14 +111,17 @@ def prompt(length: int, first: int = 3) -> list[int]:
 
 
 @pytest.mark.invariance
-@pytest.mark.parametrize(("mode", "plain_share"), [("invariant", 0.0), ("dvr", 0.5)])
-def test_a_load_with_cancellations_is_bitwise_that_of_lone_requests(mode, plain_share):
+@pytest.mark.parametrize(
+    ("mode", "plain_share", "steps_ahead"),
+    [("invariant", 0.0, 1), ("dvr", 0.5, 1), ("dvr", 0.5, 2)],
+)
+def test_a_load_with_cancellations_is_bitwise_that_of_lone_requests(mode, plain_share, steps_ahead):
     """Both engines launch the same, and answers are those of one engine at batch size 1."""
     sizes = {"vocab_size": VOCAB, "longest_prompt": 24, "most_tokens": 12}
     questions = make_questions(12, seed=1, **sizes, long_every=3)
     alone = make_engine(batch_size=1, has_prefix_cache=False)
     expected = [alone.generate([q.request], on_token=StopWatch(q.stop)) for q in questions]
-    with paired(mode=mode, num_pages=20) as pair:
+    with paired(mode=mode, num_pages=20, steps_ahead=steps_ahead) as pair:
         report = run_load(
             pair.engine, questions, expected,
             num_requests=200, seed=2, plain_share=plain_share, cancelled_share=0.3,
