@@ -11,6 +11,7 @@ empty folder for compiled programs, the others what it has left there. Of a conf
 """
 
 import argparse
+import concurrent.futures
 import json
 import os
 import statistics
@@ -18,16 +19,19 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
 import rich.console
+import rich.progress
 import rich.table
 
 PHASES = ("imported_s", "loaded_s", "first_token_s", "answered_s", "compiled_s")
 """Seconds since the process was started: the end of each phase."""
 NUM_TOKENS = 32
 PROMPT = "The old house by the sea"
+STDERR = rich.console.Console(stderr=True)
 
 
 def measure(args: argparse.Namespace) -> None:
@@ -46,6 +50,10 @@ def measure(args: argparse.Namespace) -> None:
     llm.engine.compile()
     found["compiled_s"] = time.time() - args.began_s
     stats = llm.engine.stats()
+    # WHY: not above, so that a start imports what a user's does.
+    from benchmarks.common import environment
+
+    card = environment(llm.config.backend)
     found |= {
         "digest": answer[0].outputs[0].digest(),
         "backend": llm.config.backend.value,
@@ -53,11 +61,11 @@ def measure(args: argparse.Namespace) -> None:
         "compile_s": stats.compile_s,
         "self_check_s": stats.self_check_s,
     }
-    print(json.dumps(found), flush=True)
+    print(json.dumps({"found": found, "card": card}), flush=True)
 
 
 def start(args: argparse.Namespace, model: str, cache_dir: str) -> dict:
-    """Start a process and return what it found."""
+    """Start a process and return what it found, and the card of where it ran."""
     began_s = time.time()
     run = subprocess.run(
         [
@@ -120,14 +128,17 @@ def write_folder(name: str, folder: Path) -> None:
     byte_tokenizer().save(str(folder / "tokenizer.json"))
     pattern = np.random.default_rng(0).standard_normal(1 << 20, np.float32) * 0.02
     pattern = pattern.astype(ml_dtypes.bfloat16)
-    weight_map: dict[str, str] = {}
-    for first in range(0, len(specs), 40):
-        file = f"model-{first // 40:05d}.safetensors"
-        tensors = {
-            hf_name: np.resize(pattern, shape) for hf_name, shape in specs[first : first + 40]
-        }
-        save_file(tensors, folder / file)
-        weight_map |= dict.fromkeys(tensors, file)
+    weight_map = {name: f"model-{i // 40:05d}.safetensors" for i, (name, _) in enumerate(specs)}
+
+    def save(first: int) -> None:
+        batch = specs[first : first + 40]
+        tensors = {name: np.resize(pattern, shape) for name, shape in batch}
+        save_file(tensors, folder / weight_map[batch[0][0]])
+
+    firsts = range(0, len(specs), 40)
+    with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        saved = pool.map(save, firsts)
+        deque(rich.progress.track(saved, "weights", len(firsts), console=STDERR), maxlen=0)
     index = {"metadata": {}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
@@ -158,29 +169,30 @@ def main() -> None:
             except subprocess.CalledProcessError:
                 parser.error(f"--model {args.model} is no folder, and none could be written of it")
         cache = os.path.join(folder, "programs")
-        cold = start(args, model, cache)
-        warm = [start(args, model, cache) for _ in range(args.warm)]
-    _report(args, cold, warm)
-    is_same = {run["digest"] for run in warm} == {cold["digest"]}
+        # WHY: not above, so that a start imports what a user's does.
+        from benchmarks.common import Rows
+
+        rows, found = None, []
+        for kind in ("cold", *["warm"] * args.warm):
+            run = start(args, model, cache)
+            if rows is None:
+                rows = Rows(run["card"] | {"model": Path(args.model).name}, args.out)
+            rows.keep(subject="start", kind=kind, **run["found"])
+            found.append(run["found"])
+    _print_table(found)
+    is_same = len({run["digest"] for run in found}) == 1
     print(f"all answers equal: {is_same}")
     sys.exit(0 if is_same else 3)
 
 
-def _report(args: argparse.Namespace, cold: dict, warm: list[dict]) -> None:
-    # WHY: after the last start, since JAX takes the GPU's memory.
-    from benchmarks.common import Rows, environment
-    from detjax.pallas_kernels.backend import Backend
-
-    card = environment(Backend(cold["backend"])) | {"model": Path(args.model).name}
-    rows = Rows(card, args.out)
+def _print_table(found: list[dict]) -> None:
+    cold, *warm = found
     table = rich.table.Table("s since the start", "cold", "warm, median", "warm, all")
     for name in PHASES:
         values = [run[name] for run in warm]
-        rows_of = ", ".join(f"{value:.2f}" for value in values)
         middle = statistics.median(values)
-        table.add_row(name.removesuffix("_s"), f"{cold[name]:.2f}", f"{middle:.2f}", rows_of)
-    for kind, run in (("cold", cold), *(("warm", run) for run in warm)):
-        rows.keep(subject="start", kind=kind, **run)
+        listed = ", ".join(f"{value:.2f}" for value in values)
+        table.add_row(name.removesuffix("_s"), f"{cold[name]:.2f}", f"{middle:.2f}", listed)
     rich.console.Console().print(table)
 
 

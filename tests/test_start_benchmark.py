@@ -32,7 +32,11 @@ def test_an_answer_that_differs_is_told(monkeypatch, capsys):
     """The control: every start gives another answer."""
     times: dict = dict.fromkeys(start.PHASES, 1.0) | {"programs": 2, "backend": "portable"}
     digests = iter("abc")
-    monkeypatch.setattr(start, "start", lambda *_: times | {"digest": next(digests)})
+
+    def found(*_):
+        return {"found": times | {"digest": next(digests)}, "card": {"gpu": "none"}}
+
+    monkeypatch.setattr(start, "start", found)
     monkeypatch.setattr(sys, "argv", ["start", "--backend", "portable", "--warm", "2"])
     with pytest.raises(SystemExit) as end:
         start.main()
