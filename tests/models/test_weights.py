@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights arrive bit for bit on every mesh, or are refused with a message that names the file."""
 
+import contextlib
 import dataclasses
 import functools
 import json
 import shutil
+import threading
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -12,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import safetensors
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
@@ -31,9 +33,11 @@ from detjax.models.params import (
 )
 from detjax.models.tokenizer import Tokenizer
 from detjax.models.weights import files, saved
+from detjax.models.weights import load as weights_load
 from detjax.models.weights.assemble import dismantle
 from detjax.models.weights.dtypes import find_cast
 from detjax.models.weights.load import load_params
+from detjax.models.weights.place import place_tensor
 from detjax.models.weights.random_weights import random_params
 from detjax.models.weights.saved import find_saved_cast, restore_params, save_params
 from detjax.numerics import NumericsProfile
@@ -424,36 +428,11 @@ def test_quantised_tensors_are_refused(tmp_path):
 # -------------------------------------------------------------------------------------- memory
 
 
-class CountingFile:
-    """A `safe_open` that records which part of which tensor is read."""
-
-    def __init__(self, handle, reads: list):
-        self.handle, self.reads = handle, reads
-
-    def __enter__(self):
-        return CountingFile(self.handle.__enter__(), self.reads)
-
-    def __exit__(self, *error):
-        return self.handle.__exit__(*error)
-
-    def keys(self):
-        return self.handle.keys()
-
-    def get_slice(self, name):
-        return CountingSlice(self.handle.get_slice(name), name, self.reads)
-
-
-class CountingSlice:
-    """One tensor of a `CountingFile`."""
+class CountingRows:
+    """The rows of a stored tensor, which record what is read of them."""
 
     def __init__(self, rows, name: str, reads: list):
         self.rows, self.name, self.reads = rows, name, reads
-
-    def get_shape(self):
-        return self.rows.get_shape()
-
-    def get_dtype(self):
-        return self.rows.get_dtype()
 
     def __getitem__(self, index):
         read = self.rows[index]
@@ -465,10 +444,13 @@ class CountingSlice:
 def test_each_shard_is_read_once_and_nothing_larger(tmp_path, monkeypatch, dp, tp):
     reads = []
 
-    def counting_open(path, framework):
-        return CountingFile(safetensors.safe_open(path, framework=framework), reads)
+    def counting_open(folder, stack):
+        return {
+            name: dataclasses.replace(tensor, rows=CountingRows(tensor.rows, name, reads))
+            for name, tensor in files.open_tensors(folder, stack).items()
+        }
 
-    monkeypatch.setattr(files, "safe_open", counting_open)
+    monkeypatch.setattr(weights_load, "open_tensors", counting_open)
     folder = write_folder(tmp_path, random_tensors(CONFIG))
     load(folder, dp=dp, tp=tp)
     counts = Counter((name, index) for name, index, _ in reads)
@@ -895,3 +877,55 @@ def test_a_flipped_byte_of_a_saved_model_is_refused(tmp_path):
     facts.unlink()
     with pytest.raises(FileNotFoundError, match="holds no finished checkpoint"):
         bundled(tmp_path)
+
+
+def test_a_placed_weight_is_no_view_of_its_file():
+    """A CPU device may hold the very memory that it is given, and what is mapped may change."""
+    mesh = make_mesh(dp=1, tp=1, platform="cpu")
+    specs = jax.tree.leaves(tensor_specs(CONFIG, tp=1, vocab_block=BLOCK))
+    spec = next(spec for spec in specs if not spec.is_rearranged and len(spec.shape) == 2)
+    size = 4 * int(np.prod(spec.shape))
+    memory = np.zeros(size + 64, np.uint8)
+    start = -memory.ctypes.data % 64  # what is not aligned is copied in any case
+    rows = memory[start : start + size].view(np.float32).reshape(spec.shape)
+    placed = place_tensor(rows, spec, mesh, dtype=jnp.dtype(jnp.float32), name="a tensor")
+    whole = NamedSharding(mesh, PartitionSpec())
+    control = jax.make_array_from_callback(rows.shape, whole, lambda index: rows[index])
+    rows[:] = 1
+    assert not np.asarray(placed).any()
+    assert np.asarray(control).all()
+
+
+def test_readers_keep_the_order_and_go_no_further_ahead_than_allowed():
+    started, may_end = [], threading.Event()
+
+    def read(item):
+        started.append(item)
+        assert may_end.wait(30)
+        return -item
+
+    with contextlib.ExitStack() as stack:
+        found = weights_load.map_ahead(read, range(20), 3, stack)
+        first = threading.Thread(target=lambda: next(found))
+        first.start()
+        while len(started) < 3:
+            time.sleep(0.001)
+        assert sorted(started) == [0, 1, 2]
+        may_end.set()
+        first.join()
+        assert list(found) == [-i for i in range(1, 20)]
+
+
+def test_a_tensor_that_cannot_be_read_ends_the_reading():
+    read_items = []
+
+    def read(item):
+        read_items.append(item)
+        if item == 2:
+            raise ValueError("tensor 2 is damaged")
+        return item
+
+    found = []
+    with pytest.raises(ValueError, match="tensor 2 is damaged"), contextlib.ExitStack() as stack:
+        found.extend(weights_load.map_ahead(read, range(100), 2, stack))
+    assert len(read_items) < 7

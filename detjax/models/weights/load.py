@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights from a Hugging Face folder's safetensors, each shard straight from its part of a file."""
 
+import collections
+import concurrent.futures
 import contextlib
+import itertools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -26,6 +29,8 @@ Progress = Callable[[str, int, int], None]
 INERT_TENSORS = re.compile(r".*\.rotary_emb\.inv_freq")  # older Llama files; recomputed by rope.py
 HEAD_NAME = "lm_head.weight"
 COMPARE_ROWS = 4096
+NUM_READERS = 8
+"""Tensors that are on their way to a GPU at once."""
 
 
 def ignore_progress(what: str, done: int, total: int) -> None:
@@ -45,7 +50,8 @@ def load_params(
     """Read a Hugging Face folder's safetensors onto `mesh`.
 
     Each distinct shard is read once, straight from its part of the file, so the host never holds
-    more than one tensor's shards, or those of one projection of a layer's experts. Where embeddings
+    more than one tensor's shards, or those of one projection of a layer's experts: on GPUs those of
+    `NUM_READERS` tensors, which several threads send at once. Where embeddings
     are tied, on one rank and with no padding, "lm_head" is the very array of "embed".
 
     Args:
@@ -81,19 +87,44 @@ def load_params(
         can_cast = cast_weights != NO_CAST
         _check_tensors(folder, tensors, wanted, dtype=target, can_cast=can_cast)
 
-        def load(spec: TensorSpec) -> jax.Array:
-            nonlocal done
+        def read(spec: TensorSpec) -> jax.Array:
             sources = [tensors[name] for name in spec.hf_names]
             name = f"{spec.hf_names[0]!r} in {sources[0].file}"
             rows = sources[0].rows
             if spec.num_experts:
                 name, rows = f"{name} and on", ExpertRows([source.rows for source in sources])
-            array = place_tensor(rows, spec, mesh, dtype=target, name=name)
+            return place_tensor(rows, spec, mesh, dtype=target, name=name)
+
+        in_order = [tensor for spec in made for tensor in spec.tensors]
+        num_readers = 1 if mesh.devices.flat[0].platform == "cpu" else NUM_READERS
+        arrays = map_ahead(read, in_order, num_readers, stack)
+
+        def load(spec: TensorSpec) -> jax.Array:
+            nonlocal done
+            array = next(arrays)
             done += math.prod(spec.shape) * target.itemsize
             progress(spec.hf_name.format("*"), done, total)
             return array
 
         return assemble(specs, mesh, load)
+
+
+def map_ahead[Item, Result](
+    function: Callable[[Item], Result],
+    items: Sequence[Item],
+    num_threads: int,
+    stack: contextlib.ExitStack,
+) -> Iterator[Result]:
+    """`map` by threads that are at most `num_threads` items ahead, until `stack` closes."""
+    pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(num_threads))
+    futures: collections.deque[concurrent.futures.Future[Result]] = collections.deque()
+    stack.callback(lambda: [future.cancel() for future in futures])
+    rest = iter(items)
+    futures.extend(pool.submit(function, item) for item in itertools.islice(rest, num_threads))
+    while futures:
+        result = futures.popleft().result()
+        futures.extend(pool.submit(function, item) for item in itertools.islice(rest, 1))
+        yield result
 
 
 def _check_tensors(

@@ -47,8 +47,8 @@ def place_tensor(
     """Put a tensor where its spec says; devices that hold the same shard share one read.
 
     Args:
-        rows: Of shape `spec.source_shape`. Indexing it with slices gives NumPy arrays; they must
-            stay as they are, since a CPU device may hold their very memory.
+        rows: Of shape `spec.source_shape`. Indexing it with slices gives NumPy arrays, which must
+            stay as they are until this returns.
         spec: Where rows and columns go.
         mesh: Has the axes "dp" and "tp".
         dtype: Of the result.
@@ -57,8 +57,14 @@ def place_tensor(
     Raises:
         ValueError: If a value cannot be turned into `dtype`.
     """
-    read = functools.cache(functools.partial(_read_shard, rows, spec, dtype, name))
     sharding = NamedSharding(mesh, spec.partition)
+    is_on_cpu = mesh.devices.flat[0].platform == "cpu"
+
+    @functools.cache
+    def read(bounds: tuple[tuple[int, int], ...]) -> np.ndarray:
+        part = _read_shard(rows, spec, dtype, name, bounds)
+        # WHY: a CPU device may hold the very memory, and that of a mapped file may change.
+        return np.array(part) if is_on_cpu and not part.flags.owndata else part
 
     def shard(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None  # jax passes None only for shapes it does not know
@@ -66,7 +72,7 @@ def place_tensor(
         return read(tuple((start, stop) for start, stop, _ in bounds))
 
     array = jax.make_array_from_callback(spec.shape, sharding, shard, dtype)
-    return array.block_until_ready()  # bounds what the host holds to one tensor
+    return array.block_until_ready()  # bounds what the host holds
 
 
 def _read_shard(
