@@ -733,3 +733,19 @@ def test_agrees_with_portable():
     with jax.default_device(jax.devices("cpu")[0]):
         theirs = np.asarray(portable.linear_partial(x, w, reduction=reduction))
     assert np.abs(ours - theirs).max() <= 2.0**-14 * np.abs(theirs).max()
+
+
+@pytest.mark.parametrize(
+    ("num_out", "width", "num_ctas"),
+    [
+        (28672, 4096, 112),  # 224 tiles of 128 weights would be a wave and a bit
+        (16384, 2048, 128),  # one wave as it is
+        (37888, 3584, 296),  # neither is one wave
+    ],
+)
+def test_gates_and_ups_of_one_row_come_in_one_wave_if_any_tile_makes_one(num_out, width, num_ctas):
+    tiles = choose_tiles(
+        num_rows=1, num_out=num_out, num_leaves=1, leaf_len=width, out_bytes=2, is_gated=True,
+        has_norm=True,
+    )  # fmt: skip
+    assert num_out // (tiles.rows * tiles.num_wgs) == num_ctas

@@ -281,7 +281,8 @@ def _stream_weights(
     # WHY, gated: 256 weights a CTA 56.2 us at 8 rows, two CTAs an SM 57.1. Tiles of 128, in a wave
     # and a bit, take 55.0 or 60.7 at one row, 57.2 or 62.7 at eight, by where the weights lie;
     # those of 256, in one wave, 55.5 and 56.9 both times.
-    is_wide = is_gated and num_out % 512 == 0 and (num_rows > 1 or num_out <= 256 * NUM_SMS)
+    is_one_wave = num_out // 256 <= NUM_SMS < blocks
+    is_wide = is_gated and num_out % 512 == 0 and (num_rows > 1 or is_one_wave)
     ctas_per_sm = 2 if blocks > NUM_SMS and not is_gated else 1
     is_deep = (cols == 8 or (cols == 16 and ctas_per_sm == 1)) and not is_gated
     k = _largest_divisor(leaf_len, 256 if is_deep else 128)
