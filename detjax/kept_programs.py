@@ -124,6 +124,15 @@ def keep_programs_of_build(cache_dir: str | Path) -> Path:
     return folder
 
 
+def opened_folder() -> VerifiedCache | None:
+    """Where this process keeps programs, if it does so in a folder of its build alone."""
+    path = jax.config.jax_compilation_cache_dir
+    if not jax.config.jax_enable_compilation_cache or path is None:
+        return None
+    opened = _open_verified(path) if Path(path).name == compile_key() else None
+    return opened[0] if opened and isinstance(opened[0], VerifiedCache) else None
+
+
 def _open_verified(path: str) -> tuple[CacheInterface, str] | None:
     opened = _open_plain(path)
     if opened is None or not isinstance(opened[0], LRUCache):

@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from detjax.array_types import Array, Int32
-from detjax.donation import compile_checked
+from detjax.kept_executables import compile_or_read
 from detjax.models.decoder import last_hidden
 from detjax.models.fast import quantised_specs
 from detjax.models.layers import ForwardContext, Tokens
@@ -252,8 +252,16 @@ class ProgramCache:
 
     def _compile(self, key: ProgramKey, params: dict) -> Callable:
         jitted = jax.jit(self.function(key), donate_argnums=in_place(key))
-        options = FAST_OPTIONS if key.mode == "fast" else EXACT_OPTIONS
-        return compile_checked(jitted.lower(*self.operands(key, params)), options)
+        operands = self.operands(key, params)
+        return compile_or_read(
+            lambda: jitted.lower(*operands),
+            FAST_OPTIONS if key.mode == "fast" else EXACT_OPTIONS,
+            operands,
+            devices=list(self._model.mesh.devices.flat),
+            root=__name__,
+            traced_from=(type(self), sorted(vars(self)), key, self._context, self._candidates,
+                         self.sizes, repr(self._model.mesh), self._specs(key)),
+        )  # fmt: skip
 
     def _host_shapes(self, key: ProgramKey) -> tuple:
         rows = key.rows * self._model.mesh.shape[DP_AXIS]

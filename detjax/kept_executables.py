@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Executables that a process takes over from an earlier one, without tracing and lowering.
+
+JAX looks for a compiled program under a hash of its lowered text, and tracing and lowering are most
+of the time of a start: seconds of Python a program, one program at a time. Here the name of an
+executable is a hash of what it is traced from, so that it is read in a fraction of a second. In it
+are the package's files and the compilers (`source.compile_key`), the code that is loaded
+(`loaded_code_hash`), JAX's settings, variables of the environment that compilers read, the devices,
+and shapes, dtypes and places of the operands. Where something cannot be told from another, such as
+a function that a test has put in place, nothing is read or kept.
+"""
+
+import hashlib
+import io
+import os
+import pickle
+import re
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+from jax._src import config as jax_config  # WHY: what tracing depends on has no public name
+from jax.experimental import serialize_executable
+
+from detjax.donation import compile_checked
+from detjax.kept_programs import VerifiedCache, opened_folder
+from detjax.loaded_code import UnknownCodeError, loaded_code_hash
+from detjax.source import compile_key
+
+_COMPILERS_READ = (
+    "CUDA_", "JAX_", "LLVM_", "MLIR_", "MOSAIC_", "NVIDIA_", "PALLAS_", "TF_", "XLA_",
+)  # fmt: skip
+_ONLY_WHERE = ("compilation_cache_dir", "persistent_cache_", "compilation_cache_max_size")
+"""Of JAX's settings and variables, those that say where programs are kept."""
+
+
+def compile_or_read(
+    lower: Callable[[], jax.stages.Lowered],
+    options: dict[str, Any],
+    operands: Any,
+    *,
+    devices: Sequence[jax.Device],
+    root: str,
+    traced_from: Sequence[Any],
+) -> jax.stages.Compiled:
+    """Return the executable that an earlier process has kept, or lower and compile, and keep it.
+
+    Programs are kept on one device of one process alone: with several nothing has shown yet that an
+    executable which was read communicates as it should.
+
+    Args:
+        lower: Traces and lowers the program.
+        options: Of the compiler.
+        operands: Shapes of the arguments, with their shardings.
+        devices: Where the program runs.
+        root: Name of the module that the program is traced from.
+        traced_from: Whatever else the program depends on.
+
+    Raises:
+        UnsafeProgramError: As `compile_checked`. What was kept was checked before.
+    """
+    folder = opened_folder() if len(devices) == 1 and jax.process_count() == 1 else None
+    if folder is None:
+        return compile_checked(lower(), options)
+
+    def name() -> str | None:
+        try:
+            return _name(operands, devices, root, (options, *traced_from))
+        except UnknownCodeError:
+            return None
+
+    before = name()
+    if before is None:
+        return compile_checked(lower(), options)
+    found = _read(folder, before, devices)
+    if found is not None:
+        return found
+    compiled = compile_checked(lower(), options)
+    if name() == before:  # nothing was replaced meanwhile
+        _keep(folder, before, compiled)
+    return compiled
+
+
+def _name(
+    operands: Any, devices: Sequence[jax.Device], root: str, traced_from: Sequence[Any]
+) -> str:
+    """Name an executable by what it is made from.
+
+    Raises:
+        UnknownCodeError: As `loaded_code_hash`.
+    """
+    leaves, tree = jax.tree.flatten(operands)
+    parts = [
+        compile_key(),
+        loaded_code_hash(root, *traced_from),
+        sys.version,
+        f"numpy {np.__version__}, ml_dtypes {ml_dtypes.__version__}",
+        *(f"{name}={value}" for name, value in sorted(os.environ.items()) if _is_read(name)),
+        *(f"{name}={value!r}" for name, value in sorted(jax.config.values.items())
+          if not any(where in name for where in _ONLY_WHERE)),
+        *_set_by_with(),
+        str(tree),
+        *(_described(leaf) for leaf in leaves),
+        *(_described_device(device) for device in devices),
+    ]  # fmt: skip
+    for part in parts:
+        if re.search(r" at 0x[0-9a-f]+", part):
+            raise UnknownCodeError(f"an address in {part[:200]}")
+    held = "".join(f"{len(part)} {part}\n" for part in parts)
+    return f"executable-{hashlib.sha256(held.encode()).hexdigest()}"
+
+
+def _set_by_with() -> list[str]:
+    """JAX's settings of this thread, those of `with` statements too."""
+    pairs = zip(jax_config.trace_context_names(), jax_config.trace_context(), strict=True)
+    # Axes are those of a trace around this one, and there is none.
+    return sorted(f"{name}={value!r}" for name, value in pairs if name != "axis_env_state")
+
+
+def _is_read(variable: str) -> bool:
+    lower = variable.lower()
+    return variable.startswith(_COMPILERS_READ) and not any(where in lower for where in _ONLY_WHERE)
+
+
+def _described(leaf: Any) -> str:
+    layout = getattr(leaf, "format", None)
+    weak = getattr(leaf, "weak_type", False)
+    return f"{leaf.dtype}{leaf.shape} {weak} {leaf.sharding!r} {layout!r}"
+
+
+def _described_device(device: jax.Device) -> str:
+    client = device.client
+    told = getattr(device, "compute_capability", None), getattr(device, "core_count", None)
+    return f"{device.id} {device.device_kind} {client.platform} {client.platform_version} {told}"
+
+
+def _read(
+    folder: VerifiedCache, name: str, devices: Sequence[jax.Device]
+) -> jax.stages.Compiled | None:
+    held = folder.get(name)
+    if held is None:
+        return None
+    try:
+        payload, in_tree, out_tree = pickle.load(io.BytesIO(held))
+        return serialize_executable.deserialize_and_load(
+            payload, in_tree, out_tree, devices[0].client, devices
+        )
+    except Exception as error:  # whatever a driver or a library may say of its own bytes
+        warnings.warn(
+            f"{folder.file(name)} cannot be loaded ({error}), so it is compiled again",
+            stacklevel=2,
+        )
+        return None
+
+
+def _keep(folder: VerifiedCache, name: str, compiled: jax.stages.Compiled) -> None:
+    try:
+        folder.put(name, pickle.dumps(serialize_executable.serialize(compiled)))
+    except (OSError, ValueError, NotImplementedError) as error:
+        # ValueError and NotImplementedError: what JAX says of a program that it cannot write.
+        warnings.warn(f"{folder.file(name)} is not kept: {error}", stacklevel=2)
