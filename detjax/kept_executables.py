@@ -34,8 +34,11 @@ from detjax.source import compile_key
 _COMPILERS_READ = (
     "CUDA_", "JAX_", "LLVM_", "MLIR_", "MOSAIC_", "NVIDIA_", "PALLAS_", "TF_", "XLA_",
 )  # fmt: skip
-_ONLY_WHERE = ("compilation_cache_dir", "persistent_cache_", "compilation_cache_max_size")
-"""Of JAX's settings and variables, those that say where programs are kept."""
+_NOT_READ = (
+    "compilation_cache_dir", "persistent_cache_", "compilation_cache_max_size", "pallas_fuser_",
+)  # fmt: skip
+"""Parts of names of settings and variables that no program depends on: where programs are kept, and
+a fuser that is not used here, whose settings are there only once some trace has looked for it."""
 
 
 def compile_or_read(
@@ -100,9 +103,7 @@ def _name(
         sys.version,
         f"numpy {np.__version__}, ml_dtypes {ml_dtypes.__version__}",
         *(f"{name}={value}" for name, value in sorted(os.environ.items()) if _is_read(name)),
-        *(f"{name}={value!r}" for name, value in sorted(jax.config.values.items())
-          if not any(where in name for where in _ONLY_WHERE)),
-        *_set_by_with(),
+        *_settings(),
         str(tree),
         *(_described(leaf) for leaf in leaves),
         *(_described_device(device) for device in devices),
@@ -114,16 +115,20 @@ def _name(
     return f"executable-{hashlib.sha256(held.encode()).hexdigest()}"
 
 
-def _set_by_with() -> list[str]:
-    """JAX's settings of this thread, those of `with` statements too."""
-    pairs = zip(jax_config.trace_context_names(), jax_config.trace_context(), strict=True)
+def _settings() -> list[str]:
+    """JAX's settings, and those of this thread, which `with` statements set."""
+    here = zip(jax_config.trace_context_names(), jax_config.trace_context(), strict=True)
+    pairs = [*jax.config.values.items(), *here]
+    return sorted(f"{name}={value!r}" for name, value in pairs if _is_setting(name))
+
+
+def _is_setting(name: str) -> bool:
     # Axes are those of a trace around this one, and there is none.
-    return sorted(f"{name}={value!r}" for name, value in pairs if name != "axis_env_state")
+    return name != "axis_env_state" and not any(part in name.lower() for part in _NOT_READ)
 
 
 def _is_read(variable: str) -> bool:
-    lower = variable.lower()
-    return variable.startswith(_COMPILERS_READ) and not any(where in lower for where in _ONLY_WHERE)
+    return variable.startswith(_COMPILERS_READ) and _is_setting(variable)
 
 
 def _described(leaf: Any) -> str:

@@ -217,7 +217,7 @@ class _Walk:
         elif hasattr(value, "tobytes") and hasattr(value, "dtype"):
             parts = str(value.dtype), value.shape, value.tobytes()
         elif callable(value) and hasattr(value, "__wrapped__"):  # of jit, of a cache
-            parts = [getattr(value, "__wrapped__")]
+            parts = [value.__wrapped__]  # pyright: ignore[reportFunctionMemberAccess]
         elif type(value).__module__ in self._modules and not hasattr(value, "__slots__"):
             parts = type(value), vars(value)
         else:

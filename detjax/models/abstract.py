@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model as shapes alone: to learn what a backend refuses, or to compile, before any weight."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
@@ -12,6 +14,7 @@ from detjax.models.layers import ForwardContext, Tokens
 from detjax.models.params import ParamSpec, kv_layout, param_specs, partition_specs
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.kernel_set import KernelSet
 from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
 
@@ -38,10 +41,18 @@ def why_unsupported(
     """What a backend's kernels refuse in this model, or None if they take it.
 
     The step is traced, not run: the kernels check their own limits, so this cannot fall behind
-    them.
+    them. Asked again of the same, the first answer is given.
     """
     if KERNELS[backend].takes_every_model:
         return None
+    return _why_not_traced(config, profile, backend, tp, KERNELS[backend])
+
+
+@functools.cache
+def _why_not_traced(
+    config: ModelConfig, profile: NumericsProfile, backend: Backend, tp: int, kernels: KernelSet
+) -> str | None:
+    del kernels  # another set is another question
     kinds = {
         (config.sliding_windows[i], config.has_experts(i)): i for i in range(config.num_layers)
     }
