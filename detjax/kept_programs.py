@@ -25,6 +25,7 @@ from detjax.source import compile_key, toolchain_key
 
 _DIGEST_BYTES = 32
 _installing = threading.Lock()
+_of_build: set[str] = set()
 _open_plain = compilation_cache.get_file_cache
 
 
@@ -121,15 +122,16 @@ def keep_programs_of_build(cache_dir: str | Path) -> Path:
     """
     folder = Path(cache_dir).expanduser() / compile_key()
     keep_programs(folder)
+    _of_build.add(str(folder))
     return folder
 
 
 def opened_folder() -> VerifiedCache | None:
     """Where this process keeps programs, if it does so in a folder of its build alone."""
     path = jax.config.jax_compilation_cache_dir
-    if not jax.config.jax_enable_compilation_cache or path is None:
+    if not jax.config.jax_enable_compilation_cache or path is None or path not in _of_build:
         return None
-    opened = _open_verified(path) if Path(path).name == compile_key() else None
+    opened = _open_verified(path)
     return opened[0] if opened and isinstance(opened[0], VerifiedCache) else None
 
 

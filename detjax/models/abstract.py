@@ -14,7 +14,6 @@ from detjax.models.layers import ForwardContext, Tokens
 from detjax.models.params import ParamSpec, kv_layout, param_specs, partition_specs
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
-from detjax.pallas_kernels.kernel_set import KernelSet
 from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
 
@@ -50,7 +49,7 @@ def why_unsupported(
 
 @functools.cache
 def _why_not_traced(
-    config: ModelConfig, profile: NumericsProfile, backend: Backend, tp: int, kernels: KernelSet
+    config: ModelConfig, profile: NumericsProfile, backend: Backend, tp: int, kernels: object
 ) -> str | None:
     del kernels  # another set is another question
     kinds = {
