@@ -12,6 +12,7 @@ a function that a test has put in place, nothing is read or kept.
 
 import hashlib
 import io
+import logging
 import os
 import pickle
 import re
@@ -30,6 +31,9 @@ from detjax.donation import compile_checked
 from detjax.kept_programs import VerifiedCache, opened_folder
 from detjax.loaded_code import UnknownCodeError, loaded_code_hash
 from detjax.source import compile_key
+
+LOG = logging.getLogger(__name__)
+"""Says at level DEBUG what was read and kept, and why something was not."""
 
 _COMPILERS_READ = (
     "CUDA_", "JAX_", "LLVM_", "MLIR_", "MOSAIC_", "NVIDIA_", "PALLAS_", "TF_", "XLA_",
@@ -73,7 +77,8 @@ def compile_or_read(
     def name() -> str | None:
         try:
             return _name(operands, devices, root, (options, *traced_from))
-        except UnknownCodeError:
+        except UnknownCodeError as error:
+            LOG.debug("not kept: %s", error)
             return None
 
     before = name()
@@ -81,10 +86,14 @@ def compile_or_read(
         return compile_checked(lower(), options)
     found = _read(folder, before, devices)
     if found is not None:
+        LOG.debug("read %s", before)
         return found
     compiled = compile_checked(lower(), options)
-    if name() == before:  # nothing was replaced meanwhile
+    if name() == before:
         _keep(folder, before, compiled)
+        LOG.debug("kept %s", before)
+    else:
+        LOG.debug("not kept: what %s is traced from has changed meanwhile", before)
     return compiled
 
 
