@@ -88,7 +88,9 @@ def compile_or_read(
     if found is not None:
         LOG.debug("read %s", before)
         return found
-    compiled = compile_checked(lower(), options)
+    # JAX would keep it too, under a hash of what it is lowered to.
+    with jax_config.persistent_cache_min_compile_time_secs(float("inf")):
+        compiled = compile_checked(lower(), options)
     if name() == before:
         _keep(folder, before, compiled)
         LOG.debug("kept %s", before)

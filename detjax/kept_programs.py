@@ -7,6 +7,7 @@ with the sha256 of its name and of what follows, and appears under its name when
 file that is not as it was written is removed, and the program compiled again.
 """
 
+import functools
 import hashlib
 import os
 import tempfile
@@ -25,7 +26,6 @@ from detjax.source import compile_key, toolchain_key
 
 _DIGEST_BYTES = 32
 _installing = threading.Lock()
-_of_build: set[str] = set()
 _open_plain = compilation_cache.get_file_cache
 
 
@@ -122,14 +122,20 @@ def keep_programs_of_build(cache_dir: str | Path) -> Path:
     """
     folder = Path(cache_dir).expanduser() / compile_key()
     keep_programs(folder)
-    _of_build.add(str(folder))
+    _folders_of_build().add(str(folder))
     return folder
+
+
+@functools.cache  # WHY: not a constant of this module: `loaded_code_hash` counts those
+def _folders_of_build() -> set[str]:
+    return set()
 
 
 def opened_folder() -> VerifiedCache | None:
     """Where this process keeps programs, if it does so in a folder of its build alone."""
     path = jax.config.jax_compilation_cache_dir
-    if not jax.config.jax_enable_compilation_cache or path is None or path not in _of_build:
+    is_on = jax.config.jax_enable_compilation_cache
+    if not is_on or path is None or path not in _folders_of_build():
         return None
     opened = _open_verified(path)
     return opened[0] if opened and isinstance(opened[0], VerifiedCache) else None

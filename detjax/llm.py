@@ -402,9 +402,10 @@ class LLM:
                 otherwise. The rest is for activations.
             generation_config: "auto": `default_sampling` is what the model's generation_config.json
                 recommends, if it has one. "none": it is `SamplingParams()`.
-            cache_dir: Where JAX keeps what it compiles from now on, so that the next process starts
-                quickly; what is read is verified. "auto": in the user's cache folder, unless JAX
-                has one already. None: JAX's own settings stay as they are.
+            cache_dir: Where compiled programs are kept from now on, this model's and JAX's others,
+                so that the next process starts quickly; what is read is verified. "auto": in the
+                user's cache folder, unless JAX has one already. None: JAX's own settings stay as
+                they are.
             num_processes: Of the job that this process has joined (`start_job`); all of them make
                 the same `LLM` and make the same calls.
             show_progress: Show bars on standard error, where it is a terminal.

@@ -12,10 +12,14 @@ import enum
 import functools
 import hashlib
 import importlib
+import inspect
+import itertools
+import logging
 import re
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,9 +34,11 @@ LIBRARIES = frozenset({
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), type(NotImplemented))
 _NOT_CODE = {
     "__annotations__", "__builtins__", "__cached__", "__dict__", "__doc__", "__file__",
-    "__firstlineno__", "__loader__", "__module__", "__package__", "__path__", "__spec__",
-    "__static_attributes__", "__weakref__", "_abc_impl", "_is_protocol", "_is_runtime_protocol",
+    "__firstlineno__", "__loader__", "__module__", "__msgspec_cache__", "__package__", "__path__",
+    "__spec__", "__static_attributes__", "__weakref__", "_abc_impl", "_is_protocol",
+    "_is_runtime_protocol",
 }  # fmt: skip
+"""Attributes that say nothing of what runs; some are there only after a first use."""
 _STATELESS = (object, type(threading.Lock()))
 _CODE_FIELDS = (
     "co_name", "co_argcount", "co_posonlyargcount", "co_kwonlyargcount", "co_flags", "co_code",
@@ -93,13 +99,41 @@ def loaded_code_hash(root: str, *values: Any) -> str:
         UnknownCodeError: Naming a value of which nothing tells whether it is the same in another
             process, such as a function from outside the package.
     """
-    modules = reached_modules(root)
-    walk = _Walk(modules)
-    for name in modules:
-        walk.add_module(importlib.import_module(name))
+    walk = _Walk(reached_modules(root))
+    walk.add(_module_hashes().get(root), "the modules")
     for value in values:
         walk.add(value, "an argument")
     return walk.total.hexdigest()
+
+
+class _ModuleHashes:
+    """Hashes of what modules hold, for several threads that ask at once."""
+
+    def __init__(self) -> None:
+        self._moments = itertools.count()
+        self._walking = threading.Lock()
+        self._last: dict[str, tuple[int, str]] = {}
+
+    def get(self, root: str) -> str:
+        """Hash what the modules hold at some time after the call.
+
+        Threads that ask while another walks share the walk that begins when it is done.
+        """
+        asked = next(self._moments)
+        with self._walking:
+            if root in self._last and self._last[root][0] > asked:
+                return self._last[root][1]
+            begun, modules = next(self._moments), reached_modules(root)
+            walk = _Walk(modules)
+            for name in modules:
+                walk.add_module(importlib.import_module(name))
+            self._last[root] = begun, walk.total.hexdigest()
+            return self._last[root][1]
+
+
+@functools.cache  # WHY: not a constant of this module: those count
+def _module_hashes() -> _ModuleHashes:
+    return _ModuleHashes()
 
 
 class _Walk:
@@ -172,9 +206,11 @@ class _Walk:
         self.add(function.__kwdefaults__, where)
         for cell in function.__closure__ or ():
             try:
-                self.add(cell.cell_contents, f"{where}, closure")
+                held = cell.cell_contents
             except ValueError:
                 self._put("empty")
+            else:
+                self.add(held, f"{where}, closure")
         self.add(vars(function), where)
 
     def _add_class(self, value: type, where: str) -> None:
@@ -205,6 +241,12 @@ class _Walk:
             parts = value.fget, value.fset, value.fdel
         elif isinstance(value, staticmethod | classmethod | functools.cached_property):
             parts = [getattr(value, "__func__", None) or value.func]  # pyright: ignore
+        elif isinstance(value, logging.Logger):
+            parts = [value.name]  # not its level: what is said changes nothing
+        elif isinstance(value, inspect.Signature):
+            parts = [(its.name, its.kind, its.default) for its in value.parameters.values()]
+        elif isinstance(value, weakref.ref):
+            parts = [value()]
         elif isinstance(value, types.MethodType):
             parts = value.__func__, value.__self__
         elif isinstance(value, dataclasses.Field):

@@ -100,3 +100,21 @@ def pytest_runtest_makereport(item, call):
         report.outcome = "failed"
         report.longrepr = f"skipped under DETJAX_NO_SKIP=1: {report.longrepr}"
     return report
+
+
+@pytest.fixture
+def cache_folder(tmp_path):
+    """An empty folder, to keep programs in for a test; that of the run comes back behind it."""
+    from detjax import kept_programs
+
+    names = (
+        "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs",
+        "jax_persistent_cache_min_entry_size_bytes", "jax_compilation_cache_max_size",
+    )  # fmt: skip
+    before = {name: getattr(jax.config, name) for name in names}
+    jax.config.update("jax_compilation_cache_max_size", -1)
+    kept_programs.reset_cache()
+    yield tmp_path
+    for name, value in before.items():
+        jax.config.update(name, value)
+    kept_programs.reset_cache()

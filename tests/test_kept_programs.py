@@ -79,22 +79,6 @@ def test_who_reads_while_others_write_reads_all_of_it(tmp_path):
     assert len(list(tmp_path.iterdir())) == 1, "no half file is left"
 
 
-@pytest.fixture
-def folder(tmp_path):
-    """A folder of JAX's, for a test; that of the run comes back behind it."""
-    names = (
-        "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs",
-        "jax_persistent_cache_min_entry_size_bytes", "jax_compilation_cache_max_size",
-    )  # fmt: skip
-    before = {name: getattr(jax.config, name) for name in names}
-    jax.config.update("jax_compilation_cache_max_size", NO_BOUND)
-    kept_programs.reset_cache()
-    yield tmp_path
-    for name, value in before.items():
-        jax.config.update(name, value)
-    kept_programs.reset_cache()
-
-
 def compiled_anew(x) -> np.ndarray:
     jax.clear_caches()
     return np.asarray(jax.jit(lambda x: jnp.sin(x) * 3 + x)(x))
@@ -108,7 +92,8 @@ def damaged(entry: bytes) -> bytes:
     return zlib.compress(plain.replace(three, four))
 
 
-def test_jax_runs_no_damaged_program(folder):
+def test_jax_runs_no_damaged_program(cache_folder):
+    folder = cache_folder
     x = jnp.linspace(0, 1, 64)
     want = compiled_anew(x)
     keep_programs(folder / "an earlier one")
@@ -128,16 +113,16 @@ def test_jax_runs_no_damaged_program(folder):
 
 
 @pytest.mark.control
-def test_control_jax_alone_runs_a_damaged_program(folder, monkeypatch):
+def test_control_jax_alone_runs_a_damaged_program(cache_folder, monkeypatch):
     """What the digest is for: JAX has no checksum of its own of what it runs."""
     monkeypatch.setattr(compilation_cache, "get_file_cache", kept_programs._open_plain)
     x = jnp.linspace(0, 1, 64)
-    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_compilation_cache_dir", str(cache_folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     kept_programs.reset_cache()
     want = compiled_anew(x)
-    for file in Path(folder).glob("*lambda*-cache"):
+    for file in Path(cache_folder).glob("*lambda*-cache"):
         file.write_bytes(damaged(file.read_bytes()))
     got = compiled_anew(x)
     assert (got != want).any()

@@ -288,10 +288,38 @@ def test_the_cache_of_a_cpu_is_bounded(toy, monkeypatch):
 
 
 def test_the_cache_of_a_gpu_is_what_the_weights_leave_of_the_share():
-    stats = [{"bytes_limit": 1000, "bytes_in_use": 300}, {"bytes_limit": 990, "bytes_in_use": 320}]
-    assert memory.gpu_room(stats, gpu_memory_utilization=0.9) == 891 - 320
+    stats = [{"bytes_limit": 1000}, {"bytes_limit": 990}]
+    assert memory.gpu_room(stats, [300, 320], gpu_memory_utilization=0.9) == 891 - 320
     with pytest.raises(ValueError, match="JAX does not say how much memory the GPU has"):
-        memory.gpu_room([{}], gpu_memory_utilization=0.9)
+        memory.gpu_room([{}], [0], gpu_memory_utilization=0.9)
+
+
+def test_what_a_device_holds_is_what_its_arrays_take(toy):
+    """A buffer that two arrays share counts once; one that is gone does not."""
+    first = toy.model.mesh.local_devices[0]
+    gc.collect()
+    before = memory.held_bytes(toy.model)[first]
+    assert before >= sum(p.nbytes for p in jax.tree.leaves(toy.model.params))
+    one = jax.block_until_ready(jax.device_put(np.arange(4096.0), first))
+    same = jax.make_array_from_single_device_arrays(one.shape, one.sharding, [one])
+    other = jax.block_until_ready(jax.device_put(np.ones(64), jax.devices()[1]))
+    assert one.unsafe_buffer_pointer() == same.unsafe_buffer_pointer()
+    assert memory.held_bytes(toy.model)[first] == before + one.nbytes
+    assert memory.held_bytes(toy.model)[first] == before + one.nbytes
+    del one, same, other
+    assert memory.held_bytes(toy.model)[first] == before
+
+
+def test_room_that_differs_by_a_little_holds_the_same_number_of_pages(toy, monkeypatch):
+    ask = {"gpu_memory_utilization": 0.9, "draft_weights": "full"}
+    step, a_page = memory.ROOM_STEP_BYTES, memory.cache_bytes(toy.model, 1)
+    rooms = [3 * step, 3 * step + 5 * a_page, 4 * step - 1, 4 * step]
+    found = []
+    for room in rooms:
+        monkeypatch.setattr(memory, "CPU_CACHE_BYTES", room)
+        monkeypatch.setattr(memory, "free_host_bytes", lambda: 2**40)
+        found.append(memory.pages_that_fit(toy.model, **ask))
+    assert found == [3 * step // a_page] * 3 + [4 * step // a_page]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from detjax.parallel.mesh import DP_AXIS
 from detjax.serving.config import EngineConfig
 from detjax.serving.device_arrays import pages_shape
 
+ROOM_STEP_BYTES = 2**26
 CPU_CACHE_BYTES = 2**30
 """Most that a cache takes of the host's memory where nobody says how much; a quarter of what is
 free where that is less."""
@@ -39,7 +40,7 @@ def check_memory(model: LoadedModel, config: EngineConfig) -> None:
     else:
         stats = devices[0].memory_stats() or {}
         wanted, where = a_device, "a device"
-        free = stats.get("bytes_limit", a_device) - stats.get("bytes_in_use", 0)
+        free = stats.get("bytes_limit", a_device) - held_bytes(model)[devices[0]]
     if wanted > free:
         raise ValueError(
             f"a cache of {num_pages} pages takes {wanted / 2**30:.1f} GiB, and {where} has "
@@ -53,8 +54,10 @@ def pages_that_fit(model: LoadedModel, *, gpu_memory_utilization: float, draft_w
 
     On a GPU: of JAX's share of each GPU's memory (`bytes_limit`: 75 % of the GPU unless the
     environment's XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise), `gpu_memory_utilization` for
-    weights and cache together; the rest is for activations and compiled programs. On the CPU: a
-    quarter of the free memory, 1 GiB at most. 8-bit drafts are counted with the weights.
+    weights and cache together, less other arrays that are there; the rest is for activations and
+    compiled programs. On the CPU: a quarter of the free memory, 1 GiB at most. 8-bit drafts are
+    counted with the weights. Room is a multiple of 64 MiB where there is as much, so that a second
+    start chooses the same number: a program is compiled for one number of pages.
 
     Args:
         model: Loaded.
@@ -71,37 +74,67 @@ def pages_that_fit(model: LoadedModel, *, gpu_memory_utilization: float, draft_w
         room = min(CPU_CACHE_BYTES, free_host_bytes() // 4) // len(devices)
     else:
         stats = [device.memory_stats() or {} for device in devices]
-        room = gpu_room(stats, gpu_memory_utilization=gpu_memory_utilization)
+        held = held_bytes(model)
+        room = gpu_room(
+            stats,
+            [held[device] for device in devices],
+            gpu_memory_utilization=gpu_memory_utilization,
+        )
+    room = max(0, room - drafts)
+    room -= room % ROOM_STEP_BYTES if room > ROOM_STEP_BYTES else 0
     dp = model.mesh.shape[DP_AXIS]
     # A page of every replica takes as much of each device.
     a_page = cache_bytes(model, dp) // model.mesh.size
-    num_pages = max(0, room - drafts) // a_page * dp
+    num_pages = room // a_page * dp
     if not num_pages:
         raise ValueError(
-            f"the weights leave {max(0, room - drafts) / 2**20:.1f} MiB of a device for the cache, "
+            f"the weights leave {room / 2**20:.1f} MiB of a device for the cache, "
             f"and a page takes {a_page / 2**20:.1f} MiB; raise gpu_memory_utilization "
             "(--gpu-memory-utilization) or XLA_PYTHON_CLIENT_MEM_FRACTION, or use more devices (tp)"
         )
     return num_pages
 
 
-def gpu_room(stats: Sequence[Mapping[str, int]], *, gpu_memory_utilization: float) -> int:
-    """Bytes that a cache may take of each GPU.
+def held_bytes(model: LoadedModel) -> Mapping[jax.Device, int]:
+    """Bytes of all arrays that this process holds on each device, once the weights are in place.
+
+    What JAX says is in use counts buffers of copies that have just ended too: 20 GB of them in one
+    start of an 8B model and none in the next.
+    """
+    jax.block_until_ready(model.params)
+    buffers: dict[tuple[jax.Device, int], int] = {}  # by address: several arrays may share one
+    for array in jax.live_arrays():
+        for shard in array.addressable_shards:
+            if shard.data.nbytes:
+                place = shard.device, shard.data.unsafe_buffer_pointer()
+                buffers[place] = shard.data.nbytes
+    devices = model.mesh.local_devices
+    return {
+        device: sum(size for (where, _), size in buffers.items() if where == device)
+        for device in devices
+    }
+
+
+def gpu_room(
+    stats: Sequence[Mapping[str, int]], held: Sequence[int], *, gpu_memory_utilization: float
+) -> int:
+    """Bytes that a cache may take of each GPU; negative if there is no room.
 
     Args:
-        stats: `memory_stats()` of each, with the weights in place.
+        stats: `memory_stats()` of each.
+        held: Bytes that are taken of each.
         gpu_memory_utilization: As `pages_that_fit` has it.
 
     Raises:
         ValueError: If JAX does not know how much memory there is.
     """
-    if not all("bytes_limit" in its and "bytes_in_use" in its for its in stats):
+    if not all("bytes_limit" in its for its in stats):
         raise ValueError(
             "JAX does not say how much memory the GPU has, as with XLA_PYTHON_CLIENT_ALLOCATOR="
             "platform; unset that, or give num_pages (--cache-pages)"
         )
     limit = min(its["bytes_limit"] for its in stats)
-    return int(limit * gpu_memory_utilization) - max(its["bytes_in_use"] for its in stats)
+    return int(limit * gpu_memory_utilization) - max(held)
 
 
 def _distinct(params: dict) -> list[jax.Array]:

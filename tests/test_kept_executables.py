@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Executables that are read under a name of what they are traced from."""
+
+import json
+import logging
+import os
+import pickle
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import detjax
+from detjax import kept_executables
+from detjax.kept_executables import compile_or_read
+from detjax.kept_programs import keep_programs, keep_programs_of_build, opened_folder
+from detjax.serving import ngram
+from detjax.testing import assert_bitwise_equal
+from detjax.xla_flags import EXACT_OPTIONS, FAST_OPTIONS
+
+ROOT = "detjax.serving.ngram"
+X = np.linspace(0, 1, 64, dtype=np.float32)
+
+
+class Step:
+    """A program that is traced from a constant of `ROOT`, as steps are from the package's."""
+
+    def __init__(self):
+        self.num_lowered = 0
+
+    def compiled(
+        self, *, shape=(64,), dtype=jnp.float32, device=0, options=EXACT_OPTIONS, traced_from=(),
+        donate=(),
+    ) -> Any:  # fmt: skip
+        place = jax.devices()[device]
+        sharding = jax.sharding.SingleDeviceSharding(place)
+        operand = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+        def lower():
+            self.num_lowered += 1
+            scale = float(ngram.LONGEST)
+            step = jax.jit(lambda x: jnp.sin(x) * scale + x, donate_argnums=donate)
+            return step.lower(operand)
+
+        return compile_or_read(
+            lower, options, (operand,), devices=[place], root=ROOT, traced_from=traced_from
+        )
+
+    def run(self, **options) -> np.ndarray:
+        return np.asarray(self.compiled(**options)(X))
+
+
+@pytest.fixture
+def of_build(cache_folder):
+    return keep_programs_of_build(cache_folder)
+
+
+def kept(folder) -> list[Any]:
+    return sorted(folder.glob("executable-*-cache"))
+
+
+def test_what_was_kept_is_read_without_tracing(of_build):
+    step = Step()
+    want = step.run()
+    assert (step.num_lowered, len(kept(of_build))) == (1, 1)
+    assert_bitwise_equal(step.run(), want, claim="read")
+    assert_bitwise_equal(Step().run(), want, claim="read by another")
+    assert (step.num_lowered, len(kept(of_build))) == (1, 1)
+
+
+def test_jax_does_not_keep_it_a_second_time(of_build):
+    Step().run()
+    assert not list(of_build.glob("jit__lambda*"))
+    jax.block_until_ready(jax.jit(lambda x: x * 5 + 3)(X))
+    assert list(of_build.glob("jit__lambda*")), "the probe: others are kept by JAX as before"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"shape": (8, 8)}, {"dtype": jnp.bfloat16}, {"options": FAST_OPTIONS}, {"device": 1},
+        {"traced_from": (1,)}, {"traced_from": (True,)}, {"traced_from": ("1",)},
+    ],
+)  # fmt: skip
+def test_another_program_is_not_read(of_build, other):
+    step = Step()
+    for _ in range(2):
+        step.compiled()
+        step.compiled(**other)
+        assert step.num_lowered == 2
+    assert len(kept(of_build)) == 2
+
+
+@pytest.mark.parametrize("name", ["XLA_FLAGS", "MOSAIC_GPU_DUMP_PTX", "CUDA_VISIBLE_DEVICES"])
+def test_the_environment_of_compilers_counts(of_build, monkeypatch, name):
+    step = Step()
+    step.compiled()
+    monkeypatch.setenv(name, os.environ.get(name, "") + " ")
+    step.compiled()
+    assert step.num_lowered == 2
+    monkeypatch.undo()
+    monkeypatch.setenv("HOME", "/home/someone")
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/another")
+    step.compiled()
+    assert step.num_lowered == 2
+
+
+def test_settings_of_jax_count(of_build):
+    step = Step()
+    step.compiled()
+    with jax.default_matmul_precision("highest"):
+        step.compiled()
+        assert step.num_lowered == 2
+    with jax.debug_nans(True):
+        step.compiled()
+        assert step.num_lowered == 3
+    step.compiled()
+    assert step.num_lowered == 3
+
+
+def test_a_constant_that_was_set_counts(of_build, monkeypatch):
+    step = Step()
+    before = step.run()
+    monkeypatch.setattr(ngram, "LONGEST", 20)
+    got = step.run()
+    assert step.num_lowered == 2
+    np.testing.assert_array_equal(got, np.asarray(jax.jit(lambda x: jnp.sin(x) * 20.0 + x)(X)))
+    monkeypatch.undo()
+    assert_bitwise_equal(step.run(), before, claim="that of the constant as it was")
+    assert step.num_lowered == 2
+
+
+@pytest.mark.control
+def test_control_without_the_hash_of_the_code_a_stale_program_runs(of_build, monkeypatch):
+    monkeypatch.setattr(kept_executables, "loaded_code_hash", lambda *args: "")
+    step = Step()
+    before = step.run()
+    monkeypatch.setattr(ngram, "LONGEST", 20)
+    assert_bitwise_equal(step.run(), before, claim="stale")
+    assert step.num_lowered == 1
+
+
+def test_what_changes_while_it_is_compiled_is_not_kept(of_build, monkeypatch):
+    step = Step()
+    plain = kept_executables.compile_checked
+
+    def compile_and_change(lowered, options):
+        monkeypatch.setattr(ngram, "LONGEST", 20)
+        return plain(lowered, options)
+
+    monkeypatch.setattr(kept_executables, "compile_checked", compile_and_change)
+    step.compiled()
+    assert not kept(of_build)
+
+
+def test_another_build_has_a_folder_of_its_own(cache_folder, monkeypatch):
+    from detjax import kept_programs
+
+    step = Step()
+    mine = keep_programs_of_build(cache_folder)
+    step.compiled()
+    monkeypatch.setattr(kept_programs, "compile_key", lambda: "another")
+    other = keep_programs_of_build(cache_folder)
+    assert other != mine
+    step.compiled()
+    assert step.num_lowered == 2
+
+
+def test_nothing_is_kept_in_a_folder_that_is_not_of_a_build(cache_folder):
+    keep_programs(cache_folder)
+    assert opened_folder() is None
+    step = Step()
+    step.compiled()
+    step.compiled()
+    assert step.num_lowered == 2
+    assert not kept(cache_folder)
+
+
+def test_nothing_is_kept_on_several_devices(of_build):
+    devices = jax.devices()[:2]
+    mesh = jax.sharding.Mesh(np.array(devices), "x")
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    operand = jax.ShapeDtypeStruct((64,), jnp.float32, sharding=sharding)
+    compile_or_read(
+        lambda: jax.jit(lambda x: x + 1).lower(operand),
+        EXACT_OPTIONS, (operand,), devices=devices, root=ROOT, traced_from=(),
+    )  # fmt: skip
+    assert not kept(of_build)
+
+
+def test_what_a_test_has_put_in_place_is_neither_read_nor_kept(of_build, monkeypatch, caplog):
+    caplog.set_level(logging.DEBUG, kept_executables.__name__)
+    step = Step()
+    step.compiled(traced_from=(lambda drafts, positions: drafts,))
+    assert not kept(of_build)
+    assert "not kept: an argument" in caplog.text
+    step.compiled()
+    monkeypatch.setattr(ngram, "propose_from_prompt", lambda: 1)
+    step.compiled()
+    assert step.num_lowered == 3
+    assert len(kept(of_build)) == 1
+
+
+@pytest.mark.parametrize("damage", ["a bit", "short"])
+def test_a_damaged_file_is_compiled_again(of_build, damage):
+    step = Step()
+    want = step.run()
+    (file,) = kept(of_build)
+    held = bytearray(file.read_bytes())
+    held[len(held) // 2] ^= 4
+    file.write_bytes(held if damage == "a bit" else held[:100])
+    with pytest.warns(UserWarning, match="not as it was written"):
+        assert_bitwise_equal(step.run(), want, claim="compiled again")
+    assert_bitwise_equal(step.run(), want, claim="read again")
+    assert step.num_lowered == 2
+
+
+@pytest.mark.parametrize("content", [b"", b"no pickle", pickle.dumps((b"no program", None, None))])
+def test_what_a_driver_does_not_load_is_compiled_again(of_build, content):
+    step = Step()
+    want = step.run()
+    (file,) = kept(of_build)
+    key = file.name.partition("-detjax-")[0]
+    opened = opened_folder()
+    assert opened is not None
+    opened.put(key, content)
+    with pytest.warns(UserWarning, match="cannot be loaded"):
+        assert_bitwise_equal(step.run(), want, claim="compiled again")
+    assert_bitwise_equal(step.run(), want, claim="read again")
+    assert step.num_lowered == 2
+
+
+def test_what_cannot_be_written_is_a_warning(of_build, monkeypatch):
+    def put(self, key, value):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(kept_executables.VerifiedCache, "put", put)
+    with pytest.warns(UserWarning, match="is not kept: no space left"):
+        Step().run()
+
+
+def test_donation_comes_back_with_the_executable(of_build):
+    for _ in range(2):
+        x = jax.device_put(X, jax.devices()[0])
+        Step().compiled(donate=0)(x)
+        assert x.is_deleted()
+
+
+def test_an_llm_reads_every_program_of_the_one_before(cache_folder, caplog):
+    caplog.set_level(logging.DEBUG, kept_executables.__name__)
+
+    def answer():
+        llm = detjax.LLM("bundled", cache_dir=cache_folder, num_pages=16, batch_size=4,
+                         show_progress=False)  # fmt: skip
+        params = detjax.SamplingParams(max_tokens=8, num_top_logprobs=2, ignore_eos=True)
+        found = llm.generate(["The old house", "A"], params)
+        llm.engine.compile()
+        return [output.outputs[0].digest() for output in found], len(list(llm.engine.programs))
+
+    def said() -> list[str]:
+        found = [
+            record.getMessage().split()[0]
+            for record in caplog.records
+            if record.name == kept_executables.__name__
+        ]
+        caplog.clear()
+        return found
+
+    want, num_programs = answer()
+    assert said() == ["kept"] * num_programs
+    folder = opened_folder()
+    assert folder is not None
+    assert len(kept(folder.file("x").parent)) == num_programs
+    assert answer() == (want, num_programs)
+    assert said() == ["read"] * num_programs
+
+
+STARTED = """
+import json, logging, sys
+log = []
+class Kept(logging.Handler):
+    def emit(self, record): log.append(record.getMessage().split()[0])
+logger = logging.getLogger("detjax.kept_executables")
+logger.setLevel(logging.DEBUG); logger.addHandler(Kept())
+import detjax
+llm = detjax.LLM("bundled", cache_dir=sys.argv[1], num_pages=16, batch_size=2, show_progress=False)
+answer = llm.generate("The old house", detjax.SamplingParams(max_tokens=4))[0].outputs[0]
+print(json.dumps([sorted(set(log)), len(log), answer.digest()]))
+"""
+
+
+def test_a_process_reads_what_another_kept(tmp_path):
+    env = os.environ | {"JAX_PLATFORMS": "cpu"}
+    found = []
+    for seed in "1", "2":
+        ran = subprocess.run(
+            [sys.executable, "-c", STARTED, str(tmp_path)],
+            env=env | {"PYTHONHASHSEED": seed}, check=True, capture_output=True, text=True,
+        )  # fmt: skip
+        found.append(json.loads(ran.stdout))
+    (first, num_first, want), (second, num_second, got) = found
+    assert (first, second) == (["kept"], ["read"])
+    assert num_first == num_second > 0
+    assert got == want
