@@ -229,6 +229,15 @@ def _without_exchange(model: LoadedModel) -> LoadedModel:
     return dataclasses.replace(model, params=params, partition_specs=specs)
 
 
+def _with_sums_apart(model: LoadedModel) -> LoadedModel:
+    """The same model, whose ranks add few rows in launches of their own, not in the products."""
+    params, specs = (
+        tree | {"exchange": dataclasses.replace(tree["exchange"], tiles=None)}
+        for tree in (model.params, model.partition_specs)
+    )
+    return dataclasses.replace(model, params=params, partition_specs=specs)
+
+
 @functools.partial(jax.jit, static_argnames="position")
 def _position_of_pages(cache, pages, position: int) -> jax.Array:
     """One position of some pages, of all layers and heads, as integers: moving keeps every bit."""
@@ -495,6 +504,9 @@ def run_steps(args: argparse.Namespace, rows: Rows) -> bool:
     if args.graphs:
         graphs = Runner(many, most_rows, options=IN_GRAPHS, pages=sharded.cache)
         timed[f"invariant (1,{args.tp}), collectives in graphs"] = graphs
+    if args.apart:
+        apart = Runner(_with_sums_apart(many), most_rows, pages=sharded.cache)
+        timed[f"invariant (1,{args.tp}), sums apart"] = apart
     if args.collectives:
         plain = Runner(_without_exchange(many), most_rows, pages=sharded.cache)
         timed[f"invariant (1,{args.tp}), no exchange kernel"] = plain
@@ -550,6 +562,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--no-fast", action="store_true", help="leave the path without claims out")
     parser.add_argument(
         "--collectives", action="store_true", help="also time steps without the exchange kernel"
+    )
+    parser.add_argument(
+        "--apart", action="store_true", help="also time steps whose sums are launches of their own"
     )
     parser.add_argument(
         "--graphs", action="store_true", help="also time XLA's collectives inside CUDA graphs"

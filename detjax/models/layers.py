@@ -46,8 +46,10 @@ from detjax.pallas_kernels.rope.api import rope_into_cache
 from detjax.parallel.collectives import butterfly_sum, gather_columns, gather_expert_rows
 from detjax.parallel.exchange import (
     Exchange,
+    adds_tiles,
     exchange_add_rms_norm,
     is_scattered,
+    linear_exchange_add_rms_norm,
     scatter_add_rms_norm,
     scatter_experts_add_rms_norm,
 )
@@ -390,10 +392,10 @@ def row_parallel_norm(
     """Multiply by weights whose inputs are split over ranks, add to the residual stream, normalise.
 
     Returns the new residual stream and its normalised rows: None where the next product normalises
-    them in its own launch (one rank, few rows). One rank does it in one operation; several add
-    their subtrees in between, in the form that suits the number of rows (see `parallel.exchange`;
-    without `exchange` through XLA's collectives). Where rows are many, each rank keeps its own of
-    the residual stream. The bits are the same.
+    them in its own launch (few rows). One rank does it in one operation; several add their subtrees
+    in between or in the product, in the form that suits the number of rows (see
+    `parallel.exchange`; without `exchange` through XLA's collectives). Where rows are many, each
+    rank keeps its own of the residual stream. The bits are the same.
     """
     reduction = tree_reduction(x.shape[1] * ctx.tp, ctx.profile)
     eps, backend = ctx.config.rms_norm_eps, ctx.backend
@@ -411,6 +413,12 @@ def row_parallel_norm(
     if ctx.tp == 1:
         added = linear_add_rms_norm(
             x, w, residual, bias, gain, reduction=reduction, eps=eps, backend=backend
+        )
+        return Stream(*added)
+    if exchange is not None and adds_tiles(exchange, x, w, backend=backend):
+        # WHY: a launch less, and the wait for peers lies under the end of the product.
+        added = linear_exchange_add_rms_norm(
+            exchange, x, w, residual, bias, gain, reduction=reduction, eps=eps, backend=backend
         )
         return Stream(*added)
     if exchange is not None and x.shape[0] <= exchange.max_rows:

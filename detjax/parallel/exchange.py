@@ -7,7 +7,7 @@ Three forms of the same additions; which one runs is chosen by size and hardware
 |---|---|---|
 | butterfly | few rows, and the reference | `collectives.butterfly_sum`, then `add_rms_norm` |
 | scatter | many rows | each rank adds and normalises its share of the rows; outputs are gathered |
-| exchange | few rows, GPUs of one process | one kernel that reads and writes peer memory |
+| exchange | few rows, GPUs of one process | the product or a kernel behind it uses peer memory |
 """
 
 import functools
@@ -22,10 +22,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from detjax.array_types import Activation, Array, Float32
+from detjax.numerics import Reduction
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.moe.api import combine_experts_add_rms_norm
-from detjax.pallas_kernels.rms_norm.api import combine_add_rms_norm
-from detjax.parallel import sm90_exchange
+from detjax.pallas_kernels.rms_norm.api import combine_add_rms_norm, rms_norm
+from detjax.parallel import sm90_exchange_kernels
 from detjax.parallel.collectives import scatter_expert_rows
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
 
@@ -36,13 +37,15 @@ MAX_EXCHANGED_RANKS = 8
 
 
 class ExchangeKernel(Protocol):
-    """One launch that adds the ranks' subtrees through peer memory, and normalises.
+    """Launches that add the ranks' subtrees through peer memory.
 
     Attributes:
         EMPTY: A word of a slot that no peer has written, uint32.
+        TILE_WORDS: Words that a rank sends another for a tile, at most.
     """
 
     EMPTY: int
+    TILE_WORDS: int
 
     def takes_width(self, width: int) -> bool:
         """Whether it exchanges rows of so many channels."""
@@ -55,27 +58,45 @@ class ExchangeKernel(Protocol):
     def exchange_add_rms_norm(
         self, leaf_sums, residual, bias, gain, peers, slots, parities, *, eps: float
     ) -> tuple[jax.Array, jax.Array]:
-        """See `exchange_add_rms_norm` of this module, with the fields of `Exchange` one by one."""
+        """See `exchange_add_rms_norm` of this module, with the fields of `Mailboxes` one by one."""
+        ...
+
+    def num_tiles(self, width: int) -> int:
+        """Tiles of a row-parallel product with so many outputs."""
+        ...
+
+    def adds_tiles(self, x, w) -> bool:
+        """Whether `linear_exchange_add` takes a product."""
+        ...
+
+    def normalises_input(self, num_rows: int, width: int) -> bool:
+        """Whether a product of so many rows does well to normalise them itself."""
+        ...
+
+    def linear_exchange_add(
+        self, x, w, residual, bias, peers, slots, parities, *, reduction: Reduction
+    ) -> jax.Array:
+        """The residual stream of `linear_exchange_add_rms_norm` of this module, in one launch."""
         ...
 
 
-EXCHANGE_KERNELS: dict[Backend, ExchangeKernel] = {Backend.SM90: sm90_exchange}
+EXCHANGE_KERNELS: dict[Backend, ExchangeKernel] = {Backend.SM90: sm90_exchange_kernels}
 """Of the backends that have one; others exchange through XLA's collectives."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Exchange:
-    """Memory in which the ranks of each tp group leave partials for one another.
+class Mailboxes:
+    """Memory in which the ranks of each tp group leave words for one another, region by region.
 
-    Passed to steps as operands. Kernels of peers write to it by address, behind XLA's back, so
-    nothing but the exchange kernel may read it.
+    Kernels of peers write to it by address, behind XLA's back, so nothing but an exchange kernel
+    may read it.
 
     Attributes:
         peers: uint32 [dp, tp, tp - 1, 2]; of each rank the addresses (low, high word) of its peers'
             slots, in order of XOR distance.
-        slots: uint32 [dp, tp, 2, R, tp - 1, W]; W words of a row, from `slot_words`.
-        parities: int32 [dp, tp, R]; which of its two slots the next exchange of a row uses.
+        slots: uint32 [dp, tp, 2, R, tp - 1, W]; W words of a region.
+        parities: int32 [dp, tp, R]; which of its two slots the next exchange of a region uses.
     """
 
     peers: Any
@@ -83,13 +104,34 @@ class Exchange:
     parities: Any
 
     @property
+    def of_rank(self) -> tuple[Any, Any, Any]:
+        """This rank's share, inside `shard_map`."""
+        return self.peers[0, 0], self.slots[0, 0], self.parities[0, 0]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exchange:
+    """The mailboxes of a mesh, which are operands of its steps.
+
+    Attributes:
+        rows: A region a row of the residual stream; W from `slot_words`.
+        tiles: A region a tile of a row-parallel product; None if products leave the sum to a
+            kernel behind them.
+    """
+
+    rows: Mailboxes
+    tiles: Mailboxes | None
+
+    @property
     def max_rows(self) -> int:
         """Most rows of an exchange."""
-        return self.parities.shape[-1]
+        return self.rows.parities.shape[-1]
 
 
 _BY_RANK = P(DP_AXIS, TP_AXIS)
-EXCHANGE_SPECS = Exchange(peers=_BY_RANK, slots=_BY_RANK, parities=_BY_RANK)
+_BOXES_SPECS = Mailboxes(peers=_BY_RANK, slots=_BY_RANK, parities=_BY_RANK)
+EXCHANGE_SPECS = Exchange(rows=_BOXES_SPECS, tiles=_BOXES_SPECS)
 
 
 def why_no_exchange(mesh: Mesh, *, width: int, backend: Backend) -> str | None:
@@ -136,24 +178,59 @@ def open_exchange(
         backend: Which kernels run.
         max_rows: Most rows of an exchange.
     """
+    shapes = exchange_shapes(mesh, width=width, dtype=dtype, backend=backend, max_rows=max_rows)
+    empty = EXCHANGE_KERNELS[backend].EMPTY
+    return Exchange(
+        rows=_open(shapes.rows, empty),
+        tiles=None if shapes.tiles is None else _open(shapes.tiles, empty),
+    )
+
+
+def exchange_shapes(
+    mesh: Mesh,
+    *,
+    width: int,
+    dtype: jnp.dtype,
+    backend: Backend,
+    max_rows: int = MAX_EXCHANGED_ROWS,
+) -> Exchange:
+    """Shapes and places of what `open_exchange` allocates, of the same arguments."""
     dp, tp = (mesh.shape[axis] for axis in (DP_AXIS, TP_AXIS))
+    kernel = EXCHANGE_KERNELS[backend]
     sharding = NamedSharding(mesh, _BY_RANK)
 
-    kernel = EXCHANGE_KERNELS[backend]
-    words = kernel.slot_words(width, dtype)
+    def made(regions: int, words: int) -> Mailboxes:
+        def leaf(kind, *dims: int):
+            return jax.ShapeDtypeStruct((dp, tp, *dims), kind, sharding=sharding)
+
+        return Mailboxes(
+            peers=leaf(jnp.uint32, tp - 1, 2),
+            slots=leaf(jnp.uint32, 2, regions, tp - 1, words),
+            parities=leaf(jnp.int32, regions),
+        )
+
+    return Exchange(
+        rows=made(max_rows, kernel.slot_words(width, dtype)),
+        tiles=made(kernel.num_tiles(width), kernel.TILE_WORDS),
+    )
+
+
+def _open(shapes: Mailboxes, empty: int) -> Mailboxes:
+    sharding = shapes.slots.sharding
+    mesh = sharding.mesh
 
     @functools.partial(jax.jit, out_shardings=(sharding, sharding))
     def fill():
-        slots = jnp.full((dp, tp, 2, max_rows, tp - 1, words), kernel.EMPTY, jnp.uint32)
-        return slots, jnp.zeros((dp, tp, max_rows), jnp.int32)
+        slots = jnp.full(shapes.slots.shape, empty, shapes.slots.dtype)
+        return slots, jnp.zeros(shapes.parities.shape, shapes.parities.dtype)
 
     slots, parities = jax.block_until_ready(fill())  # before any peer may write
     address = {s.device: s.data.unsafe_buffer_pointer() for s in slots.addressable_shards}
-    peers = np.empty((dp, tp, tp - 1, 2), np.uint32)
-    for replica, rank, i in np.ndindex(dp, tp, tp - 1):
+    peers = np.empty(shapes.peers.shape, np.uint32)
+    for replica, rank, i in np.ndindex(peers.shape[:3]):
         where = address[mesh.devices[replica, rank ^ (i + 1)]]
         peers[replica, rank, i] = where & 0xFFFFFFFF, where >> 32
-    return Exchange(peers=jax.device_put(peers, sharding), slots=slots, parities=parities)
+    return Mailboxes(peers=jax.device_put(peers, sharding), slots=slots, parities=parities)
 
 
 def exchange_add_rms_norm(
@@ -201,11 +278,65 @@ def exchange_add_rms_norm(
         residual,
         bias,
         gain,
-        exchange.peers[0, 0],
-        exchange.slots[0, 0],
-        exchange.parities[0, 0],
+        *exchange.rows.of_rank,
         eps=eps,
     )
+
+
+def adds_tiles(exchange: Exchange | None, x, w, *, backend: Backend) -> bool:
+    """Whether `linear_exchange_add_rms_norm` takes a row-parallel product: few rows."""
+    if exchange is None or exchange.tiles is None:
+        return False
+    return EXCHANGE_KERNELS[backend].adds_tiles(x, w)
+
+
+def linear_exchange_add_rms_norm(
+    exchange: Exchange,
+    x: Activation[Array, "M i"],
+    w: Activation[Array, "D i"],
+    residual: Activation[Array, "M D"],
+    bias: Activation[Array, " D"] | None,
+    gain: Activation[Array, " D"],
+    *,
+    reduction: Reduction,
+    eps: float,
+    backend: Backend,
+) -> tuple[Activation[Array, "M D"], Activation[Array, "M D"] | None]:
+    """A row-parallel layer whose product adds the ranks' subtrees through peer memory itself.
+
+    `total = round(residual + (tree(ranks' tree(x @ w.T)) + bias))`, `out = rms_norm(total)`
+
+    Call as `exchange_add_rms_norm`, whose conditions hold here too.
+
+    Args:
+        exchange: This rank's share, from `open_exchange`.
+        x: This rank's columns of the activations: whole leaves. A product that `adds_tiles`.
+        w: The same columns of the weights, (out, in).
+        residual: The residual stream, the same on every rank.
+        bias: The product's bias, added after the tree.
+        gain: Scale of each channel.
+        reduction: The leaves of the whole I, from `numerics.tree_reduction`.
+        eps: Added to the mean square.
+        backend: Which kernel runs: that of `open_exchange`.
+
+    Returns:
+        The new residual stream, and its normalised rows: None where the next product does better to
+        normalise them in its own launch.
+
+    Numerics:
+        # ORDER: leaves as a tree, ranks as a tree, then the bias, then the residual, float32: the
+        bits of `linear_leaf_sums` and `exchange_add_rms_norm`.
+        # ROUND: the residual stream, once.
+        Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
+    """
+    kernel = EXCHANGE_KERNELS[backend]
+    assert exchange.tiles is not None  # of whoever `adds_tiles`
+    total = kernel.linear_exchange_add(
+        x, w, residual, bias, *exchange.tiles.of_rank, reduction=reduction
+    )
+    if kernel.normalises_input(*total.shape):
+        return total, None
+    return total, rms_norm(total, gain, eps=eps, backend=backend)
 
 
 def is_scattered(num_rows: int, axis_size: int) -> bool:

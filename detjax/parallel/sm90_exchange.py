@@ -1,27 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The end of a row-parallel layer on Hopper in one launch: exchange, add, and normalise.
 
-Every rank writes its partial into slots of its peers' memory and waits for theirs in its own. A
-word of a slot says for itself whether it has arrived, so there is no flag, no fence and no second
-round trip; NVLink is crossed once.
-
-Why nothing is lost or read twice. A CTA owns one row. Its slots are double: exchange e of a row
-uses those of parity e mod 2, and each rank counts for itself, so ranks that run the same program
-agree.
-
-1. A slot holds EMPTY in every word until its peer writes it: at first because `open_exchange` fills
-   it, later because the thread that read a word writes EMPTY back before it ends.
-2. A peer writes the words of exchange e + 2 only after its exchange e + 1 of that row, which waited
-   for this rank's words of e + 1. This rank sends those after its kernel of exchange e has ended,
-   with every word of e read and emptied. So no slot is written before it is empty, though one
-   peer runs ahead of another by up to one exchange.
-3. A word that reads as EMPTY has not come; any other word is whole, since 32 bits are written at
-   once. Data never equals EMPTY: it is one NaN, and the sender puts NVIDIA's default NaN in its
-   place, which is what any sum of it is.
-4. A CTA sends before it waits and waits for the same CTA of its peers alone, so CTAs need not
-   all be resident at once.
-
-A rank whose peer never sends gives up after about a minute with a launch failure.
+Every rank writes its partial into slots of its peers' memory and waits for theirs in its own. A CTA
+owns one row; how words travel, and why none is lost or read twice, says `sm90_slots`.
 """
 
 import functools
@@ -35,26 +16,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import arith, memref, vector
-from jaxlib.mlir.dialects import llvm
+from jax.extend.mlir.dialects import arith, memref
 
 from detjax.pallas_kernels import sm90_rows as rows
 from detjax.pallas_kernels.rms_norm import sm90 as norm
-
-EMPTY: int = 0xFFFFFFFF
-"""A word that no peer has written."""
-
-_DEFAULT_NAN = 0x7FFFFFFF
-_MOST_POLLS = 1 << 26
-"""About a minute: a poll takes a microsecond."""
-
-
-def _i32(value: int):
-    return mgpu.c(value - (1 << 32) if value >= 1 << 31 else value, ir.IntegerType.get_signless(32))
-
-
-def _i64(value: int):
-    return mgpu.c(value, ir.IntegerType.get_signless(64))
+from detjax.parallel.sm90_slots import (
+    address_of,
+    i32,
+    i64,
+    join_words,
+    receive,
+    send,
+    vector_of,
+    words_to_send,
+)
 
 
 def _remote_slots(peers, distance: int):
@@ -62,49 +37,10 @@ def _remote_slots(peers, distance: int):
 
     `peers` is [tp - 1, 2]: the low and the high word of each.
     """
-    index, i64 = ir.IndexType.get(), ir.IntegerType.get_signless(64)
-    low, high = (
-        arith.extui(i64, memref.load(peers, [mgpu.c(distance - 1, index), mgpu.c(half, index)]))
-        for half in range(2)
+    index = ir.IndexType.get()
+    return join_words(
+        *(memref.load(peers, [mgpu.c(distance - 1, index), mgpu.c(i, index)]) for i in range(2))
     )
-    return arith.addi(low, arith.shli(high, _i64(32)))
-
-
-def _local_slots(slots):
-    return llvm.ptrtoint(ir.IntegerType.get_signless(64), mgpu.utils.memref_ptr(slots))
-
-
-def _asm(text: str, operands: list, outputs: int = 0) -> list:
-    """Emit PTX; `outputs` registers of 32 bits come first, and may not share one with an input."""
-    i32 = ir.IntegerType.get_signless(32)
-    kinds = ["l" if value.type == ir.IntegerType.get_signless(64) else "r" for value in operands]
-    constraints = ",".join(["=&r"] * outputs + kinds + ["~{memory}"])
-    if outputs == 0:
-        kind = ir.Type.parse("!llvm.void")
-    else:
-        kind = llvm.StructType.get_literal([i32] * outputs) if outputs > 1 else i32
-    result = llvm.inline_asm(kind, operands, text, constraints, has_side_effects=True)
-    if outputs < 2:
-        return [result][:outputs]
-    return [llvm.extractvalue(i32, result, [i]) for i in range(outputs)]
-
-
-def _words_of(register) -> list:
-    """The 32-bit words of a vector of float32."""
-    (size,) = ir.VectorType(register.type).shape
-    as_int = vector.bitcast(ir.VectorType.get((size,), ir.IntegerType.get_signless(32)), register)
-    return [
-        vector.extract(as_int, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([i]))
-        for i in range(size)
-    ]
-
-
-def _vector(words: int) -> str:
-    return {1: ".b32", 2: ".v2.b32", 4: ".v4.b32"}[words]
-
-
-def _listed(registers: list[str]) -> str:
-    return registers[0] if len(registers) == 1 else "{" + ", ".join(registers) + "}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,16 +69,15 @@ class _Slots:
 
         Runs of a warp stand side by side, so a store of a warp is one contiguous piece.
         """
-        lane = arith.remui(mgpu.thread_idx(), _i32(rows.LANES))
-        first = arith.addi(arith.muli(parity, _i32(self.max_rows)), row)
-        first = arith.muli(first, _i32(self.num_peers * self.width))
-        first = arith.addi(first, arith.muli(chunk, _i32(rows.LANES * self.vec_len)))
-        first = arith.addi(first, arith.muli(lane, _i32(self.words)))
-        i64 = ir.IntegerType.get_signless(64)
-        first = arith.muli(arith.extui(i64, first), _i64(4))
+        lane = arith.remui(mgpu.thread_idx(), i32(rows.LANES))
+        first = arith.addi(arith.muli(parity, i32(self.max_rows)), row)
+        first = arith.muli(first, i32(self.num_peers * self.width))
+        first = arith.addi(first, arith.muli(chunk, i32(rows.LANES * self.vec_len)))
+        first = arith.addi(first, arith.muli(lane, i32(self.words)))
+        first = arith.muli(arith.extui(ir.IntegerType.get_signless(64), first), i64(4))
         return [
             [
-                arith.addi(first, _i64(4 * (peer * self.width + run * rows.LANES)))
+                arith.addi(first, i64(4 * (peer * self.width + run * rows.LANES)))
                 for run in range(0, self.vec_len, self.words)
             ]
             for peer in range(self.num_peers)
@@ -156,20 +91,13 @@ def _send(values, math: rows.Arithmetic, slots: _Slots, peers_gmem, parity, row,
     @plgpu.inline_mgpu(arg_types=(math.layout, plgpu.RefType(), splat, splat, splat))
     def emit(ctx, values, peers, *place):
         (register,) = values.registers.flat
-        words = []
-        for word in _words_of(register):
-            is_empty = arith.cmpi(arith.CmpIPredicate.eq, word, _i32(EMPTY))
-            words.append(arith.select(is_empty, _i32(_DEFAULT_NAN), word))
+        words = words_to_send(register)
         offsets = slots.offsets(*(value.registers.item() for value in place))
         count = slots.words
-        listed = _listed([f"${1 + i}" for i in range(count)])
         for distance, runs in enumerate(offsets, start=1):
             base = _remote_slots(peers, distance)
             for i, offset in enumerate(runs):
-                _asm(
-                    f"st.relaxed.sys.global{_vector(count)} [$0], {listed};",
-                    [arith.addi(base, offset), *words[i * count : (i + 1) * count]],
-                )
+                send(words[i * count : (i + 1) * count], arith.addi(base, offset))
 
     emit(values, peers_gmem, parity, row, chunk)
 
@@ -186,44 +114,10 @@ def _receive(
         arg_types=(plgpu.RefType(), splat, splat, splat), return_type=[kind] * len(distances)
     )
     def emit(ctx, memory, *place):
-        base = _local_slots(memory)
+        base = address_of(memory)
         offsets = slots.offsets(*(value.registers.item() for value in place))
-        runs = [arith.addi(base, offset) for d in distances for offset in offsets[d - 1]]
-        count, total = slots.words, len(distances) * slots.vec_len
-        registers = [f"${i}" for i in range(total)]
-        pieces = [_listed(registers[i * count : (i + 1) * count]) for i in range(len(runs))]
-        loads = [
-            f"ld.relaxed.sys.global{_vector(count)} {piece}, [${total + i}];"
-            for i, piece in enumerate(pieces)
-        ]
-        largest = [f"max.u32 most, most, {register};" for register in registers[1:]]
-        empty = _listed([str(EMPTY)] * count)
-        resets = [
-            f"st.relaxed.sys.global{_vector(count)} [${total + i}], {empty};"
-            for i in range(len(runs))
-        ]
-        words = _asm(
-            "\n".join(
-                [
-                    "{",
-                    ".reg .pred missing; .reg .pred stuck; .reg .u32 most; .reg .u32 polls;",
-                    "mov.u32 polls, 0;",
-                    "POLL:",
-                    *loads,
-                    f"mov.u32 most, {registers[0]};",
-                    *largest,
-                    f"setp.eq.u32 missing, most, {EMPTY};",
-                    "add.u32 polls, polls, 1;",
-                    f"setp.gt.u32 stuck, polls, {_MOST_POLLS};",
-                    "@stuck trap;",
-                    "@missing bra POLL;",
-                    *resets,
-                    "}",
-                ]
-            ),
-            runs,
-            outputs=total,
-        )
+        runs = [(arith.addi(base, offset), 0) for d in distances for offset in offsets[d - 1]]
+        words = receive(runs, slots.words)
         return [
             _array(words[i * slots.vec_len : (i + 1) * slots.vec_len], math, shape)
             for i in range(len(distances))
@@ -234,15 +128,11 @@ def _receive(
 
 def _array(words: list, math: rows.Arithmetic, shape) -> mgpu.FragmentedArray:
     """A vector of float32 from the words of each thread."""
-    f32 = ir.F32Type.get()
     layout: Any = math.layout
     layout = layout.to_mgpu()
-    register = vector.from_elements(
-        ir.VectorType.get((len(words),), f32), [arith.bitcast(f32, word) for word in words]
-    )
-    out = mgpu.FragmentedArray.splat(mgpu.c(0.0, f32), shape, layout=layout)
+    out = mgpu.FragmentedArray.splat(mgpu.c(0.0, ir.F32Type.get()), shape, layout=layout)
     registers = out.registers.copy()
-    registers.flat[0] = register
+    registers.flat[0] = vector_of(words)
     return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
 
@@ -254,7 +144,7 @@ def _flip_parity(parities_gmem, row, parity) -> None:
     def emit(ctx, parities, *scalars):
         row, parity = (value.registers.item() for value in scalars)
         where = arith.index_cast(ir.IndexType.get(), row)
-        memref.store(arith.xori(parity, _i32(1)), parities, [where])
+        memref.store(arith.xori(parity, i32(1)), parities, [where])
 
     emit(parities_gmem, row, parity)
 

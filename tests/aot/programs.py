@@ -36,8 +36,7 @@ from detjax.pallas_kernels.linear.api import (
 )
 from detjax.pallas_kernels.moe.api import expert_mlp, route_mlp_add_rms_norm
 from detjax.pallas_kernels.moe.shapes import SHAPES
-from detjax.parallel import sm90_exchange
-from detjax.parallel.exchange import EXCHANGE_SPECS, MAX_EXCHANGED_ROWS, Exchange
+from detjax.parallel.exchange import EXCHANGE_SPECS, exchange_shapes
 from detjax.serving.device_arrays import pages_shape
 from detjax.serving.program_key import ProgramKind
 from detjax.serving.programs import ProgramCache
@@ -241,8 +240,8 @@ def abstract_model(
     params = abstract_params(config, mesh, profile=profile)
     of_params = partition_specs(config, tp=tp, vocab_block=profile.vocab_block)
     if tp > 1:
-        params["exchange"] = abstract_exchange(
-            mesh, sm90_exchange.slot_words(config.hidden_size, profile.activation_dtype)
+        params["exchange"] = exchange_shapes(
+            mesh, width=config.hidden_size, dtype=profile.activation_dtype, backend=Backend.SM90
         )
         of_params["exchange"] = EXCHANGE_SPECS
     table = _shape(8192, 64, dtype=jnp.float32).update(sharding=NamedSharding(mesh, P()))
@@ -256,22 +255,6 @@ def abstract_model(
         backend=Backend.SM90,
         fingerprint="",
         folder=None,
-    )
-
-
-def abstract_exchange(mesh, words: int) -> Exchange:
-    """The mailboxes of a mesh, as `open_exchange` allocates them."""
-    dp, tp = mesh.devices.shape
-    by_rank = NamedSharding(mesh, P("dp", "tp"))
-
-    def made(dtype, *dims):
-        return jax.ShapeDtypeStruct((dp, tp, *dims), dtype, sharding=by_rank)
-
-    rows = MAX_EXCHANGED_ROWS
-    return Exchange(
-        peers=made(jnp.uint32, tp - 1, 2),
-        slots=made(jnp.uint32, 2, rows, tp - 1, words),
-        parities=made(jnp.int32, rows),
     )
 
 

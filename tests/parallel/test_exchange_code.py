@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The exchange kernel as sm_90a code over a mesh of 8 GPUs, compiled where there is none."""
+"""The exchange kernels as sm_90a code over a mesh of 8 GPUs, compiled where there is none."""
 
 import json
 import subprocess
@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from detjax.pallas_kernels.linear.tiles import MAX_NORM_ROWS
 from detjax.testing import aot
 
 PROGRAM = """
@@ -17,47 +18,63 @@ import jax, jax.numpy as jnp, numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from detjax.numerics import NumericsProfile, tree_reduction
 from detjax.pallas_kernels.backend import Backend
-from detjax.parallel.exchange import EXCHANGE_SPECS, Exchange, exchange_add_rms_norm
+from detjax.parallel.exchange import (
+    EXCHANGE_SPECS, exchange_add_rms_norm, exchange_shapes, linear_exchange_add_rms_norm,
+)
 
 topology = topologies.get_topology_desc("h200", "cuda", target_config=aot.H200, topology="1x1x8")
-found = []
-for tp, num_rows, width, num_leaves, has_bias, num_parts in json.loads(sys.argv[1]):
+ON = {"eps": 1e-5, "backend": Backend.SM90}
+
+def inspect(rank, tp, width, dtype, arrays):
     mesh = Mesh(np.asarray(topology.devices).reshape(8 // tp, tp), ("dp", "tp"))
-
-    def shape(spec, dtype, *dims):
-        return jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(mesh, spec))
-
-    by_rank = P("dp", "tp")
-    shared = Exchange(
-        peers=shape(by_rank, jnp.uint32, 8 // tp, tp, tp - 1, 2),
-        slots=shape(by_rank, jnp.uint32, 8 // tp, tp, 2, 128, tp - 1, num_parts * width),
-        parities=shape(by_rank, jnp.int32, 8 // tp, tp, 128),
-    )
-    parts = [num_parts] if num_parts > 1 else []
-    leaves = shape(P(None, "tp"), jnp.float32, num_leaves, tp, *parts, num_rows, width)
-    dtype = jnp.float32 if parts else jnp.bfloat16
-    residual = shape(P(), dtype, num_rows, width)
-    gain = shape(P(), jnp.bfloat16, width)
-
-    def rank(shared, leaves, residual, gain):
-        bias = gain if has_bias else None
-        return exchange_add_rms_norm(
-            shared, leaves[:, 0], residual, bias, gain, eps=1e-5, backend=Backend.SM90
-        )
-
+    shared = exchange_shapes(mesh, width=width, dtype=dtype, backend=Backend.SM90)
+    shapes = [
+        jax.ShapeDtypeStruct(dims, kind, sharding=NamedSharding(mesh, spec))
+        for spec, kind, dims in arrays
+    ]
     step = jax.shard_map(
-        rank, mesh=mesh, in_specs=(EXCHANGE_SPECS, P(None, "tp"), P(), P()), out_specs=P(),
-        check_vma=False,
+        rank, mesh=mesh, in_specs=(EXCHANGE_SPECS, *(spec for spec, _, _ in arrays)),
+        out_specs=P(), check_vma=False,
     )
-    lowered = jax.jit(step).lower(shared, leaves, residual, gain)
-    program = aot.inspect_program(lowered.compile)
-    found.append({
+    program = aot.inspect_program(jax.jit(step).lower(shared, *shapes).compile)
+    return {
         "kernels": [[k.name, k.num_registers, k.spill_bytes] for k in program.kernels],
         "copies": program.copies(least_bytes=1),
         "has_metadata": "uses_xla_collective_metadata = true" in program.hlo,
-    })
-print(json.dumps(found))
+    }
+
+def of_rows(tp, num_rows, width, num_leaves, has_bias, num_parts):
+    parts = [num_parts] if num_parts > 1 else []
+    dtype = jnp.float32 if parts else jnp.bfloat16
+
+    def rank(shared, leaves, residual, gain):
+        bias = gain if has_bias else None
+        return exchange_add_rms_norm(shared, leaves[:, 0], residual, bias, gain, **ON)
+
+    return inspect(rank, tp, width, dtype, [
+        (P(None, "tp"), jnp.float32, (num_leaves, tp, *parts, num_rows, width)),
+        (P(), dtype, (num_rows, width)), (P(), jnp.bfloat16, (width,)),
+    ])
+
+def of_products(tp, num_rows, width, k_len, has_bias):
+    reduction = tree_reduction(k_len, NumericsProfile())
+
+    def rank(shared, x, w, residual, gain):
+        bias = gain if has_bias else None
+        return linear_exchange_add_rms_norm(
+            shared, x, w, residual, bias, gain, reduction=reduction, **ON
+        )
+
+    columns = P(None, "tp")
+    return inspect(rank, tp, width, jnp.bfloat16, [
+        (columns, jnp.bfloat16, (num_rows, k_len)), (columns, jnp.bfloat16, (width, k_len)),
+        (P(), jnp.bfloat16, (num_rows, width)), (P(), jnp.bfloat16, (width,)),
+    ])
+
+made = {"rows": of_rows, "products": of_products}[sys.argv[1]]
+print(json.dumps([made(*case) for case in json.loads(sys.argv[2])]))
 """
 
 CASES = [
@@ -73,21 +90,45 @@ CASES = [
 """(tp, rows, width, leaf sums of a rank, bias, parts)."""
 
 
-@pytest.mark.aot
-def test_the_exchange_kernel_fits_in_registers_and_copies_nothing():
+PRODUCTS = [
+    (2, 1, 4096, 4096, False),
+    (2, 8, 4096, 14336, True),
+    (2, 64, 4096, 14336, False),
+    (4, 33, 5120, 13824, True),
+    (8, 64, 8192, 28672, False),
+    (8, 3, 8192, 28672, False),
+]
+"""(tp, rows, width, K of all ranks, bias)."""
+
+
+def compiled(which: str, cases: list) -> list[dict]:
     if (missing := aot.why_unavailable()) is not None:
         pytest.skip(missing)
     run = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps(CASES)],
+        [sys.executable, "-c", PROGRAM, which, json.dumps(cases)],
         capture_output=True,
         text=True,
         check=False,
     )
     assert run.returncode == 0, run.stderr[-2000:]
-    for case, found in zip(CASES, json.loads(run.stdout), strict=True):
-        ((name, registers, spilled),) = found["kernels"]
-        assert name.startswith("detjax_exchange_add_rms_norm"), (case, name)
-        assert spilled == 0 and registers <= 128, (case, registers, spilled)
+    return json.loads(run.stdout)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(
+    ("which", "cases", "kernel", "registers"),
+    [
+        ("rows", CASES, "detjax_exchange_add_rms_norm", 128),
+        ("products", PRODUCTS, "detjax_linear", 255),
+    ],
+)
+def test_the_exchange_kernels_fit_in_registers_and_copy_nothing(which, cases, kernel, registers):
+    for case, found in zip(cases, compiled(which, cases), strict=True):
+        first, *others = found["kernels"]
+        assert first[0].startswith(kernel), (case, first)
+        is_norm = which == "products" and case[1] > MAX_NORM_ROWS
+        assert [name for name, _, _ in others] == ["detjax_rms_norm_wide"] * is_norm, case
+        assert first[2] == 0 and first[1] <= registers, (case, first)
         # The slots are written behind XLA's back, so a copy of them would be another's memory.
         assert found["copies"] == [], case
         # That would be a rendezvous and a barrier a call.

@@ -20,15 +20,18 @@ from jax.extend.mlir import ir
 from jax.sharding import PartitionSpec as P
 from jaxlib.mlir.dialects import llvm
 
-from detjax.numerics import NumericsProfile
+from detjax.numerics import NumericsProfile, tree_reduction
 from detjax.pallas_kernels import sm90_rows as rows
 from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.linear.api import linear_add, linear_leaf_sums, linear_partial
 from detjax.pallas_kernels.rms_norm.api import add_rms_norm, combine_add_rms_norm
 from detjax.parallel.collectives import butterfly_sum
 from detjax.parallel.exchange import (
     EXCHANGE_SPECS,
     Exchange,
+    adds_tiles,
     exchange_add_rms_norm,
+    linear_exchange_add_rms_norm,
     open_exchange,
     scatter_add_rms_norm,
 )
@@ -224,6 +227,179 @@ def test_control_psum_of_four_ranks_is_not_mesh_invariant():
 
     got, want = (chained(finish, *args, tp=4)[1] for finish in (summed, by_kernel))
     assert count_different_bits(got, want) > 0
+
+
+# A product whose epilogue adds the ranks' sums: o's and down's, in turn over the same slots.
+PRODUCTS = [(1, 4096, 4096, 14336), (3, 4096, 4096, 14336), (8, 4096, 4096, 14336),
+            (9, 4096, 4096, 14336), (33, 4096, 4096, 14336), (64, 4096, 4096, 14336),
+            (17, 5120, 5120, 13824), (5, 896, 1024, 4864), (64, 8192, 1024, 2048)]  # fmt: skip
+"""(rows, width, K of o, K of down)."""
+
+
+@functools.cache
+def drawn(*shape: int):
+    """Values with wide exponents."""
+    rng = np.random.default_rng(shape)
+    values = rng.standard_normal(shape, np.float32)
+    return jnp.asarray(values * np.exp2(rng.integers(-8, 3, shape)), BF16)
+
+
+def product_operands(num_rows: int, width: int, *k_lens: int):
+    """Activations and weights of each product; residual, bias and gain."""
+    pairs = [(drawn(num_rows, k), drawn(width, k)) for k in k_lens]
+    return pairs, drawn(num_rows, width), drawn(width), drawn(width) + 1
+
+
+def chained_products(finish, pairs, residual, bias, gain, tp: int):
+    """Run `finish(exchange, x, w, residual, bias, gain, reduction)` on every rank, CHAIN times."""
+
+    def rank(shared, pairs, residual, bias, gain):
+        totals = []
+        for i in range(CHAIN * len(pairs)):
+            x, w = pairs[i % len(pairs)]
+            reduction = tree_reduction(x.shape[1] * tp, NumericsProfile())
+            # A layer's activations come of the residual stream before it.
+            x, residual = lax.optimization_barrier((x, residual))
+            residual = finish(shared, x, w, residual, bias, gain, reduction)
+            totals.append(residual)
+        return gather_ranks(jnp.stack(totals))
+
+    columns = P(None, "tp")
+    step = jax.shard_map(
+        rank,
+        mesh=gpu_mesh(1, tp),
+        in_specs=(EXCHANGE_SPECS, [(columns, columns)] * len(pairs), P(), P(), P()),
+        out_specs=P(),
+        check_vma=False,
+    )
+    shared = exchange(residual.shape[1], tp=tp)
+    return np.asarray(jax.jit(step)(shared, pairs, residual, bias, gain))
+
+
+def in_product(shared, x, w, residual, bias, gain, reduction):
+    assert adds_tiles(shared, x, w, **ON)
+    total, _ = linear_exchange_add_rms_norm(
+        shared, x, w, residual, bias, gain, reduction=reduction, eps=EPS, **ON
+    )
+    return total
+
+
+def behind_product(shared, x, w, residual, bias, gain, reduction):
+    leaves = linear_leaf_sums(x, w, reduction=reduction, **ON)
+    return exchange_add_rms_norm(shared, leaves, residual, bias, gain, eps=EPS, **ON)[0]
+
+
+def by_turns(shared, x, w, residual, bias, gain, reduction):
+    """Both kernels in one program: they share nothing but the order of launches."""
+    finish = in_product if reduction.leaf_len <= 1024 else behind_product
+    return finish(shared, x, w, residual, bias, gain, reduction)
+
+
+def product_by_butterfly(shared, x, w, residual, bias, gain, reduction):
+    partial = linear_partial(x, w, reduction=reduction, **ON)
+    total = butterfly_sum(partial, "tp", lax.axis_size("tp"), **ON)
+    return add_rms_norm(total, residual, bias, gain, eps=EPS, **ON)[0]
+
+
+@pytest.mark.invariance
+@pytest.mark.parametrize("tp", TPS)
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("num_rows", "width", "k_o", "k_down"), PRODUCTS)
+def test_products_add_the_ranks_sums_bitwise(num_rows, width, k_o, k_down, has_bias, tp):
+    """The bits of the butterfly, of one rank, and of the sum in a launch of its own."""
+    pairs, residual, bias, gain = product_operands(num_rows, width, k_o, k_down)
+    bias = bias if has_bias else None
+    args = pairs, residual, bias, gain, tp
+    x, w = (np.asarray(array[:64], np.float32) for array in pairs[1])
+    assert_order_sensitive(x[:1] * w)
+    want = chained_products(product_by_butterfly, *args)
+    for finish in (in_product, behind_product, by_turns):
+        got = chained_products(finish, *args)
+        for rank in range(tp):
+            claim = f"{finish.__name__}, {num_rows} rows of {width}: rank {rank} of {tp}"
+            assert_bitwise_equal(got[rank], want[0], claim=claim)
+    alone = residual
+    for i in range(CHAIN * len(pairs)):
+        reduction = tree_reduction(pairs[i % 2][0].shape[1], NumericsProfile())
+        alone = linear_add(*pairs[i % 2], alone, bias, reduction=reduction, **ON)
+        assert_bitwise_equal(want[0, i], alone, claim=f"product {i}: one rank's bits")
+
+
+@pytest.mark.invariance
+def test_products_that_add_ranks_are_bitwise_batch_invariant():
+    """A row alone has the bits that it has among others, with what others left in the slots."""
+    pairs, residual, bias, gain = product_operands(64, 4096, 4096, 14336)
+    want = chained_products(in_product, pairs, residual, bias, gain, 2)
+    for low, high in ((0, 1), (63, 64), (20, 29)):
+        part = [(x[low:high], w) for x, w in pairs], residual[low:high], bias, gain
+        got = chained_products(in_product, *part, 2)
+        assert_bitwise_equal(got, want[:, :, low:high], claim=f"rows {low} to {high} alone")
+
+
+@pytest.mark.control
+def test_control_rounded_subtrees_have_other_bits():
+    """A product whose subtrees are rounded before they are added."""
+    pairs, residual, bias, gain = product_operands(8, 4096, 4096, 14336)
+
+    def rounded(shared, x, w, residual, bias, gain, reduction):
+        partial = linear_partial(x, w, reduction=reduction, **ON)
+        total = lax.psum(partial.astype(BF16), "tp").astype(F32)
+        return add_rms_norm(total, residual, bias, gain, eps=EPS, **ON)[0]
+
+    got, want = (
+        chained_products(finish, pairs, residual, bias, gain, 2) for finish in (rounded, in_product)
+    )
+    assert count_different_bits(got, want) > 0
+
+
+@pytest.mark.invariance
+def test_values_that_mark_empty_slots_pass_through_products():
+    """Rows of zeros, infinities and NaN: nobody waits for them for ever, and others keep theirs."""
+    pairs, residual, bias, gain = product_operands(8, 1024, 1024)
+    special = jnp.asarray([0.0, jnp.inf, jnp.nan, -jnp.inf], BF16)
+    (x, w), *_ = pairs
+    x = x.at[:4].set(special[:, None])
+    args = [(x, w)], residual, bias, gain, 2
+    got, want = (chained_products(f, *args) for f in (in_product, product_by_butterfly))
+    assert_bitwise_equal(got[:, :, 4:], want[:, :, 4:], claim="rows beside special ones")
+    assert_bitwise_equal(np.isnan(got), np.isnan(want), claim="which values are NaN")
+
+
+@pytest.mark.invariance
+@pytest.mark.parametrize("tp", TPS)
+@pytest.mark.parametrize(("num_rows", "num_iterations"), [(3, 10000), (64, 3000)])
+def test_products_hold_when_ranks_drift_apart(num_rows, num_iterations, tp):
+    """Random delays on each rank, up to several products long; every result is checked."""
+    width = k_len = 1024
+    ((x, w),), residual, _, gain = product_operands(num_rows, width, k_len)
+    reduction = tree_reduction(k_len, NumericsProfile())
+
+    def rank(shared, x, w, residual, gain):
+        me = lax.axis_index("tp")
+        own = [lax.dynamic_slice_in_dim(a, me * (k_len // tp), k_len // tp, axis=1) for a in (x, w)]
+
+        def one(i, carry):
+            wrong, stream = carry
+            key = jax.random.fold_in(jax.random.fold_in(jax.random.key(8), i), me)
+            cycles = jax.random.randint(key, (1,), -20000, 20000, jnp.int32)
+            stream = wait(jnp.maximum(cycles, 0), stream)
+            # Other rows each time: a stale word would be another row's.
+            turned = [jnp.roll(a, i, axis=0) for a in (x, own[0])]
+            got = in_product(shared, turned[1], own[1], stream, None, gain, reduction)
+            want = linear_add(turned[0], w, stream, None, reduction=reduction, **ON)
+            a, b = (lax.bitcast_convert_type(v, jnp.uint16) for v in (got, want))
+            # So that no sum runs out of range.
+            return wrong + jnp.sum(a != b, dtype=jnp.int32), jnp.clip(got, -4, 4)
+
+        wrong, _ = lax.fori_loop(0, num_iterations, one, (jnp.int32(0), residual))
+        return gather_ranks(wrong)
+
+    step = jax.shard_map(
+        rank, mesh=gpu_mesh(1, tp), in_specs=(EXCHANGE_SPECS, P(), P(), P(), P()), out_specs=P(),
+        check_vma=False,
+    )  # fmt: skip
+    wrong = np.asarray(jax.jit(step)(exchange(width, tp=tp), x, w, residual, gain))
+    assert wrong.tolist() == [0] * tp, f"{wrong} elements in {num_iterations} products"
 
 
 def wait(cycles, after):

@@ -11,9 +11,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from detjax.numerics import Reduction
 from detjax.pallas_kernels.linear import sm90_float32
-from detjax.pallas_kernels.linear.sm90_matmul import matmul
+from detjax.pallas_kernels.linear.sm90_matmul import Ranks, matmul
 from detjax.pallas_kernels.linear.tiles import (
     MAX_NORM_ROWS,
+    MAX_RANKS_ROWS,
     NUM_SMS,
     MatmulTiles,
     choose_tiles,
@@ -351,6 +352,49 @@ def linear_add(x, w, residual, bias, *, reduction: Reduction) -> jax.Array:
         out_dtype=residual.dtype,
         tiles=tiles,
     )
+
+
+def adds_ranks(x, w) -> bool:
+    """Whether `linear_add_ranks` takes a product: few rows of bfloat16."""
+    return x.dtype == jnp.bfloat16 and x.shape[0] <= MAX_RANKS_ROWS and w.shape[0] % 64 == 0
+
+
+def linear_add_ranks(
+    x, w, residual, bias, memory: tuple, *, reduction: Reduction, ranks: Ranks
+) -> jax.Array:
+    """`linear_add` of a product whose leaves are split over ranks, in one launch.
+
+    Args:
+        x: This rank's columns of the activations, [M, i]: whole leaves.
+        w: The same columns of the weights, (out, in).
+        residual: The residual stream, [M, D].
+        bias: Added after the tree, or None.
+        memory: Arrays that `ranks` reads and writes.
+        reduction: The leaves of the whole I.
+        ranks: Adds the ranks' subtrees of a tile.
+
+    Numerics:
+        # ORDER: this rank's subtree as `linear_partial`, the ranks' by `ranks`, then the bias, then
+        the residual, all in float32.
+        # ROUND: once, to the residual's dtype.
+        Claims: run-invariant, batch-invariant, path-consistent, and mesh-invariant if `ranks` adds
+        the rest of the tree.
+    """
+    check_supported(x, w, leaf_len=reduction.leaf_len)
+    tiles = choose_tiles(
+        num_rows=x.shape[0],
+        num_out=w.shape[0],
+        num_leaves=x.shape[1] // reduction.leaf_len,
+        leaf_len=reduction.leaf_len,
+        out_bytes=2,
+        has_bias=bias is not None,
+        has_residual=True,
+        has_ranks=True,
+    )
+    return matmul(
+        x, w, bias, residual, None, (), memory,
+        leaf_len=reduction.leaf_len, out_dtype=residual.dtype, tiles=tiles, ranks=ranks,
+    )  # fmt: skip
 
 
 def linear_add_rms_norm(

@@ -9,6 +9,7 @@ and their ups gates them before they leave the registers.
 
 import functools
 import math
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -170,7 +171,22 @@ def hold_rows(
     plgpu.commit_smem()
 
 
-_STATIC = ("leaf_len", "out_dtype", "tiles", "eps", "read_row", "interpret")
+class Ranks(Protocol):
+    """Adds what other ranks have of a tile's sum, before its bias. Hashed by what it does."""
+
+    def begin(self, memory: list, tile) -> tuple:
+        """Read what `add` needs of `memory`, early; a tile is a number."""
+        ...
+
+    def add(self, total, memory: list, tile, begun: tuple, *, num_cols: int) -> Any:
+        """The ranks' sum of a warpgroup's float32 accumulator [64, n].
+
+        The first `num_cols` columns count. The order of additions is the caller's affair.
+        """
+        ...
+
+
+_STATIC = ("leaf_len", "out_dtype", "tiles", "eps", "read_row", "ranks", "interpret")
 
 
 @functools.partial(jax.jit, static_argnames=_STATIC)
@@ -181,12 +197,14 @@ def matmul(
     residual,
     gain=None,
     terms=(),
+    memory=(),
     *,
     leaf_len: int,
     out_dtype,
     tiles: MatmulTiles,
     eps: float = 0.0,
     read_row=None,
+    ranks: Ranks | None = None,
     interpret=None,
 ):
     """Multiply and reduce: [M, N], or [groups, M, N] where CTAs share a tile's leaves.
@@ -195,6 +213,7 @@ def matmul(
     each CTA normalises the rows of `x` first, as `rms_norm` does, into shared memory. With `terms`,
     arrays, it adds them to `x` before: `read_row(x_gmem, terms_gmem, row, columns, math)` gives
     channels of the sum, rounded. Returned are the product, the sum and its normalised rows then.
+    With `ranks`, whose `memory` are arrays, a tile's sum is that of all ranks.
 
     # ORDER: inside a leaf, k16 block by k16 block in one f32 wgmma accumulator that starts at zero.
     # ORDER: leaves as the perfect binary tree ((l0 + l1) + (l2 + l3)) + ..., f32; each node is
@@ -235,6 +254,9 @@ def matmul(
         raise ValueError(f"a product normalises at most 8 rows, not {num_rows_x}")
     if (read_row is None) != (not terms) or (terms and gain is None):
         raise ValueError("terms are added to rows that are normalised, by `read_row`")
+    is_whole = tiles.is_swapped and tiles.num_wgs == 1 and tiles.groups == 1 and not is_clustered
+    if ranks is not None and not (is_whole and col_clusters == 1 and not tiles.is_gated):
+        raise ValueError(f"ranks add swapped tiles that one CTA has, with all rows, not {tiles=}")
     if tiles.is_gated and (num_leaves > 1 or bias is not None or residual is not None):
         raise ValueError("gated tiles take one leaf, no bias and no residual")
     if tiles.shares_slot and (residual is None or out_dtype != jnp.bfloat16):
@@ -273,6 +295,7 @@ def matmul(
         residual_gmem = refs.pop(0) if residual is not None else None
         gain_gmem = refs.pop(0) if gain is not None else None
         terms_gmem = [refs.pop(0) for _ in terms]
+        memory_gmem = [refs.pop(0) for _ in memory]
         out_gmem = refs.pop(0)
         sums_gmem = [refs.pop(0) for _ in range(2 if terms else 0)]
         x_smem, w_smem, out_smem, pending_smem, squares_smem, *barriers = refs
@@ -440,11 +463,14 @@ def matmul(
                 first = info.local_index * item_slots
                 if residual is not None and not tiles.shares_slot:
                     fetch_residual(row, col)
+                begun = () if ranks is None else ranks.begin(memory_gmem, info.index[0])
                 total = tree_sum(
                     tile_shape, levels, leaf_steps, lambda step: one_leaf(step, wg_rows), first,
                     pending=[pending_smem.at[i, wg] for i in range(min(tiles.smem_levels, levels))],
                     is_paired=tiles.is_paired,
                 )  # fmt: skip
+                if ranks is not None:
+                    total = ranks.add(total, memory_gmem, info.index[0], begun, num_cols=num_rows_x)
                 if bias is not None:
                     start, axis = (row, 0) if tiles.is_swapped else (col, 1)
                     total = add_bias(total, bias_gmem, start, axis)
@@ -561,7 +587,7 @@ def matmul(
     out_struct = jax.ShapeDtypeStruct(out_shape, out_dtype)
     x_struct = jax.ShapeDtypeStruct(x.shape, x.dtype)
     cluster_size = math.prod(cluster)
-    operands = [v for v in (x, w, bias, residual, gain, *terms) if v is not None]
+    operands = [v for v in (x, w, bias, residual, gain, *terms, *memory) if v is not None]
     num_clusters = min(items, NUM_SMS * tiles.ctas_per_sm // cluster_size)
     kernel = plgpu.kernel(
         body,

@@ -18,6 +18,9 @@ SMEM_BYTES = 232448
 MAX_NORM_ROWS = 8
 """Up to here a product normalises its own input and saves a launch; 8 is most, 0 turns it off."""
 
+MAX_RANKS_ROWS = 64
+"""Up to here ranks add one another's tiles in the epilogue of their product; 64 is most."""
+
 NARROW_OUT = 512
 """Outputs of a product of up to 8 rows, as a router's, that few tiles of 64 weights would make."""
 
@@ -197,6 +200,7 @@ def choose_tiles(
     is_gated: bool = False,
     has_norm: bool = False,
     has_parts: bool = False,
+    has_ranks: bool = False,
 ) -> MatmulTiles:
     """Tiles for a product of `num_rows` activations, by rules found by measuring.
 
@@ -212,8 +216,11 @@ def choose_tiles(
         has_norm: The product normalises its activations, of which there are `MAX_NORM_ROWS` at
             most; one leaf.
         has_parts: The rows are the parts of float32 activations; no bias, no residual, no gate.
+        has_ranks: Ranks add their tiles, so that no CTAs share a tree; `MAX_RANKS_ROWS` at most.
     """
-    if has_parts and 128 < num_rows <= 192:
+    if has_ranks:
+        tiles = _stream_weights(num_rows, num_out, num_leaves, leaf_len, False, is_whole=True)
+    elif has_parts and 128 < num_rows <= 192:
         tiles = _three_row_blocks(num_out, num_leaves, leaf_len)
     elif num_rows <= 32 or (num_rows <= 64 and (num_leaves > 1 or num_out <= 64 * NUM_SMS)):
         tiles = _stream_weights(num_rows, num_out, num_leaves, leaf_len, is_gated)
@@ -267,14 +274,19 @@ def _largest_divisor(leaf_len: int, most: int) -> int:
 
 
 def _stream_weights(
-    num_rows: int, num_out: int, num_leaves: int, leaf_len: int, is_gated: bool
+    num_rows: int,
+    num_out: int,
+    num_leaves: int,
+    leaf_len: int,
+    is_gated: bool,
+    is_whole: bool = False,
 ) -> MatmulTiles:
     """Weights as the 64-row operand: few activations, so the copy of the weights is all."""
     rows = 128 if is_gated else 64
     blocks = num_out // rows
     cols = -(-num_rows // 8) * 8
     groups = 1
-    if num_leaves > 1:
+    if num_leaves > 1 and not is_whole:
         wanted = 64 if cols <= 32 or num_leaves * leaf_len < 4096 else 128
         while groups < num_leaves and blocks * groups < wanted:
             groups *= 2
@@ -283,7 +295,8 @@ def _stream_weights(
     # those of 256, in one wave, 55.5 and 56.9 both times.
     is_one_wave = num_out // 256 <= NUM_SMS < blocks
     is_wide = is_gated and num_out % 512 == 0 and (num_rows > 1 or is_one_wave)
-    ctas_per_sm = 2 if blocks > NUM_SMS and not is_gated else 1
+    # WHY, whole: CTAs that wait for those of other ranks must all be resident.
+    ctas_per_sm = 2 if blocks > NUM_SMS and not is_gated and not is_whole else 1
     is_deep = (cols == 8 or (cols == 16 and ctas_per_sm == 1)) and not is_gated
     k = _largest_divisor(leaf_len, 256 if is_deep else 128)
     return MatmulTiles(

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Words that ranks write into one another's memory: how both exchange kernels send and wait.
+
+A word of a slot says for itself whether it has arrived, so there is no flag, no fence and no second
+round trip; NVLink is crossed once.
+
+Why nothing is lost or read twice. Slots belong to regions, of which a CTA owns one at a time. They
+are double: exchange e of a region uses those of parity e mod 2, and each rank counts for itself, so
+ranks that run the same programs agree.
+
+1. A slot holds EMPTY in every word until its peer writes it: at first because `open_exchange` fills
+   it, later because the thread that read a word writes EMPTY back before it ends.
+2. A peer writes the words of exchange e + 2 only after its exchange e + 1 of that region, which
+   waited for this rank's words of e + 1. This rank sends those after its kernel of exchange e has
+   ended, with every word of e read and emptied. So no slot is written before it is empty, though
+   one peer runs ahead of another by up to one exchange.
+3. A word that reads as EMPTY has not come; any other word is whole, since 32 bits are written at
+   once. Data never equals EMPTY: it is one NaN, and the sender puts NVIDIA's default NaN in its
+   place, which is what any sum of it is.
+4. A CTA sends before it waits and waits for the same CTA of its peers alone, so CTAs need not
+   all be resident at once.
+
+A rank whose peer never sends gives up after about a minute with a launch failure.
+"""
+
+from collections.abc import Sequence
+
+from jax.experimental.mosaic import gpu as mgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith, vector
+from jaxlib.mlir.dialects import llvm
+
+EMPTY: int = 0xFFFFFFFF
+"""A word that no peer has written."""
+
+_DEFAULT_NAN = 0x7FFFFFFF
+_MOST_POLLS = 1 << 26
+"""About a minute: a poll takes a microsecond."""
+
+
+def i32(value: int):
+    """A constant of 32 bits, signed or not."""
+    return mgpu.c(value - (1 << 32) if value >= 1 << 31 else value, ir.IntegerType.get_signless(32))
+
+
+def i64(value: int):
+    """A constant of 64 bits."""
+    return mgpu.c(value, ir.IntegerType.get_signless(64))
+
+
+def join_words(low, high):
+    """An address of its two words."""
+    kind = ir.IntegerType.get_signless(64)
+    return arith.addi(arith.extui(kind, low), arith.shli(arith.extui(kind, high), i64(32)))
+
+
+def address_of(memory):
+    """Where memory of this rank begins, as a number."""
+    return llvm.ptrtoint(ir.IntegerType.get_signless(64), mgpu.utils.memref_ptr(memory))
+
+
+def words_to_send(register) -> list:
+    """The 32-bit words of a vector of float32, none of them EMPTY."""
+    (size,) = ir.VectorType(register.type).shape
+    as_int = vector.bitcast(ir.VectorType.get((size,), ir.IntegerType.get_signless(32)), register)
+    words = [
+        vector.extract(as_int, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([i]))
+        for i in range(size)
+    ]
+    is_empty = [arith.cmpi(arith.CmpIPredicate.eq, word, i32(EMPTY)) for word in words]
+    return [
+        arith.select(flag, i32(_DEFAULT_NAN), word)
+        for flag, word in zip(is_empty, words, strict=True)
+    ]
+
+
+def vector_of(words: Sequence):
+    """A vector of float32 from its words."""
+    f32 = ir.F32Type.get()
+    values = [arith.bitcast(f32, word) for word in words]
+    return vector.from_elements(ir.VectorType.get((len(words),), f32), values)
+
+
+def _asm(text: str, operands: list, outputs: int = 0) -> list:
+    """Emit PTX; `outputs` registers of 32 bits come first, and may not share one with an input."""
+    word = ir.IntegerType.get_signless(32)
+    kinds = ["l" if value.type == ir.IntegerType.get_signless(64) else "r" for value in operands]
+    constraints = ",".join(["=&r"] * outputs + kinds + ["~{memory}"])
+    if outputs == 0:
+        kind = ir.Type.parse("!llvm.void")
+    else:
+        kind = llvm.StructType.get_literal([word] * outputs) if outputs > 1 else word
+    result = llvm.inline_asm(kind, operands, text, constraints, has_side_effects=True)
+    if outputs < 2:
+        return [result][:outputs]
+    return [llvm.extractvalue(word, result, [i]) for i in range(outputs)]
+
+
+def _vector(words: int) -> str:
+    return {1: ".b32", 2: ".v2.b32", 4: ".v4.b32"}[words]
+
+
+def _listed(registers: list[str]) -> str:
+    return registers[0] if len(registers) == 1 else "{" + ", ".join(registers) + "}"
+
+
+def send(words: list, address, offset: int = 0, live=None) -> None:
+    """Write 1, 2 or 4 words to a peer, `offset` bytes from an address; if `live` is not 0."""
+    registers = _listed([f"${1 + i}" for i in range(len(words))])
+    store = f"st.relaxed.sys.global{_vector(len(words))} [$0 + {offset}], {registers};"
+    if live is None:
+        _asm(store, [address, *words])
+        return
+    test = f"{{ .reg .pred live; setp.ne.u32 live, ${1 + len(words)}, 0; @live {store} }}"
+    _asm(test, [address, *words, live])
+
+
+def receive(places: list[tuple], words: int, num_live: int | None = None, live=None) -> list:
+    """Wait for runs of 1, 2 or 4 words in this rank's slots, all at once, and empty them.
+
+    Args:
+        places: Of each run, an address and bytes from it.
+        words: Of a run.
+        num_live: How many runs a thread always waits for, of the first; the others only if `live`
+            is not 0, and are 0 otherwise. All if None.
+        live: Whether they are waited for.
+
+    Returns:
+        The words, run after run.
+    """
+    total = len(places) * words
+    addresses = list(dict.fromkeys(address for address, _ in places))
+    operands = addresses + ([] if live is None else [live])
+    where = [f"[${total + addresses.index(address)} + {offset}]" for address, offset in places]
+    registers = [f"${i}" for i in range(total)]
+    runs = [_listed(registers[i * words : (i + 1) * words]) for i in range(len(places))]
+    first_maybe = len(places) if num_live is None or live is None else num_live
+    guards = ["" if i < first_maybe else "@live " for i in range(len(places))]
+    zeros = [f"mov.u32 {register}, 0;" for register in registers[first_maybe * words :]]
+    loads = [
+        f"{guard}ld.relaxed.sys.global{_vector(words)} {run}, {place};"
+        for guard, run, place in zip(guards, runs, where, strict=True)
+    ]
+    empty = _listed([str(EMPTY)] * words)
+    resets = [
+        f"{guard}st.relaxed.sys.global{_vector(words)} {place}, {empty};"
+        for guard, place in zip(guards, where, strict=True)
+    ]
+    text = [
+        "{",
+        ".reg .pred missing; .reg .pred stuck; .reg .pred live; .reg .u32 most; .reg .u32 polls;",
+        "mov.u32 polls, 0;",
+        *([f"setp.ne.u32 live, ${total + len(addresses)}, 0;"] if live is not None else []),
+        *zeros,
+        "POLL:",
+        *loads,
+        f"mov.u32 most, {registers[0]};",
+        *(f"max.u32 most, most, {register};" for register in registers[1:]),
+        f"setp.eq.u32 missing, most, {EMPTY};",
+        "add.u32 polls, polls, 1;",
+        f"setp.gt.u32 stuck, polls, {_MOST_POLLS};",
+        "@stuck trap;",
+        "@missing bra POLL;",
+        *resets,
+        "}",
+    ]
+    return _asm("\n".join(text), operands, outputs=total)
