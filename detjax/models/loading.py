@@ -19,7 +19,7 @@ from detjax.models.decoder import check_mesh
 from detjax.models.hf_config import load_config
 from detjax.models.hub import resolve_model
 from detjax.models.identity import TEXT_FILES
-from detjax.models.params import Params, kv_layout, partition_specs
+from detjax.models.params import Params, kv_layout, padded_vocab_size, partition_specs
 from detjax.models.rope import rope_tables
 from detjax.models.weights.dtypes import find_cast
 from detjax.models.weights.load import ignore_progress, load_params
@@ -196,7 +196,13 @@ def place_model(
     params = make_params()
     if why_no_exchange(mesh, width=config.hidden_size, backend=backend) is None:
         params["exchange"] = open_exchange(
-            mesh, width=config.hidden_size, dtype=profile.activation_dtype, backend=backend
+            mesh,
+            width=config.hidden_size,
+            dtype=profile.activation_dtype,
+            backend=backend,
+            padded_vocab=padded_vocab_size(
+                config.vocab_size, tp=tp, vocab_block=profile.vocab_block
+            ),
         )
         specs["exchange"] = EXCHANGE_SPECS
     build = Build.current(backend.value, mesh.devices.flat[0])

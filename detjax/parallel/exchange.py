@@ -21,7 +21,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from detjax.array_types import Activation, Array, Float32
+from detjax.array_types import Activation, Array, Float32, Int32, UInt32
 from detjax.numerics import Reduction
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.moe.api import combine_experts_add_rms_norm
@@ -32,6 +32,9 @@ from detjax.parallel.mesh import DP_AXIS, TP_AXIS
 
 MAX_EXCHANGED_ROWS = 128
 """Rows with slots. Above, sending every partial to every rank costs more than it saves."""
+
+MAX_CHOSEN_ROWS = 512
+"""Rows of logits with slots."""
 
 MAX_EXCHANGED_RANKS = 8
 
@@ -79,6 +82,20 @@ class ExchangeKernel(Protocol):
         """The residual stream of `linear_exchange_add_rms_norm` of this module, in one launch."""
         ...
 
+    def takes_vocabulary(self, vocab_size: int, vocab_share: int) -> bool:
+        """Whether `exchange_choose_token` takes a vocabulary, and a rank's share of it."""
+        ...
+
+    def choice_words(self, vocab_share: int) -> int:
+        """Words that a rank with so many tokens sends another for a row of logits."""
+        ...
+
+    def exchange_choose_token(
+        self, logits, temperature, key, rank, peers, slots, parities, *, vocab_block: int
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """See `exchange_choose_token` of this module, with the fields of `Mailboxes` one by one."""
+        ...
+
 
 EXCHANGE_KERNELS: dict[Backend, ExchangeKernel] = {Backend.SM90: sm90_exchange_kernels}
 """Of the backends that have one; others exchange through XLA's collectives."""
@@ -118,10 +135,12 @@ class Exchange:
         rows: A region a row of the residual stream; W from `slot_words`.
         tiles: A region a tile of a row-parallel product; None if products leave the sum to a
             kernel behind them.
+        choices: A region a row of logits; None if XLA gathers what a choice needs.
     """
 
     rows: Mailboxes
     tiles: Mailboxes | None
+    choices: Mailboxes | None
 
     @property
     def max_rows(self) -> int:
@@ -130,8 +149,8 @@ class Exchange:
 
 
 _BY_RANK = P(DP_AXIS, TP_AXIS)
-_BOXES_SPECS = Mailboxes(peers=_BY_RANK, slots=_BY_RANK, parities=_BY_RANK)
-EXCHANGE_SPECS = Exchange(rows=_BOXES_SPECS, tiles=_BOXES_SPECS)
+EXCHANGE_SPECS = _BY_RANK
+"""Of every array of an `Exchange`."""
 
 
 def why_no_exchange(mesh: Mesh, *, width: int, backend: Backend) -> str | None:
@@ -164,6 +183,7 @@ def open_exchange(
     width: int,
     dtype: jnp.dtype,
     backend: Backend,
+    padded_vocab: int | None = None,
     max_rows: int = MAX_EXCHANGED_ROWS,
 ) -> Exchange:
     """Allocate the mailboxes of a mesh and tell every rank where its peers' are.
@@ -176,14 +196,20 @@ def open_exchange(
         width: Channels of the residual stream.
         dtype: Of the residual stream.
         backend: Which kernels run.
+        padded_vocab: Rows of lm_head, of all ranks; None if nothing is chosen over ranks.
         max_rows: Most rows of an exchange.
     """
-    shapes = exchange_shapes(mesh, width=width, dtype=dtype, backend=backend, max_rows=max_rows)
+    shapes = exchange_shapes(
+        mesh, width=width, dtype=dtype, backend=backend, padded_vocab=padded_vocab,
+        max_rows=max_rows,
+    )  # fmt: skip
     empty = EXCHANGE_KERNELS[backend].EMPTY
-    return Exchange(
-        rows=_open(shapes.rows, empty),
-        tiles=None if shapes.tiles is None else _open(shapes.tiles, empty),
-    )
+
+    def opened(boxes: Mailboxes | None) -> Mailboxes | None:
+        return None if boxes is None else _open(boxes, empty)
+
+    rows = _open(shapes.rows, empty)
+    return Exchange(rows=rows, tiles=opened(shapes.tiles), choices=opened(shapes.choices))
 
 
 def exchange_shapes(
@@ -192,6 +218,7 @@ def exchange_shapes(
     width: int,
     dtype: jnp.dtype,
     backend: Backend,
+    padded_vocab: int | None = None,
     max_rows: int = MAX_EXCHANGED_ROWS,
 ) -> Exchange:
     """Shapes and places of what `open_exchange` allocates, of the same arguments."""
@@ -209,9 +236,13 @@ def exchange_shapes(
             parities=leaf(jnp.int32, regions),
         )
 
+    choices = None
+    if padded_vocab is not None and kernel.takes_vocabulary(padded_vocab, padded_vocab // tp):
+        choices = made(MAX_CHOSEN_ROWS, kernel.choice_words(padded_vocab // tp))
     return Exchange(
         rows=made(max_rows, kernel.slot_words(width, dtype)),
         tiles=made(kernel.num_tiles(width), kernel.TILE_WORDS),
+        choices=choices,
     )
 
 
@@ -337,6 +368,51 @@ def linear_exchange_add_rms_norm(
     if kernel.normalises_input(*total.shape):
         return total, None
     return total, rms_norm(total, gain, eps=eps, backend=backend)
+
+
+def exchanges_choice(exchange: Exchange | None, num_rows: int) -> bool:
+    """Whether `exchange_choose_token` takes so many rows of logits."""
+    return exchange is not None and exchange.choices is not None and num_rows <= MAX_CHOSEN_ROWS
+
+
+def exchange_choose_token(
+    exchange: Exchange,
+    logits: Float32[Array, "M v"],
+    temperature: Float32[Array, " M"],
+    key: tuple[UInt32[Array, " M"], UInt32[Array, " M"]],
+    *,
+    vocab_block: int,
+    backend: Backend,
+) -> tuple[Int32[Array, " M"], Float32[Array, " M"], Float32[Array, " M"]]:
+    """`sampling.api.choose_token` of logits that are spread over ranks, through peer memory.
+
+    Call as `exchange_add_rms_norm`, whose conditions hold here too.
+
+    Args:
+        exchange: This rank's share, of which it `exchanges_choice`.
+        logits: This rank's share; -inf past the vocabulary.
+        temperature: Of each row; 0 is greedy.
+        key: Of each row, from `noise.row_key`.
+        vocab_block: Tokens of a block of the log-softmax, from the profile.
+        backend: Which kernel runs: that of `open_exchange`.
+
+    Returns:
+        The token of each row, its log-probability, and the row's log-sum-exp, on every rank.
+
+    Numerics:
+        The bits of `choose_token` where one rank has the vocabulary: comparisons are exact, and
+        blocks are added as one tree in order of token.
+        Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
+    """
+    assert exchange.choices is not None  # of whoever `exchanges_choice`
+    return EXCHANGE_KERNELS[backend].exchange_choose_token(
+        logits,
+        temperature,
+        key,
+        lax.axis_index(TP_AXIS),
+        *exchange.choices.of_rank,
+        vocab_block=vocab_block,
+    )
 
 
 def is_scattered(num_rows: int, axis_size: int) -> bool:

@@ -6,147 +6,16 @@ owns one row; how words travel, and why none is lost or read twice, says `sm90_s
 """
 
 import functools
-from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import arith, memref
 
 from detjax.pallas_kernels import sm90_rows as rows
 from detjax.pallas_kernels.rms_norm import sm90 as norm
-from detjax.parallel.sm90_slots import (
-    address_of,
-    i32,
-    i64,
-    join_words,
-    receive,
-    send,
-    vector_of,
-    words_to_send,
-)
-
-
-def _remote_slots(peers, distance: int):
-    """Address of the slots of the rank whose index differs from this one's by `distance`, in XOR.
-
-    `peers` is [tp - 1, 2]: the low and the high word of each.
-    """
-    index = ir.IndexType.get()
-    return join_words(
-        *(memref.load(peers, [mgpu.c(distance - 1, index), mgpu.c(i, index)]) for i in range(2))
-    )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Slots:
-    """Where the words of one thread, of one chunk of one row, are in slots [2, R, tp - 1, D].
-
-    Attributes:
-        max_rows: R.
-        num_peers: tp - 1.
-        width: D, of all parts of a row.
-        vec_len: Words of a thread.
-    """
-
-    max_rows: int
-    num_peers: int
-    width: int
-    vec_len: int
-
-    @property
-    def words(self) -> int:
-        """Words of one load or store: 16 bytes at most."""
-        return min(4, self.vec_len)
-
-    def offsets(self, parity, row, chunk) -> list:
-        """Bytes from the first slot to each run of `words`, a list for each peer.
-
-        Runs of a warp stand side by side, so a store of a warp is one contiguous piece.
-        """
-        lane = arith.remui(mgpu.thread_idx(), i32(rows.LANES))
-        first = arith.addi(arith.muli(parity, i32(self.max_rows)), row)
-        first = arith.muli(first, i32(self.num_peers * self.width))
-        first = arith.addi(first, arith.muli(chunk, i32(rows.LANES * self.vec_len)))
-        first = arith.addi(first, arith.muli(lane, i32(self.words)))
-        first = arith.muli(arith.extui(ir.IntegerType.get_signless(64), first), i64(4))
-        return [
-            [
-                arith.addi(first, i64(4 * (peer * self.width + run * rows.LANES)))
-                for run in range(0, self.vec_len, self.words)
-            ]
-            for peer in range(self.num_peers)
-        ]
-
-
-def _send(values, math: rows.Arithmetic, slots: _Slots, peers_gmem, parity, row, chunk) -> None:
-    """Write a chunk of this rank's partial into the slots of every peer."""
-    splat = plgpu.Layout.WG_SPLAT(())
-
-    @plgpu.inline_mgpu(arg_types=(math.layout, plgpu.RefType(), splat, splat, splat))
-    def emit(ctx, values, peers, *place):
-        (register,) = values.registers.flat
-        words = words_to_send(register)
-        offsets = slots.offsets(*(value.registers.item() for value in place))
-        count = slots.words
-        for distance, runs in enumerate(offsets, start=1):
-            base = _remote_slots(peers, distance)
-            for i, offset in enumerate(runs):
-                send(words[i * count : (i + 1) * count], arith.addi(base, offset))
-
-    emit(values, peers_gmem, parity, row, chunk)
-
-
-def _receive(
-    distances: range, math: rows.Arithmetic, slots: _Slots, shape, slots_gmem, parity, row, chunk
-) -> list:
-    """Wait for the same chunk of the peers at these distances, and empty their slots."""
-    splat = plgpu.Layout.WG_SPLAT(())
-    layout: Any = math.layout
-    kind = plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=layout)
-
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), splat, splat, splat), return_type=[kind] * len(distances)
-    )
-    def emit(ctx, memory, *place):
-        base = address_of(memory)
-        offsets = slots.offsets(*(value.registers.item() for value in place))
-        runs = [(arith.addi(base, offset), 0) for d in distances for offset in offsets[d - 1]]
-        words = receive(runs, slots.words)
-        return [
-            _array(words[i * slots.vec_len : (i + 1) * slots.vec_len], math, shape)
-            for i in range(len(distances))
-        ]
-
-    return emit(slots_gmem, parity, row, chunk)
-
-
-def _array(words: list, math: rows.Arithmetic, shape) -> mgpu.FragmentedArray:
-    """A vector of float32 from the words of each thread."""
-    layout: Any = math.layout
-    layout = layout.to_mgpu()
-    out = mgpu.FragmentedArray.splat(mgpu.c(0.0, ir.F32Type.get()), shape, layout=layout)
-    registers = out.registers.copy()
-    registers.flat[0] = vector_of(words)
-    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
-
-
-def _flip_parity(parities_gmem, row, parity) -> None:
-    """Count an exchange of a row; every thread of the CTA writes the same word."""
-    splat = plgpu.Layout.WG_SPLAT(())
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), splat, splat))
-    def emit(ctx, parities, *scalars):
-        row, parity = (value.registers.item() for value in scalars)
-        where = arith.index_cast(ir.IndexType.get(), row)
-        memref.store(arith.xori(parity, i32(1)), parities, [where])
-
-    emit(parities_gmem, row, parity)
+from detjax.parallel.sm90_slots import RowSlots, flip_parity, receive_chunk, send_chunk
 
 
 def slot_words(width: int, dtype: jnp.dtype) -> int:
@@ -203,7 +72,7 @@ def exchange_add_rms_norm(
         warpgroups = 4  # eight have 64 registers a thread, 232 bytes too few on 8 ranks
     each = form.num_parts // warpgroups
     math = rows.strided(chunk, form.vec_len, False)
-    places = _Slots(
+    places = RowSlots(
         max_rows=max_rows, num_peers=num_peers, width=num_parts * width, vec_len=form.vec_len
     )
 
@@ -233,7 +102,7 @@ def exchange_add_rms_norm(
             for part in range(num_parts):
                 own.append(own_tree(part, i))
                 place = (parity, row, first_chunk + (part * form.num_parts + i))
-                _send(own[-1], math, places, peers_gmem, *place)
+                send_chunk(own[-1], math, places, peers_gmem, *place)
         # WHY: parts read all of it behind the wait: what would wait for it does not fit in
         # registers (5120 channels on 4 ranks spilled 120 bytes, 8192 on 8 720; 2026-11).
         is_late = num_parts > 1
@@ -245,7 +114,7 @@ def exchange_add_rms_norm(
             for level in range(num_peers.bit_length()):
                 # ORDER: level by level, as the butterfly: distance 1, then 2 and 3, then 4 to 7.
                 distances = range(1 << level, 2 << level)
-                others = _receive(
+                others = receive_chunk(
                     distances, math, places, (chunk,), slots_gmem, parity, row, first_chunk + at
                 )
                 partial = partial + rows.pairwise(others, lambda a, b: a + b)
@@ -270,7 +139,7 @@ def exchange_add_rms_norm(
         else:
             plgpu.commit_smem()
         # All threads of the CTA have read it by now.
-        _flip_parity(parities_gmem, row, parity)
+        flip_parity(parities_gmem, row, parity)
         scale = norm.wide_scale(sums_smem, math, shape=(chunk,), width=width, eps=eps)
         for c, v, g in zip(columns, values, gains, strict=True):
             normed = math.mul(math.mul(v, scale), g.astype(jnp.float32))

@@ -24,11 +24,17 @@ A rank whose peer never sends gives up after about a minute with a launch failur
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
+import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import arith, vector
+from jax.extend.mlir.dialects import arith, memref, vector
 from jaxlib.mlir.dialects import llvm
+
+from detjax.pallas_kernels import sm90_rows as rows
 
 EMPTY: int = 0xFFFFFFFF
 """A word that no peer has written."""
@@ -165,3 +171,122 @@ def receive(places: list[tuple], words: int, num_live: int | None = None, live=N
         "}",
     ]
     return _asm("\n".join(text), operands, outputs=total)
+
+
+def _remote_slots(peers, distance: int):
+    """Address of the slots of the rank whose index differs from this one's by `distance`, in XOR.
+
+    `peers` is [tp - 1, 2]: the low and the high word of each.
+    """
+    index = ir.IndexType.get()
+    return join_words(
+        *(memref.load(peers, [mgpu.c(distance - 1, index), mgpu.c(i, index)]) for i in range(2))
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowSlots:
+    """Where the words of one thread, of one chunk of one row, are in slots [2, R, tp - 1, W].
+
+    Attributes:
+        max_rows: R.
+        num_peers: tp - 1.
+        width: W, of all that a row has.
+        vec_len: Words of a thread, of a chunk of 128 threads.
+    """
+
+    max_rows: int
+    num_peers: int
+    width: int
+    vec_len: int
+
+    @property
+    def words(self) -> int:
+        """Words of one load or store: 16 bytes at most."""
+        return min(4, self.vec_len)
+
+    def offsets(self, parity, row, chunk) -> list:
+        """Bytes from the first slot to each run of `words`, a list for each peer.
+
+        Runs of a warp stand side by side, so a store of a warp is one contiguous piece.
+        """
+        lane = arith.remui(mgpu.thread_idx(), i32(rows.LANES))
+        first = arith.addi(arith.muli(parity, i32(self.max_rows)), row)
+        first = arith.muli(first, i32(self.num_peers * self.width))
+        first = arith.addi(first, arith.muli(chunk, i32(rows.LANES * self.vec_len)))
+        first = arith.addi(first, arith.muli(lane, i32(self.words)))
+        first = arith.muli(arith.extui(ir.IntegerType.get_signless(64), first), i64(4))
+        return [
+            [
+                arith.addi(first, i64(4 * (peer * self.width + run * rows.LANES)))
+                for run in range(0, self.vec_len, self.words)
+            ]
+            for peer in range(self.num_peers)
+        ]
+
+
+def send_chunk(
+    values, math: rows.Arithmetic, slots: RowSlots, peers_gmem, parity, row, chunk
+) -> None:
+    """Write a chunk of this rank's partial into the slots of every peer."""
+    splat = plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(arg_types=(math.layout, plgpu.RefType(), splat, splat, splat))
+    def emit(ctx, values, peers, *place):
+        (register,) = values.registers.flat
+        words = words_to_send(register)
+        offsets = slots.offsets(*(value.registers.item() for value in place))
+        count = slots.words
+        for distance, runs in enumerate(offsets, start=1):
+            base = _remote_slots(peers, distance)
+            for i, offset in enumerate(runs):
+                send(words[i * count : (i + 1) * count], arith.addi(base, offset))
+
+    emit(values, peers_gmem, parity, row, chunk)
+
+
+def receive_chunk(
+    distances: range, math: rows.Arithmetic, slots: RowSlots, shape, slots_gmem, parity, row, chunk
+) -> list:
+    """Wait for the same chunk of the peers at these distances, and empty their slots."""
+    splat = plgpu.Layout.WG_SPLAT(())
+    layout: Any = math.layout
+    kind = plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=layout)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), splat, splat, splat), return_type=[kind] * len(distances)
+    )
+    def emit(ctx, memory, *place):
+        base = address_of(memory)
+        offsets = slots.offsets(*(value.registers.item() for value in place))
+        runs = [(arith.addi(base, offset), 0) for d in distances for offset in offsets[d - 1]]
+        words = receive(runs, slots.words)
+        return [
+            _array(words[i * slots.vec_len : (i + 1) * slots.vec_len], math, shape)
+            for i in range(len(distances))
+        ]
+
+    return emit(slots_gmem, parity, row, chunk)
+
+
+def _array(words: list, math: rows.Arithmetic, shape) -> mgpu.FragmentedArray:
+    """A vector of float32 from the words of each thread."""
+    layout: Any = math.layout
+    layout = layout.to_mgpu()
+    out = mgpu.FragmentedArray.splat(mgpu.c(0.0, ir.F32Type.get()), shape, layout=layout)
+    registers = out.registers.copy()
+    registers.flat[0] = vector_of(words)
+    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+
+def flip_parity(parities_gmem, row, parity) -> None:
+    """Count an exchange of a row; every thread of the CTA writes the same word."""
+    splat = plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), splat, splat))
+    def emit(ctx, parities, *scalars):
+        row, parity = (value.registers.item() for value in scalars)
+        where = arith.index_cast(ir.IndexType.get(), row)
+        memref.store(arith.xori(parity, i32(1)), parities, [where])
+
+    emit(parities_gmem, row, parity)

@@ -104,7 +104,10 @@ def _choose_last(
         of_last = hidden[:, 0]
     logits = local_logits(ctx, params, of_last)
     processed = process(logits, position)
-    choice = choose(ctx, logits, rows, position + 1, processed=processed, **variant)
+    choice = choose(
+        ctx, logits, rows, position + 1, processed=processed, exchange=params.get("exchange"),
+        **variant,
+    )  # fmt: skip
     return kv_cache, hidden, choice, position
 
 
@@ -468,7 +471,7 @@ class ProgramCache:
             processed = process_logits(self._context, logits, text, records)
         choice = choose(
             self._context, logits, rows, positions.reshape(-1) + 1, processed=processed,
-            **_variant(key),
+            exchange=params.get("exchange"), **_variant(key),
         )  # fmt: skip
         chosen = choice.token_ids.reshape(-1, length)
 

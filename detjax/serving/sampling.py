@@ -2,6 +2,7 @@
 """From this rank's logits to the next token and its log-probabilities, on the device."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from detjax.pallas_kernels.sampling.api import (
     stats_and_choice,
 )
 from detjax.parallel.collectives import gather_columns
+from detjax.parallel.exchange import Exchange, exchange_choose_token, exchanges_choice
 from detjax.parallel.mesh import TP_AXIS
 from detjax.serving.logits_processors import ProcessedLogits
 from detjax.serving.request import SamplingParams
@@ -164,9 +166,12 @@ def most_likely(logits, first, count: int):
     return values, jnp.take_along_axis(ids, picks, axis=1).astype(jnp.int32)
 
 
-def _choose_plain(ctx: ForwardContext, logits, rows: SamplingRows, key) -> Choice:
-    """`choose` where one rank has the vocabulary and no row asks for more than its token."""
-    token_ids, logprobs, lse = choose_token(
+def _choose_plain(
+    ctx: ForwardContext, logits, rows: SamplingRows, key, exchange: Exchange | None
+) -> Choice:
+    """`choose` where no row asks for more than its token, in a launch behind one pass."""
+    choose = choose_token if exchange is None else partial(exchange_choose_token, exchange)
+    token_ids, logprobs, lse = choose(
         logits, rows.temperature, key, vocab_block=ctx.profile.vocab_block, backend=ctx.backend
     )
     ctx.taps.see("token_id", token_ids)
@@ -190,6 +195,7 @@ def choose(
     num_top: int,
     with_filters: bool,
     processed: ProcessedLogits | None = None,
+    exchange: Exchange | None = None,
 ) -> Choice:
     """Choose the token at `positions` of each row, inside `shard_map`.
 
@@ -203,6 +209,7 @@ def choose(
             bits either way.
         processed: What to sample from, where some row has adjustments. Rows without have the same
             bits either way.
+        exchange: Of ranks that choose through peer memory; the bits are the same without.
 
     Numerics:
         Log-probabilities are of the logits as they are, at temperature 1, before any filter; of a
@@ -218,8 +225,11 @@ def choose(
     ctx.taps.see("noise_key_1", key[1])
     vocab_block = ctx.profile.vocab_block
     is_plain = not with_filters and processed is None
-    if is_plain and num_top == 0 and lax.axis_size(TP_AXIS) == 1:
-        return _choose_plain(ctx, logits, rows, key)
+    if is_plain and num_top == 0:
+        if lax.axis_size(TP_AXIS) == 1:
+            return _choose_plain(ctx, logits, rows, key, None)
+        if exchanges_choice(exchange, len(logits)):
+            return _choose_plain(ctx, logits, rows, key, exchange)
     if not is_plain:
         adjusted = logits if processed is None else processed.logits
         kept = _kept_tokens(ctx, adjusted, rows) if with_filters else None

@@ -23,7 +23,7 @@ from detjax.models.config import ExpertConfig, ModelConfig, RopeConfig
 from detjax.models.fast import forward_fast, local_logits_fast
 from detjax.models.layers import ForwardContext, Tokens
 from detjax.models.loading import LoadedModel
-from detjax.models.params import MATRICES, partition_specs
+from detjax.models.params import MATRICES, padded_vocab_size, partition_specs
 from detjax.models.paths import Kernels
 from detjax.numerics import NumericsProfile, tree_reduction
 from detjax.pallas_kernels.attention.api import attention, rope_attention
@@ -241,8 +241,11 @@ def abstract_model(
     of_params = partition_specs(config, tp=tp, vocab_block=profile.vocab_block)
     if tp > 1:
         params["exchange"] = exchange_shapes(
-            mesh, width=config.hidden_size, dtype=profile.activation_dtype, backend=Backend.SM90
-        )
+            mesh, width=config.hidden_size, dtype=profile.activation_dtype, backend=Backend.SM90,
+            padded_vocab=padded_vocab_size(
+                config.vocab_size, tp=tp, vocab_block=profile.vocab_block
+            ),
+        )  # fmt: skip
         of_params["exchange"] = EXCHANGE_SPECS
     table = _shape(8192, 64, dtype=jnp.float32).update(sharding=NamedSharding(mesh, P()))
     return LoadedModel(

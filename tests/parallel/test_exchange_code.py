@@ -21,15 +21,16 @@ from jax.sharding import PartitionSpec as P
 from detjax.numerics import NumericsProfile, tree_reduction
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.exchange import (
-    EXCHANGE_SPECS, exchange_add_rms_norm, exchange_shapes, linear_exchange_add_rms_norm,
+    EXCHANGE_SPECS, exchange_add_rms_norm, exchange_choose_token, exchange_shapes,
+    linear_exchange_add_rms_norm,
 )
 
 topology = topologies.get_topology_desc("h200", "cuda", target_config=aot.H200, topology="1x1x8")
 ON = {"eps": 1e-5, "backend": Backend.SM90}
 
-def inspect(rank, tp, width, dtype, arrays):
+def inspect(rank, tp, width, dtype, arrays, **more):
     mesh = Mesh(np.asarray(topology.devices).reshape(8 // tp, tp), ("dp", "tp"))
-    shared = exchange_shapes(mesh, width=width, dtype=dtype, backend=Backend.SM90)
+    shared = exchange_shapes(mesh, width=width, dtype=dtype, backend=Backend.SM90, **more)
     shapes = [
         jax.ShapeDtypeStruct(dims, kind, sharding=NamedSharding(mesh, spec))
         for spec, kind, dims in arrays
@@ -73,7 +74,17 @@ def of_products(tp, num_rows, width, k_len, has_bias):
         (P(), jnp.bfloat16, (num_rows, width)), (P(), jnp.bfloat16, (width,)),
     ])
 
-made = {"rows": of_rows, "products": of_products}[sys.argv[1]]
+def of_choices(tp, num_rows, vocab):
+    def rank(shared, logits, temperature, *key):
+        return exchange_choose_token(
+            shared, logits, temperature, key, vocab_block=128, backend=Backend.SM90
+        )
+
+    of_rows = [(P(), kind, (num_rows,)) for kind in (jnp.float32, jnp.uint32, jnp.uint32)]
+    logits = P(None, "tp"), jnp.float32, (num_rows, vocab)
+    return inspect(rank, tp, 1024, jnp.bfloat16, [logits, *of_rows], padded_vocab=vocab)
+
+made = {"rows": of_rows, "products": of_products, "choices": of_choices}[sys.argv[1]]
 print(json.dumps([made(*case) for case in json.loads(sys.argv[2])]))
 """
 
@@ -112,6 +123,19 @@ def compiled(which: str, cases: list) -> list[dict]:
     )
     assert run.returncode == 0, run.stderr[-2000:]
     return json.loads(run.stdout)
+
+
+CHOICES = [(2, 1, 128256), (4, 64, 128512), (8, 300, 152576), (2, 5, 1024)]
+"""(tp, rows, tokens of all ranks)."""
+
+
+@pytest.mark.aot
+def test_the_choice_over_ranks_fits_in_registers_and_copies_nothing():
+    for case, found in zip(CHOICES, compiled("choices", CHOICES), strict=True):
+        names = [name for name, _, _ in found["kernels"]]
+        assert names == ["detjax_exchange_choose_token", "detjax_gumbel_argmax"], case
+        assert not any(spilled for _, _, spilled in found["kernels"]), case
+        assert found["copies"] == [] and not found["has_metadata"], case
 
 
 @pytest.mark.aot

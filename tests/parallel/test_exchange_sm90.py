@@ -25,12 +25,15 @@ from detjax.pallas_kernels import sm90_rows as rows
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.linear.api import linear_add, linear_leaf_sums, linear_partial
 from detjax.pallas_kernels.rms_norm.api import add_rms_norm, combine_add_rms_norm
+from detjax.pallas_kernels.sampling.api import choose_token
 from detjax.parallel.collectives import butterfly_sum
 from detjax.parallel.exchange import (
     EXCHANGE_SPECS,
     Exchange,
     adds_tiles,
     exchange_add_rms_norm,
+    exchange_choose_token,
+    exchanges_choice,
     linear_exchange_add_rms_norm,
     open_exchange,
     scatter_add_rms_norm,
@@ -400,6 +403,70 @@ def test_products_hold_when_ranks_drift_apart(num_rows, num_iterations, tp):
     )  # fmt: skip
     wrong = np.asarray(jax.jit(step)(exchange(width, tp=tp), x, w, residual, gain))
     assert wrong.tolist() == [0] * tp, f"{wrong} elements in {num_iterations} products"
+
+
+def choose_over_ranks(logits, temperature, key, tp: int, num_times: int = CHAIN):
+    """Tokens, logprobs and log-sum-exps of every rank, of logits that are turned each time."""
+
+    def rank(shared, logits, temperature, *key):
+        found = []
+        for i in range(num_times):
+            turned = jnp.roll(logits, i, axis=0)
+            found.append(exchange_choose_token(shared, turned, temperature, key, **CHOICE))
+        return gather_ranks(jax.tree.map(lambda *of: jnp.stack(of), *found))
+
+    step = jax.shard_map(
+        rank,
+        mesh=gpu_mesh(1, tp),
+        in_specs=(EXCHANGE_SPECS, P(None, "tp"), P(), P(), P()),
+        out_specs=P(),
+        check_vma=False,
+    )
+    shared = open_exchange(
+        gpu_mesh(1, tp), width=1024, dtype=BF16, padded_vocab=logits.shape[1], **ON
+    )
+    assert exchanges_choice(shared, len(logits))
+    return jax.tree.map(np.asarray, jax.jit(step)(shared, logits, temperature, *key))
+
+
+CHOICE = {"vocab_block": 128, **ON}
+
+
+def rows_of_logits(num_rows: int, vocab: int):
+    """Logits with ties and tokens past the vocabulary; half of the rows greedy; keys."""
+    rng = np.random.default_rng([num_rows, vocab])
+    logits = rng.standard_normal((num_rows, vocab)).astype(np.float32) * 4
+    logits[0, :] = np.round(logits[0])  # its best tokens are many, on every rank
+    logits[:, -100:] = -np.inf
+    temperature = np.where(np.arange(num_rows) % 2, 0.8, 0.0).astype(np.float32)
+    key = tuple(jnp.asarray(rng.integers(0, 2**32, num_rows, np.uint32)) for _ in range(2))
+    return jnp.asarray(logits), jnp.asarray(temperature), key
+
+
+@pytest.mark.invariance
+@pytest.mark.parametrize("tp", TPS)
+@pytest.mark.parametrize(("num_rows", "vocab"), [(1, 128256), (5, 1024), (64, 151936), (300, 8192)])
+def test_a_choice_over_ranks_is_that_of_one_rank(num_rows, vocab, tp):
+    """Tokens, logprobs and log-sum-exps, of greedy rows and others, on every rank."""
+    vocab = -(-vocab // (tp * 128)) * tp * 128
+    logits, temperature, key = rows_of_logits(num_rows, vocab)
+    got = choose_over_ranks(logits, temperature, key, tp)
+    for i in range(CHAIN):
+        want = choose_token(jnp.roll(logits, i, axis=0), temperature, key, **CHOICE)
+        for name, a, b in zip(("tokens", "logprobs", "lse"), got, want, strict=True):
+            for rank in range(tp):
+                assert_bitwise_equal(a[rank, i], b, claim=f"{name} {i} of rank {rank} of {tp}")
+
+
+@pytest.mark.control
+def test_control_shares_in_another_order_have_other_bits():
+    """What the order of the ranks' blocks is for."""
+    logits, temperature, key = rows_of_logits(64, 128256)
+    want = choose_token(logits, temperature, key, **CHOICE)
+    half = logits.shape[1] // 2
+    swapped = jnp.concatenate([logits[:, half:], logits[:, :half]], axis=1)
+    got = choose_over_ranks(swapped, temperature, key, 2, num_times=1)
+    assert count_different_bits(got[2][0, 0], want[2]) > 0
 
 
 def wait(cycles, after):

@@ -9,7 +9,7 @@ and their ups gates them before they leave the registers.
 
 import functools
 import math
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -171,6 +171,7 @@ def hold_rows(
     plgpu.commit_smem()
 
 
+@runtime_checkable
 class Ranks(Protocol):
     """Adds what other ranks have of a tile's sum, before its bias. Hashed by what it does."""
 
