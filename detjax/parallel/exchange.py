@@ -91,7 +91,16 @@ class ExchangeKernel(Protocol):
         ...
 
     def exchange_choose_token(
-        self, logits, temperature, key, rank, peers, slots, parities, *, vocab_block: int
+        self,
+        logits,
+        temperature,
+        key,
+        first_token_id,
+        peers,
+        slots,
+        parities,
+        *,
+        vocab_block: int,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """See `exchange_choose_token` of this module, with the fields of `Mailboxes` one by one."""
         ...
@@ -409,7 +418,7 @@ def exchange_choose_token(
         logits,
         temperature,
         key,
-        lax.axis_index(TP_AXIS),
+        lax.axis_index(TP_AXIS) * logits.shape[1],
         *exchange.choices.of_rank,
         vocab_block=vocab_block,
     )

@@ -19,6 +19,7 @@ from jax.extend.mlir.dialects import arith, memref, vector
 
 from detjax.pallas_kernels import sm90_rows as rows
 from detjax.pallas_kernels.log_softmax.sm90 import BLOCK, ROW_SCRATCH, row_log_sum_exp
+from detjax.pallas_kernels.sampling.sm90 import first_operand
 from detjax.pallas_kernels.sampling.sm90_choice import MERGE_SCRATCH, best_of_parts, merge_row
 from detjax.parallel.sm90_slots import RowSlots, flip_parity, receive_chunk, send_chunk
 
@@ -66,7 +67,7 @@ def _put(values, ref, start, count: int, math: rows.Arithmetic) -> None:
 
 @functools.partial(jax.jit, static_argnames=("vocab_block",))
 def exchange_choose_token(
-    logits, temperature, key, rank, peers, slots, parities, *, vocab_block: int
+    logits, temperature, key, first_token_id, peers, slots, parities, *, vocab_block: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See `exchange.exchange_choose_token`.
 
@@ -74,7 +75,7 @@ def exchange_choose_token(
         logits: float32 [M, v], this rank's share; -inf past the vocabulary.
         temperature: float32 [M]; 0 is greedy.
         key: Of each row, from `noise.row_key`.
-        rank: This rank's index in its group, an int32 scalar.
+        first_token_id: Of this rank's share, an int32 scalar: its index in the group times v.
         peers: uint32 [tp - 1, 2], addresses of the other ranks' slots by XOR distance from 1.
         slots: uint32 [2, R, tp - 1, W], this rank's, written by its peers.
         parities: int32 [R], of the next exchange of each row.
@@ -96,7 +97,7 @@ def exchange_choose_token(
     if words != choice_words(width):
         raise ValueError(f"{slots.shape=} are not slots of {width} tokens a rank")
     num_ranks, blocks = num_peers + 1, width // BLOCK
-    first_id = rank * width
+    first_id = first_operand(first_token_id)
     parts = best_of_parts(logits, temperature, key, first_id, with_stats=True, interpret=False)
     chunks = [(i, min(_CHUNK, blocks - i * _CHUNK)) for i in range(pl.cdiv(blocks, _CHUNK))]
     wide, narrow = rows.strided(_CHUNK, _VEC, False), rows.strided(rows.LANES, 1, False)
@@ -108,16 +109,17 @@ def exchange_choose_token(
     scalars_at = 2 * len(chunks) * _VEC
 
     def body(
-        values_gmem, tokens_gmem, maxima_gmem, sums_gmem, logits_gmem, rank_gmem, peers_gmem,
+        values_gmem, tokens_gmem, maxima_gmem, sums_gmem, logits_gmem, first_gmem, peers_gmem,
         slots_gmem, parities_gmem, token_gmem, logprob_gmem, lse_gmem,
         max_smem, sum_smem, best_smem, *smem,
     ):  # fmt: skip
         of_merge, of_sum = smem[: len(MERGE_SCRATCH)], smem[len(MERGE_SCRATCH) :]
-        row, rank = lax.axis_index("row"), rank_gmem[0]
+        row, first = lax.axis_index("row"), first_gmem[0]
+        rank = lax.div(first, width)
         parity = parities_gmem[row]
         value, token = merge_row(values_gmem.at[row], tokens_gmem.at[row], of_merge, False)
         # No token is chosen of a row of NaN.
-        logit = logits_gmem[row, jnp.minimum(token - rank * width, width - 1)]
+        logit = logits_gmem[row, jnp.minimum(token - first, width - 1)]
         thread, shape = narrow.iota((rows.LANES,), 0), (rows.LANES,)
         best = jnp.where(
             thread == 0,
@@ -173,7 +175,7 @@ def exchange_choose_token(
     statistics = plgpu.SMEM((num_ranks * blocks + 1,), jnp.float32)
     token, logprob, lse = rows.run_kernel(
         body,
-        (*parts, logits, rank[None], peers, slots, parities),
+        (*parts, logits, first_id, peers, slots, parities),
         out=[jax.ShapeDtypeStruct((num_rows,), jnp.int32), of_rows, of_rows],
         grid={"row": num_rows},
         name="detjax_exchange_choose_token",
