@@ -7,11 +7,13 @@ executable is a hash of what it is traced from, so that it is read in a fraction
 are the package's files and the compilers (`source.compile_key`), the code that is loaded
 (`loaded_code_hash`), JAX's settings, variables of the environment that compilers read, the devices,
 and shapes, dtypes and places of the operands. Where something cannot be told from another, such as
-a function that a test has put in place, nothing is read or kept.
+a function that a test has put in place, nothing is read or kept. Answers to questions that take as
+much tracing, such as whether the kernels take a model, are kept alike.
 """
 
 import hashlib
 import io
+import json
 import logging
 import os
 import pickle
@@ -56,7 +58,7 @@ def compile_or_read(
 ) -> jax.stages.Compiled:
     """Return the executable that an earlier process has kept, or lower and compile, and keep it.
 
-    Programs are kept on one device of one process alone: with several nothing has shown yet that an
+    Programs are kept where one process has all devices: with several nothing has shown yet that an
     executable which was read communicates as it should.
 
     Args:
@@ -70,13 +72,14 @@ def compile_or_read(
     Raises:
         UnsafeProgramError: As `compile_checked`. What was kept was checked before.
     """
-    folder = opened_folder() if len(devices) == 1 and jax.process_count() == 1 else None
+    folder = opened_folder() if jax.process_count() == 1 else None
     if folder is None:
         return compile_checked(lower(), options)
 
     def name() -> str | None:
         try:
-            return _name(operands, devices, root, (options, *traced_from))
+            described = [*_described_operands(operands), *map(_described_device, devices)]
+            return _name("executable", root, (options, *traced_from), described)
         except UnknownCodeError as error:
             LOG.debug("not kept: %s", error)
             return None
@@ -99,31 +102,58 @@ def compile_or_read(
     return compiled
 
 
-def _name(
-    operands: Any, devices: Sequence[jax.Device], root: str, traced_from: Sequence[Any]
-) -> str:
-    """Name an executable by what it is made from.
+def find_or_ask(ask: Callable[[], str | None], *, root: str, asked_of: Sequence[Any]) -> str | None:
+    """Return what an earlier process was answered, or ask, and keep the answer.
+
+    For questions that need seconds of tracing, where nothing but code and settings decides.
+
+    Args:
+        ask: Gives a text or None.
+        root: Name of the module that the answer comes from.
+        asked_of: Whatever else it depends on.
+    """
+    folder = opened_folder()
+    if folder is None:
+        return ask()
+
+    def name() -> str | None:
+        try:
+            return _name("answer", root, asked_of, [])
+        except UnknownCodeError as error:
+            LOG.debug("no answer is kept: %s", error)
+            return None
+
+    before = name()
+    held = None if before is None else folder.get(before)
+    if held is not None:
+        LOG.debug("answered by %s", before)
+        return json.loads(held)
+    answer = ask()
+    if before is not None and name() == before:
+        _put(folder, before, json.dumps(answer).encode())
+    return answer
+
+
+def _name(kind: str, root: str, made_from: Sequence[Any], described: Sequence[str]) -> str:
+    """Name what is kept by what it is made from.
 
     Raises:
         UnknownCodeError: As `loaded_code_hash`.
     """
-    leaves, tree = jax.tree.flatten(operands)
     parts = [
         compile_key(),
-        loaded_code_hash(root, *traced_from),
+        loaded_code_hash(root, *made_from),
         sys.version,
         f"numpy {np.__version__}, ml_dtypes {ml_dtypes.__version__}",
         *(f"{name}={value}" for name, value in sorted(os.environ.items()) if _is_read(name)),
         *_settings(),
-        str(tree),
-        *(_described(leaf) for leaf in leaves),
-        *(_described_device(device) for device in devices),
-    ]  # fmt: skip
+        *described,
+    ]
     for part in parts:
         if re.search(r" at 0x[0-9a-f]+", part):
             raise UnknownCodeError(f"an address in {part[:200]}")
     held = "".join(f"{len(part)} {part}\n" for part in parts)
-    return f"executable-{hashlib.sha256(held.encode()).hexdigest()}"
+    return f"{kind}-{hashlib.sha256(held.encode()).hexdigest()}"
 
 
 def _settings() -> list[str]:
@@ -140,6 +170,11 @@ def _is_setting(name: str) -> bool:
 
 def _is_read(variable: str) -> bool:
     return variable.startswith(_COMPILERS_READ) and _is_setting(variable)
+
+
+def _described_operands(operands: Any) -> list[str]:
+    leaves, tree = jax.tree.flatten(operands)
+    return [str(tree), *map(_described, leaves)]
 
 
 def _described(leaf: Any) -> str:
@@ -175,7 +210,16 @@ def _read(
 
 def _keep(folder: VerifiedCache, name: str, compiled: jax.stages.Compiled) -> None:
     try:
-        folder.put(name, pickle.dumps(serialize_executable.serialize(compiled)))
-    except (OSError, ValueError, NotImplementedError) as error:
-        # ValueError and NotImplementedError: what JAX says of a program that it cannot write.
+        written = pickle.dumps(serialize_executable.serialize(compiled))
+    except (ValueError, NotImplementedError) as error:
+        # What JAX says of a program that it cannot write.
+        warnings.warn(f"{folder.file(name)} is not kept: {error}", stacklevel=2)
+        return
+    _put(folder, name, written)
+
+
+def _put(folder: VerifiedCache, name: str, written: bytes) -> None:
+    try:
+        folder.put(name, written)
+    except OSError as error:
         warnings.warn(f"{folder.file(name)} is not kept: {error}", stacklevel=2)

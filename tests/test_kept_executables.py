@@ -16,10 +16,14 @@ import pytest
 
 import detjax
 from detjax import kept_executables
-from detjax.kept_executables import compile_or_read
+from detjax.kept_executables import compile_or_read, find_or_ask
 from detjax.kept_programs import keep_programs, keep_programs_of_build, opened_folder
+from detjax.models import abstract
+from detjax.numerics import NumericsProfile
+from detjax.pallas_kernels.backend import Backend
 from detjax.serving import ngram
 from detjax.testing import assert_bitwise_equal
+from detjax.testing.dummies import dummy_config
 from detjax.xla_flags import EXACT_OPTIONS, FAST_OPTIONS
 
 ROOT = "detjax.serving.ngram"
@@ -180,16 +184,117 @@ def test_nothing_is_kept_in_a_folder_that_is_not_of_a_build(cache_folder):
     assert not kept(cache_folder)
 
 
-def test_nothing_is_kept_on_several_devices(of_build):
-    devices = jax.devices()[:2]
+def over_devices(order=(0, 1)) -> tuple[Any, list[int]]:
+    """A program with a collective over two devices, and how often it was lowered."""
+    devices = [jax.devices()[i] for i in order]
     mesh = jax.sharding.Mesh(np.array(devices), "x")
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
-    operand = jax.ShapeDtypeStruct((64,), jnp.float32, sharding=sharding)
-    compile_or_read(
-        lambda: jax.jit(lambda x: x + 1).lower(operand),
-        EXACT_OPTIONS, (operand,), devices=devices, root=ROOT, traced_from=(),
-    )  # fmt: skip
+    spec = jax.sharding.PartitionSpec("x")
+    operand = jax.ShapeDtypeStruct(
+        (64,), jnp.float32, sharding=jax.sharding.NamedSharding(mesh, spec)
+    )
+    lowered = []
+
+    def rank(x):
+        other = jax.lax.all_gather(x, "x", tiled=True)[::-1]
+        return x + jax.lax.axis_index("x").astype(jnp.float32) + jnp.sum(other)
+
+    def lower():
+        lowered.append(1)
+        step = jax.shard_map(rank, mesh=mesh, in_specs=spec, out_specs=spec)
+        return jax.jit(step).lower(operand)
+
+    compiled = compile_or_read(
+        lower, EXACT_OPTIONS, (operand,), devices=devices, root=ROOT, traced_from=()
+    )
+    return np.asarray(compiled(jax.device_put(X, operand.sharding))), lowered
+
+
+def test_devices_of_one_process_read_what_they_share(of_build):
+    want, lowered = over_devices()
+    got, again = over_devices()
+    assert (len(lowered), len(again)) == (1, 0)
+    assert_bitwise_equal(got, want, claim="read by two devices")
+    other, lowered = over_devices(order=(1, 0))
+    assert len(lowered) == 1, "the order of devices is another program"
+    assert_bitwise_equal(other, want, claim="the other order")
+
+
+def test_nothing_is_kept_by_several_processes(of_build, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    Step().compiled()
     assert not kept(of_build)
+
+
+class Question:
+    """Whether kernels take something, which takes long to find."""
+
+    def __init__(self, answer: str | None = "too wide"):
+        self.answer, self.num_asked = answer, 0
+
+    def ask(self, *asked_of: Any) -> str | None:
+        def ask():
+            self.num_asked += 1
+            return self.answer
+
+        return find_or_ask(ask, root=ROOT, asked_of=asked_of)
+
+
+@pytest.mark.parametrize("answer", [None, "too wide"])
+def test_an_answer_is_kept_and_found(of_build, answer):
+    question = Question(answer)
+    for _ in range(2):
+        assert question.ask(8192) == answer
+    assert question.num_asked == 1
+    assert question.ask(4096) == answer
+    assert question.num_asked == 2, "another question"
+
+
+def test_an_answer_of_other_code_is_not_found(of_build, monkeypatch):
+    question = Question()
+    question.ask(1)
+    monkeypatch.setattr(ngram, "LONGEST", 20)
+    question.answer = None
+    assert question.ask(1) is None
+    monkeypatch.setattr(ngram, "propose_from_prompt", lambda: 1)
+    question.answer = "asked"
+    for _ in range(2):
+        assert question.ask(1) == "asked"
+    assert question.num_asked == 4, "of a function that a test has put there nothing is kept"
+
+
+def test_a_damaged_answer_is_asked_for_again(of_build):
+    question = Question()
+    question.ask()
+    (file,) = of_build.glob("answer-*-cache")
+    held = bytearray(file.read_bytes())
+    held[-2] ^= 1
+    file.write_bytes(held)
+    with pytest.warns(UserWarning, match="not as it was written"):
+        assert question.ask() == "too wide"
+    assert question.num_asked == 2
+
+
+def test_without_a_folder_of_a_build_all_is_asked_again(cache_folder):
+    keep_programs(cache_folder)
+    question = Question()
+    assert [question.ask(), question.ask()] == ["too wide"] * 2
+    assert question.num_asked == 2
+
+
+def test_whether_kernels_take_a_model_is_asked_once(of_build, monkeypatch):
+    """By two processes, as far as the cache of this one is what would tell them apart."""
+    config = dummy_config(hidden_size=256, num_heads=2, num_kv_heads=1, head_dim=128)
+    profile, asked = NumericsProfile(), []
+    plain = abstract._why_not_traced
+    first = plain(config, profile, Backend.SM90, 1)
+    for refuses in (False, True):
+        abstract._why_not_here.cache_clear()
+        with monkeypatch.context() as patch:
+            if refuses:
+                patch.setattr(jax, "eval_shape", lambda *args: asked.append(1))
+            assert abstract.why_unsupported(config, profile, Backend.SM90, 1) == first
+    abstract._why_not_here.cache_clear()
+    assert not asked
 
 
 def test_what_a_test_has_put_in_place_is_neither_read_nor_kept(of_build, monkeypatch, caplog):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from detjax.kept_executables import find_or_ask
 from detjax.models.config import ModelConfig
 from detjax.models.decoder import forward, local_logits
 from detjax.models.layers import ForwardContext, Tokens
@@ -40,18 +41,28 @@ def why_unsupported(
     """What a backend's kernels refuse in this model, or None if they take it.
 
     The step is traced, not run: the kernels check their own limits, so this cannot fall behind
-    them. Asked again of the same, the first answer is given.
+    them. Asked again of the same, also in a later process that keeps programs where this one does,
+    the first answer is given.
     """
     if KERNELS[backend].takes_every_model:
         return None
-    return _why_not_traced(config, profile, backend, tp, KERNELS[backend])
+    return _why_not_here(config, profile, backend, tp, KERNELS[backend])
 
 
 @functools.cache
-def _why_not_traced(
+def _why_not_here(
     config: ModelConfig, profile: NumericsProfile, backend: Backend, tp: int, kernels: object
 ) -> str | None:
-    del kernels  # another set is another question
+    return find_or_ask(
+        lambda: _why_not_traced(config, profile, backend, tp),
+        root=__name__,
+        asked_of=(config, profile, backend, tp, kernels),  # another set is another question
+    )
+
+
+def _why_not_traced(
+    config: ModelConfig, profile: NumericsProfile, backend: Backend, tp: int
+) -> str | None:
     kinds = {
         (config.sliding_windows[i], config.has_experts(i)): i for i in range(config.num_layers)
     }
