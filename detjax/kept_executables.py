@@ -11,6 +11,7 @@ a function that a test has put in place, nothing is read or kept. Answers to que
 much tracing, such as whether the kernels take a model, are kept alike.
 """
 
+import functools
 import hashlib
 import io
 import json
@@ -32,6 +33,7 @@ from jax.experimental import serialize_executable
 from detjax.donation import compile_checked
 from detjax.kept_programs import VerifiedCache, opened_folder
 from detjax.loaded_code import UnknownCodeError, loaded_code_hash
+from detjax.read_ahead import ReadAhead
 from detjax.source import compile_key
 
 LOG = logging.getLogger(__name__)
@@ -87,9 +89,16 @@ def compile_or_read(
     before = name()
     if before is None:
         return compile_checked(lower(), options)
-    found = _read(folder, before, devices)
+    ahead = _ahead().get(tuple(devices))
+    found = None if ahead is None else ahead.take(before)
     if found is not None:
-        LOG.debug("read %s", before)
+        LOG.debug("read ahead %s", before)
+    else:
+        found = _read(folder, before, devices)
+        if found is not None:
+            LOG.debug("read %s", before)
+    if found is not None:
+        _note(ahead, folder, before)
         return found
     # JAX would keep it too, under a hash of what it is lowered to.
     with jax_config.persistent_cache_min_compile_time_secs(float("inf")):
@@ -97,9 +106,47 @@ def compile_or_read(
     if name() == before:
         _keep(folder, before, compiled)
         LOG.debug("kept %s", before)
+        _note(ahead, folder, before)
     else:
         LOG.debug("not kept: what %s is traced from has changed meanwhile", before)
     return compiled
+
+
+def read_ahead(devices: Sequence[jax.Device], *, root: str, asked_of: Sequence[Any]) -> None:
+    """Read, in threads, the executables that the last process used that asked for the same.
+
+    Args:
+        devices: Where programs will run.
+        root: Name of the module that asks.
+        asked_of: What the process starts: a model, and how it runs.
+    """
+    folder = opened_folder() if jax.process_count() == 1 else None
+    earlier = _ahead().pop(tuple(devices), None)
+    if earlier is not None:
+        earlier.stop()
+    if folder is None:
+        return
+    try:
+        name = _name("start", root, asked_of, [*map(_described_device, devices)])
+    except UnknownCodeError as error:
+        LOG.debug("nothing is read ahead: %s", error)
+        return
+    _ahead()[tuple(devices)] = ReadAhead(folder, name, lambda name: _read(folder, name, devices))
+
+
+@functools.cache  # WHY: not a constant of this module: those count
+def _ahead() -> dict[tuple[jax.Device, ...], ReadAhead]:
+    """Of the devices of each start."""
+    return {}
+
+
+def _note(ahead: ReadAhead | None, folder: VerifiedCache, name: str) -> None:
+    if ahead is None:
+        return
+    try:
+        ahead.note(name)
+    except OSError as error:
+        LOG.debug("%s is not noted: %s", folder.file(name), error)
 
 
 def find_or_ask(ask: Callable[[], str | None], *, root: str, asked_of: Sequence[Any]) -> str | None:

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from detjax.array_types import Array, Float32
+from detjax.kept_executables import read_ahead
 from detjax.models.abstract import why_unsupported
 from detjax.models.config import ModelConfig
 from detjax.models.decoder import check_mesh
@@ -188,6 +189,11 @@ def place_model(
     refused = why_unsupported(config, profile, backend, tp)
     if refused is not None:
         raise ValueError(f"backend {backend.value} cannot run this model: {refused}")
+    read_ahead(
+        list(mesh.devices.flat),
+        root=__name__,
+        asked_of=(config, profile, backend, weight_cast, max_len, repr(mesh)),
+    )
     if max_len is not None and max_len < config.max_position_embeddings:
         config = dataclasses.replace(config, max_position_embeddings=max_len)
     tables = rope_tables(

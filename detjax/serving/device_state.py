@@ -56,6 +56,10 @@ class DeviceState:
         """
         self._model, self._programs, self._is_filled = model, programs, is_filled
         self._stats, self._trace = stats, tracer
+        # WHY: on a CPU there is nothing to copy, and jaxlib would take Python's lock in a thread of
+        # its own when the result is there. Where the interpreter is ending by then, that ends the
+        # process by a signal (jaxlib 0.11.2: 12 of 36 starts on two busy cores).
+        self._starts_copies = model.mesh.devices.flat[0].platform != "cpu"
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="detjax-dispatch")
         self._arrays: tuple = ()
         self._adjusted: AdjustedSlots | None = None
@@ -129,7 +133,8 @@ class DeviceState:
         # One store, so that nothing finds the cache of one step and the slots of another. Only a
         # prefill gives new sampling parameters.
         self._arrays = (*after, *before[len(after) :])
-        result.copy_to_host_async()
+        if self._starts_copies:
+            result.copy_to_host_async()
         end_s = time.perf_counter()
         self._stats.dispatch_s += end_s - begin_s
         self._trace.span(trace.DISPATCH, name, begin_s, end_s)

@@ -76,7 +76,9 @@ class Launch:
 
     def read(self) -> np.ndarray:
         """Wait for the result. Raises what the call of the program raised."""
-        return np.asarray(self.result.result())
+        # WHY: the wait comes first: jaxlib may otherwise take Python's lock in another thread, also
+        # while the interpreter ends (`DeviceState`).
+        return np.asarray(jax.block_until_ready(self.result.result()))
 
 
 class _Least(NamedTuple):

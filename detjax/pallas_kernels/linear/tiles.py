@@ -218,11 +218,13 @@ def choose_tiles(
         has_parts: The rows are the parts of float32 activations; no bias, no residual, no gate.
         has_ranks: Ranks add their tiles, so that no CTAs share a tree; `MAX_RANKS_ROWS` at most.
     """
+    # Of a wave of tiles of 64 weights, or of 128 gates and ups.
+    widest = (128 if is_gated else 64) * NUM_SMS
     if has_ranks:
         tiles = _stream_weights(num_rows, num_out, num_leaves, leaf_len, False, is_whole=True)
     elif has_parts and 128 < num_rows <= 192:
         tiles = _three_row_blocks(num_out, num_leaves, leaf_len)
-    elif num_rows <= 32 or (num_rows <= 64 and (num_leaves > 1 or num_out <= 64 * NUM_SMS)):
+    elif num_rows <= 32 or (num_rows <= 64 and (num_leaves > 1 or num_out <= widest)):
         tiles = _stream_weights(num_rows, num_out, num_leaves, leaf_len, is_gated)
     elif num_leaves > 1:
         tiles = _tree_tiles(num_rows, num_out, num_leaves, leaf_len)

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process may end while a program that was launched ahead still runs."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+ENDS = """
+import sys, time
+import jax, jax.numpy as jnp
+import detjax
+
+class Late:
+    '''Lets other threads run for a while when the interpreter ends.'''
+    def __del__(self, sleep=time.sleep):
+        sleep(6)
+
+late = Late()
+llm = detjax.LLM("bundled", num_pages=4, batch_size=1, show_progress=False, cache_dir=None)
+device = llm.engine._runner._device
+device._starts_copies = device._starts_copies or sys.argv[1] == "copies"
+slow = jax.jit(lambda x: jax.lax.fori_loop(0, 80, lambda i, x: jnp.tanh(x @ x), x)[:1])
+x = jnp.ones((600, 600), jnp.float32)
+jax.block_until_ready(slow(x))
+launched = device.run("slow", lambda params, tables, *state: (slow(x),), llm.model.params)
+assert not launched.result().is_ready()
+"""
+
+
+def ended(how: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-c", ENDS, how], capture_output=True, text=True, timeout=300
+    )
+
+
+def test_a_process_ends_while_a_program_runs():
+    run = ended("as it is")
+    assert (run.returncode, run.stderr) == (0, "")
+
+
+@pytest.mark.control
+def test_control_a_copy_that_has_been_asked_for_ends_it_by_a_signal():
+    """Why a CPU is not asked for copies of results."""
+    run = ended("copies")
+    assert run.returncode == -signal.SIGABRT, run.stderr
