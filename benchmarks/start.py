@@ -40,7 +40,7 @@ def measure(args: argparse.Namespace) -> None:
 
     found: dict[str, float | str | int] = {"imported_s": time.time() - args.began_s}
     llm = detjax.LLM(
-        args.model, backend=args.backend, show_progress=False, cache_dir=args.cache_dir
+        args.model, backend=args.backend, tp=args.tp, show_progress=False, cache_dir=args.cache_dir
     )
     found["loaded_s"] = time.time() - args.began_s
     llm.generate(PROMPT, detjax.SamplingParams(max_tokens=1))
@@ -70,7 +70,8 @@ def start(args: argparse.Namespace, model: str, cache_dir: str) -> dict:
     run = subprocess.run(
         [
             sys.executable, "-m", "benchmarks.start", "--measure", "--began-s", repr(began_s),
-            "--model", model, "--backend", args.backend, "--cache-dir", cache_dir,
+            "--model", model, "--backend", args.backend, "--tp", str(args.tp),
+            "--cache-dir", cache_dir,
         ],
         stdout=subprocess.PIPE, text=True, check=True,
     )  # fmt: skip
@@ -150,6 +151,7 @@ def main() -> None:
     )
     parser.add_argument("--model", default="bundled", help="folder, or a name of benchmarks.step")
     parser.add_argument("--backend", choices=("auto", "portable", "sm90"), default="auto")
+    parser.add_argument("--tp", type=int, default=1, help="devices that share the model")
     parser.add_argument("--warm", type=int, default=3, help="starts with everything compiled")
     parser.add_argument("--out", help="write JSON rows here")
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
@@ -176,7 +178,7 @@ def main() -> None:
         for kind in ("cold", *["warm"] * args.warm):
             run = start(args, model, cache)
             if rows is None:
-                rows = Rows(run["card"] | {"model": Path(args.model).name}, args.out)
+                rows = Rows(run["card"] | {"model": Path(args.model).name, "tp": args.tp}, args.out)
             rows.keep(subject="start", kind=kind, **run["found"])
             found.append(run["found"])
     _print_table(found)

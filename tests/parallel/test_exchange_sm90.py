@@ -233,10 +233,18 @@ def test_control_psum_of_four_ranks_is_not_mesh_invariant():
 
 
 # A product whose epilogue adds the ranks' sums: o's and down's, in turn over the same slots.
-PRODUCTS = [(1, 4096, 4096, 14336), (3, 4096, 4096, 14336), (8, 4096, 4096, 14336),
-            (9, 4096, 4096, 14336), (33, 4096, 4096, 14336), (64, 4096, 4096, 14336),
-            (17, 5120, 5120, 13824), (5, 896, 1024, 4864), (64, 8192, 1024, 2048)]  # fmt: skip
-"""(rows, width, K of o, K of down)."""
+PRODUCTS = [
+    (1, 4096, 4096, 14336, False),
+    (3, 4096, 4096, 14336, True),
+    (8, 4096, 4096, 14336, False),
+    (9, 4096, 4096, 14336, False),
+    (33, 4096, 4096, 14336, True),
+    (64, 4096, 4096, 14336, False),
+    (17, 5120, 5120, 13824, False),
+    (5, 896, 1024, 4864, True),
+    (64, 8192, 1024, 2048, False),
+]
+"""(rows, width, K of o, K of down, whether there is a bias)."""
 
 
 @functools.cache
@@ -306,8 +314,7 @@ def product_by_butterfly(shared, x, w, residual, bias, gain, reduction):
 
 @pytest.mark.invariance
 @pytest.mark.parametrize("tp", TPS)
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize(("num_rows", "width", "k_o", "k_down"), PRODUCTS)
+@pytest.mark.parametrize(("num_rows", "width", "k_o", "k_down", "has_bias"), PRODUCTS)
 def test_products_add_the_ranks_sums_bitwise(num_rows, width, k_o, k_down, has_bias, tp):
     """The bits of the butterfly, of one rank, and of the sum in a launch of its own."""
     pairs, residual, bias, gain = product_operands(num_rows, width, k_o, k_down)
@@ -316,7 +323,7 @@ def test_products_add_the_ranks_sums_bitwise(num_rows, width, k_o, k_down, has_b
     x, w = (np.asarray(array[:64], np.float32) for array in pairs[1])
     assert_order_sensitive(x[:1] * w)
     want = chained_products(product_by_butterfly, *args)
-    for finish in (in_product, behind_product, by_turns):
+    for finish in (in_product, by_turns):
         got = chained_products(finish, *args)
         for rank in range(tp):
             claim = f"{finish.__name__}, {num_rows} rows of {width}: rank {rank} of {tp}"
@@ -462,6 +469,9 @@ def test_a_choice_over_ranks_is_that_of_one_rank(num_rows, vocab, tp):
 def test_control_shares_in_another_order_have_other_bits():
     """What the order of the ranks' blocks is for."""
     logits, temperature, key = rows_of_logits(64, 128256)
+    # One token stands out of each row, so that the sum is little more than 1, and its logarithm as
+    # fine as the sum.
+    logits = 2 * logits - 2 * jnp.max(logits, axis=1, keepdims=True)
     want = choose_token(logits, temperature, key, **CHOICE)
     half = logits.shape[1] // 2
     swapped = jnp.concatenate([logits[:, half:], logits[:, :half]], axis=1)
