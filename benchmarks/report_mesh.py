@@ -167,8 +167,10 @@ def step_part(gpu: str = FIRST_GPU) -> list[str]:
               "communication, ms", "launches", "launches of `fast`"]  # fmt: skip
     lines = [
         "**Whole steps.** Wall time; decode at a context of 1024. `fast` is XLA's products and a",
-        "psum of float32 partials, without any claim. Communication is our step's device time in",
-        "exchange kernels, which add and normalise too, and in gathers, with the wait for peers:",
+        "psum of float32 partials, without any claim. Communication is device time of our step in",
+        "launches of their own (the exchange kernel, XLA's gathers), with the wait for peers; sums",
+        "in the epilogue of a product are not in it. 'Sums and choice apart' has no such sums, and",
+        "gathers by XLA alone:",
         "",
         *table(header, map(cells, found)),
     ]

@@ -60,8 +60,8 @@ def compile_or_read(
 ) -> jax.stages.Compiled:
     """Return the executable that an earlier process has kept, or lower and compile, and keep it.
 
-    Programs are kept where one process has all devices: with several nothing has shown yet that an
-    executable which was read communicates as it should.
+    Programs are kept where one process has all devices, and of GPUs only where there is one: of
+    several nothing has shown yet that an executable which was read communicates as it should.
 
     Args:
         lower: Traces and lowers the program.
@@ -74,7 +74,7 @@ def compile_or_read(
     Raises:
         UnsafeProgramError: As `compile_checked`. What was kept was checked before.
     """
-    folder = opened_folder() if jax.process_count() == 1 else None
+    folder = _folder_for(devices)
     if folder is None:
         return compile_checked(lower(), options)
 
@@ -112,6 +112,12 @@ def compile_or_read(
     return compiled
 
 
+def _folder_for(devices: Sequence[jax.Device]) -> VerifiedCache | None:
+    """Where executables of these devices are kept; None if they are not."""
+    is_proven = len(devices) == 1 or devices[0].platform == "cpu"
+    return opened_folder() if is_proven and jax.process_count() == 1 else None
+
+
 def read_ahead(devices: Sequence[jax.Device], *, root: str, asked_of: Sequence[Any]) -> None:
     """Read, in threads, the executables that the last process used that asked for the same.
 
@@ -120,7 +126,7 @@ def read_ahead(devices: Sequence[jax.Device], *, root: str, asked_of: Sequence[A
         root: Name of the module that asks.
         asked_of: What the process starts: a model, and how it runs.
     """
-    folder = opened_folder() if jax.process_count() == 1 else None
+    folder = _folder_for(devices)
     earlier = _ahead().pop(tuple(devices), None)
     if earlier is not None:
         earlier.stop()

@@ -225,6 +225,18 @@ def test_nothing_is_kept_by_several_processes(of_build, monkeypatch):
     assert not kept(of_build)
 
 
+class Gpu:
+    """What is asked of a GPU before anything is read or kept."""
+
+    platform = "gpu"
+
+
+@pytest.mark.parametrize(("num_gpus", "is_kept"), [(1, True), (2, False)])
+def test_of_gpus_only_one_has_a_folder(of_build, num_gpus, is_kept):
+    gpus: Any = [Gpu() for _ in range(num_gpus)]
+    assert (kept_executables._folder_for(gpus) is not None) == is_kept
+
+
 class Question:
     """Whether kernels take something, which takes long to find."""
 

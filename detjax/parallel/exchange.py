@@ -38,6 +38,10 @@ MAX_CHOSEN_ROWS = 512
 
 MAX_EXCHANGED_RANKS = 8
 
+MAX_TILE_RANKS = 2
+"""Ranks whose products and choices exchange themselves; more have the kernel behind a product and
+XLA's gathers. Kernels for up to 8 are there and compile, but only two GPUs have run them."""
+
 
 class ExchangeKernel(Protocol):
     """Launches that add the ranks' subtrees through peer memory.
@@ -194,6 +198,7 @@ def open_exchange(
     backend: Backend,
     padded_vocab: int | None = None,
     max_rows: int = MAX_EXCHANGED_ROWS,
+    max_tile_ranks: int = MAX_TILE_RANKS,
 ) -> Exchange:
     """Allocate the mailboxes of a mesh and tell every rank where its peers' are.
 
@@ -207,10 +212,11 @@ def open_exchange(
         backend: Which kernels run.
         padded_vocab: Rows of lm_head, of all ranks; None if nothing is chosen over ranks.
         max_rows: Most rows of an exchange.
+        max_tile_ranks: Most ranks with mailboxes for tiles and choices.
     """
     shapes = exchange_shapes(
         mesh, width=width, dtype=dtype, backend=backend, padded_vocab=padded_vocab,
-        max_rows=max_rows,
+        max_rows=max_rows, max_tile_ranks=max_tile_ranks,
     )  # fmt: skip
     empty = EXCHANGE_KERNELS[backend].EMPTY
 
@@ -229,6 +235,7 @@ def exchange_shapes(
     backend: Backend,
     padded_vocab: int | None = None,
     max_rows: int = MAX_EXCHANGED_ROWS,
+    max_tile_ranks: int = MAX_TILE_RANKS,
 ) -> Exchange:
     """Shapes and places of what `open_exchange` allocates, of the same arguments."""
     dp, tp = (mesh.shape[axis] for axis in (DP_AXIS, TP_AXIS))
@@ -245,12 +252,15 @@ def exchange_shapes(
             parities=leaf(jnp.int32, regions),
         )
 
-    choices = None
-    if padded_vocab is not None and kernel.takes_vocabulary(padded_vocab, padded_vocab // tp):
-        choices = made(MAX_CHOSEN_ROWS, kernel.choice_words(padded_vocab // tp))
+    tiles, choices = None, None
+    if tp <= max_tile_ranks:
+        tiles = made(kernel.num_tiles(width), kernel.TILE_WORDS)
+        share = 0 if padded_vocab is None else padded_vocab // tp
+        if padded_vocab is not None and kernel.takes_vocabulary(padded_vocab, share):
+            choices = made(MAX_CHOSEN_ROWS, kernel.choice_words(padded_vocab // tp))
     return Exchange(
         rows=made(max_rows, kernel.slot_words(width, dtype)),
-        tiles=made(kernel.num_tiles(width), kernel.TILE_WORDS),
+        tiles=tiles,
         choices=choices,
     )
 

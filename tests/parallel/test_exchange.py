@@ -20,6 +20,7 @@ from detjax.pallas_kernels.rms_norm.api import add_rms_norm
 from detjax.parallel.collectives import butterfly_sum
 from detjax.parallel.exchange import (
     MAX_EXCHANGED_ROWS,
+    exchange_shapes,
     is_scattered,
     scatter_add_rms_norm,
     why_no_exchange,
@@ -216,6 +217,26 @@ def test_tp_must_divide_the_leaves(intermediate_size, tp, message):
 )
 def test_why_there_is_no_exchange_kernel(tp, width, backend, reason):
     assert why_no_exchange(make_mesh(1, tp), width=width, backend=backend) == reason
+
+
+@pytest.mark.parametrize(
+    ("tp", "vocab", "dtype", "has_tiles", "has_choices"),
+    [
+        (2, 1024, jnp.bfloat16, True, True),
+        (2, None, jnp.bfloat16, True, False),
+        (2, 1000, jnp.bfloat16, True, False),  # no whole blocks
+        (2, 1 << 24, jnp.bfloat16, True, False),  # tokens are not exact in float32
+        (4, 1024, jnp.bfloat16, False, False),  # no four GPUs have run it
+    ],
+)
+def test_what_ranks_exchange_themselves(tp, vocab, dtype, has_tiles, has_choices):
+    found = exchange_shapes(
+        make_mesh(1, tp), width=1024, dtype=jnp.dtype(dtype), backend=Backend.SM90,
+        padded_vocab=vocab,
+    )  # fmt: skip
+    assert found.rows.slots.shape == (1, tp, 2, 128, tp - 1, 1024)
+    assert (found.tiles is not None) == has_tiles
+    assert (found.choices is not None) == has_choices
 
 
 def test_the_exchange_kernel_takes_real_widths():

@@ -30,7 +30,9 @@ ON = {"eps": 1e-5, "backend": Backend.SM90}
 
 def inspect(rank, tp, width, dtype, arrays, **more):
     mesh = Mesh(np.asarray(topology.devices).reshape(8 // tp, tp), ("dp", "tp"))
-    shared = exchange_shapes(mesh, width=width, dtype=dtype, backend=Backend.SM90, **more)
+    shared = exchange_shapes(
+        mesh, width=width, dtype=dtype, backend=Backend.SM90, max_tile_ranks=8, **more
+    )
     shapes = [
         jax.ShapeDtypeStruct(dims, kind, sharding=NamedSharding(mesh, spec))
         for spec, kind, dims in arrays

@@ -59,7 +59,7 @@ def gpu_mesh(dp: int, tp: int):
 
 @functools.cache
 def exchange(width: int, dp: int = 1, tp: int = 2, dtype: jnp.dtype = BF16) -> Exchange:
-    return open_exchange(gpu_mesh(dp, tp), width=width, dtype=dtype, **ON)
+    return open_exchange(gpu_mesh(dp, tp), width=width, dtype=dtype, max_tile_ranks=8, **ON)
 
 
 def operands(num_rows: int, width: int, num_leaves: int, tp: int = 2, dtype: jnp.dtype = BF16):
@@ -430,8 +430,9 @@ def choose_over_ranks(logits, temperature, key, tp: int, num_times: int = CHAIN)
         check_vma=False,
     )
     shared = open_exchange(
-        gpu_mesh(1, tp), width=1024, dtype=BF16, padded_vocab=logits.shape[1], **ON
-    )
+        gpu_mesh(1, tp), width=1024, dtype=BF16, padded_vocab=logits.shape[1], max_tile_ranks=8,
+        **ON,
+    )  # fmt: skip
     assert exchanges_choice(shared, len(logits))
     return jax.tree.map(np.asarray, jax.jit(step)(shared, logits, temperature, *key))
 
