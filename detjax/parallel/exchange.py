@@ -255,8 +255,7 @@ def exchange_shapes(
     tiles, choices = None, None
     if tp <= max_tile_ranks:
         tiles = made(kernel.num_tiles(width), kernel.TILE_WORDS)
-        share = 0 if padded_vocab is None else padded_vocab // tp
-        if padded_vocab is not None and kernel.takes_vocabulary(padded_vocab, share):
+        if padded_vocab is not None and kernel.takes_vocabulary(padded_vocab, padded_vocab // tp):
             choices = made(MAX_CHOSEN_ROWS, kernel.choice_words(padded_vocab // tp))
     return Exchange(
         rows=made(max_rows, kernel.slot_words(width, dtype)),

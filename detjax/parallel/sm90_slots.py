@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Words that ranks write into one another's memory: how both exchange kernels send and wait.
+"""Words that ranks write into one another's memory: how the exchange kernels send and wait.
 
 A word of a slot says for itself whether it has arrived, so there is no flag, no fence and no second
 round trip; NVLink is crossed once.

@@ -27,6 +27,23 @@ Placed = np.ndarray | jax.Array
 """An operand, on the host or where it lies."""
 
 
+def _is_host(device: jax.Device) -> bool:
+    """Whether a result lies where it is read.
+
+    WHY: there jaxlib has nothing to copy. Asked all the same before the result is there, it takes
+    Python's lock in a thread of its own then; where the interpreter is ending meanwhile, that ends
+    the process by a signal (jaxlib 0.11.2: 12 of 36 starts on two busy cores).
+    """
+    return device.platform == "cpu"
+
+
+def read_result(result: jax.Array) -> np.ndarray:
+    """What a program gave, on the host, when it is there."""
+    if _is_host(next(iter(result.devices()))):
+        jax.block_until_ready(result)
+    return np.asarray(result)
+
+
 class DeviceState:
     """The cache, the slots and their sampling parameters; programs write them in place.
 
@@ -56,10 +73,7 @@ class DeviceState:
         """
         self._model, self._programs, self._is_filled = model, programs, is_filled
         self._stats, self._trace = stats, tracer
-        # WHY: on a CPU there is nothing to copy, and jaxlib would take Python's lock in a thread of
-        # its own when the result is there. Where the interpreter is ending by then, that ends the
-        # process by a signal (jaxlib 0.11.2: 12 of 36 starts on two busy cores).
-        self._starts_copies = model.mesh.devices.flat[0].platform != "cpu"
+        self._starts_copies = not _is_host(model.mesh.devices.flat[0])
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="detjax-dispatch")
         self._arrays: tuple = ()
         self._adjusted: AdjustedSlots | None = None

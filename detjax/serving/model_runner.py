@@ -24,7 +24,7 @@ from detjax.serving import trace
 from detjax.serving.adjustments import AdjustOperands, num_words, pack_record, record_len
 from detjax.serving.config import ReplicaConfig
 from detjax.serving.device_arrays import pages_shape
-from detjax.serving.device_state import DeviceState, Placed
+from detjax.serving.device_state import DeviceState, Placed, read_result
 from detjax.serving.launch_operands import DecodeOperands, PrefillOperands, VerifyOperands
 from detjax.serving.metrics import EngineStats, Pauses
 from detjax.serving.placed_rows import PlacedRows
@@ -76,9 +76,7 @@ class Launch:
 
     def read(self) -> np.ndarray:
         """Wait for the result. Raises what the call of the program raised."""
-        # WHY: the wait comes first: jaxlib may otherwise take Python's lock in another thread, also
-        # while the interpreter ends (`DeviceState`).
-        return np.asarray(jax.block_until_ready(self.result.result()))
+        return read_result(self.result.result())
 
 
 class _Least(NamedTuple):

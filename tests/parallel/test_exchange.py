@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The forms of the ranks' sum: the same bits, whichever runs. The kernel itself needs GPUs."""
 
+import dataclasses
 import functools
 
 import jax
@@ -20,6 +21,7 @@ from detjax.pallas_kernels.rms_norm.api import add_rms_norm
 from detjax.parallel.collectives import butterfly_sum
 from detjax.parallel.exchange import (
     MAX_EXCHANGED_ROWS,
+    adds_tiles,
     exchange_shapes,
     is_scattered,
     scatter_add_rms_norm,
@@ -237,6 +239,27 @@ def test_what_ranks_exchange_themselves(tp, vocab, dtype, has_tiles, has_choices
     assert found.rows.slots.shape == (1, tp, 2, 128, tp - 1, 1024)
     assert (found.tiles is not None) == has_tiles
     assert (found.choices is not None) == has_choices
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "width", "dtype", "is_taken"),
+    [
+        (1, 4096, jnp.bfloat16, True),
+        (64, 8192, jnp.bfloat16, True),
+        (65, 4096, jnp.bfloat16, False),
+        (1, 4096, jnp.float32, False),
+        (1, 16384, jnp.bfloat16, False),  # 256 CTAs, of which some would not be resident
+    ],
+)
+def test_which_products_add_the_ranks_sums(num_rows, width, dtype, is_taken):
+    exchange = exchange_shapes(
+        make_mesh(1, 2), width=width, dtype=jnp.dtype(dtype), backend=Backend.SM90
+    )
+    x, w = jax.ShapeDtypeStruct((num_rows, 2048), dtype), jax.ShapeDtypeStruct((width, 2048), dtype)
+    assert adds_tiles(exchange, x, w, backend=Backend.SM90) == is_taken
+    none = dataclasses.replace(exchange, tiles=None)
+    assert not adds_tiles(none, x, w, backend=Backend.SM90)
+    assert not adds_tiles(None, x, w, backend=Backend.SM90)
 
 
 def test_the_exchange_kernel_takes_real_widths():

@@ -355,8 +355,12 @@ def linear_add(x, w, residual, bias, *, reduction: Reduction) -> jax.Array:
 
 
 def adds_ranks(x, w) -> bool:
-    """Whether `linear_add_ranks` takes a product: few rows of bfloat16."""
-    return x.dtype == jnp.bfloat16 and x.shape[0] <= MAX_RANKS_ROWS and w.shape[0] % 64 == 0
+    """Whether `linear_add_ranks` takes a product: few rows of bfloat16, its tiles one wave.
+
+    WHY: a CTA waits for those of other ranks, so all of them must be resident.
+    """
+    is_one_wave = w.shape[0] % 64 == 0 and w.shape[0] <= 64 * NUM_SMS
+    return x.dtype == jnp.bfloat16 and x.shape[0] <= MAX_RANKS_ROWS and is_one_wave
 
 
 def linear_add_ranks(
