@@ -735,17 +735,43 @@ def test_agrees_with_portable():
     assert np.abs(ours - theirs).max() <= 2.0**-14 * np.abs(theirs).max()
 
 
+@pytest.mark.parametrize("num_rows", [1, 2, 8])
 @pytest.mark.parametrize(
     ("num_out", "width", "num_ctas"),
     [
         (28672, 4096, 112),  # 224 tiles of 128 weights would be a wave and a bit
+        (14336, 4096, 112),  # one wave as it is, of a rank of two
         (16384, 2048, 128),  # one wave as it is
-        (37888, 3584, 296),  # neither is one wave
     ],
 )
-def test_gates_and_ups_of_one_row_come_in_one_wave_if_any_tile_makes_one(num_out, width, num_ctas):
+def test_gates_and_ups_of_few_rows_come_in_one_wave(num_rows, num_out, width, num_ctas):
     tiles = choose_tiles(
-        num_rows=1, num_out=num_out, num_leaves=1, leaf_len=width, out_bytes=2, is_gated=True,
-        has_norm=True,
+        num_rows=num_rows, num_out=num_out, num_leaves=1, leaf_len=width, out_bytes=2,
+        is_gated=True, has_norm=True,
     )  # fmt: skip
     assert num_out // (tiles.rows * tiles.num_wgs) == num_ctas
+
+
+@pytest.mark.parametrize(("num_rows", "num_ctas"), [(1, 296), (8, 148)])
+def test_gates_and_ups_that_no_wave_has_stay_as_they_were(num_rows, num_ctas):
+    tiles = choose_tiles(
+        num_rows=num_rows, num_out=37888, num_leaves=1, leaf_len=3584, out_bytes=2, is_gated=True,
+        has_norm=True,
+    )  # fmt: skip
+    assert 37888 // (tiles.rows * tiles.num_wgs) == num_ctas
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_out", "is_flat", "cols"),
+    [
+        (64, 28672, False, 224),  # one wave of 128
+        (64, 14336, True, 64),  # one wave of 112, flat
+        (65, 14336, False, 128),  # one wave of 112; of 224 columns it would be half of one
+        (128, 28672, False, 224),
+    ],
+)
+def test_gates_and_ups_of_more_rows_waste_little_of_a_wave(num_rows, num_out, is_flat, cols):
+    tiles = choose_tiles(
+        num_rows=num_rows, num_out=num_out, num_leaves=1, leaf_len=4096, out_bytes=2, is_gated=True
+    )
+    assert (tiles.is_swapped, tiles.cols) == (is_flat, cols)
