@@ -114,8 +114,13 @@ def compile_or_read(
 
 def _folder_for(devices: Sequence[jax.Device]) -> VerifiedCache | None:
     """Where executables of these devices are kept; None if they are not."""
-    is_proven = len(devices) == 1 or devices[0].platform == "cpu"
-    return opened_folder() if is_proven and jax.process_count() == 1 else None
+    is_proven = _is_proven(len(devices), devices[0].platform) and jax.process_count() == 1
+    return opened_folder() if is_proven else None
+
+
+def _is_proven(num_devices: int, platform: str) -> bool:
+    """Whether executables of so many devices have been read and have communicated."""
+    return num_devices == 1 or platform == "cpu"
 
 
 def read_ahead(devices: Sequence[jax.Device], *, root: str, asked_of: Sequence[Any]) -> None:

@@ -225,16 +225,16 @@ def test_nothing_is_kept_by_several_processes(of_build, monkeypatch):
     assert not kept(of_build)
 
 
-class Gpu:
-    """What is asked of a GPU before anything is read or kept."""
+def test_of_gpus_only_one_has_a_folder():
+    assert kept_executables._is_proven(1, "gpu")
+    assert not kept_executables._is_proven(2, "gpu")
+    assert kept_executables._is_proven(2, "cpu")
 
-    platform = "gpu"
 
-
-@pytest.mark.parametrize(("num_gpus", "is_kept"), [(1, True), (2, False)])
-def test_of_gpus_only_one_has_a_folder(of_build, num_gpus, is_kept):
-    gpus: Any = [Gpu() for _ in range(num_gpus)]
-    assert (kept_executables._folder_for(gpus) is not None) == is_kept
+def test_what_is_not_proven_is_not_kept(of_build, monkeypatch):
+    monkeypatch.setattr(kept_executables, "_is_proven", lambda num_devices, platform: False)
+    Step().compiled()
+    assert not kept(of_build)
 
 
 class Question:

@@ -463,6 +463,54 @@ MUTANTS = (
             "::test_loading_the_written_keys_of_a_last_page_is_bitwise_schedule_invariant",
         ),
     ),
+    Mutant(
+        name="kept-of-other-code",
+        fault="an executable is read whatever code is loaded",
+        edits=(
+            Edit(
+                where="detjax/kept_executables.py",
+                old="        loaded_code_hash(root, *made_from),\n",
+                new="        loaded_code_hash('detjax.array_types', *made_from),\n",
+            ),
+        ),
+        tests=("tests/test_kept_executables.py::test_a_constant_that_was_set_counts",),
+    ),
+    Mutant(
+        name="kept-of-several-gpus",
+        fault="executables of several GPUs are read, which nothing has shown to communicate",
+        edits=(
+            Edit(
+                where="detjax/kept_executables.py",
+                old="    return num_devices == 1 or",
+                new="    return num_devices <= 8 or",
+            ),
+        ),
+        tests=("tests/test_kept_executables.py::test_of_gpus_only_one_has_a_folder",),
+    ),
+    Mutant(
+        name="unproven-ranks",
+        fault="more ranks exchange in their products than have been seen to",
+        edits=(
+            Edit(
+                where="detjax/parallel/exchange.py",
+                old="MAX_TILE_RANKS = 2\n",
+                new="MAX_TILE_RANKS = 4\n",
+            ),
+        ),
+        tests=("tests/parallel/test_exchange.py::test_what_ranks_exchange_themselves",),
+    ),
+    Mutant(
+        name="ended-by-a-signal",
+        fault="a CPU is asked for copies of results, and the interpreter may end meanwhile",
+        edits=(
+            Edit(
+                where=SERVING,
+                old='    return device.platform == "cpu"\n',
+                new='    return device.platform == "host"\n',
+            ),
+        ),
+        tests=("tests/serving/test_end_of_process.py::test_a_process_ends_while_a_program_runs",),
+    ),
 )
 
 
