@@ -37,9 +37,9 @@ def _is_host(device: jax.Device) -> bool:
     return device.platform == "cpu"
 
 
-def read_result(result: jax.Array) -> np.ndarray:
+def read_result(result: Any) -> np.ndarray:
     """What a program gave, on the host, when it is there."""
-    if _is_host(next(iter(result.devices()))):
+    if isinstance(result, jax.Array) and _is_host(next(iter(result.devices()))):
         jax.block_until_ready(result)
     return np.asarray(result)
 
