@@ -416,7 +416,7 @@ def row_parallel_norm(
         )
         return Stream(*added)
     if exchange is not None and adds_tiles(exchange, x, w, backend=backend):
-        # WHY: a launch less, and the wait for peers lies under the end of the product.
+        # WHY: a launch less a sum (docs/parallel.md has the times of both).
         added = linear_exchange_add_rms_norm(
             exchange, x, w, residual, bias, gain, reduction=reduction, eps=eps, backend=backend
         )

@@ -295,7 +295,7 @@ def _stream_weights(
     # WHY, gated: 256 weights a CTA 56.2 us at 8 rows, two CTAs an SM 57.1. Tiles of 128, in a wave
     # and a bit, take 55.0 or 60.7 at one row, 57.2 or 62.7 at eight, by where the weights lie;
     # those of 256, in one wave, 55.5 and 56.9 both times. Where tiles of 128 are one wave, as on
-    # each of two ranks, a step of eight rows takes 2.85 ms with them and 2.99 with tiles of 256.
+    # each of two ranks, a step of eight rows takes 2.85 ms with them and 3.00 with tiles of 256.
     is_one_wave = num_out // 256 <= NUM_SMS
     is_wide = is_gated and num_out % 512 == 0 and blocks > NUM_SMS and (num_rows > 1 or is_one_wave)
     # WHY, whole: CTAs that wait for those of other ranks must all be resident.
