@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from detjax.kept_programs import verify_kept_programs
+from detjax.mosaic_kernels import compile_kernels, share_kernels
 
 ALIGNMENT_BYTES = 256
 """What XLA and Mosaic GPU ask of the address of a kernel's operand."""
@@ -31,17 +32,21 @@ class UnsafeProgramError(RuntimeError):
     """A compiled program that would compute something else than its source says."""
 
 
-def compile_checked(lowered: jax.stages.Lowered, options: dict[str, Any]) -> jax.stages.Compiled:
+def compile_checked(
+    lowered: jax.stages.Lowered, options: dict[str, Any], device: jax.Device
+) -> jax.stages.Compiled:
     """Compile, and refuse a program with a stale read or an unaligned kernel operand.
 
     Args:
         lowered: What to compile.
         options: Of the compiler, as `jax.stages.Lowered.compile` takes them.
+        device: One of those it is for.
 
     Raises:
         UnsafeProgramError: Naming what is wrong in the optimised program.
     """
     verify_kept_programs()
+    compile_kernels(share_kernels(lowered), device)
     compiled = lowered.compile(options)
     check_program(compiled.as_text() or "")
     return compiled
@@ -72,7 +77,8 @@ class CheckedJit:
         key = tree, tuple((x.shape, x.dtype, x.sharding) for x in leaves)
         if key not in self._programs:
             lowered = self._jitted.lower(*operands)
-            self._programs[key] = compile_checked(lowered, self._options)
+            device = min(leaves[0].sharding.device_set, key=lambda device: device.id)
+            self._programs[key] = compile_checked(lowered, self._options, device)
         return self._programs[key](*operands)
 
 
