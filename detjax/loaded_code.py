@@ -6,7 +6,6 @@ notebook has set, a function that a test has replaced, a file that was edited af
 What depends on the code that runs, as a kept executable does, needs this hash beside that one.
 """
 
-import ast
 import dataclasses
 import enum
 import functools
@@ -20,7 +19,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,18 +60,28 @@ def reached_modules(root: str) -> tuple[str, ...]:
     while todo:
         name = todo.pop()
         path = _file(name)
-        if name in names or path is None:
-            continue
-        names.add(name)
-        for node in ast.walk(ast.parse(path.read_bytes())):
-            if isinstance(node, ast.Import):
-                found = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom) and node.module:
-                found = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-            else:
-                continue
-            todo += [name for name in found if name.startswith(f"{PACKAGE}.")]
+        if name not in names and path is not None:
+            names.add(name)
+            todo += _imported(path.read_text())
     return tuple(sorted(names))
+
+
+_IMPORT = re.compile(
+    rf"^[ \t]*(?:import[ \t]+(?P<module>{PACKAGE}[.\w]*)"
+    rf"|from[ \t]+(?P<source>{PACKAGE}[.\w]*)[ \t]+import[ \t]+(?P<names>\([^)]*\)|.*))",
+    re.MULTILINE,
+)
+
+
+def _imported(text: str) -> Iterator[str]:
+    """Names that may be modules of this package which a source imports.
+
+    WHY: Python's own parser takes half a second for what a start asks.
+    """
+    for found in _IMPORT.finditer(text):
+        names = [found["module"] or found["source"]]
+        names += [f"{found['source']}.{name}" for name in re.findall(r"\w+", found["names"] or "")]
+        yield from (name for name in names if name.startswith(f"{PACKAGE}."))
 
 
 def _file(module: str) -> Path | None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The hash of loaded code: the same in every process that runs the same, another otherwise."""
 
+import ast
 import functools
 import logging
 import os
@@ -8,7 +9,9 @@ import subprocess
 import sys
 import threading
 import types
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +20,8 @@ import pytest
 from detjax import loaded_code, source
 from detjax.loaded_code import UnknownCodeError, loaded_code_hash, reached_modules
 
+PACKAGE_FOLDER = Path(loaded_code.__file__).parent
+PACKAGE_FILES = [path.relative_to(PACKAGE_FOLDER) for path in PACKAGE_FOLDER.rglob("*.py")]
 ROOT = "detjax.kept_programs"
 PROGRAMS = "detjax.serving.programs"
 
@@ -58,6 +63,38 @@ def test_the_modules_are_those_that_are_reached():
     assert {"detjax.pallas_kernels.backend", "detjax.models.decoder"} <= set(reached)
     assert "detjax.server" not in reached
     assert not [name for name in reached if name.startswith("detjax.cli")]
+
+
+def parsed_imports(text: str) -> set[str]:
+    """What `_imported` gives, by Python's own parser."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return {name for name in names if name.startswith("detjax.")}
+
+
+def modules_in(names: Iterable[str]) -> set[str]:
+    return {name for name in names if loaded_code._file(name)}
+
+
+@pytest.mark.parametrize("file", sorted(PACKAGE_FILES), ids=str)
+def test_every_import_of_the_package_is_found(file):
+    text = (PACKAGE_FOLDER / file).read_text()
+    assert modules_in(loaded_code._imported(text)) == modules_in(parsed_imports(text))
+
+
+def test_imports_of_every_form_are_found():
+    text = (
+        "import detjax.numerics\n"
+        "def f():\n    from detjax.models import (\n        decoder,  # the model\n"
+        "        layers as other,\n    )\n"
+        "from detjax import donation, source\nimport jax\nfrom jax import numpy\n"
+    )
+    found = modules_in(loaded_code._imported(text))
+    assert found == modules_in(parsed_imports(text)) and len(found) == 6
 
 
 def other_code(function: types.FunctionType) -> types.FunctionType:
