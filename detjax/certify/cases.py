@@ -112,7 +112,7 @@ def program_cases(subject: Subject) -> Iterator[Outcome]:
 
     name = "every compiled program, on a full cache"
     found = timed("path-consistent", name, run, round_idx=0)
-    name += f"; checks took {checked_s:.1f} s"
+    name += f"; checks ended {checked_s:.1f} s after compiling"
     yield dataclasses.replace(found, case=name, cause=cause)
 
 

@@ -104,7 +104,7 @@ class EngineStats:
         dispatch_s: Calling programs and starting the copies of their results, in a thread beside
             all these. Near the time of all steps, this is what limits.
         commit_s: Host: reading results and telling consumers.
-        self_check_s: Host: checking programs when they were compiled.
+        self_check_s: Host: checking programs, as far as it took longer than to compile them.
         num_self_checked: Programs that were.
         num_self_unchecked: Canonical programs that run and were not, as no page was idle.
         recheck_s: Host: checking answers again by prefill, while there was nothing else to do.

@@ -462,16 +462,21 @@ class ModelRunner:
         )
         missing = [key for key in keys if key not in self.programs]
         begin_s = time.perf_counter()
-        with ThreadPoolExecutor(max_workers=max(4, os.cpu_count() or 1)) as pool:
-            futures = {key: pool.submit(self._get, key) for key in missing}
+        with ThreadPoolExecutor(max_workers=1 + max(4, os.cpu_count() or 1)) as pool:
             if self._config.self_check != "off":
                 cache = pages_shape(self._model, self.programs.num_pages)
                 pool.submit(checksum_program, self._model.mesh, cache.shape, cache.dtype)
+            # Each program is checked when it is there, while others are still compiled.
+            checking = pool.submit(self._check_new, keys)
+            futures = {key: pool.submit(self._get, key) for key in missing}
             for done, (key, future) in enumerate(futures.items(), start=1):
                 future.result()
                 progress(key.name, done, len(missing))
-        self._count_compiled(len(missing), begin_s)
-        self._check_new(keys)
+            self._count_compiled(len(missing), begin_s)
+            begin_s = time.perf_counter()
+            has_checked = checking.result()
+        if has_checked:
+            self._note_checking(len(keys), begin_s)
 
     def _get(self, key: ProgramKey) -> Callable:
         return self.programs.get(key, self._params_of(key))
@@ -484,7 +489,9 @@ class ModelRunner:
             begin_s = time.perf_counter()
             self._get(key)
             self._count_compiled(1, begin_s)
-        self._check_new((key,))
+        begin_s = time.perf_counter()
+        if self._check_new((key,)):
+            self._note_checking(1, begin_s)
         return self._get(key)
 
     def _count_compiled(self, count: int, begin_s: float) -> None:
@@ -496,15 +503,18 @@ class ModelRunner:
 
     # ------------------------------------------------------------------------------------- checking
 
-    def _check_new(self, keys: abc.Sequence[ProgramKey]) -> None:
-        """Compare the programs among these that make a claim with prefill, once each."""
+    def _check_new(self, keys: abc.Sequence[ProgramKey]) -> bool:
+        """Compare the programs among these that make a claim with prefill, once each.
+
+        Waits for those that are still compiled.
+
+        Returns:
+            Whether there were any.
+        """
         if self._config.self_check == "off":
-            return
+            return False
         checked = self.programs.checked
         new = [key for key in keys if key not in checked and is_checkable(key)]
-        if not new:
-            return
-        begin_s = time.perf_counter()
         for variant in dict.fromkeys((key.num_top, key.with_filters) for key in new):
             some = [key for key in new if (key.num_top, key.with_filters) == variant]
             reference = self._reference_key(some)
@@ -517,13 +527,16 @@ class ModelRunner:
             checked.update(done)
             self._claim.note(found)
         self._stats.num_self_checked += sum(key in checked for key in new)
-        self._stats.num_self_unchecked = sum(
-            is_checkable(key) and key not in checked for key in self.programs
-        )
+        return bool(new)
+
+    def _note_checking(self, count: int, begin_s: float) -> None:
         end_s = time.perf_counter()
+        self._stats.num_self_unchecked = sum(
+            is_checkable(key) and key not in self.programs.checked for key in self.programs
+        )
         self._stats.self_check_s += end_s - begin_s
         self._pauses.add(begin_s, end_s)
-        self._trace.span(trace.HOST, "self-check", begin_s, end_s, programs=len(new))
+        self._trace.span(trace.HOST, "self-check", begin_s, end_s, programs=count)
 
     def _reference_key(self, keys: abc.Sequence[ProgramKey]) -> ProgramKey:
         """The prefill of one sequence with what these programs report, or the smallest there is."""
@@ -532,12 +545,12 @@ class ModelRunner:
         alike = dataclasses.replace(
             keys[0], kind="prefill", rows=rows, length=length, table_len=config.table_len
         )
-        compiled = (
+        known = (
             key
-            for key in self.programs
+            for key in (*self.programs, *keys)
             if dataclasses.replace(key, rows=rows, length=length) == alike
         )
-        return min(compiled, key=lambda key: (key.rows, key.length), default=alike)
+        return min(known, key=lambda key: (key.rows, key.length), default=alike)
 
     def _idle(self) -> np.ndarray:
         """Pages that nobody holds, int32 [dp, m]."""

@@ -7,6 +7,7 @@ Each fault is planted in what a decode or verify program is traced from; prefill
 import asyncio
 import dataclasses
 import json
+import threading
 from functools import cache, partial
 
 import jax.numpy as jnp
@@ -230,6 +231,29 @@ def test_no_fault_no_difference_and_the_same_bits(evidence):
     assert without.stats().num_self_checked == without.stats().self_check_s == 0
     assert stats.prefill_tokens == without.stats().prefill_tokens
     assert not evidence.exists() and checked.self_check_error == ""
+
+
+def test_a_start_checks_what_is_there_while_others_compile(evidence, monkeypatch):
+    made, has_checked = make_engine(decode_lens=(128,)), threading.Event()
+    run_aside, compile_plain = made._runner.run_aside, made.programs._compile
+    waited: list[bool] = []
+
+    def runs(key, *operands):
+        result = run_aside(key, *operands)
+        has_checked.set()
+        return result
+
+    def compiles(key, params):
+        if key.kind == "decode" and key.table_len > 1:
+            waited.append(has_checked.wait(120))
+        return compile_plain(key, params)
+
+    monkeypatch.setattr(made._runner, "run_aside", runs)
+    monkeypatch.setattr(made.programs, "_compile", compiles)
+    made.compile()
+    assert waited and all(waited)
+    assert made.programs.checked == {key for key in made.programs if key.mode == "invariant"}
+    assert made.self_check_error == ""
 
 
 @pytest.mark.slow
