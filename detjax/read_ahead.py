@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a start will need, read while it is still busy with something else.
 
-Jaxlib compiles the Mosaic kernels of an executable when that is read, one kernel at a time in a
-process. So an executable takes a quarter of a second to read on a GPU, and a start has as many as
-its configuration has programs. Which they are, an earlier start has written down.
+XLA unpacks an executable that is read and prints each of its instructions, with the bytecode of its
+kernel. So an executable takes a quarter of a second of one core, and a start has as many as its
+configuration has programs. Which they are, an earlier start has written down.
 """
 
 import atexit
@@ -17,7 +17,7 @@ from typing import Any
 from detjax.kept_programs import VerifiedCache
 
 NUM_THREADS = 4
-"""That read at once: what kernels do not take is parsing, which several can do."""
+"""That read at once, beside those that read weights."""
 
 
 class ReadAhead:

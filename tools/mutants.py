@@ -488,6 +488,30 @@ MUTANTS = (
         tests=("tests/test_kept_executables.py::test_of_gpus_only_one_has_a_folder",),
     ),
     Mutant(
+        name="counted-kernels",
+        fault="the count of the process stays in a kernel, so each program compiles its own",
+        edits=(
+            Edit(
+                where="detjax/mosaic_kernels.py",
+                old="        del kernel.operation.attributes[_DUMP_NAME]\n",
+                new="        pass\n",
+            ),
+        ),
+        tests=("tests/test_mosaic_kernels.py::test_programs_share_what_computes_the_same",),
+    ),
+    Mutant(
+        name="kernels-not-waited-for",
+        fault="a program is compiled while others are still at its kernels",
+        edits=(
+            Edit(
+                where="detjax/mosaic_kernels.py",
+                old="        wait(waited_for)\n",
+                new="        wait(waited_for[:0])\n",
+            ),
+        ),
+        tests=("tests/test_mosaic_kernels.py::test_each_kernel_is_compiled_once_and_waited_for",),
+    ),
+    Mutant(
         name="unproven-ranks",
         fault="more ranks exchange in their products than have been seen to",
         edits=(
