@@ -90,12 +90,15 @@ def compile_kernels(kernels: dict[bytes, bytes], device: jax.Device) -> None:
     """Have jaxlib compile kernels several at a time, and wait until it has them.
 
     It keeps them for all programs of the process. One that cannot be compiled is left to its
-    program, whose compilation says why.
+    program, whose compilation says why. In a job of several processes all are: there the compiler
+    of a process may wait for the others, and nothing has shown that it does not here.
 
     Args:
         kernels: As `share_kernels` gives them.
         device: A GPU like those that will run them; nothing runs there.
     """
+    if jax.process_count() > 1:
+        return
 
     def compile_one(program: bytes) -> None:
         device.client.compile_and_load(
