@@ -62,7 +62,7 @@ def reached_modules(root: str) -> tuple[str, ...]:
         path = _file(name)
         if name not in names and path is not None:
             names.add(name)
-            todo += _imported(path.read_text())
+            todo += _imported(path.read_text(encoding="utf-8"))
     return tuple(sorted(names))
 
 

@@ -82,7 +82,7 @@ def modules_in(names: Iterable[str]) -> set[str]:
 
 @pytest.mark.parametrize("file", sorted(PACKAGE_FILES), ids=str)
 def test_every_import_of_the_package_is_found(file):
-    text = (PACKAGE_FOLDER / file).read_text()
+    text = (PACKAGE_FOLDER / file).read_text(encoding="utf-8")
     assert modules_in(loaded_code._imported(text)) == modules_in(parsed_imports(text))
 
 

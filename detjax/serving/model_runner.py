@@ -474,9 +474,8 @@ class ModelRunner:
                 progress(key.name, done, len(missing))
             self._count_compiled(len(missing), begin_s)
             begin_s = time.perf_counter()
-            has_checked = checking.result()
-        if has_checked:
-            self._note_checking(len(keys), begin_s)
+            num_checked = checking.result()
+        self._note_checking(num_checked, begin_s)
 
     def _get(self, key: ProgramKey) -> Callable:
         return self.programs.get(key, self._params_of(key))
@@ -490,8 +489,7 @@ class ModelRunner:
             self._get(key)
             self._count_compiled(1, begin_s)
         begin_s = time.perf_counter()
-        if self._check_new((key,)):
-            self._note_checking(1, begin_s)
+        self._note_checking(self._check_new((key,)), begin_s)
         return self._get(key)
 
     def _count_compiled(self, count: int, begin_s: float) -> None:
@@ -503,16 +501,16 @@ class ModelRunner:
 
     # ------------------------------------------------------------------------------------- checking
 
-    def _check_new(self, keys: abc.Sequence[ProgramKey]) -> bool:
+    def _check_new(self, keys: abc.Sequence[ProgramKey]) -> int:
         """Compare the programs among these that make a claim with prefill, once each.
 
         Waits for those that are still compiled.
 
         Returns:
-            Whether there were any.
+            How many there were.
         """
         if self._config.self_check == "off":
-            return False
+            return 0
         checked = self.programs.checked
         new = [key for key in keys if key not in checked and is_checkable(key)]
         for variant in dict.fromkeys((key.num_top, key.with_filters) for key in new):
@@ -527,9 +525,11 @@ class ModelRunner:
             checked.update(done)
             self._claim.note(found)
         self._stats.num_self_checked += sum(key in checked for key in new)
-        return bool(new)
+        return len(new)
 
     def _note_checking(self, count: int, begin_s: float) -> None:
+        if not count:
+            return
         end_s = time.perf_counter()
         self._stats.num_self_unchecked = sum(
             is_checkable(key) and key not in self.programs.checked for key in self.programs
