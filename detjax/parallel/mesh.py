@@ -15,15 +15,18 @@ MAX_VIRTUAL_DEVICES = 1024
 def configure_virtual_devices(count: int) -> None:
     """Let the CPU appear as `count` devices; call before anything else touches JAX's devices.
 
+    Where JAX has already started and has found GPUs, the CPU stays as it is: `make_mesh` counts
+    the devices of the platform that will run.
+
     Raises:
-        ValueError: If JAX has already started with fewer devices.
+        ValueError: If JAX has already started with fewer devices, and without a GPU.
     """
     if not 1 <= count <= MAX_VIRTUAL_DEVICES:
         raise ValueError(f"{count=} devices must be in [1, {MAX_VIRTUAL_DEVICES}]")
     try:
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError as error:
-        if len(jax.devices("cpu")) < count:
+        if jax.default_backend() == "cpu" and len(jax.devices("cpu")) < count:
             raise ValueError(
                 f"dp * tp needs {count} devices, but JAX has already started with "
                 f"{len(jax.devices('cpu'))}; set the mesh before using any array"

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The mesh, and what does not fit on it."""
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -34,6 +35,15 @@ def test_too_late_for_more_devices():
     configure_virtual_devices(8)
     with pytest.raises(ValueError, match="JAX has already started with 8"):
         configure_virtual_devices(16)
+
+
+def test_a_machine_with_gpus_needs_no_virtual_devices(monkeypatch):
+    """A notebook may look at its devices before it asks for a mesh of two."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    configure_virtual_devices(16)
+    assert len(jax.devices("cpu")) < 16
+    with pytest.raises(ValueError, match="needs 16 devices"):
+        make_mesh(1, 16, platform="cpu")
 
 
 @pytest.mark.parametrize(
