@@ -9,7 +9,7 @@ that pass, and whatever was compiled is read once more here, as scheduled.
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,20 +33,20 @@ class UnsafeProgramError(RuntimeError):
 
 
 def compile_checked(
-    lowered: jax.stages.Lowered, options: dict[str, Any], device: jax.Device
+    lowered: jax.stages.Lowered, options: dict[str, Any], devices: Collection[jax.Device]
 ) -> jax.stages.Compiled:
     """Compile, and refuse a program with a stale read or an unaligned kernel operand.
 
     Args:
         lowered: What to compile.
         options: Of the compiler, as `jax.stages.Lowered.compile` takes them.
-        device: One of those it is for.
+        devices: That it is for.
 
     Raises:
         UnsafeProgramError: Naming what is wrong in the optimised program.
     """
     verify_kept_programs()
-    compile_kernels(share_kernels(lowered), device)
+    compile_kernels(share_kernels(lowered), devices)
     compiled = lowered.compile(options)
     check_program(compiled.as_text() or "")
     return compiled
@@ -77,8 +77,8 @@ class CheckedJit:
         key = tree, tuple((x.shape, x.dtype, x.sharding) for x in leaves)
         if key not in self._programs:
             lowered = self._jitted.lower(*operands)
-            device = min(leaves[0].sharding.device_set, key=lambda device: device.id)
-            self._programs[key] = compile_checked(lowered, self._options, device)
+            devices = leaves[0].sharding.device_set
+            self._programs[key] = compile_checked(lowered, self._options, devices)
         return self._programs[key](*operands)
 
 

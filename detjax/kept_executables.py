@@ -76,7 +76,7 @@ def compile_or_read(
     """
     folder = _folder_for(devices)
     if folder is None:
-        return compile_checked(lower(), options, devices[0])
+        return compile_checked(lower(), options, devices)
 
     def name() -> str | None:
         try:
@@ -88,7 +88,7 @@ def compile_or_read(
 
     before = name()
     if before is None:
-        return compile_checked(lower(), options, devices[0])
+        return compile_checked(lower(), options, devices)
     ahead = _ahead().get(tuple(devices))
     found = None if ahead is None else ahead.take(before)
     if found is not None:
@@ -102,7 +102,7 @@ def compile_or_read(
         return found
     # JAX would keep it too, under a hash of what it is lowered to.
     with jax_config.persistent_cache_min_compile_time_secs(float("inf")):
-        compiled = compile_checked(lower(), options, devices[0])
+        compiled = compile_checked(lower(), options, devices)
     if name() == before:
         _keep(folder, before, compiled)
         LOG.debug("kept %s", before)

@@ -14,7 +14,7 @@ import hashlib
 import io
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -86,19 +86,21 @@ def _program_of(call: ir.Operation) -> bytes:
     return written.getvalue()
 
 
-def compile_kernels(kernels: dict[bytes, bytes], device: jax.Device) -> None:
+def compile_kernels(kernels: dict[bytes, bytes], devices: Collection[jax.Device]) -> None:
     """Have jaxlib compile kernels several at a time, and wait until it has them.
 
     It keeps them for all programs of the process. One that cannot be compiled is left to its
-    program, whose compilation says why. In a job of several processes all are: there the compiler
-    of a process may wait for the others, and nothing has shown that it does not here.
+    program, whose compilation says why. Of a program for several devices all are: nothing has
+    shown yet that kernels may be compiled alone while such programs run, and JAX's cache may have
+    it compiled already.
 
     Args:
         kernels: As `share_kernels` gives them.
-        device: A GPU like those that will run them; nothing runs there.
+        devices: That their program is for; nothing runs there.
     """
-    if jax.process_count() > 1:
+    if len(devices) > 1:
         return
+    (device,) = devices
 
     def compile_one(program: bytes) -> None:
         device.client.compile_and_load(

@@ -152,9 +152,9 @@ def test_what_changes_while_it_is_compiled_is_not_kept(of_build, monkeypatch):
     step = Step()
     plain = kept_executables.compile_checked
 
-    def compile_and_change(lowered, options, device):
+    def compile_and_change(lowered, options, devices):
         monkeypatch.setattr(ngram, "LONGEST", 20)
-        return plain(lowered, options, device)
+        return plain(lowered, options, devices)
 
     monkeypatch.setattr(kept_executables, "compile_checked", compile_and_change)
     step.compiled()

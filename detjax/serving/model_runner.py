@@ -461,20 +461,23 @@ class ModelRunner:
             num_prompt_tops=(None, *num_tops) if with_prompt_logprobs else (None,),
         )
         missing = [key for key in keys if key not in self.programs]
+        # Of several GPUs nothing has shown yet that programs may run while others are compiled.
+        mesh = self._model.mesh
+        checks_early = mesh.size == 1 or self._model.backend.platform == "cpu"
         begin_s = time.perf_counter()
         with ThreadPoolExecutor(max_workers=1 + max(4, os.cpu_count() or 1)) as pool:
             if self._config.self_check != "off":
                 cache = pages_shape(self._model, self.programs.num_pages)
-                pool.submit(checksum_program, self._model.mesh, cache.shape, cache.dtype)
+                pool.submit(checksum_program, mesh, cache.shape, cache.dtype)
             # Each program is checked when it is there, while others are still compiled.
-            checking = pool.submit(self._check_new, keys)
+            checking = pool.submit(self._check_new, keys) if checks_early else None
             futures = {key: pool.submit(self._get, key) for key in missing}
             for done, (key, future) in enumerate(futures.items(), start=1):
                 future.result()
                 progress(key.name, done, len(missing))
             self._count_compiled(len(missing), begin_s)
             begin_s = time.perf_counter()
-            num_checked = checking.result()
+            num_checked = self._check_new(keys) if checking is None else checking.result()
         self._note_checking(num_checked, begin_s)
 
     def _get(self, key: ProgramKey) -> Callable:
