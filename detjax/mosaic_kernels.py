@@ -90,17 +90,13 @@ def compile_kernels(kernels: dict[bytes, bytes], devices: Collection[jax.Device]
     """Have jaxlib compile kernels several at a time, and wait until it has them.
 
     It keeps them for all programs of the process. One that cannot be compiled is left to its
-    program, whose compilation says why. Of a program for several devices all are: nothing has
-    shown yet that kernels may be compiled alone while such programs run, and JAX's cache may have
-    it compiled already.
+    program, whose compilation says why.
 
     Args:
         kernels: As `share_kernels` gives them.
-        devices: That their program is for; nothing runs there.
+        devices: That their program is for, all of one kind; nothing runs there.
     """
-    if len(devices) > 1:
-        return
-    (device,) = devices
+    device = next(iter(devices))
 
     def compile_one(program: bytes) -> None:
         device.client.compile_and_load(

@@ -476,18 +476,6 @@ MUTANTS = (
         tests=("tests/test_kept_executables.py::test_a_constant_that_was_set_counts",),
     ),
     Mutant(
-        name="kept-of-several-gpus",
-        fault="executables of several GPUs are read, which nothing has shown to communicate",
-        edits=(
-            Edit(
-                where="detjax/kept_executables.py",
-                old="    return num_devices == 1 or",
-                new="    return num_devices <= 8 or",
-            ),
-        ),
-        tests=("tests/test_kept_executables.py::test_of_gpus_only_one_has_a_folder",),
-    ),
-    Mutant(
         name="counted-kernels",
         fault="the count of the process stays in a kernel, so each program compiles its own",
         edits=(
