@@ -476,6 +476,20 @@ MUTANTS = (
         tests=("tests/test_kept_executables.py::test_a_constant_that_was_set_counts",),
     ),
     Mutant(
+        name="compiled-in-another-order",
+        fault="a check waits for programs that are compiled last",
+        edits=(
+            Edit(
+                where="detjax/serving/model_runner.py",
+                old="for key in self._as_checked(keys) if",
+                new="for key in keys if",
+            ),
+        ),
+        tests=(
+            "tests/serving/test_self_check.py::test_a_start_compiles_in_the_order_of_the_check",
+        ),
+    ),
+    Mutant(
         name="counted-kernels",
         fault="the count of the process stays in a kernel, so each program compiles its own",
         edits=(

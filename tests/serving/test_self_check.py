@@ -8,6 +8,7 @@ import asyncio
 import dataclasses
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ import detjax.serving.sampling as sampling
 from detjax.models.config import ModelConfig
 from detjax.models.loading import LoadedModel
 from detjax.pallas_kernels.fixed_blocks import round_to
+from detjax.serving import model_runner
 from detjax.serving.async_engine import AsyncEngine
 from detjax.serving.config import EngineConfig
 from detjax.serving.engine import Engine
@@ -31,6 +33,7 @@ from detjax.serving.request import Completion, FinishReason, Request, SamplingPa
 from detjax.serving.self_check import program_check, recheck
 from detjax.serving.self_check.evidence import FOLDER_VARIABLE
 from detjax.serving.self_check.probes import make_probes, place_probes
+from detjax.serving.self_check.session import Session
 from detjax.testing.dummies import dummy_config, dummy_model
 
 MAX_LEN = 768
@@ -254,6 +257,34 @@ def test_a_start_checks_what_is_there_while_others_compile(evidence, monkeypatch
     assert waited and all(waited)
     assert made.programs.checked == {key for key in made.programs if key.mode == "invariant"}
     assert made.self_check_error == ""
+
+
+def test_a_start_compiles_in_the_order_of_the_check(evidence, monkeypatch):
+    """So no check waits for a program that is behind others in the queue."""
+    made = make_engine(decode_lens=(128, 256), decode_batches=(1, 2))
+    asked, checked = [], []
+
+    class Pool(ThreadPoolExecutor):
+        def submit(self, fn, *args, **kwargs):
+            if args and isinstance(args[0], ProgramKey):
+                asked.append(args[0])
+            return super().submit(fn, *args, **kwargs)
+
+    check = Session.check
+    monkeypatch.setattr(model_runner, "ThreadPoolExecutor", Pool)
+    monkeypatch.setattr(
+        Session, "check", lambda self, key, *rest: (checked.append(key), check(self, key, *rest))[1]
+    )
+    made.compile(num_top_logprobs=4)
+    assert len({key.table_len for key in asked}) > 1 and len({key.num_top for key in asked}) == 2
+    assert {key.kind for key in asked} == {"prefill", "decode"}
+    first_checks = list(dict.fromkeys(checked))
+    for num_top in (0, 4):
+        reference, *others = [key for key in asked if key.num_top == num_top]
+        of_check = [key for key in first_checks if key.num_top == num_top]
+        assert reference.kind == "prefill"
+        assert others == [key for key in of_check if key != reference]
+    assert made.programs.checked == set(asked)
 
 
 @pytest.mark.slow

@@ -27,6 +27,12 @@ def is_checkable(key: ProgramKey) -> bool:
     return key.mode == "invariant" and key.weights == "full" and is_plain
 
 
+def rank_in_check(key: ProgramKey) -> tuple[int, int]:
+    """By what programs are sorted for a check."""
+    # WHY: fewer new tokens first: what a longer program writes lies behind what a shorter one does.
+    return num_tokens(key), key.table_len
+
+
 def check_programs(
     model: LoadedModel,
     config: ReplicaConfig,
@@ -47,8 +53,7 @@ def check_programs(
         The programs that were checked (those for whose probes there are pages), and what differed.
     """
     checked, found = [], []
-    # WHY: fewer new tokens first: what a longer program writes lies behind what a shorter one does.
-    in_order = sorted(keys, key=lambda key: (num_tokens(key), key.table_len))
+    in_order = sorted(keys, key=rank_in_check)
     positions, probes = _probes_of_tables(
         model, config, in_order, is_filtered=reference.with_filters
     )
