@@ -60,7 +60,8 @@ def compile_or_read(
 ) -> jax.stages.Compiled:
     """Return the executable that an earlier process has kept, or lower and compile, and keep it.
 
-    Programs are kept where one process has all devices.
+    Programs are kept where one process has all devices, and of at most two GPUs: no more have read
+    any.
 
     Args:
         lower: Traces and lowers the program.
@@ -73,7 +74,7 @@ def compile_or_read(
     Raises:
         UnsafeProgramError: As `compile_checked`. What was kept was checked before.
     """
-    folder = _folder()
+    folder = _folder_for(devices)
     if folder is None:
         return compile_checked(lower(), options, devices)
 
@@ -111,9 +112,15 @@ def compile_or_read(
     return compiled
 
 
-def _folder() -> VerifiedCache | None:
-    """Where executables are kept; None if they are not: of several processes nobody has."""
-    return opened_folder() if jax.process_count() == 1 else None
+def _folder_for(devices: Sequence[jax.Device]) -> VerifiedCache | None:
+    """Where executables of these devices are kept; None if they are not."""
+    is_proven = _is_proven(len(devices), devices[0].platform) and jax.process_count() == 1
+    return opened_folder() if is_proven else None
+
+
+def _is_proven(num_devices: int, platform: str) -> bool:
+    """Whether executables of so many devices have been read and have communicated."""
+    return num_devices <= 2 or platform == "cpu"
 
 
 def read_ahead(devices: Sequence[jax.Device], *, root: str, asked_of: Sequence[Any]) -> None:
@@ -124,7 +131,7 @@ def read_ahead(devices: Sequence[jax.Device], *, root: str, asked_of: Sequence[A
         root: Name of the module that asks.
         asked_of: What the process starts: a model, and how it runs.
     """
-    folder = _folder()
+    folder = _folder_for(devices)
     earlier = _ahead().pop(tuple(devices), None)
     if earlier is not None:
         earlier.stop()

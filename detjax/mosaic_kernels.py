@@ -90,12 +90,15 @@ def compile_kernels(kernels: dict[bytes, bytes], devices: Collection[jax.Device]
     """Have jaxlib compile kernels several at a time, and wait until it has them.
 
     It keeps them for all programs of the process. One that cannot be compiled is left to its
-    program, whose compilation says why.
+    program, whose compilation says why. In a job of several processes all are: the device may be
+    another process's, and compilers may wait for one another.
 
     Args:
         kernels: As `share_kernels` gives them.
         devices: That their program is for, all of one kind; nothing runs there.
     """
+    if jax.process_count() > 1:
+        return
     device = next(iter(devices))
 
     def compile_one(program: bytes) -> None:

@@ -225,6 +225,18 @@ def test_nothing_is_kept_by_several_processes(of_build, monkeypatch):
     assert not kept(of_build)
 
 
+def test_of_gpus_at_most_two_have_a_folder():
+    assert kept_executables._is_proven(2, "gpu")
+    assert not kept_executables._is_proven(4, "gpu")
+    assert kept_executables._is_proven(4, "cpu")
+
+
+def test_what_is_not_proven_is_not_kept(of_build, monkeypatch):
+    monkeypatch.setattr(kept_executables, "_is_proven", lambda num_devices, platform: False)
+    Step().compiled()
+    assert not kept(of_build)
+
+
 class Question:
     """Whether kernels take something, which takes long to find."""
 
