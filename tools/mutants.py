@@ -476,6 +476,18 @@ MUTANTS = (
         tests=("tests/test_kept_executables.py::test_a_constant_that_was_set_counts",),
     ),
     Mutant(
+        name="kept-of-many-gpus",
+        fault="executables of four GPUs are read, which none have run",
+        edits=(
+            Edit(
+                where="detjax/kept_executables.py",
+                old="    return num_devices <= 2 or",
+                new="    return num_devices <= 8 or",
+            ),
+        ),
+        tests=("tests/test_kept_executables.py::test_of_gpus_at_most_two_have_a_folder",),
+    ),
+    Mutant(
         name="compiled-in-another-order",
         fault="a check waits for programs that are compiled last",
         edits=(
