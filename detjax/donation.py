@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from detjax.kept_programs import verify_kept_programs
-from detjax.mosaic_kernels import compile_kernels, share_kernels
+from detjax.mosaic_kernels import compile_kernels, drop_bytecode, share_kernels
 
 ALIGNMENT_BYTES = 256
 """What XLA and Mosaic GPU ask of the address of a kernel's operand."""
@@ -46,7 +46,7 @@ def compile_checked(
         UnsafeProgramError: Naming what is wrong in the optimised program.
     """
     verify_kept_programs()
-    compile_kernels(share_kernels(lowered), devices)
+    drop_bytecode(lowered, compile_kernels(share_kernels(lowered), devices))
     compiled = lowered.compile(options)
     check_program(compiled.as_text() or "")
     return compiled

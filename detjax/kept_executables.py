@@ -57,6 +57,7 @@ def compile_or_read(
     devices: Sequence[jax.Device],
     root: str,
     traced_from: Sequence[Any],
+    asked: int | None = None,
 ) -> jax.stages.Compiled:
     """Return the executable that an earlier process has kept, or lower and compile, and keep it.
 
@@ -70,6 +71,8 @@ def compile_or_read(
         devices: Where the program runs.
         root: Name of the module that the program is traced from.
         traced_from: Whatever else the program depends on.
+        asked: A moment (`loaded_code.this_moment`) since which the program is wanted, so that those
+            of one request share a hash of the code; that of the call if None.
 
     Raises:
         UnsafeProgramError: As `compile_checked`. What was kept was checked before.
@@ -78,15 +81,15 @@ def compile_or_read(
     if folder is None:
         return compile_checked(lower(), options, devices)
 
-    def name() -> str | None:
+    def name(asked: int | None) -> str | None:
         try:
             described = [*_described_operands(operands), *map(_described_device, devices)]
-            return _name("executable", root, (options, *traced_from), described)
+            return _name("executable", root, (options, *traced_from), described, asked)
         except UnknownCodeError as error:
             LOG.debug("not kept: %s", error)
             return None
 
-    before = name()
+    before = name(asked)
     if before is None:
         return compile_checked(lower(), options, devices)
     ahead = _ahead().get(tuple(devices))
@@ -103,7 +106,7 @@ def compile_or_read(
     # JAX would keep it too, under a hash of what it is lowered to.
     with jax_config.persistent_cache_min_compile_time_secs(float("inf")):
         compiled = compile_checked(lower(), options, devices)
-    if name() == before:
+    if name(None) == before:
         _keep(folder, before, compiled)
         LOG.debug("kept %s", before)
         _note(ahead, folder, before)
@@ -192,7 +195,13 @@ def find_or_ask(ask: Callable[[], str | None], *, root: str, asked_of: Sequence[
     return answer
 
 
-def _name(kind: str, root: str, made_from: Sequence[Any], described: Sequence[str]) -> str:
+def _name(
+    kind: str,
+    root: str,
+    made_from: Sequence[Any],
+    described: Sequence[str],
+    asked: int | None = None,
+) -> str:
     """Name what is kept by what it is made from.
 
     Raises:
@@ -200,7 +209,7 @@ def _name(kind: str, root: str, made_from: Sequence[Any], described: Sequence[st
     """
     parts = [
         compile_key(),
-        loaded_code_hash(root, *made_from),
+        loaded_code_hash(root, *made_from, asked=asked),
         sys.version,
         f"numpy {np.__version__}, ml_dtypes {ml_dtypes.__version__}",
         *(f"{name}={value}" for name, value in sorted(os.environ.items()) if _is_read(name)),

@@ -90,7 +90,12 @@ def _file(module: str) -> Path | None:
     return next((file for file in files if file.exists()), None)
 
 
-def loaded_code_hash(root: str, *values: Any) -> str:
+def this_moment() -> int:
+    """A moment, for those who ask `loaded_code_hash` several times for one request."""
+    return _module_hashes().moment()
+
+
+def loaded_code_hash(root: str, *values: Any, asked: int | None = None) -> str:
     """Hash what a module and the modules that it reaches hold now, and some values.
 
     Functions count by their bytecode, defaults and closures; classes by what they define; other
@@ -100,6 +105,8 @@ def loaded_code_hash(root: str, *values: Any) -> str:
     Args:
         root: Name of a module of this package.
         values: Whatever else should count.
+        asked: A moment, as `this_moment` gives it; modules count as they were at some time after
+            it. Now if None.
 
     Returns:
         64 hexadecimal digits; the same in every process that has loaded the same.
@@ -109,7 +116,7 @@ def loaded_code_hash(root: str, *values: Any) -> str:
             process, such as a function from outside the package.
     """
     walk = _Walk(reached_modules(root))
-    walk.add(_module_hashes().get(root), "the modules")
+    walk.add(_module_hashes().get(root, asked), "the modules")
     for value in values:
         walk.add(value, "an argument")
     return walk.total.hexdigest()
@@ -123,16 +130,19 @@ class _ModuleHashes:
         self._walking = threading.Lock()
         self._last: dict[str, tuple[int, str]] = {}
 
-    def get(self, root: str) -> str:
-        """Hash what the modules hold at some time after the call.
+    def moment(self) -> int:
+        return next(self._moments)
+
+    def get(self, root: str, asked: int | None) -> str:
+        """Hash what the modules hold at some time after a moment, by default that of the call.
 
         Threads that ask while another walks share the walk that begins when it is done.
         """
-        asked = next(self._moments)
+        asked = self.moment() if asked is None else asked
         with self._walking:
             if root in self._last and self._last[root][0] > asked:
                 return self._last[root][1]
-            begun, modules = next(self._moments), reached_modules(root)
+            begun, modules = self.moment(), reached_modules(root)
             walk = _Walk(modules)
             for name in modules:
                 walk.add_module(importlib.import_module(name))
@@ -143,6 +153,14 @@ class _ModuleHashes:
 @functools.cache  # WHY: not a constant of this module: those count
 def _module_hashes() -> _ModuleHashes:
     return _ModuleHashes()
+
+
+@functools.cache  # WHY: code never changes, and is three quarters of what a walk has to hash
+def _code_digest(code: types.CodeType) -> bytes:
+    walk = _Walk(())
+    for name in _CODE_FIELDS:
+        walk.add(getattr(code, name), code.co_name)
+    return walk.total.digest()
 
 
 class _Walk:
@@ -181,7 +199,7 @@ class _Walk:
         self._kept.append(value)
         self._put(kind.__module__, kind.__qualname__)
         if isinstance(value, types.CodeType):
-            self._add_code(value, where)
+            self._put(_code_digest(value))
         elif isinstance(value, types.ModuleType):
             self._put(self._known(value.__name__, where))
         elif isinstance(value, type):
@@ -199,10 +217,6 @@ class _Walk:
         if top == PACKAGE and hasattr(sys.modules.get(str(module)), "__path__"):
             return str(module)
         raise UnknownCodeError(f"{where} is from {module}")
-
-    def _add_code(self, code: types.CodeType, where: str) -> None:
-        for name in _CODE_FIELDS:
-            self.add(getattr(code, name), where)
 
     def _add_function(self, function: types.FunctionType, where: str) -> None:
         module = function.__module__

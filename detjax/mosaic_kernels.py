@@ -6,7 +6,9 @@ what has the same hash once in a process. But in the bytecode is also the name o
 number that counts the kernels of the process (jaxlib 0.11.2). So no two programs share a kernel,
 and JAX's cache on disk finds a program again only where kernels were lowered in the same order.
 Here the name is taken out. Kernels that are new are then compiled several at a time, where a
-program would compile one after another.
+program would compile one after another. Their bytecode then leaves the program, which has one copy
+of it a call: jaxlib looks for a kernel by its hash, and for the bytecode only where it has none. So
+XLA has less to carry through its passes, to write and to read.
 """
 
 import functools
@@ -15,7 +17,7 @@ import io
 import os
 import threading
 from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -86,7 +88,27 @@ def _program_of(call: ir.Operation) -> bytes:
     return written.getvalue()
 
 
-def compile_kernels(kernels: dict[bytes, bytes], devices: Collection[jax.Device]) -> None:
+def drop_bytecode(lowered: jax.stages.Lowered, names: Collection[bytes]) -> None:
+    """Take the bytecode of kernels that jaxlib has compiled out of a program, in place.
+
+    The kernels' hashes stay. An executable has the machine code of each call, so a process that
+    reads it needs no bytecode either.
+
+    Args:
+        lowered: After `share_kernels`.
+        names: Of the kernels, as `compile_kernels` gives them.
+    """
+    module: Any = lowered.compiler_ir("stablehlo")
+    with module.context, ir.Location.unknown():
+        for call in _kernel_calls(module.operation):
+            held: Any = call.attributes[_CONFIG]
+            config = {entry.name: entry.attr for entry in held}
+            if config["kernel_hash"].value_bytes in names:
+                config["module"] = ir.StringAttr.get("")
+                call.attributes[_CONFIG] = ir.DictAttr.get(config)
+
+
+def compile_kernels(kernels: dict[bytes, bytes], devices: Collection[jax.Device]) -> set[bytes]:
     """Have jaxlib compile kernels several at a time, and wait until it has them.
 
     It keeps them for all programs of the process. One that cannot be compiled is left to its
@@ -96,9 +118,12 @@ def compile_kernels(kernels: dict[bytes, bytes], devices: Collection[jax.Device]
     Args:
         kernels: As `share_kernels` gives them.
         devices: That their program is for, all of one kind; nothing runs there.
+
+    Returns:
+        The names of those that jaxlib has.
     """
     if jax.process_count() > 1:
-        return
+        return set()
     device = next(iter(devices))
 
     def compile_one(program: bytes) -> None:
@@ -108,7 +133,7 @@ def compile_kernels(kernels: dict[bytes, bytes], devices: Collection[jax.Device]
             compile_options=xla_client.CompileOptions(),
         )
 
-    _kernel_compiler().compile(kernels, device.device_kind, compile_one)
+    return _kernel_compiler().compile(kernels, device.device_kind, compile_one)
 
 
 class KernelCompiler:
@@ -125,21 +150,24 @@ class KernelCompiler:
         kernels: dict[bytes, bytes],
         device_kind: str,
         compile_one: Callable[[bytes], None],
-    ) -> None:
+    ) -> set[bytes]:
         """Begin with kernels that nobody is at, and wait for all, also those of other threads.
 
         Args:
             kernels: As `share_kernels` gives them.
             device_kind: Each kernel is compiled once for each.
             compile_one: Compiles a program, given as bytecode.
+
+        Returns:
+            The names of those whose compilation did not fail.
         """
         with self._lock:
             for name, program in kernels.items():
                 if (name, device_kind) not in self._begun:
                     begun = self._threads.submit(compile_one, program)
                     self._begun[name, device_kind] = begun
-            waited_for = [self._begun[name, device_kind] for name in kernels]
-        wait(waited_for)
+            waited_for = {name: self._begun[name, device_kind] for name in kernels}
+        return {name for name, begun in waited_for.items() if begun.exception() is None}
 
 
 @functools.cache  # WHY: not a constant of this module: `loaded_code_hash` counts those

@@ -22,8 +22,10 @@ from detjax.models import abstract
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.serving import ngram
+from detjax.serving.config import EngineConfig
+from detjax.serving.engine import Engine
 from detjax.testing import assert_bitwise_equal
-from detjax.testing.dummies import dummy_config
+from detjax.testing.dummies import dummy_config, dummy_model
 from detjax.xla_flags import EXACT_OPTIONS, FAST_OPTIONS
 
 ROOT = "detjax.serving.ngram"
@@ -140,7 +142,7 @@ def test_a_constant_that_was_set_counts(of_build, monkeypatch):
 
 @pytest.mark.control
 def test_control_without_the_hash_of_the_code_a_stale_program_runs(of_build, monkeypatch):
-    monkeypatch.setattr(kept_executables, "loaded_code_hash", lambda *args: "")
+    monkeypatch.setattr(kept_executables, "loaded_code_hash", lambda *args, **options: "")
     step = Step()
     before = step.run()
     monkeypatch.setattr(ngram, "LONGEST", 20)
@@ -423,3 +425,25 @@ def test_a_process_reads_what_another_kept(tmp_path):
     assert (first, second) == (["kept"], ["read"])
     assert num_first == num_second > 0
     assert got == want
+
+
+def test_programs_of_one_request_share_a_hash_of_the_code(of_build, monkeypatch):
+    """What is kept is named again, by the code as it is by then."""
+    asked: list[int | None] = []
+
+    def hashed(*args, asked_by=asked, asked=None):
+        asked_by.append(asked)
+        return ""
+
+    model = dummy_model(dummy_config())
+    config = EngineConfig(batch_size=2, max_len=256, prefill_chunk=32, self_check="off")
+    monkeypatch.setattr(kept_executables, "loaded_code_hash", hashed)
+    for has_kept in (False, True):
+        engine = Engine(model, config)
+        asked.clear()
+        engine.compile()
+        compiled = len(list(engine.programs))
+        assert compiled > 1 and len(kept(of_build)) == compiled
+        moments = [moment for moment in asked if moment is not None]
+        assert len(moments) == compiled and len(set(moments)) == 1
+        assert len(asked) == (compiled if has_kept else 2 * compiled)

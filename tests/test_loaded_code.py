@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from detjax import loaded_code, source
-from detjax.loaded_code import UnknownCodeError, loaded_code_hash, reached_modules
+from detjax import kept_programs, loaded_code, source
+from detjax.loaded_code import UnknownCodeError, loaded_code_hash, reached_modules, this_moment
 
 PACKAGE_FOLDER = Path(loaded_code.__file__).parent
 PACKAGE_FILES = [path.relative_to(PACKAGE_FOLDER) for path in PACKAGE_FOLDER.rglob("*.py")]
@@ -214,8 +214,6 @@ def test_a_function_of_a_test_in_a_module_is_an_error(monkeypatch):
 
 def test_threads_share_a_walk_that_begins_after_they_asked(monkeypatch):
     """And never one that began before: what a thread has changed counts in what it asks for."""
-    from detjax import kept_programs
-
     walks: list[int] = []
     entered, go_on = threading.Event(), threading.Event()
     plain = loaded_code._Walk.add_module
@@ -241,3 +239,52 @@ def test_threads_share_a_walk_that_begins_after_they_asked(monkeypatch):
     assert len(found) == 1
     assert before not in found
     assert 2 <= len(walks) < 9
+
+
+def test_those_of_one_request_share_a_walk(monkeypatch):
+    """Another request sees what has changed since."""
+    walks: list[str] = []
+    plain = loaded_code._Walk.add_module
+
+    def add_module(self, module):
+        walks.append(module.__name__)
+        plain(self, module)
+
+    before = loaded_code_hash(ROOT)
+    with monkeypatch.context() as patched:
+        patched.setattr(loaded_code._Walk, "add_module", add_module)
+        asked = this_moment()
+        assert {loaded_code_hash(ROOT, asked=asked) for _ in range(3)} == {before}
+        assert len(walks) == len(set(walks)) == len(reached_modules(ROOT))
+    monkeypatch.setattr(kept_programs, "_DIGEST_BYTES", 31)
+    assert loaded_code_hash(ROOT, asked=asked) == before
+    later = loaded_code_hash(ROOT, asked=this_moment())
+    assert later == loaded_code_hash(ROOT) != before
+
+
+def test_code_counts_by_what_it_does_and_is_walked_once():
+    def defined(text: str) -> types.CodeType:
+        held: dict[str, Any] = {}
+        exec(text, held)
+        return held["f"].__code__
+
+    one = defined("def f(x):\n    return [y + 1 for y in x]")
+    same = defined("\n\n# lower in its file\ndef f(x):\n    return [y + 1 for y in x]")
+    others = [
+        defined("def f(x):\n    return [y + 1.0 for y in x]"),
+        defined("def f(x):\n    return [y + True for y in x]"),
+        defined("def f(x):\n    return [y + 2 for y in x]"),
+        defined("def f(x):\n    return [y - 1 for y in x]"),
+        defined("def f(x):\n    def g():\n        return 1\n    return g"),
+        defined("def f(x):\n    def g():\n        return 2\n    return g"),
+        defined("def f(x, y=0):\n    return [y + 1 for y in x]"),
+    ]
+    digests = [loaded_code._code_digest(code) for code in (one, *others)]
+    assert loaded_code._code_digest(same) == digests[0]
+    assert len(set(digests)) == len(digests)
+
+    loaded_code_hash(ROOT)
+    before = loaded_code._code_digest.cache_info()
+    loaded_code_hash(ROOT)
+    after = loaded_code._code_digest.cache_info()
+    assert after.misses == before.misses and after.hits > before.hits + 10

@@ -7,13 +7,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import pytest
 from jax.extend.mlir import ir
 
-from detjax import mosaic_kernels
-from detjax.mosaic_kernels import KernelCompiler, share_kernels
+from detjax import donation, mosaic_kernels
+from detjax.donation import compile_checked
+from detjax.mosaic_kernels import KernelCompiler, drop_bytecode, share_kernels
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.linear.api import linear
 from detjax.pallas_kernels.rms_norm.api import rms_norm
+from detjax.testing import assert_bitwise_equal
 
 BF16 = jnp.dtype(jnp.bfloat16)
 
@@ -111,5 +115,83 @@ def test_what_cannot_be_compiled_is_left_to_its_program():
         tried.append(program)
         raise RuntimeError("no ptxas")
 
-    KernelCompiler().compile(share_kernels(lowered()), "H", compile_one)
+    assert KernelCompiler().compile(share_kernels(lowered()), "H", compile_one) == set()
     assert len(tried) == 2
+
+
+def bytecode(program: jax.stages.Lowered) -> list[int]:
+    """Bytes of each call's kernel."""
+    return [len(config_of(call)["module"].value_bytes) for call in calls_of(program)]
+
+
+def test_the_bytecode_of_what_is_compiled_leaves_the_program():
+    program = lowered()
+    kernels = share_kernels(program)
+    names, configs = hashes(program), [config_of(call) for call in calls_of(program)]
+    before, text = bytecode(program), len(program.as_text())
+    drop_bytecode(program, ())
+    assert bytecode(program) == before and min(before) > 1000
+    norm, product = names
+    assert set(kernels) == {norm, product}
+    drop_bytecode(program, {product})
+    assert bytecode(program) == [before[0], 0] and hashes(program) == names
+    drop_bytecode(program, {norm, product})
+    assert bytecode(program) == [0, 0] and hashes(program) == names
+    for call, held in zip(calls_of(program), configs, strict=True):
+        left = {entry.name: entry.attr for entry in config_of(call)}
+        assert left == {entry.name: entry.attr for entry in held} | {"module": left["module"]}
+    assert len(program.as_text()) < 0.2 * text
+
+
+@pytest.mark.parametrize("fails", [0, 1])
+def test_a_kernel_that_was_not_compiled_keeps_its_bytecode(monkeypatch, fails):
+    """Its program compiles it, and says what is wrong with it."""
+    program, compiler, left = lowered(), KernelCompiler(), []
+
+    def compile_kernels(kernels, devices):
+        assert len(kernels) == 2
+        failed = list(kernels.values())[fails]
+
+        def compile_one(program: bytes) -> None:
+            if program == failed:
+                raise RuntimeError("no ptxas")
+
+        return compiler.compile(kernels, "H", compile_one)
+
+    class Stopped(Exception):
+        pass
+
+    def stop(self, options):
+        left.extend(zip(hashes(program), bytecode(program), strict=True))
+        raise Stopped
+
+    monkeypatch.setattr(donation, "compile_kernels", compile_kernels)
+    monkeypatch.setattr(jax.stages.Lowered, "compile", stop)
+    with pytest.raises(Stopped):
+        compile_checked(program, {}, jax.devices()[:1])
+    failed = list(dict.fromkeys(name for name, _ in left))[fails]
+    assert {name for name, size in left if size} == {failed}
+
+
+@pytest.mark.gpu
+def test_a_program_without_bytecode_computes_the_same_on_hopper():
+    """It runs with what jaxlib has compiled; where jaxlib has not, it is refused."""
+    rng = np.random.default_rng(0)
+    shapes = (8, 512), (512,), (512, 512)
+    operands = [jnp.asarray(rng.standard_normal(shape), BF16) for shape in shapes]
+    whole, without, unknown = lowered(), lowered(), lowered()
+    names = share_kernels(without)
+    share_kernels(unknown)
+    drop_bytecode(unknown, names)
+    # The control: a hash that jaxlib has not seen, and nothing to compile.
+    for call in calls_of(unknown):
+        held = {entry.name: entry.attr for entry in config_of(call)}
+        with call.context, ir.Location.unknown():
+            held["kernel_hash"] = ir.StringAttr.get(bytes(32))
+            call.attributes["mhlo.backend_config"] = ir.DictAttr.get(held)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="parse Mosaic GPU module"):
+        unknown.compile()
+    expected = whole.compile()(*operands)
+    compiled = compile_checked(without, {}, jax.devices()[:1])
+    assert bytecode(without) == [0, 0]
+    assert_bitwise_equal(compiled(*operands), expected, claim="a program without bytecode")

@@ -469,7 +469,7 @@ MUTANTS = (
         edits=(
             Edit(
                 where="detjax/kept_executables.py",
-                old="        loaded_code_hash(root, *made_from),\n",
+                old="        loaded_code_hash(root, *made_from, asked=asked),\n",
                 new="        loaded_code_hash('detjax.array_types', *made_from),\n",
             ),
         ),
@@ -502,6 +502,34 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        name="walked-for-each-program",
+        fault="each program of one request waits for a hash of the loaded code of its own",
+        edits=(
+            Edit(
+                where="detjax/serving/model_runner.py",
+                old="pool.submit(self._get, key, asked) for",
+                new="pool.submit(self._get, key) for",
+            ),
+        ),
+        tests=(
+            "tests/test_kept_executables.py::test_programs_of_one_request_share_a_hash_of_the_code",
+        ),
+    ),
+    Mutant(
+        name="dropped-what-failed",
+        fault="a kernel that could not be compiled loses its bytecode, so nobody says why",
+        edits=(
+            Edit(
+                where="detjax/mosaic_kernels.py",
+                old="if begun.exception() is None}",
+                new="if begun.exception() or begun.done()}",
+            ),
+        ),
+        tests=(
+            "tests/test_mosaic_kernels.py::test_a_kernel_that_was_not_compiled_keeps_its_bytecode",
+        ),
+    ),
+    Mutant(
         name="counted-kernels",
         fault="the count of the process stays in a kernel, so each program compiles its own",
         edits=(
@@ -519,8 +547,8 @@ MUTANTS = (
         edits=(
             Edit(
                 where="detjax/mosaic_kernels.py",
-                old="        wait(waited_for)\n",
-                new="        wait(waited_for[:0])\n",
+                old="in waited_for.items() if begun.exception() is None}",
+                new="in waited_for.items()}",
             ),
         ),
         tests=("tests/test_mosaic_kernels.py::test_each_kernel_is_compiled_once_and_waited_for",),

@@ -114,9 +114,9 @@ class TappedPrograms(ProgramCache):
         self._seen: dict[ProgramKey, list[tuple[Tap, Share]]] = {}
         self.on_launch: OnLaunch | None = None
 
-    def get(self, key: ProgramKey, params: dict) -> Callable:
+    def get(self, key: ProgramKey, params: dict, asked: int | None = None) -> Callable:
         """Return a program that tells of its launches."""
-        return partial(self._launch, key, super().get(key, params))
+        return partial(self._launch, key, super().get(key, params, asked))
 
     def taps_of(self, key: ProgramKey) -> list[Tap]:
         """The taps of a program that was traced, in order."""

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from detjax.loaded_code import this_moment
 from detjax.models.fast import quantise_params
 from detjax.models.loading import LoadedModel
 from detjax.models.paths import Kernels
@@ -464,14 +465,14 @@ class ModelRunner:
         # Of several GPUs nothing has shown yet that programs may run while others are compiled.
         mesh = self._model.mesh
         checks_early = mesh.size == 1 or self._model.backend.platform == "cpu"
-        begin_s = time.perf_counter()
+        begin_s, asked = time.perf_counter(), this_moment()
         with ThreadPoolExecutor(max_workers=1 + max(4, os.cpu_count() or 1)) as pool:
             if self._config.self_check != "off":
                 cache = pages_shape(self._model, self.programs.num_pages)
                 pool.submit(checksum_program, mesh, cache.shape, cache.dtype)
             # Each program is checked when it is there, while others are still compiled.
             checking = pool.submit(self._check_new, keys) if checks_early else None
-            futures = {key: pool.submit(self._get, key) for key in missing}
+            futures = {key: pool.submit(self._get, key, asked) for key in missing}
             for done, (key, future) in enumerate(futures.items(), start=1):
                 future.result()
                 progress(key.name, done, len(missing))
@@ -494,8 +495,8 @@ class ModelRunner:
 
         return sorted(keys, key=rank)
 
-    def _get(self, key: ProgramKey) -> Callable:
-        return self.programs.get(key, self._params_of(key))
+    def _get(self, key: ProgramKey, asked: int | None = None) -> Callable:
+        return self.programs.get(key, self._params_of(key), asked)
 
     def _params_of(self, key: ProgramKey) -> dict:
         return self._model.params if key.weights == "full" else self._draft_params

@@ -183,22 +183,23 @@ class ProgramCache:
         """The programs that are compiled now."""
         return iter(tuple(self._programs))
 
-    def get(self, key: ProgramKey, params: dict) -> Callable:
+    def get(self, key: ProgramKey, params: dict, asked: int | None = None) -> Callable:
         """Return a program, compiled if need be for weights like `params`.
 
-        Several threads may ask: one compiles, and the others wait for it.
+        Several threads may ask: one compiles, and the others wait for it. `asked` is as
+        `kept_executables.compile_or_read` has it.
         """
         if key not in self._programs:
             # WHY: not a defaultdict, in which two threads that miss at once get a lock each.
             with self._compiling.setdefault(key, threading.Lock()):
                 if key not in self._programs:
-                    self._programs[key] = self._make(key, params)
+                    self._programs[key] = self._make(key, params, asked)
         return self._programs[key]
 
-    def _make(self, key: ProgramKey, params: dict) -> Callable:
+    def _make(self, key: ProgramKey, params: dict, asked: int | None) -> Callable:
         if self._others is not None and key.kind == "prefill":
-            return self._others.get(key, params)
-        return self._compile(key, params)
+            return self._others.get(key, params, asked)
+        return self._compile(key, params, asked)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -253,7 +254,7 @@ class ProgramCache:
         state = self._kv_cache, self._slots, self._sampling
         return params, tables, *state, *self._host_shapes(key)
 
-    def _compile(self, key: ProgramKey, params: dict) -> Callable:
+    def _compile(self, key: ProgramKey, params: dict, asked: int | None) -> Callable:
         jitted = jax.jit(self.function(key), donate_argnums=in_place(key))
         operands = self.operands(key, params)
         return compile_or_read(
@@ -264,6 +265,7 @@ class ProgramCache:
             root=__name__,
             traced_from=(type(self), sorted(vars(self)), key, self._context, self._candidates,
                          self.sizes, repr(self._model.mesh), self._specs(key)),
+            asked=asked,
         )  # fmt: skip
 
     def _host_shapes(self, key: ProgramKey) -> tuple:

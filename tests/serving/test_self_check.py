@@ -246,10 +246,10 @@ def test_a_start_checks_what_is_there_while_others_compile(evidence, monkeypatch
         has_checked.set()
         return result
 
-    def compiles(key, params):
+    def compiles(key, *rest):
         if key.kind == "decode" and key.table_len > 1:
             waited.append(has_checked.wait(120))
-        return compile_plain(key, params)
+        return compile_plain(key, *rest)
 
     monkeypatch.setattr(made._runner, "run_aside", runs)
     monkeypatch.setattr(made.programs, "_compile", compiles)
