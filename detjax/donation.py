@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from detjax.kept_programs import verify_kept_programs
+from detjax.lowered_kernels import lower
 from detjax.mosaic_kernels import compile_kernels, drop_bytecode, share_kernels
 
 ALIGNMENT_BYTES = 256
@@ -76,7 +77,7 @@ class CheckedJit:
         leaves, tree = jax.tree.flatten(operands)
         key = tree, tuple((x.shape, x.dtype, x.sharding) for x in leaves)
         if key not in self._programs:
-            lowered = self._jitted.lower(*operands)
+            lowered = lower(self._jitted, operands)
             devices = leaves[0].sharding.device_set
             self._programs[key] = compile_checked(lowered, self._options, devices)
         return self._programs[key](*operands)

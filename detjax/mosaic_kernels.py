@@ -41,28 +41,34 @@ def share_kernels(lowered: jax.stages.Lowered) -> dict[bytes, bytes]:
     found: dict[bytes, bytes] = {}
     module.context.allow_unregistered_dialects = True  # those of JAX's stable form of kernels
     with module.context, ir.Location.unknown():
-        for call in _kernel_calls(module.operation):
+        for call in kernel_calls(module.operation):
             held: Any = call.attributes[_CONFIG]
             config = {entry.name: entry.attr for entry in held}
             written = _without_dump_name(config["module"].value_bytes)
             name = hashlib.sha256(written).digest()
             config |= {"module": ir.StringAttr.get(written), "kernel_hash": ir.StringAttr.get(name)}
             call.attributes[_CONFIG] = ir.DictAttr.get(config)
-            found[name] = _program_of(call)
+            found[name] = program_of_call(call)
     return found
 
 
-def _kernel_calls(operation: ir.Operation) -> Iterator[ir.Operation]:
+def is_kernel_call(operation: ir.Operation) -> bool:
+    """Whether an operation of a lowered program calls a kernel."""
+    if operation.name != "stablehlo.custom_call":
+        return False
+    target: Any = operation.attributes["call_target_name"]
+    return target.value == _TARGET
+
+
+def kernel_calls(operation: ir.Operation) -> Iterator[ir.Operation]:
+    """The calls of kernels in an operation, such as a module."""
     for region in operation.regions:
         for block in region.blocks:
             for each in block.operations:
-                inner = each.operation
-                if inner.name == "stablehlo.custom_call":
-                    target: Any = inner.attributes["call_target_name"]
-                    if target.value == _TARGET:
-                        yield inner
+                if is_kernel_call(each.operation):
+                    yield each.operation
                 else:
-                    yield from _kernel_calls(inner)
+                    yield from kernel_calls(each.operation)
 
 
 def _without_dump_name(bytecode: bytes) -> bytes:
@@ -74,8 +80,8 @@ def _without_dump_name(bytecode: bytes) -> bytes:
     return written.getvalue()
 
 
-def _program_of(call: ir.Operation) -> bytes:
-    """A program that is one call."""
+def program_of_call(call: ir.Operation) -> bytes:
+    """A program that is one call, as bytecode."""
     program = ir.Module.create()
     results = [result.type for result in call.results]
     with ir.InsertionPoint(program.body):
@@ -100,7 +106,7 @@ def drop_bytecode(lowered: jax.stages.Lowered, names: Collection[bytes]) -> None
     """
     module: Any = lowered.compiler_ir("stablehlo")
     with module.context, ir.Location.unknown():
-        for call in _kernel_calls(module.operation):
+        for call in kernel_calls(module.operation):
             held: Any = call.attributes[_CONFIG]
             config = {entry.name: entry.attr for entry in held}
             if config["kernel_hash"].value_bytes in names:

@@ -42,7 +42,7 @@ def hashes(program: jax.stages.Lowered) -> list[bytes]:
 
 def calls_of(program: jax.stages.Lowered) -> list[Any]:
     module: Any = program.compiler_ir("stablehlo")
-    return list(mosaic_kernels._kernel_calls(module.operation))
+    return list(mosaic_kernels.kernel_calls(module.operation))
 
 
 def config_of(call: Any) -> Any:
@@ -99,7 +99,7 @@ def test_what_is_compiled_is_the_call_alone():
     assert len(compiled) == 2
     for written in compiled:
         alone = ir.Module.parse(written, context=calls[0].context)
-        (call,) = mosaic_kernels._kernel_calls(alone.operation)
+        (call,) = mosaic_kernels.kernel_calls(alone.operation)
         original = next(each for each in calls if config_of(each) == config_of(call))
         assert str(call.attributes["operand_layouts"]) == str(
             original.attributes["operand_layouts"]

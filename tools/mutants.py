@@ -516,6 +516,33 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        name="kernels-by-shapes-alone",
+        fault="a kernel that was lowered before is taken for another of the same shapes",
+        edits=(
+            Edit(
+                where="detjax/lowered_kernels.py",
+                old="        tuple(sorted(params.items())), tuple(ctx.avals_in)",
+                new="        tuple(ctx.avals_in)",
+            ),
+        ),
+        tests=("tests/test_lowered_kernels.py::test_another_kernel_is_lowered",),
+    ),
+    Mutant(
+        name="kept-without-its-dialect",
+        fault="a program all of whose kernels were lowered before cannot be read",
+        edits=(
+            Edit(
+                where="detjax/lowered_kernels.py",
+                old="        mgpu.dialect.register_dialect(ctx.module_context.context)\n",
+                new="",
+            ),
+        ),
+        tests=(
+            "tests/test_lowered_kernels.py"
+            "::test_a_program_is_that_of_jax_when_its_kernels_are_kept_too",
+        ),
+    ),
+    Mutant(
         name="dropped-what-failed",
         fault="a kernel that could not be compiled loses its bytecode, so nobody says why",
         edits=(

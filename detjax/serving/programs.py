@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from detjax.array_types import Array, Int32
 from detjax.kept_executables import compile_or_read
+from detjax.lowered_kernels import lower
 from detjax.models.decoder import last_hidden
 from detjax.models.fast import quantised_specs
 from detjax.models.layers import ForwardContext, Tokens
@@ -258,7 +259,7 @@ class ProgramCache:
         jitted = jax.jit(self.function(key), donate_argnums=in_place(key))
         operands = self.operands(key, params)
         return compile_or_read(
-            lambda: jitted.lower(*operands),
+            lambda: lower(jitted, operands),
             FAST_OPTIONS if key.mode == "fast" else EXACT_OPTIONS,
             operands,
             devices=list(self._model.mesh.devices.flat),
