@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels that are lowered once: the same programs, and JAX's rule asked once for each."""
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -110,9 +111,10 @@ def test_a_program_is_that_of_jax_when_its_kernels_are_kept_too(make, asked):
     jitted, operands = make()
     assert as_here(jitted, operands) == expected
     assert len(asked) == 2 * count
-    # Another program, all of whose kernels are there.
+    # Another program, all of whose kernels are there, in a thread: JAX has a context for each.
     other = jax.jit(lambda *operands: jax.tree.leaves(jitted.__wrapped__(*operands))[0] + 1)
-    text = as_here(other, operands)
+    with ThreadPoolExecutor(1) as pool:
+        text = pool.submit(as_here, other, operands).result()
     assert len(asked) == 2 * count
     assert text == as_jax_has_it(other, operands) != expected
     assert len(asked) == 3 * count

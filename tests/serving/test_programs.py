@@ -128,7 +128,7 @@ def test_a_program_is_compiled_once_whoever_asks_and_prefills_may_be_others(monk
     """By threads at the same time; and programs of other candidates share what makes no draft."""
     compiled, model = [], dummy_model(dummy_config())
 
-    def compile_slowly(self, key, params):
+    def compile_slowly(self, key, params, asked):
         compiled.append((self, key))
         time.sleep(0.05)
         return partial(str)
