@@ -35,7 +35,8 @@ def share_kernels(lowered: jax.stages.Lowered) -> dict[bytes, bytes]:
     """Name each kernel of a program by what it computes, in place.
 
     Returns:
-        By the sha256 of each kernel's bytecode, a program that is one call of it, as bytecode.
+        By the sha256 of each kernel's bytecode, a program that is one call of it, as bytecode. Not
+        of kernels whose bytecode has left the program, as jaxlib has them.
     """
     module: Any = lowered.compiler_ir("stablehlo")
     found: dict[bytes, bytes] = {}
@@ -44,6 +45,8 @@ def share_kernels(lowered: jax.stages.Lowered) -> dict[bytes, bytes]:
         for call in kernel_calls(module.operation):
             held: Any = call.attributes[_CONFIG]
             config = {entry.name: entry.attr for entry in held}
+            if not config["module"].value_bytes:
+                continue  # JAX may give a program that it has lowered before: see `drop_bytecode`
             written = _without_dump_name(config["module"].value_bytes)
             name = hashlib.sha256(written).digest()
             config |= {"module": ir.StringAttr.get(written), "kernel_hash": ir.StringAttr.get(name)}

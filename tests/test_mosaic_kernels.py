@@ -141,6 +141,9 @@ def test_the_bytecode_of_what_is_compiled_leaves_the_program():
         left = {entry.name: entry.attr for entry in config_of(call)}
         assert left == {entry.name: entry.attr for entry in held} | {"module": left["module"]}
     assert len(program.as_text()) < 0.2 * text
+    # JAX keeps what it has lowered, and may give it again.
+    assert share_kernels(program) == {} and hashes(program) == names
+    assert bytecode(program) == [0, 0]
 
 
 @pytest.mark.parametrize("fails", [0, 1])
