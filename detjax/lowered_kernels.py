@@ -23,7 +23,7 @@ from jax.interpreters import mlir
 from detjax.mosaic_kernels import is_kernel_call, kernel_calls, program_of_call
 
 MOST_KEPT = 1024
-"""Kernels that are kept; of an engine of 8B shapes there are about 80."""
+"""Kernels that are kept; an engine of 8B shapes has about a hundred."""
 
 
 def lower(
