@@ -275,7 +275,7 @@ class Steps:
         lowered = {step: self._lower(step) for step in steps}
         with concurrent.futures.ThreadPoolExecutor(16) as pool:
             self._compiled = {
-                step: pool.submit(compile_checked, low, EXACT_OPTIONS)
+                step: pool.submit(compile_checked, low, EXACT_OPTIONS, jax.devices()[:1])
                 for step, low in lowered.items()
             }
         self._rows, self.failed = rows, 0

@@ -351,7 +351,8 @@ class Runner:
             if self.options:
                 jitted = jax.jit(programs.function(key), donate_argnums=in_place(key))
                 lowered = jitted.lower(*programs.operands(key, params))
-                program = compile_checked(lowered, EXACT_OPTIONS | self.options)
+                devices = list(self.model.mesh.devices.flat)
+                program = compile_checked(lowered, EXACT_OPTIONS | self.options, devices)
             else:
                 program = programs.get(key, params)
             self._steps[batch, length] = program, time.perf_counter() - begin

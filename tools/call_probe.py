@@ -88,10 +88,11 @@ def patch(setting: str, calls: dict[str, Calls]) -> None:
 
     has_ring, is_pinned = setting == "ring", setting.endswith("pinned")
 
-    def compile_timed(self, key, params):
+    def compile_timed(self, key, params, asked):
         function, operands = self.function(key), self.operands(key, params)
         options = FAST_OPTIONS if key.mode == "fast" else EXACT_OPTIONS
         donated = (2,) if setting == "kept" else programs.in_place(key)
+        devices = list(self._model.mesh.devices.flat)
         is_ring = has_ring and key.kind == "decode"
         if is_ring:
             result = jax.eval_shape(function, *operands)[-1]
@@ -102,7 +103,7 @@ def patch(setting: str, calls: dict[str, Calls]) -> None:
                 return function(*operands)
 
             jitted = jax.jit(step, donate_argnums=(0, *(i + 1 for i in donated)), keep_unused=True)
-            compiled = compile_checked(jitted.lower(old, *operands), options)
+            compiled = compile_checked(jitted.lower(old, *operands), options, devices)
             results = collections.deque(
                 jax.device_put(jax.numpy.zeros(old.shape, old.dtype), sharding) for _ in range(3)
             )
@@ -113,7 +114,8 @@ def patch(setting: str, calls: dict[str, Calls]) -> None:
                 on_host = operands[5].sharding.with_memory_kind("pinned_host")
                 shardings = (*jax.tree.map(lambda x: x.sharding, state), on_host)
             jitted = jax.jit(function, donate_argnums=donated, out_shardings=shardings)
-            compiled, results = compile_checked(jitted.lower(*operands), options), None
+            lowered, results = jitted.lower(*operands), None
+            compiled = compile_checked(lowered, options, devices)
         of_key = calls.setdefault(key.name, Calls(key.name))
 
         def call(*operands):

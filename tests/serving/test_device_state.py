@@ -50,8 +50,8 @@ def before_each_call(made: Engine, does: Callable[[], object]) -> None:
     """Do something where the programs of an engine are called, ahead of each call."""
     get = made.programs.get
 
-    def get_other(key, params):
-        program = get(key, params)
+    def get_other(key, params, *asked):
+        program = get(key, params, *asked)
 
         def run(*operands):
             does()

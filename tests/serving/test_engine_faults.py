@@ -107,7 +107,7 @@ def canonical(request: Request, sequence_idx: int) -> tuple[list[int], list[floa
 class IntegerSteps(ProgramCache):
     """Programs that run at once, in the order of their launches."""
 
-    def _compile(self, key, params):
+    def _compile(self, key, params, asked):
         body = {"prefill": self._prefill, "decode": self._decode, "verify": self._verify}[key.kind]
 
         def program(params, tables, kv_cache, slots, sampling, *host):
@@ -399,8 +399,8 @@ def after_launch(made: Engine, monkeypatch, does) -> None:
     """Do something inside the call of every program, when it has taken the cache."""
     get = made.programs.get
 
-    def get_other(key, params):
-        program = get(key, params)
+    def get_other(key, params, *asked):
+        program = get(key, params, *asked)
 
         def run(*operands):
             result = program(*operands)
