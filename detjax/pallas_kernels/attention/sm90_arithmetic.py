@@ -384,13 +384,20 @@ def _store_zeros(v_smem, first_row, num_rows: int) -> None:
     emit(v_smem, first_row)
 
 
-def drain(freed, num_used) -> None:
-    """Wait until every slot of a ring that was used has been freed for the last time."""
-    for slot in range(freed.shape[0]):
+def drain(freed, num_used, first=0, num_slots: int = 0) -> None:
+    """Wait until every slot of a ring that was used has been freed for the last time.
+
+    Args:
+        freed: Barriers.
+        num_used: How often a slot was filled, in turn.
+        first: Where the ring's barriers begin.
+        num_slots: Of the ring; all barriers if 0.
+    """
+    for slot in range(num_slots or freed.shape[0]):
 
         @pl.when(num_used > slot)
         def _wait(slot=slot):
-            plgpu.barrier_wait(freed.at[slot])
+            plgpu.barrier_wait(freed.at[first + slot])
 
 
 def page_rows(pages: jax.Array) -> jax.Array:

@@ -84,6 +84,7 @@ def attend_clusters(job: Job, operands: Operands) -> jax.Array:
         def load():
             load_runs(
                 work,
+                0,
                 lambda turn, run: lax.cond(turn == 0, lambda: first_page, lambda: run.page(0)),
             )
 

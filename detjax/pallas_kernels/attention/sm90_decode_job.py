@@ -13,22 +13,26 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from detjax.pallas_kernels.attention import sm90_arithmetic as bits
 from detjax.pallas_kernels.attention.sm90_new_token import NewToken
 
+STAGES = {1: (3, 2), 2: (1, 2)}
+"""Pages of keys and of values in flight, by how many warpgroups of a CTA compute."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeConfig:
     """How the work is scheduled. Only `blocks_per_split` decides a bit; it comes of the profile.
 
     Attributes:
-        key_stages: Pages of keys in flight.
-        value_stages: Pages of values in flight.
-        num_ctas: CTAs; each takes splits in turn.
+        key_stages: Pages of keys in flight, for each warpgroup that computes; 0 for those of
+            `STAGES`.
+        value_stages: Pages of values in flight, likewise.
+        num_ctas: Most CTAs; each takes splits in turn.
         merge_unroll: How many splits' partials the merge loads at once, as long as there are as
             many; and after that.
         whole_sequences: Let a CTA take all splits of a sequence and fold them in registers. Nothing
             is left to merge, but a sequence is spread over no more CTAs than it has kv heads.
-        num_compute: Warpgroups of a CTA that compute, each a run in turn: one begins and ends its
-            run while the other computes. Not with `cluster`; with `whole_sequences` of new tokens
-            alone.
+        num_compute: Warpgroups of a CTA that compute, each its own runs: one begins and ends a run,
+            or computes, while the pages of the other stream in. Not with `cluster`; with
+            `whole_sequences` of new tokens alone.
         cluster: CTAs that share the splits of a sequence and a kv head and merge them in shared
             memory. Of one query a sequence alone. 0 leaves the merge to a second kernel.
         scores_ahead: Compute the scores of a block while the one before it takes its softmax. Of
@@ -41,8 +45,8 @@ class DecodeConfig:
         blocks_per_split: Blocks of 128 keys in a split.
     """
 
-    key_stages: int = 3
-    value_stages: int = 2
+    key_stages: int = 0
+    value_stages: int = 0
     num_ctas: int = 132
     merge_unroll: tuple[int, int] = (16, 2)
     whole_sequences: bool = False
@@ -99,8 +103,9 @@ class Job:
 
     @property
     def num_slots(self) -> tuple[int, int]:
-        """Pages of keys and of values in flight."""
-        return self.config.key_stages, self.config.value_stages
+        """Pages of keys and of values in flight, for each warpgroup that computes."""
+        keys, values = STAGES[self.config.num_compute]
+        return self.config.key_stages or keys, self.config.value_stages or values
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,13 +146,13 @@ class Memory:
         layer: Which layer's pages.
         results: What the schedule writes.
         q: Slots of queries, in shared memory; one a computing warpgroup, of new tokens.
-        k: The ring of keys.
-        v: The ring of values.
+        k: The rings of keys, one after the other.
+        v: The rings of values.
         kept_results: What the schedule keeps there.
         weights: For interpretation, where they do not stay in registers.
         kept: The new token's key and value, of each computing warpgroup.
         q_filled: Barriers of slots that are filled.
-        k_filled: Likewise, of each computing warpgroup.
+        k_filled: Likewise.
         v_filled: Likewise.
         q_free: Barriers of slots that are free again.
         k_free: Likewise.
@@ -179,7 +184,7 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """What both warpgroups of a CTA know of its turns.
+    """What all warpgroups of a CTA know of its turns.
 
     Attributes:
         job: What the launch attends to.
@@ -195,12 +200,26 @@ class Work:
     run_at: Callable[[Any], Run]
     layer: Callable
 
-    def filled(self, barriers, turn, half: int, slot):
-        """The barrier of a slot that is filled for a turn.
+    def slot(self, turn, half: int, block):
+        """Where the keys (half 0) or values (half 1) of a computing warpgroup's block lie.
 
-        # WHY: a warpgroup must see every phase of a barrier that it waits for, so each has its own.
+        # WHY: a warpgroup must see every phase of a barrier that it waits for, so each has slots of
+        its own.
+
+        Args:
+            turn: Of the warpgroup.
+            half: Keys or values.
+            block: How many blocks the warpgroup has taken before.
         """
-        return barriers.at[self.owner(turn) * self.job.num_slots[half] + slot]
+        num_slots = self.job.num_slots[half]
+        return self.owner(turn) * num_slots + lax.rem(block, jnp.int32(num_slots))
+
+    def turns_of(self, owner):
+        """How many of the turns a computing warpgroup takes."""
+        count = self.job.config.num_compute
+        if count == 1:
+            return self.num_turns
+        return lax.div(self.num_turns - owner + (count - 1), jnp.int32(count))
 
     def owner(self, turn):
         """Which computing warpgroup takes a turn."""
@@ -326,21 +345,22 @@ def launch(
         scratch_types=[
             q,
             *(
-                plgpu.SMEM((n, bits.BLOCK, channels), dtype, transforms=swizzled)
+                plgpu.SMEM((num_compute * n, bits.BLOCK, channels), dtype, transforms=swizzled)
                 for n in job.num_slots
             ),
             *kept_results,
             plgpu.SMEM((num_compute, bits.ROWS, bits.BLOCK), dtype) if job.is_interpreted else None,
             kept,
             plgpu.Barrier(num_barriers=2),
-            *(plgpu.Barrier(num_barriers=n * num_compute) for n in job.num_slots),
-            *(plgpu.Barrier(num_barriers=n) for n in (2, *job.num_slots)),
+            *(plgpu.Barrier(num_barriers=num_compute * n) for n in job.num_slots),
+            plgpu.Barrier(num_barriers=2),
+            *(plgpu.Barrier(num_barriers=num_compute * n) for n in job.num_slots),
             barrier,
         ],
         grid=(num_ctas,),
         grid_names=("cta",),
         **grid,
-        num_threads=num_compute + 1,
+        num_threads=2 * num_compute,
         thread_name="wg",
         kernel_name=f"attention_{schedule}_sm90",
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=256),

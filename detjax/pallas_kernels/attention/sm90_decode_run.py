@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the schedules of decode share: a CTA's turn at a run of blocks.
 
-One warpgroup of a CTA copies queries, keys and values to shared memory; the others compute.
+One warpgroup computes and another copies its queries, keys and values to shared memory. A CTA may
+have two such pairs, each with runs and a ring of its own.
 """
 
 import functools
@@ -17,8 +18,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from detjax.pallas_kernels.attention import sm90_arithmetic as bits
 from detjax.pallas_kernels.attention.sm90_decode_job import Run, Work
 
-COMPUTE_REGISTERS, LOAD_REGISTERS = 240, 24
-"""Of a thread, where two warpgroups compute and one loads: 504 of the 512 that a CTA has."""
+COMPUTE_REGISTERS, LOAD_REGISTERS = 232, 24
+"""Of a thread, where two warpgroups compute and two load: the 512 that a CTA has."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +30,7 @@ class Turn:
         work: Of the CTA.
         index: Which turn of the CTA.
         run: The run.
-        base: Blocks that the CTA has taken before.
+        base: Blocks that its warpgroup has taken before.
         row_pos: Position of each row's query.
         q: The queries, an operand of wgmma.
         q_slot: Which slot that is; None for a new token.
@@ -86,8 +87,8 @@ class Turn:
     def _scores_of(self, j, may_be_new, meanwhile=lambda: None):
         """The scores of a block, and what `meanwhile` gives."""
         job, memory = self.work.job, self.work.memory
-        k_slot = lax.rem(self.base + j, jnp.int32(job.num_slots[0]))
-        plgpu.barrier_wait(self.work.filled(memory.k_filled, self.index, 0, k_slot))
+        k_slot = self.work.slot(self.index, 0, self.base + j)
+        plgpu.barrier_wait(memory.k_filled.at[k_slot])
         if may_be_new:
             self._put_new(j, 0, memory.k.at[k_slot])
         scores, result = bits.product_during(
@@ -109,8 +110,8 @@ class Turn:
     def _add_values(self, j, out, decay, operand, is_masked):
         """The output with a block's values."""
         job, memory, run = self.work.job, self.work.memory, self.run
-        v_slot = lax.rem(self.base + j, jnp.int32(job.num_slots[1]))
-        plgpu.barrier_wait(self.work.filled(memory.v_filled, self.index, 1, v_slot))
+        v_slot = self.work.slot(self.index, 1, self.base + j)
+        plgpu.barrier_wait(memory.v_filled.at[v_slot])
         v = memory.v.at[v_slot]
         if is_masked:
             first_key = (run.first_block + j) * bits.BLOCK
@@ -189,7 +190,9 @@ def start_turn(work: Work, turn, base) -> Turn:
 
 
 def share_turns(work: Work, one_turn: Callable[[Turn], None]) -> None:
-    """All warpgroups of a CTA: the computing ones take its turns one after the other, one loads.
+    """All warpgroups of a CTA: the i-th that computes takes every `num_compute`-th turn from i.
+
+    As many load, each for one of them.
 
     Args:
         work: Of the CTA.
@@ -197,46 +200,39 @@ def share_turns(work: Work, one_turn: Callable[[Turn], None]) -> None:
     """
     wg, count = lax.axis_index("wg"), work.job.config.num_compute
 
-    def blocks_at(turn):
-        return work.run_at(jnp.clip(turn, 0, jnp.maximum(work.num_turns - 1, 0))).blocks
-
     def my_turn(index, base):
         turn = start_turn(work, index * count + wg if count > 1 else index, base)
         one_turn(turn)
-        base += turn.run.blocks
-        for others in range(1, count):
-            base += blocks_at(turn.index + others)
-        return base
+        return base + turn.run.blocks
 
     def compute():
         if count > 1:
             plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
-        base = jnp.int32(0)
-        for before in range(count - 1):
-            base += jnp.where(wg > before, blocks_at(before), 0)
-        turns = lax.div(work.num_turns - wg + (count - 1), jnp.int32(count))
-        lax.fori_loop(0, turns, my_turn, base)
+        lax.fori_loop(0, work.turns_of(wg), my_turn, jnp.int32(0))
         plgpu.wait_smem_to_gmem(0)
 
     def load():
         if count > 1:
             plgpu.set_max_registers(LOAD_REGISTERS, action="decrease")
-        load_runs(work)
+        load_runs(work, wg - count)
 
     pl.when(wg < count)(compute)
-    pl.when(wg == count)(load)
+    pl.when(wg >= count)(load)
 
 
-def load_runs(work: Work, first_page: Callable = lambda turn, run: run.page(0)) -> None:
-    """What the loading warpgroup does: the queries and the pages of each run.
+def load_runs(work: Work, owner, first_page: Callable = lambda turn, run: run.page(0)) -> None:
+    """What a loading warpgroup does: the queries and the pages of each run.
 
     Args:
         work: Of the CTA.
+        owner: Which computing warpgroup takes the runs.
         first_page: Gives the first page of a turn's run, if it was read before.
     """
     job, memory = work.job, work.memory
+    count = job.config.num_compute
 
-    def one_run(turn, base):
+    def one_run(index, base):
+        turn = index * count + owner if count > 1 else index
         run = work.run_at(turn)
         q_slot = lax.rem(turn, jnp.int32(2))
         if job.new_token is None:
@@ -261,7 +257,7 @@ def load_runs(work: Work, first_page: Callable = lambda turn, run: run.page(0)) 
                 (memory.v, memory.v_filled, memory.v_free),
             )
             for half, (smem, filled, free) in enumerate(rings):
-                slot = lax.rem(index, jnp.int32(job.num_slots[half]))
+                slot = work.slot(turn, half, index)
 
                 @pl.when(index >= job.num_slots[half])
                 def _is_free(slot=slot, free=free):
@@ -271,7 +267,7 @@ def load_runs(work: Work, first_page: Callable = lambda turn, run: run.page(0)) 
                     run.last + 1 - (run.first_block + j) * bits.BLOCK,
                     memory.pages.at[work.page_row(run, page, half)],
                     smem.at[slot],
-                    work.filled(filled, turn, half, slot),
+                    filled.at[slot],
                     at_once=job.config.keys_at_once,
                 )
             return next_page
@@ -280,12 +276,13 @@ def load_runs(work: Work, first_page: Callable = lambda turn, run: run.page(0)) 
         lax.fori_loop(0, run.blocks, one_page, first_page(turn, run))
         return base + run.blocks
 
-    total = lax.fori_loop(0, work.num_turns, one_run, jnp.int32(0))
-    used = [(memory.k_free, total), (memory.v_free, total)]
+    turns = work.turns_of(owner)
+    total = lax.fori_loop(0, turns, one_run, jnp.int32(0))
+    rings = [(memory.k_free, job.num_slots[0], total), (memory.v_free, job.num_slots[1], total)]
     if job.new_token is None:
-        used.append((memory.q_free, work.num_turns))
-    for free, count in used:
-        bits.drain(free, count)
+        rings.append((memory.q_free, 2 // count, turns))
+    for free, num_slots, num_used in rings:
+        bits.drain(free, num_used, owner * num_slots, num_slots)
 
 
 def load_written(num_written, page_gmem, page_smem, filled, *, at_once: int) -> None:

@@ -2,8 +2,8 @@
 """Decode by whole sequences: a CTA takes all splits of one and folds them in registers.
 
 There is no merge. A sequence is spread over no more CTAs than it has key/value heads. Two
-warpgroups take sequences in turn, so that the pages of one stream in while the other begins or ends
-its own.
+warpgroups take sequences, each its own, so that the pages of one stream in while the other begins,
+ends or computes.
 """
 
 import jax
@@ -22,7 +22,8 @@ def attend_sequences(job: Job, operands: Operands) -> jax.Array:
     """The output of all sequences, [B T, H, C]."""
     table, _, num_entries = run_list(operands.positions, operands.page_table, job.config)
     num_items = table.shape[0] * job.kv_heads
-    num_ctas = min(job.config.num_ctas, num_items)
+    # As few CTAs as take no more turns: each has more of the bandwidth.
+    num_ctas = -(-num_items // -(-num_items // job.config.num_ctas))
     span, num_compute = _out_span(job), job.config.num_compute
 
     def body(memory: Memory):

@@ -57,12 +57,12 @@ class NewToken:
 
     @property
     def kept_shape(self) -> tuple[int, int]:
-        """Shape of the shared memory that keeps key and value, with heads before them."""
-        return 2 * self.tile.rows, self.channels
+        """Shape of the shared memory that keeps key and value."""
+        return 2, self.channels
 
     def kept(self, kept_smem, half: int):
         """The kept key (half 0) or value (half 1): [C]."""
-        return kept_smem.at[(half + 1) * self.tile.rows - 1]
+        return kept_smem.at[half]
 
     def prepare(self, new, seq, kv_head, q_smem, kept_smem) -> None:
         """Rotate queries into `q_smem`, for wgmma; keep the key and the value in `kept_smem`.
@@ -94,27 +94,44 @@ class NewToken:
         halves = rope.halves_of(self.channels)
         for start, heads in zip(starts, queries, strict=True):
             for c, part in zip(halves, heads.rotated(eps=self.eps), strict=True):
-                self._store(part, q_smem, start, c, bits.swizzled(SPAN))
-        for i, parts in enumerate(kept):
+                self._store_queries(part, q_smem, start, c)
+        for half, parts in enumerate(kept):
             for c, part in zip(halves, parts, strict=True):
-                self._store(part, kept_smem, i * tile.rows, c, ())
+                self._keep(part, kept_smem, half, c)
         plgpu.commit_smem()
 
-    def _store(self, part, smem, first, columns, transforms) -> None:
-        """Write a tile of heads to rows from `first`; plain, or an operand of wgmma."""
+    def _store_queries(self, part, smem, first, columns) -> None:
+        """Write a tile of heads to rows from `first` of an operand of wgmma."""
         if self.is_interpreted:
             smem[pl.ds(first, self.tile.rows), columns] = part
             return
-        address = _swizzled_pointer if transforms else _pointer
 
-        @plgpu.inline_mgpu(arg_types=(self.tile.whole.layout, plgpu.RefType(transforms)))
+        @plgpu.inline_mgpu(arg_types=(self.tile.whole.layout, plgpu.RefType(bits.swizzled(SPAN))))
         def emit(ctx, x, ref):
-            for (row, col), register in zip(
-                x.layout.thread_idxs(x.shape), x.registers.flat, strict=True
-            ):
+            for row, col, register in _elements(x):
                 row = arith.addi(row, _index(first))
                 col = arith.addi(col, _index(columns.start))
-                llvm.store(register, address(ref, row, col))
+                llvm.store(register, _swizzled_pointer(ref, row, col))
+
+        emit(part, smem)
+
+    def _keep(self, part, smem, half: int, columns) -> None:
+        """Write the last head of a tile where `kept` reads it.
+
+        # WHY: not the whole tile, as pages and queries take all but 3 KiB of shared memory.
+        """
+        last = self.tile.rows - 1
+        if self.is_interpreted:
+            smem[half, columns] = part[last]
+            return
+
+        @plgpu.inline_mgpu(arg_types=(self.tile.whole.layout, plgpu.RefType()))
+        def emit(ctx, x, ref):
+            for row, col, register in _elements(x):
+                is_last = arith.cmpi(arith.CmpIPredicate.eq, row, _index(last))
+                with mgpu.when(is_last):
+                    col = arith.addi(col, _index(columns.start))
+                    llvm.store(register, _at(ref, arith.addi(_index(half * self.channels), col)))
 
         emit(part, smem)
 
@@ -156,14 +173,14 @@ class NewToken:
         plgpu.commit_smem()
 
 
+def _elements(x):
+    """Row, column and register of what a thread holds of an array."""
+    places = x.layout.thread_idxs(x.shape)
+    return [(*place, register) for place, register in zip(places, x.registers.flat, strict=True)]
+
+
 def _index(value: int):
     return mgpu.c(value, ir.IndexType.get())
-
-
-def _pointer(ref, row, col):
-    """Address of element (row, col) of rows one after the other."""
-    _, num_cols = ir.MemRefType(ref.type).shape
-    return _at(ref, arith.addi(arith.muli(row, _index(num_cols)), col))
 
 
 def _swizzled_pointer(ref, row, col):
