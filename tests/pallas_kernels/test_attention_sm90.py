@@ -503,7 +503,7 @@ def test_schedules_of_prefill_have_the_same_bits(whole, options):
     [
         {"merge_unroll": (4, 1)},
         {"num_ctas": 5},
-        {"key_stages": 2, "value_stages": 1},
+        {"stages": 3},
         {"whole_sequences": True},
         {"whole_sequences": True, "num_ctas": 5},
         {"scores_ahead": True},

@@ -13,8 +13,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from detjax.pallas_kernels.attention import sm90_arithmetic as bits
 from detjax.pallas_kernels.attention.sm90_new_token import NewToken
 
-STAGES = {1: (3, 2), 2: (1, 2)}
-"""Pages of keys and of values in flight, by how many warpgroups of a CTA compute."""
+STAGES = {1: 5, 2: 3}
+"""Pages of keys or values in flight, for each of so many warpgroups of a CTA that compute."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,9 +22,8 @@ class DecodeConfig:
     """How the work is scheduled. Only `blocks_per_split` decides a bit; it comes of the profile.
 
     Attributes:
-        key_stages: Pages of keys in flight, for each warpgroup that computes; 0 for those of
+        stages: Pages of keys or values in flight, for each warpgroup that computes; 0 for those of
             `STAGES`.
-        value_stages: Pages of values in flight, likewise.
         num_ctas: Most CTAs; each takes splits in turn.
         merge_unroll: How many splits' partials the merge loads at once, as long as there are as
             many; and after that.
@@ -45,8 +44,7 @@ class DecodeConfig:
         blocks_per_split: Blocks of 128 keys in a split.
     """
 
-    key_stages: int = 0
-    value_stages: int = 0
+    stages: int = 0
     num_ctas: int = 132
     merge_unroll: tuple[int, int] = (16, 2)
     whole_sequences: bool = False
@@ -102,10 +100,9 @@ class Job:
         return bits.ROWS, self.channels
 
     @property
-    def num_slots(self) -> tuple[int, int]:
-        """Pages of keys and of values in flight, for each warpgroup that computes."""
-        keys, values = STAGES[self.config.num_compute]
-        return self.config.key_stages or keys, self.config.value_stages or values
+    def num_slots(self) -> int:
+        """Pages of keys or values in flight, for each warpgroup that computes."""
+        return self.config.stages or STAGES[self.config.num_compute]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,17 +143,14 @@ class Memory:
         layer: Which layer's pages.
         results: What the schedule writes.
         q: Slots of queries, in shared memory; one a computing warpgroup, of new tokens.
-        k: The rings of keys, one after the other.
-        v: The rings of values.
+        ring: Slots for the pages of the first computing warpgroup, then for those of the next.
         kept_results: What the schedule keeps there.
         weights: For interpretation, where they do not stay in registers.
         kept: The new token's key and value, of each computing warpgroup.
         q_filled: Barriers of slots that are filled.
-        k_filled: Likewise.
-        v_filled: Likewise.
+        filled: Likewise, of the ring.
         q_free: Barriers of slots that are free again.
-        k_free: Likewise.
-        v_free: Likewise.
+        free: Likewise, of the ring.
         barrier: The schedule's own, or None.
     """
 
@@ -168,17 +162,14 @@ class Memory:
     layer: Any
     results: list
     q: Any
-    k: Any
-    v: Any
+    ring: Any
     kept_results: list
     weights: Any
     kept: Any
     q_filled: Any
-    k_filled: Any
-    v_filled: Any
+    filled: Any
     q_free: Any
-    k_free: Any
-    v_free: Any
+    free: Any
     barrier: Any
 
 
@@ -203,6 +194,8 @@ class Work:
     def slot(self, turn, half: int, block):
         """Where the keys (half 0) or values (half 1) of a computing warpgroup's block lie.
 
+        They take turns in its slots.
+
         # WHY: a warpgroup must see every phase of a barrier that it waits for, so each has slots of
         its own.
 
@@ -211,8 +204,8 @@ class Work:
             half: Keys or values.
             block: How many blocks the warpgroup has taken before.
         """
-        num_slots = self.job.num_slots[half]
-        return self.owner(turn) * num_slots + lax.rem(block, jnp.int32(num_slots))
+        num_slots = self.job.num_slots
+        return self.owner(turn) * num_slots + lax.rem(2 * block + half, jnp.int32(num_slots))
 
     def turns_of(self, owner):
         """How many of the turns a computing warpgroup takes."""
@@ -298,8 +291,8 @@ def launch(
             return [refs.pop(0) for _ in range(count)]
 
         query_refs, (pages, positions, table, num_entries, layer) = take(len(queries)), take(5)
-        result_refs, (q, k, v), kept_refs = take(len(results)), take(3), take(2)
-        weights, kept, q_filled, k_filled, v_filled, q_free, k_free, v_free, own = refs
+        result_refs, (q, ring), kept_refs = take(len(results)), take(2), take(2)
+        weights, kept, q_filled, filled, q_free, free, own = refs
         if shares_memory:
             q, kept_refs[0] = q
         if weights is not None:
@@ -314,23 +307,21 @@ def launch(
                 layer=layer,
                 results=result_refs,
                 q=q,
-                k=k,
-                v=v,
+                ring=ring,
                 kept_results=kept_refs,
                 weights=weights,
                 kept=kept,
                 q_filled=q_filled,
-                k_filled=k_filled,
-                v_filled=v_filled,
+                filled=filled,
                 q_free=q_free,
-                k_free=k_free,
-                v_free=v_free,
+                free=free,
                 barrier=own,
             )  # fmt: skip
         )
 
     grid = {"cluster": (cluster,), "cluster_names": ("rank",)} if cluster > 1 else {}
     num_compute = job.config.num_compute
+    num_slots = num_compute * job.num_slots
     q_copies = 2 if job.new_token is None else num_compute
     q = plgpu.SMEM((q_copies, *job.out_shape), dtype, transforms=swizzled)
     shares_memory = num_compute > 1 and kept_results[0] is not None
@@ -344,17 +335,11 @@ def launch(
         out_type=list(results),
         scratch_types=[
             q,
-            *(
-                plgpu.SMEM((num_compute * n, bits.BLOCK, channels), dtype, transforms=swizzled)
-                for n in job.num_slots
-            ),
+            plgpu.SMEM((num_slots, bits.BLOCK, channels), dtype, transforms=swizzled),
             *kept_results,
             plgpu.SMEM((num_compute, bits.ROWS, bits.BLOCK), dtype) if job.is_interpreted else None,
             kept,
-            plgpu.Barrier(num_barriers=2),
-            *(plgpu.Barrier(num_barriers=num_compute * n) for n in job.num_slots),
-            plgpu.Barrier(num_barriers=2),
-            *(plgpu.Barrier(num_barriers=num_compute * n) for n in job.num_slots),
+            *(plgpu.Barrier(num_barriers=n) for n in (2, num_slots) * 2),
             barrier,
         ],
         grid=(num_ctas,),

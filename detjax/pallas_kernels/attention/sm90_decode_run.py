@@ -87,14 +87,14 @@ class Turn:
     def _scores_of(self, j, may_be_new, meanwhile=lambda: None):
         """The scores of a block, and what `meanwhile` gives."""
         job, memory = self.work.job, self.work.memory
-        k_slot = self.work.slot(self.index, 0, self.base + j)
-        plgpu.barrier_wait(memory.k_filled.at[k_slot])
+        slot = self.work.slot(self.index, 0, self.base + j)
+        plgpu.barrier_wait(memory.filled.at[slot])
         if may_be_new:
-            self._put_new(j, 0, memory.k.at[k_slot])
+            self._put_new(j, 0, memory.ring.at[slot])
         scores, result = bits.product_during(
-            job.math, self.q, memory.k.at[k_slot].T, (bits.ROWS, bits.BLOCK), meanwhile
+            job.math, self.q, memory.ring.at[slot].T, (bits.ROWS, bits.BLOCK), meanwhile
         )
-        plgpu.barrier_arrive(memory.k_free.at[k_slot])
+        plgpu.barrier_arrive(memory.free.at[slot])
         return scores, result
 
     def _softmax(self, j, scores, m, weight_sum, is_masked):
@@ -110,9 +110,9 @@ class Turn:
     def _add_values(self, j, out, decay, operand, is_masked):
         """The output with a block's values."""
         job, memory, run = self.work.job, self.work.memory, self.run
-        v_slot = self.work.slot(self.index, 1, self.base + j)
-        plgpu.barrier_wait(memory.v_filled.at[v_slot])
-        v = memory.v.at[v_slot]
+        slot = self.work.slot(self.index, 1, self.base + j)
+        plgpu.barrier_wait(memory.filled.at[slot])
+        v = memory.ring.at[slot]
         if is_masked:
             first_key = (run.first_block + j) * bits.BLOCK
 
@@ -122,7 +122,7 @@ class Turn:
 
             self._put_new(j, 1, v)
         out, _ = bits.chained_product(job.math, out, decay, operand, v)
-        plgpu.barrier_arrive(memory.v_free.at[v_slot])
+        plgpu.barrier_arrive(memory.free.at[slot])
         return out
 
     def one_block(self, j, carry, is_masked):
@@ -252,22 +252,18 @@ def load_runs(work: Work, owner, first_page: Callable = lambda turn, run: run.pa
         def one_page(j, page):
             next_page = run.page(jnp.minimum(j + 1, run.blocks - 1))
             index = base + j
-            rings = (
-                (memory.k, memory.k_filled, memory.k_free),
-                (memory.v, memory.v_filled, memory.v_free),
-            )
-            for half, (smem, filled, free) in enumerate(rings):
+            for half in range(2):
                 slot = work.slot(turn, half, index)
 
-                @pl.when(index >= job.num_slots[half])
-                def _is_free(slot=slot, free=free):
-                    plgpu.barrier_wait(free.at[slot])
+                @pl.when(2 * index + half >= job.num_slots)
+                def _is_free(slot=slot):
+                    plgpu.barrier_wait(memory.free.at[slot])
 
                 load_written(
                     run.last + 1 - (run.first_block + j) * bits.BLOCK,
                     memory.pages.at[work.page_row(run, page, half)],
-                    smem.at[slot],
-                    filled.at[slot],
+                    memory.ring.at[slot],
+                    memory.filled.at[slot],
                     at_once=job.config.keys_at_once,
                 )
             return next_page
@@ -278,7 +274,7 @@ def load_runs(work: Work, owner, first_page: Callable = lambda turn, run: run.pa
 
     turns = work.turns_of(owner)
     total = lax.fori_loop(0, turns, one_run, jnp.int32(0))
-    rings = [(memory.k_free, job.num_slots[0], total), (memory.v_free, job.num_slots[1], total)]
+    rings = [(memory.free, job.num_slots, 2 * total)]
     if job.new_token is None:
         rings.append((memory.q_free, 2 // count, turns))
     for free, num_slots, num_used in rings:
