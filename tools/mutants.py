@@ -464,6 +464,21 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        name="key-of-another-head",
+        fault="decode in one launch keeps another head of the new token as its key and value",
+        edits=(
+            Edit(
+                where=f"{KERNELS}/attention/sm90_new_token.py",
+                old="        last = self.tile.rows - 1\n",
+                new="        last = self.tile.rows - 2\n",
+            ),
+        ),
+        tests=(
+            "tests/pallas_kernels/test_attention_sm90.py"
+            "::test_new_tokens_inside_decode_have_the_bits_of_two_kernels",
+        ),
+    ),
+    Mutant(
         name="kept-of-other-code",
         fault="an executable is read whatever code is loaded",
         edits=(
