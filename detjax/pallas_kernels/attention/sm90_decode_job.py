@@ -12,6 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from detjax.pallas_kernels.attention import sm90_arithmetic as bits
 from detjax.pallas_kernels.attention.sm90_new_token import NewToken
+from detjax.pallas_kernels.sm90_cache_hints import evict_first
 
 STAGES = {1: 5, 2: 3}
 """Pages of keys or values in flight, for each of so many warpgroups of a CTA that compute."""
@@ -291,6 +292,7 @@ def launch(
             return [refs.pop(0) for _ in range(count)]
 
         query_refs, (pages, positions, table, num_entries, layer) = take(len(queries)), take(5)
+        evict_first(pages, is_interpreted=job.is_interpreted)
         result_refs, (q, ring), kept_refs = take(len(results)), take(2), take(2)
         weights, kept, q_filled, filled, q_free, free, own = refs
         if shares_memory:

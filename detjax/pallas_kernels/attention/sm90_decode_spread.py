@@ -29,6 +29,7 @@ from detjax.pallas_kernels.attention.sm90_decode_exchange import (
 )
 from detjax.pallas_kernels.attention.sm90_decode_job import Job, Operands
 from detjax.pallas_kernels.attention.sm90_decode_run import load_written
+from detjax.pallas_kernels.sm90_cache_hints import evict_first
 from detjax.pallas_kernels.sm90_prefetch import ask_for
 
 SPREAD_CHANNELS = 128
@@ -66,6 +67,7 @@ def attend_spread(job: Job, operands: Operands) -> jax.Array:
         refs = list(refs)
         new = [refs.pop(0) for _ in operands.queries]
         pages, positions, table_ref, layer_ref, *refs = refs
+        evict_first(pages, is_interpreted=is_interpreted)
         prefetch = None if operands.prefetch is None else refs.pop(0)
         wg, cta, rank = (lax.axis_index(name) for name in ("wg", "cta", "rank"))
         seq, kv_head = lax.div(cta, jnp.int32(job.kv_heads)), lax.rem(cta, jnp.int32(job.kv_heads))

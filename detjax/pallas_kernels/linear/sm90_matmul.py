@@ -20,6 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from detjax.pallas_kernels import sm90_rows
 from detjax.pallas_kernels.linear.tiles import NUM_SMS, MatmulTiles, held_chunk, output_chunk
 from detjax.pallas_kernels.rms_norm.sm90 import normalise_wide_rows
+from detjax.pallas_kernels.sm90_cache_hints import evict_first
 from detjax.pallas_kernels.swiglu.sm90 import gated_bf16
 
 _ROWS_AXIS, _COLS_AXIS = "cluster_rows", "cluster_cols"
@@ -136,11 +137,12 @@ def put_transposed(out, block, kept_block=None) -> None:
 def hold_rows(
     x_gmem, gain_gmem, held_smem, sums_smem, share, rows_each: int, *,
     eps: float, num_threads: int, is_interpreted: bool, ready=None, read=None, keep=None,
+    arrived=None,
 ) -> None:  # fmt: skip
     """Put a warpgroup's share of the normalised rows into shared memory, blocks [., ., 8, 64].
 
     Meanwhile the weights stream in. Of 8 rows those past M hold whatever was there: they are
-    columns of the product that are never stored. `read` and `keep` are those of
+    columns of the product that are never stored. `read`, `keep` and `arrived` are those of
     `normalise_wide_rows`, but `keep(0, ...)` gets channels as read, `keep(1, ...)` normalised ones.
     """
     put = functools.partial(sm90_rows.store_in_slabs, held_smem)
@@ -167,6 +169,7 @@ def hold_rows(
         ready=ready,
         read=read,
         keep=None if keep is None else keep_read,
+        arrived=arrived,
     )
     plgpu.commit_smem()
 
@@ -281,6 +284,8 @@ def matmul(
         ]
     x_shape = (item_steps if tiles.held_channels else stages, slabs, x_rows, span)
     num_sharers = tiles.num_wgs + tiles.helpers
+    early = tiles.early_stages
+    reads_weights_once = (col_clusters if tiles.is_swapped else row_clusters) == 1
     num_threads = num_sharers + 1
     rows_of_wg = pl.cdiv(num_rows_x, num_sharers)
     has_register_shares = tiles.ctas_per_sm == 1 and tiles.num_wgs > 1 and not tiles.held_channels
@@ -300,11 +305,13 @@ def matmul(
         out_gmem = refs.pop(0)
         sums_gmem = [refs.pop(0) for _ in range(2 if terms else 0)]
         x_smem, w_smem, out_smem, pending_smem, squares_smem, *barriers = refs
-        full, empty, arrived, started, held = barriers
+        full, empty, arrived, started, held, rows_read = barriers
         x_mma, x_tma = _views(x_smem, is_ragged)
         w_mma, w_tma = _views(w_smem, is_ragged and tiles.shares_slot)
         out_reg, out_tma = _views(out_smem, is_out_ragged)
         wg = lax.axis_index("wg")
+        if reads_weights_once:
+            evict_first(w_gmem, is_interpreted=interpret is not None)
 
         def locate(lin):
             """First row and column of this CTA's tile, and its group of leaves."""
@@ -337,6 +344,7 @@ def matmul(
                 x_gmem, gain_gmem, x_mma, squares_smem, share, rows_of_wg,
                 eps=eps, num_threads=num_threads, is_interpreted=interpret is not None,
                 read=read if terms else None, keep=keep if terms else None,
+                arrived=functools.partial(plgpu.barrier_arrive, rows_read) if early else None,
             )  # fmt: skip
             plgpu.barrier_arrive(held)
 
@@ -514,6 +522,9 @@ def matmul(
                 first = info.local_index * item_slots
 
                 def step(i, _):
+                    if early:
+                        # WHY: rows that were asked for behind a whole ring come behind it.
+                        pl.when(first + i == early)(lambda: plgpu.barrier_wait(rows_read))
                     slot = free_slot(first + i)
                     k = (group * item_steps + i) * tiles.k
                     for start, size, offset in w_pieces:
@@ -607,6 +618,7 @@ def matmul(
             plgpu.Barrier(num_arrivals=num_chunks, num_barriers=tiles.num_wgs),
             plgpu.Barrier(),
             plgpu.Barrier(num_arrivals=num_sharers),
+            plgpu.Barrier(num_arrivals=num_sharers) if early else None,
         ),
         grid=(num_clusters,),
         grid_names=("cta",),

@@ -18,6 +18,9 @@ SMEM_BYTES = 232448
 MAX_NORM_ROWS = 8
 """Up to here a product normalises its own input and saves a launch; 8 is most, 0 turns it off."""
 
+EARLY_STAGES = 3
+"""Stages of weights that such a product asks for before it has read its rows."""
+
 MAX_RANKS_ROWS = 64
 """Up to here ranks add one another's tiles in the epilogue of their product; 64 is most."""
 
@@ -59,6 +62,8 @@ class MatmulTiles:
         held_channels: K where up to 8 activations lie whole in shared memory, normalised there by
             the CTA; 0 where they stream through the ring beside the weights.
         helpers: Warpgroups that only help to normalise.
+        early_stages: Stages of weights that are asked for before the rows that are held have been
+            read; 0 for as many as the ring has.
         live_rows: Weights that a warpgroup of swapped tiles loads and stores, of its 64 rows; the
             others multiply what lies there. 0 for all of them.
     """
@@ -83,6 +88,7 @@ class MatmulTiles:
     shares_slot: bool = False
     held_channels: int = 0
     helpers: int = 0
+    early_stages: int = 0
     live_rows: int = 0
 
     def __post_init__(self):
@@ -109,8 +115,10 @@ class MatmulTiles:
         is_flat = self.is_swapped and self.cols == 8 and self.k >= 64 and self.groups == 1
         if self.held_channels and not (is_flat and self.cluster_rows * self.cluster_cols == 1):
             raise ValueError(f"rows are held by swapped tiles of 8 columns only, not {self}")
-        if self.helpers and not self.held_channels:
-            raise ValueError(f"{self.helpers=} have no rows to normalise")
+        if (self.helpers or self.early_stages) and not self.held_channels:
+            raise ValueError(f"{self.helpers=}, {self.early_stages=} have no rows to normalise")
+        if self.early_stages and self.early_stages >= self.stages:
+            raise ValueError(f"{self.early_stages=} must be less than {self.stages=}")
         is_plain = self.is_swapped and not self.is_gated and (self.rows, self.num_wgs) == (64, 1)
         if self.live_rows and not (is_plain and self.live_rows in (8, 16, 32)):
             raise ValueError(f"{self.live_rows=} must be 8, 16 or 32 of 64 swapped rows: {self}")
@@ -245,11 +253,14 @@ def choose_tiles(
     if has_norm:
         tiles = _hold_rows(tiles, num_rows, leaf_len)
     is_partial = num_leaves > 1 and (tiles.groups > 1 or tiles.is_swapped and not has_residual)
-    return fill_stages(
+    tiles = fill_stages(
         tiles,
         out_bytes=4 if is_partial else out_bytes,
         has_residual=has_residual and not is_partial,
     )
+    if not has_norm:
+        return tiles
+    return dataclasses.replace(tiles, early_stages=min(EARLY_STAGES, tiles.stages - 1))
 
 
 def _hold_rows(tiles: MatmulTiles, num_rows: int, k_len: int) -> MatmulTiles:

@@ -212,6 +212,10 @@ def _wide(
                 b = math.load(bias_gmem.at[columns[i]]).astype(jnp.float32)
             return joined([trees_sum(parts)], x, b, dtype)
 
+        # WHY: first, as they are not in the L2 where weights stream between two norms; behind the
+        # stores of a row their load could not be moved up.
+        gains = [math.load(gain_gmem.at[c]) for c in columns]
+
         def one_row(turn, row):
             slot = lax.rem(turn, 2) if has_turns else 0
             loads = load_row(row)
@@ -222,7 +226,6 @@ def _wide(
                     out_gmem[0][row, c] = v
                 values.append(v.astype(jnp.float32))
                 sums_smem[slot, first_chunk + i, :] = rows.square_sums(values[-1], math)
-            gains = [math.load(gain_gmem.at[c]) for c in columns]
             if warpgroups > 1:
                 plgpu.barrier_arrive(ready)
                 plgpu.barrier_wait(ready)
@@ -274,6 +277,7 @@ def normalise_wide_rows(
     ready=None,
     read=None,
     keep=None,
+    arrived=None,
 ) -> None:
     """Normalise a few wide rows inside a kernel that multiplies them: one warpgroup's share.
 
@@ -290,6 +294,7 @@ def normalise_wide_rows(
         read: Gives the channels `columns` of row `row` in the dtype of `x`, called as
             `read(row, columns, math)`; those of `x_gmem` if None.
         keep: Called as `store`, with channels as they were read.
+        arrived: Called when all rows have been read.
 
     Numerics:
         The instructions of `rms_norm`, in its order, so its bits.
@@ -317,6 +322,8 @@ def normalise_wide_rows(
                 sums = rows.square_sums(v.astype(jnp.float32), math)
                 rows.keep_warp_values(sums, sums_smem.at[i, c], math)
         plgpu.commit_smem()
+        if arrived is not None and first + at_once >= len(row_ids):
+            arrived()
         if form.vec_len > 1:
             # WHY: else values wait for their second use as float32, in twice the registers.
             values = lax.optimization_barrier(values)

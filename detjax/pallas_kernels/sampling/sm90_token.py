@@ -32,23 +32,28 @@ def choose_token(
     num_rows, width = logits.shape
 
     def body(values_gmem, tokens_gmem, maxima_gmem, sums_gmem, logits_gmem, *refs):
-        token_gmem, logprob_gmem, lse_gmem, *smem = refs
+        chosen_gmem, lse_gmem, *smem = refs
         of_merge, of_sum = smem[: len(MERGE_SCRATCH)], smem[len(MERGE_SCRATCH) :]
         row = lax.axis_index("row")
         _, token = merge_row(values_gmem.at[row], tokens_gmem.at[row], of_merge, interpret)
         # No token is chosen of a row of NaN.
         logit = logits_gmem[row, jnp.minimum(token, width - 1)]
         lse = row_log_sum_exp(maxima_gmem.at[row], sums_gmem.at[row], of_sum, interpret)
-        token_gmem[row], logprob_gmem[row], lse_gmem[row] = token, logit - lse, lse
+        chosen_gmem[row, 0], lse_gmem[row] = token, lse
+        chosen_gmem[row, 1] = lax.bitcast_convert_type(logit - lse, jnp.int32)
 
-    of_rows = jax.ShapeDtypeStruct((num_rows,), jnp.float32)
-    token, logprob, lse = rows.run_kernel(
+    # WHY: token and bits of the log-probability side by side, as the host reads them
+    # (`serving.launch_operands.pack_choice`): XLA then needs no launch to join them.
+    chosen, lse = rows.run_kernel(
         body,
         (*parts, logits),
-        out=[jax.ShapeDtypeStruct((num_rows,), jnp.int32), of_rows, of_rows],
+        out=[
+            jax.ShapeDtypeStruct((num_rows, 2), jnp.int32),
+            jax.ShapeDtypeStruct((num_rows,), jnp.float32),
+        ],
         grid={"row": num_rows},
         name="detjax_choose_token",
         is_interpreted=interpret,
         scratch_types=[*MERGE_SCRATCH, *ROW_SCRATCH],
     )
-    return token, logprob, lse
+    return chosen[:, 0], lax.bitcast_convert_type(chosen[:, 1], jnp.float32), lse
