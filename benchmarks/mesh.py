@@ -31,7 +31,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.common import Rows, environment, kernel_events, num_different
-from benchmarks.step import CONTEXT, MODELS, _config
+from benchmarks.step import CONTEXT, DECODE_STEPS, MODELS, _config
 from detjax.donation import compile_checked
 from detjax.models.loading import LoadedModel, random_model
 from detjax.models.paths import Kernels
@@ -447,7 +447,7 @@ def time_steps(
     """Time whole steps on every mesh, in turn."""
     for case in cases:
         batch, length, start = case
-        repeats = 20 if length == 1 else 3
+        repeats = DECODE_STEPS if length == 1 else 3
         name = f"decode batch {batch}" if length == 1 else f"prefill {length} tokens"
         times: dict[str, list[float]] = {}
         for which, runner in runners.items():
@@ -463,6 +463,7 @@ def time_steps(
         for which, found in times.items():
             row = {
                 "ms_p50": statistics.median(found),
+                "steps": repeats,
                 "compile_s": runners[which].compiled(batch, length)[1],
             }
             try:

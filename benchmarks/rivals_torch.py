@@ -19,6 +19,10 @@ L2_BYTES = 256 << 20
 """Weights in rotation take at least this much, so that each product reads them from memory."""
 
 
+STEPS = 10
+"""Of a run of whole models: each writes a position more, for which the cache has room."""
+
+
 def device_us(run, turns: int, *, repeats: int = 15) -> float:
     """Median device time of `run(i)` for i in turn, of all kernels that a call launches."""
     from torch.autograd import DeviceType
@@ -129,7 +133,9 @@ class TransformersStep:
         with torch.device(device):
             self.model = LlamaForCausalLM(self.config).eval()
 
-    def wall_ms(self, batch: int, context: int, *, is_compiled: bool, repeats: int = 10) -> float:
+    def wall_ms(
+        self, batch: int, context: int, *, is_compiled: bool, repeats: int = STEPS
+    ) -> float:
         """Median over five runs of the mean time of a greedy decode step."""
         from transformers import StaticCache
 
@@ -204,6 +210,7 @@ def transformers(sizes: dict, batches: list[int], context: int, seconds: float, 
         else:
             try:
                 row["ms_p50"] = model.wall_ms(batch, context, is_compiled=is_compiled)
+                row["steps"] = STEPS
             except Exception as error:
                 row["failed"] = f"{type(error).__name__}: {error}"[:300]
         print(json.dumps(row), flush=True)

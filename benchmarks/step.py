@@ -6,8 +6,9 @@ python -m benchmarks.step --kernels --decode 8 --prefill
 python -m benchmarks.step --model tiny --backend portable --mode both --decode 1 3 --prefill 64
 
 The programs are the engine's own (`serving.programs.ProgramCache`). Wall time of dependent steps,
-median of five runs, and of single calls, the least of three. `fast` is the same model without
-claims (`detjax.models.fast`), compiled with the roundings that XLA leaves out by default.
+median of five runs, and of single calls, the least of three. A run has 100 steps of decode: the
+first is launched while the GPU is idle, which takes the host 1 to 3 ms. `fast` is the same model
+without claims (`detjax.models.fast`), compiled with the roundings that XLA leaves out by default.
 """
 
 import argparse
@@ -116,6 +117,10 @@ MODELS = {
 }  # fmt: skip
 
 
+DECODE_STEPS = 100
+"""Of a run."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Case:
     """One step: which rows of the cache get `length` tokens from position `start` on."""
@@ -135,7 +140,7 @@ class Case:
 def decode_case(batch: int, context: int = CONTEXT) -> Case:
     """One token for each of `batch` sequences."""
     name = f"decode batch {batch} context {context}"
-    return Case(name, range(batch), length=1, start=context - 1, repeats=20)
+    return Case(name, range(batch), length=1, start=context - 1, repeats=DECODE_STEPS)
 
 
 def prefill_case(length: int) -> Case:
@@ -395,6 +400,7 @@ def time_case(runner: Runner, impls: list[str], case: Case, rows: Rows, *, kerne
             )  # fmt: skip
             continue
         row = {"subject": "step", "impl": impl, "case": case.name, "ms_p50": ms}
+        row |= {"steps": case.repeats}
         row |= {"max_len": 128 * runner.key_of(impl, case).table_len}
         if case.length == 1:
             floor = decode_floor_ms(runner.model, runner.params(impl), case)
