@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a launch of decode is made of: the job, its memory, a CTA's work, and the launch itself."""
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from detjax.pallas_kernels.attention import sm90_arithmetic as bits
 from detjax.pallas_kernels.attention.sm90_new_token import NewToken
 from detjax.pallas_kernels.sm90_cache_hints import evict_first
+from detjax.pallas_kernels.sm90_prefetch import ask_for
 
 STAGES = {1: 5, 2: 3}
 """Pages of keys or values in flight, for each of so many warpgroups of a CTA that compute."""
@@ -41,7 +43,8 @@ class DecodeConfig:
             tokens alone.
         keys_at_once: Of a sequence's last page so many keys are loaded as are written, rounded up
             to a multiple of this: 32, 64, or 128 for whole pages.
-        prefetched: Bytes of the next product's weights that `spread` asks into the L2 cache.
+        prefetched: Bytes of the next product's weights that CTAs ask into the L2 cache, once they
+            have asked for their last page. Of new tokens alone.
         blocks_per_split: Blocks of 128 keys in a split.
     """
 
@@ -153,6 +156,8 @@ class Memory:
         q_free: Barriers of slots that are free again.
         free: Likewise, of the ring.
         barrier: The schedule's own, or None.
+        ask_ahead: Asks for this CTA's share of the next product's weights, by all threads of a
+            warpgroup.
     """
 
     queries: list
@@ -172,6 +177,7 @@ class Memory:
     q_free: Any
     free: Any
     barrier: Any
+    ask_ahead: Callable[[], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -237,7 +243,7 @@ class Operands:
         page_table: As in `api.attention`.
         positions: Likewise.
         layer: Which layer's pages.
-        prefetch: Weights that `spread` asks into the L2 cache, or None.
+        prefetch: Weights that CTAs ask into the L2 cache, or None.
     """
 
     queries: tuple
@@ -283,6 +289,7 @@ def launch(
         The results.
     """
     queries, dtype, channels = operands.queries, job.dtype, job.channels
+    prefetch = [] if operands.prefetch is None else [operands.prefetch]
     swizzled = bits.swizzled(bits.channel_span(channels))
 
     def whole_body(*refs):
@@ -292,6 +299,7 @@ def launch(
             return [refs.pop(0) for _ in range(count)]
 
         query_refs, (pages, positions, table, num_entries, layer) = take(len(queries)), take(5)
+        ahead = take(len(prefetch))
         evict_first(pages, is_interpreted=job.is_interpreted)
         result_refs, (q, ring), kept_refs = take(len(results)), take(2), take(2)
         weights, kept, q_filled, filled, q_free, free, own = refs
@@ -318,8 +326,16 @@ def launch(
                 q_free=q_free,
                 free=free,
                 barrier=own,
+                ask_ahead=functools.partial(ask_ahead, ahead),
             )  # fmt: skip
         )
+
+    def ask_ahead(weights: list) -> None:
+        share = lax.axis_index("cta")
+        if cluster > 1:
+            share = share * cluster + lax.axis_index("rank")
+        for w in weights:
+            ask_for(w, share, num_ctas * cluster, num_bytes=job.config.prefetched)
 
     grid = {"cluster": (cluster,), "cluster_names": ("rank",)} if cluster > 1 else {}
     num_compute = job.config.num_compute
@@ -354,5 +370,5 @@ def launch(
         interpret=plgpu.InterpretGPUParams() if job.is_interpreted else None,
     )(
         *queries, operands.page_rows, operands.row_positions, table, num_entries,
-        operands.layer.reshape(1),
+        operands.layer.reshape(1), *prefetch,
     )  # fmt: skip

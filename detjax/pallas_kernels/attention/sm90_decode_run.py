@@ -274,6 +274,7 @@ def load_runs(work: Work, owner, first_page: Callable = lambda turn, run: run.pa
 
     turns = work.turns_of(owner)
     total = lax.fori_loop(0, turns, one_run, jnp.int32(0))
+    pl.when(owner == 0)(memory.ask_ahead)
     rings = [(memory.free, job.num_slots, 2 * total)]
     if job.new_token is None:
         rings.append((memory.q_free, 2 // count, turns))

@@ -18,8 +18,12 @@ SMEM_BYTES = 232448
 MAX_NORM_ROWS = 8
 """Up to here a product normalises its own input and saves a launch; 8 is most, 0 turns it off."""
 
-EARLY_STAGES = 3
-"""Stages of weights that such a product asks for before it has read its rows."""
+EARLY_STAGES = (2, 3)
+"""Stages of weights that such a product asks for before it has read its rows: up to 4, and more.
+
+Rows that are asked for behind a whole ring come behind it. A layer of the 8B shape without its
+attention, 8 rows, an H100: 163.8 us with 3 stages, 164.3 with 2, 165.0 with the whole ring.
+"""
 
 MAX_RANKS_ROWS = 64
 """Up to here ranks add one another's tiles in the epilogue of their product; 64 is most."""
@@ -260,7 +264,8 @@ def choose_tiles(
     )
     if not has_norm:
         return tiles
-    return dataclasses.replace(tiles, early_stages=min(EARLY_STAGES, tiles.stages - 1))
+    early = EARLY_STAGES[num_rows > 4]
+    return dataclasses.replace(tiles, early_stages=min(early, tiles.stages - 1))
 
 
 def _hold_rows(tiles: MatmulTiles, num_rows: int, k_len: int) -> MatmulTiles:
