@@ -86,7 +86,8 @@ HELD_VARIANTS = {
     "helpers": dataclasses.replace(HELD_FLAT, helpers=3),
     "two_warpgroups_and_a_helper": dataclasses.replace(HELD_FLAT, num_wgs=2, helpers=1),
     "deep_steps": dataclasses.replace(HELD_FLAT, k=128, helpers=1),
-    "gated": dataclasses.replace(HELD_FLAT, rows=128, is_gated=True, helpers=2),
+    "early_stages": dataclasses.replace(HELD_FLAT, helpers=1, early_stages=2),
+    "gated": dataclasses.replace(HELD_FLAT, rows=128, is_gated=True, helpers=2, early_stages=1),
     "gated_two_warpgroups": dataclasses.replace(HELD_FLAT, rows=128, is_gated=True, num_wgs=2),
 }
 NORM_WIDTHS = (896, 1024, 1536, 2560, 4096, 5120, 6656, 8192)
@@ -368,7 +369,7 @@ def test_a_product_that_normalises_in_interpret_mode(name, num_rows, one_cta):
     _, w = operands(num_rows, 256, 1024)
     interpret = plgpu.InterpretGPUParams(detect_races=True)
     product = functools.partial(matmul, leaf_len=1024, out_dtype=BF16, interpret=interpret)
-    plain = dataclasses.replace(tiles, held_channels=0, helpers=0)
+    plain = dataclasses.replace(tiles, held_channels=0, helpers=0, early_stages=0)
     want = product(rms_norm(x, gain, eps=EPS, interpret=True), w, None, None, tiles=plain)
     out = product(x, w, None, None, gain, tiles=tiles, eps=EPS)
     assert np.isfinite(np.asarray(out, np.float32)).all()
@@ -444,6 +445,10 @@ def test_tiles_refuse_nonsense():
         dataclasses.replace(FLAT, cols=16, held_channels=1024)
     with pytest.raises(ValueError, match="helpers=1"):
         dataclasses.replace(FLAT, helpers=1)
+    with pytest.raises(ValueError, match="early_stages=1 have no rows"):
+        dataclasses.replace(FLAT, early_stages=1)
+    with pytest.raises(ValueError, match="early_stages=3 must be less than self.stages=3"):
+        dataclasses.replace(HELD_FLAT, early_stages=3)
     with pytest.raises(ValueError, match="held_channels=1024"):
         lower_for_hopper(lambda x, w: run(x, w, HELD_FLAT, leaf_len=128), x, w)
     product = functools.partial(
