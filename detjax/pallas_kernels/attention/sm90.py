@@ -43,8 +43,8 @@ Decode of one sequence, Qwen3-30B-A3B: 2.60 ms a step, 2.66 without, 2.63 with 8
 PREFETCHED_BEHIND = 4 << 20
 """Likewise, of clusters of two and more that share no split, behind the last page of each CTA.
 
-8 sequences of 1024 keys, 16 layers, an H100: 3.206 ms a step, 3.226 without, 3.213 with 8 MiB. Of 16
-or 64 sequences, whose CTAs are no clusters, such requests gain nothing.
+8 sequences of 1024 keys, 16 layers, an H100: 3.206 ms a step, 3.226 without, 3.213 with 8 MiB. Of
+16 or 64 sequences, whose CTAs are no clusters, such requests gain nothing.
 """
 MOST_CTAS = 96
 """Of clusters of four and more: what is sure to be resident at once, whatever a GPC has of SMs."""
