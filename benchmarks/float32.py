@@ -190,6 +190,7 @@ def time_steps(args: argparse.Namespace, rows: Rows, table: list[str]) -> bool:
                 case=case.name,
                 layers=num_layers,
                 ms_p50=ms,
+                steps=case.repeats,
                 same=agrees,
             )
         del runner

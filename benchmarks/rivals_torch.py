@@ -133,9 +133,7 @@ class TransformersStep:
         with torch.device(device):
             self.model = LlamaForCausalLM(self.config).eval()
 
-    def wall_ms(
-        self, batch: int, context: int, *, is_compiled: bool, repeats: int = STEPS
-    ) -> float:
+    def wall_ms(self, batch: int, context: int, *, is_compiled: bool) -> float:
         """Median over five runs of the mean time of a greedy decode step."""
         from transformers import StaticCache
 
@@ -178,7 +176,7 @@ class TransformersStep:
             return (time.perf_counter() - begin) / count * 1e3
 
         run(4)  # compiles, and records the graph
-        return statistics.median(run(repeats) for _ in range(5))
+        return statistics.median(run(STEPS) for _ in range(5))
 
 
 def synchronise(device: str) -> None:

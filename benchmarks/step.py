@@ -400,8 +400,7 @@ def time_case(runner: Runner, impls: list[str], case: Case, rows: Rows, *, kerne
             )  # fmt: skip
             continue
         row = {"subject": "step", "impl": impl, "case": case.name, "ms_p50": ms}
-        row |= {"steps": case.repeats}
-        row |= {"max_len": 128 * runner.key_of(impl, case).table_len}
+        row |= {"steps": case.repeats, "max_len": 128 * runner.key_of(impl, case).table_len}
         if case.length == 1:
             floor = decode_floor_ms(runner.model, runner.params(impl), case)
             row |= {"batch": len(case.rows), "context": case.start + 1}

@@ -72,8 +72,8 @@ def decode_new_token(
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Normalise and rotate inside the attention kernel; see `api.rope_attention`, with T = 1.
 
-    The CTA of a sequence's last split puts the key and the value in the cache. Clusters that share
-    splits ask the weights `prefetch` into the L2 cache.
+    The CTA of a sequence's last split puts the key and the value in the cache. Where the
+    configuration says so, CTAs ask the weights `prefetch` into the L2 cache.
     """
     kv_heads, _, channels = pages.shape[3:]
     batch, num_heads = qkv.shape[0], qkv.shape[1] - 2 * kv_heads
