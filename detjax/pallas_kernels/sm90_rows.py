@@ -385,6 +385,9 @@ SLAB = 64
 """Columns of a block of bfloat16 that is one swizzle span, 128 bytes, wide."""
 
 
+_SLAB_TRANSFORMS = (plgpu.TilingTransform((8, SLAB)), plgpu.SwizzleTransform(2 * SLAB))
+
+
 def store_in_slabs(ref, values, row, start: int, math: Arithmetic) -> None:
     """Put columns of one row where wgmma reads them: blocks [8, SLAB] with a swizzle of 128 bytes.
 
@@ -396,35 +399,62 @@ def store_in_slabs(ref, values, row, start: int, math: Arithmetic) -> None:
         math: Arithmetic of a `strided` layout with one run a thread.
     """
     if math.is_interpreted:
-        slabs = ref.shape[-3]
         for i in range(values.shape[0] // SLAB):
-            at = divmod(start // SLAB + i, slabs)
+            at = divmod(start // SLAB + i, ref.shape[-3])
             ref[*at, row, :] = values[i * SLAB : (i + 1) * SLAB]
         return
-    transforms = (plgpu.TilingTransform((8, SLAB)), plgpu.SwizzleTransform(2 * SLAB))
 
     @plgpu.inline_mgpu(
-        arg_types=(math.layout, plgpu.RefType(transforms), plgpu.Layout.WG_SPLAT(()))
+        arg_types=(math.layout, plgpu.RefType(_SLAB_TRANSFORMS), plgpu.Layout.WG_SPLAT(()))
     )
     def emit(ctx, values, memory, row):
         (register,) = values.registers.flat
-        row = row.registers.item()
-
-        def i32(value):
-            return mgpu.c(value, row.type)
-
         [vec_len] = ir.VectorType(register.type).shape
-        lane = arith.remui(mgpu.utils.thread_idx(), i32(LANES))
-        column = arith.muli(lane, i32(vec_len))
-        slab = arith.addi(arith.divui(column, i32(SLAB)), i32(start // SLAB))
-        step, slab = (op(slab, i32(ref.shape[1])) for op in (arith.divui, arith.remui))
-        # The swizzle: in row r the 16 bytes of place p are those of place p ^ r.
-        place = arith.xori(arith.remui(column, i32(SLAB)), arith.muli(row, i32(8)))
-        index = ir.IndexType.get()
-        at = [arith.index_cast(index, i) for i in (step, slab, i32(0), i32(0), row, place)]
-        vector.store(register, memory, at)
+        vector.store(register, memory, _place_in_slabs(ref, row, start, vec_len))
 
     emit(values, ref, row)
+
+
+def load_from_slabs(ref, row, start: int, width: int, math: Arithmetic):
+    """Read what `store_in_slabs` puts, or what TMA has put there: `width` columns from `start`."""
+    if math.is_interpreted:
+        slabs = range(start // SLAB, (start + width) // SLAB)
+        parts = [ref[*divmod(slab, ref.shape[-3]), row, :] for slab in slabs]
+        return jnp.concatenate(parts)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(_SLAB_TRANSFORMS), plgpu.Layout.WG_SPLAT(())),
+        return_type=plgpu.ShapeDtypeStruct((width,), ref.dtype, layout=math.layout),
+    )
+    def emit(ctx, memory, row):
+        vec_len = width // LANES
+        kind = ir.VectorType.get((vec_len,), mgpu.utils.dtype_to_ir_type(ref.dtype))
+        register = vector.load(kind, memory, _place_in_slabs(ref, row, start, vec_len))
+        registers = np.array([register], dtype=object)
+        layout = mgpu.WGStridedFragLayout(shape=(width,), vec_size=vec_len)
+        return mgpu.FragmentedArray(
+            _registers=registers.reshape(layout.registers_shape((width,))),
+            _layout=layout, _is_signed=None,
+        )  # fmt: skip
+
+    return emit(ref, row)
+
+
+def _place_in_slabs(ref, row, start: int, vec_len: int) -> list:
+    """Where a thread's `vec_len` columns of a row lie, as indices of `ref` as Mosaic tiles it."""
+    row = row.registers.item()
+
+    def i32(value):
+        return mgpu.c(value, row.type)
+
+    lane = arith.remui(mgpu.utils.thread_idx(), i32(LANES))
+    column = arith.muli(lane, i32(vec_len))
+    slab = arith.addi(arith.divui(column, i32(SLAB)), i32(start // SLAB))
+    step, slab = (op(slab, i32(ref.shape[1])) for op in (arith.divui, arith.remui))
+    # The swizzle: in row r the 16 bytes of place p are those of place p ^ r.
+    place = arith.xori(arith.remui(column, i32(SLAB)), arith.muli(row, i32(8)))
+    index = ir.IndexType.get()
+    return [arith.index_cast(index, i) for i in (step, slab, i32(0), i32(0), row, place)]
 
 
 def first_of_warps(ref) -> list:

@@ -89,6 +89,11 @@ HELD_VARIANTS = {
     "early_stages": dataclasses.replace(HELD_FLAT, helpers=1, early_stages=2),
     "gated": dataclasses.replace(HELD_FLAT, rows=128, is_gated=True, helpers=2, early_stages=1),
     "gated_two_warpgroups": dataclasses.replace(HELD_FLAT, rows=128, is_gated=True, num_wgs=2),
+    "copied": dataclasses.replace(HELD_FLAT, helpers=1, copies_rows=True),
+    "copied_deep_steps": dataclasses.replace(HELD_FLAT, k=128, helpers=3, copies_rows=True),
+    "copied_gated": dataclasses.replace(
+        HELD_FLAT, rows=128, is_gated=True, num_wgs=2, copies_rows=True
+    ),
 }
 NORM_WIDTHS = (896, 1024, 1536, 2560, 4096, 5120, 6656, 8192)
 """Of real models whose rows a warpgroup adds: 1, 4 or 8 neighbouring channels a thread."""
@@ -361,7 +366,9 @@ def test_a_residual_of_swapped_tiles_in_interpret_mode(num_rows, cols, one_cta):
 
 
 @pytest.mark.parametrize("num_rows", quick_and_slow((3,), (8,)))
-@pytest.mark.parametrize("name", quick_and_slow(("one_warpgroup", "gated"), HELD_VARIANTS))
+@pytest.mark.parametrize(
+    "name", quick_and_slow(("one_warpgroup", "gated", "copied"), HELD_VARIANTS)
+)
 def test_a_product_that_normalises_in_interpret_mode(name, num_rows, one_cta):
     """The bits of the norm and the product apart; shared memory starts as NaN."""
     tiles = HELD_VARIANTS[name]
@@ -369,7 +376,9 @@ def test_a_product_that_normalises_in_interpret_mode(name, num_rows, one_cta):
     _, w = operands(num_rows, 256, 1024)
     interpret = plgpu.InterpretGPUParams(detect_races=True)
     product = functools.partial(matmul, leaf_len=1024, out_dtype=BF16, interpret=interpret)
-    plain = dataclasses.replace(tiles, held_channels=0, helpers=0, early_stages=0)
+    plain = dataclasses.replace(
+        tiles, held_channels=0, helpers=0, early_stages=0, copies_rows=False
+    )
     want = product(rms_norm(x, gain, eps=EPS, interpret=True), w, None, None, tiles=plain)
     out = product(x, w, None, None, gain, tiles=tiles, eps=EPS)
     assert np.isfinite(np.asarray(out, np.float32)).all()
@@ -384,9 +393,12 @@ def test_chunks_of_a_normalised_row_in_interpret_mode(width, one_cta):
     interpret = plgpu.InterpretGPUParams()
     product = functools.partial(matmul, leaf_len=width, out_dtype=BF16, interpret=interpret)
     want = product(rms_norm(x, gain, eps=EPS, interpret=True), w, None, None, tiles=FLAT)
-    tiles = dataclasses.replace(HELD_FLAT, held_channels=width, helpers=2)
-    out = product(x, w, None, None, gain, tiles=tiles, eps=EPS)
-    assert_bitwise_equal(out, want, claim=f"rows of {width} normalised in the prologue")
+    for copies_rows in (False, True):
+        tiles = dataclasses.replace(
+            HELD_FLAT, held_channels=width, helpers=2, copies_rows=copies_rows
+        )
+        out = product(x, w, None, None, gain, tiles=tiles, eps=EPS)
+        assert_bitwise_equal(out, want, claim=f"rows of {width} normalised, {copies_rows=}")
 
 
 @pytest.fixture
@@ -445,8 +457,12 @@ def test_tiles_refuse_nonsense():
         dataclasses.replace(FLAT, cols=16, held_channels=1024)
     with pytest.raises(ValueError, match="helpers=1"):
         dataclasses.replace(FLAT, helpers=1)
-    with pytest.raises(ValueError, match="early_stages=1 have no rows"):
+    with pytest.raises(ValueError, match="early_stages=1, .*have no rows"):
         dataclasses.replace(FLAT, early_stages=1)
+    with pytest.raises(ValueError, match="copies_rows=True have no rows"):
+        dataclasses.replace(FLAT, copies_rows=True)
+    with pytest.raises(ValueError, match="early_stages=1 are before rows"):
+        dataclasses.replace(HELD_FLAT, copies_rows=True, early_stages=1)
     with pytest.raises(ValueError, match="early_stages=3 must be less than self.stages=3"):
         dataclasses.replace(HELD_FLAT, early_stages=3)
     with pytest.raises(ValueError, match="held_channels=1024"):
@@ -458,6 +474,14 @@ def test_tiles_refuse_nonsense():
         lower_for_hopper(
             lambda x, g, w: product(x, w, gain=g),
             struct((9, 1024)),
+            struct((1024,)),
+            struct((128, 1024)),
+        )
+    copied = dataclasses.replace(HELD_FLAT, helpers=2, copies_rows=True)
+    with pytest.raises(ValueError, match="num_sharers=3 of rows_of_wg=3 would take more"):
+        lower_for_hopper(
+            lambda x, g, w: product(x, w, gain=g, tiles=copied),
+            struct((8, 1024)),
             struct((1024,)),
             struct((128, 1024)),
         )

@@ -136,14 +136,15 @@ def put_transposed(out, block, kept_block=None) -> None:
 
 def hold_rows(
     x_gmem, gain_gmem, held_smem, sums_smem, share, rows_each: int, *,
-    eps: float, num_threads: int, is_interpreted: bool, ready=None, read=None, keep=None,
-    arrived=None,
+    eps: float, num_threads: int, is_interpreted: bool, is_in_place: bool = False, ready=None,
+    read=None, keep=None, arrived=None,
 ) -> None:  # fmt: skip
     """Put a warpgroup's share of the normalised rows into shared memory, blocks [., ., 8, 64].
 
     Meanwhile the weights stream in. Of 8 rows those past M hold whatever was there: they are
-    columns of the product that are never stored. `read`, `keep` and `arrived` are those of
+    columns of the product that are never stored. `ready`, `read`, `keep` and `arrived` are those of
     `normalise_wide_rows`, but `keep(0, ...)` gets channels as read, `keep(1, ...)` normalised ones.
+    With `is_in_place`, `read` reads that shared memory.
     """
     put = functools.partial(sm90_rows.store_in_slabs, held_smem)
 
@@ -155,7 +156,8 @@ def hold_rows(
     def keep_read(values, row, start, math):
         keep(0, values, row, start)
 
-    first, last = share * rows_each, x_gmem.shape[0] - 1
+    # WHY: in place a row has one warpgroup, as another would read what is normalised already.
+    first, last = share * rows_each, (7 if is_in_place else x_gmem.shape[0] - 1)
     normalise_wide_rows(
         x_gmem,
         gain_gmem,
@@ -170,6 +172,7 @@ def hold_rows(
         read=read,
         keep=None if keep is None else keep_read,
         arrived=arrived,
+        is_read_again=is_in_place,
     )
     plgpu.commit_smem()
 
@@ -256,6 +259,8 @@ def matmul(
         raise ValueError(f"{tiles.held_channels=} must be K={k_len} with a gain, else 0")
     if gain is not None and num_rows_x > 8:
         raise ValueError(f"a product normalises at most 8 rows, not {num_rows_x}")
+    if tiles.copies_rows and terms:
+        raise ValueError("rows that are copied are not sums of terms")
     if (read_row is None) != (not terms) or (terms and gain is None):
         raise ValueError("terms are added to rows that are normalised, by `read_row`")
     is_whole = tiles.is_swapped and tiles.num_wgs == 1 and tiles.groups == 1 and not is_clustered
@@ -285,9 +290,16 @@ def matmul(
     x_shape = (item_steps if tiles.held_channels else stages, slabs, x_rows, span)
     num_sharers = tiles.num_wgs + tiles.helpers
     early = tiles.early_stages
+    # Interpretation knows no two views of one memory.
+    is_copied_whole = tiles.copies_rows and interpret is None
+    num_readers = num_sharers
+    if tiles.copies_rows:
+        num_readers = 1 if is_copied_whole else k_len // span
     reads_weights_once = (col_clusters if tiles.is_swapped else row_clusters) == 1
     num_threads = num_sharers + 1
     rows_of_wg = pl.cdiv(num_rows_x, num_sharers)
+    if tiles.copies_rows and num_sharers * rows_of_wg > 8:
+        raise ValueError(f"{num_sharers=} of {rows_of_wg=} would take more than the 8 rows held")
     has_register_shares = tiles.ctas_per_sm == 1 and tiles.num_wgs > 1 and not tiles.held_channels
     arithmetic = sm90_rows.Arithmetic(
         layout=plgpu.Layout.WGMMA, is_interpreted=interpret is not None
@@ -306,7 +318,7 @@ def matmul(
         sums_gmem = [refs.pop(0) for _ in range(2 if terms else 0)]
         x_smem, w_smem, out_smem, pending_smem, squares_smem, *barriers = refs
         full, empty, arrived, started, held, rows_read = barriers
-        x_mma, x_tma = _views(x_smem, is_ragged)
+        x_mma, x_tma = _views(x_smem, is_ragged or is_copied_whole)
         w_mma, w_tma = _views(w_smem, is_ragged and tiles.shares_slot)
         out_reg, out_tma = _views(out_smem, is_out_ragged)
         wg = lax.axis_index("wg")
@@ -332,6 +344,9 @@ def matmul(
             share = wg - (wg > tiles.num_wgs).astype(jnp.int32)
 
             def read(row, columns, math):
+                if tiles.copies_rows:
+                    start, width = columns.start, columns.size
+                    return sm90_rows.load_from_slabs(x_mma, row, start, width, math)
                 assert read_row is not None
                 return read_row(x_gmem, terms_gmem, row, columns, math)
 
@@ -343,10 +358,25 @@ def matmul(
             hold_rows(
                 x_gmem, gain_gmem, x_mma, squares_smem, share, rows_of_wg,
                 eps=eps, num_threads=num_threads, is_interpreted=interpret is not None,
-                read=read if terms else None, keep=keep if terms else None,
-                arrived=functools.partial(plgpu.barrier_arrive, rows_read) if early else None,
+                is_in_place=tiles.copies_rows,
+                ready=functools.partial(plgpu.barrier_wait, rows_read)
+                if tiles.copies_rows else None,
+                read=read if terms or tiles.copies_rows else None, keep=keep if terms else None,
+                arrived=functools.partial(plgpu.barrier_arrive, rows_read)
+                if early and not tiles.copies_rows else None,
             )  # fmt: skip
             plgpu.barrier_arrive(held)
+
+        def copy_rows():
+            """Ask for the rows that are held."""
+            rows = pl.ds(jnp.int32(0), 8)
+            if is_copied_whole:
+                plgpu.copy_gmem_to_smem(x_gmem.at[rows], x_tma, rows_read)
+                return
+            for i in range(k_len // span):
+                columns = pl.ds(i * span, span)
+                place = x_tma.at[*divmod(i, slabs)]
+                plgpu.copy_gmem_to_smem(x_gmem.at[rows, columns], place, rows_read)
 
         def multiply(slot, x_slot, acc, wg_rows):
             for s in range(slabs):
@@ -505,6 +535,10 @@ def matmul(
             if tiles.is_swapped:
                 x_share, w_share = col_share, row_share
 
+            if tiles.copies_rows:
+                # WHY: before any weights, behind which they would come.
+                copy_rows()
+
             def free_slot(n):
                 """The slot of the ring's step `n`, once it has been read."""
                 slot = lax.rem(n, stages)
@@ -563,6 +597,11 @@ def matmul(
 
             lax.fori_loop(0, used, drain, ())
 
+    x_block = _ragged(x_shape, span, jnp.bfloat16, is_ragged)
+    if is_copied_whole:
+        # The same bytes in the same order, as one box.
+        whole = plgpu.SMEM((8, k_len), jnp.bfloat16, transforms=tiled(span, jnp.bfloat16))
+        x_block = plgpu.RefUnion(x_block, whole)
     pending_shape = (tiles.smem_levels, tiles.num_wgs, tiles.rows, tiles.cols)
     pending = plgpu.SMEM(pending_shape, jnp.float32, transforms=tiled(32, jnp.float32))
     sums_shape = (num_sharers, rows_of_wg, k_len // held_chunk(k_len), 4)
@@ -605,7 +644,7 @@ def matmul(
         body,
         out_type=[out_struct, x_struct, x_struct] if terms else out_struct,
         scratch_types=(
-            _ragged(x_shape, span, jnp.bfloat16, is_ragged),
+            x_block,
             _ragged((stages, w_rows, tiles.k), span, jnp.bfloat16, is_ragged and tiles.shares_slot),
             out_block,
             pending if tiles.smem_levels else None,
@@ -618,7 +657,7 @@ def matmul(
             plgpu.Barrier(num_arrivals=num_chunks, num_barriers=tiles.num_wgs),
             plgpu.Barrier(),
             plgpu.Barrier(num_arrivals=num_sharers),
-            plgpu.Barrier(num_arrivals=num_sharers) if early else None,
+            plgpu.Barrier(num_arrivals=num_readers) if early or tiles.copies_rows else None,
         ),
         grid=(num_clusters,),
         grid_names=("cta",),

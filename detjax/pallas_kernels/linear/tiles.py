@@ -18,11 +18,18 @@ SMEM_BYTES = 232448
 MAX_NORM_ROWS = 8
 """Up to here a product normalises its own input and saves a launch; 8 is most, 0 turns it off."""
 
-EARLY_STAGES = (2, 3)
-"""Stages of weights that such a product asks for before it has read its rows: up to 4, and more.
+EARLY_STAGES = 2
+"""Stages of weights that such a product asks for before warpgroups have read its rows.
 
 Rows that are asked for behind a whole ring come behind it. A layer of the 8B shape without its
-attention, 8 rows, an H100: 163.8 us with 3 stages, 164.3 with 2, 165.0 with the whole ring.
+attention, one row, an H100: 161.3 us, 161.8 with the whole ring.
+"""
+
+COPIED_ROWS = 5
+"""From here TMA brings such rows, asked for before any weights.
+
+Loads of 8 rows by the warpgroups of 96 CTAs had come after 4 us. Decode steps of the 8B shape, one
+H200: 8 rows 4.21 ms, 4.26 by loads; 4 and 1 rows 4.10 and 3.96, 4.09 and 3.92 by loads.
 """
 
 MAX_RANKS_ROWS = 64
@@ -66,6 +73,8 @@ class MatmulTiles:
         held_channels: K where up to 8 activations lie whole in shared memory, normalised there by
             the CTA; 0 where they stream through the ring beside the weights.
         helpers: Warpgroups that only help to normalise.
+        copies_rows: Whether TMA brings the rows that are held; else the warpgroups that normalise
+            them load them, as they must where rows are sums of terms.
         early_stages: Stages of weights that are asked for before the rows that are held have been
             read; 0 for as many as the ring has.
         live_rows: Weights that a warpgroup of swapped tiles loads and stores, of its 64 rows; the
@@ -92,6 +101,7 @@ class MatmulTiles:
     shares_slot: bool = False
     held_channels: int = 0
     helpers: int = 0
+    copies_rows: bool = False
     early_stages: int = 0
     live_rows: int = 0
 
@@ -119,8 +129,13 @@ class MatmulTiles:
         is_flat = self.is_swapped and self.cols == 8 and self.k >= 64 and self.groups == 1
         if self.held_channels and not (is_flat and self.cluster_rows * self.cluster_cols == 1):
             raise ValueError(f"rows are held by swapped tiles of 8 columns only, not {self}")
-        if (self.helpers or self.early_stages) and not self.held_channels:
-            raise ValueError(f"{self.helpers=}, {self.early_stages=} have no rows to normalise")
+        if (self.helpers or self.early_stages or self.copies_rows) and not self.held_channels:
+            raise ValueError(
+                f"{self.helpers=}, {self.early_stages=}, {self.copies_rows=} have no rows to "
+                "normalise"
+            )
+        if self.early_stages and self.copies_rows:
+            raise ValueError(f"{self.early_stages=} are before rows that warpgroups load, not TMA")
         if self.early_stages and self.early_stages >= self.stages:
             raise ValueError(f"{self.early_stages=} must be less than {self.stages=}")
         is_plain = self.is_swapped and not self.is_gated and (self.rows, self.num_wgs) == (64, 1)
@@ -262,22 +277,27 @@ def choose_tiles(
         out_bytes=4 if is_partial else out_bytes,
         has_residual=has_residual and not is_partial,
     )
-    if not has_norm:
+    if not has_norm or tiles.copies_rows:
         return tiles
-    early = EARLY_STAGES[num_rows > 4]
-    return dataclasses.replace(tiles, early_stages=min(early, tiles.stages - 1))
+    return dataclasses.replace(tiles, early_stages=min(EARLY_STAGES, tiles.stages - 1))
 
 
 def _hold_rows(tiles: MatmulTiles, num_rows: int, k_len: int) -> MatmulTiles:
     """Tiles that stream weights, with the activations held and normalised in shared memory."""
+    copies_rows = num_rows >= COPIED_ROWS
     # Five warpgroups have 96 registers a thread, too few for the values of wider rows.
     num_wgs, most = (tiles.num_wgs, 4) if k_len <= 5120 else (1, 1)
+    if copies_rows:
+        # WHY: read again from shared memory, values need no registers; and with five warpgroups
+        # gates and ups of 8 rows take 56.6 us instead of 56.2 (H200).
+        most = 2
     rows_each = -(-num_rows // most)
     sharers = -(-num_rows // rows_each)
     return dataclasses.replace(
         tiles,
         num_wgs=num_wgs,
         helpers=max(0, sharers - num_wgs),
+        copies_rows=copies_rows,
         held_channels=k_len,
         # Deep steps leave too few of them in flight beside wider rows.
         k=64 if tiles.is_gated else _largest_divisor(k_len, 256 if k_len <= 4096 else 128),

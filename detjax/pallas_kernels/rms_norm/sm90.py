@@ -278,6 +278,7 @@ def normalise_wide_rows(
     read=None,
     keep=None,
     arrived=None,
+    is_read_again: bool = False,
 ) -> None:
     """Normalise a few wide rows inside a kernel that multiplies them: one warpgroup's share.
 
@@ -295,6 +296,7 @@ def normalise_wide_rows(
             `read(row, columns, math)`; those of `x_gmem` if None.
         keep: Called as `store`, with channels as they were read.
         arrived: Called when all rows have been read.
+        is_read_again: Whether `read` reads shared memory, so that no values need wait in registers.
 
     Numerics:
         The instructions of `rms_norm`, in its order, so its bits.
@@ -324,12 +326,14 @@ def normalise_wide_rows(
         plgpu.commit_smem()
         if arrived is not None and first + at_once >= len(row_ids):
             arrived()
-        if form.vec_len > 1:
+        if form.vec_len > 1 and not is_read_again:
             # WHY: else values wait for their second use as float32, in twice the registers.
             values = lax.optimization_barrier(values)
         for (i, row), row_values in zip(taken, values, strict=True):
             scale = wide_scale(sums_smem.at[i], math, shape=(chunk,), width=width, eps=eps)
             for start, v, g in zip(starts, row_values, gains, strict=True):
+                if is_read_again:
+                    v = read(row, pl.ds(start, chunk), math)
                 if keep is not None:
                     keep(v, row, start, math)
                 normed = math.mul(math.mul(v.astype(jnp.float32), scale), g.astype(jnp.float32))
