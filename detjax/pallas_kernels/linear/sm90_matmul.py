@@ -18,163 +18,26 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from detjax.pallas_kernels import sm90_rows
+from detjax.pallas_kernels.linear.sm90_held_rows import (
+    copy_rows,
+    held_block,
+    hold_rows,
+    num_copies,
+)
+from detjax.pallas_kernels.linear.sm90_sums import (
+    add_bias,
+    leaf_sum,
+    put_transposed,
+    ragged,
+    tiled,
+    tree_sum,
+    views,
+)
 from detjax.pallas_kernels.linear.tiles import NUM_SMS, MatmulTiles, held_chunk, output_chunk
-from detjax.pallas_kernels.rms_norm.sm90 import normalise_wide_rows
 from detjax.pallas_kernels.sm90_cache_hints import evict_first
 from detjax.pallas_kernels.swiglu.sm90 import gated_bf16
 
 _ROWS_AXIS, _COLS_AXIS = "cluster_rows", "cluster_cols"
-
-
-def tiled(minor: int, dtype, *, sublanes: int = 8):
-    """Transforms of a shared-memory block whose minor axis is one swizzle span."""
-    swizzle = minor * jnp.dtype(dtype).itemsize
-    return (plgpu.TilingTransform((sublanes, minor)), plgpu.SwizzleTransform(swizzle))
-
-
-def _ragged(shape, minor, dtype, is_ragged):
-    """A block to multiply or fill, and the same memory as TMA must see it.
-
-    # WHY: a TMA block tiled by 8 rows needs less than 8 rows or a multiple of 8. One swizzle span
-    # wide, the block has the same bytes when tiled by 1 row, and then any row count will do.
-    """
-    block = plgpu.SMEM(shape, dtype, transforms=tiled(minor, dtype))
-    if not is_ragged:
-        return block
-    seen = plgpu.SMEM(shape, dtype, transforms=tiled(minor, dtype, sublanes=1))
-    return plgpu.RefUnion(block, seen)
-
-
-def _views(ref, is_ragged):
-    return tuple(ref) if is_ragged else (ref, ref)
-
-
-def leaf_sum(shape, num_steps: int, *, take, multiply, give, in_flight: int, after=None):
-    """Accumulate one leaf in a fresh float32 accumulator of `shape`: what every product is made of.
-
-    Args:
-        shape: Of the accumulator.
-        num_steps: Pipeline stages of the leaf.
-        take: Waits until the operands of step i are in shared memory.
-        multiply: Issues the products of step i.
-        give: Hands the memory of step i's operands back to who loads.
-        in_flight: Products that may still run when a step is given back: those of the next, or 0.
-        after: Called at the end of step i.
-    """
-
-    def scope(acc):
-        def step(i, _):
-            take(i)
-            multiply(i, acc)
-            plgpu.wgmma_wait(in_flight)
-            if after is not None:
-                after(i)
-            if not in_flight:
-                give(i)
-                return ()
-
-            @pl.when(i > 0)
-            def _():
-                give(i - 1)
-
-            return ()
-
-        lax.fori_loop(0, num_steps, step, ())
-        total = acc[...]
-        if in_flight:
-            give(num_steps - 1)
-        return total
-
-    return pl.run_scoped(scope, plgpu.ACC(shape, jnp.float32))
-
-
-def tree_sum(shape, levels: int, leaf_steps: int, leaf, first, *, pending=(), is_paired=False):
-    """Add 2**levels leaves, the first of which starts at step `first`; `leaf` sums one.
-
-    The sums of the left halves of the top levels wait in `pending`, shared memory, one a level.
-
-    # ORDER: the perfect binary tree, left + right or (0 + left) + right.
-    """
-    if levels == 0:
-        return leaf(first)
-    half = leaf_steps << (levels - 1)
-    below = functools.partial(
-        tree_sum, shape, levels - 1, leaf_steps, leaf, pending=pending[1:], is_paired=is_paired
-    )
-    if pending:
-        pending[0][...] = below(first)
-        right = below(first + half)
-        return plgpu.load(pending[0], layout=plgpu.Layout.WGMMA) + right
-    if levels == 1 and is_paired:
-        left = leaf(first)
-        return left + leaf(first + half)
-    zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
-    return lax.fori_loop(0, 2, lambda i, left: left + below(first + i * half), zeros)
-
-
-def add_bias(total, bias_gmem, start, axis: int):
-    """Add the biases from output `start` to an accumulator whose outputs lie along `axis`."""
-    values = plgpu.load(
-        bias_gmem.at[pl.ds(start, total.shape[axis])],
-        layout=plgpu.Layout.WGMMA.reduce(1 - axis),
-        optimized=False,
-    )
-    return total + lax.broadcast_in_dim(values.astype(jnp.float32), total.shape, (axis,))
-
-
-def put_transposed(out, block, kept_block=None) -> None:
-    """Add what is in `kept_block`, round to the dtype of `block`, and put there, transposed."""
-    if kept_block is not None:
-        out = plgpu.layout_cast(out, plgpu.Layout.WGMMA_TRANSPOSED)
-        kept = plgpu.load(kept_block.T, layout=plgpu.Layout.WGMMA_TRANSPOSED)
-        out = kept.astype(jnp.float32) + out
-    block.T[...] = plgpu.layout_cast(
-        out.astype(block.dtype), plgpu.Layout.WGMMA_TRANSPOSED
-    )  # ROUND: once, to the output's dtype
-    plgpu.commit_smem()
-
-
-def hold_rows(
-    x_gmem, gain_gmem, held_smem, sums_smem, share, rows_each: int, *,
-    eps: float, num_threads: int, is_interpreted: bool, is_in_place: bool = False, ready=None,
-    read=None, keep=None, arrived=None,
-) -> None:  # fmt: skip
-    """Put a warpgroup's share of the normalised rows into shared memory, blocks [., ., 8, 64].
-
-    Meanwhile the weights stream in. Of 8 rows those past M hold whatever was there: they are
-    columns of the product that are never stored. `ready`, `read`, `keep` and `arrived` are those of
-    `normalise_wide_rows`, but `keep(0, ...)` gets channels as read, `keep(1, ...)` normalised ones.
-    With `is_in_place`, `read` reads that shared memory.
-    """
-    put = functools.partial(sm90_rows.store_in_slabs, held_smem)
-
-    def store(values, row, start, math):
-        put(values, row, start, math)
-        if keep is not None:
-            keep(1, values, row, start)
-
-    def keep_read(values, row, start, math):
-        keep(0, values, row, start)
-
-    # WHY: in place a row has one warpgroup, as another would read what is normalised already.
-    first, last = share * rows_each, (7 if is_in_place else x_gmem.shape[0] - 1)
-    normalise_wide_rows(
-        x_gmem,
-        gain_gmem,
-        # Shares that do not divide M end with its last row, written more than once, alike.
-        [jnp.minimum(first + i, last) for i in range(rows_each)],
-        sums_smem.at[share],
-        put if keep is None else store,
-        eps=eps,
-        num_registers=min(255, 65536 // (sm90_rows.LANES * num_threads)),
-        is_interpreted=is_interpreted,
-        ready=ready,
-        read=read,
-        keep=None if keep is None else keep_read,
-        arrived=arrived,
-        is_read_again=is_in_place,
-    )
-    plgpu.commit_smem()
 
 
 @runtime_checkable
@@ -287,14 +150,11 @@ def matmul(
             for start in range(0, w_rows // 2, half)
             for i in range(2)
         ]
-    x_shape = (item_steps if tiles.held_channels else stages, slabs, x_rows, span)
     num_sharers = tiles.num_wgs + tiles.helpers
     early = tiles.early_stages
     # Interpretation knows no two views of one memory.
-    is_copied_whole = tiles.copies_rows and interpret is None
-    num_readers = num_sharers
-    if tiles.copies_rows:
-        num_readers = 1 if is_copied_whole else k_len // span
+    is_one_box = tiles.copies_rows and interpret is None
+    num_readers = num_copies(k_len, as_one_box=is_one_box) if tiles.copies_rows else num_sharers
     reads_weights_once = (col_clusters if tiles.is_swapped else row_clusters) == 1
     num_threads = num_sharers + 1
     rows_of_wg = pl.cdiv(num_rows_x, num_sharers)
@@ -318,9 +178,9 @@ def matmul(
         sums_gmem = [refs.pop(0) for _ in range(2 if terms else 0)]
         x_smem, w_smem, out_smem, pending_smem, squares_smem, *barriers = refs
         full, empty, arrived, started, held, rows_read = barriers
-        x_mma, x_tma = _views(x_smem, is_ragged or is_copied_whole)
-        w_mma, w_tma = _views(w_smem, is_ragged and tiles.shares_slot)
-        out_reg, out_tma = _views(out_smem, is_out_ragged)
+        x_mma, x_tma = views(x_smem, is_ragged or is_one_box)
+        w_mma, w_tma = views(w_smem, is_ragged and tiles.shares_slot)
+        out_reg, out_tma = views(out_smem, is_out_ragged)
         wg = lax.axis_index("wg")
         if reads_weights_once:
             evict_first(w_gmem, is_interpreted=interpret is not None)
@@ -366,17 +226,6 @@ def matmul(
                 if early and not tiles.copies_rows else None,
             )  # fmt: skip
             plgpu.barrier_arrive(held)
-
-        def copy_rows():
-            """Ask for the rows that are held."""
-            rows = pl.ds(jnp.int32(0), 8)
-            if is_copied_whole:
-                plgpu.copy_gmem_to_smem(x_gmem.at[rows], x_tma, rows_read)
-                return
-            for i in range(k_len // span):
-                columns = pl.ds(i * span, span)
-                place = x_tma.at[*divmod(i, slabs)]
-                plgpu.copy_gmem_to_smem(x_gmem.at[rows, columns], place, rows_read)
 
         def multiply(slot, x_slot, acc, wg_rows):
             for s in range(slabs):
@@ -537,7 +386,7 @@ def matmul(
 
             if tiles.copies_rows:
                 # WHY: before any weights, behind which they would come.
-                copy_rows()
+                copy_rows(x_gmem, x_tma, rows_read, as_one_box=is_one_box)
 
             def free_slot(n):
                 """The slot of the ring's step `n`, once it has been read."""
@@ -597,11 +446,10 @@ def matmul(
 
             lax.fori_loop(0, used, drain, ())
 
-    x_block = _ragged(x_shape, span, jnp.bfloat16, is_ragged)
-    if is_copied_whole:
-        # The same bytes in the same order, as one box.
-        whole = plgpu.SMEM((8, k_len), jnp.bfloat16, transforms=tiled(span, jnp.bfloat16))
-        x_block = plgpu.RefUnion(x_block, whole)
+    if tiles.held_channels:
+        x_block = held_block(item_steps, slabs, as_one_box=is_one_box)
+    else:
+        x_block = ragged((stages, slabs, x_rows, span), span, jnp.bfloat16, is_ragged)
     pending_shape = (tiles.smem_levels, tiles.num_wgs, tiles.rows, tiles.cols)
     pending = plgpu.SMEM(pending_shape, jnp.float32, transforms=tiled(32, jnp.float32))
     sums_shape = (num_sharers, rows_of_wg, k_len // held_chunk(k_len), 4)
@@ -611,14 +459,14 @@ def matmul(
         out_block = plgpu.SMEM((tiles.num_wgs, tiles.cols, tiles.out_rows), out_dtype)
     elif tiles.is_swapped:
         staged_rows = tiles.rows if tiles.live_rows else tiles.out_rows
-        out_block = _ragged(
+        out_block = ragged(
             (tiles.num_wgs, tiles.cols, staged_rows),
             tiles.out_span // out_bytes,
             out_dtype,
             is_ragged,
         )
     else:
-        out_block = _ragged((tiles.num_wgs, slots, 64, chunk), chunk, out_dtype, is_ragged)
+        out_block = ragged((tiles.num_wgs, slots, 64, chunk), chunk, out_dtype, is_ragged)
     if is_clustered:
         axes = tuple(
             axis
@@ -645,7 +493,7 @@ def matmul(
         out_type=[out_struct, x_struct, x_struct] if terms else out_struct,
         scratch_types=(
             x_block,
-            _ragged((stages, w_rows, tiles.k), span, jnp.bfloat16, is_ragged and tiles.shares_slot),
+            ragged((stages, w_rows, tiles.k), span, jnp.bfloat16, is_ragged and tiles.shares_slot),
             out_block,
             pending if tiles.smem_levels else None,
             plgpu.SMEM(sums_shape, jnp.float32) if tiles.held_channels else None,

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from detjax.pallas_kernels import sm90_rows
-from detjax.pallas_kernels.linear.sm90_matmul import leaf_sum, put_transposed, tiled
+from detjax.pallas_kernels.linear.sm90_sums import leaf_sum, put_transposed, tiled
 from detjax.pallas_kernels.linear.tiles import NUM_SMS, SMEM_BYTES
 from detjax.pallas_kernels.moe import sm90_lanes as lanes
 from detjax.pallas_kernels.moe.sm90_route import route_rows

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every product on Hopper is made of: leaves in accumulators, their trees, blocks for TMA."""
+
+import functools
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+
+def tiled(minor: int, dtype, *, sublanes: int = 8):
+    """Transforms of a shared-memory block whose minor axis is one swizzle span."""
+    swizzle = minor * jnp.dtype(dtype).itemsize
+    return (plgpu.TilingTransform((sublanes, minor)), plgpu.SwizzleTransform(swizzle))
+
+
+def ragged(shape, minor, dtype, is_ragged):
+    """A block to multiply or fill, and the same memory as TMA must see it.
+
+    # WHY: a TMA block tiled by 8 rows needs less than 8 rows or a multiple of 8. One swizzle span
+    # wide, the block has the same bytes when tiled by 1 row, and then any row count will do.
+    """
+    block = plgpu.SMEM(shape, dtype, transforms=tiled(minor, dtype))
+    if not is_ragged:
+        return block
+    seen = plgpu.SMEM(shape, dtype, transforms=tiled(minor, dtype, sublanes=1))
+    return plgpu.RefUnion(block, seen)
+
+
+def views(ref, is_ragged):
+    """A block of `ragged` twice: as to multiply or fill, and as TMA must see it."""
+    return tuple(ref) if is_ragged else (ref, ref)
+
+
+def leaf_sum(shape, num_steps: int, *, take, multiply, give, in_flight: int, after=None):
+    """Accumulate one leaf in a fresh float32 accumulator of `shape`: what every product is made of.
+
+    Args:
+        shape: Of the accumulator.
+        num_steps: Pipeline stages of the leaf.
+        take: Waits until the operands of step i are in shared memory.
+        multiply: Issues the products of step i.
+        give: Hands the memory of step i's operands back to who loads.
+        in_flight: Products that may still run when a step is given back: those of the next, or 0.
+        after: Called at the end of step i.
+    """
+
+    def scope(acc):
+        def step(i, _):
+            take(i)
+            multiply(i, acc)
+            plgpu.wgmma_wait(in_flight)
+            if after is not None:
+                after(i)
+            if not in_flight:
+                give(i)
+                return ()
+
+            @pl.when(i > 0)
+            def _():
+                give(i - 1)
+
+            return ()
+
+        lax.fori_loop(0, num_steps, step, ())
+        total = acc[...]
+        if in_flight:
+            give(num_steps - 1)
+        return total
+
+    return pl.run_scoped(scope, plgpu.ACC(shape, jnp.float32))
+
+
+def tree_sum(shape, levels: int, leaf_steps: int, leaf, first, *, pending=(), is_paired=False):
+    """Add 2**levels leaves, the first of which starts at step `first`; `leaf` sums one.
+
+    The sums of the left halves of the top levels wait in `pending`, shared memory, one a level.
+
+    # ORDER: the perfect binary tree, left + right or (0 + left) + right.
+    """
+    if levels == 0:
+        return leaf(first)
+    half = leaf_steps << (levels - 1)
+    below = functools.partial(
+        tree_sum, shape, levels - 1, leaf_steps, leaf, pending=pending[1:], is_paired=is_paired
+    )
+    if pending:
+        pending[0][...] = below(first)
+        right = below(first + half)
+        return plgpu.load(pending[0], layout=plgpu.Layout.WGMMA) + right
+    if levels == 1 and is_paired:
+        left = leaf(first)
+        return left + leaf(first + half)
+    zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+    return lax.fori_loop(0, 2, lambda i, left: left + below(first + i * half), zeros)
+
+
+def add_bias(total, bias_gmem, start, axis: int):
+    """Add the biases from output `start` to an accumulator whose outputs lie along `axis`."""
+    values = plgpu.load(
+        bias_gmem.at[pl.ds(start, total.shape[axis])],
+        layout=plgpu.Layout.WGMMA.reduce(1 - axis),
+        optimized=False,
+    )
+    return total + lax.broadcast_in_dim(values.astype(jnp.float32), total.shape, (axis,))
+
+
+def put_transposed(out, block, kept_block=None) -> None:
+    """Add what is in `kept_block`, round to the dtype of `block`, and put there, transposed."""
+    if kept_block is not None:
+        out = plgpu.layout_cast(out, plgpu.Layout.WGMMA_TRANSPOSED)
+        kept = plgpu.load(kept_block.T, layout=plgpu.Layout.WGMMA_TRANSPOSED)
+        out = kept.astype(jnp.float32) + out
+    block.T[...] = plgpu.layout_cast(
+        out.astype(block.dtype), plgpu.Layout.WGMMA_TRANSPOSED
+    )  # ROUND: once, to the output's dtype
+    plgpu.commit_smem()
