@@ -41,7 +41,6 @@ import numpy as np
 import rich.console
 import rich.table
 
-from detjax.llm import GPU_MEMORY_UTILIZATION, choose_sizes
 from detjax.models.bundled import bundled_model_path
 from detjax.models.loading import LoadedModel, load_model, random_model
 from detjax.models.tokenizer import Tokenizer
@@ -54,6 +53,7 @@ from detjax.serving.engine import Engine
 from detjax.serving.heap import frozen_heap
 from detjax.serving.programs import ProgramCache
 from detjax.serving.request import NO_WINDOWS, SamplingParams, WindowCounts
+from detjax.sizing import GPU_MEMORY_UTILIZATION, choose_sizes
 from detjax.testing.load import LoadReport, lone_answers, make_questions, run_load
 from detjax.testing.programs import launches, operands_for, plain_key, programs_for
 

@@ -4,7 +4,6 @@
 import contextlib
 import dataclasses
 import difflib
-import math
 import numbers
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,217 +18,35 @@ import rich.console
 import rich.progress
 
 from detjax.kept_programs import keep_programs_of_build
-from detjax.models.abstract import why_unsupported
 from detjax.models.bundled import BUNDLED_NAME, bundled_model_path
 from detjax.models.config import ModelConfig
-from detjax.models.decoder import check_mesh
 from detjax.models.generation_config import default_sampling
-from detjax.models.hf_config import load_config
-from detjax.models.hub import resolve_model
-from detjax.models.loading import LoadedModel, load_model
-from detjax.models.params import check_tp
 from detjax.models.tokenizer import Tokenizer
-from detjax.models.weights.load import ignore_progress
 from detjax.numerics import NO_CAST, NumericsProfile
-from detjax.pallas_kernels.backend import Backend, choose_backend
-from detjax.parallel.distributed import least_of_processes
-from detjax.parallel.mesh import (
-    DP_AXIS,
-    configure_virtual_devices,
-    devices_of_process,
-    make_mesh,
-)
+from detjax.opening import AUTO, BUNDLED, Progress, find_model, load_on_devices
+from detjax.pallas_kernels.backend import Backend
 from detjax.proof.identity import Identifier, Identity
 from detjax.proof.receipt import Receipt
 from detjax.serving.config import EngineConfig
 from detjax.serving.engine import Engine
 from detjax.serving.grammars import Grammars
-from detjax.serving.memory import cache_bytes, check_memory, pages_that_fit
+from detjax.serving.memory import cache_bytes, check_memory
 from detjax.serving.request import PromptLogprobs, SamplingParams, TokenEvent
 from detjax.serving.text import CompletionOutput, TextBatch, text_request
+from detjax.sizing import GPU_MEMORY_UTILIZATION, choose_sizes
 from detjax.source import default_cache_dir
-
-BUNDLED = "bundled"
-AUTO = "auto"
-GPU_MEMORY_UTILIZATION = 0.9
 
 Prompt = str | Sequence[int] | np.ndarray
 """A text, or token ids."""
 Message = Mapping[str, Any]
-Progress = Callable[[str, int, int], None]
-"""Told (what, done, total) while weights are loaded."""
 
 _NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
-
-_CPU_SIZES: dict[str, Any] = {"batch_size": 8, "prefill_chunk": 64}
-# WHY: offline work of Llama-3.1-8B shapes: 6,783 generated tokens a second with a streak of 64,
-# 6,412 without one (H200, 2026-11).
-_GPU_SIZES: dict[str, Any] = {
-    "batch_size": 256,
-    "prefill_chunk": 512,
-    "prefill_shapes": ((4, 512),),
-    "max_prefill_streak": 64,
-}
-_GPU_DECODE_BATCHES = (1, 8, 16, 64, 128, 256)
-# WHY: two decode steps of 256 sequences read the weights twice. A model of the schedule with the
-# kernels' times says 0.97 of the time of 256 slots for 512 x (512 + 128) tokens, and 0.94 for a
-# trace's lengths.
-_OFFLINE_BATCH = 512
-_OFFLINE_PAGES = 8  # of each of so many sequences: fewer would wait for pages, not for slots
 
 _MODES = {
     "invariant": "invariant: every step uses canonical kernels",
     "dvr": "dvr: drafts by fast kernels, verified by canonical ones",
     "fast": "fast: no claim; digests may differ from run to run",
 }
-
-
-class MeshError(ValueError):
-    """dp and tp do not go with the model, its numerics or the devices."""
-
-
-# ------------------------------------------------------------------------------- opening of a model
-
-
-def find_model(name: str | Path, *, revision: str | None = None) -> Path:
-    """Return the folder of a model.
-
-    Args:
-        name: A folder, a Hugging Face id, or `bundled` or `novels-6m`: the small model that comes
-            with the package. A folder of the second name comes first.
-        revision: Branch, tag or commit of a Hugging Face id; None takes its main branch.
-
-    Raises:
-        FileNotFoundError, PermissionError, ValueError: As `resolve_model` says.
-    """
-    if name == BUNDLED or (str(name) == BUNDLED_NAME and not Path(name).exists()):
-        if revision is not None:
-            raise ValueError(f"{revision=} has no meaning for the bundled model; leave it out")
-        return bundled_model_path()
-    return resolve_model(str(name), revision=revision)
-
-
-def load_on_devices(
-    folder: Path,
-    *,
-    profile: NumericsProfile,
-    backend: str,
-    dp: int,
-    tp: int,
-    cast_weights: str = NO_CAST,
-    max_len: int | None = None,
-    progress: Progress = ignore_progress,
-    num_processes: int = 1,
-) -> tuple[LoadedModel, str]:
-    """Choose the kernels and the mesh by the hardware, and load the weights.
-
-    Without GPUs the mesh is of virtual CPU devices, which JAX makes when it starts.
-
-    Args:
-        folder: Of the model.
-        profile: The numerics to run with.
-        backend: A value of `Backend`, or "auto": `sm90` on a Hopper GPU where its kernels take the
-            model, else `portable`.
-        dp: Replicas.
-        tp: Devices that share each layer.
-        cast_weights: As `load_model` has it.
-        max_len: As `load_model` has it.
-        progress: Told how far loading is.
-        num_processes: That share the mesh.
-
-    Returns:
-        The model, and why its backend was chosen.
-
-    Raises:
-        MeshError: If dp and tp do not go with the model, the profile or the devices.
-        ValueError: If something else does not fit, naming it.
-        FileNotFoundError: If a file is missing.
-    """
-    config = load_config(folder)
-    with _mesh_errors():
-        check_tp(config, tp)
-        check_mesh(config, profile, tp)
-        configure_virtual_devices(devices_of_process(dp * tp, num_processes))
-    choice = choose_backend(
-        None if backend == AUTO else _backend(backend),
-        why_not_model=lambda backend: why_unsupported(config, profile, backend, tp),
-    )
-    with _mesh_errors():
-        mesh = make_mesh(dp, tp, platform=choice.backend.platform)
-    model = load_model(
-        str(folder),
-        profile=profile,
-        mesh=mesh,
-        backend=choice.backend,
-        progress=progress,
-        cast_weights=cast_weights,
-        max_len=max_len,
-    )
-    return model, choice.reason
-
-
-@contextlib.contextmanager
-def _mesh_errors() -> Iterator[None]:
-    try:
-        yield
-    except ValueError as error:
-        raise MeshError(str(error)) from error
-
-
-def _backend(name: str) -> Backend:
-    names = [backend.value for backend in Backend]
-    if name not in names:
-        raise ValueError(f"backend={name!r} must be {AUTO!r} or one of {names}")
-    return Backend(name)
-
-
-def size_cache(
-    model: LoadedModel,
-    config: EngineConfig,
-    *,
-    gpu_memory_utilization: float = GPU_MEMORY_UTILIZATION,
-) -> EngineConfig:
-    """Return `config` with a cache that fits, where it does not say how large.
-
-    The cache that holds `batch_size` sequences of `max_len` where there is room for it, else as
-    many pages as there is room for. No bit depends on it.
-
-    Raises:
-        ValueError: If not even one sequence of `max_len` fits on a replica.
-    """
-    if config.num_pages:
-        return config
-    fitting = pages_that_fit(
-        model,
-        gpu_memory_utilization=gpu_memory_utilization,
-        draft_weights=config.draft_weights,
-    )
-    enough = config.batch_size * _pages_of(model, config.max_len)
-    sized = dataclasses.replace(config, num_pages=min(fitting, enough))
-    check_longest(model, sized)
-    return sized
-
-
-def check_longest(model: LoadedModel, config: EngineConfig) -> None:
-    """Refuse a cache in which a replica cannot hold one sequence of `max_len`.
-
-    Raises:
-        ValueError: If it cannot.
-    """
-    dp = model.mesh.shape[DP_AXIS]
-    needed, have = _pages_of(model, config.max_len), config.num_pages // dp
-    if config.num_pages and needed > have:
-        page_len = model.profile.attention_block
-        raise ValueError(
-            f"max_len={config.max_len} takes {needed} pages of {page_len} tokens, and a replica "
-            f"has {have} (num_pages={config.num_pages}, dp={dp}); lower max_len (--max-tokens) to "
-            f"{have * page_len}, or give the cache {needed * dp} pages (--cache-pages), more "
-            "memory or more devices"
-        )
-
-
-def _pages_of(model: LoadedModel, num_tokens: int) -> int:
-    return math.ceil(num_tokens / model.profile.attention_block)
 
 
 def describe(
@@ -337,9 +154,9 @@ class PromptOutput:
 class LLM:
     """A model, its tokenizer and an engine: `LLM(model).generate(texts, SamplingParams(...))`.
 
-    The engine, its cache and its compiled programs stay between calls. To keep compiled programs
-    between processes, set JAX_COMPILATION_CACHE_DIR. Calls from several threads run one after
-    another; for streaming and cancellation give `engine` to `detjax.AsyncEngine`.
+    The engine, its cache and its compiled programs stay between calls; `cache_dir` keeps programs
+    for other processes. Calls from several threads run one after another; for streaming and
+    cancellation give `engine` to `detjax.AsyncEngine`.
 
     Attributes:
         config: What was chosen; print it.
@@ -690,55 +507,6 @@ def _keep_programs(cache_dir: str | Path | None) -> None:
             "are not kept; give another, or None",
             stacklevel=3,
         )
-
-
-def choose_sizes(
-    model: LoadedModel, asked: Mapping[str, Any], *, gpu_memory_utilization: float
-) -> EngineConfig:
-    """Return what an engine of this model is told at its start.
-
-    Args:
-        model: Loaded, on its mesh.
-        asked: Fields of `EngineConfig`; the others are chosen by the hardware.
-        gpu_memory_utilization: As `LLM` has it.
-
-    Raises:
-        ValueError: If a value is out of range, or the cache does not hold `max_len` tokens.
-    """
-    dp, page_len = model.mesh.shape[DP_AXIS], model.profile.attention_block
-    context = model.config.max_position_embeddings
-    is_gpu = model.backend.platform == "gpu"
-    sizes = dict(_GPU_SIZES if is_gpu else _CPU_SIZES)
-    sizes["batch_size"] *= dp
-    if "prefill_chunk" in asked:
-        sizes.pop("prefill_shapes", None)
-    # Checked with a cache of any size, before anything is divided by what was asked for.
-    config = EngineConfig(**{"max_len": context, **sizes, **asked})
-    # Processes of a job may have unlike memory free, and need one number of pages.
-    fitting = config.num_pages or least_of_processes(
-        pages_that_fit(
-            model,
-            gpu_memory_utilization=gpu_memory_utilization,
-            draft_weights=config.draft_weights,
-        )
-    )
-    # Whoever says how long prompts go first, as a server does, has latencies in mind.
-    is_offline = is_gpu and not {"batch_size", "max_prefill_streak"} & asked.keys()
-    if is_offline and fitting // dp >= _OFFLINE_BATCH * _OFFLINE_PAGES:
-        config = dataclasses.replace(config, batch_size=_OFFLINE_BATCH * dp)
-    max_len = asked.get("max_len", min(context, fitting // dp * page_len))
-    num_pages = fitting
-    if not is_gpu and not config.num_pages:
-        num_pages = min(fitting, config.batch_size * math.ceil(max_len / page_len))
-    decode_batches = config.decode_batches
-    if is_gpu and "decode_batches" not in asked:
-        batches = (batch * dp for batch in _GPU_DECODE_BATCHES)
-        decode_batches = tuple(batch for batch in batches if batch < config.batch_size)
-    config = dataclasses.replace(
-        config, max_len=max_len, num_pages=num_pages, decode_batches=decode_batches
-    )
-    check_longest(model, config)
-    return config
 
 
 def _check_options(options: Mapping[str, Any]) -> None:

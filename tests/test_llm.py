@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 import detjax
-from detjax import generate, llm
+from detjax import generate, llm, opening, sizing
 from detjax.models.bundled import bundled_model_path
 from detjax.models.hf_config import load_config
 from detjax.models.tokenizer import Tokenizer, read_eos_id
@@ -332,31 +332,31 @@ def test_room_that_differs_by_a_little_holds_the_same_number_of_pages(toy, monke
     ],
 )
 def test_the_slots_of_a_gpu_follow_its_memory(toy, monkeypatch, fitting, asked, batch_size):
-    monkeypatch.setattr(llm, "pages_that_fit", lambda *_, **__: fitting)
+    monkeypatch.setattr(sizing, "pages_that_fit", lambda *_, **__: fitting)
     model = dataclasses.replace(toy.model, backend=Backend.SM90)
-    sizes = llm.choose_sizes(model, asked, gpu_memory_utilization=0.9)
+    sizes = sizing.choose_sizes(model, asked, gpu_memory_utilization=0.9)
     assert (sizes.batch_size, sizes.num_pages) == (batch_size, fitting)
     assert sizes.decode_batches == tuple(b for b in (1, 8, 16, 64, 128, 256) if b < batch_size)
 
 
 def test_the_command_sizes_a_cache_as_the_llm_does(toy, monkeypatch):
     asked = dataclasses.replace(toy.config.engine, num_pages=0)
-    assert llm.size_cache(toy.model, asked).num_pages == 16
-    assert llm.size_cache(toy.model, toy.config.engine) is toy.config.engine
+    assert sizing.size_cache(toy.model, asked).num_pages == 16
+    assert sizing.size_cache(toy.model, toy.config.engine) is toy.config.engine
     monkeypatch.setattr(memory, "CPU_CACHE_BYTES", 5 * memory.cache_bytes(toy.model, 1))
-    assert llm.size_cache(toy.model, asked).num_pages == 5
+    assert sizing.size_cache(toy.model, asked).num_pages == 5
     monkeypatch.setattr(memory, "CPU_CACHE_BYTES", memory.cache_bytes(toy.model, 1))
     with pytest.raises(ValueError, match="max_len=256 takes 2 pages"):
-        llm.size_cache(toy.model, asked)
+        sizing.size_cache(toy.model, asked)
 
 
 def test_the_bundled_model_has_a_name_and_a_folder_of_that_name_comes_first(tmp_path, monkeypatch):
-    assert llm.find_model("novels-6m") == llm.find_model("bundled") == bundled_model_path()
+    assert opening.find_model("novels-6m") == opening.find_model("bundled") == bundled_model_path()
     with pytest.raises(ValueError, match="revision='main' has no meaning for the bundled model"):
-        llm.find_model("bundled", revision="main")
+        opening.find_model("bundled", revision="main")
     monkeypatch.chdir(tmp_path)
     Path("novels-6m").mkdir()
-    assert llm.find_model("novels-6m") == Path("novels-6m")
+    assert opening.find_model("novels-6m") == Path("novels-6m")
 
 
 def test_the_command_refuses_a_share_of_a_gpu_that_is_not_there(folder, capsys):

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from detjax.certify.asks import Answer, answer_of
-from detjax.llm import choose_sizes
 from detjax.models.loading import LoadedModel
 from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.parallel.mesh import DP_AXIS
@@ -19,6 +18,7 @@ from detjax.serving.engine import Engine
 from detjax.serving.program_key import program_keys
 from detjax.serving.programs import Candidates, ProgramCache, keep_candidates
 from detjax.serving.request import Request
+from detjax.sizing import choose_sizes
 
 Job = Callable[[], object]
 

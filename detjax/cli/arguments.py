@@ -19,8 +19,8 @@ from detjax.source import default_cache_dir
 BUNDLED = "bundled"
 NO_CACHE = "none"
 NO_CAST = "none"  # that of detjax.numerics, which imports JAX
-AUTO = "auto"  # that of detjax.llm, which imports JAX
-GPU_MEMORY_UTILIZATION = 0.9  # that of detjax.llm, which imports JAX
+AUTO = "auto"  # that of detjax.opening, which imports JAX
+GPU_MEMORY_UTILIZATION = 0.9  # that of detjax.sizing, which imports JAX
 
 GROUPS = {
     "model": "Which weights. The default is a small model that comes with the package.",

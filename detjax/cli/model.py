@@ -97,8 +97,8 @@ def read_model_files(args: GenerateArgs) -> tuple[Path, ModelConfig, Tokenizer]:
     Raises:
         InputError: If the folder or a file in it is missing, broken or not known.
     """
-    from detjax.llm import find_model
     from detjax.models.hf_config import load_config
+    from detjax.opening import find_model
 
     with bad_input("--model: "):
         folder = find_model(args.model, revision=args.revision)
@@ -184,13 +184,14 @@ def _open_model(
     args: GenerateArgs, folder: Path, progress: Progress, max_len: int, *, num_processes: int
 ) -> OpenModel:
     """Choose numerics, kernels and mesh, and load the weights."""
-    from detjax.llm import MeshError, load_on_devices, size_cache
     from detjax.models.bundled import BUNDLED_NAME, bundled_model_path
     from detjax.numerics import NumericsProfile
+    from detjax.opening import MeshError, load_on_devices
     from detjax.proof.identity import Identifier
     from detjax.serving.engine import Engine
     from detjax.serving.grammars import Grammars
     from detjax.serving.memory import check_memory
+    from detjax.sizing import size_cache
 
     with bad_input():
         profile = NumericsProfile(weight_dtype=args.dtype, compute_dtype=args.compute)

@@ -181,9 +181,9 @@ def _of_evidence(args: argparse.Namespace) -> "Divergence":
     import jax
 
     from detjax.diverge.evidence import Evidence, question_of
-    from detjax.llm import find_model
     from detjax.models.hf_config import load_config
     from detjax.numerics import Build
+    from detjax.opening import find_model
     from detjax.pallas_kernels.backend import Backend
 
     with bad_input(f"--evidence {args.evidence}: "):
@@ -233,11 +233,11 @@ def _find(
 
     from detjax.cli.model import keep_compiled_programs
     from detjax.diverge.find import find_divergence
-    from detjax.llm import find_model, load_on_devices
     from detjax.models.hf_config import load_config
     from detjax.models.loading import LoadedModel
     from detjax.models.tokenizer import Tokenizer
     from detjax.numerics import NumericsProfile
+    from detjax.opening import find_model, load_on_devices
     from detjax.parallel.mesh import configure_virtual_devices
     from detjax.proof.identity import Identifier
 

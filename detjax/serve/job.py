@@ -10,8 +10,9 @@ import threading
 from collections.abc import Callable, Iterator
 
 from detjax.cli.errors import BAD_INPUT, INTERNAL_ERROR, OK
-from detjax.llm import LLM, find_model
+from detjax.llm import LLM
 from detjax.models.identity import model_hash
+from detjax.opening import find_model
 from detjax.parallel.distributed import JobSpec, start_job
 from detjax.parallel.watch import Watch
 from detjax.serve.service import Service

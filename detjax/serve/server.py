@@ -18,7 +18,7 @@ import uvicorn
 from detjax.cli.errors import OK
 from detjax.cli.model import keep_compiled_programs
 from detjax.diverge.evidence import explain
-from detjax.llm import GPU_MEMORY_UTILIZATION, LLM
+from detjax.llm import LLM
 from detjax.models.generation_config import default_sampling
 from detjax.parallel.distributed import JobSpec
 from detjax.proof.signing import SigningKey
@@ -26,6 +26,7 @@ from detjax.serve.app import make_app
 from detjax.serve.job import Leader
 from detjax.serve.service import Limits, ServedModel, Service
 from detjax.serving.heap import frozen_heap
+from detjax.sizing import GPU_MEMORY_UTILIZATION
 
 LOG = logging.getLogger("detjax.serve")
 

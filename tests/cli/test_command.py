@@ -14,7 +14,7 @@ import jax
 import pytest
 
 import detjax
-from detjax import generate, llm, numerics
+from detjax import generate, numerics, opening, sizing
 from detjax.cli import arguments, errors, model
 from detjax.cli.arguments import GenerateArgs
 from detjax.serving.config import EngineConfig
@@ -143,8 +143,8 @@ def test_an_engine_has_sizes_if_none_are_given():
 
 def test_options_and_the_code_that_imports_jax_have_the_same_constants():
     assert arguments.NO_CAST == numerics.NO_CAST
-    assert arguments.GPU_MEMORY_UTILIZATION == llm.GPU_MEMORY_UTILIZATION
-    assert (arguments.BUNDLED, arguments.AUTO) == (llm.BUNDLED, llm.AUTO)
+    assert arguments.GPU_MEMORY_UTILIZATION == sizing.GPU_MEMORY_UTILIZATION
+    assert (arguments.BUNDLED, arguments.AUTO) == (opening.BUNDLED, opening.AUTO)
 
 
 def test_every_field_of_the_sampling_is_an_option():

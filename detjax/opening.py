@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Opening a model: its folder, and its weights on the devices, kernels chosen by the hardware."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from detjax.models.abstract import why_unsupported
+from detjax.models.bundled import BUNDLED_NAME, bundled_model_path
+from detjax.models.decoder import check_mesh
+from detjax.models.hf_config import load_config
+from detjax.models.hub import resolve_model
+from detjax.models.loading import LoadedModel, load_model
+from detjax.models.params import check_tp
+from detjax.models.weights.load import ignore_progress
+from detjax.numerics import NO_CAST, NumericsProfile
+from detjax.pallas_kernels.backend import Backend, choose_backend
+from detjax.parallel.mesh import configure_virtual_devices, devices_of_process, make_mesh
+
+BUNDLED = "bundled"
+AUTO = "auto"
+
+Progress = Callable[[str, int, int], None]
+"""Told (what, done, total) while weights are loaded."""
+
+
+class MeshError(ValueError):
+    """dp and tp do not go with the model, its numerics or the devices."""
+
+
+def find_model(name: str | Path, *, revision: str | None = None) -> Path:
+    """Return the folder of a model.
+
+    Args:
+        name: A folder, a Hugging Face id, or `bundled` or `novels-6m`: the small model that comes
+            with the package. A folder of the second name comes first.
+        revision: Branch, tag or commit of a Hugging Face id; None takes its main branch.
+
+    Raises:
+        FileNotFoundError, PermissionError, ValueError: As `resolve_model` says.
+    """
+    if name == BUNDLED or (str(name) == BUNDLED_NAME and not Path(name).exists()):
+        if revision is not None:
+            raise ValueError(f"{revision=} has no meaning for the bundled model; leave it out")
+        return bundled_model_path()
+    return resolve_model(str(name), revision=revision)
+
+
+def load_on_devices(
+    folder: Path,
+    *,
+    profile: NumericsProfile,
+    backend: str,
+    dp: int,
+    tp: int,
+    cast_weights: str = NO_CAST,
+    max_len: int | None = None,
+    progress: Progress = ignore_progress,
+    num_processes: int = 1,
+) -> tuple[LoadedModel, str]:
+    """Choose the kernels and the mesh by the hardware, and load the weights.
+
+    Without GPUs the mesh is of virtual CPU devices, which JAX makes when it starts.
+
+    Args:
+        folder: Of the model.
+        profile: The numerics to run with.
+        backend: A value of `Backend`, or "auto": `sm90` on a Hopper GPU where its kernels take the
+            model, else `portable`.
+        dp: Replicas.
+        tp: Devices that share each layer.
+        cast_weights: As `load_model` has it.
+        max_len: As `load_model` has it.
+        progress: Told how far loading is.
+        num_processes: That share the mesh.
+
+    Returns:
+        The model, and why its backend was chosen.
+
+    Raises:
+        MeshError: If dp and tp do not go with the model, the profile or the devices.
+        ValueError: If something else does not fit, naming it.
+        FileNotFoundError: If a file is missing.
+    """
+    config = load_config(folder)
+    with _mesh_errors():
+        check_tp(config, tp)
+        check_mesh(config, profile, tp)
+        configure_virtual_devices(devices_of_process(dp * tp, num_processes))
+    choice = choose_backend(
+        None if backend == AUTO else _backend(backend),
+        why_not_model=lambda backend: why_unsupported(config, profile, backend, tp),
+    )
+    with _mesh_errors():
+        mesh = make_mesh(dp, tp, platform=choice.backend.platform)
+    model = load_model(
+        str(folder),
+        profile=profile,
+        mesh=mesh,
+        backend=choice.backend,
+        progress=progress,
+        cast_weights=cast_weights,
+        max_len=max_len,
+    )
+    return model, choice.reason
+
+
+@contextlib.contextmanager
+def _mesh_errors() -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise MeshError(str(error)) from error
+
+
+def _backend(name: str) -> Backend:
+    names = [backend.value for backend in Backend]
+    if name not in names:
+        raise ValueError(f"backend={name!r} must be {AUTO!r} or one of {names}")
+    return Backend(name)
