@@ -131,7 +131,7 @@ def kinds_of_tiles(config: ModelConfig, num_rows: int, logits_rows: int) -> set[
 def _kind(tiles: MatmulTiles) -> tuple:
     names = (
         "is_swapped", "num_wgs", "groups", "cluster_rows", "cluster_cols", "shares_slot",
-        "is_paired", "smem_levels", "is_gated", "ctas_per_sm",
+        "is_paired", "smem_levels", "is_gated", "ctas_per_sm", "copies_rows",
     )  # fmt: skip
     return (*(getattr(tiles, name) for name in names), bool(tiles.held_channels))
 
