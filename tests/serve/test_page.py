@@ -128,6 +128,19 @@ def test_a_server_that_cannot_run_fast_says_so(running, page):
 
 
 @needs_chromium
+def test_the_other_requests_fit_a_short_context(page):
+    """The page had asked for 200 tokens each, and a server of 256 refused some."""
+    llm = detjax.LLM(max_len=64, batch_size=8, max_waiting=256, show_progress=False)
+    with served(make_service(llm), llm) as running:
+        page.goto(running.url)
+        page.wait_for_selector("#state.ready")
+        ask(page, prompt="It was late", max_tokens=4)
+        page.click("#load")
+        page.wait_for_selector("#verdict.same")
+        assert page.is_hidden("#error")
+
+
+@needs_chromium
 def test_what_goes_wrong_is_said(llm, browser):
     page = browser.new_page()
     service = Service(None, Limits())

@@ -6,6 +6,7 @@ const by = (id) => document.getElementById(id);
 const NUM_TOP = 5;
 const LOADS = [4, 16, 64]; // other requests at the same time
 const PER_REQUEST = 16; // WHY: a browser opens six connections to a server, so prompts go in lists
+const NUM_SPECIAL = 2; // tokens that a tokenizer may put before a text
 const WORDS = ("sea house lamp tower winter letter river morning garden window stranger road candle " +
   "captain sister village storm silver church market horse mirror island harbour forest").split(" ");
 
@@ -242,7 +243,10 @@ function tellFacts(choice, count, seconds) {
 // -------------------------------------------------------------------------------- under other loads
 
 function randomPrompt() {
-  const count = 3 + Math.floor(40 * Math.random());
+  // At most half of the context: a text has no more tokens than bytes, and a word has up to 9.
+  const most = Math.max(1, Math.min(43, Math.floor(server.max_model_len / 20)));
+  const least = Math.min(3, most);
+  const count = least + Math.floor((most - least + 1) * Math.random());
   return Array.from({ length: count }, () => WORDS[Math.floor(WORDS.length * Math.random())]).join(" ");
 }
 
@@ -254,8 +258,9 @@ async function digestAmong(count, deterministic, signal) {
   const others = [];
   for (let left = count; left > 0; left -= PER_REQUEST) {
     const prompt = Array.from({ length: Math.min(left, PER_REQUEST) }, randomPrompt);
+    const room = server.max_model_len - NUM_SPECIAL - Math.max(...prompt.map((text) => text.length));
     const body = {
-      model: server.id, prompt, max_tokens: 200, temperature: Math.random(),
+      model: server.id, prompt, max_tokens: Math.max(1, Math.min(200, room)), temperature: Math.random(),
       seed: Math.floor(1e6 * Math.random()), is_deterministic: deterministic,
     };
     others.push(post("/v1/completions", body, company.signal));
