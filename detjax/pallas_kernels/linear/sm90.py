@@ -217,6 +217,7 @@ def sum_norm_linear(
         out_bytes=jnp.dtype(out_dtype).itemsize,
         has_bias=bias is not None,
         has_norm=True,
+        has_terms=True,
     )
     out, total, normed = matmul(
         residual, w, bias, None, gain, terms,

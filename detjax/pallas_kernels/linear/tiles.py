@@ -226,6 +226,7 @@ def choose_tiles(
     has_residual: bool = False,
     is_gated: bool = False,
     has_norm: bool = False,
+    has_terms: bool = False,
     has_parts: bool = False,
     has_ranks: bool = False,
 ) -> MatmulTiles:
@@ -242,6 +243,7 @@ def choose_tiles(
         is_gated: The weights are gates, then ups; one leaf, no bias.
         has_norm: The product normalises its activations, of which there are `MAX_NORM_ROWS` at
             most; one leaf.
+        has_terms: Those rows are sums of terms, so that no copy brings them.
         has_parts: The rows are the parts of float32 activations; no bias, no residual, no gate.
         has_ranks: Ranks add their tiles, so that no CTAs share a tree; `MAX_RANKS_ROWS` at most.
     """
@@ -270,7 +272,8 @@ def choose_tiles(
     if is_plain and num_rows <= 8 and num_out <= NARROW_OUT and NARROW_ROWS:
         tiles = dataclasses.replace(tiles, live_rows=NARROW_ROWS, out_span=NARROW_ROWS * out_bytes)
     if has_norm:
-        tiles = _hold_rows(tiles, num_rows, leaf_len)
+        copies_rows = num_rows >= COPIED_ROWS and not has_terms
+        tiles = _hold_rows(tiles, num_rows, leaf_len, copies_rows)
     is_partial = num_leaves > 1 and (tiles.groups > 1 or tiles.is_swapped and not has_residual)
     tiles = fill_stages(
         tiles,
@@ -282,9 +285,8 @@ def choose_tiles(
     return dataclasses.replace(tiles, early_stages=min(EARLY_STAGES, tiles.stages - 1))
 
 
-def _hold_rows(tiles: MatmulTiles, num_rows: int, k_len: int) -> MatmulTiles:
+def _hold_rows(tiles: MatmulTiles, num_rows: int, k_len: int, copies_rows: bool) -> MatmulTiles:
     """Tiles that stream weights, with the activations held and normalised in shared memory."""
-    copies_rows = num_rows >= COPIED_ROWS
     # Five warpgroups have 96 registers a thread, too few for the values of wider rows.
     num_wgs, most = (tiles.num_wgs, 4) if k_len <= 5120 else (1, 1)
     if copies_rows:
