@@ -396,7 +396,9 @@ def prompts_case(runners: dict[str, Runner]) -> tuple[int, int, int]:
     return max(2, *(runner.model.mesh.shape[DP_AXIS] for runner in runners.values())), 300, 0
 
 
-def compare_meshes(runners: dict[str, Runner], batches: list[int], rows: Rows) -> bool:
+def compare_meshes(
+    runners: dict[str, Runner], batches: list[int], rows: Rows, *, subject: str = "mesh_step_bits"
+) -> bool:
     """Every batch on every mesh against the first mesh, and rows against smaller batches."""
     is_right, rows_agree, alone = True, True, {}
     first = next(iter(runners))
@@ -418,8 +420,8 @@ def compare_meshes(runners: dict[str, Runner], batches: list[int], rows: Rows) -
             }
             is_right &= not any(different.values())
             case = f"batch {batch}, {length} tokens at {start}"
-            rows.keep(subject="mesh_step_bits", case=case, impl=name, **different)
-    rows.keep(subject="mesh_step_bits", case="rows in other batches", same=rows_agree)
+            rows.keep(subject=subject, case=case, impl=name, **different)
+    rows.keep(subject=subject, case="rows in other batches", same=rows_agree)
     return is_right and rows_agree
 
 
@@ -520,7 +522,11 @@ def run_steps(args: argparse.Namespace, rows: Rows) -> bool:
 
 
 def run_large(args: argparse.Namespace, rows: Rows) -> bool:
-    """Make a model that no single GPU holds, each shard on its own, and run steps of it."""
+    """Make a model that no single GPU holds, each shard on its own; bits, then times of steps.
+
+    No GPU has its bits alone: they are compared between sums in the products and sums in launches
+    of their own, and between rows in batches of several sizes.
+    """
     begin = time.perf_counter()
     model = _mesh_model(LARGE, 1, args.tp)
     jax.block_until_ready(model.params)
@@ -531,16 +537,22 @@ def run_large(args: argparse.Namespace, rows: Rows) -> bool:
         subject="mesh_load", case=f"70B shape, tp {args.tp}", load_s=load_s,
         share_gb=share / 1e9, peak_gb=peak / 1e9,
     )  # fmt: skip
-    sharded = Runner(model, max(args.decode))
+    most_rows = max(*args.decode, *args.compare)
+    apart = Runner(_apart(model), most_rows)
+    sharded = Runner(model, most_rows, pages=apart.cache)
+    compared = {
+        f"invariant (1,{args.tp}), sums and choice apart": apart,
+        f"invariant (1,{args.tp})": sharded,
+    }
+    compile_ahead(compared, [(batch, 1, 0) for batch in args.compare] + [prompts_case(compared)])
+    is_right = compare_meshes(compared, args.compare, rows, subject="mesh_large_bits")
     runners = {f"invariant (1,{args.tp})": sharded}
     cases = [(batch, 1, CONTEXT - 1) for batch in args.decode]
     compile_ahead(runners, cases)
     if not args.no_fast:
-        runners[f"fast (1,{args.tp})"] = Runner(
-            model, max(args.decode), mode="fast", pages=sharded.cache
-        )
+        runners[f"fast (1,{args.tp})"] = Runner(model, most_rows, mode="fast", pages=sharded.cache)
     time_steps(runners, cases, rows, subject="mesh_large")
-    return True
+    return is_right
 
 
 # -------------------------------------------------------------------------------------- command

@@ -258,6 +258,26 @@ def sum_experiment(gpu: str = FIRST_GPU) -> Experiment | None:
     )
 
 
+def large_bits_lines(gpu: str = FIRST_GPU) -> list[str]:
+    """Steps of it with the ranks' sums in their products, against sums in launches of their own."""
+    found = rows("mesh", "mesh_large_bits", gpu)
+    compared = [
+        row for row in latest(found, "case", "impl").values()
+        if row.get("impl") and not read_impl(row["impl"])[3]
+    ]  # fmt: skip
+    if not compared:
+        return []
+    what = [name for name in BITS if all(name in row for row in compared)]
+    wrong = sum(row[name] for row in compared for name in what)
+    cases = "; ".join(row["case"].replace(" 1 tokens", " 1 token") for row in compared)
+    same = [row["same"] for row in found if "same" in row][-1]
+    return [
+        f"Sums in the products against sums in launches of their own, {listed(what)}: {wrong} "
+        f"bytes differ ({cases}). A row in batches of other sizes: "
+        f"{'the same' if same else 'other'} bits."
+    ]
+
+
 def large_part(gpu: str = FIRST_GPU) -> list[str]:
     """A model that no single GPU holds."""
     lines = [
@@ -271,6 +291,7 @@ def large_part(gpu: str = FIRST_GPU) -> list[str]:
         if "fast" in ms:
             line += f", `fast` {ms['fast']:.2f} ms: {ratio(ms['fast'], ms['invariant'])}"
         lines.append(line + ".")
+    lines += large_bits_lines(gpu)
     if not lines:
         return []
     return [
@@ -296,7 +317,7 @@ def _section_of(gpu: str) -> list[str]:
     if not lines:
         return []
     subjects = ("mesh_step", "mesh_step_bits", "mesh_sum", "mesh_bits", "mesh_load", "mesh_large",
-                "answers_of")  # fmt: skip
+                "mesh_large_bits", "answers_of")  # fmt: skip
     found = [row for subject in subjects for row in rows("mesh", subject, gpu)] or answer_rows(gpu)
     note = ", one process. Steps are of Llama-3.1-8B shapes with random weights."
     return ["", hardware(found[0], note), *lines]

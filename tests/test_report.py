@@ -596,6 +596,23 @@ def test_a_large_model_over_fast(write):
     assert line in report_mesh.section()
 
 
+def test_bits_of_a_large_model_are_told_apart_from_those_of_meshes(write):
+    same = dict.fromkeys(report_mesh.BITS, 0)
+    bits = {"subject": "mesh_large_bits", "case": "batch 8, 1 tokens at 9"}
+    apart = "invariant (1,2), sums and choice apart"
+    write(
+        "mesh",
+        bits | same | {"impl": apart},
+        bits | same | {"impl": "invariant (1,2)", "tokens": 6},
+        {"subject": "mesh_large_bits", "case": "rows in other batches", "same": True},
+        step("invariant (1,2)", 9.0, subject="mesh_large"),
+    )
+    text = "\n".join(report_mesh.section())
+    assert "6 bytes differ (batch 8, 1 token at 9)" in text
+    assert "batches of other sizes: the same bits" in text
+    assert "Whole steps on" not in text
+
+
 def test_bits_that_differ_between_meshes_are_told(write):
     same = dict.fromkeys(report_mesh.BITS, 0)
     bits = {"subject": "mesh_step_bits", "case": "batch 2, 1 tokens at 9"}
