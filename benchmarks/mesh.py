@@ -537,7 +537,7 @@ def run_large(args: argparse.Namespace, rows: Rows) -> bool:
         subject="mesh_load", case=f"70B shape, tp {args.tp}", load_s=load_s,
         share_gb=share / 1e9, peak_gb=peak / 1e9,
     )  # fmt: skip
-    most_rows = max(*args.decode, *args.compare)
+    most_rows = max(args.decode + args.compare)
     apart = Runner(_apart(model), most_rows)
     sharded = Runner(model, most_rows, pages=apart.cache)
     compared = {
