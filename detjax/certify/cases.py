@@ -96,7 +96,7 @@ def program_cases(subject: Subject) -> Iterator[Outcome]:
         nonlocal cause, checked_s
         engine = subject.engine()
         engine.explain_differences(functools.partial(explain, model=subject.model))
-        engine.compile(with_filters=True)
+        engine.compile()
         cause = engine.self_check_cause
         stats = engine.stats()
         checked_s = stats.self_check_s

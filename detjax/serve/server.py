@@ -89,7 +89,7 @@ def warm(args: argparse.Namespace) -> str:
     def compiled(what: str, done: int, total: int) -> None:
         lines.append(f"{what:<60} {time.perf_counter() - begin_s:.2f}")
 
-    llm.engine.compile(compiled, with_filters=True, with_adjustments=True, num_top_logprobs=4)
+    llm.engine.compile(compiled)
     return "\n".join([*lines, f"{len(lines) - 1} programs"])
 
 

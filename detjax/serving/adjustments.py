@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a step knows of a request beside its logits: one record of integers a slot.
 
-The host packs a record once, with the last piece of a prompt; the device keeps it with the tokens
-of the text and unpacks it by name. A record of zeros changes nothing, so a row without adjustments
-reads zeros, whatever its slot holds.
+The host packs a record once, with the last piece of a prompt; the device keeps it, with counts of
+the text's tokens, and unpacks it by name. A record of zeros changes nothing, so a row without
+adjustments reads zeros, whatever its slot holds.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from detjax.serving.limits import (
 )
 from detjax.serving.request import SamplingParams
 
-_NUM_NUMBERS = 8
+_NUM_NUMBERS = 7
 _BAD = MAX_BAD_WORDS * MAX_BAD_WORD_LEN
 
 
@@ -36,37 +36,65 @@ def record_len(vocab_size: int) -> int:
     return _NUM_NUMBERS + MAX_END_TOKENS + 2 * MAX_LOGIT_BIASES + _BAD + num_words(vocab_size)
 
 
+RECENT_LEN = MAX_BAD_WORD_LEN - 1
+"""Tokens before the next one that decide which banned sequences it would complete."""
+
+NO_TOKEN = -1
+"""In `AdjustedSlots.recent`: the completion has no token there."""
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdjustedSlots:
-    """What the device keeps of sequences with adjustments.
+    """What the device keeps of sequences with adjustments. Its size does not depend on `max_len`.
 
     Attributes:
         record: int32 [S, R], as `pack_record` has it.
-        token_ids: int32 [S, L], the text so far by position; what lies behind it means nothing.
+        recent: int32 [S, K], the last tokens of the completion, the newest last; `NO_TOKEN` where
+            it has none.
+        uses: int32 [S, V] over the padded vocabulary, as `count_uses` has it.
     """
 
     record: Any
-    token_ids: Any
+    recent: Any
+    uses: Any
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AdjustOperands:
-    """What the host gives a step for rows with adjustments.
+class AdjustedRows:
+    """What the host installs in `AdjustedSlots` when the last piece of a prompt is prefilled.
 
     Attributes:
-        slot: int32 [B]; out of range for rows without, and where no token is wanted.
-        banned: int32 [B, n]: bits of tokens that a grammar forbids, of this step's one token. None
-            for a verify step, where nobody has a grammar.
-        record: int32 [B, R], of a prefill alone.
-        token_ids: int32 [B, L], the text as the host knows it, of a prefill alone.
+        slot: int32 [B]; out of range for padding.
+        slots: The values, a row each.
     """
 
     slot: Any
-    banned: Any = None
-    record: Any = None
-    token_ids: Any = None
+    slots: AdjustedSlots
+
+
+def count_uses(prompt_ids, output_ids, width: int) -> np.ndarray:
+    """Count tokens of a text: int32 [width].
+
+    1 where the prompt has a token, plus 2 for each use in the completion.
+
+    Raises:
+        ValueError: If a token is negative.
+    """
+    uses = np.minimum(np.bincount(np.asarray(prompt_ids, np.int64), minlength=width), 1)
+    if len(output_ids):
+        uses = uses + 2 * np.bincount(np.asarray(output_ids, np.int64), minlength=width)
+    return uses[:width].astype(np.int32)
+
+
+def recent_tokens(output_ids) -> np.ndarray:
+    """The last tokens of a completion: int32 [K], the newest last."""
+    recent = np.full(RECENT_LEN, NO_TOKEN, np.int32)
+    last = list(output_ids[-RECENT_LEN:])
+    if last:
+        recent[-len(last) :] = last
+    return recent
 
 
 def bits_of(token_ids, vocab_size: int) -> np.ndarray:
@@ -94,7 +122,7 @@ def pack_record(
         vocab_size: Of the model.
     """
     record = np.zeros(record_len(vocab_size), np.int32)
-    integers = prompt_len, prompt_len + sampling.min_tokens, sampling.logprobs_mode == "processed"
+    integers = prompt_len + sampling.min_tokens, sampling.logprobs_mode == "processed"
     floats = (
         reciprocal(sampling.repetition_penalty),
         sampling.repetition_penalty,
@@ -102,8 +130,8 @@ def pack_record(
         sampling.presence_penalty,
         reciprocal(sampling.temperature),
     )
-    record[:3] = integers
-    record[3:_NUM_NUMBERS] = np.asarray(floats, np.float32).view(np.int32)
+    record[:2] = integers
+    record[2:_NUM_NUMBERS] = np.asarray(floats, np.float32).view(np.int32)
     parts = _parts(record)
     if sampling.min_tokens:
         ends = sorted(end_token_ids)
@@ -144,8 +172,7 @@ class Adjustments:
     """Records on the device, by name. Token ids are one more than they are, so that 0 is none.
 
     Attributes:
-        prompt_len, end_position: int32 [B]: tokens of the prompt, and the first position at which
-            an end token is possible.
+        end_position: int32 [B], the first position at which an end token is possible.
         is_processed: bool [B]: reported logprobs are of what is sampled from.
         above, below: float32 [B]: factors of logits above 0, and of others.
         frequency, presence: float32 [B].
@@ -156,7 +183,6 @@ class Adjustments:
         banned: int32 [B, n], bits of tokens that are never possible.
     """
 
-    prompt_len: Any
     end_position: Any
     is_processed: Any
     above: Any
@@ -173,13 +199,12 @@ class Adjustments:
     @classmethod
     def unpack(cls, record) -> "Adjustments":
         """Read records, int32 [B, R], on the device."""
-        prompt_len, end_position, is_processed = record[:, :3].T
-        floats = lax.bitcast_convert_type(record[:, 3:_NUM_NUMBERS], jnp.float32).T
+        end_position, is_processed = record[:, :2].T
+        floats = lax.bitcast_convert_type(record[:, 2:_NUM_NUMBERS], jnp.float32).T
         above, below, frequency, presence, inverse_temperature = floats
         parts = _parts(record)
         shape = len(record), MAX_BAD_WORDS, MAX_BAD_WORD_LEN
         return cls(
-            prompt_len=prompt_len,
             end_position=end_position,
             is_processed=is_processed > 0,
             above=_one_for_none(above),

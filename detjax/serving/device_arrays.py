@@ -13,12 +13,16 @@ from jax.sharding import PartitionSpec as P
 
 from detjax.array_types import Activation, Array, Int32
 from detjax.models.loading import LoadedModel
+from detjax.models.params import padded_vocab_size
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
-from detjax.serving.adjustments import AdjustedSlots, record_len
+from detjax.serving.adjustments import RECENT_LEN, AdjustedSlots, record_len
 from detjax.serving.sampling import SamplingRows
 
 PAGES_SPEC = P(None, DP_AXIS, None, TP_AXIS, None, None)
 BY_ROW = P(DP_AXIS)
+LOGITS_SPEC = P(DP_AXIS, TP_AXIS)
+"""Of rows of the padded vocabulary."""
+ADJUSTED_SPEC = AdjustedSlots(record=BY_ROW, recent=BY_ROW, uses=LOGITS_SPEC)
 
 
 @jax.tree_util.register_dataclass
@@ -83,12 +87,39 @@ def slots_shape(model: LoadedModel, num_slots: int, window_len: int) -> Slots:
     )
 
 
-def adjusted_shape(model: LoadedModel, num_slots: int, text_len: int) -> AdjustedSlots:
+def logits_shape(model: LoadedModel, count: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
+    """Shape of a number for each token of the padded vocabulary in `count` rows of all replicas."""
+    width = padded_vocab_size(
+        model.config.vocab_size,
+        tp=model.mesh.shape[TP_AXIS],
+        vocab_block=model.profile.vocab_block,
+    )
+    sharding = NamedSharding(model.mesh, LOGITS_SPEC)
+    return jax.ShapeDtypeStruct((count, width), dtype, sharding=sharding)
+
+
+def adjusted_shape(model: LoadedModel, num_slots: int) -> AdjustedSlots:
     """Shapes of what is kept of `num_slots` adjusted sequences over all replicas."""
     return AdjustedSlots(
         record=rows_shape(model, num_slots, jnp.int32, record_len(model.config.vocab_size)),
-        token_ids=rows_shape(model, num_slots, jnp.int32, text_len),
+        recent=rows_shape(model, num_slots, jnp.int32, RECENT_LEN),
+        uses=logits_shape(model, num_slots, jnp.int32),
     )
+
+
+def of_slots(state, slot):
+    """What the slots that rows name hold; zeros where there is no such slot."""
+    return state.at[slot].get(mode="fill", fill_value=0)
+
+
+def window_place(shape: tuple[int, int], slot, offset) -> Int32[Array, " B"]:
+    """Where [slot, offset] is in a flat window, and past its end where there is no such place.
+
+    # WHY: XLA checks two indices in a launch of its own, and one where it is used.
+    """
+    num_slots, length = shape
+    is_place = (slot >= 0) & (slot < num_slots) & (offset < length)
+    return jnp.where(is_place, slot * length + offset, num_slots * length)
 
 
 def sampling_shape(model: LoadedModel, count: int) -> SamplingRows:

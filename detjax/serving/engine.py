@@ -38,7 +38,6 @@ from detjax.serving.output_processor import OutputProcessor
 from detjax.serving.programs import Candidates, ProgramCache, keep_candidates
 from detjax.serving.recovery import Recovery
 from detjax.serving.request import (
-    MAX_TOP_LOGPROBS,
     Completion,
     FinishReason,
     PromptLogprobs,
@@ -473,13 +472,6 @@ class Engine:
             self._input_processor.check(request, f"prompt {idx}")
         if self.has_work:
             raise ValueError("the engine is at work on other requests; drain() them first")
-        # WHY: one variant for the whole list, so that fewer programs are compiled.
-        self._runner.set_least(
-            num_top=max((r.sampling.num_top_logprobs for r in requests), default=0),
-            with_filters=any(r.sampling.is_filtered for r in requests),
-            with_adjustments=any(r.sampling.is_adjusted for r in requests),
-            num_prompt_top=max((r.sampling.num_prompt_logprobs or 0 for r in requests), default=0),
-        )
         run = GenerateRun(requests, on_token)
         try:
             with frozen_heap():
@@ -489,7 +481,6 @@ class Engine:
                         run.add(output)
         finally:
             self._states.unwanted.update(run.request_ids)
-            self._runner.set_least()
             self._recovery.drop_unwanted()
         return run.completions()
 
@@ -580,52 +571,19 @@ class Engine:
     # ------------------------------------------------------------------------------------ compiling
 
     @_one_thread_at_a_time
-    def compile(
-        self,
-        progress: Callable[[str, int, int], None] = ignore_compiling,
-        *,
-        with_filters: bool = False,
-        with_adjustments: bool = False,
-        num_top_logprobs: int = 0,
-        with_prompt_logprobs: bool = False,
-    ) -> None:
-        """Compile ahead the programs that requests will need, several at a time.
+    def compile(self, progress: Callable[[str, int, int], None] = ignore_compiling) -> None:
+        """Compile all programs ahead, several at a time. No request needs another.
 
-        A program filters if a request of its step has a top-k, top-p or min-p. It adjusts if one
-        has biases, masks, penalties or processed logprobs. It reports as many
-        top logprobs as any request of its step wants, rounded up to 4, 16 or 64.
-
-        - Compiled here, always: the programs that do nothing of this.
-        - Compiled here, if asked for: those that filter, adjust or report, in every combination.
-        - Compiled by the step that first needs it: any other. All requests wait, for seconds.
-
-        So with `num_top_logprobs=10` a step whose requests want 5 to 16, or none, has its program;
-        one whose requests want at most 4, but some, does not. `generate` counts as one step.
+        What is not compiled ahead is compiled by the step that first needs it, while all wait.
 
         Args:
             progress: Told (what, done, total).
-            with_filters: Compile for requests with a top-k, top-p or min-p, too.
-            with_adjustments: Compile for requests with biases, masks, penalties or processed
-                logprobs, too.
-            num_top_logprobs: Compile for requests that want this many top logprobs, too; at most
-                64, and 0 compiles for none.
-            with_prompt_logprobs: Compile for requests that want logprobs of the prompt, too, with
-                no top logprobs of it and with `num_top_logprobs`.
 
         Raises:
-            ValueError: If `num_top_logprobs` is outside its range.
             EngineStoppedError: If an error has stopped the engine.
         """
         self._refuse_if_stopped()
-        if not 0 <= num_top_logprobs <= MAX_TOP_LOGPROBS:
-            raise ValueError(f"{num_top_logprobs=} must be in [0, {MAX_TOP_LOGPROBS}]")
-        self._runner.compile(
-            progress,
-            with_filters=with_filters,
-            with_adjustments=with_adjustments,
-            num_top_logprobs=num_top_logprobs,
-            with_prompt_logprobs=with_prompt_logprobs,
-        )
+        self._runner.compile(progress)
 
     # -------------------------------------------------------------------------------- observability
 

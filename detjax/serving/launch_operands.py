@@ -8,6 +8,7 @@ row each: page table, token ids, then three numbers. Results go the other way.
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -202,6 +203,11 @@ class VerifyOperands:
         )
 
 
+def slot_of(packed: np.ndarray) -> np.ndarray:
+    """Read the slots of packed operands of any kind, int32 [B]."""
+    return packed[:, -3]
+
+
 # ---------------------------------------------------------------------------------------- results
 
 
@@ -242,6 +248,6 @@ def pack_verified(
     return jnp.concatenate([pack_choice(choice).reshape(*shape, -1), num_committed], axis=-1)
 
 
-def unpack_num_committed(packed: np.ndarray) -> np.ndarray:
+def unpack_num_committed[A: (np.ndarray, jax.Array)](packed: A) -> A:
     """Read how many tokens each window of a verify step commits, int32 [B]."""
     return packed[:, 0, -1]

@@ -15,7 +15,7 @@ from detjax.array_types import Array, Bool, Float32, Int32
 from detjax.models.layers import ForwardContext
 from detjax.pallas_kernels.sampling.api import adjust_logits
 from detjax.parallel.mesh import TP_AXIS
-from detjax.serving.adjustments import Adjustments
+from detjax.serving.adjustments import NO_TOKEN, Adjustments
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,19 +23,24 @@ class TextSoFar:
     """The texts behind which tokens are chosen: T places in each of B of them.
 
     Attributes:
-        token_ids: int32 [B, L], by position.
-        last: int32 [B, T]: position of the last token before each choice. Those of a row follow one
-            another; -1 is padding.
+        uses: int32 [B, v], this rank's columns of `AdjustedSlots.uses`.
+        recent: int32 [B, K], as `AdjustedSlots` has it.
+        drafts: int32 [B, D], tokens that are not committed yet, in order.
+        num_drafts: int32 [B, T], how many of the drafts lie before each choice.
+        position: int32 [B, T], of each choice.
     """
 
-    token_ids: Any
-    last: Any
+    uses: Any
+    recent: Any
+    drafts: Any
+    num_drafts: Any
+    position: Any
 
-    def after(self, offset: int):
-        """Tokens `offset` positions before the last, and those positions: both int32 [B, T]."""
-        position = self.last - offset
-        at = jnp.clip(position, 0, self.token_ids.shape[1] - 1)
-        return jnp.take_along_axis(self.token_ids, at, axis=1), position
+    def before(self, offset: int) -> Int32[Array, "B T"]:
+        """The token `offset` places before the last one; `NO_TOKEN` where there is none."""
+        texts = jnp.concatenate([self.recent, self.drafts], axis=1)
+        at = self.recent.shape[1] - 1 - offset + self.num_drafts
+        return jnp.take_along_axis(texts, at, axis=1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,9 +74,9 @@ def process_logits(
         adjustments: Of each of the B texts.
         grammar_banned: Bits of tokens that a grammar forbids, where T is 1.
     """
-    num_texts, num_places = text.last.shape
+    num_texts, num_places = text.position.shape
     width = logits.shape[1]
-    rank = _Rank(first=lax.axis_index(TP_AXIS) * width, width=width)
+    rank = Rank.of(width)
 
     def rows(x):
         """One value a text, for each of its places."""
@@ -83,7 +88,7 @@ def process_logits(
     adjusted = adjust_logits(
         logits,
         rows(bias),
-        _uses(text, adjustments.prompt_len, rank).reshape(-1, width),
+        _uses(text, rank).reshape(-1, width),
         (rows(adjustments.above), rows(adjustments.below)),
         (rows(adjustments.frequency), rows(adjustments.presence)),
         backend=ctx.backend,
@@ -91,7 +96,7 @@ def process_logits(
     banned = rank.unpack(adjustments.banned, ctx.tp)
     if grammar_banned is not None:
         banned = banned | rank.unpack(grammar_banned, ctx.tp)
-    is_early = text.last + 1 < adjustments.end_position[:, None]
+    is_early = text.position < adjustments.end_position[:, None]
     ends = rank.columns(adjustments.end_ids - 1)
     is_end = jnp.zeros((num_texts, width), bool).at[_index(ends), ends].set(True, mode="drop")
     banned = banned[:, None] | (is_early[:, :, None] & is_end[:, None])
@@ -104,11 +109,16 @@ def process_logits(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Rank:
+class Rank:
     """Which columns of the vocabulary a rank has."""
 
     first: Any
     width: int
+
+    @classmethod
+    def of(cls, width: int) -> "Rank":
+        """This rank, inside `shard_map`, with so many columns."""
+        return cls(first=lax.axis_index(TP_AXIS) * width, width=width)
 
     def columns(self, token_ids):
         """This rank's columns of tokens; `width`, which is dropped, for those of others."""
@@ -130,45 +140,37 @@ def _index(columns):
     return jnp.arange(len(columns))[:, None]
 
 
-def _uses(text: TextSoFar, prompt_len, rank: _Rank) -> Int32[Array, "B T v"]:
+def _uses(text: TextSoFar, rank: Rank) -> Int32[Array, "B T v"]:
     """0 where the text does not have a token; else 1 and how often the completion has it."""
-    (num_texts, length), num_places = text.token_ids.shape, text.last.shape[1]
-    position = jnp.arange(length, dtype=jnp.int32)[None, :]
-    is_known = position <= text.last[:, :1]
-    column = rank.columns(jnp.where(is_known, text.token_ids, -1))
-    is_output = (position >= prompt_len[:, None]).astype(jnp.int32)
     # ORDER: integers, so none.
-    # WHY: one update of one array; of two, XLA would copy the zeros.
-    counts = jnp.zeros((2, num_texts, rank.width), jnp.int32)
-    counts = counts.at[is_output, _index(column), column].add(1, mode="drop")
-    count = counts[1]
-    is_seen = jnp.minimum(counts[0] + count, 1)
-    if num_places == 1:
-        return (is_seen + count)[:, None]
-    # The tokens at the places after the first are of the completion.
-    ids, at = text.after(0)
-    column = rank.columns(jnp.where((at > text.last[:, :1]), ids, -1))
-    more = jnp.zeros((num_texts, num_places, rank.width), jnp.int32)
-    texts, places = jnp.indices(column.shape)
-    more = jnp.cumsum(more.at[texts, places, column].add(1, mode="drop"), axis=1)
+    is_seen, count = jnp.minimum(text.uses, 1), text.uses >> 1
+    if not text.drafts.shape[1]:
+        return jnp.broadcast_to((is_seen + count)[:, None], (*text.position.shape, rank.width))
+    place = jnp.arange(text.drafts.shape[1], dtype=jnp.int32)[None, :]
+    column = rank.columns(jnp.where(place < text.num_drafts[:, -1:], text.drafts, NO_TOKEN))
+    if text.position.shape[1] == 1:
+        more = jnp.zeros((len(column), 1, rank.width), jnp.int32)
+        more = more.at[_index(column), 0, column].add(1, mode="drop")
+    else:  # the choice at place t follows t drafts
+        more = jnp.zeros((*text.position.shape, rank.width), jnp.int32)
+        texts, places = jnp.indices(column.shape)
+        more = jnp.cumsum(more.at[texts, places + 1, column].add(1, mode="drop"), axis=1)
     return jnp.maximum(is_seen[:, None], jnp.minimum(more, 1)) + count[:, None] + more
 
 
 def _completed_bad_words(
-    text: TextSoFar, adjustments: Adjustments, rank: _Rank
+    text: TextSoFar, adjustments: Adjustments, rank: Rank
 ) -> Bool[Array, "B T v"]:
     """Tokens that would complete a banned sequence whose others the completion ends with."""
     words = adjustments.bad_words
     num_before = words.shape[-1] - 1
     is_match = words[:, None, :, -1] > 0
     for i in range(num_before):
-        ids, position = text.after(num_before - 1 - i)
-        in_completion = position >= adjustments.prompt_len[:, None]
-        before = jnp.where(in_completion, ids + 1, 0)[:, :, None]
+        before = text.before(num_before - 1 - i)[:, :, None] + 1
         wanted = words[:, None, :, i]
         is_match = is_match & ((wanted == 0) | (wanted == before))
     last = jnp.where(is_match, words[:, None, :, -1] - 1, -1)
     column = rank.columns(last)
-    shape = *text.last.shape, rank.width
+    shape = *text.position.shape, rank.width
     texts, places, _ = jnp.indices(column.shape)
     return jnp.zeros(shape, bool).at[texts, places, column].set(True, mode="drop")

@@ -11,7 +11,7 @@ from collections import abc
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,18 +22,47 @@ from detjax.models.fast import quantise_params
 from detjax.models.loading import LoadedModel
 from detjax.models.paths import Kernels
 from detjax.serving import trace
-from detjax.serving.adjustments import AdjustOperands, num_words, pack_record, record_len
+from detjax.serving.adjustments import (
+    AdjustedRows,
+    count_uses,
+    num_words,
+    pack_record,
+    recent_tokens,
+)
+from detjax.serving.choice_programs import pack_windows
 from detjax.serving.config import ReplicaConfig
 from detjax.serving.device_arrays import pages_shape
-from detjax.serving.device_state import DeviceState, Placed, read_result
-from detjax.serving.launch_operands import DecodeOperands, PrefillOperands, VerifyOperands
+from detjax.serving.device_state import (
+    NOTHING_AFTER,
+    Aftermath,
+    Call,
+    DeviceState,
+    LaunchResult,
+    Placed,
+)
+from detjax.serving.launch_operands import (
+    DecodeOperands,
+    PrefillOperands,
+    VerifyOperands,
+    slot_of,
+)
 from detjax.serving.metrics import EngineStats, Pauses
 from detjax.serving.placed_rows import PlacedRows
 from detjax.serving.program_key import (
+    CHOICES,
+    AnyKey,
+    ChoiceKey,
+    InstallKey,
     ProgramKey,
     ProgramKind,
+    ScoreKey,
+    choice_keys,
+    choice_of,
+    install_rows,
+    logit_rows,
+    prefill_mode,
     program_keys,
-    round_num_top,
+    score_top_of,
     table_lens,
 )
 from detjax.serving.programs import Candidates, ProgramCache
@@ -51,6 +80,7 @@ from detjax.serving.sequence import (
     Sequence,
     VerifyRow,
     blaming,
+    max_committed,
 )
 
 _IDLE: tuple[SamplingParams, int] = (SamplingParams(), 0)
@@ -66,27 +96,31 @@ def ignore_compiling(name: str, done: int, total: int) -> None:
 class Launch:
     """A program that was handed over, with its operands from the host.
 
-    `rows` are by replica.
+    Attributes:
+        key: Of the forward program.
+        rows: By replica.
+        operands: From the host.
+        result: Of the forward program and what follows it.
+        launched_s: When it was handed over.
+        num_top: How many top logprobs it reports.
+        num_prompt_top: How many top logprobs of a prompt it reports.
     """
 
     key: ProgramKey
     rows: abc.Sequence[abc.Sequence[Row]]
     operands: Any
-    result: Future[jax.Array]
+    result: Future[LaunchResult]
     launched_s: float
+    num_top: int = 0
+    num_prompt_top: int = 0
 
-    def read(self) -> np.ndarray:
-        """Wait for the result. Raises what the call of the program raised."""
-        return read_result(self.result.result())
-
-
-class _Least(NamedTuple):
-    """What programs do at least, though no row wants it: see `ModelRunner.set_least`."""
-
-    num_top: int
-    with_filters: bool
-    with_adjustments: bool
-    num_prompt_top: int
+    def read(self) -> LaunchResult:
+        """Wait for the result: rows of `key`. Raises what the call of a program raised."""
+        result = self.result.result().read()
+        # A choice program may have more rows of each replica than the program before it.
+        of_replica = result.choice.reshape(len(self.rows), -1, *result.choice.shape[1:])
+        choice = of_replica[:, : self.key.rows].reshape(-1, *result.choice.shape[1:])
+        return dataclasses.replace(result, choice=choice)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,8 +209,6 @@ class ModelRunner:
                 f"programs for {self.programs.sizes} are not of this model and {sizes}; share "
                 "those of an engine of these sizes, or none"
             )
-        self._text_len = config.table_len * config.page_len
-        self.set_least()
         self.take_weights()
         self._device = DeviceState(
             model,
@@ -215,22 +247,6 @@ class ModelRunner:
             dtype = jnp.dtype(self._config.draft_weights)
             self._draft_params = quantise_params(self._model.params, dtype)
 
-    def set_least(
-        self,
-        *,
-        num_top: int = 0,
-        with_filters: bool = False,
-        with_adjustments: bool = False,
-        num_prompt_top: int = 0,
-    ) -> None:
-        """From now on, run programs that do at least this, though no row wants it.
-
-        `num_prompt_top` is of programs that report logprobs of the prompt, for rows that want them.
-
-        For a list of requests that is known ahead: one variant for all, so fewer are compiled.
-        """
-        self._least = _Least(num_top, with_filters, with_adjustments, num_prompt_top)
-
     # ------------------------------------------------------------------------------------ launching
 
     def launch(self, batch: ScheduledBatch) -> list[Launch]:
@@ -250,23 +266,21 @@ class ModelRunner:
         return launches
 
     def _launch_prefill(self, rows: list[list[PrefillRow]], shape: tuple[int, int]) -> Launch:
-        kernels: Kernels = "fast" if self._config.mode == "fast" else "invariant"
         wanted = [r.seq.request.sampling for part in rows for r in part if r.is_scored]
-        tops = [self._least.num_prompt_top, *(p.num_prompt_logprobs or 0 for p in wanted)]
         key = self._key(
             "prefill",
             rows,
             size=shape[0],
             length=shape[1],
-            kernels=kernels,
-            num_prompt_top=round_num_top(max(tops)) if wanted else None,
+            kernels=prefill_mode(self._config),
+            leaves_hidden=bool(wanted),
         )
         num_rows, no_slot = self._num_rows(key), self._config.num_slots
         operands = PrefillOperands.padding(
             num_rows, no_slot=no_slot, table_len=key.table_len, length=key.length
         )
         sampling = [_IDLE] * num_rows
-        next_ids = np.zeros(num_rows, np.int32)
+        targets = np.zeros((num_rows, key.length), np.int32)
         for at, row in places(key, rows):
             seq = row.seq
             count = len(row.token_ids)
@@ -277,12 +291,17 @@ class ModelRunner:
             operands.page_table[at] = self._tables[seq.replica, seq.slot]
             with blaming(seq):
                 operands.token_ids[at, :count] = row.token_ids
-                if row.start + count < len(seq.tokens):
-                    next_ids[at] = seq.tokens[row.start + count]
+                if row.is_scored:
+                    following = seq.tokens[row.start + 1 : row.start + 1 + count]
+                    targets[at, : len(following)] = following
             sampling[at] = (seq.request.sampling, seq.sequence_idx)
             self._stats.prefill_tokens += count
-        host = operands.pack(), SamplingRows.pack(sampling)
-        return self._run(key, rows, *host, *([next_ids] if wanted else []))
+        most = max((sampling.num_prompt_logprobs or 0 for sampling in wanted), default=0)
+        score = self._score_call(key, score_top_of(most), targets) if wanted else None
+        return self._run(
+            key, rows, operands.pack(), SamplingRows.pack(sampling),
+            install=self._install_call(rows), score=score, num_prompt_top=score_top_of(most),
+        )  # fmt: skip
 
     def _launch_decodes(self, rows: list[list[DecodeRow]]) -> list[Launch]:
         """One launch; two where drafts have weights of their own and others decode too."""
@@ -306,7 +325,7 @@ class ModelRunner:
         """The program of a decode step, and its operands: those of the step before if they hold."""
         # WHY: until a sequence comes, goes or needs a page every step is told the same, and on a
         # small model the host is what a step waits for.
-        told = self._least, [[_told_of(row) for row in part] for part in rows]
+        told = tuple(tuple(_told_of(row) for row in part) for part in rows)
         last = self._laid_out.get(weights)
         if last is not None and last.told == told:
             return last
@@ -352,7 +371,7 @@ class ModelRunner:
                 with blaming(seq):
                     operands.token_ids[at, 1 : 1 + len(row.given)] = row.given
         self._stats.verify_launches += 1
-        return self._run(key, rows, operands.pack())
+        return self._run(key, rows, operands.pack(), windows=operands)
 
     def _key(
         self,
@@ -363,13 +382,10 @@ class ModelRunner:
         length: int,
         kernels: Kernels,
         weights: str = "full",
-        num_prompt_top: int | None = None,
+        leaves_hidden: bool = False,
     ) -> ProgramKey:
-        """The smallest program that does what these rows want."""
-        seqs = [row.seq for part in rows for row in part]
-        longest = max(len(seq.pages) for seq in seqs)
-        num_tops = (seq.request.sampling.num_top_logprobs for seq in seqs)
-        adjusts = self._least.with_adjustments or any(seq.is_adjusted for seq in seqs)
+        """The smallest program that holds these rows."""
+        longest = max(len(row.seq.pages) for part in rows for row in part)
         return ProgramKey(
             kind=kind,
             rows=size,
@@ -377,10 +393,8 @@ class ModelRunner:
             table_len=next(n for n in table_lens(kind, self._config) if n >= longest),
             mode=kernels,
             weights=weights,
-            num_top=round_num_top(max(self._least.num_top, *num_tops)),
-            with_filters=self._least.with_filters or any(seq.is_filtered for seq in seqs),
-            text_len=self._text_len if adjusts else 0,
-            num_prompt_top=num_prompt_top,
+            logit_rows=logit_rows(self._config, kind, size, length),
+            leaves_hidden=leaves_hidden,
         )
 
     def _num_rows(self, key: ProgramKey) -> int:
@@ -395,73 +409,138 @@ class ModelRunner:
             self._tables[at][first:count] = seq.pages[first:]
             self._num_synced[at] = count
 
-    def _run(self, key: ProgramKey, rows, *host, placed: Placed | None = None) -> Launch:
-        """Hand over a program; `placed` is the first of `host`, where it lies."""
+    def _run(
+        self,
+        key: ProgramKey,
+        rows: abc.Sequence[abc.Sequence[Row]],
+        *host: Any,
+        placed: Placed | None = None,
+        windows: VerifyOperands | None = None,
+        install: Call | None = None,
+        score: Call | None = None,
+        num_prompt_top: int = 0,
+    ) -> Launch:
+        """Hand over a program and what follows it; `placed` is the first of `host`, where it lies.
+
+        `windows` are the operands of a verification.
+        """
         given = host if placed is None else (placed, *host[1:])
         program = self._program(key)
-        adjust = self._adjust_operands(key, rows) if key.text_len else None
+        choice_key = self._choice_key(key, rows)
+        after = NOTHING_AFTER
+        if choice_key is not None or score is not None:
+            after = Aftermath(
+                install=install,
+                choice=choice_key and self._choice_call(choice_key, key, rows, windows),
+                reads_result=windows is not None,
+                score=score,
+            )
         launched_s = time.perf_counter()
-        result = self._device.run(
-            key.name, program, self._params_of(key), *given, text_len=key.text_len, adjust=adjust
-        )
+        result = self._device.run(key, program, self._params_of(key), *given, after=after)
         self._stats.num_launches += 1
-        return Launch(key=key, rows=rows, operands=host, result=result, launched_s=launched_s)
-
-    def _adjust_operands(
-        self, key: ProgramKey, rows: abc.Sequence[abc.Sequence[Row]]
-    ) -> AdjustOperands:
-        """What a step with adjustments has beside its other operands."""
-        vocab_size = self._model.config.vocab_size
-        num_rows = self._num_rows(key)
-        slot = np.full(num_rows, self._config.num_slots, np.int32)
-        is_first = key.kind == "prefill"
-        banned = np.zeros((num_rows, num_words(vocab_size)), np.int32)
-        records = np.zeros((num_rows, record_len(vocab_size) if is_first else 0), np.int32)
-        token_ids = np.zeros((num_rows, key.text_len if is_first else 0), np.int32)
-        for at, row in places(key, rows):
-            seq = row.seq
-            if not seq.is_adjusted or (isinstance(row, PrefillRow) and not row.is_last):
-                continue
-            slot[at] = seq.slot
-            with blaming(seq):
-                if seq.guide is not None:
-                    banned[at] = seq.guide.banned(seq.output_ids)
-                if is_first:
-                    records[at] = pack_record(
-                        seq.request.sampling,
-                        prompt_len=len(seq.request.prompt_token_ids),
-                        end_token_ids=seq.end_token_ids,
-                        vocab_size=vocab_size,
-                    )
-                    token_ids[at, : len(seq.tokens)] = seq.tokens
-        return AdjustOperands(
-            slot=slot,
-            banned=None if key.kind == "verify" else banned,
-            record=records if is_first else None,
-            token_ids=token_ids if is_first else None,
+        return Launch(
+            key=key,
+            rows=rows,
+            operands=host,
+            result=result,
+            launched_s=launched_s,
+            num_top=choice_key.num_top if choice_key is not None else 0,
+            num_prompt_top=num_prompt_top,
         )
+
+    # --------------------------------------------------------------------- what follows a program
+
+    def _choice_key(
+        self, key: ProgramKey, rows: abc.Sequence[abc.Sequence[Row]]
+    ) -> ChoiceKey | None:
+        """The program that chooses for these rows; None where the forward program does."""
+        asking = [
+            row.seq for part in rows for row in part if row.seq.needs_choice and _commits(row)
+        ]
+        if not asking:
+            return None
+        assert key.logit_rows, "the scheduler has given these rows several tokens a launch"
+        with_filters, num_top = choice_of(
+            is_filtered=any(seq.is_filtered for seq in asking),
+            num_top=max(seq.request.sampling.num_top_logprobs for seq in asking),
+        )
+        length = key.length if key.kind == "verify" else 1
+        return ChoiceKey(
+            rows=key.logit_rows // length,
+            length=length,
+            with_filters=with_filters,
+            num_top=num_top,
+        )
+
+    def _choice_call(
+        self,
+        choice_key: ChoiceKey,
+        key: ProgramKey,
+        rows: abc.Sequence[abc.Sequence[Row]],
+        windows: VerifyOperands | None,
+    ) -> Call:
+        """A choice program with its operands."""
+        size, no_slot = choice_key.rows, self._config.num_slots
+        slots = np.full((self._config.num_replicas * size, 2), no_slot, np.int32)
+        banned: np.ndarray | None = None
+        for replica, part in enumerate(rows):
+            for i, row in enumerate(part):
+                seq, at = row.seq, replica * size + i
+                if not _commits(row):
+                    continue
+                slots[at] = seq.slot, seq.slot if seq.is_adjusted else no_slot
+                if seq.guide is not None:
+                    if banned is None:
+                        words = num_words(self._model.config.vocab_size)
+                        banned = np.zeros((len(slots), words), np.int32)
+                    with blaming(seq):
+                        banned[at] = seq.guide.banned(seq.output_ids)
+        program = self._program(choice_key)
+        if windows is not None:
+            return program, (pack_windows(windows, slots[:, 1]),)
+        return program, (slots, self._device.no_bans(size) if banned is None else banned)
+
+    def _install_call(self, rows: abc.Sequence[abc.Sequence[PrefillRow]]) -> Call | None:
+        """Puts adjustments of sequences whose prompts end here into their slots."""
+        if not any(row.is_last and row.seq.is_adjusted for part in rows for row in part):
+            return None
+        size = install_rows(self._config)
+        shapes = self.programs.adjusted_shape
+        count = self._config.num_replicas * size
+        slot = np.full(count, self._config.num_slots, np.int32)
+        values = jax.tree.map(lambda x: np.zeros((count, *x.shape[1:]), x.dtype), shapes)
+        for replica, part in enumerate(rows):
+            for i, row in enumerate(part):
+                seq, at = row.seq, replica * size + i
+                if not (row.is_last and seq.is_adjusted):
+                    continue
+                slot[at] = seq.slot
+                prompt_ids, output_ids = seq.request.prompt_token_ids, seq.output_ids
+                with blaming(seq):
+                    values.record[at] = pack_record(
+                        seq.request.sampling,
+                        prompt_len=len(prompt_ids),
+                        end_token_ids=seq.end_token_ids,
+                        vocab_size=self._model.config.vocab_size,
+                    )
+                    values.recent[at] = recent_tokens(output_ids)
+                    values.uses[at] = count_uses(prompt_ids, output_ids, values.uses.shape[1])
+        program = self._program(InstallKey(rows=size))
+        return program, (AdjustedRows(slot=slot, slots=values),)
+
+    def _score_call(self, key: ProgramKey, num_top: int, targets: np.ndarray) -> Call:
+        """Computes the logprobs of `targets` from the hidden states of a prefill."""
+        score = ScoreKey(rows=key.rows, length=key.length, mode=key.mode, num_top=num_top)
+        return self._program(score), (targets,)
 
     # ------------------------------------------------------------------------------------ compiling
 
-    def compile(
-        self,
-        progress: Callable[[str, int, int], None],
-        *,
-        with_filters: bool,
-        with_adjustments: bool,
-        num_top_logprobs: int,
-        with_prompt_logprobs: bool,
-    ) -> None:
-        """Compile the programs that requests will need, several at a time: see `Engine.compile`."""
-        num_tops = sorted({0, round_num_top(num_top_logprobs)})
-        keys = program_keys(
-            self._config,
-            num_tops=num_tops,
-            filters=(False, True) if with_filters else (False,),
-            text_lens=(0, self._text_len) if with_adjustments else (0,),
-            num_prompt_tops=(None, *num_tops) if with_prompt_logprobs else (None,),
-        )
-        missing = [key for key in self._as_checked(keys) if key not in self.programs]
+    def compile(self, progress: Callable[[str, int, int], None]) -> None:
+        """Compile all programs that requests can need, several at a time: see `Engine.compile`."""
+        keys = program_keys(self._config)
+        wanted: list[AnyKey] = [*self._as_checked(keys), *choice_keys(self._config)]
+        missing = [key for key in wanted if key not in self.programs]
+        self._device.prepare(keys)
         # Of several GPUs nothing has shown yet that programs may run while others are compiled.
         mesh = self._model.mesh
         checks_early = mesh.size == 1 or self._model.backend.platform == "cpu"
@@ -471,37 +550,37 @@ class ModelRunner:
                 cache = pages_shape(self._model, self.programs.num_pages)
                 pool.submit(checksum_program, mesh, cache.shape, cache.dtype)
             # Each program is checked when it is there, while others are still compiled.
-            checking = pool.submit(self._check_new, keys) if checks_early else None
+            checking = pool.submit(self._check_new, wanted) if checks_early else None
             futures = {key: pool.submit(self._get, key, asked) for key in missing}
             for done, (key, future) in enumerate(futures.items(), start=1):
                 future.result()
                 progress(key.name, done, len(missing))
             self._count_compiled(len(missing), begin_s)
             begin_s = time.perf_counter()
-            num_checked = self._check_new(keys) if checking is None else checking.result()
+            num_checked = self._check_new(wanted) if checking is None else checking.result()
         self._note_checking(num_checked, begin_s)
 
     def _as_checked(self, keys: abc.Sequence[ProgramKey]) -> list[ProgramKey]:
         """In the order in which a check of all wants them."""
         # WHY: a check that waits for the last program begins when all others are there: it ends
         # 1.3 s after them in a start of 8B shapes that reads what it compiled before, 0.6 so.
-        variants = list(dict.fromkeys((key.num_top, key.with_filters) for key in keys))
         reference = min(self._config.prefill_shapes)
 
         def rank(key: ProgramKey) -> tuple:
             is_reference = key.kind == "prefill" and (key.rows, key.length) == reference
-            variant = variants.index((key.num_top, key.with_filters))
-            return variant, not is_reference, rank_in_check(key)
+            return key.leaves_hidden, not is_reference, rank_in_check(key)
 
         return sorted(keys, key=rank)
 
-    def _get(self, key: ProgramKey, asked: int | None = None) -> Callable:
+    def _get(self, key: AnyKey, asked: int | None = None) -> Callable:
         return self.programs.get(key, self._params_of(key), asked)
 
-    def _params_of(self, key: ProgramKey) -> dict:
-        return self._model.params if key.weights == "full" else self._draft_params
+    def _params_of(self, key: AnyKey) -> dict:
+        is_draft = isinstance(key, ProgramKey) and key.weights != "full"
+        return self._draft_params if is_draft else self._model.params
 
-    def _program(self, key: ProgramKey) -> Callable:
+    def _program(self, key: AnyKey) -> Callable:
+        """A program, compiled and checked if need be: where nobody has called `compile`."""
         if key not in self.programs:
             begin_s = time.perf_counter()
             self._get(key)
@@ -519,7 +598,7 @@ class ModelRunner:
 
     # ------------------------------------------------------------------------------------- checking
 
-    def _check_new(self, keys: abc.Sequence[ProgramKey]) -> int:
+    def _check_new(self, keys: abc.Sequence[AnyKey]) -> int:
         """Compare the programs among these that make a claim with prefill, once each.
 
         Waits for those that are still compiled.
@@ -529,21 +608,48 @@ class ModelRunner:
         """
         if self._config.self_check == "off":
             return 0
-        checked = self.programs.checked
-        new = [key for key in keys if key not in checked and is_checkable(key)]
-        for variant in dict.fromkeys((key.num_top, key.with_filters) for key in new):
-            some = [key for key in new if (key.num_top, key.with_filters) == variant]
-            reference = self._reference_key(some)
-            reach = Reach(
-                run=self.run_aside,
-                checksums=self._device.checksums,
-                idle=self._idle(),
-            )
-            done, found = check_programs(self._model, self._config, some, reference, reach)
-            checked.update(done)
-            self._claim.note(found)
-        self._stats.num_self_checked += sum(key in checked for key in new)
+        new = [key for key in keys if key not in self.programs.checked and self._is_checkable(key)]
+        forward = [key for key in new if isinstance(key, ProgramKey)]
+        choices = [key for key in new if isinstance(key, ChoiceKey)]
+        if forward:
+            self.programs.checked.update(self._check(forward, None))
+        for kind in CHOICES:
+            some = [key for key in choices if (key.with_filters, key.num_top) == kind]
+            known = {self._leaving(key, keys): key for key in some}
+            if known:
+                done = self._check(list(known), kind)
+                self.programs.checked.update(known[key] for key in done if key in known)
+        self._stats.num_self_checked += sum(key in self.programs.checked for key in new)
         return len(new)
+
+    def _check(
+        self, keys: abc.Sequence[ProgramKey], choice: tuple[bool, int] | None
+    ) -> list[ProgramKey]:
+        """Compare programs, with choice programs of a kind behind them or alone; the checked."""
+        reach = Reach(run=self.run_aside, checksums=self._device.checksums, idle=self._idle())
+        reference = self._reference_key(keys)
+        done, found = check_programs(
+            self._model, self._config, keys, reference, reach, choice=choice
+        )
+        self._claim.note(found)
+        return done
+
+    def _is_checkable(self, key: AnyKey) -> bool:
+        """Whether a program makes a claim that is compared."""
+        if isinstance(key, ChoiceKey):
+            return self._config.mode != "fast"
+        return isinstance(key, ProgramKey) and is_checkable(key)
+
+    def _leaving(self, choice: ChoiceKey, keys: abc.Sequence[AnyKey]) -> ProgramKey:
+        """The quickest program that leaves logits for a choice program, of those there are."""
+        kinds = ("verify",) if choice.length > 1 else ("decode", "prefill")
+        found = [
+            key
+            for key in (*self.programs, *keys)
+            if isinstance(key, ProgramKey) and is_checkable(key) and key.kind in kinds
+            and key.logit_rows == choice.rows * choice.length
+        ]  # fmt: skip
+        return min(found, key=lambda key: (key.kind, key.leaves_hidden, key.table_len, -key.rows))
 
     def _note_checking(self, count: int, begin_s: float) -> None:
         if not count:
@@ -557,18 +663,10 @@ class ModelRunner:
         self._trace.span(trace.HOST, "self-check", begin_s, end_s, programs=count)
 
     def _reference_key(self, keys: abc.Sequence[ProgramKey]) -> ProgramKey:
-        """The prefill of one sequence with what these programs report, or the smallest there is."""
-        config = self._config
-        rows, length = min(config.prefill_shapes)
-        alike = dataclasses.replace(
-            keys[0], kind="prefill", rows=rows, length=length, table_len=config.table_len
-        )
-        known = (
-            key
-            for key in (*self.programs, *keys)
-            if dataclasses.replace(key, rows=rows, length=length) == alike
-        )
-        return min(known, key=lambda key: (key.rows, key.length), default=alike)
+        """The prefill of the fewest tokens, of those that are compiled or among `keys`."""
+        wanted = (*self.programs, *keys, *program_keys(self._config)[:1])
+        known = [key for key in wanted if key.kind == "prefill" and is_checkable(key)]
+        return min(known, key=lambda key: (key.leaves_hidden, key.rows, key.length))
 
     def _idle(self) -> np.ndarray:
         """Pages that nobody holds, int32 [dp, m]."""
@@ -576,9 +674,36 @@ class ModelRunner:
         count = min(map(len, idle))
         return np.asarray([pages[:count] for pages in idle], np.int32)
 
-    def run_aside(self, key: ProgramKey, slots, sampling, *host) -> tuple[Any, jax.Array]:
-        """Launch a program on the cache, with slots that are nobody's: `DeviceState.run_aside`."""
-        return self._device.run_aside(self._get(key), self._params_of(key), slots, sampling, *host)
+    def run_aside(
+        self, key: ProgramKey, slots, sampling, *host, choice: tuple[bool, int] | None = None
+    ) -> tuple[Any, jax.Array]:
+        """Launch a program on the cache, with slots that are nobody's: `DeviceState.run_aside`.
+
+        `choice` is of `CHOICES`: the choice program that follows, for rows without adjustments.
+        """
+        after = NOTHING_AFTER if choice is None else self._choice_aside(key, choice, host[0])
+        return self._device.run_aside(
+            key, self._get(key), self._params_of(key), slots, sampling, *host, after=after
+        )
+
+    def _choice_aside(self, key: ProgramKey, choice: tuple[bool, int], packed) -> Aftermath:
+        """A choice program for the rows of packed operands."""
+        size, no_slot = key.logit_rows, self._config.num_slots
+        choice_key = ChoiceKey(rows=size, length=1, with_filters=choice[0], num_top=choice[1])
+        if key.kind == "verify":
+            given = VerifyOperands.unpack(packed, table_len=key.table_len, length=key.length)
+            choice_key = dataclasses.replace(choice_key, rows=key.rows, length=key.length)
+            windows = pack_windows(given, np.full(len(packed), no_slot, np.int32))
+            return Aftermath(choice=(self._get(choice_key), (windows,)), reads_result=True)
+        slots = np.full((self._config.num_replicas, size, 2), no_slot, np.int32)
+        slots[:, : key.rows, 0] = slot_of(packed).reshape(-1, key.rows)
+        operands = slots.reshape(-1, 2), self._device.no_bans(size)
+        return Aftermath(choice=(self._get(choice_key), operands))
+
+
+def _commits(row: Row) -> bool:
+    """Whether the token chosen for a row is wanted: not behind a piece of a prompt."""
+    return not isinstance(row, PrefillRow) or max_committed(row) > 0
 
 
 def _smallest(sizes: abc.Sequence[int], rows: abc.Sequence[abc.Sequence[Row]]) -> int:

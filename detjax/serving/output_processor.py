@@ -5,10 +5,10 @@ import time
 
 import numpy as np
 
+from detjax.serving.device_state import LaunchResult
 from detjax.serving.errors import ConsumerError, NaNLogitError, NoTokenError
 from detjax.serving.launch_operands import unpack_choice, unpack_num_committed
 from detjax.serving.model_runner import Launch, places
-from detjax.serving.program_key import ProgramKey
 from detjax.serving.prompt_logprobs import num_columns, read_scores
 from detjax.serving.request import FinishReason, RequestOutput, TokenEvent
 from detjax.serving.request_states import Arrival, CommittedToken, RequestStates
@@ -54,10 +54,11 @@ class OutputProcessor:
     def retire(self, launch: Launch) -> None:
         """Wait for the result of a launch, and commit what it decided."""
         begin_s = time.perf_counter()
-        packed = launch.read()
+        result = launch.read()
+        packed = result.choice
         self._stat_logger.note_result(launch, begin_s)
         key, stats = launch.key, self._stat_logger.stats
-        choice = unpack_choice(packed, key.num_top)
+        choice = unpack_choice(packed, launch.num_top)
         for at, row in places(key, launch.rows):
             if not self._scheduler.is_current(row):
                 stats.surplus_tokens += 1
@@ -76,25 +77,23 @@ class OutputProcessor:
                     num_done = self._commit_all(row.seq, choice, at, row.num_tokens)
                     stats.surplus_tokens += row.num_tokens - num_done
                 case PrefillRow():
-                    if self._score(row, packed[at], key) and row.is_last:
+                    if self._score(row, launch, result, at) and row.is_last:
                         self._commit(row.seq, choice, at)
                 case DecodeRow():
                     self._commit(row.seq, choice, at)
             if row.seq.state is SequenceState.RUNNING:
                 self._scheduler.share_pages(row.seq)
 
-    def _score(self, row: PrefillRow, packed: np.ndarray, key: ProgramKey) -> bool:
+    def _score(self, row: PrefillRow, launch: Launch, result: LaunchResult, at: int) -> bool:
         """Keep the logprobs of the prompt that a prefill has told; False if the sequence ends."""
         seq = row.seq
         if row.is_scored:
-            assert key.num_prompt_top is not None
             first = len(seq.prompt_logprobs) - row.start
             stop = min(len(row.token_ids), seq.num_to_score - row.start)
-            size = num_columns(key.num_prompt_top)
-            scores = packed[len(packed) - key.length * size :]
+            size = num_columns(launch.num_prompt_top)
             found = read_scores(
-                scores[first * size : stop * size],
-                num_top=key.num_prompt_top,
+                result.scores[at][first * size : stop * size],
+                num_top=launch.num_prompt_top,
                 most=seq.request.sampling.num_prompt_logprobs or 0,
             )
             for i, one in enumerate(found, start=row.start + first + 1):

@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which programs there are: the name of one, and all that a configuration can need."""
+"""Which programs there are: the name of one, and all that a configuration can need.
+
+What a request asks for is an operand of a program, so the number of programs follows from sizes and
+modes alone. A step runs a forward program, which also chooses tokens for rows that ask for no more
+than a temperature. Where a row asks for more, a choice program follows and chooses for all rows.
+"""
 
 import itertools
-from collections import abc
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -12,13 +16,19 @@ from detjax.serving.config import ReplicaConfig
 
 ProgramKind = Literal["prefill", "decode", "verify"]
 
-NUM_TOP_SIZES = (0, 4, 16, 64)
-"""Numbers of top logprobs that a program may report. Few, so that few programs are compiled."""
+MAX_TOP = 64
+"""Top logprobs that a choice program reports, if it reports any."""
+
+SCORE_TOPS = (4, MAX_TOP)
+"""Top logprobs that programs report of a prompt. Four of each row cost a twentieth of 64."""
+
+_CHOICE_RATIO = 4
+"""A choice program has at most so many times the rows of the step that it follows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProgramKey:
-    """Which program a launch runs.
+    """Which forward program a launch runs.
 
     Attributes:
         kind: What it does.
@@ -29,12 +39,10 @@ class ProgramKey:
         table_len: Pages of the longest sequence that it takes. Changes how work is spread, and no
             bit.
         weights: "full", or the name of the 8-bit dtype that a `fast` step's weights have.
-        num_top: How many of the most likely tokens it reports.
-        with_filters: Whether a row has a top-k, top-p or min-p.
-        text_len: Tokens that the longest text may have, where a row has adjustments (biases, masks,
-            penalties, processed logprobs); 0 where none has.
-        num_prompt_top: Of a prefill that reports logprobs of the prompt: how many of the most
-            likely tokens at each position. None reports nothing of the prompt.
+        logit_rows: Rows of the array in which it leaves logits for a choice program, at least
+            `rows` (`rows` times `length` of a verification); 0 leaves none.
+        leaves_hidden: Whether a prefill leaves the hidden states of all its tokens, for the
+            logprobs of a prompt.
     """
 
     kind: ProgramKind
@@ -43,23 +51,93 @@ class ProgramKey:
     table_len: int
     mode: Kernels
     weights: str
-    num_top: int
-    with_filters: bool
-    text_len: int = 0
-    num_prompt_top: int | None = None
+    logit_rows: int = 0
+    leaves_hidden: bool = False
 
     @property
     def name(self) -> str:
         """For people and traces."""
         how = f" {self.mode}" + ("" if self.weights == "full" else f" {self.weights}")
         name = f"{self.kind}{how} {self.rows}x{self.length}"
-        name += "" if self.num_prompt_top is None else " with prompt logprobs"
+        name += " with hidden states" if self.leaves_hidden else ""
         return name if self.kind == "prefill" else f"{name} to {self.table_len} pages"
 
 
-def round_num_top(num_top: int) -> int:
-    """Round a number of top logprobs, at most 64, up to one that programs report."""
-    return next(size for size in NUM_TOP_SIZES if size >= num_top)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChoiceKey:
+    """Which program chooses tokens by all sampling parameters.
+
+    Attributes:
+        rows: Of each replica, at least as many as the forward program's.
+        length: Choices of each row: those of a verified window, else 1.
+        with_filters: Whether it looks at top-k, top-p and min-p, for which it sorts the vocabulary.
+        num_top: How many of the most likely tokens it reports: 0 or `MAX_TOP`.
+    """
+
+    rows: int
+    length: int
+    with_filters: bool
+    num_top: int
+
+    @property
+    def name(self) -> str:
+        """For people and traces."""
+        extras = [" filtered"] * self.with_filters + [f" top {self.num_top}"] * (self.num_top > 0)
+        return f"choice {self.rows}x{self.length}{''.join(extras)}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InstallKey:
+    """The program that installs the adjustments of `rows` sequences of each replica."""
+
+    rows: int
+
+    @property
+    def name(self) -> str:
+        """For people and traces."""
+        return f"install {self.rows}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScoreKey:
+    """Which program computes logprobs of prompts.
+
+    Attributes:
+        rows: Of the prefill before it.
+        length: Tokens of a row.
+        mode: Which kernels.
+        num_top: How many of the most likely tokens it reports of each, one of `SCORE_TOPS`.
+    """
+
+    rows: int
+    length: int
+    mode: Kernels
+    num_top: int
+
+    @property
+    def name(self) -> str:
+        """For people and traces."""
+        return f"score {self.rows}x{self.length} top {self.num_top}"
+
+
+AnyKey = ProgramKey | ChoiceKey | InstallKey | ScoreKey
+
+CHOICES = ((False, 0), (True, 0), (True, MAX_TOP))
+"""`with_filters` and `num_top` of the choice programs of one size, from cheap to dear."""
+
+
+def choice_of(*, is_filtered: bool, num_top: int) -> tuple[bool, int]:
+    """The cheapest of `CHOICES` that does what some rows want."""
+    return next(
+        (with_filters, most)
+        for with_filters, most in CHOICES
+        if with_filters >= is_filtered and most >= num_top
+    )
+
+
+def score_top_of(num_top: int) -> int:
+    """The smallest of `SCORE_TOPS` that reports so many."""
+    return next(size for size in SCORE_TOPS if size >= num_top)
 
 
 def table_lens(kind: ProgramKind, config: ReplicaConfig) -> tuple[int, ...]:
@@ -70,23 +148,35 @@ def table_lens(kind: ProgramKind, config: ReplicaConfig) -> tuple[int, ...]:
     return (config.table_len,) if kind == "prefill" else config.table_lens
 
 
-def program_keys(
-    config: ReplicaConfig,
-    *,
-    num_tops: abc.Sequence[int] = (0,),
-    filters: abc.Sequence[bool] = (False,),
-    text_lens: abc.Sequence[int] = (0,),
-    num_prompt_tops: abc.Sequence[int | None] = (None,),
-) -> list[ProgramKey]:
-    """The programs that requests can need, in the order of their first use.
+def choice_sizes(config: ReplicaConfig) -> tuple[int, ...]:
+    """Rows of the choice programs of decode steps and prefills, ascending.
 
-    Args:
-        config: Of each replica.
-        num_tops: Numbers of top logprobs, of `NUM_TOP_SIZES`.
-        filters: Whether a row has a top-k, top-p or min-p: both, if some requests have.
-        text_lens: As `ProgramKey` has it: 0 and the longest, if some requests have adjustments.
-        num_prompt_tops: As `ProgramKey` has it, of prefills.
+    Few, so that few programs are compiled: a step with fewer rows leaves the others empty.
     """
+    sizes = sorted({*config.decode_sizes, *(rows for rows, _ in config.prefill_shapes)})
+    kept = [sizes[-1]]
+    for size in reversed(sizes):
+        if size * _CHOICE_RATIO <= kept[-1]:
+            kept.append(size)
+    return tuple(reversed(kept))
+
+
+def logit_rows(config: ReplicaConfig, kind: ProgramKind, rows: int, length: int) -> int:
+    """`ProgramKey.logit_rows` of an engine's program."""
+    if kind == "verify":
+        return rows * length
+    if kind == "decode" and length > 1:
+        return 0  # each token decides the next, inside one launch
+    return next(size for size in choice_sizes(config) if size >= rows)
+
+
+def install_rows(config: ReplicaConfig) -> int:
+    """Rows of the program that installs adjustments: those of the largest prefill."""
+    return max(rows for rows, _ in config.prefill_shapes)
+
+
+def program_keys(config: ReplicaConfig) -> list[ProgramKey]:
+    """The forward programs that requests can need, in the order of their first use."""
     return [
         ProgramKey(
             kind=kind,
@@ -95,23 +185,51 @@ def program_keys(
             table_len=table_len,
             mode=mode,
             weights=weights,
-            num_top=num_top,
-            with_filters=with_filters,
-            text_len=text_len,
-            num_prompt_top=num_prompt_top,
+            logit_rows=logit_rows(config, kind, rows, length),
+            leaves_hidden=leaves_hidden,
         )
-        for with_filters, num_top, text_len in itertools.product(filters, num_tops, text_lens)
+        for leaves_hidden in (False, True)
         for kind, rows, length, mode, weights in _steps(config)
-        for num_prompt_top in (num_prompt_tops if kind == "prefill" else (None,))
+        if kind == "prefill" or not leaves_hidden
         for table_len in table_lens(kind, config)
     ]
+
+
+def choice_keys(config: ReplicaConfig) -> list[AnyKey]:
+    """The programs that follow forward programs, in the order of their first use."""
+    shapes = [(rows, 1) for rows in choice_sizes(config)]
+    if _verifies(config):
+        shapes += [(rows, config.verify_window) for rows in config.verify_sizes]
+    return [
+        InstallKey(rows=install_rows(config)),
+        *(
+            ChoiceKey(rows=rows, length=length, with_filters=with_filters, num_top=num_top)
+            for with_filters, num_top in CHOICES
+            for rows, length in shapes
+        ),
+        *(
+            ScoreKey(rows=rows, length=length, mode=prefill_mode(config), num_top=num_top)
+            for rows, length in config.prefill_shapes
+            for num_top in SCORE_TOPS
+        ),
+    ]
+
+
+def _verifies(config: ReplicaConfig) -> bool:
+    drafts = config.mode == "dvr" and config.max_draft_fraction > 0
+    return drafts or config.has_prompt_lookup
+
+
+def prefill_mode(config: ReplicaConfig) -> Kernels:
+    """Which kernels prefill: canonical ones wherever an answer may be."""
+    return "fast" if config.mode == "fast" else "invariant"
 
 
 def _steps(config: ReplicaConfig) -> Iterator[tuple[ProgramKind, int, int, Kernels, str]]:
     """(kind, rows, length, kernels, weights) of every step that a configuration can take."""
     mode, share = config.mode, config.max_draft_fraction
     for rows, length in config.prefill_shapes:
-        yield "prefill", rows, length, "fast" if mode == "fast" else "invariant", "full"
+        yield "prefill", rows, length, prefill_mode(config), "full"
     for rows, length in itertools.product(config.decode_sizes, sorted({1, config.decode_steps})):
         if mode == "invariant" or mode == "dvr" and share < 1:
             yield "decode", rows, length, "invariant", "full"
@@ -119,6 +237,6 @@ def _steps(config: ReplicaConfig) -> Iterator[tuple[ProgramKind, int, int, Kerne
             yield "decode", rows, length, "fast", "full"
         if config.draft_weights != "full":
             yield "decode", rows, length, "fast", config.draft_weights
-    if mode == "dvr" and share > 0 or config.has_prompt_lookup:
+    if _verifies(config):
         for rows in config.verify_sizes:
             yield "verify", rows, config.verify_window, "invariant", "full"

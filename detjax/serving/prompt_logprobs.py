@@ -107,12 +107,3 @@ def read_scores(packed: np.ndarray, *, num_top: int, most: int) -> list[PromptLo
         PromptLogprob(row[0], rank, tuple(zip(top, row[at : at + most], strict=True)))
         for row, rank, top in zip(values, numbers[:, 1].tolist(), ids, strict=True)
     ]
-
-
-def following_ids(
-    token_ids: Int32[Array, "B T"], count: Int32[Array, " B"], next_id: Int32[Array, " B"]
-) -> Int32[Array, "B T"]:
-    """The token after each of a chunk; `next_id` after the last."""
-    shifted = jnp.roll(token_ids, -1, axis=1)
-    step_idx = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None, :]
-    return jnp.where(step_idx == count[:, None] - 1, next_id[:, None], shifted)

@@ -311,6 +311,8 @@ class Scheduler:
         if steps == 1 or not all(s.is_prefilled for s in self.running):
             return 1
         decoding = [s for s in self.running if speculation.can_decode(s)]
+        if any(s.needs_choice for s in decoding):
+            return 1  # a choice program follows each token
         wanted = max((speculation.num_wanted(s) for s in decoding), default=0)
         return steps if 2 * wanted > steps else 1
 

@@ -88,6 +88,7 @@ class Sequence:
         tokens: The prompt and what has been committed.
         is_filtered: Whether it has a top-k, top-p or min-p.
         is_adjusted: Whether it has biases, masks, penalties or processed logprobs.
+        needs_choice: Whether it asks for more than a temperature, so that a choice program chooses.
         wants_scores: Whether logprobs of the prompt are wanted. Sequence 0 has them for all of a
             request.
         num_to_score: Tokens of the prompt whose logprobs are wanted: all but the first, or none.
@@ -122,6 +123,7 @@ class Sequence:
     tokens: list[int] = field(init=False)
     is_filtered: bool = field(init=False)
     is_adjusted: bool = field(init=False)
+    needs_choice: bool = field(init=False)
     wants_scores: bool = field(init=False)
     num_to_score: int = field(init=False)
     prompt_logprobs: list[PromptLogprob] = field(init=False, default_factory=list)
@@ -147,6 +149,8 @@ class Sequence:
         self.tokens = list(self.request.prompt_token_ids)
         self.is_filtered = self.request.sampling.is_filtered
         self.is_adjusted = self.request.sampling.is_adjusted
+        reports = self.request.sampling.num_top_logprobs > 0
+        self.needs_choice = self.is_filtered or self.is_adjusted or reports
         is_wanted = self.request.sampling.num_prompt_logprobs is not None
         self.wants_scores = is_wanted and self.sequence_idx == 0
         self.num_to_score = len(self.tokens) - 1 if self.wants_scores else 0

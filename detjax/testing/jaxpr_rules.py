@@ -14,7 +14,7 @@ MOVES_BITS = frozenset(
         "dynamic_update_slice", "eq", "gather", "ge", "gt", "iota", "is_finite", "le", "lt", "max",
         "min", "ne", "optimization_barrier", "pad", "ppermute", "reduce_max", "reduce_min",
         "reshape", "rev", "scatter", "select_n", "slice", "sort", "split", "squeeze",
-        "stack", "stop_gradient", "top_k", "transpose",
+        "stack", "stop_gradient", "top_k", "transpose", "unstack",
     }
 )  # fmt: skip
 """Primitives that may take floats outside a kernel: copies, comparisons and exact widening."""

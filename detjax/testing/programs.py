@@ -31,10 +31,8 @@ def plain_key(
     length: int = 1,
     mode: Kernels = "invariant",
     weights: str = "full",
-    num_top: int = 0,
-    with_filters: bool = False,
-    text_len: int = 0,
-    num_prompt_top: int | None = None,
+    logit_rows: int = 0,
+    leaves_hidden: bool = False,
 ) -> ProgramKey:
     """The key of a program of which little need be said."""
     return ProgramKey(
@@ -44,10 +42,8 @@ def plain_key(
         table_len=table_len,
         mode=mode,
         weights=weights,
-        num_top=num_top,
-        with_filters=with_filters,
-        text_len=text_len,
-        num_prompt_top=num_prompt_top,
+        logit_rows=logit_rows,
+        leaves_hidden=leaves_hidden,
     )
 
 

@@ -12,7 +12,6 @@ from detjax.numerics import NumericsProfile
 from detjax.serving.config import EngineConfig
 from detjax.serving.engine import Engine
 from detjax.serving.output_processor import OutputProcessor
-from detjax.serving.program_key import program_keys
 from detjax.serving.prompt_logprobs import HEAD_ROWS
 from detjax.serving.request import (
     FinishReason,
@@ -240,16 +239,11 @@ def test_requests_that_do_not_ask_run_the_programs_that_they_always_ran():
     sampling = SamplingParams(max_tokens=4, num_top_logprobs=TOP)
     (done,) = made.generate([Request(prompt_token_ids=sequences()[5], sampling=sampling)])
     assert done.prompt_logprobs is None
-    assert launched and all(key.num_prompt_top is None for key in launched)
+    assert launched and not any(key.leaves_hidden for key in launched)
     launched.clear()
     made.score(sequences()[:3], top=TOP)
     # A single token has no logprob, and no program that would report it.
-    assert {key.num_prompt_top for key in launched} == {None, 4}
-    # Compiled ahead if asked for, so that no request waits for a compiler.
-    replica = made._runner._config
-    keys = program_keys(replica, num_tops=(0, 4), num_prompt_tops=(None, 0, 4))
-    assert len(set(keys)) == len(keys)
-    assert {key.num_prompt_top for key in keys if key.kind != "prefill"} == {None}
+    assert {key.leaves_hidden for key in launched} == {False, True}
 
 
 def test_a_cancelled_prompt_has_no_logprobs():

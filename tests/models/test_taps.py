@@ -47,9 +47,7 @@ CASES = quick_and_slow(
 
 @pytest.mark.parametrize(("kind", "rows", "length", "mode", "tp"), CASES)
 def test_a_program_lowers_to_the_same_text_whether_its_taps_are_seen(kind, rows, length, mode, tp):
-    key = plain_key(
-        kind, rows=rows, length=length, table_len=2, mode=mode, with_filters=kind == "prefill"
-    )
+    key = plain_key(kind, rows=rows, length=length, table_len=2, mode=mode)
     taps = RecordedTaps()
     assert lowered(key, tp, taps) == lowered(key, tp, None)
     names = {tap.name for tap, _ in taps.seen}

@@ -110,13 +110,32 @@ class IntegerSteps(ProgramCache):
     def _compile(self, key, params, asked):
         body = {"prefill": self._prefill, "decode": self._decode, "verify": self._verify}[key.kind]
 
-        def program(params, tables, kv_cache, slots, sampling, *host):
+        def program(params, tables, kv_cache, slots, sampling, *rest):
+            left, host = rest[: key.logit_rows > 0], rest[key.logit_rows > 0 :]
             content = kv_cache.donate(), dict(slots.content)
             result = body(key, *content, *map(np.asarray, host[:1]), *host[1:])
-            state = map(Buffer, content)
-            if key.kind == "prefill":
-                return *state, sampling, Result(result)
-            return *state, Result(result)
+            state = [*map(Buffer, content), *[sampling] * (key.kind == "prefill")]
+            # What a choice program reads: here, what was chosen.
+            return *state, *(Buffer(result) for _ in left), Result(result)
+
+        return program
+
+    def _compile_choice(self, key, params, asked):
+        """Says what the forward program said, and as many top logprobs as the key has."""
+        dp = self._model.mesh.shape["dp"]
+
+        def program(slots, sampling, adjusted, logits, *host):
+            chosen = logits.content
+            top = np.broadcast_to(
+                np.arange(key.num_top, dtype="i4"), (*chosen.shape[:-1], key.num_top)
+            )
+            parts = [chosen[..., :2], top, top, chosen[..., 2:]]
+            result = np.concatenate(parts, axis=-1)
+            if key.length == 1:
+                of_replica = result.reshape(dp, -1, result.shape[-1])
+                padding = ((0, 0), (0, key.rows - of_replica.shape[1]), (0, 0))
+                result = np.pad(of_replica, padding).reshape(dp * key.rows, -1)
+            return slots, adjusted, Result(result)
 
         return program
 
@@ -145,11 +164,10 @@ class IntegerSteps(ProgramCache):
     @staticmethod
     def _row(key, choice) -> list[int]:
         token, logprob = choice
-        top = list(range(key.num_top))
-        return [token, int(np.float32(logprob).view(np.int32)), *top, *top]
+        return [token, int(np.float32(logprob).view(np.int32))]
 
     def _empty(self, count, key, extra: int = 0) -> np.ndarray:
-        width = 2 + 2 * key.num_top + extra
+        width = 2 + extra
         has_length = key.kind == "verify" or key.kind == "decode" and key.length > 1
         return np.zeros((count, key.length, width) if has_length else (count, width), "i4")
 
@@ -636,31 +654,20 @@ def test_what_was_released_before_a_step_raises_is_told_later(monkeypatch):
     assert_canonical(outputs, asked)
 
 
-@pytest.mark.parametrize("with_filters", [False, True])
-@pytest.mark.parametrize("num_top", [0, 5])
-def test_what_is_compiled_ahead_is_not_compiled_by_a_step(with_filters, num_top):
-    made = engine(mode="dvr", max_draft_fraction=0.6, num_pages=60 + num_top + with_filters)
-    made.compile(with_filters=with_filters, num_top_logprobs=num_top)
+def test_what_is_compiled_ahead_is_not_compiled_by_a_step():
+    """Whatever requests ask for."""
+    made = engine(mode="dvr", max_draft_fraction=0.6, num_pages=60)
+    made.compile()
     num_compiled = made.stats().num_compiled
-    assert {key.num_top for key in made.programs} == ({0, 16} if num_top else {0})
-    kinds = [{}, {"num_top_logprobs": num_top}]
-    kinds += [{"temperature": 1.0, "top_k": 3}, {"temperature": 1.0, **kinds[1]}][
-        : 2 * with_filters
-    ]
+    assert num_compiled == made.programs.num_compiled
+    kinds = [{}, {"num_top_logprobs": 5}, {"temperature": 1.0, "top_k": 3}]
+    kinds += [{"temperature": 1.0, "min_p": 0.1, "num_top_logprobs": 20}]
     for i, kind in enumerate(kinds * 3):
         add(made, request(i, **kind), is_deterministic=bool(i % 2))
         made.step()
     made.drain()
-    assert made.stats().num_compiled == num_compiled
-    assert {key.with_filters for key in made.programs} == {False, with_filters}
-    asked = request(temperature=1.0, min_p=0.1, num_top_logprobs=20)
-    made.generate([asked])
-    assert made.stats().num_compiled > num_compiled
-
-
-def test_a_number_of_top_logprobs_that_nobody_may_ask_for_is_not_compiled():
-    with pytest.raises(ValueError, match=r"num_top_logprobs=65 must be in \[0, 64\]"):
-        engine().compile(num_top_logprobs=65)
+    made.generate([request(temperature=1.0, min_p=0.1, num_top_logprobs=20)])
+    assert made.stats().num_compiled == num_compiled == made.programs.num_compiled
 
 
 def test_more_requests_than_may_wait_are_refused():

@@ -13,7 +13,7 @@ from detjax.models.layers import ForwardContext
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
-from detjax.serving.adjustments import Adjustments, pack_record
+from detjax.serving.adjustments import Adjustments, count_uses, pack_record, recent_tokens
 from detjax.serving.logits_processors import TextSoFar, process_logits
 from detjax.serving.request import SamplingParams
 from detjax.serving.sampling import SamplingRows, choose
@@ -91,8 +91,18 @@ def run(tp: int, samplings=SAMPLINGS):
     record[0] = 0  # as a row without adjustments reads it
     rows = SamplingRows.pack([(s, i) for i, s in enumerate(samplings) for _ in range(3)])
 
-    def local(logits, record, rows, token_ids, last):
-        text = TextSoFar(token_ids=token_ids, last=last)
+    committed = [
+        (ids[: n[0] + 1], at) for ids, n, at in zip(token_ids, last, prompt_len, strict=True)
+    ]
+    uses = np.stack([count_uses(ids[:at], ids[at:], 512) for ids, at in committed])
+    recent = np.stack([recent_tokens(ids[at:]) for ids, at in committed])
+    drafts = np.stack([ids[n[0] + 1 :][:2] for ids, n in zip(token_ids, last, strict=True)])
+    num_drafts = np.broadcast_to(np.arange(3, dtype=np.int32), last.shape)
+
+    def local(logits, record, rows, uses, recent, drafts, last):
+        text = TextSoFar(
+            uses=uses, recent=recent, drafts=drafts, num_drafts=num_drafts, position=last + 1
+        )
         processed = process_logits(ctx, logits, text, Adjustments.unpack(record))
         chosen = choose(
             ctx, logits, rows, last.reshape(-1) + 1, num_top=4, with_filters=True,
@@ -102,10 +112,11 @@ def run(tp: int, samplings=SAMPLINGS):
         return processed.logits, chosen, alone
 
     step = jax.shard_map(
-        local, mesh=make_mesh(1, tp), in_specs=(P(None, "tp"), P(), P(), P(), P()),
+        local, mesh=make_mesh(1, tp),
+        in_specs=(P(None, "tp"), P(), P(), P(None, "tp"), P(), P(), P()),
         out_specs=(P(None, "tp"), P(), P()), check_vma=False,
     )  # fmt: skip
-    adjusted, chosen, alone = jax.jit(step)(logits, record, rows, token_ids, last)
+    adjusted, chosen, alone = jax.jit(step)(logits, record, rows, uses, recent, drafts, last)
     return logits, np.asarray(adjusted), chosen, alone
 
 

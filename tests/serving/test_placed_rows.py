@@ -22,8 +22,7 @@ from detjax.testing import assert_bitwise_equal
 from detjax.testing.dummies import dummy_config, dummy_model
 
 KEY = ProgramKey(
-    kind="decode", rows=2, length=1, table_len=3, mode="fast", weights="full", num_top=0,
-    with_filters=False,
+    kind="decode", rows=2, length=1, table_len=3, mode="fast", weights="full",
 )  # fmt: skip
 NUM, WINDOW, LENGTH = 4, 16, 97
 """Requests that run at once, tokens of a window, and of an answer: one, and six windows."""

@@ -13,7 +13,7 @@ import pytest
 
 from detjax.serving.device_arrays import empty_pages, pages_shape
 from detjax.serving.launch_operands import DecodeOperands, PrefillOperands, VerifyOperands
-from detjax.serving.program_key import ProgramKey
+from detjax.serving.program_key import CHOICES, ChoiceKey, ProgramKey, ScoreKey
 from detjax.serving.programs import ProgramCache
 from detjax.serving.request import SamplingParams
 from detjax.testing import float_arithmetic_outside_kernels
@@ -93,8 +93,8 @@ def test_control_a_read_of_the_old_cache_is_seen_as_a_copy():
 def engine_key(kind, *, mode="invariant") -> ProgramKey:
     length = {"prefill": 8, "decode": 1, "verify": 4}[kind]
     return ProgramKey(
-        kind=kind, rows=2, length=length, table_len=2, mode=mode, weights="full", num_top=2,
-        with_filters=True,
+        kind=kind, rows=2, length=length, table_len=2, mode=mode, weights="full",
+        logit_rows=2 * length if kind == "verify" else 2,
     )  # fmt: skip
 
 
@@ -115,13 +115,34 @@ def test_engine_steps_do_no_arithmetic_outside_kernels(kind):
 
 
 def test_scores_of_a_prompt_take_no_arithmetic_outside_kernels():
-    """In one block of rows, and in a loop over several; nobody who does not ask runs it."""
+    """In one block of rows, and in a loop over several."""
     model = dummy_model(dummy_config(), tp=2)
     programs = ProgramCache(model, num_pages=6, num_slots=3, window_len=4)
     for length in (8, 200):
-        key = dataclasses.replace(engine_key("prefill"), length=length, num_prompt_top=4)
-        operands = programs.operands(key, model.params)
-        assert float_arithmetic_outside_kernels(programs.function(key), *operands) == []
+        key = ScoreKey(rows=2, length=length, mode="invariant", num_top=4)
+        program = programs._choices.program(key, model.params)
+        assert float_arithmetic_outside_kernels(program.function, *program.operands) == []
+
+
+@pytest.mark.parametrize("length", [1, 4])
+def test_choice_programs_do_no_arithmetic_outside_kernels(length):
+    model = dummy_model(dummy_config(), tp=2)
+    programs = ProgramCache(model, num_pages=6, num_slots=3, window_len=4)
+    for with_filters, num_top in CHOICES:
+        key = ChoiceKey(rows=2, length=length, with_filters=with_filters, num_top=num_top)
+        program = programs._choices.program(key, model.params)
+        assert float_arithmetic_outside_kernels(program.function, *program.operands) == []
+
+
+def test_what_leaves_logits_writes_them_into_the_array_it_is_given():
+    """A step of fewer rows than the choice program's too; nothing of the vocabulary is copied."""
+    model = dummy_model(dummy_config())
+    programs = ProgramCache(model, num_pages=6, num_slots=3, window_len=4)
+    for rows in (2, 3):
+        key = dataclasses.replace(engine_key("decode"), logit_rows=rows)
+        text = programs.get(key, model.params).as_text()
+        shape = programs.logits_shape(rows).shape
+        assert not _copies_of(text, shape), rows
 
 
 def test_a_program_is_compiled_once_whoever_asks_and_prefills_may_be_others(monkeypatch):

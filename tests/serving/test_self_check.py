@@ -28,7 +28,7 @@ from detjax.serving.async_engine import AsyncEngine
 from detjax.serving.config import EngineConfig
 from detjax.serving.engine import Engine
 from detjax.serving.errors import SelfCheckError
-from detjax.serving.program_key import ProgramKey
+from detjax.serving.program_key import ChoiceKey, ProgramKey, choice_keys
 from detjax.serving.request import Completion, FinishReason, Request, SamplingParams
 from detjax.serving.self_check import program_check, recheck
 from detjax.serving.self_check.evidence import FOLDER_VARIABLE
@@ -241,8 +241,8 @@ def test_a_start_checks_what_is_there_while_others_compile(evidence, monkeypatch
     run_aside, compile_plain = made._runner.run_aside, made.programs._compile
     waited: list[bool] = []
 
-    def runs(key, *operands):
-        result = run_aside(key, *operands)
+    def runs(key, *operands, **named):
+        result = run_aside(key, *operands, **named)
         has_checked.set()
         return result
 
@@ -255,7 +255,7 @@ def test_a_start_checks_what_is_there_while_others_compile(evidence, monkeypatch
     monkeypatch.setattr(made.programs, "_compile", compiles)
     made.compile()
     assert waited and all(waited)
-    assert made.programs.checked == {key for key in made.programs if key.mode == "invariant"}
+    assert {key for key in made.programs if key.mode == "invariant"} <= made.programs.checked
     assert made.self_check_error == ""
 
 
@@ -275,16 +275,13 @@ def test_a_start_compiles_in_the_order_of_the_check(evidence, monkeypatch):
     monkeypatch.setattr(
         Session, "check", lambda self, key, *rest: (checked.append(key), check(self, key, *rest))[1]
     )
-    made.compile(num_top_logprobs=4)
-    assert len({key.table_len for key in asked}) > 1 and len({key.num_top for key in asked}) == 2
+    made.compile()
+    assert len({key.table_len for key in asked}) > 1
     assert {key.kind for key in asked} == {"prefill", "decode"}
-    first_checks = list(dict.fromkeys(checked))
-    for num_top in (0, 4):
-        reference, *others = [key for key in asked if key.num_top == num_top]
-        of_check = [key for key in first_checks if key.num_top == num_top]
-        assert reference.kind == "prefill"
-        assert others == [key for key in of_check if key != reference]
-    assert made.programs.checked == set(asked)
+    reference, *others = asked
+    assert reference.kind == "prefill" and not reference.leaves_hidden
+    assert others == [key for key in dict.fromkeys(checked) if key != reference]
+    assert set(asked) <= made.programs.checked
 
 
 @pytest.mark.slow
@@ -300,8 +297,9 @@ def test_a_start_compiles_in_the_order_of_the_check(evidence, monkeypatch):
 )
 def test_every_canonical_program_is_checked_and_none_differs(evidence, dp, tp, changes):
     made = make_engine(model(dp, tp), **changes)
-    made.compile(with_filters="has_prompt_lookup" in changes)
+    made.compile()
     canonical = [key for key in made.programs if key.mode == "invariant"]
+    canonical += [k for k in choice_keys(made._runner._config) if isinstance(k, ChoiceKey)]
     assert made.programs.checked == set(canonical)
     assert made.stats().num_self_checked == len(canonical) > 0
     assert made.self_check_error == ""
@@ -494,7 +492,7 @@ def test_other_tokens_are_written_by_the_program_that_does_it_fastest():
     def key(kind, rows, length, table_len=16) -> ProgramKey:
         return ProgramKey(
             kind=kind, rows=rows, length=length, table_len=table_len, mode="invariant",
-            weights="full", num_top=0, with_filters=False,
+            weights="full",
         )  # fmt: skip
 
     decodes = [key("decode", rows, 1) for rows in (1, 8, 256)]

@@ -18,13 +18,8 @@ from detjax.serving.self_check.session import Reach, Session, num_tokens
 
 
 def is_checkable(key: ProgramKey) -> bool:
-    """Whether a program makes a claim, and nothing but the cache, slots and rows decides it.
-
-    Programs that adjust logits or score prompts are those of the same steps with more behind the
-    logits; they are not compared.
-    """
-    is_plain = not key.text_len and key.num_prompt_top is None
-    return key.mode == "invariant" and key.weights == "full" and is_plain
+    """Whether a program makes a claim."""
+    return key.mode == "invariant" and key.weights == "full"
 
 
 def rank_in_check(key: ProgramKey) -> tuple[int, int]:
@@ -39,24 +34,25 @@ def check_programs(
     keys: Sequence[ProgramKey],
     reference: ProgramKey,
     reach: Reach,
+    choice: tuple[bool, int] | None = None,
 ) -> tuple[list[ProgramKey], list[Difference]]:
     """Compare programs with a prefill program.
 
     Args:
         model: On its mesh.
         config: Of each replica.
-        keys: All with the `num_top` and `with_filters` of the reference.
+        keys: To compare.
         reference: A prefill program.
         reach: What it may use.
+        choice: Of `program_key.CHOICES`: the choice program that follows each of them, and the
+            reference. None compares what the programs themselves choose.
 
     Returns:
         The programs that were checked (those for whose probes there are pages), and what differed.
     """
     checked, found = [], []
     in_order = sorted(keys, key=rank_in_check)
-    positions, probes = _probes_of_tables(
-        model, config, in_order, is_filtered=reference.with_filters
-    )
+    positions, probes = _probes_of_tables(model, config, in_order, is_filtered=choice is not None)
     while probes:
         placement, left = place_probes(
             probes,
@@ -69,7 +65,7 @@ def check_programs(
         if placement is None:
             probes = probes[1:]
             continue
-        probes, session = left, Session(model, config, reference, reach, placement)
+        probes, session = left, Session(model, config, reference, reach, placement, choice)
         for key in in_order:
             of_key = [
                 i

@@ -17,7 +17,7 @@ from detjax.serving.kv_cache import PagePool
 from detjax.serving.launch_operands import PrefillOperands, unpack_choice
 from detjax.serving.metrics import EngineStats
 from detjax.serving.model_runner import ModelRunner
-from detjax.serving.program_key import ProgramKey
+from detjax.serving.program_key import ProgramKey, choice_of
 from detjax.serving.request import SamplingParams
 from detjax.serving.request_states import CommittedToken
 from detjax.serving.sampling import SamplingRows
@@ -171,8 +171,7 @@ class Rechecks:
         found = [
             key
             for key in self._runner.programs
-            if key.kind == "prefill" and is_checkable(key)
-            if key.with_filters >= answer.is_filtered
+            if key.kind == "prefill" and is_checkable(key) and not key.leaves_hidden
         ]
         count = len(answer.before)
         return min(found, key=lambda k: -(-count // k.length) * k.length * k.rows, default=None)
@@ -193,17 +192,20 @@ class Rechecks:
         rows = [(SamplingParams(), 0)] * len(operands.slot)
         rows[at] = check.answer.sampling
         slots, sampling = nobodys_slots(config)
+        choice = choice_of(is_filtered=True, num_top=0) if check.answer.is_filtered else None
+        if choice is not None:
+            operands.slot[at] = 0  # of nobody's slots: a choice program finds the row by it
         _, result = self._runner.run_aside(
-            key, slots, sampling, operands.pack(), SamplingRows.pack(rows)
+            key, slots, sampling, operands.pack(), SamplingRows.pack(rows), choice=choice
         )
-        packed = np.asarray(result)
+        packed = np.asarray(result).reshape(config.num_replicas, -1, result.shape[-1])
         check.num_done += len(ids)
         if check.num_done == len(check.answer.before):
-            self._compare(check, packed[at : at + 1])
+            self._compare(check, packed[check.replica, :1])
             self._end()
 
     def _compare(self, check: _UnderWay, packed: np.ndarray) -> None:
-        answer, choice = check.answer, unpack_choice(packed, check.key.num_top)
+        answer, choice = check.answer, unpack_choice(packed, 0)
         want = int(choice.token_ids[0]), choice.logprobs[0]
         is_same = answer.token_id == want[0] and answer.logprob.tobytes() == want[1].tobytes()
         self._stats.num_rechecked += 1

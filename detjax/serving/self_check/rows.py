@@ -121,6 +121,8 @@ class RowMaker:
             sampling[row] = self._placement.probes[probe].sampling
             for replica in range(dp):
                 at = replica * key.rows + row
+                # A choice program finds a row's sampling by its slot.
+                operands.slot[at] = min(row, no_slot)
                 operands.start[at] = self._placement.probes[probe].position + offset
                 operands.count[at] = len(ids)
                 operands.token_ids[at, : len(ids)] = ids

@@ -4,7 +4,7 @@
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -21,7 +21,8 @@ from detjax.serving.self_check.probes import Placement, Probe
 from detjax.serving.self_check.rows import Group, RowMaker, make_groups, nobodys_slots
 
 Run = Callable[..., tuple[Slots, Any]]
-"""`run(key, slots, sampling, *host) -> (slots, result)`: a launch beside those of sequences."""
+"""`run(key, slots, sampling, *host, choice=...) -> (slots, result)`: a launch beside those of
+sequences, with a choice program behind it or None."""
 Checksums = Callable[[np.ndarray], list[jax.Array]]
 """From pages, int32 [dp, n], to a number for the content of each: `device.checksums`."""
 MOST_PREFILLED = 2
@@ -98,11 +99,12 @@ class Session:
         reference: ProgramKey,
         reach: Reach,
         placement: Placement,
+        choice: tuple[bool, int] | None,
     ):
         self._config, self._reference, self._reach = config, reference, reach
+        self._run = partial(reach.run, choice=choice)
         self._placement = placement
         self._rows = RowMaker(config, placement, vocab_size=model.config.vocab_size)
-        self._num_choice = 2 + 2 * reference.num_top
         self._nobodys_slots = nobodys_slots(config)
         # By (probe, tokens): packed choices [dp, R, X] of which row 0 is the probe's, and of what
         # is written the checksums of all pages. The device may still be at them.
@@ -160,7 +162,7 @@ class Session:
         operands = self._rows.decode(key, group)
         results = []
         for _ in range(1 if key.length > 1 else 2):
-            slots, result = self._reach.run(key, slots, sampling, operands)
+            slots, result = self._run(key, slots, sampling, operands)
             results.append(result)
 
         def read() -> _Outcome:
@@ -179,7 +181,7 @@ class Session:
         """A window of which the first draft is right, unless the tokens are the other ones."""
         slots, sampling = self._rows.slots(key, group, ids)
         operands = self._rows.verify(key, group, ids)
-        _, result = self._reach.run(key, slots, sampling, operands)
+        _, result = self._run(key, slots, sampling, operands)
         if not is_other:
             right = self._pick(key, group, result)[0, :, 0, 0].tolist()
             ids = [
@@ -188,7 +190,7 @@ class Session:
             ]
             slots, sampling = self._rows.slots(key, group, ids)
             operands = self._rows.verify(key, group, ids)
-            _, result = self._reach.run(key, slots, sampling, operands)
+            _, result = self._run(key, slots, sampling, operands)
 
         def read() -> _Outcome:
             dp = self._config.num_replicas
@@ -204,7 +206,8 @@ class Session:
     def _pick(self, key: ProgramKey, group: Group, result) -> np.ndarray:
         """The rows of a group, [dp, g, ...]."""
         packed = np.asarray(result)
-        packed = packed.reshape(self._config.num_replicas, key.rows, *packed.shape[1:])
+        # A choice program may have more rows than the program before it.
+        packed = packed.reshape(self._config.num_replicas, -1, *packed.shape[1:])
         return packed[:, list(group.rows)]
 
     def _checksums(self) -> _Checksums:
@@ -217,7 +220,7 @@ class Session:
     def _run_prefill(self, key: ProgramKey, chunks) -> jax.Array:
         """Packed choices of all rows, [dp * R, X]."""
         operands, rows = self._rows.prefill(key, chunks)
-        _, result = self._reach.run(key, *self._nobodys_slots, operands, rows)
+        _, result = self._run(key, *self._nobodys_slots, operands, rows)
         return result
 
     def _prefill(self, probe: int, ids: tuple[int, ...]) -> None:
@@ -261,7 +264,7 @@ class Session:
     def _choice(self, probe: int, ids: tuple[int, ...]) -> np.ndarray:
         """Packed choices of prefill, [dp, X]."""
         packed = np.asarray(self._choices[probe, ids])
-        return packed.reshape(self._config.num_replicas, self._reference.rows, -1)[:, 0]
+        return packed.reshape(self._config.num_replicas, -1, packed.shape[1])[:, 0]
 
     def _written_by_prefill(self, probe: int, ids: tuple[int, ...]) -> np.ndarray:
         """Checksums, [dp, w]."""
