@@ -37,11 +37,11 @@ from detjax.models.rope import rope_tables
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
-from detjax.serving.adjustments import AdjustedSlots, AdjustOperands, pack_record
+from detjax.serving.adjustments import AdjustedSlots, count_uses, pack_record, recent_tokens
+from detjax.serving.choice_programs import pack_windows
 from detjax.serving.config import EngineConfig, ReplicaConfig
 from detjax.serving.device_arrays import (
     Slots,
-    adjusted_shape,
     empty,
     empty_pages,
     pages_shape,
@@ -50,7 +50,7 @@ from detjax.serving.device_arrays import (
 )
 from detjax.serving.engine import Engine
 from detjax.serving.launch_operands import PrefillOperands, VerifyOperands, unpack_choice
-from detjax.serving.program_key import ProgramKey, program_keys
+from detjax.serving.program_key import ChoiceKey, ProgramKey, program_keys
 from detjax.serving.programs import ProgramCache
 from detjax.serving.request import Completion, Request, SamplingParams
 from detjax.serving.sampling import SamplingRows
@@ -245,7 +245,11 @@ class Reference:
             model, num_pages=num_pages, num_slots=1, window_len=REFERENCE_WINDOW
         )
         self._bulk = plain_key("prefill", rows=1, length=BULK, table_len=table_len)
-        self._window = plain_key("verify", rows=1, length=REFERENCE_WINDOW, table_len=table_len)
+        self._window = plain_key(
+            "verify", rows=1, length=REFERENCE_WINDOW, table_len=table_len,
+            logit_rows=REFERENCE_WINDOW,
+        )  # fmt: skip
+        self._logits = empty(model, self._programs.logits_shape(REFERENCE_WINDOW))
         for key in (self._bulk, self._window):
             self._programs.get(key, model.params)
         self._pages = empty_pages(model, num_pages)
@@ -256,11 +260,14 @@ class Reference:
 
     def _run(self, key: ProgramKey, tables: tuple, *operands):
         program = self._programs.get(key, self._model.params)
+        left = [self._logits] if key.logit_rows else []
         self._pages, self._slots, *rest, result = program(
-            self._model.params, tables, self._pages, self._slots, self._sampling, *operands
+            self._model.params, tables, self._pages, self._slots, self._sampling, *left, *operands
         )
         if key.kind == "prefill":
             (self._sampling,) = rest
+        else:
+            (self._logits,) = rest
         return result
 
     def choices(
@@ -270,11 +277,8 @@ class Reference:
         rows = SamplingRows.pack([(sampling, 0)])
         shardings = jax.tree.map(lambda x: x.sharding, self._sampling)
         self._sampling = jax.tree.map(jax.device_put, rows, shardings)
-        adjusted, adjust, first = self._window, [], ask.length - 1
-        if is_adjusted := sampling.is_adjusted or sampling.is_filtered:
-            text_len = self._text_len(tokens)
-            adjusted = dataclasses.replace(adjusted, with_filters=True, text_len=text_len)
-            adjust = self._adjustments(ask, tokens, sampling, text_len)
+        first = ask.length - 1
+        is_adjusted = sampling.is_adjusted or sampling.is_filtered
         at, results = 0, []
         while first - at >= BULK:
             at = self._prefill(tokens, at, BULK, rows, tables)
@@ -282,8 +286,10 @@ class Reference:
             # What follows the first token of a window counts as the completion's.
             is_prompt = is_adjusted and at < first
             ids = tokens[at : min(at + REFERENCE_WINDOW, first if is_prompt else len(tokens))]
-            how = (self._window, []) if is_prompt else (adjusted, adjust)
-            results.append((at, self._verify(*how, ids, at, tables), len(ids)))
+            kept = None
+            if is_adjusted and not is_prompt:
+                kept = self._adjustments(ask, tokens[: at + 1], sampling)
+            results.append((at, self._verify(ids, at, tables, kept), len(ids)))
             at += len(ids)
         found = []
         for start, packed, count in results:
@@ -294,27 +300,24 @@ class Reference:
             ]
         return found
 
-    def _text_len(self, tokens: Sequence[int]) -> int:
-        """Room for a text: of few sizes, so that few programs are compiled."""
-        return -(-len(tokens) // (10 * PAGE)) * 10 * PAGE
-
     def _adjustments(
-        self, ask: Ask, tokens: Sequence[int], sampling: SamplingParams, text_len: int
-    ) -> list:
-        """What a window with adjustments has beside its other operands."""
-        config = self._model.config
+        self, ask: Ask, tokens: Sequence[int], sampling: SamplingParams
+    ) -> AdjustedSlots:
+        """What a slot keeps of a request whose text so far is `tokens`."""
+        config, shapes = self._model.config, self._programs.adjusted_shape
         record = pack_record(
             sampling,
             prompt_len=ask.length,
             end_token_ids=sampling.end_token_ids(config.eos_token_ids),
             vocab_size=config.vocab_size,
         )
-        text = np.zeros((1, text_len), np.int32)
-        text[0, : len(tokens)] = tokens
-        kept = AdjustedSlots(record=record[None], token_ids=text)
-        shardings = jax.tree.map(lambda s: s.sharding, adjusted_shape(self._model, 1, text_len))
-        placed = jax.tree.map(jax.device_put, kept, shardings)
-        return [placed, AdjustOperands(slot=np.zeros(1, np.int32))]
+        prompt, output = tokens[: ask.length], tokens[ask.length :]
+        kept = AdjustedSlots(
+            record=record[None],
+            recent=recent_tokens(output)[None],
+            uses=count_uses(prompt, output, shapes.uses.shape[1])[None],
+        )
+        return jax.tree.map(lambda x, shape: jax.device_put(x, shape.sharding), kept, shapes)
 
     def _prefill(self, tokens, at: int, count: int, rows, tables: tuple) -> int:
         ids = tokens[at : at + count]
@@ -327,7 +330,7 @@ class Reference:
         self._run(self._bulk, tables, operands.pack(), rows)
         return at + len(ids)
 
-    def _verify(self, key: ProgramKey, adjust: list, ids, at: int, tables: tuple):
+    def _verify(self, ids, at: int, tables: tuple, adjusted: AdjustedSlots | None):
         """A window whose first token is the slot's own."""
         operands = VerifyOperands.padding(
             1, no_slot=1, table_len=self._window.table_len, length=self._window.length
@@ -340,7 +343,16 @@ class Reference:
         slots = Slots.without_drafts(window, np.full(1, at, np.int32))
         shardings = jax.tree.map(lambda x: x.sharding, self._slots)
         self._slots = jax.tree.map(jax.device_put, slots, shardings)
-        return self._run(key, tables, operands.pack(), *adjust)
+        result = self._run(self._window, tables, operands.pack())
+        if adjusted is None:
+            return result
+        key = ChoiceKey(rows=1, length=REFERENCE_WINDOW, with_filters=True, num_top=0)
+        choose = self._programs.get(key, self._model.params)
+        windows = pack_windows(operands, np.zeros(1, np.int32))
+        self._slots, _, result = choose(
+            self._slots, self._sampling, adjusted, self._logits, windows, result
+        )
+        return result
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -141,12 +141,12 @@ class Bench:
         self._default_sizes: EngineConfig | None = None
         self._text = read_text(args.text, folder_of(args.model)) if args.text else []
 
-    def engine(self, mode: str, *, with_filters: bool = False, **changes) -> Engine:
+    def engine(self, mode: str, **changes) -> Engine:
         """An engine of the command line's sizes, everything compiled."""
         gc.collect()  # the cache of the engine before
         args = self.args
         if args.defaults:
-            return self._engine_of_defaults(mode, with_filters=with_filters, **changes)
+            return self._engine_of_defaults(mode, **changes)
         sizes = {
             "batch_size": args.batch_size,
             "decode_batches": tuple(b for b in args.decode_batches if b < args.batch_size),
@@ -166,7 +166,7 @@ class Bench:
         key = (config.batch_size, config.max_len, config.num_pages, config.verify_window)
         engine = Engine(self.model, config, programs=self._programs.get(key))
         self._programs[key] = engine.programs
-        engine.compile(with_filters=with_filters)
+        engine.compile()
         return engine
 
     @property
@@ -175,10 +175,8 @@ class Bench:
         sizes = self._default_sizes
         return self.args.max_prefill_streak if sizes is None else sizes.max_prefill_streak
 
-    def _engine_of_defaults(self, mode: str, *, with_filters: bool, **changes) -> Engine:
+    def _engine_of_defaults(self, mode: str, **changes) -> Engine:
         """An engine as `LLM` makes it, for every length of the model; compiled as it runs."""
-        if with_filters:
-            raise ValueError("--defaults compiles what runs: it has no meaning for this command")
         asked = {"mode": mode, **changes}
         if self._default_sizes is None:
             self._default_sizes = choose_sizes(
@@ -321,7 +319,7 @@ def stress(bench: Bench) -> bool:
     for i, (mode, weights, share) in enumerate(loads):
         engine = bench.engine(
             mode, num_pages=tight, has_prefix_cache=True, prefill_shapes=((4, 64),),
-            prefill_chunk=128, with_filters=True, draft_weights=weights, max_draft_fraction=1.0,
+            prefill_chunk=128, draft_weights=weights, max_draft_fraction=1.0,
         )  # fmt: skip
         begin_s, report = time.perf_counter(), LoadReport()
         until_s = begin_s + args.seconds * share

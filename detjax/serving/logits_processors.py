@@ -149,8 +149,9 @@ def _uses(text: TextSoFar, rank: Rank) -> Int32[Array, "B T v"]:
     place = jnp.arange(text.drafts.shape[1], dtype=jnp.int32)[None, :]
     column = rank.columns(jnp.where(place < text.num_drafts[:, -1:], text.drafts, NO_TOKEN))
     if text.position.shape[1] == 1:
-        more = jnp.zeros((len(column), 1, rank.width), jnp.int32)
-        more = more.at[_index(column), 0, column].add(1, mode="drop")
+        # WHY: no scatter, for which XLA copies an array of zeros as large as the logits.
+        columns = jnp.arange(rank.width, dtype=jnp.int32)
+        more = jnp.sum(column[:, :, None] == columns, axis=1, keepdims=True, dtype=jnp.int32)
     else:  # the choice at place t follows t drafts
         more = jnp.zeros((*text.position.shape, rank.width), jnp.int32)
         texts, places = jnp.indices(column.shape)

@@ -88,15 +88,33 @@ class Choice:
     top_logprobs: Any
 
 
+def sorted_logits(
+    logits: Float32[Array, "B V"],
+) -> tuple[Float32[Array, "B V"], Int32[Array, "B V"]]:
+    """Logits from the largest to the smallest, and their columns; equal ones in order of column.
+
+    Zeros of both signs are equal. Where NaN is, is unspecified.
+    """
+    # WHY: as integers of the same order. XLA sorts floats by a comparison of its own, and gathers
+    # the values behind it: 1.67 ms for 64 x 128256 on an H100, this 1.04 (2026-11).
+    # A logit of -0 becomes +0.
+    bits = lax.bitcast_convert_type(jnp.where(logits == 0.0, 0.0, logits), jnp.uint32)
+    is_negative, sign = bits >> 31 == 1, jnp.uint32(1 << 31)
+    # Ascending keys are descending logits.
+    keys = jnp.where(is_negative, bits, ~(bits | sign))
+    columns = jnp.broadcast_to(jnp.arange(logits.shape[1], dtype=jnp.int32), logits.shape)
+    keys, columns = lax.sort((keys, columns), dimension=1, num_keys=1, is_stable=True)
+    bits = jnp.where(keys >> 31 == 1, keys, ~keys & ~sign)
+    return lax.bitcast_convert_type(bits, jnp.float32), columns
+
+
 def _kept_tokens(
     ctx: ForwardContext, logits: Float32[Array, "B v"], rows: SamplingRows
 ) -> Bool[Array, "B v"]:
     """Which of this rank's tokens top-k, top-p and min-p keep, in that order of definition."""
     vocab_size, width = ctx.config.vocab_size, logits.shape[1]
     whole = gather_columns(logits, TP_AXIS)
-    # Stable, so equal logits keep the order of their token ids.
-    order = jnp.argsort(whole[:, :vocab_size], axis=1, descending=True, stable=True)
-    ranked = jnp.take_along_axis(whole, order, axis=1)
+    ranked, order = sorted_logits(whole[:, :vocab_size])
     top_k = jnp.where(rows.top_k == 0, vocab_size, jnp.minimum(rows.top_k, vocab_size))
     weight, before, limit = nucleus_sums(
         ranked, rows.temperature, top_k, rows.top_p, backend=ctx.backend

@@ -38,7 +38,7 @@ from detjax.pallas_kernels.moe.api import expert_mlp, route_mlp_add_rms_norm
 from detjax.pallas_kernels.moe.shapes import SHAPES
 from detjax.parallel.exchange import EXCHANGE_SPECS, exchange_shapes
 from detjax.serving.device_arrays import pages_shape
-from detjax.serving.program_key import ProgramKind
+from detjax.serving.program_key import AnyKey, ChoiceKey, InstallKey, ProgramKind, ScoreKey
 from detjax.serving.programs import ProgramCache
 from detjax.testing import aot
 from detjax.testing.programs import plain_key, programs_for
@@ -352,10 +352,24 @@ def mixtral_step(kind: ProgramKind, *, tp: int = 1, **sizes) -> aot.Program:
     return aot.inspect_program(lambda: programs.get(key, model.params))
 
 
-def audit_windows(*, with_filters: bool) -> aot.Program:
+def choice(
+    rows: int, *, length: int = 1, with_filters: bool = False, num_top: int = 0
+) -> ChoiceKey:
+    """The key of a choice program."""
+    return ChoiceKey(rows=rows, length=length, with_filters=with_filters, num_top=num_top)
+
+
+def pressed_choice(key: AnyKey, *, tp: int = 1) -> aot.Program:
+    """A program that follows a step of 8B shapes, of an engine with 256 slots."""
+    model = abstract_model(2, PRESSED_BYTES // tp, tp=tp)
+    programs = ProgramCache(model, num_pages=400, num_slots=256, window_len=8)
+    return aot.inspect_program(lambda: programs.get(key, model.params))
+
+
+def audit_windows() -> aot.Program:
     """A step of an audit: 32 windows of 64 tokens, two layers, logits of every token."""
     model = abstract_model(2)
-    key = plain_key("verify", rows=32, length=64, table_len=8, with_filters=with_filters)
+    key = plain_key("verify", rows=32, length=64, table_len=8)
     programs = ProgramCache(model, num_pages=512, num_slots=256, window_len=64)
     return aot.inspect_program(lambda: programs.get(key, model.params))
 
@@ -432,36 +446,37 @@ PROGRAMS = {
     "pressed_one": lambda: pressed("decode", rows=1, table_len=64),
     "pressed_loop": lambda: pressed("decode", rows=8, table_len=34, length=4),
     "pressed_fast": lambda: pressed("decode", rows=8, table_len=34, mode="fast"),
-    "pressed_filters": lambda: pressed("decode", rows=8, table_len=34, with_filters=True),
-    "pressed_adjusted": lambda: pressed(
-        "decode", rows=8, table_len=34, text_len=4352, with_filters=True
+    # Logits are left where they are made, or in the first rows of what a choice program reads.
+    "pressed_leaves_logits": lambda: pressed("decode", rows=8, table_len=34, logit_rows=8),
+    "pressed_leaves_few_logits": lambda: pressed("decode", rows=8, table_len=34, logit_rows=16),
+    "pressed_verify_leaves_logits": lambda: pressed(
+        "verify", rows=8, length=8, table_len=34, logit_rows=64
     ),
-    "pressed_adjusted_loop": lambda: pressed(
-        "decode", rows=8, table_len=34, text_len=4352, length=4
+    "pressed_leaves_hidden": lambda: pressed(
+        "prefill", rows=4, length=512, table_len=64, logit_rows=16, leaves_hidden=True
     ),
-    "pressed_adjusted_prefill": lambda: pressed(
-        "prefill", rows=1, length=512, table_len=64, text_len=8192
+    "pressed_mesh_leaves_logits": lambda: pressed(
+        "decode", rows=8, table_len=34, logit_rows=16, tp=4
     ),
-    "pressed_adjusted_verify": lambda: pressed(
-        "verify", rows=8, length=8, table_len=34, text_len=4352
+    "pressed_choice": lambda: pressed_choice(choice(16)),
+    "pressed_choice_filters": lambda: pressed_choice(choice(64, with_filters=True)),
+    "pressed_choice_top": lambda: pressed_choice(choice(16, with_filters=True, num_top=64)),
+    "pressed_choice_windows": lambda: pressed_choice(
+        choice(8, length=8, with_filters=True, num_top=64)
     ),
-    "pressed_adjusted_mesh": lambda: pressed("decode", rows=8, table_len=34, text_len=4352, tp=4),
-    "pressed_top": lambda: pressed("decode", rows=8, table_len=34, num_top=4),
+    "pressed_choice_mesh": lambda: pressed_choice(choice(16, with_filters=True, num_top=64), tp=4),
+    "pressed_install": lambda: pressed_choice(InstallKey(rows=4)),
+    "pressed_scores": lambda: pressed_choice(
+        ScoreKey(rows=4, length=512, mode="invariant", num_top=4)
+    ),
+    "pressed_mesh_scores": lambda: pressed_choice(
+        ScoreKey(rows=1, length=512, mode="invariant", num_top=64), tp=4
+    ),
     "pressed_prefill": lambda: pressed("prefill", rows=1, length=512, table_len=64),
     "pressed_prefill_many": lambda: pressed("prefill", rows=8, length=512, table_len=34),
-    "pressed_scores": lambda: pressed(
-        "prefill", rows=4, length=512, table_len=64, num_prompt_top=4
-    ),
-    "pressed_scores_one": lambda: pressed(
-        "prefill", rows=1, length=64, table_len=64, num_prompt_top=0
-    ),
-    "pressed_mesh_scores": lambda: pressed(
-        "prefill", rows=1, length=512, table_len=64, tp=4, num_prompt_top=4
-    ),
     "pressed_verify": lambda: pressed("verify", rows=8, length=8, table_len=34),
     "pressed_verify_wide": lambda: pressed("verify", rows=1, length=32, table_len=64),
-    "audit_windows": lambda: audit_windows(with_filters=False),
-    "audit_windows_filters": lambda: audit_windows(with_filters=True),
+    "audit_windows": audit_windows,
     "pressed_experts_one": lambda: pressed("decode", rows=1, table_len=10, make_config=qwen3_moe),
     "pressed_experts": lambda: pressed("decode", rows=64, table_len=10, make_config=qwen3_moe),
     "pressed_experts_prefill": lambda: pressed(

@@ -23,6 +23,7 @@ from detjax.parallel.mesh import make_mesh
 from detjax.serving.config import EngineConfig
 from detjax.serving.device_arrays import empty_pages
 from detjax.serving.engine import Engine
+from detjax.serving.program_key import ChoiceKey, choice_keys
 from detjax.serving.request import Completion, Request, SamplingParams
 from detjax.serving.structured_output import StructuredOutput
 from detjax.testing import assert_bitwise_equal, assert_order_sensitive, count_different_bits
@@ -212,7 +213,8 @@ def expected_adjusted(name: str) -> list[Completion]:
 def test_adjusted_answers_are_bitwise_schedule_invariant(name, changes):
     engine = Engine(model(name), EngineConfig(prefill_chunk=64, max_len=384, **changes))
     assert digests(engine.generate(adjusted())) == digests(expected_adjusted(name))
-    assert {step.text_len > 0 for step in engine.programs} == {True}
+    choices = [key for key in choice_keys(engine._runner._config) if isinstance(key, ChoiceKey)]
+    assert any(key in engine.programs for key in choices)
 
 
 def test_adjustments_change_answers_and_no_draw_of_a_neighbour():
