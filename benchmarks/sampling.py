@@ -8,7 +8,8 @@ python -m benchmarks.sampling --model tiny --backend portable --decode 1 3
 engine's: it leaves the logits where a choice program reads them, whether one runs or not. The
 others are followed by a choice program: adjustments alone, filters too, 64 top logprobs too. The
 rows ask for a temperature alone, so all five choose the same tokens with the same logprobs, which
-is checked before anything is timed. Wall time of 100 dependent steps, median of five runs, kinds in turn.
+is checked before anything is timed. Wall time of 100 dependent steps, median of five runs, kinds in
+turn.
 """
 
 import argparse
