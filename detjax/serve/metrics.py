@@ -39,6 +39,7 @@ COUNTERS = {
     "accepted_tokens": "Drafts committed.",
     "num_rollbacks": "Windows in which a draft was wrong.",
     "num_compiled": "Programs compiled.",
+    "compile_s": "Spent on compiling, at the start and while requests waited.",
     "num_self_checked": "Programs compared with prefill.",
     "num_rechecked": "Tokens of answers that were checked again by prefill.",
     "num_self_check_differences": "Bits that a self-check has found to differ.",
@@ -46,7 +47,7 @@ COUNTERS = {
 HISTOGRAMS = {
     "first_token_s": (
         "time_to_first_token_seconds",
-        "From arrival to the first token; no latency has the time of compiling.",
+        "From arrival to the first token.",
     ),
     "between_tokens_s": ("inter_token_seconds", "Between two releases of a sequence."),
     "end_to_end_s": ("end_to_end_seconds", "From arrival to the end."),
@@ -80,9 +81,9 @@ def _of_engine(stats: EngineStats) -> Iterator[Metric]:
             f"detjax_{name.removeprefix('num_')}", text, value=getattr(stats, name)
         )
     for name, text in COUNTERS.items():
-        yield CounterMetricFamily(
-            f"detjax_{name.removeprefix('num_')}", text, value=getattr(stats, name)
-        )
+        metric = name.removeprefix("num_")
+        metric = f"{metric[:-2]}_seconds" if metric.endswith("_s") else metric
+        yield CounterMetricFamily(f"detjax_{metric}", text, value=getattr(stats, name))
     for name, (metric, text) in HISTOGRAMS.items():
         histogram: Histogram = getattr(stats, name)
         yield HistogramMetricFamily(

@@ -31,7 +31,7 @@ from detjax.serving.grammars import Grammars
 from detjax.serving.heap import frozen_heap
 from detjax.serving.input_processor import MAX_TAKEN, InputProcessor
 from detjax.serving.launch_times import quickest_steps_ahead
-from detjax.serving.metrics import EngineStats, Pauses
+from detjax.serving.metrics import EngineStats
 from detjax.serving.model_runner import Launch, ModelRunner, ignore_compiling
 from detjax.serving.ngram import propose_from_prompt
 from detjax.serving.output_processor import OutputProcessor
@@ -141,7 +141,6 @@ class Engine:
             propose=propose_from_prompt if config.has_prompt_lookup else propose_nothing,
         )
         self._claim = Claim(model, replica, self._stats)
-        pauses = Pauses()
         self._runner = ModelRunner(
             model,
             replica,
@@ -151,10 +150,9 @@ class Engine:
             idle_pages=self._scheduler.idle_pages,
             stats=self._stats,
             tracer=tracer,
-            pauses=pauses,
         )
         self._states = RequestStates()
-        self._stat_logger = StatLogger(self._stats, tracer, pauses)
+        self._stat_logger = StatLogger(self._stats, tracer)
         self._rechecks = Rechecks(
             replica,
             runner=self._runner,

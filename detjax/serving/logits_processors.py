@@ -150,7 +150,7 @@ def _uses(text: TextSoFar, rank: Rank) -> Int32[Array, "B T v"]:
     column = rank.columns(jnp.where(place < text.num_drafts[:, -1:], text.drafts, NO_TOKEN))
     if text.position.shape[1] == 1:
         # WHY: no scatter, for which XLA copies an array of zeros as large as the logits.
-        columns = jnp.arange(rank.width, dtype=jnp.int32)
+        columns = jnp.arange(rank.width, dtype=jnp.int32)[None, None, :]
         more = jnp.sum(column[:, :, None] == columns, axis=1, keepdims=True, dtype=jnp.int32)
     else:  # the choice at place t follows t drafts
         more = jnp.zeros((*text.position.shape, rank.width), jnp.int32)

@@ -9,27 +9,6 @@ _BOUNDS = tuple(1e-6 * 2 ** (i / 4) for i in range(140))
 """Edges of a histogram's buckets: from 1 microsecond to 8 hours, 19 % apart."""
 
 
-class Pauses:
-    """When nobody was served, as programs were compiled or checked."""
-
-    def __init__(self):
-        """None yet."""
-        self._spans: list[tuple[float, float]] = []
-
-    def add(self, begin_s: float, end_s: float) -> None:
-        """Note one that ends now; both of `time.perf_counter`."""
-        self._spans.append((begin_s, end_s))
-
-    def within(self, begin_s: float, end_s: float) -> float:
-        """Seconds of pauses between two times."""
-        total_s = 0.0
-        for begin, end in reversed(self._spans):
-            if end <= begin_s:
-                break
-            total_s += max(0.0, min(end, end_s) - max(begin, begin_s))
-        return total_s
-
-
 @dataclass(kw_only=True, slots=True)
 class Histogram:
     """Positive numbers in buckets 19 % wide, so a quantile is right to that. Constant size."""
@@ -72,6 +51,7 @@ class EngineStats:
 
     Attributes:
         compile_s: Compiling.
+        compiling: The program that is being compiled while requests wait; empty while none is.
         num_compiled: Programs.
         num_steps: Calls of `step` that launched something.
         num_launches: Programs launched; a step has up to four.
@@ -112,13 +92,13 @@ class EngineStats:
         num_rechecks_given_up: Begun, and given up as a request came.
         num_self_check_differences: Bits that differed: see `Engine.self_check_error`.
         step_s: Time of a step.
-        first_token_s: From a sequence's arrival to its first token, without what was spent on
-            compiling and checking programs in between; so are the next two.
+        first_token_s: From a sequence's arrival to its first token, whatever it waited for.
         between_tokens_s: Between two releases of a sequence.
         end_to_end_s: From a sequence's arrival to its end.
     """
 
     compile_s: float = 0.0
+    compiling: str = ""
     num_compiled: int = 0
     num_steps: int = 0
     num_launches: int = 0
@@ -181,7 +161,7 @@ class EngineStats:
                 flat[f"{stem}_mean_s"] = value.mean
                 for share in (50, 90, 99):
                     flat[f"{stem}_p{share}_s"] = value.quantile(share / 100)
-            else:
+            elif not isinstance(value, str):
                 flat[entry.name] = value
         return flat | {
             "acceptance": self.acceptance,

@@ -5,6 +5,7 @@ What a step needs of the step before stays on the device: the slots, and the pag
 """
 
 import dataclasses
+import logging
 import os
 import time
 from collections import abc
@@ -46,7 +47,7 @@ from detjax.serving.launch_operands import (
     VerifyOperands,
     slot_of,
 )
-from detjax.serving.metrics import EngineStats, Pauses
+from detjax.serving.metrics import EngineStats
 from detjax.serving.placed_rows import PlacedRows
 from detjax.serving.program_key import (
     CHOICES,
@@ -82,6 +83,9 @@ from detjax.serving.sequence import (
     blaming,
     max_committed,
 )
+
+LOG = logging.getLogger(__name__)
+"""Says what is compiled while requests wait."""
 
 _IDLE: tuple[SamplingParams, int] = (SamplingParams(), 0)
 _LEAST_IDLE = 12
@@ -171,7 +175,6 @@ class ModelRunner:
         idle_pages: Callable[[int], list[list[int]]],
         stats: EngineStats,
         tracer: trace.TracesEvents,
-        pauses: Pauses,
     ):
         """Allocate the cache.
 
@@ -184,13 +187,12 @@ class ModelRunner:
             idle_pages: Pages of each replica that nobody holds, at least so many if there are.
             stats: Where launches and compilations are counted.
             tracer: Keeps a timeline.
-            pauses: Is told when programs were compiled and checked.
 
         Raises:
             ValueError: If `programs` are of another model or other sizes.
         """
         self._model, self._config, self._stats, self._trace = model, config, stats, tracer
-        self._claim, self._idle_pages, self._pauses = claim, idle_pages, pauses
+        self._claim, self._idle_pages = claim, idle_pages
         dp = config.num_replicas
         sizes = {
             "num_pages": dp * config.num_pages,
@@ -583,8 +585,14 @@ class ModelRunner:
         """A program, compiled and checked if need be: where nobody has called `compile`."""
         if key not in self.programs:
             begin_s = time.perf_counter()
-            self._get(key)
+            self._stats.compiling = key.name
+            LOG.info("all requests wait for a program that is compiled now: %s", key.name)
+            try:
+                self._get(key)
+            finally:
+                self._stats.compiling = ""
             self._count_compiled(1, begin_s)
+            LOG.info("compiled after %.1f s: %s", time.perf_counter() - begin_s, key.name)
         begin_s = time.perf_counter()
         self._note_checking(self._check_new((key,)), begin_s)
         return self._get(key)
@@ -593,7 +601,6 @@ class ModelRunner:
         end_s = time.perf_counter()
         self._stats.num_compiled += count
         self._stats.compile_s += end_s - begin_s
-        self._pauses.add(begin_s, end_s)
         self._trace.span(trace.HOST, "compile", begin_s, end_s, programs=count)
 
     # ------------------------------------------------------------------------------------- checking
@@ -659,7 +666,6 @@ class ModelRunner:
             is_checkable(key) and key not in self.programs.checked for key in self.programs
         )
         self._stats.self_check_s += end_s - begin_s
-        self._pauses.add(begin_s, end_s)
         self._trace.span(trace.HOST, "self-check", begin_s, end_s, programs=count)
 
     def _reference_key(self, keys: abc.Sequence[ProgramKey]) -> ProgramKey:

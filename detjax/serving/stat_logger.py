@@ -4,7 +4,7 @@
 import time
 
 from detjax.serving import trace
-from detjax.serving.metrics import EngineStats, Pauses
+from detjax.serving.metrics import EngineStats
 from detjax.serving.model_runner import Launch
 from detjax.serving.request import FinishReason
 from detjax.serving.sequence import Sequence, VerifyRow
@@ -17,10 +17,9 @@ class StatLogger:
         stats: Counters since the engine was made.
     """
 
-    def __init__(self, stats: EngineStats, tracer: trace.TracesEvents, pauses: Pauses):
-        """Note to the first two; `pauses` are no part of a latency."""
-        self.stats = stats
-        self._trace, self._pauses = tracer, pauses
+    def __init__(self, stats: EngineStats, tracer: trace.TracesEvents):
+        """Note to these."""
+        self.stats, self._trace = stats, tracer
 
     def note_step(
         self, begin_s: float, scheduled_s: float, launched_s: float, wait_s: float, did_launch: bool
@@ -73,19 +72,16 @@ class StatLogger:
         """Note that tokens of a sequence are released."""
         now_s, listener = time.perf_counter(), seq.listener
         if listener.released_s:
-            self.stats.between_tokens_s.add(self._served_s(listener.released_s, now_s))
+            self.stats.between_tokens_s.add(now_s - listener.released_s)
         else:
-            self.stats.first_token_s.add(self._served_s(listener.arrived_s, now_s))
+            self.stats.first_token_s.add(now_s - listener.arrived_s)
             self._trace.request("n", seq.name, "first token")
         listener.released_s = now_s
-
-    def _served_s(self, begin_s: float, end_s: float) -> float:
-        return end_s - begin_s - self._pauses.within(begin_s, end_s)
 
     def note_end(self, seq: Sequence, reason: FinishReason) -> None:
         """Note the end of a sequence."""
         now_s = time.perf_counter()
-        self.stats.end_to_end_s.add(self._served_s(seq.listener.arrived_s, now_s))
+        self.stats.end_to_end_s.add(now_s - seq.listener.arrived_s)
         self.stats.num_failed += reason is FinishReason.ERROR
         self.stats.num_cancelled += reason is FinishReason.CANCELLED
         self.stats.num_finished += reason in (FinishReason.STOP, FinishReason.LENGTH)
