@@ -17,7 +17,8 @@ from detjax.models.loading import LoadedModel
 from detjax.models.taps import Share, WatchedOps
 from detjax.models.transformer import DecoderOps
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
-from detjax.serving.program_key import ProgramKey
+from detjax.serving.choice_programs import ChoicePrograms, Program
+from detjax.serving.program_key import AnyKey, ChoiceKey, ProgramKey
 from detjax.serving.programs import ProgramCache
 
 _BY_RANK = P((DP_AXIS, TP_AXIS))
@@ -92,11 +93,46 @@ OnLaunch = Callable[[ProgramKey, abc.Sequence[Any], jax.Array, dict[Tap, "Seen"]
 """Told (program, host operands, the cache after the launch, what its taps saw)."""
 
 
+OnChoice = Callable[[ChoiceKey, np.ndarray, dict[Tap, "Seen"]], None]
+"""Told (choice program, its rows from the host, what its taps saw), behind the launch of rows."""
+
+
 class Seen(NamedTuple):
     """A value as it lies over the mesh: global, and how ranks share it."""
 
     value: np.ndarray
     share: Share
+
+
+class _TappedChoices(ChoicePrograms):
+    """Choice programs whose taps' values are results besides."""
+
+    def __init__(self, programs: "TappedPrograms", taps: RecordedTaps, model, context):
+        super().__init__(
+            model,
+            context,
+            slots=programs._slots,
+            sampling=programs._sampling,
+            candidates=programs._candidates,
+        )
+        self._programs, self._taps = programs, taps
+
+    def program(self, key: AnyKey, params: dict) -> Program:
+        """Describe a program, with what its taps see behind its results."""
+        plain = super().program(key, params)
+        if not isinstance(key, ChoiceKey):
+            return plain
+
+        def tapped(*operands):
+            self._taps.begin()
+            results = plain.local(*operands)
+            self._programs._seen[key] = list(self._taps.seen)
+            return *results, self._taps.values()
+
+        in_specs, out_specs = plain.specs
+        return self._describe(
+            tapped, plain.operands, in_specs, (*out_specs, _SPECS), plain.in_place
+        )
 
 
 class TappedPrograms(ProgramCache):
@@ -111,12 +147,20 @@ class TappedPrograms(ProgramCache):
         super().__init__(model, num_pages=num_pages, num_slots=num_slots, window_len=window_len)
         self._taps = RecordedTaps()
         self._context = dataclasses.replace(self._context, taps=self._taps)
-        self._seen: dict[ProgramKey, list[tuple[Tap, Share]]] = {}
+        self._choices = _TappedChoices(self, self._taps, model, self._context)
+        self._seen: dict[AnyKey, list[tuple[Tap, Share]]] = {}
         self.on_launch: OnLaunch | None = None
+        self.on_choice: OnChoice | None = None
 
-    def get(self, key: ProgramKey, params: dict, asked: int | None = None) -> Callable:
+    def get(self, key: AnyKey, params: dict, asked: int | None = None) -> Callable:
         """Return a program that tells of its launches."""
-        return partial(self._launch, key, super().get(key, params, asked))
+        program = super().get(key, params, asked)
+        match key:
+            case ProgramKey():
+                return partial(self._launch, key, program)
+            case ChoiceKey():
+                return partial(self._launch_choice, key, program)
+        return program
 
     def taps_of(self, key: ProgramKey) -> list[Tap]:
         """The taps of a program that was traced, in order."""
@@ -131,13 +175,23 @@ class TappedPrograms(ProgramCache):
         params, tables, kv_cache, slots, sampling, *host = operands
         *results, values = program(params, tables, kv_cache, slots, sampling, *host)
         if self.on_launch is not None:
-            flat = {number: v for group in values.values() for number, v in group.items()}
-            seen = {
-                tap: Seen(np.asarray(flat[f"{i:06}"]), share)
-                for i, (tap, share) in enumerate(self._seen[key])
-            }
-            self.on_launch(key, host, results[0], seen)
+            given = host[key.logit_rows > 0 :]
+            self.on_launch(key, given, results[0], self._seen_in(key, values))
         return tuple(results)
+
+    def _launch_choice(self, key: ChoiceKey, program: Callable, *operands):
+        *results, values = program(*operands)
+        if self.on_choice is not None:
+            self.on_choice(key, np.asarray(operands[4]), self._seen_in(key, values))
+        return tuple(results)
+
+    def _seen_in(self, key: AnyKey, values: Values) -> dict[Tap, Seen]:
+        """What the taps of a program saw."""
+        flat = {number: v for group in values.values() for number, v in group.items()}
+        return {
+            tap: Seen(np.asarray(flat[f"{i:06}"]), share)
+            for i, (tap, share) in enumerate(self._seen[key])
+        }
 
     def _local_step(self, key: ProgramKey) -> Callable:
         local_step = super()._local_step(key)

@@ -14,7 +14,7 @@ from detjax.diverge.canonical import Canonical
 from detjax.diverge.recorder import Seen, Tap
 from detjax.models.loading import LoadedModel
 from detjax.serving.launch_operands import DecodeOperands, PrefillOperands, VerifyOperands
-from detjax.serving.program_key import ProgramKey
+from detjax.serving.program_key import ChoiceKey, ProgramKey
 
 CACHED = ("cached_k", "cached_v")
 """Keys and values as the cache holds them after the launch that wrote them."""
@@ -85,11 +85,13 @@ class Recording:
         self._page_len = model.profile.attention_block
         self._captured = captured
         self._slot: tuple[int, int] | None = None  # (replica, slot)
+        self._last: list[int] = []  # positions of the sequence in the last launch
 
     def on_launch(
         self, key: ProgramKey, host: abc.Sequence[Any], kv_cache: jax.Array, seen: dict[Tap, Seen]
     ) -> None:
         """Keep what a launch computed of the sequence."""
+        self._last = []
         rows = self._read(key, np.asarray(host[0]))
         if rows.ours is None:
             return
@@ -100,6 +102,7 @@ class Recording:
         if not len(places):
             return
         pages = rows.tables[rows.ours]
+        self._last = [int(ours[i]) for i in places]
         mine = {int(ours[i]): self._of_row(values, rows, positions, int(i)) for i in places}
         cached = self._cached(kv_cache, rows.replica, pages, np.fromiter(mine, np.int32))
         for (position, found), entry in zip(mine.items(), cached, strict=True):
@@ -117,6 +120,26 @@ class Recording:
                     ),
                     beside=_describe(values, positions, rows),
                 )
+
+    def on_choice(self, key: ChoiceKey, given: np.ndarray, seen: dict[Tap, Seen]) -> None:
+        """Keep what was chosen of the sequence, over the choice of the launch before."""
+        num_rows = len(given)
+        places = [(at // key.rows, int(slot)) for at, slot in enumerate(given[:, 0])]
+        if not self._last or self._slot not in places:
+            return
+        row, values = places.index(self._slot), self._canonical.values(seen)
+        # A window's choices are of all its tokens, others of the last token of the launch.
+        positions = self._last if key.length > 1 else self._last[-1:]
+        for i, position in enumerate(positions):
+            found = {
+                tap: value[:, row * key.length + i]
+                for tap, value in values.items()
+                if value.shape[1] == num_rows * key.length
+            }
+            self.digests[position] |= {tap: digest(value) for tap, value in found.items()}
+            self._note_choice(position, found)
+            if self.step is not None and position == self._captured:
+                self.step.values.update(found)
 
     def _note_choice(self, position: int, found: dict[Tap, np.ndarray]) -> None:
         chosen, logprob = Tap(None, "token_id"), Tap(None, "logprob")

@@ -144,12 +144,12 @@ class Runs:
             num_pages=programs.num_pages // setting.dp,
             captured=captured,
         )
-        programs.on_launch = recording.on_launch
+        programs.on_launch, programs.on_choice = recording.on_launch, recording.on_choice
         try:
             got = self._run(setting, prompt, most, num_tokens=count, programs=programs)
             return recording, got
         finally:
-            programs.on_launch = None
+            programs.on_launch = programs.on_choice = None
 
     def tapped(self, setting: Setting) -> TappedPrograms:
         """The tapped programs of a setting that was recorded."""

@@ -47,6 +47,8 @@ def kernels_of(
     made_at = {
         name: makers.get(id(variable), -1) for name, variable in zip(names, results, strict=True)
     }
+    if _made_with(tap) not in made_at:  # of a choice program behind it
+        return ()
     end = made_at[_made_with(tap)]
     begin = -1 if after is None else made_at[_made_with(after)]
     if begin >= end:  # both are of one kernel

@@ -54,12 +54,14 @@ class Program:
     """A program that is not compiled yet.
 
     Attributes:
+        local: The program on one device, inside `shard_map`.
         function: Of whole arrays, ready for `jax.jit`.
         operands: Their shapes.
         specs: How operands and results lie on the mesh.
         in_place: Which operands are donated.
     """
 
+    local: Callable
     function: Callable
     operands: tuple
     specs: tuple[tuple, Any]
@@ -169,7 +171,11 @@ class ChoicePrograms:
             check_vma=False,
         )
         return Program(
-            function=function, operands=operands, specs=(in_specs, out_specs), in_place=in_place
+            local=body,
+            function=function,
+            operands=operands,
+            specs=(in_specs, out_specs),
+            in_place=in_place,
         )
 
     def _rows(self, count: int, *tail: int) -> jax.ShapeDtypeStruct:
