@@ -62,6 +62,7 @@ def describe(
     backend_reason: str,
     dp: int,
     tp: int,
+    cache_bytes: int,
 ) -> dict[str, str]:
     """Return what runs, and what decides its bits, as lines for people."""
     cast = "" if weight_cast == NO_CAST else f" (cast from {weight_cast})"
@@ -76,6 +77,7 @@ def describe(
         "mesh": f"dp {dp} x tp {tp}",
         "batch": f"{engine.batch_size} at once, prompts in chunks of {engine.prefill_chunk} "
         f"tokens, room for {engine.max_len}",
+        "cache": f"{engine.num_pages} pages, {cache_bytes / 2**30:.2f} GiB",
     }
 
 
@@ -128,8 +130,8 @@ class LLMConfig:
             backend_reason=self.backend_reason,
             dp=self.dp,
             tp=self.tp,
+            cache_bytes=self.cache_bytes,
         )
-        facts["cache"] = f"{self.engine.num_pages} pages, {self.cache_bytes / 2**30:.2f} GiB"
         return "\n".join(f"{name:<11} {value}" for name, value in facts.items())
 
 

@@ -207,11 +207,12 @@ def _check_args(args: GenerateArgs) -> None:
             "holds every checkpoint exactly; leave one out"
         )
     for name, most in _MOST.items():
-        if not 1 <= getattr(args, name) <= most:
+        value = getattr(args, name)
+        if value is not None and not 1 <= value <= most:
             flag = "--" + name.replace("_", "-")
-            bound = "at least 1" if getattr(args, name) < 1 else f"at most {most}"
-            raise InputError(f"{flag} {getattr(args, name)} must be {bound}")
-    if args.batch_size % args.dp:
+            bound = "at least 1" if value < 1 else f"at most {most}"
+            raise InputError(f"{flag} {value} must be {bound}")
+    if args.batch_size is not None and args.batch_size % args.dp:
         raise InputError(
             f"--batch-size {args.batch_size} must be a multiple of --dp {args.dp}, so that each "
             "replica has as many rows"

@@ -138,7 +138,6 @@ def test_every_command_says_its_version(name, capsys):
 
 def test_an_engine_has_sizes_if_none_are_given():
     assert EngineConfig(batch_size=8, prefill_chunk=64, max_len=1024) == EngineConfig()
-    assert (GenerateArgs().batch_size, GenerateArgs().prefill_chunk) == (8, 64)
 
 
 def test_options_and_the_code_that_imports_jax_have_the_same_constants():
