@@ -21,9 +21,10 @@ from detjax.kept_programs import keep_programs_of_build
 from detjax.models.bundled import BUNDLED_NAME, bundled_model_path
 from detjax.models.config import ModelConfig
 from detjax.models.generation_config import default_sampling
+from detjax.models.hub import BUNDLED, find_model
 from detjax.models.tokenizer import Tokenizer
 from detjax.numerics import NO_CAST, NumericsProfile
-from detjax.opening import AUTO, BUNDLED, Progress, find_model, load_on_devices
+from detjax.opening import AUTO, Progress, load_on_devices
 from detjax.pallas_kernels.backend import Backend
 from detjax.proof.identity import Identifier, Identity
 from detjax.proof.receipt import Receipt

@@ -19,7 +19,8 @@ import numpy as np
 import pytest
 
 import detjax
-from detjax import generate, llm, opening, sizing
+from detjax import generate, llm, sizing
+from detjax.models import hub
 from detjax.models.bundled import bundled_model_path
 from detjax.models.hf_config import load_config
 from detjax.models.tokenizer import Tokenizer, read_eos_id
@@ -452,12 +453,12 @@ def test_the_command_sizes_its_engine_by_its_prompts(
 
 
 def test_the_bundled_model_has_a_name_and_a_folder_of_that_name_comes_first(tmp_path, monkeypatch):
-    assert opening.find_model("novels-6m") == opening.find_model("bundled") == bundled_model_path()
+    assert hub.find_model("novels-6m") == hub.find_model("bundled") == bundled_model_path()
     with pytest.raises(ValueError, match="revision='main' has no meaning for the bundled model"):
-        opening.find_model("bundled", revision="main")
+        hub.find_model("bundled", revision="main")
     monkeypatch.chdir(tmp_path)
     Path("novels-6m").mkdir()
-    assert opening.find_model("novels-6m") == Path("novels-6m")
+    assert hub.find_model("novels-6m") == Path("novels-6m")
 
 
 def test_the_command_refuses_a_share_of_a_gpu_that_is_not_there(folder, capsys):

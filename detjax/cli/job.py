@@ -119,10 +119,10 @@ def _check_pages(
     args: GenerateArgs, prompts: Sequence[Prompt], requests: Sequence[Request]
 ) -> None:
     """Refuse a completion that may not fit in the pages of one replica."""
-    from detjax.numerics import NumericsProfile
-
     if not args.cache_pages:
         return
+    from detjax.numerics import NumericsProfile
+
     page_len, room = NumericsProfile().attention_block, args.cache_pages // args.dp
     for prompt, request in zip(prompts, requests, strict=True):
         length = len(request.prompt_token_ids) + request.sampling.max_tokens

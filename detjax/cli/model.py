@@ -13,6 +13,7 @@ from detjax.cli.arguments import GPU_MEMORY_UTILIZATION, NO_CACHE, NO_CAST, Gene
 from detjax.cli.errors import InputError, bad_input
 from detjax.models.config import ModelConfig
 from detjax.models.tokenizer import Tokenizer
+from detjax.parallel.job_spec import find_job
 from detjax.parallel.watch import Watch
 from detjax.serving.config import EngineConfig
 from detjax.serving.metrics import EngineStats
@@ -103,7 +104,7 @@ def read_model_files(args: GenerateArgs) -> tuple[Path, ModelConfig, Tokenizer]:
         InputError: If the folder or a file in it is missing, broken or not known.
     """
     from detjax.models.hf_config import load_config
-    from detjax.opening import find_model
+    from detjax.models.hub import find_model
 
     with bad_input("--model: "):
         folder = find_model(args.model, revision=args.revision)
@@ -122,14 +123,20 @@ def open_model(args: GenerateArgs, folder: Path, progress: Progress, max_len: in
     Raises:
         InputError: If they do not go together, cannot run here, or the weights are broken.
     """
-    from detjax.models.identity import model_hash
-    from detjax.parallel.distributed import find_job, start_job
+    from detjax.models.weights.files import check_files
 
-    keep_compiled_programs(args.cache_dir)
+    with bad_input("--model: "):
+        check_files(folder)
     with bad_input():
         job = find_job(args.coordinator, args.num_processes, args.process_id)
-        if job is None:
-            return _open_model(args, folder, progress, max_len, num_processes=1)
+    keep_compiled_programs(args.cache_dir)
+    if job is None:
+        return _open_model(args, folder, progress, max_len, num_processes=1)
+
+    from detjax.models.identity import model_hash
+    from detjax.parallel.distributed import start_job
+
+    with bad_input():
         watch = start_job(job)
 
     def progress_of_job(what: str, done: int, total: int) -> None:
