@@ -2,7 +2,7 @@
 """Opening a model: its weights on the devices, kernels chosen by the hardware."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from detjax.models.abstract import why_unsupported
@@ -14,11 +14,9 @@ from detjax.models.weights.load import ignore_progress
 from detjax.numerics import NO_CAST, NumericsProfile
 from detjax.pallas_kernels.backend import Backend, choose_backend
 from detjax.parallel.mesh import configure_virtual_devices, devices_of_process, make_mesh
+from detjax.progress import Progress
 
 AUTO = "auto"
-
-Progress = Callable[[str, int, int], None]
-"""Told (what, done, total) while weights are loaded."""
 
 
 class MeshError(ValueError):

@@ -15,6 +15,7 @@ from detjax.models.config import ModelConfig
 from detjax.models.tokenizer import Tokenizer
 from detjax.parallel.job_spec import find_job
 from detjax.parallel.watch import Watch
+from detjax.progress import Progress
 from detjax.serving.config import EngineConfig
 from detjax.serving.metrics import EngineStats
 from detjax.serving.request import Completion, Request, TokenEvent
@@ -31,9 +32,6 @@ OWN_OPTIONS = frozenset(
     """.split()
 )
 """Options of a process alone, or compared as what comes of them: files, requests."""
-
-Progress = Callable[[str, int, int], None]
-"""Told (what, done, total) while weights are loaded."""
 
 
 @runtime_checkable

@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 
 from detjax import __version__
 from detjax.cli.arguments import (
-    BUNDLED,
     GROUPS,
     NO_CACHE,
     NO_CAST,
@@ -31,6 +30,7 @@ from detjax.cli.errors import (
     check_unicode,
 )
 from detjax.cli.receipts import check_can_sign
+from detjax.models.bundled import BUNDLED
 
 DESCRIPTION = """\
 Continue prompts with a Llama, Mistral or Qwen model. The token ids and the float32 logprobs of a

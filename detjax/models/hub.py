@@ -8,12 +8,11 @@ from pathlib import Path
 import huggingface_hub
 from huggingface_hub import errors as hub_errors
 
-from detjax.models.bundled import BUNDLED_NAME, bundled_model_path
+from detjax.models.bundled import BUNDLED, BUNDLED_NAME, bundled_model_path
 from detjax.models.folder_kind import check_kind
 from detjax.models.hf_config import load_config
 from detjax.models.weights.files import check_files
 
-BUNDLED = "bundled"
 MODEL_FILES = ("*.safetensors", "*.json", "tokenizer*", "*.jinja")
 OTHER_FILES = ("consolidated*", "*/*")  # a second copy of the weights; subfolders
 SMALL_FILES = ("*config.json",)

@@ -12,6 +12,7 @@ import time
 from functools import partial
 from pathlib import Path
 
+import rich.console
 import uvicorn
 
 from detjax.cli.errors import OK
@@ -20,6 +21,7 @@ from detjax.diverge.evidence import explain
 from detjax.llm import LLM
 from detjax.models.generation_config import default_sampling
 from detjax.parallel.job_spec import JobSpec
+from detjax.progress import show_progress
 from detjax.proof.signing import SigningKey
 from detjax.serve.app import make_app
 from detjax.serve.job import Leader
@@ -39,22 +41,27 @@ def open_llm(args: argparse.Namespace, num_processes: int = 1) -> LLM:
     """
     keep_compiled_programs(args.cache_dir)
     share = GPU_MEMORY_UTILIZATION if args.kv_memory is None else args.kv_memory
-    llm = LLM(
-        args.model,
-        revision=args.revision,
-        dtype=args.dtype,
-        cast_weights=args.cast_weights,
-        backend=args.backend,
-        tp=args.tp,
-        dp=args.dp,
-        generation_config=args.generation_config,
-        # WHY: on a GPU `LLM` lets prompts go first, and here others wait for their next token.
-        max_prefill_streak=0,
-        gpu_memory_utilization=share,
-        num_processes=num_processes,
-        cache_dir=None,
-        **engine_options(args),
-    )
+    console = rich.console.Console(stderr=True)
+    LOG.info("loading %s", args.model)
+    with show_progress("loading weights", console, LOG.info, in_bytes=True) as progress:
+        llm = LLM(
+            args.model,
+            revision=args.revision,
+            dtype=args.dtype,
+            cast_weights=args.cast_weights,
+            backend=args.backend,
+            tp=args.tp,
+            dp=args.dp,
+            generation_config=args.generation_config,
+            # WHY: on a GPU `LLM` lets prompts go first, and here others wait for their next token.
+            max_prefill_streak=0,
+            gpu_memory_utilization=share,
+            num_processes=num_processes,
+            cache_dir=None,
+            show_progress=False,
+            progress=progress,
+            **engine_options(args),
+        )
     if args.kv_memory is not None and llm.config.backend.platform == "cpu":
         raise ValueError(
             f"--kv-memory {args.kv_memory} is a share of a GPU's memory, and this server runs on "
@@ -64,7 +71,10 @@ def open_llm(args: argparse.Namespace, num_processes: int = 1) -> LLM:
     if num_processes == 1:  # the others of a job would have to run the same
         llm.engine.explain_differences(partial(explain, model=llm.model))
     if not args.no_compile:
-        llm.engine.compile(lambda what, done, total: LOG.info("compiled %d of %d", done, total))
+        begin_s = time.perf_counter()
+        with show_progress("compiling", console, LOG.info, then="checking programs") as progress:
+            llm.engine.compile(progress)
+        LOG.info("compiled and checked in %.1f s", time.perf_counter() - begin_s)
     return llm
 
 

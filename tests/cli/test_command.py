@@ -143,7 +143,7 @@ def test_an_engine_has_sizes_if_none_are_given():
 def test_options_and_the_code_that_imports_jax_have_the_same_constants():
     assert arguments.NO_CAST == numerics.NO_CAST
     assert arguments.GPU_MEMORY_UTILIZATION == sizing.GPU_MEMORY_UTILIZATION
-    assert (arguments.BUNDLED, arguments.AUTO) == (opening.BUNDLED, opening.AUTO)
+    assert arguments.AUTO == opening.AUTO
 
 
 def test_every_field_of_the_sampling_is_an_option():
