@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 
 import httpx
 import pytest
@@ -49,6 +50,33 @@ def test_from_start_to_sigterm_with_an_answer_under_way(tmp_path):
             assert "draining: 1 requests are open" in process.stderr.read()
         finally:
             process.kill()
+
+
+@pytest.mark.parametrize(
+    ("until", "number", "code"),
+    [
+        ("loading novels-6m", signal.SIGINT, 130),
+        ("pages, ", signal.SIGINT, 130),  # the model is loaded, and programs are compiled
+        ("pages, ", signal.SIGTERM, 143),
+        pytest.param("ready: ", signal.SIGINT, 0, marks=pytest.mark.slow),
+        pytest.param("ready: ", signal.SIGTERM, 0, marks=pytest.mark.slow),
+    ],
+)
+def test_a_signal_ends_a_server_without_open_requests_at_once(until, number, code):
+    """A compiler does not look up from its work: it takes seconds more, and nobody waits for it."""
+    options = ["--port", "0", "--cache-dir", "none", "--max-len", "256"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "detjax.serve", *options], stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        while until not in process.stderr.readline():
+            assert process.poll() is None
+        sent_s = time.monotonic()
+        process.send_signal(number)
+        rest = process.stderr.read()
+        assert process.wait() == code, rest
+        assert time.monotonic() - sent_s < 3  # one, on a machine that does nothing else
+    assert "Traceback" not in rest and "ready" not in rest
 
 
 @pytest.mark.parametrize(
