@@ -80,7 +80,8 @@ def run(args: GenerateArgs, *, open_model: OpensModel) -> int:
             extras=job.extras,
         ),
         display=display,
-        is_live=args.format == "text" and sys.stdout.isatty(),
+        # Elsewhere than on a terminal text and lines of progress may go into one file.
+        is_live=args.format == "text" and (sys.stdout.isatty() or not display.is_terminal),
         tracer=timeline if args.trace else NO_TRACE,
     )
     stats = report.run_stats(first, load_s)

@@ -20,6 +20,11 @@ class Display:
         self._status = self._console.status("")
         self._heartbeat = Heartbeat(self.line)
 
+    @property
+    def is_terminal(self) -> bool:
+        """Whether there is one."""
+        return self._console.is_terminal
+
     def facts(self, facts: Mapping[str, str]) -> None:
         """Write a line for each: its name, and what it is."""
         for name, value in facts.items():
