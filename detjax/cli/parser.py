@@ -123,6 +123,10 @@ class _Parser(argparse.ArgumentParser):
         raise InputError(message.removeprefix("argument ") + hint)
 
 
+_OTHER_NAMES = {"tp": ["--tensor-parallel-size"], "batch_size": ["--max-num-seqs"]}
+"""vLLM's names of options that mean the same."""
+
+
 def make_parser() -> argparse.ArgumentParser:
     """Make the parser from the fields of `GenerateArgs`. It sets only what was given."""
     parser = _Parser(
@@ -147,8 +151,8 @@ def make_parser() -> argparse.ArgumentParser:
         else:
             parse = described["type"] if default is None else type(default)
             kind = {"type": parse, **described["shown"]}
-        name = "--" + option.name.replace("_", "-")
-        groups[described["group"]].add_argument(name, help=described["help"], **kind)
+        names = ["--" + option.name.replace("_", "-"), *_OTHER_NAMES.get(option.name, ())]
+        groups[described["group"]].add_argument(*names, help=described["help"], **kind)
     return parser
 
 

@@ -68,15 +68,21 @@ def make_parser() -> argparse.ArgumentParser:
     engine.add_argument("--mode", choices=MODES, default="invariant",
                         help="fast makes no claim, and refuses deterministic requests")  # fmt: skip
     engine.add_argument("--backend", choices=("auto", "portable", "sm90"), default="auto")
-    engine.add_argument("--tp", type=int, default=1, help="GPUs that share each layer")
+    engine.add_argument(
+        "--tp", "--tensor-parallel-size", type=int, default=1, help="GPUs that share each layer"
+    )
     engine.add_argument("--dp", type=int, default=1, help="replicas")
-    engine.add_argument("--max-len", type=int, help="most tokens of a prompt and its answer")
-    engine.add_argument("--batch-size", type=int, help="sequences that run at once")
+    engine.add_argument(
+        "--max-len", "--max-model-len", type=int, help="most tokens of a prompt and its answer"
+    )
+    engine.add_argument(
+        "--batch-size", "--max-num-seqs", type=int, help="sequences that run at once"
+    )
     engine.add_argument("--decode-batches", type=int, nargs="+", metavar="N",
                         help="smaller batches that a decode step is compiled for, too")  # fmt: skip
     engine.add_argument("--max-waiting", type=int, default=4096,
                         help="sequences that may wait; more are answered with 429")  # fmt: skip
-    engine.add_argument("--kv-memory", type=float, metavar="SHARE",
+    engine.add_argument("--kv-memory", "--gpu-memory-utilization", type=float, metavar="SHARE",
                         help="of the GPU's memory, for weights and cache together (default: 0.9); "
                         "not on a CPU")  # fmt: skip
     engine.add_argument("--self-check", choices=SELF_CHECKS, default="always",

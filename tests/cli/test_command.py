@@ -17,6 +17,7 @@ import detjax
 from detjax import generate, numerics, opening, sizing
 from detjax.cli import arguments, errors, model
 from detjax.cli.arguments import GenerateArgs
+from detjax.cli.parser import parse_args
 from detjax.serving.config import EngineConfig
 from detjax.serving.request import Request, SamplingParams
 
@@ -144,6 +145,11 @@ def test_options_and_the_code_that_imports_jax_have_the_same_constants():
     assert arguments.NO_CAST == numerics.NO_CAST
     assert arguments.GPU_MEMORY_UTILIZATION == sizing.GPU_MEMORY_UTILIZATION
     assert arguments.AUTO == opening.AUTO
+
+
+def test_options_have_the_names_of_vllm_too():
+    args = parse_args(["--prompt", "a", "--tensor-parallel-size", "2", "--max-num-seqs", "7"])
+    assert (args.tp, args.batch_size) == (2, 7)
 
 
 def test_every_field_of_the_sampling_is_an_option():

@@ -12,7 +12,7 @@ import time
 import httpx
 import pytest
 
-from detjax.serve.__main__ import main
+from detjax.serve.__main__ import main, make_parser
 
 BODY = {"model": "novels-6m", "prompt": "The old house by the sea", "temperature": 0}
 
@@ -94,6 +94,12 @@ def test_bad_options_end_before_a_model_is_loaded(argv, text, capsys):
     with pytest.raises(SystemExit) as ended:
         main(argv)
     assert ended.value.code == 2 and text in capsys.readouterr().err
+
+
+def test_options_have_the_names_of_vllm_too():
+    argv = "--max-model-len 9 --tensor-parallel-size 2 --gpu-memory-utilization 0.5".split()
+    args = make_parser().parse_args([*argv, "--max-num-seqs", "7"])
+    assert (args.max_len, args.tp, args.kv_memory, args.batch_size) == (9, 2, 0.5, 7)
 
 
 def test_an_address_that_is_taken_is_one_line(capsys):
