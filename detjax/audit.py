@@ -9,11 +9,13 @@ and every float32 logprob must be the receipt's.
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from detjax.cli.receipts import add_options, run_command
-from detjax.proof.receipt import Receipt
 from detjax.proof.windows import MOST_WINDOW, audit_options, longest_first
+
+if TYPE_CHECKING:  # imports JAX
+    from detjax.proof.receipt import Receipt
 
 EXAMPLES = """\
 examples:
@@ -40,10 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.window is not None and args.window < 1:
         parser.error(f"--window {args.window} must be at least 1")
 
-    def answer_lens(receipts: Sequence[Receipt]) -> list[int]:
+    def answer_lens(receipts: Sequence["Receipt"]) -> list[int]:
         return [len(receipt.token_ids) for receipt in receipts]
 
-    def engine_options(receipts: Sequence[Receipt]) -> dict[str, Any]:
+    def engine_options(receipts: Sequence["Receipt"]) -> dict[str, Any]:
         prompt_lens = [len(receipt.prompt_token_ids) for receipt in receipts]
         return audit_options(answer_lens(receipts), prompt_lens, window=args.window)
 

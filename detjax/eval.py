@@ -7,10 +7,13 @@ own choice, which changes no answer:
     python -m detjax.eval --tasks gsm8k --model_args model=Qwen/Qwen3-0.6B,tp=2 --batch_size 64
 """
 
+import argparse
 import sys
 from collections.abc import Sequence
 
 from detjax.cli.errors import BAD_INPUT, OK
+from detjax.models.bundled import BUNDLED_NAME
+from detjax.models.hub import check_model
 
 _SUBCOMMANDS = ("run", "ls", "validate")
 
@@ -18,6 +21,13 @@ _SUBCOMMANDS = ("run", "ls", "validate")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the harness's command line."""
     args = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if (model := model_of(args)) is not None:
+            name, revision = model
+            check_model(name, revision=revision)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_INPUT
     try:
         from lm_eval._cli import HarnessCLI
         from lm_eval.utils import setup_logging
@@ -34,6 +44,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         sys.argv = before
     return OK
+
+
+def model_of(args: Sequence[str]) -> tuple[str, str | None] | None:
+    """The name and the revision in --model_args; None where another model is asked for."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--model", "-M", default="detjax")
+    parser.add_argument("--model_args", "-a", nargs="*", default=[])
+    known, rest = parser.parse_known_args(args)
+    if known.model != "detjax" or {"-h", "--help", "--config", "-C", *_SUBCOMMANDS[1:]} & set(rest):
+        return None
+    pairs = (pair.partition("=") for part in known.model_args for pair in part.split(","))
+    given = {name: value for name, _, value in pairs}
+    return given.get("model", BUNDLED_NAME), given.get("revision")
 
 
 def with_defaults(args: Sequence[str]) -> list[str]:

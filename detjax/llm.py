@@ -18,13 +18,16 @@ import rich.console
 import rich.progress
 
 from detjax.kept_programs import keep_programs_of_build
-from detjax.models.bundled import BUNDLED_NAME, bundled_model_path
+from detjax.models.bundled import BUNDLED, BUNDLED_NAME, bundled_model_path
 from detjax.models.config import ModelConfig
 from detjax.models.generation_config import default_sampling
+from detjax.models.hub import find_model
 from detjax.models.tokenizer import Tokenizer
+from detjax.models.weights.load import ignore_progress
 from detjax.numerics import NO_CAST, NumericsProfile
-from detjax.opening import AUTO, BUNDLED, Progress, find_model, load_on_devices
+from detjax.opening import AUTO, load_on_devices
 from detjax.pallas_kernels.backend import Backend
+from detjax.progress import Progress
 from detjax.proof.identity import Identifier, Identity
 from detjax.proof.receipt import Receipt
 from detjax.serving.config import EngineConfig
@@ -62,6 +65,7 @@ def describe(
     backend_reason: str,
     dp: int,
     tp: int,
+    cache_bytes: int,
 ) -> dict[str, str]:
     """Return what runs, and what decides its bits, as lines for people."""
     cast = "" if weight_cast == NO_CAST else f" (cast from {weight_cast})"
@@ -76,6 +80,7 @@ def describe(
         "mesh": f"dp {dp} x tp {tp}",
         "batch": f"{engine.batch_size} at once, prompts in chunks of {engine.prefill_chunk} "
         f"tokens, room for {engine.max_len}",
+        "cache": f"{engine.num_pages} pages, {cache_bytes / 2**30:.2f} GiB",
     }
 
 
@@ -128,8 +133,8 @@ class LLMConfig:
             backend_reason=self.backend_reason,
             dp=self.dp,
             tp=self.tp,
+            cache_bytes=self.cache_bytes,
         )
-        facts["cache"] = f"{self.engine.num_pages} pages, {self.cache_bytes / 2**30:.2f} GiB"
         return "\n".join(f"{name:<11} {value}" for name, value in facts.items())
 
 
@@ -187,6 +192,7 @@ class LLM:
         cache_dir: str | Path | None = AUTO,
         num_processes: int = 1,
         show_progress: bool = True,
+        progress: Progress = ignore_progress,
         **engine_options: Any,
     ):
         """Load the model and allocate the cache.
@@ -226,6 +232,7 @@ class LLM:
             num_processes: Of the job that this process has joined (`start_job`); all of them make
                 the same `LLM` and make the same calls.
             show_progress: Show bars on standard error, where it is a terminal.
+            progress: Told (what, bytes done, bytes in all) while the weights are loaded.
             engine_options: Other fields of `EngineConfig`, such as `decode_steps`.
 
         Raises:
@@ -248,7 +255,7 @@ class LLM:
         self.default_sampling = SamplingParams(**recommended)
         self._show_progress = show_progress
         self.tokenizer = tokenizer = Tokenizer.from_folder(folder)
-        with self._loading() as progress:
+        with self._loading(progress) as told:
             self.model, reason = load_on_devices(
                 folder,
                 profile=profile,
@@ -256,7 +263,7 @@ class LLM:
                 dp=dp,
                 tp=tp,
                 cast_weights=cast_weights,
-                progress=progress,
+                progress=told,
                 num_processes=num_processes,
             )
         sizes = {
@@ -471,12 +478,13 @@ class LLM:
             yield bar
 
     @contextlib.contextmanager
-    def _loading(self) -> Iterator[Progress]:
+    def _loading(self, tell: Progress) -> Iterator[Progress]:
         with self._bar() as bar:
             task = bar.add_task("load", total=None)
 
             def progress(what: str, done: int, total: int) -> None:
                 bar.update(task, description=what, completed=done, total=total)
+                tell(what, done, total)
 
             yield progress
 

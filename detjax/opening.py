@@ -1,49 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Opening a model: its folder, and its weights on the devices, kernels chosen by the hardware."""
+"""Opening a model: its weights on the devices, kernels chosen by the hardware."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from detjax.models.abstract import why_unsupported
-from detjax.models.bundled import BUNDLED_NAME, bundled_model_path
 from detjax.models.decoder import check_mesh
 from detjax.models.hf_config import load_config
-from detjax.models.hub import resolve_model
 from detjax.models.loading import LoadedModel, load_model
 from detjax.models.params import check_tp
 from detjax.models.weights.load import ignore_progress
 from detjax.numerics import NO_CAST, NumericsProfile
 from detjax.pallas_kernels.backend import Backend, choose_backend
 from detjax.parallel.mesh import configure_virtual_devices, devices_of_process, make_mesh
+from detjax.progress import Progress
 
-BUNDLED = "bundled"
 AUTO = "auto"
-
-Progress = Callable[[str, int, int], None]
-"""Told (what, done, total) while weights are loaded."""
 
 
 class MeshError(ValueError):
     """dp and tp do not go with the model, its numerics or the devices."""
-
-
-def find_model(name: str | Path, *, revision: str | None = None) -> Path:
-    """Return the folder of a model.
-
-    Args:
-        name: A folder, a Hugging Face id, or `bundled` or `novels-6m`: the small model that comes
-            with the package. A folder of the second name comes first.
-        revision: Branch, tag or commit of a Hugging Face id; None takes its main branch.
-
-    Raises:
-        FileNotFoundError, PermissionError, ValueError: As `resolve_model` says.
-    """
-    if name == BUNDLED or (str(name) == BUNDLED_NAME and not Path(name).exists()):
-        if revision is not None:
-            raise ValueError(f"{revision=} has no meaning for the bundled model; leave it out")
-        return bundled_model_path()
-    return resolve_model(str(name), revision=revision)
 
 
 def load_on_devices(

@@ -7,11 +7,14 @@ Every token and every float32 logprob must have the same bits.
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from detjax.cli.receipts import add_options, run_command
-from detjax.proof.receipt import Receipt
+
+if TYPE_CHECKING:  # imports JAX
+    from detjax.proof.receipt import Receipt
 
 EXAMPLES = """\
 examples:
@@ -36,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--shuffle", type=int, metavar="SEED", help="ask in another order")
     args = parser.parse_args(argv)
 
-    def order(receipts: Sequence[Receipt]) -> Sequence[int]:
+    def order(receipts: Sequence["Receipt"]) -> Sequence[int]:
         if args.shuffle is None:
             return range(len(receipts))
         return np.random.default_rng(args.shuffle).permutation(len(receipts)).tolist()

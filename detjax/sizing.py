@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes of an engine that nobody has asked for: batches, chunks and the cache, by the hardware."""
+"""Sizes of an engine that nobody has asked for: by the hardware, and by the work if it is known."""
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -11,19 +10,18 @@ from detjax.parallel.distributed import least_of_processes
 from detjax.parallel.mesh import DP_AXIS
 from detjax.serving.config import EngineConfig
 from detjax.serving.memory import pages_that_fit
+from detjax.serving.work import Work
 
 GPU_MEMORY_UTILIZATION = 0.9
 
-_CPU_SIZES: dict[str, Any] = {"batch_size": 8, "prefill_chunk": 64}
+_CPU_CHUNK, _GPU_CHUNK = 64, 512
+_LEAST_CHUNK = 64
+_PROMPTS_AT_ONCE = 4  # of a second shape of prefill, on a GPU
 # WHY: offline work of Llama-3.1-8B shapes: 6,783 generated tokens a second with a streak of 64,
 # 6,412 without one (H200, 2026-11).
-_GPU_SIZES: dict[str, Any] = {
-    "batch_size": 256,
-    "prefill_chunk": 512,
-    "prefill_shapes": ((4, 512),),
-    "max_prefill_streak": 64,
-}
-_GPU_DECODE_BATCHES = (1, 8, 16, 64, 128, 256)
+_PREFILL_STREAK = 64
+_CPU_BATCHES = (1, 8)
+_GPU_BATCHES = (1, 8, 16, 64, 128, 256)
 # WHY: two decode steps of 256 sequences read the weights twice. A model of the schedule with the
 # kernels' times says 0.97 of the time of 256 slots for 512 x (512 + 128) tokens, and 0.94 for a
 # trace's lengths.
@@ -32,79 +30,99 @@ _OFFLINE_PAGES = 8  # of each of so many sequences: fewer would wait for pages, 
 
 
 def choose_sizes(
-    model: LoadedModel, asked: Mapping[str, Any], *, gpu_memory_utilization: float
+    model: LoadedModel,
+    asked: Mapping[str, Any],
+    *,
+    gpu_memory_utilization: float,
+    work: Work | None = None,
 ) -> EngineConfig:
     """Return what an engine of this model is told at its start.
 
+    `LLM`, the server and the command all size their engines here. The processes of a job call this
+    together.
+
     Args:
         model: Loaded, on its mesh.
-        asked: Fields of `EngineConfig`; the others are chosen by the hardware.
+        asked: Fields of `EngineConfig`; the others are chosen.
         gpu_memory_utilization: As `LLM` has it.
+        work: What the engine will be asked, if that is known: sequences, chunks, lengths and pages
+            are no more than it needs.
 
     Raises:
         ValueError: If a value is out of range, or the cache does not hold `max_len` tokens.
     """
-    dp, page_len = model.mesh.shape[DP_AXIS], model.profile.attention_block
+    dp, is_gpu = model.mesh.shape[DP_AXIS], model.backend.platform == "gpu"
     context = model.config.max_position_embeddings
-    is_gpu = model.backend.platform == "gpu"
-    sizes = dict(_GPU_SIZES if is_gpu else _CPU_SIZES)
-    sizes["batch_size"] *= dp
-    if "prefill_chunk" in asked:
-        sizes.pop("prefill_shapes", None)
-    # Checked with a cache of any size, before anything is divided by what was asked for.
-    config = EngineConfig(**{"max_len": context, **sizes, **asked})
+    # Checked with as many sequences as may be, before anything is divided by what was asked for.
+    checked = EngineConfig(**{"max_len": context, "batch_size": 2**16, **asked})
     # Processes of a job may have unlike memory free, and need one number of pages.
-    fitting = config.num_pages or least_of_processes(
+    fitting = checked.num_pages or least_of_processes(
         pages_that_fit(
             model,
             gpu_memory_utilization=gpu_memory_utilization,
-            draft_weights=config.draft_weights,
+            draft_weights=checked.draft_weights,
         )
     )
-    # Whoever says how long prompts go first, as a server does, has latencies in mind.
-    is_offline = is_gpu and not {"batch_size", "max_prefill_streak"} & asked.keys()
-    if is_offline and fitting // dp >= _OFFLINE_BATCH * _OFFLINE_PAGES:
-        config = dataclasses.replace(config, batch_size=_OFFLINE_BATCH * dp)
-    max_len = asked.get("max_len", min(context, fitting // dp * page_len))
-    num_pages = fitting
-    if not is_gpu and not config.num_pages:
-        num_pages = min(fitting, config.batch_size * math.ceil(max_len / page_len))
-    decode_batches = config.decode_batches
-    if is_gpu and "decode_batches" not in asked:
-        batches = (batch * dp for batch in _GPU_DECODE_BATCHES)
-        decode_batches = tuple(batch for batch in batches if batch < config.batch_size)
-    config = dataclasses.replace(
-        config, max_len=max_len, num_pages=num_pages, decode_batches=decode_batches
-    )
+    max_len = min(context, fitting // dp * model.profile.attention_block)
+    if work is not None:
+        # What was rounded up may shrink to what fits; the work itself may not.
+        max_len = max(work.longest, min(max_len, work.max_len(context)))
+    sizes: dict[str, Any] = {"max_len": max_len, **asked}
+    if "batch_size" not in asked:
+        # Whoever says how long prompts go first, as a server does, has latencies in mind.
+        is_offline = is_gpu and "max_prefill_streak" not in asked
+        pages = min(_OFFLINE_PAGES, _pages_of(model, sizes["max_len"]))
+        has_room = fitting // dp >= _OFFLINE_BATCH * pages
+        batches = _GPU_BATCHES if is_gpu else _CPU_BATCHES
+        batches += (_OFFLINE_BATCH,) if is_offline and has_room else ()
+        sizes["batch_size"] = dp * _fewest(batches, work, dp)
+    sizes["prefill_chunk"] = _chunk(asked, work, is_gpu=is_gpu, max_len=sizes["max_len"])
+    if is_gpu:
+        sizes = _gpu_shapes(sizes, is_chunk_asked="prefill_chunk" in asked, dp=dp) | sizes
+    if not checked.num_pages:
+        sizes["num_pages"] = _num_pages(model, sizes, fitting, is_gpu=is_gpu, work=work)
+    config = EngineConfig(**sizes)
     check_longest(model, config)
     return config
 
 
-def size_cache(
-    model: LoadedModel,
-    config: EngineConfig,
-    *,
-    gpu_memory_utilization: float = GPU_MEMORY_UTILIZATION,
-) -> EngineConfig:
-    """Return `config` with a cache that fits, where it does not say how large.
+def _fewest(batches: tuple[int, ...], work: Work | None, dp: int) -> int:
+    """Sequences at once on a replica: the most, or fewer that the work has not more than."""
+    if work is None:
+        return batches[-1]
+    wanted = math.ceil(work.num_sequences / dp)
+    return next((batch for batch in batches if batch >= wanted), batches[-1])
 
-    The cache that holds `batch_size` sequences of `max_len` where there is room for it, else as
-    many pages as there is room for. No bit depends on it.
 
-    Raises:
-        ValueError: If not even one sequence of `max_len` fits on a replica.
-    """
-    if config.num_pages:
-        return config
-    fitting = pages_that_fit(
-        model,
-        gpu_memory_utilization=gpu_memory_utilization,
-        draft_weights=config.draft_weights,
-    )
-    enough = config.batch_size * _pages_of(model, config.max_len)
-    sized = dataclasses.replace(config, num_pages=min(fitting, enough))
-    check_longest(model, sized)
-    return sized
+def _chunk(asked: Mapping[str, Any], work: Work | None, *, is_gpu: bool, max_len: int) -> int:
+    """Tokens of a prefill: no more than the longest prompt needs, rounded up to share programs."""
+    longest = max_len if work is None else work.longest_prompt
+    enough = max(_LEAST_CHUNK, 1 << (longest - 1).bit_length())
+    return min(asked.get("prefill_chunk", _GPU_CHUNK if is_gpu else _CPU_CHUNK), enough)
+
+
+def _gpu_shapes(sizes: Mapping[str, Any], *, is_chunk_asked: bool, dp: int) -> dict[str, Any]:
+    """What a GPU has beside the shapes of every engine."""
+    batch_size = sizes["batch_size"]
+    shapes = {
+        "decode_batches": tuple(n * dp for n in _GPU_BATCHES if n * dp < batch_size),
+        "max_prefill_streak": _PREFILL_STREAK,
+    }
+    if not is_chunk_asked and batch_size >= _PROMPTS_AT_ONCE * dp:
+        shapes["prefill_shapes"] = ((_PROMPTS_AT_ONCE, sizes["prefill_chunk"]),)
+    return shapes
+
+
+def _num_pages(
+    model: LoadedModel, sizes: Mapping[str, Any], fitting: int, *, is_gpu: bool, work: Work | None
+) -> int:
+    """Pages over all replicas: what fits, and no more than can be used where that is known."""
+    if is_gpu and work is None:
+        return fitting  # prefixes stay in what is left
+    a_sequence = _pages_of(model, sizes["max_len"])
+    enough = min(fitting, sizes["batch_size"] * a_sequence)
+    # WHY: what fits is a courtesy on a CPU; `check_memory` knows what there is.
+    return enough if is_gpu or work is None else max(enough, model.mesh.shape[DP_AXIS] * a_sequence)
 
 
 def check_longest(model: LoadedModel, config: EngineConfig) -> None:

@@ -11,7 +11,8 @@ import asyncio
 import sys
 
 import detjax
-from detjax.parallel.distributed import JobSpec, start_job
+from detjax.parallel.distributed import start_job
+from detjax.parallel.job_spec import JobSpec
 from detjax.serving.replicated_engine import follow
 
 coordinator, num_processes, process_id = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])

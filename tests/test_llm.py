@@ -19,15 +19,19 @@ import numpy as np
 import pytest
 
 import detjax
-from detjax import generate, llm, opening, sizing
+from detjax import generate, llm, sizing
+from detjax.models import hub
 from detjax.models.bundled import bundled_model_path
 from detjax.models.hf_config import load_config
 from detjax.models.tokenizer import Tokenizer, read_eos_id
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
-from detjax.serving import memory
+from detjax.serving import engine, memory
+from detjax.serving.config import EngineConfig
+from detjax.serving.engine import Engine
 from detjax.serving.request import FinishReason, Request
 from detjax.serving.text import CompletionOutput
+from detjax.serving.work import Work
 from detjax.testing.folders import write_model_folder
 
 CONTEXT = 256
@@ -322,41 +326,139 @@ def test_room_that_differs_by_a_little_holds_the_same_number_of_pages(toy, monke
     assert found == [3 * step // a_page] * 3 + [4 * step // a_page]
 
 
+@pytest.fixture
+def gpu(toy, monkeypatch) -> Callable[..., EngineConfig]:
+    """Choose sizes for a GPU on which so many pages fit: (fitting, asked, work=, dp=)."""
+    long = dataclasses.replace(toy.model.config, max_position_embeddings=4096)
+
+    def choose(fitting: int, asked: dict, *, work: Work | None = None, dp: int = 1) -> EngineConfig:
+        monkeypatch.setattr(sizing, "pages_that_fit", lambda *_, **__: fitting)
+        model = dataclasses.replace(
+            toy.model, backend=Backend.SM90, config=long, mesh=make_mesh(dp, 1)
+        )
+        return sizing.choose_sizes(model, asked, gpu_memory_utilization=0.9, work=work)
+
+    return choose
+
+
 @pytest.mark.parametrize(
     ("fitting", "asked", "batch_size"),
     [
         (4096, {}, 512),
         (4095, {}, 256),
+        (1024, {"max_len": 256}, 512),  # nobody has more than two pages
+        (1023, {"max_len": 256}, 256),
         (4096, {"max_prefill_streak": 0}, 256),  # as a server asks
         (4096, {"batch_size": 32}, 32),
     ],
 )
-def test_the_slots_of_a_gpu_follow_its_memory(toy, monkeypatch, fitting, asked, batch_size):
-    monkeypatch.setattr(sizing, "pages_that_fit", lambda *_, **__: fitting)
-    model = dataclasses.replace(toy.model, backend=Backend.SM90)
-    sizes = sizing.choose_sizes(model, asked, gpu_memory_utilization=0.9)
+def test_the_slots_of_a_gpu_follow_its_memory(gpu, fitting, asked, batch_size):
+    sizes = gpu(fitting, asked)
     assert (sizes.batch_size, sizes.num_pages) == (batch_size, fitting)
     assert sizes.decode_batches == tuple(b for b in (1, 8, 16, 64, 128, 256) if b < batch_size)
 
 
-def test_the_command_sizes_a_cache_as_the_llm_does(toy, monkeypatch):
-    asked = dataclasses.replace(toy.config.engine, num_pages=0)
-    assert sizing.size_cache(toy.model, asked).num_pages == 16
-    assert sizing.size_cache(toy.model, toy.config.engine) is toy.config.engine
-    monkeypatch.setattr(memory, "CPU_CACHE_BYTES", 5 * memory.cache_bytes(toy.model, 1))
-    assert sizing.size_cache(toy.model, asked).num_pages == 5
-    monkeypatch.setattr(memory, "CPU_CACHE_BYTES", memory.cache_bytes(toy.model, 1))
+@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize("fitting", [6000, 3000])
+def test_many_prompts_of_one_command_run_as_those_of_an_llm(gpu, fitting, dp):
+    """The LLM is told the length; the command counts it."""
+    work = Work(num_sequences=512 * dp, longest=1024, longest_prompt=900)
+    of_command = gpu(fitting * dp, {}, work=work, dp=dp)
+    assert of_command == dataclasses.replace(
+        gpu(fitting * dp, {"max_len": 1024}, dp=dp),
+        num_pages=min(fitting, of_command.batch_size // dp * 8) * dp,
+    )
+    assert of_command.batch_size == (512 if fitting == 6000 else 256) * dp
+    assert (of_command.prefill_chunk, of_command.max_prefill_streak) == (512, 64)
+    assert of_command.prefill_shapes == ((4, 512),)
+
+
+@pytest.mark.parametrize(
+    ("num_sequences", "batch_size", "decode_batches"),
+    [
+        (1, 1, ()),
+        (2, 8, (1,)),
+        (17, 64, (1, 8, 16)),
+        (256, 256, (1, 8, 16, 64, 128)),
+        (257, 512, (1, 8, 16, 64, 128, 256)),
+        (9999, 512, (1, 8, 16, 64, 128, 256)),
+    ],
+)
+def test_less_work_is_done_with_fewer_slots_and_pages(
+    gpu, num_sequences, batch_size, decode_batches
+):
+    work = Work(num_sequences=num_sequences, longest=300, longest_prompt=5)
+    sizes = gpu(6000, {}, work=work)
+    assert (sizes.batch_size, sizes.decode_batches) == (batch_size, decode_batches)
+    assert (sizes.max_len, sizes.num_pages) == (512, 4 * batch_size)
+    assert sizes.prefill_chunk == 64
+    assert sizes.prefill_shapes == (((4, 64),) if batch_size > 4 else ())
+
+
+def test_what_is_asked_for_wins_over_what_the_work_needs(gpu):
+    work = Work(num_sequences=1, longest=300, longest_prompt=300)
+    asked = {"batch_size": 32, "prefill_chunk": 3, "max_len": 2048, "num_pages": 77}
+    sizes = gpu(6000, asked, work=work)
+    assert {name: getattr(sizes, name) for name in asked} == asked
+    assert sizes.prefill_shapes == ()
+
+
+def test_a_chunk_is_no_longer_than_a_prompt_needs(gpu):
+    work = Work(num_sequences=1, longest=300, longest_prompt=65)
+    chunks = [gpu(6000, {"prefill_chunk": n}, work=work).prefill_chunk for n in (10**6, 64, 5)]
+    assert chunks == [128, 64, 5]
+    assert gpu(6000, {"prefill_chunk": 10**6}).prefill_chunk == 4096
+
+
+def test_lengths_that_were_rounded_up_shrink_to_the_cache_and_the_work_does_not(gpu):
+    work = Work(num_sequences=9, longest=600, longest_prompt=65)
+    assert gpu(8, {}, work=work).max_len == 1024
+    assert gpu(6, {}, work=work).max_len == 768
+    with pytest.raises(ValueError, match="max_len=600 takes 5 pages of 128 tokens"):
+        gpu(4, {}, work=work)
+
+
+def test_a_cpu_gives_one_long_sequence_room_beyond_its_usual_cache(toy, monkeypatch):
+    a_page = memory.cache_bytes(toy.model, 1)
+    monkeypatch.setattr(memory, "CPU_CACHE_BYTES", a_page)
+    work = Work(num_sequences=20, longest=200, longest_prompt=5)
+    sizes = sizing.choose_sizes(toy.model, {}, gpu_memory_utilization=0.9, work=work)
+    assert sizes.num_pages == 2
     with pytest.raises(ValueError, match="max_len=256 takes 2 pages"):
-        sizing.size_cache(toy.model, asked)
+        sizing.choose_sizes(toy.model, {"max_len": 256}, gpu_memory_utilization=0.9)
+
+
+@pytest.mark.parametrize(("num_prompts", "batch_size"), [(1, 1), (2, 8), (30, 8)])
+def test_the_command_sizes_its_engine_by_its_prompts(
+    folder, toy, monkeypatch, capsys, num_prompts, batch_size
+):
+    made: list[EngineConfig] = []
+
+    class Noted(Engine):
+        def __init__(self, model, config, **options):
+            made.append(config)
+            super().__init__(model, config, **options)
+
+    monkeypatch.setattr(engine, "Engine", Noted)
+    prompts = [part for i in range(num_prompts) for part in ("--prompt", f"a{i}")]
+    options = ["--model", str(folder), "--cache-dir", "none", "--max-tokens", "4"]
+    assert generate.main([*options, *prompts]) == 0
+    (config,) = made
+    work = Work(num_sequences=num_prompts, longest=8, longest_prompt=4)
+    assert config == sizing.choose_sizes(toy.model, {}, gpu_memory_utilization=0.9, work=work)
+    assert (config.batch_size, config.num_pages) == (batch_size, 2 * batch_size)
+    err = capsys.readouterr().err
+    assert f"{batch_size} at once, prompts in chunks of 64 tokens, room for 256" in err
+    assert f"{2 * batch_size} pages" in err
 
 
 def test_the_bundled_model_has_a_name_and_a_folder_of_that_name_comes_first(tmp_path, monkeypatch):
-    assert opening.find_model("novels-6m") == opening.find_model("bundled") == bundled_model_path()
+    assert hub.find_model("novels-6m") == hub.find_model("bundled") == bundled_model_path()
     with pytest.raises(ValueError, match="revision='main' has no meaning for the bundled model"):
-        opening.find_model("bundled", revision="main")
+        hub.find_model("bundled", revision="main")
     monkeypatch.chdir(tmp_path)
     Path("novels-6m").mkdir()
-    assert opening.find_model("novels-6m") == Path("novels-6m")
+    assert hub.find_model("novels-6m") == Path("novels-6m")
 
 
 def test_the_command_refuses_a_share_of_a_gpu_that_is_not_there(folder, capsys):

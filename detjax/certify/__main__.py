@@ -16,6 +16,8 @@ from rich.live import Live
 from detjax import __version__
 from detjax.certify.restart import NewProcess, new_process
 from detjax.cli.errors import BAD_INPUT, BITS_DIFFER, OK, one_line
+from detjax.models.hf_config import config_from_hf
+from detjax.models.hub import check_model
 from detjax.serving.config import MODES
 
 EXAMPLES = """\
@@ -75,17 +77,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     parser = make_parser()
     args = parser.parse_args(given)
-    for name in ("tp", "dp", "devices"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name} {getattr(args, name)} must be at least 1")
+    for name in ("tp", "dp", "devices", "max_len", "batch_size", "prefill_chunk", "decode_steps"):
+        if (value := getattr(args, name)) is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')} {value} must be at least 1")
     for path in (args.json, args.html):
         if path is not None and not path.absolute().parent.is_dir():
             parser.error(f"{path}: there is no folder {path.absolute().parent}")
     try:
+        if not args.answers:
+            _check_given(args)
         return _run(args, given)
     except (ValueError, OSError, NotImplementedError) as error:
         print(f"error: {one_line(str(error))}", file=sys.stderr)
         return BAD_INPUT
+
+
+def _check_given(args: argparse.Namespace) -> None:
+    """Refuse a model and sizes that cannot be, before JAX starts, here and in a new process."""
+    if args.random_weights is None:
+        check_model(args.model, revision=args.revision)
+    else:
+        config_from_hf(json.loads(Path(args.random_weights).read_text()))
+    if not 0 < args.kv_memory <= 1:
+        raise ValueError(f"--kv-memory {args.kv_memory} must be above 0 and at most 1")
 
 
 def _run(args: argparse.Namespace, given: Sequence[str]) -> int:

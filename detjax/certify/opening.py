@@ -13,10 +13,11 @@ from detjax.certify.subject import Subject, config_on
 from detjax.models.abstract import why_unsupported
 from detjax.models.decoder import check_mesh
 from detjax.models.hf_config import config_from_hf
+from detjax.models.hub import find_model
 from detjax.models.loading import LoadedModel, random_model
 from detjax.models.params import check_tp
 from detjax.numerics import Build, NumericsProfile
-from detjax.opening import find_model, load_on_devices
+from detjax.opening import load_on_devices
 from detjax.pallas_kernels.backend import Backend, choose_backend
 from detjax.parallel.mesh import configure_virtual_devices, make_mesh
 

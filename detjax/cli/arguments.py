@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from detjax.cli.errors import BITS_DIFFER, InputError, bad_input
+from detjax.models.bundled import BUNDLED
 from detjax.pallas_kernels.backend import Backend
 from detjax.serving.config import DRAFT_WEIGHTS, MODES, SELF_CHECKS, EngineConfig
 from detjax.serving.request import LOGPROBS_MODES, SamplingParams
 from detjax.serving.structured_output import FORMS, StructuredOutput
 from detjax.source import default_cache_dir
 
-BUNDLED = "bundled"
 NO_CACHE = "none"
 NO_CAST = "none"  # that of detjax.numerics, which imports JAX
 AUTO = "auto"  # that of detjax.opening, which imports JAX
@@ -280,8 +280,23 @@ class GenerateArgs:
     process_id: int | None = _option(
         None, _SCHEDULE, "which of them this is, from 0", metavar="I", type=int
     )
-    batch_size: int = _field(EngineConfig, "batch_size", _SCHEDULE)
-    prefill_chunk: int = _field(EngineConfig, "prefill_chunk", _SCHEDULE)
+    batch_size: int | None = _field(
+        EngineConfig,
+        "batch_size",
+        _SCHEDULE,
+        default=None,
+        default_text="as many as there are completions, up to 8 a replica on a CPU, 512 on a GPU, "
+        "256 where its memory is small",
+        type=int,
+    )
+    prefill_chunk: int | None = _field(
+        EngineConfig,
+        "prefill_chunk",
+        _SCHEDULE,
+        default=None,
+        default_text="64 on a CPU, 512 on a GPU; no more than the longest prompt needs",
+        type=int,
+    )
     mode: str = _field(
         EngineConfig,
         "mode",
@@ -303,8 +318,7 @@ class GenerateArgs:
         _SCHEDULE,
         "pages of the key and value cache, a multiple of --dp. Where they run out, completions are "
         "set aside and computed again",
-        default_text="enough for --batch-size completions of full length, on a GPU as many of "
-        "these as fit",
+        default_text="enough for --batch-size completions of full length, or as many as fit",
     )
     gpu_memory_utilization: float | None = _option(
         None,
@@ -481,13 +495,15 @@ def _bias(given: str) -> tuple[int, float]:
         raise InputError(f"--logit-bias {given}: give ID=BIAS, as in 17=-2.5") from error
 
 
-def engine_config(args: GenerateArgs, *, max_len: int, prefill_chunk: int) -> EngineConfig:
-    """Return the engine's options, for prompts and completions of `max_len` tokens together.
+def engine_options(args: GenerateArgs, *, max_len: int) -> dict[str, Any]:
+    """Return the fields of `EngineConfig` that are not left to `choose_sizes`.
 
     Raises:
-        InputError: If one is out of range or does not go with another.
+        InputError: If one is out of range or does not go with another, or with prompts and
+            completions of `max_len` tokens together.
     """
     values = _values(args, EngineConfig)
-    values |= {"max_len": max_len, "prefill_chunk": prefill_chunk}
+    asked = {name: value for name, value in values.items() if value is not None}
     with bad_input():
-        return EngineConfig(**values)
+        EngineConfig(**asked, max_len=max_len)
+    return asked

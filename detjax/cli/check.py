@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """`--check`: computes a job in other ways, and compares every bit with the first."""
 
-import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from detjax.cli.arguments import GenerateArgs, engine_config
+from detjax.cli.arguments import GenerateArgs
 from detjax.cli.display import Display
 from detjax.cli.job import Job
 from detjax.cli.run import RunPlan, RunResult
@@ -19,46 +19,54 @@ from detjax.serving.text import CompletionOutput
 _BATCH_SIZES = (1, 3, 2, 5, 8, 17)
 _NUM_CHUNKS = (2, 5, 1, 3, 7)
 _LONGEST_CHUNK = 512
-_SHORTEST_CHUNK = 64
 _MAX_LINES = 10
 
 
-def plan_runs(args: GenerateArgs, job: Job) -> tuple[RunPlan, ...]:
-    """Return the runs: the first as asked, the others each at another size, order and chunk."""
-    longest = max(len(request.prompt_token_ids) for request in job.requests)
-    # No longer than a prompt needs, and the same for prompts of about one length.
-    enough = max(_SHORTEST_CHUNK, 1 << (longest - 1).bit_length())
-    asked = RunPlan(
-        engine=engine_config(
-            args, max_len=job.max_len, prefill_chunk=min(args.prefill_chunk, enough)
-        ),
-        order_name="as given",
-        order=tuple(range(len(job.requests))),
+def plan_runs(
+    args: GenerateArgs,
+    job: Job,
+    asked: Mapping[str, Any],
+    size: Callable[[Mapping[str, Any]], EngineConfig],
+) -> tuple[RunPlan, ...]:
+    """Return the runs: the first as asked, the others each at another size, order and chunk.
+
+    Args:
+        args: The options.
+        job: To compute.
+        asked: Fields of `EngineConfig` that are not to be chosen.
+        size: Chooses the others.
+    """
+    first = RunPlan(
+        engine=size(asked), order_name="as given", order=tuple(range(len(job.requests)))
     )
-    return asked, *(_other_run(i, job, asked.engine, dp=args.dp) for i in range(args.repeat - 1))
+    return first, *(
+        _other_run(i, job, asked, size, dp=args.dp, mode=args.mode) for i in range(args.repeat - 1)
+    )
 
 
-def _other_run(number: int, job: Job, asked: EngineConfig, *, dp: int) -> RunPlan:
+def _other_run(
+    number: int,
+    job: Job,
+    asked: Mapping[str, Any],
+    size: Callable[[Mapping[str, Any]], EngineConfig],
+    *,
+    dp: int,
+    mode: str,
+) -> RunPlan:
     """Return one of the runs to compare with the first."""
     batch_size = _BATCH_SIZES[number % len(_BATCH_SIZES)] * dp
-    longest = max(len(request.prompt_token_ids) for request in job.requests)
-    chunk = math.ceil(longest / _NUM_CHUNKS[number % len(_NUM_CHUNKS)])
+    chunk = math.ceil(job.work.longest_prompt / _NUM_CHUNKS[number % len(_NUM_CHUNKS)])
+    changes = {"batch_size": batch_size, "prefill_chunk": min(chunk, _LONGEST_CHUNK)}
+    if mode == "dvr" and not number % 2:
+        changes |= {"mode": "invariant", "decode_steps": 1, "draft_weights": "full"}
     order_name, order = _other_order(number, len(job.requests))
     num_neighbours = max(0, batch_size - len(job.seqs))
     before = num_neighbours * (number % 3) // 2
     return RunPlan(
-        engine=dataclasses.replace(
-            asked if asked.mode != "dvr" or number % 2 else _in_invariant_mode(asked),
-            batch_size=batch_size,
-            prefill_chunk=min(chunk, _LONGEST_CHUNK),
-        ),
+        engine=size({**asked, **changes}),
         order_name=order_name,
         order=(None,) * before + order + (None,) * (num_neighbours - before),
     )
-
-
-def _in_invariant_mode(config: EngineConfig) -> EngineConfig:
-    return dataclasses.replace(config, mode="invariant", decode_steps=1, draft_weights="full")
 
 
 def _other_order(number: int, num_requests: int) -> tuple[str, tuple[int, ...]]:

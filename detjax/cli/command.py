@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from detjax.cli import report
-from detjax.cli.arguments import GenerateArgs, with_defaults
+from detjax.cli.arguments import GenerateArgs, engine_options, with_defaults
 from detjax.cli.check import (
     check_runs,
     differences,
@@ -41,13 +41,15 @@ def run(args: GenerateArgs, *, open_model: OpensModel) -> int:
         with bad_input():
             args = with_defaults(args, default_sampling(folder))
     job = make_job(args, prompts, tokenizer, config)
-    plans = plan_runs(args, job)
+    max_len = job.work.max_len(config.max_position_embeddings)
+    asked = engine_options(args, max_len=max_len)
     display = Display()
     elsewhere = run_elsewhere(args, prompts) if args.check_process else None
     started_s = time.perf_counter()
     with display.loading() as progress:
-        model = open_model(args, folder, progress, job.max_len)
+        model = open_model(args, folder, progress, max_len)
     load_s = time.perf_counter() - started_s
+    plans = plan_runs(args, job, asked, lambda asked: model.size_engine(asked, job.work))
     if args.warm:
         display.facts(report.card(args, folder, config, model, plans[0].engine))
         with display.loading() as progress:
@@ -78,7 +80,8 @@ def run(args: GenerateArgs, *, open_model: OpensModel) -> int:
             extras=job.extras,
         ),
         display=display,
-        is_live=args.format == "text" and sys.stdout.isatty(),
+        # Elsewhere than on a terminal text and lines of progress may go into one file.
+        is_live=args.format == "text" and (sys.stdout.isatty() or not display.is_terminal),
         tracer=timeline if args.trace else NO_TRACE,
     )
     stats = report.run_stats(first, load_s)

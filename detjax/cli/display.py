@@ -5,11 +5,10 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import rich.console
-import rich.progress
 from rich.table import Table
 from rich.text import Text
 
-from detjax.cli.model import Progress
+from detjax.progress import Heartbeat, Progress, show_progress
 
 
 class Display:
@@ -19,6 +18,12 @@ class Display:
         """Write to standard error, with what its kind of terminal can show."""
         self._console = rich.console.Console(stderr=True, highlight=False, soft_wrap=True)
         self._status = self._console.status("")
+        self._heartbeat = Heartbeat(self.line)
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether there is one."""
+        return self._console.is_terminal
 
     def facts(self, facts: Mapping[str, str]) -> None:
         """Write a line for each: its name, and what it is."""
@@ -39,23 +44,18 @@ class Display:
     @contextlib.contextmanager
     def loading(self) -> Iterator[Progress]:
         """Show how far loading is. Yields a function of (what, done, total)."""
-        is_hidden = not self._console.is_terminal
-        with rich.progress.Progress(
-            console=self._console, transient=True, disable=is_hidden
-        ) as bar:
-            task = bar.add_task("load", total=None)
-
-            def progress(what: str, done: int, total: int) -> None:
-                bar.update(task, description=what, completed=done, total=total)
-
+        with show_progress("loading", self._console, self.line, in_bytes=True) as progress:
             yield progress
 
     def busy(self, text: str) -> None:
-        """Show that something is going on, on a terminal, until `idle`."""
+        """Show that something is going on, until `idle`: elsewhere than on a terminal by lines."""
         if self._console.is_terminal:
             self._status.update(text)
             self._status.start()
+        else:
+            self._heartbeat.update(text)
 
     def idle(self) -> None:
         """Take away what `busy` shows."""
         self._status.stop()
+        self._heartbeat.stop()

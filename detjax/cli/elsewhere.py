@@ -14,6 +14,7 @@ import detjax
 from detjax.cli.arguments import NO_CACHE, GenerateArgs
 from detjax.cli.errors import InputError, bad_input
 from detjax.cli.prompts import Prompt
+from detjax.parallel.job_spec import find_job
 from detjax.serving.text import CompletionOutput
 
 _NOT_PASSED = frozenset(
@@ -33,8 +34,6 @@ def run_elsewhere(args: GenerateArgs, prompts: Sequence[Prompt]) -> tuple[Comple
     Raises:
         InputError: If this is one of several processes, or the other fails, with its last words.
     """
-    from detjax.parallel.distributed import find_job
-
     with bad_input():
         job = find_job(args.coordinator, args.num_processes, args.process_id)
     if job is not None:

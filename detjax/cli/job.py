@@ -13,6 +13,7 @@ from detjax.models.config import ModelConfig
 from detjax.models.tokenizer import Tokenizer
 from detjax.serving.request import Request
 from detjax.serving.text import text_request
+from detjax.serving.work import Work
 
 MAX_COMPLETIONS = 2**20
 
@@ -24,13 +25,13 @@ class Job:
     Attributes:
         requests: One for each prompt, in order.
         end_ids: The model's own end tokens.
-        max_len: Longest prompt and completion together that may come up.
+        work: How much it is.
         extras: What completions of each prompt are written with.
     """
 
     requests: tuple[Request, ...]
     end_ids: tuple[int, ...]
-    max_len: int
+    work: Work
     extras: tuple[Mapping[str, Any], ...]
 
     @property
@@ -73,11 +74,10 @@ def make_job(
     _check_forms(requests, tokenizer, config)
     _check_number(sum(request.sampling.num_sequences for request in requests))
     _check_pages(args, prompts, requests)
-    longest = max(len(r.prompt_token_ids) + r.sampling.max_tokens for r in requests)
     return Job(
         requests=tuple(requests),
         end_ids=config.eos_token_ids,
-        max_len=_rounded_len(longest, context),
+        work=Work.of(requests),
         extras=tuple(prompt.extras for prompt in prompts),
     )
 
@@ -119,10 +119,10 @@ def _check_pages(
     args: GenerateArgs, prompts: Sequence[Prompt], requests: Sequence[Request]
 ) -> None:
     """Refuse a completion that may not fit in the pages of one replica."""
-    from detjax.numerics import NumericsProfile
-
     if not args.cache_pages:
         return
+    from detjax.numerics import NumericsProfile
+
     page_len, room = NumericsProfile().attention_block, args.cache_pages // args.dp
     for prompt, request in zip(prompts, requests, strict=True):
         length = len(request.prompt_token_ids) + request.sampling.max_tokens
@@ -133,8 +133,3 @@ def _check_pages(
                 f"{length} tokens, {needed} pages of {page_len}, and a replica has {room}; give "
                 f"{needed * args.dp} or more, or lower --max-tokens"
             )
-
-
-def _rounded_len(longest: int, context: int) -> int:
-    """Round up to a power of two: prompts of about the same length share compiled programs."""
-    return min(context, max(256, 1 << (longest - 1).bit_length()))

@@ -4,7 +4,7 @@
 import dataclasses
 import gc
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -13,11 +13,14 @@ from detjax.cli.arguments import GPU_MEMORY_UTILIZATION, NO_CACHE, NO_CAST, Gene
 from detjax.cli.errors import InputError, bad_input
 from detjax.models.config import ModelConfig
 from detjax.models.tokenizer import Tokenizer
+from detjax.parallel.job_spec import find_job
 from detjax.parallel.watch import Watch
+from detjax.progress import Progress
 from detjax.serving.config import EngineConfig
 from detjax.serving.metrics import EngineStats
 from detjax.serving.request import Completion, Request, TokenEvent
 from detjax.serving.trace import TracesEvents
+from detjax.serving.work import Work
 
 if TYPE_CHECKING:  # imports JAX
     from detjax.proof.identity import Identity
@@ -29,9 +32,6 @@ OWN_OPTIONS = frozenset(
     """.split()
 )
 """Options of a process alone, or compared as what comes of them: files, requests."""
-
-Progress = Callable[[str, int, int], None]
-"""Told (what, done, total) while weights are loaded."""
 
 
 @runtime_checkable
@@ -73,6 +73,8 @@ class OpenModel:
         fingerprint: Hash of everything that decides a bit.
         backend: Which kernels run it.
         backend_reason: Why these.
+        size_engine: Chooses what is not asked for of an engine's options, for some work.
+        cache_bytes: Of an engine's cache, over all devices.
         make_engine: Allocates a cache and what else it takes to generate; a tracer keeps a
             timeline.
         identify: Says what model, numerics and build these are; hashes the weights.
@@ -82,6 +84,8 @@ class OpenModel:
     fingerprint: str
     backend: str
     backend_reason: str
+    size_engine: Callable[[Mapping[str, Any], Work], EngineConfig]
+    cache_bytes: Callable[[EngineConfig], int]
     make_engine: Callable[[EngineConfig, TracesEvents], GeneratesCompletions]
     identify: Callable[[Tokenizer], "Identity"]
     weight_cast: str = NO_CAST
@@ -98,7 +102,7 @@ def read_model_files(args: GenerateArgs) -> tuple[Path, ModelConfig, Tokenizer]:
         InputError: If the folder or a file in it is missing, broken or not known.
     """
     from detjax.models.hf_config import load_config
-    from detjax.opening import find_model
+    from detjax.models.hub import find_model
 
     with bad_input("--model: "):
         folder = find_model(args.model, revision=args.revision)
@@ -117,14 +121,20 @@ def open_model(args: GenerateArgs, folder: Path, progress: Progress, max_len: in
     Raises:
         InputError: If they do not go together, cannot run here, or the weights are broken.
     """
-    from detjax.models.identity import model_hash
-    from detjax.parallel.distributed import find_job, start_job
+    from detjax.models.weights.files import check_files
 
-    keep_compiled_programs(args.cache_dir)
+    with bad_input("--model: "):
+        check_files(folder)
     with bad_input():
         job = find_job(args.coordinator, args.num_processes, args.process_id)
-        if job is None:
-            return _open_model(args, folder, progress, max_len, num_processes=1)
+    keep_compiled_programs(args.cache_dir)
+    if job is None:
+        return _open_model(args, folder, progress, max_len, num_processes=1)
+
+    from detjax.models.identity import model_hash
+    from detjax.parallel.distributed import start_job
+
+    with bad_input():
         watch = start_job(job)
 
     def progress_of_job(what: str, done: int, total: int) -> None:
@@ -137,11 +147,16 @@ def open_model(args: GenerateArgs, folder: Path, progress: Progress, max_len: in
         model = _open_model(args, folder, progress_of_job, max_len, num_processes=job.num_processes)
     watch.check_same("settings", f"{model.fingerprint} {_shared_settings(args)}")
 
+    def size_engine(asked: Mapping[str, Any], work: Work) -> EngineConfig:
+        watch.check_same("requests", repr(work))
+        with watch.working():
+            return model.size_engine(asked, work)
+
     def make_engine(config: EngineConfig, tracer: TracesEvents) -> GeneratesCompletions:
         watch.check_same("settings", repr(config))
         return _JobEngine(model.make_engine(config, tracer), watch)
 
-    return dataclasses.replace(model, make_engine=make_engine)
+    return dataclasses.replace(model, size_engine=size_engine, make_engine=make_engine)
 
 
 def _shared_settings(args: GenerateArgs) -> str:
@@ -190,8 +205,8 @@ def _open_model(
     from detjax.proof.identity import Identifier
     from detjax.serving.engine import Engine
     from detjax.serving.grammars import Grammars
-    from detjax.serving.memory import check_memory
-    from detjax.sizing import size_cache
+    from detjax.serving.memory import cache_bytes, check_memory
+    from detjax.sizing import choose_sizes
 
     with bad_input():
         profile = NumericsProfile(weight_dtype=args.dtype, compute_dtype=args.compute)
@@ -211,11 +226,10 @@ def _open_model(
             raise InputError(f"--dp {args.dp} --tp {args.tp}: {error}") from error
     is_gpu = model.backend.platform == "gpu"
     share = args.gpu_memory_utilization
-    if share is not None and (not is_gpu or num_processes > 1):
-        where = "runs on the CPU" if not is_gpu else f"is a job of {num_processes} processes"
+    if share is not None and not is_gpu:
         raise InputError(
-            f"--gpu-memory-utilization {share} sizes the cache of one process on GPUs, and this "
-            f"{where}; leave it out, or give --cache-pages"
+            f"--gpu-memory-utilization {share} sizes the cache on GPUs, and this runs on the CPU; "
+            "leave it out, or give --cache-pages"
         )
 
     grammars = Grammars(
@@ -224,16 +238,19 @@ def _open_model(
         eos_token_ids=model.config.eos_token_ids,
     )
 
+    def size_engine(asked: Mapping[str, Any], work: Work) -> EngineConfig:
+        with bad_input():
+            return choose_sizes(
+                model,
+                asked,
+                gpu_memory_utilization=GPU_MEMORY_UTILIZATION if share is None else share,
+                work=work,
+            )
+
     def make_engine(config: EngineConfig, tracer: TracesEvents) -> Engine:
         with bad_input():
-            # Processes of a job may have unlike memory free, and need one number of pages.
-            if is_gpu and num_processes == 1:
+            if is_gpu:
                 gc.collect()  # the cache of the engine before
-                config = size_cache(
-                    model,
-                    config,
-                    gpu_memory_utilization=GPU_MEMORY_UTILIZATION if share is None else share,
-                )
             check_memory(model, config)
             return Engine(model, config, tracer=tracer, grammars=grammars)
 
@@ -248,6 +265,8 @@ def _open_model(
         fingerprint=model.fingerprint,
         backend=model.backend.value,
         backend_reason=reason,
+        size_engine=size_engine,
+        cache_bytes=lambda config: cache_bytes(model, config.num_pages),
         make_engine=make_engine,
         weight_cast=model.weight_cast,
     )

@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 
 from detjax import __version__
 from detjax.cli.arguments import (
-    BUNDLED,
     GROUPS,
     NO_CACHE,
     NO_CAST,
@@ -31,6 +30,7 @@ from detjax.cli.errors import (
     check_unicode,
 )
 from detjax.cli.receipts import check_can_sign
+from detjax.models.bundled import BUNDLED
 
 DESCRIPTION = """\
 Continue prompts with a Llama, Mistral or Qwen model. The token ids and the float32 logprobs of a
@@ -123,6 +123,10 @@ class _Parser(argparse.ArgumentParser):
         raise InputError(message.removeprefix("argument ") + hint)
 
 
+_OTHER_NAMES = {"tp": ["--tensor-parallel-size"], "batch_size": ["--max-num-seqs"]}
+"""vLLM's names of options that mean the same."""
+
+
 def make_parser() -> argparse.ArgumentParser:
     """Make the parser from the fields of `GenerateArgs`. It sets only what was given."""
     parser = _Parser(
@@ -147,8 +151,8 @@ def make_parser() -> argparse.ArgumentParser:
         else:
             parse = described["type"] if default is None else type(default)
             kind = {"type": parse, **described["shown"]}
-        name = "--" + option.name.replace("_", "-")
-        groups[described["group"]].add_argument(name, help=described["help"], **kind)
+        names = ["--" + option.name.replace("_", "-"), *_OTHER_NAMES.get(option.name, ())]
+        groups[described["group"]].add_argument(*names, help=described["help"], **kind)
     return parser
 
 
@@ -207,11 +211,12 @@ def _check_args(args: GenerateArgs) -> None:
             "holds every checkpoint exactly; leave one out"
         )
     for name, most in _MOST.items():
-        if not 1 <= getattr(args, name) <= most:
+        value = getattr(args, name)
+        if value is not None and not 1 <= value <= most:
             flag = "--" + name.replace("_", "-")
-            bound = "at least 1" if getattr(args, name) < 1 else f"at most {most}"
-            raise InputError(f"{flag} {getattr(args, name)} must be {bound}")
-    if args.batch_size % args.dp:
+            bound = "at least 1" if value < 1 else f"at most {most}"
+            raise InputError(f"{flag} {value} must be {bound}")
+    if args.batch_size is not None and args.batch_size % args.dp:
         raise InputError(
             f"--batch-size {args.batch_size} must be a multiple of --dp {args.dp}, so that each "
             "replica has as many rows"

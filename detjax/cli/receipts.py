@@ -20,6 +20,7 @@ from detjax.cli.arguments import NO_CACHE, GenerateArgs
 from detjax.cli.errors import BAD_INPUT, BITS_DIFFER, OK
 from detjax.cli.job import Job
 from detjax.cli.model import keep_compiled_programs
+from detjax.models.hub import check_model
 from detjax.proof.canonical_json import canonical_json
 from detjax.proof.signing import SigningKey, read_public_key
 from detjax.serving.text import CompletionOutput
@@ -110,9 +111,10 @@ def run_command(
         has_predictions: As `rerun` has it.
         order: In which they are asked, as indices.
     """
-    from detjax.proof.receipt import read_receipts
-
     try:
+        _check_given(args)
+        from detjax.proof.receipt import read_receipts
+
         receipts = read_receipts(args.file)
         _check_signers(receipts, args.trust)
         _check_one_model(receipts)
@@ -123,6 +125,22 @@ def run_command(
     if args.report is not None:
         args.report.write_text(json.dumps(outcome, indent=2) + "\n")
     return BITS_DIFFER if outcome["differences"] else OK
+
+
+def _check_given(args: argparse.Namespace) -> None:
+    """Refuse options and files that cannot be, before JAX is imported."""
+    for name in ("tp", "dp", "batch_size", "prefill_chunk"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {value} must be at least 1")
+    with args.file.open("rb"):
+        pass
+    if args.trust is not None:
+        read_public_key(args.trust)
+    if args.report is not None and not args.report.absolute().parent.is_dir():
+        raise ValueError(f"--report {args.report} is in a folder that does not exist; make it")
+    if args.model is not None:
+        check_model(args.model, revision=args.revision)
 
 
 def _check_signers(receipts: Sequence["Receipt"], trusted: Path | None) -> None:

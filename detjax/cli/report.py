@@ -42,6 +42,7 @@ def card(
         backend_reason=model.backend_reason,
         dp=args.dp,
         tp=args.tp,
+        cache_bytes=model.cache_bytes(engine),
     )
     defaults = default_sampling(folder) if args.generation_config == "auto" else {}
     if defaults:

@@ -73,7 +73,7 @@ def run_job(
         tokenizer: That of the model.
         writer: Where completions go.
         display: Where progress goes.
-        is_live: Text appears on the terminal, so progress must end when it begins.
+        is_live: Text appears where progress does, which must end when it begins.
         tracer: Keeps a timeline.
     """
     batch = TextBatch(job.requests, tokenizer, end_ids=job.end_ids, fingerprint=model.fingerprint)

@@ -16,6 +16,8 @@ from detjax import __version__
 from detjax.cli.arguments import GenerateArgs
 from detjax.cli.errors import BAD_INPUT, BITS_DIFFER, OK, InputError, bad_input, one_line
 from detjax.diverge.setting import Answer, Setting
+from detjax.models.bundled import BUNDLED_NAME
+from detjax.models.hub import check_model
 from detjax.serving.request import SamplingParams
 
 if TYPE_CHECKING:  # imports JAX
@@ -117,6 +119,9 @@ def _run(args: argparse.Namespace) -> int:
         raise InputError("--line is of --answer or --receipt, which are not given")
     if args.settings:
         args.a, args.b = _positional(args, given)
+    if args.model is not None or given in ([], ["answer"]):
+        with bad_input("--model: "):
+            check_model(args.model or BUNDLED_NAME, revision=args.revision)
     if given == ["evidence"]:
         divergence = _of_evidence(args)
     else:
@@ -164,11 +169,14 @@ def _of_settings(args: argparse.Namespace, b: Setting) -> "Divergence":
 
 def _of_receipt(args: argparse.Namespace, b: Setting) -> "Divergence":
     """The answer of a receipt, and a setting."""
+    with bad_input(f"--receipt {args.receipt}: "):
+        line = _line(args.receipt, args.line)
+
     from detjax.diverge.evidence import answer_of_receipt
     from detjax.proof.receipt import Receipt
 
     with bad_input(f"--receipt {args.receipt}: "):
-        receipt = Receipt.from_json(_line(args.receipt, args.line))
+        receipt = Receipt.from_json(line)
         answer = answer_of_receipt(receipt)
     if b.backend == "auto":
         b = dataclasses.replace(b, backend=receipt.build["backend"])
@@ -178,16 +186,20 @@ def _of_receipt(args: argparse.Namespace, b: Setting) -> "Divergence":
 
 def _of_evidence(args: argparse.Namespace) -> "Divergence":
     """What a self-check has found."""
+    path = Path(args.evidence).expanduser()
+    with bad_input(f"--evidence {args.evidence}: "), path.open("rb"):
+        pass  # before JAX is imported
+
     import jax
 
     from detjax.diverge.evidence import Evidence, question_of
     from detjax.models.hf_config import load_config
+    from detjax.models.hub import find_model
     from detjax.numerics import Build
-    from detjax.opening import find_model
     from detjax.pallas_kernels.backend import Backend
 
     with bad_input(f"--evidence {args.evidence}: "):
-        evidence = Evidence.read(Path(args.evidence).expanduser())
+        evidence = Evidence.read(path)
         if args.model is None and not evidence.folder:
             raise ValueError("its weights were random, so there is no model; give --model")
         args.model = args.model or evidence.folder
@@ -234,16 +246,17 @@ def _find(
     from detjax.cli.model import keep_compiled_programs
     from detjax.diverge.find import find_divergence
     from detjax.models.hf_config import load_config
+    from detjax.models.hub import find_model
     from detjax.models.loading import LoadedModel
     from detjax.models.tokenizer import Tokenizer
     from detjax.numerics import NumericsProfile
-    from detjax.opening import find_model, load_on_devices
+    from detjax.opening import load_on_devices
     from detjax.parallel.mesh import configure_virtual_devices
     from detjax.proof.identity import Identifier
 
     keep_compiled_programs(args.cache_dir)
     settings = [b] if isinstance(a, Answer) else [a, b]
-    name = args.model or (receipt.model["name"] if receipt else "novels-6m")
+    name = args.model or (receipt.model["name"] if receipt else BUNDLED_NAME)
     cast_weights = args.cast_weights
     if receipt is not None:
         profile = NumericsProfile(**receipt.numerics["profile"])

@@ -9,9 +9,10 @@ from pathlib import Path
 from detjax.diverge.recorder import TappedPrograms
 from detjax.diverge.recording import Recording
 from detjax.diverge.setting import Answer, Setting
+from detjax.models.hub import find_model
 from detjax.models.loading import LoadedModel
 from detjax.numerics import NumericsProfile
-from detjax.opening import find_model, load_on_devices
+from detjax.opening import load_on_devices
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
 from detjax.serving.config import EngineConfig
 from detjax.serving.engine import Engine

@@ -23,13 +23,13 @@ from detjax.models.identity import TEXT_FILES
 from detjax.models.params import Params, kv_layout, padded_vocab_size, partition_specs
 from detjax.models.rope import rope_tables
 from detjax.models.weights.dtypes import find_cast
+from detjax.models.weights.files import has_saved_params
 from detjax.models.weights.load import ignore_progress, load_params
 from detjax.models.weights.named import load_named_params
 from detjax.models.weights.random_weights import random_params
 from detjax.models.weights.saved import (
     check_can_save,
     find_saved_cast,
-    has_saved_params,
     restore_params,
     save_params,
 )

@@ -6,15 +6,24 @@ JAX is imported only once the command line is known to be good.
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import os
+import signal
+import socket
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
 
 from detjax import __version__
 from detjax.cli.arguments import NO_CACHE
 from detjax.cli.errors import BAD_INPUT, OK
-from detjax.serving.config import MODES, SELF_CHECKS
+from detjax.models.hub import check_model
+from detjax.parallel.job_spec import JobSpec, find_job
+from detjax.proof.signing import SigningKey
+from detjax.serve.options import engine_options
+from detjax.serving.config import MODES, SELF_CHECKS, EngineConfig
 from detjax.source import default_cache_dir
 
 EXAMPLES = """\
@@ -27,7 +36,8 @@ examples:
 Every answer carries `system_fingerprint`, and in each choice a `detjax` object with the digest of
 its token ids and float32 logprobs: the same request has the same digest under any load, at any
 batch size, on any mesh. exit codes: 0 stopped, 1 the job of several
-processes has ended, 2 something given cannot be done
+processes has ended, 2 something given cannot be done, 130 and 143 SIGINT and SIGTERM before it was
+ready
 """
 
 
@@ -58,15 +68,21 @@ def make_parser() -> argparse.ArgumentParser:
     engine.add_argument("--mode", choices=MODES, default="invariant",
                         help="fast makes no claim, and refuses deterministic requests")  # fmt: skip
     engine.add_argument("--backend", choices=("auto", "portable", "sm90"), default="auto")
-    engine.add_argument("--tp", type=int, default=1, help="GPUs that share each layer")
+    engine.add_argument(
+        "--tp", "--tensor-parallel-size", type=int, default=1, help="GPUs that share each layer"
+    )
     engine.add_argument("--dp", type=int, default=1, help="replicas")
-    engine.add_argument("--max-len", type=int, help="most tokens of a prompt and its answer")
-    engine.add_argument("--batch-size", type=int, help="sequences that run at once")
+    engine.add_argument(
+        "--max-len", "--max-model-len", type=int, help="most tokens of a prompt and its answer"
+    )
+    engine.add_argument(
+        "--batch-size", "--max-num-seqs", type=int, help="sequences that run at once"
+    )
     engine.add_argument("--decode-batches", type=int, nargs="+", metavar="N",
                         help="smaller batches that a decode step is compiled for, too")  # fmt: skip
     engine.add_argument("--max-waiting", type=int, default=4096,
                         help="sequences that may wait; more are answered with 429")  # fmt: skip
-    engine.add_argument("--kv-memory", type=float, metavar="SHARE",
+    engine.add_argument("--kv-memory", "--gpu-memory-utilization", type=float, metavar="SHARE",
                         help="of the GPU's memory, for weights and cache together (default: 0.9); "
                         "not on a CPU")  # fmt: skip
     engine.add_argument("--self-check", choices=SELF_CHECKS, default="always",
@@ -115,24 +131,95 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     check_options(parser, args)
     try:
-        from detjax.parallel.distributed import find_job
+        job = None if args.warm else find_job(args.coordinator, args.num_processes, args.process_id)
+        serves = not args.warm and (job is None or job.process_id == 0)
+        with listen(args.host, args.port) if serves else contextlib.nullcontext() as listener:
+            check_files(args)
+            return _start(args, job, listener)
+    except (ValueError, OSError, ImportError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_INPUT
+
+
+def _start(args: argparse.Namespace, job: JobSpec | None, listener: socket.socket | None) -> int:
+    """Import JAX, and do what is asked for; `listener` is of the process that serves."""
+    try:
         from detjax.serve.job import follow_server
         from detjax.serve.server import open_llm, serve, warm
     except ImportError as error:
-        print(f'error: {error}; pip install "detjax[serve]"', file=sys.stderr)
-        return BAD_INPUT
+        raise ImportError(f'{error}; pip install "detjax[serve]"') from error
+    if args.warm:
+        print(warm(args))
+        return OK
+    if listener is None:
+        assert job is not None
+        return follow_server(args, job, open_llm)
+    _log_to_stderr()
+    return asyncio.run(serve(args, listener, job))
+
+
+def end_at_once_by_signals() -> None:
+    """Let SIGINT and SIGTERM end the process until the server is ready, whatever it does.
+
+    # WHY: a thread that compiles cannot be interrupted, and Python would wait for it. Of what is
+    # kept on disk nothing is ever half written.
+    """
+
+    def end(number: int, frame: object) -> None:
+        os.write(2, b"\ninterrupted\n")
+        os._exit(128 + number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, end)
+
+
+def leave(code: int) -> NoReturn:
+    """End this process, which has no more to do.
+
+    # WHY: Python and JAX take half a second to take down what goes with the process. In a job
+    # of several, JAX tells the others.
+    """
+    jax = sys.modules.get("jax")
+    if jax is None or jax.process_count() > 1:
+        sys.exit(code)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Take the address.
+
+    Raises:
+        OSError: If it is taken, or not one of this machine; the message names it.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        if args.warm:
-            print(warm(args))
-            return OK
-        job = find_job(args.coordinator, args.num_processes, args.process_id)
-        if job is not None and job.process_id:
-            return follow_server(args, job, open_llm)
-        _log_to_stderr()
-        return asyncio.run(serve(args, job))
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return BAD_INPUT
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise OSError(
+            f"--host {host} --port {port}: {error.strerror}; give another, or --port 0 for any"
+        ) from error
+    return listener
+
+
+def check_files(args: argparse.Namespace) -> None:
+    """Refuse a key and a model that are not there, before JAX is imported.
+
+    Raises:
+        ValueError, OSError: Naming what it was.
+    """
+    if args.sign is not None:
+        try:
+            SigningKey(Path(args.sign))
+        except OSError as error:
+            raise OSError(f"--sign {args.sign} cannot be read: {error.strerror}") from error
+        except ValueError as error:
+            raise ValueError(f"--sign: {error}") from error
+    check_model(args.model, revision=args.revision)
 
 
 def _log_to_stderr() -> None:
@@ -169,6 +256,10 @@ def check_options(parser: argparse.ArgumentParser, args: argparse.Namespace) -> 
     for name in ("tp", "dp", "max_len", "batch_size", "max_waiting", "stream_interval"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
+    try:
+        EngineConfig(**{"batch_size": 2**16, **engine_options(args)})
+    except ValueError as error:
+        parser.error(str(error))
     for name in ("max_body_mb", "drain_timeout"):
         if not 0 < getattr(args, name) < 1e6:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)} must be above 0")
@@ -178,4 +269,5 @@ def check_options(parser: argparse.ArgumentParser, args: argparse.Namespace) -> 
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_at_once_by_signals()
+    leave(main())

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator
 
 from detjax.cli.errors import BAD_INPUT, INTERNAL_ERROR, OK
 from detjax.llm import LLM
+from detjax.models.hub import find_model
 from detjax.models.identity import model_hash
-from detjax.opening import find_model
-from detjax.parallel.distributed import JobSpec, start_job
+from detjax.parallel.distributed import start_job
+from detjax.parallel.job_spec import JobSpec
 from detjax.parallel.watch import Watch
 from detjax.serve.service import Service
 from detjax.serving.replicated_engine import ReplicatedEngine, follow

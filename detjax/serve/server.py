@@ -11,8 +11,8 @@ import socket
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
 
+import rich.console
 import uvicorn
 
 from detjax.cli.errors import OK
@@ -20,10 +20,12 @@ from detjax.cli.model import keep_compiled_programs
 from detjax.diverge.evidence import explain
 from detjax.llm import LLM
 from detjax.models.generation_config import default_sampling
-from detjax.parallel.distributed import JobSpec
+from detjax.parallel.job_spec import JobSpec
+from detjax.progress import show_progress
 from detjax.proof.signing import SigningKey
 from detjax.serve.app import make_app
 from detjax.serve.job import Leader
+from detjax.serve.options import engine_options
 from detjax.serve.service import Limits, ServedModel, Service
 from detjax.serving.heap import frozen_heap
 from detjax.sizing import GPU_MEMORY_UTILIZATION
@@ -39,30 +41,27 @@ def open_llm(args: argparse.Namespace, num_processes: int = 1) -> LLM:
     """
     keep_compiled_programs(args.cache_dir)
     share = GPU_MEMORY_UTILIZATION if args.kv_memory is None else args.kv_memory
-    chosen: dict[str, Any] = {}
-    if args.decode_batches is not None:
-        chosen["decode_batches"] = tuple(args.decode_batches)
-    llm = LLM(
-        args.model,
-        revision=args.revision,
-        dtype=args.dtype,
-        cast_weights=args.cast_weights,
-        mode=args.mode,
-        backend=args.backend,
-        tp=args.tp,
-        dp=args.dp,
-        max_len=args.max_len,
-        batch_size=args.batch_size,
-        max_waiting=args.max_waiting,
-        generation_config=args.generation_config,
-        self_check=args.self_check,
-        # WHY: on a GPU `LLM` lets prompts go first, and here others wait for their next token.
-        max_prefill_streak=0,
-        gpu_memory_utilization=share,
-        num_processes=num_processes,
-        cache_dir=None,
-        **chosen,
-    )
+    console = rich.console.Console(stderr=True)
+    LOG.info("loading %s", args.model)
+    with show_progress("loading weights", console, LOG.info, in_bytes=True) as progress:
+        llm = LLM(
+            args.model,
+            revision=args.revision,
+            dtype=args.dtype,
+            cast_weights=args.cast_weights,
+            backend=args.backend,
+            tp=args.tp,
+            dp=args.dp,
+            generation_config=args.generation_config,
+            # WHY: on a GPU `LLM` lets prompts go first, and here others wait for their next token.
+            max_prefill_streak=0,
+            gpu_memory_utilization=share,
+            num_processes=num_processes,
+            cache_dir=None,
+            show_progress=False,
+            progress=progress,
+            **engine_options(args),
+        )
     if args.kv_memory is not None and llm.config.backend.platform == "cpu":
         raise ValueError(
             f"--kv-memory {args.kv_memory} is a share of a GPU's memory, and this server runs on "
@@ -72,7 +71,10 @@ def open_llm(args: argparse.Namespace, num_processes: int = 1) -> LLM:
     if num_processes == 1:  # the others of a job would have to run the same
         llm.engine.explain_differences(partial(explain, model=llm.model))
     if not args.no_compile:
-        llm.engine.compile(lambda what, done, total: LOG.info("compiled %d of %d", done, total))
+        begin_s = time.perf_counter()
+        with show_progress("compiling", console, LOG.info, then="checking programs") as progress:
+            llm.engine.compile(progress)
+        LOG.info("compiled and checked in %.1f s", time.perf_counter() - begin_s)
     return llm
 
 
@@ -133,22 +135,23 @@ def make_limits(args: argparse.Namespace) -> Limits:
     )
 
 
-async def serve(args: argparse.Namespace, job: JobSpec | None = None) -> int:
+async def serve(
+    args: argparse.Namespace, listener: socket.socket, job: JobSpec | None = None
+) -> int:
     """Serve until a signal, then let open answers end. `/health` answers while the model loads.
 
     Args:
         args: The options.
+        listener: Bound to the address.
         job: Of which this is process 0; None is one process.
 
     Returns:
         The exit code.
 
     Raises:
-        OSError: If the address cannot be listened on. It is taken before the model is loaded.
         ValueError, FileNotFoundError: As `open_model` does.
     """
     leader = None if job is None else Leader(job)
-    listener = listen(args.host, args.port)
     host, port = listener.getsockname()[:2]
     with listener:
         service = Service(None, make_limits(args))
@@ -194,20 +197,3 @@ class _Server(uvicorn.Server):
     def capture_signals(self):
         """Leave them alone."""
         yield
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Take the address.
-
-    Raises:
-        OSError: If it is taken, or not one of this machine; the message names it.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise OSError(f"--host {host} --port {port}: {error.strerror}") from error
-    return listener

@@ -2,8 +2,9 @@
 """A model folder without weights, a fake engine, and the command run with both."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from detjax.serving.config import EngineConfig
 from detjax.serving.metrics import EngineStats
 from detjax.serving.request import Completion, FinishReason, Request, TokenEvent
 from detjax.serving.trace import TracesEvents
+from detjax.serving.work import Work
 from detjax.testing.folders import byte_tokenizer
 
 Answer = Callable[[Request, int], list[int]]
@@ -78,6 +80,11 @@ class Toy:
         """Answer with the prompt and the number of the sequence, then end."""
         prompt = [i for i in request.prompt_token_ids if i < 256]
         return [*prompt, *self.ids_of(str(seq)), self.end]
+
+
+def fake_sizes(asked: Mapping[str, Any], work: Work) -> EngineConfig:
+    """What is asked, and the defaults, with room for the work."""
+    return EngineConfig(**{"max_len": work.longest, **asked})
 
 
 IDENTITY = Identity(model={"name": "toy"}, numerics={}, build={})
@@ -162,6 +169,12 @@ def toy() -> Toy:
 
 
 @pytest.fixture
+def sizes() -> Callable[[Mapping[str, Any], Work], EngineConfig]:
+    """Sizes of a fake engine."""
+    return fake_sizes
+
+
+@pytest.fixture
 def fake_engine() -> type[FakeEngine]:
     """An engine that says what it is told to."""
     return FakeEngine
@@ -191,6 +204,8 @@ def command(tmp_path, toy):
                 fingerprint="0123456789abcdef",
                 backend="portable",
                 backend_reason="a test",
+                size_engine=fake_sizes,
+                cache_bytes=lambda config: 0,
                 make_engine=make_engine,
                 identify=lambda tokenizer: IDENTITY,
             )

@@ -32,7 +32,10 @@ from detjax.cli import errors
         (("--prompt", "a", "--logprobs", "65", "--format", "json"), "--logprobs 65 must be"),
         (("--prompt", "a", "--logprobs", "1"), "--logprobs has no place in text"),
         (("--prompt", "a", "--tp", "0"), "--tp 0 must be at least 1"),
-        (("--prompt", "a", "--dp", "3"), "--batch-size 8 must be a multiple of --dp 3"),
+        (
+            ("--prompt", "a", "--dp", "3", "--batch-size", "8"),
+            "--batch-size 8 must be a multiple of --dp 3",
+        ),
         (("--prompt", "a", "--prefill-chunk", "0"), "--prefill-chunk 0 must be"),
         (("--prompt", "a", "--check"), "give it --repeat N"),
         (("--prompt", "a", "--repeat", "3"), "--check; add it"),

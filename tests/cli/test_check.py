@@ -64,13 +64,6 @@ def test_a_check_sees_a_row_that_depends_on_its_neighbours(command, capsys, toy)
     assert "against" in capsys.readouterr().err
 
 
-def test_a_chunk_is_no_longer_than_a_prompt_needs(command):
-    shapes: list[EngineConfig] = []
-    for chunk in ("1000000", "64", "5"):
-        assert command("--prompt", "ab", "--prefill-chunk", chunk, shapes=shapes) == errors.OK
-    assert [shape.prefill_chunk for shape in shapes] == [64, 64, 5]
-
-
 def test_the_first_run_of_a_check_is_the_one_that_was_asked_for(command, capsys):
     shapes: list[EngineConfig] = []
     argv = ("--prompt", "ab", "--batch-size", "6", "--prefill-chunk", "5", "--dp", "2")

@@ -17,6 +17,7 @@ import detjax
 from detjax import generate, numerics, opening, sizing
 from detjax.cli import arguments, errors, model
 from detjax.cli.arguments import GenerateArgs
+from detjax.cli.parser import parse_args
 from detjax.serving.config import EngineConfig
 from detjax.serving.request import Request, SamplingParams
 
@@ -138,13 +139,17 @@ def test_every_command_says_its_version(name, capsys):
 
 def test_an_engine_has_sizes_if_none_are_given():
     assert EngineConfig(batch_size=8, prefill_chunk=64, max_len=1024) == EngineConfig()
-    assert (GenerateArgs().batch_size, GenerateArgs().prefill_chunk) == (8, 64)
 
 
 def test_options_and_the_code_that_imports_jax_have_the_same_constants():
     assert arguments.NO_CAST == numerics.NO_CAST
     assert arguments.GPU_MEMORY_UTILIZATION == sizing.GPU_MEMORY_UTILIZATION
-    assert (arguments.BUNDLED, arguments.AUTO) == (opening.BUNDLED, opening.AUTO)
+    assert arguments.AUTO == opening.AUTO
+
+
+def test_options_have_the_names_of_vllm_too():
+    args = parse_args(["--prompt", "a", "--tensor-parallel-size", "2", "--max-num-seqs", "7"])
+    assert (args.tp, args.batch_size) == (2, 7)
 
 
 def test_every_field_of_the_sampling_is_an_option():

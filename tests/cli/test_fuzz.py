@@ -164,7 +164,7 @@ def break_folder(rng: np.random.Generator, folder: Path) -> str:
 
 
 @pytest.fixture
-def fuzz(tmp_path, toy, fake_engine, monkeypatch) -> Callable[[int, bool], int]:
+def fuzz(tmp_path, toy, sizes, fake_engine, monkeypatch) -> Callable[[int, bool], int]:
     """Run a case by its number; the second argument says whether the folder is broken."""
     monkeypatch.setattr(chat_template, "RENDER_S", 0.5)
     monkeypatch.chdir(tmp_path)
@@ -188,6 +188,8 @@ def fuzz(tmp_path, toy, fake_engine, monkeypatch) -> Callable[[int, bool], int]:
             fingerprint=model.fingerprint,
             backend="portable",
             backend_reason="a test",
+            size_engine=sizes,
+            cache_bytes=lambda config: 0,
             make_engine=lambda shape, tracer: fake_engine(toy.echo, shape, (0, 0)),
             identify=lambda tokenizer: Identifier(model, tokenizer, name="toy").identity(),
         )

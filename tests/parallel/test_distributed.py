@@ -19,7 +19,7 @@ import pytest
 import detjax
 from detjax.models.bundled import bundled_model_path
 from detjax.parallel import watch as watching
-from detjax.parallel.distributed import JobSpec, find_job
+from detjax.parallel.job_spec import JobSpec, find_job
 from detjax.parallel.mesh import devices_of_process
 from detjax.parallel.watch import connect
 from detjax.testing.cases import quick_and_slow

@@ -9,7 +9,8 @@ import os
 import signal
 import sys
 
-from detjax.parallel.distributed import JobSpec, start_job
+from detjax.parallel.distributed import start_job
+from detjax.parallel.job_spec import JobSpec
 from detjax.parallel.mesh import configure_virtual_devices
 
 LENGTHS = (29, 6, 140)

@@ -7,11 +7,12 @@ import re
 import signal
 import subprocess
 import sys
+import time
 
 import httpx
 import pytest
 
-from detjax.serve.__main__ import main
+from detjax.serve.__main__ import main, make_parser
 
 BODY = {"model": "novels-6m", "prompt": "The old house by the sea", "temperature": 0}
 
@@ -52,6 +53,33 @@ def test_from_start_to_sigterm_with_an_answer_under_way(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("until", "number", "code"),
+    [
+        ("loading novels-6m", signal.SIGINT, 130),
+        ("pages, ", signal.SIGINT, 130),  # the model is loaded, and programs are compiled
+        ("pages, ", signal.SIGTERM, 143),
+        pytest.param("ready: ", signal.SIGINT, 0, marks=pytest.mark.slow),
+        pytest.param("ready: ", signal.SIGTERM, 0, marks=pytest.mark.slow),
+    ],
+)
+def test_a_signal_ends_a_server_without_open_requests_at_once(until, number, code):
+    """A compiler does not look up from its work: it takes seconds more, and nobody waits for it."""
+    options = ["--port", "0", "--cache-dir", "none", "--max-len", "256"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "detjax.serve", *options], stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        while until not in process.stderr.readline():
+            assert process.poll() is None
+        sent_s = time.monotonic()
+        process.send_signal(number)
+        rest = process.stderr.read()
+        assert process.wait() == code, rest
+        assert time.monotonic() - sent_s < 3  # one, on a machine that does nothing else
+    assert "Traceback" not in rest and "ready" not in rest
+
+
+@pytest.mark.parametrize(
     ("argv", "text"),
     [
         (["--port", "99999"], "--port 99999"),
@@ -66,6 +94,12 @@ def test_bad_options_end_before_a_model_is_loaded(argv, text, capsys):
     with pytest.raises(SystemExit) as ended:
         main(argv)
     assert ended.value.code == 2 and text in capsys.readouterr().err
+
+
+def test_options_have_the_names_of_vllm_too():
+    argv = "--max-model-len 9 --tensor-parallel-size 2 --gpu-memory-utilization 0.5".split()
+    args = make_parser().parse_args([*argv, "--max-num-seqs", "7"])
+    assert (args.max_len, args.tp, args.kv_memory, args.batch_size) == (9, 2, 0.5, 7)
 
 
 def test_an_address_that_is_taken_is_one_line(capsys):

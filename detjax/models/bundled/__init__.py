@@ -3,7 +3,8 @@
 
 from pathlib import Path
 
-BUNDLED_NAME = "novels-6m"
+BUNDLED, BUNDLED_NAME = "bundled", "novels-6m"
+"""Both name it."""
 
 
 def bundled_model_path() -> Path:

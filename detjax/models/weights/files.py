@@ -12,6 +12,10 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from detjax.models.identity import SAVED_WEIGHTS_FILE
+
+CHECKPOINT_ARRAYS = "params"
+INDEX_NAME = "model.safetensors.index.json"
 _DTYPES: dict[str, Any] = {"BF16": ml_dtypes.bfloat16, "F16": np.float16, "F32": np.float32}
 """Those that weights may have, by safetensors' names."""
 
@@ -29,22 +33,50 @@ class StoredTensor:
     dtype: str
 
 
-def open_tensors(folder: Path, stack: contextlib.ExitStack) -> dict[str, StoredTensor]:
-    """Open the checkpoint's files until `stack` closes, and list their tensors."""
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+def has_saved_params(folder: Path) -> bool:
+    """Whether `folder` holds what `save_params` wrote, finished or not."""
+    has_safetensors = any(folder.glob("*.safetensors"))
+    return (folder / SAVED_WEIGHTS_FILE).is_file() or (
+        (folder / CHECKPOINT_ARRAYS).is_dir() and not has_safetensors
+    )
+
+
+def check_files(folder: Path) -> None:
+    """See that every file of weights is there, without opening one.
+
+    Raises:
+        FileNotFoundError: Naming the one that is missing.
+        ValueError: If the index of the files is damaged.
+    """
+    if not has_saved_params(folder):
+        _tensor_files(folder)
+
+
+def _tensor_files(folder: Path) -> tuple[dict[str, str] | None, list[Path]]:
+    """File name by tensor where the folder has an index, and the files."""
+    single, index = folder / "model.safetensors", folder / INDEX_NAME
     if single.is_file():
-        return dict(_open_file(single, stack))
+        return None, [single]
     if not index.is_file():
         raise FileNotFoundError(
             f"{folder} has neither {single.name} nor {index.name}; give a folder with safetensors "
             "weights (convert .bin files with transformers' save_pretrained)"
         )
     file_of = _read_index(index)
-    tensors = {}
-    for name in sorted(set(file_of.values())):
-        path = folder / name
+    files = [folder / name for name in sorted(set(file_of.values()))]
+    for path in files:
         if not path.is_file():
             raise FileNotFoundError(f"{path} is named in {index.name} but missing; download it")
+    return file_of, files
+
+
+def open_tensors(folder: Path, stack: contextlib.ExitStack) -> dict[str, StoredTensor]:
+    """Open the checkpoint's files until `stack` closes, and list their tensors."""
+    file_of, files = _tensor_files(folder)
+    if file_of is None:
+        return dict(_open_file(files[0], stack))
+    tensors = {}
+    for path in files:
         for tensor_name, tensor in _open_file(path, stack):
             if tensor_name in tensors:
                 raise ValueError(
@@ -56,13 +88,13 @@ def open_tensors(folder: Path, stack: contextlib.ExitStack) -> dict[str, StoredT
         listed = file_of.pop(tensor_name, None)
         if listed != tensor.file.name:
             raise ValueError(
-                f"{tensor.file} holds {tensor_name!r}, which {index.name} places in {listed!r}; "
+                f"{tensor.file} holds {tensor_name!r}, which {INDEX_NAME} places in {listed!r}; "
                 "the files are of different checkpoints: download them again"
             )
     if file_of:
         name, file = next(iter(file_of.items()))
         raise ValueError(
-            f"{index.name} places {name!r} in {file!r}, which lacks it; download both again"
+            f"{INDEX_NAME} places {name!r} in {file!r}, which lacks it; download both again"
         )
     return tensors
 

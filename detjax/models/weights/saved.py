@@ -25,20 +25,12 @@ from detjax.models.params import (
 )
 from detjax.models.weights.assemble import assemble, dismantle
 from detjax.models.weights.dtypes import check_dtype
+from detjax.models.weights.files import CHECKPOINT_ARRAYS
 from detjax.numerics import NO_CAST
 from detjax.parallel.mesh import TP_AXIS
 
 CHECKPOINT_FORMAT = 2
-CHECKPOINT_ARRAYS = "params"
 CHECKPOINT_HASH = "arrays_sha256"
-
-
-def has_saved_params(folder: Path) -> bool:
-    """Whether `folder` holds what `save_params` wrote, finished or not."""
-    has_safetensors = any(folder.glob("*.safetensors"))
-    return (folder / SAVED_WEIGHTS_FILE).is_file() or (
-        (folder / CHECKPOINT_ARRAYS).is_dir() and not has_safetensors
-    )
 
 
 def find_saved_cast(folder: Path, *, cast_weights: str = NO_CAST) -> str:
