@@ -42,17 +42,17 @@ def make_app(service: Service, *, api_keys: Sequence[str] = ()) -> Starlette:
 
     async def completions(request: Request) -> Response:
         asked = parse(await reader.body(request), CompletionRequest)
-        return await respond(service, request, await reader.completion(asked, id_of(request)))
+        return await respond(service, request, reader.completion(asked, id_of(request)))
 
     async def chat(request: Request) -> Response:
         asked = parse(await reader.body(request), ChatRequest)
-        return await respond(service, request, await reader.chat(asked, id_of(request)))
+        return await respond(service, request, reader.chat(asked, id_of(request)))
 
     async def responses(request: Request) -> Response:
         asked = parse(await reader.body(request), ResponsesRequest)
         asked.check()
         return await respond(
-            service, request, await reader.chat(asked.as_chat(), id_of(request)),
+            service, request, reader.chat(asked.as_chat(), id_of(request)),
             form=form_of(asked),
             writer=functools.partial(ResponseWriter, asked),
         )  # fmt: skip

@@ -2,7 +2,9 @@
 """The routes that tell of the server and of tokens: health, version, metrics, models, the page."""
 
 import dataclasses
+import functools
 import importlib.resources
+from collections.abc import Awaitable, Callable
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,7 +15,7 @@ from detjax.serve.answers import Json
 from detjax.serve.protocol import DetokenizeRequest, RefusedError, TokenizeRequest, parse
 from detjax.serve.questions import Reader
 from detjax.serve.service import Service, ServiceState
-from detjax.serve.streaming import reply
+from detjax.serve.streaming import key_of, reply, unless_left
 
 PAGE_FILES = {
     "page.html": "text/html",
@@ -86,6 +88,23 @@ class Information:
     async def tokenize(self, request: Request) -> Response:
         """The ids of a text or a conversation, as a completion of it would begin."""
         asked = parse(await self._reader.body(request), TokenizeRequest)
+        return await self._admitted(request, functools.partial(self._tokens_of, asked))
+
+    async def detokenize(self, request: Request) -> Response:
+        """The text of some ids."""
+        asked = parse(await self._reader.body(request), DetokenizeRequest)
+        return await self._admitted(request, functools.partial(self._text_of, asked))
+
+    async def _admitted(self, request: Request, make: Callable[[], Awaitable[Json]]) -> Response:
+        """What is made under the limits of a request, unless its client leaves before."""
+
+        async def made() -> Json:
+            with self._service.admitted(key_of(request)):
+                return await make()
+
+        return reply(await unless_left(request, made()))
+
+    async def _tokens_of(self, asked: TokenizeRequest) -> Json:
         self._reader.check_model(asked.model)
         if (asked.prompt is None) == (asked.messages is None):
             raise RefusedError("give either prompt or messages", field="prompt")
@@ -98,26 +117,24 @@ class Information:
             ids = await self._reader.template(asked.messages, {})
         else:
             is_raw = not asked.add_special_tokens
-            ids = await self._reader.encode(asked.prompt or "", is_raw=is_raw)
-        tokenizer = self._service.model.tokenizer
+            (ids,) = await self._reader.encode([asked.prompt or ""], is_raw=is_raw)
         found: Json = {
             "count": len(ids),
             "max_model_len": self._service.model.max_len,
             "tokens": list(ids),
         }
         if asked.return_token_strs:
-            found["token_strs"] = [tokenizer.backend.id_to_token(i) for i in ids]
-        return reply(found)
+            found["token_strs"] = await self._service.texts.names(ids)
+        return found
 
-    async def detokenize(self, request: Request) -> Response:
-        """The text of some ids."""
-        asked = parse(await self._reader.body(request), DetokenizeRequest)
+    async def _text_of(self, asked: DetokenizeRequest) -> Json:
         self._reader.check_model(asked.model)
         vocab_size = self._service.model.vocab_size
-        for token_id in asked.tokens:
+        for token_id in (min(asked.tokens), max(asked.tokens)) if asked.tokens else ():
             if not 0 <= token_id < vocab_size:
                 raise RefusedError(
                     f"token id {token_id} is outside the vocabulary of {vocab_size}",
                     field="tokens",
                 )
-        return reply({"prompt": self._service.model.tokenizer.decode(asked.tokens)})
+        (text,) = await self._service.texts.decode([asked.tokens])
+        return {"prompt": text}

@@ -177,9 +177,9 @@ def test_every_sampling_field_of_a_request_is_passed_on():
     [("a", 1), (["a", "b"], 2), ([1, 2], 1), ([[1], [2, 3]], 2)],
 )
 def test_prompts_are_texts_or_ids_or_lists_of_them(prompt, count):
-    assert len(parse(body(prompt=prompt), CompletionRequest).prompts()) == count
+    assert len(parse(body(prompt=prompt), CompletionRequest).prompts(10)) == count
 
 
 def test_an_empty_list_of_prompts_is_refused():
     with pytest.raises(RefusedError, match="empty list"):
-        parse(body(prompt=[]), CompletionRequest).prompts()
+        parse(body(prompt=[]), CompletionRequest).prompts(10)
