@@ -29,8 +29,8 @@ TokenIds = list[int]
 Name = Annotated[str, msgspec.Meta(max_length=1024)]
 Messages = Annotated[list[dict[str, Any]], msgspec.Meta(max_length=16_384)]
 
-MAX_PARTS = 500_000
-"""Brackets and keys of a body: parsing so many takes 60 ms, in which nobody else is answered."""
+MAX_PARTS = 200_000
+"""Brackets and keys of a body: parsing so many takes 40 ms, in which nobody else is answered."""
 
 MAX_MESSAGE = 2_000
 """Characters of an error: values that it names may be as long as the body."""

@@ -213,8 +213,7 @@ class Worker:
             if self._idle is not None:
                 self._idle.cancel()
             try:
-                if not self._processes:
-                    await self._start()
+                await self._start()
                 reply = msgspec.msgpack.decode(await self._ask(frame, self._limits.job_s))
             finally:
                 loop = asyncio.get_running_loop()
@@ -226,10 +225,21 @@ class Worker:
         return reply["result"]
 
     async def _start(self) -> None:
+        """Wait until a process runs. Whoever is cancelled meanwhile leaves it to the next."""
         loop = asyncio.get_running_loop()
-        self._processes.append(await loop.run_in_executor(self._thread, _Process.start))
-        setup = await loop.run_in_executor(self._thread, pickle.dumps, self._setup)
-        await self._ask(setup, START_S)
+        try:
+            await asyncio.wait_for(loop.run_in_executor(self._thread, self._ready), START_S)
+        except (EOFError, OSError) as error:  # a TimeoutError is one
+            _end_all(self._processes)
+            raise RuntimeError(f"the process for {self._what} did not start: {error!r}") from error
+
+    def _ready(self) -> None:
+        """Start a process and tell it its setup, in the thread, unless one runs."""
+        if self._processes and self._processes[0].process.poll() is not None:
+            _end_all(self._processes)  # the system has killed it
+        if not self._processes:
+            self._processes.append(_Process.start())
+            self._processes[0].ask(pickle.dumps(self._setup))
 
     async def _ask(self, frame: bytes, most_s: float) -> bytes:
         """Send a frame and wait for the answer; kill the process if it does not come in time."""
