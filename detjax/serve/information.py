@@ -12,7 +12,7 @@ from starlette.responses import Response
 import detjax
 from detjax.serve import metrics
 from detjax.serve.answers import Json
-from detjax.serve.protocol import DetokenizeRequest, RefusedError, TokenizeRequest, parse
+from detjax.serve.protocol import DetokenizeRequest, RefusedError, TokenizeRequest
 from detjax.serve.questions import Reader
 from detjax.serve.service import Service, ServiceState
 from detjax.serve.streaming import key_of, reply, unless_left
@@ -23,6 +23,11 @@ PAGE_FILES = {
     "page.js": "text/javascript",
 }
 TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
+_REASONS = {
+    ServiceState.STARTING: "the model is loading, or its programs are compiled",
+    ServiceState.DRAINING: "the server stops, and lets open answers end",
+    ServiceState.FAILED: "the engine has stopped",
+}
 PAGE_POLICY = "default-src 'self'; img-src 'self' data:"
 """The page loads nothing from elsewhere, and runs no script but its own."""
 
@@ -38,7 +43,7 @@ class Information:
 
     async def page(self, request: Request) -> Response:
         """The page, its style and its script."""
-        name = request.url.path.removeprefix("/") or "page.html"
+        name = request.scope["path"].removeprefix("/") or "page.html"
         headers = {"Cache-Control": "no-cache", "Content-Security-Policy": PAGE_POLICY}
         return Response(self._page[name], media_type=PAGE_FILES[name], headers=headers)
 
@@ -54,6 +59,23 @@ class Information:
             failed = {"status": "self_check_failed", "reason": service.self_check_error}
             return reply(failed, 503)
         return reply(body)
+
+    async def live(self, request: Request) -> Response:
+        """200 as long as the process answers at all, whatever its state."""
+        return reply({"status": "live", "state": self._service.state.value})
+
+    async def ready(self, request: Request) -> Response:
+        """As `health`, with the reason in every state, and how long the server has been in it."""
+        service = self._service
+        response = await self.health(request)
+        if response.status_code == 200:
+            return response
+        is_broken = service.state is ServiceState.READY
+        reason = service.self_check_error if is_broken else service.why_failed
+        reason = reason or _REASONS[service.state]
+        status = "self_check_failed" if is_broken else service.state.value
+        since_s = round(service.state_s, 3)
+        return reply({"status": status, "reason": reason, "since_s": since_s}, 503)
 
     async def version(self, request: Request) -> Response:
         """Which detjax, model, numerics and build."""
@@ -87,12 +109,12 @@ class Information:
 
     async def tokenize(self, request: Request) -> Response:
         """The ids of a text or a conversation, as a completion of it would begin."""
-        asked = parse(await self._reader.body(request), TokenizeRequest)
+        asked = await self._reader.parsed(request, TokenizeRequest)
         return await self._admitted(request, functools.partial(self._tokens_of, asked))
 
     async def detokenize(self, request: Request) -> Response:
         """The text of some ids."""
-        asked = parse(await self._reader.body(request), DetokenizeRequest)
+        asked = await self._reader.parsed(request, DetokenizeRequest)
         return await self._admitted(request, functools.partial(self._text_of, asked))
 
     async def _admitted(self, request: Request, make: Callable[[], Awaitable[Json]]) -> Response:
@@ -129,12 +151,9 @@ class Information:
 
     async def _text_of(self, asked: DetokenizeRequest) -> Json:
         self._reader.check_model(asked.model)
-        vocab_size = self._service.model.vocab_size
-        for token_id in (min(asked.tokens), max(asked.tokens)) if asked.tokens else ():
-            if not 0 <= token_id < vocab_size:
-                raise RefusedError(
-                    f"token id {token_id} is outside the vocabulary of {vocab_size}",
-                    field="tokens",
-                )
-        (text,) = await self._service.texts.decode([asked.tokens])
+        try:
+            (text,) = await self._service.texts.decode([asked.tokens])
+        except RefusedError as error:
+            error.field = "tokens"
+            raise
         return {"prompt": text}

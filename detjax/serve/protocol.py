@@ -404,7 +404,7 @@ class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
     """The body of POST /detokenize; `model` may be left out."""
 
     model: Name | None = None
-    tokens: TokenIds
+    tokens: Annotated[TokenIds, msgspec.Meta(max_length=2**20)]
 
 
 def parse[T: msgspec.Struct](body: bytes, kind: type[T]) -> T:

@@ -8,6 +8,7 @@ import dataclasses
 import enum
 import functools
 import math
+import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -249,7 +250,7 @@ class Service:
     def __init__(self, model: ServedModel | None, limits: Limits):
         """Take over an engine; None: `open` brings it later."""
         self.limits = limits
-        self.state = ServiceState.STARTING
+        self._state, self._state_begin_s = ServiceState.STARTING, time.monotonic()
         self.why_failed = ""
         self.num_open = 0
         self._of_key: collections.Counter[str] = collections.Counter()
@@ -258,6 +259,21 @@ class Service:
         self._texts: Texts | None = None
         if model is not None:
             self.open(model)
+
+    @property
+    def state(self) -> ServiceState:
+        """What `/health` says."""
+        return self._state
+
+    @state.setter
+    def state(self, state: ServiceState) -> None:
+        if state is not self._state:
+            self._state, self._state_begin_s = state, time.monotonic()
+
+    @property
+    def state_s(self) -> float:
+        """Seconds in this state."""
+        return time.monotonic() - self._state_begin_s
 
     def open(self, model: ServedModel) -> None:
         """Take over an engine, and requests from now on."""

@@ -316,7 +316,8 @@ async def unless_left[T](request: Request, wanted: Awaitable[T]) -> T:
 
 def key_of(request: Request) -> str:
     """The API key that a request came with; empty if with none."""
-    return request.headers.get("authorization", "").removeprefix("Bearer ").strip()
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
 
 
 def id_of(request: Request) -> str:
@@ -335,6 +336,6 @@ def log(request: Request, status: int, begin_s: float) -> None:
     client = request.client.host if request.client else "-"
     ACCESS_LOG.info(
         "%s %s %s %d %.3f s %s",
-        client, request.method, request.url.path, status, time.perf_counter() - begin_s,
+        client, request.method, request.scope["path"], status, time.perf_counter() - begin_s,
         id_of(request),
     )  # fmt: skip

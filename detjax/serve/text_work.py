@@ -26,17 +26,18 @@ FORM_BYTES = 2**25
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tools:
-    """What work needs: a tokenizer, and what compiles forms for its model."""
+    """What work needs: a tokenizer, and what compiles forms for its model, of so many tokens."""
 
     tokenizer: Tokenizer
     grammars: Grammars
+    vocab_size: int
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> "Tools":
         """The tools of a model; nothing is compiled yet."""
         read = tokenizer.backend.to_str
         grammars = Grammars(read, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
-        return cls(tokenizer=tokenizer, grammars=grammars)
+        return cls(tokenizer=tokenizer, grammars=grammars, vocab_size=vocab_size)
 
 
 @runtime_checkable
@@ -85,6 +86,10 @@ class Decode:
 
     def run(self, tools: Tools) -> list[str]:
         """The text of each."""
+        vocab_size = tools.vocab_size
+        for token_id in (end(ids) for ids in self.prompts if ids for end in (min, max)):
+            if not 0 <= token_id < vocab_size:
+                raise ValueError(f"token id {token_id} is outside the vocabulary of {vocab_size}")
         return [tools.tokenizer.decode(ids) for ids in self.prompts]
 
 

@@ -364,6 +364,9 @@ class Texts:
 
     async def _done(self, work: Work, size: int) -> Any:
         if size <= SHORT_BYTES:
-            return work.run(self._tools)
+            try:
+                return work.run(self._tools)
+            except ValueError as error:
+                raise RefusedError(str(error)) from error
         frame = pickle.dumps(work)
         return await self._worker(len(frame)).run(frame)
