@@ -29,6 +29,9 @@ TokenIds = list[int]
 Name = Annotated[str, msgspec.Meta(max_length=1024)]
 Messages = Annotated[list[dict[str, Any]], msgspec.Meta(max_length=16_384)]
 
+MAX_PROMPTS = 1024
+"""Prompts of one request."""
+
 MAX_PARTS = 200_000
 """Brackets and keys of a body: parsing so many takes 40 ms, in which nobody else is answered."""
 
@@ -220,21 +223,20 @@ class CompletionRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True
         """Answers that are made, of which the best are given; 0 is those that are given."""
         return self.best_of or 0
 
-    def prompts(self, most: int) -> list[str | TokenIds]:
-        """The prompts, one an entry.
+    def prompts(self, max_len: int) -> list[str | TokenIds]:
+        """The prompts, one an entry, before any of them is read.
 
         Raises:
-            RefusedError: If there are none, more than `most` texts or token ids, or both.
+            RefusedError: If there are none, more than `MAX_PROMPTS`, texts beside token ids, or one
+                of far more token ids than `max_len`.
         """
         if isinstance(self.prompt, str):
             return [self.prompt]
-        if len(self.prompt) > most:
-            is_ids = isinstance(self.prompt[0], int)
-            raise RefusedError(
-                f"prompt has {len(self.prompt)} entries, more than {most}",
-                code="context_length_exceeded" if is_ids else "",
-                field="prompt",
-            )
+        count, is_ids = len(self.prompt), bool(self.prompt) and isinstance(self.prompt[0], int)
+        if count > max(MAX_PROMPTS, max_len if is_ids else 0):
+            most = f"tokens, more than {max_len}" if is_ids else f"prompts, more than {MAX_PROMPTS}"
+            code = "context_length_exceeded" if is_ids else ""
+            raise RefusedError(f"prompt has {count} {most}", code=code, field="prompt")
         kinds = set(map(type, self.prompt))
         if kinds == {int}:
             return [[token for token in self.prompt if isinstance(token, int)]]

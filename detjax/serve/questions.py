@@ -22,9 +22,6 @@ from detjax.serve.protocol import (
 from detjax.serve.receipts import check_receipt
 from detjax.serve.service import Service
 
-MAX_PROMPTS = 1024
-"""Prompts of one request."""
-
 LARGE_BODY = 2**18
 """Bytes of a body beyond which no two are parsed without a look at others between."""
 
@@ -127,11 +124,7 @@ class Reader:
     async def _completion(self, asked: CompletionRequest, request_id: str) -> Asked:
         self.check_model(asked.model)
         asked.check()
-        prompts = asked.prompts(max(MAX_PROMPTS, self._service.model.max_len))
-        if len(prompts) > MAX_PROMPTS:
-            raise RefusedError(
-                f"prompt has {len(prompts)} prompts, more than {MAX_PROMPTS}", field="prompt"
-            )
+        prompts = asked.prompts(self._service.model.max_len)
         shape = self._shape(
             asked,
             max_tokens=asked.max_tokens,
