@@ -34,6 +34,7 @@ from detjax.serving.request import (
     WindowCounts,
 )
 from detjax.serving.sequence import OnToken
+from detjax.serving.structured_output import StructuredOutput
 from detjax.serving.text import TextStream, token_sampling
 
 
@@ -284,6 +285,7 @@ class Service:
             model.tokenizer, vocab_size=model.vocab_size, eos_token_ids=model.end_token_ids
         )
         self.state = ServiceState.READY
+        self._texts.in_background(functools.partial(_read_grammars, model.engine))
 
     @property
     def model(self) -> ServedModel:
@@ -553,6 +555,18 @@ class Service:
         except TimeoutError:
             return False
         return True
+
+
+def _read_grammars(engine: StepsRequests) -> None:
+    """Let an engine read the tokenizer for forms before anybody asks for one.
+
+    WHY: llguidance holds Python's lock for half a second with a vocabulary of 128,000.
+    """
+    form = StructuredOutput(kind="regex", spec="a")
+    sampling = SamplingParams(max_tokens=1, structured_output=form)
+    one = Request(prompt_token_ids=(0,), sampling=sampling, is_deterministic=False)
+    with contextlib.suppress(ValueError, RuntimeError):  # told to whoever asks for a form
+        engine.check_request(one)
 
 
 def _listener(sequences: Sequence[_Sequence]) -> OnToken:

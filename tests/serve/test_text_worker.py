@@ -43,7 +43,7 @@ def texts(tokenizer):
 def worker(tokenizer, **limits) -> Worker:
     made = WorkLimits(**({"job_s": 20.0} | limits))
     setup = Setup(
-        tokenizer=tokenizer, vocab_size=4096, eos_token_ids=(1,), job_s=made.job_s,
+        tokenizer=pickle.dumps(tokenizer), vocab_size=4096, eos_token_ids=(1,), job_s=made.job_s,
         memory_bytes=made.memory_bytes, is_judge=False,
     )  # fmt: skip
     return Worker(setup, made, what="reading the text")
