@@ -21,7 +21,7 @@ class RefusedError(ValueError):
 
     def __init__(self, message: str, *, status: int = 400, code: str = "", field: str = ""):
         super().__init__(message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]}...")
-        self.status, self.code, self.field = status, code, field
+        self.status, self.code, self.field = status, code, field[:MAX_MESSAGE]
 
 
 Texts = str | list[str]

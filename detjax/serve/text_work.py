@@ -13,9 +13,9 @@ from detjax.models.tokenizer import Tokenizer
 from detjax.serving.grammars import Grammars
 from detjax.serving.structured_output import StructuredOutput
 
-MASK_S = 0.05
-"""Processor time that a mask of a form may take when the worker tries it. Ordinary ones take 0.1 to
-4 ms; the limits of `detjax.serving.grammars` bound those that it does not try."""
+MASK_S = 0.02
+"""Processor time that a mask of a form may take when the worker tries it. Ordinary ones take up
+to 4 ms; the limits of `detjax.serving.grammars` bound those that it does not try."""
 
 NUM_TRIED = 16
 """Masks that the worker tries."""
