@@ -86,6 +86,7 @@ class Served:
 
 @pytest.fixture(scope="module")
 def hostile() -> Iterator[Served]:
+    readers: list[threading.Thread] = []
     with subprocess.Popen(
         [sys.executable, "-m", "detjax.serve", "--port", "0", "--no-compile", "--max-len", "256",
          "--batch-size", "4", "--self-check", "off"],
@@ -95,7 +96,8 @@ def hostile() -> Iterator[Served]:
             assert process.stderr is not None
             lines = iter(process.stderr)
             url = next(m[1] for line in lines if (m := re.search(r"ready: (http://\S+)", line)))
-            reader = threading.Thread(target=lambda: list(lines), daemon=True)
+            reader = threading.Thread(target=list, args=(lines,))
+            readers.append(reader)
             reader.start()
             served = Served(url, process.pid)
             # Programs are compiled now, and not beside an attack.
@@ -104,6 +106,8 @@ def hostile() -> Iterator[Served]:
             yield served
         finally:
             process.kill()
+            for reader in readers:
+                reader.join()
 
 
 def waits(served: Served, attack, least_s: float = 0.5) -> tuple[float, float, list]:
@@ -185,7 +189,7 @@ def test_attacks_at_once_keep_nobody_waiting(hostile, quiet):
     assert set(statuses) <= {200, 400, 429}
     assert hostile.resident_bytes() - before < MAX_GROWTH
     # WHY: one body of 8 MB is received and parsed in tens of ms, and here are forty.
-    assert health_s < 10 * HEALTH_S + quiet[0] and others_s < 5 * OTHERS_S + quiet[1]
+    assert health_s < 5 * HEALTH_S + quiet[0] and others_s < 3 * OTHERS_S + quiet[1]
 
 
 def test_clients_that_leave_take_their_work_along(hostile):
