@@ -263,7 +263,7 @@ class Worker:
         finally:
             if not answer.done() or answer.cancelled() or answer.exception() is not None:
                 _end_all(self._processes)
-                await asyncio.wait({answer})
+                await asyncio.gather(answer, return_exceptions=True)
 
 
 class Texts:

@@ -4,6 +4,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import json
 import os
 import pickle
@@ -112,9 +113,10 @@ def test_what_takes_too_much_memory_is_refused_and_the_next_is_served(tokenizer)
 
 
 def test_whoever_leaves_ends_its_work(tokenizer):
-    left = worker(tokenizer)
+    left, unseen = worker(tokenizer), []
 
     async def ask():
+        asyncio.get_running_loop().set_exception_handler(lambda loop, what: unseen.append(what))
         await left.run(pickle.dumps(Encode(texts=["sea"])))
         killed = left.process_id
         running = asyncio.create_task(left.run(pickle.dumps(Encode(texts=[LONG * 8]))))
@@ -128,6 +130,8 @@ def test_whoever_leaves_ends_its_work(tokenizer):
         return await left.run(pickle.dumps(Encode(texts=["sea"])))
 
     assert asyncio.run(ask()) == [tokenizer.encode("sea")]
+    gc.collect()
+    assert not unseen
     left.close()
 
 
