@@ -47,6 +47,11 @@ class Shape:
     request_id: str
     num_prompt_top: int | None = None
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
+    sampling_values: Json = dataclasses.field(init=False)
+
+    def __post_init__(self):
+        """Write the sampling down once: a choice has all of it, which may be 100,000 tokens."""
+        object.__setattr__(self, "sampling_values", self.sampling.as_dict())
 
     def card(self, *, is_chunk: bool) -> Json:
         """What every answer and every chunk begins with."""
@@ -110,7 +115,7 @@ class Shape:
                 "draft_tokens": last.windows.num_drafts,
                 "draft_tokens_rolled_back": last.windows.num_rolled_back,
             },
-            "sampling": self.sampling.as_dict(),
+            "sampling": self.sampling_values,
         }
         if self.has_logprob_bytes:
             proof["logprobs_f32"] = _exact(done.logprobs)

@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 from detjax.serve.answers import error_body
 from detjax.serve.information import PAGE_FILES, Information
-from detjax.serve.protocol import ChatRequest, CompletionRequest, RefusedError, parse
+from detjax.serve.protocol import ChatRequest, CompletionRequest, RefusedError
 from detjax.serve.questions import Reader
 from detjax.serve.responses import ResponsesRequest, ResponseWriter, form_of
 from detjax.serve.service import Service
@@ -31,7 +31,7 @@ Run = Callable[[Request], Awaitable[Response]]
 PAGE_PATHS = ("/", *(f"/{name}" for name in PAGE_FILES))
 MAX_ID_CHARS = 128
 _ID = re.compile(f"[!-~]{{1,{MAX_ID_CHARS}}}")
-OPEN_PATHS = frozenset(("/health", "/version", *PAGE_PATHS))
+OPEN_PATHS = frozenset(("/health", "/health/live", "/health/ready", "/version", *PAGE_PATHS))
 """Paths that need no key."""
 
 
@@ -41,18 +41,18 @@ def make_app(service: Service, *, api_keys: Sequence[str] = ()) -> Starlette:
     about, keys = Information(service, reader), [key.encode() for key in api_keys]
 
     async def completions(request: Request) -> Response:
-        asked = parse(await reader.body(request), CompletionRequest)
-        return await respond(service, request, await reader.completion(asked, id_of(request)))
+        asked = await reader.parsed(request, CompletionRequest)
+        return await respond(service, request, reader.completion(asked, id_of(request)))
 
     async def chat(request: Request) -> Response:
-        asked = parse(await reader.body(request), ChatRequest)
-        return await respond(service, request, await reader.chat(asked, id_of(request)))
+        asked = await reader.parsed(request, ChatRequest)
+        return await respond(service, request, reader.chat(asked, id_of(request)))
 
     async def responses(request: Request) -> Response:
-        asked = parse(await reader.body(request), ResponsesRequest)
+        asked = await reader.parsed(request, ResponsesRequest)
         asked.check()
         return await respond(
-            service, request, await reader.chat(asked.as_chat(), id_of(request)),
+            service, request, reader.chat(asked.as_chat(), id_of(request)),
             form=form_of(asked),
             writer=functools.partial(ResponseWriter, asked),
         )  # fmt: skip
@@ -60,6 +60,8 @@ def make_app(service: Service, *, api_keys: Sequence[str] = ()) -> Starlette:
     table: tuple[tuple[str, str, Run], ...] = (
         *(("GET", path, about.page) for path in PAGE_PATHS),
         ("GET", "/health", about.health),
+        ("GET", "/health/live", about.live),
+        ("GET", "/health/ready", about.ready),
         ("GET", "/version", about.version),
         ("GET", "/metrics", about.metrics),
         ("GET", "/v1/models", about.models),
@@ -91,7 +93,7 @@ def _guarded(run: Run, keys: Sequence[bytes]) -> Run:
         except ClientDisconnect:
             response = Response(status_code=CLIENT_LEFT)
         except Exception:
-            LOG.exception("%s %s failed", request.method, request.url.path)
+            LOG.exception("%s %s failed", request.method, request.scope["path"])
             message = "this is a fault of detjax; the server's log has the rest"
             response = reply(error_body(message, status=500, code="", field=""), 500)
         response.headers["X-Request-Id"] = id_of(request)
@@ -115,7 +117,8 @@ def _given_id(request: Request) -> str:
 
 
 def _check_key(request: Request, keys: Sequence[bytes]) -> None:
-    if not keys or request.url.path in OPEN_PATHS:
+    # WHY: the path that is routed. That of `request.url` has in it what the Host header says.
+    if not keys or request.scope["path"] in OPEN_PATHS:
         return
     given = key_of(request).encode()
     if not any([hmac.compare_digest(given, key) for key in keys]):
@@ -138,7 +141,7 @@ def _refusal(error: RefusedError) -> Response:
 def _http_error(request: Request, error: Exception) -> Response:
     """No such route, or not with this verb."""
     assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path}: {error.detail}"
+    message = f"{request.method} {request.scope['path']}: {error.detail}"
     return reply(
         error_body(message, status=error.status_code, code="", field=""), error.status_code
     )

@@ -2,7 +2,9 @@
 """The routes that tell of the server and of tokens: health, version, metrics, models, the page."""
 
 import dataclasses
+import functools
 import importlib.resources
+from collections.abc import Awaitable, Callable
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -10,10 +12,10 @@ from starlette.responses import Response
 import detjax
 from detjax.serve import metrics
 from detjax.serve.answers import Json
-from detjax.serve.protocol import DetokenizeRequest, RefusedError, TokenizeRequest, parse
+from detjax.serve.protocol import DetokenizeRequest, RefusedError, TokenizeRequest
 from detjax.serve.questions import Reader
 from detjax.serve.service import Service, ServiceState
-from detjax.serve.streaming import reply
+from detjax.serve.streaming import key_of, reply, unless_left
 
 PAGE_FILES = {
     "page.html": "text/html",
@@ -21,6 +23,11 @@ PAGE_FILES = {
     "page.js": "text/javascript",
 }
 TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
+_REASONS = {
+    ServiceState.STARTING: "the model is loading, or its programs are compiled",
+    ServiceState.DRAINING: "the server stops, and lets open answers end",
+    ServiceState.FAILED: "the engine has stopped",
+}
 PAGE_POLICY = "default-src 'self'; img-src 'self' data:"
 """The page loads nothing from elsewhere, and runs no script but its own."""
 
@@ -36,7 +43,7 @@ class Information:
 
     async def page(self, request: Request) -> Response:
         """The page, its style and its script."""
-        name = request.url.path.removeprefix("/") or "page.html"
+        name = request.scope["path"].removeprefix("/") or "page.html"
         headers = {"Cache-Control": "no-cache", "Content-Security-Policy": PAGE_POLICY}
         return Response(self._page[name], media_type=PAGE_FILES[name], headers=headers)
 
@@ -52,6 +59,23 @@ class Information:
             failed = {"status": "self_check_failed", "reason": service.self_check_error}
             return reply(failed, 503)
         return reply(body)
+
+    async def live(self, request: Request) -> Response:
+        """200 as long as the process answers at all, whatever its state."""
+        return reply({"status": "live", "state": self._service.state.value})
+
+    async def ready(self, request: Request) -> Response:
+        """As `health`, with the reason in every state, and how long the server has been in it."""
+        service = self._service
+        response = await self.health(request)
+        if response.status_code == 200:
+            return response
+        is_broken = service.state is ServiceState.READY
+        reason = service.self_check_error if is_broken else service.why_failed
+        reason = reason or _REASONS[service.state]
+        status = "self_check_failed" if is_broken else service.state.value
+        since_s = round(service.state_s, 3)
+        return reply({"status": status, "reason": reason, "since_s": since_s}, 503)
 
     async def version(self, request: Request) -> Response:
         """Which detjax, model, numerics and build."""
@@ -85,7 +109,24 @@ class Information:
 
     async def tokenize(self, request: Request) -> Response:
         """The ids of a text or a conversation, as a completion of it would begin."""
-        asked = parse(await self._reader.body(request), TokenizeRequest)
+        asked = await self._reader.parsed(request, TokenizeRequest)
+        return await self._admitted(request, functools.partial(self._tokens_of, asked))
+
+    async def detokenize(self, request: Request) -> Response:
+        """The text of some ids."""
+        asked = await self._reader.parsed(request, DetokenizeRequest)
+        return await self._admitted(request, functools.partial(self._text_of, asked))
+
+    async def _admitted(self, request: Request, make: Callable[[], Awaitable[Json]]) -> Response:
+        """What is made under the limits of a request, unless its client leaves before."""
+
+        async def made() -> Json:
+            with self._service.admitted(key_of(request)):
+                return await make()
+
+        return reply(await unless_left(request, made()))
+
+    async def _tokens_of(self, asked: TokenizeRequest) -> Json:
         self._reader.check_model(asked.model)
         if (asked.prompt is None) == (asked.messages is None):
             raise RefusedError("give either prompt or messages", field="prompt")
@@ -98,26 +139,21 @@ class Information:
             ids = await self._reader.template(asked.messages, {})
         else:
             is_raw = not asked.add_special_tokens
-            ids = await self._reader.encode(asked.prompt or "", is_raw=is_raw)
-        tokenizer = self._service.model.tokenizer
+            (ids,) = await self._reader.encode([asked.prompt or ""], is_raw=is_raw)
         found: Json = {
             "count": len(ids),
             "max_model_len": self._service.model.max_len,
             "tokens": list(ids),
         }
         if asked.return_token_strs:
-            found["token_strs"] = [tokenizer.backend.id_to_token(i) for i in ids]
-        return reply(found)
+            found["token_strs"] = await self._service.texts.names(ids)
+        return found
 
-    async def detokenize(self, request: Request) -> Response:
-        """The text of some ids."""
-        asked = parse(await self._reader.body(request), DetokenizeRequest)
+    async def _text_of(self, asked: DetokenizeRequest) -> Json:
         self._reader.check_model(asked.model)
-        vocab_size = self._service.model.vocab_size
-        for token_id in asked.tokens:
-            if not 0 <= token_id < vocab_size:
-                raise RefusedError(
-                    f"token id {token_id} is outside the vocabulary of {vocab_size}",
-                    field="tokens",
-                )
-        return reply({"prompt": self._service.model.tokenizer.decode(asked.tokens)})
+        try:
+            (text,) = await self._service.texts.decode([asked.tokens])
+        except RefusedError as error:
+            error.field = "tokens"
+            raise
+        return {"prompt": text}

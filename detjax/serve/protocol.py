@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from detjax.serving.limits import MAX_LOGIT_BIASES
 from detjax.serving.request import SamplingParams
 from detjax.serving.structured_output import StructuredOutput
 
@@ -19,12 +20,23 @@ class RefusedError(ValueError):
     """A request that cannot be answered as it was asked: status, OpenAI's code, and the field."""
 
     def __init__(self, message: str, *, status: int = 400, code: str = "", field: str = ""):
-        super().__init__(message)
-        self.status, self.code, self.field = status, code, field
+        super().__init__(message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]}...")
+        self.status, self.code, self.field = status, code, field[:MAX_MESSAGE]
 
 
 Texts = str | list[str]
 TokenIds = list[int]
+Name = Annotated[str, msgspec.Meta(max_length=1024)]
+Messages = Annotated[list[dict[str, Any]], msgspec.Meta(max_length=16_384)]
+
+MAX_PROMPTS = 1024
+"""Prompts of one request."""
+
+MAX_PARTS = 200_000
+"""Brackets and keys of a body: parsing so many takes 40 ms, in which nobody else is answered."""
+
+MAX_MESSAGE = 2_000
+"""Characters of an error: values that it names may be as long as the body."""
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -104,7 +116,7 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         user, metadata: For the caller's own records; they decide nothing.
     """
 
-    model: str
+    model: Name
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -117,7 +129,7 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     stream_options: StreamOptions | None = None
     is_deterministic: bool | None = None
     priority: int = 0
-    cache_salt: str = ""
+    cache_salt: Name = ""
     return_token_ids: bool = False
     return_logprob_bytes: bool = False
     receipt: bool = False
@@ -133,7 +145,7 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[str, float] | None = None
-    logprobs_mode: str = "raw"
+    logprobs_mode: Name = "raw"
     structured_outputs: StructuredOutputs | None = None
 
     def stops(self) -> tuple[str, ...]:
@@ -145,6 +157,12 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     def biases(self) -> dict[int, float]:
         """The bias of each token id."""
+        if len(self.logit_bias or {}) > MAX_LOGIT_BIASES:
+            raise RefusedError(
+                f"logit_bias has {len(self.logit_bias or {})} entries, more than "
+                f"{MAX_LOGIT_BIASES}",
+                field="logit_bias",
+            )
         biases = {}
         for key, bias in (self.logit_bias or {}).items():
             if not key.isascii() or not key.isdigit():
@@ -205,10 +223,20 @@ class CompletionRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True
         """Answers that are made, of which the best are given; 0 is those that are given."""
         return self.best_of or 0
 
-    def prompts(self) -> list[str | TokenIds]:
-        """The prompts, one an entry."""
+    def prompts(self, max_len: int) -> list[str | TokenIds]:
+        """The prompts, one an entry, before any of them is read.
+
+        Raises:
+            RefusedError: If there are none, more than `MAX_PROMPTS`, texts beside token ids, or one
+                of far more token ids than `max_len`.
+        """
         if isinstance(self.prompt, str):
             return [self.prompt]
+        count, is_ids = len(self.prompt), bool(self.prompt) and isinstance(self.prompt[0], int)
+        if count > max(MAX_PROMPTS, max_len if is_ids else 0):
+            most = f"tokens, more than {max_len}" if is_ids else f"prompts, more than {MAX_PROMPTS}"
+            code = "context_length_exceeded" if is_ids else ""
+            raise RefusedError(f"prompt has {count} {most}", code=code, field="prompt")
         kinds = set(map(type, self.prompt))
         if kinds == {int}:
             return [[token for token in self.prompt if isinstance(token, int)]]
@@ -300,13 +328,13 @@ class ChatRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
         response_format: The form of the answer, in place of `structured_outputs`.
     """
 
-    messages: list[dict[str, Any]]
+    messages: Messages
     max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
     max_completion_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=64)] | None = None
-    tools: list[dict[str, Any]] | None = None
-    documents: list[dict[str, Any]] | None = None
+    tools: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=1024)] | None = None
+    documents: Messages | None = None
     tool_choice: str | dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     response_format: ResponseFormat | None = None
@@ -367,9 +395,9 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         return_token_strs: Also the text of each token.
     """
 
-    model: str | None = None
+    model: Name | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool = True
     return_token_strs: bool = False
 
@@ -377,16 +405,22 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The body of POST /detokenize; `model` may be left out."""
 
-    model: str | None = None
-    tokens: TokenIds
+    model: Name | None = None
+    tokens: Annotated[TokenIds, msgspec.Meta(max_length=2**20)]
 
 
 def parse[T: msgspec.Struct](body: bytes, kind: type[T]) -> T:
     """Read a body.
 
     Raises:
-        RefusedError: If it is no JSON, has a field that is not known, or one of another type.
+        RefusedError: If it is no JSON, has a field that is not known, or one of another type or
+            beyond its limit; if it has more than `MAX_PARTS` brackets and keys.
     """
+    num_parts = body.count(b"[") + body.count(b"{") + body.count(b'":')
+    if num_parts > MAX_PARTS:
+        raise RefusedError(
+            f"the body has {num_parts} brackets and keys, more than {MAX_PARTS}; send less at once"
+        )
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:

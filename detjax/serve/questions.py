@@ -2,10 +2,11 @@
 """From the body of a request to what the engine is asked, or the reason why it cannot be."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 
 from detjax.serve.answers import Shape
@@ -14,13 +15,18 @@ from detjax.serve.protocol import (
     CompletionRequest,
     RefusedError,
     SamplingFields,
+    TokenIds,
+    parse,
     sampling_params,
 )
 from detjax.serve.receipts import check_receipt
 from detjax.serve.service import Service
 
-MAX_PROMPTS = 1024
-"""Prompts of one request."""
+LARGE_BODY = 2**18
+"""Bytes of a body beyond which no two are parsed without a look at others between."""
+
+MAX_LISTED = 2**20
+"""Entries of the lists of a request's sampling, over its prompts: each prompt is checked alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,12 +57,21 @@ class Asked:
         return sum(len(question.token_ids) for question in self.questions)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reading:
+    """A request that was parsed, and how the rest of it is read: its text becomes tokens."""
+
+    fields: SamplingFields
+    run: Callable[[], Awaitable[Asked]]
+
+
 class Reader:
     """Reads requests for one service."""
 
     def __init__(self, service: Service):
         """For this one."""
         self._service = service
+        self._parsing = asyncio.Lock()
 
     async def body(self, request: Request) -> bytes:
         """The body, no larger and no later than allowed."""
@@ -77,6 +92,20 @@ class Reader:
             ) from error
         return bytes(body)
 
+    async def parsed[T: msgspec.Struct](self, request: Request, kind: type[T]) -> T:
+        """The body, read as one of some kind.
+
+        Raises:
+            RefusedError: As `body` and `parse` do.
+        """
+        body = await self.body(request)
+        if len(body) <= LARGE_BODY:
+            return parse(body, kind)
+        # WHY: of forty large bodies that come at once, each takes its tens of ms by itself.
+        async with self._parsing:
+            await asyncio.sleep(0)
+            return parse(body, kind)
+
     def check_model(self, name: str | None) -> None:
         """Refuse another model than the one that is served; None names none."""
         served = self._service.model.name
@@ -88,24 +117,14 @@ class Reader:
                 field="model",
             )
 
-    async def completion(self, asked: CompletionRequest, request_id: str) -> Asked:
+    def completion(self, asked: CompletionRequest, request_id: str) -> Reading:
         """A request of /v1/completions."""
+        return Reading(fields=asked, run=lambda: self._completion(asked, request_id))
+
+    async def _completion(self, asked: CompletionRequest, request_id: str) -> Asked:
         self.check_model(asked.model)
         asked.check()
-        prompts = asked.prompts()
-        if len(prompts) > MAX_PROMPTS:
-            raise RefusedError(
-                f"prompt has {len(prompts)} prompts, more than {MAX_PROMPTS}", field="prompt"
-            )
-        questions = []
-        for prompt in prompts:
-            ids = await self.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
-            self._service.check_prompt(ids, asked.max_tokens)
-            echo = ""
-            if asked.echo:
-                is_text = isinstance(prompt, str)
-                echo = prompt if is_text else self._service.model.tokenizer.decode(ids)
-            questions.append(Question(token_ids=ids, echo=echo))
+        prompts = asked.prompts(self._service.model.max_len)
         shape = self._shape(
             asked,
             max_tokens=asked.max_tokens,
@@ -114,20 +133,69 @@ class Reader:
             is_chat=False,
             request_id=request_id,
         )
+        self._check_work(len(prompts), shape)
+        questions = await self._questions(prompts, asked)
         return Asked(questions=questions, shape=shape, fields=asked)
 
-    async def chat(self, asked: ChatRequest, request_id: str) -> Asked:
+    async def _questions(
+        self, prompts: Sequence[str | TokenIds], asked: CompletionRequest
+    ) -> list[Question]:
+        """The prompts as tokens, checked; those that are texts are read together."""
+        given = [tuple(prompt) for prompt in prompts if not isinstance(prompt, str)]
+        for ids in given:
+            self._service.check_prompt(ids, asked.max_tokens)
+        encoded = await self.encode([prompt for prompt in prompts if isinstance(prompt, str)])
+        for ids in encoded:
+            self._service.check_prompt(ids, asked.max_tokens)
+        of_text, of_ids = iter(encoded), iter(given)
+        echoes = iter(await self._service.texts.decode(given) if asked.echo else [""] * len(given))
+        questions = []
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                ids, echo = next(of_text), prompt if asked.echo else ""
+            else:
+                ids, echo = next(of_ids), next(echoes)
+            questions.append(Question(token_ids=ids, echo=echo))
+        return questions
+
+    def _check_work(self, num_prompts: int, shape: Shape) -> None:
+        """Refuse what the queue has no room for, or what lists too much for each prompt.
+
+        WHY: before any prompt is read, as a thousand prompts of a thousand sequences are a request
+        of 5 kB.
+        """
+        sampling = shape.sampling
+        num_listed = num_prompts * sum(
+            map(len, (sampling.allowed_token_ids, sampling.stop_token_ids, sampling.logit_bias))
+        )
+        if num_listed > MAX_LISTED:
+            raise RefusedError(
+                f"{num_prompts} prompts with these allowed_token_ids, stop_token_ids and "
+                f"logit_bias have {num_listed} entries, more than {MAX_LISTED}; send fewer prompts "
+                "at once",
+                field="prompt",
+            )
+        self._service.check_queue(num_prompts, sampling, is_deterministic=shape.is_deterministic)
+
+    def chat(self, asked: ChatRequest, request_id: str) -> Reading:
         """A request of /v1/chat/completions."""
+        return Reading(fields=asked, run=lambda: self._chat(asked, request_id))
+
+    async def _chat(self, asked: ChatRequest, request_id: str) -> Asked:
         self.check_model(asked.model)
         asked.check()
-        ids = await self.template(asked.messages, asked.variables())
-        wanted = self._service.check_prompt(ids, asked.max_tokens or asked.max_completion_tokens)
         num_top = (asked.top_logprobs or 0) if asked.logprobs else None
-        scored = asked.prompt_logprobs
-        shape = self._shape(
-            asked, max_tokens=wanted, num_top=num_top, num_scored=scored, is_chat=True,
-            request_id=request_id,
-        )  # fmt: skip
+
+        def shape_of(max_tokens: int) -> Shape:
+            return self._shape(
+                asked, max_tokens=max_tokens, num_top=num_top, num_scored=asked.prompt_logprobs,
+                is_chat=True, request_id=request_id,
+            )  # fmt: skip
+
+        most = asked.max_tokens or asked.max_completion_tokens
+        self._check_work(1, shape_of(most or self._service.model.max_len))
+        ids = await self.template(asked.messages, asked.variables())
+        shape = shape_of(self._service.check_prompt(ids, most))
         return Asked(questions=[Question(token_ids=ids)], shape=shape, fields=asked)
 
     def _shape(
@@ -163,22 +231,20 @@ class Reader:
             request_id=request_id,
         )
 
-    async def encode(self, text: str, *, is_raw: bool = False) -> tuple[int, ...]:
-        """The ids of a text; `is_raw`: as it is written, with the special tokens that it has."""
-        tokenizer = self._service.model.tokenizer
-        encode = tokenizer.encode_raw if is_raw else tokenizer.encode
-        # WHY: a thread, as a long prompt takes a second, and others' answers go on meanwhile.
-        return tuple(await asyncio.to_thread(encode, text))
+    async def encode(self, texts: Sequence[str], *, is_raw: bool = False) -> list[tuple[int, ...]]:
+        """The ids of texts; `is_raw`: as they are written, with the special tokens in them."""
+        try:
+            return await self._service.texts.encode(texts, is_raw=is_raw)
+        except RefusedError as error:
+            error.field = "prompt"
+            raise
 
     async def template(
         self, messages: Sequence[dict[str, Any]], variables: dict[str, Any]
     ) -> tuple[int, ...]:
         """The ids of a conversation, through the model's template."""
-        tokenizer = self._service.model.tokenizer
         try:
-            ids = await asyncio.to_thread(
-                tokenizer.apply_chat_template, messages, variables=variables
-            )
-        except ValueError as error:
-            raise RefusedError(str(error), field="messages") from error
-        return tuple(ids)
+            return await self._service.texts.template(messages, variables)
+        except RefusedError as error:
+            error.field = "messages"
+            raise

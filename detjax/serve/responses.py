@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import msgspec
 
 from detjax.serve.answers import Json, usage
-from detjax.serve.protocol import ChatRequest, RefusedError
+from detjax.serve.protocol import ChatRequest, Messages, Name, RefusedError
 from detjax.serve.questions import Asked
 from detjax.serve.service import Piece
 from detjax.serve.streaming import AbstractWriter, Form, raise_failed
@@ -27,8 +27,8 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
         store: Taken only as false and null: nothing is kept.
     """
 
-    model: str
-    input: str | list[dict[str, Any]]
+    model: Name
+    input: str | Messages
     instructions: str | None = None
     max_output_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
     temperature: float = 1.0
@@ -37,7 +37,7 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     stream: bool = False
     is_deterministic: bool | None = None
     priority: int = 0
-    cache_salt: str = ""
+    cache_salt: Name = ""
     user: str = ""
     metadata: dict[str, str] | None = None
     store: bool | None = None

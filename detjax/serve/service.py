@@ -8,6 +8,7 @@ import dataclasses
 import enum
 import functools
 import math
+import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from detjax.models.tokenizer import Tokenizer
 from detjax.proof.identity import Identity
 from detjax.proof.signing import SigningKey
 from detjax.serve.protocol import NO_DEFAULTS, RefusedError
+from detjax.serve.text_worker import Texts
 from detjax.serving.async_engine import AsyncEngine, StepsRequests
 from detjax.serving.errors import EngineFullError, EngineStoppedError, SelfCheckError
 from detjax.serving.metrics import EngineStats
@@ -25,12 +27,14 @@ from detjax.serving.request import (
     Completion,
     FinishReason,
     PromptLogprobs,
+    Request,
     RequestOutput,
     SamplingParams,
     TokenEvent,
     WindowCounts,
 )
 from detjax.serving.sequence import OnToken
+from detjax.serving.structured_output import StructuredOutput
 from detjax.serving.text import TextStream, token_sampling
 
 
@@ -247,19 +251,41 @@ class Service:
     def __init__(self, model: ServedModel | None, limits: Limits):
         """Take over an engine; None: `open` brings it later."""
         self.limits = limits
-        self.state = ServiceState.STARTING
+        self._state, self._state_begin_s = ServiceState.STARTING, time.monotonic()
         self.why_failed = ""
         self.num_open = 0
         self._of_key: collections.Counter[str] = collections.Counter()
         self._inboxes: set[_Inbox] = set()
         self._model: ServedModel | None = None
+        self._texts: Texts | None = None
         if model is not None:
             self.open(model)
 
+    @property
+    def state(self) -> ServiceState:
+        """What `/health` says."""
+        return self._state
+
+    @state.setter
+    def state(self, state: ServiceState) -> None:
+        if state is not self._state:
+            self._state, self._state_begin_s = state, time.monotonic()
+
+    @property
+    def state_s(self) -> float:
+        """Seconds in this state."""
+        return time.monotonic() - self._state_begin_s
+
     def open(self, model: ServedModel) -> None:
         """Take over an engine, and requests from now on."""
+        if self._texts is not None:
+            self._texts.close()
         self._model, self._engine = model, AsyncEngine(model.engine)
+        self._texts = Texts(
+            model.tokenizer, vocab_size=model.vocab_size, eos_token_ids=model.end_token_ids
+        )
         self.state = ServiceState.READY
+        self._texts.in_background(functools.partial(_read_grammars, model.engine))
 
     @property
     def model(self) -> ServedModel:
@@ -271,6 +297,17 @@ class Service:
         if self._model is None:
             raise self._not_ready()
         return self._model
+
+    @property
+    def texts(self) -> Texts:
+        """What turns text to tokens and back.
+
+        Raises:
+            RefusedError: While the server starts.
+        """
+        if self._texts is None:
+            raise self._not_ready()
+        return self._texts
 
     def _not_ready(self) -> RefusedError:
         reason = f": {self.why_failed}" if self.why_failed else ""
@@ -374,18 +411,19 @@ class Service:
                 `Limits.request_s`; when `drain` gives up.
         """
         tokenizer, n = self.model.tokenizer, sampling.num_sequences
-        sequences = [[_Sequence(tokenizer, sampling, ids) for _ in range(n)] for ids in prompts]
-        try:
-            of_tokens = token_sampling(sampling, tokenizer)
-        except ValueError as error:
-            raise RefusedError(str(error), field="bad_words") from error
+        of_tokens = self.tokens_of(sampling)
+        sequences: list[list[_Sequence]] = []
         inbox, num_left = _Inbox(self.limits.request_s), [n] * len(prompts)
         is_scored = sampling.num_prompt_logprobs is not None
         scored = [_ScoredFirst(is_wanted=is_scored) for _ in prompts]
         self._inboxes.add(inbox)
         opened: list[int] = []
         try:
+            await self._compile(sampling, is_deterministic=is_deterministic)
             for i, ids in enumerate(prompts):
+                if i:  # WHY: a thousand prompts of a thousand sequences take seconds
+                    await asyncio.sleep(0)
+                sequences.append([_Sequence(tokenizer, sampling, ids) for _ in range(n)])
                 request_id = self._engine.open(
                     ids,
                     of_tokens,
@@ -408,29 +446,81 @@ class Service:
                     pieces += scored[i].add(piece, output.prompt_logprobs)
                 if pieces:
                     yield pieces
-        except RefusedError:
-            raise
-        except EngineFullError as error:
-            raise RefusedError(str(error), status=429, code="queue_full") from error
-        except SelfCheckError as error:
-            raise RefusedError(str(error), status=503, code="self_check_failed") from error
-        except EngineStoppedError as error:
-            self.state, self.why_failed = ServiceState.FAILED, str(error)
-            raise RefusedError(str(error), status=500, code="engine_stopped") from error
-        except TimeoutError as error:
-            raise RefusedError(
-                f"the answer took longer than {self.limits.request_s:g} s",
-                status=504,
-                code="timeout",
-            ) from error
-        except ValueError as error:
-            is_form = str(error).startswith("structured_output")
-            field = "structured_outputs" if is_form else ""
-            raise RefusedError(str(error), field=field) from error
+        except Exception as error:
+            if (refused := self._refusal(error)) is None:
+                raise
+            raise refused from error
         finally:
             self._inboxes.discard(inbox)
             for i, request_id in enumerate(opened):
                 self._engine.close(request_id, has_ended=not num_left[i])
+
+    def tokens_of(self, sampling: SamplingParams) -> SamplingParams:
+        """The sampling as the engine can run it.
+
+        Raises:
+            RefusedError: If a bad word has too many tokens.
+        """
+        try:
+            return token_sampling(sampling, self.model.tokenizer)
+        except ValueError as error:
+            raise RefusedError(str(error), field="bad_words") from error
+
+    def check_queue(
+        self, num_prompts: int, sampling: SamplingParams, *, is_deterministic: bool
+    ) -> None:
+        """Refuse a request whose sequences the queue has no room for, before any is made.
+
+        The sampling is checked as well, but for its form.
+
+        Raises:
+            RefusedError: If it is.
+        """
+        of_tokens = dataclasses.replace(self.tokens_of(sampling), structured_output=None)
+        one = Request(prompt_token_ids=(0,), sampling=of_tokens, is_deterministic=is_deterministic)
+        try:
+            num_ahead = (num_prompts - 1) * sampling.num_sequences
+            self.model.engine.check_request(one, num_ahead=num_ahead)
+        except Exception as error:
+            if (refused := self._refusal(error)) is None:
+                raise
+            raise refused from error
+
+    async def _compile(self, sampling: SamplingParams, *, is_deterministic: bool) -> None:
+        """Compile the form of a request in a thread, once it is judged: `open` finds it there."""
+        if (form := sampling.structured_output) is None:
+            return
+        try:
+            await self.texts.judge(form)
+        except RefusedError as error:
+            error.field = error.field or "structured_outputs"
+            raise
+        plain = SamplingParams(max_tokens=1, structured_output=form)
+        one = Request(prompt_token_ids=(0,), sampling=plain, is_deterministic=is_deterministic)
+        await self.texts.in_thread(self.model.engine.check_request, one)
+
+    def _refusal(self, error: Exception) -> RefusedError | None:
+        """What the client is told of an error; None of a fault of ours."""
+        match error:
+            case RefusedError():
+                return error
+            case EngineFullError():
+                return RefusedError(str(error), status=429, code="queue_full")
+            case SelfCheckError():
+                return RefusedError(str(error), status=503, code="self_check_failed")
+            case EngineStoppedError():
+                self.state, self.why_failed = ServiceState.FAILED, str(error)
+                return RefusedError(str(error), status=500, code="engine_stopped")
+            case TimeoutError():
+                return RefusedError(
+                    f"the answer took longer than {self.limits.request_s:g} s",
+                    status=504,
+                    code="timeout",
+                )
+            case ValueError():
+                is_form = str(error).startswith("structured_output")
+                return RefusedError(str(error), field="structured_outputs" if is_form else "")
+        return None
 
     def fail(self, reason: str) -> None:
         """End every stream with an error, whatever the engine waits for, and take no more."""
@@ -444,7 +534,10 @@ class Service:
         """
         if self.state is ServiceState.READY:
             self.state = ServiceState.DRAINING
-        if await self._is_idle_within(most_s):
+        has_ended = await self._is_idle_within(most_s)
+        if self._texts is not None:
+            self._texts.close()
+        if has_ended:
             return True
         error = RefusedError(
             "the server stops before the answer ended", status=503, code="draining"
@@ -462,6 +555,18 @@ class Service:
         except TimeoutError:
             return False
         return True
+
+
+def _read_grammars(engine: StepsRequests) -> None:
+    """Let an engine read the tokenizer for forms before anybody asks for one.
+
+    WHY: llguidance holds Python's lock for half a second with a vocabulary of 128,000.
+    """
+    form = StructuredOutput(kind="regex", spec="a")
+    sampling = SamplingParams(max_tokens=1, structured_output=form)
+    one = Request(prompt_token_ids=(0,), sampling=sampling, is_deterministic=False)
+    with contextlib.suppress(ValueError, RuntimeError):  # told to whoever asks for a form
+        engine.check_request(one)
 
 
 def _listener(sequences: Sequence[_Sequence]) -> OnToken:

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from detjax.serve.answers import Json, error_body, usage
 from detjax.serve.protocol import RefusedError
-from detjax.serve.questions import Asked
+from detjax.serve.questions import Asked, Reading
 from detjax.serve.service import Piece, Service
 from detjax.serving.completions import best
 from detjax.serving.request import FinishReason
@@ -25,7 +25,7 @@ ACCESS_LOG = logging.getLogger("detjax.serve.access")
 CLIENT_LEFT = 499
 """In the log, where a client did not wait for its answer; it is not sent to anybody."""
 
-Pieces = AsyncGenerator[list[Piece]]
+Pieces = AsyncGenerator[tuple[Asked, list[Piece]]]
 """What is new, a step at a time. Whoever stops listening cancels the request."""
 
 Form = Callable[[Json], Json]
@@ -63,17 +63,17 @@ class AbstractWriter(abc.ABC):
 async def respond(
     service: Service,
     request: Request,
-    asked: Asked,
+    reading: Reading,
     *,
     form: Form = as_it_is,
     writer: Callable[[Asked], AbstractWriter] | None = None,
 ) -> Response:
-    """Answer a request, in one piece or as a stream.
+    """Read and answer a request, in one piece or as a stream.
 
     Args:
         service: That answers.
         request: As it came.
-        asked: What it says.
+        reading: Reads what it says.
         form: Makes the whole answer of a completion.
         writer: Makes its events; None is OpenAI's chunks of completions.
 
@@ -81,15 +81,12 @@ async def respond(
         RefusedError: If it cannot be answered: before a stream begins, not within.
         ClientDisconnect: If the client has left.
     """
-    if service.limits.logs_prompts:
-        log_prompts(service, request, asked)
-    if not asked.fields.stream:
-        found = await unless_left(request, whole(pieces_of(service, request, asked), asked))
-        return reply(form(found))
     begin_s = time.perf_counter()
-    pieces = pieces_of(service, request, asked)
+    pieces = pieces_of(service, request, reading)
+    if not reading.fields.stream:
+        return reply(form(await unless_left(request, whole(pieces))))
     # WHY: a request that cannot run is refused with its status, before the stream begins.
-    first = await unless_left(request, anext(pieces))
+    asked, first = await unless_left(request, anext(pieces))
     return _EventStream(_events(request, (writer or _Chunks)(asked), first, pieces, begin_s))
 
 
@@ -131,9 +128,15 @@ def reply(body: Json, status: int = 200) -> Response:
     return Response(msgspec.json.encode(body), status, media_type="application/json")
 
 
-async def pieces_of(service: Service, request: Request, asked: Asked) -> Pieces:
-    """What is new of every prompt, as it comes."""
+async def pieces_of(service: Service, request: Request, reading: Reading) -> Pieces:
+    """What a request says, with what is new of every prompt as it comes.
+
+    It holds its place from its reading on. Whoever stops listening ends the reading as well.
+    """
     with service.admitted(key_of(request)):
+        asked = await reading.run()
+        if service.limits.logs_prompts:
+            await log_prompts(service, request, asked)
         pieces = service.stream(
             [question.token_ids for question in asked.questions],
             asked.shape.sampling,
@@ -145,29 +148,34 @@ async def pieces_of(service: Service, request: Request, asked: Asked) -> Pieces:
         try:
             async with contextlib.aclosing(pieces):
                 async for found in pieces:
-                    yield found
+                    yield asked, found
         except RefusedError as error:
             if error.field == "structured_outputs":
                 error.field = asked.fields.form_field()
             raise
 
 
-async def whole(pieces: Pieces, asked: Asked) -> Json:
+async def whole(pieces: Pieces) -> Json:
     """The answer in one piece."""
-    sampling = asked.shape.sampling
+    asked: Asked | None = None
     parts: dict[int, dict[int, list[Piece]]] = {}
     async with contextlib.aclosing(pieces):
-        async for found in pieces:
+        async for said, found in pieces:
+            asked = said
             for piece in found:
                 raise_failed(piece)
                 of_prompt = parts.setdefault(piece.prompt_idx, {})
                 of_prompt.setdefault(piece.sequence_idx, []).append(piece)
+    assert asked is not None  # each sequence has a last piece
+    sampling = asked.shape.sampling
     choices, num_tokens, card = [], 0, asked.shape.card(is_chunk=False)
     for prompt, of_prompt in sorted(parts.items()):
         made = [done for _, found in sorted(of_prompt.items()) if (done := found[-1].completion)]
         num_tokens += sum(len(done.token_ids) for done in made)
         echo = asked.questions[prompt].echo
         for done in best(made, sampling):
+            if choices:  # WHY: a choice of many logprobs takes tens of milliseconds
+                await asyncio.sleep(0)
             found = of_prompt[done.sequence_idx]
             choice = asked.shape.choice(len(choices), echo, found)
             # As vLLM has it: in each choice; of a conversation, beside them.
@@ -187,7 +195,7 @@ async def _events(
     try:
         async with contextlib.aclosing(pieces):
             yield writer.of(first)
-            async for found in pieces:
+            async for _, found in pieces:
                 yield writer.of(found)
         yield writer.end()
     except RefusedError as error:
@@ -308,7 +316,8 @@ async def unless_left[T](request: Request, wanted: Awaitable[T]) -> T:
 
 def key_of(request: Request) -> str:
     """The API key that a request came with; empty if with none."""
-    return request.headers.get("authorization", "").removeprefix("Bearer ").strip()
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
 
 
 def id_of(request: Request) -> str:
@@ -316,10 +325,9 @@ def id_of(request: Request) -> str:
     return request.state.request_id
 
 
-def log_prompts(service: Service, request: Request, asked: Asked) -> None:
+async def log_prompts(service: Service, request: Request, asked: Asked) -> None:
     """One line a prompt, with its text as JSON, so that it is one line."""
-    for question in asked.questions:
-        text = service.model.tokenizer.decode(question.token_ids)
+    for text in await service.texts.decode([one.token_ids for one in asked.questions]):
         ACCESS_LOG.info("%s prompt %s", id_of(request), msgspec.json.encode(text).decode())
 
 
@@ -328,6 +336,6 @@ def log(request: Request, status: int, begin_s: float) -> None:
     client = request.client.host if request.client else "-"
     ACCESS_LOG.info(
         "%s %s %s %d %.3f s %s",
-        client, request.method, request.url.path, status, time.perf_counter() - begin_s,
+        client, request.method, request.scope["path"], status, time.perf_counter() - begin_s,
         id_of(request),
     )  # fmt: skip

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 from detjax.serving.metrics import EngineStats
-from detjax.serving.request import RequestOutput, SamplingParams
+from detjax.serving.request import Request, RequestOutput, SamplingParams
 from detjax.serving.sequence import OnToken, ignore_token
 
 Sink = Callable[[RequestOutput | Exception], None]
@@ -30,6 +30,10 @@ class StepsRequests(Protocol):
         on_token: OnToken = ignore_token,
     ) -> int:
         """As `Engine` has it, and so are the others."""
+        ...
+
+    def check_request(self, request: Request, *, num_ahead: int = 0) -> None:
+        """Refuse what `add_request` would refuse, were `num_ahead` sequences more in the queue."""
         ...
 
     def cancel(self, request_id: int) -> None:

@@ -3,7 +3,7 @@
 
 import math
 import numbers
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sized
 from typing import Any
 
 MAX_LOGIT_BIASES = 1024
@@ -17,6 +17,19 @@ MAX_BAD_WORD_LEN = 16
 
 MAX_END_TOKENS = 64
 """End tokens of a request with `min_tokens`."""
+
+MAX_TEXTS = {"stop": 64, "bad_words": 1024}
+"""Texts of a field."""
+
+MAX_TEXT_LEN, MAX_TEXTS_LEN = 2**10, 2**13
+"""Characters of one of them, and of all of a field: each token is compared with all `stop`, and
+cutting all `bad_words` into tokens takes milliseconds."""
+
+MAX_STOP_TOKENS = 1024
+"""Stop tokens of a request."""
+
+MAX_ALLOWED_TOKENS = 2**20
+"""Allowed tokens of a request; no vocabulary has as many."""
 
 MAX_BIAS = 1e8
 """Farthest that a bias may be from 0, so that sums stay finite."""
@@ -41,22 +54,35 @@ def number(name: str, value: Any) -> float:
     return float(value)
 
 
-def token_ids_of(name: str, values: Any) -> tuple[int, ...]:
-    """Token ids as Python's integers. Long prompts come here: no Python loop where all is well."""
+def token_ids_of(name: str, values: Any, most: int | None = None) -> tuple[int, ...]:
+    """Token ids as Python's integers, at most so many where a number is given.
+
+    Long prompts come here: no Python loop where all is well.
+    """
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
         raise ValueError(f"{name}={values!r} must be a sequence of integers")
     ids = tuple(values)
+    if most is not None and len(ids) > most:
+        raise ValueError(f"{name}={ids[:3]}... has {len(ids)} tokens, more than {most}")
     if set(map(type, ids)) <= {int}:
         return ids
     return tuple(integer(f"{name}[{i}]", value) for i, value in enumerate(ids))
 
 
 def texts_of(name: str, values: Any) -> tuple[str, ...]:
-    """Texts, none of them empty; a single one is taken for a tuple of one."""
+    """Texts, none of them empty or beyond the limits; a single one is taken for a tuple of one."""
     texts = (values,) if isinstance(values, str) else values
     if not isinstance(texts, Iterable):
         raise ValueError(f"{name}={values!r} must be a sequence of texts")
     texts = tuple(texts)
+    if len(texts) > MAX_TEXTS[name]:
+        raise ValueError(f"{name}=... has {len(texts)} texts, more than {MAX_TEXTS[name]}")
+    lengths = [len(text) for text in texts if isinstance(text, str)]
+    if max(lengths, default=0) > MAX_TEXT_LEN or sum(lengths) > MAX_TEXTS_LEN:
+        raise ValueError(
+            f"{name}=... has {sum(lengths)} characters, {max(lengths)} in the longest text, more "
+            f"than {MAX_TEXTS_LEN} or {MAX_TEXT_LEN}"
+        )
     for text in texts:
         if not isinstance(text, str):
             raise ValueError(f"{name}={values!r} must be texts, and {text!r} is none")
@@ -72,6 +98,8 @@ def biases_of(values: Any) -> tuple[tuple[int, float], ...]:
     """(token id, bias) pairs in order of id, from pairs or a mapping."""
     pairs = values.items() if isinstance(values, Mapping) else values
     biases = {}
+    if isinstance(values, Sized) and len(values) > MAX_LOGIT_BIASES:
+        raise ValueError(f"logit_bias={len(values)} entries are more than {MAX_LOGIT_BIASES}")
     try:
         pairs = [(key, value) for key, value in pairs]
     except (TypeError, ValueError) as error:

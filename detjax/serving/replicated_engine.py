@@ -178,6 +178,11 @@ class ReplicatedEngine:
             self._num_pending += request.sampling.num_sequences
         return request_id
 
+    def check_request(self, request: Request, *, num_ahead: int = 0) -> None:
+        """Refuse what `add_request` would refuse, were `num_ahead` sequences more in the queue."""
+        self._refuse_if_failed()
+        self._engine.check_request(request, num_ahead=self._num_pending + num_ahead)
+
     def cancel(self, request_id: int) -> None:
         """End a request at the next step. Unknown or ended: no effect."""
         data = _ENCODER.encode(Cancellation(request_id))

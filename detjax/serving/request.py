@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from detjax.serving.limits import (
+    MAX_ALLOWED_TOKENS,
     MAX_BAD_WORD_LEN,
     MAX_BAD_WORDS,
     MAX_LOGIT_BIASES,
+    MAX_STOP_TOKENS,
     bad_words_of,
     biases_of,
     integer,
@@ -87,11 +89,12 @@ class SamplingParams:
         n: Sequences a prompt, at most 1024.
         noise_stream: Sequence i draws noise stream `noise_stream + i` of the seed, at most
             2**32 - 1. So one of several sequences can be asked for alone.
-        stop_token_ids: Tokens that end a completion (the model's own end tokens are added).
+        stop_token_ids: Tokens that end a completion, at most 1,024 (the model's own end tokens are
+            added).
         stop: Texts that end a completion; the text ends before them, and the tokens that complete
             them stay in `token_ids` and in the digest. For what knows the tokenizer
             (`detjax.LLM`, the command); the engine, which does not, refuses them. A single text
-            is taken for a tuple of one.
+            is taken for a tuple of one. At most 64, of 1,024 characters each and 8,192 together.
         num_top_logprobs: How many of the most likely tokens to report at each position.
         best_of: Sequences that are made, of which the n with the greatest sum of logprobs are
             returned, best first; 0 makes n. The sum is in float64, first token first; of equal
@@ -99,7 +102,7 @@ class SamplingParams:
         logit_bias: (token id, finite bias) pairs or a mapping; at most 1024, added to the logits.
         allowed_token_ids: No other token is possible; none allows all.
         bad_words: Texts that a completion must not have, as tokens, alone and after a space. For
-            what knows the tokenizer, like `stop`.
+            what knows the tokenizer, like `stop`. At most 1,024, as long as those.
         bad_words_token_ids: Token sequences that a completion must not have: the last token of one
             is impossible behind the others. At most 256 of several tokens, of up to 16 each.
         ignore_eos: The model's own end tokens end nothing.
@@ -163,11 +166,12 @@ class SamplingParams:
         penalties = "repetition_penalty", "presence_penalty", "frequency_penalty"
         for name in ("temperature", "top_p", "min_p", *penalties):
             replace_field(self, name, number(name, getattr(self, name)))
-        replace_field(self, "stop_token_ids", token_ids_of("stop_token_ids", self.stop_token_ids))
+        stops = token_ids_of("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKENS)
+        replace_field(self, "stop_token_ids", stops)
         replace_field(self, "stop", texts_of("stop", self.stop))
         replace_field(self, "bad_words", texts_of("bad_words", self.bad_words))
         replace_field(self, "logit_bias", biases_of(self.logit_bias))
-        allowed = token_ids_of("allowed_token_ids", self.allowed_token_ids)
+        allowed = token_ids_of("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKENS)
         replace_field(self, "allowed_token_ids", allowed)
         replace_field(self, "bad_words_token_ids", bad_words_of(self.bad_words_token_ids))
         for name in ("ignore_eos", "include_stop_str_in_output"):

@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+MAX_SPEC_LEN = 2**16
+"""Characters of a schema, an expression, a grammar or all choices."""
+
 FORMS = ("json_schema", "json_object", "regex", "choice", "grammar")
 
 
@@ -21,7 +24,7 @@ class StructuredOutput:
             grammar; empty for "json_object".
 
     Raises:
-        ValueError: If there is no such kind, or `spec` is not of it.
+        ValueError: If there is no such kind, or `spec` is not of it or longer than `MAX_SPEC_LEN`.
     """
 
     kind: str
@@ -34,6 +37,11 @@ class StructuredOutput:
         if not isinstance(self.spec, str) or bool(self.spec) is (self.kind == "json_object"):
             given = "nothing" if self.kind == "json_object" else "a text that is not empty"
             raise ValueError(f"structured_output={self.kind} takes {given}, not {self.spec!r:.60}")
+        if len(self.spec) > MAX_SPEC_LEN:
+            raise ValueError(
+                f"structured_output={self.kind} has {len(self.spec)} characters, more than "
+                f"{MAX_SPEC_LEN}"
+            )
         if self.kind == "json_schema" and not isinstance(self._parsed(), Mapping | bool):
             raise ValueError(f"structured_output=json_schema {self.spec!r:.60} is no JSON object")
         if self.kind == "choice" and not _are_texts(self._parsed()):

@@ -177,9 +177,39 @@ def test_every_sampling_field_of_a_request_is_passed_on():
     [("a", 1), (["a", "b"], 2), ([1, 2], 1), ([[1], [2, 3]], 2)],
 )
 def test_prompts_are_texts_or_ids_or_lists_of_them(prompt, count):
-    assert len(parse(body(prompt=prompt), CompletionRequest).prompts()) == count
+    assert len(parse(body(prompt=prompt), CompletionRequest).prompts(10)) == count
 
 
 def test_an_empty_list_of_prompts_is_refused():
     with pytest.raises(RefusedError, match="empty list"):
-        parse(body(prompt=[]), CompletionRequest).prompts()
+        parse(body(prompt=[]), CompletionRequest).prompts(10)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"model": "x" * 1025}, "model"),
+        ({"cache_salt": "x" * 1025}, "cache_salt"),
+        ({"messages": [{"role": "user"}] * 16_385}, "messages"),
+        ({"tools": [{}] * 1025}, "tools"),
+        ({"messages": [{"content": [[]] * 200_000}]}, "brackets and keys, more than 200000"),
+    ],
+)
+def test_what_a_body_has_too_much_of_is_named(fields, says):
+    text = json.dumps({"model": "m", "messages": [], **fields}).encode()
+    with pytest.raises(RefusedError, match=says):
+        parse(text, ChatRequest)
+
+
+def test_prompts_are_counted_before_they_are_read():
+    with pytest.raises(RefusedError, match="1025 prompts, more than 1024"):
+        parse(body(prompt=["x"] * 1025), CompletionRequest).prompts(4096)
+    with pytest.raises(RefusedError, match="4097 tokens, more than 4096") as refused:
+        parse(body(prompt=[5] * 4097), CompletionRequest).prompts(4096)
+    assert refused.value.code == "context_length_exceeded"
+
+
+def test_an_error_does_not_repeat_a_long_value():
+    with pytest.raises(RefusedError) as refused:
+        parse(body(**{"x" * 100_000: 1}), CompletionRequest)
+    assert len(str(refused.value)) < 3_000 and len(refused.value.field) < 3_000

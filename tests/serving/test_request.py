@@ -185,3 +185,20 @@ def test_a_logprob_written_as_a_python_float_is_read_back_bit_for_bit():
     values = np.array([-0.1, -1e-7, -123.456, -0.0, np.float32(1e-45)], np.float32)
     back = np.array([float(repr(float(value))) for value in values], np.float32)
     assert back.tobytes() == values.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("stop", ["x"] * 65, "has 65 texts, more than 64"),
+        ("stop", "x" * 1025, "1025 in the longest text, more than 8192 or 1024"),
+        ("bad_words", [f"w{i}" for i in range(1025)], "has 1025 texts, more than 1024"),
+        ("bad_words", ["abcd" * 250] * 9, "has 9000 characters"),
+        ("stop_token_ids", range(1025), "has 1025 tokens, more than 1024"),
+        ("allowed_token_ids", range(2**20 + 1), "has 1048577 tokens, more than 1048576"),
+        ("logit_bias", {i: 1.0 for i in range(1025)}, "1025 entries are more than 1024"),
+    ],
+)
+def test_texts_and_lists_have_bounds_that_are_named(untyped, name, value, says):
+    with pytest.raises(ValueError, match=f"{name}=.*{says}"):
+        SamplingParams(**{name: value})
