@@ -37,7 +37,7 @@ from detjax.serving.memory import cache_bytes, check_memory
 from detjax.serving.request import PromptLogprobs, SamplingParams, TokenEvent
 from detjax.serving.text import CompletionOutput, TextBatch, text_request
 from detjax.sizing import GPU_MEMORY_UTILIZATION, choose_sizes
-from detjax.source import default_cache_dir
+from detjax.source import NO_CACHE, default_cache_dir
 
 Prompt = str | Sequence[int] | np.ndarray
 """A text, or token ids."""
@@ -227,8 +227,8 @@ class LLM:
                 recommends, if it has one. "none": it is `SamplingParams()`.
             cache_dir: Where compiled programs are kept from now on, this model's and JAX's others,
                 so that the next process starts quickly; what is read is verified. "auto": in the
-                user's cache folder, unless JAX has one already. None: JAX's own settings stay as
-                they are.
+                user's cache folder, unless JAX has one already. None or "none", as the commands
+                say it: JAX's own settings stay as they are.
             num_processes: Of the job that this process has joined (`start_job`); all of them make
                 the same `LLM` and make the same calls.
             show_progress: Show bars on standard error, where it is a terminal.
@@ -504,7 +504,7 @@ class LLM:
 
 
 def _keep_programs(cache_dir: str | Path | None) -> None:
-    if cache_dir is None or cache_dir == AUTO and jax.config.jax_compilation_cache_dir:
+    if cache_dir in (None, NO_CACHE) or cache_dir == AUTO and jax.config.jax_compilation_cache_dir:
         return
     chosen = default_cache_dir() if cache_dir == AUTO else cache_dir
     try:

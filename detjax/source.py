@@ -72,6 +72,10 @@ def compile_key() -> str:
     return _short_hash([source_hash(), toolchain_key(), os.environ.get("XLA_FLAGS", "")])
 
 
+NO_CACHE = "none"
+"""The folder of compiled programs that is none."""
+
+
 def default_cache_dir() -> str:
     """Return the folder for compiled programs: that of JAX's variable, or of the user's cache."""
     named = os.environ.get("JAX_COMPILATION_CACHE_DIR", "")

@@ -14,8 +14,9 @@ from detjax.diverge.evidence import explain
 from detjax.diverge.setting import Setting
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
 from detjax.serving.errors import SelfCheckError
-from detjax.serving.program_key import program_keys
+from detjax.serving.program_key import AnyKey, ChoiceKey, choice_keys, program_keys
 from detjax.serving.request import Request
+from detjax.serving.self_check.program_check import is_checkable
 
 CONTROL_DRAWS = 8
 """XLA's kernels often agree on a small model: they are asked so often, until a bit differs."""
@@ -100,10 +101,10 @@ def program_cases(subject: Subject) -> Iterator[Outcome]:
         cause = engine.self_check_cause
         stats = engine.stats()
         checked_s = stats.self_check_s
-        keys = program_keys(subject.replica(subject.config), filters=(False, True))
-        num_missing = sum(
-            key.mode == "invariant" and key not in engine.programs.checked for key in keys
-        )
+        replica = subject.replica(subject.config)
+        keys: list[AnyKey] = [key for key in program_keys(replica) if is_checkable(key)]
+        keys += [key for key in choice_keys(replica) if isinstance(key, ChoiceKey)]
+        num_missing = sum(key not in engine.programs.checked for key in keys)
         first = engine.self_check_error
         if num_missing and not first:
             first = f"{num_missing} programs found no page to be checked on"

@@ -15,9 +15,9 @@ from detjax.pallas_kernels.backend import Backend
 from detjax.serving.config import DRAFT_WEIGHTS, MODES, SELF_CHECKS, EngineConfig
 from detjax.serving.request import LOGPROBS_MODES, SamplingParams
 from detjax.serving.structured_output import FORMS, StructuredOutput
+from detjax.source import NO_CACHE as NO_CACHE
 from detjax.source import default_cache_dir
 
-NO_CACHE = "none"
 NO_CAST = "none"  # that of detjax.numerics, which imports JAX
 AUTO = "auto"  # that of detjax.opening, which imports JAX
 GPU_MEMORY_UTILIZATION = 0.9  # that of detjax.sizing, which imports JAX

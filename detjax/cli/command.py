@@ -53,7 +53,7 @@ def run(args: GenerateArgs, *, open_model: OpensModel) -> int:
     if args.warm:
         display.facts(report.card(args, folder, config, model, plans[0].engine))
         with display.loading() as progress:
-            compiled = warm(model.make_engine(plans[0].engine, NO_TRACE), args, progress)
+            compiled = warm(model.make_engine(plans[0].engine, NO_TRACE), progress)
         report.show_compiled(compiled, display)
         return OK
     wants_identity = args.format != "text" or args.receipts is not None

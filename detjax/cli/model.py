@@ -38,14 +38,7 @@ OWN_OPTIONS = frozenset(
 class CompilesPrograms(Protocol):
     """What `--warm` needs of an engine."""
 
-    def compile(
-        self,
-        progress: Progress,
-        *,
-        with_filters: bool,
-        with_adjustments: bool,
-        num_top_logprobs: int,
-    ) -> None:
+    def compile(self, progress: Progress) -> None:
         """Compile ahead, as `Engine.compile` does."""
         ...
 
@@ -174,13 +167,13 @@ class _JobEngine:
     def stats(self) -> EngineStats:
         return self._engine.stats()
 
-    def compile(self, progress: Progress, **variants: Any) -> None:
+    def compile(self, progress: Progress) -> None:
         def progress_of_job(what: str, done: int, total: int) -> None:
             self._watch.progress()
             progress(what, done, total)
 
         with self._watch.working():
-            self._engine.compile(progress_of_job, **variants)
+            self._engine.compile(progress_of_job)
 
     def generate(
         self, requests: Sequence[Request], *, on_token: Callable[[TokenEvent], bool]

@@ -89,13 +89,13 @@ def make_parser() -> argparse.ArgumentParser:
                         help="start: compare each program with prefill when it is compiled; "
                         "always: also some answers while idle")  # fmt: skip
     engine.add_argument("--no-compile", action="store_true",
-                        help="compile a program when first wanted")  # fmt: skip
+                        help="compile a program when a request first needs it, while all "
+                        "requests wait; the log and /health say so")  # fmt: skip
     engine.add_argument("--cache-dir", default=default_cache_dir(), metavar="DIR",
                         help="where compiled programs are kept, so that the next start is quick; "
                         f"{NO_CACHE} keeps none (default: %(default)s)")  # fmt: skip
     engine.add_argument("--warm", action="store_true",
-                        help="compile all that requests can need, also with filters, biases, "
-                        "penalties, masks and up to 4 top logprobs, keep it, and end")  # fmt: skip
+                        help="compile all that requests can need, keep it, and end")  # fmt: skip
     job = parser.add_argument_group("several processes, started alike but for --process-id")
     job.add_argument("--coordinator", metavar="HOST:PORT",
                      help="where process 0, which serves, waits for the others (default: as SLURM "
@@ -224,10 +224,13 @@ def check_files(args: argparse.Namespace) -> None:
 
 def _log_to_stderr() -> None:
     # WHY: a handler of its own, as libraries that load later replace those of the root logger.
-    handler, log = logging.StreamHandler(sys.stderr), logging.getLogger("detjax.serve")
+    handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-    log.handlers, log.propagate = [handler], False
-    log.setLevel(logging.INFO)
+    # The second says what is compiled while requests wait.
+    for name in ("detjax.serve", "detjax.serving.model_runner"):
+        log = logging.getLogger(name)
+        log.handlers, log.propagate = [handler], False
+        log.setLevel(logging.INFO)
 
 
 def check_options(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:

@@ -58,6 +58,8 @@ class Information:
         if service.self_check_error:
             failed = {"status": "self_check_failed", "reason": service.self_check_error}
             return reply(failed, 503)
+        if compiling := service.stats().compiling:
+            body["compiling"] = compiling  # requests wait for it
         return reply(body)
 
     async def live(self, request: Request) -> Response:

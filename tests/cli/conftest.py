@@ -101,8 +101,8 @@ class FakeEngine:
     def stats(self) -> EngineStats:
         return EngineStats(compile_s=0.5, prefill_tokens=10)
 
-    def compile(self, progress: Progress, **variants: bool | int) -> None:
-        names = ["prefill", "decode", *(name for name, wanted in variants.items() if wanted)]
+    def compile(self, progress: Progress) -> None:
+        names = ["prefill", "decode", "choice"]
         for done, name in enumerate(names, start=1):
             progress(name, done, len(names))
 

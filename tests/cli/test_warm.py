@@ -14,17 +14,16 @@ from detjax.cli import errors
 from detjax.serve import __main__ as serve
 
 
-def test_it_compiles_what_the_options_need_and_ends(command, capsys):
+def test_it_compiles_everything_and_ends(command, capsys):
     def answer(request, seq):
         raise AssertionError("nothing is computed")
 
     options = ["--prompt", "a", "--warm", "--temperature", "1", "--top-k", "5", "--logprobs", "3"]
     assert command(*options, "--format", "json", answer=answer) == errors.OK
     out, err = capsys.readouterr()
-    assert out == "" and "4 programs" in err
-    for name in ("prefill", "decode", "with_filters", "num_top_logprobs"):
+    assert out == "" and "3 programs" in err
+    for name in ("prefill", "decode", "choice"):
         assert name in err
-    assert "with_adjustments" not in err
 
 
 @pytest.mark.parametrize(
