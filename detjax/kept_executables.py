@@ -22,6 +22,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -49,15 +50,44 @@ _NOT_READ = (
 a fuser that is not used here, whose settings are there only once some trace has looked for it."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Executable:
+    """What an executable is made from: all that its name has in it.
+
+    Attributes:
+        options: Of the compiler.
+        operands: Shapes of the arguments, with their shardings.
+        devices: Where the program runs.
+        root: Name of the module that the program is traced from.
+        traced_from: Whatever else the program depends on.
+    """
+
+    options: dict[str, Any]
+    operands: Any
+    devices: tuple[jax.Device, ...]
+    root: str
+    traced_from: tuple[Any, ...]
+
+    def name(self, asked: int | None) -> str | None:
+        """Its name on the disk; None where something cannot be told from another."""
+        described = [*_described_operands(self.operands), *map(_described_device, self.devices)]
+        try:
+            made_from = (self.options, *self.traced_from)
+            return _name("executable", self.root, made_from, described, asked)
+        except UnknownCodeError as error:
+            LOG.debug("not kept: %s", error)
+            return None
+
+
+def is_kept(program: Executable) -> bool:
+    """Whether an earlier process has kept an executable."""
+    folder = _folder_for(program.devices)
+    name = None if folder is None else program.name(None)
+    return folder is not None and name is not None and folder.has(name)
+
+
 def compile_or_read(
-    lower: Callable[[], jax.stages.Lowered],
-    options: dict[str, Any],
-    operands: Any,
-    *,
-    devices: Sequence[jax.Device],
-    root: str,
-    traced_from: Sequence[Any],
-    asked: int | None = None,
+    lower: Callable[[], jax.stages.Lowered], program: Executable, *, asked: int | None = None
 ) -> jax.stages.Compiled:
     """Return the executable that an earlier process has kept, or lower and compile, and keep it.
 
@@ -66,30 +96,18 @@ def compile_or_read(
 
     Args:
         lower: Traces and lowers the program.
-        options: Of the compiler.
-        operands: Shapes of the arguments, with their shardings.
-        devices: Where the program runs.
-        root: Name of the module that the program is traced from.
-        traced_from: Whatever else the program depends on.
+        program: What it is made from.
         asked: A moment (`loaded_code.this_moment`) since which the program is wanted, so that those
             of one request share a hash of the code; that of the call if None.
 
     Raises:
         UnsafeProgramError: As `compile_checked`. What was kept was checked before.
     """
+    devices, options = program.devices, program.options
     folder = _folder_for(devices)
     if folder is None:
         return compile_checked(lower(), options, devices)
-
-    def name(asked: int | None) -> str | None:
-        try:
-            described = [*_described_operands(operands), *map(_described_device, devices)]
-            return _name("executable", root, (options, *traced_from), described, asked)
-        except UnknownCodeError as error:
-            LOG.debug("not kept: %s", error)
-            return None
-
-    before = name(asked)
+    before = program.name(asked)
     if before is None:
         return compile_checked(lower(), options, devices)
     ahead = _ahead().get(tuple(devices))
@@ -106,7 +124,7 @@ def compile_or_read(
     # JAX would keep it too, under a hash of what it is lowered to.
     with jax_config.persistent_cache_min_compile_time_secs(float("inf")):
         compiled = compile_checked(lower(), options, devices)
-    if name(None) == before:
+    if program.name(None) == before:
         _keep(folder, before, compiled)
         LOG.debug("kept %s", before)
         _note(ahead, folder, before)
@@ -245,7 +263,9 @@ def _described_operands(operands: Any) -> list[str]:
 
 
 def _described(leaf: Any) -> str:
-    layout = getattr(leaf, "format", None)
+    layout = getattr(getattr(leaf, "format", None), "layout", None)
+    if layout is not None and layout.major_to_minor == tuple(range(leaf.ndim)):
+        layout = None if not layout.tiling else layout  # as of a shape: that of JAX
     weak = getattr(leaf, "weak_type", False)
     return f"{leaf.dtype}{leaf.shape} {weak} {leaf.sharding!r} {layout!r}"
 

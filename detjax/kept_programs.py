@@ -55,6 +55,10 @@ class VerifiedCache(CacheInterface):
         file.unlink(missing_ok=True)
         return None
 
+    def has(self, key: str) -> bool:
+        """Whether something is kept under a key."""
+        return self.file(key).exists()
+
     def put(self, key: str, value: bytes) -> None:
         """Keep a program. Where several processes do, one file of theirs stays, whole."""
         name = self._name(key)

@@ -16,7 +16,7 @@ import pytest
 
 import detjax
 from detjax import kept_executables
-from detjax.kept_executables import compile_or_read, find_or_ask
+from detjax.kept_executables import Executable, compile_or_read, find_or_ask
 from detjax.kept_programs import keep_programs, keep_programs_of_build, opened_folder
 from detjax.models import abstract
 from detjax.numerics import NumericsProfile
@@ -52,9 +52,11 @@ class Step:
             step = jax.jit(lambda x: jnp.sin(x) * scale + x, donate_argnums=donate)
             return step.lower(operand)
 
-        return compile_or_read(
-            lower, options, (operand,), devices=[place], root=ROOT, traced_from=traced_from
-        )
+        program = Executable(
+            options=options, operands=(operand,), devices=(place,), root=ROOT,
+            traced_from=tuple(traced_from),
+        )  # fmt: skip
+        return compile_or_read(lower, program)
 
     def run(self, **options) -> np.ndarray:
         return np.asarray(self.compiled(**options)(X))
@@ -205,9 +207,11 @@ def over_devices(order=(0, 1)) -> tuple[Any, list[int]]:
         step = jax.shard_map(rank, mesh=mesh, in_specs=spec, out_specs=spec)
         return jax.jit(step).lower(operand)
 
-    compiled = compile_or_read(
-        lower, EXACT_OPTIONS, (operand,), devices=devices, root=ROOT, traced_from=()
-    )
+    program = Executable(
+        options=EXACT_OPTIONS, operands=(operand,), devices=tuple(devices), root=ROOT,
+        traced_from=(),
+    )  # fmt: skip
+    compiled = compile_or_read(lower, program)
     return np.asarray(compiled(jax.device_put(X, operand.sharding))), lowered
 
 

@@ -9,6 +9,7 @@ import logging
 import signal
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -70,11 +71,15 @@ def open_llm(args: argparse.Namespace, num_processes: int = 1) -> LLM:
     LOG.info("%s", llm.config)
     if num_processes == 1:  # the others of a job would have to run the same
         llm.engine.explain_differences(partial(explain, model=llm.model))
-    if not args.no_compile:
-        begin_s = time.perf_counter()
-        with show_progress("compiling", console, LOG.info, then="checking programs") as progress:
-            llm.engine.compile(progress)
-        LOG.info("compiled and checked in %.1f s", time.perf_counter() - begin_s)
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        # WHY: hashing the weights of an 8B model takes 19 s, and compiling does not need them.
+        hashing = pool.submit(llm.identity if num_processes == 1 else int)
+        if not args.no_compile:
+            begin_s = time.perf_counter()
+            with show_progress("compiling", console, LOG.info, then="checking programs") as told:
+                llm.engine.compile(told)
+            LOG.info("compiled and checked in %.1f s", time.perf_counter() - begin_s)
+        hashing.result()
     return llm
 
 

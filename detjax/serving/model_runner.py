@@ -11,6 +11,7 @@ import time
 from collections import abc
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,7 @@ from detjax.serving.adjustments import (
     recent_tokens,
 )
 from detjax.serving.choice_programs import pack_windows
+from detjax.serving.compile_workers import CompileWorkers, num_workers
 from detjax.serving.config import ReplicaConfig
 from detjax.serving.device_arrays import pages_shape
 from detjax.serving.device_state import (
@@ -193,6 +195,7 @@ class ModelRunner:
         """
         self._model, self._config, self._stats, self._trace = model, config, stats, tracer
         self._claim, self._idle_pages = claim, idle_pages
+        self._workers: CompileWorkers | None = None
         dp = config.num_replicas
         sizes = {
             "num_pages": dp * config.num_pages,
@@ -547,7 +550,9 @@ class ModelRunner:
         mesh = self._model.mesh
         checks_early = mesh.size == 1 or self._model.backend.platform == "cpu"
         begin_s, asked = time.perf_counter(), this_moment()
-        with ThreadPoolExecutor(max_workers=1 + max(4, os.cpu_count() or 1)) as pool:
+        self._workers = workers = self._start_workers(missing)
+        num_threads = max(4, os.cpu_count() or 1)
+        with workers or nullcontext(), ThreadPoolExecutor(max_workers=1 + num_threads) as pool:
             if self._config.self_check != "off":
                 cache = pages_shape(self._model, self.programs.num_pages)
                 pool.submit(checksum_program, mesh, cache.shape, cache.dtype)
@@ -562,6 +567,17 @@ class ModelRunner:
             num_checked = self._check_new(wanted) if checking is None else checking.result()
         self._note_checking(num_checked, begin_s)
 
+    def _start_workers(self, missing: abc.Sequence[AnyKey]) -> CompileWorkers | None:
+        """Processes that compile these programs, where they pay."""
+        count = num_workers(self._model, self.programs, missing)
+        if not count:
+            return None
+        try:
+            return CompileWorkers(self._model, self.programs, missing, count)
+        except OSError as error:
+            LOG.warning("programs are compiled by one process, as no other starts: %s", error)
+            return None
+
     def _as_checked(self, keys: abc.Sequence[ProgramKey]) -> list[ProgramKey]:
         """In the order in which a check of all wants them."""
         # WHY: a check that waits for the last program begins when all others are there: it ends
@@ -575,6 +591,8 @@ class ModelRunner:
         return sorted(keys, key=rank)
 
     def _get(self, key: AnyKey, asked: int | None = None) -> Callable:
+        if self._workers is not None:
+            self._workers.wait(key)
         return self.programs.get(key, self._params_of(key), asked)
 
     def _params_of(self, key: AnyKey) -> dict:

@@ -20,7 +20,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from detjax.array_types import Array, Int32
-from detjax.kept_executables import compile_or_read
+from detjax.kept_executables import Executable, compile_or_read, is_kept
 from detjax.lowered_kernels import lower
 from detjax.models.decoder import last_hidden
 from detjax.models.fast import quantised_specs
@@ -272,32 +272,36 @@ class ProgramCache:
     def _compile(self, key: ProgramKey, params: dict, asked: int | None) -> Callable:
         # WHY: of the logits nothing is read, and jit would drop what is not.
         jitted = jax.jit(self.function(key), donate_argnums=in_place(key), keep_unused=True)
-        operands = self.operands(key, params)
-        return compile_or_read(
-            lambda: lower(jitted, operands),
-            FAST_OPTIONS if key.mode == "fast" else EXACT_OPTIONS,
-            operands,
-            devices=list(self._model.mesh.devices.flat),
+        program = self._executable(key, params)
+        return compile_or_read(lambda: lower(jitted, program.operands), program, asked=asked)
+
+    def _executable(self, key: ProgramKey, params: dict) -> Executable:
+        return Executable(
+            options=FAST_OPTIONS if key.mode == "fast" else EXACT_OPTIONS,
+            operands=self.operands(key, params),
+            devices=tuple(self._model.mesh.devices.flat),
             root=__name__,
             traced_from=(type(self), sorted(vars(self)), key, self._context, self._candidates,
                          self.sizes, repr(self._model.mesh), self._specs(key)),
-            asked=asked,
         )  # fmt: skip
+
+    def is_kept(self, key: ProgramKey, params: dict) -> bool:
+        """Whether an earlier process has kept a program, so that it need not be compiled."""
+        return is_kept(self._executable(key, params))
 
     def _compile_choice(self, key: AnyKey, params: dict, asked: int | None) -> Callable:
         program = self._choices.program(key, params)
         jitted = jax.jit(program.function, donate_argnums=program.in_place)
         is_fast = isinstance(key, ScoreKey) and key.mode == "fast"
-        return compile_or_read(
-            lambda: lower(jitted, program.operands),
-            FAST_OPTIONS if is_fast else EXACT_OPTIONS,
-            program.operands,
-            devices=list(self._model.mesh.devices.flat),
-            root=ChoicePrograms.__module__,
+        executable = Executable(
+            options=FAST_OPTIONS if is_fast else EXACT_OPTIONS,
+            operands=program.operands,
+            devices=tuple(self._model.mesh.devices.flat),
+            root=__name__,  # which reaches the candidates as well
             traced_from=(ChoicePrograms, key, self._context, self._candidates, self.sizes,
                          repr(self._model.mesh), program.specs),
-            asked=asked,
         )  # fmt: skip
+        return compile_or_read(lambda: lower(jitted, program.operands), executable, asked=asked)
 
     def _host_shapes(self, key: ProgramKey) -> tuple:
         rows = key.rows * self._model.mesh.shape[DP_AXIS]
