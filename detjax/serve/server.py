@@ -73,13 +73,14 @@ def open_llm(args: argparse.Namespace, num_processes: int = 1) -> LLM:
         llm.engine.explain_differences(partial(explain, model=llm.model))
     with ThreadPoolExecutor(max_workers=1) as pool:
         # WHY: hashing the weights of an 8B model takes 19 s, and compiling does not need them.
-        hashing = pool.submit(llm.identity if num_processes == 1 else int)
+        hashing = pool.submit(llm.identity) if num_processes == 1 else None
         if not args.no_compile:
             begin_s = time.perf_counter()
             with show_progress("compiling", console, LOG.info, then="checking programs") as told:
                 llm.engine.compile(told)
             LOG.info("compiled and checked in %.1f s", time.perf_counter() - begin_s)
-        hashing.result()
+        if hashing is not None:
+            hashing.result()
     return llm
 
 

@@ -73,7 +73,9 @@ def decode(rows: int, table_len: int) -> ProgramKey:
 def test_programs_of_as_many_rows_go_to_one_worker():
     keys = [decode(rows, table) for table in (16, 32, 64) for rows in (1, 8, 64, 256)]
     keys += [
-        ChoiceKey(rows=n, length=1, with_filters=f, num_top=0) for n in (1, 64) for f in (0, 1)
+        ChoiceKey(rows=n, length=1, with_filters=f, num_top=0)
+        for n in (1, 64)
+        for f in (False, True)
     ]
     shares = list(divide(keys, 3))
     assert Counter(key for share in shares for key in share) == Counter(keys)
