@@ -14,9 +14,8 @@ from detjax.diverge.evidence import explain
 from detjax.diverge.setting import Setting
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
 from detjax.serving.errors import SelfCheckError
-from detjax.serving.program_key import AnyKey, ChoiceKey, choice_keys, program_keys
 from detjax.serving.request import Request
-from detjax.serving.self_check.program_check import is_checkable
+from detjax.serving.self_check.program_check import checkable_keys
 
 CONTROL_DRAWS = 8
 """XLA's kernels often agree on a small model: they are asked so often, until a bit differs."""
@@ -101,9 +100,7 @@ def program_cases(subject: Subject) -> Iterator[Outcome]:
         cause = engine.self_check_cause
         stats = engine.stats()
         checked_s = stats.self_check_s
-        replica = subject.replica(subject.config)
-        keys: list[AnyKey] = [key for key in program_keys(replica) if is_checkable(key)]
-        keys += [key for key in choice_keys(replica) if isinstance(key, ChoiceKey)]
+        keys = checkable_keys(subject.replica(subject.config))
         num_missing = sum(key not in engine.programs.checked for key in keys)
         first = engine.self_check_error
         if num_missing and not first:

@@ -73,7 +73,13 @@ from detjax.serving.request import SamplingParams
 from detjax.serving.sampling import SamplingRows
 from detjax.serving.self_check.claim import Claim
 from detjax.serving.self_check.device import checksum_program
-from detjax.serving.self_check.program_check import check_programs, is_checkable, rank_in_check
+from detjax.serving.self_check.program_check import (
+    check_programs,
+    checkable_keys,
+    is_checkable,
+    leaves_for,
+    rank_in_check,
+)
 from detjax.serving.self_check.session import Reach
 from detjax.serving.sequence import (
     DecodeRow,
@@ -196,6 +202,7 @@ class ModelRunner:
         self._model, self._config, self._stats, self._trace = model, config, stats, tracer
         self._claim, self._idle_pages = claim, idle_pages
         self._workers: CompileWorkers | None = None
+        self._checkable = frozenset(checkable_keys(config))
         dp = config.num_replicas
         sizes = {
             "num_pages": dp * config.num_pages,
@@ -633,17 +640,17 @@ class ModelRunner:
         """
         if self._config.self_check == "off":
             return 0
-        new = [key for key in keys if key not in self.programs.checked and self._is_checkable(key)]
+        new = [key for key in keys if key in self._checkable and key not in self.programs.checked]
         forward = [key for key in new if isinstance(key, ProgramKey)]
         choices = [key for key in new if isinstance(key, ChoiceKey)]
         if forward:
             self.programs.checked.update(self._check(forward, None))
         for kind in CHOICES:
             some = [key for key in choices if (key.with_filters, key.num_top) == kind]
-            known = {self._leaving(key, keys): key for key in some}
-            if known:
-                done = self._check(list(known), kind)
-                self.programs.checked.update(known[key] for key in done if key in known)
+            known = {leaves_for(key, (*self.programs, *keys)): key for key in some}
+            if before := [key for key in known if key is not None]:
+                done = self._check(before, kind)
+                self.programs.checked.update(known[key] for key in done)
         self._stats.num_self_checked += sum(key in self.programs.checked for key in new)
         return len(new)
 
@@ -658,23 +665,6 @@ class ModelRunner:
         )
         self._claim.note(found)
         return done
-
-    def _is_checkable(self, key: AnyKey) -> bool:
-        """Whether a program makes a claim that is compared."""
-        if isinstance(key, ChoiceKey):
-            return self._config.mode != "fast"
-        return isinstance(key, ProgramKey) and is_checkable(key)
-
-    def _leaving(self, choice: ChoiceKey, keys: abc.Sequence[AnyKey]) -> ProgramKey:
-        """The quickest program that leaves logits for a choice program, of those there are."""
-        kinds = ("verify",) if choice.length > 1 else ("decode", "prefill")
-        found = [
-            key
-            for key in (*self.programs, *keys)
-            if isinstance(key, ProgramKey) and is_checkable(key) and key.kind in kinds
-            and key.logit_rows == choice.rows * choice.length
-        ]  # fmt: skip
-        return min(found, key=lambda key: (key.kind, key.leaves_hidden, key.table_len, -key.rows))
 
     def _note_checking(self, count: int, begin_s: float) -> None:
         if not count:

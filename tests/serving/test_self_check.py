@@ -28,7 +28,7 @@ from detjax.serving.async_engine import AsyncEngine
 from detjax.serving.config import EngineConfig
 from detjax.serving.engine import Engine
 from detjax.serving.errors import SelfCheckError
-from detjax.serving.program_key import ChoiceKey, ProgramKey, choice_keys
+from detjax.serving.program_key import ProgramKey
 from detjax.serving.request import Completion, FinishReason, Request, SamplingParams
 from detjax.serving.self_check import program_check, recheck
 from detjax.serving.self_check.evidence import FOLDER_VARIABLE
@@ -298,8 +298,8 @@ def test_a_start_compiles_in_the_order_of_the_check(evidence, monkeypatch):
 def test_every_canonical_program_is_checked_and_none_differs(evidence, dp, tp, changes):
     made = make_engine(model(dp, tp), **changes)
     made.compile()
-    canonical = [key for key in made.programs if key.mode == "invariant"]
-    canonical += [k for k in choice_keys(made._runner._config) if isinstance(k, ChoiceKey)]
+    canonical = program_check.checkable_keys(made._runner._config)
+    assert {key for key in made.programs if key.mode == "invariant"} <= set(canonical)
     assert made.programs.checked == set(canonical)
     assert made.stats().num_self_checked == len(canonical) > 0
     assert made.self_check_error == ""

@@ -7,19 +7,51 @@ logprobs and what was written must have the same bits. Before the test other tok
 there, by the program or by one of more rows, so that a write that does not happen shows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from detjax.models.loading import LoadedModel
 from detjax.serving.config import ReplicaConfig
-from detjax.serving.program_key import ProgramKey
+from detjax.serving.program_key import (
+    AnyKey,
+    ChoiceKey,
+    ProgramKey,
+    choice_keys,
+    program_keys,
+)
 from detjax.serving.self_check.evidence import Difference
-from detjax.serving.self_check.probes import Probe, make_probes, place_probes
+from detjax.serving.self_check.probes import FILTERED, Probe, make_probes, place_probes
 from detjax.serving.self_check.session import Reach, Session, num_tokens
 
 
 def is_checkable(key: ProgramKey) -> bool:
     """Whether a program makes a claim."""
     return key.mode == "invariant" and key.weights == "full"
+
+
+def leaves_for(choice: ChoiceKey, keys: Iterable[AnyKey]) -> ProgramKey | None:
+    """The quickest canonical program that leaves logits for a choice program, if there is one."""
+    kinds = ("verify",) if choice.length > 1 else ("decode", "prefill")
+    found = [
+        key
+        for key in keys
+        if isinstance(key, ProgramKey) and is_checkable(key) and key.kind in kinds
+        and key.logit_rows == choice.rows * choice.length
+    ]  # fmt: skip
+    return min(
+        found,
+        key=lambda key: (key.kind, key.leaves_hidden, key.table_len, -key.rows),
+        default=None,
+    )
+
+
+def checkable_keys(config: ReplicaConfig) -> list[AnyKey]:
+    """The programs of a configuration that are compared: canonical ones, and choices behind them.
+
+    A choice program that follows drafts alone makes no claim: what it chooses is verified.
+    """
+    forward: list[AnyKey] = [key for key in program_keys(config) if is_checkable(key)]
+    choices = (key for key in choice_keys(config) if isinstance(key, ChoiceKey))
+    return [*forward, *(key for key in choices if leaves_for(key, forward) is not None)]
 
 
 def rank_in_check(key: ProgramKey) -> tuple[int, int]:
@@ -53,6 +85,8 @@ def check_programs(
     checked, found = [], []
     in_order = sorted(keys, key=rank_in_check)
     positions, probes = _probes_of_tables(model, config, in_order, is_filtered=choice is not None)
+    # WHY: what a choice program does depends on no position, only on the sampling of its rows.
+    probes = probes if choice is None else probes[: len(FILTERED)]
     while probes:
         placement, left = place_probes(
             probes,
