@@ -86,6 +86,14 @@ def choose_sizes(
     return config
 
 
+def prefill_streak(num_tokens: int) -> int:
+    """`max_prefill_streak` with which a GPU's decode steps have so many prompt tokens between them.
+
+    A step prefills up to 2048 tokens, so fewer have the effect of 2048.
+    """
+    return max(0, num_tokens // (_PROMPTS_AT_ONCE * _GPU_CHUNK) - 1)
+
+
 def _fewest(batches: tuple[int, ...], work: Work | None, dp: int) -> int:
     """Sequences at once on a replica: the most, or fewer that the work has not more than."""
     if work is None:

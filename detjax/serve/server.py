@@ -29,7 +29,7 @@ from detjax.serve.job import Leader
 from detjax.serve.options import engine_options
 from detjax.serve.service import Limits, ServedModel, Service
 from detjax.serving.heap import frozen_heap
-from detjax.sizing import GPU_MEMORY_UTILIZATION
+from detjax.sizing import GPU_MEMORY_UTILIZATION, prefill_streak
 
 LOG = logging.getLogger("detjax.serve")
 
@@ -54,8 +54,8 @@ def open_llm(args: argparse.Namespace, num_processes: int = 1) -> LLM:
             tp=args.tp,
             dp=args.dp,
             generation_config=args.generation_config,
-            # WHY: on a GPU `LLM` lets prompts go first, and here others wait for their next token.
-            max_prefill_streak=0,
+            # WHY: not so many as `LLM` has: here others wait for their next token.
+            max_prefill_streak=prefill_streak(args.max_num_batched_tokens),
             gpu_memory_utilization=share,
             num_processes=num_processes,
             cache_dir=None,
