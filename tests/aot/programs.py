@@ -458,14 +458,14 @@ PROGRAMS = {
     "pressed_mesh_leaves_logits": lambda: pressed(
         "decode", rows=8, table_len=34, logit_rows=16, tp=4
     ),
-    "pressed_choice": lambda: pressed_choice(choice(16)),
-    "pressed_choice_filters": lambda: pressed_choice(choice(64, with_filters=True)),
-    "pressed_choice_top": lambda: pressed_choice(choice(16, with_filters=True, num_top=64)),
-    "pressed_choice_windows": lambda: pressed_choice(
+    "behind_choice": lambda: pressed_choice(choice(16)),
+    "behind_choice_filters": lambda: pressed_choice(choice(64, with_filters=True)),
+    "behind_choice_top": lambda: pressed_choice(choice(16, with_filters=True, num_top=64)),
+    "behind_choice_windows": lambda: pressed_choice(
         choice(8, length=8, with_filters=True, num_top=64)
     ),
-    "pressed_choice_mesh": lambda: pressed_choice(choice(16, with_filters=True, num_top=64), tp=4),
-    "pressed_install": lambda: pressed_choice(InstallKey(rows=4)),
+    "behind_choice_mesh": lambda: pressed_choice(choice(16, with_filters=True, num_top=64), tp=4),
+    "behind_install": lambda: pressed_choice(InstallKey(rows=4)),
     "pressed_scores": lambda: pressed_choice(
         ScoreKey(rows=4, length=512, mode="invariant", num_top=4)
     ),

@@ -253,6 +253,15 @@ def test_a_step_on_a_full_device_reads_nothing_that_it_has_overwritten(name):
     assert program["copies"] == []
 
 
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name.startswith("behind_")])
+def test_a_program_behind_a_step_copies_nothing_that_it_is_given(name):
+    """Zeros that a scatter writes into are copied at most: no logits, and no counts of tokens."""
+    program = compiled(name)
+    assert program["faults"] == []
+    assert program["clones"] == 0
+    assert all("copy(%broadcast" in copy for copy in program["copies"]), program["copies"]
+
+
 @pytest.mark.control
 def test_control_without_its_guards_a_step_on_a_full_device_reads_what_it_has_overwritten():
     program = compiled("unguarded_splits")
