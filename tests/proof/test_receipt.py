@@ -11,9 +11,11 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
+from detjax.numerics import NumericsProfile
 from detjax.proof.canonical_json import canonical_json
 from detjax.proof.identity import Identity
-from detjax.proof.receipt import Receipt, ReceiptError, read_receipts
+from detjax.proof.parsing import ReceiptError
+from detjax.proof.receipt import Receipt, read_receipts
 from detjax.proof.signing import SignatureError, SigningKey, read_public_key
 from detjax.serving.request import Completion, FinishReason, SamplingParams
 from detjax.serving.text import CompletionOutput
@@ -23,7 +25,10 @@ IDENTITY = Identity(
         "name": "toy", "hub_commit": None, "weights": "ab" * 32, "config": "cd" * 32,
         "tokenizer": "ef" * 32, "chat_template": None, "weight_cast": "none",
     },
-    numerics={"fingerprint": "0123456789abcdef", "profile": {"version": 1, "num_leaves": 8}},
+    numerics={
+        "fingerprint": "0123456789abcdef",
+        "profile": dataclasses.asdict(NumericsProfile()),
+    },
     build={"detjax": "0.1.0", "jax": "0.11.2", "backend": "portable"},
 )  # fmt: skip
 
@@ -95,9 +100,11 @@ def test_a_receipt_says_what_was_asked_and_answered_to_the_bit():
 def test_the_same_receipt_has_the_same_bytes():
     text = make_receipt().to_json()
     assert canonical_json(json.loads(text)).decode() == text
-    assert Receipt.from_json(f"  {text}\n").to_json() == text
-    with pytest.raises(ReceiptError, match="not canonical"):
-        Receipt.from_json(json.dumps(json.loads(text)))
+    assert Receipt.from_json(f"{text}\n").to_json() == text
+    others = (json.dumps(json.loads(text)), f" {text}", f"{text}\n\n", f"{text}\r\n", text + " ")
+    for other in others:
+        with pytest.raises(ReceiptError, match="not canonical"):
+            Receipt.from_json(other)
 
 
 @pytest.mark.parametrize("is_signed", [False, True])
@@ -210,7 +217,7 @@ def test_a_forger_must_keep_digest_and_lengths_right():
         Receipt.from_json(forged(lambda r: r.answer.update(token_ids=[1, 2, 301])))
     with pytest.raises(ReceiptError, match="has 3 logprobs for 2 tokens"):
         Receipt.from_json(forged(lambda r: r.answer.update(token_ids=[1, 2], top_logprobs=None)))
-    with pytest.raises(ReceiptError, match="num_prompt_logprobs is 2, and"):
+    with pytest.raises(ReceiptError, match="num_prompt_logprobs is 2, and in .* it is None"):
         Receipt.from_json(forged(lambda r: r.request["sampling"].update(num_prompt_logprobs=2)))
     with pytest.raises(ReceiptError, match="speed"):
         Receipt.from_json(forged(lambda r: r.request["sampling"].update(speed=3)))
@@ -248,7 +255,7 @@ def test_a_key_that_is_none_is_refused(tmp_path, text, says):
     [
         ("{", "line 1: the receipt is not JSON"),
         ("[]", "not a JSON object"),
-        ('{"format":"detjax-receipt/1","format":"x"}', "stands there twice"),
+        ('{"format":"detjax-receipt/2","format":"x"}', "stands there twice"),
         ("{}", "'format' is missing"),
         ('{"speed":1}', "'speed' is no field"),
     ],
