@@ -2,6 +2,7 @@
 """Receipts made again from their requests, and compared byte for byte."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +16,10 @@ from detjax.proof.identity import Identity
 from detjax.proof.parsing import SECTIONS, shown
 from detjax.proof.receipt import Receipt
 from detjax.serving.engine import Engine
-from detjax.serving.request import Completion, Request, TokenEvent
+from detjax.serving.errors import EngineStoppedError, SelfCheckError
+from detjax.serving.request import Request, TokenEvent
 from detjax.serving.text import (
     CompletionOutput,
-    CompletionText,
     TextBatch,
     text_request,
     token_sampling,
@@ -28,6 +29,9 @@ ALWAYS_EXCUSED = ("build.driver",)
 """A driver runs programs that ptxas has made before it sees them."""
 OF_ANOTHER_NAME = ("model.name", "model.hub_commit")
 """May differ where the auditor says what the model is. The weights' hash stands for them."""
+
+_FAILED = re.compile(r"request (\d+): ")
+"""How `Engine.generate` begins when it says which request could not go on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,53 +118,90 @@ def rerun(
     for i in range(len(receipts)) if order is None else order:
         claim = _Claim(receipts[i], i)
         groups.setdefault(canonical_json(receipts[i].request), []).append(claim)
+    claims = [claim for group in groups.values() for claim in group]
+
+    def prove(output: CompletionOutput, agreeing: Sequence[_Claim]) -> None:
+        made = Receipt.of(identity, output, end_token_ids=config.eos_token_ids)
+        for claim in agreeing:
+            claim.compare_whole(made, excused)
+
+    num_ended = 0
+
+    def note_end(answer: _Answer) -> None:
+        nonlocal num_ended
+        num_ended += len(answer.claims)
+        progress(num_ended)
+
     answers: list[_Answer] = []
-    for claims in groups.values():
+    for group in groups.values():
         try:
-            request = _request_of(claims[0].receipt, engine, tokenizer, config)
+            request = _request_of(group[0].receipt, engine, tokenizer, config)
         except ValueError as error:
-            for claim in claims:
-                claim.differs("request", "answered", f"refused ({error})")
+            _refuse(group, error)
             continue
-        predicted = _predictable(claims[0].token_ids, config) if has_predictions else ()
-        answers.append(_Answer(claims, dataclasses.replace(request, predicted_token_ids=predicted)))
-    _make_again(engine, tokenizer, answers, identity, config, excused, progress)
-    found = [c.difference for claims in groups.values() for c in claims if c.difference is not None]
+        predicted = _predictable(group[0].token_ids, config) if has_predictions else ()
+        request = dataclasses.replace(request, predicted_token_ids=predicted)
+        answers.append(_Answer(group, request, prove))
+    while answers:
+        _ask(engine, answers, tokenizer, config, note_end)
+        answers = [answer for answer in answers if answer.agreeing]
+    assert all(claim.has_ended for claim in claims), "a receipt was neither proven nor refused"
+    found = [claim.difference for claim in claims if claim.difference is not None]
     return sorted(found, key=lambda difference: difference.index)
 
 
-def _make_again(
+def _ask(
     engine: Engine,
-    tokenizer: Tokenizer,
     answers: Sequence["_Answer"],
-    identity: Identity,
+    tokenizer: Tokenizer,
     config: ModelConfig,
-    excused: Collection[str],
-    progress: Callable[[int], None],
+    note_end: "Callable[[_Answer], None]",
 ) -> None:
-    """Ask the engine for each answer, and compare what claims to be its receipt."""
+    """Ask for answers until all have ended, or one cannot be made, whose receipts are refused.
+
+    Raises:
+        ValueError: If an answer does not fit the engine.
+    """
     batch = TextBatch(
         [answer.request for answer in answers],
         tokenizer,
         end_ids=config.eos_token_ids,
-        fingerprint=identity.numerics["fingerprint"],
+        fingerprint="",
     )
-    num_ended = 0
 
     def on_token(event: TokenEvent) -> bool:
-        nonlocal num_ended
         answer, text = answers[event.request_idx], batch.sequences[event.request_idx, 0]
         answer.compare(event, at=text.num_tokens)
         is_stopped = batch.on_token(event)
-        if not answer.agreeing or text.finish_reason is not None:
-            num_ended += len(answer.claims)
-            progress(num_ended)
+        if answer.agreeing and text.finish_reason is not None:
+            answer.end(text.output())
+        if not answer.agreeing:
+            note_end(answer)
         return is_stopped or not answer.agreeing
 
-    for done in engine.generate(batch.token_requests, on_token=on_token):
-        answer, text = answers[done.request_idx], batch.sequences[done.request_idx, 0]
-        if answer.agreeing:
-            answer.compare_whole(_output(done, text), identity, config, excused)
+    try:
+        engine.generate(batch.token_requests, on_token=on_token)
+    except (EngineStoppedError, SelfCheckError):
+        raise
+    except (RuntimeError, FloatingPointError) as error:
+        failed = _FAILED.match(str(error))
+        if failed is None:
+            raise
+        answers[int(failed[1])].refuse(error)
+        note_end(answers[int(failed[1])])
+        return
+    if left := [answer for answer in answers if answer.agreeing]:
+        num_tokens = len(left[0].request.prompt_token_ids) + len(left[0].claims[0].token_ids)
+        raise ValueError(
+            f"receipt {left[0].claims[0].index + 1} has {num_tokens} tokens, more than max_len of "
+            "the engine; raise it"
+        )
+
+
+def _refuse(claims: Sequence["_Claim"], error: Exception) -> None:
+    """Say of receipts that the model cannot be asked what they were."""
+    for claim in claims:
+        claim.differs("request", "answered", f"refused ({error})")
 
 
 def _request_of(
@@ -194,63 +235,61 @@ def _predictable(token_ids: Sequence[int], config: ModelConfig) -> tuple[int, ..
     return tuple(token_ids[: next(unknown, None)])
 
 
-def _output(done: Completion, text: CompletionText) -> CompletionOutput:
-    """The completion with its text.
-
-    Raises:
-        ValueError: If it goes on beyond what the engine has room for.
-    """
-    if text.finish_reason is None:
-        num_tokens = len(done.prompt_token_ids) + len(done.token_ids)
-        raise ValueError(f"an answer is longer than the engine's {num_tokens} tokens")
-    told = text.output()
-    assert (told.digest(), told.finish_reason) == (done.digest(), done.finish_reason)
-    return dataclasses.replace(told, completion=done)
-
-
 class _Answer:
     """A request, and the receipts that say what its answer is.
 
     Attributes:
         claims: All of them.
-        agreeing: Those that were right so far.
+        agreeing: Those that may still be right; none once the answer has ended.
     """
 
-    def __init__(self, claims: "list[_Claim]", request: Request):
-        self.claims, self.agreeing, self.request = claims, claims, request
+    def __init__(
+        self,
+        claims: "list[_Claim]",
+        request: Request,
+        prove: "Callable[[CompletionOutput, Sequence[_Claim]], None]",
+    ):
+        self.claims, self.agreeing, self.request, self._prove = claims, claims, request, prove
 
     def compare(self, event: TokenEvent, *, at: int) -> None:
         """Compare a token, the answer's `at`-th."""
         self.agreeing = [claim for claim in self.agreeing if claim.agrees(event, at)]
 
-    def compare_whole(
-        self,
-        output: CompletionOutput,
-        identity: Identity,
-        config: ModelConfig,
-        excused: Collection[str],
-    ) -> None:
-        """Compare every byte of the receipts with those of the answer's."""
-        made = Receipt.of(identity, output, end_token_ids=config.eos_token_ids)
-        for claim in self.agreeing:
-            said = claim.receipt
-            here = dataclasses.replace(_excused(made, said, excused), signature=said.signature)
-            if here.to_json() == said.to_json():
-                continue
-            difference = said.first_difference(here)
-            assert difference is not None, "receipts of equal fields have equal bytes"
-            field, one, two = difference
-            claim.differs(field, one, two)
+    def end(self, output: CompletionOutput) -> None:
+        """Compare the whole."""
+        self._prove(output, self.agreeing)
+        self.agreeing = []
+
+    def refuse(self, error: Exception) -> None:
+        """The model could not go on."""
+        _refuse(self.agreeing, error)
+        self.agreeing = []
 
 
 class _Claim:
-    """One receipt, and where it was found to be wrong."""
+    """One receipt, and where it was found to be wrong.
+
+    Attributes:
+        difference: None where there is none so far.
+        has_ended: It is known whether there is one.
+    """
 
     def __init__(self, receipt: Receipt, index: int):
-        self.receipt, self._index = receipt, index
+        self.receipt, self.index = receipt, index
         self.difference: Difference | None = None
+        self.has_ended = False
         self.token_ids = receipt.token_ids
         self._logprobs, self._top = receipt.logprobs, receipt.top_logprobs
+
+    def compare_whole(self, made: Receipt, excused: Collection[str]) -> None:
+        """Compare every byte with the receipt that was made here."""
+        said = self.receipt
+        here = dataclasses.replace(_excused(made, said, excused), signature=said.signature)
+        if here.to_json() != said.to_json():
+            difference = said.first_difference(here)
+            assert difference is not None, "receipts of equal fields have equal bytes"
+            self.differs(*difference)
+        self.has_ended = True
 
     def agrees(self, event: TokenEvent, at: int) -> bool:
         """Whether the answer's `at`-th token and its logprobs are the receipt's, to the bit."""
@@ -270,7 +309,8 @@ class _Claim:
 
     def differs(self, field: str, receipt: str, here: str) -> bool:
         """Note the first difference; False."""
-        self.difference = Difference(index=self._index, field=field, receipt=receipt, here=here)
+        self.difference = Difference(index=self.index, field=field, receipt=receipt, here=here)
+        self.has_ended = True
         return False
 
 

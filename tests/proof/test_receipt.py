@@ -64,8 +64,8 @@ def make_receipt() -> Receipt:
     return Receipt.of(IDENTITY, make_output(), end_token_ids=(2, 0))
 
 
-def make_key(tmp_path) -> SigningKey:
-    key = ed25519.Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
+def make_key(tmp_path, *, seed: int = 0) -> SigningKey:
+    key = ed25519.Ed25519PrivateKey.from_private_bytes(bytes(range(seed, seed + 32)))
     path = tmp_path / "key.pem"
     path.write_bytes(
         key.private_bytes(
