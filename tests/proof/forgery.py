@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Receipts of every kind on small models, and what a forger may make of them.
 
 A forger knows the format: the hashes of a mutant are right, unless they are what is mutated.
