@@ -26,6 +26,7 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from detjax.kept_trust import Seal, make_private, read_private, user_seal
 from detjax.source import compile_key, toolchain_key
 
+_ENDING = "-cache"  # as JAX ends the name of a file
 _installing = threading.Lock()
 _open_plain = compilation_cache.get_file_cache
 
@@ -65,7 +66,7 @@ class VerifiedCache(CacheInterface):
     def _read(self, name: str) -> bytes | None:
         if not self._is_local:
             return self._base.get(name)
-        held = read_private(Path(self._path) / f"{name}-cache")
+        held = read_private(Path(self._path) / f"{name}{_ENDING}")
         if held is not None and self._base.eviction_enabled:
             self._base.get(name)  # notes that it was used
         return held
@@ -96,7 +97,7 @@ class VerifiedCache(CacheInterface):
 
     def file(self, key: str) -> Any:
         """Where a program is kept: a path, or one of a store."""
-        return self._path / f"{self._name(key)}-cache"
+        return self._path / f"{self._name(key)}{_ENDING}"
 
     def _name(self, key: str) -> str:
         return f"{key}-{self._suffix}"
