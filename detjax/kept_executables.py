@@ -28,7 +28,7 @@ import numpy as np
 from jax._src import config as jax_config  # WHY: what tracing depends on has no public name
 
 from detjax.donation import compile_checked
-from detjax.executable_form import FormError, read_executable, write_executable
+from detjax.executable_form import read_executable, write_executable
 from detjax.kept_programs import VerifiedCache, opened_folder
 from detjax.loaded_code import UnknownCodeError, loaded_code_hash
 from detjax.read_ahead import ReadAhead
@@ -273,7 +273,7 @@ def _read(
 def _keep(folder: VerifiedCache, name: str, compiled: jax.stages.Compiled) -> None:
     try:
         written = write_executable(compiled)
-    except (FormError, NotImplementedError, RuntimeError) as error:
+    except Exception as error:  # what cannot be written runs all the same
         warnings.warn(f"{folder.file(name)} is not kept: {error}", stacklevel=2)
         return
     _put(folder, name, written)
