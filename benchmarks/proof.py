@@ -43,7 +43,7 @@ from detjax.models.tokenizer import Tokenizer
 from detjax.pallas_kernels.backend import Backend
 from detjax.proof.identity import Identifier, Identity
 from detjax.proof.receipt import Receipt
-from detjax.proof.rerun import rerun
+from detjax.proof.rerun import Difference, rerun
 from detjax.proof.windows import audit_options, longest_first
 from detjax.serving.async_engine import AsyncEngine
 from detjax.serving.config import EngineConfig
@@ -143,14 +143,18 @@ def _run(engine: Engine, requests: Sequence[Request], batch: int) -> list[tuple[
 
 def receipts_of(bench: Bench, identity: Identity, requests, answers) -> list[Receipt]:
     """Receipts as a server makes them."""
-    text = TextBatch(requests, bench.tokenizer, end_ids=(), fingerprint=bench.model.fingerprint)
+    text = TextBatch(
+        requests, bench.tokenizer, end_ids=bench.model.config.eos_token_ids,
+        fingerprint=bench.model.fingerprint,
+    )  # fmt: skip
     for i, (token_ids, logprobs) in enumerate(answers):
         for token_id, logprob in zip(token_ids, logprobs, strict=True):
             text.on_token(TokenEvent(
                 request_idx=i, sequence_idx=0, token_id=token_id, logprob=logprob, top_logprobs=()
             ))  # fmt: skip
     outputs = [sequence.output() for sequence in text.sequences.values()]
-    return [Receipt.of(identity, output, end_token_ids=()) for output in outputs]
+    ends = bench.model.config.eos_token_ids
+    return [Receipt.of(identity, output, end_token_ids=ends) for output in outputs]
 
 
 def forged(receipt: Receipt) -> Receipt:
@@ -159,6 +163,20 @@ def forged(receipt: Receipt) -> Receipt:
     logprobs.view(np.uint32)[len(logprobs) // 2] ^= 1
     said = base64.b64encode(logprobs.tobytes()).decode()
     return dataclasses.replace(receipt, answer=receipt.answer | {"logprobs_f32": said})
+
+
+def check(
+    bench: Bench,
+    auditor: Engine,
+    identity: Identity,
+    receipts: Sequence[Receipt],
+    order: Sequence[int] | None = None,
+) -> list[Difference]:
+    """What an audit finds."""
+    return rerun(
+        auditor, bench.tokenizer, receipts, identity=identity, config=bench.model.config,
+        has_predictions=True, order=order,
+    )  # fmt: skip
 
 
 def audit(bench: Bench) -> bool:
@@ -173,13 +191,13 @@ def audit(bench: Bench) -> bool:
         receipts = receipts_of(bench, identity, requests, answers)
         auditor = bench.engine(**bench.audit_options)
         auditor.compile()
-        rerun(auditor, bench.tokenizer, receipts[:2], has_predictions=True)  # warms up
+        check(bench, auditor, identity, receipts[:2])  # warms up
         before = dataclasses.replace(auditor.stats())
         order = longest_first([len(receipt.token_ids) for receipt in receipts])
         begin_s = time.perf_counter()
-        found = rerun(auditor, bench.tokenizer, receipts, has_predictions=True, order=order)
+        found = check(bench, auditor, identity, receipts, order)
         audit_s = time.perf_counter() - begin_s
-        control = rerun(auditor, bench.tokenizer, [forged(receipts[0])], has_predictions=True)
+        control = check(bench, auditor, identity, [forged(receipts[0])])
         stats = auditor.stats()
         tokens = sum(len(receipt.token_ids) for receipt in receipts)
         bench.rows.keep(

@@ -13,11 +13,9 @@ much tracing, such as whether the kernels take a model, are kept alike.
 
 import functools
 import hashlib
-import io
 import json
 import logging
 import os
-import pickle
 import re
 import sys
 import warnings
@@ -29,9 +27,9 @@ import jax
 import ml_dtypes
 import numpy as np
 from jax._src import config as jax_config  # WHY: what tracing depends on has no public name
-from jax.experimental import serialize_executable
 
 from detjax.donation import compile_checked
+from detjax.executable_form import read_executable, write_executable
 from detjax.kept_programs import VerifiedCache, opened_folder
 from detjax.loaded_code import UnknownCodeError, loaded_code_hash
 from detjax.read_ahead import ReadAhead
@@ -283,10 +281,7 @@ def _read(
     if held is None:
         return None
     try:
-        payload, in_tree, out_tree = pickle.load(io.BytesIO(held))
-        return serialize_executable.deserialize_and_load(
-            payload, in_tree, out_tree, devices[0].client, devices
-        )
+        return read_executable(held, devices)
     except Exception as error:  # whatever a driver or a library may say of its own bytes
         warnings.warn(
             f"{folder.file(name)} cannot be loaded ({error}), so it is compiled again",
@@ -297,9 +292,8 @@ def _read(
 
 def _keep(folder: VerifiedCache, name: str, compiled: jax.stages.Compiled) -> None:
     try:
-        written = pickle.dumps(serialize_executable.serialize(compiled))
-    except (ValueError, NotImplementedError) as error:
-        # What JAX says of a program that it cannot write.
+        written = write_executable(compiled)
+    except Exception as error:  # what cannot be written runs all the same
         warnings.warn(f"{folder.file(name)} is not kept: {error}", stacklevel=2)
         return
     _put(folder, name, written)

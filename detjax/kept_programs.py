@@ -2,13 +2,14 @@
 """Compiled programs that are kept between processes, and verified whenever one is read.
 
 JAX writes an executable as a file and runs what it finds there. Its compression may notice a
-flipped bit and need not, and a process may read what another has half written. Here a file begins
-with the sha256 of its name and of what follows, and appears under its name when it is complete. A
-file that is not as it was written is removed, and the program compiled again.
+flipped bit and need not, a process may read what another has half written, and another user may
+have put it there. Here a file begins with a code of its name and of what follows, which only this
+user can make (`kept_trust`), and appears under its name when it is complete. A file that is not as
+it was written is removed, and the program compiled again.
 """
 
+import contextlib
 import functools
-import hashlib
 import os
 import tempfile
 import threading
@@ -22,38 +23,57 @@ from jax._src.compilation_cache_interface import CacheInterface
 from jax._src.lru_cache import LRUCache
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
+from detjax.kept_trust import Seal, make_private, read_private, user_seal
 from detjax.source import compile_key, toolchain_key
 
-_DIGEST_BYTES = 32
+_ENDING = "-cache"  # as JAX ends the name of a file
 _installing = threading.Lock()
 _open_plain = compilation_cache.get_file_cache
 
 
 class VerifiedCache(CacheInterface):
-    """JAX's folder of executables, with a digest in each file.
+    """JAX's folder of executables, with a code in each file that its user alone can make.
 
-    The name of a file has `toolchain_key` in it, beside JAX's key of the program. Files of a
-    process without detjax have other names, and are neither read nor changed.
+    The name of a file has `toolchain_key` and the user's key's name in it, beside JAX's key of the
+    program. Files of other users, and of a process without detjax, have other names, and are
+    neither read nor changed.
     """
 
-    def __init__(self, base: LRUCache):
+    def __init__(self, base: LRUCache, seal: Seal):
         """Keep programs where `base` does, with its bound on their size, if it has one."""
-        self._base, self._path = base, base.path
-        self._toolchain = toolchain_key()
+        self._base, self._path, self._seal = base, base.path, seal
+        self._suffix = f"detjax-{toolchain_key()}-{seal.key_id}"
 
     def get(self, key: str) -> Any:
-        """The bytes that were put under a key; None if nothing was, or it is damaged."""
-        name = self._name(key)
-        held = self._base.get(name)
+        """The bytes that were put under a key; None if nothing was, or it cannot be trusted."""
+        file = self.file(key)
+        try:
+            held = self._read(self._name(key))
+        except OSError as error:
+            warnings.warn(
+                f"{file} cannot be used ({error.strerror}), so it is compiled again", stacklevel=2
+            )
+            return None
         if held is None:
             return None
-        digest, value = held[:_DIGEST_BYTES], held[_DIGEST_BYTES:]
-        if digest == self._digest(name, value):
-            return value
-        file = self.file(key)
-        warnings.warn(f"{file} is not as it was written, so it is compiled again", stacklevel=2)
-        file.unlink(missing_ok=True)
-        return None
+        value = self._seal.opened(self._name(key), held)
+        if value is None:
+            warnings.warn(f"{file} is not as it was written, so it is compiled again", stacklevel=2)
+            with contextlib.suppress(OSError):
+                file.unlink(missing_ok=True)
+        return value
+
+    def _read(self, name: str) -> bytes | None:
+        if not self._is_local:
+            return self._base.get(name)
+        held = read_private(Path(self._path) / f"{name}{_ENDING}")
+        if held is not None and self._base.eviction_enabled:
+            self._base.get(name)  # notes that it was used
+        return held
+
+    @property
+    def _is_local(self) -> bool:
+        return "://" not in str(self._path)
 
     def has(self, key: str) -> bool:
         """Whether something is kept under a key."""
@@ -62,10 +82,13 @@ class VerifiedCache(CacheInterface):
     def put(self, key: str, value: bytes) -> None:
         """Keep a program. Where several processes do, one file of theirs stays, whole."""
         name = self._name(key)
-        held = self._digest(name, value) + value
-        if self._base.eviction_enabled or "://" in str(self._path):
+        held = self._seal.code(name, value) + value
+        if self._base.eviction_enabled or not self._is_local:
             # Under the lock of the folder, or where a store takes files whole.
             self._base.put(name, held)
+            if self._is_local:
+                with contextlib.suppress(FileNotFoundError):  # it was too large, or is evicted
+                    os.chmod(self.file(key), 0o600)
             return
         with tempfile.NamedTemporaryFile(dir=self._path, delete=False) as file:
             try:
@@ -78,13 +101,10 @@ class VerifiedCache(CacheInterface):
 
     def file(self, key: str) -> Any:
         """Where a program is kept: a path, or one of a store."""
-        return self._path / f"{self._name(key)}-cache"
+        return self._path / f"{self._name(key)}{_ENDING}"
 
     def _name(self, key: str) -> str:
-        return f"{key}-detjax-{self._toolchain}"
-
-    def _digest(self, name: str, value: bytes) -> bytes:
-        return hashlib.sha256(name.encode() + b"\n" + value).digest()
+        return f"{key}-{self._suffix}"
 
 
 def verify_kept_programs() -> None:
@@ -99,9 +119,11 @@ def keep_programs(folder: Path) -> None:
     """Keep every compiled program, however small, in a folder.
 
     Raises:
-        OSError: If the folder cannot be made or written.
+        OSError: If the folder cannot be made or written, others may write to it, or there is no
+            key (`kept_trust.user_seal`).
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    user_seal()
+    make_private(folder)
     with tempfile.TemporaryFile(dir=folder):
         pass
     verify_kept_programs()
@@ -122,8 +144,9 @@ def keep_programs_of_build(cache_dir: str | Path) -> Path:
         The folder.
 
     Raises:
-        OSError: If the folder cannot be made or written.
+        OSError: As `keep_programs`, for the folder or for `cache_dir`.
     """
+    make_private(Path(cache_dir).expanduser())
     folder = Path(cache_dir).expanduser() / compile_key()
     keep_programs(folder)
     _folders_of_build().add(str(folder))
@@ -146,7 +169,14 @@ def opened_folder() -> VerifiedCache | None:
 
 
 def _open_verified(path: str) -> tuple[CacheInterface, str] | None:
-    opened = _open_plain(path)
-    if opened is None or not isinstance(opened[0], LRUCache):
-        return opened
-    return VerifiedCache(opened[0]), opened[1]
+    try:
+        if "://" not in path:
+            # WHY: not by JAX, whose folders may be writable by others, as the umask has it.
+            make_private(Path(path))
+        opened = _open_plain(path)
+        if opened is None or not isinstance(opened[0], LRUCache):
+            return opened
+        return VerifiedCache(opened[0], user_seal()), opened[1]
+    except OSError as error:
+        warnings.warn(f"no programs are kept in {path}: {error.strerror}", stacklevel=2)
+        return None

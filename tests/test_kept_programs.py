@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Programs that are kept between processes: read as they were written, or compiled again."""
 
+import hashlib
+import os
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,8 +13,9 @@ import numpy as np
 import pytest
 from jax._src import compilation_cache
 
-from detjax import kept_programs, source
+from detjax import kept_programs, kept_trust, source
 from detjax.kept_programs import VerifiedCache, keep_programs, verify_kept_programs
+from detjax.kept_trust import Seal, user_seal
 from detjax.source import default_cache_dir
 from detjax.testing import assert_bitwise_equal
 
@@ -21,7 +24,7 @@ NO_BOUND = -1
 
 
 def cache(folder, max_size=NO_BOUND) -> VerifiedCache:
-    return VerifiedCache(kept_programs.LRUCache(str(folder), max_size=max_size))
+    return VerifiedCache(kept_programs.LRUCache(str(folder), max_size=max_size), user_seal())
 
 
 @pytest.mark.parametrize("max_size", [NO_BOUND, 1 << 20])
@@ -35,7 +38,7 @@ def test_what_was_put_comes_back_in_another_process_too(tmp_path, max_size):
 def test_a_damaged_program_is_removed_and_not_run(tmp_path, where):
     made = cache(tmp_path)
     made.put(KEY, VALUE)
-    file = made.file(KEY)
+    file = Path(made.file(KEY))
     held = bytearray(file.read_bytes())
     if where == "another's":  # whole, but of another program
         made.put("jit_other-89", VALUE[1:])
@@ -77,6 +80,97 @@ def test_who_reads_while_others_write_reads_all_of_it(tmp_path):
     with ThreadPoolExecutor(4) as pool:
         assert set().union(*pool.map(put_often, range(4))) == {VALUE * 20}
     assert len(list(tmp_path.iterdir())) == 1, "no half file is left"
+
+
+@pytest.mark.parametrize("max_size", [NO_BOUND, 1 << 20])
+@pytest.mark.parametrize("how", ["a link", "a folder", "others may write", "a pipe", "a loop"])
+def test_what_others_may_have_put_there_is_not_used(tmp_path, how, max_size):
+    made = cache(tmp_path / "kept", max_size)
+    made.put(KEY, VALUE)
+    file = Path(made.file(KEY))
+    assert made.get(KEY) == VALUE and file.stat().st_mode & 0o777 == 0o600
+    if how == "others may write":
+        file.chmod(0o666)
+    else:
+        moved = file.rename(tmp_path / "moved")
+        put = {
+            "a link": lambda: file.symlink_to(moved), "a folder": file.mkdir,
+            "a pipe": lambda: os.mkfifo(file, 0o600), "a loop": lambda: file.symlink_to(file),
+        }  # fmt: skip
+        put[how]()
+    with pytest.warns(UserWarning, match="cannot be used .* so it is compiled again"):
+        assert made.get(KEY) is None
+
+
+def test_a_file_of_another_user_is_not_used(tmp_path, monkeypatch):
+    made = cache(tmp_path)
+    made.put(KEY, VALUE)
+    me = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: me + 1)
+    owner = f"user {me} owns it" if me else None
+    if owner is None:  # root's files are everybody's
+        os.chown(made.file(KEY), 12345, 12345)
+        owner = "user 12345 owns it"
+    with pytest.warns(UserWarning, match=owner):
+        assert made.get(KEY) is None
+
+
+def test_a_file_that_cannot_be_read_is_compiled_again(tmp_path, monkeypatch):
+    made = cache(tmp_path)
+    made.put(KEY, VALUE)
+
+    def refuse(*args):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(kept_trust.os, "open", refuse)
+    with pytest.warns(UserWarning, match="cannot be used .Permission denied., so it is compiled"):
+        assert made.get(KEY) is None
+
+
+@pytest.mark.control
+def test_a_program_of_another_key_has_another_name_and_no_plain_hash_is_enough(tmp_path):
+    made, base = cache(tmp_path), kept_programs.LRUCache(str(tmp_path), max_size=NO_BOUND)
+    stranger = VerifiedCache(base, Seal(bytes(32)))
+    stranger.put(KEY, VALUE)
+    assert made.get(KEY) is None and stranger.get(KEY) == VALUE
+    # The stranger knows the name, and all but the key.
+    file = Path(made.file(KEY))
+    name = file.name.removesuffix("-cache")
+    for code in (Seal(bytes(32)).code(name, VALUE), hashlib.sha256(VALUE).digest(), bytes(32)):
+        file.write_bytes(code + VALUE)
+        file.chmod(0o600)
+        with pytest.warns(UserWarning, match="not as it was written"):
+            assert made.get(KEY) is None
+    file.write_bytes(user_seal().code(name, VALUE) + VALUE)
+    file.chmod(0o600)
+    assert made.get(KEY) == VALUE
+
+
+@pytest.mark.parametrize("which", ["the folder", "that of all builds"])
+def test_a_folder_that_others_may_write_to_is_refused_by_name(cache_folder, which):
+    folder = cache_folder / "shared"
+    inner = kept_programs.keep_programs_of_build(folder)
+    shared = inner if which == "the folder" else folder
+    assert shared.stat().st_mode & 0o777 == 0o700
+    shared.chmod(0o777)
+    with pytest.raises(
+        PermissionError, match=rf"{shared} would be run, and others may write to it"
+    ):
+        kept_programs.keep_programs_of_build(folder)
+    if which == "the folder":  # it became so later
+        with pytest.warns(UserWarning, match="no programs are kept in .* would be run"):
+            assert kept_programs.opened_folder() is None
+
+
+def test_a_folder_that_cannot_be_opened_is_a_warning(cache_folder, monkeypatch):
+    kept_programs.keep_programs_of_build(cache_folder / "kept")
+
+    def refuse(folder):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(kept_programs, "make_private", refuse)
+    with pytest.warns(UserWarning, match="no programs are kept in .*: Permission denied"):
+        assert kept_programs.opened_folder() is None
 
 
 def compiled_anew(x) -> np.ndarray:

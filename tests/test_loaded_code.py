@@ -121,7 +121,7 @@ def test_whatever_is_changed_in_a_module_counts(monkeypatch, what):
     cache = kept_programs.VerifiedCache
     before = loaded_code_hash(ROOT)
     if what == "constant":
-        monkeypatch.setattr(kept_programs, "_DIGEST_BYTES", 31)
+        monkeypatch.setattr(kept_programs, "_ENDING", "-x")
     elif what == "new":
         monkeypatch.setattr(kept_programs, "more", 1, raising=False)
     elif what == "method":
@@ -231,7 +231,7 @@ def test_threads_share_a_walk_that_begins_after_they_asked(monkeypatch):
     with ThreadPoolExecutor(9) as pool:
         first = pool.submit(loaded_code_hash, ROOT)
         assert entered.wait(60)
-        monkeypatch.setattr(kept_programs, "_DIGEST_BYTES", 31)
+        monkeypatch.setattr(kept_programs, "_ENDING", "-x")
         later = [pool.submit(loaded_code_hash, ROOT) for _ in range(8)]
         go_on.set()
         found = {its.result() for its in later}
@@ -256,7 +256,7 @@ def test_those_of_one_request_share_a_walk(monkeypatch):
         asked = this_moment()
         assert {loaded_code_hash(ROOT, asked=asked) for _ in range(3)} == {before}
         assert len(walks) == len(set(walks)) == len(reached_modules(ROOT))
-    monkeypatch.setattr(kept_programs, "_DIGEST_BYTES", 31)
+    monkeypatch.setattr(kept_programs, "_ENDING", "-x")
     assert loaded_code_hash(ROOT, asked=asked) == before
     later = loaded_code_hash(ROOT, asked=this_moment())
     assert later == loaded_code_hash(ROOT) != before

@@ -121,12 +121,39 @@ MUTANTS = (
         fault="a compiled program is run as it lies on the disk",
         edits=(
             Edit(
-                where="detjax/kept_programs.py",
-                old="        if digest == self._digest(name, value):\n",
-                new="        if digest is not None:\n",
+                where="detjax/kept_trust.py",
+                old="return value if hmac.compare_digest(code, self.code(name, value)) else None\n",
+                new="return value if code else None\n",
             ),
         ),
         tests=("tests/test_kept_programs.py::test_a_damaged_program_is_removed_and_not_run",),
+    ),
+    Mutant(
+        name="folder-of-others-is-used",
+        fault="a folder that others may write to is taken for programs",
+        edits=(
+            Edit(
+                where="detjax/kept_trust.py",
+                old="    if found.st_mode & _WRITABLE_BY_OTHERS:\n",
+                new="    if found.st_mode & 0:\n",
+            ),
+        ),
+        tests=(
+            "tests/test_kept_programs.py"
+            "::test_a_folder_that_others_may_write_to_is_refused_by_name",
+        ),
+    ),
+    Mutant(
+        name="receipt-not-made-again",
+        fault="an audit compares tokens and logprobs, and no other byte",
+        edits=(
+            Edit(
+                where="detjax/proof/rerun.py",
+                old="        if here.to_json() != said.to_json():\n",
+                new='        if here.answer["token_ids"] != said.answer["token_ids"]:\n',
+            ),
+        ),
+        tests=("tests/proof/test_forgery.py::test_receipts_of_one_request_share_an_answer",),
     ),
     Mutant(
         name="prompt-counts-as-output",

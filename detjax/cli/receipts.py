@@ -6,6 +6,7 @@ JAX is imported only once the receipts are known to be whole.
 
 import argparse
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ import rich.progress
 
 from detjax import __version__
 from detjax.cli.arguments import NO_CACHE, GenerateArgs
-from detjax.cli.errors import BAD_INPUT, BITS_DIFFER, OK
+from detjax.cli.errors import BAD_INPUT, BITS_DIFFER, OK, one_line
 from detjax.cli.job import Job
 from detjax.cli.model import keep_compiled_programs
 from detjax.models.hub import check_model
@@ -27,6 +28,7 @@ from detjax.serving.text import CompletionOutput
 from detjax.source import default_cache_dir
 
 if TYPE_CHECKING:  # imports JAX
+    from detjax.llm import LLM
     from detjax.proof.identity import Identity
     from detjax.proof.receipt import Receipt
 
@@ -69,7 +71,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model")
     model.add_argument("--model", metavar="DIR_OR_ID",
                        help="a folder or a Hugging Face id, whose weights have the hash in the "
-                       "receipts (default: the name there)")  # fmt: skip
+                       "receipts (default: the name there, if it is no folder)")  # fmt: skip
     model.add_argument(
         "--revision",
         metavar="REV",
@@ -113,14 +115,15 @@ def run_command(
     """
     try:
         _check_given(args)
+        _check_accepted(args.accept)
         from detjax.proof.receipt import read_receipts
 
         receipts = read_receipts(args.file)
         _check_signers(receipts, args.trust)
         _check_one_model(receipts)
         outcome = _run(args, receipts, what, engine_options(receipts), has_predictions, order)
-    except (ValueError, OSError, TypeError, ImportError) as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (ValueError, OSError, TypeError, ImportError, MemoryError, RecursionError) as error:
+        print(f"error: {one_line(str(error) or type(error).__name__)}", file=sys.stderr)
         return BAD_INPUT
     if args.report is not None:
         args.report.write_text(json.dumps(outcome, indent=2) + "\n")
@@ -143,6 +146,17 @@ def _check_given(args: argparse.Namespace) -> None:
         check_model(args.model, revision=args.revision)
 
 
+def _check_accepted(paths: Sequence[str]) -> None:
+    """See that what may differ is something that the model and the machine say of themselves."""
+    for path in paths:
+        section, _, name = path.partition(".")
+        if section not in ("model", "numerics", "build") or not name:
+            raise ValueError(
+                f"--accept {path} is no field of model, numerics or build, such as build.arch; the "
+                "request and the answer are what is checked"
+            )
+
+
 def _check_signers(receipts: Sequence["Receipt"], trusted: Path | None) -> None:
     if trusted is None:
         return
@@ -158,6 +172,8 @@ def _check_signers(receipts: Sequence["Receipt"], trusted: Path | None) -> None:
 
 
 def _check_one_model(receipts: Sequence["Receipt"]) -> None:
+    from detjax.proof.parsing import shown
+
     first = receipts[0]
     for number, receipt in enumerate(receipts[1:], start=2):
         for section in ("model", "numerics", "build"):
@@ -166,8 +182,43 @@ def _check_one_model(receipts: Sequence["Receipt"]) -> None:
                 if one.get(name) != other.get(name):
                     raise ValueError(
                         f"receipts 1 and {number} were not made by the same: {section}.{name} is "
-                        f"{one.get(name)} and {other.get(name)}; give them in two files"
+                        f"{shown(one.get(name))} and {shown(other.get(name))}; give them in two "
+                        "files"
                     )
+
+
+def find_model_of(
+    receipt: "Receipt", *, model: str | None, revision: str | None
+) -> tuple[Path, str]:
+    """The folder of a receipt's model, and its name as the receipt has it.
+
+    A receipt is a stranger's file, which must not choose what is opened on this machine: it may
+    name the bundled model and repositories, and no folder.
+
+    Args:
+        receipt: Says what the model is called.
+        model: What the user says, which may be a folder; None takes the receipt's name.
+        revision: What the user says; None takes the receipt's commit with its name.
+
+    Raises:
+        ValueError: If the receipt names a folder, and `model` is None.
+        FileNotFoundError, PermissionError: As `find_model` says.
+    """
+    from detjax.models.bundled import BUNDLED, BUNDLED_NAME
+    from detjax.models.hub import find_model
+    from detjax.proof.parsing import shown
+
+    if model is not None:
+        return find_model(model, revision=revision), model
+    name = receipt.model["name"]
+    if name in (BUNDLED, BUNDLED_NAME):
+        return find_model(BUNDLED, revision=revision), name
+    if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name, re.ASCII) or Path(name).exists():
+        raise ValueError(
+            f"the receipts name {shown(name)!r}, a folder; a receipt does not choose what is "
+            "opened on this machine, so give the folder or id of the model with --model"
+        )
+    return find_model(name, revision=revision or receipt.model["hub_commit"]), name
 
 
 def _run(
@@ -178,44 +229,19 @@ def _run(
     has_predictions: bool,
     order: Callable[[Sequence["Receipt"]], Sequence[int]],
 ) -> dict[str, Any]:
-    from detjax.llm import LLM
-    from detjax.numerics import NumericsProfile
     from detjax.proof.identity import Identifier
-    from detjax.proof.rerun import identity_differences, rerun
+    from detjax.proof.rerun import rerun
 
     keep_compiled_programs(args.cache_dir)
     console = rich.console.Console(stderr=True)
     first = receipts[0]
-    name = args.model or first.model["name"]
-    revision = args.revision or (None if args.model else first.model["hub_commit"])
+    folder, name = find_model_of(first, model=args.model, revision=args.revision)
     begin_s = time.perf_counter()
-    llm = LLM(
-        name,
-        revision=revision,
-        backend=first.build["backend"],
-        tp=args.tp,
-        dp=args.dp,
-        profile=NumericsProfile(**first.numerics["profile"]),
-        cast_weights=_cast_option(first.model["weight_cast"]),
-        batch_size=args.batch_size,
-        prefill_chunk=args.prefill_chunk,
-        max_len=_max_len(receipts),
-        cache_dir=None,
-        **options,
-    )
+    llm = _open(args, receipts, folder, options)
     here = Identifier(llm.model, llm.tokenizer, name=name).identity()
-    unlike = list(identity_differences(first, here))
-    refused = [found for found in unlike if found[0] not in args.accept]
-    if refused:
-        lines = "; ".join(
-            f"{path} is {said} in the receipts and {now} here" for path, said, now in refused
-        )
-        raise ValueError(
-            f"these receipts are of another model or build: {lines}. Use what they name, or "
-            f"compare all the same with --accept {refused[0][0]}"
-        )
+    unlike, excused = _compare_identity(args, first, here)
     for path, said, now in unlike:
-        console.print(f"accepted: {path} is {said} in the receipts and {now} here")
+        console.print(f"accepted: {path} is {said} in the receipts and {now} here", markup=False)
     loaded_s = time.perf_counter() - begin_s
     with rich.progress.Progress(
         console=console, transient=True, disable=not console.is_terminal
@@ -226,7 +252,10 @@ def _run(
             llm.engine,
             llm.tokenizer,
             receipts,
+            identity=here,
+            config=llm.config.model,
             has_predictions=has_predictions,
+            excused=excused,
             order=order(receipts),
             progress=lambda done: bar.update(task, completed=done),
         )
@@ -234,15 +263,19 @@ def _run(
     stats = llm.engine.stats()
     run_s -= stats.compile_s
     num_tokens = sum(len(receipt.token_ids) for receipt in receipts)
-    for difference in differences[:_MAX_LINES]:
-        console.print(str(difference), style="bold red", highlight=False, soft_wrap=True)
+    lines = [str(difference) for difference in differences[:_MAX_LINES]]
     if len(differences) > _MAX_LINES:
-        console.print(f"and {len(differences) - _MAX_LINES} more")
+        lines.append(f"and {len(differences) - _MAX_LINES} more")
     style = "bold red" if differences else "bold green"
+    for line in lines:
+        console.print(one_line(line), style=style, highlight=False, markup=False, soft_wrap=True)
+    unproven = _unproven(receipts, args.trust, unlike)
     print(
         f"{what} {len(receipts)} receipts, {num_tokens} tokens and logprobs: "
         f"{len(differences)} receipts differ"
     )
+    print(f"model: weights {here.model['weights']}, found at {folder}")
+    print(f"not proven: {'; '.join(unproven)}")
     console.print(
         f"{what} with tp {args.tp}, dp {args.dp}, batch {llm.config.engine.batch_size}: "
         f"load {loaded_s:.1f} s, compile {stats.compile_s:.1f} s, run {run_s:.2f} s",
@@ -256,6 +289,8 @@ def _run(
             {"receipt": d.index + 1, "field": d.field, "said": d.receipt, "here": d.here}
             for d in differences
         ],
+        "model": here.model | {"folder": str(folder)},
+        "not_proven": unproven,
         "accepted": [path for path, _, _ in unlike],
         "tp": args.tp,
         "dp": args.dp,
@@ -268,12 +303,84 @@ def _run(
     }
 
 
+def _open(
+    args: argparse.Namespace, receipts: Sequence["Receipt"], folder: Path, options: dict[str, Any]
+) -> "LLM":
+    """The model, with the numerics that the receipts name and room for their answers."""
+    from detjax.llm import LLM
+    from detjax.models.hf_config import load_config
+    from detjax.numerics import NumericsProfile
+
+    first = receipts[0]
+    return LLM(
+        folder,
+        backend=first.build["backend"],
+        tp=args.tp,
+        dp=args.dp,
+        profile=NumericsProfile(**first.numerics["profile"]),
+        cast_weights=_cast_option(first.model["weight_cast"]),
+        batch_size=args.batch_size,
+        prefill_chunk=args.prefill_chunk,
+        max_len=_max_len(receipts, load_config(folder).max_position_embeddings),
+        cache_dir=None,
+        **options,
+    )
+
+
+def _compare_identity(
+    args: argparse.Namespace, first: "Receipt", here: "Identity"
+) -> tuple[list[tuple[str, str, str]], tuple[str, ...]]:
+    """What differs of model, numerics and build, all of which may; and all that may.
+
+    Raises:
+        ValueError: If something differs that must not.
+    """
+    from detjax.proof.rerun import ALWAYS_EXCUSED, OF_ANOTHER_NAME, identity_differences
+
+    named = OF_ANOTHER_NAME if args.model is not None else ()
+    excused = (*args.accept, *ALWAYS_EXCUSED, *named)
+    unlike = list(identity_differences(first, here))
+    refused = [found for found in unlike if found[0] not in excused]
+    if refused:
+        lines = "; ".join(
+            f"{path} is {said} in the receipts and {now} here" for path, said, now in refused
+        )
+        raise ValueError(
+            f"these receipts are of another model or build: {lines}. Use what they name, or "
+            f"compare all the same with --accept {refused[0][0]}"
+        )
+    return unlike, excused
+
+
+def _unproven(
+    receipts: Sequence["Receipt"], trusted: Path | None, unlike: Sequence[tuple[str, str, str]]
+) -> list[str]:
+    """What receipts do not prove, in words."""
+    keys = {None if r.signature is None else r.signature.public_key for r in receipts}
+    who = [] if trusted is not None else [
+        "who made it (not signed)" if key is None else f"whose key {key} is"
+        for key in sorted(keys, key=str)
+    ]  # fmt: skip
+    fields = [f"{path} ({said} in the receipts, {now} here)" for path, said, now in unlike]
+    return ["when it was made", *who, *fields]
+
+
 def _cast_option(weight_cast: str) -> str:
     """The option that asks for a cast such as "float16 to bfloat16"."""
     return weight_cast.rpartition(" to ")[2]
 
 
-def _max_len(receipts: Sequence["Receipt"]) -> int:
-    """Tokens of the longest prompt and answer, rounded up so that programs are shared."""
-    longest = max(len(r.prompt_token_ids) + len(r.token_ids) for r in receipts)
-    return max(256, 1 << longest.bit_length())
+def _max_len(receipts: Sequence["Receipt"], context: int) -> int:
+    """Room for the longest prompt and answer, rounded up so that programs are shared.
+
+    Raises:
+        ValueError: If one has more tokens than the model's context.
+    """
+    lengths = [len(r.prompt_token_ids) + len(r.token_ids) for r in receipts]
+    longest = max(lengths)
+    if longest > context:
+        raise ValueError(
+            f"receipt {lengths.index(longest) + 1} has {longest} tokens, more than the model's "
+            f"context of {context}"
+        )
+    return min(context, max(256, 1 << longest.bit_length()))

@@ -244,6 +244,7 @@ def _find(
     import jax
 
     from detjax.cli.model import keep_compiled_programs
+    from detjax.cli.receipts import find_model_of
     from detjax.diverge.find import find_divergence
     from detjax.models.hf_config import load_config
     from detjax.models.hub import find_model
@@ -256,14 +257,17 @@ def _find(
 
     keep_compiled_programs(args.cache_dir)
     settings = [b] if isinstance(a, Answer) else [a, b]
-    name = args.model or (receipt.model["name"] if receipt else BUNDLED_NAME)
+    name = args.model or BUNDLED_NAME
     cast_weights = args.cast_weights
     if receipt is not None:
         profile = NumericsProfile(**receipt.numerics["profile"])
         cast_weights = receipt.model["weight_cast"].rpartition(" to ")[2]
     profile = profile or NumericsProfile(weight_dtype=args.dtype, compute_dtype=args.dtype)
     with bad_input("--model: "):
-        folder = find_model(name, revision=args.revision)
+        if receipt is not None:
+            folder, name = find_model_of(receipt, model=args.model, revision=args.revision)
+        else:
+            folder = find_model(name, revision=args.revision)
         tokenizer = Tokenizer.from_folder(folder)
 
     def load(setting: Setting) -> LoadedModel:

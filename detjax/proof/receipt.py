@@ -7,9 +7,7 @@
 import base64
 import binascii
 import dataclasses
-import hashlib
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,23 +16,22 @@ import numpy as np
 
 from detjax.proof.canonical_json import canonical_json
 from detjax.proof.identity import Identity
+from detjax.proof.parsing import (
+    FORMAT,
+    MAX_LINE_BYTES,
+    SECTIONS,
+    ReceiptError,
+    hashes,
+    leaves,
+    parse,
+    shown,
+)
 from detjax.proof.signing import Signature, SignatureError, SigningKey
 from detjax.serving.request import Completion, FinishReason, SamplingParams, TopLogprobs
 from detjax.serving.text import CompletionOutput
 
-FORMAT = "detjax-receipt/1"
-SECTIONS = ("model", "numerics", "build", "request", "answer")
-_KEYS = ("format", *SECTIONS, "sha256")
-_FIELDS = {
-    "request": (
-        "end_token_ids", "is_deterministic", "prompt_token_ids", "sampling", "weight_version",
-    ),
-    "answer": ("digest", "finish_reason", "logprobs_f32", "text", "token_ids", "top_logprobs"),
-}  # fmt: skip
-
-
-class ReceiptError(ValueError):
-    """A receipt that is not whole: the message names the field that was changed."""
+MAX_FILE_BYTES = 1 << 30
+"""Of a file of receipts, which are all held at once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,9 +43,9 @@ class Receipt:
         numerics: As `Identity` has it.
         build: As `Identity` has it.
         request: `prompt_token_ids`; `sampling`, every field of `SamplingParams` as it was used, of
-            this sequence alone (`n` is 1, `noise_stream` says which) and without logprobs of the
-            prompt (`num_prompt_logprobs` is null), the seed as a decimal string;
-            `end_token_ids`, the model's own; `is_deterministic`; `weight_version`.
+            this sequence alone (`n` is 1, `best_of` 0, `noise_stream` says which) and without
+            logprobs of the prompt (`num_prompt_logprobs` is null), the seed as a decimal string;
+            `end_token_ids`, the model's own; `is_deterministic`, true.
         answer: `token_ids`; `logprobs_f32`, base64 of little-endian float32; `top_logprobs`, null
             or `{"ids": [[...]], "logprobs_f32": ...}`; `finish_reason`; `text`; `digest`.
         signature: Of the bytes of all others, or None.
@@ -63,7 +60,7 @@ class Receipt:
 
     @classmethod
     def of(
-        cls, identity: Identity, output: CompletionOutput, *, end_token_ids: Sequence[int]
+        cls, identity: Identity, output: CompletionOutput, *, end_token_ids: Iterable[int]
     ) -> "Receipt":
         """The receipt of an answer, not signed.
 
@@ -76,7 +73,7 @@ class Receipt:
             ValueError: If the answer is not canonical, and so cannot be checked by anybody, it did
                 not end, or it has no tokens.
         """
-        done, sampling = output.completion, output.sampling
+        done = output.completion
         if not output.is_deterministic:
             raise ValueError(
                 "a receipt was asked for an answer that is not canonical: nobody could check it; "
@@ -94,31 +91,14 @@ class Receipt:
                 "the answer has no tokens, and a receipt holds no logprobs of the prompt; ask with "
                 "max_tokens of 1 or more"
             )
-        values = dataclasses.replace(
-            sampling,
-            n=1,
-            noise_stream=sampling.noise_stream + done.sequence_idx,
-            num_prompt_logprobs=None,
-        ).as_dict()
         return cls(
             model=identity.model,
             numerics=identity.numerics,
             build=identity.build,
-            request={
-                "prompt_token_ids": list(done.prompt_token_ids),
-                "sampling": values | {"seed": str(sampling.seed)},
-                "end_token_ids": sorted(end_token_ids),
-                "is_deterministic": True,
-                "weight_version": done.weight_version,
-            },
-            answer={
-                "token_ids": list(done.token_ids),
-                "logprobs_f32": _float32_text(done.logprobs),
-                "top_logprobs": _top_values(done.top_logprobs),
-                "finish_reason": done.finish_reason.value,
-                "text": output.text,
-                "digest": done.digest(),
-            },
+            request=_request_values(
+                done.prompt_token_ids, output.sampling, done.sequence_idx, end_token_ids
+            ),
+            answer=_answer_values(done, output.text),
         )
 
     # ------------------------------------------------------------------------------------- in, out
@@ -136,38 +116,35 @@ class Receipt:
 
     @classmethod
     def from_json(cls, line: str | bytes) -> "Receipt":
-        """Read a receipt and check that it is whole.
+        """Read a receipt and check that it is whole and spelled as `to_json` spells it.
+
+        Args:
+            line: With or without the newline that ends a line.
 
         Raises:
             ReceiptError: If a byte of it was changed: names the field.
             SignatureError: If it is signed, and the signature is not of these bytes.
         """
-        raw = line.encode() if isinstance(line, str) else line
-        values = _parse(raw.strip())
-        _check_keys(values)
-        signature = values.pop("signature", None)
-        _check_hashes(values)
+        try:
+            raw = (line.encode() if isinstance(line, str) else line).removesuffix(b"\n")
+        except UnicodeEncodeError as error:
+            raise ReceiptError(f"the receipt is not Unicode ({error.reason})") from error
+        values = parse(raw)
         receipt = cls(
-            **{name: values[name] for name in SECTIONS}, signature=_signature_of(signature)
+            **{name: values[name] for name in SECTIONS},
+            signature=_signature_of(values.pop("signature")) if "signature" in values else None,
         )
-        receipt._check_fields()
+        receipt._check_spelling()
         if receipt.signature is not None:
             receipt.signature.check(canonical_json(values))
-        if canonical_json(receipt._all()) != raw.strip():
+        if receipt.to_json().encode() != raw:
             raise ReceiptError("the receipt is not canonical JSON (RFC 8785)")
         return receipt
-
-    def _all(self) -> dict[str, Any]:
-        signature = self.signature
-        values = self._unsigned()
-        return (
-            values if signature is None else values | {"signature": dataclasses.asdict(signature)}
-        )
 
     def _unsigned(self) -> dict[str, Any]:
         values: dict[str, Any] = {"format": FORMAT}
         values |= {name: getattr(self, name) for name in SECTIONS}
-        return values | {"sha256": _hashes(values)}
+        return values | {"sha256": hashes(values)}
 
     # --------------------------------------------------------------------------------- what it says
 
@@ -199,14 +176,25 @@ class Receipt:
         if found is None:
             return tuple(() for _ in self.token_ids)
         values = iter(_float32(found["logprobs_f32"]))
-        return tuple(tuple((i, next(values)) for i in ids) for ids in found["ids"])
+        return tuple(tuple(zip(ids, values, strict=False)) for ids in found["ids"])
 
-    def _check_fields(self) -> None:
-        """Refuse fields that do not fit each other."""
-        for section, names in _FIELDS.items():
-            if tuple(sorted(getattr(self, section))) != names:
-                raise ReceiptError(f"{section} has {sorted(getattr(self, section))}, not {names}")
+    def first_difference(self, other: "Receipt") -> tuple[str, str, str] | None:
+        """(field, here, in the other) of the first field whose canonical JSON differs, or None."""
+        pairs = ({s: getattr(r, s) for s in SECTIONS} for r in (self, other))
+        mine, others = (dict(leaves(values)) for values in pairs)
+        # The digest is last: where it differs, so does what it is of.
+        for path in sorted(mine.keys() | others.keys(), key=lambda p: (p == "answer.digest", p)):
+            one, two = ([at[path]] if path in at else [] for at in (mine, others))
+            if canonical_json(one) != canonical_json(two):
+                here, there = (shown(repr(at[0])) if at else "missing" for at in (one, two))
+                return path, here, there
+        return None
+
+    def _check_spelling(self) -> None:
+        """Refuse values that do not fit each other, and spellings that `of` does not write."""
+        answer = self.answer
         try:
+            sampling = self.sampling
             completion = Completion(
                 request_idx=0,
                 sequence_idx=0,
@@ -214,37 +202,48 @@ class Receipt:
                 token_ids=self.token_ids,
                 logprobs=tuple(self.logprobs),
                 top_logprobs=self.top_logprobs,
-                finish_reason=FinishReason(self.answer["finish_reason"]),
+                finish_reason=FinishReason(answer["finish_reason"]),
             )
-            sampling = self.sampling
-        except (ValueError, TypeError, KeyError, StopIteration, RuntimeError) as error:
-            raise ReceiptError(f"the receipt is damaged: {error}") from error
-        if sampling.num_prompt_logprobs is not None:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise ReceiptError(f"the receipt is damaged: {shown(str(error))}") from error
+        count = len(completion.token_ids)
+        for name, ids in (
+            ("request.prompt_", completion.prompt_token_ids),
+            ("answer.", completion.token_ids),
+        ):
+            if not ids:
+                raise ReceiptError(f"{name}token_ids is empty")
+        if len(completion.logprobs) != count:
             raise ReceiptError(
-                f"request.sampling.num_prompt_logprobs is {sampling.num_prompt_logprobs}, and a "
-                "receipt holds no logprobs of the prompt; it must be null"
+                f"answer.logprobs_f32 has {len(completion.logprobs)} logprobs for {count} tokens"
             )
-        if len(completion.logprobs) != len(completion.token_ids):
+        if len(completion.top_logprobs) != count:
             raise ReceiptError(
-                f"answer.logprobs_f32 has {len(completion.logprobs)} logprobs for "
-                f"{len(completion.token_ids)} tokens"
+                f"answer.top_logprobs has {len(completion.top_logprobs)} positions for {count} "
+                "tokens"
             )
-        if completion.digest() != self.answer["digest"]:
-            raise ReceiptError(
-                f"answer.digest is {self.answer['digest']}, and that of its tokens and logprobs "
-                f"{completion.digest()}"
-            )
+        spelled = dataclasses.replace(
+            self,
+            request=_request_values(
+                completion.prompt_token_ids, sampling, 0, self.request["end_token_ids"]
+            ),
+            answer=_answer_values(completion, answer["text"]),
+        )
+        if (found := self.first_difference(spelled)) is not None:
+            path, said, right = found
+            raise ReceiptError(f"{path} is {said}, and in a receipt of the rest it is {right}")
 
 
 def read_receipts(path: Path) -> list[Receipt]:
     """Read a file of receipts, one a line.
 
     Raises:
-        ReceiptError: If one is not whole: names the line and the field.
+        ReceiptError: If one is not whole, naming the line and the field, or the file is longer than
+            1 GiB.
         OSError: If the file cannot be read.
     """
     receipts = []
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+    for number, line in enumerate(_lines(path), start=1):
         if not line.strip():
             continue
         try:
@@ -256,83 +255,54 @@ def read_receipts(path: Path) -> list[Receipt]:
     return receipts
 
 
-# ------------------------------------------------------------------------------------------ hashes
+def _lines(path: Path) -> Iterator[bytes]:
+    """Lines, of which one that is too long is not read to its end."""
+    num_bytes = 0
+    with path.open("rb") as file:
+        while line := file.readline(MAX_LINE_BYTES + 2):
+            num_bytes += len(line)
+            if num_bytes > MAX_FILE_BYTES:
+                raise ReceiptError(f"{path} is longer than 1 GiB; divide it")
+            yield line
 
 
-def _leaves(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """(path, value) of each field, and of each field of a field."""
-    for section in SECTIONS:
-        for name, value in values[section].items():
-            if isinstance(value, dict):
-                for key, item in value.items():
-                    yield f"{section}.{name}.{key}", item
-            else:
-                yield f"{section}.{name}", value
+# ------------------------------------------------------------------------------------------- values
 
 
-def _hashes(values: Mapping[str, Any]) -> dict[str, str]:
-    """Sha256 of each field's canonical JSON, and of all of them, so that a change can be named."""
-    found = {path: _hash(value) for path, value in _leaves(values)}
-    return found | {"all": _hash({name: values[name] for name in SECTIONS})}
+def _request_values(
+    prompt_token_ids: Sequence[int],
+    sampling: SamplingParams,
+    sequence_idx: int,
+    end_token_ids: Iterable[int],
+) -> dict[str, Any]:
+    """The request for one sequence alone."""
+    alone = dataclasses.replace(
+        sampling,
+        n=1,
+        best_of=0,
+        noise_stream=sampling.noise_stream + sequence_idx,
+        num_prompt_logprobs=None,
+    )
+    return {
+        "prompt_token_ids": list(prompt_token_ids),
+        "sampling": alone.as_dict() | {"seed": str(alone.seed)},
+        "end_token_ids": sorted(set(end_token_ids)),
+        "is_deterministic": True,
+    }
 
 
-def _hash(value: Any) -> str:
-    return hashlib.sha256(canonical_json(value)).hexdigest()
+def _answer_values(done: Completion, text: str) -> dict[str, Any]:
+    return {
+        "token_ids": list(done.token_ids),
+        "logprobs_f32": _float32_text(done.logprobs),
+        "top_logprobs": _top_values(done.top_logprobs),
+        "finish_reason": done.finish_reason.value,
+        "text": text,
+        "digest": done.digest(),
+    }
 
 
-def _check_hashes(values: Mapping[str, Any]) -> None:
-    try:
-        found, said = _hashes(values), values["sha256"]
-    except ValueError as error:  # such as an integer beyond 2**53
-        raise ReceiptError(f"the receipt is damaged: {error}") from error
-    if not isinstance(said, dict):
-        raise ReceiptError("sha256 is not an object")
-    wrong = [path for path in found.keys() | said.keys() if found.get(path) != said.get(path)]
-    if not wrong:
-        return
-    if "all" in wrong and len(wrong) > 1:
-        wrong.remove("all")  # a field was changed; else it is a hash that was
-        raise ReceiptError(f"{min(wrong)} was changed: its sha256 is not the one beside it")
-    raise ReceiptError(f"sha256.{min(wrong)} was changed: the field's is {found.get(min(wrong))}")
-
-
-# ------------------------------------------------------------------------------------------ parsing
-
-
-def _parse(raw: bytes) -> dict[str, Any]:
-    try:
-        values = json.loads(raw.decode(), object_pairs_hook=_no_repeats)
-    except (ValueError, RecursionError) as error:
-        raise ReceiptError(f"the receipt is not JSON ({error})") from error
-    if not isinstance(values, dict):
-        raise ReceiptError("the receipt is not a JSON object")
-    return values
-
-
-def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError(f"a key of {sorted(found)} stands there twice")
-    return found
-
-
-def _check_keys(values: dict[str, Any]) -> None:
-    known = {*_KEYS, "signature"}
-    for name in sorted(set(values) - known):
-        raise ReceiptError(f"{name!r} is no field of a receipt")
-    for name in _KEYS:
-        if name not in values:
-            raise ReceiptError(f"the field {name!r} is missing")
-    if values["format"] != FORMAT:
-        raise ReceiptError(f"format is {values['format']!r}, and this detjax reads {FORMAT!r}")
-    for name in SECTIONS:
-        if not isinstance(values[name], dict):
-            raise ReceiptError(f"{name} is not an object")
-
-
-def _signature_of(value: Any) -> Signature | None:
-    if value is None:
-        return None
+def _signature_of(value: Any) -> Signature:
     names = {field.name for field in dataclasses.fields(Signature)}
     if not isinstance(value, dict) or set(value) != names:
         raise ReceiptError(f"signature must have {sorted(names)} and nothing else")

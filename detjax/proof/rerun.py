@@ -1,21 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Receipts run again, and every bit compared: as they were made, or by prefill alone."""
+"""Receipts made again from their requests, and compared byte for byte."""
 
-from collections.abc import Callable, Iterator, Sequence
+import dataclasses
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from detjax.models.config import ModelConfig
 from detjax.models.tokenizer import Tokenizer
+from detjax.proof.canonical_json import canonical_json
 from detjax.proof.identity import Identity
-from detjax.proof.receipt import SECTIONS, Receipt
+from detjax.proof.parsing import SECTIONS, shown
+from detjax.proof.receipt import Receipt
 from detjax.serving.engine import Engine
+from detjax.serving.errors import EngineStoppedError, SelfCheckError
 from detjax.serving.request import Request, TokenEvent
-from detjax.serving.text import CompletionText, token_sampling
+from detjax.serving.text import (
+    CompletionOutput,
+    TextBatch,
+    text_request,
+    token_sampling,
+)
 
-NOT_COMPARED = ("model.name", "model.hub_commit", "build.driver")
-"""The weights' hash stands for the first two. A driver runs programs that ptxas has made."""
+ALWAYS_EXCUSED = ("build.driver",)
+"""A driver runs programs that ptxas has made before it sees them."""
+OF_ANOTHER_NAME = ("model.name", "model.hub_commit")
+"""May differ where the auditor says what the model is. The weights' hash stands for them."""
+
+_FAILED = re.compile(r"request (\d+): ")
+"""How `Engine.generate` begins when it says which request could not go on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,18 +57,15 @@ class Difference:
 
 
 def identity_differences(receipt: Receipt, here: Identity) -> Iterator[tuple[str, str, str]]:
-    """(field, in the receipt, here) where another model, other numerics or another build made it.
-
-    The fields of `NOT_COMPARED` are left out.
-    """
+    """(field, in the receipt, here) where another model, numerics or build made it."""
     for section in SECTIONS[:3]:
         said, found = (
             _flat(section, getattr(receipt, section)),
             _flat(section, getattr(here, section)),
         )
         for path in sorted(said.keys() | found.keys()):
-            if path not in NOT_COMPARED and said.get(path) != found.get(path):
-                yield path, str(said.get(path)), str(found.get(path))
+            if said.get(path) != found.get(path):
+                yield path, shown(said.get(path)), shown(found.get(path))
 
 
 def _flat(prefix: str, values: dict[str, Any]) -> dict[str, Any]:
@@ -68,112 +81,254 @@ def rerun(
     tokenizer: Tokenizer,
     receipts: Sequence[Receipt],
     *,
+    identity: Identity,
+    config: ModelConfig,
     has_predictions: bool,
+    excused: Collection[str] = (),
     order: Sequence[int] | None = None,
     progress: Callable[[int], None] = lambda num_ended: None,
 ) -> list[Difference]:
-    """Ask an engine what the receipts were asked, and compare every token and logprob.
+    """Make receipts again from their requests, and compare them byte for byte.
+
+    Of a receipt only the prompt and the sampling are asked; what ends an answer, its text, hashes
+    and every other field come from the model here. Receipts of one request share an answer.
 
     Args:
-        engine: Of the receipts' model; `identity_differences` says whether it is.
+        engine: Of the receipts' model.
         tokenizer: Of the model.
         receipts: Whole ones.
+        identity: Of the model, its numerics and build as they are here.
+        config: Of the model.
         has_predictions: The engine, one with `has_prompt_lookup`, is told each answer, and verifies
             it in windows of many tokens through prefill's kernels, noise and filters included.
             False decodes token by token.
+        excused: Fields of model, numerics and build that may differ, such as `build.arch`.
         order: In which to ask, as indices; None is theirs.
         progress: Told how many receipts are done.
 
     Returns:
-        The first difference of each receipt that has one, in order of the receipts.
+        The first difference of each receipt that has one, in order of the receipts. No receipt
+        without one has a byte that was not computed here, but for its signature and what is
+        excused.
 
     Raises:
-        ValueError: If a receipt does not fit the engine.
+        ValueError: If an answer does not fit the engine.
     """
-    order = range(len(receipts)) if order is None else order
-    watches = [_Watch(receipts[i], i, tokenizer, has_predictions=has_predictions) for i in order]
+    groups: dict[bytes, list[_Claim]] = {}
+    for i in range(len(receipts)) if order is None else order:
+        claim = _Claim(receipts[i], i)
+        groups.setdefault(canonical_json(receipts[i].request), []).append(claim)
+    claims = [claim for group in groups.values() for claim in group]
+
+    def prove(output: CompletionOutput, agreeing: Sequence[_Claim]) -> None:
+        made = Receipt.of(identity, output, end_token_ids=config.eos_token_ids)
+        for claim in agreeing:
+            claim.compare_whole(made, excused)
+
     num_ended = 0
 
-    def on_token(event: TokenEvent) -> bool:
+    def note_end(answer: _Answer) -> None:
         nonlocal num_ended
-        watch = watches[event.request_idx]
-        is_over = watch.on_token(event)
-        if watch.has_ended:
-            num_ended += 1
-            progress(num_ended)
-        return is_over
+        num_ended += len(answer.claims)
+        progress(num_ended)
 
-    engine.generate([watch.request for watch in watches], on_token=on_token)
-    found = [watch.difference for watch in watches if watch.difference is not None]
+    answers: list[_Answer] = []
+    for group in groups.values():
+        try:
+            request = _request_of(group[0].receipt, engine, tokenizer, config)
+        except ValueError as error:
+            _refuse(group, error)
+            continue
+        predicted = _predictable(group[0].token_ids, config) if has_predictions else ()
+        request = dataclasses.replace(request, predicted_token_ids=predicted)
+        answers.append(_Answer(group, request, prove))
+    while answers:
+        _ask(engine, answers, tokenizer, config, note_end)
+        answers = [answer for answer in answers if answer.agreeing]
+    assert all(claim.has_ended for claim in claims), "a receipt was neither proven nor refused"
+    found = [claim.difference for claim in claims if claim.difference is not None]
     return sorted(found, key=lambda difference: difference.index)
 
 
-class _Watch:
-    """One receipt while its answer is made again."""
+def _ask(
+    engine: Engine,
+    answers: Sequence["_Answer"],
+    tokenizer: Tokenizer,
+    config: ModelConfig,
+    note_end: "Callable[[_Answer], None]",
+) -> None:
+    """Ask for answers until all have ended, or one cannot be made, whose receipts are refused.
+
+    Raises:
+        ValueError: If an answer does not fit the engine.
+    """
+    batch = TextBatch(
+        [answer.request for answer in answers],
+        tokenizer,
+        end_ids=config.eos_token_ids,
+        fingerprint="",
+    )
+
+    def on_token(event: TokenEvent) -> bool:
+        answer, text = answers[event.request_idx], batch.sequences[event.request_idx, 0]
+        answer.compare(event, at=text.num_tokens)
+        is_stopped = batch.on_token(event)
+        if answer.agreeing and text.finish_reason is not None:
+            answer.end(text.output())
+        if not answer.agreeing:
+            note_end(answer)
+        return is_stopped or not answer.agreeing
+
+    try:
+        engine.generate(batch.token_requests, on_token=on_token)
+    except (EngineStoppedError, SelfCheckError):
+        raise
+    except (RuntimeError, FloatingPointError) as error:
+        failed = _FAILED.match(str(error))
+        if failed is None:
+            raise
+        answers[int(failed[1])].refuse(error)
+        note_end(answers[int(failed[1])])
+        return
+    if left := [answer for answer in answers if answer.agreeing]:
+        num_tokens = len(left[0].request.prompt_token_ids) + len(left[0].claims[0].token_ids)
+        raise ValueError(
+            f"receipt {left[0].claims[0].index + 1} has {num_tokens} tokens, more than max_len of "
+            "the engine; raise it"
+        )
+
+
+def _refuse(claims: Sequence["_Claim"], error: Exception) -> None:
+    """Say of receipts that the model cannot be asked what they were."""
+    for claim in claims:
+        claim.differs("request", "answered", f"refused ({error})")
+
+
+def _request_of(
+    receipt: Receipt, engine: Engine, tokenizer: Tokenizer, config: ModelConfig
+) -> Request:
+    """What the receipt was asked, as this model is asked.
+
+    Raises:
+        ValueError: If the model cannot be asked that.
+    """
+    sampling = receipt.sampling
+    request = text_request(
+        receipt.prompt_token_ids,
+        dataclasses.replace(sampling, n=1, best_of=0, num_prompt_logprobs=None),
+        what="the prompt",
+        vocab_size=config.vocab_size,
+        max_len=config.max_position_embeddings,
+        limit="the model's context",
+        is_deterministic=True,
+        tokenizer=tokenizer,
+        eos_token_ids=config.eos_token_ids,
+    )
+    as_tokens = dataclasses.replace(request, sampling=token_sampling(request.sampling, tokenizer))
+    engine.check_request(as_tokens)
+    return request
+
+
+def _predictable(token_ids: Sequence[int], config: ModelConfig) -> tuple[int, ...]:
+    """The first tokens that there are in the model."""
+    unknown = (i for i, token_id in enumerate(token_ids) if token_id >= config.vocab_size)
+    return tuple(token_ids[: next(unknown, None)])
+
+
+class _Answer:
+    """A request, and the receipts that say what its answer is.
+
+    Attributes:
+        claims: All of them.
+        agreeing: Those that may still be right; none once the answer has ended.
+    """
 
     def __init__(
-        self, receipt: Receipt, index: int, tokenizer: Tokenizer, *, has_predictions: bool
+        self,
+        claims: "list[_Claim]",
+        request: Request,
+        prove: "Callable[[CompletionOutput, Sequence[_Claim]], None]",
     ):
+        self.claims, self.agreeing, self.request, self._prove = claims, claims, request, prove
+
+    def compare(self, event: TokenEvent, *, at: int) -> None:
+        """Compare a token, the answer's `at`-th."""
+        self.agreeing = [claim for claim in self.agreeing if claim.agrees(event, at)]
+
+    def end(self, output: CompletionOutput) -> None:
+        """Compare the whole."""
+        self._prove(output, self.agreeing)
+        self.agreeing = []
+
+    def refuse(self, error: Exception) -> None:
+        """The model could not go on."""
+        _refuse(self.agreeing, error)
+        self.agreeing = []
+
+
+class _Claim:
+    """One receipt, and where it was found to be wrong.
+
+    Attributes:
+        difference: None where there is none so far.
+        has_ended: It is known whether there is one.
+    """
+
+    def __init__(self, receipt: Receipt, index: int):
+        self.receipt, self.index = receipt, index
         self.difference: Difference | None = None
-        self._receipt, self._index = receipt, index
-        self._token_ids, self._logprobs = receipt.token_ids, receipt.logprobs
-        self._top = receipt.top_logprobs
-        sampling = receipt.sampling
-        self._text = CompletionText(
-            Request(prompt_token_ids=receipt.prompt_token_ids, sampling=sampling),
-            request_idx=0,
-            sequence_idx=0,
-            tokenizer=tokenizer,
-            end_ids=receipt.request["end_token_ids"],
-            fingerprint="",
-        )
-        self.request = Request(
-            prompt_token_ids=receipt.prompt_token_ids,
-            sampling=token_sampling(sampling, tokenizer),
-            predicted_token_ids=self._token_ids if has_predictions else (),
-        )
+        self.has_ended = False
+        self.token_ids = receipt.token_ids
+        self._logprobs, self._top = receipt.logprobs, receipt.top_logprobs
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether nothing more is wanted."""
-        return self.difference is not None or self._text.finish_reason is not None
+    def compare_whole(self, made: Receipt, excused: Collection[str]) -> None:
+        """Compare every byte with the receipt that was made here."""
+        said = self.receipt
+        here = dataclasses.replace(_excused(made, said, excused), signature=said.signature)
+        if here.to_json() != said.to_json():
+            difference = said.first_difference(here)
+            assert difference is not None, "receipts of equal fields have equal bytes"
+            self.differs(*difference)
+        self.has_ended = True
 
-    def on_token(self, event: TokenEvent) -> bool:
-        """Compare a token; True ends the sequence."""
-        i = self._text.num_tokens
-        if i >= len(self._token_ids):
-            return self._differs("answer.token_ids", f"{i} tokens", "longer")
-        if event.token_id != self._token_ids[i]:
-            return self._differs(
-                f"answer.token_ids[{i}]", str(self._token_ids[i]), str(event.token_id)
+    def agrees(self, event: TokenEvent, at: int) -> bool:
+        """Whether the answer's `at`-th token and its logprobs are the receipt's, to the bit."""
+        if at >= len(self.token_ids):
+            return self.differs("answer.token_ids", f"{at} tokens", "longer")
+        if event.token_id != self.token_ids[at]:
+            return self.differs(
+                f"answer.token_ids[{at}]", str(self.token_ids[at]), str(event.token_id)
             )
-        if _bits(event.logprob) != _bits(self._logprobs[i]):
-            return self._differs(
-                f"answer.logprobs_f32[{i}]", _shown(self._logprobs[i]), _shown(event.logprob)
-            )
-        top = event.top_logprobs
-        if [(t, _bits(v)) for t, v in top] != [(t, _bits(v)) for t, v in self._top[i]]:
-            return self._differs(f"answer.top_logprobs[{i}]", str(self._top[i]), str(top))
-        is_stopped = self._text.push(event)
-        return (self._text.finish_reason is not None and self._compare_end()) or is_stopped
+        if at >= len(self._logprobs) or _bits(event.logprob) != _bits(self._logprobs[at]):
+            said = _shown(self._logprobs[at]) if at < len(self._logprobs) else "missing"
+            return self.differs(f"answer.logprobs_f32[{at}]", said, _shown(event.logprob))
+        top, said_top = event.top_logprobs, self._top[at] if at < len(self._top) else ()
+        if [(t, _bits(v)) for t, v in top] != [(t, _bits(v)) for t, v in said_top]:
+            return self.differs(f"answer.top_logprobs[{at}]", shown(said_top), shown(top))
+        return True
 
-    def _compare_end(self) -> bool:
-        reason, text = self._text.finish_reason, "".join(self._text.pieces)
-        assert reason is not None
-        said = self._receipt.answer
-        if self._text.num_tokens < len(self._token_ids):
-            return self._differs(
-                "answer.token_ids", f"{len(self._token_ids)} tokens", f"{self._text.num_tokens}"
-            )
-        if reason.value != said["finish_reason"]:
-            return self._differs("answer.finish_reason", said["finish_reason"], reason.value)
-        if text != said["text"]:
-            return self._differs("answer.text", repr(said["text"]), repr(text))
+    def differs(self, field: str, receipt: str, here: str) -> bool:
+        """Note the first difference; False."""
+        self.difference = Difference(index=self.index, field=field, receipt=receipt, here=here)
+        self.has_ended = True
         return False
 
-    def _differs(self, field: str, receipt: str, here: str) -> bool:
-        self.difference = Difference(index=self._index, field=field, receipt=receipt, here=here)
-        return True
+
+def _excused(made: Receipt, said: Receipt, excused: Collection[str]) -> Receipt:
+    """The receipt that was made, with what the other says in fields that may differ."""
+    for path in excused:
+        section, *names = path.split(".")
+        values = _taken_over(getattr(made, section), getattr(said, section), names)
+        made = dataclasses.replace(made, **{section: values})
+    return made
+
+
+def _taken_over(values: dict[str, Any], others: dict[str, Any], names: Sequence[str]) -> Any:
+    name, *rest = names
+    if name not in values or name not in others:
+        return values
+    new = _taken_over(values[name], others[name], rest) if rest else others[name]
+    return values | {name: new}
 
 
 def _bits(value: np.float32) -> int:

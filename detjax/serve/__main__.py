@@ -83,7 +83,7 @@ def make_parser() -> argparse.ArgumentParser:
     engine.add_argument("--max-num-batched-tokens", type=int, default=8192, metavar="N",
                         help="on a GPU, prompt tokens that are computed between two decode steps "
                         "while prompts wait: more make first tokens sooner and throughput higher, "
-                        "fewer make streams steadier; steps of 2048 (default: %(default)s)")  # fmt: skip
+                        "fewer make streams steadier (default: %(default)s)")  # fmt: skip
     engine.add_argument("--max-waiting", type=int, default=4096,
                         help="sequences that may wait; more are answered with 429")  # fmt: skip
     engine.add_argument("--kv-memory", "--gpu-memory-utilization", type=float, metavar="SHARE",

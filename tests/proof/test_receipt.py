@@ -5,15 +5,19 @@ import base64
 import dataclasses
 import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
+from detjax.numerics import NumericsProfile
+from detjax.proof import receipt as receipt_module
 from detjax.proof.canonical_json import canonical_json
 from detjax.proof.identity import Identity
-from detjax.proof.receipt import Receipt, ReceiptError, read_receipts
+from detjax.proof.parsing import ReceiptError, hashes
+from detjax.proof.receipt import Receipt, read_receipts
 from detjax.proof.signing import SignatureError, SigningKey, read_public_key
 from detjax.serving.request import Completion, FinishReason, SamplingParams
 from detjax.serving.text import CompletionOutput
@@ -23,7 +27,10 @@ IDENTITY = Identity(
         "name": "toy", "hub_commit": None, "weights": "ab" * 32, "config": "cd" * 32,
         "tokenizer": "ef" * 32, "chat_template": None, "weight_cast": "none",
     },
-    numerics={"fingerprint": "0123456789abcdef", "profile": {"version": 1, "num_leaves": 8}},
+    numerics={
+        "fingerprint": "0123456789abcdef",
+        "profile": dataclasses.asdict(NumericsProfile()),
+    },
     build={"detjax": "0.1.0", "jax": "0.11.2", "backend": "portable"},
 )  # fmt: skip
 
@@ -59,8 +66,8 @@ def make_receipt() -> Receipt:
     return Receipt.of(IDENTITY, make_output(), end_token_ids=(2, 0))
 
 
-def make_key(tmp_path) -> SigningKey:
-    key = ed25519.Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
+def make_key(tmp_path, *, seed: int = 0) -> SigningKey:
+    key = ed25519.Ed25519PrivateKey.from_private_bytes(bytes(range(seed, seed + 32)))
     path = tmp_path / "key.pem"
     path.write_bytes(
         key.private_bytes(
@@ -95,9 +102,11 @@ def test_a_receipt_says_what_was_asked_and_answered_to_the_bit():
 def test_the_same_receipt_has_the_same_bytes():
     text = make_receipt().to_json()
     assert canonical_json(json.loads(text)).decode() == text
-    assert Receipt.from_json(f"  {text}\n").to_json() == text
-    with pytest.raises(ReceiptError, match="not canonical"):
-        Receipt.from_json(json.dumps(json.loads(text)))
+    assert Receipt.from_json(f"{text}\n").to_json() == text
+    others = (json.dumps(json.loads(text)), f" {text}", f"{text}\n\n", f"{text}\r\n", text + " ")
+    for other in others:
+        with pytest.raises(ReceiptError, match="not canonical"):
+            Receipt.from_json(other)
 
 
 @pytest.mark.parametrize("is_signed", [False, True])
@@ -210,7 +219,7 @@ def test_a_forger_must_keep_digest_and_lengths_right():
         Receipt.from_json(forged(lambda r: r.answer.update(token_ids=[1, 2, 301])))
     with pytest.raises(ReceiptError, match="has 3 logprobs for 2 tokens"):
         Receipt.from_json(forged(lambda r: r.answer.update(token_ids=[1, 2], top_logprobs=None)))
-    with pytest.raises(ReceiptError, match="num_prompt_logprobs is 2, and"):
+    with pytest.raises(ReceiptError, match="num_prompt_logprobs is 2, and in .* it is None"):
         Receipt.from_json(forged(lambda r: r.request["sampling"].update(num_prompt_logprobs=2)))
     with pytest.raises(ReceiptError, match="speed"):
         Receipt.from_json(forged(lambda r: r.request["sampling"].update(speed=3)))
@@ -248,7 +257,7 @@ def test_a_key_that_is_none_is_refused(tmp_path, text, says):
     [
         ("{", "line 1: the receipt is not JSON"),
         ("[]", "not a JSON object"),
-        ('{"format":"detjax-receipt/1","format":"x"}', "stands there twice"),
+        ('{"format":"detjax-receipt/2","format":"x"}', "stands there twice"),
         ("{}", "'format' is missing"),
         ('{"speed":1}', "'speed' is no field"),
     ],
@@ -282,3 +291,75 @@ def test_an_empty_file_is_refused(tmp_path):
 def test_no_receipt_of_what_nobody_could_check(output, identity, says):
     with pytest.raises(ValueError, match=says):
         Receipt.of(identity, output, end_token_ids=())
+
+
+def nested(depth: int) -> list:
+    found: list = []
+    for _ in range(depth):
+        found = [found]
+    return found
+
+
+DAMAGE = {
+    "no model name": (lambda v: v["model"].pop("name"), "model.name is missing"),
+    "no profile": (lambda v: v["numerics"].pop("profile"), "numerics.profile is missing"),
+    "no backend": (lambda v: v["build"].pop("backend"), "build.backend is missing"),
+    "no sampling": (lambda v: v["request"].pop("sampling"), "request.sampling is missing"),
+    "no seed": (lambda v: v["request"]["sampling"].pop("seed"), "damaged: 'seed'"),
+    "a number for a name": (lambda v: v["model"].update(name=5), "model.name is 5"),
+    "no weight cast": (lambda v: v["model"].update(weight_cast=None), "weight_cast is None"),
+    "a profile of bools": (
+        lambda v: v["numerics"]["profile"].update(version=True), "profile.version is True"
+    ),
+    "no prompt": (
+        lambda v: v["request"].update(prompt_token_ids=[]), "prompt_token_ids is empty"
+    ),
+    "a text for ids": (lambda v: v["request"].update(end_token_ids="ab"), "end_token_ids is ab"),
+    "large ids": (
+        lambda v: v["answer"].update(token_ids=[1 + 2**32, 2, 300]), "not a list of token ids"
+    ),
+    "fewer positions": (
+        lambda v: v["answer"].update(top_logprobs={"ids": [], "logprobs_f32": ""}), "0 positions"
+    ),
+    "deep": (lambda v: v["model"].update(x=nested(200)), "more than 8 deep"),
+    "control characters": (lambda v: v["model"].update({"a\\nb\\x1b[2J": 1}), r"'a\\\\nb"),
+    "an old format": (lambda v: v.update(format="detjax-receipt/1"), "reads 'detjax-receipt/2'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_is_one_error_that_names_the_field(name):
+    damage, says = DAMAGE[name]
+    values = json.loads(make_receipt().to_json())
+    damage(values)
+    values["sha256"] = hashes(values)
+    with pytest.raises(ReceiptError, match=says) as error:
+        Receipt.from_json(canonical_json(values))
+    assert str(error.value).isprintable() and len(str(error.value)) < 500
+
+
+@pytest.mark.parametrize("open_with", ["[", '{"model":', "[" * 3 + "9" * 5000])
+def test_what_is_too_deep_or_too_long_is_refused(open_with):
+    with pytest.raises(ReceiptError, match="is not JSON"):
+        Receipt.from_json(open_with * 5_000)
+
+
+def test_a_file_is_read_no_further_than_a_receipt_may_be_long(tmp_path, monkeypatch):
+    path = tmp_path / "r.jsonl"
+    line = make_receipt().to_json() + "\n"
+    path.write_text(line * 3)
+    monkeypatch.setattr(receipt_module, "MAX_FILE_BYTES", 3 * len(line.encode()))
+    assert len(read_receipts(path)) == 3
+    monkeypatch.setattr(receipt_module, "MAX_FILE_BYTES", 3 * len(line.encode()) - 1)
+    with pytest.raises(ReceiptError, match="is longer than 1 GiB"):
+        read_receipts(path)
+    monkeypatch.undo()
+    with pytest.raises(ReceiptError, match="line 1: the receipt is longer than 32 MiB"):
+        read_receipts(Path("/dev/zero"))
+
+
+def test_a_large_temperature_is_a_number_as_the_format_has_it():
+    output = dataclasses.replace(make_output(), sampling=SamplingParams(temperature=1e20))
+    receipt = Receipt.of(IDENTITY, output, end_token_ids=())
+    assert '"temperature":100000000000000000000' in receipt.to_json()
+    assert Receipt.from_json(receipt.to_json()) == receipt

@@ -14,6 +14,9 @@ from detjax.models.bundled import bundled_model_path
 from detjax.proof.identity import Identifier, Identity
 from detjax.proof.receipt import Receipt
 from detjax.proof.rerun import Difference, identity_differences, rerun
+from detjax.serving.engine import Engine
+from detjax.serving.request import Request
+from detjax.serving.text import TextBatch
 
 pytestmark = pytest.mark.slow
 
@@ -64,7 +67,11 @@ def receipts(llm, identity) -> list[Receipt]:
 
 
 def check(llm: detjax.LLM, receipts, *, has_predictions: bool, **options) -> list[Difference]:
-    return rerun(llm.engine, llm.tokenizer, receipts, has_predictions=has_predictions, **options)
+    identity = Identifier(llm.model, llm.tokenizer, name="novels-6m").identity()
+    return rerun(
+        llm.engine, llm.tokenizer, receipts, identity=identity, config=llm.config.model,
+        has_predictions=has_predictions, **options,
+    )  # fmt: skip
 
 
 @pytest.mark.invariance
@@ -128,6 +135,18 @@ FORGERIES = {
 }  # fmt: skip
 
 
+def without_ends(receipt: Receipt, **changes) -> Receipt:
+    """Its end tokens ended it; now it says that there are none."""
+    return edited(edited(receipt, "request", end_token_ids=[]), "answer", **changes)
+
+
+def longer(receipt: Receipt) -> Receipt:
+    logprobs = np.append(receipt.logprobs, np.float32([-1, -2]))
+    token_ids = [*receipt.token_ids, 17, 18]
+    text = base64.b64encode(logprobs.tobytes()).decode()
+    return without_ends(receipt, token_ids=token_ids, logprobs_f32=text, text="anything")
+
+
 @pytest.mark.parametrize("name", FORGERIES)
 @pytest.mark.parametrize("is_audit", [True, False], ids=["audit", "replay"])
 def test_a_forgery_with_hashes_that_fit_is_found_out(llm, auditor, receipts, name, is_audit):
@@ -142,6 +161,41 @@ def test_a_forgery_with_hashes_that_fit_is_found_out(llm, auditor, receipts, nam
     found = check(engine, [honest, forge(honest)], has_predictions=is_audit)
     assert [difference.index for difference in found] == [1]
     assert found[0].field.startswith(field), found[0]
+
+
+@pytest.mark.parametrize("is_audit", [True, False], ids=["audit", "replay"])
+def test_what_ends_an_answer_is_the_models_to_say(llm, auditor, identity, is_audit):
+    """A receipt whose end tokens are taken out may not say anything behind them."""
+    sampling = detjax.SamplingParams(max_tokens=64, temperature=1.0, seed=3)
+    end = llm.generate([PROMPTS[0]], sampling)[0].outputs[0].token_ids[5]
+    ended, ending = [], llm.config.model
+    for one in (llm, auditor):
+        model = dataclasses.replace(one.model.config, eos_token_ids=(end,))
+        ended.append(dataclasses.replace(one.model, config=model))
+        ending = model
+    engines = [
+        Engine(model, dataclasses.replace(one.config.engine, self_check="off"))
+        for model, one in zip(ended, (llm, auditor), strict=True)
+    ]
+    identity = Identifier(ended[0], llm.tokenizer, name="novels-6m").identity()
+    request = Request(prompt_token_ids=tuple(llm.tokenizer.encode(PROMPTS[0])), sampling=sampling)
+    batch = TextBatch([request], llm.tokenizer, end_ids=(end,), fingerprint="")
+    done = engines[0].generate(batch.token_requests, on_token=batch.on_token)
+    (output,) = batch.outputs(done)
+    honest = Receipt.of(identity, output, end_token_ids=(end,))
+    assert honest.answer["finish_reason"] == "stop" and len(honest.token_ids) <= 6
+    forged = [
+        without_ends(honest, finish_reason="length", text="I owe Mallory a million."),
+        without_ends(honest),
+        longer(honest),
+        edited(honest, "request", end_token_ids=sorted({end, honest.token_ids[0]})),
+    ]
+    found = rerun(
+        engines[is_audit], llm.tokenizer, [honest, *forged], identity=identity, config=ending,
+        has_predictions=is_audit,
+    )  # fmt: skip
+    assert [difference.index for difference in found] == [1, 2, 3, 4]
+    assert found[1].field == "request.end_token_ids"
 
 
 @pytest.mark.control
@@ -161,12 +215,13 @@ def test_answers_of_kernels_without_a_claim_do_not_pass(llm, auditor, identity):
 def test_another_weight_model_or_build_is_named(llm, identity, receipts):
     assert list(identity_differences(receipts[0], identity)) == []
     other = Identity(
-        model=identity.model | {"weights": "00" * 32, "name": "another name counts for nothing"},
+        model=identity.model | {"weights": "00" * 32, "name": "another"},
         numerics=identity.numerics,
         build=identity.build | {"jax": "0.11.3"},
     )
     said, found = identity.model["weights"], "00" * 32
     assert list(identity_differences(receipts[0], other)) == [
+        ("model.name", "novels-6m", "another"),
         ("model.weights", said, found),
         ("build.jax", "0.11.2", "0.11.3"),
     ]
@@ -223,6 +278,67 @@ def test_another_build_is_refused_by_name(receipts, tmp_path, capsys):
     assert "build.jax is 0.9.9 in the receipts and 0.11.2 here" in capsys.readouterr().err
     assert run_replay(path, "--accept", "build.jax") == 0
     assert "accepted: build.jax is 0.9.9" in capsys.readouterr().err
+
+
+def test_true_receipts_of_the_best_of_several_and_of_a_full_context_pass(
+    llm, identity, tmp_path, capsys
+):
+    best = detjax.SamplingParams(max_tokens=8, temperature=1.0, seed=2, n=2, best_of=5)
+    whole = detjax.LLM(batch_size=2, max_len=1024, prefill_chunk=512, show_progress=False)
+    full = [5 + i % 900 for i in range(1021)]
+    outputs = [
+        *llm.generate([PROMPTS[0]], best)[0].outputs,
+        *whole.generate([full], detjax.SamplingParams(max_tokens=10))[0].outputs,
+    ]
+    assert len(outputs[-1].token_ids) == 3
+    made = [
+        Receipt.of(identity, o, end_token_ids=whole.config.model.eos_token_ids) for o in outputs
+    ]
+    path = tmp_path / "r.jsonl"
+    path.write_text("".join(receipt.to_json() + "\n" for receipt in made))
+    assert audit.main([str(path), "--cache-dir", "none"]) == 0
+    assert run_replay(path) == 0
+    out = capsys.readouterr().out
+    assert out.count("3 receipts, 19 tokens and logprobs: 0 receipts differ") == 2
+    # A receipt of the context's end cannot ask for more than there was room for.
+    path.write_text(with_sampling(made[-1], max_tokens=10).to_json() + "\n")
+    assert run_replay(path) == 3
+
+
+def test_the_verdict_names_the_model_and_what_is_not_proven(receipts, tmp_path, capsys):
+    path, report = tmp_path / "r.jsonl", tmp_path / "report.json"
+    path.write_text(edited(receipts[0], "model", name="hers").to_json() + "\n")
+    given = ("--model", bundled_model_path(), "--report", report)
+    assert run_replay(path, *given) == 0
+    weights = receipts[0].model["weights"]
+    says = (
+        f"model: weights {weights}, found at {bundled_model_path()}\n"
+        "not proven: when it was made; who made it (not signed); model.name (hers in the receipts, "
+        f"{bundled_model_path()} here)\n"
+    )
+    assert says in capsys.readouterr().out
+    found = json.loads(report.read_text())
+    assert found["model"]["weights"] == weights
+    assert found["model"]["folder"] == str(bundled_model_path())
+    assert len(found["not_proven"]) == 3
+
+
+@pytest.mark.parametrize("name", ["{folder}", ".", "~", "../x", "/etc", "a/b/c", "here", "a\nb"])
+def test_a_receipt_does_not_choose_a_folder(receipts, tmp_path, monkeypatch, capsys, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    path = tmp_path / "r.jsonl"
+    name = name.format(folder=bundled_model_path())
+    path.write_text(edited(receipts[0], "model", name=name).to_json() + "\n")
+    assert run_replay(path) == 2
+    err = capsys.readouterr().err
+    assert "a receipt does not choose what is opened on this machine" in err
+    assert err.count("\n") == 1
+
+
+def test_only_what_machines_say_of_themselves_may_be_accepted(file, capsys):
+    assert run_replay(file, "--accept", "request.end_token_ids") == 2
+    assert "is no field of model, numerics or build" in capsys.readouterr().err
 
 
 def test_receipts_of_two_models_are_not_mixed(receipts, tmp_path, capsys):
