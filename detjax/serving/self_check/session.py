@@ -102,7 +102,7 @@ class Session:
         choice: tuple[bool, int] | None,
     ):
         self._config, self._reference, self._reach = config, reference, reach
-        self._run = partial(reach.run, choice=choice)
+        self._run, self._has_choice = partial(reach.run, choice=choice), choice is not None
         self._placement = placement
         self._rows = RowMaker(config, placement, vocab_size=model.config.vocab_size)
         self._nobodys_slots = nobodys_slots(config)
@@ -118,7 +118,9 @@ class Session:
         for group in make_groups(probes, writer.rows):
             self._test(writer, group, is_other=True)
         before = self._checksums()
-        groups = make_groups(probes, key.rows)
+        # A choice program finds the sampling of a row by its slot, and each row has its own.
+        num_rows = min(key.rows, self._config.num_slots) if self._has_choice else key.rows
+        groups = make_groups(probes, num_rows)
         tests = [self._test(key, group, is_other=False) for group in groups]
         written = self._checksums()
         outcomes = [read() for read in tests]
