@@ -13,7 +13,7 @@ from detjax.cli.errors import BITS_DIFFER, InputError, bad_input
 from detjax.models.bundled import BUNDLED
 from detjax.pallas_kernels.backend import Backend
 from detjax.serving.config import DRAFT_WEIGHTS, MODES, SELF_CHECKS, EngineConfig
-from detjax.serving.request import LOGPROBS_MODES, SamplingParams
+from detjax.serving.request import LOGPROBS_MODES, NOISES, SamplingParams
 from detjax.serving.structured_output import FORMS, StructuredOutput
 from detjax.source import NO_CACHE as NO_CACHE
 from detjax.source import default_cache_dir
@@ -208,6 +208,13 @@ class GenerateArgs:
         metavar="TEXT",
     )
     logprobs_mode: str = _field(SamplingParams, "logprobs_mode", _SAMPLES, choices=LOGPROBS_MODES)
+    noise: str = _field(
+        SamplingParams,
+        "noise",
+        _SAMPLES,
+        "draw noise of its own for each prompt, or the same for all prompts of one length",
+        choices=NOISES,
+    )
     json_schema: str | None = _option(
         None, _SAMPLES, "let completions be JSON of this schema; @FILE reads it", metavar="JSON"
     )

@@ -97,8 +97,8 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         stop: Up to 16 texts that end the answer.
         stop_token_ids: Tokens that do.
         include_stop_str_in_output, ignore_eos, min_tokens, allowed_token_ids, bad_words,
-        repetition_penalty, presence_penalty, frequency_penalty, logprobs_mode: As `SamplingParams`
-            has them.
+        repetition_penalty, presence_penalty, frequency_penalty, logprobs_mode, noise: As
+            `SamplingParams` has them.
         logit_bias: A number for each of some token ids, which are texts in JSON.
         structured_outputs: The form of the answer.
         stream: Send each piece as it is made (server-sent events).
@@ -146,6 +146,7 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     frequency_penalty: float = 0.0
     logit_bias: dict[str, float] | None = None
     logprobs_mode: Name = "raw"
+    noise: Name = "per_prompt"
     structured_outputs: StructuredOutputs | None = None
 
     def stops(self) -> tuple[str, ...]:
@@ -475,6 +476,7 @@ def sampling_params(
             presence_penalty=fields.presence_penalty,
             frequency_penalty=fields.frequency_penalty,
             logprobs_mode=fields.logprobs_mode,
+            noise=fields.noise,
             include_stop_str_in_output=fields.include_stop_str_in_output,
             structured_output=fields.form(),
             num_prompt_logprobs=num_scored,

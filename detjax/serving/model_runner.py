@@ -296,7 +296,7 @@ class ModelRunner:
                 if row.is_scored:
                     following = seq.tokens[row.start + 1 : row.start + 1 + count]
                     targets[at, : len(following)] = following
-            sampling[at] = (seq.request.sampling, seq.sequence_idx)
+            sampling[at] = (seq.sampling, seq.sequence_idx)
             self._stats.prefill_tokens += count
         most = max((sampling.num_prompt_logprobs or 0 for sampling in wanted), default=0)
         score = self._score_call(key, score_top_of(most), targets) if wanted else None

@@ -39,6 +39,9 @@ MAX_TOP_LOGPROBS = 64
 LOGPROBS_MODES = ("raw", "processed")
 """What reported logprobs are of: the model's logits, or those that were sampled from."""
 
+NOISES = ("per_prompt", "common")
+"""What noise is a function of beside seed, sequence, position and token: the prompt, or nothing."""
+
 MAX_PRIORITY = 100
 """Farthest that a priority may be from 0: beyond it, others would wait for days."""
 
@@ -68,6 +71,13 @@ def _float(value: Any) -> Any:
     return float(value) if type(value) is int else value
 
 
+def _seed_of_prompt(seed: int, prompt_token_ids: Iterable[int]) -> int:
+    """The seed that a prompt draws its noise by, to the bit as `docs/numerics.md` says."""
+    ids = np.asarray(tuple(prompt_token_ids), "<i4").tobytes()
+    digest = hashlib.blake2b(seed.to_bytes(8, "little") + ids, digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
 def _token_id(key: Any) -> int:
     if not (isinstance(key, int) or key.isascii() and key.isdigit()):
         raise ValueError(f"logit_bias[{key!r}] must be of a token id")
@@ -85,10 +95,13 @@ class SamplingParams:
         top_k: Keep the k most likely tokens; 0 keeps all.
         top_p: Keep the smallest set of most likely tokens with this probability; in (0, 1].
         min_p: Drop tokens less likely than this fraction of the most likely one; in [0, 1).
-        seed: 0 to 2**64 - 1. Same seed, same noise: see `docs/numerics.md`.
+        seed: 0 to 2**64 - 1. Same seed and prompt, same noise: see `docs/numerics.md`.
         n: Sequences a prompt, at most 1024.
         noise_stream: Sequence i draws noise stream `noise_stream + i` of the seed, at most
             2**32 - 1. So one of several sequences can be asked for alone.
+        noise: "per_prompt": the prompt's token ids have part in the noise, so answers to different
+            prompts are independent. "common": they have none (common random numbers), so prompts
+            of one length draw the same noise for each token, and means over prompts vary more.
         stop_token_ids: Tokens that end a completion, at most 1,024 (the model's own end tokens are
             added).
         stop: Texts that end a completion; the text ends before them, and the tokens that complete
@@ -134,6 +147,7 @@ class SamplingParams:
     seed: int = 0
     n: int = 1
     noise_stream: int = 0
+    noise: str = "per_prompt"
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     num_top_logprobs: int = 0
@@ -208,6 +222,7 @@ class SamplingParams:
                 0 <= self.noise_stream <= 2**32 - self.n,
                 f"{self.noise_stream=} must be in [0, 2**32 - n], with n={self.n}",
             ),
+            (self.noise in NOISES, f"{self.noise=} must be one of {NOISES}"),
             (
                 0 <= self.num_top_logprobs <= MAX_TOP_LOGPROBS,
                 f"{self.num_top_logprobs=} must be in [0, {MAX_TOP_LOGPROBS}]",
@@ -294,6 +309,17 @@ class SamplingParams:
         if isinstance(form := changes.get("structured_output"), Mapping):
             changes["structured_output"] = StructuredOutput.from_dict(form)
         return dataclasses.replace(self, **changes)
+
+    def for_prompt(self, prompt_token_ids: Iterable[int]) -> "SamplingParams":
+        """Return the parameters with the noise of a prompt, for any prompt: its seed, and "common".
+
+        Behind the prompt and a part of its answer they draw the rest of that answer. Greedy
+        parameters, and those with common noise, are returned as they are.
+        """
+        if self.temperature == 0 or self.noise == "common":
+            return self
+        seed = _seed_of_prompt(self.seed, prompt_token_ids)
+        return dataclasses.replace(self, seed=seed, noise="common")
 
     @property
     def is_filtered(self) -> bool:

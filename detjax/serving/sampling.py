@@ -57,7 +57,16 @@ class SamplingRows:
 
     @classmethod
     def pack(cls, rows: list[tuple[SamplingParams, int]]) -> "SamplingRows":
-        """Lay out (parameters, sequence index) of each row as host arrays."""
+        """Lay out (parameters, sequence index) of each row as host arrays.
+
+        Raises:
+            ValueError: If a row's noise is of a prompt: `SamplingParams.for_prompt` says which.
+        """
+        for params, _ in rows:
+            if params.temperature > 0 and params.noise != "common":
+                raise ValueError(
+                    f"noise={params.noise!r} needs the prompt; pack params.for_prompt(token_ids)"
+                )
         columns = {
             "temperature": ([p.temperature for p, _ in rows], np.float32),
             "top_k": ([min(p.top_k, 2**31 - 1) for p, _ in rows], np.int32),

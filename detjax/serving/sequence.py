@@ -16,6 +16,7 @@ from detjax.serving.request import (
     FinishReason,
     PromptLogprob,
     Request,
+    SamplingParams,
     TokenEvent,
     WindowCounts,
 )
@@ -79,6 +80,7 @@ class Sequence:
         request_id: Of the request.
         sequence_idx: Which of the request's sequences.
         request: What was asked.
+        sampling: Of the request, for its prompt: the noise that its rows draw.
         is_drafted: Tokens may be proposed by drafts and committed by verification.
         is_canonical: What is committed was computed canonically, so its pages may be shared.
         max_len: Length at which it ends.
@@ -114,6 +116,7 @@ class Sequence:
     request_id: int
     sequence_idx: int
     request: Request
+    sampling: SamplingParams
     is_drafted: bool
     is_canonical: bool
     max_len: int

@@ -18,7 +18,7 @@ SCHEMA = {"enum": ["blue", "grey"]}
 SAME = {
     "temperature": 0.4, "seed": 2**33 + 1, "top_p": 0.5, "top_k": 3, "min_p": 0.3,
     "presence_penalty": 2.0, "frequency_penalty": -2.0, "repetition_penalty": 3.0, "max_tokens": 5,
-    "n": 2,
+    "n": 2, "noise": "common",
 }  # fmt: skip
 """Fields that are called and written alike, and show alone."""
 GRAMMAR = 'start: ("sea" | "house") " "? ("is" | "was") " " /[a-z]{3,6}/'
