@@ -485,7 +485,7 @@ def _name(error: Exception) -> str:
 
 
 def _scored(request: Request) -> Request:
-    sampling = dataclasses.replace(request.sampling, num_prompt_logprobs=0)
+    sampling = dataclasses.replace(request.sampling, prompt_logprobs=0)
     return dataclasses.replace(request, sampling=sampling)
 
 

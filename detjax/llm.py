@@ -395,7 +395,7 @@ class LLM:
         Numerics:
             As `Engine.score` has them.
         """
-        sampling = SamplingParams(max_tokens=0, num_prompt_logprobs=top)
+        sampling = SamplingParams(max_tokens=0, prompt_logprobs=top)
         return self.generate(prompts, sampling, has_control=has_control)
 
     def identity(self) -> Identity:

@@ -375,7 +375,7 @@ def test_an_llm_reads_every_program_of_the_one_before(cache_folder, caplog):
     def answer():
         llm = detjax.LLM("bundled", cache_dir=cache_folder, num_pages=16, batch_size=4,
                          show_progress=False)  # fmt: skip
-        params = detjax.SamplingParams(max_tokens=8, num_top_logprobs=2, ignore_eos=True)
+        params = detjax.SamplingParams(max_tokens=8, logprobs=2, ignore_eos=True)
         found = llm.generate(["The old house", "A"], params)
         llm.engine.compile()
         return [output.outputs[0].digest() for output in found], len(list(llm.engine.programs))

@@ -148,7 +148,7 @@ def test_a_chat_is_the_template_around_the_messages(toy):
 
 
 def test_a_record_comes_back_from_json_with_every_bit(toy):
-    sampling = dataclasses.replace(GREEDY, num_top_logprobs=2)
+    sampling = dataclasses.replace(GREEDY, logprobs=2)
     done = toy.generate("a", sampling)[0].outputs[0]
     read = json.loads(json.dumps(done.as_dict()))
     assert (read["digest"], read["fingerprint"]) == (done.digest(), toy.config.fingerprint)

@@ -356,7 +356,7 @@ class GenerateArgs:
     )
     logprobs: int = _field(
         SamplingParams,
-        "num_top_logprobs",
+        "logprobs",
         _OUTPUT,
         "with json and jsonl: also the K most likely tokens at each position, at most 64",
         metavar="K",
@@ -448,7 +448,6 @@ def _values(args: GenerateArgs, of: type) -> dict[str, Any]:
 
 
 _FLAGS = {
-    "num_top_logprobs": "logprobs",
     "stop_token_ids": "stop-token-id",
     "allowed_token_ids": "allowed-token-id",
     "bad_words": "bad-word",

@@ -47,7 +47,7 @@ class Receipt:
         build: As `Identity` has it.
         request: `prompt_token_ids`; `sampling`, every field of `SamplingParams` as it was used, of
             this sequence alone (`n` is 1, `noise_stream` says which) and without logprobs of the
-            prompt (`num_prompt_logprobs` is null), the seed as a decimal string;
+            prompt (`prompt_logprobs` is null), the seed as a decimal string;
             `end_token_ids`, the model's own; `is_deterministic`; `weight_version`.
         answer: `token_ids`; `logprobs_f32`, base64 of little-endian float32; `top_logprobs`, null
             or `{"ids": [[...]], "logprobs_f32": ...}`; `finish_reason`; `text`; `digest`.
@@ -98,7 +98,7 @@ class Receipt:
             sampling,
             n=1,
             noise_stream=sampling.noise_stream + done.sequence_idx,
-            num_prompt_logprobs=None,
+            prompt_logprobs=None,
         ).as_dict()
         return cls(
             model=identity.model,
@@ -219,9 +219,9 @@ class Receipt:
             sampling = self.sampling
         except (ValueError, TypeError, KeyError, StopIteration, RuntimeError) as error:
             raise ReceiptError(f"the receipt is damaged: {error}") from error
-        if sampling.num_prompt_logprobs is not None:
+        if sampling.prompt_logprobs is not None:
             raise ReceiptError(
-                f"request.sampling.num_prompt_logprobs is {sampling.num_prompt_logprobs}, and a "
+                f"request.sampling.prompt_logprobs is {sampling.prompt_logprobs}, and a "
                 "receipt holds no logprobs of the prompt; it must be null"
             )
         if len(completion.logprobs) != len(completion.token_ids):

@@ -466,7 +466,7 @@ def sampling_params(
             n=fields.n,
             stop=fields.stops(),
             stop_token_ids=tuple(fields.stop_token_ids),
-            num_top_logprobs=num_top,
+            logprobs=num_top,
             best_of=fields.num_candidates(),
             logit_bias=tuple(fields.biases().items()),
             allowed_token_ids=tuple(fields.allowed_token_ids or ()),
@@ -479,7 +479,7 @@ def sampling_params(
             noise=fields.noise,
             include_stop_str_in_output=fields.include_stop_str_in_output,
             structured_output=fields.form(),
-            num_prompt_logprobs=num_scored,
+            prompt_logprobs=num_scored,
         )
     except ValueError as error:
         if isinstance(error, RefusedError):

@@ -105,7 +105,7 @@ class InputProcessor:
                     "knows no tokenizer: ask detjax.LLM, or give Engine(grammars=...)"
                 )
             self._grammars.check(form)
-        for name in ("num_top_logprobs", "num_prompt_logprobs"):
+        for name in ("logprobs", "prompt_logprobs"):
             if (count := getattr(sampling, name) or 0) > vocab_size:
                 raise ValueError(
                     f"{what} asks for {name}={count}, more than the vocabulary of {vocab_size}"

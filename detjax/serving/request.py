@@ -90,7 +90,7 @@ class SamplingParams:
 
     Attributes:
         max_tokens: Most tokens to generate; at least 1, or 0 to score the prompt alone, which needs
-            `num_prompt_logprobs`.
+            `prompt_logprobs`.
         temperature: Divides the logits, from 1e-30 to 1e30; 0 takes the first maximum (greedy).
         top_k: Keep the k most likely tokens; 0 keeps all.
         top_p: Keep the smallest set of most likely tokens with this probability; in (0, 1].
@@ -108,7 +108,7 @@ class SamplingParams:
             them stay in `token_ids` and in the digest. For what knows the tokenizer
             (`detjax.LLM`, the command); the engine, which does not, refuses them. A single text
             is taken for a tuple of one. At most 64, of 1,024 characters each and 8,192 together.
-        num_top_logprobs: How many of the most likely tokens to report at each position.
+        logprobs: How many of the most likely tokens to report at each position.
         best_of: Sequences that are made, of which the n with the greatest sum of logprobs are
             returned, best first; 0 makes n. The sum is in float64, first token first; of equal
             ones the lower sequence comes first.
@@ -129,7 +129,7 @@ class SamplingParams:
             temperature is 0 that of 1, without filters.
         include_stop_str_in_output: The text ends behind a stop text, not before it.
         structured_output: What form the text must have; None leaves it free.
-        num_prompt_logprobs: Report the logprob and the rank of each token of the prompt after the
+        prompt_logprobs: Report the logprob and the rank of each token of the prompt after the
             first, with so many of the most likely tokens at its position; None reports nothing of
             the prompt.
 
@@ -150,7 +150,7 @@ class SamplingParams:
     noise: str = "per_prompt"
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
-    num_top_logprobs: int = 0
+    logprobs: int = 0
     best_of: int = 0
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] = ()
@@ -164,19 +164,19 @@ class SamplingParams:
     logprobs_mode: str = "raw"
     include_stop_str_in_output: bool = False
     structured_output: StructuredOutput | None = None
-    num_prompt_logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self):
         """Check every type, then every range."""
         counts = (
-            "max_tokens", "top_k", "seed", "n", "noise_stream", "num_top_logprobs", "best_of",
+            "max_tokens", "top_k", "seed", "n", "noise_stream", "logprobs", "best_of",
             "min_tokens",
         )  # fmt: skip
         for name in counts:
             replace_field(self, name, integer(name, getattr(self, name)))
-        if self.num_prompt_logprobs is not None:
-            wanted = integer("num_prompt_logprobs", self.num_prompt_logprobs)
-            replace_field(self, "num_prompt_logprobs", wanted)
+        if self.prompt_logprobs is not None:
+            wanted = integer("prompt_logprobs", self.prompt_logprobs)
+            replace_field(self, "prompt_logprobs", wanted)
         penalties = "repetition_penalty", "presence_penalty", "frequency_penalty"
         for name in ("temperature", "top_p", "min_p", *penalties):
             replace_field(self, name, number(name, getattr(self, name)))
@@ -198,8 +198,8 @@ class SamplingParams:
         least, most = MIN_TEMPERATURE, MAX_TEMPERATURE
         checks = (
             (
-                self.max_tokens >= (self.num_prompt_logprobs is None),
-                f"{self.max_tokens=} must be at least 1, or 0 with num_prompt_logprobs, which "
+                self.max_tokens >= (self.prompt_logprobs is None),
+                f"{self.max_tokens=} must be at least 1, or 0 with prompt_logprobs, which "
                 "scores the prompt alone",
             ),
             (
@@ -224,8 +224,8 @@ class SamplingParams:
             ),
             (self.noise in NOISES, f"{self.noise=} must be one of {NOISES}"),
             (
-                0 <= self.num_top_logprobs <= MAX_TOP_LOGPROBS,
-                f"{self.num_top_logprobs=} must be in [0, {MAX_TOP_LOGPROBS}]",
+                0 <= self.logprobs <= MAX_TOP_LOGPROBS,
+                f"{self.logprobs=} must be in [0, {MAX_TOP_LOGPROBS}]",
             ),
             (
                 self.best_of == 0 or self.n <= self.best_of <= MAX_SEQUENCES,
@@ -267,8 +267,8 @@ class SamplingParams:
                 "complete",
             ),
             (
-                0 <= (self.num_prompt_logprobs or 0) <= MAX_TOP_LOGPROBS,
-                f"{self.num_prompt_logprobs=} must be None or in [0, {MAX_TOP_LOGPROBS}]",
+                0 <= (self.prompt_logprobs or 0) <= MAX_TOP_LOGPROBS,
+                f"{self.prompt_logprobs=} must be None or in [0, {MAX_TOP_LOGPROBS}]",
             ),
         )
         for holds, message in checks:

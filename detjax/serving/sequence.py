@@ -152,9 +152,9 @@ class Sequence:
         self.tokens = list(self.request.prompt_token_ids)
         self.is_filtered = self.request.sampling.is_filtered
         self.is_adjusted = self.request.sampling.is_adjusted
-        reports = self.request.sampling.num_top_logprobs > 0
+        reports = self.request.sampling.logprobs > 0
         self.needs_choice = self.is_filtered or self.is_adjusted or reports
-        is_wanted = self.request.sampling.num_prompt_logprobs is not None
+        is_wanted = self.request.sampling.prompt_logprobs is not None
         self.wants_scores = is_wanted and self.sequence_idx == 0
         self.num_to_score = len(self.tokens) - 1 if self.wants_scores else 0
         self.listener.told_len = len(self.tokens)

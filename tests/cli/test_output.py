@@ -98,7 +98,7 @@ def test_json_lines_hold_what_the_help_says(command, capsys, toy):
         "model",
     ]
     assert entry["model"] == {"name": "toy"}
-    assert entry["sampling"]["num_top_logprobs"] == 1
+    assert entry["sampling"]["logprobs"] == 1
     assert entry["is_deterministic"] is True
     assert entry["prompt_token_ids"] == [256, *toy.ids_of("ab")]
     assert entry["token_ids"] == [*toy.ids_of("ab0"), toy.end]

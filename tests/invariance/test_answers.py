@@ -237,7 +237,7 @@ def test_answers_are_bitwise_run_invariant_in_a_second_process(num_devices):
     """It compiles anew, and gives each the programs that these three need together."""
     chosen = [0, 1, 3]
     everyone = requests()
-    fields = ("temperature", "top_k", "top_p", "min_p", "seed", "num_top_logprobs")
+    fields = ("temperature", "top_k", "top_p", "min_p", "seed", "logprobs")
     given = [
         (everyone[i].prompt_token_ids, {f: getattr(everyone[i].sampling, f) for f in fields})
         for i in chosen

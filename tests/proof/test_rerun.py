@@ -39,8 +39,8 @@ def samplings(count: int) -> list[detjax.SamplingParams]:
             top_p=(1.0, 0.9)[i % 2],
             seed=2**40 + i,
             n=1 + i % 2,
-            num_top_logprobs=2 * (i % 2),
-            num_prompt_logprobs=(None, 3)[i % 2],
+            logprobs=2 * (i % 2),
+            prompt_logprobs=(None, 3)[i % 2],
             stop=("he",) if i % 4 == 3 else (),
         )
         for i in range(count)
