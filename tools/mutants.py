@@ -261,7 +261,7 @@ MUTANTS = (
     Mutant(
         name="seed-of-32-bits",
         fault="the high 32 bits of a seed are dropped",
-        edits=(Edit(where=SERVING, old="p.seed >> 32 for", new="0 * p.seed for"),),
+        edits=(Edit(where=SERVING, old="(p.seed or 0) >> 32 for", new="0 for"),),
         tests=(f"{CHOICE}::test_every_bit_of_the_seed_counts",),
     ),
     Mutant(

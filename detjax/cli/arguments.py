@@ -150,7 +150,15 @@ class GenerateArgs:
     top_k: int = _field(SamplingParams, "top_k", _SAMPLES, metavar="K")
     top_p: float = _field(SamplingParams, "top_p", _SAMPLES, metavar="P")
     min_p: float = _field(SamplingParams, "min_p", _SAMPLES, metavar="P")
-    seed: int = _field(SamplingParams, "seed", _SAMPLES, metavar="S")
+    seed: int | None = _field(
+        SamplingParams,
+        "seed",
+        _SAMPLES,
+        "of the noise, 0 to 2**64 - 1; the same seed and prompt give the same answer",
+        metavar="S",
+        type=int,
+        default_text="drawn where tokens are sampled, and written",
+    )
     n: int = _field(SamplingParams, "n", _SAMPLES)
     stop: tuple[str, ...] = _field(
         SamplingParams,

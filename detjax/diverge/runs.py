@@ -241,7 +241,7 @@ class Runs:
             length = max(1, len(prompt) - 7 * shift % len(prompt)) if shift else len(prompt)
             sampling = dataclasses.replace(
                 self.sampling,
-                seed=(self.sampling.seed + shift) % 2**64,
+                seed=((self.sampling.seed or 0) + shift) % 2**64,
                 max_tokens=max_len - length if shift else max_tokens,
             )
             requests.append(

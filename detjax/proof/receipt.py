@@ -106,7 +106,7 @@ class Receipt:
             build=identity.build,
             request={
                 "prompt_token_ids": list(done.prompt_token_ids),
-                "sampling": values | {"seed": str(sampling.seed)},
+                "sampling": values | {"seed": str(sampling.seed or 0)},
                 "end_token_ids": sorted(end_token_ids),
                 "is_deterministic": True,
                 "weight_version": done.weight_version,

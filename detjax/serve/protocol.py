@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import msgspec
 
 from detjax.serving.limits import MAX_LOGIT_BIASES
-from detjax.serving.request import SamplingParams
+from detjax.serving.request import SamplingParams, draw_seed
 from detjax.serving.structured_output import StructuredOutput
 
 
@@ -93,7 +93,7 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         model: The served name.
         temperature, top_p, top_k, min_p, n, seed: As `SamplingParams` has them. Defaults are
             those of the model's generation_config.json, else OpenAI's;
-            the seed is 0 where none is given, so that the same request has the same answer.
+            where none is given a seed is drawn, and is in the answer's `sampling`.
         stop: Up to 16 texts that end the answer.
         stop_token_ids: Tokens that do.
         include_stop_str_in_output, ignore_eos, min_tokens, allowed_token_ids, bad_words,
@@ -459,10 +459,10 @@ def sampling_params(
     if chosen["top_k"] == -1:
         chosen["top_k"] = 0
     try:
-        return SamplingParams(
+        sampling = SamplingParams(
             **chosen,
             max_tokens=max_tokens,
-            seed=fields.seed or 0,
+            seed=fields.seed,
             n=fields.n,
             stop=fields.stops(),
             stop_token_ids=tuple(fields.stop_token_ids),
@@ -481,6 +481,7 @@ def sampling_params(
             structured_output=fields.form(),
             prompt_logprobs=num_scored,
         )
+        return sampling.seeded(draw_seed())
     except ValueError as error:
         if isinstance(error, RefusedError):
             raise

@@ -4,6 +4,7 @@
 import dataclasses
 import enum
 import hashlib
+import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -71,6 +72,11 @@ def _float(value: Any) -> Any:
     return float(value) if type(value) is int else value
 
 
+def draw_seed() -> int:
+    """Return a random seed, below 2**53 so that every reader of JSON has it exactly."""
+    return secrets.randbits(53)
+
+
 def _seed_of_prompt(seed: int, prompt_token_ids: Iterable[int]) -> int:
     """The seed that a prompt draws its noise by, to the bit as `docs/numerics.md` says."""
     ids = np.asarray(tuple(prompt_token_ids), "<i4").tobytes()
@@ -95,7 +101,9 @@ class SamplingParams:
         top_k: Keep the k most likely tokens; 0 keeps all.
         top_p: Keep the smallest set of most likely tokens with this probability; in (0, 1].
         min_p: Drop tokens less likely than this fraction of the most likely one; in [0, 1).
-        seed: 0 to 2**64 - 1. Same seed and prompt, same noise: see `docs/numerics.md`.
+        seed: 0 to 2**64 - 1. Same seed and prompt, same noise: see `docs/numerics.md`. None: where
+            tokens are sampled the library, the command and the server draw one, and say it in the
+            output's sampling; an engine, whose outputs have no sampling, takes 0.
         n: Sequences a prompt, at most 1024.
         noise_stream: Sequence i draws noise stream `noise_stream + i` of the seed, at most
             2**32 - 1. So one of several sequences can be asked for alone.
@@ -144,7 +152,7 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    seed: int = 0
+    seed: int | None = None
     n: int = 1
     noise_stream: int = 0
     noise: str = "per_prompt"
@@ -169,14 +177,11 @@ class SamplingParams:
     def __post_init__(self):
         """Check every type, then every range."""
         counts = (
-            "max_tokens", "top_k", "seed", "n", "noise_stream", "logprobs", "best_of",
-            "min_tokens",
+            "max_tokens", "top_k", "n", "noise_stream", "logprobs", "best_of", "min_tokens",
         )  # fmt: skip
-        for name in counts:
+        optional = [n for n in ("seed", "prompt_logprobs") if getattr(self, n) is not None]
+        for name in (*counts, *optional):
             replace_field(self, name, integer(name, getattr(self, name)))
-        if self.prompt_logprobs is not None:
-            wanted = integer("prompt_logprobs", self.prompt_logprobs)
-            replace_field(self, "prompt_logprobs", wanted)
         penalties = "repetition_penalty", "presence_penalty", "frequency_penalty"
         for name in ("temperature", "top_p", "min_p", *penalties):
             replace_field(self, name, number(name, getattr(self, name)))
@@ -213,7 +218,7 @@ class SamplingParams:
             (self.top_k >= 0, f"{self.top_k=} must be at least 0 (0 keeps all tokens)"),
             (0 < self.top_p <= 1, f"{self.top_p=} must be in (0, 1]"),
             (0 <= self.min_p < 1, f"{self.min_p=} must be in [0, 1)"),
-            (0 <= self.seed < 2**64, f"{self.seed=} must be in [0, 2**64)"),
+            (0 <= (self.seed or 0) < 2**64, f"{self.seed=} must be in [0, 2**64)"),
             (
                 1 <= self.n <= MAX_SEQUENCES,
                 f"{self.n=} must be in [1, {MAX_SEQUENCES}]; ask again with another seed for more",
@@ -310,6 +315,12 @@ class SamplingParams:
             changes["structured_output"] = StructuredOutput.from_dict(form)
         return dataclasses.replace(self, **changes)
 
+    def seeded(self, seed: int) -> "SamplingParams":
+        """Return the parameters with a seed: where they have none, this one, or 0 if greedy."""
+        if self.seed is not None:
+            return self
+        return dataclasses.replace(self, seed=seed if self.temperature > 0 else 0)
+
     def for_prompt(self, prompt_token_ids: Iterable[int]) -> "SamplingParams":
         """Return the parameters with the noise of a prompt, for any prompt: its seed, and "common".
 
@@ -318,7 +329,7 @@ class SamplingParams:
         """
         if self.temperature == 0 or self.noise == "common":
             return self
-        seed = _seed_of_prompt(self.seed, prompt_token_ids)
+        seed = _seed_of_prompt(self.seed or 0, prompt_token_ids)
         return dataclasses.replace(self, seed=seed, noise="common")
 
     @property

@@ -72,8 +72,8 @@ class SamplingRows:
             "top_k": ([min(p.top_k, 2**31 - 1) for p, _ in rows], np.int32),
             "top_p": ([p.top_p for p, _ in rows], np.float32),
             "min_p": ([p.min_p for p, _ in rows], np.float32),
-            "seed_low": ([p.seed & 0xFFFFFFFF for p, _ in rows], np.uint32),
-            "seed_high": ([p.seed >> 32 for p, _ in rows], np.uint32),
+            "seed_low": ([(p.seed or 0) & 0xFFFFFFFF for p, _ in rows], np.uint32),
+            "seed_high": ([(p.seed or 0) >> 32 for p, _ in rows], np.uint32),
             "sequence_idx": ([p.noise_stream + i for p, i in rows], np.uint32),
         }
         return cls(**{name: np.asarray(values, dtype) for name, (values, dtype) in columns.items()})

@@ -81,7 +81,16 @@ def test_values_that_ask_for_nothing_are_taken():
     )
     asked.check()
     sampling = sampling_params(asked, max_tokens=5, num_top=0)
-    assert (sampling.temperature, sampling.seed, sampling.n) == (1.0, 0, 1)
+    assert (sampling.temperature, sampling.n) == (1.0, 1)
+
+
+def test_a_sampled_request_without_a_seed_has_a_drawn_one_and_a_greedy_one_has_0():
+    def seed_of(**fields) -> int | None:
+        asked = parse(body(**fields), CompletionRequest)
+        return sampling_params(asked, max_tokens=5, num_top=0).seed
+
+    assert len({seed_of() for _ in range(20)}) == 20
+    assert seed_of(temperature=0) == 0 and seed_of(seed=7) == 7 and seed_of(seed=0) == 0
 
 
 @pytest.mark.parametrize(
