@@ -339,7 +339,10 @@ class Runner:
         return operands_for(
             self.model, self._key(batch, length),
             ids=ids.astype(np.int32), start=np.full(batch, start, np.int32), table=pages,
-            sampling=[(SamplingParams(temperature=0.7, seed=int(r)), 0) for r in cache_rows],
+            sampling=[
+                (SamplingParams(temperature=0.7, seed=int(r), noise="common"), 0)
+                for r in cache_rows
+            ],
         )  # fmt: skip
 
     def compiled(self, batch: int, length: int) -> tuple[Callable, float]:

@@ -274,7 +274,7 @@ class Reference:
         self, ask: Ask, tokens: Sequence[int], sampling: SamplingParams, tables: tuple
     ) -> list[Kept]:
         """The choice behind the prompt, and behind each of the `tokens` that follow it."""
-        rows = SamplingRows.pack([(sampling, 0)])
+        rows = SamplingRows.pack([(sampling.for_prompt(tokens[: ask.length]), 0)])
         shardings = jax.tree.map(lambda x: x.sharding, self._sampling)
         self._sampling = jax.tree.map(jax.device_put, rows, shardings)
         first = ask.length - 1
@@ -485,7 +485,7 @@ def _name(error: Exception) -> str:
 
 
 def _scored(request: Request) -> Request:
-    sampling = dataclasses.replace(request.sampling, num_prompt_logprobs=0)
+    sampling = dataclasses.replace(request.sampling, prompt_logprobs=0)
     return dataclasses.replace(request, sampling=sampling)
 
 

@@ -416,7 +416,9 @@ def _bare_step_ms(bench: Bench, mode: str, batch: int, context: int) -> float:
         ids=np.full((batch, 1), 7, np.int32),
         start=np.full(batch, context, np.int32),
         table=np.arange(batch * table_len, dtype=np.int32).reshape(batch, table_len),
-        sampling=[(SamplingParams(temperature=0.8, seed=r), 0) for r in range(batch)],
+        sampling=[
+            (SamplingParams(temperature=0.8, seed=r, noise="common"), 0) for r in range(batch)
+        ],
     )  # fmt: skip
     times = []
     for _ in range(6):

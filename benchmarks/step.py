@@ -224,7 +224,10 @@ class Runner:
                 self.model, key,
                 ids=((rows * 977 + positions * 31) % self.model.config.vocab_size).astype(np.int32),
                 start=np.full(len(case.rows), case.start, np.int32), table=pages,
-                sampling=[(SamplingParams(temperature=0.7, seed=int(r)), 0) for r in case.rows],
+                sampling=[
+                    (SamplingParams(temperature=0.7, seed=int(r), noise="common"), 0)
+                    for r in case.rows
+                ],
             )  # fmt: skip
         return self._operands[name]
 

@@ -34,7 +34,7 @@ from detjax.serving.config import EngineConfig
 from detjax.serving.engine import Engine
 from detjax.serving.grammars import Grammars
 from detjax.serving.memory import cache_bytes, check_memory
-from detjax.serving.request import PromptLogprobs, SamplingParams, TokenEvent
+from detjax.serving.request import PromptLogprobs, SamplingParams, TokenEvent, draw_seed
 from detjax.serving.text import CompletionOutput, TextBatch, text_request
 from detjax.sizing import GPU_MEMORY_UTILIZATION, choose_sizes
 from detjax.source import NO_CACHE, default_cache_dir
@@ -253,7 +253,7 @@ class LLM:
         folder = find_model(model, revision=revision)
         recommended = default_sampling(folder) if generation_config == "auto" else {}
         self.default_sampling = SamplingParams(**recommended)
-        self._show_progress = show_progress
+        self._show_progress, self._num_processes = show_progress, num_processes
         self.tokenizer = tokenizer = Tokenizer.from_folder(folder)
         with self._loading(progress) as told:
             self.model, reason = load_on_devices(
@@ -321,7 +321,8 @@ class LLM:
             prompts: A text or a sequence of token ids, or a list of them. Texts get the special
                 tokens that the model expects around them; token ids are taken as they are.
             sampling: How; one for all prompts, or one for each. None is
-                `default_sampling`. A completion ends at the latest with `max_len`.
+                `default_sampling`. A completion ends at the latest with `max_len`. Where a seed is
+                None one is drawn for the call, and is in each output's `sampling`.
             has_control: Special tokens written out in a text become that token; else they are text.
 
         Returns:
@@ -395,7 +396,7 @@ class LLM:
         Numerics:
             As `Engine.score` has them.
         """
-        sampling = SamplingParams(max_tokens=0, num_prompt_logprobs=top)
+        sampling = SamplingParams(max_tokens=0, prompt_logprobs=top)
         return self.generate(prompts, sampling, has_control=has_control)
 
     def identity(self) -> Identity:
@@ -417,6 +418,17 @@ class LLM:
             return prompt, self.tokenizer.encode(prompt, has_control=has_control)
         return None, prompt.tolist() if isinstance(prompt, np.ndarray) else prompt
 
+    def _seeded(self, samplings: Sequence[SamplingParams]) -> list[SamplingParams]:
+        """With one drawn seed where there is none."""
+        draws = any(params.seed is None and params.temperature > 0 for params in samplings)
+        if draws and self._num_processes > 1:
+            raise ValueError(
+                f"seed=None would be drawn in each of {self._num_processes} processes, which must "
+                "draw the same noise; give SamplingParams(seed=...)"
+            )
+        seed = draw_seed()
+        return [params.seeded(seed) for params in samplings]
+
     def _run(
         self,
         asked: Sequence[tuple[str | None, Sequence[int]]],
@@ -430,6 +442,7 @@ class LLM:
                 f"there are {len(asked)} prompts and {len(samplings)} SamplingParams; give one, or "
                 "one for each prompt"
             )
+        samplings = self._seeded(samplings)
         max_len = self.config.engine.max_len
         is_all = max_len == self.config.model.max_position_embeddings
         requests = [

@@ -22,7 +22,7 @@ import jaxlib
 import detjax
 from detjax.source import cpu_arch, source_hash
 
-NUMERICS_VERSION = 1
+NUMERICS_VERSION = 2
 """Raised by every change that alters an output bit; each has a Bits entry in CHANGELOG.md."""
 
 DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}

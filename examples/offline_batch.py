@@ -24,7 +24,7 @@ sampling = detjax.SamplingParams(
     top_p=0.95,
     seed=1,
     stop=("\n",),
-    num_top_logprobs=3,
+    logprobs=3,
 )
 for out in llm.generate(prompts.read_text().splitlines(), sampling):
     for done in out.outputs:

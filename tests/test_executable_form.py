@@ -106,7 +106,7 @@ def test_every_program_of_an_engine_is_kept_and_read(name, cache_folder, caplog)
     requests += [
         Request(
             prompt_token_ids=(5, 6, 7, 5, 6, 7),
-            sampling=SamplingParams(max_tokens=8, num_prompt_logprobs=2, top_k=3, temperature=1.0),
+            sampling=SamplingParams(max_tokens=8, prompt_logprobs=2, top_k=3, temperature=1.0),
         )
     ]
     if config.mode == "fast":

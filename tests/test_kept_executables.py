@@ -378,10 +378,10 @@ def test_an_llm_reads_every_program_of_the_one_before(cache_folder, caplog):
     def answer():
         llm = detjax.LLM("bundled", cache_dir=cache_folder, num_pages=16, batch_size=4,
                          show_progress=False)  # fmt: skip
-        params = detjax.SamplingParams(max_tokens=8, num_top_logprobs=2, ignore_eos=True)
+        params = detjax.SamplingParams(max_tokens=8, logprobs=2, ignore_eos=True)
         found = llm.generate(["The old house", "A"], params)
         llm.engine.compile()
-        return [output.outputs[0].digest() for output in found], len(list(llm.engine.programs))
+        return [output.outputs[0].digest() for output in found], llm.engine.programs.num_compiled
 
     def said() -> list[str]:
         found = [
@@ -445,7 +445,7 @@ def test_programs_of_one_request_share_a_hash_of_the_code(of_build, monkeypatch)
         engine = Engine(model, config)
         asked.clear()
         engine.compile()
-        compiled = len(list(engine.programs))
+        compiled = engine.programs.num_compiled
         assert compiled > 1 and len(kept(of_build)) == compiled
         moments = [moment for moment in asked if moment is not None]
         assert len(moments) == compiled and len(set(moments)) == 1

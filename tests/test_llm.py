@@ -97,6 +97,25 @@ def command(capsys) -> Callable[..., dict]:
 # ----------------------------------------------------------------------------------------- answers
 
 
+def test_without_a_seed_one_is_drawn_for_a_call_and_is_in_outputs_and_receipts(toy):
+    sampling = detjax.SamplingParams(max_tokens=6, temperature=1.0)
+    first, second = toy.generate(["one", "two"], sampling), toy.generate(["one", "two"], sampling)
+    seeds = {done.sampling.seed for out in first for done in out.outputs}
+    assert len(seeds) == 1 and sampling.seed is None
+    assert {done.sampling.seed for out in second for done in out.outputs}.isdisjoint(seeds)
+    again = toy.generate(["one", "two"], first[0].outputs[0].sampling)
+    for one, other in zip(first, again, strict=True):
+        assert one.outputs[0].digest() == other.outputs[0].digest()
+    assert {toy.receipt(out.outputs[0]).sampling.seed for out in first} == seeds
+    assert toy.generate("one", GREEDY)[0].outputs[0].sampling.seed == 0
+
+
+def test_processes_of_a_job_do_not_draw_seeds_of_their_own(toy, monkeypatch):
+    monkeypatch.setattr(toy, "_num_processes", 2)
+    with pytest.raises(ValueError, match="seed=None would be drawn in each of 2 processes"):
+        toy.generate("one", detjax.SamplingParams(temperature=1.0))
+
+
 def test_each_prompt_gets_its_sequences_in_order_with_text(toy):
     outs = toy.generate(["one", "three and four"], SAMPLED)
     assert [out.prompt for out in outs] == ["one", "three and four"]
@@ -148,7 +167,7 @@ def test_a_chat_is_the_template_around_the_messages(toy):
 
 
 def test_a_record_comes_back_from_json_with_every_bit(toy):
-    sampling = dataclasses.replace(GREEDY, num_top_logprobs=2)
+    sampling = dataclasses.replace(GREEDY, logprobs=2)
     done = toy.generate("a", sampling)[0].outputs[0]
     read = json.loads(json.dumps(done.as_dict()))
     assert (read["digest"], read["fingerprint"]) == (done.digest(), toy.config.fingerprint)

@@ -41,7 +41,7 @@ def test_no_field_of_a_reduction_is_batch_shaped():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"version": 2}, "numerics version 2 is not in this build"),
+        ({"version": 1}, "numerics version 1 is not in this build"),
         ({"num_leaves": 6}, "num_leaves=6 must be a power of two"),
         ({"attention_split": 64}, "attention_split=64 must be a multiple"),
         ({"compute_dtype": "float16"}, "compute_dtype='float16' must be one of"),

@@ -46,6 +46,13 @@ def test_noise_table_of_the_specification_is_that_of_the_vectors():
     text = (ROOT / "docs" / "numerics.md").read_text()
     rows = re.findall(r"\| (0x[0-9a-f]{8}) \| (0\.\d+) \| (-?\d+\.\d+) \|", text)
     assert len(rows) == 3
+    prompts = re.findall(r"^\| ([^|]+) \| ([\d, ]+) \| (\d{15,}) \|$", text, re.MULTILINE)
+    assert len(prompts) == 4
+    for seed, prompt, derived in prompts:
+        params = detjax.SamplingParams(
+            temperature=1.0, seed=2**64 - 1 if "*" in seed else int(seed)
+        )
+        assert params.for_prompt(map(int, prompt.split(","))).seed == int(derived)
     for bits, u, noise in rows:
         value = np.float32(np.float32(int(bits, 16)) + np.float32(0.5)) * np.float32(2.0**-32)
         assert float(value) == float(u)

@@ -55,7 +55,10 @@ class Steps:
             ids=np.full((num_rows, 1), 7, np.int32),
             start=np.full(num_rows, CONTEXT, np.int32),
             table=np.arange(num_pages, dtype=np.int32).reshape(num_rows, PAGES),
-            sampling=[(SamplingParams(temperature=0.8, seed=r), 0) for r in range(num_rows)],
+            sampling=[
+                (SamplingParams(temperature=0.8, seed=r, noise="common"), 0)
+                for r in range(num_rows)
+            ],
         )  # fmt: skip
         self.state: tuple = ()
         self.calls_s: list[float] = []

@@ -34,6 +34,7 @@ LEFT_OUT = shutil.ignore_patterns(
 )
 KERNELS, SERVING = "detjax/pallas_kernels", "detjax/serving"
 CLAIMS, SCHEDULES = "tests/invariance/test_kernel_claims.py", "tests/invariance/test_schedules.py"
+SAMPLES = "tests/serving/test_sampling.py"
 CHOICE, ROUNDING = "tests/serving/test_choice.py", "tests/pallas_kernels/test_rounding.py"
 PINNED = "tests/invariance/test_pinned.py"
 
@@ -279,9 +280,15 @@ MUTANTS = (
         tests=(f"{CHOICE}::test_noise_belongs_to_the_position_and_not_to_the_row",),
     ),
     Mutant(
+        name="noise-without-the-prompt",
+        fault="prompts of one length draw the same noise",
+        edits=(Edit(where="detjax/serving/request.py", old='"little") + ids', new='"little")'),),
+        tests=(f"{SAMPLES}::test_prompts_of_one_seed_agree_as_often_as_chance_has_it",),
+    ),
+    Mutant(
         name="seed-of-32-bits",
         fault="the high 32 bits of a seed are dropped",
-        edits=(Edit(where=SERVING, old="p.seed >> 32 for", new="0 * p.seed for"),),
+        edits=(Edit(where=SERVING, old="(p.seed or 0) >> 32 for", new="0 for"),),
         tests=(f"{CHOICE}::test_every_bit_of_the_seed_counts",),
     ),
     Mutant(

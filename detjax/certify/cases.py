@@ -228,7 +228,9 @@ def answer_controls(
         return timed(claim, name, run, round_idx=0, is_control=True)
 
     another = [
-        dataclasses.replace(r, sampling=dataclasses.replace(r.sampling, seed=r.sampling.seed + 1))
+        dataclasses.replace(
+            r, sampling=dataclasses.replace(r.sampling, seed=(r.sampling.seed or 0) + 1)
+        )
         for r in requests
     ]
     yield control(

@@ -13,7 +13,7 @@ from detjax.cli.errors import BITS_DIFFER, InputError, bad_input
 from detjax.models.bundled import BUNDLED
 from detjax.pallas_kernels.backend import Backend
 from detjax.serving.config import DRAFT_WEIGHTS, MODES, SELF_CHECKS, EngineConfig
-from detjax.serving.request import LOGPROBS_MODES, SamplingParams
+from detjax.serving.request import LOGPROBS_MODES, NOISES, SamplingParams
 from detjax.serving.structured_output import FORMS, StructuredOutput
 from detjax.source import NO_CACHE as NO_CACHE
 from detjax.source import default_cache_dir
@@ -150,7 +150,15 @@ class GenerateArgs:
     top_k: int = _field(SamplingParams, "top_k", _SAMPLES, metavar="K")
     top_p: float = _field(SamplingParams, "top_p", _SAMPLES, metavar="P")
     min_p: float = _field(SamplingParams, "min_p", _SAMPLES, metavar="P")
-    seed: int = _field(SamplingParams, "seed", _SAMPLES, metavar="S")
+    seed: int | None = _field(
+        SamplingParams,
+        "seed",
+        _SAMPLES,
+        "of the noise, 0 to 2**64 - 1; the same seed and prompt give the same answer",
+        metavar="S",
+        type=int,
+        default_text="drawn where tokens are sampled, and written",
+    )
     n: int = _field(SamplingParams, "n", _SAMPLES)
     stop: tuple[str, ...] = _field(
         SamplingParams,
@@ -208,6 +216,13 @@ class GenerateArgs:
         metavar="TEXT",
     )
     logprobs_mode: str = _field(SamplingParams, "logprobs_mode", _SAMPLES, choices=LOGPROBS_MODES)
+    noise: str = _field(
+        SamplingParams,
+        "noise",
+        _SAMPLES,
+        "draw noise of its own for each prompt, or the same for all prompts of one length",
+        choices=NOISES,
+    )
     json_schema: str | None = _option(
         None, _SAMPLES, "let completions be JSON of this schema; @FILE reads it", metavar="JSON"
     )
@@ -349,7 +364,7 @@ class GenerateArgs:
     )
     logprobs: int = _field(
         SamplingParams,
-        "num_top_logprobs",
+        "logprobs",
         _OUTPUT,
         "with json and jsonl: also the K most likely tokens at each position, at most 64",
         metavar="K",
@@ -441,7 +456,6 @@ def _values(args: GenerateArgs, of: type) -> dict[str, Any]:
 
 
 _FLAGS = {
-    "num_top_logprobs": "logprobs",
     "stop_token_ids": "stop-token-id",
     "allowed_token_ids": "allowed-token-id",
     "bad_words": "bad-word",

@@ -18,7 +18,7 @@ from detjax.cli.check import (
 from detjax.cli.display import Display
 from detjax.cli.elsewhere import run_elsewhere
 from detjax.cli.errors import BITS_DIFFER, OK, bad_input
-from detjax.cli.job import make_job
+from detjax.cli.job import make_job, seeded
 from detjax.cli.model import OpensModel, read_model_files
 from detjax.cli.output import SilentWriter, digest_of_all, make_writer, to_json
 from detjax.cli.prompts import read_prompts
@@ -40,6 +40,7 @@ def run(args: GenerateArgs, *, open_model: OpensModel) -> int:
     if args.generation_config == "auto":
         with bad_input():
             args = with_defaults(args, default_sampling(folder))
+    args, is_drawn = seeded(args, prompts)
     job = make_job(args, prompts, tokenizer, config)
     max_len = job.work.max_len(config.max_position_embeddings)
     asked = engine_options(args, max_len=max_len)
@@ -59,6 +60,8 @@ def run(args: GenerateArgs, *, open_model: OpensModel) -> int:
     wants_identity = args.format != "text" or args.receipts is not None
     identity = model.identify(tokenizer) if wants_identity else None
     display.facts(report.card(args, folder, config, model, plans[0].engine))
+    if is_drawn:
+        display.facts({"seed": f"{args.seed}, drawn: --seed {args.seed} gives these answers again"})
     if args.check:
         show_plan(plans, display)
 

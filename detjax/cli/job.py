@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turns prompts into requests that fit the model."""
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,8 @@ from detjax.cli.errors import InputError, bad_input
 from detjax.cli.prompts import Prompt
 from detjax.models.config import ModelConfig
 from detjax.models.tokenizer import Tokenizer
-from detjax.serving.request import Request
+from detjax.parallel.job_spec import find_job
+from detjax.serving.request import Request, draw_seed
 from detjax.serving.text import text_request
 from detjax.serving.work import Work
 
@@ -42,6 +44,28 @@ class Job:
         )
 
 
+def seeded(args: GenerateArgs, prompts: Sequence[Prompt]) -> tuple[GenerateArgs, bool]:
+    """Return the options with a seed, and whether it was drawn: where tokens are sampled by none.
+
+    Raises:
+        InputError: If it would be drawn in each of several processes.
+    """
+    if args.seed is not None:
+        return args, False
+    is_drawn = any(
+        prompt.sampling.get("temperature", args.temperature) and prompt.sampling.get("seed") is None
+        for prompt in prompts
+    )
+    with bad_input():
+        job = find_job(args.coordinator, args.num_processes, args.process_id)
+    if is_drawn and job is not None:
+        raise InputError(
+            f"--seed must be given where tokens are sampled in a job of {job.num_processes} "
+            "processes, which draw the same noise"
+        )
+    return dataclasses.replace(args, seed=draw_seed() if is_drawn else 0), is_drawn
+
+
 def make_job(
     args: GenerateArgs, prompts: Sequence[Prompt], tokenizer: Tokenizer, config: ModelConfig
 ) -> Job:
@@ -56,7 +80,7 @@ def make_job(
     for prompt in prompts:
         with bad_input(f"{prompt.origin}: "):
             ids = _encode(prompt, tokenizer, has_control=args.control_tokens)
-            sampling = of_command.with_fields(prompt.sampling)
+            sampling = of_command.with_fields(prompt.sampling).seeded(args.seed or 0)
         with bad_input():
             requests.append(
                 text_request(

@@ -180,7 +180,7 @@ def _of_receipt(args: argparse.Namespace, b: Setting) -> "Divergence":
         answer = answer_of_receipt(receipt)
     if b.backend == "auto":
         b = dataclasses.replace(b, backend=receipt.build["backend"])
-    sampling = dataclasses.replace(receipt.sampling, stop=(), num_top_logprobs=0)
+    sampling = dataclasses.replace(receipt.sampling, stop=(), logprobs=0)
     return _find(args, answer, b, sampling, receipt=receipt)
 
 

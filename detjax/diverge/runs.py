@@ -70,7 +70,7 @@ class Runs:
 
     Attributes:
         prompt: Its token ids.
-        sampling: How each token is chosen.
+        sampling: How each token is chosen, with the noise of this prompt whatever is asked.
     """
 
     def __init__(self, models: Models, prompt: abc.Sequence[int], sampling: SamplingParams):
@@ -84,7 +84,7 @@ class Runs:
                 f"n={sampling.n}, stop={sampling.stop}: one sequence is followed, and its tokens, "
                 "not its text; use n=1 and no stop strings"
             )
-        self.prompt, self.sampling = tuple(prompt), sampling
+        self.prompt, self.sampling = tuple(prompt), sampling.for_prompt(prompt)
         self._models = models
         self._plain: dict[tuple[Setting, int], ProgramCache] = {}
         self._tapped: dict[tuple[Setting, int], ProgramCache] = {}
@@ -241,7 +241,7 @@ class Runs:
             length = max(1, len(prompt) - 7 * shift % len(prompt)) if shift else len(prompt)
             sampling = dataclasses.replace(
                 self.sampling,
-                seed=(self.sampling.seed + shift) % 2**64,
+                seed=((self.sampling.seed or 0) + shift) % 2**64,
                 max_tokens=max_len - length if shift else max_tokens,
             )
             requests.append(

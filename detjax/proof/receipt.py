@@ -44,7 +44,7 @@ class Receipt:
         build: As `Identity` has it.
         request: `prompt_token_ids`; `sampling`, every field of `SamplingParams` as it was used, of
             this sequence alone (`n` is 1, `best_of` 0, `noise_stream` says which) and without
-            logprobs of the prompt (`num_prompt_logprobs` is null), the seed as a decimal string;
+            logprobs of the prompt (`prompt_logprobs` is null), the seed as a decimal string;
             `end_token_ids`, the model's own; `is_deterministic`, true.
         answer: `token_ids`; `logprobs_f32`, base64 of little-endian float32; `top_logprobs`, null
             or `{"ids": [[...]], "logprobs_f32": ...}`; `finish_reason`; `text`; `digest`.
@@ -281,11 +281,11 @@ def _request_values(
         n=1,
         best_of=0,
         noise_stream=sampling.noise_stream + sequence_idx,
-        num_prompt_logprobs=None,
+        prompt_logprobs=None,
     )
     return {
         "prompt_token_ids": list(prompt_token_ids),
-        "sampling": alone.as_dict() | {"seed": str(alone.seed)},
+        "sampling": alone.as_dict() | {"seed": str(alone.seed or 0)},
         "end_token_ids": sorted(set(end_token_ids)),
         "is_deterministic": True,
     }

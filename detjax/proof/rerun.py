@@ -215,7 +215,7 @@ def _request_of(
     sampling = receipt.sampling
     request = text_request(
         receipt.prompt_token_ids,
-        dataclasses.replace(sampling, n=1, best_of=0, num_prompt_logprobs=None),
+        dataclasses.replace(sampling, n=1, best_of=0, prompt_logprobs=None),
         what="the prompt",
         vocab_size=config.vocab_size,
         max_len=config.max_position_embeddings,

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import msgspec
 
 from detjax.serving.limits import MAX_LOGIT_BIASES
-from detjax.serving.request import SamplingParams
+from detjax.serving.request import SamplingParams, draw_seed
 from detjax.serving.structured_output import StructuredOutput
 
 
@@ -93,12 +93,12 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         model: The served name.
         temperature, top_p, top_k, min_p, n, seed: As `SamplingParams` has them. Defaults are
             those of the model's generation_config.json, else OpenAI's;
-            the seed is 0 where none is given, so that the same request has the same answer.
+            where none is given a seed is drawn, and is in the answer's `sampling`.
         stop: Up to 16 texts that end the answer.
         stop_token_ids: Tokens that do.
         include_stop_str_in_output, ignore_eos, min_tokens, allowed_token_ids, bad_words,
-        repetition_penalty, presence_penalty, frequency_penalty, logprobs_mode: As `SamplingParams`
-            has them.
+        repetition_penalty, presence_penalty, frequency_penalty, logprobs_mode, noise: As
+            `SamplingParams` has them.
         logit_bias: A number for each of some token ids, which are texts in JSON.
         structured_outputs: The form of the answer.
         stream: Send each piece as it is made (server-sent events).
@@ -146,6 +146,7 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     frequency_penalty: float = 0.0
     logit_bias: dict[str, float] | None = None
     logprobs_mode: Name = "raw"
+    noise: Name = "per_prompt"
     structured_outputs: StructuredOutputs | None = None
 
     def stops(self) -> tuple[str, ...]:
@@ -458,14 +459,14 @@ def sampling_params(
     if chosen["top_k"] == -1:
         chosen["top_k"] = 0
     try:
-        return SamplingParams(
+        sampling = SamplingParams(
             **chosen,
             max_tokens=max_tokens,
-            seed=fields.seed or 0,
+            seed=fields.seed,
             n=fields.n,
             stop=fields.stops(),
             stop_token_ids=tuple(fields.stop_token_ids),
-            num_top_logprobs=num_top,
+            logprobs=num_top,
             best_of=fields.num_candidates(),
             logit_bias=tuple(fields.biases().items()),
             allowed_token_ids=tuple(fields.allowed_token_ids or ()),
@@ -475,10 +476,12 @@ def sampling_params(
             presence_penalty=fields.presence_penalty,
             frequency_penalty=fields.frequency_penalty,
             logprobs_mode=fields.logprobs_mode,
+            noise=fields.noise,
             include_stop_str_in_output=fields.include_stop_str_in_output,
             structured_output=fields.form(),
-            num_prompt_logprobs=num_scored,
+            prompt_logprobs=num_scored,
         )
+        return sampling.seeded(draw_seed())
     except ValueError as error:
         if isinstance(error, RefusedError):
             raise

@@ -414,7 +414,7 @@ class Service:
         of_tokens = self.tokens_of(sampling)
         sequences: list[list[_Sequence]] = []
         inbox, num_left = _Inbox(self.limits.request_s), [n] * len(prompts)
-        is_scored = sampling.num_prompt_logprobs is not None
+        is_scored = sampling.prompt_logprobs is not None
         scored = [_ScoredFirst(is_wanted=is_scored) for _ in prompts]
         self._inboxes.add(inbox)
         opened: list[int] = []

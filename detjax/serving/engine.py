@@ -513,7 +513,7 @@ class Engine:
             In `invariant` and `dvr` the bits of a token's logprob are those with which it would be
             sampled there. Claims: run-, batch-, schedule- and mesh-invariant, path-consistent.
         """
-        sampling = SamplingParams(max_tokens=0, num_prompt_logprobs=top)
+        sampling = SamplingParams(max_tokens=0, prompt_logprobs=top)
         requests = [
             Request(
                 prompt_token_ids=tuple(sequence),

@@ -6,6 +6,7 @@ count work, not time, so they too are the same on every machine. This imports no
 """
 
 import importlib
+import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -26,6 +27,11 @@ _LIMITS = {
     "step_max_items": 5_000,  # about 3 ms
     "max_lexer_states": 20_000,  # of 1 to 2 kB
 }
+
+
+_JSON_SPACE = r" |\n[ \t]{0,32}"
+"""Between two parts of JSON, unless a schema says otherwise: what printers write, and no more. A
+small model may otherwise write spaces until it has no more tokens."""
 
 
 class Grammars:
@@ -126,12 +132,23 @@ class Guide:
         return ~allowed[: self._num_words]
 
 
+def _grammar_of_schema(matcher: Any, spec: str) -> str:
+    """The grammar of a JSON schema, whose `x-guidance` may choose another space."""
+    schema = json.loads(spec)
+    if schema is True:
+        schema, spec = {}, "{}"  # the same, and may have options
+    given = schema.get("x-guidance", {}) if isinstance(schema, dict) else None
+    if not isinstance(given, dict) or "whitespace_flexible" in given:
+        return matcher.grammar_from_json_schema(spec)
+    return matcher.grammar_from_json_schema(spec, defaults={"whitespace_pattern": _JSON_SPACE})
+
+
 def _grammar_of(matcher: Any, form: StructuredOutput) -> str:
     match form.kind:
         case "json_schema":
-            return matcher.grammar_from_json_schema(form.spec)
+            return _grammar_of_schema(matcher, form.spec)
         case "json_object":
-            return matcher.grammar_from_json_schema('{"type": "object"}')
+            return _grammar_of_schema(matcher, '{"type": "object"}')
         case "regex":
             return matcher.grammar_from_regex(form.spec)
         case "choice":

@@ -10,7 +10,7 @@ from detjax.serving.config import EngineConfig
 from detjax.serving.errors import LayoutError
 from detjax.serving.grammars import Grammars
 from detjax.serving.output_processor import OutputProcessor
-from detjax.serving.request import MAX_SEQUENCES, FinishReason, Request
+from detjax.serving.request import MAX_SEQUENCES, FinishReason, Request, SamplingParams
 from detjax.serving.request_states import Arrival, RequestStates
 from detjax.serving.sampling import SamplingRows
 from detjax.serving.sampling_checks import check_token_ids
@@ -105,7 +105,7 @@ class InputProcessor:
                     "knows no tokenizer: ask detjax.LLM, or give Engine(grammars=...)"
                 )
             self._grammars.check(form)
-        for name in ("num_top_logprobs", "num_prompt_logprobs"):
+        for name in ("logprobs", "prompt_logprobs"):
             if (count := getattr(sampling, name) or 0) > vocab_size:
                 raise ValueError(
                     f"{what} asks for {name}={count}, more than the vocabulary of {vocab_size}"
@@ -150,24 +150,27 @@ class InputProcessor:
 
     def _arrive(self, arrival: Arrival) -> None:
         """Make the sequences of a request. Should one of its values raise, it fails alone."""
-        sampling, prompt = arrival.request.sampling, arrival.request.prompt_token_ids
+        prompt, sampling = arrival.request.prompt_token_ids, arrival.request.sampling
         self._stat_logger.stats.num_requests += 1
         try:
             # WHY: as every launch will lay them out, so that none raises for those beside it.
-            SamplingRows.pack([(sampling, sampling.num_sequences - 1)])
             np.asarray(prompt, np.int32)
+            keyed = sampling.for_prompt(prompt)
+            SamplingRows.pack([(keyed, sampling.num_sequences - 1)])
             ends = sampling.end_token_ids(self._model.eos_token_ids)
         except Exception as error:
             self._stat_logger.stats.num_failed += sampling.num_sequences
             self._output_processor.refuse(arrival, LayoutError(f"it cannot be laid out: {error!r}"))
             return
-        seqs = [self._sequence(arrival, i, ends) for i in range(sampling.num_sequences)]
+        seqs = [self._sequence(arrival, keyed, i, ends) for i in range(sampling.num_sequences)]
         for seq in seqs:
             self._scheduler.add(seq)
             self._stat_logger.note_arrival(seq)
         self._states.live[arrival.request_id] = dict(enumerate(seqs))
 
-    def _sequence(self, arrival: Arrival, sequence_idx: int, ends: frozenset[int]) -> Sequence:
+    def _sequence(
+        self, arrival: Arrival, sampling: SamplingParams, sequence_idx: int, ends: frozenset[int]
+    ) -> Sequence:
         request, mode = arrival.request, self._config.mode
         form, guide = request.sampling.structured_output, None
         if form is not None:
@@ -179,6 +182,7 @@ class InputProcessor:
             request_id=arrival.request_id,
             sequence_idx=sequence_idx,
             request=request,
+            sampling=sampling,
             is_drafted=is_drafted,
             is_canonical=mode == "invariant" or is_drafted,
             guide=guide,

@@ -306,9 +306,9 @@ class ModelRunner:
                 if row.is_scored:
                     following = seq.tokens[row.start + 1 : row.start + 1 + count]
                     targets[at, : len(following)] = following
-            sampling[at] = (seq.request.sampling, seq.sequence_idx)
+            sampling[at] = (seq.sampling, seq.sequence_idx)
             self._stats.prefill_tokens += count
-        most = max((sampling.num_prompt_logprobs or 0 for sampling in wanted), default=0)
+        most = max((sampling.prompt_logprobs or 0 for sampling in wanted), default=0)
         score = self._score_call(key, score_top_of(most), targets) if wanted else None
         return self._run(
             key, rows, operands.pack(), SamplingRows.pack(sampling),
@@ -474,7 +474,7 @@ class ModelRunner:
         assert key.logit_rows, "the scheduler has given these rows several tokens a launch"
         with_filters, num_top = choice_of(
             is_filtered=any(seq.is_filtered for seq in asking),
-            num_top=max(seq.request.sampling.num_top_logprobs for seq in asking),
+            num_top=max(seq.request.sampling.logprobs for seq in asking),
         )
         length = key.length if key.kind == "verify" else 1
         return ChoiceKey(

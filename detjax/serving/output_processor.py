@@ -94,7 +94,7 @@ class OutputProcessor:
             found = read_scores(
                 result.scores[at][first * size : stop * size],
                 num_top=launch.num_prompt_top,
-                most=seq.request.sampling.num_prompt_logprobs or 0,
+                most=seq.request.sampling.prompt_logprobs or 0,
             )
             for i, one in enumerate(found, start=row.start + first + 1):
                 if one.logprob != one.logprob:
@@ -124,7 +124,7 @@ class OutputProcessor:
             self.finish(seq, FinishReason.ERROR, NoTokenError(error))
             return False
         token_id, top = int(choice.token_ids[at]), ()
-        if num_top := seq.request.sampling.num_top_logprobs:
+        if num_top := seq.request.sampling.logprobs:
             ids, values = choice.top_ids[at], choice.top_logprobs[at]
             # Where fewer tokens are possible, fewer are reported.
             top = tuple((int(ids[k]), values[k]) for k in range(num_top) if values[k] > -np.inf)

@@ -4,6 +4,7 @@
 import dataclasses
 import enum
 import hashlib
+import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -39,6 +40,9 @@ MAX_TOP_LOGPROBS = 64
 LOGPROBS_MODES = ("raw", "processed")
 """What reported logprobs are of: the model's logits, or those that were sampled from."""
 
+NOISES = ("per_prompt", "common")
+"""What noise is a function of beside seed, sequence, position and token: the prompt, or nothing."""
+
 MAX_PRIORITY = 100
 """Farthest that a priority may be from 0: beyond it, others would wait for days."""
 
@@ -68,6 +72,18 @@ def _float(value: Any) -> Any:
     return float(value) if type(value) is int else value
 
 
+def draw_seed() -> int:
+    """Return a random seed, below 2**53 so that every reader of JSON has it exactly."""
+    return secrets.randbits(53)
+
+
+def _seed_of_prompt(seed: int, prompt_token_ids: Iterable[int]) -> int:
+    """The seed that a prompt draws its noise by, to the bit as `docs/numerics.md` says."""
+    ids = np.asarray(tuple(prompt_token_ids), "<i4").tobytes()
+    digest = hashlib.blake2b(seed.to_bytes(8, "little") + ids, digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
 def _token_id(key: Any) -> int:
     if not (isinstance(key, int) or key.isascii() and key.isdigit()):
         raise ValueError(f"logit_bias[{key!r}] must be of a token id")
@@ -80,22 +96,27 @@ class SamplingParams:
 
     Attributes:
         max_tokens: Most tokens to generate; at least 1, or 0 to score the prompt alone, which needs
-            `num_prompt_logprobs`.
+            `prompt_logprobs`.
         temperature: Divides the logits, from 1e-30 to 1e30; 0 takes the first maximum (greedy).
         top_k: Keep the k most likely tokens; 0 keeps all.
         top_p: Keep the smallest set of most likely tokens with this probability; in (0, 1].
         min_p: Drop tokens less likely than this fraction of the most likely one; in [0, 1).
-        seed: 0 to 2**64 - 1. Same seed, same noise: see `docs/numerics.md`.
+        seed: 0 to 2**64 - 1. Same seed and prompt, same noise: see `docs/numerics.md`. None: where
+            tokens are sampled the library, the command and the server draw one, and say it in the
+            output's sampling; an engine, whose outputs have no sampling, takes 0.
         n: Sequences a prompt, at most 1024.
         noise_stream: Sequence i draws noise stream `noise_stream + i` of the seed, at most
             2**32 - 1. So one of several sequences can be asked for alone.
+        noise: "per_prompt": the prompt's token ids have part in the noise, so answers to different
+            prompts are independent. "common": they have none (common random numbers), so prompts
+            of one length draw the same noise for each token, and means over prompts vary more.
         stop_token_ids: Tokens that end a completion, at most 1,024 (the model's own end tokens are
             added).
         stop: Texts that end a completion; the text ends before them, and the tokens that complete
             them stay in `token_ids` and in the digest. For what knows the tokenizer
             (`detjax.LLM`, the command); the engine, which does not, refuses them. A single text
             is taken for a tuple of one. At most 64, of 1,024 characters each and 8,192 together.
-        num_top_logprobs: How many of the most likely tokens to report at each position.
+        logprobs: How many of the most likely tokens to report at each position.
         best_of: Sequences that are made, of which the n with the greatest sum of logprobs are
             returned, best first; 0 makes n. The sum is in float64, first token first; of equal
             ones the lower sequence comes first.
@@ -116,7 +137,7 @@ class SamplingParams:
             temperature is 0 that of 1, without filters.
         include_stop_str_in_output: The text ends behind a stop text, not before it.
         structured_output: What form the text must have; None leaves it free.
-        num_prompt_logprobs: Report the logprob and the rank of each token of the prompt after the
+        prompt_logprobs: Report the logprob and the rank of each token of the prompt after the
             first, with so many of the most likely tokens at its position; None reports nothing of
             the prompt.
 
@@ -131,12 +152,13 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    seed: int = 0
+    seed: int | None = None
     n: int = 1
     noise_stream: int = 0
+    noise: str = "per_prompt"
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
-    num_top_logprobs: int = 0
+    logprobs: int = 0
     best_of: int = 0
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] = ()
@@ -150,19 +172,16 @@ class SamplingParams:
     logprobs_mode: str = "raw"
     include_stop_str_in_output: bool = False
     structured_output: StructuredOutput | None = None
-    num_prompt_logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self):
         """Check every type, then every range."""
         counts = (
-            "max_tokens", "top_k", "seed", "n", "noise_stream", "num_top_logprobs", "best_of",
-            "min_tokens",
+            "max_tokens", "top_k", "n", "noise_stream", "logprobs", "best_of", "min_tokens",
         )  # fmt: skip
-        for name in counts:
+        optional = [n for n in ("seed", "prompt_logprobs") if getattr(self, n) is not None]
+        for name in (*counts, *optional):
             replace_field(self, name, integer(name, getattr(self, name)))
-        if self.num_prompt_logprobs is not None:
-            wanted = integer("num_prompt_logprobs", self.num_prompt_logprobs)
-            replace_field(self, "num_prompt_logprobs", wanted)
         penalties = "repetition_penalty", "presence_penalty", "frequency_penalty"
         for name in ("temperature", "top_p", "min_p", *penalties):
             replace_field(self, name, number(name, getattr(self, name)))
@@ -184,8 +203,8 @@ class SamplingParams:
         least, most = MIN_TEMPERATURE, MAX_TEMPERATURE
         checks = (
             (
-                self.max_tokens >= (self.num_prompt_logprobs is None),
-                f"{self.max_tokens=} must be at least 1, or 0 with num_prompt_logprobs, which "
+                self.max_tokens >= (self.prompt_logprobs is None),
+                f"{self.max_tokens=} must be at least 1, or 0 with prompt_logprobs, which "
                 "scores the prompt alone",
             ),
             (
@@ -199,7 +218,7 @@ class SamplingParams:
             (self.top_k >= 0, f"{self.top_k=} must be at least 0 (0 keeps all tokens)"),
             (0 < self.top_p <= 1, f"{self.top_p=} must be in (0, 1]"),
             (0 <= self.min_p < 1, f"{self.min_p=} must be in [0, 1)"),
-            (0 <= self.seed < 2**64, f"{self.seed=} must be in [0, 2**64)"),
+            (0 <= (self.seed or 0) < 2**64, f"{self.seed=} must be in [0, 2**64)"),
             (
                 1 <= self.n <= MAX_SEQUENCES,
                 f"{self.n=} must be in [1, {MAX_SEQUENCES}]; ask again with another seed for more",
@@ -208,9 +227,10 @@ class SamplingParams:
                 0 <= self.noise_stream <= 2**32 - self.n,
                 f"{self.noise_stream=} must be in [0, 2**32 - n], with n={self.n}",
             ),
+            (self.noise in NOISES, f"{self.noise=} must be one of {NOISES}"),
             (
-                0 <= self.num_top_logprobs <= MAX_TOP_LOGPROBS,
-                f"{self.num_top_logprobs=} must be in [0, {MAX_TOP_LOGPROBS}]",
+                0 <= self.logprobs <= MAX_TOP_LOGPROBS,
+                f"{self.logprobs=} must be in [0, {MAX_TOP_LOGPROBS}]",
             ),
             (
                 self.best_of == 0 or self.n <= self.best_of <= MAX_SEQUENCES,
@@ -252,8 +272,8 @@ class SamplingParams:
                 "complete",
             ),
             (
-                0 <= (self.num_prompt_logprobs or 0) <= MAX_TOP_LOGPROBS,
-                f"{self.num_prompt_logprobs=} must be None or in [0, {MAX_TOP_LOGPROBS}]",
+                0 <= (self.prompt_logprobs or 0) <= MAX_TOP_LOGPROBS,
+                f"{self.prompt_logprobs=} must be None or in [0, {MAX_TOP_LOGPROBS}]",
             ),
         )
         for holds, message in checks:
@@ -294,6 +314,23 @@ class SamplingParams:
         if isinstance(form := changes.get("structured_output"), Mapping):
             changes["structured_output"] = StructuredOutput.from_dict(form)
         return dataclasses.replace(self, **changes)
+
+    def seeded(self, seed: int) -> "SamplingParams":
+        """Return the parameters with a seed: where they have none, this one, or 0 if greedy."""
+        if self.seed is not None:
+            return self
+        return dataclasses.replace(self, seed=seed if self.temperature > 0 else 0)
+
+    def for_prompt(self, prompt_token_ids: Iterable[int]) -> "SamplingParams":
+        """Return the parameters with the noise of a prompt, for any prompt: its seed, and "common".
+
+        Behind the prompt and a part of its answer they draw the rest of that answer. Greedy
+        parameters, and those with common noise, are returned as they are.
+        """
+        if self.temperature == 0 or self.noise == "common":
+            return self
+        seed = _seed_of_prompt(self.seed or 0, prompt_token_ids)
+        return dataclasses.replace(self, seed=seed, noise="common")
 
     @property
     def is_filtered(self) -> bool:

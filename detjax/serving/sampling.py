@@ -57,14 +57,23 @@ class SamplingRows:
 
     @classmethod
     def pack(cls, rows: list[tuple[SamplingParams, int]]) -> "SamplingRows":
-        """Lay out (parameters, sequence index) of each row as host arrays."""
+        """Lay out (parameters, sequence index) of each row as host arrays.
+
+        Raises:
+            ValueError: If a row's noise is of a prompt: `SamplingParams.for_prompt` says which.
+        """
+        for params, _ in rows:
+            if params.temperature > 0 and params.noise != "common":
+                raise ValueError(
+                    f"noise={params.noise!r} needs the prompt; pack params.for_prompt(token_ids)"
+                )
         columns = {
             "temperature": ([p.temperature for p, _ in rows], np.float32),
             "top_k": ([min(p.top_k, 2**31 - 1) for p, _ in rows], np.int32),
             "top_p": ([p.top_p for p, _ in rows], np.float32),
             "min_p": ([p.min_p for p, _ in rows], np.float32),
-            "seed_low": ([p.seed & 0xFFFFFFFF for p, _ in rows], np.uint32),
-            "seed_high": ([p.seed >> 32 for p, _ in rows], np.uint32),
+            "seed_low": ([(p.seed or 0) & 0xFFFFFFFF for p, _ in rows], np.uint32),
+            "seed_high": ([(p.seed or 0) >> 32 for p, _ in rows], np.uint32),
             "sequence_idx": ([p.noise_stream + i for p, i in rows], np.uint32),
         }
         return cls(**{name: np.asarray(values, dtype) for name, (values, dtype) in columns.items()})

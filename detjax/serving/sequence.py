@@ -16,6 +16,7 @@ from detjax.serving.request import (
     FinishReason,
     PromptLogprob,
     Request,
+    SamplingParams,
     TokenEvent,
     WindowCounts,
 )
@@ -79,6 +80,7 @@ class Sequence:
         request_id: Of the request.
         sequence_idx: Which of the request's sequences.
         request: What was asked.
+        sampling: Of the request, for its prompt: the noise that its rows draw.
         is_drafted: Tokens may be proposed by drafts and committed by verification.
         is_canonical: What is committed was computed canonically, so its pages may be shared.
         max_len: Length at which it ends.
@@ -114,6 +116,7 @@ class Sequence:
     request_id: int
     sequence_idx: int
     request: Request
+    sampling: SamplingParams
     is_drafted: bool
     is_canonical: bool
     max_len: int
@@ -149,9 +152,9 @@ class Sequence:
         self.tokens = list(self.request.prompt_token_ids)
         self.is_filtered = self.request.sampling.is_filtered
         self.is_adjusted = self.request.sampling.is_adjusted
-        reports = self.request.sampling.num_top_logprobs > 0
+        reports = self.request.sampling.logprobs > 0
         self.needs_choice = self.is_filtered or self.is_adjusted or reports
-        is_wanted = self.request.sampling.num_prompt_logprobs is not None
+        is_wanted = self.request.sampling.prompt_logprobs is not None
         self.wants_scores = is_wanted and self.sequence_idx == 0
         self.num_to_score = len(self.tokens) - 1 if self.wants_scores else 0
         self.listener.told_len = len(self.tokens)

@@ -122,7 +122,7 @@ def mixed_requests(count: int = 17, *, vocab_size: int, max_tokens: int) -> list
     rng = np.random.default_rng(11)
     lengths = (5, 127, 1, 130, 64, 33, 200, 17, 128, 2, 65, 96, 63, 12, 150, 40, 7)
     kinds = (
-        {"temperature": 0.0, "num_top_logprobs": 3},
+        {"temperature": 0.0, "logprobs": 3},
         {"temperature": 0.8, "seed": 1},
         {"temperature": 1.0, "top_k": 5, "seed": 2**63 + 5},
         {"temperature": 1.3, "top_p": 0.7, "seed": 3},
@@ -153,7 +153,7 @@ def adjusted_requests(*, vocab_size: int, max_tokens: int) -> list[Request]:
         },
         {
             "temperature": 0.7, "seed": 4, "top_k": 9, "logprobs_mode": "processed",
-            "allowed_token_ids": tuple(range(0, vocab_size, 3)), "num_top_logprobs": 3,
+            "allowed_token_ids": tuple(range(0, vocab_size, 3)), "logprobs": 3,
         },
         {
             # Two tokens again and again, until their own number is in their way.

@@ -141,7 +141,7 @@ class FakeEngine:
         logprob = np.float32(-0.1) * np.float32(1 + token_id + position)
         if self._flip == (self._config.batch_size, position):
             logprob = np.nextafter(logprob, np.float32(0))
-        top = [(token_id, logprob), (0, np.float32(-9))][: request.sampling.num_top_logprobs]
+        top = [(token_id, logprob), (0, np.float32(-9))][: request.sampling.logprobs]
         return TokenEvent(
             request_idx=key[0],
             sequence_idx=key[1],

@@ -157,7 +157,7 @@ def test_every_field_of_the_sampling_is_an_option():
     fields = {f.name for f in dataclasses.fields(SamplingParams)} - {
         "bad_words_token_ids",  # --bad-word has texts
         "structured_output",  # five options
-        "num_prompt_logprobs",  # Engine.score, and the server
+        "prompt_logprobs",  # Engine.score, and the server
         "noise_stream",  # --n; one of them alone is for receipts
     }
     assert {name for of, name in sets if of is SamplingParams} == fields

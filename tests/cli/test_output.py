@@ -98,7 +98,7 @@ def test_json_lines_hold_what_the_help_says(command, capsys, toy):
         "model",
     ]
     assert entry["model"] == {"name": "toy"}
-    assert entry["sampling"]["num_top_logprobs"] == 1
+    assert entry["sampling"]["logprobs"] == 1
     assert entry["is_deterministic"] is True
     assert entry["prompt_token_ids"] == [256, *toy.ids_of("ab")]
     assert entry["token_ids"] == [*toy.ids_of("ab0"), toy.end]
@@ -137,6 +137,35 @@ def test_json_is_one_document(command, capsys):
     assert document["sampling"]["top_k"] == 5 and document["sampling"]["stop"] == ["x"]
     assert document["stats"]["prefill_tokens"] == 10
     assert len(document["digest"]) == 64 and "check" not in document
+
+
+def test_a_seed_that_is_drawn_is_written_and_gives_the_same_sampling_again(command, capsys):
+    def seed_of(*argv: str) -> tuple[dict, str]:
+        assert command("--prompt", "ab", "--format", "json", *argv) == 0
+        out, err = capsys.readouterr()
+        entry = json.loads(out)
+        (completion,) = entry["completions"]
+        assert completion["sampling"]["seed"] == entry["sampling"]["seed"]
+        return entry["sampling"], err
+
+    first, said = seed_of("--temperature", "1")
+    assert f"{first['seed']}, drawn: --seed {first['seed']} " in said
+    second, _ = seed_of("--temperature", "1")
+    assert first["seed"] != second["seed"]
+    again, said = seed_of("--temperature", "1", "--seed", str(first["seed"]))
+    assert again == first and "drawn:" not in said
+    greedy, said = seed_of()
+    assert greedy["seed"] == 0 and "drawn:" not in said
+
+
+def test_a_prompt_of_a_file_that_samples_has_the_drawn_seed(command, capsys, tmp_path):
+    lines = [{"temperature": 1}, {"temperature": 1, "seed": 5}, {"temperature": 1, "seed": None}]
+    file = tmp_path / "p.jsonl"
+    file.write_text("".join(json.dumps({"prompt": "a", "sampling": s}) + "\n" for s in lines))
+    assert command("--prompts-file", str(file), "--format", "jsonl") == 0
+    out, err = capsys.readouterr()
+    seeds = [entry["sampling"]["seed"] for entry in lines_of(out)]
+    assert seeds == [seeds[0], 5, seeds[0]] and f"--seed {seeds[0]} gives" in err
 
 
 def test_json_lines_come_in_order_even_if_a_later_one_ends_first(command, capsys):

@@ -149,10 +149,11 @@ def test_decode_is_bitwise_path_consistent_with_prefill():
     """Prefilling a prompt with its own completion gives the logprobs that decoding gave."""
     want = expected(2)[1]
     tokens = want.prompt_token_ids + want.token_ids
+    sampling = SamplingParams(max_tokens=1, temperature=0.8, seed=1)
     prefixes = [
         Request(
             prompt_token_ids=tokens[: len(want.prompt_token_ids) + i],
-            sampling=SamplingParams(max_tokens=1, temperature=0.8, seed=1),
+            sampling=sampling.for_prompt(want.prompt_token_ids),
         )
         for i in range(MAX_TOKENS)
     ]
@@ -237,7 +238,7 @@ def test_answers_are_bitwise_run_invariant_in_a_second_process(num_devices):
     """It compiles anew, and gives each the programs that these three need together."""
     chosen = [0, 1, 3]
     everyone = requests()
-    fields = ("temperature", "top_k", "top_p", "min_p", "seed", "num_top_logprobs")
+    fields = ("temperature", "top_k", "top_p", "min_p", "seed", "logprobs")
     given = [
         (everyone[i].prompt_token_ids, {f: getattr(everyone[i].sampling, f) for f in fields})
         for i in chosen

@@ -87,7 +87,7 @@ def test_prompt_logprobs_are_bitwise_path_consistent_with_decode(mode):
     prompt = sequences()[4]
     made = engine(mode=mode)
     for params in ({"temperature": 0.9, "seed": 3}, {}):
-        sampling = SamplingParams(max_tokens=40, num_top_logprobs=TOP, **params)
+        sampling = SamplingParams(max_tokens=40, logprobs=TOP, **params)
         (done,) = made.generate([Request(prompt_token_ids=prompt, sampling=sampling)])
         (scores,) = made.score([prompt + done.token_ids], top=TOP)
         tail = scores[len(prompt) - 1 :]
@@ -152,7 +152,7 @@ def test_cached_prefixes_change_no_prompt_logprob_and_are_left_for_others():
     again = made.score([long], top=TOP)
     assert made.stats().prefix_tokens == 0
     assert_same([*first, *again], [expected()[-1]] * 2, "with the prompt in the cache")
-    sampling = SamplingParams(max_tokens=3, num_prompt_logprobs=TOP, n=3, temperature=1.0)
+    sampling = SamplingParams(max_tokens=3, prompt_logprobs=TOP, n=3, temperature=1.0)
     got = made.generate([Request(prompt_token_ids=long, sampling=sampling)])
     # Sequence 0 has the logprobs for all three, whose pages are those of the calls before.
     assert made.stats().prefix_tokens == 2 * (len(long) - 1) // PAGE * PAGE
@@ -167,7 +167,7 @@ def test_preemption_changes_no_prompt_logprob_and_none_is_computed_twice():
     asked = [
         Request(
             prompt_token_ids=sequence[:30],
-            sampling=SamplingParams(max_tokens=40, num_prompt_logprobs=TOP),
+            sampling=SamplingParams(max_tokens=40, prompt_logprobs=TOP),
         )
         for sequence in sequences()[-3:]
     ]
@@ -187,7 +187,7 @@ def test_preemption_changes_no_prompt_logprob_and_none_is_computed_twice():
 def test_an_interrupt_loses_no_prompt_logprob():
     """One after each way of ending a step: what is told is whole, and told once."""
     long = sequences()[-1]
-    sampling = SamplingParams(max_tokens=2, num_prompt_logprobs=TOP)
+    sampling = SamplingParams(max_tokens=2, prompt_logprobs=TOP)
     for at in range(1, 7):  # nothing is in flight in the first step
         made, outputs, step = engine(), [], 0
         made.add_request(long, sampling)
@@ -222,7 +222,7 @@ def test_control_fast_steps_change_bits_with_the_chunk():
 def test_scores_survive_json():
     asked = Request(
         prompt_token_ids=sequences()[3],
-        sampling=SamplingParams(max_tokens=2, num_prompt_logprobs=TOP),
+        sampling=SamplingParams(max_tokens=2, prompt_logprobs=TOP),
     )
     (done,) = engine().generate([asked])
     assert done.prompt_logprobs == expected()[3]
@@ -236,7 +236,7 @@ def test_requests_that_do_not_ask_run_the_programs_that_they_always_ran():
     made, launched = engine(), []
     run = made._runner._run
     made._runner._run = lambda key, *rest, **named: launched.append(key) or run(key, *rest, **named)
-    sampling = SamplingParams(max_tokens=4, num_top_logprobs=TOP)
+    sampling = SamplingParams(max_tokens=4, logprobs=TOP)
     (done,) = made.generate([Request(prompt_token_ids=sequences()[5], sampling=sampling)])
     assert done.prompt_logprobs is None
     assert launched and not any(key.leaves_hidden for key in launched)
@@ -248,7 +248,7 @@ def test_requests_that_do_not_ask_run_the_programs_that_they_always_ran():
 
 def test_a_cancelled_prompt_has_no_logprobs():
     made = engine()
-    sampling = SamplingParams(max_tokens=0, num_prompt_logprobs=TOP)
+    sampling = SamplingParams(max_tokens=0, prompt_logprobs=TOP)
     cancelled = made.add_request(sequences()[-1], sampling)
     kept = made.add_request(sequences()[-2], sampling)
     made.step()
@@ -263,10 +263,10 @@ def test_a_cancelled_prompt_has_no_logprobs():
 @pytest.mark.parametrize(
     ("sampling", "message"),
     [
-        ({"max_tokens": 0}, "max_tokens=0 must be at least 1, or 0 with num_prompt_logprobs"),
-        ({"max_tokens": 0, "num_prompt_logprobs": 0, "n": 2}, "n=2 must be 1 where max_tokens=0"),
-        ({"num_prompt_logprobs": 65}, r"num_prompt_logprobs=65 must be None or in \[0, 64\]"),
-        ({"num_prompt_logprobs": True}, "num_prompt_logprobs=True must be an integer"),
+        ({"max_tokens": 0}, "max_tokens=0 must be at least 1, or 0 with prompt_logprobs"),
+        ({"max_tokens": 0, "prompt_logprobs": 0, "n": 2}, "n=2 must be 1 where max_tokens=0"),
+        ({"prompt_logprobs": 65}, r"prompt_logprobs=65 must be None or in \[0, 64\]"),
+        ({"prompt_logprobs": True}, "prompt_logprobs=True must be an integer"),
     ],
 )
 def test_what_has_no_meaning_is_refused(sampling, message):

@@ -40,9 +40,7 @@ SIZES = EngineConfig(
     batch_size=16, prefill_chunk=CONTEXT, prefill_shapes=((16, 8),), max_len=CONTEXT,
     self_check="off",
 )  # fmt: skip
-WIDEST = SamplingParams(
-    max_tokens=2, temperature=1.0, top_k=9, num_top_logprobs=64, presence_penalty=0.1
-)
+WIDEST = SamplingParams(max_tokens=2, temperature=1.0, top_k=9, logprobs=64, presence_penalty=0.1)
 """Is asked beside every list, so that all programs are of one variant, and few are compiled."""
 MODES = {
     "invariant": {},
@@ -206,8 +204,8 @@ def draw_sampling(rng: np.random.Generator) -> SamplingParams:
         "stop_token_ids": (5, 300, 4000),
         "stop": one_of(("e",), ("th", "a "), ("ü", "\u2028")),
         "include_stop_str_in_output": True,
-        "num_top_logprobs": one_of(1, 3),
-        "num_prompt_logprobs": 2,
+        "logprobs": one_of(1, 3),
+        "prompt_logprobs": 2,
         "logit_bias": ((7, 4.0), (300, -2.5), (9, 1e8)),
         "allowed_token_ids": tuple(range(0, VOCAB, 99)),
         "bad_words": ("the", " of"),

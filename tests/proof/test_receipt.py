@@ -56,7 +56,7 @@ def make_output(**changes) -> CompletionOutput:
             seed=2**63 + 5,
             n=4,
             stop=("d",),
-            num_prompt_logprobs=2,
+            prompt_logprobs=2,
         ),  # fmt: skip
         is_deterministic=True,
     )
@@ -94,7 +94,7 @@ def test_a_receipt_says_what_was_asked_and_answered_to_the_bit():
     assert read.prompt_token_ids == (5, 6, 7)
     # Of this sequence alone: the third of four. And of the answer: not what the prompt scored.
     assert read.sampling == dataclasses.replace(
-        output.sampling, n=1, noise_stream=2, num_prompt_logprobs=None
+        output.sampling, n=1, noise_stream=2, prompt_logprobs=None
     )
     assert read.request["end_token_ids"] == [0, 2]
 
@@ -219,8 +219,8 @@ def test_a_forger_must_keep_digest_and_lengths_right():
         Receipt.from_json(forged(lambda r: r.answer.update(token_ids=[1, 2, 301])))
     with pytest.raises(ReceiptError, match="has 3 logprobs for 2 tokens"):
         Receipt.from_json(forged(lambda r: r.answer.update(token_ids=[1, 2], top_logprobs=None)))
-    with pytest.raises(ReceiptError, match="num_prompt_logprobs is 2, and in .* it is None"):
-        Receipt.from_json(forged(lambda r: r.request["sampling"].update(num_prompt_logprobs=2)))
+    with pytest.raises(ReceiptError, match="prompt_logprobs is 2, and in .* it is None"):
+        Receipt.from_json(forged(lambda r: r.request["sampling"].update(prompt_logprobs=2)))
     with pytest.raises(ReceiptError, match="speed"):
         Receipt.from_json(forged(lambda r: r.request["sampling"].update(speed=3)))
 

@@ -42,8 +42,8 @@ def samplings(count: int) -> list[detjax.SamplingParams]:
             top_p=(1.0, 0.9)[i % 2],
             seed=2**40 + i,
             n=1 + i % 2,
-            num_top_logprobs=2 * (i % 2),
-            num_prompt_logprobs=(None, 3)[i % 2],
+            logprobs=2 * (i % 2),
+            prompt_logprobs=(None, 3)[i % 2],
             stop=("he",) if i % 4 == 3 else (),
         )
         for i in range(count)
@@ -374,7 +374,8 @@ def test_the_command_writes_receipts(tmp_path, capsys):
     written = [Receipt.from_json(line) for line in path.read_text().splitlines()]
     assert [r.answer["digest"] for r in written] == [line["digest"] for line in lines]
     assert [r.model for r in written] == [line["model"] for line in lines]
-    assert [line["sampling"]["seed"] for line in lines] == [0, 0]
+    (drawn,) = {line["sampling"]["seed"] for line in lines}
+    assert {r.sampling.seed for r in written} == {drawn}
     assert [r.sampling.noise_stream for r in written] == [0, 1]
     assert bundled_model_path().name == written[0].model["name"]
 

@@ -94,9 +94,9 @@ def test_answers_do_not_depend_on_the_load(running, client):
     assert together == alone and len(set(alone)) > 20
 
 
-@pytest.mark.parametrize("fields", [{}, {"echo": True}, {"n": 2, "temperature": 0.9},
+@pytest.mark.parametrize("fields", [{}, {"echo": True}, {"n": 2, "temperature": 0.9, "seed": 3},
                                     {"prompt": [PROMPT, "17+26="]}, {"logprobs": 2},
-                                    {"stop": ["e"], "temperature": 0.9}])  # fmt: skip
+                                    {"stop": ["e"], "temperature": 0.9, "seed": 3}])  # fmt: skip
 def test_a_stream_is_the_answer_in_pieces(client, fields):
     whole = answer(client, **fields)
     response = post(client, stream=True, stream_options={"include_usage": True}, **fields)
@@ -115,7 +115,7 @@ def test_a_stream_is_the_answer_in_pieces(client, fields):
 
 
 def test_an_event_has_as_many_tokens_as_the_server_is_told(client, llm):
-    fields = {"max_tokens": 12, "temperature": 0.9, "n": 2, "return_token_ids": True}
+    fields = {"max_tokens": 12, "temperature": 0.9, "seed": 3, "n": 2, "return_token_ids": True}
     whole = answer(client, **fields)
     with served(make_service(llm, stream_interval=5), llm) as other, other.client() as own:
         chunks = events(post(own, stream=True, **fields))
@@ -127,9 +127,9 @@ def test_an_event_has_as_many_tokens_as_the_server_is_told(client, llm):
 
 
 def test_choices_stand_in_the_order_of_the_prompts(client):
-    got = answer(client, prompt=["17+26=", PROMPT], n=2, temperature=0.9)
+    got = answer(client, prompt=["17+26=", PROMPT], n=2, temperature=0.9, seed=3)
     assert [choice["index"] for choice in got["choices"]] == [0, 1, 2, 3]
-    alone = answer(client, n=2, temperature=0.9)
+    alone = answer(client, n=2, temperature=0.9, seed=3)
     digests = [choice["detjax"]["digest"] for choice in got["choices"]]
     assert digests[2:] == [choice["detjax"]["digest"] for choice in alone["choices"]]
 

@@ -81,7 +81,16 @@ def test_values_that_ask_for_nothing_are_taken():
     )
     asked.check()
     sampling = sampling_params(asked, max_tokens=5, num_top=0)
-    assert (sampling.temperature, sampling.seed, sampling.n) == (1.0, 0, 1)
+    assert (sampling.temperature, sampling.n) == (1.0, 1)
+
+
+def test_a_sampled_request_without_a_seed_has_a_drawn_one_and_a_greedy_one_has_0():
+    def seed_of(**fields) -> int | None:
+        asked = parse(body(**fields), CompletionRequest)
+        return sampling_params(asked, max_tokens=5, num_top=0).seed
+
+    assert len({seed_of() for _ in range(20)}) == 20
+    assert seed_of(temperature=0) == 0 and seed_of(seed=7) == 7 and seed_of(seed=0) == 0
 
 
 @pytest.mark.parametrize(
@@ -97,6 +106,7 @@ def test_values_that_ask_for_nothing_are_taken():
         ({"repetition_penalty": 0}, "repetition_penalty"),
         ({"min_tokens": 99}, "min_tokens"),
         ({"logprobs_mode": "both"}, "logprobs_mode"),
+        ({"noise": "of the prompt"}, "noise"),
     ],
 )
 def test_sampling_out_of_range_is_named(fields, field):
@@ -161,7 +171,7 @@ def test_every_sampling_field_of_a_request_is_passed_on():
         "min_tokens": 2, "allowed_token_ids": [5, 6], "bad_words": ["x"], "logprobs_mode":
         "processed", "repetition_penalty": 1.5, "presence_penalty": 0.25, "frequency_penalty": -1.0,
         "include_stop_str_in_output": True, "stop": ["y"], "seed": 7, "n": 2, "temperature": 0.5,
-        "top_p": 0.75,
+        "top_p": 0.75, "noise": "common",
     }  # fmt: skip
     asked = parse(body(**given, logit_bias={"5": 1}), CompletionRequest)
     asked.check()

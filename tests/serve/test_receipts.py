@@ -42,8 +42,9 @@ def test_each_choice_has_its_receipt(client, llm, path, body):
 
 
 def test_a_stream_ends_with_the_receipt(client):
-    whole = post(client, "/v1/completions", COMPLETION)["choices"][0]["detjax"]["receipt"]
-    lines = client.post("/v1/completions", json=COMPLETION | {"stream": True}).text.splitlines()
+    asked = COMPLETION | {"seed": 3}
+    whole = post(client, "/v1/completions", asked)["choices"][0]["detjax"]["receipt"]
+    lines = client.post("/v1/completions", json=asked | {"stream": True}).text.splitlines()
     events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
     assert events[-1]["choices"][0]["detjax"]["receipt"] == whole
     assert all("detjax" not in event["choices"][0] for event in events[:-1])

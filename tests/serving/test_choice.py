@@ -61,13 +61,13 @@ TIED = [3, 70, 71, 130, 200, 255]
 )
 def test_of_equal_logits_the_lowest_token_ids_are_kept(sampling, tp):
     """Three of the six: top-p keeps while the sum before is below 0.45, 2.7 of 6 (or 2.75 of 5)."""
-    params = [SamplingParams(temperature=1.0, seed=9, **sampling)] * ROWS
+    params = [SamplingParams(temperature=1.0, noise="common", seed=9, **sampling)] * ROWS
     assert set(chosen(tied(), params, tp=tp)) == set(TIED[:3])
 
 
 @pytest.mark.control
 def test_control_without_a_filter_all_equal_logits_are_chosen():
-    params = [SamplingParams(temperature=1.0, seed=9)] * ROWS
+    params = [SamplingParams(temperature=1.0, noise="common", seed=9)] * ROWS
     assert set(chosen(tied(), params, tp=1)) == set(TIED)
 
 
@@ -75,7 +75,8 @@ def test_every_bit_of_the_seed_counts():
     logits = np.zeros((ROWS, VOCAB), np.float32)
     seeds = (5, 5 + 2**32, 5 + 2**63)
     answers = [
-        chosen(logits, [SamplingParams(temperature=1.0, seed=seed)] * ROWS, tp=1) for seed in seeds
+        chosen(logits, [SamplingParams(temperature=1.0, seed=seed, noise="common")] * ROWS, tp=1)
+        for seed in seeds
     ]
     for i, a in enumerate(answers):
         for b in answers[:i]:
@@ -84,7 +85,7 @@ def test_every_bit_of_the_seed_counts():
 
 def test_noise_belongs_to_the_position_and_not_to_the_row():
     logits = np.zeros((ROWS, VOCAB), np.float32)
-    rows = SamplingRows.pack([(SamplingParams(temperature=1.0, seed=5), 0)] * ROWS)
+    rows = SamplingRows.pack([(SamplingParams(temperature=1.0, seed=5, noise="common"), 0)] * ROWS)
     positions = np.arange(ROWS, dtype=np.int32)
     forwards = np.asarray(chooser(1)(logits, rows, positions).token_ids)
     backwards = np.asarray(chooser(1)(logits, rows, positions[::-1].copy()).token_ids)

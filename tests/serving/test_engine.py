@@ -281,8 +281,8 @@ def test_a_request_that_cannot_run_is_refused_when_it_is_added(prompt, given, me
 def test_more_top_logprobs_than_tokens_are_refused():
     of = dummy_model(dummy_config(num_layers=1, vocab_size=40))
     made = Engine(of, EngineConfig(batch_size=1, prefill_chunk=8, max_len=64))
-    with pytest.raises(ValueError, match="num_top_logprobs=41, more than the vocabulary of 40"):
-        made.add_request((1,), SamplingParams(num_top_logprobs=41))
+    with pytest.raises(ValueError, match="logprobs=41, more than the vocabulary of 40"):
+        made.add_request((1,), SamplingParams(logprobs=41))
 
 
 def test_fast_mode_refuses_to_be_deterministic():

@@ -90,7 +90,7 @@ def choice_of(entries: list[int], position: int, sampling: tuple, mode: str) -> 
 
 def canonical(request: Request, sequence_idx: int) -> tuple[list[int], list[float]]:
     """All tokens and logprobs up to the length, whoever ends it before."""
-    params = request.sampling
+    params = request.sampling.for_prompt(request.prompt_token_ids)
     sampling = (float(np.float32(params.temperature)), params.seed, sequence_idx)
     entries, tokens, logprobs = [], list(request.prompt_token_ids), []
     most = min(len(tokens) + params.max_tokens, MAX_LEN)
@@ -660,13 +660,13 @@ def test_what_is_compiled_ahead_is_not_compiled_by_a_step():
     made.compile()
     num_compiled = made.stats().num_compiled
     assert num_compiled == made.programs.num_compiled
-    kinds = [{}, {"num_top_logprobs": 5}, {"temperature": 1.0, "top_k": 3}]
-    kinds += [{"temperature": 1.0, "min_p": 0.1, "num_top_logprobs": 20}]
+    kinds = [{}, {"logprobs": 5}, {"temperature": 1.0, "top_k": 3}]
+    kinds += [{"temperature": 1.0, "min_p": 0.1, "logprobs": 20}]
     for i, kind in enumerate(kinds * 3):
         add(made, request(i, **kind), is_deterministic=bool(i % 2))
         made.step()
     made.drain()
-    made.generate([request(temperature=1.0, min_p=0.1, num_top_logprobs=20)])
+    made.generate([request(temperature=1.0, min_p=0.1, logprobs=20)])
     assert made.stats().num_compiled == num_compiled == made.programs.num_compiled
 
 
@@ -819,7 +819,7 @@ class Run:
                 seed=int(rng.integers(2)),
                 n=int(rng.choice([1, 1, 3])),
                 stop_token_ids=tuple(map(int, rng.integers(0, VOCAB, rng.integers(0, 4)))),
-                num_top_logprobs=int(rng.choice([0, 0, 3])),
+                logprobs=int(rng.choice([0, 0, 3])),
             ),
             is_deterministic=self.mode != "fast" and bool(rng.random() < 0.7),
             priority=int(rng.integers(-1, 2)),

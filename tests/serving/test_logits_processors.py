@@ -24,16 +24,16 @@ from detjax.testing.dummies import dummy_config
 VOCAB, LENGTH, END = 300, 24, 11
 
 SAMPLINGS = [
-    SamplingParams(temperature=0.7, seed=1),  # a neighbour that asks for nothing
+    SamplingParams(temperature=0.7, seed=1, noise="common"),  # a neighbour that asks for nothing
     SamplingParams(repetition_penalty=1.3, presence_penalty=0.3, frequency_penalty=0.7),
     SamplingParams(logit_bias=((0, -1.5), (130, 3.3), (299, 1e-3)), repetition_penalty=0.8),
     SamplingParams(
         allowed_token_ids=tuple(range(0, VOCAB, 3)), min_tokens=40, temperature=0.6, seed=2,
-        logprobs_mode="processed",
+        noise="common", logprobs_mode="processed",
     ),
     SamplingParams(
         bad_words_token_ids=((9,), (5, 6), (4, 5, 7), (8, 5, 7)), logprobs_mode="processed",
-        frequency_penalty=-1.1, temperature=1.7, top_p=0.9, seed=3,
+        frequency_penalty=-1.1, temperature=1.7, top_p=0.9, seed=3, noise="common",
     ),
 ]  # fmt: skip
 

@@ -30,9 +30,9 @@ KINDS = (
     {"frequency_penalty": 0.3, "temperature": 0.9}, {"logit_bias": ((5, 2.0), (9, -3.0))},
     {"bad_words_token_ids": ((4,), (5, 6))}, {"allowed_token_ids": tuple(range(0, VOCAB, 3))},
     {"min_tokens": 2, "stop_token_ids": (7, 8)}, {"logprobs_mode": "processed", "temperature": 0.7},
-    {"num_top_logprobs": 1}, {"num_top_logprobs": 20}, {"num_top_logprobs": 64, "top_p": 0.5},
-    {"num_prompt_logprobs": 0}, {"num_prompt_logprobs": 3}, {"num_prompt_logprobs": 64},
-    {"max_tokens": 0, "num_prompt_logprobs": 1}, {"n": 3, "temperature": 1.0},
+    {"logprobs": 1}, {"logprobs": 20}, {"logprobs": 64, "top_p": 0.5},
+    {"prompt_logprobs": 0}, {"prompt_logprobs": 3}, {"prompt_logprobs": 64},
+    {"max_tokens": 0, "prompt_logprobs": 1}, {"n": 3, "temperature": 1.0},
     {"structured_output": FORM}, {"seed": 2**63 + 1, "temperature": 1.3, "top_p": 0.7, "top_k": 5},
 )  # fmt: skip
 

@@ -26,7 +26,8 @@ def test_results_of_before_a_preemption_do_not_count_for_a_sequence_that_runs_ag
     def add(request_id: int, *, max_len: int, is_drafted: bool):
         asked = Request(prompt_token_ids=(1,) * 7, sampling=SamplingParams())
         seq = Sequence(
-            request_id=request_id, sequence_idx=0, request=asked, max_len=max_len,
+            request_id=request_id, sequence_idx=0, request=asked, sampling=asked.sampling,
+            max_len=max_len,
             is_drafted=is_drafted, is_canonical=True,
         )  # fmt: skip
         scheduler.add(seq)

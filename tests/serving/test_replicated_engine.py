@@ -310,7 +310,7 @@ def test_requests_survive_the_log_bit_for_bit():
     samplings = [
         SamplingParams(seed=2**64 - 1, temperature=1e-30, top_p=np.nextafter(0.0, 1.0)),
         SamplingParams(seed=0, temperature=1e30, min_p=0.1 + 0.2, stop_token_ids=(0, 49), n=1024),
-        SamplingParams(max_tokens=2**40, top_k=2**40, num_top_logprobs=64),
+        SamplingParams(max_tokens=2**40, top_k=2**40, logprobs=64),
     ]
     for sampling in samplings:
         request = replicated_engine.Request(

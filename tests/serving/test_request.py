@@ -58,8 +58,8 @@ def completion(**changes) -> Completion:
         ("seed", -1),
         ("seed", 2**64),
         ("n", 0),
-        ("num_top_logprobs", -1),
-        ("num_top_logprobs", 65),
+        ("logprobs", -1),
+        ("logprobs", 65),
         ("temperature", 1.5e30),
         ("temperature", 8.6e37),
         ("temperature", 9e-31),
@@ -96,7 +96,7 @@ def test_a_temperature_and_its_reciprocal_are_normal_float32(temperature):
         ("seed", True, "seed=True must be an integer, not bool"),
         ("n", 2.0, "n=2.0 must be an integer, not float"),
         ("max_tokens", "9", "max_tokens='9' must be an integer, not str"),
-        ("num_top_logprobs", 2.5, "num_top_logprobs=2.5 must be an integer, not float"),
+        ("logprobs", 2.5, "logprobs=2.5 must be an integer, not float"),
         ("top_k", None, "top_k=None must be an integer, not NoneType"),
         ("temperature", "hot", "temperature='hot' must be a number, not str"),
         ("top_p", None, "top_p=None must be a number"),
@@ -116,11 +116,11 @@ def test_numbers_of_numpy_are_taken_for_those_of_python(untyped):
     of_numpy = SamplingParams(
         max_tokens=np.int64(5), temperature=np.float32(0.5), top_k=np.uint8(3),
         top_p=np.float64(0.5), min_p=np.int32(0), seed=np.uint64(2**64 - 1), n=np.int16(2),
-        num_top_logprobs=np.int32(1), stop_token_ids=np.array([4, 5], np.int32),
+        logprobs=np.int32(1), stop_token_ids=np.array([4, 5], np.int32),
     )  # fmt: skip
     plain = SamplingParams(
         max_tokens=5, temperature=0.5, top_k=3, top_p=0.5, min_p=0.0, seed=2**64 - 1, n=2,
-        num_top_logprobs=1, stop_token_ids=(4, 5),
+        logprobs=1, stop_token_ids=(4, 5),
     )  # fmt: skip
     assert of_numpy == plain and repr(of_numpy) == repr(plain)
     asked = Request(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The noise specification and the filters, against definitions written another way."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -49,10 +50,13 @@ def test_threefry_is_that_of_random123_and_jax():
 
 @pytest.mark.golden
 def test_published_test_vectors():
-    for vector in json.loads(VECTORS.read_text())["vectors"]:
-        bits = _bits(
-            vector["seed"], vector["sequence_idx"], vector["position"], [vector["token_id"]]
-        )
+    published = json.loads(VECTORS.read_text())
+    for vector in (*published["common"], *published["per_prompt"]):
+        seed = vector["seed"]
+        if (prompt := vector.get("prompt_token_ids")) is not None:
+            seed = SamplingParams(temperature=1.0, seed=seed).for_prompt(prompt).seed
+            assert seed == vector["prompt_seed"]
+        bits = _bits(seed, vector["sequence_idx"], vector["position"], [vector["token_id"]])
         assert int(bits[0]) == int(vector["bits"], 16)
         assert float(noise.uniform(jnp.asarray(bits))[0]) == vector["uniform"]
         # Two logarithms of at most 2 ulp each; -log1p(-u) passes its relative error on to the
@@ -60,6 +64,8 @@ def test_published_test_vectors():
         got = np.asarray(noise.gumbel(jnp.asarray(bits)))
         want = -np.log(-np.log1p(-np.float64(vector["uniform"])))
         assert abs(float(got[0]) - want) <= 2 * np.spacing(np.float32(abs(want))) + 2**-22
+    kinds = [v["prompt_seed"] for v in published["per_prompt"]]
+    assert len(set(kinds)) == len(kinds) == 9
 
 
 def test_noise_is_finite_at_every_edge():
@@ -104,6 +110,72 @@ def test_samples_follow_the_distribution():
     assert stats.chisquare(np.bincount(tokens, minlength=20), expected).pvalue > 1e-3
 
 
+def _probabilities(logits: np.ndarray) -> np.ndarray:
+    weights = np.exp(logits.astype(np.float64) - logits.max(axis=1, keepdims=True))
+    return weights / weights.sum(axis=1, keepdims=True)
+
+
+def _of_prompts(noise: str, count: int, seed: int = 7) -> list[tuple[SamplingParams, int]]:
+    """Rows of as many prompts of three tokens, of one seed at temperature 1."""
+    params = SamplingParams(temperature=1.0, seed=seed, noise=noise)
+    return [(params.for_prompt((1, i // 250, i % 250)), 0) for i in range(count)]
+
+
+@pytest.mark.parametrize("noise", ["per_prompt", pytest.param("common", marks=pytest.mark.control)])
+def test_prompts_of_one_seed_agree_as_often_as_chance_has_it(noise):
+    """Tokens of 2,000 disjoint pairs of prompts, each with logits of its own.
+
+    Were they independent the pairs that agree would have this mean and variance, each pair being a
+    draw of its own; five deviations. With common noise, the control, ten times as many do.
+    """
+    logits = np.random.default_rng(8).normal(0, 1, (4000, VOCAB)).astype(np.float32)
+    tokens = _choose(logits, _of_prompts(noise, len(logits)))[0]
+    probs = _probabilities(logits)
+    chance = (probs[0::2] * probs[1::2]).sum(axis=1)
+    reach = 5 * np.sqrt((chance * (1 - chance)).sum())
+    found = (tokens[0::2] == tokens[1::2]).sum()
+    assert (abs(found - chance.sum()) < reach) == (noise == "per_prompt"), found
+    assert noise == "per_prompt" or found > 5 * chance.sum()
+
+
+@pytest.mark.parametrize("noise", ["per_prompt", pytest.param("common", marks=pytest.mark.control)])
+def test_a_mean_over_prompts_varies_as_that_of_independent_ones(noise):
+    """Of 64 prompts, those whose token is below half of the vocabulary, for each of 100 seeds.
+
+    The sum of squares is within the chi-square distribution's 1e-6 quantiles where prompts are
+    independent; the control is far beyond.
+    """
+    logits = np.random.default_rng(9).normal(0, 1, (64, VOCAB)).astype(np.float32)
+    rows = [row for seed in range(100) for row in _of_prompts(noise, 64, seed=seed)]
+    tokens = _choose(np.tile(logits, (100, 1)), rows)[0].reshape(100, 64)
+    likely = _probabilities(logits)[:, : VOCAB // 2].sum(axis=1)
+    counts = (tokens < VOCAB // 2).sum(axis=1)
+    squares = ((counts - likely.sum()) ** 2).sum() / (likely * (1 - likely)).sum()
+    low, high = stats.chi2.ppf([1e-6, 1 - 1e-6], 100)
+    assert (low < squares < high) == (noise == "per_prompt"), squares
+
+
+def test_noise_differs_in_every_token_of_the_prompt_and_every_bit_of_the_seed():
+    """Also where seed and prompt are exchanged, or a token moves to the front."""
+    base = SamplingParams(temperature=1.0, seed=5).for_prompt((7, 8, 9)).seed
+    prompts = [(8, 7, 9), (7, 8), (7, 8, 9, 0), (0, 7, 8, 9), (7, 8, 9 + 2**16), (7, 8, 9 + 2**30)]
+    others = [SamplingParams(temperature=1.0, seed=5).for_prompt(p).seed for p in prompts]
+    others += [
+        SamplingParams(temperature=1.0, seed=5 ^ 1 << bit).for_prompt((7, 8, 9)).seed
+        for bit in range(64)
+    ]
+    swapped = SamplingParams(temperature=1.0, seed=7).for_prompt((5, 8, 9)).seed
+    assert len({base, swapped, 5, *others}) == 3 + len(others)
+
+
+def test_rows_whose_noise_is_of_a_prompt_are_not_packed_without_it():
+    params = SamplingParams(temperature=1.0)
+    with pytest.raises(ValueError, match=r"noise='per_prompt' needs the prompt"):
+        SamplingRows.pack([(params, 0)])
+    assert SamplingRows.pack([(params.for_prompt([3]), 0)]).seed_low.shape == (1,)
+    assert SamplingParams(seed=3).for_prompt([3]).seed == 3  # greedy draws none
+
+
 def _padded(logits: np.ndarray) -> np.ndarray:
     return np.concatenate([logits, np.full(VOCAB - len(logits), -np.inf)]).astype(np.float32)
 
@@ -112,7 +184,8 @@ def _choose(
     logits, rows, *, tp: int = 1, with_filters: bool | None = None, position: int = 9,
     vocab: int = VOCAB, block: int = 128, num_top: int = 2,
 ):  # fmt: skip
-    """Token ids and logprobs for whole logits on a tp mesh."""
+    """Token ids and logprobs for whole logits on a tp mesh; noise is by the seed alone."""
+    rows = [(dataclasses.replace(p, noise="common"), i) for p, i in rows]
     ctx = ForwardContext(
         config=dummy_config(vocab_size=vocab), profile=NumericsProfile(vocab_block=block),
         backend=Backend.PORTABLE, tp=tp,

@@ -203,6 +203,7 @@ class Simulation:
             request_id=len(self.seqs),
             sequence_idx=0,
             request=request,
+            sampling=request.sampling,
             is_drafted=is_drafted,
             is_canonical=is_canonical,
             max_len=len(prompt) + most,

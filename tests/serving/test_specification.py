@@ -5,8 +5,10 @@ Where the page leaves an order to the backend, NumPy has another one, so logprob
 tokens are equal; where it names each rounding, bits are compared.
 """
 
+import hashlib
 import json
 import math
+import struct
 from functools import cache
 
 import jax
@@ -150,8 +152,14 @@ def threefry(key, counter):
     return x0, x1
 
 
-def noise_of(params: SamplingParams, seq: int, position: int, count: int) -> np.ndarray:
-    k0, k1 = threefry((params.seed % 2**32, params.seed >> 32), (seq, position))
+def noise_of(
+    params: SamplingParams, prompt: tuple[int, ...], seq: int, position: int, count: int
+) -> np.ndarray:
+    key = struct.pack("<Q", params.seed)
+    if params.noise == "per_prompt":
+        text = key + struct.pack(f"<{len(prompt)}i", *prompt)
+        key = hashlib.blake2b(text, digest_size=8).digest()
+    k0, k1 = threefry(struct.unpack("<2I", key), (seq, position))
     ids = np.arange(count, dtype=np.uint32)
     bits = threefry((k0[0], k1[0]), (ids, np.zeros_like(ids)))[0]
     u = np.minimum((bits.astype(F) + F(0.5)) * F(2.0**-32), F(1 - 2.0**-24))
@@ -181,11 +189,13 @@ def kept_tokens(x: np.ndarray, params: SamplingParams) -> np.ndarray:
     return by_token
 
 
-def scores_of(x: np.ndarray, params: SamplingParams, seq: int, position: int) -> np.ndarray:
+def scores_of(
+    x: np.ndarray, params: SamplingParams, prompt: tuple[int, ...], seq: int, position: int
+) -> np.ndarray:
     """What the first maximum is taken of."""
     if params.temperature == 0:
         return x
-    noise = noise_of(params, seq, position, len(x))
+    noise = noise_of(params, prompt, seq, position, len(x))
     scores = fused(x, reciprocal(params.temperature), noise)
     return np.where(kept_tokens(x, params), scores, F(-np.inf))
 
@@ -209,6 +219,7 @@ REQUESTS = tuple(
             (133, {}),  # over a page
             (9, {"temperature": 0.8, "n": 2}),
             (3, {"temperature": 1.7}),
+            (3, {"temperature": 1.4, "noise": "common"}),
             (4, {"temperature": MAX_TEMPERATURE}),
             (6, {"temperature": 1.0, "top_k": 7}),
             (7, {"temperature": 1.2, "top_p": 0.8}),
@@ -233,13 +244,14 @@ def test_another_implementation_of_the_page_gives_the_same_tokens(compute_dtype)
     num_near = num_tokens = 0
     for completion in engine.generate(REQUESTS):
         params = REQUESTS[completion.request_idx].sampling
-        length = len(completion.prompt_token_ids)
-        logits = page(compute_dtype).logits(completion.prompt_token_ids + completion.token_ids)
+        prompt = completion.prompt_token_ids
+        length = len(prompt)
+        logits = page(compute_dtype).logits(prompt + completion.token_ids)
         for i, (token_id, logprob) in enumerate(
             zip(completion.token_ids, completion.logprobs, strict=True)
         ):
             x = logits[length + i - 1]
-            scores = scores_of(x, params, completion.sequence_idx, length + i)
+            scores = scores_of(x, params, prompt, completion.sequence_idx, length + i)
             best = np.argmax(scores)
             assert token_id == best or scores[best] - scores[token_id] < bound
             num_near += token_id != best

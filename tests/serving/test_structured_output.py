@@ -43,6 +43,41 @@ def test_masks_depend_on_the_tokens_alone(grammars):
     assert allowed(masks[0]) > {18, 19} and allowed(masks[-1]) == {1}
 
 
+def takes(grammars, schema: dict | bool | None, text: str) -> bool:
+    """Whether a text begins an answer of the schema, None being any object."""
+    form = StructuredOutput(kind="json_object")
+    if schema is not None:
+        form = StructuredOutput(kind="json_schema", spec=json.dumps(schema))
+    guide = grammars.guide(form)
+    tokenizer = Tokenizer.from_folder(bundled_model_path())
+    for n, token_id in enumerate(
+        ids := tokenizer.backend.encode(text, add_special_tokens=False).ids
+    ):
+        if token_id not in allowed(guide.banned(ids[:n])):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("schema", [None, {"type": "object"}, {}, True])
+def test_json_has_the_space_that_printers_write_and_no_more(grammars, schema):
+    value = {"a": [1, {"b": True}], "c": {}}
+    for layout in ({}, {"indent": 2}, {"indent": 8}, {"indent": "\t"}, {"separators": (",", ":")}):
+        assert takes(grammars, schema, json.dumps(value, **layout)), layout
+    for text in ('{"a":  1', '{"a":\n\n1', '{"a": \n1', '{\r"a"', "{\n" + 33 * " " + '"a"'):
+        assert not takes(grammars, schema, text), text
+
+
+def test_a_schema_may_allow_any_space_or_none_or_its_own(grammars):
+    def with_space(**given) -> dict:
+        return {"type": "object", "x-guidance": given}
+
+    wide = '{"a":\n\n   1'
+    assert takes(grammars, with_space(whitespace_flexible=True), wide)
+    assert not takes(grammars, with_space(whitespace_flexible=False), '{"a": 1')
+    assert takes(grammars, with_space(whitespace_pattern="[ ]{3}"), '{"a":   1')
+    assert not takes(grammars, with_space(whitespace_pattern="[ ]{3}"), wide)
+
+
 @pytest.mark.parametrize(
     ("kind", "spec", "says"),
     [
@@ -100,6 +135,28 @@ def test_structured_answers_are_bitwise_schedule_invariant(ways):
     sizes = {"batch_size": 4, "max_len": 256, "show_progress": False, **ways}
     got = LLM(**sizes).generate(prompts, forms())
     assert [g.outputs[0].digest() for g in got] == [w.digest() for w in want]
+
+
+def test_a_small_model_ends_its_json_instead_of_writing_spaces():
+    """With any space, the control, the bundled model writes it up to `max_tokens`."""
+    fields = {"ok": {"type": "boolean"}, "digit": {"enum": [1, 2, 3]}}
+    schema = {
+        "type": "object", "properties": fields, "required": [*fields],
+        "additionalProperties": False,
+    }  # fmt: skip
+    spaced = schema | {"x-guidance": {"whitespace_flexible": True}}
+    samplings = [
+        SamplingParams(
+            max_tokens=120, temperature=t, seed=3, structured_output=StructuredOutput.of_schema(s)
+        )
+        for s in (schema, spaced)
+        for t in (0.0, 1.0)
+    ]
+    outs = LLM(max_len=256, show_progress=False).generate(["The old house"] * 4, samplings)
+    ended, spaced_out = (tuple(o.outputs[0] for o in outs[i : i + 2]) for i in (0, 2))
+    assert all(json.loads(one.text).keys() == fields.keys() for one in ended)
+    assert [one.finish_reason.value for one in ended] == ["stop", "stop"]
+    assert [one.finish_reason.value for one in spaced_out] == ["length", "length"]
 
 
 def test_an_engine_without_a_tokenizer_refuses():

@@ -2,12 +2,14 @@
 """The noise specification: which 32 random bits belong to a token.
 
 Threefry-2x32 with 20 rounds (Salmon et al. 2011, SC'11), integers only, so the same on every
-backend. With `seed` split into (low, high) 32-bit words:
+backend. `seed` comes from the request's seed and prompt, by blake2b of both
+(`SamplingParams.for_prompt`); with `noise="common"` it is the request's own. In two 32-bit words:
 
-    (k0, k1) = threefry2x32(key=(low, high), counter=(sequence_idx, position))
-    bits     = threefry2x32(key=(k0, k1),   counter=(token_id, 0))[0]
-    u        = min((float32(bits) + 0.5) * 2**-32, 1 - 2**-24)
-    noise    = -log(-log1p(-u))
+    (low, high) = seed mod 2**32, seed div 2**32
+    (k0, k1)    = threefry2x32(key=(low, high), counter=(sequence_idx, position))
+    bits        = threefry2x32(key=(k0, k1),    counter=(token_id, 0))[0]
+    u           = min((float32(bits) + 0.5) * 2**-32, 1 - 2**-24)
+    noise       = -log(-log1p(-u))
 
 `position` is the absolute position of the token being chosen. `u` lies in [2**-33, 1 - 2**-24], so
 the noise is finite for every input: between -2.81 and 22.88.

@@ -14,15 +14,15 @@ from detjax.numerics import NumericsProfile
 from detjax.serving.request import SamplingParams
 
 SAMPLING = (
-    (SamplingParams(temperature=1.0, seed=2**63 + 5), 3),
+    (SamplingParams(temperature=1.0, seed=2**63 + 5, noise="common"), 3),
     (SamplingParams(), 0),
-    (SamplingParams(temperature=0.8, seed=2**33 + 1), 0),
+    (SamplingParams(temperature=0.8, seed=2**33 + 1, noise="common"), 0),
 )
 FILTERED = (
-    (SamplingParams(temperature=1.0, top_k=40, top_p=0.9, seed=2**63 + 5), 3),
+    (SamplingParams(temperature=1.0, top_k=40, top_p=0.9, seed=2**63 + 5, noise="common"), 3),
     (SamplingParams(), 0),
     # WHY: so small a nucleus that a token too many in it is chosen half of the time.
-    (SamplingParams(temperature=0.8, min_p=0.02, top_p=0.02, seed=2**33 + 1), 0),
+    (SamplingParams(temperature=0.8, min_p=0.02, top_p=0.02, seed=2**33 + 1, noise="common"), 0),
 )
 
 

@@ -110,7 +110,7 @@ class Rechecks:
                 before=tuple(seq.tokens[: token.position]),
                 token_id=token.token_id,
                 logprob=token.logprob,
-                sampling=(seq.request.sampling, seq.sequence_idx),
+                sampling=(seq.sampling, seq.sequence_idx),
                 is_filtered=seq.is_filtered,
             )
         )

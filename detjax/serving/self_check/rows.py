@@ -74,7 +74,7 @@ class RowMaker:
             slot = self._slot(row)
             window[:, slot, 0] = position % self._vocab_size
             start[:, slot] = position
-            sampling[slot] = (SamplingParams(temperature=1.0, seed=row), row)
+            sampling[slot] = (SamplingParams(temperature=1.0, seed=row, noise="common"), row)
         slots = Slots.without_drafts(window.reshape(dp * num_slots, -1), start.reshape(-1))
         return slots, SamplingRows.pack(sampling * dp)
 
