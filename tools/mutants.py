@@ -161,9 +161,9 @@ MUTANTS = (
         fault="a penalty counts the tokens of the prompt",
         edits=(
             Edit(
-                where=f"{SERVING}/logits_processors.py",
-                old="(position >= prompt_len[:, None]).astype",
-                new="(position >= 0 * prompt_len[:, None]).astype",
+                where="detjax/serving/adjustments.py",
+                old="    uses = np.minimum(",
+                new="    uses = 3 * np.minimum(",
             ),
         ),
         tests=(
@@ -297,11 +297,8 @@ MUTANTS = (
         edits=(
             Edit(
                 where=SERVING,
-                old="    ranked = jnp.take_along_axis(whole, order, axis=1)\n",
-                new="    order = vocab_size - 1 - jnp.argsort(\n"
-                "        whole[:, :vocab_size][:, ::-1], axis=1, descending=True, stable=True\n"
-                "    )\n"
-                "    ranked = jnp.take_along_axis(whole, order, axis=1)\n",
+                old="lax.sort((keys, columns),",
+                new="lax.sort((keys[:, ::-1], columns[:, ::-1]),",
             ),
         ),
         tests=(f"{CHOICE}::test_of_equal_logits_the_lowest_token_ids_are_kept[top-p-1]",),
@@ -442,7 +439,13 @@ MUTANTS = (
     Mutant(
         name="roundings-may-be-left-out",
         fault="programs with a claim are compiled with the options of those without",
-        edits=(Edit(where=SERVING, old="else EXACT_OPTIONS", new="else FAST_OPTIONS"),),
+        edits=(
+            Edit(
+                where=SERVING,
+                old='if key.mode == "fast" else EXACT_OPTIONS,\n            operands=self',
+                new='if key.mode == "fast" else FAST_OPTIONS,\n            operands=self',
+            ),
+        ),
         tests=("tests/serving/test_compile_options.py",),
     ),
     Mutant(
@@ -542,8 +545,8 @@ MUTANTS = (
         edits=(
             Edit(
                 where="detjax/serving/model_runner.py",
-                old="for key in self._as_checked(keys) if",
-                new="for key in keys if",
+                old="wanted: list[AnyKey] = [*self._as_checked(keys),",
+                new="wanted: list[AnyKey] = [*keys,",
             ),
         ),
         tests=(
