@@ -90,18 +90,25 @@ class Information:
         return Response(metrics.render(self._service), media_type="text/plain; version=0.0.4")
 
     async def models(self, request: Request) -> Response:
-        """The one model."""
+        """The one model, in a list."""
+        return reply({"object": "list", "data": [self._model_card()]})
+
+    async def model(self, request: Request) -> Response:
+        """The one model, by its name."""
+        self._reader.check_model(request.path_params["name"])
+        return reply(self._model_card())
+
+    def _model_card(self) -> Json:
         model = self._service.model
-        card = {
+        return {
             "id": model.name,
             "object": "model",
             "owned_by": "detjax",
-            "created": 0,
+            "created": self._service.opened_at_s,
             "max_model_len": model.max_len,
             "mode": model.mode,
             "has_chat_template": model.tokenizer.chat_template is not None,
         }
-        return reply({"object": "list", "data": [card]})
 
     async def tokenizer_info(self, request: Request) -> Response:
         """What a client needs to make prompts itself, as vLLM's server names it."""

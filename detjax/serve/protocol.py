@@ -2,12 +2,15 @@
 """What clients may ask, as typed records. A field that is not here is an error that names it.
 
 Names and meanings are those of OpenAI's API, and of vLLM's server where it adds to it. A field that
-OpenAI has and detjax cannot honour is taken only with the value that asks for nothing.
+OpenAI has and detjax cannot honour is taken only with the value that asks for nothing. `null` means
+that an optional field is absent.
 """
 
+import functools
+import typing
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 
@@ -44,9 +47,20 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     Attributes:
         include_usage: One more chunk at the end, which counts tokens.
+        include_obfuscation: Taken only as false.
     """
 
     include_usage: bool = False
+    include_obfuscation: bool = False
+
+    def check(self) -> None:
+        """Refuse what would have to be ignored."""
+        if self.include_obfuscation:
+            raise RefusedError(
+                "stream_options.include_obfuscation=true is not supported: nothing is added to "
+                "the events; leave it out",
+                field="stream_options.include_obfuscation",
+            )
 
 
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -86,11 +100,56 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
         return StructuredOutput(kind=kind, spec="" if spec is True else spec)
 
 
-class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class CommonFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What all requests for an answer have in common.
+
+    Attributes:
+        NEUTRAL: Fields that detjax cannot honour, each with the values that ask for nothing. Null
+            always does.
+        model: The served name.
+        user, metadata, safety_identifier, prompt_cache_key: For the caller's own records; they
+            decide nothing.
+        store, parallel_tool_calls, service_tier, prompt_cache_retention, prompt_cache_options,
+        moderation: Taken only as `NEUTRAL` has them.
+    """
+
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "store": (False,),
+        "parallel_tool_calls": (True,),
+        "service_tier": ("auto", "default"),
+        "prompt_cache_retention": ("in_memory",),
+        "prompt_cache_options": ({},),
+        "moderation": (),
+    }
+
+    model: Name
+    user: str = ""
+    metadata: dict[str, str] | None = None
+    safety_identifier: str = ""
+    prompt_cache_key: str = ""
+    store: bool | None = None
+    parallel_tool_calls: bool | None = None
+    service_tier: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    moderation: dict[str, Any] | None = None
+
+    def check(self) -> None:
+        """Refuse what would have to be ignored."""
+        for name, values in self.NEUTRAL.items():
+            value = getattr(self, name)
+            if value is not None and value not in values:
+                taken = ", ".join(msgspec.json.encode(one).decode() for one in (None, *values))
+                raise RefusedError(
+                    f"{name}={value!r:.200} is not supported: {taken} is taken; leave it out",
+                    field=name,
+                )
+
+
+class SamplingFields(CommonFields, forbid_unknown_fields=True, kw_only=True):
     """What completions and chat completions have in common.
 
     Attributes:
-        model: The served name.
         temperature, top_p, top_k, min_p, n, seed: As `SamplingParams` has them. Defaults are
             those of the model's generation_config.json, else OpenAI's;
             the seed is 0 where none is given, so that the same request has the same answer.
@@ -113,10 +172,8 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         receipt: Put a receipt into each choice: one line, as `detjax.audit` reads it.
         prompt_logprobs: Report the logprob and rank of each token of the prompt, with so many of
             the most likely ones, up to 64.
-        user, metadata: For the caller's own records; they decide nothing.
     """
 
-    model: Name
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -134,8 +191,6 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     return_logprob_bytes: bool = False
     receipt: bool = False
     prompt_logprobs: Annotated[int, msgspec.Meta(ge=0, le=64)] | None = None
-    user: str = ""
-    metadata: dict[str, str] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     min_tokens: int = 0
@@ -189,6 +244,7 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     def check(self) -> None:
         """Refuse what would have to be ignored."""
+        super().check()
         if self.allowed_token_ids == []:
             raise RefusedError(
                 "allowed_token_ids is empty, which leaves no token; leave it out to allow all",
@@ -196,6 +252,8 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             )
         if self.stream_options is not None and not self.stream:
             raise RefusedError("stream_options needs stream=true", field="stream_options")
+        if self.stream_options is not None:
+            self.stream_options.check()
 
 
 class CompletionRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
@@ -326,7 +384,21 @@ class ChatRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
         tool_choice: Taken only as "auto" and "none"; "none" keeps the tools from the template.
         chat_template_kwargs: Further variables of the template, such as `enable_thinking`.
         response_format: The form of the answer, in place of `structured_outputs`.
+        audio, modalities, prediction, functions, function_call, reasoning_effort, verbosity,
+        web_search_options: Taken only as `NEUTRAL` has them.
     """
+
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **CommonFields.NEUTRAL,
+        "audio": (),
+        "modalities": (["text"],),
+        "prediction": (),
+        "functions": ([],),
+        "function_call": ("auto", "none"),
+        "reasoning_effort": (),
+        "verbosity": ("medium",),
+        "web_search_options": (),
+    }
 
     messages: Messages
     max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
@@ -338,6 +410,14 @@ class ChatRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     response_format: ResponseFormat | None = None
+    audio: dict[str, Any] | None = None
+    modalities: list[str] | None = None
+    prediction: dict[str, Any] | None = None
+    functions: list[dict[str, Any]] | None = None
+    function_call: str | dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
+    web_search_options: dict[str, Any] | None = None
 
     def check(self) -> None:
         """Refuse what would have to be ignored."""
@@ -422,16 +502,55 @@ def parse[T: msgspec.Struct](body: bytes, kind: type[T]) -> T:
             f"the body has {num_parts} brackets and keys, more than {MAX_PARTS}; send less at once"
         )
     try:
-        return msgspec.json.decode(body, type=kind)
+        if b"null" not in body:
+            return msgspec.json.decode(body, type=kind)
+        return msgspec.convert(_less_nulls(msgspec.json.decode(body), kind), kind)
     except msgspec.ValidationError as error:
-        message = str(error)
-        field = message.rpartition("`$.")[2].partition("`")[0].partition("[")[0]
+        message, field = str(error), _field_of(str(error))
         if "unknown field" in message:
-            field = message.partition("unknown field `")[2].partition("`")[0]
             message = f"unknown field {field!r}: detjax would have to ignore it; leave it out"
         raise RefusedError(message, field=field) from error
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise RefusedError(f"the body is not JSON: {error}") from error
+
+
+def _less_nulls(value: Any, kind: type[msgspec.Struct]) -> Any:
+    """A record as it was sent, without optional fields that are null, those of records in it too.
+
+    Required fields, and what is in free objects, keep their nulls.
+    """
+    if not isinstance(value, dict):
+        return value
+    optional, records = _nullable(kind)
+    kept = {name: one for name, one in value.items() if one is not None or name not in optional}
+    for name in records.keys() & kept.keys():
+        kept[name] = _less_nulls(kept[name], records[name])
+    return kept
+
+
+@functools.cache
+def _nullable(
+    kind: type[msgspec.Struct],
+) -> tuple[frozenset[str], Mapping[str, type[msgspec.Struct]]]:
+    """The optional fields of a record, and those fields that are records."""
+    fields = msgspec.structs.fields(kind)
+    records = {
+        its.encode_name: one
+        for its in fields
+        for one in (its.type, *typing.get_args(its.type))
+        if isinstance(one, type) and issubclass(one, msgspec.Struct)
+    }
+    return frozenset(its.encode_name for its in fields if not its.required), records
+
+
+_MISSING = ("unknown field `", "missing required field `")
+
+
+def _field_of(message: str) -> str:
+    """The path of the field that an error of msgspec is about: `stream_options.include_usage`."""
+    path = message.rpartition("at `$.")[2].partition("`")[0] if "at `$." in message else ""
+    names = [message.partition(said)[2].partition("`")[0] for said in _MISSING if said in message]
+    return ".".join(filter(None, [path.partition("[...]")[0], *names]))
 
 
 NO_DEFAULTS: Mapping[str, Any] = MappingProxyType({})

@@ -195,7 +195,11 @@ class Reader:
         most = asked.max_tokens or asked.max_completion_tokens
         self._check_work(1, shape_of(most or self._service.model.max_len))
         ids = await self.template(asked.messages, asked.variables())
-        shape = shape_of(self._service.check_prompt(ids, most))
+        try:
+            shape = shape_of(self._service.check_prompt(ids, most))
+        except RefusedError as error:
+            error.field = "messages" if error.field == "prompt" else error.field
+            raise
         return Asked(questions=[Question(token_ids=ids)], shape=shape, fields=asked)
 
     def _shape(

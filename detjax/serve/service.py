@@ -253,6 +253,7 @@ class Service:
         self.limits = limits
         self._state, self._state_begin_s = ServiceState.STARTING, time.monotonic()
         self.why_failed = ""
+        self.opened_at_s = 0  # in Unix time
         self.num_open = 0
         self._of_key: collections.Counter[str] = collections.Counter()
         self._inboxes: set[_Inbox] = set()
@@ -281,6 +282,7 @@ class Service:
         if self._texts is not None:
             self._texts.close()
         self._model, self._engine = model, AsyncEngine(model.engine)
+        self.opened_at_s = int(time.time())
         self._texts = Texts(
             model.tokenizer, vocab_size=model.vocab_size, eos_token_ids=model.end_token_ids
         )

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `openai` client and a small server: fields, names in errors, models, defaults."""
+
+import dataclasses
+import time
+
+import openai
+import pytest
+
+from .conftest import served
+from .small import small_model, small_service
+
+BEGUN_S = int(time.time())
+HI = [{"role": "user", "content": "hi"}]
+NAMES = {"include": [], "top_logprobs": None, "background": False, "truncation": "disabled"}
+
+
+@pytest.fixture(scope="module")
+def running():
+    service = small_service(small_model(eos_token_ids=(1,)))
+    defaults = {"temperature": 0.5, "top_p": 0.95, "top_k": 7}
+    service.open(dataclasses.replace(service.model, default_sampling=defaults))
+    with served(service, None) as running:  # type: ignore[arg-type]
+        yield running
+
+
+@pytest.fixture
+def client(running):
+    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="k", max_retries=0) as client:
+        yield client
+
+
+def test_a_model_is_found_by_its_name_and_tells_when_it_was_opened(client):
+    model = client.models.retrieve("small")
+    assert model == client.models.list().data[0]
+    assert BEGUN_S <= model.created <= time.time()
+    with pytest.raises(openai.NotFoundError, match="'a/b' is not served here; 'small' is"):
+        client.models.retrieve("a/b")
+
+
+def test_neutral_fields_and_nulls_change_nothing(client):
+    plain = client.chat.completions.create(model="small", messages=HI, max_tokens=4, seed=1)
+    asked = client.chat.completions.create(
+        model="small", messages=HI, max_tokens=4, seed=1, store=False, parallel_tool_calls=True,
+        service_tier="auto", metadata={"a": "b"}, safety_identifier="s", prompt_cache_key="k",
+        tools=[], n=None, logprobs=None, stop=None, presence_penalty=None, stream=None,
+        max_completion_tokens=None, extra_body={"user": None, "min_tokens": None},
+    )  # fmt: skip
+    assert asked.choices == plain.choices
+    whole = client.responses.create(
+        model="small", input="hi", max_output_tokens=4, store=False, tools=[],
+        parallel_tool_calls=True, temperature=None, instructions=None, extra_body={"seed": 1},
+        **NAMES,
+    )  # fmt: skip
+    assert whole.output_text == plain.choices[0].message.content
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/completions", {}, "prompt"),
+        ("/completions", {"prompt": "sea " * 300}, "prompt"),
+        ("/completions", {"prompt": "x", "stream_options": {"x": 1}}, "stream_options.x"),
+        ("/chat/completions", {}, "messages"),
+        ("/chat/completions", {"messages": HI, "store": True}, "store"),
+        ("/chat/completions", {"messages": HI * 100}, "messages"),
+        ("/responses", {}, "input"),
+        ("/responses", {"input": "sea " * 300}, "input"),
+        ("/responses", {"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
+        ("/responses", {"input": "x", "text": {"format": {"type": "xml"}}}, "text.format"),
+        ("/responses", {"input": "x", "tools": [{"type": "web_search"}]}, "tools"),
+    ],
+)
+def test_an_error_names_the_field_as_it_was_asked(client, path, fields, param):
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.post(path, body={"model": "small"} | fields, cast_to=object)
+    assert refused.value.param == param
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_responses_take_the_defaults_of_the_model_as_chat_does(client, stream):
+    chat = client.chat.completions.create(model="small", messages=HI, max_tokens=9, seed=3)
+    options = {"max_output_tokens": 9, "extra_body": {"seed": 3}}
+    if stream:
+        events = list(client.responses.create(model="small", input="hi", stream=True, **options))
+        assert (events[0].response.temperature, events[0].response.top_p) == (0.5, 0.95)
+        answer = events[-1].response
+    else:
+        answer = client.responses.create(model="small", input="hi", **options)
+    assert answer.output_text == chat.choices[0].message.content
+    assert (answer.temperature, answer.top_p) == (0.5, 0.95)
+    sampling = answer.detjax["sampling"]
+    assert (sampling["top_p"], sampling["top_k"]) == (0.95, 7)
+    assert answer.detjax["digest"] == chat.choices[0].detjax["digest"]
+    other = client.responses.create(model="small", input="hi", top_p=1.0, **options)
+    assert other.top_p == 1.0 and other.detjax["sampling"]["top_k"] == 7
+
+
+def test_a_response_has_the_form_that_it_is_asked_for(client):
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"],
+              "additionalProperties": False}  # fmt: skip
+    form = {"type": "json_schema", "name": "n", "schema": schema, "strict": True}
+    answer = client.responses.create(
+        model="small", input="hi", text={"format": form}, max_output_tokens=60
+    )
+    assert answer.output_text.lstrip().startswith("{")
+    assert answer.detjax["sampling"]["structured_output"]["kind"] == "json_schema"
