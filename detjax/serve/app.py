@@ -51,7 +51,7 @@ def make_app(service: Service, *, api_keys: Sequence[str] = ()) -> Starlette:
     async def responses(request: Request) -> Response:
         asked = await reader.parsed(request, ResponsesRequest)
         asked.check()
-        with named_as_asked():
+        with named_as_asked(asked):
             return await respond(
                 service, request, reader.chat(asked.as_chat(), id_of(request)),
                 form=form_of(asked),

@@ -137,15 +137,9 @@ class Information:
 
     async def _tokens_of(self, asked: TokenizeRequest) -> Json:
         self._reader.check_model(asked.model)
-        if (asked.prompt is None) == (asked.messages is None):
-            raise RefusedError("give either prompt or messages", field="prompt")
-        if asked.messages is not None and not asked.add_special_tokens:
-            raise RefusedError(
-                "add_special_tokens=false is of a prompt; a template has its own tokens",
-                field="add_special_tokens",
-            )
+        asked.check()
         if asked.messages is not None:
-            ids = await self._reader.template(asked.messages, {})
+            ids = await self._reader.template(asked.messages, asked.variables())
         else:
             is_raw = not asked.add_special_tokens
             (ids,) = await self._reader.encode([asked.prompt or ""], is_raw=is_raw)

@@ -8,7 +8,7 @@ that an optional field is absent.
 
 import functools
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar
 
@@ -31,6 +31,7 @@ Texts = str | list[str]
 TokenIds = list[int]
 Name = Annotated[str, msgspec.Meta(max_length=1024)]
 Messages = Annotated[list[dict[str, Any]], msgspec.Meta(max_length=16_384)]
+Tools = Annotated[list[dict[str, Any]], msgspec.Meta(max_length=1024)]
 
 MAX_PROMPTS = 1024
 """Prompts of one request."""
@@ -383,6 +384,9 @@ class ChatRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
         tools, documents: Given to the model's template. What the model answers is left as text.
         tool_choice: Taken only as "auto" and "none"; "none" keeps the tools from the template.
         chat_template_kwargs: Further variables of the template, such as `enable_thinking`.
+        add_generation_prompt: Begin the assistant's answer behind the messages; true unless
+            `continue_final_message` is.
+        continue_final_message: The answer goes on in the last message.
         response_format: The form of the answer, in place of `structured_outputs`.
         audio, modalities, prediction, functions, function_call, reasoning_effort, verbosity,
         web_search_options: Taken only as `NEUTRAL` has them.
@@ -405,10 +409,12 @@ class ChatRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
     max_completion_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=64)] | None = None
-    tools: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=1024)] | None = None
+    tools: Tools | None = None
     documents: Messages | None = None
     tool_choice: str | dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
     response_format: ResponseFormat | None = None
     audio: dict[str, Any] | None = None
     modalities: list[str] | None = None
@@ -422,6 +428,7 @@ class ChatRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
     def check(self) -> None:
         """Refuse what would have to be ignored."""
         super().check()
+        check_tools(self.tools)
         if self.top_logprobs is not None and not self.logprobs:
             raise RefusedError("top_logprobs needs logprobs=true", field="top_logprobs")
         if self.tool_choice not in (None, "auto", "none"):
@@ -454,12 +461,42 @@ class ChatRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
 
     def variables(self) -> dict[str, Any]:
         """What the template sees beside the messages."""
-        given = dict(self.chat_template_kwargs or {})
-        if self.tools and self.tool_choice != "none":
-            given["tools"] = self.tools
-        if self.documents:
-            given["documents"] = self.documents
-        return given
+        has_tools = self.tool_choice != "none"
+        return _variables(self, tools=self.tools if has_tools else None, documents=self.documents)
+
+
+def _variables(asked: "ChatRequest | TokenizeRequest", **fields: Any) -> dict[str, Any]:
+    """What a template sees beside the messages, each said once."""
+    fields["add_generation_prompt"] = asked.add_generation_prompt
+    fields["continue_final_message"] = asked.continue_final_message or None
+    given = {name: value for name, value in fields.items() if value not in (None, [])}
+    more = asked.chat_template_kwargs or {}
+    for name in ("messages", *fields):
+        if name in more:
+            raise RefusedError(
+                f"chat_template_kwargs.{name} is a field of its own; give it there",
+                field=f"chat_template_kwargs.{name}",
+            )
+    return more | given
+
+
+def check_tools(tools: Sequence[dict[str, Any]] | None) -> None:
+    """Refuse tools that are no functions.
+
+    Raises:
+        RefusedError: Naming the tool.
+    """
+    for i, tool in enumerate(tools or ()):
+        function = tool.get("function")
+        if tool.get("type") != "function":
+            raise RefusedError(
+                f"tools[{i}].type={tool.get('type')!r:.80} is not supported: 'function' is",
+                field=f"tools[{i}].type",
+            )
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise RefusedError(
+                f"tools[{i}].function must be an object with a name", field=f"tools[{i}].function"
+            )
 
 
 class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -473,6 +510,8 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             them the text is taken as it is written: special tokens written out in it are these
             tokens, which in a prompt they never are.
         return_token_strs: Also the text of each token.
+        tools, chat_template_kwargs, add_generation_prompt, continue_final_message: Of a
+            conversation, as chat completions have them.
     """
 
     model: Name | None = None
@@ -480,6 +519,30 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     messages: Messages | None = None
     add_special_tokens: bool = True
     return_token_strs: bool = False
+    tools: Tools | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+
+    def check(self) -> None:
+        """Refuse what would have to be ignored."""
+        if (self.prompt is None) == (self.messages is None):
+            raise RefusedError("give either prompt or messages", field="prompt")
+        if self.messages is None:
+            for name, value in self.variables().items():
+                raise RefusedError(
+                    f"{name}={value!r:.200} is of messages, and this is a prompt", field=name
+                )
+        elif not self.add_special_tokens:
+            raise RefusedError(
+                "add_special_tokens=false is of a prompt; a template has its own tokens",
+                field="add_special_tokens",
+            )
+        check_tools(self.tools)
+
+    def variables(self) -> dict[str, Any]:
+        """What the template sees beside the messages."""
+        return _variables(self, tools=self.tools)
 
 
 class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

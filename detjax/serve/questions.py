@@ -2,7 +2,8 @@
 """From the body of a request to what the engine is asked, or the reason why it cannot be."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -250,5 +251,17 @@ class Reader:
         try:
             return await self._service.texts.template(messages, variables)
         except RefusedError as error:
-            error.field = "messages"
+            error.field = _field_of_chat(str(error), variables)
             raise
+
+
+def _field_of_chat(message: str, variables: Mapping[str, Any]) -> str:
+    """What an error of `Tokenizer.apply_chat_template` is about, as it says at its beginning."""
+    found = re.match(r"[\w.[\]]+", message)
+    place = found[0] if found else ""
+    if place.startswith("messages[") or place in _OF_CHAT:
+        return place
+    return f"chat_template_kwargs.{place}" if place in variables else "messages"
+
+
+_OF_CHAT = ("tools", "documents", "add_generation_prompt", "continue_final_message")

@@ -2,6 +2,7 @@
 """/v1/responses, as far as it is text in and text out: a chat completion in another form."""
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar
 
@@ -160,21 +161,30 @@ _NAMES = {
 }
 """What a response calls the fields of the chat completion that answers it."""
 
+_PLACE = re.compile(r"^messages\[(\d+)\]")
+
 
 @contextlib.contextmanager
-def named_as_asked() -> Iterator[None]:
+def named_as_asked(asked: ResponsesRequest) -> Iterator[None]:
     """Let errors of the chat completion name the fields of the response."""
     try:
         yield
     except RefusedError as error:
-        raise _as_asked(error) from error
+        raise _as_asked(error, asked) from error
 
 
-def _as_asked(error: RefusedError) -> RefusedError:
-    if (name := _NAMES.get(error.field)) is None:
-        return error
-    message = str(error).replace(error.field, name)
-    return RefusedError(message, status=error.status, code=error.code, field=name)
+def _as_asked(error: RefusedError, asked: ResponsesRequest) -> RefusedError:
+    def place(found: re.Match[str]) -> str:
+        index = int(found[1]) - bool(asked.instructions)
+        if index < 0:
+            return "instructions"
+        return "input" if isinstance(asked.input, str) else f"input[{index}]"
+
+    message = _PLACE.sub(place, str(error))
+    field = _PLACE.sub(place, error.field)
+    if (name := _NAMES.get(field)) is not None:
+        message, field = message.replace(field, name), name
+    return RefusedError(message, status=error.status, code=error.code, field=field)
 
 
 def _message(index: int, item: dict[str, Any]) -> dict[str, Any]:
@@ -319,7 +329,7 @@ class ResponseWriter(AbstractWriter):
 
     def error(self, error: RefusedError) -> bytes:
         """As `AbstractWriter` has it."""
-        error = _as_asked(error)
+        error = _as_asked(error, self._request)
         return self._event(
             "error", message=str(error), code=error.code or None, param=error.field or None
         )

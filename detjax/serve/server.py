@@ -53,6 +53,7 @@ def open_llm(args: argparse.Namespace, num_processes: int = 1) -> LLM:
             tp=args.tp,
             dp=args.dp,
             generation_config=args.generation_config,
+            chat_template=args.chat_template,
             # WHY: on a GPU `LLM` lets prompts go first, and here others wait for their next token.
             max_prefill_streak=0,
             gpu_memory_utilization=share,

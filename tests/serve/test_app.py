@@ -160,7 +160,7 @@ def test_chat_goes_through_the_template(client, llm):
     assert got["choices"][0]["detjax"]["digest"] == want["choices"][0]["detjax"]["digest"]
     assert got["choices"][0]["message"]["content"] == want["choices"][0]["text"]
     assert count["count"] == got["usage"]["prompt_tokens"] and count["max_model_len"] == 256
-    tools = body | {"tools": [{"type": "function"}, {"type": "function"}]}
+    tools = body | {"tools": [{"type": "function", "function": {"name": "f"}}] * 2}
     more = client.post("/v1/chat/completions", json=tools).json()
     assert more["usage"]["prompt_tokens"] > got["usage"]["prompt_tokens"]
     none = client.post("/v1/chat/completions", json=tools | {"tool_choice": "none"}).json()

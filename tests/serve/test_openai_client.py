@@ -12,6 +12,23 @@ from .small import small_model, small_service
 
 BEGUN_S = int(time.time())
 HI = [{"role": "user", "content": "hi"}]
+TEMPLATE = """\
+{%- if tools %}tools {{ tools | length }}\n{% endif %}
+{%- for message in messages %}
+    {%- if message.content is string %}{% set content = message.content %}
+    {%- else %}{% set content = '' %}{% endif %}
+    {%- if message.role in ("user", "system") %}{{ message.role + ': ' + content + '\n' }}
+    {%- elif message.role == "assistant" %}
+        {{- 'assistant: ' + content }}
+        {%- for tool_call in message.tool_calls %}
+            {{- tool_call.function.name + ' ' + tool_call.function.arguments | tojson }}
+        {%- endfor %}
+        {{- '\n' }}
+    {%- elif message.role == "tool" %}{{ 'tool: ' + content + '\n' }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}assistant: {{ mood if mood is defined else '' }}{% endif %}"""
+"""Of Qwen's kind: what is no text is dropped in silence."""
+
 NAMES = {"include": [], "top_logprobs": None, "background": False, "truncation": "disabled"}
 
 
@@ -19,7 +36,9 @@ NAMES = {"include": [], "top_logprobs": None, "background": False, "truncation":
 def running():
     service = small_service(small_model(eos_token_ids=(1,)))
     defaults = {"temperature": 0.5, "top_p": 0.95, "top_k": 7}
-    service.open(dataclasses.replace(service.model, default_sampling=defaults))
+    tokenizer = dataclasses.replace(service.model.tokenizer, chat_template=TEMPLATE)
+    model = dataclasses.replace(service.model, tokenizer=tokenizer, default_sampling=defaults)
+    service.open(model)
     with served(service, None) as running:  # type: ignore[arg-type]
         yield running
 
@@ -105,3 +124,94 @@ def test_a_response_has_the_form_that_it_is_asked_for(client):
     )
     assert answer.output_text.lstrip().startswith("{")
     assert answer.detjax["sampling"]["structured_output"]["kind"] == "json_schema"
+
+
+# ----------------------------------------------------------------------------------- conversations
+
+
+def prompt_of(running, client, messages, **fields) -> str:
+    """The prompt of a conversation, asked as a chat completion and at /tokenize."""
+    asked = client.chat.completions.create(
+        model="small",
+        messages=messages,
+        max_tokens=1,
+        extra_body={"return_token_ids": True, **fields},
+    )
+    with running.client() as plain:
+        told = plain.post("/tokenize", json={"messages": messages, **fields}).json()
+    ids = asked.choices[0].prompt_token_ids
+    assert ids == told["tokens"] and asked.usage.prompt_tokens == told["count"] == len(ids)
+    return running.service.model.tokenizer.decode(ids)
+
+
+CALLS = [{"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a":1}'}}]
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+
+
+@pytest.mark.parametrize(
+    ("messages", "fields", "text"),
+    [
+        (
+            [{"role": "developer", "content": [{"type": "text", "text": "Be "},
+                                               {"type": "text", "text": "brief."}]},
+             {"role": "user", "content": [{"type": "text", "text": "17 + 26?"}], "name": "me"}],
+            {}, "system: Be brief.\nuser: 17 + 26?\nassistant: ",
+        ),
+        (
+            [*HI, {"role": "assistant", "content": None, "refusal": None, "tool_calls": CALLS},
+             {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "4"}]}],
+            {"tools": TOOLS},
+            'tools 1\nuser: hi\nassistant: add {"a": 1}\ntool: 4\nassistant: ',
+        ),
+        ([*HI, {"role": "assistant", "content": "Well, "}], {"continue_final_message": True},
+         "user: hi\nassistant: Well, "),
+        (HI, {"add_generation_prompt": False}, "user: hi\n"),
+        (HI, {"chat_template_kwargs": {"mood": "!"}}, "user: hi\nassistant: !"),
+    ],
+)  # fmt: skip
+def test_all_that_a_conversation_says_is_in_its_prompt(running, client, messages, fields, text):
+    assert prompt_of(running, client, messages, **fields) == text
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"messages": []}, "messages", "empty"),
+        ({"messages": [*HI, {"role": "banana", "content": "x"}]}, "messages[1].role", "banana"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "missing"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "5"),
+        ({"messages": [{"role": "user", "content": [
+            {"type": "text", "text": "What is it?"}, {"type": "image_url", "image_url": {}}]}]},
+         "messages[0].content[1]", "'image_url'"),
+        ({"messages": HI, "continue_final_message": True, "add_generation_prompt": True},
+         "continue_final_message", "both true"),
+        ({"messages": HI, "chat_template_kwargs": {"enable_thinking": True}},
+         "chat_template_kwargs.enable_thinking", "no such variable"),
+        ({"messages": HI, "chat_template_kwargs": {"messages": []}},
+         "chat_template_kwargs.messages", "field of its own"),
+        ({"messages": HI, "documents": [{"text": "x"}]}, "documents", "no such variable"),
+        ({"messages": HI, "tools": [{"type": "custom", "custom": {"name": "x"}}]},
+         "tools[0].type", "'custom'"),
+        ({"messages": HI, "tools": [{"type": "function"}]}, "tools[0].function", "name"),
+    ],
+)  # fmt: skip
+def test_what_a_conversation_cannot_say_is_refused_by_name(client, fields, param, says):
+    with pytest.raises(openai.BadRequestError, match=says) as refused:
+        client.post("/chat/completions", body={"model": "small"} | fields, cast_to=object)
+    assert refused.value.param == param
+
+
+@pytest.mark.parametrize("instructions", [None, "Be brief."])
+def test_a_response_names_the_item_that_cannot_be_said(client, instructions):
+    items = [*HI, {"role": "banana", "content": "x"}]
+    with pytest.raises(openai.BadRequestError, match=r"input\[1\].role is 'banana'") as refused:
+        client.responses.create(model="small", input=items, instructions=instructions)  # type: ignore[arg-type]
+    assert refused.value.param == "input[1].role"
+
+
+@pytest.mark.parametrize("fields", [{"tools": TOOLS}, {"continue_final_message": True}])
+def test_tokenize_refuses_for_a_prompt_what_is_of_conversations(running, fields):
+    (name,) = fields
+    with running.client() as plain:
+        answer = plain.post("/tokenize", json={"prompt": "x"} | fields)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == name
