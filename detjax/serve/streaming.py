@@ -239,13 +239,12 @@ class _Chunks(AbstractWriter):
                 else:
                     choice |= of_prompt
             events.append(self._event(choice, head))
-            self._offsets[index] = offset + len(piece.text)
+            self._offsets[index] = offset + sum(len(own) for _, own in piece.tokens)
             self._num_tokens += len(piece.tokens)
         return b"".join(events)
 
     def _text_event(self, index: int, piece: Piece) -> bytes:
         """What `Shape.chunk` makes of a piece in the midst that tells its text alone, sooner."""
-        self._offsets[index] += len(piece.text)
         self._num_tokens += len(piece.tokens)
         text = _TEXT.encode(piece.text)
         told = (

@@ -126,6 +126,63 @@ def test_a_response_has_the_form_that_it_is_asked_for(client):
     assert answer.detjax["sampling"]["structured_output"]["kind"] == "json_schema"
 
 
+# ------------------------------------------------------------------- stop texts, offsets, logprobs
+
+BOS = {"0": 100.0}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("is_deterministic", [False, True])
+@pytest.mark.parametrize(("stop", "count"), [("<|bos|>", 1), (["x", "<|bos|><|bos|>"], 2)])
+def test_a_stop_text_may_be_a_special_token(client, stream, is_deterministic, stop, count):
+    """The model writes nothing else."""
+    options = {"logit_bias": BOS, "max_tokens": 9, "stop": stop, "model": "small",
+               "extra_body": {"is_deterministic": is_deterministic}}  # fmt: skip
+    whole = client.completions.create(prompt="sea", stream=stream, **options)
+    last = list(whole)[-1] if stream else whole
+    sampling = last.choices[0].detjax["sampling"]
+    assert last.choices[0].finish_reason == "stop" and sampling["max_tokens"] == 9
+    chat = client.chat.completions.create(messages=HI, logprobs=True, **options)
+    assert (chat.choices[0].message.content, chat.usage.completion_tokens) == ("", count)
+    assert len(chat.choices[0].logprobs.content) == count
+    shown = client.completions.create(
+        prompt="sea", **options | {"extra_body": {"include_stop_str_in_output": True}}
+    )
+    assert shown.choices[0].text == "<|bos|>" * count
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_offsets_are_of_the_tokens_own_text_though_a_stop_text_holds_it_back(
+    running, client, stream
+):
+    tokenizer = running.service.model.tokenizer
+    readable = [i for i in range(4096) if tokenizer.token_bytes(i).isascii()][2:]
+    options = {"model": "small", "prompt": "sea", "max_tokens": 24, "seed": 5, "logprobs": 1,
+               "temperature": 1.0, "extra_body": {"allowed_token_ids": readable}}  # fmt: skip
+    (plain,) = client.completions.create(**options).choices
+    texts, offsets = plain.logprobs.tokens, plain.logprobs.text_offset
+    assert all(plain.text[at:].startswith(t) for at, t in zip(offsets, texts, strict=True))
+    first, last = offsets[3], offsets[12]
+    stop = plain.text[first:last] + "\x00"  # begins three tokens in, and is not completed
+    asked = client.completions.create(**options, stop=stop, stream=stream)
+    found = [one.choices[0].logprobs for one in (asked if stream else [asked])]
+    assert [at for one in found for at in one.text_offset] == offsets
+
+
+def test_top_logprobs_of_completions_have_the_token_itself_and_of_two_the_likelier(client):
+    options = {"model": "small", "prompt": "sea", "max_tokens": 24, "seed": 5, "temperature": 2.0}
+    for count in (0, 1, 3):
+        (choice,) = client.completions.create(**options, logprobs=count).choices
+        found = choice.logprobs
+        rows = zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True)
+        sizes = set()
+        for token, logprob, top in rows:
+            assert top[token] >= logprob
+            assert len(top) <= count + (logprob == min(top.values()))
+            sizes.add(len(top))
+        assert count + 1 in sizes
+
+
 # ----------------------------------------------------------------------------------- conversations
 
 
