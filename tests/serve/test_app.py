@@ -186,7 +186,7 @@ def test_the_openai_client_understands_it(running):
         )
         (choice,) = whole.choices
         assert len(choice.logprobs.token_logprobs) == 8 and whole.usage.completion_tokens == 8
-        assert all(len(top) == 2 for top in choice.logprobs.top_logprobs)
+        assert all(2 <= len(top) <= 3 for top in choice.logprobs.top_logprobs)
         chat = client.chat.completions.create(
             model="novels-6m", messages=[{"role": "user", "content": "hi"}], max_tokens=8,
             logprobs=True, top_logprobs=3, seed=3,
