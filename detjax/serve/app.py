@@ -53,7 +53,7 @@ def make_app(service: Service, *, api_keys: Sequence[str] = ()) -> Starlette:
         asked.check()
         with named_as_asked(asked):
             return await respond(
-                service, request, reader.chat(asked.as_chat(), id_of(request)),
+                service, request, reader.chat(asked.as_chat(), id_of(request), is_read=False),
                 form=form_of(asked),
                 writer=functools.partial(ResponseWriter, asked),
             )  # fmt: skip

@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar
 
 import msgspec
 
+from detjax.serve.reading import call_schema
 from detjax.serving.limits import MAX_LOGIT_BIASES
 from detjax.serving.request import SamplingParams
 from detjax.serving.structured_output import StructuredOutput
@@ -140,9 +141,10 @@ class CommonFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         for name, values in self.NEUTRAL.items():
             value = getattr(self, name)
             if value is not None and value not in values:
-                taken = ", ".join(msgspec.json.encode(one).decode() for one in (None, *values))
+                said, *taken = (msgspec.json.encode(v).decode() for v in (value, None, *values))
                 raise RefusedError(
-                    f"{name}={value!r:.200} is not supported: {taken} is taken; leave it out",
+                    f"{name}={said:.200} is not supported, only {' and '.join(taken)}; leave it "
+                    "out",
                     field=name,
                 )
 
@@ -381,8 +383,9 @@ class ChatRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
             for if neither is given.
         logprobs: Report the logprob of each token.
         top_logprobs: With `logprobs`, how many of the most likely tokens to report, up to 64.
-        tools, documents: Given to the model's template. What the model answers is left as text.
-        tool_choice: Taken only as "auto" and "none"; "none" keeps the tools from the template.
+        tools, documents: Given to the model's template.
+        tool_choice: "auto"; "none" keeps the tools from the template; "required" or a function by
+            its name makes the answer one call.
         chat_template_kwargs: Further variables of the template, such as `enable_thinking`.
         add_generation_prompt: Begin the assistant's answer behind the messages; true unless
             `continue_final_message` is.
@@ -431,9 +434,10 @@ class ChatRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
         check_tools(self.tools)
         if self.top_logprobs is not None and not self.logprobs:
             raise RefusedError("top_logprobs needs logprobs=true", field="top_logprobs")
-        if self.tool_choice not in (None, "auto", "none"):
+        if self.forced_tools() and (self.response_format or self.structured_outputs):
             raise RefusedError(
-                f"tool_choice={self.tool_choice!r} is not supported: 'auto' and 'none' are",
+                f"tool_choice={self.tool_choice!r:.200} has a form of its own; leave out "
+                "response_format and structured_outputs",
                 field="tool_choice",
             )
         if None not in (self.max_tokens, self.max_completion_tokens):
@@ -441,8 +445,35 @@ class ChatRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
                 "max_tokens and max_completion_tokens say the same; give one", field="max_tokens"
             )
 
+    def forced_tools(self) -> list[dict[str, Any]]:
+        """The functions of which the answer must call one; none where it need not."""
+        choice, tools = self.tool_choice, self.tools or []
+        if choice in (None, "auto", "none"):
+            return []
+        if choice == "required" and tools:
+            return tools
+        named = choice.get("function") if isinstance(choice, dict) else None
+        if (
+            isinstance(named, dict)
+            and isinstance(choice, dict)
+            and choice.get("type") == "function"
+        ):
+            if found := [tool for tool in tools if tool["function"]["name"] == named.get("name")]:
+                return found[:1]
+        names = [tool["function"]["name"] for tool in tools]
+        raise RefusedError(
+            f"tool_choice={choice!r:.200} is none of auto, none, required, and a function of "
+            f"tools, which are {names!r:.200}",
+            field="tool_choice",
+        )
+
     def form(self) -> StructuredOutput | None:
         """The form of the answer; None leaves it free."""
+        if forced := self.forced_tools():
+            try:
+                return StructuredOutput.of_schema(call_schema(forced))
+            except ValueError as error:
+                raise RefusedError(str(error), field="tools") from error
         if self.response_format is None:
             return super().form()
         if self.structured_outputs is not None:
@@ -457,6 +488,8 @@ class ChatRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
 
     def form_field(self) -> str:
         """Which field says the form."""
+        if self.forced_tools():
+            return "tools"
         return super().form_field() if self.response_format is None else "response_format"
 
     def variables(self) -> dict[str, Any]:

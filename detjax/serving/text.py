@@ -135,7 +135,7 @@ class TextStream:
         held = self._held
         if not self._special_stops:
             found = find_stop(held, self._plain_stops, after=before)
-            most = max(_overlap(held, stop) for stop in self._plain_stops)
+            most = max(overlap(held, stop) for stop in self._plain_stops)
             return found and (found[0], held[found[0] : found[1]]), most
         hidden = {i for span in self._hidden for i in range(*span)}
         at = [i for i in range(len(held)) if i not in hidden]  # of each character that is shown
@@ -144,7 +144,7 @@ class TextStream:
         for places, text, stops, after in (
             everything, (at, shown, self._plain_stops, sum(i < before for i in at)),
         ):  # fmt: skip
-            num = max((_overlap(text, stop) for stop in stops), default=0)
+            num = max((overlap(text, stop) for stop in stops), default=0)
             kept = len(held) - places[len(text) - num] if num else 0
             found = find_stop(text, stops, after=after)
             end = found and (places[found[1] - 1], places[found[0]], text[found[0] : found[1]])
@@ -178,7 +178,7 @@ def find_stop(text: str, stop_strings: Sequence[str], *, after: int = 0) -> tupl
     return end + minus_len, end
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Return how many last characters of `text` are the first, but not all, of `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
@@ -476,7 +476,8 @@ def token_sampling(sampling: SamplingParams, tokenizer: Tokenizer) -> SamplingPa
     Raises:
         ValueError: If a bad word has too many tokens.
     """
-    spaced = [prefix + word.lstrip(" ") for word in sampling.bad_words for prefix in ("", " ")]
+    bare = [word.lstrip(" ") or word for word in sampling.bad_words]
+    spaced = [prefix + word for word in bare for prefix in ("", " ")]
     words = (tokenizer.backend.encode(w, add_special_tokens=False).ids for w in spaced)
     return dataclasses.replace(
         sampling,

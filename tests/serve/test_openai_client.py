@@ -2,10 +2,13 @@
 """The `openai` client and a small server: fields, names in errors, models, defaults."""
 
 import dataclasses
+import json
 import time
 
 import openai
 import pytest
+
+from detjax.serve.service import Limits, Service
 
 from .conftest import served
 from .small import small_model, small_service
@@ -183,6 +186,13 @@ def test_top_logprobs_of_completions_have_the_token_itself_and_of_two_the_likeli
         assert count + 1 in sizes
 
 
+def test_a_bad_word_of_spaces_is_these_spaces(client):
+    answer = client.completions.create(
+        model="small", prompt="sea", max_tokens=4, extra_body={"bad_words": ["  ", "\n"]}
+    )
+    assert answer.usage.completion_tokens == 4
+
+
 # ----------------------------------------------------------------------------------- conversations
 
 
@@ -256,6 +266,111 @@ def test_what_a_conversation_cannot_say_is_refused_by_name(client, fields, param
     with pytest.raises(openai.BadRequestError, match=says) as refused:
         client.post("/chat/completions", body={"model": "small"} | fields, cast_to=object)
     assert refused.value.param == param
+
+
+SAYS = """<think>
+Hm</think>
+See:
+<tool_call>
+{"name": "add", "arguments": {"a": 1}}
+</tool_call>"""
+
+
+@pytest.fixture
+def thinking(running):
+    """A client of a server whose template thinks and calls as Qwen's does."""
+    model = running.service.model
+    template = TEMPLATE + "{# <think></think><tool_call> #}"
+    tokenizer = dataclasses.replace(model.tokenizer, chat_template=template)
+    other = Service(dataclasses.replace(model, tokenizer=tokenizer), Limits())
+    with served(other, None) as own:  # type: ignore[arg-type]
+        with openai.OpenAI(base_url=f"{own.url}/v1", api_key="k", max_retries=0) as client:
+            yield client
+
+
+def joined(chunks) -> dict:
+    """The message of a stream."""
+    message, calls, reason = {"content": "", "reasoning_content": ""}, {}, None
+    for chunk in chunks:
+        (choice,) = chunk.choices
+        message["content"] += choice.delta.content or ""
+        message["reasoning_content"] += getattr(choice.delta, "reasoning_content", "") or ""
+        for call in choice.delta.tool_calls or ():
+            assert call.index == len(calls)
+            calls[call.index] = (call.id, call.function.name, call.function.arguments)
+        reason = choice.finish_reason or reason
+    return message | {"calls": list(calls.values()), "reason": reason}
+
+
+def told(answer) -> dict:
+    """The message of an answer in one piece."""
+    (choice,) = answer.choices
+    calls = [(call.id, call.function.name, call.function.arguments)
+             for call in choice.message.tool_calls or ()]  # fmt: skip
+    return {"content": choice.message.content or "", "calls": calls,
+            "reasoning_content": getattr(choice.message, "reasoning_content", ""),
+            "reason": choice.finish_reason}  # fmt: skip
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("logprobs", [None, True])
+def test_reasoning_and_calls_are_read_out_of_an_answer(thinking, stream, logprobs):
+    answer = thinking.chat.completions.create(
+        model="small", messages=HI, tools=TOOLS, max_tokens=90, stream=stream, logprobs=logprobs,
+        extra_body={"structured_outputs": {"choice": [SAYS]}},
+    )  # fmt: skip
+    said = joined(answer) if stream else told(answer)
+    ((name, *call),) = said.pop("calls")
+    assert call == ["add", '{"a": 1}'] and len(name) == 9 and name.isalnum()
+    assert said == {"content": "See:", "reasoning_content": "Hm", "reason": "tool_calls"}
+
+
+def test_without_tools_or_with_none_no_call_is_read(thinking):
+    for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+        answer = thinking.chat.completions.create(
+            model="small", messages=HI, max_tokens=90, **fields,
+            extra_body={"structured_outputs": {"choice": [SAYS]}},
+        )  # fmt: skip
+        said = told(answer)
+        assert said["content"] == SAYS.partition("</think>\n")[2] and said["reason"] == "stop"
+        assert said["reasoning_content"] == "Hm" and not said["calls"]
+
+
+CHOSEN = {"type": "function", "function": {"name": "now"}}
+FORCED = [
+    {"type": "function", "function": {"name": name, "parameters": {
+        "type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"],
+        "additionalProperties": False}}}
+    for name in ("add", "now")
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("choice", ["required", CHOSEN])
+def test_an_answer_can_be_made_a_call(running, thinking, client, choice, stream):
+    tokenizer = running.service.model.tokenizer
+    spaces = [i for i in range(2, 4096) if not tokenizer.token_bytes(i).strip()]
+    for own in (thinking, client):  # whatever the form of the template
+        answer = own.chat.completions.create(
+            model="small", messages=HI, tools=FORCED, tool_choice=choice, stream=stream,
+            max_tokens=90, temperature=0, logit_bias={str(i): -100.0 for i in spaces},
+        )  # fmt: skip
+        said = joined(answer) if stream else told(answer)
+        ((_, name, arguments),) = said["calls"]
+        assert name in (["now"] if choice == CHOSEN else ["add", "now"])
+        assert isinstance(json.loads(arguments)["a"], bool)
+        assert (said["content"], said["reason"]) == ("", "tool_calls")
+
+
+def test_a_call_that_was_read_goes_back_into_the_conversation(running, thinking):
+    answer = thinking.chat.completions.create(
+        model="small", messages=HI, tools=TOOLS, max_tokens=90,
+        extra_body={"structured_outputs": {"choice": [SAYS]}},
+    )  # fmt: skip
+    message = answer.choices[0].message
+    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "1"}
+    text = prompt_of(running, thinking, [*HI, message.model_dump(), result], tools=TOOLS)
+    assert text == 'tools 1\nuser: hi\nassistant: See:add {"a": 1}\ntool: 1\nassistant: '
 
 
 @pytest.mark.parametrize("instructions", [None, "Be brief."])

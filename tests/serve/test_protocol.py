@@ -111,6 +111,8 @@ def test_null_is_absent_in_records_of_a_request_and_stays_in_free_objects():
     assert asked.response_format.json_schema.schema == schema
 
 
+NAMED = {"type": "function", "function": {"name": "f"}}
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
 NEUTRAL = {
     "store": (False, True), "parallel_tool_calls": (True, False), "service_tier": ("auto", "flex"),
     "prompt_cache_retention": ("in_memory", "24h"),
@@ -194,6 +196,18 @@ def test_a_completion_that_would_have_to_be_ignored_in_part_is_refused(fields, f
     [
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "always", "tools": TOOLS}, "tool_choice"),
+        ({"tool_choice": "required", "tools": []}, "tool_choice"),
+        ({"tool_choice": NAMED, "tools": []}, "tool_choice"),
+        ({"tool_choice": NAMED | {"type": "custom"}, "tools": TOOLS}, "tool_choice"),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": TOOLS},
+            "tool_choice",
+        ),
+        (
+            {"tool_choice": NAMED, "tools": TOOLS, "structured_outputs": {"regex": "a"}},
+            "tool_choice",
+        ),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
     ],
 )
