@@ -189,6 +189,7 @@ class LLM:
         num_pages: int | None = None,
         gpu_memory_utilization: float = GPU_MEMORY_UTILIZATION,
         generation_config: str = "auto",
+        chat_template: str | Path | None = None,
         cache_dir: str | Path | None = AUTO,
         num_processes: int = 1,
         show_progress: bool = True,
@@ -225,6 +226,7 @@ class LLM:
                 otherwise. The rest is for activations.
             generation_config: "auto": `default_sampling` is what the model's generation_config.json
                 recommends, if it has one. "none": it is `SamplingParams()`.
+            chat_template: A file, whose chat template takes the place of the model's.
             cache_dir: Where compiled programs are kept from now on, this model's and JAX's others,
                 so that the next process starts quickly; what is read is verified. "auto": in the
                 user's cache folder, unless JAX has one already. None or "none", as the commands
@@ -254,7 +256,10 @@ class LLM:
         recommended = default_sampling(folder) if generation_config == "auto" else {}
         self.default_sampling = SamplingParams(**recommended)
         self._show_progress, self._num_processes = show_progress, num_processes
-        self.tokenizer = tokenizer = Tokenizer.from_folder(folder)
+        tokenizer = Tokenizer.from_folder(folder)
+        if chat_template is not None:
+            tokenizer = tokenizer.with_template(chat_template)
+        self.tokenizer = tokenizer
         with self._loading(progress) as told:
             self.model, reason = load_on_devices(
                 folder,

@@ -115,6 +115,13 @@ class GenerateArgs:
         metavar="REV",
         default_text="its main branch",
     )
+    chat_template: str | None = _option(
+        None,
+        _MODEL,
+        "a Jinja template of conversations, in place of the model's own",
+        metavar="FILE",
+        default_text="that of the model",
+    )
     prompt: tuple[str, ...] = _option(
         (),
         _PROMPTS,
@@ -128,7 +135,8 @@ class GenerateArgs:
         ".txt: a prompt a line. .jsonl: an object a line, with a `prompt`, `prompt_token_ids`, or "
         "`messages` ([{role, content}, ...]), for which the chat template is used; if wanted, an "
         "`id`, `sampling` ({field of SamplingParams: value}), and for the template `tools`, "
-        "`chat_template_kwargs` and `add_generation_prompt`. Blank lines are skipped",
+        "`chat_template_kwargs`, `add_generation_prompt` and `continue_final_message`. Blank lines "
+        "are skipped",
         metavar="FILE",
     )
     chat: bool = _option(

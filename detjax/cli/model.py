@@ -99,7 +99,11 @@ def read_model_files(args: GenerateArgs) -> tuple[Path, ModelConfig, Tokenizer]:
 
     with bad_input("--model: "):
         folder = find_model(args.model, revision=args.revision)
-        return folder, load_config(folder), Tokenizer.from_folder(folder)
+        config, tokenizer = load_config(folder), Tokenizer.from_folder(folder)
+    if args.chat_template is not None:
+        with bad_input("--chat-template: "):
+            tokenizer = tokenizer.with_template(args.chat_template)
+    return folder, config, tokenizer
 
 
 def open_model(args: GenerateArgs, folder: Path, progress: Progress, max_len: int) -> OpenModel:

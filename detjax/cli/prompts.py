@@ -20,7 +20,10 @@ PROMPT_BYTES = 2**23
 _STANDARD_INPUT = "-"
 
 _KINDS = ("prompt", "prompt_token_ids", "messages")
-_TEMPLATE_KEYS = ("tools", "chat_template_kwargs", "add_generation_prompt")
+_DIRECT = ("tools", "add_generation_prompt", "continue_final_message")
+"""Variables of a chat template that are keys of their own."""
+
+_TEMPLATE_KEYS = (*_DIRECT, "chat_template_kwargs")
 _KEYS = (*_KINDS, "id", "sampling", *_TEMPLATE_KEYS)
 """Of a line of a .jsonl file."""
 
@@ -60,9 +63,6 @@ class Prompt:
         if self.token_ids:
             return {"prompt_token_ids": self.token_ids, **entry, **self.extras}
         return {"prompt": self.text, **entry, **self.extras}
-
-
-_DIRECT = ("tools", "add_generation_prompt")
 
 
 def read_prompts(args: GenerateArgs) -> tuple[Prompt, ...]:
@@ -225,6 +225,7 @@ def _variables(entry: Mapping[str, Any], origin: str) -> dict[str, Any]:
     variables = dict(_typed(entry, "chat_template_kwargs", dict, "an object", {}, origin))
     for key, kind, what in (
         ("tools", list, "a list of objects"), ("add_generation_prompt", bool, "true or false"),
+        ("continue_final_message", bool, "true or false"),
     ):  # fmt: skip
         if key in entry:
             if key in variables:

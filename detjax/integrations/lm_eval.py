@@ -160,14 +160,8 @@ class DetjaxLM(TemplateLM):
         Raises:
             ValueError: If the model has no template, or it refuses or changes the messages.
         """
-        variables = {"add_generation_prompt": add_generation_prompt}
-        text = self.tokenizer.render_chat(chat_history, variables=variables)
-        if add_generation_prompt:
-            return text
-        last = str(chat_history[-1]["content"]).strip()
-        if last not in text:
-            raise ValueError(f"the chat template changes its last message {last!r:.80}")
-        return text[: text.rindex(last) + len(last)]
+        variables = {} if add_generation_prompt else {"continue_final_message": True}
+        return self.tokenizer.render_chat(chat_history, variables=variables)
 
     # --------------------------------------------------------------------------------------- scores
 

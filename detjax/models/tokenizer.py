@@ -6,6 +6,7 @@ is still the text that decoding everything at once gives: both are the same conc
 bytes, read as UTF-8.
 """
 
+import dataclasses
 import functools
 import json
 import math
@@ -19,6 +20,7 @@ from typing import Any
 import tokenizers
 import tokenizers.processors
 
+from detjax.models.chat_messages import habits_of, messages_of
 from detjax.models.chat_template import check_template, render_template
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -82,6 +84,7 @@ class Tokenizer:
         special_ids: Tokens that are never shown: begin, end and the like.
         control: Finds the texts of these in a text.
         chat_template: A Jinja template, where the model has one.
+        tool_template: Another for conversations with tools, where the model has one.
         template_tokens: What the template sees beside the messages: `bos_token` and the like.
     """
 
@@ -94,6 +97,7 @@ class Tokenizer:
     control: re.Pattern[str] = field(repr=False)
     chat_template: str | None
     template_tokens: Mapping[str, Any]
+    tool_template: str | None = None
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "Tokenizer":
@@ -129,6 +133,7 @@ class Tokenizer:
         }  # as the tokenizer marks them
         special |= set(ids.values())
         _set_post_processor(backend, config, named, ids)
+        templates = _read_templates(folder, config)
         return cls(
             source=folder,
             backend=backend,
@@ -137,9 +142,19 @@ class Tokenizer:
             eos_id=ids.get(named.get("eos_token", "")),
             special_ids=frozenset(special),
             control=_control_pattern(added[i] for i in special if i in added),
-            chat_template=_read_template(folder, config),
+            chat_template=templates.get("default"),
             template_tokens={**named, **lists},
+            tool_template=templates.get("tool_use"),
         )
+
+    def with_template(self, path: str | Path) -> "Tokenizer":
+        """Return this tokenizer with the chat template of a file, for every conversation.
+
+        Raises:
+            ValueError: If it cannot be read, or is no template.
+        """
+        template = read_template_file(Path(path))
+        return dataclasses.replace(self, chat_template=template, tool_template=None)
 
     def encode(self, text: str, *, has_control: bool = False) -> list[int]:
         """Return the ids of `text`, with the special tokens that the model expects around it.
@@ -171,21 +186,29 @@ class Tokenizer:
         """Return the ids of a conversation, up to where the assistant begins its answer.
 
         Args:
-            messages: Each has a `role` and, as a rule, a `content`.
-            variables: What else this template knows: `{"enable_thinking": False}`, tools.
+            messages: As OpenAI's API or transformers have them: each has a `role` and, as a rule, a
+                `content`, which is text or a list of parts of text.
+            variables: What else this template knows: `{"enable_thinking": False}`, `tools`. Two are
+                known to every template: `add_generation_prompt`, which is true unless given, and
+                `continue_final_message`: if true, the answer goes on in the last message.
             has_control: Special tokens written out in messages and variables become that token, as
                 in transformers. Without it only those of the template do.
 
         Raises:
-            ValueError: If the model has no chat template, or its template refuses the messages or
-                takes too long or too much memory.
+            ValueError: If the model has no chat template, or its template refuses the messages,
+                does not read a variable, or takes too long or too much memory. What is wrong with
+                a message begins with its place: `messages[2].content`.
         """
         marks: list[str] = []
-        if not has_control and _is_found(self.control, [*messages, variables]):
+        chat = self._chat(messages, variables)
+        if not has_control and _is_found(self.control, [*chat.messages, chat.variables]):
             pattern = re.compile(f"{self.control.pattern}|{'|'.join(map(re.escape, _MARK_SIGNS))}")
-            messages = _marked(list(messages), pattern, marks)
-            variables = _marked(dict(variables), pattern, marks)
-        text = self.render_chat(messages, variables=variables)
+            chat = dataclasses.replace(
+                chat,
+                messages=_marked(chat.messages, pattern, marks),
+                variables=_marked(chat.variables, pattern, marks),
+            )
+        text = self._rendered(chat)
         parts = _MARK.split(text) if marks else [text]  # text, number of a mark, text, ...
         if marks and any(sign in part for part in parts for sign in _MARK_SIGNS):
             raise ValueError(
@@ -211,23 +234,63 @@ class Tokenizer:
         A template may print the date (`strftime_now`): then the same messages are another prompt
         on another day. Compare prompt token ids when in doubt.
         """
-        if self.chat_template is None:
+        return self._rendered(self._chat(messages, variables))
+
+    def _chat(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> "_Chat":
+        """A conversation as its template reads it."""
+        template = (variables.get("tools") and self.tool_template) or self.chat_template
+        if template is None:
             raise ValueError(
                 f"{self.source} has no chat template (no {TEMPLATE_FILE}, no `chat_template` in "
                 f"{CONFIG_FILE}): give plain prompts, or use an instruction-tuned model"
             )
-        if not messages:
-            raise ValueError("the list of messages is empty; give at least one")
-        for i, message in enumerate(messages):
-            if not isinstance(message.get("role"), str):
-                raise ValueError(f"message {i} has no `role`; give user, assistant or system")
-        context = {"add_generation_prompt": True, **self.template_tokens, **variables}
+        given, continues = dict(variables), variables.get("continue_final_message", False)
+        given.pop("continue_final_message", None)
+        for name in ("continue_final_message", "add_generation_prompt"):
+            if not isinstance(variables.get(name, False), bool):
+                raise ValueError(f"{name} is {variables[name]!r:.80}; give true or false")
+        if continues and given.get("add_generation_prompt"):
+            raise ValueError(
+                "continue_final_message and add_generation_prompt are both true: an answer goes on "
+                "in the last message, or is a message of its own"
+            )
+        given.setdefault("add_generation_prompt", not continues)
+        words = habits_of(template).words
+        for name, value in given.items():
+            # Thinking that is off asks nothing of a template without it.
+            asks = value is continues if name == "add_generation_prompt" else value
+            if name == "messages" or name not in words and asks:
+                raise ValueError(
+                    f"{name}: the chat template of {self.source} has no such variable; leave it out"
+                )
+        told = messages_of(messages, template)
+        return _Chat(template=template, messages=told, variables=given, continues=continues)
+
+    def _rendered(self, chat: "_Chat") -> str:
+        """The text of a conversation, cut behind its last message if that goes on."""
+        messages = chat.messages
+        if chat.continues:
+            last = messages[-1]["content"]
+            is_text = isinstance(last, str) and "tool_calls" not in messages[-1]
+            if not is_text or _is_found(_CUT_SIGN, [messages, chat.variables]):
+                raise ValueError(
+                    f"messages[{len(messages) - 1}].content is {last!r:.80}, in which an "
+                    "answer cannot go on; leave out continue_final_message"
+                )
+            messages = [*messages[:-1], messages[-1] | {"content": last + _CUT}]
+        context = {**self.template_tokens, **chat.variables, "messages": messages}
         try:
-            return render_template(self.chat_template, {"messages": messages, **context})
+            text = render_template(chat.template, context)
         except ValueError as error:
             raise ValueError(
                 f"the chat template of {self.source} refuses the messages: {error}"
             ) from error
+        if chat.continues and _CUT not in text:
+            raise ValueError(
+                f"messages[{len(messages) - 1}].content is changed by the chat template of "
+                f"{self.source}, so an answer cannot go on in it; leave out continue_final_message"
+            )
+        return text.rpartition(_CUT)[0] if chat.continues else text
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that a token adds to the text; none if it is special or unknown."""
@@ -279,10 +342,29 @@ def read_eos_id(folder: Path) -> int | None:
     return _token_id(_read_backend(folder / TOKENIZER_FILE), text, folder)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Chat:
+    """A conversation, ready for a template.
+
+    Attributes:
+        template: Of the two that a model may have.
+        messages: As it reads them.
+        variables: What else it reads.
+        continues: The answer goes on in the last message.
+    """
+
+    template: str
+    messages: list[dict[str, Any]]
+    variables: dict[str, Any]
+    continues: bool
+
+
 # Rare, and printable, so that neither JSON nor Python's repr escapes them in a template.
 _MARK_OPEN, _MARK_CLOSE = "\u2e28", "\u2e29"
 _MARK_SIGNS = (_MARK_OPEN, _MARK_CLOSE, f"\\u{ord(_MARK_OPEN):x}")  # the last in ASCII
 _MARK = re.compile(f"{_MARK_OPEN}([0-9]+){_MARK_CLOSE}")
+_CUT = f"{_MARK_OPEN}end{_MARK_CLOSE}"
+_CUT_SIGN = re.compile(_CUT)
 
 
 def _is_found(pattern: re.Pattern[str], value: Any) -> bool:
@@ -384,26 +466,48 @@ def _read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _read_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+def _read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """The chat templates of a folder by name; one without a name is "default"."""
     path = folder / TEMPLATE_FILE
-    where = path if path.is_file() else folder / CONFIG_FILE
+    if path.is_file():
+        return {"default": read_template_file(path)}
+    found = config.get("chat_template")
+    if found is None:
+        return {}
+    if isinstance(found, list):  # several, each {"name": ..., "template": ...}
+        templates = {entry["name"]: entry["template"] for entry in found}
+    else:
+        templates = {"default": found}
+    for template in templates.values():
+        _check_template(folder / CONFIG_FILE, template)
+    return templates
+
+
+def read_template_file(path: Path) -> str:
+    """Return the chat template of a file.
+
+    Raises:
+        ValueError: If it cannot be read, or is no template.
+    """
     try:
-        template = path.read_text(encoding="utf-8") if path.is_file() else None
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise ValueError(f"{path} has more than {MAX_FILE_BYTES} bytes")
+        template = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not text: {error}; copy the file again") from error
-    if not path.is_file():
-        template = config.get("chat_template")
-    if isinstance(template, list):  # several, each {"name": ..., "template": ...}
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
-    if template is None:
-        return None
+    _check_template(path, template)
+    return template
+
+
+def _check_template(where: Path, template: Any) -> None:
     if not isinstance(template, str):
         raise ValueError(f"{where}: the chat template must be text, not {template!r:.80}")
     try:
         check_template(template)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
-    return template
 
 
 def _check_added_tokens(config: Mapping[str, Any], added: Mapping[int, str], folder: Path) -> None:

@@ -20,6 +20,7 @@ from detjax import __version__
 from detjax.cli.arguments import NO_CACHE
 from detjax.cli.errors import BAD_INPUT, OK
 from detjax.models.hub import check_model
+from detjax.models.tokenizer import read_template_file
 from detjax.parallel.job_spec import JobSpec, find_job
 from detjax.proof.signing import SigningKey
 from detjax.serve.options import engine_options
@@ -64,6 +65,9 @@ def make_parser() -> argparse.ArgumentParser:
     model.add_argument("--generation-config", choices=("auto", "none"), default="auto",
                        help="auto: sampling that a request leaves out is that of the model's "
                        "generation_config.json, but for its number of tokens")  # fmt: skip
+    model.add_argument("--chat-template", metavar="FILE",
+                       help="a Jinja template of conversations (default: that of the model)"
+                       )  # fmt: skip
     engine = parser.add_argument_group("engine (changes no bit of a deterministic answer)")
     engine.add_argument("--mode", choices=MODES, default="invariant",
                         help="fast makes no claim, and refuses deterministic requests")  # fmt: skip
@@ -211,7 +215,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def check_files(args: argparse.Namespace) -> None:
-    """Refuse a key and a model that are not there, before JAX is imported.
+    """Refuse a key, a template and a model that are not there, before JAX is imported.
 
     Raises:
         ValueError, OSError: Naming what it was.
@@ -223,6 +227,11 @@ def check_files(args: argparse.Namespace) -> None:
             raise OSError(f"--sign {args.sign} cannot be read: {error.strerror}") from error
         except ValueError as error:
             raise ValueError(f"--sign: {error}") from error
+    if args.chat_template is not None:
+        try:
+            read_template_file(Path(args.chat_template))
+        except ValueError as error:
+            raise ValueError(f"--chat-template: {error}") from error
     check_model(args.model, revision=args.revision)
 
 

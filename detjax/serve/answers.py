@@ -3,6 +3,7 @@
 
 import base64
 import dataclasses
+import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from detjax.serve.echo import NO_ECHO, Echo, echo_tokens, legacy_logprobs, prompt_logprobs
+from detjax.serve.reading import Form, Said, read
 from detjax.serve.receipts import receipt_line
 from detjax.serve.service import Piece, ServedModel
 from detjax.serving.request import FinishReason, SamplingParams, TokenEvent
@@ -34,6 +36,7 @@ class Shape:
         num_prompt_top: Logprobs of the prompt are wanted in vLLM's shape, with so many of the most
             likely; None if not.
         request_id: What the answer's id ends with.
+        form: In which form the model writes; None where an answer is text alone.
     """
 
     model: ServedModel
@@ -46,6 +49,7 @@ class Shape:
     has_receipt: bool
     request_id: str
     num_prompt_top: int | None = None
+    form: Form | None = None
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
     sampling_values: Json = dataclasses.field(init=False)
 
@@ -72,7 +76,14 @@ class Shape:
         tokens = [token for piece in pieces for token in piece.tokens]
         choice: Json = {"index": index, "finish_reason": _reason(last.finish_reason)}
         if self.is_chat:
-            choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+            said = Said(content=text) if self.form is None else read(self.form, text)
+            choice["message"] = {
+                "role": "assistant",
+                "content": said.content if said.content or not any(said) else None,
+                "refusal": None,
+                **self.said(said, index),
+            }
+            choice["finish_reason"] = _reason(last.finish_reason, has_calls=bool(said.calls))
         else:
             choice["text"] = text
         choice["logprobs"] = self.logprobs(tokens, len(begin.text), begin)
@@ -81,12 +92,52 @@ class Shape:
             choice["token_ids"] = list(last.completion.token_ids)
         return choice | self.proof(last)
 
-    def chunk(self, index: int, piece: Piece, offset: int, *, is_first: bool) -> Json:
-        """A choice of a chunk: what is new."""
+    def said(self, said: Said, index: int, num_calls: int | None = None) -> Json:
+        """Reasoning and calls of a message, where there are some.
+
+        Args:
+            said: All of it, or what is new.
+            index: Of the choice.
+            num_calls: Of a chunk, the calls that came before.
+        """
+        told: Json = {"reasoning_content": said.reasoning} if said.reasoning else {}
+        calls: list[Json] = []
+        for number, call in enumerate(said.calls, num_calls or 0):
+            place = {} if num_calls is None else {"index": number}
+            made = {"id": self._call_id(index, number), "type": "function"}
+            calls.append(place | made | {"function": call._asdict()})
+        return told | ({"tool_calls": calls} if calls else {})
+
+    def _call_id(self, index: int, number: int) -> str:
+        """The name of a call: nine letters and digits, which Mistral's template asks for."""
+        return hashlib.sha256(f"{self.request_id} {index} {number}".encode()).hexdigest()[:9]
+
+    def chunk(
+        self,
+        index: int,
+        piece: Piece,
+        offset: int,
+        *,
+        is_first: bool,
+        said: Said | None = None,
+        num_calls: int = 0,
+    ) -> Json:
+        """A choice of a chunk: what is new.
+
+        Args:
+            index: Of the choice.
+            piece: What is new.
+            offset: Where its tokens begin in the text.
+            is_first: Nothing came before.
+            said: Of a conversation, what is new of what is said, if that is not the piece's text.
+            num_calls: Calls that came before.
+        """
         choice: Json = {"index": index, "finish_reason": None}
         if self.is_chat:
+            said = Said(content=piece.text) if said is None else said
             choice["delta"] = {"role": "assistant"} if is_first else {}
-            choice["delta"]["content"] = piece.text
+            choice["delta"] |= {"content": said.content} | self.said(said, index, num_calls)
+            num_calls += len(said.calls)
         else:
             choice["text"] = piece.text
         choice["logprobs"] = self.logprobs(piece.tokens, offset)
@@ -95,7 +146,7 @@ class Shape:
             if is_first:
                 choice["prompt_token_ids"] = list(piece.prompt_token_ids)
         if piece.completion is not None:
-            choice["finish_reason"] = _reason(piece.finish_reason)
+            choice["finish_reason"] = _reason(piece.finish_reason, has_calls=num_calls > 0)
             choice |= self.proof(piece)
         return choice
 
@@ -176,8 +227,10 @@ def _exact(logprobs: Sequence[np.float32]) -> str:
     return base64.b64encode(np.asarray(logprobs, "<f4").tobytes()).decode()
 
 
-def _reason(reason: FinishReason | None) -> str | None:
+def _reason(reason: FinishReason | None, *, has_calls: bool = False) -> str | None:
     """As OpenAI names it; "error" and "cancelled" are ours."""
+    if has_calls and reason is FinishReason.STOP:
+        return "tool_calls"
     return None if reason is None else reason.value
 
 

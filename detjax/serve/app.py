@@ -20,7 +20,7 @@ from detjax.serve.answers import error_body
 from detjax.serve.information import PAGE_FILES, Information
 from detjax.serve.protocol import ChatRequest, CompletionRequest, RefusedError
 from detjax.serve.questions import Reader
-from detjax.serve.responses import ResponsesRequest, ResponseWriter, form_of
+from detjax.serve.responses import ResponsesRequest, ResponseWriter, form_of, named_as_asked
 from detjax.serve.service import Service
 from detjax.serve.streaming import CLIENT_LEFT, id_of, key_of, log, reply, respond
 
@@ -51,11 +51,12 @@ def make_app(service: Service, *, api_keys: Sequence[str] = ()) -> Starlette:
     async def responses(request: Request) -> Response:
         asked = await reader.parsed(request, ResponsesRequest)
         asked.check()
-        return await respond(
-            service, request, reader.chat(asked.as_chat(), id_of(request)),
-            form=form_of(asked),
-            writer=functools.partial(ResponseWriter, asked),
-        )  # fmt: skip
+        with named_as_asked(asked):
+            return await respond(
+                service, request, reader.chat(asked.as_chat(), id_of(request), is_read=False),
+                form=form_of(asked),
+                writer=functools.partial(ResponseWriter, asked),
+            )  # fmt: skip
 
     table: tuple[tuple[str, str, Run], ...] = (
         *(("GET", path, about.page) for path in PAGE_PATHS),
@@ -65,6 +66,7 @@ def make_app(service: Service, *, api_keys: Sequence[str] = ()) -> Starlette:
         ("GET", "/version", about.version),
         ("GET", "/metrics", about.metrics),
         ("GET", "/v1/models", about.models),
+        ("GET", "/v1/models/{name:path}", about.model),
         ("GET", "/tokenizer_info", about.tokenizer_info),
         ("POST", "/tokenize", about.tokenize),
         ("POST", "/detokenize", about.detokenize),

@@ -65,9 +65,9 @@ def legacy_logprobs(
 
     Args:
         echoed: Tokens of the prompt, which begin at 0; none where they are told elsewhere.
-        tokens: Generated tokens, each with the text that it released.
+        tokens: Generated tokens, each with the text that it adds itself.
         offset: Where the first of these begins in the text.
-        num_top: How many of the most likely tokens are wanted.
+        num_top: How many of the most likely tokens are wanted; the token itself is there too.
         text_of: A token for people.
     """
     generated = [EchoedToken(e.token_id, text, e.logprob, e.top_logprobs) for e, text in tokens]
@@ -80,12 +80,16 @@ def legacy_logprobs(
     def top(one: EchoedToken) -> dict[str, float] | None:
         if one.logprob is None:
             return None
-        return {text_of(token): float(value) for token, value in one.top_logprobs[:num_top]}
+        listed: dict[str, float] = {}
+        # WHY: OpenAI's shape has one entry a text, so of two tokens with one text the likelier.
+        for token, value in (*one.top_logprobs[:num_top], (one.token_id, one.logprob)):
+            listed.setdefault(text_of(token), float(value))
+        return listed
 
     return {
         "tokens": [text_of(one.token_id) for one in found],
         "token_logprobs": [None if one.logprob is None else float(one.logprob) for one in found],
-        "top_logprobs": [top(one) for one in found] if num_top else None,
+        "top_logprobs": [top(one) for one in found],
         "text_offset": offsets,
     }
 

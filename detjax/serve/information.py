@@ -90,18 +90,25 @@ class Information:
         return Response(metrics.render(self._service), media_type="text/plain; version=0.0.4")
 
     async def models(self, request: Request) -> Response:
-        """The one model."""
+        """The one model, in a list."""
+        return reply({"object": "list", "data": [self._model_card()]})
+
+    async def model(self, request: Request) -> Response:
+        """The one model, by its name."""
+        self._reader.check_model(request.path_params["name"])
+        return reply(self._model_card())
+
+    def _model_card(self) -> Json:
         model = self._service.model
-        card = {
+        return {
             "id": model.name,
             "object": "model",
             "owned_by": "detjax",
-            "created": 0,
+            "created": self._service.opened_at_s,
             "max_model_len": model.max_len,
             "mode": model.mode,
             "has_chat_template": model.tokenizer.chat_template is not None,
         }
-        return reply({"object": "list", "data": [card]})
 
     async def tokenizer_info(self, request: Request) -> Response:
         """What a client needs to make prompts itself, as vLLM's server names it."""
@@ -130,15 +137,9 @@ class Information:
 
     async def _tokens_of(self, asked: TokenizeRequest) -> Json:
         self._reader.check_model(asked.model)
-        if (asked.prompt is None) == (asked.messages is None):
-            raise RefusedError("give either prompt or messages", field="prompt")
-        if asked.messages is not None and not asked.add_special_tokens:
-            raise RefusedError(
-                "add_special_tokens=false is of a prompt; a template has its own tokens",
-                field="add_special_tokens",
-            )
+        asked.check()
         if asked.messages is not None:
-            ids = await self._reader.template(asked.messages, {})
+            ids = await self._reader.template(asked.messages, asked.variables())
         else:
             is_raw = not asked.add_special_tokens
             (ids,) = await self._reader.encode([asked.prompt or ""], is_raw=is_raw)

@@ -2,15 +2,19 @@
 """What clients may ask, as typed records. A field that is not here is an error that names it.
 
 Names and meanings are those of OpenAI's API, and of vLLM's server where it adds to it. A field that
-OpenAI has and detjax cannot honour is taken only with the value that asks for nothing.
+OpenAI has and detjax cannot honour is taken only with the value that asks for nothing. `null` means
+that an optional field is absent.
 """
 
-from collections.abc import Mapping
+import functools
+import typing
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 
+from detjax.serve.reading import call_schema
 from detjax.serving.limits import MAX_LOGIT_BIASES
 from detjax.serving.request import SamplingParams, draw_seed
 from detjax.serving.structured_output import StructuredOutput
@@ -28,6 +32,7 @@ Texts = str | list[str]
 TokenIds = list[int]
 Name = Annotated[str, msgspec.Meta(max_length=1024)]
 Messages = Annotated[list[dict[str, Any]], msgspec.Meta(max_length=16_384)]
+Tools = Annotated[list[dict[str, Any]], msgspec.Meta(max_length=1024)]
 
 MAX_PROMPTS = 1024
 """Prompts of one request."""
@@ -44,9 +49,20 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     Attributes:
         include_usage: One more chunk at the end, which counts tokens.
+        include_obfuscation: Taken only as false.
     """
 
     include_usage: bool = False
+    include_obfuscation: bool = False
+
+    def check(self) -> None:
+        """Refuse what would have to be ignored."""
+        if self.include_obfuscation:
+            raise RefusedError(
+                "stream_options.include_obfuscation=true is not supported: nothing is added to "
+                "the events; leave it out",
+                field="stream_options.include_obfuscation",
+            )
 
 
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -86,11 +102,57 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
         return StructuredOutput(kind=kind, spec="" if spec is True else spec)
 
 
-class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class CommonFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What all requests for an answer have in common.
+
+    Attributes:
+        NEUTRAL: Fields that detjax cannot honour, each with the values that ask for nothing. Null
+            always does.
+        model: The served name.
+        user, metadata, safety_identifier, prompt_cache_key: For the caller's own records; they
+            decide nothing.
+        store, parallel_tool_calls, service_tier, prompt_cache_retention, prompt_cache_options,
+        moderation: Taken only as `NEUTRAL` has them.
+    """
+
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "store": (False,),
+        "parallel_tool_calls": (True,),
+        "service_tier": ("auto", "default"),
+        "prompt_cache_retention": ("in_memory",),
+        "prompt_cache_options": ({},),
+        "moderation": (),
+    }
+
+    model: Name
+    user: str = ""
+    metadata: dict[str, str] | None = None
+    safety_identifier: str = ""
+    prompt_cache_key: str = ""
+    store: bool | None = None
+    parallel_tool_calls: bool | None = None
+    service_tier: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    moderation: dict[str, Any] | None = None
+
+    def check(self) -> None:
+        """Refuse what would have to be ignored."""
+        for name, values in self.NEUTRAL.items():
+            value = getattr(self, name)
+            if value is not None and value not in values:
+                said, *taken = (msgspec.json.encode(v).decode() for v in (value, None, *values))
+                raise RefusedError(
+                    f"{name}={said:.200} is not supported, only {' and '.join(taken)}; leave it "
+                    "out",
+                    field=name,
+                )
+
+
+class SamplingFields(CommonFields, forbid_unknown_fields=True, kw_only=True):
     """What completions and chat completions have in common.
 
     Attributes:
-        model: The served name.
         temperature, top_p, top_k, min_p, n, seed: As `SamplingParams` has them. Defaults are
             those of the model's generation_config.json, else OpenAI's;
             where none is given a seed is drawn, and is in the answer's `sampling`.
@@ -113,10 +175,8 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         receipt: Put a receipt into each choice: one line, as `detjax.audit` reads it.
         prompt_logprobs: Report the logprob and rank of each token of the prompt, with so many of
             the most likely ones, up to 64.
-        user, metadata: For the caller's own records; they decide nothing.
     """
 
-    model: Name
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -134,8 +194,6 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     return_logprob_bytes: bool = False
     receipt: bool = False
     prompt_logprobs: Annotated[int, msgspec.Meta(ge=0, le=64)] | None = None
-    user: str = ""
-    metadata: dict[str, str] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     min_tokens: int = 0
@@ -190,6 +248,7 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     def check(self) -> None:
         """Refuse what would have to be ignored."""
+        super().check()
         if self.allowed_token_ids == []:
             raise RefusedError(
                 "allowed_token_ids is empty, which leaves no token; leave it out to allow all",
@@ -197,6 +256,8 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             )
         if self.stream_options is not None and not self.stream:
             raise RefusedError("stream_options needs stream=true", field="stream_options")
+        if self.stream_options is not None:
+            self.stream_options.check()
 
 
 class CompletionRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
@@ -323,31 +384,61 @@ class ChatRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
             for if neither is given.
         logprobs: Report the logprob of each token.
         top_logprobs: With `logprobs`, how many of the most likely tokens to report, up to 64.
-        tools, documents: Given to the model's template. What the model answers is left as text.
-        tool_choice: Taken only as "auto" and "none"; "none" keeps the tools from the template.
+        tools, documents: Given to the model's template.
+        tool_choice: "auto"; "none" keeps the tools from the template; "required" or a function by
+            its name makes the answer one call.
         chat_template_kwargs: Further variables of the template, such as `enable_thinking`.
+        add_generation_prompt: Begin the assistant's answer behind the messages; true unless
+            `continue_final_message` is.
+        continue_final_message: The answer goes on in the last message.
         response_format: The form of the answer, in place of `structured_outputs`.
+        audio, modalities, prediction, functions, function_call, reasoning_effort, verbosity,
+        web_search_options: Taken only as `NEUTRAL` has them.
     """
+
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **CommonFields.NEUTRAL,
+        "audio": (),
+        "modalities": (["text"],),
+        "prediction": (),
+        "functions": ([],),
+        "function_call": ("auto", "none"),
+        "reasoning_effort": (),
+        "verbosity": ("medium",),
+        "web_search_options": (),
+    }
 
     messages: Messages
     max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
     max_completion_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=64)] | None = None
-    tools: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=1024)] | None = None
+    tools: Tools | None = None
     documents: Messages | None = None
     tool_choice: str | dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
     response_format: ResponseFormat | None = None
+    audio: dict[str, Any] | None = None
+    modalities: list[str] | None = None
+    prediction: dict[str, Any] | None = None
+    functions: list[dict[str, Any]] | None = None
+    function_call: str | dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
+    web_search_options: dict[str, Any] | None = None
 
     def check(self) -> None:
         """Refuse what would have to be ignored."""
         super().check()
+        check_tools(self.tools)
         if self.top_logprobs is not None and not self.logprobs:
             raise RefusedError("top_logprobs needs logprobs=true", field="top_logprobs")
-        if self.tool_choice not in (None, "auto", "none"):
+        if self.forced_tools() and (self.response_format or self.structured_outputs):
             raise RefusedError(
-                f"tool_choice={self.tool_choice!r} is not supported: 'auto' and 'none' are",
+                f"tool_choice={self.tool_choice!r:.200} has a form of its own; leave out "
+                "response_format and structured_outputs",
                 field="tool_choice",
             )
         if None not in (self.max_tokens, self.max_completion_tokens):
@@ -355,8 +446,35 @@ class ChatRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
                 "max_tokens and max_completion_tokens say the same; give one", field="max_tokens"
             )
 
+    def forced_tools(self) -> list[dict[str, Any]]:
+        """The functions of which the answer must call one; none where it need not."""
+        choice, tools = self.tool_choice, self.tools or []
+        if choice in (None, "auto", "none"):
+            return []
+        if choice == "required" and tools:
+            return tools
+        named = choice.get("function") if isinstance(choice, dict) else None
+        if (
+            isinstance(named, dict)
+            and isinstance(choice, dict)
+            and choice.get("type") == "function"
+        ):
+            if found := [tool for tool in tools if tool["function"]["name"] == named.get("name")]:
+                return found[:1]
+        names = [tool["function"]["name"] for tool in tools]
+        raise RefusedError(
+            f"tool_choice={choice!r:.200} is none of auto, none, required, and a function of "
+            f"tools, which are {names!r:.200}",
+            field="tool_choice",
+        )
+
     def form(self) -> StructuredOutput | None:
         """The form of the answer; None leaves it free."""
+        if forced := self.forced_tools():
+            try:
+                return StructuredOutput.of_schema(call_schema(forced))
+            except ValueError as error:
+                raise RefusedError(str(error), field="tools") from error
         if self.response_format is None:
             return super().form()
         if self.structured_outputs is not None:
@@ -371,16 +489,48 @@ class ChatRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
 
     def form_field(self) -> str:
         """Which field says the form."""
+        if self.forced_tools():
+            return "tools"
         return super().form_field() if self.response_format is None else "response_format"
 
     def variables(self) -> dict[str, Any]:
         """What the template sees beside the messages."""
-        given = dict(self.chat_template_kwargs or {})
-        if self.tools and self.tool_choice != "none":
-            given["tools"] = self.tools
-        if self.documents:
-            given["documents"] = self.documents
-        return given
+        has_tools = self.tool_choice != "none"
+        return _variables(self, tools=self.tools if has_tools else None, documents=self.documents)
+
+
+def _variables(asked: "ChatRequest | TokenizeRequest", **fields: Any) -> dict[str, Any]:
+    """What a template sees beside the messages, each said once."""
+    fields["add_generation_prompt"] = asked.add_generation_prompt
+    fields["continue_final_message"] = asked.continue_final_message or None
+    given = {name: value for name, value in fields.items() if value not in (None, [])}
+    more = asked.chat_template_kwargs or {}
+    for name in ("messages", *fields):
+        if name in more:
+            raise RefusedError(
+                f"chat_template_kwargs.{name} is a field of its own; give it there",
+                field=f"chat_template_kwargs.{name}",
+            )
+    return more | given
+
+
+def check_tools(tools: Sequence[dict[str, Any]] | None) -> None:
+    """Refuse tools that are no functions.
+
+    Raises:
+        RefusedError: Naming the tool.
+    """
+    for i, tool in enumerate(tools or ()):
+        function = tool.get("function")
+        if tool.get("type") != "function":
+            raise RefusedError(
+                f"tools[{i}].type={tool.get('type')!r:.80} is not supported: 'function' is",
+                field=f"tools[{i}].type",
+            )
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise RefusedError(
+                f"tools[{i}].function must be an object with a name", field=f"tools[{i}].function"
+            )
 
 
 class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -394,6 +544,8 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             them the text is taken as it is written: special tokens written out in it are these
             tokens, which in a prompt they never are.
         return_token_strs: Also the text of each token.
+        tools, chat_template_kwargs, add_generation_prompt, continue_final_message: Of a
+            conversation, as chat completions have them.
     """
 
     model: Name | None = None
@@ -401,6 +553,30 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     messages: Messages | None = None
     add_special_tokens: bool = True
     return_token_strs: bool = False
+    tools: Tools | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+
+    def check(self) -> None:
+        """Refuse what would have to be ignored."""
+        if (self.prompt is None) == (self.messages is None):
+            raise RefusedError("give either prompt or messages", field="prompt")
+        if self.messages is None:
+            for name, value in self.variables().items():
+                raise RefusedError(
+                    f"{name}={value!r:.200} is of messages, and this is a prompt", field=name
+                )
+        elif not self.add_special_tokens:
+            raise RefusedError(
+                "add_special_tokens=false is of a prompt; a template has its own tokens",
+                field="add_special_tokens",
+            )
+        check_tools(self.tools)
+
+    def variables(self) -> dict[str, Any]:
+        """What the template sees beside the messages."""
+        return _variables(self, tools=self.tools)
 
 
 class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -423,16 +599,55 @@ def parse[T: msgspec.Struct](body: bytes, kind: type[T]) -> T:
             f"the body has {num_parts} brackets and keys, more than {MAX_PARTS}; send less at once"
         )
     try:
-        return msgspec.json.decode(body, type=kind)
+        if b"null" not in body:
+            return msgspec.json.decode(body, type=kind)
+        return msgspec.convert(_less_nulls(msgspec.json.decode(body), kind), kind)
     except msgspec.ValidationError as error:
-        message = str(error)
-        field = message.rpartition("`$.")[2].partition("`")[0].partition("[")[0]
+        message, field = str(error), _field_of(str(error))
         if "unknown field" in message:
-            field = message.partition("unknown field `")[2].partition("`")[0]
             message = f"unknown field {field!r}: detjax would have to ignore it; leave it out"
         raise RefusedError(message, field=field) from error
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise RefusedError(f"the body is not JSON: {error}") from error
+
+
+def _less_nulls(value: Any, kind: type[msgspec.Struct]) -> Any:
+    """A record as it was sent, without optional fields that are null, those of records in it too.
+
+    Required fields, and what is in free objects, keep their nulls.
+    """
+    if not isinstance(value, dict):
+        return value
+    optional, records = _nullable(kind)
+    kept = {name: one for name, one in value.items() if one is not None or name not in optional}
+    for name in records.keys() & kept.keys():
+        kept[name] = _less_nulls(kept[name], records[name])
+    return kept
+
+
+@functools.cache
+def _nullable(
+    kind: type[msgspec.Struct],
+) -> tuple[frozenset[str], Mapping[str, type[msgspec.Struct]]]:
+    """The optional fields of a record, and those fields that are records."""
+    fields = msgspec.structs.fields(kind)
+    records = {
+        its.encode_name: one
+        for its in fields
+        for one in (its.type, *typing.get_args(its.type))
+        if isinstance(one, type) and issubclass(one, msgspec.Struct)
+    }
+    return frozenset(its.encode_name for its in fields if not its.required), records
+
+
+_MISSING = ("unknown field `", "missing required field `")
+
+
+def _field_of(message: str) -> str:
+    """The path of the field that an error of msgspec is about: `stream_options.include_usage`."""
+    path = message.rpartition("at `$.")[2].partition("`")[0] if "at `$." in message else ""
+    names = [message.partition(said)[2].partition("`")[0] for said in _MISSING if said in message]
+    return ".".join(filter(None, [path.partition("[...]")[0], *names]))
 
 
 NO_DEFAULTS: Mapping[str, Any] = MappingProxyType({})

@@ -2,7 +2,9 @@
 """From the body of a request to what the engine is asked, or the reason why it cannot be."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import dataclasses
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +21,15 @@ from detjax.serve.protocol import (
     parse,
     sampling_params,
 )
+from detjax.serve.reading import Form
 from detjax.serve.receipts import check_receipt
 from detjax.serve.service import Service
 
 LARGE_BODY = 2**18
 """Bytes of a body beyond which no two are parsed without a look at others between."""
+
+_TAIL = 16
+"""Tokens at the end of a prompt in which the model may be told to think."""
 
 MAX_LISTED = 2**20
 """Entries of the lists of a request's sampling, over its prompts: each prompt is checked alone."""
@@ -177,11 +183,11 @@ class Reader:
             )
         self._service.check_queue(num_prompts, sampling, is_deterministic=shape.is_deterministic)
 
-    def chat(self, asked: ChatRequest, request_id: str) -> Reading:
-        """A request of /v1/chat/completions."""
-        return Reading(fields=asked, run=lambda: self._chat(asked, request_id))
+    def chat(self, asked: ChatRequest, request_id: str, *, is_read: bool = True) -> Reading:
+        """A request of /v1/chat/completions; `is_read`: its answer is more than text."""
+        return Reading(fields=asked, run=lambda: self._chat(asked, request_id, is_read=is_read))
 
-    async def _chat(self, asked: ChatRequest, request_id: str) -> Asked:
+    async def _chat(self, asked: ChatRequest, request_id: str, *, is_read: bool) -> Asked:
         self.check_model(asked.model)
         asked.check()
         num_top = (asked.top_logprobs or 0) if asked.logprobs else None
@@ -195,8 +201,29 @@ class Reader:
         most = asked.max_tokens or asked.max_completion_tokens
         self._check_work(1, shape_of(most or self._service.model.max_len))
         ids = await self.template(asked.messages, asked.variables())
-        shape = shape_of(self._service.check_prompt(ids, most))
+        try:
+            shape = shape_of(self._service.check_prompt(ids, most))
+        except RefusedError as error:
+            error.field = "messages" if error.field == "prompt" else error.field
+            raise
+        if is_read:
+            shape = dataclasses.replace(shape, form=self._form_of(asked, ids))
         return Asked(questions=[Question(token_ids=ids)], shape=shape, fields=asked)
+
+    def _form_of(self, asked: ChatRequest, prompt_ids: Sequence[int]) -> Form | None:
+        """In which form the model writes an answer; None where it is text alone."""
+        if asked.response_format is not None:
+            return None
+        tokenizer, forced = self._service.model.tokenizer, asked.forced_tools()
+        tools = [] if asked.tool_choice == "none" else forced or asked.tools or []
+        has_own = bool(tools) and tokenizer.tool_template is not None
+        form = Form.of(
+            (tokenizer.tool_template if has_own else tokenizer.chat_template) or "",
+            tools,
+            prompt=tokenizer.decode(prompt_ids[-_TAIL:]),
+            is_forced=bool(forced),
+        )
+        return None if form.is_plain else form
 
     def _shape(
         self,
@@ -246,5 +273,17 @@ class Reader:
         try:
             return await self._service.texts.template(messages, variables)
         except RefusedError as error:
-            error.field = "messages"
+            error.field = _field_of_chat(str(error), variables)
             raise
+
+
+def _field_of_chat(message: str, variables: Mapping[str, Any]) -> str:
+    """What an error of `Tokenizer.apply_chat_template` is about, as it says at its beginning."""
+    found = re.match(r"[\w.[\]]+", message)
+    place = found[0] if found else ""
+    if place.startswith("messages[") or place in _OF_CHAT:
+        return place
+    return f"chat_template_kwargs.{place}" if place in variables else "messages"
+
+
+_OF_CHAT = ("tools", "documents", "add_generation_prompt", "continue_final_message")

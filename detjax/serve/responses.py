@@ -1,12 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """/v1/responses, as far as it is text in and text out: a chat completion in another form."""
 
-from typing import Annotated, Any
+import contextlib
+import re
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 
 from detjax.serve.answers import Json, usage
-from detjax.serve.protocol import ChatRequest, Messages, Name, RefusedError
+from detjax.serve.protocol import (
+    ChatRequest,
+    CommonFields,
+    JsonSchema,
+    Messages,
+    Name,
+    RefusedError,
+    ResponseFormat,
+    StreamOptions,
+)
 from detjax.serve.questions import Asked
 from detjax.serve.service import Piece
 from detjax.serve.streaming import AbstractWriter, Form, raise_failed
@@ -14,39 +26,109 @@ from detjax.serve.streaming import AbstractWriter, Form, raise_failed
 TEXT_PARTS = ("input_text", "output_text", "text")
 
 
-class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class TextFormat(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The form of an answer, as `ResponseFormat` has it, the schema beside its type."""
+
+    type: str = "text"
+    name: str = ""
+    description: str = ""
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def as_chat(self) -> ResponseFormat:
+        """The same as a chat completion has it."""
+        if self.schema is None:
+            return ResponseFormat(type=self.type)
+        schema = JsonSchema(name=self.name, description=self.description, schema=self.schema)
+        return ResponseFormat(type=self.type, json_schema=schema)
+
+
+class TextConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """How an answer is written.
+
+    Attributes:
+        format: Its form.
+        verbosity: Taken only as "medium".
+    """
+
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class ResponsesRequest(CommonFields, forbid_unknown_fields=True, kw_only=True):
     """The body of POST /v1/responses. A field that is not here is refused, as everywhere.
 
     Attributes:
-        model: The served name.
         input: A text, or messages whose content is text or parts of text.
         instructions: A system message before them.
         max_output_tokens: As many as the context has room for if not given.
-        temperature, top_p, seed, stream, is_deterministic, priority, cache_salt, user, metadata:
-            As chat completions have them.
-        store: Taken only as false and null: nothing is kept.
+        text: The form of the answer.
+        temperature, top_p, seed, stream, is_deterministic, priority, cache_salt: As chat
+            completions have them.
+        stream_options: With `stream`; taken only with its values false.
+        others: Taken only as `NEUTRAL` has them: nothing is kept, looked up or called.
     """
 
-    model: Name
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **CommonFields.NEUTRAL,
+        "access_programs": (),
+        "background": (False,),
+        "background_options": (),
+        "context_management": ([],),
+        "conversation": (),
+        "image": (),
+        "include": ([],),
+        "max_tool_calls": (),
+        "previous_response_id": (),
+        "prompt": (),
+        "reasoning": ({},),
+        "tool_choice": ("auto", "none"),
+        "tools": ([],),
+        "top_logprobs": (0,),
+        "truncation": ("disabled",),
+    }
+
     input: str | Messages
     instructions: str | None = None
     max_output_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
+    text: TextConfig | None = None
+    temperature: float | None = None
+    top_p: float | None = None
     seed: int | None = None
     stream: bool = False
+    stream_options: StreamOptions | None = None
     is_deterministic: bool | None = None
     priority: int = 0
     cache_salt: Name = ""
-    user: str = ""
-    metadata: dict[str, str] | None = None
-    store: bool | None = None
+    access_programs: dict[str, Any] | None = None
+    background: bool | None = None
+    background_options: dict[str, Any] | None = None
+    context_management: list[Any] | None = None
+    conversation: str | dict[str, Any] | None = None
+    image: dict[str, Any] | None = None
+    include: list[str] | None = None
+    max_tool_calls: int | None = None
+    previous_response_id: str | None = None
+    prompt: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    top_logprobs: int | None = None
+    truncation: str | None = None
 
     def check(self) -> None:
         """Refuse what would have to be ignored."""
-        if self.store:
+        super().check()
+        if self.text is not None and self.text.verbosity not in (None, "medium"):
             raise RefusedError(
-                "store=true is not supported: no answer is kept; leave it out", field="store"
+                f"text.verbosity={self.text.verbosity!r} is not supported: leave it out",
+                field="text.verbosity",
+            )
+        if self.stream_options is not None and self.stream_options.include_usage:
+            raise RefusedError(
+                "stream_options.include_usage=true is of completions: a response always ends "
+                "with its usage; leave it out",
+                field="stream_options.include_usage",
             )
 
     def as_chat(self) -> ChatRequest:
@@ -64,10 +146,45 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
             top_p=self.top_p,
             seed=self.seed,
             stream=self.stream,
+            stream_options=self.stream_options,
+            response_format=self.text.format.as_chat() if self.text and self.text.format else None,
             is_deterministic=self.is_deterministic,
             priority=self.priority,
             cache_salt=self.cache_salt,
         )
+
+
+_NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+}
+"""What a response calls the fields of the chat completion that answers it."""
+
+_PLACE = re.compile(r"^messages\[(\d+)\]")
+
+
+@contextlib.contextmanager
+def named_as_asked(asked: ResponsesRequest) -> Iterator[None]:
+    """Let errors of the chat completion name the fields of the response."""
+    try:
+        yield
+    except RefusedError as error:
+        raise _as_asked(error, asked) from error
+
+
+def _as_asked(error: RefusedError, asked: ResponsesRequest) -> RefusedError:
+    def place(found: re.Match[str]) -> str:
+        index = int(found[1]) - bool(asked.instructions)
+        if index < 0:
+            return "instructions"
+        return "input" if isinstance(asked.input, str) else f"input[{index}]"
+
+    message = _PLACE.sub(place, str(error))
+    field = _PLACE.sub(place, error.field)
+    if (name := _NAMES.get(field)) is not None:
+        message, field = message.replace(field, name), name
+    return RefusedError(message, status=error.status, code=error.code, field=field)
 
 
 def _message(index: int, item: dict[str, Any]) -> dict[str, Any]:
@@ -91,8 +208,8 @@ def _message(index: int, item: dict[str, Any]) -> dict[str, Any]:
     return {"role": item["role"], "content": content}
 
 
-def _card(asked: ResponsesRequest, card: Json, status: str) -> Json:
-    """What a response has, whole or begun."""
+def _card(asked: ResponsesRequest, card: Json, sampling: Json, status: str) -> Json:
+    """What a response has, whole or begun; `sampling` as it was used."""
     return {
         "id": "resp_" + card["id"].partition("-")[2],
         "object": "response",
@@ -102,8 +219,8 @@ def _card(asked: ResponsesRequest, card: Json, status: str) -> Json:
         "system_fingerprint": card["system_fingerprint"],
         "instructions": asked.instructions,
         "max_output_tokens": asked.max_output_tokens,
-        "temperature": asked.temperature,
-        "top_p": asked.top_p,
+        "temperature": sampling["temperature"],
+        "top_p": sampling["top_p"],
         "metadata": asked.metadata or {},
         "error": None,
         "incomplete_details": None,
@@ -135,7 +252,7 @@ def _finished(
 ) -> Json:
     """A response that has ended."""
     status = "incomplete" if reason == "length" else "completed"
-    whole = _card(asked, card, status)
+    whole = _card(asked, card, proof["sampling"], status)
     if status == "incomplete":
         whole["incomplete_details"] = {"reason": "max_output_tokens"}
     whole["output"] = [_item(card, text, status)]
@@ -182,7 +299,8 @@ class ResponseWriter(AbstractWriter):
         return b"".join(events)
 
     def _begin(self) -> list[bytes]:
-        begun = _card(self._request, self._card, "in_progress")
+        sampling = self._asked.shape.sampling_values
+        begun = _card(self._request, self._card, sampling, "in_progress")
         return [
             self._event("response.created", response=begun),
             self._event("response.in_progress", response=begun),
@@ -211,6 +329,7 @@ class ResponseWriter(AbstractWriter):
 
     def error(self, error: RefusedError) -> bytes:
         """As `AbstractWriter` has it."""
+        error = _as_asked(error, self._request)
         return self._event(
             "error", message=str(error), code=error.code or None, param=error.field or None
         )

@@ -107,7 +107,7 @@ class Piece:
         prompt_idx: Which of the request's prompts.
         sequence_idx: Which of the prompt's `n`.
         text: New text; often none.
-        tokens: New tokens, each with the text that it released.
+        tokens: New tokens, each with the text that it adds itself (`TextDelta.own`).
         finish_reason: None while it goes on.
         error: What went wrong where `finish_reason` is ERROR.
         completion: All of it, with the last piece.
@@ -140,21 +140,24 @@ class _Sequence:
             includes_stop=sampling.include_stop_str_in_output,
         )
         self._tokens: list[tuple[TokenEvent, str]] = []
+        self._released: list[str] = []
         self._num_taken = 0
 
     def push(self, event: TokenEvent) -> bool:
         """Take a token; True if a stop string is complete."""
         delta = self._stream.push(event.token_id)
-        self._tokens.append((event, delta.text))
+        self._tokens.append((event, delta.own))
+        self._released.append(delta.text)
         return delta.is_stopped
 
-    def take(self, count: int) -> tuple[tuple[TokenEvent, str], ...]:
-        """The next `count` tokens, which the engine has released."""
+    def take(self, count: int) -> tuple[tuple[tuple[TokenEvent, str], ...], str]:
+        """The next `count` tokens, which the engine has released, and the text they release."""
         begin, self._num_taken = self._num_taken, self._num_taken + count
-        return tuple(self._tokens[begin : self._num_taken])
+        text = "".join(self._released[begin : self._num_taken])
+        return tuple(self._tokens[begin : self._num_taken]), text
 
-    def take_rest(self) -> tuple[tuple[TokenEvent, str], ...]:
-        """All tokens that were not taken; nothing is pushed any more."""
+    def take_rest(self) -> tuple[tuple[tuple[TokenEvent, str], ...], str]:
+        """`take` of all that were not taken; nothing is pushed any more."""
         return self.take(len(self._tokens) - self._num_taken)
 
     def finish(self) -> str:
@@ -253,6 +256,7 @@ class Service:
         self.limits = limits
         self._state, self._state_begin_s = ServiceState.STARTING, time.monotonic()
         self.why_failed = ""
+        self.opened_at_s = 0  # in Unix time
         self.num_open = 0
         self._of_key: collections.Counter[str] = collections.Counter()
         self._inboxes: set[_Inbox] = set()
@@ -281,6 +285,7 @@ class Service:
         if self._texts is not None:
             self._texts.close()
         self._model, self._engine = model, AsyncEngine(model.engine)
+        self.opened_at_s = int(time.time())
         self._texts = Texts(
             model.tokenizer, vocab_size=model.vocab_size, eos_token_ids=model.end_token_ids
         )
@@ -578,8 +583,8 @@ def _piece(
     seq: _Sequence, output: RequestOutput, prompt_idx: int, prompt_ids: tuple[int, ...]
 ) -> Piece:
     has_ended = output.finish_reason is not None
-    tokens = seq.take_rest() if has_ended else seq.take(len(output.token_ids))
-    text, completion = "".join([text for _, text in tokens]), None
+    tokens, text = seq.take_rest() if has_ended else seq.take(len(output.token_ids))
+    completion = None
     if output.finish_reason is not None:
         text += seq.finish()
         completion = seq.completion(

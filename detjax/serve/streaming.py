@@ -3,6 +3,7 @@
 
 import abc
 import asyncio
+import collections
 import contextlib
 import logging
 import time
@@ -16,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 from detjax.serve.answers import Json, error_body, usage
 from detjax.serve.protocol import RefusedError
 from detjax.serve.questions import Asked, Reading
+from detjax.serve.reading import AnswerReader
 from detjax.serve.service import Piece, Service
 from detjax.serving.completions import best
 from detjax.serving.request import FinishReason
@@ -217,7 +219,10 @@ class _Chunks(AbstractWriter):
         self._head = b"data: " + msgspec.json.encode(asked.shape.card(is_chunk=True))[:-1]
         self._offsets: dict[int, int] = {}
         self._num_tokens = 0
-        self._has_text_only = asked.shape.num_top is None and not asked.shape.has_token_ids
+        shape = asked.shape
+        self._has_text_only = not (shape.num_top is not None or shape.has_token_ids or shape.form)
+        self._readers: dict[int, AnswerReader] = collections.defaultdict(self._reader)
+        self._num_calls: collections.Counter[int] = collections.Counter()
 
     def of(self, pieces: list[Piece]) -> bytes:
         """As `AbstractWriter` has it."""
@@ -231,21 +236,34 @@ class _Chunks(AbstractWriter):
                 continue
             if is_first:
                 events += self._begin(index, piece)
-            offset = self._offsets[index]
-            choice, head = shape.chunk(index, piece, offset, is_first=is_first), self._head
+            offset, said, num_calls = self._offsets[index], None, self._num_calls[index]
+            if shape.form is not None:
+                said = self._readers[index].push(piece.text)
+                if piece.completion is not None:
+                    said = said.then(self._readers[index].finish())
+                self._num_calls[index] += len(said.calls)
+            choice, head = (
+                shape.chunk(
+                    index, piece, offset, is_first=is_first, said=said, num_calls=num_calls
+                ),
+                self._head,
+            )
             if of_prompt := shape.prompt_logprobs(piece):
                 if shape.is_chat:
                     head += b"," + msgspec.json.encode(of_prompt)[1:-1]
                 else:
                     choice |= of_prompt
             events.append(self._event(choice, head))
-            self._offsets[index] = offset + len(piece.text)
+            self._offsets[index] = offset + sum(len(own) for _, own in piece.tokens)
             self._num_tokens += len(piece.tokens)
         return b"".join(events)
 
+    def _reader(self) -> AnswerReader:
+        assert self._asked.shape.form is not None
+        return AnswerReader(self._asked.shape.form)
+
     def _text_event(self, index: int, piece: Piece) -> bytes:
         """What `Shape.chunk` makes of a piece in the midst that tells its text alone, sooner."""
-        self._offsets[index] += len(piece.text)
         self._num_tokens += len(piece.tokens)
         text = _TEXT.encode(piece.text)
         told = (

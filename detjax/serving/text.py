@@ -29,10 +29,13 @@ class TextDelta(NamedTuple):
     Attributes:
         text: New text, which is final; often none, sometimes that of several tokens.
         is_stopped: A stop string is complete: the sequence ends here, and no more text comes.
+        own: What the token itself adds to the text, whether it is released, held back or behind
+            the end. A character belongs to the token that completes it.
     """
 
     text: str
     is_stopped: bool
+    own: str
 
 
 class TextStream:
@@ -44,6 +47,9 @@ class TextStream:
 
     What is held back: the bytes of a character that is not whole yet, and the longest end of the
     text with which a stop string begins. `finish` releases both.
+
+    Special tokens are not shown. A stop string with the text of one in it is compared with the text
+    in which they are; the others with what is shown.
 
     With `min_tokens`, a stop string counts if a token behind the first `min_tokens` completes it.
     """
@@ -76,6 +82,9 @@ class TextStream:
         self._characters = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._drops_space = tokenizer.drops_first_space(prompt_ids)
         self._held = ""  # released by no one yet; no stop string is whole in it
+        self._hidden: list[tuple[int, int]] = []  # where special tokens are in it, in order
+        self._special_stops = [s for s in self._stop_strings if tokenizer.control.search(s)]
+        self._plain_stops = [s for s in self._stop_strings if s not in self._special_stops]
         self._is_stopped = False
         self._num_before_stops = min_tokens
         self._includes_stop = includes_stop
@@ -83,12 +92,17 @@ class TextStream:
     def push(self, token_id: int) -> TextDelta:
         """Take the next token. After a stop string nothing is released any more."""
         if self._is_stopped:
-            return TextDelta(text="", is_stopped=True)
+            return TextDelta(text="", is_stopped=True, own="")
+        self._num_before_stops -= 1
+        if self._special_stops and token_id in self._tokenizer.special_ids:
+            # A character goes on behind it, so its text does not pass through the decoder.
+            name = self._tokenizer.backend.id_to_token(token_id) or ""
+            self._hidden.append((len(self._held), len(self._held) + len(name)))
+            return self._release(name)._replace(own="")
         piece = self._tokenizer.token_bytes(token_id)
         if piece and self._drops_space:
             piece = piece.removeprefix(b" ")
             self._drops_space = False
-        self._num_before_stops -= 1
         return self._release(self._characters.decode(piece))
 
     def finish(self) -> str:
@@ -96,22 +110,57 @@ class TextStream:
         if self._is_stopped:
             return ""
         delta = self._release(self._characters.decode(b"", final=True))
-        held, self._held = self._held, ""
-        return delta.text + held
+        return delta.text + self._take(len(self._held))
 
-    def _release(self, text: str) -> TextDelta:
+    def _release(self, new: str) -> TextDelta:
         if not self._stop_strings:
-            return TextDelta(text=text, is_stopped=False)
-        before, text = len(self._held), self._held + text
-        found = find_stop(text, self._stop_strings, after=before)
+            return TextDelta(text=new, is_stopped=False, own=new)
+        before = len(self._held)
+        self._held += new
+        found, num_held = self._compared(before)
         if found is not None and self._num_before_stops < 0:
+            begin, stop = found
+            text = self._take(begin) + (stop if self._includes_stop else "")
             self._held, self._is_stopped = "", True
-            begin, end = found
-            return TextDelta(text=text[: end if self._includes_stop else begin], is_stopped=True)
-        num_held = max((_overlap(text, stop) for stop in self._stop_strings), default=0)
-        released = text[: len(text) - num_held]
-        self._held = text[len(released) :]
-        return TextDelta(text=released, is_stopped=False)
+            return TextDelta(text=text, is_stopped=True, own=new)
+        text = self._take(len(self._held) - num_held)
+        return TextDelta(text=text, is_stopped=False, own=new)
+
+    def _compared(self, before: int) -> tuple[tuple[int, str] | None, int]:
+        """Where the stop string begins that is complete first, and which; how much to hold back.
+
+        Args:
+            before: Characters of what is held back in which none is complete.
+        """
+        held = self._held
+        if not self._special_stops:
+            found = find_stop(held, self._plain_stops, after=before)
+            most = max(overlap(held, stop) for stop in self._plain_stops)
+            return found and (found[0], held[found[0] : found[1]]), most
+        hidden = {i for span in self._hidden for i in range(*span)}
+        at = [i for i in range(len(held)) if i not in hidden]  # of each character that is shown
+        shown, kinds = "".join(held[i] for i in at), []
+        everything = range(len(held)), held, self._special_stops, before
+        for places, text, stops, after in (
+            everything, (at, shown, self._plain_stops, sum(i < before for i in at)),
+        ):  # fmt: skip
+            num = max((overlap(text, stop) for stop in stops), default=0)
+            kept = len(held) - places[len(text) - num] if num else 0
+            found = find_stop(text, stops, after=after)
+            end = found and (places[found[1] - 1], places[found[0]], text[found[0] : found[1]])
+            kinds.append((end, kept))
+        complete = min((end for end, _ in kinds if end is not None), default=None)
+        return complete and complete[1:], max(kept for _, kept in kinds)
+
+    def _take(self, count: int) -> str:
+        """The first characters of what is held back, without special tokens."""
+        taken, self._held = self._held[:count], self._held[count:]
+        shown, at = "", 0
+        for begin, end in self._hidden:
+            shown, at = shown + taken[at:begin], max(at, min(end, count))
+        rest = [(max(0, a - count), b - count) for a, b in self._hidden if b > count]
+        self._hidden = rest
+        return shown + taken[at:]
 
 
 def find_stop(text: str, stop_strings: Sequence[str], *, after: int = 0) -> tuple[int, int] | None:
@@ -129,7 +178,7 @@ def find_stop(text: str, stop_strings: Sequence[str], *, after: int = 0) -> tupl
     return end + minus_len, end
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Return how many last characters of `text` are the first, but not all, of `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
@@ -427,7 +476,8 @@ def token_sampling(sampling: SamplingParams, tokenizer: Tokenizer) -> SamplingPa
     Raises:
         ValueError: If a bad word has too many tokens.
     """
-    spaced = [prefix + word.lstrip(" ") for word in sampling.bad_words for prefix in ("", " ")]
+    bare = [word.lstrip(" ") or word for word in sampling.bad_words]
+    spaced = [prefix + word for word in bare for prefix in ("", " ")]
     words = (tokenizer.backend.encode(w, add_special_tokens=False).ids for w in spaced)
     return dataclasses.replace(
         sampling,

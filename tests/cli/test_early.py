@@ -19,10 +19,14 @@ CASES = {
     "serve-empty": ("serve", "--port 0 --model {tmp}/empty", "neither model.safetensors nor"),
     "serve-key": ("serve", "--port 0 --sign {tmp}/key", "--sign {tmp}/key cannot be read"),
     "serve-bad-key": ("serve", "--port 0 --sign {tmp}/some", "--sign: {tmp}/some holds no"),
+    "serve-template": ("serve", "--port 0 --chat-template {tmp}/none", "--chat-template: {tmp}"),
     "serve-job": ("serve", "--port 0 --process-id 0", "--num-processes must be given too"),
     "serve-sizes": ("serve", "--port 0 --max-len 99999999", "must be below 2**31"),
     "serve-batches": ("serve", "--batch-size 4 --decode-batches 8", "8 of decode_batches must"),
     "generate-model": ("generate", "--prompt a --model nope", "looked for {cwd}/nope"),
+    "generate-template": (
+        "generate", "--prompt a --chat --chat-template {tmp}/none", "--chat-template: {tmp}/none",
+    ),
     "generate-id": ("generate", "--prompt a --model a/b/c", "nor a repository id (owner/name)"),
     "generate-file": ("generate", "--prompts-file {tmp}/no.txt", "{tmp}/no.txt cannot be read"),
     "generate-key": (

@@ -84,7 +84,7 @@ def random_prompts(rng: np.random.Generator, folder: Path) -> Path:
     lines = (
         '{"prompt": "a"}',
         '{"messages": [{"role": "user", "content": "a</s>b"}]}',
-        '{"messages": [{"role": "user", "content": [{"text": "a"}]}]}',
+        '{"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}',
         '{"messages": [{"role": 7}]}',
         '{"messages": [{}, 7]}',
         '{"prompt": "\\ud800"}',

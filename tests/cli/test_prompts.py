@@ -78,6 +78,19 @@ def test_templates_see_what_a_line_gives_them(texts, tmp_path):
     assert texts("--prompts-file", str(path), chat_template=template) == ["hi2!>", "hi0"]
 
 
+def test_a_file_takes_the_place_of_the_models_template(texts, toy, tmp_path):
+    path, prompts = tmp_path / "mine.jinja", tmp_path / "p.jsonl"
+    path.write_text(
+        "<{{ messages[0].content }}>{{ messages[1:] | map(attribute='content') | join }}"
+    )
+    argv = ("--chat-template", str(path))
+    assert texts("--prompt", "a", "--chat", *argv, chat_template=toy.template) == ["<a>"]
+    parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+    messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": "Well, "}]
+    prompts.write_text(json.dumps({"messages": messages, "continue_final_message": True}))
+    assert texts("--prompts-file", str(prompts), *argv) == ["<hi>Well, "]
+
+
 def test_the_best_of_several_are_written(command, capsys, toy):
     """The fake's logprobs fall with the token id, so the lower number has the greater sum."""
     argv = ("--prompt", "a", "--n", "2", "--best-of", "4", "--format", "jsonl")

@@ -161,7 +161,10 @@ def test_what_a_user_writes_is_no_control_token(pair, text):
 )
 def test_what_a_user_says_in_a_chat_is_no_control_token(tmp_path, text):
     ours = with_template(tmp_path, TEMPLATE.replace("| tojson", "| trim"))
-    chat = [USER | {"content": text}, {"role": "assistant", "content": [{"text": text}]}]
+    chat = [
+        USER | {"content": text},
+        {"role": "assistant", "content": [{"type": "text", "text": text}]},
+    ]
     ids = ours.apply_chat_template(chat[:1])
     assert ids[0] == ours.bos_id and not set(ids[1:]) & ours.special_ids
     assert ours.decode(ids) == f"<user>{text}<assistant>"
@@ -266,7 +269,7 @@ def test_a_template_may_print_the_date(tmp_path):
     [
         (None, [USER], "has no chat template"),
         ("x", [], "is empty"),
-        ("x", [{"content": "x"}], "message 0 has no `role`"),
+        ("x", [{"content": "x"}], r"messages\[0\].role is missing"),
         ("{{ raise_exception('roles must alternate') }}", [USER], "roles must alternate"),
         ("{{ messages[0].content + 1 }}", [USER], "refuses the messages"),
         ("{{ messages.append(1) }}", [USER], "refuses the messages"),  # the sandbox

@@ -14,6 +14,7 @@ from detjax.proof.identity import Identifier
 from detjax.serve.service import Limits, ServedModel, Service
 from detjax.serving.config import EngineConfig
 from detjax.serving.engine import Engine
+from detjax.serving.grammars import Grammars
 from detjax.testing.dummies import dummy_config, dummy_model
 
 from .conftest import TEMPLATE
@@ -24,9 +25,10 @@ MAX_LEN = 128
 CONFIG = EngineConfig(batch_size=8, prefill_chunk=64, max_len=MAX_LEN, max_waiting=64)
 
 
-def small_model() -> LoadedModel:
+def small_model(*, eos_token_ids: tuple[int, ...] = ()) -> LoadedModel:
     """One layer, and the vocabulary of the bundled model's tokenizer."""
-    return dummy_model(dummy_config(num_layers=1, vocab_size=4096))
+    config = dummy_config(num_layers=1, vocab_size=4096)
+    return dummy_model(dataclasses.replace(config, eos_token_ids=eos_token_ids))
 
 
 @functools.cache
@@ -43,7 +45,9 @@ def small_service(model: LoadedModel | None = None, **limits) -> Service:
         model = shared_engine()._model
         engine = Engine(model, CONFIG, programs=shared_engine().programs)
     else:
-        engine = Engine(model, CONFIG)
+        ends = model.config.eos_token_ids
+        grammars = Grammars(tokenizer.backend.to_str, vocab_size=4096, eos_token_ids=ends)
+        engine = Engine(model, CONFIG, grammars=grammars)
     served = ServedModel(
         name="small", engine=engine, tokenizer=tokenizer,
         vocab_size=4096, max_len=MAX_LEN, mode="invariant", fingerprint=model.fingerprint,

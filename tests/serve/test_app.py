@@ -160,7 +160,7 @@ def test_chat_goes_through_the_template(client, llm):
     assert got["choices"][0]["detjax"]["digest"] == want["choices"][0]["detjax"]["digest"]
     assert got["choices"][0]["message"]["content"] == want["choices"][0]["text"]
     assert count["count"] == got["usage"]["prompt_tokens"] and count["max_model_len"] == 256
-    tools = body | {"tools": [{"type": "function"}, {"type": "function"}]}
+    tools = body | {"tools": [{"type": "function", "function": {"name": "f"}}] * 2}
     more = client.post("/v1/chat/completions", json=tools).json()
     assert more["usage"]["prompt_tokens"] > got["usage"]["prompt_tokens"]
     none = client.post("/v1/chat/completions", json=tools | {"tool_choice": "none"}).json()
@@ -186,7 +186,7 @@ def test_the_openai_client_understands_it(running):
         )
         (choice,) = whole.choices
         assert len(choice.logprobs.token_logprobs) == 8 and whole.usage.completion_tokens == 8
-        assert all(len(top) == 2 for top in choice.logprobs.top_logprobs)
+        assert all(2 <= len(top) <= 3 for top in choice.logprobs.top_logprobs)
         chat = client.chat.completions.create(
             model="novels-6m", messages=[{"role": "user", "content": "hi"}], max_tokens=8,
             logprobs=True, top_logprobs=3, seed=3,
@@ -439,7 +439,7 @@ def test_the_openai_client_reads_responses(running, client):
         text = "".join(e.delta for e in told if e.type == "response.output_text.delta")
         assert told[-1].type == "response.incomplete"
         assert text == told[-1].response.output_text == whole.output_text
-        with pytest.raises(openai.BadRequestError, match="unknown field 'previous_response_id'"):
+        with pytest.raises(openai.BadRequestError, match='previous_response_id="resp_1" is not'):
             own.responses.create(**asked, previous_response_id="resp_1")
         with pytest.raises(openai.BadRequestError, match="store=true"):
             own.responses.create(**asked, store=True)

@@ -2,7 +2,11 @@
 """What a body may say: nothing is ignored in silence."""
 
 import json
+import typing
 
+import openai.types.chat.completion_create_params
+import openai.types.completion_create_params
+import openai.types.responses.response_create_params
 import pytest
 
 from detjax.serve.protocol import (
@@ -12,6 +16,24 @@ from detjax.serve.protocol import (
     parse,
     sampling_params,
 )
+from detjax.serve.responses import ResponsesRequest
+
+OPENAI = {
+    CompletionRequest: openai.types.completion_create_params.CompletionCreateParamsNonStreaming,
+    ChatRequest: openai.types.chat.completion_create_params.CompletionCreateParamsNonStreaming,
+    ResponsesRequest: (
+        openai.types.responses.response_create_params.ResponseCreateParamsNonStreaming
+    ),
+}
+REQUIRED = {
+    CompletionRequest: {"model": "m", "prompt": "x"},
+    ChatRequest: {"model": "m", "messages": [{"role": "user", "content": "x"}]},
+    ResponsesRequest: {"model": "m", "input": "x"},
+}
+
+
+def optional_fields(kind) -> list[str]:
+    return sorted(set(typing.get_type_hints(OPENAI[kind])) - REQUIRED[kind].keys())
 
 
 def body(**fields) -> bytes:
@@ -22,12 +44,16 @@ def body(**fields) -> bytes:
     ("fields", "field"),
     [
         ({"temprature": 1}, "temprature"),
-        ({"functions": []}, "functions"),
+        ({"functions": []}, "functions"),  # of chat
         ({"temperature": "hot"}, "temperature"),
         ({"max_tokens": -1}, "max_tokens"),
         ({"logprobs": 65}, "logprobs"),
         ({"n": 1.5}, "n"),
-        ({"stream_options": {"include_usage": True, "x": 1}}, "x"),
+        ({"stream_options": {"include_usage": True, "x": 1}}, "stream_options.x"),
+        ({"stream_options": {"include_usage": 3}}, "stream_options.include_usage"),
+        ({"logit_bias": {"5": "x"}}, "logit_bias"),
+        ({"stop_token_ids": [1, "x"]}, "stop_token_ids[1]"),
+        ({"prompt": None}, "prompt"),
     ],
 )
 def test_a_field_that_is_not_known_or_of_another_type_is_named(fields, field):
@@ -35,6 +61,112 @@ def test_a_field_that_is_not_known_or_of_another_type_is_named(fields, field):
         parse(body(**fields), CompletionRequest)
     assert refused.value.field == field and refused.value.status == 400
     assert field in str(refused.value)
+
+
+@pytest.mark.parametrize("kind", REQUIRED)
+def test_a_field_that_is_missing_is_named(kind):
+    for name in REQUIRED[kind]:
+        fields = {key: value for key, value in REQUIRED[kind].items() if key != name}
+        with pytest.raises(RefusedError) as refused:
+            parse(json.dumps(fields).encode(), kind)
+        assert refused.value.field == name
+
+
+@pytest.mark.parametrize("kind", REQUIRED)
+def test_null_is_absent_for_every_optional_field_of_openai(kind):
+    """Alone and all at once; every one of them is known."""
+    plain = parse(json.dumps(REQUIRED[kind]).encode(), kind)
+    names = optional_fields(kind)
+    assert len(names) > 10
+    for fields in ({name: None for name in names}, *({name: None} for name in names)):
+        asked = parse(json.dumps(REQUIRED[kind] | fields).encode(), kind)
+        asked.check()
+        assert asked == plain, fields
+
+
+@pytest.mark.parametrize("kind", REQUIRED)
+def test_null_is_absent_for_every_field_of_our_own(kind):
+    plain = parse(json.dumps(REQUIRED[kind]).encode(), kind)
+    for name in set(kind.__struct_fields__) - REQUIRED[kind].keys():
+        asked = parse(json.dumps(REQUIRED[kind] | {name: None}).encode(), kind)
+        assert asked == plain, name
+
+
+def test_null_is_absent_in_records_of_a_request_and_stays_in_free_objects():
+    schema = {"enum": [None, 1], "default": None}
+    given = {
+        "messages": [{"role": "assistant", "content": None}],
+        "stream": True,
+        "stream_options": {"include_usage": None, "include_obfuscation": None},
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "n", "description": None, "schema": schema, "strict": None},
+        },
+    }
+    asked = parse(json.dumps({"model": "m"} | given).encode(), ChatRequest)
+    asked.check()
+    assert asked.messages == given["messages"]
+    assert asked.stream_options is not None and not asked.stream_options.include_usage
+    assert asked.response_format is not None and asked.response_format.json_schema is not None
+    assert asked.response_format.json_schema.schema == schema
+
+
+NAMED = {"type": "function", "function": {"name": "f"}}
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+NEUTRAL = {
+    "store": (False, True), "parallel_tool_calls": (True, False), "service_tier": ("auto", "flex"),
+    "prompt_cache_retention": ("in_memory", "24h"),
+}  # fmt: skip
+OF_KIND = {
+    CompletionRequest: {},
+    ChatRequest: {
+        "modalities": (["text"], ["text", "audio"]), "functions": ([], [{"name": "f"}]),
+        "function_call": ("none", {"name": "f"}), "verbosity": ("medium", "low"),
+        "reasoning_effort": (None, "high"), "audio": (None, {"voice": "alloy", "format": "wav"}),
+        "prediction": (None, {"type": "content", "content": "x"}), "web_search_options": (None, {}),
+    },
+    ResponsesRequest: {
+        "background": (False, True), "include": ([], ["reasoning.encrypted_content"]),
+        "previous_response_id": (None, "resp_1"), "truncation": ("disabled", "auto"),
+        "tools": ([], [{"type": "web_search"}]), "tool_choice": ("auto", "required"),
+        "top_logprobs": (0, 3), "reasoning": ({}, {"effort": "high"}),
+        "conversation": (None, "conv_1"),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", REQUIRED)
+def test_what_is_not_supported_is_taken_at_its_neutral_value_alone(kind):
+    for name, (neutral, other) in (NEUTRAL | OF_KIND[kind]).items():
+        parse(json.dumps(REQUIRED[kind] | {name: neutral}).encode(), kind).check()
+        with pytest.raises(RefusedError, match=rf"^{name}=.* is not supported") as refused:
+            parse(json.dumps(REQUIRED[kind] | {name: other}).encode(), kind).check()
+        assert refused.value.field == name
+
+
+@pytest.mark.parametrize("kind", REQUIRED)
+def test_labels_of_the_caller_are_taken(kind):
+    labels = {
+        "user": "me",
+        "metadata": {"a": "b"},
+        "safety_identifier": "s",
+        "prompt_cache_key": "k",
+    }
+    parse(json.dumps(REQUIRED[kind] | labels).encode(), kind).check()
+
+
+@pytest.mark.parametrize("kind", REQUIRED)
+def test_a_stream_is_not_obfuscated(kind):
+    def asked(value):
+        options = {"stream": True, "stream_options": {"include_obfuscation": value}}
+        return parse(json.dumps(REQUIRED[kind] | options).encode(), kind)
+
+    (of_chat := asked(False)).check()
+    assert of_chat.stream_options is not None
+    refusing = asked(True).as_chat() if kind is ResponsesRequest else asked(True)
+    with pytest.raises(RefusedError) as refused:
+        refusing.check()
+    assert refused.value.field == "stream_options.include_obfuscation"
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"[1]", b"\xff", b"[" * 100_000, b'{"a": 1e999}'])
@@ -64,6 +196,18 @@ def test_a_completion_that_would_have_to_be_ignored_in_part_is_refused(fields, f
     [
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "always", "tools": TOOLS}, "tool_choice"),
+        ({"tool_choice": "required", "tools": []}, "tool_choice"),
+        ({"tool_choice": NAMED, "tools": []}, "tool_choice"),
+        ({"tool_choice": NAMED | {"type": "custom"}, "tools": TOOLS}, "tool_choice"),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": TOOLS},
+            "tool_choice",
+        ),
+        (
+            {"tool_choice": NAMED, "tools": TOOLS, "structured_outputs": {"regex": "a"}},
+            "tool_choice",
+        ),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
     ],
 )

@@ -59,19 +59,19 @@ def is_alive(process_id: int) -> bool:
 
 def test_long_work_has_the_result_of_short_work(tokenizer, texts):
     text = "17+26= <s> é 😀 " * 2_000
-    messages = [{"role": "user", "content": text}, {"role": "user", "content": "x", "y": 2**70}]
+    messages, variables = [{"role": "user", "content": text}], {"tools": [{"x": 2**70}]}
     tools = Tools.of(tokenizer, 4096, (1,))
 
     async def ask():
         (ids,) = await texts.encode([text])
         (raw,) = await texts.encode([text], is_raw=True)
-        return ids, raw, await texts.template(messages, {}), await texts.decode([ids])
+        return ids, raw, await texts.template(messages, variables), await texts.decode([ids])
 
     ids, raw, chat, (back,) = asyncio.run(ask())
     assert texts.medium.process_id is not None and texts.long.process_id is None
     assert [list(ids)] == Encode(texts=[text]).run(tools)
     assert [list(raw)] == Encode(texts=[text], is_raw=True).run(tools)
-    assert list(chat) == Template(messages=messages, variables={}).run(tools)
+    assert list(chat) == Template(messages=messages, variables=variables).run(tools)
     assert [back] == Decode(prompts=[ids]).run(tools)
 
 

@@ -141,6 +141,78 @@ def test_special_tokens_are_not_shown_and_do_not_break_a_character(tokenizer):
     assert [stream.push(i).text for i in (special, first, special, second)] == ["", "", "", "ö"]
 
 
+SIGNS = st.lists(st.sampled_from(["<s>", "a", "b", " ", "ö"]), min_size=1, max_size=3)
+WITH_SPECIAL = st.lists(SIGNS.map("".join), max_size=3)
+
+
+def shown(text: str) -> str:
+    return text.replace("<s>", "")
+
+
+def ended(parts: list[str], stops: list[str], *, includes: bool) -> str:
+    """The text of characters and special tokens up to the first stop string; the reference."""
+    for count in range(1, len(parts) + 1):
+        so_far, ends = "".join(parts[:count]), []
+        for stop in stops:
+            is_special = "<s>" in stop
+            whole = so_far if is_special else shown(so_far)
+            if whole.endswith(stop) and (is_special or parts[count - 1] != "<s>"):
+                ends.append((shown(whole.removesuffix(stop)), stop if includes else ""))
+        if ends:
+            return "".join(min(ends, key=lambda end: len(end[0])))
+    return shown("".join(parts))
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    parts=st.lists(st.sampled_from(["<s>", "a", "b", " ", "ö"]), max_size=16), stops=WITH_SPECIAL
+)
+def test_a_stop_string_may_have_special_tokens_in_it(tokenizer, parts, stops):
+    """It ends the text where it would if they were shown; they are not, and others do not care."""
+    byte_id = {tokenizer.token_bytes(i): i for i in range(256 + 1)}
+    special, parts = tokenizer.backend.token_to_id("<s>"), ["a", *parts]
+    ids = []
+    for part in parts:
+        ids += [special] if part == "<s>" else [byte_id[bytes([b])] for b in part.encode()]
+    for includes in (False, True):
+        stream = TextStream(tokenizer, stops, includes_stop=includes)
+        told = "".join(stream_all(stream, ids)[0])
+        assert told == ended(parts, stops, includes=includes)
+
+
+@pytest.mark.parametrize("stop", ["<s>", "a<s>", "<s>a", "a<s>a", "<s><s>"])
+def test_a_special_token_that_a_stop_string_names_ends_the_text_at_once(tokenizer, stop):
+    ids = {tokenizer.token_bytes(i): i for i in range(tokenizer.backend.get_vocab_size())}
+    special = tokenizer.backend.token_to_id("<s>")
+    stream = TextStream(tokenizer, ["zz", stop])
+    pushed = [ids[b"b"], *(special if part == "<s>" else ids[part.encode()]
+                           for part in stop.replace("<s>", " <s> ").split())]  # fmt: skip
+    deltas = [stream.push(token_id) for token_id in pushed]
+    assert [delta.is_stopped for delta in deltas] == [False] * (len(pushed) - 1) + [True]
+    assert "".join(delta.text for delta in deltas) == "b"
+
+
+def test_a_special_token_breaks_no_character_where_a_stop_string_names_it(tokenizer):
+    byte_id = {tokenizer.token_bytes(i): i for i in range(256 + 1)}
+    special = tokenizer.backend.token_to_id("<s>")
+    first, second = (byte_id[bytes([byte])] for byte in "ö".encode())
+    stream = TextStream(tokenizer, ["<s>a"])
+    pieces, _ = stream_all(stream, [first, special, second])
+    assert "".join(pieces) == "ö"
+
+
+@settings(deadline=None, max_examples=100)
+@given(data=st.data(), stops=STOPS)
+def test_a_tokens_own_text_does_not_depend_on_stop_strings(tokenizer, data, stops):
+    ids = data.draw(any_ids(tokenizer))
+    plain, stream = TextStream(tokenizer), TextStream(tokenizer, stops)
+    for token_id in ids:
+        delta = stream.push(token_id)
+        assert delta.own == plain.push(token_id).text
+        if delta.is_stopped:
+            break
+
+
 def test_the_start_of_a_stop_string_is_released_when_it_is_not_completed(tokenizer):
     ids = {tokenizer.token_bytes(i): i for i in range(tokenizer.backend.get_vocab_size())}
     stream = TextStream(tokenizer, ["aba!"])

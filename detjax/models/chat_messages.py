@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chat messages as OpenAI's API has them, made into what a model's template reads.
+
+A template prints what it knows and drops the rest in silence. So what a message says is brought
+into the one form that all templates read, or refused, with the place where it is.
+"""
+
+import functools
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+_EVERYONE = ("role", "content", "name")
+_OF_ROLE = {"assistant": ("tool_calls", "reasoning_content"), "tool": ("tool_call_id",)}
+_OF_OTHERS = {
+    role: {name for other, names in _OF_ROLE.items() if other != role for name in names}
+    for role in ROLES
+}
+"""Fields that a template reads of other roles."""
+
+_HINTS = ("type", "text", "prompt_cache_breakpoint")
+"""Of a part of text; the last decides nothing."""
+
+_TESTS_NULL = re.compile(r"""\bcontent['"]?\]?\s+is\s+(?:not\s+)?none""")
+_READS_OBJECTS = re.compile(
+    r"""\b(?:arguments|tool_calls?|function|call)['"\])]*\s*(?:\|\s*(?:tojson|items)|\.items)"""
+    r"""|\barguments['"\]]*\s+is\s+(?:not\s+)?(?:string|mapping)"""
+)
+_PRINTS_TEXT = re.compile(r"""\barguments['"\])]*\s*(?:[-+]?[}%]\}|\+|~)""")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Habits:
+    """What a template does with messages, as its text shows.
+
+    Attributes:
+        words: Every run of letters, digits and underscores in it.
+        literals: Those in quotes, among them the roles that it tells apart.
+        tests_null: It asks whether a content is none, so a content of null stays null.
+        reads_objects: It prints the arguments of tool calls as JSON itself, so they are objects.
+    """
+
+    words: frozenset[str]
+    literals: frozenset[str]
+    tests_null: bool
+    reads_objects: bool
+
+
+@functools.lru_cache(maxsize=16)
+def habits_of(template: str) -> Habits:
+    """What a template does."""
+    reads_objects = _READS_OBJECTS.search(template) or not _PRINTS_TEXT.search(template)
+    return Habits(
+        words=frozenset(re.findall(r"\w+", template)),
+        literals=frozenset(re.findall(r"""(?<=['"])[\w-]+(?=['"])""", template)),
+        tests_null=_TESTS_NULL.search(template) is not None,
+        reads_objects=bool(reads_objects),
+    )
+
+
+def messages_of(messages: Sequence[Mapping[str, Any]], template: str) -> list[dict[str, Any]]:
+    """The messages as a template reads them.
+
+    Parts of text are joined; `developer` is `system` where the template has no developer; null
+    fields are left out; arguments of tool calls are objects where the template prints JSON, else
+    JSON. It may be applied again to what it returns.
+
+    Raises:
+        ValueError: If there is no message, or one has something that cannot be said in text, is
+            missing or is not known. It begins with the place: `messages[2].content[0]`.
+    """
+    if not messages:
+        raise ValueError("messages is empty; give at least one")
+    habits = habits_of(template)
+    return [_message(f"messages[{i}]", one, habits) for i, one in enumerate(messages)]
+
+
+def _message(where: str, message: Mapping[str, Any], habits: Habits) -> dict[str, Any]:
+    role = message.get("role")
+    if not isinstance(role, str) or role not in ROLES and role not in habits.literals:
+        said = "missing" if role is None else f"{role!r:.80}"
+        raise ValueError(f"{where}.role is {said}; give one of {', '.join(ROLES)}")
+    kept: dict[str, Any] = {
+        name: value
+        for name, value in message.items()
+        if value is not None and value != [] or name == "content"
+    }
+    known = {*_EVERYONE, *_OF_ROLE.get(role, ())} | (habits.words - _OF_OTHERS.get(role, set()))
+    for name, value in kept.items():
+        if name not in known:
+            raise ValueError(
+                f"{where}.{name}: neither OpenAI's API nor this model's chat template has it for "
+                f"the role {role!r:.80}; leave it out"
+            )
+        if name in ("name", "tool_call_id", "reasoning_content") and not isinstance(value, str):
+            raise ValueError(f"{where}.{name} is {value!r:.80}; give text")
+    if "tool_calls" in kept:
+        kept["tool_calls"] = _tool_calls(f"{where}.tool_calls", kept["tool_calls"], habits)
+    kept["content"] = _content(f"{where}.content", kept, habits)
+    if role == "developer" and role not in habits.literals:
+        kept["role"] = "system"
+    return kept
+
+
+def _content(where: str, message: Mapping[str, Any], habits: Habits) -> str | None:
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list | tuple) and content:
+        return "".join(_text(f"{where}[{i}]", part) for i, part in enumerate(content))
+    if content is None and ("tool_calls" in message or "reasoning_content" in message):
+        return None if habits.tests_null else ""
+    said = "missing" if content is None else f"{content!r:.80}"
+    raise ValueError(f'{where} is {said}; give text, or a list of {{"type": "text", "text": ...}}')
+
+
+def _text(where: str, part: Any) -> str:
+    """The text of a part."""
+    if not isinstance(part, Mapping) or part.get("type") != "text":
+        kind = part.get("type") if isinstance(part, Mapping) else part
+        raise ValueError(
+            f"{where} is of type {kind!r:.80}: this model takes parts of type 'text' alone"
+        )
+    if unknown := [key for key in part if key not in _HINTS and part[key] is not None]:
+        raise ValueError(f"{where}.{unknown[0]} is not known; leave it out")
+    if not isinstance(part.get("text"), str):
+        raise ValueError(f"{where}.text is {part.get('text')!r:.80}; give text")
+    return part["text"]
+
+
+def _tool_calls(where: str, calls: Any, habits: Habits) -> list[dict[str, Any]]:
+    if not isinstance(calls, list | tuple):
+        raise ValueError(f"{where} is {calls!r:.80}; give a list")
+    return [_tool_call(f"{where}[{i}]", call, habits) for i, call in enumerate(calls)]
+
+
+def _tool_call(where: str, call: Any, habits: Habits) -> dict[str, Any]:
+    kind = call.get("type", "function") if isinstance(call, Mapping) else call
+    if not isinstance(call, Mapping) or kind != "function":
+        raise ValueError(f"{where} is of type {kind!r:.80}; only 'function' is supported")
+    function = call.get("function")
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ValueError(f"{where}.function is {function!r:.80}; give an object with a name")
+    arguments = _arguments(f"{where}.function.arguments", function.get("arguments"), habits)
+    kept = {key: value for key, value in call.items() if value is not None}
+    return kept | {"function": {**function, "arguments": arguments}}
+
+
+def _arguments(where: str, given: Any, habits: Habits) -> dict[str, Any] | str:
+    """As the template reads them. An empty text is no arguments."""
+    try:
+        # WHY: OpenAI's API has JSON, transformers an object.
+        found = json.loads(given or "{}") if isinstance(given, str) else given
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where} {given!r:.80} is not JSON: {error}") from error
+    if not isinstance(found, Mapping):
+        raise ValueError(f"{where} is {given!r:.80}; give an object, as JSON")
+    if habits.reads_objects:
+        return dict(found)
+    return given if isinstance(given, str) and given else json.dumps(found, ensure_ascii=False)

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an answer of a conversation says: reasoning, text, and calls of tools, while it is made.
+
+A model writes all of it as text, in the form of its chat template. What is in no form stays text,
+so nothing is lost.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from detjax.serving.text import overlap
+
+THINK, THINK_END = "<think>", "</think>"
+CALL, CALL_END = "<tool_call>", "</tool_call>"
+CALLS = "[TOOL_CALLS]"
+
+
+class ToolCall(NamedTuple):
+    """A call of a function, with its arguments as JSON."""
+
+    name: str
+    arguments: str
+
+
+class Said(NamedTuple):
+    """What is new of an answer; the parts are in the order of these fields.
+
+    Attributes:
+        reasoning: What the model thinks.
+        content: What it answers.
+        calls: What it asks for, each whole.
+    """
+
+    reasoning: str = ""
+    content: str = ""
+    calls: tuple[ToolCall, ...] = ()
+
+    def then(self, other: "Said") -> "Said":
+        """Both, one after the other."""
+        return Said(
+            reasoning=self.reasoning + other.reasoning,
+            content=self.content + other.content,
+            calls=self.calls + other.calls,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Form:
+    """In which form a model writes.
+
+    Attributes:
+        tools: Functions that it may call.
+        has_tags: Each call is JSON between `<tool_call>` and `</tool_call>` (Hermes, Qwen).
+        is_json: An answer that is JSON altogether is a call, or a list of them (Llama 3.1; Mistral,
+            behind `[TOOL_CALLS]`, which is a special token and not shown).
+        thinks: It may think first, between `<think>` and `</think>`.
+        begins_thinking: The prompt ends with `<think>`.
+    """
+
+    tools: frozenset[str] = frozenset()
+    has_tags: bool = False
+    is_json: bool = False
+    thinks: bool = False
+    begins_thinking: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether an answer is nothing but text."""
+        return not (self.has_tags or self.is_json or self.thinks or self.begins_thinking)
+
+    @classmethod
+    def of(
+        cls, template: str, tools: Sequence[Mapping[str, Any]], *, prompt: str, is_forced: bool
+    ) -> "Form":
+        """The form of a template.
+
+        Args:
+            template: Of the conversation.
+            tools: As OpenAI's API has them; none where calls are not wanted.
+            prompt: The end of it.
+            is_forced: The answer is made to be one call, as `call_schema` has it.
+        """
+        has_tags = CALL in template and not is_forced
+        is_json = CALLS in template or "python_tag" in template or "ipython" in template
+        return cls(
+            tools=frozenset(tool["function"]["name"] for tool in tools),
+            has_tags=bool(tools) and has_tags,
+            is_json=bool(tools) and (is_forced or is_json and not has_tags),
+            thinks=THINK_END in template and not is_forced,
+            begins_thinking=prompt.rstrip().endswith(THINK) and not is_forced,
+        )
+
+
+def call_schema(tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The JSON schema of a call of one of some functions."""
+    calls = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string", "enum": [tool["function"]["name"]]},
+                "arguments": tool["function"].get("parameters") or {"type": "object"},
+            },
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for tool in tools
+    ]
+    return calls[0] if len(calls) == 1 else {"anyOf": calls}
+
+
+class AnswerReader:
+    """Reads one answer, piece by piece. However it is cut, the parts are the same.
+
+    White space around reasoning and calls belongs to none of them.
+    """
+
+    def __init__(self, form: Form):
+        """Nothing is read yet."""
+        self._form = form
+        self._held = ""
+        self._state = self._reasoning if form.begins_thinking else self._begin
+        self._trims = form.begins_thinking  # white space that comes next belongs to nothing
+        self._is_over = False
+
+    def push(self, text: str) -> Said:
+        """Read more; what is sure now."""
+        self._held += text
+        said = Said()
+        while True:
+            before = self._state, self._held
+            said = said.then(self._state())
+            if (self._state, self._held) == before:
+                return said
+
+    def finish(self) -> Said:
+        """The end: what was held back."""
+        self._is_over = True
+        return self.push("")
+
+    def _begin(self) -> Said:
+        """What kind of answer it is."""
+        text = self._held.lstrip()
+        if self._form.thinks and text.startswith(THINK):
+            self._held, self._trims = text.removeprefix(THINK), True
+            self._state = self._reasoning
+        elif not self._is_over and (not text or self._form.thinks and THINK.startswith(text)):
+            pass
+        else:
+            self._state = self._whole if self._form.is_json else self._content
+        return Said()
+
+    def _reasoning(self) -> Said:
+        text, is_ended = self._until(THINK_END)
+        if is_ended:
+            self._state, self._trims = self._answer, True
+        return Said(reasoning=text)
+
+    def _answer(self) -> Said:
+        """What follows the reasoning."""
+        self._held = self._held.lstrip()
+        if self._held or self._is_over:
+            self._state = self._whole if self._form.is_json else self._content
+        return Said()
+
+    def _content(self) -> Said:
+        if not self._form.has_tags:
+            text, self._held = self._held, ""
+            return Said(content=self._trimmed(text))
+        text, is_ended = self._until(CALL)
+        if is_ended:
+            self._state = self._call
+        return Said(content=text)
+
+    def _call(self) -> Said:
+        written, end, rest = self._held.partition(CALL_END)
+        if not end and not self._is_over:
+            return Said()
+        self._held, self._state = rest, self._content
+        if found := self._calls_of(written):
+            self._trims = True
+            return Said(calls=found)
+        return Said(content=CALL + written + end)
+
+    def _whole(self) -> Said:
+        """An answer that is a call or none of it is."""
+        text = self._held.lstrip().removeprefix(CALLS).lstrip()
+        starts = not text or text[0] in "[{" or CALLS.startswith(text)
+        if starts and not self._is_over:
+            return Said()
+        self._state = self._content
+        if found := self._calls_of(text):
+            self._held = ""
+            return Said(calls=found)
+        return Said()
+
+    def _until(self, sign: str) -> tuple[str, bool]:
+        """Take the text before a sign, without white space at the sign; whether it is there."""
+        text, found, rest = self._held.partition(sign)
+        if found:
+            self._held = rest
+            return self._trimmed(text.rstrip()), True
+        kept = 0 if self._is_over else overlap(text, sign)
+        sure = text[: len(text) - kept]
+        if not self._is_over:
+            sure = sure.rstrip()
+        self._held = text[len(sure) :]
+        return self._trimmed(sure), False
+
+    def _trimmed(self, text: str) -> str:
+        if self._trims:
+            text = text.lstrip()
+            self._trims = not text
+        return text
+
+    def _calls_of(self, written: str) -> tuple[ToolCall, ...]:
+        """The calls that some JSON is; none if it is anything else."""
+        found: list[Any] = []
+        for part in re.split(r";(?=\s*\{)", written.strip()):
+            try:
+                value = json.loads(part, parse_constant=_refuse_constant)
+            except (ValueError, RecursionError):
+                return ()
+            found += value if isinstance(value, list) else [value]
+        calls = []
+        for call in found:
+            name = call.get("name") if isinstance(call, dict) else None
+            if not isinstance(name, str) or name not in self._form.tools:
+                return ()
+            arguments = call.get("arguments", call.get("parameters", {}))
+            if not isinstance(arguments, dict):
+                return ()
+            calls.append(ToolCall(name, json.dumps(arguments, ensure_ascii=False)))
+        return tuple(calls)
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def read(form: Form, text: str) -> Said:
+    """All that an answer says."""
+    reader = AnswerReader(form)
+    return reader.push(text).then(reader.finish())
