@@ -91,7 +91,7 @@ def choice_of(entries: list[int], position: int, sampling: tuple, mode: str) -> 
 def canonical(request: Request, sequence_idx: int) -> tuple[list[int], list[float]]:
     """All tokens and logprobs up to the length, whoever ends it before."""
     params = request.sampling.for_prompt(request.prompt_token_ids)
-    sampling = (float(np.float32(params.temperature)), params.seed, sequence_idx)
+    sampling = (float(np.float32(params.temperature)), params.seed or 0, sequence_idx)
     entries, tokens, logprobs = [], list(request.prompt_token_ids), []
     most = min(len(tokens) + params.max_tokens, MAX_LEN)
     for position in range(most - 1):
