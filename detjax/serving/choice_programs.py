@@ -68,7 +68,7 @@ class Program:
     in_place: tuple[int, ...]
 
 
-def drafts_of(slots: Slots, slot, is_given, token_ids: Int32[Array, "B W"]) -> Int32[Array, "B D"]:
+def drafts_of(slots: Slots, slot, is_given, token_ids: Int32[Array, "B T"]) -> Int32[Array, "B D"]:
     """The drafts of windows: `token_ids` of the host where these are given, or those in slots."""
     on_device = of_slots(slots.window, slot)
     return jnp.where(is_given[:, None] == 1, token_ids, on_device)[:, 1:]

@@ -159,7 +159,8 @@ def ended(parts: list[str], stops: list[str], *, includes: bool) -> str:
             if whole.endswith(stop) and (is_special or parts[count - 1] != "<s>"):
                 ends.append((shown(whole.removesuffix(stop)), stop if includes else ""))
         if ends:
-            return "".join(min(ends, key=lambda end: len(end[0])))
+            # Of stops that end together, the one that begins first.
+            return "".join(min(ends, key=lambda end: (len(end[0]), -len(end[1]))))
     return shown("".join(parts))
 
 
