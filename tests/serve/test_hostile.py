@@ -19,7 +19,8 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-pytestmark = pytest.mark.slow
+# Nightly: it measures how long others wait, on a machine that has nothing else to do.
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 HEALTH_S = 0.2
 """Longest that `/health` may take beyond the longest that it takes when nobody attacks."""
