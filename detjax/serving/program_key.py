@@ -231,7 +231,8 @@ def _steps(config: ReplicaConfig) -> Iterator[tuple[ProgramKind, int, int, Kerne
     for rows, length in config.prefill_shapes:
         yield "prefill", rows, length, prefill_mode(config), "full"
     for rows, length in itertools.product(config.decode_sizes, sorted({1, config.decode_steps})):
-        if mode == "invariant" or mode == "dvr" and share < 1:
+        # A sequence with a form is never drafted, and decodes one token a launch.
+        if mode == "invariant" or mode == "dvr" and (share < 1 or length == 1):
             yield "decode", rows, length, "invariant", "full"
         if mode != "invariant":
             yield "decode", rows, length, "fast", "full"

@@ -82,7 +82,7 @@ def ask(made: Engine, rng: np.random.Generator, count: int) -> int:
         for _ in range(burst):
             kind = KINDS[num_asked % len(KINDS)]
             prompt = rng.integers(1, VOCAB, int(rng.integers(1, 70))).tolist()
-            sampling = SamplingParams(**{"max_tokens": int(rng.integers(1, 6))} | kind)
+            sampling = SamplingParams(**{"max_tokens": int(rng.integers(2, 6))} | kind)
             made.add_request(prompt, sampling)
             num_asked += 1
         for output in made.drain():
