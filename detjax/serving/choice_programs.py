@@ -255,7 +255,7 @@ class ChoicePrograms:
         records = Adjustments.unpack(of_slots(adjusted.record, adjusted_slot))
         processed = process_logits(self._context, logits, text, records, banned)
         choice = choose(
-            self._context, logits, _rows_of(sampling, slot), position,
+            self._context, logits, rows_of(sampling, slot), position,
             num_top=key.num_top, with_filters=key.with_filters, processed=processed,
         )  # fmt: skip
         drafts = self._candidates(choice.token_ids, position)
@@ -296,7 +296,7 @@ class ChoicePrograms:
         )
         records = Adjustments.unpack(of_slots(adjusted.record, adjusted_slot))
         processed = process_logits(self._context, logits, text, records)
-        of_rows = jax.tree.map(lambda x: jnp.repeat(x, length), _rows_of(sampling, slot))
+        of_rows = jax.tree.map(lambda x: jnp.repeat(x, length), rows_of(sampling, slot))
         choice = choose(
             self._context, logits, of_rows, position.reshape(-1),
             num_top=key.num_top, with_filters=key.with_filters, processed=processed,
@@ -335,6 +335,6 @@ def _install(adjusted: AdjustedSlots, rows: AdjustedRows) -> AdjustedSlots:
     return jax.tree.map(put, adjusted, rows.slots)
 
 
-def _rows_of(sampling: SamplingRows, slot) -> SamplingRows:
+def rows_of(sampling: SamplingRows, slot) -> SamplingRows:
     """The parameters of the slots that rows name."""
     return jax.tree.map(lambda x: of_slots(x, slot), sampling)

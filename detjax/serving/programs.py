@@ -29,7 +29,7 @@ from detjax.models.loading import LoadedModel
 from detjax.models.paths import PATHS, Kernels
 from detjax.parallel.distributed import gather_replicas
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
-from detjax.serving.choice_programs import ChoicePrograms, commit_window, drafts_of
+from detjax.serving.choice_programs import ChoicePrograms, commit_window, drafts_of, rows_of
 from detjax.serving.device_arrays import (
     BY_ROW,
     LOGITS_SPEC,
@@ -376,7 +376,7 @@ class ProgramCache:
         tokens = Tokens(ids=ids[:, None], positions=position[:, None], page_table=page_table)
         kv_cache, _, choice, _, logits = _choose_last(
             self._context, key.mode, params, tables, kv_cache, tokens,
-            _rows_of(sampling, slot), wants_all=True,
+            rows_of(sampling, slot), wants_all=True,
         )  # fmt: skip
         drafts = self._candidates(choice.token_ids, position + 1)
         token_ids = jnp.where(is_draft == 1, drafts, choice.token_ids)
@@ -415,7 +415,7 @@ class ProgramCache:
         forward, local_logits = PATHS[key.mode]
         kv_cache, hidden = forward(self._context, params, tables, kv_cache, tokens)
         logits = local_logits(self._context, params, hidden.reshape(-1, hidden.shape[-1]))
-        rows = jax.tree.map(lambda x: jnp.repeat(x, length), _rows_of(sampling, slot))
+        rows = jax.tree.map(lambda x: jnp.repeat(x, length), rows_of(sampling, slot))
         choice = choose_plain(self._context, params, logits, rows, positions.reshape(-1) + 1)
         slots, num_accepted = commit_window(
             slots, slot, start, drafts, num_drafts, choice.token_ids.reshape(-1, length)
@@ -430,8 +430,3 @@ def _left(given: abc.Sequence, logits) -> list:
         logits if len(array) == len(logits) else array.at[: len(logits)].set(logits)
         for array in given
     ]
-
-
-def _rows_of(sampling: SamplingRows, slot) -> SamplingRows:
-    """The parameters of the slots that rows name."""
-    return jax.tree.map(lambda x: of_slots(x, slot), sampling)
