@@ -70,12 +70,16 @@ def answer_of(completion: Completion) -> Answer:
 
 
 def forced(requests: Sequence[Request], answers: Sequence[Answer]) -> list[tuple[Request, Answer]]:
-    """Prompts that hold part of an answer, each with the one token that must come next."""
+    """Prompts that hold part of an answer, each with the one token that must come next.
+
+    The noise stays that of the request's own prompt, so the longer prompt draws the same token.
+    """
     found = []
     for request, answer in zip(requests, answers, strict=True):
         for j in sorted({len(answer) // 2, len(answer) - 1}):
             prompt = (*request.prompt_token_ids, *(token for token, _ in answer[:j]))
-            sampling = dataclasses.replace(request.sampling, max_tokens=1)
+            keyed = request.sampling.for_prompt(request.prompt_token_ids)
+            sampling = dataclasses.replace(keyed, max_tokens=1)
             asked = dataclasses.replace(request, prompt_token_ids=prompt, sampling=sampling)
             found.append((asked, answer[j : j + 1]))
     return found

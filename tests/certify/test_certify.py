@@ -94,6 +94,11 @@ def test_requests_lie_around_boundaries_and_every_round_has_others():
     pairs = forced(rounds[0], answers)
     assert len(pairs) == 16
     assert all(r.sampling.max_tokens == 1 and len(a) == 1 for r, a in pairs)
+    for i, request in enumerate(rounds[0]):
+        keyed = request.sampling.for_prompt(request.prompt_token_ids)
+        for asked, _ in pairs[2 * i : 2 * i + 2]:
+            assert (asked.sampling.seed, asked.sampling.noise) == (keyed.seed, keyed.noise)
+    assert any(r.sampling.noise == "per_prompt" and r.sampling.temperature > 0 for r in rounds[0])
 
 
 def test_the_map_names_what_is_refused_and_what_was_not_run():
