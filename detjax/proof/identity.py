@@ -34,7 +34,7 @@ class Identity:
     """Everything besides the request that decides an answer.
 
     Attributes:
-        model: `name`, `hub_commit` (of a Hugging Face snapshot, else null), `weights` (sha256 of
+        model: `name`, `hub_commit` (of a Hugging Face snapshot, else null), `weights` (of
             the tensors as they lie on the devices: see `hash_weights`; null in a job of several
             processes, where no one has them all), `config` (sha256 of the
             dimensions, canonical JSON), `tokenizer` and `chat_template` (sha256 of the files and of
@@ -85,7 +85,7 @@ class Identifier:
         )
 
     def weights(self) -> str | None:
-        """Sha256 of the weights as they are now; None in a job of several processes."""
+        """Hash of the weights as they are now; None in a job of several processes."""
         if jax.process_count() > 1:
             return None
         params = {name: leaf for name, leaf in self._model.params.items() if name != "exchange"}

@@ -73,7 +73,7 @@ def open_llm(args: argparse.Namespace, num_processes: int = 1) -> LLM:
     if num_processes == 1:  # the others of a job would have to run the same
         llm.engine.explain_differences(partial(explain, model=llm.model))
     with ThreadPoolExecutor(max_workers=1) as pool:
-        # WHY: hashing the weights of an 8B model takes 19 s, and compiling does not need them.
+        # WHY: what cannot be hashed on one GPU takes seconds, and compiling does not need it.
         hashing = pool.submit(llm.identity) if num_processes == 1 else None
         if not args.no_compile:
             begin_s = time.perf_counter()

@@ -6,6 +6,7 @@ Llama-3.1-8B.
 """
 
 import dataclasses
+import functools
 import json
 import re
 import runpy
@@ -25,6 +26,7 @@ from detjax.models.layers import ForwardContext, Tokens
 from detjax.models.loading import LoadedModel
 from detjax.models.params import MATRICES, padded_vocab_size, partition_specs
 from detjax.models.paths import Kernels
+from detjax.models.weights import blake3, device_hashing
 from detjax.numerics import NumericsProfile, tree_reduction
 from detjax.pallas_kernels.attention.api import attention, rope_attention
 from detjax.pallas_kernels.backend import Backend
@@ -366,6 +368,21 @@ def pressed_choice(key: AnyKey, *, tp: int = 1) -> aot.Program:
     return aot.inspect_program(lambda: programs.get(key, model.params))
 
 
+def weight_window() -> aot.Program:
+    """32 MiB of a layer's largest matrix, as words."""
+    run = functools.partial(
+        device_hashing.window_of, num_units=896, window_units=device_hashing.WINDOW_UNITS
+    )
+    return aot.compile_program(run, _shape(2 * 14336, 4096), _shape(dtype=jnp.int32))
+
+
+def weight_hash() -> aot.Program:
+    """A window of 32 MiB, hashed up to its units."""
+    units = device_hashing.WINDOW_UNITS
+    words = _shape(blake3.CHUNK_BYTES // 4, units * device_hashing.UNIT_CHUNKS, dtype=jnp.uint32)
+    return aot.compile_program(device_hashing.hash_window, words, _shape(units, dtype=jnp.uint32))
+
+
 def audit_windows() -> aot.Program:
     """A step of an audit: 32 windows of 64 tokens, two layers, logits of every token."""
     model = abstract_model(2)
@@ -477,6 +494,8 @@ PROGRAMS = {
     "pressed_verify": lambda: pressed("verify", rows=8, length=8, table_len=34),
     "pressed_verify_wide": lambda: pressed("verify", rows=1, length=32, table_len=64),
     "audit_windows": audit_windows,
+    "weight_window": weight_window,
+    "weight_hash": weight_hash,
     "pressed_experts_one": lambda: pressed("decode", rows=1, table_len=10, make_config=qwen3_moe),
     "pressed_experts": lambda: pressed("decode", rows=64, table_len=10, make_config=qwen3_moe),
     "pressed_experts_prefill": lambda: pressed(

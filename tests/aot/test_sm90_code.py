@@ -235,6 +235,20 @@ def test_a_step_of_an_audit_takes_the_memory_of_its_logits():
     assert (program["copies"], program["clones"], program["faults"]) == ([], 0, [])
 
 
+def test_weights_are_hashed_in_windows_and_never_copied_whole():
+    """The matrix has 224 MiB; a window 32."""
+    window = compiled("weight_window")
+    assert window["copies"] == []
+    assert window["temp_bytes"] <= 64 << 20
+    program = compiled("weight_hash")
+    assert {k["name"] for k in program["kernels"]} == {
+        "detjax_blake3_chunks",
+        "detjax_blake3_parents",
+    }
+    assert spills(program) == {}
+    assert program["temp_bytes"] < 16 << 20
+
+
 @pytest.mark.control
 def test_control_a_kept_cache_is_seen_as_a_copy():
     program = compiled("kept_cache")

@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sha256 of weights as they lie on the devices, the same for every mesh."""
+"""A hash of weights as they lie on the devices, the same for every mesh and machine."""
 
 import hashlib
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
+import blake3 as blake3_library
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from detjax.models.config import ModelConfig
 from detjax.models.params import Params, ParamSpec, TensorSpec, param_specs
+from detjax.models.weights import blake3
+from detjax.models.weights.device_hashing import UNIT_BYTES, hash_units
 from detjax.parallel.mesh import TP_AXIS
 
 
@@ -19,9 +23,9 @@ def hash_weights(params: Params, config: ModelConfig, mesh: Mesh, *, vocab_block
     """Hash every weight that a model computes with: 64 hexadecimal digits.
 
     Sha256 over a line for each tensor of the checkpoint, in order of name: its name, its dtype, its
-    shape and the sha256 of its bytes (row-major, little-endian). Padding and repeated heads are
-    left out, so the hash depends on no mesh. Tensors are copied from the devices and hashed side by
-    side.
+    shape and the BLAKE3 of its bytes (row-major, little-endian). Padding and repeated heads are
+    left out, so the hash depends on no mesh. One Hopper GPU hashes whole units of 256 KiB where
+    they lie; other tensors are copied to the host and hashed side by side.
 
     Args:
         params: As loaded for `config` on `mesh`; other entries are not hashed.
@@ -37,12 +41,13 @@ def hash_weights(params: Params, config: ModelConfig, mesh: Mesh, *, vocab_block
             f"the weights lie on the devices of {jax.process_count()} processes, and one alone "
             "cannot hash them; ask in a single process"
         )
-    specs = param_specs(config, tp=mesh.shape[TP_AXIS], vocab_block=vocab_block)
+    tp = mesh.shape[TP_AXIS]
+    specs = param_specs(config, tp=tp, vocab_block=vocab_block)
     pairs = list(
         zip(jax.tree.leaves(specs), jax.tree.leaves({k: params[k] for k in specs}), strict=True)
     )
     with ThreadPoolExecutor(max_workers=min(16, os.cpu_count() or 1)) as pool:
-        digests = list(pool.map(lambda p: _digests(*p, tp=mesh.shape[TP_AXIS]), pairs))
+        digests = list(pool.map(lambda p: _digests(*p, tp=tp), pairs))
     lines: dict[str, str] = {}
     for name, line in (found for part in digests for found in part):
         if lines.setdefault(name, line) != line:
@@ -50,13 +55,30 @@ def hash_weights(params: Params, config: ModelConfig, mesh: Mesh, *, vocab_block
     return hashlib.sha256("".join(lines[name] for name in sorted(lines)).encode()).hexdigest()
 
 
-def _digests(spec: ParamSpec, array: jax.Array, *, tp: int) -> list[tuple[str, str]]:
+def _digests(spec: ParamSpec, array: jax.Array, *, tp: int) -> Iterator[tuple[str, str]]:
     """(name, line) of each tensor that a parameter is made of."""
-    return [
-        (name, _line(name, tensor, rows))
-        for tensor, host in zip(spec.tensors, _tensors(spec, array, tp=tp), strict=True)
-        for name, rows in zip(tensor.hf_names, host if tensor.num_experts else [host], strict=True)
-    ]
+    places = _units_of(spec, array, tp=tp)
+    hashes = _host_hashes(spec, array, tp=tp) if places is None else _device_hashes(array, places)
+    names = [(name, tensor) for tensor in spec.tensors for name in tensor.hf_names]
+    for (name, tensor), digest in zip(names, hashes, strict=True):
+        shape = ",".join(map(str, tensor.hf_shape))
+        yield name, f"{name} {array.dtype.name} {shape} {digest}\n"
+
+
+def _host_hashes(spec: ParamSpec, array: jax.Array, *, tp: int) -> Iterator[str]:
+    for tensor, stored in zip(spec.tensors, _tensors(spec, array, tp=tp), strict=True):
+        for rows in stored if tensor.num_experts else [stored]:
+            hasher = blake3_library.blake3(max_threads=blake3_library.blake3.AUTO)
+            for run in [None] if tensor.num_experts else _runs(tensor):
+                part = rows if run is None else rows[run.start : run.start + run.num_rows]
+                hasher.update(np.ascontiguousarray(part).view(np.uint8).reshape(-1).data)
+            yield hasher.hexdigest()
+
+
+def _runs(tensor: TensorSpec) -> list:
+    """The runs of stored rows that hold the checkpoint's rows, each once and in order."""
+    first = {run.source: run for run in reversed(tensor.runs)}
+    return [first[source] for source in sorted(first)]
 
 
 def _tensors(spec: ParamSpec, array: jax.Array, *, tp: int) -> Iterator[np.ndarray]:
@@ -73,13 +95,51 @@ def _tensors(spec: ParamSpec, array: jax.Array, *, tp: int) -> Iterator[np.ndarr
         start = end
 
 
-def _line(name: str, tensor: TensorSpec, stored: np.ndarray) -> str:
-    """The line of one tensor of the checkpoint, as `tensor` stores it; of an expert, its rows."""
-    hasher = hashlib.sha256()
-    first = {run.source: run for run in reversed(tensor.runs)}
-    for source in sorted(first):
-        run = first[source]
-        rows = stored if tensor.num_experts else stored[run.start : run.start + run.num_rows]
-        hasher.update(np.ascontiguousarray(rows).view(np.uint8).reshape(-1).data)
-    shape = ",".join(map(str, tensor.hf_shape))
-    return f"{name} {stored.dtype.name} {shape} {hasher.hexdigest()}\n"
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Place:
+    """Units `[start, start + num_units)` of a parameter are one tensor."""
+
+    start: int
+    num_units: int
+
+
+def _units_of(spec: ParamSpec, array: jax.Array, *, tp: int) -> list[_Place] | None:
+    """Where each tensor of a parameter lies in units; None if the host must hash it.
+
+    The host must, where the tensors of a parameter are no whole units one after the other, or where
+    no Hopper GPU has all of them.
+    """
+    if tp > 1 or not _is_on_hopper(array) or array.nbytes % UNIT_BYTES:
+        return None
+    stride = sum(tensor.rows_of_rank(tp) for tensor in spec.tensors)
+    row_bytes = array.nbytes // (stride * max(1, spec.tensors[0].num_experts))
+    places, offset = [], 0
+    for tensor in spec.tensors:
+        runs = _runs(tensor)
+        is_whole = tensor.num_experts > 0 or len(runs) == 1
+        rows = tensor.shape[1] if tensor.num_experts else runs[0].num_rows
+        begin = offset if tensor.num_experts else offset + runs[0].start
+        if not is_whole or rows * row_bytes < 2 * UNIT_BYTES:
+            return None
+        for expert in range(max(1, tensor.num_experts)):
+            start, misplaced = divmod((expert * stride + begin) * row_bytes, UNIT_BYTES)
+            if misplaced or rows * row_bytes % UNIT_BYTES:
+                return None
+            places.append(_Place(start=start, num_units=rows * row_bytes // UNIT_BYTES))
+        offset += tensor.rows_of_rank(tp)
+    return places
+
+
+def _is_on_hopper(array: jax.Array) -> bool:
+    device = next(iter(array.sharding.device_set))
+    return device.platform == "gpu" and str(device.compute_capability).startswith("9.")
+
+
+def _device_hashes(array: jax.Array, places: list[_Place]) -> Iterator[str]:
+    firsts = np.zeros(array.nbytes // UNIT_BYTES, np.int64)
+    for place in places:
+        firsts[place.start : place.start + place.num_units] = np.arange(place.num_units)
+    # Replicas of "dp" hold the same.
+    units = hash_units(array.addressable_shards[0].data, firsts)
+    leaves = [units[place.start : place.start + place.num_units] for place in places]
+    yield from (root.hex() for root in blake3.roots(leaves))
