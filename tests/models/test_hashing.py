@@ -12,6 +12,7 @@ import pytest
 from detjax.models.weights import blake3, hashing
 from detjax.models.weights.device_hashing import UNIT_BYTES, UNIT_CHUNKS, hash_units
 from detjax.models.weights.hashing import hash_weights
+from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
 from detjax.testing.dummies import dummy_config, dummy_model
 
@@ -110,18 +111,18 @@ def test_a_gpu_hashes_what_the_host_does(monkeypatch, experts):
         num_heads=32, num_kv_heads=8, head_dim=128, hidden_size=4096, intermediate_size=14336,
         num_layers=1, vocab_size=32064, experts=experts, expert_width=768,
     )  # fmt: skip
-    params = params_of(config, 1)
+    params = dummy_model(config, backend=Backend.SM90).params
     taken = []
-    units_of = hashing._units_of
+    places = hashing._places
 
     def seen(spec, array, *, tp):
-        taken.append(units_of(spec, array, tp=tp) is not None)
-        return units_of(spec, array, tp=tp)
+        taken.append(places(spec, array, tp=tp) is not None)
+        return places(spec, array, tp=tp)
 
-    monkeypatch.setattr(hashing, "_units_of", seen)
+    monkeypatch.setattr(hashing, "_places", seen)
     found = hash_of(config, params, 1)
     assert sum(taken) == 6  # the norms are below a unit
-    monkeypatch.setattr(hashing, "_units_of", lambda *_, **__: None)
+    monkeypatch.setattr(hashing, "_places", lambda *_, **__: None)
     assert found == hash_of(config, params, 1)
 
 

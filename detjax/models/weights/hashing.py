@@ -46,33 +46,46 @@ def hash_weights(params: Params, config: ModelConfig, mesh: Mesh, *, vocab_block
     pairs = list(
         zip(jax.tree.leaves(specs), jax.tree.leaves({k: params[k] for k in specs}), strict=True)
     )
+    places = [_places(spec, array, tp=tp) for spec, array in pairs]
     with ThreadPoolExecutor(max_workers=min(16, os.cpu_count() or 1)) as pool:
-        digests = list(pool.map(lambda p: _digests(*p, tp=tp), pairs))
+        on_host = [
+            pool.submit(_host_hashes, spec, array, tp=tp)
+            for (spec, array), where in zip(pairs, places, strict=True)
+            if where is None
+        ]
+        on_device = _device_hashes(
+            [(array, where) for (_, array), where in zip(pairs, places, strict=True) if where]
+        )
+    host, device = (iter(found) for found in ([f.result() for f in on_host], on_device))
     lines: dict[str, str] = {}
-    for name, line in (found for part in digests for found in part):
-        if lines.setdefault(name, line) != line:
-            raise ValueError(f"the two copies of {name} in memory differ; load the weights again")
+    for (spec, array), where in zip(pairs, places, strict=True):
+        for name, line in _lines(spec, array, next(host if where is None else device)):
+            if lines.setdefault(name, line) != line:
+                raise ValueError(
+                    f"the two copies of {name} in memory differ; load the weights again"
+                )
     return hashlib.sha256("".join(lines[name] for name in sorted(lines)).encode()).hexdigest()
 
 
-def _digests(spec: ParamSpec, array: jax.Array, *, tp: int) -> Iterator[tuple[str, str]]:
+def _lines(spec: ParamSpec, array: jax.Array, hashes: list[str]) -> Iterator[tuple[str, str]]:
     """(name, line) of each tensor that a parameter is made of."""
-    places = _units_of(spec, array, tp=tp)
-    hashes = _host_hashes(spec, array, tp=tp) if places is None else _device_hashes(array, places)
     names = [(name, tensor) for tensor in spec.tensors for name in tensor.hf_names]
     for (name, tensor), digest in zip(names, hashes, strict=True):
         shape = ",".join(map(str, tensor.hf_shape))
         yield name, f"{name} {array.dtype.name} {shape} {digest}\n"
 
 
-def _host_hashes(spec: ParamSpec, array: jax.Array, *, tp: int) -> Iterator[str]:
+def _host_hashes(spec: ParamSpec, array: jax.Array, *, tp: int) -> list[str]:
+    """BLAKE3 of each tensor, copied to the host."""
+    found = []
     for tensor, stored in zip(spec.tensors, _tensors(spec, array, tp=tp), strict=True):
         for rows in stored if tensor.num_experts else [stored]:
             hasher = blake3_library.blake3(max_threads=blake3_library.blake3.AUTO)
             for run in [None] if tensor.num_experts else _runs(tensor):
                 part = rows if run is None else rows[run.start : run.start + run.num_rows]
                 hasher.update(np.ascontiguousarray(part).view(np.uint8).reshape(-1).data)
-            yield hasher.hexdigest()
+            found.append(hasher.hexdigest())
+    return found
 
 
 def _runs(tensor: TensorSpec) -> list:
@@ -103,7 +116,7 @@ class _Place:
     num_units: int
 
 
-def _units_of(spec: ParamSpec, array: jax.Array, *, tp: int) -> list[_Place] | None:
+def _places(spec: ParamSpec, array: jax.Array, *, tp: int) -> list[_Place] | None:
     """Where each tensor of a parameter lies in units; None if the host must hash it.
 
     The host must, where the tensors of a parameter are no whole units one after the other, or where
@@ -135,11 +148,15 @@ def _is_on_hopper(array: jax.Array) -> bool:
     return device.platform == "gpu" and str(device.compute_capability).startswith("9.")
 
 
-def _device_hashes(array: jax.Array, places: list[_Place]) -> Iterator[str]:
-    firsts = np.zeros(array.nbytes // UNIT_BYTES, np.int64)
-    for place in places:
-        firsts[place.start : place.start + place.num_units] = np.arange(place.num_units)
-    # Replicas of "dp" hold the same.
-    units = hash_units(array.addressable_shards[0].data, firsts)
-    leaves = [units[place.start : place.start + place.num_units] for place in places]
-    yield from (root.hex() for root in blake3.roots(leaves))
+def _device_hashes(placed: list[tuple[jax.Array, list[_Place]]]) -> list[list[str]]:
+    """BLAKE3 of each tensor of each parameter, from units that a GPU hashes."""
+    trees: list[np.ndarray] = []
+    for array, places in placed:
+        firsts = np.zeros(array.nbytes // UNIT_BYTES, np.int64)
+        for place in places:
+            firsts[place.start : place.start + place.num_units] = np.arange(place.num_units)
+        # Replicas of "dp" hold the same.
+        units = hash_units(array.addressable_shards[0].data, firsts)
+        trees += [units[place.start : place.start + place.num_units] for place in places]
+    found = iter(blake3.roots(trees) if trees else [])
+    return [[next(found).hex() for _ in places] for _, places in placed]
