@@ -4,12 +4,11 @@
 python -m benchmarks.report            # needs matplotlib: pip install -e ".[plots]"
 python -m benchmarks.report --check    # is the text current? needs nothing
 
-The rows are the newest `benchmarks/results/<gpu>/<date>-<command>.jsonl` of the commands kernels,
-step, step_experts, moe, serving, serve_load, serve_cost, mesh, answers and production, for each GPU
-of `report_rows.GPUS`; figures and the headline are of the first. A part appears if its rows are
-there, and where a case occurs twice in a file the later row counts. vLLM's are
-`vllm-<version>.jsonl`. Experiments are `benchmarks/results/*/reproduce/NAME.json`, those of a GPU
-before those of a CPU. A row of `dvr` that verified no draft is told as such, or refused.
+The rows are the newest `benchmarks/results/<gpu>/<date>-<command>.jsonl` of each command, for each
+GPU of `report_rows.GPUS`; figures are of the first. A part appears if its rows are there, and where
+a case occurs twice in a file the later row counts. Experiments are
+`benchmarks/results/*/reproduce/NAME.json`, those of a GPU before those of a CPU. A row of `dvr`
+that verified no draft is told as such, or refused.
 """
 
 import argparse
@@ -21,12 +20,12 @@ from pathlib import Path
 from benchmarks import (
     report_experts,
     report_mesh,
+    report_peers,
     report_production,
     report_rows,
     report_server,
     report_serving,
     report_training,
-    report_vllm,
 )
 from benchmarks.common import COPY_BYTES_PER_S
 from benchmarks.report_rows import (
@@ -201,35 +200,6 @@ def copy_shares(gpu: str) -> str:
     )
 
 
-def headline_section() -> list[str]:
-    """What a reader wants to know first: bits, speed, training."""
-    times = decode_lines()
-    ours, fast = dict(times["invariant"]), dict(times["fast"])
-    batches = sorted(ours.keys() & fast.keys())
-    over = [fast[batch] / ours[batch] for batch in batches]
-    step = (
-        f"- On one H200, decode steps of Llama-3.1-8B shapes at batch {listed(batches)} take "
-        f"{listed(f'{ours[batch]:.2f}' for batch in batches)} ms, {min(over):.2f} to "
-        f"{max(over):.2f} times as fast as the same model on XLA's kernels, which promise nothing."
-    )
-    return [step, *report_serving.headline_lines(), *report_training.headline_lines()]
-
-
-def speed_section() -> list[str]:
-    """README's one table: ours, vLLM's, and the share of the limit."""
-    limits_ms = {r["case"]: share * r["ms_p50"] for r in timed_steps() if (share := limit_share(r))}
-    return [
-        f"One {rows('step', 'step')[0]['gpu']}, Llama-3.1-8B shapes, random weights, bfloat16:",
-        "",
-        *report_vllm.headline_lines(limits_ms),
-        "",
-        "The limit is weight and cache bytes at 4.3 TB/s for decode, 790 TFLOP/s for prefill. vLLM "
-        "was measured by us, in runs",
-        "of its own. [Every figure, the kernels, several GPUs, an H100, caches that fill the GPU]"
-        "(docs/benchmarks.md).",
-    ]
-
-
 def is_ours(row: dict) -> bool:
     """Whether a row of a step is of the kernels that make the claim."""
     return row["impl"] == "invariant"
@@ -259,7 +229,7 @@ def benchmarks_section() -> list[str]:
         "",
         "![Time of a decode step over the batch](docs/figures/step.svg)",
         "",
-        *behind(report_vllm.lines()),
+        *behind(report_peers.lines()),
         "Linear layers: time of the best rival (`jnp.dot`, which is cuBLAS or XLA's own, and",
         "`torch.mm` where it ran) over ours in the same run. Rivals only multiply. In `o` and",
         "`down` ours sum eight leaves as a tree and, above 128 rows, add the residual" + gating,
@@ -368,34 +338,74 @@ def findings(name: str, found: dict) -> list[str]:
     return [told_finding(name, finding, found["rows"]) for finding in found["findings"]]
 
 
-def here(name: str, found: dict) -> str:
-    """The same in a line, for README: the short sentences if there are any."""
-    told = found.get("short") or found["findings"]
-    return "; ".join(told_finding(name, finding, found["rows"]) for finding in told)
-
-
 def experiments_of_rows() -> list[Experiment]:
     """Questions that other benchmarks answer."""
     found = report_mesh.sum_experiment(), report_server.latency_experiment()
     return [experiment for experiment in found if experiment]
 
 
-def experiments_table() -> list[str]:
-    """README's table: the question, what the papers found, what was found here.
+def findings_section() -> list[str]:
+    """README's findings: what changes without the claims, what does not, and where it was seen."""
+    paths = experiments()
+    cells = []
+    for name, cells_of in (
+        ("accuracy", _changed_answers),
+        ("completions", _different_texts),
+        ("meshes", _unique_outputs),
+        ("policy", _held_out),
+    ):
+        if name not in paths:
+            continue
+        found = json.loads(paths[name].read_text())
+        where = (found["setting"].split(" (")[0], found["gpu"], found["date"], found["commit"])
+        cells.append([*cells_of(found["rows"]), ", ".join(where)])
+    return table(["", "`fast`", "`invariant`", "model, machine, date, commit"], cells)
 
-    A question that an experiment of `benchmarks.reproduce` answers is not told twice.
-    """
-    read = {name: json.loads(path.read_text()) for name, path in sorted(experiments().items())}
-    cells = [
-        (found["question"], found["paper_short"], here(name, found)) for name, found in read.items()
+
+def _changed_answers(found: list[dict]) -> list[str]:
+    """Answers that differ in a bit between any two settings of bfloat16."""
+
+    def changed(mode: str) -> int:
+        answers = [
+            [row["answers"][i : i + 4] for i in range(0, len(row["answers"]), 4)]
+            for row in found
+            if (row["mode"], row["dtype"]) == (mode, "bfloat16")
+        ]
+        return sum(len(set(of_one)) > 1 for of_one in zip(*answers, strict=True))
+
+    one = next(row for row in found if row["mode"] == "fast")
+    name = (
+        f"greedy answers to {one['problems']:,} additions that change in a bit, "
+        "batch 8, 32, 128, tp 1, 2"
+    )
+    return [name, f"{changed('fast'):,}", f"{changed('invariant'):,}"]
+
+
+def _different_texts(found: list[dict]) -> list[str]:
+    of_mode = {row["mode"]: row for row in found}
+    name = f"different texts among {of_mode['fast']['requests']:,} greedy answers to one prompt"
+    return [name, str(of_mode["fast"]["texts"]), str(of_mode["invariant"]["texts"])]
+
+
+def _unique_outputs(found: list[dict]) -> list[str]:
+    """Of the trained model."""
+    mean = {
+        row["mode"]: row["unique_outputs_mean"] for row in found if row["model"] == "novels-130m"
+    }
+    name = "different answers a prompt, 30 prompts, tp 1, 2 x batch 8, 16, 32"
+    return [name, f"{mean['fast']:.2f}", f"{mean['invariant']:.2f}"]
+
+
+def _held_out(found: list[dict]) -> list[str]:
+    """GRPO: the run whose rollout has the trainer's bits, and the worst that does not correct."""
+    exact = next(row for row in found if row["kind"] == "exact")
+    worst = min((r for r in found if r["kind"] == "uncorrected"), key=lambda r: r["held_out"])
+    name = f"held-out sums right after {exact['steps']} updates of GRPO"
+    return [
+        name,
+        f"{worst['held_out']:.3f} (rollout with {worst['bits']}-bit weights)",
+        f"{exact['held_out']:.3f}",
     ]
-    asked = {found["question"] for found in read.values()}
-    cells += [
-        (its.question, its.paper_short, its.here_short)
-        for its in experiments_of_rows()
-        if its.question not in asked
-    ]
-    return table(["question", "paper", "here"], cells)
 
 
 def experiments_section() -> list[str]:
@@ -425,9 +435,8 @@ def experiments_section() -> list[str]:
 
 
 SECTIONS = (
-    ("README.md", "headline", headline_section),
-    ("README.md", "speed", speed_section),
-    ("README.md", "experiments", experiments_table),
+    ("README.md", "speed", report_peers.readme_lines),
+    ("README.md", "findings", findings_section),
     ("docs/benchmarks.md", "benchmarks", benchmarks_section),
     ("docs/experiments.md", "experiments", experiments_section),
     ("docs/kernels.md", "benchmarks", kernels_section),

@@ -243,14 +243,7 @@ def sum_experiment(gpu: str = FIRST_GPU) -> Experiment | None:
         question="What does a sum over ranks cost where its order is a tree?",
         paper="Zhang et al. 2025 (TBIK, arXiv:2511.17826), which times kernels and whole answers "
         "by tp and rows (figures 6, 7 and 12): 22 to 63 % more latency with tree-based kernels.",
-        paper_short="22 to 63 % more latency with tree-based kernels (TBIK)",
         here=[*told, f"{different} elements differ between the forms of our sum"],
-        here_short="time over that with NCCL's sums: "
-        + ", ".join(
-            f"{what} on tp {tp} {listed(of_rows.values())} at {listed(of_rows)} rows"
-            for what, of_tp in (("the sum", alone), ("a step", whole))
-            for tp, of_rows in of_tp.items()
-        ),
         setting=f"Llama-3.1-8B shapes with random weights, bfloat16, {found[0]['gpu']}, sums "
         "through peer memory",
         command="benchmarks.mesh",

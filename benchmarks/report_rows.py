@@ -30,9 +30,7 @@ class Experiment:
     Attributes:
         question: As a reader would ask it.
         paper: What was found there.
-        paper_short: The same in few words, for README.
         here: What was found here, a sentence each.
-        here_short: The most telling of it in few words, for README.
         setting: With which model and hardware.
         command: That made the rows.
         links: To the figure and to every number.
@@ -40,9 +38,7 @@ class Experiment:
 
     question: str
     paper: str
-    paper_short: str
     here: list[str]
-    here_short: str
     setting: str
     command: str
     links: str

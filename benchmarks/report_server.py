@@ -110,9 +110,7 @@ def latency_experiment() -> Experiment | None:
         "requests a second P99 end to end is 17.3 s without determinism, 70.1 s with "
         "batch-invariant kernels; verified at 10, 50 and 100 % 20.4, 52.9 and 68.7 s; first token "
         "P50 29.7, 76.3, 31.8, 50.4 and 55.7 ms.",
-        paper_short="P99 17.3 s without determinism, 70.1 s batch-invariant (LLM-42)",
         here=[told],
-        here_short=told,
         setting=f"{model_name(first['model'])}, {first['gpu']}, over HTTP, lengths of the Azure "
         f"trace, {counts} requests at {rates} a second (the paper: ShareGPT, 4,096 requests at 12 "
         "to 18)",

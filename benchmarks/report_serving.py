@@ -395,21 +395,6 @@ def section() -> list[str]:
     return lines
 
 
-def headline_lines() -> list[str]:
-    """Answers under load, in one line."""
-    checked = [row for row in stressed() if row["samples"] > row["plain"]]
-    samples = sum(row["samples"] - row["plain"] for row in checked)
-    wrong = sum(row["wrong"] + row["lost"] for row in checked)
-    if not checked:
-        return []
-    # A row of `dvr` without windows says nothing of that mode, and `told` refuses the sentence.
-    line = (
-        f"- Of {samples:,} answers from a loaded engine on that GPU, in every mode that makes the "
-        f"claim, {wrong} differ in a bit from the answer alone."
-    )
-    return [told(line, checked)]
-
-
 def readme_lines(gpu: str = FIRST_GPU) -> list[str]:
     """Throughput, and answers under load."""
     lines = []

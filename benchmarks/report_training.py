@@ -23,20 +23,6 @@ def runs_on(machine: str) -> list[dict]:
     return json.loads(path.read_text()) if path.exists() else []
 
 
-def headline_lines() -> list[str]:
-    """What the invariant rollout gave on the best machine, in one line."""
-    for machine, name in PLACES.items():
-        runs = [run for run in runs_on(machine) if run["rollout"] == "invariant"]
-        if runs:
-            steps = sum(run["steps"] for run in runs)
-            return [
-                f"- In {steps} updates of GRPO on {name} the KL between rollout and trainer is "
-                f"{max(run['largest_kl'] for run in runs):g} at every step, while the reward rises "
-                f"from {_seeds(runs, 'reward_first')} to {_seeds(runs, 'reward_last')}."
-            ]
-    return []
-
-
 def section() -> list[str]:
     """For each machine with results: a line a rollout, and the curves."""
     lines = []

@@ -6,12 +6,28 @@ Import detjax before JAX starts: it sets the compiler flag that the claims rest 
 """
 
 import importlib
+from typing import TYPE_CHECKING
 
 from detjax.xla_flags import configure_xla
 
 configure_xla()
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:  # so that editors and type checkers know the names
+    from detjax.llm import LLM, PromptOutput
+    from detjax.models.bundled import bundled_model_path
+    from detjax.models.loading import load_model
+    from detjax.models.tokenizer import Tokenizer
+    from detjax.numerics import NumericsProfile
+    from detjax.pallas_kernels.backend import Backend, choose_backend
+    from detjax.parallel.mesh import configure_virtual_devices, make_mesh
+    from detjax.serving.async_engine import AsyncEngine
+    from detjax.serving.config import EngineConfig
+    from detjax.serving.engine import Engine
+    from detjax.serving.replicated_engine import ReplicatedEngine
+    from detjax.serving.request import Completion, PromptLogprob, Request, SamplingParams
+    from detjax.serving.text import CompletionOutput
 
 _HOME = {
     "AsyncEngine": "detjax.serving.async_engine",
@@ -63,3 +79,8 @@ def __getattr__(name: str):
     if name not in _HOME:
         raise AttributeError(f"detjax has no {name!r}; it has {', '.join(__all__)}")
     return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    """The public names, and those of the module."""
+    return sorted({*globals(), *__all__})

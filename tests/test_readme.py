@@ -24,6 +24,14 @@ def test_python_example_runs(capsys):
     assert sum(bool(re.search(r"[0-9a-f]{64}$", line)) for line in lines) == 2
 
 
+def test_editors_see_the_public_names():
+    assert set(detjax.__all__) <= set(dir(detjax))
+    source = (ROOT / "detjax" / "__init__.py").read_text()
+    for name, home in detjax._HOME.items():
+        lines = re.findall(rf"^    from {home} import (.*)$", source, re.MULTILINE)
+        assert name in ", ".join(lines).split(", ")
+
+
 def test_every_public_name_resolves():
     for name in detjax.__all__:
         assert getattr(detjax, name).__name__ == name

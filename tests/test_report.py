@@ -13,12 +13,12 @@ from benchmarks import (
     report,
     report_experts,
     report_mesh,
+    report_peers,
     report_production,
     report_rows,
     report_server,
     report_serving,
     report_training,
-    report_vllm,
     serving,
 )
 from benchmarks.reproduce import completions, throughput
@@ -69,22 +69,7 @@ def table_lines(section):
 def test_nothing_is_written_without_rows(write):
     for part in (report_serving, report_mesh):
         assert part.section() == part.readme_lines() == []
-    assert report_vllm.lines() == report_production.lines() == []
-
-
-def test_the_headline_compares_the_batches_that_both_were_timed_at(write):
-    times = (("invariant", 1, 4.0), ("fast", 1, 5.0), ("invariant", 8, 5.0), ("fast", 8, 5.5),
-             ("invariant", 64, 6.0))  # fmt: skip
-    row = {"subject": "step", "floor_ms": 3.0}
-    write(
-        "step",
-        *(
-            row | {"impl": impl, "case": f"decode batch {batch} context 1024", "ms_p50": ms}
-            for impl, batch, ms in times
-        ),
-    )
-    (line,) = report.headline_section()
-    assert "at batch 1 and 8 take 4.00 and 5.00 ms, 1.10 to 1.25 times as fast" in line
+    assert report_peers.lines() == report_production.lines() == []
 
 
 def test_a_part_appears_only_with_its_rows(write):
@@ -196,8 +181,6 @@ def test_different_answers_under_load_are_told(write, wrong):
     _, cells = table_lines(report_serving.section())
     assert cells[2:5] == ["int8", "0.500", "4"]
     assert cells[-2:] == [f"{wrong + 1} of 1,000", "9 of 200"]
-    (line,) = report_serving.headline_lines()
-    assert line.startswith("- Of 1,000 answers") and f"claim, {wrong + 1} differ" in line
     (line,) = report_serving.readme_lines()
     assert "`dvr` (int8 drafts)" in line
     assert line.endswith(f"1,000 deterministic samples of 1,000 requests against the answer at "
@@ -215,20 +198,12 @@ STRESS = {
 NO_WINDOWS = {"acceptance": 0.0, "rollbacks": 0}
 
 
-def test_answers_of_dvr_without_windows_are_told_as_such_and_not_in_the_headline(write):
+def test_answers_of_dvr_without_windows_are_told_as_such(write):
     write("serving", STRESS | NO_WINDOWS)
     _, cells = table_lines(report_serving.section())
     assert cells[2:5] == ["no drafts", "", ""]
     (line,) = report_serving.readme_lines()
     assert "`dvr` (no drafts): each token" in line
-    with pytest.raises(ValueError, match=r"subject='stress', mode='dvr'.* no drafts, but .*every"):
-        report_serving.headline_lines()
-
-
-@pytest.mark.control
-def test_control_the_headline_takes_a_row_of_dvr_with_windows(write):
-    write("serving", STRESS | {"acceptance": 0.5, "rollbacks": 0})
-    assert report_serving.headline_lines()
 
 
 @pytest.mark.parametrize(
@@ -293,14 +268,6 @@ def test_committed_findings_are_those_of_their_rows(module):
         assert found["findings"] == module.findings(found["rows"]), file
 
 
-def test_the_readme_has_the_short_sentences_of_an_experiment():
-    found = {"findings": ["a: long", "b: long"], "rows": []}
-    assert report.here("x", found) == "a: long; b: long"
-    found["short"] = ["both"]
-    assert report.here("x", found) == "both"
-    assert report.findings("x", found) == ["a: long", "b: long"]
-
-
 def test_latencies_of_the_server_stand_beside_the_papers(write):
     assert report_server.latency_experiment() is None
     row = served("serve_load", "dvr", 50.0, requests=9, canonical=3, wrong=0, num_rollbacks=0)
@@ -309,13 +276,13 @@ def test_latencies_of_the_server_stand_beside_the_papers(write):
     write("serve_load", *loads)
     told = report_server.latency_experiment()
     assert told is not None
-    assert told.here == [told.here_short]
-    assert "4 requests a second, 0 and 100 % deterministic (dvr, no drafts): P99" in told.here_short
-    assert told.here_short.endswith("0 of 12 canonical answers differ in a bit")
+    (sentence,) = told.here
+    assert "4 requests a second, 0 and 100 % deterministic (dvr, no drafts): P99" in sentence
+    assert sentence.endswith("0 of 12 canonical answers differ in a bit")
     assert "2 and 4 requests at 2 and 4 a second" in told.setting
     write("serve_load", *(load | {"num_rollbacks": 1} for load in loads))
     told = report_server.latency_experiment()
-    assert told is not None and "(dvr, drafts)" in told.here_short
+    assert told is not None and "(dvr, drafts)" in told.here[0]
 
 
 def test_committed_findings_of_pieces_are_those_of_their_rows():
@@ -324,8 +291,7 @@ def test_committed_findings_of_pieces_are_those_of_their_rows():
         if isinstance(experiment, Experiment) and all("part" in row for row in found["rows"]):
             result = experiment.result(found["rows"], found["setting"])
             assert found["findings"] == list(result.findings), file
-            assert found["short"] == list(result.short), file
-            for name in ("question", "paper", "paper_short"):
+            for name in ("question", "paper"):
                 assert found[name] == getattr(experiment, name), file
             assert not any(row.get("wrong") for row in found["rows"])
 
@@ -360,7 +326,7 @@ def test_without_rows_of_an_h100_the_section_says_so(write):
     assert "No rows of kernels or steps of an H100: no time here is of one." in text
 
 
-def test_steps_of_an_h100_stand_under_its_name_and_not_in_the_headline(write):
+def test_steps_of_an_h100_stand_under_its_name(write):
     write("kernels", LINEAR)
     write("step", step_row(8, 4.0), step_row(8, 5.0, impl="fast"))
     write("step", step_row(8, 6.0), step_row(8, 9.0, impl="fast"), gpu="h100")
@@ -375,8 +341,6 @@ def test_steps_of_an_h100_stand_under_its_name_and_not_in_the_headline(write):
     assert cells == ["decode batch 8 context 1024", "6.00", "9.00", "1.50"]
     assert "70 generated tokens a second" in "\n".join(section[at:])
     assert "4.00" in "\n".join(section[:at]) and "6.00" not in "\n".join(section[:at])
-    (line,) = report.headline_section()
-    assert "On one H200" in line and "4.00 ms" in line
     loads = report_serving.section()
     assert loads[0].startswith("NVIDIA H100, jax 0.11.2")
 
@@ -387,22 +351,8 @@ def test_a_row_in_the_folder_of_another_gpu_is_refused(write):
         report.step_times()
 
 
-def test_the_headline_is_of_one_context(write):
-    pairs = [(8, 1024, 4.0, 5.0), (256, 512, 14.0, 14.5)]
-    both = [
-        step_row(b, ms, context=c, impl=i)
-        for b, c, a, f in pairs
-        for i, ms in (("invariant", a), ("fast", f))
-    ]
-    write("step", *both)
-    (line,) = report.headline_section()
-    assert "at batch 8 take 4.00 ms" in line and "256" not in line
-
-
 def test_the_later_row_of_a_step_counts(write):
     write("step", step_row(8, 9.0), step_row(8, 4.0), step_row(8, 5.0, impl="fast"))
-    (line,) = report.headline_section()
-    assert "at batch 8 take 4.00 ms" in line
     assert table_lines(report.step_table())[1][1] == "4.00"
 
 
@@ -445,77 +395,6 @@ def test_a_result_in_pieces_goes_before_an_older_one_of_another_gpu(write, with_
         row = {"part": "a"} if machine == with_pieces else {}
         (folder / "shares.json").write_text(json.dumps({"rows": [row]}))
     assert report.experiments()["shares"].parts[-3] == taken
-
-
-def vllm_row(case, time, **fields):
-    row = {"subject": "vllm", "case": case, "time": time, "model": "llama3_8b", "vllm": "0.24",
-           "attention": "FlashAttention-3", "protocol": "least of three single calls",
-           "gpu": "NVIDIA H200"}  # fmt: skip
-    return row | {"batch_invariant": False, "decimals": 1} | fields
-
-
-@pytest.fixture
-def rival(write, tmp_path):
-    """Rows of vLLM: a decode step, a prompt and a load."""
-    load = {"requests": 4, "prompt_len": 8, "output_len": 16}
-    rows = [
-        row | {"batch_invariant": flag, "time": row["time"] * (1 + flag)}
-        for row in (
-            vllm_row("decode batch 8 context 1024", 6.0),
-            vllm_row("prefill 4000 tokens", 90.0),
-            vllm_row("offline", 10.0, **load),
-        )
-        for flag in (False, True)
-    ]
-    (tmp_path / "h200").mkdir()
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    (tmp_path / "h200" / "vllm-0.24.jsonl").write_text(text)
-
-
-def test_our_rows_stand_beside_those_of_vllm_where_the_protocol_is_the_same(write, rival):
-    prompt = {"case": "prefill 4000 tokens", "least_ms": 80.0}
-    failed = {"subject": "step", "impl": "transformers", "case": "decode", "failed": "stopped"}
-    write(
-        "step", failed, step_row(8, 4.0), step_row(8, 5.0, impl="fast"), step_row(8, 99.0) | prompt
-    )
-    patient = offline("invariant", 60.0, model="llama3_8b", wall_s=5.0, max_prefill_streak=64)
-    write("serving", offline("invariant", 50.0, model="llama3_8b", wall_s=8.0), patient)
-    _, step, prefill, load, with_patience = table_lines(report_vllm.lines())
-    assert step == ["decode batch 8 context 1024, ms", "4.0", "6.0", "12.0", "1.50", "3.00"]
-    name = "prefill 4000 tokens, least of three single calls, ms"
-    assert prefill == [name, "80.0", "90.0", "180.0", "1.12", "2.25"]
-    assert load[0] == "4 requests of 8 + 16 tokens, all at once, s"
-    assert load[1:] == ["8.0", "10.0", "20.0", "1.25", "2.50"]
-    assert with_patience[0] == load[0] + ", ours with `max_prefill_streak` 64"
-    assert with_patience[1:] == ["5.0", "10.0", "20.0", "2.00", "4.00"]
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"gpu": "NVIDIA H200 NVL"},
-        {"model": "qwen3_8b"},
-        {"impl": "fast"},
-        {"case": "decode batch 8 context 512"},
-        {"case": "prefill 4000 tokens"},  # a median, where vLLM's is the least of three
-    ],
-)
-def test_a_row_of_another_protocol_is_not_put_beside_vllm(write, rival, other):
-    write("step", step_row(8, 4.0) | other)
-    for cells in table_lines(report_vllm.lines())[1:]:
-        assert cells[1] == "" and len(cells) == 4  # empty cells at the end are stripped
-
-
-def test_without_rows_of_vllm_there_is_no_table(write):
-    write("step", step_row(8, 4.0))
-    assert report_vllm.lines() == []
-
-
-def test_committed_rows_of_vllm_say_how_they_were_measured():
-    for row in report_vllm.vllm_rows():
-        assert row["protocol"] and row["source"].startswith("measured by the authors of detjax")
-        assert (row["data"], row["cuda_graphs"]) == ("random weights", True)
-        assert row["attention"] == "FlashAttention-3" and row["gpu"] == "NVIDIA H200"
 
 
 def test_production_adds_up_the_parts_of_a_cache_and_keeps_the_control_apart(write):
@@ -660,7 +539,6 @@ def test_the_cost_of_a_tree_over_ranks_stands_beside_the_papers(write):
     assert sums.startswith("tp 2: the sum with residual and norm takes 0.60 of")
     assert steps.startswith("a decode step on tp 2 takes 0.80 of the time")
     assert bits == "3 elements differ between the forms of our sum"
-    assert told.here_short.endswith("the sum on tp 2 0.60 at 8 rows, a step on tp 2 0.80 at 8 rows")
 
 
 @pytest.mark.parametrize("command", ["answers", "mesh"])
@@ -727,8 +605,6 @@ def test_training_tells_the_largest_gap_of_each_rollout(write):
     (folder / "grpo" / "runs.json").write_text(json.dumps(runs))
     _, invariant, fast = table_lines(report_training.section())
     assert invariant[2] == "0.800 (0.750 to 0.850)"
-    (line,) = report_training.headline_lines()
-    assert "In 60 updates of GRPO on an H200" in line and "is 0 at every step" in line
     assert invariant[-2:] == ["0", "0 of 2,000"]
     assert fast[-2:] == ["6", "4 of 2,000"]
 
@@ -776,3 +652,48 @@ def test_experts_of_other_bits_are_not_told(write):
     write("step_experts", bits | {"same": False}, step)
     with pytest.raises(ValueError, match="other bits"):
         report_experts.lines()
+
+
+def peer(engine, scale, **fields):
+    row = {"subject": "engine", "engine": engine, "version": "9", "date": "2026-02-03",
+           "gpu": "NVIDIA H200", "prefill_4000_ms": 90 * scale,
+           "decode_ms": {b: int(b) * scale for b in ("1", "8", "64", "256")},
+           "offline_512x512_128_s": 9 * scale}  # fmt: skip
+    return row | fields
+
+
+def test_whole_engines_stand_beside_each_other_by_one_run(write):
+    rows = [peer(name, i + 1) for i, name in enumerate(report_peers.SHORT)]
+    write("peers", *rows, peer("vLLM fp8 (online)", 9), date="2026-02-03")
+    first, *_ = report_peers.readme_lines()
+    assert "NVIDIA H200" in first and "3 February 2026" in first and "commit 9:" in first
+    header, *cells = table_lines(report_peers.readme_lines())
+    assert header == ["|  | detjax".strip("| "), "vLLM 9", "vLLM 9, batch-invariant"]
+    assert cells[1] == ["decode, batch 8, ms", "8.00", "16.00", "24.00"]
+    assert cells[-1] == ["512 requests of 512 + 128 tokens, s", "9.0", "18.0", "27.0"]
+    # Eight bits are other weights: the page has them, README does not.
+    assert "fp8" in "".join(report_peers.lines())
+    assert "fp8" not in "".join(report_peers.readme_lines())
+
+
+def test_a_run_without_ours_is_no_table_of_readme(write):
+    write("peers", peer("vLLM default bfloat16", 1))
+    assert report_peers.readme_lines() == []
+
+
+def test_answers_that_change_are_counted_over_all_settings():
+    row = {"dtype": "bfloat16", "problems": 3}
+    found = [
+        row | {"mode": mode, "answers": answers}
+        for mode, answers in (
+            ("fast", "aaaabbbbcccc"), ("fast", "aaaaBBBBcccc"), ("fast", "aaaabbbbCCCC"),
+            ("invariant", "aaaabbbbcccc"), ("invariant", "aaaabbbbcccc"),
+        )
+    ]  # fmt: skip
+    assert report._changed_answers(found)[1:] == ["2", "0"]
+
+
+def test_readme_is_short_and_names_the_hardware_first():
+    text = re.sub(r"\]\([^)]*\)", "]", (report.ROOT / "README.md").read_text())
+    assert len([word for word in text.split() if re.search(r"\w", word)]) <= 800
+    assert "Hopper" in text.split("##")[0]

@@ -190,18 +190,6 @@ def findings(rows: Sequence[Row]) -> list[str]:
     return told
 
 
-def short(rows: Sequence[Row]) -> list[str]:
-    """How far each mode's score moves in each dtype, and how many answers change."""
-    told = []
-    for mode, dtype in dict.fromkeys((row["mode"], row["dtype"]) for row in rows):
-        own = [row for row in rows if (row["mode"], row["dtype"]) == (mode, dtype)]
-        told.append(
-            f"{mode}, {dtype}: {_swings(own)[0]:.1f} points, {_num_changed(own)} of "
-            f"{own[0]['problems']} answers change in a bit"
-        )
-    return told
-
-
 def plot(figure, rows: Sequence[Row]) -> None:
     """Accuracy and changed answers over the settings, a line for each mode and dtype."""
     panels = figure.subplots(1, 2)
@@ -236,7 +224,6 @@ def result(rows: Sequence[Row], setting: str) -> Result:
         ),
         rows=rows,
         findings=findings(rows),
-        short=short(rows),
         plot=lambda figure: plot(figure, rows),
     )  # fmt: skip
 
@@ -277,7 +264,6 @@ EXPERIMENT = Experiment(
     "for DeepSeek-R1-Distill-Qwen-7B, greedy, bfloat16, over batch size and GPUs; float32 compute "
     "with 16-bit weights (LayerCast) takes most of it away. Zhang et al. 2025 (arXiv:2511.17826): "
     "over 4 % for Qwen3-8B on AIME24 by tp alone.",
-    paper_short="up to 9 points in bfloat16, a 7B model (Yuan et al. 2025)",
     parts=parts,
     result=result,
     setting=lambda lab, _: lab.setting,

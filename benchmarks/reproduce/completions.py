@@ -116,17 +116,6 @@ def findings(rows: Sequence[Row]) -> list[str]:
     return told
 
 
-def short(rows: Sequence[Row]) -> list[str]:
-    """Different answers of each mode, logprobs counted."""
-    by_mode = {row["mode"]: row for row in rows}
-    told = []
-    for row in rows:
-        told.append(f"{name_of(row)} {row['with_logprobs']} of {row['requests']}")
-        if row["mode"] != "fast" and _num_canonical(row, by_mode) == row["requests"]:
-            told[-1] += " (the canonical one)"
-    return [f"different answers to one prompt, with logprobs: {', '.join(told)}"]
-
-
 def _num_canonical(row: Row, by_mode: dict[str, Row]) -> int:
     """Answers that are the one that `invariant` gives alone, where both say which it is."""
     canonical = by_mode.get("invariant", row)
@@ -202,7 +191,6 @@ def result(rows: Sequence[Row], setting: str) -> Result:
         ),
         rows=rows,
         findings=findings(rows),
-        short=short(rows),
         plot=lambda figure: plot(figure, rows),
     )  # fmt: skip
 
@@ -220,7 +208,6 @@ EXPERIMENT = Experiment(
     paper="He 2025 (Thinking Machines): Qwen3-235B, 1000 requests of 1000 tokens: 80 unique "
     "completions, the first difference at token 103 (992 against 8); all 1000 the same with "
     "batch-invariant kernels. Spans as in LLM-42 (arXiv:2601.17768), figure 6.",
-    paper_short="80 different completions of 1000; 1 with batch-invariant kernels (He 2025)",
     parts=parts,
     result=result,
     setting=lambda lab, _: lab.setting,

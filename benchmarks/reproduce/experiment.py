@@ -59,7 +59,6 @@ class Result:
         rows: One for each line of the table.
         findings: Sentences that the rows say.
         plot: Draws them on a matplotlib figure.
-        short: The most telling in fewer words, for README's table; without any, `findings`.
     """
 
     title: str
@@ -68,7 +67,6 @@ class Result:
     rows: Sequence[Row]
     findings: Sequence[str]
     plot: Callable[[Any], None]
-    short: Sequence[str] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +91,6 @@ class Experiment:
     Attributes:
         question: One line.
         paper: Which paper, figure or table, and what it reports, in one or two lines.
-        paper_short: The same for README's table, in one line.
         parts: The pieces that are run, most wanted first.
         result: What rows of some or all of the pieces say, given the setting as `setting` has it.
         setting: What runs in a piece: model, counts, devices.
@@ -101,7 +98,6 @@ class Experiment:
 
     question: str
     paper: str
-    paper_short: str
     parts: Callable[["Lab"], Sequence[Part]]
     result: Callable[[Sequence[Row], str], Result]
     setting: Callable[["Lab", Part], str]
@@ -114,14 +110,12 @@ class WholeExperiment:
     Attributes:
         question: One line.
         paper: Which paper, figure or table, and what it reports, in one or two lines.
-        paper_short: The same for README's table, in one line.
         run: Asks again.
         seconds: As `Part` has it.
     """
 
     question: str
     paper: str
-    paper_short: str
     run: Callable[["Lab"], Result]
     seconds: float
 
@@ -353,12 +347,6 @@ def windows_since(engine: Engine, before: tuple[int, int] = (0, 0)) -> tuple[int
     """Windows verified and rolled back since then."""
     stats = engine.stats()
     return stats.num_windows - before[0], stats.num_rollbacks - before[1]
-
-
-def span_of(values: Sequence[float], form: str) -> str:
-    """The least and the largest value, or the one that there is."""
-    low, high = (format(f(values), form) for f in (min, max))
-    return low if low == high else f"{low} to {high}"
 
 
 def name_of(row: Row) -> str:

@@ -125,7 +125,6 @@ EXPERIMENT = WholeExperiment(
     question="How much slower are products and norms in a fixed order?",
     paper="LLM-42 (arXiv:2601.17768), figure 4: batch-invariant Triton GEMM 194 TFLOP/s against "
     "527 of cuBLAS, 63 % slower; RMSNorm up to 50 % slower than the fused CUDA kernel.",
-    paper_short="matmul 63 % slower, RMSNorm up to 50 % (LLM-42)",
     run=run,
     seconds=90.0,
 )

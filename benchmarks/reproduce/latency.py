@@ -99,31 +99,11 @@ def _case(row: Row) -> str:
 
 def findings(rows: Sequence[Row]) -> list[str]:
     """For each model and rate every case beside `fast`, and the bits of all of them."""
-    return [sentence for of_model in _told(rows) for sentence in of_model]
-
-
-def short(rows: Sequence[Row]) -> list[str]:
-    """P99 of the first model at its highest rate, the paper's in brackets, and the bits of all."""
-    first = [row for row in rows if row["model"] == rows[0]["model"]]
-    rate = max(row["rate_per_s"] for row in first)
-    cases = [
-        f"{_case(row)} {row['p99_over_fast']:.2f} ({row['paper_p99_over_fast']:.2f})"
-        for row in first
-        if row["rate_per_s"] == rate and row["mode"] != "fast"
-    ]
-    exact = [row for row in rows if row["mode"] != "fast"]
     return [
-        f"{rows[0]['model']}, {rate:g} requests a second, P99 over that of fast: "
-        f"{', '.join(cases)}",
-        f"{sum(row['wrong'] for row in exact)} of {sum(row['deterministic'] for row in exact)} "
-        f"deterministic answers have another bit, {sum(row['plain_different'] for row in rows)} of "
-        "the others",
+        sentence
+        for model in dict.fromkeys(row["model"] for row in rows)
+        for sentence in _told_of(model, [row for row in rows if row["model"] == model])
     ]
-
-
-def _told(rows: Sequence[Row]) -> list[list[str]]:
-    models = dict.fromkeys(row["model"] for row in rows)
-    return [_told_of(model, [row for row in rows if row["model"] == model]) for model in models]
 
 
 def _told_of(model: str, rows: Sequence[Row]) -> list[str]:
@@ -184,7 +164,6 @@ def result(rows: Sequence[Row], setting: str) -> Result:
         ),
         rows=rows,
         findings=findings(rows),
-        short=short(rows),
         plot=lambda figure: plot(figure, rows),
     )  # fmt: skip
 
@@ -207,7 +186,6 @@ EXPERIMENT = Experiment(
     "a second P99 end to end is 17.3 s without determinism, 70.1 s with batch-invariant kernels; "
     "verified at 10, 50 and 100 % 20.4, 52.9 and 68.7 s; first token P50 29.7, 76.3, 31.8, 50.4 "
     "and 55.7 ms. Its figure over its own non-deterministic one in brackets.",
-    paper_short="P99 over that without determinism in brackets (LLM-42)",
     parts=parts,
     result=result,
     setting=load_setting,

@@ -18,7 +18,6 @@ from benchmarks.reproduce.experiment import (
     digest_of,
     largest_divergence,
     prompts,
-    span_of,
 )
 from benchmarks.step import MODELS
 from detjax.models.loading import LoadedModel, random_model
@@ -180,36 +179,6 @@ def findings(rows: Sequence[Row]) -> list[str]:
     return told
 
 
-def short(rows: Sequence[Row]) -> list[str]:
-    """Both modes over the models that ran on the same meshes and kinds of processor."""
-    by_model: dict[str, list[Row]] = {}
-    for row in rows:
-        by_model.setdefault(row["model"], []).append(row)
-    alike: dict[tuple, list[Row]] = {}
-    for own in by_model.values():
-        alike.setdefault(_ran_on(own), []).extend(own)
-    return [_short_of_models(own) for own in alike.values()]
-
-
-def _ran_on(rows: Sequence[Row]) -> tuple[tuple, ...]:
-    return tuple(tuple(sorted({row[name] for row in rows})) for name in ("tp", "batch", "gpu"))
-
-
-def _short_of_models(rows: Sequence[Row]) -> str:
-    models, gpus = (list(dict.fromkeys(row[name] for row in rows)) for name in ("model", "gpu"))
-    tps, batches = (
-        ", ".join(map(str, sorted({row[name] for row in rows}))) for name in ("tp", "batch")
-    )
-    who = models[0] if len(models) == 1 else f"{len(models)} models"
-    parts = []
-    for mode in MODES:
-        own = [row for row in rows if row["mode"] == mode]
-        parts.append(f"{mode} {span_of([row['unique_outputs_mean'] for row in own], '.2f')}")
-    gpus = [gpu.removeprefix("NVIDIA ").partition(" ")[0] for gpu in gpus]
-    where = f"{who}, tp {tps} x batch {batches}, {' and '.join(gpus)}"
-    return f"unique outputs a prompt, {where}: {', '.join(parts)}"
-
-
 def plot(figure, rows: Sequence[Row]) -> None:
     """Unique outputs a prompt and the divergence, by model, processor and mode."""
     panels = figure.subplots(1, 2, sharey=True)
@@ -243,7 +212,6 @@ def result(rows: Sequence[Row], setting: str) -> Result:
         ),
         rows=rows,
         findings=findings(rows),
-        short=short(rows),
         plot=lambda figure: plot(figure, rows),
     )  # fmt: skip
 
@@ -271,7 +239,6 @@ EXPERIMENT = Experiment(
     paper="Zhang et al. 2025 (TBIK, arXiv:2511.17826), tables 1 and 2: with bfloat16 kernels many "
     "unique outputs over tp {1, 2, 4, 8} x batch {8, 16, 32}; exactly 1, and divergence 0, with "
     "tree-based kernels, for 22 to 63 % more latency.",
-    paper_short="many outputs a prompt; 1 with tree-based kernels, 22 to 63 % slower (TBIK)",
     parts=parts,
     result=result,
     setting=_setting,

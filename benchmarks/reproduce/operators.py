@@ -345,17 +345,6 @@ def findings(rows: Sequence[Row]) -> list[str]:
     return told
 
 
-def short(rows: Sequence[Row]) -> list[str]:
-    """Cases of each library that change with the size of the batch; the control is no library."""
-    told = []
-    for library in dict.fromkeys(row["library"] for row in rows):
-        own = [row for row in rows if row["library"] == library]
-        if library != "control":
-            changed = sum(row["batch_invariant"] == "no" for row in own)
-            told.append(f"{library} {changed} of {len(own)}")
-    return [f"operators that change with the batch size: {', '.join(told)}"]
-
-
 def result(rows: Sequence[Row], setting: str) -> Result:
     """Tables and sentences of the rows."""
     return Result(
@@ -367,7 +356,6 @@ def result(rows: Sequence[Row], setting: str) -> Result:
         ),
         rows=rows,
         findings=findings(rows),
-        short=short(rows),
         plot=lambda figure: plot(figure, rows),
     )  # fmt: skip
 
@@ -385,7 +373,6 @@ EXPERIMENT = Experiment(
     paper="LLM-42 (arXiv:2601.17768), figure 7 and table 2, which finds that most kernels reduce "
     "in an order that the shape alone decides, so they change with the batch size and with nothing "
     "else.",
-    paper_short="most change with the batch size, and with nothing else (LLM-42)",
     parts=parts,
     result=result,
     setting=lambda lab, _: f"random data of wide exponents; {lab.machine}",

@@ -148,18 +148,6 @@ def findings(rows: Sequence[Row]) -> list[str]:
     return told
 
 
-def short(rows: Sequence[Row]) -> list[str]:
-    """What the arms end with at the first learning rate that is there, in a sentence."""
-    rates = {row["learning_rate"] for row in rows}
-    rate = FIRST_RATE if FIRST_RATE in rates else min(rates)
-    own = [row for row in rows if row["learning_rate"] == rate]
-    arms = [
-        f"{arm} {_mean_and_range([row for row in own if row['arm'] == arm])}"
-        for arm in dict.fromkeys(row["arm"] for row in own)
-    ]
-    return [f"held-out problems right: {'; '.join(arms)}"]
-
-
 def _mean_and_range(runs: Sequence[Row]) -> str:
     values = [run["held_out"] for run in runs]
     mean = f"{float(np.mean(values)):.3f}"
@@ -203,7 +191,6 @@ def result(rows: Sequence[Row], setting: str) -> Result:
         ),
         rows=rows,
         findings=findings(rows),
-        short=short(rows),
         plot=lambda figure: plot(figure, rows),
     )  # fmt: skip
 
@@ -231,7 +218,6 @@ EXPERIMENT = Experiment(
     paper="He 2025 (Thinking Machines), figure 16, an 8B model on BigMath: without correction the "
     "reward collapses; with importance weights it does not, at a KL of about 0.001; with equal "
     "bits the KL is 0. TBIK (arXiv:2511.17826), figure 8.",
-    paper_short="the reward collapses, unless weighted or with equal bits (He 2025)",
     parts=parts,
     result=result,
     setting=lambda lab, _: lab.setting,

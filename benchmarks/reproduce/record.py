@@ -154,9 +154,9 @@ class Record:
         folder.mkdir(parents=True, exist_ok=True)
         found = {
             "experiment": self.name, "question": self.experiment.question,
-            "paper": self.experiment.paper, "paper_short": self.experiment.paper_short,
+            "paper": self.experiment.paper,
             "title": result.title, "setting": result.setting,
-            "findings": list(result.findings), "short": list(result.short),
+            "findings": list(result.findings),
             "size": self.lab.size.value,
         }  # fmt: skip
         document = found | self.card | {"rows": self.rows}
@@ -185,14 +185,12 @@ def redraw(path: Path, experiment: Experiment | WholeExperiment) -> None:
     found |= {
         "question": experiment.question,
         "paper": experiment.paper,
-        "paper_short": experiment.paper_short,
     }
     if isinstance(experiment, Experiment):
         result = experiment.result(found["rows"], found["setting"])
         found |= {
             "title": result.title,
             "findings": list(result.findings),
-            "short": list(result.short),
         }
         draw(result, path.with_suffix(".png"))
     path.write_text(json.dumps(found, indent=1) + "\n")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from benchmarks.reproduce.experiment import Experiment, Lab, Part, Result, Row, span_of
+from benchmarks.reproduce.experiment import Experiment, Lab, Part, Result, Row
 from benchmarks.reproduce.loads import GROUP, WINDOW, num_different, trained_server, window_facts
 from benchmarks.serving import Ask
 
@@ -70,21 +70,6 @@ def findings(rows: Sequence[Row]) -> list[str]:
     return told
 
 
-def short(rows: Sequence[Row]) -> list[str]:
-    """Recomputed tokens by window, over the temperatures, and the bits."""
-    drafted = [row for row in rows if row["mode"] == "dvr"]
-    percents = [
-        f"{window}: {span_of(own, '.1f')} %"
-        for window in dict.fromkeys(row["window"] for row in drafted)
-        if (own := [r["recomputed_percent"] for r in drafted if r["window"] == window])
-    ]
-    return [
-        f"tokens computed again, by window: {', '.join(percents)}; "
-        f"{sum(row['wrong'] for row in drafted)} of {sum(row['requests'] for row in drafted)} "
-        "answers have another bit"
-    ]
-
-
 def plot(figure, rows: Sequence[Row]) -> None:
     """Share of the requests with at most so many rollbacks, and so many recomputed tokens."""
     left, right = figure.subplots(1, 2, sharey=True)
@@ -112,7 +97,6 @@ def result(rows: Sequence[Row], setting: str) -> Result:
         ),
         rows=rows,
         findings=findings(rows),
-        short=short(rows),
         plot=lambda figure: plot(figure, rows),
     )  # fmt: skip
 
@@ -130,7 +114,6 @@ EXPERIMENT = Experiment(
     paper="LLM-42 (arXiv:2601.17768), figure 9 and table 4, and its authors' data: 8B, windows of "
     "64 x 8, 4,096 deterministic requests: 96 rollbacks and 0.32 % of the tokens again on "
     "ShareGPT, 3,351 and 10.97 % on arXiv; online at 12 requests/s 13.8 %.",
-    paper_short="0.3 to 11 % of the tokens again, windows of 64 (LLM-42)",
     parts=parts,
     result=result,
     setting=lambda lab, _: trained_server(lab).setting,

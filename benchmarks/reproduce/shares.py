@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.reproduce.experiment import Experiment, Lab, Part, Result, Row, span_of
+from benchmarks.reproduce.experiment import Experiment, Lab, Part, Result, Row
 from benchmarks.reproduce.loads import (
     GROUP,
     WINDOW,
@@ -186,25 +186,6 @@ def findings(rows: Sequence[Row]) -> list[str]:
     return told
 
 
-def short(rows: Sequence[Row]) -> list[str]:
-    """For each model the span of its workloads, the paper's in brackets."""
-    told = []
-    for model in dict.fromkeys(row["model"] for row in rows):
-        own = [row for row in rows if row["model"] == model]
-        of_all = [row for row in own if row["deterministic_percent"] == 100]
-        parts = []
-        for mode, what in (("invariant", "invariant"), ("dvr", "drafts for all")):
-            chosen = [row for row in of_all if row["mode"] == mode]
-            paper = [row["paper_over_fast"] for row in chosen if row["paper_over_fast"]]
-            theirs = f" ({span_of(paper, '.2f')})" if paper else ""
-            parts.append(f"{what} {span_of([row['over_fast'] for row in chosen], '.2f')}{theirs}")
-        count = len({row["workload"] for row in own})
-        told.append(
-            f"{model}, {count} workload{'s' * (count > 1)}, speed over fast: {', '.join(parts)}"
-        )
-    return told
-
-
 def plot(figure, rows: Sequence[Row]) -> None:
     """Throughput over the share, ours and the paper's, a panel for each workload."""
     names = list(dict.fromkeys(row["workload"] for row in rows))
@@ -253,7 +234,6 @@ def result(rows: Sequence[Row], setting: str) -> Result:
         ),
         rows=rows,
         findings=findings(rows),
-        short=short(rows),
         plot=lambda figure: plot(figure, rows),
     )  # fmt: skip
 
@@ -277,7 +257,6 @@ EXPERIMENT = Experiment(
     paper="LLM-42 (arXiv:2601.17768), figure 10 and table 4, and its authors' data: 4,096 requests "
     "a cell on an H100, windows of 64 x 8; its figure over SGLang's non-deterministic one in "
     "brackets, with SGLang's batch-invariant mode for `invariant`.",
-    paper_short="speed over its non-deterministic mode in brackets (LLM-42)",
     parts=parts,
     result=result,
     setting=load_setting,

@@ -48,19 +48,6 @@ def findings(rows: Sequence[Row]) -> list[str]:
     return told
 
 
-def short(rows: Sequence[Row]) -> list[str]:
-    """For each model each mixture's speed over that of 11 requests of `fast`."""
-    told: dict[str, list[str]] = {}
-    for row in rows:
-        if not row["deterministic"]:
-            continue
-        what = "invariant" if row["mode"] == "invariant" else "verified"
-        what += "" if row["mode"] == "invariant" or row.get("windows") else " (no drafts)"
-        who = "one" if row["deterministic"] == 1 else "all"
-        told.setdefault(row["model"], []).append(f"{who} {what} {row['of_11_fast']:.2f}")
-    return [f"{model}, speed over 11 fast ones: {', '.join(x)}" for model, x in told.items()]
-
-
 def plot(figure, rows: Sequence[Row]) -> None:
     """Throughput of each mixture over that of 11 fast ones, with its range, and the paper's."""
     axes = figure.subplots()
@@ -150,7 +137,6 @@ def result(rows: Sequence[Row], setting: str) -> Result:
         ),
         rows=rows,
         findings=findings(rows),
-        short=short(rows),
         plot=lambda figure: plot(figure, rows),
     )  # fmt: skip
 
@@ -172,7 +158,6 @@ EXPERIMENT = Experiment(
     paper="LLM-42 (arXiv:2601.17768), figure 5, and its authors' data (github.com/microsoft/"
     "llm-42): 8B, 11 requests of 512 + 256 tokens on an H100: 938 tokens/s with none "
     "deterministic, 413 with batch-invariant kernels, 913 with one of them verified.",
-    paper_short="11 requests: 0.97 of the speed with one verified, 0.44 batch-invariant (LLM-42)",
     parts=parts,
     result=result,
     setting=load_setting,

@@ -196,13 +196,6 @@ def findings(rows: Sequence[Row]) -> list[str]:
     return told
 
 
-def short(rows: Sequence[Row]) -> list[str]:
-    """What the first model says, but for its latencies."""
-    (model, own), *_ = _of_models(rows).items()
-    sentences = [told for told in _findings_of_model(own) if not told.startswith("P99")]
-    return [sentences[0] if model == LARGE_MODEL else f"{model}: {sentences[0]}", *sentences[1:]]
-
-
 def _findings_of_model(rows: Sequence[Row]) -> list[str]:
     told = []
     costs = {row["window"]: row["ms"] for row in rows
@@ -284,7 +277,6 @@ def result(rows: Sequence[Row], setting: str) -> Result:
         ),
         rows=rows,
         findings=findings(rows),
-        short=short(rows),
         plot=lambda figure: plot(figure, rows),
     )  # fmt: skip
 
@@ -308,7 +300,6 @@ EXPERIMENT = Experiment(
     paper="LLM-42 (arXiv:2601.17768), figures 9 and 12, and its authors' data: a pass over 16 to "
     "128 tokens takes 12.2 ms, over 512 21.4 ms; at 12 requests/s P99 is 34 s at 16 x 16 and 616 s "
     "at 16 x 1; 3 % of the tokens are computed again with windows of 16, 46 % with 256.",
-    paper_short="12 ms for 16 to 128 tokens, 21 for 512; 3 to 46 % of the tokens again (LLM-42)",
     parts=parts,
     result=result,
     setting=load_setting,

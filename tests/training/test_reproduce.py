@@ -135,7 +135,6 @@ def make_record():
         experiment = Experiment(
             question="q",
             paper="p",
-            paper_short="s",
             parts=parts,
             result=result,
             setting=lambda _, part: "here",
@@ -225,8 +224,6 @@ def test_findings_put_the_papers_figure_beside_ours():
     trained = [row | {"model": "m", "paper_p99_s": None} for row in rows]
     assert windows.findings(rows + trained) == [*told, *windows.findings(trained)]
     assert all(one.startswith("m: ") for one in windows.findings(trained))
-    assert windows.short(rows + trained) == [told[0], *told[3:]]
-    assert windows.short(trained)[0] == f"m: {told[0]}"
     rows[-1] |= {"fingerprint": "g"}
     assert windows.findings(rows)[-1] == "0 of 2 answers differ between 3 settings"
     share = {"workload": "w", "over_fast": 0.9, "paper_over_fast": 0.5, "windows": 1}
@@ -234,11 +231,6 @@ def test_findings_put_the_papers_figure_beside_ours():
     rows += [share | {"mode": "dvr", "deterministic_percent": 100, "windows": 0}]
     assert shares.findings(rows) == [
         "w: drafts at 50 % 0.90 (0.50), no drafts at 100 % 0.90 (0.50) of fast"
-    ]
-    ours = share | {"mode": "invariant", "deterministic_percent": 100, "over_fast": 1.1}
-    rows = [row | {"model": "m"} for row in (*rows, ours, rows[-1] | {"over_fast": 0.8})]
-    assert shares.short(rows) == [
-        "m, 1 workload, speed over fast: invariant 1.10 (0.50), drafts for all 0.80 to 0.90 (0.50)"
     ]
 
 
@@ -391,10 +383,6 @@ def test_a_swing_is_counted_of_all_problems_and_of_sets_of_thirty():
     assert "problems 15.0 on average, 20.0 at most), 3 of 60 answers change in a bit, 9 " in fast
     assert fast.endswith("(batch 8, 32, tp 1)")
     assert "a swing of 0.0 points" in invariant and "0 of 60 answers change" in invariant
-    assert accuracy.short(rows) == [
-        "fast, bfloat16: 5.0 points, 3 of 60 answers change in a bit",
-        "invariant, bfloat16: 0.0 points, 0 of 60 answers change in a bit",
-    ]
 
 
 def mesh_row(gpu, mode, answers, **fields):
@@ -411,15 +399,6 @@ def test_rows_of_two_kinds_of_gpu_stand_side_by_side(tmp_path):
     (told,) = meshes.findings(ours + others)
     assert "H200, tp 1 x batch 8: fast 1.00 unique" in told and "; H100, tp 1 x batch 8" in told
     assert "1 of 2 canonical answers have the same bits on H200 and H100" in told
-    (told,) = meshes.short(ours + others)
-    assert told == (
-        "unique outputs a prompt, m, tp 1 x batch 8, H200 and H100: fast 1.00, invariant 1.00"
-    )
-    more = [
-        mesh_row("H200", mode, "a" * 16, model="n", tp=tp) for mode in meshes.MODES for tp in (1, 2)
-    ]
-    apart = meshes.short([*ours, *others, *more])
-    assert apart[0] == told and "prompt, n, tp 1, 2 x batch 8, H200: " in apart[1]
     (told,) = meshes.findings(ours + [row | {"weights": "v"} for row in others])
     assert "same bits" not in told
     card = {"question": "", "paper": "", "title": "", "setting": "s", "findings": [],
@@ -462,12 +441,6 @@ def test_latencies_are_told_by_rate_and_the_paper_beside_the_highest():
     assert "invariant 1.20 (3.00), drafts at 10 % 1.20 (3.00)" in high and "(3.00)" not in low
     assert bits.startswith("m: 0 of 52 deterministic answers have another bit")
     assert bits.endswith(", 2 of the others")
-    brief, of_all = latency.short(rows)
-    assert brief.startswith("m, 20 requests a second, P99 over that of fast: invariant 1.20 (3.00)")
-    assert of_all == "0 of 52 deterministic answers have another bit, 2 of the others"
-    of_other = [row | {"model": "n"} for row in rows]
-    assert latency.short(rows + of_other)[0] == brief
-    assert latency.short(rows + of_other)[1].startswith("0 of 104 deterministic answers")
     without = [latency_row("dvr", 10, 10.0, windows=0), latency_row("fast", 0, 10.0)]
     assert ", over it no drafts at 10 % 1.00 (3.00)" in latency.findings(without)[0]
 
