@@ -57,16 +57,23 @@ class Identifier:
         self._model, self._tokenizer, self._name = model, tokenizer, name
         self._hashed: list[jax.Array] = []  # what the hash is of; arrays never change
         self._weights = ""
+        self._hashes: dict[int, str | None] = {}
 
-    def identity(self) -> Identity:
-        """The facts, of the weights as they are now."""
+    def identity(self, index: int = 0) -> Identity:
+        """The facts, of the weights as they are now.
+
+        Args:
+            index: Which weights of the engine these are (`WeightHistory.current`), for
+                `with_weights`.
+        """
         model = self._model
+        self._hashes[index] = weights = self.weights()
         build = Build.current(model.backend.value, model.mesh.devices.flat[0])
         return Identity(
             model={
                 "name": self._name,
                 "hub_commit": _hub_commit(model.folder),
-                "weights": self.weights(),
+                "weights": weights,
                 "config": _config_hash(model.config),
                 "tokenizer": self._tokenizer and _tokenizer_hash(self._tokenizer),
                 "chat_template": self._tokenizer and _text_hash(self._tokenizer.chat_template),
@@ -78,6 +85,20 @@ class Identifier:
             },
             build=build.facts() | ({"driver": driver()} if model.backend.platform == "gpu" else {}),
         )
+
+    def with_weights(self, identity: Identity, index: int) -> Identity:
+        """The same facts of earlier weights, of which `identity` was asked when they computed.
+
+        Raises:
+            ValueError: If it was not.
+        """
+        if index not in self._hashes:
+            raise ValueError(
+                "the weights that made the answer were replaced before their hash was taken, so no "
+                "receipt can name them; make receipts, or call identity(), before load_weights"
+            )
+        model = identity.model | {"weights": self._hashes[index]}
+        return dataclasses.replace(identity, model=model)
 
     def weights(self) -> str | None:
         """Sha256 of the weights as they are now; None in a job of several processes."""
