@@ -363,22 +363,25 @@ def _run(module: Module, name: str, arguments: list[_Tree], events: _Events) -> 
     instructions = module.computations[name]
     for parameter, argument in zip(_parameters(instructions), arguments, strict=True):
         values[parameter.name] = argument
-    pending: dict[str, list[_Tree]] = {}  # what an asynchronous operation still reads
+    pending: dict[str, list[_Value]] = {}  # what an asynchronous operation still reads
     result: _Tree | None = None
     for instruction in instructions:
         operands = [values[operand] for operand in instruction.operands]
         if instruction.opcode not in _NO_READ:
             for operand in operands:
                 events.read(operand, instruction.name)
-        if instruction.opcode.endswith("-start"):
-            # What it writes over itself, as an all-reduce in place does, it reads as it must.
-            own = {operand for _, operand, _ in instruction.aliasing}
-            pending[instruction.name] = [x for i, x in enumerate(operands) if i not in own]
         if instruction.opcode.endswith("-done"):
             for operand in pending.pop(instruction.operands[0], []):
                 events.read(operand, instruction.name)
         if instruction.opcode != "parameter":
             values[instruction.name] = _result_of(module, instruction, operands, events)
+        if instruction.opcode.endswith("-start") or instruction.opcode == "send":
+            # What it writes over itself, as an all-reduce in place does, it reads as it must.
+            own = {value.buffer() for value in _leaves(values[instruction.name])}
+            read = (value for operand in operands for value in _leaves(operand))
+            pending[instruction.name] = [value for value in read if value.buffer() not in own]
+        if instruction.opcode.endswith("-update") and instruction.operands[0] in pending:
+            pending[instruction.name] = pending.pop(instruction.operands[0])
         if instruction.is_root:
             result = values[instruction.name]
     assert result is not None, f"{name} has no root"
@@ -399,20 +402,54 @@ def _result_of(
             return operands[0]
         case "while":
             return _run_loop(module, instruction, operands[0], events)
-        case "call" | "conditional" | "fusion" if _is_inlined(module, instruction):
+        case "conditional":
+            return _run_conditional(module, instruction, operands, events)
+        case "call" | "fusion" | "async-start" if _is_inlined(module, instruction):
             return _run_called(module, instruction, operands, events)
+        case "async-update" | "custom-call-update" | "fusion-update":
+            return operands[0]
+        case opcode if opcode.endswith("-done"):
+            finished = _finished(instruction, operands[0])
+            if finished is not None:
+                return finished
     result = _same_shape(instruction.name, instruction.shape)
+    # The text has the aliases of what runs, whose result is the second part of what starts it.
+    start = (_RESULT,) if instruction.opcode == "custom-call-start" else ()
     for out, operand, inner in instruction.aliasing:
         for new, old in zip(
-            _leaves(_at(result, out)), _leaves(_at(operands[operand], inner)), strict=True
+            _leaves(_at(result, start + out)), _leaves(_at(operands[operand], inner)), strict=True
         ):
             new.share(old)
     events.write(result, instruction.name)
     return result
 
 
+_RESULT = 1
+"""Which part of what starts an operation is its result: operands are the part before."""
+
+_RESULT_FIRST = {"copy-done", "recv-done"}
+
+
+def _finished(done: Instruction, started: _Tree) -> _Tree | None:
+    """The result of an asynchronous operation, which is written from its start on.
+
+    None where it is not seen among the parts of what was started.
+    """
+    wanted = _same_shape(done.name, done.shape)
+    parts = [started]
+    if isinstance(started, list):
+        parts += started[:1] if done.opcode in _RESULT_FIRST else started[_RESULT : _RESULT + 1]
+    return next((part for part in reversed(parts) if _is_alike(part, wanted)), None)
+
+
+def _is_alike(one: _Tree, other: _Tree) -> bool:
+    if isinstance(one, _Value) or isinstance(other, _Value):
+        return isinstance(one, _Value) and isinstance(other, _Value)
+    return len(one) == len(other) and all(map(_is_alike, one, other))
+
+
 def _is_inlined(module: Module, instruction: Instruction) -> bool:
-    """Whether what it calls may itself update a buffer in place."""
+    """Whether what it calls may update a buffer in place."""
     if instruction.opcode != "fusion":
         return True
     inner = module.computations.get(instruction.attribute("calls") or "", [])
@@ -420,18 +457,41 @@ def _is_inlined(module: Module, instruction: Instruction) -> bool:
 
 
 def _run_called(module, instruction: Instruction, operands, events: _Events) -> _Tree:
-    if instruction.opcode != "conditional":
-        called = instruction.attribute("to_apply") or instruction.attribute("calls")
-        assert called is not None
-        return _run(module, called, operands, events)
-    result = _same_shape(instruction.name, instruction.shape)
+    called = instruction.attribute("to_apply") or instruction.attribute("calls")
+    assert called is not None
+    result = _run(module, called, operands, events)
+    if instruction.opcode != "async-start":
+        return result
+    started = _same_shape(instruction.name, instruction.shape)
+    assert isinstance(started, list)
+    events.write(started, instruction.name)
+    return [*started[:_RESULT], result, *started[_RESULT + 1 :]]
+
+
+def _run_conditional(
+    module: Module, instruction: Instruction, operands: list[_Tree], events: _Events
+) -> _Tree:
+    """One branch runs. What follows finds each buffer as any of them may have left it."""
+    written, results = [], []
     for branch, argument in zip(instruction.branches, operands[1:], strict=True):
-        taken = _run(module, branch, [argument], events)
-        events.read(taken, branch)
-        # One of the branches runs, so the next finds everything as it was before the first.
+        # It finds everything as it was before the branch before it.
         events.write(argument, instruction.name)
-    events.write(result, instruction.name)
-    return result
+        begin = len(events.steps)
+        results.append(_run(module, branch, [argument], events))
+        written += [step for step in events.steps[begin:] if step[0] == "write"]
+        events.read(results[-1], branch)
+    events.steps += written
+    result = _same_shape(instruction.name, instruction.shape)
+    joined = []
+    for new, *taken in zip(_leaves(result), *map(_leaves, results), strict=True):
+        if all(value is taken[0] for value in taken):
+            joined.append(taken[0])  # what every branch hands on is not written
+            continue
+        for value in taken:
+            new.share(value)
+        events.write(new, instruction.name)
+        joined.append(new)
+    return _rebuild(result, iter(joined))
 
 
 def _run_loop(module: Module, loop: Instruction, initial: _Tree, events: _Events) -> _Tree:

@@ -406,16 +406,23 @@ class LLM:
 
     def identity(self) -> Identity:
         """Return what model, numerics and build these are. Hashes the weights the first time."""
-        return self._identifier.identity()
+        return self._identifier.identity(self.engine.weight_history.current)
 
     def receipt(self, output: CompletionOutput) -> Receipt:
-        """Return the receipt of an answer of these weights, as `docs/receipts.md` has it.
+        """Return the receipt of an answer of this object, as `docs/receipts.md` has it.
+
+        It names the weights that made the answer. Once others have replaced them, it can do so only
+        if their hash was taken before, by `identity()` or a receipt.
 
         Raises:
-            ValueError: If the answer is not canonical.
+            ValueError: If the answer is not canonical, or it cannot be told which weights made it.
         """
-        ends = self.config.model.eos_token_ids
-        return Receipt.of(self.identity(), output, end_token_ids=ends)
+        history = self.engine.weight_history
+        made_by = history.index_of(output.completion.weight_version)
+        identity = self._identifier.identity(history.current)
+        if made_by != history.current:
+            identity = self._identifier.with_weights(identity, made_by)
+        return Receipt.of(identity, output, end_token_ids=self.config.model.eos_token_ids)
 
     def _encoded(self, prompt: Prompt, *, has_control: bool) -> tuple[str | None, Sequence[int]]:
         """The text of a prompt, if it is one, and its token ids."""

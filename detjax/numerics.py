@@ -21,6 +21,7 @@ import jaxlib
 
 import detjax
 from detjax.source import cpu_arch, source_hash
+from detjax.toolchain import DATA_DIR_FLAG, toolchain
 
 NUMERICS_VERSION = 2
 """Raised by every change that alters an output bit; each has a Bits entry in CHANGELOG.md."""
@@ -131,6 +132,8 @@ class Build:
         backend: Whose kernels: "portable" or "sm90".
         arch: Of the processor or the GPU.
         compiler: Its version, and the XLA flags that may change a bit.
+        toolchain: On a GPU `toolchain.toolchain()`, between semicolons: the plugin, ptxas and
+            libdevice by their bytes. Empty on a CPU, whose compiler is in jaxlib.
     """
 
     detjax: str
@@ -140,13 +143,15 @@ class Build:
     backend: str
     arch: str
     compiler: str
+    toolchain: str = ""
 
     @classmethod
     def current(cls, backend: str, device: jax.Device) -> "Build":
         """Describe this process. `backend` is the kernels' backend, `device` one that runs them."""
         if device.platform == "cpu":
-            arch, compiler = cpu_arch(), "xla:cpu"
+            arch, compiler, files = cpu_arch(), "xla:cpu", ()
         else:
+            files = toolchain()
             arch = f"{device.device_kind} sm_{device.compute_capability}"
             compiler = device.client.platform_version.replace("\n", " ")
         flags = _flags_that_may_count(os.environ.get("XLA_FLAGS", ""))
@@ -158,16 +163,25 @@ class Build:
             backend=backend,
             arch=arch,
             compiler=" ".join([compiler, *sorted(flags)]),
+            toolchain="; ".join(files),
         )
+
+    def facts(self) -> dict[str, str]:
+        """The fields by name, without a toolchain where there is none."""
+        values = dataclasses.asdict(self)
+        return values if self.toolchain else {k: v for k, v in values.items() if k != "toolchain"}
 
 
 def _flags_that_may_count(text: str) -> list[str]:
-    """XLA flags, the last of each name, less those that count devices or write dumps."""
+    """XLA flags, the last of each name, less those of dumps, device counts and CUDA's folder.
+
+    What lies in that folder counts by its bytes (`toolchain`).
+    """
     flags = {flag.partition("=")[0]: flag for flag in text.split()}
     return [
         flag
         for name, flag in flags.items()
-        if "device_count" not in name and not name.startswith("--xla_dump_")
+        if "device_count" not in name and not name.startswith(("--xla_dump_", DATA_DIR_FLAG))
     ]
 
 
@@ -185,7 +199,7 @@ def fingerprint(profile: NumericsProfile, build: Build, *, weight_cast: str = NO
     """
     parts: dict[str, object] = {
         "profile": dataclasses.asdict(profile),
-        "build": dataclasses.asdict(build),
+        "build": build.facts(),
     }
     if weight_cast != NO_CAST:
         parts["weight_cast"] = weight_cast

@@ -8,6 +8,8 @@ import os
 import platform
 from pathlib import Path
 
+from detjax.toolchain import driver, toolchain
+
 
 @functools.cache
 def source_hash() -> str:
@@ -37,23 +39,20 @@ def _is_vector(flag: str) -> bool:
     return flag.startswith(("avx", "amx", "fma", "f16c", "sve", "asimd", "bf16", "i8mm"))
 
 
-TOOLCHAIN = (
-    "jax",
-    "jaxlib",
-    *(f"jax-cuda{major}-{part}" for major in (12, 13) for part in ("plugin", "pjrt")),
-    *(f"nvidia-{part}{of}" for part in ("cuda-nvcc", "nvvm") for of in ("", "-cu12")),
-)
-"""Packages that make a program's code. JAX's own key of a program does not have the assembler's."""
+TOOLCHAIN = ("jax", "jaxlib")
+"""Packages that make a program's code. What else makes a GPU's is in files (`toolchain`)."""
 
 
 def toolchain_key() -> str:
     """Name what turns a lowered program into code here: 16 hexadecimal digits.
 
-    Of the versions of `TOOLCHAIN` and of the host's processor, for which XLA:CPU compiles. The
-    lowered program, the compiler's options and flags, and the kind of the devices are in the key
-    that JAX has for each program.
+    Of the versions of `TOOLCHAIN`, of the host's processor, for which XLA:CPU compiles, and with
+    JAX's CUDA plugin of the files of `toolchain()` and of the driver, which JAX's own key of a
+    program does not have. The lowered program, the compiler's options and flags, and the kind of
+    the devices are in that key.
     """
-    parts = [cpu_arch()]
+    files = toolchain()
+    parts = [cpu_arch(), *files, *([f"driver {driver()}"] if files else [])]
     for package in TOOLCHAIN:
         try:
             parts.append(f"{package} {importlib.metadata.version(package)}")

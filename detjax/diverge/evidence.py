@@ -197,7 +197,7 @@ class Evidence:
         notes = [f"the self-check said at {self.time}: {self.difference}"]
         if self.cause:
             notes.append("the engine then found:\n  " + "\n  ".join(self.cause))
-        here = {name: str(value) for name, value in dataclasses.asdict(build).items()}
+        here = {name: str(value) for name, value in build.facts().items()}
         others = [
             f"{name} was {self.build.get(name, 'unknown')} and is {value}"
             for name, value in here.items()

@@ -2,6 +2,7 @@
 """A model ready to run: configuration, sharded weights, tables, and what claims it can make."""
 
 import dataclasses
+import logging
 import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -37,6 +38,8 @@ from detjax.numerics import NO_CAST, Build, NumericsProfile, fingerprint
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.exchange import EXCHANGE_SPECS, open_exchange, why_no_exchange
 from detjax.parallel.mesh import TP_AXIS
+
+LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -200,7 +203,10 @@ def place_model(
         config.rope, head_dim=config.head_dim, max_len=config.max_position_embeddings
     )
     params = make_params()
-    if why_no_exchange(mesh, width=config.hidden_size, backend=backend) is None:
+    no_exchange = why_no_exchange(mesh, width=config.hidden_size, backend=backend)
+    if no_exchange is not None and tp > 1:
+        LOG.info("the ranks add through XLA's collectives: %s", no_exchange)
+    if no_exchange is None:
         params["exchange"] = open_exchange(
             mesh,
             width=config.hidden_size,

@@ -26,9 +26,11 @@ from detjax.numerics import Reduction
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.moe.api import combine_experts_add_rms_norm
 from detjax.pallas_kernels.rms_norm.api import combine_add_rms_norm, rms_norm
+from detjax.pallas_kernels.sm90_rows import NUM_SMS
 from detjax.parallel import sm90_exchange_kernels
 from detjax.parallel.collectives import scatter_expert_rows
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
+from detjax.parallel.peer_access import why_no_peers
 
 MAX_EXCHANGED_ROWS = 128
 """Rows with slots. Above, sending every partial to every rank costs more than it saves."""
@@ -147,7 +149,7 @@ class Exchange:
     Attributes:
         rows: A region a row of the residual stream; W from `slot_words`.
         tiles: A region a tile of a row-parallel product; None if products leave the sum to a
-            kernel behind them.
+            kernel behind them, as where a GPU has fewer multiprocessors than there are tiles.
         choices: A region a row of logits; None if XLA gathers what a choice needs.
     """
 
@@ -187,6 +189,9 @@ def why_no_exchange(mesh: Mesh, *, width: int, backend: Backend) -> str | None:
         return f"the mesh spans {len(processes)} processes, which have no addresses in common"
     if not kernel.takes_width(width):
         return f"{width} channels are not a row of whole warpgroups"
+    for ranks in mesh.devices:
+        if (why := why_no_peers(ranks)) is not None:
+            return why
     return None
 
 
@@ -254,7 +259,9 @@ def exchange_shapes(
 
     tiles, choices = None, None
     if tp <= max_tile_ranks:
-        tiles = made(kernel.num_tiles(width), kernel.TILE_WORDS)
+        # WHY: a CTA of a tile waits for those of other ranks, so all of them must be resident.
+        if kernel.num_tiles(width) <= _fewest_cores(mesh):
+            tiles = made(kernel.num_tiles(width), kernel.TILE_WORDS)
         if padded_vocab is not None and kernel.takes_vocabulary(padded_vocab, padded_vocab // tp):
             choices = made(MAX_CHOSEN_ROWS, kernel.choice_words(padded_vocab // tp))
     return Exchange(
@@ -262,6 +269,12 @@ def exchange_shapes(
         tiles=tiles,
         choices=choices,
     )
+
+
+def _fewest_cores(mesh: Mesh) -> int:
+    """Multiprocessors of the smallest GPU; as many as a Hopper has where there are no GPUs."""
+    gpus = [device for device in mesh.devices.flat if device.platform == "gpu"]
+    return min((device.core_count for device in gpus), default=NUM_SMS)
 
 
 def _open(shapes: Mailboxes, empty: int) -> Mailboxes:
@@ -336,7 +349,9 @@ def adds_tiles(exchange: Exchange | None, x, w, *, backend: Backend) -> bool:
     """Whether `linear_exchange_add_rms_norm` takes a row-parallel product: few rows."""
     if exchange is None or exchange.tiles is None:
         return False
-    return EXCHANGE_KERNELS[backend].adds_tiles(x, w)
+    kernel = EXCHANGE_KERNELS[backend]
+    num_regions = exchange.tiles.parities.shape[-1]
+    return kernel.num_tiles(w.shape[0]) <= num_regions and kernel.adds_tiles(x, w)
 
 
 def linear_exchange_add_rms_norm(

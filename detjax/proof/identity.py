@@ -8,9 +8,7 @@ mesh. Which model it was, the hashes here say.
 import dataclasses
 import enum
 import hashlib
-import importlib.metadata
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,10 +21,7 @@ from detjax.models.tokenizer import CONFIG_FILE, TOKENIZER_FILE, Tokenizer
 from detjax.models.weights.hashing import hash_weights
 from detjax.numerics import Build
 from detjax.proof.canonical_json import canonical_json
-
-_DRIVER = Path("/proc/driver/nvidia/version")
-_PTXAS_PACKAGES = ("nvidia-cuda-nvcc", "nvidia-cuda-nvcc-cu12")
-_PLUGIN_PACKAGES = ("jax-cuda13-plugin", "jax-cuda12-plugin")
+from detjax.toolchain import driver
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +35,7 @@ class Identity:
             dimensions, canonical JSON), `tokenizer` and `chat_template` (sha256 of the files and of
             the template), `weight_cast`.
         numerics: `fingerprint`, and every field of `NumericsProfile` under `profile`.
-        build: Every field of `Build`, and on a GPU `plugin`, `ptxas` and `driver`.
+        build: Every field of `Build` that says something, and on a GPU the `driver`.
     """
 
     model: dict[str, Any]
@@ -62,16 +57,23 @@ class Identifier:
         self._model, self._tokenizer, self._name = model, tokenizer, name
         self._hashed: list[jax.Array] = []  # what the hash is of; arrays never change
         self._weights = ""
+        self._hashes: dict[int, str | None] = {}
 
-    def identity(self) -> Identity:
-        """The facts, of the weights as they are now."""
+    def identity(self, index: int = 0) -> Identity:
+        """The facts, of the weights as they are now.
+
+        Args:
+            index: Which weights of the engine these are (`WeightHistory.current`), for
+                `with_weights`.
+        """
         model = self._model
+        self._hashes[index] = weights = self.weights()
         build = Build.current(model.backend.value, model.mesh.devices.flat[0])
         return Identity(
             model={
                 "name": self._name,
                 "hub_commit": _hub_commit(model.folder),
-                "weights": self.weights(),
+                "weights": weights,
                 "config": _config_hash(model.config),
                 "tokenizer": self._tokenizer and _tokenizer_hash(self._tokenizer),
                 "chat_template": self._tokenizer and _text_hash(self._tokenizer.chat_template),
@@ -81,8 +83,22 @@ class Identifier:
                 "fingerprint": model.fingerprint,
                 "profile": dataclasses.asdict(model.profile),
             },
-            build=dataclasses.asdict(build) | dict(_toolchain(model.backend.platform)),
+            build=build.facts() | ({"driver": driver()} if model.backend.platform == "gpu" else {}),
         )
+
+    def with_weights(self, identity: Identity, index: int) -> Identity:
+        """The same facts of earlier weights, of which `identity` was asked when they computed.
+
+        Raises:
+            ValueError: If it was not.
+        """
+        if index not in self._hashes:
+            raise ValueError(
+                "the weights that made the answer were replaced before their hash was taken, so no "
+                "receipt can name them; make receipts, or call identity(), before load_weights"
+            )
+        model = identity.model | {"weights": self._hashes[index]}
+        return dataclasses.replace(identity, model=model)
 
     def weights(self) -> str | None:
         """Hash of the weights as they are now; None in a job of several processes."""
@@ -139,22 +155,3 @@ def _tokenizer_hash(tokenizer: Tokenizer) -> str:
 
 def _text_hash(text: str | None) -> str | None:
     return None if text is None else hashlib.sha256(text.encode()).hexdigest()
-
-
-def _toolchain(platform: str) -> Iterator[tuple[str, str]]:
-    """What else makes a GPU's programs, which `Build` has no field for."""
-    if platform != "gpu":
-        return
-    yield "plugin", _version(_PLUGIN_PACKAGES)
-    yield "ptxas", _version(_PTXAS_PACKAGES)
-    found = re.search(r"Kernel Module\D*([\d.]+)", _DRIVER.read_text() if _DRIVER.exists() else "")
-    yield "driver", found[1] if found else "unknown"
-
-
-def _version(packages: tuple[str, ...]) -> str:
-    for package in packages:
-        try:
-            return f"{package} {importlib.metadata.version(package)}"
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return "unknown"

@@ -13,7 +13,7 @@ import numpy as np
 
 from detjax.serve.echo import NO_ECHO, Echo, echo_tokens, legacy_logprobs, prompt_logprobs
 from detjax.serve.reading import Form, Said, read
-from detjax.serve.receipts import receipt_line
+from detjax.serve.receipts import receipt_line, weights_of
 from detjax.serve.service import Piece, ServedModel
 from detjax.serving.request import FinishReason, SamplingParams, TokenEvent
 
@@ -157,7 +157,7 @@ class Shape:
         proof: Json = {
             "digest": done.digest(),
             "is_deterministic": self.is_deterministic,
-            "weights": self.model.identity.model["weights"],
+            "weights": weights_of(self.model, done),
             "weight_version": done.weight_version,
             "sequence": done.sequence_idx,
             "rollbacks": {

@@ -20,6 +20,8 @@ def check_receipt(model: ServedModel, *, is_deterministic: bool, max_tokens: int
         why = "the answer would not be canonical, and nobody could check it"
     elif not max_tokens:
         why = "max_tokens=0 makes no token to give a receipt of"
+    elif model.engine.weight_version != model.weight_version:
+        why = _replaced(model, model.engine.weight_version)
     elif model.identity.model["weights"] is None:
         why = "the weights lie in several processes, and none can hash them all"
     try:
@@ -30,8 +32,27 @@ def check_receipt(model: ServedModel, *, is_deterministic: bool, max_tokens: int
         raise RefusedError(f"receipt=true: {why}", field="receipt")
 
 
+def weights_of(model: ServedModel, done: Completion) -> str | None:
+    """The hash of the weights that made an answer; None if the server has not taken it."""
+    is_known = done.weight_version == model.weight_version
+    return model.identity.model["weights"] if is_known else None
+
+
+def _replaced(model: ServedModel, version: int) -> str:
+    return (
+        f"weight_version={version} answers, and the server has the hash of "
+        f"weight_version={model.weight_version} alone; start it with the new weights"
+    )
+
+
 def receipt_line(model: ServedModel, done: Completion, sampling: SamplingParams) -> str:
-    """The receipt of an answer that has ended, canonical JSON, signed if the server has a key."""
+    """The receipt of an answer that has ended, canonical JSON, signed if the server has a key.
+
+    Raises:
+        ValueError: If other weights made it than those that the server knows.
+    """
+    if done.weight_version != model.weight_version:
+        raise ValueError(f"no receipt: {_replaced(model, done.weight_version)}")
     stream = TextStream(
         model.tokenizer,
         sampling.stop,

@@ -61,6 +61,7 @@ class ServedModel:
         fingerprint: Of numerics and build; the same for every model, mesh, batch and mode.
         identity: What model, numerics and build these are.
         end_token_ids: The model's own.
+        weight_version: Of the weights in `identity`.
         signing_key: Of receipts; None signs none.
         default_sampling: Fields of `SamplingParams` that requests leave out.
     """
@@ -74,6 +75,7 @@ class ServedModel:
     fingerprint: str
     identity: Identity
     end_token_ids: tuple[int, ...]
+    weight_version: int = 0
     signing_key: SigningKey | None = None
     default_sampling: Mapping[str, Any] = NO_DEFAULTS
 

@@ -58,6 +58,11 @@ class StepsRequests(Protocol):
         """What a self-check has found to differ; empty while the claim holds."""
         ...
 
+    @property
+    def weight_version(self) -> int:
+        """Of the weights that compute now, which outputs carry."""
+        ...
+
     def stats(self) -> EngineStats:
         """What it has counted."""
         ...

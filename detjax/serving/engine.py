@@ -53,6 +53,7 @@ from detjax.serving.self_check.recheck import Rechecks
 from detjax.serving.sequence import OnToken, SequenceError, ignore_token
 from detjax.serving.speculation import propose_nothing
 from detjax.serving.stat_logger import StatLogger
+from detjax.serving.weight_history import WeightHistory
 
 
 def _one_thread_at_a_time[**P, R](
@@ -177,6 +178,7 @@ class Engine:
         )
         self._turn = threading.RLock()
         self._request_ids = itertools.count()
+        self._weight_history = WeightHistory()
         self._steps_ahead = config.steps_ahead or quickest_steps_ahead(
             model, decode_steps=config.decode_steps
         )
@@ -188,6 +190,16 @@ class Engine:
     def programs(self) -> ProgramCache:
         """The compiled programs, which other engines of these sizes on this model may share."""
         return self._runner.programs
+
+    @property
+    def weight_history(self) -> WeightHistory:
+        """Which weights have computed answers here."""
+        return self._weight_history
+
+    @property
+    def weight_version(self) -> int:
+        """Of the weights that compute now, which outputs carry."""
+        return self._weight_history.version
 
     # ------------------------------------------------------------------------------------- requests
 
@@ -254,6 +266,7 @@ class Engine:
     def take_request(self, request: Request, on_token: OnToken = ignore_token) -> int:
         """Queue a request that was checked; its id. Ids count up from 0 in the order of calls."""
         request_id = next(self._request_ids)
+        self._weight_history.note_request()
         self._input_processor.take(request_id, request, on_token, request_idx=request_id)
         return request_id
 
@@ -283,7 +296,8 @@ class Engine:
 
         Args:
             weights: As `LoadedModel.replace_weights` takes them.
-            version: Any number that tells these weights from others.
+            version: Any number that tells these weights from others. Without a number of its own
+                an answer has no receipt.
 
         Raises:
             ValueError: If a request is waiting or running, or a weight does not fit; nothing has
@@ -297,6 +311,7 @@ class Engine:
         self._scheduler.forget_pages()
         self._model.replace_weights(weights)
         self._runner.take_weights()
+        self._weight_history.replace(version)
         self._output_processor.weight_version = version
 
     @_one_thread_at_a_time
@@ -485,6 +500,7 @@ class Engine:
     def _take_more(self, run: GenerateRun, requests: abc.Sequence[Request]) -> None:
         while run.has_more and self._input_processor.num_queued < MAX_TAKEN:
             request_id = next(self._request_ids)
+            self._weight_history.note_request()
             i = run.pop_next(request_id)
             self._input_processor.take(request_id, requests[i], run.listener, request_idx=i)
 

@@ -295,6 +295,11 @@ class ReplicatedEngine:
         """As `Engine` has it."""
         return self._engine.self_check_error
 
+    @property
+    def weight_version(self) -> int:
+        """As `Engine` has it."""
+        return self._engine.weight_version
+
     def stats(self) -> EngineStats:
         """What process 0's engine has counted; the others count the same."""
         return self._engine.stats()

@@ -10,10 +10,13 @@ JAX reads its platforms once, so use a process of its own and call `start` befor
 """
 
 import atexit
+import functools
 import importlib.util
 import os
 import re
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -56,12 +59,14 @@ class KernelCode:
         num_registers: Registers a thread.
         spill_bytes: Bytes stored to local memory because registers ran out, a thread.
         wgmma: Shapes of its tensor-core instructions, such as "m64n256k16".
+        contractions: Pairs of a product and a sum that ptxas may fuse (`contractible`).
     """
 
     name: str
     num_registers: int
     spill_bytes: int
     wgmma: tuple[str, ...]
+    contractions: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,6 +93,14 @@ class Program:
         module = parse_module(self.hlo)
         return [*stale_reads(module), *unaligned_operands(module)]
 
+    def float_arithmetic(self) -> list[str]:
+        """Instructions of XLA's own, outside kernels, whose result is a rounded float."""
+        return [
+            f"{name} = {opcode}"
+            for name, opcode in _FLOAT_RESULT.findall(self.hlo)
+            if opcode in _ROUNDING_OPCODES
+        ]
+
     def copies(self, *, least_bytes: int) -> list[str]:
         """Lines of the HLO that copy an array of at least so many bytes."""
         found = []
@@ -96,6 +109,42 @@ class Program:
             if match and array_bytes(*match.groups()) >= least_bytes:
                 found.append(line.strip())
         return found
+
+
+_FLOAT_RESULT = re.compile(
+    r"^\s+(?:ROOT )?%?([\w.\-]+) = \(?(?:bf16|f8\w+|f16|f32|f64)\[[^ ]* ([\w\-]+)\(", re.MULTILINE
+)
+_ROUNDING_OPCODES = frozenset({
+    "add", "all-reduce", "atan2", "cbrt", "convolution", "cosine", "divide", "dot", "erf",
+    "exponential", "exponential-minus-one", "log", "log-plus-one", "logistic", "multiply", "power",
+    "reduce-scatter", "remainder", "rsqrt", "sine", "sqrt", "subtract", "tan", "tanh",
+})  # fmt: skip
+"""Whose result depends on an order, on what it is fused with, or on a library. Conversions are
+rounded one way, and copies, selections and comparisons are exact."""
+
+
+def contractible(ptx: str) -> list[str]:
+    """Products that feed a sum where neither names its rounding: ptxas may fuse the two.
+
+    It decides by what is around them, so one kernel may round where another does not. `mul.rn` and
+    `add.rn` are never fused.
+    """
+    feeds: dict[str, str] = {}
+    for mul, to in re.findall(r"\b(mul(?:\.ftz)?(?:\.sat)?\.b?f\w+)\s+(%\w+),", ptx):
+        feeds[to] = mul
+    copies = re.findall(r"\bmov\.\w+\s+(%\w+), (%\w+);", ptx)
+    for _ in copies:  # through moves, in whatever order they stand
+        new = {to: feeds[of] for to, of in copies if of in feeds and to not in feeds}
+        if not new:
+            break
+        feeds |= new
+    sums = re.findall(r"\b((?:add|sub)(?:\.ftz)?(?:\.sat)?\.b?f\w+)\s+%\w+, ([^;]+);", ptx)
+    return [
+        f"{feeds[of]} {of} feeds {name}"
+        for name, operands in sums
+        for of in re.findall(r"%\w+", operands)
+        if of in feeds
+    ]
 
 
 def array_bytes(dtype: str, dims: str) -> int:
@@ -111,6 +160,30 @@ def why_unavailable() -> str | None:
     if shutil.which("ptxas", path=_search_path()) is None:
         return "ptxas is neither in PATH nor in NVIDIA's wheels"
     return None
+
+
+_MESH_PROGRAM = """
+from detjax.testing import aot
+aot.start()
+import jax, jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
+mesh = aot.h200_mesh(tp=2)
+add = jax.shard_map(lambda x: jax.lax.psum(x, "tp"), mesh=mesh, in_specs=P("tp"), out_specs=P())
+whole = jax.ShapeDtypeStruct((8,), jnp.int32, sharding=NamedSharding(mesh, P("tp")))
+jax.jit(add).lower(whole).compile()
+"""
+
+
+@functools.cache
+def why_no_mesh() -> str | None:
+    """What keeps the compiler from several GPUs here, or None. Asks once, in a process of its own.
+
+    Some clients crash where there is no device to ask how GPUs are connected.
+    """
+    run = subprocess.run([sys.executable, "-c", _MESH_PROGRAM], capture_output=True, check=False)
+    if run.returncode >= 0:
+        return None
+    return f"the compiler dies of signal {-run.returncode} when it compiles for two GPUs"
 
 
 def _is_module(name: str) -> bool:
@@ -196,4 +269,5 @@ def _kernel_code(log: Path) -> KernelCode:
         num_registers=int(registers),
         spill_bytes=int(spill),
         wgmma=tuple(sorted(set(re.findall(r"wgmma\.mma_async\S*\.(m\d+n\d+k\d+)", ptx)))),
+        contractions=tuple(contractible(ptx)),
     )

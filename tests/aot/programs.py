@@ -16,6 +16,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -396,6 +397,20 @@ def kept_cache() -> aot.Program:
     return aot.compile_program(lambda pages: pages.at[0, 0].set(1.0), _shape(2, 64, 2, 8, 128, 128))
 
 
+def contractible() -> aot.Program:
+    """A control: a kernel whose product and sum name no rounding, so ptxas may fuse them.
+
+    LLVM itself fuses those of one block.
+    """
+
+    def body(x, y, total):
+        product = x[...] * y[...]
+        total[...] = jax.lax.fori_loop(0, 1000, lambda _, z: z + product, y[...])
+
+    row = _shape(128, dtype=jnp.float32)
+    return aot.compile_program(plgpu.kernel(body, out_type=row), row, row)
+
+
 def upstream(name: str, options: dict, *shapes) -> aot.Program:
     """The step of a minimal program in docs/upstream, its first argument donated."""
     path = Path(__file__).parents[2] / "docs" / "upstream" / f"{name}.py"
@@ -454,6 +469,7 @@ PROGRAMS = {
     "fast_step_int8": lambda: fast_step("int8"),
     "fast_step_float8": lambda: fast_step("float8_e4m3fn"),
     "kept_cache": kept_cache,
+    "contractible": contractible,
     # Which way through attention: sequences, clusters, splits; a loop; the table where XLA could
     # hand a kernel its address.
     "pressed_sequences": lambda: pressed("decode", rows=64, table_len=32),
@@ -545,13 +561,13 @@ PROGRAMS = {
 if __name__ == "__main__":
     aot.start()
     program = PROGRAMS[sys.argv[1]]()
-    entry = program.hlo.partition("\nENTRY ")[2]
     report = {
         "kernels": [dataclasses.asdict(kernel) for kernel in program.kernels],
         "copies": program.copies(least_bytes=LARGE_BYTES),
         "temp_bytes": program.temp_bytes,
         "clones": program.num_clones,
         "faults": program.faults(),
+        "float_arithmetic": program.float_arithmetic(),
         "launches": program.hlo.count('custom_call_target="mosaic_gpu_v2"'),
         "xla_launches": len(
             re.findall(r" (?:fusion|copy)\(", program.hlo.partition("\nENTRY ")[2])

@@ -14,13 +14,24 @@ import pytest
 
 from detjax.testing import aot
 
-PROGRAMS = re.findall(r'^    "(\w+)": ', Path(__file__).with_name("programs.py").read_text(), re.M)
+SOURCE = Path(__file__).with_name("programs.py").read_text()
+PROGRAMS = re.findall(r'^    "(\w+)": ', SOURCE, re.M)
+MESH_PROGRAMS = {
+    text.partition('"')[0] for text in re.split(r'^    "(?=\w+": )', SOURCE, flags=re.M)[1:]
+    if re.search(r"\b[dt]p=[2-9]", text)
+}  # fmt: skip
 UPSTREAM = Path(__file__).parents[2] / "docs" / "upstream"
 MISSING = aot.why_unavailable()
 pytestmark = [
     pytest.mark.aot,
     pytest.mark.skipif(MISSING is not None, reason=f"cannot compile for sm_90a: {MISSING}"),
 ]
+
+UNCLAIMED = {name for name in PROGRAMS if name.startswith(("upstream_", "unguarded_"))} | {
+    "contractible", "draft_launch", "fast_step", "fast_step_float8", "fast_step_int8", "kept_cache",
+    "pressed_fast", "pressed_mesh_fast",
+}  # fmt: skip
+"""Programs that claim no bits."""
 
 NEW_TOKEN_SPILL_BYTES = 28
 """Where a CTA takes whole sequences and rotates their new tokens: scalars, once a sequence, outside
@@ -32,6 +43,8 @@ PROMPT_SHAPES = {"m64n8k16", "m64n256k16"}
 
 
 def compiled(name: str) -> dict:
+    if name in MESH_PROGRAMS and (crash := aot.why_no_mesh()) is not None:
+        pytest.skip(crash)
     run = subprocess.run(
         [sys.executable, Path(__file__).with_name("programs.py"), name],
         capture_output=True,
@@ -39,7 +52,17 @@ def compiled(name: str) -> dict:
         check=False,
     )
     assert run.returncode == 0, run.stderr[-3000:]
-    return json.loads(run.stdout.splitlines()[-1])
+    program = json.loads(run.stdout.splitlines()[-1])
+    if name not in UNCLAIMED:
+        assert_rounds_as_its_source_says(program)
+    return program
+
+
+def assert_rounds_as_its_source_says(program: dict) -> None:
+    """No kernel leaves it to ptxas whether to round, and XLA's own code rounds nothing."""
+    found = {k["name"]: k["contractions"] for k in program["kernels"] if k["contractions"]}
+    assert found == {}
+    assert program["float_arithmetic"] == []
 
 
 def wgmma(program: dict, kernel: str) -> set[tuple[str, ...]]:
@@ -247,6 +270,25 @@ def test_weights_are_hashed_in_windows_and_never_copied_whole():
     }
     assert spills(program) == {}
     assert program["temp_bytes"] < 16 << 20
+
+
+def test_the_bits_of_a_whole_step_are_those_of_its_kernels():
+    """As of every program with a claim here: `compiled` looks each time."""
+    assert "decode_step" not in UNCLAIMED
+    assert_rounds_as_its_source_says(compiled("decode_step"))
+
+
+@pytest.mark.control
+def test_control_a_product_and_a_sum_that_name_no_rounding_are_seen():
+    (kernel,) = compiled("contractible")["kernels"]
+    assert "mul.f32" in kernel["contractions"][0] and "feeds add.f32" in kernel["contractions"][0]
+
+
+@pytest.mark.control
+def test_control_arithmetic_outside_of_kernels_is_seen():
+    """A step without a claim multiplies by XLA's own products."""
+    found = compiled("fast_step")["float_arithmetic"]
+    assert any(text.endswith("= dot") for text in found)
 
 
 @pytest.mark.control

@@ -108,10 +108,28 @@ def test_receipts_of_a_loaded_server_replay_elsewhere(running, tmp_path, capsys,
     assert audit.main([str(path), "--cache-dir", "none"]) == 0
     out = capsys.readouterr().out
     assert f"replayed {len(lines)} receipts" in out and f"audited {len(lines)} receipts" in out
-    # Control: one bit of one of them.
-    broken = Receipt.from_json(lines[count // 2])
+    # Control: another seed, of an answer that is long enough to differ by it.
+    broken = max(map(Receipt.from_json, lines), key=lambda one: len(one.token_ids))
     broken.request["sampling"]["seed"] = "123456789"
     broken.request["sampling"]["temperature"] = 1.0
     path.write_text("".join([*(line + "\n" for line in lines[:5]), broken.to_json() + "\n"]))
     assert audit.main([str(path), "--cache-dir", "none"]) == 3
     assert "receipt 6: answer." in capsys.readouterr().err
+
+
+def test_a_server_names_no_weights_that_it_has_not_hashed(llm, monkeypatch):
+    """In place of weights that the owner of the engine loads while it serves."""
+    with served(make_service(llm), llm) as running, running.client() as client:
+        known = llm.identity().model["weights"]
+        monkeypatch.setattr(llm.engine._output_processor, "weight_version", 7)
+        plain = {name: value for name, value in COMPLETION.items() if name != "receipt"}
+        proof = post(client, "/v1/completions", plain)["choices"][0]["detjax"]
+        assert (proof["weight_version"], proof["weights"]) == (7, None)
+        llm.engine.weight_history.replace(7)
+        try:
+            error = client.post("/v1/completions", json=COMPLETION).json()["error"]
+        finally:
+            llm.engine.weight_history.__init__()
+            llm.engine.weight_history.note_request()
+    assert known is not None and error["param"] == "receipt"
+    assert "weight_version=7 answers, and the server has the hash of weight_ver" in error["message"]

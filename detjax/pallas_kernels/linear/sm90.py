@@ -356,12 +356,13 @@ def linear_add(x, w, residual, bias, *, reduction: Reduction) -> jax.Array:
 
 
 def adds_ranks(x, w) -> bool:
-    """Whether `linear_add_ranks` takes a product: few rows of bfloat16, its tiles one wave.
+    """Whether `linear_add_ranks` takes a product: few rows of bfloat16, whole tiles.
 
-    WHY: a CTA waits for those of other ranks, so all of them must be resident.
+    A CTA waits for those of other ranks, so a GPU must have a multiprocessor for each tile
+    (`parallel.exchange` asks).
     """
-    is_one_wave = w.shape[0] % 64 == 0 and w.shape[0] <= 64 * NUM_SMS
-    return x.dtype == jnp.bfloat16 and x.shape[0] <= MAX_RANKS_ROWS and is_one_wave
+    has_whole_tiles = w.shape[0] % 64 == 0
+    return x.dtype == jnp.bfloat16 and x.shape[0] <= MAX_RANKS_ROWS and has_whole_tiles
 
 
 def linear_add_ranks(

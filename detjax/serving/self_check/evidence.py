@@ -72,7 +72,7 @@ def keep_evidence(difference: Difference, model: LoadedModel, config: object) ->
     document = {
         "difference": dataclasses.asdict(difference),
         "fingerprint": model.fingerprint,
-        "build": dataclasses.asdict(Build.current(model.backend.value, device)),
+        "build": Build.current(model.backend.value, device).facts(),
         "profile": dataclasses.asdict(model.profile),
         "model": dataclasses.asdict(model.config),
         "folder": str(model.folder),
