@@ -68,9 +68,9 @@ class Traced(str):
         return (self[i] for i in range(len(self)))
 
     def __add__(self, other: Any) -> Any:
-        if not isinstance(other, str) or hasattr(other, "__html__"):
-            return NotImplemented
-        return concat((self, other))
+        if isinstance(other, str) and not hasattr(other, "__html__"):
+            return concat((self, other))
+        return NotImplemented if hasattr(other, "__radd__") else str.__add__(self, other)
 
     def __radd__(self, other: Any) -> Any:
         return concat((other, self)) if isinstance(other, str) else NotImplemented
@@ -78,7 +78,8 @@ class Traced(str):
     def __mul__(self, count: SupportsIndex) -> "Traced":
         return Traced(str.__mul__(self, count), self._origin * count)
 
-    __rmul__ = __mul__
+    def __rmul__(self, count: SupportsIndex) -> "Traced":
+        return self * count
 
     def join(self, pieces: Iterable[str]) -> "Traced":  # noqa: D102
         return concat([one for piece in pieces for one in (self, piece)][1:])
@@ -266,7 +267,7 @@ def _to_json(
 
 @jinja2.pass_eval_context
 def _join(context: jinja2.nodes.EvalContext, value: Any, d: str = "", attribute: Any = None) -> str:
-    return jinja2.filters.do_join(context, value, Traced(d) if isinstance(d, str) else d, attribute)
+    return jinja2.filters.sync_do_join(context, value, Traced(d) if isinstance(d, str) else d, attribute)
 
 
 def _raise_exception(message: str) -> None:

@@ -62,7 +62,7 @@ class ByteRules:
             byte_of = _byte_of_character()
             if all(character in byte_of for character in token):
                 return bytes(byte_of[character] for character in token)
-            return token.encode()  # an added token, which is stored as it is shown
+            return token.encode()  # as the library does
         for old, new in self.replacements:
             token = token.replace(old, new)
         if self.has_byte_fallback and len(token) == 6 and token[:3] == "<0x" and token[5] == ">":
@@ -84,6 +84,7 @@ class Tokenizer:
         bos_id: The token that begins a text, where the model has one.
         eos_id: The token that ends one, where the model has one.
         special_ids: Tokens that are never shown: begin, end and the like.
+        written: Bytes of added tokens, which are stored as they are shown and not by `rules`.
         control: Finds the texts of these in a text.
         unk_id: What stands for a text that no token has, where the model has one.
         chat_template: A Jinja template, where the model has one.
@@ -97,6 +98,7 @@ class Tokenizer:
     bos_id: int | None
     eos_id: int | None
     special_ids: frozenset[int]
+    written: Mapping[int, bytes] = field(repr=False)
     control: re.Pattern[str] = field(repr=False)
     unk_id: int | None
     chat_template: str | None
@@ -138,10 +140,16 @@ class Tokenizer:
         special |= set(ids.values())
         _set_post_processor(backend, config, named, ids)
         templates = _read_templates(folder, config)
+        rules = _byte_rules(backend, folder / TOKENIZER_FILE)
         return cls(
             source=folder,
             backend=backend,
-            rules=_byte_rules(backend, folder / TOKENIZER_FILE),
+            rules=rules,
+            written={
+                i: text.encode()
+                for i, text in added.items()
+                if rules.is_byte_level and backend.model.token_to_id(text) is None
+            },
             bos_id=ids.get(named.get("bos_token", "")),
             eos_id=ids.get(named.get("eos_token", "")),
             special_ids=frozenset(special),
@@ -244,8 +252,8 @@ class Tokenizer:
         # whatever is between them is one text to it.
         named = _named_backend(self.backend, self.special_ids)
         pieces, at = [], 0
-        for (begin, end), token_id in zip(spans, wanted, strict=True):
-            pieces += [text[at:begin], named.names[token_id]]
+        for begin, end in spans:
+            pieces += [text[at:begin], named.names[text[begin:end]]]
             at = end
         encoding = named.backend.encode(
             "".join([*pieces, text[at:]]), add_special_tokens=add_special_tokens
@@ -335,7 +343,11 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that a token adds to the text; none if it is special or unknown."""
-        token = None if token_id in self.special_ids else self.backend.id_to_token(token_id)
+        if token_id in self.special_ids:
+            return b""
+        if token_id in self.written:
+            return self.written[token_id]
+        token = self.backend.id_to_token(token_id)
         return b"" if token is None else self.rules.token_bytes(token)
 
     def decode(self, ids: Sequence[int], *, prompt_ids: Sequence[int] = ()) -> str:
@@ -428,11 +440,11 @@ class _Named:
 
     Attributes:
         backend: The tokenizer.
-        names: Of each special token.
+        names: Of each special token, by its text.
     """
 
     backend: tokenizers.Tokenizer
-    names: Mapping[int, str]
+    names: Mapping[str, str]
 
 
 @functools.lru_cache(maxsize=16)
@@ -455,7 +467,7 @@ def _named_backend(backend: tokenizers.Tokenizer, special_ids: frozenset[int]) -
     changed = {i: token.content for i, token in named.get_added_tokens_decoder().items()}
     kept = {i: token.content for i, token in backend.get_added_tokens_decoder().items()}
     assert changed == {i: renamed.get(text, text) for i, text in kept.items()}, "ids have moved"
-    return _Named(backend=named, names={token["id"]: token["content"] for token in tokens})
+    return _Named(backend=named, names=renamed)
 
 
 def _read_backend(path: Path) -> tokenizers.Tokenizer:
