@@ -267,7 +267,9 @@ def _to_json(
 
 @jinja2.pass_eval_context
 def _join(context: jinja2.nodes.EvalContext, value: Any, d: str = "", attribute: Any = None) -> str:
-    return jinja2.filters.sync_do_join(context, value, Traced(d) if isinstance(d, str) else d, attribute)
+    # WHY: the default is a text of Jinja's own, whose `join` follows no origin.
+    d = Traced(d) if isinstance(d, str) else d
+    return jinja2.filters.sync_do_join(context, value, d, attribute)
 
 
 def _raise_exception(message: str) -> None:
