@@ -35,6 +35,9 @@ MAX_FILE_BYTES = 2**28
 MAX_GROWTH = 16
 """How many times as long replacements and templates may make a text."""
 
+_LOOKED_AT = 2**14
+"""Characters of a text in which a rendered template has shown a control token."""
+
 _NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 _TOKEN_LISTS = ("additional_special_tokens", "extra_special_tokens")
@@ -181,6 +184,14 @@ class Tokenizer:
         if has_control:
             return self.backend.encode(text).ids
         return self._encode(text, (), add_special_tokens=True)
+
+    def control_in(self, text: str) -> str:
+        """Return the first special token written out in the beginning of `text`, or "".
+
+        `encode` takes it for text, which is another prompt than a rendered chat template means.
+        """
+        found = self.control.search(text, 0, _LOOKED_AT)
+        return found[0] if found else ""
 
     def encode_raw(self, text: str) -> list[int]:
         """Return the ids of `text` as it is written: nothing is put around it.
