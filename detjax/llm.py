@@ -319,6 +319,7 @@ class LLM:
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         has_control: bool = False,
+        add_special_tokens: bool = True,
     ) -> list[PromptOutput]:
         """Continue prompts.
 
@@ -328,7 +329,11 @@ class LLM:
             sampling: How; one for all prompts, or one for each. None is
                 `default_sampling`. A completion ends at the latest with `max_len`. Where a seed is
                 None one is drawn for the call, and is in each output's `sampling`.
-            has_control: Special tokens written out in a text become that token; else they are text.
+            has_control: Special tokens written out in a text become that token; else they are
+                text, with a warning.
+            add_special_tokens: Without them a text is taken as it is written, nothing is put
+                around it, and special tokens in it are these tokens: for a prompt that a chat
+                template has made elsewhere.
 
         Returns:
             What became of each prompt, in order.
@@ -337,7 +342,10 @@ class LLM:
             ValueError: If a prompt does not fit, naming it, before anything runs.
             FloatingPointError: If a logit is NaN.
         """
-        asked = [self._encoded(prompt, has_control=has_control) for prompt in _as_list(prompts)]
+        asked = [
+            self._encoded(prompt, f"prompt {i}", has_control, add_special_tokens)
+            for i, prompt in enumerate(_as_list(prompts))
+        ]
         return self._run(asked, sampling)
 
     def chat(
@@ -382,6 +390,7 @@ class LLM:
         *,
         top: int = 1,
         has_control: bool = False,
+        add_special_tokens: bool = True,
     ) -> list[PromptOutput]:
         """Say how likely each token of given texts is, after those before it; generate nothing.
 
@@ -389,6 +398,7 @@ class LLM:
             prompts: As `generate` has them.
             top: How many of the most likely tokens to report at each position, at most 64.
             has_control: As `generate` has it.
+            add_special_tokens: As `generate` has it.
 
         Returns:
             What became of each prompt, in order: its `prompt_logprobs`, and one output without a
@@ -402,7 +412,9 @@ class LLM:
             As `Engine.score` has them.
         """
         sampling = SamplingParams(max_tokens=0, prompt_logprobs=top)
-        return self.generate(prompts, sampling, has_control=has_control)
+        return self.generate(
+            prompts, sampling, has_control=has_control, add_special_tokens=add_special_tokens
+        )
 
     def identity(self) -> Identity:
         """Return what model, numerics and build these are. Hashes the weights the first time."""
@@ -424,11 +436,22 @@ class LLM:
             identity = self._identifier.with_weights(identity, made_by)
         return Receipt.of(identity, output, end_token_ids=self.config.model.eos_token_ids)
 
-    def _encoded(self, prompt: Prompt, *, has_control: bool) -> tuple[str | None, Sequence[int]]:
+    def _encoded(
+        self, prompt: Prompt, what: str, has_control: bool, add_special_tokens: bool
+    ) -> tuple[str | None, Sequence[int]]:
         """The text of a prompt, if it is one, and its token ids."""
-        if isinstance(prompt, str):
-            return prompt, self.tokenizer.encode(prompt, has_control=has_control)
-        return None, prompt.tolist() if isinstance(prompt, np.ndarray) else prompt
+        if not isinstance(prompt, str):
+            return None, prompt.tolist() if isinstance(prompt, np.ndarray) else prompt
+        if not add_special_tokens:
+            return prompt, self.tokenizer.encode_raw(prompt)
+        if not has_control and (found := self.tokenizer.control_in(prompt)):
+            warnings.warn(
+                f"{what}: the control token {found!r} in it is text to the model; give "
+                "add_special_tokens=False if a chat template has made the prompt, or "
+                "has_control=True",
+                stacklevel=4,
+            )
+        return prompt, self.tokenizer.encode(prompt, has_control=has_control)
 
     def _seeded(self, samplings: Sequence[SamplingParams]) -> list[SamplingParams]:
         """With one drawn seed where there is none."""

@@ -17,6 +17,7 @@ import jax
 import jaxtyping
 import numpy as np
 import pytest
+import tokenizers
 
 import detjax
 from detjax import generate, llm, sizing
@@ -108,6 +109,25 @@ def test_without_a_seed_one_is_drawn_for_a_call_and_is_in_outputs_and_receipts(t
         assert one.outputs[0].digest() == other.outputs[0].digest()
     assert {toy.receipt(out.outputs[0]).sampling.seed for out in first} == seeds
     assert toy.generate("one", GREEDY)[0].outputs[0].sampling.seed == 0
+
+
+def test_a_control_token_in_a_prompt_is_text_with_a_warning_and_a_token_if_asked_for(tmp_path):
+    folder, text = write_model(tmp_path / "model"), "<end>"
+    backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    backend.add_special_tokens([text])
+    backend.save(str(folder / "tokenizer.json"))
+    toy = detjax.LLM(folder)
+    with pytest.warns(UserWarning, match=r"^prompt 1: the control token .* is text to the model"):
+        as_text = toy.generate(["one", text], GREEDY)[1].prompt_token_ids
+    assert list(as_text) == toy.tokenizer.encode(text) and len(as_text) > 2
+    raw, named = (
+        toy.generate(text, GREEDY, **how)[0].prompt_token_ids
+        for how in ({"add_special_tokens": False}, {"has_control": True})
+    )
+    assert list(raw) == toy.tokenizer.encode_raw(text) and len(raw) == 1
+    assert list(named) == toy.tokenizer.encode(text, has_control=True)
+    (scored,) = toy.score(text * 2, add_special_tokens=False)
+    assert scored.prompt_token_ids == (*raw, *raw)
 
 
 def test_processes_of_a_job_do_not_draw_seeds_of_their_own(toy, monkeypatch):

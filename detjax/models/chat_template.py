@@ -2,8 +2,7 @@
 """Chat templates: programs that come with a model, so they run where they can do no harm.
 
 That is a process of its own, with bounded time and memory, an empty environment and Jinja's
-sandbox. The process runs this very file, which imports nothing of detjax, and is kept for the next
-conversation.
+sandbox: `detjax.models.template_process`. It is kept for the next conversation.
 """
 
 import contextlib
@@ -11,98 +10,48 @@ import functools
 import json
 import os
 import selectors
-import signal
 import subprocess
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Mapping
-from datetime import datetime
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
+
+from detjax.models import template_process
+from detjax.models.template_process import MEMORY_BYTES, RENDER_S, make_environment
 
 START_S = 60.0
 """For Python to start."""
 
-RENDER_S = 10.0
-"""For a conversation; the first one also compiles the template."""
+TEMPLATE_CHARS = 2**20
+"""Longest template."""
 
-MEMORY_BYTES = 2**30
-"""Address space of the process, where the system bounds it."""
+OWN = template_process.OWN.decode()
+TOLD = template_process.TOLD.decode()
+UNKNOWN = template_process.UNKNOWN.decode()
+"""Where a character is from; see `Rendered.origin`."""
 
-TEMPLATE_CHARS, TEXT_CHARS = 2**20, 2**25
-"""Longest template, and longest text that it may give."""
-
+_NONE: Mapping[str, Any] = MappingProxyType({})
 _KEPT_VARIABLES = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "SYSTEMROOT", "TZ")
 
 
-# ------------------------------------------------------------------------- what a template may do
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rendered:
+    """What a template made of a conversation.
 
+    Attributes:
+        text: All of it.
+        origin: Where each character is from: `OWN` of the template, `TOLD` of the messages and
+            variables, `UNKNOWN` if what the template did to it does not show.
+    """
 
-def make_environment() -> jinja2.Environment:
-    """The sandbox and the names that transformers gives, less what is random."""
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[_GenerationTag, jinja2.ext.loopcontrols],
-    )
-    # WHY: a prompt must be the same in every process.
-    del environment.globals["lipsum"], environment.filters["random"]
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
-
-
-class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}` marks what an assistant wrote, for training; here it changes nothing."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        """Keep the body as a block of its own."""
-        lineno = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        call = self.call_method("render_body")
-        return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(lineno)
-
-    def render_body(self, caller: Any) -> str:
-        """Return what the body renders."""
-        return caller()
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Dump without HTML escapes, which Jinja's own filter adds."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
-
-
-# ------------------------------------------------------------------------------ the calling side
+    text: str
+    origin: str
 
 
 def check_template(template: str) -> None:
@@ -123,13 +72,20 @@ def check_template(template: str) -> None:
         raise ValueError("the chat template is nested too deeply") from error
 
 
-def render_template(template: str, context: Mapping[str, Any]) -> str:
+def render_template(
+    template: str, told: Mapping[str, Any], own: Mapping[str, Any] = _NONE
+) -> Rendered:
     """Render a template with values that JSON can hold.
+
+    Args:
+        template: Of the model.
+        told: What the client says: `messages`, and other variables.
+        own: What the model's folder adds: `bos_token` and the like.
 
     Raises:
         ValueError: If it raises, or takes too long or too much memory.
     """
-    return _renderer(template).render(context)
+    return _renderer(template).render(told, own)
 
 
 @functools.lru_cache(maxsize=16)
@@ -146,9 +102,10 @@ class _Renderer:
         self._lock = threading.Lock()
         weakref.finalize(self, _end_all, self._processes)
 
-    def render(self, context: Mapping[str, Any]) -> str:
+    def render(self, told: Mapping[str, Any], own: Mapping[str, Any]) -> Rendered:
         try:
-            line = json.dumps(dict(context), default=_as_dict).encode() + b"\n"
+            context = {"told": dict(told), "own": dict(own)}
+            line = json.dumps(context, default=_as_dict).encode() + b"\n"
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"a chat template takes what JSON can hold: {error}") from error
         with self._lock:
@@ -159,12 +116,13 @@ class _Renderer:
                 raise
         if "error" in reply:
             raise ValueError(reply["error"])
-        return reply["text"]
+        origin = "".join(kind * length for kind, length in reply["origin"])
+        return Rendered(text=reply["text"], origin=origin)
 
     def _started(self) -> "subprocess.Popen[bytes]":
         if not self._processes:
             process = subprocess.Popen(
-                [sys.executable, "-P", __file__],
+                [sys.executable, "-P", template_process.__file__],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -220,44 +178,3 @@ def _as_dict(value: Any) -> dict:
     if isinstance(value, Mapping):
         return dict(value)
     raise TypeError(f"{value!r:.80} is a {type(value).__name__}")
-
-
-# --------------------------------------------------------------------------------- the other side
-
-
-def _serve() -> None:
-    """Read a template, then contexts, a line each, and answer each with a line."""
-    template = json.loads(sys.stdin.buffer.readline())
-    _bound_memory()
-    compiled = None
-    _reply({})
-    while line := sys.stdin.buffer.readline():
-        # Ends this process should the one that waits for it be gone.
-        signal.setitimer(signal.ITIMER_REAL, 2 * RENDER_S)
-        try:
-            compiled = compiled or make_environment().from_string(template)
-            text = compiled.render(json.loads(line))
-            if len(text) > TEXT_CHARS:
-                raise ValueError(f"it gave {len(text)} characters, more than {TEXT_CHARS}")
-            reply = {"text": text}
-        except Exception as error:
-            reply = {"error": f"{error}" or type(error).__name__}
-        _reply(reply)
-        signal.setitimer(signal.ITIMER_REAL, 0)
-
-
-def _bound_memory() -> None:
-    with contextlib.suppress(ImportError, ValueError, OSError):  # not every system has it
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-
-
-def _reply(reply: dict[str, str]) -> None:
-    sys.stdout.buffer.write(json.dumps(reply).encode() + b"\n")
-    sys.stdout.buffer.flush()
-
-
-if __name__ == "__main__":
-    _serve()

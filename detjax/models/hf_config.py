@@ -34,7 +34,9 @@ CHECKED_KEYS: Mapping[str, tuple[Any, ...]] = {
     "per_layer_config": (None, {}),
     "pretraining_tp": (1, None),
     "pruned_heads": (None, {}),
+    "qk_layer_norms": (False,),
     "quantization_config": (None,),
+    "rope_interleaved": (False,),
     "tie_encoder_decoder": (False,),
     "use_mrope": (False,),
 }
@@ -43,10 +45,12 @@ CHECKED_KEYS: Mapping[str, tuple[Any, ...]] = {
 INERT_KEYS = frozenset(
     """
     _attn_implementation _attn_implementation_autoset _commit_hash _name_or_path
-    attention_dropout attn_implementation dtype finetuning_task id2label initializer_range label2id
-    max_sequence_length name_or_path num_labels output_attentions output_hidden_states pad_token_id
+    attention_dropout attn_implementation auto_map dtype finetuning_task id2label initializer_range
+    is_llama_config is_qwen2_config label2id max_sequence_length name_or_path neftune_noise_alpha
+    num_labels output_attentions output_hidden_states pad_token_id
     prefix problem_type return_dict sep_token_id task_specific_params tf_legacy_loss
-    tie_last_hidden_states tokenizer_class torch_dtype torchscript transformers_version
+    tie_last_hidden_states tokenizer_class torch_dtype torchscript transformers.js_config
+    transformers_version
     unsloth_fixed unsloth_version use_bfloat16 use_cache
     bad_words_ids begin_suppress_tokens decoder_start_token_id diversity_penalty do_sample
     early_stopping encoder_no_repeat_ngram_size exponential_decay_length_penalty
@@ -56,7 +60,11 @@ INERT_KEYS = frozenset(
     top_k top_p typical_p
     """.split()
 )
-"""Keys that cannot change a logit: bookkeeping, training, other tasks, generation defaults."""
+"""Keys that cannot change a logit: bookkeeping, training, other tasks, generation defaults.
+
+`auto_map` names code of the folder, which transformers runs only if it is told to trust it: the
+architecture is what is computed.
+"""
 
 LARGEST: Mapping[str, int] = {
     "head_dim": 2**13,
@@ -94,6 +102,7 @@ ROPE_PARAMETERS: Mapping[RopeKind, frozenset[str]] = {
             "attention_factor",
             "beta_fast",
             "beta_slow",
+            "finetuned",  # of its training, and read by nobody
             "mscale",
             "mscale_all_dim",
             "truncate",
@@ -187,6 +196,7 @@ def _model_config(
     bos_ids = _token_ids(full, "bos_token_id", vocab_size)
     if len(bos_ids) > 1:
         raise ValueError(f"bos_token_id={full['bos_token_id']!r} must be one id or null")
+    rope = _rope_config(values, default_theta=family.defaults["rope_theta"], max_len=max_position)
     return ModelConfig(
         family=family.name,
         vocab_size=vocab_size,
@@ -197,10 +207,8 @@ def _model_config(
         head_dim=_head_dim(full, hidden_size=hidden_size, num_heads=num_heads),
         intermediate_size=_int(full, "intermediate_size"),
         rms_norm_eps=_number(full, "rms_norm_eps"),
-        rope=_rope_config(
-            values, default_theta=family.defaults["rope_theta"], max_len=max_position
-        ),
-        max_position_embeddings=max_position,
+        rope=rope,
+        max_position_embeddings=max(max_position, _scaled_context(rope)),
         tie_word_embeddings=_flag(full, "tie_word_embeddings"),
         qkv_bias=_has_bias(family.qkv_bias, full),
         o_bias=_has_bias(family.o_bias, full),
@@ -468,6 +476,14 @@ def _scaled_rope(
         low_freq_factor=low,
         high_freq_factor=high,
     )
+
+
+def _scaled_context(rope: RopeConfig) -> int:
+    """Tokens for which yarn makes a model: who adds it to a file need not raise its context."""
+    if rope.kind is not RopeKind.YARN:
+        return 0
+    context = {"max_position_embeddings": int(rope.factor * rope.original_max_position)}
+    return _int(context, "max_position_embeddings")
 
 
 def _yarn_rope(given: Mapping[str, Any], *, theta: float) -> RopeConfig:

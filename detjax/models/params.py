@@ -353,10 +353,16 @@ def check_tp(config: ModelConfig, tp: int) -> None:
         ValueError: If `tp` is not a power of two, or does not divide a dimension that is split.
             The message names the dimension and the values that are possible.
     """
+    sizes = _split_sizes(config)
     possible = f"; this model can be split over tp in {possible_tps(config)}"
+    if odd := [f"{name}={size}" for name, size in sizes.items() if size % 2]:
+        possible = (
+            f"; {' and '.join(odd)} cannot be halved, so this model is not split: give tp=1, and "
+            "dp for more devices"
+        )
     if tp < 1 or tp & (tp - 1):
         raise ValueError(f"{tp=} must be a power of two{possible}")
-    for name, size in _split_sizes(config).items():
+    for name, size in sizes.items():
         if size % tp:
             raise ValueError(f"{tp=} must divide {name}={size}{possible}")
 

@@ -32,7 +32,12 @@ QWEN3_MOE = Family(
     o_bias=BiasRule.AS_CONFIGURED,
     qk_norm=True,
     windows=WindowRule.NEVER,
-    checked={"use_sliding_window": (False,)},
+    checked={
+        "qkv_bias": (False,),
+        "shared_expert_intermediate_size": (0, None),
+        "use_qk_norm": (True,),
+        "use_sliding_window": (False,),
+    },
     inert=ROUTER_TRAINING | {"max_window_layers", "sliding_window"},
     experts=ExpertKeys(
         num_experts=("num_experts", "num_local_experts"),  # the latter by transformers 5

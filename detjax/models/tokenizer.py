@@ -11,6 +11,7 @@ import functools
 import json
 import math
 import re
+import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,10 +19,11 @@ from types import MappingProxyType
 from typing import Any
 
 import tokenizers
+import tokenizers.models
 import tokenizers.processors
 
 from detjax.models.chat_messages import habits_of, messages_of
-from detjax.models.chat_template import check_template, render_template
+from detjax.models.chat_template import OWN, UNKNOWN, Rendered, check_template, render_template
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
@@ -32,6 +34,9 @@ MAX_FILE_BYTES = 2**28
 
 MAX_GROWTH = 16
 """How many times as long replacements and templates may make a text."""
+
+_LOOKED_AT = 2**14
+"""Characters of a text in which a rendered template has shown a control token."""
 
 _NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -60,7 +65,7 @@ class ByteRules:
             byte_of = _byte_of_character()
             if all(character in byte_of for character in token):
                 return bytes(byte_of[character] for character in token)
-            return token.encode()  # an added token, which is stored as it is shown
+            return token.encode()  # as the library does
         for old, new in self.replacements:
             token = token.replace(old, new)
         if self.has_byte_fallback and len(token) == 6 and token[:3] == "<0x" and token[5] == ">":
@@ -82,7 +87,9 @@ class Tokenizer:
         bos_id: The token that begins a text, where the model has one.
         eos_id: The token that ends one, where the model has one.
         special_ids: Tokens that are never shown: begin, end and the like.
+        written: Bytes of added tokens, which are stored as they are shown and not by `rules`.
         control: Finds the texts of these in a text.
+        unk_id: What stands for a text that no token has, where the model has one.
         chat_template: A Jinja template, where the model has one.
         tool_template: Another for conversations with tools, where the model has one.
         template_tokens: What the template sees beside the messages: `bos_token` and the like.
@@ -94,7 +101,9 @@ class Tokenizer:
     bos_id: int | None
     eos_id: int | None
     special_ids: frozenset[int]
+    written: Mapping[int, bytes] = field(repr=False)
     control: re.Pattern[str] = field(repr=False)
+    unk_id: int | None
     chat_template: str | None
     template_tokens: Mapping[str, Any]
     tool_template: str | None = None
@@ -134,14 +143,21 @@ class Tokenizer:
         special |= set(ids.values())
         _set_post_processor(backend, config, named, ids)
         templates = _read_templates(folder, config)
+        rules = _byte_rules(backend, folder / TOKENIZER_FILE)
         return cls(
             source=folder,
             backend=backend,
-            rules=_byte_rules(backend, folder / TOKENIZER_FILE),
+            rules=rules,
+            written={
+                i: text.encode()
+                for i, text in added.items()
+                if rules.is_byte_level and backend.model.token_to_id(text) is None
+            },
             bos_id=ids.get(named.get("bos_token", "")),
             eos_id=ids.get(named.get("eos_token", "")),
             special_ids=frozenset(special),
             control=_control_pattern(added[i] for i in special if i in added),
+            unk_id=_unk_id(backend),
             chat_template=templates.get("default"),
             template_tokens={**named, **lists},
             tool_template=templates.get("tool_use"),
@@ -165,9 +181,17 @@ class Tokenizer:
                 transformers. Without it they are text like any other, so that who writes a prompt
                 cannot end a turn or begin one.
         """
-        is_plain = has_control or not self.control.search(text)
-        backend = self.backend if is_plain else _literal_backend(self.backend, self.special_ids)
-        return backend.encode(text).ids
+        if has_control:
+            return self.backend.encode(text).ids
+        return self._encode(text, (), add_special_tokens=True)
+
+    def control_in(self, text: str) -> str:
+        """Return the first special token written out in the beginning of `text`, or "".
+
+        `encode` takes it for text, which is another prompt than a rendered chat template means.
+        """
+        found = self.control.search(text, 0, _LOOKED_AT)
+        return found[0] if found else ""
 
     def encode_raw(self, text: str) -> list[int]:
         """Return the ids of `text` as it is written: nothing is put around it.
@@ -199,29 +223,64 @@ class Tokenizer:
                 does not read a variable, or takes too long or too much memory. What is wrong with
                 a message begins with its place: `messages[2].content`.
         """
-        marks: list[str] = []
-        chat = self._chat(messages, variables)
-        if not has_control and _is_found(self.control, [*chat.messages, chat.variables]):
-            pattern = re.compile(f"{self.control.pattern}|{'|'.join(map(re.escape, _MARK_SIGNS))}")
-            chat = dataclasses.replace(
-                chat,
-                messages=_marked(chat.messages, pattern, marks),
-                variables=_marked(chat.variables, pattern, marks),
-            )
-        text = self._rendered(chat)
-        parts = _MARK.split(text) if marks else [text]  # text, number of a mark, text, ...
-        if marks and any(sign in part for part in parts for sign in _MARK_SIGNS):
+        rendered = self._rendered(self._chat(messages, variables))
+        if has_control:
+            return self.encode_raw(rendered.text)
+        return self._encode(rendered.text, self._control_spans(rendered), add_special_tokens=False)
+
+    def _control_spans(self, rendered: Rendered) -> tuple[tuple[int, int], ...]:
+        """Where control tokens are that the template wrote.
+
+        Raises:
+            ValueError: If it does not show who wrote one.
+        """
+        spans = []
+        for run in _NOT_TOLD.finditer(rendered.origin):
+            for found in self.control.finditer(rendered.text, *run.span()):
+                if UNKNOWN in rendered.origin[slice(*found.span())]:
+                    raise ValueError(
+                        f"the chat template of {self.source} changes a text with the control token "
+                        f"{found[0]!r} so that it does not show whose it is; take it out of the "
+                        "messages and tools, or ask for control tokens in them (has_control)"
+                    )
+                spans.append(found.span())
+        return tuple(spans)
+
+    def _encode(
+        self, text: str, spans: tuple[tuple[int, int], ...], *, add_special_tokens: bool
+    ) -> list[int]:
+        """The ids of a text whose special tokens are at `spans`, and nowhere else.
+
+        Raises:
+            ValueError: If others come out of it.
+        """
+        wanted = [self.backend.token_to_id(text[begin:end]) for begin, end in spans]
+        if tuple(found.span() for found in self.control.finditer(text)) == spans:
+            encoding = self.backend.encode(text, add_special_tokens=add_special_tokens)
+            if self._special_of(encoding) == wanted:
+                return encoding.ids
+        # Under names that no text has, special tokens are split off as the library does, and
+        # whatever is between them is one text to it.
+        named = _named_backend(self.backend, self.special_ids)
+        pieces, at = [], 0
+        for begin, end in spans:
+            pieces += [text[at:begin], named.names[text[begin:end]]]
+            at = end
+        encoding = named.backend.encode(
+            "".join([*pieces, text[at:]]), add_special_tokens=add_special_tokens
+        )
+        if self._special_of(encoding) != wanted:
             raise ValueError(
-                f"the chat template of {self.source} takes apart a text with control tokens such "
-                f"as {marks[0]!r}; take them out of the messages, or ask for them (has_control)"
+                f"the tokenizer of {self.source} makes control tokens of a text that has none, or "
+                "loses some; give token ids"
             )
-        ids = []
-        for i, part in enumerate(parts):
-            is_text = i % 2 == 0
-            backend = self.backend if is_text else _literal_backend(self.backend, self.special_ids)
-            literal = part if is_text else marks[int(part)]
-            ids += backend.encode(literal, add_special_tokens=False).ids
-        return ids
+        return encoding.ids
+
+    def _special_of(self, encoding: tokenizers.Encoding) -> list[int]:
+        """The special tokens of a text, without those put around it and those for unknown ones."""
+        special = self.special_ids - {self.unk_id}
+        pairs = zip(encoding.ids, encoding.special_tokens_mask, strict=True)
+        return [i for i, is_around in pairs if i in special and not is_around]
 
     def render_chat(
         self,
@@ -234,7 +293,7 @@ class Tokenizer:
         A template may print the date (`strftime_now`): then the same messages are another prompt
         on another day. Compare prompt token ids when in doubt.
         """
-        return self._rendered(self._chat(messages, variables))
+        return self._rendered(self._chat(messages, variables)).text
 
     def _chat(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> "_Chat":
         """A conversation as its template reads it."""
@@ -266,35 +325,40 @@ class Tokenizer:
         told = messages_of(messages, template)
         return _Chat(template=template, messages=told, variables=given, continues=continues)
 
-    def _rendered(self, chat: "_Chat") -> str:
+    def _rendered(self, chat: "_Chat") -> Rendered:
         """The text of a conversation, cut behind its last message if that goes on."""
         messages = chat.messages
         if chat.continues:
             last = messages[-1]["content"]
             is_text = isinstance(last, str) and "tool_calls" not in messages[-1]
-            if not is_text or _is_found(_CUT_SIGN, [messages, chat.variables]):
+            if not is_text or _is_found(_CUT, [messages, chat.variables]):
                 raise ValueError(
                     f"messages[{len(messages) - 1}].content is {last!r:.80}, in which an "
                     "answer cannot go on; leave out continue_final_message"
                 )
             messages = [*messages[:-1], messages[-1] | {"content": last + _CUT}]
-        context = {**self.template_tokens, **chat.variables, "messages": messages}
+        told = {**chat.variables, "messages": messages}
         try:
-            text = render_template(chat.template, context)
+            rendered = render_template(chat.template, told, self.template_tokens)
         except ValueError as error:
             raise ValueError(
                 f"the chat template of {self.source} refuses the messages: {error}"
             ) from error
-        if chat.continues and _CUT not in text:
+        if chat.continues and _CUT not in rendered.text:
             raise ValueError(
                 f"messages[{len(messages) - 1}].content is changed by the chat template of "
                 f"{self.source}, so an answer cannot go on in it; leave out continue_final_message"
             )
-        return text.rpartition(_CUT)[0] if chat.continues else text
+        end = rendered.text.rindex(_CUT) if chat.continues else None
+        return Rendered(text=rendered.text[:end], origin=rendered.origin[:end])
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that a token adds to the text; none if it is special or unknown."""
-        token = None if token_id in self.special_ids else self.backend.id_to_token(token_id)
+        if token_id in self.special_ids:
+            return b""
+        if token_id in self.written:
+            return self.written[token_id]
+        token = self.backend.id_to_token(token_id)
         return b"" if token is None else self.rules.token_bytes(token)
 
     def decode(self, ids: Sequence[int], *, prompt_ids: Sequence[int] = ()) -> str:
@@ -359,36 +423,20 @@ class _Chat:
     continues: bool
 
 
-# Rare, and printable, so that neither JSON nor Python's repr escapes them in a template.
-_MARK_OPEN, _MARK_CLOSE = "\u2e28", "\u2e29"
-_MARK_SIGNS = (_MARK_OPEN, _MARK_CLOSE, f"\\u{ord(_MARK_OPEN):x}")  # the last in ASCII
-_MARK = re.compile(f"{_MARK_OPEN}([0-9]+){_MARK_CLOSE}")
-_CUT = f"{_MARK_OPEN}end{_MARK_CLOSE}"
-_CUT_SIGN = re.compile(_CUT)
+_CUT = "\u2e28end\u2e29"
+"""Rare, and printable, so that neither JSON nor Python's repr escapes it in a template."""
+
+_NOT_TOLD = re.compile(f"[{OWN}{UNKNOWN}]+")
+"""A run of characters that are not of the messages."""
 
 
-def _is_found(pattern: re.Pattern[str], value: Any) -> bool:
-    """Whether a text somewhere in `value` has what `pattern` finds."""
+def _is_found(text: str, value: Any) -> bool:
+    """Whether some text in `value`, keys among them, has this one."""
     if isinstance(value, str):
-        return pattern.search(value) is not None
-    parts = value.values() if isinstance(value, Mapping) else value
-    return isinstance(value, Mapping | list | tuple) and any(_is_found(pattern, p) for p in parts)
-
-
-def _marked(value: Any, pattern: re.Pattern[str], marks: list[str]) -> Any:
-    """Put a mark, with its number in `marks`, in place of what `pattern` finds in `value`."""
-
-    def mark(found: re.Match[str]) -> str:
-        marks.append(found[0])
-        return f"{_MARK_OPEN}{len(marks) - 1}{_MARK_CLOSE}"
-
-    if isinstance(value, str):
-        return pattern.sub(mark, value)
+        return text in value
     if isinstance(value, Mapping):
-        return {key: _marked(part, pattern, marks) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_marked(part, pattern, marks) for part in value]
-    return value
+        value = [one for pair in value.items() for one in pair]
+    return isinstance(value, list | tuple) and any(_is_found(text, one) for one in value)
 
 
 def _control_pattern(tokens: Iterable[str]) -> re.Pattern[str]:
@@ -397,17 +445,40 @@ def _control_pattern(tokens: Iterable[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Named:
+    """A tokenizer whose special tokens have names that no text has; their ids are the same.
+
+    Attributes:
+        backend: The tokenizer.
+        names: Of each special token, by its text.
+    """
+
+    backend: tokenizers.Tokenizer
+    names: Mapping[str, str]
+
+
 @functools.lru_cache(maxsize=16)
-def _literal_backend(
-    backend: tokenizers.Tokenizer, special_ids: frozenset[int]
-) -> tokenizers.Tokenizer:
+def _named_backend(backend: tokenizers.Tokenizer, special_ids: frozenset[int]) -> _Named:
     """The tokenizer that takes special tokens in a text for text."""
     values = json.loads(backend.to_str())
-    for token in values["added_tokens"]:
-        token["special"] = token["id"] in special_ids
-    literal = tokenizers.Tokenizer.from_str(json.dumps(values))
-    literal.encode_special_tokens = True
-    return literal
+    nonce = secrets.token_hex(16)
+    tokens = [token for token in values["added_tokens"] if token["id"] in special_ids]
+    renamed = {token["content"]: f"<|{nonce}-{token['id']}|>" for token in tokens}
+    for token in tokens:
+        token.update(content=renamed[token["content"]], special=True)
+    model = values["model"]
+    if isinstance(model["vocab"], dict):
+        model["vocab"] = {renamed.get(text, text): i for text, i in model["vocab"].items()}
+    else:  # pieces and their scores
+        model["vocab"] = [[renamed.get(text, text), *rest] for text, *rest in model["vocab"]]
+    if model.get("unk_token") is not None:
+        model["unk_token"] = renamed.get(model["unk_token"], model["unk_token"])
+    named = tokenizers.Tokenizer.from_str(json.dumps(values))
+    changed = {i: token.content for i, token in named.get_added_tokens_decoder().items()}
+    kept = {i: token.content for i, token in backend.get_added_tokens_decoder().items()}
+    assert changed == {i: renamed.get(text, text) for i, text in kept.items()}, "ids have moved"
+    return _Named(backend=named, names=renamed)
 
 
 def _read_backend(path: Path) -> tokenizers.Tokenizer:
@@ -542,6 +613,14 @@ def _token_id(backend: tokenizers.Tokenizer, text: str, folder: Path) -> int:
             "have; the files are of two tokenizers, copy both again"
         )
     return token_id
+
+
+def _unk_id(backend: tokenizers.Tokenizer) -> int | None:
+    """What the model of a tokenizer.json gives for a text that it has no token for."""
+    model = backend.model
+    if isinstance(model, tokenizers.models.Unigram):
+        return json.loads(model.__getstate__())["unk_id"]
+    return None if model.unk_token is None else backend.token_to_id(model.unk_token)
 
 
 def _set_post_processor(

@@ -37,6 +37,7 @@ class Shape:
             likely; None if not.
         request_id: What the answer's id ends with.
         form: In which form the model writes; None where an answer is text alone.
+        warnings: What the client may have meant otherwise.
     """
 
     model: ServedModel
@@ -50,6 +51,7 @@ class Shape:
     request_id: str
     num_prompt_top: int | None = None
     form: Form | None = None
+    warnings: tuple[str, ...] = ()
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
     sampling_values: Json = dataclasses.field(init=False)
 
@@ -168,6 +170,8 @@ class Shape:
             },
             "sampling": self.sampling_values,
         }
+        if self.warnings:
+            proof["warnings"] = list(self.warnings)
         if self.has_logprob_bytes:
             proof["logprobs_f32"] = _exact(done.logprobs)
         if self.has_logprob_bytes and done.prompt_logprobs is not None:

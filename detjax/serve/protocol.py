@@ -267,6 +267,9 @@ class CompletionRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True
         prompt: A text, a list of token ids, or a list of either.
         max_tokens: Most tokens of an answer. With `echo` or `prompt_logprobs` it may be 0.
         logprobs: How many of the most likely tokens to report at each position, up to 64.
+        add_special_tokens: Put the special tokens that the model expects around a text. Without
+            them it is taken as it is written: special tokens written out in it are these tokens,
+            as a rendered chat template means them, which else they never are.
         echo: Begin the text with the prompt; with `logprobs`, which then has the prompt's tokens
             too, with the text that its tokens have.
         best_of: Answers that are made, of which the `n` with the greatest sum of logprobs are
@@ -277,6 +280,7 @@ class CompletionRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True
     prompt: str | list[str | int | TokenIds]
     max_tokens: Annotated[int, msgspec.Meta(ge=0)] = 16
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=64)] | None = None
+    add_special_tokens: bool = True
     echo: bool = False
     best_of: int | None = None
     suffix: str | None = None
@@ -392,12 +396,13 @@ class ChatRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
             `continue_final_message` is.
         continue_final_message: The answer goes on in the last message.
         response_format: The form of the answer, in place of `structured_outputs`.
-        audio, modalities, prediction, functions, function_call, reasoning_effort, verbosity,
-        web_search_options: Taken only as `NEUTRAL` has them.
+        add_special_tokens, audio, modalities, prediction, functions, function_call,
+        reasoning_effort, verbosity, web_search_options: Taken only as `NEUTRAL` has them.
     """
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **CommonFields.NEUTRAL,
+        "add_special_tokens": (False,),
         "audio": (),
         "modalities": (["text"],),
         "prediction": (),
@@ -420,6 +425,7 @@ class ChatRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     response_format: ResponseFormat | None = None
+    add_special_tokens: bool | None = None
     audio: dict[str, Any] | None = None
     modalities: list[str] | None = None
     prediction: dict[str, Any] | None = None

@@ -3,6 +3,7 @@
 
 import asyncio
 import dataclasses
+import logging
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from detjax.serve.protocol import (
 from detjax.serve.reading import Form
 from detjax.serve.receipts import check_receipt
 from detjax.serve.service import Service
+
+LOG = logging.getLogger("detjax.serve")
 
 LARGE_BODY = 2**18
 """Bytes of a body beyond which no two are parsed without a look at others between."""
@@ -78,6 +81,7 @@ class Reader:
         """For this one."""
         self._service = service
         self._parsing = asyncio.Lock()
+        self._has_warned = False
 
     async def body(self, request: Request) -> bytes:
         """The body, no larger and no later than allowed."""
@@ -140,8 +144,26 @@ class Reader:
             request_id=request_id,
         )
         self._check_work(len(prompts), shape)
+        shape = dataclasses.replace(shape, warnings=self._warnings(prompts, asked))
         questions = await self._questions(prompts, asked)
         return Asked(questions=questions, shape=shape, fields=asked)
+
+    def _warnings(
+        self, prompts: Sequence[str | TokenIds], asked: CompletionRequest
+    ) -> tuple[str, ...]:
+        """What answers say of prompts that look like rendered templates; the first is logged."""
+        texts = [text for text in prompts if isinstance(text, str) and asked.add_special_tokens]
+        found = next(filter(None, map(self._service.model.tokenizer.control_in, texts)), "")
+        if not found:
+            return ()
+        warning = (
+            f"the control token {found!r} in the prompt is text to the model, as in all prompts; "
+            "if the prompt is a rendered chat template, send add_special_tokens=false"
+        )
+        if not self._has_warned:
+            self._has_warned = True
+            LOG.warning("%s (said once, and in each such answer)", warning)
+        return (warning,)
 
     async def _questions(
         self, prompts: Sequence[str | TokenIds], asked: CompletionRequest
@@ -150,7 +172,10 @@ class Reader:
         given = [tuple(prompt) for prompt in prompts if not isinstance(prompt, str)]
         for ids in given:
             self._service.check_prompt(ids, asked.max_tokens)
-        encoded = await self.encode([prompt for prompt in prompts if isinstance(prompt, str)])
+        encoded = await self.encode(
+            [prompt for prompt in prompts if isinstance(prompt, str)],
+            is_raw=not asked.add_special_tokens,
+        )
         for ids in encoded:
             self._service.check_prompt(ids, asked.max_tokens)
         of_text, of_ids = iter(encoded), iter(given)

@@ -21,7 +21,12 @@ from detjax.proof.signing import SigningKey
 from detjax.serve.protocol import NO_DEFAULTS, RefusedError
 from detjax.serve.text_worker import Texts
 from detjax.serving.async_engine import AsyncEngine, StepsRequests
-from detjax.serving.errors import EngineFullError, EngineStoppedError, SelfCheckError
+from detjax.serving.errors import (
+    EngineFullError,
+    EngineStoppedError,
+    NoTokenError,
+    SelfCheckError,
+)
 from detjax.serving.metrics import EngineStats
 from detjax.serving.request import (
     Completion,
@@ -112,6 +117,7 @@ class Piece:
         tokens: New tokens, each with the text that it adds itself (`TextDelta.own`).
         finish_reason: None while it goes on.
         error: What went wrong where `finish_reason` is ERROR.
+        is_own_fault: It went wrong by what was asked.
         completion: All of it, with the last piece.
         windows: Of drafts, so far.
         prompt_token_ids: The prompt.
@@ -128,6 +134,7 @@ class Piece:
     windows: WindowCounts
     prompt_token_ids: tuple[int, ...] = ()
     prompt_logprobs: PromptLogprobs | None = None
+    is_own_fault: bool = False
 
 
 class _Sequence:
@@ -602,4 +609,5 @@ def _piece(
         completion=completion,
         windows=output.windows,
         prompt_token_ids=prompt_ids,
+        is_own_fault=isinstance(output.exception, NoTokenError),
     )

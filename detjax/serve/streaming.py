@@ -306,7 +306,8 @@ class _Chunks(AbstractWriter):
 def raise_failed(piece: Piece) -> None:
     """A sequence that failed fails its request, and no other."""
     if piece.finish_reason is FinishReason.ERROR:
-        raise RefusedError(piece.error, status=500, code="request_failed")
+        status, code = (400, "no_token") if piece.is_own_fault else (500, "request_failed")
+        raise RefusedError(piece.error, status=status, code=code)
 
 
 async def unless_left[T](request: Request, wanted: Awaitable[T]) -> T:

@@ -9,17 +9,24 @@ import importlib
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-import numpy as np
-
+from detjax.serving.guides import (
+    SEEN_TO,
+    GuidesTokens,
+    MaskedGuide,
+    MatcherGuide,
+    bits_of_all_but,
+    is_everything,
+)
+from detjax.serving.request import SamplingParams
 from detjax.serving.structured_output import StructuredOutput
 
 _MAX_KEPT = 32
 # WHY: what the worst forms take that pass each limit, on one core, in 2026-11. One unit of fuel may
 # be the copy of a whole expression: `a?` 6,000 times compiles in 0.2 s and holds 77 MB, and its
-# masks take 5 ms. 2,500 choices and 150 fields of three types pass.
+# masks take 5 ms. 150 fields of three types pass.
 _LIMITS = {
     "max_grammar_size": 100_000,  # symbols
     "initial_lexer_fuel": 50_000,
@@ -28,6 +35,10 @@ _LIMITS = {
     "max_lexer_states": 20_000,  # of 1 to 2 kB
 }
 
+
+_CHOICE_LIMITS = _LIMITS | {"initial_lexer_fuel": 300_000, "step_lexer_fuel": 500_000}
+"""What choices of 65,536 characters take, and more: none that compiles fails at a token. Their
+masks take 10 ms at most, as one unit of fuel is a text's rest."""
 
 _JSON_SPACE = r" |\n[ \t]{0,32}"
 """Between two parts of JSON, unless a schema says otherwise: what printers write, and no more. A
@@ -66,14 +77,48 @@ class Grammars:
         """
         self._compiled(form)
 
-    def guide(self, form: StructuredOutput) -> "Guide":
+    def guide(self, form: StructuredOutput) -> GuidesTokens:
         """Begin a completion of a form.
 
         Raises:
             ValueError: As `check` does.
         """
-        num_words = -(-self._vocab_size // 32)  # as `detjax.serving.adjustments` has it
-        return Guide(self._compiled(form).deep_copy(), num_words)
+        past = bits_of_all_but(range(self._vocab_size), self._vocab_size)
+        return MatcherGuide(self._compiled(form).deep_copy(), past)
+
+    def check_masks(self, sampling: SamplingParams, *, ends: Collection[int]) -> None:
+        """Refuse masks beside a form that leave no token to begin with.
+
+        Args:
+            sampling: Has a form, and no texts.
+            ends: End tokens of the request.
+
+        Raises:
+            ValueError: If they do, or as `check` does.
+        """
+        form = sampling.structured_output
+        assert form is not None
+        has_masks = any(getattr(sampling, name) for name in SEEN_TO)
+        if has_masks and is_everything(self.masked(sampling, ends=ends).banned(())):
+            raise ValueError(
+                f"structured_output={form.kind} leaves no token to begin with that "
+                "allowed_token_ids, bad_words and min_tokens allow; change one of them"
+            )
+
+    def masked(self, sampling: SamplingParams, *, ends: Collection[int]) -> MaskedGuide:
+        """Begin a completion of a form, with the other masks of its request.
+
+        Raises:
+            ValueError: As `check` does.
+        """
+        assert sampling.structured_output is not None
+        return MaskedGuide(
+            self.guide(sampling.structured_output),
+            sampling,
+            vocab_size=self._vocab_size,
+            form_ends=self.eos_token_ids,
+            ends=ends,
+        )
 
     def _compiled(self, form: StructuredOutput) -> Any:
         with self._lock:
@@ -95,12 +140,9 @@ class Grammars:
             )
         with self._reading:
             if self._tokenizer is None:
-                self._tokenizer = library.LLTokenizer(
-                    self._read_tokenizer(),
-                    n_vocab=self._vocab_size,
-                    eos_token=self.eos_token_ids,
-                )
-        limits = library.LLParserLimits(**_LIMITS, verbose_errors=False)
+                self._tokenizer = self._read(library)
+        most = _CHOICE_LIMITS if form.kind == "choice" else _LIMITS
+        limits = library.LLParserLimits(**most, verbose_errors=False)
         matcher = library.LLMatcher(
             self._tokenizer, _grammar_of(library.LLMatcher, form), limits=limits, log_level=0
         )
@@ -108,28 +150,16 @@ class Grammars:
             raise ValueError(f"structured_output={form.kind} is refused: {matcher.get_error()}")
         return matcher
 
-
-class Guide:
-    """The form of one completion, and how far it is."""
-
-    def __init__(self, matcher: Any, num_words: int):
-        """Begin with no token."""
-        self._matcher, self._num_words = matcher, num_words
-        self._num_seen = 0
-
-    def banned(self, output_ids: Sequence[int]) -> np.ndarray:
-        """Bits of the tokens that may not follow the completion so far: int32 [n].
-
-        Raises:
-            ValueError: If the completion is not of the form, or a limit is passed.
-        """
-        new, self._num_seen = list(output_ids[self._num_seen :]), len(output_ids)
-        allowed = np.zeros(0, np.int32)
-        if self._matcher.consume_tokens(new):
-            allowed = np.frombuffer(self._matcher.compute_bitmask(), "<i4")
-        if self._matcher.is_error():
-            raise ValueError(f"its form cannot go on: {self._matcher.get_error()}")
-        return ~allowed[: self._num_words]
+    def _read(self, library: Any) -> Any:
+        """The tokenizer, with all of its tokens: it may have more than the model."""
+        text = self._read_tokenizer()
+        values = json.loads(text)
+        vocab = values["model"]["vocab"]
+        ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
+        most = max([*ids, *(token["id"] for token in values["added_tokens"])], default=0)
+        return library.LLTokenizer(
+            text, n_vocab=max(self._vocab_size, most + 1), eos_token=self.eos_token_ids
+        )
 
 
 def _grammar_of_schema(matcher: Any, spec: str) -> str:
@@ -152,8 +182,10 @@ def _grammar_of(matcher: Any, form: StructuredOutput) -> str:
         case "regex":
             return matcher.grammar_from_regex(form.spec)
         case "choice":
+            # WHY: one terminal, as a parser keeps an item for each alternative, of 2,000 at most.
+            # The masks are the same.
             choices = " | ".join(_quoted(choice) for choice in form.choices)
-            return matcher.grammar_from_lark(f"start: {choices}")
+            return matcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
     return matcher.grammar_from_lark(form.spec)
 
 

@@ -105,6 +105,8 @@ class InputProcessor:
                     "knows no tokenizer: ask detjax.LLM, or give Engine(grammars=...)"
                 )
             self._grammars.check(form)
+            ends = sampling.end_token_ids(self._model.eos_token_ids)
+            self._grammars.check_masks(sampling, ends=ends)
         for name in ("logprobs", "prompt_logprobs"):
             if (count := getattr(sampling, name) or 0) > vocab_size:
                 raise ValueError(
@@ -175,7 +177,7 @@ class InputProcessor:
         form, guide = request.sampling.structured_output, None
         if form is not None:
             assert self._grammars is not None  # checked
-            guide = self._grammars.guide(form)
+            guide = self._grammars.masked(request.sampling, ends=ends)
         most_len = len(request.prompt_token_ids) + request.sampling.max_tokens
         is_drafted = mode == "dvr" and request.is_deterministic
         return Sequence(

@@ -43,6 +43,7 @@ from detjax.serving.device_state import (
     LaunchResult,
     Placed,
 )
+from detjax.serving.guides import SEEN_TO
 from detjax.serving.launch_operands import (
     DecodeOperands,
     PrefillOperands,
@@ -528,9 +529,12 @@ class ModelRunner:
                     continue
                 slot[at] = seq.slot
                 prompt_ids, output_ids = seq.request.prompt_token_ids, seq.output_ids
+                sampling = seq.request.sampling
+                if seq.guide is not None:
+                    sampling = dataclasses.replace(sampling, **SEEN_TO)
                 with blaming(seq):
                     values.record[at] = pack_record(
-                        seq.request.sampling,
+                        sampling,
                         prompt_len=len(prompt_ids),
                         end_token_ids=seq.end_token_ids,
                         vocab_size=self._model.config.vocab_size,

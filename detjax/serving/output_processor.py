@@ -120,7 +120,10 @@ class OutputProcessor:
             self.finish(seq, FinishReason.ERROR, _nan_error(position))
             return False
         if logprob == NO_TOKEN_LOGPROB:
-            error = f"no token is possible at position {position}: its masks forbid every one"
+            error = (
+                f"no token is possible at position {position}: allowed_token_ids, bad_words, "
+                "min_tokens and structured_output together forbid every one"
+            )
             self.finish(seq, FinishReason.ERROR, NoTokenError(error))
             return False
         token_id, top = int(choice.token_ids[at]), ()

@@ -6,11 +6,9 @@ from collections import abc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
-
-import numpy as np
 
 from detjax.serving.errors import OutOfPagesError
+from detjax.serving.guides import GuidesTokens
 from detjax.serving.request import (
     NO_WINDOWS,
     FinishReason,
@@ -31,18 +29,6 @@ It may call `add_request` and `cancel`, and must not call `step`, `drain`, `gene
 def ignore_token(event: TokenEvent) -> bool:
     """Let the sequence go on."""
     return False
-
-
-@runtime_checkable
-class GuidesTokens(Protocol):
-    """What a grammar says of a completion."""
-
-    def banned(self, output_ids: abc.Sequence[int]) -> np.ndarray:
-        """Bits of the tokens that may not follow the completion so far: int32 [n].
-
-        Called with ever longer completions of one sequence.
-        """
-        ...
 
 
 class SequenceState(enum.Enum):

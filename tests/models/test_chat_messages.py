@@ -94,7 +94,7 @@ def rendered(template: str, *messages: dict) -> str:
     found = messages_of(messages, template)
     assert messages == given, "the caller's own messages have changed"
     assert messages_of(found, template) == found
-    return render_template(template, {"messages": found})
+    return render_template(template, {"messages": found}).text
 
 
 @pytest.mark.parametrize("template", [QWEN, LLAMA, MISTRAL, DEEPSEEK])

@@ -9,7 +9,10 @@ import pytest
 
 from detjax.models.config import ExpertConfig, RopeConfig, RopeKind
 from detjax.models.hf_config import CHECKED_KEYS, INERT_KEYS, config_from_hf, load_config
+from detjax.models.params import possible_tps
 from detjax.models.registry import FAMILIES, find_family, supported_architectures
+
+from .published_configs import LOADED, REFUSED
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "hf"
 CASES = sorted(folder.name for folder in GOLDEN.iterdir() if (folder / "config.json").is_file())
@@ -547,3 +550,39 @@ def test_missing_or_broken_files_are_named(tmp_path):
     (tmp_path / "generation_config.json").write_text("nonsense")
     with pytest.raises(ValueError, match=r"generation_config.json is not JSON"):
         load_config(tmp_path)
+
+
+# --------------------------------------------------------------------------- published models
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_published_configs_load_with_their_context(tmp_path, name):
+    values, context = LOADED[name]
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    config = load_config(tmp_path)
+    assert config.max_position_embeddings == context
+    assert config.num_layers == values["num_hidden_layers"]
+    assert config.num_kv_heads == values["num_key_value_heads"]
+    assert 1 in possible_tps(config)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_published_configs_are_refused_for_what_changes_a_logit(tmp_path, name):
+    values, says = REFUSED[name]
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ValueError) as refused:
+        load_config(tmp_path)
+    assert says in str(refused.value)
+
+
+def test_yarn_has_a_context_of_factor_times_original_and_never_less_than_the_files():
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    bits = [config_of(rope_scaling=yarn, max_position_embeddings=n).rope for n in (64, 256, 512)]
+    assert bits[0] == bits[1] == bits[2]
+    for given, context in ((64, 256), (256, 256), (512, 512)):
+        found = config_of(rope_scaling=yarn, max_position_embeddings=given)
+        assert found.max_position_embeddings == context
+    with pytest.raises(ValueError, match="max_position_embeddings=.* must be at most"):
+        config_of(rope_scaling=yarn | {"factor": 1e30})
+    linear = config_of(rope_scaling={"type": "linear", "factor": 4.0})
+    assert linear.max_position_embeddings == BASE["max_position_embeddings"]

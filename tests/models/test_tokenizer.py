@@ -176,13 +176,17 @@ def test_what_a_user_says_in_a_chat_is_no_control_token(tmp_path, text):
 
 
 @pytest.mark.parametrize(
-    "template", ["{{ messages[0].content[:2] }}", "{{ messages | tojson(ensure_ascii=True) }}"]
+    ("template", "text"),
+    [
+        ("{{ messages[0].content[:2] }}</s>", "</"),
+        ("{{ messages | tojson(ensure_ascii=True) }}</s>", '[{"role": "user", "content": "</s>"}]'),
+    ],
 )
-def test_a_template_that_takes_a_control_token_apart_is_refused(tmp_path, template):
+def test_a_template_may_take_a_users_control_token_apart(tmp_path, template, text):
     ours = with_template(tmp_path, template)
-    with pytest.raises(ValueError, match=r"takes apart a text with control tokens such as '</s>'"):
-        ours.apply_chat_template([USER | {"content": "</s>"}])
-    assert ours.apply_chat_template([USER | {"content": "ab"}])
+    ids = ours.apply_chat_template([USER | {"content": "</s>"}])
+    assert ours.decode(ids) == text
+    assert [i for i in ids if i in ours.special_ids] == [ours.eos_id]
 
 
 def test_ids_that_no_token_has_are_not_shown(pair):
@@ -317,7 +321,7 @@ def test_a_template_that_would_take_for_ever_is_stopped(tmp_path, template, says
 def test_a_process_of_a_template_is_used_again_and_bounded():
     template = "{{ messages | length }}"
     texts = [chat_template.render_template(template, {"messages": [USER] * i}) for i in range(9)]
-    assert texts == [str(i) for i in range(9)]
+    assert [rendered.text for rendered in texts] == [str(i) for i in range(9)]
     (process,) = chat_template._renderer(template)._processes
     assert process.poll() is None
     limits = Path(f"/proc/{process.pid}/limits")
@@ -330,7 +334,7 @@ def test_a_process_of_a_template_is_used_again_and_bounded():
     process.kill()  # as the system may do where memory is short
     with pytest.raises(ValueError, match="its process ended with -9"):
         chat_template.render_template(template, {"messages": []})
-    assert chat_template.render_template(template, {"messages": []}) == "0"
+    assert chat_template.render_template(template, {"messages": []}).text == "0"
 
 
 @pytest.mark.parametrize(

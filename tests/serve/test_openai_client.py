@@ -129,6 +129,83 @@ def test_a_response_has_the_form_that_it_is_asked_for(client):
     assert answer.detjax["sampling"]["structured_output"]["kind"] == "json_schema"
 
 
+# ------------------------------------------------------------------------- forms and masks
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_form_ends_where_masks_leave_no_other_token(running, client, stream):
+    tokenizer = running.service.model.tokenizer
+    (yes,) = tokenizer.encode_raw(" yes")
+    for fields in ({"min_tokens": 9}, {"allowed_token_ids": [yes]}):
+        answer = client.completions.create(
+            model="small", prompt="sea", max_tokens=12, stream=stream,
+            extra_body={"structured_outputs": {"choice": [" yes", " no"]}} | fields,
+        )  # fmt: skip
+        told = list(answer) if stream else [answer]
+        assert "".join(one.choices[0].text for one in told) in (" yes", " no")
+        assert told[-1].choices[0].finish_reason == "stop"
+
+
+def test_masks_and_a_form_that_leave_no_token_are_the_clients_fault(running, client):
+    (a,) = running.service.model.tokenizer.encode_raw("a")
+
+    def asked(regex):
+        fields = {"structured_outputs": {"regex": regex}, "allowed_token_ids": [a]}
+        return client.completions.create(
+            model="small", prompt="sea", max_tokens=9, extra_body=fields
+        )
+
+    with pytest.raises(openai.BadRequestError, match="leaves no token to begin with") as refused:
+        asked("b+")
+    assert refused.value.param == "structured_outputs"
+    with pytest.raises(openai.BadRequestError, match="no token is possible at position") as refused:
+        asked("a[bc]d")
+    assert refused.value.code == "no_token"
+
+
+def test_a_choice_may_have_thousands_of_texts(client):
+    texts = [f" {i:04}" for i in range(3_000)]
+    answer = client.completions.create(
+        model="small", prompt="sea", max_tokens=12, temperature=1.0,
+        extra_body={"structured_outputs": {"choice": texts}},
+    )  # fmt: skip
+    assert answer.choices[0].text in texts
+
+
+# ------------------------------------------------------------------------- rendered templates
+
+
+def test_a_rendered_template_is_a_prompt_with_its_control_tokens_if_asked_for(
+    running, client, caplog
+):
+    """Control tokens of a plain prompt are text, and the answer says so."""
+    tokenizer, texts = running.service.model.tokenizer, ["<|bos|>user: hi", "sea"]
+
+    def asked(prompt, **fields):
+        body = {"return_token_ids": True} | fields
+        answer = client.completions.create(
+            model="small", prompt=prompt, max_tokens=1, temperature=0, extra_body=body
+        )
+        return [
+            (c.prompt_token_ids, c.detjax.get("warnings", []), c.detjax["digest"])
+            for c in answer.choices
+        ]
+
+    (ids, warnings, as_text), (plain, *_) = asked(texts)
+    assert ids == tokenizer.encode(texts[0]) and ids.count(0) == plain.count(0) == 1
+    assert len(warnings) == 1 and "'<|bos|>'" in warnings[0]
+    assert "add_special_tokens=false" in warnings[0]
+    assert asked(texts[0])[0][1] == warnings
+    assert len([r for r in caplog.records if "add_special_tokens" in r.getMessage()]) <= 1
+    (ids, warnings, as_token), (plain, *_) = asked(texts, add_special_tokens=False)
+    assert ids == [0, *tokenizer.encode_raw("user: hi")] == tokenizer.encode_raw(texts[0])
+    assert plain == tokenizer.encode_raw("sea")
+    assert not warnings and as_token != as_text
+    assert not asked("sea")[0][1]
+    by_ids = client.completions.create(model="small", prompt=ids, max_tokens=1, temperature=0)
+    assert by_ids.choices[0].detjax["digest"] == as_token
+
+
 # ------------------------------------------------------------------- stop texts, offsets, logprobs
 
 BOS = {"0": 100.0}

@@ -120,6 +120,7 @@ NEUTRAL = {
 OF_KIND = {
     CompletionRequest: {},
     ChatRequest: {
+        "add_special_tokens": (False, True),
         "modalities": (["text"], ["text", "audio"]), "functions": ([], [{"name": "f"}]),
         "function_call": ("none", {"name": "f"}), "verbosity": ("medium", "low"),
         "reasoning_effort": (None, "high"), "audio": (None, {"voice": "alloy", "format": "wav"}),

@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `config.json` of much used models of the supported families, with every key that is in it.
+
+Written down from what is published; of sizes and keys alone, so no weight is needed.
+"""
+
+from typing import Any
+
+Config = dict[str, Any]
+
+
+def _config(architecture: str, model_type: str, sizes: tuple[int, ...], **keys: Any) -> Config:
+    """`sizes`: vocabulary, width, gated channels, layers, heads, heads of keys, context."""
+    names = (
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+        "num_attention_heads", "num_key_value_heads", "max_position_embeddings",
+    )  # fmt: skip
+    common = {
+        "architectures": [architecture], "model_type": model_type, "hidden_act": "silu",
+        "initializer_range": 0.02, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16", "transformers_version": "4.40.0", "use_cache": True,
+    }  # fmt: skip
+    return common | dict(zip(names, sizes, strict=True)) | keys
+
+
+def llama(*sizes: int, **keys: Any) -> Config:
+    more = {"bos_token_id": 1, "eos_token_id": 2, "pretraining_tp": 1, "rope_scaling": None}
+    return _config("LlamaForCausalLM", "llama", sizes, **more | keys)
+
+
+LLAMA3_KEYS: Config = {
+    "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009], "mlp_bias": False, "rope_theta": 500000.0,
+}  # fmt: skip
+LLAMA31_ROPE = {
+    "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192, "rope_type": "llama3",
+}  # fmt: skip
+
+
+def llama31(*sizes: int, factor: float = 8.0, **keys: Any) -> Config:
+    rope = LLAMA31_ROPE | {"factor": factor}
+    return llama(128256, *sizes, 131072, **LLAMA3_KEYS | {"rope_scaling": rope} | keys)
+
+
+def smollm2(*sizes: int, **keys: Any) -> Config:
+    more = {
+        "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2,
+        "pad_token_id": 2, "rope_interleaved": False, "rope_theta": 100000, "is_llama_config": True,
+        "tie_word_embeddings": True, "mlp_bias": False,
+        "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16", "fp16": "float16"}},
+    }  # fmt: skip
+    return llama(49152, *sizes, 8192, **more | keys)
+
+
+def mistral(*sizes: int, **keys: Any) -> Config:
+    more = {"bos_token_id": 1, "eos_token_id": 2, "sliding_window": None}
+    return _config("MistralForCausalLM", "mistral", sizes, **more | keys)
+
+
+def mixtral(*sizes: int, **keys: Any) -> Config:
+    more = {
+        "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2, "num_experts_per_tok": 2,
+        "num_local_experts": 8, "output_router_logits": False, "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.02, "sliding_window": None,
+    }  # fmt: skip
+    return _config("MixtralForCausalLM", "mixtral", sizes, **more | keys)
+
+
+def qwen2(*sizes: int, **keys: Any) -> Config:
+    more = {
+        "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151645,
+        "max_window_layers": sizes[3], "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
+        "sliding_window": 131072, "use_sliding_window": False,
+    }  # fmt: skip
+    return _config("Qwen2ForCausalLM", "qwen2", sizes, **more | keys)
+
+
+def qwen3(*sizes: int, **keys: Any) -> Config:
+    more = {
+        "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643,
+        "eos_token_id": 151645, "head_dim": 128, "max_window_layers": sizes[2],
+        "rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None,
+        "use_sliding_window": False,
+    }  # fmt: skip
+    return _config("Qwen3ForCausalLM", "qwen3", (151936, *sizes), **more | keys)
+
+
+def qwen3_moe(*sizes: int, **keys: Any) -> Config:
+    more = {
+        "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643,
+        "decoder_sparse_step": 1, "eos_token_id": 151645, "head_dim": 128,
+        "max_window_layers": sizes[2], "mlp_only_layers": [], "moe_intermediate_size": 768,
+        "norm_topk_prob": True, "num_experts": 128, "num_experts_per_tok": 8,
+        "output_router_logits": False, "rms_norm_eps": 1e-6, "rope_scaling": None,
+        "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": None,
+        "use_sliding_window": False,
+    }  # fmt: skip
+    return _config("Qwen3MoeForCausalLM", "qwen3_moe", (151936, *sizes), **more | keys)
+
+
+YARN_QWEN = {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}
+YARN_QWEN3 = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+YARN_CODE = {
+    "AutoConfig": "configuration_llama.LlamaConfig",
+    "AutoModelForCausalLM": "modeling_llama_yarn.LlamaForCausalLM",
+}
+CODER = {"qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True}
+
+LOADED: dict[str, tuple[Config, int]] = {
+    "Llama-2-7b-chat": (llama(32000, 4096, 11008, 32, 32, 32, 4096), 4096),
+    "Llama-2-13b": (llama(32000, 5120, 13824, 40, 40, 40, 4096), 4096),
+    "Llama-2-70b": (llama(32000, 8192, 28672, 80, 64, 8, 4096), 4096),
+    "CodeLlama-7b": (llama(32016, 4096, 11008, 32, 32, 32, 16384, rope_theta=1000000), 16384),
+    "Meta-Llama-3-8B": (llama(128256, 4096, 14336, 32, 32, 8, 8192, **LLAMA3_KEYS), 8192),
+    "Llama-3.1-8B-Instruct": (llama31(4096, 14336, 32, 32, 8), 131072),
+    "Llama-3.1-70B-Instruct": (llama31(8192, 28672, 80, 64, 8), 131072),
+    "Llama-3.1-405B": (llama31(16384, 53248, 126, 128, 8), 131072),
+    "Llama-3.2-1B-Instruct": (
+        llama31(2048, 8192, 16, 32, 8, factor=32.0, head_dim=64, tie_word_embeddings=True), 131072),
+    "Llama-3.2-3B-Instruct": (
+        llama31(3072, 8192, 28, 24, 8, factor=32.0, head_dim=128, tie_word_embeddings=True),
+        131072),
+    "Llama-3.3-70B-Instruct": (llama31(8192, 28672, 80, 64, 8), 131072),
+    "Hermes-3-Llama-3.1-8B": (llama31(4096, 14336, 32, 32, 8, eos_token_id=128040), 131072),
+    "Llama-3.1-Tulu-3-8B": (llama31(4096, 14336, 32, 32, 8, vocab_size=128264), 131072),
+    "Llama-3.1-Nemotron-70B": (llama31(8192, 28672, 80, 64, 8), 131072),
+    "DeepSeek-R1-Distill-Llama-8B": (llama31(4096, 14336, 32, 32, 8, eos_token_id=128001), 131072),
+    "DeepSeek-R1-Distill-Llama-70B": (llama31(8192, 28672, 80, 64, 8, eos_token_id=128001),
+                                      131072),
+    "unsloth-Llama-3.2-1B": (
+        llama31(2048, 8192, 16, 32, 8, factor=32.0, unsloth_fixed=True, pad_token_id=128004,
+                unsloth_version="2024.9", neftune_noise_alpha=5), 131072),
+    "TinyLlama-1.1B-Chat": (llama(32000, 2048, 5632, 22, 32, 4, 2048), 2048),
+    "vicuna-7b-v1.5": (
+        llama(32000, 4096, 11008, 32, 32, 32, 4096, _name_or_path="vicuna", pad_token_id=0), 4096),
+    "vicuna-7b-v1.5-16k": (
+        llama(32000, 4096, 11008, 32, 32, 32, 4096, max_sequence_length=16384,
+              rope_scaling={"factor": 4.0, "type": "linear"}), 4096),
+    "open_llama_3b": (llama(32000, 3200, 8640, 26, 32, 32, 2048, rms_norm_eps=1e-6), 2048),
+    "SmolLM-135M": (
+        llama(49152, 576, 1536, 30, 9, 3, 2048, tie_word_embeddings=True, attention_bias=False,
+              initializer_range=1 / 24, rope_theta=10000.0), 2048),
+    "SmolLM2-135M-Instruct": (smollm2(576, 1536, 30, 9, 3), 8192),
+    "SmolLM2-360M-Instruct": (smollm2(960, 2560, 32, 15, 5), 8192),
+    "SmolLM2-1.7B-Instruct": (smollm2(2048, 8192, 24, 32, 32, rope_theta=130000), 8192),
+    "Yi-34B": (llama(64000, 7168, 20480, 60, 56, 8, 4096, rope_theta=5000000.0, pad_token_id=0),
+               4096),
+    "Yi-1.5-9B-Chat": (llama(64000, 4096, 11008, 48, 32, 4, 4096, rope_theta=5000000.0), 4096),
+    "SOLAR-10.7B": (llama(32000, 4096, 14336, 48, 32, 8, 4096, rope_theta=10000.0), 4096),
+    "deepseek-llm-7b-chat": (
+        llama(102400, 4096, 11008, 30, 32, 32, 4096, bos_token_id=100000, eos_token_id=100001),
+        4096),
+    "deepseek-coder-6.7b": (
+        llama(32256, 4096, 11008, 32, 32, 32, 16384, bos_token_id=32013, eos_token_id=32021,
+              rope_scaling={"factor": 4.0, "type": "linear"}, rope_theta=100000), 16384),
+    "Falcon3-7B-Instruct": (
+        llama(131072, 3072, 23040, 28, 12, 4, 32768, head_dim=256, rope_theta=1000042,
+              bos_token_id=11, eos_token_id=11), 32768),
+    "granite-7b-base": (llama(32008, 4096, 11008, 32, 32, 32, 2048), 2048),
+    "EuroLLM-9B": (llama(128000, 4096, 12288, 42, 32, 8, 4096), 4096),
+    "open_llama_7b_32K": (
+        llama(32000, 4096, 11008, 32, 32, 32, 32768, rope_scaling={"factor": 8.0, "type": "linear"},
+              auto_map={"AutoModelForCausalLM": "modeling_flash_llama.LlamaForCausalLM"}), 32768),
+    "Yarn-Llama-2-7b-64k": (
+        llama(32000, 4096, 11008, 32, 32, 32, 4096, auto_map=YARN_CODE,
+              rope_scaling={"factor": 16.0, "original_max_position_embeddings": 4096,
+                            "type": "yarn", "finetuned": True}), 65536),
+    "Yarn-Mistral-7b-128k": (
+        mistral(32000, 4096, 14336, 32, 32, 8, 32768, max_sequence_length=131072,
+                auto_map=YARN_CODE, sliding_window=131072, rope_theta=10000.0,
+                rope_scaling={"factor": 16.0, "original_max_position_embeddings": 8192,
+                              "type": "yarn", "finetuned": True}), 131072),
+    "Mistral-7B-v0.1": (
+        mistral(32000, 4096, 14336, 32, 32, 8, 32768, sliding_window=4096, rope_theta=10000.0),
+        32768),
+    "Mistral-7B-Instruct-v0.2": (
+        mistral(32000, 4096, 14336, 32, 32, 8, 32768, rope_theta=1000000.0, attention_dropout=0.0),
+        32768),
+    "Mistral-7B-Instruct-v0.3": (
+        mistral(32768, 4096, 14336, 32, 32, 8, 32768, rope_theta=1000000.0), 32768),
+    "Mistral-Nemo-Instruct-2407": (
+        mistral(131072, 5120, 14336, 40, 32, 8, 1024000, head_dim=128, rope_theta=1000000.0),
+        1024000),
+    "Mistral-Small-24B-Instruct-2501": (
+        mistral(131072, 5120, 32768, 40, 32, 8, 32768, head_dim=128, rope_theta=100000000.0),
+        32768),
+    "Ministral-8B-Instruct-2410": (
+        mistral(131072, 4096, 12288, 36, 32, 8, 32768, head_dim=128, sliding_window=32768,
+                rope_theta=100000000.0), 32768),
+    "zephyr-7b-beta": (
+        mistral(32000, 4096, 14336, 32, 32, 8, 32768, sliding_window=4096, pad_token_id=2), 32768),
+    "openchat-3.5": (
+        mistral(32002, 4096, 14336, 32, 32, 8, 8192, sliding_window=4096, eos_token_id=32000),
+        8192),
+    "Mixtral-8x7B-Instruct": (mixtral(32000, 4096, 14336, 32, 32, 8, 32768), 32768),
+    "Mixtral-8x22B-Instruct": (
+        mixtral(32768, 6144, 16384, 56, 48, 8, 65536, router_jitter_noise=0.0), 65536),
+    "Qwen2-0.5B-Instruct": (
+        qwen2(151936, 896, 4864, 24, 14, 2, 32768, tie_word_embeddings=True), 32768),
+    "Qwen2-72B-Instruct": (qwen2(152064, 8192, 29568, 80, 64, 8, 32768), 32768),
+    "Qwen2.5-0.5B-Instruct": (
+        qwen2(151936, 896, 4864, 24, 14, 2, 32768, tie_word_embeddings=True, sliding_window=32768),
+        32768),
+    "Qwen2.5-1.5B-Instruct": (
+        qwen2(151936, 1536, 8960, 28, 12, 2, 32768, tie_word_embeddings=True, use_mrope=False),
+        32768),
+    "Qwen2.5-7B-Instruct": (qwen2(152064, 3584, 18944, 28, 28, 4, 32768), 32768),
+    "Qwen2.5-7B-Instruct, yarn": (
+        qwen2(152064, 3584, 18944, 28, 28, 4, 32768, rope_scaling=YARN_QWEN), 131072),
+    "Qwen2.5-Coder-32B-Instruct": (
+        qwen2(152064, 5120, 27648, 64, 40, 8, 32768, max_window_layers=70), 32768),
+    "Qwen2.5-72B-Instruct": (
+        qwen2(152064, 8192, 29568, 80, 64, 8, 32768, max_window_layers=70), 32768),
+    "QwQ-32B": (
+        qwen2(152064, 5120, 27648, 64, 40, 8, 40960, sliding_window=32768, rope_scaling=None),
+        40960),
+    "DeepSeek-R1-Distill-Qwen-7B": (
+        qwen2(152064, 3584, 18944, 28, 28, 4, 131072, use_mrope=False, rope_theta=10000,
+              sliding_window=4096), 131072),
+    "Qwen3-0.6B": (qwen3(1024, 3072, 28, 16, 8, 40960, tie_word_embeddings=True), 40960),
+    "Qwen3-8B": (qwen3(4096, 12288, 36, 32, 8, 40960), 40960),
+    "Qwen3-8B, yarn": (qwen3(4096, 12288, 36, 32, 8, 40960, rope_scaling=YARN_QWEN3), 131072),
+    "Qwen3-32B": (qwen3(5120, 25600, 64, 64, 8, 40960), 40960),
+    "Qwen3-4B-Instruct-2507": (
+        qwen3(2560, 9728, 36, 32, 8, 262144, rope_theta=5000000, tie_word_embeddings=True), 262144),
+    "Qwen3-Embedding-8B": (qwen3(4096, 12288, 36, 32, 8, 40960, vocab_size=151665), 40960),
+    "Qwen3-30B-A3B": (qwen3_moe(2048, 6144, 48, 32, 4, 40960), 40960),
+    "Qwen3-30B-A3B-Instruct-2507": (
+        qwen3_moe(2048, 6144, 48, 32, 4, 262144, rope_theta=10000000), 262144),
+    "Qwen3-Coder-30B-A3B-Instruct": (
+        qwen3_moe(2048, 6144, 48, 32, 4, 262144, rope_theta=10000000, max_window_layers=28,
+                  **CODER), 262144),
+    "Qwen3-235B-A22B": (
+        qwen3_moe(4096, 12288, 94, 64, 4, 40960, moe_intermediate_size=1536), 40960),
+}  # fmt: skip
+"""Config, and the context that it has."""
+
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128}
+REFUSED: dict[str, tuple[Config, str]] = {
+    "granite-8b-code": (
+        llama(49152, 4096, 14336, 36, 32, 8, 4096, attention_bias=True, mlp_bias=True),
+        "mlp_bias=True"),
+    "Qwen2.5-7B-Instruct-1M": (
+        qwen2(152064, 3584, 18944, 28, 28, 4, 1010000,
+              dual_chunk_attention_config={"chunk_size": 262144, "local_size": 8192}),
+        "dual_chunk_attention_config"),
+    "Qwen3-8B-FP8": (
+        qwen3(4096, 12288, 36, 32, 8, 40960, quantization_config=FP8), "quantization_config"),
+    "Qwen2.5-7B-Instruct-AWQ": (
+        qwen2(152064, 3584, 18944, 28, 28, 4, 32768, quantization_config=AWQ),
+        "quantization_config"),
+    "a Llama with dynamic NTK": (
+        llama(32000, 4096, 11008, 32, 32, 32, 4096,
+              rope_scaling={"type": "dynamic", "factor": 2.0}), "rope_type='dynamic'"),
+    "a Llama with interleaved rotary channels": (
+        smollm2(576, 1536, 30, 9, 3, rope_interleaved=True), "rope_interleaved=True"),
+    "a Qwen3-MoE with a shared expert": (
+        qwen3_moe(2048, 6144, 48, 32, 4, 40960, **CODER | {"shared_expert_intermediate_size": 512}),
+        "shared_expert_intermediate_size=512"),
+    "e5-mistral-7b": (
+        mistral(32000, 4096, 14336, 32, 32, 8, 32768) | {"architectures": ["MistralModel"]},
+        "architectures"),
+}  # fmt: skip
+"""Config, and what of it changes a logit in a way that is not computed."""
