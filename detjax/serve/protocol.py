@@ -159,7 +159,8 @@ class SamplingFields(CommonFields, forbid_unknown_fields=True, kw_only=True):
         stop: Up to 16 texts that end the answer.
         stop_token_ids: Tokens that do.
         include_stop_str_in_output, ignore_eos, min_tokens, allowed_token_ids, bad_words,
-        repetition_penalty, presence_penalty, frequency_penalty, logprobs_mode, noise: As
+        repetition_penalty, presence_penalty, frequency_penalty, logprobs_mode, noise,
+        skip_special_tokens, spaces_between_special_tokens, truncate_prompt_tokens: As
             `SamplingParams` has them.
         logit_bias: A number for each of some token ids, which are texts in JSON.
         structured_outputs: The form of the answer.
@@ -205,6 +206,9 @@ class SamplingFields(CommonFields, forbid_unknown_fields=True, kw_only=True):
     logit_bias: dict[str, float] | None = None
     logprobs_mode: Name = "raw"
     noise: Name = "per_prompt"
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
     structured_outputs: StructuredOutputs | None = None
 
     def stops(self) -> tuple[str, ...]:
@@ -249,6 +253,11 @@ class SamplingFields(CommonFields, forbid_unknown_fields=True, kw_only=True):
     def check(self) -> None:
         """Refuse what would have to be ignored."""
         super().check()
+        if self.truncate_prompt_tokens == 0 or (self.truncate_prompt_tokens or 0) < -1:
+            raise RefusedError(
+                f"truncate_prompt_tokens={self.truncate_prompt_tokens} must be -1 or at least 1",
+                field="truncate_prompt_tokens",
+            )
         if self.allowed_token_ids == []:
             raise RefusedError(
                 "allowed_token_ids is empty, which leaves no token; leave it out to allow all",
@@ -295,7 +304,8 @@ class CompletionRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True
         if isinstance(self.prompt, str):
             return [self.prompt]
         count, is_ids = len(self.prompt), bool(self.prompt) and isinstance(self.prompt[0], int)
-        if count > max(MAX_PROMPTS, max_len if is_ids else 0):
+        is_cut = is_ids and self.truncate_prompt_tokens is not None
+        if count > max(MAX_PROMPTS, max_len if is_ids else 0) and not is_cut:
             most = f"tokens, more than {max_len}" if is_ids else f"prompts, more than {MAX_PROMPTS}"
             code = "context_length_exceeded" if is_ids else ""
             raise RefusedError(f"prompt has {count} {most}", code=code, field="prompt")
@@ -664,6 +674,8 @@ def sampling_params(
 ) -> SamplingParams:
     """The sampling of a request; what it leaves out is that of `defaults`, else OpenAI's.
 
+    Its prompts are truncated where they are read, so it says nothing of that.
+
     Raises:
         RefusedError: If a value is out of range; the message names it.
     """
@@ -693,6 +705,8 @@ def sampling_params(
             logprobs_mode=fields.logprobs_mode,
             noise=fields.noise,
             include_stop_str_in_output=fields.include_stop_str_in_output,
+            skip_special_tokens=fields.skip_special_tokens,
+            spaces_between_special_tokens=fields.spaces_between_special_tokens,
             structured_output=fields.form(),
             prompt_logprobs=num_scored,
         )

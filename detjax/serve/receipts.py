@@ -32,12 +32,11 @@ def check_receipt(model: ServedModel, *, is_deterministic: bool, max_tokens: int
 
 def receipt_line(model: ServedModel, done: Completion, sampling: SamplingParams) -> str:
     """The receipt of an answer that has ended, canonical JSON, signed if the server has a key."""
-    stream = TextStream(
+    stream = TextStream.of(
+        sampling,
         model.tokenizer,
-        sampling.stop,
         prompt_ids=done.prompt_token_ids,
-        min_tokens=sampling.min_tokens,
-        includes_stop=sampling.include_stop_str_in_output,
+        eos_ids=model.end_token_ids,
     )
     pieces = [stream.push(token_id).text for token_id in done.token_ids]
     output = CompletionOutput(

@@ -114,6 +114,7 @@ class Piece:
         windows: Of drafts, so far.
         prompt_token_ids: The prompt.
         prompt_logprobs: Of the prompt, with the first piece, where they were asked for.
+        num_cached: Tokens of the prompt that the prefix cache had.
     """
 
     prompt_idx: int
@@ -126,18 +127,15 @@ class Piece:
     windows: WindowCounts
     prompt_token_ids: tuple[int, ...] = ()
     prompt_logprobs: PromptLogprobs | None = None
+    num_cached: int = 0
 
 
 class _Sequence:
     """One sequence while it is made. The engine's thread pushes; the stream takes what was told."""
 
-    def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams, prompt_ids: Sequence[int]):
-        self._stream = TextStream(
-            tokenizer,
-            sampling.stop,
-            prompt_ids=prompt_ids,
-            min_tokens=sampling.min_tokens,
-            includes_stop=sampling.include_stop_str_in_output,
+    def __init__(self, model: ServedModel, sampling: SamplingParams, prompt_ids: Sequence[int]):
+        self._stream = TextStream.of(
+            sampling, model.tokenizer, prompt_ids=prompt_ids, eos_ids=model.end_token_ids
         )
         self._tokens: list[tuple[TokenEvent, str]] = []
         self._released: list[str] = []
@@ -415,7 +413,7 @@ class Service:
             RefusedError: If the engine cannot run one, is full, or has stopped; after
                 `Limits.request_s`; when `drain` gives up.
         """
-        tokenizer, n = self.model.tokenizer, sampling.num_sequences
+        model, n = self.model, sampling.num_sequences
         of_tokens = self.tokens_of(sampling)
         sequences: list[list[_Sequence]] = []
         inbox, num_left = _Inbox(self.limits.request_s), [n] * len(prompts)
@@ -428,7 +426,7 @@ class Service:
             for i, ids in enumerate(prompts):
                 if i:  # WHY: a thousand prompts of a thousand sequences take seconds
                     await asyncio.sleep(0)
-                sequences.append([_Sequence(tokenizer, sampling, ids) for _ in range(n)])
+                sequences.append([_Sequence(model, sampling, ids) for _ in range(n)])
                 request_id = self._engine.open(
                     ids,
                     of_tokens,
@@ -600,4 +598,5 @@ def _piece(
         completion=completion,
         windows=output.windows,
         prompt_token_ids=prompt_ids,
+        num_cached=output.num_cached_tokens,
     )
