@@ -6,7 +6,9 @@ OpenAI has and detjax cannot honour is taken only with the value that asks for n
 that an optional field is absent.
 """
 
+import dataclasses
 import functools
+import re
 import typing
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -245,6 +247,23 @@ class SamplingFields(CommonFields, forbid_unknown_fields=True, kw_only=True):
     def form_field(self) -> str:
         """Which field says the form."""
         return "structured_outputs"
+
+    def names(self) -> dict[str, str]:
+        """What this request calls what the library names otherwise."""
+        return {"structured_output": self.form_field(), "bad_words_token_ids": "bad_words"}
+
+    def as_asked(self, error: RefusedError) -> RefusedError:
+        """An error of the library in the words of this request, with the field that it is about.
+
+        Where the error has none it is the first field of the sampling that the message names.
+        """
+        names = self.names()
+        words = re.compile(rf"\b({'|'.join(names)})(?=[=\[,]|$)")
+        message = words.sub(lambda found: names[found[1]], str(error))
+        field = self.form_field() if error.field == "structured_outputs" else error.field
+        if not field and error.status == 400:
+            field = next((word for word in re.findall(r"\w+", message) if word in _SAMPLED), "")
+        return RefusedError(message, status=error.status, code=error.code, field=field)
 
     def num_candidates(self) -> int:
         """Answers that are made, of which the best are given; 0 is those that are given."""
@@ -503,6 +522,11 @@ class ChatRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
             return "tools"
         return super().form_field() if self.response_format is None else "response_format"
 
+    def names(self) -> dict[str, str]:
+        """What this request calls what the library names otherwise."""
+        has_other = self.max_completion_tokens is not None
+        return super().names() | ({"max_tokens": "max_completion_tokens"} if has_other else {})
+
     def variables(self) -> dict[str, Any]:
         """What the template sees beside the messages."""
         has_tools = self.tool_choice != "none"
@@ -660,6 +684,7 @@ def _field_of(message: str) -> str:
     return ".".join(filter(None, [path.partition("[...]")[0], *names]))
 
 
+_SAMPLED = {field.name for field in dataclasses.fields(SamplingParams)} | {"priority"}
 NO_DEFAULTS: Mapping[str, Any] = MappingProxyType({})
 _OPENAI = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
@@ -714,5 +739,4 @@ def sampling_params(
     except ValueError as error:
         if isinstance(error, RefusedError):
             raise
-        field = str(error).partition("=")[0].partition("[")[0]
-        raise RefusedError(str(error), field=field if field.isidentifier() else "") from error
+        raise fields.as_asked(RefusedError(str(error))) from error

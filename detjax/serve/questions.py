@@ -83,6 +83,14 @@ class Reader:
     async def body(self, request: Request) -> bytes:
         """The body, no larger and no later than allowed."""
         limits, body = self._service.limits, bytearray()
+        coding = request.headers.get("content-encoding", "").strip()
+        if coding.lower() not in ("", "identity"):
+            raise RefusedError(
+                f"Content-Encoding: {coding[:80]} is not supported; send the body as it is",
+                status=415,
+                code="unsupported_encoding",
+                field="Content-Encoding",
+            )
         try:
             async with asyncio.timeout(limits.body_s):
                 async for part in request.stream():

@@ -8,9 +8,11 @@ import dataclasses
 import enum
 import functools
 import math
+import re
 import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -282,6 +284,9 @@ class Service:
         """Take over an engine, and requests from now on."""
         if self._texts is not None:
             self._texts.close()
+        # WHY: its errors go to clients, who know the model by this name, not by its folder.
+        tokenizer = dataclasses.replace(model.tokenizer, source=Path(model.name))
+        model = dataclasses.replace(model, tokenizer=tokenizer)
         self._model, self._engine = model, AsyncEngine(model.engine)
         self.opened_at_s = int(time.time())
         self._texts = Texts(
@@ -512,8 +517,8 @@ class Service:
             case SelfCheckError():
                 return RefusedError(str(error), status=503, code="self_check_failed")
             case EngineStoppedError():
-                self.state, self.why_failed = ServiceState.FAILED, str(error)
-                return RefusedError(str(error), status=500, code="engine_stopped")
+                self.state, self.why_failed = ServiceState.FAILED, _less_folders(str(error))
+                return RefusedError(self.why_failed, status=500, code="engine_stopped")
             case TimeoutError():
                 return RefusedError(
                     f"the answer took longer than {self.limits.request_s:g} s",
@@ -570,6 +575,11 @@ def _read_grammars(engine: StepsRequests) -> None:
     one = Request(prompt_token_ids=(0,), sampling=sampling, is_deterministic=False)
     with contextlib.suppress(ValueError, RuntimeError):  # told to whoever asks for a form
         engine.check_request(one)
+
+
+def _less_folders(text: str) -> str:
+    """The text without the folders of this machine: of a path its last name."""
+    return re.sub(r"(?<![\w/:])/(?:[\w.+-]+/)+(?=[\w.+-])", "", text)
 
 
 def _listener(sequences: Sequence[_Sequence]) -> OnToken:

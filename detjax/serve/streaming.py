@@ -15,6 +15,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from detjax.serve.answers import Json, Usage, error_body
+from detjax.serve.options import ACCESS_LOG
 from detjax.serve.protocol import RefusedError
 from detjax.serve.questions import Asked, Reading
 from detjax.serve.reading import AnswerReader
@@ -22,7 +23,7 @@ from detjax.serve.service import Piece, Service
 from detjax.serving.completions import best
 from detjax.serving.request import FinishReason
 
-ACCESS_LOG = logging.getLogger("detjax.serve.access")
+LOG = logging.getLogger(ACCESS_LOG)
 
 CLIENT_LEFT = 499
 """In the log, where a client did not wait for its answer; it is not sent to anybody."""
@@ -135,26 +136,24 @@ async def pieces_of(service: Service, request: Request, reading: Reading) -> Pie
 
     It holds its place from its reading on. Whoever stops listening ends the reading as well.
     """
-    with service.admitted(key_of(request)):
-        asked = await reading.run()
-        if service.limits.logs_prompts:
-            await log_prompts(service, request, asked)
-        pieces = service.stream(
-            [question.token_ids for question in asked.questions],
-            asked.shape.sampling,
-            is_deterministic=asked.shape.is_deterministic,
-            priority=asked.fields.priority,
-            cache_salt=asked.fields.cache_salt,
-            is_whole=not asked.fields.stream,
-        )
-        try:
+    try:
+        with service.admitted(key_of(request)):
+            asked = await reading.run()
+            if service.limits.logs_prompts:
+                await log_prompts(service, request, asked)
+            pieces = service.stream(
+                [question.token_ids for question in asked.questions],
+                asked.shape.sampling,
+                is_deterministic=asked.shape.is_deterministic,
+                priority=asked.fields.priority,
+                cache_salt=asked.fields.cache_salt,
+                is_whole=not asked.fields.stream,
+            )
             async with contextlib.aclosing(pieces):
                 async for found in pieces:
                     yield asked, found
-        except RefusedError as error:
-            if error.field == "structured_outputs":
-                error.field = asked.fields.form_field()
-            raise
+    except RefusedError as error:
+        raise reading.fields.as_asked(error) from error
 
 
 async def whole(pieces: Pieces) -> Json:
@@ -341,14 +340,14 @@ def id_of(request: Request) -> str:
 async def log_prompts(service: Service, request: Request, asked: Asked) -> None:
     """One line a prompt, with its text as JSON, so that it is one line."""
     for text in await service.texts.decode([one.token_ids for one in asked.questions]):
-        ACCESS_LOG.info("%s prompt %s", id_of(request), msgspec.json.encode(text).decode())
+        LOG.info("%s prompt %s", id_of(request), msgspec.json.encode(text).decode())
 
 
 def log(request: Request, status: int, begin_s: float) -> None:
     """One line a request; no text of anybody."""
     client = request.client.host if request.client else "-"
-    ACCESS_LOG.info(
+    LOG.info(
         "%s %s %s %d %.3f s %s",
         client, request.method, request.scope["path"], status, time.perf_counter() - begin_s,
-        id_of(request),
+        id_of(request), extra={"path": request.scope["path"]},
     )  # fmt: skip

@@ -194,7 +194,7 @@ class Scheduler:
             self._replicas[seq.replica].prefixes.register(seq, len(seq.tokens) - 1)
 
     def forget_pages(self) -> None:
-        """Empty the prefix cache, as its pages are of other weights than those to come."""
+        """Empty the prefix cache. Who runs keeps its pages, which nobody else finds any more."""
         for replica in self._replicas:
             replica.prefixes.clear()
 

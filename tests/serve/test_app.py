@@ -581,3 +581,17 @@ def test_the_tokens_of_a_prompt_that_the_cache_had_are_counted(client, llm):
         last = client.post(f"/v1/{path}", json=body).text
         assert f'"cached_tokens":{told[-1]}' in last
     assert told[0::2] == [0, 0] and told[1] == told[3] >= page_len
+
+
+def test_the_prefix_cache_is_forgotten_when_asked(client):
+    asked = {"prompt": " ".join(f"page{i}" for i in range(64)), "cache_salt": "reset"}
+
+    def cached() -> int:
+        return answer(client, **asked)["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    before = answer(client, **asked)["choices"]
+    assert cached() > 0
+    told = client.post("/reset_prefix_cache")
+    assert (told.status_code, told.json()) == (200, {"status": "reset"})
+    assert cached() == 0 and cached() > 0
+    assert answer(client, **asked)["choices"][0]["detjax"] == before[0]["detjax"]
