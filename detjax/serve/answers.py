@@ -106,6 +106,9 @@ class Shape:
             place = {} if num_calls is None else {"index": number}
             made = {"id": self._call_id(index, number), "type": "function"}
             calls.append(place | made | {"function": call._asdict()})
+        if said.arguments:
+            more = {"index": (num_calls or 0) - 1, "function": {"arguments": said.arguments}}
+            calls.insert(0, more)
         return told | ({"tool_calls": calls} if calls else {})
 
     def _call_id(self, index: int, number: int) -> str:

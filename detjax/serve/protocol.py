@@ -113,13 +113,13 @@ class CommonFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         model: The served name.
         user, metadata, safety_identifier, prompt_cache_key: For the caller's own records; they
             decide nothing.
-        store, parallel_tool_calls, service_tier, prompt_cache_retention, prompt_cache_options,
-        moderation: Taken only as `NEUTRAL` has them.
+        parallel_tool_calls: Whether several calls of tools are told; if not, the first alone is.
+        store, service_tier, prompt_cache_retention, prompt_cache_options, moderation: Taken only as
+            `NEUTRAL` has them.
     """
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "store": (False,),
-        "parallel_tool_calls": (True,),
         "service_tier": ("auto", "default"),
         "prompt_cache_retention": ("in_memory",),
         "prompt_cache_options": ({},),

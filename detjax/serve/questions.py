@@ -248,6 +248,7 @@ class Reader:
             tools,
             prompt=tokenizer.decode(prompt_ids[-_TAIL:]),
             is_forced=bool(forced),
+            is_single=asked.parallel_tool_calls is False,
         )
         return None if form.is_plain else form
 

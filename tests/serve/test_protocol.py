@@ -114,7 +114,7 @@ def test_null_is_absent_in_records_of_a_request_and_stays_in_free_objects():
 NAMED = {"type": "function", "function": {"name": "f"}}
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 NEUTRAL = {
-    "store": (False, True), "parallel_tool_calls": (True, False), "service_tier": ("auto", "flex"),
+    "store": (False, True), "service_tier": ("auto", "flex"),
     "prompt_cache_retention": ("in_memory", "24h"),
 }  # fmt: skip
 OF_KIND = {
