@@ -99,6 +99,9 @@ class PacedEngine:
         """Nothing is checked."""
         return False
 
+    def reset_prefix_cache(self) -> None:
+        """There is none."""
+
     def stats(self) -> EngineStats:
         """Nothing is counted."""
         return EngineStats(num_pages=0)

@@ -20,12 +20,16 @@ try:
 
     from detjax.serve.__main__ import check_options, make_parser
     from detjax.serve.app import make_app
+    from detjax.serve.options import ACCESS_LOG, access_filter, web_options
     from detjax.serve.server import make_limits, open_model
     from detjax.serve.service import Service, ServiceState
 except ImportError as error:
     raise ImportError(f'{error}; pip install "detjax[ray]"') from error
 
-_OF_RAY = frozenset("host port coordinator num_processes process_id drain_timeout help".split())
+_OF_RAY = frozenset(
+    "host port coordinator num_processes process_id drain_timeout help ssl_keyfile ssl_certfile "
+    "ssl_ca_certs ssl_cert_reqs".split()
+)
 """Options of the command that Ray decides in its place."""
 
 # ------------------------------------------------------------------------------------- Ray Serve
@@ -36,14 +40,15 @@ class Server:
 
     def __init__(self, argv: Sequence[str]):
         """Open the model of these options."""
-        logging.getLogger("detjax.serve").setLevel(logging.INFO)
         args = make_parser().parse_args(argv)
+        logging.getLogger("detjax.serve").setLevel(args.log_level.upper())
+        logging.getLogger(ACCESS_LOG).addFilter(access_filter(args))
         self._service = Service(open_model(args), make_limits(args))
-        self._api_keys = args.api_key
+        self._web = web_options(args)
 
     def __serve_build_asgi_app__(self) -> Starlette:
         """Ray Serve asks for the application here."""
-        return make_app(self._service, api_keys=self._api_keys)
+        return make_app(self._service, self._web)
 
     def check_health(self) -> None:
         """Ray Serve asks this now and then, and replaces a replica that raises."""

@@ -29,7 +29,9 @@ def configure_virtual_devices(count: int) -> None:
         if jax.default_backend() == "cpu" and len(jax.devices("cpu")) < count:
             raise ValueError(
                 f"dp * tp needs {count} devices, but JAX has already started with "
-                f"{len(jax.devices('cpu'))}; set the mesh before using any array"
+                f"{len(jax.devices('cpu'))} on the CPU; in a new process open the model before "
+                "anything else uses JAX, or begin with "
+                f"jax.config.update('jax_num_cpu_devices', {count})"
             ) from error
 
 

@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +24,13 @@ from detjax.models.hub import check_model
 from detjax.models.tokenizer import read_template_file
 from detjax.parallel.job_spec import JobSpec, find_job
 from detjax.proof.signing import SigningKey
-from detjax.serve.options import engine_options
+from detjax.serve.options import (
+    ACCESS_LOG,
+    LOG_LEVELS,
+    access_filter,
+    engine_options,
+    texts_of_option,
+)
 from detjax.serving.config import MODES, SELF_CHECKS, EngineConfig
 from detjax.source import default_cache_dir
 
@@ -115,6 +122,8 @@ def make_parser() -> argparse.ArgumentParser:
     http.add_argument("--port", type=int, default=8000, help="0 takes a free one")
     http.add_argument("--api-key", action="append", default=[], metavar="KEY",
                       help="may be repeated; also DETJAX_API_KEY; none: all may ask")  # fmt: skip
+    http.add_argument("--metrics-without-key", action="store_true",
+                      help="let anybody read /metrics")  # fmt: skip
     http.add_argument("--sign", metavar="KEY",
                       help="sign receipts with this ed25519 key, a PEM file")  # fmt: skip
     http.add_argument("--max-body-mb", type=float, default=8.0, help="of a request")
@@ -130,7 +139,35 @@ def make_parser() -> argparse.ArgumentParser:
                       "is there")  # fmt: skip
     http.add_argument("--drain-timeout", type=float, default=30.0, metavar="SECONDS",
                       help="what open answers have after SIGTERM")  # fmt: skip
+    http.add_argument("--log-level", "--uvicorn-log-level", choices=LOG_LEVELS, default="info",
+                      help="least level of what is logged; a request's line is info")  # fmt: skip
+    http.add_argument("--disable-uvicorn-access-log", action="store_true",
+                      help="log no line for a request")  # fmt: skip
+    http.add_argument("--disable-access-log-for-endpoints", default="", metavar="PATHS",
+                      help="log no line for requests of these paths, such as "
+                      "/health/ready,/metrics")  # fmt: skip
+    _add_browser_options(parser)
     return parser
+
+
+def _add_browser_options(parser: argparse.ArgumentParser) -> None:
+    tls = parser.add_argument_group("HTTPS")
+    tls.add_argument("--ssl-keyfile", metavar="FILE", help="of the certificate, PEM")
+    tls.add_argument("--ssl-certfile", metavar="FILE", help="the certificate, PEM")
+    tls.add_argument("--ssl-ca-certs", metavar="FILE",
+                     help="authorities whose client certificates are taken")  # fmt: skip
+    tls.add_argument("--ssl-cert-reqs", type=int, choices=(0, 1, 2), default=0,
+                     help="0: clients need no certificate; 1: one that is sent is checked; 2: each "
+                     "needs one")  # fmt: skip
+    cors = parser.add_argument_group("pages of other origins (CORS)")
+    for name, what in (
+        ("origins", "pages of these may ask, such as https://a.example; * is all (default: none)"),
+        ("methods", "that they may ask with"),
+        ("headers", "that they may send"),
+    ):
+        cors.add_argument(f"--allowed-{name}", nargs="+", metavar="TEXT", action="extend",
+                          type=texts_of_option, help=f"{what}; or a list as JSON")  # fmt: skip
+    cors.add_argument("--allow-credentials", action="store_true", help="cookies and the like")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -162,7 +199,7 @@ def _start(args: argparse.Namespace, job: JobSpec | None, listener: socket.socke
     if listener is None:
         assert job is not None
         return follow_server(args, job, open_llm)
-    _log_to_stderr()
+    _log_to_stderr(args)
     return asyncio.run(serve(args, listener, job))
 
 
@@ -232,10 +269,22 @@ def check_files(args: argparse.Namespace) -> None:
             read_template_file(Path(args.chat_template))
         except ValueError as error:
             raise ValueError(f"--chat-template: {error}") from error
+    for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs"):
+        if (path := getattr(args, name)) is not None and not Path(path).is_file():
+            raise FileNotFoundError(f"--{name.replace('_', '-')} {path} is no file")
+    if args.ssl_certfile is not None:
+        try:
+            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
+                args.ssl_certfile, args.ssl_keyfile
+            )
+        except (ssl.SSLError, OSError) as error:
+            raise ValueError(
+                f"--ssl-certfile {args.ssl_certfile} with --ssl-keyfile {args.ssl_keyfile}: {error}"
+            ) from error
     check_model(args.model, revision=args.revision)
 
 
-def _log_to_stderr() -> None:
+def _log_to_stderr(args: argparse.Namespace) -> None:
     # WHY: a handler of its own, as libraries that load later replace those of the root logger.
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
@@ -243,7 +292,8 @@ def _log_to_stderr() -> None:
     for name in ("detjax.serve", "detjax.serving.model_runner"):
         log = logging.getLogger(name)
         log.handlers, log.propagate = [handler], False
-        log.setLevel(logging.INFO)
+        log.setLevel(args.log_level.upper())
+    logging.getLogger(ACCESS_LOG).addFilter(access_filter(args))
 
 
 def check_options(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
@@ -266,6 +316,14 @@ def check_options(parser: argparse.ArgumentParser, args: argparse.Namespace) -> 
             f"--requests-per-key {args.requests_per_key} counts by key, and there is none; give "
             "--api-key too"
         )
+    if args.ssl_certfile is None and (args.ssl_keyfile or args.ssl_ca_certs or args.ssl_cert_reqs):
+        parser.error("--ssl-keyfile and --ssl-ca-certs are of HTTPS; give --ssl-certfile too")
+    if args.ssl_cert_reqs and args.ssl_ca_certs is None:
+        parser.error(f"--ssl-cert-reqs {args.ssl_cert_reqs} needs --ssl-ca-certs")
+    if not args.allowed_origins and (
+        args.allowed_methods or args.allowed_headers or args.allow_credentials
+    ):
+        parser.error("--allowed-methods and the like need --allowed-origins")
     for name in ("host", "served_model_name"):
         if getattr(args, name) is not None and not getattr(args, name).strip():
             parser.error(f"--{name.replace('_', '-')} is empty; leave it out for its default")

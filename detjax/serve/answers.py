@@ -108,6 +108,9 @@ class Shape:
             place = {} if num_calls is None else {"index": number}
             made = {"id": self._call_id(index, number), "type": "function"}
             calls.append(place | made | {"function": call._asdict()})
+        if said.arguments:
+            more = {"index": (num_calls or 0) - 1, "function": {"arguments": said.arguments}}
+            calls.insert(0, more)
         return told | ({"tool_calls": calls} if calls else {})
 
     def _call_id(self, index: int, number: int) -> str:
@@ -238,13 +241,28 @@ def _reason(reason: FinishReason | None, *, has_calls: bool = False) -> str | No
     return None if reason is None else reason.value
 
 
-def usage(num_prompt: int, num_tokens: int) -> Json:
-    """Tokens of a request."""
-    return {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": num_tokens,
-        "total_tokens": num_prompt + num_tokens,
-    }
+class Usage:
+    """Counts the tokens of a request, piece by piece."""
+
+    def __init__(self, num_prompt: int):
+        """Begin with those of its prompts."""
+        self._num_prompt, self._num_tokens = num_prompt, 0
+        self._cached: dict[int, int] = {}
+
+    def add(self, piece: Piece) -> None:
+        """Take a piece."""
+        self._num_tokens += len(piece.tokens)
+        if piece.sequence_idx == 0:  # the others find what the first of a prompt has computed
+            self._cached[piece.prompt_idx] = piece.num_cached
+
+    def as_dict(self) -> Json:
+        """As completions have it."""
+        return {
+            "prompt_tokens": self._num_prompt,
+            "completion_tokens": self._num_tokens,
+            "total_tokens": self._num_prompt + self._num_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
+        }
 
 
 def error_body(message: str, *, status: int, code: str, field: str) -> Json:

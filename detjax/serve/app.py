@@ -7,18 +7,29 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from detjax.serve.answers import error_body
-from detjax.serve.information import PAGE_FILES, Information
-from detjax.serve.protocol import ChatRequest, CompletionRequest, RefusedError
+from detjax.serve.information import PAGE_FILES, PAGE_POLICY, Information
+from detjax.serve.openapi import Operation, document, page
+from detjax.serve.options import WebOptions
+from detjax.serve.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    RefusedError,
+    TokenizeRequest,
+)
 from detjax.serve.questions import Reader
 from detjax.serve.responses import ResponsesRequest, ResponseWriter, form_of, named_as_asked
 from detjax.serve.service import Service
@@ -31,24 +42,31 @@ Run = Callable[[Request], Awaitable[Response]]
 PAGE_PATHS = ("/", *(f"/{name}" for name in PAGE_FILES))
 MAX_ID_CHARS = 128
 _ID = re.compile(f"[!-~]{{1,{MAX_ID_CHARS}}}")
-OPEN_PATHS = frozenset(("/health", "/health/live", "/health/ready", "/version", *PAGE_PATHS))
+OPEN_PATHS = frozenset((
+    "/health", "/health/live", "/health/ready", "/version", "/openapi.json", "/docs", *PAGE_PATHS,
+))  # fmt: skip
 """Paths that need no key."""
 
+OPEN_TO_ALL = WebOptions()
 
-def make_app(service: Service, *, api_keys: Sequence[str] = ()) -> Starlette:
-    """The application. With `api_keys` all routes but those of `OPEN_PATHS` ask for one."""
+
+def make_app(service: Service, options: WebOptions = OPEN_TO_ALL) -> Starlette:
+    """The application. With keys all routes but those of `OPEN_PATHS` ask for one."""
     reader = Reader(service)
-    about, keys = Information(service, reader), [key.encode() for key in api_keys]
+    about, gate = Information(service, reader), _Gate.of(options)
 
     async def completions(request: Request) -> Response:
+        """Continue texts or token ids."""
         asked = await reader.parsed(request, CompletionRequest)
         return await respond(service, request, reader.completion(asked, id_of(request)))
 
     async def chat(request: Request) -> Response:
+        """Answer a conversation."""
         asked = await reader.parsed(request, ChatRequest)
         return await respond(service, request, reader.chat(asked, id_of(request)))
 
     async def responses(request: Request) -> Response:
+        """Answer a text or a conversation, in the form of OpenAI's responses."""
         asked = await reader.parsed(request, ResponsesRequest)
         asked.check()
         with named_as_asked(asked):
@@ -58,29 +76,84 @@ def make_app(service: Service, *, api_keys: Sequence[str] = ()) -> Starlette:
                 writer=functools.partial(ResponseWriter, asked),
             )  # fmt: skip
 
-    table: tuple[tuple[str, str, Run], ...] = (
-        *(("GET", path, about.page) for path in PAGE_PATHS),
-        ("GET", "/health", about.health),
-        ("GET", "/health/live", about.live),
-        ("GET", "/health/ready", about.ready),
-        ("GET", "/version", about.version),
-        ("GET", "/metrics", about.metrics),
-        ("GET", "/v1/models", about.models),
-        ("GET", "/v1/models/{name:path}", about.model),
-        ("GET", "/tokenizer_info", about.tokenizer_info),
-        ("POST", "/tokenize", about.tokenize),
-        ("POST", "/detokenize", about.detokenize),
-        ("POST", "/v1/completions", completions),
-        ("POST", "/v1/chat/completions", chat),
-        ("POST", "/v1/responses", responses),
+    async def openapi(request: Request) -> Response:
+        """This document."""
+        return reply(told)
+
+    async def docs(request: Request) -> Response:
+        """This document, for people."""
+        headers = {"Content-Security-Policy": PAGE_POLICY}
+        return Response(page(told), media_type="text/html", headers=headers)
+
+    table: tuple[tuple[str, str, Run, type[msgspec.Struct] | None], ...] = (
+        *(("GET", path, about.page, None) for path in PAGE_PATHS),
+        ("GET", "/health", about.health, None),
+        ("GET", "/health/live", about.live, None),
+        ("GET", "/health/ready", about.ready, None),
+        ("GET", "/version", about.version, None),
+        ("GET", "/metrics", about.metrics, None),
+        ("POST", "/reset_prefix_cache", about.reset_prefix_cache, None),
+        ("GET", "/v1/models", about.models, None),
+        ("GET", "/v1/models/{name:path}", about.model, None),
+        ("GET", "/tokenizer_info", about.tokenizer_info, None),
+        ("POST", "/tokenize", about.tokenize, TokenizeRequest),
+        ("POST", "/detokenize", about.detokenize, DetokenizeRequest),
+        ("POST", "/v1/completions", completions, CompletionRequest),
+        ("POST", "/v1/chat/completions", chat, ChatRequest),
+        ("POST", "/v1/responses", responses, ResponsesRequest),
+        ("GET", "/openapi.json", openapi, None),
+        ("GET", "/docs", docs, None),
     )
+    told = document([
+        Operation(
+            verb=verb,
+            path=path.replace(":path", ""),
+            summary=(run.__doc__ or "").partition("\n")[0],
+            asks=asks,
+            is_open=path in gate.open_paths,
+        )
+        for verb, path, run, asks in table
+        if path not in PAGE_PATHS
+    ])  # fmt: skip
     return Starlette(
-        routes=[Route(path, _guarded(run, keys), methods=[verb]) for verb, path, run in table],
+        routes=[Route(path, _guarded(run, gate), methods=[verb]) for verb, path, run, _ in table],
         exception_handlers={HTTPException: _http_error},
+        middleware=_middleware(options),
     )
 
 
-def _guarded(run: Run, keys: Sequence[bytes]) -> Run:
+def _middleware(options: WebOptions) -> list[Middleware]:
+    """What lets pages of other origins ask, if some may."""
+    if not options.origins:
+        return []
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=options.origins,
+            allow_methods=options.methods,
+            allow_headers=options.headers,
+            allow_credentials=options.has_credentials,
+            expose_headers=("X-Request-Id", "Retry-After"),
+        )
+    ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Gate:
+    """The keys, none where all may ask, and the paths that need none."""
+
+    keys: tuple[bytes, ...]
+    open_paths: frozenset[str]
+
+    @classmethod
+    def of(cls, options: WebOptions) -> "_Gate":
+        """As the options have it."""
+        more = {"/metrics"} if options.has_open_metrics else set[str]()
+        keys = tuple(key.encode() for key in options.api_keys)
+        return cls(keys=keys, open_paths=OPEN_PATHS | more)
+
+
+def _guarded(run: Run, gate: _Gate) -> Run:
     """A route with its key checked, its refusals told, and a line in the log."""
 
     async def guarded_route(request: Request) -> Response:
@@ -88,7 +161,7 @@ def _guarded(run: Run, keys: Sequence[bytes]) -> Run:
         request.state.request_id = uuid.uuid4().hex
         try:
             request.state.request_id = _given_id(request) or id_of(request)
-            _check_key(request, keys)
+            _check_key(request, gate)
             response = await run(request)
         except RefusedError as error:
             response = _refusal(error)
@@ -118,12 +191,12 @@ def _given_id(request: Request) -> str:
     return given
 
 
-def _check_key(request: Request, keys: Sequence[bytes]) -> None:
+def _check_key(request: Request, gate: _Gate) -> None:
     # WHY: the path that is routed. That of `request.url` has in it what the Host header says.
-    if not keys or request.scope["path"] in OPEN_PATHS:
+    if not gate.keys or request.scope["path"] in gate.open_paths:
         return
     given = key_of(request).encode()
-    if not any([hmac.compare_digest(given, key) for key in keys]):
+    if not any([hmac.compare_digest(given, key) for key in gate.keys]):
         raise RefusedError(
             "the API key is missing or wrong; send Authorization: Bearer KEY",
             status=401,

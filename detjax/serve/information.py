@@ -89,6 +89,14 @@ class Information:
         """In Prometheus' text format."""
         return Response(metrics.render(self._service), media_type="text/plain; version=0.0.4")
 
+    async def reset_prefix_cache(self, request: Request) -> Response:
+        """Forget cached prefixes. Later prompts are computed anew, with the same bits."""
+        try:
+            self._service.model.engine.reset_prefix_cache()
+        except ValueError as error:
+            raise RefusedError(str(error)) from error
+        return reply({"status": "reset"})
+
     async def models(self, request: Request) -> Response:
         """The one model, in a list."""
         return reply({"object": "list", "data": [self._model_card()]})

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the engine counts, as Prometheus reads it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
@@ -13,7 +13,14 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from detjax.serve.service import Service, ServiceState
-from detjax.serving.metrics import EngineStats, Histogram
+from detjax.serving.metrics import (
+    BETWEEN_TOKENS_BOUNDS,
+    END_TO_END_BOUNDS,
+    FIRST_TOKEN_BOUNDS,
+    LOG_BOUNDS,
+    EngineStats,
+    Histogram,
+)
 
 GAUGES = {
     "num_waiting": "Sequences in the queue.",
@@ -53,6 +60,27 @@ HISTOGRAMS = {
     "end_to_end_s": ("end_to_end_seconds", "From arrival to the end."),
     "step_s": ("step_seconds", "Of the engine."),
 }
+VLLM_GAUGES = {
+    "num_requests_running": "num_running",
+    "num_requests_waiting": "num_waiting",
+}
+VLLM_COUNTERS = {
+    "num_preemptions": "num_preempted",
+    "prompt_tokens": "prompt_tokens",
+    "generation_tokens": "decode_tokens",
+    "prefix_cache_queries": "prompt_tokens",
+    "prefix_cache_hits": "prefix_tokens",
+    "spec_decode_num_drafts": "num_windows",
+    "spec_decode_num_draft_tokens": "draft_tokens",
+    "spec_decode_num_accepted_tokens": "accepted_tokens",
+}
+VLLM_HISTOGRAMS = {
+    "time_to_first_token_seconds": ("first_token_s", FIRST_TOKEN_BOUNDS),
+    "inter_token_latency_seconds": ("between_tokens_s", BETWEEN_TOKENS_BOUNDS),
+    "time_per_output_token_seconds": ("between_tokens_s", BETWEEN_TOKENS_BOUNDS),
+    "e2e_request_latency_seconds": ("end_to_end_s", END_TO_END_BOUNDS),
+}
+"""Metrics under vLLM's names, and of what they are. The last but one is its older name."""
 
 
 class EngineCollector(Collector):
@@ -65,7 +93,9 @@ class EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """All of them, and the state of the server."""
         if self._service.state is not ServiceState.STARTING:
-            yield from _of_engine(self._service.stats())
+            stats = self._service.stats()
+            yield from _of_engine(stats)
+            yield from _as_vllm(stats, self._service.model.name)
         state = GaugeMetricFamily("detjax_state", "1 for the state it is in.", labels=["state"])
         for one in ServiceState:
             state.add_metric([one.value], float(self._service.state is one))
@@ -91,14 +121,43 @@ def _of_engine(stats: EngineStats) -> Iterator[Metric]:
         )
 
 
-def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
-    """Cumulative counts at every fourth edge: a factor of 2 apart."""
-    total, buckets = 0, []
-    for i, count in enumerate(histogram.counts[:-1]):
-        total += count
-        if i % 4 == 0:
-            buckets.append((f"{histogram.edge(i):.6g}", float(total)))
-    return [*buckets, ("+Inf", float(histogram.count))]
+def _as_vllm(stats: EngineStats, model_name: str) -> Iterator[Metric]:
+    """The same under vLLM's names, with its labels and buckets, for dashboards that know these."""
+    names, labels = ("model_name", "engine"), (model_name, "0")
+    gauges = {name: float(getattr(stats, of)) for name, of in VLLM_GAUGES.items()}
+    gauges["kv_cache_usage_perc"] = stats.num_pages_held / max(stats.num_pages, 1)
+    for name, value in gauges.items():
+        gauge = GaugeMetricFamily(f"vllm:{name}", "As vLLM has it.", labels=names)
+        gauge.add_metric(labels, value)
+        yield gauge
+    for name, of in VLLM_COUNTERS.items():
+        counter = CounterMetricFamily(f"vllm:{name}", "As vLLM has it.", labels=names)
+        counter.add_metric(labels, getattr(stats, of))
+        yield counter
+    ended = CounterMetricFamily(
+        "vllm:request_success", "Sequences that ended.", labels=(*names, "finished_reason")
+    )
+    for reason, count in (
+        ("stop", stats.num_finished - stats.num_cut),
+        ("length", stats.num_cut),
+        ("abort", stats.num_cancelled),
+        ("error", stats.num_failed),
+    ):
+        ended.add_metric((*labels, reason), count)
+    yield ended
+    for name, (of, edges) in VLLM_HISTOGRAMS.items():
+        histogram: Histogram = getattr(stats, of)
+        family = HistogramMetricFamily(f"vllm:{name}", "As vLLM has it.", labels=names)
+        family.add_metric(labels, _buckets(histogram, edges), histogram.total)
+        yield family
+
+
+def _buckets(
+    histogram: Histogram, edges: Sequence[float] = LOG_BOUNDS[::4]
+) -> list[tuple[str, float]]:
+    """Cumulative counts; where no edges are given, at those a factor of 2 apart."""
+    counted = [(f"{edge:.6g}", float(histogram.up_to(edge))) for edge in edges]
+    return [*counted, ("+Inf", float(histogram.count))]
 
 
 def render(service: Service) -> bytes:

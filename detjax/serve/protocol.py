@@ -6,7 +6,9 @@ OpenAI has and detjax cannot honour is taken only with the value that asks for n
 that an optional field is absent.
 """
 
+import dataclasses
 import functools
+import re
 import typing
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -111,13 +113,13 @@ class CommonFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         model: The served name.
         user, metadata, safety_identifier, prompt_cache_key: For the caller's own records; they
             decide nothing.
-        store, parallel_tool_calls, service_tier, prompt_cache_retention, prompt_cache_options,
-        moderation: Taken only as `NEUTRAL` has them.
+        parallel_tool_calls: Whether several calls of tools are told; if not, the first alone is.
+        store, service_tier, prompt_cache_retention, prompt_cache_options, moderation: Taken only as
+            `NEUTRAL` has them.
     """
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "store": (False,),
-        "parallel_tool_calls": (True,),
         "service_tier": ("auto", "default"),
         "prompt_cache_retention": ("in_memory",),
         "prompt_cache_options": ({},),
@@ -159,7 +161,8 @@ class SamplingFields(CommonFields, forbid_unknown_fields=True, kw_only=True):
         stop: Up to 16 texts that end the answer.
         stop_token_ids: Tokens that do.
         include_stop_str_in_output, ignore_eos, min_tokens, allowed_token_ids, bad_words,
-        repetition_penalty, presence_penalty, frequency_penalty, logprobs_mode, noise: As
+        repetition_penalty, presence_penalty, frequency_penalty, logprobs_mode, noise,
+        skip_special_tokens, spaces_between_special_tokens, truncate_prompt_tokens: As
             `SamplingParams` has them.
         logit_bias: A number for each of some token ids, which are texts in JSON.
         structured_outputs: The form of the answer.
@@ -205,6 +208,9 @@ class SamplingFields(CommonFields, forbid_unknown_fields=True, kw_only=True):
     logit_bias: dict[str, float] | None = None
     logprobs_mode: Name = "raw"
     noise: Name = "per_prompt"
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
     structured_outputs: StructuredOutputs | None = None
 
     def stops(self) -> tuple[str, ...]:
@@ -242,6 +248,23 @@ class SamplingFields(CommonFields, forbid_unknown_fields=True, kw_only=True):
         """Which field says the form."""
         return "structured_outputs"
 
+    def names(self) -> dict[str, str]:
+        """What this request calls what the library names otherwise."""
+        return {"structured_output": self.form_field(), "bad_words_token_ids": "bad_words"}
+
+    def as_asked(self, error: RefusedError) -> RefusedError:
+        """An error of the library in the words of this request, with the field that it is about.
+
+        Where the error has none it is the first field of the sampling that the message names.
+        """
+        names = self.names()
+        words = re.compile(rf"\b({'|'.join(names)})(?=[=\[,]|$)")
+        message = words.sub(lambda found: names[found[1]], str(error))
+        field = self.form_field() if error.field == "structured_outputs" else error.field
+        if not field and error.status == 400:
+            field = next((word for word in re.findall(r"\w+", message) if word in _SAMPLED), "")
+        return RefusedError(message, status=error.status, code=error.code, field=field)
+
     def num_candidates(self) -> int:
         """Answers that are made, of which the best are given; 0 is those that are given."""
         return 0
@@ -249,6 +272,11 @@ class SamplingFields(CommonFields, forbid_unknown_fields=True, kw_only=True):
     def check(self) -> None:
         """Refuse what would have to be ignored."""
         super().check()
+        if self.truncate_prompt_tokens == 0 or (self.truncate_prompt_tokens or 0) < -1:
+            raise RefusedError(
+                f"truncate_prompt_tokens={self.truncate_prompt_tokens} must be -1 or at least 1",
+                field="truncate_prompt_tokens",
+            )
         if self.allowed_token_ids == []:
             raise RefusedError(
                 "allowed_token_ids is empty, which leaves no token; leave it out to allow all",
@@ -299,7 +327,8 @@ class CompletionRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True
         if isinstance(self.prompt, str):
             return [self.prompt]
         count, is_ids = len(self.prompt), bool(self.prompt) and isinstance(self.prompt[0], int)
-        if count > max(MAX_PROMPTS, max_len if is_ids else 0):
+        is_cut = is_ids and self.truncate_prompt_tokens is not None
+        if count > max(MAX_PROMPTS, max_len if is_ids else 0) and not is_cut:
             most = f"tokens, more than {max_len}" if is_ids else f"prompts, more than {MAX_PROMPTS}"
             code = "context_length_exceeded" if is_ids else ""
             raise RefusedError(f"prompt has {count} {most}", code=code, field="prompt")
@@ -499,6 +528,11 @@ class ChatRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
             return "tools"
         return super().form_field() if self.response_format is None else "response_format"
 
+    def names(self) -> dict[str, str]:
+        """What this request calls what the library names otherwise."""
+        has_other = self.max_completion_tokens is not None
+        return super().names() | ({"max_tokens": "max_completion_tokens"} if has_other else {})
+
     def variables(self) -> dict[str, Any]:
         """What the template sees beside the messages."""
         has_tools = self.tool_choice != "none"
@@ -656,6 +690,7 @@ def _field_of(message: str) -> str:
     return ".".join(filter(None, [path.partition("[...]")[0], *names]))
 
 
+_SAMPLED = {field.name for field in dataclasses.fields(SamplingParams)} | {"priority"}
 NO_DEFAULTS: Mapping[str, Any] = MappingProxyType({})
 _OPENAI = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
@@ -669,6 +704,8 @@ def sampling_params(
     defaults: Mapping[str, Any] = NO_DEFAULTS,
 ) -> SamplingParams:
     """The sampling of a request; what it leaves out is that of `defaults`, else OpenAI's.
+
+    Its prompts are truncated where they are read, so it says nothing of that.
 
     Raises:
         RefusedError: If a value is out of range; the message names it.
@@ -699,6 +736,8 @@ def sampling_params(
             logprobs_mode=fields.logprobs_mode,
             noise=fields.noise,
             include_stop_str_in_output=fields.include_stop_str_in_output,
+            skip_special_tokens=fields.skip_special_tokens,
+            spaces_between_special_tokens=fields.spaces_between_special_tokens,
             structured_output=fields.form(),
             prompt_logprobs=num_scored,
         )
@@ -706,5 +745,4 @@ def sampling_params(
     except ValueError as error:
         if isinstance(error, RefusedError):
             raise
-        field = str(error).partition("=")[0].partition("[")[0]
-        raise RefusedError(str(error), field=field if field.isidentifier() else "") from error
+        raise fields.as_asked(RefusedError(str(error))) from error

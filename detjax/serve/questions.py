@@ -25,6 +25,7 @@ from detjax.serve.protocol import (
 from detjax.serve.reading import Form
 from detjax.serve.receipts import check_receipt
 from detjax.serve.service import Service
+from detjax.serving.request import last_tokens
 
 LOG = logging.getLogger("detjax.serve")
 
@@ -86,6 +87,14 @@ class Reader:
     async def body(self, request: Request) -> bytes:
         """The body, no larger and no later than allowed."""
         limits, body = self._service.limits, bytearray()
+        coding = request.headers.get("content-encoding", "").strip()
+        if coding.lower() not in ("", "identity"):
+            raise RefusedError(
+                f"Content-Encoding: {coding[:80]} is not supported; send the body as it is",
+                status=415,
+                code="unsupported_encoding",
+                field="Content-Encoding",
+            )
         try:
             async with asyncio.timeout(limits.body_s):
                 async for part in request.stream():
@@ -169,25 +178,41 @@ class Reader:
         self, prompts: Sequence[str | TokenIds], asked: CompletionRequest
     ) -> list[Question]:
         """The prompts as tokens, checked; those that are texts are read together."""
-        given = [tuple(prompt) for prompt in prompts if not isinstance(prompt, str)]
-        for ids in given:
-            self._service.check_prompt(ids, asked.max_tokens)
+        given = iter([self._taken(p, asked) for p in prompts if not isinstance(p, str)])
         encoded = await self.encode(
             [prompt for prompt in prompts if isinstance(prompt, str)],
             is_raw=not asked.add_special_tokens,
         )
-        for ids in encoded:
-            self._service.check_prompt(ids, asked.max_tokens)
-        of_text, of_ids = iter(encoded), iter(given)
-        echoes = iter(await self._service.texts.decode(given) if asked.echo else [""] * len(given))
-        questions = []
-        for prompt in prompts:
-            if isinstance(prompt, str):
-                ids, echo = next(of_text), prompt if asked.echo else ""
-            else:
-                ids, echo = next(of_ids), next(echoes)
-            questions.append(Question(token_ids=ids, echo=echo))
-        return questions
+        of_text = iter([self._taken(ids, asked) for ids in encoded])
+        taken = [next(of_text if isinstance(prompt, str) else given) for prompt in prompts]
+        if not asked.echo:
+            return [Question(token_ids=ids) for ids in taken]
+        is_whole = asked.truncate_prompt_tokens is None
+        echoes: list[str | None] = [
+            prompt if isinstance(prompt, str) and is_whole else None for prompt in prompts
+        ]
+        unread = [ids for ids, echo in zip(taken, echoes, strict=True) if echo is None]
+        texts = iter(await self._service.texts.decode(unread))
+        return [
+            Question(token_ids=ids, echo=next(texts) if echo is None else echo)
+            for ids, echo in zip(taken, echoes, strict=True)
+        ]
+
+    def _taken(self, ids: Sequence[int], asked: CompletionRequest) -> tuple[int, ...]:
+        """What is taken of a prompt, checked."""
+        kept = self._kept(tuple(ids), asked, asked.max_tokens)
+        self._service.check_prompt(kept, asked.max_tokens)
+        return kept
+
+    def _kept(
+        self, ids: tuple[int, ...], asked: SamplingFields, max_tokens: int
+    ) -> tuple[int, ...]:
+        """A prompt as `truncate_prompt_tokens` wants it."""
+        most, max_len = asked.truncate_prompt_tokens, self._service.model.max_len
+        try:
+            return last_tokens(ids, most, max_tokens=max_tokens, max_len=max_len)
+        except ValueError as error:
+            raise RefusedError(str(error), field="truncate_prompt_tokens") from error
 
     def _check_work(self, num_prompts: int, shape: Shape) -> None:
         """Refuse what the queue has no room for, or what lists too much for each prompt.
@@ -226,6 +251,7 @@ class Reader:
         most = asked.max_tokens or asked.max_completion_tokens
         self._check_work(1, shape_of(most or self._service.model.max_len))
         ids = await self.template(asked.messages, asked.variables())
+        ids = self._kept(ids, asked, most or 1)
         try:
             shape = shape_of(self._service.check_prompt(ids, most))
         except RefusedError as error:
@@ -247,6 +273,7 @@ class Reader:
             tools,
             prompt=tokenizer.decode(prompt_ids[-_TAIL:]),
             is_forced=bool(forced),
+            is_single=asked.parallel_tool_calls is False,
         )
         return None if form.is_plain else form
 

@@ -31,19 +31,27 @@ class Said(NamedTuple):
     Attributes:
         reasoning: What the model thinks.
         content: What it answers.
-        calls: What it asks for, each whole.
+        calls: What it asks for.
+        arguments: More of those of the call that was told before; none where that was whole.
     """
 
     reasoning: str = ""
     content: str = ""
     calls: tuple[ToolCall, ...] = ()
+    arguments: str = ""
 
     def then(self, other: "Said") -> "Said":
         """Both, one after the other."""
+        calls, arguments = self.calls, self.arguments + other.arguments
+        if calls and other.arguments:
+            *before, last = calls
+            calls = (*before, last._replace(arguments=last.arguments + other.arguments))
+            arguments = self.arguments
         return Said(
             reasoning=self.reasoning + other.reasoning,
             content=self.content + other.content,
-            calls=self.calls + other.calls,
+            calls=calls + other.calls,
+            arguments=arguments,
         )
 
 
@@ -56,6 +64,9 @@ class Form:
         has_tags: Each call is JSON between `<tool_call>` and `</tool_call>` (Hermes, Qwen).
         is_json: An answer that is JSON altogether is a call, or a list of them (Llama 3.1; Mistral,
             behind `[TOOL_CALLS]`, which is a special token and not shown).
+        is_forced: The answer is made to be one call, as `call_schema` has it. So its arguments are
+            told while they are written.
+        is_single: Of several calls the first alone is told.
         thinks: It may think first, between `<think>` and `</think>`.
         begins_thinking: The prompt ends with `<think>`.
     """
@@ -63,17 +74,26 @@ class Form:
     tools: frozenset[str] = frozenset()
     has_tags: bool = False
     is_json: bool = False
+    is_forced: bool = False
+    is_single: bool = False
     thinks: bool = False
     begins_thinking: bool = False
 
     @property
     def is_plain(self) -> bool:
         """Whether an answer is nothing but text."""
-        return not (self.has_tags or self.is_json or self.thinks or self.begins_thinking)
+        calls = self.has_tags or self.is_json or self.is_forced
+        return not (calls or self.thinks or self.begins_thinking)
 
     @classmethod
     def of(
-        cls, template: str, tools: Sequence[Mapping[str, Any]], *, prompt: str, is_forced: bool
+        cls,
+        template: str,
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        prompt: str,
+        is_forced: bool,
+        is_single: bool = False,
     ) -> "Form":
         """The form of a template.
 
@@ -81,14 +101,17 @@ class Form:
             template: Of the conversation.
             tools: As OpenAI's API has them; none where calls are not wanted.
             prompt: The end of it.
-            is_forced: The answer is made to be one call, as `call_schema` has it.
+            is_forced: As the form has it.
+            is_single: As the form has it.
         """
         has_tags = CALL in template and not is_forced
         is_json = CALLS in template or "python_tag" in template or "ipython" in template
         return cls(
             tools=frozenset(tool["function"]["name"] for tool in tools),
             has_tags=bool(tools) and has_tags,
-            is_json=bool(tools) and (is_forced or is_json and not has_tags),
+            is_json=bool(tools) and is_json and not has_tags and not is_forced,
+            is_forced=is_forced,
+            is_single=is_single,
             thinks=THINK_END in template and not is_forced,
             begins_thinking=prompt.rstrip().endswith(THINK) and not is_forced,
         )
@@ -124,6 +147,8 @@ class AnswerReader:
         self._state = self._reasoning if form.begins_thinking else self._begin
         self._trims = form.begins_thinking  # white space that comes next belongs to nothing
         self._is_over = False
+        self._num_calls = 0
+        self._scan = _Scan()
 
     def push(self, text: str) -> Said:
         """Read more; what is sure now."""
@@ -148,8 +173,34 @@ class AnswerReader:
             self._state = self._reasoning
         elif not self._is_over and (not text or self._form.thinks and THINK.startswith(text)):
             pass
+        elif self._form.is_forced:
+            self._state = self._forced
         else:
             self._state = self._whole if self._form.is_json else self._content
+        return Said()
+
+    def _forced(self) -> Said:
+        """The beginning of a call that the answer is, up to its arguments."""
+        if (found := _FORCED.match(self._held)) is not None:
+            self._held, self._state = self._held[found.end() :], self._arguments
+            return Said(calls=(ToolCall(json.loads(found[1]), ""),))
+        if self._is_over:
+            self._state = self._content
+        return Said()
+
+    def _arguments(self) -> Said:
+        """Its arguments, as they are written."""
+        count = self._scan.take(self._held)
+        written, self._held = self._held[:count], self._held[count:]
+        if self._scan.is_whole:
+            self._state = self._call_end
+        return Said(arguments=written)
+
+    def _call_end(self) -> Said:
+        """The end of the call."""
+        text = self._held.lstrip()
+        if text or self._is_over:
+            self._held, self._state, self._trims = text.removeprefix("}"), self._content, True
         return Said()
 
     def _reasoning(self) -> Said:
@@ -181,7 +232,7 @@ class AnswerReader:
         self._held, self._state = rest, self._content
         if found := self._calls_of(written):
             self._trims = True
-            return Said(calls=found)
+            return self._told(found)
         return Said(content=CALL + written + end)
 
     def _whole(self) -> Said:
@@ -193,8 +244,14 @@ class AnswerReader:
         self._state = self._content
         if found := self._calls_of(text):
             self._held = ""
-            return Said(calls=found)
+            return self._told(found)
         return Said()
+
+    def _told(self, calls: tuple[ToolCall, ...]) -> Said:
+        if self._form.is_single:
+            calls = calls[: max(0, 1 - self._num_calls)]
+        self._num_calls += len(calls)
+        return Said(calls=calls)
 
     def _until(self, sign: str) -> tuple[str, bool]:
         """Take the text before a sign, without white space at the sign; whether it is there."""
@@ -234,6 +291,35 @@ class AnswerReader:
                 return ()
             calls.append(ToolCall(name, json.dumps(arguments, ensure_ascii=False)))
         return tuple(calls)
+
+
+_FORCED = re.compile(
+    r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*(?=\{)', re.DOTALL
+)
+
+
+class _Scan:
+    """Finds the end of a JSON object, piece by piece."""
+
+    def __init__(self):
+        self._depth, self._is_text, self._is_escaped = 0, False, False
+        self.is_whole = False
+
+    def take(self, text: str) -> int:
+        """Characters of a text that belong to the object."""
+        for i, sign in enumerate(text):
+            if self._is_escaped:
+                self._is_escaped = False
+            elif self._is_text:
+                self._is_escaped, self._is_text = sign == "\\", sign != '"'
+            elif sign == '"':
+                self._is_text = True
+            elif sign in "{}":
+                self._depth += 1 if sign == "{" else -1
+                if not self._depth:
+                    self.is_whole = True
+                    return i + 1
+        return len(text)
 
 
 def _refuse_constant(name: str) -> None:

@@ -53,12 +53,11 @@ def receipt_line(model: ServedModel, done: Completion, sampling: SamplingParams)
     """
     if done.weight_version != model.weight_version:
         raise ValueError(f"no receipt: {_replaced(model, done.weight_version)}")
-    stream = TextStream(
+    stream = TextStream.of(
+        sampling,
         model.tokenizer,
-        sampling.stop,
         prompt_ids=done.prompt_token_ids,
-        min_tokens=sampling.min_tokens,
-        includes_stop=sampling.include_stop_str_in_output,
+        eos_ids=model.end_token_ids,
     )
     pieces = [stream.push(token_id).text for token_id in done.token_ids]
     output = CompletionOutput(

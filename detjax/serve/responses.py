@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 
 import msgspec
 
-from detjax.serve.answers import Json, usage
+from detjax.serve.answers import Json, Usage
 from detjax.serve.protocol import (
     ChatRequest,
     CommonFields,
@@ -258,7 +258,7 @@ def _finished(
     whole["output"] = [_item(card, text, status)]
     whole["usage"] = {
         "input_tokens": counts["prompt_tokens"],
-        "input_tokens_details": {"cached_tokens": 0},
+        "input_tokens_details": counts["prompt_tokens_details"],
         "output_tokens": counts["completion_tokens"],
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": counts["total_tokens"],
@@ -316,9 +316,10 @@ class ResponseWriter(AbstractWriter):
         """As `AbstractWriter` has it."""
         choice = self._asked.shape.choice(0, "", self._pieces)
         text, reason = choice["message"]["content"], choice["finish_reason"]
-        num_prompt = self._asked.num_prompt_tokens
-        num_tokens = sum(len(piece.tokens) for piece in self._pieces)
-        counts = usage(num_prompt, num_tokens)
+        usage = Usage(self._asked.num_prompt_tokens)
+        for piece in self._pieces:
+            usage.add(piece)
+        counts = usage.as_dict()
         whole = _finished(self._request, self._card, text, reason, choice["detjax"], counts)
         return b"".join([
             self._at("response.output_text.done", text=text, logprobs=[]),

@@ -26,7 +26,7 @@ from detjax.progress import show_progress
 from detjax.proof.signing import SigningKey
 from detjax.serve.app import make_app
 from detjax.serve.job import Leader
-from detjax.serve.options import engine_options
+from detjax.serve.options import engine_options, web_options
 from detjax.serve.service import Limits, ServedModel, Service
 from detjax.serving.heap import frozen_heap
 from detjax.sizing import GPU_MEMORY_UTILIZATION, prefill_streak
@@ -163,14 +163,17 @@ async def serve(
     with listener:
         service = Service(None, make_limits(args))
         config = uvicorn.Config(
-            make_app(service, api_keys=args.api_key), log_config=None, access_log=False,
-            timeout_graceful_shutdown=1, lifespan="off",
+            make_app(service, web_options(args)), log_config=None, access_log=False,
+            timeout_graceful_shutdown=1, lifespan="off", ssl_keyfile=args.ssl_keyfile,
+            ssl_certfile=args.ssl_certfile, ssl_ca_certs=args.ssl_ca_certs,
+            ssl_cert_reqs=args.ssl_cert_reqs,
         )  # fmt: skip
+        url = f"{'https' if args.ssl_certfile else 'http'}://{host}:{port}"
         server = _Server(config)
         running = asyncio.create_task(server.serve(sockets=[listener]))
         while not (server.started or running.done()):
             await asyncio.sleep(0.01)
-        LOG.info("starting: http://%s:%d", host, port)
+        LOG.info("starting: %s", url)
         try:
             service.open(await asyncio.to_thread(open_model, args, leader))
         except BaseException:
@@ -184,7 +187,7 @@ async def serve(
         if leader is not None:
             leader.attend(service, stop.set)
         gc.collect()
-        LOG.info("ready: http://%s:%d serves %s", host, port, service.model.name)
+        LOG.info("ready: %s serves %s", url, service.model.name)
         stopping = asyncio.create_task(stop.wait())
         with frozen_heap():
             await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)

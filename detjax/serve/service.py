@@ -8,9 +8,11 @@ import dataclasses
 import enum
 import functools
 import math
+import re
 import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -122,6 +124,7 @@ class Piece:
         windows: Of drafts, so far.
         prompt_token_ids: The prompt.
         prompt_logprobs: Of the prompt, with the first piece, where they were asked for.
+        num_cached: Tokens of the prompt that the prefix cache had.
     """
 
     prompt_idx: int
@@ -135,18 +138,15 @@ class Piece:
     prompt_token_ids: tuple[int, ...] = ()
     prompt_logprobs: PromptLogprobs | None = None
     is_own_fault: bool = False
+    num_cached: int = 0
 
 
 class _Sequence:
     """One sequence while it is made. The engine's thread pushes; the stream takes what was told."""
 
-    def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams, prompt_ids: Sequence[int]):
-        self._stream = TextStream(
-            tokenizer,
-            sampling.stop,
-            prompt_ids=prompt_ids,
-            min_tokens=sampling.min_tokens,
-            includes_stop=sampling.include_stop_str_in_output,
+    def __init__(self, model: ServedModel, sampling: SamplingParams, prompt_ids: Sequence[int]):
+        self._stream = TextStream.of(
+            sampling, model.tokenizer, prompt_ids=prompt_ids, eos_ids=model.end_token_ids
         )
         self._tokens: list[tuple[TokenEvent, str]] = []
         self._released: list[str] = []
@@ -293,6 +293,9 @@ class Service:
         """Take over an engine, and requests from now on."""
         if self._texts is not None:
             self._texts.close()
+        # WHY: its errors go to clients, who know the model by this name, not by its folder.
+        tokenizer = dataclasses.replace(model.tokenizer, source=Path(model.name))
+        model = dataclasses.replace(model, tokenizer=tokenizer)
         self._model, self._engine = model, AsyncEngine(model.engine)
         self.opened_at_s = int(time.time())
         self._texts = Texts(
@@ -424,7 +427,7 @@ class Service:
             RefusedError: If the engine cannot run one, is full, or has stopped; after
                 `Limits.request_s`; when `drain` gives up.
         """
-        tokenizer, n = self.model.tokenizer, sampling.num_sequences
+        model, n = self.model, sampling.num_sequences
         of_tokens = self.tokens_of(sampling)
         sequences: list[list[_Sequence]] = []
         inbox, num_left = _Inbox(self.limits.request_s), [n] * len(prompts)
@@ -437,7 +440,7 @@ class Service:
             for i, ids in enumerate(prompts):
                 if i:  # WHY: a thousand prompts of a thousand sequences take seconds
                     await asyncio.sleep(0)
-                sequences.append([_Sequence(tokenizer, sampling, ids) for _ in range(n)])
+                sequences.append([_Sequence(model, sampling, ids) for _ in range(n)])
                 request_id = self._engine.open(
                     ids,
                     of_tokens,
@@ -523,8 +526,8 @@ class Service:
             case SelfCheckError():
                 return RefusedError(str(error), status=503, code="self_check_failed")
             case EngineStoppedError():
-                self.state, self.why_failed = ServiceState.FAILED, str(error)
-                return RefusedError(str(error), status=500, code="engine_stopped")
+                self.state, self.why_failed = ServiceState.FAILED, _less_folders(str(error))
+                return RefusedError(self.why_failed, status=500, code="engine_stopped")
             case TimeoutError():
                 return RefusedError(
                     f"the answer took longer than {self.limits.request_s:g} s",
@@ -583,6 +586,11 @@ def _read_grammars(engine: StepsRequests) -> None:
         engine.check_request(one)
 
 
+def _less_folders(text: str) -> str:
+    """The text without the folders of this machine: of a path its last name."""
+    return re.sub(r"(?<![\w/:])/(?:[\w.+-]+/)+(?=[\w.+-])", "", text)
+
+
 def _listener(sequences: Sequence[_Sequence]) -> OnToken:
     """Hand each token to its sequence, in the engine's thread."""
     return lambda event: sequences[event.sequence_idx].push(event)
@@ -610,4 +618,5 @@ def _piece(
         windows=output.windows,
         prompt_token_ids=prompt_ids,
         is_own_fault=isinstance(output.exception, NoTokenError),
+        num_cached=output.num_cached_tokens,
     )

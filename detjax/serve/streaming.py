@@ -14,7 +14,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from detjax.serve.answers import Json, error_body, usage
+from detjax.serve.answers import Json, Usage, error_body
+from detjax.serve.options import ACCESS_LOG
 from detjax.serve.protocol import RefusedError
 from detjax.serve.questions import Asked, Reading
 from detjax.serve.reading import AnswerReader
@@ -22,7 +23,7 @@ from detjax.serve.service import Piece, Service
 from detjax.serving.completions import best
 from detjax.serving.request import FinishReason
 
-ACCESS_LOG = logging.getLogger("detjax.serve.access")
+LOG = logging.getLogger(ACCESS_LOG)
 
 CLIENT_LEFT = 499
 """In the log, where a client did not wait for its answer; it is not sent to anybody."""
@@ -135,45 +136,44 @@ async def pieces_of(service: Service, request: Request, reading: Reading) -> Pie
 
     It holds its place from its reading on. Whoever stops listening ends the reading as well.
     """
-    with service.admitted(key_of(request)):
-        asked = await reading.run()
-        if service.limits.logs_prompts:
-            await log_prompts(service, request, asked)
-        pieces = service.stream(
-            [question.token_ids for question in asked.questions],
-            asked.shape.sampling,
-            is_deterministic=asked.shape.is_deterministic,
-            priority=asked.fields.priority,
-            cache_salt=asked.fields.cache_salt,
-            is_whole=not asked.fields.stream,
-        )
-        try:
+    try:
+        with service.admitted(key_of(request)):
+            asked = await reading.run()
+            if service.limits.logs_prompts:
+                await log_prompts(service, request, asked)
+            pieces = service.stream(
+                [question.token_ids for question in asked.questions],
+                asked.shape.sampling,
+                is_deterministic=asked.shape.is_deterministic,
+                priority=asked.fields.priority,
+                cache_salt=asked.fields.cache_salt,
+                is_whole=not asked.fields.stream,
+            )
             async with contextlib.aclosing(pieces):
                 async for found in pieces:
                     yield asked, found
-        except RefusedError as error:
-            if error.field == "structured_outputs":
-                error.field = asked.fields.form_field()
-            raise
+    except RefusedError as error:
+        raise reading.fields.as_asked(error) from error
 
 
 async def whole(pieces: Pieces) -> Json:
     """The answer in one piece."""
     asked: Asked | None = None
+    usage: Usage | None = None
     parts: dict[int, dict[int, list[Piece]]] = {}
     async with contextlib.aclosing(pieces):
         async for said, found in pieces:
-            asked = said
+            asked, usage = said, usage or Usage(said.num_prompt_tokens)
             for piece in found:
                 raise_failed(piece)
+                usage.add(piece)
                 of_prompt = parts.setdefault(piece.prompt_idx, {})
                 of_prompt.setdefault(piece.sequence_idx, []).append(piece)
-    assert asked is not None  # each sequence has a last piece
+    assert asked is not None and usage is not None  # each sequence has a last piece
     sampling = asked.shape.sampling
-    choices, num_tokens, card = [], 0, asked.shape.card(is_chunk=False)
+    choices, card = [], asked.shape.card(is_chunk=False)
     for prompt, of_prompt in sorted(parts.items()):
         made = [done for _, found in sorted(of_prompt.items()) if (done := found[-1].completion)]
-        num_tokens += sum(len(done.token_ids) for done in made)
         echo = asked.questions[prompt].echo
         for done in best(made, sampling):
             if choices:  # WHY: a choice of many logprobs takes tens of milliseconds
@@ -183,10 +183,7 @@ async def whole(pieces: Pieces) -> Json:
             # As vLLM has it: in each choice; of a conversation, beside them.
             (card if asked.shape.is_chat else choice).update(asked.shape.prompt_logprobs(found[0]))
             choices.append(choice)
-    return card | {
-        "choices": choices,
-        "usage": usage(asked.num_prompt_tokens, num_tokens),
-    }
+    return card | {"choices": choices, "usage": usage.as_dict()}
 
 
 async def _events(
@@ -218,7 +215,7 @@ class _Chunks(AbstractWriter):
         self._asked = asked
         self._head = b"data: " + msgspec.json.encode(asked.shape.card(is_chunk=True))[:-1]
         self._offsets: dict[int, int] = {}
-        self._num_tokens = 0
+        self._usage = Usage(asked.num_prompt_tokens)
         shape = asked.shape
         self._has_text_only = not (shape.num_top is not None or shape.has_token_ids or shape.form)
         self._readers: dict[int, AnswerReader] = collections.defaultdict(self._reader)
@@ -229,6 +226,7 @@ class _Chunks(AbstractWriter):
         shape, n, events = self._asked.shape, self._asked.shape.sampling.n, []
         for piece in pieces:
             raise_failed(piece)
+            self._usage.add(piece)
             index = piece.prompt_idx * n + piece.sequence_idx
             is_first = index not in self._offsets
             if self._has_text_only and not is_first and piece.completion is None:
@@ -255,7 +253,6 @@ class _Chunks(AbstractWriter):
                     choice |= of_prompt
             events.append(self._event(choice, head))
             self._offsets[index] = offset + sum(len(own) for _, own in piece.tokens)
-            self._num_tokens += len(piece.tokens)
         return b"".join(events)
 
     def _reader(self) -> AnswerReader:
@@ -264,7 +261,6 @@ class _Chunks(AbstractWriter):
 
     def _text_event(self, index: int, piece: Piece) -> bytes:
         """What `Shape.chunk` makes of a piece in the midst that tells its text alone, sooner."""
-        self._num_tokens += len(piece.tokens)
         text = _TEXT.encode(piece.text)
         told = (
             b'"delta":{"content":%b}' % text if self._asked.shape.is_chat else b'"text":%b' % text
@@ -289,10 +285,8 @@ class _Chunks(AbstractWriter):
         """The end, with the count of tokens if it is wanted."""
         if not self._asked.has_usage:
             return DONE
-        counts = usage(self._asked.num_prompt_tokens, self._num_tokens)
-        return (
-            self._head + b',"choices":[],"usage":' + msgspec.json.encode(counts) + b"}\n\n" + DONE
-        )
+        counts = msgspec.json.encode(self._usage.as_dict())
+        return self._head + b',"choices":[],"usage":' + counts + b"}\n\n" + DONE
 
     def error(self, error: RefusedError) -> bytes:
         """An event of its own."""
@@ -347,14 +341,14 @@ def id_of(request: Request) -> str:
 async def log_prompts(service: Service, request: Request, asked: Asked) -> None:
     """One line a prompt, with its text as JSON, so that it is one line."""
     for text in await service.texts.decode([one.token_ids for one in asked.questions]):
-        ACCESS_LOG.info("%s prompt %s", id_of(request), msgspec.json.encode(text).decode())
+        LOG.info("%s prompt %s", id_of(request), msgspec.json.encode(text).decode())
 
 
 def log(request: Request, status: int, begin_s: float) -> None:
     """One line a request; no text of anybody."""
     client = request.client.host if request.client else "-"
-    ACCESS_LOG.info(
+    LOG.info(
         "%s %s %s %d %.3f s %s",
         client, request.method, request.scope["path"], status, time.perf_counter() - begin_s,
-        id_of(request),
+        id_of(request), extra={"path": request.scope["path"]},
     )  # fmt: skip

@@ -53,6 +53,10 @@ class StepsRequests(Protocol):
         """Check a little of an answer again; whether there is more."""
         ...
 
+    def reset_prefix_cache(self) -> None:
+        """Forget cached prefixes."""
+        ...
+
     @property
     def self_check_error(self) -> str:
         """What a self-check has found to differ; empty while the claim holds."""

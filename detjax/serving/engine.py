@@ -184,6 +184,7 @@ class Engine:
         )
         self._in_flight: deque[list[Launch]] = deque()
         self._launched: list[Launch] = []
+        self._forgets_prefixes = False
         self._stopped_by: str | None = None  # not the exception, which keeps what it saw alive
 
     @property
@@ -380,10 +381,20 @@ class Engine:
         states.outputs, states.news, states.is_torn = kept, {}, False
         return mine
 
+    def reset_prefix_cache(self) -> None:
+        """Forget cached prefixes: requests of later steps compute their prompts anew.
+
+        From any thread. What runs goes on, and no bit of an answer changes.
+        """
+        self._forgets_prefixes = True
+
     def _advance(self) -> None:
         """Launch a step and commit the results of the one `steps_ahead` before."""
         begin_s = time.perf_counter()
         self._rechecks.give_up()
+        if self._forgets_prefixes:
+            self._forgets_prefixes = False
+            self._scheduler.forget_pages()
         self._input_processor.admit()
         batch = self._scheduler.schedule()
         for seq, error in batch.failed:

@@ -10,7 +10,14 @@ from detjax.serving.config import EngineConfig
 from detjax.serving.errors import LayoutError
 from detjax.serving.grammars import Grammars
 from detjax.serving.output_processor import OutputProcessor
-from detjax.serving.request import MAX_SEQUENCES, FinishReason, Request, SamplingParams
+from detjax.serving.request import (
+    MAX_SEQUENCES,
+    NO_TEXT,
+    TEXT_FIELDS,
+    FinishReason,
+    Request,
+    SamplingParams,
+)
 from detjax.serving.request_states import Arrival, RequestStates
 from detjax.serving.sampling import SamplingRows
 from detjax.serving.sampling_checks import check_token_ids
@@ -89,8 +96,8 @@ class InputProcessor:
                 "verify; leave predicted_token_ids out, or set has_prompt_lookup"
             )
         sampling = request.sampling
-        for name in ("stop", "bad_words", "include_stop_str_in_output"):
-            if value := getattr(sampling, name):
+        for name in TEXT_FIELDS:
+            if (value := getattr(sampling, name)) != getattr(NO_TEXT, name):
                 raise ValueError(
                     f"{what} has {name}={value!r}, and an engine knows tokens, not text: ask "
                     "detjax.LLM, or give the requests to detjax.serving.text.TextBatch"

@@ -5,13 +5,32 @@ import bisect
 import dataclasses
 from dataclasses import dataclass, field
 
-_BOUNDS = tuple(1e-6 * 2 ** (i / 4) for i in range(140))
-"""Edges of a histogram's buckets: from 1 microsecond to 8 hours, 19 % apart."""
+LOG_BOUNDS = tuple(1e-6 * 2 ** (i / 4) for i in range(140))
+"""From 1 microsecond to 8 hours, 19 % apart."""
+
+FIRST_TOKEN_BOUNDS = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+    20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
+)  # fmt: skip
+BETWEEN_TOKENS_BOUNDS = (
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
+    40.0, 80.0,
+)  # fmt: skip
+END_TO_END_BOUNDS = (
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0,
+    480.0, 960.0, 1920.0, 7680.0,
+)  # fmt: skip
+"""Seconds of the buckets of vLLM's metrics."""
+
+_BOUNDS = tuple(
+    sorted({*LOG_BOUNDS, *FIRST_TOKEN_BOUNDS, *BETWEEN_TOKENS_BOUNDS, *END_TO_END_BOUNDS})
+)
+"""Edges of a histogram's buckets: all of these, so that it counts exactly up to any of them."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Histogram:
-    """Positive numbers in buckets 19 % wide, so a quantile is right to that. Constant size."""
+    """Positive numbers in buckets up to 19 % wide: a quantile is right to that. Constant size."""
 
     counts: list[int] = field(default_factory=lambda: [0] * (len(_BOUNDS) + 1))
     count: int = 0
@@ -30,10 +49,11 @@ class Histogram:
         """0 where nothing was counted."""
         return self.total / self.count if self.count else 0.0
 
-    @staticmethod
-    def edge(i: int) -> float:
-        """The upper edge of bucket `i`; the last bucket has none."""
-        return _BOUNDS[i]
+    def up_to(self, edge: float) -> int:
+        """How many were no greater than an edge of a bucket."""
+        index = bisect.bisect_left(_BOUNDS, edge)
+        assert _BOUNDS[index] == edge, f"{edge} is no edge"
+        return sum(self.counts[: index + 1])
 
     def quantile(self, share: float) -> float:
         """The upper edge of the bucket that holds it, but at most the largest; 0 without any."""
@@ -57,6 +77,7 @@ class EngineStats:
         num_launches: Programs launched; a step has up to four.
         num_requests: Asked for; the sequences of one count as one.
         num_finished: Sequences that ended by themselves.
+        num_cut: Of these, sequences that ended at their greatest length.
         num_failed: Sequences that ended with an error.
         num_cancelled: Sequences that were cancelled.
         num_waiting: Sequences in the queue, now.
@@ -104,6 +125,7 @@ class EngineStats:
     num_launches: int = 0
     num_requests: int = 0
     num_finished: int = 0
+    num_cut: int = 0
     num_failed: int = 0
     num_cancelled: int = 0
     num_waiting: int = 0

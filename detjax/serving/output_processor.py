@@ -227,6 +227,7 @@ class OutputProcessor:
             weight_version=self.weight_version,
             windows=seq.windows,
             prompt_logprobs=tuple(seq.prompt_logprobs) if has_scores else None,
+            num_cached_tokens=seq.num_cached,
         )
 
 

@@ -286,6 +286,16 @@ class ReplicatedEngine:
         why = self._watch.why_ended or self._why_failed
         return f"the job of several processes has ended: {why}"
 
+    def reset_prefix_cache(self) -> None:
+        """Refuse it: the other processes would go on with theirs.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(
+            "the prefix cache of a server of several processes cannot be reset; start it again"
+        )
+
     def check_idle(self) -> bool:
         """Nothing: a check is a launch, and the other processes would not make it."""
         return False

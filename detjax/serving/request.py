@@ -136,6 +136,13 @@ class SamplingParams:
             sampled from, with biases, penalties, masks, temperature and filters; where the
             temperature is 0 that of 1, without filters.
         include_stop_str_in_output: The text ends behind a stop text, not before it.
+        skip_special_tokens: Special tokens are not shown in the text. Else they are, but for the
+            one that ends it, which is with `include_stop_str_in_output`.
+        spaces_between_special_tokens: As vLLM has it. It is of tokenizers without a tokenizer.json,
+            which detjax does not read: there is no space between shown tokens either way.
+        truncate_prompt_tokens: Take only the last so many tokens of a prompt; -1 takes as many as
+            leave room for `max_tokens`, and for one at least. For what knows the context's length,
+            like `stop`. None takes all, and refuses a prompt that is too long.
         structured_output: What form the text must have; None leaves it free.
         prompt_logprobs: Report the logprob and the rank of each token of the prompt after the
             first, with so many of the most likely tokens at its position; None reports nothing of
@@ -171,6 +178,9 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logprobs_mode: str = "raw"
     include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
     structured_output: StructuredOutput | None = None
     prompt_logprobs: int | None = None
 
@@ -179,8 +189,8 @@ class SamplingParams:
         counts = (
             "max_tokens", "top_k", "n", "noise_stream", "logprobs", "best_of", "min_tokens",
         )  # fmt: skip
-        optional = [n for n in ("seed", "prompt_logprobs") if getattr(self, n) is not None]
-        for name in (*counts, *optional):
+        optional = "seed", "prompt_logprobs", "truncate_prompt_tokens"
+        for name in (*counts, *(n for n in optional if getattr(self, n) is not None)):
             replace_field(self, name, integer(name, getattr(self, name)))
         penalties = "repetition_penalty", "presence_penalty", "frequency_penalty"
         for name in ("temperature", "top_p", "min_p", *penalties):
@@ -193,7 +203,10 @@ class SamplingParams:
         allowed = token_ids_of("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKENS)
         replace_field(self, "allowed_token_ids", allowed)
         replace_field(self, "bad_words_token_ids", bad_words_of(self.bad_words_token_ids))
-        for name in ("ignore_eos", "include_stop_str_in_output"):
+        for name in (
+            "ignore_eos", "include_stop_str_in_output", "skip_special_tokens",
+            "spaces_between_special_tokens",
+        ):  # fmt: skip
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
         if not isinstance(self.structured_output, StructuredOutput | None):
@@ -274,6 +287,10 @@ class SamplingParams:
             (
                 0 <= (self.prompt_logprobs or 0) <= MAX_TOP_LOGPROBS,
                 f"{self.prompt_logprobs=} must be None or in [0, {MAX_TOP_LOGPROBS}]",
+            ),
+            (
+                self.truncate_prompt_tokens in (None, -1) or self.truncate_prompt_tokens > 0,
+                f"{self.truncate_prompt_tokens=} must be None, -1 or at least 1",
             ),
         )
         for holds, message in checks:
@@ -366,6 +383,38 @@ class SamplingParams:
         """Tokens that end a sequence, of a model whose own are `eos_token_ids`."""
         eos = () if self.ignore_eos else eos_token_ids
         return frozenset((*eos, *self.stop_token_ids))
+
+
+def last_tokens(
+    token_ids: tuple[int, ...], most: int | None, *, max_tokens: int, max_len: int
+) -> tuple[int, ...]:
+    """Return the end of a prompt that `SamplingParams.truncate_prompt_tokens` takes.
+
+    Args:
+        token_ids: The prompt.
+        most: Tokens of it; -1 is as many as leave room for `max_tokens`; None is all.
+        max_tokens: Of the answer.
+        max_len: Tokens of the context.
+
+    Raises:
+        ValueError: If more are wanted than the context has.
+    """
+    if most is None:
+        return token_ids
+    if most > max_len:
+        raise ValueError(
+            f"truncate_prompt_tokens={most} is more than the context has, {max_len}; lower it, or "
+            "give -1 for as many as fit"
+        )
+    return token_ids[-(max(max_len - max_tokens, 1) if most == -1 else most) :]
+
+
+NO_TEXT = SamplingParams()
+TEXT_FIELDS = (
+    "stop", "bad_words", "include_stop_str_in_output", "skip_special_tokens",
+    "spaces_between_special_tokens", "truncate_prompt_tokens",
+)  # fmt: skip
+"""Fields of the sampling that are of text: an engine, which knows tokens, has them as `NO_TEXT`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -497,6 +546,8 @@ class RequestOutput:
         windows: Of drafts, of the sequence so far.
         prompt_logprobs: Where they were asked for, with the first output of sequence 0 that has a
             token, or ends it without one; None elsewhere.
+        num_cached_tokens: Tokens of the prompt that the prefix cache had. They follow from what
+            else was asked, so no digest and no receipt has them.
     """
 
     request_id: int
@@ -509,6 +560,7 @@ class RequestOutput:
     weight_version: int
     windows: WindowCounts = NO_WINDOWS
     prompt_logprobs: PromptLogprobs | None = None
+    num_cached_tokens: int = 0
 
     @property
     def error(self) -> str:

@@ -194,7 +194,7 @@ class Scheduler:
             self._replicas[seq.replica].prefixes.register(seq, len(seq.tokens) - 1)
 
     def forget_pages(self) -> None:
-        """Empty the prefix cache, as its pages are of other weights than those to come."""
+        """Empty the prefix cache. Who runs keeps its pages, which nobody else finds any more."""
         for replica in self._replicas:
             replica.prefixes.clear()
 
@@ -370,9 +370,15 @@ class Scheduler:
         seq.num_registered = len(matched)
         seq.num_to_prefill = len(seq.tokens)
         seq.num_prefilled = len(matched) * self._config.page_len
-        self.num_prefix_tokens += seq.num_prefilled
+        self._note_cached(seq, seq.num_prefilled)
         bisect.insort(replica.running, seq, key=lambda s: s.service_order)
         return True
+
+    def _note_cached(self, seq: Sequence, num_tokens: int) -> None:
+        """Count tokens that the prefix cache had. What a preempted sequence finds is its own."""
+        self.num_prefix_tokens += num_tokens
+        if not seq.epoch:
+            seq.num_cached += num_tokens
 
     def _is_housed(self, seq: Sequence) -> bool:
         """Whether a sequence holds all pages that it can ever need."""
@@ -406,7 +412,7 @@ class Scheduler:
 
     def _prefill(self, replica: _Replica, seq: Sequence, length: int) -> PrefillRow:
         """Make the row of a prefill, of up to `length` tokens that the cache does not have."""
-        self.num_prefix_tokens += replica.prefixes.extend_prefix(seq)
+        self._note_cached(seq, replica.prefixes.extend_prefix(seq))
         start = seq.num_prefilled
         stop = min(start + length, seq.num_to_prefill)
         seq.num_prefilled = stop

@@ -91,6 +91,7 @@ class Sequence:
         num_registered: How many leading pages the prefix cache was told of.
         num_to_prefill: Tokens that prefill computes, before decoding goes on.
         num_prefilled: How many of them have been launched.
+        num_cached: Tokens of the prompt that the prefix cache had when it first ran.
         num_pending: Most tokens that results not read yet may commit.
         num_drafts: Drafts launched in the open window.
         window: Windows before the open one.
@@ -126,6 +127,7 @@ class Sequence:
     num_registered: int = 0
     num_to_prefill: int = 0
     num_prefilled: int = 0
+    num_cached: int = 0
     num_pending: int = 0
     num_drafts: int = 0
     window: int = 0

@@ -85,5 +85,6 @@ class StatLogger:
         self.stats.num_failed += reason is FinishReason.ERROR
         self.stats.num_cancelled += reason is FinishReason.CANCELLED
         self.stats.num_finished += reason in (FinishReason.STOP, FinishReason.LENGTH)
+        self.stats.num_cut += reason is FinishReason.LENGTH
         name = f"request {seq.name}"
         self._trace.request("e", seq.name, name, reason=reason.value, tokens=seq.num_outputs)

@@ -11,6 +11,8 @@ import numpy as np
 
 from detjax.models.tokenizer import Tokenizer
 from detjax.serving.request import (
+    NO_TEXT,
+    TEXT_FIELDS,
     Completion,
     FinishReason,
     PromptLogprob,
@@ -19,6 +21,7 @@ from detjax.serving.request import (
     SamplingParams,
     TokenEvent,
     TopLogprobs,
+    last_tokens,
 )
 from detjax.serving.sampling_checks import check_token_ids
 
@@ -48,8 +51,8 @@ class TextStream:
     What is held back: the bytes of a character that is not whole yet, and the longest end of the
     text with which a stop string begins. `finish` releases both.
 
-    Special tokens are not shown. A stop string with the text of one in it is compared with the text
-    in which they are; the others with what is shown.
+    Special tokens are not shown unless `shows_special` says so. A stop string with the text of one
+    in it is compared with the text in which they are; the others with what is shown.
 
     With `min_tokens`, a stop string counts if a token behind the first `min_tokens` completes it.
     """
@@ -62,6 +65,8 @@ class TextStream:
         prompt_ids: Sequence[int] = (),
         min_tokens: int = 0,
         includes_stop: bool = False,
+        shows_special: bool = False,
+        end_ids: Collection[int] = (),
     ):
         """Begin a text that follows `prompt_ids`.
 
@@ -71,6 +76,8 @@ class TextStream:
             prompt_ids: What it follows.
             min_tokens: Tokens at the beginning that end nothing.
             includes_stop: The stop string that ends it is a part of it.
+            shows_special: Special tokens are shown, as any other. Only then `end_ids` matter.
+            end_ids: Tokens that end it; without `includes_stop` special ones are never shown.
 
         Raises:
             ValueError: If a stop string is empty.
@@ -83,11 +90,44 @@ class TextStream:
         self._drops_space = tokenizer.drops_first_space(prompt_ids)
         self._held = ""  # released by no one yet; no stop string is whole in it
         self._hidden: list[tuple[int, int]] = []  # where special tokens are in it, in order
-        self._special_stops = [s for s in self._stop_strings if tokenizer.control.search(s)]
+        self._shown_ids = tokenizer.special_ids if shows_special else frozenset[int]()
+        if not includes_stop:
+            self._shown_ids = self._shown_ids.difference(end_ids)
+        # Where special tokens are shown, stop strings with them are compared as any other.
+        self._special_stops = [
+            s for s in self._stop_strings if tokenizer.control.search(s) and not shows_special
+        ]
         self._plain_stops = [s for s in self._stop_strings if s not in self._special_stops]
         self._is_stopped = False
         self._num_before_stops = min_tokens
         self._includes_stop = includes_stop
+
+    @classmethod
+    def of(
+        cls,
+        sampling: SamplingParams,
+        tokenizer: Tokenizer,
+        *,
+        prompt_ids: Sequence[int],
+        eos_ids: Iterable[int],
+    ) -> "TextStream":
+        """Begin the text of an answer.
+
+        Args:
+            sampling: Of its request.
+            tokenizer: Of the model.
+            prompt_ids: What it follows.
+            eos_ids: The model's own end tokens: `ModelConfig.eos_token_ids`.
+        """
+        return cls(
+            tokenizer,
+            sampling.stop,
+            prompt_ids=prompt_ids,
+            min_tokens=sampling.min_tokens,
+            includes_stop=sampling.include_stop_str_in_output,
+            shows_special=not sampling.skip_special_tokens,
+            end_ids=sampling.end_token_ids(eos_ids),
+        )
 
     def push(self, token_id: int) -> TextDelta:
         """Take the next token. After a stop string nothing is released any more."""
@@ -96,14 +136,26 @@ class TextStream:
         self._num_before_stops -= 1
         if self._special_stops and token_id in self._tokenizer.special_ids:
             # A character goes on behind it, so its text does not pass through the decoder.
-            name = self._tokenizer.backend.id_to_token(token_id) or ""
+            name = self._name(token_id)
             self._hidden.append((len(self._held), len(self._held) + len(name)))
             return self._release(name)._replace(own="")
+        if token_id in self._shown_ids:
+            return self._release(self._special_text(token_id))
         piece = self._tokenizer.token_bytes(token_id)
         if piece and self._drops_space:
             piece = piece.removeprefix(b" ")
             self._drops_space = False
         return self._release(self._characters.decode(piece))
+
+    def _name(self, token_id: int) -> str:
+        return self._tokenizer.backend.id_to_token(token_id) or ""
+
+    def _special_text(self, token_id: int) -> str:
+        """A special token that is shown; a character that is not whole ends before it."""
+        self._drops_space = False
+        rest = self._characters.decode(b"", final=True)
+        self._characters.reset()
+        return rest + self._name(token_id)
 
     def finish(self) -> str:
         """End the text: release what was held back. A character that is not whole is U+FFFD."""
@@ -193,7 +245,8 @@ class CompletionOutput:
 
     Attributes:
         completion: Token ids, float32 logprobs and the reason of its end, as the engine has them.
-        text: Of the tokens, up to the first stop string; special tokens are not shown.
+        text: Of the tokens, up to the first stop string; special tokens are not shown unless
+            `sampling` says so.
         fingerprint: Of numerics, build and hardware: equal for every model. `detjax.proof` says
             which model it was.
         sampling: As it was used, `max_tokens` being no more than fitted.
@@ -348,12 +401,8 @@ class CompletionText:
         sampling = request.sampling
         self._end_ids = sampling.end_token_ids(end_ids)
         self._fingerprint = fingerprint
-        self._stream = TextStream(
-            tokenizer,
-            sampling.stop,
-            prompt_ids=request.prompt_token_ids,
-            min_tokens=sampling.min_tokens,
-            includes_stop=sampling.include_stop_str_in_output,
+        self._stream = TextStream.of(
+            sampling, tokenizer, prompt_ids=request.prompt_token_ids, eos_ids=end_ids
         )
         self._events: list[TokenEvent] = []
 
@@ -481,9 +530,7 @@ def token_sampling(sampling: SamplingParams, tokenizer: Tokenizer) -> SamplingPa
     words = (tokenizer.backend.encode(w, add_special_tokens=False).ids for w in spaced)
     return dataclasses.replace(
         sampling,
-        stop=(),
-        include_stop_str_in_output=False,
-        bad_words=(),
+        **{name: getattr(NO_TEXT, name) for name in TEXT_FIELDS},
         bad_words_token_ids=(*sampling.bad_words_token_ids, *map(tuple, words)),
     )
 
@@ -501,6 +548,8 @@ def text_request(
     eos_token_ids: Iterable[int],
 ) -> Request:
     """Return the request for a prompt, with `max_tokens` no more than fits behind it.
+
+    Its prompt is truncated as the sampling says, and its sampling says so no more.
 
     Args:
         token_ids: Of the prompt.
@@ -527,9 +576,12 @@ def text_request(
         )
     except (TypeError, ValueError) as error:
         raise ValueError(f"{what} is neither a text nor token ids: {error}") from error
-    token_ids = request.prompt_token_ids
+    token_ids, sampling = request.prompt_token_ids, request.sampling
     if not token_ids:
         raise ValueError(f"{what} has no tokens; give some text")
+    token_ids = last_tokens(
+        token_ids, sampling.truncate_prompt_tokens, max_tokens=sampling.max_tokens, max_len=max_len
+    )
     if len(token_ids) + min(sampling.max_tokens, 1) > max_len:
         left = " and one must be left to generate" if sampling.max_tokens else ""
         raise ValueError(
@@ -547,4 +599,5 @@ def text_request(
             f"{what} has min_tokens={sampling.min_tokens}, and {limit} leaves room for {room} "
             "tokens behind it; lower it, or shorten the prompt"
         )
-    return dataclasses.replace(request, sampling=dataclasses.replace(sampling, max_tokens=room))
+    used = dataclasses.replace(sampling, max_tokens=room, truncate_prompt_tokens=None)
+    return dataclasses.replace(request, prompt_token_ids=token_ids, sampling=used)

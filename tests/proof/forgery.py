@@ -204,6 +204,8 @@ def draw_sampling(rng: np.random.Generator) -> SamplingParams:
         "stop_token_ids": (5, 300, 4000),
         "stop": one_of(("e",), ("th", "a "), ("ü", "\u2028")),
         "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
         "logprobs": one_of(1, 3),
         "prompt_logprobs": 2,
         "logit_bias": ((7, 4.0), (300, -2.5), (9, 1e8)),

@@ -13,7 +13,8 @@ import pytest
 import uvicorn
 
 import detjax
-from detjax.serve.app import make_app
+from detjax.serve.app import OPEN_TO_ALL, make_app
+from detjax.serve.options import WebOptions
 from detjax.serve.service import Limits, ServedModel, Service
 
 TEMPLATE = (
@@ -35,11 +36,14 @@ class Running:
 
 
 @contextlib.contextmanager
-def served(service: Service, llm: detjax.LLM, *, api_keys=()) -> Iterator[Running]:
+def served(
+    service: Service, llm: detjax.LLM, *, api_keys=(), options: WebOptions = OPEN_TO_ALL
+) -> Iterator[Running]:
     listener = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(
-        make_app(service, api_keys=api_keys), log_config=None, access_log=False, lifespan="off"
-    )
+        make_app(service, dataclasses.replace(options, api_keys=tuple(api_keys))),
+        log_config=None, access_log=False, lifespan="off",
+    )  # fmt: skip
     server = uvicorn.Server(config)
     server.capture_signals = contextlib.nullcontext
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

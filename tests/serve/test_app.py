@@ -550,3 +550,48 @@ def test_a_failed_self_check_is_told_and_plain_requests_are_answered(llm, monkey
         assert refused.status_code == 503
         assert refused.json()["error"]["code"] == "self_check_failed"
         assert post(client, is_deterministic=False).status_code == 200
+
+
+def test_the_tokens_of_a_prompt_that_the_cache_had_are_counted(client, llm):
+    page_len = llm.config.profile.attention_block
+    words = " ".join(f"word{i}" for i in range(page_len // 2))
+    asked = {"prompt": words, "cache_salt": "counted", "n": 2, "temperature": 1, "seed": 1}
+    counts = {}
+    for name in ("first", "second"):
+        whole = answer(client, **asked)
+        counts[name] = whole["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert "cached" not in str(whole["choices"])
+    # All whole pages, but not the last token's, whose logits are needed.
+    most = (whole["usage"]["prompt_tokens"] - 1) // page_len * page_len
+    assert counts == {"first": 0, "second": most} and most >= page_len
+    stream = post(client, stream=True, stream_options={"include_usage": True}, **asked)
+    assert events(stream)[-1]["usage"] == whole["usage"]
+    twice = answer(client, **asked | {"prompt": [words, words], "n": 1})
+    assert twice["usage"]["prompt_tokens_details"] == {"cached_tokens": 2 * most}
+    messages = [{"role": "user", "content": words}]
+    told = []
+    asked_of = {"chat/completions": {"messages": messages}, "responses": {"input": words}}
+    for path, fields in asked_of.items():
+        for _ in range(2):
+            body = {"model": "novels-6m", "cache_salt": path} | fields
+            got = client.post(f"/v1/{path}", json=body).json()["usage"]
+            kind = "prompt" if "prompt_tokens" in got else "input"
+            told.append(got[f"{kind}_tokens_details"]["cached_tokens"])
+        body |= {"stream": True, "stream_options": {"include_usage": kind == "prompt"}}
+        last = client.post(f"/v1/{path}", json=body).text
+        assert f'"cached_tokens":{told[-1]}' in last
+    assert told[0::2] == [0, 0] and told[1] == told[3] >= page_len
+
+
+def test_the_prefix_cache_is_forgotten_when_asked(client):
+    asked = {"prompt": " ".join(f"page{i}" for i in range(64)), "cache_salt": "reset"}
+
+    def cached() -> int:
+        return answer(client, **asked)["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    before = answer(client, **asked)["choices"]
+    assert cached() > 0
+    told = client.post("/reset_prefix_cache")
+    assert (told.status_code, told.json()) == (200, {"status": "reset"})
+    assert cached() == 0 and cached() > 0
+    assert answer(client, **asked)["choices"][0]["detjax"] == before[0]["detjax"]

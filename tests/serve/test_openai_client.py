@@ -373,10 +373,14 @@ def joined(chunks) -> dict:
         message["content"] += choice.delta.content or ""
         message["reasoning_content"] += getattr(choice.delta, "reasoning_content", "") or ""
         for call in choice.delta.tool_calls or ():
-            assert call.index == len(calls)
-            calls[call.index] = (call.id, call.function.name, call.function.arguments)
+            if call.id:
+                assert call.index == len(calls)
+                calls[call.index] = [call.id, call.function.name, []]
+            calls[call.index][2].append(call.function.arguments)
         reason = choice.finish_reason or reason
-    return message | {"calls": list(calls.values()), "reason": reason}
+    message["num_deltas"] = [len(parts) for _, _, parts in calls.values()]
+    joined = [(name, function, "".join(parts)) for name, function, parts in calls.values()]
+    return message | {"calls": joined, "reason": reason}
 
 
 def told(answer) -> dict:
@@ -399,6 +403,7 @@ def test_reasoning_and_calls_are_read_out_of_an_answer(thinking, stream, logprob
     said = joined(answer) if stream else told(answer)
     ((name, *call),) = said.pop("calls")
     assert call == ["add", '{"a": 1}'] and len(name) == 9 and name.isalnum()
+    assert said.pop("num_deltas", [1]) == [1]
     assert said == {"content": "See:", "reasoning_content": "Hm", "reason": "tool_calls"}
 
 
@@ -436,7 +441,23 @@ def test_an_answer_can_be_made_a_call(running, thinking, client, choice, stream)
         ((_, name, arguments),) = said["calls"]
         assert name in (["now"] if choice == CHOSEN else ["add", "now"])
         assert isinstance(json.loads(arguments)["a"], bool)
+        assert not stream or said["num_deltas"][0] > 2  # while they are written
         assert (said["content"], said["reason"]) == ("", "tool_calls")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_of_several_calls_the_first_is_told_where_no_more_are_wanted(thinking, stream):
+    counts = []
+    for several in (None, True, False):
+        answer = thinking.chat.completions.create(
+            model="small", messages=HI, tools=TOOLS, max_tokens=100, stream=stream,
+            extra_body={"structured_outputs": {"choice": [SAYS.partition("See:\n")[2] * 2]},
+                        "parallel_tool_calls": several},
+        )  # fmt: skip
+        said = joined(answer) if stream else told(answer)
+        counts.append(len(said["calls"]))
+        assert said["reason"] == "tool_calls"
+    assert counts == [2, 2, 1]
 
 
 def test_a_call_that_was_read_goes_back_into_the_conversation(running, thinking):

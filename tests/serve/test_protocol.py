@@ -114,7 +114,7 @@ def test_null_is_absent_in_records_of_a_request_and_stays_in_free_objects():
 NAMED = {"type": "function", "function": {"name": "f"}}
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 NEUTRAL = {
-    "store": (False, True), "parallel_tool_calls": (True, False), "service_tier": ("auto", "flex"),
+    "store": (False, True), "service_tier": ("auto", "flex"),
     "prompt_cache_retention": ("in_memory", "24h"),
 }  # fmt: skip
 OF_KIND = {
@@ -316,7 +316,8 @@ def test_every_sampling_field_of_a_request_is_passed_on():
         "min_tokens": 2, "allowed_token_ids": [5, 6], "bad_words": ["x"], "logprobs_mode":
         "processed", "repetition_penalty": 1.5, "presence_penalty": 0.25, "frequency_penalty": -1.0,
         "include_stop_str_in_output": True, "stop": ["y"], "seed": 7, "n": 2, "temperature": 0.5,
-        "top_p": 0.75, "noise": "common",
+        "top_p": 0.75, "noise": "common", "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
     }  # fmt: skip
     asked = parse(body(**given, logit_bias={"5": 1}), CompletionRequest)
     asked.check()

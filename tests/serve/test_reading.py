@@ -20,8 +20,11 @@ ADD, NOW = ToolCall("add", '{"a": 1}'), ToolCall("now", "{}")
 ADD_JSON, NOW_JSON = '{"name": "add", "arguments": {"a":1}}', '{"name": "now", "arguments": {}}'
 
 
-def form(template: str, *, tools=TOOLS, prompt: str = "", is_forced: bool = False) -> Form:
-    return Form.of(template, tools, prompt=prompt, is_forced=is_forced)
+RAW = ToolCall("add", '{"a":1}')
+
+
+def form(template: str, *, tools=TOOLS, prompt: str = "", **options: bool) -> Form:
+    return Form.of(template, tools, prompt=prompt, **{"is_forced": False} | options)
 
 
 CASES = [
@@ -59,9 +62,19 @@ CASES = [
     (form(MISTRAL), f" [{ADD_JSON}]", Said(calls=(ADD,))),  # the special token is not shown
     (form(MISTRAL), "[TOOL_CALL", Said(content="[TOOL_CALL")),
     (form(MISTRAL), "[1, 2]", Said(content="[1, 2]")),
-    (form(QWEN, is_forced=True), f"\n{ADD_JSON}", Said(calls=(ADD,))),
-    (form("", is_forced=True), ADD_JSON, Said(calls=(ADD,))),
-    (form("", is_forced=True), ADD_JSON[:-1], Said(content=ADD_JSON[:-1])),
+    # The arguments of a call that is forced are as they are written, and may be cut.
+    (form(QWEN, is_forced=True), f"\n{ADD_JSON}", Said(calls=(RAW,))),
+    (form("", is_forced=True), f"{ADD_JSON}\n", Said(calls=(RAW,))),
+    (form("", is_forced=True), ADD_JSON[:-1], Said(calls=(RAW,))),
+    (form("", is_forced=True), ADD_JSON[:-3], Said(calls=(RAW._replace(arguments='{"a":'),))),
+    (form("", is_forced=True), ADD_JSON[:19], Said(content=ADD_JSON[:19])),
+    (form("", is_forced=True), ADD_JSON + " x", Said(content="x", calls=(RAW,))),
+    (form("", is_forced=True), '{"name":"now","arguments":{"a":"}\\"{","b":{"c":[{}]}}}',
+     Said(calls=(ToolCall("now", '{"a":"}\\"{","b":{"c":[{}]}}'),))),
+    # One call alone is told where no others are wanted.
+    (form(QWEN, is_single=True), f"<tool_call>{ADD_JSON}</tool_call><tool_call>{NOW_JSON}"
+     "</tool_call> x", Said(content="x", calls=(ADD,))),
+    (form(MISTRAL, is_single=True), f"[{NOW_JSON}, {ADD_JSON}]", Said(calls=(NOW,))),
 ]  # fmt: skip
 
 
@@ -97,6 +110,15 @@ def test_any_text_is_read_the_same_however_it_is_cut(which, parts, cuts):
     assert said == whole
     told = "".join([whole.reasoning, whole.content, *(call.name for call in whole.calls)])
     assert told.count("x") == text.count("x") and (told or not text.strip("</think>\n "))
+
+
+def test_the_arguments_of_a_forced_call_are_told_while_they_are_written():
+    reader = AnswerReader(form("", is_forced=True))
+    pieces = ['{"name": "a', 'dd", "arguments": ', '{"a":', " 1", "}", "}"]
+    assert [reader.push(piece) for piece in pieces] == [
+        Said(), Said(), Said(calls=(ToolCall("add", '{"a":'),)), Said(arguments=" 1"),
+        Said(arguments="}"), Said(),
+    ]  # fmt: skip
 
 
 def test_text_of_no_form_is_told_at_once():

@@ -50,6 +50,41 @@ def test_a_stream_ends_with_the_receipt(client):
     assert all("detjax" not in event["choices"][0] for event in events[:-1])
 
 
+def test_text_with_special_tokens_is_that_of_its_receipt(client, tmp_path):
+    asked = COMPLETION | {
+        "skip_special_tokens": False, "allowed_token_ids": [0, 1, 300], "temperature": 2.0,
+        "max_tokens": 12, "stop": ["<|bos|>omo", "m<|bos|>"], "logit_bias": {"0": 6},
+        "logprobs": 0, "truncate_prompt_tokens": 2,
+        "return_token_ids": True,
+    }  # fmt: skip
+    lines, texts = [], set()
+    for seed in range(16):
+        asked |= {"seed": seed // 2, "include_stop_str_in_output": seed % 2 == 1}
+        choice = post(client, "/v1/completions", asked)["choices"][0]
+        assert len(choice["prompt_token_ids"]) == 2
+        told = client.post("/v1/completions", json=asked | {"stream": True}).text
+        found = [json.loads(x[6:]) for x in told.splitlines() if x.startswith("data: {")]
+        assert "".join(event["choices"][0]["text"] for event in found) == choice["text"]
+        own = {0: len("<|bos|>"), 1: len("<|eos|>"), 300: len("om")}
+        lens = [own[token_id] for token_id in choice["token_ids"]]
+        assert choice["logprobs"]["text_offset"] == [sum(lens[:i]) for i in range(len(lens))]
+        texts.add(choice["text"])
+        receipt = Receipt.from_json(choice["detjax"]["receipt"])
+        assert receipt.answer["text"] == choice["text"]
+        assert receipt.sampling.truncate_prompt_tokens is None
+        lines.append(choice["detjax"]["receipt"])
+    assert any("<|eos|>" in text for text in texts)
+    path = tmp_path / "receipts.jsonl"
+    path.write_text("".join(line + "\n" for line in lines))
+    assert audit.main([str(path), "--cache-dir", "none"]) == 0
+    # Control: a text without them is not that of the answer.
+    receipts = map(Receipt.from_json, lines)
+    forged = next(one for one in receipts if one.answer["text"].startswith("<|bos|><|bos|>"))
+    forged.request["sampling"]["skip_special_tokens"] = True
+    path.write_text(forged.to_json() + "\n")
+    assert audit.main([str(path), "--cache-dir", "none"]) == 3
+
+
 def test_version_says_what_model_it_is(client, llm):
     known = client.get("/version").json()
     assert known["model"] == llm.identity().model | {"name": known["model"]["name"]}

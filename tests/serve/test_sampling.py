@@ -46,6 +46,11 @@ OTHERS = {
         {"stop": ["a"], "include_stop_str_in_output": True},
         {"stop": ("a",), "include_stop_str_in_output": True},
     ),
+    "skip_special_tokens": (
+        {"allowed_token_ids": [0, 300], "skip_special_tokens": False},
+        {"allowed_token_ids": (0, 300), "skip_special_tokens": False},
+    ),
+    "truncate_prompt_tokens": ({"truncate_prompt_tokens": 2}, {"truncate_prompt_tokens": 2}),
     "min_tokens": ({"stop": ["a"], "min_tokens": 4}, {"stop": ("a",), "min_tokens": 4}),
     "logit_bias": ({"logit_bias": {"300": 100.0}}, {"logit_bias": ((300, 100.0),)}),
     "allowed_token_ids": ({"allowed_token_ids": [300, 301]}, {"allowed_token_ids": (300, 301)}),

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
 from detjax.models.tokenizer import Tokenizer
+from detjax.serving.request import SamplingParams, last_tokens
 from detjax.serving.text import TextStream, find_stop
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
@@ -262,3 +263,61 @@ def test_published_tokenizers_stream_what_the_library_decodes(name):
     assert all("\ufffd" not in piece for piece in pieces)
     pieces, stopped = stream_all(TextStream(tokenizer, ["wörld"]), ids)
     assert "".join(pieces) == "Once upon a time, 你好 " and stopped
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    parts=st.lists(st.sampled_from(["<s>", "a", "b", " ", "ö"]), max_size=16), stops=WITH_SPECIAL
+)
+def test_special_tokens_that_are_shown_are_text_like_any_other(tokenizer, parts, stops):
+    byte_id = {tokenizer.token_bytes(i): i for i in range(256 + 1)}
+    special, parts = tokenizer.backend.token_to_id("<s>"), ["a", *parts]
+    ids = []
+    for part in parts:
+        ids += [special] if part == "<s>" else [byte_id[bytes([b])] for b in part.encode()]
+    text = "".join(parts)
+    assert tokenizer.backend.decode(ids, skip_special_tokens=False) == text
+    stream = TextStream(tokenizer, stops, shows_special=True)
+    deltas = [stream.push(token_id) for token_id in ids]
+    told = "".join(delta.text for delta in deltas) + stream.finish()
+    found = find_stop(text, stops)
+    assert told == (text[: found[0]] if found else text)
+    if not found:
+        assert "".join(delta.own for delta in deltas) == text
+
+
+def test_a_character_that_is_not_whole_ends_before_a_special_token_that_is_shown(tokenizer):
+    byte_id = {tokenizer.token_bytes(i): i for i in range(256 + 1)}
+    special = tokenizer.backend.token_to_id("<s>")
+    first, second = (byte_id[bytes([byte])] for byte in "ö".encode())
+    stream = TextStream(tokenizer, shows_special=True)
+    assert [stream.push(i).text for i in (special, first, special, second)] == [
+        "<s>", "", "\ufffd<s>", "\ufffd",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("includes", [False, True])
+def test_the_special_token_that_ends_a_text_is_shown_only_with_its_stop(tokenizer, includes):
+    special = tokenizer.backend.token_to_id("<s>")
+    sampling = SamplingParams(skip_special_tokens=False, include_stop_str_in_output=includes)
+    a = tokenizer.backend.token_to_id("a")
+    texts = {}
+    for ends in ((special,), ()):
+        stream = TextStream.of(sampling, tokenizer, prompt_ids=[a], eos_ids=ends)
+        texts[ends] = "".join(stream.push(i).text for i in (a, special)) + stream.finish()
+    assert texts == {(special,): "a<s>" if includes else "a", (): "a<s>"}
+
+
+@pytest.mark.parametrize(
+    ("most", "kept"), [(None, (1, 2, 3, 4)), (2, (3, 4)), (9, (1, 2, 3, 4)), (-1, (2, 3, 4))]
+)
+def test_the_last_tokens_of_a_prompt_are_taken(most, kept):
+    assert last_tokens((1, 2, 3, 4), most, max_tokens=7, max_len=10) == kept
+
+
+def test_more_tokens_than_the_context_has_are_refused():
+    with pytest.raises(ValueError, match=r"truncate_prompt_tokens=11 .* 10; .* -1"):
+        last_tokens((1, 2), 11, max_tokens=1, max_len=10)
+    for wrong in (0, -2):
+        with pytest.raises(ValueError, match="truncate_prompt_tokens"):
+            SamplingParams(truncate_prompt_tokens=wrong)
