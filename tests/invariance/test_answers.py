@@ -55,9 +55,18 @@ def requests(count: int = 17) -> list[Request]:
 
 
 def config_for(num_kv_heads: int):
-    """24 query heads for 3 key/value heads, so that tp 8 cuts through the groups."""
+    """24 query heads for 3 key/value heads, so that tp 8 cuts through the groups.
+
+    Sums are so long that another order reaches the logprobs through bfloat16: the controls say so.
+    """
     num_heads = 24 if num_kv_heads == 3 else 8
-    return dummy_config(num_heads=num_heads, num_kv_heads=num_kv_heads, qk_norm=num_kv_heads == 3)
+    return dummy_config(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        hidden_size=256,
+        intermediate_size=768,
+        qk_norm=num_kv_heads == 3,
+    )
 
 
 @cache
@@ -144,25 +153,37 @@ def test_answers_are_bitwise_schedule_invariant(chunk):
     assert_same(got, expected(2, 7), f"prefill chunk {chunk}")
 
 
+def by_prefill(engine: Engine, given: list[Completion]) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids and logprobs of each decoded token but the first, prefilled with those before."""
+    asked = [
+        Request(
+            prompt_token_ids=request.prompt_token_ids + one.token_ids[:i],
+            sampling=dataclasses.replace(
+                request.sampling.for_prompt(request.prompt_token_ids), max_tokens=1
+            ),
+        )
+        for request, one in zip(requests(len(given)), given, strict=True)
+        for i in range(1, MAX_TOKENS)
+    ]
+    got = engine.generate(asked)
+    return np.array([c.token_ids[0] for c in got]), np.array([c.logprobs[0] for c in got])
+
+
+def decoded(given: list[Completion]) -> tuple[np.ndarray, np.ndarray]:
+    """What `by_prefill` must give."""
+    ids = np.concatenate([c.token_ids[1:] for c in given])
+    return ids, np.concatenate([c.logprobs[1:] for c in given])
+
+
 @pytest.mark.invariance
 def test_decode_is_bitwise_path_consistent_with_prefill():
     """Prefilling a prompt with its own completion gives the logprobs that decoding gave."""
-    want = expected(2)[1]
-    tokens = want.prompt_token_ids + want.token_ids
-    sampling = SamplingParams(max_tokens=1, temperature=0.8, seed=1)
-    prefixes = [
-        Request(
-            prompt_token_ids=tokens[: len(want.prompt_token_ids) + i],
-            sampling=sampling.for_prompt(want.prompt_token_ids),
-        )
-        for i in range(MAX_TOKENS)
-    ]
-    got = beside(prefixes, batch_size=4)[:MAX_TOKENS]
-    assert tuple(c.token_ids[0] for c in got) == want.token_ids
+    given = expected(2, 7)
+    ids, logprobs = by_prefill(lone_engine(2), given)
+    want_ids, want = decoded(given)
+    assert ids.tolist() == want_ids.tolist()
     assert_bitwise_equal(
-        np.array([c.logprobs[0] for c in got]),
-        np.stack(want.logprobs),
-        claim="decode step t has the bits of prefill at position t",
+        logprobs, want, claim="decode step t has the bits of prefill at position t"
     )
 
 
@@ -227,7 +248,8 @@ from detjax.testing.dummies import answers, dummy_config, dummy_model
 prompts = json.load(sys.stdin)
 reqs = [Request(prompt_token_ids=tuple(p), sampling=SamplingParams(max_tokens=6, **s))
         for p, s in prompts]
-got = answers(dummy_model(dummy_config(), tp=int(sys.argv[1])), reqs, batch_size=2)
+config = dummy_config(hidden_size=256, intermediate_size=768)
+got = answers(dummy_model(config, tp=int(sys.argv[1])), reqs, batch_size=2)
 print(json.dumps([c.digest() for c in got]))
 """
 
@@ -295,25 +317,56 @@ def test_answers_do_not_depend_on_who_normalises(monkeypatch, most_rows):
     assert any(deferred) and all(deferred) == (most_rows == 1024)
 
 
-@pytest.mark.control
-def test_control_xla_is_not_batch_invariant():
-    """XLA's own products and norms on the same model: some request's bits depend on the batch.
+PRODUCTS = {
+    "linear": (0, 1), "linear_swiglu": (0, 1), "norm_linear": (0, 1, 2),
+    "norm_linear_swiglu": (0, 1, 2),
+}  # fmt: skip
+"""Products of the layers, and which of their arguments have K as the last axis."""
 
-    Which of the two does is the processor's choice: products on some, norms on others.
+
+@pytest.fixture
+def order_by_rows(monkeypatch):
+    """The fault that the claims rule out: a sum over K whose order follows the number of rows.
+
+    As that of a product that is tuned by its shape does: another permutation of K for another
+    number of rows, on every machine.
     """
-    config = dummy_config(hidden_size=320, intermediate_size=768, num_kv_heads=4)
-    m = dummy_model(config, profile=NumericsProfile(compute_dtype="float32"))
-    plain = [dataclasses.replace(r, is_deterministic=False) for r in requests(5)]
-    theirs = []
-    for batch_size in (1, 5):
-        sizes = EngineConfig(batch_size=batch_size, prefill_chunk=64, max_len=384, mode="fast")
-        theirs.append(Engine(m, sizes).generate(plain))
-    assert _differing(*theirs) > 0
+
+    def wrapped(name: str, with_k: tuple[int, ...]):
+        kernel = getattr(detjax.models.layers, name)
+
+        def product(*args, **options):
+            num_rows, k_len = args[0].shape
+            order = np.random.default_rng(num_rows).permutation(k_len)
+            moved = [x[..., order] if i in with_k else x for i, x in enumerate(args)]
+            return kernel(*moved, **options)
+
+        return product
+
+    for name, with_k in PRODUCTS.items():
+        monkeypatch.setattr(detjax.models.layers, name, wrapped(name, with_k))
 
 
-@pytest.mark.slow
+def unchecked(model: LoadedModel, **sizes) -> Engine:
+    """An engine that does not look for the faults that are planted here."""
+    sizes = {"batch_size": 1, "prefill_chunk": 64, "max_len": 384} | sizes
+    return Engine(model, EngineConfig(**sizes, self_check="off"))
+
+
 @pytest.mark.control
-def test_control_psum_is_not_mesh_invariant(monkeypatch):
+def test_control_an_order_by_rows_is_seen_by_batch_chunk_and_path(order_by_rows):
+    """The comparisons of the tests above, on their model and their requests, find other bits."""
+    m = dummy_model(config_for(2))
+    engine = unchecked(m)
+    alone = engine.generate(requests())
+    assert _differing(alone, unchecked(m, batch_size=17).generate(requests())) > 0
+    assert _differing(alone[:7], unchecked(m, prefill_chunk=37).generate(requests(7))) > 0
+    assert count_different_bits(by_prefill(engine, alone)[1], decoded(alone)[1]) > 0
+
+
+@pytest.mark.control
+@pytest.mark.parametrize("tp", quick_and_slow([2], [8]))
+def test_control_psum_is_not_mesh_invariant(monkeypatch, tp):
     """The same suite with one leaf a rank and `psum`: some request's bits depend on tp."""
     monkeypatch.setattr(detjax.models.layers, "linear_partial", _plain_partial)
     monkeypatch.setattr(detjax.models.layers, "linear_add_rms_norm", _plain_add_norm)
@@ -322,7 +375,7 @@ def test_control_psum_is_not_mesh_invariant(monkeypatch):
         "butterfly_sum",
         lambda x, axis, size, *, backend: jax.lax.psum(x, axis),
     )
-    runs = [answers(dummy_model(config_for(2), tp=tp), requests(6)) for tp in (1, 8)]
+    runs = [unchecked(dummy_model(config_for(2), tp=n)).generate(requests(6)) for n in (1, tp)]
     assert _differing(*runs) > 0
 
 
