@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers from a file of JSON lines, or from a server."""
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from detjax.cli.errors import InputError, one_line
+
+MAX_LINE_BYTES = 2**25
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """One answer, as far as its line says.
+
+    Attributes:
+        key: What pairs it with the answer of the other set.
+        prompt: Its text or token ids, to check the pair; None if the line has none.
+        text: The answer.
+        tokens: Its token ids, or their texts; None if the line has none.
+        logprobs: One for each token, or None.
+        score: The field that was named, or None.
+    """
+
+    key: str
+    prompt: Any
+    text: str
+    tokens: tuple[int | str, ...] | None
+    logprobs: tuple[float, ...] | None
+    score: float | None
+
+
+def read_answers(path: Path, score: str | None) -> list[Answer]:
+    """Read a file: lines of `detjax.generate --format jsonl`, of OpenAI's API, or with `text`.
+
+    Args:
+        path: Of the file.
+        score: The field of each line that holds its score: a number, true or false.
+
+    Raises:
+        InputError: If the file or a line cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            lines = [line for line in file if line.strip()]
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror or error}") from error
+    if not lines:
+        raise InputError(f"{path} has no answers; each line is one as JSON")
+    found = [_read(line, f"{path}, line {i + 1}", i, score) for i, line in enumerate(lines)]
+    seen: dict[str, int] = {}
+    for i, answer in enumerate(found):
+        if answer.key in seen:
+            raise InputError(
+                f"{path}, lines {seen[answer.key] + 1} and {i + 1} are both {answer.key!r}; give "
+                "each answer an `id` of its own"
+            )
+        seen[answer.key] = i
+    return found
+
+
+def _read(line: bytes, origin: str, number: int, score: str | None) -> Answer:
+    if len(line) > MAX_LINE_BYTES:
+        raise InputError(f"{origin} has {len(line)} bytes, more than {MAX_LINE_BYTES}")
+    try:
+        entry = json.loads(line)
+    except ValueError as error:
+        raise InputError(f"{origin} is not JSON: {error}") from error
+    if not isinstance(entry, dict):
+        raise InputError(f"{origin} is not a JSON object")
+    return answer_of(entry, origin, number, score)
+
+
+def answer_of(entry: Mapping[str, Any], origin: str, number: int, score: str | None) -> Answer:
+    """The answer that an object holds.
+
+    Raises:
+        InputError: If it has no text, or not the score.
+    """
+    choices = entry.get("choices")
+    choice = choices[0] if isinstance(choices, list) and choices else entry
+    message = choice.get("message") if isinstance(choice, dict) else None
+    text = message.get("content") if isinstance(message, dict) else choice.get("text")
+    if not isinstance(text, str):
+        raise InputError(f"{origin} has no `text`, nor `choices` with one")
+    tokens, logprobs = _tokens(choice)
+    return Answer(
+        key=_key(entry, number),
+        prompt=next(
+            (entry[name] for name in ("prompt", "prompt_token_ids") if name in entry), None
+        ),
+        text=text,
+        tokens=tokens,
+        logprobs=logprobs,
+        score=None if score is None else _score(entry, score, origin),
+    )
+
+
+def _key(entry: Mapping[str, Any], number: int) -> str:
+    # A response of OpenAI's API has an id that the server has drawn.
+    if "id" in entry and "choices" not in entry:
+        return str(entry["id"])
+    if "index" in entry and "sequence" in entry:
+        return f"prompt {entry['index']}, sequence {entry['sequence']}"
+    return f"line {number + 1}"
+
+
+def _score(entry: Mapping[str, Any], name: str, origin: str) -> float:
+    value = entry.get(name)
+    if not isinstance(value, int | float):
+        raise InputError(f"{origin}: `{name}` is {value!r:.60}, not a number, true or false")
+    return float(value)
+
+
+def _tokens(
+    choice: Mapping[str, Any],
+) -> tuple[tuple[int | str, ...] | None, tuple[float, ...] | None]:
+    """Token ids, or else their texts, and logprobs, as detjax and OpenAI's API have them."""
+    told = choice.get("logprobs")
+    tokens, logprobs = choice.get("token_ids"), told
+    if isinstance(told, dict) and isinstance(content := told.get("content"), list):
+        tokens = tokens or [one.get("token") for one in content]
+        logprobs = [one.get("logprob") for one in content]
+    elif isinstance(told, dict):
+        tokens, logprobs = tokens or told.get("tokens"), told.get("token_logprobs")
+    whole = isinstance(logprobs, list) and all(isinstance(p, int | float) for p in logprobs)
+    return (
+        tuple(tokens) if isinstance(tokens, list) else None,
+        tuple(map(float, logprobs)) if whole and logprobs is not None else None,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """How a server is asked: OpenAI's completions.
+
+    Attributes:
+        max_tokens: Of each answer.
+        temperature: 0 is greedy.
+        seed: Of every answer.
+        concurrency: Requests at once.
+        timeout_s: Of one request.
+    """
+
+    max_tokens: int
+    temperature: float
+    seed: int
+    concurrency: int
+    timeout_s: float = 600.0
+
+
+def ask_server(url: str, prompts: Sequence[str], asked: Asked, api_key: str | None) -> list[Answer]:
+    """Ask a server each prompt.
+
+    Raises:
+        InputError: If the server cannot be reached, or refuses a request.
+    """
+    base = url.rstrip("/").removesuffix("/v1")
+    headers = {"Content-Type": "application/json"}
+    if api_key:
+        headers["Authorization"] = f"Bearer {api_key}"
+    models = _fetch(f"{base}/v1/models", headers, None, 30.0).get("data")
+    if not models:
+        raise InputError(f"{url} lists no model at /v1/models; give the address of OpenAI's API")
+    model = models[0]["id"]
+
+    def answer(number: int) -> Answer:
+        body = {
+            "model": model, "prompt": prompts[number], "max_tokens": asked.max_tokens,
+            "temperature": asked.temperature, "seed": asked.seed, "logprobs": 0,
+        }  # fmt: skip
+        told = _fetch(f"{base}/v1/completions", headers, body, asked.timeout_s)
+        return answer_of(told | {"prompt": prompts[number]}, url, number, None)
+
+    with ThreadPoolExecutor(max_workers=asked.concurrency) as pool:
+        return list(pool.map(answer, range(len(prompts))))
+
+
+def _fetch(url: str, headers: Mapping[str, str], body: Any, timeout_s: float) -> dict[str, Any]:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data=data, headers=dict(headers))
+    try:
+        with urllib.request.urlopen(request, timeout=timeout_s) as response:
+            return json.load(response)
+    except urllib.error.HTTPError as error:
+        told = one_line(error.read(2000).decode(errors="replace"))
+        raise InputError(f"{url} answers {error.code}: {told}") from error
+    except (OSError, ValueError) as error:
+        raise InputError(f"{url} does not answer: {error}") from error
+
+
+def paired(a: Iterable[Answer], b: Iterable[Answer]) -> Iterator[tuple[Answer, Answer]]:
+    """Answers with one key.
+
+    Raises:
+        InputError: If one set has an answer that the other has not, or two prompts differ.
+    """
+    first, second = ({answer.key: answer for answer in answers} for answers in (a, b))
+    for name, here, there in (("A", first, second), ("B", second, first)):
+        missing = [key for key in here if key not in there]
+        if missing:
+            raise InputError(
+                f"{len(missing)} answers of {name} are not in the other set, such as "
+                f"{missing[0]!r}; give both sets the same answers, with an `id` each"
+            )
+    for key, answer in first.items():
+        other = second[key]
+        if None not in (answer.prompt, other.prompt) and answer.prompt != other.prompt:
+            raise InputError(
+                f"{key!r} has another prompt in B than in A: {one_line(str(other.prompt))[:80]!r}; "
+                "give each answer an `id`"
+            )
+        yield answer, other

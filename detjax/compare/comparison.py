@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What differs between paired answers, and how likely a difference of scores is by chance."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from detjax.compare.answers import Answer
+
+NUM_FLIPS = 20_000
+"""Random signs that stand for chance, where scores are not 0 and 1."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scores:
+    """Scores of the same prompts in two sets.
+
+    Attributes:
+        mean_a: Mean of A.
+        mean_b: Mean of B.
+        num_better: Prompts at which B is better.
+        num_worse: Prompts at which B is worse.
+        p_value: How often chance alone gives a difference of the means as large as this, or larger,
+            if A and B are equally good.
+    """
+
+    mean_a: float
+    mean_b: float
+    num_better: int
+    num_worse: int
+    p_value: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """What differs between two sets of answers; a count is None where a line does not say.
+
+    Attributes:
+        num_answers: Pairs of answers.
+        num_texts: Pairs whose texts differ.
+        num_tokens: Pairs whose tokens differ.
+        num_bits: Pairs of which a token differs, or a bit of a float32 logprob.
+        first_tokens: The first token that differs, from 0, of each pair whose tokens differ.
+        largest_gap: The largest difference of two logprobs before the tokens part.
+        scores: If a score was named.
+    """
+
+    num_answers: int
+    num_texts: int
+    num_tokens: int | None
+    num_bits: int | None
+    first_tokens: tuple[int, ...]
+    largest_gap: float | None
+    scores: Scores | None
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether nothing that the answers say differs."""
+        return not (self.num_texts or self.num_tokens or self.num_bits)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return dataclasses.asdict(self)
+
+
+def compare(pairs: Sequence[tuple[Answer, Answer]]) -> Comparison:
+    """Compare paired answers."""
+    with_tokens = all(one.tokens is not None for pair in pairs for one in pair)
+    with_bits = with_tokens and all(one.logprobs is not None for pair in pairs for one in pair)
+    firsts = [_first_difference(a.tokens or (), b.tokens or ()) for a, b in pairs]
+    gaps = [
+        _gap(a, b, len(a.tokens or ()) if first is None else first)
+        for (a, b), first in zip(pairs, firsts, strict=True)
+    ]
+    scored = [(a.score, b.score) for a, b in pairs if a.score is not None and b.score is not None]
+    return Comparison(
+        num_answers=len(pairs),
+        num_texts=sum(a.text != b.text for a, b in pairs),
+        num_tokens=sum(first is not None for first in firsts) if with_tokens else None,
+        num_bits=sum(_bits(a) != _bits(b) for a, b in pairs) if with_bits else None,
+        first_tokens=tuple(first for first in firsts if first is not None) if with_tokens else (),
+        largest_gap=max(gaps, default=0.0) if with_bits else None,
+        scores=_scores(np.array(scored)) if scored else None,
+    )
+
+
+def _first_difference(a: Sequence[Any], b: Sequence[Any]) -> int | None:
+    """The first place at which two sequences differ; of one that goes on, its end."""
+    differ = (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
+    return next(differ, None if len(a) == len(b) else min(len(a), len(b)))
+
+
+def _bits(answer: Answer) -> tuple[Any, bytes]:
+    return answer.tokens, np.asarray(answer.logprobs, np.float32).tobytes()
+
+
+def _gap(a: Answer, b: Answer, num_tokens: int) -> float:
+    first, second = (np.asarray(one.logprobs or (), float)[:num_tokens] for one in (a, b))
+    return float(np.max(np.abs(first - second), initial=0.0)) if len(first) == len(second) else 0.0
+
+
+def _scores(pairs: np.ndarray) -> Scores:
+    change = pairs[:, 1] - pairs[:, 0]
+    better, worse = int(np.sum(change > 0)), int(np.sum(change < 0))
+    is_binary = bool(np.isin(pairs, (0.0, 1.0)).all())
+    return Scores(
+        mean_a=float(pairs[:, 0].mean()),
+        mean_b=float(pairs[:, 1].mean()),
+        num_better=better,
+        num_worse=worse,
+        p_value=sign_test(better, worse) if is_binary else flip_test(change),
+    )
+
+
+def sign_test(better: int, worse: int) -> float:
+    """McNemar's exact test, two-sided: chance that a fair coin falls as unevenly, or more."""
+    total = better + worse
+    tail = sum(math.comb(total, k) for k in range(min(better, worse) + 1))
+    return min(1.0, 2 * tail / 2**total)
+
+
+def flip_test(change: np.ndarray) -> float:
+    """The share of random signs of the changes whose sum is as large as theirs, or larger.
+
+    A paired permutation test with `NUM_FLIPS` draws of a fixed seed; what is drawn counts as one.
+    """
+    rng = np.random.default_rng(0)
+    moved = change[change != 0]
+    if not len(moved):
+        return 1.0
+    limit = abs(moved.sum()) * (1 - 1e-12)
+    as_large = 0
+    for _ in range(NUM_FLIPS // 1000):
+        signs = rng.integers(0, 2, (1000, len(moved))) * 2 - 1
+        as_large += int(np.sum(np.abs(signs @ moved) >= limit))
+    return (1 + as_large) / (1 + NUM_FLIPS)

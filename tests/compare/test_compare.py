@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m detjax.compare`: what differs between two sets of answers, and what is chance."""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import numpy as np
+import pytest
+import scipy.stats
+
+from detjax.cli.errors import BAD_INPUT, BITS_DIFFER, OK
+from detjax.compare.__main__ import main
+from detjax.compare.comparison import flip_test, sign_test
+
+
+def line(text: str, ids=(1, 2, 3), logprobs=(-0.5, -0.25, -1.0), **fields) -> dict:
+    return {"text": text, "token_ids": list(ids), "logprobs": list(logprobs)} | fields
+
+
+@pytest.fixture
+def write(tmp_path):
+    def make(name: str, *lines) -> str:
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(one) + "\n" for one in lines))
+        return str(path)
+
+    return make
+
+
+def compared(capsys, *argv: str) -> tuple[int, dict]:
+    code = main([*argv, "--json"])
+    out, err = capsys.readouterr()
+    assert not err
+    return code, json.loads(out)
+
+
+def test_nothing_differs(write, capsys):
+    a = write("a", line("x"), line("y"))
+    code, found = compared(capsys, a, a)
+    assert (code, found["num_answers"]) == (OK, 2)
+    assert (found["num_texts"], found["num_tokens"], found["num_bits"]) == (0, 0, 0)
+
+
+def test_texts_tokens_and_bits_are_counted_apart(write, capsys):
+    a = write("a", line("x"), line("x"), line("x"), line("x"))
+    last = float(np.nextafter(np.float32(-1.0), np.float32(0)))
+    b = write(
+        "b",
+        line("x"),
+        line("x", logprobs=(-0.5, -0.25, last)),
+        line("x", ids=(1, 2, 4)),
+        line("z", ids=(9,), logprobs=(-2.0,)),
+    )
+    code, found = compared(capsys, a, b)
+    assert code == BITS_DIFFER
+    assert (found["num_texts"], found["num_tokens"], found["num_bits"]) == (1, 2, 3)
+    assert found["first_tokens"] == [2, 0]
+    assert 0 < found["largest_gap"] < 1e-6
+
+
+def test_a_float64_of_one_float32_is_the_same_bit(write, capsys):
+    """JSON of another server may round the decimal that names a float32."""
+    value = float(np.float32(-0.1))
+    a = write("a", line("x", ids=(1,), logprobs=(value,)))
+    b = write("b", line("x", ids=(1,), logprobs=(-0.1,)))
+    assert compared(capsys, a, b)[0] == OK
+
+
+def test_responses_of_openai_are_read_and_what_is_missing_is_not_counted(write, capsys):
+    tokens = {"tokens": ["a", "b"], "token_logprobs": [-1.0, -2.0]}
+    a = write("a", {"id": "cmpl-1", "choices": [{"text": "ab", "logprobs": tokens}]})
+    b = write("b", {"id": "cmpl-2", "choices": [{"message": {"content": "ab"}}]})
+    code, found = compared(capsys, a, b)
+    assert code == OK
+    assert (found["num_tokens"], found["num_bits"], found["largest_gap"]) == (None, None, None)
+    content = [{"token": "a", "logprob": -1.0}, {"token": "c", "logprob": -2.0}]
+    c = write("c", {"choices": [{"message": {"content": "ac"}, "logprobs": {"content": content}}]})
+    code, found = compared(capsys, a, c)
+    assert (code, found["first_tokens"]) == (BITS_DIFFER, [1])
+
+
+def test_answers_are_paired_by_id_and_by_prompt_and_sequence(write, capsys):
+    a = write("a", line("x", id="p"), line("y", id="q"))
+    assert compared(capsys, a, write("b", line("y", id="q"), line("x", id="p")))[0] == OK
+    a = write("a", line("x", index=0, sequence=0), line("y", index=0, sequence=1))
+    b = write("b", line("y", index=0, sequence=1), line("x", index=0, sequence=0))
+    assert compared(capsys, a, b)[0] == OK
+
+
+@pytest.mark.parametrize(
+    ("better", "worse", "p"),
+    [(0, 0, 1.0), (1, 0, 1.0), (5, 5, 1.0), (10, 0, 2 / 1024), (30, 10, 0.0022)],
+)
+def test_sign_test_is_exact(better, worse, p):
+    assert sign_test(better, worse) == pytest.approx(p, rel=0.02)
+    if better + worse:
+        assert sign_test(better, worse) == pytest.approx(
+            scipy.stats.binomtest(better, better + worse).pvalue, rel=1e-12
+        )
+
+
+def test_flip_test_tells_noise_from_effect():
+    rng = np.random.default_rng(3)
+    # Under chance alone a p-value is below 0.05 in 5 % of cases: 20 of 400, sd 4.4.
+    null = [flip_test(rng.normal(size=12)) for _ in range(400)]
+    assert 4 <= sum(p < 0.05 for p in null) <= 38
+    assert flip_test(rng.normal(loc=1.0, size=40)) < 0.001
+    assert flip_test(np.zeros(5)) == 1.0
+
+
+def test_scores_are_told_with_their_probability(write, capsys):
+    rows = [(True, True)] * 50 + [(False, True)] * 12 + [(True, False)] * 1
+    a = write("a", *(line("x", correct=x) for x, _ in rows))
+    b = write("b", *(line("x", correct=y) for _, y in rows))
+    code, found = compared(capsys, a, b, "--score", "correct")
+    assert code == OK
+    scores = found["scores"]
+    assert (scores["num_better"], scores["num_worse"]) == (12, 1)
+    assert scores["p_value"] == pytest.approx(14 * 2 / 2**13)
+    assert main([a, b, "--score", "correct"]) == OK
+    assert "probability 0.00342: more than chance" in capsys.readouterr().out
+    main([a, b, "--score", "correct", "--alpha", "0.001"])
+    assert "no more than chance" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "argv", "said"),
+    [
+        ([line("x")], [line("x"), line("y")], [], "1 answers of B are not in the other set"),
+        ([line("x", prompt="p")], [line("x", prompt="q")], [], "has another prompt in B"),
+        ([line("x", id=1), line("y", id=1)], [line("x")], [], "lines 1 and 2 are both '1'"),
+        ([{"txt": "x"}], [line("x")], [], "line 1 has no `text`"),
+        ([line("x")], [line("x")], ["--score", "f1"], "`f1` is None, not a number"),
+        ([line("x")], [line("x")], ["--alpha", "2"], "--alpha 2.0 must be between 0 and 1"),
+        ([line("x")], [line("x")], ["--prompts-file", "p"], "is for two servers"),
+        ([], [line("x")], [], "has no answers"),
+        ([[1]], [line("x")], [], "is not a JSON object"),
+    ],
+)
+def test_what_cannot_be_compared_is_named(write, capsys, a, b, argv, said):
+    assert main([write("a", *a), write("b", *b), *argv]) == BAD_INPUT
+    told = capsys.readouterr().err
+    assert told.startswith("error: ") and said in told and told.count("\n") == 1
+
+
+class Answers(BaseHTTPRequestHandler):
+    """A server whose second answer depends on its port."""
+
+    def do_GET(self):
+        self._send({"data": [{"id": "m"}]})
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert asked["model"] == "m" and asked["temperature"] == 0
+        odd = asked["prompt"] == "two" and self.server.server_port % 2
+        token = "odd" if odd else "even"
+        told = {"tokens": [token], "token_logprobs": [-1.0]}
+        self._send({"choices": [{"text": token, "logprobs": told}]})
+
+    def _send(self, body):
+        data = json.dumps(body).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args):
+        pass
+
+
+def test_two_servers_are_asked_the_same_prompts(tmp_path, capsys):
+    (tmp_path / "prompts.txt").write_text("one\ntwo\nthree\n")
+    servers: dict[int, ThreadingHTTPServer] = {}
+    spare = []
+    while len(servers) < 2:
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+        if server.server_port % 2 in servers:
+            spare.append(server)
+        else:
+            servers[server.server_port % 2] = server
+    for server in servers.values():
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+    even, odd = (f"http://127.0.0.1:{servers[i].server_port}" for i in (0, 1))
+    prompts = ["--prompts-file", str(tmp_path / "prompts.txt")]
+    try:
+        assert compared(capsys, even, f"{even}/v1", *prompts)[0] == OK
+        code, found = compared(capsys, even, odd, *prompts)
+        assert (code, found["num_texts"], found["num_bits"]) == (BITS_DIFFER, 1, 1)
+        assert main([even, odd]) == BAD_INPUT
+        assert "--prompts-file FILE" in capsys.readouterr().err
+    finally:
+        for server in servers.values():
+            server.shutdown()
+        for server in [*servers.values(), *spare]:
+            server.server_close()
+    assert main([even, odd, *prompts]) == BAD_INPUT
+    assert "does not answer" in capsys.readouterr().err
