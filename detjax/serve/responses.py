@@ -238,7 +238,7 @@ _ITEMS = {
 def _message(index: int, item: dict[str, Any]) -> dict[str, Any]:
     """A message of the template, of an item of the input."""
     where, kind = f"input[{index}]", item.get("type", "message")
-    if kind not in _ITEMS:
+    if not isinstance(kind, str) or kind not in _ITEMS:
         raise RefusedError(
             f"{where} is of type {kind!r:.80}: only {', '.join(_ITEMS)} are supported",
             field="input",

@@ -4,6 +4,8 @@
 import asyncio
 import dataclasses
 import json
+import re
+from pathlib import Path
 
 import httpx
 import numpy as np
@@ -16,6 +18,8 @@ from detjax.serve.service import Limits, Service
 from .conftest import served
 from .small import post, small_service
 
+OF_THE_CALLER = {"user", "metadata", "safety_identifier", "prompt_cache_key"}
+"""Fields of which the text speaks: they decide nothing."""
 POSTS = ("/tokenize", "/detokenize", "/v1/completions", "/v1/chat/completions", "/v1/responses")
 
 
@@ -77,6 +81,17 @@ def test_the_page_has_every_route_and_field_and_loads_nothing(starting, told):
         for name in schema.get("properties", {}):
             assert f"<code>{name}</code>" in answer.text
     assert "<script" not in answer.text and "://" not in answer.text
+
+
+def test_the_manual_has_every_field(told):
+    text = (Path(__file__).parents[2] / "docs" / "server.md").read_text()
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    named = set(re.findall(r"`([a-z_]+)", "\n".join(rows)))
+    for path in POSTS:
+        (content,) = told["paths"][path]["post"]["requestBody"]["content"].values()
+        schema = told["components"]["schemas"][content["schema"]["$ref"].rpartition("/")[2]]
+        missing = schema["properties"].keys() - named - OF_THE_CALLER
+        assert not missing, (path, missing)
 
 
 def drawn(schema, schemas, rng: np.random.Generator, depth: int = 0):
