@@ -93,7 +93,7 @@ def test_neutral_fields_and_nulls_change_nothing(client):
         ("/responses", {"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type"),
         ("/responses", {"input": [{"type": "item_reference", "id": "x"}]}, "input"),
         ("/responses", {"input": [{"type": {"a": 1}}]}, "input"),
-        ("/responses", {"input": [{"type": "function_call"}]}, "input[0].tool_calls[0]"),
+        ("/responses", {"input": [{"type": "function_call"}]}, "input[0].tool_calls[0].function"),
         ("/responses", {"input": "x", "tool_choice": "required"}, "tool_choice"),
     ],
 )

@@ -134,6 +134,9 @@ def drawn(schema, schemas, rng: np.random.Generator, depth: int = 0):
     return drawn(kinds[int(rng.integers(5))], schemas, rng, depth + 1)
 
 
+OF_LENGTH = {"/v1/chat/completions": {"max_tokens": 2}, "/v1/responses": {"max_output_tokens": 2}}
+
+
 @pytest.mark.parametrize("count", [400, pytest.param(10_000, marks=pytest.mark.nightly)])
 def test_what_the_document_allows_is_answered_or_refused_and_no_fault(told, count):
     """A real model and every route; a refusal has a message."""
@@ -146,14 +149,17 @@ def test_what_the_document_allows_is_answered_or_refused_and_no_fault(told, coun
         asked = drawn(content["schema"], schemas, rng)
         if rng.random() < 0.95:
             asked["model"] = "small"
-        for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
-            if asked.get(name) not in (None, 0):
-                asked[name] = 2
+        lengths = {"max_tokens", "max_completion_tokens", "max_output_tokens"}
+        for name in lengths & asked.keys():
+            asked[name] = min(asked[name] or 0, 2) or None
+        # Else an answer is as long as the context, in every one of `n` sequences.
+        if path != "/v1/completions" and not any(asked.get(name) for name in lengths):
+            asked |= OF_LENGTH.get(path, {})
         if "messages" in asked and rng.random() < 0.7:
             asked["messages"] = [{"role": "user", "content": "hi"}]
         raw = json.dumps(asked).encode("utf-8", "surrogatepass")
         told_back = await post(app, path, [raw])
-        assert told_back.status < 500, (path, asked, told_back.body)
+        assert told_back.status < 500, (path, json.dumps(asked), told_back.body)
         if told_back.status != 200:
             assert told_back.json()["error"]["message"], (path, asked)
         statuses.append(told_back.status)
