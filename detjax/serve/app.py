@@ -71,7 +71,7 @@ def make_app(service: Service, options: WebOptions = OPEN_TO_ALL) -> Starlette:
         asked.check()
         with named_as_asked(asked):
             return await respond(
-                service, request, reader.chat(asked.as_chat(), id_of(request), is_read=False),
+                service, request, reader.chat(asked.as_chat(), id_of(request)),
                 form=form_of(asked),
                 writer=functools.partial(ResponseWriter, asked),
             )  # fmt: skip

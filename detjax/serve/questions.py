@@ -233,11 +233,11 @@ class Reader:
             )
         self._service.check_queue(num_prompts, sampling, is_deterministic=shape.is_deterministic)
 
-    def chat(self, asked: ChatRequest, request_id: str, *, is_read: bool = True) -> Reading:
-        """A request of /v1/chat/completions; `is_read`: its answer is more than text."""
-        return Reading(fields=asked, run=lambda: self._chat(asked, request_id, is_read=is_read))
+    def chat(self, asked: ChatRequest, request_id: str) -> Reading:
+        """A request of /v1/chat/completions."""
+        return Reading(fields=asked, run=lambda: self._chat(asked, request_id))
 
-    async def _chat(self, asked: ChatRequest, request_id: str, *, is_read: bool) -> Asked:
+    async def _chat(self, asked: ChatRequest, request_id: str) -> Asked:
         self.check_model(asked.model)
         asked.check()
         num_top = (asked.top_logprobs or 0) if asked.logprobs else None
@@ -257,8 +257,7 @@ class Reader:
         except RefusedError as error:
             error.field = "messages" if error.field == "prompt" else error.field
             raise
-        if is_read:
-            shape = dataclasses.replace(shape, form=self._form_of(asked, ids))
+        shape = dataclasses.replace(shape, form=self._form_of(asked, ids))
         return Asked(questions=[Question(token_ids=ids)], shape=shape, fields=asked)
 
     def _form_of(self, asked: ChatRequest, prompt_ids: Sequence[int]) -> Form | None:

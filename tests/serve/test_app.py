@@ -584,7 +584,7 @@ def test_the_tokens_of_a_prompt_that_the_cache_had_are_counted(client, llm):
 
 
 def test_the_prefix_cache_is_forgotten_when_asked(client):
-    asked = {"prompt": " ".join(f"page{i}" for i in range(64)), "cache_salt": "reset"}
+    asked = {"prompt": " ".join(f"page{i}" for i in range(48)), "cache_salt": "reset"}
 
     def cached() -> int:
         return answer(client, **asked)["usage"]["prompt_tokens_details"]["cached_tokens"]

@@ -90,7 +90,11 @@ def test_neutral_fields_and_nulls_change_nothing(client):
         ("/responses", {"input": "sea " * 300}, "input"),
         ("/responses", {"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
         ("/responses", {"input": "x", "text": {"format": {"type": "xml"}}}, "text.format"),
-        ("/responses", {"input": "x", "tools": [{"type": "web_search"}]}, "tools"),
+        ("/responses", {"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ("/responses", {"input": [{"type": "item_reference", "id": "x"}]}, "input"),
+        ("/responses", {"input": [{"type": {"a": 1}}]}, "input"),
+        ("/responses", {"input": [{"type": "function_call"}]}, "input[0].tool_calls[0].function"),
+        ("/responses", {"input": "x", "tool_choice": "required"}, "tool_choice"),
     ],
 )
 def test_an_error_names_the_field_as_it_was_asked(client, path, fields, param):
@@ -485,3 +489,70 @@ def test_tokenize_refuses_for_a_prompt_what_is_of_conversations(running, fields)
     with running.client() as plain:
         answer = plain.post("/tokenize", json={"prompt": "x"} | fields)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == name
+
+
+FUNCTIONS = [{"type": "function", "strict": True, **tool["function"]} for tool in FORCED]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "now"}])
+def test_a_response_calls_a_function(thinking, choice, stream):
+    asked = {"model": "small", "input": "hi", "tools": FUNCTIONS, "tool_choice": choice}
+    answer = thinking.responses.create(stream=stream, max_output_tokens=90, temperature=0, **asked)
+    deltas = []
+    if stream:
+        events = list(answer)
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        deltas = [e.delta for e in events if e.type == "response.function_call_arguments.delta"]
+        kinds = [event.type for event in events if "delta" not in event.type]
+        assert kinds[2:-1] == [
+            "response.output_item.added", "response.function_call_arguments.done",
+            "response.output_item.done",
+        ]  # fmt: skip
+        done = events[-3]
+        answer = events[-1].response
+        assert done.arguments == "".join(deltas) and len(deltas) > 1
+    (item,) = answer.output
+    assert item.type == "function_call" and item.name in ("add", "now")
+    assert item.arguments.startswith("{") and item.call_id
+    assert not stream or item.arguments == "".join(deltas)
+    assert answer.tools[0].name == "add"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_has_reasoning_text_and_calls_as_items_which_go_back(thinking, stream):
+    functions = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    form = {"extra_body": {"structured_outputs": {"choice": [SAYS]}}}
+    got = thinking.responses.create(
+        model="small", input="hi", tools=functions, max_output_tokens=90, stream=stream, **form
+    )
+    if stream:
+        events = list(got)
+        done = [e.item for e in events if e.type == "response.output_item.done"]
+        assert [e.output_index for e in events if e.type == "response.output_item.added"] == [
+            0, 1, 2,
+        ]  # fmt: skip
+        got = events[-1].response
+        assert [item.to_dict() for item in done] == [item.to_dict() for item in got.output]
+    thought, message, call = got.output
+    assert [item.type for item in got.output] == ["reasoning", "message", "function_call"]
+    assert (thought.content[0].text, message.content[0].text) == ("Hm", "See:")
+    assert (call.name, call.arguments) == ("add", '{"a": 1}') and got.status == "completed"
+    items = [
+        {"role": "user", "content": "hi"},
+        *(item.to_dict() for item in got.output),
+        {"type": "function_call_output", "call_id": call.call_id, "output": "1"},
+    ]
+    asked = {"max_output_tokens": 4, "temperature": 0, "stream": stream}
+    back = thinking.responses.create(model="small", input=items, tools=functions, **asked)
+    back = list(back)[-1].response if stream else back
+    chat = thinking.chat.completions.create(
+        model="small", messages=HI, tools=TOOLS, max_tokens=90, **form
+    )
+    result = {"role": "tool", "tool_call_id": "c", "content": "1"}
+    want = thinking.chat.completions.create(
+        model="small", messages=[*HI, chat.choices[0].message.model_dump(), result], tools=TOOLS,
+        max_tokens=4, temperature=0,
+    )  # fmt: skip
+    assert back.usage.input_tokens == want.usage.prompt_tokens
+    assert back.detjax["digest"] == want.choices[0].detjax["digest"]

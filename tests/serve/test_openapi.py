@@ -4,6 +4,8 @@
 import asyncio
 import dataclasses
 import json
+import re
+from pathlib import Path
 
 import httpx
 import numpy as np
@@ -16,6 +18,8 @@ from detjax.serve.service import Limits, Service
 from .conftest import served
 from .small import post, small_service
 
+OF_THE_CALLER = {"user", "metadata", "safety_identifier", "prompt_cache_key"}
+"""Fields of which the text speaks: they decide nothing."""
 POSTS = ("/tokenize", "/detokenize", "/v1/completions", "/v1/chat/completions", "/v1/responses")
 
 
@@ -79,6 +83,17 @@ def test_the_page_has_every_route_and_field_and_loads_nothing(starting, told):
     assert "<script" not in answer.text and "://" not in answer.text
 
 
+def test_the_manual_has_every_field(told):
+    text = (Path(__file__).parents[2] / "docs" / "server.md").read_text()
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    named = set(re.findall(r"`([a-z_]+)", "\n".join(rows)))
+    for path in POSTS:
+        (content,) = told["paths"][path]["post"]["requestBody"]["content"].values()
+        schema = told["components"]["schemas"][content["schema"]["$ref"].rpartition("/")[2]]
+        missing = schema["properties"].keys() - named - OF_THE_CALLER
+        assert not missing, (path, missing)
+
+
 def drawn(schema, schemas, rng: np.random.Generator, depth: int = 0):
     """A value of a schema; small, and often at its edges."""
     if "$ref" in schema:
@@ -119,6 +134,9 @@ def drawn(schema, schemas, rng: np.random.Generator, depth: int = 0):
     return drawn(kinds[int(rng.integers(5))], schemas, rng, depth + 1)
 
 
+OF_LENGTH = {"/v1/chat/completions": {"max_tokens": 2}, "/v1/responses": {"max_output_tokens": 2}}
+
+
 @pytest.mark.parametrize("count", [400, pytest.param(10_000, marks=pytest.mark.nightly)])
 def test_what_the_document_allows_is_answered_or_refused_and_no_fault(told, count):
     """A real model and every route; a refusal has a message."""
@@ -131,14 +149,17 @@ def test_what_the_document_allows_is_answered_or_refused_and_no_fault(told, coun
         asked = drawn(content["schema"], schemas, rng)
         if rng.random() < 0.95:
             asked["model"] = "small"
-        for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
-            if asked.get(name) not in (None, 0):
-                asked[name] = 2
+        lengths = {"max_tokens", "max_completion_tokens", "max_output_tokens"}
+        for name in lengths & asked.keys():
+            asked[name] = min(asked[name] or 0, 2) or None
+        # Else an answer is as long as the context, in every one of `n` sequences.
+        if path != "/v1/completions" and not any(asked.get(name) for name in lengths):
+            asked |= OF_LENGTH.get(path, {})
         if "messages" in asked and rng.random() < 0.7:
             asked["messages"] = [{"role": "user", "content": "hi"}]
         raw = json.dumps(asked).encode("utf-8", "surrogatepass")
         told_back = await post(app, path, [raw])
-        assert told_back.status < 500, (path, asked, told_back.body)
+        assert told_back.status < 500, (path, json.dumps(asked), told_back.body)
         if told_back.status != 200:
             assert told_back.json()["error"]["message"], (path, asked)
         statuses.append(told_back.status)

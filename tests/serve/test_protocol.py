@@ -129,7 +129,6 @@ OF_KIND = {
     ResponsesRequest: {
         "background": (False, True), "include": ([], ["reasoning.encrypted_content"]),
         "previous_response_id": (None, "resp_1"), "truncation": ("disabled", "auto"),
-        "tools": ([], [{"type": "web_search"}]), "tool_choice": ("auto", "required"),
         "top_logprobs": (0, 3), "reasoning": ({}, {"effort": "high"}),
         "conversation": (None, "conv_1"),
     },

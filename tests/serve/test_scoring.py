@@ -116,6 +116,7 @@ def test_of_several_answers_every_one_has_the_prompts_logprobs(client):
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_stream_has_the_prompts_logprobs_with_the_first_chunk(client, n):
     asked = {"prompt_logprobs": 2, "echo": True, "logprobs": 2, "n": n, "temperature": 0.5}
+    asked["seed"] = 3
     whole = answer(client, **asked)["choices"]
     found = [choice for event in chunks(client, **asked) for choice in event["choices"]]
     for want in whole:
