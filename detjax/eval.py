@@ -8,6 +8,7 @@ own choice, which changes no answer:
 """
 
 import argparse
+import logging
 import sys
 from collections.abc import Sequence
 
@@ -15,12 +16,36 @@ from detjax.cli.errors import BAD_INPUT, OK
 from detjax.models.bundled import BUNDLED_NAME
 from detjax.models.hub import check_model
 
+PROG = "python -m detjax.eval"
+HELP = f"""\
+usage: {PROG} [run] --tasks TASK [--model_args NAME=VALUE,...] [options of run]
+       {PROG} ls tasks | validate --tasks TASK
+
+lm-evaluation-harness with the model detjax: the same responses and scores at any batch and mesh.
+
+--model_args: model or pretrained (a folder, a Hugging Face id, {BUNDLED_NAME}), tp, dp, mode,
+  dtype, max_len, revision and the other options of detjax.LLM; max_gen_toks, add_bos_token, seed.
+  vLLM's names mean the same: tensor_parallel_size, data_parallel_size, max_model_len, max_length.
+--batch_size: sequences that run at once; by default detjax.LLM chooses. No answer depends on it.
+
+`{PROG} run --help` lists what the harness takes, `ls tasks` its tasks.
+
+examples:
+  {PROG} --tasks gsm8k --model_args pretrained=Qwen/Qwen3-0.6B --limit 100
+  {PROG} --tasks hellaswag --model_args pretrained=Qwen/Qwen3-0.6B,tp=2 --apply_chat_template
+"""
+
+LOG = logging.getLogger(__name__)
+
 _SUBCOMMANDS = ("run", "ls", "validate")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the harness's command line."""
     args = list(sys.argv[1:] if argv is None else argv)
+    if not args or args[0] in ("-h", "--help"):
+        print(HELP, end="")
+        return OK
     try:
         if (model := model_of(args)) is not None:
             name, revision = model
@@ -29,21 +54,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT
     try:
+        # It registers the model, and says which extra is missing.
+        from detjax.integrations import lm_eval as _  # noqa: F401, I001
         from lm_eval._cli import HarnessCLI
         from lm_eval.utils import setup_logging
-
-        from detjax.integrations import lm_eval as _  # noqa: F401  # registers the model
     except ImportError as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT
     setup_logging()
-    before, sys.argv = sys.argv, ["python -m detjax.eval", *with_defaults(args)]
+    before, sys.argv = sys.argv, [PROG, *with_defaults(args)]
     try:
         cli = HarnessCLI()
         cli.execute(cli.parse_args())
+    except (ValueError, TypeError, KeyError, OSError) as error:
+        LOG.debug("the run failed", exc_info=error)
+        print(f"error: {_told(error)}", file=sys.stderr)
+        return BAD_INPUT
     finally:
         sys.argv = before
     return OK
+
+
+def _told(error: Exception) -> str:
+    """What is wrong and how to go on; LOGLEVEL=DEBUG shows where."""
+    text = f"{error}" or type(error).__name__
+    if text.startswith("Tasks not found"):
+        return f"{text}; `{PROG} ls tasks` lists them, --include_path DIR adds tasks of your own"
+    return text
 
 
 def model_of(args: Sequence[str]) -> tuple[str, str | None] | None:
@@ -56,14 +93,18 @@ def model_of(args: Sequence[str]) -> tuple[str, str | None] | None:
         return None
     pairs = (pair.partition("=") for part in known.model_args for pair in part.split(","))
     given = {name: value for name, _, value in pairs}
-    return given.get("model", BUNDLED_NAME), given.get("revision")
+    named = {given[name] for name in ("model", "pretrained") if name in given}
+    if len(named) > 1:
+        raise ValueError(
+            f"--model_args has model={given['model']} and pretrained={given['pretrained']}, which "
+            "say the same; give one"
+        )
+    return named.pop() if named else BUNDLED_NAME, given.get("revision")
 
 
 def with_defaults(args: Sequence[str]) -> list[str]:
     """The arguments with `run`, `--model detjax` and a batch size, where they say nothing else."""
     args = list(args)
-    if not args or args[0] in ("-h", "--help"):
-        return args
     if args[0] not in _SUBCOMMANDS:
         args.insert(0, "run")
     given = {arg.partition("=")[0] for arg in args}

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hold a conversation of two turns with a model that has a chat template.
 
-    python examples/chat.py [MODEL]
+    python examples/chat.py                     # the bundled model, which only goes on
+    python examples/chat.py Qwen/Qwen3-0.6B     # downloaded once
 
-The model is downloaded once. Special tokens written out in a message stay text.
+Special tokens written out in a message stay text.
 """
 
 import sys
 
 import detjax
 
-llm = detjax.LLM(sys.argv[1] if len(sys.argv) > 1 else "Qwen/Qwen3-0.6B")
+llm = detjax.LLM(sys.argv[1] if len(sys.argv) > 1 else "novels-6m")
 sampling = detjax.SamplingParams(max_tokens=32, temperature=0.6, top_p=0.95, top_k=20, seed=7)
 
 messages = [{"role": "system", "content": "Answer in one sentence."}]

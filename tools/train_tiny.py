@@ -62,6 +62,7 @@ type Report = dict[str, float]
 
 BOS, EOS = "<|bos|>", "<|eos|>"
 BOS_ID, EOS_ID = 0, 1
+TEMPLATE = Path(__file__).parents[1] / "detjax/models/bundled/novels-6m/chat_template.jinja"
 SUM_LEN = 16  # tokens of one padded `<|bos|>17+26=43\n`; three-digit sums fit
 
 # What --corpus was for the model that ships. Training on another text means writing another one.
@@ -945,6 +946,7 @@ def save_model(out: Path, config: ModelConfig, params: Params, tokenizer: Tokeni
     write_json(out / "config.json", hf_config(config))
     write_json(out / "tokenizer_config.json", tokenizer_config(config))
     write_json(out / "generation_config.json", {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID})
+    (out / TEMPLATE.name).write_bytes(TEMPLATE.read_bytes())
 
 
 def write_json(path: Path, value: dict) -> None:
@@ -992,9 +994,10 @@ additions right that it was never shown.
 
 Tests, demonstrations and small experiments: real text has real ties, repetitions and ends of
 sequence, which random weights do not show. Sums are half-learned on purpose, so that a
-reinforcement-learning demonstration has something to improve. It is a base model with no chat
-template and no instruction tuning; prompts are plain text or a sum such as `17+26=`, whose answer
-ends at the newline. `{BOS}` opens every text and the tokenizer adds it.
+reinforcement-learning demonstration has something to improve. It is a base model without
+instruction tuning; prompts are plain text or a sum such as `17+26=`, whose answer ends at the
+newline. Its chat template has the answer go on where the user's text ends, for trying out chats
+and tools without a download. `{BOS}` opens every text and the tokenizer adds it.
 
 ## Measured
 

@@ -24,12 +24,20 @@ except ImportError as error:
 
 import detjax
 from detjax.llm import LLM, LLMConfig
+from detjax.models.bundled import BUNDLED_NAME
 from detjax.serving.request import PromptLogprobs, SamplingParams
 
 LOG = logging.getLogger(__name__)
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 _UNDERSTOOD = {*_SAMPLING, "until", "max_gen_toks", "do_sample", "seed"}
+
+_OTHER_NAMES = {
+    "max_length": "max_len",
+    "max_model_len": "max_len",
+    "tensor_parallel_size": "tp",
+    "data_parallel_size": "dp",
+}
 
 _HARNESS_DEVICE = "cuda:0"
 
@@ -50,8 +58,9 @@ class DetjaxLM(TemplateLM):
 
     def __init__(
         self,
-        model: str = "novels-6m",
+        model: str | None = None,
         *,
+        pretrained: str | None = None,
         batch_size: int | str | None = None,
         max_batch_size: int | None = None,
         device: str | None = None,
@@ -64,7 +73,9 @@ class DetjaxLM(TemplateLM):
         """Open a model.
 
         Args:
-            model: As `LLM` takes it: a folder, a Hugging Face id, or the bundled `novels-6m`.
+            model: As `LLM` takes it: a folder, a Hugging Face id, or the bundled `novels-6m`, which
+                it is by default.
+            pretrained: The same, as the harness calls it.
             batch_size: Sequences that run at once; None and "auto" are `LLM`'s choice. It changes
                 no answer.
             max_batch_size: Only None: `batch_size` says it.
@@ -75,7 +86,9 @@ class DetjaxLM(TemplateLM):
                 text begins with them.
             seed: Of sampled responses; the i-th response to the same request draws noise stream i.
             llm: A model that is open already, in place of `model`, `batch_size` and `options`.
-            options: Further options of `LLM`: tp, dp, max_len, dtype, mode, ...
+            options: Further options of `LLM`: tp, dp, max_len, dtype, mode, ... Some have the
+                harness's and vLLM's names too: `max_length`, `max_model_len`,
+                `tensor_parallel_size`, `data_parallel_size`.
 
         Raises:
             ValueError: If `max_batch_size` or `device` is given, or as `LLM` says.
@@ -89,12 +102,15 @@ class DetjaxLM(TemplateLM):
                 f"{device=} has no meaning for detjax, which goes by the hardware; leave it out "
                 "or give backend in --model_args"
             )
+        if pretrained is not None and model not in (None, pretrained):
+            raise ValueError(f"{model=} and {pretrained=} say the same; give one")
+        model, options = model or pretrained, _own_names(options)
         if llm is not None and (options or batch_size is not None):
             given = [*options, *(["batch_size"] if batch_size is not None else [])]
             raise TypeError(f"{', '.join(given)} cannot be chosen for an LLM that is open already")
         if llm is None:
             sizes = {} if batch_size in (None, "auto") else {"batch_size": int(batch_size)}
-            llm = LLM(str(model), **sizes, **options)
+            llm = LLM(str(model or BUNDLED_NAME), **sizes, **options)
         self.llm = llm
         self.tokenizer = llm.tokenizer
         self.batch_size, self.max_length = llm.config.engine.batch_size, llm.config.engine.max_len
@@ -296,6 +312,8 @@ class DetjaxLM(TemplateLM):
                 "is cut from the left",
                 len(tokens), kwargs["max_gen_toks"], self.max_length,
             )  # fmt: skip
+        if kwargs.get("top_k") == -1:  # vLLM's, and in tasks: all tokens
+            kwargs["top_k"] = 0
         sampling = SamplingParams(
             max_tokens=kwargs["max_gen_toks"],
             stop=tuple(text for text in kwargs.get("until") or () if text),
@@ -303,6 +321,21 @@ class DetjaxLM(TemplateLM):
             **{name: kwargs[name] for name in _SAMPLING if name in kwargs},
         )
         return tokens[-room:], sampling
+
+
+def _own_names(options: dict[str, Any]) -> dict[str, Any]:
+    """The options of `LLM` under its own names.
+
+    Raises:
+        ValueError: If one is given under two.
+    """
+    named: dict[str, Any] = {}
+    for name, value in options.items():
+        own = _OTHER_NAMES.get(name, name)
+        if own in named and named[own] != value:
+            raise ValueError(f"{own} is given twice, as {named[own]!r} and {name}={value!r}")
+        named[own] = value
+    return named
 
 
 def _total(scores: PromptLogprobs) -> float:

@@ -460,7 +460,11 @@ class _Named:
 
 @functools.lru_cache(maxsize=16)
 def _named_backend(backend: tokenizers.Tokenizer, special_ids: frozenset[int]) -> _Named:
-    """The tokenizer that takes special tokens in a text for text."""
+    """The tokenizer that takes special tokens in a text for text.
+
+    Raises:
+        ValueError: If it is built so that its special tokens cannot have other names.
+    """
     values = json.loads(backend.to_str())
     nonce = secrets.token_hex(16)
     tokens = [token for token in values["added_tokens"] if token["id"] in special_ids]
@@ -474,10 +478,15 @@ def _named_backend(backend: tokenizers.Tokenizer, special_ids: frozenset[int]) -
         model["vocab"] = [[renamed.get(text, text), *rest] for text, *rest in model["vocab"]]
     if model.get("unk_token") is not None:
         model["unk_token"] = renamed.get(model["unk_token"], model["unk_token"])
-    named = tokenizers.Tokenizer.from_str(json.dumps(values))
+    refused = "this tokenizer cannot take control tokens in a text for text; leave them out"
+    try:
+        named = tokenizers.Tokenizer.from_str(json.dumps(values))
+    except Exception as error:  # the library raises nothing narrower
+        raise ValueError(f"{refused} ({error})") from error
     changed = {i: token.content for i, token in named.get_added_tokens_decoder().items()}
     kept = {i: token.content for i, token in backend.get_added_tokens_decoder().items()}
-    assert changed == {i: renamed.get(text, text) for i, text in kept.items()}, "ids have moved"
+    if changed != {i: renamed.get(text, text) for i, text in kept.items()}:
+        raise ValueError(f"{refused} (ids have moved)")
     return _Named(backend=named, names=renamed)
 
 

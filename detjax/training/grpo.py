@@ -18,6 +18,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+try:  # first, as what follows imports it too
+    from detjax.training.extras import optax
+except ModuleNotFoundError as error:
+    if __name__ != "__main__":
+        raise
+    print(f"error: {error}", file=sys.stderr)
+    raise SystemExit(2) from error
+
 from detjax.models.abstract import why_unsupported
 from detjax.models.bundled import bundled_model_path
 from detjax.models.hf_config import load_config
@@ -29,7 +37,6 @@ from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend, choose_backend
 from detjax.parallel.mesh import configure_virtual_devices, make_mesh
 from detjax.training.checkpoint import check_can_save, restore_state, save_state
-from detjax.training.extras import optax
 from detjax.training.plot import save_plot
 from detjax.training.policy_gradient import BatchSizes, StepRow, train
 from detjax.training.rewards import Rewarded

@@ -6,6 +6,8 @@ import math
 import os
 import re
 import shlex
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -174,7 +176,51 @@ def test_the_wrapper_names_the_model_where_nobody_else_does():
     assert with_defaults(["run", "--model=hf", "-b", "4"]) == ["run", "--model=hf", "-b", "4"]
     assert with_defaults(["ls", "tasks"]) == ["ls", "tasks"]
     assert with_defaults(["--config", "c.yaml"]) == ["run", "--config", "c.yaml"]
-    assert with_defaults(["--help"]) == ["--help"]
+
+
+@pytest.mark.slow
+def test_what_is_wrong_with_the_command_is_one_line(capsys):
+    sums = ["--tasks", "detjax_sums", "--include_path", str(TASKS), "--limit", "1"]
+    cases = {
+        ("--tasks", "nope"): "Tasks not found: nope; `python -m detjax.eval ls tasks`",
+        (*sums, "--model_args", "nope=3"): "LLM has no option 'nope'",
+        (*sums, "--model_args", "model=a,pretrained=b"): "model=a and pretrained=b",
+        (*sums, "--model_args", "pretrained=./nowhere"): "nowhere",
+        (*sums, "--model_args", "max_len=64,max_model_len=65"): "max_len is given twice",
+    }
+    for args, says in cases.items():
+        assert detjax_eval.main(args) == 2, args
+        err = capsys.readouterr().err
+        assert "Traceback" not in err
+        (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
+        assert says in line
+    args = [*sums, "--model_args", "pretrained=novels-6m,max_model_len=256,seed=3"]
+    assert detjax_eval.main(args) == 0
+    assert "detjax_sums" in capsys.readouterr().out
+
+
+def test_help_is_of_detjax_and_needs_no_harness():
+    program = "import sys, runpy; sys.modules['lm_eval'] = None; "
+    program += "runpy.run_module('detjax.eval', run_name='__main__')"
+
+    def run(*args):
+        return subprocess.run(
+            [sys.executable, "-c", program, *args], capture_output=True, text=True, check=False
+        )
+
+    told = run("--help")
+    assert told.returncode == 0 and "pretrained=" in told.stdout
+    without = run("--tasks", "x")
+    assert without.returncode == 2 and not without.stdout
+    assert without.stderr.startswith("error: ") and 'pip install "detjax[eval]"' in without.stderr
+
+
+def test_vllms_top_k_of_all_tokens_is_taken():
+    lm = adapter(llm=opened(batch_size=1))
+    kwargs = {"max_gen_toks": 2, "do_sample": True, "temperature": 1.0}
+    assert lm._sampling("a", kwargs | {"top_k": -1}) == lm._sampling("a", kwargs | {"top_k": 0})
+    with pytest.raises(ValueError, match="top_k=-2 must be"):
+        lm._sampling("a", kwargs | {"top_k": -2})
 
 
 @pytest.mark.slow

@@ -289,6 +289,23 @@ def test_texts_between_control_tokens_are_encoded_as_the_library_does(tmp_path, 
     assert special(ours, ours.encode("a\uff1cend></s>")) == ["<s>"]
 
 
+def test_a_tokenizer_whose_merges_make_control_tokens_takes_none_in_a_text(tmp_path):
+    """Its own text could become one without being written out."""
+    vocab = {"<": 0, "s": 1, "<s": 2, ">": 3, "<s>": 4, "a": 5}
+    merges = [("<", "s"), ("<s", ">")]
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges))
+    backend.decoder = tokenizers.decoders.Fuse()
+    backend.add_special_tokens(["<s>"])
+    config = {"bos_token": "<s>", "chat_template": "<s>{{ messages[0].content }}"}
+    ours = Tokenizer.from_folder(write_folder(tmp_path, backend, config))
+    assert ours.apply_chat_template([{"role": "user", "content": "a"}]) == [4, 5]
+    for ask in (ours.encode, lambda text: ours.apply_chat_template(
+        [{"role": "user", "content": text}]
+    )):  # fmt: skip
+        with pytest.raises(ValueError, match="cannot take control tokens in a text for text"):
+            ask("a<s>")
+
+
 def test_nothing_of_an_unknown_character_is_taken_for_an_attack(tmp_path):
     vocab = {"<unk>": 0, "<s>": 1, "a": 2, "b": 3}
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [], unk_token="<unk>"))

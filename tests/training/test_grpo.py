@@ -3,7 +3,9 @@
 
 import importlib
 import json
+import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -259,6 +261,13 @@ def test_without_optax_the_extra_is_named(monkeypatch):
     monkeypatch.delitem(sys.modules, "detjax.training.extras")
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'detjax\[train\]'"):
         importlib.import_module("detjax.training.extras")
+    program = "import sys, runpy; sys.modules['optax'] = None; "
+    program += "runpy.run_module('detjax.training.grpo', run_name='__main__')"
+    command = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert command.returncode == 2
+    assert re.fullmatch(r"error: .*pip install 'detjax\[train\]'\n", command.stderr)
 
 
 def test_sizes_are_checked():
