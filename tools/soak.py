@@ -159,12 +159,12 @@ class Count:
 class Soak:
     """A server, its load, and what was counted."""
 
-    def __init__(self, folder: Path, rng: np.random.Generator):
+    def __init__(self, folder: Path, rng: np.random.Generator, faults: Sequence["Fault"]):
         """Start the server and ask it everything while it is quiet."""
-        self.folder, self.rng = folder, rng
+        self.folder, self.rng, self.faults = folder, rng, faults
         self.cache = folder / "cache"
         self.server = Server(folder, self.cache)
-        self.counts = {fault.__name__: Count() for fault in FAULTS}
+        self.counts = {fault.__name__: Count() for fault in faults}
         self.num_answers, self.num_refused, self.wrong = 0, 0, list[str]()
         self._ends = threading.Event()
         with self.client() as client:
@@ -229,15 +229,15 @@ class Soak:
         for thread in self._load:
             thread.start()
         until_s = time.monotonic() + seconds
-        for fault in FAULTS:
+        for fault in self.faults:
             self._meet(fault)
         while time.monotonic() < until_s:
-            self._meet(pick(FAULTS, self.rng))
+            self._meet(pick(self.faults, self.rng))
         self._ends.set()
         for thread in self._load:
             thread.join()
 
-    def _meet(self, fault: Callable[["Soak"], None]) -> None:
+    def _meet(self, fault: "Fault") -> None:
         count, begin_s = self.counts[fault.__name__], time.monotonic()
         try:
             fault(self)
@@ -388,7 +388,7 @@ def concurrent_writers(soak: Soak) -> None:
 FULL = """
 import resource, runpy, signal, sys
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT, LIMIT))
+resource.setrlimit(resource.RLIMIT_FSIZE, (NUM_BYTES, NUM_BYTES))
 sys.argv = sys.argv[2:]
 runpy.run_module("detjax.generate", run_name="__main__")
 """
@@ -397,7 +397,7 @@ runpy.run_module("detjax.generate", run_name="__main__")
 def full_disk(soak: Soak) -> None:
     """No file can have more than so many bytes: nothing is kept, and the answer is the same."""
     script = soak.folder / "full.py"
-    script.write_text(FULL.replace("LIMIT", str(pick((0, 100, 65536), soak.rng))))
+    script.write_text(FULL.replace("NUM_BYTES", str(pick((0, 100, 65536), soak.rng))))
     with tempfile.TemporaryDirectory(dir=soak.folder) as cache:
         found, run = soak.generate(cache=Path(cache), through=str(script))
         expect(found == soak.generated, f"{found} instead of {soak.generated}: {run.stderr[-500:]}")
@@ -440,7 +440,9 @@ def damage(file: Path, rng: np.random.Generator) -> None:
         file.write_bytes(held[: len(held) // 2] if how == "cut" else b"")
 
 
-FAULTS: tuple[Callable[[Soak], None], ...] = (
+type Fault = Callable[[Soak], None]
+
+FAULTS: tuple[Fault, ...] = (
     killed_clients, half_open_sockets, stopped_server, slow_readers, damaged_folder, damaged_cache,
     exit_at_work, replaced_server, several_engines, full_disk, concurrent_writers,
 )  # fmt: skip
@@ -479,11 +481,15 @@ def main(arguments: list[str] | None = None) -> int:
     """Run it; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=3600.0, help="least time that faults come")
+    parser.add_argument("--only", nargs="+", choices=[fault.__name__ for fault in FAULTS],
+                        default=[fault.__name__ for fault in FAULTS], metavar="FAULT",
+                        help="which; all by default: %(choices)s")  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, help="of their order and kinds")
     parser.add_argument("--report", type=Path, help="a file for the report, Markdown")
     args = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="detjax_soak_") as folder:
-        soak = Soak(Path(folder), np.random.default_rng(args.seed))
+        faults = [fault for fault in FAULTS if fault.__name__ in args.only]
+        soak = Soak(Path(folder), np.random.default_rng(args.seed), faults)
         try:
             ready_mib = soak.server.rss_mib()
             soak.run(args.seconds)
