@@ -236,6 +236,13 @@ BRANCHES = """
   ROOT %f = s32[8]{0} fusion(%b.1), kind=kLoop, calls=%f
 }
 
+%loses (e.0: (s32[8], s32[8])) -> s32[8] {
+  %e.0 = (s32[8]{0}, s32[8]{0}) parameter(0)
+  %e.1 = s32[8]{0} get-tuple-element(%e.0), index=0
+  %lost = s32[8]{0} custom-call(%e.1), custom_call_target="k", output_to_operand_aliasing={{}: (0, {})}
+  ROOT %other = s32[8]{0} fusion(%lost), kind=kLoop, calls=%f
+}
+
 %hands_on (c.0: (s32[8], s32[8])) -> s32[8] {
   %c.0 = (s32[8]{0}, s32[8]{0}) parameter(0)
   ROOT %c.1 = s32[8]{0} get-tuple-element(%c.0), index=0
@@ -262,6 +269,10 @@ ROOT %out = (s32[8]{0}, s32[8]{0}) tuple(OUT, %read)
         ("writes hands_on", "%p.0", "%c", "read reads p.0 after c was written over it"),
         # The result goes elsewhere, and the argument is lost all the same.
         ("writes writes", "%p.0", "%p.1", "read reads p.0 after c was written over it"),
+        # Nor need the result have anything of it, whichever branch comes first.
+        ("loses reads", "%p.0", "%p.1", "read reads p.0 after lost was written over it"),
+        ("reads loses", "%p.0", "%p.1", "read reads p.0 after lost was written over it"),
+        ("loses reads", "%c", "%p.1", ""),
         # What every branch hands on is what it was.
         ("hands_on hands_on", "%p.0", "%c", []),
         ("hands_on hands_on", "%c", "%c", []),

@@ -157,6 +157,61 @@ MUTANTS = (
         tests=("tests/proof/test_forgery.py::test_receipts_of_one_request_share_an_answer",),
     ),
     Mutant(
+        name="receipt-of-the-weights-of-now",
+        fault="a receipt names the weights that compute now, not those that made the answer",
+        edits=(
+            Edit(
+                where="detjax/llm.py",
+                old="        if made_by != history.current:\n",
+                new="        if made_by < 0:\n",
+            ),
+        ),
+        tests=(
+            "tests/proof/test_weights.py::test_a_receipt_names_the_weights_that_made_the_answer",
+        ),
+    ),
+    Mutant(
+        name="toolchain-not-in-fingerprint",
+        fault="builds of two assemblers have one fingerprint",
+        edits=(
+            Edit(
+                where="detjax/numerics.py",
+                old="        return values if self.toolchain else {",
+                new="        return {",
+            ),
+        ),
+        tests=(
+            "tests/test_toolchain.py"
+            "::test_two_assemblers_have_two_fingerprints_and_two_folders_of_programs",
+        ),
+    ),
+    Mutant(
+        name="branch-written-in-place",
+        fault="the check of programs forgets what a branch wrote over an argument",
+        edits=(
+            Edit(
+                where="detjax/donation.py",
+                old="    events.steps += written\n",
+                new="    events.write(operands[1:], instruction.name)\n",
+            ),
+        ),
+        tests=("tests/test_donation.py::test_a_branch_may_have_written_in_place",),
+    ),
+    Mutant(
+        name="calls-in-two-orders",
+        fault="two threads put their programs into the queues of devices in two orders",
+        edits=(
+            Edit(
+                where="detjax/parallel/dispatch.py",
+                old="        if len(devices) > 1:\n",
+                new="        if len(devices) > 8:\n",
+            ),
+        ),
+        tests=(
+            "tests/parallel/test_dispatch.py::test_calls_on_devices_in_common_are_in_one_order",
+        ),
+    ),
+    Mutant(
         name="prompt-counts-as-output",
         fault="a penalty counts the tokens of the prompt",
         edits=(

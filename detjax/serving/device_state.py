@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from detjax.models.loading import LoadedModel
+from detjax.parallel.dispatch import ordered
 from detjax.parallel.mesh import DP_AXIS
 from detjax.serving import trace
 from detjax.serving.adjustments import num_words
@@ -92,7 +93,8 @@ def read_result(result: Any) -> np.ndarray:
 class DeviceState:
     """The cache, the slots and their sampling parameters; programs write them in place.
 
-    Programs are called one after the other in a thread of its own, which starts the copy of their
+    Programs are called one after the other in a thread of its own, and in one order with those of
+    other engines on these devices (`parallel.dispatch`). The thread starts the copies of their
     results to the host as well. That takes the host as long as a step of a small model takes the
     device, and Python's lock is free for most of it, so the engine plans and commits meanwhile.
     Whatever else looks at the state waits for the calls before it.
@@ -118,7 +120,8 @@ class DeviceState:
         """
         self._model, self._programs, self._is_filled = model, programs, is_filled
         self._stats, self._trace = stats, tracer
-        self._starts_copies = not _is_host(model.mesh.devices.flat[0])
+        self._devices = tuple(model.mesh.devices.flat)
+        self._starts_copies = not _is_host(self._devices[0])
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="detjax-dispatch")
         self._arrays: tuple = ()
         self._adjusted: Any = None
@@ -191,7 +194,7 @@ class DeviceState:
             Its result, when it has been called; the device may still be at it. What the call raises
             is raised by whoever asks for the result.
         """
-        return self._thread.submit(self._call, key, program, params, operands, after)
+        return self._thread.submit(self._ordered(self._call), key, program, params, operands, after)
 
     def _call(
         self,
@@ -272,7 +275,13 @@ class DeviceState:
             The new slots, and the result.
         """
         return self._thread.submit(
-            self._call_aside, key, program, params, (slots, sampling), operands, after
+            self._ordered(self._call_aside),
+            key,
+            program,
+            params,
+            (slots, sampling),
+            operands,
+            after,
         ).result()
 
     def _call_aside(
@@ -295,4 +304,7 @@ class DeviceState:
     def checksums(self, pages: np.ndarray) -> list[jax.Array]:
         """A number for the content of each of these pages, int32 [dp, n]: `device.checksums`."""
         self.settle()
-        return checksums(self._model.mesh, self._arrays[0], pages)
+        return self._ordered(checksums)(self._model.mesh, self._arrays[0], pages)
+
+    def _ordered[**P, R](self, call: Callable[P, R]) -> Callable[P, R]:
+        return ordered(self._devices, call)

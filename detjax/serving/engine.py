@@ -8,6 +8,7 @@ decided by the scheduler, and none of it can change a bit of a deterministic ans
 import functools
 import hashlib
 import itertools
+import os
 import threading
 import time
 from collections import abc, deque
@@ -63,6 +64,7 @@ def _one_thread_at_a_time[**P, R](
 
     @functools.wraps(method)
     def locked(self: "Engine", *args: P.args, **kwargs: P.kwargs) -> R:
+        self._refuse_if_forked()
         with self._turn:
             return method(self, *args, **kwargs)
 
@@ -79,6 +81,7 @@ def _told_once(
 
     @functools.wraps(method)
     def locked(self: "Engine") -> list[RequestOutput]:
+        self._refuse_if_forked()
         told: list[RequestOutput] = []
         try:
             with self._turn:
@@ -179,6 +182,7 @@ class Engine:
         self._turn = threading.RLock()
         self._request_ids = itertools.count()
         self._weight_history = WeightHistory()
+        self._process_id = os.getpid()
         self._steps_ahead = config.steps_ahead or quickest_steps_ahead(
             model, decode_steps=config.decode_steps
         )
@@ -576,7 +580,17 @@ class Engine:
         states.outputs, states.news, states.is_torn, self._stopped_by = [], {}, False, None
         return outputs
 
+    def _refuse_if_forked(self) -> None:
+        """Refuse what would wait for ever for threads and locks that a fork leaves behind."""
+        if os.getpid() != self._process_id:
+            raise EngineStoppedError(
+                f"process {os.getpid()} was forked from {self._process_id}, which opened the "
+                "engine, and has neither its threads nor its devices; open the model in each "
+                "process, and start processes by 'spawn'"
+            )
+
     def _refuse_if_stopped(self) -> None:
+        self._refuse_if_forked()
         if self._stopped_by is not None:
             raise self._stopped_error(self._stopped_by)
 

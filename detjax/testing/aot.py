@@ -163,7 +163,8 @@ def why_unavailable() -> str | None:
 
 
 _MESH_PROGRAM = """
-from detjax.testing import aot
+import importlib
+aot = importlib.import_module("detjax.testing.aot")
 aot.start()
 import jax, jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P

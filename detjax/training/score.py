@@ -16,6 +16,7 @@ from detjax.models.loading import LoadedModel
 from detjax.models.paths import PATHS, Kernels
 from detjax.pallas_kernels.log_softmax.api import block_stats, log_probs, log_sum_exp
 from detjax.parallel.collectives import gather_columns
+from detjax.parallel.dispatch import ordered
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
 from detjax.serving.device_arrays import PAGES_SPEC, pages_shape
 from detjax.xla_flags import EXACT_OPTIONS, FAST_OPTIONS
@@ -39,7 +40,7 @@ class Scorer:
         self._model = model
         self._forward, self._local_logits = PATHS[mode]
         by_row = P(DP_AXIS)
-        self._step = jax.jit(
+        step = jax.jit(
             jax.shard_map(
                 self._local_step,
                 mesh=model.mesh,
@@ -49,6 +50,7 @@ class Scorer:
             ),
             compiler_options=EXACT_OPTIONS if mode == "invariant" else FAST_OPTIONS,
         )
+        self._step = ordered(tuple(model.mesh.devices.flat), step)
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Log-probability of every token after the first of each sequence, float32.

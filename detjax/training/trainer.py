@@ -26,6 +26,7 @@ from detjax.donation import CheckedJit
 from detjax.models.layers import ForwardContext
 from detjax.models.loading import LoadedModel
 from detjax.parallel.collectives import butterfly_sum
+from detjax.parallel.dispatch import ordered
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
 from detjax.training.batch import Batch
 from detjax.training.extras import optax
@@ -126,8 +127,10 @@ class Trainer:
             mesh, tuple(move_bits(t, NamedSharding(mesh, P())) for t in model.rope_tables)
         )
         on_mesh = partial(jax.shard_map, mesh=mesh, out_specs=P(), check_vma=False)
-        self._gather = jax.jit(on_mesh(self._local_gather, in_specs=(self.specs.params,)))
-        self._reduce = jax.jit(on_mesh(self._local_reduce, in_specs=P(DEVICES)))
+        gather = jax.jit(on_mesh(self._local_gather, in_specs=(self.specs.params,)))
+        reduce = jax.jit(on_mesh(self._local_reduce, in_specs=P(DEVICES)))
+        devices = tuple(mesh.devices.flat)
+        self._gather, self._reduce = ordered(devices, gather), ordered(devices, reduce)
         self._gradient = jax.jit(self._microbatch_gradient, compiler_options=EXACT_OPTIONS)
         self._add = CheckedJit(
             partial(jax.tree.map, jnp.add), donate_argnums=0, options=EXACT_OPTIONS

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One order of programs on all devices, whoever calls them.
+
+XLA puts a program of several devices into a queue of each, one device after the other. Two threads
+that call at once could put theirs in one order on one device and in the other on the next: then
+each device waits in a collective, or in an exchange kernel, for a peer that waits in the other
+program. Engines on one model share mailboxes, too, whose parities count the programs in order. So
+whoever calls a program of several devices holds all of them until it is in every queue.
+
+Nothing else happens while they are held but the call, which loads a new program as well: by then
+every earlier one is in all queues, so one that loading has to wait for will end. Programs are
+compiled without holding anything.
+"""
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Collection, Iterator
+
+import jax
+
+
+@contextlib.contextmanager
+def one_order(devices: Collection[jax.Device]) -> Iterator[None]:
+    """Hold devices while a program of theirs is called. One device needs no order.
+
+    A thread that holds some may not ask for more.
+    """
+    with contextlib.ExitStack() as held:
+        if len(devices) > 1:
+            # In one order as well, so that no two threads wait for each other here.
+            for device in sorted(devices, key=lambda device: (device.platform, device.id)):
+                held.enter_context(_lock_of(device))
+        yield
+
+
+def ordered[**P, R](devices: Collection[jax.Device], program: Callable[P, R]) -> Callable[P, R]:
+    """A program of these devices, each call of which is in one order with all others."""
+    if len(devices) == 1:
+        return program
+
+    @functools.wraps(program)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        with one_order(devices):
+            return program(*args, **kwargs)
+
+    return call
+
+
+@functools.cache  # WHY: engines on other models, and trainers, have the same devices
+def _lock_of(device: jax.Device) -> threading.Lock:
+    return threading.Lock()
