@@ -299,18 +299,19 @@ class _Events:
     """What a program does to its buffers, in order.
 
     Attributes:
-        steps: ("read" or "write", value, where).
+        steps: ("read" or "write", value, where, what may lie in its buffer besides).
         unwritten: Which parts of its tuple a loop's body leaves alone, by the body's name.
     """
 
-    steps: list[tuple[str, _Value, str]] = field(default_factory=list)
+    steps: list[tuple[str, _Value, str, tuple[_Value, ...]]] = field(default_factory=list)
     unwritten: dict[str, list[bool]] = field(default_factory=dict)
 
-    def read(self, tree: _Tree, where: str) -> None:
-        self.steps += [("read", value, where) for value in _leaves(tree)]
+    def read(self, tree: _Tree, where: str, own: tuple[_Value, ...] = ()) -> None:
+        """Note a read; of an operation that writes `own` in place while it reads."""
+        self.steps += [("read", value, where, own) for value in _leaves(tree)]
 
     def write(self, tree: _Tree, where: str) -> None:
-        self.steps += [("write", value, where) for value in _leaves(tree)]
+        self.steps += [("write", value, where, ()) for value in _leaves(tree)]
 
 
 def stale_reads(module: Module) -> list[str]:
@@ -341,11 +342,11 @@ def stale_reads(module: Module) -> list[str]:
     events.read(result, "the result")
     holds: dict[_Value, _Value] = {}
     faults = []
-    for kind, value, where in events.steps:
+    for kind, value, where, own in events.steps:
         buffer = value.buffer()
         if kind == "write":
             holds[buffer] = value
-        elif holds[buffer] is not value:
+        elif holds[buffer] is not value and holds[buffer] not in own:
             faults.append(
                 f"{where} reads {value.name} after {holds[buffer].name} was written over it"
             )
@@ -363,23 +364,22 @@ def _run(module: Module, name: str, arguments: list[_Tree], events: _Events) -> 
     instructions = module.computations[name]
     for parameter, argument in zip(_parameters(instructions), arguments, strict=True):
         values[parameter.name] = argument
-    pending: dict[str, list[_Value]] = {}  # what an asynchronous operation still reads
+    # What an asynchronous operation still reads, and what it writes meanwhile.
+    pending: dict[str, tuple[list[_Tree], tuple[_Value, ...]]] = {}
     result: _Tree | None = None
     for instruction in instructions:
         operands = [values[operand] for operand in instruction.operands]
         if instruction.opcode not in _NO_READ:
             for operand in operands:
                 events.read(operand, instruction.name)
-        if instruction.opcode.endswith("-done"):
-            for operand in pending.pop(instruction.operands[0], []):
-                events.read(operand, instruction.name)
+        if instruction.opcode.endswith("-done") and instruction.operands[0] in pending:
+            read, own = pending.pop(instruction.operands[0])
+            events.read(read, instruction.name, own)
         if instruction.opcode != "parameter":
             values[instruction.name] = _result_of(module, instruction, operands, events)
         if instruction.opcode.endswith("-start") or instruction.opcode == "send":
-            # What it writes over itself, as an all-reduce in place does, it reads as it must.
-            own = {value.buffer() for value in _leaves(values[instruction.name])}
-            read = (value for operand in operands for value in _leaves(operand))
-            pending[instruction.name] = [value for value in read if value.buffer() not in own]
+            # WHY: only with what is donated is it known which result lies over an operand.
+            pending[instruction.name] = operands, tuple(_leaves(values[instruction.name]))
         if instruction.opcode.endswith("-update") and instruction.operands[0] in pending:
             pending[instruction.name] = pending.pop(instruction.operands[0])
         if instruction.is_root:

@@ -212,6 +212,20 @@ def test_a_result_in_flight_holds_its_buffer_from_the_start():
     assert found == ["read reads p.0 after k was written over it"]
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["right", "stale"])
+def test_an_update_in_flight_may_write_over_what_it_reads(late):
+    """A donated argument that an asynchronous fusion updates in place, as XLA prints on an H100."""
+    write = "%write = s32[8]{0} fusion(%p.0, %p.1), kind=kLoop, calls=%f"
+    body = f"""
+    %s = ((s32[8]{{0}}), s32[8]{{0}}, u32[]) fusion-start(%p.0), kind=kLoop, calls=%f
+    {write if late else ""}
+    %done = s32[8]{{0}} fusion-done(%s)
+    ROOT %out = (s32[8]{{0}}, s32[8]{{0}}) tuple({"%write" if late else "%done"}, %p.1)
+    """
+    found = stale_reads(module(body))
+    assert found == (["done reads p.0 after write was written over it"] if late else [])
+
+
 def test_what_is_sent_is_read_until_it_is_done():
     body = """
     %t = token[] after-all()
