@@ -524,7 +524,7 @@ class ChatRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
 
     def form_field(self) -> str:
         """Which field says the form."""
-        if self.forced_tools():
+        if self.tool_choice not in (None, "auto", "none"):  # tools may not be checked yet
             return "tools"
         return super().form_field() if self.response_format is None else "response_format"
 

@@ -78,6 +78,8 @@ FORM = {"type": "json_object"}
         ("chat/completions", {"ignore_eos": True, "response_format": FORM}, "ignore_eos",
          "with response_format, "),
         ("chat/completions", {"response_format": FORM}, "response_format", "^response_form"),
+        ("chat/completions", {"tool_choice": "required", "tools": [{"type": "user"}]},
+         "tools[0].type", "'user' is not supported"),
         ("chat/completions", {"max_completion_tokens": 3, "min_tokens": 5}, "min_tokens",
          "max_completion_tokens=3"),
         ("chat/completions", {"max_tokens": 3, "min_tokens": 5}, "min_tokens", " max_tokens=3"),
