@@ -143,10 +143,9 @@ def test_receipts_of_a_loaded_server_replay_elsewhere(running, tmp_path, capsys,
     assert audit.main([str(path), "--cache-dir", "none"]) == 0
     out = capsys.readouterr().out
     assert f"replayed {len(lines)} receipts" in out and f"audited {len(lines)} receipts" in out
-    # Control: another seed, of an answer that is long enough to differ by it.
-    broken = max(map(Receipt.from_json, lines), key=lambda one: len(one.token_ids))
-    broken.request["sampling"]["seed"] = "123456789"
-    broken.request["sampling"]["temperature"] = 1.0
+    # Control: another seed, of the answer that was the least likely: another is drawn in its place.
+    broken = min(map(Receipt.from_json, lines), key=lambda one: float(np.sum(one.logprobs)))
+    broken.request["sampling"] |= {"seed": "123456789", "temperature": 1.3, "top_p": 1.0}
     path.write_text("".join([*(line + "\n" for line in lines[:5]), broken.to_json() + "\n"]))
     assert audit.main([str(path), "--cache-dir", "none"]) == 3
     assert "receipt 6: answer." in capsys.readouterr().err
