@@ -195,6 +195,12 @@ class GenerateArgs:
     include_stop: bool = _field(
         SamplingParams, "include_stop_str_in_output", _SAMPLES, "end the text behind --stop"
     )
+    skip_special_tokens: bool = _field(
+        SamplingParams, "skip_special_tokens", _SAMPLES, "leave special tokens out of the text"
+    )
+    truncate_prompt_tokens: int | None = _field(
+        SamplingParams, "truncate_prompt_tokens", _SAMPLES, type=int
+    )
     ignore_eos: bool = _field(SamplingParams, "ignore_eos", _SAMPLES)
     min_tokens: int = _field(SamplingParams, "min_tokens", _SAMPLES)
     repetition_penalty: float = _field(SamplingParams, "repetition_penalty", _SAMPLES, metavar="R")

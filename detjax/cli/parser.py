@@ -145,7 +145,8 @@ def make_parser() -> argparse.ArgumentParser:
             continue
         described, default = option.metadata, option.default
         if isinstance(default, bool):
-            kind: dict[str, Any] = {"action": "store_true"}
+            with_no = argparse.BooleanOptionalAction
+            kind: dict[str, Any] = {"action": with_no if default else "store_true"}
         elif isinstance(default, tuple):
             kind = {"action": "append", "type": described["type"], **described["shown"]}
         else:
