@@ -8,6 +8,7 @@ its bytes. Starts no JAX.
 """
 
 import contextlib
+import errno
 import functools
 import hashlib
 import importlib.util
@@ -112,7 +113,7 @@ def _tool_places(tool: str, first: Path, others: list[Path]) -> Iterator[Path]:
 
 
 def _first(places: Iterator[Path]) -> Path | None:
-    return next((place for place in places if place.is_file()), None)
+    return next((place for place in places if os.path.isfile(place)), None)
 
 
 # ------------------------------------------------------------------------------------------ hashes
@@ -142,11 +143,12 @@ def _described_as(path: str, *stat: int) -> str:
     except OSError as error:
         return f"unreadable ({error.strerror})"
     said = _version_text(path) if os.access(path, os.X_OK) and ".so" not in path else ""
-    version = re.search(r"\bV(\d+(?:\.\d+)+)", said)
+    version = re.search(r"\bV(\d+(?:\.\d+)+)", said or "")
     if is_script:
         digest = hashlib.sha256(f"{digest} {said}".encode()).hexdigest()
     described = " ".join([*([version[1]] if version else []), digest[:_DIGITS]])
-    if not is_script:  # what a script runs may change behind it
+    has_failed = said is None
+    if not is_script and not has_failed:  # what a script runs may change behind it
         _keep_known(path, key, described)
     return described
 
@@ -159,13 +161,17 @@ def _hash_file(file: Path) -> tuple[str, bool]:
         return hashlib.file_digest(opened, "sha256").hexdigest(), is_script
 
 
-def _version_text(program: str) -> str:
+def _version_text(program: str) -> str | None:
+    """What it says; None if it could not be asked."""
     try:
         run = subprocess.run(
             [program, "--version"], capture_output=True, text=True, timeout=20, check=False
         )
-    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
+    except UnicodeDecodeError:
         return ""
+    except (OSError, subprocess.SubprocessError) as error:
+        # A file that is no program of this machine says nothing, now and later.
+        return "" if getattr(error, "errno", None) in (errno.ENOEXEC, errno.EACCES) else None
     return run.stdout
 
 

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Eight virtual CPU devices, strict promotion, one cache of programs, and skips that count."""
 
+import functools
+import gc
 import os
 import shutil
+import sys
 import tempfile
 
 import jax
@@ -100,6 +103,35 @@ def pytest_runtest_makereport(item, call):
         report.outcome = "failed"
         report.longrepr = f"skipped under DETJAX_NO_SKIP=1: {report.longrepr}"
     return report
+
+
+MOST_MAPPINGS = 8_000
+"""Of a worker's memory, at the end of a test. Linux allows 65,530, and a program that XLA loads on
+a CPU takes dozens: beyond the limit the next one to load ends the process."""
+
+
+def _num_mappings() -> int:
+    try:
+        with open("/proc/self/maps", "rb") as maps:
+            return sum(1 for _ in maps)
+    except OSError:  # not Linux
+        return 0
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item, nextitem):
+    """Between two modules, let go of the engines and programs that their tests have shared."""
+    if nextitem is not None and nextitem.module is item.module:
+        return
+    if _num_mappings() < MOST_MAPPINGS:
+        return
+    for name, module in list(sys.modules.items()):
+        if name == "tests" or name.startswith("tests."):
+            for value in list(vars(module).values()):
+                if isinstance(value, functools._lru_cache_wrapper):
+                    value.cache_clear()
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture

@@ -178,6 +178,27 @@ def test_the_driver_names_kept_programs_and_no_answer(site, tmp_path, monkeypatc
     assert with_driver("580.159.04")[1] != with_driver("590.10.01")[1], "the driver compiles"
 
 
+def test_a_folder_of_path_that_cannot_be_read_is_passed_over(site, monkeypatch):
+    """On Python 3.12 `Path.is_file` raises there."""
+
+    def refuse(self, **_):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    before = found()
+    monkeypatch.setenv("PATH", "/root/of/others")
+    monkeypatch.setattr(Path, "stat", refuse)
+    monkeypatch.setattr(Path, "is_file", refuse)
+    assert found() == before
+
+
+def test_what_an_assembler_could_not_say_is_asked_again(site, monkeypatch):
+    monkeypatch.setattr(toolchain, "_version_text", lambda program: None)
+    without = found()["ptxas"]
+    toolchain._described_as.cache_clear()
+    monkeypatch.setattr(toolchain, "_version_text", lambda program: "release, V13.0.88")
+    assert found()["ptxas"] == f"13.0.88 {without}"
+
+
 def test_a_cpu_has_no_toolchain_beside_jaxlib(site):
     build = Build.current("portable", jax.devices("cpu")[0])
     assert build.toolchain == "" and "toolchain" not in build.facts()

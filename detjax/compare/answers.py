@@ -84,8 +84,12 @@ def answer_of(entry: Mapping[str, Any], origin: str, number: int, score: str | N
         InputError: If it has no text, or not the score.
     """
     choices = entry.get("choices")
+    if isinstance(choices, list) and len(choices) > 1:
+        raise InputError(f"{origin} has {len(choices)} choices; write each as a line of its own")
     choice = choices[0] if isinstance(choices, list) and choices else entry
-    message = choice.get("message") if isinstance(choice, dict) else None
+    if not isinstance(choice, dict):
+        raise InputError(f"{origin} has `choices` of {choice!r:.40}, not objects")
+    message = choice.get("message")
     text = message.get("content") if isinstance(message, dict) else choice.get("text")
     if not isinstance(text, str):
         raise InputError(f"{origin} has no `text`, nor `choices` with one")

@@ -69,7 +69,7 @@ class Comparison:
 
 def compare(pairs: Sequence[tuple[Answer, Answer]]) -> Comparison:
     """Compare paired answers."""
-    with_tokens = all(one.tokens is not None for pair in pairs for one in pair)
+    with_tokens = all(a.tokens is not None and _are_alike(a, b) for a, b in pairs)
     with_bits = with_tokens and all(one.logprobs is not None for pair in pairs for one in pair)
     firsts = [_first_difference(a.tokens or (), b.tokens or ()) for a, b in pairs]
     gaps = [
@@ -86,6 +86,13 @@ def compare(pairs: Sequence[tuple[Answer, Answer]]) -> Comparison:
         largest_gap=max(gaps, default=0.0) if with_bits else None,
         scores=_scores(np.array(scored)) if scored else None,
     )
+
+
+def _are_alike(a: Answer, b: Answer) -> bool:
+    """Whether both have token ids, or both have the tokens' texts."""
+    if a.tokens is None or b.tokens is None:
+        return False
+    return len({type(token) for token in (*a.tokens, *b.tokens)}) <= 1
 
 
 def _first_difference(a: Sequence[Any], b: Sequence[Any]) -> int | None:

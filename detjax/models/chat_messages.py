@@ -159,6 +159,10 @@ def _arguments(where: str, given: Any, habits: Habits) -> dict[str, Any] | str:
         raise ValueError(f"{where} {given!r:.80} is not JSON: {error}") from error
     if not isinstance(found, Mapping):
         raise ValueError(f"{where} is {given!r:.80}; give an object, as JSON")
+    try:
+        json.dumps(found, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where} has half of a surrogate pair, which no text can hold") from error
     if habits.reads_objects:
         return dict(found)
     return given if isinstance(given, str) and given else json.dumps(found, ensure_ascii=False)

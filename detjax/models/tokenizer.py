@@ -6,6 +6,7 @@ is still the text that decoding everything at once gives: both are the same conc
 bytes, read as UTF-8.
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -35,7 +36,7 @@ MAX_FILE_BYTES = 2**28
 MAX_GROWTH = 16
 """How many times as long replacements and templates may make a text."""
 
-_LOOKED_AT = 2**14
+LOOKED_AT = 2**14
 """Characters of a text in which a rendered template has shown a control token."""
 
 _NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
@@ -185,12 +186,17 @@ class Tokenizer:
             return self.backend.encode(text).ids
         return self._encode(text, (), add_special_tokens=True)
 
+    def make_ready(self) -> None:
+        """Make what the first text with a control token in it would wait for, half a second."""
+        with contextlib.suppress(ValueError):  # told to whoever has such a text
+            _named_backend(self.backend, self.special_ids)
+
     def control_in(self, text: str) -> str:
         """Return the first special token written out in the beginning of `text`, or "".
 
         `encode` takes it for text, which is another prompt than a rendered chat template means.
         """
-        found = self.control.search(text, 0, _LOOKED_AT)
+        found = self.control.search(text, 0, LOOKED_AT)
         return found[0] if found else ""
 
     def encode_raw(self, text: str) -> list[int]:

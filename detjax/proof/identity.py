@@ -67,7 +67,12 @@ class Identifier:
                 `with_weights`.
         """
         model = self._model
-        self._hashes[index] = weights = self.weights()
+        weights = self.weights()
+        if self._hashes.setdefault(index, weights) != weights:
+            raise ValueError(
+                "the weights were replaced behind the engine, so no receipt can name those that "
+                "made an answer; use Engine.load_weights"
+            )
         build = Build.current(model.backend.value, model.mesh.devices.flat[0])
         return Identity(
             model={

@@ -554,6 +554,10 @@ def _variables(asked: "ChatRequest | TokenizeRequest", **fields: Any) -> dict[st
     return more | given
 
 
+MAX_NAME = 256
+"""Characters of a function's name; OpenAI takes 64."""
+
+
 def check_tools(tools: Sequence[dict[str, Any]] | None) -> None:
     """Refuse tools that are no functions.
 
@@ -570,6 +574,12 @@ def check_tools(tools: Sequence[dict[str, Any]] | None) -> None:
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise RefusedError(
                 f"tools[{i}].function must be an object with a name", field=f"tools[{i}].function"
+            )
+        if len(function["name"]) > MAX_NAME:
+            raise RefusedError(
+                f"tools[{i}].function.name has {len(function['name'])} characters, more than "
+                f"{MAX_NAME}",
+                field=f"tools[{i}].function.name",
             )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 
+from detjax.models.tokenizer import LOOKED_AT
 from detjax.serve.answers import Shape
 from detjax.serve.protocol import (
     ChatRequest,
@@ -161,8 +162,13 @@ class Reader:
         self, prompts: Sequence[str | TokenIds], asked: CompletionRequest
     ) -> tuple[str, ...]:
         """What answers say of prompts that look like rendered templates; the first is logged."""
-        texts = [text for text in prompts if isinstance(text, str) and asked.add_special_tokens]
-        found = next(filter(None, map(self._service.model.tokenizer.control_in, texts)), "")
+        if not asked.add_special_tokens:
+            return ()
+        left, found = LOOKED_AT, ""  # of all prompts: this runs where every stream runs
+        for text in prompts:
+            if isinstance(text, str) and left > 0 and not found:
+                found = self._service.model.tokenizer.control_in(text[:left])
+                left -= len(text)
         if not found:
             return ()
         warning = (
@@ -262,7 +268,8 @@ class Reader:
 
     def _form_of(self, asked: ChatRequest, prompt_ids: Sequence[int]) -> Form | None:
         """In which form the model writes an answer; None where it is text alone."""
-        if asked.response_format is not None:
+        form = asked.response_format
+        if asked.structured_outputs is not None or (form is not None and form.type != "text"):
             return None
         tokenizer, forced = self._service.model.tokenizer, asked.forced_tools()
         tools = [] if asked.tool_choice == "none" else forced or asked.tools or []

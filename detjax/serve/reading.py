@@ -15,7 +15,7 @@ from detjax.serving.text import overlap
 
 THINK, THINK_END = "<think>", "</think>"
 CALL, CALL_END = "<tool_call>", "</tool_call>"
-CALLS = "[TOOL_CALLS]"
+CALLS, PYTHON_TAG = "[TOOL_CALLS]", "<|python_tag|>"
 
 
 class ToolCall(NamedTuple):
@@ -119,19 +119,44 @@ class Form:
 
 def call_schema(tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The JSON schema of a call of one of some functions."""
+    is_one = len(tools) == 1
     calls = [
         {
             "type": "object",
             "properties": {
                 "name": {"type": "string", "enum": [tool["function"]["name"]]},
-                "arguments": tool["function"].get("parameters") or {"type": "object"},
+                "arguments": _moved(
+                    {"type": "object"} | (tool["function"].get("parameters") or {}),
+                    "#/properties/arguments" if is_one else f"#/anyOf/{i}/properties/arguments",
+                ),
             },
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
-        for tool in tools
+        for i, tool in enumerate(tools)
     ]
-    return calls[0] if len(calls) == 1 else {"anyOf": calls}
+    return calls[0] if is_one else {"anyOf": calls}
+
+
+_OF_NAMES = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
+_NO_SCHEMAS = ("const", "default", "enum", "examples")
+
+
+def _moved(schema: Any, root: str) -> Any:
+    """A schema whose references are to its new place in another."""
+    if isinstance(schema, list):
+        return [_moved(one, root) for one in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    moved = {}
+    for key, value in schema.items():
+        if key == "$ref" and isinstance(value, str) and value.startswith("#"):
+            moved[key] = root + value[1:]
+        elif key in _OF_NAMES and isinstance(value, Mapping):
+            moved[key] = {name: _moved(one, root) for name, one in value.items()}
+        else:
+            moved[key] = value if key in _NO_SCHEMAS else _moved(value, root)
+    return moved
 
 
 class AnswerReader:
@@ -237,8 +262,8 @@ class AnswerReader:
 
     def _whole(self) -> Said:
         """An answer that is a call or none of it is."""
-        text = self._held.lstrip().removeprefix(CALLS).lstrip()
-        starts = not text or text[0] in "[{" or CALLS.startswith(text)
+        text = self._held.lstrip().removeprefix(CALLS).removeprefix(PYTHON_TAG).lstrip()
+        starts = not text or text[0] in "[{" or any(s.startswith(text) for s in (CALLS, PYTHON_TAG))
         if starts and not self._is_over:
             return Said()
         self._state = self._content
@@ -289,8 +314,14 @@ class AnswerReader:
             arguments = call.get("arguments", call.get("parameters", {}))
             if not isinstance(arguments, dict):
                 return ()
-            calls.append(ToolCall(name, json.dumps(arguments, ensure_ascii=False)))
+            calls.append(ToolCall(name, _as_text(arguments)))
         return tuple(calls)
+
+
+def _as_text(arguments: dict[str, Any]) -> str:
+    """Arguments as JSON; half of a surrogate pair, which no text can hold, is U+FFFD."""
+    text = json.dumps(arguments, ensure_ascii=False)
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 _FORCED = re.compile(

@@ -303,6 +303,7 @@ class Service:
         )
         self.state = ServiceState.READY
         self._texts.in_background(functools.partial(_read_grammars, model.engine))
+        self._texts.in_background(model.tokenizer.make_ready)
 
     @property
     def model(self) -> ServedModel:

@@ -8,6 +8,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from urllib.parse import quote
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -203,6 +204,12 @@ async def _events(
     except (asyncio.CancelledError, GeneratorExit):
         status = CLIENT_LEFT
         raise
+    except Exception as error:  # told to the client, whose answer has begun
+        status = 500
+        logging.getLogger("detjax.serve").exception("%s: its stream has failed", id_of(request))
+        yield writer.error(
+            RefusedError(f"the server has failed: {type(error).__name__}", status=500)
+        )
     finally:
         log(request, status, begin_s)
 
@@ -349,6 +356,6 @@ def log(request: Request, status: int, begin_s: float) -> None:
     client = request.client.host if request.client else "-"
     LOG.info(
         "%s %s %s %d %.3f s %s",
-        client, request.method, request.scope["path"], status, time.perf_counter() - begin_s,
+        client, request.method, quote(request.scope["path"]), status, time.perf_counter() - begin_s,
         id_of(request), extra={"path": request.scope["path"]},
     )  # fmt: skip

@@ -69,7 +69,7 @@ def serve(connection: Connection) -> None:
 def _answer(work: Work, tools: Tools) -> dict[str, Any]:
     try:
         return {"result": work.run(tools)}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return {"refused": str(error)}
     except MemoryError:
         raise

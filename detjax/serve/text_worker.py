@@ -333,12 +333,15 @@ class Texts:
             RefusedError: As `Worker.run` does, and if the template refuses it.
         """
         work = Template(messages=messages, variables=variables)
-        frame = pickle.dumps(work)
+        try:
+            frame = pickle.dumps(work)
+        except RecursionError as error:
+            raise RefusedError("messages or tools are nested too deeply; flatten them") from error
         if len(frame) > SHORT_BYTES:
             return tuple(await self._worker(len(frame)).run(frame))
         try:
             return tuple(await self.in_thread(work.run, self._tools))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RefusedError(str(error)) from error
 
     async def judge(self, form: StructuredOutput) -> None:

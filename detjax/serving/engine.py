@@ -315,9 +315,10 @@ class Engine:
         self._rechecks.forget()
         self._scheduler.forget_pages()
         self._model.replace_weights(weights)
-        self._runner.take_weights()
+        # Said first: what comes behind it can fail, and the new weights compute already.
         self._weight_history.replace(version)
         self._output_processor.weight_version = version
+        self._runner.take_weights()
 
     @_one_thread_at_a_time
     def load_named_weights(self, tensors: abc.Iterable[tuple[str, Any]], *, version: int) -> None:

@@ -80,6 +80,14 @@ def test_responses_of_openai_are_read_and_what_is_missing_is_not_counted(write, 
     assert (code, found["first_tokens"]) == (BITS_DIFFER, [1])
 
 
+def test_token_ids_and_texts_of_tokens_are_not_compared(write, capsys):
+    told = {"tokens": ["a"], "token_logprobs": [-1.0]}
+    a = write("a", line("a", ids=(5,), logprobs=(-1.0,)))
+    b = write("b", {"choices": [{"text": "a", "logprobs": told}]})
+    code, found = compared(capsys, a, b)
+    assert (code, found["num_tokens"], found["num_bits"]) == (OK, None, None)
+
+
 def test_answers_are_paired_by_id_and_by_prompt_and_sequence(write, capsys):
     a = write("a", line("x", id="p"), line("y", id="q"))
     assert compared(capsys, a, write("b", line("y", id="q"), line("x", id="p")))[0] == OK
@@ -136,6 +144,8 @@ def test_scores_are_told_with_their_probability(write, capsys):
         ([line("x")], [line("x")], ["--prompts-file", "p"], "is for two servers"),
         ([], [line("x")], [], "has no answers"),
         ([[1]], [line("x")], [], "is not a JSON object"),
+        ([{"choices": ["x"]}], [line("x")], [], "has `choices` of 'x', not objects"),
+        ([{"choices": [{}, {}]}], [line("x")], [], "has 2 choices; write each as a line"),
     ],
 )
 def test_what_cannot_be_compared_is_named(write, capsys, a, b, argv, said):

@@ -75,3 +75,30 @@ def test_a_version_that_never_answered_is_refused():
     assert (history.index_of(0), history.current, history.version) == (0, 1, 5)
     with pytest.raises(ValueError, match="weight_version=5"):
         history.index_of(5)
+
+
+def test_weights_that_were_half_taken_have_a_version_of_their_own(llm, monkeypatch):
+    """The new weights compute from where they are in place, whatever fails behind that."""
+    old = answer(llm)
+    before = llm.receipt(old)
+
+    def fail():
+        raise MemoryError("no room for drafts")
+
+    monkeypatch.setattr(llm.engine._runner, "take_weights", fail)
+    with pytest.raises(MemoryError):
+        load(llm, 2.0, version=1)
+    new = answer(llm)
+    assert new.completion.weight_version == 1
+    assert llm.receipt(old) == before
+    assert llm.receipt(new).model["weights"] != before.model["weights"]
+
+
+def test_weights_that_were_replaced_behind_the_engine_are_named_by_no_receipt(llm):
+    old = answer(llm)
+    llm.receipt(old)
+    weights = jax.tree.map(jnp.copy, {k: v for k, v in llm.model.params.items() if k != "exchange"})
+    weights["final_norm"] = weights["final_norm"] * 2
+    llm.model.replace_weights(weights)
+    with pytest.raises(ValueError, match="replaced behind the engine"):
+        llm.receipt(old)

@@ -138,3 +138,38 @@ def test_the_schema_of_a_call_is_of_the_functions_that_may_be_called():
     bare = {"type": "function", "function": {"name": "f"}}
     assert call_schema([bare])["properties"]["arguments"] == {"type": "object"}
     assert json.dumps(one)
+
+
+@pytest.mark.parametrize("num_tools", [1, 2])
+def test_references_of_a_functions_parameters_are_to_where_they_have_come(num_tools):
+    """As pydantic writes nested models; what is no reference stays."""
+    parameters = {
+        "properties": {
+            "p": {"$ref": "#/$defs/P"}, "default": {"$ref": "#"}, "$ref": {"type": "null"},
+        },
+        "$defs": {"P": {"enum": [{"$ref": "#/$defs/P"}], "const": 1}},
+    }  # fmt: skip
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    schema = call_schema(tools + TOOLS[: num_tools - 1])
+    root = "#/properties/arguments" if num_tools == 1 else "#/anyOf/0/properties/arguments"
+    call = schema if num_tools == 1 else schema["anyOf"][0]
+    assert call["properties"]["arguments"] == {
+        "type": "object",
+        "properties": {
+            "p": {"$ref": f"{root}/$defs/P"}, "default": {"$ref": root}, "$ref": {"type": "null"},
+        },
+        "$defs": parameters["$defs"],
+    }  # fmt: skip
+
+
+def test_half_a_surrogate_pair_in_a_call_can_be_written():
+    written = '{"name": "add", "arguments": {"x": "\\ud83d", "y": "\\ud83d\\ude00"}}'
+    (call,) = read(form(QWEN), f"<tool_call>{written}</tool_call>").calls
+    assert call == ToolCall("add", '{"x": "\ufffd", "y": "\U0001f600"}')
+    call.arguments.encode()
+
+
+@pytest.mark.parametrize("sign", ["<|python_tag|>", ""])
+def test_a_call_is_one_whether_its_sign_is_shown_or_not(sign):
+    said = read(form(LLAMA), f'{sign}{{"name": "add", "parameters": {{"a": 1}}}}')
+    assert (said.calls, said.content) == ((ADD,), "")
