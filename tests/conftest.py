@@ -105,7 +105,7 @@ def pytest_runtest_makereport(item, call):
     return report
 
 
-MOST_MAPPINGS = 8_000
+MOST_MAPPINGS = 25_000
 """Of a worker's memory, at the end of a test. Linux allows 65,530, and a program that XLA loads on
 a CPU takes dozens: beyond the limit the next one to load ends the process."""
 

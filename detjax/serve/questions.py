@@ -268,8 +268,11 @@ class Reader:
 
     def _form_of(self, asked: ChatRequest, prompt_ids: Sequence[int]) -> Form | None:
         """In which form the model writes an answer; None where it is text alone."""
-        form = asked.response_format
-        if asked.structured_outputs is not None or (form is not None and form.type != "text"):
+        form, outputs = asked.response_format, asked.structured_outputs
+        # WHY: JSON is an answer from its first character. Other forms may have tags in them.
+        if outputs is not None and (outputs.json is not None or outputs.json_object):
+            return None
+        if form is not None and form.type != "text":
             return None
         tokenizer, forced = self._service.model.tokenizer, asked.forced_tools()
         tools = [] if asked.tool_choice == "none" else forced or asked.tools or []

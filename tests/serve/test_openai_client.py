@@ -422,6 +422,39 @@ def test_without_tools_or_with_none_no_call_is_read(thinking):
         assert said["reasoning_content"] == "Hm" and not said["calls"]
 
 
+def thought(thinking, **fields) -> dict:
+    """An answer behind a prompt that ends within reasoning."""
+    messages = [*HI, {"role": "assistant", "content": "<think>"}]
+    own = {"continue_final_message": True, "add_generation_prompt": False}
+    extra = own | fields.pop("extra_body", {})
+    return told(
+        thinking.chat.completions.create(
+            model="small", messages=messages, max_tokens=20, seed=1, extra_body=extra, **fields
+        )
+    )
+
+
+ONE = {"name": "one", "schema": {"const": 1}}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"extra_body": {"structured_outputs": {"json": {"const": 1}}}},
+        {"response_format": {"type": "json_schema", "json_schema": ONE}},
+    ],
+)
+def test_json_is_the_answer_also_where_a_prompt_ends_within_reasoning(thinking, fields):
+    said = thought(thinking, **fields)
+    assert said["content"] == "1" and not said["reasoning_content"]
+
+
+def test_a_format_of_text_reads_as_none_does(thinking):
+    said = thought(thinking, response_format={"type": "text"})
+    assert said == thought(thinking)
+    assert said["reasoning_content"] and not said["content"]
+
+
 CHOSEN = {"type": "function", "function": {"name": "now"}}
 FORCED = [
     {"type": "function", "function": {"name": name, "parameters": {
