@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 import msgspec
 from starlette.applications import Starlette
@@ -140,17 +141,18 @@ def _middleware(options: WebOptions) -> list[Middleware]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Gate:
-    """The keys, none where all may ask, and the paths that need none."""
+    """The keys, none where all may ask, the paths that need none, and whose pages may ask."""
 
     keys: tuple[bytes, ...]
     open_paths: frozenset[str]
+    origins: tuple[str, ...]
 
     @classmethod
     def of(cls, options: WebOptions) -> "_Gate":
         """As the options have it."""
         more = {"/metrics"} if options.has_open_metrics else set[str]()
         keys = tuple(key.encode() for key in options.api_keys)
-        return cls(keys=keys, open_paths=OPEN_PATHS | more)
+        return cls(keys=keys, open_paths=OPEN_PATHS | more, origins=options.origins)
 
 
 def _guarded(run: Run, gate: _Gate) -> Run:
@@ -162,6 +164,7 @@ def _guarded(run: Run, gate: _Gate) -> Run:
         try:
             request.state.request_id = _given_id(request) or id_of(request)
             _check_key(request, gate)
+            _check_origin(request, gate)
             response = await run(request)
         except RefusedError as error:
             response = _refusal(error)
@@ -201,6 +204,25 @@ def _check_key(request: Request, gate: _Gate) -> None:
             "the API key is missing or wrong; send Authorization: Bearer KEY",
             status=401,
             code="invalid_api_key",
+        )
+
+
+def _check_origin(request: Request, gate: _Gate) -> None:
+    """Refuse pages of strangers that post where nobody needs a key.
+
+    WHY: a browser sends such a request before it asks whether it may, and only keeps the answer
+    from the page. The engine's time would be spent, and its cache could be emptied.
+    """
+    origin = request.headers.get("origin")
+    if gate.keys or request.method != "POST" or origin is None:
+        return
+    is_own = urlsplit(origin).netloc == request.headers.get("host")
+    if not is_own and not {"*", origin} & set(gate.origins):
+        raise RefusedError(
+            f"pages of {origin[:80]!r} may not ask this server; start it with --allowed-origins, "
+            "or with an API key",
+            status=403,
+            code="origin_not_allowed",
         )
 
 

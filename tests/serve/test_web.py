@@ -132,6 +132,31 @@ def test_no_page_of_another_origin_may_ask_by_default(small):
     assert told.status_code == 200 and "access-control-allow-origin" not in told.headers
 
 
+@pytest.mark.parametrize(
+    ("origin", "status"),
+    [
+        ("https://evil.example", 403),
+        ("null", 403),
+        ("http://testserver.evil.example", 403),
+        ("own", 200),
+        (None, 200),
+    ],
+)
+def test_a_page_of_a_stranger_spends_no_time_of_a_server_without_a_key(small, origin, status):
+    """A browser sends `text/plain` without asking first."""
+    own = f"http://{small.base_url.netloc.decode()}"
+    headers = {} if origin is None else {"Origin": own if origin == "own" else origin}
+    told = small.post(
+        "/v1/completions",
+        content='{"model": "small", "prompt": "a", "max_tokens": 1}',
+        headers={"Content-Type": "text/plain"} | headers,
+    )
+    assert told.status_code == status
+    if status == 403:
+        assert "--allowed-origins" in told.json()["error"]["message"]
+        assert small.post("/reset_prefix_cache", headers=headers).status_code == 403
+
+
 def test_origins_are_given_as_words_or_as_vllm_has_them():
     words = web_options(parsed("--allowed-origins", "https://a", "https://b"))
     as_json = web_options(parsed("--allowed-origins", '["https://a", "https://b"]'))
