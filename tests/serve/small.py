@@ -37,6 +37,13 @@ def shared_engine() -> Engine:
     return Engine(small_model(), CONFIG)
 
 
+def engine_of(model: LoadedModel, tokenizer: Tokenizer, **options) -> Engine:
+    """An engine that can do forms."""
+    ends = model.config.eos_token_ids
+    grammars = Grammars(tokenizer.backend.to_str, vocab_size=4096, eos_token_ids=ends)
+    return Engine(model, CONFIG, grammars=grammars, **options)
+
+
 def small_service(model: LoadedModel | None = None, **limits) -> Service:
     """A service with an engine of its own; of the shared model, if not of another."""
     tokenizer = Tokenizer.from_folder(bundled_model_path())
@@ -45,9 +52,7 @@ def small_service(model: LoadedModel | None = None, **limits) -> Service:
         model = shared_engine()._model
         engine = Engine(model, CONFIG, programs=shared_engine().programs)
     else:
-        ends = model.config.eos_token_ids
-        grammars = Grammars(tokenizer.backend.to_str, vocab_size=4096, eos_token_ids=ends)
-        engine = Engine(model, CONFIG, grammars=grammars)
+        engine = engine_of(model, tokenizer)
     served = ServedModel(
         name="small", engine=engine, tokenizer=tokenizer,
         vocab_size=4096, max_len=MAX_LEN, mode="invariant", fingerprint=model.fingerprint,

@@ -11,7 +11,7 @@ import pytest
 from detjax.serve.service import Limits, Service
 
 from .conftest import served
-from .small import small_model, small_service
+from .small import engine_of, small_model, small_service
 
 BEGUN_S = int(time.time())
 HI = [{"role": "user", "content": "hi"}]
@@ -359,11 +359,15 @@ See:
 
 @pytest.fixture
 def thinking(running):
-    """A client of a server whose template thinks and calls as Qwen's does."""
+    """A client of a server whose template thinks and calls as Qwen's does.
+
+    Its engine is its own: of two servers on one engine, each would take the outputs of the other.
+    """
     model = running.service.model
     template = TEMPLATE + "{# <think></think><tool_call> #}"
     tokenizer = dataclasses.replace(model.tokenizer, chat_template=template)
-    other = Service(dataclasses.replace(model, tokenizer=tokenizer), Limits())
+    engine = engine_of(model.engine._model, tokenizer, programs=model.engine.programs)
+    other = Service(dataclasses.replace(model, tokenizer=tokenizer, engine=engine), Limits())
     with served(other, None) as own:  # type: ignore[arg-type]
         with openai.OpenAI(base_url=f"{own.url}/v1", api_key="k", max_retries=0) as client:
             yield client
