@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from detjax.array_types import Array, Int32
@@ -203,11 +204,14 @@ class ChoicePrograms:
         )
 
     def _window_program(self, key: ChoiceKey) -> Program:
+        of_result = P() if jax.process_count() > 1 else BY_ROW
+        sharding = NamedSharding(self._model.mesh, of_result)
+        result = self._rows(key.rows, key.length, 3)
         operands = (
             self._slots, self._sampling, self.adjusted, self._logits(key.rows * key.length),
-            self._rows(key.rows, 4 + key.length), self._rows(key.rows, key.length, 3),
+            self._rows(key.rows, 4 + key.length),
+            jax.ShapeDtypeStruct(result.shape, result.dtype, sharding=sharding),
         )  # fmt: skip
-        of_result = P() if jax.process_count() > 1 else BY_ROW
         specs = BY_ROW, BY_ROW, ADJUSTED_SPEC, LOGITS_SPEC, BY_ROW, of_result
         return self._describe(
             partial(self._choose_window, key), operands, specs, self._result_specs(), (0, 2)
