@@ -185,7 +185,7 @@ def test_a_folder_of_path_that_cannot_be_read_is_passed_over(site, monkeypatch):
         raise PermissionError(13, "Permission denied", str(self))
 
     before = found()
-    monkeypatch.setenv("PATH", "/root/of/others")
+    monkeypatch.setenv("PATH", str(site / "of_others"))
     monkeypatch.setattr(Path, "stat", refuse)
     monkeypatch.setattr(Path, "is_file", refuse)
     assert found() == before
