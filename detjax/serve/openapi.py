@@ -5,6 +5,7 @@ Both are made of the types that decode the requests.
 """
 
 import html
+import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -66,7 +67,9 @@ def document(operations: Sequence[Operation]) -> Json:
     asked = [one.asks for one in operations if one.asks is not None]
     _, found = msgspec.json.schema_components([*asked, ErrorBody], ref_template=_SCHEMAS + "{name}")
     taken = {kind.__name__ for kind in asked} | (found.keys() - {"Error", "ErrorBody"})
-    schemas = {name: _nullable(it) if name in taken else it for name, it in found.items()}
+    schemas = {
+        name: _described(_nullable(it) if name in taken else it) for name, it in found.items()
+    }
     paths: dict[str, Json] = {}
     for one in operations:
         paths.setdefault(one.path, {})[one.verb.lower()] = _operation(one)
@@ -79,6 +82,13 @@ def document(operations: Sequence[Operation]) -> Json:
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
     }
+
+
+def _described(schema: Json) -> Json:
+    """A schema whose description, which is a docstring, has no indentation of the source."""
+    if "description" not in schema:
+        return schema
+    return schema | {"description": inspect.cleandoc(schema["description"])}
 
 
 def _nullable(schema: Json) -> Json:

@@ -53,6 +53,12 @@ def test_every_route_is_in_the_document(told):
         )
 
 
+def test_descriptions_have_no_indentation_of_the_source(told):
+    found = [s["description"] for s in told["components"]["schemas"].values() if "description" in s]
+    assert any("\nAttributes:\n    " in text for text in found)
+    assert not any("\n    Attributes:" in text for text in found)
+
+
 @pytest.mark.parametrize("kind", [CompletionRequest, ChatRequest])
 def test_the_fields_are_those_that_are_decoded(told, kind):
     schema = told["components"]["schemas"][kind.__name__]
