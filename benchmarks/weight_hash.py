@@ -53,7 +53,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--model", default="novels-6m", help="a folder or an id")
-    parser.add_argument("--backend", default=None, help="portable or sm90 (default: by hardware)")
+    parser.add_argument("--backend", default="auto", help="portable or sm90 (default: by hardware)")
     parser.add_argument("--out", help="append the row to this file")
     args = parser.parse_args()
     llm = detjax.LLM(args.model, backend=args.backend, max_len=256, show_progress=False)
