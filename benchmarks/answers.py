@@ -29,15 +29,15 @@ import rich.console
 import rich.table
 
 from benchmarks.reproduce.experiment import digest_of, largest_divergence
+from detjax.engine.config import EngineConfig
+from detjax.engine.engine import Engine
+from detjax.engine.requests.request import Completion, Request, SamplingParams
 from detjax.models.config import ModelConfig
 from detjax.models.loading import LoadedModel, random_model
 from detjax.models.tokenizer import Tokenizer
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import configure_virtual_devices, make_mesh
-from detjax.serving.config import EngineConfig
-from detjax.serving.engine import Engine
-from detjax.serving.request import Completion, Request, SamplingParams
 
 MODES = ("invariant", "fast")
 MESHES = ((1, 1), (1, 2), (2, 1), (1, 4), (2, 2), (4, 1))

@@ -32,6 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.common import kernel_events, num_different, random_bf16
+from detjax.compilation.xla_flags import EXACT_OPTIONS
 from detjax.pallas_kernels.attention import (
     sm90,
     sm90_decode,
@@ -39,7 +40,6 @@ from detjax.pallas_kernels.attention import (
 )
 from detjax.pallas_kernels.attention.sm90_decode_job import DecodeConfig
 from detjax.pallas_kernels.attention.sm90_new_token import NewToken
-from detjax.xla_flags import EXACT_OPTIONS
 
 CHANNELS = 128
 EDGES = (1, 63, 64, 127, 128, 129, 500, 512, 513, 1024, 1025, 1152, 0)

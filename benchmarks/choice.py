@@ -21,10 +21,10 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.common import Rows, device_us, environment, num_different
+from detjax.compilation.xla_flags import EXACT_OPTIONS
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.sampling import sm90_choice, sm90_reach
 from detjax.pallas_kernels.sampling.sm90 import gumbel_scores
-from detjax.xla_flags import EXACT_OPTIONS
 
 VOCAB = 128256
 BATCHES = 1, 8, 64, 256

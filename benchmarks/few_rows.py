@@ -25,7 +25,8 @@ import numpy as np
 
 from benchmarks.common import Rows, environment, kernel_events, num_different, random_bf16
 from benchmarks.step import MODELS, Case, Runner, decode_case, decode_floor_ms
-from detjax.donation import compile_checked
+from detjax.compilation.donation import compile_checked
+from detjax.compilation.xla_flags import EXACT_OPTIONS
 from detjax.numerics import NumericsProfile, tree_reduction
 from detjax.pallas_kernels.attention import sm90 as attention_sm90
 from detjax.pallas_kernels.backend import Backend
@@ -35,7 +36,6 @@ from detjax.pallas_kernels.moe import sm90 as moe_sm90
 from detjax.pallas_kernels.moe import sm90_tiles
 from detjax.pallas_kernels.moe.shapes import SHAPES
 from detjax.testing.programs import programs_for
-from detjax.xla_flags import EXACT_OPTIONS
 
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 EPS = 1e-6

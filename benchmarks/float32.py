@@ -25,6 +25,7 @@ import numpy as np
 
 from benchmarks.common import Rows, device_us, environment, num_different, random_bf16
 from benchmarks.step import MODELS, BitsOfRows, Runner, decode_case, prefill_case
+from detjax.engine.running.device_arrays import empty_pages
 from detjax.models.loading import random_model
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
@@ -33,7 +34,6 @@ from detjax.pallas_kernels.linear.sm90 import combine_partials
 from detjax.pallas_kernels.linear.sm90_matmul import matmul
 from detjax.pallas_kernels.linear.tiles import choose_tiles
 from detjax.parallel.mesh import make_mesh
-from detjax.serving.device_arrays import empty_pages
 from detjax.testing.bitwise import count_different_bits
 from detjax.testing.dummies import batch_of, dummy_config, scoring_step
 

@@ -22,13 +22,13 @@ import numpy as np
 
 from benchmarks.common import Rows, environment
 from benchmarks.step import MODELS
+from detjax.engine.config import EngineConfig
+from detjax.engine.engine import Engine
+from detjax.engine.requests.request import RequestOutput, SamplingParams
 from detjax.models.loading import LoadedModel, random_model
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
-from detjax.serving.config import EngineConfig
-from detjax.serving.engine import Engine
-from detjax.serving.request import RequestOutput, SamplingParams
 
 TOKENS, SKIPPED = 60, 8
 

@@ -32,7 +32,13 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.common import Rows, environment, kernel_events, num_different
 from benchmarks.step import CONTEXT, DECODE_STEPS, MODELS, _config
-from detjax.donation import compile_checked
+from detjax.compilation.donation import compile_checked
+from detjax.compilation.xla_flags import EXACT_OPTIONS
+from detjax.engine.requests.request import SamplingParams
+from detjax.engine.running.device_arrays import pages_shape
+from detjax.engine.running.launch_operands import unpack_choice
+from detjax.engine.running.program_key import ProgramKey
+from detjax.engine.running.programs import in_place
 from detjax.models.loading import LoadedModel, random_model
 from detjax.models.paths import Kernels
 from detjax.numerics import NumericsProfile
@@ -46,13 +52,7 @@ from detjax.parallel.exchange import (
     scatter_add_rms_norm,
 )
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS, make_mesh
-from detjax.serving.device_arrays import pages_shape
-from detjax.serving.launch_operands import unpack_choice
-from detjax.serving.program_key import ProgramKey
-from detjax.serving.programs import in_place
-from detjax.serving.request import SamplingParams
 from detjax.testing.programs import launches, operands_for, plain_key, programs_for
-from detjax.xla_flags import EXACT_OPTIONS
 
 SM90 = Backend.SM90
 EPS = 1e-5

@@ -30,17 +30,11 @@ import numpy as np
 from benchmarks.common import Rows, environment
 from benchmarks.production_asks import PAGE, SPLIT, Ask, Texts, pool, with_wishes
 from benchmarks.step import MODELS
-from detjax.models.config import RopeConfig, RopeKind
-from detjax.models.loading import LoadedModel, random_model
-from detjax.models.params import MATRICES
-from detjax.models.rope import rope_tables
-from detjax.numerics import NumericsProfile
-from detjax.pallas_kernels.backend import Backend
-from detjax.parallel.mesh import make_mesh
-from detjax.serving.adjustments import AdjustedSlots, count_uses, pack_record, recent_tokens
-from detjax.serving.choice_programs import pack_windows
-from detjax.serving.config import EngineConfig, ReplicaConfig
-from detjax.serving.device_arrays import (
+from detjax.engine.config import EngineConfig, ReplicaConfig
+from detjax.engine.engine import Engine
+from detjax.engine.requests.request import Completion, Request, SamplingParams
+from detjax.engine.running.choice_programs import pack_windows
+from detjax.engine.running.device_arrays import (
     Slots,
     empty,
     empty_pages,
@@ -48,12 +42,18 @@ from detjax.serving.device_arrays import (
     sampling_shape,
     slots_shape,
 )
-from detjax.serving.engine import Engine
-from detjax.serving.launch_operands import PrefillOperands, VerifyOperands, unpack_choice
-from detjax.serving.program_key import ChoiceKey, ProgramKey, program_keys
-from detjax.serving.programs import ProgramCache
-from detjax.serving.request import Completion, Request, SamplingParams
-from detjax.serving.sampling import SamplingRows
+from detjax.engine.running.launch_operands import PrefillOperands, VerifyOperands, unpack_choice
+from detjax.engine.running.program_key import ChoiceKey, ProgramKey, program_keys
+from detjax.engine.running.programs import ProgramCache
+from detjax.engine.sampling.adjustments import AdjustedSlots, count_uses, pack_record, recent_tokens
+from detjax.engine.sampling.sampling import SamplingRows
+from detjax.models.config import RopeConfig, RopeKind
+from detjax.models.loading import LoadedModel, random_model
+from detjax.models.params import MATRICES
+from detjax.models.rope import rope_tables
+from detjax.numerics import NumericsProfile
+from detjax.pallas_kernels.backend import Backend
+from detjax.parallel.mesh import make_mesh
 from detjax.testing.programs import plain_key
 
 WINDOW = 16

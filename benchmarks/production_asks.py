@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from detjax.serving.request import Request, SamplingParams
+from detjax.engine.requests.request import Request, SamplingParams
 
 PAGE, SPLIT = 128, 512
 

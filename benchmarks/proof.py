@@ -38,6 +38,14 @@ from benchmarks.step import MODELS
 import jax
 import numpy as np
 
+from detjax.engine.async_engine import AsyncEngine
+from detjax.engine.config import EngineConfig
+from detjax.engine.engine import Engine
+from detjax.engine.metrics import EngineStats
+from detjax.engine.outputs.text import TextBatch
+from detjax.engine.requests.request import Request, SamplingParams, TokenEvent
+from detjax.engine.running.program_key import ProgramKey, program_keys
+from detjax.engine.running.programs import ProgramCache
 from detjax.models.bundled import bundled_model_path
 from detjax.models.tokenizer import Tokenizer
 from detjax.pallas_kernels.backend import Backend
@@ -45,14 +53,6 @@ from detjax.proof.identity import Identifier, Identity
 from detjax.proof.receipt import Receipt
 from detjax.proof.rerun import Difference, rerun
 from detjax.proof.windows import audit_options, longest_first
-from detjax.serving.async_engine import AsyncEngine
-from detjax.serving.config import EngineConfig
-from detjax.serving.engine import Engine
-from detjax.serving.metrics import EngineStats
-from detjax.serving.program_key import ProgramKey, program_keys
-from detjax.serving.programs import ProgramCache
-from detjax.serving.request import Request, SamplingParams, TokenEvent
-from detjax.serving.text import TextBatch
 
 PARTS = ("start", "serving", "audit")
 

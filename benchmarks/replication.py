@@ -17,16 +17,16 @@ import time
 
 import numpy as np
 
+from detjax.engine.config import EngineConfig
+from detjax.engine.engine import Engine
+from detjax.engine.replicated_engine import ReplicatedEngine, follow
+from detjax.engine.requests.request import SamplingParams
+from detjax.engine.running.programs import ProgramCache
 from detjax.models.loading import random_model
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
 from detjax.parallel.watch import Watch, connect
-from detjax.serving.config import EngineConfig
-from detjax.serving.engine import Engine
-from detjax.serving.programs import ProgramCache
-from detjax.serving.replicated_engine import ReplicatedEngine, follow
-from detjax.serving.request import SamplingParams
 from detjax.testing.dummies import dummy_config
 
 PROMPT_LEN, MAX_LEN, PAUSE_S = 512, 1024, 0.004

@@ -28,10 +28,10 @@ from jax.sharding import NamedSharding
 
 from benchmarks.common import Rows, environment
 from benchmarks.step import DECODE_STEPS, MODELS, Case, Runner, decode_case
+from detjax.engine.running.device_arrays import BY_ROW, empty
+from detjax.engine.running.program_key import CHOICES, ChoiceKey
+from detjax.engine.sampling.adjustments import num_words
 from detjax.pallas_kernels.backend import Backend
-from detjax.serving.adjustments import num_words
-from detjax.serving.device_arrays import BY_ROW, empty
-from detjax.serving.program_key import CHOICES, ChoiceKey
 from detjax.testing.programs import launches, programs_for
 
 KINDS = ("leaves nothing", "leaves logits", "adjustments", "filters", "64 top logprobs")

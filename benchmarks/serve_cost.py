@@ -38,21 +38,21 @@ import numpy as np
 import rich.console
 import rich.table
 
-from detjax.pallas_kernels.backend import Backend
-from detjax.proof.identity import Identity
-from detjax.serve.service import Service
-from detjax.serving.config import EngineConfig
-from detjax.serving.engine import Engine
-from detjax.serving.heap import frozen_heap
-from detjax.serving.metrics import EngineStats
-from detjax.serving.request import (
+from detjax.engine.config import EngineConfig
+from detjax.engine.engine import Engine
+from detjax.engine.heap import frozen_heap
+from detjax.engine.metrics import EngineStats
+from detjax.engine.requests.request import (
     Completion,
     FinishReason,
     RequestOutput,
     SamplingParams,
     TokenEvent,
 )
-from detjax.serving.sequence import OnToken, ignore_token
+from detjax.engine.requests.sequence import OnToken, ignore_token
+from detjax.pallas_kernels.backend import Backend
+from detjax.proof.identity import Identity
+from detjax.server.service import Service
 
 
 @dataclass(kw_only=True, slots=True)

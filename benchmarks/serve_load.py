@@ -40,15 +40,15 @@ import rich.console
 import rich.table
 import uvicorn
 
+from detjax.engine.config import EngineConfig
+from detjax.engine.engine import Engine
 from detjax.models.bundled import bundled_model_path
 from detjax.models.loading import LoadedModel
 from detjax.models.tokenizer import Tokenizer
 from detjax.pallas_kernels.backend import Backend
 from detjax.proof.identity import Identifier, Identity
-from detjax.serve.app import make_app
-from detjax.serve.service import Limits, ServedModel, Service
-from detjax.serving.config import EngineConfig
-from detjax.serving.engine import Engine
+from detjax.server.app import make_app
+from detjax.server.service import Limits, ServedModel, Service
 
 BEHAVIOURS = ("stays", "leaves at once", "leaves within", "reads slowly")
 

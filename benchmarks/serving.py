@@ -41,18 +41,18 @@ import numpy as np
 import rich.console
 import rich.table
 
+from detjax.engine.config import EngineConfig
+from detjax.engine.engine import Engine
+from detjax.engine.heap import frozen_heap
+from detjax.engine.requests.request import NO_WINDOWS, SamplingParams, WindowCounts
+from detjax.engine.running.device_arrays import empty_pages
+from detjax.engine.running.programs import ProgramCache
 from detjax.models.bundled import bundled_model_path
 from detjax.models.loading import LoadedModel, load_model, random_model
 from detjax.models.tokenizer import Tokenizer
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
-from detjax.serving.config import EngineConfig
-from detjax.serving.device_arrays import empty_pages
-from detjax.serving.engine import Engine
-from detjax.serving.heap import frozen_heap
-from detjax.serving.programs import ProgramCache
-from detjax.serving.request import NO_WINDOWS, SamplingParams, WindowCounts
 from detjax.sizing import GPU_MEMORY_UTILIZATION, choose_sizes
 from detjax.testing.load import LoadReport, lone_answers, make_questions, run_load
 from detjax.testing.programs import launches, operands_for, plain_key, programs_for

@@ -36,17 +36,17 @@ from benchmarks.common import (
     kernel_events,
     run_rivals,
 )
+from detjax.engine.requests.request import SamplingParams
+from detjax.engine.running.device_arrays import pages_shape
+from detjax.engine.running.launch_operands import unpack_choice
+from detjax.engine.running.program_key import ProgramKey
+from detjax.engine.running.programs import ProgramCache
 from detjax.models.config import ExpertConfig, ModelConfig, RopeConfig
 from detjax.models.fast import LARGEST, quantise_params
 from detjax.models.loading import LoadedModel, random_model
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
-from detjax.serving.device_arrays import pages_shape
-from detjax.serving.launch_operands import unpack_choice
-from detjax.serving.program_key import ProgramKey
-from detjax.serving.programs import ProgramCache
-from detjax.serving.request import SamplingParams
 from detjax.testing.programs import launches, operands_for, plain_key, programs_for
 
 CONTEXT = 1024

@@ -8,13 +8,19 @@ Import detjax before JAX starts: it sets the compiler flag that the claims rest 
 import importlib
 from typing import TYPE_CHECKING
 
-from detjax.xla_flags import configure_xla
+from detjax.compilation.xla_flags import configure_xla
 
 configure_xla()
 
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:  # so that editors and type checkers know the names
+    from detjax.engine.async_engine import AsyncEngine
+    from detjax.engine.config import EngineConfig
+    from detjax.engine.engine import Engine
+    from detjax.engine.outputs.text import CompletionOutput
+    from detjax.engine.replicated_engine import ReplicatedEngine
+    from detjax.engine.requests.request import Completion, PromptLogprob, Request, SamplingParams
     from detjax.llm import LLM, PromptOutput
     from detjax.models.bundled import bundled_model_path
     from detjax.models.loading import load_model
@@ -22,27 +28,21 @@ if TYPE_CHECKING:  # so that editors and type checkers know the names
     from detjax.numerics import NumericsProfile
     from detjax.pallas_kernels.backend import Backend, choose_backend
     from detjax.parallel.mesh import configure_virtual_devices, make_mesh
-    from detjax.serving.async_engine import AsyncEngine
-    from detjax.serving.config import EngineConfig
-    from detjax.serving.engine import Engine
-    from detjax.serving.replicated_engine import ReplicatedEngine
-    from detjax.serving.request import Completion, PromptLogprob, Request, SamplingParams
-    from detjax.serving.text import CompletionOutput
 
 _HOME = {
-    "AsyncEngine": "detjax.serving.async_engine",
+    "AsyncEngine": "detjax.engine.async_engine",
     "Backend": "detjax.pallas_kernels.backend",
-    "Completion": "detjax.serving.request",
-    "CompletionOutput": "detjax.serving.text",
-    "Engine": "detjax.serving.engine",
-    "EngineConfig": "detjax.serving.config",
+    "Completion": "detjax.engine.requests.request",
+    "CompletionOutput": "detjax.engine.outputs.text",
+    "Engine": "detjax.engine.engine",
+    "EngineConfig": "detjax.engine.config",
     "LLM": "detjax.llm",
     "NumericsProfile": "detjax.numerics",
-    "PromptLogprob": "detjax.serving.request",
+    "PromptLogprob": "detjax.engine.requests.request",
     "PromptOutput": "detjax.llm",
-    "ReplicatedEngine": "detjax.serving.replicated_engine",
-    "Request": "detjax.serving.request",
-    "SamplingParams": "detjax.serving.request",
+    "ReplicatedEngine": "detjax.engine.replicated_engine",
+    "Request": "detjax.engine.requests.request",
+    "SamplingParams": "detjax.engine.requests.request",
     "Tokenizer": "detjax.models.tokenizer",
     "bundled_model_path": "detjax.models.bundled",
     "choose_backend": "detjax.pallas_kernels.backend",

@@ -24,7 +24,7 @@ from detjax.cli.errors import (
 )
 from detjax.cli.model import OpensModel, open_model
 from detjax.cli.parser import parse_args
-from detjax.serving.errors import SelfCheckError
+from detjax.engine.errors import SelfCheckError
 
 
 def main(argv: Sequence[str] | None = None, *, open_model: OpensModel = open_model) -> int:

@@ -17,7 +17,14 @@ import numpy as np
 import rich.console
 import rich.progress
 
-from detjax.kept_programs import keep_programs_of_build
+from detjax.compilation.kept_programs import keep_programs_of_build
+from detjax.compilation.source import NO_CACHE, default_cache_dir
+from detjax.engine.config import EngineConfig
+from detjax.engine.engine import Engine
+from detjax.engine.outputs.text import CompletionOutput, TextBatch, text_request
+from detjax.engine.requests.request import PromptLogprobs, SamplingParams, TokenEvent, draw_seed
+from detjax.engine.running.memory import cache_bytes, check_memory
+from detjax.engine.sampling.grammars import Grammars
 from detjax.models.bundled import BUNDLED, BUNDLED_NAME, bundled_model_path
 from detjax.models.config import ModelConfig
 from detjax.models.generation_config import default_sampling
@@ -30,14 +37,7 @@ from detjax.pallas_kernels.backend import Backend
 from detjax.progress import Progress
 from detjax.proof.identity import Identifier, Identity
 from detjax.proof.receipt import Receipt
-from detjax.serving.config import EngineConfig
-from detjax.serving.engine import Engine
-from detjax.serving.grammars import Grammars
-from detjax.serving.memory import cache_bytes, check_memory
-from detjax.serving.request import PromptLogprobs, SamplingParams, TokenEvent, draw_seed
-from detjax.serving.text import CompletionOutput, TextBatch, text_request
 from detjax.sizing import GPU_MEMORY_UTILIZATION, choose_sizes
-from detjax.source import NO_CACHE, default_cache_dir
 
 Prompt = str | Sequence[int] | np.ndarray
 """A text, or token ids."""

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import jaxlib
 
 import detjax
-from detjax.source import cpu_arch, source_hash
-from detjax.toolchain import DATA_DIR_FLAG, toolchain
+from detjax.compilation.source import cpu_arch, source_hash
+from detjax.compilation.toolchain import DATA_DIR_FLAG, toolchain
 
 NUMERICS_VERSION = 2
 """Raised by every change that alters an output bit; each has a Bits entry in CHANGELOG.md."""

@@ -10,19 +10,19 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
+from detjax.engine.requests.request import SamplingParams
 from detjax.llm import LLM
-from detjax.serving.request import SamplingParams
 
 try:
     import pyarrow as pa
     from ray import serve
     from starlette.applications import Starlette
 
-    from detjax.serve.__main__ import check_options, make_parser
-    from detjax.serve.app import make_app
-    from detjax.serve.options import ACCESS_LOG, access_filter, web_options
-    from detjax.serve.server import make_limits, open_model
-    from detjax.serve.service import Service, ServiceState
+    from detjax.serve import check_options, make_parser
+    from detjax.server.app import make_app
+    from detjax.server.options import ACCESS_LOG, access_filter, web_options
+    from detjax.server.server import make_limits, open_model
+    from detjax.server.service import Service, ServiceState
 except ImportError as error:
     raise ImportError(f'{error}; pip install "detjax[ray]"') from error
 
@@ -41,7 +41,7 @@ class Server:
     def __init__(self, argv: Sequence[str]):
         """Open the model of these options."""
         args = make_parser().parse_args(argv)
-        logging.getLogger("detjax.serve").setLevel(args.log_level.upper())
+        logging.getLogger("detjax.server").setLevel(args.log_level.upper())
         logging.getLogger(ACCESS_LOG).addFilter(access_filter(args))
         self._service = Service(open_model(args), make_limits(args))
         self._web = web_options(args)

@@ -5,12 +5,12 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from detjax.engine.config import EngineConfig
+from detjax.engine.running.memory import pages_that_fit
+from detjax.engine.scheduling.work import Work
 from detjax.models.loading import LoadedModel
 from detjax.parallel.distributed import least_of_processes
 from detjax.parallel.mesh import DP_AXIS
-from detjax.serving.config import EngineConfig
-from detjax.serving.memory import pages_that_fit
-from detjax.serving.work import Work
 
 GPU_MEMORY_UTILIZATION = 0.9
 

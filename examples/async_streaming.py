@@ -11,7 +11,7 @@ import contextlib
 import sys
 
 import detjax
-from detjax.serving.text import TextStream
+from detjax.engine.outputs.text import TextStream
 
 llm = detjax.LLM(sys.argv[1] if len(sys.argv) > 1 else "novels-6m", batch_size=4)
 engine = detjax.AsyncEngine(llm.engine)

@@ -11,9 +11,9 @@ import asyncio
 import sys
 
 import detjax
+from detjax.engine.replicated_engine import follow
 from detjax.parallel.distributed import start_job
 from detjax.parallel.job_spec import JobSpec
-from detjax.serving.replicated_engine import follow
 
 coordinator, num_processes, process_id = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 job = JobSpec(coordinator=coordinator, num_processes=num_processes, process_id=process_id)

@@ -137,7 +137,7 @@ def pytest_runtest_teardown(item, nextitem):
 @pytest.fixture
 def cache_folder(tmp_path):
     """An empty folder, to keep programs in for a test; that of the run comes back behind it."""
-    from detjax import kept_programs
+    from detjax.compilation import kept_programs
 
     names = (
         "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs",

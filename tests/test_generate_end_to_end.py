@@ -17,6 +17,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from detjax.engine.config import EngineConfig
+from detjax.engine.engine import Engine
+from detjax.engine.requests.request import Completion, FinishReason, Request, SamplingParams
 from detjax.models.bundled import bundled_model_path
 from detjax.models.loading import load_model
 from detjax.models.tokenizer import Tokenizer
@@ -24,9 +27,6 @@ from detjax.models.weights.load import ignore_progress
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
-from detjax.serving.config import EngineConfig
-from detjax.serving.engine import Engine
-from detjax.serving.request import Completion, FinishReason, Request, SamplingParams
 
 PROMPTS = ("It was a dark night", "The sea")
 STORIES = Path(__file__).parents[2] / "shared" / "data" / "weights" / "stories260K"

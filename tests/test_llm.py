@@ -21,18 +21,19 @@ import tokenizers
 
 import detjax
 from detjax import generate, llm, sizing
+from detjax.engine import engine
+from detjax.engine.config import EngineConfig
+from detjax.engine.engine import Engine
+from detjax.engine.outputs.text import CompletionOutput
+from detjax.engine.requests.request import FinishReason, Request
+from detjax.engine.running import memory
+from detjax.engine.scheduling.work import Work
 from detjax.models import hub
 from detjax.models.bundled import bundled_model_path
 from detjax.models.hf_config import load_config
 from detjax.models.tokenizer import Tokenizer, read_eos_id
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
-from detjax.serving import engine, memory
-from detjax.serving.config import EngineConfig
-from detjax.serving.engine import Engine
-from detjax.serving.request import FinishReason, Request
-from detjax.serving.text import CompletionOutput
-from detjax.serving.work import Work
 from detjax.testing.folders import write_model_folder
 
 CONTEXT = 256

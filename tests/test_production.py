@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks import production, production_asks
 from benchmarks.step import MODELS
+from detjax.engine.running.program_key import ProgramKey
 from detjax.models import hf_config
 from detjax.models.config import ModelConfig
 from detjax.numerics import NumericsProfile, tree_reduction
@@ -18,7 +19,6 @@ from detjax.pallas_kernels.attention.shapes import LAYOUTS
 from detjax.pallas_kernels.linear.sm90 import normalises_input
 from detjax.pallas_kernels.linear.tiles import MatmulTiles, choose_tiles
 from detjax.pallas_kernels.rms_norm.sm90 import choose_schedule, row_sum
-from detjax.serving.program_key import ProgramKey
 
 PROFILE = NumericsProfile()
 PER_SPLIT = PROFILE.attention_split // PROFILE.attention_block

@@ -27,12 +27,12 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import step
+from detjax.engine.requests.request import SamplingParams
+from detjax.engine.running.device_arrays import empty_pages
 from detjax.models.loading import LoadedModel, random_model
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
-from detjax.serving.device_arrays import empty_pages
-from detjax.serving.request import SamplingParams
 from detjax.testing.programs import operands_for, plain_key, programs_for
 
 PAGES, CONTEXT = 4, 128

@@ -82,9 +82,10 @@ def patch(setting: str, calls: dict[str, Calls]) -> None:
     """Make engines of this process run as a setting says, and note their calls."""
     import jax
 
-    from detjax.donation import compile_checked
-    from detjax.serving import device_state, engine, placed_rows, programs
-    from detjax.xla_flags import EXACT_OPTIONS, FAST_OPTIONS
+    from detjax.compilation.donation import compile_checked
+    from detjax.compilation.xla_flags import EXACT_OPTIONS, FAST_OPTIONS
+    from detjax.engine import engine
+    from detjax.engine.running import device_state, placed_rows, programs
 
     has_ring, is_pinned = setting == "ring", setting.endswith("pinned")
 

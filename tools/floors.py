@@ -26,8 +26,9 @@ TOOLS = ("pytest>=9", "pytest-timeout>=2.4", "beartype>=0.22", "httpx>=0.28", "h
 """That run the tests, in any version."""
 
 TESTS = (
-    "tests/test_executable_form.py", "tests/test_toolchain.py", "tests/test_kept_trust.py",
-    "tests/models/test_identity.py", "tests/proof/test_receipt.py", "tests/serve/test_protocol.py",
+    "tests/compilation/test_executable_form.py", "tests/compilation/test_toolchain.py",
+    "tests/compilation/test_kept_trust.py",
+    "tests/models/test_identity.py", "tests/proof/test_receipt.py", "tests/server/test_protocol.py",
 )  # fmt: skip
 
 _NO_INDEX = re.compile(

@@ -32,10 +32,10 @@ ROOT = Path(__file__).resolve().parents[1]
 LEFT_OUT = shutil.ignore_patterns(
     ".git", "__pycache__", ".pytest_cache", ".ruff_cache", ".venv", "*.egg-info", "results"
 )
-KERNELS, SERVING = "detjax/pallas_kernels", "detjax/serving"
+KERNELS, ENGINE = "detjax/pallas_kernels", "detjax/engine"
 CLAIMS, SCHEDULES = "tests/invariance/test_kernel_claims.py", "tests/invariance/test_schedules.py"
-SAMPLES = "tests/serving/test_sampling.py"
-CHOICE, ROUNDING = "tests/serving/test_choice.py", "tests/pallas_kernels/test_rounding.py"
+SAMPLES = "tests/engine/test_sampling.py"
+CHOICE, ROUNDING = "tests/engine/test_choice.py", "tests/pallas_kernels/test_rounding.py"
 PINNED = "tests/invariance/test_pinned.py"
 
 
@@ -81,25 +81,25 @@ MUTANTS = (
         fault="the results of the newest step in flight are read first",
         edits=(
             Edit(
-                where=f"{SERVING}/engine.py",
+                where=f"{ENGINE}/engine.py",
                 old="finished = self._in_flight.popleft() if",
                 new="finished = self._in_flight.pop() if",
             ),
         ),
-        tests=("tests/serving/test_engine.py::test_the_host_reads_results_some_steps_late",),
+        tests=("tests/engine/test_engine.py::test_the_host_reads_results_some_steps_late",),
     ),
     Mutant(
         name="rest-not-settled",
         fault="an engine comes to rest while a program is still to be called",
         edits=(
             Edit(
-                where=f"{SERVING}/engine.py",
+                where=f"{ENGINE}/engine.py",
                 old="            self._runner.settle()\n",
                 new="            pass\n",
             ),
         ),
         tests=(
-            "tests/serving/test_device_state.py::test_weights_may_go_when_nothing_is_left_to_do",
+            "tests/engine/test_device_state.py::test_weights_may_go_when_nothing_is_left_to_do",
         ),
     ),
     Mutant(
@@ -107,13 +107,13 @@ MUTANTS = (
         fault="two programs are called at once",
         edits=(
             Edit(
-                where=f"{SERVING}/device_state.py",
+                where=f"{ENGINE}/running/device_state.py",
                 old="ThreadPoolExecutor(max_workers=1,",
                 new="ThreadPoolExecutor(max_workers=2,",
             ),
         ),
         tests=(
-            "tests/serving/test_device_state.py"
+            "tests/engine/test_device_state.py"
             "::test_programs_are_called_in_order_by_one_thread_which_is_not_the_caller_s",
         ),
     ),
@@ -122,25 +122,27 @@ MUTANTS = (
         fault="a compiled program is run as it lies on the disk",
         edits=(
             Edit(
-                where="detjax/kept_trust.py",
+                where="detjax/compilation/kept_trust.py",
                 old="return value if hmac.compare_digest(code, self.code(name, value)) else None\n",
                 new="return value if code else None\n",
             ),
         ),
-        tests=("tests/test_kept_programs.py::test_a_damaged_program_is_removed_and_not_run",),
+        tests=(
+            "tests/compilation/test_kept_programs.py::test_a_damaged_program_is_removed_and_not_run",
+        ),
     ),
     Mutant(
         name="folder-of-others-is-used",
         fault="a folder that others may write to is taken for programs",
         edits=(
             Edit(
-                where="detjax/kept_trust.py",
+                where="detjax/compilation/kept_trust.py",
                 old="    if found.st_mode & _WRITABLE_BY_OTHERS:\n",
                 new="    if found.st_mode & 0:\n",
             ),
         ),
         tests=(
-            "tests/test_kept_programs.py"
+            "tests/compilation/test_kept_programs.py"
             "::test_a_folder_that_others_may_write_to_is_refused_by_name",
         ),
     ),
@@ -181,7 +183,7 @@ MUTANTS = (
             ),
         ),
         tests=(
-            "tests/test_toolchain.py"
+            "tests/compilation/test_toolchain.py"
             "::test_two_assemblers_have_two_fingerprints_and_two_folders_of_programs",
         ),
     ),
@@ -190,12 +192,12 @@ MUTANTS = (
         fault="the check of programs forgets what a branch wrote over an argument",
         edits=(
             Edit(
-                where="detjax/donation.py",
+                where="detjax/compilation/donation.py",
                 old="    events.steps += written\n",
                 new="    events.write(operands[1:], instruction.name)\n",
             ),
         ),
-        tests=("tests/test_donation.py::test_a_branch_may_have_written_in_place",),
+        tests=("tests/compilation/test_donation.py::test_a_branch_may_have_written_in_place",),
     ),
     Mutant(
         name="calls-in-two-orders",
@@ -216,13 +218,13 @@ MUTANTS = (
         fault="a penalty counts the tokens of the prompt",
         edits=(
             Edit(
-                where="detjax/serving/adjustments.py",
+                where="detjax/engine/sampling/adjustments.py",
                 old="    uses = np.minimum(",
                 new="    uses = 3 * np.minimum(",
             ),
         ),
         tests=(
-            "tests/serving/test_logits_processors.py"
+            "tests/engine/test_logits_processors.py"
             "::test_adjusted_logits_are_those_of_the_specification",
         ),
     ),
@@ -337,13 +339,15 @@ MUTANTS = (
     Mutant(
         name="noise-without-the-prompt",
         fault="prompts of one length draw the same noise",
-        edits=(Edit(where="detjax/serving/request.py", old='"little") + ids', new='"little")'),),
+        edits=(
+            Edit(where="detjax/engine/requests/request.py", old='"little") + ids', new='"little")'),
+        ),
         tests=(f"{SAMPLES}::test_prompts_of_one_seed_agree_as_often_as_chance_has_it",),
     ),
     Mutant(
         name="seed-of-32-bits",
         fault="the high 32 bits of a seed are dropped",
-        edits=(Edit(where=SERVING, old="(p.seed or 0) >> 32 for", new="0 for"),),
+        edits=(Edit(where=ENGINE, old="(p.seed or 0) >> 32 for", new="0 for"),),
         tests=(f"{CHOICE}::test_every_bit_of_the_seed_counts",),
     ),
     Mutant(
@@ -351,7 +355,7 @@ MUTANTS = (
         fault="of equal logits, filters keep the highest token ids",
         edits=(
             Edit(
-                where=SERVING,
+                where=ENGINE,
                 old="lax.sort((keys, columns),",
                 new="lax.sort((keys[:, ::-1], columns[:, ::-1]),",
             ),
@@ -363,7 +367,7 @@ MUTANTS = (
         fault="top-k keeps one more token where the next logit is equal",
         edits=(
             Edit(
-                where=SERVING,
+                where=ENGINE,
                 old="    kept = (rank < top_k[:, None]) & in_nucleus",
                 new="    last = jnp.take_along_axis(ranked, top_k[:, None] - 1, axis=1)\n"
                 "    kept = (ranked >= last) & in_nucleus",
@@ -374,45 +378,45 @@ MUTANTS = (
     Mutant(
         name="page-taken-twice",
         fault="a free page is handed out and stays free",
-        edits=(Edit(where=SERVING, old="return self._free.pop()", new="return self._free[-1]"),),
-        tests=("tests/serving/test_kv_cache.py",),
+        edits=(Edit(where=ENGINE, old="return self._free.pop()", new="return self._free[-1]"),),
+        tests=("tests/engine/test_kv_cache.py",),
     ),
     Mutant(
         name="page-reused-under-its-key",
         fault="a page is handed out again and still found under its old key",
         edits=(
             Edit(
-                where=SERVING,
+                where=ENGINE,
                 old="del self._page_of[self._key_of.pop(page)]",
                 new="self._key_of.pop(page)",
             ),
         ),
-        tests=("tests/serving/test_kv_cache.py",),
+        tests=("tests/engine/test_kv_cache.py",),
     ),
     Mutant(
         name="page-key-without-parent",
         fault="the key of a page forgets the pages before it",
         edits=(
             Edit(
-                where=SERVING,
+                where=ENGINE,
                 old="hasher = hashlib.sha256(parent)",
                 new="hasher = hashlib.sha256(parent[:0])",
             ),
         ),
-        tests=("tests/serving/test_kv_cache.py",),
+        tests=("tests/engine/test_kv_cache.py",),
     ),
     Mutant(
         name="page-registered-before-computed",
         fault="a page can be found before the launch that writes it",
         edits=(
-            Edit(where=SERVING, old="coming.setdefault(key, page)", new="pool.register(page, key)"),
+            Edit(where=ENGINE, old="coming.setdefault(key, page)", new="pool.register(page, key)"),
         ),
-        tests=("tests/serving/test_scheduler.py",),
+        tests=("tests/engine/test_scheduler.py",),
     ),
     Mutant(
         name="page-shared-before-its-last-key",
         fault="a page is shared when its last token is chosen, whose keys do not exist yet",
-        edits=(Edit(where=SERVING, old="len(seq.tokens) - 1)\n", new="len(seq.tokens))\n"),),
+        edits=(Edit(where=ENGINE, old="len(seq.tokens) - 1)\n", new="len(seq.tokens))\n"),),
         tests=(f"{SCHEDULES}::test_a_page_is_shared_only_once_its_last_key_is_there",),
     ),
     Mutant(
@@ -420,7 +424,7 @@ MUTANTS = (
         fault="a prompt may come from the cache to its end, and nothing is left to compute",
         edits=(
             Edit(
-                where=SERVING,
+                where=ENGINE,
                 old="known = len(seq.tokens) - 1 if seq.is_scored",
                 new="known = len(seq.tokens) if seq.is_scored",
             ),
@@ -432,15 +436,15 @@ MUTANTS = (
     Mutant(
         name="preempted-keeps-epoch",
         fault="results from before a preemption count after it",
-        edits=(Edit(where=SERVING, old="\n        seq.epoch += 1\n", new="\n"),),
-        tests=("tests/serving/test_preemption.py",),
+        edits=(Edit(where=ENGINE, old="\n        seq.epoch += 1\n", new="\n"),),
+        tests=("tests/engine/test_preemption.py",),
     ),
     Mutant(
         name="one-draft-too-many",
         fault="a verification commits the first draft that is wrong",
         edits=(
             Edit(
-                where=SERVING,
+                where=ENGINE,
                 old="jnp.argmax(is_wrong, axis=1).astype(jnp.int32)\n",
                 new="jnp.minimum(jnp.argmax(is_wrong, axis=1) + 1, num_drafts).astype(jnp.int32)\n",
             ),
@@ -452,7 +456,7 @@ MUTANTS = (
         fault="a slot's start moves when a draft is made, a launch before it is verified",
         edits=(
             Edit(
-                where=SERVING,
+                where=ENGINE,
                 old="slots.placed(slot, start + 1 - is_draft,",
                 new="slots.placed(slot, start + 1,",
             ),
@@ -464,7 +468,7 @@ MUTANTS = (
         fault="a verification leaves the count of a slot's drafts as it was",
         edits=(
             Edit(
-                where=SERVING,
+                where=ENGINE,
                 old="slots.placed(slot, start + num_accepted + 1)",
                 new="slots.placed(slot, start + num_accepted + 1, num_drafts)",
             ),
@@ -476,7 +480,7 @@ MUTANTS = (
         fault="a decode step is laid out as the last one was, though a sequence has a new page",
         edits=(
             Edit(
-                where=SERVING,
+                where=ENGINE,
                 old="row.epoch, len(seq.pages), row.is_draft",
                 new="row.epoch, row.is_draft",
             ),
@@ -487,7 +491,7 @@ MUTANTS = (
         name="requests-leak",
         fault="the engine never forgets a request's sequences",
         edits=(
-            Edit(where=SERVING, old=".pop(seq.request_id, None)", new=".get(seq.request_id, None)"),
+            Edit(where=ENGINE, old=".pop(seq.request_id, None)", new=".get(seq.request_id, None)"),
         ),
         tests=(f"{SCHEDULES}::test_an_engine_at_rest_knows_no_request",),
     ),
@@ -496,32 +500,32 @@ MUTANTS = (
         fault="programs with a claim are compiled with the options of those without",
         edits=(
             Edit(
-                where=SERVING,
+                where=ENGINE,
                 old='if key.mode == "fast" else EXACT_OPTIONS,\n            operands=self',
                 new='if key.mode == "fast" else FAST_OPTIONS,\n            operands=self',
             ),
         ),
-        tests=("tests/serving/test_compile_options.py",),
+        tests=("tests/engine/test_compile_options.py",),
     ),
     Mutant(
         name="stop-string-off-by-one",
         fault="text ends before the last character of its stop string, not before the first",
         edits=(
-            Edit(where=SERVING, old="return end + minus_len, end\n", new="return end - 1, end\n"),
+            Edit(where=ENGINE, old="return end + minus_len, end\n", new="return end - 1, end\n"),
         ),
-        tests=("tests/serving/test_text.py",),
+        tests=("tests/engine/test_text.py",),
     ),
     Mutant(
         name="stop-string-held-too-short",
         fault="the last character but one of a stop string is released",
         edits=(
             Edit(
-                where=SERVING,
+                where=ENGINE,
                 old="longest = min(len(text), len(stop) - 1)",
                 new="longest = min(len(text), len(stop) - 2)",
             ),
         ),
-        tests=("tests/serving/test_text.py",),
+        tests=("tests/engine/test_text.py",),
     ),
     Mutant(
         name="residual-of-another-token",
@@ -575,51 +579,51 @@ MUTANTS = (
         fault="an executable is read whatever code is loaded",
         edits=(
             Edit(
-                where="detjax/kept_executables.py",
+                where="detjax/compilation/kept_executables.py",
                 old="        loaded_code_hash(root, *made_from, asked=asked),\n",
                 new="        loaded_code_hash('detjax.array_types', *made_from),\n",
             ),
         ),
-        tests=("tests/test_kept_executables.py::test_a_constant_that_was_set_counts",),
+        tests=("tests/compilation/test_kept_executables.py::test_a_constant_that_was_set_counts",),
     ),
     Mutant(
         name="kept-of-many-gpus",
         fault="executables of four GPUs are read, which none have run",
         edits=(
             Edit(
-                where="detjax/kept_executables.py",
+                where="detjax/compilation/kept_executables.py",
                 old="    return num_devices <= 2 or",
                 new="    return num_devices <= 8 or",
             ),
         ),
-        tests=("tests/test_kept_executables.py::test_of_gpus_at_most_two_have_a_folder",),
+        tests=(
+            "tests/compilation/test_kept_executables.py::test_of_gpus_at_most_two_have_a_folder",
+        ),
     ),
     Mutant(
         name="compiled-in-another-order",
         fault="a check waits for programs that are compiled last",
         edits=(
             Edit(
-                where="detjax/serving/model_runner.py",
+                where="detjax/engine/running/model_runner.py",
                 old="wanted: list[AnyKey] = [*self._as_checked(keys),",
                 new="wanted: list[AnyKey] = [*keys,",
             ),
         ),
-        tests=(
-            "tests/serving/test_self_check.py::test_a_start_compiles_in_the_order_of_the_check",
-        ),
+        tests=("tests/engine/test_self_check.py::test_a_start_compiles_in_the_order_of_the_check",),
     ),
     Mutant(
         name="walked-for-each-program",
         fault="each program of one request waits for a hash of the loaded code of its own",
         edits=(
             Edit(
-                where="detjax/serving/model_runner.py",
+                where="detjax/engine/running/model_runner.py",
                 old="pool.submit(self._get, key, asked) for",
                 new="pool.submit(self._get, key) for",
             ),
         ),
         tests=(
-            "tests/test_kept_executables.py::test_programs_of_one_request_share_a_hash_of_the_code",
+            "tests/compilation/test_kept_executables.py::test_programs_of_one_request_share_a_hash_of_the_code",
         ),
     ),
     Mutant(
@@ -627,25 +631,25 @@ MUTANTS = (
         fault="a kernel that was lowered before is taken for another of the same shapes",
         edits=(
             Edit(
-                where="detjax/lowered_kernels.py",
+                where="detjax/compilation/lowered_kernels.py",
                 old="        tuple(sorted(params.items())), tuple(ctx.avals_in)",
                 new="        tuple(ctx.avals_in)",
             ),
         ),
-        tests=("tests/test_lowered_kernels.py::test_another_kernel_is_lowered",),
+        tests=("tests/compilation/test_lowered_kernels.py::test_another_kernel_is_lowered",),
     ),
     Mutant(
         name="kept-without-its-dialect",
         fault="a program all of whose kernels were lowered before cannot be read",
         edits=(
             Edit(
-                where="detjax/lowered_kernels.py",
+                where="detjax/compilation/lowered_kernels.py",
                 old="        mgpu.dialect.register_dialect(ctx.module_context.context)\n",
                 new="",
             ),
         ),
         tests=(
-            "tests/test_lowered_kernels.py"
+            "tests/compilation/test_lowered_kernels.py"
             "::test_a_program_is_that_of_jax_when_its_kernels_are_kept_too",
         ),
     ),
@@ -654,13 +658,13 @@ MUTANTS = (
         fault="a kernel that could not be compiled loses its bytecode, so nobody says why",
         edits=(
             Edit(
-                where="detjax/mosaic_kernels.py",
+                where="detjax/compilation/mosaic_kernels.py",
                 old="if begun.exception() is None}",
                 new="if begun.exception() or begun.done()}",
             ),
         ),
         tests=(
-            "tests/test_mosaic_kernels.py::test_a_kernel_that_was_not_compiled_keeps_its_bytecode",
+            "tests/compilation/test_mosaic_kernels.py::test_a_kernel_that_was_not_compiled_keeps_its_bytecode",
         ),
     ),
     Mutant(
@@ -668,24 +672,28 @@ MUTANTS = (
         fault="the count of the process stays in a kernel, so each program compiles its own",
         edits=(
             Edit(
-                where="detjax/mosaic_kernels.py",
+                where="detjax/compilation/mosaic_kernels.py",
                 old="        del kernel.operation.attributes[_DUMP_NAME]\n",
                 new="        pass\n",
             ),
         ),
-        tests=("tests/test_mosaic_kernels.py::test_programs_share_what_computes_the_same",),
+        tests=(
+            "tests/compilation/test_mosaic_kernels.py::test_programs_share_what_computes_the_same",
+        ),
     ),
     Mutant(
         name="kernels-not-waited-for",
         fault="a program is compiled while others are still at its kernels",
         edits=(
             Edit(
-                where="detjax/mosaic_kernels.py",
+                where="detjax/compilation/mosaic_kernels.py",
                 old="in waited_for.items() if begun.exception() is None}",
                 new="in waited_for.items()}",
             ),
         ),
-        tests=("tests/test_mosaic_kernels.py::test_each_kernel_is_compiled_once_and_waited_for",),
+        tests=(
+            "tests/compilation/test_mosaic_kernels.py::test_each_kernel_is_compiled_once_and_waited_for",
+        ),
     ),
     Mutant(
         name="unproven-ranks",
@@ -704,12 +712,12 @@ MUTANTS = (
         fault="a CPU is asked for copies of results, and the interpreter may end meanwhile",
         edits=(
             Edit(
-                where=SERVING,
+                where=ENGINE,
                 old='    return device.platform == "cpu"\n',
                 new='    return device.platform == "host"\n',
             ),
         ),
-        tests=("tests/serving/test_end_of_process.py::test_a_process_ends_while_a_program_runs",),
+        tests=("tests/engine/test_end_of_process.py::test_a_process_ends_while_a_program_runs",),
     ),
 )
 

@@ -17,11 +17,11 @@ from benchmarks.reproduce.experiment import (
     digest_of,
 )
 from benchmarks.reproduce.problems import LEVELS, MOST_TOKENS, Problem
+from detjax.engine.engine import Engine
+from detjax.engine.requests.request import Completion
 from detjax.models.abstract import why_unsupported
 from detjax.models.hf_config import load_config
 from detjax.numerics import NumericsProfile
-from detjax.serving.engine import Engine
-from detjax.serving.request import Completion
 
 MODES: tuple[str, ...] = ("invariant", "fast")
 WANTED = 0.6

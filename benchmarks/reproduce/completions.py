@@ -18,8 +18,8 @@ from benchmarks.reproduce.experiment import (
     prompts,
     windows_since,
 )
-from detjax.serving.engine import Engine
-from detjax.serving.request import Completion
+from detjax.engine.engine import Engine
+from detjax.engine.requests.request import Completion
 
 PROMPT = "Her uncle came back in London without a word"
 """One of the openings whose answers part: of 48, six did between batches of 1 and 48 (CPU)."""

@@ -13,6 +13,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from detjax.engine.config import EngineConfig
+from detjax.engine.engine import Engine
+from detjax.engine.heap import frozen_heap
+from detjax.engine.requests.request import Completion, FinishReason, Request, SamplingParams
+from detjax.engine.running.launch_times import quickest_decode_steps
 from detjax.models.bundled import bundled_model_path
 from detjax.models.hf_config import load_config
 from detjax.models.loading import LoadedModel, load_model
@@ -21,11 +26,6 @@ from detjax.models.tokenizer import Tokenizer
 from detjax.numerics import Build, NumericsProfile, fingerprint
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
-from detjax.serving.config import EngineConfig
-from detjax.serving.engine import Engine
-from detjax.serving.heap import frozen_heap
-from detjax.serving.launch_times import quickest_decode_steps
-from detjax.serving.request import Completion, FinishReason, Request, SamplingParams
 
 Row = dict[str, Any]
 

@@ -18,13 +18,13 @@ import numpy as np
 from benchmarks.reproduce.experiment import CHAINED, Lab, Part, Row, is_random, prompts
 from benchmarks.serving import Ask, Told, serve
 from benchmarks.step import MODELS
+from detjax.engine.config import EngineConfig
+from detjax.engine.engine import Engine
+from detjax.engine.running.programs import ProgramCache
 from detjax.models.loading import LoadedModel, random_model
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
-from detjax.serving.config import EngineConfig
-from detjax.serving.engine import Engine
-from detjax.serving.programs import ProgramCache
 
 WINDOW, GROUP = 64, 8
 """Tokens of a window and windows of a verification: LLM-42's defaults, and those of its table 4."""

@@ -20,11 +20,11 @@ from benchmarks.reproduce.experiment import (
     prompts,
 )
 from benchmarks.step import MODELS
+from detjax.engine.requests.request import Completion
 from detjax.models.loading import LoadedModel, random_model
 from detjax.models.params import possible_tps
 from detjax.numerics import NumericsProfile
 from detjax.parallel.mesh import make_mesh
-from detjax.serving.request import Completion
 
 MODES: tuple[str, ...] = ("fast", "invariant")
 TRAINED = "trained"

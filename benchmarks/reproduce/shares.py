@@ -20,7 +20,7 @@ from benchmarks.reproduce.loads import (
     window_facts,
 )
 from benchmarks.serving import Ask
-from detjax.serving.engine import Engine
+from detjax.engine.engine import Engine
 
 PERCENTS = (2, 5, 10, 20, 50, 100)
 CANONICAL = -1

@@ -23,10 +23,10 @@ from benchmarks.reproduce.loads import (
 )
 from benchmarks.reproduce.shares import like
 from benchmarks.serving import Ask, Told
-from detjax.serving.device_arrays import BY_ROW, Slots, empty_pages, sampling_shape
-from detjax.serving.engine import Engine
-from detjax.serving.launch_operands import VerifyOperands
-from detjax.serving.program_key import ProgramKey
+from detjax.engine.engine import Engine
+from detjax.engine.running.device_arrays import BY_ROW, Slots, empty_pages, sampling_shape
+from detjax.engine.running.launch_operands import VerifyOperands
+from detjax.engine.running.program_key import ProgramKey
 from detjax.testing.programs import launches
 
 PAPER_MS = {16: 12.19, 32: 12.20, 64: 12.23, 128: 12.12, 256: 13.43, 512: 21.36}

@@ -16,9 +16,9 @@ from rich.live import Live
 from detjax import __version__
 from detjax.certify.restart import NewProcess, new_process
 from detjax.cli.errors import BAD_INPUT, BITS_DIFFER, OK, one_line
+from detjax.engine.config import MODES
 from detjax.models.hf_config import config_from_hf
 from detjax.models.hub import check_model
-from detjax.serving.config import MODES
 
 EXAMPLES = """\
 examples:

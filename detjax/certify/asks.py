@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from detjax.engine.requests.request import Completion, Request, SamplingParams
 from detjax.numerics import NumericsProfile
-from detjax.serving.request import Completion, Request, SamplingParams
 
 MAX_TOKENS = 8
 KINDS: tuple[dict[str, Any], ...] = (

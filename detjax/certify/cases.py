@@ -12,10 +12,10 @@ from detjax.certify.certificate import Comparison, Outcome, compare
 from detjax.certify.subject import Subject, ask
 from detjax.diverge.evidence import explain
 from detjax.diverge.setting import Setting
+from detjax.engine.errors import SelfCheckError
+from detjax.engine.requests.request import Request
+from detjax.engine.self_check.program_check import checkable_keys
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
-from detjax.serving.errors import SelfCheckError
-from detjax.serving.request import Request
-from detjax.serving.self_check.program_check import checkable_keys
 
 CONTROL_DRAWS = 8
 """XLA's kernels often agree on a small model: they are asked so often, until a bit differs."""
@@ -88,7 +88,7 @@ def program_cases(subject: Subject) -> Iterator[Outcome]:
     """Every canonical program of the configuration against prefill, on a cache filled to its size.
 
     At the end of each page table, around pages and splits, on the first and the last pages of the
-    cache: see `detjax.serving.self_check`.
+    cache: see `detjax.engine.self_check`.
     """
     cause, checked_s = "", 0.0
 

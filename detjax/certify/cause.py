@@ -8,9 +8,9 @@ from detjax.certify.certificate import Outcome
 from detjax.certify.subject import Subject
 from detjax.diverge.find import find_divergence
 from detjax.diverge.setting import Setting
+from detjax.engine.requests.request import Request
 from detjax.models.loading import LoadedModel
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
-from detjax.serving.request import Request
 
 
 def find_cause(

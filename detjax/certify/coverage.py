@@ -4,6 +4,7 @@
 import itertools
 from collections.abc import Collection
 
+from detjax.engine.config import MODES
 from detjax.models.abstract import why_unsupported
 from detjax.models.config import ModelConfig
 from detjax.models.loading import LoadedModel
@@ -11,7 +12,6 @@ from detjax.models.registry import FAMILIES
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import TP_AXIS
-from detjax.serving.config import MODES
 
 DTYPES = ("bfloat16", "float32")
 THIS = "this model"

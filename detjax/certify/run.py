@@ -27,7 +27,7 @@ from detjax.certify.certificate import Certificate, Outcome, compare
 from detjax.certify.coverage import coverage_map
 from detjax.certify.opening import facts_of, open_subject, other_meshes
 from detjax.certify.subject import Job, Subject, order_probe
-from detjax.serving.request import Request
+from detjax.engine.requests.request import Request
 
 
 def requests_of(subject: Subject, round_idx: int, draw: int = 0) -> list[Request]:

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from detjax.certify.asks import Answer, answer_of
+from detjax.engine.config import EngineConfig, ReplicaConfig
+from detjax.engine.engine import Engine
+from detjax.engine.requests.request import Request
+from detjax.engine.running.program_key import program_keys
+from detjax.engine.running.programs import Candidates, ProgramCache, keep_candidates
 from detjax.models.loading import LoadedModel
 from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.parallel.mesh import DP_AXIS
-from detjax.serving.config import EngineConfig, ReplicaConfig
-from detjax.serving.engine import Engine
-from detjax.serving.program_key import program_keys
-from detjax.serving.programs import Candidates, ProgramCache, keep_candidates
-from detjax.serving.request import Request
 from detjax.sizing import choose_sizes
 
 Job = Callable[[], object]

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from detjax.cli.errors import BITS_DIFFER, InputError, bad_input
+from detjax.compilation.source import NO_CACHE as NO_CACHE
+from detjax.compilation.source import default_cache_dir
+from detjax.engine.config import DRAFT_WEIGHTS, MODES, SELF_CHECKS, EngineConfig
+from detjax.engine.requests.request import LOGPROBS_MODES, NOISES, SamplingParams
+from detjax.engine.sampling.structured_output import FORMS, StructuredOutput
 from detjax.models.bundled import BUNDLED
 from detjax.pallas_kernels.backend import Backend
-from detjax.serving.config import DRAFT_WEIGHTS, MODES, SELF_CHECKS, EngineConfig
-from detjax.serving.request import LOGPROBS_MODES, NOISES, SamplingParams
-from detjax.serving.structured_output import FORMS, StructuredOutput
-from detjax.source import NO_CACHE as NO_CACHE
-from detjax.source import default_cache_dir
 
 NO_CAST = "none"  # that of detjax.numerics, which imports JAX
 AUTO = "auto"  # that of detjax.opening, which imports JAX

@@ -12,9 +12,9 @@ from detjax.cli.arguments import GenerateArgs
 from detjax.cli.display import Display
 from detjax.cli.job import Job
 from detjax.cli.run import RunPlan, RunResult
-from detjax.serving.config import EngineConfig
-from detjax.serving.request import Completion
-from detjax.serving.text import CompletionOutput
+from detjax.engine.config import EngineConfig
+from detjax.engine.outputs.text import CompletionOutput
+from detjax.engine.requests.request import Completion
 
 _BATCH_SIZES = (1, 3, 2, 5, 8, 17)
 _NUM_CHUNKS = (2, 5, 1, 3, 7)

@@ -25,8 +25,8 @@ from detjax.cli.prompts import read_prompts
 from detjax.cli.receipts import write_receipts
 from detjax.cli.run import RunPlan, RunResult, run_job
 from detjax.cli.warm import warm
+from detjax.engine.trace import NO_TRACE, Trace
 from detjax.models.generation_config import default_sampling
-from detjax.serving.trace import NO_TRACE, Trace
 
 
 def run(args: GenerateArgs, *, open_model: OpensModel) -> int:

@@ -14,8 +14,8 @@ import detjax
 from detjax.cli.arguments import NO_CACHE, GenerateArgs
 from detjax.cli.errors import InputError, bad_input
 from detjax.cli.prompts import Prompt
+from detjax.engine.outputs.text import CompletionOutput
 from detjax.parallel.job_spec import find_job
-from detjax.serving.text import CompletionOutput
 
 _NOT_PASSED = frozenset(
     """

@@ -10,12 +10,12 @@ from typing import Any
 from detjax.cli.arguments import GenerateArgs, sampling_params
 from detjax.cli.errors import InputError, bad_input
 from detjax.cli.prompts import Prompt
+from detjax.engine.outputs.text import text_request
+from detjax.engine.requests.request import Request, draw_seed
+from detjax.engine.scheduling.work import Work
 from detjax.models.config import ModelConfig
 from detjax.models.tokenizer import Tokenizer
 from detjax.parallel.job_spec import find_job
-from detjax.serving.request import Request, draw_seed
-from detjax.serving.text import text_request
-from detjax.serving.work import Work
 
 MAX_COMPLETIONS = 2**20
 
@@ -111,7 +111,7 @@ def _check_forms(requests: Sequence[Request], tokenizer: Tokenizer, config: Mode
     forms = {form for r in requests if (form := r.sampling.structured_output) is not None}
     if not forms:
         return
-    from detjax.serving.grammars import Grammars
+    from detjax.engine.sampling.grammars import Grammars
 
     grammars = Grammars(
         tokenizer.backend.to_str, vocab_size=config.vocab_size, eos_token_ids=config.eos_token_ids

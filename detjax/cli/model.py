@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from detjax.cli.arguments import GPU_MEMORY_UTILIZATION, NO_CACHE, NO_CAST, GenerateArgs
 from detjax.cli.errors import InputError, bad_input
+from detjax.engine.config import EngineConfig
+from detjax.engine.metrics import EngineStats
+from detjax.engine.requests.request import Completion, Request, TokenEvent
+from detjax.engine.scheduling.work import Work
+from detjax.engine.trace import TracesEvents
 from detjax.models.config import ModelConfig
 from detjax.models.tokenizer import Tokenizer
 from detjax.parallel.job_spec import find_job
 from detjax.parallel.watch import Watch
 from detjax.progress import Progress
-from detjax.serving.config import EngineConfig
-from detjax.serving.metrics import EngineStats
-from detjax.serving.request import Completion, Request, TokenEvent
-from detjax.serving.trace import TracesEvents
-from detjax.serving.work import Work
 
 if TYPE_CHECKING:  # imports JAX
     from detjax.proof.identity import Identity
@@ -45,7 +45,7 @@ class CompilesPrograms(Protocol):
 
 @runtime_checkable
 class GeneratesCompletions(CompilesPrograms, Protocol):
-    """What the command needs of an engine; `detjax.serving.engine.Engine` is one."""
+    """What the command needs of an engine; `detjax.engine.engine.Engine` is one."""
 
     def stats(self) -> EngineStats:
         """Return what it has counted."""
@@ -196,13 +196,13 @@ def _open_model(
     args: GenerateArgs, folder: Path, progress: Progress, max_len: int, *, num_processes: int
 ) -> OpenModel:
     """Choose numerics, kernels and mesh, and load the weights."""
+    from detjax.engine.engine import Engine
+    from detjax.engine.running.memory import cache_bytes, check_memory
+    from detjax.engine.sampling.grammars import Grammars
     from detjax.models.bundled import BUNDLED_NAME, bundled_model_path
     from detjax.numerics import NumericsProfile
     from detjax.opening import MeshError, load_on_devices
     from detjax.proof.identity import Identifier
-    from detjax.serving.engine import Engine
-    from detjax.serving.grammars import Grammars
-    from detjax.serving.memory import cache_bytes, check_memory
     from detjax.sizing import choose_sizes
 
     with bad_input():
@@ -273,7 +273,7 @@ def keep_compiled_programs(cache_dir: str) -> None:
     """As `keep_programs_of_build`; a folder that cannot be written is a warning."""
     if cache_dir == NO_CACHE:
         return
-    from detjax.kept_programs import keep_programs_of_build
+    from detjax.compilation.kept_programs import keep_programs_of_build
 
     try:
         keep_programs_of_build(cache_dir)

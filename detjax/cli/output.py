@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from detjax.serving.text import CompletionOutput
+from detjax.engine.outputs.text import CompletionOutput
 
 
 @runtime_checkable

@@ -13,11 +13,11 @@ from detjax.cli.model import OpenModel
 from detjax.cli.output import digest_of_all, entry_of
 from detjax.cli.run import RunResult
 from detjax.cli.warm import Compiled
+from detjax.engine.config import EngineConfig
+from detjax.engine.metrics import EngineStats
 from detjax.models.bundled import bundled_model_path
 from detjax.models.config import ModelConfig
 from detjax.models.generation_config import default_sampling
-from detjax.serving.config import EngineConfig
-from detjax.serving.metrics import EngineStats
 
 if TYPE_CHECKING:  # imports JAX
     from detjax.proof.identity import Identity

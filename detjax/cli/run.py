@@ -13,12 +13,12 @@ from detjax.cli.job import Job
 from detjax.cli.model import OpenModel
 from detjax.cli.output import AbstractWriter
 from detjax.cli.transcript import Transcript
+from detjax.engine.config import EngineConfig
+from detjax.engine.metrics import EngineStats
+from detjax.engine.outputs.text import CompletionOutput, TextBatch
+from detjax.engine.requests.request import Request, SamplingParams, TokenEvent
+from detjax.engine.trace import NO_TRACE, TracesEvents
 from detjax.models.tokenizer import Tokenizer
-from detjax.serving.config import EngineConfig
-from detjax.serving.metrics import EngineStats
-from detjax.serving.request import Request, SamplingParams, TokenEvent
-from detjax.serving.text import CompletionOutput, TextBatch
-from detjax.serving.trace import NO_TRACE, TracesEvents
 
 _IMPORTED_S = time.perf_counter()
 

@@ -2,9 +2,9 @@
 """Writes the sequences of a run while they are made, each in its turn."""
 
 from detjax.cli.output import AbstractWriter
-from detjax.serving.completions import best
-from detjax.serving.request import TokenEvent
-from detjax.serving.text import CompletionText, TextBatch
+from detjax.engine.outputs.completions import best
+from detjax.engine.outputs.text import CompletionText, TextBatch
+from detjax.engine.requests.request import TokenEvent
 
 
 class Transcript:

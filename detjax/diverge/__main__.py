@@ -16,9 +16,9 @@ from detjax import __version__
 from detjax.cli.arguments import GenerateArgs
 from detjax.cli.errors import BAD_INPUT, BITS_DIFFER, OK, InputError, bad_input, one_line
 from detjax.diverge.setting import Answer, Setting
+from detjax.engine.requests.request import SamplingParams
 from detjax.models.bundled import BUNDLED_NAME
 from detjax.models.hub import check_model
-from detjax.serving.request import SamplingParams
 
 if TYPE_CHECKING:  # imports JAX
     from detjax.diverge.divergence import Divergence

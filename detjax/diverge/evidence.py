@@ -13,12 +13,12 @@ from detjax.diverge.divergence import Divergence
 from detjax.diverge.find import find_divergence
 from detjax.diverge.runs import ModelSource
 from detjax.diverge.setting import Answer, Setting
+from detjax.engine.requests.request import SamplingParams
+from detjax.engine.self_check.evidence import Difference
 from detjax.models.loading import LoadedModel
 from detjax.numerics import Build, NumericsProfile
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
 from detjax.proof.receipt import Receipt
-from detjax.serving.request import SamplingParams
-from detjax.serving.self_check.evidence import Difference
 
 _PROGRAM = re.compile(r"^(prefill|decode|verify) \S+ (\d+)x(\d+)")
 _ANSWER_TOKENS = 8

@@ -13,13 +13,13 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from detjax.engine.running.choice_programs import ChoicePrograms, Program
+from detjax.engine.running.program_key import AnyKey, ChoiceKey, ProgramKey
+from detjax.engine.running.programs import ProgramCache
 from detjax.models.loading import LoadedModel
 from detjax.models.taps import Share, WatchedOps
 from detjax.models.transformer import DecoderOps
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
-from detjax.serving.choice_programs import ChoicePrograms, Program
-from detjax.serving.program_key import AnyKey, ChoiceKey, ProgramKey
-from detjax.serving.programs import ProgramCache
 
 _BY_RANK = P((DP_AXIS, TP_AXIS))
 # Values that every rank should have alike come back from every rank.

@@ -12,9 +12,9 @@ import numpy as np
 
 from detjax.diverge.canonical import Canonical
 from detjax.diverge.recorder import Seen, Tap
+from detjax.engine.running.launch_operands import DecodeOperands, PrefillOperands, VerifyOperands
+from detjax.engine.running.program_key import ChoiceKey, ProgramKey
 from detjax.models.loading import LoadedModel
-from detjax.serving.launch_operands import DecodeOperands, PrefillOperands, VerifyOperands
-from detjax.serving.program_key import ChoiceKey, ProgramKey
 
 CACHED = ("cached_k", "cached_v")
 """Keys and values as the cache holds them after the launch that wrote them."""

@@ -9,15 +9,15 @@ from pathlib import Path
 from detjax.diverge.recorder import TappedPrograms
 from detjax.diverge.recording import Recording
 from detjax.diverge.setting import Answer, Setting
+from detjax.engine.config import EngineConfig
+from detjax.engine.engine import Engine
+from detjax.engine.requests.request import Request, SamplingParams, TokenEvent
+from detjax.engine.running.programs import ProgramCache
 from detjax.models.hub import find_model
 from detjax.models.loading import LoadedModel
 from detjax.numerics import NumericsProfile
 from detjax.opening import load_on_devices
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
-from detjax.serving.config import EngineConfig
-from detjax.serving.engine import Engine
-from detjax.serving.programs import ProgramCache
-from detjax.serving.request import Request, SamplingParams, TokenEvent
 
 ModelSource = str | Path | LoadedModel | Callable[[Setting], LoadedModel]
 """A folder or id, a model on its mesh, or what makes the model that a setting runs."""

@@ -9,10 +9,10 @@ import jax
 from jax.extend import core
 
 from detjax.diverge.recorder import Tap, TappedPrograms
+from detjax.engine.running.program_key import ProgramKey
 from detjax.models.loading import LoadedModel
 from detjax.numerics import tree_reduction
 from detjax.parallel.mesh import TP_AXIS
-from detjax.serving.program_key import ProgramKey
 
 _SHOWN = frozenset(
     {

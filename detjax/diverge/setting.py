@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from detjax.serving.config import MODES
-from detjax.serving.text import CompletionOutput
+from detjax.engine.config import MODES
+from detjax.engine.outputs.text import CompletionOutput
 
 PATHS = ("decode", "prefill")
 

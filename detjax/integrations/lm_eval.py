@@ -23,9 +23,9 @@ except ImportError as error:
     raise ImportError(f'{error}; pip install "detjax[eval]"', name=error.name) from error
 
 import detjax
+from detjax.engine.requests.request import PromptLogprobs, SamplingParams
 from detjax.llm import LLM, LLMConfig
 from detjax.models.bundled import BUNDLED_NAME
-from detjax.serving.request import PromptLogprobs, SamplingParams
 
 LOG = logging.getLogger(__name__)
 

@@ -17,13 +17,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from detjax.engine.config import EngineConfig
+from detjax.engine.engine import Engine
+from detjax.engine.requests.request import FinishReason, SamplingParams
 from detjax.models.layers import ForwardContext
 from detjax.models.loading import LoadedModel
 from detjax.models.params import tensor_specs
 from detjax.models.tokenizer import Tokenizer
-from detjax.serving.config import EngineConfig
-from detjax.serving.engine import Engine
-from detjax.serving.request import FinishReason, SamplingParams
 from detjax.training.batch import Batch
 from detjax.training.forward import final_hidden, output_head
 from detjax.training.logits import logits_lse, token_logits

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from detjax.kept_executables import find_or_ask
+from detjax.compilation.kept_executables import find_or_ask
 from detjax.models.config import ModelConfig
 from detjax.models.decoder import forward, local_logits
 from detjax.models.layers import ForwardContext, Tokens

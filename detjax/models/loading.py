@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from detjax.array_types import Array, Float32
-from detjax.kept_executables import read_ahead
+from detjax.compilation.kept_executables import read_ahead
 from detjax.models.abstract import why_unsupported
 from detjax.models.config import ModelConfig
 from detjax.models.decoder import check_mesh

@@ -18,10 +18,10 @@ import numpy as np
 from jax import lax
 from jax.experimental import multihost_utils
 
+from detjax.compilation.source import source_hash
 from detjax.parallel.job_spec import JOIN_S, JobSpec
 from detjax.parallel.mesh import DP_AXIS
 from detjax.parallel.watch import Watch, bind_address, connect
-from detjax.source import source_hash
 
 
 def start_job(

@@ -15,13 +15,13 @@ from typing import Any
 
 import jax
 
+from detjax.compilation.toolchain import driver
 from detjax.models.config import ModelConfig
 from detjax.models.loading import LoadedModel
 from detjax.models.tokenizer import CONFIG_FILE, TOKENIZER_FILE, Tokenizer
 from detjax.models.weights.hashing import hash_weights
 from detjax.numerics import Build
 from detjax.proof.canonical_json import canonical_json
-from detjax.toolchain import driver
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from detjax.engine.outputs.text import CompletionOutput
+from detjax.engine.requests.request import Completion, FinishReason, SamplingParams, TopLogprobs
 from detjax.proof.canonical_json import canonical_json
 from detjax.proof.identity import Identity
 from detjax.proof.parsing import (
@@ -27,8 +29,6 @@ from detjax.proof.parsing import (
     shown,
 )
 from detjax.proof.signing import Signature, SignatureError, SigningKey
-from detjax.serving.request import Completion, FinishReason, SamplingParams, TopLogprobs
-from detjax.serving.text import CompletionOutput
 
 MAX_FILE_BYTES = 1 << 30
 """Of a file of receipts, which are all held at once."""

@@ -9,21 +9,21 @@ from typing import Any
 
 import numpy as np
 
+from detjax.engine.engine import Engine
+from detjax.engine.errors import EngineStoppedError, SelfCheckError
+from detjax.engine.outputs.text import (
+    CompletionOutput,
+    TextBatch,
+    text_request,
+    token_sampling,
+)
+from detjax.engine.requests.request import Request, TokenEvent
 from detjax.models.config import ModelConfig
 from detjax.models.tokenizer import Tokenizer
 from detjax.proof.canonical_json import canonical_json
 from detjax.proof.identity import Identity
 from detjax.proof.parsing import SECTIONS, shown
 from detjax.proof.receipt import Receipt
-from detjax.serving.engine import Engine
-from detjax.serving.errors import EngineStoppedError, SelfCheckError
-from detjax.serving.request import Request, TokenEvent
-from detjax.serving.text import (
-    CompletionOutput,
-    TextBatch,
-    text_request,
-    token_sampling,
-)
 
 ALWAYS_EXCUSED = ("build.driver",)
 """A driver runs programs that ptxas has made before it sees them."""

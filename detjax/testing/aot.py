@@ -28,7 +28,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from detjax.donation import parse_module, stale_reads, unaligned_operands
+from detjax.compilation.donation import parse_module, stale_reads, unaligned_operands
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
 
 H200 = """gpu_device_info {

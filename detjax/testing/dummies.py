@@ -10,6 +10,11 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from detjax.compilation.xla_flags import EXACT_OPTIONS, FAST_OPTIONS
+from detjax.engine.config import EngineConfig
+from detjax.engine.engine import Engine
+from detjax.engine.requests.request import Completion, Request, SamplingParams
+from detjax.engine.running.device_arrays import PAGES_SPEC
 from detjax.models.config import ExpertConfig, ModelConfig, RopeConfig
 from detjax.models.layers import ForwardContext, Tokens
 from detjax.models.loading import LoadedModel, place_model
@@ -20,11 +25,6 @@ from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.collectives import gather_columns
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS, make_mesh
-from detjax.serving.config import EngineConfig
-from detjax.serving.device_arrays import PAGES_SPEC
-from detjax.serving.engine import Engine
-from detjax.serving.request import Completion, Request, SamplingParams
-from detjax.xla_flags import EXACT_OPTIONS, FAST_OPTIONS
 
 
 def dummy_config(

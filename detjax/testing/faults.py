@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+import detjax.engine.running.programs as programs
+import detjax.engine.sampling.sampling as sampling
 import detjax.models.decoder as decoder
 import detjax.models.layers as layers
 import detjax.pallas_kernels.attention.portable as attention
-import detjax.serving.programs as programs
-import detjax.serving.sampling as sampling
 from detjax.models.loading import LoadedModel
 from detjax.pallas_kernels.fixed_blocks import round_to
 

@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from detjax.models.loading import LoadedModel
-from detjax.serving.async_engine import StepsRequests
-from detjax.serving.config import EngineConfig
-from detjax.serving.engine import Engine
-from detjax.serving.request import (
+from detjax.engine.async_engine import StepsRequests
+from detjax.engine.config import EngineConfig
+from detjax.engine.engine import Engine
+from detjax.engine.requests.request import (
     Completion,
     FinishReason,
     Request,
@@ -19,6 +18,7 @@ from detjax.serving.request import (
     SamplingParams,
     TokenEvent,
 )
+from detjax.models.loading import LoadedModel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from detjax.engine.requests.request import SamplingParams
+from detjax.engine.running.device_arrays import BY_ROW, Slots
+from detjax.engine.running.launch_operands import DecodeOperands, PrefillOperands
+from detjax.engine.running.program_key import ProgramKey, ProgramKind
+from detjax.engine.running.programs import ProgramCache
+from detjax.engine.sampling.sampling import SamplingRows
 from detjax.models.loading import LoadedModel
 from detjax.models.paths import Kernels
-from detjax.serving.device_arrays import BY_ROW, Slots
-from detjax.serving.launch_operands import DecodeOperands, PrefillOperands
-from detjax.serving.program_key import ProgramKey, ProgramKind
-from detjax.serving.programs import ProgramCache
-from detjax.serving.request import SamplingParams
-from detjax.serving.sampling import SamplingRows
 
 
 def programs_for(model: LoadedModel, *, num_pages: int, num_slots: int) -> ProgramCache:

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from detjax.engine.config import EngineConfig
+from detjax.engine.engine import Engine
+from detjax.engine.requests.request import Completion, Request, SamplingParams
+from detjax.engine.running.launch_times import quickest_decode_steps
 from detjax.models.loading import LoadedModel
 from detjax.models.tokenizer import Tokenizer
-from detjax.serving.config import EngineConfig
-from detjax.serving.engine import Engine
-from detjax.serving.launch_times import quickest_decode_steps
-from detjax.serving.request import Completion, Request, SamplingParams
 from detjax.training.batch import Scored
 from detjax.training.tasks import AbstractTask, Problem
 from detjax.training.weights import serving_params

@@ -11,6 +11,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from detjax.array_types import Array, Float32, Int32
+from detjax.compilation.xla_flags import EXACT_OPTIONS, FAST_OPTIONS
+from detjax.engine.running.device_arrays import PAGES_SPEC, pages_shape
 from detjax.models.layers import ForwardContext, Tokens
 from detjax.models.loading import LoadedModel
 from detjax.models.paths import PATHS, Kernels
@@ -18,8 +20,6 @@ from detjax.pallas_kernels.log_softmax.api import block_stats, log_probs, log_su
 from detjax.parallel.collectives import gather_columns
 from detjax.parallel.dispatch import ordered
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
-from detjax.serving.device_arrays import PAGES_SPEC, pages_shape
-from detjax.xla_flags import EXACT_OPTIONS, FAST_OPTIONS
 
 
 class Scorer:

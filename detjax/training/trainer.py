@@ -22,7 +22,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from detjax.array_types import Array, Float32
-from detjax.donation import CheckedJit
+from detjax.compilation.donation import CheckedJit
+from detjax.compilation.xla_flags import EXACT_OPTIONS
 from detjax.models.layers import ForwardContext
 from detjax.models.loading import LoadedModel
 from detjax.parallel.collectives import butterfly_sum
@@ -32,7 +33,6 @@ from detjax.training.batch import Batch
 from detjax.training.extras import optax
 from detjax.training.forward import token_logprobs, token_logprobs_and_balance
 from detjax.training.weights import master_params, move_bits
-from detjax.xla_flags import EXACT_OPTIONS
 
 DEVICES = (DP_AXIS, TP_AXIS)
 """Both axes of the mesh as one: training has no use for the difference."""

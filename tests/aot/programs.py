@@ -20,6 +20,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from detjax.compilation.xla_flags import IN_PLACE_OPTIONS
+from detjax.engine.running.device_arrays import pages_shape
+from detjax.engine.running.program_key import AnyKey, ChoiceKey, InstallKey, ProgramKind, ScoreKey
+from detjax.engine.running.programs import ProgramCache
 from detjax.models.abstract import abstract_params
 from detjax.models.config import ExpertConfig, ModelConfig, RopeConfig
 from detjax.models.fast import forward_fast, local_logits_fast
@@ -40,12 +44,8 @@ from detjax.pallas_kernels.linear.api import (
 from detjax.pallas_kernels.moe.api import expert_mlp, route_mlp_add_rms_norm
 from detjax.pallas_kernels.moe.shapes import SHAPES
 from detjax.parallel.exchange import EXCHANGE_SPECS, exchange_shapes
-from detjax.serving.device_arrays import pages_shape
-from detjax.serving.program_key import AnyKey, ChoiceKey, InstallKey, ProgramKind, ScoreKey
-from detjax.serving.programs import ProgramCache
 from detjax.testing import aot
 from detjax.testing.programs import plain_key, programs_for
-from detjax.xla_flags import IN_PLACE_OPTIONS
 
 BF16 = jnp.dtype(jnp.bfloat16)
 PROFILE = NumericsProfile()

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-import detjax.serving.sampling as sampling
+import detjax.engine.sampling.sampling as sampling
 from detjax.certify.__main__ import main
 from detjax.certify.ahead import working_ahead
 from detjax.certify.asks import forced, make_requests
@@ -23,14 +23,14 @@ from detjax.certify.coverage import REFUSED, TESTED, THIS, coverage_map, refusal
 from detjax.certify.page import render
 from detjax.certify.restart import new_process
 from detjax.certify.subject import Subject, ask, order_probe
+from detjax.engine.config import EngineConfig
+from detjax.engine.heap import frozen_heap
+from detjax.engine.requests.request import Request, SamplingParams
+from detjax.engine.self_check.evidence import FOLDER_VARIABLE
 from detjax.models.hf_config import config_from_hf
 from detjax.models.loading import LoadedModel
 from detjax.models.registry import FAMILIES
 from detjax.numerics import NumericsProfile
-from detjax.serving.config import EngineConfig
-from detjax.serving.heap import frozen_heap
-from detjax.serving.request import Request, SamplingParams
-from detjax.serving.self_check.evidence import FOLDER_VARIABLE
 from detjax.testing.dummies import dummy_config, dummy_model
 
 

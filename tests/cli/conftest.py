@@ -13,13 +13,13 @@ from tokenizers import processors
 
 from detjax import generate
 from detjax.cli.model import OpenModel, Progress
+from detjax.engine.config import EngineConfig
+from detjax.engine.metrics import EngineStats
+from detjax.engine.outputs.completions import best
+from detjax.engine.requests.request import Completion, FinishReason, Request, TokenEvent
+from detjax.engine.scheduling.work import Work
+from detjax.engine.trace import TracesEvents
 from detjax.proof.identity import Identity
-from detjax.serving.completions import best
-from detjax.serving.config import EngineConfig
-from detjax.serving.metrics import EngineStats
-from detjax.serving.request import Completion, FinishReason, Request, TokenEvent
-from detjax.serving.trace import TracesEvents
-from detjax.serving.work import Work
 from detjax.testing.folders import byte_tokenizer
 
 Answer = Callable[[Request, int], list[int]]

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from detjax.cli import check, errors
-from detjax.serving.config import EngineConfig
-from detjax.serving.request import Completion, FinishReason, Request, SamplingParams
-from detjax.serving.text import CompletionOutput
+from detjax.engine.config import EngineConfig
+from detjax.engine.outputs.text import CompletionOutput
+from detjax.engine.requests.request import Completion, FinishReason, Request, SamplingParams
 
 
 def test_runs_that_agree_are_reported_with_their_digest(command, capsys):

@@ -19,8 +19,8 @@ from detjax import generate, numerics, opening, sizing
 from detjax.cli import arguments, errors, model
 from detjax.cli.arguments import GenerateArgs
 from detjax.cli.parser import parse_args
-from detjax.serving.config import EngineConfig
-from detjax.serving.request import Request, SamplingParams
+from detjax.engine.config import EngineConfig
+from detjax.engine.requests.request import Request, SamplingParams
 
 
 def failing(error: BaseException):

@@ -8,7 +8,7 @@ import sys
 import numpy as np
 
 from detjax.cli import errors
-from detjax.serving.request import Completion, FinishReason
+from detjax.engine.requests.request import Completion, FinishReason
 
 
 def lines_of(text: str) -> list[dict]:

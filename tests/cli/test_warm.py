@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import detjax
+from detjax import serve
 from detjax.cli import errors
-from detjax.serve import __main__ as serve
 
 
 def test_it_compiles_everything_and_ends(command, capsys):

@@ -9,16 +9,18 @@ import numpy as np
 import pytest
 from jax import lax
 
+import detjax.engine.outputs.output_processor
+import detjax.engine.running.programs
+import detjax.engine.sampling.sampling
 import detjax.models.decoder
 import detjax.models.layers
-import detjax.serving.output_processor
-import detjax.serving.programs
-import detjax.serving.sampling
 from detjax.diverge.divergence import Divergence
 from detjax.diverge.find import find_divergence
 from detjax.diverge.recorder import RecordedTaps
 from detjax.diverge.runs import Models, Runs
 from detjax.diverge.setting import Answer, Setting
+from detjax.engine.requests.request import SamplingParams
+from detjax.engine.running.model_runner import ModelRunner
 from detjax.models.fast import forward_fast, local_logits_fast
 from detjax.models.loading import LoadedModel
 from detjax.models.paths import PATHS
@@ -28,8 +30,6 @@ from detjax.pallas_kernels.attention import portable as portable_attention
 from detjax.pallas_kernels.fixed_blocks import round_to
 from detjax.pallas_kernels.rope import portable as portable_rope
 from detjax.pallas_kernels.sampling import noise
-from detjax.serving.model_runner import ModelRunner
-from detjax.serving.request import SamplingParams
 from detjax.testing.dummies import dummy_config, dummy_model
 
 PAGE = 16
@@ -201,7 +201,7 @@ def test_a_wrong_row_of_the_rotary_table_is_found_there(monkeypatch):
 
 @pytest.mark.nightly
 def test_a_tie_that_top_p_breaks_by_the_batch_is_found_among_the_kept_tokens(monkeypatch):
-    sound = detjax.serving.sampling._kept_tokens
+    sound = detjax.engine.sampling.sampling._kept_tokens
 
     def kept_tokens(ctx, logits, rows):
         kept = sound(ctx, logits, rows)
@@ -210,7 +210,7 @@ def test_a_tie_that_top_p_breaks_by_the_batch_is_found_among_the_kept_tokens(mon
         least = jnp.min(jnp.where(kept, logits, jnp.inf), axis=1, keepdims=True)
         return kept | (logits >= least)
 
-    monkeypatch.setattr(detjax.serving.sampling, "_kept_tokens", kept_tokens)
+    monkeypatch.setattr(detjax.engine.sampling.sampling, "_kept_tokens", kept_tokens)
     model = loaded(1, 1, 1, "float32")
     head = np.repeat(np.asarray(model.params["lm_head"])[::2], 2, axis=0)  # every logit twice
     tied = dataclasses.replace(model, params={**model.params, "lm_head": jnp.asarray(head)})
@@ -228,7 +228,7 @@ def test_a_tie_that_top_p_breaks_by_the_batch_is_found_among_the_kept_tokens(mon
 
 @pytest.mark.nightly
 def test_a_draft_accepted_too_many_is_found_as_a_token_that_was_run_and_not_answered(monkeypatch):
-    sound = detjax.serving.programs.pack_verified
+    sound = detjax.engine.running.programs.pack_verified
 
     def pack_verified(choice, num_accepted, *, length):
         return sound(choice, jnp.minimum(num_accepted + 1, length - 1), length=length)
@@ -236,7 +236,7 @@ def test_a_draft_accepted_too_many_is_found_as_a_token_that_was_run_and_not_answ
     def wrong_drafts(ctx, params, hidden):
         return jnp.roll(local_logits_fast(ctx, params, hidden), 1, axis=1)
 
-    monkeypatch.setattr(detjax.serving.programs, "pack_verified", pack_verified)
+    monkeypatch.setattr(detjax.engine.running.programs, "pack_verified", pack_verified)
     monkeypatch.setitem(PATHS, "fast", (forward_fast, wrong_drafts))
     found = find("", "mode=dvr")
     assert found.token is not None
@@ -246,7 +246,7 @@ def test_a_draft_accepted_too_many_is_found_as_a_token_that_was_run_and_not_answ
 
 @pytest.mark.nightly
 def test_a_token_that_the_host_reads_wrongly_is_found_between_choice_and_answer(monkeypatch):
-    sound = detjax.serving.output_processor.unpack_choice
+    sound = detjax.engine.outputs.output_processor.unpack_choice
 
     def unpack_choice(packed, num_top):
         choice = sound(packed, num_top)
@@ -254,7 +254,7 @@ def test_a_token_that_the_host_reads_wrongly_is_found_between_choice_and_answer(
             return choice
         return dataclasses.replace(choice, token_ids=choice.token_ids ^ 1)
 
-    monkeypatch.setattr(detjax.serving.output_processor, "unpack_choice", unpack_choice)
+    monkeypatch.setattr(detjax.engine.outputs.output_processor, "unpack_choice", unpack_choice)
     found = find("", "batch=3,row=1")
     assert_site(found, "commit", layer=None, position=len(PROMPT), why="b chose 257 and answered")
 

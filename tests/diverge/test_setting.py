@@ -14,8 +14,8 @@ from detjax.diverge.__main__ import main
 from detjax.diverge.divergence import Divergence, TokenDifference
 from detjax.diverge.find import first_token
 from detjax.diverge.setting import Answer, Setting
-from detjax.serving.request import Completion, FinishReason, SamplingParams
-from detjax.serving.text import CompletionOutput
+from detjax.engine.outputs.text import CompletionOutput
+from detjax.engine.requests.request import Completion, FinishReason, SamplingParams
 
 
 @pytest.mark.parametrize("text", ["", "tp=2,batch=8,chunk=16", "mode=fast,backend=portable"])

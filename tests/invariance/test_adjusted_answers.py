@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from detjax.engine.config import EngineConfig
+from detjax.engine.engine import Engine
+from detjax.engine.requests.request import Completion, Request, SamplingParams
+from detjax.engine.running.programs import ProgramCache, keep_candidates
 from detjax.models.loading import LoadedModel
 from detjax.numerics import NumericsProfile
-from detjax.serving.config import EngineConfig
-from detjax.serving.engine import Engine
-from detjax.serving.programs import ProgramCache, keep_candidates
-from detjax.serving.request import Completion, Request, SamplingParams
 from detjax.testing import assert_bitwise_equal
 from detjax.testing.dummies import adjusted_requests, dummy_config, dummy_model
 

@@ -14,13 +14,13 @@ import pytest
 
 import detjax.models.decoder
 import detjax.models.layers
+from detjax.engine.config import EngineConfig
+from detjax.engine.engine import Engine
+from detjax.engine.requests.request import Completion, FinishReason, Request, SamplingParams
+from detjax.engine.running.device_arrays import empty_pages
 from detjax.models.loading import LoadedModel
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.rms_norm.api import add_rms_norm
-from detjax.serving.config import EngineConfig
-from detjax.serving.device_arrays import empty_pages
-from detjax.serving.engine import Engine
-from detjax.serving.request import Completion, FinishReason, Request, SamplingParams
 from detjax.testing import (
     assert_bitwise_equal,
     assert_order_sensitive,
@@ -243,7 +243,7 @@ _SECOND_PROCESS = """
 import json, sys
 from detjax.parallel.mesh import configure_virtual_devices
 configure_virtual_devices(int(sys.argv[1]))
-from detjax.serving.request import Request, SamplingParams
+from detjax.engine.requests.request import Request, SamplingParams
 from detjax.testing.dummies import answers, dummy_config, dummy_model
 prompts = json.load(sys.stdin)
 reqs = [Request(prompt_token_ids=tuple(p), sampling=SamplingParams(max_tokens=6, **s))

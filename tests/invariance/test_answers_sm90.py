@@ -15,17 +15,17 @@ import numpy as np
 import pytest
 
 import detjax
+from detjax.engine.config import EngineConfig
+from detjax.engine.engine import Engine
+from detjax.engine.requests.request import Completion, Request, SamplingParams
+from detjax.engine.running.device_arrays import empty_pages
+from detjax.engine.running.program_key import ChoiceKey, choice_keys
+from detjax.engine.sampling.structured_output import StructuredOutput
 from detjax.models.bundled import bundled_model_path
 from detjax.models.loading import LoadedModel, load_model
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
-from detjax.serving.config import EngineConfig
-from detjax.serving.device_arrays import empty_pages
-from detjax.serving.engine import Engine
-from detjax.serving.program_key import ChoiceKey, choice_keys
-from detjax.serving.request import Completion, Request, SamplingParams
-from detjax.serving.structured_output import StructuredOutput
 from detjax.testing import assert_bitwise_equal, assert_order_sensitive, count_different_bits
 from detjax.testing.dummies import (
     adjusted_requests,

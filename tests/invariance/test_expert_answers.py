@@ -18,15 +18,15 @@ from jax.sharding import PartitionSpec as P
 import detjax.models.decoder
 import detjax.models.fast
 import detjax.models.layers
+from detjax.engine.config import EngineConfig
+from detjax.engine.engine import Engine
+from detjax.engine.requests.request import Completion, Request, SamplingParams
+from detjax.engine.running.device_arrays import PAGES_SPEC, empty_pages
 from detjax.models.decoder import forward
 from detjax.models.layers import ForwardContext
 from detjax.models.loading import LoadedModel
 from detjax.numerics import NumericsProfile
 from detjax.parallel.exchange import MAX_EXCHANGED_ROWS
-from detjax.serving.config import EngineConfig
-from detjax.serving.device_arrays import PAGES_SPEC, empty_pages
-from detjax.serving.engine import Engine
-from detjax.serving.request import Completion, Request, SamplingParams
 from detjax.testing import assert_bitwise_equal, assert_order_sensitive, count_different_bits
 from detjax.testing.dummies import batch_of, dummy_config, dummy_model, scoring_step
 from detjax.testing.jaxpr_rules import float_arithmetic_outside_kernels

@@ -8,9 +8,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from detjax.serving.config import EngineConfig
-from detjax.serving.engine import Engine
-from detjax.serving.request import MAX_TEMPERATURE, Completion, Request, SamplingParams
+from detjax.engine.config import EngineConfig
+from detjax.engine.engine import Engine
+from detjax.engine.requests.request import MAX_TEMPERATURE, Completion, Request, SamplingParams
 from detjax.testing.bitwise import assert_bitwise_equal
 from detjax.testing.dummies import dummy_config, dummy_model
 

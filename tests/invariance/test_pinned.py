@@ -14,15 +14,15 @@ import dataclasses
 import jax
 import pytest
 
+from detjax.engine.config import EngineConfig
+from detjax.engine.engine import Engine
+from detjax.engine.requests.request import Request, SamplingParams
 from detjax.models.bundled import bundled_model_path
 from detjax.models.loading import load_model
 from detjax.models.tokenizer import Tokenizer
 from detjax.numerics import NUMERICS_VERSION, Build, NumericsProfile, fingerprint
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
-from detjax.serving.config import EngineConfig
-from detjax.serving.engine import Engine
-from detjax.serving.request import Request, SamplingParams
 
 PROMPT = "The old house by the sea"
 PROFILES = {

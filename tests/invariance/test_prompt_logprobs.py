@@ -7,19 +7,19 @@ from functools import cache
 import numpy as np
 import pytest
 
-from detjax.models.loading import LoadedModel
-from detjax.numerics import NumericsProfile
-from detjax.serving.config import EngineConfig
-from detjax.serving.engine import Engine
-from detjax.serving.output_processor import OutputProcessor
-from detjax.serving.prompt_logprobs import HEAD_ROWS
-from detjax.serving.request import (
+from detjax.engine.config import EngineConfig
+from detjax.engine.engine import Engine
+from detjax.engine.outputs.output_processor import OutputProcessor
+from detjax.engine.outputs.prompt_logprobs import HEAD_ROWS
+from detjax.engine.outputs.text import CompletionOutput
+from detjax.engine.requests.request import (
     FinishReason,
     PromptLogprobs,
     Request,
     SamplingParams,
 )
-from detjax.serving.text import CompletionOutput
+from detjax.models.loading import LoadedModel
+from detjax.numerics import NumericsProfile
 from detjax.testing import assert_bitwise_equal, assert_order_sensitive
 from detjax.testing.cases import quick_and_slow
 from detjax.testing.dummies import dummy_config, dummy_model

@@ -7,12 +7,12 @@ from functools import cache
 import jax.numpy as jnp
 import pytest
 
+from detjax.engine.config import EngineConfig
+from detjax.engine.engine import Engine
+from detjax.engine.requests.request import Completion, FinishReason, Request, SamplingParams
+from detjax.engine.requests.sequence import Sequence
 from detjax.models.loading import LoadedModel
 from detjax.numerics import NumericsProfile
-from detjax.serving.config import EngineConfig
-from detjax.serving.engine import Engine
-from detjax.serving.request import Completion, FinishReason, Request, SamplingParams
-from detjax.serving.sequence import Sequence
 from detjax.testing.dummies import dummy_config, dummy_model
 
 PAGE, VOCAB = 16, 128

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from detjax.engine.running.device_arrays import empty_pages
 from detjax.models.bundled import bundled_model_path
 from detjax.models.fast import quantise_params, quantised_specs
 from detjax.models.layers import Tokens
@@ -18,7 +19,6 @@ from detjax.models.tokenizer import Tokenizer
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
-from detjax.serving.device_arrays import empty_pages
 from detjax.testing import assert_bitwise_equal
 from detjax.testing.dummies import batch_of, dummy_config, dummy_model, scoring_step
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
+from detjax.engine.running.device_arrays import empty_pages
 from detjax.models.loading import load_model
 from detjax.models.weights.load import ignore_progress
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
-from detjax.serving.device_arrays import empty_pages
 from detjax.testing.cases import quick_and_slow
 from detjax.testing.dummies import batch_of, scoring_step
 

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from detjax import source
+from detjax.compilation import source
 from detjax.models import identity
 from detjax.models.bundled import bundled_model_path
 from detjax.models.identity import folder_hash, model_hash
@@ -42,7 +42,7 @@ def test_the_hash_of_a_folder_has_names_and_contents(tmp_path):
 
 
 def test_the_hash_of_the_code_has_every_file(tmp_path, monkeypatch):
-    package, expected = source.Path(source.__file__).parent, source.source_hash()
+    package, expected = source.Path(source.__file__).parents[1], source.source_hash()
     copy = tmp_path / "detjax"
     shutil.copytree(package, copy, ignore=shutil.ignore_patterns("__pycache__", "bundled"))
     shutil.copytree(package / "models" / "bundled", copy / "models" / "bundled")

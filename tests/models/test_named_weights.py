@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from detjax.engine.config import EngineConfig
+from detjax.engine.engine import Engine
+from detjax.engine.requests.request import Request, SamplingParams
 from detjax.models.loading import LoadedModel, place_model
 from detjax.models.params import EMBED_NAME, tensor_specs
 from detjax.models.weights.load import load_params
-from detjax.serving.config import EngineConfig
-from detjax.serving.engine import Engine
-from detjax.serving.request import Request, SamplingParams
 from detjax.testing import assert_bitwise_equal
 from detjax.testing.cases import quick_and_slow
 from detjax.testing.dummies import dummy_config, dummy_model

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import pytest
 
 from detjax.diverge.recorder import RecordedTaps
+from detjax.engine.running.program_key import ProgramKey
+from detjax.engine.running.programs import ProgramCache
 from detjax.models.transformer import DecoderOps
-from detjax.serving.program_key import ProgramKey
-from detjax.serving.programs import ProgramCache
 from detjax.testing.cases import quick_and_slow
 from detjax.testing.dummies import dummy_config, dummy_model
 from detjax.testing.programs import plain_key

@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from detjax.compilation.xla_flags import EXACT_OPTIONS, FAST_OPTIONS
+from detjax.engine.running.device_arrays import PAGES_SPEC, empty_pages
+from detjax.engine.running.programs import forward_context
 from detjax.models.layers import Tokens
 from detjax.models.loading import LoadedModel
 from detjax.models.paths import PATHS, Kernels
 from detjax.numerics import NumericsProfile
-from detjax.serving.device_arrays import PAGES_SPEC, empty_pages
-from detjax.serving.programs import forward_context
 from detjax.testing import assert_bitwise_equal, assert_order_sensitive
 from detjax.testing.bitwise import count_different_bits
 from detjax.testing.cases import quick_and_slow
 from detjax.testing.dummies import dummy_config, dummy_model
-from detjax.xla_flags import EXACT_OPTIONS, FAST_OPTIONS
 
 PAGE = 16
 

@@ -18,6 +18,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
+from detjax.engine.requests.request import Request, SamplingParams
 from detjax.models.bundled import bundled_model_path
 from detjax.models.config import ModelConfig, RopeConfig
 from detjax.models.hf_config import load_config
@@ -43,7 +44,6 @@ from detjax.models.weights.saved import find_saved_cast, restore_params, save_pa
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
-from detjax.serving.request import Request, SamplingParams
 from detjax.testing.cases import quick_and_slow
 from detjax.testing.dummies import answers, dummy_config, dummy_model
 

@@ -7,10 +7,10 @@ It says how far it is: under the sanitizer a stage may take minutes.
 import sys
 import time
 
+from detjax.engine.config import EngineConfig
+from detjax.engine.engine import Engine
+from detjax.engine.requests.request import Request, SamplingParams
 from detjax.pallas_kernels.backend import Backend
-from detjax.serving.config import EngineConfig
-from detjax.serving.engine import Engine
-from detjax.serving.request import Request, SamplingParams
 from detjax.testing.dummies import dummy_config, dummy_model
 
 CONFIG = dummy_config(

@@ -12,13 +12,13 @@ import pytest
 
 import detjax.pallas_kernels
 from detjax.cli.parser import make_parser
+from detjax.engine.config import EngineConfig, max_draft_fraction
 from detjax.pallas_kernels import portable
 from detjax.pallas_kernels.backend import Backend, choose_backend
 from detjax.pallas_kernels.kernel_set import KernelSet
 from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.parallel.exchange import why_no_exchange
 from detjax.parallel.mesh import make_mesh
-from detjax.serving.config import EngineConfig, max_draft_fraction
 from detjax.testing.dummies import answers, dummy_config, dummy_model, mixed_requests
 
 PACKAGE = Path(detjax.pallas_kernels.__file__).parents[1]

@@ -8,12 +8,12 @@ from collections.abc import Callable
 import jax
 import pytest
 
+from detjax.engine.config import EngineConfig
+from detjax.engine.engine import Engine
+from detjax.engine.requests.request import Request, SamplingParams
 from detjax.models.loading import LoadedModel
 from detjax.numerics import NumericsProfile
 from detjax.parallel import dispatch
-from detjax.serving.config import EngineConfig
-from detjax.serving.engine import Engine
-from detjax.serving.request import Request, SamplingParams
 from detjax.testing.dummies import dummy_config, dummy_model
 
 MEETING_S = 0.2

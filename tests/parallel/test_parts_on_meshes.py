@@ -15,6 +15,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from detjax.diverge.recorder import RecordedTaps
+from detjax.engine.requests.request import Completion
 from detjax.models.layers import ForwardContext, parts_in_columns, row_parallel_norm
 from detjax.models.transformer import Stream
 from detjax.numerics import NumericsProfile
@@ -23,7 +24,6 @@ from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.parallel.exchange import is_scattered
 from detjax.parallel.mesh import make_mesh
-from detjax.serving.request import Completion
 from detjax.testing import assert_bitwise_equal, assert_order_sensitive, count_different_bits
 from detjax.testing.cases import quick_and_slow
 from detjax.testing.dummies import answers, dummy_config, dummy_model, mixed_requests

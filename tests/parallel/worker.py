@@ -18,7 +18,7 @@ SM90_SIZES = {"head_dim": 64, "hidden_size": 512, "intermediate_size": 1536, "vo
 
 
 def requests(changed: bool):
-    from detjax.serving.request import Request, SamplingParams
+    from detjax.engine.requests.request import Request, SamplingParams
 
     return [
         Request(
@@ -31,12 +31,12 @@ def requests(changed: bool):
 
 def make_engine(mesh, backend: str = "portable"):
     """An engine of a small random model that either backend takes."""
+    from detjax.engine.config import EngineConfig
+    from detjax.engine.engine import Engine
     from detjax.models.loading import random_model
     from detjax.numerics import NumericsProfile
     from detjax.pallas_kernels.backend import Backend
     from detjax.parallel.mesh import make_mesh
-    from detjax.serving.config import EngineConfig
-    from detjax.serving.engine import Engine
     from detjax.testing.dummies import dummy_config
 
     kernels = Backend(backend)

@@ -15,6 +15,12 @@ from typing import Any
 
 import numpy as np
 
+from detjax.engine.config import EngineConfig
+from detjax.engine.engine import Engine
+from detjax.engine.outputs.text import TextBatch, text_request
+from detjax.engine.requests.request import Request, SamplingParams
+from detjax.engine.sampling.grammars import Grammars
+from detjax.engine.sampling.structured_output import StructuredOutput
 from detjax.models.bundled import bundled_model_path
 from detjax.models.loading import LoadedModel
 from detjax.models.tokenizer import Tokenizer
@@ -25,12 +31,6 @@ from detjax.proof.parsing import FORMAT, SECTIONS, ReceiptError, hashes
 from detjax.proof.receipt import Receipt
 from detjax.proof.rerun import rerun
 from detjax.proof.signing import SignatureError, SigningKey
-from detjax.serving.config import EngineConfig
-from detjax.serving.engine import Engine
-from detjax.serving.grammars import Grammars
-from detjax.serving.request import Request, SamplingParams
-from detjax.serving.structured_output import StructuredOutput
-from detjax.serving.text import TextBatch, text_request
 from detjax.testing.dummies import dummy_config, dummy_model
 
 CONTEXT = 128

@@ -12,13 +12,13 @@ from detjax.certify.cases import answer_cases, mesh_cases, program_cases
 from detjax.certify.subject import Subject
 from detjax.diverge.find import find_divergence
 from detjax.diverge.setting import Setting
+from detjax.engine.config import EngineConfig
+from detjax.engine.requests.request import SamplingParams
+from detjax.engine.self_check.evidence import FOLDER_VARIABLE
 from detjax.models.fast import forward_fast, local_logits_fast
 from detjax.models.loading import LoadedModel
 from detjax.models.paths import PATHS
 from detjax.numerics import NumericsProfile
-from detjax.serving.config import EngineConfig
-from detjax.serving.request import SamplingParams
-from detjax.serving.self_check.evidence import FOLDER_VARIABLE
 from detjax.testing.dummies import dummy_config, dummy_model
 from detjax.testing.faults import FAULTS, with_ties
 

@@ -12,6 +12,8 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
+from detjax.engine.outputs.text import CompletionOutput
+from detjax.engine.requests.request import Completion, FinishReason, SamplingParams
 from detjax.numerics import NumericsProfile
 from detjax.proof import receipt as receipt_module
 from detjax.proof.canonical_json import canonical_json
@@ -19,8 +21,6 @@ from detjax.proof.identity import Identity
 from detjax.proof.parsing import ReceiptError, hashes
 from detjax.proof.receipt import Receipt, read_receipts
 from detjax.proof.signing import SignatureError, SigningKey, read_public_key
-from detjax.serving.request import Completion, FinishReason, SamplingParams
-from detjax.serving.text import CompletionOutput
 
 IDENTITY = Identity(
     model={

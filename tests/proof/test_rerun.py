@@ -10,13 +10,13 @@ import pytest
 
 import detjax
 from detjax import audit, replay
+from detjax.engine.engine import Engine
+from detjax.engine.outputs.text import TextBatch
+from detjax.engine.requests.request import Request
 from detjax.models.bundled import bundled_model_path
 from detjax.proof.identity import Identifier, Identity
 from detjax.proof.receipt import Receipt
 from detjax.proof.rerun import Difference, identity_differences, rerun
-from detjax.serving.engine import Engine
-from detjax.serving.request import Request
-from detjax.serving.text import TextBatch
 
 pytestmark = pytest.mark.slow
 

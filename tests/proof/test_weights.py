@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import pytest
 
 import detjax
+from detjax.engine.weight_history import WeightHistory
 from detjax.models.bundled import bundled_model_path
-from detjax.serving.weight_history import WeightHistory
 
 SAMPLING = detjax.SamplingParams(max_tokens=4)
 

@@ -3,6 +3,7 @@
 
 import pytest
 
+from detjax.engine.config import EngineConfig
 from detjax.proof.windows import (
     LEAST_WINDOW,
     MOST_WINDOW,
@@ -11,7 +12,6 @@ from detjax.proof.windows import (
     choose_window,
     longest_first,
 )
-from detjax.serving.config import EngineConfig
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ import jax
 import numpy as np
 import pytest
 
+from detjax.engine.requests.request import Completion, Request, SamplingParams
 from detjax.models.loading import LoadedModel
 from detjax.numerics import NumericsProfile
-from detjax.serving.request import Completion, Request, SamplingParams
 from detjax.testing.dummies import answers, dummy_config, dummy_model
 from detjax.training.batch import Scored
 

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from detjax.engine.requests.request import Completion
 from detjax.models.layers import ForwardContext
 from detjax.models.loading import LoadedModel
-from detjax.serving.request import Completion
 from detjax.testing import assert_bitwise_equal, assert_order_sensitive, count_different_bits
 from detjax.training.batch import Layout, Scored, by_sequence, pack
 from detjax.training.forward import token_logprobs

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.reproduce.policy import EXACT, Arm, findings, narrow
-from detjax.serving.request import Completion, FinishReason
+from detjax.engine.requests.request import Completion, FinishReason
 from detjax.testing import assert_bitwise_equal
 from detjax.testing.dummies import dummy_model
 from detjax.training.importance import ImportanceWeights

@@ -28,14 +28,14 @@ from benchmarks.reproduce.experiment import (
 from benchmarks.reproduce.loads import some_deterministic
 from benchmarks.reproduce.record import Record, redraw, run_pieces, take_rows
 from benchmarks.step import MODELS
+from detjax.engine.config import EngineConfig
+from detjax.engine.engine import Engine
+from detjax.engine.requests.request import Request, SamplingParams
 from detjax.models.bundled import bundled_model_path
 from detjax.models.loading import random_model
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
-from detjax.serving.config import EngineConfig
-from detjax.serving.engine import Engine
-from detjax.serving.request import Request, SamplingParams
 
 
 def run(name: str, folder, capsys) -> tuple[list[dict], str]:

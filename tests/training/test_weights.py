@@ -5,9 +5,9 @@ import jax
 import numpy as np
 import pytest
 
-from detjax.serving.config import EngineConfig
-from detjax.serving.engine import Engine
-from detjax.serving.request import Request, SamplingParams
+from detjax.engine.config import EngineConfig
+from detjax.engine.engine import Engine
+from detjax.engine.requests.request import Request, SamplingParams
 from detjax.testing import assert_bitwise_equal
 from detjax.testing.dummies import answers, dummy_config, dummy_model
 from detjax.training.weights import master_params, serving_params

@@ -1,0 +1,659 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine: many requests at once, each with its own answer, while the host runs a step ahead.
+
+Which requests share a step, in which slot, how a prompt is cut and which drafts are tried is
+decided by the scheduler, and none of it can change a bit of a deterministic answer.
+"""
+
+import functools
+import hashlib
+import itertools
+import os
+import threading
+import time
+from collections import abc, deque
+from collections.abc import Callable, Container
+from typing import Any, Concatenate
+
+from detjax.engine import trace
+from detjax.engine.config import EngineConfig, ReplicaConfig, check_config
+from detjax.engine.errors import (
+    EngineFullError,
+    EngineResetError,
+    EngineStoppedError,
+    RowError,
+    SelfCheckError,
+)
+from detjax.engine.heap import frozen_heap
+from detjax.engine.metrics import EngineStats
+from detjax.engine.outputs.completions import GenerateRun
+from detjax.engine.outputs.output_processor import OutputProcessor
+from detjax.engine.recovery import Recovery
+from detjax.engine.requests.input_processor import MAX_TAKEN, InputProcessor
+from detjax.engine.requests.request import (
+    Completion,
+    FinishReason,
+    PromptLogprobs,
+    Request,
+    RequestOutput,
+    SamplingParams,
+)
+from detjax.engine.requests.request_states import RequestStates
+from detjax.engine.requests.sequence import OnToken, SequenceError, ignore_token
+from detjax.engine.running.launch_times import quickest_steps_ahead
+from detjax.engine.running.model_runner import Launch, ModelRunner, ignore_compiling
+from detjax.engine.running.programs import Candidates, ProgramCache, keep_candidates
+from detjax.engine.sampling.grammars import Grammars
+from detjax.engine.scheduling.ngram import propose_from_prompt
+from detjax.engine.scheduling.scheduler import Scheduler
+from detjax.engine.scheduling.speculation import propose_nothing
+from detjax.engine.self_check.claim import Claim
+from detjax.engine.self_check.evidence import Difference
+from detjax.engine.self_check.recheck import Rechecks
+from detjax.engine.stat_logger import StatLogger
+from detjax.engine.weight_history import WeightHistory
+from detjax.models.loading import LoadedModel
+from detjax.pallas_kernels.kernel_table import KERNELS
+from detjax.parallel.mesh import DP_AXIS
+
+
+def _one_thread_at_a_time[**P, R](
+    method: Callable[Concatenate["Engine", P], R],
+) -> Callable[Concatenate["Engine", P], R]:
+    """Let a call wait for another thread's: half a step is no state to begin from."""
+
+    @functools.wraps(method)
+    def locked(self: "Engine", *args: P.args, **kwargs: P.kwargs) -> R:
+        self._refuse_if_forked()
+        with self._turn:
+            return method(self, *args, **kwargs)
+
+    return locked
+
+
+def _told_once(
+    method: Callable[["Engine"], list[RequestOutput]],
+) -> Callable[["Engine"], list[RequestOutput]]:
+    """As `_one_thread_at_a_time`, for calls that tell outputs, each of them once.
+
+    An interrupt may hit between their end and the end of the turn: the next call tells them then.
+    """
+
+    @functools.wraps(method)
+    def locked(self: "Engine") -> list[RequestOutput]:
+        self._refuse_if_forked()
+        told: list[RequestOutput] = []
+        try:
+            with self._turn:
+                told = method(self)
+                return told
+        except BaseException:
+            self._states.outputs[:0] = told
+            raise
+
+    return locked
+
+
+class Engine:
+    """Runs requests on one model.
+
+    Any thread may call. `add_request` and `cancel` never wait; what steps, checks, compiles or
+    loads waits for its turn, and `generate` and `score` have theirs until they end. A listener may
+    add and cancel requests, and must not wait for another thread that steps.
+
+    A call may be interrupted anywhere (Ctrl-C): the next one begins anew from what was committed,
+    and answers have the same bits. Any other exception of a step stops the engine: see `reset`.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        config: EngineConfig,
+        *,
+        candidates: Candidates = keep_candidates,
+        programs: ProgramCache | None = None,
+        tracer: trace.TracesEvents = trace.NO_TRACE,
+        grammars: Grammars | None = None,
+    ):
+        """Allocate the cache.
+
+        Args:
+            model: On its mesh.
+            config: Sizes and policies.
+            candidates: Replaces the drafts of `dvr`, to test that no draft can change an answer.
+            programs: `programs` of another engine of this model and these sizes, whose compiled
+                programs and candidates are used; None compiles new ones.
+            tracer: Keeps a timeline.
+            grammars: Of the model's tokenizer, for requests with structured output.
+
+        Raises:
+            ValueError: If sizes do not divide over replicas or the context is too short.
+        """
+        dp = model.mesh.shape[DP_AXIS]
+        check_config(config, dp, model.config.max_position_embeddings)
+        replica = ReplicaConfig.of(
+            config,
+            dp=dp,
+            page_len=model.profile.attention_block,
+            steps_beat_xla=KERNELS[model.backend].steps_beat_xla,
+        )
+        self._model, self._config = model, config
+        self._stats = EngineStats(num_pages=dp * replica.num_pages)
+        self._scheduler = scheduler = Scheduler(
+            replica,
+            root_key=hashlib.sha256(f"{model.fingerprint} {model.config}".encode()).digest(),
+            propose=propose_from_prompt if config.has_prompt_lookup else propose_nothing,
+        )
+        self._claim = Claim(model, replica, self._stats)
+        self._runner = ModelRunner(
+            model,
+            replica,
+            candidates=candidates,
+            programs=programs,
+            claim=self._claim,
+            idle_pages=self._scheduler.idle_pages,
+            stats=self._stats,
+            tracer=tracer,
+        )
+        self._states = RequestStates()
+        self._stat_logger = StatLogger(self._stats, tracer)
+        self._rechecks = Rechecks(
+            replica,
+            runner=self._runner,
+            pools=lambda: scheduler.pools,  # no cycle: a dropped engine frees its cache
+            claim=self._claim,
+            stats=self._stats,
+        )
+        self._output_processor = OutputProcessor(
+            self._states, self._scheduler, self._stat_logger, self._rechecks
+        )
+        self._input_processor = InputProcessor(
+            model.config,
+            config,
+            states=self._states,
+            scheduler=self._scheduler,
+            output_processor=self._output_processor,
+            stat_logger=self._stat_logger,
+            grammars=grammars,
+        )
+        self._recovery = Recovery(
+            self._states, self._scheduler, self._runner, self._output_processor
+        )
+        self._turn = threading.RLock()
+        self._request_ids = itertools.count()
+        self._weight_history = WeightHistory()
+        self._process_id = os.getpid()
+        self._steps_ahead = config.steps_ahead or quickest_steps_ahead(
+            model, decode_steps=config.decode_steps
+        )
+        self._in_flight: deque[list[Launch]] = deque()
+        self._launched: list[Launch] = []
+        self._forgets_prefixes = False
+        self._stopped_by: str | None = None  # not the exception, which keeps what it saw alive
+
+    @property
+    def programs(self) -> ProgramCache:
+        """The compiled programs, which other engines of these sizes on this model may share."""
+        return self._runner.programs
+
+    @property
+    def weight_history(self) -> WeightHistory:
+        """Which weights have computed answers here."""
+        return self._weight_history
+
+    @property
+    def weight_version(self) -> int:
+        """Of the weights that compute now, which outputs carry."""
+        return self._weight_history.version
+
+    # ------------------------------------------------------------------------------------- requests
+
+    def add_request(
+        self,
+        prompt_token_ids: abc.Sequence[int],
+        sampling: SamplingParams,
+        *,
+        is_deterministic: bool = True,
+        priority: int = 0,
+        cache_salt: str = "",
+        on_token: OnToken = ignore_token,
+    ) -> int:
+        """Queue a request.
+
+        While `generate` runs, it is served beside the list; what it releases is told by the next
+        `step` or `drain`.
+
+        Args:
+            prompt_token_ids: At least one token.
+            sampling: How each next token is chosen.
+            is_deterministic: Whether the answer must be the canonical one.
+            priority: Higher goes first; a level is worth `ageing_steps` steps of waiting.
+            cache_salt: As `Request` has it.
+            on_token: Told every token as it is released; True ends that sequence. If it raises,
+                that sequence alone fails.
+
+        Returns:
+            The request's id, which its outputs carry.
+
+        Raises:
+            ValueError: If the request cannot run on this engine.
+            EngineFullError: If too many wait.
+            EngineStoppedError: If an error has stopped the engine.
+            SelfCheckError: If a self-check has failed and the request is deterministic.
+        """
+        request = Request(
+            prompt_token_ids=tuple(prompt_token_ids),
+            sampling=sampling,
+            is_deterministic=is_deterministic,
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+        self.check_request(request)
+        return self.take_request(request, on_token)
+
+    def check_request(self, request: Request, *, num_ahead: int = 0) -> None:
+        """Refuse what `add_request` would refuse, were `num_ahead` sequences more in the queue.
+
+        Raises:
+            ValueError, EngineFullError, EngineStoppedError, SelfCheckError: As `add_request` does.
+        """
+        self._refuse_if_stopped()
+        if request.is_deterministic:
+            self._claim.refuse_if_broken()
+        self._input_processor.check(request, "the prompt")
+        num_queued = self._input_processor.num_queued + num_ahead
+        max_waiting = self._config.max_waiting
+        if num_queued + request.sampling.num_sequences > max_waiting:
+            raise EngineFullError(
+                f"{num_queued} sequences wait, and {max_waiting=}; try again later, or raise it"
+            )
+
+    def take_request(self, request: Request, on_token: OnToken = ignore_token) -> int:
+        """Queue a request that was checked; its id. Ids count up from 0 in the order of calls."""
+        request_id = next(self._request_ids)
+        self._weight_history.note_request()
+        self._input_processor.take(request_id, request, on_token, request_idx=request_id)
+        return request_id
+
+    def cancel(self, request_id: int) -> None:
+        """End a request at the next step; its pages are free then. Unknown or ended: no effect."""
+        self._states.cancels.append(request_id)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do or to tell."""
+        if self._states.unwanted:
+            with self._turn:
+                self._recovery.drop_unwanted()
+        return self._states.has_work
+
+    @property
+    def launched(self) -> abc.Sequence[Launch]:
+        """The launches of the last step, whose results a later one reads."""
+        return self._launched
+
+    @_one_thread_at_a_time
+    def load_weights(self, weights: dict, *, version: int) -> None:
+        """Replace the model's weights in place, between requests. Outputs carry `version` from now.
+
+        Cached prefixes are forgotten, and 8-bit drafts made anew. Other engines on the same model
+        are not told.
+
+        Args:
+            weights: As `LoadedModel.replace_weights` takes them.
+            version: Any number that tells these weights from others. Without a number of its own
+                an answer has no receipt.
+
+        Raises:
+            ValueError: If a request is waiting or running, or a weight does not fit; nothing has
+                changed then but the prefix cache.
+            EngineStoppedError: If an error has stopped the engine.
+        """
+        self._refuse_if_at_work()
+        # WHY: forgotten first, so that an interrupt leaves no page of other weights.
+        self._rechecks.give_up()
+        self._rechecks.forget()
+        self._scheduler.forget_pages()
+        self._model.replace_weights(weights)
+        # Said first: what comes behind it can fail, and the new weights compute already.
+        self._weight_history.replace(version)
+        self._output_processor.weight_version = version
+        self._runner.take_weights()
+
+    @_one_thread_at_a_time
+    def load_named_weights(self, tensors: abc.Iterable[tuple[str, Any]], *, version: int) -> None:
+        """Replace the model's weights by tensors with Hugging Face names, one at a time.
+
+        For trainers in another framework: `load_named_weights(module.state_dict().items(), ...)`.
+        The old weights stay until every tensor has come and fits, so the devices need room for
+        both. Then as `load_weights`. The bits are those of loading a folder with these tensors.
+
+        Args:
+            tensors: Pairs of a name and a tensor of NumPy, JAX or torch, or of anything else with
+                `__dlpack__` or `__array__`, in any order. Each is copied before the next one is
+                asked for. In a job of several processes each gives all of them.
+            version: Any number that tells these weights from others.
+
+        Raises:
+            ValueError: If a request is waiting or running, or a tensor is missing, unknown, given
+                twice, or does not fit, naming it; nothing has changed then.
+            EngineStoppedError: If an error has stopped the engine.
+        """
+        self._refuse_if_at_work()
+        self.load_weights(self._model.named_weights(tensors), version=version)
+
+    def _refuse_if_at_work(self) -> None:
+        self._refuse_if_stopped()
+        self._mend()
+        if self.has_work:
+            raise ValueError("the engine is at work on requests of the old weights; drain() first")
+
+    # ---------------------------------------------------------------------------------------- steps
+
+    @_told_once
+    def step(self) -> list[RequestOutput]:
+        """Launch a step, read the results of an earlier one, and return what those released.
+
+        Raises:
+            EngineStoppedError: If the device, the compiler or the host's own code fails, now or
+                before. What is under way stays so until `reset`.
+        """
+        return self._step(None)
+
+    def _step(self, wanted: Container[int] | None) -> list[RequestOutput]:
+        """A step that tells of the wanted requests; the others' outputs are kept. None: of all."""
+        self._refuse_if_stopped()
+        self._mend()
+        states = self._states
+        states.is_torn = True
+        try:
+            self._advance()
+        except SequenceError as error:
+            # Nothing was launched, or not all: whoever was scheduled begins anew.
+            self._mend()
+            states.is_torn = True
+            if states.is_live(error.seq):
+                raised = RowError(f"it raised {error.__cause__!r}")
+                self._output_processor.finish(error.seq, FinishReason.ERROR, raised)
+        except Exception as error:
+            self._stopped_by = f"{type(error).__name__}: {error}"
+            raise self._stopped_error(self._stopped_by) from error
+        told = self._output_processor.collect()
+        mine = [o for o in told if wanted is None or o.request_id in wanted]
+        kept = [o for o in told if wanted is not None and o.request_id not in wanted]
+        # WHY: Python looks for interrupts at calls and loops, and there is none from here to the
+        # caller: what is told is told once.
+        states.outputs, states.news, states.is_torn = kept, {}, False
+        return mine
+
+    def reset_prefix_cache(self) -> None:
+        """Forget cached prefixes: requests of later steps compute their prompts anew.
+
+        From any thread. What runs goes on, and no bit of an answer changes.
+        """
+        self._forgets_prefixes = True
+
+    def _advance(self) -> None:
+        """Launch a step and commit the results of the one `steps_ahead` before."""
+        begin_s = time.perf_counter()
+        self._rechecks.give_up()
+        if self._forgets_prefixes:
+            self._forgets_prefixes = False
+            self._scheduler.forget_pages()
+        self._input_processor.admit()
+        batch = self._scheduler.schedule()
+        for seq, error in batch.failed:
+            self._output_processor.finish(seq, FinishReason.ERROR, error)
+        scheduled_s = time.perf_counter()
+        self._launched = self._runner.launch(batch)
+        self._scheduler.confirm_launch()
+        launched_s = time.perf_counter()
+        waited = self._stats.wait_s
+        if self._launched:
+            self._in_flight.append(self._launched)
+        # Where nothing could be launched, what comes next waits for a result.
+        is_due = len(self._in_flight) > self._steps_ahead or not self._launched
+        finished = self._in_flight.popleft() if is_due and self._in_flight else []
+        if self._claim.difference is not None:
+            self._end_deterministic()
+        for launch in finished:
+            self._output_processor.retire(launch)
+        if not self._states.live:
+            # WHY: a step behind the last end may still want the weights, which may go away now.
+            self._runner.settle()
+        wait_s = self._stats.wait_s - waited
+        self._stat_logger.note_step(begin_s, scheduled_s, launched_s, wait_s, bool(self._launched))
+
+    def _end_deterministic(self) -> None:
+        """End who was promised a canonical answer, since a self-check has failed."""
+        for seq in self._states.sequences():
+            if seq.request.is_deterministic:
+                error = SelfCheckError(self._claim.error)
+                self._output_processor.finish(seq, FinishReason.ERROR, error)
+
+    @_one_thread_at_a_time
+    def check_idle(self) -> bool:
+        """Check an answer again by prefill, or a chunk of it, if there is nothing else to do.
+
+        For a server, between requests: `AsyncEngine` calls it. It takes at most 1 % of the time of
+        all steps, and tells nobody; `stats` counts it, and a difference is as one of the programs
+        is. `step`, `drain` and `generate` never do it.
+
+        Returns:
+            Whether to call again.
+
+        Raises:
+            EngineStoppedError: As `step` does.
+        """
+        if self._stopped_by is not None or self.has_work or self._claim.difference is not None:
+            return False
+        states = self._states
+        states.is_torn = True
+        try:
+            has_more = self._rechecks.advance()
+        except Exception as error:
+            self._stopped_by = f"{type(error).__name__}: {error}"
+            raise self._stopped_error(self._stopped_by) from error
+        states.is_torn = False
+        return has_more
+
+    def drain(self) -> list[RequestOutput]:
+        """Step until nothing is left to do; return everything that was released on the way.
+
+        If a step raises, what was released before is told by the next `step`, `drain` or `reset`.
+        """
+        outputs: list[RequestOutput] = []
+        try:
+            while self.has_work:
+                outputs += self.step()
+        except BaseException:
+            self._states.outputs[:0] = outputs
+            raise
+        return outputs
+
+    @_one_thread_at_a_time
+    def generate(
+        self, requests: abc.Sequence[Request], *, on_token: OnToken = ignore_token
+    ) -> list[Completion]:
+        """Run requests to their end.
+
+        Args:
+            requests: Any number, served in this order where priorities are equal.
+            on_token: Called with every token as it is released, `request_idx` being an index into
+                `requests`; True ends that sequence. What it raises ends the run.
+
+        Returns:
+            Completions in order of (request, sequence).
+
+        Raises:
+            ValueError: If a request does not fit the engine, before anything runs; or if the
+                engine is at work on others.
+            FloatingPointError: If a logit is NaN, naming the request and the position.
+            EngineStoppedError: As `step` does.
+            SelfCheckError: If a self-check has failed or fails, and a request is deterministic.
+            RuntimeError: If a request failed for another reason.
+        """
+        self._refuse_if_stopped()
+        if any(request.is_deterministic for request in requests):
+            self._claim.refuse_if_broken()
+        self._mend()
+        for idx, request in enumerate(requests):
+            self._input_processor.check(request, f"prompt {idx}")
+        if self.has_work:
+            raise ValueError("the engine is at work on other requests; drain() them first")
+        run = GenerateRun(requests, on_token)
+        try:
+            with frozen_heap():
+                while run.num_left:
+                    self._take_more(run, requests)
+                    for output in self._step(run.request_ids):
+                        run.add(output)
+        finally:
+            self._states.unwanted.update(run.request_ids)
+            self._recovery.drop_unwanted()
+        return run.completions()
+
+    def _take_more(self, run: GenerateRun, requests: abc.Sequence[Request]) -> None:
+        while run.has_more and self._input_processor.num_queued < MAX_TAKEN:
+            request_id = next(self._request_ids)
+            self._weight_history.note_request()
+            i = run.pop_next(request_id)
+            self._input_processor.take(request_id, requests[i], run.listener, request_idx=i)
+
+    def score(
+        self, sequences: abc.Sequence[abc.Sequence[int]], *, top: int = 1
+    ) -> list[PromptLogprobs]:
+        """Say how likely each token of given sequences is, after those before it (teacher-forced).
+
+        The sequences are prefilled like prompts, in the same chunks and beside each other, and
+        nothing is generated.
+
+        Args:
+            sequences: Token ids of each, at least one and at most `max_len`.
+            top: How many of the most likely tokens to report at each position, at most 64.
+
+        Returns:
+            Of each sequence, a `PromptLogprob` for every token after the first.
+
+        Raises:
+            ValueError: If a sequence does not fit the engine, before anything runs; or if the
+                engine is at work on others.
+            FloatingPointError: If a logit is NaN, naming the sequence and the position.
+            EngineStoppedError: As `step` does.
+
+        Numerics:
+            In `invariant` and `dvr` the bits of a token's logprob are those with which it would be
+            sampled there. Claims: run-, batch-, schedule- and mesh-invariant, path-consistent.
+        """
+        sampling = SamplingParams(max_tokens=0, prompt_logprobs=top)
+        requests = [
+            Request(
+                prompt_token_ids=tuple(sequence),
+                sampling=sampling,
+                is_deterministic=self._config.mode != "fast",
+            )
+            for sequence in sequences
+        ]
+        return [done.prompt_logprobs or () for done in self.generate(requests)]
+
+    # --------------------------------------------------------------------------- when a call breaks
+
+    @_told_once
+    def reset(self) -> list[RequestOutput]:
+        """End what is under way and begin anew, as after an error that has stopped the engine.
+
+        Cache and slots are allocated again, and cached prefixes forgotten; weights and compiled
+        programs stay. If the device is still broken, this raises and the engine stays stopped.
+
+        Returns:
+            What was not told yet, and the end of every request: ERROR, with the reason.
+        """
+        states = self._states
+        states.is_torn = True
+        self._scheduler.forget_pages()  # first, lest an interrupt leave pages that are not there
+        self._runner.reset()
+        self._mend()
+        stopped = f"the engine has stopped: {self._stopped_by}"
+        why = "the engine was reset" if self._stopped_by is None else stopped
+        self._recovery.end_all(EngineResetError(why))
+        self._recovery.drop_unwanted()
+        outputs = states.outputs
+        states.outputs, states.news, states.is_torn, self._stopped_by = [], {}, False, None
+        return outputs
+
+    def _refuse_if_forked(self) -> None:
+        """Refuse what would wait for ever for threads and locks that a fork leaves behind."""
+        if os.getpid() != self._process_id:
+            raise EngineStoppedError(
+                f"process {os.getpid()} was forked from {self._process_id}, which opened the "
+                "engine, and has neither its threads nor its devices; open the model in each "
+                "process, and start processes by 'spawn'"
+            )
+
+    def _refuse_if_stopped(self) -> None:
+        self._refuse_if_forked()
+        if self._stopped_by is not None:
+            raise self._stopped_error(self._stopped_by)
+
+    def _stopped_error(self, cause: str) -> EngineStoppedError:
+        return EngineStoppedError(
+            f"the engine has stopped: {cause}; engine.reset() ends what is under way and allocates "
+            "the cache anew"
+        )
+
+    def _mend(self) -> None:
+        """Begin anew from what is true of requests, if a call did not end."""
+        if self._states.is_torn:
+            self._in_flight.clear()
+            self._rechecks.forget()
+            self._recovery.mend()
+
+    # ------------------------------------------------------------------------------------ compiling
+
+    @_one_thread_at_a_time
+    def compile(self, progress: Callable[[str, int, int], None] = ignore_compiling) -> None:
+        """Compile all programs ahead, several at a time. No request needs another.
+
+        What is not compiled ahead is compiled by the step that first needs it, while all wait.
+
+        Args:
+            progress: Told (what, done, total).
+
+        Raises:
+            EngineStoppedError: If an error has stopped the engine.
+        """
+        self._refuse_if_stopped()
+        self._runner.compile(progress)
+
+    # -------------------------------------------------------------------------------- observability
+
+    @property
+    def self_check_error(self) -> str:
+        """What a self-check has found to differ, with its evidence; empty while the claim holds."""
+        return self._claim.error
+
+    @property
+    def self_check_cause(self) -> str:
+        """The operation that makes the difference, as `explain_differences` told; else empty."""
+        return self._claim.cause
+
+    def explain_differences(self, explain: abc.Callable[[Difference], str]) -> None:
+        """Let the first difference that a self-check finds be explained, once, when it is found.
+
+        Args:
+            explain: Says what makes it, in lines of text, which are kept with the evidence:
+                `detjax.diverge.evidence.explain`. It may take minutes, and nothing else runs.
+        """
+        self._claim.explain = explain
+
+    def stats(self) -> EngineStats:
+        """Counters since the engine was made, and how things stand now. Do not change it."""
+        stats, pools = self._stats, self._scheduler.pools
+        stats.num_waiting = self._scheduler.num_waiting
+        stats.num_running = len(self._scheduler.running)
+        stats.num_pages_cached = sum(pool.num_cached for pool in pools)
+        stats.num_pages_held = sum(pool.num_pages - pool.num_available for pool in pools)
+        stats.num_pages_evicted = sum(pool.num_evicted for pool in pools)
+        stats.num_preempted = self._scheduler.num_preempted
+        stats.prefix_tokens = self._scheduler.num_prefix_tokens
+        return stats

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests on their way in: checked, kept in the inbox, and made sequences by the next step."""
+
+import time
+
+import numpy as np
+
+from detjax.engine.config import EngineConfig
+from detjax.engine.errors import LayoutError
+from detjax.engine.outputs.output_processor import OutputProcessor
+from detjax.engine.requests.request import (
+    MAX_SEQUENCES,
+    NO_TEXT,
+    TEXT_FIELDS,
+    FinishReason,
+    Request,
+    SamplingParams,
+)
+from detjax.engine.requests.request_states import Arrival, RequestStates
+from detjax.engine.requests.sampling_checks import check_token_ids
+from detjax.engine.requests.sequence import Listener, OnToken, Sequence
+from detjax.engine.sampling.grammars import Grammars
+from detjax.engine.sampling.sampling import SamplingRows
+from detjax.engine.scheduling.scheduler import Scheduler
+from detjax.engine.stat_logger import StatLogger
+from detjax.models.config import ModelConfig
+
+MAX_TAKEN = MAX_SEQUENCES
+"""Sequences that a step takes from the inbox, so that no step is long because many ask at once."""
+
+
+class InputProcessor:
+    """Takes requests, from any thread, and hands their sequences to the scheduler."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: EngineConfig,
+        *,
+        states: RequestStates,
+        scheduler: Scheduler,
+        output_processor: OutputProcessor,
+        stat_logger: StatLogger,
+        grammars: Grammars | None,
+    ):
+        """Take nobody yet.
+
+        Args:
+            model: Of the model that is asked.
+            config: Of the engine.
+            states: Where requests are kept.
+            scheduler: To which sequences are added.
+            output_processor: Ends who is refused or cancelled.
+            stat_logger: Is told of arrivals.
+            grammars: Compiles forms of output, if the engine knows a tokenizer.
+        """
+        self._model, self._config, self._grammars = model, config, grammars
+        self._states, self._scheduler = states, scheduler
+        self._output_processor, self._stat_logger = output_processor, stat_logger
+
+    @property
+    def num_queued(self) -> int:
+        """Sequences that wait for a slot, or for the next step to see them."""
+        return self._scheduler.num_waiting + self._states.num_in_inbox
+
+    def check(self, request: Request, what: str) -> None:
+        """Refuse a request that cannot run on this engine.
+
+        Raises:
+            ValueError: If it cannot, naming `what` of it.
+        """
+        prompt, vocab_size = request.prompt_token_ids, self._model.vocab_size
+        if not prompt:
+            raise ValueError(f"{what} is empty; give at least one token")
+        if len(prompt) + min(request.sampling.max_tokens, 1) > self._config.max_len:
+            is_scored = request.sampling.max_tokens == 0
+            but = "more than" if is_scored else "which leaves no room to generate in"
+            raise ValueError(
+                f"{what} has {len(prompt)} tokens, {but} max_len={self._config.max_len} (the "
+                f"model's context is {self._model.max_position_embeddings})"
+            )
+        predicted = request.predicted_token_ids
+        for token_id in (
+            min(prompt),
+            max(prompt),
+            min(predicted, default=0),
+            max(predicted, default=0),
+        ):
+            if not 0 <= token_id < vocab_size:
+                raise ValueError(
+                    f"{what} has token id {token_id}, outside the vocabulary of {vocab_size}"
+                )
+        if predicted and not self._config.has_prompt_lookup:
+            raise ValueError(
+                f"{what} predicts its answer, which an engine with has_prompt_lookup alone can "
+                "verify; leave predicted_token_ids out, or set has_prompt_lookup"
+            )
+        sampling = request.sampling
+        for name in TEXT_FIELDS:
+            if (value := getattr(sampling, name)) != getattr(NO_TEXT, name):
+                raise ValueError(
+                    f"{what} has {name}={value!r}, and an engine knows tokens, not text: ask "
+                    "detjax.LLM, or give the requests to detjax.engine.outputs.text.TextBatch"
+                )
+        check_token_ids(
+            sampling, what, vocab_size=vocab_size, eos_token_ids=self._model.eos_token_ids
+        )
+        if (form := sampling.structured_output) is not None:
+            if self._grammars is None:
+                raise ValueError(
+                    f"{what} has structured_output, and this engine was given no grammars, as it "
+                    "knows no tokenizer: ask detjax.LLM, or give Engine(grammars=...)"
+                )
+            self._grammars.check(form)
+            ends = sampling.end_token_ids(self._model.eos_token_ids)
+            self._grammars.check_masks(sampling, ends=ends)
+        for name in ("logprobs", "prompt_logprobs"):
+            if (count := getattr(sampling, name) or 0) > vocab_size:
+                raise ValueError(
+                    f"{what} asks for {name}={count}, more than the vocabulary of {vocab_size}"
+                )
+        if request.is_deterministic and self._config.mode == "fast":
+            raise ValueError(
+                f"{what} is to be deterministic, and mode 'fast' makes no claim; use 'dvr' or "
+                "'invariant', or is_deterministic=False"
+            )
+
+    def take(
+        self, request_id: int, request: Request, on_token: OnToken, *, request_idx: int
+    ) -> None:
+        """Put a request that was checked into the inbox; tokens are told as of `request_idx`."""
+        arrival = Arrival(
+            request_id=request_id,
+            request=request,
+            request_idx=request_idx,
+            on_token=on_token,
+            arrived_s=time.perf_counter(),
+        )
+        self._states.put_in_inbox(arrival)
+
+    def admit(self) -> None:
+        """Let some of those who wait outside in, and end those who were cancelled."""
+        states, num_taken = self._states, 0
+        while states.inbox and num_taken < MAX_TAKEN:
+            arrival = states.inbox[0]
+            num_taken += arrival.request.sampling.num_sequences
+            # It stays in the inbox until it is known, and `Recovery` drops whom it finds in both.
+            self._arrive(arrival)
+            states.pop_inbox()
+        late = []
+        while states.cancels:
+            request_id = states.cancels[0]
+            for seq in states.sequences_of(request_id):
+                self._output_processor.finish(seq, FinishReason.CANCELLED)
+            if any(arrival.request_id == request_id for arrival in tuple(states.inbox)):
+                late.append(request_id)
+            states.cancels.popleft()
+        states.cancels.extend(late)
+
+    def _arrive(self, arrival: Arrival) -> None:
+        """Make the sequences of a request. Should one of its values raise, it fails alone."""
+        prompt, sampling = arrival.request.prompt_token_ids, arrival.request.sampling
+        self._stat_logger.stats.num_requests += 1
+        try:
+            # WHY: as every launch will lay them out, so that none raises for those beside it.
+            np.asarray(prompt, np.int32)
+            keyed = sampling.for_prompt(prompt)
+            SamplingRows.pack([(keyed, sampling.num_sequences - 1)])
+            ends = sampling.end_token_ids(self._model.eos_token_ids)
+        except Exception as error:
+            self._stat_logger.stats.num_failed += sampling.num_sequences
+            self._output_processor.refuse(arrival, LayoutError(f"it cannot be laid out: {error!r}"))
+            return
+        seqs = [self._sequence(arrival, keyed, i, ends) for i in range(sampling.num_sequences)]
+        for seq in seqs:
+            self._scheduler.add(seq)
+            self._stat_logger.note_arrival(seq)
+        self._states.live[arrival.request_id] = dict(enumerate(seqs))
+
+    def _sequence(
+        self, arrival: Arrival, sampling: SamplingParams, sequence_idx: int, ends: frozenset[int]
+    ) -> Sequence:
+        request, mode = arrival.request, self._config.mode
+        form, guide = request.sampling.structured_output, None
+        if form is not None:
+            assert self._grammars is not None  # checked
+            guide = self._grammars.masked(request.sampling, ends=ends)
+        most_len = len(request.prompt_token_ids) + request.sampling.max_tokens
+        is_drafted = mode == "dvr" and request.is_deterministic
+        return Sequence(
+            request_id=arrival.request_id,
+            sequence_idx=sequence_idx,
+            request=request,
+            sampling=sampling,
+            is_drafted=is_drafted,
+            is_canonical=mode == "invariant" or is_drafted,
+            guide=guide,
+            max_len=min(most_len, self._config.max_len),
+            end_token_ids=ends,
+            listener=Listener(
+                on_token=arrival.on_token,
+                request_idx=arrival.request_idx,
+                arrived_s=arrival.arrived_s,
+            ),
+        )

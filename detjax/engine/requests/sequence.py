@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A sequence of a request, the rows in which a step runs it, and the batch of a step's rows."""
+
+import enum
+from collections import abc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from detjax.engine.errors import OutOfPagesError
+from detjax.engine.requests.request import (
+    NO_WINDOWS,
+    FinishReason,
+    PromptLogprob,
+    Request,
+    SamplingParams,
+    TokenEvent,
+    WindowCounts,
+)
+from detjax.engine.sampling.guides import GuidesTokens
+
+OnToken = Callable[[TokenEvent], bool]
+"""Told each token as it is released; True ends the sequence.
+
+It may call `add_request` and `cancel`, and must not call `step`, `drain`, `generate` or `reset`.
+"""
+
+
+def ignore_token(event: TokenEvent) -> bool:
+    """Let the sequence go on."""
+    return False
+
+
+class SequenceState(enum.Enum):
+    """Where a sequence is in its life."""
+
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    DONE = enum.auto()
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Listener:
+    """Who hears of a sequence's tokens, and what it has heard. `OutputProcessor` alone changes it.
+
+    Attributes:
+        on_token: Told every token.
+        request_idx: What its events call the request.
+        arrived_s: When the request was made, of `time.perf_counter`.
+        told_len: Of the sequence's tokens, the prompt's included, those that `on_token` knows.
+        released_s: When tokens were last released; 0 before the first.
+    """
+
+    on_token: OnToken = ignore_token
+    request_idx: int = 0
+    arrived_s: float = 0.0
+    told_len: int = 0
+    released_s: float = 0.0
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Sequence:
+    """One sequence of a request. The scheduler and its parts alone change it, but `listener`.
+
+    Attributes:
+        request_id: Of the request.
+        sequence_idx: Which of the request's sequences.
+        request: What was asked.
+        sampling: Of the request, for its prompt: the noise that its rows draw.
+        is_drafted: Tokens may be proposed by drafts and committed by verification.
+        is_canonical: What is committed was computed canonically, so its pages may be shared.
+        max_len: Length at which it ends.
+        end_token_ids: Tokens that end it.
+        listener: Who hears of its tokens.
+        guide: Its grammar, which looks at every token before the next; None where it has none.
+        tokens: The prompt and what has been committed.
+        is_filtered: Whether it has a top-k, top-p or min-p.
+        is_adjusted: Whether it has biases, masks, penalties or processed logprobs.
+        needs_choice: Whether it asks for more than a temperature, so that a choice program chooses.
+        wants_scores: Whether logprobs of the prompt are wanted. Sequence 0 has them for all of a
+            request.
+        num_to_score: Tokens of the prompt whose logprobs are wanted: all but the first, or none.
+        prompt_logprobs: Those that are known, from the second token on.
+        service_order: Order of service; the lowest is never preempted by another.
+        state: Waiting, running or done.
+        replica: Where it runs.
+        slot: Its slot there.
+        epoch: How often it was preempted. Results of an earlier epoch are dropped.
+        pages: Its pages, in order.
+        page_keys: Of its leading full pages.
+        num_registered: How many leading pages the prefix cache was told of.
+        num_to_prefill: Tokens that prefill computes, before decoding goes on.
+        num_prefilled: How many of them have been launched.
+        num_cached: Tokens of the prompt that the prefix cache had when it first ran.
+        num_pending: Most tokens that results not read yet may commit.
+        num_drafts: Drafts launched in the open window.
+        window: Windows before the open one.
+        opened_step: When the open window got its first draft.
+        closed_step: When the open window was found full; None before.
+        windows: Of drafts, those that were verified.
+    """
+
+    request_id: int
+    sequence_idx: int
+    request: Request
+    sampling: SamplingParams
+    is_drafted: bool
+    is_canonical: bool
+    max_len: int
+    end_token_ids: frozenset[int] = frozenset()
+    listener: Listener = field(default_factory=Listener)
+    guide: GuidesTokens | None = None
+    tokens: list[int] = field(init=False)
+    is_filtered: bool = field(init=False)
+    is_adjusted: bool = field(init=False)
+    needs_choice: bool = field(init=False)
+    wants_scores: bool = field(init=False)
+    num_to_score: int = field(init=False)
+    prompt_logprobs: list[PromptLogprob] = field(init=False, default_factory=list)
+    service_order: tuple[int, int] = (0, 0)
+    state: SequenceState = SequenceState.WAITING
+    replica: int = 0
+    slot: int = 0
+    epoch: int = 0
+    pages: list[int] = field(default_factory=list)
+    page_keys: list[bytes] = field(default_factory=list)
+    num_registered: int = 0
+    num_to_prefill: int = 0
+    num_prefilled: int = 0
+    num_cached: int = 0
+    num_pending: int = 0
+    num_drafts: int = 0
+    window: int = 0
+    opened_step: int = 0
+    closed_step: int | None = None
+    windows: WindowCounts = NO_WINDOWS
+
+    def __post_init__(self):
+        """Begin with the prompt."""
+        self.tokens = list(self.request.prompt_token_ids)
+        self.is_filtered = self.request.sampling.is_filtered
+        self.is_adjusted = self.request.sampling.is_adjusted
+        reports = self.request.sampling.logprobs > 0
+        self.needs_choice = self.is_filtered or self.is_adjusted or reports
+        is_wanted = self.request.sampling.prompt_logprobs is not None
+        self.wants_scores = is_wanted and self.sequence_idx == 0
+        self.num_to_score = len(self.tokens) - 1 if self.wants_scores else 0
+        self.listener.told_len = len(self.tokens)
+
+    @property
+    def name(self) -> str:
+        """For traces: request and sequence."""
+        return f"{self.request_id}.{self.sequence_idx}"
+
+    @property
+    def num_outputs(self) -> int:
+        """Tokens committed so far."""
+        return len(self.tokens) - len(self.request.prompt_token_ids)
+
+    @property
+    def output_ids(self) -> list[int]:
+        """Tokens committed so far."""
+        return self.tokens[len(self.request.prompt_token_ids) :]
+
+    @property
+    def len_bound(self) -> int:
+        """Longest that `tokens` can be once all results are read."""
+        return len(self.tokens) + self.num_pending
+
+    @property
+    def is_prefilled(self) -> bool:
+        """Whether its prompt has been launched to the end."""
+        return self.num_prefilled == self.num_to_prefill
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether the logprobs of the prompt are known, as far as they are wanted."""
+        return len(self.prompt_logprobs) == self.num_to_score
+
+    @property
+    def end_reason(self) -> FinishReason | None:
+        """Why it ends with what it has committed, if it does, whatever its listener says."""
+        if self.num_outputs and self.tokens[-1] in self.end_token_ids:
+            return FinishReason.STOP
+        is_full = len(self.tokens) >= self.max_len and self.is_scored
+        return FinishReason.LENGTH if is_full else None
+
+
+class SequenceError(Exception):
+    """Scheduling or laying out a row raised for this sequence alone; the cause says what."""
+
+    def __init__(self, seq: Sequence):
+        super().__init__(f"request {seq.request_id}, sequence {seq.sequence_idx}")
+        self.seq = seq
+
+
+@contextmanager
+def blaming(seq: Sequence) -> Iterator[None]:
+    """Say whose fault it is."""
+    try:
+        yield
+    except Exception as error:
+        raise SequenceError(seq) from error
+
+
+# --------------------------------------------------------------------------------- rows of a step
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillRow:
+    """Tokens `start` onwards of a sequence; the last row of a prompt chooses a token.
+
+    Where it `is_scored`, the logprobs of the tokens that follow them are wanted too.
+    """
+
+    seq: Sequence
+    epoch: int
+    start: int
+    token_ids: abc.Sequence[int]
+    is_last: bool
+    is_scored: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeRow:
+    """`num_tokens` that are committed at once, or as many drafts behind those of a window."""
+
+    seq: Sequence
+    epoch: int
+    num_tokens: int
+    is_draft: bool
+    window: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VerifyRow:
+    """A window of `num_drafts` drafts: those on the device, or `given` by the host."""
+
+    seq: Sequence
+    epoch: int
+    num_drafts: int
+    given: tuple[int, ...] | None
+
+
+Row = PrefillRow | DecodeRow | VerifyRow
+
+
+def max_committed(row: Row) -> int:
+    """Most tokens that the result of a row can commit."""
+    match row:
+        case PrefillRow():
+            return int(row.is_last and len(row.seq.tokens) < row.seq.max_len)
+        case DecodeRow():
+            return 0 if row.is_draft else row.num_tokens
+        case VerifyRow():
+            return row.num_drafts + 1
+
+
+@dataclass(kw_only=True, slots=True)
+class ScheduledBatch:
+    """Rows of one step, by replica. They run in this order: verify, prefill, decode.
+
+    Attributes:
+        verifies: Windows to verify.
+        prefill_shape: (rows, tokens a row); None where there is no prefill.
+        prefills: Pieces of prompts.
+        decodes: Tokens to commit, or drafts.
+        failed: Sequences that end here, each with the reason.
+    """
+
+    verifies: list[list[VerifyRow]]
+    prefill_shape: tuple[int, int] | None
+    prefills: list[list[PrefillRow]]
+    decodes: list[list[DecodeRow]]
+    failed: list[tuple[Sequence, OutOfPagesError]]
+
+    @classmethod
+    def empty(cls, num_replicas: int) -> "ScheduledBatch":
+        """No row yet."""
+        return cls(
+            verifies=[[] for _ in range(num_replicas)],
+            prefill_shape=None,
+            prefills=[[] for _ in range(num_replicas)],
+            decodes=[[] for _ in range(num_replicas)],
+            failed=[],
+        )

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a launch is given by the host, and what it gives back: one int32 array each way.
+
+The host fills in an operand record by name and packs it, the device unpacks it by name. Columns, a
+row each: page table, token ids, then three numbers. Results go the other way.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from detjax.array_types import Array, Int32
+from detjax.engine.sampling.sampling import Choice
+
+_ALIGNMENT = 64
+"""Columns.
+
+# WHY: parts begin at multiples of 64 columns, so that a part of a single row is an operand of a
+# kernel as it lies: XLA may pass its address, which has to be a multiple of 256 bytes.
+"""
+
+
+def _aligned(num_columns: int) -> int:
+    return -(-num_columns // _ALIGNMENT) * _ALIGNMENT
+
+
+def _num_columns(table_len: int, num_ids: int) -> int:
+    return _aligned(table_len) + _aligned(num_ids) + 3
+
+
+def _pack(page_table: np.ndarray, token_ids: np.ndarray, *numbers: np.ndarray) -> np.ndarray:
+    (count, table_len), num_ids = page_table.shape, token_ids.shape[1]
+    packed = np.zeros((count, _num_columns(table_len, num_ids)), np.int32)
+    packed[:, :table_len] = page_table
+    ids_at = _aligned(table_len)
+    packed[:, ids_at : ids_at + num_ids] = token_ids
+    for i, column in enumerate(numbers, start=packed.shape[1] - 3):
+        packed[:, i] = column
+    return packed
+
+
+def _unpack_numbers(packed, table_len: int, num_ids: int) -> tuple[Any, Any, Any]:
+    first, second, third = packed[:, _aligned(table_len) + _aligned(num_ids) :].T
+    return first, second, third
+
+
+def _unpack_ids(packed, table_len: int, num_ids: int):
+    ids_at = _aligned(table_len)
+    return packed[:, ids_at : ids_at + num_ids]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillOperands:
+    """A chunk of a prompt in each row. All int32; NumPy arrays on the host.
+
+    Attributes:
+        slot: [B]; out of range where the token chosen after the chunk is not wanted.
+        start: [B], position of the first token.
+        count: [B], tokens; 0 is padding.
+        page_table: [B, n].
+        token_ids: [B, T].
+    """
+
+    slot: Any
+    start: Any
+    count: Any
+    page_table: Any
+    token_ids: Any
+
+    @staticmethod
+    def num_columns(*, table_len: int, length: int) -> int:
+        """Columns of the packed array."""
+        return _num_columns(table_len, length)
+
+    @classmethod
+    def padding(
+        cls, num_rows: int, *, no_slot: int, table_len: int, length: int
+    ) -> "PrefillOperands":
+        """Make rows of padding, to be filled in: no slot, no page, no token."""
+        return cls(
+            slot=np.full(num_rows, no_slot, np.int32),
+            start=np.zeros(num_rows, np.int32),
+            count=np.zeros(num_rows, np.int32),
+            page_table=np.zeros((num_rows, table_len), np.int32),
+            token_ids=np.zeros((num_rows, length), np.int32),
+        )
+
+    def pack(self) -> np.ndarray:
+        """Lay the record out as one int32 array."""
+        return _pack(self.page_table, self.token_ids, self.slot, self.start, self.count)
+
+    @classmethod
+    def unpack(cls, packed, *, table_len: int, length: int) -> "PrefillOperands":
+        """Find the record in a packed array, on the host or the device."""
+        slot, start, count = _unpack_numbers(packed, table_len, length)
+        return cls(
+            slot=slot,
+            start=start,
+            count=count,
+            page_table=packed[:, :table_len],
+            token_ids=_unpack_ids(packed, table_len, length),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeOperands:
+    """Tokens to decode for each row, from its slot. All int32; NumPy arrays on the host.
+
+    Attributes:
+        slot: [B]; out of range for padding.
+        is_draft: [B], 1 if the tokens go behind the drafts of the slot's window, 0 if they are
+            committed. How many drafts there are is in the slot, so that rows stay as they are.
+        count: [B], tokens wanted of a launch of several.
+        page_table: [B, n].
+    """
+
+    slot: Any
+    is_draft: Any
+    count: Any
+    page_table: Any
+
+    @staticmethod
+    def num_columns(*, table_len: int, length: int) -> int:
+        """Columns of the packed array, whatever the length."""
+        return _num_columns(table_len, 0)
+
+    @classmethod
+    def padding(cls, num_rows: int, *, no_slot: int, table_len: int) -> "DecodeOperands":
+        """Make rows of padding, to be filled in: no slot, no page, no token."""
+        return cls(
+            slot=np.full(num_rows, no_slot, np.int32),
+            is_draft=np.zeros(num_rows, np.int32),
+            count=np.zeros(num_rows, np.int32),
+            page_table=np.zeros((num_rows, table_len), np.int32),
+        )
+
+    def pack(self) -> np.ndarray:
+        """Lay the record out as one int32 array."""
+        no_ids = self.page_table[:, :0]
+        return _pack(self.page_table, no_ids, self.slot, self.is_draft, self.count)
+
+    @classmethod
+    def unpack(cls, packed, *, table_len: int) -> "DecodeOperands":
+        """Find the record in a packed array, on the host or the device."""
+        slot, is_draft, count = _unpack_numbers(packed, table_len, 0)
+        return cls(slot=slot, is_draft=is_draft, count=count, page_table=packed[:, :table_len])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VerifyOperands:
+    """A window in each row. All int32; NumPy arrays on the host.
+
+    Attributes:
+        slot: [B]; out of range for padding.
+        num_drafts: [B], drafts of the window.
+        is_given: [B], 1 where the drafts are `token_ids`, 0 where they are in the slot.
+        page_table: [B, n].
+        token_ids: [B, W]; the first column is not read, since the committed token is in the slot.
+    """
+
+    slot: Any
+    num_drafts: Any
+    is_given: Any
+    page_table: Any
+    token_ids: Any
+
+    @staticmethod
+    def num_columns(*, table_len: int, length: int) -> int:
+        """Columns of the packed array."""
+        return _num_columns(table_len, length)
+
+    @classmethod
+    def padding(
+        cls, num_rows: int, *, no_slot: int, table_len: int, length: int
+    ) -> "VerifyOperands":
+        """Make rows of padding, to be filled in: no slot, no page, no draft."""
+        return cls(
+            slot=np.full(num_rows, no_slot, np.int32),
+            num_drafts=np.zeros(num_rows, np.int32),
+            is_given=np.zeros(num_rows, np.int32),
+            page_table=np.zeros((num_rows, table_len), np.int32),
+            token_ids=np.zeros((num_rows, length), np.int32),
+        )
+
+    def pack(self) -> np.ndarray:
+        """Lay the record out as one int32 array."""
+        return _pack(self.page_table, self.token_ids, self.slot, self.num_drafts, self.is_given)
+
+    @classmethod
+    def unpack(cls, packed, *, table_len: int, length: int) -> "VerifyOperands":
+        """Find the record in a packed array, on the host or the device."""
+        slot, num_drafts, is_given = _unpack_numbers(packed, table_len, length)
+        return cls(
+            slot=slot,
+            num_drafts=num_drafts,
+            is_given=is_given,
+            page_table=packed[:, :table_len],
+            token_ids=_unpack_ids(packed, table_len, length),
+        )
+
+
+def slot_of(packed: np.ndarray) -> np.ndarray:
+    """Read the slots of packed operands of any kind, int32 [B]."""
+    return packed[:, -3]
+
+
+# ---------------------------------------------------------------------------------------- results
+
+
+def pack_choice(choice: Choice) -> Int32[Array, "B n"]:
+    """Lay a choice out as one array for the host to read: token ids, and the bits of logprobs."""
+    as_int = lax.bitcast_convert_type
+    return jnp.concatenate(
+        [
+            choice.token_ids[:, None],
+            as_int(choice.logprobs, jnp.int32)[:, None],
+            choice.top_ids,
+            as_int(choice.top_logprobs, jnp.int32),
+        ],
+        axis=1,
+    )
+
+
+def unpack_choice(packed: np.ndarray, num_top: int) -> Choice:
+    """Read the choices of a prefill, a decode or a verify step on the host; any leading axes."""
+    top_logprobs = np.ascontiguousarray(packed[..., 2 + num_top : 2 + 2 * num_top])
+    return Choice(
+        token_ids=packed[..., 0],
+        logprobs=packed[..., 1].view(np.float32),
+        top_ids=packed[..., 2 : 2 + num_top],
+        top_logprobs=top_logprobs.view(np.float32),
+    )
+
+
+def pack_verified(
+    choice: Choice, num_accepted: Int32[Array, " B"], *, length: int
+) -> Int32[Array, "B T X"]:
+    """Lay out the choices of whole windows, and how many of each are committed.
+
+    Those are the accepted drafts and the choice behind them.
+    """
+    shape = len(num_accepted), length
+    num_committed = jnp.broadcast_to(num_accepted[:, None] + 1, shape)[..., None]
+    return jnp.concatenate([pack_choice(choice).reshape(*shape, -1), num_committed], axis=-1)
+
+
+def unpack_num_committed[A: (np.ndarray, jax.Array)](packed: A) -> A:
+    """Read how many tokens each window of a verify step commits, int32 [B]."""
+    return packed[:, 0, -1]

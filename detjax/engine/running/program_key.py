@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which programs there are: the name of one, and all that a configuration can need.
+
+What a request asks for is an operand of a program, so the number of programs follows from sizes and
+modes alone. A step runs a forward program, which also chooses tokens for rows that ask for no more
+than a temperature. Where a row asks for more, a choice program follows and chooses for all rows.
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from detjax.engine.config import ReplicaConfig
+from detjax.models.paths import Kernels
+
+ProgramKind = Literal["prefill", "decode", "verify"]
+
+MAX_TOP = 64
+"""Top logprobs that a choice program reports, if it reports any."""
+
+SCORE_TOPS = (4, MAX_TOP)
+"""Top logprobs that programs report of a prompt. Four of each row cost a twentieth of 64."""
+
+_CHOICE_RATIO = 4
+"""A choice program has at most so many times the rows of the step that it follows."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProgramKey:
+    """Which forward program a launch runs.
+
+    Attributes:
+        kind: What it does.
+        rows: Of each replica.
+        length: Tokens a row: a prefill's chunk, a verification's window, or those that a row may
+            decode in one launch.
+        mode: Which kernels.
+        table_len: Pages of the longest sequence that it takes. Changes how work is spread, and no
+            bit.
+        weights: "full", or the name of the 8-bit dtype that a `fast` step's weights have.
+        logit_rows: Rows of the array in which it leaves logits for a choice program, at least
+            `rows` (`rows` times `length` of a verification); 0 leaves none.
+        leaves_hidden: Whether a prefill leaves the hidden states of all its tokens, for the
+            logprobs of a prompt.
+    """
+
+    kind: ProgramKind
+    rows: int
+    length: int
+    table_len: int
+    mode: Kernels
+    weights: str
+    logit_rows: int = 0
+    leaves_hidden: bool = False
+
+    @property
+    def name(self) -> str:
+        """For people and traces."""
+        how = f" {self.mode}" + ("" if self.weights == "full" else f" {self.weights}")
+        name = f"{self.kind}{how} {self.rows}x{self.length}"
+        name += " with hidden states" if self.leaves_hidden else ""
+        return name if self.kind == "prefill" else f"{name} to {self.table_len} pages"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChoiceKey:
+    """Which program chooses tokens by all sampling parameters.
+
+    Attributes:
+        rows: Of each replica, at least as many as the forward program's.
+        length: Choices of each row: those of a verified window, else 1.
+        with_filters: Whether it looks at top-k, top-p and min-p, for which it sorts the vocabulary.
+        num_top: How many of the most likely tokens it reports: 0 or `MAX_TOP`.
+    """
+
+    rows: int
+    length: int
+    with_filters: bool
+    num_top: int
+
+    @property
+    def name(self) -> str:
+        """For people and traces."""
+        extras = [" filtered"] * self.with_filters + [f" top {self.num_top}"] * (self.num_top > 0)
+        return f"choice {self.rows}x{self.length}{''.join(extras)}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InstallKey:
+    """The program that installs the adjustments of `rows` sequences of each replica."""
+
+    rows: int
+
+    @property
+    def name(self) -> str:
+        """For people and traces."""
+        return f"install {self.rows}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScoreKey:
+    """Which program computes logprobs of prompts.
+
+    Attributes:
+        rows: Of the prefill before it.
+        length: Tokens of a row.
+        mode: Which kernels.
+        num_top: How many of the most likely tokens it reports of each, one of `SCORE_TOPS`.
+    """
+
+    rows: int
+    length: int
+    mode: Kernels
+    num_top: int
+
+    @property
+    def name(self) -> str:
+        """For people and traces."""
+        return f"score {self.rows}x{self.length} top {self.num_top}"
+
+
+AnyKey = ProgramKey | ChoiceKey | InstallKey | ScoreKey
+
+CHOICES = ((False, 0), (True, 0), (True, MAX_TOP))
+"""`with_filters` and `num_top` of the choice programs of one size, from cheap to dear."""
+
+
+def choice_of(*, is_filtered: bool, num_top: int) -> tuple[bool, int]:
+    """The cheapest of `CHOICES` that does what some rows want."""
+    return next(
+        (with_filters, most)
+        for with_filters, most in CHOICES
+        if with_filters >= is_filtered and most >= num_top
+    )
+
+
+def score_top_of(num_top: int) -> int:
+    """The smallest of `SCORE_TOPS` that reports so many."""
+    return next(size for size in SCORE_TOPS if size >= num_top)
+
+
+def table_lens(kind: ProgramKind, config: ReplicaConfig) -> tuple[int, ...]:
+    """Widths of the page table for which a kind of step is compiled, ascending.
+
+    Rows of a prefill are few, and its speed does not depend on the table's width.
+    """
+    return (config.table_len,) if kind == "prefill" else config.table_lens
+
+
+def choice_sizes(config: ReplicaConfig) -> tuple[int, ...]:
+    """Rows of the choice programs of decode steps and prefills, ascending.
+
+    Few, so that few programs are compiled: a step with fewer rows leaves the others empty.
+    """
+    sizes = sorted({*config.decode_sizes, *(rows for rows, _ in config.prefill_shapes)})
+    kept = [sizes[-1]]
+    for size in reversed(sizes):
+        if size * _CHOICE_RATIO <= kept[-1]:
+            kept.append(size)
+    return tuple(reversed(kept))
+
+
+def logit_rows(config: ReplicaConfig, kind: ProgramKind, rows: int, length: int) -> int:
+    """`ProgramKey.logit_rows` of an engine's program."""
+    if kind == "verify":
+        return rows * length
+    if kind == "decode" and length > 1:
+        return 0  # each token decides the next, inside one launch
+    return next(size for size in choice_sizes(config) if size >= rows)
+
+
+def install_rows(config: ReplicaConfig) -> int:
+    """Rows of the program that installs adjustments: those of the largest prefill."""
+    return max(rows for rows, _ in config.prefill_shapes)
+
+
+def program_keys(config: ReplicaConfig) -> list[ProgramKey]:
+    """The forward programs that requests can need, in the order of their first use."""
+    return [
+        ProgramKey(
+            kind=kind,
+            rows=rows,
+            length=length,
+            table_len=table_len,
+            mode=mode,
+            weights=weights,
+            logit_rows=logit_rows(config, kind, rows, length),
+            leaves_hidden=leaves_hidden,
+        )
+        for leaves_hidden in (False, True)
+        for kind, rows, length, mode, weights in _steps(config)
+        if kind == "prefill" or not leaves_hidden
+        for table_len in table_lens(kind, config)
+    ]
+
+
+def choice_keys(config: ReplicaConfig) -> list[AnyKey]:
+    """The programs that follow forward programs, in the order of their first use."""
+    shapes = [(rows, 1) for rows in choice_sizes(config)]
+    if _verifies(config):
+        shapes += [(rows, config.verify_window) for rows in config.verify_sizes]
+    return [
+        InstallKey(rows=install_rows(config)),
+        *(
+            ChoiceKey(rows=rows, length=length, with_filters=with_filters, num_top=num_top)
+            for with_filters, num_top in CHOICES
+            for rows, length in shapes
+        ),
+        *(
+            ScoreKey(rows=rows, length=length, mode=prefill_mode(config), num_top=num_top)
+            for rows, length in config.prefill_shapes
+            for num_top in SCORE_TOPS
+        ),
+    ]
+
+
+def _verifies(config: ReplicaConfig) -> bool:
+    drafts = config.mode == "dvr" and config.max_draft_fraction > 0
+    return drafts or config.has_prompt_lookup
+
+
+def prefill_mode(config: ReplicaConfig) -> Kernels:
+    """Which kernels prefill: canonical ones wherever an answer may be."""
+    return "fast" if config.mode == "fast" else "invariant"
+
+
+def _steps(config: ReplicaConfig) -> Iterator[tuple[ProgramKind, int, int, Kernels, str]]:
+    """(kind, rows, length, kernels, weights) of every step that a configuration can take."""
+    mode, share = config.mode, config.max_draft_fraction
+    for rows, length in config.prefill_shapes:
+        yield "prefill", rows, length, prefill_mode(config), "full"
+    for rows, length in itertools.product(config.decode_sizes, sorted({1, config.decode_steps})):
+        # A sequence with a form is never drafted, and decodes one token a launch.
+        if mode == "invariant" or mode == "dvr" and (share < 1 or length == 1):
+            yield "decode", rows, length, "invariant", "full"
+        if mode != "invariant":
+            yield "decode", rows, length, "fast", "full"
+        if config.draft_weights != "full":
+            yield "decode", rows, length, "fast", config.draft_weights
+    if _verifies(config):
+        for rows in config.verify_sizes:
+            yield "verify", rows, config.verify_window, "invariant", "full"

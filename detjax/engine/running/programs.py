@@ -1,0 +1,432 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The compiled steps over one donated cache: prefill, decode and verify.
+
+Each is the model's forward pass on rows of tokens, then the choice of tokens for rows that ask for
+no more than a temperature (`choice_programs` has the rest). Tokens stay on the device: a slot holds
+a sequence's newest tokens and its place, so the next step can be launched before the result of the
+last one is read.
+"""
+
+import dataclasses
+import threading
+from collections import abc
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from detjax.array_types import Array, Int32
+from detjax.compilation.kept_executables import Executable, compile_or_read, is_kept
+from detjax.compilation.lowered_kernels import lower
+from detjax.compilation.xla_flags import EXACT_OPTIONS, FAST_OPTIONS
+from detjax.engine.running.choice_programs import ChoicePrograms, commit_window, drafts_of, rows_of
+from detjax.engine.running.device_arrays import (
+    BY_ROW,
+    LOGITS_SPEC,
+    PAGES_SPEC,
+    Slots,
+    logits_shape,
+    of_slots,
+    pages_shape,
+    rows_shape,
+    sampling_shape,
+    slots_shape,
+    window_place,
+)
+from detjax.engine.running.launch_operands import (
+    DecodeOperands,
+    PrefillOperands,
+    VerifyOperands,
+    pack_choice,
+    pack_verified,
+)
+from detjax.engine.running.program_key import AnyKey, ProgramKey, ScoreKey
+from detjax.engine.sampling.sampling import SamplingRows, choose
+from detjax.models.decoder import last_hidden
+from detjax.models.fast import quantised_specs
+from detjax.models.layers import ForwardContext, Tokens
+from detjax.models.loading import LoadedModel
+from detjax.models.paths import PATHS, Kernels
+from detjax.parallel.distributed import gather_replicas
+from detjax.parallel.mesh import DP_AXIS, TP_AXIS
+
+_OPERANDS = {"prefill": PrefillOperands, "decode": DecodeOperands, "verify": VerifyOperands}
+
+Candidates = Callable[[Int32[Array, " B"], Int32[Array, " B"]], Int32[Array, " B"]]
+"""From the drafts of a step and their positions, the drafts to use instead."""
+
+
+def forward_context(model: LoadedModel) -> ForwardContext:
+    """What the layers need to know of a model besides its weights."""
+    return ForwardContext(
+        config=model.config,
+        profile=model.profile,
+        backend=model.backend,
+        tp=model.mesh.shape[TP_AXIS],
+    )
+
+
+def _choose_last(
+    ctx: ForwardContext, mode: Kernels, params, tables, kv_cache, tokens, rows, *, wants_all: bool
+):
+    """Run tokens and choose the one that follows the last of each row.
+
+    Also returns the hidden states of every token, or of the last alone, its position, and the
+    logits behind it.
+    """
+    forward, local_logits = PATHS[mode]
+    last: Int32[Array, " B"] = jnp.argmax(tokens.positions, axis=1).astype(jnp.int32)
+    position = jnp.max(tokens.positions, axis=1)
+    if wants_all or tokens.ids.shape[1] == 1:
+        kv_cache, hidden = forward(ctx, params, tables, kv_cache, tokens)
+        # WHY: XLA would copy the rows of one token each, in a launch of their own.
+        of_last = hidden[:, 0] if tokens.ids.shape[1] == 1 else last_hidden(hidden, last)
+    else:
+        kv_cache, hidden = forward(ctx, params, tables, kv_cache, tokens, wanted=last)
+        of_last = hidden[:, 0]
+    logits = local_logits(ctx, params, of_last)
+    choice = choose_plain(ctx, params, logits, rows, position + 1)
+    return kv_cache, hidden, choice, position, logits
+
+
+def choose_plain(ctx: ForwardContext, params, logits, rows: SamplingRows, positions):
+    """Choose for rows that ask for no more than a temperature."""
+    exchange = params.get("exchange")
+    return choose(ctx, logits, rows, positions, num_top=0, with_filters=False, exchange=exchange)
+
+
+def in_place(key: ProgramKey) -> tuple[int, ...]:
+    """Which arguments a program donates: the cache, the slots, of a prefill sampling, logits."""
+    of_logits = (5,) if key.logit_rows else ()
+    return (2, 3, 4, *of_logits) if key.kind == "prefill" else (2, 3, *of_logits)
+
+
+def keep_candidates(token_ids: Int32[Array, " B"], positions: Int32[Array, " B"]):
+    """Use drafts as they are."""
+    return token_ids
+
+
+class ProgramCache:
+    """The engine's programs for one model and one size of cache, compiled when first wanted.
+
+    A forward program takes `(params, rope tables, cache, slots, sampling, logits, *host arrays)`
+    and returns `(cache, slots, sampling, logits, hidden, result)`: without logits where the key
+    says so, `sampling` of a prefill alone, hidden states where the key says so. It writes in place
+    what it returns and was given (`in_place`). The first host array is packed operands, and the
+    result is packed too: see `launch_operands`. What follows a forward program is described in
+    `choice_programs`. Engines of the same sizes may share the programs.
+
+    Attributes:
+        num_pages: Cache pages over all replicas.
+        num_slots: Slots over all replicas.
+        window_len: Tokens of a verified window.
+        checked: Programs that have been compared with prefill.
+
+    Raises:
+        UnsafeProgramError: From `get`, if the compiler made a program that reads the cache after
+            it was written over, or a kernel operand that is not aligned.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        *,
+        num_pages: int,
+        num_slots: int,
+        window_len: int,
+        candidates: Candidates = keep_candidates,
+        others: "ProgramCache | None" = None,
+    ):
+        """Compile nothing yet.
+
+        Args:
+            model: On its mesh.
+            num_pages: Cache pages over all replicas.
+            num_slots: Slots over all replicas.
+            window_len: Tokens of a verified window.
+            candidates: Replaces drafts, for tests of disagreement; traced into the decode step.
+            others: Programs of this model and these sizes with other candidates: their prefills,
+                which make no drafts, are used here too.
+        """
+        self.num_pages, self.num_slots, self.window_len = num_pages, num_slots, window_len
+        self._model = model
+        self._context = forward_context(model)
+        self._kv_cache = pages_shape(model, num_pages)
+        self._slots = slots_shape(model, num_slots, window_len)
+        self._sampling = sampling_shape(model, num_slots)
+        self._candidates = candidates
+        self._others = others
+        self._choices = ChoicePrograms(
+            model,
+            self._context,
+            slots=self._slots,
+            sampling=self._sampling,
+            candidates=candidates,
+        )
+        self._programs: dict[AnyKey, Callable] = {}
+        self._compiling: dict[AnyKey, threading.Lock] = {}
+        self.checked: set[AnyKey] = set()
+
+    def __contains__(self, key: AnyKey) -> bool:
+        """Whether a program is compiled."""
+        return key in self._programs
+
+    def __iter__(self) -> Iterator[ProgramKey]:
+        """The forward programs that are compiled now."""
+        return (key for key in tuple(self._programs) if isinstance(key, ProgramKey))
+
+    @property
+    def num_compiled(self) -> int:
+        """How many programs of all kinds are compiled now."""
+        return len(self._programs)
+
+    def get(self, key: AnyKey, params: dict, asked: int | None = None) -> Callable:
+        """Return a program, compiled if need be for weights like `params`.
+
+        Several threads may ask: one compiles, and the others wait for it. `asked` is as
+        `kept_executables.compile_or_read` has it.
+        """
+        if key not in self._programs:
+            # WHY: not a defaultdict, in which two threads that miss at once get a lock each.
+            with self._compiling.setdefault(key, threading.Lock()):
+                if key not in self._programs:
+                    self._programs[key] = self._make(key, params, asked)
+        return self._programs[key]
+
+    def _make(self, key: AnyKey, params: dict, asked: int | None) -> Callable:
+        if not isinstance(key, ProgramKey):
+            return self._compile_choice(key, params, asked)
+        if self._others is not None and key.kind == "prefill":
+            return self._others.get(key, params, asked)
+        return self._compile(key, params, asked)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """What every program is compiled for, besides the model."""
+        names = "num_pages", "num_slots", "window_len"
+        return {name: getattr(self, name) for name in names}
+
+    def is_for(self, model: LoadedModel, **sizes: int) -> bool:
+        """Whether the programs are those of this model and these `sizes`."""
+        return model is self._model and self.sizes == sizes
+
+    def function(self, key: ProgramKey) -> Callable:
+        """The program as a function of whole arrays, ready for `jax.jit`."""
+        in_specs, out_specs = self._specs(key)
+        return jax.shard_map(
+            self._local_step(key),
+            mesh=self._model.mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            check_vma=False,
+        )
+
+    def _local_step(self, key: ProgramKey) -> Callable:
+        """The program on one device, inside `shard_map`."""
+        body = {"prefill": self._prefill, "decode": self._decode, "verify": self._verify}[key.kind]
+
+        has_peers = jax.process_count() > 1
+
+        def local_step(params, tables, kv_cache, slots, sampling, *host):
+            *state, result = body(key, params, tables, kv_cache, slots, sampling, *host)
+            # A process reads the results of its own devices alone.
+            return *state, jax.tree.map(gather_replicas, result) if has_peers else result
+
+        return local_step
+
+    def _specs(self, key: ProgramKey) -> tuple[tuple, tuple]:
+        """How operands and results of a program lie on the mesh."""
+        num_host = len(self._host_shapes(key))
+        of_params = self._model.partition_specs
+        if key.weights != "full":
+            of_params = quantised_specs(of_params)
+        of_logits = [LOGITS_SPEC] * (key.logit_rows > 0)
+        of_state = [BY_ROW] * (2 if key.kind == "prefill" else 1)
+        of_hidden = [BY_ROW] * key.leaves_hidden
+        of_result = P() if jax.process_count() > 1 else BY_ROW
+        return (
+            (of_params, P(), PAGES_SPEC, BY_ROW, BY_ROW, *of_logits, *[BY_ROW] * num_host),
+            (PAGES_SPEC, *of_state, *of_logits, *of_hidden, of_result),
+        )
+
+    def operands(self, key: ProgramKey, params: dict) -> tuple:
+        """Shapes of a program's operands."""
+        tables = self._model.rope_tables
+        state = self._kv_cache, self._slots, self._sampling
+        logits = (self.logits_shape(key.logit_rows),) if key.logit_rows else ()
+        return params, tables, *state, *logits, *self._host_shapes(key)
+
+    def logits_shape(self, rows: int) -> jax.ShapeDtypeStruct:
+        """Shape of the logits that programs of so many rows a replica leave, and its sharding."""
+        return logits_shape(self._model, rows * self._model.mesh.shape[DP_AXIS])
+
+    @property
+    def adjusted_shape(self) -> Any:
+        """Shapes of `AdjustedSlots`."""
+        return self._choices.adjusted
+
+    def _compile(self, key: ProgramKey, params: dict, asked: int | None) -> Callable:
+        # WHY: of the logits nothing is read, and jit would drop what is not.
+        jitted = jax.jit(self.function(key), donate_argnums=in_place(key), keep_unused=True)
+        program = self._executable(key, params)
+        return compile_or_read(lambda: lower(jitted, program.operands), program, asked=asked)
+
+    def _executable(self, key: ProgramKey, params: dict) -> Executable:
+        return Executable(
+            options=FAST_OPTIONS if key.mode == "fast" else EXACT_OPTIONS,
+            operands=self.operands(key, params),
+            devices=tuple(self._model.mesh.devices.flat),
+            root=__name__,
+            traced_from=(type(self), sorted(vars(self)), key, self._context, self._candidates,
+                         self.sizes, repr(self._model.mesh), self._specs(key)),
+        )  # fmt: skip
+
+    def is_kept(self, key: ProgramKey, params: dict) -> bool:
+        """Whether an earlier process has kept a program, so that it need not be compiled."""
+        return is_kept(self._executable(key, params))
+
+    def _compile_choice(self, key: AnyKey, params: dict, asked: int | None) -> Callable:
+        program = self._choices.program(key, params)
+        jitted = jax.jit(program.function, donate_argnums=program.in_place)
+        is_fast = isinstance(key, ScoreKey) and key.mode == "fast"
+        executable = Executable(
+            options=FAST_OPTIONS if is_fast else EXACT_OPTIONS,
+            operands=program.operands,
+            devices=tuple(self._model.mesh.devices.flat),
+            root=__name__,  # which reaches the candidates as well
+            traced_from=(ChoicePrograms, key, self._context, self._candidates, self.sizes,
+                         repr(self._model.mesh), program.specs),
+        )  # fmt: skip
+        return compile_or_read(lambda: lower(jitted, program.operands), executable, asked=asked)
+
+    def _host_shapes(self, key: ProgramKey) -> tuple:
+        rows = key.rows * self._model.mesh.shape[DP_AXIS]
+        columns = _OPERANDS[key.kind].num_columns(table_len=key.table_len, length=key.length)
+        host = rows_shape(self._model, rows, jnp.int32, columns)
+        return (host, sampling_shape(self._model, rows)) if key.kind == "prefill" else (host,)
+
+    def _prefill(self, key, params, tables, kv_cache, slots, sampling, *rest):
+        """A chunk of each row, and the choice of the token after it."""
+        *left, packed, rows = rest
+        given = PrefillOperands.unpack(packed, table_len=key.table_len, length=key.length)
+        step_idx = jnp.arange(key.length, dtype=jnp.int32)[None, :]
+        is_token = step_idx < given.count[:, None]
+        positions = jnp.where(is_token, given.start[:, None] + step_idx, -1)
+        tokens = Tokens(ids=given.token_ids, positions=positions, page_table=given.page_table)
+        kv_cache, hidden, choice, last, logits = _choose_last(
+            self._context, key.mode, params, tables, kv_cache, tokens, rows,
+            wants_all=key.leaves_hidden,
+        )  # fmt: skip
+        put = {"mode": "drop", "unique_indices": False}
+        slots = Slots(
+            window=slots.window.at[given.slot, 0].set(choice.token_ids, **put),
+            place=slots.placed(given.slot, last + 1),
+        )
+        sampling = jax.tree.map(lambda old, new: old.at[given.slot].set(new, **put), sampling, rows)
+        leaves = [hidden] * key.leaves_hidden
+        return kv_cache, slots, sampling, *_left(left, logits), *leaves, pack_choice(choice)
+
+    def _decode(self, key, params, tables, kv_cache, slots: Slots, sampling, *rest):
+        """A token of each row, or up to `key.length`, one after the other."""
+        *left, packed = rest
+        given = DecodeOperands.unpack(packed, table_len=key.table_len)
+        if key.length == 1:
+            kv_cache, slots, logits, result = self._decode_one(
+                key, params, tables, kv_cache, slots, sampling, given
+            )
+            return kv_cache, slots, *_left(left, logits), result
+        results = jnp.zeros((len(packed), key.length, 2), jnp.int32)
+        one_token = partial(self._decode_nth, key, params, tables, sampling, given)
+        return self._loop(key.length, one_token, (kv_cache, slots, results))
+
+    def _loop(self, count: int, body: Callable, carry: tuple) -> tuple:
+        """Run `body(i, carry) -> carry` so many times."""
+        return lax.fori_loop(0, count, body, carry)
+
+    def _decode_nth(self, key, params, tables, sampling, given: DecodeOperands, i, carry):
+        """Token i of a launch of several, of each row that wants so many."""
+        kv_cache, slots, results = carry
+        # A row that has its tokens is padding.
+        is_padding = i >= given.count
+        rows = dataclasses.replace(given, slot=jnp.where(is_padding, len(slots.place), given.slot))
+        kv_cache, slots, _, result = self._decode_one(
+            key, params, tables, kv_cache, slots, sampling, rows
+        )
+        return kv_cache, slots, results.at[:, i].set(result)
+
+    def _decode_one(
+        self, key, params, tables, kv_cache, slots: Slots, sampling, given: DecodeOperands
+    ):
+        """A token of each row: committed, or put behind the drafts before it."""
+        slot = given.slot
+        is_draft = given.is_draft
+        start, num_drafts = slots.unplaced(slot)
+        # Of what is committed there is none in the slot: a window is verified first.
+        offset = num_drafts * is_draft
+        flat = slots.window.reshape(-1)
+        place = partial(window_place, slots.window.shape, slot)
+        ids = flat.at[place(offset)].get(mode="fill", fill_value=0)
+        position = jnp.where(start < 0, -1, start + offset)
+        # WHY: not a slice alone, which XLA copies by a memory node of the graph, with longer gaps.
+        page_table = jnp.where(position[:, None] < 0, 0, given.page_table)
+        tokens = Tokens(ids=ids[:, None], positions=position[:, None], page_table=page_table)
+        kv_cache, _, choice, _, logits = _choose_last(
+            self._context, key.mode, params, tables, kv_cache, tokens,
+            rows_of(sampling, slot), wants_all=True,
+        )  # fmt: skip
+        drafts = self._candidates(choice.token_ids, position + 1)
+        token_ids = jnp.where(is_draft == 1, drafts, choice.token_ids)
+        slots = Slots(
+            window=flat.at[place(offset + is_draft)]
+            .set(token_ids, mode="drop")
+            .reshape(slots.window.shape),
+            place=slots.placed(slot, start + 1 - is_draft, offset + is_draft),
+        )
+        return (
+            kv_cache,
+            slots,
+            logits,
+            pack_choice(dataclasses.replace(choice, token_ids=token_ids)),
+        )
+
+    def _verify(self, key, params, tables, kv_cache, slots: Slots, sampling, *rest):
+        """The canonical choice at every position of each window, and how far the drafts agree.
+
+        Runs the last committed token and the drafts as one row, which writes their keys and values
+        over those of the draft steps. Choice i is of the position that draft i claims; the drafts
+        before the first that disagrees are committed, and the choice made there.
+        """
+        *left, packed = rest
+        length = key.length
+        given = VerifyOperands.unpack(packed, table_len=key.table_len, length=length)
+        slot, num_drafts = given.slot, given.num_drafts
+        drafts = drafts_of(slots, slot, given.is_given, given.token_ids)
+        first = of_slots(slots.window, slot)[:, :1]
+        ids = jnp.concatenate([first, drafts], axis=1)
+        start, _ = slots.unplaced(slot)
+        step_idx = jnp.arange(length, dtype=jnp.int32)[None, :]
+        is_token = (start[:, None] >= 0) & (step_idx <= num_drafts[:, None])
+        positions = jnp.where(is_token, start[:, None] + step_idx, -1)
+        tokens = Tokens(ids=ids, positions=positions, page_table=given.page_table)
+        forward, local_logits = PATHS[key.mode]
+        kv_cache, hidden = forward(self._context, params, tables, kv_cache, tokens)
+        logits = local_logits(self._context, params, hidden.reshape(-1, hidden.shape[-1]))
+        rows = jax.tree.map(lambda x: jnp.repeat(x, length), rows_of(sampling, slot))
+        choice = choose_plain(self._context, params, logits, rows, positions.reshape(-1) + 1)
+        slots, num_accepted = commit_window(
+            slots, slot, start, drafts, num_drafts, choice.token_ids.reshape(-1, length)
+        )
+        result = pack_verified(choice, num_accepted, length=length)
+        return kv_cache, slots, *_left(left, logits), result
+
+
+def _left(given: abc.Sequence, logits) -> list:
+    """The array in which logits are left, if there is one, with these in its first rows."""
+    return [
+        logits if len(array) == len(logits) else array.at[: len(logits)].set(logits)
+        for array in given
+    ]

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From logits to the chosen token: sampling, masks and forms."""

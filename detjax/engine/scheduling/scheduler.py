@@ -1,0 +1,429 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which rows the next step runs. Pure Python: no model, no array, no clock.
+
+The scheduler counts what has been launched, not what has come back: it runs a step ahead of the
+device. Where a count is not known yet (how much of a window a verification commits) it reckons
+with the most, and is corrected when the result is read. None of its choices can change a bit of a
+deterministic answer.
+"""
+
+import bisect
+from collections.abc import Iterable
+
+from detjax.engine.config import ReplicaConfig
+from detjax.engine.errors import OutOfPagesError
+from detjax.engine.requests.sequence import (
+    DecodeRow,
+    PrefillRow,
+    Row,
+    ScheduledBatch,
+    Sequence,
+    SequenceState,
+    max_committed,
+)
+from detjax.engine.scheduling.kv_cache import PagePool
+from detjax.engine.scheduling.prefix_cache import PrefixCache
+from detjax.engine.scheduling.speculation import Propose, Speculation, open_window, propose_nothing
+from detjax.engine.scheduling.waiting_queue import WaitingQueue
+
+
+class _Replica:
+    """The slots and pages of one data-parallel rank, and who runs there in order of service."""
+
+    def __init__(self, config: ReplicaConfig, root_key: bytes):
+        self.pool = PagePool(config.num_pages)
+        self.prefixes = PrefixCache(
+            self.pool,
+            page_len=config.page_len,
+            root_key=root_key,
+            is_enabled=config.has_prefix_cache,
+        )
+        self.num_slots = config.num_slots
+        self.free_slots = list(range(config.num_slots - 1, -1, -1))
+        self.running: list[Sequence] = []
+
+    def vacate(self) -> None:
+        """Take slots and pages from everybody; see `PagePool.reclaim`."""
+        self.running = []
+        self.prefixes.drop_announced()
+        self.free_slots = list(range(self.num_slots - 1, -1, -1))
+        self.pool.reclaim()
+
+    def prefilling(self) -> list[Sequence]:
+        return [s for s in self.running if not s.is_prefilled]
+
+
+class Scheduler:
+    """Admits, orders, preempts and ends sequences, and says what the next step runs.
+
+    Attributes:
+        num_preempted: Times a sequence lost its pages to another.
+        num_prefix_tokens: Tokens that were not computed, as the prefix cache had them.
+    """
+
+    def __init__(
+        self, config: ReplicaConfig, *, root_key: bytes = b"", propose: Propose = propose_nothing
+    ):
+        """Begin with nothing to do.
+
+        Args:
+            config: Sizes and policies.
+            root_key: Names the weights and numerics that pages are computed with.
+            propose: Host-side drafts for sequences that are decoded canonically.
+        """
+        self._config = config
+        self._waiting = WaitingQueue()
+        self._replicas = [_Replica(config, root_key) for _ in range(config.num_replicas)]
+        self._speculation = Speculation(config, propose)
+        self._num_added = 0
+        self._step = 0
+        self._prefill_streak = 0
+        self.num_preempted = 0
+        self.num_prefix_tokens = 0
+
+    # ---------------------------------------------------------------------------------------- state
+
+    @property
+    def running(self) -> list[Sequence]:
+        """Sequences that hold a slot."""
+        return [seq for replica in self._replicas for seq in replica.running]
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait for a slot."""
+        return self._waiting.num_waiting
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a sequence waits or runs."""
+        return self.num_waiting > 0 or any(replica.running for replica in self._replicas)
+
+    @property
+    def pools(self) -> list[PagePool]:
+        """The pages of each replica."""
+        return [replica.pool for replica in self._replicas]
+
+    def idle_pages(self, least: int) -> list[list[int]]:
+        """Pages of each replica that nobody holds, as `PagePool.idle_pages` has them."""
+        return [pool.idle_pages(least) for pool in self.pools]
+
+    # --------------------------------------------------------------------------- life of a sequence
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a new sequence."""
+        # WHY: a level of priority moves the arrival back, so the order never changes while waiting
+        # and everybody's turn comes.
+        arrival = self._step - seq.request.priority * self._config.ageing_steps
+        seq.service_order = (arrival, self._num_added)
+        self._num_added += 1
+        self._waiting.push(seq)
+
+    def end(self, seq: Sequence) -> None:
+        """Take back everything that a sequence holds. Its results in flight are dropped."""
+        if seq.state is SequenceState.RUNNING:
+            self._release(seq)
+        was_waiting = seq.state is SequenceState.WAITING
+        seq.state = SequenceState.DONE
+        if was_waiting:
+            self._waiting.drop_ended()
+
+    def restart(self, seqs: Iterable[Sequence]) -> None:
+        """Let these sequences, and no others, begin anew from what they have committed.
+
+        For a batch that was not launched, or any call that did not end: right whatever it has left
+        behind. Cached pages stay; results in flight are dropped.
+        """
+        for replica in self._replicas:
+            replica.vacate()
+        self._waiting.clear()
+        for seq in seqs:
+            seq.pages, seq.page_keys, seq.num_registered = [], [], 0
+            self._begin_anew(seq)
+
+    def _preempt(self, seq: Sequence) -> None:
+        """Free a sequence's slot and pages. What it committed stays, and is computed again."""
+        self._release(seq)
+        self._begin_anew(seq)
+        self.num_preempted += 1
+
+    def _release(self, seq: Sequence) -> None:
+        replica = self._replicas[seq.replica]
+        replica.pool.give_back(seq.pages)
+        replica.running.remove(seq)
+        replica.free_slots.append(seq.slot)
+        seq.pages = []
+        seq.num_registered = 0
+
+    def _begin_anew(self, seq: Sequence) -> None:
+        seq.epoch += 1
+        seq.num_pending = 0
+        open_window(seq)
+        self._waiting.push(seq)
+
+    # -------------------------------------------------------------------------------------- results
+
+    def confirm_launch(self) -> None:
+        """Note that the device has taken the launches of the last batch.
+
+        From now on others may find the pages that they write. A batch that was not launched has
+        told nobody of its pages: `restart` then.
+        """
+        for replica in self._replicas:
+            replica.prefixes.register_announced()
+
+    def is_current(self, row: Row) -> bool:
+        """Whether the result of a row still counts."""
+        return row.seq.state is SequenceState.RUNNING and row.epoch == row.seq.epoch
+
+    def retire(self, row: Row) -> None:
+        """Note that the result of a current row has been read. Commit its tokens afterwards."""
+        row.seq.num_pending -= max_committed(row)
+
+    def commit(self, seq: Sequence, token_id: int) -> None:
+        """Append a token to a running sequence."""
+        seq.tokens.append(token_id)
+
+    def close_window(self, row: DecodeRow) -> None:
+        """Verify the window of a draft at once, since the draft would end the sequence."""
+        self._speculation.close_window(row, step=self._step)
+
+    def share_pages(self, seq: Sequence) -> None:
+        """Let others find the pages that a running sequence's committed tokens have filled."""
+        if seq.is_canonical and seq.is_prefilled:
+            # The last token's keys and values are not computed yet.
+            self._replicas[seq.replica].prefixes.register(seq, len(seq.tokens) - 1)
+
+    def forget_pages(self) -> None:
+        """Empty the prefix cache. Who runs keeps its pages, which nobody else finds any more."""
+        for replica in self._replicas:
+            replica.prefixes.clear()
+
+    # ----------------------------------------------------------------------------------- scheduling
+
+    def schedule(self) -> ScheduledBatch:
+        """Decide the next step, and reckon with its having been launched: `confirm_launch` says so.
+
+        Raises:
+            SequenceError: If proposing drafts for a sequence raises.
+        """
+        for replica in self._replicas:
+            assert not replica.prefixes.has_coming, "confirm_launch() was not called"
+        self._step += 1
+        self._speculation.switch(self.running)
+        batch = ScheduledBatch.empty(len(self._replicas))
+        if self._prefill_streak < self._config.max_prefill_streak:
+            self._admit(batch)
+            if any(replica.prefilling() for replica in self._replicas):
+                self._prefill_streak += any(s.is_prefilled for s in self.running)
+                self._schedule_prefills(batch, self._config.max_tokens_per_step)
+                return batch
+        self._prefill_streak = 0
+        self._schedule_given(batch)
+        self._schedule_verifies(batch)
+        most_tokens = self._choose_decode_steps()
+        for replica, rows in zip(self._replicas, batch.decodes, strict=True):
+            self._schedule_decodes(replica, rows, batch, most_tokens)
+        # WHY: who was preempted for a later row's pages must not write to them any more.
+        batch.verifies = [[r for r in rows if self.is_current(r)] for rows in batch.verifies]
+        used = max(len(rows) for rows in batch.decodes)
+        if any(batch.verifies):
+            used += self._config.verify_rows * self._config.verify_window
+        self._admit(batch)
+        self._schedule_prefills(batch, self._config.max_tokens_per_step - used)
+        return batch
+
+    def _ensure_page(
+        self, replica: _Replica, seq: Sequence, position: int, batch: ScheduledBatch
+    ) -> bool:
+        """Give the sequence pages up to `position`, at the cost of those that rank below it."""
+        missing = self._num_missing_pages(seq, position)
+        if not missing:
+            return True
+        while replica.pool.num_available < missing:
+            if seq.num_pending:
+                return False  # what is coming may end it
+            last = replica.running[-1]
+            if last is not seq:
+                self._preempt(last)
+                continue
+            if len(replica.running) == 1:
+                self._fail(seq, position + 1, batch)
+            return False
+        seq.pages += replica.pool.take(missing)
+        return True
+
+    def _num_missing_pages(self, seq: Sequence, position: int) -> int:
+        """Pages up to `position` that a sequence does not hold."""
+        return max(0, position // self._config.page_len + 1 - len(seq.pages))
+
+    def _fail(self, seq: Sequence, num_tokens: int, batch: ScheduledBatch) -> None:
+        self.end(seq)
+        cache = f"the cache of {self._config.num_pages} pages of {self._config.page_len}"
+        error = OutOfPagesError(f"its {num_tokens} tokens do not fit in {cache}")
+        batch.failed.append((seq, error))
+
+    # --------------------------------------------------------------------------------- verification
+
+    def _schedule_given(self, batch: ScheduledBatch) -> None:
+        """Windows whose drafts the host proposes, for sequences without a result to come."""
+        if not self._config.has_prompt_lookup:
+            return
+        for replica, rows in zip(self._replicas, batch.verifies, strict=True):
+            for seq in tuple(replica.running):
+                if len(rows) == self._config.verify_rows:
+                    break
+                if seq.state is not SequenceState.RUNNING:
+                    continue
+                given = self._speculation.propose(seq)
+                if given is None:
+                    continue
+                position = seq.len_bound - 1 + len(given)
+                if self._ensure_page(replica, seq, position, batch):
+                    rows.append(self._speculation.verify(seq, given))
+
+    def _schedule_verifies(self, batch: ScheduledBatch) -> None:
+        """Windows on the device that are full, or late, or ride for nothing."""
+        windows = self._speculation.choose_windows(
+            [replica.running for replica in self._replicas],
+            step=self._step,
+            is_due=any(batch.verifies),
+        )
+        for replica, seqs, rows in zip(self._replicas, windows, batch.verifies, strict=True):
+            for seq in seqs:
+                if len(rows) == self._config.verify_rows:
+                    break
+                # WHY: who finds no page takes no row from the next, whose end may free one.
+                position = seq.len_bound - 1 + seq.num_drafts
+                if seq.state is SequenceState.RUNNING and self._ensure_page(
+                    replica, seq, position, batch
+                ):
+                    rows.append(self._speculation.verify(seq))
+
+    # --------------------------------------------------------------------------------------- decode
+
+    def _choose_decode_steps(self) -> int:
+        """Choose how many tokens of a sequence one launch of this step makes.
+
+        Several while all who run decode, since others would wait for them, and while somebody
+        wants more than half of them.
+        """
+        steps, speculation = self._config.decode_steps, self._speculation
+        if steps == 1 or not all(s.is_prefilled for s in self.running):
+            return 1
+        decoding = [s for s in self.running if speculation.can_decode(s)]
+        if any(s.needs_choice for s in decoding):
+            return 1  # a choice program follows each token
+        wanted = max((speculation.num_wanted(s) for s in decoding), default=0)
+        return steps if 2 * wanted > steps else 1
+
+    def _schedule_decodes(
+        self, replica: _Replica, rows: list[DecodeRow], batch: ScheduledBatch, most_tokens: int
+    ) -> None:
+        speculation = self._speculation
+        # Best rank first: who is preempted for another has no row yet.
+        for seq in tuple(replica.running):
+            if seq.state is not SequenceState.RUNNING or not speculation.can_decode(seq):
+                continue
+            num_tokens = min(speculation.num_wanted(seq), most_tokens)
+            # Nobody is preempted for tokens that may turn out to lie behind an end.
+            last = speculation.last_position(seq, num_tokens)
+            if self._num_missing_pages(seq, last) > replica.pool.num_available:
+                num_tokens = 1
+                last = speculation.last_position(seq, num_tokens)
+            if self._ensure_page(replica, seq, last, batch):
+                rows.append(speculation.decode(seq, num_tokens, step=self._step))
+
+    # ------------------------------------------------------------------------------------ admission
+
+    def _admit(self, batch: ScheduledBatch) -> None:
+        """Let the best of those who wait run, while there are slots, pages and rows to prefill."""
+        most_rows = max(rows for rows, _ in self._config.prefill_shapes)
+        while (seq := self._waiting.first()) is not None:
+            open_ones = [
+                (-len(r.prefixes.find_prefix(seq)), -r.pool.num_available, i)
+                for i, r in enumerate(self._replicas)
+                if r.free_slots and len(r.prefilling()) < most_rows
+            ]
+            # WHY: nobody overtakes the first: small requests would starve a large one.
+            if not any(self._enter(i, seq, batch) for _, _, i in sorted(open_ones)):
+                return
+            self._waiting.pop_first()
+
+    def _enter(self, index: int, seq: Sequence, batch: ScheduledBatch) -> bool:
+        """Give a sequence a slot and pages for all its tokens, or end it; False if it must wait."""
+        replica = self._replicas[index]
+        matched = replica.prefixes.find_prefix(seq)
+        replica.pool.share(matched)
+        missing = -(-len(seq.tokens) // self._config.page_len) - len(matched)
+        # Those who run and may outgrow their pages will need one each, sooner or later.
+        growing = sum(not self._is_housed(s) for s in replica.running)
+        if replica.pool.num_available < missing + growing:
+            replica.pool.give_back(matched)
+            if replica.running:
+                return False
+            seq.state = SequenceState.DONE
+            self._fail(seq, len(seq.tokens), batch)
+            return True
+        seq.pages = matched + replica.pool.take(missing)
+        seq.state = SequenceState.RUNNING
+        seq.replica, seq.slot = index, replica.free_slots.pop()
+        seq.num_registered = len(matched)
+        seq.num_to_prefill = len(seq.tokens)
+        seq.num_prefilled = len(matched) * self._config.page_len
+        self._note_cached(seq, seq.num_prefilled)
+        bisect.insort(replica.running, seq, key=lambda s: s.service_order)
+        return True
+
+    def _note_cached(self, seq: Sequence, num_tokens: int) -> None:
+        """Count tokens that the prefix cache had. What a preempted sequence finds is its own."""
+        self.num_prefix_tokens += num_tokens
+        if not seq.epoch:
+            seq.num_cached += num_tokens
+
+    def _is_housed(self, seq: Sequence) -> bool:
+        """Whether a sequence holds all pages that it can ever need."""
+        return len(seq.pages) * self._config.page_len >= seq.max_len
+
+    # -------------------------------------------------------------------------------------- prefill
+
+    def _schedule_prefills(self, batch: ScheduledBatch, most_tokens: int) -> None:
+        batch.prefill_shape = shape = self._choose_prefill_shape(most_tokens)
+        if shape is None:
+            return
+        num_rows, length = shape
+        for replica, rows in zip(self._replicas, batch.prefills, strict=True):
+            for seq in replica.prefilling()[:num_rows]:
+                rows.append(self._prefill(replica, seq, length))
+
+    def _choose_prefill_shape(self, most_tokens: int) -> tuple[int, int] | None:
+        """The shape that computes most tokens among those of which half is no padding."""
+        missing = [
+            [s.num_to_prefill - s.num_prefilled for s in r.prefilling()] for r in self._replicas
+        ]
+        if not any(missing):
+            return None
+        sized = []
+        for rows, length in self._config.prefill_shapes:
+            if rows * length <= most_tokens:
+                useful = sum(min(n, length) for counts in missing for n in counts[:rows])
+                share = useful / (rows * length * len(missing))
+                sized.append((min(share, 0.5), useful, -rows * length, (rows, length)))
+        return max(sized)[-1]
+
+    def _prefill(self, replica: _Replica, seq: Sequence, length: int) -> PrefillRow:
+        """Make the row of a prefill, of up to `length` tokens that the cache does not have."""
+        self._note_cached(seq, replica.prefixes.extend_prefix(seq))
+        start = seq.num_prefilled
+        stop = min(start + length, seq.num_to_prefill)
+        seq.num_prefilled = stop
+        row = PrefillRow(
+            seq=seq,
+            epoch=seq.epoch,
+            start=start,
+            token_ids=seq.tokens[start:stop],
+            is_last=seq.is_prefilled,
+            is_scored=min(stop, seq.num_to_score) > max(start, len(seq.prompt_logprobs)),
+        )
+        seq.num_pending += max_committed(row)
+        replica.prefixes.announce(seq, stop)
+        return row

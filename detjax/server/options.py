@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the options of the server say to others. No JAX."""
+
+import argparse
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+ACCESS_LOG = "detjax.server.access"
+"""The log that has a line for each request."""
+
+LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WebOptions:
+    """Who may ask a server over HTTP.
+
+    Attributes:
+        api_keys: Of which a request must have one; none lets everybody ask.
+        has_open_metrics: `/metrics` needs no key.
+        origins: Whose pages may ask (CORS); `*` is all.
+        methods: That these may ask with.
+        headers: That these may send.
+        has_credentials: They may send cookies and the like.
+    """
+
+    api_keys: tuple[str, ...] = ()
+    has_open_metrics: bool = False
+    origins: tuple[str, ...] = ()
+    methods: tuple[str, ...] = ("*",)
+    headers: tuple[str, ...] = ("*",)
+    has_credentials: bool = False
+
+
+def web_options(args: argparse.Namespace) -> WebOptions:
+    """What is given of `WebOptions`."""
+
+    def texts(name: str, default: tuple[str, ...]) -> tuple[str, ...]:
+        given = getattr(args, f"allowed_{name}") or ()
+        return tuple(text for some in given for text in some) or default
+
+    return WebOptions(
+        api_keys=tuple(args.api_key),
+        has_open_metrics=args.metrics_without_key,
+        origins=texts("origins", ()),
+        methods=texts("methods", ("*",)),
+        headers=texts("headers", ("*",)),
+        has_credentials=args.allow_credentials,
+    )
+
+
+def texts_of_option(text: str) -> list[str]:
+    """A text, or a list of them as JSON, as vLLM's server takes it."""
+    if not text.startswith("["):
+        return [text]
+    try:
+        return msgspec.json.decode(text, type=list[str])
+    except msgspec.MsgspecError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of texts: {error}") from error
+
+
+def access_filter(args: argparse.Namespace) -> Callable[[logging.LogRecord], bool]:
+    """Which lines of requests are logged."""
+    quiet = {path.strip() for path in args.disable_access_log_for_endpoints.split(",")}
+
+    def is_logged(record: logging.LogRecord) -> bool:
+        path = getattr(record, "path", "")
+        return not args.disable_uvicorn_access_log and path not in quiet
+
+    return is_logged
+
+
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of `EngineConfig` that are given."""
+    names = "mode", "max_len", "batch_size", "decode_batches", "max_waiting", "self_check"
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    if "decode_batches" in given:
+        given["decode_batches"] = tuple(given["decode_batches"])
+    return given

@@ -1,0 +1,363 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an answer of a conversation says: reasoning, text, and calls of tools, while it is made.
+
+A model writes all of it as text, in the form of its chat template. What is in no form stays text,
+so nothing is lost.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from detjax.engine.outputs.text import overlap
+
+THINK, THINK_END = "<think>", "</think>"
+CALL, CALL_END = "<tool_call>", "</tool_call>"
+CALLS, PYTHON_TAG = "[TOOL_CALLS]", "<|python_tag|>"
+
+
+class ToolCall(NamedTuple):
+    """A call of a function, with its arguments as JSON."""
+
+    name: str
+    arguments: str
+
+
+class Said(NamedTuple):
+    """What is new of an answer; the parts are in the order of these fields.
+
+    Attributes:
+        reasoning: What the model thinks.
+        content: What it answers.
+        calls: What it asks for.
+        arguments: More of those of the call that was told before; none where that was whole.
+    """
+
+    reasoning: str = ""
+    content: str = ""
+    calls: tuple[ToolCall, ...] = ()
+    arguments: str = ""
+
+    def then(self, other: "Said") -> "Said":
+        """Both, one after the other."""
+        calls, arguments = self.calls, self.arguments + other.arguments
+        if calls and other.arguments:
+            *before, last = calls
+            calls = (*before, last._replace(arguments=last.arguments + other.arguments))
+            arguments = self.arguments
+        return Said(
+            reasoning=self.reasoning + other.reasoning,
+            content=self.content + other.content,
+            calls=calls + other.calls,
+            arguments=arguments,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Form:
+    """In which form a model writes.
+
+    Attributes:
+        tools: Functions that it may call.
+        has_tags: Each call is JSON between `<tool_call>` and `</tool_call>` (Hermes, Qwen).
+        is_json: An answer that is JSON altogether is a call, or a list of them (Llama 3.1; Mistral,
+            behind `[TOOL_CALLS]`, which is a special token and not shown).
+        is_forced: The answer is made to be one call, as `call_schema` has it. So its arguments are
+            told while they are written.
+        is_single: Of several calls the first alone is told.
+        thinks: It may think first, between `<think>` and `</think>`.
+        begins_thinking: The prompt ends with `<think>`.
+    """
+
+    tools: frozenset[str] = frozenset()
+    has_tags: bool = False
+    is_json: bool = False
+    is_forced: bool = False
+    is_single: bool = False
+    thinks: bool = False
+    begins_thinking: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether an answer is nothing but text."""
+        calls = self.has_tags or self.is_json or self.is_forced
+        return not (calls or self.thinks or self.begins_thinking)
+
+    @classmethod
+    def of(
+        cls,
+        template: str,
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        prompt: str,
+        is_forced: bool,
+        is_single: bool = False,
+    ) -> "Form":
+        """The form of a template.
+
+        Args:
+            template: Of the conversation.
+            tools: As OpenAI's API has them; none where calls are not wanted.
+            prompt: The end of it.
+            is_forced: As the form has it.
+            is_single: As the form has it.
+        """
+        has_tags = CALL in template and not is_forced
+        is_json = CALLS in template or "python_tag" in template or "ipython" in template
+        return cls(
+            tools=frozenset(tool["function"]["name"] for tool in tools),
+            has_tags=bool(tools) and has_tags,
+            is_json=bool(tools) and is_json and not has_tags and not is_forced,
+            is_forced=is_forced,
+            is_single=is_single,
+            thinks=THINK_END in template and not is_forced,
+            begins_thinking=prompt.rstrip().endswith(THINK) and not is_forced,
+        )
+
+
+def call_schema(tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The JSON schema of a call of one of some functions."""
+    is_one = len(tools) == 1
+    calls = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string", "enum": [tool["function"]["name"]]},
+                "arguments": _moved(
+                    {"type": "object"} | (tool["function"].get("parameters") or {}),
+                    "#/properties/arguments" if is_one else f"#/anyOf/{i}/properties/arguments",
+                ),
+            },
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for i, tool in enumerate(tools)
+    ]
+    return calls[0] if is_one else {"anyOf": calls}
+
+
+_OF_NAMES = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
+_NO_SCHEMAS = ("const", "default", "enum", "examples")
+
+
+def _moved(schema: Any, root: str) -> Any:
+    """A schema whose references are to its new place in another."""
+    if isinstance(schema, list):
+        return [_moved(one, root) for one in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    moved = {}
+    for key, value in schema.items():
+        if key == "$ref" and isinstance(value, str) and value.startswith("#"):
+            moved[key] = root + value[1:]
+        elif key in _OF_NAMES and isinstance(value, Mapping):
+            moved[key] = {name: _moved(one, root) for name, one in value.items()}
+        else:
+            moved[key] = value if key in _NO_SCHEMAS else _moved(value, root)
+    return moved
+
+
+class AnswerReader:
+    """Reads one answer, piece by piece. However it is cut, the parts are the same.
+
+    White space around reasoning and calls belongs to none of them.
+    """
+
+    def __init__(self, form: Form):
+        """Nothing is read yet."""
+        self._form = form
+        self._held = ""
+        self._state = self._reasoning if form.begins_thinking else self._begin
+        self._trims = form.begins_thinking  # white space that comes next belongs to nothing
+        self._is_over = False
+        self._num_calls = 0
+        self._scan = _Scan()
+
+    def push(self, text: str) -> Said:
+        """Read more; what is sure now."""
+        self._held += text
+        said = Said()
+        while True:
+            before = self._state, self._held
+            said = said.then(self._state())
+            if (self._state, self._held) == before:
+                return said
+
+    def finish(self) -> Said:
+        """The end: what was held back."""
+        self._is_over = True
+        return self.push("")
+
+    def _begin(self) -> Said:
+        """What kind of answer it is."""
+        text = self._held.lstrip()
+        if self._form.thinks and text.startswith(THINK):
+            self._held, self._trims = text.removeprefix(THINK), True
+            self._state = self._reasoning
+        elif not self._is_over and (not text or self._form.thinks and THINK.startswith(text)):
+            pass
+        elif self._form.is_forced:
+            self._state = self._forced
+        else:
+            self._state = self._whole if self._form.is_json else self._content
+        return Said()
+
+    def _forced(self) -> Said:
+        """The beginning of a call that the answer is, up to its arguments."""
+        if (found := _FORCED.match(self._held)) is not None:
+            self._held, self._state = self._held[found.end() :], self._arguments
+            return Said(calls=(ToolCall(json.loads(found[1]), ""),))
+        if self._is_over:
+            self._state = self._content
+        return Said()
+
+    def _arguments(self) -> Said:
+        """Its arguments, as they are written."""
+        count = self._scan.take(self._held)
+        written, self._held = self._held[:count], self._held[count:]
+        if self._scan.is_whole:
+            self._state = self._call_end
+        return Said(arguments=written)
+
+    def _call_end(self) -> Said:
+        """The end of the call."""
+        text = self._held.lstrip()
+        if text or self._is_over:
+            self._held, self._state, self._trims = text.removeprefix("}"), self._content, True
+        return Said()
+
+    def _reasoning(self) -> Said:
+        text, is_ended = self._until(THINK_END)
+        if is_ended:
+            self._state, self._trims = self._answer, True
+        return Said(reasoning=text)
+
+    def _answer(self) -> Said:
+        """What follows the reasoning."""
+        self._held = self._held.lstrip()
+        if self._held or self._is_over:
+            self._state = self._whole if self._form.is_json else self._content
+        return Said()
+
+    def _content(self) -> Said:
+        if not self._form.has_tags:
+            text, self._held = self._held, ""
+            return Said(content=self._trimmed(text))
+        text, is_ended = self._until(CALL)
+        if is_ended:
+            self._state = self._call
+        return Said(content=text)
+
+    def _call(self) -> Said:
+        written, end, rest = self._held.partition(CALL_END)
+        if not end and not self._is_over:
+            return Said()
+        self._held, self._state = rest, self._content
+        if found := self._calls_of(written):
+            self._trims = True
+            return self._told(found)
+        return Said(content=CALL + written + end)
+
+    def _whole(self) -> Said:
+        """An answer that is a call or none of it is."""
+        text = self._held.lstrip().removeprefix(CALLS).removeprefix(PYTHON_TAG).lstrip()
+        starts = not text or text[0] in "[{" or any(s.startswith(text) for s in (CALLS, PYTHON_TAG))
+        if starts and not self._is_over:
+            return Said()
+        self._state = self._content
+        if found := self._calls_of(text):
+            self._held = ""
+            return self._told(found)
+        return Said()
+
+    def _told(self, calls: tuple[ToolCall, ...]) -> Said:
+        if self._form.is_single:
+            calls = calls[: max(0, 1 - self._num_calls)]
+        self._num_calls += len(calls)
+        return Said(calls=calls)
+
+    def _until(self, sign: str) -> tuple[str, bool]:
+        """Take the text before a sign, without white space at the sign; whether it is there."""
+        text, found, rest = self._held.partition(sign)
+        if found:
+            self._held = rest
+            return self._trimmed(text.rstrip()), True
+        kept = 0 if self._is_over else overlap(text, sign)
+        sure = text[: len(text) - kept]
+        if not self._is_over:
+            sure = sure.rstrip()
+        self._held = text[len(sure) :]
+        return self._trimmed(sure), False
+
+    def _trimmed(self, text: str) -> str:
+        if self._trims:
+            text = text.lstrip()
+            self._trims = not text
+        return text
+
+    def _calls_of(self, written: str) -> tuple[ToolCall, ...]:
+        """The calls that some JSON is; none if it is anything else."""
+        found: list[Any] = []
+        for part in re.split(r";(?=\s*\{)", written.strip()):
+            try:
+                value = json.loads(part, parse_constant=_refuse_constant)
+            except (ValueError, RecursionError):
+                return ()
+            found += value if isinstance(value, list) else [value]
+        calls = []
+        for call in found:
+            name = call.get("name") if isinstance(call, dict) else None
+            if not isinstance(name, str) or name not in self._form.tools:
+                return ()
+            arguments = call.get("arguments", call.get("parameters", {}))
+            if not isinstance(arguments, dict):
+                return ()
+            calls.append(ToolCall(name, _as_text(arguments)))
+        return tuple(calls)
+
+
+def _as_text(arguments: dict[str, Any]) -> str:
+    """Arguments as JSON; half of a surrogate pair, which no text can hold, is U+FFFD."""
+    text = json.dumps(arguments, ensure_ascii=False)
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+_FORCED = re.compile(
+    r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*(?=\{)', re.DOTALL
+)
+
+
+class _Scan:
+    """Finds the end of a JSON object, piece by piece."""
+
+    def __init__(self):
+        self._depth, self._is_text, self._is_escaped = 0, False, False
+        self.is_whole = False
+
+    def take(self, text: str) -> int:
+        """Characters of a text that belong to the object."""
+        for i, sign in enumerate(text):
+            if self._is_escaped:
+                self._is_escaped = False
+            elif self._is_text:
+                self._is_escaped, self._is_text = sign == "\\", sign != '"'
+            elif sign == '"':
+                self._is_text = True
+            elif sign in "{}":
+                self._depth += 1 if sign == "{" else -1
+                if not self._depth:
+                    self.is_whole = True
+                    return i + 1
+        return len(text)
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def read(form: Form, text: str) -> Said:
+    """All that an answer says."""
+    reader = AnswerReader(form)
+    return reader.push(text).then(reader.finish())

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""After `compile`, no request makes JAX compile anything, whatever it asks for."""
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import jax
+import numpy as np
+import pytest
+
+from detjax.engine.config import EngineConfig
+from detjax.engine.engine import Engine
+from detjax.engine.requests.request import FinishReason, SamplingParams
+from detjax.engine.sampling.grammars import Grammars
+from detjax.engine.sampling.structured_output import StructuredOutput
+from detjax.models.bundled import bundled_model_path
+from detjax.testing.cases import quick_and_slow
+from detjax.testing.dummies import dummy_config, dummy_model
+
+VOCAB, MAX_LEN = 4096, 128
+COMPILED = "/jax/core/compile/backend_compile_duration"
+FORM = StructuredOutput(kind="regex", spec="[a-z ]{3,9}")
+
+KINDS = (
+    {}, {"temperature": 0.8}, {"temperature": 1.0, "top_p": 0.9}, {"temperature": 1.0, "top_k": 7},
+    {"temperature": 1.0, "min_p": 0.1}, {"repetition_penalty": 1.2}, {"presence_penalty": 0.5},
+    {"frequency_penalty": 0.3, "temperature": 0.9}, {"logit_bias": ((5, 2.0), (9, -3.0))},
+    {"bad_words_token_ids": ((4,), (5, 6))}, {"allowed_token_ids": tuple(range(0, VOCAB, 3))},
+    {"min_tokens": 2, "stop_token_ids": (7, 8)}, {"logprobs_mode": "processed", "temperature": 0.7},
+    {"logprobs": 1}, {"logprobs": 20}, {"logprobs": 64, "top_p": 0.5},
+    {"prompt_logprobs": 0}, {"prompt_logprobs": 3}, {"prompt_logprobs": 64},
+    {"max_tokens": 0, "prompt_logprobs": 1}, {"n": 3, "temperature": 1.0},
+    {"structured_output": FORM}, {"seed": 2**63 + 1, "temperature": 1.3, "top_p": 0.7, "top_k": 5},
+)  # fmt: skip
+
+
+@dataclass
+class Compilations:
+    """How many programs XLA has compiled since it was made."""
+
+    count: int = 0
+    is_over: bool = False
+    names: list[str] = field(default_factory=list)
+
+    def __call__(self, event: str, duration: float, **named) -> None:
+        if event == COMPILED and not self.is_over:
+            self.count += 1
+            self.names.append(str(named.get("fun_name", "?")))
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[Compilations]:
+    found = Compilations()
+    jax.monitoring.register_event_duration_secs_listener(found)
+    try:
+        yield found
+    finally:
+        found.is_over = True
+
+
+def engine(**changes) -> Engine:
+    config = dummy_config(num_layers=1, vocab_size=VOCAB)
+    model = dummy_model(dataclasses.replace(config, eos_token_ids=(0,)))
+    folder = bundled_model_path()
+    grammars = Grammars((folder / "tokenizer.json").read_text, vocab_size=VOCAB, eos_token_ids=(0,))
+    config = EngineConfig(
+        **{"batch_size": 4, "prefill_chunk": 32, "max_len": MAX_LEN, "decode_batches": (1,)}
+        | changes
+    )
+    return Engine(model, config, grammars=grammars)
+
+
+def ask(made: Engine, rng: np.random.Generator, count: int) -> int:
+    """Put so many requests of every kind to an engine, in bursts of every size; sequences asked."""
+    num_asked = 0
+    while count > 0:
+        burst = min(count, int(rng.integers(1, 9)))
+        count -= burst
+        for _ in range(burst):
+            kind = KINDS[num_asked % len(KINDS)]
+            prompt = rng.integers(1, VOCAB, int(rng.integers(1, 70))).tolist()
+            sampling = SamplingParams(**{"max_tokens": int(rng.integers(2, 6))} | kind)
+            made.add_request(prompt, sampling)
+            num_asked += 1
+        for output in made.drain():
+            assert output.finish_reason is not FinishReason.ERROR, output.error
+    return num_asked
+
+
+@pytest.mark.parametrize(
+    ("changes", "count"),
+    quick_and_slow(
+        [({}, 150)],
+        [
+            ({"prefill_shapes": ((2, 32),), "decode_lens": (64,)}, 2000),
+            ({"mode": "dvr", "max_draft_fraction": 0.6, "verify_window": 4}, 400),
+            ({"has_prompt_lookup": True, "verify_window": 4}, 400),
+            ({"mode": "dvr", "decode_steps": 3, "verify_window": 4}, 400),
+        ],
+    ),
+    ids=str,
+)
+def test_no_kind_of_request_compiles_a_program(changes, count):
+    made = engine(**changes)
+    made.compile()
+    num_compiled = made.programs.num_compiled
+    with counted() as found:
+        assert ask(made, np.random.default_rng(3), count) == count
+    assert found.names == []
+    assert made.programs.num_compiled == num_compiled == made.stats().num_compiled
+    assert made.self_check_error == ""
+
+
+@pytest.mark.control
+def test_control_an_engine_that_was_not_prepared_compiles_while_requests_wait():
+    made = engine()
+    with counted() as found:
+        ask(made, np.random.default_rng(3), 30)
+    assert found.count >= made.programs.num_compiled > 4
+
+
+def test_the_number_of_programs_follows_from_sizes_and_modes_alone():
+    """Nothing that a request says is in the name of one."""
+    made = engine()
+    made.compile()
+    decodes, tables, prefills, choices, scores = 2, 1, 1, 2, 2
+    assert made.programs.num_compiled == (
+        decodes * tables + 2 * prefills + 3 * choices + scores * prefills + 1
+    ), json.dumps([key.name for key in made.programs])
