@@ -34,7 +34,7 @@ from benchmarks.common import Rows, environment, kernel_events, num_different
 from benchmarks.step import CONTEXT, DECODE_STEPS, MODELS, _config
 from detjax.compilation.donation import compile_checked
 from detjax.compilation.xla_flags import EXACT_OPTIONS
-from detjax.engine.requests.request import SamplingParams
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.running.device_arrays import pages_shape
 from detjax.engine.running.launch_operands import unpack_choice
 from detjax.engine.running.program_key import ProgramKey

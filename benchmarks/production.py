@@ -32,7 +32,9 @@ from benchmarks.production_asks import PAGE, SPLIT, Ask, Texts, pool, with_wishe
 from benchmarks.step import MODELS
 from detjax.engine.config import EngineConfig, ReplicaConfig
 from detjax.engine.engine import Engine
-from detjax.engine.requests.request import Completion, Request, SamplingParams
+from detjax.engine.outputs.completion import Completion
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.running.choice_programs import pack_windows
 from detjax.engine.running.device_arrays import (
     Slots,

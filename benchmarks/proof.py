@@ -42,8 +42,10 @@ from detjax.engine.async_engine import AsyncEngine
 from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
 from detjax.engine.metrics import EngineStats
-from detjax.engine.outputs.text import TextBatch
-from detjax.engine.requests.request import Request, SamplingParams, TokenEvent
+from detjax.engine.outputs.request_output import TokenEvent
+from detjax.engine.outputs.text_batch import TextBatch
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.running.program_key import ProgramKey, program_keys
 from detjax.engine.running.programs import ProgramCache
 from detjax.models.bundled import bundled_model_path

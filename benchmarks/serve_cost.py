@@ -42,13 +42,9 @@ from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
 from detjax.engine.heap import frozen_heap
 from detjax.engine.metrics import EngineStats
-from detjax.engine.requests.request import (
-    Completion,
-    FinishReason,
-    RequestOutput,
-    SamplingParams,
-    TokenEvent,
-)
+from detjax.engine.outputs.completion import Completion
+from detjax.engine.outputs.request_output import FinishReason, RequestOutput, TokenEvent
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.requests.sequence import OnToken, ignore_token
 from detjax.pallas_kernels.backend import Backend
 from detjax.proof.identity import Identity

@@ -21,8 +21,11 @@ from detjax.compilation.kept_programs import keep_programs_of_build
 from detjax.compilation.source import NO_CACHE, default_cache_dir
 from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
-from detjax.engine.outputs.text import CompletionOutput, TextBatch, text_request
-from detjax.engine.requests.request import PromptLogprobs, SamplingParams, TokenEvent, draw_seed
+from detjax.engine.outputs.completion import CompletionOutput
+from detjax.engine.outputs.request_output import PromptLogprobs, TokenEvent
+from detjax.engine.outputs.text_batch import TextBatch
+from detjax.engine.requests.sampling_params import SamplingParams, draw_seed
+from detjax.engine.requests.text_request import text_request
 from detjax.engine.running.memory import cache_bytes, check_memory
 from detjax.engine.sampling.grammars import Grammars
 from detjax.models.bundled import BUNDLED, BUNDLED_NAME, bundled_model_path

@@ -24,8 +24,9 @@ from detjax import generate, llm, sizing
 from detjax.engine import engine
 from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
-from detjax.engine.outputs.text import CompletionOutput
-from detjax.engine.requests.request import FinishReason, Request
+from detjax.engine.outputs.completion import CompletionOutput
+from detjax.engine.outputs.request_output import FinishReason
+from detjax.engine.requests.request import Request
 from detjax.engine.running import memory
 from detjax.engine.scheduling.work import Work
 from detjax.models import hub

@@ -340,7 +340,11 @@ MUTANTS = (
         name="noise-without-the-prompt",
         fault="prompts of one length draw the same noise",
         edits=(
-            Edit(where="detjax/engine/requests/request.py", old='"little") + ids', new='"little")'),
+            Edit(
+                where="detjax/engine/requests/sampling_params.py",
+                old='"little") + ids',
+                new='"little")',
+            ),
         ),
         tests=(f"{SAMPLES}::test_prompts_of_one_seed_agree_as_often_as_chance_has_it",),
     ),

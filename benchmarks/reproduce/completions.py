@@ -19,7 +19,7 @@ from benchmarks.reproduce.experiment import (
     windows_since,
 )
 from detjax.engine.engine import Engine
-from detjax.engine.requests.request import Completion
+from detjax.engine.outputs.completion import Completion
 
 PROMPT = "Her uncle came back in London without a word"
 """One of the openings whose answers part: of 48, six did between batches of 1 and 48 (CPU)."""

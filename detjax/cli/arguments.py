@@ -13,7 +13,7 @@ from detjax.cli.errors import BITS_DIFFER, InputError, bad_input
 from detjax.compilation.source import NO_CACHE as NO_CACHE
 from detjax.compilation.source import default_cache_dir
 from detjax.engine.config import DRAFT_WEIGHTS, MODES, SELF_CHECKS, EngineConfig
-from detjax.engine.requests.request import LOGPROBS_MODES, NOISES, SamplingParams
+from detjax.engine.requests.sampling_params import LOGPROBS_MODES, NOISES, SamplingParams
 from detjax.engine.sampling.structured_output import FORMS, StructuredOutput
 from detjax.models.bundled import BUNDLED
 from detjax.pallas_kernels.backend import Backend

@@ -14,7 +14,7 @@ import detjax
 from detjax.cli.arguments import NO_CACHE, GenerateArgs
 from detjax.cli.errors import InputError, bad_input
 from detjax.cli.prompts import Prompt
-from detjax.engine.outputs.text import CompletionOutput
+from detjax.engine.outputs.completion import CompletionOutput
 from detjax.parallel.job_spec import find_job
 
 _NOT_PASSED = frozenset(

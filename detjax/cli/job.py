@@ -10,8 +10,9 @@ from typing import Any
 from detjax.cli.arguments import GenerateArgs, sampling_params
 from detjax.cli.errors import InputError, bad_input
 from detjax.cli.prompts import Prompt
-from detjax.engine.outputs.text import text_request
-from detjax.engine.requests.request import Request, draw_seed
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import draw_seed
+from detjax.engine.requests.text_request import text_request
 from detjax.engine.scheduling.work import Work
 from detjax.models.config import ModelConfig
 from detjax.models.tokenizer import Tokenizer

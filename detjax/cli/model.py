@@ -13,7 +13,9 @@ from detjax.cli.arguments import GPU_MEMORY_UTILIZATION, NO_CACHE, NO_CAST, Gene
 from detjax.cli.errors import InputError, bad_input
 from detjax.engine.config import EngineConfig
 from detjax.engine.metrics import EngineStats
-from detjax.engine.requests.request import Completion, Request, TokenEvent
+from detjax.engine.outputs.completion import Completion
+from detjax.engine.outputs.request_output import TokenEvent
+from detjax.engine.requests.request import Request
 from detjax.engine.scheduling.work import Work
 from detjax.engine.trace import TracesEvents
 from detjax.models.config import ModelConfig

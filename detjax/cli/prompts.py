@@ -12,7 +12,7 @@ from typing import Any
 
 from detjax.cli.arguments import GenerateArgs
 from detjax.cli.errors import InputError, check_unicode
-from detjax.engine.requests.request import SamplingParams
+from detjax.engine.requests.sampling_params import SamplingParams
 
 PROMPT_BYTES = 2**23
 """Longest prompt: a million tokens are about half of it."""

@@ -22,7 +22,7 @@ from detjax.cli.errors import BAD_INPUT, BITS_DIFFER, OK, one_line
 from detjax.cli.job import Job
 from detjax.cli.model import keep_compiled_programs
 from detjax.compilation.source import default_cache_dir
-from detjax.engine.outputs.text import CompletionOutput
+from detjax.engine.outputs.completion import CompletionOutput
 from detjax.models.hub import check_model
 from detjax.proof.canonical_json import canonical_json
 from detjax.proof.signing import SigningKey, read_public_key

@@ -15,8 +15,11 @@ from detjax.cli.output import AbstractWriter
 from detjax.cli.transcript import Transcript
 from detjax.engine.config import EngineConfig
 from detjax.engine.metrics import EngineStats
-from detjax.engine.outputs.text import CompletionOutput, TextBatch
-from detjax.engine.requests.request import Request, SamplingParams, TokenEvent
+from detjax.engine.outputs.completion import CompletionOutput
+from detjax.engine.outputs.request_output import TokenEvent
+from detjax.engine.outputs.text_batch import TextBatch
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.trace import NO_TRACE, TracesEvents
 from detjax.models.tokenizer import Tokenizer
 

@@ -2,9 +2,9 @@
 """Writes the sequences of a run while they are made, each in its turn."""
 
 from detjax.cli.output import AbstractWriter
-from detjax.engine.outputs.completions import best
-from detjax.engine.outputs.text import CompletionText, TextBatch
-from detjax.engine.requests.request import TokenEvent
+from detjax.engine.outputs.completion import best
+from detjax.engine.outputs.request_output import TokenEvent
+from detjax.engine.outputs.text_batch import SequenceText, TextBatch
 
 
 class Transcript:
@@ -33,7 +33,7 @@ class Transcript:
             self._num_pieces, self._has_begun = 0, False
         return is_stopped
 
-    def _write(self, sequence: CompletionText) -> bool:
+    def _write(self, sequence: SequenceText) -> bool:
         """Write what is new of a sequence; return True if it is now written to its end."""
         if sequence.num_tokens and not self._has_begun:
             self._has_begun = True
@@ -46,7 +46,7 @@ class Transcript:
         self._writer.end(sequence.output())
         return True
 
-    def _write_best(self, first: CompletionText) -> int:
+    def _write_best(self, first: SequenceText) -> int:
         """Write the best of a prompt's sequences if all have ended; how many there were, or 0."""
         made = self._waiting[: -first.sampling.num_sequences - 1 : -1]
         if any(sequence.finish_reason is None for sequence in made):

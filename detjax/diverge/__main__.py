@@ -16,7 +16,7 @@ from detjax import __version__
 from detjax.cli.arguments import GenerateArgs
 from detjax.cli.errors import BAD_INPUT, BITS_DIFFER, OK, InputError, bad_input, one_line
 from detjax.diverge.setting import Answer, Setting
-from detjax.engine.requests.request import SamplingParams
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.models.bundled import BUNDLED_NAME
 from detjax.models.hub import check_model
 

@@ -13,7 +13,7 @@ from detjax.diverge.divergence import Divergence
 from detjax.diverge.find import find_divergence
 from detjax.diverge.runs import ModelSource
 from detjax.diverge.setting import Answer, Setting
-from detjax.engine.requests.request import SamplingParams
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.self_check.evidence import Difference
 from detjax.models.loading import LoadedModel
 from detjax.numerics import Build, NumericsProfile

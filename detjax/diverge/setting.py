@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from detjax.engine.config import MODES
-from detjax.engine.outputs.text import CompletionOutput
+from detjax.engine.outputs.completion import CompletionOutput
 
 PATHS = ("decode", "prefill")
 

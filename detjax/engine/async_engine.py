@@ -8,7 +8,9 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 from detjax.engine.metrics import EngineStats
-from detjax.engine.requests.request import Request, RequestOutput, SamplingParams
+from detjax.engine.outputs.request_output import RequestOutput
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.requests.sequence import OnToken, ignore_token
 
 Sink = Callable[[RequestOutput | Exception], None]

@@ -26,19 +26,15 @@ from detjax.engine.errors import (
 )
 from detjax.engine.heap import frozen_heap
 from detjax.engine.metrics import EngineStats
-from detjax.engine.outputs.completions import GenerateRun
+from detjax.engine.outputs.completion import Completion
+from detjax.engine.outputs.generate_run import GenerateRun
 from detjax.engine.outputs.output_processor import OutputProcessor
+from detjax.engine.outputs.request_output import FinishReason, PromptLogprobs, RequestOutput
 from detjax.engine.recovery import Recovery
 from detjax.engine.requests.input_processor import MAX_TAKEN, InputProcessor
-from detjax.engine.requests.request import (
-    Completion,
-    FinishReason,
-    PromptLogprobs,
-    Request,
-    RequestOutput,
-    SamplingParams,
-)
+from detjax.engine.requests.request import Request
 from detjax.engine.requests.request_states import RequestStates
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.requests.sequence import OnToken, SequenceError, ignore_token
 from detjax.engine.running.launch_times import quickest_steps_ahead
 from detjax.engine.running.model_runner import Launch, ModelRunner, ignore_compiling

@@ -4,7 +4,7 @@
 import warnings
 
 from detjax.engine.outputs.output_processor import OutputProcessor
-from detjax.engine.requests.request import FinishReason
+from detjax.engine.outputs.request_output import FinishReason
 from detjax.engine.requests.request_states import RequestStates
 from detjax.engine.running.model_runner import ModelRunner
 from detjax.engine.scheduling.scheduler import Scheduler

@@ -21,7 +21,9 @@ import numpy as np
 from detjax.engine.engine import Engine
 from detjax.engine.errors import EngineStoppedError
 from detjax.engine.metrics import EngineStats
-from detjax.engine.requests.request import Request, RequestOutput, SamplingParams, TokenEvent
+from detjax.engine.outputs.request_output import RequestOutput, TokenEvent
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.requests.sequence import OnToken, ignore_token
 from detjax.parallel.watch import Watch
 

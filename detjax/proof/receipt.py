@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from detjax.engine.outputs.text import CompletionOutput
-from detjax.engine.requests.request import Completion, FinishReason, SamplingParams, TopLogprobs
+from detjax.engine.outputs.completion import Completion, CompletionOutput
+from detjax.engine.outputs.request_output import FinishReason, TopLogprobs
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.proof.canonical_json import canonical_json
 from detjax.proof.identity import Identity
 from detjax.proof.parsing import (

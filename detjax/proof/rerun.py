@@ -11,13 +11,11 @@ import numpy as np
 
 from detjax.engine.engine import Engine
 from detjax.engine.errors import EngineStoppedError, SelfCheckError
-from detjax.engine.outputs.text import (
-    CompletionOutput,
-    TextBatch,
-    text_request,
-    token_sampling,
-)
-from detjax.engine.requests.request import Request, TokenEvent
+from detjax.engine.outputs.completion import CompletionOutput
+from detjax.engine.outputs.request_output import TokenEvent
+from detjax.engine.outputs.text_batch import TextBatch
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.text_request import text_request, token_sampling
 from detjax.models.config import ModelConfig
 from detjax.models.tokenizer import Tokenizer
 from detjax.proof.canonical_json import canonical_json

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from detjax.engine.requests.request import FinishReason, SamplingParams, TokenEvent
+from detjax.engine.outputs.request_output import FinishReason, TokenEvent
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.server.echo import NO_ECHO, Echo, echo_tokens, legacy_logprobs, prompt_logprobs
 from detjax.server.reading import Form, Said, read
 from detjax.server.receipts import receipt_line, weights_of

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Receipts of answers over HTTP: each the line that `detjax.replay` and `detjax.audit` read."""
 
-from detjax.engine.outputs.text import CompletionOutput, TextStream
-from detjax.engine.requests.request import Completion, SamplingParams
+from detjax.engine.outputs.completion import Completion, CompletionOutput
+from detjax.engine.outputs.text import TextStream
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.proof.canonical_json import canonical_json
 from detjax.proof.receipt import Receipt
 from detjax.server.protocol import RefusedError

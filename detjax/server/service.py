@@ -25,18 +25,19 @@ from detjax.engine.errors import (
     SelfCheckError,
 )
 from detjax.engine.metrics import EngineStats
-from detjax.engine.outputs.text import TextStream, token_sampling
-from detjax.engine.requests.request import (
-    Completion,
+from detjax.engine.outputs.completion import Completion
+from detjax.engine.outputs.request_output import (
     FinishReason,
     PromptLogprobs,
-    Request,
     RequestOutput,
-    SamplingParams,
     TokenEvent,
     WindowCounts,
 )
+from detjax.engine.outputs.text import TextStream
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.requests.sequence import OnToken
+from detjax.engine.requests.text_request import token_sampling
 from detjax.engine.sampling.structured_output import StructuredOutput
 from detjax.models.tokenizer import Tokenizer
 from detjax.proof.identity import Identity

@@ -13,7 +13,9 @@ from jax.sharding import PartitionSpec as P
 from detjax.compilation.xla_flags import EXACT_OPTIONS, FAST_OPTIONS
 from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
-from detjax.engine.requests.request import Completion, Request, SamplingParams
+from detjax.engine.outputs.completion import Completion
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.running.device_arrays import PAGES_SPEC
 from detjax.models.config import ExpertConfig, ModelConfig, RopeConfig
 from detjax.models.layers import ForwardContext, Tokens

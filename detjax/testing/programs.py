@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from detjax.engine.requests.request import SamplingParams
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.running.device_arrays import BY_ROW, Slots
 from detjax.engine.running.launch_operands import DecodeOperands, PrefillOperands
 from detjax.engine.running.program_key import ProgramKey, ProgramKind

@@ -15,8 +15,9 @@ from detjax import generate
 from detjax.cli.model import OpenModel, Progress
 from detjax.engine.config import EngineConfig
 from detjax.engine.metrics import EngineStats
-from detjax.engine.outputs.completions import best
-from detjax.engine.requests.request import Completion, FinishReason, Request, TokenEvent
+from detjax.engine.outputs.completion import Completion, best
+from detjax.engine.outputs.request_output import FinishReason, TokenEvent
+from detjax.engine.requests.request import Request
 from detjax.engine.scheduling.work import Work
 from detjax.engine.trace import TracesEvents
 from detjax.proof.identity import Identity

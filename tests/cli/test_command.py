@@ -20,7 +20,8 @@ from detjax.cli import arguments, errors, model
 from detjax.cli.arguments import GenerateArgs
 from detjax.cli.parser import parse_args
 from detjax.engine.config import EngineConfig
-from detjax.engine.requests.request import Request, SamplingParams
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import SamplingParams
 
 
 def failing(error: BaseException):

@@ -8,7 +8,8 @@ import sys
 import numpy as np
 
 from detjax.cli import errors
-from detjax.engine.requests.request import Completion, FinishReason
+from detjax.engine.outputs.completion import Completion
+from detjax.engine.outputs.request_output import FinishReason
 
 
 def lines_of(text: str) -> list[dict]:

@@ -10,7 +10,7 @@ import detjax
 from detjax.diverge.__main__ import main
 from detjax.diverge.evidence import Evidence, answer_of_receipt, explain, question_of
 from detjax.engine.errors import SelfCheckError
-from detjax.engine.requests.request import SamplingParams
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.self_check.evidence import FOLDER_VARIABLE, Difference, add_cause
 from detjax.numerics import Build, NumericsProfile
 from detjax.testing.faults import FAULTS

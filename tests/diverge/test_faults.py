@@ -19,7 +19,7 @@ from detjax.diverge.find import find_divergence
 from detjax.diverge.recorder import RecordedTaps
 from detjax.diverge.runs import Models, Runs
 from detjax.diverge.setting import Answer, Setting
-from detjax.engine.requests.request import SamplingParams
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.running.model_runner import ModelRunner
 from detjax.models.fast import forward_fast, local_logits_fast
 from detjax.models.loading import LoadedModel

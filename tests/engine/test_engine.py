@@ -17,7 +17,10 @@ from detjax.engine.config import EngineConfig, max_draft_fraction
 from detjax.engine.engine import Engine
 from detjax.engine.errors import EngineStoppedError
 from detjax.engine.metrics import Histogram
-from detjax.engine.requests.request import Completion, FinishReason, Request, SamplingParams
+from detjax.engine.outputs.completion import Completion
+from detjax.engine.outputs.request_output import FinishReason
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.running.program_key import ProgramKey
 from detjax.engine.running.programs import ProgramCache
 from detjax.engine.scheduling import ngram

@@ -25,7 +25,9 @@ import detjax.engine
 from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
 from detjax.engine.errors import EngineFullError, EngineStoppedError
-from detjax.engine.requests.request import FinishReason, Request, SamplingParams
+from detjax.engine.outputs.request_output import FinishReason
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.running import device_state
 from detjax.engine.running.launch_operands import DecodeOperands, PrefillOperands, VerifyOperands
 from detjax.engine.running.programs import ProgramCache

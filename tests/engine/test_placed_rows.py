@@ -10,7 +10,7 @@ import pytest
 from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
 from detjax.engine.metrics import EngineStats
-from detjax.engine.requests.request import SamplingParams
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.running.launch_operands import DecodeOperands
 from detjax.engine.running.placed_rows import PlacedRows
 from detjax.engine.running.program_key import ProgramKey

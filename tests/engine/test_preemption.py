@@ -2,7 +2,8 @@
 """A sequence that is preempted and comes back in one plan: what was in flight is dropped."""
 
 from detjax.engine.config import ReplicaConfig
-from detjax.engine.requests.request import Request, SamplingParams
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.requests.sequence import Sequence
 from detjax.engine.scheduling.scheduler import Scheduler
 

@@ -28,8 +28,9 @@ from detjax.engine import replicated_engine
 from detjax.engine.async_engine import AsyncEngine
 from detjax.engine.engine import Engine
 from detjax.engine.errors import EngineFullError, EngineStoppedError
+from detjax.engine.outputs.request_output import FinishReason
 from detjax.engine.replicated_engine import ReplicatedEngine, follow
-from detjax.engine.requests.request import FinishReason, SamplingParams
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.running import device_state
 from detjax.parallel import watch as watching
 from detjax.parallel.watch import MAIL_BYTES, Watch, connect

@@ -24,7 +24,10 @@ from detjax.engine.async_engine import AsyncEngine
 from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
 from detjax.engine.errors import SelfCheckError
-from detjax.engine.requests.request import Completion, FinishReason, Request, SamplingParams
+from detjax.engine.outputs.completion import Completion
+from detjax.engine.outputs.request_output import FinishReason
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.running import model_runner
 from detjax.engine.running.program_key import ProgramKey
 from detjax.engine.self_check import program_check, recheck

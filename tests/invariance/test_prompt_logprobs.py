@@ -9,15 +9,12 @@ import pytest
 
 from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
+from detjax.engine.outputs.completion import CompletionOutput
 from detjax.engine.outputs.output_processor import OutputProcessor
 from detjax.engine.outputs.prompt_logprobs import HEAD_ROWS
-from detjax.engine.outputs.text import CompletionOutput
-from detjax.engine.requests.request import (
-    FinishReason,
-    PromptLogprobs,
-    Request,
-    SamplingParams,
-)
+from detjax.engine.outputs.request_output import FinishReason, PromptLogprobs
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.models.loading import LoadedModel
 from detjax.numerics import NumericsProfile
 from detjax.testing import assert_bitwise_equal, assert_order_sensitive

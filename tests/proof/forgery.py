@@ -17,8 +17,10 @@ import numpy as np
 
 from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
-from detjax.engine.outputs.text import TextBatch, text_request
-from detjax.engine.requests.request import Request, SamplingParams
+from detjax.engine.outputs.text_batch import TextBatch
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import SamplingParams
+from detjax.engine.requests.text_request import text_request
 from detjax.engine.sampling.grammars import Grammars
 from detjax.engine.sampling.structured_output import StructuredOutput
 from detjax.models.bundled import bundled_model_path

@@ -13,7 +13,7 @@ from detjax.certify.subject import Subject
 from detjax.diverge.find import find_divergence
 from detjax.diverge.setting import Setting
 from detjax.engine.config import EngineConfig
-from detjax.engine.requests.request import SamplingParams
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.self_check.evidence import FOLDER_VARIABLE
 from detjax.models.fast import forward_fast, local_logits_fast
 from detjax.models.loading import LoadedModel

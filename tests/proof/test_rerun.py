@@ -11,7 +11,7 @@ import pytest
 import detjax
 from detjax import audit, replay
 from detjax.engine.engine import Engine
-from detjax.engine.outputs.text import TextBatch
+from detjax.engine.outputs.text_batch import TextBatch
 from detjax.engine.requests.request import Request
 from detjax.models.bundled import bundled_model_path
 from detjax.proof.identity import Identifier, Identity

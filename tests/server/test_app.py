@@ -19,7 +19,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import detjax
-from detjax.engine.requests.request import Completion, FinishReason
+from detjax.engine.outputs.completion import Completion
+from detjax.engine.outputs.request_output import FinishReason
 from detjax.server import make_parser
 from detjax.server import service as service_module
 from detjax.server.service import Limits, Service, ServiceState

@@ -7,7 +7,8 @@ import pytest
 
 from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
-from detjax.engine.requests.request import Request, SamplingParams
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.testing import assert_bitwise_equal
 from detjax.testing.dummies import answers, dummy_config, dummy_model
 from detjax.training.weights import master_params, serving_params

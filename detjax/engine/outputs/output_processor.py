@@ -7,7 +7,7 @@ import numpy as np
 
 from detjax.engine.errors import ConsumerError, NaNLogitError, NoTokenError
 from detjax.engine.outputs.prompt_logprobs import num_columns, read_scores
-from detjax.engine.requests.request import FinishReason, RequestOutput, TokenEvent
+from detjax.engine.outputs.request_output import FinishReason, RequestOutput, TokenEvent
 from detjax.engine.requests.request_states import Arrival, CommittedToken, RequestStates
 from detjax.engine.requests.sequence import (
     DecodeRow,

@@ -8,16 +8,16 @@ import numpy as np
 from detjax.engine.config import EngineConfig
 from detjax.engine.errors import LayoutError
 from detjax.engine.outputs.output_processor import OutputProcessor
-from detjax.engine.requests.request import (
+from detjax.engine.outputs.request_output import FinishReason
+from detjax.engine.requests.checks import check_token_ids
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.request_states import Arrival, RequestStates
+from detjax.engine.requests.sampling_params import (
     MAX_SEQUENCES,
     NO_TEXT,
     TEXT_FIELDS,
-    FinishReason,
-    Request,
     SamplingParams,
 )
-from detjax.engine.requests.request_states import Arrival, RequestStates
-from detjax.engine.requests.sampling_checks import check_token_ids
 from detjax.engine.requests.sequence import Listener, OnToken, Sequence
 from detjax.engine.sampling.grammars import Grammars
 from detjax.engine.sampling.sampling import SamplingRows
@@ -100,7 +100,7 @@ class InputProcessor:
             if (value := getattr(sampling, name)) != getattr(NO_TEXT, name):
                 raise ValueError(
                     f"{what} has {name}={value!r}, and an engine knows tokens, not text: ask "
-                    "detjax.LLM, or give the requests to detjax.engine.outputs.text.TextBatch"
+                    "detjax.LLM, or give the requests to detjax.engine.outputs.text_batch.TextBatch"
                 )
         check_token_ids(
             sampling, what, vocab_size=vocab_size, eos_token_ids=self._model.eos_token_ids

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from detjax.engine.requests.request import Request, RequestOutput, TopLogprobs
+from detjax.engine.outputs.request_output import RequestOutput, TopLogprobs
+from detjax.engine.requests.request import Request
 from detjax.engine.requests.sequence import OnToken, Sequence
 
 

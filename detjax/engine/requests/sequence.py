@@ -8,15 +8,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from detjax.engine.errors import OutOfPagesError
-from detjax.engine.requests.request import (
+from detjax.engine.outputs.request_output import (
     NO_WINDOWS,
     FinishReason,
     PromptLogprob,
-    Request,
-    SamplingParams,
     TokenEvent,
     WindowCounts,
 )
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.sampling.guides import GuidesTokens
 
 OnToken = Callable[[TokenEvent], bool]

@@ -23,7 +23,7 @@ from detjax.compilation.loaded_code import this_moment
 from detjax.engine import trace
 from detjax.engine.config import ReplicaConfig
 from detjax.engine.metrics import EngineStats
-from detjax.engine.requests.request import SamplingParams
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.requests.sequence import (
     DecodeRow,
     PrefillRow,

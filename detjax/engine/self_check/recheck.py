@@ -14,8 +14,8 @@ import numpy as np
 
 from detjax.engine.config import ReplicaConfig
 from detjax.engine.metrics import EngineStats
-from detjax.engine.requests.request import SamplingParams
 from detjax.engine.requests.request_states import CommittedToken
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.requests.sequence import Sequence
 from detjax.engine.running.launch_operands import PrefillOperands, unpack_choice
 from detjax.engine.running.model_runner import ModelRunner

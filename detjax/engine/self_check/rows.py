@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from detjax.engine.config import ReplicaConfig
-from detjax.engine.requests.request import SamplingParams
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.running.device_arrays import Slots
 from detjax.engine.running.launch_operands import DecodeOperands, PrefillOperands, VerifyOperands
 from detjax.engine.running.program_key import ProgramKey

@@ -4,7 +4,7 @@
 from collections.abc import Iterable
 
 from detjax.engine.requests.limits import MAX_END_TOKENS
-from detjax.engine.requests.request import SamplingParams
+from detjax.engine.requests.sampling_params import SamplingParams
 
 
 def check_token_ids(

@@ -3,18 +3,15 @@
 
 from collections import abc, deque
 
-import numpy as np
-
 from detjax.engine.errors import SelfCheckError
-from detjax.engine.requests.request import (
-    Completion,
+from detjax.engine.outputs.completion import Completion, best
+from detjax.engine.outputs.request_output import (
     FinishReason,
     PromptLogprobs,
-    Request,
     RequestOutput,
-    SamplingParams,
     TokenEvent,
 )
+from detjax.engine.requests.request import Request
 from detjax.engine.requests.sequence import OnToken, ignore_token
 
 
@@ -105,25 +102,6 @@ class GenerateRun:
         except Exception as error:
             self._raised = error
             return True
-
-
-def best(completions: abc.Sequence[Completion], sampling: SamplingParams) -> list[Completion]:
-    """Return the `n` best of a request's completions, best first; all, where there are no more.
-
-    The sum of a completion's logprobs decides, as float64, first token first; of equal ones the
-    lower sequence comes first.
-    """
-    if sampling.num_sequences == sampling.n:
-        return list(completions)
-    # ORDER: Python's floats, from the left: one rounded addition a token.
-    return sorted(completions, key=lambda c: (-_sum(c.logprobs), c.sequence_idx))[: sampling.n]
-
-
-def _sum(logprobs: abc.Sequence[np.float32]) -> float:
-    total = 0.0
-    for logprob in logprobs:
-        total += float(logprob)
-    return total
 
 
 def _completion(
