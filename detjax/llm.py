@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import numbers
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -21,9 +21,11 @@ from detjax.compilation.kept_programs import keep_programs_of_build
 from detjax.compilation.source import NO_CACHE, default_cache_dir
 from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
-from detjax.engine.outputs.completion import CompletionOutput
-from detjax.engine.outputs.request_output import PromptLogprobs, TokenEvent
+from detjax.engine.outputs.completion import Completion, CompletionOutput
+from detjax.engine.outputs.generate_run import OnCompletion
+from detjax.engine.outputs.request_output import PromptLogprobs
 from detjax.engine.outputs.text_batch import TextBatch
+from detjax.engine.requests.checks import RequestLimits
 from detjax.engine.requests.sampling_params import SamplingParams, draw_seed
 from detjax.engine.requests.text_request import text_request
 from detjax.engine.running.memory import cache_bytes, check_memory
@@ -456,16 +458,16 @@ class LLM:
             )
         return prompt, self.tokenizer.encode(prompt, has_control=has_control)
 
-    def _seeded(self, samplings: Sequence[SamplingParams]) -> list[SamplingParams]:
-        """With one drawn seed where there is none."""
-        draws = any(params.seed is None and params.temperature > 0 for params in samplings)
-        if draws and self._num_processes > 1:
+    def _draw_seed(self, samplings: Sequence[SamplingParams]) -> int:
+        """A seed for those that sample and have none; 0 where there are none."""
+        if all(params.seed is not None or params.temperature == 0 for params in samplings):
+            return 0
+        if self._num_processes > 1:
             raise ValueError(
                 f"seed=None would be drawn in each of {self._num_processes} processes, which must "
                 "draw the same noise; give SamplingParams(seed=...)"
             )
-        seed = draw_seed()
-        return [params.seeded(seed) for params in samplings]
+        return draw_seed()
 
     def _run(
         self,
@@ -480,20 +482,16 @@ class LLM:
                 f"there are {len(asked)} prompts and {len(samplings)} SamplingParams; give one, or "
                 "one for each prompt"
             )
-        samplings = self._seeded(samplings)
-        max_len = self.config.engine.max_len
-        is_all = max_len == self.config.model.max_position_embeddings
+        seed = self._draw_seed(samplings)
         requests = [
             text_request(
                 ids,
                 params,
                 what=f"prompt {i}",
-                vocab_size=self.config.model.vocab_size,
-                max_len=max_len,
-                limit="the model's context" if is_all else "max_len",
+                limits=RequestLimits.of(self.config.model, self.config.engine.max_len),
                 is_deterministic=self.config.engine.mode != "fast",
                 tokenizer=self.tokenizer,
-                eos_token_ids=self.config.model.eos_token_ids,
+                seed=seed,
             )
             for i, ((_, ids), params) in enumerate(zip(asked, samplings, strict=True))
         ]
@@ -503,8 +501,10 @@ class LLM:
             end_ids=self.config.model.eos_token_ids,
             fingerprint=self.config.fingerprint,
         )
-        with self._generating(batch) as on_token:
-            completions = self.engine.generate(batch.token_requests, on_token=on_token)
+        with self._generating(batch) as on_completion:
+            completions = self.engine.generate(
+                batch.token_requests, on_token=batch.on_token, on_completion=on_completion
+            )
         outputs = iter(batch.outputs(completions))
         results = []
         for (text, _), request in zip(asked, requests, strict=True):
@@ -540,18 +540,15 @@ class LLM:
             yield progress
 
     @contextlib.contextmanager
-    def _generating(self, batch: TextBatch) -> Iterator[Callable[[TokenEvent], bool]]:
+    def _generating(self, batch: TextBatch) -> Iterator[OnCompletion]:
         with self._bar(rich.progress.MofNCompleteColumn()) as bar:
             task = bar.add_task("completions", total=len(batch.sequences))
 
-            def on_token(event: TokenEvent) -> bool:
-                num_ended = batch.num_ended
-                is_stopped = batch.on_token(event)
-                if batch.num_ended > num_ended:
-                    bar.update(task, completed=batch.num_ended)
-                return is_stopped
+            def on_completion(done: Completion) -> None:
+                batch.on_completion(done)
+                bar.update(task, completed=batch.num_ended)
 
-            yield on_token
+            yield on_completion
 
 
 def _keep_programs(cache_dir: str | Path | None) -> None:

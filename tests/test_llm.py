@@ -314,7 +314,10 @@ def test_what_is_asked_for_is_taken(folder):
 def test_max_len_is_what_the_cache_holds(folder):
     made = detjax.LLM(folder, num_pages=1, batch_size=1)
     assert made.config.engine.max_len == 128
-    with pytest.raises(ValueError, match="prompt 0 has 130 tokens, but max_len is 128"):
+    with pytest.raises(
+        ValueError,
+        match="130 tokens and its answer 1, more than the engine's max_len",
+    ):
         made.generate("x" * 130)
     with pytest.raises(ValueError, match="max_len=200 takes 2 pages of 128 tokens, and a replica"):
         detjax.LLM(folder, num_pages=1, batch_size=1, max_len=200)
@@ -539,8 +542,11 @@ def test_an_option_that_cannot_be_is_named(folder, options, error, says):
     ("prompts", "says"),
     [
         (["a", ""], "prompt 1 has no tokens"),
-        (["a", "x" * CONTEXT], "prompt 1 has 256 tokens, but the model's context is 256"),
-        ([[1, 300]], "prompt 0 has token id 300, but the model's vocabulary is 300"),
+        (
+            ["a", "x" * CONTEXT],
+            "prompt 1 has 256 tokens and its answer 1, more than",
+        ),
+        ([[1, 300]], "prompt 0 has token id 300, outside the vocabulary"),
         ([[1, -1]], "prompt 0 has token id -1"),
         ([[1, 0.5]], "prompt 0 is neither a text nor token ids"),
         ([None], "prompt 0 is neither a text nor token ids"),

@@ -141,7 +141,7 @@ def patch(setting: str, calls: dict[str, Calls]) -> None:
     if setting.startswith("inline"):
         device_state.ThreadPoolExecutor = lambda **_: Inline()
     if setting == "sent":
-        placed_rows.PlacedRows.place = lambda self, key, packed: packed
+        placed_rows.PlacedRows.place = lambda self, step: step.packed
 
 
 def measure(setting: str, backend_name: str, lock: Path) -> None:

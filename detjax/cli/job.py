@@ -10,6 +10,7 @@ from typing import Any
 from detjax.cli.arguments import GenerateArgs, sampling_params
 from detjax.cli.errors import InputError, bad_input
 from detjax.cli.prompts import Prompt
+from detjax.engine.requests.checks import RequestLimits
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import draw_seed
 from detjax.engine.requests.text_request import text_request
@@ -76,24 +77,22 @@ def make_job(
         InputError: If a prompt has no tokens, too many, or some that the model does not know.
     """
     of_command = sampling_params(args)
-    context = config.max_position_embeddings
+    limits = RequestLimits.of(config, config.max_position_embeddings)
     requests = []
     for prompt in prompts:
         with bad_input(f"{prompt.origin}: "):
             ids = _encode(prompt, tokenizer, has_control=args.control_tokens)
-            sampling = of_command.with_fields(prompt.sampling).seeded(args.seed or 0)
+            sampling = of_command.with_fields(prompt.sampling)
         with bad_input():
             requests.append(
                 text_request(
                     ids,
                     sampling,
                     what=prompt.origin,
-                    vocab_size=config.vocab_size,
-                    max_len=context,
-                    limit="the model's context",
+                    limits=limits,
                     is_deterministic=args.mode != "fast",
                     tokenizer=tokenizer,
-                    eos_token_ids=config.eos_token_ids,
+                    seed=args.seed or 0,
                 )
             )
     _check_forms(requests, tokenizer, config)

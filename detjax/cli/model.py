@@ -54,7 +54,11 @@ class GeneratesCompletions(CompilesPrograms, Protocol):
         ...
 
     def generate(
-        self, requests: Sequence[Request], *, on_token: Callable[[TokenEvent], bool]
+        self,
+        requests: Sequence[Request],
+        *,
+        on_token: Callable[[TokenEvent], bool],
+        on_completion: Callable[[Completion], None],
     ) -> list[Completion]:
         """Run requests to their end."""
         ...
@@ -182,7 +186,11 @@ class _JobEngine:
             self._engine.compile(progress_of_job)
 
     def generate(
-        self, requests: Sequence[Request], *, on_token: Callable[[TokenEvent], bool]
+        self,
+        requests: Sequence[Request],
+        *,
+        on_token: Callable[[TokenEvent], bool],
+        on_completion: Callable[[Completion], None],
     ) -> list[Completion]:
         def on_token_of_job(event: TokenEvent) -> bool:
             self._watch.progress()
@@ -191,7 +199,9 @@ class _JobEngine:
         self._watch.check_same("requests", repr(requests))
         with self._watch.working():
             self._watch.progress()
-            return self._engine.generate(requests, on_token=on_token_of_job)
+            return self._engine.generate(
+                requests, on_token=on_token_of_job, on_completion=on_completion
+            )
 
 
 def _open_model(

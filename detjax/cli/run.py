@@ -15,7 +15,7 @@ from detjax.cli.output import AbstractWriter
 from detjax.cli.transcript import Transcript
 from detjax.engine.config import EngineConfig
 from detjax.engine.metrics import EngineStats
-from detjax.engine.outputs.completion import CompletionOutput
+from detjax.engine.outputs.completion import Completion, CompletionOutput
 from detjax.engine.outputs.request_output import TokenEvent
 from detjax.engine.outputs.text_batch import TextBatch
 from detjax.engine.requests.request import Request
@@ -100,9 +100,16 @@ def run_job(
             return False
         return transcript.on_token(dataclasses.replace(event, request_idx=index))
 
+    def on_completion(completion: Completion) -> None:
+        index = plan.order[completion.request_idx]
+        if index is not None:
+            transcript.on_completion(dataclasses.replace(completion, request_idx=index))
+
     display.busy("compiling and reading the prompts")
     try:
-        completions = engine.generate(_requests(batch, plan), on_token=on_token)
+        completions = engine.generate(
+            _requests(batch, plan), on_token=on_token, on_completion=on_completion
+        )
     finally:
         display.idle()
     ours = [

@@ -246,6 +246,7 @@ def _find(
     from detjax.cli.model import keep_compiled_programs
     from detjax.cli.receipts import find_model_of
     from detjax.diverge.find import find_divergence
+    from detjax.engine.requests.checks import RequestLimits
     from detjax.models.hf_config import load_config
     from detjax.models.hub import find_model
     from detjax.models.loading import LoadedModel
@@ -297,12 +298,10 @@ def _find(
         else:
             prompt = args.prompt
             prompt = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        if not prompt:
-            raise InputError("--prompt has no tokens; give some text")
-        context = load_config(folder).max_position_embeddings
-        if len(prompt) >= context:
-            raise InputError(f"the prompt has {len(prompt)} tokens, and the context is {context}")
-        room = min(sampling.max_tokens, context - len(prompt))
+        config = load_config(folder)
+        limits = RequestLimits.of(config, config.max_position_embeddings)
+        limits.check_prompt(prompt, "the prompt", num_wanted=1)
+        room = min(sampling.max_tokens, limits.max_len - len(prompt))
         sampling = dataclasses.replace(sampling, max_tokens=room)
         return find_divergence(load, prompt, a, b, sampling=sampling, is_deep=args.deep)
 

@@ -27,7 +27,7 @@ from detjax.engine.errors import (
 from detjax.engine.heap import frozen_heap
 from detjax.engine.metrics import EngineStats
 from detjax.engine.outputs.completion import Completion
-from detjax.engine.outputs.generate_run import GenerateRun
+from detjax.engine.outputs.generate_run import GenerateRun, OnCompletion, ignore_completion
 from detjax.engine.outputs.output_processor import OutputProcessor
 from detjax.engine.outputs.request_output import FinishReason, PromptLogprobs, RequestOutput
 from detjax.engine.recovery import Recovery
@@ -469,7 +469,11 @@ class Engine:
 
     @_one_thread_at_a_time
     def generate(
-        self, requests: abc.Sequence[Request], *, on_token: OnToken = ignore_token
+        self,
+        requests: abc.Sequence[Request],
+        *,
+        on_token: OnToken = ignore_token,
+        on_completion: OnCompletion = ignore_completion,
     ) -> list[Completion]:
         """Run requests to their end.
 
@@ -477,6 +481,9 @@ class Engine:
             requests: Any number, served in this order where priorities are equal.
             on_token: Called with every token as it is released, `request_idx` being an index into
                 `requests`; True ends that sequence. What it raises ends the run.
+            on_completion: Called once with each completion, when its sequence has ended and the
+                step that ended it is over; of a request with `best_of`, with all that are made.
+                What it raises ends the run.
 
         Returns:
             Completions in order of (request, sequence).
@@ -497,7 +504,7 @@ class Engine:
             self._input_processor.check(request, f"prompt {idx}")
         if self.has_work:
             raise ValueError("the engine is at work on other requests; drain() them first")
-        run = GenerateRun(requests, on_token)
+        run = GenerateRun(requests, on_token, on_completion)
         try:
             with frozen_heap():
                 while run.num_left:

@@ -17,6 +17,10 @@ class EngineFullError(RuntimeError):
     """More requests wait than `EngineConfig.max_waiting` allows; try again later."""
 
 
+class PromptTooLongError(ValueError):
+    """A prompt leaves no room for its answer; nothing of the request has run."""
+
+
 # Why a sequence fails alone: `RequestOutput.exception`, which nobody raises.
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from detjax.engine.outputs.completion import Completion, CompletionOutput
+from detjax.engine.outputs.completion import CollectedTokens, Completion, CompletionOutput
 from detjax.engine.outputs.request_output import FinishReason, TopLogprobs
 from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.proof.canonical_json import canonical_json
@@ -196,13 +196,15 @@ class Receipt:
         answer = self.answer
         try:
             sampling = self.sampling
-            completion = Completion(
+            tokens = CollectedTokens(
+                token_ids=list(self.token_ids),
+                logprobs=list(self.logprobs),
+                top_logprobs=list(self.top_logprobs),
+            )
+            completion = tokens.completion(
+                self.prompt_token_ids,
                 request_idx=0,
                 sequence_idx=0,
-                prompt_token_ids=self.prompt_token_ids,
-                token_ids=self.token_ids,
-                logprobs=tuple(self.logprobs),
-                top_logprobs=self.top_logprobs,
                 finish_reason=FinishReason(answer["finish_reason"]),
             )
         except (ValueError, TypeError, KeyError, RecursionError) as error:

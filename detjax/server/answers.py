@@ -181,7 +181,7 @@ class Shape:
         if self.has_logprob_bytes and done.prompt_logprobs is not None:
             proof["prompt_logprobs_f32"] = _exact([p.logprob for p in done.prompt_logprobs])
         if self.has_receipt:
-            proof["receipt"] = receipt_line(self.model, done, self.sampling)
+            proof["receipt"] = receipt_line(self.model, done, last.whole_text, self.sampling)
         return {"detjax": proof}
 
     def echo(self, text: str, first: Piece) -> Echo:

@@ -108,7 +108,11 @@ class FakeEngine:
             progress(name, done, len(names))
 
     def generate(
-        self, requests: Sequence[Request], *, on_token: Callable[[TokenEvent], bool]
+        self,
+        requests: Sequence[Request],
+        *,
+        on_token: Callable[[TokenEvent], bool],
+        on_completion: Callable[[Completion], None],
     ) -> list[Completion]:
         keys = [
             (r, s)
@@ -117,6 +121,7 @@ class FakeEngine:
         ]
         made: dict[tuple[int, int], list[TokenEvent]] = {key: [] for key in keys}
         reasons: dict[tuple[int, int], FinishReason] = {}
+        done: dict[tuple[int, int], Completion] = {}
         while len(reasons) < len(keys):
             for key in [key for key in keys if key not in reasons][: self._config.batch_size]:
                 event = self._event(requests[key[0]], key, len(made[key]))
@@ -128,8 +133,10 @@ class FakeEngine:
                     reasons[key] = FinishReason.STOP
                 elif len(made[key]) == sampling.max_tokens:
                     reasons[key] = FinishReason.LENGTH
-        done = [self._completion(requests, key, made[key], reasons[key]) for key in keys]
-        by_request = ([c for c in done if c.request_idx == r] for r in range(len(requests)))
+                if key in reasons:
+                    done[key] = self._completion(requests, key, made[key], reasons[key])
+                    on_completion(done[key])
+        by_request = ([done[k] for k in keys if k[0] == r] for r in range(len(requests)))
         return [
             c
             for request, made in zip(requests, by_request, strict=True)

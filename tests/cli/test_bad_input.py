@@ -15,7 +15,10 @@ from detjax.cli import errors
         ((), "there is no prompt"),
         (("--prompt", ""), "--prompt is empty"),
         (("--prompt", "a", "--prompt", ""), "--prompt number 2 is empty"),
-        (("--prompt", "x" * 64), "has 65 tokens, but the model's context is 64"),
+        (
+            ("--prompt", "x" * 64),
+            "has 65 tokens and its answer 1, more than",
+        ),
         (("--prompt", "\udcff"), "--prompt is not valid UTF-8 at character 1"),
         (("--prompt", "-", "--prompt", "-"), "standard input can be read once"),
         (("--prompt", "a", "--stop", ""), "--stop is empty"),
@@ -178,4 +181,4 @@ def test_a_tokenizer_of_another_model_is_refused(capsys, tmp_path, toy):
     larger.save(str(folder / "tokenizer.json"))
     argv = ["--model", str(folder), "--prompt", "<59>", "--control-tokens"]
     assert generate.main(argv) == errors.BAD_INPUT
-    assert "token id 317, but the model's vocabulary is 300" in capsys.readouterr().err
+    assert "token id 317, outside the vocabulary of 300" in capsys.readouterr().err

@@ -271,8 +271,8 @@ def test_generate_wants_the_engine_for_itself():
 @pytest.mark.parametrize(
     ("prompt", "given", "message"),
     [
-        ((), {}, "the prompt is empty"),
-        ((1,) * 128, {}, "128 tokens, which leaves no room to generate in max_len=128"),
+        ((), {}, "the prompt has no tokens"),
+        ((1,) * 128, {}, "128 tokens and its answer 1, more than the engine's max_len of 128"),
         ((1, 128), {}, "token id 128, outside the vocabulary of 128"),
         ((-1,), {}, "token id -1, outside"),
         ((1,), {"priority": 101}, r"priority=101 must be in \[-100, 100\]"),

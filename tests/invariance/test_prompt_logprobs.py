@@ -276,9 +276,9 @@ def test_a_sequence_as_long_as_the_context_is_scored_and_a_longer_one_refused():
     tokens = tuple(i % VOCAB for i in range(97))
     (scores,) = made.score([tokens[:96]], top=TOP)
     assert len(scores) == 95 and len(scores[0].top_logprobs) == TOP
-    with pytest.raises(ValueError, match="has 97 tokens, more than max_len=96"):
+    with pytest.raises(ValueError, match="has 97 tokens, more than the engine's max_len of 96"):
         made.score([tokens])
-    with pytest.raises(ValueError, match="has 96 tokens, which leaves no room to generate"):
+    with pytest.raises(ValueError, match="has 96 tokens and its answer 1, more than"):
         made.generate([Request(prompt_token_ids=tokens[:96], sampling=SamplingParams())])
     with pytest.raises(ValueError, match="is empty"):
         made.score([()])

@@ -3,7 +3,7 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,8 @@ from detjax.engine.outputs.request_output import (
     FinishReason,
     PromptLogprob,
     PromptLogprobs,
+    RequestOutput,
+    TokenEvent,
     TopLogprobs,
 )
 from detjax.engine.requests.sampling_params import SamplingParams
@@ -43,6 +45,58 @@ class Completion:
         hasher.update(np.asarray(self.token_ids, "<i4").tobytes())
         hasher.update(np.asarray(self.logprobs, "<f4").tobytes())
         return hasher.hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CollectedTokens:
+    """The tokens of one sequence so far, with what is reported of each; all lists are as long.
+
+    Every `Completion` of an engine, a record or a receipt is made here.
+
+    Attributes:
+        token_ids: In order.
+        logprobs: Of each token, float32.
+        top_logprobs: Of each token's position.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[np.float32] = field(default_factory=list)
+    top_logprobs: list[TopLogprobs] = field(default_factory=list)
+
+    def push(self, event: TokenEvent) -> None:
+        """Append one token."""
+        self.token_ids.append(event.token_id)
+        self.logprobs.append(event.logprob)
+        self.top_logprobs.append(event.top_logprobs)
+
+    def extend(self, output: RequestOutput) -> None:
+        """Append the new tokens of an output."""
+        self.token_ids.extend(output.token_ids)
+        self.logprobs.extend(output.logprobs)
+        self.top_logprobs.extend(output.top_logprobs)
+
+    def completion(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        request_idx: int,
+        sequence_idx: int,
+        finish_reason: FinishReason,
+        weight_version: int = 0,
+        prompt_logprobs: PromptLogprobs | None = None,
+    ) -> Completion:
+        """Return the completion that these tokens are, of a sequence that has ended."""
+        return Completion(
+            request_idx=request_idx,
+            sequence_idx=sequence_idx,
+            prompt_token_ids=tuple(prompt_token_ids),
+            token_ids=tuple(self.token_ids),
+            logprobs=tuple(self.logprobs),
+            top_logprobs=tuple(self.top_logprobs),
+            finish_reason=finish_reason,
+            weight_version=weight_version,
+            prompt_logprobs=prompt_logprobs,
+        )
 
 
 def best(completions: Sequence[Completion], sampling: SamplingParams) -> list[Completion]:
@@ -152,16 +206,18 @@ class CompletionOutput:
             ValueError: If the digest is not that of the token ids and logprobs.
         """
         none = [[] for _ in entry["token_ids"]]
-        completion = Completion(
-            request_idx=entry["index"],
-            sequence_idx=entry["sequence"],
-            prompt_token_ids=tuple(entry["prompt_token_ids"]),
-            token_ids=tuple(entry["token_ids"]),
-            logprobs=tuple(map(np.float32, entry["logprobs"])),
-            top_logprobs=tuple(
+        tokens = CollectedTokens(
+            token_ids=entry["token_ids"],
+            logprobs=list(map(np.float32, entry["logprobs"])),
+            top_logprobs=[
                 tuple((token_id, np.float32(logprob)) for token_id, logprob in top)
                 for top in entry.get("top_logprobs", none)
-            ),
+            ],
+        )
+        completion = tokens.completion(
+            entry["prompt_token_ids"],
+            request_idx=entry["index"],
+            sequence_idx=entry["sequence"],
             finish_reason=FinishReason(entry["finish_reason"]),
             prompt_logprobs=_prompt_logprobs(entry.get("prompt_logprobs")),
         )

@@ -2,9 +2,10 @@
 """A list of requests on its way to completions: what `Engine.generate` keeps of its own run."""
 
 from collections import abc, deque
+from collections.abc import Callable
 
 from detjax.engine.errors import SelfCheckError
-from detjax.engine.outputs.completion import Completion, best
+from detjax.engine.outputs.completion import CollectedTokens, Completion, best
 from detjax.engine.outputs.request_output import (
     FinishReason,
     PromptLogprobs,
@@ -13,6 +14,13 @@ from detjax.engine.outputs.request_output import (
 )
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.sequence import OnToken, ignore_token
+
+OnCompletion = Callable[[Completion], None]
+"""Told each completion once, when its sequence has ended."""
+
+
+def ignore_completion(completion: Completion) -> None:
+    """Do nothing."""
 
 
 class GenerateRun:
@@ -23,18 +31,28 @@ class GenerateRun:
         num_left: Sequences that have not ended.
     """
 
-    def __init__(self, requests: abc.Sequence[Request], on_token: OnToken):
+    def __init__(
+        self,
+        requests: abc.Sequence[Request],
+        on_token: OnToken,
+        on_completion: OnCompletion = ignore_completion,
+    ):
         """Begin with the highest priority; `on_token` is told every token until it raises."""
         self._requests, self._on_token = requests, on_token
+        self._on_completion = on_completion
         self._to_ask = deque(sorted(range(len(requests)), key=lambda i: -requests[i].priority))
-        self._outputs: dict[tuple[int, int], list[RequestOutput]] = {
-            (i, s): []
+        self._tokens = {
+            (i, s): CollectedTokens()
             for i, request in enumerate(requests)
             for s in range(request.sampling.num_sequences)
         }
+        self._prompt_logprobs: dict[int, PromptLogprobs] = {}
+        # By request: the last outputs of sequences whose completions wait for the prompt's logprobs
+        self._ended: dict[int, list[RequestOutput]] = {}
+        self._completions: dict[tuple[int, int], Completion] = {}
         self._raised: Exception | None = None
         self.request_ids: dict[int, int] = {}
-        self.num_left = len(self._outputs)
+        self.num_left = len(self._tokens)
 
     @property
     def has_more(self) -> bool:
@@ -56,13 +74,13 @@ class GenerateRun:
         """Take an output of one of the requests.
 
         Raises:
-            Exception: What `on_token` raised.
+            Exception: What `on_token` or `on_completion` raised.
             FloatingPointError: If a logit is NaN.
             SelfCheckError: If a self-check has failed.
             RuntimeError: If the sequence failed for another reason.
         """
         index = self.request_ids[output.request_id]
-        self._outputs[index, output.sequence_idx].append(output)
+        self._tokens[index, output.sequence_idx].extend(output)
         self.num_left -= output.finish_reason is not None
         if self._raised is not None:
             raise self._raised
@@ -70,27 +88,43 @@ class GenerateRun:
             told = (FloatingPointError, SelfCheckError)
             kind = next((k for k in told if isinstance(output.exception, k)), RuntimeError)
             raise kind(f"request {index}: {output.error}") from output.exception
+        if output.prompt_logprobs is not None:
+            self._prompt_logprobs[index] = output.prompt_logprobs
+        if output.finish_reason is not None:
+            self._ended.setdefault(index, []).append(output)
+        self._complete(index)
+
+    def _complete(self, index: int) -> None:
+        """Make the completions of a request's ended sequences, if nothing of them is to come."""
+        request = self._requests[index]
+        is_wanted = request.sampling.prompt_logprobs is not None
+        # Sequence 0 tells the prompt's logprobs for all of a request, unless it is cancelled first.
+        if is_wanted and index not in self._prompt_logprobs and self.num_left:
+            return
+        for last in self._ended.pop(index, ()):
+            assert last.finish_reason is not None
+            key = index, last.sequence_idx
+            self._completions[key] = self._tokens[key].completion(
+                request.prompt_token_ids,
+                request_idx=index,
+                sequence_idx=last.sequence_idx,
+                finish_reason=last.finish_reason,
+                weight_version=last.weight_version,
+                prompt_logprobs=self._prompt_logprobs.get(index),
+            )
+            self._on_completion(self._completions[key])
 
     def completions(self) -> list[Completion]:
-        """Put the outputs together, by request; of each its sequences in order, or its best."""
-        scores = {
-            i: output.prompt_logprobs
-            for (i, _), outputs in self._outputs.items()
-            for output in outputs
-            if output.prompt_logprobs is not None
-        }
-        made: dict[int, list[Completion]] = {}
-        for (i, s), outputs in self._outputs.items():
-            done = _completion(
-                outputs,
-                request_idx=i,
-                sequence_idx=s,
-                request=self._requests[i],
-                prompt_logprobs=scores.get(i),
-            )
-            made.setdefault(i, []).append(done)
+        """Return all completions, by request; of each its sequences in order, or its best."""
+        for index in tuple(self._ended):
+            self._complete(index)
         return [
-            done for i, all_of in made.items() for done in best(all_of, self._requests[i].sampling)
+            done
+            for i, request in enumerate(self._requests)
+            for done in best(
+                [self._completions[i, s] for s in range(request.sampling.num_sequences)],
+                request.sampling,
+            )
         ]
 
     def _hear(self, event: TokenEvent) -> bool:
@@ -102,27 +136,3 @@ class GenerateRun:
         except Exception as error:
             self._raised = error
             return True
-
-
-def _completion(
-    outputs: abc.Sequence[RequestOutput],
-    *,
-    request_idx: int,
-    sequence_idx: int,
-    request: Request,
-    prompt_logprobs: PromptLogprobs | None,
-) -> Completion:
-    """Put the outputs of a sequence that has ended together."""
-    reason = outputs[-1].finish_reason
-    assert reason is not None
-    return Completion(
-        request_idx=request_idx,
-        sequence_idx=sequence_idx,
-        prompt_token_ids=request.prompt_token_ids,
-        token_ids=tuple(i for o in outputs for i in o.token_ids),
-        logprobs=tuple(p for o in outputs for p in o.logprobs),
-        top_logprobs=tuple(t for o in outputs for t in o.top_logprobs),
-        finish_reason=reason,
-        weight_version=outputs[-1].weight_version,
-        prompt_logprobs=prompt_logprobs,
-    )

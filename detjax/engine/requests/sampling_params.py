@@ -319,11 +319,17 @@ class SamplingParams:
             changes["structured_output"] = StructuredOutput.from_dict(form)
         return dataclasses.replace(self, **changes)
 
+    def seed_or(self, seed: int) -> int:
+        """Return the seed; where there is none, the given one, or 0 if greedy."""
+        if self.seed is not None:
+            return self.seed
+        return seed if self.temperature > 0 else 0
+
     def seeded(self, seed: int) -> "SamplingParams":
-        """Return the parameters with a seed: where they have none, this one, or 0 if greedy."""
+        """Return the parameters with the seed of `seed_or`."""
         if self.seed is not None:
             return self
-        return dataclasses.replace(self, seed=seed if self.temperature > 0 else 0)
+        return dataclasses.replace(self, seed=self.seed_or(seed))
 
     def for_prompt(self, prompt_token_ids: Iterable[int]) -> "SamplingParams":
         """Return the parameters with the noise of a prompt, for any prompt: its seed, and "common".

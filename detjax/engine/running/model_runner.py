@@ -136,23 +136,8 @@ class Launch:
         return dataclasses.replace(result, choice=choice)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _LaidOut:
-    """A decode step as it was launched last.
-
-    Attributes:
-        key: Its program.
-        packed: `DecodeOperands`.
-        told: What both follow from.
-    """
-
-    key: ProgramKey
-    packed: np.ndarray
-    told: tuple
-
-
-def _told_of(row: DecodeRow) -> tuple[int, ...]:
-    """What the operands of a row follow from. Within an epoch a sequence only gets more pages."""
+def _decode_inputs(row: DecodeRow) -> tuple[int, ...]:
+    """What the operands of a row follow from. Until it is preempted a sequence only gets pages."""
     seq = row.seq  # not kept itself: an engine at rest knows no request
     return (
         seq.request_id, seq.sequence_idx, row.epoch, len(seq.pages), row.is_draft, row.num_tokens,
@@ -242,7 +227,6 @@ class ModelRunner:
 
     def _forget_rows(self) -> None:
         self._placed = PlacedRows(self._model.mesh, self._stats)
-        self._laid_out: dict[str, _LaidOut] = {}
 
     def settle(self) -> None:
         """Wait until every program that was launched has been called; they may still run."""
@@ -330,18 +314,14 @@ class ModelRunner:
 
     def _launch_decode(self, rows: list[list[DecodeRow]], *, weights: str) -> Launch:
         """A token of each row, or up to `decode_steps`."""
-        laid_out = self._lay_out(rows, weights)
-        placed = self._placed.place(laid_out.key, laid_out.packed)
-        return self._run(laid_out.key, rows, laid_out.packed, placed=placed)
+        inputs = tuple(tuple(_decode_inputs(row) for row in part) for part in rows)
+        step = self._placed.step(weights, inputs, lambda: self._prepare_decode(rows, weights))
+        return self._run(step.key, rows, step.packed, placed=self._placed.place(step))
 
-    def _lay_out(self, rows: list[list[DecodeRow]], weights: str) -> "_LaidOut":
-        """The program of a decode step, and its operands: those of the step before if they hold."""
-        # WHY: until a sequence comes, goes or needs a page every step is told the same, and on a
-        # small model the host is what a step waits for.
-        told = tuple(tuple(_told_of(row) for row in part) for part in rows)
-        last = self._laid_out.get(weights)
-        if last is not None and last.told == told:
-            return last
+    def _prepare_decode(
+        self, rows: list[list[DecodeRow]], weights: str
+    ) -> tuple[ProgramKey, np.ndarray]:
+        """The program of a decode step, and its operands."""
         size = _smallest(self._config.decode_sizes, rows)
         most_tokens = max(row.num_tokens for part in rows for row in part)
         length = self._config.decode_steps if most_tokens > 1 else 1
@@ -362,8 +342,7 @@ class ModelRunner:
                 operands.is_draft[at] = [r.is_draft for r in part]
                 operands.count[at] = [r.num_tokens for r in part]
                 operands.page_table[at] = self._tables[replica, slots, : key.table_len]
-        self._laid_out[weights] = _LaidOut(key=key, packed=operands.pack(), told=told)
-        return self._laid_out[weights]
+        return key, operands.pack()
 
     def _launch_verify(self, rows: list[list[VerifyRow]]) -> Launch:
         size, length = _smallest(self._config.verify_sizes, rows), self._config.verify_window
