@@ -18,7 +18,7 @@ from detjax.models.loading import LoadedModel
 from detjax.models.paths import PATHS, Kernels
 from detjax.pallas_kernels.log_softmax.api import block_stats, log_probs, log_sum_exp
 from detjax.parallel.collectives import gather_columns
-from detjax.parallel.dispatch import ordered
+from detjax.parallel.dispatch import OrderedJit
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
 
 
@@ -50,7 +50,7 @@ class Scorer:
             ),
             compiler_options=EXACT_OPTIONS if mode == "invariant" else FAST_OPTIONS,
         )
-        self._step = ordered(tuple(model.mesh.devices.flat), step)
+        self._step = OrderedJit(step)
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Log-probability of every token after the first of each sequence, float32.
