@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
+import jax
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -26,15 +27,14 @@ except ModuleNotFoundError as error:
     print(f"error: {error}", file=sys.stderr)
     raise SystemExit(2) from error
 
-from detjax.models.abstract import why_unsupported
-from detjax.models.bundled import bundled_model_path
 from detjax.models.hf_config import load_config
-from detjax.models.hub import resolve_model
+from detjax.models.hub import find_model
 from detjax.models.identity import model_hash
-from detjax.models.loading import LoadedModel, load_model
+from detjax.models.loading import LoadedModel
 from detjax.models.tokenizer import Tokenizer
 from detjax.numerics import NumericsProfile
-from detjax.pallas_kernels.backend import Backend, choose_backend
+from detjax.opening import choose_placement, load_on_devices
+from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import configure_virtual_devices, make_mesh
 from detjax.training.checkpoint import check_can_save, restore_state, save_state
 from detjax.training.plot import save_plot
@@ -244,24 +244,25 @@ def prepare(args: Args) -> Setup:
     sizes = BatchSizes(**lengths | {k: v for k, v in given.items() if v is not None})
     if args.save is not None:
         check_can_save(_save_folder(args, args.steps, args.seeds[0]))
+    # JAX makes its virtual devices once, when it starts: as many as the larger mesh needs.
     configure_virtual_devices(max(args.rollout_tp, args.devices))
-    folder = bundled_model_path() if args.model == BUNDLED else resolve_model(args.model)
-    profile, config = NumericsProfile(), load_config(folder)
-    choice = choose_backend(
-        None if args.backend == "auto" else Backend(args.backend),
-        why_not_model=lambda backend: why_unsupported(config, profile, backend, args.rollout_tp),
+    jax.devices()
+    folder, profile = find_model(args.model), NumericsProfile()
+    place = choose_placement(
+        load_config(folder), profile, backend=args.backend, dp=1, tp=args.rollout_tp
     )
-    platform = choice.backend.platform
 
     def load(tp: int) -> LoadedModel:
-        mesh = make_mesh(1, tp, platform=platform)
-        return load_model(str(folder), profile=profile, mesh=mesh, backend=choice.backend)
+        model, _ = load_on_devices(
+            folder, profile=profile, backend=place.backend.value, dp=1, tp=tp
+        )
+        return model
 
     model = load(1)
     trainer = Trainer(
         model,
         optax.adam(args.learning_rate, b2=0.95),
-        mesh=make_mesh(1, args.devices, platform=platform),
+        mesh=make_mesh(1, args.devices, platform=place.backend.platform),
         clip_norm=args.clip_norm,
         remat=args.remat,
     )
@@ -273,7 +274,7 @@ def prepare(args: Args) -> Setup:
         trainer=trainer,
         fingerprint=model.fingerprint,
         identity={"model_sha256": model_hash(folder), "problems_sha256": task.file_sha256},
-        backend=choice.backend,
+        backend=place.backend,
         load=load,
     )
 
