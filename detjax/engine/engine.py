@@ -30,6 +30,7 @@ from detjax.engine.outputs.completion import Completion
 from detjax.engine.outputs.generate_run import GenerateRun, OnCompletion, ignore_completion
 from detjax.engine.outputs.output_processor import OutputProcessor
 from detjax.engine.outputs.request_output import FinishReason, PromptLogprobs, RequestOutput
+from detjax.engine.outputs_lease import OutputsLease
 from detjax.engine.recovery import Recovery
 from detjax.engine.requests.input_processor import MAX_TAKEN, InputProcessor
 from detjax.engine.requests.request import Request
@@ -176,6 +177,7 @@ class Engine:
             self._states, self._scheduler, self._runner, self._output_processor
         )
         self._turn = threading.RLock()
+        self._outputs_lease: OutputsLease = OutputsLease()
         self._request_ids = itertools.count()
         self._weight_history = WeightHistory()
         self._process_id = os.getpid()
@@ -191,6 +193,11 @@ class Engine:
     def programs(self) -> ProgramCache:
         """The compiled programs, which other engines of these sizes on this model may share."""
         return self._runner.programs
+
+    @property
+    def outputs_lease(self) -> OutputsLease:
+        """Which `AsyncEngine` steps this engine."""
+        return self._outputs_lease
 
     @property
     def weight_history(self) -> WeightHistory:

@@ -22,6 +22,7 @@ from detjax.engine.engine import Engine
 from detjax.engine.errors import EngineStoppedError
 from detjax.engine.metrics import EngineStats
 from detjax.engine.outputs.request_output import RequestOutput, TokenEvent
+from detjax.engine.outputs_lease import OutputsLease
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.requests.sequence import OnToken, ignore_token
@@ -297,6 +298,11 @@ class ReplicatedEngine:
         raise ValueError(
             "the prefix cache of a server of several processes cannot be reset; start it again"
         )
+
+    @property
+    def outputs_lease(self) -> OutputsLease:
+        """As `Engine` has it."""
+        return self._engine.outputs_lease
 
     def check_idle(self) -> bool:
         """Nothing: a check is a launch, and the other processes would not make it."""

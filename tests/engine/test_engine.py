@@ -15,7 +15,7 @@ import pytest
 from detjax.engine.async_engine import AsyncEngine
 from detjax.engine.config import EngineConfig, max_draft_fraction
 from detjax.engine.engine import Engine
-from detjax.engine.errors import EngineStoppedError
+from detjax.engine.errors import EngineInUseError, EngineStoppedError
 from detjax.engine.metrics import Histogram
 from detjax.engine.outputs.completion import Completion
 from detjax.engine.outputs.request_output import FinishReason
@@ -669,6 +669,28 @@ def test_a_pump_that_is_cancelled_loses_no_output():
         return outputs + [o async for o in stream]
 
     assert_canonical(asyncio.run(run()), asked)
+
+
+def test_two_async_engines_on_one_engine_lose_no_output():
+    """The second is refused while the first has requests, and takes the engine over afterwards."""
+    made, asked = engine(), [request(i, max_tokens=20) for i in range(3)]
+
+    async def read(front: AsyncEngine, one: Request) -> list:
+        return [o async for o in front.stream(one.prompt_token_ids, one.sampling)]
+
+    async def run() -> list[list]:
+        first, second = AsyncEngine(made), AsyncEngine(made)
+        stream = first.stream(asked[0].prompt_token_ids, asked[0].sampling)
+        outputs = [await anext(stream)]
+        with pytest.raises(EngineInUseError, match="one AsyncEngine for each engine"):
+            await read(second, asked[1])
+        assert made.stats().num_requests == 1
+        outputs += [o async for o in stream]
+        # At once, though the pump of the first may still step.
+        return [outputs, await read(second, asked[1]), await read(first, asked[2])]
+
+    for outputs, one in zip(asyncio.run(run()), asked, strict=True):
+        assert_canonical(outputs, one)
 
 
 # ------------------------------------------------------------------------------------ observability
