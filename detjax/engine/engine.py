@@ -347,7 +347,7 @@ class Engine:
 
     def _refuse_if_at_work(self) -> None:
         self._refuse_if_stopped()
-        self._mend()
+        self._recover()
         if self.has_work:
             raise ValueError("the engine is at work on requests of the old weights; drain() first")
 
@@ -366,15 +366,15 @@ class Engine:
     def _step(self, wanted: Container[int] | None) -> list[RequestOutput]:
         """A step that tells of the wanted requests; the others' outputs are kept. None: of all."""
         self._refuse_if_stopped()
-        self._mend()
+        self._recover()
         states = self._states
-        states.is_torn = True
+        states.is_interrupted = True
         try:
             self._advance()
         except SequenceError as error:
             # Nothing was launched, or not all: whoever was scheduled begins anew.
-            self._mend()
-            states.is_torn = True
+            self._recover()
+            states.is_interrupted = True
             if states.is_live(error.seq):
                 raised = RowError(f"it raised {error.__cause__!r}")
                 self._output_processor.finish(error.seq, FinishReason.ERROR, raised)
@@ -386,7 +386,7 @@ class Engine:
         kept = [o for o in told if wanted is not None and o.request_id not in wanted]
         # WHY: Python looks for interrupts at calls and loops, and there is none from here to the
         # caller: what is told is told once.
-        states.outputs, states.news, states.is_torn = kept, {}, False
+        states.outputs, states.news, states.is_interrupted = kept, {}, False
         return mine
 
     def reset_prefix_cache(self) -> None:
@@ -451,13 +451,13 @@ class Engine:
         if self._stopped_by is not None or self.has_work or self._claim.difference is not None:
             return False
         states = self._states
-        states.is_torn = True
+        states.is_interrupted = True
         try:
             has_more = self._rechecks.advance()
         except Exception as error:
             self._stopped_by = f"{type(error).__name__}: {error}"
             raise self._stopped_error(self._stopped_by) from error
-        states.is_torn = False
+        states.is_interrupted = False
         return has_more
 
     def drain(self) -> list[RequestOutput]:
@@ -506,7 +506,7 @@ class Engine:
         self._refuse_if_stopped()
         if any(request.is_deterministic for request in requests):
             self._claim.refuse_if_broken()
-        self._mend()
+        self._recover()
         for idx, request in enumerate(requests):
             self._input_processor.check(request, f"prompt {idx}")
         if self.has_work:
@@ -579,16 +579,16 @@ class Engine:
             What was not told yet, and the end of every request: ERROR, with the reason.
         """
         states = self._states
-        states.is_torn = True
+        states.is_interrupted = True
         self._scheduler.forget_pages()  # first, lest an interrupt leave pages that are not there
         self._runner.reset()
-        self._mend()
+        self._recover()
         stopped = f"the engine has stopped: {self._stopped_by}"
         why = "the engine was reset" if self._stopped_by is None else stopped
         self._recovery.end_all(EngineResetError(why))
         self._recovery.drop_unwanted()
         outputs = states.outputs
-        states.outputs, states.news, states.is_torn, self._stopped_by = [], {}, False, None
+        states.outputs, states.news, states.is_interrupted, self._stopped_by = [], {}, False, None
         return outputs
 
     def _refuse_if_forked(self) -> None:
@@ -611,12 +611,12 @@ class Engine:
             "the cache anew"
         )
 
-    def _mend(self) -> None:
+    def _recover(self) -> None:
         """Begin anew from what is true of requests, if a call did not end."""
-        if self._states.is_torn:
+        if self._states.is_interrupted:
             self._in_flight.clear()
             self._rechecks.forget()
-            self._recovery.mend()
+            self._recovery.recover()
 
     # ------------------------------------------------------------------------------------ compiling
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""After a call that did not end: the states is true, and all else is made from it."""
+"""After a call that did not end: the tables of requests are true, and all else is made from them."""
 
 import warnings
 
@@ -11,7 +11,7 @@ from detjax.engine.scheduling.scheduler import Scheduler
 
 
 class Recovery:
-    """Mends an engine. Each of these may itself be interrupted, and begins anew then."""
+    """Recovers an engine. Each of these may itself be interrupted, and begins anew then."""
 
     def __init__(
         self,
@@ -20,17 +20,17 @@ class Recovery:
         runner: ModelRunner,
         output_processor: OutputProcessor,
     ):
-        """Mend these."""
+        """Recover these."""
         self._states, self._scheduler = states, scheduler
         self._runner, self._output_processor = runner, output_processor
 
-    def mend(self) -> None:
+    def recover(self) -> None:
         """Make the tables of scheduler and runner anew, if a call did not end.
 
         Results in flight must not be read any more: whoever is under way begins anew.
         """
         states = self._states
-        if not states.is_torn:
+        if not states.is_interrupted:
             return
         self._settle()
         is_lost = self._runner.is_lost
@@ -43,7 +43,7 @@ class Recovery:
                 self._output_processor.tell(seq, states.news[seq][-1])
             elif (reason := seq.end_reason) is not None:
                 self._output_processor.finish(seq, reason)
-        states.is_torn = False
+        states.is_interrupted = False
         if is_lost:
             warnings.warn(
                 "a launch was interrupted and took the cache with it: the cache was allocated "
@@ -53,7 +53,7 @@ class Recovery:
             )
 
     def _settle(self) -> None:
-        """Let the states's tables agree where a call was interrupted between two of them."""
+        """Let the tables agree where a call was interrupted between two of them."""
         states = self._states
         ended = {
             (o.request_id, o.sequence_idx) for o in states.outputs if o.finish_reason is not None
@@ -73,16 +73,16 @@ class Recovery:
         states = self._states
         if not states.unwanted:
             return
-        was_torn, states.is_torn = states.is_torn, True
+        was_interrupted, states.is_interrupted = states.is_interrupted, True
         for request_id in states.unwanted:
             for seq in states.sequences_of(request_id):
-                if not was_torn:
+                if not was_interrupted:
                     self._scheduler.end(seq)
                 states.forget(seq)
         states.outputs = [o for o in states.outputs if o.request_id not in states.unwanted]
         states.keep_in_inbox(lambda arrival: arrival.request_id not in states.unwanted)
         states.unwanted.clear()
-        states.is_torn = was_torn
+        states.is_interrupted = was_interrupted
 
     def end_all(self, exception: Exception) -> None:
         """End everybody with an error, those in the inbox too, and forget cancellations."""

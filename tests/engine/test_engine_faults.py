@@ -290,7 +290,7 @@ def assert_at_rest(made: Engine) -> None:
     assert (stats.num_pages_held, stats.num_running, stats.num_waiting) == (0, 0, 0)
     for name in ("live", "news", "outputs", "inbox", "cancels", "unwanted"):
         assert not getattr(made._states, name), name
-    assert made._input_processor.num_queued == 0 and not made._states.is_torn
+    assert made._input_processor.num_queued == 0 and not made._states.is_interrupted
     for pool in made._scheduler.pools:
         assert pool.num_available == pool.num_pages
     assert made._scheduler._waiting.num_entries <= 65

@@ -49,7 +49,7 @@ class RequestStates:
         news: Of these, what was committed since outputs were last told.
         outputs: What is to be told: ends, and what others than the caller of a step wait for.
         unwanted: Requests of a `generate` that did not end.
-        is_torn: Whether a call has begun and not ended.
+        is_interrupted: Whether a call has begun and not ended.
     """
 
     def __init__(self):
@@ -62,12 +62,12 @@ class RequestStates:
         self.news: dict[Sequence, list[CommittedToken]] = {}
         self.outputs: list[RequestOutput] = []
         self.unwanted: set[int] = set()
-        self.is_torn = False
+        self.is_interrupted = False
 
     @property
     def has_work(self) -> bool:
         """Whether there is anything to do or to tell."""
-        return self.is_torn or any((self.inbox, self.cancels, self.outputs, self.live))
+        return self.is_interrupted or any((self.inbox, self.cancels, self.outputs, self.live))
 
     # ---------------------------------------------------------------------------------------- inbox
 
