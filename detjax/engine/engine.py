@@ -386,7 +386,7 @@ class Engine:
         kept = [o for o in told if wanted is not None and o.request_id not in wanted]
         # WHY: Python looks for interrupts at calls and loops, and there is none from here to the
         # caller: what is told is told once.
-        states.outputs, states.news, states.is_interrupted = kept, {}, False
+        states.outputs, states.pending, states.is_interrupted = kept, {}, False
         return mine
 
     def reset_prefix_cache(self) -> None:
@@ -588,7 +588,12 @@ class Engine:
         self._recovery.end_all(EngineResetError(why))
         self._recovery.drop_unwanted()
         outputs = states.outputs
-        states.outputs, states.news, states.is_interrupted, self._stopped_by = [], {}, False, None
+        states.outputs, states.pending, states.is_interrupted, self._stopped_by = (
+            [],
+            {},
+            False,
+            None,
+        )
         return outputs
 
     def _refuse_if_forked(self) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""After a call that did not end: the tables of requests are true, and all else is made from them."""
+"""After a call that did not end: the tables of requests hold, and all else follows from them."""
 
 import warnings
 
@@ -39,8 +39,8 @@ class Recovery:
             self._runner.reset()
         self._scheduler.restart(states.sequences())
         for seq in states.sequences():
-            if seq.listener.told_len < len(seq.tokens):
-                self._output_processor.tell(seq, states.news[seq][-1])
+            if seq.listener.num_emitted < len(seq.tokens):
+                self._output_processor.emit(seq, states.pending[seq][-1])
             elif (reason := seq.end_reason) is not None:
                 self._output_processor.finish(seq, reason)
         states.is_interrupted = False
@@ -61,11 +61,11 @@ class Recovery:
         known = {request_id for request_id, _ in ended} | set(states.live)
         states.keep_in_inbox(lambda arrival: arrival.request_id not in known)
         for seq in states.sequences():
-            news = states.news.get(seq)
+            pending = states.pending.get(seq)
             if (seq.request_id, seq.sequence_idx) in ended:
                 states.forget(seq)
-            elif news and news[-1].position == len(seq.tokens):
-                seq.tokens.append(news[-1].token_id)
+            elif pending and pending[-1].position == len(seq.tokens):
+                seq.tokens.append(pending[-1].token_id)
         states.live = {request_id: seqs for request_id, seqs in states.live.items() if seqs}
 
     def drop_unwanted(self) -> None:

@@ -357,7 +357,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             for seq in running:
                 private = [p for p in seq.pages[seq.num_registered :] if counts[p] > 1]
                 assert not private, "an unfinished page has two owners"
-                assert seq.num_pending >= 0 and seq.len_bound <= seq.max_len
+                assert seq.num_in_flight >= 0 and seq.len_bound <= seq.max_len
 
     def teardown(self):
         self.simulation.device.is_right = lambda: True

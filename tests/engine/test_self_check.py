@@ -422,9 +422,9 @@ def test_a_wrong_answer_is_found_when_it_is_checked_again(monkeypatch, evidence,
     made = warm_engine()
     right = made._rechecks.offer
 
-    def wrong(seq, news):
+    def wrong(seq, tokens):
         below = np.float32(-1e9)
-        right(seq, [t._replace(logprob=np.nextafter(t.logprob, below)) for t in news])
+        right(seq, [t._replace(logprob=np.nextafter(t.logprob, below)) for t in tokens])
 
     monkeypatch.setattr(made._rechecks, "offer", wrong)
     serve(made)

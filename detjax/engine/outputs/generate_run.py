@@ -62,7 +62,7 @@ class GenerateRun:
     @property
     def listener(self) -> OnToken:
         """Whom the engine tells."""
-        return ignore_token if self._on_token is ignore_token else self._hear
+        return ignore_token if self._on_token is ignore_token else self._notify
 
     def pop_next(self, request_id: int) -> int:
         """Take the index of the next request, which is asked under this id."""
@@ -127,7 +127,7 @@ class GenerateRun:
             )
         ]
 
-    def _hear(self, event: TokenEvent) -> bool:
+    def _notify(self, event: TokenEvent) -> bool:
         """Pass a token on, until `on_token` raises: that ends the run."""
         if self._raised is not None:
             return True

@@ -46,7 +46,7 @@ class RequestStates:
         num_in_inbox: Sequences of these.
         cancels: Ids of requests to end.
         live: Sequences that have not ended, by request and index.
-        news: Of these, what was committed since outputs were last told.
+        pending: Of these, the tokens that were committed since outputs were last emitted.
         outputs: What is to be told: ends, and what others than the caller of a step wait for.
         unwanted: Requests of a `generate` that did not end.
         is_interrupted: Whether a call has begun and not ended.
@@ -59,7 +59,7 @@ class RequestStates:
         self._lock = threading.Lock()  # of the two above, and of nothing that takes long
         self.cancels: deque[int] = deque()
         self.live: dict[int, dict[int, Sequence]] = {}
-        self.news: dict[Sequence, list[CommittedToken]] = {}
+        self.pending: dict[Sequence, list[CommittedToken]] = {}
         self.outputs: list[RequestOutput] = []
         self.unwanted: set[int] = set()
         self.is_interrupted = False
@@ -107,7 +107,7 @@ class RequestStates:
 
     def forget(self, seq: Sequence) -> None:
         """Drop a sequence that has ended."""
-        self.news.pop(seq, None)
+        self.pending.pop(seq, None)
         seqs = self.live.get(seq.request_id, {})
         seqs.pop(seq.sequence_idx, None)
         if not seqs:

@@ -47,14 +47,14 @@ class Listener:
         on_token: Told every token.
         request_idx: What its events call the request.
         arrived_s: When the request was made, of `time.perf_counter`.
-        told_len: Of the sequence's tokens, the prompt's included, those that `on_token` knows.
+        num_emitted: Of the sequence's tokens, the prompt's included, those that `on_token` knows.
         released_s: When tokens were last released; 0 before the first.
     """
 
     on_token: OnToken = ignore_token
     request_idx: int = 0
     arrived_s: float = 0.0
-    told_len: int = 0
+    num_emitted: int = 0
     released_s: float = 0.0
 
 
@@ -92,7 +92,7 @@ class Sequence:
         num_to_prefill: Tokens that prefill computes, before decoding goes on.
         num_prefilled: How many of them have been launched.
         num_cached: Tokens of the prompt that the prefix cache had when it first ran.
-        num_pending: Most tokens that results not read yet may commit.
+        num_in_flight: Most tokens that results not read yet may commit.
         num_drafts: Drafts launched in the open window.
         window: Windows before the open one.
         opened_step: When the open window got its first draft.
@@ -128,7 +128,7 @@ class Sequence:
     num_to_prefill: int = 0
     num_prefilled: int = 0
     num_cached: int = 0
-    num_pending: int = 0
+    num_in_flight: int = 0
     num_drafts: int = 0
     window: int = 0
     opened_step: int = 0
@@ -145,7 +145,7 @@ class Sequence:
         is_wanted = self.request.sampling.prompt_logprobs is not None
         self.wants_scores = is_wanted and self.sequence_idx == 0
         self.num_to_score = len(self.tokens) - 1 if self.wants_scores else 0
-        self.listener.told_len = len(self.tokens)
+        self.listener.num_emitted = len(self.tokens)
 
     @property
     def name(self) -> str:
@@ -165,7 +165,7 @@ class Sequence:
     @property
     def len_bound(self) -> int:
         """Longest that `tokens` can be once all results are read."""
-        return len(self.tokens) + self.num_pending
+        return len(self.tokens) + self.num_in_flight
 
     @property
     def is_prefilled(self) -> bool:

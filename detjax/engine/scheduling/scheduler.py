@@ -156,7 +156,7 @@ class Scheduler:
 
     def _begin_anew(self, seq: Sequence) -> None:
         seq.epoch += 1
-        seq.num_pending = 0
+        seq.num_in_flight = 0
         open_window(seq)
         self._waiting.push(seq)
 
@@ -177,7 +177,7 @@ class Scheduler:
 
     def retire(self, row: Row) -> None:
         """Note that the result of a current row has been read. Commit its tokens afterwards."""
-        row.seq.num_pending -= max_committed(row)
+        row.seq.num_in_flight -= max_committed(row)
 
     def commit(self, seq: Sequence, token_id: int) -> None:
         """Append a token to a running sequence."""
@@ -240,7 +240,7 @@ class Scheduler:
         if not missing:
             return True
         while replica.pool.num_available < missing:
-            if seq.num_pending:
+            if seq.num_in_flight:
                 return False  # what is coming may end it
             last = replica.running[-1]
             if last is not seq:
@@ -424,6 +424,6 @@ class Scheduler:
             is_last=seq.is_prefilled,
             is_scored=min(stop, seq.num_to_score) > max(start, len(seq.prompt_logprobs)),
         )
-        seq.num_pending += max_committed(row)
+        seq.num_in_flight += max_committed(row)
         replica.prefixes.announce(seq, stop)
         return row

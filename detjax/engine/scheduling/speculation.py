@@ -72,7 +72,7 @@ class Speculation:
         if not self.drafts(seq):
             # What drafts have written is to be verified first.
             waits = self._config.has_prompt_lookup or seq.guide is not None
-            return not (waits and seq.num_pending or seq.num_drafts)
+            return not (waits and seq.num_in_flight or seq.num_drafts)
         return seq.closed_step is None and self._room(seq) > 0
 
     def num_wanted(self, seq: Sequence) -> int:
@@ -103,7 +103,7 @@ class Speculation:
             seq.num_drafts += num_tokens
         else:
             seq.closed_step = None
-        seq.num_pending += max_committed(row)
+        seq.num_in_flight += max_committed(row)
         return row
 
     def _room(self, seq: Sequence) -> int:
@@ -152,7 +152,7 @@ class Speculation:
         """Make the row of a verification, of `given` drafts or the window's, and open a new one."""
         num_drafts = seq.num_drafts if given is None else len(given)
         row = VerifyRow(seq=seq, epoch=seq.epoch, num_drafts=num_drafts, given=given)
-        seq.num_pending += max_committed(row)
+        seq.num_in_flight += max_committed(row)
         open_window(seq)
         return row
 

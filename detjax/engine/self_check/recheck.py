@@ -98,13 +98,13 @@ class Rechecks:
     def _credit_s(self) -> float:
         return SHARE * self._stats.step_s.total - self._stats.recheck_s
 
-    def offer(self, seq: Sequence, news: list[CommittedToken]) -> None:
+    def offer(self, seq: Sequence, tokens: list[CommittedToken]) -> None:
         """Take one of the tokens that a canonical sequence releases now, drawn at random."""
         if not (self.is_hungry and seq.is_canonical and seq.request.is_deterministic):
             return
         if seq.request.sampling.is_adjusted:  # what was generated counts, and a prompt does not
             return
-        token = news[self._rng.integers(len(news))]
+        token = tokens[self._rng.integers(len(tokens))]
         self._waiting.append(
             _Answer(
                 before=tuple(seq.tokens[: token.position]),
