@@ -420,7 +420,7 @@ class Engine:
         if self._claim.difference is not None:
             self._end_deterministic()
         for launch in finished:
-            self._output_processor.retire(launch)
+            self._output_processor.process_output(launch)
         if not self._states.live:
             # WHY: a step behind the last end may still want the weights, which may go away now.
             self._runner.settle()

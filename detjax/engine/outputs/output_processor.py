@@ -51,7 +51,7 @@ class OutputProcessor:
 
     # -------------------------------------------------------------------------------------- results
 
-    def retire(self, launch: Launch) -> None:
+    def process_output(self, launch: Launch) -> None:
         """Wait for the result of a launch, and commit what it decided."""
         begin_s = time.perf_counter()
         result = launch.read()
@@ -63,7 +63,7 @@ class OutputProcessor:
             if not self._scheduler.is_current(row):
                 stats.surplus_tokens += 1
                 continue
-            self._scheduler.retire(row)
+            self._scheduler.note_read(row)
             match row:
                 case VerifyRow():
                     num_committed = int(unpack_num_committed(packed)[at])

@@ -175,7 +175,7 @@ class Scheduler:
         """Whether the result of a row still counts."""
         return row.seq.state is SequenceState.RUNNING and row.epoch == row.seq.epoch
 
-    def retire(self, row: Row) -> None:
+    def note_read(self, row: Row) -> None:
         """Note that the result of a current row has been read. Commit its tokens afterwards."""
         row.seq.num_in_flight -= max_committed(row)
 
