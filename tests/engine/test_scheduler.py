@@ -156,14 +156,14 @@ class Device:
         self.windows[key] = []
         return row, chosen
 
-    def retire(self) -> list[tuple[Sequence, list[int]]]:
+    def note_read(self) -> list[tuple[Sequence, list[int]]]:
         """Read the oldest results and commit them, as the engine does."""
         told = []
         for row, token_ids in self.in_flight.pop(0):
             if not self.scheduler.is_current(row):
                 continue
             seq = row.seq
-            self.scheduler.retire(row)
+            self.scheduler.note_read(row)
             if isinstance(row, DecodeRow) and row.is_draft:
                 if self.end in token_ids:
                     self.scheduler.close_window(row)
@@ -220,7 +220,7 @@ class Simulation:
         self.device.launch(batch)
         self.scheduler.confirm_launch()
         if len(self.device.in_flight) > self.steps_ahead:
-            self.device.retire()
+            self.device.note_read()
         return batch
 
     def interrupt(self) -> None:

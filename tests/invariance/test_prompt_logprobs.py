@@ -191,7 +191,7 @@ def test_an_interrupt_loses_no_prompt_logprob():
         while made.has_work:
             if step == at:
                 with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(OutputProcessor, "retire", _interrupted)
+                    patch.setattr(OutputProcessor, "process_output", _interrupted)
                     with pytest.raises(KeyboardInterrupt):
                         made.step()
             outputs += made.step()
