@@ -446,7 +446,7 @@ class Suite:
         print(f"part {part.name}: self-check {engine.self_check_error or 'passed'}", flush=True)
         skipped = int(part.skipped_pages * num_pages)
         (pages,) = engine._scheduler.pools
-        held = pages.take(skipped)
+        held = pages.allocate(skipped)
         answers, error = [], ""
         is_deterministic = config.mode != "fast"
         for asks in part.batches:
@@ -459,7 +459,7 @@ class Suite:
                 error = _name(raised)
                 break
             answers += [(a, kept(c)) for a, c in zip(asks, got, strict=True)]
-        pages.give_back(held)
+        pages.free(held)
         stats = engine.stats()
         num_compiled = stats.num_compiled
         numbers = stats.num_windows, stats.num_rollbacks

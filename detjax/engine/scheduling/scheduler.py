@@ -148,7 +148,7 @@ class Scheduler:
 
     def _release(self, seq: Sequence) -> None:
         replica = self._replicas[seq.replica]
-        replica.pool.give_back(seq.pages)
+        replica.pool.free(seq.pages)
         replica.running.remove(seq)
         replica.free_slots.append(seq.slot)
         seq.pages = []
@@ -249,7 +249,7 @@ class Scheduler:
             if len(replica.running) == 1:
                 self._fail(seq, position + 1, batch)
             return False
-        seq.pages += replica.pool.take(missing)
+        seq.pages += replica.pool.allocate(missing)
         return True
 
     def _num_missing_pages(self, seq: Sequence, position: int) -> int:
@@ -358,13 +358,13 @@ class Scheduler:
         # Those who run and may outgrow their pages will need one each, sooner or later.
         growing = sum(not self._is_housed(s) for s in replica.running)
         if replica.pool.num_available < missing + growing:
-            replica.pool.give_back(matched)
+            replica.pool.free(matched)
             if replica.running:
                 return False
             seq.state = SequenceState.DONE
             self._fail(seq, len(seq.tokens), batch)
             return True
-        seq.pages = matched + replica.pool.take(missing)
+        seq.pages = matched + replica.pool.allocate(missing)
         seq.state = SequenceState.RUNNING
         seq.replica, seq.slot = index, replica.free_slots.pop()
         seq.num_registered = len(matched)

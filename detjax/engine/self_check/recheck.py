@@ -161,7 +161,7 @@ class Rechecks:
                 answer=answer,
                 key=key,
                 replica=self._pools().index(pool),
-                pages=pool.take(count),
+                pages=pool.allocate(count),
             )
             return True
         return False
@@ -229,7 +229,7 @@ class Rechecks:
     def _end(self) -> None:
         check, self._under_way = self._under_way, None
         assert check is not None
-        self._pools()[check.replica].give_back(check.pages)
+        self._pools()[check.replica].free(check.pages)
 
 
 def _hex(token_id: int, logprob: np.float32) -> str:
