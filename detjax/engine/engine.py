@@ -32,7 +32,7 @@ from detjax.engine.outputs.output_processor import OutputProcessor
 from detjax.engine.outputs.request_output import FinishReason, PromptLogprobs, RequestOutput
 from detjax.engine.outputs_lease import OutputsLease
 from detjax.engine.recovery import Recovery
-from detjax.engine.requests.input_processor import MAX_TAKEN, InputProcessor
+from detjax.engine.requests.input_processor import MAX_ADMITTED, InputProcessor
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.request_states import RequestStates
 from detjax.engine.requests.sampling_params import SamplingParams
@@ -252,7 +252,7 @@ class Engine:
             cache_salt=cache_salt,
         )
         self.check_request(request)
-        return self.take_request(request, on_token)
+        return self.enqueue_request(request, on_token)
 
     def check_request(self, request: Request, *, num_ahead: int = 0) -> None:
         """Refuse what `add_request` would refuse, were `num_ahead` sequences more in the queue.
@@ -271,11 +271,11 @@ class Engine:
                 f"{num_queued} sequences wait, and {max_waiting=}; try again later, or raise it"
             )
 
-    def take_request(self, request: Request, on_token: OnToken = ignore_token) -> int:
+    def enqueue_request(self, request: Request, on_token: OnToken = ignore_token) -> int:
         """Queue a request that was checked; its id. Ids count up from 0 in the order of calls."""
         request_id = next(self._request_ids)
         self._weight_history.note_request()
-        self._input_processor.take(request_id, request, on_token, request_idx=request_id)
+        self._input_processor.enqueue(request_id, request, on_token, request_idx=request_id)
         return request_id
 
     def cancel(self, request_id: int) -> None:
@@ -515,7 +515,7 @@ class Engine:
         try:
             with frozen_heap():
                 while run.num_left:
-                    self._take_more(run, requests)
+                    self._enqueue_more(run, requests)
                     for output in self._step(run.request_ids):
                         run.add(output)
         finally:
@@ -523,12 +523,12 @@ class Engine:
             self._recovery.drop_unwanted()
         return run.completions()
 
-    def _take_more(self, run: GenerateRun, requests: abc.Sequence[Request]) -> None:
-        while run.has_more and self._input_processor.num_queued < MAX_TAKEN:
+    def _enqueue_more(self, run: GenerateRun, requests: abc.Sequence[Request]) -> None:
+        while run.has_more and self._input_processor.num_queued < MAX_ADMITTED:
             request_id = next(self._request_ids)
             self._weight_history.note_request()
             i = run.pop_next(request_id)
-            self._input_processor.take(request_id, requests[i], run.listener, request_idx=i)
+            self._input_processor.enqueue(request_id, requests[i], run.listener, request_idx=i)
 
     def score(
         self, sequences: abc.Sequence[abc.Sequence[int]], *, top: int = 1

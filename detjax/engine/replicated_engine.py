@@ -101,7 +101,7 @@ class _Add:
         return self.request.sampling.num_sequences
 
     def apply(self, engine: Engine) -> None:
-        request_id = engine.take_request(self.request, self.on_token)
+        request_id = engine.enqueue_request(self.request, self.on_token)
         assert request_id == self.request_id, (request_id, self.request_id)
 
 
@@ -368,7 +368,7 @@ class _Follower:
             raise DivergedError(f"step {step} begins with {type(begin).__name__} {begin.step}")
         for entry in begin.entries:
             if isinstance(entry, Admission):
-                self._engine.take_request(
+                self._engine.enqueue_request(
                     entry.request, self._replay if entry.is_heard else ignore_token
                 )
             else:

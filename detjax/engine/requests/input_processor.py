@@ -25,7 +25,7 @@ from detjax.engine.scheduling.scheduler import Scheduler
 from detjax.engine.stat_logger import StatLogger
 from detjax.models.config import ModelConfig
 
-MAX_TAKEN = MAX_SEQUENCES
+MAX_ADMITTED = MAX_SEQUENCES
 """Sequences that a step takes from the inbox, so that no step is long because many ask at once."""
 
 
@@ -118,7 +118,7 @@ class InputProcessor:
         ends = sampling.end_token_ids(self._model.eos_token_ids)
         self._grammars.check_masks(sampling, ends=ends)
 
-    def take(
+    def enqueue(
         self, request_id: int, request: Request, on_token: OnToken, *, request_idx: int
     ) -> None:
         """Put a request that was checked into the inbox; tokens are told as of `request_idx`."""
@@ -133,10 +133,10 @@ class InputProcessor:
 
     def admit(self) -> None:
         """Let some of those who wait outside in, and end those who were cancelled."""
-        states, num_taken = self._states, 0
-        while states.inbox and num_taken < MAX_TAKEN:
+        states, num_admitted = self._states, 0
+        while states.inbox and num_admitted < MAX_ADMITTED:
             arrival = states.inbox[0]
-            num_taken += arrival.request.sampling.num_sequences
+            num_admitted += arrival.request.sampling.num_sequences
             # It stays in the inbox until it is known, and `Recovery` drops whom it finds in both.
             self._arrive(arrival)
             states.pop_inbox()
