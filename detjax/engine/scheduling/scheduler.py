@@ -345,18 +345,18 @@ class Scheduler:
                 if r.free_slots and len(r.prefilling()) < most_rows
             ]
             # WHY: nobody overtakes the first: small requests would starve a large one.
-            if not any(self._enter(i, seq, batch) for _, _, i in sorted(open_ones)):
+            if not any(self._try_admit(i, seq, batch) for _, _, i in sorted(open_ones)):
                 return
             self._waiting.pop_first()
 
-    def _enter(self, index: int, seq: Sequence, batch: ScheduledBatch) -> bool:
+    def _try_admit(self, index: int, seq: Sequence, batch: ScheduledBatch) -> bool:
         """Give a sequence a slot and pages for all its tokens, or end it; False if it must wait."""
         replica = self._replicas[index]
         matched = replica.prefixes.find_prefix(seq)
         replica.pool.share(matched)
         missing = -(-len(seq.tokens) // self._config.page_len) - len(matched)
         # Those who run and may outgrow their pages will need one each, sooner or later.
-        growing = sum(not self._is_housed(s) for s in replica.running)
+        growing = sum(not self._has_all_pages(s) for s in replica.running)
         if replica.pool.num_available < missing + growing:
             replica.pool.free(matched)
             if replica.running:
@@ -380,7 +380,7 @@ class Scheduler:
         if not seq.epoch:
             seq.num_cached += num_tokens
 
-    def _is_housed(self, seq: Sequence) -> bool:
+    def _has_all_pages(self, seq: Sequence) -> bool:
         """Whether a sequence holds all pages that it can ever need."""
         return len(seq.pages) * self._config.page_len >= seq.max_len
 
