@@ -438,9 +438,9 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        name="preempted-keeps-epoch",
+        name="preemption-is-not-counted",
         fault="results from before a preemption count after it",
-        edits=(Edit(where=ENGINE, old="\n        seq.epoch += 1\n", new="\n"),),
+        edits=(Edit(where=ENGINE, old="\n        seq.num_preemptions += 1\n", new="\n"),),
         tests=("tests/engine/test_preemption.py",),
     ),
     Mutant(
@@ -485,8 +485,8 @@ MUTANTS = (
         edits=(
             Edit(
                 where=ENGINE,
-                old="row.epoch, len(seq.pages), row.is_draft",
-                new="row.epoch, row.is_draft",
+                old="row.num_preemptions, len(seq.pages), row.is_draft",
+                new="row.num_preemptions, row.is_draft",
             ),
         ),
         tests=(f"{SCHEDULES}::test_wrong_drafts_are_never_committed_and_right_ones_are",),

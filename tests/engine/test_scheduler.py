@@ -490,7 +490,7 @@ def test_preempted_sequences_go_on_where_they_were_and_use_their_own_pages_again
     second = simulation.add([2] * 8, most=16)
     simulation.drain()
     assert simulation.scheduler.num_preempted > 0
-    assert first.epoch == 0 and second.epoch > 0
+    assert first.num_preemptions == 0 and second.num_preemptions > 0
     assert simulation.scheduler.num_prefix_tokens > 0
     simulation.check_answers()
     assert not simulation.failed

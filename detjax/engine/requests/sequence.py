@@ -85,7 +85,7 @@ class Sequence:
         state: Waiting, running or done.
         replica: Where it runs.
         slot: Its slot there.
-        epoch: How often it was preempted. Results of an earlier epoch are dropped.
+        num_preemptions: How often it was preempted. Results of rows from before are dropped.
         pages: Its pages, in order.
         page_keys: Of its leading full pages.
         num_registered: How many leading pages the prefix cache was told of.
@@ -121,7 +121,7 @@ class Sequence:
     state: SequenceState = SequenceState.WAITING
     replica: int = 0
     slot: int = 0
-    epoch: int = 0
+    num_preemptions: int = 0
     pages: list[int] = field(default_factory=list)
     page_keys: list[bytes] = field(default_factory=list)
     num_registered: int = 0
@@ -214,7 +214,7 @@ class PrefillRow:
     """
 
     seq: Sequence
-    epoch: int
+    num_preemptions: int
     start: int
     token_ids: abc.Sequence[int]
     is_last: bool
@@ -226,7 +226,7 @@ class DecodeRow:
     """`num_tokens` that are committed at once, or as many drafts behind those of a window."""
 
     seq: Sequence
-    epoch: int
+    num_preemptions: int
     num_tokens: int
     is_draft: bool
     window: int
@@ -237,7 +237,7 @@ class VerifyRow:
     """A window of `num_drafts` drafts: those on the device, or `given` by the host."""
 
     seq: Sequence
-    epoch: int
+    num_preemptions: int
     num_drafts: int
     given: tuple[int, ...] | None
 

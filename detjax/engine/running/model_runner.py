@@ -140,7 +140,8 @@ def _decode_inputs(row: DecodeRow) -> tuple[int, ...]:
     """What the operands of a row follow from. Until it is preempted a sequence only gets pages."""
     seq = row.seq  # not kept itself: an engine at rest knows no request
     return (
-        seq.request_id, seq.sequence_idx, row.epoch, len(seq.pages), row.is_draft, row.num_tokens,
+        seq.request_id, seq.sequence_idx,
+        row.num_preemptions, len(seq.pages), row.is_draft, row.num_tokens,
     )  # fmt: skip
 
 

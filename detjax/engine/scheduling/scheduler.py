@@ -155,7 +155,7 @@ class Scheduler:
         seq.num_registered = 0
 
     def _begin_anew(self, seq: Sequence) -> None:
-        seq.epoch += 1
+        seq.num_preemptions += 1
         seq.num_in_flight = 0
         open_window(seq)
         self._waiting.push(seq)
@@ -173,7 +173,10 @@ class Scheduler:
 
     def is_current(self, row: Row) -> bool:
         """Whether the result of a row still counts."""
-        return row.seq.state is SequenceState.RUNNING and row.epoch == row.seq.epoch
+        return (
+            row.seq.state is SequenceState.RUNNING
+            and row.num_preemptions == row.seq.num_preemptions
+        )
 
     def note_read(self, row: Row) -> None:
         """Note that the result of a current row has been read. Commit its tokens afterwards."""
@@ -377,7 +380,7 @@ class Scheduler:
     def _note_cached(self, seq: Sequence, num_tokens: int) -> None:
         """Count tokens that the prefix cache had. What a preempted sequence finds is its own."""
         self.num_prefix_tokens += num_tokens
-        if not seq.epoch:
+        if not seq.num_preemptions:
             seq.num_cached += num_tokens
 
     def _has_all_pages(self, seq: Sequence) -> bool:
@@ -418,7 +421,7 @@ class Scheduler:
         seq.num_prefilled = stop
         row = PrefillRow(
             seq=seq,
-            epoch=seq.epoch,
+            num_preemptions=seq.num_preemptions,
             start=start,
             token_ids=seq.tokens[start:stop],
             is_last=seq.is_prefilled,

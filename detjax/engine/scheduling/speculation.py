@@ -92,7 +92,7 @@ class Speculation:
         """Make the row of a decode step, and count its tokens: as drafts, or as to be committed."""
         row = DecodeRow(
             seq=seq,
-            epoch=seq.epoch,
+            num_preemptions=seq.num_preemptions,
             num_tokens=num_tokens,
             is_draft=self.drafts(seq),
             window=seq.window,
@@ -151,7 +151,9 @@ class Speculation:
     def verify(self, seq: Sequence, given: tuple[int, ...] | None = None) -> VerifyRow:
         """Make the row of a verification, of `given` drafts or the window's, and open a new one."""
         num_drafts = seq.num_drafts if given is None else len(given)
-        row = VerifyRow(seq=seq, epoch=seq.epoch, num_drafts=num_drafts, given=given)
+        row = VerifyRow(
+            seq=seq, num_preemptions=seq.num_preemptions, num_drafts=num_drafts, given=given
+        )
         seq.num_in_flight += max_committed(row)
         open_window(seq)
         return row
