@@ -125,7 +125,6 @@ class AsyncEngine:
         self._sinks: dict[int, Sink] = {}
         self._merges: dict[int, _Merge] = {}
         self._pump: asyncio.Task[Exception | None] | None = None
-        self._stepping = threading.Lock()
 
     @property
     def has_open_requests(self) -> bool:
@@ -278,7 +277,7 @@ class AsyncEngine:
 
     def _check_idle(self) -> bool:
         """Check a little of an answer again; whether there is more."""
-        with self._stepping:
+        with self._lease.stepping:
             return self._engine.check_idle()
 
     def _steps(self, stop: threading.Event) -> None:
@@ -288,7 +287,7 @@ class AsyncEngine:
         of the one before. A pump that is cancelled while its step runs loses no output, and the
         next one waits for its turn.
         """
-        with self._stepping:
+        with self._lease.stepping:
             while self._engine.has_work and not stop.is_set():
                 released = self._engine.step()
                 with self._lease.lock:

@@ -27,11 +27,14 @@ class OutputsLease[T: TakesOutputs]:
     Attributes:
         lock: Held while requests are opened, and while outputs are handed to the holder. So no
             output of a request is handed on before its holder knows the request.
+        stepping: Held by a thread from its first step until the outputs of its last are handed
+            over. So outputs keep the order of steps while one holder takes over from another.
     """
 
     def __init__(self):
         """Begin without a holder."""
         self.lock = threading.Lock()
+        self.stepping = threading.Lock()
         self._holder: weakref.ref[T] | None = None
 
     @property
