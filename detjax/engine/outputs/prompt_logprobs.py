@@ -41,7 +41,7 @@ def score_tokens(
 
     Args:
         ctx: The model, the profile and the mesh.
-        local_logits: Of `models.paths`.
+        local_logits: Of `models.forward_paths`.
         params: This rank's weights.
         hidden: Final normalised hidden states.
         targets: The token that follows each; any where none does.

@@ -90,8 +90,8 @@ from detjax.engine.self_check.program_check import (
 )
 from detjax.engine.self_check.session import Reach
 from detjax.models.fast import quantise_params
+from detjax.models.forward_paths import KernelMode
 from detjax.models.loading import LoadedModel
-from detjax.models.paths import Kernels
 
 LOG = logging.getLogger(__name__)
 """Says what is compiled while requests wait."""
@@ -328,7 +328,7 @@ class ModelRunner:
         length = self._config.decode_steps if most_tokens > 1 else 1
         is_committed = any(row.seq.is_drafted and not row.is_draft for part in rows for row in part)
         is_canonical = self._config.mode == "invariant" or is_committed
-        kernels: Kernels = "invariant" if is_canonical else "fast"
+        kernels: KernelMode = "invariant" if is_canonical else "fast"
         key = self._key("decode", rows, size=size, length=length, kernels=kernels, weights=weights)
         operands = DecodeOperands.padding(
             self._num_rows(key), no_slot=self._config.num_slots, table_len=key.table_len
@@ -373,7 +373,7 @@ class ModelRunner:
         *,
         size: int,
         length: int,
-        kernels: Kernels,
+        kernels: KernelMode,
         weights: str = "full",
         leaves_hidden: bool = False,
     ) -> ProgramKey:
