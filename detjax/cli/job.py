@@ -14,7 +14,7 @@ from detjax.engine.requests.checks import RequestLimits
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import draw_seed
 from detjax.engine.requests.text_request import text_request
-from detjax.engine.scheduling.work import Work
+from detjax.engine.scheduling.workload import Workload
 from detjax.models.config import ModelConfig
 from detjax.models.tokenizer import Tokenizer
 from detjax.parallel.job_spec import find_job
@@ -35,7 +35,7 @@ class Job:
 
     requests: tuple[Request, ...]
     end_ids: tuple[int, ...]
-    work: Work
+    work: Workload
     extras: tuple[Mapping[str, Any], ...]
 
     @property
@@ -101,7 +101,7 @@ def make_job(
     return Job(
         requests=tuple(requests),
         end_ids=config.eos_token_ids,
-        work=Work.of(requests),
+        work=Workload.of(requests),
         extras=tuple(prompt.extras for prompt in prompts),
     )
 

@@ -16,7 +16,7 @@ from detjax.engine.metrics import EngineStats
 from detjax.engine.outputs.completion import Completion
 from detjax.engine.outputs.request_output import TokenEvent
 from detjax.engine.requests.request import Request
-from detjax.engine.scheduling.work import Work
+from detjax.engine.scheduling.workload import Workload
 from detjax.engine.trace import TracesEvents
 from detjax.models.config import ModelConfig
 from detjax.models.tokenizer import Tokenizer
@@ -83,7 +83,7 @@ class OpenModel:
     fingerprint: str
     backend: str
     backend_reason: str
-    size_engine: Callable[[Mapping[str, Any], Work], EngineConfig]
+    size_engine: Callable[[Mapping[str, Any], Workload], EngineConfig]
     cache_bytes: Callable[[EngineConfig], int]
     make_engine: Callable[[EngineConfig, TracesEvents], GeneratesCompletions]
     identify: Callable[[Tokenizer], "Identity"]
@@ -150,7 +150,7 @@ def open_model(args: GenerateArgs, folder: Path, progress: Progress, max_len: in
         model = _open_model(args, folder, progress_of_job, max_len, num_processes=job.num_processes)
     watch.check_same("settings", f"{model.fingerprint} {_shared_settings(args)}")
 
-    def size_engine(asked: Mapping[str, Any], work: Work) -> EngineConfig:
+    def size_engine(asked: Mapping[str, Any], work: Workload) -> EngineConfig:
         watch.check_same("requests", repr(work))
         with watch.working():
             return model.size_engine(asked, work)
@@ -247,7 +247,7 @@ def _open_model(
         eos_token_ids=model.config.eos_token_ids,
     )
 
-    def size_engine(asked: Mapping[str, Any], work: Work) -> EngineConfig:
+    def size_engine(asked: Mapping[str, Any], work: Workload) -> EngineConfig:
         with bad_input():
             return choose_sizes(
                 model,

@@ -18,7 +18,7 @@ from detjax.engine.metrics import EngineStats
 from detjax.engine.outputs.completion import Completion, best
 from detjax.engine.outputs.request_output import FinishReason, TokenEvent
 from detjax.engine.requests.request import Request
-from detjax.engine.scheduling.work import Work
+from detjax.engine.scheduling.workload import Workload
 from detjax.engine.trace import TracesEvents
 from detjax.proof.identity import Identity
 from detjax.testing.folders import byte_tokenizer
@@ -83,7 +83,7 @@ class Toy:
         return [*prompt, *self.ids_of(str(seq)), self.end]
 
 
-def fake_sizes(asked: Mapping[str, Any], work: Work) -> EngineConfig:
+def fake_sizes(asked: Mapping[str, Any], work: Workload) -> EngineConfig:
     """What is asked, and the defaults, with room for the work."""
     return EngineConfig(**{"max_len": work.longest, **asked})
 
@@ -177,7 +177,7 @@ def toy() -> Toy:
 
 
 @pytest.fixture
-def sizes() -> Callable[[Mapping[str, Any], Work], EngineConfig]:
+def sizes() -> Callable[[Mapping[str, Any], Workload], EngineConfig]:
     """Sizes of a fake engine."""
     return fake_sizes
 

@@ -10,7 +10,7 @@ _LEAST_LEN = 256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
+class Workload:
     """How much a list of requests asks for; `detjax.sizing.choose_sizes` sizes an engine for it.
 
     Attributes:
@@ -24,7 +24,7 @@ class Work:
     longest_prompt: int
 
     @classmethod
-    def of(cls, requests: Sequence[Request]) -> "Work":
+    def of(cls, requests: Sequence[Request]) -> "Workload":
         """Measure requests, of which there is at least one."""
         return cls(
             num_sequences=sum(r.sampling.num_sequences for r in requests),
