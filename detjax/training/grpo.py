@@ -41,7 +41,7 @@ from detjax.training.plot import save_plot
 from detjax.training.policy_gradient import BatchSizes, StepRow, train
 from detjax.training.rewards import Rewarded
 from detjax.training.rollout import Rollout
-from detjax.training.tasks import AbstractTask, Arithmetic, Gsm8k
+from detjax.training.tasks import AbstractTask, ArithmeticTask, Gsm8k
 from detjax.training.trainer import Trainer
 
 DESCRIPTION = """\
@@ -195,7 +195,7 @@ def parse_args(argv: Sequence[str] | None) -> Args:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Setup:
+class GrpoSetup:
     """Everything that the runs of one command share."""
 
     args: Args
@@ -230,13 +230,13 @@ class Setup:
         return shared | run | asdict(self.sizes) | self.identity
 
 
-def prepare(args: Args) -> Setup:
+def prepare(args: Args) -> GrpoSetup:
     """Choose kernels, load the model and make the trainer.
 
     Raises:
         ValueError: If something does not fit, with the fix.
     """
-    task = Arithmetic() if args.problems is None else Gsm8k(args.problems)
+    task = ArithmeticTask() if args.problems is None else Gsm8k(args.problems)
     if args.reward is not None:
         task = Rewarded(task, args.reward)
     given = {f.name: getattr(args, f.name) for f in fields(BatchSizes)}
@@ -266,7 +266,7 @@ def prepare(args: Args) -> Setup:
         clip_norm=args.clip_norm,
         remat=args.remat,
     )
-    return Setup(
+    return GrpoSetup(
         args=args,
         task=task,
         sizes=sizes,
@@ -286,7 +286,7 @@ def _save_folder(args: Args, step: int, seed: int) -> Path:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
+class GrpoRun:
     """One run: its rows, and the share of held-out problems it got right, greedy."""
 
     mode: str
@@ -317,8 +317,8 @@ class Run:
 
 
 def run_one(
-    setup: Setup, rollout: Rollout, mode: str, seed: int, on_row: Callable[[dict], None]
-) -> Run:
+    setup: GrpoSetup, rollout: Rollout, mode: str, seed: int, on_row: Callable[[dict], None]
+) -> GrpoRun:
     """Train once, from the model's weights or from a saved state."""
     args, trainer = setup.args, setup.trainer
     facts = setup.facts(mode, seed)
@@ -347,7 +347,9 @@ def run_one(
     after = rollout.accuracy(setup.task.held_out)
     if args.save is not None:
         save_state(_save_folder(args, int(state.step), seed), state, facts=facts)
-    return Run(mode=mode, seed=seed, rows=tuple(rows), accuracy_before=before, accuracy_after=after)
+    return GrpoRun(
+        mode=mode, seed=seed, rows=tuple(rows), accuracy_before=before, accuracy_after=after
+    )
 
 
 def _check_rows(out: Path | None, mode: str, seed: int, *, first_step: int) -> None:
@@ -377,7 +379,7 @@ def _read_rows(out: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def run_all(setup: Setup, console: Console) -> list[Run]:
+def run_all(setup: GrpoSetup, console: Console) -> list[GrpoRun]:
     """Train with every rollout and seed that was asked for, and keep rows as they come."""
     args, runs = setup.args, []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
@@ -415,7 +417,7 @@ def _row_text(row: dict[str, Any]) -> str:
     )
 
 
-def summary(runs: Sequence[Run]) -> Table:
+def summary(runs: Sequence[GrpoRun]) -> Table:
     """A line for each run, and one for the seeds of each rollout together."""
     table = Table(
         "rollout", "seed", "reward, first 3", "last 3", "held out, before", "after",
@@ -448,7 +450,7 @@ def _spread(values: Sequence[float]) -> str:
     return f"{np.mean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
 
 
-def _write_results(setup: Setup, runs: list[Run], out: Path, console: Console) -> None:
+def _write_results(setup: GrpoSetup, runs: list[GrpoRun], out: Path, console: Console) -> None:
     """Write the final table and the curves, those of a continued `--out` included."""
     args, path = setup.args, out / RUNS_FILE
     kind = {"model": args.model, "backend": setup.backend.value, "rollout_tp": args.rollout_tp}
