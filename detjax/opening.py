@@ -79,7 +79,7 @@ def load_on_devices(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Placement:
+class ModelPlacement:
     """Where a model runs.
 
     Attributes:
@@ -101,7 +101,7 @@ def choose_placement(
     dp: int,
     tp: int,
     num_processes: int = 1,
-) -> Placement:
+) -> ModelPlacement:
     """Choose the kernels and the mesh by the hardware, for a model that may have no weights yet.
 
     Args:
@@ -126,7 +126,7 @@ def choose_placement(
     )
     with _mesh_errors():
         mesh = make_mesh(dp, tp, platform=choice.backend.platform)
-    return Placement(mesh=mesh, backend=choice.backend, reason=choice.reason)
+    return ModelPlacement(mesh=mesh, backend=choice.backend, reason=choice.reason)
 
 
 @contextlib.contextmanager

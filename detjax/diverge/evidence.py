@@ -14,7 +14,7 @@ from detjax.diverge.find import find_divergence
 from detjax.diverge.runs import ModelSource
 from detjax.diverge.setting import Answer, Setting
 from detjax.engine.requests.sampling_params import SamplingParams
-from detjax.engine.self_check.evidence import Difference
+from detjax.engine.self_check.evidence import CheckDifference
 from detjax.models.loading import LoadedModel
 from detjax.numerics import Build, NumericsProfile
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
@@ -44,7 +44,7 @@ class Question:
 
 
 def question_of(
-    difference: Difference, *, profile: NumericsProfile, vocab_size: int, dp: int, tp: int
+    difference: CheckDifference, *, profile: NumericsProfile, vocab_size: int, dp: int, tp: int
 ) -> Question:
     """A question in which the program that a self-check has caught runs as it did there.
 
@@ -85,7 +85,7 @@ def question_of(
     return Question(prompt=prompt, a=a, b=b, sampling=sampling)
 
 
-def find_cause(difference: Difference, source: ModelSource, model: LoadedModel) -> Divergence:
+def find_cause(difference: CheckDifference, source: ModelSource, model: LoadedModel) -> Divergence:
     """The first operation that differs where a self-check has found that something does.
 
     Args:
@@ -108,7 +108,7 @@ def find_cause(difference: Difference, source: ModelSource, model: LoadedModel) 
     )
 
 
-def explain(difference: Difference, model: LoadedModel) -> str:
+def explain(difference: CheckDifference, model: LoadedModel) -> str:
     """`find_cause` as text, for the evidence of an engine; why there is none, if there is none."""
     try:
         return str(find_cause(difference, model, model))
@@ -146,7 +146,7 @@ class Evidence:
         cause: What the engine's own search found; empty where there was none.
     """
 
-    difference: Difference
+    difference: CheckDifference
     mesh: tuple[int, int]
     profile: NumericsProfile
     folder: str
@@ -171,7 +171,7 @@ class Evidence:
             found = json.loads(path.read_text(encoding="utf-8"))
             said = found["difference"]
             params, stream = said["sampling"]
-            difference = Difference(**{
+            difference = CheckDifference(**{
                 **said, "token_ids": tuple(said["token_ids"]),
                 "sampling": (SamplingParams.from_dict(params), int(stream)),
             })  # fmt: skip

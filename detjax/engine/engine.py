@@ -45,7 +45,7 @@ from detjax.engine.scheduling.ngram import propose_from_prompt
 from detjax.engine.scheduling.scheduler import Scheduler
 from detjax.engine.scheduling.speculation import propose_nothing
 from detjax.engine.self_check.claim import Claim
-from detjax.engine.self_check.evidence import Difference
+from detjax.engine.self_check.evidence import CheckDifference
 from detjax.engine.self_check.recheck import Rechecks
 from detjax.engine.stat_logger import StatLogger
 from detjax.engine.weight_history import WeightHistory
@@ -652,7 +652,7 @@ class Engine:
         """The operation that makes the difference, as `explain_differences` told; else empty."""
         return self._claim.cause
 
-    def explain_differences(self, explain: abc.Callable[[Difference], str]) -> None:
+    def explain_differences(self, explain: abc.Callable[[CheckDifference], str]) -> None:
         """Let the first difference that a self-check finds be explained, once, when it is found.
 
         Args:

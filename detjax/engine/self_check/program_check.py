@@ -17,7 +17,7 @@ from detjax.engine.running.program_key import (
     choice_keys,
     program_keys,
 )
-from detjax.engine.self_check.evidence import Difference
+from detjax.engine.self_check.evidence import CheckDifference
 from detjax.engine.self_check.probes import FILTERED, Probe, make_probes, place_probes
 from detjax.engine.self_check.session import Reach, Session, num_tokens
 from detjax.models.loading import LoadedModel
@@ -67,7 +67,7 @@ def check_programs(
     reference: ProgramKey,
     reach: Reach,
     choice: tuple[bool, int] | None = None,
-) -> tuple[list[ProgramKey], list[Difference]]:
+) -> tuple[list[ProgramKey], list[CheckDifference]]:
     """Compare programs with a prefill program.
 
     Args:

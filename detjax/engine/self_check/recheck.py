@@ -23,7 +23,7 @@ from detjax.engine.running.program_key import ProgramKey, choice_of
 from detjax.engine.sampling.sampling import SamplingRows
 from detjax.engine.scheduling.kv_cache import PagePool
 from detjax.engine.self_check.claim import Claim
-from detjax.engine.self_check.evidence import Difference
+from detjax.engine.self_check.evidence import CheckDifference
 from detjax.engine.self_check.program_check import is_checkable
 from detjax.engine.self_check.rows import nobodys_slots
 
@@ -34,7 +34,7 @@ MAX_KEPT = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Answer:
+class _ReleasedToken:
     """A token that was released, and all before it."""
 
     before: tuple[int, ...]
@@ -48,7 +48,7 @@ class _Answer:
 class _UnderWay:
     """A check that has begun: on which pages of which replica, and how far it is."""
 
-    answer: _Answer
+    answer: _ReleasedToken
     key: ProgramKey
     replica: int
     pages: list[int]
@@ -78,7 +78,7 @@ class Rechecks:
         """
         self._config, self._runner, self._pools = config, runner, pools
         self._claim, self._stats = claim, stats
-        self._waiting: deque[_Answer] = deque()
+        self._waiting: deque[_ReleasedToken] = deque()
         self._under_way: _UnderWay | None = None
         self._num_launches = 0
         self._rng = np.random.default_rng(0)
@@ -106,7 +106,7 @@ class Rechecks:
             return
         token = tokens[self._rng.integers(len(tokens))]
         self._waiting.append(
-            _Answer(
+            _ReleasedToken(
                 before=tuple(seq.tokens[: token.position]),
                 token_id=token.token_id,
                 logprob=token.logprob,
@@ -166,7 +166,7 @@ class Rechecks:
             return True
         return False
 
-    def _key(self, answer: _Answer) -> ProgramKey | None:
+    def _key(self, answer: _ReleasedToken) -> ProgramKey | None:
         """The compiled prefill that wastes least on it."""
         found = [
             key
@@ -213,7 +213,7 @@ class Rechecks:
             return
         self._claim.note(
             [
-                Difference(
+                CheckDifference(
                     program="answer",
                     row=-1,
                     position=len(answer.before),

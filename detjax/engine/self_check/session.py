@@ -15,7 +15,7 @@ from detjax.engine.running.device_arrays import Slots
 from detjax.engine.running.launch_operands import unpack_num_committed
 from detjax.engine.running.program_key import ProgramKey
 from detjax.engine.self_check.device import join_checksums
-from detjax.engine.self_check.evidence import Difference
+from detjax.engine.self_check.evidence import CheckDifference
 from detjax.engine.self_check.probes import Placement, Probe
 from detjax.engine.self_check.rows import Group, RowMaker, make_groups, nobodys_slots
 from detjax.models.loading import LoadedModel
@@ -111,7 +111,9 @@ class Session:
         self._choices: dict[_Tokens, jax.Array] = {}
         self._written: dict[_Tokens, _Checksums] = {}
 
-    def check(self, key: ProgramKey, writer: ProgramKey, probes: Sequence[int]) -> list[Difference]:
+    def check(
+        self, key: ProgramKey, writer: ProgramKey, probes: Sequence[int]
+    ) -> list[CheckDifference]:
         """Compare a program with prefill at some probes; `writer` puts the other tokens there."""
         if key == self._reference:
             return []
@@ -274,7 +276,7 @@ class Session:
 
     # ---------------------------------------------------------------------------------- comparisons
 
-    def _compare(self, key, group, outcome: _Outcome, before, written) -> list[Difference]:
+    def _compare(self, key, group, outcome: _Outcome, before, written) -> list[CheckDifference]:
         found = []
         for i, probe in enumerate(group.probes):
             for replica in range(self._config.num_replicas):
@@ -309,7 +311,7 @@ class Session:
         got, want = (self._written_by_prefill(probe, x)[replica] for x in (other, ids))
         return not np.array_equal(got, want)
 
-    def _check_committed(self, key, group, outcome: _Outcome) -> list[Difference]:
+    def _check_committed(self, key, group, outcome: _Outcome) -> list[CheckDifference]:
         """Whether a verification commits the drafts before the first wrong one, and its own."""
         found = []
         assert outcome.committed is not None
@@ -327,9 +329,9 @@ class Session:
                     )
         return found
 
-    def _difference(self, key, row, probe, ids, what, got, want) -> Difference:
+    def _difference(self, key, row, probe, ids, what, got, want) -> CheckDifference:
         its: Probe = self._placement.probes[probe]
-        return Difference(
+        return CheckDifference(
             program=key.name,
             row=row,
             position=its.position,
