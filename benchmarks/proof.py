@@ -286,10 +286,10 @@ def _timed_launches(engine: Engine, phases: dict[str, list[float]]) -> Iterator[
     def program(key: ProgramKey, *_) -> str:
         return f"{key.kind} {key.rows}x{key.length}"
 
-    run_aside = timed(engine._runner.run_aside, program)
+    run_check = timed(engine._runner.run_check, program)
     checksums = timed(device.checksums, lambda *_: "checksums")
     with (
-        mock.patch.object(engine._runner, "run_aside", run_aside),
+        mock.patch.object(engine._runner, "run_check", run_check),
         mock.patch.object(device, "checksums", checksums),
     ):
         yield

@@ -250,7 +250,7 @@ class DeviceState:
         read = (result,) if after.reads_result else ()
         return choose(slots, sampling, self._adjusted, self._logits[key.logit_rows], *rows, *read)
 
-    def run_aside(
+    def run_check(
         self,
         key: ProgramKey,
         program: Callable,
@@ -260,7 +260,7 @@ class DeviceState:
         *operands: Any,
         after: Aftermath = NOTHING_AFTER,
     ) -> tuple[Any, jax.Array]:
-        """Call a program on the cache, with slots that are nobody's.
+        """Call a program on the cache, with scratch slots, which no sequence has.
 
         Args:
             key: Of the program.
@@ -275,7 +275,7 @@ class DeviceState:
             The new slots, and the result.
         """
         return self._thread.submit(
-            self._ordered(self._call_aside),
+            self._ordered(self._call_check),
             key,
             program,
             params,
@@ -284,17 +284,17 @@ class DeviceState:
             after,
         ).result()
 
-    def _call_aside(
+    def _call_check(
         self,
         key: ProgramKey,
         program: Callable,
         params: dict,
-        aside: tuple,
+        scratch: tuple,
         operands: tuple,
         after: Aftermath,
     ) -> tuple[Any, jax.Array]:
         cache, *others = self._arrays
-        arrays, _, result = self._forward(key, program, params, (cache, *aside), operands)
+        arrays, _, result = self._forward(key, program, params, (cache, *scratch), operands)
         cache, slots, sampling = arrays
         self._arrays = (cache, *others)
         if after.choice is not None:

@@ -88,7 +88,7 @@ from detjax.engine.self_check.program_check import (
     leaves_for,
     rank_in_check,
 )
-from detjax.engine.self_check.session import Reach
+from detjax.engine.self_check.session import CheckContext
 from detjax.models.fast import quantise_params
 from detjax.models.forward_paths import KernelMode
 from detjax.models.loading import LoadedModel
@@ -642,10 +642,12 @@ class ModelRunner:
         self, keys: abc.Sequence[ProgramKey], choice: tuple[bool, int] | None
     ) -> list[ProgramKey]:
         """Compare programs, with choice programs of a kind behind them or alone; the checked."""
-        reach = Reach(run=self.run_aside, checksums=self._device.checksums, idle=self._idle())
+        context = CheckContext(
+            run=self.run_check, checksums=self._device.checksums, idle=self._idle()
+        )
         reference = self._reference_key(keys)
         done, found = check_programs(
-            self._model, self._config, keys, reference, reach, choice=choice
+            self._model, self._config, keys, reference, context, choice=choice
         )
         self._claim.note(found)
         return done
@@ -672,19 +674,19 @@ class ModelRunner:
         count = min(map(len, idle))
         return np.asarray([pages[:count] for pages in idle], np.int32)
 
-    def run_aside(
+    def run_check(
         self, key: ProgramKey, slots, sampling, *host, choice: tuple[bool, int] | None = None
     ) -> tuple[Any, jax.Array]:
-        """Launch a program on the cache, with slots that are nobody's: `DeviceState.run_aside`.
+        """Launch a program on the cache, with scratch slots: `DeviceState.run_check`.
 
         `choice` is of `CHOICES`: the choice program that follows, for rows without adjustments.
         """
-        after = NOTHING_AFTER if choice is None else self._choice_aside(key, choice, host[0])
-        return self._device.run_aside(
+        after = NOTHING_AFTER if choice is None else self._check_choice(key, choice, host[0])
+        return self._device.run_check(
             key, self._get(key), self._params_of(key), slots, sampling, *host, after=after
         )
 
-    def _choice_aside(self, key: ProgramKey, choice: tuple[bool, int], packed) -> Aftermath:
+    def _check_choice(self, key: ProgramKey, choice: tuple[bool, int], packed) -> Aftermath:
         """A choice program for the rows of packed operands."""
         size, no_slot = key.logit_rows, self._config.num_slots
         choice_key = ChoiceKey(rows=size, length=1, with_filters=choice[0], num_top=choice[1])

@@ -25,7 +25,7 @@ from detjax.engine.scheduling.kv_cache import PagePool
 from detjax.engine.self_check.claim import Claim
 from detjax.engine.self_check.evidence import CheckDifference
 from detjax.engine.self_check.program_check import is_checkable
-from detjax.engine.self_check.rows import nobodys_slots
+from detjax.engine.self_check.rows import scratch_slots
 
 SHARE = 0.01
 """Of the time of all steps, that checking again may take."""
@@ -191,11 +191,11 @@ class Rechecks:
         operands.page_table[at, : len(check.pages)] = check.pages
         rows = [(SamplingParams(), 0)] * len(operands.slot)
         rows[at] = check.answer.sampling
-        slots, sampling = nobodys_slots(config)
+        slots, sampling = scratch_slots(config)
         choice = choice_of(is_filtered=True, num_top=0) if check.answer.is_filtered else None
         if choice is not None:
-            operands.slot[at] = 0  # of nobody's slots: a choice program finds the row by it
-        _, result = self._runner.run_aside(
+            operands.slot[at] = 0  # of the scratch slots: a choice program finds the row by it
+        _, result = self._runner.run_check(
             key, slots, sampling, operands.pack(), SamplingRows.pack(rows), choice=choice
         )
         packed = np.asarray(result).reshape(config.num_replicas, -1, result.shape[-1])

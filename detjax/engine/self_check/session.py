@@ -17,7 +17,7 @@ from detjax.engine.running.program_key import ProgramKey
 from detjax.engine.self_check.device import join_checksums
 from detjax.engine.self_check.evidence import CheckDifference
 from detjax.engine.self_check.probes import Placement, Probe
-from detjax.engine.self_check.rows import Group, RowMaker, make_groups, nobodys_slots
+from detjax.engine.self_check.rows import Group, RowMaker, make_groups, scratch_slots
 from detjax.models.loading import LoadedModel
 
 Run = Callable[..., tuple[Slots, Any]]
@@ -30,7 +30,7 @@ MOST_PREFILLED = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reach:
+class CheckContext:
     """What a check may use.
 
     Attributes:
@@ -97,15 +97,15 @@ class Session:
         model: LoadedModel,
         config: ReplicaConfig,
         reference: ProgramKey,
-        reach: Reach,
+        context: CheckContext,
         placement: Placement,
         choice: tuple[bool, int] | None,
     ):
-        self._config, self._reference, self._reach = config, reference, reach
-        self._run, self._has_choice = partial(reach.run, choice=choice), choice is not None
+        self._config, self._reference, self._context = config, reference, context
+        self._run, self._has_choice = partial(context.run, choice=choice), choice is not None
         self._placement = placement
         self._rows = RowMaker(config, placement, vocab_size=model.config.vocab_size)
-        self._nobodys_slots = nobodys_slots(config)
+        self._scratch_slots = scratch_slots(config)
         # By (probe, tokens): packed choices [dp, R, X] of which row 0 is the probe's, and of what
         # is written the checksums of all pages. The device may still be at them.
         self._choices: dict[_Tokens, jax.Array] = {}
@@ -217,14 +217,14 @@ class Session:
     def _checksums(self) -> _Checksums:
         """Of the pages that the probes may write."""
         pages = self._placement.written
-        return _Checksums(self._reach.checksums(pages.reshape(len(pages), -1)), pages.shape)
+        return _Checksums(self._context.checksums(pages.reshape(len(pages), -1)), pages.shape)
 
     # ----------------------------------------------------------------------------- prefill's answer
 
     def _run_prefill(self, key: ProgramKey, chunks) -> jax.Array:
         """Packed choices of all rows, [dp * R, X]."""
         operands, rows = self._rows.prefill(key, chunks)
-        _, result = self._run(key, *self._nobodys_slots, operands, rows)
+        _, result = self._run(key, *self._scratch_slots, operands, rows)
         return result
 
     def _prefill(self, probe: int, ids: tuple[int, ...]) -> None:
