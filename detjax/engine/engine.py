@@ -68,7 +68,7 @@ def _one_thread_at_a_time[**P, R](
     return locked
 
 
-def _told_once(
+def _outputs_once(
     method: Callable[["Engine"], list[RequestOutput]],
 ) -> Callable[["Engine"], list[RequestOutput]]:
     """As `_one_thread_at_a_time`, for calls that tell outputs, each of them once.
@@ -285,9 +285,9 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do or to tell."""
-        if self._states.unwanted:
+        if self._states.abandoned:
             with self._turn:
-                self._recovery.drop_unwanted()
+                self._recovery.drop_abandoned()
         return self._states.has_work
 
     @property
@@ -353,7 +353,7 @@ class Engine:
 
     # ---------------------------------------------------------------------------------------- steps
 
-    @_told_once
+    @_outputs_once
     def step(self) -> list[RequestOutput]:
         """Launch a step, read the results of an earlier one, and return what those released.
 
@@ -519,8 +519,8 @@ class Engine:
                     for output in self._step(run.request_ids):
                         run.add(output)
         finally:
-            self._states.unwanted.update(run.request_ids)
-            self._recovery.drop_unwanted()
+            self._states.abandoned.update(run.request_ids)
+            self._recovery.drop_abandoned()
         return run.completions()
 
     def _enqueue_more(self, run: GenerateRun, requests: abc.Sequence[Request]) -> None:
@@ -568,7 +568,7 @@ class Engine:
 
     # --------------------------------------------------------------------------- when a call breaks
 
-    @_told_once
+    @_outputs_once
     def reset(self) -> list[RequestOutput]:
         """End what is under way and begin anew, as after an error that has stopped the engine.
 
@@ -586,7 +586,7 @@ class Engine:
         stopped = f"the engine has stopped: {self._stopped_by}"
         why = "the engine was reset" if self._stopped_by is None else stopped
         self._recovery.end_all(EngineResetError(why))
-        self._recovery.drop_unwanted()
+        self._recovery.drop_abandoned()
         outputs = states.outputs
         states.outputs, states.pending, states.is_interrupted, self._stopped_by = (
             [],

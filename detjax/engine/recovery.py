@@ -68,20 +68,20 @@ class Recovery:
                 seq.tokens.append(pending[-1].token_id)
         states.live = {request_id: seqs for request_id, seqs in states.live.items() if seqs}
 
-    def drop_unwanted(self) -> None:
+    def drop_abandoned(self) -> None:
         """Forget the requests of a `generate` that did not end, and nobody else's."""
         states = self._states
-        if not states.unwanted:
+        if not states.abandoned:
             return
         was_interrupted, states.is_interrupted = states.is_interrupted, True
-        for request_id in states.unwanted:
+        for request_id in states.abandoned:
             for seq in states.sequences_of(request_id):
                 if not was_interrupted:
                     self._scheduler.end(seq)
                 states.forget(seq)
-        states.outputs = [o for o in states.outputs if o.request_id not in states.unwanted]
-        states.keep_in_inbox(lambda arrival: arrival.request_id not in states.unwanted)
-        states.unwanted.clear()
+        states.outputs = [o for o in states.outputs if o.request_id not in states.abandoned]
+        states.keep_in_inbox(lambda arrival: arrival.request_id not in states.abandoned)
+        states.abandoned.clear()
         states.is_interrupted = was_interrupted
 
     def end_all(self, exception: Exception) -> None:

@@ -288,7 +288,7 @@ def assert_at_rest(made: Engine) -> None:
     assert not made.has_work
     stats = made.stats()
     assert (stats.num_pages_held, stats.num_running, stats.num_waiting) == (0, 0, 0)
-    for name in ("live", "pending", "outputs", "inbox", "cancels", "unwanted"):
+    for name in ("live", "pending", "outputs", "inbox", "cancels", "abandoned"):
         assert not getattr(made._states, name), name
     assert made._input_processor.num_queued == 0 and not made._states.is_interrupted
     for pool in made._scheduler.pools:

@@ -48,7 +48,7 @@ class RequestStates:
         live: Sequences that have not ended, by request and index.
         pending: Of these, the tokens that were committed since outputs were last emitted.
         outputs: What is to be told: ends, and what others than the caller of a step wait for.
-        unwanted: Requests of a `generate` that did not end.
+        abandoned: Requests of a `generate` that did not end.
         is_interrupted: Whether a call has begun and not ended.
     """
 
@@ -61,7 +61,7 @@ class RequestStates:
         self.live: dict[int, dict[int, Sequence]] = {}
         self.pending: dict[Sequence, list[CommittedToken]] = {}
         self.outputs: list[RequestOutput] = []
-        self.unwanted: set[int] = set()
+        self.abandoned: set[int] = set()
         self.is_interrupted = False
 
     @property

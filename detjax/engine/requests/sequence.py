@@ -195,7 +195,7 @@ class SequenceError(Exception):
 
 
 @contextmanager
-def blaming(seq: Sequence) -> Iterator[None]:
+def attributing_errors(seq: Sequence) -> Iterator[None]:
     """Say whose fault it is."""
     try:
         yield

@@ -36,7 +36,7 @@ Call = tuple[Callable, tuple]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Aftermath:
+class FollowUps:
     """What follows a forward program in the same launch; each is as `choice_programs` has it.
 
     Attributes:
@@ -52,7 +52,7 @@ class Aftermath:
     score: Call | None = None
 
 
-NOTHING_AFTER = Aftermath()
+NO_FOLLOW_UPS = FollowUps()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,7 +179,7 @@ class DeviceState:
         program: Callable,
         params: dict,
         *operands: Any,
-        after: Aftermath = NOTHING_AFTER,
+        after: FollowUps = NO_FOLLOW_UPS,
     ) -> Future[LaunchResult]:
         """Hand over a forward program and what follows it, and return at once.
 
@@ -202,7 +202,7 @@ class DeviceState:
         program: Callable,
         params: dict,
         operands: tuple,
-        after: Aftermath,
+        after: FollowUps,
     ) -> LaunchResult:
         begin_s = time.perf_counter()
         arrays, hidden, choice = self._forward(key, program, params, self._arrays, operands)
@@ -242,7 +242,7 @@ class DeviceState:
         return (*state, *arrays[len(state) :]), hidden, result
 
     def _choose(
-        self, key: ProgramKey, after: Aftermath, slots: Any, sampling: Any, result: Any
+        self, key: ProgramKey, after: FollowUps, slots: Any, sampling: Any, result: Any
     ) -> tuple[Any, Any, Any]:
         """Call a choice program: (slots, adjusted slots, result)."""
         assert after.choice is not None
@@ -258,7 +258,7 @@ class DeviceState:
         slots: Any,
         sampling: Any,
         *operands: Any,
-        after: Aftermath = NOTHING_AFTER,
+        after: FollowUps = NO_FOLLOW_UPS,
     ) -> tuple[Any, jax.Array]:
         """Call a program on the cache, with scratch slots, which no sequence has.
 
@@ -291,7 +291,7 @@ class DeviceState:
         params: dict,
         scratch: tuple,
         operands: tuple,
-        after: Aftermath,
+        after: FollowUps,
     ) -> tuple[Any, jax.Array]:
         cache, *others = self._arrays
         arrays, _, result = self._forward(key, program, params, (cache, *scratch), operands)

@@ -31,17 +31,17 @@ from detjax.engine.requests.sequence import (
     ScheduledBatch,
     Sequence,
     VerifyRow,
-    blaming,
+    attributing_errors,
     max_committed,
 )
 from detjax.engine.running.choice_programs import pack_windows
 from detjax.engine.running.compile_workers import CompileWorkers, num_workers
 from detjax.engine.running.device_arrays import pages_shape
 from detjax.engine.running.device_state import (
-    NOTHING_AFTER,
-    Aftermath,
+    NO_FOLLOW_UPS,
     Call,
     DeviceState,
+    FollowUps,
     LaunchResult,
     Placed,
 )
@@ -287,7 +287,7 @@ class ModelRunner:
             operands.slot[at] = seq.slot if row.is_last else no_slot
             operands.start[at], operands.count[at] = row.start, count
             operands.page_table[at] = self._tables[seq.replica, seq.slot]
-            with blaming(seq):
+            with attributing_errors(seq):
                 operands.token_ids[at, :count] = row.token_ids
                 if row.is_scored:
                     following = seq.tokens[row.start + 1 : row.start + 1 + count]
@@ -361,7 +361,7 @@ class ModelRunner:
             operands.is_given[at] = row.given is not None
             operands.page_table[at] = self._tables[seq.replica, seq.slot, : key.table_len]
             if row.given is not None:
-                with blaming(seq):
+                with attributing_errors(seq):
                     operands.token_ids[at, 1 : 1 + len(row.given)] = row.given
         self._stats.verify_launches += 1
         return self._run(key, rows, operands.pack(), windows=operands)
@@ -420,9 +420,9 @@ class ModelRunner:
         given = host if placed is None else (placed, *host[1:])
         program = self._program(key)
         choice_key = self._choice_key(key, rows)
-        after = NOTHING_AFTER
+        after = NO_FOLLOW_UPS
         if choice_key is not None or score is not None:
-            after = Aftermath(
+            after = FollowUps(
                 install=install,
                 choice=choice_key and self._choice_call(choice_key, key, rows, windows),
                 reads_result=windows is not None,
@@ -486,7 +486,7 @@ class ModelRunner:
                     if banned is None:
                         words = num_words(self._model.config.vocab_size)
                         banned = np.zeros((len(slots), words), np.int32)
-                    with blaming(seq):
+                    with attributing_errors(seq):
                         banned[at] = seq.guide.banned(seq.output_ids)
         program = self._program(choice_key)
         if windows is not None:
@@ -512,7 +512,7 @@ class ModelRunner:
                 sampling = seq.request.sampling
                 if seq.guide is not None:
                     sampling = dataclasses.replace(sampling, **SEEN_TO)
-                with blaming(seq):
+                with attributing_errors(seq):
                     values.record[at] = pack_record(
                         sampling,
                         prompt_len=len(prompt_ids),
@@ -681,12 +681,12 @@ class ModelRunner:
 
         `choice` is of `CHOICES`: the choice program that follows, for rows without adjustments.
         """
-        after = NOTHING_AFTER if choice is None else self._check_choice(key, choice, host[0])
+        after = NO_FOLLOW_UPS if choice is None else self._check_choice(key, choice, host[0])
         return self._device.run_check(
             key, self._get(key), self._params_of(key), slots, sampling, *host, after=after
         )
 
-    def _check_choice(self, key: ProgramKey, choice: tuple[bool, int], packed) -> Aftermath:
+    def _check_choice(self, key: ProgramKey, choice: tuple[bool, int], packed) -> FollowUps:
         """A choice program for the rows of packed operands."""
         size, no_slot = key.logit_rows, self._config.num_slots
         choice_key = ChoiceKey(rows=size, length=1, with_filters=choice[0], num_top=choice[1])
@@ -694,11 +694,11 @@ class ModelRunner:
             given = VerifyOperands.unpack(packed, table_len=key.table_len, length=key.length)
             choice_key = dataclasses.replace(choice_key, rows=key.rows, length=key.length)
             windows = pack_windows(given, np.full(len(packed), no_slot, np.int32))
-            return Aftermath(choice=(self._get(choice_key), (windows,)), reads_result=True)
+            return FollowUps(choice=(self._get(choice_key), (windows,)), reads_result=True)
         slots = np.full((self._config.num_replicas, size, 2), no_slot, np.int32)
         slots[:, : key.rows, 0] = slot_of(packed).reshape(-1, key.rows)
         operands = slots.reshape(-1, 2), self._device.no_bans(size)
-        return Aftermath(choice=(self._get(choice_key), operands))
+        return FollowUps(choice=(self._get(choice_key), operands))
 
 
 def _commits(row: Row) -> bool:

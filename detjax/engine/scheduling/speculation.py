@@ -9,7 +9,13 @@ from collections import abc
 from collections.abc import Callable
 
 from detjax.engine.config import ReplicaConfig
-from detjax.engine.requests.sequence import DecodeRow, Sequence, VerifyRow, blaming, max_committed
+from detjax.engine.requests.sequence import (
+    DecodeRow,
+    Sequence,
+    VerifyRow,
+    attributing_errors,
+    max_committed,
+)
 
 Propose = Callable[[abc.Sequence[int], int], tuple[int, ...]]
 """From the tokens so far and the most drafts wanted, drafts that cost no model; or none."""
@@ -169,7 +175,7 @@ class Speculation:
         if not self.can_decode(seq) or seq.guide is not None:
             return None
         most = self._max_drafts(seq)
-        with blaming(seq):
+        with attributing_errors(seq):
             if predicted := predicted_drafts(seq):
                 return predicted[:most]
             return tuple(self._propose(seq.tokens, most)[:most]) or None
