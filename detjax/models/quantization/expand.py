@@ -30,6 +30,9 @@ SCALE_DTYPES = ("BF16", "F16", "F32")
 ROWS_AT_ONCE_BYTES = 2**22
 """Float32 bytes of a part that is expanded at once: what lies in a core's cache."""
 
+FLOAT8 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+"""The value of each float8_e4m3fn, by its bits: ten times as quick as a conversion."""
+
 UNUSED_PARTS = ("input_scale", "weight_shape", "g_idx", "activation_scale", "input_zero_point")
 """Parts beside a weight that its expansion does not need, or only checks."""
 
@@ -233,14 +236,14 @@ class ExpandedRows:
     def _part(self, first: int, stop: int, left: int, right: int) -> np.ndarray:
         values = self._codes_of(first, stop, left, right)
         if not self.scheme.is_float:
-            values -= self._zeros_of(first, stop, left, right)
+            values = np.subtract(values, self._zeros_of(first, stop, left, right), dtype=np.float32)
         # ROUND: the product, then the weight, each to nearest, ties to even. Where the scale has
         # 16 bits the first is exact.
-        values = values.astype(np.float32) * self._scales_of(first, stop, left, right)
+        values *= self._scales_of(first, stop, left, right)
         return values.astype(ml_dtypes.bfloat16)
 
     def _codes_of(self, first: int, stop: int, left: int, right: int) -> np.ndarray:
-        """As float8, or as 16-bit integers."""
+        """As float32 of float8, or as integers."""
         words, bits = self.codes, self.scheme.num_bits
         match self.scheme.layout:
             case "packed":
@@ -252,7 +255,7 @@ class ExpandedRows:
                 return found.T
             case _:
                 found = words[first:stop, left:right]
-                return found if self.scheme.is_float else found.astype(np.int16)
+                return FLOAT8[found.view(np.uint8)] if self.scheme.is_float else found
 
     def _zeros_of(self, first: int, stop: int, left: int, right: int) -> np.ndarray | np.int16:
         scheme, zeros = self.scheme, self.zeros
