@@ -240,7 +240,7 @@ def start(bench: Bench) -> bool:
     engine = bench.engine(self_check="start")
     begin_s = time.perf_counter()
     with ThreadPoolExecutor() as pool:  # so that the first check finds all programs there
-        deque(pool.map(engine._runner._get, program_keys(engine._runner._config)), maxlen=0)
+        deque(pool.map(engine._runner._ready._get, program_keys(engine._runner._config)), maxlen=0)
     compile_s = time.perf_counter() - begin_s
     engine.compile()
     checked = engine.stats().num_self_checked

@@ -289,7 +289,7 @@ def _log_to_stderr(args: argparse.Namespace) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     # The second says what is compiled while requests wait.
-    for name in ("detjax.server", "detjax.engine.running.model_runner"):
+    for name in ("detjax.server", "detjax.engine.running.ready_programs"):
         log = logging.getLogger(name)
         log.handlers, log.propagate = [handler], False
         log.setLevel(args.log_level.upper())

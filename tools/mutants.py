@@ -609,7 +609,7 @@ MUTANTS = (
         fault="a check waits for programs that are compiled last",
         edits=(
             Edit(
-                where="detjax/engine/running/model_runner.py",
+                where="detjax/engine/running/ready_programs.py",
                 old="wanted: list[AnyKey] = [*self._as_checked(keys),",
                 new="wanted: list[AnyKey] = [*keys,",
             ),
@@ -621,7 +621,7 @@ MUTANTS = (
         fault="each program of one request waits for a hash of the loaded code of its own",
         edits=(
             Edit(
-                where="detjax/engine/running/model_runner.py",
+                where="detjax/engine/running/ready_programs.py",
                 old="pool.submit(self._get, key, asked) for",
                 new="pool.submit(self._get, key) for",
             ),

@@ -501,7 +501,7 @@ def test_an_interrupt_between_a_launch_and_its_cache_leaves_an_engine_that_works
     """The arrays are deleted, as they were donated; answers have their bits again all the same."""
     made, count = engine(num_pages=20), 0
     asked = [request(5, 40), request(6, 20)]
-    program_of = made._runner._program
+    program_of = made._runner._ready.get
 
     def interrupted(key):
         program = program_of(key)
@@ -516,7 +516,7 @@ def test_an_interrupt_between_a_launch_and_its_cache_leaves_an_engine_that_works
 
         return run
 
-    made._runner._program = interrupted
+    made._runner._ready.get = interrupted
     with pytest.raises(KeyboardInterrupt):
         made.generate(asked)
     assert made._runner.is_lost

@@ -115,7 +115,7 @@ def test_the_page_unused_longest_is_evicted_first_and_a_prefix_after_what_follow
     assert pool.find(bytes([0])) is None
 
 
-@pytest.mark.parametrize("call", ["share", "give_back"])
+@pytest.mark.parametrize("call", ["share", "free"])
 def test_a_free_page_is_nobodys(call):
     pool = PagePool(2)
     with pytest.raises(ValueError, match="page 1 (is free|was freed twice)"):

@@ -28,7 +28,7 @@ from detjax.engine.outputs.completion import Completion
 from detjax.engine.outputs.request_output import FinishReason
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import SamplingParams
-from detjax.engine.running import model_runner
+from detjax.engine.running import ready_programs
 from detjax.engine.running.program_key import ProgramKey
 from detjax.engine.self_check import program_check, recheck
 from detjax.engine.self_check.evidence import FOLDER_VARIABLE
@@ -274,7 +274,7 @@ def test_a_start_compiles_in_the_order_of_the_check(evidence, monkeypatch):
             return super().submit(fn, *args, **kwargs)
 
     check = Session.check
-    monkeypatch.setattr(model_runner, "ThreadPoolExecutor", Pool)
+    monkeypatch.setattr(ready_programs, "ThreadPoolExecutor", Pool)
     monkeypatch.setattr(
         Session, "check", lambda self, key, *rest: (checked.append(key), check(self, key, *rest))[1]
     )
