@@ -81,7 +81,7 @@ MUTANTS = (
         fault="the results of the newest step in flight are read first",
         edits=(
             Edit(
-                where=f"{ENGINE}/engine.py",
+                where=f"{ENGINE}/step_loop.py",
                 old="finished = self._in_flight.popleft() if",
                 new="finished = self._in_flight.pop() if",
             ),
@@ -93,7 +93,7 @@ MUTANTS = (
         fault="an engine comes to rest while a program is still to be called",
         edits=(
             Edit(
-                where=f"{ENGINE}/engine.py",
+                where=f"{ENGINE}/step_loop.py",
                 old="            self._runner.settle()\n",
                 new="            pass\n",
             ),

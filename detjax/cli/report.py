@@ -27,7 +27,7 @@ def card(
     args: GenerateArgs, folder: Path, config: ModelConfig, model: OpenModel, engine: EngineConfig
 ) -> dict[str, str]:
     """Return what runs, and what decides its bits."""
-    from detjax.llm import describe
+    from detjax.llm_config import describe
 
     is_bundled = folder == bundled_model_path()
     facts = describe(

@@ -5,15 +5,13 @@ Which requests share a step, in which slot, how a prompt is cut and which drafts
 decided by the scheduler, and none of it can change a bit of a deterministic answer.
 """
 
-import functools
 import hashlib
 import itertools
 import os
 import threading
-import time
-from collections import abc, deque
+from collections import abc
 from collections.abc import Callable, Container
-from typing import Any, Concatenate
+from typing import Any
 
 from detjax.engine import trace
 from detjax.engine.config import EngineConfig, ReplicaConfig, check_config
@@ -22,7 +20,6 @@ from detjax.engine.errors import (
     EngineResetError,
     EngineStoppedError,
     RowError,
-    SelfCheckError,
 )
 from detjax.engine.heap import frozen_heap
 from detjax.engine.metrics import EngineStats
@@ -48,47 +45,12 @@ from detjax.engine.self_check.claim import Claim
 from detjax.engine.self_check.evidence import CheckDifference
 from detjax.engine.self_check.recheck import Rechecks
 from detjax.engine.stat_logger import StatLogger
+from detjax.engine.step_loop import StepLoop
+from detjax.engine.turns import one_thread_at_a_time, outputs_once
 from detjax.engine.weight_history import WeightHistory
 from detjax.models.loading import LoadedModel
 from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.parallel.mesh import DP_AXIS
-
-
-def _one_thread_at_a_time[**P, R](
-    method: Callable[Concatenate["Engine", P], R],
-) -> Callable[Concatenate["Engine", P], R]:
-    """Let a call wait for another thread's: half a step is no state to begin from."""
-
-    @functools.wraps(method)
-    def locked(self: "Engine", *args: P.args, **kwargs: P.kwargs) -> R:
-        self._refuse_if_forked()
-        with self._turn:
-            return method(self, *args, **kwargs)
-
-    return locked
-
-
-def _outputs_once(
-    method: Callable[["Engine"], list[RequestOutput]],
-) -> Callable[["Engine"], list[RequestOutput]]:
-    """As `_one_thread_at_a_time`, for calls that tell outputs, each of them once.
-
-    An interrupt may hit between their end and the end of the turn: the next call tells them then.
-    """
-
-    @functools.wraps(method)
-    def locked(self: "Engine") -> list[RequestOutput]:
-        self._refuse_if_forked()
-        told: list[RequestOutput] = []
-        try:
-            with self._turn:
-                told = method(self)
-                return told
-        except BaseException:
-            self._states.outputs[:0] = told
-            raise
-
-    return locked
 
 
 class Engine:
@@ -181,12 +143,18 @@ class Engine:
         self._request_ids = itertools.count()
         self._weight_history = WeightHistory()
         self._process_id = os.getpid()
-        self._steps_ahead = config.steps_ahead or quickest_steps_ahead(
-            model, decode_steps=config.decode_steps
+        self._loop = StepLoop(
+            self._states,
+            self._scheduler,
+            self._runner,
+            input_processor=self._input_processor,
+            output_processor=self._output_processor,
+            rechecks=self._rechecks,
+            claim=self._claim,
+            stat_logger=self._stat_logger,
+            steps_ahead=config.steps_ahead
+            or quickest_steps_ahead(model, decode_steps=config.decode_steps),
         )
-        self._in_flight: deque[list[Launch]] = deque()
-        self._launched: list[Launch] = []
-        self._forgets_prefixes = False
         self._stopped_by: str | None = None  # not the exception, which keeps what it saw alive
 
     @property
@@ -293,9 +261,9 @@ class Engine:
     @property
     def launched(self) -> abc.Sequence[Launch]:
         """The launches of the last step, whose results a later one reads."""
-        return self._launched
+        return self._loop.launched
 
-    @_one_thread_at_a_time
+    @one_thread_at_a_time
     def load_weights(self, weights: dict, *, version: int) -> None:
         """Replace the model's weights in place, between requests. Outputs carry `version` from now.
 
@@ -323,7 +291,7 @@ class Engine:
         self._output_processor.weight_version = version
         self._runner.take_weights()
 
-    @_one_thread_at_a_time
+    @one_thread_at_a_time
     def load_named_weights(self, tensors: abc.Iterable[tuple[str, Any]], *, version: int) -> None:
         """Replace the model's weights by tensors with Hugging Face names, one at a time.
 
@@ -353,7 +321,7 @@ class Engine:
 
     # ---------------------------------------------------------------------------------------- steps
 
-    @_outputs_once
+    @outputs_once
     def step(self) -> list[RequestOutput]:
         """Launch a step, read the results of an earlier one, and return what those released.
 
@@ -370,7 +338,7 @@ class Engine:
         states = self._states
         states.is_interrupted = True
         try:
-            self._advance()
+            self._loop.advance()
         except SequenceError as error:
             # Nothing was launched, or not all: whoever was scheduled begins anew.
             self._recover()
@@ -394,47 +362,9 @@ class Engine:
 
         From any thread. What runs goes on, and no bit of an answer changes.
         """
-        self._forgets_prefixes = True
+        self._loop.forgets_prefixes = True
 
-    def _advance(self) -> None:
-        """Launch a step and commit the results of the one `steps_ahead` before."""
-        begin_s = time.perf_counter()
-        self._rechecks.give_up()
-        if self._forgets_prefixes:
-            self._forgets_prefixes = False
-            self._scheduler.forget_pages()
-        self._input_processor.admit()
-        batch = self._scheduler.schedule()
-        for seq, error in batch.failed:
-            self._output_processor.finish(seq, FinishReason.ERROR, error)
-        scheduled_s = time.perf_counter()
-        self._launched = self._runner.launch(batch)
-        self._scheduler.confirm_launch()
-        launched_s = time.perf_counter()
-        waited = self._stats.wait_s
-        if self._launched:
-            self._in_flight.append(self._launched)
-        # Where nothing could be launched, what comes next waits for a result.
-        is_due = len(self._in_flight) > self._steps_ahead or not self._launched
-        finished = self._in_flight.popleft() if is_due and self._in_flight else []
-        if self._claim.difference is not None:
-            self._end_deterministic()
-        for launch in finished:
-            self._output_processor.process_output(launch)
-        if not self._states.live:
-            # WHY: a step behind the last end may still want the weights, which may go away now.
-            self._runner.settle()
-        wait_s = self._stats.wait_s - waited
-        self._stat_logger.note_step(begin_s, scheduled_s, launched_s, wait_s, bool(self._launched))
-
-    def _end_deterministic(self) -> None:
-        """End who was promised a canonical answer, since a self-check has failed."""
-        for seq in self._states.sequences():
-            if seq.request.is_deterministic:
-                error = SelfCheckError(self._claim.error)
-                self._output_processor.finish(seq, FinishReason.ERROR, error)
-
-    @_one_thread_at_a_time
+    @one_thread_at_a_time
     def check_idle(self) -> bool:
         """Check an answer again by prefill, or a chunk of it, if there is nothing else to do.
 
@@ -474,7 +404,7 @@ class Engine:
             raise
         return outputs
 
-    @_one_thread_at_a_time
+    @one_thread_at_a_time
     def generate(
         self,
         requests: abc.Sequence[Request],
@@ -568,7 +498,7 @@ class Engine:
 
     # --------------------------------------------------------------------------- when a call breaks
 
-    @_outputs_once
+    @outputs_once
     def reset(self) -> list[RequestOutput]:
         """End what is under way and begin anew, as after an error that has stopped the engine.
 
@@ -619,13 +549,13 @@ class Engine:
     def _recover(self) -> None:
         """Begin anew from what is true of requests, if a call did not end."""
         if self._states.is_interrupted:
-            self._in_flight.clear()
+            self._loop.drop_in_flight()
             self._rechecks.forget()
             self._recovery.recover()
 
     # ------------------------------------------------------------------------------------ compiling
 
-    @_one_thread_at_a_time
+    @one_thread_at_a_time
     def compile(self, progress: Callable[[str, int, int], None] = ignore_compiling) -> None:
         """Compile all programs ahead, several at a time. No request needs another.
 

@@ -25,7 +25,8 @@ except ImportError as error:
 import detjax
 from detjax.engine.outputs.request_output import PromptLogprobs
 from detjax.engine.requests.sampling_params import SamplingParams
-from detjax.llm import LLM, LLMConfig
+from detjax.llm import LLM
+from detjax.llm_config import LLMConfig
 from detjax.models.bundled import BUNDLED_NAME
 
 LOG = logging.getLogger(__name__)
