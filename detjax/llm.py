@@ -28,12 +28,13 @@ from detjax.engine.outputs.text_batch import TextBatch
 from detjax.engine.requests.checks import RequestLimits
 from detjax.engine.requests.sampling_params import SamplingParams, draw_seed
 from detjax.engine.requests.text_request import text_request
-from detjax.engine.running.memory import cache_bytes, check_memory
+from detjax.engine.running.memory import check_memory
 from detjax.engine.sampling.grammars import Grammars
 from detjax.llm_config import LLMConfig
 from detjax.models.bundled import BUNDLED, BUNDLED_NAME, bundled_model_path
 from detjax.models.generation_config import default_sampling
 from detjax.models.hub import find_model
+from detjax.models.loading import LoadedModel
 from detjax.models.tokenizer import Tokenizer
 from detjax.models.weights.load import ignore_progress
 from detjax.numerics import NO_CAST, NumericsProfile
@@ -157,12 +158,9 @@ class LLM:
         _check_options(engine_options)
         if not 0 < gpu_memory_utilization <= 1:
             raise ValueError(f"{gpu_memory_utilization=} must be above 0 and at most 1")
-        if profile is not None and dtype is not None:
-            raise ValueError(f"{dtype=} does not go with a profile, which has the dtypes")
-        dtype = dtype or "bfloat16"
-        profile = profile or NumericsProfile(weight_dtype=dtype, compute_dtype=dtype)
         if generation_config not in ("auto", "none"):
             raise ValueError(f"{generation_config=} must be 'auto' or 'none'")
+        profile = _profile_of(profile, dtype)
         _keep_programs(cache_dir)
         folder = find_model(model, revision=revision)
         recommended = default_sampling(folder) if generation_config == "auto" else {}
@@ -195,26 +193,9 @@ class LLM:
         engine_config = choose_sizes(
             self.model, asked, gpu_memory_utilization=gpu_memory_utilization
         )
-        check_memory(self.model, engine_config)
-        grammars = Grammars(
-            lambda: tokenizer.backend.to_str(),
-            vocab_size=self.model.config.vocab_size,
-            eos_token_ids=self.model.config.eos_token_ids,
-        )
-        self.engine = Engine(self.model, engine_config, grammars=grammars)
-        self.config = LLMConfig(
-            name=str(model),
-            folder=folder,
-            model=self.model.config,
-            profile=profile,
-            weight_cast=self.model.weight_cast,
-            fingerprint=self.model.fingerprint,
-            backend=self.model.backend,
-            backend_reason=reason,
-            dp=dp,
-            tp=tp,
-            engine=engine_config,
-            cache_bytes=cache_bytes(self.model, engine_config.num_pages),
+        self.engine = _make_engine(self.model, engine_config, tokenizer)
+        self.config = LLMConfig.of(
+            self.model, engine_config, name=str(model), folder=folder, backend_reason=reason
         )
         is_bundled = folder == bundled_model_path()
         self._identifier = Identifier(
@@ -456,6 +437,26 @@ class LLM:
                 bar.update(task, completed=batch.num_ended)
 
             yield on_completion
+
+
+def _profile_of(profile: NumericsProfile | None, dtype: str | None) -> NumericsProfile:
+    """The given profile, or one of the given dtype."""
+    if profile is None:
+        dtype = dtype or "bfloat16"
+        return NumericsProfile(weight_dtype=dtype, compute_dtype=dtype)
+    if dtype is not None:
+        raise ValueError(f"{dtype=} does not go with a profile, which has the dtypes")
+    return profile
+
+
+def _make_engine(model: LoadedModel, config: EngineConfig, tokenizer: Tokenizer) -> Engine:
+    check_memory(model, config)
+    grammars = Grammars(
+        lambda: tokenizer.backend.to_str(),
+        vocab_size=model.config.vocab_size,
+        eos_token_ids=model.config.eos_token_ids,
+    )
+    return Engine(model, config, grammars=grammars)
 
 
 def _keep_programs(cache_dir: str | Path | None) -> None:

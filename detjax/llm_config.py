@@ -5,9 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from detjax.engine.config import EngineConfig
+from detjax.engine.running.memory import cache_bytes
 from detjax.models.config import ModelConfig
+from detjax.models.loading import LoadedModel
 from detjax.numerics import NO_CAST, NumericsProfile
 from detjax.pallas_kernels.backend import Backend
+from detjax.parallel.mesh import DP_AXIS, TP_AXIS
 
 _MODES = {
     "invariant": "invariant: every step uses canonical kernels",
@@ -79,6 +82,32 @@ class LLMConfig:
     tp: int
     engine: EngineConfig
     cache_bytes: int
+
+    @classmethod
+    def of(
+        cls,
+        model: LoadedModel,
+        engine: EngineConfig,
+        *,
+        name: str,
+        folder: Path,
+        backend_reason: str,
+    ) -> "LLMConfig":
+        """Return what an engine on a model runs with."""
+        return cls(
+            name=name,
+            folder=folder,
+            model=model.config,
+            profile=model.profile,
+            weight_cast=model.weight_cast,
+            fingerprint=model.fingerprint,
+            backend=model.backend,
+            backend_reason=backend_reason,
+            dp=model.mesh.shape[DP_AXIS],
+            tp=model.mesh.shape[TP_AXIS],
+            engine=engine,
+            cache_bytes=cache_bytes(model, engine.num_pages),
+        )
 
     def __str__(self) -> str:
         """Return a line for each fact."""

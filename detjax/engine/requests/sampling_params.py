@@ -173,6 +173,13 @@ class SamplingParams:
 
     def __post_init__(self):
         """Check every type, then every range."""
+        self._check_types()
+        for holds, message in (*self._choice_checks(), *self._adjustment_checks()):
+            if not holds:
+                raise ValueError(message.replace("self.", ""))
+
+    def _check_types(self) -> None:
+        """Take values of other types for Python's own, or refuse them."""
         counts = (
             "max_tokens", "top_k", "n", "noise_stream", "logprobs", "best_of", "min_tokens",
         )  # fmt: skip
@@ -200,8 +207,11 @@ class SamplingParams:
             raise ValueError(
                 f"structured_output={self.structured_output!r} must be a StructuredOutput"
             )
+
+    def _choice_checks(self) -> tuple[tuple[bool, str], ...]:
+        """Whether fields of the choice and of the noise are in their ranges, with the errors."""
         least, most = MIN_TEMPERATURE, MAX_TEMPERATURE
-        checks = (
+        return (
             (
                 self.max_tokens >= (self.prompt_logprobs is None),
                 f"{self.max_tokens=} must be at least 1, or 0 with prompt_logprobs, which "
@@ -228,6 +238,11 @@ class SamplingParams:
                 f"{self.noise_stream=} must be in [0, 2**32 - n], with n={self.n}",
             ),
             (self.noise in NOISES, f"{self.noise=} must be one of {NOISES}"),
+        )
+
+    def _adjustment_checks(self) -> tuple[tuple[bool, str], ...]:
+        """Whether fields of reports, adjustments and forms are in their ranges, with the errors."""
+        return (
             (
                 0 <= self.logprobs <= MAX_TOP_LOGPROBS,
                 f"{self.logprobs=} must be in [0, {MAX_TOP_LOGPROBS}]",
@@ -280,9 +295,6 @@ class SamplingParams:
                 f"{self.truncate_prompt_tokens=} must be None, -1 or at least 1",
             ),
         )
-        for holds, message in checks:
-            if not holds:
-                raise ValueError(message.replace("self.", ""))
 
     def as_dict(self) -> dict[str, Any]:
         """Return every field as JSON can hold it, and the library that computes masks of a form."""
