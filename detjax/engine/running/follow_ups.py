@@ -24,6 +24,7 @@ from detjax.engine.running.program_key import (
 )
 from detjax.engine.sampling.adjustments import (
     AdjustedRows,
+    AdjustedSlots,
     count_uses,
     num_words,
     pack_record,
@@ -40,7 +41,7 @@ class FollowUpCalls:
         config: ReplicaConfig,
         *,
         vocab_size: int,
-        adjusted_shape: AdjustedRows,
+        adjusted_shape: AdjustedSlots,
         program: Callable[[AnyKey], Callable],
         no_bans: Callable[[int], jax.Array],
     ):
