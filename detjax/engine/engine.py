@@ -198,7 +198,7 @@ class Engine:
             prompt_token_ids: At least one token.
             sampling: How each next token is chosen.
             is_deterministic: Whether the answer must be the canonical one.
-            priority: Higher goes first; a level is worth `ageing_steps` steps of waiting.
+            priority: Higher goes first; a level is worth 200 steps of waiting.
             cache_salt: As `Request` has it.
             on_token: Told every token as it is released; True ends that sequence. If it raises,
                 that sequence alone fails.

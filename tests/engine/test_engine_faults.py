@@ -802,7 +802,6 @@ class Run:
             max_prefill_streak=int(rng.choice([0, 0, 3])),
             has_prompt_lookup=self.has_lookup,
             has_prefix_cache=bool(rng.random() < 0.8),
-            ageing_steps=int(rng.choice([0, 3, 200])),
         )
         self.mode, self.num_pages = mode, self.made.stats().num_pages // dp
         self.fates: dict[int, Fate] = {}

@@ -20,7 +20,7 @@ class Request:
         is_deterministic: Whether the answer must be the canonical one. Where every step is
             canonical (`invariant`) it is, asked for or not.
         priority: Higher goes first, from -100 to 100; a level is worth
-            `EngineConfig.ageing_steps` steps of waiting.
+            `config.AGEING_STEPS` steps of waiting.
         cache_salt: Prefixes are shared among requests of the same salt alone, so nobody learns from
             the time of an answer what another tenant has asked. It changes no bit.
         predicted_token_ids: Tokens that the answer may begin with. An engine with
