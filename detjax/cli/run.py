@@ -49,11 +49,18 @@ class RunPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunResult:
-    """What a run gave, and when its first token came, in seconds since the process started."""
+    """What a run gave.
+
+    Attributes:
+        outputs: Of each sequence.
+        stats: Of the engine.
+        first_token_s: When the first token came, in seconds since the process started; None where
+            only prompts are scored.
+    """
 
     outputs: tuple[CompletionOutput, ...]
     stats: EngineStats
-    first_token_s: float
+    first_token_s: float | None
 
 
 def run_job(
@@ -117,7 +124,11 @@ def run_job(
         for completion in completions
         if (index := plan.order[completion.request_idx]) is not None
     ]
-    return RunResult(outputs=batch.outputs(ours), stats=engine.stats(), first_token_s=times[0])
+    return RunResult(
+        outputs=batch.outputs(ours),
+        stats=engine.stats(),
+        first_token_s=times[0] if times else None,
+    )
 
 
 def _requests(batch: TextBatch, plan: RunPlan) -> list[Request]:

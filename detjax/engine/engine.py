@@ -98,7 +98,7 @@ class Engine:
         )
         self._model, self._config = model, config
         self._stats = EngineStats(num_pages=dp * replica.num_pages)
-        self._scheduler = scheduler = Scheduler(
+        self._scheduler = Scheduler(
             replica,
             root_key=hashlib.sha256(f"{model.fingerprint} {model.config}".encode()).digest(),
             propose=propose_from_prompt if config.has_prompt_lookup else propose_nothing,
@@ -115,6 +115,19 @@ class Engine:
             tracer=tracer,
         )
         self._states = RequestStates()
+        self._make_processors(replica, tracer, grammars)
+        self._turn = threading.RLock()
+        self._outputs_lease: OutputsLease = OutputsLease()
+        self._request_ids = itertools.count()
+        self._weight_history = WeightHistory()
+        self._process_id = os.getpid()
+        self._stopped_by: str | None = None  # not the exception, which keeps what it saw alive
+
+    def _make_processors(
+        self, replica: ReplicaConfig, tracer: trace.TracesEvents, grammars: Grammars | None
+    ) -> None:
+        """Make what takes requests through a step, around scheduler and runner."""
+        scheduler = self._scheduler
         self._stat_logger = StatLogger(self._stats, tracer)
         self._rechecks = Rechecks(
             replica,
@@ -127,8 +140,8 @@ class Engine:
             self._states, self._scheduler, self._stat_logger, self._rechecks
         )
         self._input_processor = InputProcessor(
-            model.config,
-            config,
+            self._model.config,
+            self._config,
             states=self._states,
             scheduler=self._scheduler,
             output_processor=self._output_processor,
@@ -138,11 +151,6 @@ class Engine:
         self._recovery = Recovery(
             self._states, self._scheduler, self._runner, self._output_processor
         )
-        self._turn = threading.RLock()
-        self._outputs_lease: OutputsLease = OutputsLease()
-        self._request_ids = itertools.count()
-        self._weight_history = WeightHistory()
-        self._process_id = os.getpid()
         self._loop = StepLoop(
             self._states,
             self._scheduler,
@@ -152,10 +160,9 @@ class Engine:
             rechecks=self._rechecks,
             claim=self._claim,
             stat_logger=self._stat_logger,
-            steps_ahead=config.steps_ahead
-            or quickest_steps_ahead(model, decode_steps=config.decode_steps),
+            steps_ahead=self._config.steps_ahead
+            or quickest_steps_ahead(self._model, decode_steps=self._config.decode_steps),
         )
-        self._stopped_by: str | None = None  # not the exception, which keeps what it saw alive
 
     @property
     def programs(self) -> ProgramCache:

@@ -122,6 +122,11 @@ class FakeEngine:
         made: dict[tuple[int, int], list[TokenEvent]] = {key: [] for key in keys}
         reasons: dict[tuple[int, int], FinishReason] = {}
         done: dict[tuple[int, int], Completion] = {}
+        for key in keys:
+            if requests[key[0]].sampling.max_tokens == 0:
+                reasons[key] = FinishReason.LENGTH
+                done[key] = self._completion(requests, key, [], reasons[key])
+                on_completion(done[key])
         while len(reasons) < len(keys):
             for key in [key for key in keys if key not in reasons][: self._config.batch_size]:
                 event = self._event(requests[key[0]], key, len(made[key]))

@@ -693,6 +693,50 @@ def test_two_async_engines_on_one_engine_lose_no_output():
         assert_canonical(outputs, one)
 
 
+# -------------------------------------------------------------------------------------- completions
+
+
+def test_each_completion_is_told_once_when_its_sequence_has_ended():
+    """With the logprobs of its prompt, of sequences that are not returned as well."""
+    made, told, num_tokens = engine(), [], []
+    asked = [
+        request(1, max_tokens=3),
+        request(2, max_tokens=6, n=1, best_of=3, temperature=1.0, prompt_logprobs=0),
+        Request(
+            prompt_token_ids=(4, 5, 6), sampling=SamplingParams(max_tokens=0, prompt_logprobs=1)
+        ),
+    ]
+
+    def on_token(event) -> bool:
+        num_tokens.append(event.request_idx)
+        return False
+
+    def on_completion(done: Completion) -> None:
+        assert num_tokens.count(done.request_idx) >= len(done.token_ids)
+        told.append(done)
+
+    returned = made.generate(asked, on_token=on_token, on_completion=on_completion)
+    keys = [(done.request_idx, done.sequence_idx) for done in told]
+    assert sorted(keys) == [(0, 0), (1, 0), (1, 1), (1, 2), (2, 0)]
+    assert keys.index((0, 0)) < keys.index((1, 0))  # as they end, not at the end of all
+    assert [len(done.prompt_logprobs or ()) for done in told if done.request_idx] == [19] * 3 + [2]
+    assert [done.request_idx for done in returned] == [0, 1, 2]
+    assert all(any(done is one for one in told) for done in returned)
+    assert returned == made.generate(asked)
+
+
+def test_what_on_completion_raises_ends_the_run():
+    made = engine()
+
+    def fail(done: Completion) -> None:
+        raise OSError("no space left")
+
+    with pytest.raises(OSError, match="no space left"):
+        made.generate([request(), request(2, max_tokens=30)], on_completion=fail)
+    assert made.stats().num_pages_held == 0 and not made.has_work
+    assert made.generate([request()]) == [alone(request())]
+
+
 # ------------------------------------------------------------------------------------ observability
 
 

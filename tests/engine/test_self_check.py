@@ -241,7 +241,7 @@ def test_no_fault_no_difference_and_the_same_bits(evidence):
 
 def test_a_start_checks_what_is_there_while_others_compile(evidence, monkeypatch):
     made, has_checked = make_engine(decode_lens=(128,)), threading.Event()
-    run_check, compile_plain = made._runner.run_check, made.programs._compile
+    run_check, compile_plain = made._runner._ready.run_check, made.programs._compile
     waited: list[bool] = []
 
     def runs(key, *operands, **named):
@@ -254,7 +254,7 @@ def test_a_start_checks_what_is_there_while_others_compile(evidence, monkeypatch
             waited.append(has_checked.wait(120))
         return compile_plain(key, *rest)
 
-    monkeypatch.setattr(made._runner, "run_check", runs)
+    monkeypatch.setattr(made._runner._ready, "run_check", runs)
     monkeypatch.setattr(made.programs, "_compile", compiles)
     made.compile()
     assert waited and all(waited)
