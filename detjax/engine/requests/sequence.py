@@ -94,7 +94,7 @@ class Sequence:
         num_cached: Tokens of the prompt that the prefix cache had when it first ran.
         num_in_flight: Most tokens that results not read yet may commit.
         num_drafts: Drafts launched in the open window.
-        window: Windows before the open one.
+        window_idx: Of the open window: how many were before it.
         opened_step: When the open window got its first draft.
         closed_step: When the open window was found full; None before.
         windows: Of drafts, those that were verified.
@@ -130,7 +130,7 @@ class Sequence:
     num_cached: int = 0
     num_in_flight: int = 0
     num_drafts: int = 0
-    window: int = 0
+    window_idx: int = 0
     opened_step: int = 0
     closed_step: int | None = None
     windows: WindowCounts = NO_WINDOWS
@@ -229,7 +229,7 @@ class DecodeRow:
     num_preemptions: int
     num_tokens: int
     is_draft: bool
-    window: int
+    window_idx: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

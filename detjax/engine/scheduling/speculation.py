@@ -37,7 +37,7 @@ def predicted_drafts(seq: Sequence) -> tuple[int, ...]:
 def open_window(seq: Sequence) -> None:
     """Begin a new window, without a draft."""
     seq.num_drafts = 0
-    seq.window += 1
+    seq.window_idx += 1
     seq.closed_step = None
 
 
@@ -101,7 +101,7 @@ class Speculation:
             num_preemptions=seq.num_preemptions,
             num_tokens=num_tokens,
             is_draft=self.drafts(seq),
-            window=seq.window,
+            window_idx=seq.window_idx,
         )
         if row.is_draft:
             if seq.num_drafts == 0:
@@ -125,7 +125,7 @@ class Speculation:
     def close_window(self, row: DecodeRow, *, step: int) -> None:
         """Verify the window of a draft at once, since the draft would end the sequence."""
         seq = row.seq
-        if seq.window == row.window and seq.closed_step is None:
+        if seq.window_idx == row.window_idx and seq.closed_step is None:
             seq.closed_step = step
 
     def choose_windows(
