@@ -347,7 +347,7 @@ class Engine:
         try:
             self._loop.advance()
         except SequenceError as error:
-            # Nothing was launched, or not all: whoever was scheduled begins anew.
+            # Nothing was launched, or not all: the sequences that were scheduled begin anew.
             self._recover()
             states.is_interrupted = True
             if states.is_live(error.seq):
@@ -356,11 +356,11 @@ class Engine:
         except Exception as error:
             self._stopped_by = f"{type(error).__name__}: {error}"
             raise self._stopped_error(self._stopped_by) from error
-        told = self._output_processor.collect()
-        mine = [o for o in told if wanted is None or o.request_id in wanted]
-        kept = [o for o in told if wanted is not None and o.request_id not in wanted]
+        outputs = self._output_processor.collect()
+        mine = [o for o in outputs if wanted is None or o.request_id in wanted]
+        kept = [o for o in outputs if wanted is not None and o.request_id not in wanted]
         # WHY: Python looks for interrupts at calls and loops, and there is none from here to the
-        # caller: what is told is told once.
+        # caller: each output is returned once.
         states.outputs, states.pending, states.is_interrupted = kept, {}, False
         return mine
 

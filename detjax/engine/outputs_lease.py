@@ -19,7 +19,7 @@ class TakesOutputs(Protocol):
 
 
 class OutputsLease[T: TakesOutputs]:
-    """Says who takes the outputs of an engine.
+    """Names the one holder of an engine's outputs.
 
     A step returns outputs of all requests, once. Were two objects to step, each would drop what it
     does not know.
@@ -39,7 +39,7 @@ class OutputsLease[T: TakesOutputs]:
 
     @property
     def holder(self) -> T | None:
-        """Who has the outputs now."""
+        """The holder now, if there is one."""
         return None if self._holder is None else self._holder()
 
     def take(self, holder: T) -> None:

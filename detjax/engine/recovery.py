@@ -27,7 +27,7 @@ class Recovery:
     def recover(self) -> None:
         """Make the tables of scheduler and runner anew, if a call did not end.
 
-        Results in flight must not be read any more: whoever is under way begins anew.
+        Results in flight must not be read any more: live sequences begin anew.
         """
         states = self._states
         if not states.is_interrupted:

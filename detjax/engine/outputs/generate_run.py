@@ -61,7 +61,7 @@ class GenerateRun:
 
     @property
     def listener(self) -> OnToken:
-        """Whom the engine tells."""
+        """The listener of each request."""
         return ignore_token if self._on_token is ignore_token else self._notify
 
     def pop_next(self, request_id: int) -> int:
@@ -85,8 +85,8 @@ class GenerateRun:
         if self._raised is not None:
             raise self._raised
         if output.finish_reason is FinishReason.ERROR:
-            told = (FloatingPointError, SelfCheckError)
-            kind = next((k for k in told if isinstance(output.exception, k)), RuntimeError)
+            kinds = (FloatingPointError, SelfCheckError)
+            kind = next((k for k in kinds if isinstance(output.exception, k)), RuntimeError)
             raise kind(f"request {index}: {output.error}") from output.exception
         if output.prompt_logprobs is not None:
             self._prompt_logprobs[index] = output.prompt_logprobs

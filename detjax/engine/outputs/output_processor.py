@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a launch's result to what is told: tokens are committed, heard, and sequences ended."""
+"""From a launch's result to outputs: tokens are committed and emitted, and sequences ended."""
 
 import time
 
@@ -31,7 +31,7 @@ Ending = tuple[FinishReason, Exception | None]
 
 
 class OutputProcessor:
-    """Commits tokens, tells those who listen, and ends sequences.
+    """Commits tokens, calls their listeners, and ends sequences.
 
     Attributes:
         weight_version: Of the weights that compute, which outputs carry.
@@ -85,7 +85,7 @@ class OutputProcessor:
                 self._scheduler.share_pages(row.seq)
 
     def _score(self, row: PrefillRow, launch: Launch, result: LaunchResult, at: int) -> bool:
-        """Keep the logprobs of the prompt that a prefill has told; False if the sequence ends."""
+        """Keep the logprobs of the prompt from a prefill; False if the sequence ends."""
         seq = row.seq
         if row.is_scored:
             first = len(seq.prompt_logprobs) - row.start
@@ -114,7 +114,7 @@ class OutputProcessor:
         return count
 
     def _commit(self, seq: Sequence, choice: Choice, at) -> bool:
-        """Append a token and tell who listens; False if the sequence has ended."""
+        """Append a token and emit it; False if the sequence has ended."""
         position, logprob = len(seq.tokens), choice.logprobs[at]
         if logprob != logprob:
             self.finish(seq, FinishReason.ERROR, _nan_error(position))
@@ -178,7 +178,7 @@ class OutputProcessor:
             self._stat_logger.note_release(seq)
             if exception is None:
                 self._rechecks.offer(seq, self._states.pending[seq])
-        # The end first: should an interrupt come between, `recovery` drops whom it finds there.
+        # The end first: should an interrupt come between, `recovery` drops a sequence with an end.
         self._states.outputs.append(self._output(seq, reason, exception))
         self._scheduler.end(seq)
         self._states.forget(seq)

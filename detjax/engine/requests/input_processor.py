@@ -50,7 +50,7 @@ class InputProcessor:
             config: Of the engine.
             states: Where requests are kept.
             scheduler: To which sequences are added.
-            output_processor: Ends who is refused or cancelled.
+            output_processor: Ends sequences that are refused or cancelled.
             stat_logger: Is told of arrivals.
             grammars: Compiles forms of output, if the engine knows a tokenizer.
         """
@@ -121,7 +121,7 @@ class InputProcessor:
     def enqueue(
         self, request_id: int, request: Request, on_token: OnToken, *, request_idx: int
     ) -> None:
-        """Put a request that was checked into the inbox; tokens are told as of `request_idx`."""
+        """Put a checked request into the inbox; events of its tokens carry `request_idx`."""
         arrival = Arrival(
             request_id=request_id,
             request=request,
@@ -132,12 +132,12 @@ class InputProcessor:
         self._states.put_in_inbox(arrival)
 
     def admit(self) -> None:
-        """Let some of those who wait outside in, and end those who were cancelled."""
+        """Make sequences of requests in the inbox, and end those that were cancelled."""
         states, num_admitted = self._states, 0
         while states.inbox and num_admitted < MAX_ADMITTED:
             arrival = states.inbox[0]
             num_admitted += arrival.request.sampling.num_sequences
-            # It stays in the inbox until it is known, and `Recovery` drops whom it finds in both.
+            # It stays in the inbox until it is live. `Recovery` drops a request that is in both.
             self._arrive(arrival)
             states.pop_inbox()
         late = []

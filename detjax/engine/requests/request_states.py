@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is true of requests: who asked, who is cancelled, who is under way, what is to be told.
+"""The state of requests: which have arrived, are cancelled or live, and what is to be emitted.
 
 An interrupt may come anywhere. So each of these tables is changed by one operation at a time, and
 `recovery` makes everything else from them.
@@ -19,7 +19,7 @@ from detjax.engine.requests.sequence import OnToken, Sequence
 
 
 class CommittedToken(NamedTuple):
-    """A token that a step has committed and not told yet."""
+    """A token that a step has committed and not emitted yet."""
 
     position: int
     token_id: int
@@ -29,7 +29,7 @@ class CommittedToken(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arrival:
-    """A request on its way in. Tokens are told to `on_token` as those of `request_idx`."""
+    """A request on its way in. Events of its tokens carry `request_idx`."""
 
     request_id: int
     request: Request
@@ -47,7 +47,8 @@ class RequestStates:
         cancels: Ids of requests to end.
         live: Sequences that have not ended, by request and index.
         pending: Of these, the tokens that were committed since outputs were last emitted.
-        outputs: What is to be told: ends, and what others than the caller of a step wait for.
+        outputs: To be returned by a later step: ends, and outputs of requests that the caller of
+            this step does not want.
         abandoned: Requests of a `generate` that did not end.
         is_interrupted: Whether a call has begun and not ended.
     """

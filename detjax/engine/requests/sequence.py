@@ -41,7 +41,7 @@ class SequenceState(enum.Enum):
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Listener:
-    """Who hears of a sequence's tokens, and what it has heard. `OutputProcessor` alone changes it.
+    """The consumer of a sequence's tokens. `OutputProcessor` alone changes it.
 
     Attributes:
         on_token: Told every token.
@@ -71,7 +71,7 @@ class Sequence:
         is_canonical: What is committed was computed canonically, so its pages may be shared.
         max_len: Length at which it ends.
         end_token_ids: Tokens that end it.
-        listener: Who hears of its tokens.
+        listener: The consumer of its tokens.
         guide: Its grammar, which looks at every token before the next; None where it has none.
         tokens: The prompt and what has been committed.
         is_filtered: Whether it has a top-k, top-p or min-p.
@@ -88,7 +88,7 @@ class Sequence:
         num_preemptions: How often it was preempted. Results of rows from before are dropped.
         pages: Its pages, in order.
         page_keys: Of its leading full pages.
-        num_registered: How many leading pages the prefix cache was told of.
+        num_registered: How many leading pages the prefix cache knows.
         num_to_prefill: Tokens that prefill computes, before decoding goes on.
         num_prefilled: How many of them have been launched.
         num_cached: Tokens of the prompt that the prefix cache had when it first ran.

@@ -192,7 +192,7 @@ class DeviceState:
 
         Returns:
             Its result, when it has been called; the device may still be at it. What the call raises
-            is raised by whoever asks for the result.
+            is raised where the result is read.
         """
         return self._thread.submit(self._ordered(self._call), key, program, params, operands, after)
 

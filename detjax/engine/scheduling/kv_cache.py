@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which pages of the cache belong to whom. Host side; never touches a page's content."""
+"""Which sequences hold which pages of the cache. Host side; never touches a page's content."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -124,7 +124,7 @@ class PagePool:
         return True
 
     def reclaim(self) -> None:
-        """Take every page from whoever holds it; those that are registered stay cached.
+        """Take every page from its holders; those that are registered stay cached.
 
         Right after a call that was interrupted anywhere, this one included: a page keeps its key if
         each names the other, and every other page is free.

@@ -28,7 +28,7 @@ from detjax.engine.scheduling.waiting_queue import WaitingQueue
 
 
 class _Replica:
-    """The slots and pages of one data-parallel rank, and who runs there in order of service."""
+    """The slots and pages of one data-parallel rank, and its sequences in order of service."""
 
     def __init__(self, config: ReplicaConfig, root_key: bytes):
         self.pool = PagePool(config.num_pages)
@@ -197,7 +197,7 @@ class Scheduler:
             self._replicas[seq.replica].prefixes.register(seq, len(seq.tokens) - 1)
 
     def forget_pages(self) -> None:
-        """Empty the prefix cache. Who runs keeps its pages, which nobody else finds any more."""
+        """Empty the prefix cache. Running sequences keep their pages, which no other finds."""
         for replica in self._replicas:
             replica.prefixes.clear()
 
@@ -226,7 +226,7 @@ class Scheduler:
         most_tokens = self._choose_decode_steps()
         for replica, rows in zip(self._replicas, batch.decodes, strict=True):
             self._schedule_decodes(replica, rows, batch, most_tokens)
-        # WHY: who was preempted for a later row's pages must not write to them any more.
+        # WHY: a sequence that was preempted for a later row's pages must not write to them.
         batch.verifies = [[r for r in rows if self.is_current(r)] for rows in batch.verifies]
         used = max(len(rows) for rows in batch.decodes)
         if any(batch.verifies):
@@ -295,7 +295,7 @@ class Scheduler:
             for seq in seqs:
                 if len(rows) == self._config.verify_rows:
                     break
-                # WHY: who finds no page takes no row from the next, whose end may free one.
+                # WHY: a sequence without a page takes no row from the next, whose end may free one.
                 position = seq.len_bound - 1 + seq.num_drafts
                 if seq.state is SequenceState.RUNNING and self._ensure_page(
                     replica, seq, position, batch
@@ -307,8 +307,8 @@ class Scheduler:
     def _choose_decode_steps(self) -> int:
         """Choose how many tokens of a sequence one launch of this step makes.
 
-        Several while all who run decode, since others would wait for them, and while somebody
-        wants more than half of them.
+        Several while all running sequences decode, since others would wait for them, and while
+        one of them wants more than half of the tokens.
         """
         steps, speculation = self._config.decode_steps, self._speculation
         if steps == 1 or not all(s.is_prefilled for s in self.running):
@@ -323,7 +323,7 @@ class Scheduler:
         self, replica: _Replica, rows: list[DecodeRow], batch: ScheduledBatch, most_tokens: int
     ) -> None:
         speculation = self._speculation
-        # Best rank first: who is preempted for another has no row yet.
+        # Best rank first: a sequence that is preempted for another has no row yet.
         for seq in tuple(replica.running):
             if seq.state is not SequenceState.RUNNING or not speculation.can_decode(seq):
                 continue
@@ -339,7 +339,7 @@ class Scheduler:
     # ------------------------------------------------------------------------------------ admission
 
     def _admit(self, batch: ScheduledBatch) -> None:
-        """Let the best of those who wait run, while there are slots, pages and rows to prefill."""
+        """Admit waiting sequences in order, while there are slots, pages and rows to prefill."""
         most_rows = max(rows for rows, _ in self._config.prefill_shapes)
         while (seq := self._waiting.first()) is not None:
             open_ones = [
@@ -358,7 +358,7 @@ class Scheduler:
         matched = replica.prefixes.find_prefix(seq)
         replica.pool.share(matched)
         missing = -(-len(seq.tokens) // self._config.page_len) - len(matched)
-        # Those who run and may outgrow their pages will need one each, sooner or later.
+        # Running sequences that may outgrow their pages will need one each.
         growing = sum(not self._has_all_pages(s) for s in replica.running)
         if replica.pool.num_available < missing + growing:
             replica.pool.free(matched)

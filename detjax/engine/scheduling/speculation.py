@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts and their verification: who drafts, how far, and which windows are verified when.
+"""Drafts and their verification: which sequences draft, how far, and which windows are verified when.
 
 A window is the last committed token and the drafts behind it. It opens with its first draft, closes
 when it is full, late or would end the sequence, and is gone when its verification is launched.
@@ -137,7 +137,7 @@ class Speculation:
         wait for company: another window that will be full before they have waited too long.
 
         Args:
-            running: Who runs, by replica.
+            running: Running sequences, by replica.
             step: Now.
             is_due: Whether a verification runs anyway.
         """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine will be asked, for those who know it before they make the engine. No JAX."""
+"""How much an engine will be asked, where that is known before the engine is made. No JAX."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
