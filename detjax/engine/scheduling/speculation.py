@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts and their verification: which sequences draft, how far, and which windows are verified when.
+"""Drafts and their verification: which sequences draft, and which windows are verified when.
 
 A window is the last committed token and the drafts behind it. It opens with its first draft, closes
 when it is full, late or would end the sequence, and is gone when its verification is launched.
