@@ -89,6 +89,33 @@ MUTANTS = (
         tests=("tests/engine/test_engine.py::test_the_host_reads_results_some_steps_late",),
     ),
     Mutant(
+        name="two-async-engines",
+        fault="two AsyncEngines with requests step one engine, and drop outputs of the other",
+        edits=(
+            Edit(
+                where=f"{ENGINE}/outputs_lease.py",
+                old="other is not holder and other.has_open_requests",
+                new="other is None",
+            ),
+        ),
+        tests=("tests/engine/test_engine.py::test_two_async_engines_on_one_engine_lose_no_output",),
+    ),
+    Mutant(
+        name="compiled-while-held",
+        fault="a program of a trainer is compiled while it holds its devices",
+        edits=(
+            Edit(
+                where="detjax/parallel/dispatch.py",
+                old="compiled = self._jitted.lower(*operands).compile()",
+                new="with one_order(jax.devices()): compiled = "
+                "self._jitted.lower(*operands).compile()",
+            ),
+        ),
+        tests=(
+            "tests/parallel/test_dispatch.py::test_a_program_is_compiled_while_nothing_is_held",
+        ),
+    ),
+    Mutant(
         name="rest-not-settled",
         fault="an engine comes to rest while a program is still to be called",
         edits=(
