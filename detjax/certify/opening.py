@@ -15,7 +15,7 @@ from detjax.models.decoder import check_mesh
 from detjax.models.hf_config import config_from_hf
 from detjax.models.hub import find_model
 from detjax.models.loading import LoadedModel, random_model
-from detjax.models.params import check_tp
+from detjax.models.params import check_tp, num_params
 from detjax.numerics import Build, NumericsProfile
 from detjax.opening import load_on_devices
 from detjax.pallas_kernels.backend import Backend, choose_backend
@@ -62,6 +62,7 @@ def _open_model(args: argparse.Namespace, dp: int, tp: int) -> LoadedModel:
     choice = choose_backend(
         None if args.backend == "auto" else Backend(args.backend),
         why_not_model=lambda backend: why_unsupported(config, profile, backend, tp),
+        num_params=num_params(config),
     )
     mesh = make_mesh(dp, tp, platform=choice.backend.platform)
     return random_model(config, seed=0, profile=profile, mesh=mesh, backend=choice.backend)

@@ -32,6 +32,7 @@ from detjax.models.hf_config import load_config
 from detjax.models.hub import resolve_model
 from detjax.models.identity import model_hash
 from detjax.models.loading import LoadedModel, load_model
+from detjax.models.params import num_params
 from detjax.models.tokenizer import Tokenizer
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend, choose_backend
@@ -250,6 +251,7 @@ def prepare(args: Args) -> Setup:
     choice = choose_backend(
         None if args.backend == "auto" else Backend(args.backend),
         why_not_model=lambda backend: why_unsupported(config, profile, backend, args.rollout_tp),
+        num_params=num_params(config),
     )
     platform = choice.backend.platform
 
