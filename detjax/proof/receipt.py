@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from detjax.engine.outputs.text import CompletionOutput
+from detjax.engine.outputs.text import DIGEST_SHOWN, CompletionOutput, shortened
 from detjax.engine.requests.request import Completion, FinishReason, SamplingParams, TopLogprobs
 from detjax.proof.canonical_json import canonical_json
 from detjax.proof.identity import Identity
@@ -57,6 +57,15 @@ class Receipt:
     request: dict[str, Any]
     answer: dict[str, Any]
     signature: Signature | None = None
+
+    def __repr__(self) -> str:
+        """One short line, for notebooks; `to_json` has every field."""
+        signer = None if self.signature is None else self.signature.public_key
+        return (
+            f"Receipt(model={self.model['name']!r}, text={shortened(self.answer['text'])!r}, "
+            f"num_tokens={len(self.answer['token_ids'])}, "
+            f"digest={self.answer['digest'][:DIGEST_SHOWN]!r}, signed_by={signer!r})"
+        )
 
     @classmethod
     def of(
