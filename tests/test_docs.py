@@ -152,6 +152,12 @@ def test_the_page_of_metrics_has_every_metric():
     assert {name for name in named if name.startswith("detjax_")} == {*engine, *extra, "detjax_"}
 
 
+def test_the_api_page_has_every_public_name():
+    text = (ROOT / "docs" / "api.md").read_text()
+    listed = set(re.findall(r"^::: (\S+)$", text, re.M))
+    assert {f"{home}.{name}" for name, home in detjax._HOME.items()} <= listed
+
+
 def test_options_that_stand_for_those_of_vllm_exist():
     text = (ROOT / "docs" / "from_vllm.md").read_text()
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| `")]
