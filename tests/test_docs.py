@@ -3,7 +3,9 @@
 
 import ast
 import functools
+import json
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -199,6 +201,19 @@ def test_messages_that_troubleshooting_explains_are_written_by_the_code():
         parts = map(re.escape, message.removeprefix("error: ").split("..."))
         pattern = re.compile(".*".join(part.strip("\\ ") for part in parts), re.S)
         assert any(map(pattern.search, messages())), message
+
+
+def test_the_container_installs_extras_and_serves_with_options_that_exist():
+    text = (ROOT / "Dockerfile").read_text()
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (asked,) = re.findall(r'"\.\[([\w,]+)\]"', text)
+    assert set(asked.split(",")) <= set(extras["optional-dependencies"])
+    (entry,) = re.findall(r"^ENTRYPOINT (.*)$", text, re.M)
+    python, flag, module, *options = json.loads(entry)
+    assert (Path(python).name, flag, module) == ("python", "-m", "detjax.serve")
+    make_serve_parser().parse_args(options)
+    for source in re.findall(r"^COPY (.*) \S+$", text, re.M):
+        assert all((ROOT / name).exists() for name in source.split())
 
 
 def test_commands_on_the_pages_name_options_that_exist():
