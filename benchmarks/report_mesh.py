@@ -167,10 +167,10 @@ def step_part(gpu: str = FIRST_GPU) -> list[str]:
               "communication, ms", "launches", "launches of `fast`"]  # fmt: skip
     lines = [
         "**Whole steps.** Wall time; decode at a context of 1024. `fast` is XLA's products and a",
-        "psum of float32 partials, without a claim. Communication is device time of detjax's step in",
-        "launches of its own (the exchange kernel, XLA's gathers), including the wait for peers. Sums",
-        "in the epilogue of a product are not included. 'Sums and choice apart' has no such sums, and",
-        "only XLA gathers:",
+        "psum of float32 partials, without a claim. Communication is device time of detjax's step",
+        "in launches of its own (the exchange kernel, XLA's gathers), with waits for peers. Sums",
+        "in the epilogue of a product are not included. 'Sums and choice apart' has no such sums,",
+        "and only XLA gathers:",
         "",
         *table(header, map(cells, found)),
     ]
@@ -205,7 +205,7 @@ def sum_part(gpu: str = FIRST_GPU) -> list[str]:
 
     return [
         "**The ranks' sum** with residual and RMSNorm: microseconds a layer, launches included, of",
-        f"dependent calls in one program. detjax uses the {OURS[0]}, or {OURS[1]} at prefill's sizes:",
+        f"dependent calls in one program. detjax uses the {OURS[0]}, or {OURS[1]} for prefill:",
         "",
         *table(
             ["tp", "rows", *names, "detjax over psum bfloat16"],

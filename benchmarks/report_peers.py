@@ -101,8 +101,8 @@ def http_lines() -> list[str]:
         for row in found
     ]  # fmt: skip
     return [
-        "Over HTTP, N clients of plain sockets send a request at once, each for 200 streamed tokens "
-        "after 1000 random tokens.",
+        "Over HTTP, N clients of plain sockets send a request at once, each for 200 streamed "
+        "tokens after 1000 random tokens.",
         "detjax ran on another host than vLLM, 20 minutes before, so differences below 2 % mean "
         "nothing.",
         "",

@@ -168,8 +168,9 @@ def stress_part(gpu: str = FIRST_GPU) -> list[str]:
     counts = "pages", "requests", "cancelled", "preempted"
     return [
         "**Answers under load.** Requests of every kind, with shared prefixes, in random company.",
-        "Each token and logprob of a deterministic sample is compared with the answer at batch size",
-        "1. A lost one counts as different. Plain samples have no claim and are the control:",
+        "Each token and logprob of a deterministic sample is compared with the answer that the",
+        "request gets alone. A lost one counts as different. Plain samples have no claim and are",
+        "the control:",
         "",
         *table(["model", "mode", "drafts", *DRAFT_CELLS, *counts, *different], lines),
     ]
