@@ -77,7 +77,7 @@ def lines() -> list[str]:
     if not found:
         return []
     return [
-        "### Beside vLLM",
+        "### Compared with vLLM",
         "",
         f"{next(iter(found.values()))['gpu']}, Llama-3.1-8B shapes, one engine a GPU, GPUs of one "
         "host, within five minutes.",
