@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from detjax.cli.arguments import GPU_MEMORY_UTILIZATION, NO_CACHE, NO_CAST, GenerateArgs
+from detjax.cli.arguments import GenerateArgs, as_flags
 from detjax.cli.errors import InputError, bad_input
+from detjax.cli.options import GPU_MEMORY_SHARE, NO_CACHE, NO_CAST
 from detjax.engine.config import EngineConfig
 from detjax.engine.metrics import EngineStats
 from detjax.engine.requests.request import Completion, Request, TokenEvent
@@ -27,8 +28,8 @@ if TYPE_CHECKING:  # imports JAX
 
 OWN_OPTIONS = frozenset(
     """
-    cache_dir coordinator format logprobs model process_id prompt prompts_file receipts revision
-    sign stats trace
+    cache_dir coordinator format logprobs model output process_id prompt prompts_file quiet receipts
+    revision sign stats trace
     """.split()
 )
 """Options of a process alone, or compared as what comes of them: files, requests."""
@@ -236,16 +237,16 @@ def _open_model(
     )
 
     def size_engine(asked: Mapping[str, Any], work: Work) -> EngineConfig:
-        with bad_input():
+        with bad_input(rephrase=as_flags):
             return choose_sizes(
                 model,
                 asked,
-                gpu_memory_utilization=GPU_MEMORY_UTILIZATION if share is None else share,
+                gpu_memory_utilization=GPU_MEMORY_SHARE if share is None else share,
                 work=work,
             )
 
     def make_engine(config: EngineConfig, tracer: TracesEvents) -> Engine:
-        with bad_input():
+        with bad_input(rephrase=as_flags):
             if is_gpu:
                 gc.collect()  # the cache of the engine before
             check_memory(model, config)

@@ -66,7 +66,7 @@ from detjax.cli import errors
         ),
         (
             ("--prompt", "a", "--mode", "dvr", "--prompt-lookup"),
-            "--prompt-lookup goes with --mode invariant, not dvr",
+            "--prompt-lookup needs --mode invariant, not 'dvr'",
         ),
         (("--prompt", "a", "--verify-window", "0"), "--verify-window 0 must be at least 1"),
         (
@@ -104,6 +104,9 @@ from detjax.cli import errors
         (("--prompt", "a", "--temp", "3"), "did you mean --temperature?"),
         (("--prompt", "a", "--beam-width", "3"), "--beam-width 3; see --help"),
         (("--prompt", "a", "--device", "3"), "--device 3; see --help"),
+        (("--prompt", "a", "--max-len", "65"), "--max-len 65 is above the model's context of 64"),
+        (("--prompt", "a" * 9, "--max-len", "9"), "has 10 tokens, but --max-len is 9"),
+        (("--prompt", "a", "--output", "/no/such/file"), "--output /no/such/file is in a folder"),
         (("--prompt", "a", "--revision", "main"), "has no meaning for the folder"),
         (("--prompt", "a", "--model", "/no/such"), "--model: '/no/such' is neither"),
         (("--prompts-file", "/no/such.txt"), "/no/such.txt cannot be read"),

@@ -16,8 +16,8 @@ import pytest
 
 import detjax
 from detjax import generate, numerics, opening, sizing
-from detjax.cli import arguments, errors, model
-from detjax.cli.arguments import GenerateArgs
+from detjax.cli import errors, model, options
+from detjax.cli.arguments import OPTIONS
 from detjax.cli.parser import parse_args
 from detjax.engine.config import EngineConfig
 from detjax.engine.requests.request import Request, SamplingParams
@@ -129,9 +129,11 @@ def test_a_reader_that_goes_away_is_no_fault(command, tmp_path, monkeypatch):
         assert command("--prompt", "a", answer=answer) == errors.READER_GONE
 
 
-@pytest.mark.parametrize("name", ["audit", "certify", "diverge", "generate", "replay", "serve"])
+@pytest.mark.parametrize(
+    "name", ["audit", "certify", "compare", "diverge", "generate", "replay", "serve"]
+)
 def test_every_command_says_its_version(name, capsys):
-    module = name if name in ("audit", "generate", "replay") else f"{name}.__main__"
+    module = f"{name}.__main__" if name in ("certify", "compare", "diverge") else name
     with pytest.raises(SystemExit) as ended:
         importlib.import_module(f"detjax.{module}").main(["--version"])
     assert ended.value.code == 0
@@ -143,9 +145,9 @@ def test_an_engine_has_sizes_if_none_are_given():
 
 
 def test_options_and_the_code_that_imports_jax_have_the_same_constants():
-    assert arguments.NO_CAST == numerics.NO_CAST
-    assert arguments.GPU_MEMORY_UTILIZATION == sizing.GPU_MEMORY_UTILIZATION
-    assert arguments.AUTO == opening.AUTO
+    assert options.NO_CAST == numerics.NO_CAST
+    assert options.GPU_MEMORY_SHARE == sizing.GPU_MEMORY_UTILIZATION
+    assert options.AUTO == opening.AUTO
 
 
 def test_options_have_the_names_of_vllm_too():
@@ -154,7 +156,7 @@ def test_options_have_the_names_of_vllm_too():
 
 
 def test_every_field_of_the_sampling_is_an_option():
-    sets = {f.metadata["sets"] for f in dataclasses.fields(GenerateArgs) if "sets" in f.metadata}
+    names = {option.name for option in OPTIONS.values() if option.sets is SamplingParams}
     fields = {f.name for f in dataclasses.fields(SamplingParams)} - {
         "bad_words_token_ids",  # --bad-word has texts
         "structured_output",  # five options
@@ -162,7 +164,7 @@ def test_every_field_of_the_sampling_is_an_option():
         "noise_stream",  # --n; one of them alone is for receipts
         "spaces_between_special_tokens",  # changes nothing: taken where vLLM's fields are
     }
-    assert {name for of, name in sets if of is SamplingParams} == fields
+    assert names == fields
 
 
 def test_what_is_on_by_default_has_an_option_that_turns_it_off():
@@ -228,8 +230,6 @@ def test_help_explains_every_option_and_does_not_start_jax():
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    for option in dataclasses.fields(GenerateArgs):
-        if not option.metadata:
-            continue
-        assert re.search(f"--{option.name.replace('_', '-')}[ ,]", done.stdout), option.name
+    for option in OPTIONS.values():
+        assert re.search(f"{option.flag}[ ,]", done.stdout), option.name
     assert "exit codes" in done.stdout and "examples" in done.stdout
