@@ -91,7 +91,7 @@ def make_parser() -> CommandParser:
     add_options(parser, "model", _MODEL)
     text = "--tp and --dp are of the first mesh; all others of the devices follow."
     add_options(parser, "mesh", _MESH, text)
-    add_options(parser, "engine (default: as detjax.serve chooses)", _ENGINE)
+    add_options(parser, "engine", _ENGINE, "Sizes are chosen as detjax.serve chooses them.")
     add_options(parser, "depth and output", _OUTPUT)
     parser.add_argument("--answers", action="store_true", help=argparse.SUPPRESS)
     return parser

@@ -42,6 +42,7 @@ class Option:
         choices: All values that it may have; none allows any.
         nargs: As argparse has it.
         sets: The class whose field of this name it sets.
+        is_required: There is no default.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Option:
     choices: tuple[Any, ...] = ()
     nargs: str | None = None
     sets: type | None = None
+    is_required: bool = False
 
     def __post_init__(self):
         """Make the flag of the name."""
@@ -85,7 +87,7 @@ class Option:
             with_no = argparse.BooleanOptionalAction
             kind = {"action": with_no if self.default else "store_true"}
         else:
-            kind = {"type": self.parse, "nargs": self.nargs}
+            kind = {"type": self.parse, "nargs": self.nargs, "required": self.is_required}
             kind |= {"choices": self.choices} if self.choices else {"metavar": self.metavar}
             if isinstance(self.default, tuple):
                 kind["action"] = "extend" if self.nargs else "append"
@@ -93,7 +95,8 @@ class Option:
         # A parser that sets only what was given says so.
         if parser.argument_default is not argparse.SUPPRESS:
             kind["default"] = default
-        told = f"{self.help} (default: {self.shown_default})"
+        shown = "required" if self.is_required else f"default: {self.shown_default}"
+        told = f"{self.help} ({shown})"
         parser.add_argument(*self.flags, dest=self.name, help=told, **kind)
 
 
@@ -363,7 +366,7 @@ FORMAT = Option(
 )
 OUTPUT = Option(
     name="output",
-    flags=("-o", "--output"),
+    flags=("-o", "--output", "--out"),
     metavar="FILE",
     default_text="standard output",
     help="where the result is written",

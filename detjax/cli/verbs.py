@@ -46,6 +46,10 @@ VERBS = {
         module="detjax.compare",
         does="count what differs between two sets of answers, and compare scores",
     ),
+    "quantize": Verb(
+        module="detjax.quantize",
+        does="make an 8-bit or 4-bit copy of a model, by rounding to nearest",
+    ),
     "grpo": Verb(
         module="detjax.training.grpo",
         does="train a policy by GRPO whose rollouts have the trainer's bits",

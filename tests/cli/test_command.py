@@ -130,7 +130,7 @@ def test_a_reader_that_goes_away_is_no_fault(command, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", ["audit", "certify", "compare", "diverge", "generate", "replay", "serve"]
+    "name", ["audit", "certify", "compare", "diverge", "generate", "quantize", "replay", "serve"]
 )
 def test_every_command_says_its_version(name, capsys):
     module = f"{name}.__main__" if name in ("certify", "compare", "diverge") else name

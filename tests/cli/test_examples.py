@@ -84,7 +84,7 @@ def needs_more(verb: str, argv: list[str]) -> str:
         return "takes minutes; tests/certify runs the command"
     if "--evidence" in argv:
         return "reads what a fault has left; tests/diverge makes one"
-    if any("/" in word for word in argv):
+    if any("/" in word or word == "qwen3-8b-w4" for word in argv):
         return "needs the network"
     return ""
 
