@@ -86,7 +86,7 @@ def run(args: GenerateArgs, *, open_model: OpensModel) -> int:
     plans = plan_runs(args, job, asked, lambda asked: model.size_engine(asked, job.work))
     display.facts(report.card(args, folder, config, model, plans[0].engine))
     if args.warm:
-        with display.loading() as progress:
+        with display.compiling() as progress:
             compiled = warm(model.make_engine(plans[0].engine, NO_TRACE), progress)
         report.show_compiled(compiled, display)
         return OK

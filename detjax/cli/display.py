@@ -55,6 +55,14 @@ class Display:
         with show_progress("loading", self._console, self.line, in_bytes=True) as progress:
             yield progress
 
+    @contextlib.contextmanager
+    def compiling(self) -> Iterator[Progress]:
+        """Show how many programs are compiled. Yields a function of (what, done, total)."""
+        with show_progress(
+            "compiling programs", self._console, self.line, then="checking programs"
+        ) as progress:
+            yield progress
+
     def busy(self, text: str) -> None:
         """Show that something is going on, until `idle`: elsewhere than on a terminal by lines."""
         if self._console.is_terminal:

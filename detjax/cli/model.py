@@ -39,7 +39,7 @@ OWN_OPTIONS = frozenset(
 class CompilesPrograms(Protocol):
     """What `--warm` needs of an engine."""
 
-    def compile(self, progress: Progress) -> None:
+    def compile(self, progress: Progress, requests: Sequence[Request] | None = None) -> None:
         """Compile ahead, as `Engine.compile` does."""
         ...
 
@@ -172,13 +172,13 @@ class _JobEngine:
     def stats(self) -> EngineStats:
         return self._engine.stats()
 
-    def compile(self, progress: Progress) -> None:
+    def compile(self, progress: Progress, requests: Sequence[Request] | None = None) -> None:
         def progress_of_job(what: str, done: int, total: int) -> None:
             self._watch.progress()
             progress(what, done, total)
 
         with self._watch.working():
-            self._engine.compile(progress_of_job)
+            self._engine.compile(progress_of_job, requests)
 
     def generate(
         self, requests: Sequence[Request], *, on_token: Callable[[TokenEvent], bool]
