@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
+from detjax.models.quantization.rounding import to_bfloat16
 from detjax.models.quantization.scheme import QuantizationScheme
 from detjax.models.weights.files import StoredTensor
 
@@ -116,6 +117,7 @@ def _expanded(
     _check_parts(layer, parts, names, shape, scheme)
     _check_order(layer, parts["g_idx"], shape, scheme)
     rows = ExpandedRows(
+        name=f"{layer!r} in {scales.file}",
         codes=codes.rows,
         scales=scales.rows,
         zeros=None if zeros is None else zeros.rows,
@@ -207,6 +209,7 @@ class ExpandedRows:
     """A quantised matrix `(output, input channels)`; indexing it gives bfloat16 of that part.
 
     Attributes:
+        name: For errors.
         codes: As the file has them.
         scales: As the file has them.
         zeros: As the file has them; None if weights are symmetric.
@@ -214,6 +217,7 @@ class ExpandedRows:
         scheme: How to read them.
     """
 
+    name: str
     codes: np.ndarray
     scales: np.ndarray
     zeros: np.ndarray | None
@@ -240,7 +244,7 @@ class ExpandedRows:
         # ROUND: the product, then the weight, each to nearest, ties to even. Where the scale has
         # 16 bits the first is exact.
         values *= self._scales_of(first, stop, left, right)
-        return values.astype(ml_dtypes.bfloat16)
+        return to_bfloat16(values)
 
     def _codes_of(self, first: int, stop: int, left: int, right: int) -> np.ndarray:
         """As float32 of float8, or as integers."""
@@ -290,6 +294,8 @@ class ExpandedRows:
             scales = self.scales[first:stop].reshape(stop - first, -1)[:, groups]
         else:
             scales = self.scales[...].reshape(1, 1)
+        if not np.isfinite(scales).all():
+            raise ValueError(f"a scale of {self.name} is not finite; download the file again")
         return self._spread(scales.astype(np.float32), left, right)
 
     def _groups(self, left: int, right: int) -> tuple[int, int]:
