@@ -16,10 +16,9 @@ from pathlib import Path
 import rich.console
 
 from detjax.cli import options
-from detjax.cli.command_line import CommandParser, description_of
+from detjax.cli.command_line import CommandParser, check_model_option, description_of
 from detjax.cli.errors import EXIT_CODES, OK, bad_input, exit_code
 from detjax.cli.options import Option, add_options
-from detjax.models.hub import check_model
 from detjax.progress import show_progress
 
 SCHEMES = {
@@ -67,8 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     console = rich.console.Console(stderr=True, quiet=args.quiet)
-    with bad_input("--model: "):
-        check_model(args.model, revision=args.revision)
+    check_model_option(args.model, args.revision)
     with bad_input():
         # WHY: these import JAX, which what has been checked above does not need.
         from detjax.models.hub import find_model

@@ -20,11 +20,16 @@ from pathlib import Path
 from typing import NoReturn
 
 from detjax.cli import options
-from detjax.cli.command_line import CommandParser, check_counts, check_share, description_of
+from detjax.cli.command_line import (
+    CommandParser,
+    check_counts,
+    check_model_option,
+    check_share,
+    description_of,
+)
 from detjax.cli.errors import EXIT_CODES, OK, InputError, bad_input, exit_code
 from detjax.cli.options import NO_CACHE, Option, add_options, flag_like, in_flags, of_field
 from detjax.engine.config import EngineConfig
-from detjax.models.hub import check_model
 from detjax.models.tokenizer import read_template_file
 from detjax.parallel.job_spec import JobSpec, find_job
 from detjax.proof.signing import SigningKey
@@ -305,8 +310,7 @@ def check_files(args: argparse.Namespace) -> None:
             raise ValueError(
                 f"--ssl-certfile {args.ssl_certfile} with --ssl-keyfile {args.ssl_keyfile}: {error}"
             ) from error
-    with bad_input("--model: "):
-        check_model(args.model, revision=args.revision)
+    check_model_option(args.model, args.revision)
 
 
 def _log_to_stderr(args: argparse.Namespace) -> None:

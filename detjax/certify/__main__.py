@@ -21,13 +21,13 @@ from detjax.cli.command_line import (
     CommandParser,
     check_counts,
     check_file,
+    check_model_option,
     check_share,
     description_of,
 )
 from detjax.cli.errors import BITS_DIFFER, EXIT_CODES, OK, bad_input, exit_code
 from detjax.cli.options import Option, add_options, in_flags
 from detjax.models.hf_config import config_from_hf
-from detjax.models.hub import check_model
 
 EXAMPLES = f"""\
 examples:
@@ -118,8 +118,7 @@ def _main(given: list[str]) -> int:
 def _check_model(args: argparse.Namespace) -> None:
     """Refuse a model that cannot be, before JAX starts, here and in a new process."""
     if args.random_weights is None:
-        with bad_input("--model: "):
-            check_model(args.model, revision=args.revision)
+        check_model_option(args.model, args.revision)
     else:
         with bad_input(f"--random-weights {args.random_weights}: "):
             config_from_hf(json.loads(Path(args.random_weights).read_text()))

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from detjax import __version__
-from detjax.cli.errors import InputError
-from detjax.cli.options import CONFIG, GPU_MEMORY_UTILIZATION, Option, flag_like
+from detjax.cli.errors import InputError, bad_input
+from detjax.cli.options import CONFIG, GPU_MEMORY_UTILIZATION, MODEL, PROMPT, Option, flag_like
+from detjax.models.hub import check_model
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -56,8 +57,11 @@ class CommandParser(argparse.ArgumentParser):
             InputError: Always.
         """
         _, _, rest = message.partition("unrecognized arguments: ")
-        near = self._nearest(rest.split("=")[0].split(" ")[0])
+        first = rest.split("=")[0].split(" ")[0]
+        near = self._nearest(first)
         hint = f"; did you mean {near}?" if near else "; see --help"
+        if first and not first.startswith("-") and "--prompt" in self._option_string_actions:
+            hint = f"; a prompt is an option: {PROMPT.flag} {rest!r}"
         raise InputError(message.removeprefix("argument ") + hint)
 
     def parse(self, argv: Sequence[str] | None) -> argparse.Namespace:
@@ -149,6 +153,27 @@ def output_of(name: str | None) -> Iterator[TextIO]:
         return
     with Path(name).open("w", encoding="utf-8") as file:
         yield file
+
+
+def check_name(model: str) -> None:
+    """Refuse a `--model` without a name, which would be the folder where the command runs.
+
+    Raises:
+        InputError: If it has none.
+    """
+    if not model.strip():
+        raise InputError(f"{MODEL.flag} is empty; give a folder, or a Hugging Face id")
+
+
+def check_model_option(model: str, revision: str | None) -> None:
+    """See that a model is there and can be read, before JAX starts: as `check_model`.
+
+    Raises:
+        InputError: If it is not.
+    """
+    check_name(model)
+    with bad_input(f"{MODEL.flag}: "):
+        check_model(model, revision=revision)
 
 
 def check_share(share: float | None) -> None:

@@ -4,9 +4,12 @@
 import contextlib
 import io
 import os
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
+from typing import NoReturn
 
 from detjax.engine.errors import SelfCheckError
 
@@ -20,6 +23,7 @@ exit codes: {OK} success; {BAD_INPUT} bad input, with one line that says which a
 """For the help of a command."""
 
 _LINE_CHARS = 2000
+_GRACE_S = 2.0  # for children and files, after an interrupt
 
 
 class InputError(Exception):
@@ -52,8 +56,17 @@ def bad_input(
         raise InputError(prefix + text) from error
 
 
+class _InterruptedBySignal(KeyboardInterrupt):
+    """It has been said."""
+
+
 def exit_code(run: Callable[[], int]) -> int:
     """Run a command; return its exit code, and write what stops it to standard error."""
+    with _ends_soon_by_interrupt():
+        return _exit_code(run)
+
+
+def _exit_code(run: Callable[[], int]) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8", errors="replace")
@@ -69,6 +82,8 @@ def exit_code(run: Callable[[], int]) -> int:
     except SelfCheckError as error:
         _say(f"error: {one_line(str(error))}")
         return BITS_DIFFER
+    except _InterruptedBySignal:
+        return INTERRUPTED
     except KeyboardInterrupt:
         _say("\ninterrupted")
         return INTERRUPTED
@@ -90,6 +105,32 @@ def exit_code(run: Callable[[], int]) -> int:
         traceback.print_exc()
         _say("error: this is a fault of detjax; please report the lines above")
         return INTERNAL_ERROR
+
+
+@contextlib.contextmanager
+def _ends_soon_by_interrupt() -> Iterator[None]:
+    """Let SIGINT end the process within `_GRACE_S`, unless something else handles it already.
+
+    # WHY: a thread that compiles cannot be interrupted, and Python would wait for it, up to half a
+    # minute.
+    """
+
+    def end(number: int, frame: object) -> NoReturn:
+        _say("\ninterrupted")
+        timer = threading.Timer(_GRACE_S, os._exit, (INTERRUPTED,))
+        timer.daemon = True
+        timer.start()
+        raise _InterruptedBySignal
+
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def one_line(text: str) -> str:

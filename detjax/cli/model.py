@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from detjax.cli.arguments import GenerateArgs, as_flags
+from detjax.cli.command_line import check_name
 from detjax.cli.errors import InputError, bad_input
 from detjax.cli.options import GPU_MEMORY_SHARE, NO_CACHE, NO_CAST
 from detjax.engine.config import EngineConfig
@@ -98,6 +99,7 @@ def read_model_files(args: GenerateArgs) -> tuple[Path, ModelConfig, Tokenizer]:
     from detjax.models.hf_config import load_config
     from detjax.models.hub import find_model
 
+    check_name(args.model)
     with bad_input("--model: "):
         folder = find_model(args.model, revision=args.revision)
         config, tokenizer = load_config(folder), Tokenizer.from_folder(folder)
@@ -221,7 +223,9 @@ def _open_model(
                 num_processes=num_processes,
             )
         except MeshError as error:
-            raise InputError(f"--dp {args.dp} --tp {args.tp}: {error}") from error
+            text = as_flags(str(error))
+            prefix = "" if "--tp " in text else f"--dp {args.dp} --tp {args.tp}: "
+            raise InputError(f"{prefix}{text}") from error
     is_gpu = model.backend.platform == "gpu"
     share = args.gpu_memory_utilization
     if share is not None and not is_gpu:

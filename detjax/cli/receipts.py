@@ -19,13 +19,12 @@ import rich.progress
 
 from detjax.cli import options
 from detjax.cli.arguments import GenerateArgs
-from detjax.cli.command_line import CommandParser, check_counts, check_file
+from detjax.cli.command_line import CommandParser, check_counts, check_file, check_model_option
 from detjax.cli.errors import BITS_DIFFER, EXIT_CODES, OK, bad_input, one_line
 from detjax.cli.job import Job
 from detjax.cli.model import keep_compiled_programs
 from detjax.cli.options import Option, add_options, in_flags
 from detjax.engine.outputs.text import CompletionOutput
-from detjax.models.hub import check_model
 from detjax.proof.canonical_json import canonical_json
 from detjax.proof.signing import SigningKey, read_public_key
 
@@ -158,7 +157,7 @@ def _check_given(args: argparse.Namespace) -> None:
     if args.report is not None:
         check_file(options.REPORT.flag, args.report)
     if args.model is not None:
-        check_model(args.model, revision=args.revision)
+        check_model_option(args.model, args.revision)
 
 
 def _check_accepted(paths: Sequence[str]) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from detjax.cli import options
-from detjax.cli.command_line import CommandParser, check_file, output_of
+from detjax.cli.command_line import CommandParser, check_file, check_model_option, output_of
 from detjax.cli.errors import (
     BITS_DIFFER,
     EXIT_CODES,
@@ -28,7 +28,6 @@ from detjax.cli.options import Option, add_options, in_flags
 from detjax.diverge.setting import Answer, Setting
 from detjax.engine.requests.request import SamplingParams
 from detjax.models.bundled import BUNDLED_NAME
-from detjax.models.hub import check_model
 
 if TYPE_CHECKING:  # imports JAX
     from detjax.diverge.divergence import Divergence
@@ -135,8 +134,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.settings:
         args.a, args.b = _positional(args, given)
     if args.model is not None or given in ([], ["answer"]):
-        with bad_input("--model: "):
-            check_model(args.model or BUNDLED_NAME, revision=args.revision)
+        check_model_option(args.model or BUNDLED_NAME, args.revision)
     if given == ["evidence"]:
         divergence = _of_evidence(args)
     else:

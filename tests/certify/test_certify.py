@@ -15,12 +15,12 @@ import pytest
 
 import detjax.engine.sampling.sampling as sampling
 from detjax.certify.__main__ import main
-from detjax.certify.ahead import working_ahead
-from detjax.certify.asks import forced, make_requests
 from detjax.certify.cases import answer_cases, program_cases
 from detjax.certify.certificate import CLAIMS, Certificate, Outcome, compare
 from detjax.certify.coverage import REFUSED, TESTED, THIS, coverage_map, refusals
 from detjax.certify.page import render
+from detjax.certify.prefetch import working_ahead
+from detjax.certify.requests import forced, make_requests
 from detjax.certify.restart import new_process
 from detjax.certify.subject import Subject, ask, order_probe
 from detjax.engine.config import EngineConfig

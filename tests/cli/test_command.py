@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from detjax import generate, numerics, opening, sizing
 from detjax.cli import errors, model, options
 from detjax.cli.arguments import OPTIONS
 from detjax.cli.parser import parse_args
+from detjax.cli.verbs import VERBS
 from detjax.engine.config import EngineConfig
 from detjax.engine.requests.request import Request, SamplingParams
 
@@ -233,3 +235,46 @@ def test_help_explains_every_option_and_does_not_start_jax():
     for option in OPTIONS.values():
         assert re.search(f"{option.flag}[ ,]", done.stdout), option.name
     assert "exit codes" in done.stdout and "examples" in done.stdout
+
+
+def test_an_interrupt_does_not_wait_for_a_thread_that_compiles():
+    script = (
+        "import concurrent.futures, sys, time\n"
+        "from detjax.cli.errors import exit_code\n"
+        "def run():\n"
+        "    with concurrent.futures.ThreadPoolExecutor() as pool:\n"
+        "        compiling = pool.submit(time.sleep, 300)\n"
+        "        print('begun', flush=True)\n"
+        "        return compiling.result()\n"
+        "sys.exit(exit_code(run))\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == "begun\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == errors.INTERRUPTED
+        assert process.stderr.read() == "\ninterrupted\n"
+
+
+@pytest.mark.parametrize("verb", ["audit", "certify", "compare", "diverge", "quantize", "replay"])
+def test_exit_codes_are_the_same_in_all_commands(verb, capsys, monkeypatch):
+    """A fault of ours is 1 with its lines, an interrupt 130, bad input 2."""
+    module = f"{VERBS[verb].module}.__main__" if verb in OF_PACKAGES else VERBS[verb].module
+    command = importlib.import_module(module)
+    for error, code in (
+        (ZeroDivisionError("here"), errors.INTERNAL_ERROR),
+        (KeyboardInterrupt(), errors.INTERRUPTED),
+        (errors.InputError("--x 1 must be 2"), errors.BAD_INPUT),
+    ):
+
+        def parser(error: BaseException = error):
+            raise error
+
+        monkeypatch.setattr(command, "make_parser", parser)
+        assert command.main([]) == code
+        assert str(error) in capsys.readouterr().err
+
+
+OF_PACKAGES = ("certify", "compare", "diverge")

@@ -119,7 +119,17 @@ def run(words: list[str], digests: list[str]) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("verb", ["generate", "replay", "audit", "diverge", "compare"])
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    "verb",
+    [
+        "generate",
+        "replay",
+        "audit",
+        "compare",
+        pytest.param("diverge", marks=pytest.mark.nightly),
+    ],
+)
 def test_examples_that_need_no_network_run(verb, place, monkeypatch, capsys):
     monkeypatch.chdir(place)
     digests: list[str] = []
