@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from detjax.certify.asks import Answer, forced, plain
 from detjax.certify.certificate import Comparison, Outcome, compare
+from detjax.certify.requests import Answer, forced, plain
 from detjax.certify.subject import Subject, ask
 from detjax.diverge.evidence import explain
 from detjax.diverge.setting import Setting

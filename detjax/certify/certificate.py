@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from detjax.certify.asks import Answer
 from detjax.certify.coverage import COLUMNS
+from detjax.certify.requests import Answer
 
 CLAIMS = {
     "run-invariant": "same build, same inputs, again, also in a new process: same bits",

@@ -9,8 +9,6 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from detjax.certify.ahead import Ahead, working_ahead
-from detjax.certify.asks import Answer, make_requests, plain
 from detjax.certify.cases import (
     answer_cases,
     answer_controls,
@@ -26,6 +24,8 @@ from detjax.certify.cause import find_cause
 from detjax.certify.certificate import Certificate, Outcome, compare
 from detjax.certify.coverage import coverage_map
 from detjax.certify.opening import facts_of, open_subject, other_meshes
+from detjax.certify.prefetch import Ahead, working_ahead
+from detjax.certify.requests import Answer, make_requests, plain
 from detjax.certify.subject import Job, Subject, order_probe
 from detjax.engine.requests.request import Request
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from detjax.certify.asks import Answer, answer_of
+from detjax.certify.requests import Answer, answer_of
 from detjax.engine.config import EngineConfig, ReplicaConfig
 from detjax.engine.engine import Engine
 from detjax.engine.requests.request import Request
