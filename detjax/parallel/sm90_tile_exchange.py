@@ -20,6 +20,7 @@ from jax.extend.mlir.dialects import arith, memref
 
 from detjax.numerics import Reduction
 from detjax.pallas_kernels.linear import sm90 as linear
+from detjax.pallas_kernels.linear.sm90_flat_matmul import RanksSum
 from detjax.pallas_kernels.linear.tiles import MAX_RANKS_ROWS
 from detjax.pallas_kernels.sm90_rows import LANES
 from detjax.parallel.sm90_slots import (
@@ -56,13 +57,13 @@ class TileExchange:
     int32 [tiles], as in `exchange.Mailboxes`.
     """
 
-    def begin(self, memory: list, tile) -> tuple:
+    def begin(self, memory: tuple, tile) -> tuple:
         """The parity of this exchange of a tile, and the addresses of its peers, in words."""
         peers, _, parities = memory
         words = [peers[d, half] for d in range(peers.shape[0]) for half in range(2)]
         return parities[tile], *words
 
-    def add(self, total, memory: list, tile, begun: tuple, *, num_cols: int):
+    def add(self, total, memory: tuple, tile, begun: tuple, *, num_cols: int):
         """This rank's subtree and its peers'.
 
         # ORDER: ((d0 + d1) + (d2 + d3)) + ..., by XOR distance: additions commute, so this is the
@@ -152,6 +153,5 @@ def linear_exchange_add(
     x, w, residual, bias, peers, slots, parities, *, reduction: Reduction
 ) -> jax.Array:
     """See `exchange.ExchangeKernel.linear_exchange_add`."""
-    return linear.linear_add_ranks(
-        x, w, residual, bias, (peers, slots, parities), reduction=reduction, ranks=TileExchange()
-    )
+    exchange = RanksSum(memory=(peers, slots, parities), ranks=TileExchange())
+    return linear.linear_add_ranks(x, w, residual, bias, exchange, reduction=reduction)

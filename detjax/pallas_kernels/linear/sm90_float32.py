@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from detjax.numerics import Reduction
 from detjax.pallas_kernels import sm90_rows as rows
 from detjax.pallas_kernels.linear.sm90_matmul import matmul
-from detjax.pallas_kernels.linear.tiles import choose_tiles
+from detjax.pallas_kernels.linear.tiles import Product, choose_tiles
 from detjax.pallas_kernels.rms_norm.sm90 import rms_norm, rms_norm_parts
 from detjax.pallas_kernels.swiglu.sm90 import gated
 
@@ -144,7 +144,7 @@ def add_parts(
 def _products(parts, w, *, leaf_len: int) -> jax.Array:
     """Each part of the activations times the weights: float32 [A, 3, M, N], A subtrees."""
     _, num_rows, k_len = parts.shape
-    tiles = choose_tiles(
+    product = Product(
         num_rows=rows.NUM_PARTS * num_rows,
         num_out=w.shape[0],
         num_leaves=k_len // leaf_len,
@@ -154,7 +154,7 @@ def _products(parts, w, *, leaf_len: int) -> jax.Array:
     )
     sums = matmul(
         parts.reshape(-1, k_len), w, None, None,
-        leaf_len=leaf_len, out_dtype=jnp.float32, tiles=tiles,
+        leaf_len=leaf_len, out_dtype=jnp.float32, tiles=choose_tiles(product),
     )  # fmt: skip
     return sums.reshape(-1, rows.NUM_PARTS, num_rows, w.shape[0])
 

@@ -7,6 +7,7 @@ lie in tiles of up to 16, a few lanes to a row.
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -264,80 +265,78 @@ def _wide(
     )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WideRows:
+    """Rows that a kernel normalises before it multiplies them: where they come from and go to.
+
+    Attributes:
+        width: D, channels of a row.
+        dtype: Of the rows, before and after.
+        read: Gives the channels `columns` of row `row`, called as `read(row, columns, math)`.
+        store: Takes a chunk's normalised channels, called as `store(values, row, start, math)`.
+        keep: Called as `store`, with channels as they were read.
+        ready: Called before rows are read, when gains are on their way.
+        arrived: Called when all rows have been read.
+        is_read_again: Whether `read` reads shared memory, so that no values need wait in registers.
+    """
+
+    width: int
+    dtype: jnp.dtype
+    read: Callable
+    store: Callable
+    keep: Callable
+    ready: Callable[[], None]
+    arrived: Callable[[], None]
+    is_read_again: bool
+
+
 def normalise_wide_rows(
-    x_gmem,
-    gain_gmem,
-    row_ids: list,
-    sums_smem,
-    store,
-    *,
-    eps: float,
-    num_registers: int,
-    is_interpreted: bool,
-    ready=None,
-    read=None,
-    keep=None,
-    arrived=None,
-    is_read_again: bool = False,
-) -> None:
+    source: WideRows, gain_gmem, row_ids: list, sums_smem, *,
+    eps: float, num_registers: int, is_interpreted: bool,
+) -> None:  # fmt: skip
     """Normalise a few wide rows inside a kernel that multiplies them: one warpgroup's share.
 
     Args:
-        x_gmem: Rows, [M, D].
+        source: The rows.
         gain_gmem: Scale of each channel.
         row_ids: The rows to take.
         sums_smem: float32 [len(row_ids), chunks, 4], this warpgroup's own.
-        store: Called with a chunk's normalised channels, its row, first channel and arithmetic.
         eps: Added to the mean square.
         num_registers: Of a thread; they bound the rows that are read at once.
         is_interpreted: Whether the kernel is interpreted.
-        ready: Called before rows are read, when gains are on their way.
-        read: Gives the channels `columns` of row `row` in the dtype of `x`, called as
-            `read(row, columns, math)`; those of `x_gmem` if None.
-        keep: Called as `store`, with channels as they were read.
-        arrived: Called when all rows have been read.
-        is_read_again: Whether `read` reads shared memory, so that no values need wait in registers.
 
     Numerics:
         The instructions of `rms_norm`, in its order, so its bits.
     """
-    width = x_gmem.shape[1]
-    form = row_sum(width)
+    form = row_sum(source.width)
     chunk = rows.LANES * form.vec_len
     math = rows.strided(chunk, form.vec_len, is_interpreted)
-    starts = range(0, width, chunk)
+    starts = range(0, source.width, chunk)
     gains = [math.load(gain_gmem.at[pl.ds(s, chunk)]) for s in starts]
-    if ready is not None:
-        ready()
-    if read is None:
-
-        def read(row, columns, math):
-            return math.load(x_gmem.at[row, columns])
-
+    source.ready()
     of_row = form.num_parts * pl.cdiv(form.vec_len, 2)
     at_once = max(1, (num_registers - 56) * 4 // 5 // of_row)
     for first in range(0, len(row_ids), at_once):
         taken = list(enumerate(row_ids))[first : first + at_once]
-        values = [[read(row, pl.ds(s, chunk), math) for s in starts] for _, row in taken]
+        values = [[source.read(row, pl.ds(s, chunk), math) for s in starts] for _, row in taken]
         for (i, _), row_values in zip(taken, values, strict=True):
             for c, v in enumerate(row_values):
                 sums = rows.square_sums(v.astype(jnp.float32), math)
                 rows.keep_warp_values(sums, sums_smem.at[i, c], math)
         plgpu.commit_smem()
-        if arrived is not None and first + at_once >= len(row_ids):
-            arrived()
-        if form.vec_len > 1 and not is_read_again:
+        if first + at_once >= len(row_ids):
+            source.arrived()
+        if form.vec_len > 1 and not source.is_read_again:
             # WHY: else values wait for their second use as float32, in twice the registers.
             values = lax.optimization_barrier(values)
         for (i, row), row_values in zip(taken, values, strict=True):
-            scale = wide_scale(sums_smem.at[i], math, shape=(chunk,), width=width, eps=eps)
+            scale = wide_scale(sums_smem.at[i], math, shape=(chunk,), width=source.width, eps=eps)
             for start, v, g in zip(starts, row_values, gains, strict=True):
-                if is_read_again:
-                    v = read(row, pl.ds(start, chunk), math)
-                if keep is not None:
-                    keep(v, row, start, math)
+                if source.is_read_again:
+                    v = source.read(row, pl.ds(start, chunk), math)
+                source.keep(v, row, start, math)
                 normed = math.mul(math.mul(v.astype(jnp.float32), scale), g.astype(jnp.float32))
-                store(normed.astype(x_gmem.dtype), row, start, math)  # ROUND: once
+                source.store(normed.astype(source.dtype), row, start, math)  # ROUND: once
 
 
 def _narrow(leaf_sums, x, bias, gain, *, eps: float, in_parts: bool, interpret: bool):
