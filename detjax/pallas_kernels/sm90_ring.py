@@ -32,9 +32,11 @@ class Ring:
         """The slot of a step, an int32 scalar."""
         return lax.rem(step, self.num_slots)
 
-    def wait(self, step) -> None:
-        """A reader waits until the copies of a step have arrived."""
-        plgpu.barrier_wait(self.full.at[self.slot(step)])
+    def wait(self, step):
+        """A reader waits until the copies of a step have arrived, and gets its slot."""
+        slot = self.slot(step)
+        plgpu.barrier_wait(self.full.at[slot])
+        return slot
 
     def release(self, step) -> None:
         """A reader gives back the slot of a step."""

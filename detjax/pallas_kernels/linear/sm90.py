@@ -380,8 +380,12 @@ def _combine(terms: tuple, residual, bias, *, out_dtype, interpret=None) -> jax.
         block //= 2
     layout = plgpu.Layout.WG_STRIDED((block,), vec_size=min(4, block // 128))
 
-    def body(*refs):
-        terms_gmem, rest, out_gmem = refs[: len(terms)], list(refs[len(terms) : -1]), refs[-1]
+    def body(
+        terms_gmem,  # of each term [groups, ... M N] f32
+        bias_gmem,  # [N], or None
+        residual_gmem,  # [... M N], or None
+        out_gmem,  # [... M N]
+    ):
         start = lax.axis_index("block") * block
         here = pl.ds(start, block)
 
@@ -390,15 +394,13 @@ def _combine(terms: tuple, residual, bias, *, out_dtype, interpret=None) -> jax.
 
         total = _tree([load(t.at[g, here]) for t in terms_gmem for g in range(t.shape[0])])
         if bias is not None:
-            values = load(rest.pop(0).at[pl.ds(lax.rem(start, num_out), block)])
+            values = load(bias_gmem.at[pl.ds(lax.rem(start, num_out), block)])
             total = total + values.astype(jnp.float32)
         if residual is not None:
-            total = load(rest.pop(0).at[here]).astype(jnp.float32) + total
+            total = load(residual_gmem.at[here]).astype(jnp.float32) + total
         out_gmem[here] = total.astype(out_dtype)  # ROUND: once, if the output is narrower
 
-    operands = [t.reshape(t.shape[0], size) for t in terms]
-    operands += [bias] if bias is not None else []
-    operands += [residual.reshape(size)] if residual is not None else []
+    flat_terms = tuple(t.reshape(t.shape[0], size) for t in terms)
     return plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((size,), out_dtype),
@@ -409,7 +411,7 @@ def _combine(terms: tuple, residual, bias, *, out_dtype, interpret=None) -> jax.
         ),
         kernel_name="detjax_linear_combine",
         interpret=interpret,
-    )(*operands).reshape(shape)
+    )(flat_terms, bias, None if residual is None else residual.reshape(size)).reshape(shape)
 
 
 def combine_partials(leaf_sums) -> jax.Array:

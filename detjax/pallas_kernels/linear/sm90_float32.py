@@ -104,10 +104,12 @@ def add_parts(
     size, vec_len = _pieces(width)
     math = rows.strided(size, vec_len, interpret)
 
-    def body(sums_gmem, *refs):
-        *refs, out_gmem = refs
-        bias_gmem = refs.pop(0) if bias is not None else None
-        residual_gmem = refs.pop(0) if residual is not None else None
+    def body(
+        sums_gmem,  # [A, 3, M, N] f32
+        bias_gmem,  # [N], or None
+        residual_gmem,  # [M, N] f32, or None
+        out_gmem,  # [M, N], or [M, F] if gated
+    ):
         row = lax.axis_index("row")
         first = _first_column(size, width)
 
@@ -133,7 +135,7 @@ def add_parts(
 
     return rows.run_kernel(
         body,
-        [v for v in (sums, bias, residual) if v is not None],
+        (sums, bias, residual),
         out=jax.ShapeDtypeStruct((num_rows, width), out_dtype),
         grid={"piece": pl.cdiv(width, size), "row": num_rows},
         name="detjax_add_parts",

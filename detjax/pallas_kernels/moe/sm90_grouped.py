@@ -22,6 +22,7 @@ from detjax.pallas_kernels.linear.sm90_sums import (
     leaf_sum,
     put_transposed,
     tiled,
+    views,
 )
 from detjax.pallas_kernels.linear.tiles import NUM_SMS
 from detjax.pallas_kernels.moe import sm90_lanes as lanes
@@ -37,6 +38,7 @@ from detjax.pallas_kernels.moe.sm90_schedule import (
     work_shapes,
 )
 from detjax.pallas_kernels.moe.sm90_tiles import SPAN, GroupedTiles
+from detjax.pallas_kernels.sm90_ptx import read_now
 from detjax.pallas_kernels.sm90_ring import Ring
 from detjax.pallas_kernels.swiglu.sm90 import gated_bf16
 
@@ -251,14 +253,12 @@ class _Cta:
     @property
     def x_views(self) -> tuple:
         """The rows in shared memory as wgmma and as TMA see them."""
-        x = self.memory.x
-        return (x, x) if self.plan.is_interpreted else x
+        return views(self.memory.x, not self.plan.is_interpreted)
 
     @property
     def out_views(self) -> tuple:
         """The staged output as threads and as TMA see it."""
-        out = self.memory.out
-        return (out, out) if self.plan.is_interpreted else out
+        return views(self.memory.out, not self.plan.is_interpreted)
 
     @property
     def work(self) -> Work:
@@ -377,7 +377,7 @@ class _Cta:
         places = [jnp.minimum(start + i, plan.num_slots - 1) for i in range(plan.tiles.cols)]
         if plan.makes_list:
             return [self.work.order[place] for place in places]
-        return [lanes.read_now(self.work.order, p, plan.is_interpreted) for p in places]
+        return [read_now(self.work.order, p, is_interpreted=plan.is_interpreted) for p in places]
 
     def gated(self, gates, ups):
         """SwiGLU of two accumulators, in bfloat16."""

@@ -186,12 +186,16 @@ def _wide(
     num_ctas = min(num_ctas, num_rows)
     has_turns = num_ctas < num_rows
 
-    def body(*refs):
-        refs = list(refs)
-        leaves_gmem = refs.pop(0) if num_leaves else None
-        x_gmem = refs.pop(0)
-        bias_gmem = refs.pop(0) if bias is not None else None
-        gain_gmem, *out_gmem, sums_smem, ready = refs
+    def body(
+        leaves_gmem,  # [L, M, D] or [L, 3, M, D] f32, or None
+        x_gmem,  # [M, D]
+        bias_gmem,  # [D], or None
+        gain_gmem,  # [D]
+        total_gmem,  # [M, D], or None without leaves
+        out_gmem,  # [M, D], or [3, M, D] bf16 in parts
+        sums_smem,  # [1 or 2, chunks, LANES] f32
+        ready,  # all warpgroups have added their squares; None for one warpgroup
+    ):
         cta = lax.axis_index("cta")
         first_chunk = lax.axis_index("wg") * each if warpgroups > 1 else 0
         columns = [pl.ds((first_chunk + i) * chunk, chunk) for i in range(each)]
@@ -224,7 +228,7 @@ def _wide(
             for i, c in enumerate(columns):
                 v = value(i, *loads[i])
                 if num_leaves:
-                    out_gmem[0][row, c] = v
+                    total_gmem[row, c] = v
                 values.append(v.astype(jnp.float32))
                 sums_smem[slot, first_chunk + i, :] = rows.square_sums(values[-1], math)
             if warpgroups > 1:
@@ -235,7 +239,7 @@ def _wide(
             scale = wide_scale(sums_smem.at[slot], math, shape=(chunk,), width=width, eps=eps)
             for c, v, g in zip(columns, values, gains, strict=True):
                 normed = math.mul(math.mul(v, scale), g.astype(jnp.float32))
-                _store_normed(out_gmem[-1], (row, c), normed, dtype, math, in_parts)
+                _store_normed(out_gmem, (row, c), normed, dtype, math, in_parts)
 
         if not has_turns:
             one_row(jnp.int32(0), cta)
@@ -246,14 +250,12 @@ def _wide(
         def _turns(turn):
             one_row(turn, cta + turn * num_ctas)
 
-    operands = [leaf_sums] if num_leaves else []
-    operands += [x] + ([bias] if bias is not None else []) + [gain]
-    shape, normed_shape = jax.ShapeDtypeStruct(x.shape, dtype), _normed_shape(x, in_parts)
+    total_shape = jax.ShapeDtypeStruct(x.shape, dtype) if num_leaves else None
     options = {"num_threads": warpgroups, "thread_name": "wg"} if warpgroups > 1 else {}
     return rows.run_kernel(
         body,
-        operands,
-        out=[shape, normed_shape] if num_leaves else [normed_shape],
+        (leaf_sums, x, bias, gain),
+        out=[total_shape, _normed_shape(x, in_parts)],
         grid={"cta": num_ctas},
         name="detjax_rms_norm_wide",
         is_interpreted=interpret,
@@ -352,12 +354,14 @@ def _narrow(leaf_sums, x, bias, gain, *, eps: float, in_parts: bool, interpret: 
     dtype = x.dtype
     num_leaves, num_parts = num_terms(leaf_sums)
 
-    def body(*refs):
-        refs = list(refs)
-        leaves_gmem = refs.pop(0) if num_leaves else None
-        x_gmem = refs.pop(0)
-        bias_gmem = refs.pop(0) if bias is not None else None
-        gain_gmem, *out_gmem = refs
+    def body(
+        leaves_gmem,  # [L, M, D] or [L, 3, M, D] f32, or None
+        x_gmem,  # [M, D]
+        bias_gmem,  # [D], or None
+        gain_gmem,  # [D]
+        total_gmem,  # [M, D], or None without leaves
+        out_gmem,  # [M, D], or [3, M, D] bf16 in parts
+    ):
         # The last tile starts early instead of ending late: some rows are written twice, alike.
         first = jnp.minimum(lax.axis_index("cta") * tile_rows, num_rows - tile_rows)
         here = pl.ds(first, tile_rows)
@@ -375,7 +379,7 @@ def _narrow(leaf_sums, x, bias, gain, *, eps: float, in_parts: bool, interpret: 
                     b = tile.per_col.load(bias_gmem.at[columns]).astype(jnp.float32)
                     b = tile.over_rows(b, shape)
                 v = joined([trees_sum(leaves)], v, b, dtype)
-                out_gmem[0][here, columns] = v
+                total_gmem[here, columns] = v
             values.append(v.astype(jnp.float32))
         gains = [
             tile.per_col.load(gain_gmem.at[pl.ds(p * part_len, part_len)])
@@ -384,15 +388,13 @@ def _narrow(leaf_sums, x, bias, gain, *, eps: float, in_parts: bool, interpret: 
         out = narrow_normalise(values, gains, tile, width=width, eps=eps)
         for p in range(form.num_parts):
             place = (here, pl.ds(p * part_len, part_len))
-            _store_normed(out_gmem[-1], place, out[p], dtype, tile.whole, in_parts)
+            _store_normed(out_gmem, place, out[p], dtype, tile.whole, in_parts)
 
-    operands = [leaf_sums] if num_leaves else []
-    operands += [x] + ([bias] if bias is not None else []) + [gain]
-    total_shape, normed_shape = jax.ShapeDtypeStruct(x.shape, dtype), _normed_shape(x, in_parts)
+    total_shape = jax.ShapeDtypeStruct(x.shape, dtype) if num_leaves else None
     return rows.run_kernel(
         body,
-        operands,
-        out=[total_shape, normed_shape] if num_leaves else [normed_shape],
+        (leaf_sums, x, bias, gain),
+        out=[total_shape, _normed_shape(x, in_parts)],
         grid={"cta": pl.cdiv(num_rows, tile_rows)},
         name="detjax_rms_norm_narrow",
         is_interpreted=interpret,
@@ -474,7 +476,7 @@ def rms_norm(
     Reference:
         Zhang and Sennrich 2019, arXiv:1910.07467, eq. 4.
     """
-    [out] = _normalise(None, x, None, gain, eps=eps, schedule=schedule, interpret=interpret)
+    _, out = _normalise(None, x, None, gain, eps=eps, schedule=schedule, interpret=interpret)
     return out
 
 
@@ -501,7 +503,7 @@ def rms_norm_parts(
         # ROUND: `sm90_rows.split_bf16` of `rms_norm`'s float32 result: nothing is lost.
         Claims: run-invariant, batch-invariant, path-consistent. Bits depend on (D, dtypes, build).
     """
-    [out] = _normalise(
+    _, out = _normalise(
         None, x, None, gain, eps=eps, schedule=schedule, interpret=interpret, in_parts=True
     )
     return out
