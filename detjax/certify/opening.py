@@ -18,16 +18,17 @@ from detjax.models.params import check_tp
 from detjax.numerics import Build, NumericsProfile
 from detjax.opening import choose_placement, load_on_devices
 from detjax.parallel.mesh import configure_virtual_devices
+from detjax.sizing import GPU_MEMORY_UTILIZATION
 
 
 def start_devices(args: argparse.Namespace) -> None:
-    """Let the CPU appear as the devices that were asked for; JAX starts here."""
+    """Make the requested virtual CPU devices; JAX starts here."""
     configure_virtual_devices(max(args.devices, args.dp * args.tp))
     jax.devices("cpu")
 
 
 def open_subject(args: argparse.Namespace, dp: int, tp: int) -> Subject:
-    """The model and its engine's configuration on a mesh.
+    """Open the model and choose its engine's configuration on a mesh.
 
     Raises:
         ValueError: If model, mesh, sizes and memory do not go together.
@@ -40,7 +41,9 @@ def open_subject(args: argparse.Namespace, dp: int, tp: int) -> Subject:
         asked["max_len"] = min(768, model.config.max_position_embeddings)
     if (dp, tp) != (args.dp, args.tp):
         asked.pop("num_pages", None)  # of all replicas of the first mesh
-    return Subject(model, config_on(model, asked, gpu_memory_utilization=args.kv_memory))
+    share = args.gpu_memory_utilization
+    share = GPU_MEMORY_UTILIZATION if share is None else share
+    return Subject(model, config_on(model, asked, gpu_memory_utilization=share))
 
 
 def _open_model(args: argparse.Namespace, dp: int, tp: int) -> LoadedModel:
@@ -60,9 +63,9 @@ def _open_model(args: argparse.Namespace, dp: int, tp: int) -> LoadedModel:
 
 
 def other_meshes(subject: Subject, args: argparse.Namespace) -> Iterator[tuple[int, int]]:
-    """Every (dp, tp) of the devices here, but for the first and those the model refuses.
+    """Yield every (dp, tp) of the local devices except the first and those the model refuses.
 
-    Of virtual devices, without `--minutes`, one a tp: with as many replicas as there is room for.
+    On virtual devices without `--minutes` there is one mesh for each tp, with the most replicas.
     """
     model = subject.model
     count = len(jax.devices(model.backend.platform))
@@ -79,7 +82,7 @@ def other_meshes(subject: Subject, args: argparse.Namespace) -> Iterator[tuple[i
 
 
 def facts_of(subject: Subject, args: argparse.Namespace) -> dict[str, str]:
-    """What the certificate is of."""
+    """Return the facts of the certificate."""
     model = subject.model
     build = Build.current(model.backend.value, model.mesh.devices.flat[0])
     name = args.model if args.random_weights is None else f"random: {args.random_weights}"

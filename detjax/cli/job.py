@@ -77,7 +77,13 @@ def make_job(
         InputError: If a prompt has no tokens, too many, or some that the model does not know.
     """
     of_command = sampling_params(args)
-    limits = RequestLimits.of(config, config.max_position_embeddings)
+    context = config.max_position_embeddings
+    max_len = args.max_len or context
+    if max_len > context:
+        raise InputError(f"--max-len {max_len} is above the model's context of {context} tokens")
+    limits = RequestLimits.of(config, max_len)
+    if args.max_len is not None:
+        limits = dataclasses.replace(limits, max_len_name="--max-len")
     requests = []
     for prompt in prompts:
         with bad_input(f"{prompt.origin}: "):
@@ -143,17 +149,17 @@ def _check_pages(
     args: GenerateArgs, prompts: Sequence[Prompt], requests: Sequence[Request]
 ) -> None:
     """Refuse a completion that may not fit in the pages of one replica."""
-    if not args.cache_pages:
+    if not args.num_pages:
         return
     from detjax.numerics import NumericsProfile
 
-    page_len, room = NumericsProfile().attention_block, args.cache_pages // args.dp
+    page_len, room = NumericsProfile().attention_block, args.num_pages // args.dp
     for prompt, request in zip(prompts, requests, strict=True):
         length = len(request.prompt_token_ids) + request.sampling.max_tokens
         needed = math.ceil(length / page_len)
         if needed > room:
             raise InputError(
-                f"--cache-pages {args.cache_pages}: {prompt.origin} and its completion may have "
+                f"--cache-pages {args.num_pages}: {prompt.origin} and its completion may have "
                 f"{length} tokens, {needed} pages of {page_len}, and a replica has {room}; give "
                 f"{needed * args.dp} or more, or lower --max-tokens"
             )

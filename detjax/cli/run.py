@@ -52,14 +52,16 @@ class RunResult:
     """What a run gave.
 
     Attributes:
-        outputs: Of each sequence.
-        stats: Of the engine.
+        outputs: The completions, in order.
+        stats: What the engine counted.
+        running_s: Seconds of its steps, without those in which a program was compiled.
         first_token_s: When the first token came, in seconds since the process started; None where
             only prompts are scored.
     """
 
     outputs: tuple[CompletionOutput, ...]
     stats: EngineStats
+    running_s: float
     first_token_s: float | None
 
 
@@ -112,11 +114,13 @@ def run_job(
         if index is not None:
             transcript.on_completion(dataclasses.replace(completion, request_idx=index))
 
-    display.busy("compiling and reading the prompts")
+    requests = _requests(batch, plan)
+    with display.compiling() as progress:
+        engine.compile(progress, requests)
+    ahead_s = engine.stats().compile_s
+    display.busy("reading the prompts")
     try:
-        completions = engine.generate(
-            _requests(batch, plan), on_token=on_token, on_completion=on_completion
-        )
+        completions = engine.generate(requests, on_token=on_token, on_completion=on_completion)
     finally:
         display.idle()
     ours = [
@@ -124,9 +128,11 @@ def run_job(
         for completion in completions
         if (index := plan.order[completion.request_idx]) is not None
     ]
+    stats = engine.stats()
     return RunResult(
         outputs=batch.outputs(ours),
-        stats=engine.stats(),
+        stats=stats,
+        running_s=stats.step_s.total - (stats.compile_s - ahead_s),
         first_token_s=times[0] if times else None,
     )
 

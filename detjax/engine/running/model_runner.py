@@ -18,6 +18,7 @@ import numpy as np
 from detjax.engine import trace
 from detjax.engine.config import ReplicaConfig
 from detjax.engine.metrics import EngineStats
+from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.requests.sequence import (
     DecodeRow,
@@ -215,9 +216,13 @@ class ModelRunner:
         """Use the model's weights as they are now, in 8 bits for drafts that want it."""
         self._ready.take_weights()
 
-    def compile(self, progress: Callable[[str, int, int], None]) -> None:
-        """Compile all programs that requests can need, several at a time: see `Engine.compile`."""
-        self._ready.compile(progress)
+    def compile(
+        self,
+        progress: Callable[[str, int, int], None],
+        requests: abc.Sequence[Request] | None = None,
+    ) -> None:
+        """Compile the programs that requests can need, several at a time: see `Engine.compile`."""
+        self._ready.compile(progress, requests)
 
     def run_check(
         self, key: ProgramKey, slots, sampling, *host, choice: tuple[bool, int] | None = None

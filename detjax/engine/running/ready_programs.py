@@ -19,6 +19,7 @@ from detjax.compilation.loaded_code import this_moment
 from detjax.engine import trace
 from detjax.engine.config import ReplicaConfig
 from detjax.engine.metrics import EngineStats
+from detjax.engine.requests.request import Request
 from detjax.engine.running.choice_programs import pack_windows
 from detjax.engine.running.compile_workers import CompileWorkers, num_workers
 from detjax.engine.running.device_arrays import pages_shape
@@ -30,6 +31,7 @@ from detjax.engine.running.program_key import (
     ChoiceKey,
     ProgramKey,
     choice_keys,
+    keys_of_requests,
     program_keys,
 )
 from detjax.engine.running.programs import ProgramCache
@@ -105,10 +107,17 @@ class ReadyPrograms:
 
     # ------------------------------------------------------------------------------------ compiling
 
-    def compile(self, progress: Callable[[str, int, int], None]) -> None:
-        """Compile all programs that requests can need, several at a time: see `Engine.compile`."""
+    def compile(
+        self,
+        progress: Callable[[str, int, int], None],
+        requests: abc.Sequence[Request] | None = None,
+    ) -> None:
+        """Compile the programs that requests can need, several at a time: see `Engine.compile`."""
         keys = program_keys(self._config)
         wanted: list[AnyKey] = [*self._as_checked(keys), *choice_keys(self._config)]
+        if requests is not None:
+            wanted = keys_of_requests(self._config, wanted, requests)
+            keys = [key for key in keys if key in wanted]
         missing = [key for key in wanted if key not in self.cache]
         self._device.prepare(keys)
         # Of several GPUs nothing has shown yet that programs may run while others are compiled.
