@@ -158,7 +158,7 @@ def test_gsm8k_rewards_the_final_number(tmp_path):
 def test_a_save_folder_that_is_taken_is_refused_before_anything_is_loaded(
     tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr(grpo, "load_model", None)  # not callable
+    monkeypatch.setattr(grpo, "load_on_devices", None)  # not callable
     (tmp_path / "step3-seed0" / "state").mkdir(parents=True)
     argv = [*TINY, "--rollout", "fast", "--steps", "3", "--save"]
     assert main([*argv, str(tmp_path)]) == BAD_INPUT
