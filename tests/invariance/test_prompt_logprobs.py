@@ -280,5 +280,5 @@ def test_a_sequence_as_long_as_the_context_is_scored_and_a_longer_one_refused():
         made.score([tokens])
     with pytest.raises(ValueError, match="has 96 tokens and its answer 1, more than"):
         made.generate([Request(prompt_token_ids=tokens[:96], sampling=SamplingParams())])
-    with pytest.raises(ValueError, match="is empty"):
+    with pytest.raises(ValueError, match="prompt 0 has no tokens"):
         made.score([()])
