@@ -122,6 +122,12 @@ def make_parser() -> argparse.ArgumentParser:
     http.add_argument("--port", type=int, default=8000, help="0 takes a free one")
     http.add_argument("--api-key", action="append", default=[], metavar="KEY",
                       help="may be repeated; also DETJAX_API_KEY; none: all may ask")  # fmt: skip
+    http.add_argument("--admin-api-key", action="append", default=[], metavar="KEY",
+                      help="for weights, sleep and pause; may be repeated; also "
+                      "DETJAX_ADMIN_API_KEY; none: there are no such routes")  # fmt: skip
+    http.add_argument("--weights-dir", action="append", default=[], metavar="DIR",
+                      help="where POST /update_weights_from_disk may read; may be repeated"
+                      )  # fmt: skip
     http.add_argument("--metrics-without-key", action="store_true",
                       help="let anybody read /metrics")  # fmt: skip
     http.add_argument("--sign", metavar="KEY",
@@ -302,6 +308,7 @@ def check_options(parser: argparse.ArgumentParser, args: argparse.Namespace) -> 
         args.api_key.append(key)
     if any(not key.strip() for key in args.api_key):
         parser.error("--api-key is empty; leave it out to serve without one")
+    _check_admin_options(parser, args)
     if args.warm and (args.no_compile or args.cache_dir == NO_CACHE or args.coordinator):
         parser.error(
             "--warm compiles programs and keeps them, in one process; it does not go with "
@@ -343,6 +350,20 @@ def check_options(parser: argparse.ArgumentParser, args: argparse.Namespace) -> 
     for name in ("requests_per_key", "request_timeout"):
         if not 0 <= getattr(args, name) < 1e9:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 0")
+
+
+def _check_admin_options(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    if key := os.environ.get("DETJAX_ADMIN_API_KEY"):
+        args.admin_api_key.append(key)
+    if any(not key.strip() for key in args.admin_api_key):
+        parser.error("--admin-api-key is empty; leave it out to have no routes of an administrator")
+    if set(args.admin_api_key) & set(args.api_key):
+        parser.error("--admin-api-key is an --api-key as well; give each a key of its own")
+    if args.weights_dir and not args.admin_api_key:
+        parser.error(f"--weights-dir {args.weights_dir[0]} needs --admin-api-key")
+    for folder in args.weights_dir:
+        if not Path(folder).is_dir():
+            parser.error(f"--weights-dir {folder} is no folder")
 
 
 if __name__ == "__main__":

@@ -135,24 +135,26 @@ def reply(body: Json, status: int = 200) -> Response:
 async def pieces_of(service: Service, request: Request, reading: Reading) -> Pieces:
     """What a request says, with what is new of every prompt as it comes.
 
-    It holds its place from its reading on. Whoever stops listening ends the reading as well.
+    It holds its place from its reading on, which waits for its turn. Whoever stops listening ends
+    the reading as well.
     """
     try:
         with service.admitted(key_of(request)):
-            asked = await reading.run()
-            if service.limits.logs_prompts:
-                await log_prompts(service, request, asked)
-            pieces = service.stream(
-                [question.token_ids for question in asked.questions],
-                asked.shape.sampling,
-                is_deterministic=asked.shape.is_deterministic,
-                priority=asked.fields.priority,
-                cache_salt=asked.fields.cache_salt,
-                is_whole=not asked.fields.stream,
-            )
-            async with contextlib.aclosing(pieces):
-                async for found in pieces:
-                    yield asked, found
+            async with service.turns.turn():
+                asked = await reading.run()
+                if service.limits.logs_prompts:
+                    await log_prompts(service, request, asked)
+                pieces = service.stream(
+                    [question.token_ids for question in asked.questions],
+                    asked.shape.sampling,
+                    is_deterministic=asked.shape.is_deterministic,
+                    priority=asked.fields.priority,
+                    cache_salt=asked.fields.cache_salt,
+                    is_whole=not asked.fields.stream,
+                )
+                async with contextlib.aclosing(pieces):
+                    async for found in pieces:
+                        yield asked, found
     except RefusedError as error:
         raise reading.fields.as_asked(error) from error
 

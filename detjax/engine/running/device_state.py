@@ -142,6 +142,11 @@ class DeviceState:
             empty(model, sampling_shape(model, programs.num_slots)),
         )
 
+    def release(self) -> None:
+        """Free everything, until `reset`."""
+        self.settle()
+        self._arrays, self._adjusted, self._logits, self._no_bans = (), None, {}, {}
+
     def settle(self) -> None:
         """Wait until every program that was handed over has been called; they may still run."""
         self._thread.submit(int).result()
