@@ -16,7 +16,9 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from detjax.models.config import ModelConfig
+from detjax.models.hf_config import read_quantization
 from detjax.models.params import EMBED_NAME, Params, TensorSpec, param_specs
+from detjax.models.quantization.expand import expand_tensors
 from detjax.models.weights.assemble import assemble, made_once
 from detjax.models.weights.dtypes import check_conversion, check_dtype
 from detjax.models.weights.files import StoredTensor, open_tensors
@@ -47,7 +49,7 @@ def load_params(
     progress: Progress = ignore_progress,
     cast_weights: str = NO_CAST,
 ) -> Params:
-    """Read a Hugging Face folder's safetensors onto `mesh`.
+    """Read a Hugging Face folder's safetensors onto `mesh`, quantised ones as their expansion.
 
     Each distinct shard is read once, straight from its part of the file, so the host never holds
     more than one tensor's shards, or those of one projection of a layer's experts: on GPUs those of
@@ -83,7 +85,7 @@ def load_params(
     total = sum(math.prod(spec.shape) for spec in made) * target.itemsize
     done = 0
     with contextlib.ExitStack() as stack:
-        tensors = open_tensors(folder, stack)
+        tensors = expand_tensors(open_tensors(folder, stack), read_quantization(folder))
         can_cast = cast_weights != NO_CAST
         _check_tensors(folder, tensors, wanted, dtype=target, can_cast=can_cast)
 
