@@ -137,13 +137,20 @@ class LoadedModel:
         profile = self.profile
         if (folder / "config.json").is_file():
             _check_config(folder, self.config)
+        scheme = read_quantization(folder)
+        quantization = NOT_QUANTIZED if scheme is None else str(scheme)
+        if quantization != self.quantization:
+            raise ValueError(
+                f"the weights in {folder} are in the format {quantization!r}, and the fingerprint "
+                f"says {self.quantization!r}; give weights in the format of the first ones"
+            )
         cast = find_cast(
             folder, self.config, cast_weights=self._cast_weights, dtype=profile.param_dtype
         )
         if cast != self.weight_cast:
             raise ValueError(
-                f"the weights in {folder} would be cast {cast!r}, and the server's fingerprint "
-                f"says {self.weight_cast!r}; convert them to the dtypes of the first weights"
+                f"the weights in {folder} would be cast {cast!r}, and the fingerprint says "
+                f"{self.weight_cast!r}; convert them to the dtypes of the first weights"
             )
         check_params(
             folder,

@@ -184,7 +184,7 @@ async def whole(pieces: Pieces) -> Json:
             found = of_prompt[done.sequence_idx]
             choice = asked.shape.choice(len(choices), echo, found)
             # As vLLM has it: in each choice; of a conversation, beside them.
-            (card if asked.shape.is_chat else choice).update(asked.shape.prompt_logprobs(found[0]))
+            (card if asked.shape.is_chat else choice).update(asked.shape.of_prompt(found[0]))
             choices.append(choice)
     return card | {"choices": choices, "usage": usage.as_dict()}
 
@@ -255,7 +255,7 @@ class _Chunks(AbstractWriter):
                 ),
                 self._head,
             )
-            if of_prompt := shape.prompt_logprobs(piece):
+            if of_prompt := shape.of_prompt(piece, is_first=is_first):
                 if shape.is_chat:
                     head += b"," + msgspec.json.encode(of_prompt)[1:-1]
                 else:

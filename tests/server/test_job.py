@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 
 import detjax
-from detjax.server import check_options, main, make_parser
+from detjax.serve import check_options, main, make_parser
 from detjax.server.job import FAILED_S
 
 ROOT = Path(__file__).parents[2]

@@ -288,6 +288,7 @@ def prompt_of(running, client, messages, **fields) -> str:
     with running.client() as plain:
         told = plain.post("/tokenize", json={"messages": messages, **fields}).json()
     ids = asked.choices[0].prompt_token_ids
+    assert asked.model_dump()["prompt_token_ids"] == ids, "as vLLM's server has it"
     assert ids == told["tokens"] and asked.usage.prompt_tokens == told["count"] == len(ids)
     return running.service.model.tokenizer.decode(ids)
 

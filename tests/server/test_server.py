@@ -12,7 +12,7 @@ import time
 import httpx
 import pytest
 
-from detjax.server import main, make_parser
+from detjax.serve import main, make_parser
 
 BODY = {"model": "novels-6m", "prompt": "The old house by the sea", "temperature": 0}
 
@@ -119,7 +119,7 @@ def test_a_model_that_is_not_there_is_one_line(tmp_path, capsys):
 def test_help_teaches_and_starts_no_jax():
     script = (
         "import sys\n"
-        "from detjax.server import make_parser\n"
+        "from detjax.serve import make_parser\n"
         "text = make_parser().format_help()\n"
         "assert 'curl' in text and 'exit codes' in text\n"
         "assert 'jax' not in sys.modules\n"

@@ -18,7 +18,7 @@ from detjax.engine.metrics import (
     LOG_BOUNDS,
     Histogram,
 )
-from detjax.server import check_files, check_options, make_parser
+from detjax.serve import check_files, check_options, make_parser
 from detjax.server.options import WebOptions, access_filter, web_options
 from detjax.server.service import Limits, Service, _less_folders
 

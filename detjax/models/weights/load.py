@@ -128,7 +128,7 @@ def check_params(
     specs = param_specs(config, tp=mesh.shape["tp"], vocab_block=vocab_block)
     wanted = [tensor for spec in jax.tree.leaves(specs) for tensor in spec.tensors]
     with contextlib.ExitStack() as stack:
-        tensors = open_tensors(folder, stack)
+        tensors = expand_tensors(open_tensors(folder, stack), read_quantization(folder))
         can_cast = cast_weights != NO_CAST
         _check_tensors(folder, tensors, wanted, dtype=check_dtype(dtype), can_cast=can_cast)
 
