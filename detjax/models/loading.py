@@ -37,6 +37,7 @@ from detjax.models.weights.saved import (
 )
 from detjax.numerics import NO_CAST, NOT_QUANTIZED, Build, NumericsProfile, fingerprint
 from detjax.pallas_kernels.backend import Backend
+from detjax.parallel.distributed import connect_devices
 from detjax.parallel.exchange import EXCHANGE_SPECS, open_exchange, why_no_exchange
 from detjax.parallel.mesh import TP_AXIS
 
@@ -271,6 +272,8 @@ def place_model(
 ) -> LoadedModel:
     """Check that the model can run on the mesh, then make its weights there.
 
+    In a job of several processes all come here, and wait for one another.
+
     Args:
         config: The model.
         make_params: Makes the weights.
@@ -293,6 +296,7 @@ def place_model(
             f"backend {backend.value} runs on {backend.platform} devices and the mesh has "
             f"{platform} ones; make_mesh(..., platform={backend.platform!r})"
         )
+    connect_devices(mesh)
     tp = mesh.shape[TP_AXIS]
     specs = partition_specs(config, tp=tp, vocab_block=profile.vocab_block)
     check_mesh(config, profile, tp)
