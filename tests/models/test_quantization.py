@@ -18,6 +18,7 @@ from detjax.engine.requests.request import Request, SamplingParams
 from detjax.models.loading import LoadedModel, load_model
 from detjax.models.quantization.expand import expand_tensors
 from detjax.models.quantization.quantize import RECIPES, pack, quantize_folder, quantize_matrix
+from detjax.models.quantization.rounding import to_bfloat16, to_float8
 from detjax.models.quantization.scheme import parse_quantization
 from detjax.models.weights.files import StoredTensor, open_tensors
 from detjax.models.weights.load import ignore_progress
@@ -215,6 +216,7 @@ def test_groups_of_two_kinds_are_refused():
         ("int8_channel", lambda p: p.pop("layer.weight_scale"), "no tensor has scales"),
         ("int8_channel", lambda p: p.update({"layer.weight": p["layer.weight"].astype(np.int32)}),
          "is I32, but config.json makes it I8"),
+        ("int8_channel", lambda p: p["layer.weight_scale"].__setitem__(7, np.nan), "is not finite"),
         ("float8_block", lambda p: p.update({"layer.weight_scale": p["layer.weight_scale"][:1]}),
          "has shape"),
     ],
@@ -223,7 +225,7 @@ def test_parts_that_do_not_go_together_are_refused_by_name(tmp_path, name, damag
     parts, _, config = case_of(name, tmp_path)
     damage(parts)
     with pytest.raises(ValueError, match=message):
-        expanded(tmp_path, parts, config)
+        _ = expanded(tmp_path, parts, config)["layer.weight"].rows[:]
 
 
 # ----------------------------------------------------------------------------------- whole models
@@ -298,6 +300,23 @@ def test_identity_and_fingerprint_name_the_quantisation(tmp_path):
 
 
 # -------------------------------------------------------------------------------------- quantising
+
+
+def test_roundings_have_the_bits_of_ml_dtypes():
+    words = np.random.default_rng(1).integers(0, 2**32, 2**20, dtype=np.uint32)
+    halves = np.arange(2**16, dtype=np.uint32) << 16
+    every = np.concatenate([words, halves, halves + 0x8000, halves + 0x7FFF, halves + 0x8001])
+    values = every.view(np.float32)
+    values = values[np.isfinite(values)]
+    expected = values.astype(ml_dtypes.bfloat16).view(np.uint16)
+    assert np.array_equal(to_bfloat16(values.copy()).view(np.uint16), expected)
+    codes = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    codes = np.sort(codes[np.isfinite(codes)])
+    middles = (codes[1:] + codes[:-1]) / 2
+    near = [np.nextafter(middles, np.float32(side)) for side in (-np.inf, np.inf)]
+    small = np.concatenate([codes, middles, *near, values[np.abs(values) <= 448]])
+    expected = small.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    assert np.array_equal(to_float8(small).view(np.uint8), expected)
 
 
 def test_a_code_is_the_nearest_one():

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
+from detjax.models.quantization.rounding import to_bfloat16
 from detjax.models.quantization.scheme import QuantizationScheme
 from detjax.models.weights.files import StoredTensor
 
@@ -29,6 +30,9 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 SCALE_DTYPES = ("BF16", "F16", "F32")
 ROWS_AT_ONCE_BYTES = 2**22
 """Float32 bytes of a part that is expanded at once: what lies in a core's cache."""
+
+FLOAT8 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+"""The value of each float8_e4m3fn, by its bits: ten times as quick as a conversion."""
 
 UNUSED_PARTS = ("input_scale", "weight_shape", "g_idx", "activation_scale", "input_zero_point")
 """Parts beside a weight that its expansion does not need, or only checks."""
@@ -113,6 +117,7 @@ def _expanded(
     _check_parts(layer, parts, names, shape, scheme)
     _check_order(layer, parts["g_idx"], shape, scheme)
     rows = ExpandedRows(
+        name=f"{layer!r} in {scales.file}",
         codes=codes.rows,
         scales=scales.rows,
         zeros=None if zeros is None else zeros.rows,
@@ -204,6 +209,7 @@ class ExpandedRows:
     """A quantised matrix `(output, input channels)`; indexing it gives bfloat16 of that part.
 
     Attributes:
+        name: For errors.
         codes: As the file has them.
         scales: As the file has them.
         zeros: As the file has them; None if weights are symmetric.
@@ -211,6 +217,7 @@ class ExpandedRows:
         scheme: How to read them.
     """
 
+    name: str
     codes: np.ndarray
     scales: np.ndarray
     zeros: np.ndarray | None
@@ -233,14 +240,14 @@ class ExpandedRows:
     def _part(self, first: int, stop: int, left: int, right: int) -> np.ndarray:
         values = self._codes_of(first, stop, left, right)
         if not self.scheme.is_float:
-            values -= self._zeros_of(first, stop, left, right)
+            values = np.subtract(values, self._zeros_of(first, stop, left, right), dtype=np.float32)
         # ROUND: the product, then the weight, each to nearest, ties to even. Where the scale has
         # 16 bits the first is exact.
-        values = values.astype(np.float32) * self._scales_of(first, stop, left, right)
-        return values.astype(ml_dtypes.bfloat16)
+        values *= self._scales_of(first, stop, left, right)
+        return to_bfloat16(values)
 
     def _codes_of(self, first: int, stop: int, left: int, right: int) -> np.ndarray:
-        """As float8, or as 16-bit integers."""
+        """As float32 of float8, or as integers."""
         words, bits = self.codes, self.scheme.num_bits
         match self.scheme.layout:
             case "packed":
@@ -252,7 +259,7 @@ class ExpandedRows:
                 return found.T
             case _:
                 found = words[first:stop, left:right]
-                return found if self.scheme.is_float else found.astype(np.int16)
+                return FLOAT8[found.view(np.uint8)] if self.scheme.is_float else found
 
     def _zeros_of(self, first: int, stop: int, left: int, right: int) -> np.ndarray | np.int16:
         scheme, zeros = self.scheme, self.zeros
@@ -287,6 +294,8 @@ class ExpandedRows:
             scales = self.scales[first:stop].reshape(stop - first, -1)[:, groups]
         else:
             scales = self.scales[...].reshape(1, 1)
+        if not np.isfinite(scales).all():
+            raise ValueError(f"a scale of {self.name} is not finite; download the file again")
         return self._spread(scales.astype(np.float32), left, right)
 
     def _groups(self, left: int, right: int) -> tuple[int, int]:

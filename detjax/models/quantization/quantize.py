@@ -8,6 +8,7 @@ does not have; its formats are the same, and are read by the same code.
 
 import contextlib
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from detjax.models.hf_config import load_config, read_quantization
 from detjax.models.identity import TEXT_FILES
 from detjax.models.params import ParamRole, TensorSpec, tensor_specs
 from detjax.models.quantization.expand import WORD_BITS
+from detjax.models.quantization.rounding import to_float8
+from detjax.models.weights.ahead import map_ahead
 from detjax.models.weights.files import INDEX_NAME, StoredTensor, open_tensors
 from detjax.progress import Progress
 
@@ -124,14 +127,20 @@ def _write_files(
     done = 0
     for file, names in sorted(by_file.items()):
         made: dict[str, np.ndarray] = {}
-        for name in names:
+
+        def parts(name: str) -> dict[str, np.ndarray]:
             rows = tensors[name].rows[:]
             if name in matrices:
-                made |= quantize_matrix(name, np.asarray(rows), recipe)
-            else:
-                made[name] = np.array(rows)
-            done += 1
-            progress(name, done, len(tensors))
+                return quantize_matrix(name, np.asarray(rows), recipe)
+            return {name: np.array(rows)}
+
+        with contextlib.ExitStack() as stack:
+            for name, found in zip(
+                names, map_ahead(parts, names, os.cpu_count() or 1, stack), strict=True
+            ):
+                made |= found
+                done += 1
+                progress(name, done, len(tensors))
         save_file(made, out / file, metadata={"format": "pt"})
         file_of |= dict.fromkeys(made, file)
     if len(by_file) > 1:
@@ -166,7 +175,7 @@ def quantize_matrix(name: str, weight: np.ndarray, recipe: Recipe) -> dict[str, 
     scale[scale == 0] = 1
     ratio = (groups / scale.astype(np.float32)[..., None]).reshape(n, k)
     if recipe.is_float:
-        codes = np.clip(ratio, -FLOAT8_MAX, FLOAT8_MAX).astype(ml_dtypes.float8_e4m3fn)
+        codes = to_float8(np.clip(ratio, -FLOAT8_MAX, FLOAT8_MAX))
         return {name: codes, f"{layer}.weight_scale": scale}
     most = 2 ** (recipe.num_bits - 1)
     codes = np.clip(np.rint(ratio), -most, most - 1).astype(np.int8)
