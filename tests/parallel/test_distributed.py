@@ -80,8 +80,8 @@ def test_processes_are_bitwise_mesh_invariant(num_processes, devices):
 
 
 @pytest.mark.slow
-def test_a_process_that_is_late_at_the_first_step_is_waited_for():
-    """As one that compiles beside other work on its machine."""
+def test_a_process_that_is_late_is_waited_for():
+    """As one that loads or compiles beside other work on its machine."""
     ended = finish(start(2, devices=1, mesh=(1, 2), fault="late", faulty=1))
     assert [code for code, _, _ in ended] == [0, 0], ended
     assert json.loads(ended[0][1]) == digests_of_one_process()

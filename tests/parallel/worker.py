@@ -69,6 +69,8 @@ def main() -> None:
     configure_virtual_devices(what["devices"])
     is_faulty = process_id == what.get("faulty")
     asked = requests(changed=is_faulty and fault == "other requests")
+    if is_faulty and fault == "late":
+        time.sleep(LATE_S)
     engine = make_engine(what["mesh"], what.get("backend", "portable"))
     counter = iter(range(1000))
 
@@ -83,8 +85,6 @@ def main() -> None:
         return False
 
     watch.check_same("requests", repr(asked))
-    if is_faulty and fault == "late":
-        time.sleep(LATE_S)
     with watch.working():
         got = engine.generate(asked, on_token=on_token)
     print(json.dumps([completion.digest() for completion in got]))
