@@ -23,8 +23,9 @@ import detjax
 from detjax import audit
 from detjax.models import loading
 from detjax.models.bundled import bundled_model_path
+from detjax.serve import check_options, make_parser
 from detjax.server.app import OPEN_TO_ALL, make_app
-from detjax.server.options import WebOptions
+from detjax.server.options import WebOptions, web_options
 from detjax.server.service import ServiceState
 from detjax.server.turns import Hold
 
@@ -181,6 +182,38 @@ def test_a_key_opens_its_own_routes_alone(server):
         document = client.get("/openapi.json").json()
         assert document["paths"]["/sleep"]["post"]["security"] == [{"admin_key": []}]
         assert server.service.state is ServiceState.READY
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--admin-api-key", " "], "--admin-api-key is empty"),
+        (["--admin-api-key", "a", "--api-key", "a"], "give each a key of its own"),
+        (["--weights-dir", "."], "--weights-dir . needs --admin-api-key"),
+        (["--admin-api-key", "a", "--weights-dir", "no"], "--weights-dir no is no folder"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(capsys, monkeypatch, argv, says):
+    monkeypatch.delenv("DETJAX_ADMIN_API_KEY", raising=False)
+    assert_refused(argv, says, capsys)
+
+
+def test_the_key_may_come_from_the_environment(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("DETJAX_ADMIN_API_KEY", "of the environment")
+    parser = make_parser()
+    args = parser.parse_args(["--weights-dir", str(tmp_path)])
+    check_options(parser, args)
+    options = web_options(args)
+    assert options.admin_keys == ("of the environment",)
+    assert options.weights_dirs == (tmp_path.resolve(),)
+    assert_refused(["--api-key", "of the environment"], "give each a key of its own", capsys)
+
+
+def assert_refused(argv: list[str], says: str, capsys) -> None:
+    parser = make_parser()
+    with pytest.raises(SystemExit, match="2"):
+        check_options(parser, parser.parse_args(argv))
+    assert says in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------------------------- weights
