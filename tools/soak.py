@@ -49,6 +49,11 @@ NUM_CLIENTS = 64
 """Of a fault of clients, at once."""
 
 PATIENCE_S = 300.0
+PATIENT_RAY = {
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "120", "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "120",
+}  # fmt: skip
+"""Ray replaces a proxy that does not answer within 5 s, which on busy cores it may not."""
+
 PROMPT = "The old house by the sea"
 GENERATE = ["-m", "detjax.generate", "--prompt", PROMPT, "--max-tokens", "8", "--format", "json"]
 BODIES = [
@@ -644,7 +649,7 @@ def killed_replica(soak: Soak) -> str:
     asked = {"part": "streams", "rows": rows, "options": options}
     run = subprocess.run(
         [sys.executable, str(FLEET), json.dumps(asked)], capture_output=True, text=True,
-        env=environment(), timeout=2 * PATIENCE_S, check=False,
+        env=environment(**PATIENT_RAY), timeout=3 * PATIENCE_S, check=False,
     )  # fmt: skip
     expect(run.returncode == 0, f"status {run.returncode}: {run.stderr[-1000:]}")
     said = json.loads(run.stdout.splitlines()[-1])
