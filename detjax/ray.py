@@ -30,9 +30,10 @@ except ImportError as error:
 
 _OF_RAY = frozenset(
     "host port coordinator num_processes process_id drain_timeout help ssl_keyfile ssl_certfile "
-    "ssl_ca_certs ssl_cert_reqs".split()
+    "ssl_ca_certs ssl_cert_reqs admin_api_key weights_dir".split()
 )
-"""Options of the command that Ray decides in its place."""
+"""Options of the command that Ray decides in its place. A fleet has no routes of an administrator:
+Ray gives a request to one replica, and the others would keep their weights."""
 
 # ------------------------------------------------------------------------------------- Ray Serve
 
@@ -77,9 +78,16 @@ def build(options: Mapping[str, Any]) -> serve.Application:
     argv = _argv(given)
     try:
         args = make_parser().parse(argv)
+        num_keys = len(args.api_key)
         check_options(args)
     except InputError as error:
         raise ValueError(str(error)) from error
+    if args.admin_api_key:
+        raise ValueError(
+            "DETJAX_ADMIN_API_KEY is set, and a fleet has no administrator's routes; unset it"
+        )
+    # WHY: keys of this process' environment, which replicas do not have.
+    argv += [f"--api-key={key}" for key in args.api_key[num_keys:]]
     if gpus not in (0, args.dp * args.tp):
         raise ValueError(f"gpus={gpus} must be 0 or dp * tp = {args.dp * args.tp}")
     deployment = serve.deployment(
