@@ -7,7 +7,8 @@ import pytest
 
 from detjax.models.loading import random_model
 from detjax.numerics import NumericsProfile
-from detjax.pallas_kernels.backend import Backend, choose_backend
+from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.backend_choice import choose_backend
 from detjax.parallel.collectives import butterfly_sum
 from detjax.parallel.mesh import configure_virtual_devices, make_mesh
 from detjax.testing.dummies import dummy_config, dummy_model
