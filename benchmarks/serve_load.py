@@ -98,7 +98,7 @@ def make_service(
     return Service(served, Limits(stream_interval=stream_interval))
 
 
-def make_questions(args: argparse.Namespace, vocab_size: int) -> list[dict]:
+def make_load(args: argparse.Namespace, vocab_size: int) -> list[dict]:
     """Bodies of different requests, with lengths of the trace: drawn from all that fit."""
     rng = np.random.default_rng(args.seed)
     fitting = read_trace(args.trace, max_len=int(args.max_len / args.scale), count=1 << 30)
@@ -213,7 +213,7 @@ def run(args: argparse.Namespace, rows: Rows, model: LoadedModel) -> bool:
     engine.compile()
     print(f"compiled in {time.perf_counter() - begin_s:.0f} s", flush=True)
     service = make_service(model, engine, mode=args.mode, max_len=args.max_len)
-    questions, good, num_cells = make_questions(args, model.config.vocab_size), True, 0
+    questions, good, num_cells = make_load(args, model.config.vocab_size), True, 0
     canonical = {} if args.mode == "fast" else {"is_deterministic": True}
     with listening(service) as (host, port):
         begin_s = time.perf_counter()

@@ -54,7 +54,7 @@ from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
 from detjax.sizing import GPU_MEMORY_UTILIZATION, choose_sizes
-from detjax.testing.load import LoadReport, lone_answers, make_questions, run_load
+from detjax.testing.load import LoadReport, lone_answers, make_load, run_load
 from detjax.testing.programs import launches, operands_for, plain_key, programs_for
 
 
@@ -297,7 +297,7 @@ def stress(bench: Bench) -> bool:
     args = bench.args
     vocab = bench.model.config.vocab_size
     longest = args.longest_prompt or args.max_len - 48
-    questions = make_questions(
+    questions = make_load(
         args.questions, seed=3, vocab_size=vocab, longest_prompt=longest,
         most_tokens=args.most_tokens, long_every=args.long_every,
     )  # fmt: skip

@@ -16,7 +16,7 @@ from detjax import __version__
 from detjax.cli.arguments import GenerateArgs
 from detjax.cli.errors import BAD_INPUT, BITS_DIFFER, OK, InputError, one_line
 from detjax.cli.prompts import read_prompts
-from detjax.compare.answers import Answer, Asked, ask_server, paired, read_answers
+from detjax.compare.answers import ComparedAnswer, ServerQuery, ask_server, paired, read_answers
 from detjax.compare.comparison import Comparison, Scores, compare
 
 EPILOG = """\
@@ -97,7 +97,7 @@ def _compared(args: argparse.Namespace) -> Comparison:
     return compare(list(paired(*_asked(args))))
 
 
-def _asked(args: argparse.Namespace) -> list[list[Answer]]:
+def _asked(args: argparse.Namespace) -> list[list[ComparedAnswer]]:
     if args.prompts_file is None:
         raise InputError("two servers need prompts; give --prompts-file FILE")
     for name in ("max_tokens", "concurrency"):
@@ -107,7 +107,7 @@ def _asked(args: argparse.Namespace) -> list[list[Answer]]:
     for prompt in prompts:
         if prompt.text is None:
             raise InputError(f"{prompt.origin} has no `prompt`; give text")
-    asked = Asked(
+    asked = ServerQuery(
         max_tokens=args.max_tokens,
         temperature=args.temperature,
         seed=args.seed,

@@ -35,7 +35,7 @@ _FAILED = re.compile(r"request (\d+): ")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Difference:
+class ReceiptDifference:
     """The first place where a receipt and what came out here differ.
 
     Attributes:
@@ -87,7 +87,7 @@ def rerun(
     excused: Collection[str] = (),
     order: Sequence[int] | None = None,
     progress: Callable[[int], None] = lambda num_ended: None,
-) -> list[Difference]:
+) -> list[ReceiptDifference]:
     """Make receipts again from their requests, and compare them byte for byte.
 
     Of a receipt only the prompt and the sampling are asked; what ends an answer, its text, hashes
@@ -127,12 +127,12 @@ def rerun(
 
     num_ended = 0
 
-    def note_end(answer: _Answer) -> None:
+    def note_end(answer: _CheckedRequest) -> None:
         nonlocal num_ended
         num_ended += len(answer.claims)
         progress(num_ended)
 
-    answers: list[_Answer] = []
+    answers: list[_CheckedRequest] = []
     for group in groups.values():
         try:
             request = _request_of(group[0].receipt, engine, tokenizer, config)
@@ -141,7 +141,7 @@ def rerun(
             continue
         predicted = _predictable(group[0].token_ids, config) if has_predictions else ()
         request = dataclasses.replace(request, predicted_token_ids=predicted)
-        answers.append(_Answer(group, request, prove))
+        answers.append(_CheckedRequest(group, request, prove))
     while answers:
         _ask(engine, answers, tokenizer, config, note_end)
         answers = [answer for answer in answers if answer.agreeing]
@@ -152,10 +152,10 @@ def rerun(
 
 def _ask(
     engine: Engine,
-    answers: Sequence["_Answer"],
+    answers: Sequence["_CheckedRequest"],
     tokenizer: Tokenizer,
     config: ModelConfig,
-    note_end: "Callable[[_Answer], None]",
+    note_end: "Callable[[_CheckedRequest], None]",
 ) -> None:
     """Ask for answers until all have ended, or one cannot be made, whose receipts are refused.
 
@@ -235,7 +235,7 @@ def _predictable(token_ids: Sequence[int], config: ModelConfig) -> tuple[int, ..
     return tuple(token_ids[: next(unknown, None)])
 
 
-class _Answer:
+class _CheckedRequest:
     """A request, and the receipts that say what its answer is.
 
     Attributes:
@@ -276,7 +276,7 @@ class _Claim:
 
     def __init__(self, receipt: Receipt, index: int):
         self.receipt, self.index = receipt, index
-        self.difference: Difference | None = None
+        self.difference: ReceiptDifference | None = None
         self.has_ended = False
         self.token_ids = receipt.token_ids
         self._logprobs, self._top = receipt.logprobs, receipt.top_logprobs
@@ -309,7 +309,9 @@ class _Claim:
 
     def differs(self, field: str, receipt: str, here: str) -> bool:
         """Note the first difference; False."""
-        self.difference = Difference(index=self.index, field=field, receipt=receipt, here=here)
+        self.difference = ReceiptDifference(
+            index=self.index, field=field, receipt=receipt, here=here
+        )
         self.has_ended = True
         return False
 

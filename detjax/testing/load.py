@@ -22,7 +22,7 @@ from detjax.models.loading import LoadedModel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Question:
+class LoadRequest:
     """A request, and tokens that end a sequence as a stop string would: only once all are there."""
 
     request: Request
@@ -44,7 +44,7 @@ class StopWatch:
         return bool(self._stop) and tuple(seen[-len(self._stop) :]) == self._stop
 
 
-def make_questions(
+def make_load(
     count: int,
     *,
     seed: int,
@@ -52,7 +52,7 @@ def make_questions(
     longest_prompt: int,
     most_tokens: int,
     long_every: int = 0,
-) -> list[Question]:
+) -> list[LoadRequest]:
     """Draw questions of every kind: greedy and sampled, filtered, n > 1, stops, shared prefixes.
 
     With `long_every`, each such question's answer is five times as long, so that it may need pages
@@ -85,12 +85,12 @@ def make_questions(
         )
         stop = tuple(map(int, rng.integers(0, vocab_size, 1))) if i % 5 == 0 else ()
         request = Request(prompt_token_ids=tuple(map(int, prompt)), sampling=sampling)
-        questions.append(Question(request=request, stop=stop))
+        questions.append(LoadRequest(request=request, stop=stop))
     return questions
 
 
 def lone_answers(
-    model: LoadedModel, questions: Sequence[Question], *, max_len: int, prefill_chunk: int = 64
+    model: LoadedModel, questions: Sequence[LoadRequest], *, max_len: int, prefill_chunk: int = 64
 ) -> list[list[Completion]]:
     """Answer each question alone, in `invariant` mode at batch size 1; sequences of each."""
     config = EngineConfig(
@@ -137,7 +137,7 @@ class _Asked:
 
 def run_load(
     engine: StepsRequests,
-    questions: Sequence[Question],
+    questions: Sequence[LoadRequest],
     expected: Sequence[Sequence[Completion]],
     *,
     num_requests: int,

@@ -7,8 +7,8 @@ from functools import cache
 import jax.numpy as jnp
 import pytest
 
-from detjax.certify.asks import make_requests
 from detjax.certify.cases import answer_cases, mesh_cases, program_cases
+from detjax.certify.requests import make_requests
 from detjax.certify.subject import Subject
 from detjax.diverge.find import find_divergence
 from detjax.diverge.setting import Setting

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What will be wanted, made in threads while cases run."""
+"""Programs and models that later cases need, made in threads while earlier cases run."""
 
 import contextlib
 import os
@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 NUM_THREADS = max(1, (os.cpu_count() or 1) // 2)
-"""Cases run beside them, and wait for what they need."""
+"""The other cores run the cases."""
 
 
-class Ahead:
-    """Jobs that somebody will want the results of, begun in the order in which they were given.
+class BackgroundJobs:
+    """Jobs whose results later cases need, begun in the order in which they were given.
 
-    They decide no result: what a case needs and is not there yet is made by the case, or waited
-    for.
+    They decide no result. A case that needs a result early waits for it, or makes it itself.
     """
 
     def __init__(self, pool: ThreadPoolExecutor):
@@ -39,10 +38,10 @@ class Ahead:
 
 
 @contextlib.contextmanager
-def working_ahead() -> Iterator[Ahead]:
+def background_jobs() -> Iterator[BackgroundJobs]:
     """Threads for jobs; at the end those that have not begun never do."""
     pool = ThreadPoolExecutor(max_workers=NUM_THREADS)
     try:
-        yield Ahead(pool)
+        yield BackgroundJobs(pool)
     finally:
         pool.shutdown(cancel_futures=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operation behind a difference: the request that differs, in two settings, by their taps."""
+"""Finds the operation behind a difference: `detjax.diverge` runs the request in two settings."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,7 +13,7 @@ from detjax.models.loading import LoadedModel
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
 
 
-def find_cause(
+def diagnose(
     outcome: Outcome, subject: Subject, requests: Sequence[Request], others: Sequence[Subject]
 ) -> str:
     """What `detjax.diverge` says of a case that differs, or why it says nothing.
