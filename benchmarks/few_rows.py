@@ -34,12 +34,12 @@ from detjax.pallas_kernels.linear import sm90 as linear_sm90
 from detjax.pallas_kernels.linear import tiles as linear_tiles
 from detjax.pallas_kernels.moe import sm90 as moe_sm90
 from detjax.pallas_kernels.moe import sm90_tiles
-from detjax.pallas_kernels.moe.shapes import SHAPES
 from detjax.testing.programs import programs_for
+from detjax.testing.shapes import MOE_SHAPES
 
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 EPS = 1e-6
-SHAPE = SHAPES[0]
+SHAPE = MOE_SHAPES[0]
 MODEL = "qwen3_30b_a3b"
 
 WHERE = {

@@ -37,14 +37,14 @@ from benchmarks.common import (
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.linear import sm90 as sm90_linear
 from detjax.pallas_kernels.moe import sm90
-from detjax.pallas_kernels.moe.shapes import SHAPES
 from detjax.pallas_kernels.moe.sm90_grouped import GroupedTiles, fill_stages
 from detjax.pallas_kernels.moe.sm90_tiles import MlpTiles, choose_tiles
 from detjax.pallas_kernels.rms_norm.sm90 import rms_norm
+from detjax.testing.shapes import MOE_SHAPES
 
 BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
 EPS = 1e-6
-SHAPE = SHAPES[0]
+SHAPE = MOE_SHAPES[0]
 ROW_COUNTS = (1, 8, 64, 256, 4000)
 BIT_ROWS = (1, 2, 7, 8, 9, 16, 33, 64, 128, 257)
 MOST = 257

@@ -15,10 +15,10 @@ from detjax.models import hf_config
 from detjax.models.config import ModelConfig
 from detjax.numerics import NumericsProfile, tree_reduction
 from detjax.pallas_kernels.attention import sm90 as attention
-from detjax.pallas_kernels.attention.shapes import LAYOUTS
 from detjax.pallas_kernels.linear.sm90 import normalises_input
 from detjax.pallas_kernels.linear.tiles import MatmulTiles, choose_tiles
 from detjax.pallas_kernels.rms_norm.sm90 import choose_schedule, row_sum
+from detjax.testing.shapes import LAYOUTS
 
 PROFILE = NumericsProfile()
 PER_SPLIT = PROFILE.attention_split // PROFILE.attention_block

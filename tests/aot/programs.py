@@ -42,10 +42,10 @@ from detjax.pallas_kernels.linear.api import (
     linear_add_rms_norm,
 )
 from detjax.pallas_kernels.moe.api import expert_mlp, route_mlp_add_rms_norm
-from detjax.pallas_kernels.moe.shapes import SHAPES
 from detjax.parallel.exchange import EXCHANGE_SPECS, exchange_shapes
 from detjax.testing import aot
 from detjax.testing.programs import plain_key, programs_for
+from detjax.testing.shapes import MOE_SHAPES
 
 BF16 = jnp.dtype(jnp.bfloat16)
 PROFILE = NumericsProfile()
@@ -111,7 +111,7 @@ def down_add(num_rows: int) -> aot.CompiledProgram:
 
 def experts(num_rows: int) -> aot.CompiledProgram:
     """A mixture of experts of Qwen3-30B-A3B: routing, products, residual stream and norm."""
-    shape = SHAPES[0]
+    shape = MOE_SHAPES[0]
     num, width, hidden = shape.num_experts, shape.width, shape.hidden_size
 
     def run(x, logits, w_gate_up, w_down, residual, gain):
@@ -133,7 +133,7 @@ def experts(num_rows: int) -> aot.CompiledProgram:
 
 def expert_share(num_rows: int) -> aot.CompiledProgram:
     """The experts of a rank of four, in order of slot."""
-    shape = SHAPES[0]
+    shape = MOE_SHAPES[0]
     num, width, hidden = shape.num_experts // 4, shape.width, shape.hidden_size
 
     def run(x, ids, w_gate_up, w_down, first_expert):
