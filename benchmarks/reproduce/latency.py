@@ -21,6 +21,7 @@ from benchmarks.reproduce.loads import (
 )
 from benchmarks.reproduce.shares import like
 from benchmarks.serving import Ask, Told
+from detjax.plots import COLOURS, finish
 
 CASES: tuple[tuple[str, int], ...] = (
     ("invariant", 100), ("fast", 0), ("dvr", 10), ("dvr", 50), ("dvr", 100),
@@ -137,18 +138,27 @@ def _told_of(model: str, rows: Sequence[Row]) -> list[str]:
 def plot(figure, rows: Sequence[Row]) -> None:
     """P99 end to end and median of the first token over the rate, a line for each case."""
     models = list(dict.fromkeys(row["model"] for row in rows))
+    figure.set_size_inches(10, 3.4 * len(models))
     panels = figure.subplots(len(models), 2, squeeze=False)
-    columns = ("end_to_end_p99_ms", "P99 end to end, ms"), ("first_token_p50_ms", "first token, ms")
+    columns = (
+        ("end_to_end_p99_ms", "P99 end to end (ms)"),
+        ("first_token_p50_ms", "P50 first token (ms)"),
+    )
+    markers = {10: "v", 50: "s", 100: "^"}
     for of_model, model in zip(panels, models, strict=True):
         own = [row for row in rows if row["model"] == model]
         for axes, (column, label) in zip(of_model, columns, strict=True):
             for case in dict.fromkeys(_case(row) for row in own):
-                points = [(r["rate_per_s"], r[column]) for r in own if _case(r) == case]
-                axes.plot(*zip(*points, strict=True), "o-", label=case)
-            most = max(row[column] for row in own)
-            axes.set(xlabel="requests a second", ylabel=label, ylim=(0, 1.1 * most))
-            axes.set_title(model, fontsize=8)
-    panels[0][0].legend(frameon=False, fontsize=7)
+                of_case = [row for row in own if _case(row) == case]
+                mode, share = of_case[0]["mode"], of_case[0]["deterministic_percent"]
+                axes.plot(
+                    [row["rate_per_s"] for row in of_case], [row[column] for row in of_case],
+                    marker=markers.get(share, "o") if mode == "dvr" else "o",
+                    color=COLOURS[mode], label=f"dvr, {case}" if mode == "dvr" else case,
+                )  # fmt: skip
+            axes.set_ylim(0, 1.1 * max(row[column] for row in own))
+            finish(axes, title=model, x="requests a second", y=label, legend=False)
+    panels[0][0].legend(fontsize=7)
 
 
 def result(rows: Sequence[Row], setting: str) -> Result:

@@ -9,6 +9,7 @@ import numpy as np
 from benchmarks.reproduce.experiment import Experiment, Lab, Part, Result, Row
 from benchmarks.reproduce.loads import GROUP, WINDOW, num_different, trained_server, window_facts
 from benchmarks.serving import Ask
+from detjax.plots import COLOURS, finish
 
 TEMPERATURES = (0.0, 0.8)
 
@@ -73,17 +74,23 @@ def findings(rows: Sequence[Row]) -> list[str]:
 def plot(figure, rows: Sequence[Row]) -> None:
     """Share of the requests with at most so many rollbacks, and so many recomputed tokens."""
     left, right = figure.subplots(1, 2, sharey=True)
-    for row in rows:
-        if row["mode"] != "dvr":
-            continue
-        label = f"window {row['window']}, temperature {row['temperature']:g}"
+    own = [row for row in rows if row["mode"] == "dvr"]
+    windows = sorted({row["window"] for row in own})
+    temperatures = sorted({row["temperature"] for row in own})
+    for row in own:
+        style = {
+            "color": COLOURS["dvr"],
+            "linestyle": ("-", "--", ":", "-.")[windows.index(row["window"]) % 4],
+            "alpha": 1.0 if row["temperature"] == temperatures[0] else 0.5,
+            "label": f"dvr, window {row['window']}, temperature {row['temperature']:g}",
+        }
         for axes, name in ((left, "of_rollbacks"), (right, "of_recomputed")):
             values = np.sort(_expanded(row[name]))
-            axes.step(values, np.arange(1, len(values) + 1) / len(values), where="post",
-                      label=label)  # fmt: skip
-    left.set(xlabel="rollbacks of a request", ylabel="share of requests", ylim=(0, 1.02))
-    right.set(xlabel="tokens of a request computed again")
-    left.legend(frameon=False, fontsize=7)
+            axes.step(values, np.arange(1, len(values) + 1) / len(values), where="post", **style)
+    left.set_ylim(0, 1.02)
+    finish(left, title="Rollbacks of a request", x="rollbacks, at most", y="share of requests")
+    title = "Tokens of a request computed again"
+    finish(right, title=title, x="tokens, at most", y="", legend=False)
 
 
 def result(rows: Sequence[Row], setting: str) -> Result:

@@ -21,6 +21,7 @@ from benchmarks.reproduce.loads import (
 )
 from benchmarks.serving import Ask
 from detjax.engine.engine import Engine
+from detjax.plots import COLOURS, REFERENCE, finish
 
 PERCENTS = (2, 5, 10, 20, 50, 100)
 CANONICAL = -1
@@ -200,24 +201,25 @@ def plot(figure, rows: Sequence[Row]) -> None:
         own = [row for row in rows if row["workload"] == name]
         dvr = [row for row in own if row["mode"] == "dvr"]
         at = [str(row["deterministic_percent"]) for row in dvr]
-        axes.plot(at, [row["over_fast"] for row in dvr], "o-", label="drafts, here")
+        axes.plot(at, [row["over_fast"] for row in dvr], "o-", color=COLOURS["dvr"],
+                  label="dvr, drafts")  # fmt: skip
         if dvr[0]["paper_over_fast"]:
-            axes.plot(at, [row["paper_over_fast"] for row in dvr], "x--", color="tab:blue",
-                      alpha=0.6, label="LLM-42")  # fmt: skip
+            axes.plot(at, [row["paper_over_fast"] for row in dvr], "x--", color=REFERENCE,
+                      label="LLM-42")  # fmt: skip
         (ours,) = [row for row in own if row["mode"] == "invariant"]
-        axes.axhline(ours["over_fast"], color="tab:green", label="invariant, here")
+        axes.axhline(ours["over_fast"], color=COLOURS["invariant"], label="invariant")
         if ours["paper_over_fast"]:
-            axes.axhline(ours["paper_over_fast"], color="tab:red", linestyle=":",
+            axes.axhline(ours["paper_over_fast"], color=REFERENCE, linestyle=":",
                          label="SGLang, batch-invariant")  # fmt: skip
-        axes.set_title(name, fontsize=8)
-        axes.set(xlabel="deterministic, %")
+        finish(axes, title=name, x="deterministic requests (%)", y="", legend=False)
+        axes.title.set_fontsize(8)
     panels[0].set(ylim=(0, None))
     for axes in grid[:, 0]:
-        axes.set(ylabel="tokens a second over fast")
+        axes.set(ylabel="throughput over fast")
     handles, labels = panels[0].get_legend_handles_labels()
     has_room = len(names) < len(panels)
     (panels[-1] if has_room else panels[0]).legend(
-        handles, labels, frameon=False, fontsize=8 if has_room else 7,
+        handles, labels, fontsize=8 if has_room else 7,
         loc="center" if has_room else "lower left",
     )  # fmt: skip
 

@@ -17,6 +17,7 @@ from benchmarks.reproduce.loads import (
     window_facts,
 )
 from benchmarks.serving import Ask
+from detjax.plots import COLOURS, REFERENCE, finish
 
 CASES: tuple[tuple[str, str, int, int, float | None], ...] = (
     ("11, all deterministic, invariant", "invariant", 11, 11, 413.41),
@@ -58,12 +59,17 @@ def plot(figure, rows: Sequence[Row]) -> None:
     )
     spread = [[v - a for v, a in zip(values, low, strict=True)],
               [b - v for v, b in zip(values, high, strict=True)]]  # fmt: skip
-    axes.barh(names, values, xerr=spread, color="tab:blue", alpha=0.7, label="here")
+    colours = [COLOURS[row["mode"]] for row in rows][::-1]
+    axes.barh(names, values, xerr=spread, color=colours)
     paper = [(row.get("paper_of_11"), name_of(row)) for row in rows if row.get("paper_of_11")]
     if paper:
-        axes.plot(*zip(*paper, strict=True), "kD", label="LLM-42, SGLang")
-    axes.set(xlabel="generated tokens a second, over 11 fast ones (median; bars: range)")
-    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+        axes.plot(*zip(*paper, strict=True), "D", color=REFERENCE, label="LLM-42, SGLang")
+    finish(
+        axes, title="Median, and the range of the runs",
+        x="generated tokens a second over those of 11 fast requests", y="", legend=bool(paper),
+    )  # fmt: skip
+    if paper:
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def _lengths(lab: Lab) -> tuple[int, int]:

@@ -27,6 +27,7 @@ from detjax.engine.engine import Engine
 from detjax.engine.running.device_arrays import BY_ROW, Slots, empty_pages, sampling_shape
 from detjax.engine.running.launch_operands import VerifyOperands
 from detjax.engine.running.program_key import ProgramKey
+from detjax.plots import COLOURS, REFERENCE, finish
 from detjax.testing.programs import launches
 
 PAPER_MS = {16: 12.19, 32: 12.20, 64: 12.23, 128: 12.12, 256: 13.43, 512: 21.36}
@@ -238,30 +239,35 @@ def _cell_name(row: Row) -> str:
 def plot(figure, rows: Sequence[Row]) -> None:
     """Cost of a verification by tokens; latency and recomputed tokens of the load by cell."""
     left, middle, right = figure.subplots(1, 3)
-    for model, own in _of_models(rows).items():
+    for (model, own), marker in zip(_of_models(rows).items(), "os^D", strict=False):
         costs = sorted((r["group"] * r["window"], r["ms"]) for r in own if r["what"] != "load")
         if costs:
-            left.plot(*zip(*costs, strict=True), "o", label=f"here, {model}")
-    left.plot(*zip(*PAPER_MS.items(), strict=True), "x--", label="LLM-42, forward pass of 8B")
-    left.set(xlabel="tokens of a verification", ylabel="ms", xscale="log", ylim=(0, None))
+            style = {"marker": marker, "linestyle": "", "color": COLOURS["dvr"]}
+            left.plot(*zip(*costs, strict=True), label=f"dvr, {model}", **style)
+    left.plot(
+        *zip(*PAPER_MS.items(), strict=True), "x--", color=REFERENCE,
+        label="LLM-42, forward pass of 8B",
+    )  # fmt: skip
+    left.set(xscale="log", ylim=(0, 1.4 * max(PAPER_MS.values())))
     left.set_xticks(list(PAPER_MS), map(str, PAPER_MS))
     left.set_xticks([], minor=True)
-    left.legend(frameon=False, fontsize=7)
+    finish(left, title="Cost of a verification", x="tokens", y="ms")
     loads = [row for row in rows if row["what"] == "load" and row["mode"] == "dvr"]
     models = list(_of_models(loads))
     loads.sort(
         key=lambda row: (models.index(row.get("model", LARGE_MODEL)), row["window"], row["group"])
     )
     names = [_cell_name(row) for row in loads]
-    middle.barh(names, [row["end_to_end_p99_ms"] / 1e3 for row in loads], alpha=0.7)
-    middle.set(xlabel="P99 latency, s", ylabel="window x group")
-    right.barh(names, [row["recomputed_percent"] for row in loads], alpha=0.7, label="here")
+    latencies = [row["end_to_end_p99_ms"] / 1e3 for row in loads]
+    middle.barh(names, latencies, color=COLOURS["dvr"])
+    finish(middle, title="Latency of the load", x="P99 end to end (s)", y="window x group",
+           legend=False)  # fmt: skip
+    right.barh(names, [row["recomputed_percent"] for row in loads], color=COLOURS["dvr"])
     paper = [(row["paper_recomputed_percent"], name) for row, name in zip(loads, names, strict=True)
              if row["paper_recomputed_percent"]]  # fmt: skip
     if paper:
-        right.plot(*zip(*paper, strict=True), "kD", label="LLM-42")
-        right.legend(frameon=False, fontsize=7)
-    right.set(xlabel="tokens computed again, %")
+        right.plot(*zip(*paper, strict=True), "D", color=REFERENCE, label="LLM-42")
+    finish(right, title="Tokens computed again", x="share of tokens (%)", y="", legend=bool(paper))
 
 
 def result(rows: Sequence[Row], setting: str) -> Result:

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Committed rows, and how the report writes numbers and tables."""
+"""Committed rows, and how the report writes them: a part is rows, a note and columns."""
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 """A folder for each kind of machine."""
 
 GPUS = {"h200": "H200", "h100": "H100"}
@@ -21,27 +21,6 @@ RANDOM = {
     "novels_130m": "novels-130m", "novels_500m": "novels-500m",
 }  # fmt: skip
 """Models whose weights are random; other names are those of folders."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Experiment:
-    """A question of the literature that a benchmark's rows answer; texts for a table.
-
-    Attributes:
-        question: As a reader would ask it.
-        paper: What was found there.
-        here: What was found here, a sentence each.
-        setting: With which model and hardware.
-        command: That made the rows.
-        links: To the figure and to every number.
-    """
-
-    question: str
-    paper: str
-    here: list[str]
-    setting: str
-    command: str
-    links: str
 
 
 def rows(command: str, subject: str, gpu: str = FIRST_GPU) -> list[dict]:
@@ -105,12 +84,6 @@ def _said(sentence: str) -> list[str]:
     return [words for words in (NO_DRAFTS, NOT_RECORDED) if words in sentence]
 
 
-def told_cells(cells: Sequence[str], row: dict) -> Sequence[str]:
-    """`told`, of a line of a table."""
-    told(" ".join(cells), [row])
-    return cells
-
-
 def latest(found: Iterable[dict], *keys: str) -> dict[tuple, dict]:
     """The last row of each case, which is what the keys hold."""
     return {tuple(row.get(key) for key in keys): row for row in found}
@@ -123,16 +96,13 @@ def model_name(name: str) -> str:
     return "`novels-6m` (bundled)" if name == "bundled" else f"`{Path(name).name}`"
 
 
-def hardware(row: dict, note: str) -> str:
-    """What a row was measured on."""
-    return f"{row['gpu']}, jax {row['jax']}, bfloat16{note}"
-
-
-def table(header: Iterable[str], lines: Iterable[Iterable[str]]) -> list[str]:
-    """A Markdown table."""
-    header = list(header)
-    rule = ["---"] * len(header)
-    return [f"| {' | '.join(cells)} |" for cells in (header, rule, *lines)]
+def table(header: Iterable[str], lines: Iterable[Sequence[str]]) -> list[str]:
+    """A Markdown table, without the columns in which no line says anything."""
+    columns = [column for column in zip(header, *lines, strict=True) if any(column[1:])]
+    if not columns:
+        return []
+    header, *lines = zip(*columns, strict=True)
+    return [f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *lines)]
 
 
 def digits(value: float) -> str:
@@ -149,3 +119,45 @@ def listed(values: Iterable[object]) -> str:
     """Such as "1, 8 and 64"."""
     *others, last = map(str, values)
     return f"{', '.join(others)} and {last}" if others else last
+
+
+Format = str | Callable[[dict], str]
+"""A format string of a row's fields, empty where one is missing; or a function of the row."""
+
+
+def cell(form: Format, row: dict) -> str:
+    """What a column says of a row."""
+    if callable(form):
+        return form(row)
+    try:
+        return form.format_map(row)
+    except (KeyError, TypeError):  # it is missing, or None
+        return ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """A note and a table about some rows.
+
+    Attributes:
+        rows: Of a GPU: those of each table.
+        note: What stands before a table.
+        columns: Of a table, by header.
+        after: What stands behind all tables of the first GPU, if there is one.
+    """
+
+    rows: Callable[[str], list[list[dict]]]
+    note: Callable[[list[dict]], str]
+    columns: Mapping[str, Format]
+    after: str = ""
+
+    def lines(self, gpu: str) -> list[str]:
+        """All of it, each paragraph and table behind an empty line; nothing without rows."""
+        lines = []
+        for found in filter(None, self.rows(gpu)):
+            note = self.note(found)
+            cells = [[cell(form, row) for form in self.columns.values()] for row in found]
+            for row, of_row in zip(found, cells, strict=True):
+                told(" ".join([note, *of_row]), [row])
+            lines += ["", note, "", *table(self.columns, cells)]
+        return [*lines, "", self.after] if lines and self.after and gpu == FIRST_GPU else lines
