@@ -20,7 +20,7 @@ from benchmarks.reproduce.loads import (
     window_facts,
 )
 from benchmarks.reproduce.shares import like
-from benchmarks.serving import Ask, Told
+from benchmarks.serving import PlannedRequest, TimedAnswer
 from detjax.plots import COLOURS, finish
 
 CASES: tuple[tuple[str, int], ...] = (
@@ -41,7 +41,7 @@ def _rates(lab: Lab, *, is_large: bool) -> tuple[float, ...]:
     return lab.pick((20.0,), (4.0, 8.0, 12.0) if is_large else (40.0, 80.0, 120.0))
 
 
-def _asks(lab: Lab, rate: float, percent: float, *, is_large: bool) -> list[Ask]:
+def _planned(lab: Lab, rate: float, percent: float, *, is_large: bool) -> list[PlannedRequest]:
     """Poisson arrivals of ShareGPT-like lengths; at each rate and share the same prompts."""
     count = lab.pick(8, 48 if is_large else 192)
     gaps_s = np.random.default_rng(1).exponential(1.0, count) / rate
@@ -50,7 +50,7 @@ def _asks(lab: Lab, rate: float, percent: float, *, is_large: bool) -> list[Ask]
     )
     flags = some_deterministic(count, percent)
     return [
-        Ask(at_s=float(at), prompt_len=p, output_len=g, is_deterministic=flag)
+        PlannedRequest(at_s=float(at), prompt_len=p, output_len=g, is_deterministic=flag)
         for at, (p, g), flag in zip(np.cumsum(gaps_s), lengths, flags, strict=True)
     ]
 
@@ -59,11 +59,11 @@ def _rows(lab: Lab, make_server: Callable[[Lab], Server]) -> list[Row]:
     """Each case at each rate, in which a case keeps its engine."""
     is_large = make_server is large_server
     server, rows = make_server(lab), []
-    canonical: list[Told] = []
+    canonical: list[TimedAnswer] = []
     for mode, percent in CASES:
         engine = server.engine(mode)
         for rate in _rates(lab, is_large=is_large):
-            told = server.serve(engine, _asks(lab, rate, percent, is_large=is_large))
+            told = server.serve(engine, _planned(lab, rate, percent, is_large=is_large))
             canonical = canonical or told
             paper_s, paper_first_ms = PAPER[mode, percent]
             end_s = max(one.releases_s[-1] for one in told)
@@ -71,7 +71,7 @@ def _rows(lab: Lab, make_server: Callable[[Lab], Server]) -> list[Row]:
                 {
                     **server.facts, "mode": mode, "rate_per_s": rate,
                     "deterministic_percent": percent, "requests": len(told),
-                    "deterministic": sum(one.ask.is_deterministic for one in told),
+                    "deterministic": sum(one.plan.is_deterministic for one in told),
                     **quantiles_ms([one.first_token_s for one in told], "first_token"),
                     **quantiles_ms([one.token_s for one in told], "token"),
                     **quantiles_ms([one.end_to_end_s for one in told], "end_to_end"),

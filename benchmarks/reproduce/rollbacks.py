@@ -8,7 +8,7 @@ import numpy as np
 
 from benchmarks.reproduce.experiment import Experiment, Lab, Part, Result, Row
 from benchmarks.reproduce.loads import GROUP, WINDOW, num_different, trained_server, window_facts
-from benchmarks.serving import Ask
+from benchmarks.serving import PlannedRequest
 from detjax.plots import COLOURS, finish
 
 TEMPERATURES = (0.0, 0.8)
@@ -22,12 +22,14 @@ def _rows(lab: Lab, window: int) -> list[Row]:
     exact = {t: [] for t in TEMPERATURES}
     for mode in ("invariant", "fast", "dvr"):
         engine = server.engine(mode, window=window, max_prefill_streak=64)
-        asks = [
-            Ask(at_s=0.0, prompt_len=16, output_len=output_len, is_deterministic=mode != "fast")
+        planned = [
+            PlannedRequest(
+                at_s=0.0, prompt_len=16, output_len=output_len, is_deterministic=mode != "fast"
+            )
             for _ in range(count)
         ]
         for temperature in TEMPERATURES:
-            told = server.serve(engine, asks, temperature=temperature)
+            told = server.serve(engine, planned, temperature=temperature)
             exact[temperature] = exact[temperature] or told
             canonical = exact[temperature]
             row = {

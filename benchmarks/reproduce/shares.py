@@ -19,7 +19,7 @@ from benchmarks.reproduce.loads import (
     some_deterministic,
     window_facts,
 )
-from benchmarks.serving import Ask
+from benchmarks.serving import PlannedRequest
 from detjax.engine.engine import Engine
 from detjax.plots import COLOURS, REFERENCE, finish
 
@@ -115,10 +115,10 @@ SMALL = (
 )  # fmt: skip
 
 
-def _asks(workload: Workload, percent: float) -> list[Ask]:
+def _planned(workload: Workload, percent: float) -> list[PlannedRequest]:
     flags = some_deterministic(workload.requests, percent)
     return [
-        Ask(
+        PlannedRequest(
             at_s=0.0, prompt_len=workload.lengths[i % len(workload.lengths)][0],
             output_len=workload.lengths[i % len(workload.lengths)][1], is_deterministic=flag,
         )
@@ -137,7 +137,7 @@ def _rows(lab: Lab, workload: Workload, make_server: Callable[[Lab], Server]) ->
         if engine is None or percent in (0, percents[0]):
             engine = None  # its cache leaves room for the next one
             engine = server.engine(mode, max_prefill_streak=64)
-        told = server.serve(engine, _asks(workload, 100 if percent < 0 else percent))
+        told = server.serve(engine, _planned(workload, 100 if percent < 0 else percent))
         canonical = canonical or told
         end_s = max(one.releases_s[-1] for one in told)
         place = {0: 0, CANONICAL: 1}.get(percent, 2 + percents.index(percent) if percent > 0 else 0)
@@ -147,9 +147,9 @@ def _rows(lab: Lab, workload: Workload, make_server: Callable[[Lab], Server]) ->
                 "workload": workload.name + suffix, **server.facts, "mode": mode,
                 "requests": workload.requests,
                 "deterministic_percent": 100 if percent < 0 else percent,
-                "prompt_tokens": sum(one.ask.prompt_len for one in told),
+                "prompt_tokens": sum(one.plan.prompt_len for one in told),
                 "output_tokens": sum(one.num_tokens for one in told),
-                "tokens_per_s": sum(one.num_tokens + one.ask.prompt_len for one in told) / end_s,
+                "tokens_per_s": sum(one.num_tokens + one.plan.prompt_len for one in told) / end_s,
                 "output_tokens_per_s": sum(one.num_tokens for one in told) / end_s,
                 "wrong": num_different(told, canonical, claimed=True),
                 "plain_different": num_different(told, canonical, claimed=False),
@@ -255,7 +255,7 @@ def parts(lab: Lab) -> list[Part]:
 
 
 EXPERIMENT = Experiment(
-    question="What does determinism cost as more of the traffic asks for it?",
+    question="What does determinism cost as more of the traffic planned for it?",
     paper="LLM-42 (arXiv:2601.17768), figure 10 and table 4, and its authors' data: 4,096 requests "
     "a cell on an H100, windows of 64 x 8; its figure over SGLang's non-deterministic one in "
     "brackets, with SGLang's batch-invariant mode for `invariant`.",

@@ -16,7 +16,7 @@ from benchmarks.reproduce.loads import (
     piece_name,
     window_facts,
 )
-from benchmarks.serving import Ask
+from benchmarks.serving import PlannedRequest
 from detjax.plots import COLOURS, REFERENCE, finish
 
 CASES: tuple[tuple[str, str, int, int, float | None], ...] = (
@@ -83,8 +83,8 @@ def _rows(lab: Lab, make_server: Callable[[Lab], Server]) -> list[Row]:
     prompt_len, output_len = _lengths(lab)
     rows, canonical = [], []
     for name, mode, count, num_det, paper in CASES:
-        asks = [
-            Ask(
+        planned = [
+            PlannedRequest(
                 at_s=0.0, prompt_len=prompt_len, output_len=output_len, is_deterministic=i < num_det
             )
             for i in range(count)
@@ -93,14 +93,14 @@ def _rows(lab: Lab, make_server: Callable[[Lab], Server]) -> list[Row]:
         engine = server.engine(mode, max_prefill_streak=64, other_groups=(1,))
         rates, plain_rates, first_s, wrong, changed = [], [], [], 0, 0
         for _ in range(repeats):
-            told, counts = server.counted(engine, asks)
+            told, counts = server.counted(engine, planned)
             canonical = canonical or told
             wrong += num_different(told, canonical[:count], claimed=True)
             changed += num_different(told, canonical[:count], claimed=False)
             end_s = max(one.releases_s[-1] for one in told)
             rates.append(sum(one.num_tokens for one in told) / end_s)
             first_s.append(max(one.releases_s[0] for one in told))
-            plain_ends_s = [t.releases_s[-1] for t in told if not t.ask.is_deterministic]
+            plain_ends_s = [t.releases_s[-1] for t in told if not t.plan.is_deterministic]
             if plain_ends_s:
                 plain_rates.append(output_len / max(plain_ends_s))
         del engine  # its cache leaves room for the next one

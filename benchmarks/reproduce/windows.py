@@ -22,7 +22,7 @@ from benchmarks.reproduce.loads import (
     window_facts,
 )
 from benchmarks.reproduce.shares import like
-from benchmarks.serving import Ask, Told
+from benchmarks.serving import PlannedRequest, TimedAnswer
 from detjax.engine.engine import Engine
 from detjax.engine.running.device_arrays import BY_ROW, Slots, empty_pages, sampling_shape
 from detjax.engine.running.launch_operands import VerifyOperands
@@ -60,7 +60,7 @@ TRAINED = {64: ((1, 8), 40), 16: ((1, 8), 40), 256: ((1,), 30), 32: ((1, 8), 40)
 TRAINED_RATE_PER_S = 60.0
 
 
-def _asks(lab: Lab, *, is_large: bool) -> list[Ask]:
+def _planned(lab: Lab, *, is_large: bool) -> list[PlannedRequest]:
     """Poisson arrivals of ShareGPT-like lengths, all deterministic."""
     count, rate = lab.pick((6, 50.0), (REQUESTS, RATE_PER_S if is_large else TRAINED_RATE_PER_S))
     rng = np.random.default_rng(1)
@@ -69,7 +69,7 @@ def _asks(lab: Lab, *, is_large: bool) -> list[Ask]:
         count, 200, 160, most=lab.pick((24, 40), (1024, 512) if is_large else (512, 448))
     )
     return [
-        Ask(at_s=float(at), prompt_len=p, output_len=g, is_deterministic=True)
+        PlannedRequest(at_s=float(at), prompt_len=p, output_len=g, is_deterministic=True)
         for at, (p, g) in zip(at_s, lengths, strict=True)
     ]
 
@@ -123,7 +123,7 @@ def _rows(
     The default window also has the canonical answers of `invariant`.
     """
     is_large = make_server is large_server
-    server, asks = make_server(lab), _asks(lab, is_large=is_large)
+    server, planned = make_server(lab), _planned(lab, is_large=is_large)
     of_model = server.facts
     others = tuple(group for group in groups if group < max(groups))
     engine = server.engine("dvr", window=window, group=max(groups), other_groups=others)
@@ -141,12 +141,12 @@ def _rows(
                 "paper_ms": PAPER_MS.get(tokens) if is_large else None,
             }
         )  # fmt: skip
-    canonical: list[Told] = []
+    canonical: list[TimedAnswer] = []
     modes = ["invariant"] if window in (WINDOW, *SMALL) else []
     for mode, group in [*((m, 0) for m in modes), *(("dvr", g) for g in groups)]:
         del engine  # its cache leaves room for the next one
         engine = server.engine(mode, window=window, group=group or max(groups))
-        told = server.serve(engine, asks)
+        told = server.serve(engine, planned)
         canonical = canonical or told
         paper_s, paper_percent = PAPER_CELLS.get((window, group), (None, None))
         paper_s = paper_s if is_large else None  # the paper's model has that one's size
@@ -155,7 +155,7 @@ def _rows(
             {
                 **of_model, "what": "load", "mode": mode,
                 "window": window if group else 0, "group": group,
-                "requests": len(asks), "digests": [one.digest[:12] for one in told],
+                "requests": len(planned), "digests": [one.digest[:12] for one in told],
                 **quantiles_ms([one.first_token_s for one in told], "first_token"),
                 **quantiles_ms([one.end_to_end_s for one in told], "end_to_end"),
                 "tokens_per_s": sum(one.num_tokens for one in told) / end_s,

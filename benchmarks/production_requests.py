@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the production suite asks: prompts around every boundary, and what requests want besides."""
+"""The requests of the production suite: prompts around every boundary, with every option."""
 
 import dataclasses
 from typing import Any
@@ -12,7 +12,7 @@ PAGE, SPLIT = 128, 512
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Ask:
+class DrawnRequest:
     """One request of the pool: a prompt of `length` tokens of a text of its own.
 
     Attributes:
@@ -21,7 +21,7 @@ class Ask:
         temperature: 0 is greedy.
         count: Tokens wanted.
         period: The prompt repeats after so many tokens, for prompt lookup; 0 if it does not.
-        wish: Of `WISHES`.
+        option_set: Name of other sampling parameters, of `OPTION_SETS`.
     """
 
     idx: int
@@ -29,7 +29,7 @@ class Ask:
     temperature: float
     count: int
     period: int = 0
-    wish: str = "nothing"
+    option_set: str = "nothing"
 
     def request(self, texts: "Texts", *, is_deterministic: bool = True) -> Request:
         """The request."""
@@ -43,13 +43,13 @@ class Ask:
         plain: dict[str, Any] = {
             "max_tokens": self.count, "temperature": self.temperature, "seed": 2**33 + self.idx
         }  # fmt: skip
-        return SamplingParams(**plain | wishes(vocab_size)[self.wish])
+        return SamplingParams(**plain | option_sets(vocab_size)[self.option_set])
 
 
-WISHES = "nothing", "penalties", "allowed", "filters", "ends"
+OPTION_SETS = "nothing", "penalties", "allowed", "filters", "ends"
 
 
-def wishes(vocab_size: int) -> dict[str, dict[str, Any]]:
+def option_sets(vocab_size: int) -> dict[str, dict[str, Any]]:
     """Sampling parameters by name, besides seed, length and temperature."""
     few = [vocab_size * i // 7 for i in range(1, 7)]  # in every part of the vocabulary
     return {
@@ -80,11 +80,11 @@ class Texts:
         """Draw from `vocab_size` tokens."""
         self.vocab_size = vocab_size
 
-    def prompt(self, ask: Ask) -> tuple[int, ...]:
-        """The tokens of an ask's prompt."""
-        rng = np.random.default_rng([7, ask.idx])
-        tokens = rng.integers(0, self.vocab_size, ask.period or ask.length)
-        return tuple(np.resize(tokens, ask.length).tolist())
+    def prompt(self, drawn: DrawnRequest) -> tuple[int, ...]:
+        """The tokens of the prompt of a request."""
+        rng = np.random.default_rng([7, drawn.idx])
+        tokens = rng.integers(0, self.vocab_size, drawn.period or drawn.length)
+        return tuple(np.resize(tokens, drawn.length).tolist())
 
 
 def _around(limit: int) -> list[int]:
@@ -94,17 +94,20 @@ def _around(limit: int) -> list[int]:
     return sorted({1, 2, 3, *pages, *splits})
 
 
-def pool(limit: int, count: int, *, tokens: int, first: int) -> list[Ask]:
-    """`count` asks whose prompts and answers fit in `limit`, greedy and sampled in turn."""
+def pool(limit: int, count: int, *, tokens: int, first: int) -> list[DrawnRequest]:
+    """`count` requests whose prompts and answers fit in `limit`, greedy and sampled in turn."""
     around = [n for n in _around(limit - tokens) if n + tokens <= limit]
     others = np.random.default_rng([3, limit]).integers(1, limit - tokens, count).tolist()
     lengths = (around + others)[:count]
     return [
-        Ask(idx=first + i, length=n, temperature=(0.0, 1.0, 0.8)[i % 3], count=tokens)
+        DrawnRequest(idx=first + i, length=n, temperature=(0.0, 1.0, 0.8)[i % 3], count=tokens)
         for i, n in enumerate(lengths)
     ]
 
 
-def with_wishes(asks: list[Ask]) -> list[Ask]:
-    """The same prompts, with every wish in turn, one in five without."""
-    return [dataclasses.replace(a, wish=WISHES[i % len(WISHES)]) for i, a in enumerate(asks)]
+def with_option_sets(drawn_requests: list[DrawnRequest]) -> list[DrawnRequest]:
+    """The same prompts, with every set of options in turn, one in five without."""
+    return [
+        dataclasses.replace(a, option_set=OPTION_SETS[i % len(OPTION_SETS)])
+        for i, a in enumerate(drawn_requests)
+    ]
