@@ -31,6 +31,9 @@ DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
 NO_CAST = "none"
 """The weight cast of a model whose weights were read as they are, or as its profile stores them."""
 
+NOT_QUANTIZED = "none"
+"""The `quantization` of a model whose checkpoint holds its weights themselves."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NumericsProfile:
@@ -185,7 +188,13 @@ def _flags_that_may_count(text: str) -> list[str]:
     ]
 
 
-def fingerprint(profile: NumericsProfile, build: Build, *, weight_cast: str = NO_CAST) -> str:
+def fingerprint(
+    profile: NumericsProfile,
+    build: Build,
+    *,
+    weight_cast: str = NO_CAST,
+    quantization: str = NOT_QUANTIZED,
+) -> str:
     """Hash the profile and the build to 16 hexadecimal digits.
 
     Covers everything that may change a bit and nothing that may not: mesh, batch, schedule and
@@ -195,7 +204,8 @@ def fingerprint(profile: NumericsProfile, build: Build, *, weight_cast: str = NO
         profile: The numerics of the run.
         build: What compiled it.
         weight_cast: Such as "float16 to bfloat16": what the weights were asked to be rounded from
-            and to when they were read. Without one the fingerprint is of profile and build alone.
+            and to when they were read.
+        quantization: The format that the weights were expanded from.
     """
     parts: dict[str, object] = {
         "profile": dataclasses.asdict(profile),
@@ -203,5 +213,7 @@ def fingerprint(profile: NumericsProfile, build: Build, *, weight_cast: str = NO
     }
     if weight_cast != NO_CAST:
         parts["weight_cast"] = weight_cast
+    if quantization != NOT_QUANTIZED:
+        parts["quantization"] = quantization
     text = json.dumps(parts, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]

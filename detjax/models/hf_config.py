@@ -17,13 +17,13 @@ from typing import Any
 
 from detjax.models.config import ExpertConfig, ModelConfig, RopeConfig, RopeKind
 from detjax.models.family import BiasRule, Family, WindowRule
+from detjax.models.quantization.scheme import QuantizationScheme, parse_quantization
 from detjax.models.registry import find_family
 from detjax.models.tokenizer import read_eos_id
 
 CHECKED_KEYS: Mapping[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
     "chunk_size_feed_forward": (0,),
-    "compression_config": (None,),
     "cross_attention_hidden_size": (None,),
     "hidden_act": ("silu",),
     "is_causal": (True,),
@@ -35,7 +35,6 @@ CHECKED_KEYS: Mapping[str, tuple[Any, ...]] = {
     "pretraining_tp": (1, None),
     "pruned_heads": (None, {}),
     "qk_layer_norms": (False,),
-    "quantization_config": (None,),
     "rope_interleaved": (False,),
     "tie_encoder_decoder": (False,),
     "use_mrope": (False,),
@@ -86,7 +85,9 @@ LARGEST: Mapping[str, int] = {
 LARGEST_NUMBER = 1e300
 MAX_FILE_BYTES = 2**24
 
-READ_KEYS = frozenset({"architectures", "layer_types", "model_type"})
+READ_KEYS = frozenset(
+    {"architectures", "compression_config", "layer_types", "model_type", "quantization_config"}
+)
 """Keys that are read here for every family, beside `Family.defaults` and the rotary ones."""
 
 ROPE_PARAMETERS: Mapping[RopeKind, frozenset[str]] = {
@@ -130,7 +131,23 @@ def config_from_hf(
             possible. The message names the key, its value and what to do.
     """
     family = find_family(values.get("architectures"))
+    parse_quantization(values)
     return _model_config(values, family=family, generation=generation or {})
+
+
+def read_quantization(folder: Path) -> QuantizationScheme | None:
+    """How the weights of a Hugging Face folder are quantised; None if they are not.
+
+    Raises:
+        ValueError: If config.json is not JSON, or its format of quantisation is not supported.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        return None
+    try:
+        return parse_quantization(_read_object(path))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def load_config(folder: Path) -> ModelConfig:
@@ -238,10 +255,9 @@ def _check_keys(values: Mapping[str, Any], family: Family) -> None:
             )
         if value not in checked[key]:
             supported = " or ".join(repr(v) for v in checked[key])
-            hint = " (load the checkpoint that is not quantised)" if "quant" in key else ""
             raise ValueError(
                 f"{key}={value!r} is not supported for {family.name!r}; detjax computes "
-                f"{key}={supported} only{hint}"
+                f"{key}={supported} only"
             )
     if values.get("model_type", family.name) != family.name:
         raise ValueError(

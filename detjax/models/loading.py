@@ -18,7 +18,7 @@ from detjax.compilation.kept_executables import read_ahead
 from detjax.models.abstract import why_unsupported
 from detjax.models.config import ModelConfig
 from detjax.models.decoder import check_mesh
-from detjax.models.hf_config import load_config
+from detjax.models.hf_config import load_config, read_quantization
 from detjax.models.hub import resolve_model
 from detjax.models.identity import TEXT_FILES
 from detjax.models.params import Params, kv_layout, padded_vocab_size, partition_specs
@@ -34,7 +34,7 @@ from detjax.models.weights.saved import (
     restore_params,
     save_params,
 )
-from detjax.numerics import NO_CAST, Build, NumericsProfile, fingerprint
+from detjax.numerics import NO_CAST, NOT_QUANTIZED, Build, NumericsProfile, fingerprint
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.exchange import EXCHANGE_SPECS, open_exchange, why_no_exchange
 from detjax.parallel.mesh import TP_AXIS
@@ -47,7 +47,8 @@ class LoadedModel:
     """Weights on their devices and everything static about how they run.
 
     `weight_cast` names the conversion that was asked for when they were read, such as "float16 to
-    bfloat16"; it is in the fingerprint.
+    bfloat16"; `quantization` names the format that the weights were expanded from. Both are in the
+    fingerprint.
     """
 
     config: ModelConfig
@@ -60,6 +61,7 @@ class LoadedModel:
     fingerprint: str
     folder: Path | None
     weight_cast: str = NO_CAST
+    quantization: str = NOT_QUANTIZED
 
     @property
     def num_kv_slots(self) -> int:
@@ -161,6 +163,7 @@ def place_model(
     backend: Backend,
     folder: Path | None,
     weight_cast: str = NO_CAST,
+    quantization: str = NOT_QUANTIZED,
     max_len: int | None = None,
 ) -> LoadedModel:
     """Check that the model can run on the mesh, then make its weights there.
@@ -173,6 +176,7 @@ def place_model(
         backend: Which kernels will run.
         folder: Where the weights come from.
         weight_cast: What was done to them when they were read, as the fingerprint says it.
+        quantization: The format that they were expanded from, as the fingerprint says it.
         max_len: Shortens the model's context, and with it the tables of its rotary embedding, to
             what will be used; changes no bit. None leaves it as the model has it.
 
@@ -186,7 +190,7 @@ def place_model(
     read_ahead(
         list(mesh.devices.flat),
         root=__name__,
-        asked_of=(config, profile, backend, weight_cast, max_len, repr(mesh)),
+        asked_of=(config, profile, backend, weight_cast, quantization, max_len, repr(mesh)),
     )
     if max_len is not None and max_len < config.max_position_embeddings:
         config = dataclasses.replace(config, max_position_embeddings=max_len)
@@ -217,9 +221,10 @@ def place_model(
         mesh=mesh,
         profile=profile,
         backend=backend,
-        fingerprint=fingerprint(profile, build, weight_cast=weight_cast),
+        fingerprint=fingerprint(profile, build, weight_cast=weight_cast, quantization=quantization),
         folder=folder,
         weight_cast=weight_cast,
+        quantization=quantization,
     )
 
 
@@ -252,6 +257,8 @@ def load_model(
 ) -> LoadedModel:
     """Load a Hugging Face folder or id, or what `LoadedModel.save` wrote, onto the mesh.
 
+    Quantised weights become the bfloat16 weights that they stand for (`models.quantization`).
+
     Args:
         name_or_path: A folder with config.json and safetensors or saved weights, or a Hugging Face
             id.
@@ -274,7 +281,9 @@ def load_model(
     folder = resolve_model(name_or_path, revision=revision)
     config = load_config(folder)
     dtype, vocab_block = profile.param_dtype, profile.vocab_block
-    is_saved = has_saved_params(folder)
+    is_saved, scheme = has_saved_params(folder), read_quantization(folder)
+    if scheme is not None:
+        LOG.warning("%s is quantised: %s", folder.name, scheme)
     if is_saved:
         weight_cast = find_saved_cast(folder, cast_weights=cast_weights)
     else:
@@ -301,6 +310,7 @@ def load_model(
         backend=backend,
         folder=folder,
         weight_cast=weight_cast,
+        quantization=NOT_QUANTIZED if scheme is None else str(scheme),
         max_len=max_len,
     )
 

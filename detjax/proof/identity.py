@@ -33,7 +33,7 @@ class Identity:
             the tensors as they lie on the devices: see `hash_weights`; null in a job of several
             processes, where no one has them all), `config` (sha256 of the
             dimensions, canonical JSON), `tokenizer` and `chat_template` (sha256 of the files and of
-            the template), `weight_cast`.
+            the template), `weight_cast`, `quantization`.
         numerics: `fingerprint`, and every field of `NumericsProfile` under `profile`.
         build: Every field of `Build` that says something, and on a GPU the `driver`.
     """
@@ -83,6 +83,7 @@ class Identifier:
                 "tokenizer": self._tokenizer and _tokenizer_hash(self._tokenizer),
                 "chat_template": self._tokenizer and _text_hash(self._tokenizer.chat_template),
                 "weight_cast": model.weight_cast,
+                "quantization": model.quantization,
             },
             numerics={
                 "fingerprint": model.fingerprint,

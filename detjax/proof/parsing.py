@@ -182,6 +182,7 @@ _FIELDS: dict[str, dict[str, tuple[str, _Check]]] = {
         "tokenizer": ("a sha256 or null", _or_null(_SHA256)),
         "chat_template": ("a sha256 or null", _or_null(_SHA256)),
         "weight_cast": ("a text", _is_text),
+        "quantization": ("a text", _is_text),
     },
     "numerics": {
         "fingerprint": ("a text", _is_text),

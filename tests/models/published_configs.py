@@ -107,6 +107,35 @@ YARN_CODE = {
 }
 CODER = {"qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True}
 
+FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8",
+       "modules_to_not_convert": ["lm_head"], "weight_block_size": [128, 128]}  # fmt: skip
+AWQ = {"bits": 4, "group_size": 128, "modules_to_not_convert": None, "quant_method": "awq",
+       "version": "gemm", "zero_point": True}  # fmt: skip
+_OF_TENSORS = {
+    "block_structure": None, "dynamic": False, "group_size": None, "num_bits": 8,
+    "observer": "minmax", "observer_kwargs": {}, "strategy": "channel", "symmetric": True,
+    "type": "float",
+}  # fmt: skip
+
+
+def compressed_tensors(format_: str, weights: Config, activations: Config | None) -> Config:
+    group = {"input_activations": activations, "output_activations": None, "targets": ["Linear"],
+             "weights": _OF_TENSORS | weights}  # fmt: skip
+    return {
+        "config_groups": {"group_0": group}, "format": format_, "global_compression_ratio": 1.2,
+        "ignore": ["lm_head"], "kv_cache_scheme": None, "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+    }  # fmt: skip
+
+
+W4A16 = compressed_tensors(
+    "pack-quantized",
+    {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "actorder": "weight"},
+    None,
+)
+FP8_DYNAMIC = compressed_tensors(
+    "float-quantized", {}, _OF_TENSORS | {"dynamic": True, "strategy": "token", "observer": None}
+)
 LOADED: dict[str, tuple[Config, int]] = {
     "Llama-2-7b-chat": (llama(32000, 4096, 11008, 32, 32, 32, 4096), 4096),
     "Llama-2-13b": (llama(32000, 5120, 13824, 40, 40, 40, 4096), 4096),
@@ -233,11 +262,16 @@ LOADED: dict[str, tuple[Config, int]] = {
                   **CODER), 262144),
     "Qwen3-235B-A22B": (
         qwen3_moe(4096, 12288, 94, 64, 4, 40960, moe_intermediate_size=1536), 40960),
+    "Qwen3-8B-FP8": (qwen3(4096, 12288, 36, 32, 8, 40960, quantization_config=FP8), 40960),
+    "Qwen2.5-7B-Instruct-AWQ": (
+        qwen2(152064, 3584, 18944, 28, 28, 4, 32768, quantization_config=AWQ), 32768),
+    "Llama-3.1-8B-Instruct-quantized.w4a16": (
+        llama(128256, 4096, 14336, 32, 32, 8, 131072, quantization_config=W4A16), 131072),
+    "Llama-3.1-8B-Instruct-FP8-dynamic": (
+        llama(128256, 4096, 14336, 32, 32, 8, 131072, quantization_config=FP8_DYNAMIC), 131072),
 }  # fmt: skip
 """Config, and the context that it has."""
 
-FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
-AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128}
 REFUSED: dict[str, tuple[Config, str]] = {
     "granite-8b-code": (
         llama(49152, 4096, 14336, 36, 32, 8, 4096, attention_bias=True, mlp_bias=True),
@@ -246,11 +280,9 @@ REFUSED: dict[str, tuple[Config, str]] = {
         qwen2(152064, 3584, 18944, 28, 28, 4, 1010000,
               dual_chunk_attention_config={"chunk_size": 262144, "local_size": 8192}),
         "dual_chunk_attention_config"),
-    "Qwen3-8B-FP8": (
-        qwen3(4096, 12288, 36, 32, 8, 40960, quantization_config=FP8), "quantization_config"),
-    "Qwen2.5-7B-Instruct-AWQ": (
-        qwen2(152064, 3584, 18944, 28, 28, 4, 32768, quantization_config=AWQ),
-        "quantization_config"),
+    "Qwen3-8B in bitsandbytes": (
+        qwen3(4096, 12288, 36, 32, 8, 40960, quantization_config={"quant_method": "bitsandbytes"}),
+        "quant_method='bitsandbytes'"),
     "a Llama with dynamic NTK": (
         llama(32000, 4096, 11008, 32, 32, 32, 4096,
               rope_scaling={"type": "dynamic", "factor": 2.0}), "rope_type='dynamic'"),

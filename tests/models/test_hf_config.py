@@ -471,9 +471,9 @@ def test_unsupported_value_is_refused(key, value):
         assert config_of(**{key: supported}) == config_of()
 
 
-def test_quantised_checkpoint_is_refused_with_the_way_out():
-    with pytest.raises(ValueError, match="quantization_config=.*that is not quantised"):
-        config_of(quantization_config={"quant_method": "gptq", "bits": 4})
+def test_a_format_that_is_not_read_is_refused_with_the_way_out():
+    with pytest.raises(ValueError, match="quant_method='hqq'.*that is not quantised"):
+        config_of(quantization_config={"quant_method": "hqq"})
 
 
 def test_mistral_with_biases_is_refused():

@@ -26,6 +26,7 @@ IDENTITY = Identity(
     model={
         "name": "toy", "hub_commit": None, "weights": "ab" * 32, "config": "cd" * 32,
         "tokenizer": "ef" * 32, "chat_template": None, "weight_cast": "none",
+        "quantization": "none",
     },
     numerics={
         "fingerprint": "0123456789abcdef",

@@ -10,7 +10,9 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from detjax.models.config import ModelConfig
+from detjax.models.hf_config import read_quantization
 from detjax.models.params import tensor_specs
+from detjax.models.quantization.expand import expand_tensors
 from detjax.models.weights.files import open_tensors
 from detjax.numerics import NO_CAST
 
@@ -48,7 +50,7 @@ def find_cast(folder: Path, config: ModelConfig, *, cast_weights: str, dtype: DT
     specs = jax.tree.leaves(tensor_specs(config, tp=1, vocab_block=1))
     wanted = {name for spec in specs for name in spec.hf_names}
     with contextlib.ExitStack() as stack:
-        tensors = open_tensors(folder, stack)
+        tensors = expand_tensors(open_tensors(folder, stack), read_quantization(folder))
         found = {tensor.dtype for name, tensor in tensors.items() if name in wanted}
     sources = sorted(SOURCE_DTYPES[dtype] for dtype in found & {"F16", "F32"})
     if not sources:
@@ -86,7 +88,8 @@ def check_conversion(name: str, source: str, *, dtype: jnp.dtype, can_cast: bool
     if source not in SOURCE_DTYPES:
         raise ValueError(
             f"{name} is {source}, which is not supported; detjax reads "
-            f"{', '.join(SOURCE_DTYPES)} (load the checkpoint that is not quantised)"
+            f"{', '.join(SOURCE_DTYPES)}, and weights of 8 and 4 bits with scales in the format "
+            "that quantization_config in config.json names"
         )
     if source == "F16" and dtype == jnp.bfloat16 and not can_cast:
         raise ValueError(

@@ -16,8 +16,16 @@ from detjax.models.identity import SAVED_WEIGHTS_FILE
 
 CHECKPOINT_ARRAYS = "params"
 INDEX_NAME = "model.safetensors.index.json"
-_DTYPES: dict[str, Any] = {"BF16": ml_dtypes.bfloat16, "F16": np.float16, "F32": np.float32}
-"""Those that weights may have, by safetensors' names."""
+_DTYPES: dict[str, Any] = {
+    "BF16": ml_dtypes.bfloat16,
+    "F16": np.float16,
+    "F32": np.float32,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "I8": np.int8,
+    "I32": np.int32,
+    "I64": np.int64,
+}
+"""Those that weights, or the codes of quantised ones, may have, by safetensors' names."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights from a Hugging Face folder's safetensors, each shard straight from its part of a file."""
 
-import collections
-import concurrent.futures
 import contextlib
-import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -16,7 +13,10 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from detjax.models.config import ModelConfig
+from detjax.models.hf_config import read_quantization
 from detjax.models.params import EMBED_NAME, Params, TensorSpec, param_specs
+from detjax.models.quantization.expand import expand_tensors
+from detjax.models.weights.ahead import map_ahead
 from detjax.models.weights.assemble import assemble, made_once
 from detjax.models.weights.dtypes import check_conversion, check_dtype
 from detjax.models.weights.files import StoredTensor, open_tensors
@@ -47,7 +47,7 @@ def load_params(
     progress: Progress = ignore_progress,
     cast_weights: str = NO_CAST,
 ) -> Params:
-    """Read a Hugging Face folder's safetensors onto `mesh`.
+    """Read a Hugging Face folder's safetensors onto `mesh`, quantised ones as their expansion.
 
     Each distinct shard is read once, straight from its part of the file, so the host never holds
     more than one tensor's shards, or those of one projection of a layer's experts: on GPUs those of
@@ -83,7 +83,7 @@ def load_params(
     total = sum(math.prod(spec.shape) for spec in made) * target.itemsize
     done = 0
     with contextlib.ExitStack() as stack:
-        tensors = open_tensors(folder, stack)
+        tensors = expand_tensors(open_tensors(folder, stack), read_quantization(folder))
         can_cast = cast_weights != NO_CAST
         _check_tensors(folder, tensors, wanted, dtype=target, can_cast=can_cast)
 
@@ -107,24 +107,6 @@ def load_params(
             return array
 
         return assemble(specs, mesh, load)
-
-
-def map_ahead[Item, Result](
-    function: Callable[[Item], Result],
-    items: Sequence[Item],
-    num_threads: int,
-    stack: contextlib.ExitStack,
-) -> Iterator[Result]:
-    """`map` by threads that are at most `num_threads` items ahead, until `stack` closes."""
-    pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(num_threads))
-    futures: collections.deque[concurrent.futures.Future[Result]] = collections.deque()
-    stack.callback(lambda: [future.cancel() for future in futures])
-    rest = iter(items)
-    futures.extend(pool.submit(function, item) for item in itertools.islice(rest, num_threads))
-    while futures:
-        result = futures.popleft().result()
-        futures.extend(pool.submit(function, item) for item in itertools.islice(rest, 1))
-        yield result
 
 
 def _check_tensors(

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantise a bfloat16 folder by rounding to nearest, in compressed-tensors' published format.
+
+Nothing is calibrated: a scale is a row's or a group's largest magnitude over half the range of its
+codes, and a code is the nearest one. What a calibrated method (GPTQ, AWQ) gains in quality, this
+does not have; its formats are the same, and are read by the same code.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import save_file
+
+from detjax.models.config import ModelConfig
+from detjax.models.hf_config import load_config, read_quantization
+from detjax.models.identity import TEXT_FILES
+from detjax.models.params import ParamRole, TensorSpec, tensor_specs
+from detjax.models.quantization.expand import WORD_BITS
+from detjax.models.quantization.rounding import to_float8
+from detjax.models.weights.ahead import map_ahead
+from detjax.models.weights.files import INDEX_NAME, StoredTensor, open_tensors
+from detjax.progress import Progress
+
+FLOAT8_MAX = float(ml_dtypes.finfo(ml_dtypes.float8_e4m3fn).max)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """What a quantisation makes of every matrix of a layer; lm_head and embeddings stay.
+
+    Attributes:
+        format: compressed-tensors' name.
+        num_bits: Of a weight.
+        is_float: Whether a weight is float8_e4m3fn.
+        group_size: Input channels that share a scale; 0 is all of them.
+        quantizes_activations: Whether the checkpoint asks for activations of the same kind, with a
+            scale for each token.
+    """
+
+    format: str
+    num_bits: int
+    is_float: bool
+    group_size: int = 0
+    quantizes_activations: bool = True
+
+    @property
+    def half_range(self) -> float:
+        """Half of what the codes span: 448, 127.5 or 7.5."""
+        return FLOAT8_MAX if self.is_float else (2**self.num_bits - 1) / 2
+
+
+RECIPES = {
+    "fp8-dynamic": Recipe(format="float-quantized", num_bits=8, is_float=True),
+    "int8-w8a8": Recipe(format="int-quantized", num_bits=8, is_float=False),
+    "int8-w8a16": Recipe(
+        format="pack-quantized", num_bits=8, is_float=False, quantizes_activations=False
+    ),
+    "int4-w4a16": Recipe(
+        format="pack-quantized",
+        num_bits=4,
+        is_float=False,
+        group_size=128,
+        quantizes_activations=False,
+    ),
+}
+"""By the names that vLLM's and llm-compressor's pages use."""
+
+
+def quantize_folder(folder: Path, out: Path, recipe: Recipe, *, progress: Progress) -> None:
+    """Write a quantised copy of a Hugging Face folder.
+
+    Args:
+        folder: Holds config.json and safetensors in bfloat16, float16 or float32.
+        out: Made here; must not exist, or be empty.
+        recipe: One of `RECIPES`.
+        progress: Called after each tensor.
+
+    Raises:
+        FileNotFoundError: If a file is missing.
+        ValueError: If the folder is quantised already, its model is not supported, a matrix has a
+            value that is not finite, or `out` is not empty. Nothing is written then but whole
+            files of `out`.
+    """
+    config = load_config(folder)
+    if read_quantization(folder) is not None:
+        raise ValueError(f"{folder} is quantised already; give the folder that it was made from")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out} exists and is not an empty folder; give another one")
+    matrices = _matrix_names(config)
+    if recipe.group_size and (odd := _columns_of_no_group(config, recipe.group_size)):
+        raise ValueError(
+            f"{odd} input channels are not whole groups of {recipe.group_size}; use int8-w8a8, "
+            "int8-w8a16 or fp8-dynamic"
+        )
+    out.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        tensors = open_tensors(folder, stack)
+        _write_files(out, tensors, matrices, recipe, progress)
+    for name in TEXT_FILES:
+        if name != "config.json" and (folder / name).is_file():
+            shutil.copyfile(folder / name, out / name)
+    values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    values["quantization_config"] = _settings(recipe)
+    (out / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_files(
+    out: Path,
+    tensors: dict[str, StoredTensor],
+    matrices: set[str],
+    recipe: Recipe,
+    progress: Progress,
+) -> None:
+    """A file for each file that was read, and an index of several."""
+    by_file: dict[str, list[str]] = {}
+    for name, tensor in tensors.items():
+        by_file.setdefault(tensor.file.name, []).append(name)
+    file_of: dict[str, str] = {}
+    done = 0
+    for file, names in sorted(by_file.items()):
+        made: dict[str, np.ndarray] = {}
+
+        def parts(name: str) -> dict[str, np.ndarray]:
+            rows = tensors[name].rows[:]
+            if name in matrices:
+                return quantize_matrix(name, np.asarray(rows), recipe)
+            return {name: np.array(rows)}
+
+        with contextlib.ExitStack() as stack:
+            for name, found in zip(
+                names, map_ahead(parts, names, os.cpu_count() or 1, stack), strict=True
+            ):
+                made |= found
+                done += 1
+                progress(name, done, len(tensors))
+        save_file(made, out / file, metadata={"format": "pt"})
+        file_of |= dict.fromkeys(made, file)
+    if len(by_file) > 1:
+        index = {"metadata": {}, "weight_map": file_of}
+        (out / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def quantize_matrix(name: str, weight: np.ndarray, recipe: Recipe) -> dict[str, np.ndarray]:
+    """The tensors of one quantised matrix.
+
+    Args:
+        name: Of the matrix, such as "model.layers.0.mlp.down_proj.weight".
+        weight: `(output, input channels)`, bfloat16, float16 or float32.
+        recipe: How.
+
+    Returns:
+        Codes and scales under compressed-tensors' names.
+
+    Raises:
+        ValueError: If a value is not finite.
+
+    Numerics:
+        scale = bfloat16(max |w| / half range), 1 where a row is zero; code = w / scale in float32,
+        to the nearest, ties to even, clipped to the codes' range.
+    """
+    layer, (n, k) = name.removesuffix(".weight"), weight.shape
+    values = weight.astype(np.float32)
+    if not np.isfinite(values).all():
+        raise ValueError(f"{name!r} holds a value that is not finite; nothing can be its scale")
+    groups = values.reshape(n, -1, recipe.group_size or k)
+    scale = (np.abs(groups).max(axis=2) / recipe.half_range).astype(ml_dtypes.bfloat16)
+    scale[scale == 0] = 1
+    ratio = (groups / scale.astype(np.float32)[..., None]).reshape(n, k)
+    if recipe.is_float:
+        codes = to_float8(np.clip(ratio, -FLOAT8_MAX, FLOAT8_MAX))
+        return {name: codes, f"{layer}.weight_scale": scale}
+    most = 2 ** (recipe.num_bits - 1)
+    codes = np.clip(np.rint(ratio), -most, most - 1).astype(np.int8)
+    if recipe.format == "int-quantized":
+        return {name: codes, f"{layer}.weight_scale": scale}
+    return {
+        f"{layer}.weight_packed": pack(codes.astype(np.int16) + most, recipe.num_bits),
+        f"{layer}.weight_scale": scale,
+        f"{layer}.weight_shape": np.array([n, k], np.int64),
+    }
+
+
+def pack(codes: np.ndarray, num_bits: int) -> np.ndarray:
+    """Unsigned codes `(rows, columns)` as int32 words along the columns, the first code lowest."""
+    per_word = WORD_BITS // num_bits
+    rows, columns = codes.shape
+    padded = np.zeros((rows, -(-columns // per_word) * per_word), np.uint32)
+    padded[:, :columns] = codes
+    parts = padded.reshape(rows, -1, per_word) << (np.arange(per_word, dtype=np.uint32) * num_bits)
+    return np.bitwise_or.reduce(parts, axis=2).view(np.int32)
+
+
+def _matrix_names(config: ModelConfig) -> set[str]:
+    """Names of the matrices of layers, experts included and routers not."""
+    return {name for spec in _matrix_specs(config) for name in spec.hf_names}
+
+
+def _matrix_specs(config: ModelConfig) -> Iterator[TensorSpec]:
+    for layer in tensor_specs(config, tp=1, vocab_block=1)["layers"]:
+        for spec in layer.values():
+            if spec.role is ParamRole.MATRIX or spec.num_experts:
+                yield spec
+
+
+def _columns_of_no_group(config: ModelConfig, group_size: int) -> int:
+    """Input channels of a matrix that are not whole groups; 0 if all are."""
+    sizes = {spec.hf_shape[1] for spec in _matrix_specs(config)}
+    return next((size for size in sorted(sizes) if size % group_size), 0)
+
+
+def _settings(recipe: Recipe) -> dict[str, Any]:
+    """`quantization_config`."""
+    kind = "float" if recipe.is_float else "int"
+    common = {"num_bits": recipe.num_bits, "type": kind, "symmetric": True}
+    activations = {**common, "strategy": "token", "dynamic": True}
+    weights = {
+        **common,
+        "strategy": "group" if recipe.group_size else "channel",
+        "group_size": recipe.group_size or None,
+        "dynamic": False,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": recipe.format,
+        "quantization_status": "compressed",
+        "kv_cache_scheme": None,
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": weights,
+                "input_activations": activations if recipe.quantizes_activations else None,
+                "output_activations": None,
+            }
+        },
+    }

@@ -1,0 +1,364 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A quantised checkpoint is its bfloat16 expansion, bit for bit, or is refused by name."""
+
+import contextlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from detjax import quantize
+from detjax.engine.requests.request import Request, SamplingParams
+from detjax.models.loading import LoadedModel, load_model
+from detjax.models.quantization.expand import expand_tensors
+from detjax.models.quantization.quantize import RECIPES, pack, quantize_folder, quantize_matrix
+from detjax.models.quantization.rounding import to_bfloat16, to_float8
+from detjax.models.quantization.scheme import parse_quantization
+from detjax.models.weights.files import StoredTensor, open_tensors
+from detjax.models.weights.load import ignore_progress
+from detjax.numerics import NumericsProfile
+from detjax.pallas_kernels.backend import Backend
+from detjax.parallel.mesh import make_mesh
+from detjax.proof.identity import Identifier
+from detjax.testing.dummies import answers
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+CASES = sorted(path.stem for path in (GOLDEN / "quantized").glob("*.safetensors"))
+Parts = dict[str, np.ndarray]
+
+
+# ------------------------------------------------------------------------ one matrix, many formats
+
+
+def case_of(name: str, folder: Path) -> tuple[Parts, np.ndarray, dict[str, Any]]:
+    """The parts of a golden, their expansion, and config.json's settings."""
+    shutil.copyfile(GOLDEN / "quantized" / f"{name}.safetensors", folder / "model.safetensors")
+    with safe_open(folder / "model.safetensors", "np") as file:
+        settings = json.loads(file.metadata()["quantization_config"])
+    with contextlib.ExitStack() as stack:
+        parts = {key: np.array(t.rows) for key, t in open_tensors(folder, stack).items()}
+    return parts, parts.pop("expanded"), {"quantization_config": settings}
+
+
+def expanded(folder: Path, parts: Parts, config: dict[str, Any]) -> dict[str, StoredTensor]:
+    save_file(parts, folder / "model.safetensors")
+    with contextlib.ExitStack() as stack:
+        return expand_tensors(open_tensors(folder, stack), parse_quantization(config))
+
+
+def bits(values: np.ndarray) -> list[list[int]]:
+    return np.asarray(values).view(np.uint16).tolist()
+
+
+def test_every_format_has_a_golden():
+    assert len(CASES) == 13
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_expansion_has_the_bits_of_compressed_tensors(tmp_path, name):
+    parts, expected, config = case_of(name, tmp_path)
+    found = expanded(tmp_path, parts, config)
+    weight = found["layer.weight"]
+    assert list(found) == ["layer.weight"] and weight.dtype == "BF16"
+    assert bits(weight.rows[:]) == bits(expected)
+    for rows, columns in ((slice(7, 90), slice(33, 201)), (slice(95, 96), slice(0, 1))):
+        assert bits(weight.rows[rows, columns]) == bits(expected[rows, columns])
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("awq_int4", {"quant_method": "gptq", "bits": 4, "group_size": 64}),
+        ("int4_group128_zero", {"group_size": 64}),
+    ],
+)
+def test_a_wrong_reading_is_refused_or_has_other_bits(tmp_path, name, settings):
+    parts, expected, config = case_of(name, tmp_path)
+    if "quant_method" in settings:  # words along the other axis, in another order
+        config = {"quantization_config": settings}
+        parts["layer.qweight"] = parts["layer.qweight"].T.copy()
+        parts = parts | {"layer.scales": parts["layer.scales"][:, :32].copy()}
+        parts["layer.qzeros"] = parts["layer.qzeros"][:, :4].copy()
+        with pytest.raises(ValueError, match="has shape"):
+            expanded(tmp_path, parts, config)
+        return
+    config["quantization_config"]["config_groups"]["group_0"]["weights"].update(settings)
+    with pytest.raises(ValueError, match="weight_scale.* has shape"):
+        expanded(tmp_path, parts, config)
+
+
+def test_the_order_of_awq_words_is_seen_in_bits(tmp_path):
+    parts, expected, config = case_of("awq_int4", tmp_path)
+    words = parts["layer.qweight"].view(np.uint32)
+    low, high = words & np.uint32(0xF0), words & np.uint32(0xF00)
+    swapped = (words & ~np.uint32(0xFF0)) | (low << 4) | (high >> 4)
+    parts["layer.qweight"] = swapped.view(np.int32)
+    assert bits(expanded(tmp_path, parts, config)["layer.weight"].rows[:]) != bits(expected)
+
+
+def test_blocks_under_the_names_of_deepseek(tmp_path):
+    parts, expected, config = case_of("float8_block", tmp_path)
+    parts["layer.weight_scale_inv"] = parts.pop("layer.weight_scale")
+    settings = {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [64, 128],
+        "modules_to_not_convert": ["lm_head"],
+    }
+    found = expanded(tmp_path, parts, {"quantization_config": settings})
+    assert bits(found["layer.weight"].rows[:]) == bits(expected)
+    # A factor it is: its inverse gives other weights.
+    inverse = (1 / parts["layer.weight_scale_inv"].astype(np.float32)).astype(ml_dtypes.bfloat16)
+    other = expanded(
+        tmp_path, parts | {"layer.weight_scale_inv": inverse}, {"quantization_config": settings}
+    )
+    assert bits(other["layer.weight"].rows[:]) != bits(expected)
+
+
+def test_fbgemm(tmp_path):
+    parts, expected, _ = case_of("float8_channel_float32", tmp_path)
+    settings = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}
+    found = expanded(tmp_path, parts, {"quantization_config": settings})
+    assert bits(found["layer.weight"].rows[:]) == bits(expected)
+
+
+def test_input_channels_that_fill_no_whole_word(tmp_path):
+    codes = np.random.default_rng(0).integers(0, 16, (3, 21))
+    settings = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"g": {"weights": {"num_bits": 4, "strategy": "channel"}}},
+    }
+    parts = {
+        "x.weight_packed": pack(codes, 4),
+        "x.weight_scale": np.array([[1], [2], [0.5]], ml_dtypes.bfloat16),
+        "x.weight_shape": np.array([3, 21], np.int64),
+        "x.bias": np.zeros(3, np.float32),
+    }
+    found = expanded(tmp_path, parts, {"quantization_config": settings})
+    assert found["x.weight"].shape == (3, 21) and set(found) == {"x.weight", "x.bias"}
+    assert np.array_equal(
+        found["x.weight"].rows[:].astype(np.float32), (codes - 8) * [[1], [2], [0.5]]
+    )
+
+
+# ------------------------------------------------------------------------------------ refusals
+
+INT4 = {"num_bits": 4, "strategy": "group", "group_size": 32}
+INT8 = {"num_bits": 8, "strategy": "channel"}
+CT = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {"group_0": {"weights": INT4}},
+}
+
+
+def with_weights(**changed: Any) -> dict[str, Any]:
+    return CT | {"config_groups": {"group_0": {"weights": INT4 | changed}}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"quant_method": "bitsandbytes"}, "quant_method='bitsandbytes' is not supported"),
+        ({"quant_method": ["fp8"]}, r"quant_method=\['fp8'\] is not supported"),
+        ({}, "quant_method=None is not supported"),
+        ("fp8", "must be one JSON object"),
+        (CT | {"format": "nvfp4-pack-quantized"}, "format='nvfp4-pack-quantized' is not supported"),
+        (CT | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme=.* is not supported"),
+        (CT | {"transform_config": {"r1": {}}}, "transform_config=.* is not supported"),
+        (CT | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config=.* is not"),
+        (CT | {"new_key": 1}, "new_key=1 is not a key that detjax knows"),
+        (CT | {"config_groups": {}}, "0 config_groups of 0 kinds"),
+        (with_weights(num_bits=3), "num_bits=3 is not supported"),
+        (with_weights(num_bits=True), "num_bits=True is not supported"),
+        (with_weights(group_size=0), "group_size=0 must be an integer from 1"),
+        (with_weights(actorder="group"), "actorder='group' is not supported"),
+        (with_weights(dynamic=True), "dynamic=True is not supported"),
+        (with_weights(strategy="block", group_size=None), "block_structure=None must be two"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True}, "desc_act=True"),
+        ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "bits=3 is not supported"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True,
+          "version": "gemv"}, "version='gemv' is not supported"),
+        ({"quant_method": "fp8", "activation_scheme": "dynamic", "scale_fmt": "ue8m0"},
+         "scale_fmt='ue8m0' is not supported"),
+    ],
+)  # fmt: skip
+def test_settings_that_are_not_read_are_refused_by_name(settings, message):
+    config = {"quantization_config": settings}
+    with pytest.raises(ValueError, match=message):
+        parse_quantization(config)
+
+
+def test_groups_of_two_kinds_are_refused():
+    groups = {"a": {"weights": INT4}, "b": {"weights": INT8}}
+    with pytest.raises(ValueError, match="2 config_groups of 2 kinds"):
+        parse_quantization({"quantization_config": CT | {"config_groups": groups}})
+    same = {"a": groups["a"], "b": groups["a"] | {"targets": ["re:.*mlp.*"]}}
+    assert parse_quantization({"quantization_config": CT | {"config_groups": same}}) is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "message"),
+    [
+        ("gptq_int4", lambda p: p["layer.g_idx"].__setitem__(3, 1), "out of their order"),
+        ("int4_group32", lambda p: p.pop("layer.weight_shape"), "lacks its weight_shape"),
+        ("int4_group32", lambda p: p["layer.weight_shape"].__setitem__(1, 264), "not go with"),
+        ("int4_group128_zero", lambda p: p.pop("layer.weight_zero_point"), "lacks zero points"),
+        ("int8_channel", lambda p: p.update({"layer.weight_zero_point": np.int8([[0]] * 96)}),
+         "has zero points"),
+        ("int8_channel", lambda p: p.pop("layer.weight_scale"), "no tensor has scales"),
+        ("int8_channel", lambda p: p.update({"layer.weight": p["layer.weight"].astype(np.int32)}),
+         "is I32, but config.json makes it I8"),
+        ("int8_channel", lambda p: p["layer.weight_scale"].__setitem__(7, np.nan), "is not finite"),
+        ("float8_block", lambda p: p.update({"layer.weight_scale": p["layer.weight_scale"][:1]}),
+         "has shape"),
+    ],
+)  # fmt: skip
+def test_parts_that_do_not_go_together_are_refused_by_name(tmp_path, name, damage, message):
+    parts, _, config = case_of(name, tmp_path)
+    damage(parts)
+    with pytest.raises(ValueError, match=message):
+        _ = expanded(tmp_path, parts, config)["layer.weight"].rows[:]
+
+
+# ----------------------------------------------------------------------------------- whole models
+
+
+def folder_of(case: str, out: Path) -> Path:
+    """A golden's folder: config.json and weights."""
+    out.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copyfile(GOLDEN / "hf" / case / name, out / name)
+    return out
+
+
+def expanded_folder(folder: Path, out: Path) -> Path:
+    """The same model with its expansion stored."""
+    out.mkdir()
+    config = json.loads((folder / "config.json").read_text())
+    scheme = parse_quantization(config)
+    del config["quantization_config"]
+    (out / "config.json").write_text(json.dumps(config))
+    with contextlib.ExitStack() as stack:
+        tensors = expand_tensors(open_tensors(folder, stack), scheme)
+        whole = {name: np.array(tensor.rows[:]) for name, tensor in tensors.items()}
+        save_file(whole, out / "model.safetensors")
+    return out
+
+
+def opened(folder: Path, tp: int = 1) -> LoadedModel:
+    return load_model(
+        str(folder),
+        profile=NumericsProfile(),
+        mesh=make_mesh(dp=1, tp=tp, platform="cpu"),
+        backend=Backend.PORTABLE,
+    )
+
+
+def digests(model: LoadedModel) -> list[str]:
+    params = SamplingParams(max_tokens=12, temperature=0.7, seed=3)
+    prompts = ([9, 20, 31, 42], [100, 7, 8], list(range(30, 60)))
+    requests = [Request(prompt_token_ids=tuple(prompt), sampling=params) for prompt in prompts]
+    return [answer.digest() for answer in answers(model, requests, max_len=64)]
+
+
+@pytest.mark.parametrize(
+    ("case", "scheme", "tp"), [("llama3", "int8-w8a16", 1), ("qwen3_moe", "fp8-dynamic", 2)]
+)
+def test_answers_are_those_of_the_expanded_folder(tmp_path, case, scheme, tp):
+    folder = folder_of(case, tmp_path / "bf16")
+    quantize_folder(folder, tmp_path / "q", RECIPES[scheme], progress=ignore_progress)
+    whole = expanded_folder(tmp_path / "q", tmp_path / "expanded")
+    quantized, plain = opened(tmp_path / "q"), opened(whole)
+    assert digests(quantized) == digests(plain)
+    assert tp == 1 or digests(opened(tmp_path / "q", tp=tp)) == digests(plain)
+    # The model before it was quantised answers otherwise: the comparison can fail.
+    assert digests(opened(folder)) != digests(plain)
+
+
+def test_identity_and_fingerprint_name_the_quantisation(tmp_path):
+    folder = folder_of("llama3", tmp_path / "bf16")
+    quantize_folder(folder, tmp_path / "q", RECIPES["fp8-dynamic"], progress=ignore_progress)
+    plain, model = opened(folder), opened(tmp_path / "q")
+    assert plain.quantization == "none" and plain.fingerprint != model.fingerprint
+    facts = Identifier(model, name="q", tokenizer=None).identity().model
+    assert facts["quantization"] == model.quantization
+    assert model.quantization == (
+        "compressed-tensors float-quantized: float8_e4m3fn with a scale for each output channel, "
+        "expanded to bfloat16; activations stay bfloat16 where the checkpoint asks for 8-bit "
+        "float, dynamic by token"
+    )
+    model.save(tmp_path / "saved")
+    assert opened(tmp_path / "saved").fingerprint == model.fingerprint
+
+
+# -------------------------------------------------------------------------------------- quantising
+
+
+def test_roundings_have_the_bits_of_ml_dtypes():
+    words = np.random.default_rng(1).integers(0, 2**32, 2**20, dtype=np.uint32)
+    halves = np.arange(2**16, dtype=np.uint32) << 16
+    every = np.concatenate([words, halves, halves + 0x8000, halves + 0x7FFF, halves + 0x8001])
+    values = every.view(np.float32)
+    values = values[np.isfinite(values)]
+    expected = values.astype(ml_dtypes.bfloat16).view(np.uint16)
+    assert np.array_equal(to_bfloat16(values.copy()).view(np.uint16), expected)
+    codes = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    codes = np.sort(codes[np.isfinite(codes)])
+    middles = (codes[1:] + codes[:-1]) / 2
+    near = [np.nextafter(middles, np.float32(side)) for side in (-np.inf, np.inf)]
+    small = np.concatenate([codes, middles, *near, values[np.abs(values) <= 448]])
+    expected = small.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    assert np.array_equal(to_float8(small).view(np.uint8), expected)
+
+
+def test_a_code_is_the_nearest_one():
+    generator = np.random.default_rng(5)
+    weight = generator.normal(size=(6, 256)).astype(ml_dtypes.bfloat16)
+    weight[2] = 0
+    for name, recipe in RECIPES.items():
+        made = quantize_matrix("a.weight", weight, recipe)
+        scale = made["a.weight_scale"].astype(np.float32)
+        group = recipe.group_size or 256
+        assert scale.shape == (6, 256 // group), name
+        steps = weight.astype(np.float32) / scale.repeat(group, axis=1)
+        if recipe.is_float:
+            codes = made["a.weight"].astype(np.float32)
+            grid = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+        else:
+            if recipe.format == "pack-quantized":
+                per_word = 32 // recipe.num_bits
+                words = made["a.weight_packed"].view(np.uint32)[..., None]
+                shifts = np.arange(per_word, dtype=np.uint32) * recipe.num_bits
+                unsigned = (words >> shifts & (2**recipe.num_bits - 1)).reshape(6, 256)
+                codes = unsigned.astype(np.float32) - 2 ** (recipe.num_bits - 1)
+            else:
+                codes = made["a.weight"].astype(np.float32)
+            grid = np.arange(-(2 ** (recipe.num_bits - 1)), 2 ** (recipe.num_bits - 1))
+        nearest = np.nanmin(np.abs(steps[..., None] - grid), axis=-1)
+        assert np.array_equal(np.abs(steps - codes), nearest), name
+        assert codes[2].any() == False and (scale[2] == 1).all(), name  # noqa: E712
+
+
+def test_the_command_writes_a_folder_and_refuses_what_cannot_be(tmp_path, capsys):
+    folder = str(folder_of("llama3", tmp_path / "bf16"))
+    out = str(tmp_path / "q")
+    assert quantize.main(["--model", folder, "--scheme", "int8-w8a8", "--out", out]) == 0
+    assert "GB of weights" in capsys.readouterr().out
+    for argv, message in (
+        (["--model", folder, "--scheme", "int8-w8a8", "--out", out], "not an empty folder"),
+        (["--model", out, "--scheme", "int8-w8a8", "--out", f"{out}2"], "quantised already"),
+        (["--model", folder, "--scheme", "int4-w4a16", "--out", f"{out}2"], "whole groups of 128"),
+        (["--model", f"{folder}x", "--scheme", "int8-w8a8", "--out", f"{out}2"], "bf16x"),
+    ):
+        assert quantize.main(argv) == 2
+        assert message in capsys.readouterr().err
+    assert not Path(f"{out}2").exists()
+    assert quantize.SCHEMES.keys() == RECIPES.keys()
