@@ -18,7 +18,7 @@ REFERENCE = "0.45"
 CHANGED, UNCHANGED = (0.97, 0.80, 0.77), (0.93, 0.95, 0.93)
 """Red, green and blue behind a count of what differs, and behind a count of 0."""
 
-SETTINGS = {
+SETTINGS: dict[Any, Any] = {
     "font.size": 9,
     "axes.titlesize": 10,
     "axes.grid": True,
