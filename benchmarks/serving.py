@@ -642,7 +642,7 @@ def parse_args() -> argparse.Namespace:
         help="of `stress`: one answer in so many is five times as long. Short prompts, long "
         "answers and few pages force preemption",
     )  # fmt: skip
-    parser.add_argument("--seconds", type=float, default=1e9, help="most that `stress` planned")
+    parser.add_argument("--seconds", type=float, default=1e9, help="most that `stress` asks")
     parser.add_argument("--out", help="write JSON rows here")
     args = parser.parse_args()
     if "replay" in args.commands and not args.trace:

@@ -86,9 +86,9 @@ EXPERT_STEPS = Part(
     rows=lambda gpu: [steps("step_experts", gpu)],
     note=lambda found: (
         f"{found[0]['gpu']}, Qwen3-30B-A3B shapes (48 layers, 128 experts of width 768, 8 a "
-        "token), random weights, bfloat16. `fast` is XLA's `ragged_dot`. The limit is the bytes of "
-        "the experts that are hit, of other weights and of the cache at 4.3 TB/s for decode, 790 "
-        "TFLOP/s on what a token runs for prefill."
+        "token), random weights, bfloat16. `fast` is XLA's `ragged_dot`. The limit of decode is "
+        "4.3 TB/s for the bytes of the experts that are hit, of other weights and of the cache. "
+        "That of prefill is 790 TFLOP/s on what a token runs."
     ),
     columns=STEP_COLUMNS,
     after="![Time of a decode step over the batch](docs/figures/experts.svg)",

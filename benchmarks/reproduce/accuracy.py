@@ -182,9 +182,9 @@ def findings(rows: Sequence[Row]) -> list[str]:
             batches = ", ".join(str(n) for n in sorted({row["batch"] for row in own}))
             told.append(
                 f"{mode}, {dtype}: {min(scores):.1f} to {max(scores):.1f} % right, a swing of "
-                f"{swing:.1f} points (of {SET} problems {of_set:.1f} on average, {most:.1f} at "
-                f"most), {_num_changed(own)} of {own[0]['problems']} answers change in a bit, "
-                f"{max(row['texts_changed'] for row in own)} in a token, their lengths by up to "
+                f"{swing:.1f} points; of {SET} problems {of_set:.1f} on average, {most:.1f} at "
+                f"most. {_num_changed(own)} of {own[0]['problems']} answers change in a bit, "
+                f"{max(row['texts_changed'] for row in own)} in a token; lengths by up to "
                 f"{max(row['length_change_most'] for row in own)} tokens (batch {batches}, tp "
                 f"{meshes})"
             )

@@ -372,9 +372,8 @@ def parts(lab: Lab) -> list[Part]:
 
 EXPERIMENT = Experiment(
     question="Which common operators are batch-invariant, by library, and position-invariant?",
-    paper="LLM-42 (arXiv:2601.17768), figure 7 and table 2, which finds that most kernels reduce "
-    "in an order that the shape alone decides, so they change with the batch size and with nothing "
-    "else.",
+    paper="LLM-42 (arXiv:2601.17768), figure 7 and table 2: most kernels reduce in an order that "
+    "the shape alone decides. So they change with the batch size and with nothing else.",
     parts=parts,
     result=result,
     setting=lambda lab, _: f"random data of wide exponents; {lab.machine}",

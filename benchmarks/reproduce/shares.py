@@ -255,7 +255,7 @@ def parts(lab: Lab) -> list[Part]:
 
 
 EXPERIMENT = Experiment(
-    question="What does determinism cost as more of the traffic planned for it?",
+    question="What does determinism cost as more of the traffic asks for it?",
     paper="LLM-42 (arXiv:2601.17768), figure 10 and table 4, and its authors' data: 4,096 requests "
     "a cell on an H100, windows of 64 x 8; its figure over SGLang's non-deterministic one in "
     "brackets, with SGLang's batch-invariant mode for `invariant`.",
