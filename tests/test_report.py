@@ -418,7 +418,7 @@ def test_products_and_other_kernels(write):
     assert [row["us"] for row in others] == ["900.0", "2.0", "80.0"]
     assert others[2]["rival's time over ours"] == "1.25"
     assert tables(steps.kernels())[0] == [{"M": "8", "o": "10.0, 1.10", "down": "10.0, 0.90"}]
-    assert "as Thinking Machines' product: 2.50 to 2.50 times" in "\n".join(steps.kernels())
+    assert "as in Thinking Machines' product, takes 2.50 to 2.50" in "\n".join(steps.kernels())
 
 
 def test_steps_of_other_bits_are_not_told(write):
@@ -557,7 +557,7 @@ def test_the_sum_of_the_ranks_over_psum(write):
     ((found,),) = tables(mesh.section())
     assert found == {
         "tp": "2", "rows": "8", "exchange kernel": "12.5", "butterfly": "20.0",
-        "psum bfloat16": "10.0", "our time over psum bfloat16": "1.25",
+        "psum bfloat16": "10.0", "detjax over psum bfloat16": "1.25",
     }  # fmt: skip
 
 
@@ -577,7 +577,7 @@ def test_the_cost_of_a_tree_over_ranks_stands_beside_the_papers(write):
     sums, whole, different = told["findings"]
     assert sums.startswith("tp 2: the sum with residual and norm takes 0.60 of")
     assert whole.startswith("a decode step on tp 2 takes 0.80 of the time")
-    assert different == "3 elements differ between the forms of our sum"
+    assert different == "3 elements differ between the forms of the sum"
 
 
 @pytest.mark.parametrize("command", ["answers", "mesh"])

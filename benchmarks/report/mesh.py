@@ -159,10 +159,10 @@ STEPS = Part(
     rows=lambda gpu: [steps("mesh_step", gpu)],
     note=lambda found: (
         "**Whole steps** of Llama-3.1-8B shapes with random weights. Wall time; decode at a "
-        "context of 1024. `fast` is XLA's products and a psum of float32 partials, without any "
-        "claim. Communication is device time of our step in launches of their own (the exchange "
-        "kernel, XLA's gathers), with the wait for peers. Sums in the epilogue of a product are "
-        "not in it. 'Sums and choice apart' has no such sums, and gathers by XLA alone:"
+        "context of 1024. `fast` is XLA's products and a psum of float32 partials, without a "
+        "claim. Communication is device time of detjax's step in launches of its own (the exchange "
+        "kernel, XLA's gathers), with waits for peers. Sums in the epilogue of a product are not "
+        "included. 'Sums and choice apart' has no such sums, and only XLA gathers:"
     ),
     columns=STEP_COLUMNS,
     after="![Time of a decode step over the batch, by tp](docs/figures/mesh.svg)",
@@ -186,12 +186,12 @@ def sums(gpu: str) -> list[dict]:
 SUM_PART = Part(
     rows=lambda gpu: [sums(gpu)],
     note=lambda found: "**The ranks' sum** with residual and RMSNorm: microseconds a layer, "
-    "launches included, of dependent calls in one program. Ours is the exchange kernel, or "
-    "scatter at prefill's sizes:",
+    "launches included, of dependent calls in one program. detjax uses the exchange "
+    "kernel, or scatter for prefill:",
     columns={
         "tp": "{tp}", "rows": "{rows}",
         **{name: lambda row, n=name: digits(row[n]) if n in row else "" for name in SUMS},
-        "our time over psum bfloat16": "{over}",
+        "detjax over psum bfloat16": "{over}",
     },
 )  # fmt: skip
 LARGE_LOAD = Part(
@@ -256,7 +256,7 @@ def sum_experiment(gpu: str = FIRST_GPU) -> dict | None:
         "paper": "Zhang et al. 2025 (TBIK, arXiv:2511.17826), which times kernels and whole "
         "answers by tp and rows (figures 6, 7 and 12): 22 to 63 % more latency with tree-based "
         "kernels.",
-        "findings": [*here, f"{different} elements differ between the forms of our sum"],
+        "findings": [*here, f"{different} elements differ between the forms of the sum"],
         "setting": f"Llama-3.1-8B shapes with random weights, bfloat16, {found[0]['gpu']}, sums "
         "through peer memory",
         "made_by": "`benchmarks.mesh`, [figure](docs/figures/mesh.svg), [every "

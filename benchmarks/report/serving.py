@@ -129,8 +129,9 @@ STRESS = Part(
         )
     ],
     note=lambda found: "**Answers under load.** Requests of every kind, with shared prefixes, in "
-    "random company. Each token and logprob of a deterministic sample against the answer at batch "
-    "size 1 (a lost one counts as different); plain samples have no claim and are the control:",
+    "random company. Each token and logprob of a deterministic sample is compared with the answer "
+    "that the request gets alone. A lost one counts as different. Plain samples have no claim and "
+    "are the control:",
     columns={
         "model": lambda row: model_name(row["model"]), "mode": "`{mode}`", "drafts": stress_drafts,
         **ACCEPTED,
@@ -178,7 +179,7 @@ def by_max_len(gpu: str) -> list[list[dict]]:
 MAX_LEN = Part(
     rows=by_max_len,
     note=lambda found: "**Another `max_len`, the same sequences.** Milliseconds of the engine's "
-    "decode step, and its ratio to that of the shortest; every bit of the answers is the same:",
+    "decode step, and its ratio to that of the shortest. Every bit of the answers is the same:",
     columns={
         "decode step": step_name, "`max_len`": "{max_len:,}", "ms": "{ms_p50:.2f}",
         "ratio": "{ratio_to_shortest:.3f}",

@@ -66,12 +66,13 @@ def step_note(found: list[dict]) -> str:
     note = card(found[0])
     if any("fast" in row for row in found):
         note += (
-            " `fast` is the same model on XLA's products, norms and activations, without any "
-            "claim, timed in the same run; transformers in a run of its own."
+            " `fast` is the same model on XLA's products, norms and activations, without a claim. "
+            "It was timed in the same run, and transformers in a run of its own."
         )
     if any("share of the limit" in row for row in found):
         note += (
-            " The limit is weight and cache bytes at 4.3 TB/s for decode, 790 TFLOP/s for prefill."
+            " The limit of decode is the bytes of weights and cache at 4.3 TB/s; that of prefill "
+            "is 790 TFLOP/s."
         )
     return note
 
@@ -127,18 +128,18 @@ def fixed_note(found: list[dict]) -> str:
     if not fixed:
         return ""
     return (
-        " One fixed tile of 128 x 128 x 64, unsplit, as Thinking Machines' product: "
-        f"{min(fixed):.2f} to {max(fixed):.2f} times our time."
+        " One fixed tile of 128 x 128 x 64, unsplit, as in Thinking Machines' product, takes "
+        f"{min(fixed):.2f} to {max(fixed):.2f} times as long."
     )
 
 
 PRODUCTS = Part(
     rows=lambda gpu: by_rows(gpu, "{ratio:.2f}", ROW_COUNTS),
     note=lambda found: (
-        "Linear layers: time of the best rival (`jnp.dot`, which is cuBLAS or XLA's own, and "
-        "`torch.mm` where it ran) over ours in the same run. Rivals only multiply. In `o` and "
-        "`down` ours sum eight leaves as a tree and, above 128 rows, add the residual; in "
-        "`gate_up` they gate."
+        "Linear layers: the time of the best rival over that of detjax, in the same run. Rivals "
+        "are `jnp.dot` (cuBLAS or XLA's own) and, where it ran, `torch.mm`. They only multiply. "
+        "In `o` and `down` detjax sums eight leaves as a tree and, above 128 rows, adds the "
+        "residual. In `gate_up` it also gates."
     ),
     columns={"rows": "{m}", **{shape: f"{{{shape}}}" for shape in SHAPES}},
     after="![Speed of the linear layers over the number of rows](docs/figures/linear.svg)",
@@ -201,9 +202,9 @@ EXPERT_KERNELS = Part(
     rows=expert_kernels,
     note=lambda found: "One layer's experts, from the router's logits to the next norm, in "
     f"microseconds of kernels ({found[0]['checks']} comparisons of bits, {found[0]['wrong']} "
-    "different). `ragged_dot` is without the combination and the norm.",
+    "different). `ragged_dot` does not include the combination and the norm.",
     columns={
-        "rows": "{m}", "ours": "{us:.1f}", "limit": "{floor_us:.1f}", "share": "{share:.2f}",
+        "rows": "{m}", "detjax": "{us:.1f}", "limit": "{floor_us:.1f}", "share": "{share:.2f}",
         "`ragged_dot`": "{ragged_dot_us:.0f}",
     },
 )  # fmt: skip
@@ -259,9 +260,9 @@ def speed() -> list[str]:
 
 HTTP = Part(
     rows=lambda gpu: [rows("peers", "http", gpu)],
-    note=lambda found: "Over HTTP: N clients of plain sockets ask at once for 200 streamed tokens "
-    "behind 1000 random tokens. detjax ran on another host than vLLM, 20 minutes before, so "
-    "differences below 2 % say nothing.",
+    note=lambda found: "Over HTTP, N clients of plain sockets send a request at once, each for "
+    "200 streamed tokens after 1000 random tokens. detjax ran on another host than vLLM, 20 "
+    "minutes before, so differences below 2 % mean nothing.",
     columns={
         "server": engine_name, "clients": "{clients}", "tokens/s": "{tokens_per_s:,}",
         "TTFT p50, ms": "{ttft_p50_ms}", "TPOT p50, ms": "{tpot_p50_ms:.2f}",
@@ -276,13 +277,13 @@ def engines() -> list[str]:
         return []
     return [
         "",
-        "### Beside vLLM",
+        "### Compared with vLLM",
         "",
         f"{found[0]['gpu']}, Llama-3.1-8B shapes, one engine a GPU, GPUs of one host, within five "
-        "minutes. Decode: (time of 130 tokens less that of 2) / 128, through each engine's own "
-        "`generate`, behind prompts of random tokens. Prefill: the least of three calls, one after "
-        "another. 256 slots, no prefix cache. Weights are random. vLLM ran with CUDA graphs; "
-        "batch-invariant is `VLLM_BATCH_INVARIANT=1`. We measured it.",
+        "minutes. Decode is (time of 130 tokens less that of 2) / 128, through each engine's own "
+        "`generate`, after prompts of random tokens. Prefill is the least of three calls, one "
+        "after another. 256 slots, no prefix cache, random weights. vLLM ran with CUDA graphs. "
+        "Batch-invariant is `VLLM_BATCH_INVARIANT=1`.",
         "",
         *engine_table(),
         *HTTP.lines(FIRST_GPU),

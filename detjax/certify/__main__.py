@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m detjax.certify`: proves the claims here, for a model and an engine configuration.
+"""`python -m detjax.certify`: prove the claims here, for a model and an engine configuration.
 
-JAX is imported only once the command line is known to be good.
+JAX is imported only after the command line has been checked.
 """
 
 import argparse
@@ -28,8 +28,8 @@ examples:
   python -m detjax.certify --random-weights config.json --max-len 131072
 
 Each claim has cases, which must not differ in a bit, and a control without the guarantee, which
-must. exit codes: 0 all proven, 2 something given cannot be done, 3 a bit differs, or a control
-shows nothing
+must differ. exit codes: 0 all proven, 2 the input is wrong or cannot be done, 3 a bit differs or a
+control shows nothing
 """
 
 
@@ -51,9 +51,19 @@ def make_parser() -> argparse.ArgumentParser:
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     add("--cast-weights", choices=("none", "bfloat16"), default="none")
     add("--backend", choices=("auto", "portable", "sm90"), default="auto")
-    add("--tp", type=int, default=1, help="of the first mesh; all others of the devices follow")
-    add("--dp", type=int, default=1, help="likewise")
-    add("--devices", type=int, default=2, help="virtual ones where there is no GPU (default: 2)")
+    add(
+        "--tp",
+        type=int,
+        default=1,
+        help="devices that share each layer, on the first mesh; the other meshes follow",
+    )
+    add("--dp", type=int, default=1, help="replicas on the first mesh")
+    add(
+        "--devices",
+        type=int,
+        default=2,
+        help="number of virtual devices if there is no GPU (default: 2)",
+    )
     engine = parser.add_argument_group("engine (default: as detjax.serve chooses)")
     engine.add_argument("--mode", choices=[m for m in MODES if m != "fast"], default="invariant")
     engine.add_argument("--max-len", type=int, help="most tokens of a prompt and its answer")
@@ -65,7 +75,7 @@ def make_parser() -> argparse.ArgumentParser:
                         help="of the GPU's memory, for weights and cache together")  # fmt: skip
     out = parser.add_argument_group("depth and output")
     out.add_argument("--minutes", type=float, default=0.0, metavar="N",
-                     help="go on with other requests for so long (default: one round)")  # fmt: skip
+                     help="continue with other requests so long (default: one round)")  # fmt: skip
     out.add_argument("--json", type=Path, metavar="FILE", help="write the certificate")
     out.add_argument("--html", type=Path, metavar="FILE", help="write it as a page for people")
     add("--answers", action="store_true", help=argparse.SUPPRESS)
@@ -93,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _check_given(args: argparse.Namespace) -> None:
-    """Refuse a model and sizes that cannot be, before JAX starts, here and in a new process."""
+    """Refuse impossible models and sizes before JAX starts, here and in a new process."""
     if args.random_weights is None:
         check_model(args.model, revision=args.revision)
     else:
@@ -110,7 +120,7 @@ def _run(args: argparse.Namespace, given: Sequence[str]) -> int:
 
 
 def _answer(args: argparse.Namespace) -> int:
-    """What the new process does."""
+    """Answer the requests, in the new process."""
     import jax
 
     from detjax.certify.opening import start_devices

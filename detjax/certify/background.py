@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs and models that later cases need, made in threads while earlier cases run."""
+"""Compute results that later cases need, in threads while cases run."""
 
 import contextlib
 import os
@@ -11,13 +11,13 @@ NUM_THREADS = max(1, (os.cpu_count() or 1) // 2)
 
 
 class BackgroundJobs:
-    """Jobs whose results later cases need, begun in the order in which they were given.
+    """Jobs whose results will be needed, begun in the order in which they were given.
 
-    They decide no result. A case that needs a result early waits for it, or makes it itself.
+    They decide no result: a case computes or waits for what it needs and is not there yet.
     """
 
     def __init__(self, pool: ThreadPoolExecutor):
-        """No job yet."""
+        """Begin without a job."""
         self._pool, self._futures = pool, list[Future]()
 
     def begin[T](self, *jobs: Callable[[], T]) -> list[Future[T]]:
@@ -27,10 +27,10 @@ class BackgroundJobs:
         return begun
 
     def wait(self) -> None:
-        """Until all are done.
+        """Wait until all are done.
 
         Raises:
-            Exception: Of the first that failed.
+            Exception: That of the first job that failed.
         """
         for future in self._futures:
             future.result()
@@ -39,7 +39,7 @@ class BackgroundJobs:
 
 @contextlib.contextmanager
 def background_jobs() -> Iterator[BackgroundJobs]:
-    """Threads for jobs; at the end those that have not begun never do."""
+    """Provide threads for jobs; jobs that have not begun at the end are dropped."""
     pool = ThreadPoolExecutor(max_workers=NUM_THREADS)
     try:
         yield BackgroundJobs(pool)

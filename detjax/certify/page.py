@@ -26,7 +26,7 @@ OUTCOME_HEAD = (
 
 
 def render(certificate: Certificate) -> str:
-    """HTML, all of it escaped."""
+    """Return HTML with all text escaped."""
     is_proven = certificate.is_proven
     what = "All claims hold" if is_proven else "Not proven"
     tone = "well" if is_proven else "ill"

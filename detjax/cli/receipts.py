@@ -71,7 +71,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model")
     model.add_argument("--model", metavar="DIR_OR_ID",
                        help="a folder or a Hugging Face id, whose weights have the hash in the "
-                       "receipts (default: the name there, if it is no folder)")  # fmt: skip
+                       "receipts (default: the name there, unless it is a folder)")  # fmt: skip
     model.add_argument(
         "--revision",
         metavar="REV",
@@ -85,15 +85,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--prefill-chunk", type=int, metavar="N",
                         help="prompt tokens of a sequence in one step")  # fmt: skip
     engine.add_argument("--cache-dir", default=default_cache_dir(), metavar="DIR",
-                        help=f"of compiled programs; {NO_CACHE} keeps none")  # fmt: skip
+                        help=f"folder of compiled programs; {NO_CACHE} keeps none")  # fmt: skip
     check = parser.add_argument_group("check")
     check.add_argument("--accept", action="append", default=[], metavar="FIELD",
-                       help="compare though this field of model, numerics or build differs, as "
-                       "build.arch; may be repeated. Else another build is refused")  # fmt: skip
+                       help="compare even if this field of model, numerics or build differs, as "
+                       "build.arch; may be repeated. Another build is refused")  # fmt: skip
     check.add_argument("--trust", metavar="KEY", type=Path,
                        help="a public key in PEM: every receipt must be signed by it")  # fmt: skip
     check.add_argument("--report", metavar="FILE", type=Path,
-                       help="also write what was found as JSON")  # fmt: skip
+                       help="also write the findings as JSON")  # fmt: skip
 
 
 def run_command(

@@ -29,7 +29,7 @@ examples:
   python -m detjax.compare old.jsonl new.jsonl --score correct
   python -m detjax.compare http://127.0.0.1:8000 http://127.0.0.1:8001 --prompts-file prompts.txt
 
-exit codes: 0 nothing differs, 2 something given cannot be done, 3 an answer differs
+exit codes: 0 nothing differs, 2 the input is wrong or cannot be done, 3 an answer differs
 """
 
 
@@ -43,8 +43,8 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"detjax {__version__}")
     parser.add_argument("a", metavar="A", help="a file, or the address of a server")
-    parser.add_argument("b", metavar="B", help="the other")
-    parser.add_argument("--score", metavar="FIELD", help="a field of every line of two files: a "
+    parser.add_argument("b", metavar="B", help="another file or address")
+    parser.add_argument("--score", metavar="FIELD", help="compare this field of every line: a "
                         "number, true or false")  # fmt: skip
     parser.add_argument("--alpha", type=float, default=0.05, metavar="P",
                         help="a difference of scores is called more than chance below this "
@@ -54,15 +54,15 @@ def make_parser() -> argparse.ArgumentParser:
     servers.add_argument("--prompts-file", metavar="FILE", help="a prompt a line, or JSON lines "
                          "with `prompt`")  # fmt: skip
     for name, kind, default, said in (
-        ("max-tokens", int, 64, "tokens of each answer"),
+        ("max-tokens", int, 64, "most tokens of an answer"),
         ("temperature", float, 0.0, "0 is greedy"),
-        ("seed", int, 0, "of every answer"),
+        ("seed", int, 0, "seed of every answer"),
         ("concurrency", int, 8, "requests at once"),
     ):
         servers.add_argument(f"--{name}", type=kind, default=default, metavar="N",
                              help=f"{said} (default: {default})")  # fmt: skip
     servers.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY"), metavar="KEY",
-                         help="of both servers (default: OPENAI_API_KEY)")  # fmt: skip
+                         help="API key of both servers (default: OPENAI_API_KEY)")  # fmt: skip
     return parser
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m detjax.diverge`: the first token, layer and operation whose bits differ.
 
-JAX is imported only once the command line is known to be good.
+JAX is imported only after the command line has been checked.
 """
 
 import argparse
@@ -29,8 +29,8 @@ EPILOG = """\
 A setting is KEY=VALUE,KEY=VALUE of:
   tp=1            devices that share each layer; without GPUs, virtual ones
   dp=1            replicas
-  batch=1         sequences that run at once: the prompt, and company of other tokens and lengths
-  row=0           which of them the prompt is
+  batch=1         sequences that run at once: the prompt, and others of other tokens and lengths
+  row=0           which of them is the prompt
   mode=invariant  or dvr, fast
   backend=auto    or portable, sm90
   chunk=64        prompt tokens of one prefill step
@@ -46,7 +46,7 @@ examples:
   python -m detjax.diverge --receipt answers.jsonl --line 2 --b "tp=2"
   python -m detjax.diverge --evidence ~/.local/state/detjax/evidence/20261122T190000-7.json
 
-exit codes: 0 no bit differs, 2 something given cannot be done, 3 a bit differs
+exit codes: 0 no bit differs, 2 the input is wrong or cannot be done, 3 a bit differs
 """
 
 
@@ -61,20 +61,22 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"detjax {__version__}")
     parser.add_argument("settings", metavar="SETTING", nargs="*", help="A and B, in place of --a "
-                        "and --b; beside --answer or --receipt B alone")  # fmt: skip
-    parser.add_argument("--a", metavar="SETTING", help="one setting (default: every default)")
-    parser.add_argument("--b", metavar="SETTING", default="", help="the other, likewise")
-    parser.add_argument("--answer", metavar="FILE", help="in place of --a and --prompt: "
-                        "of python -m detjax.generate --format jsonl, with n=1")  # fmt: skip
-    parser.add_argument("--receipt", metavar="FILE", help="likewise, of --receipts: its model, its "
-                        "numerics and its sampling are used")  # fmt: skip
-    parser.add_argument("--evidence", metavar="FILE", help="that a self-check has kept: settings "
-                        "that do the same are compared")  # fmt: skip
-    parser.add_argument("--line", type=int, metavar="N", help="of --answer or --receipt, from 1; "
-                        "needed where there are several")  # fmt: skip
+                        "and --b; with --answer or --receipt only B")  # fmt: skip
+    parser.add_argument("--a", metavar="SETTING", help="one setting (default: all defaults)")
+    parser.add_argument(
+        "--b", metavar="SETTING", default="", help="the other setting (default: all defaults)"
+    )
+    parser.add_argument("--answer", metavar="FILE", help="an answer in place of --a and "
+                        "--prompt, of detjax.generate --format jsonl with n=1")  # fmt: skip
+    parser.add_argument("--receipt", metavar="FILE", help="a receipt in place of --a and "
+                        "--prompt; its model, numerics and sampling are used")  # fmt: skip
+    parser.add_argument("--evidence", metavar="FILE", help="the file of a failed self-check; "
+                        "settings that repeat it are compared")  # fmt: skip
+    parser.add_argument("--line", type=int, metavar="N", help="line of --answer or --receipt, "
+                        "from 1; needed if there are several")  # fmt: skip
     parser.add_argument("--prompt", metavar="TEXT", help="what to continue")
     parser.add_argument("--deep", action="store_true",
-                        help="compare every operation though the answers are equal")  # fmt: skip
+                        help="compare every operation even if the answers are equal")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="write one JSON object")
     model = parser.add_argument_group("model")
     model.add_argument("--model", metavar="DIR_OR_ID",
@@ -86,7 +88,7 @@ def make_parser() -> argparse.ArgumentParser:
                        help="of weights and compute; it chooses bits")  # fmt: skip
     model.add_argument("--cast-weights", choices=("none", "bfloat16"), default="none",
                        help="round a checkpoint of float16; it chooses bits")  # fmt: skip
-    sampling = parser.add_argument_group("sampling (of an answer: as it was asked for)")
+    sampling = parser.add_argument_group("sampling (an answer has its own)")
     for name, kind in (
         ("max_tokens", int), ("temperature", float), ("top_k", int), ("top_p", float),
         ("min_p", float), ("seed", int),
@@ -95,7 +97,7 @@ def make_parser() -> argparse.ArgumentParser:
         sampling.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default,
                               help=f"default: {default}")  # fmt: skip
     parser.add_argument("--cache-dir", default=GenerateArgs().cache_dir, metavar="DIR",
-                        help="where compiled programs are kept; none keeps none")  # fmt: skip
+                        help="folder of compiled programs; none keeps none")  # fmt: skip
     return parser
 
 
@@ -133,7 +135,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _positional(args: argparse.Namespace, given: Sequence[str]) -> tuple[str | None, str]:
-    """A and B of the settings without a name."""
+    """Return A and B of the settings without a name."""
     settings = args.settings
     if args.a is not None or args.b:
         raise InputError(f"{settings[0]!r} stands for --a or --b, and those are given too")
@@ -148,7 +150,7 @@ def _positional(args: argparse.Namespace, given: Sequence[str]) -> tuple[str | N
 
 
 def _of_settings(args: argparse.Namespace, b: Setting) -> "Divergence":
-    """Two settings, or an answer and one."""
+    """Return two settings, or an answer and a setting."""
     a: Setting | RecordedAnswer
     if args.answer is not None:
         with bad_input(f"--answer {args.answer}: "):
@@ -168,7 +170,7 @@ def _of_settings(args: argparse.Namespace, b: Setting) -> "Divergence":
 
 
 def _of_receipt(args: argparse.Namespace, b: Setting) -> "Divergence":
-    """The answer of a receipt, and a setting."""
+    """Return the answer of a receipt, and a setting."""
     with bad_input(f"--receipt {args.receipt}: "):
         line = _line(args.receipt, args.line)
 
@@ -185,7 +187,7 @@ def _of_receipt(args: argparse.Namespace, b: Setting) -> "Divergence":
 
 
 def _of_evidence(args: argparse.Namespace) -> "Divergence":
-    """What a self-check has found."""
+    """Return the two settings of a self-check's finding."""
     path = Path(args.evidence).expanduser()
     with bad_input(f"--evidence {args.evidence}: "), path.open("rb"):
         pass  # before JAX is imported
@@ -220,7 +222,7 @@ def _of_evidence(args: argparse.Namespace) -> "Divergence":
 
 
 def _line(path: str, number: int | None) -> str:
-    """The line that is meant of a file with one or several."""
+    """Return the chosen line of a file with one or several."""
     text = Path(path).expanduser().read_text(encoding="utf-8")
     lines = [line for line in text.splitlines() if line.strip()]
     if len(lines) != 1 and number is None:
