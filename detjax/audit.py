@@ -11,36 +11,40 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from detjax.cli.receipts import add_options, run_command
+from detjax.cli.command_line import CommandParser, check_counts, description_of
+from detjax.cli.errors import exit_code
+from detjax.cli.options import Option
+from detjax.cli.receipts import make_receipt_parser, run_command
 from detjax.proof.windows import MOST_WINDOW, audit_options, longest_first
 
 if TYPE_CHECKING:  # imports JAX
     from detjax.proof.receipt import Receipt
 
-EXAMPLES = """\
-examples:
-  python -m detjax.generate --prompt "The old house" --temperature 1 --receipts answers.jsonl
-  python -m detjax.audit answers.jsonl
+_WINDOW = Option(
+    name="window",
+    parse=int,
+    default_text=f"what pads least, {MOST_WINDOW} at most",
+    help="tokens of an answer in a window",
+)
 
-exit codes: 0 all equal, 2 something given cannot be done, 3 an answer differs
-"""
+
+def make_parser() -> CommandParser:
+    """The command line."""
+    return make_receipt_parser(
+        "audit",
+        description_of(__doc__),
+        "python -m detjax.audit answers.jsonl",
+        (_WINDOW,),
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Check receipts; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m detjax.audit",
-        description=(__doc__ or "").split(": ", 1)[1],
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_options(parser)
-    parser.add_argument("--window", type=int, metavar="N",
-                        help="tokens of an answer in a window (default: what pads least, "
-                        f"{MOST_WINDOW} at most)")  # fmt: skip
-    args = parser.parse_args(argv)
-    if args.window is not None and args.window < 1:
-        parser.error(f"--window {args.window} must be at least 1")
+    return exit_code(lambda: _run(make_parser().parse(argv)))
+
+
+def _run(args: argparse.Namespace) -> int:
+    check_counts(args, (_WINDOW,))
 
     def answer_lens(receipts: Sequence["Receipt"]) -> list[int]:
         return [len(receipt.token_ids) for receipt in receipts]

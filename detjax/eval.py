@@ -12,7 +12,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from detjax.cli.errors import BAD_INPUT, OK
+from detjax.cli.errors import EXIT_CODES, OK, bad_input, exit_code
 from detjax.models.bundled import BUNDLED_NAME
 from detjax.models.hub import check_model
 
@@ -33,6 +33,8 @@ lm-evaluation-harness with the model detjax: the same responses and scores at an
 examples:
   {PROG} --tasks gsm8k --model_args pretrained=Qwen/Qwen3-0.6B --limit 100
   {PROG} --tasks hellaswag --model_args pretrained=Qwen/Qwen3-0.6B,tp=2 --apply_chat_template
+
+{EXIT_CODES}
 """
 
 LOG = logging.getLogger(__name__)
@@ -46,38 +48,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args or args[0] in ("-h", "--help"):
         print(HELP, end="")
         return OK
-    try:
+    return exit_code(lambda: _run(args))
+
+
+def _run(args: Sequence[str]) -> int:
+    with bad_input("--model_args model: "):
         if (model := model_of(args)) is not None:
             name, revision = model
             check_model(name, revision=revision)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return BAD_INPUT
-    try:
+    with bad_input(kinds=(ImportError,)):
         # It registers the model, and says which extra is missing.
         from detjax.integrations import lm_eval as _  # noqa: F401, I001
         from lm_eval._cli import HarnessCLI
         from lm_eval.utils import setup_logging
-    except ImportError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return BAD_INPUT
     setup_logging()
     before, sys.argv = sys.argv, [PROG, *with_defaults(args)]
     try:
-        cli = HarnessCLI()
-        cli.execute(cli.parse_args())
-    except (ValueError, TypeError, KeyError, OSError) as error:
-        LOG.debug("the run failed", exc_info=error)
-        print(f"error: {_told(error)}", file=sys.stderr)
-        return BAD_INPUT
+        with bad_input(rephrase=_told, kinds=(TypeError, KeyError)):
+            cli = HarnessCLI()
+            cli.execute(cli.parse_args())
     finally:
         sys.argv = before
     return OK
 
 
-def _told(error: Exception) -> str:
+def _told(text: str) -> str:
     """What is wrong and how to go on; LOGLEVEL=DEBUG shows where."""
-    text = f"{error}" or type(error).__name__
+    LOG.debug("the run failed", exc_info=True)
     if text.startswith("Tasks not found"):
         return f"{text}; `{PROG} ls tasks` lists them, --include_path DIR adds tasks of your own"
     return text

@@ -8,8 +8,10 @@ replica had begun is computed again by another. Both need the extra `ray`.
 import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
+from detjax.cli.errors import InputError
+from detjax.cli.options import flag_like
 from detjax.engine.requests.request import SamplingParams
 from detjax.llm import LLM
 
@@ -40,7 +42,7 @@ class Server:
 
     def __init__(self, argv: Sequence[str]):
         """Open the model of these options."""
-        args = make_parser().parse_args(argv)
+        args = make_parser().parse(argv)
         logging.getLogger("detjax.server").setLevel(args.log_level.upper())
         logging.getLogger(ACCESS_LOG).addFilter(access_filter(args))
         self._service = Service(open_model(args), make_limits(args))
@@ -73,10 +75,11 @@ def build(options: Mapping[str, Any]) -> serve.Application:
         raise ValueError("gpus is missing: give gpus=0 for the CPU, or dp * tp, those of a replica")
     gpus = _count("gpus", given.pop("gpus"), least=0)
     argv = _argv(given)
-    parser = make_parser()
-    parser.error = _refuse
-    args = parser.parse_args(argv)
-    check_options(parser, args)
+    try:
+        args = make_parser().parse(argv)
+        check_options(args)
+    except InputError as error:
+        raise ValueError(str(error)) from error
     if gpus not in (0, args.dp * args.tp):
         raise ValueError(f"gpus={gpus} must be 0 or dp * tp = {args.dp * args.tp}")
     deployment = serve.deployment(
@@ -95,7 +98,7 @@ def _argv(options: Mapping[str, Any]) -> list[str]:
     for name, value in options.items():
         if name in _OF_RAY:
             raise ValueError(f"{name}={value!r} is no option of a replica: Ray decides it")
-        flag = f"--{name.replace('_', '-')}"
+        flag = flag_like(name)
         if value is True or value == "true":
             argv.append(flag)
         elif name == "api_key" and isinstance(value, list | tuple):
@@ -105,10 +108,6 @@ def _argv(options: Mapping[str, Any]) -> list[str]:
         else:
             argv.append(f"{flag}={value}")
     return argv
-
-
-def _refuse(message: str) -> NoReturn:
-    raise ValueError(message)
 
 
 def _count(name: str, value: Any, *, least: int) -> int:

@@ -11,33 +11,41 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from detjax.cli.receipts import add_options, run_command
+from detjax.cli.command_line import CommandParser, description_of
+from detjax.cli.errors import InputError, exit_code
+from detjax.cli.options import CANONICAL_MODE, Option
+from detjax.cli.receipts import make_receipt_parser, run_command
 
 if TYPE_CHECKING:  # imports JAX
     from detjax.proof.receipt import Receipt
 
-EXAMPLES = """\
-examples:
-  python -m detjax.generate --prompt "The old house" --receipts answers.jsonl
-  python -m detjax.replay answers.jsonl --tp 2 --batch-size 3 --shuffle 1
+_SHUFFLE = Option(
+    name="shuffle",
+    parse=int,
+    metavar="SEED",
+    default_text="in the order of the file",
+    help="ask in another order, drawn with this seed",
+)
 
-exit codes: 0 all equal, 2 something given cannot be done, 3 an answer differs
-"""
+
+def make_parser() -> CommandParser:
+    """The command line."""
+    return make_receipt_parser(
+        "replay",
+        description_of(__doc__),
+        "python -m detjax.replay answers.jsonl --tp 2 --batch-size 3 --shuffle 1",
+        (CANONICAL_MODE, _SHUFFLE),
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run receipts again; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m detjax.replay",
-        description=(__doc__ or "").split(": ", 1)[1],
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_options(parser)
-    parser.add_argument("--mode", choices=("invariant", "dvr"), default="invariant",
-                        help="dvr drafts with fast kernels and verifies")  # fmt: skip
-    parser.add_argument("--shuffle", type=int, metavar="SEED", help="ask in another order")
-    args = parser.parse_args(argv)
+    return exit_code(lambda: _run(make_parser().parse(argv)))
+
+
+def _run(args: argparse.Namespace) -> int:
+    if args.shuffle is not None and args.shuffle < 0:
+        raise InputError(f"{_SHUFFLE.flag} {args.shuffle} must be at least 0")
 
     def order(receipts: Sequence["Receipt"]) -> Sequence[int]:
         if args.shuffle is None:

@@ -90,30 +90,33 @@ def assignments(tree: ast.Module) -> Iterator[tuple[str, str]]:
 def prose_lines(text: str) -> list[str]:
     """Lines of a page without code and tables, which cannot be wrapped."""
     text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
-    return [line for line in text.splitlines() if not line.startswith(("|", "!["))]
+    return [line for line in text.splitlines() if not line.startswith(("|", "![", "    "))]
 
 
 def sentences(text: str) -> Iterator[str]:
-    """Sentences of a page and of the cells of its tables, a piece of code as one word."""
+    """Sentences of a page and of the cells of its tables, without code."""
     text = re.sub(r"```.*?```|<!--.*?-->", "", text, flags=re.DOTALL)
-    text = re.sub(r"`[^`]*`", "X", text)
+    text = re.sub(r"^    .*$", "", text, flags=re.MULTILINE)
+    text = re.sub(r"`[^`]*`", "`", text)
     text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
     for block in re.split(r"\n\s*\n|\n(?=\s*(?:[-*|#]|\d+\.))|\|", text):
         yield from re.split(r"(?<=[.!?:;])\s+", " ".join(block.split()))
 
 
 def num_words(sentence: str) -> int:
-    return sum(bool(re.search(r"\w", word)) for word in sentence.split())
+    """Words with a letter: figures are not counted."""
+    return sum(bool(re.search(r"[^\W\d_]", word)) for word in sentence.split())
 
 
 # ------------------------------------------------------- what breaks a rule, and by how much
 
 
 def repeated_classes() -> dict[str, int]:
-    """Names of several classes, and how many there are."""
+    """Names of several classes that other modules may use, and how many there are."""
     found: dict[str, int] = {}
     for _, node in nodes(ast.ClassDef):
-        found[node.name] = found.get(node.name, 0) + 1
+        if not node.name.startswith("_"):
+            found[node.name] = found.get(node.name, 0) + 1
     return {name: count for name, count in found.items() if count > 1}
 
 

@@ -1,115 +1,127 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m detjax.certify`: prove the claims here, for a model and an engine configuration.
+"""`python -m detjax.certify`: proves the claims here, for a model and an engine configuration.
 
-JAX is imported only after the command line has been checked.
+JAX is imported only once the command line is known to be good.
 """
 
 import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 from rich.live import Live
 
-from detjax import __version__
 from detjax.certify.restart import NewProcess, new_process
-from detjax.cli.errors import BAD_INPUT, BITS_DIFFER, OK, one_line
-from detjax.engine.config import MODES
+from detjax.cli import options
+from detjax.cli.command_line import (
+    CommandParser,
+    check_counts,
+    check_file,
+    check_model_option,
+    check_share,
+    description_of,
+)
+from detjax.cli.errors import BITS_DIFFER, EXIT_CODES, OK, bad_input, exit_code
+from detjax.cli.options import Option, add_options, in_flags
 from detjax.models.hf_config import config_from_hf
-from detjax.models.hub import check_model
 
-EXAMPLES = """\
+EXAMPLES = f"""\
 examples:
   python -m detjax.certify
-  python -m detjax.certify --devices 8 --minutes 10 --html certificate.html --json certificate.json
-  python -m detjax.certify --model Qwen/Qwen3-0.6B --tp 2 --batch-size 64
+  python -m detjax.certify --devices 8 --minutes 10 --html page.html --report certificate.json
+  python -m detjax.certify -m Qwen/Qwen3-0.6B --tp 2 --batch-size 64
   python -m detjax.certify --random-weights config.json --max-len 131072
 
 Each claim has cases, which must not differ in a bit, and a control without the guarantee, which
-must differ. exit codes: 0 all proven, 2 the input is wrong or cannot be done, 3 a bit differs or a
-control shows nothing
+must. A control that shows nothing is a failed check.
+
+{EXIT_CODES}
 """
 
+_DEVICES = Option(name="devices", parse=int, default=2, help="virtual ones where there is no GPU")
+_MODEL = (
+    options.MODEL,
+    options.REVISION,
+    Option(
+        name="random_weights",
+        metavar="CONFIG.json",
+        help="a model of this configuration with random weights, in place of --model",
+    ),
+    options.DTYPE,
+    options.CAST_WEIGHTS,
+    options.BACKEND,
+)
+_MESH = options.TP, options.DP, _DEVICES
+_SIZES = options.BATCH_SIZE, options.PREFILL_CHUNK, options.DECODE_STEPS
+_MAX_LEN = replace(
+    options.MAX_LEN, default_text="768 on a CPU, else the model's context or what the cache holds"
+)
+_ENGINE = (
+    options.CANONICAL_MODE,
+    _MAX_LEN,
+    *_SIZES,
+    options.NUM_PAGES,
+    options.GPU_MEMORY_UTILIZATION,
+)
+_OUTPUT = (
+    Option(
+        name="minutes",
+        parse=float,
+        default=0.0,
+        default_text="one round",
+        help="go on with other requests for so long",
+    ),
+    options.REPORT,
+    Option(
+        name="html",
+        metavar="FILE",
+        parse=Path,
+        help="write the certificate as a page for people",
+    ),
+)
 
-def make_parser() -> argparse.ArgumentParser:
+
+def make_parser() -> CommandParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m detjax.certify",
-        description=(__doc__ or "").split("\n\n")[0],
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--version", action="version", version=f"detjax {__version__}")
-    add = parser.add_argument
-    add("--model", default="novels-6m", metavar="DIR_OR_ID",
-        help="a folder in Hugging Face format, or an id (default: the small model)")  # fmt: skip
-    add("--revision", help="branch, tag or commit of an id")
-    add("--random-weights", metavar="CONFIG.json",
-        help="a model of this configuration with random weights, in place of --model")  # fmt: skip
-    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    add("--cast-weights", choices=("none", "bfloat16"), default="none")
-    add("--backend", choices=("auto", "portable", "sm90"), default="auto")
-    add(
-        "--tp",
-        type=int,
-        default=1,
-        help="devices that share each layer, on the first mesh; the other meshes follow",
-    )
-    add("--dp", type=int, default=1, help="replicas on the first mesh")
-    add(
-        "--devices",
-        type=int,
-        default=2,
-        help="number of virtual devices if there is no GPU (default: 2)",
-    )
-    engine = parser.add_argument_group("engine (default: as detjax.serve chooses)")
-    engine.add_argument("--mode", choices=[m for m in MODES if m != "fast"], default="invariant")
-    engine.add_argument("--max-len", type=int, help="most tokens of a prompt and its answer")
-    engine.add_argument("--batch-size", type=int, help="sequences that run at once")
-    engine.add_argument("--prefill-chunk", type=int)
-    engine.add_argument("--decode-steps", type=int)
-    engine.add_argument("--cache-pages", type=int, dest="num_pages")
-    engine.add_argument("--kv-memory", type=float, default=0.9, metavar="SHARE",
-                        help="of the GPU's memory, for weights and cache together")  # fmt: skip
-    out = parser.add_argument_group("depth and output")
-    out.add_argument("--minutes", type=float, default=0.0, metavar="N",
-                     help="continue with other requests so long (default: one round)")  # fmt: skip
-    out.add_argument("--json", type=Path, metavar="FILE", help="write the certificate")
-    out.add_argument("--html", type=Path, metavar="FILE", help="write it as a page for people")
-    add("--answers", action="store_true", help=argparse.SUPPRESS)
+    parser = CommandParser("certify", description=description_of(__doc__), epilog=EXAMPLES)
+    add_options(parser, "model", _MODEL)
+    text = "--tp and --dp are of the first mesh; all others of the devices follow."
+    add_options(parser, "mesh", _MESH, text)
+    add_options(parser, "engine", _ENGINE, "Sizes are chosen as detjax.serve chooses them.")
+    add_options(parser, "depth and output", _OUTPUT)
+    parser.add_argument("--answers", action="store_true", help=argparse.SUPPRESS)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code."""
-    given = list(sys.argv[1:] if argv is None else argv)
-    parser = make_parser()
-    args = parser.parse_args(given)
-    for name in ("tp", "dp", "devices", "max_len", "batch_size", "prefill_chunk", "decode_steps"):
-        if (value := getattr(args, name)) is not None and value < 1:
-            parser.error(f"--{name.replace('_', '-')} {value} must be at least 1")
-    for path in (args.json, args.html):
-        if path is not None and not path.absolute().parent.is_dir():
-            parser.error(f"{path}: there is no folder {path.absolute().parent}")
-    try:
+    return exit_code(lambda: _main(list(sys.argv[1:] if argv is None else argv)))
+
+
+def _main(given: list[str]) -> int:
+    args = make_parser().parse(given)
+    check_counts(args, (*_MESH, _MAX_LEN, *_SIZES))
+    check_share(args.gpu_memory_utilization)
+    for option in (options.REPORT, _OUTPUT[-1]):
+        if (path := getattr(args, option.name)) is not None:
+            check_file(option.flag, path)
+    with bad_input(rephrase=partial(in_flags, options=(*_MESH, *_ENGINE))):
         if not args.answers:
-            _check_given(args)
+            _check_model(args)
         return _run(args, given)
-    except (ValueError, OSError, NotImplementedError) as error:
-        print(f"error: {one_line(str(error))}", file=sys.stderr)
-        return BAD_INPUT
 
 
-def _check_given(args: argparse.Namespace) -> None:
-    """Refuse impossible models and sizes before JAX starts, here and in a new process."""
+def _check_model(args: argparse.Namespace) -> None:
+    """Refuse a model that cannot be, before JAX starts, here and in a new process."""
     if args.random_weights is None:
-        check_model(args.model, revision=args.revision)
+        check_model_option(args.model, args.revision)
     else:
-        config_from_hf(json.loads(Path(args.random_weights).read_text()))
-    if not 0 < args.kv_memory <= 1:
-        raise ValueError(f"--kv-memory {args.kv_memory} must be above 0 and at most 1")
+        with bad_input(f"--random-weights {args.random_weights}: "):
+            config_from_hf(json.loads(Path(args.random_weights).read_text()))
 
 
 def _run(args: argparse.Namespace, given: Sequence[str]) -> int:
@@ -120,7 +132,7 @@ def _run(args: argparse.Namespace, given: Sequence[str]) -> int:
 
 
 def _answer(args: argparse.Namespace) -> int:
-    """Answer the requests, in the new process."""
+    """What the new process does."""
     import jax
 
     from detjax.certify.opening import start_devices
@@ -162,8 +174,8 @@ def _certify(args: argparse.Namespace, restarted: NewProcess) -> int:
             if outcome.cause:
                 console.print(outcome.cause, markup=False, highlight=False, soft_wrap=True)
     console.print("all claims hold" if is_proven else "NOT PROVEN", style="bold")
-    if args.json is not None:
-        args.json.write_text(json.dumps(certificate.json(), indent=1), encoding="utf-8")
+    if args.report is not None:
+        args.report.write_text(json.dumps(certificate.json(), indent=1), encoding="utf-8")
     if args.html is not None:
         args.html.write_text(render(certificate), encoding="utf-8")
     return OK if is_proven else BITS_DIFFER

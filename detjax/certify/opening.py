@@ -20,6 +20,7 @@ from detjax.numerics import Build, NumericsProfile
 from detjax.opening import load_on_devices
 from detjax.pallas_kernels.backend import Backend, choose_backend
 from detjax.parallel.mesh import configure_virtual_devices, make_mesh
+from detjax.sizing import GPU_MEMORY_UTILIZATION
 
 
 def start_devices(args: argparse.Namespace) -> None:
@@ -42,7 +43,9 @@ def open_subject(args: argparse.Namespace, dp: int, tp: int) -> Subject:
         asked["max_len"] = min(768, model.config.max_position_embeddings)
     if (dp, tp) != (args.dp, args.tp):
         asked.pop("num_pages", None)  # of all replicas of the first mesh
-    return Subject(model, config_on(model, asked, gpu_memory_utilization=args.kv_memory))
+    share = args.gpu_memory_utilization
+    share = GPU_MEMORY_UTILIZATION if share is None else share
+    return Subject(model, config_on(model, asked, gpu_memory_utilization=share))
 
 
 def _open_model(args: argparse.Namespace, dp: int, tp: int) -> LoadedModel:

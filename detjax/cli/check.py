@@ -182,7 +182,7 @@ def show_check(result: CheckResult, digest: str, display: Display) -> None:
         display.line(f"all {result.num_runs} runs equal, digest {digest}", style="bold green")
 
 
-def show_elsewhere(lines: Sequence[str], display: Display) -> tuple[str, ...]:
+def show_new_process(lines: Sequence[str], display: Display) -> tuple[str, ...]:
     """Write the verdict on the run of another process; return its lines."""
     for line in lines[:_MAX_LINES]:
         display.line(f"the new process differs at {line}", style="red")

@@ -3,30 +3,58 @@
 
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from detjax.cli import report
 from detjax.cli.arguments import GenerateArgs, engine_options, with_defaults
 from detjax.cli.check import (
+    CheckResult,
     check_runs,
     differences,
     plan_runs,
     show_check,
-    show_elsewhere,
+    show_new_process,
     show_plan,
 )
+from detjax.cli.command_line import output_of
 from detjax.cli.display import Display
-from detjax.cli.elsewhere import run_elsewhere
 from detjax.cli.errors import BITS_DIFFER, OK, bad_input
-from detjax.cli.job import make_job, seeded
-from detjax.cli.model import OpensModel, read_model_files
-from detjax.cli.output import SilentWriter, digest_of_all, make_writer, to_json
+from detjax.cli.job import Job, make_job, seeded
+from detjax.cli.model import OpenModel, OpensModel, read_model_files
+from detjax.cli.new_process import run_in_new_process
+from detjax.cli.output import SilentWriter, TextSink, digest_of_all, make_writer, to_json
 from detjax.cli.prompts import read_prompts
 from detjax.cli.receipts import write_receipts
 from detjax.cli.run import RunPlan, RunResult, run_job
 from detjax.cli.warm import warm
 from detjax.engine.trace import NO_TRACE, Trace
 from detjax.models.generation_config import default_sampling
+from detjax.models.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # imports JAX
+    from detjax.proof.identity import Identity
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Opened:
+    """What is computed, and with what."""
+
+    args: GenerateArgs
+    job: Job
+    model: OpenModel
+    tokenizer: Tokenizer
+    display: Display
+    load_s: float
+
+    def run_again(self, plan: RunPlan) -> RunResult:
+        """Compute the job in another way, and write nothing."""
+        return run_job(
+            self.job, plan, self.model, self.tokenizer,
+            writer=SilentWriter(), display=self.display, is_live=False,
+        )  # fmt: skip
 
 
 def run(args: GenerateArgs, *, open_model: OpensModel) -> int:
@@ -35,63 +63,88 @@ def run(args: GenerateArgs, *, open_model: OpensModel) -> int:
     Raises:
         InputError: If something given cannot be done.
     """
-    prompts = read_prompts(args)
+    display = Display(is_quiet=args.quiet)
+    prompts = read_prompts(
+        args.prompt, args.prompts_file, is_chat=args.chat, system_prompt=args.system_prompt
+    )
     folder, config, tokenizer = read_model_files(args)
     if args.generation_config == "auto":
         with bad_input():
             args = with_defaults(args, default_sampling(folder))
     args, is_drawn = seeded(args, prompts)
     job = make_job(args, prompts, tokenizer, config)
-    max_len = job.work.max_len(config.max_position_embeddings)
+    max_len = args.max_len or job.work.max_len(config.max_position_embeddings)
     asked = engine_options(args, max_len=max_len)
-    display = Display()
-    elsewhere = run_elsewhere(args, prompts) if args.check_process else None
+    of_new_process = run_in_new_process(args, prompts) if args.check_process else None
     started_s = time.perf_counter()
     with display.loading() as progress:
         model = open_model(args, folder, progress, max_len)
-    load_s = time.perf_counter() - started_s
+    opened = _Opened(
+        args=args, job=job, model=model, tokenizer=tokenizer, display=display,
+        load_s=time.perf_counter() - started_s,
+    )  # fmt: skip
     plans = plan_runs(args, job, asked, lambda asked: model.size_engine(asked, job.work))
+    display.facts(report.card(args, folder, config, model, plans[0].engine))
     if args.warm:
-        display.facts(report.card(args, folder, config, model, plans[0].engine))
-        with display.loading() as progress:
+        with display.compiling() as progress:
             compiled = warm(model.make_engine(plans[0].engine, NO_TRACE), progress)
         report.show_compiled(compiled, display)
         return OK
-    wants_identity = args.format != "text" or args.receipts is not None
-    identity = model.identify(tokenizer) if wants_identity else None
-    display.facts(report.card(args, folder, config, model, plans[0].engine))
     if is_drawn:
         display.facts({"seed": f"{args.seed}, drawn: --seed {args.seed} gives these answers again"})
     if args.check:
         show_plan(plans, display)
+    with output_of(args.output) as out:
+        first, check = _compute(opened, plans, out)
+    return _tell(opened, first, check, of_new_process)
 
-    def run_again(plan: RunPlan) -> RunResult:
-        silent = SilentWriter()
-        return run_job(job, plan, model, tokenizer, writer=silent, display=display, is_live=False)
 
+def _compute(
+    opened: _Opened, plans: Sequence[RunPlan], out: TextSink
+) -> tuple[RunResult, CheckResult | None]:
+    """Run the first plan and write its completions; compare the others with it if asked for."""
+    args, job, model, display = opened.args, opened.job, opened.model, opened.display
+    wants_identity = args.format != "text" or args.receipts is not None
+    identity = model.identify(opened.tokenizer) if wants_identity else None
     timeline = Trace()
+    is_text = args.format == "text" and args.output is None
     first = run_job(
         job,
         plans[0],
         model,
-        tokenizer,
+        opened.tokenizer,
         writer=make_writer(
             args.format,
-            sys.stdout,
+            out,
             has_headers=len(job.seqs) > 1,
             model={} if identity is None else identity.model,
             extras=job.extras,
         ),
         display=display,
         # Elsewhere than on a terminal text and lines of progress may go into one file.
-        is_live=args.format == "text" and (sys.stdout.isatty() or not display.is_terminal),
+        is_live=is_text and (sys.stdout.isatty() or not display.is_terminal),
         tracer=timeline if args.trace else NO_TRACE,
     )
-    stats = report.run_stats(first, load_s)
-    check = check_runs(first, plans, run_again, display) if args.check else None
+    check = check_runs(first, plans, opened.run_again, display) if args.check else None
+    _write_files(opened, first, check, identity, timeline, out)
+    return first, check
+
+
+def _write_files(
+    opened: _Opened,
+    first: RunResult,
+    check: CheckResult | None,
+    identity: "Identity | None",
+    timeline: Trace,
+    out: TextSink,
+) -> None:
+    """Write what is written once the first run has ended."""
+    args, job = opened.args, opened.job
+    stats = report.run_stats(first, opened.load_s)
     if args.format == "json":
         assert identity is not None
-        print(to_json(report.document(args, identity, job, first, model, stats, check)), flush=True)
+        entry = report.document(args, identity, job, first, opened.model, stats, check)
+        print(to_json(entry), file=out, flush=True)
     if args.receipts is not None:
         assert identity is not None
         with bad_input("--receipts: "):
@@ -99,6 +152,17 @@ def run(args: GenerateArgs, *, open_model: OpensModel) -> int:
     if args.trace:
         with bad_input("--trace: "):
             timeline.write(Path(args.trace))
+
+
+def _tell(
+    opened: _Opened,
+    first: RunResult,
+    check: CheckResult | None,
+    of_new_process: Sequence | None,
+) -> int:
+    """Write digests, times and verdicts; return the exit code."""
+    args, display = opened.args, opened.display
+    stats = report.run_stats(first, opened.load_s)
     report.show_end(first, stats, display, with_digests=args.format == "text")
     if args.stats:
         report.show_stats(first.stats, display)
@@ -111,6 +175,6 @@ def run(args: GenerateArgs, *, open_model: OpensModel) -> int:
     elif args.expect_digest is not None:
         display.line(f"digest {digest} is the expected one", style="bold green")
     lines = () if check is None else check.lines
-    if elsewhere is not None:
-        lines += show_elsewhere(differences(first.outputs, elsewhere), display)
+    if of_new_process is not None:
+        lines += show_new_process(differences(first.outputs, of_new_process), display)
     return BITS_DIFFER if lines or not is_expected else OK

@@ -14,9 +14,16 @@ from detjax.progress import Heartbeat, Progress, show_progress
 class Display:
     """Everything on standard error but the one line of an error."""
 
-    def __init__(self):
-        """Write to standard error, with what its kind of terminal can show."""
-        self._console = rich.console.Console(stderr=True, highlight=False, soft_wrap=True)
+    def __init__(self, *, is_quiet: bool = False):
+        """Write to standard error, with what its kind of terminal can show.
+
+        Args:
+            is_quiet: Write only lines in red: what is wrong.
+        """
+        self._console = rich.console.Console(
+            stderr=True, highlight=False, soft_wrap=True, quiet=is_quiet
+        )
+        self._loud = rich.console.Console(stderr=True, highlight=False, soft_wrap=True)
         self._status = self._console.status("")
         self._heartbeat = Heartbeat(self.line)
 
@@ -32,7 +39,8 @@ class Display:
 
     def line(self, text: str, *, style: str = "") -> None:
         """Write a line."""
-        self._console.print(Text(text, style=style))
+        console = self._loud if "red" in style else self._console
+        console.print(Text(text, style=style))
 
     def table(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
         """Write a table."""
@@ -45,6 +53,14 @@ class Display:
     def loading(self) -> Iterator[Progress]:
         """Show how far loading is. Yields a function of (what, done, total)."""
         with show_progress("loading", self._console, self.line, in_bytes=True) as progress:
+            yield progress
+
+    @contextlib.contextmanager
+    def compiling(self) -> Iterator[Progress]:
+        """Show how many programs are compiled. Yields a function of (what, done, total)."""
+        with show_progress(
+            "compiling programs", self._console, self.line, then="checking programs"
+        ) as progress:
             yield progress
 
     def busy(self, text: str) -> None:

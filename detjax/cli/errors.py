@@ -1,13 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exit codes, and the errors that a user can put right."""
+"""Exit codes of all commands, and the errors that a user can put right."""
 
 import contextlib
-from collections.abc import Iterator
+import io
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from typing import NoReturn
+
+from detjax.engine.errors import SelfCheckError
 
 OK, INTERNAL_ERROR, BAD_INPUT, BITS_DIFFER = 0, 1, 2, 3
 INTERRUPTED, READER_GONE = 130, 141
 
+EXIT_CODES = f"""\
+exit codes: {OK} success; {BAD_INPUT} bad input, with one line that says which and how to fix it;
+{BITS_DIFFER} a bit differs, or a check has failed; {INTERNAL_ERROR} an error of detjax;
+{INTERRUPTED} interrupted; {READER_GONE} the reader of standard output went away"""
+"""For the help of a command."""
+
 _LINE_CHARS = 2000
+_GRACE_S = 2.0  # for children and files, after an interrupt
 
 
 class InputError(Exception):
@@ -15,16 +31,106 @@ class InputError(Exception):
 
 
 @contextlib.contextmanager
-def bad_input(prefix: str = "") -> Iterator[None]:
+def bad_input(
+    prefix: str = "",
+    *,
+    rephrase: Callable[[str], str] = str,
+    kinds: tuple[type[Exception], ...] = (),
+) -> Iterator[None]:
     """Report what is wrong with files and options as the user's to fix, in one line.
+
+    Args:
+        prefix: Goes before the message.
+        rephrase: Makes the message one about options, as `in_flags` does.
+        kinds: Further exceptions that are the user's to fix.
 
     Raises:
         InputError: In place of an error that names something given.
     """
     try:
         yield
-    except (ValueError, OSError, NotImplementedError) as error:
-        raise InputError(prefix + str(error)) from error
+    except BrokenPipeError:
+        raise
+    except (ValueError, OSError, NotImplementedError, *kinds) as error:
+        text = rephrase(str(error) or type(error).__name__)
+        raise InputError(prefix + text) from error
+
+
+class _InterruptedBySignal(KeyboardInterrupt):
+    """It has been said."""
+
+
+def exit_code(run: Callable[[], int]) -> int:
+    """Run a command; return its exit code, and write what stops it to standard error."""
+    with _ends_soon_by_interrupt():
+        return _exit_code(run)
+
+
+def _exit_code(run: Callable[[], int]) -> int:
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding="utf-8", errors="replace")
+    try:
+        if sys.stdout is None:
+            raise InputError("standard output is closed; open it, or write to /dev/null")
+        code = run()
+        sys.stdout.flush()
+        return code
+    except (InputError, FloatingPointError) as error:  # the latter: NaN in the weights
+        _say(f"error: {one_line(str(error))}")
+        return BAD_INPUT
+    except SelfCheckError as error:
+        _say(f"error: {one_line(str(error))}")
+        return BITS_DIFFER
+    except _InterruptedBySignal:
+        return INTERRUPTED
+    except KeyboardInterrupt:
+        _say("\ninterrupted")
+        return INTERRUPTED
+    except BrokenPipeError:
+        _give_up_output()
+        return READER_GONE
+    except OSError as error:  # a full disk, as a rule
+        _give_up_output()
+        where = error.filename or "standard output or error"
+        _say(f"error: {where} cannot be written: {one_line(error.strerror or str(error))}")
+        return BAD_INPUT
+    except Exception as error:
+        if _is_out_of_memory(error):
+            _say(
+                f"error: {_reason(error)}; there is not enough memory for this model, or for "
+                "--batch-size, --cache-pages, --prefill-chunk or --verify-window: lower them"
+            )
+            return BAD_INPUT
+        traceback.print_exc()
+        _say("error: this is a fault of detjax; please report the lines above")
+        return INTERNAL_ERROR
+
+
+@contextlib.contextmanager
+def _ends_soon_by_interrupt() -> Iterator[None]:
+    """Let SIGINT end the process within `_GRACE_S`, unless something else handles it already.
+
+    # WHY: a thread that compiles cannot be interrupted, and Python would wait for it, up to half a
+    # minute.
+    """
+
+    def end(number: int, frame: object) -> NoReturn:
+        _say("\ninterrupted")
+        timer = threading.Timer(_GRACE_S, os._exit, (INTERRUPTED,))
+        timer.daemon = True
+        timer.start()
+        raise _InterruptedBySignal
+
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def one_line(text: str) -> str:
@@ -43,3 +149,27 @@ def check_unicode(text: str, where: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise InputError(f"{where} is not valid UTF-8 at character {error.start + 1}") from error
+
+
+def _say(text: str) -> None:
+    """Write to standard error, if there is one that can be written to."""
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError):
+            print(text, file=sys.stderr, flush=True)
+
+
+def _give_up_output() -> None:
+    """Lead what is left to nowhere: Python would try to flush at exit, and report that it fails."""
+    with contextlib.suppress(OSError, ValueError):  # it has no file descriptor
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    # By name, as JAX need not have been imported.
+    is_jax = type(error).__name__ == "JaxRuntimeError" and "RESOURCE_EXHAUSTED" in str(error)
+    return is_jax or isinstance(error, MemoryError)
+
+
+def _reason(error: Exception) -> str:
+    lines = str(error).splitlines()
+    return one_line(lines[0]) if lines else "out of memory"

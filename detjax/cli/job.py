@@ -76,6 +76,9 @@ def make_job(
     """
     of_command = sampling_params(args)
     context = config.max_position_embeddings
+    max_len = args.max_len or context
+    if max_len > context:
+        raise InputError(f"--max-len {max_len} is above the model's context of {context} tokens")
     requests = []
     for prompt in prompts:
         with bad_input(f"{prompt.origin}: "):
@@ -88,8 +91,8 @@ def make_job(
                     sampling,
                     what=prompt.origin,
                     vocab_size=config.vocab_size,
-                    max_len=context,
-                    limit="the model's context",
+                    max_len=max_len,
+                    limit="the model's context" if args.max_len is None else "--max-len",
                     is_deterministic=args.mode != "fast",
                     tokenizer=tokenizer,
                     eos_token_ids=config.eos_token_ids,
@@ -143,17 +146,17 @@ def _check_pages(
     args: GenerateArgs, prompts: Sequence[Prompt], requests: Sequence[Request]
 ) -> None:
     """Refuse a completion that may not fit in the pages of one replica."""
-    if not args.cache_pages:
+    if not args.num_pages:
         return
     from detjax.numerics import NumericsProfile
 
-    page_len, room = NumericsProfile().attention_block, args.cache_pages // args.dp
+    page_len, room = NumericsProfile().attention_block, args.num_pages // args.dp
     for prompt, request in zip(prompts, requests, strict=True):
         length = len(request.prompt_token_ids) + request.sampling.max_tokens
         needed = math.ceil(length / page_len)
         if needed > room:
             raise InputError(
-                f"--cache-pages {args.cache_pages}: {prompt.origin} and its completion may have "
+                f"--cache-pages {args.num_pages}: {prompt.origin} and its completion may have "
                 f"{length} tokens, {needed} pages of {page_len}, and a replica has {room}; give "
                 f"{needed * args.dp} or more, or lower --max-tokens"
             )

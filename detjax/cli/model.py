@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from detjax.cli.arguments import GPU_MEMORY_UTILIZATION, NO_CACHE, NO_CAST, GenerateArgs
+from detjax.cli.arguments import GenerateArgs, as_flags
+from detjax.cli.command_line import check_name
 from detjax.cli.errors import InputError, bad_input
+from detjax.cli.options import GPU_MEMORY_SHARE, NO_CACHE, NO_CAST
 from detjax.engine.config import EngineConfig
 from detjax.engine.metrics import EngineStats
 from detjax.engine.requests.request import Completion, Request, TokenEvent
@@ -27,8 +29,8 @@ if TYPE_CHECKING:  # imports JAX
 
 OWN_OPTIONS = frozenset(
     """
-    cache_dir coordinator format logprobs model process_id prompt prompts_file receipts revision
-    sign stats trace
+    cache_dir coordinator format logprobs model output process_id prompt prompts_file quiet receipts
+    revision sign stats trace
     """.split()
 )
 """Options of a process alone, or compared as what comes of them: files, requests."""
@@ -38,7 +40,7 @@ OWN_OPTIONS = frozenset(
 class CompilesPrograms(Protocol):
     """What `--warm` needs of an engine."""
 
-    def compile(self, progress: Progress) -> None:
+    def compile(self, progress: Progress, requests: Sequence[Request] | None = None) -> None:
         """Compile ahead, as `Engine.compile` does."""
         ...
 
@@ -97,6 +99,7 @@ def read_model_files(args: GenerateArgs) -> tuple[Path, ModelConfig, Tokenizer]:
     from detjax.models.hf_config import load_config
     from detjax.models.hub import find_model
 
+    check_name(args.model)
     with bad_input("--model: "):
         folder = find_model(args.model, revision=args.revision)
         config, tokenizer = load_config(folder), Tokenizer.from_folder(folder)
@@ -171,13 +174,13 @@ class _JobEngine:
     def stats(self) -> EngineStats:
         return self._engine.stats()
 
-    def compile(self, progress: Progress) -> None:
+    def compile(self, progress: Progress, requests: Sequence[Request] | None = None) -> None:
         def progress_of_job(what: str, done: int, total: int) -> None:
             self._watch.progress()
             progress(what, done, total)
 
         with self._watch.working():
-            self._engine.compile(progress_of_job)
+            self._engine.compile(progress_of_job, requests)
 
     def generate(
         self, requests: Sequence[Request], *, on_token: Callable[[TokenEvent], bool]
@@ -220,7 +223,9 @@ def _open_model(
                 num_processes=num_processes,
             )
         except MeshError as error:
-            raise InputError(f"--dp {args.dp} --tp {args.tp}: {error}") from error
+            text = as_flags(str(error))
+            prefix = "" if "--tp " in text else f"--dp {args.dp} --tp {args.tp}: "
+            raise InputError(f"{prefix}{text}") from error
     is_gpu = model.backend.platform == "gpu"
     share = args.gpu_memory_utilization
     if share is not None and not is_gpu:
@@ -236,16 +241,16 @@ def _open_model(
     )
 
     def size_engine(asked: Mapping[str, Any], work: Work) -> EngineConfig:
-        with bad_input():
+        with bad_input(rephrase=as_flags):
             return choose_sizes(
                 model,
                 asked,
-                gpu_memory_utilization=GPU_MEMORY_UTILIZATION if share is None else share,
+                gpu_memory_utilization=GPU_MEMORY_SHARE if share is None else share,
                 work=work,
             )
 
     def make_engine(config: EngineConfig, tracer: TracesEvents) -> Engine:
-        with bad_input():
+        with bad_input(rephrase=as_flags):
             if is_gpu:
                 gc.collect()  # the cache of the engine before
             check_memory(model, config)

@@ -5,12 +5,11 @@ import codecs
 import dataclasses
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from detjax.cli.arguments import GenerateArgs
 from detjax.cli.errors import InputError, check_unicode
 from detjax.engine.requests.request import SamplingParams
 
@@ -65,32 +64,44 @@ class Prompt:
         return {"prompt": self.text, **entry, **self.extras}
 
 
-def read_prompts(args: GenerateArgs) -> tuple[Prompt, ...]:
+def read_prompts(
+    texts: Sequence[str],
+    prompts_file: str | None,
+    *,
+    is_chat: bool = False,
+    system_prompt: str | None = None,
+) -> tuple[Prompt, ...]:
     """Read every prompt, those of `--prompt` first.
+
+    Args:
+        texts: Of `--prompt`.
+        prompts_file: Of `--prompts-file`; None is no file.
+        is_chat: Texts are asked as a user.
+        system_prompt: Begins conversations that have no system message; texts are asked as a user.
 
     Raises:
         InputError: If there is none, one is empty, or a file or line cannot be read.
     """
-    if args.prompt.count(_STANDARD_INPUT) > 1:
+    if texts.count(_STANDARD_INPUT) > 1:
         raise InputError("--prompt - was given twice; standard input can be read once")
     prompts = []
-    for i, text in enumerate(args.prompt):
-        origin = "--prompt" if len(args.prompt) == 1 else f"--prompt number {i + 1}"
+    for i, text in enumerate(texts):
+        origin = "--prompt" if len(texts) == 1 else f"--prompt number {i + 1}"
         if text == _STANDARD_INPUT:
             origin, text = "standard input", _read_standard_input()
         check_unicode(text, origin)
         if len(text.encode()) > PROMPT_BYTES:
             raise _too_long(origin)
         prompts.append(Prompt(origin=origin, text=text))
-    if args.prompts_file is not None:
-        prompts.extend(_read_prompts_file(Path(args.prompts_file).expanduser()))
+    if prompts_file is not None:
+        prompts.extend(_read_prompts_file(Path(prompts_file).expanduser()))
     if not prompts:
         raise InputError("there is no prompt; give --prompt TEXT, --prompt - or --prompts-file F")
     for prompt in prompts:
         if not prompt.text and not prompt.messages and not prompt.token_ids:
             raise InputError(f"{prompt.origin} is empty; give at least one character")
-    if args.chat:
-        prompts = [_as_chat(prompt) for prompt in prompts]
+    if is_chat or system_prompt is not None:
+        prompts = [_as_chat(prompt, system_prompt) for prompt in prompts]
     for prompt in prompts:
         if prompt.variables and not prompt.messages:
             key = next(iter(prompt.entry().keys() & set(_TEMPLATE_KEYS)))
@@ -101,13 +112,14 @@ def read_prompts(args: GenerateArgs) -> tuple[Prompt, ...]:
     return tuple(prompts)
 
 
-def _as_chat(prompt: Prompt) -> Prompt:
-    if prompt.messages:
-        return prompt
+def _as_chat(prompt: Prompt, system_prompt: str | None) -> Prompt:
+    """The conversation of a prompt, which begins with a system message if there is one."""
     if prompt.token_ids:
         raise InputError(f"{prompt.origin} has `prompt_token_ids`, and --chat asks texts alone")
-    user = {"role": "user", "content": prompt.text}
-    return dataclasses.replace(prompt, text="", messages=(user,))
+    messages = prompt.messages or ({"role": "user", "content": prompt.text},)
+    if system_prompt is not None and messages[0].get("role") != "system":
+        messages = ({"role": "system", "content": system_prompt}, *messages)
+    return dataclasses.replace(prompt, text="", messages=messages)
 
 
 def _read_standard_input() -> str:

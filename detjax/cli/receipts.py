@@ -7,23 +7,24 @@ JAX is imported only once the receipts are known to be whole.
 import argparse
 import json
 import re
-import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import rich.console
 import rich.progress
 
-from detjax import __version__
-from detjax.cli.arguments import NO_CACHE, GenerateArgs
-from detjax.cli.errors import BAD_INPUT, BITS_DIFFER, OK, one_line
+from detjax.cli import options
+from detjax.cli.arguments import GenerateArgs
+from detjax.cli.command_line import CommandParser, check_counts, check_file, check_model_option
+from detjax.cli.errors import BITS_DIFFER, EXIT_CODES, OK, bad_input, one_line
 from detjax.cli.job import Job
 from detjax.cli.model import keep_compiled_programs
-from detjax.compilation.source import default_cache_dir
+from detjax.cli.options import Option, add_options, in_flags
 from detjax.engine.outputs.text import CompletionOutput
-from detjax.models.hub import check_model
 from detjax.proof.canonical_json import canonical_json
 from detjax.proof.signing import SigningKey, read_public_key
 
@@ -64,36 +65,48 @@ def write_receipts(
             file.write((receipt if key is None else receipt.signed(key)).to_json() + "\n")
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Options of both commands."""
-    parser.add_argument("--version", action="version", version=f"detjax {__version__}")
-    parser.add_argument("file", metavar="FILE", type=Path, help="receipts, one a line")
-    model = parser.add_argument_group("model")
-    model.add_argument("--model", metavar="DIR_OR_ID",
-                       help="a folder or a Hugging Face id, whose weights have the hash in the "
-                       "receipts (default: the name there, unless it is a folder)")  # fmt: skip
-    model.add_argument(
-        "--revision",
-        metavar="REV",
-        help="branch, tag or commit of an id (default: that of the receipts)",
+_MODEL = replace(options.MODEL, default=None, default_text="the id in the receipts")
+_REVISION = replace(options.REVISION, default_text="that of the receipts")
+_SIZES = options.TP, options.DP, options.BATCH_SIZE, options.PREFILL_CHUNK
+_ACCEPT = Option(
+    name="accept",
+    default=(),
+    metavar="FIELD",
+    help="compare though this field of model, numerics or build differs, such as build.arch; may "
+    "be given several times. Without it another build is refused",
+)
+_TRUST = Option(
+    name="trust",
+    metavar="KEY",
+    parse=Path,
+    help="a public key in PEM: every receipt must be signed by it",
+)
+
+
+def make_receipt_parser(
+    verb: str, description: str, example: str, own: Sequence[Option]
+) -> CommandParser:
+    """The parser of a command that checks receipts.
+
+    Args:
+        verb: Of the command.
+        description: Says what it does.
+        example: A command that checks the receipts of `answers.jsonl`.
+        own: Options that it alone has.
+    """
+    parser = CommandParser(
+        verb,
+        description=description,
+        epilog="examples:\n"
+        '  python -m detjax.generate -p "The old house" --temperature 1 --receipts answers.jsonl\n'
+        f"  {example}\n\n{EXIT_CODES}",
     )
-    engine = parser.add_argument_group("batch, mesh and schedule (change no bit)")
-    engine.add_argument("--tp", type=int, default=1, metavar="N",
-                        help="devices that share each layer; on the CPU virtual ones")  # fmt: skip
-    engine.add_argument("--dp", type=int, default=1, metavar="N", help="replicas")
-    engine.add_argument("--batch-size", type=int, metavar="N", help="sequences that run at once")
-    engine.add_argument("--prefill-chunk", type=int, metavar="N",
-                        help="prompt tokens of a sequence in one step")  # fmt: skip
-    engine.add_argument("--cache-dir", default=default_cache_dir(), metavar="DIR",
-                        help=f"folder of compiled programs; {NO_CACHE} keeps none")  # fmt: skip
-    check = parser.add_argument_group("check")
-    check.add_argument("--accept", action="append", default=[], metavar="FIELD",
-                       help="compare even if this field of model, numerics or build differs, as "
-                       "build.arch; may be repeated. Another build is refused")  # fmt: skip
-    check.add_argument("--trust", metavar="KEY", type=Path,
-                       help="a public key in PEM: every receipt must be signed by it")  # fmt: skip
-    check.add_argument("--report", metavar="FILE", type=Path,
-                       help="also write the findings as JSON")  # fmt: skip
+    parser.add_argument("file", metavar="FILE", type=Path, help="receipts, one a line")
+    add_options(parser, "model", (_MODEL, _REVISION))
+    schedule = (*_SIZES, options.CACHE_DIR, *own)
+    add_options(parser, "batch, mesh and schedule (change no bit)", schedule)
+    add_options(parser, "check", (_ACCEPT, _TRUST, options.REPORT, options.QUIET))
+    return parser
 
 
 def run_command(
@@ -107,13 +120,21 @@ def run_command(
     """Read the receipts, load their model, run them and tell; return the exit code.
 
     Args:
-        args: Of `add_options`.
+        args: Of `make_receipt_parser`.
         what: Such as "replayed".
         engine_options: Fields of `EngineConfig`, from the receipts.
         has_predictions: As `rerun` has it.
         order: In which they are asked, as indices.
+
+    Raises:
+        InputError: If something given cannot be done.
     """
-    try:
+    check_counts(args, _SIZES)
+    # A receipt is a stranger's file, of which anything may be wrong.
+    with bad_input(
+        rephrase=partial(in_flags, options=_SIZES),
+        kinds=(TypeError, ImportError, MemoryError, RecursionError),
+    ):
         _check_given(args)
         _check_accepted(args.accept)
         from detjax.proof.receipt import read_receipts
@@ -122,9 +143,6 @@ def run_command(
         _check_signers(receipts, args.trust)
         _check_one_model(receipts)
         outcome = _run(args, receipts, what, engine_options(receipts), has_predictions, order)
-    except (ValueError, OSError, TypeError, ImportError, MemoryError, RecursionError) as error:
-        print(f"error: {one_line(str(error) or type(error).__name__)}", file=sys.stderr)
-        return BAD_INPUT
     if args.report is not None:
         args.report.write_text(json.dumps(outcome, indent=2) + "\n")
     return BITS_DIFFER if outcome["differences"] else OK
@@ -132,18 +150,14 @@ def run_command(
 
 def _check_given(args: argparse.Namespace) -> None:
     """Refuse options and files that cannot be, before JAX is imported."""
-    for name in ("tp", "dp", "batch_size", "prefill_chunk"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {value} must be at least 1")
     with args.file.open("rb"):
         pass
     if args.trust is not None:
         read_public_key(args.trust)
-    if args.report is not None and not args.report.absolute().parent.is_dir():
-        raise ValueError(f"--report {args.report} is in a folder that does not exist; make it")
+    if args.report is not None:
+        check_file(options.REPORT.flag, args.report)
     if args.model is not None:
-        check_model(args.model, revision=args.revision)
+        check_model_option(args.model, args.revision)
 
 
 def _check_accepted(paths: Sequence[str]) -> None:
@@ -225,7 +239,7 @@ def _run(
     args: argparse.Namespace,
     receipts: Sequence["Receipt"],
     what: str,
-    options: dict[str, Any],
+    asked: dict[str, Any],
     has_predictions: bool,
     order: Callable[[Sequence["Receipt"]], Sequence[int]],
 ) -> dict[str, Any]:
@@ -233,11 +247,12 @@ def _run(
     from detjax.proof.rerun import rerun
 
     keep_compiled_programs(args.cache_dir)
-    console = rich.console.Console(stderr=True)
+    console = rich.console.Console(stderr=True, quiet=args.quiet)
+    loud = rich.console.Console(stderr=True)
     first = receipts[0]
     folder, name = find_model_of(first, model=args.model, revision=args.revision)
     begin_s = time.perf_counter()
-    llm = _open(args, receipts, folder, options)
+    llm = _open(args, receipts, folder, asked)
     here = Identifier(llm.model, llm.tokenizer, name=name).identity()
     unlike, excused = _compare_identity(args, first, here)
     for path, said, now in unlike:
@@ -268,7 +283,7 @@ def _run(
         lines.append(f"and {len(differences) - _MAX_LINES} more")
     style = "bold red" if differences else "bold green"
     for line in lines:
-        console.print(one_line(line), style=style, highlight=False, markup=False, soft_wrap=True)
+        loud.print(one_line(line), style=style, highlight=False, markup=False, soft_wrap=True)
     unproven = _unproven(receipts, args.trust, unlike)
     print(
         f"{what} {len(receipts)} receipts, {num_tokens} tokens and logprobs: "
@@ -304,7 +319,7 @@ def _run(
 
 
 def _open(
-    args: argparse.Namespace, receipts: Sequence["Receipt"], folder: Path, options: dict[str, Any]
+    args: argparse.Namespace, receipts: Sequence["Receipt"], folder: Path, asked: dict[str, Any]
 ) -> "LLM":
     """The model, with the numerics that the receipts name and room for their answers."""
     from detjax.llm import LLM
@@ -323,7 +338,8 @@ def _open(
         prefill_chunk=args.prefill_chunk,
         max_len=_max_len(receipts, load_config(folder).max_position_embeddings),
         cache_dir=None,
-        **options,
+        show_progress=not args.quiet,
+        **asked,
     )
 
 

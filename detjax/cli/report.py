@@ -88,12 +88,11 @@ def show_end(
     result: RunResult, stats: Mapping[str, int | float], display: Display, *, with_digests: bool
 ) -> None:
     """Write the digests and where the time went."""
-    running_s = result.stats.step_s.total - result.stats.compile_s
     facts = {
         "load": f"{stats['load_s']:.2f} s",
         "compile": f"{stats['compile_s']:.2f} s",
         "prompts": f"{stats['prompt_tokens']} tokens, {stats['prefix_tokens']} of them cached",
-        "completions": _rate(stats["decode_tokens"], running_s),
+        "completions": _rate(stats["decode_tokens"], result.running_s),
         "first token": f"{stats['first_token_s']:.2f} s after the process started",
     }
     if stats["num_windows"]:

@@ -46,10 +46,18 @@ class RunPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunResult:
-    """What a run gave, and when its first token came, in seconds since the process started."""
+    """What a run gave.
+
+    Attributes:
+        outputs: The completions, in order.
+        stats: What the engine counted.
+        running_s: Seconds of its steps, without those in which a program was compiled.
+        first_token_s: When the first token came, in seconds since the process started.
+    """
 
     outputs: tuple[CompletionOutput, ...]
     stats: EngineStats
+    running_s: float
     first_token_s: float
 
 
@@ -97,9 +105,13 @@ def run_job(
             return False
         return transcript.on_token(dataclasses.replace(event, request_idx=index))
 
-    display.busy("compiling and reading the prompts")
+    requests = _requests(batch, plan)
+    with display.compiling() as progress:
+        engine.compile(progress, requests)
+    ahead_s = engine.stats().compile_s
+    display.busy("reading the prompts")
     try:
-        completions = engine.generate(_requests(batch, plan), on_token=on_token)
+        completions = engine.generate(requests, on_token=on_token)
     finally:
         display.idle()
     ours = [
@@ -107,7 +119,13 @@ def run_job(
         for completion in completions
         if (index := plan.order[completion.request_idx]) is not None
     ]
-    return RunResult(outputs=batch.outputs(ours), stats=engine.stats(), first_token_s=times[0])
+    stats = engine.stats()
+    return RunResult(
+        outputs=batch.outputs(ours),
+        stats=stats,
+        running_s=stats.step_s.total - (stats.compile_s - ahead_s),
+        first_token_s=times[0],
+    )
 
 
 def _requests(batch: TextBatch, plan: RunPlan) -> list[Request]:

@@ -7,19 +7,21 @@ import os
 import statistics
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import rich.console
 import rich.table
 
-from detjax import __version__
-from detjax.cli.arguments import GenerateArgs
-from detjax.cli.errors import BAD_INPUT, BITS_DIFFER, OK, InputError, one_line
+from detjax.cli import options
+from detjax.cli.command_line import CommandParser, check_counts, check_file, output_of
+from detjax.cli.errors import BITS_DIFFER, EXIT_CODES, OK, InputError, exit_code
+from detjax.cli.options import Option, add_options
 from detjax.cli.prompts import read_prompts
 from detjax.compare.answers import ComparedAnswer, ServerQuery, ask_server, paired, read_answers
 from detjax.compare.comparison import Comparison, Scores, compare
 
-EPILOG = """\
+EPILOG = f"""\
 A and B are files of JSON lines, or addresses of servers with OpenAI's API.
 A line is an answer: of python -m detjax.generate --format jsonl, a response of OpenAI's API, or an
 object with `text`. Answers are paired by `id`, else by prompt and sequence, else by line.
@@ -29,55 +31,63 @@ examples:
   python -m detjax.compare old.jsonl new.jsonl --score correct
   python -m detjax.compare http://127.0.0.1:8000 http://127.0.0.1:8001 --prompts-file prompts.txt
 
-exit codes: 0 nothing differs, 2 the input is wrong or cannot be done, 3 an answer differs
+{EXIT_CODES}
 """
 
+_SCORE = Option(
+    name="score",
+    metavar="FIELD",
+    help="a field of every line of two files: a number, true or false",
+)
+_ALPHA = Option(
+    name="alpha",
+    parse=float,
+    default=0.05,
+    metavar="P",
+    help="a difference of scores is called more than chance below this p-value",
+)
+_CONCURRENCY = Option(name="concurrency", parse=int, default=8, help="requests at once")
+_SERVERS = (
+    replace(options.PROMPTS_FILE, help=".txt: a prompt a line. .jsonl: an object with `prompt` a "
+            "line"),
+    options.MAX_TOKENS,
+    options.TEMPERATURE,
+    replace(options.SEED, default=0, default_text=""),
+    _CONCURRENCY,
+    Option(name="api_key", metavar="KEY", default_text="OPENAI_API_KEY", help="of both servers"),
+)  # fmt: skip
 
-def make_parser() -> argparse.ArgumentParser:
+
+def make_parser() -> CommandParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m detjax.compare",
+    parser = CommandParser(
+        "compare",
         description="Compare two sets of answers to the same prompts: texts, tokens, bits, scores.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"detjax {__version__}")
     parser.add_argument("a", metavar="A", help="a file, or the address of a server")
-    parser.add_argument("b", metavar="B", help="another file or address")
-    parser.add_argument("--score", metavar="FIELD", help="compare this field of every line: a "
-                        "number, true or false")  # fmt: skip
-    parser.add_argument("--alpha", type=float, default=0.05, metavar="P",
-                        help="a difference of scores is called more than chance below this "
-                        "p-value (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="write one JSON object")
-    servers = parser.add_argument_group("servers")
-    servers.add_argument("--prompts-file", metavar="FILE", help="a prompt a line, or JSON lines "
-                         "with `prompt`")  # fmt: skip
-    for name, kind, default, said in (
-        ("max-tokens", int, 64, "most tokens of an answer"),
-        ("temperature", float, 0.0, "0 is greedy"),
-        ("seed", int, 0, "seed of every answer"),
-        ("concurrency", int, 8, "requests at once"),
-    ):
-        servers.add_argument(f"--{name}", type=kind, default=default, metavar="N",
-                             help=f"{said} (default: {default})")  # fmt: skip
-    servers.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY"), metavar="KEY",
-                         help="API key of both servers (default: OPENAI_API_KEY)")  # fmt: skip
+    parser.add_argument("b", metavar="B", help="the other")
+    add_options(parser, "files", (_SCORE, _ALPHA))
+    add_options(parser, "servers", _SERVERS)
+    add_options(parser, "output", (options.FORMAT, options.OUTPUT))
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code."""
-    args = make_parser().parse_args(argv)
-    try:
-        found = _compared(args)
-    except InputError as error:
-        print(f"error: {one_line(str(error))}", file=sys.stderr)
-        return BAD_INPUT
-    if args.json:
-        print(json.dumps(found.as_dict()))
-    else:
-        _show(found, args.alpha)
+    return exit_code(lambda: _run(make_parser().parse(argv)))
+
+
+def _run(args: argparse.Namespace) -> int:
+    if args.output is not None:
+        check_file(options.OUTPUT.flag, args.output)
+    found = _compared(args)
+    with output_of(args.output) as out:
+        if args.format == "json":
+            print(json.dumps(found.as_dict()), file=out)
+        else:
+            console = rich.console.Console(file=out, highlight=False, soft_wrap=True)
+            _show(found, args.alpha, console)
     return OK if found.is_equal else BITS_DIFFER
 
 
@@ -100,12 +110,10 @@ def _compared(args: argparse.Namespace) -> Comparison:
 def _asked(args: argparse.Namespace) -> list[list[ComparedAnswer]]:
     if args.prompts_file is None:
         raise InputError("two servers need prompts; give --prompts-file FILE")
-    for name in ("max_tokens", "concurrency"):
-        if getattr(args, name) < 1:
-            raise InputError(f"--{name.replace('_', '-')} {getattr(args, name)} must be above 0")
-    prompts = read_prompts(GenerateArgs(prompts_file=args.prompts_file))
+    check_counts(args, (options.MAX_TOKENS, _CONCURRENCY))
+    prompts = read_prompts((), args.prompts_file)
     for prompt in prompts:
-        if prompt.text is None:
+        if not prompt.text:
             raise InputError(f"{prompt.origin} has no `prompt`; give text")
     asked = ServerQuery(
         max_tokens=args.max_tokens,
@@ -113,12 +121,12 @@ def _asked(args: argparse.Namespace) -> list[list[ComparedAnswer]]:
         seed=args.seed,
         concurrency=args.concurrency,
     )
-    texts = [str(prompt.text) for prompt in prompts]
-    return [ask_server(url, texts, asked, args.api_key) for url in (args.a, args.b)]
+    texts = [prompt.text for prompt in prompts]
+    key = os.environ.get("OPENAI_API_KEY") if args.api_key is None else args.api_key
+    return [ask_server(url, texts, asked, key) for url in (args.a, args.b)]
 
 
-def _show(found: Comparison, alpha: float) -> None:
-    console = rich.console.Console(highlight=False, soft_wrap=True)
+def _show(found: Comparison, alpha: float, console: rich.console.Console) -> None:
     table = rich.table.Table("", f"of {found.num_answers} answers differ")
     for what, count in (
         ("text", found.num_texts),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m detjax.diverge`: the first token, layer and operation whose bits differ.
 
-JAX is imported only after the command line has been checked.
+JAX is imported only once the command line is known to be good.
 """
 
 import argparse
@@ -9,28 +9,37 @@ import dataclasses
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from detjax import __version__
-from detjax.cli.arguments import GenerateArgs
-from detjax.cli.errors import BAD_INPUT, BITS_DIFFER, OK, InputError, bad_input, one_line
+from detjax.cli import options
+from detjax.cli.command_line import CommandParser, check_file, check_model_option, output_of
+from detjax.cli.errors import (
+    BITS_DIFFER,
+    EXIT_CODES,
+    OK,
+    InputError,
+    bad_input,
+    exit_code,
+)
+from detjax.cli.options import Option, add_options, in_flags
 from detjax.diverge.setting import RecordedAnswer, Setting
 from detjax.engine.requests.request import SamplingParams
 from detjax.models.bundled import BUNDLED_NAME
-from detjax.models.hub import check_model
 
 if TYPE_CHECKING:  # imports JAX
     from detjax.diverge.divergence import Divergence
     from detjax.numerics import NumericsProfile
     from detjax.proof.receipt import Receipt
 
-EPILOG = """\
+EPILOG = f"""\
 A setting is KEY=VALUE,KEY=VALUE of:
   tp=1            devices that share each layer; without GPUs, virtual ones
   dp=1            replicas
-  batch=1         sequences that run at once: the prompt, and others of other tokens and lengths
-  row=0           which of them is the prompt
+  batch=1         sequences that run at once: the prompt, and company of other tokens and lengths
+  row=0           which of them the prompt is
   mode=invariant  or dvr, fast
   backend=auto    or portable, sm90
   chunk=64        prompt tokens of one prefill step
@@ -39,79 +48,82 @@ A setting is KEY=VALUE,KEY=VALUE of:
   pages=0         cache pages; 0 is enough for all, fewer mean preemption
 
 examples:
-  python -m detjax.diverge tp=1 tp=2,batch=8,chunk=16 --prompt "The sea"
-  python -m detjax.diverge --prompt "The sea" --b "mode=fast"
-  python -m detjax.generate --prompt "The sea" --format jsonl > answer.jsonl
+  python -m detjax.diverge tp=1 tp=2,batch=8,chunk=16 -p "The sea"
+  python -m detjax.diverge -p "The sea" --b "mode=fast"
+  python -m detjax.generate -p "The sea" --format jsonl -o answer.jsonl
   python -m detjax.diverge --answer answer.jsonl --b "batch=8,row=3"
   python -m detjax.diverge --receipt answers.jsonl --line 2 --b "tp=2"
   python -m detjax.diverge --evidence ~/.local/state/detjax/evidence/20261122T190000-7.json
 
-exit codes: 0 no bit differs, 2 the input is wrong or cannot be done, 3 a bit differs
+{EXIT_CODES}
 """
 
+_SIDES = (
+    Option(
+        name="a", metavar="SETTING", default_text="every default", help="one setting, in place of "
+        "the first argument",
+    ),
+    Option(
+        name="b", metavar="SETTING", default="", default_text="every default",
+        help="the other setting, likewise",
+    ),
+    Option(
+        name="answer", metavar="FILE",
+        help="in place of --a and --prompt: of python -m detjax.generate --format jsonl, with n=1",
+    ),
+    Option(
+        name="receipt", metavar="FILE",
+        help="in place of --a and --prompt: of --receipts; its model, its numerics and its "
+        "sampling are used",
+    ),
+    Option(
+        name="evidence", metavar="FILE",
+        help="that a self-check has kept: settings that do the same are compared",
+    ),
+    Option(
+        name="line", parse=int, default_text="the only one",
+        help="of --answer or --receipt, from 1",
+    ),
+)  # fmt: skip
+_PROMPT = replace(options.PROMPT, default=None, help="text to continue")
+_DEEP = Option(
+    name="deep", default=False, help="compare every operation though the answers are equal"
+)
+_MODEL = (
+    replace(options.MODEL, default=None, default_text="that of the receipt or the evidence, else "
+            f"{options.MODEL.shown_default}"),
+    options.REVISION,
+    options.DTYPE,
+    options.CAST_WEIGHTS,
+)  # fmt: skip
+_SAMPLING = (replace(options.MAX_TOKENS, default=16), *options.SAMPLING[1:])
 
-def make_parser() -> argparse.ArgumentParser:
+
+def make_parser() -> CommandParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m detjax.diverge",
+    parser = CommandParser(
+        "diverge",
         description="Compare two settings, or an answer and a setting, of one model and prompt, "
         "and name the first operation whose bits differ.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"detjax {__version__}")
     parser.add_argument("settings", metavar="SETTING", nargs="*", help="A and B, in place of --a "
-                        "and --b; with --answer or --receipt only B")  # fmt: skip
-    parser.add_argument("--a", metavar="SETTING", help="one setting (default: all defaults)")
-    parser.add_argument(
-        "--b", metavar="SETTING", default="", help="the other setting (default: all defaults)"
-    )
-    parser.add_argument("--answer", metavar="FILE", help="an answer in place of --a and "
-                        "--prompt, of detjax.generate --format jsonl with n=1")  # fmt: skip
-    parser.add_argument("--receipt", metavar="FILE", help="a receipt in place of --a and "
-                        "--prompt; its model, numerics and sampling are used")  # fmt: skip
-    parser.add_argument("--evidence", metavar="FILE", help="the file of a failed self-check; "
-                        "settings that repeat it are compared")  # fmt: skip
-    parser.add_argument("--line", type=int, metavar="N", help="line of --answer or --receipt, "
-                        "from 1; needed if there are several")  # fmt: skip
-    parser.add_argument("--prompt", metavar="TEXT", help="what to continue")
-    parser.add_argument("--deep", action="store_true",
-                        help="compare every operation even if the answers are equal")  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="write one JSON object")
-    model = parser.add_argument_group("model")
-    model.add_argument("--model", metavar="DIR_OR_ID",
-                       help="a folder in Hugging Face format, or an id (default: that of the "
-                       "receipt or the evidence, else the small model that comes with "
-                       "detjax)")  # fmt: skip
-    model.add_argument("--revision", help="branch, tag or commit of an id")
-    model.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16",
-                       help="of weights and compute; it chooses bits")  # fmt: skip
-    model.add_argument("--cast-weights", choices=("none", "bfloat16"), default="none",
-                       help="round a checkpoint of float16; it chooses bits")  # fmt: skip
-    sampling = parser.add_argument_group("sampling (an answer has its own)")
-    for name, kind in (
-        ("max_tokens", int), ("temperature", float), ("top_k", int), ("top_p", float),
-        ("min_p", float), ("seed", int),
-    ):  # fmt: skip
-        default = 16 if name == "max_tokens" else getattr(SamplingParams(), name)
-        sampling.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default,
-                              help=f"default: {default}")  # fmt: skip
-    parser.add_argument("--cache-dir", default=GenerateArgs().cache_dir, metavar="DIR",
-                        help="folder of compiled programs; none keeps none")  # fmt: skip
+                        "and --b; beside --answer or --receipt B alone")  # fmt: skip
+    add_options(parser, "what is compared", (*_SIDES, _PROMPT, _DEEP))
+    add_options(parser, "model", _MODEL)
+    add_options(parser, "sampling (of an answer: as it was asked for)", _SAMPLING)
+    add_options(parser, "output", (options.FORMAT, options.OUTPUT, options.CACHE_DIR))
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code."""
-    args = make_parser().parse_args(argv)
-    try:
-        return _run(args)
-    except (InputError, FloatingPointError) as error:
-        print(f"error: {one_line(str(error))}", file=sys.stderr)
-        return BAD_INPUT
+    return exit_code(lambda: _run(make_parser().parse(argv)))
 
 
 def _run(args: argparse.Namespace) -> int:
+    if args.output is not None:
+        check_file(options.OUTPUT.flag, args.output)
     given = [name for name in ("answer", "receipt", "evidence") if getattr(args, name) is not None]
     if len(given) > 1:
         raise InputError(f"--{given[0]} and --{given[1]} stand for one side; leave one out")
@@ -122,20 +134,21 @@ def _run(args: argparse.Namespace) -> int:
     if args.settings:
         args.a, args.b = _positional(args, given)
     if args.model is not None or given in ([], ["answer"]):
-        with bad_input("--model: "):
-            check_model(args.model or BUNDLED_NAME, revision=args.revision)
+        check_model_option(args.model or BUNDLED_NAME, args.revision)
     if given == ["evidence"]:
         divergence = _of_evidence(args)
     else:
         with bad_input("--b: "):
             b = Setting.parse(args.b)
         divergence = _of_receipt(args, b) if given == ["receipt"] else _of_settings(args, b)
-    print(json.dumps(divergence.to_dict()) if args.json else divergence)
+    text = json.dumps(divergence.to_dict()) if args.format == "json" else f"{divergence}"
+    with output_of(args.output) as out:
+        print(text, file=out)
     return BITS_DIFFER if divergence.is_found else OK
 
 
 def _positional(args: argparse.Namespace, given: Sequence[str]) -> tuple[str | None, str]:
-    """Return A and B of the settings without a name."""
+    """A and B of the settings without a name."""
     settings = args.settings
     if args.a is not None or args.b:
         raise InputError(f"{settings[0]!r} stands for --a or --b, and those are given too")
@@ -163,14 +176,13 @@ def _of_settings(args: argparse.Namespace, b: Setting) -> "Divergence":
             )
         with bad_input("--a: "):
             a = Setting.parse(args.a or "")
-    with bad_input():
-        names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed")
-        sampling = SamplingParams(**{name: getattr(args, name) for name in names})
+    with bad_input(rephrase=partial(in_flags, options=_SAMPLING)):
+        sampling = SamplingParams(**{its.name: getattr(args, its.name) for its in _SAMPLING})
     return _find(args, a, b, sampling)
 
 
 def _of_receipt(args: argparse.Namespace, b: Setting) -> "Divergence":
-    """Return the answer of a receipt, and a setting."""
+    """The answer of a receipt, and a setting."""
     with bad_input(f"--receipt {args.receipt}: "):
         line = _line(args.receipt, args.line)
 
@@ -187,7 +199,7 @@ def _of_receipt(args: argparse.Namespace, b: Setting) -> "Divergence":
 
 
 def _of_evidence(args: argparse.Namespace) -> "Divergence":
-    """Return the two settings of a self-check's finding."""
+    """What a self-check has found."""
     path = Path(args.evidence).expanduser()
     with bad_input(f"--evidence {args.evidence}: "), path.open("rb"):
         pass  # before JAX is imported
@@ -222,7 +234,7 @@ def _of_evidence(args: argparse.Namespace) -> "Divergence":
 
 
 def _line(path: str, number: int | None) -> str:
-    """Return the chosen line of a file with one or several."""
+    """The line that is meant of a file with one or several."""
     text = Path(path).expanduser().read_text(encoding="utf-8")
     lines = [line for line in text.splitlines() if line.strip()]
     if len(lines) != 1 and number is None:

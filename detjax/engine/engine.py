@@ -611,19 +611,25 @@ class Engine:
     # ------------------------------------------------------------------------------------ compiling
 
     @_one_thread_at_a_time
-    def compile(self, progress: Callable[[str, int, int], None] = ignore_compiling) -> None:
-        """Compile all programs ahead, several at a time. No request needs another.
+    def compile(
+        self,
+        progress: Callable[[str, int, int], None] = ignore_compiling,
+        requests: abc.Sequence[Request] | None = None,
+    ) -> None:
+        """Compile programs ahead, several at a time.
 
         What is not compiled ahead is compiled by the step that first needs it, while all wait.
 
         Args:
             progress: Told (what, done, total).
+            requests: Those that will be asked, and no other: only what they can need is compiled.
+                None compiles all programs, so that no request needs another.
 
         Raises:
             EngineStoppedError: If an error has stopped the engine.
         """
         self._refuse_if_stopped()
-        self._runner.compile(progress)
+        self._runner.compile(progress, requests)
 
     # -------------------------------------------------------------------------------- observability
 

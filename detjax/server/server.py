@@ -41,7 +41,8 @@ def open_llm(args: argparse.Namespace, num_processes: int = 1) -> LLM:
         ValueError, FileNotFoundError: As `LLM` says; if an option has no meaning here.
     """
     keep_compiled_programs(args.cache_dir)
-    share = GPU_MEMORY_UTILIZATION if args.kv_memory is None else args.kv_memory
+    asked = args.gpu_memory_utilization
+    share = GPU_MEMORY_UTILIZATION if asked is None else asked
     console = rich.console.Console(stderr=True)
     LOG.info("loading %s", args.model)
     with show_progress("loading weights", console, LOG.info, in_bytes=True) as progress:
@@ -64,10 +65,10 @@ def open_llm(args: argparse.Namespace, num_processes: int = 1) -> LLM:
             progress=progress,
             **engine_options(args),
         )
-    if args.kv_memory is not None and llm.config.backend.platform == "cpu":
+    if asked is not None and llm.config.backend.platform == "cpu":
         raise ValueError(
-            f"--kv-memory {args.kv_memory} is a share of a GPU's memory, and this server runs on "
-            "the CPU; leave it out, and choose the cache by --batch-size and --max-len"
+            f"--gpu-memory-utilization {asked} is a share of a GPU's memory, and this server runs "
+            "on the CPU; leave it out, and choose the cache by --batch-size and --max-len"
         )
     LOG.info("%s", llm.config)
     if num_processes == 1:  # the others of a job would have to run the same

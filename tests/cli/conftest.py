@@ -101,7 +101,7 @@ class FakeEngine:
     def stats(self) -> EngineStats:
         return EngineStats(compile_s=0.5, prefill_tokens=10)
 
-    def compile(self, progress: Progress) -> None:
+    def compile(self, progress: Progress, requests: Sequence[Request] | None = None) -> None:
         names = ["prefill", "decode", "choice"]
         for done, name in enumerate(names, start=1):
             progress(name, done, len(names))

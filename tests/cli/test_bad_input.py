@@ -66,7 +66,7 @@ from detjax.cli import errors
         ),
         (
             ("--prompt", "a", "--mode", "dvr", "--prompt-lookup"),
-            "--prompt-lookup goes with --mode invariant, not dvr",
+            "--prompt-lookup needs --mode invariant, not 'dvr'",
         ),
         (("--prompt", "a", "--verify-window", "0"), "--verify-window 0 must be at least 1"),
         (
@@ -104,6 +104,11 @@ from detjax.cli import errors
         (("--prompt", "a", "--temp", "3"), "did you mean --temperature?"),
         (("--prompt", "a", "--beam-width", "3"), "--beam-width 3; see --help"),
         (("--prompt", "a", "--device", "3"), "--device 3; see --help"),
+        (("The sea",), "a prompt is an option: --prompt 'The sea'"),
+        (("--prompt", "a", "--model", ""), "--model is empty; give a folder, or a Hugging Face id"),
+        (("--prompt", "a", "--max-len", "65"), "--max-len 65 is above the model's context of 64"),
+        (("--prompt", "a" * 9, "--max-len", "9"), "has 10 tokens, but --max-len is 9"),
+        (("--prompt", "a", "--output", "/no/such/file"), "--output /no/such/file is in a folder"),
         (("--prompt", "a", "--revision", "main"), "has no meaning for the folder"),
         (("--prompt", "a", "--model", "/no/such"), "--model: '/no/such' is neither"),
         (("--prompts-file", "/no/such.txt"), "/no/such.txt cannot be read"),
@@ -144,7 +149,7 @@ def test_a_broken_model_folder_is_named(tmp_path, capsys, name, content, says, t
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (("--tp", "1048576"), "--dp 1 --tp 1048576: tp=1048576 must divide num_heads=8"),
+        (("--tp", "1048576"), "error: --tp 1048576 must divide num_heads=8"),
         (("--dp", "4096", "--batch-size", "4096"), "count=4096 devices must be in [1, 1024]"),
     ],
 )

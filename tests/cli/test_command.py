@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,9 +17,10 @@ import pytest
 
 import detjax
 from detjax import generate, numerics, opening, sizing
-from detjax.cli import arguments, errors, model
-from detjax.cli.arguments import GenerateArgs
+from detjax.cli import errors, model, options
+from detjax.cli.arguments import OPTIONS
 from detjax.cli.parser import parse_args
+from detjax.cli.verbs import VERBS
 from detjax.engine.config import EngineConfig
 from detjax.engine.requests.request import Request, SamplingParams
 
@@ -129,9 +131,11 @@ def test_a_reader_that_goes_away_is_no_fault(command, tmp_path, monkeypatch):
         assert command("--prompt", "a", answer=answer) == errors.READER_GONE
 
 
-@pytest.mark.parametrize("name", ["audit", "certify", "diverge", "generate", "replay", "serve"])
+@pytest.mark.parametrize(
+    "name", ["audit", "certify", "compare", "diverge", "generate", "quantize", "replay", "serve"]
+)
 def test_every_command_says_its_version(name, capsys):
-    module = name if name in ("audit", "generate", "replay") else f"{name}.__main__"
+    module = f"{name}.__main__" if name in ("certify", "compare", "diverge") else name
     with pytest.raises(SystemExit) as ended:
         importlib.import_module(f"detjax.{module}").main(["--version"])
     assert ended.value.code == 0
@@ -143,9 +147,9 @@ def test_an_engine_has_sizes_if_none_are_given():
 
 
 def test_options_and_the_code_that_imports_jax_have_the_same_constants():
-    assert arguments.NO_CAST == numerics.NO_CAST
-    assert arguments.GPU_MEMORY_UTILIZATION == sizing.GPU_MEMORY_UTILIZATION
-    assert arguments.AUTO == opening.AUTO
+    assert options.NO_CAST == numerics.NO_CAST
+    assert options.GPU_MEMORY_SHARE == sizing.GPU_MEMORY_UTILIZATION
+    assert options.AUTO == opening.AUTO
 
 
 def test_options_have_the_names_of_vllm_too():
@@ -154,7 +158,7 @@ def test_options_have_the_names_of_vllm_too():
 
 
 def test_every_field_of_the_sampling_is_an_option():
-    sets = {f.metadata["sets"] for f in dataclasses.fields(GenerateArgs) if "sets" in f.metadata}
+    names = {option.name for option in OPTIONS.values() if option.sets is SamplingParams}
     fields = {f.name for f in dataclasses.fields(SamplingParams)} - {
         "bad_words_token_ids",  # --bad-word has texts
         "structured_output",  # five options
@@ -162,7 +166,7 @@ def test_every_field_of_the_sampling_is_an_option():
         "noise_stream",  # --n; one of them alone is for receipts
         "spaces_between_special_tokens",  # changes nothing: taken where vLLM's fields are
     }
-    assert {name for of, name in sets if of is SamplingParams} == fields
+    assert names == fields
 
 
 def test_what_is_on_by_default_has_an_option_that_turns_it_off():
@@ -228,8 +232,49 @@ def test_help_explains_every_option_and_does_not_start_jax():
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    for option in dataclasses.fields(GenerateArgs):
-        if not option.metadata:
-            continue
-        assert re.search(f"--{option.name.replace('_', '-')}[ ,]", done.stdout), option.name
+    for option in OPTIONS.values():
+        assert re.search(f"{option.flag}[ ,]", done.stdout), option.name
     assert "exit codes" in done.stdout and "examples" in done.stdout
+
+
+def test_an_interrupt_does_not_wait_for_a_thread_that_compiles():
+    script = (
+        "import concurrent.futures, sys, time\n"
+        "from detjax.cli.errors import exit_code\n"
+        "def run():\n"
+        "    with concurrent.futures.ThreadPoolExecutor() as pool:\n"
+        "        compiling = pool.submit(time.sleep, 300)\n"
+        "        print('begun', flush=True)\n"
+        "        return compiling.result()\n"
+        "sys.exit(exit_code(run))\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == "begun\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == errors.INTERRUPTED
+        assert process.stderr.read() == "\ninterrupted\n"
+
+
+@pytest.mark.parametrize("verb", ["audit", "certify", "compare", "diverge", "quantize", "replay"])
+def test_exit_codes_are_the_same_in_all_commands(verb, capsys, monkeypatch):
+    """A fault of ours is 1 with its lines, an interrupt 130, bad input 2."""
+    module = f"{VERBS[verb].module}.__main__" if verb in OF_PACKAGES else VERBS[verb].module
+    command = importlib.import_module(module)
+    for error, code in (
+        (ZeroDivisionError("here"), errors.INTERNAL_ERROR),
+        (KeyboardInterrupt(), errors.INTERRUPTED),
+        (errors.InputError("--x 1 must be 2"), errors.BAD_INPUT),
+    ):
+
+        def parser(error: BaseException = error):
+            raise error
+
+        monkeypatch.setattr(command, "make_parser", parser)
+        assert command.main([]) == code
+        assert str(error) in capsys.readouterr().err
+
+
+OF_PACKAGES = ("certify", "compare", "diverge")

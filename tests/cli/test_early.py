@@ -22,7 +22,7 @@ CASES = {
     "serve-template": ("serve", "--port 0 --chat-template {tmp}/none", "--chat-template: {tmp}"),
     "serve-job": ("serve", "--port 0 --process-id 0", "--num-processes must be given too"),
     "serve-sizes": ("serve", "--port 0 --max-len 99999999", "must be below 2**31"),
-    "serve-batches": ("serve", "--batch-size 4 --decode-batches 8", "8 of decode_batches must"),
+    "serve-batches": ("serve", "--batch-size 4 --decode-batches 8", "8 of --decode-batches must"),
     "generate-model": ("generate", "--prompt a --model nope", "looked for {cwd}/nope"),
     "generate-template": (
         "generate", "--prompt a --chat --chat-template {tmp}/none", "--chat-template: {tmp}/none",
@@ -91,7 +91,7 @@ def told(tmp_path_factory) -> dict[str, tuple[int, str, bool, str]]:
         values = {"tmp": str(tmp), "cwd": str(tmp), "port": taken.getsockname()[1]}
         asked = {
             name: (
-                f"{module}.__main__" if module in ("serve", "certify", "diverge") else module,
+                f"{module}.__main__" if module in ("certify", "diverge") else module,
                 argv.format(**values).split(),
             )
             for name, (module, argv, _) in CASES.items()

@@ -190,3 +190,21 @@ def test_stats_and_a_trace_are_written_when_asked_for(command, capsys, tmp_path)
     assert "prefill_tokens" in err and "step_p99_s" in err
     events = json.loads(path.read_text())["traceEvents"]
     assert any(e["ph"] == "M" for e in events)
+
+
+def test_completions_go_to_the_file_of_output(command, capsys, tmp_path):
+    path = tmp_path / "answers"
+    for form, text in (("text", "ab0\n"), ("jsonl", '"text": "ab0"'), ("json", '"digest": ')):
+        assert command("-p", "ab", "-o", str(path), "--format", form) == errors.OK
+        assert capsys.readouterr().out == "" and text in path.read_text()
+
+
+def test_a_quiet_run_says_only_what_is_wrong(command, capsys):
+    argv = ("-p", "ab", "-p", "cd", "--repeat", "3", "--check", "-q", "--stats")
+    assert command(*argv) == errors.OK
+    assert capsys.readouterr().err == ""
+    assert command(*argv, flip=(3, 1)) == errors.BITS_DIFFER
+    err = capsys.readouterr().err
+    assert "run 3 differs from run 1" in err and "check failed" in err and "model" not in err
+    assert command(*argv, "--top-p", "7") == errors.BAD_INPUT
+    assert "--top-p 7.0 must be" in capsys.readouterr().err

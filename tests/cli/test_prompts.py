@@ -42,6 +42,20 @@ def test_json_lines_hold_prompts_or_messages(texts, toy, tmp_path):
     assert texts(*argv, chat_template=toy.template) == expected
 
 
+def test_a_system_prompt_begins_conversations_that_have_none(texts, toy, tmp_path):
+    path = tmp_path / "p.jsonl"
+    user, system = {"role": "user", "content": "hi"}, {"role": "system", "content": "own"}
+    rows = [{"prompt": "a"}, {"messages": [user]}, {"messages": [system, user]}]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    argv = ("-p", "b", "--prompts-file", str(path), "--system-prompt", "be")
+    assert texts(*argv, chat_template=toy.template) == [
+        "[system]be[user]b[assistant]",
+        "[system]be[user]a[assistant]",
+        "[system]be[user]hi[assistant]",
+        "[system]own[user]hi[assistant]",
+    ]
+
+
 def test_json_lines_have_their_own_sampling_and_their_id_comes_back(command, capsys, toy, tmp_path):
     path = tmp_path / "p.jsonl"
     rows = [

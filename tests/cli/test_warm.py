@@ -40,8 +40,7 @@ def test_what_does_not_go_with_it_is_refused(command, capsys, options, says):
 
 
 def test_a_server_that_keeps_nothing_cannot_be_warmed(capsys):
-    with pytest.raises(SystemExit):
-        serve.main(["--warm", "--cache-dir", "none"])
+    assert serve.main(["--warm", "--cache-dir", "none"]) == errors.BAD_INPUT
     assert "--warm compiles programs and keeps them" in capsys.readouterr().err
 
 

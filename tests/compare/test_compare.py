@@ -29,7 +29,7 @@ def write(tmp_path):
 
 
 def compared(capsys, *argv: str) -> tuple[int, dict]:
-    code = main([*argv, "--json"])
+    code = main([*argv, "--format", "json"])
     out, err = capsys.readouterr()
     assert not err
     return code, json.loads(out)

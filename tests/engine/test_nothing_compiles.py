@@ -13,7 +13,7 @@ import pytest
 
 from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
-from detjax.engine.requests.request import FinishReason, SamplingParams
+from detjax.engine.requests.request import FinishReason, Request, SamplingParams
 from detjax.engine.sampling.grammars import Grammars
 from detjax.engine.sampling.structured_output import StructuredOutput
 from detjax.models.bundled import bundled_model_path
@@ -130,3 +130,40 @@ def test_the_number_of_programs_follows_from_sizes_and_modes_alone():
     assert made.programs.num_compiled == (
         decodes * tables + 2 * prefills + 3 * choices + scores * prefills + 1
     ), json.dumps([key.name for key in made.programs])
+
+
+@pytest.mark.parametrize(
+    ("changes", "kinds", "num_spare"),
+    quick_and_slow(
+        [({}, ({}, {"temperature": 1.0, "top_k": 7, "n": 3}), 0)],
+        [
+            ({}, ({},), 0),
+            ({"prefill_shapes": ((2, 32),)}, ({"logprobs": 3},), 1),
+            ({}, ({"presence_penalty": 0.5}, {"logprobs": 3}), 0),
+            ({}, ({"prompt_logprobs": 3},), 0),
+            ({"mode": "dvr", "verify_window": 4}, ({},), 0),
+            ({"mode": "dvr", "verify_window": 4}, ({"structured_output": FORM}, {}), 1),
+            ({"has_prompt_lookup": True, "verify_window": 4}, ({},), 2),
+        ],
+    ),
+    ids=str,
+)  # fmt: skip
+def test_what_known_requests_need_is_compiled_ahead(changes, kinds, num_spare):
+    """All of it, and few programs more: which of two sizes runs depends on when a sequence ends."""
+    made, other, told = engine(**changes), engine(**changes), []
+    requests = [
+        Request(
+            prompt_token_ids=(3, 5, 7, 11, *range(20, 20 + i)),
+            sampling=dataclasses.replace(SamplingParams(max_tokens=12), **kinds[i % len(kinds)]),
+        )
+        for i in range(2 * len(kinds))
+    ]
+    made.compile(lambda name, done, total: told.append((done, total)), requests)
+    count = made.programs.num_compiled
+    assert told == [(i + 1, count) for i in range(count)]
+    made.generate(requests)
+    assert made.programs.num_compiled == count
+    other.generate(requests)
+    used = {key.name for key in other.programs}
+    spare = sorted({key.name for key in made.programs} - used)
+    assert len(spare) == num_spare, spare

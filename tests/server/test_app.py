@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import detjax
 from detjax.engine.requests.request import Completion, FinishReason
-from detjax.server import make_parser
+from detjax.serve import make_parser
 from detjax.server import service as service_module
 from detjax.server.service import Limits, Service, ServiceState
 

@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 
 import detjax
-from detjax.server import check_options, main, make_parser
+from detjax.serve import check_options, main, make_parser
 from detjax.server.job import FAILED_S
 
 ROOT = Path(__file__).parents[2]
@@ -222,7 +222,9 @@ def test_a_job_that_cannot_be_opened_ends_in_all_processes():
         [process.returncode for process in processes],
         errors,
     )
-    assert all("--kv-memory 0.5 is a share of a GPU's memory" in text for text in errors), errors
+    assert all(
+        "--gpu-memory-utilization 0.5 is a share of a GPU's memory" in text for text in errors
+    ), errors
 
 
 def test_the_commands_of_the_docs_are_commands():
@@ -232,7 +234,7 @@ def test_the_commands_of_the_docs_are_commands():
     for words in commands:
         argv = words[words.index("detjax.serve") + 1 :]
         parser = make_parser()
-        check_options(parser, parser.parse_args(argv[:-1] if argv[-1:] == ["&"] else argv))
+        check_options(parser.parse_args(argv[:-1] if argv[-1:] == ["&"] else argv))
 
 
 def test_options_of_a_job_go_together(capsys):

@@ -23,7 +23,7 @@ from detjax.compilation.loaded_code import this_moment
 from detjax.engine import trace
 from detjax.engine.config import ReplicaConfig
 from detjax.engine.metrics import EngineStats
-from detjax.engine.requests.request import SamplingParams
+from detjax.engine.requests.request import Request, SamplingParams
 from detjax.engine.requests.sequence import (
     DecodeRow,
     PrefillRow,
@@ -63,6 +63,7 @@ from detjax.engine.running.program_key import (
     choice_keys,
     choice_of,
     install_rows,
+    keys_of_requests,
     logit_rows,
     prefill_mode,
     program_keys,
@@ -551,10 +552,17 @@ class ModelRunner:
 
     # ------------------------------------------------------------------------------------ compiling
 
-    def compile(self, progress: Callable[[str, int, int], None]) -> None:
-        """Compile all programs that requests can need, several at a time: see `Engine.compile`."""
+    def compile(
+        self,
+        progress: Callable[[str, int, int], None],
+        requests: abc.Sequence[Request] | None = None,
+    ) -> None:
+        """Compile the programs that requests can need, several at a time: see `Engine.compile`."""
         keys = program_keys(self._config)
         wanted: list[AnyKey] = [*self._as_checked(keys), *choice_keys(self._config)]
+        if requests is not None:
+            wanted = keys_of_requests(self._config, wanted, requests)
+            keys = [key for key in keys if key in wanted]
         missing = [key for key in wanted if key not in self.programs]
         self._device.prepare(keys)
         # Of several GPUs nothing has shown yet that programs may run while others are compiled.

@@ -7,11 +7,12 @@ than a temperature. Where a row asks for more, a choice program follows and choo
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from detjax.engine.config import ReplicaConfig
+from detjax.engine.requests.request import Request
 from detjax.models.paths import Kernels
 
 ProgramKind = Literal["prefill", "decode", "verify"]
@@ -213,6 +214,70 @@ def choice_keys(config: ReplicaConfig) -> list[AnyKey]:
             for num_top in SCORE_TOPS
         ),
     ]
+
+
+def keys_of_requests(
+    config: ReplicaConfig, keys: Sequence[AnyKey], requests: Sequence[Request]
+) -> list[AnyKey]:
+    """Those of an engine's programs that these requests can need, if nothing else is asked.
+
+    Args:
+        config: Of a replica.
+        keys: All programs of the engine.
+        requests: All that are asked, at least one.
+    """
+    samplings = [request.sampling for request in requests]
+    forward = [
+        key for key in keys if isinstance(key, ProgramKey) and _runs_for(config, key, requests)
+    ]
+    choices = {
+        choice_of(is_filtered=s.is_filtered, num_top=s.logprobs)
+        for s in samplings
+        if s.is_filtered or s.is_adjusted or s.logprobs
+    }
+    widths = {(key, key.length if key.kind == "verify" else 1) for key in forward}
+    shapes = {(key.logit_rows // length, length) for key, length in widths}
+
+    def is_needed(key: AnyKey) -> bool:
+        match key:
+            case ChoiceKey():
+                is_asked = (key.with_filters, key.num_top) in choices
+                return is_asked and (key.rows, key.length) in shapes
+            case InstallKey():
+                return any(s.is_adjusted for s in samplings)
+            case ScoreKey():
+                return any(s.prompt_logprobs is not None for s in samplings)
+            case ProgramKey():
+                return key in forward
+
+    return [key for key in keys if is_needed(key)]
+
+
+def _runs_for(config: ReplicaConfig, key: ProgramKey, requests: Sequence[Request]) -> bool:
+    """Whether a step of these requests can run a forward program."""
+    samplings = [request.sampling for request in requests]
+    num_rows = min(sum(s.num_sequences for s in samplings), config.num_slots)
+    if key.kind == "prefill":
+        is_scored = any(s.prompt_logprobs is not None for s in samplings)
+        return key.rows <= num_rows and (is_scored or not key.leaves_hidden)
+    longest = max(len(r.prompt_token_ids) + r.sampling.max_tokens for r in requests)
+    sizes = config.decode_sizes if key.kind == "decode" else config.verify_sizes
+    if not (
+        _holds(sizes, key.rows, num_rows)
+        and _holds(table_lens(key.kind, config), key.table_len, -(-longest // config.page_len))
+    ):
+        return False
+    # A sequence with a form is never drafted.
+    drafts_all = config.max_draft_fraction >= 1 and all(
+        r.is_deterministic and r.sampling.structured_output is None for r in requests
+    )
+    is_draft = key.mode == "fast" and key.weights == config.draft_weights
+    return key.kind == "verify" or config.mode != "dvr" or is_draft or not drafts_all
+
+
+def _holds(sizes: Sequence[int], size: int, most: int) -> bool:
+    """Whether a size is used for counts up to `most`: the smallest that holds a count is."""
+    return size <= next((one for one in sizes if one >= most), sizes[-1])
 
 
 def _verifies(config: ReplicaConfig) -> bool:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`--check-process`: the same job in a process of its own, which compiles everything anew."""
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -11,22 +10,25 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import detjax
-from detjax.cli.arguments import NO_CACHE, GenerateArgs
+from detjax.cli.arguments import OPTIONS, GenerateArgs
 from detjax.cli.errors import InputError, bad_input
+from detjax.cli.options import NO_CACHE
 from detjax.cli.prompts import Prompt
 from detjax.engine.outputs.text import CompletionOutput
 from detjax.parallel.job_spec import find_job
 
 _NOT_PASSED = frozenset(
     """
-    cache_dir chat check check_process expect_digest format given prompt prompts_file receipts
-    repeat sign stats trace warm
+    cache_dir chat check check_process expect_digest format output prompt prompts_file quiet
+    receipts repeat sign stats system_prompt trace warm
     """.split()
 )
 """Options of this process alone, or of which what came of them is passed: the prompts."""
 
 
-def run_elsewhere(args: GenerateArgs, prompts: Sequence[Prompt]) -> tuple[CompletionOutput, ...]:
+def run_in_new_process(
+    args: GenerateArgs, prompts: Sequence[Prompt]
+) -> tuple[CompletionOutput, ...]:
     """Compute the job in a new process without any compiled program, and wait for it.
 
     Called before this process takes the devices, so that the other one has them for itself.
@@ -67,14 +69,14 @@ _CACHE_VARIABLE = "JAX_COMPILATION_CACHE_DIR"
 def _argv(args: GenerateArgs) -> list[str]:
     """The options that decide the answers, as they are written."""
     argv = []
-    for option in dataclasses.fields(args):
-        value = getattr(args, option.name)
-        if option.name in _NOT_PASSED or value is None or value is False:
+    for name, option in OPTIONS.items():
+        value = getattr(args, name)
+        if name in _NOT_PASSED or value is None:
             continue
-        flag = "--" + option.name.replace("_", "-")
-        if value is True:
-            argv.append(flag)
+        if isinstance(value, bool):
+            if value or option.default:
+                argv.append(option.flag if value else option.off_flag)
         else:
             values = value if isinstance(value, tuple) else (value,)
-            argv += [f"{flag}={one}" for one in values]
+            argv += [f"{option.flag}={one}" for one in values]
     return argv

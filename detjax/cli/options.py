@@ -1,0 +1,396 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The options that several commands share, each defined once. No JAX.
+
+An option has the name of the field that it sets, and is accepted in vLLM's spelling too. A command
+whose option must differ says so with `dataclasses.replace`; `tests/cli/test_options.py` lists why.
+"""
+
+import argparse
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from detjax.compilation.source import NO_CACHE as NO_CACHE
+from detjax.compilation.source import default_cache_dir
+from detjax.engine.config import MODES, SELF_CHECKS, EngineConfig
+from detjax.engine.requests.request import SamplingParams
+from detjax.models.bundled import BUNDLED_NAME
+from detjax.pallas_kernels.backend import Backend
+
+NO_CAST = "none"  # that of detjax.numerics, which imports JAX
+AUTO = "auto"  # that of detjax.opening, which imports JAX
+GPU_MEMORY_SHARE = 0.9  # that of detjax.sizing, which imports JAX
+DTYPES = ("bfloat16", "float32")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Option:
+    """One option of a command line.
+
+    Attributes:
+        name: Of its value in the parsed arguments.
+        help: What it does, without its default.
+        flags: Its spellings; messages use the first that has two dashes. None is made of the name.
+        default: A bool makes it a switch, a tuple one that may be given several times.
+        default_text: The default in `--help`, where the value does not say it.
+        parse: Reads a value, or one of several.
+        metavar: Stands for a value in `--help`.
+        choices: All values that it may have; none allows any.
+        nargs: As argparse has it.
+        sets: The class whose field of this name it sets.
+        is_required: There is no default.
+    """
+
+    name: str
+    help: str
+    flags: tuple[str, ...] = ()
+    default: Any = None
+    default_text: str = ""
+    parse: Callable[[str], Any] = str
+    metavar: str = "N"
+    choices: tuple[Any, ...] = ()
+    nargs: str | None = None
+    sets: type | None = None
+    is_required: bool = False
+
+    def __post_init__(self):
+        """Make the flag of the name."""
+        if not self.flags:
+            object.__setattr__(self, "flags", (flag_like(self.name),))
+
+    @property
+    def flag(self) -> str:
+        """The spelling that messages use."""
+        return next(flag for flag in self.flags if flag.startswith("--"))
+
+    @property
+    def off_flag(self) -> str:
+        """What turns a switch off that is on by default."""
+        return f"--no-{self.flag.removeprefix('--')}"
+
+    @property
+    def shown_default(self) -> str:
+        """The default as `--help` shows it."""
+        if isinstance(self.default, bool):
+            return self.default_text or ("on" if self.default else "off")
+        is_none = self.default is None or self.default in ("", ())
+        return self.default_text or ("none" if is_none else f"{self.default}").replace("%", "%%")
+
+    def add_to(self, parser: "argparse._ActionsContainer") -> None:
+        """Add it to a parser or a group of one."""
+        kind: dict[str, Any]
+        if isinstance(self.default, bool):
+            with_no = argparse.BooleanOptionalAction
+            kind = {"action": with_no if self.default else "store_true"}
+        else:
+            kind = {"type": self.parse, "nargs": self.nargs, "required": self.is_required}
+            kind |= {"choices": self.choices} if self.choices else {"metavar": self.metavar}
+            if isinstance(self.default, tuple):
+                kind["action"] = "extend" if self.nargs else "append"
+        default = list(self.default) if isinstance(self.default, tuple) else self.default
+        # A parser that sets only what was given says so.
+        if parser.argument_default is not argparse.SUPPRESS:
+            kind["default"] = default
+        shown = "required" if self.is_required else f"default: {self.shown_default}"
+        told = f"{self.help} ({shown})"
+        parser.add_argument(*self.flags, dest=self.name, help=told, **kind)
+
+
+def flag_like(name: str) -> str:
+    """The flag of a name: `--max-tokens` of `max_tokens`."""
+    return "--" + name.replace("_", "-")
+
+
+def add_options(
+    parser: argparse.ArgumentParser, title: str, options: Sequence[Option], text: str = ""
+) -> None:
+    """Add options to a parser, as a group with a title and, if there is one, a description."""
+    group = parser.add_argument_group(title, text or None)
+    for option in options:
+        option.add_to(group)
+
+
+def in_flags(message: str, options: Iterable[Option]) -> str:
+    """A message about values of fields as one about the options that set them.
+
+    `max_len=9 is above it` becomes `--max-len 9 is above it`. Of names that are ordinary words only
+    those with a value are replaced.
+    """
+    flags = {option.name: option.flag for option in options}
+    names = "|".join(map(re.escape, sorted(flags, key=len, reverse=True)))
+    message = re.sub(
+        rf"(?<![\w.-])({names})(?:\[[^]]*\])?=(?:'([\w.]+)')?",
+        lambda found: f"{flags[found[1]]} {found[2] or ''}",
+        message,
+    )
+    return re.sub(
+        rf"(?<![\w.-])({names})(?![\w=-])",
+        lambda found: flags[found[1]] if "_" in found[1] else found[1],
+        message,
+    )
+
+
+def of_field(of: type, name: str) -> Option:
+    """An option that sets a field of `EngineConfig` or `SamplingParams`.
+
+    Its default is the field's, and its help what the class's docstring says of the field.
+    """
+    (field,) = (field for field in dataclasses.fields(of) if field.name == name)
+    is_number = isinstance(field.default, int | float)
+    return Option(
+        name=name,
+        help=_description(of, name),
+        default=field.default,
+        parse=type(field.default) if is_number else str,
+        sets=of,
+    )
+
+
+def _description(of: type, name: str) -> str:
+    """What the docstring of a class says of a field, as a line of `--help`."""
+    found = re.search(
+        rf"^    {name}: (.*?)(?=^    \w+: |^\S|\n\n|\Z)", inspect.getdoc(of) or "", re.M | re.S
+    )
+    text = " ".join(found[1].split()) if found else ""
+    return (text[:1].lower() + text[1:]).removesuffix(".").replace("%", "%%")
+
+
+# -------------------------------------------------------------------------------------- the model
+
+MODEL = Option(
+    name="model",
+    flags=("-m", "--model"),
+    default=BUNDLED_NAME,
+    default_text=f"{BUNDLED_NAME}, the small model that comes with detjax",
+    metavar="DIR_OR_ID",
+    help="folder in Hugging Face format, or a Hugging Face id, which is downloaded once",
+)
+REVISION = Option(
+    name="revision",
+    metavar="REV",
+    default_text="its main branch",
+    help="branch, tag or commit of a Hugging Face id",
+)
+CHAT_TEMPLATE = Option(
+    name="chat_template",
+    metavar="FILE",
+    default_text="that of the model",
+    help="a Jinja template of conversations, in place of the model's own",
+)
+GENERATION_CONFIG = Option(
+    name="generation_config",
+    default=AUTO,
+    choices=(AUTO, "none"),
+    help="auto: sampling that is not given is that of the model's generation_config.json, if it "
+    "has one; a server does not take the number of tokens from it. none: the defaults",
+)
+DTYPE = Option(
+    name="dtype",
+    default="bfloat16",
+    choices=DTYPES,
+    help="of weights and of compute; it chooses bits",
+)
+CAST_WEIGHTS = Option(
+    name="cast_weights",
+    default=NO_CAST,
+    choices=(NO_CAST, "bfloat16"),
+    help="round a checkpoint of float16 or float32 to this dtype, to nearest and ties to even; it "
+    "chooses bits. Without it float16 goes with --dtype float32 alone",
+)
+BACKEND = Option(
+    name="backend",
+    default=AUTO,
+    choices=(AUTO, *(backend.value for backend in Backend)),
+    help="which kernels: portable runs anywhere, sm90 on Hopper GPUs; auto goes by the hardware. "
+    "It chooses bits",
+)
+
+# ------------------------------------------------------------------- batch, mesh and schedule
+
+TP = Option(
+    name="tp",
+    flags=("--tp", "--tensor-parallel-size"),
+    default=1,
+    parse=int,
+    help="devices that share each layer; without GPUs, virtual ones. A power of two that divides "
+    "the model's heads",
+)
+DP = Option(
+    name="dp",
+    flags=("--dp", "--data-parallel-size"),
+    default=1,
+    parse=int,
+    help="replicas, each on --tp devices, which share the prompts",
+)
+COORDINATOR = Option(
+    name="coordinator",
+    metavar="HOST:PORT",
+    default_text="as SLURM or Kubernetes say, else one process",
+    help="where process 0 of a job of several processes listens; all are started alike but for "
+    "--process-id, and process 0 alone answers",
+)
+NUM_PROCESSES = Option(
+    name="num_processes",
+    parse=int,
+    default_text="as SLURM or Kubernetes say, else 1",
+    help="processes of the job; they share the --dp times --tp devices",
+)
+PROCESS_ID = Option(
+    name="process_id",
+    parse=int,
+    metavar="I",
+    default_text="as SLURM or Kubernetes say",
+    help="which of them this is, from 0",
+)
+JOB = COORDINATOR, NUM_PROCESSES, PROCESS_ID
+MAX_LEN = replace(
+    of_field(EngineConfig, "max_len"),
+    flags=("--max-len", "--max-model-len"),
+    default=None,
+    parse=int,
+    default_text="the model's context, or what the cache holds if that is less",
+    help="most tokens of a prompt and its completion together",
+)
+BATCH_SIZE = replace(
+    of_field(EngineConfig, "batch_size"),
+    flags=("--batch-size", "--max-num-seqs"),
+    default=None,
+    parse=int,
+    default_text="8 a replica on a CPU, 256 on a GPU, 512 where nobody waits and the cache has "
+    "room; no more than there is work for",
+)
+PREFILL_CHUNK = replace(
+    of_field(EngineConfig, "prefill_chunk"),
+    default=None,
+    parse=int,
+    default_text="64 on a CPU, 512 on a GPU; no more than the longest prompt needs",
+)
+NUM_PAGES = replace(
+    of_field(EngineConfig, "num_pages"),
+    flags=("--cache-pages", "--num-pages"),
+    default_text="0: enough for --batch-size completions of full length, or as many as fit",
+    help="pages of the key and value cache, a multiple of --dp. Where they run out, completions "
+    "are set aside and computed again",
+)
+GPU_MEMORY_UTILIZATION = Option(
+    name="gpu_memory_utilization",
+    flags=("--gpu-memory-utilization", "--kv-memory"),
+    parse=float,
+    metavar="SHARE",
+    default_text=f"{GPU_MEMORY_SHARE}",
+    help="share of a GPU's memory for weights and cache together, of what JAX takes: 75 %% of the "
+    "GPU, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise. Not on a CPU",
+)
+MODE = replace(
+    of_field(EngineConfig, "mode"),
+    choices=MODES,
+    help="invariant: every step uses canonical kernels. dvr: fast steps draft tokens, canonical "
+    "ones verify them in windows, and only what is verified is shown: the same bits (on Hopper "
+    "with 8-bit drafts alone, as canonical steps are quicker than full drafts). fast: XLA's own "
+    "kernels, whose bits depend on the batch; no claim holds",
+)
+CANONICAL_MODE = replace(
+    MODE,
+    choices=("invariant", "dvr"),
+    help=MODE.help.partition(" fast: XLA's")[0].removesuffix("."),
+)
+"""`--mode` of a command whose answers must be canonical."""
+DECODE_STEPS = of_field(EngineConfig, "decode_steps")
+SELF_CHECK = replace(
+    of_field(EngineConfig, "self_check"),
+    choices=SELF_CHECKS,
+    help="start: compare each canonical program with prefill when it is compiled; a difference is "
+    "an error. always: a server also checks some answers while it has nothing else to do. off: "
+    "do neither",
+)
+CACHE_DIR = Option(
+    name="cache_dir",
+    default=default_cache_dir(),
+    metavar="DIR",
+    help=f"where compiled programs are kept, so that the next start is quick; {NO_CACHE} keeps "
+    "none",
+)
+WARM = Option(
+    name="warm",
+    default=False,
+    help="compile the programs that requests can need, keep them in --cache-dir, and end",
+)
+
+# --------------------------------------------------------------------------------------- sampling
+
+PROMPT = Option(
+    name="prompt",
+    flags=("-p", "--prompt"),
+    default=(),
+    metavar="TEXT",
+    help="text to continue; may be given several times. - reads one prompt from standard input "
+    "(without its last line end). Write --prompt=-x for a text that begins with a dash",
+)
+PROMPTS_FILE = Option(
+    name="prompts_file",
+    metavar="FILE",
+    help=".txt: a prompt a line. .jsonl: an object a line, with a `prompt`, `prompt_token_ids`, or "
+    "`messages` ([{role, content}, ...]), for which the chat template is used; if wanted, an "
+    "`id`, `sampling` ({field of SamplingParams: value}), and for the template `tools`, "
+    "`chat_template_kwargs`, `add_generation_prompt` and `continue_final_message`. Blank lines "
+    "are skipped",
+)
+MAX_TOKENS = replace(
+    of_field(SamplingParams, "max_tokens"),
+    help="most tokens of a completion; the end of the model's context ends it too",
+)
+TEMPERATURE = replace(of_field(SamplingParams, "temperature"), metavar="T")
+TOP_K = replace(of_field(SamplingParams, "top_k"), metavar="K")
+TOP_P = replace(of_field(SamplingParams, "top_p"), metavar="P")
+MIN_P = replace(of_field(SamplingParams, "min_p"), metavar="P")
+SEED = replace(
+    of_field(SamplingParams, "seed"),
+    metavar="S",
+    parse=int,
+    default_text="drawn where tokens are sampled, and written",
+    help="of the noise, 0 to 2**64 - 1; the same seed and prompt give the same answer",
+)
+SAMPLING = MAX_TOKENS, TEMPERATURE, TOP_K, TOP_P, MIN_P, SEED
+
+# ----------------------------------------------------------------------------------------- output
+
+FORMAT = Option(
+    name="format",
+    default="text",
+    choices=("text", "json"),
+    help="how the result is written: as text for people, or as one JSON document",
+)
+OUTPUT = Option(
+    name="output",
+    flags=("-o", "--output", "--out"),
+    metavar="FILE",
+    default_text="standard output",
+    help="where the result is written",
+)
+REPORT = Option(
+    name="report",
+    flags=("--report", "--json"),
+    metavar="FILE",
+    parse=Path,
+    help="also write what was found, as JSON",
+)
+SIGN = Option(
+    name="sign",
+    metavar="KEY",
+    help="sign receipts with this ed25519 key, a PEM file",
+)
+QUIET = Option(
+    name="quiet",
+    flags=("-q", "--quiet"),
+    default=False,
+    help="write nothing to standard error but errors and bits that differ",
+)
+CONFIG = Option(
+    name="config",
+    metavar="FILE",
+    help="read options from this TOML file, as in `batch-size = 16`; the command line wins",
+)

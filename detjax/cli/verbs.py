@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commands that there are: `python -m detjax VERB`. Imports none of them."""
+
+import difflib
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verb:
+    """A command: the module that runs it, and what it does in one line."""
+
+    module: str
+    does: str
+
+
+VERBS = {
+    "generate": Verb(
+        module="detjax.generate",
+        does="continue prompts, and check that the answer is always the same",
+    ),
+    "serve": Verb(
+        module="detjax.serve",
+        does="answer over HTTP with OpenAI's API, whatever the load",
+    ),
+    "eval": Verb(
+        module="detjax.eval",
+        does="run lm-evaluation-harness, with the same scores at any batch and mesh",
+    ),
+    "certify": Verb(
+        module="detjax.certify",
+        does="prove the claims on this machine, for a model and a configuration",
+    ),
+    "replay": Verb(
+        module="detjax.replay",
+        does="run receipts again in another batch and mesh, and compare every bit",
+    ),
+    "audit": Verb(
+        module="detjax.audit",
+        does="check receipts by prefill, at a fraction of decoding's cost",
+    ),
+    "diverge": Verb(
+        module="detjax.diverge",
+        does="find the first token, layer and operation whose bits differ",
+    ),
+    "compare": Verb(
+        module="detjax.compare",
+        does="count what differs between two sets of answers, and compare scores",
+    ),
+    "quantize": Verb(
+        module="detjax.quantize",
+        does="make an 8-bit or 4-bit copy of a model, by rounding to nearest",
+    ),
+    "grpo": Verb(
+        module="detjax.training.grpo",
+        does="train a policy by GRPO whose rollouts have the trainer's bits",
+    ),
+}
+"""In the order in which a reader meets them."""
+
+USAGE = "usage: python -m detjax VERB [options]"
+
+
+def help_text() -> str:
+    """What `python -m detjax --help` says."""
+    width = max(map(len, VERBS))
+    lines = (f"  {name:<{width}}  {verb.does}" for name, verb in VERBS.items())
+    return "\n".join(
+        (
+            USAGE,
+            "",
+            "One canonical answer: inference whose tokens and logprobs have the same bits in any "
+            "batch.",
+            "",
+            "verbs:",
+            *lines,
+            "",
+            "options:",
+            "  -h, --help  show this help message and exit",
+            "  --version   show the version and exit",
+            "",
+            "examples:",
+            '  python -m detjax generate -p "It was a dark night"',
+            "  python -m detjax serve --help",
+            "",
+        )
+    )
+
+
+def unknown_verb(given: str) -> str:
+    """What is said of a verb that there is not; it names the nearest."""
+    near = difflib.get_close_matches(given, VERBS, n=1, cutoff=0.5)
+    begun = [name for name in VERBS if given and name.startswith(given)]
+    hint = f"did you mean {(begun or near)[0]}? " if begun or near else ""
+    return f"{given!r} is no verb of detjax; {hint}there are {', '.join(VERBS)}"
