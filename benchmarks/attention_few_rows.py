@@ -35,7 +35,6 @@ from benchmarks.common import kernel_events, num_different, random_bf16
 from detjax.compilation.xla_flags import EXACT_OPTIONS
 from detjax.pallas_kernels.attention import (
     sm90,
-    sm90_decode,
     sm90_decode_cluster,
 )
 from detjax.pallas_kernels.attention.sm90_decode_job import DecodeConfig
@@ -126,7 +125,7 @@ def run_layers(qkv, cos, sin, gains, pages, table, positions, *, config: DecodeC
     """Attention of a new token in every layer."""
     outs = []
     for layer in range(pages.shape[0]):
-        out, pages = sm90_decode.decode_new_token(
+        out, pages = sm90.decode_new_token(
             qkv, cos, sin, gains, pages, table, positions, jnp.int32(layer),
             eps=1e-6, config=config, is_interpreted=False,
         )  # fmt: skip

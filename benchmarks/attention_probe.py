@@ -24,7 +24,7 @@ import numpy as np
 from jax.experimental.mosaic.gpu import profiler
 
 from detjax.numerics import NumericsProfile
-from detjax.pallas_kernels.attention import sm90, sm90_decode, sm90_prefill
+from detjax.pallas_kernels.attention import sm90, sm90_prefill
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.linear.api import linear
 
@@ -103,9 +103,9 @@ def decode(q, pages, table, positions, layer=0, *, window=None, **options):
     if not options:
         return sm90.attention(q, pages, table, positions, layer, window=window, profile=PROFILE)
     assert window is None, "decode has no window: prefill serves it"
-    return sm90_decode.decode(
+    return sm90.decode(
         q, pages, table, positions, layer,
-        config=sm90_decode.DecodeConfig(**options), is_interpreted=False,
+        config=sm90.DecodeConfig(**options), is_interpreted=False,
     )  # fmt: skip
 
 

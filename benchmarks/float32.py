@@ -32,7 +32,7 @@ from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.linear.api import linear
 from detjax.pallas_kernels.linear.sm90 import combine_partials
 from detjax.pallas_kernels.linear.sm90_matmul import matmul
-from detjax.pallas_kernels.linear.tiles import choose_tiles
+from detjax.pallas_kernels.linear.tiles import Product, choose_tiles
 from detjax.parallel.mesh import make_mesh
 from detjax.testing.bitwise import count_different_bits
 from detjax.testing.dummies import batch_of, dummy_config, scoring_step
@@ -138,7 +138,7 @@ def time_tiles(rows: Rows, table: list[str]) -> bool:
             x = random_bf16((num_rows, k_len), 3)
             us, outs = {}, {}
             for kind, has_parts in (("blocks_of_128", False), ("blocks_of_64", True)):
-                tiles = choose_tiles(
+                product = Product(
                     num_rows=num_rows, num_out=num_out, num_leaves=k_len // leaf_len,
                     leaf_len=leaf_len, out_bytes=4, has_parts=has_parts,
                 )  # fmt: skip
@@ -149,7 +149,7 @@ def time_tiles(rows: Rows, table: list[str]) -> bool:
                         residual=None,
                         leaf_len=leaf_len,
                         out_dtype=jnp.dtype(jnp.float32),
-                        tiles=tiles,
+                        tiles=choose_tiles(product),
                     )  # fmt: skip
                 )
                 out = run(x, ws[0])

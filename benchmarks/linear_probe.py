@@ -29,7 +29,7 @@ from jax.experimental.mosaic.gpu import profiler
 from detjax.numerics import Reduction
 from detjax.pallas_kernels.linear import sm90
 from detjax.pallas_kernels.linear.sm90_matmul import matmul
-from detjax.pallas_kernels.linear.tiles import MatmulTiles, fill_stages
+from detjax.pallas_kernels.linear.tiles import FlatTiles, TallTiles, fill_stages
 from detjax.pallas_kernels.swiglu.sm90 import swiglu
 
 SHAPES = {  # name: (N, K, leaves)
@@ -45,12 +45,11 @@ OUT = Path(os.environ.get("OUT", "."))
 
 
 def tall(cols, stages=4, **more):
-    return MatmulTiles(is_swapped=False, cols=cols, stages=stages, **more)
+    return TallTiles(cols=cols, stages=stages, **more)
 
 
 def flat(cols, stages, **more):
-    more = {"num_wgs": 1, "k": 128, "delay": 1, **more}
-    return MatmulTiles(is_swapped=True, cols=cols, stages=stages, **more)
+    return FlatTiles(cols=cols, stages=stages, **{"k": 128, **more})
 
 
 def bits_of(x):
@@ -197,38 +196,31 @@ def gated_variants(num_rows):
     """Tiles of gates and ups worth a try at `num_rows`."""
     wide = tall(256, is_gated=True)
     if num_rows <= 32:
-        rows = flat(-(-num_rows // 8) * 8, 2, rows=128, is_gated=True)
+        rows = flat(-(-num_rows // 8) * 8, 2, is_gated=True)
         return {
             "two CTAs k64": dataclasses.replace(rows, k=64, ctas_per_sm=2),
             "one CTA": rows,
             "one CTA k256": dataclasses.replace(rows, k=256),
             "256 weights": dataclasses.replace(rows, num_wgs=2),
             "tall 224": tall(224, num_wgs=1, out_span=64, is_gated=True),
-            "tall 224 delay": tall(224, num_wgs=1, out_span=64, is_gated=True, delay=1),
         }
     if num_rows <= 128:
         wgs = 1 if num_rows <= 64 else 2
         one_wave = tall(224, num_wgs=wgs, out_span=64, is_gated=True)
         return {
-            "delay": dataclasses.replace(one_wave, delay=1),
             "k128": dataclasses.replace(one_wave, k=128, stages=2),
-            "128, two CTAs": dataclasses.replace(one_wave, cols=128, ctas_per_sm=2),
-            "256 weights": flat(num_rows, 2, rows=128, num_wgs=2, k=64, is_gated=True),
+            "256 weights": flat(num_rows, 2, num_wgs=2, k=64, is_gated=True),
         }
     if num_rows < 2048:
         return {
             "256": wide,
             "224": dataclasses.replace(wide, cols=224, out_span=64),
             "lag 2": dataclasses.replace(wide, lag=2),
-            "delay": dataclasses.replace(wide, delay=1),
         }
-    pairs = dataclasses.replace(wide, cluster_rows=2)
+    pairs = dataclasses.replace(wide, cluster=(2, 1))
     three = dataclasses.replace(wide, num_wgs=3, cols=192, out_span=64)
     few = {
         "lag 2": dataclasses.replace(pairs, lag=2),
-        "delay": dataclasses.replace(pairs, delay=1),
-        "lag 2 delay": dataclasses.replace(pairs, lag=2, delay=1),
-        "k32 lag 4 delay": dataclasses.replace(pairs, k=32, stages=8, lag=4, delay=1, out_span=64),
         "alone lag 2": dataclasses.replace(wide, lag=2),
         "192x192": three,
     }
@@ -240,10 +232,8 @@ def gated_variants(num_rows):
         "lag 3": dataclasses.replace(pairs, lag=3),
         "k32 lag 4": dataclasses.replace(pairs, k=32, stages=8, lag=4, out_span=64),
         "alone": wide,
-        "columns": dataclasses.replace(wide, cluster_cols=2),
-        "snake 16": dataclasses.replace(pairs, snake=16),
-        "192x192 columns": dataclasses.replace(three, cluster_cols=2),
-        "192x192 delay": dataclasses.replace(three, delay=1),
+        "columns": dataclasses.replace(wide, cluster=(1, 2)),
+        "192x192 columns": dataclasses.replace(three, cluster=(1, 2)),
     }
 
 
@@ -294,9 +284,7 @@ def trees(bench):
         "in slot": in_slot,
         "lag 0": dataclasses.replace(in_slot, lag=0),
         "lag 2": dataclasses.replace(in_slot, lag=2),
-        "delay": dataclasses.replace(in_slot, delay=1),
-        "lag 2 delay": dataclasses.replace(in_slot, lag=2, delay=1),
-        "pairs of CTAs": dataclasses.replace(in_slot, cluster_rows=2),
+        "pairs of CTAs": dataclasses.replace(in_slot, cluster=(2, 1)),
     }
     for name, m in (("o", 1024), ("o", 4000), ("down", 4000), ("o", 512), ("down", 1024)):
         x, ws, r = bench.inputs(name, 4000)
@@ -313,18 +301,15 @@ def middle(bench):
     """Eight leaves with the residual inside at 129 to 512 rows: the tiles chosen, and others."""
     few = tall(64, 2, k=128)
     alone = tall(128, 2, num_wgs=1, is_paired=True, smem_levels=1)
-    many = tall(128, 5, smem_levels=1, is_paired=True, lag=1, shares_slot=True, delay=1)
+    many = tall(128, 5, smem_levels=1, is_paired=True, lag=1, shares_slot=True)
     variants = {
-        "delay": dataclasses.replace(few, delay=1),
         "paired": dataclasses.replace(few, is_paired=True),
-        "share rows": dataclasses.replace(few, cluster_cols=2),
-        "share rows delay": dataclasses.replace(few, cluster_cols=2, delay=1),
-        "share weights": dataclasses.replace(few, cluster_rows=2),
+        "share rows": dataclasses.replace(few, cluster=(1, 2)),
+        "share weights": dataclasses.replace(few, cluster=(2, 1)),
         "64x128": alone,
-        "64x128 delay": dataclasses.replace(alone, delay=1),
         "64x128 k128": dataclasses.replace(alone, k=128),
-        "64x128 share rows": dataclasses.replace(alone, cluster_cols=2),
-        "64x128 share weights": dataclasses.replace(alone, cluster_rows=2),
+        "64x128 share rows": dataclasses.replace(alone, cluster=(1, 2)),
+        "64x128 share weights": dataclasses.replace(alone, cluster=(2, 1)),
     }
     rows = [("down", 256), ("o", 256), ("down", 512), ("o", 512)]
     for name, m in rows + [("down", m) for m in (72, 96, 128, 136, 160, 192, 224)]:
@@ -335,9 +320,9 @@ def middle(bench):
         def chosen(x, w, r, reduction=reduction):
             return sm90.linear_add(x, w, r, None, reduction=reduction)
 
-        tiles = {"share rows": dataclasses.replace(many, cluster_cols=2)} if m > 256 else variants
+        tiles = {"share rows": dataclasses.replace(many, cluster=(1, 2))} if m > 256 else variants
         if m % 256:
-            tiles = {label: variants[label] for label in ("64x128 delay", "64x128 k128")}
+            tiles = {label: variants[label] for label in ("64x128", "64x128 k128")}
             tiles |= {"64x64": tall(64, 2, k=128, num_wgs=1)}
         functions = {"chosen": chosen, "Rival": cublas("bf16")} | {
             label: with_tiles(t, reduction.leaf_len, has_residual=True)
@@ -557,7 +542,7 @@ def negative_zero():
                 None,
                 leaf_len=128,
                 out_dtype=jnp.float32,
-                tiles=flat(64, 1, k=128, delay=0),
+                tiles=flat(64, 2, k=128),
             )
             print(
                 "negative zero?",

@@ -38,8 +38,7 @@ from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.linear import sm90 as sm90_linear
 from detjax.pallas_kernels.moe import sm90
 from detjax.pallas_kernels.moe.shapes import SHAPES
-from detjax.pallas_kernels.moe.sm90_grouped import GroupedTiles, fill_stages
-from detjax.pallas_kernels.moe.sm90_tiles import MlpTiles, choose_tiles
+from detjax.pallas_kernels.moe.sm90_tiles import GroupedTiles, MlpTiles, choose_tiles, fill_stages
 from detjax.pallas_kernels.rms_norm.sm90 import rms_norm
 
 BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32

@@ -164,7 +164,7 @@ def other_gpus_lines() -> list[str]:
         bullets += report_mesh.readme_lines(gpu)
         found = [row for where in SUBJECTS for row in rows(*where, gpu)]
         if not found:
-            lines += ["", f"No rows of kernels or steps of an {name}: no time here is of one."]
+            lines += ["", f"There are no rows of kernels or steps of an {name}."]
             continue
         lines += ["", f"**{name}.** {card(found[0])}"]
         if step_times(gpu):
@@ -195,8 +195,8 @@ def copy_shares(gpu: str) -> str:
         [f"{row['floor_ms'] * COPY_BYTES_PER_S / own / row['ms_p50']:.2f}" for row in steps]
     )
     return (
-        f"A copy moves {own / 1e12:.2f} TB/s there, in the same run. Decode at batch {batches} "
-        f"takes its bytes at {shares} of that."
+        f"In the same run a copy moves {own / 1e12:.2f} TB/s. Decode at batch {batches} reads its "
+        f"bytes at {shares} of that rate."
     )
 
 
@@ -215,24 +215,25 @@ def limit_share(row: dict) -> float | None:
 def benchmarks_section() -> list[str]:
     """Whole steps, the linear layers in short, the other kernels, the engine, and several GPUs."""
     is_gated = any(row.get("is_gated") for row in rows("kernels", "linear"))
-    gating = "; in `gate_up` they gate." if is_gated else "."
+    gating = " In `gate_up` it also gates." if is_gated else ""
     return [
         card(rows("kernels", "linear")[0]),
-        f"Figures are of the {GPUS[FIRST_GPU]} where another GPU is not named.",
-        "How the kernels work and what was tried: [docs/kernels.md](docs/kernels.md).",
+        f"Figures without the name of a GPU are of the {GPUS[FIRST_GPU]}.",
+        "[Kernels](docs/kernels.md) says how they work, and [tried](docs/tried.md) what failed.",
         "",
         *step_table(),
         "",
-        "The limit is weight and cache bytes at 4.3 TB/s for decode, 790 TFLOP/s for prefill.",
-        "`fast` is the same model on XLA's products, norms and activations, without any claim,",
-        "timed in the same run; transformers in a run of its own.",
+        "The limit of decode is the bytes of weights and cache at 4.3 TB/s; that of prefill is",
+        "790 TFLOP/s. `fast` is the same model on XLA's products, norms and activations, without a",
+        "claim. It was timed in the same run, and transformers in a run of its own.",
         "",
         "![Time of a decode step over the batch](docs/figures/step.svg)",
         "",
         *behind(report_peers.lines()),
-        "Linear layers: time of the best rival (`jnp.dot`, which is cuBLAS or XLA's own, and",
-        "`torch.mm` where it ran) over ours in the same run. Rivals only multiply. In `o` and",
-        "`down` ours sum eight leaves as a tree and, above 128 rows, add the residual" + gating,
+        "Linear layers: the time of the best rival over that of detjax, in the same run. Rivals",
+        "are `jnp.dot` (cuBLAS or XLA's own) and, where it ran, `torch.mm`. They only multiply. In",
+        "`o` and `down` detjax sums eight leaves as a tree and, above 128 rows, adds the",
+        "residual." + gating,
         "",
         *linear_table(),
         "",
@@ -282,13 +283,13 @@ def _kernels_of(gpu: str) -> list[str]:
     if fixed:
         control = [
             "",
-            "One fixed tile of 128 x 128 x 64, unsplit, as Thinking Machines' product: "
-            f"{min(fixed):.2f} to {max(fixed):.2f} times our time.",
+            "One fixed tile of 128 x 128 x 64, unsplit, as in Thinking Machines' product, takes "
+            f"{min(fixed):.2f} to {max(fixed):.2f} times as long.",
         ]
     return [
         card(all_rows[0]),
         "",
-        "Microseconds of a product, and the best rival's time over it:",
+        "Microseconds of a product, and the time of the best rival divided by it:",
         "",
         *table(["M", *SHAPES], lines),
         *control,

@@ -56,8 +56,8 @@ def _steps(gpu: str) -> list[str]:
     return [
         f"{ours[0]['gpu']}, Qwen3-30B-A3B shapes (48 layers, 128 experts of width 768, 8 a "
         "token), random weights, bfloat16. `fast` is XLA's `ragged_dot`.",
-        "The limit is the bytes of the experts that are hit, of other weights and of the cache at "
-        "4.3 TB/s for decode, 790 TFLOP/s on what a token runs for prefill.",
+        "The limit of decode is the bytes of the experts that are hit, of other weights and of the "
+        "cache at 4.3 TB/s. That of prefill is 790 TFLOP/s on what a token runs.",
         "",
         *table(
             ["step", "invariant, ms", "least of three, ms", "`fast`, ms",
@@ -89,8 +89,8 @@ def _kernels(gpu: str) -> list[str]:
     return [
         "One layer's experts, from the router's logits to the next norm, in microseconds of "
         f"kernels (`benchmarks.moe`; {len(checks)} comparisons of bits, {wrong} different).",
-        "`ragged_dot` is without the combination and the norm.",
+        "`ragged_dot` does not include the combination and the norm.",
         "",
-        *table(["rows", "ours", "limit", "share", "`ragged_dot`"], map(cells, ours)),
+        *table(["rows", "detjax", "limit", "share", "`ragged_dot`"], map(cells, ours)),
         "",
     ]

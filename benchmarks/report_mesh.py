@@ -167,10 +167,10 @@ def step_part(gpu: str = FIRST_GPU) -> list[str]:
               "communication, ms", "launches", "launches of `fast`"]  # fmt: skip
     lines = [
         "**Whole steps.** Wall time; decode at a context of 1024. `fast` is XLA's products and a",
-        "psum of float32 partials, without any claim. Communication is device time of our step in",
-        "launches of their own (the exchange kernel, XLA's gathers), with the wait for peers; sums",
-        "in the epilogue of a product are not in it. 'Sums and choice apart' has no such sums, and",
-        "gathers by XLA alone:",
+        "psum of float32 partials, without a claim. Communication is device time of detjax's step",
+        "in launches of its own (the exchange kernel, XLA's gathers), with waits for peers. Sums",
+        "in the epilogue of a product are not included. 'Sums and choice apart' has no such sums,",
+        "and only XLA gathers:",
         "",
         *table(header, map(cells, found)),
     ]
@@ -205,10 +205,10 @@ def sum_part(gpu: str = FIRST_GPU) -> list[str]:
 
     return [
         "**The ranks' sum** with residual and RMSNorm: microseconds a layer, launches included, of",
-        f"dependent calls in one program. Ours is the {OURS[0]}, or {OURS[1]} at prefill's sizes:",
+        f"dependent calls in one program. detjax uses the {OURS[0]}, or {OURS[1]} for prefill:",
         "",
         *table(
-            ["tp", "rows", *names, "our time over psum bfloat16"],
+            ["tp", "rows", *names, "detjax over psum bfloat16"],
             map(cells, sorted(found)),
         ),
     ]
@@ -243,7 +243,7 @@ def sum_experiment(gpu: str = FIRST_GPU) -> Experiment | None:
         question="What does a sum over ranks cost where its order is a tree?",
         paper="Zhang et al. 2025 (TBIK, arXiv:2511.17826), which times kernels and whole answers "
         "by tp and rows (figures 6, 7 and 12): 22 to 63 % more latency with tree-based kernels.",
-        here=[*told, f"{different} elements differ between the forms of our sum"],
+        here=[*told, f"{different} elements differ between the forms of the sum"],
         setting=f"Llama-3.1-8B shapes with random weights, bfloat16, {found[0]['gpu']}, sums "
         "through peer memory",
         command="benchmarks.mesh",

@@ -16,9 +16,9 @@ SHORT = (OURS, DEFAULT, INVARIANT)
 """Engines of README's table: the same weights in the same number format."""
 
 PROTOCOL = (
-    "Decode: (time of 130 tokens less that of 2) / 128, through each engine's own `generate`, "
-    "behind prompts of random tokens. Prefill: the least of three calls, one after another. "
-    "256 slots, no prefix cache. Weights are random."
+    "Decode is (time of 130 tokens less that of 2) / 128, through each engine's own `generate`, "
+    "after prompts of random tokens. Prefill is the least of three calls, one after another. "
+    "256 slots, no prefix cache, random weights."
 )
 
 
@@ -77,12 +77,12 @@ def lines() -> list[str]:
     if not found:
         return []
     return [
-        "### Beside vLLM",
+        "### Compared with vLLM",
         "",
         f"{next(iter(found.values()))['gpu']}, Llama-3.1-8B shapes, one engine a GPU, GPUs of one "
         "host, within five minutes.",
         PROTOCOL,
-        "vLLM ran with CUDA graphs; batch-invariant is `VLLM_BATCH_INVARIANT=1`. We measured it.",
+        "vLLM ran with CUDA graphs. Batch-invariant is `VLLM_BATCH_INVARIANT=1`.",
         "",
         *engine_table(tuple(found)),
         "",
@@ -101,9 +101,9 @@ def http_lines() -> list[str]:
         for row in found
     ]  # fmt: skip
     return [
-        "Over HTTP: N clients of plain sockets ask at once for 200 streamed tokens behind 1000 "
-        "random tokens.",
-        "detjax ran on another host than vLLM, 20 minutes before, so differences below 2 % say "
+        "Over HTTP, N clients of plain sockets send a request at once, each for 200 streamed "
+        "tokens after 1000 random tokens.",
+        "detjax ran on another host than vLLM, 20 minutes before, so differences below 2 % mean "
         "nothing.",
         "",
         *table(["server", "clients", "tokens/s", "TTFT p50, ms", "TPOT p50, ms"], cells),

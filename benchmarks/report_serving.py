@@ -168,8 +168,9 @@ def stress_part(gpu: str = FIRST_GPU) -> list[str]:
     counts = "pages", "requests", "cancelled", "preempted"
     return [
         "**Answers under load.** Requests of every kind, with shared prefixes, in random company.",
-        "Each token and logprob of a deterministic sample against the answer at batch size 1 (a",
-        "lost one counts as different); plain samples have no claim and are the control:",
+        "Each token and logprob of a deterministic sample is compared with the answer that the",
+        "request gets alone. A lost one counts as different. Plain samples have no claim and are",
+        "the control:",
         "",
         *table(["model", "mode", "drafts", *DRAFT_CELLS, *counts, *different], lines),
     ]
@@ -216,7 +217,7 @@ def max_len_part(gpu: str = FIRST_GPU) -> list[str]:
         )
     return [
         "**Another `max_len`, the same sequences.** Milliseconds of the engine's decode step, and",
-        "its ratio to that of the shortest; every bit of the answers is the same:",
+        "its ratio to that of the shortest. Every bit of the answers is the same:",
         "",
         *table(["decode step", *(f"`max_len` {n:,}" for n in longest)], lines),
     ]

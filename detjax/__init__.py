@@ -12,7 +12,7 @@ from detjax.compilation.xla_flags import configure_xla
 
 configure_xla()
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 if TYPE_CHECKING:  # so that editors and type checkers know the names
     from detjax.engine.async_engine import AsyncEngine

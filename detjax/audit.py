@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m detjax.audit FILE`: checks receipts by prefill, at a fraction of decoding's cost.
+"""`python -m detjax.audit FILE`: check receipts by prefill, at a fraction of the decode cost.
 
-The answer is given to the model in windows of many tokens, and at each position the choice is made
-again from the published noise. Prefill and decode have the same bits, so this is exact: every token
-and every float32 logprob must be the receipt's.
+The model gets the answer in windows of many tokens. At each position the choice is made again
+from the published noise. Prefill and decode have the same bits, so this is exact: every token and
+every float32 logprob must equal the receipt's.
 """
 
 import argparse

@@ -21,7 +21,7 @@ from detjax.compilation.kept_programs import keep_programs_of_build
 from detjax.compilation.source import NO_CACHE, default_cache_dir
 from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
-from detjax.engine.outputs.text import CompletionOutput, TextBatch, text_request
+from detjax.engine.outputs.text import CompletionOutput, TextBatch, shortened, text_request
 from detjax.engine.requests.request import PromptLogprobs, SamplingParams, TokenEvent, draw_seed
 from detjax.engine.running.memory import cache_bytes, check_memory
 from detjax.engine.sampling.grammars import Grammars
@@ -154,6 +154,16 @@ class PromptOutput:
     prompt_token_ids: tuple[int, ...]
     outputs: tuple[CompletionOutput, ...]
     prompt_logprobs: PromptLogprobs | None = None
+
+    def __repr__(self) -> str:
+        """Short, for notebooks: a line of the prompt, and a line of each sequence."""
+        prompt = None if self.prompt is None else shortened(self.prompt)
+        scored = "" if self.prompt_logprobs is None else ", prompt_logprobs=..."
+        outputs = "".join(f"\n  {output!r}," for output in self.outputs)
+        return (
+            f"PromptOutput(prompt={prompt!r}, num_prompt_tokens={len(self.prompt_token_ids)}"
+            f"{scored}, outputs=[{outputs}\n])"
+        )
 
 
 class LLM:

@@ -9,7 +9,7 @@ from detjax.models.abstract import why_unsupported
 from detjax.models.decoder import check_mesh
 from detjax.models.hf_config import load_config
 from detjax.models.loading import LoadedModel, load_model
-from detjax.models.params import check_tp
+from detjax.models.params import check_tp, num_params
 from detjax.models.weights.load import ignore_progress
 from detjax.numerics import NO_CAST, NumericsProfile
 from detjax.pallas_kernels.backend import Backend, choose_backend
@@ -67,6 +67,7 @@ def load_on_devices(
     choice = choose_backend(
         None if backend == AUTO else _backend(backend),
         why_not_model=lambda backend: why_unsupported(config, profile, backend, tp),
+        num_params=num_params(config),
     )
     with _mesh_errors():
         mesh = make_mesh(dp, tp, platform=choice.backend.platform)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m detjax.replay FILE`: runs receipts again, in another batch and mesh, and compares.
+"""`python -m detjax.replay FILE`: run receipts again, in another batch and mesh, and compare.
 
 Every token and every float32 logprob must have the same bits.
 """

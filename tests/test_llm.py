@@ -187,6 +187,17 @@ def test_a_chat_is_the_template_around_the_messages(toy):
     assert one.outputs[0].digest() == two[0].outputs[0].digest() == plain.outputs[0].digest()
 
 
+def test_a_notebook_shows_the_prompt_and_a_line_of_each_answer(toy):
+    (out,) = toy.generate("a" * 61, dataclasses.replace(GREEDY, n=2))
+    first, *answers, last = repr(out).splitlines()
+    assert first == (
+        f"PromptOutput(prompt='{'a' * 57}...', num_prompt_tokens={len(out.prompt_token_ids)}, "
+        "outputs=["
+    )
+    assert (*answers, last) == (*(f"  {answer!r}," for answer in out.outputs), "])")
+    assert all(answer.digest()[:16] in repr(out) for answer in out.outputs)
+
+
 def test_a_record_comes_back_from_json_with_every_bit(toy):
     sampling = dataclasses.replace(GREEDY, logprobs=2)
     done = toy.generate("a", sampling)[0].outputs[0]

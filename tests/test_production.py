@@ -2,6 +2,7 @@
 """The production suite runs every way through the kernels that a configuration can reach."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator
 
@@ -17,7 +18,7 @@ from detjax.numerics import NumericsProfile, tree_reduction
 from detjax.pallas_kernels.attention import sm90 as attention
 from detjax.pallas_kernels.attention.shapes import LAYOUTS
 from detjax.pallas_kernels.linear.sm90 import normalises_input
-from detjax.pallas_kernels.linear.tiles import MatmulTiles, choose_tiles
+from detjax.pallas_kernels.linear.tiles import MatmulTiles, Product, TallTiles, choose_tiles
 from detjax.pallas_kernels.rms_norm.sm90 import choose_schedule, row_sum
 
 PROFILE = NumericsProfile()
@@ -108,32 +109,33 @@ def kinds_of_tiles(config: ModelConfig, num_rows: int, logits_rows: int) -> set[
     width, heads = config.hidden_size, config.num_heads * config.head_dim
     qkv = heads + 2 * config.num_kv_heads * config.head_dim
     has_norm = normalises_input(num_rows, width)
-    row = {"num_rows": num_rows, "num_leaves": 1, "leaf_len": width, "out_bytes": 2}
-    found = {
-        "qkv": choose_tiles(**row, num_out=qkv, has_norm=has_norm),
-        "gate_up": choose_tiles(
-            **row, num_out=2 * config.intermediate_size, is_gated=True, has_norm=has_norm
+    of_row = functools.partial(
+        Product, num_rows=num_rows, num_leaves=1, leaf_len=width, out_bytes=2
+    )
+    products = {
+        "qkv": of_row(num_out=qkv, has_norm=has_norm),
+        "gate_up": of_row(
+            num_out=2 * config.intermediate_size, is_gated=True, has_norm=has_norm
         ),
-        "lm_head": choose_tiles(
+        "lm_head": Product(
             num_rows=logits_rows, num_out=config.vocab_size, num_leaves=1, leaf_len=width,
             out_bytes=4,
         ),
     }  # fmt: skip
     for name, k_len in (("o", heads), ("down", config.intermediate_size)):
         reduction = tree_reduction(k_len, PROFILE)
-        found[name] = choose_tiles(
+        products[name] = Product(
             num_rows=num_rows, num_out=width, num_leaves=reduction.num_leaves,
             leaf_len=reduction.leaf_len, out_bytes=2, has_residual=True,
         )  # fmt: skip
-    return {(name, *_kind(tiles)) for name, tiles in found.items()}
+    return {(name, *_kind(choose_tiles(product))) for name, product in products.items()}
 
 
 def _kind(tiles: MatmulTiles) -> tuple:
-    names = (
-        "is_swapped", "num_wgs", "groups", "cluster_rows", "cluster_cols", "shares_slot",
-        "is_paired", "smem_levels", "is_gated", "ctas_per_sm", "copies_rows",
-    )  # fmt: skip
-    return (*(getattr(tiles, name) for name in names), bool(tiles.held_channels))
+    kind = type(tiles).__name__, tiles.num_wgs, tiles.groups, tiles.is_gated, tiles.ctas_per_sm
+    if isinstance(tiles, TallTiles):
+        return *kind, tiles.cluster, tiles.shares_slot, tiles.is_paired, tiles.smem_levels
+    return *kind, tiles.held is not None, tiles.held is not None and tiles.held.copies_rows
 
 
 def rows_of(key: ProgramKey) -> tuple[int, int]:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Proves the claims on this machine, for one model and one engine configuration."""
+"""Prove the claims on this machine, for one model and one engine configuration."""

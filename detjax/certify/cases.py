@@ -24,12 +24,12 @@ OTHER_CHUNK = 37
 
 
 def other_chunk() -> dict[str, Any]:
-    """Prefills of `OTHER_CHUNK` tokens."""
+    """Return the configuration with prefills of `OTHER_CHUNK` tokens."""
     return {"prefill_chunk": OTHER_CHUNK, "prefill_shapes": ()}
 
 
 def drafted(subject: Subject) -> dict[str, Any]:
-    """Drafts by XLA's kernels, made wrong at every third position."""
+    """Return the configuration with drafts by XLA's kernels, wrong at every third position."""
     return {
         "candidates": subject.disagree,
         "mode": "dvr",
@@ -41,7 +41,7 @@ def drafted(subject: Subject) -> dict[str, Any]:
 
 
 def fast(subject: Subject) -> dict[str, Any]:
-    """XLA's kernels. Nothing is a draft there, so they share a step with the drafts' engine."""
+    """Return the configuration with XLA's kernels; they share a step with the drafts' engine."""
     return {"mode": "fast", "candidates": subject.disagree}
 
 
@@ -54,7 +54,7 @@ def timed(
     is_control: bool = False,
     setting: Callable[[int], Setting] | None = None,
 ) -> Outcome:
-    """Run a case; `setting` is like it for the request that differs."""
+    """Run a case and time it; `setting` repeats it for the request that differs."""
     begin_s = time.perf_counter()
     try:
         found = run()
@@ -85,7 +85,7 @@ def setting_like(subject: Subject, *, batch: int = 1, row: int = 0, **others: An
 
 
 def program_cases(subject: Subject) -> Iterator[Outcome]:
-    """Every canonical program of the configuration against prefill, on a cache filled to its size.
+    """Compare every canonical program of the configuration with prefill, on a full cache.
 
     At the end of each page table, around pages and splits, on the first and the last pages of the
     cache: see `detjax.engine.self_check`.
@@ -117,13 +117,13 @@ def program_cases(subject: Subject) -> Iterator[Outcome]:
 def answer_cases(
     subject: Subject, requests: Sequence[Request], want: Sequence[Answer], round_idx: int
 ) -> Iterator[Outcome]:
-    """What changes between engines of one mesh.
+    """Run the cases that change an engine on one mesh.
 
     Args:
         subject: On its mesh.
         requests: To ask.
-        want: What each is answered alone.
-        round_idx: Which requests these are.
+        want: The answer of each request alone.
+        round_idx: The round of these requests.
     """
 
     def case(claim: str, name: str, run: Callable[[], Comparison], **kind) -> Outcome:
@@ -193,7 +193,7 @@ def answer_cases(
 
 
 def _until_it_differs(run: Callable[[int], Comparison]) -> Callable[[], Comparison]:
-    """Compare draw after draw, until a bit differs."""
+    """Compare draw after draw until a bit differs."""
 
     def runs() -> Comparison:
         found = Comparison(num_compared=0, num_different=0, first="")
@@ -213,13 +213,13 @@ def answer_controls(
     want: Sequence[Answer],
     alone: Callable[[int], Sequence[Answer]],
 ) -> Iterator[Outcome]:
-    """The same comparisons without a guarantee: each must differ.
+    """Run the same comparisons without a guarantee: each must differ.
 
     Args:
         subject: On its mesh.
-        draws: The requests of each draw; draw 0 is what the cases asked.
-        want: What draw 0 is answered alone.
-        alone: What XLA's kernels answer each draw alone.
+        draws: The requests of each draw; draw 0 is that of the cases.
+        want: The answers of draw 0, each alone.
+        alone: The answers of XLA's kernels to each draw, each request alone.
     """
     requests = draws(0)
     asked = plain(requests)
@@ -262,7 +262,7 @@ def answer_controls(
 def mesh_cases(
     subject: Subject, requests: Sequence[Request], want: Sequence[Answer], round_idx: int
 ) -> Iterator[Outcome]:
-    """The answers of another mesh."""
+    """Compare the answers of another mesh."""
     name = "dp {dp} x tp {tp}".format(**subject.model.mesh.shape)
     if not subject.config.decode_batches:
         name += f", decode steps of {subject.config.batch_size} rows"
@@ -276,9 +276,9 @@ def mesh_cases(
 
 
 def mesh_control(subject: Subject, requests: Sequence[Request], want: Sequence[Answer]) -> Outcome:
-    """XLA's kernels on another mesh; `want` is what they answer alone on the first.
+    """Compare XLA's kernels on another mesh; `want` is their answer alone on the first mesh.
 
-    First tokens alone need one program; whole answers are compared if none of them differs.
+    First tokens need only one program. Whole answers are compared if no first token differs.
     """
     name = "XLA's kernels, dp {dp} x tp {tp}".format(**subject.model.mesh.shape)
     asked = plain(requests)
@@ -303,7 +303,7 @@ def mesh_control(subject: Subject, requests: Sequence[Request], want: Sequence[A
 
 
 def _among_others(subject: Subject, requests: Sequence[Request]) -> list[Answer]:
-    """Every request twice, the second time backwards and with another seed, in turn."""
+    """Return every request twice, the second time backwards with another seed, in turn."""
     others = [
         dataclasses.replace(
             request,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operation behind a difference: the request that differs, in two settings, by their taps."""
+"""Find the operation behind a difference: tap the request that differs in two settings."""
 
 from collections.abc import Mapping, Sequence
 
@@ -16,16 +16,16 @@ from detjax.parallel.mesh import DP_AXIS, TP_AXIS
 def find_cause(
     outcome: Outcome, subject: Subject, requests: Sequence[Request], others: Sequence[Subject]
 ) -> str:
-    """What `detjax.diverge` says of a case that differs, or why it says nothing.
+    """Return what `detjax.diverge` finds for a case that differs, or why it finds nothing.
 
-    The request runs alone, on the first mesh, and as the case has it, but in company of another
-    kind; so a fault that needs the very same company may not show.
+    The request runs alone on the first mesh, and then as in the case but among requests of another
+    kind. A fault that needs exactly the same neighbours may not appear.
 
     Args:
-        outcome: That differs.
+        outcome: A case that differs.
         subject: On the first mesh.
-        requests: Of its round.
-        others: On other meshes.
+        requests: Those of its round.
+        others: The subject on other meshes.
     """
     if not outcome.setting:
         return ""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was compared and what came of it, as plain data."""
+"""The comparisons and their results, as plain data."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -25,15 +25,15 @@ class Outcome:
 
     Attributes:
         claim: Of `CLAIMS`.
-        case: What was changed.
-        is_control: Made without the guarantee: here a difference is wanted.
-        num_compared: Values: tokens with their logprobs, or programs.
-        num_different: Of these.
-        first: The first that differs, for people; empty where none does.
-        seconds: That the case took, compiling included.
-        round_idx: Which requests.
-        request_idx: Of the first that differs; -1 where it is of no request.
-        setting: Of `detjax.diverge`, that does the same; empty where there is none.
+        case: The change that was tried.
+        is_control: Whether it ran without the guarantee, so that it must differ.
+        num_compared: Tokens with their logprobs, or programs.
+        num_different: How many of these differ.
+        first: The first that differs, as text; empty if none does.
+        seconds: Time of the case, compiling included.
+        round_idx: The round of the requests.
+        request_idx: Request of the first difference; -1 if it belongs to no request.
+        setting: The setting of `detjax.diverge` that does the same; empty if there is none.
         cause: The first token, layer and operation that differ, as `detjax.diverge` found them.
     """
 
@@ -51,7 +51,7 @@ class Outcome:
 
     @property
     def is_well(self) -> bool:
-        """Nothing differs, and something was compared; of a control, something does."""
+        """Whether something was compared and nothing differs; a control must differ."""
         if self.is_control:
             return self.num_different > 0
         return self.num_compared > 0 and self.num_different == 0
@@ -60,7 +60,7 @@ class Outcome:
 class Comparison(NamedTuple):
     """How many tokens were compared, how many differ in a bit, and the first that does.
 
-    `request_idx` is the first's; -1 where none differs, or it is of no request.
+    `request_idx` belongs to the first; -1 if none differs or it belongs to no request.
     """
 
     num_compared: int
@@ -91,12 +91,12 @@ def _show(token: tuple[int, int] | None) -> str:
 
 @dataclass(kw_only=True)
 class Certificate:
-    """All of it.
+    """The facts, outcomes and coverage of one run.
 
     Attributes:
         facts: Model, numerics, build, device, configuration: names and texts.
-        probe: Whether the model's sums depend on their order, so that equal bits are no luck.
-        outcomes: In the order in which they came.
+        probe: Whether the model's sums depend on their order; otherwise equal bits would be luck.
+        outcomes: In order of time.
         coverage: (model, dtype, backend, mode, state), as `coverage_map` has it.
     """
 
@@ -107,11 +107,11 @@ class Certificate:
 
     @property
     def is_proven(self) -> bool:
-        """Every claim has cases and a control, and all of them are well."""
+        """Whether every claim has cases and a control, and all have the right result."""
         return bool(self.outcomes) and all(map(self.is_claim_proven, self.claims()))
 
     def claims(self) -> list[str]:
-        """Those with an outcome."""
+        """Return the claims with an outcome."""
         return [claim for claim in CLAIMS if self.of(claim)]
 
     def of(self, claim: str) -> list[Outcome]:
@@ -119,7 +119,7 @@ class Certificate:
         return [outcome for outcome in self.outcomes if outcome.claim == claim]
 
     def is_claim_proven(self, claim: str) -> bool:
-        """All cases hold, and in the first round at least one control fails as it must."""
+        """Whether all cases hold and at least one control of the first round differs."""
         cases = [outcome for outcome in self.of(claim) if not outcome.is_control]
         controls = [outcome for outcome in self.of(claim) if outcome.is_control]
         return (
@@ -129,7 +129,7 @@ class Certificate:
         )
 
     def json(self) -> dict[str, Any]:
-        """As one JSON document."""
+        """Return one JSON document."""
         return {
             "proven": self.is_proven,
             "claims": {claim: self.is_claim_proven(claim) for claim in self.claims()},

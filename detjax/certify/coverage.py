@@ -59,7 +59,7 @@ that, and finds the same."""
 
 
 def refusals(config: ModelConfig, tp: int) -> dict[tuple[str, Backend], str | None]:
-    """Why each backend refuses this model, by dtype: every kernel of a step is traced."""
+    """Return why each backend refuses this model, by dtype; every kernel of a step is traced."""
     return {
         (dtype, backend): why_unsupported(
             config, NumericsProfile(weight_dtype=dtype, compute_dtype=dtype), backend, tp
@@ -70,11 +70,11 @@ def refusals(config: ModelConfig, tp: int) -> dict[tuple[str, Backend], str | No
 
 
 def coverage_map(model: LoadedModel, *, modes: Collection[str], is_proven: bool) -> list[Row]:
-    """(model, dtype, backend, mode, state): of this model, then of every family.
+    """Return (model, dtype, backend, mode, state) for this model, then for every family.
 
     Args:
-        model: Under proof.
-        modes: That were run.
+        model: The model under proof.
+        modes: Modes that were run.
         is_proven: Whether no bit differed.
     """
 

@@ -15,7 +15,7 @@ from detjax.models.decoder import check_mesh
 from detjax.models.hf_config import config_from_hf
 from detjax.models.hub import find_model
 from detjax.models.loading import LoadedModel, random_model
-from detjax.models.params import check_tp
+from detjax.models.params import check_tp, num_params
 from detjax.numerics import Build, NumericsProfile
 from detjax.opening import load_on_devices
 from detjax.pallas_kernels.backend import Backend, choose_backend
@@ -24,13 +24,13 @@ from detjax.sizing import GPU_MEMORY_UTILIZATION
 
 
 def start_devices(args: argparse.Namespace) -> None:
-    """Let the CPU appear as the devices that were asked for; JAX starts here."""
+    """Make the requested virtual CPU devices; JAX starts here."""
     configure_virtual_devices(max(args.devices, args.dp * args.tp))
     jax.devices("cpu")
 
 
 def open_subject(args: argparse.Namespace, dp: int, tp: int) -> Subject:
-    """The model and its engine's configuration on a mesh.
+    """Open the model and choose its engine's configuration on a mesh.
 
     Raises:
         ValueError: If model, mesh, sizes and memory do not go together.
@@ -65,15 +65,16 @@ def _open_model(args: argparse.Namespace, dp: int, tp: int) -> LoadedModel:
     choice = choose_backend(
         None if args.backend == "auto" else Backend(args.backend),
         why_not_model=lambda backend: why_unsupported(config, profile, backend, tp),
+        num_params=num_params(config),
     )
     mesh = make_mesh(dp, tp, platform=choice.backend.platform)
     return random_model(config, seed=0, profile=profile, mesh=mesh, backend=choice.backend)
 
 
 def other_meshes(subject: Subject, args: argparse.Namespace) -> Iterator[tuple[int, int]]:
-    """Every (dp, tp) of the devices here, but for the first and those the model refuses.
+    """Yield every (dp, tp) of the local devices except the first and those the model refuses.
 
-    Of virtual devices, without `--minutes`, one a tp: with as many replicas as there is room for.
+    On virtual devices without `--minutes` there is one mesh for each tp, with the most replicas.
     """
     model = subject.model
     count = len(jax.devices(model.backend.platform))
@@ -90,7 +91,7 @@ def other_meshes(subject: Subject, args: argparse.Namespace) -> Iterator[tuple[i
 
 
 def facts_of(subject: Subject, args: argparse.Namespace) -> dict[str, str]:
-    """What the certificate is of."""
+    """Return the facts of the certificate."""
     model = subject.model
     build = Build.current(model.backend.value, model.mesh.devices.flat[0])
     name = args.model if args.random_weights is None else f"random: {args.random_weights}"

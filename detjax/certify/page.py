@@ -19,7 +19,7 @@ tr.control { color: #666 } tr.bad { background: #fdd }
 
 
 def render(certificate: Certificate) -> str:
-    """HTML, all of it escaped."""
+    """Return HTML with all text escaped."""
     is_proven = certificate.is_proven
     what = "All claims hold" if is_proven else "Not proven"
     tone = "well" if is_proven else "ill"

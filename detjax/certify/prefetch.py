@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What will be wanted, made in threads while cases run."""
+"""Compute results that later cases need, in threads while cases run."""
 
 import contextlib
 import os
@@ -11,14 +11,13 @@ NUM_THREADS = max(1, (os.cpu_count() or 1) // 2)
 
 
 class Ahead:
-    """Jobs that somebody will want the results of, begun in the order in which they were given.
+    """Jobs whose results will be needed, begun in the order in which they were given.
 
-    They decide no result: what a case needs and is not there yet is made by the case, or waited
-    for.
+    They decide no result: a case computes or waits for what it needs and is not there yet.
     """
 
     def __init__(self, pool: ThreadPoolExecutor):
-        """No job yet."""
+        """Begin without a job."""
         self._pool, self._futures = pool, list[Future]()
 
     def begin[T](self, *jobs: Callable[[], T]) -> list[Future[T]]:
@@ -28,10 +27,10 @@ class Ahead:
         return begun
 
     def wait(self) -> None:
-        """Until all are done.
+        """Wait until all are done.
 
         Raises:
-            Exception: Of the first that failed.
+            Exception: That of the first job that failed.
         """
         for future in self._futures:
             future.result()
@@ -40,7 +39,7 @@ class Ahead:
 
 @contextlib.contextmanager
 def working_ahead() -> Iterator[Ahead]:
-    """Threads for jobs; at the end those that have not begun never do."""
+    """Provide threads for jobs; jobs that have not begun at the end are dropped."""
     pool = ThreadPoolExecutor(max_workers=NUM_THREADS)
     try:
         yield Ahead(pool)

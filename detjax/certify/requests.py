@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is asked: prompts that end around boundaries, greedy and sampled in turn."""
+"""The requests: prompts that end around boundaries, greedy and sampled in turn."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -38,10 +38,10 @@ def make_requests(
     count: int = 8,
     draw: int = 0,
 ) -> list[Request]:
-    """`count` requests, others in every round, and others in every draw of a round.
+    """Make `count` requests, different in every round and in every draw of a round.
 
-    Lengths lie one before, at and one behind the ends of pages and splits, and at the most there
-    is room for; the rest are drawn.
+    Prompts end one token before, at and one after the ends of pages and splits, and at the longest
+    possible length; other lengths are drawn.
     """
     page, split = profile.attention_block, profile.attention_split
     most = max_len - MAX_TOKENS
@@ -64,15 +64,15 @@ def make_requests(
 
 
 def answer_of(completion: Completion) -> Answer:
-    """The raw bits of a completion."""
+    """Return the raw bits of a completion."""
     bits = np.asarray(completion.logprobs, np.float32).view(np.uint32)
     return tuple(zip(completion.token_ids, map(int, bits), strict=True))
 
 
 def forced(requests: Sequence[Request], answers: Sequence[Answer]) -> list[tuple[Request, Answer]]:
-    """Prompts that hold part of an answer, each with the one token that must come next.
+    """Make prompts that hold part of an answer, each with the one token that must follow.
 
-    The noise stays that of the request's own prompt, so the longer prompt draws the same token.
+    The noise remains that of the request's own prompt, so the longer prompt draws the same token.
     """
     found = []
     for request, answer in zip(requests, answers, strict=True):
@@ -86,5 +86,5 @@ def forced(requests: Sequence[Request], answers: Sequence[Answer]) -> list[tuple
 
 
 def plain(requests: Sequence[Request]) -> list[Request]:
-    """The same requests, of which nothing is promised."""
+    """Return the same requests without a claim."""
     return [dataclasses.replace(r, is_deterministic=False) for r in requests]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same answers from a process of its own, which compiles everything anew."""
+"""Get the same answers from another process, which compiles everything anew."""
 
 import contextlib
 import json
@@ -18,10 +18,10 @@ Answers = list[tuple[tuple[int, int], ...]]
 
 
 class NewProcess:
-    """`python -m detjax.certify --answers ...`, which says JAX's platform, then its answers."""
+    """`python -m detjax.certify --answers ...`, which prints JAX's platform, then its answers."""
 
     def __init__(self, argv: Sequence[str], errors: IO[str]):
-        """Start it; what goes wrong is written to `errors`."""
+        """Start it; its errors are written to `errors`."""
         kept = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"}
         self._errors = errors
         self.process = subprocess.Popen(
@@ -31,7 +31,7 @@ class NewProcess:
         self._answers: Answers | None = None
 
     def wait_for_memory(self) -> None:
-        """Until this process may take memory: at once on a CPU, on a GPU when the other has ended.
+        """Wait until this process may allocate: not on a CPU; on a GPU until the other has ended.
 
         Raises:
             ValueError: As `answers`.
@@ -41,10 +41,10 @@ class NewProcess:
             self.answers()
 
     def answers(self) -> Answers:
-        """What it answers; waits for the end.
+        """Wait for its end and return its answers.
 
         Raises:
-            ValueError: If it fails, with the end of what it said.
+            ValueError: If it fails, with the end of its output.
         """
         if self._answers is None:
             assert self.process.stdout is not None
@@ -63,7 +63,7 @@ class NewProcess:
 
 @contextlib.contextmanager
 def new_process(argv: Sequence[str]) -> Iterator[NewProcess]:
-    """Start the command anew with these arguments; at the end it runs no more."""
+    """Start the command again with these arguments, and end it at the end."""
     with tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
         started = NewProcess(argv, errors)
         with started.process as process:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs every case, round after round while there is time."""
+"""Run every case, round after round while there is time."""
 
 import argparse
 import dataclasses
@@ -31,7 +31,7 @@ from detjax.engine.requests.request import Request
 
 
 def requests_of(subject: Subject, round_idx: int, draw: int = 0) -> list[Request]:
-    """What is asked in a round; `draw`: the like of it, others."""
+    """Return the requests of a round; another `draw` has other requests of the same kind."""
     config = subject.model.config
     return make_requests(
         round_idx,
@@ -43,7 +43,7 @@ def requests_of(subject: Subject, round_idx: int, draw: int = 0) -> list[Request
 
 
 def print_answers(args: argparse.Namespace) -> None:
-    """What the first round's requests are answered alone, as a line of JSON."""
+    """Print the answers of the first round's requests, each alone, as a line of JSON."""
     subject = open_subject(args, args.dp, args.tp)
     # The checks of programs are those of the first process.
     subject.config = dataclasses.replace(subject.config, self_check="off")
@@ -60,12 +60,12 @@ def certify(
     certificate: Certificate,
     restarted: Callable[[], list[Answer]],
 ) -> Iterator[Outcome]:
-    """Run all cases; the certificate has them as they come.
+    """Run all cases and add each to the certificate as it ends.
 
     Args:
         args: Of the command.
-        subject: On the mesh that was asked for.
-        certificate: Made here.
+        subject: On the requested mesh.
+        certificate: Filled in here.
         restarted: Gives the answers of a new process, and waits for it.
     """
     certificate.facts = facts_of(subject, args)
@@ -99,7 +99,7 @@ def _explained(
     requests: Sequence[Request],
     others: Sequence[Subject] = (),
 ) -> Outcome:
-    """With the operation that makes the difference, if it is the first one of its claim."""
+    """Add the operation that differs, if this is the first difference of its claim."""
     is_known = any(its.cause for its in certificate.of(outcome.claim))
     if outcome.is_well or outcome.is_control or outcome.cause or is_known:
         return outcome

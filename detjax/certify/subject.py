@@ -27,12 +27,12 @@ class Subject:
     """One model on one mesh.
 
     Attributes:
-        model: With its weights.
+        model: The model with its weights.
         config: Of the engine under proof.
     """
 
     def __init__(self, model: LoadedModel, config: EngineConfig):
-        """Prove it as `config` would serve it."""
+        """Begin with the configuration that would serve it."""
         self.model, self.config = model, config
         self._programs: dict[tuple, ProgramCache] = {}
 
@@ -42,14 +42,14 @@ class Subject:
         return jnp.where(positions % 3 == 0, other, token_ids)
 
     def engine(self, *, candidates: Candidates = keep_candidates, **changes) -> Engine:
-        """An engine with an empty prefix cache; its programs are those of its like before it."""
+        """Make an engine with an empty prefix cache and the programs of earlier equal ones."""
         gc.collect()  # the cache of the engine before
         config = dataclasses.replace(self.config, **changes)
         programs = self._programs_of(config, candidates)
         return Engine(self.model, config, programs=programs)
 
     def replica(self, config: EngineConfig) -> ReplicaConfig:
-        """What each replica of such an engine is."""
+        """Return the configuration of each replica of such an engine."""
         return ReplicaConfig.of(
             config,
             dp=self.model.mesh.shape[DP_AXIS],
@@ -81,9 +81,9 @@ class Subject:
         candidates: Candidates = keep_candidates,
         **changes,
     ) -> Iterator[Job]:
-        """Jobs that compile what an engine is likely to run for these requests.
+        """Return jobs that compile what an engine is likely to run for these requests.
 
-        A guess, which decides no result: what is missing is compiled when it is wanted.
+        This is a guess that decides no result: a missing program is compiled when it is needed.
 
         Args:
             requests: To be asked.
@@ -107,24 +107,24 @@ class Subject:
             yield functools.partial(programs.get, key, self.model.params)
 
     def answers(self, requests: Sequence[Request], **changes) -> list[Answer]:
-        """What a new engine answers, asked all at once."""
+        """Return the answers of a new engine to all requests at once."""
         return ask(self.engine(**changes), requests)
 
     def alone(self, requests: Sequence[Request], **changes) -> list[Answer]:
-        """What it answers, asked one after the other without shared prefixes."""
+        """Return its answers, one request after the other, without shared prefixes."""
         engine = self.engine(has_prefix_cache=False, **changes)
         return [answer for request in requests for answer in ask(engine, [request])]
 
 
 def ask(engine: Engine, requests: Sequence[Request]) -> list[Answer]:
-    """Answers in the order of the requests."""
+    """Return answers in the order of the requests."""
     return [answer_of(completion) for completion in engine.generate(requests)]
 
 
 def config_on(model: LoadedModel, asked: dict, *, gpu_memory_utilization: float) -> EngineConfig:
-    """The engine's configuration on a mesh: what was asked for, the rest by the hardware.
+    """Return the engine's configuration on a mesh: requested sizes, the rest by the hardware.
 
-    A decode step of few rows is compiled beside that of all, and self-checks are made.
+    A decode step of few rows is compiled in addition to that of all rows. Self-checks are on.
     """
     dp = model.mesh.shape[DP_AXIS]
     batch_size = asked.get("batch_size")
@@ -137,7 +137,7 @@ def config_on(model: LoadedModel, asked: dict, *, gpu_memory_utilization: float)
 
 
 def order_probe(model: LoadedModel) -> str:
-    """Whether a sum of the model depends on its order; what was found, for people.
+    """Return whether a sum of the model depends on its order, and the finding as text.
 
     Adds float32 products of rows of `down`, or of the first expert's, forwards and backwards.
     """

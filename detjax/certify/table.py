@@ -10,14 +10,14 @@ from detjax.certify.coverage import COLUMNS
 
 
 def verdict(outcome: Outcome) -> str:
-    """One word or two."""
+    """Return the verdict in one or two words."""
     if outcome.is_control:
         return "differs, as it must" if outcome.is_well else "shows nothing"
     return "holds" if outcome.is_well else "DIFFERS"
 
 
 def line(outcome: Outcome) -> str:
-    """An outcome on a line of its own, where there is no terminal."""
+    """Format an outcome as one line, for output without a terminal."""
     control = "control: " if outcome.is_control else ""
     return (
         f"{outcome.claim}: {control}{outcome.case}: {outcome.num_different:,} of "
@@ -26,7 +26,7 @@ def line(outcome: Outcome) -> str:
 
 
 def make_table(certificate: Certificate, *, now: str = "") -> Table:
-    """All outcomes so far, and what runs now."""
+    """Make the table of all outcomes so far and of the running case."""
     table = Table(title="detjax.certify", caption=now)
     for name in ("claim", "case"):
         table.add_column(name)
@@ -50,7 +50,7 @@ def make_table(certificate: Certificate, *, now: str = "") -> Table:
 
 
 def make_map(certificate: Certificate) -> Table:
-    """The coverage map."""
+    """Make the coverage map."""
     table = Table(title=f"coverage; this model is {certificate.facts['model']}")
     for name in COLUMNS:
         table.add_column(name)

@@ -17,15 +17,15 @@ MAX_LINE_BYTES = 2**25
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """One answer, as far as its line says.
+    """One answer, with the fields that its line has.
 
     Attributes:
-        key: What pairs it with the answer of the other set.
+        key: Key that pairs it with the answer of the other set.
         prompt: Its text or token ids, to check the pair; None if the line has none.
         text: The answer.
         tokens: Its token ids, or their texts; None if the line has none.
         logprobs: One for each token, or None.
-        score: The field that was named, or None.
+        score: The value of the named field, or None.
     """
 
     key: str
@@ -78,10 +78,10 @@ def _read(line: bytes, origin: str, number: int, score: str | None) -> Answer:
 
 
 def answer_of(entry: Mapping[str, Any], origin: str, number: int, score: str | None) -> Answer:
-    """The answer that an object holds.
+    """Return the answer that an object holds.
 
     Raises:
-        InputError: If it has no text, or not the score.
+        InputError: If it has no text, or lacks the score.
     """
     choices = entry.get("choices")
     if isinstance(choices, list) and len(choices) > 1:
@@ -125,7 +125,7 @@ def _score(entry: Mapping[str, Any], name: str, origin: str) -> float:
 def _tokens(
     choice: Mapping[str, Any],
 ) -> tuple[tuple[int | str, ...] | None, tuple[float, ...] | None]:
-    """Token ids, or else their texts, and logprobs, as detjax and OpenAI's API have them."""
+    """Return token ids, or else their texts, and logprobs, from detjax's or OpenAI's format."""
     told = choice.get("logprobs")
     tokens, logprobs = choice.get("token_ids"), told
     if isinstance(told, dict) and isinstance(content := told.get("content"), list):
@@ -142,7 +142,7 @@ def _tokens(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
-    """How a server is asked: OpenAI's completions.
+    """How to ask a server, by OpenAI's completions.
 
     Attributes:
         max_tokens: Of each answer.
@@ -200,10 +200,10 @@ def _fetch(url: str, headers: Mapping[str, str], body: Any, timeout_s: float) ->
 
 
 def paired(a: Iterable[Answer], b: Iterable[Answer]) -> Iterator[tuple[Answer, Answer]]:
-    """Answers with one key.
+    """Pair answers by key.
 
     Raises:
-        InputError: If one set has an answer that the other has not, or two prompts differ.
+        InputError: If one set lacks an answer of the other, or two prompts differ.
     """
     first, second = ({answer.key: answer for answer in answers} for answers in (a, b))
     for name, here, there in (("A", first, second), ("B", second, first)):

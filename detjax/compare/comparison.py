@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What differs between paired answers, and how likely a difference of scores is by chance."""
+"""What differs between paired answers, and how likely chance gives a difference of scores."""
 
 import dataclasses
 import math
@@ -37,15 +37,15 @@ class Scores:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """What differs between two sets of answers; a count is None where a line does not say.
+    """The differences of two sets of answers; a count is None if the lines lack the field.
 
     Attributes:
         num_answers: Pairs of answers.
         num_texts: Pairs whose texts differ.
         num_tokens: Pairs whose tokens differ.
-        num_bits: Pairs of which a token differs, or a bit of a float32 logprob.
+        num_bits: Pairs with a different token or a different bit of a float32 logprob.
         first_tokens: The first token that differs, from 0, of each pair whose tokens differ.
-        largest_gap: The largest difference of two logprobs before the tokens part.
+        largest_gap: The largest difference of two logprobs before the tokens differ.
         scores: If a score was named.
     """
 
@@ -59,11 +59,11 @@ class Comparison:
 
     @property
     def is_equal(self) -> bool:
-        """Whether nothing that the answers say differs."""
+        """Whether no field of the answers differs."""
         return not (self.num_texts or self.num_tokens or self.num_bits)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return what JSON can hold."""
         return dataclasses.asdict(self)
 
 
@@ -96,7 +96,7 @@ def _are_alike(a: Answer, b: Answer) -> bool:
 
 
 def _first_difference(a: Sequence[Any], b: Sequence[Any]) -> int | None:
-    """The first place at which two sequences differ; of one that goes on, its end."""
+    """Return the first place at which two sequences differ, or the end of the shorter one."""
     differ = (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
     return next(differ, None if len(a) == len(b) else min(len(a), len(b)))
 
@@ -124,16 +124,16 @@ def _scores(pairs: np.ndarray) -> Scores:
 
 
 def sign_test(better: int, worse: int) -> float:
-    """McNemar's exact test, two-sided: chance that a fair coin falls as unevenly, or more."""
+    """Return the p-value of McNemar's exact test, two-sided: a fair coin as uneven, or more."""
     total = better + worse
     tail = sum(math.comb(total, k) for k in range(min(better, worse) + 1))
     return min(1.0, 2 * tail / 2**total)
 
 
 def flip_test(change: np.ndarray) -> float:
-    """The share of random signs of the changes whose sum is as large as theirs, or larger.
+    """Return the share of random signs of the changes whose sum is as large, or larger.
 
-    A paired permutation test with `NUM_FLIPS` draws of a fixed seed; what is drawn counts as one.
+    A paired permutation test with `NUM_FLIPS` draws of a fixed seed; the observed signs count too.
     """
     rng = np.random.default_rng(0)
     moved = change[change != 0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where two runs of a model part: the first token, layer and operation whose bits differ.
+"""Where two runs of a model diverge: the first token, layer and operation whose bits differ.
 
-`detjax.diverge.find.find_divergence` is all of it in one call; `python -m detjax.diverge --help`.
+`detjax.diverge.find.find_divergence` does it in one call; see `python -m detjax.diverge --help`.
 """

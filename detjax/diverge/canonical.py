@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What taps saw on a mesh, as the values that one device would have: to be compared bit by bit."""
+"""Convert tapped values of a mesh to those that one device would have, to compare bits."""
 
 import numpy as np
 
@@ -14,7 +14,7 @@ VOCABULARY_TAPS = ("logits", "kept_tokens")
 
 
 class Canonical:
-    """How values of one model on its mesh become those of one device."""
+    """Converts values of one model on its mesh to those of one device."""
 
     def __init__(self, model: LoadedModel):
         """Read the model's dimensions."""
@@ -29,8 +29,7 @@ class Canonical:
     def values(self, seen: dict[Tap, Seen]) -> dict[Tap, np.ndarray]:
         """Whole values, [ranks, rows, ...], in order.
 
-        There is one rank, but where each has a copy of its own that should be the same, or a term
-        of a sum.
+        There is one rank, except if each rank has a copy that should be equal, or a term of a sum.
         """
         found: dict[Tap, np.ndarray] = {}
         for tap, (value, share) in seen.items():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why an operation's result differs though what it reads is equal: what values alone can tell."""
+"""Why a result differs although its inputs are equal, as far as values alone can tell."""
 
 from collections.abc import Sequence
 
@@ -50,7 +50,7 @@ Found = tuple[Recording, Step, LoadedModel]
 
 
 def why_ids_differ(sides: Sequence[Found], answered: Sequence[int | None]) -> str:
-    """Whose answer has another token here than the one that was run: a draft that was not accepted.
+    """Say which answer has another token here than the one that ran: an unaccepted draft.
 
     Args:
         sides: A and B at one position.
@@ -65,10 +65,10 @@ def why_ids_differ(sides: Sequence[Found], answered: Sequence[int | None]) -> st
 
 
 def why_attention_differs(tap: Tap, sides: Sequence[Found]) -> str:
-    """What differs in the cache that attention read, or that nothing does.
+    """Say what differs in the cache that attention read, or that nothing does.
 
     Args:
-        tap: Of the attention.
+        tap: That of attention.
         sides: A and B at one position.
     """
     assert tap.layer is not None
@@ -100,13 +100,13 @@ def _has_changed(recording: Recording, position: int, tap: Tap, step: Step) -> b
 
 
 def why_cache_differs(values: Sequence[np.ndarray]) -> str:
-    """Whether a key or value was written at all."""
+    """Say whether a key or value was written at all."""
     empty = [name for name, value in zip("ab", values, strict=True) if not value.any()]
     return f"{' and '.join(empty)} wrote nothing: the cache holds zeros" if empty else ""
 
 
 def why_sum_differs(tap: Tap, sides: Sequence[Found]) -> str:
-    """Which side's sum over ranks, or its addition to the residual stream, is not as specified."""
+    """Say which side's sum over ranks, or its addition to the residual stream, is wrong."""
     prefix = tap.name.partition("_")[0]
     found = []
     for name, (_, step, model) in zip("ab", sides, strict=True):

@@ -10,7 +10,7 @@ import numpy as np
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenDifference:
-    """The first generated token of which a bit differs.
+    """The first generated token with a different bit.
 
     Attributes:
         index: Among the generated tokens, from 0.
@@ -25,7 +25,7 @@ class TokenDifference:
     b: tuple[int, int] | None
 
     def __str__(self) -> str:
-        """Both, on a line each."""
+        """Return both, one line each."""
         head = f"first token that differs: {self.index} (position {self.position})"
         return "\n".join([head, f"  a  {_token(self.a)}", f"  b  {_token(self.b)}"])
 
@@ -51,7 +51,7 @@ class Side:
     beside: tuple[str, ...]
 
     def __str__(self) -> str:
-        """A line for each fact."""
+        """Return one line for each fact."""
         lines = [f"{self.value} ({self.bits}) in row {self.row} of {self.program}"]
         lines += [f"       kernel  {kernel}" for kernel in self.kernels]
         lines += [f"       beside  {line}" for line in self.beside or ("no other row",)]
@@ -65,15 +65,15 @@ class Site:
     Attributes:
         position: Of the token that it computes.
         layer: None before the first layer and after the last.
-        name: The tap; `cache` where what was written has changed since; `commit` where a token that
-            was chosen is not the one that was answered.
+        name: The tap; `cache` if written entries have changed since; `commit` if the answer's token
+            is not the one that the device chose.
         operation: What computes it, in words.
-        cause: What more is known of why.
-        last_equal: The result before it, which is equal; empty if there is none.
-        order: What the profile fixes of its sums; empty where it says nothing.
-        num_different: Elements that differ.
-        num_elements: Of how many.
-        index: Of the first that differs.
+        cause: What else is known about the reason.
+        last_equal: The last equal result before it; empty if there is none.
+        order: What the profile fixes of its sums; empty if it fixes nothing.
+        num_different: Number of elements that differ.
+        num_elements: Number of all elements.
+        index: Index of the first that differs.
         a: One side.
         b: The other.
     """
@@ -92,7 +92,7 @@ class Site:
     b: Side
 
     def __str__(self) -> str:
-        """Several lines."""
+        """Return several lines."""
         where = "" if self.layer is None else f"layer {self.layer}, "
         lines = [f"first operation that differs: position {self.position}, {where}{self.name}"]
         lines.append(f"  what {self.operation}")
@@ -105,16 +105,16 @@ class Site:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Divergence:
-    """What comparing two settings, or an answer and a setting, has found.
+    """The result of comparing two settings, or an answer and a setting.
 
     Attributes:
-        a: What was compared.
-        b: With what.
+        a: One side.
+        b: The other side.
         num_tokens: Generated tokens compared.
-        is_deep: Whether every operation was compared though the answers are equal.
+        is_deep: Whether every operation was compared even if the answers are equal.
         token: The first token that differs; None if all are equal.
         site: The first operation that differs; None if all are equal, or it cannot be found.
-        notes: What else must be known to read this.
+        notes: Facts that the reader needs in addition.
     """
 
     a: str
@@ -131,7 +131,7 @@ class Divergence:
         return self.token is not None or self.site is not None
 
     def __str__(self) -> str:
-        """What an engineer reads."""
+        """Return the report for an engineer."""
         lines = [f"a  {self.a}", f"b  {self.b}"]
         if self.token is None:
             lines.append(f"all {self.num_tokens} tokens and logprobs are equal, bit for bit")
@@ -144,7 +144,7 @@ class Divergence:
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return what JSON can hold."""
         return dataclasses.asdict(self)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From evidence to the operation: what a self-check has found, or a receipt, against a setting."""
+"""From evidence to the operation: a self-check's finding or a receipt, against a setting."""
 
 import dataclasses
 import json
@@ -28,13 +28,13 @@ _NEW_TOKENS = 3
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
-    """What is asked in two settings.
+    """The prompt and the two settings of a search.
 
     Attributes:
         prompt: Token ids.
-        a: By prefill, or as few rows as there can be.
-        b: As the program that differs.
-        sampling: Of one sequence, without stop strings.
+        a: Prefill, or as few rows as possible.
+        b: The program that differs.
+        sampling: One sequence, without stop strings.
     """
 
     prompt: tuple[int, ...]
@@ -46,13 +46,13 @@ class Question:
 def question_of(
     difference: Difference, *, profile: NumericsProfile, vocab_size: int, dp: int, tp: int
 ) -> Question:
-    """A question in which the program that a self-check has caught runs as it did there.
+    """Return a question in which the program that a self-check caught runs as it did there.
 
-    The check of a program has no prompt. Here it is random tokens, as many as come before the
-    probe, but two splits at most: then as many as leave it at the same place in its split.
+    The check of a program has no prompt. The prompt here is random tokens, as many as come before
+    the probe, at most two splits. A longer one is cut so that the place in its split is the same.
 
     Raises:
-        ValueError: If the difference names no program that there is.
+        ValueError: If the difference names an unknown program.
     """
     params, stream = difference.sampling
     mesh: dict[str, Any] = {"dp": dp, "tp": tp}
@@ -86,15 +86,15 @@ def question_of(
 
 
 def find_cause(difference: Difference, source: ModelSource, model: LoadedModel) -> Divergence:
-    """The first operation that differs where a self-check has found that something does.
+    """Find the first operation that differs, after a self-check has found a difference.
 
     Args:
-        difference: What it found.
-        source: Of models for settings, as `find_divergence` takes it.
+        difference: The finding.
+        source: Source of models for settings, as in `find_divergence`.
         model: On the mesh of the engine that found it.
 
     Raises:
-        ValueError: If no setting is like the program.
+        ValueError: If no setting runs the program.
     """
     question = question_of(
         difference,
@@ -109,7 +109,7 @@ def find_cause(difference: Difference, source: ModelSource, model: LoadedModel) 
 
 
 def explain(difference: Difference, model: LoadedModel) -> str:
-    """`find_cause` as text, for the evidence of an engine; why there is none, if there is none."""
+    """Return `find_cause` as text for an engine's evidence, or why it found nothing."""
     try:
         return str(find_cause(difference, model, model))
     except (ValueError, NotImplementedError, RuntimeError, FloatingPointError) as error:
@@ -117,10 +117,10 @@ def explain(difference: Difference, model: LoadedModel) -> str:
 
 
 def answer_of_receipt(receipt: Receipt) -> Answer:
-    """The answer of a receipt, whichever of its prompt's sequences it is.
+    """Return the answer of a receipt, which may be any of its prompt's sequences.
 
     Raises:
-        ValueError: If its masks come of a grammar, which no setting has.
+        ValueError: If its masks come from a grammar, which no setting has.
     """
     if receipt.sampling.structured_output is not None:
         raise ValueError("the receipt has structured_output, and settings have no grammars")
@@ -134,16 +134,16 @@ def answer_of_receipt(receipt: Receipt) -> Answer:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Evidence:
-    """What a file of evidence says.
+    """The content of a file of evidence.
 
     Attributes:
         difference: What the self-check found.
         mesh: (dp, tp) of the engine.
         profile: Of the model.
         folder: Of the model; empty if its weights were random.
-        build: That ran: field names of `Build`, and what they were there.
-        time: When it was kept, UTC.
-        cause: What the engine's own search found; empty where there was none.
+        build: The build that ran: field names of `Build` and their values.
+        time: Time of writing, UTC.
+        cause: The finding of the engine's own search; empty if there was none.
     """
 
     difference: Difference
@@ -156,15 +156,15 @@ class Evidence:
 
     @property
     def backend(self) -> str:
-        """That ran."""
+        """The backend that ran."""
         return self.build["backend"]
 
     @classmethod
     def read(cls, path: Path) -> "Evidence":
-        """Read a file that an engine has kept.
+        """Read a file that an engine wrote.
 
         Raises:
-            ValueError: If it is none.
+            ValueError: If it is not a file of evidence.
             OSError: If it cannot be read.
         """
         try:
@@ -188,10 +188,10 @@ class Evidence:
             raise ValueError(f"it is no evidence of a self-check: {error!r}") from error
 
     def notes(self, build: Build, *, is_found: bool) -> tuple[str, ...]:
-        """What must be known to read a comparison of its settings.
+        """Return the notes that a reader of the comparison needs.
 
         Args:
-            build: That has compared them.
+            build: The build that compared them.
             is_found: Whether a bit differed.
         """
         notes = [f"the self-check said at {self.time}: {self.difference}"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the first token, position, layer and operation whose bits differ."""
+"""Find the first token, position, layer and operation whose bits differ."""
 
 import dataclasses
 import itertools
@@ -37,12 +37,12 @@ def find_divergence(
     sampling: SamplingParams | None = None,
     is_deep: bool = False,
 ) -> Divergence:
-    """Find the first token, then position, layer and operation, of which a bit differs.
+    """Find the first token, then position, layer and operation, with a different bit.
 
     Answers come from plain programs. If they differ, both settings run once more up to that token
-    with every operation tapped, and the values of each position are compared by their hashes; then
-    the first position that differs is run again for the values themselves. An answer in place of a
-    setting has no values: it is compared with `b`, and settings are tried that give it.
+    with every operation tapped, and the values of each position are compared by their hashes. Then
+    the first position that differs runs again for its values. An answer in place of a setting has
+    no values: it is compared with `b`, and settings that may give it are tried.
 
     Args:
         model: A folder or id, whose weights and compute are bfloat16; a loaded model, which runs
@@ -52,7 +52,7 @@ def find_divergence(
         b: Another setting.
         sampling: How tokens are chosen; of one sequence, without stop strings. None is greedy. An
             answer decides how many tokens there are.
-        is_deep: Compare every operation though the answers are equal.
+        is_deep: Compare every operation even if the answers are equal.
 
     Raises:
         ValueError: If a setting cannot run, naming it.
@@ -94,7 +94,7 @@ def find_divergence(
 
 
 def first_token(a: Answer, b: Answer, *, prompt_len: int) -> TokenDifference | None:
-    """The first token of which the id or a bit of the logprob differs, or that only one has."""
+    """Return the first token whose id or logprob bits differ, or that only one answer has."""
     pairs = [
         [(answer.token_ids[i], answer.bits(i)) for i in range(len(answer.token_ids))]
         for answer in (a, b)
@@ -107,7 +107,7 @@ def first_token(a: Answer, b: Answer, *, prompt_len: int) -> TokenDifference | N
 
 
 def _answers(runs: Runs, a: Setting | Answer, b: Setting) -> list[Answer]:
-    """The answers of both; what is computed by prefill follows what was decoded."""
+    """Return both answers; a setting by prefill follows the decoded one."""
     if isinstance(a, Answer):
         return [a, runs.answer(b, like=a)]
     decoded = a if a.path == "decode" else dataclasses.replace(b, path="decode")
@@ -226,7 +226,7 @@ def _captured(recording: Recording) -> Step:
 
 
 def _first_not_chosen(runs: Runs, recording: Recording, answer: Answer, count: int) -> int | None:
-    """The first position whose chosen token is not the one that was answered."""
+    """Return the first position whose chosen token is not the answer's."""
     for i in range(count):
         position = len(runs.prompt) + i - 1
         want = answer.token_ids[i], answer.bits(i)
@@ -238,7 +238,7 @@ def _first_not_chosen(runs: Runs, recording: Recording, answer: Answer, count: i
 def _first_difference(
     settings: Sequence[Setting], recordings: Sequence[Recording], last: int
 ) -> tuple[int, Tap, Tap | None] | None:
-    """(position, tap, the equal result before it) of the first hash that differs."""
+    """Return (position, tap, the equal result before it) of the first hash that differs."""
     one, other = (recording.digests for recording in recordings)
     has_same_ranks = settings[0].tp == settings[1].tp
     for position in sorted(p for p in one.keys() & other.keys() if p <= last):
@@ -314,7 +314,7 @@ def _site(
 
 
 def _ranks_that_differ(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray, str]:
-    """The copies of a value, [ranks, ...], that differ: of the first ranks, if those do."""
+    """Return the copies of a value, [ranks, ...], that differ: the first rank's, if they do."""
     one, other = np.atleast_1d(a[0]), np.atleast_1d(b[0])
     if one.tobytes() != other.tobytes():
         return one, other, ""
@@ -330,7 +330,7 @@ def _site_of_commit(
     position: int, committed: Sequence[int | None], recordings: Sequence[Recording],
     answers: Sequence[Answer], steps: Sequence[Step], prompt_len: int,
 ) -> Site:  # fmt: skip
-    """The host answered another token than the device had chosen."""
+    """Describe an answer whose token is not the one that the device chose."""
     index = position + 1 - prompt_len
     sides, causes = [], []
     for name, at, recording, answer, step in zip(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Taps that keep what they see, and the engine's programs with what they saw as further results."""
+"""Taps that keep values, and the engine's programs with these values as further results."""
 
 import dataclasses
 from collections import abc
@@ -41,12 +41,12 @@ class Tap(NamedTuple):
     name: str
 
     def __str__(self) -> str:
-        """Where it stands."""
+        """Return layer and name."""
         return self.name if self.layer is None else f"layer {self.layer} {self.name}"
 
 
 class RecordedTaps:
-    """Keeps what it sees while one program is traced.
+    """Keeps the tapped values while one program is traced.
 
     Attributes:
         seen: (tap, how ranks share it) in the order of the program.
@@ -60,7 +60,7 @@ class RecordedTaps:
         self._prefix = ""
 
     def begin(self) -> None:
-        """Forget what was seen, as another program is traced."""
+        """Forget all values, because another program is traced."""
         self.seen, self._values = [], []
         self._enter(None)
 
@@ -74,14 +74,14 @@ class RecordedTaps:
         self._values.append(value)
 
     def values(self) -> Values:
-        """What was seen, as results of the program."""
+        """Return the kept values, as results of the program."""
         grouped: Values = {share.value: {} for share in Share}
         for i, ((_, share), value) in enumerate(zip(self.seen, self._values, strict=True)):
             grouped[share.value][f"{i:06}"] = value
         return grouped
 
     def replace(self, values: Values) -> None:
-        """Put other values in the place of those that were seen."""
+        """Replace the kept values."""
         by_number = {number: v for group in values.values() for number, v in group.items()}
         self._values = [by_number[number] for number in sorted(by_number)]
 
@@ -98,14 +98,14 @@ OnChoice = Callable[[ChoiceKey, np.ndarray, dict[Tap, "Seen"]], None]
 
 
 class Seen(NamedTuple):
-    """A value as it lies over the mesh: global, and how ranks share it."""
+    """A global value on the mesh, and how ranks share it."""
 
     value: np.ndarray
     share: Share
 
 
 class _TappedChoices(ChoicePrograms):
-    """Choice programs whose taps' values are results besides."""
+    """Choice programs with tapped values as further results."""
 
     def __init__(self, programs: "TappedPrograms", taps: RecordedTaps, model, context):
         super().__init__(
@@ -118,7 +118,7 @@ class _TappedChoices(ChoicePrograms):
         self._programs, self._taps = programs, taps
 
     def program(self, key: AnyKey, params: dict) -> Program:
-        """Describe a program, with what its taps see behind its results."""
+        """Describe a program with its tapped values after its results."""
         plain = super().program(key, params)
         if not isinstance(key, ChoiceKey):
             return plain
@@ -136,10 +136,10 @@ class _TappedChoices(ChoicePrograms):
 
 
 class TappedPrograms(ProgramCache):
-    """Programs for one engine, each of whose launches is told to `on_launch` with its taps.
+    """Programs for one engine that report each launch and its taps to `on_launch`.
 
-    They run the operations of `ProgramCache`, in its order and on its operands; the taps' values
-    are results besides. `find_divergence` compares their answers with those of plain programs.
+    They run the operations of `ProgramCache`, in its order and on its operands. Tapped values are
+    further results. `find_divergence` compares their answers with those of plain programs.
     """
 
     def __init__(self, model: LoadedModel, *, num_pages: int, num_slots: int, window_len: int):
@@ -153,7 +153,7 @@ class TappedPrograms(ProgramCache):
         self.on_choice: OnChoice | None = None
 
     def get(self, key: AnyKey, params: dict, asked: int | None = None) -> Callable:
-        """Return a program that tells of its launches."""
+        """Return a program that reports its launches."""
         program = super().get(key, params, asked)
         match key:
             case ProgramKey():
@@ -163,11 +163,11 @@ class TappedPrograms(ProgramCache):
         return program
 
     def taps_of(self, key: ProgramKey) -> list[Tap]:
-        """The taps of a program that was traced, in order."""
+        """Return the taps of a traced program, in order."""
         return [tap for tap, _ in self._seen[key]]
 
     def order_of_results(self, key: ProgramKey) -> list[Tap]:
-        """The taps of a program that was traced, in the order of its flat results."""
+        """Return the taps of a traced program, in the order of its flat results."""
         numbered = sorted((share.value, i) for i, (_, share) in enumerate(self._seen[key]))
         return [self._seen[key][i][0] for _, i in numbered]
 
@@ -186,7 +186,7 @@ class TappedPrograms(ProgramCache):
         return tuple(results)
 
     def _seen_in(self, key: AnyKey, values: Values) -> dict[Tap, Seen]:
-        """What the taps of a program saw."""
+        """Return the tapped values of a program."""
         flat = {number: v for group in values.values() for number, v in group.items()}
         return {
             tap: Seen(np.asarray(flat[f"{i:06}"]), share)
@@ -209,7 +209,7 @@ class TappedPrograms(ProgramCache):
         return of_operands, (*of_results, _SPECS)
 
     def _loop(self, count: int, body: Callable, carry: tuple) -> tuple:
-        """The same loop, with the values of each round beside its carry."""
+        """Return the same loop with the values of each round next to its carry."""
 
         def one(carry, i):
             self._taps.begin()
@@ -221,5 +221,5 @@ class TappedPrograms(ProgramCache):
 
 
 def _by_row(rounds: jax.Array) -> jax.Array:
-    """From [rounds, rows, ...] the rounds of a row one after the other, [rows * rounds, ...]."""
+    """Reorder [rounds, rows, ...] to [rows * rounds, ...], the rounds of a row in sequence."""
     return jnp.swapaxes(rounds, 0, 1).reshape(-1, *rounds.shape[2:])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the launches of an engine computed of one sequence: by position, and by operation."""
+"""What an engine's launches computed for one sequence, by position and operation."""
 
 import hashlib
 from collections import abc
@@ -54,13 +54,13 @@ class _Rows:
 class Recording:
     """Follows one sequence through the launches of an engine.
 
-    The latest launch that computed a position counts: drafts are overwritten by what verifies them,
-    and a preempted sequence is computed again.
+    The latest launch that computed a position counts: verification overwrites drafts, and a
+    preempted sequence is computed again.
 
     Attributes:
-        digests: Of each position, the hash of each tap's value, in order.
-        choices: At each position where a token was chosen: its id, and the bits of its logprob.
-        step: The position asked for, if it was reached.
+        digests: For each position, the hash of each tap's value, in order.
+        choices: For each position with a chosen token, its id and the bits of its logprob.
+        step: The requested position, if it was reached.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Recording:
     def on_launch(
         self, key: ProgramKey, host: abc.Sequence[Any], kv_cache: jax.Array, seen: dict[Tap, Seen]
     ) -> None:
-        """Keep what a launch computed of the sequence."""
+        """Keep what a launch computed for the sequence."""
         self._last = []
         rows = self._read(key, np.asarray(host[0]))
         if rows.ours is None:
@@ -122,7 +122,7 @@ class Recording:
                 )
 
     def on_choice(self, key: ChoiceKey, given: np.ndarray, seen: dict[Tap, Seen]) -> None:
-        """Keep what was chosen of the sequence, over the choice of the launch before."""
+        """Keep the choice for the sequence in place of the earlier one."""
         num_rows = len(given)
         places = [(at // key.rows, int(slot)) for at, slot in enumerate(given[:, 0])]
         if not self._last or self._slot not in places:
@@ -150,7 +150,7 @@ class Recording:
     def _of_row(
         self, values: dict[Tap, np.ndarray], rows: _Rows, positions: np.ndarray, place: int
     ) -> dict[Tap, np.ndarray]:
-        """The values of one token of the sequence; those of a row belong to its last token."""
+        """Return the values of one token; a row's values belong to its last token."""
         assert rows.ours is not None
         width = positions.shape[1]
         is_last = positions[rows.ours, place] == positions[rows.ours].max()
@@ -166,7 +166,7 @@ class Recording:
     def _cached(
         self, kv_cache: jax.Array, replica: int, pages: np.ndarray, positions: np.ndarray
     ) -> np.ndarray:
-        """Entries [n, L, 2, K, C] of positions of a sequence."""
+        """Return entries [n, L, 2, K, C] of positions of a sequence."""
         page_ids = replica * self._num_pages + pages[positions // self._page_len]
         entries = _entries(kv_cache, jnp.asarray(page_ids), jnp.asarray(positions % self._page_len))
         return self._canonical.keys_and_values(np.asarray(entries))
@@ -192,7 +192,7 @@ class Recording:
         )
 
     def _find_prompt(self, key: ProgramKey, given: PrefillOperands) -> int | None:
-        """The row that holds a part of the sequence; who takes its slot from it is noticed too."""
+        """Return the row that holds a part of the sequence; also note a row that takes its slot."""
         found = None
         for at, (slot, start, count) in enumerate(
             zip(given.slot, given.start, given.count, strict=True)
@@ -216,7 +216,7 @@ def _entries(kv_cache: jax.Array, page_ids: jax.Array, offsets: jax.Array) -> ja
 
 
 def _with_cached(values: dict[Tap, np.ndarray], entry: np.ndarray) -> dict[Tap, np.ndarray]:
-    """Put what the cache holds of a position behind the values of each layer's product."""
+    """Insert a position's cache entries after the values of each layer's product."""
     found = {}
     for tap, value in values.items():
         found[tap] = value
@@ -227,14 +227,14 @@ def _with_cached(values: dict[Tap, np.ndarray], entry: np.ndarray) -> dict[Tap, 
 
 
 def digest(value: np.ndarray) -> bytes:
-    """Hash a value, [ranks, ...]: that of one rank where all have the same."""
+    """Hash a value, [ranks, ...]; if all ranks are equal, hash one."""
     copies = [np.ascontiguousarray(copy).tobytes() for copy in value]
     same = copies[:1] if len(set(copies)) == 1 else copies
     return hashlib.blake2b(b"".join(same), digest_size=16).digest()
 
 
 def _describe(values: dict[Tap, np.ndarray], positions: np.ndarray, rows: _Rows) -> tuple[str, ...]:
-    """A line for each other row of a launch."""
+    """Return a line for each other row of a launch."""
     ids = values[Tap(None, "ids")][0].reshape(positions.shape)
     lines, num_padding = [], 0
     for at, (row, tokens) in enumerate(zip(positions, ids, strict=True)):

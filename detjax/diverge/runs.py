@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a prompt in a setting: for its answer alone, or with every operation recorded."""
+"""Run a prompt in a setting, for its answer alone or with every operation recorded."""
 
 import dataclasses
 from collections import abc
@@ -66,11 +66,11 @@ class Models:
 
 
 class Runs:
-    """Runs of one prompt. Programs are compiled once a setting.
+    """Runs of one prompt; programs are compiled once for each setting.
 
     Attributes:
         prompt: Its token ids.
-        sampling: How each token is chosen, with the noise of this prompt whatever is asked.
+        sampling: How each token is chosen, always with the noise of this prompt.
     """
 
     def __init__(self, models: Models, prompt: abc.Sequence[int], sampling: SamplingParams):
@@ -94,7 +94,7 @@ class Runs:
         return self._models.of(setting)
 
     def answer(self, setting: Setting, like: Answer | None = None) -> Answer:
-        """What a setting answers, by plain programs.
+        """Return the answer of a setting by plain programs.
 
         Args:
             setting: On the path `prefill` each token is computed by a prefill of the tokens before
@@ -121,14 +121,14 @@ class Runs:
         """Run the first tokens of an answer by tapped programs.
 
         Args:
-            setting: Whose answer it is.
+            setting: The setting of the answer.
             answer: To follow.
             num_tokens: How many of its tokens to compute.
             captured: The position whose values are kept.
 
         Returns:
-            What was recorded, and what the tapped programs answered: on the path `prefill` the last
-            token alone.
+            The recording, and the answer of the tapped programs: on the path `prefill` only the
+            last token.
         """
         prompt, count = self.prompt, num_tokens
         # As `answer` asks, or schedules would differ.
@@ -167,9 +167,9 @@ class Runs:
         num_tokens: int,
         programs: ProgramCache | None = None,
     ) -> Answer:
-        """Ask for `max_tokens` beside the company, and end all when `num_tokens` are there.
+        """Ask for `max_tokens` next to the other requests, and stop all after `num_tokens`.
 
-        So every launch until then is the one of a run of `max_tokens`.
+        Every launch until then equals that of a run of `max_tokens`.
         """
         model = self.model(setting)
         config = self._config(setting, len(prompt), max_tokens)
@@ -231,7 +231,7 @@ class Runs:
     def _requests(
         self, setting: Setting, prompt: tuple[int, ...], max_tokens: int, max_len: int
     ) -> list[Request]:
-        """The prompt in its row, and company that has none of its tokens where it has them."""
+        """Return the prompt in its row, and others without its tokens at the same positions."""
         vocab_size = self.model(setting).config.vocab_size
         if setting.batch > vocab_size:
             raise ValueError(f"batch={setting.batch} must be at most the vocabulary, {vocab_size}")

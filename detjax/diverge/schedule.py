@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kernels a program runs for an operation, read from the program as it was traced."""
+"""The kernels that a program runs for an operation, read from the traced program."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -28,11 +28,11 @@ _PART_OF = {"q": "qkv", "k": "qkv", "v": "qkv", "cached_k": "attention", "cached
 def kernels_of(
     programs: TappedPrograms, key: ProgramKey, tap: Tap, params: dict, *, after: Tap | None
 ) -> tuple[str, ...]:
-    """The kernels between an operation's result and an earlier one, in order.
+    """Return the kernels between an earlier result and an operation's result, in order.
 
     Args:
         programs: That ran it.
-        key: Which of them; of a launch of several tokens, what runs each is read.
+        key: Which of them; for a launch of several tokens, the program of each token is read.
         tap: The operation.
         params: Of the model.
         after: The earlier result; None is the beginning.
@@ -62,7 +62,7 @@ def _made_with(tap: Tap) -> Tap:
 
 
 def order_of(tap: Tap, model: LoadedModel) -> str:
-    """What the numerics profile fixes of an operation's sums; empty where it says nothing."""
+    """Return what the numerics profile fixes of an operation's sums; empty if nothing."""
     profile, config, tp = model.profile, model.config, model.mesh.shape[TP_AXIS]
     if tap.name == "attention":
         return f"blocks of {profile.attention_block} keys, splits of {profile.attention_split}"

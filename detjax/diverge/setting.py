@@ -23,9 +23,9 @@ class Setting:
     Attributes:
         tp: Devices that share each layer.
         dp: Replicas.
-        batch: Sequences that run at once, over all replicas: the prompt, and company of other
+        batch: Sequences that run at once, over all replicas: the prompt, and others with other
             tokens and lengths.
-        row: Which of them the prompt is, from 0, in the order of asking.
+        row: Which of them is the prompt, from 0, in order of arrival.
         mode: `invariant`, `dvr` or `fast`.
         backend: `auto`, `portable` or `sm90`. Another backend has other bits.
         chunk: Prompt tokens of one prefill step.
@@ -65,7 +65,7 @@ class Setting:
 
     @classmethod
     def parse(cls, text: str) -> "Setting":
-        """Read `key=value,key=value`; what is not named has its default.
+        """Read `key=value,key=value`; a missing key has its default.
 
         Raises:
             ValueError: If a key is unknown or given twice, or a value is none of its kind.
@@ -86,7 +86,7 @@ class Setting:
         return cls(**values)
 
     def __str__(self) -> str:
-        """What `parse` reads, with every default that is not as it is."""
+        """Return the text that `parse` reads, without defaults."""
         changed = [
             f"{field.name}={getattr(self, field.name)}"
             for field in dataclasses.fields(self)
@@ -104,13 +104,13 @@ def _integer(name: str, text: str) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What was answered, however it was computed.
+    """An answer, however it was computed.
 
     Attributes:
         prompt_token_ids: As the model saw the prompt.
         token_ids: Generated ones.
         logprobs: Float32, of each.
-        fingerprint: Of the numerics and the build that gave it; empty if unknown.
+        fingerprint: That of its numerics and build; empty if unknown.
     """
 
     prompt_token_ids: tuple[int, ...]

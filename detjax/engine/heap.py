@@ -2,7 +2,7 @@
 """Python's garbage collector and what lives long.
 
 Compiled programs leave half a million objects. A full collection walks them all and finds nothing:
-0.24 s beside the programs of an 8B model (docs/log.md), while every stream waits.
+0.24 s beside the programs of an 8B model (docs/log/2026-11-23.md), while every stream waits.
 """
 
 import contextlib

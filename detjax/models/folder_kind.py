@@ -24,7 +24,10 @@ def check_kind(path: Path) -> None:
 
 def _what_file(path: Path) -> str:
     if path.suffix == ".gguf":
-        return f"is a GGUF file, for llama.cpp; give {_FORMAT} that it was converted from"
+        return (
+            f"is a GGUF file, for llama.cpp; give {_FORMAT} that it was converted from, or make "
+            "one with python -m detjax.convert_gguf"
+        )
     shard = _SHARD.fullmatch(path.name)
     if shard is not None:
         return (
@@ -50,7 +53,10 @@ def _why_no_model(folder: Path) -> str | None:
             "and save_pretrained, and give the merged folder"
         )
     if gguf := sorted(name for name in files if name.endswith(".gguf")):
-        return f"holds a GGUF file, {gguf[0]}, for llama.cpp; give {_FORMAT} it was converted from"
+        return (
+            f"holds a GGUF file, {gguf[0]}, for llama.cpp; give {_FORMAT} it was converted from, "
+            "or make one with python -m detjax.convert_gguf"
+        )
     if shards:
         total = int(_SHARD.fullmatch(shards[0])[2])  # pyright: ignore[reportOptionalSubscript]
         return (

@@ -427,6 +427,15 @@ def param_specs(config: ModelConfig, *, tp: int, vocab_block: int) -> dict[str, 
     return jax.tree.map(joined, tensors, is_leaf=lambda node: isinstance(node, tuple))
 
 
+def num_params(config: ModelConfig) -> int:
+    """Return how many weights a model has, tied embeddings once, from its configuration alone."""
+    specs = param_specs(config, tp=1, vocab_block=1)
+    if config.tie_word_embeddings:
+        del specs["lm_head"]
+    leaves = jax.tree.leaves(specs, is_leaf=lambda node: isinstance(node, ParamSpec))
+    return sum(math.prod(spec.shape) for spec in leaves)
+
+
 def partition_specs(config: ModelConfig, *, tp: int, vocab_block: int) -> dict[str, Any]:
     """The tree of `PartitionSpec` that goes with `param_specs`: `in_specs` of a sharded step."""
     return jax.tree.map(

@@ -20,6 +20,10 @@ class Backend(enum.Enum):
         return KERNELS[self].platform
 
 
+MAX_UNASKED_CPU_PARAMS = 1_000_000_000
+"""A larger model runs on a CPU only if its user asks for that: a token would take many seconds."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BackendChoice:
     """A backend and why it was chosen, to be printed."""
@@ -32,15 +36,18 @@ def choose_backend(
     requested: Backend | None = None,
     *,
     why_not_model: Callable[[Backend], str | None] = lambda backend: None,
+    num_params: int = 0,
 ) -> BackendChoice:
     """Choose by the hardware and the model, or check that `requested` can run here.
 
     Args:
         requested: None chooses.
         why_not_model: Says what a backend's kernels refuse in the model; asked where they can run.
+        num_params: Parameters of the model; 0 if there is none yet.
 
     Raises:
-        ValueError: If the requested backend cannot run here, with the reason.
+        ValueError: If the requested backend cannot run here, with the reason, or if nothing was
+            requested and a model of more than `MAX_UNASKED_CPU_PARAMS` would run on a CPU.
     """
     from detjax.pallas_kernels.kernel_table import KERNELS
 
@@ -59,6 +66,12 @@ def choose_backend(
     for backend, kernels in KERNELS.items():
         refusal = why_not(backend)
         if refusal is None:
+            if kernels.platform == "cpu" and num_params > MAX_UNASKED_CPU_PARAMS:
+                raise ValueError(
+                    f"the model has {num_params / 1e9:.1f} billion parameters and would run on the "
+                    f"CPU, many seconds a token: {'; '.join(refusals)}; use an H100 or H200, or "
+                    f"ask for the CPU with --backend {backend.value}"
+                )
             reason = "; ".join([*dict.fromkeys(refusals), kernels.where_it_runs()])
             return BackendChoice(backend=backend, reason=reason)
         refusals.append(f"{refusal}")

@@ -10,11 +10,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
-from jaxlib.mlir.dialects import llvm
 
-from detjax.pallas_kernels.sm90_rows import LANES
+from detjax.pallas_kernels import sm90_ptx as ptx
 
 PIECE = 16 << 10
 """Bytes of a request. An SM passes on about 240 GB/s of them, in order with its other copies."""
@@ -37,30 +35,24 @@ def ask_for(w_gmem, share, num_shares: int, *, num_bytes: int) -> None:
     if num_pieces == 0:
         return
     apart = total // num_pieces // LINE * LINE
-    num_warps = LANES // 32 * num_shares
+    num_warps = ptx.LANES // ptx.WARP * num_shares
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(()), plgpu.Layout.WG_SPLAT(()))
-    )
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ptx.SCALAR, ptx.SCALAR))
     def ask(ctx, array, share, turn):
-        i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
-
-        def const(value, kind=i32):
-            return mgpu.c(value, kind)
-
-        lane = arith.remui(mgpu.utils.thread_idx(), const(LANES))
+        thread = ptx.thread()
         piece = arith.addi(
-            arith.muli(share.registers.item(), const(LANES // 32)), arith.divui(lane, const(32))
+            arith.muli(share.registers.item(), ptx.i32(ptx.LANES // ptx.WARP)),
+            arith.divui(thread, ptx.i32(ptx.WARP)),
         )
-        piece = arith.addi(piece, arith.muli(turn.registers.item(), const(num_warps)))
-        is_first = arith.cmpi(arith.CmpIPredicate.eq, arith.remui(lane, const(32)), const(0))
-        is_piece = arith.cmpi(arith.CmpIPredicate.ult, piece, const(num_pieces))
+        piece = arith.addi(piece, arith.muli(turn.registers.item(), ptx.i32(num_warps)))
+        is_first = ptx.equals(arith.remui(thread, ptx.i32(ptx.WARP)), ptx.i32(0))
+        is_piece = ptx.below(piece, ptx.i32(num_pieces))
         with mgpu.utils.when(arith.andi(is_first, is_piece)):
-            first = llvm.ptrtoint(i64, mgpu.utils.memref_ptr(array))
-            offset = arith.muli(arith.extui(i64, piece), const(apart, i64))
-            llvm.inline_asm(
-                ir.Type.parse("!llvm.void"), [arith.addi(first, offset)],
-                f"cp.async.bulk.prefetch.L2.global [$0], {PIECE};", "l", has_side_effects=True,
+            first = ptx.address(array, bits=64)
+            offset = arith.muli(arith.extui(ptx.int_type(64), piece), ptx.i64(apart))
+            ptx.asm(
+                f"cp.async.bulk.prefetch.L2.global [$0], {PIECE};", [arith.addi(first, offset)],
+                touches_memory=False,
             )  # fmt: skip
 
     def one_turn(turn, _):

@@ -19,7 +19,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, memref, vector
 
-LANES = 128
+from detjax.pallas_kernels import sm90_ptx as ptx
+
+LANES = ptx.LANES
 """Threads of a warpgroup."""
 
 NUM_SMS = 132
@@ -77,6 +79,27 @@ class Arithmetic:
     def divide(self, a, b):
         """`a / b`, correctly rounded."""
         return self.apply(lambda x, y: instruction("div.rn.f32")(x, y), lambda x, y: x / y, a, b)
+
+    def reciprocal(self, a):
+        """`1 / a`, correctly rounded."""
+        return self.apply(lambda x: instruction("rcp.rn.f32")(x), lambda x: 1.0 / x, a)
+
+    def exp2_difference(self, a, b):
+        """`exp2(a - b)`: a rounded difference, then ex2.approx.ftz."""
+
+        def emit(x, y):
+            return instruction("ex2.approx.ftz.f32")(instruction("sub.rn.f32")(x, y))
+
+        return self.apply(emit, lambda x, y: jnp.exp2(x - y), a, b)
+
+    def exp2_scaled(self, scores, negative_max, scale: float):
+        """`exp2(scores * scale + negative_max)`: one fma, then ex2.approx.ftz."""
+
+        def emit(s, m):
+            scaled = instruction("fma.rn.f32")(s, mgpu.c(scale, s.type), m)
+            return instruction("ex2.approx.ftz.f32")(scaled)
+
+        return self.apply(emit, lambda s, m: jnp.exp2(s * scale + m), scores, negative_max)
 
     def reciprocal_root(self, a):
         """`1 / sqrt(a)` by rsqrt.approx, within 2 ulp."""
@@ -218,22 +241,6 @@ def pairwise(terms: list, add: Callable):
     return terms[0]
 
 
-def scalars_of(x):
-    """The scalars that a thread holds, in the order of its registers."""
-    out = []
-    for register in x.registers.flat:
-        [size] = ir.VectorType(register.type).shape
-        out += [
-            vector.extract(
-                register,
-                dynamic_position=[],
-                static_position=ir.DenseI64ArrayAttr.get([i]),
-            )
-            for i in range(size)
-        ]
-    return out
-
-
 def one_a_thread(value) -> mgpu.FragmentedArray:
     """An array of LANES values, one a thread."""
     register = vector.broadcast(ir.VectorType.get((1,), value.type), value)
@@ -262,7 +269,7 @@ def reduce_warps(x, math: Arithmetic, *, first: Callable, fold: Callable, plain:
         return_type=plgpu.ShapeDtypeStruct((LANES,), x.dtype, layout=layout),
     )
     def emit(ctx, v):
-        value = first(scalars_of(v))
+        value = first(ptx.scalars_of(v))
         for distance in (1, 2, 4, 8, 16):
             value = fold(value, mgpu.utils.shfl_bfly(value, distance))
         return one_a_thread(value)
@@ -338,11 +345,9 @@ def keep_warp_values(values, ref, math: Arithmetic) -> None:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_STRIDED((LANES,), vec_size=1), plgpu.RefType()))
     def emit(ctx, values, memory):
-        (value,) = scalars_of(values)
-        lane = arith.remui(mgpu.utils.thread_idx(), mgpu.c(LANES, ir.IntegerType.get_signless(32)))
-        warp = arith.divui(lane, mgpu.c(32, lane.type))
+        (value,) = ptx.scalars_of(values)
         # A warp's lanes write the same value to the same place.
-        memref.store(value, memory, [arith.index_cast(ir.IndexType.get(), warp)])
+        memref.store(value, memory, [arith.index_cast(ir.IndexType.get(), ptx.warp())])
 
     emit(values, ref)
 
@@ -404,9 +409,7 @@ def store_in_slabs(ref, values, row, start: int, math: Arithmetic) -> None:
             ref[*at, row, :] = values[i * SLAB : (i + 1) * SLAB]
         return
 
-    @plgpu.inline_mgpu(
-        arg_types=(math.layout, plgpu.RefType(_SLAB_TRANSFORMS), plgpu.Layout.WG_SPLAT(()))
-    )
+    @plgpu.inline_mgpu(arg_types=(math.layout, plgpu.RefType(_SLAB_TRANSFORMS), ptx.SCALAR))
     def emit(ctx, values, memory, row):
         (register,) = values.registers.flat
         [vec_len] = ir.VectorType(register.type).shape
@@ -423,7 +426,7 @@ def load_from_slabs(ref, row, start: int, width: int, math: Arithmetic):
         return jnp.concatenate(parts)
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(_SLAB_TRANSFORMS), plgpu.Layout.WG_SPLAT(())),
+        arg_types=(plgpu.RefType(_SLAB_TRANSFORMS), ptx.SCALAR),
         return_type=plgpu.ShapeDtypeStruct((width,), ref.dtype, layout=math.layout),
     )
     def emit(ctx, memory, row):
@@ -442,13 +445,8 @@ def load_from_slabs(ref, row, start: int, width: int, math: Arithmetic):
 
 def _place_in_slabs(ref, row, start: int, vec_len: int) -> list:
     """Where a thread's `vec_len` columns of a row lie, as indices of `ref` as Mosaic tiles it."""
-    row = row.registers.item()
-
-    def i32(value):
-        return mgpu.c(value, row.type)
-
-    lane = arith.remui(mgpu.utils.thread_idx(), i32(LANES))
-    column = arith.muli(lane, i32(vec_len))
+    row, i32 = row.registers.item(), ptx.i32
+    column = arith.muli(ptx.thread(), i32(vec_len))
     slab = arith.addi(arith.divui(column, i32(SLAB)), i32(start // SLAB))
     step, slab = (op(slab, i32(ref.shape[1])) for op in (arith.divui, arith.remui))
     # The swizzle: in row r the 16 bytes of place p are those of place p ^ r.

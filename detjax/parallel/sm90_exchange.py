@@ -76,11 +76,19 @@ def exchange_add_rms_norm(
         max_rows=max_rows, num_peers=num_peers, width=num_parts * width, vec_len=form.vec_len
     )
 
-    def body(leaves_gmem, residual_gmem, *refs):
-        refs = list(refs)
-        bias_gmem = refs.pop(0) if bias is not None else None
-        gain_gmem, peers_gmem, slots_gmem, parities_gmem, *refs = refs
-        total_gmem, out_gmem, sums_smem, ready = refs
+    def body(
+        leaves_gmem,  # [L, M, D] or [L, 3, M, D] f32
+        residual_gmem,  # [M, D]
+        bias_gmem,  # [D], or None
+        gain_gmem,  # [D]
+        peers_gmem,  # [tp - 1, 2] uint32
+        slots_gmem,  # [2, R, tp - 1, D or 3 D] uint32
+        parities_gmem,  # [R] int32
+        total_gmem,  # [M, D]
+        out_gmem,  # [M, D]
+        sums_smem,  # [chunks, LANES] f32
+        ready,  # all warpgroups have added their squares; None for one warpgroup
+    ):
         row = lax.axis_index("cta")
         first_chunk = lax.axis_index("wg") * each if warpgroups > 1 else jnp.int32(0)
         columns = [pl.ds((first_chunk + i) * chunk, chunk) for i in range(each)]
@@ -147,10 +155,9 @@ def exchange_add_rms_norm(
 
     shape = jax.ShapeDtypeStruct(residual.shape, residual.dtype)
     options = {"num_threads": warpgroups, "thread_name": "wg"} if warpgroups > 1 else {}
-    biases = [] if bias is None else [bias]
     total, out = rows.run_kernel(
         body,
-        [leaf_sums, residual, *biases, gain, peers, slots, parities],
+        (leaf_sums, residual, bias, gain, peers, slots, parities),
         out=[shape, shape],
         grid={"cta": num_rows},
         name="detjax_exchange_add_rms_norm",

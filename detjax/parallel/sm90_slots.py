@@ -32,9 +32,10 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, memref, vector
-from jaxlib.mlir.dialects import llvm
 
+from detjax.pallas_kernels import sm90_ptx as ptx
 from detjax.pallas_kernels import sm90_rows as rows
+from detjax.pallas_kernels.sm90_ptx import i32, i64
 
 EMPTY: int = 0xFFFFFFFF
 """A word that no peer has written."""
@@ -44,36 +45,18 @@ _MOST_POLLS = 1 << 26
 """About a minute: a poll takes a microsecond."""
 
 
-def i32(value: int):
-    """A constant of 32 bits, signed or not."""
-    return mgpu.c(value - (1 << 32) if value >= 1 << 31 else value, ir.IntegerType.get_signless(32))
-
-
-def i64(value: int):
-    """A constant of 64 bits."""
-    return mgpu.c(value, ir.IntegerType.get_signless(64))
-
-
 def join_words(low, high):
     """An address of its two words."""
-    kind = ir.IntegerType.get_signless(64)
+    kind = ptx.int_type(64)
     return arith.addi(arith.extui(kind, low), arith.shli(arith.extui(kind, high), i64(32)))
-
-
-def address_of(memory):
-    """Where memory of this rank begins, as a number."""
-    return llvm.ptrtoint(ir.IntegerType.get_signless(64), mgpu.utils.memref_ptr(memory))
 
 
 def words_to_send(register) -> list:
     """The 32-bit words of a vector of float32, none of them EMPTY."""
     (size,) = ir.VectorType(register.type).shape
-    as_int = vector.bitcast(ir.VectorType.get((size,), ir.IntegerType.get_signless(32)), register)
-    words = [
-        vector.extract(as_int, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([i]))
-        for i in range(size)
-    ]
-    is_empty = [arith.cmpi(arith.CmpIPredicate.eq, word, i32(EMPTY)) for word in words]
+    as_int = vector.bitcast(ir.VectorType.get((size,), ptx.int_type()), register)
+    words = [ptx.element(as_int, i) for i in range(size)]
+    is_empty = [ptx.equals(word, i32(EMPTY)) for word in words]
     return [
         arith.select(flag, i32(_DEFAULT_NAN), word)
         for flag, word in zip(is_empty, words, strict=True)
@@ -85,21 +68,6 @@ def vector_of(words: Sequence):
     f32 = ir.F32Type.get()
     values = [arith.bitcast(f32, word) for word in words]
     return vector.from_elements(ir.VectorType.get((len(words),), f32), values)
-
-
-def _asm(text: str, operands: list, outputs: int = 0) -> list:
-    """Emit PTX; `outputs` registers of 32 bits come first, and may not share one with an input."""
-    word = ir.IntegerType.get_signless(32)
-    kinds = ["l" if value.type == ir.IntegerType.get_signless(64) else "r" for value in operands]
-    constraints = ",".join(["=&r"] * outputs + kinds + ["~{memory}"])
-    if outputs == 0:
-        kind = ir.Type.parse("!llvm.void")
-    else:
-        kind = llvm.StructType.get_literal([word] * outputs) if outputs > 1 else word
-    result = llvm.inline_asm(kind, operands, text, constraints, has_side_effects=True)
-    if outputs < 2:
-        return [result][:outputs]
-    return [llvm.extractvalue(word, result, [i]) for i in range(outputs)]
 
 
 def _vector(words: int) -> str:
@@ -115,10 +83,10 @@ def send(words: list, address, offset: int = 0, live=None) -> None:
     registers = _listed([f"${1 + i}" for i in range(len(words))])
     store = f"st.relaxed.sys.global{_vector(len(words))} [$0 + {offset}], {registers};"
     if live is None:
-        _asm(store, [address, *words])
+        ptx.asm(store, [address, *words])
         return
     test = f"{{ .reg .pred live; setp.ne.u32 live, ${1 + len(words)}, 0; @live {store} }}"
-    _asm(test, [address, *words, live])
+    ptx.asm(test, [address, *words, live])
 
 
 def receive(places: list[tuple], words: int, num_live: int | None = None, live=None) -> list:
@@ -170,7 +138,7 @@ def receive(places: list[tuple], words: int, num_live: int | None = None, live=N
         *resets,
         "}",
     ]
-    return _asm("\n".join(text), operands, outputs=total)
+    return ptx.asm("\n".join(text), operands, returns=[ptx.int_type()] * total, apart=True)
 
 
 def _remote_slots(peers, distance: int):
@@ -210,12 +178,12 @@ class RowSlots:
 
         Runs of a warp stand side by side, so a store of a warp is one contiguous piece.
         """
-        lane = arith.remui(mgpu.thread_idx(), i32(rows.LANES))
+        thread = ptx.thread()
         first = arith.addi(arith.muli(parity, i32(self.max_rows)), row)
         first = arith.muli(first, i32(self.num_peers * self.width))
         first = arith.addi(first, arith.muli(chunk, i32(rows.LANES * self.vec_len)))
-        first = arith.addi(first, arith.muli(lane, i32(self.words)))
-        first = arith.muli(arith.extui(ir.IntegerType.get_signless(64), first), i64(4))
+        first = arith.addi(first, arith.muli(thread, i32(self.words)))
+        first = arith.muli(arith.extui(ptx.int_type(64), first), i64(4))
         return [
             [
                 arith.addi(first, i64(4 * (peer * self.width + run * rows.LANES)))
@@ -229,9 +197,8 @@ def send_chunk(
     values, math: rows.Arithmetic, slots: RowSlots, peers_gmem, parity, row, chunk
 ) -> None:
     """Write a chunk of this rank's partial into the slots of every peer."""
-    splat = plgpu.Layout.WG_SPLAT(())
 
-    @plgpu.inline_mgpu(arg_types=(math.layout, plgpu.RefType(), splat, splat, splat))
+    @plgpu.inline_mgpu(arg_types=(math.layout, plgpu.RefType(), ptx.SCALAR, ptx.SCALAR, ptx.SCALAR))
     def emit(ctx, values, peers, *place):
         (register,) = values.registers.flat
         words = words_to_send(register)
@@ -249,15 +216,15 @@ def receive_chunk(
     distances: range, math: rows.Arithmetic, slots: RowSlots, shape, slots_gmem, parity, row, chunk
 ) -> list:
     """Wait for the same chunk of the peers at these distances, and empty their slots."""
-    splat = plgpu.Layout.WG_SPLAT(())
     layout: Any = math.layout
     kind = plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=layout)
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), splat, splat, splat), return_type=[kind] * len(distances)
+        arg_types=(plgpu.RefType(), ptx.SCALAR, ptx.SCALAR, ptx.SCALAR),
+        return_type=[kind] * len(distances),
     )
     def emit(ctx, memory, *place):
-        base = address_of(memory)
+        base = ptx.address(memory, bits=64)
         offsets = slots.offsets(*(value.registers.item() for value in place))
         runs = [(arith.addi(base, offset), 0) for d in distances for offset in offsets[d - 1]]
         words = receive(runs, slots.words)
@@ -281,9 +248,8 @@ def _array(words: list, math: rows.Arithmetic, shape) -> mgpu.FragmentedArray:
 
 def flip_parity(parities_gmem, row, parity) -> None:
     """Count an exchange of a row; every thread of the CTA writes the same word."""
-    splat = plgpu.Layout.WG_SPLAT(())
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), splat, splat))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ptx.SCALAR, ptx.SCALAR))
     def emit(ctx, parities, *scalars):
         row, parity = (value.registers.item() for value in scalars)
         where = arith.index_cast(ir.IndexType.get(), row)

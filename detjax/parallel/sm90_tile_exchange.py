@@ -19,13 +19,12 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, memref
 
 from detjax.numerics import Reduction
+from detjax.pallas_kernels import sm90_ptx as ptx
 from detjax.pallas_kernels.linear import sm90 as linear
+from detjax.pallas_kernels.linear.sm90_flat_matmul import RanksSum
 from detjax.pallas_kernels.linear.tiles import MAX_RANKS_ROWS
-from detjax.pallas_kernels.sm90_rows import LANES
+from detjax.pallas_kernels.sm90_ptx import LANES, i32, i64
 from detjax.parallel.sm90_slots import (
-    address_of,
-    i32,
-    i64,
     join_words,
     receive,
     send,
@@ -56,13 +55,13 @@ class TileExchange:
     int32 [tiles], as in `exchange.Mailboxes`.
     """
 
-    def begin(self, memory: list, tile) -> tuple:
+    def begin(self, memory: tuple, tile) -> tuple:
         """The parity of this exchange of a tile, and the addresses of its peers, in words."""
         peers, _, parities = memory
         words = [peers[d, half] for d in range(peers.shape[0]) for half in range(2)]
         return parities[tile], *words
 
-    def add(self, total, memory: list, tile, begun: tuple, *, num_cols: int):
+    def add(self, total, memory: tuple, tile, begun: tuple, *, num_cols: int):
         """This rank's subtree and its peers'.
 
         # ORDER: ((d0 + d1) + (d2 + d3)) + ..., by XOR distance: additions commute, so this is the
@@ -71,12 +70,11 @@ class TileExchange:
         _, slots, parities = memory
         _, tiles, num_peers, region_words = slots.shape
         parity, *words = begun
-        splat = plgpu.Layout.WG_SPLAT(())
         layout = plgpu.Layout.WGMMA
         whole = num_cols % 8 in (0, 7)  # a thread has two columns of every eight
 
         @plgpu.inline_mgpu(
-            arg_types=(layout, plgpu.RefType(), plgpu.RefType(), *[splat] * (2 + len(words))),
+            arg_types=(layout, plgpu.RefType(), plgpu.RefType(), *[ptx.SCALAR] * (2 + len(words))),
             return_type=plgpu.ShapeDtypeStruct(total.shape, jnp.float32, layout=layout),
         )
         def emit(ctx, total, slots, parities, *scalars):
@@ -84,19 +82,17 @@ class TileExchange:
             registers = list(total.registers.flat)
             num_runs = len(registers) // 2  # of two rows of channels and two columns each
             runs = [registers[2 * i : 2 * i + 2] for i in range(num_runs)]
-            lane = arith.remui(mgpu.thread_idx(), i32(LANES))
+            lane = ptx.thread()
             live = None
             if not whole:
                 # Columns past the last row are nobody's: their words stay at home.
                 column = arith.muli(arith.andi(lane, i32(3)), i32(2))
-                is_live = arith.cmpi(
-                    arith.CmpIPredicate.ult, column, i32(num_cols - 8 * (num_runs - 1))
-                )
-                live = arith.extui(ir.IntegerType.get_signless(32), is_live)
+                is_live = ptx.below(column, i32(num_cols - 8 * (num_runs - 1)))
+                live = arith.extui(ptx.int_type(), is_live)
             region = arith.addi(arith.muli(parity, i32(tiles)), tile)
             first = arith.muli(region, i32(num_peers * region_words))
             first = arith.addi(first, arith.muli(lane, i32(_RUN)))
-            first = arith.muli(arith.extui(ir.IntegerType.get_signless(64), first), i64(4))
+            first = arith.muli(arith.extui(ptx.int_type(64), first), i64(4))
 
             def offset(distance: int, run: int) -> int:
                 return 4 * ((distance - 1) * region_words + run * LANES * _RUN)
@@ -106,7 +102,7 @@ class TileExchange:
                 for i, run in enumerate(runs):
                     sent = [word for register in run for word in words_to_send(register)]
                     send(sent, base, offset(distance, i), live if i == num_runs - 1 else None)
-            base = arith.addi(address_of(slots), first)
+            base = arith.addi(ptx.address(slots, bits=64), first)
             for level in range(num_peers.bit_length()):
                 # ORDER: level by level, as the butterfly: distance 1, then 2 and 3, then 4 to 7.
                 distances = range(1 << level, 2 << level)
@@ -152,6 +148,5 @@ def linear_exchange_add(
     x, w, residual, bias, peers, slots, parities, *, reduction: Reduction
 ) -> jax.Array:
     """See `exchange.ExchangeKernel.linear_exchange_add`."""
-    return linear.linear_add_ranks(
-        x, w, residual, bias, (peers, slots, parities), reduction=reduction, ranks=TileExchange()
-    )
+    exchange = RanksSum(memory=(peers, slots, parities), ranks=TileExchange())
+    return linear.linear_add_ranks(x, w, residual, bias, exchange, reduction=reduction)

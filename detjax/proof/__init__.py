@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers that anyone can check later: what made them, receipts, and how to run them again."""
+"""Receipts: what made an answer, as one line, and how to run and check it again."""

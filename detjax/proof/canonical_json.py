@@ -5,11 +5,11 @@ from typing import Any
 
 
 def canonical_json(value: Any) -> bytes:
-    """Write a value as RFC 8785 has it.
+    """Write a value in the canonical form of RFC 8785.
 
     Raises:
         ImportError: If the extra "receipts" is not installed.
-        ValueError: If the value is no JSON, or an integer is beyond 2**53.
+        ValueError: If the value is not JSON, or an integer is beyond 2**53.
     """
     try:
         import rfc8785

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What made an answer: the model, its numerics and the build, as facts that two people can compare.
+"""What made an answer: model, numerics and build, as facts that two people can compare.
 
-The fingerprint (`detjax.numerics.fingerprint`) is of numerics and build alone, and equal on every
-mesh. Which model it was, the hashes here say.
+The fingerprint (`detjax.numerics.fingerprint`) covers numerics and build, and is equal on every
+mesh. The hashes here name the model.
 """
 
 import dataclasses
@@ -26,12 +26,12 @@ from detjax.proof.canonical_json import canonical_json
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Identity:
-    """Everything besides the request that decides an answer.
+    """Everything that decides an answer, except the request.
 
     Attributes:
         model: `name`, `hub_commit` (of a Hugging Face snapshot, else null), `weights` (of
             the tensors as they lie on the devices: see `hash_weights`; null in a job of several
-            processes, where no one has them all), `config` (sha256 of the
+            processes, where no process has all of them), `config` (sha256 of the
             dimensions, canonical JSON), `tokenizer` and `chat_template` (sha256 of the files and of
             the template), `weight_cast`, `quantization`.
         numerics: `fingerprint`, and every field of `NumericsProfile` under `profile`.
@@ -44,7 +44,7 @@ class Identity:
 
 
 class Identifier:
-    """Says what a model is. Its weights are hashed when first asked for, and when they change."""
+    """Identifies a model. Its weights are hashed when first needed, and when they change."""
 
     def __init__(self, model: LoadedModel, tokenizer: Tokenizer | None, *, name: str):
         """Hash nothing yet.
@@ -52,7 +52,7 @@ class Identifier:
         Args:
             model: On its devices.
             tokenizer: Of the model, if answers are texts.
-            name: As the model was asked for.
+            name: The name that the user gave.
         """
         self._model, self._tokenizer, self._name = model, tokenizer, name
         self._hashed: list[jax.Array] = []  # what the hash is of; arrays never change
@@ -60,7 +60,7 @@ class Identifier:
         self._hashes: dict[int, str | None] = {}
 
     def identity(self, index: int = 0) -> Identity:
-        """The facts, of the weights as they are now.
+        """Return the facts for the current weights.
 
         Args:
             index: Which weights of the engine these are (`WeightHistory.current`), for
@@ -93,7 +93,7 @@ class Identifier:
         )
 
     def with_weights(self, identity: Identity, index: int) -> Identity:
-        """The same facts of earlier weights, of which `identity` was asked when they computed.
+        """Return the facts for earlier weights, if `identity` was called while they computed.
 
         Raises:
             ValueError: If it was not.
@@ -134,7 +134,7 @@ def _hub_commit(folder: Path | None) -> str | None:
 
 
 def _config_hash(config: ModelConfig) -> str:
-    """Of the dimensions. A shorter context is left out, as it changes no bit."""
+    """Hash the dimensions. A shorter context is left out, because it changes no bit."""
     values = dataclasses.asdict(config)
     del values["max_position_embeddings"]
     values["rope"]["kind"] = config.rope.kind.value

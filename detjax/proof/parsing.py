@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A line that a stranger wrote, as a receipt's values: bounded, and of the right types.
+"""Parse a receipt from an untrusted line: bounded in size, with checked types.
 
-Nothing here knows a model. What passes has the fields of a receipt and hashes that fit them.
+Nothing here needs a model. A line that passes has a receipt's fields and hashes that fit them.
 """
 
 import dataclasses
@@ -29,11 +29,11 @@ _Check = Callable[[Any], bool]
 
 
 class ReceiptError(ValueError):
-    """A receipt that is not whole: the message names the field that was changed."""
+    """A damaged receipt: the message names the field that was changed."""
 
 
 def shown(value: Any) -> str:
-    """A value of a receipt as one line of bounded length, without control characters."""
+    """Format a value as one line of bounded length, without control characters."""
     text = value if isinstance(value, str) and value.isprintable() else ascii(value)
     return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
 
@@ -62,7 +62,7 @@ def parse(line: bytes) -> dict[str, Any]:
 
 
 def _number(digits: str) -> int | float:
-    """A number as RFC 8785 has it: a double, which above 2**53 is written without an exponent."""
+    """Parse a number of RFC 8785: a double, which above 2**53 is written without an exponent."""
     return int(digits) if len(digits) <= _MAX_INT_DIGITS else float(digits)
 
 
@@ -100,7 +100,7 @@ def _check_depth(values: dict[str, Any]) -> None:
 
 
 def leaves(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """(path, value) of each field, and of each field of a field."""
+    """Return (path, value) of each field, and of each field of a field."""
     for section in SECTIONS:
         for name, value in values[section].items():
             if isinstance(value, dict):
@@ -111,7 +111,7 @@ def leaves(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def hashes(values: Mapping[str, Any]) -> dict[str, str]:
-    """Sha256 of each field's canonical JSON, and of all of them, so that a change can be named."""
+    """Return sha256 of each field's canonical JSON, and of all, so that a change can be named."""
     found = {path: _hash(value) for path, value in leaves(values)}
     return found | {"all": _hash({name: values[name] for name in SECTIONS})}
 
@@ -222,7 +222,7 @@ def _check_fields(
 
 
 def _check_profile(profile: dict[str, Any]) -> None:
-    """See that the profile is one that this build has, each field of its own type."""
+    """Check that this build knows the profile, and the type of each of its fields."""
     known = {field.name: type(field.default) for field in dataclasses.fields(NumericsProfile)}
     kinds: dict[str, tuple[str, _Check]] = {
         name: (kind.__name__, lambda value, kind=kind: type(value) is kind)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from detjax.engine.outputs.text import CompletionOutput
+from detjax.engine.outputs.text import DIGEST_SHOWN, CompletionOutput, shortened
 from detjax.engine.requests.request import Completion, FinishReason, SamplingParams, TopLogprobs
 from detjax.proof.canonical_json import canonical_json
 from detjax.proof.identity import Identity
@@ -58,11 +58,20 @@ class Receipt:
     answer: dict[str, Any]
     signature: Signature | None = None
 
+    def __repr__(self) -> str:
+        """One short line, for notebooks; `to_json` has every field."""
+        signer = None if self.signature is None else self.signature.public_key
+        return (
+            f"Receipt(model={self.model['name']!r}, text={shortened(self.answer['text'])!r}, "
+            f"num_tokens={len(self.answer['token_ids'])}, "
+            f"digest={self.answer['digest'][:DIGEST_SHOWN]!r}, signed_by={signer!r})"
+        )
+
     @classmethod
     def of(
         cls, identity: Identity, output: CompletionOutput, *, end_token_ids: Iterable[int]
     ) -> "Receipt":
-        """The receipt of an answer, not signed.
+        """Make the receipt of an answer, without a signature.
 
         Args:
             identity: Of the model, with the weights that made the answer.
@@ -70,8 +79,8 @@ class Receipt:
             end_token_ids: The model's own end tokens.
 
         Raises:
-            ValueError: If the answer is not canonical, and so cannot be checked by anybody, it did
-                not end, or it has no tokens.
+            ValueError: If the answer is not canonical, which nobody could check, if it did not end,
+                or if it has no tokens.
         """
         done = output.completion
         if not output.is_deterministic:
@@ -104,11 +113,11 @@ class Receipt:
     # ------------------------------------------------------------------------------------- in, out
 
     def signed(self, key: SigningKey) -> "Receipt":
-        """The same with a signature."""
+        """Return this receipt with a signature."""
         return dataclasses.replace(self, signature=key.sign(canonical_json(self._unsigned())))
 
     def to_json(self) -> str:
-        """The receipt as one line, RFC 8785: the same receipt has the same bytes."""
+        """Write the receipt as one line of RFC 8785: the same receipt has the same bytes."""
         values = self._unsigned()
         if self.signature is not None:
             values["signature"] = dataclasses.asdict(self.signature)
@@ -116,7 +125,7 @@ class Receipt:
 
     @classmethod
     def from_json(cls, line: str | bytes) -> "Receipt":
-        """Read a receipt and check that it is whole and spelled as `to_json` spells it.
+        """Read a receipt and check that it is complete and spelled as `to_json` spells it.
 
         Args:
             line: With or without the newline that ends a line.
@@ -179,7 +188,7 @@ class Receipt:
         return tuple(tuple(zip(ids, values, strict=False)) for ids in found["ids"])
 
     def first_difference(self, other: "Receipt") -> tuple[str, str, str] | None:
-        """(field, here, in the other) of the first field whose canonical JSON differs, or None."""
+        """Return (field, here, in the other) of the first field that differs, or None."""
         pairs = ({s: getattr(r, s) for s in SECTIONS} for r in (self, other))
         mine, others = (dict(leaves(values)) for values in pairs)
         # The digest is last: where it differs, so does what it is of.
@@ -238,7 +247,7 @@ def read_receipts(path: Path) -> list[Receipt]:
     """Read a file of receipts, one a line.
 
     Raises:
-        ReceiptError: If one is not whole, naming the line and the field, or the file is longer than
+        ReceiptError: If one is damaged, naming the line and the field, or the file is longer than
             1 GiB.
         OSError: If the file cannot be read.
     """
@@ -256,7 +265,7 @@ def read_receipts(path: Path) -> list[Receipt]:
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    """Lines, of which one that is too long is not read to its end."""
+    """Yield lines; a line that is too long is not read to its end."""
     num_bytes = 0
     with path.open("rb") as file:
         while line := file.readline(MAX_LINE_BYTES + 2):
@@ -275,7 +284,7 @@ def _request_values(
     sequence_idx: int,
     end_token_ids: Iterable[int],
 ) -> dict[str, Any]:
-    """The request for one sequence alone."""
+    """Return the request for one sequence alone."""
     alone = dataclasses.replace(
         sampling,
         n=1,

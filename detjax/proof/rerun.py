@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Receipts made again from their requests, and compared byte for byte."""
+"""Make receipts again from their requests, and compare them byte for byte."""
 
 import dataclasses
 import re
@@ -36,13 +36,13 @@ _FAILED = re.compile(r"request (\d+): ")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """The first place where a receipt and what came out here differ.
+    """The first difference between a receipt and the one made here.
 
     Attributes:
         index: Of the receipt, from 0.
         field: Such as `answer.token_ids[3]`.
-        receipt: What the receipt says.
-        here: What came out.
+        receipt: The value in the receipt.
+        here: The value that was computed here.
     """
 
     index: int
@@ -57,7 +57,7 @@ class Difference:
 
 
 def identity_differences(receipt: Receipt, here: Identity) -> Iterator[tuple[str, str, str]]:
-    """(field, in the receipt, here) where another model, numerics or build made it."""
+    """Return (field, in the receipt, here) for each difference of model, numerics or build."""
     for section in SECTIONS[:3]:
         said, found = (
             _flat(section, getattr(receipt, section)),
@@ -90,26 +90,25 @@ def rerun(
 ) -> list[Difference]:
     """Make receipts again from their requests, and compare them byte for byte.
 
-    Of a receipt only the prompt and the sampling are asked; what ends an answer, its text, hashes
-    and every other field come from the model here. Receipts of one request share an answer.
+    Only the prompt and the sampling are taken from a receipt. The end of the answer, its text,
+    hashes and every other field come from the local model. Receipts of one request share an answer.
 
     Args:
         engine: Of the receipts' model.
         tokenizer: Of the model.
-        receipts: Whole ones.
+        receipts: Parsed ones.
         identity: Of the model, its numerics and build as they are here.
         config: Of the model.
-        has_predictions: The engine, one with `has_prompt_lookup`, is told each answer, and verifies
-            it in windows of many tokens through prefill's kernels, noise and filters included.
-            False decodes token by token.
+        has_predictions: Give the engine, which has `has_prompt_lookup`, each answer to verify in
+            windows of many tokens through prefill's kernels, noise and filters included. False
+            decodes token by token.
         excused: Fields of model, numerics and build that may differ, such as `build.arch`.
-        order: In which to ask, as indices; None is theirs.
+        order: Indices of the receipts in the order to ask; None keeps their order.
         progress: Told how many receipts are done.
 
     Returns:
-        The first difference of each receipt that has one, in order of the receipts. No receipt
-        without one has a byte that was not computed here, but for its signature and what is
-        excused.
+        The first difference of each receipt that has one, in order of the receipts. Every byte of a
+        receipt without one was computed here, except its signature and excused fields.
 
     Raises:
         ValueError: If an answer does not fit the engine.
@@ -157,7 +156,7 @@ def _ask(
     config: ModelConfig,
     note_end: "Callable[[_Answer], None]",
 ) -> None:
-    """Ask for answers until all have ended, or one cannot be made, whose receipts are refused.
+    """Generate answers until all have ended; receipts of an impossible answer are refused.
 
     Raises:
         ValueError: If an answer does not fit the engine.
@@ -199,7 +198,7 @@ def _ask(
 
 
 def _refuse(claims: Sequence["_Claim"], error: Exception) -> None:
-    """Say of receipts that the model cannot be asked what they were."""
+    """Mark receipts whose request the model refuses."""
     for claim in claims:
         claim.differs("request", "answered", f"refused ({error})")
 
@@ -207,10 +206,10 @@ def _refuse(claims: Sequence["_Claim"], error: Exception) -> None:
 def _request_of(
     receipt: Receipt, engine: Engine, tokenizer: Tokenizer, config: ModelConfig
 ) -> Request:
-    """What the receipt was asked, as this model is asked.
+    """Return the receipt's request for this model.
 
     Raises:
-        ValueError: If the model cannot be asked that.
+        ValueError: If the model refuses the request.
     """
     sampling = receipt.sampling
     request = text_request(
@@ -230,17 +229,17 @@ def _request_of(
 
 
 def _predictable(token_ids: Sequence[int], config: ModelConfig) -> tuple[int, ...]:
-    """The first tokens that there are in the model."""
+    """Return the leading tokens that are in the model's vocabulary."""
     unknown = (i for i, token_id in enumerate(token_ids) if token_id >= config.vocab_size)
     return tuple(token_ids[: next(unknown, None)])
 
 
 class _Answer:
-    """A request, and the receipts that say what its answer is.
+    """A request, and the receipts that claim its answer.
 
     Attributes:
         claims: All of them.
-        agreeing: Those that may still be right; none once the answer has ended.
+        agreeing: Those without a difference so far; none after the answer has ended.
     """
 
     def __init__(
@@ -252,7 +251,7 @@ class _Answer:
         self.claims, self.agreeing, self.request, self._prove = claims, claims, request, prove
 
     def compare(self, event: TokenEvent, *, at: int) -> None:
-        """Compare a token, the answer's `at`-th."""
+        """Compare token `at` of the answer."""
         self.agreeing = [claim for claim in self.agreeing if claim.agrees(event, at)]
 
     def end(self, output: CompletionOutput) -> None:
@@ -261,17 +260,17 @@ class _Answer:
         self.agreeing = []
 
     def refuse(self, error: Exception) -> None:
-        """The model could not go on."""
+        """Record that the model could not continue."""
         _refuse(self.agreeing, error)
         self.agreeing = []
 
 
 class _Claim:
-    """One receipt, and where it was found to be wrong.
+    """One receipt, and its first difference.
 
     Attributes:
         difference: None where there is none so far.
-        has_ended: It is known whether there is one.
+        has_ended: Whether the comparison is complete.
     """
 
     def __init__(self, receipt: Receipt, index: int):
@@ -292,7 +291,7 @@ class _Claim:
         self.has_ended = True
 
     def agrees(self, event: TokenEvent, at: int) -> bool:
-        """Whether the answer's `at`-th token and its logprobs are the receipt's, to the bit."""
+        """Whether token `at` and its logprobs equal the receipt's, bit for bit."""
         if at >= len(self.token_ids):
             return self.differs("answer.token_ids", f"{at} tokens", "longer")
         if event.token_id != self.token_ids[at]:
@@ -308,14 +307,14 @@ class _Claim:
         return True
 
     def differs(self, field: str, receipt: str, here: str) -> bool:
-        """Note the first difference; False."""
+        """Record the first difference and return False."""
         self.difference = Difference(index=self.index, field=field, receipt=receipt, here=here)
         self.has_ended = True
         return False
 
 
 def _excused(made: Receipt, said: Receipt, excused: Collection[str]) -> Receipt:
-    """The receipt that was made, with what the other says in fields that may differ."""
+    """Return the new receipt with the other's values in fields that may differ."""
     for path in excused:
         section, *names = path.split(".")
         values = _taken_over(getattr(made, section), getattr(said, section), names)

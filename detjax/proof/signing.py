@@ -26,7 +26,7 @@ class SignatureError(ValueError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Signature:
-    """Who says so.
+    """A signature and its public key.
 
     Attributes:
         algorithm: "ed25519".

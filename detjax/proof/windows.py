@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In which windows an audit gives answers to the model: many tokens a step, little padding."""
+"""Choose the windows of an audit: many tokens a step, little padding."""
 
 import statistics
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ SHORT_PROMPT = 256
 
 
 def choose_window(answer_lens: Sequence[int]) -> int:
-    """The longest for which windows of these answers hold about the least padding.
+    """Return the longest window that gives these answers about the least padding.
 
     Args:
         answer_lens: Tokens of each answer. The first follows its prompt's prefill.
@@ -53,5 +53,5 @@ def audit_options(
 
 
 def longest_first(answer_lens: Sequence[int]) -> list[int]:
-    """The order in which windows stay full longest: a long answer is many windows in a row."""
+    """Return the order that keeps windows full longest; a long answer is many windows in a row."""
     return sorted(range(len(answer_lens)), key=lambda i: (-answer_lens[i], i))

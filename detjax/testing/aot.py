@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile programs to sm_90a machine code on a machine without a GPU, and say what came out.
+"""Compile programs to sm_90a machine code on a machine without a GPU, and describe the code.
 
 Needs the CUDA plugin of JAX and the wheel with ptxas, but no device and no driver:
 
@@ -52,7 +52,7 @@ H200_BYTES = 149_000_000_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelCode:
-    """One Mosaic GPU kernel as ptxas left it.
+    """One Mosaic GPU kernel as compiled by ptxas.
 
     Attributes:
         name: Its `kernel_name`.
@@ -76,7 +76,7 @@ class Program:
     Attributes:
         kernels: Its Mosaic GPU kernels, each once.
         hlo: Its optimised HLO.
-        temp_bytes: Device memory beside arguments and results.
+        temp_bytes: Device memory in addition to arguments and results.
     """
 
     kernels: tuple[KernelCode, ...]
@@ -85,16 +85,16 @@ class Program:
 
     @property
     def num_clones(self) -> int:
-        """Instructions that rematerialization computes once more."""
+        """Return the number of instructions that rematerialization repeats."""
         return len(re.findall(r"^\s+%[\w.\-]+\.remat\d* = ", self.hlo, re.MULTILINE))
 
     def faults(self) -> list[str]:
-        """Reads behind their writer, and kernel operands that are not aligned."""
+        """Return reads after their writer, and kernel operands that are not aligned."""
         module = parse_module(self.hlo)
         return [*stale_reads(module), *unaligned_operands(module)]
 
     def float_arithmetic(self) -> list[str]:
-        """Instructions of XLA's own, outside kernels, whose result is a rounded float."""
+        """Return XLA's own instructions, outside kernels, whose result is a rounded float."""
         return [
             f"{name} = {opcode}"
             for name, opcode in _FLOAT_RESULT.findall(self.hlo)
@@ -102,7 +102,7 @@ class Program:
         ]
 
     def copies(self, *, least_bytes: int) -> list[str]:
-        """Lines of the HLO that copy an array of at least so many bytes."""
+        """Return lines of the HLO that copy an array of at least so many bytes."""
         found = []
         for line in self.hlo.splitlines():
             match = re.search(r"= \(?(\w+)\[([\d,]*)\].* copy(?:-start)?\(", line)
@@ -124,10 +124,10 @@ rounded one way, and copies, selections and comparisons are exact."""
 
 
 def contractible(ptx: str) -> list[str]:
-    """Products that feed a sum where neither names its rounding: ptxas may fuse the two.
+    """Return products that feed a sum without named rounding: ptxas may fuse the two.
 
-    It decides by what is around them, so one kernel may round where another does not. `mul.rn` and
-    `add.rn` are never fused.
+    ptxas decides by the surrounding code, so one kernel may round where another does not. `mul.rn`
+    and `add.rn` are never fused.
     """
     feeds: dict[str, str] = {}
     for mul, to in re.findall(r"\b(mul(?:\.ftz)?(?:\.sat)?\.b?f\w+)\s+(%\w+),", ptx):
@@ -154,7 +154,7 @@ def array_bytes(dtype: str, dims: str) -> int:
 
 
 def why_unavailable() -> str | None:
-    """What is missing to compile for a GPU here, or None."""
+    """Return what is missing to compile for a GPU here, or None."""
     if not any(_is_module(f"jax_plugins.xla_cuda{major}") for major in (12, 13)):
         return "JAX's CUDA plugin is not installed (see detjax/testing/aot.py)"
     if shutil.which("ptxas", path=_search_path()) is None:
@@ -177,7 +177,7 @@ jax.jit(add).lower(whole).compile()
 
 @functools.cache
 def why_no_mesh() -> str | None:
-    """What keeps the compiler from several GPUs here, or None. Asks once, in a process of its own.
+    """Return why the compiler cannot target several GPUs, or None; asked once, in a process.
 
     Some clients crash where there is no device to ask how GPUs are connected.
     """
@@ -204,7 +204,7 @@ def _search_path() -> str:
 
 
 def start() -> None:
-    """Set this process up to compile for an H200; call before JAX starts.
+    """Prepare this process to compile for an H200; call before JAX starts.
 
     Raises:
         RuntimeError: If the plugin or ptxas is missing.
@@ -223,11 +223,11 @@ def start() -> None:
 
 
 def h200_mesh(memory_bytes: int = H200_BYTES, *, dp: int = 1, tp: int = 1) -> Mesh:
-    """A mesh of H200s that exist for the compiler only.
+    """Return a mesh of H200s that exist only for the compiler.
 
     Args:
-        memory_bytes: That the compiler believes it to have. With less than the arguments of a
-            program take, XLA treats it as it would one of production size on a full GPU.
+        memory_bytes: Memory that the compiler assumes. If a program's arguments take more, XLA
+            treats the program as one of production size on a full GPU.
         dp: Replicas.
         tp: Ranks of each.
     """
@@ -246,7 +246,7 @@ def compile_program(fn: Callable, *shapes: jax.ShapeDtypeStruct) -> Program:
 
 
 def inspect_program(compile_it: Callable[[], jax.stages.Compiled]) -> Program:
-    """Run a compilation and read what the kernel compiler left behind."""
+    """Run a compilation and read the output of the kernel compiler."""
     folder = Path(os.environ["MOSAIC_GPU_DUMP_TO"])
     before = set(folder.iterdir())
     compiled = compile_it()

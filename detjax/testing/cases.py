@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which cases of a test run always."""
+"""Mark the cases of a test that run only in the slow suite."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -8,7 +8,7 @@ import pytest
 
 
 def quick_and_slow(quick: Iterable[Any], slow: Iterable[Any]) -> list[Any]:
-    """Cases for `pytest.mark.parametrize`: those of `slow` that are not in `quick` are marked so.
+    """Return cases for `pytest.mark.parametrize`; those only in `slow` are marked slow.
 
     A case with several parameters is a tuple.
     """

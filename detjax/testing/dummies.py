@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small models with random weights, and what a request should get from them."""
+"""Small models with random weights, and requests and answers for them."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -138,7 +138,7 @@ def mixed_requests(count: int = 17, *, vocab_size: int, max_tokens: int) -> list
 
 
 def adjusted_requests(*, vocab_size: int, max_tokens: int) -> list[Request]:
-    """Requests with biases, penalties and masks, and a neighbour that asks for nothing.
+    """Return requests with biases, penalties and masks, and a plain neighbour.
 
     Args:
         vocab_size: Above 301.
@@ -187,7 +187,7 @@ def answers(
 
 
 def scoring_step(model: LoadedModel, kernels: Kernels = "invariant") -> Callable:
-    """A jitted step that gives the logits of every new token instead of choosing one.
+    """Return a jitted step that gives the logits of every new token instead of choosing one.
 
     `step(pages, tokens) -> (pages, logits[B, T, V])`, on a mesh with dp = 1.
     """

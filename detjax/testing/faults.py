@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ten faults of kernels and engine, each as a patch of what programs are traced from.
+"""Ten faults of kernels and engine, each as a patch of the code that programs trace.
 
-What proves the claims must find them: `detjax.certify`, the self-checks of an engine, and
-`detjax.diverge`, which must name the operation. Give `monkeypatch.setattr` as `patch`.
+`detjax.certify` and the self-checks of an engine must find them. `detjax.diverge` must name the
+operation. Give `monkeypatch.setattr` as `patch`.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ def is_decode(positions) -> bool:
 
 
 def choose_splits_by_batch(patch: Patch) -> None:
-    """Half as long where there are several rows."""
+    """Halve the splits if there are several rows."""
     right = attention._attention
 
     def wrong(q, *args, window, profile):
@@ -91,7 +91,7 @@ def accept_a_draft_too_many(patch: Patch) -> None:
 
 
 def key_noise_by_row(patch: Patch) -> None:
-    """The row of a step in place of the position."""
+    """Use the row of a step in place of the position."""
     right = sampling.noise.row_key
 
     def wrong(low, high, sequence_idx, position):
@@ -142,7 +142,7 @@ def keep_ties_of_top_p(patch: Patch) -> None:
 def wrap_offsets(patch: Patch) -> None:
     """A decode step reads and writes the page whose number is the remainder by `FEW_PAGES`.
 
-    As offsets of 32 bits do in a large cache, with a smaller modulus.
+    Offsets of 32 bits do this in a large cache, with a larger modulus.
     """
     right_write, right_read = attention.rope_into_cache, attention.attention
 
@@ -176,7 +176,7 @@ FAULTS: dict[str, Callable[[Patch], None]] = {
 
 
 def with_ties(model: LoadedModel) -> LoadedModel:
-    """The model with every logit twice, where a tie matters. On one device."""
+    """Return the model with every logit twice, so that ties matter; on one device."""
     head = np.repeat(np.asarray(model.params["lm_head"])[::2], 2, axis=0)
     params = {**model.params, "lm_head": jnp.asarray(head)}
     return dataclasses.replace(model, params=params)

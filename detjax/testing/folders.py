@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders as Hugging Face has them, of small models with random weights."""
+"""Folders in Hugging Face format, of small models with random weights."""
 
 import json
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from detjax.models.params import tensor_specs
 
 
 def byte_tokenizer() -> tokenizers.Tokenizer:
-    """256 tokens, a byte each, in the order of their characters."""
+    """Return a tokenizer of 256 tokens, one byte each, in order of their characters."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     made = tokenizers.Tokenizer(models.BPE({text: i for i, text in enumerate(alphabet)}, []))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -36,9 +36,9 @@ def write_model_folder(
     """Write config, a tokenizer of bytes and normal weights in bfloat16.
 
     Args:
-        folder: Made if it is not there.
-        config: What config.json says.
-        tokenizer_config: What tokenizer_config.json says; None: nothing.
+        folder: Created if it does not exist.
+        config: Content of config.json.
+        tokenizer_config: Content of tokenizer_config.json; None writes none.
         scale: Standard deviation of the weights.
 
     Returns:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A loaded engine against the answers that each request gets alone: the equality that matters."""
+"""Compare a loaded engine with the answers that each request gets alone."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from detjax.models.loading import LoadedModel
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
-    """A request, and tokens that end a sequence as a stop string would: only once all are there."""
+    """A request, and tokens that end a sequence like a stop string, after all have come."""
 
     request: Request
     stop: tuple[int, ...]
@@ -55,8 +55,8 @@ def make_questions(
 ) -> list[Question]:
     """Draw questions of every kind: greedy and sampled, filtered, n > 1, stops, shared prefixes.
 
-    With `long_every`, each such question's answer is five times as long, so that it may need pages
-    that nobody has put by for it.
+    With `long_every`, every such question has an answer five times as long, which may need pages
+    that were not reserved for it.
     """
     rng = np.random.default_rng(seed)
     heads = [rng.integers(0, vocab_size, longest_prompt) for _ in range(4)]
@@ -105,16 +105,16 @@ def lone_answers(
 
 @dataclass(kw_only=True, slots=True)
 class LoadReport:
-    """What came of a load.
+    """The result of a load.
 
     Attributes:
-        num_requests: Asked for.
+        num_requests: Requests sent.
         num_sequences: Of these requests, all of which must have ended once.
         num_cancelled: Sequences that were cancelled before their end.
         num_plain: Sequences that did not ask to be deterministic.
         num_plain_different: Of these, how many are not the canonical answer.
         wrong: A line for each deterministic sequence that is not the canonical answer.
-        lost: Sequences that never ended, or got anything after their end.
+        lost: Sequences that never ended, or received output after their end.
     """
 
     num_requests: int = 0
@@ -128,7 +128,7 @@ class LoadReport:
 
 @dataclass(kw_only=True, slots=True)
 class _Asked:
-    """A sequence that was asked for, and what it got."""
+    """A requested sequence, and what it received."""
 
     want: Completion
     is_plain: bool
@@ -218,7 +218,7 @@ def _judge(name: str, seq: _Asked, report: LoadReport) -> None:
 
 
 def _difference(seq: _Asked, reason: FinishReason) -> str:
-    """How an answer is not the canonical one, or, if it was cancelled, not its beginning."""
+    """Say how an answer differs from the canonical one, or from its beginning if cancelled."""
     want = seq.want
     ids = [i for o in seq.outputs for i in o.token_ids]
     logprobs = np.array([p for o in seq.outputs for p in o.logprobs], np.float32)

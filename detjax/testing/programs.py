@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine's programs with operands of one's own, for tests and benchmarks of a single step."""
+"""The engine's programs with operands of the caller, for tests and benchmarks of a step."""
 
 from collections.abc import Sequence
 
@@ -34,7 +34,7 @@ def plain_key(
     logit_rows: int = 0,
     leaves_hidden: bool = False,
 ) -> ProgramKey:
-    """The key of a program of which little need be said."""
+    """Return the key of a plain program."""
     return ProgramKey(
         kind=kind,
         rows=rows,
@@ -56,7 +56,7 @@ def operands_for(
     table: np.ndarray,
     sampling: Sequence[tuple[SamplingParams, int]],
 ) -> tuple:
-    """Operands behind the cache that make a prefill or decode step run these tokens, on device.
+    """Return operands after the cache that make a prefill or decode step run these tokens.
 
     B counts the rows of all replicas.
 
@@ -99,9 +99,9 @@ def operands_for(
 
 
 def launches(operands: tuple, count: int) -> list[tuple]:
-    """Operands as `operands_for` gives them, for `count` launches.
+    """Return operands as `operands_for` does, for `count` launches.
 
-    Each has slots and sampling parameters of its own, since a launch writes in place.
+    Each launch has slots and sampling parameters of its own, since it writes in place.
     """
     slots, sampling, *host = operands
     return [(*jax.tree.map(jnp.copy, (slots, sampling)), *host) for _ in range(count)]

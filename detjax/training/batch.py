@@ -14,7 +14,7 @@ PACKED_ROWS = 64
 
 
 class Layout(enum.Enum):
-    """How sequences become rows. Neither changes a bit of a log-probability."""
+    """How sequences become rows. Neither layout changes a bit of a log-probability."""
 
     PADDED = "padded"  # every sequence takes as many rows as the longest may
     PACKED = "packed"  # one after the other; attention alone pads
@@ -124,7 +124,7 @@ def pack(
 
 
 def by_sequence(batch: Batch, values: np.ndarray) -> list[np.ndarray]:
-    """Values [M] of rows, as one array for each sequence: entry i is of its token i + 1."""
+    """Split values [M] of rows into one array for each sequence: entry i is of token i + 1."""
     slots = np.asarray(batch.slots)
     found = np.zeros(len(batch.lengths) * batch.length, np.asarray(values).dtype)
     is_real = slots < len(found)

@@ -16,7 +16,7 @@ FACTS, ARRAYS, HASH = "detjax_training.json", "state", "arrays_sha256"
 
 
 def check_can_save(folder: Path) -> None:
-    """Make `folder`, and see that a state can be written there, before any work is done for it.
+    """Make `folder` and check that a state can be written there, before any work is done.
 
     Raises:
         ValueError: If `folder` holds a state, or part of one.
@@ -30,10 +30,10 @@ def check_can_save(folder: Path) -> None:
 
 
 def save_state(folder: Path, state: TrainState, *, facts: dict) -> None:
-    """Write a state and what must be the same when it is continued.
+    """Write a state, and the facts that must be equal when it is continued.
 
     Args:
-        folder: Made here; must not hold a state yet.
+        folder: Created here; must not hold a state yet.
         state: Of a trainer.
         facts: Compared by `restore_state`: the build's fingerprint, the model, the task, sizes,
             the seed.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The package that training needs beyond those of serving."""
+"""The package that training needs in addition to those of serving."""
 
 try:
     import optax

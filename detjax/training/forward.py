@@ -58,15 +58,15 @@ class TrainingOps:
         return cache, ops.to_rows(out.reshape(positions.size, -1), slots), stream
 
     def gate(self, weights: dict, stream: Stream) -> jax.Array:
-        """A product, then its gates: the bits of both in one launch."""
+        """Multiply, then gate: the bits of both operations in one launch."""
         return ops.swiglu(self.ctx, ops.linear(self.ctx, stream.x, _joined(weights, "gate_up")))
 
     def add_norm(self, x, w, bias, gain, stream: Stream) -> Stream:
-        """One operation, as on one rank of a server."""
+        """Run one operation, as on one rank of a server."""
         return Stream(*ops.linear_add_rms_norm(self.ctx, x, w, stream.residual, bias, gain))
 
     def mix_experts(self, weights: dict, gain, stream: Stream, cache):
-        """The operations of a server's one rank; `cache` counts for the balance, if asked to."""
+        """Run the operations of a server's one rank; `cache` counts for the balance."""
         ctx, x = self.ctx, stream.x
         logits = ops.router_logits(ctx, x, weights["router"])
         expert_ids, expert_weights = ops.route(ctx, logits)
@@ -79,10 +79,10 @@ class TrainingOps:
 
 
 class Balance(NamedTuple):
-    """What the routers of all layers gave to each expert.
+    """What the routers of all layers assigned to each expert.
 
     Attributes:
-        slots: Slots of real rows that went to it, float32 [U].
+        slots: Slots of real rows assigned to it, float32 [U].
         probabilities: The sum of its softmax over real rows, float32 [U].
         rows: Real rows, each once a layer, float32.
     """
@@ -118,7 +118,7 @@ def token_logprobs(
     *,
     remat: bool,
 ) -> tuple[Float32[Array, " M"], Float32[Array, " M"]]:
-    """Log-probability of each row's target, and the entropy of each row's distribution.
+    """Return the log-probability of each row's target, and the entropy of its distribution.
 
     Args:
         ctx: The model, with tp = 1: a device holds all of it while it computes.
@@ -147,7 +147,7 @@ def token_logprobs_and_balance(
     *,
     remat: bool,
 ) -> tuple[tuple[Float32[Array, " M"], Float32[Array, " M"]], Float32[Array, ""]]:
-    """What `token_logprobs` gives, and how unevenly routers use their experts.
+    """Return `token_logprobs` and how unevenly the routers use their experts.
 
     `balance = U * sum_e(slots[e] / rows * probabilities[e] / rows)`, over real rows of all layers
     that have experts; top_k where all experts are used alike.
@@ -178,7 +178,7 @@ def token_logprobs_and_balance(
 
 
 def output_head(ctx: ForwardContext, params: dict[str, Any]) -> Float32[Array, "V D"]:
-    """The master of the matrix that makes logits."""
+    """Return the master of the matrix that makes logits."""
     return params["embed"] if ctx.config.tie_word_embeddings else params["lm_head"]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m detjax.training.grpo`: reinforcement learning with no gap between rollout and trainer.
+"""`python -m detjax.training.grpo`: reinforcement learning without a rollout-trainer gap.
 
 Rows of JSON and the plot go to `--out`, the table to standard output, progress to standard error.
 """
@@ -32,6 +32,7 @@ from detjax.models.hf_config import load_config
 from detjax.models.hub import resolve_model
 from detjax.models.identity import model_hash
 from detjax.models.loading import LoadedModel, load_model
+from detjax.models.params import num_params
 from detjax.models.tokenizer import Tokenizer
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend, choose_backend
@@ -49,10 +50,10 @@ Train a model with GRPO on problems that a program can check, on exactly what it
 
 Each step samples answers with the serving engine, rewards them, and makes one update from the
 trainer's own log-probabilities of the same tokens. The column KL says how far the two are apart.
-With the invariant rollout it is 0.0 at every step, not small but zero: the trainer's forward pass
-has the bits of the engine's, here with the engine on --rollout-tp devices and the trainer on
---devices. So no importance weights are needed, and none are used. With the fast rollout, whose
-kernels promise nothing, the same run trains on probabilities that nobody sampled from."""
+With the invariant rollout it is exactly 0.0 at every step, because the trainer's forward pass has
+the bits of the engine. Here the engine runs on --rollout-tp devices and the trainer on --devices.
+No importance weights are needed, and none are used. The kernels of the fast rollout make no claim.
+The same run then trains on probabilities that no sample came from."""
 
 EPILOG = """\
 examples:
@@ -67,8 +68,8 @@ examples:
 
 A row of rows.jsonl: rollout, seed, step, weight_version (updates the sampling weights had seen),
 reward (mean), entropy (nats a token), kl, max_difference (of a log-probability), num_different and
-num_tokens, gradient_norm, rollout_s, train_s, and the fingerprint of the numerics. runs.json: the
-final table, a run an object. A resumed run adds its rows and its object to those of its --out.
+num_tokens, gradient_norm, rollout_s, train_s, and the fingerprint of the numerics. runs.json has
+the final table, one object a run. A resumed run adds its rows and its object to those of its --out.
 
 exit codes: 0 success; 2 bad input; 3 the invariant rollout's KL was not exactly zero."""
 
@@ -131,14 +132,14 @@ def _make_parser() -> argparse.ArgumentParser:
         "(default); gsm8k: word problems from --problems")
     add("--problems", type=Path, metavar="FILE", help="JSON lines with question and answer")
     add("--reward", metavar="MODULE:FUNCTION",
-        help="a function of yours in place of the task's reward: function(problem, text) -> float; "
+        help="your function in place of the task's reward: function(problem, text) -> float; "
         "problem has prompt and answer, text is what was sampled; any finite number")
     group = parser.add_argument_group("where it runs; changes no bit of the invariant run")
     add = group.add_argument
     add("--backend", choices=("auto", *(b.value for b in Backend)), default="auto",
-        help="kernels: portable runs on CPUs, sm90 on Hopper GPUs; auto looks (default)")
+        help="kernels: portable runs on CPUs, sm90 on Hopper GPUs; auto chooses (default)")
     add("--rollout-tp", type=int, default=4, metavar="N",
-        help="devices the engine splits the model over; CPUs pose as several (default 4)")
+        help="devices the engine splits the model over; virtual ones on a CPU (default 4)")
     add("--devices", type=int, default=1, metavar="N",
         help="devices of the trainer, a power of two that divides the microbatches (default 1)")
     add("--batch-size", type=int, default=64, metavar="N",
@@ -147,13 +148,13 @@ def _make_parser() -> argparse.ArgumentParser:
         help="keep all activations for the backward pass: faster, more memory")
     add = parser.add_argument_group("how it is trained").add_argument
     add("--rollout", choices=tuple(ROLLOUTS), default="both",
-        help="who samples: the canonical kernels, XLA's fastest, or both, a run each (default)")
+        help="kernels that sample: canonical, XLA's fastest, or both in a run each (default)")
     add("--steps", type=int, default=30, metavar="N", help="updates (default 30)")
     add("--seeds", type=int, nargs="+", default=(0,), metavar="N",
-        help="of problems and noise, a run each (default 0)")
+        help="seeds of problems and noise, a run each (default 0)")
     add("--learning-rate", type=float, default=3e-5, metavar="X", help="of Adam (default 3e-5)")
     add("--clip-norm", type=float, default=1.0, metavar="X",
-        help="longest gradient that is applied as it is (default 1)")
+        help="longest gradient that is applied unscaled (default 1)")
     add("--prompts", type=int, default=16, metavar="N", help="problems a step (default 16)")
     add("--samples", type=int, default=8, metavar="N", help="answers to each (default 8)")
     add("--microbatch", type=int, default=16, metavar="N",
@@ -164,11 +165,11 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--max-tokens", type=int, metavar="N",
         help="longest answer (default: 5 for arithmetic, 512 for gsm8k)")
     add = parser.add_argument_group("what is kept").add_argument
-    add("--out", type=Path, metavar="FOLDER", help="for rows.jsonl, runs.json and curves.png")
+    add("--out", type=Path, metavar="FOLDER", help="write rows.jsonl, runs.json and curves.png")
     add("--save", type=Path, metavar="FOLDER",
-        help="writes the state after the last step to FOLDER/stepN-seedM")
+        help="write the state after the last step to FOLDER/stepN-seedM")
     add("--resume", type=Path, metavar="FOLDER",
-        help="continues a saved state: the same bits as a run without the stop")
+        help="continue a saved state, with the bits of a run without the stop")
     return parser
 # fmt: on
 
@@ -196,7 +197,7 @@ def parse_args(argv: Sequence[str] | None) -> Args:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setup:
-    """Everything that the runs of one command share."""
+    """What the runs of one command share."""
 
     args: Args
     task: AbstractTask
@@ -221,7 +222,7 @@ class Setup:
         )
 
     def facts(self, mode: str, seed: int) -> dict[str, Any]:
-        """What a continued run must share with the one that was saved."""
+        """Return the facts that a continued run must share with the saved one."""
         names = ("task", "learning_rate", "clip_norm", "remat")
         shared = {name: getattr(self.args, name) for name in names}
         run = {"rollout": mode, "seed": seed, "fingerprint": self.fingerprint}
@@ -250,6 +251,7 @@ def prepare(args: Args) -> Setup:
     choice = choose_backend(
         None if args.backend == "auto" else Backend(args.backend),
         why_not_model=lambda backend: why_unsupported(config, profile, backend, args.rollout_tp),
+        num_params=num_params(config),
     )
     platform = choice.backend.platform
 
@@ -279,7 +281,7 @@ def prepare(args: Args) -> Setup:
 
 
 def _save_folder(args: Args, step: int, seed: int) -> Path:
-    """Where `--save` puts the state after `step` updates."""
+    """Return the folder in which `--save` puts the state after `step` updates."""
     assert args.save is not None
     return args.save / f"step{step}-seed{seed}"
 
@@ -295,7 +297,7 @@ class Run:
     accuracy_after: float
 
     def facts(self) -> dict[str, Any]:
-        """What a reader of `runs.json` compares."""
+        """Return the facts that a reader of `runs.json` compares."""
         return {
             "rollout": self.mode,
             "seed": self.seed,
@@ -311,7 +313,7 @@ class Run:
         }
 
     def reward(self, part: slice) -> float:
-        """Mean reward of a part of the steps."""
+        """Return the mean reward of a part of the steps."""
         return float(np.mean([row["reward"] for row in self.rows[part]]))
 
 
@@ -377,7 +379,7 @@ def _read_rows(out: Path) -> list[dict[str, Any]]:
 
 
 def run_all(setup: Setup, console: Console) -> list[Run]:
-    """Train with every rollout and seed that was asked for, and keep rows as they come."""
+    """Train with every requested rollout and seed, and write rows as they come."""
     args, runs = setup.args, []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with contextlib.ExitStack() as stack:
@@ -443,7 +445,7 @@ def summary(runs: Sequence[Run]) -> Table:
 
 
 def _spread(values: Sequence[float]) -> str:
-    """Mean and the range over seeds."""
+    """Return the mean and the range over seeds."""
     return f"{np.mean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
 
 

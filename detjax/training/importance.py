@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Importance weights: the repair where rollout and trainer disagree, to compare with."""
+"""Importance weights: the usual repair if rollout and trainer disagree, to compare with."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +15,7 @@ from detjax.training.weights import serving_params
 class ImportanceWeights:
     """Truncated importance weights of sampled tokens.
 
-    Where the rollout has the trainer's bits each weight is exactly 1, and the update is the one
+    If the rollout has the trainer's bits, each weight is exactly 1, and the update is the one
     without weights, bit for bit.
     """
 
@@ -23,7 +23,7 @@ class ImportanceWeights:
         """Score with the canonical kernels, whose log-probabilities are the trainer's.
 
         Args:
-            model: A copy for this alone. Its weights are replaced by `load`.
+            model: A copy for this object alone. `load` replaces its weights.
             cap: The largest weight.
 
         Raises:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Canonical logits and their log-sum-exp as arrays with gradients, for losses that others write.
+"""Canonical logits and their log-sum-exp as arrays with gradients, for losses of users.
 
-detjax's own trainer never holds the logits of more than `operations.HEAD_ROWS` tokens; what is here
-holds those of all.
+detjax's own trainer never holds the logits of more than `operations.HEAD_ROWS` tokens. These
+functions hold those of all tokens.
 """
 
 import jax.numpy as jnp

@@ -8,7 +8,7 @@ see them rounded to the profile's dtype, and their gradients are float32.
 Numerics:
     Values are the kernels', with their claims. In gradients, cotangents of activations have the
     activations' dtype; products are exact and summed in float32 by XLA, in an order it may choose
-    by the shape. So a gradient is run-invariant and no more: its sums over tokens are not
+    by the shape. A gradient is therefore only run-invariant: its sums over tokens are not
     batch-invariant.
 """
 
@@ -468,8 +468,8 @@ def token_logprobs(
 ) -> tuple[Float32[Array, " M"], Float32[Array, " M"]]:
     """Log-probability of each target, and the entropy of its distribution.
 
-    The log-probability has the bits of sampling's. The entropy, in nats, is for reading: plain JAX
-    makes it, it has no claim and no gradient.
+    The log-probability has the bits of sampling. The entropy, in nats, is for reading: plain JAX
+    computes it, without a claim or a gradient.
     """
     profile, backend = ctx.profile, ctx.backend
     num_rows, vocab_size = hidden.shape[0], head.shape[0]

@@ -3,7 +3,7 @@
 
 Rollout and trainer compute the same bits, so the ratio of their probabilities is 1 and there is
 nothing to correct: no importance weights, no clipping, one update for each batch of samples.
-Importance weights can be had, to see what they do for a rollout that computes other bits.
+Importance weights are an option, to see their effect on a rollout that computes other bits.
 """
 
 import time
@@ -103,7 +103,7 @@ def advantages(rewards: Sequence[float]) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRow:
-    """What one step did. `entropy` is the trainer's, in nats a token."""
+    """The results of one step. `entropy` is the trainer's, in nats a token."""
 
     step: int
     weight_version: int
@@ -157,18 +157,18 @@ def train(
 ) -> TrainState:
     """Sample, reward, update, until `num_steps` updates have been made.
 
-    Problems and noise are functions of (seed, step), so a restored state goes on as the run that
-    saved it would have.
+    Problems and noise are functions of (seed, step), so a restored state continues as the saving
+    run would have.
 
     Args:
         trainer: Updates the weights.
-        state: To start from; consumed.
-        rollout: Samples; gets the state's weights first.
+        state: Start of the run; consumed.
+        rollout: Samples answers; gets the state's weights first.
         task: Gives problems and rewards.
         sizes: Of a step.
         seed: 0 or more.
         num_steps: Updates in all, those before `state` included.
-        on_step: Told after each update.
+        on_step: Called after each update.
         importance: Weights for the tokens of a rollout that has other bits than the trainer; None
             uses none.
 

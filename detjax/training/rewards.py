@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards that a user writes: `--reward module:function`."""
+"""Rewards written by users: `--reward module:function`."""
 
 import hashlib
 import importlib
@@ -27,7 +27,7 @@ class Rewarded(AbstractTask):
     """A task's problems with another reward.
 
     Attributes:
-        reward_sha256: Of the file that the function is in; None if it is in none.
+        reward_sha256: Hash of the function's file; None if it has no file.
     """
 
     reward_sha256: str | None
@@ -37,7 +37,7 @@ class Rewarded(AbstractTask):
 
         Args:
             task: Gives the problems.
-            name: `module:function`; the module is looked for in the working folder, too.
+            name: `module:function`; the working folder is searched for the module too.
 
         Raises:
             ValueError: If there is no such function, naming what is missing.
@@ -55,7 +55,7 @@ class Rewarded(AbstractTask):
         return self._task.draw(rng)
 
     def reward(self, problem: Problem, text: str) -> float:
-        """What the function gives.
+        """Return the function's value.
 
         Raises:
             ValueError: If it raises, or gives something other than a finite number, naming it.

@@ -20,7 +20,7 @@ from detjax.training.weights import serving_params
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """One answer to a problem, and what it earned."""
+    """One answer to a problem, and its reward."""
 
     completion: Completion
     reward: float
@@ -38,7 +38,7 @@ class Sample:
         return Scored(token_ids=prompt + answer, weights=weights)
 
     def answer_values(self, by_token: np.ndarray) -> np.ndarray:
-        """Of values of tokens 1, 2, ... of the sequence, those of the answer's."""
+        """Return the answer's part of values of tokens 1, 2, ... of the sequence."""
         return by_token[len(self.completion.prompt_token_ids) - 1 :]
 
 
@@ -71,13 +71,13 @@ class Rollout:
         Args:
             model: On the rollout's mesh. Its weights are replaced by `load`.
             tokenizer: Of the model.
-            task: Rewards answers and says where they stop.
+            task: Rewards answers and names the token that ends them.
             mode: Of the engine. `fast` makes no claim on log-probabilities.
             batch_size: Samples that run at once.
             max_prompt: Longest prompt, in tokens.
             max_tokens: Longest answer, in tokens.
-            change_weights: What becomes of the masters before the engine has them, for experiments
-                with rollouts of fewer bits.
+            change_weights: Change of the masters before the engine gets them, for experiments with
+                rollouts of fewer bits.
 
         Raises:
             ValueError: If the task's stop text is not one token.
@@ -120,7 +120,7 @@ class Rollout:
         num_sequences: int,
         temperature: float,
     ) -> list[list[Sample]]:
-        """`num_sequences` answers to each problem, unfiltered.
+        """Return `num_sequences` answers to each problem, unfiltered.
 
         Raises:
             ValueError: If a problem is longer than `max_prompt`, naming it.
@@ -159,6 +159,6 @@ class Rollout:
         return groups
 
     def accuracy(self, problems: Sequence[Problem]) -> float:
-        """Share of greedy answers that are right."""
+        """Return the share of greedy answers that are right."""
         groups = self.sample(problems, seeds=[0] * len(problems), num_sequences=1, temperature=0.0)
         return float(np.mean([sample.reward for (sample,) in groups]))

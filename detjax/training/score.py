@@ -30,10 +30,10 @@ class Scorer:
 
         Args:
             model: On any (dp, tp) mesh.
-            mode: `invariant`: canonical kernels. `fast`: XLA's, which make no claim; to compare.
+            mode: `invariant`: canonical kernels. `fast`: XLA's, without a claim, to compare.
 
         Raises:
-            ValueError: If `mode` is another.
+            ValueError: If `mode` is neither.
         """
         if mode not in PATHS:
             raise ValueError(f"{mode=} must be one of {list(PATHS)}")
@@ -53,7 +53,7 @@ class Scorer:
         self._step = ordered(tuple(model.mesh.devices.flat), step)
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        """Log-probability of every token after the first of each sequence, float32.
+        """Return the log-probability of every token after the first of each sequence, float32.
 
         Raises:
             ValueError: If a sequence has fewer than two tokens, is longer than the context, or has

@@ -25,11 +25,11 @@ class AbstractTask(abc.ABC):
     """A set of problems, some of them held out, and their reward.
 
     Attributes:
-        stop: Text whose token ends an answer; empty leaves that to the model.
+        stop: Text whose token ends an answer; if empty, the model's end tokens do.
         held_out: Problems that `draw` never gives.
-        file_sha256: Of the file that the problems are read from; None if they are generated.
+        file_sha256: Hash of the file of problems; None if they are generated.
         max_prompt: Tokens that its prompts take at most, with common tokenizers.
-        max_tokens: Tokens that an answer is given, if nothing else is asked for.
+        max_tokens: Default limit of an answer's tokens.
     """
 
     stop: str
@@ -50,7 +50,7 @@ class AbstractTask(abc.ABC):
 class Arithmetic(AbstractTask):
     """Two-digit additions as the bundled model learnt them: `17+26=`, then `43` and a newline.
 
-    A sum and its mirror image are one problem when some are held out.
+    A sum and its mirror image count as one problem when some are held out.
     """
 
     stop = "\n"

@@ -2,11 +2,11 @@
 """A training step over sharded state: every device computes whole sequences with whole weights.
 
 Masters and optimizer state are cut over all devices of a mesh. A step gathers the masters, which
-copies bits; each device computes the gradients of its own microbatches, one at a time; they are
-added as a tree over the batch that no number of devices can change; and each device updates its
-share. All arithmetic but that tree's runs in programs for one device, which are the same ones for
-every mesh: XLA compiles a program for one device and for several in different ways, and the
-gradient of a microbatch was seen to change by it (XLA:CPU, jax 0.11.2).
+copies bits. Each device computes the gradients of its own microbatches, one at a time. They are
+added as a tree over the batch that does not depend on the number of devices, and each device
+updates its share. All arithmetic except that tree runs in programs for one device, which are the
+same for every mesh. XLA compiles a program for one device and for several in different ways, which
+changed the gradient of a microbatch (XLA:CPU, jax 0.11.2).
 """
 
 from collections.abc import Callable
@@ -43,7 +43,7 @@ ADD_COLS = 128
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainState:
-    """What a step changes. Leaves are arrays, or what JAX puts for them.
+    """What a step changes. Leaves are arrays, or JAX's placeholders for them.
 
     Attributes:
         params: Float32 masters (`weights.master_params`).
@@ -58,7 +58,7 @@ class TrainState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepOutput:
-    """What a step computed before it changed the weights.
+    """The results of a step before it changed the weights.
 
     Attributes:
         logprobs: Of each row's target, float32 [N, M].
@@ -72,7 +72,7 @@ class StepOutput:
 
 
 def batch_leaves(num_batches: int, most_leaves: int) -> int:
-    """Leaves of a gradient's sum: the largest power of two that divides the microbatches."""
+    """Return the leaves of a gradient's sum: the largest power of two that divides the batch."""
     return min(num_batches & -num_batches, most_leaves)
 
 
@@ -139,7 +139,7 @@ class Trainer:
         self._update = CheckedJit(self._update_share, donate_argnums=0, options=EXACT_OPTIONS)
 
     def init(self) -> TrainState:
-        """The state before the first step: the model's weights, exactly."""
+        """Return the state before the first step: the model's weights, exactly."""
         shardings = self.shardings()
         params = jax.tree.map(move_bits, master_params(self._model), shardings.params)
         make = jax.jit(self._optimizer.init, out_shardings=shardings.opt_state)
@@ -147,7 +147,7 @@ class Trainer:
         return TrainState(params=params, opt_state=make(params), step=step)
 
     def shardings(self) -> TrainState:
-        """Where each leaf of the state lies."""
+        """The sharding of each leaf of the state."""
         return jax.tree.map(lambda spec: NamedSharding(self._mesh, spec), self.specs)
 
     def step(self, state: TrainState, batches: list[Batch]) -> tuple[TrainState, StepOutput]:
@@ -203,7 +203,7 @@ class Trainer:
         return state, output
 
     def _local_gather(self, params: dict) -> dict:
-        """Whole arrays on every device. Copies only."""
+        """Gather whole arrays on every device, by copies only."""
 
         def gather(share: jax.Array, spec: P) -> jax.Array:
             axis = _cut_axis(spec)
@@ -212,7 +212,7 @@ class Trainer:
         return jax.tree.map(gather, params, self.specs.params)
 
     def _microbatch_gradient(self, params: dict, tables, batch: Batch):
-        """Gradient of the loss, and (logprobs, entropy) of the rows."""
+        """Return the gradient of the loss, and (logprobs, entropy) of the rows."""
         model = self._model
         ctx = ForwardContext(
             config=model.config, profile=model.profile, backend=model.backend, tp=1
@@ -235,7 +235,7 @@ class Trainer:
         return jax.grad(loss, has_aux=True)(params)
 
     def _local_reduce(self, gradients: dict) -> dict:
-        """The levels of the tree above the devices, neighbours first."""
+        """Add the levels of the tree above the devices, neighbours first."""
 
         def add_all(gradient: Float32[Array, "..."]) -> Float32[Array, "..."]:
             whole = gradient[0]
@@ -329,7 +329,7 @@ class SubtreeSums:
 def _state_specs(
     model: LoadedModel, optimizer: optax.GradientTransformation, num_devices: int
 ) -> TrainState:
-    """How each leaf of the state is cut over the devices."""
+    """Return how each leaf of the state is cut over the devices."""
     params = jax.eval_shape(lambda: master_params(model))
     specs = jax.tree.map(lambda x: state_partition(x.shape, num_devices), params)
     opt_specs = optax.tree_utils.tree_map_params(
@@ -343,12 +343,12 @@ def _state_specs(
 
 
 def _cut_axis(spec: P) -> int | None:
-    """Which axis of an array is cut over the devices."""
+    """Return which axis of an array is cut over the devices."""
     return next((axis for axis, names in enumerate(spec) if names == DEVICES), None)
 
 
 def _by_device(mesh: Mesh, tree: Any) -> list[Any]:
-    """What each device of the mesh holds, as arrays of that device alone."""
+    """Return what each device of the mesh holds, as arrays of that device alone."""
     leaves, structure = jax.tree.flatten(tree)
     by_device = [{s.device: s.data for s in leaf.addressable_shards} for leaf in leaves]
     return [

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Between the weights that serve and the float32 masters that are trained. Moves bits, rounds once.
+"""Convert between serving weights and float32 masters: bits are moved, and rounded once.
 
-Masters are the tensors of `models.params.tensor_specs`, each in its checkpoint's shape, so that
-neither a mesh nor a kernel's layout shows in them; tied embeddings stand there once.
+Masters are the tensors of `models.params.tensor_specs`, each in its checkpoint's shape. Neither
+a mesh nor a kernel's layout affects them. Tied embeddings are there once.
 """
 
 from typing import Any
@@ -28,7 +28,7 @@ from detjax.parallel.mesh import TP_AXIS
 
 
 def _bits(array: jax.Array) -> jax.Array:
-    """An array's elements as unsigned integers.
+    """Return an array's elements as unsigned integers.
 
     # WHY: what is moved or rearranged across devices as a float may lose the sign of a zero.
     """
@@ -67,12 +67,12 @@ def master_params(model: LoadedModel) -> dict[str, Any]:
 
 
 def serving_params(params: dict[str, Any], model: LoadedModel) -> dict[str, Any]:
-    """Masters as a model's mesh, dtype and kernels want them.
+    """Convert masters to a model's mesh, dtype and kernel layout.
 
     Args:
         params: Masters of this model.
-        model: Says what is wanted; its own weights are neither read nor changed. What this returns
-            is what `Engine.load_weights` and `LoadedModel.replace_weights` take.
+        model: Gives mesh, dtype and layout; its own weights are neither read nor changed. The
+            result is for `Engine.load_weights` and `LoadedModel.replace_weights`.
 
     Numerics:
         One rounding to the profile's weight dtype, to nearest, ties to even: what the training

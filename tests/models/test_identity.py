@@ -46,7 +46,7 @@ def test_the_hash_of_the_code_has_every_file(tmp_path, monkeypatch):
     copy = tmp_path / "detjax"
     shutil.copytree(package, copy, ignore=shutil.ignore_patterns("__pycache__", "bundled"))
     shutil.copytree(package / "models" / "bundled", copy / "models" / "bundled")
-    monkeypatch.setattr(source, "__file__", str(copy / "source.py"))
+    monkeypatch.setattr(source, "__file__", str(copy / "compilation" / "source.py"))
     of_copy = source.source_hash.__wrapped__
     assert of_copy() == expected
     (copy / "models" / "rope.py").write_text("")

@@ -15,7 +15,6 @@ from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.attention import (
     portable,
     sm90,
-    sm90_decode,
     sm90_decode_run,
     sm90_prefill,
 )
@@ -67,9 +66,9 @@ def prefill(q, pages, table, positions, window=None, **options):
 
 def decode(q, pages, table, positions, window=None, **options):
     assert window is None
-    return sm90_decode.decode(
+    return sm90.decode(
         q, pages, table, jnp.asarray(positions, jnp.int32), jnp.int32(0),
-        config=sm90_decode.DecodeConfig(**options), is_interpreted=False,
+        config=sm90.DecodeConfig(**options), is_interpreted=False,
     )  # fmt: skip
 
 
@@ -155,17 +154,15 @@ class NewTokens:
         )  # fmt: skip
         pages = jax.freeze(pages_ref)
         q = q.reshape(len(q), 1, -1, channels)
-        config = sm90_decode.DecodeConfig(**options)
-        out = sm90_decode.decode(
-            q, pages, *self.place[1:], config=config, is_interpreted=is_interpreted
-        )
+        config = sm90.DecodeConfig(**options)
+        out = sm90.decode(q, pages, *self.place[1:], config=config, is_interpreted=is_interpreted)
         return out, pages
 
     def at_once(self, is_interpreted=False, **options):
         """The same in one kernel."""
-        return sm90_decode.decode_new_token(
+        return sm90.decode_new_token(
             self.qkv, self.cos, self.sin, self.gains, *self.place, eps=1e-5,
-            config=sm90_decode.DecodeConfig(**options), is_interpreted=is_interpreted,
+            config=sm90.DecodeConfig(**options), is_interpreted=is_interpreted,
         )  # fmt: skip
 
 
@@ -332,8 +329,8 @@ def test_few_rows_agree_with_portable(positions, kv_heads, group, channels, wind
 )
 def test_decode_of_whole_sequences_agrees_with_portable(positions, kv_heads, group, channels):
     def run(q, pages, table, positions, window, is_interpreted):
-        config = sm90_decode.DecodeConfig(whole_sequences=True)
-        return sm90_decode.decode(
+        config = sm90.DecodeConfig(whole_sequences=True)
+        return sm90.decode(
             q, pages, table, positions, jnp.int32(0), config=config, is_interpreted=is_interpreted
         )
 
@@ -533,10 +530,10 @@ def test_new_tokens_inside_decode_are_bitwise_schedule_invariant(group, channels
     contexts = [1, 127, 128, 129, 0, 511, 512, 513, 1100, 1500]
     case = new_tokens(contexts, kv_heads=3, group=group, channels=channels, with_norm=with_norm)
     expected = case.apart()
-    if group * channels >= sm90_decode.LANES:
+    if group * channels >= sm90.LANES:
         assert_same(case.apart(cluster=2, scores_ahead=True), expected, "merged in a cluster")
     for options in (*FUSED, {"cluster": 8, "scores_ahead": True}):
-        if "cluster" in options and group * channels < sm90_decode.LANES:
+        if "cluster" in options and group * channels < sm90.LANES:
             continue
         if "spread" in options and channels != 128:
             continue

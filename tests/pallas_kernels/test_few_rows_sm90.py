@@ -10,9 +10,10 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from detjax.pallas_kernels.linear import sm90 as linear_sm90
-from detjax.pallas_kernels.linear import sm90_matmul, tiles
+from detjax.pallas_kernels.linear import sm90_flat_matmul, tiles
+from detjax.pallas_kernels.linear.sm90_flat_matmul import InputNorm
 from detjax.pallas_kernels.linear.sm90_matmul import matmul
-from detjax.pallas_kernels.linear.tiles import MatmulTiles, choose_tiles
+from detjax.pallas_kernels.linear.tiles import FlatTiles, Product, choose_tiles
 from detjax.pallas_kernels.moe import sm90 as moe_sm90
 from detjax.pallas_kernels.moe import sm90_tiles
 from detjax.pallas_kernels.moe.shapes import SHAPES
@@ -53,7 +54,7 @@ def few_launches(monkeypatch):
 @pytest.fixture
 def one_cta(monkeypatch):
     """Give every tile to one CTA: interpretation runs CTAs side by side on few threads."""
-    monkeypatch.setattr(sm90_matmul, "NUM_SMS", 1)
+    monkeypatch.setattr(sm90_flat_matmul, "NUM_SMS", 1)
     matmul.clear_cache()
     yield
     matmul.clear_cache()
@@ -68,11 +69,8 @@ def test_narrow_tiles_in_interpret_mode(live_rows, one_cta):
     rng = np.random.default_rng(0)
     x, w = (jnp.asarray(rng.integers(-8, 9, shape), BF16) for shape in ((3, 256), (128, 256)))
     product = functools.partial(matmul, leaf_len=256, out_dtype=F32, interpret=INTERPRET)
-    whole = MatmulTiles(is_swapped=True, cols=8, num_wgs=1, stages=3, delay=1)
-    narrow = MatmulTiles(
-        is_swapped=True, cols=8, num_wgs=1, stages=3, delay=1,
-        live_rows=live_rows, out_span=4 * live_rows,
-    )  # fmt: skip
+    whole = FlatTiles(cols=8, stages=3)
+    narrow = FlatTiles(cols=8, stages=3, live_rows=live_rows, out_span=4 * live_rows)
     out = product(x, w, None, None, tiles=narrow)
     want = product(x, w, None, None, tiles=whole)
     assert_bitwise_equal(out, want, claim="how many weights a tile has changes no bit")
@@ -80,16 +78,19 @@ def test_narrow_tiles_in_interpret_mode(live_rows, one_cta):
 
 def test_narrow_tiles_refuse_nonsense():
     with pytest.raises(ValueError, match="self.live_rows=24"):
-        MatmulTiles(is_swapped=True, cols=8, num_wgs=1, stages=3, live_rows=24)
+        FlatTiles(cols=8, stages=3, live_rows=24)
     with pytest.raises(ValueError, match="self.live_rows=16"):
-        MatmulTiles(is_swapped=False, cols=64, stages=3, live_rows=16)
+        FlatTiles(cols=8, num_wgs=2, stages=3, live_rows=16)
 
 
 def test_a_router_is_cut_into_narrow_tiles(few_launches):
     def chosen(num_rows, num_out):
-        return choose_tiles(
+        product = Product(
             num_rows=num_rows, num_out=num_out, num_leaves=1, leaf_len=2048, out_bytes=4
         )
+        found = choose_tiles(product)
+        assert isinstance(found, FlatTiles)
+        return found
 
     assert chosen(1, 128).live_rows == chosen(8, 512).live_rows == 16
     assert not chosen(9, 128).live_rows and not chosen(1, 5120).live_rows
@@ -124,12 +125,9 @@ def test_a_product_that_adds_to_its_input_in_interpret_mode(kind, num_rows, few_
         reader = linear_sm90._read_leaves
     else:
         reader, terms = read_experts, (terms[0].reshape(-1, width), terms[1])
-    found = linear_sm90.sum_norm_linear(
-        residual, terms, reader, gain, w, None, eps=EPS, out_dtype=F32, interpret=INTERPRET
-    )
-    plain = MatmulTiles(
-        is_swapped=True, cols=8, num_wgs=1, k=256, stages=2, delay=1, live_rows=16, out_span=64
-    )
+    norm = InputNorm(gain=gain, terms=tuple(terms), eps=EPS, read_row=reader)
+    found = linear_sm90.sum_norm_linear(residual, w, None, norm, out_dtype=F32, interpret=INTERPRET)
+    plain = FlatTiles(cols=8, k=256, stages=2, live_rows=16, out_span=64)
     product = matmul(
         x, w, None, None, leaf_len=width, out_dtype=F32, tiles=plain, interpret=INTERPRET
     )

@@ -16,9 +16,9 @@ from detjax.pallas_kernels.attention import portable as attention_portable
 from detjax.pallas_kernels.attention import sm90 as attention_sm90
 from detjax.pallas_kernels.attention import sm90_float32 as attention_float32
 from detjax.pallas_kernels.backend import Backend
-from detjax.pallas_kernels.linear import sm90, sm90_float32, sm90_matmul
+from detjax.pallas_kernels.linear import sm90, sm90_float32, sm90_tall_matmul
 from detjax.pallas_kernels.linear.sm90_matmul import matmul
-from detjax.pallas_kernels.linear.tiles import MatmulTiles
+from detjax.pallas_kernels.linear.tiles import TallTiles
 from detjax.pallas_kernels.rms_norm.sm90 import (
     add_rms_norm,
     combine_add_rms_norm,
@@ -114,7 +114,7 @@ def row_parallel(parts, w):
     """What a rank multiplies: [A, 3, M, D], A CTAs of a tile's tree."""
     _, num_rows, k_len = parts.shape
     groups = min(2, k_len // LEAF_LEN)
-    tiles = MatmulTiles(is_swapped=False, cols=64, num_wgs=1, k=32, stages=2, groups=groups)
+    tiles = TallTiles(cols=64, num_wgs=1, k=32, stages=2, groups=groups)
     sums = matmul(
         parts.reshape(-1, k_len), w, None, None,
         leaf_len=LEAF_LEN, out_dtype=F32, tiles=tiles, interpret=INTERPRET,
@@ -125,7 +125,7 @@ def row_parallel(parts, w):
 @pytest.fixture
 def one_cta(monkeypatch):
     """Give every tile to one CTA: interpretation runs CTAs side by side on few threads."""
-    monkeypatch.setattr(sm90_matmul, "NUM_SMS", 1)
+    monkeypatch.setattr(sm90_tall_matmul, "NUM_SMS", 1)
     matmul.clear_cache()
     yield
     matmul.clear_cache()

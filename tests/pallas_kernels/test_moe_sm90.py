@@ -19,14 +19,9 @@ from detjax.pallas_kernels.linear import sm90 as sm90_linear
 from detjax.pallas_kernels.linear.tiles import SMEM_BYTES
 from detjax.pallas_kernels.moe import portable, sm90
 from detjax.pallas_kernels.moe.shapes import SHAPES, MoeShape
-from detjax.pallas_kernels.moe.sm90_grouped import (
-    GroupedTiles,
-    fill_stages,
-    grouped_matmul_few,
-    routed_matmul_few,
-)
+from detjax.pallas_kernels.moe.sm90_grouped import grouped_matmul_few, routed_matmul_few
 from detjax.pallas_kernels.moe.sm90_schedule import COUNT, EXPERT, START, sort_rows
-from detjax.pallas_kernels.moe.sm90_tiles import MlpTiles, choose_tiles
+from detjax.pallas_kernels.moe.sm90_tiles import GroupedTiles, MlpTiles, choose_tiles, fill_stages
 from detjax.pallas_kernels.rms_norm.sm90 import rms_norm
 from detjax.testing.bitwise import (
     assert_bitwise_equal,

@@ -1,16 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """The mesh, and what does not fit on it."""
 
+import dataclasses
+import json
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import pytest
 
+from detjax.models.hf_config import config_from_hf
 from detjax.models.loading import random_model
+from detjax.models.params import num_params
 from detjax.numerics import NumericsProfile
-from detjax.pallas_kernels.backend import Backend, choose_backend
+from detjax.opening import load_on_devices
+from detjax.pallas_kernels.backend import MAX_UNASKED_CPU_PARAMS, Backend, choose_backend
+from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.parallel.collectives import butterfly_sum
 from detjax.parallel.mesh import configure_virtual_devices, make_mesh
 from detjax.testing.dummies import dummy_config, dummy_model
+
+SHAPE_8B = Path(__file__).parents[2] / "benchmarks" / "shapes" / "llama3_8b.json"
 
 
 def test_mesh_has_the_shape_asked_for():
@@ -80,3 +90,27 @@ def test_backends_that_cannot_run_here_are_refused():
     assert choice.backend is Backend.PORTABLE and choice.reason
     with pytest.raises(ValueError, match="--backend sm90 cannot run here"):
         choose_backend(Backend.SM90)
+
+
+def test_a_large_model_runs_on_the_cpu_only_if_asked(tmp_path, monkeypatch):
+    """As on an A100, which no kernel here knows: an 8B model must not fall back in silence."""
+    other = "NVIDIA A100-SXM4-80GB is not a Hopper GPU (sm_90)"
+    monkeypatch.setattr(KERNELS[Backend.SM90], "why_not_here", lambda: other)
+    (tmp_path / "config.json").write_text(SHAPE_8B.read_text())
+    options = {"profile": NumericsProfile(), "dp": 1, "tp": 1}
+    with pytest.raises(
+        ValueError, match="8.0 billion.*A100.*ask for the CPU with --backend portable"
+    ):
+        load_on_devices(tmp_path, backend="auto", **options)
+    # With the backend named, loading goes on, to the weights that this folder lacks.
+    with pytest.raises(FileNotFoundError, match="safetensors"):
+        load_on_devices(tmp_path, backend="portable", **options)
+    assert other in choose_backend(num_params=MAX_UNASKED_CPU_PARAMS).reason
+
+
+def test_parameters_are_counted_from_the_configuration():
+    assert num_params(config_from_hf(json.loads(SHAPE_8B.read_text()))) == 8_030_261_248
+    config = dummy_config(vocab_size=320, hidden_size=64)
+    tied = dataclasses.replace(config, tie_word_embeddings=True)
+    untied = dataclasses.replace(config, tie_word_embeddings=False)
+    assert num_params(untied) - num_params(tied) == 320 * 64

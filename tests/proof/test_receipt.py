@@ -85,6 +85,20 @@ def make_key(tmp_path, *, seed: int = 0) -> SigningKey:
     return SigningKey(path)
 
 
+def test_an_answer_and_its_receipt_are_shown_as_one_short_line():
+    output, receipt = make_output(), make_receipt()
+    digest = output.digest()[:16]
+    assert repr(output) == (
+        f"CompletionOutput(index=2, text='wörd', num_tokens=3, finish_reason='stop', "
+        f"digest='{digest}')"
+    )
+    assert repr(receipt) == (
+        f"Receipt(model='toy', text='wörd', num_tokens=3, digest='{digest}', signed_by=None)"
+    )
+    long = dataclasses.replace(output, text="x" * 61)
+    assert f"text='{'x' * 57}...'," in repr(long)
+
+
 def test_a_receipt_says_what_was_asked_and_answered_to_the_bit():
     read = Receipt.from_json(make_receipt().to_json())
     output = make_output()

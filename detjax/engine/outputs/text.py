@@ -239,6 +239,15 @@ def overlap(text: str, stop: str) -> int:
 # -------------------------------------------------------------------------------------- completions
 
 
+TEXT_SHOWN, DIGEST_SHOWN = 60, 16
+"""Characters of a text and of a digest in the `repr` of an output."""
+
+
+def shortened(text: str) -> str:
+    """Return the text, cut to `TEXT_SHOWN` characters, the last three of which then are dots."""
+    return text if len(text) <= TEXT_SHOWN else f"{text[: TEXT_SHOWN - 3]}..."
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompletionOutput:
     """A finished sequence and its text.
@@ -258,6 +267,14 @@ class CompletionOutput:
     fingerprint: str
     sampling: SamplingParams
     is_deterministic: bool
+
+    def __repr__(self) -> str:
+        """One short line, for notebooks; `as_dict` has every field."""
+        return (
+            f"CompletionOutput(index={self.index}, text={shortened(self.text)!r}, "
+            f"num_tokens={len(self.token_ids)}, finish_reason={self.finish_reason.value!r}, "
+            f"digest={self.digest()[:DIGEST_SHOWN]!r})"
+        )
 
     @property
     def index(self) -> int:

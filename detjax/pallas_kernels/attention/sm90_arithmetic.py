@@ -19,10 +19,16 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 from jaxlib.mlir.dialects import llvm
 
+from detjax.pallas_kernels import sm90_ptx as ptx
+from detjax.pallas_kernels import sm90_rows
+
 BLOCK = 128  # keys of one online-softmax step, and of one page
 ROWS = 64  # query rows of one warpgroup: the M of a wgmma instruction
 EMPTY_MAX = -1e30
 """The running maximum before any key. Finite, so that subtracting it from itself is 0, not NaN."""
+
+COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=256)
+"""Of the kernels of attention."""
 
 LOG2_E = 1.4426950408889634
 
@@ -42,17 +48,9 @@ def swizzled(span: int) -> tuple:
     return (plgpu.TilingTransform((8, span)), plgpu.SwizzleTransform(2 * span))
 
 
-def _instruction(op: str, *constants: float):
-    def emit(*values):
-        lift = mgpu.FragmentedArray._lift_fast_instr(op)
-        return lift(*values, *(mgpu.c(x, values[0].type) for x in constants))
-
-    return emit
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arithmetic:
-    """Float operations on registers of one layout, one instruction each.
+    """Float operations of attention on a tile and on one value a row, one instruction each.
 
     A row is a query of one head: it has one maximum and one sum of weights.
 
@@ -66,54 +64,34 @@ class Arithmetic:
     row_layout: object
     is_interpreted: bool
 
-    def _apply(self, emit, plain, args):
-        if self.is_interpreted:
-            return plain(*args)
-        shape = args[0].shape
+    def _of(self, shape) -> sm90_rows.Arithmetic:
+        """The arithmetic of a tile, or of one value a row."""
         layout = self.layout if len(shape) == 2 else self.row_layout
-
-        @plgpu.inline_mgpu(
-            arg_types=(layout,) * len(args),
-            return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=layout),
-        )
-        def op(ctx, first, *rest):
-            return first._pointwise(emit, *rest)
-
-        return op(*args)
+        return sm90_rows.Arithmetic(layout=layout, is_interpreted=self.is_interpreted)
 
     def mul(self, a, b):
         """A product, rounded: never fused with a later sum."""
-        return self._apply(_instruction("mul.rn.f32"), lambda x, y: x * y, (a, b))
+        return self._of(a.shape).mul(a, b)
 
     def fma(self, a, b, c):
         """`a * b + c`, rounded once."""
-        return self._apply(_instruction("fma.rn.f32"), lambda x, y, z: x * y + z, (a, b, c))
+        return self._of(a.shape).fma(a, b, c)
 
     def exp2_difference(self, a, b):
         """`exp2(a - b)`: a rounded difference, then ex2.approx.ftz."""
-
-        def emit(x, y):
-            return _instruction("ex2.approx.ftz.f32")(_instruction("sub.rn.f32")(x, y))
-
-        return self._apply(emit, lambda x, y: jnp.exp2(x - y), (a, b))
+        return self._of(a.shape).exp2_difference(a, b)
 
     def exp2_scaled(self, scores, negative_max, scale: float):
         """`exp2(scores * scale + negative_max)`: one fma, then ex2.approx.ftz."""
-
-        def emit(s, m):
-            fma = mgpu.FragmentedArray._lift_fast_instr("fma.rn.f32")
-            return _instruction("ex2.approx.ftz.f32")(fma(s, mgpu.c(scale, s.type), m))
-
-        return self._apply(emit, lambda s, m: jnp.exp2(s * scale + m), (scores, negative_max))
+        return self._of(scores.shape).exp2_scaled(scores, negative_max, scale)
 
     def reciprocal(self, a):
         """`1 / a`, correctly rounded."""
-        return self._apply(_instruction("rcp.rn.f32"), lambda x: 1.0 / x, (a,))
+        return self._of(a.shape).reciprocal(a)
 
     def full(self, shape, value):
         """A constant in the layout of this arithmetic."""
-        layout = self.layout if len(shape) == 2 else self.row_layout
-        return self.cast(jnp.full(shape, value, jnp.float32), layout)
+        return self._of(shape).full(shape, value)
 
     def cast(self, x, layout):
         """Fix the layout of `x`."""
@@ -121,8 +99,7 @@ class Arithmetic:
 
     def load(self, ref):
         """Read a tile, or one value a row, from memory."""
-        layout = self.layout if len(ref.shape) == 2 else self.row_layout
-        return ref[...] if self.is_interpreted else plgpu.load(ref, layout=layout, optimized=False)
+        return self._of(ref.shape).load(ref)
 
     def spread(self, row, shape):
         """Repeat one value a row over its tile."""
@@ -150,7 +127,7 @@ class Arithmetic:
             ),
         )
         def op(ctx, x):
-            return x.reduce(_instruction("add.rn.f32"), 1, acc_ilp=8)
+            return x.reduce(sm90_rows.instruction("add.rn.f32"), 1, acc_ilp=8)
 
         return op(weights)
 
@@ -235,7 +212,7 @@ def store_rows(x, start, num_rows: int) -> None:
     stride = x.shape[1] if len(x.shape) == 2 else 1
     for at, register in zip(x.layout.thread_idxs(x.shape), x.registers.flat, strict=True):
         row, col = at if len(at) == 2 else (*at, mgpu.c(0, index))
-        is_row = arith.cmpi(arith.CmpIPredicate.ult, row, mgpu.c(num_rows, index))
+        is_row = ptx.below(row, mgpu.c(num_rows, index))
         with mgpu.utils.when(is_row):
             offset = arith.addi(arith.muli(row, mgpu.c(stride, index)), col)
             offset = arith.index_cast(i32, offset)
@@ -332,7 +309,7 @@ def clear_unwritten(v_smem, first_key, last, arithmetic: Arithmetic) -> None:
         return
 
     # WHY: stores of zeros alone. To load the block and choose took registers, and prefill spilled.
-    at_once = mgpu.utils.WARPGROUP_SIZE * 8 // v_smem.shape[1]
+    at_once = ptx.LANES * 8 // v_smem.shape[1]
     first_row = jnp.clip(last + 1 - first_key, 0, BLOCK)
 
     def store(turn, _):
@@ -351,35 +328,26 @@ def _store_zeros(v_smem, first_row, num_rows: int) -> None:
     """
     transforms = swizzled(channel_span(v_smem.shape[1]))
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms), plgpu.Layout.WG_SPLAT(())))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms), ptx.SCALAR))
     def emit(ctx, values, first_row):
-        i32 = ir.IntegerType.get_signless(32)
-        kind = ir.MemRefType(values.type)
+        kind, const = ir.MemRefType(values.type), ptx.i32
         num_tiles, num_spans, tile_rows, span = kind.shape
         strides, _ = kind.get_strides_and_offset()
-
-        def const(value):
-            return mgpu.c(value, i32)
 
         def split(index, size):
             return arith.divui(index, const(size)), arith.remui(index, const(size))
 
-        thread = arith.remui(mgpu.thread_idx(), const(mgpu.utils.WARPGROUP_SIZE))
-        row, chunk = split(thread, num_spans * span // 8)
-        is_busy = arith.cmpi(arith.CmpIPredicate.ult, row, const(num_rows))
+        row, chunk = split(ptx.thread(), num_spans * span // 8)
+        is_busy = ptx.below(row, const(num_rows))
         row = arith.addi(row, first_row.registers.item())
-        is_row = arith.cmpi(arith.CmpIPredicate.ult, row, const(num_tiles * tile_rows))
+        is_row = ptx.below(row, const(num_tiles * tile_rows))
         with mgpu.utils.when(arith.andi(is_busy, is_row)):
             indices = *split(row, tile_rows), *split(chunk, span // 8)
-            address = llvm.ptrtoint(i32, mgpu.utils.memref_ptr(values))
+            address = ptx.address(values)
             for index, i in zip(indices, (0, 2, 1, 3), strict=True):
                 stride = 2 * strides[i] * (8 if i == 3 else 1)
                 address = arith.addi(address, arith.muli(index, const(stride)))
-            llvm.inline_asm(
-                ir.Type.parse("!llvm.void"), [address, *[const(0)] * 4],
-                "st.shared.v4.b32 [$0], {$1, $2, $3, $4};", "r,r,r,r,r,~{memory}",
-                has_side_effects=True,
-            )  # fmt: skip
+            ptx.asm("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", [address, *[const(0)] * 4])
 
     emit(v_smem, first_row)
 
@@ -403,3 +371,66 @@ def drain(freed, num_used, first=0, num_slots: int = 0) -> None:
 def page_rows(pages: jax.Array) -> jax.Array:
     """View the cache as [L*N*2*K, P, C]; a bitcast."""
     return pages.reshape(-1, *pages.shape[4:])
+
+
+LANES = 128
+"""Elements of the output that a warpgroup merges at once, one a thread."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MergeLanes:
+    """Merge of splits for LANES neighbouring elements of the output, one a thread: whole rows.
+
+    Attributes:
+        channels: Of a row.
+        is_interpreted: Use plain operations, for interpretation on CPU.
+    """
+
+    channels: int
+    is_interpreted: bool
+
+    @property
+    def rows(self) -> int:
+        """Rows side by side."""
+        return LANES // self.channels
+
+    @property
+    def layout(self):
+        """A thread an element."""
+        return plgpu.Layout.WG_STRIDED((LANES,), vec_size=1)
+
+    @property
+    def math(self) -> Arithmetic:
+        """The arithmetic on such vectors."""
+        return Arithmetic(layout=None, row_layout=self.layout, is_interpreted=self.is_interpreted)
+
+    def empty(self):
+        """The state before any split: maximum, sum and output."""
+        zero = self.math.full((LANES,), 0.0)
+        return self.math.full((LANES,), EMPTY_MAX), zero, zero
+
+    def spread(self, read, first_row):
+        """One scalar a row, `read(row)`, over its channels."""
+        if self.is_interpreted:
+            lane = lax.broadcasted_iota(jnp.int32, (LANES,), 0)
+        else:
+            lane = plgpu.broadcasted_iota(jnp.int32, (LANES,), 0, layout=self.layout)
+        value = self.math.cast(jnp.full((LANES,), read(first_row)), self.layout)
+        for i in range(1, self.rows):
+            other = self.math.cast(jnp.full((LANES,), read(first_row + i)), self.layout)
+            value = jnp.where(lane < i * self.channels, value, other)
+        return value
+
+    def fold(self, state, other_m, other_sum, other_out):
+        """Fold a split into the state, as `merge_scales` and `merge_outputs` do."""
+        m, weight_sum, out = state
+        m, weight_sum, a, b = self.math.merge_scales(m, weight_sum, other_m, other_sum)
+        return m, weight_sum, self.math.fma(out, a, self.math.mul(other_out, b))
+
+    def finish(self, state, is_row, dtype):
+        """Divide by the sum, clear padded rows, make every zero +0, round once."""
+        _, weight_sum, out = state
+        out = self.math.mul(out, self.math.reciprocal(weight_sum))
+        out = jnp.where(is_row & (out != 0.0), out, self.math.full((LANES,), 0.0))
+        # ROUND: the only rounding of the output to the compute dtype.
+        return out.astype(dtype)

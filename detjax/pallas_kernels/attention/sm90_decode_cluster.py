@@ -5,21 +5,25 @@ Each sends its partial results to the first one's shared memory, which merges th
 one query a sequence.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import arith
-from jaxlib.mlir.dialects import llvm
 
+from detjax.pallas_kernels import sm90_ptx as ptx
 from detjax.pallas_kernels.attention import sm90_arithmetic as bits
-from detjax.pallas_kernels.attention.sm90_decode_job import Job, Memory, Operands, Run, Work, launch
-from detjax.pallas_kernels.attention.sm90_decode_merge import LANES, MergeLanes
+from detjax.pallas_kernels.attention.sm90_arithmetic import LANES, MergeLanes
+from detjax.pallas_kernels.attention.sm90_decode_job import (
+    Job,
+    Memory,
+    Operands,
+    Run,
+    Schedule,
+    Work,
+    launch,
+)
 from detjax.pallas_kernels.attention.sm90_decode_run import load_runs, start_turn
 
 
@@ -37,7 +41,7 @@ def attend_clusters(job: Job, operands: Operands) -> jax.Array:
         seq, kv_head = here
 
         def now(ref, *index):
-            return read_now(ref, *index, is_interpreted=job.is_interpreted)
+            return ptx.read_now(ref, *index, is_interpreted=job.is_interpreted)
 
         # WHY: the first page's number does not wait for the position, nor the layer for either.
         first_block = jnp.minimum(rank * per_split, table.shape[1] - 1)
@@ -120,11 +124,11 @@ def attend_clusters(job: Job, operands: Operands) -> jax.Array:
         results = [*of_all, *results]
         if cluster > 1:
             barrier = plgpu.ClusterBarrier(collective_axes=("rank",))
-    return launch(
-        job, operands, body, table=table, num_entries=jnp.zeros((1,), jnp.int32),
-        schedule="cluster", num_ctas=pairs, results=results, kept_results=kept,
-        cluster=cluster, barrier=barrier,
-    )[-1]  # fmt: skip
+    schedule = Schedule(
+        name="cluster", num_ctas=pairs, table=table, num_entries=jnp.zeros((1,), jnp.int32),
+        results=results, kept_results=kept, cluster=cluster, barrier=barrier,
+    )  # fmt: skip
+    return launch(job, operands, schedule, body)[-1]
 
 
 def _parts(job: Job, memory: Memory) -> list:
@@ -161,29 +165,6 @@ def merge_splits(job: Job, part_ref, scales_ref, out_ref, here, last, first, num
         )
 
 
-def read_now(ref, *index, is_interpreted):
-    """An int32 of device memory, whose load the compiler may not put off to where it is used."""
-    if is_interpreted:
-        return ref[index]
-    scalar: Any = plgpu.Layout.WG_SPLAT(())
-
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), *(scalar for _ in index)),
-        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=scalar),
-    )
-    def emit(ctx, memory, *index):
-        i32 = ir.IntegerType.get_signless(32)
-        strides, _ = ir.MemRefType(memory.type).get_strides_and_offset()
-        offset = mgpu.c(0, i32)
-        for i, stride in zip(index, strides, strict=True):
-            offset = arith.addi(offset, arith.muli(i.registers.item(), mgpu.c(stride, i32)))
-        where = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(memory), [offset], i32)
-        value = llvm.inline_asm(i32, [where], "ld.b32 $0, [$1];", "=r,l", has_side_effects=True)
-        return mgpu.FragmentedArray.splat(value, (), is_signed=True)
-
-    return emit(ref, *(jnp.int32(i) for i in index))
-
-
 def _send_to_leader(
     out, m, weight_sum, part_ref, scales_ref, split, num_rows, math, is_alone
 ) -> None:
@@ -206,8 +187,7 @@ def _send_to_leader(
         for x, ref in zip((out, m, weight_sum), refs, strict=True):
             leader = mgpu.utils.memref_ptr(ref)
             if not is_alone:
-                zero = mgpu.c(0, ir.IntegerType.get_signless(32))
-                leader = mgpu.utils.get_cluster_ptr(leader, zero)
+                leader = mgpu.utils.get_cluster_ptr(leader, ptx.i32(0))
             bits.store_rows(x, leader, num_rows)
 
     emit(out, m, weight_sum, part_ref.at[split], scales_ref.at[split, 0], scales_ref.at[split, 1])
@@ -219,9 +199,6 @@ def _meet_cluster() -> None:
     @plgpu.inline_mgpu()
     def emit(ctx):
         for step in ("arrive.release", "wait.acquire"):
-            llvm.inline_asm(
-                ir.Type.parse("!llvm.void"), [], f"barrier.cluster.{step};", "~{memory}",
-                has_side_effects=True,
-            )  # fmt: skip
+            ptx.asm(f"barrier.cluster.{step};")
 
     emit()

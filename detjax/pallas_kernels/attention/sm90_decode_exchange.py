@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the CTAs of a cluster that share a split send each other, through shared memory."""
 
-from typing import Any
-
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -13,6 +11,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 from jaxlib.mlir.dialects import llvm
 
+from detjax.pallas_kernels import sm90_ptx as ptx
 from detjax.pallas_kernels.attention import sm90_arithmetic as bits
 
 SENT_ROWS = 8
@@ -21,38 +20,24 @@ SPREAD = 4
 """CTAs of a split: one a block."""
 
 
-def _i32():
-    return ir.IntegerType.get_signless(32)
-
-
-def _lane():
-    return arith.remui(mgpu.thread_idx(), mgpu.c(32, _i32()))
-
-
 def _is_first_warp():
-    thread = arith.remui(mgpu.thread_idx(), mgpu.c(128, _i32()))
-    return arith.cmpi(arith.CmpIPredicate.ult, thread, mgpu.c(32, _i32()))
+    return ptx.below(ptx.thread(), ptx.i32(ptx.WARP))
 
 
-def _address(ref, offset_bytes: int | Any = 0):
-    at = llvm.ptrtoint(_i32(), mgpu.utils.memref_ptr(ref))
+def _address(ref, offset_bytes=0):
+    """Where shared memory begins, and bytes from there."""
     if isinstance(offset_bytes, int):
-        offset_bytes = mgpu.c(offset_bytes, _i32())
-    return arith.addi(at, offset_bytes)
+        offset_bytes = ptx.i32(offset_bytes)
+    return arith.addi(ptx.address(ref), offset_bytes)
 
 
 def _in_cta(address, rank):
-    return llvm.inline_asm(
-        _i32(), [address, rank], "mapa.shared::cluster.u32 $0, $1, $2;", "=r,r,r"
-    )
-
-
-def _void_asm(text, operands=(), constraints=""):
-    clobbers = "~{memory}"
-    llvm.inline_asm(
-        ir.Type.parse("!llvm.void"), list(operands), text,
-        f"{constraints},{clobbers}" if constraints else clobbers, has_side_effects=True,
+    """The address of the same shared memory of another CTA of the cluster."""
+    [there] = ptx.asm(
+        "mapa.shared::cluster.u32 $0, $1, $2;", [address, rank], returns=[ptx.int_type()],
+        touches_memory=False, has_side_effects=False,
     )  # fmt: skip
+    return there
 
 
 def _store_remote(address, values, flag, rank) -> None:
@@ -60,13 +45,11 @@ def _store_remote(address, values, flag, rank) -> None:
     address, vec = _in_cta(address, rank), {1: "", 2: ".v2", 4: ".v4"}[len(values)]
     names = ", ".join(f"${i + 1}" for i in range(len(values)))
     names = f"{{{names}}}" if vec else names
-    constraints = ",".join(["r"] * (1 + len(values)))
     last = len(values) + 1
-    _void_asm(
-        f"st.async.shared::cluster.mbarrier::complete_tx::bytes{vec}.b32 [$0], {names}, "
-        f"[${last}];",
-        [address, *values, _in_cta(flag, rank)], constraints + ",r",
-    )  # fmt: skip
+    ptx.asm(
+        f"st.async.shared::cluster.mbarrier::complete_tx::bytes{vec}.b32 [$0], {names}, [${last}];",
+        [address, *values, _in_cta(flag, rank)],
+    )
 
 
 class Exchange:
@@ -88,20 +71,17 @@ class Exchange:
         def _init():
             @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
             def emit(ctx, flags):
-                thread = mgpu.thread_idx()
-                with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.eq, thread, mgpu.c(0, _i32()))):
+                with mgpu.utils.when(ptx.equals(mgpu.thread_idx(), ptx.i32(0))):
                     for i in range(3):
-                        _void_asm(
-                            "mbarrier.init.shared.b64 [$0], 1;", [_address(flags, 8 * i)], "r"
-                        )
-                    _void_asm("fence.mbarrier_init.release.cluster;")
+                        ptx.asm("mbarrier.init.shared.b64 [$0], 1;", [_address(flags, 8 * i)])
+                    ptx.asm("fence.mbarrier_init.release.cluster;")
 
             emit(self.flags)
 
         # WHY: the fence releases what this waits for, so that the loads behind it need not wait.
         @plgpu.inline_mgpu()
         def arrive(ctx):
-            _void_asm("barrier.cluster.arrive.relaxed;")
+            ptx.asm("barrier.cluster.arrive.relaxed;")
 
         arrive()
 
@@ -111,7 +91,7 @@ class Exchange:
 
             @plgpu.inline_mgpu()
             def wait(ctx):
-                _void_asm("barrier.cluster.wait.acquire;")
+                ptx.asm("barrier.cluster.wait.acquire;")
 
             wait()
 
@@ -125,25 +105,21 @@ class Exchange:
             plgpu.barrier_arrive(self.meeting.at[which])
             plgpu.barrier_wait(self.meeting.at[which])
             return
-        scalar = plgpu.Layout.WG_SPLAT(())
 
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), scalar, scalar))
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ptx.SCALAR, ptx.SCALAR))
         def emit(ctx, flags, parity, num_bytes):
             flag = _address(flags, 8 * which)
             # WHY: no warp may still wait for the phase before the one that may end from here on.
             mgpu.utils.warpgroup_barrier()
             parity, num_bytes = parity.registers.item(), num_bytes.registers.item()
-            thread = mgpu.thread_idx()
-            with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.eq, thread, mgpu.c(0, _i32()))):
-                _void_asm(
-                    "mbarrier.arrive.expect_tx.shared.b64 _, [$0], $1;", [flag, num_bytes], "r,r"
-                )
-            _void_asm(
+            with mgpu.utils.when(ptx.equals(mgpu.thread_idx(), ptx.i32(0))):
+                ptx.asm("mbarrier.arrive.expect_tx.shared.b64 _, [$0], $1;", [flag, num_bytes])
+            ptx.asm(
                 "{ .reg .pred done; WAIT: "
                 "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [$0], $1; "
                 "@!done bra WAIT; }",
-                [flag, parity], "r,r",
-            )  # fmt: skip
+                [flag, parity],
+            )
 
         emit(self.flags, jnp.int32(lax.rem(jnp.int32(turn), jnp.int32(2))), jnp.int32(num_bytes))
 
@@ -152,17 +128,18 @@ class Exchange:
         if self.is_interpreted:
             ref[part] = x
             return
-        scalar = plgpu.Layout.WG_SPLAT(())
 
-        @plgpu.inline_mgpu(arg_types=(math.row_layout, plgpu.RefType(), plgpu.RefType(), scalar))
+        @plgpu.inline_mgpu(
+            arg_types=(math.row_layout, plgpu.RefType(), plgpu.RefType(), ptx.SCALAR)
+        )
         def emit(ctx, x, ref, flags, group):
-            lane = _lane()
+            lane = ptx.lane()
             with mgpu.utils.when(_is_first_warp()):
                 # The four lanes of a row hold its value: each sends to one CTA.
-                row, to = arith.divui(lane, mgpu.c(4, _i32())), arith.remui(lane, mgpu.c(4, _i32()))
-                rank = arith.addi(arith.muli(group.registers.item(), mgpu.c(SPREAD, _i32())), to)
+                row, to = arith.divui(lane, ptx.i32(4)), arith.remui(lane, ptx.i32(4))
+                rank = arith.addi(arith.muli(group.registers.item(), ptx.i32(SPREAD)), to)
                 value = _bits_of(x.registers[0, 0, 0, 0, 0])
-                at = _address(ref, arith.muli(row, mgpu.c(4, _i32())))
+                at = _address(ref, arith.muli(row, ptx.i32(4)))
                 _store_remote(at, [value], _address(flags, 8 * which), rank)
 
         emit(x, ref.at[part], self.flags, group)
@@ -172,22 +149,23 @@ class Exchange:
         if self.is_interpreted:
             ref[part] = x
             return
-        scalar = plgpu.Layout.WG_SPLAT(())
 
-        @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(), plgpu.RefType(), scalar))
+        @plgpu.inline_mgpu(
+            arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(), plgpu.RefType(), ptx.SCALAR)
+        )
         def emit(ctx, x, ref, flags, group):
             registers = list(x.registers[:, :, :, :, 0].flat)
             with mgpu.utils.when(_is_first_warp()):
                 words = [_bits_of(r) for r in registers]
-                base = arith.muli(_lane(), mgpu.c(16, _i32()))
+                base = arith.muli(ptx.lane(), ptx.i32(16))
                 flag = _address(flags, 8 * which)
                 for to in range(SPREAD):
                     rank = arith.addi(
-                        arith.muli(group.registers.item(), mgpu.c(SPREAD, _i32())),
-                        mgpu.c(to, _i32()),
+                        arith.muli(group.registers.item(), ptx.i32(SPREAD)),
+                        ptx.i32(to),
                     )
                     for i in range(0, len(words), 4):
-                        at = _address(ref, arith.addi(base, mgpu.c(i * 128, _i32())))
+                        at = _address(ref, arith.addi(base, ptx.i32(i * 128)))
                         _store_remote(at, words[i : i + 4], flag, rank)
 
         emit(x, ref.at[part], self.flags, group)
@@ -198,22 +176,22 @@ class Exchange:
             for row in range(num_rows):
                 ref[split, pl.ds(row * channels + first_channel, out.shape[1])] = out[row]
             return
-        scalar = plgpu.Layout.WG_SPLAT(())
 
-        @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(), plgpu.RefType(), scalar))
+        @plgpu.inline_mgpu(
+            arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(), plgpu.RefType(), ptx.SCALAR)
+        )
         def emit(ctx, out, ref, flags, first):
-            i32 = _i32()
-            words = [_words_of(r) for r in out.registers[:, :, :, :, 0].flat]
+            words = [ptx.words_of(r) for r in out.registers[:, :, :, :, 0].flat]
             with mgpu.utils.when(_is_first_warp()):
-                lane = _lane()
-                row, pair = arith.divui(lane, mgpu.c(4, i32)), arith.remui(lane, mgpu.c(4, i32))
-                col = arith.addi(first.registers.item(), arith.muli(pair, mgpu.c(2, i32)))
-                at = arith.addi(arith.muli(row, mgpu.c(channels, i32)), col)
+                lane = ptx.lane()
+                row, pair = arith.divui(lane, ptx.i32(4)), arith.remui(lane, ptx.i32(4))
+                col = arith.addi(first.registers.item(), arith.muli(pair, ptx.i32(2)))
+                at = arith.addi(arith.muli(row, ptx.i32(channels)), col)
                 for i, two in enumerate(words):
-                    offset = arith.addi(at, mgpu.c(8 * i, i32))
-                    where = _address(ref, arith.muli(offset, mgpu.c(4, i32)))
+                    offset = arith.addi(at, ptx.i32(8 * i))
+                    where = _address(ref, arith.muli(offset, ptx.i32(4)))
                     flag = _address(flags, 16)
-                    _store_remote(where, two, flag, mgpu.c(0, i32))
+                    _store_remote(where, two, flag, ptx.i32(0))
 
         emit(out, ref.at[split], self.flags, first_channel)
 
@@ -228,38 +206,22 @@ class Exchange:
             arg_types=(plgpu.Layout.WGMMA.reduce(1), plgpu.RefType(), plgpu.RefType())
         )
         def emit(ctx, x, ref, flags):
-            i32, lane = _i32(), _lane()
-            is_one = arith.cmpi(
-                arith.CmpIPredicate.eq, arith.remui(lane, mgpu.c(4, i32)), mgpu.c(0, i32)
-            )
+            lane = ptx.lane()
+            is_one = ptx.equals(arith.remui(lane, ptx.i32(4)), ptx.i32(0))
             with mgpu.utils.when(arith.andi(_is_first_warp(), is_one)):
                 # Four lanes a row, four bytes a value: lane 4 r writes at byte 4 r.
                 word = _bits_of(x.registers[0, 0, 0, 0, 0])
-                _store_remote(_address(ref, lane), [word], _address(flags, 16), mgpu.c(0, i32))
+                _store_remote(_address(ref, lane), [word], _address(flags, 16), ptx.i32(0))
 
         emit(x, ref, self.flags)
 
 
 def _bits_of(register):
     """A register of 32 bits as an integer."""
-    i32 = _i32()
     if isinstance(register.type, ir.VectorType) and ir.VectorType(register.type).shape == [1]:
-        [word] = _words_of(register)
+        [word] = ptx.words_of(register)
         return word
-    return mgpu.utils.bitcast(register, i32)
-
-
-def _words_of(register):
-    """The 32-bit elements of a register."""
-    return [
-        mgpu.utils.bitcast(_element(register, i), _i32())
-        for i in range(ir.VectorType(register.type).shape[0])
-    ]
-
-
-def _element(x, i: int):
-    position = ir.DenseI64ArrayAttr.get([i])
-    return mgpu.utils.vector.extract(x, dynamic_position=[], static_position=position)
+    return mgpu.utils.bitcast(register, ptx.int_type())
 
 
 def read_weights(ref, math: bits.Arithmetic, dtype):
@@ -270,15 +232,15 @@ def read_weights(ref, math: bits.Arithmetic, dtype):
         return_type=plgpu.ShapeDtypeStruct((bits.ROWS, bits.BLOCK), dtype, layout=math.layout),
     )
     def op(ctx, ref):
-        i32 = _i32()
+        i32 = ptx.int_type()
         four, pair = ir.VectorType.get((4,), i32), ir.VectorType.get((2,), ir.BF16Type.get())
         first = mgpu.utils.memref_ptr(ref)
         words = []
         for i in range(4):
-            lane = arith.muli(_lane(), mgpu.c(4, i32))
-            at = mgpu.utils.getelementptr(first, [arith.addi(lane, mgpu.c(i * 128, i32))], i32)
+            lane = arith.muli(ptx.lane(), ptx.i32(4))
+            at = mgpu.utils.getelementptr(first, [arith.addi(lane, ptx.i32(i * 128))], i32)
             loaded = llvm.load(four, at)
-            words += [_element(loaded, j) for j in range(4)]
+            words += [ptx.element(loaded, j) for j in range(4)]
         registers = np.empty((1, 16, 1, 1, 1, 1, 1, 1, 1), dtype=object)
         for i, word in enumerate(words):
             registers[0, i, 0, 0, 0, 0, 0, 0, 0] = mgpu.utils.bitcast(word, pair)

@@ -2,9 +2,9 @@
 """What a launch of decode is made of: the job, its memory, a CTA's work, and the launch itself."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -255,120 +255,134 @@ class Operands:
     prefetch: Any = None
 
 
-def launch(
-    job: Job,
-    operands: Operands,
-    body: Callable[[Memory], None],
-    *,
-    table: jax.Array,
-    num_entries: jax.Array,
-    schedule: str,
-    num_ctas: int,
-    results: Sequence[jax.ShapeDtypeStruct],
-    kept_results: Sequence,
-    cluster: int = 1,
-    barrier=None,
-) -> list[jax.Array]:
-    """Run `body` on the warpgroups of each CTA.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Schedule:
+    """What a schedule of decode adds to a launch.
 
-    Args:
-        job: What is attended to.
-        operands: Of attention.
-        body: Gets the references.
+    Attributes:
+        name: Part of the kernel's name.
+        num_ctas: CTAs, or clusters of them.
         table: Of pages, or the list of runs.
         num_entries: Of that list, [1].
-        schedule: Part of the kernel's name.
-        num_ctas: CTAs, or clusters of them.
-        results: Shapes of what the schedule writes.
-        kept_results: What the schedule keeps in shared memory: two things or None. With several
-            computing warpgroups the first lies where the queries lie, which must be done with.
+        results: Shapes of what it writes.
+        kept_results: What it keeps in shared memory: two things or None. With several computing
+            warpgroups the first lies where the queries lie, which must be done with.
         cluster: CTAs of a cluster.
-        barrier: One of the schedule's own.
-
-    Returns:
-        The results.
+        barrier: One of its own, or None.
     """
-    queries, dtype, channels = operands.queries, job.dtype, job.channels
-    prefetch = [] if operands.prefetch is None else [operands.prefetch]
-    swizzled = bits.swizzled(bits.channel_span(channels))
 
-    def whole_body(*refs):
-        refs = list(refs)
+    name: str
+    num_ctas: int
+    table: jax.Array
+    num_entries: jax.Array
+    results: list[jax.ShapeDtypeStruct]
+    kept_results: list
+    cluster: int = 1
+    barrier: Any = None
 
-        def take(count: int) -> list:
-            return [refs.pop(0) for _ in range(count)]
 
-        query_refs, (pages, positions, table, num_entries, layer) = take(len(queries)), take(5)
-        ahead = take(len(prefetch))
-        evict_first(pages, is_interpreted=job.is_interpreted)
-        result_refs, (q, ring), kept_refs = take(len(results)), take(2), take(2)
-        weights, kept, q_filled, filled, q_free, free, own = refs
-        if shares_memory:
-            q, kept_refs[0] = q
-        if weights is not None:
-            weights = weights.at[lax.rem(lax.axis_index("wg"), jnp.int32(num_compute))]
-        body(
-            Memory(
-                queries=query_refs,
-                pages=pages,
-                positions=positions,
-                table=table,
-                num_entries=num_entries,
-                layer=layer,
-                results=result_refs,
-                q=q,
-                ring=ring,
-                kept_results=kept_refs,
-                weights=weights,
-                kept=kept,
-                q_filled=q_filled,
-                filled=filled,
-                q_free=q_free,
-                free=free,
-                barrier=own,
-                ask_ahead=functools.partial(ask_ahead, ahead),
-            )  # fmt: skip
-        )
+class _Arrays(NamedTuple):
+    """Operands of the kernel, in device memory."""
 
-    def ask_ahead(weights: list) -> None:
-        share = lax.axis_index("cta")
-        if cluster > 1:
-            share = share * cluster + lax.axis_index("rank")
-        for w in weights:
-            ask_for(w, share, num_ctas * cluster, num_bytes=job.config.prefetched)
+    queries: tuple  # rows [., C], or the operands of `NewToken`
+    pages: Any  # [L N 2 K, P, C]
+    positions: Any  # [B, ROWS] int32, or [B, 1] in clusters
+    table: Any  # int32
+    num_entries: Any  # [1] int32
+    layer: Any  # [1] int32
+    prefetch: Any  # weights, or None
 
-    grid = {"cluster": (cluster,), "cluster_names": ("rank",)} if cluster > 1 else {}
+
+class _Shared(NamedTuple):
+    """Shared memory of a CTA, and its barriers."""
+
+    q: Any  # [slots, ROWS, C]; with several computing warpgroups the first kept result too
+    ring: Any  # [slots, BLOCK, C]
+    kept_results: list
+    weights: Any  # [num_compute, ROWS, BLOCK], if interpreted
+    kept: Any  # [num_compute, 2, C], of new tokens
+    q_filled: Any  # [2]
+    filled: Any  # [slots]
+    q_free: Any  # [2]
+    free: Any  # [slots]
+    own: Any  # of the schedule
+
+
+def _shared_types(job: Job, schedule: Schedule) -> _Shared:
     num_compute = job.config.num_compute
     num_slots = num_compute * job.num_slots
+    swizzled = bits.swizzled(bits.channel_span(job.channels))
     q_copies = 2 if job.new_token is None else num_compute
-    q = plgpu.SMEM((q_copies, *job.out_shape), dtype, transforms=swizzled)
-    shares_memory = num_compute > 1 and kept_results[0] is not None
-    if shares_memory:
+    q = plgpu.SMEM((q_copies, *job.out_shape), job.dtype, transforms=swizzled)
+    kept_results, kept = schedule.kept_results, None
+    if _shares_queries(job, schedule):
         q, kept_results = plgpu.RefUnion(q, kept_results[0]), [None, *kept_results[1:]]
-    kept = None
     if job.new_token is not None:
-        kept = plgpu.SMEM((num_compute, *job.new_token.kept_shape), dtype)
-    return plgpu.kernel(
-        whole_body,
-        out_type=list(results),
-        scratch_types=[
-            q,
-            plgpu.SMEM((num_slots, bits.BLOCK, channels), dtype, transforms=swizzled),
-            *kept_results,
-            plgpu.SMEM((num_compute, bits.ROWS, bits.BLOCK), dtype) if job.is_interpreted else None,
-            kept,
-            *(plgpu.Barrier(num_barriers=n) for n in (2, num_slots) * 2),
-            barrier,
-        ],
-        grid=(num_ctas,),
-        grid_names=("cta",),
-        **grid,
-        num_threads=2 * num_compute,
-        thread_name="wg",
-        kernel_name=f"attention_{schedule}_sm90",
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=256),
-        interpret=plgpu.InterpretGPUParams() if job.is_interpreted else None,
-    )(
-        *queries, operands.page_rows, operands.row_positions, table, num_entries,
-        operands.layer.reshape(1), *prefetch,
+        kept = plgpu.SMEM((num_compute, *job.new_token.kept_shape), job.dtype)
+    weights = plgpu.SMEM((num_compute, bits.ROWS, bits.BLOCK), job.dtype)
+    ring = plgpu.SMEM((num_slots, bits.BLOCK, job.channels), job.dtype, transforms=swizzled)
+    of_queries, of_ring = (plgpu.Barrier(num_barriers=n) for n in (2, num_slots))
+    return _Shared(
+        q=q, ring=ring, kept_results=kept_results, weights=weights if job.is_interpreted else None,
+        kept=kept, q_filled=of_queries, filled=of_ring, q_free=of_queries, free=of_ring,
+        own=schedule.barrier,
     )  # fmt: skip
+
+
+def _shares_queries(job: Job, schedule: Schedule) -> bool:
+    """Whether the first kept result lies where the queries lie."""
+    return job.config.num_compute > 1 and schedule.kept_results[0] is not None
+
+
+def launch(
+    job: Job, operands: Operands, schedule: Schedule, body: Callable[[Memory], None]
+) -> list[jax.Array]:
+    """Run `body` on the warpgroups of each CTA, and return the schedule's results."""
+
+    def ask_ahead(weights) -> None:
+        if weights is None:
+            return
+        share = lax.axis_index("cta")
+        if schedule.cluster > 1:
+            share = share * schedule.cluster + lax.axis_index("rank")
+        num_shares = schedule.num_ctas * schedule.cluster
+        ask_for(weights, share, num_shares, num_bytes=job.config.prefetched)
+
+    def whole_body(arrays: _Arrays, results: list, shared: _Shared):
+        evict_first(arrays.pages, is_interpreted=job.is_interpreted)
+        q, kept_results, weights = shared.q, list(shared.kept_results), shared.weights
+        if _shares_queries(job, schedule):
+            q, kept_results[0] = q
+        if weights is not None:
+            weights = weights.at[lax.rem(lax.axis_index("wg"), jnp.int32(job.config.num_compute))]
+        memory = Memory(
+            queries=list(arrays.queries), pages=arrays.pages, positions=arrays.positions,
+            table=arrays.table, num_entries=arrays.num_entries, layer=arrays.layer,
+            results=results, q=q, ring=shared.ring, kept_results=kept_results, weights=weights,
+            kept=shared.kept, q_filled=shared.q_filled, filled=shared.filled, q_free=shared.q_free,
+            free=shared.free, barrier=shared.own,
+            ask_ahead=functools.partial(ask_ahead, arrays.prefetch),
+        )  # fmt: skip
+        body(memory)
+
+    arrays = _Arrays(
+        queries=operands.queries, pages=operands.page_rows, positions=operands.row_positions,
+        table=schedule.table, num_entries=schedule.num_entries, layer=operands.layer.reshape(1),
+        prefetch=operands.prefetch,
+    )  # fmt: skip
+    is_clustered = schedule.cluster > 1
+    [results] = plgpu.kernel(
+        whole_body,
+        out_type=[schedule.results],
+        scratch_types=[_shared_types(job, schedule)],
+        grid=(schedule.num_ctas,),
+        grid_names=("cta",),
+        cluster=(schedule.cluster,) if is_clustered else (),
+        cluster_names=("rank",) if is_clustered else (),
+        num_threads=2 * job.config.num_compute,
+        thread_name="wg",
+        kernel_name=f"attention_{schedule.name}_sm90",
+        compiler_params=bits.COMPILER_PARAMS,
+        interpret=plgpu.InterpretGPUParams() if job.is_interpreted else None,
+    )(arrays)
+    return results

@@ -17,10 +17,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, memref
 
 from detjax.pallas_kernels.attention import sm90_arithmetic as bits
-from detjax.pallas_kernels.attention.sm90_decode_cluster import (
-    merge_splits,
-    read_now,
-)
+from detjax.pallas_kernels.attention.sm90_decode_cluster import merge_splits
 from detjax.pallas_kernels.attention.sm90_decode_exchange import (
     SENT_ROWS,
     SPREAD,
@@ -31,6 +28,7 @@ from detjax.pallas_kernels.attention.sm90_decode_job import Job, Operands
 from detjax.pallas_kernels.attention.sm90_decode_run import load_written
 from detjax.pallas_kernels.sm90_cache_hints import evict_first
 from detjax.pallas_kernels.sm90_prefetch import ask_for
+from detjax.pallas_kernels.sm90_ptx import read_now
 
 SPREAD_CHANNELS = 128
 """Of a head."""
@@ -322,7 +320,7 @@ def _launch(job: Job, operands: Operands, body, *, pairs, shapes, share, table):
         num_threads=2,
         thread_name="wg",
         kernel_name="attention_spread_sm90",
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=256),
+        compiler_params=bits.COMPILER_PARAMS,
         interpret=plgpu.InterpretGPUParams() if job.is_interpreted else None,
     )(
         *operands.queries, operands.page_rows, operands.row_positions, table,

@@ -10,7 +10,7 @@ merge of decode adds them up.
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +20,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from detjax.pallas_kernels import sm90_rows
 from detjax.pallas_kernels.attention import sm90_arithmetic as bits
+from detjax.pallas_kernels.attention.sm90_arithmetic import LANES
 from detjax.pallas_kernels.attention.sm90_decode_job import DecodeConfig, Job
-from detjax.pallas_kernels.attention.sm90_decode_merge import LANES
-from detjax.pallas_kernels.attention.sm90_decode_splits import merge_splits
+from detjax.pallas_kernels.attention.sm90_decode_listed import merge_splits
 from detjax.pallas_kernels.linear.sm90_float32 import split_rows
+from detjax.pallas_kernels.sm90_ring import Ring
 
 HALF = 64
 """Keys of a slot of the ring: half a block."""
@@ -87,6 +88,49 @@ class Tiles:
     def shape(self) -> tuple[int, int]:
         """Of a CTA's output."""
         return bits.ROWS, self.value_channels
+
+
+class Arrays(NamedTuple):
+    """Operands of the kernel, in device memory."""
+
+    q: Any  # [3, rows, C] bf16, parts of the queries
+    pages: Any  # [L N 2 K, 128, C] f32
+    table: Any  # [B, n] int32
+    positions: Any  # [B, rows of a sequence] int32
+    limits: Any  # [B, tiles, 3] int32
+    layer: Any  # [1] int32
+
+
+class Shared(NamedTuple):
+    """Shared memory of a CTA, and its barriers; None where a launch has none."""
+
+    q: Any  # [3, 64, C] bf16, parts of a tile's queries
+    staged: Any  # [STAGED, 64, value channels] f32, pieces of half blocks
+    ring: Any  # [slots, 3, 64, C] bf16, parts of half blocks of keys or values
+    o: Any  # [64, value channels] f32, the output
+    ml: Any  # [2, 64] f32, maxima and sums of a split
+    weights: Any  # [3, 64, 64] bf16, if interpreted: else weights stay in registers
+    q_filled: Any
+    arrived: Any  # [STAGED]
+    filled: Any  # [slots]
+    free: Any  # [slots]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refs:
+    """The references of the kernel.
+
+    Attributes:
+        arrays: Operands.
+        results: The output; or of each split the output, and the maximum and sum.
+        shared: Shared memory and barriers.
+        ring: Who may touch the slots of `shared.ring`.
+    """
+
+    arrays: Arrays
+    results: list
+    shared: Shared
+    ring: Ring
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,7 +223,10 @@ def _attention(
         constant_values=-1,
     )
     limits = _tile_limits(row_positions, window)
-    operands = (parts, bits.page_rows(pages), page_table, row_positions, limits, layer.reshape(1))
+    operands = Arrays(
+        q=parts, pages=bits.page_rows(pages), table=page_table, positions=row_positions,
+        limits=limits, layer=layer.reshape(1),
+    )  # fmt: skip
     if is_split:
         out = _merged(tiles, *_launch(tiles, operands), limits, row_positions, q.dtype)
     else:
@@ -248,12 +295,12 @@ def _load(tiles: Tiles, work: Work, refs) -> None:
     """The loading warpgroup: queries, then half pages in parts, keys and values in turn."""
     for part in range(sm90_rows.NUM_PARTS):
         plgpu.copy_gmem_to_smem(
-            refs.q.at[part, pl.ds(work.first_row, tiles.rows)],
-            refs.q_smem.at[part, pl.ds(0, tiles.rows)],
-            refs.q_filled,
+            refs.arrays.q.at[part, pl.ds(work.first_row, tiles.rows)],
+            refs.shared.q.at[part, pl.ds(0, tiles.rows)],
+            refs.shared.q_filled,
         )
     plain = _plain(tiles)
-    first_page = refs.layer[0] * tiles.num_pages
+    first_page = refs.arrays.layer[0] * tiles.num_pages
 
     span = tiles.value_channels
     # Which half page of a block, keys first, and which of its channels.
@@ -264,7 +311,7 @@ def _load(tiles: Tiles, work: Work, refs) -> None:
         return lax.rem((j - work.first) * len(pieces) + n, jnp.int32(STAGED))
 
     def page_of(j):
-        return first_page + refs.table[work.seq, jnp.minimum(j, work.end - 1)]
+        return first_page + refs.arrays.table[work.seq, jnp.minimum(j, work.end - 1)]
 
     def ask_for(page, j, n: int) -> None:
         """Have a piece of block `j` copied, if there is such a block."""
@@ -274,17 +321,17 @@ def _load(tiles: Tiles, work: Work, refs) -> None:
         def _copy():
             at = (page * 2 + which) * tiles.kv_heads + work.kv_head
             columns = work.columns if which else pl.ds(column, span)
-            source = refs.pages.at[at, pl.ds(half * HALF, HALF), columns]
+            source = refs.arrays.pages.at[at, pl.ds(half * HALF, HALF), columns]
             to = place(j, n)
-            plgpu.copy_gmem_to_smem(source, refs.staged.at[to], refs.arrived.at[to])
+            plgpu.copy_gmem_to_smem(source, refs.shared.staged.at[to], refs.shared.arrived.at[to])
 
     def piece_of(j, n: int):
         """Some channels of half a page, float32 in registers."""
         at = place(j, n)
-        plgpu.barrier_wait(refs.arrived.at[at])
+        plgpu.barrier_wait(refs.shared.arrived.at[at])
         if tiles.is_interpreted:
-            return refs.staged[at]
-        return plgpu.load(refs.staged.at[at], layout=plgpu.Layout.WGMMA)
+            return refs.shared.staged[at]
+        return plgpu.load(refs.shared.staged.at[at], layout=plgpu.Layout.WGMMA)
 
     def put(x, j, piece: tuple[int, int]) -> None:
         """Put the parts of a piece into the ring; the last of a half page hands it over."""
@@ -298,14 +345,14 @@ def _load(tiles: Tiles, work: Work, refs) -> None:
 
         @pl.when((index >= tiles.slots) & (column == 0))
         def _is_free():
-            plgpu.barrier_wait(refs.free.at[slot])
+            plgpu.barrier_wait(refs.shared.free.at[slot])
 
         for i, part in enumerate(sm90_rows.split_bf16(x, plain)):
-            refs.ring[slot, i, :, pl.ds(column, span)] = part
+            refs.shared.ring[slot, i, :, pl.ds(column, span)] = part
         # All threads have read the piece by now, too: another may be copied there.
         plgpu.commit_smem()
         if which or column + span == tiles.channels:
-            plgpu.barrier_arrive(refs.filled.at[slot])
+            plgpu.barrier_arrive(refs.shared.filled.at[slot])
 
     @pl.when(work.end > work.first)
     def _first_pieces():
@@ -321,17 +368,16 @@ def _load(tiles: Tiles, work: Work, refs) -> None:
             later, which = divmod(n + STAGED, len(pieces))
             ask_for(pages[later], j + later, which)
 
-    bits.drain(refs.free, (work.end - work.first) * 4)
+    bits.drain(refs.shared.free, (work.end - work.first) * 4)
 
 
 def _scores(tiles: Tiles, refs, index):
     """Scores of a half block of keys, [64, 64]."""
-    slot = lax.rem(index, jnp.int32(tiles.slots))
-    plgpu.barrier_wait(refs.filled.at[slot])
+    slot = refs.ring.wait(index)
 
     def issue(acc):
         def multiply(of_q, of_k):
-            plgpu.wgmma(acc, refs.q_smem.at[of_q], refs.ring.at[slot, of_k].T)
+            plgpu.wgmma(acc, refs.shared.q.at[of_q], refs.shared.ring.at[slot, of_k].T)
 
         if tiles.is_interpreted:  # where loops that call the interpreter may wait for a thread
             for pair in PRODUCTS:
@@ -354,7 +400,7 @@ def _scores(tiles: Tiles, refs, index):
         return acc[...]
 
     scores = pl.run_scoped(issue, plgpu.ACC((bits.ROWS, HALF), jnp.float32))
-    plgpu.barrier_arrive(refs.free.at[slot])
+    refs.ring.release(index)
     return scores
 
 
@@ -363,19 +409,18 @@ def _values(tiles: Tiles, refs, index, weights):
     parts = sm90_rows.split_bf16(weights, _plain(tiles))
     if tiles.is_interpreted:
         for i, part in enumerate(parts):
-            refs.weights[i] = part
-        parts = [refs.weights.at[i] for i in range(len(parts))]
-    slot = lax.rem(index, jnp.int32(tiles.slots))
-    plgpu.barrier_wait(refs.filled.at[slot])
+            refs.shared.weights[i] = part
+        parts = [refs.shared.weights.at[i] for i in range(len(parts))]
+    slot = refs.ring.wait(index)
 
     def issue(acc):
         for of_w, of_v in PRODUCTS:
-            v = refs.ring.at[slot, of_v, :, pl.ds(0, tiles.value_channels)]
+            v = refs.shared.ring.at[slot, of_v, :, pl.ds(0, tiles.value_channels)]
             plgpu.wgmma(acc, parts[of_w], v)
         return acc[...]
 
     out = pl.run_scoped(issue, plgpu.ACC(tiles.shape, jnp.float32))
-    plgpu.barrier_arrive(refs.free.at[slot])
+    refs.ring.release(index)
     return out
 
 
@@ -405,8 +450,8 @@ def _compute(tiles: Tiles, work: Work, refs) -> None:
     scale = bits.score_scale(tiles.channels)
     tile_row = lax.div(work.first_row, jnp.int32(tiles.rows))
     tile = lax.rem(tile_row, jnp.int32(tiles.num_tiles))
-    row_pos = math.load(refs.positions.at[work.seq, pl.ds(tile * bits.ROWS, bits.ROWS)])
-    plgpu.barrier_wait(refs.q_filled)
+    row_pos = math.load(refs.arrays.positions.at[work.seq, pl.ds(tile * bits.ROWS, bits.ROWS)])
+    plgpu.barrier_wait(refs.shared.q_filled)
     one_a_row = (bits.ROWS,)
     empty = (math.full(one_a_row, bits.EMPTY_MAX), math.full(one_a_row, 0.0))
 
@@ -429,83 +474,42 @@ def _compute(tiles: Tiles, work: Work, refs) -> None:
 
     def store(out_gmem):
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(refs.o_smem.at[pl.ds(0, tiles.rows)], out_gmem)
+        plgpu.copy_smem_to_gmem(refs.shared.o.at[pl.ds(0, tiles.rows)], out_gmem)
 
     if tiles.is_split:
-        refs.o_smem[...], refs.ml_smem[0, :], refs.ml_smem[1, :] = one_split(work.first, work.end)
+        refs.shared.o[...], refs.shared.ml[0, :], refs.shared.ml[1, :] = one_split(
+            work.first, work.end
+        )
         store(refs.results[0].at[work.entry, pl.ds(0, tiles.rows), work.columns])
-        plgpu.copy_smem_to_gmem(refs.ml_smem, refs.results[1].at[work.entry])
+        plgpu.copy_smem_to_gmem(refs.shared.ml, refs.results[1].at[work.entry])
         plgpu.wait_smem_to_gmem(0)
         return
 
     # The state of the splits before waits in shared memory: registers have no room for it.
-    refs.o_smem[...] = math.full(tiles.shape, 0.0)
+    refs.shared.o[...] = math.full(tiles.shape, 0.0)
     per_split = jnp.int32(tiles.per_split)
 
     def fold(s, state):
         stop = jnp.minimum(work.end, (s + 1) * per_split)
         out, *other = one_split(jnp.maximum(work.first, s * per_split), stop)
         m, weight_sum, a, b = math.merge_scales(*state, *other)
-        before = refs.o_smem[...]
+        before = refs.shared.o[...]
         if not tiles.is_interpreted:
-            before = plgpu.load(refs.o_smem, layout=plgpu.Layout.WGMMA)
-        refs.o_smem[...] = math.merge_outputs(before, a, out, b)
+            before = plgpu.load(refs.shared.o, layout=plgpu.Layout.WGMMA)
+        refs.shared.o[...] = math.merge_outputs(before, a, out, b)
         return m, weight_sum
 
     splits = lax.div(work.first, per_split), lax.div(work.end + (per_split - 1), per_split)
     _, weight_sum = lax.fori_loop(*splits, fold, empty)
-    out = refs.o_smem[...]
+    out = refs.shared.o[...]
     if not tiles.is_interpreted:
-        out = plgpu.load(refs.o_smem, layout=plgpu.Layout.WGMMA)
-    refs.o_smem[...] = math.finish(out, weight_sum, row_pos >= 0, jnp.float32)
+        out = plgpu.load(refs.shared.o, layout=plgpu.Layout.WGMMA)
+    refs.shared.o[...] = math.finish(out, weight_sum, row_pos >= 0, jnp.float32)
     store(refs.results[0].at[pl.ds(work.first_row, tiles.rows), work.columns])
     plgpu.wait_smem_to_gmem(0)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Refs:
-    """The references of the kernel.
-
-    Attributes:
-        q: Parts of the queries, [3, rows, C].
-        pages: Rows of pages, [., 128, C].
-        table: Of pages.
-        positions: Of the rows of each sequence.
-        limits: Of tiles.
-        layer: Which layer's pages.
-        results: The output; or of each split the output, and the maximum and sum.
-        q_smem: Parts of a tile's queries.
-        staged: Pieces of half blocks, float32.
-        ring: Parts of half blocks of keys or values.
-        o_smem: The output.
-        ml_smem: Maxima and sums.
-        weights: For interpretation, where weights do not stay in registers.
-        q_filled: Barrier of the queries.
-        arrived: Barriers of staged pieces.
-        filled: Barriers of the ring's slots.
-        free: Likewise.
-    """
-
-    q: Any
-    pages: Any
-    table: Any
-    positions: Any
-    limits: Any
-    layer: Any
-    results: list
-    q_smem: Any
-    staged: Any
-    ring: Any
-    o_smem: Any
-    ml_smem: Any
-    weights: Any
-    q_filled: Any
-    arrived: Any
-    filled: Any
-    free: Any
-
-
-def _launch(tiles: Tiles, operands: tuple) -> list[jax.Array]:
+def _launch(tiles: Tiles, operands: Arrays) -> list[jax.Array]:
     """The output of all rows; or of each split, what the merge reads."""
     pairs = tiles.batch * tiles.kv_heads
     num_items = pairs * (tiles.num_splits if tiles.is_split else tiles.num_tiles)
@@ -518,49 +522,39 @@ def _launch(tiles: Tiles, operands: tuple) -> list[jax.Array]:
             jax.ShapeDtypeStruct((num_items, 2, bits.ROWS), f32),
         ]
 
-    def body(*refs):
-        (q, pages, table, positions, limits, layer), rest = refs[:6], list(refs[6:])
-        results = [rest.pop(0) for _ in out_type]
-        q_smem, staged, ring, o_smem, ml_smem, weights, q_filled, arrived, filled, free = rest
-        memory = Refs(
-            q=q, pages=pages, table=table, positions=positions, limits=limits, layer=layer,
-            results=results, q_smem=q_smem, staged=staged, ring=ring, o_smem=o_smem,
-            ml_smem=ml_smem, weights=weights, q_filled=q_filled, arrived=arrived, filled=filled,
-            free=free,
-        )  # fmt: skip
-        work = _locate(tiles, limits)
+    def body(arrays: Arrays, results: list, shared: Shared):
+        ring = Ring(full=shared.filled, empty=shared.free, num_slots=tiles.slots)
+        refs = Refs(arrays=arrays, results=results, shared=shared, ring=ring)
+        work = _locate(tiles, arrays.limits)
         wg = lax.axis_index("wg")
-        pl.when(wg == 0)(lambda: _compute(tiles, work, memory))
-        pl.when(wg == 1)(lambda: _load(tiles, work, memory))
+        pl.when(wg == 0)(lambda: _compute(tiles, work, refs))
+        pl.when(wg == 1)(lambda: _load(tiles, work, refs))
 
     parts = sm90_rows.NUM_PARTS
     swizzled = bits.swizzled(bits.channel_span(tiles.channels))
-    weights = None
-    if tiles.is_interpreted:
-        weights = plgpu.SMEM((parts, bits.ROWS, HALF), bf16)
-    return plgpu.kernel(
+    of_slots = plgpu.Barrier(num_barriers=tiles.slots)
+    shared = Shared(
+        q=plgpu.SMEM((parts, bits.ROWS, tiles.channels), bf16, transforms=swizzled),
+        staged=plgpu.SMEM((STAGED, HALF, tiles.value_channels), f32, transforms=F32_SWIZZLED),
+        ring=plgpu.SMEM((tiles.slots, parts, HALF, tiles.channels), bf16, transforms=swizzled),
+        o=plgpu.SMEM(tiles.shape, f32, transforms=F32_SWIZZLED),
+        ml=plgpu.SMEM((2, bits.ROWS), f32) if tiles.is_split else None,
+        weights=plgpu.SMEM((parts, bits.ROWS, HALF), bf16) if tiles.is_interpreted else None,
+        q_filled=plgpu.Barrier(num_arrivals=parts),
+        arrived=plgpu.Barrier(num_barriers=STAGED),
+        filled=of_slots,
+        free=of_slots,
+    )
+    [results] = plgpu.kernel(
         body,
-        out_type=out_type,
-        scratch_types=[
-            plgpu.SMEM((parts, bits.ROWS, tiles.channels), bf16, transforms=swizzled),
-            plgpu.SMEM((STAGED, HALF, tiles.value_channels), f32, transforms=F32_SWIZZLED),
-            plgpu.SMEM((tiles.slots, parts, HALF, tiles.channels), bf16, transforms=swizzled),
-            plgpu.SMEM(tiles.shape, f32, transforms=F32_SWIZZLED),
-            plgpu.SMEM((2, bits.ROWS), f32) if tiles.is_split else None,
-            weights,
-            plgpu.Barrier(num_arrivals=parts),
-            plgpu.Barrier(num_barriers=STAGED),
-            plgpu.Barrier(num_barriers=tiles.slots),
-            plgpu.Barrier(num_barriers=tiles.slots),
-        ],
+        out_type=[out_type],
+        scratch_types=[shared],
         grid=(num_items * shares,),
         grid_names=("cta",),
         num_threads=2,
         thread_name="wg",
         kernel_name="attention_float32_sm90",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            reduction_scratch_bytes=256,
-        ),
+        compiler_params=bits.COMPILER_PARAMS,
         interpret=plgpu.InterpretGPUParams() if tiles.is_interpreted else None,
-    )(*operands)
+    )(operands)
+    return results

@@ -13,6 +13,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, memref
 from jaxlib.mlir.dialects import llvm
 
+from detjax.pallas_kernels import sm90_ptx as ptx
 from detjax.pallas_kernels import sm90_rows as rows
 from detjax.pallas_kernels.attention import sm90_arithmetic as bits
 from detjax.pallas_kernels.rope import sm90 as rope
@@ -128,7 +129,7 @@ class NewToken:
         @plgpu.inline_mgpu(arg_types=(self.tile.whole.layout, plgpu.RefType()))
         def emit(ctx, x, ref):
             for row, col, register in _elements(x):
-                is_last = arith.cmpi(arith.CmpIPredicate.eq, row, _index(last))
+                is_last = ptx.equals(row, _index(last))
                 with mgpu.when(is_last):
                     col = arith.addi(col, _index(columns.start))
                     llvm.store(register, _at(ref, arith.addi(_index(half * self.channels), col)))
@@ -157,7 +158,7 @@ class NewToken:
         @plgpu.inline_mgpu(
             arg_types=(
                 plgpu.RefType(), plgpu.RefType(bits.swizzled(SPAN)), plgpu.RefType(),
-                plgpu.Layout.WG_SPLAT(()),
+                ptx.SCALAR,
             )
         )  # fmt: skip
         def emit(ctx, source, page, row, offset):
@@ -210,6 +211,6 @@ def _swizzled_pointer(ref, row, col):
 
 
 def _at(ref, offset):
-    offset = arith.index_cast(ir.IntegerType.get_signless(32), offset)
+    offset = arith.index_cast(ptx.int_type(), offset)
     element = ir.MemRefType(ref.type).element_type
     return mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [offset], element)

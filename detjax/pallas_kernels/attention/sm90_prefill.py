@@ -312,7 +312,7 @@ def prefill(
         num_threads=WARPGROUPS + 1,
         thread_name="wg",
         kernel_name="attention_prefill_sm90",
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=256),
+        compiler_params=bits.COMPILER_PARAMS,
         interpret=plgpu.InterpretGPUParams() if is_interpreted else None,
     )(q, bits.page_rows(pages), page_table, row_positions, limits, layer.reshape(1))
     return out[:, :query_len]

@@ -11,12 +11,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from detjax.numerics import Reduction
 from detjax.pallas_kernels.linear import sm90_float32
-from detjax.pallas_kernels.linear.sm90_matmul import Ranks, matmul
+from detjax.pallas_kernels.linear.sm90_flat_matmul import InputNorm, RanksSum
+from detjax.pallas_kernels.linear.sm90_matmul import matmul
 from detjax.pallas_kernels.linear.tiles import (
     MAX_NORM_ROWS,
     MAX_RANKS_ROWS,
     NUM_SMS,
     MatmulTiles,
+    Product,
     choose_tiles,
 )
 from detjax.pallas_kernels.rms_norm.sm90 import combine_add_rms_norm, joined, rms_norm, row_sum
@@ -57,6 +59,27 @@ def check_supported(x, w, *, leaf_len: int) -> None:
         )
 
 
+def _multiply_one_leaf(
+    x, w, bias, norm: InputNorm | None, *, out_dtype, is_gated: bool = False, interpret=None
+):
+    """`matmul` of one leaf, with tiles chosen by M."""
+    product = Product(
+        num_rows=x.shape[0],
+        num_out=w.shape[0],
+        num_leaves=1,
+        leaf_len=x.shape[1],
+        out_bytes=jnp.dtype(out_dtype).itemsize,
+        has_bias=bias is not None,
+        is_gated=is_gated,
+        has_norm=norm is not None,
+        has_terms=norm is not None and bool(norm.terms),
+    )
+    return matmul(
+        x, w, bias, None, norm,
+        leaf_len=x.shape[1], out_dtype=out_dtype, tiles=choose_tiles(product), interpret=interpret,
+    )  # fmt: skip
+
+
 def linear(x, w, bias, *, out_dtype: jnp.dtype) -> jax.Array:
     """See `api.linear`.
 
@@ -67,27 +90,10 @@ def linear(x, w, bias, *, out_dtype: jnp.dtype) -> jax.Array:
         bit, because wgmma adds a k16 block to an accumulator in one way whatever its N is.
         Claims: run-invariant, batch-invariant, path-consistent. Bits depend on (K, dtypes, build).
     """
-    k_len = x.shape[1]
-    check_supported(x, w, leaf_len=k_len)
+    check_supported(x, w, leaf_len=x.shape[1])
     if x.dtype == jnp.float32:
         return sm90_float32.linear(x, w, bias, out_dtype=out_dtype)
-    tiles = choose_tiles(
-        num_rows=x.shape[0],
-        num_out=w.shape[0],
-        num_leaves=1,
-        leaf_len=k_len,
-        out_bytes=jnp.dtype(out_dtype).itemsize,
-        has_bias=bias is not None,
-    )
-    return matmul(
-        x,
-        w,
-        bias,
-        None,
-        leaf_len=k_len,
-        out_dtype=out_dtype,
-        tiles=tiles,
-    )
+    return _multiply_one_leaf(x, w, bias, None, out_dtype=out_dtype)
 
 
 def linear_swiglu(x, w_gate_up) -> jax.Array:
@@ -99,27 +105,10 @@ def linear_swiglu(x, w_gate_up) -> jax.Array:
         rounding. The bits are those of `linear` and `swiglu` one after the other.
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
     """
-    k_len = x.shape[1]
-    check_supported(x, w_gate_up, leaf_len=k_len)
+    check_supported(x, w_gate_up, leaf_len=x.shape[1])
     if x.dtype == jnp.float32:
         return sm90_float32.linear_swiglu(x, w_gate_up)
-    tiles = choose_tiles(
-        num_rows=x.shape[0],
-        num_out=w_gate_up.shape[0],
-        num_leaves=1,
-        leaf_len=k_len,
-        out_bytes=2,
-        is_gated=True,
-    )
-    return matmul(
-        x,
-        w_gate_up,
-        None,
-        None,
-        leaf_len=k_len,
-        out_dtype=jnp.bfloat16,
-        tiles=tiles,
-    )
+    return _multiply_one_leaf(x, w_gate_up, None, None, out_dtype=x.dtype, is_gated=True)
 
 
 def normalises_input(num_rows: int, width: int) -> bool:
@@ -135,22 +124,12 @@ def norm_linear(x, gain, w, bias, *, eps: float, out_dtype: jnp.dtype) -> jax.Ar
         then those of `linear`.
         Claims: run-invariant, batch-invariant, path-consistent. Bits depend on (K, dtypes, build).
     """
-    num_rows, k_len = x.shape
-    check_supported(x, w, leaf_len=k_len)
+    check_supported(x, w, leaf_len=x.shape[1])
     if x.dtype == jnp.float32:
         return sm90_float32.norm_linear(x, gain, w, bias, eps=eps, out_dtype=out_dtype)
-    if not normalises_input(num_rows, k_len):
+    if not normalises_input(*x.shape):
         return linear(rms_norm(x, gain, eps=eps), w, bias, out_dtype=out_dtype)
-    tiles = choose_tiles(
-        num_rows=num_rows,
-        num_out=w.shape[0],
-        num_leaves=1,
-        leaf_len=k_len,
-        out_bytes=jnp.dtype(out_dtype).itemsize,
-        has_bias=bias is not None,
-        has_norm=True,
-    )
-    return matmul(x, w, bias, None, gain, leaf_len=k_len, out_dtype=out_dtype, tiles=tiles, eps=eps)
+    return _multiply_one_leaf(x, w, bias, InputNorm(gain=gain, eps=eps), out_dtype=out_dtype)
 
 
 def norm_linear_swiglu(x, gain, w_gate_up, *, eps: float) -> jax.Array:
@@ -160,24 +139,13 @@ def norm_linear_swiglu(x, gain, w_gate_up, *, eps: float) -> jax.Array:
         # ORDER, # ROUND: those of `rms_norm`, as in `norm_linear`; then those of `linear_swiglu`.
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
     """
-    num_rows, k_len = x.shape
-    check_supported(x, w_gate_up, leaf_len=k_len)
+    check_supported(x, w_gate_up, leaf_len=x.shape[1])
     if x.dtype == jnp.float32:
         return sm90_float32.norm_linear_swiglu(x, gain, w_gate_up, eps=eps)
-    if not normalises_input(num_rows, k_len):
+    if not normalises_input(*x.shape):
         return linear_swiglu(rms_norm(x, gain, eps=eps), w_gate_up)
-    tiles = choose_tiles(
-        num_rows=num_rows,
-        num_out=w_gate_up.shape[0],
-        num_leaves=1,
-        leaf_len=k_len,
-        out_bytes=2,
-        is_gated=True,
-        has_norm=True,
-    )
-    return matmul(
-        x, w_gate_up, None, None, gain, leaf_len=k_len, out_dtype=x.dtype, tiles=tiles, eps=eps
-    )
+    norm = InputNorm(gain=gain, eps=eps)
+    return _multiply_one_leaf(x, w_gate_up, None, norm, out_dtype=x.dtype, is_gated=True)
 
 
 def adds_input(num_rows: int, width: int) -> bool:
@@ -186,18 +154,15 @@ def adds_input(num_rows: int, width: int) -> bool:
 
 
 def sum_norm_linear(
-    residual, terms: tuple, read_row, gain, w, bias, *, eps: float, out_dtype, interpret=None
+    residual, w, bias, norm: InputNorm, *, out_dtype, interpret=None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Add terms to a few rows of the residual stream, normalise and multiply, in one launch.
 
     Args:
         residual: [M, K].
-        terms: Arrays.
-        read_row: `read_row(residual, terms, row, columns, math)` gives channels of the sum.
-        gain: Of the norm.
         w: Weights, (out, in).
         bias: Of the product, or None.
-        eps: Of the norm.
+        norm: The terms, and the norm of the sum.
         out_dtype: Of the product.
         interpret: How to interpret it, if so.
 
@@ -205,26 +170,10 @@ def sum_norm_linear(
         The product, the sum and its normalised rows.
 
     Numerics:
-        The sum is that of `read_row`, in every CTA; then as `norm_linear`.
+        The sum is that of `norm.read_row`, in every CTA; then as `norm_linear`.
     """
-    num_rows, k_len = residual.shape
-    check_supported(residual, w, leaf_len=k_len)
-    tiles = choose_tiles(
-        num_rows=num_rows,
-        num_out=w.shape[0],
-        num_leaves=1,
-        leaf_len=k_len,
-        out_bytes=jnp.dtype(out_dtype).itemsize,
-        has_bias=bias is not None,
-        has_norm=True,
-        has_terms=True,
-    )
-    out, total, normed = matmul(
-        residual, w, bias, None, gain, terms,
-        leaf_len=k_len, out_dtype=out_dtype, tiles=tiles, eps=eps, read_row=read_row,
-        interpret=interpret,
-    )  # fmt: skip
-    return out, total, normed
+    check_supported(residual, w, leaf_len=residual.shape[1])
+    return _multiply_one_leaf(residual, w, bias, norm, out_dtype=out_dtype, interpret=interpret)
 
 
 def _read_leaves(residual_gmem, terms_gmem, row, columns, math):
@@ -253,10 +202,8 @@ def combine_norm_linear(
     if not adds_input(*residual.shape):
         total, x = combine_add_rms_norm(leaf_sums, residual, None, gain, eps=eps)
         return linear(x, w, None, out_dtype=out_dtype), total, x
-    return sum_norm_linear(
-        residual, (leaf_sums,), _read_leaves, gain, w, None,
-        eps=eps, out_dtype=out_dtype, interpret=interpret,
-    )  # fmt: skip
+    norm = InputNorm(gain=gain, terms=(leaf_sums,), eps=eps, read_row=_read_leaves)
+    return sum_norm_linear(residual, w, None, norm, out_dtype=out_dtype, interpret=interpret)
 
 
 def linear_leaf_sums(x, w, *, reduction: Reduction) -> jax.Array:
@@ -273,7 +220,7 @@ def linear_leaf_sums(x, w, *, reduction: Reduction) -> jax.Array:
         raise ValueError(f"a rank's {num_leaves} leaves must be a power of two")
     if x.dtype == jnp.float32:
         return sm90_float32.linear_leaf_sums(x, w, reduction=reduction)
-    tiles = choose_tiles(
+    product = Product(
         num_rows=x.shape[0],
         num_out=w.shape[0],
         num_leaves=num_leaves,
@@ -281,14 +228,9 @@ def linear_leaf_sums(x, w, *, reduction: Reduction) -> jax.Array:
         out_bytes=4,
     )
     sums = matmul(
-        x,
-        w,
-        None,
-        None,
-        leaf_len=reduction.leaf_len,
-        out_dtype=jnp.float32,
-        tiles=tiles,
-    )
+        x, w, None, None,
+        leaf_len=reduction.leaf_len, out_dtype=jnp.float32, tiles=choose_tiles(product),
+    )  # fmt: skip
     return sums.reshape(-1, x.shape[0], w.shape[0])
 
 
@@ -305,8 +247,10 @@ def linear_partial(x, w, *, reduction: Reduction) -> jax.Array:
     return sums[0] if sums.shape[0] == 1 else combine_partials(sums)
 
 
-def _residual_tiles(x, w, reduction: Reduction, *, has_bias: bool) -> MatmulTiles:
-    return choose_tiles(
+def _residual_tiles(
+    x, w, reduction: Reduction, *, has_bias: bool, has_ranks: bool = False
+) -> MatmulTiles:
+    product = Product(
         num_rows=x.shape[0],
         num_out=w.shape[0],
         num_leaves=x.shape[1] // reduction.leaf_len,
@@ -314,7 +258,9 @@ def _residual_tiles(x, w, reduction: Reduction, *, has_bias: bool) -> MatmulTile
         out_bytes=2,
         has_bias=has_bias,
         has_residual=True,
+        has_ranks=has_ranks,
     )
+    return choose_tiles(product)
 
 
 def defers_norm(x, w, *, reduction: Reduction) -> bool:
@@ -365,9 +311,7 @@ def adds_ranks(x, w) -> bool:
     return x.dtype == jnp.bfloat16 and x.shape[0] <= MAX_RANKS_ROWS and has_whole_tiles
 
 
-def linear_add_ranks(
-    x, w, residual, bias, memory: tuple, *, reduction: Reduction, ranks: Ranks
-) -> jax.Array:
+def linear_add_ranks(x, w, residual, bias, peers: RanksSum, *, reduction: Reduction) -> jax.Array:
     """`linear_add` of a product whose leaves are split over ranks, in one launch.
 
     Args:
@@ -375,31 +319,21 @@ def linear_add_ranks(
         w: The same columns of the weights, (out, in).
         residual: The residual stream, [M, D].
         bias: Added after the tree, or None.
-        memory: Arrays that `ranks` reads and writes.
+        peers: Adds the ranks' subtrees of a tile.
         reduction: The leaves of the whole I.
-        ranks: Adds the ranks' subtrees of a tile.
 
     Numerics:
-        # ORDER: this rank's subtree as `linear_partial`, the ranks' by `ranks`, then the bias, then
+        # ORDER: this rank's subtree as `linear_partial`, the ranks' by `peers`, then the bias, then
         the residual, all in float32.
         # ROUND: once, to the residual's dtype.
-        Claims: run-invariant, batch-invariant, path-consistent, and mesh-invariant if `ranks` adds
+        Claims: run-invariant, batch-invariant, path-consistent, and mesh-invariant if `peers` add
         the rest of the tree.
     """
     check_supported(x, w, leaf_len=reduction.leaf_len)
-    tiles = choose_tiles(
-        num_rows=x.shape[0],
-        num_out=w.shape[0],
-        num_leaves=x.shape[1] // reduction.leaf_len,
-        leaf_len=reduction.leaf_len,
-        out_bytes=2,
-        has_bias=bias is not None,
-        has_residual=True,
-        has_ranks=True,
-    )
+    tiles = _residual_tiles(x, w, reduction, has_bias=bias is not None, has_ranks=True)
     return matmul(
-        x, w, bias, residual, None, (), memory,
-        leaf_len=reduction.leaf_len, out_dtype=residual.dtype, tiles=tiles, ranks=ranks,
+        x, w, bias, residual, None, peers,
+        leaf_len=reduction.leaf_len, out_dtype=residual.dtype, tiles=tiles,
     )  # fmt: skip
 
 
@@ -446,8 +380,12 @@ def _combine(terms: tuple, residual, bias, *, out_dtype, interpret=None) -> jax.
         block //= 2
     layout = plgpu.Layout.WG_STRIDED((block,), vec_size=min(4, block // 128))
 
-    def body(*refs):
-        terms_gmem, rest, out_gmem = refs[: len(terms)], list(refs[len(terms) : -1]), refs[-1]
+    def body(
+        terms_gmem,  # of each term [groups, ... M N] f32
+        bias_gmem,  # [N], or None
+        residual_gmem,  # [... M N], or None
+        out_gmem,  # [... M N]
+    ):
         start = lax.axis_index("block") * block
         here = pl.ds(start, block)
 
@@ -456,15 +394,13 @@ def _combine(terms: tuple, residual, bias, *, out_dtype, interpret=None) -> jax.
 
         total = _tree([load(t.at[g, here]) for t in terms_gmem for g in range(t.shape[0])])
         if bias is not None:
-            values = load(rest.pop(0).at[pl.ds(lax.rem(start, num_out), block)])
+            values = load(bias_gmem.at[pl.ds(lax.rem(start, num_out), block)])
             total = total + values.astype(jnp.float32)
         if residual is not None:
-            total = load(rest.pop(0).at[here]).astype(jnp.float32) + total
+            total = load(residual_gmem.at[here]).astype(jnp.float32) + total
         out_gmem[here] = total.astype(out_dtype)  # ROUND: once, if the output is narrower
 
-    operands = [t.reshape(t.shape[0], size) for t in terms]
-    operands += [bias] if bias is not None else []
-    operands += [residual.reshape(size)] if residual is not None else []
+    flat_terms = tuple(t.reshape(t.shape[0], size) for t in terms)
     return plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((size,), out_dtype),
@@ -475,7 +411,7 @@ def _combine(terms: tuple, residual, bias, *, out_dtype, interpret=None) -> jax.
         ),
         kernel_name="detjax_linear_combine",
         interpret=interpret,
-    )(*operands).reshape(shape)
+    )(flat_terms, bias, None if residual is None else residual.reshape(size)).reshape(shape)
 
 
 def combine_partials(leaf_sums) -> jax.Array:

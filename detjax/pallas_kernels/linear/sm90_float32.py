@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from detjax.numerics import Reduction
 from detjax.pallas_kernels import sm90_rows as rows
 from detjax.pallas_kernels.linear.sm90_matmul import matmul
-from detjax.pallas_kernels.linear.tiles import choose_tiles
+from detjax.pallas_kernels.linear.tiles import Product, choose_tiles
 from detjax.pallas_kernels.rms_norm.sm90 import rms_norm, rms_norm_parts
 from detjax.pallas_kernels.swiglu.sm90 import gated
 
@@ -104,10 +104,12 @@ def add_parts(
     size, vec_len = _pieces(width)
     math = rows.strided(size, vec_len, interpret)
 
-    def body(sums_gmem, *refs):
-        *refs, out_gmem = refs
-        bias_gmem = refs.pop(0) if bias is not None else None
-        residual_gmem = refs.pop(0) if residual is not None else None
+    def body(
+        sums_gmem,  # [A, 3, M, N] f32
+        bias_gmem,  # [N], or None
+        residual_gmem,  # [M, N] f32, or None
+        out_gmem,  # [M, N], or [M, F] if gated
+    ):
         row = lax.axis_index("row")
         first = _first_column(size, width)
 
@@ -133,7 +135,7 @@ def add_parts(
 
     return rows.run_kernel(
         body,
-        [v for v in (sums, bias, residual) if v is not None],
+        (sums, bias, residual),
         out=jax.ShapeDtypeStruct((num_rows, width), out_dtype),
         grid={"piece": pl.cdiv(width, size), "row": num_rows},
         name="detjax_add_parts",
@@ -144,7 +146,7 @@ def add_parts(
 def _products(parts, w, *, leaf_len: int) -> jax.Array:
     """Each part of the activations times the weights: float32 [A, 3, M, N], A subtrees."""
     _, num_rows, k_len = parts.shape
-    tiles = choose_tiles(
+    product = Product(
         num_rows=rows.NUM_PARTS * num_rows,
         num_out=w.shape[0],
         num_leaves=k_len // leaf_len,
@@ -154,7 +156,7 @@ def _products(parts, w, *, leaf_len: int) -> jax.Array:
     )
     sums = matmul(
         parts.reshape(-1, k_len), w, None, None,
-        leaf_len=leaf_len, out_dtype=jnp.float32, tiles=tiles,
+        leaf_len=leaf_len, out_dtype=jnp.float32, tiles=choose_tiles(product),
     )  # fmt: skip
     return sums.reshape(-1, rows.NUM_PARTS, num_rows, w.shape[0])
 

@@ -1,59 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows that a product normalises itself, and holds whole in shared memory."""
-
-import functools
+"""The shared memory of rows that a product normalises itself."""
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from detjax.pallas_kernels import sm90_rows
 from detjax.pallas_kernels.linear.sm90_sums import tiled
-from detjax.pallas_kernels.rms_norm.sm90 import normalise_wide_rows
 from detjax.pallas_kernels.sm90_rows import SLAB
-
-
-def hold_rows(
-    x_gmem, gain_gmem, held_smem, sums_smem, share, rows_each: int, *,
-    eps: float, num_threads: int, is_interpreted: bool, is_in_place: bool = False, ready=None,
-    read=None, keep=None, arrived=None,
-) -> None:  # fmt: skip
-    """Put a warpgroup's share of the normalised rows into shared memory, blocks [., ., 8, 64].
-
-    Meanwhile the weights stream in. Of 8 rows those past M hold whatever was there: they are
-    columns of the product that are never stored. `ready`, `read`, `keep` and `arrived` are those of
-    `normalise_wide_rows`, but `keep(0, ...)` gets channels as read, `keep(1, ...)` normalised ones.
-    With `is_in_place`, `read` reads that shared memory.
-    """
-    put = functools.partial(sm90_rows.store_in_slabs, held_smem)
-
-    def store(values, row, start, math):
-        put(values, row, start, math)
-        if keep is not None:
-            keep(1, values, row, start)
-
-    def keep_read(values, row, start, math):
-        keep(0, values, row, start)
-
-    # WHY: in place a row has one warpgroup, as another would read what is normalised already.
-    first, last = share * rows_each, (7 if is_in_place else x_gmem.shape[0] - 1)
-    normalise_wide_rows(
-        x_gmem,
-        gain_gmem,
-        # Shares that do not divide M end with its last row, written more than once, alike.
-        [jnp.minimum(first + i, last) for i in range(rows_each)],
-        sums_smem.at[share],
-        put if keep is None else store,
-        eps=eps,
-        num_registers=min(255, 65536 // (sm90_rows.LANES * num_threads)),
-        is_interpreted=is_interpreted,
-        ready=ready,
-        read=read,
-        keep=None if keep is None else keep_read,
-        arrived=arrived,
-        is_read_again=is_in_place,
-    )
-    plgpu.commit_smem()
 
 
 def held_block(num_steps: int, slabs: int, *, as_one_box: bool):

@@ -8,6 +8,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+TILE_SNAKE = 8
+"""Width of the snake in which CTAs visit the tiles of a product's output."""
+
+COMPILER_PARAMS = plgpu.CompilerParams(
+    approx_math=False,
+    lowering_semantics=plgpu.LoweringSemantics.Lane,
+    # A thread reads back only what it wrote itself, in one layout; TMA has its own fences.
+    unsafe_no_auto_barriers=True,
+)
+"""Of kernels that multiply."""
+
 
 def tiled(minor: int, dtype, *, sublanes: int = 8):
     """Transforms of a shared-memory block whose minor axis is one swizzle span."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tile sizes of the sm90 linear kernels: speed only, no bit depends on them.
 
-Nothing here can reach a reduction: `MatmulTiles` says how outputs are cut and how many CTAs share
+Nothing here can reach a reduction: tiles say how outputs are cut and how many CTAs share
 the leaves of a tree, and every power-of-two share of a perfect binary tree's leaves is a subtree of
 it. The leaves themselves come from `numerics.Reduction`.
 """
@@ -41,136 +41,232 @@ NARROW_OUT = 512
 NARROW_ROWS = 8
 """Weights of a tile of such a product: 8, 16 or 32, so that more CTAs load them; 0 for all 64."""
 
-SLOT_SHAPE = (64, 128, 64)
-"""Rows of a warpgroup, columns and depth of a tile whose bf16 output is as large as a stage."""
+WG_ROWS = 64
+"""Rows of a tall tile that one warpgroup multiplies."""
+
+SLOT_COLS, SLOT_K = 128, 64
+"""Columns and depth of a tall tile whose bf16 output is as large as a stage."""
+
+
+def _check_wgmma(cols: int, k: int) -> None:
+    """Refuse sizes that wgmma or TMA cannot multiply or copy."""
+    if cols % 8 or not 8 <= cols <= 256:
+        raise ValueError(f"{cols=} must be a multiple of 8 in 8..256")
+    if k not in (16, 32, 64, 128, 256):
+        raise ValueError(f"{k=} must be 16, 32, 64, 128 or 256")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MatmulTiles:
-    """How one product is cut into CTAs. Free: no field changes the order of a sum.
+class HeldRows:
+    """Up to 8 activations that a CTA normalises and holds whole in shared memory.
 
     Attributes:
-        is_swapped: Whether weights are the 64-row wgmma operand, so that activations may be few.
-        rows: Output rows (columns if swapped) of one warpgroup: 64 or 128.
-        cols: Output columns (rows if swapped) of a CTA: the N of wgmma, a multiple of 8.
-        num_wgs: Compute warpgroups of a CTA, stacked along `rows`; one more loads.
-        k: Depth of one pipeline stage; divides a leaf.
-        stages: Pipeline stages in shared memory.
-        cluster_rows: CTAs, one above the other, that share the `cols` operand by multicast.
-        cluster_cols: CTAs side by side that share the `rows` operand by multicast.
-        groups: CTAs that share the leaves of one output tile; each writes a float32 subtree.
-        smem_levels: Levels of the tree whose pending sum waits in shared memory, from the top.
-        delay: Pipeline stages whose products may still run when the next is issued.
-        snake: Width of the snake in which output tiles are visited.
-        ctas_per_sm: CTAs an SM holds at a time.
-        is_paired: Whether leaves are summed two by two in two accumulators.
-        lag: Steps by which the second warpgroup starts behind the first; 0 for none.
-        out_span: Bytes of a row that lie together in a staged output, 32, 64 or 128; unswapped
-            tiles are stored by as much.
-        is_gated: Whether half of the weights are gates and half their ups: the first and last 64
-            rows of a warpgroup's 128 if swapped, else the first and last half of the columns.
-        shares_slot: Whether a residual comes, and its output leaves, through a stage of the ring.
-        held_channels: K where up to 8 activations lie whole in shared memory, normalised there by
-            the CTA; 0 where they stream through the ring beside the weights.
+        channels: K, the length of a row.
         helpers: Warpgroups that only help to normalise.
-        copies_rows: Whether TMA brings the rows that are held; else the warpgroups that normalise
-            them load them, as they must where rows are sums of terms.
-        early_stages: Stages of weights that are asked for before the rows that are held have been
-            read; 0 for as many as the ring has.
-        live_rows: Weights that a warpgroup of swapped tiles loads and stores, of its 64 rows; the
-            others multiply what lies there. 0 for all of them.
+        copies_rows: Whether TMA brings the rows; else the warpgroups that normalise them load them,
+            as they must where rows are sums of terms.
+        early_stages: Stages of weights that are requested before the rows have been read; 0 for as
+            many as the ring has.
     """
 
-    is_swapped: bool
-    rows: int = 64
+    channels: int
+    helpers: int = 0
+    copies_rows: bool = False
+    early_stages: int = 0
+
+    def __post_init__(self):
+        """Refuse stages that wait for rows that no warpgroup loads."""
+        if self.early_stages and self.copies_rows:
+            raise ValueError(f"{self.early_stages=} are before rows that warpgroups load, not TMA")
+
+    @property
+    def smem_bytes(self) -> int:
+        """Shared memory of 8 rows, and of the sums of their squares."""
+        return 8 * (2 * self.channels + 16 * (self.channels // held_chunk(self.channels)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FlatTiles:
+    """How a product of few activations is cut into CTAs. Free: no field changes the order of a sum.
+
+    Weights are the 64-row operand of wgmma and activations its N. The products of a stage still run
+    when those of the next are issued.
+
+    Attributes:
+        cols: Activations of a CTA: the N of wgmma, a multiple of 8.
+        num_wgs: Compute warpgroups of a CTA, each with weights of its own; one more loads.
+        k: Depth of one pipeline stage; divides a leaf.
+        stages: Pipeline stages in shared memory.
+        groups: CTAs that share the leaves of one output tile; each writes a float32 subtree.
+        ctas_per_sm: CTAs an SM holds at a time.
+        out_span: Bytes of a row that lie together in a staged output, 32, 64 or 128.
+        is_gated: Whether half of the weights are gates and half their ups: the first and the last
+            64 rows of a warpgroup's 128.
+        held: The activations, if the CTA normalises them and holds them in shared memory; None if
+            they stream through the ring beside the weights.
+        live_rows: Weights that a warpgroup loads and stores, of its 64 rows; the others multiply
+            what lies there. 0 for all of them.
+    """
+
+    cols: int
+    num_wgs: int = 1
+    k: int = 64
+    stages: int
+    groups: int = 1
+    ctas_per_sm: int = 1
+    out_span: int = 128
+    is_gated: bool = False
+    held: HeldRows | None = None
+    live_rows: int = 0
+
+    def __post_init__(self):
+        """Refuse what wgmma or TMA cannot do."""
+        _check_wgmma(self.cols, self.k)
+        if self.num_wgs not in (1, 2):
+            raise ValueError(f"{self.num_wgs=} must be 1 or 2")
+        if self.stages < 2:
+            raise ValueError(f"{self.stages=} must be at least 2: the products of one still run")
+        if self.live_rows and (
+            self.is_gated or self.num_wgs > 1 or self.live_rows not in (8, 16, 32)
+        ):
+            raise ValueError(f"{self.live_rows=} must be 8, 16 or 32 of 64 rows, not gated: {self}")
+        if self.held is None:
+            return
+        if self.cols != 8 or self.k < 64 or self.groups > 1:
+            raise ValueError(f"rows are held by tiles of 8 columns that are not split, not {self}")
+        if self.held.early_stages >= self.stages:
+            raise ValueError(f"{self.held.early_stages=} must be less than {self.stages=}")
+
+    @property
+    def rows(self) -> int:
+        """Weights of a warpgroup, the rows of its accumulator."""
+        return 2 * WG_ROWS if self.is_gated else WG_ROWS
+
+    @property
+    def out_rows(self) -> int:
+        """Outputs of a warpgroup for each activation."""
+        return self.live_rows or WG_ROWS
+
+    @property
+    def stage_bytes(self) -> int:
+        """Shared memory of one stage of the operands that stream, bf16."""
+        return 2 * self.k * (self.rows * self.num_wgs + (0 if self.held else self.cols))
+
+    def other_bytes(self, *, out_bytes: int, has_residual: bool) -> int:
+        """Shared memory beside the ring: held rows, the staged output, barriers and alignment.
+
+        Args:
+            out_bytes: Of an output element.
+            has_residual: Of no account: a residual waits where its output will.
+        """
+        del has_residual
+        staged = self.num_wgs * self.cols * WG_ROWS * out_bytes
+        return staged + (self.held.smem_bytes + 1024 if self.held else 3072)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TallTiles:
+    """How a product of many activations is cut into CTAs. Free: no field changes a sum's order.
+
+    Activations are the 64-row operand of wgmma and weights its N.
+
+    Attributes:
+        cols: Weights of a CTA: the N of wgmma, a multiple of 8.
+        num_wgs: Compute warpgroups of a CTA, each with 64 activations; one more loads.
+        k: Depth of one pipeline stage; divides a leaf.
+        stages: Pipeline stages in shared memory.
+        cluster: CTAs, one above the other, that share weights by multicast, and CTAs side by side
+            that share activations.
+        groups: CTAs that share the leaves of one output tile; each writes a float32 subtree.
+        smem_levels: Levels of the tree whose pending sum waits in shared memory, from the top.
+        is_paired: Whether leaves are summed two by two in two accumulators.
+        lag: Steps by which the second warpgroup starts behind the first; 0 for none.
+        out_span: Bytes of a row of the output that are stored at once, 64 or 128.
+        is_gated: Whether half of the weights are gates and half their ups: the first and the last
+            half of the columns.
+        shares_slot: Whether a residual comes, and its output leaves, through a stage of the ring,
+            which makes room for products of one stage that still run when the next is issued.
+    """
+
     cols: int
     num_wgs: int = 2
     k: int = 64
     stages: int
-    cluster_rows: int = 1
-    cluster_cols: int = 1
+    cluster: tuple[int, int] = (1, 1)
     groups: int = 1
     smem_levels: int = 0
-    delay: int = 0
-    snake: int = 8
-    ctas_per_sm: int = 1
     is_paired: bool = False
     lag: int = 0
     out_span: int = 128
     is_gated: bool = False
     shares_slot: bool = False
-    held_channels: int = 0
-    helpers: int = 0
-    copies_rows: bool = False
-    early_stages: int = 0
-    live_rows: int = 0
 
     def __post_init__(self):
         """Refuse what wgmma or TMA cannot do."""
-        if self.rows not in (64, 128):
-            raise ValueError(f"{self.rows=} must be 64 or 128")
-        if self.cols % 8 or not 8 <= self.cols <= 256:
-            raise ValueError(f"{self.cols=} must be a multiple of 8 in 8..256")
+        _check_wgmma(self.cols, self.k)
         if self.num_wgs not in (1, 2, 3):
             raise ValueError(f"{self.num_wgs=} must be 1, 2 or 3")
-        if self.k not in (16, 32, 64, 128, 256):
-            raise ValueError(f"{self.k=} must be 16, 32, 64, 128 or 256")
         if self.lag and (self.num_wgs != 2 or self.lag >= self.stages):
             raise ValueError(f"{self.lag=} needs two warpgroups and less than {self.stages=}")
-        if self.delay not in (0, 1) or self.delay >= self.stages:
-            raise ValueError(f"{self.delay=} must be 0 or 1 and less than {self.stages=}")
-        if self.is_gated and (self.rows != 128 if self.is_swapped else self.cols % 16):
+        if self.is_gated and self.cols % 16:
+            raise ValueError(f"gated tiles need columns in sixteens, not {self.cols=}")
+        if self.shares_slot and (not self.fits_slot or self.stages < 2):
             raise ValueError(
-                f"gated tiles need 128 rows if swapped, else columns in sixteens, not "
-                f"{self.rows=}, {self.cols=}"
+                f"an output of a slot's size needs two stages of {SLOT_COLS=} and {SLOT_K=}, "
+                f"not {self}"
             )
-        if self.shares_slot and (self.is_swapped or (self.rows, self.cols, self.k) != SLOT_SHAPE):
-            raise ValueError(f"an output of a slot's size needs {SLOT_SHAPE=}, not {self}")
-        is_flat = self.is_swapped and self.cols == 8 and self.k >= 64 and self.groups == 1
-        if self.held_channels and not (is_flat and self.cluster_rows * self.cluster_cols == 1):
-            raise ValueError(f"rows are held by swapped tiles of 8 columns only, not {self}")
-        if (self.helpers or self.early_stages or self.copies_rows) and not self.held_channels:
-            raise ValueError(
-                f"{self.helpers=}, {self.early_stages=}, {self.copies_rows=} have no rows to "
-                "normalise"
-            )
-        if self.early_stages and self.copies_rows:
-            raise ValueError(f"{self.early_stages=} are before rows that warpgroups load, not TMA")
-        if self.early_stages and self.early_stages >= self.stages:
-            raise ValueError(f"{self.early_stages=} must be less than {self.stages=}")
-        is_plain = self.is_swapped and not self.is_gated and (self.rows, self.num_wgs) == (64, 1)
-        if self.live_rows and not (is_plain and self.live_rows in (8, 16, 32)):
-            raise ValueError(f"{self.live_rows=} must be 8, 16 or 32 of 64 swapped rows: {self}")
+
+    @property
+    def fits_slot(self) -> bool:
+        """Whether the bf16 output is as large as a stage."""
+        return (self.cols, self.k) == (SLOT_COLS, SLOT_K)
+
+    @property
+    def ctas_per_sm(self) -> int:
+        """CTAs an SM holds at a time."""
+        return 1
 
     @property
     def cta_rows(self) -> int:
         """Rows of a CTA's tile."""
-        return self.rows * self.num_wgs
-
-    @property
-    def out_rows(self) -> int:
-        """Output rows of a warpgroup: half of its weights' if they are gates and ups."""
-        if self.live_rows:
-            return self.live_rows
-        return self.rows // 2 if self.is_gated and self.is_swapped else self.rows
+        return WG_ROWS * self.num_wgs
 
     @property
     def out_cols(self) -> int:
         """Output columns of a CTA."""
-        return self.cols // 2 if self.is_gated and not self.is_swapped else self.cols
+        return self.cols // 2 if self.is_gated else self.cols
 
     @property
     def stage_bytes(self) -> int:
-        """Shared memory of one stage of the operands that stream, bf16."""
-        return 2 * self.k * (self.cta_rows + (0 if self.held_channels else self.cols))
+        """Shared memory of one stage, bf16."""
+        return 2 * self.k * (self.cta_rows + self.cols)
 
-    @property
-    def held_bytes(self) -> int:
-        """Shared memory of activations that are held, and of the sums of their squares."""
-        if not self.held_channels:
-            return 0
-        num_chunks = self.held_channels // held_chunk(self.held_channels)
-        return self.cols * (2 * self.held_channels + 16 * num_chunks)
+    def out_chunk(self, out_bytes: int) -> int:
+        """Columns of one store of the output."""
+        chunk = self.out_span // out_bytes
+        while self.out_cols % chunk:
+            chunk //= 2
+        return chunk
+
+    def num_chunks(self, out_bytes: int) -> int:
+        """Stores of the output of a warpgroup."""
+        return self.out_cols // self.out_chunk(out_bytes)
+
+    def num_staged(self, out_bytes: int, *, has_residual: bool) -> int:
+        """Chunks of the output that wait in shared memory: all, if a residual comes to each."""
+        num_chunks = self.num_chunks(out_bytes)
+        return num_chunks if has_residual else min(2, num_chunks)
+
+    def other_bytes(self, *, out_bytes: int, has_residual: bool) -> int:
+        """Shared memory beside the ring: staged output, pending sums, barriers and alignment."""
+        staged = 0
+        if not self.shares_slot:
+            chunks = self.num_staged(out_bytes, has_residual=has_residual)
+            staged = self.cta_rows * self.out_chunk(out_bytes) * chunks * out_bytes
+        return staged + self.smem_levels * self.cta_rows * self.cols * 4 + 3072
+
+
+MatmulTiles = FlatTiles | TallTiles
 
 
 def held_chunk(width: int) -> int:
@@ -179,60 +275,25 @@ def held_chunk(width: int) -> int:
 
 
 def smem_bytes(tiles: MatmulTiles, *, out_bytes: int, has_residual: bool = False) -> int:
-    """Shared memory of a CTA: the ring, the staged output, pending sums, barriers."""
-    if tiles.shares_slot:
-        staged = 0
-    elif tiles.is_swapped:
-        staged = tiles.cols * (tiles.rows if tiles.live_rows else tiles.out_rows)
-    else:
-        chunk = output_chunk(tiles, out_bytes)
-        num_chunks = (tiles.rows // 64) * (tiles.out_cols // chunk)
-        staged = 64 * chunk * (num_chunks if has_residual else min(2, num_chunks))
-    pending = tiles.smem_levels * tiles.rows * tiles.cols * 4
-    return (
-        tiles.stages * tiles.stage_bytes
-        + tiles.held_bytes
-        + tiles.num_wgs * (staged * out_bytes + pending)
-        + (1024 if tiles.held_channels else 3072)  # barriers, alignment
-    )
+    """Shared memory of a CTA."""
+    other = tiles.other_bytes(out_bytes=out_bytes, has_residual=has_residual)
+    return tiles.stages * tiles.stage_bytes + other
 
 
-def output_chunk(tiles: MatmulTiles, out_bytes: int) -> int:
-    """Columns of one store of an unswapped tile."""
-    chunk = tiles.out_span // out_bytes
-    while tiles.out_cols % chunk:
-        chunk //= 2
-    return chunk
-
-
-def fill_stages(
-    tiles: MatmulTiles, *, out_bytes: int, has_residual: bool = False, most: int = 12
-) -> MatmulTiles:
+def fill_stages[Tiles: MatmulTiles](
+    tiles: Tiles, *, out_bytes: int, has_residual: bool = False, most: int = 12
+) -> Tiles:
     """As many stages as fit beside the rest."""
     room = SMEM_BYTES // tiles.ctas_per_sm
-    rest = smem_bytes(tiles, out_bytes=out_bytes, has_residual=has_residual)
-    rest -= tiles.stages * tiles.stage_bytes
-    return dataclasses.replace(tiles, stages=min(most, (room - rest) // tiles.stage_bytes))
+    room -= tiles.other_bytes(out_bytes=out_bytes, has_residual=has_residual)
+    return dataclasses.replace(tiles, stages=min(most, room // tiles.stage_bytes))
 
 
-def choose_tiles(
-    *,
-    num_rows: int,
-    num_out: int,
-    num_leaves: int,
-    leaf_len: int,
-    out_bytes: int,
-    has_bias: bool = False,
-    has_residual: bool = False,
-    is_gated: bool = False,
-    has_norm: bool = False,
-    has_terms: bool = False,
-    has_parts: bool = False,
-    has_ranks: bool = False,
-) -> MatmulTiles:
-    """Tiles for a product of `num_rows` activations, by rules found by measuring.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Product:
+    """What the tiles of a product depend on.
 
-    Args:
+    Attributes:
         num_rows: M. Allowed here, and only here, because no tile changes a bit.
         num_out: Rows of the weights: N, or twice the outputs if gated.
         num_leaves: Leaves of this rank; 1 for a one-leaf product.
@@ -247,46 +308,77 @@ def choose_tiles(
         has_parts: The rows are the parts of float32 activations; no bias, no residual, no gate.
         has_ranks: Ranks add their tiles, so that no CTAs share a tree; `MAX_RANKS_ROWS` at most.
     """
-    # Of a wave of tiles of 64 weights, or of 128 gates and ups.
-    widest = (128 if is_gated else 64) * NUM_SMS
-    if has_ranks:
-        tiles = _stream_weights(num_rows, num_out, num_leaves, leaf_len, False, is_whole=True)
-    elif has_parts and 128 < num_rows <= 192:
-        tiles = _three_row_blocks(num_out, num_leaves, leaf_len)
-    elif num_rows <= 32 or (num_rows <= 64 and (num_leaves > 1 or num_out <= widest)):
-        tiles = _stream_weights(num_rows, num_out, num_leaves, leaf_len, is_gated)
-    elif num_leaves > 1:
-        tiles = _tree_tiles(num_rows, num_out, num_leaves, leaf_len)
-        fits_slot = (tiles.rows, tiles.cols, tiles.k) == SLOT_SHAPE and tiles.groups == 1
-        if has_residual and out_bytes == 2 and fits_slot:
-            # WHY: a fifth stage, and products in flight over a step: 1 to 3 % from 512 rows.
-            tiles = dataclasses.replace(tiles, shares_slot=True, delay=1)
-    elif num_rows <= 128 and num_out > 64 * NUM_SMS and not (has_bias and num_out % 128):
-        tiles = _one_wave_tiles(num_rows, num_out, leaf_len, is_gated)
-    else:
-        tiles = _one_leaf_tiles(num_rows, num_out, leaf_len, out_bytes, has_bias, is_gated)
-    if is_gated and num_out % 128:
+
+    num_rows: int
+    num_out: int
+    num_leaves: int
+    leaf_len: int
+    out_bytes: int
+    has_bias: bool = False
+    has_residual: bool = False
+    is_gated: bool = False
+    has_norm: bool = False
+    has_terms: bool = False
+    has_parts: bool = False
+    has_ranks: bool = False
+
+
+def choose_tiles(product: Product) -> MatmulTiles:
+    """Tiles for a product, by rules found by measuring."""
+    p = product
+    tiles = _cut(p)
+    if p.is_gated and p.num_out % 128:
         tiles = dataclasses.replace(tiles, out_span=64)
-    # A router's, in float32: no GPU has run narrow tiles of another dtype.
-    is_plain = num_leaves == 1 and out_bytes == 4 and not (is_gated or has_bias or has_residual)
-    if is_plain and num_rows <= 8 and num_out <= NARROW_OUT and NARROW_ROWS:
-        tiles = dataclasses.replace(tiles, live_rows=NARROW_ROWS, out_span=NARROW_ROWS * out_bytes)
-    if has_norm:
-        copies_rows = num_rows >= COPIED_ROWS and not has_terms
-        tiles = _hold_rows(tiles, num_rows, leaf_len, copies_rows)
-    is_partial = num_leaves > 1 and (tiles.groups > 1 or tiles.is_swapped and not has_residual)
+    if isinstance(tiles, FlatTiles):
+        tiles = _narrow(tiles, p)
+        if p.has_norm:
+            tiles = _hold_rows(tiles, p)
+    is_flat = isinstance(tiles, FlatTiles)
+    is_partial = p.num_leaves > 1 and (tiles.groups > 1 or is_flat and not p.has_residual)
     tiles = fill_stages(
         tiles,
-        out_bytes=4 if is_partial else out_bytes,
-        has_residual=has_residual and not is_partial,
+        out_bytes=4 if is_partial else p.out_bytes,
+        has_residual=p.has_residual and not is_partial,
     )
-    if not has_norm or tiles.copies_rows:
+    if isinstance(tiles, TallTiles) or not tiles.held or tiles.held.copies_rows:
         return tiles
-    return dataclasses.replace(tiles, early_stages=min(EARLY_STAGES, tiles.stages - 1))
+    early = min(EARLY_STAGES, tiles.stages - 1)
+    return dataclasses.replace(tiles, held=dataclasses.replace(tiles.held, early_stages=early))
 
 
-def _hold_rows(tiles: MatmulTiles, num_rows: int, k_len: int, copies_rows: bool) -> MatmulTiles:
+def _cut(p: Product) -> MatmulTiles:
+    """Which operand has 64 rows, and how large a tile is; stages come later."""
+    # Of a wave of tiles of 64 weights, or of 128 gates and ups.
+    widest = (128 if p.is_gated else 64) * NUM_SMS
+    if p.has_ranks:
+        return _stream_weights(p, is_whole=True)
+    if p.has_parts and 128 < p.num_rows <= 192:
+        return _three_row_blocks(p.num_out, p.num_leaves, p.leaf_len)
+    if p.num_rows <= 32 or (p.num_rows <= 64 and (p.num_leaves > 1 or p.num_out <= widest)):
+        return _stream_weights(p)
+    if p.num_leaves > 1:
+        tiles = _tree_tiles(p.num_rows, p.num_out, p.num_leaves, p.leaf_len)
+        # WHY: a fifth stage, and products in flight over a step: 1 to 3 % from 512 rows.
+        shares_slot = p.has_residual and p.out_bytes == 2 and tiles.fits_slot and tiles.groups == 1
+        return dataclasses.replace(tiles, shares_slot=shares_slot)
+    if p.num_rows <= 128 and p.num_out > 64 * NUM_SMS and not (p.has_bias and p.num_out % 128):
+        return _one_wave_tiles(p.num_rows, p.num_out, p.leaf_len, p.is_gated)
+    return _one_leaf_tiles(p)
+
+
+def _narrow(tiles: FlatTiles, p: Product) -> FlatTiles:
+    """Narrow tiles for a router's product, in float32: no GPU has run them of another dtype."""
+    is_plain = p.num_leaves == 1 and p.out_bytes == 4
+    is_plain = is_plain and not (p.is_gated or p.has_bias or p.has_residual)
+    if not (is_plain and p.num_rows <= 8 and p.num_out <= NARROW_OUT and NARROW_ROWS):
+        return tiles
+    return dataclasses.replace(tiles, live_rows=NARROW_ROWS, out_span=NARROW_ROWS * p.out_bytes)
+
+
+def _hold_rows(tiles: FlatTiles, p: Product) -> FlatTiles:
     """Tiles that stream weights, with the activations held and normalised in shared memory."""
+    num_rows, k_len = p.num_rows, p.leaf_len
+    copies_rows = num_rows >= COPIED_ROWS and not p.has_terms
     # Five warpgroups have 96 registers a thread, too few for the values of wider rows.
     num_wgs, most = (tiles.num_wgs, 4) if k_len <= 5120 else (1, 1)
     if copies_rows:
@@ -298,9 +390,7 @@ def _hold_rows(tiles: MatmulTiles, num_rows: int, k_len: int, copies_rows: bool)
     return dataclasses.replace(
         tiles,
         num_wgs=num_wgs,
-        helpers=max(0, sharers - num_wgs),
-        copies_rows=copies_rows,
-        held_channels=k_len,
+        held=HeldRows(channels=k_len, helpers=max(0, sharers - num_wgs), copies_rows=copies_rows),
         # Deep steps leave too few of them in flight beside wider rows.
         k=64 if tiles.is_gated else _largest_divisor(k_len, 256 if k_len <= 4096 else 128),
         ctas_per_sm=1,
@@ -313,21 +403,15 @@ def _largest_divisor(leaf_len: int, most: int) -> int:
     return most
 
 
-def _stream_weights(
-    num_rows: int,
-    num_out: int,
-    num_leaves: int,
-    leaf_len: int,
-    is_gated: bool,
-    is_whole: bool = False,
-) -> MatmulTiles:
-    """Weights as the 64-row operand: few activations, so the copy of the weights is all."""
+def _stream_weights(p: Product, *, is_whole: bool = False) -> FlatTiles:
+    """Few activations, so the copy of the weights is all; `is_whole`: CTAs share no tree."""
+    num_rows, num_out, num_leaves, is_gated = p.num_rows, p.num_out, p.num_leaves, p.is_gated
     rows = 128 if is_gated else 64
     blocks = num_out // rows
     cols = -(-num_rows // 8) * 8
     groups = 1
     if num_leaves > 1 and not is_whole:
-        wanted = 64 if cols <= 32 or num_leaves * leaf_len < 4096 else 128
+        wanted = 64 if cols <= 32 or num_leaves * p.leaf_len < 4096 else 128
         while groups < num_leaves and blocks * groups < wanted:
             groups *= 2
     # WHY, gated: 256 weights a CTA 56.2 us at 8 rows, two CTAs an SM 57.1. Tiles of 128, in a wave
@@ -339,30 +423,25 @@ def _stream_weights(
     # WHY, whole: CTAs that wait for those of other ranks must all be resident.
     ctas_per_sm = 2 if blocks > NUM_SMS and not is_gated and not is_whole else 1
     is_deep = (cols == 8 or (cols == 16 and ctas_per_sm == 1)) and not is_gated
-    k = _largest_divisor(leaf_len, 256 if is_deep else 128)
-    return MatmulTiles(
-        is_swapped=True,
-        rows=rows,
+    return FlatTiles(
         cols=cols,
         num_wgs=2 if is_wide else 1,
-        k=k,
+        k=_largest_divisor(p.leaf_len, 256 if is_deep else 128),
         stages=2,
         groups=groups,
-        delay=1,
         ctas_per_sm=ctas_per_sm,
         is_gated=is_gated,
     )
 
 
-def _one_wave_tiles(num_rows: int, num_out: int, leaf_len: int, is_gated: bool) -> MatmulTiles:
+def _one_wave_tiles(num_rows: int, num_out: int, leaf_len: int, is_gated: bool) -> TallTiles:
     """Up to 128 activations, all in every CTA; 224 weights each if that wastes less of a wave."""
     cols = (
         224
         if num_out % 224 == 0 and _waves(num_out, 224) * 224 < _waves(num_out, 128) * 128
         else 128
     )
-    return MatmulTiles(
-        is_swapped=False,
+    return TallTiles(
         cols=cols,
         num_wgs=1 if num_rows <= 64 else 2,
         k=_largest_divisor(leaf_len, 128 if is_gated or num_rows > 64 and cols == 128 else 64),
@@ -381,11 +460,10 @@ _TALL_COLS = ((256, 0.98), (224, 0.96), (192, 0.94), (128, 0.92), (96, 0.85), (6
 """Columns of a tile and the share of the tensor core's rate it reached, measured 2026-11."""
 
 
-def _one_leaf_tiles(
-    num_rows: int, num_out: int, leaf_len: int, out_bytes: int, has_bias: bool, is_gated: bool
-) -> MatmulTiles:
+def _one_leaf_tiles(p: Product) -> MatmulTiles:
     """The tile with the least waves times area over rate."""
-    k = _largest_divisor(leaf_len, 64)
+    num_rows, num_out, out_bytes, is_gated = p.num_rows, p.num_out, p.out_bytes, p.is_gated
+    k = _largest_divisor(p.leaf_len, 64)
 
     def waves(num_tiles):
         return -(-num_tiles // NUM_SMS)
@@ -394,44 +472,40 @@ def _one_leaf_tiles(
         cols, rate = option
         return waves(-(-num_rows // 128) * -(-num_out // cols)) * cols / rate
 
-    options = [option for option in _TALL_COLS if not (has_bias and num_out % option[0])]
+    options = [option for option in _TALL_COLS if not (p.has_bias and num_out % option[0])]
     cols, _ = best = min(options, key=cost)
     rows, most_cols = (128, 128) if is_gated else (64, 256)
     parts = -(-num_rows // most_cols)
     flat_cols = -(-num_rows // (8 * parts)) * 8
     flat_cost = waves(-(-num_out // (2 * rows)) * parts) * flat_cols * (rows // 64) / 0.8
     if out_bytes == 2 and num_rows % 128 and flat_cost < cost(best):
-        return MatmulTiles(
-            is_swapped=True, rows=rows, cols=flat_cols, k=k, stages=2, delay=1, is_gated=is_gated
-        )
+        return FlatTiles(cols=flat_cols, num_wgs=2, k=k, stages=2, is_gated=is_gated)
     if is_gated and num_rows >= 2048:
         # WHY: less area past the end at 4000 rows: 1401 us against 1439 to 1481, gate_up.
         big = waves(-(-num_rows // 192) * -(-num_out // 192)) * 192 * 1.5 / 0.975
         if big < cost(best):
-            return MatmulTiles(
-                is_swapped=False, cols=192, num_wgs=3, k=k, stages=2, cluster_cols=2,
-                out_span=64, is_gated=True,
-            )  # fmt: skip
-    return MatmulTiles(
-        is_swapped=False,
+            return TallTiles(
+                cols=192, num_wgs=3, k=k, stages=2, cluster=(1, 2), out_span=64, is_gated=True
+            )
+    return TallTiles(
         cols=cols,
         k=k,
         stages=2,
-        cluster_rows=2 if cols == 256 and num_rows >= 2048 else 1,
+        cluster=(2, 1) if cols == 256 and num_rows >= 2048 else (1, 1),
         out_span=64 if cols in (192, 224) or (cols == 256 and out_bytes == 4) else 128,
         is_gated=is_gated,
     )
 
 
-def _three_row_blocks(num_out: int, num_leaves: int, leaf_len: int) -> MatmulTiles:
+def _three_row_blocks(num_out: int, num_leaves: int, leaf_len: int) -> TallTiles:
     """Three blocks of 64 rows, and none that TMA fills with zeros: 0.63 us a row of 14336."""
     k = _largest_divisor(leaf_len, 64)
     if num_leaves > 1:
         # WHY: 50 us at 192 rows of down where two blocks of 128 took 92, 65 at 136 where they took
         # 125 (2026-11).
         levels = num_leaves.bit_length() - 1
-        return MatmulTiles(
-            is_swapped=False, cols=128, num_wgs=1, k=k, stages=2, is_paired=True,
+        return TallTiles(
+            cols=128, num_wgs=1, k=k, stages=2, is_paired=True,
             smem_levels=1 if levels > 2 else 0,
         )  # fmt: skip
 
@@ -441,13 +515,13 @@ def _three_row_blocks(num_out: int, num_leaves: int, leaf_len: int) -> MatmulTil
 
     # Beside a loading warpgroup three have 128 registers, and wgmma of 224 columns needs 138.
     cols, _ = min((option for option in _TALL_COLS if option[0] <= 192), key=cost)
-    return MatmulTiles(
-        is_swapped=False, cols=cols, num_wgs=3, k=k, stages=2,
+    return TallTiles(
+        cols=cols, num_wgs=3, k=k, stages=2,
         out_span=64 if cols == 192 else 128,
     )  # fmt: skip
 
 
-def _tree_tiles(num_rows: int, num_out: int, num_leaves: int, leaf_len: int) -> MatmulTiles:
+def _tree_tiles(num_rows: int, num_out: int, num_leaves: int, leaf_len: int) -> TallTiles:
     """64 rows by 128 columns a warpgroup, as eight leaves' sums then fit in registers."""
     levels = num_leaves.bit_length() - 1
     row_tiles = -(-num_rows // 128)
@@ -459,8 +533,7 @@ def _tree_tiles(num_rows: int, num_out: int, num_leaves: int, leaf_len: int) -> 
         levels -= groups.bit_length() - 1
     is_deep = cols == 128 and levels > 2
     k = _largest_divisor(leaf_len, 64 if cols == 128 else 128)
-    return MatmulTiles(
-        is_swapped=False,
+    return TallTiles(
         cols=cols,
         k=k,
         stages=2,

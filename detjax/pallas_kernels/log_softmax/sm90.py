@@ -13,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, memref
 
+from detjax.pallas_kernels import sm90_ptx as ptx
 from detjax.pallas_kernels import sm90_rows as rows
 
 BLOCK = 128
@@ -184,7 +185,7 @@ def log_probs(logits, lse, *, interpret: bool = False) -> jax.Array:
 
         @plgpu.inline_mgpu(
             arg_types=(
-                plgpu.RefType(), plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WG_SPLAT(()),
+                plgpu.RefType(), plgpu.RefType(), plgpu.RefType(), ptx.SCALAR,
             )
         )  # fmt: skip
         def emit(ctx, logits_ref, lse_ref, out_ref, cta):

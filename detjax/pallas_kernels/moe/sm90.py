@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from detjax.pallas_kernels.linear.sm90 import linear, sum_norm_linear
+from detjax.pallas_kernels.linear.sm90_flat_matmul import InputNorm
 from detjax.pallas_kernels.moe import sm90_tiles
 from detjax.pallas_kernels.moe.sm90_combine import (
     combine_rows_add_rms_norm,
@@ -265,8 +266,9 @@ def combine_experts_norm_linear(
     if not defers_experts(*residual.shape):
         total, x = combine_experts_add_rms_norm(y, weights, residual, gain, eps=eps)
         return linear(x, w, bias, out_dtype=out_dtype), total
+    terms = y.reshape(-1, y.shape[-1]), weights
+    norm = InputNorm(gain=gain, terms=terms, eps=eps, read_row=read_experts)
     out, total, _ = sum_norm_linear(
-        residual, (y.reshape(-1, y.shape[-1]), weights), read_experts, gain, w, bias,
-        eps=eps, out_dtype=out_dtype, interpret=interpret,
-    )  # fmt: skip
+        residual, w, bias, norm, out_dtype=out_dtype, interpret=interpret
+    )
     return out, total

@@ -64,20 +64,20 @@ def _combine(y, places, weights, *, interpret: bool) -> jax.Array:
     size = rows.LANES * vec_len
     math = rows.strided(size, vec_len, interpret)
 
-    def body(*refs):
-        refs = list(refs)
-        y_gmem = refs.pop(0)
-        places_gmem = None if places is None else refs.pop(0)
-        weights_gmem, out_gmem = refs
+    def body(
+        y_gmem,  # [S, D]
+        places_gmem,  # [M, k] int32, or None
+        weights_gmem,  # [M, k] f32
+        out_gmem,  # [M, D] f32
+    ):
         row, columns = lax.axis_index("row"), pl.ds(lax.axis_index("piece") * size, size)
         slots, scales = _reader(y_gmem, places_gmem, weights_gmem, row, top_k)
         ys = [math.load(y_gmem.at[slot, columns]) for slot in slots]
         out_gmem[row, columns] = _weighted(ys, scales, math)
 
-    operands = [y] + ([] if places is None else [places]) + [weights]
     return rows.run_kernel(
         body,
-        operands,
+        (y, places, weights),
         out=jax.ShapeDtypeStruct((num_rows, width), jnp.float32),
         grid={"piece": width // size, "row": num_rows},
         name="detjax_moe_combine",
@@ -118,11 +118,17 @@ def combine_rows_add_rms_norm(
     math = rows.strided(chunk, form.vec_len, interpret)
     dtype = residual.dtype
 
-    def body(*refs):
-        refs = list(refs)
-        y_gmem = refs.pop(0)
-        places_gmem = None if places is None else refs.pop(0)
-        weights_gmem, residual_gmem, gain_gmem, total_gmem, out_gmem, sums_smem, ready = refs
+    def body(
+        y_gmem,  # [S, D]
+        places_gmem,  # [M, k] int32, or None
+        weights_gmem,  # [M, k] f32
+        residual_gmem,  # [M, D]
+        gain_gmem,  # [D]
+        total_gmem,  # [M, D]
+        out_gmem,  # [M, D]
+        sums_smem,  # [chunks, LANES] f32
+        ready,  # all warpgroups have added their squares; None for one warpgroup
+    ):
         row = lax.axis_index("row")
         first_chunk = lax.axis_index("wg") * each if warpgroups > 1 else 0
         columns = [pl.ds((first_chunk + i) * chunk, chunk) for i in range(each)]
@@ -147,12 +153,11 @@ def combine_rows_add_rms_norm(
             normed = math.mul(math.mul(v, scale), g.astype(jnp.float32))
             out_gmem[row, c] = normed.astype(dtype)  # ROUND: once
 
-    operands = [y] + ([] if places is None else [places]) + [weights, residual, gain]
     shape = jax.ShapeDtypeStruct(residual.shape, dtype)
     options = {"num_threads": warpgroups, "thread_name": "wg"} if warpgroups > 1 else {}
     total, out = rows.run_kernel(
         body,
-        operands,
+        (y, places, weights, residual, gain),
         out=[shape, shape],
         grid={"row": num_rows},
         name="detjax_moe_combine_rms_norm",

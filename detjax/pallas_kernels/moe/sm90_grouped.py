@@ -8,6 +8,7 @@ the 64-row one. A tile that is not full multiplies its neighbours' rows too and 
 
 import functools
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +17,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from detjax.pallas_kernels import sm90_rows
-from detjax.pallas_kernels.linear.sm90_sums import leaf_sum, put_transposed, tiled
-from detjax.pallas_kernels.linear.tiles import NUM_SMS, SMEM_BYTES
+from detjax.pallas_kernels.linear.sm90_sums import (
+    COMPILER_PARAMS,
+    leaf_sum,
+    put_transposed,
+    tiled,
+    views,
+)
+from detjax.pallas_kernels.linear.tiles import NUM_SMS
 from detjax.pallas_kernels.moe import sm90_lanes as lanes
 from detjax.pallas_kernels.moe.sm90_route import route_rows
 from detjax.pallas_kernels.moe.sm90_schedule import (
@@ -30,80 +37,10 @@ from detjax.pallas_kernels.moe.sm90_schedule import (
     schedule_few,
     work_shapes,
 )
+from detjax.pallas_kernels.moe.sm90_tiles import SPAN, GroupedTiles
+from detjax.pallas_kernels.sm90_ptx import read_now
+from detjax.pallas_kernels.sm90_ring import Ring
 from detjax.pallas_kernels.swiglu.sm90 import gated_bf16
-
-SPAN = 64
-"""Channels of bfloat16 that are one swizzle span, 128 bytes."""
-
-_OTHER_BYTES = 3072
-"""Shared memory for barriers and alignment."""
-
-_LIST_BYTES = 4096
-"""Shared memory for the list of few rows."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GroupedTiles:
-    """How a grouped product is cut into CTAs. Free: no field changes the order of a sum.
-
-    Attributes:
-        is_swapped: Whether weights are the 64-row wgmma operand, so that rows may be few.
-        is_gated: Whether half of the weights are gates and half their ups.
-        cols: N of wgmma: rows of an expert if swapped, else weights.
-        num_wgs: Compute warpgroups; each has 64 weights (128 if gated) if swapped, else 64 rows.
-        k: Depth of a stage of the ring.
-        stages: Stages in shared memory.
-        delay: Stages whose products may still run when the next is issued.
-    """
-
-    is_swapped: bool
-    is_gated: bool
-    cols: int
-    num_wgs: int
-    k: int
-    stages: int = 0
-    delay: int = 0
-
-    def __post_init__(self):
-        """Refuse what wgmma or TMA cannot do."""
-        if self.cols % 8 or not 8 <= self.cols <= 256:
-            raise ValueError(f"{self.cols=} must be a multiple of 8 in 8..256")
-        if not self.is_swapped and self.out_cols % SPAN:
-            raise ValueError(f"{self.cols=} must leave outputs in sixty-fours")
-        if self.num_wgs not in (1, 2):
-            raise ValueError(f"{self.num_wgs=} must be 1 or 2")
-        if self.k % SPAN:
-            raise ValueError(f"{self.k=} must be a multiple of {SPAN}")
-
-    @property
-    def wg_rows(self) -> int:
-        """Rows of a warpgroup's accumulator."""
-        return 128 if self.is_swapped and self.is_gated else 64
-
-    @property
-    def tile_rows(self) -> int:
-        """Most rows of an expert in a tile."""
-        return self.cols if self.is_swapped else 64 * self.num_wgs
-
-    @property
-    def cta_weights(self) -> int:
-        """Weights of a tile, gates and ups."""
-        return self.wg_rows * self.num_wgs if self.is_swapped else self.cols
-
-    @property
-    def out_cols(self) -> int:
-        """Outputs of a tile, of each row."""
-        return self.cta_weights // 2 if self.is_gated else self.cta_weights
-
-    @property
-    def stage_bytes(self) -> int:
-        """Shared memory of one stage."""
-        return 2 * self.k * (self.tile_rows + self.cta_weights)
-
-    @property
-    def staged_bytes(self) -> int:
-        """Shared memory of the outputs that wait for their store."""
-        return 2 * (self.cols * self.out_cols if self.is_swapped else self.num_wgs * 2 * 64 * SPAN)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,14 +56,6 @@ class Few:
     top_k: int
     routes: bool = False
     renormalise: bool = False
-
-
-def fill_stages(tiles: GroupedTiles, most: int = 12) -> GroupedTiles:
-    """As many stages as fit."""
-    room = SMEM_BYTES - tiles.staged_bytes - _OTHER_BYTES
-    room -= _LIST_BYTES if tiles.is_swapped else 0
-    fields = {f: getattr(tiles, f) for f in GroupedTiles.__dataclass_fields__}
-    return GroupedTiles(**(fields | {"stages": min(most, room // tiles.stage_bytes)}))
 
 
 def _rows_block(shape, is_interpreted: bool):
@@ -162,6 +91,542 @@ def _store_rows(staged, block, out_gmem, start, count, most: int, cols) -> None:
     plgpu.commit_smem_to_gmem_group()
 
 
+class _Operands(NamedTuple):
+    """Arrays in device memory; None where the product has none."""
+
+    x: Any  # [S, K] bf16, sorted; [M, K] where every CTA makes the list of tiles
+    w: Any  # [e, N, K] bf16; [e, 2 F, K] if gated, F rows of gates and F of ups
+    work: Any = None  # `Work`: the list of tiles
+    logits: Any = None  # [M, e] f32, of the router
+    ids: Any = None  # [S] int32, the expert of each slot
+    first_expert: Any = None  # [1] int32
+
+
+class _Results(NamedTuple):
+    """Arrays in device memory; None where the product makes none."""
+
+    out: Any  # [S, N] bf16
+    work: Any = None  # `Work`: the list of tiles
+    ids: Any = None  # [M, k] int32
+    weights: Any = None  # [M, k] f32
+
+
+class _Memory(NamedTuple):
+    """Shared memory of a CTA, and its barriers; None where the product has none."""
+
+    x: Any  # [stages, slabs, tile_rows, SPAN] bf16
+    w: Any  # [stages, cta_weights, k] bf16
+    out: Any  # [num_wgs, cols, wg_out] bf16 if swapped, else [num_wgs, 2, 64, SPAN]
+    zeros: Any  # [256] bf16
+    work: Any  # `Work`: the list of tiles
+    experts: Any  # [k] int32, of one row
+    few: Any  # of `schedule_few`
+    full: Any  # [stages]
+    empty: Any  # [stages]
+    listed: Any  # the list of tiles is made
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Plan:
+    """The numbers of a launch.
+
+    Attributes:
+        tiles: How it is cut.
+        num_rows: Rows of `x`.
+        num_local: Experts here.
+        num_out: N.
+        k_len: K.
+        few: How the kernel makes the list of its tiles; None if it is given one.
+        is_one_row: Whether rank r of one row is tile r, and a list is the experts of the ranks.
+        by_slot: Whether the output's rows lie in order of slot.
+        writes_zeros: Whether slots of experts that are not here get zeros.
+        is_interpreted: Whether a CPU interprets the kernel.
+    """
+
+    tiles: GroupedTiles
+    num_rows: int
+    num_local: int
+    num_out: int
+    k_len: int
+    few: Few | None
+    is_one_row: bool
+    by_slot: bool
+    writes_zeros: bool
+    is_interpreted: bool
+
+    @property
+    def makes_list(self) -> bool:
+        """Whether every CTA makes the list of tiles, which it then reads in shared memory."""
+        return self.few is not None and not self.is_one_row
+
+    @property
+    def num_slots(self) -> int:
+        """Rows of the output."""
+        return self.num_rows * (self.few.top_k if self.few else 1)
+
+    @property
+    def places_rows(self) -> bool:
+        """Whether rows of a tile are stored one by one, each to its place."""
+        return self.few is not None or self.by_slot
+
+    @property
+    def steps(self) -> int:
+        """Steps of the ring in a tile."""
+        return self.k_len // self.tiles.k
+
+    @property
+    def slabs(self) -> int:
+        """Slabs of `SPAN` columns in a step."""
+        return self.tiles.k // SPAN
+
+    @property
+    def col_tiles(self) -> int:
+        """Tiles of the outputs of a row."""
+        return self.num_out // self.tiles.out_cols
+
+    @property
+    def wg_out(self) -> int:
+        """Outputs of a warpgroup."""
+        t = self.tiles
+        return t.out_cols // t.num_wgs if t.is_swapped else t.out_cols
+
+    @property
+    def work_shapes(self) -> Work:
+        """Shapes of the list of tiles."""
+        return work_shapes(self.num_slots, self.num_local, self.tiles.tile_rows)
+
+    @property
+    def num_ctas(self) -> int:
+        """CTAs of the persistent grid."""
+        most = self.num_slots if self.is_one_row else self.work_shapes.tiles.shape[1]
+        return min(NUM_SMS, most * self.col_tiles)
+
+    @property
+    def has_register_shares(self) -> bool:
+        """Whether registers move from the warpgroup that loads to those that multiply."""
+        return self.tiles.num_wgs > 1 and self.few is None
+
+    @property
+    def weight_pieces(self) -> list[tuple[int, int, int]]:
+        """Rows of a stage of weights, how many, and where they lie from the tile's first weight."""
+        t, half = self.tiles, self.wg_out
+        if not t.is_gated:
+            return [(0, t.cta_weights, 0)]
+        return [
+            (2 * start + i * half, half, start + i * self.num_out)
+            for start in range(0, t.out_cols, half)
+            for i in range(2)
+        ]
+
+    def check(self) -> None:
+        """Refuse products that these tiles do not divide, or do not place."""
+        t = self.tiles
+        if self.k_len % t.k:
+            raise ValueError(f"{t.k=} must divide K={self.k_len}")
+        if self.num_out % t.out_cols:
+            raise ValueError(f"{t.out_cols=} must divide N={self.num_out}")
+        if self.is_one_row and self.few is not None and self.num_rows != 1:
+            raise ValueError(f"{self.num_rows=} must be one row")
+        if self.places_rows and not t.is_swapped:
+            raise ValueError("rows are placed one by one only by swapped tiles")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Cta:
+    """What the warpgroups of a CTA do."""
+
+    plan: _Plan
+    operands: _Operands
+    results: _Results
+    memory: _Memory
+    wg: Any
+    cta: Any
+
+    @property
+    def ring(self) -> Ring:
+        return Ring(
+            full=self.memory.full,
+            empty=self.memory.empty,
+            num_slots=self.plan.tiles.stages,
+        )
+
+    @property
+    def x_views(self) -> tuple:
+        """The rows in shared memory as wgmma and as TMA see them."""
+        return views(self.memory.x, not self.plan.is_interpreted)
+
+    @property
+    def out_views(self) -> tuple:
+        """The staged output as threads and as TMA see it."""
+        return views(self.memory.out, not self.plan.is_interpreted)
+
+    @property
+    def work(self) -> Work:
+        """The list of tiles."""
+        return self.memory.work if self.plan.makes_list else self.operands.work
+
+    @property
+    def experts(self):
+        """The expert of each rank of one row."""
+        return self.memory.experts if self.plan.few else self.operands.ids
+
+    def num_turns(self):
+        """Tiles that this CTA takes."""
+        plan = self.plan
+        num_tiles = jnp.int32(plan.num_slots) if plan.is_one_row else self.work.num_tiles[0]
+        items = num_tiles * plan.col_tiles
+        return lax.div(items - self.cta + (plan.num_ctas - 1), jnp.int32(plan.num_ctas))
+
+    def locate(self, turn):
+        """The entry of the list, and the first output of the tile."""
+        item, col_tiles = (
+            turn * self.plan.num_ctas + self.cta,
+            jnp.int32(self.plan.col_tiles),
+        )
+        entry = lax.div(item, col_tiles)
+        return entry, lax.rem(item, col_tiles) * self.plan.tiles.out_cols
+
+    def expert_of(self, entry):
+        """The expert of a tile."""
+        return self.experts[entry] if self.plan.is_one_row else self.work.tiles[EXPERT, entry]
+
+    def rows_of(self, entry):
+        """First sorted row of a tile, and how many."""
+        if self.plan.is_one_row:
+            return entry, jnp.int32(1)
+        return self.work.tiles[START, entry], self.work.tiles[COUNT, entry]
+
+    def run(self) -> None:
+        """All warpgroups; which one it is decides what it does."""
+        num_wgs = self.plan.tiles.num_wgs
+        pl.when(self.wg < num_wgs)(self.compute)
+        pl.when(self.wg == num_wgs)(self.load)
+
+    # -------------------------------------------------------------- the warpgroups that multiply
+
+    def compute(self) -> None:
+        """Multiply and store the tiles of this CTA."""
+        if self.plan.has_register_shares:
+            plgpu.set_max_registers(232, action="increase")
+        if self.plan.makes_list:
+            plgpu.barrier_wait(self.memory.listed)
+        one_tile = self.flat_tile if self.plan.tiles.is_swapped else self.tall_tile
+
+        def one_turn(turn, _):
+            entry, col = self.locate(turn)
+            start, count = self.rows_of(entry)
+            one_tile(turn * self.plan.steps, start, count, col)
+            return ()
+
+        lax.fori_loop(0, self.num_turns(), one_turn, ())
+        plgpu.wait_smem_to_gmem(0)
+
+    def flat_tile(self, first, start, count, col) -> None:
+        """A tile whose rows are the N operand; `first` is its first step of the ring."""
+        slots = self.slots_of(start)
+        self.store_flat(self.product(first), start, count, col, slots)
+
+    def tall_tile(self, first, start, count, col) -> None:
+        """A tile of 64 rows a warpgroup; one without rows gives back its steps of the ring."""
+        mine = jnp.clip(count - self.wg * 64, 0, 64)
+
+        @pl.when(mine > 0)
+        def _():
+            self.store_tall(self.product(first), start + self.wg * 64, mine, col)
+
+        @pl.when(mine == 0)
+        def _():
+            def pass_over(i, _):
+                self.ring.wait(first + i)
+                self.ring.release(first + i)
+                return ()
+
+            lax.fori_loop(0, self.plan.steps, pass_over, ())
+
+    def product(self, first):
+        """The accumulator of a tile, [wg_rows, cols] f32."""
+        plan, t, ring = self.plan, self.plan.tiles, self.ring
+        x_smem, w_smem = self.x_views[0], self.memory.w
+
+        def multiply(i, acc):
+            slot = ring.slot(first + i)
+            wg_rows = pl.ds(self.wg * t.wg_rows, t.wg_rows)
+            for s in range(plan.slabs):
+                k = pl.ds(s * SPAN, SPAN)
+                if t.is_swapped:
+                    plgpu.wgmma(acc, w_smem.at[slot, wg_rows, k], x_smem.at[slot, s].T)
+                else:
+                    plgpu.wgmma(acc, x_smem.at[slot, s, wg_rows], w_smem.at[slot, :, k].T)
+
+        return leaf_sum(
+            (t.wg_rows, t.cols),
+            plan.steps,
+            take=lambda i: ring.wait(first + i),
+            multiply=multiply,
+            give=lambda i: ring.release(first + i),
+            in_flight=t.delay * plan.slabs,
+        )
+
+    def slots_of(self, start) -> list:
+        """Slots of a tile's rows, read ahead of its product, as each would wait for memory."""
+        plan = self.plan
+        if not plan.places_rows:
+            return []
+        if plan.is_one_row:
+            return [start]
+        places = [jnp.minimum(start + i, plan.num_slots - 1) for i in range(plan.tiles.cols)]
+        if plan.makes_list:
+            return [self.work.order[place] for place in places]
+        return [read_now(self.work.order, p, is_interpreted=plan.is_interpreted) for p in places]
+
+    def gated(self, gates, ups):
+        """SwiGLU of two accumulators, in bfloat16."""
+        math = sm90_rows.Arithmetic(
+            layout=plgpu.Layout.WGMMA, is_interpreted=self.plan.is_interpreted
+        )
+        return gated_bf16(gates, ups, math)
+
+    def store_flat(self, total, start, count, col, slots: list) -> None:
+        """Store a transposed accumulator: its rows in sorted order, or each at its place."""
+        plan, t, (out_smem, out_tma) = self.plan, self.plan.tiles, self.out_views
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        out = self.gated(total[:64], total[64:]) if t.is_gated else total
+        put_transposed(out, out_smem.at[self.wg])
+        cols = pl.ds(col + self.wg * plan.wg_out, plan.wg_out)
+        if not plan.places_rows:
+            _store_rows(out_tma, (self.wg,), self.results.out, start, count, t.cols, cols)
+            return
+        for i, slot in enumerate(slots):
+            if plan.is_one_row:
+                source, row = 0, slot
+            elif plan.few is None:
+                source, row = i, slot
+            else:
+                source, row = lax.div(slot, jnp.int32(plan.few.top_k)), start + i
+
+            @pl.when(i < count)
+            def _(source=source, row=row):
+                plgpu.copy_smem_to_gmem(
+                    out_tma.at[self.wg, pl.ds(source, 1)],
+                    self.results.out.at[pl.ds(row, 1), cols],
+                    commit_group=False,
+                )
+
+        plgpu.commit_smem_to_gmem_group()
+
+    def store_tall(self, total, start, count, col) -> None:
+        """Store the first `count` rows of an accumulator."""
+        t, (out_smem, out_tma) = self.plan.tiles, self.out_views
+        for i, c in enumerate(range(0, t.out_cols, SPAN)):
+            block = total[:, c : c + SPAN]
+            if t.is_gated:
+                block = self.gated(block, total[:, t.out_cols + c : t.out_cols + c + SPAN])
+            staged = (self.wg, i % 2)
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+            out_smem.at[*staged][...] = block.astype(jnp.bfloat16)  # ROUND: once
+            plgpu.commit_smem()
+            _store_rows(
+                out_tma,
+                staged,
+                self.results.out,
+                start,
+                count,
+                64,
+                pl.ds(col + c, SPAN),
+            )
+
+    # ------------------------------------------------------------------ the warpgroup that loads
+
+    def load(self) -> None:
+        """Make the list of tiles if none is given, then fill the ring with their steps."""
+        plan = self.plan
+        if plan.has_register_shares:
+            plgpu.set_max_registers(40, action="decrease")
+        if plan.makes_list:
+            self.make_list()
+        elif plan.few is not None:
+            self.route_into(self.memory.experts)
+            plgpu.commit_smem()
+
+        def one_tile(turn, _):
+            entry, col = self.locate(turn)
+            expert = self.expert_of(entry)
+            row = jnp.int32(0) if plan.few else self.rows_of(entry)[0]
+
+            first = turn * plan.steps
+
+            def step(i, _):
+                self.load_step(first, i, expert, row, col)
+                return ()
+
+            lax.fori_loop(0, plan.steps, step, ())
+            return ()
+
+        turns = self.num_turns()
+        lax.fori_loop(0, turns, one_tile, ())
+        if plan.writes_zeros:
+            self.write_zeros()
+        if plan.makes_list:
+            pl.when(self.cta == 0)(self.write_list)
+        self.ring.drain(turns * plan.steps)
+
+    def load_step(self, first, i, expert, row, col) -> None:
+        """Copy step `i` of a tile, whose first step is the ring's step `first`."""
+        plan, k_step = self.plan, self.plan.tiles.k
+        slot = self.ring.claim(first + i)
+        full = self.memory.full.at[slot]
+        for piece, size, offset in plan.weight_pieces:
+            plgpu.copy_gmem_to_smem(
+                self.operands.w.at[expert, pl.ds(col + offset, size), pl.ds(i * k_step, k_step)],
+                self.memory.w.at[slot, pl.ds(piece, size)],
+                full,
+            )
+        for s in range(plan.slabs):
+            plgpu.copy_gmem_to_smem(
+                self.operands.x.at[
+                    pl.ds(row, plan.tiles.tile_rows), pl.ds(i * k_step + s * SPAN, SPAN)
+                ],
+                self.x_views[1].at[slot, s],
+                full,
+            )
+
+    def make_list(self) -> None:
+        """List the tiles of few rows in shared memory."""
+        plan = self.plan
+        schedule_few(
+            self.put_ids, plan.num_slots, self.work, self.memory.few,
+            num_local=plan.num_local, tile_rows=plan.tiles.tile_rows,
+            is_interpreted=plan.is_interpreted,
+        )  # fmt: skip
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(self.memory.listed)
+
+    def put_ids(self, ids_smem, math) -> None:
+        """The experts of all slots, in shared memory."""
+        operands, plan = self.operands, self.plan
+        assert plan.few is not None
+        if not plan.few.routes:
+            ids_smem[...] = local_ids(
+                operands.ids, 0, operands.first_expert[0], plan.num_local, math
+            )
+            return
+        ids_smem[...] = math.full((sm90_rows.LANES,), -1, jnp.int32)
+        plgpu.commit_smem()
+        self.route_into(ids_smem)
+
+    def route_into(self, ids_smem) -> None:
+        """Choose the experts of all rows; the first CTA keeps them and their weights."""
+        plan, few = self.plan, self.plan.few
+        assert few is not None
+        route_rows(
+            self.operands.logits, 0, (self.results.ids, self.results.weights), ids_smem,
+            num_rows=plan.num_rows, is_kept=self.cta == 0, num_experts=plan.num_local,
+            top_k=few.top_k, renormalise=few.renormalise, is_interpreted=plan.is_interpreted,
+        )  # fmt: skip
+
+    def write_list(self) -> None:
+        """Copy the list of tiles to device memory, for launches to come."""
+        copy = functools.partial(lanes.copy, is_interpreted=self.plan.is_interpreted)
+        for i in range(3):
+            copy(self.work.tiles.at[i], self.results.work.tiles.at[i])
+        copy(self.work.num_tiles, self.results.work.num_tiles)
+        copy(self.work.order, self.results.work.order)
+
+    def write_zeros(self) -> None:
+        """Zeros for the slots of experts that are not here."""
+        plan, zeros_smem = self.plan, self.memory.zeros
+        first_expert = self.operands.first_expert[0]
+        span = next(s for s in (256, 128, 64) if plan.num_out % s == 0)
+        zeros_smem[...] = jnp.zeros(zeros_smem.shape, zeros_smem.dtype)
+        plgpu.commit_smem()
+
+        def one_slot(turn, _):
+            slot = turn * plan.num_ctas + self.cta
+            expert = self.operands.ids[slot] - first_expert
+
+            @pl.when((expert < 0) | (expert >= plan.num_local))
+            def _():
+                for c in range(0, plan.num_out, span):
+                    plgpu.copy_smem_to_gmem(
+                        zeros_smem.at[pl.ds(0, span)],
+                        self.results.out.at[slot, pl.ds(c, span)],
+                    )
+
+            return ()
+
+        turns = lax.div(plan.num_slots - self.cta + (plan.num_ctas - 1), jnp.int32(plan.num_ctas))
+        lax.fori_loop(0, turns, one_slot, ())
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _memory_types(plan: _Plan) -> _Memory:
+    t, bf16 = plan.tiles, jnp.bfloat16
+    out_shape = (t.num_wgs, t.cols, plan.wg_out) if t.is_swapped else (t.num_wgs, 2, 64, SPAN)
+    x_shape = (t.stages, plan.slabs, t.tile_rows, SPAN)
+    work = jax.tree.map(lambda s: plgpu.SMEM(s.shape, s.dtype), plan.work_shapes)
+    copies = len(plan.weight_pieces) + plan.slabs
+    is_routed_row = plan.is_one_row and plan.few is not None
+    return _Memory(
+        x=_rows_block(x_shape, plan.is_interpreted),
+        w=plgpu.SMEM((t.stages, t.cta_weights, t.k), bf16, transforms=tiled(SPAN, bf16)),
+        out=_rows_block(out_shape, plan.is_interpreted),
+        zeros=plgpu.SMEM((256,), bf16) if plan.writes_zeros else None,
+        work=work if plan.makes_list else None,
+        experts=plgpu.SMEM((plan.num_slots,), jnp.int32) if is_routed_row else None,
+        few=few_memory(plan.num_local) if plan.makes_list else None,
+        full=plgpu.Barrier(num_arrivals=copies, num_barriers=t.stages),
+        empty=plgpu.Barrier(num_arrivals=t.num_wgs, num_barriers=t.stages),
+        listed=plgpu.Barrier() if plan.makes_list else None,
+    )
+
+
+def _grouped(
+    operands: _Operands, *, tiles: GroupedTiles, by_slot: bool = False, few: Few | None = None,
+    is_one_row: bool = False, interpret,
+) -> _Results:  # fmt: skip
+    """Launch the kernel; what the arguments are says `_Plan`."""
+    num_rows, k_len = operands.x.shape
+    num_local, num_weights, _ = operands.w.shape
+    plan = _Plan(
+        tiles=tiles, num_rows=num_rows, num_local=num_local,
+        num_out=num_weights // (2 if tiles.is_gated else 1), k_len=k_len, few=few,
+        is_one_row=is_one_row, by_slot=by_slot,
+        writes_zeros=by_slot and operands.first_expert is not None,
+        is_interpreted=interpret is not None,
+    )  # fmt: skip
+    plan.check()
+
+    def body(operands: _Operands, results: _Results, memory: _Memory):
+        cta = _Cta(
+            plan=plan, operands=operands, results=results, memory=memory,
+            wg=lax.axis_index("wg"), cta=lax.axis_index("cta"),
+        )  # fmt: skip
+        cta.run()
+
+    results = _Results(
+        out=jax.ShapeDtypeStruct((plan.num_slots, plan.num_out), jnp.bfloat16),
+        work=plan.work_shapes if plan.makes_list else None,
+    )
+    if few is not None and few.routes:
+        results = results._replace(
+            ids=jax.ShapeDtypeStruct((num_rows, few.top_k), jnp.int32),
+            weights=jax.ShapeDtypeStruct((num_rows, few.top_k), jnp.float32),
+        )
+    [made] = plgpu.kernel(
+        body,
+        out_type=[results],
+        scratch_types=[_memory_types(plan)],
+        grid=(plan.num_ctas,),
+        grid_names=("cta",),
+        num_threads=tiles.num_wgs + 1,
+        thread_name="wg",
+        compiler_params=COMPILER_PARAMS,
+        kernel_name="detjax_experts_gate_up" if tiles.is_gated else "detjax_experts_down",
+        interpret=interpret,
+    )(operands)
+    return made
+
+
 @functools.partial(jax.jit, static_argnames=("tiles", "by_slot", "interpret"))
 def grouped_matmul(
     x, w, work: Work, ids=None, first_expert=None, *,
@@ -184,10 +649,8 @@ def grouped_matmul(
         # ORDER: k16 block by k16 block in one f32 wgmma accumulator that starts at zero.
         # ROUND: as `linear`, or as `linear_swiglu`.
     """
-    lists = [work.tiles, work.num_tiles, work.order]
-    lists += [] if ids is None else [ids, first_expert]
-    [out] = _grouped(x, w, lists, tiles=tiles, by_slot=by_slot, few=None, interpret=interpret)
-    return out
+    operands = _Operands(x=x, w=w, work=work, ids=ids, first_expert=first_expert)
+    return _grouped(operands, tiles=tiles, by_slot=by_slot, interpret=interpret).out
 
 
 @functools.partial(jax.jit, static_argnames=("tiles", "interpret"))
@@ -201,10 +664,8 @@ def one_row_matmul(x, w, ids, *, tiles: GroupedTiles, interpret=None) -> jax.Arr
         tiles: Swapped, with 8 columns.
         interpret: How to interpret it, if so.
     """
-    [out] = _grouped(
-        x, w, [ids], tiles=tiles, by_slot=True, few=None, interpret=interpret, is_one_row=True
-    )
-    return out
+    operands = _Operands(x=x, w=w, ids=ids)
+    return _grouped(operands, tiles=tiles, by_slot=True, is_one_row=True, interpret=interpret).out
 
 
 @functools.partial(jax.jit, static_argnames=("top_k", "renormalise", "tiles", "interpret"))
@@ -226,10 +687,9 @@ def routed_matmul_one(
         The rows of outputs, [k, N], and the ids and weights of `route`, [1, k].
     """
     few = Few(top_k=top_k, routes=True, renormalise=renormalise)
-    out, ids, weights = _grouped(
-        x, w, [logits], tiles=tiles, by_slot=False, few=few, interpret=interpret, is_one_row=True
-    )
-    return out, ids, weights
+    operands = _Operands(x=x, w=w, logits=logits)
+    made = _grouped(operands, tiles=tiles, few=few, is_one_row=True, interpret=interpret)
+    return made.out, made.ids, made.weights
 
 
 @functools.partial(jax.jit, static_argnames=("tiles", "interpret"))
@@ -252,12 +712,10 @@ def grouped_matmul_few(
     Returns:
         The sorted rows of outputs, and the list.
     """
-    lists = [expert_ids.reshape(-1), first_expert]
-    out, *made = _grouped(
-        x, w, lists, tiles=tiles, by_slot=False, few=Few(top_k=expert_ids.shape[1]),
-        interpret=interpret,
-    )  # fmt: skip
-    return out, Work(tiles=made[0], num_tiles=made[1], order=made[2])
+    operands = _Operands(x=x, w=w, ids=expert_ids.reshape(-1), first_expert=first_expert)
+    few = Few(top_k=expert_ids.shape[1])
+    made = _grouped(operands, tiles=tiles, few=few, interpret=interpret)
+    return made.out, made.work
 
 
 @functools.partial(jax.jit, static_argnames=("top_k", "renormalise", "tiles", "interpret"))
@@ -281,355 +739,6 @@ def routed_matmul_few(
     Numerics:
         The instructions of `route` in every CTA, so its bits.
     """
-    out, *made = _grouped(
-        x, w, [logits], tiles=tiles, by_slot=False,
-        few=Few(top_k=top_k, routes=True, renormalise=renormalise), interpret=interpret,
-    )  # fmt: skip
-    return out, Work(tiles=made[0], num_tiles=made[1], order=made[2]), made[3], made[4]
-
-
-def _grouped(
-    x, w, lists, *, tiles: GroupedTiles, by_slot: bool, few: Few | None, interpret,
-    is_one_row: bool = False,
-) -> list[jax.Array]:  # fmt: skip
-    """The kernel; with `few` it makes the list of its tiles.
-
-    With `is_one_row` rank r of one row is tile r, and a list is the experts of the ranks alone.
-    """
-    makes_list, top_k = few is not None, few.top_k if few else 0
-    num_local, num_weights, k_len = w.shape
-    num_out = num_weights // (2 if tiles.is_gated else 1)
-    num_slots = x.shape[0] * top_k if makes_list else x.shape[0]
-    if k_len % tiles.k:
-        raise ValueError(f"{tiles.k=} must divide K={k_len}")
-    if num_out % tiles.out_cols:
-        raise ValueError(f"{tiles.out_cols=} must divide N={num_out}")
-    if is_one_row and makes_list and x.shape[0] != 1:
-        raise ValueError(f"{x.shape=} must be one row")
-    if (makes_list or by_slot) and not tiles.is_swapped:
-        raise ValueError("rows are placed one by one only by swapped tiles")
-    steps, slabs, stages = k_len // tiles.k, tiles.k // SPAN, tiles.stages
-    col_tiles = num_out // tiles.out_cols
-    wg_out = tiles.out_cols // tiles.num_wgs if tiles.is_swapped else tiles.out_cols
-    shapes = work_shapes(num_slots, num_local, tiles.tile_rows)
-    list_shapes = [shapes.tiles, shapes.num_tiles, shapes.order]
-    if is_one_row:
-        list_shapes = [jax.ShapeDtypeStruct((num_slots,), jnp.int32)]
-        num_ctas = min(NUM_SMS, num_slots * col_tiles)
-    else:
-        num_ctas = min(NUM_SMS, list_shapes[0].shape[1] * col_tiles)
-    made_shapes = list_shapes if makes_list and not is_one_row else []
-    if few is not None and few.routes:
-        pairs = (x.shape[0], top_k)
-        made_shapes = [
-            *made_shapes,
-            jax.ShapeDtypeStruct(pairs, jnp.int32),
-            jax.ShapeDtypeStruct(pairs, jnp.float32),
-        ]
-    writes_zeros = by_slot and len(lists) > 3
-    first_routed = len(made_shapes) - 2
-    num_threads = tiles.num_wgs + 1
-    has_register_shares = tiles.num_wgs > 1 and not makes_list
-    is_interpreted = interpret is not None
-    arithmetic = sm90_rows.Arithmetic(layout=plgpu.Layout.WGMMA, is_interpreted=is_interpreted)
-    # Rows of a stage of weights, how many, and where they lie from the tile's first weight.
-    w_pieces = [(0, tiles.cta_weights, 0)]
-    if tiles.is_gated:
-        half = wg_out
-        w_pieces = [
-            (2 * start + i * half, half, start + i * num_out)
-            for start in range(0, tiles.out_cols, half)
-            for i in range(2)
-        ]
-    zeros_span = next(s for s in (256, 128, 64) if num_out % s == 0)
-
-    def body(*refs):
-        refs = list(refs)
-        x_gmem, w_gmem = refs.pop(0), refs.pop(0)
-        inputs = [refs.pop(0) for _ in lists]
-        out_gmem = refs.pop(0)
-        made_gmem = [refs.pop(0) for _ in made_shapes]
-        x_smem, w_smem, out_smem, zeros_smem, list_smem, few_smem, full, empty, listed = refs
-        x_mma, x_tma = (x_smem, x_smem) if is_interpreted else x_smem
-        out_reg, out_tma = (out_smem, out_smem) if is_interpreted else out_smem
-        wg, cta = lax.axis_index("wg"), lax.axis_index("cta")
-        if is_one_row:
-            [experts_ref] = list_smem if makes_list else inputs[:1]
-            tiles_ref = num_tiles_ref = order_ref = None
-        else:
-            tiles_ref, num_tiles_ref, order_ref = list_smem if makes_list else inputs[:3]
-
-        def num_turns():
-            num_tiles = jnp.int32(num_slots) if is_one_row else num_tiles_ref[0]
-            items = num_tiles * col_tiles
-            return lax.div(items - cta + (num_ctas - 1), jnp.int32(num_ctas))
-
-        def locate(turn):
-            """The entry of the list, and the first output of the tile."""
-            item = turn * num_ctas + cta
-            entry = lax.div(item, jnp.int32(col_tiles))
-            return entry, lax.rem(item, jnp.int32(col_tiles)) * tiles.out_cols
-
-        def expert_of(entry):
-            return experts_ref[entry] if is_one_row else tiles_ref[EXPERT, entry]
-
-        def rows_of(entry):
-            """First sorted row of a tile, and how many."""
-            if is_one_row:
-                return entry, jnp.int32(1)
-            return tiles_ref[START, entry], tiles_ref[COUNT, entry]
-
-        def multiply(slot, acc):
-            wg_rows = pl.ds(wg * tiles.wg_rows, tiles.wg_rows)
-            for s in range(slabs):
-                k = pl.ds(s * SPAN, SPAN)
-                if tiles.is_swapped:
-                    plgpu.wgmma(acc, w_smem.at[slot, wg_rows, k], x_mma.at[slot, s].T)
-                else:
-                    plgpu.wgmma(acc, x_mma.at[slot, s, wg_rows], w_smem.at[slot, :, k].T)
-
-        def product(first):
-            def slot_of(i):
-                return lax.rem(first + i, stages)
-
-            return leaf_sum(
-                (tiles.wg_rows, tiles.cols), steps,
-                take=lambda i: plgpu.barrier_wait(full.at[slot_of(i)]),
-                multiply=lambda i, acc: multiply(slot_of(i), acc),
-                give=lambda i: plgpu.barrier_arrive(empty.at[slot_of(i)]),
-                in_flight=tiles.delay * slabs,
-            )  # fmt: skip
-
-        def pass_over(first):
-            """Give back the steps of a tile in which this warpgroup has no row."""
-
-            def step(i, _):
-                slot = lax.rem(first + i, stages)
-                plgpu.barrier_wait(full.at[slot])
-                plgpu.barrier_arrive(empty.at[slot])
-                return ()
-
-            lax.fori_loop(0, steps, step, ())
-
-        def slots_of(start):
-            """Slots of a tile's rows, read ahead of its product, as each would wait for memory."""
-            if not (makes_list or by_slot):
-                return []
-            if is_one_row:
-                return [start]
-            places = [jnp.minimum(start + i, num_slots - 1) for i in range(tiles.cols)]
-            if makes_list:
-                return [order_ref[place] for place in places]
-            return [lanes.read_now(order_ref, place, is_interpreted) for place in places]
-
-        def store_swapped(total, start, count, col, slots):
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            out = gated_bf16(total[:64], total[64:], arithmetic) if tiles.is_gated else total
-            put_transposed(out, out_reg.at[wg])
-            cols = pl.ds(col + wg * wg_out, wg_out)
-            if not (makes_list or by_slot):
-                _store_rows(out_tma, (wg,), out_gmem, start, count, tiles.cols, cols)
-                return
-
-            for i, slot in enumerate(slots):
-                source, row = (i, slot) if by_slot else (lax.div(slot, jnp.int32(top_k)), start + i)
-                if is_one_row:
-                    source, row = 0, slot
-
-                @pl.when(i < count)
-                def _(source=source, row=row):
-                    plgpu.copy_smem_to_gmem(
-                        out_tma.at[wg, pl.ds(source, 1)],
-                        out_gmem.at[pl.ds(row, 1), cols],
-                        commit_group=False,
-                    )
-
-            plgpu.commit_smem_to_gmem_group()
-
-        def store_tall(total, start, count, col):
-            for i, c in enumerate(range(0, tiles.out_cols, SPAN)):
-                block = total[:, c : c + SPAN]
-                if tiles.is_gated:
-                    up = total[:, tiles.out_cols + c : tiles.out_cols + c + SPAN]
-                    block = gated_bf16(block, up, arithmetic)
-                staged = (wg, i % 2)
-                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-                out_reg.at[*staged][...] = block.astype(jnp.bfloat16)  # ROUND: once
-                plgpu.commit_smem()
-                _store_rows(out_tma, staged, out_gmem, start, count, 64, pl.ds(col + c, SPAN))
-
-        @pl.when(wg < tiles.num_wgs)
-        def compute():
-            if has_register_shares:
-                plgpu.set_max_registers(232, action="increase")
-            if makes_list and not is_one_row:
-                plgpu.barrier_wait(listed)
-
-            def one_tile(turn, _):
-                entry, col = locate(turn)
-                start, count = rows_of(entry)
-                first = turn * steps
-                if tiles.is_swapped:
-                    slots = slots_of(start)
-                    store_swapped(product(first), start, count, col, slots)
-                    return ()
-                mine = jnp.clip(count - wg * 64, 0, 64)
-
-                @pl.when(mine > 0)
-                def _():
-                    store_tall(product(first), start + wg * 64, mine, col)
-
-                pl.when(mine == 0)(lambda: pass_over(first))
-                return ()
-
-            lax.fori_loop(0, num_turns(), one_tile, ())
-            plgpu.wait_smem_to_gmem(0)
-
-        def route_into(ids_smem):
-            assert few is not None
-            route_rows(
-                inputs[0], 0, tuple(made_gmem[first_routed:]), ids_smem, num_rows=x.shape[0],
-                is_kept=cta == 0, num_experts=num_local, top_k=top_k,
-                renormalise=few.renormalise, is_interpreted=is_interpreted,
-            )  # fmt: skip
-
-        def put_ids(ids_smem, math):
-            """The experts of all slots, in shared memory."""
-            assert few is not None
-            if not few.routes:
-                ids_smem[...] = local_ids(inputs[0], 0, inputs[1][0], num_local, math)
-                return
-            ids_smem[...] = math.full((sm90_rows.LANES,), -1, jnp.int32)
-            plgpu.commit_smem()
-            route_into(ids_smem)
-
-        def write_zeros():
-            """Zeros for the slots of experts that are not here."""
-            ids_gmem, first_expert = inputs[3], inputs[4][0]
-            zeros_smem[...] = jnp.zeros(zeros_smem.shape, zeros_smem.dtype)
-            plgpu.commit_smem()
-
-            def one_slot(turn, _):
-                slot = turn * num_ctas + cta
-                expert = ids_gmem[slot] - first_expert
-
-                @pl.when((expert < 0) | (expert >= num_local))
-                def _():
-                    for c in range(0, num_out, zeros_span):
-                        plgpu.copy_smem_to_gmem(
-                            zeros_smem.at[pl.ds(0, zeros_span)],
-                            out_gmem.at[slot, pl.ds(c, zeros_span)],
-                        )
-
-                return ()
-
-            turns = lax.div(num_slots - cta + (num_ctas - 1), jnp.int32(num_ctas))
-            lax.fori_loop(0, turns, one_slot, ())
-            plgpu.wait_smem_to_gmem(0)
-
-        @pl.when(wg == tiles.num_wgs)
-        def load():
-            if has_register_shares:
-                plgpu.set_max_registers(40, action="decrease")
-            if makes_list and is_one_row:
-                route_into(experts_ref)
-                plgpu.commit_smem()
-            elif makes_list:
-                made = Work(tiles=tiles_ref, num_tiles=num_tiles_ref, order=order_ref)
-                schedule_few(
-                    put_ids, num_slots, made, few_smem,
-                    num_local=num_local, tile_rows=tiles.tile_rows, is_interpreted=is_interpreted,
-                )  # fmt: skip
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(listed)
-
-            def one_tile(turn, _):
-                entry, col = locate(turn)
-                expert = expert_of(entry)
-                row = jnp.int32(0) if makes_list else rows_of(entry)[0]
-                first = turn * steps
-
-                def step(i, _):
-                    n = first + i
-                    slot = lax.rem(n, stages)
-
-                    @pl.when(n >= stages)
-                    def _():
-                        plgpu.barrier_wait(empty.at[slot])
-
-                    for piece, size, offset in w_pieces:
-                        plgpu.copy_gmem_to_smem(
-                            w_gmem.at[
-                                expert, pl.ds(col + offset, size), pl.ds(i * tiles.k, tiles.k)
-                            ],
-                            w_smem.at[slot, pl.ds(piece, size)],
-                            full.at[slot],
-                        )
-                    for s in range(slabs):
-                        plgpu.copy_gmem_to_smem(
-                            x_gmem.at[
-                                pl.ds(row, tiles.tile_rows), pl.ds(i * tiles.k + s * SPAN, SPAN)
-                            ],
-                            x_tma.at[slot, s],
-                            full.at[slot],
-                        )
-                    return ()
-
-                lax.fori_loop(0, steps, step, ())
-                return ()
-
-            turns = num_turns()
-            lax.fori_loop(0, turns, one_tile, ())
-            if writes_zeros:
-                write_zeros()
-            if makes_list and not is_one_row:
-
-                @pl.when(cta == 0)
-                def _():
-                    copy = functools.partial(lanes.copy, is_interpreted=is_interpreted)
-                    for i in range(3):
-                        copy(tiles_ref.at[i], made_gmem[0].at[i])
-                    copy(num_tiles_ref, made_gmem[1])
-                    copy(order_ref, made_gmem[2])
-
-            used = lax.min(turns * steps, jnp.int32(stages))
-
-            def drain(i, _):
-                plgpu.barrier_wait(empty.at[lax.rem(turns * steps - used + i, stages)])
-                return ()
-
-            lax.fori_loop(0, used, drain, ())
-
-    bf16 = jnp.bfloat16
-    out_block = (tiles.num_wgs, tiles.cols, wg_out) if tiles.is_swapped else (
-        tiles.num_wgs, 2, 64, SPAN
-    )  # fmt: skip
-    smem_lists = [plgpu.SMEM(s.shape, s.dtype) for s in list_shapes]
-    kernel = plgpu.kernel(
-        body,
-        out_type=[jax.ShapeDtypeStruct((num_slots, num_out), bf16), *made_shapes],
-        scratch_types=(
-            _rows_block((stages, slabs, tiles.tile_rows, SPAN), is_interpreted),
-            plgpu.SMEM((stages, tiles.cta_weights, tiles.k), bf16, transforms=tiled(SPAN, bf16)),
-            _rows_block(out_block, is_interpreted),
-            plgpu.SMEM((256,), bf16) if writes_zeros else None,
-            smem_lists if makes_list else None,
-            few_memory(num_local) if makes_list and not is_one_row else None,
-            plgpu.Barrier(num_arrivals=len(w_pieces) + slabs, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=tiles.num_wgs, num_barriers=stages),
-            plgpu.Barrier(),
-        ),
-        grid=(num_ctas,),
-        grid_names=("cta",),
-        num_threads=num_threads,
-        thread_name="wg",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=False,
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-            # A thread reads back only what it wrote itself, in one layout; TMA has its own fences.
-            unsafe_no_auto_barriers=True,
-        ),
-        kernel_name="detjax_experts_gate_up" if tiles.is_gated else "detjax_experts_down",
-        interpret=interpret,
-    )
-    return kernel(x, w, *lists)
+    few = Few(top_k=top_k, routes=True, renormalise=renormalise)
+    made = _grouped(_Operands(x=x, w=w, logits=logits), tiles=tiles, few=few, interpret=interpret)
+    return made.out, made.work, made.ids, made.weights

@@ -10,8 +10,8 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, memref, vector
-from jaxlib.mlir.dialects import llvm
 
+from detjax.pallas_kernels import sm90_ptx as ptx
 from detjax.pallas_kernels import sm90_rows as rows
 
 
@@ -23,15 +23,6 @@ def padded(size: int) -> int:
 def integers(size: int, is_interpreted: bool) -> rows.Arithmetic:
     """The layout of `size` integers: thread t holds neighbours from `t * size / LANES`."""
     return rows.strided(size, size // rows.LANES, is_interpreted)
-
-
-def _scalars(array) -> list:
-    """The scalars that a thread holds."""
-    return [
-        vector.extract(register, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([i]))
-        for register in array.registers.flat
-        for i in range(ir.VectorType(register.type).shape[0])
-    ]
 
 
 def _joined(scalars: list, like) -> mgpu.FragmentedArray:
@@ -60,7 +51,7 @@ def scatter(ref, index, values, math: rows.Arithmetic) -> None:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), math.layout, math.layout))
     def emit(ctx, memory, index, values):
-        for i, value in zip(_scalars(index), _scalars(values), strict=True):
+        for i, value in zip(ptx.scalars_of(index), ptx.scalars_of(values), strict=True):
             is_inside = arith.cmpi(arith.CmpIPredicate.ult, i, mgpu.c(size, i.type))
             with mgpu.utils.when(is_inside):
                 memref.store(value, memory, [arith.index_cast(ir.IndexType.get(), i)])
@@ -78,28 +69,8 @@ def gather(ref, index, math: rows.Arithmetic):
         return_type=plgpu.ShapeDtypeStruct(index.shape, jnp.int32, layout=math.layout),
     )
     def emit(ctx, memory, index):
-        where = [arith.index_cast(ir.IndexType.get(), i) for i in _scalars(index)]
+        where = [arith.index_cast(ir.IndexType.get(), i) for i in ptx.scalars_of(index)]
         return _joined([memref.load(memory, [i]) for i in where], index)
-
-    return emit(ref, index)
-
-
-def read_now(ref, index, is_interpreted: bool):
-    """`ref[index]` of device memory, whose load may not be put off to where it is used."""
-    if is_interpreted:
-        return ref[index]
-    scalar = plgpu.Layout.WG_SPLAT(())
-
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), scalar),
-        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=scalar),
-    )
-    def emit(ctx, memory, index):
-        i32 = ir.IntegerType.get_signless(32)
-        base = mgpu.utils.memref_ptr(memory)
-        where = mgpu.utils.getelementptr(base, [index.registers.item()], i32)
-        value = llvm.inline_asm(i32, [where], "ld.b32 $0, [$1];", "=r,l", has_side_effects=True)
-        return mgpu.FragmentedArray.splat(value, (), is_signed=True)
 
     return emit(ref, index)
 
@@ -134,11 +105,10 @@ def sums_before(x, scratch, math: rows.Arithmetic):
     def emit(ctx, x, memory):
         i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
         zero = mgpu.c(0, i32)
-        thread = arith.remui(mgpu.utils.thread_idx(), mgpu.c(rows.LANES, i32))
-        lane = arith.remui(thread, mgpu.c(32, i32))
-        warp = arith.divui(thread, mgpu.c(32, i32))
+        thread = ptx.thread()
+        lane, warp = arith.remui(thread, ptx.i32(ptx.WARP)), arith.divui(thread, ptx.i32(ptx.WARP))
         sums = [zero]
-        for value in _scalars(x):
+        for value in ptx.scalars_of(x):
             sums.append(arith.addi(sums[-1], value))
         total, before = sums.pop(), zero
         for distance in (1, 2, 4, 8, 16):
@@ -163,17 +133,14 @@ def greatest(x, scratch, math: rows.Arithmetic):
     """The greatest element, a scalar; `scratch` is 4 integers in shared memory."""
     if math.is_interpreted:
         return jnp.max(x)
-    scalar = plgpu.Layout.WG_SPLAT(())
 
     @plgpu.inline_mgpu(
         arg_types=(math.layout, plgpu.RefType()),
-        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=scalar),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=ptx.SCALAR),
     )
     def emit(ctx, x, memory):
-        i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
-        thread = arith.remui(mgpu.utils.thread_idx(), mgpu.c(rows.LANES, i32))
-        warp = arith.divui(thread, mgpu.c(32, i32))
-        best = functools.reduce(arith.maxsi, _scalars(x))
+        index, warp = ir.IndexType.get(), ptx.warp()
+        best = functools.reduce(arith.maxsi, ptx.scalars_of(x))
         for distance in (1, 2, 4, 8, 16):
             best = arith.maxsi(best, mgpu.utils.shfl_bfly(best, distance))
         # A warp's lanes write the same value to the same place.

@@ -13,11 +13,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, memref
 from jax.extend.mlir.dialects import math as mlir_math
-from jaxlib.mlir.dialects import llvm
 
+from detjax.pallas_kernels import sm90_ptx as ptx
 from detjax.pallas_kernels import sm90_rows as rows
 
-WARP = 32
+WARP = ptx.WARP
 ROWS = rows.LANES // WARP
 """Rows of a CTA."""
 
@@ -29,10 +29,9 @@ _USED = np.iinfo(np.int32).min
 
 def _redux(op: str, value):
     """The same value in all lanes of a warp: of the least or the greatest int32."""
-    return llvm.inline_asm(
-        value.type, [value], f"redux.sync.{op}.s32 $0, $1, 0xffffffff;", "=r,r",
-        has_side_effects=True,
-    )  # fmt: skip
+    text = f"redux.sync.{op}.s32 $0, $1, 0xffffffff;"
+    [result] = ptx.asm(text, [value], returns=[value.type], touches_memory=False)
+    return result
 
 
 def _flip(bits):
@@ -47,7 +46,7 @@ def _emit(logits, row, put, *, num_experts: int, top_k: int, renormalise: bool):
     index, i32, f32 = ir.IndexType.get(), ir.IntegerType.get_signless(32), ir.F32Type.get()
     add, sub = rows.instruction("add.rn.f32"), rows.instruction("sub.rn.f32")
     each = padded_experts(num_experts) // WARP
-    lane = arith.remui(mgpu.utils.thread_idx(), mgpu.c(WARP, i32))
+    lane = ptx.lane()
     row = arith.index_cast(index, row)
     first = arith.muli(lane, mgpu.c(each, i32))
     experts, values = [], []

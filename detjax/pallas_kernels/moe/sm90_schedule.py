@@ -240,14 +240,12 @@ def sort_rows(
     math = lanes.integers(rows.LANES, interpret)
     of_experts = lanes.integers(size, interpret)
     num_read = lanes.padded(num_slots) if is_counted_here else rows.LANES
-    operands = [x.reshape(num_tokens, width // span, span), ids, first_expert]
+    counts = None
     if not is_counted_here:
         padded_blocks = -(-num_blocks // _BLOCKS_AT_ONCE) * _BLOCKS_AT_ONCE
-        operands.append(
-            _count_blocks(
-                ids, first_expert, block=block, num_blocks=padded_blocks, num_local=num_local,
-                interpret=interpret,
-            )
+        counts = _count_blocks(
+            ids, first_expert, block=block, num_blocks=padded_blocks, num_local=num_local,
+            interpret=interpret,
         )  # fmt: skip
 
     def add_blocks(counts_gmem, cta):
@@ -265,12 +263,22 @@ def sort_rows(
 
         return lax.fori_loop(0, counts_gmem.shape[0] // _BLOCKS_AT_ONCE, some, (zeros, zeros))
 
-    def body(x_gmem, ids_gmem, first_expert_gmem, *refs):
-        refs = list(refs)
-        counts_gmem = None if is_counted_here else refs.pop(0)
-        sorted_gmem, places_gmem, *work_gmem, rows_smem, all_ids, ids_smem = refs[:-4]
-        starts_smem, places_smem, scratch, arrived = refs[-4:]
-        work = Work(tiles=work_gmem[0], num_tiles=work_gmem[1], order=work_gmem[2])
+    def body(
+        x_gmem,  # [M, D / span, span]
+        ids_gmem,  # [S] int32
+        first_expert_gmem,  # [1] int32
+        counts_gmem,  # [blocks, size] int32, or None where each CTA counts
+        sorted_gmem,  # [S, D / span, span]
+        places_gmem,  # [S] int32
+        work,  # `Work`
+        rows_smem,  # [tokens, D / span, span]
+        all_ids,  # [num_read] int32
+        ids_smem,  # [LANES] int32
+        starts_smem,  # [size] int32
+        places_smem,  # [LANES] int32
+        scratch,  # [3, 4] int32
+        arrived,  # the rows are there
+    ):
         cta = lax.axis_index("cta")
         first_slot = cta * block
 
@@ -324,16 +332,13 @@ def sort_rows(
 
         plgpu.wait_smem_to_gmem(0)
 
-    work = work_shapes(num_slots, num_local, tile_rows)
-    sorted_rows, places, *lists = rows.run_kernel(
+    sorted_rows, places, work = rows.run_kernel(
         body,
-        operands,
+        (x.reshape(num_tokens, width // span, span), ids, first_expert, counts),
         out=[
             jax.ShapeDtypeStruct((num_slots, width // span, span), x.dtype),
             jax.ShapeDtypeStruct((num_slots,), jnp.int32),
-            work.tiles,
-            work.num_tiles,
-            work.order,
+            work_shapes(num_slots, num_local, tile_rows),
         ],
         grid={"cta": num_blocks},
         name="detjax_moe_sort",
@@ -348,6 +353,4 @@ def sort_rows(
             plgpu.Barrier(num_arrivals=tokens),
         ],
     )
-    tiles, num_tiles, order = lists
-    work = Work(tiles=tiles, num_tiles=num_tiles, order=order)
     return sorted_rows.reshape(num_slots, width), places, work

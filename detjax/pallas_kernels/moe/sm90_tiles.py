@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the products of a mixture of experts are cut into CTAs: by shape and M, for speed alone."""
 
+import dataclasses
 from dataclasses import dataclass
 
-from detjax.pallas_kernels.moe.sm90_grouped import SPAN, GroupedTiles, fill_stages
+from detjax.pallas_kernels.linear.tiles import SMEM_BYTES
 
 MAX_FEW_ROWS = 8
 """Up to here the first product lists its tiles itself: two launches fewer, no rows are copied."""
@@ -26,6 +27,87 @@ MAX_LONE_ROWS = 16
 
 MAX_FLAT_ROWS = 96
 """Rows of an expert, on average, up to which weights are the 64-row operand."""
+
+
+SPAN = 64
+"""Channels of bfloat16 that are one swizzle span, 128 bytes."""
+
+_OTHER_BYTES = 3072
+"""Shared memory for barriers and alignment."""
+
+_LIST_BYTES = 4096
+"""Shared memory for the list of few rows."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupedTiles:
+    """How a grouped product is cut into CTAs. Free: no field changes the order of a sum.
+
+    Attributes:
+        is_swapped: Whether weights are the 64-row wgmma operand, so that rows may be few.
+        is_gated: Whether half of the weights are gates and half their ups.
+        cols: N of wgmma: rows of an expert if swapped, else weights.
+        num_wgs: Compute warpgroups; each has 64 weights (128 if gated) if swapped, else 64 rows.
+        k: Depth of a stage of the ring.
+        stages: Stages in shared memory.
+        delay: Stages whose products may still run when the next is issued.
+    """
+
+    is_swapped: bool
+    is_gated: bool
+    cols: int
+    num_wgs: int
+    k: int
+    stages: int = 0
+    delay: int = 0
+
+    def __post_init__(self):
+        """Refuse what wgmma or TMA cannot do."""
+        if self.cols % 8 or not 8 <= self.cols <= 256:
+            raise ValueError(f"{self.cols=} must be a multiple of 8 in 8..256")
+        if not self.is_swapped and self.out_cols % SPAN:
+            raise ValueError(f"{self.cols=} must leave outputs in sixty-fours")
+        if self.num_wgs not in (1, 2):
+            raise ValueError(f"{self.num_wgs=} must be 1 or 2")
+        if self.k % SPAN:
+            raise ValueError(f"{self.k=} must be a multiple of {SPAN}")
+
+    @property
+    def wg_rows(self) -> int:
+        """Rows of a warpgroup's accumulator."""
+        return 128 if self.is_swapped and self.is_gated else 64
+
+    @property
+    def tile_rows(self) -> int:
+        """Most rows of an expert in a tile."""
+        return self.cols if self.is_swapped else 64 * self.num_wgs
+
+    @property
+    def cta_weights(self) -> int:
+        """Weights of a tile, gates and ups."""
+        return self.wg_rows * self.num_wgs if self.is_swapped else self.cols
+
+    @property
+    def out_cols(self) -> int:
+        """Outputs of a tile, of each row."""
+        return self.cta_weights // 2 if self.is_gated else self.cta_weights
+
+    @property
+    def stage_bytes(self) -> int:
+        """Shared memory of one stage."""
+        return 2 * self.k * (self.tile_rows + self.cta_weights)
+
+    @property
+    def staged_bytes(self) -> int:
+        """Shared memory of the outputs that wait for their store."""
+        return 2 * (self.cols * self.out_cols if self.is_swapped else self.num_wgs * 2 * 64 * SPAN)
+
+
+def fill_stages(tiles: GroupedTiles, most: int = 12) -> GroupedTiles:
+    """As many stages as fit."""
+    room = SMEM_BYTES - tiles.staged_bytes - _OTHER_BYTES
+    room -= _LIST_BYTES if tiles.is_swapped else 0
+    return dataclasses.replace(tiles, stages=min(most, room // tiles.stage_bytes))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

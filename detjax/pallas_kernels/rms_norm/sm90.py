@@ -7,6 +7,7 @@ lie in tiles of up to 16, a few lanes to a row.
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -185,12 +186,16 @@ def _wide(
     num_ctas = min(num_ctas, num_rows)
     has_turns = num_ctas < num_rows
 
-    def body(*refs):
-        refs = list(refs)
-        leaves_gmem = refs.pop(0) if num_leaves else None
-        x_gmem = refs.pop(0)
-        bias_gmem = refs.pop(0) if bias is not None else None
-        gain_gmem, *out_gmem, sums_smem, ready = refs
+    def body(
+        leaves_gmem,  # [L, M, D] or [L, 3, M, D] f32, or None
+        x_gmem,  # [M, D]
+        bias_gmem,  # [D], or None
+        gain_gmem,  # [D]
+        total_gmem,  # [M, D], or None without leaves
+        out_gmem,  # [M, D], or [3, M, D] bf16 in parts
+        sums_smem,  # [1 or 2, chunks, LANES] f32
+        ready,  # all warpgroups have added their squares; None for one warpgroup
+    ):
         cta = lax.axis_index("cta")
         first_chunk = lax.axis_index("wg") * each if warpgroups > 1 else 0
         columns = [pl.ds((first_chunk + i) * chunk, chunk) for i in range(each)]
@@ -223,7 +228,7 @@ def _wide(
             for i, c in enumerate(columns):
                 v = value(i, *loads[i])
                 if num_leaves:
-                    out_gmem[0][row, c] = v
+                    total_gmem[row, c] = v
                 values.append(v.astype(jnp.float32))
                 sums_smem[slot, first_chunk + i, :] = rows.square_sums(values[-1], math)
             if warpgroups > 1:
@@ -234,7 +239,7 @@ def _wide(
             scale = wide_scale(sums_smem.at[slot], math, shape=(chunk,), width=width, eps=eps)
             for c, v, g in zip(columns, values, gains, strict=True):
                 normed = math.mul(math.mul(v, scale), g.astype(jnp.float32))
-                _store_normed(out_gmem[-1], (row, c), normed, dtype, math, in_parts)
+                _store_normed(out_gmem, (row, c), normed, dtype, math, in_parts)
 
         if not has_turns:
             one_row(jnp.int32(0), cta)
@@ -245,14 +250,12 @@ def _wide(
         def _turns(turn):
             one_row(turn, cta + turn * num_ctas)
 
-    operands = [leaf_sums] if num_leaves else []
-    operands += [x] + ([bias] if bias is not None else []) + [gain]
-    shape, normed_shape = jax.ShapeDtypeStruct(x.shape, dtype), _normed_shape(x, in_parts)
+    total_shape = jax.ShapeDtypeStruct(x.shape, dtype) if num_leaves else None
     options = {"num_threads": warpgroups, "thread_name": "wg"} if warpgroups > 1 else {}
     return rows.run_kernel(
         body,
-        operands,
-        out=[shape, normed_shape] if num_leaves else [normed_shape],
+        (leaf_sums, x, bias, gain),
+        out=[total_shape, _normed_shape(x, in_parts)],
         grid={"cta": num_ctas},
         name="detjax_rms_norm_wide",
         is_interpreted=interpret,
@@ -264,80 +267,78 @@ def _wide(
     )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WideRows:
+    """Rows that a kernel normalises before it multiplies them: where they come from and go to.
+
+    Attributes:
+        width: D, channels of a row.
+        dtype: Of the rows, before and after.
+        read: Gives the channels `columns` of row `row`, called as `read(row, columns, math)`.
+        store: Takes a chunk's normalised channels, called as `store(values, row, start, math)`.
+        keep: Called as `store`, with channels as they were read.
+        ready: Called before rows are read, when gains are on their way.
+        arrived: Called when all rows have been read.
+        is_read_again: Whether `read` reads shared memory, so that no values need wait in registers.
+    """
+
+    width: int
+    dtype: jnp.dtype
+    read: Callable
+    store: Callable
+    keep: Callable
+    ready: Callable[[], None]
+    arrived: Callable[[], None]
+    is_read_again: bool
+
+
 def normalise_wide_rows(
-    x_gmem,
-    gain_gmem,
-    row_ids: list,
-    sums_smem,
-    store,
-    *,
-    eps: float,
-    num_registers: int,
-    is_interpreted: bool,
-    ready=None,
-    read=None,
-    keep=None,
-    arrived=None,
-    is_read_again: bool = False,
-) -> None:
+    source: WideRows, gain_gmem, row_ids: list, sums_smem, *,
+    eps: float, num_registers: int, is_interpreted: bool,
+) -> None:  # fmt: skip
     """Normalise a few wide rows inside a kernel that multiplies them: one warpgroup's share.
 
     Args:
-        x_gmem: Rows, [M, D].
+        source: The rows.
         gain_gmem: Scale of each channel.
         row_ids: The rows to take.
         sums_smem: float32 [len(row_ids), chunks, 4], this warpgroup's own.
-        store: Called with a chunk's normalised channels, its row, first channel and arithmetic.
         eps: Added to the mean square.
         num_registers: Of a thread; they bound the rows that are read at once.
         is_interpreted: Whether the kernel is interpreted.
-        ready: Called before rows are read, when gains are on their way.
-        read: Gives the channels `columns` of row `row` in the dtype of `x`, called as
-            `read(row, columns, math)`; those of `x_gmem` if None.
-        keep: Called as `store`, with channels as they were read.
-        arrived: Called when all rows have been read.
-        is_read_again: Whether `read` reads shared memory, so that no values need wait in registers.
 
     Numerics:
         The instructions of `rms_norm`, in its order, so its bits.
     """
-    width = x_gmem.shape[1]
-    form = row_sum(width)
+    form = row_sum(source.width)
     chunk = rows.LANES * form.vec_len
     math = rows.strided(chunk, form.vec_len, is_interpreted)
-    starts = range(0, width, chunk)
+    starts = range(0, source.width, chunk)
     gains = [math.load(gain_gmem.at[pl.ds(s, chunk)]) for s in starts]
-    if ready is not None:
-        ready()
-    if read is None:
-
-        def read(row, columns, math):
-            return math.load(x_gmem.at[row, columns])
-
+    source.ready()
     of_row = form.num_parts * pl.cdiv(form.vec_len, 2)
     at_once = max(1, (num_registers - 56) * 4 // 5 // of_row)
     for first in range(0, len(row_ids), at_once):
         taken = list(enumerate(row_ids))[first : first + at_once]
-        values = [[read(row, pl.ds(s, chunk), math) for s in starts] for _, row in taken]
+        values = [[source.read(row, pl.ds(s, chunk), math) for s in starts] for _, row in taken]
         for (i, _), row_values in zip(taken, values, strict=True):
             for c, v in enumerate(row_values):
                 sums = rows.square_sums(v.astype(jnp.float32), math)
                 rows.keep_warp_values(sums, sums_smem.at[i, c], math)
         plgpu.commit_smem()
-        if arrived is not None and first + at_once >= len(row_ids):
-            arrived()
-        if form.vec_len > 1 and not is_read_again:
+        if first + at_once >= len(row_ids):
+            source.arrived()
+        if form.vec_len > 1 and not source.is_read_again:
             # WHY: else values wait for their second use as float32, in twice the registers.
             values = lax.optimization_barrier(values)
         for (i, row), row_values in zip(taken, values, strict=True):
-            scale = wide_scale(sums_smem.at[i], math, shape=(chunk,), width=width, eps=eps)
+            scale = wide_scale(sums_smem.at[i], math, shape=(chunk,), width=source.width, eps=eps)
             for start, v, g in zip(starts, row_values, gains, strict=True):
-                if is_read_again:
-                    v = read(row, pl.ds(start, chunk), math)
-                if keep is not None:
-                    keep(v, row, start, math)
+                if source.is_read_again:
+                    v = source.read(row, pl.ds(start, chunk), math)
+                source.keep(v, row, start, math)
                 normed = math.mul(math.mul(v.astype(jnp.float32), scale), g.astype(jnp.float32))
-                store(normed.astype(x_gmem.dtype), row, start, math)  # ROUND: once
+                source.store(normed.astype(source.dtype), row, start, math)  # ROUND: once
 
 
 def _narrow(leaf_sums, x, bias, gain, *, eps: float, in_parts: bool, interpret: bool):
@@ -353,12 +354,14 @@ def _narrow(leaf_sums, x, bias, gain, *, eps: float, in_parts: bool, interpret: 
     dtype = x.dtype
     num_leaves, num_parts = num_terms(leaf_sums)
 
-    def body(*refs):
-        refs = list(refs)
-        leaves_gmem = refs.pop(0) if num_leaves else None
-        x_gmem = refs.pop(0)
-        bias_gmem = refs.pop(0) if bias is not None else None
-        gain_gmem, *out_gmem = refs
+    def body(
+        leaves_gmem,  # [L, M, D] or [L, 3, M, D] f32, or None
+        x_gmem,  # [M, D]
+        bias_gmem,  # [D], or None
+        gain_gmem,  # [D]
+        total_gmem,  # [M, D], or None without leaves
+        out_gmem,  # [M, D], or [3, M, D] bf16 in parts
+    ):
         # The last tile starts early instead of ending late: some rows are written twice, alike.
         first = jnp.minimum(lax.axis_index("cta") * tile_rows, num_rows - tile_rows)
         here = pl.ds(first, tile_rows)
@@ -376,7 +379,7 @@ def _narrow(leaf_sums, x, bias, gain, *, eps: float, in_parts: bool, interpret: 
                     b = tile.per_col.load(bias_gmem.at[columns]).astype(jnp.float32)
                     b = tile.over_rows(b, shape)
                 v = joined([trees_sum(leaves)], v, b, dtype)
-                out_gmem[0][here, columns] = v
+                total_gmem[here, columns] = v
             values.append(v.astype(jnp.float32))
         gains = [
             tile.per_col.load(gain_gmem.at[pl.ds(p * part_len, part_len)])
@@ -385,15 +388,13 @@ def _narrow(leaf_sums, x, bias, gain, *, eps: float, in_parts: bool, interpret: 
         out = narrow_normalise(values, gains, tile, width=width, eps=eps)
         for p in range(form.num_parts):
             place = (here, pl.ds(p * part_len, part_len))
-            _store_normed(out_gmem[-1], place, out[p], dtype, tile.whole, in_parts)
+            _store_normed(out_gmem, place, out[p], dtype, tile.whole, in_parts)
 
-    operands = [leaf_sums] if num_leaves else []
-    operands += [x] + ([bias] if bias is not None else []) + [gain]
-    total_shape, normed_shape = jax.ShapeDtypeStruct(x.shape, dtype), _normed_shape(x, in_parts)
+    total_shape = jax.ShapeDtypeStruct(x.shape, dtype) if num_leaves else None
     return rows.run_kernel(
         body,
-        operands,
-        out=[total_shape, normed_shape] if num_leaves else [normed_shape],
+        (leaf_sums, x, bias, gain),
+        out=[total_shape, _normed_shape(x, in_parts)],
         grid={"cta": pl.cdiv(num_rows, tile_rows)},
         name="detjax_rms_norm_narrow",
         is_interpreted=interpret,
@@ -475,7 +476,7 @@ def rms_norm(
     Reference:
         Zhang and Sennrich 2019, arXiv:1910.07467, eq. 4.
     """
-    [out] = _normalise(None, x, None, gain, eps=eps, schedule=schedule, interpret=interpret)
+    _, out = _normalise(None, x, None, gain, eps=eps, schedule=schedule, interpret=interpret)
     return out
 
 
@@ -502,7 +503,7 @@ def rms_norm_parts(
         # ROUND: `sm90_rows.split_bf16` of `rms_norm`'s float32 result: nothing is lost.
         Claims: run-invariant, batch-invariant, path-consistent. Bits depend on (D, dtypes, build).
     """
-    [out] = _normalise(
+    _, out = _normalise(
         None, x, None, gain, eps=eps, schedule=schedule, interpret=interpret, in_parts=True
     )
     return out

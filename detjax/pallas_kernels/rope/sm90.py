@@ -231,15 +231,20 @@ def qk_norm_rope_write(
     q_tiles = pl.cdiv(num_heads, q_tile.rows)
     kv_tiles = pl.cdiv(kv_heads, kv_tile.rows)
     dtype = qkv_parts[0].dtype
-    gains = () if q_gain is None else (q_gain, k_gain)
 
-    def body(*refs):
-        refs = list(refs)
-        q_gmem, *kv_gmem = [refs.pop(0) for _ in qkv_parts]
-        k_gmem, v_gmem = kv_gmem or (q_gmem, q_gmem)
-        cos_gmem, sin_gmem = refs.pop(0), refs.pop(0)
-        q_gain_gmem, k_gain_gmem = (refs.pop(0), refs.pop(0)) if gains else (None, None)
-        pages_gmem, table_gmem, positions_gmem, layer_gmem, q_out = refs
+    def body(
+        qkv_gmem,  # ([M, H + 2 K, C],), or q, k and v
+        cos_gmem,  # [M, C / 2] f32
+        sin_gmem,  # [M, C / 2] f32
+        q_gain_gmem,  # [C], or None
+        k_gain_gmem,  # [C], or None
+        pages_gmem,  # [L, N, 2, K, P, C]
+        table_gmem,  # [B, n] int32
+        positions_gmem,  # [M] int32
+        layer_gmem,  # [1] int32
+        q_out,  # [M, H, C]
+    ):
+        q_gmem, k_gmem, v_gmem = qkv_gmem if len(qkv_gmem) == 3 else qkv_gmem * 3
         index, token = lax.axis_index("tile"), lax.axis_index("token")
         halves = halves_of(channels)
 
@@ -277,7 +282,7 @@ def qk_norm_rope_write(
     return rows.run_kernel(
         body,
         (
-            *qkv_parts, cos, sin, *gains, pages_ref, page_table, positions.reshape(-1),
+            qkv_parts, cos, sin, q_gain, k_gain, pages_ref, page_table, positions.reshape(-1),
             jnp.asarray(layer, jnp.int32).reshape(1),
         ),
         out=jax.ShapeDtypeStruct((num_tokens, num_heads, channels), dtype),

@@ -30,8 +30,9 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
-from jaxlib.mlir.dialects import llvm, nvvm
+from jaxlib.mlir.dialects import nvvm
 
+from detjax.pallas_kernels import sm90_ptx as ptx
 from detjax.pallas_kernels import sm90_rows as rows
 
 MAX_NOISE = 22.875
@@ -65,17 +66,16 @@ def some_reach(reach, least, math: rows.Arithmetic):
     """Whether a warp has an element that is not below `least`: a scalar, one a warp."""
     if math.is_interpreted:
         return jnp.any(~(reach < least))
-    scalar = plgpu.Layout.WG_SPLAT(())
 
     @plgpu.inline_mgpu(
-        arg_types=(math.layout, scalar),
-        return_type=plgpu.ShapeDtypeStruct((), jnp.bool_, layout=scalar),
+        arg_types=(math.layout, ptx.SCALAR),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.bool_, layout=ptx.SCALAR),
     )
     def emit(ctx, reach, least):
         i1, i32 = ir.IntegerType.get_signless(1), ir.IntegerType.get_signless(32)
         least = least.registers.item()
         found = mgpu.c(0, i1)
-        for value in rows.scalars_of(reach):
+        for value in ptx.scalars_of(reach):
             # Greater, equal, or unordered.
             found = arith.ori(found, arith.cmpf(arith.CmpFPredicate.UGE, value, least))
         found = nvvm.vote_sync(mgpu.c(-1, i32), found, nvvm.VoteSyncKind.any, results=[i1])
@@ -84,13 +84,7 @@ def some_reach(reach, least, math: rows.Arithmetic):
     return emit(reach, least)
 
 
-def _address(memory, offset_bytes):
-    pointer = mgpu.utils.memref_ptr(memory)
-    i32 = ir.IntegerType.get_signless(32)
-    return arith.addi(llvm.ptrtoint(i32, pointer), offset_bytes)
-
-
-NUM_WARPS = rows.LANES // 32
+NUM_WARPS = ptx.LANES // ptx.WARP
 
 
 def share(values, slots, math: rows.Arithmetic) -> None:
@@ -104,14 +98,10 @@ def share(values, slots, math: rows.Arithmetic) -> None:
 
     @plgpu.inline_mgpu(arg_types=(math.layout, plgpu.RefType()))
     def emit(ctx, values, memory):
-        (value,) = rows.scalars_of(values)
-        i32 = ir.IntegerType.get_signless(32)
-        thread = arith.remui(mgpu.utils.thread_idx(), mgpu.c(rows.LANES, i32))
-        offset = arith.muli(arith.divui(thread, mgpu.c(32, i32)), mgpu.c(4, i32))
-        llvm.inline_asm(
-            ir.Type.parse("!llvm.void"), [_address(memory, offset), value],
-            "st.relaxed.cta.shared.f32 [$0], $1;", "r,f,~{memory}", has_side_effects=True,
-        )  # fmt: skip
+        (value,) = ptx.scalars_of(values)
+        offset = arith.muli(ptx.warp(), ptx.i32(4))
+        where = arith.addi(ptx.address(memory), offset)
+        ptx.asm("st.relaxed.cta.shared.f32 [$0], $1;", [where, value])
 
     emit(values, slots)
 
@@ -120,20 +110,17 @@ def shared_best(slots, math: rows.Arithmetic):
     """The greatest of what warps have shared: a scalar."""
     if math.is_interpreted:
         return jnp.max(slots[...])
-    scalar = plgpu.Layout.WG_SPLAT(())
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(),),
-        return_type=plgpu.ShapeDtypeStruct((), jnp.float32, layout=scalar),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.float32, layout=ptx.SCALAR),
     )
     def emit(ctx, memory):
-        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
         best = None
         for warp in range(NUM_WARPS):
-            value = llvm.inline_asm(
-                f32, [_address(memory, mgpu.c(4 * warp, i32))],
-                "ld.relaxed.cta.shared.f32 $0, [$1];", "=f,r,~{memory}", has_side_effects=True,
-            )  # fmt: skip
+            where = arith.addi(ptx.address(memory), ptx.i32(4 * warp))
+            text = "ld.relaxed.cta.shared.f32 $0, [$1];"
+            [value] = ptx.asm(text, [where], returns=[ir.F32Type.get()])
             best = value if best is None else rows.instruction("max.f32")(best, value)
         return mgpu.FragmentedArray.splat(best, ())
 

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode by splits: those of all sequences are one list, which CTAs take in turn.
+"""Decode by a list of runs, splits or whole sequences, which persistent CTAs take in turn.
 
-A CTA writes a split's unnormalised output, maximum and sum in float32; a second kernel merges them.
+Splits: a CTA writes a split's unnormalised output, maximum and sum in float32, and a second kernel
+merges them. Whole sequences: a CTA folds all splits of one in registers, so there is no merge, but
+a sequence is spread over no more CTAs than it has key/value heads.
 """
 
 import functools
@@ -14,10 +16,21 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from detjax.pallas_kernels.attention import sm90_arithmetic as bits
-from detjax.pallas_kernels.attention.sm90_decode_job import Job, Memory, Operands, Run, launch
-from detjax.pallas_kernels.attention.sm90_decode_list import listed_work, run_list
-from detjax.pallas_kernels.attention.sm90_decode_merge import LANES, MergeLanes
-from detjax.pallas_kernels.attention.sm90_decode_run import Turn, share_turns
+from detjax.pallas_kernels.attention.sm90_arithmetic import LANES, MergeLanes
+from detjax.pallas_kernels.attention.sm90_decode_job import (
+    Job,
+    Memory,
+    Operands,
+    Run,
+    Schedule,
+    launch,
+)
+from detjax.pallas_kernels.attention.sm90_decode_run import (
+    Turn,
+    listed_work,
+    run_list,
+    share_turns,
+)
 
 
 def rows_lie_in_place(group: int, channels: int) -> bool:
@@ -28,7 +41,7 @@ def rows_lie_in_place(group: int, channels: int) -> bool:
 def attend_splits(job: Job, operands: Operands) -> jax.Array:
     """The output of all sequences, [B T, H, C] or as many elements."""
     table, limits, num_entries = run_list(operands.positions, operands.page_table, job.config)
-    o, ml = _attend(job, operands, table, num_entries)
+    o, ml = _partials(job, operands, table, num_entries)
     parts = (job, o, ml, limits, operands.row_positions)
     if rows_lie_in_place(job.group, job.channels):
         return merge_splits(*parts, query_len=job.query_len, group=job.group)
@@ -38,7 +51,7 @@ def attend_splits(job: Job, operands: Operands) -> jax.Array:
     return out[:, 0, :, : job.query_len * job.group].reshape(shape).transpose(0, 2, 1, 3, 4)
 
 
-def _attend(job: Job, operands: Operands, table, num_entries) -> list[jax.Array]:
+def _partials(job: Job, operands: Operands, table, num_entries) -> list[jax.Array]:
     """Write each split's unnormalised output, maximum and sum."""
     entries = table.shape[0] * job.kv_heads
     num_ctas = min(job.config.num_ctas, entries)
@@ -57,15 +70,15 @@ def _attend(job: Job, operands: Operands, table, num_entries) -> list[jax.Array]
         share_turns(work, one_turn)
 
     f32 = jnp.float32
-    return launch(
-        job, operands, body, table=table, num_entries=num_entries,
-        schedule="splits", num_ctas=num_ctas,
+    schedule = Schedule(
+        name="splits", num_ctas=num_ctas, table=table, num_entries=num_entries,
         results=[
             jax.ShapeDtypeStruct((entries, job.padded_rows, job.channels), f32),
             jax.ShapeDtypeStruct((entries, 2, bits.ROWS), f32),
         ],
         kept_results=[None, None],
     )  # fmt: skip
+    return launch(job, operands, schedule, body)
 
 
 def _write_partial(job: Job, memory: Memory, state, run: Run) -> None:
@@ -140,6 +153,99 @@ def merge_splits(
         grid=(job.batch * ctas_in_seq,),
         grid_names=("cta",),
         kernel_name="attention_merge_sm90",
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=256),
+        compiler_params=bits.COMPILER_PARAMS,
         interpret=plgpu.InterpretGPUParams() if job.is_interpreted else None,
     )(o.reshape(o.shape[0], padded_rows * job.channels), ml, limits, row_positions)
+
+
+def attend_sequences(job: Job, operands: Operands) -> jax.Array:
+    """The output of all sequences, [B T, H, C]."""
+    table, _, num_entries = run_list(operands.positions, operands.page_table, job.config)
+    num_items = table.shape[0] * job.kv_heads
+    # As few CTAs as take no more turns: each has more of the bandwidth.
+    num_ctas = -(-num_items // -(-num_items // job.config.num_ctas))
+    span, num_compute = _out_span(job), job.config.num_compute
+
+    def body(memory: Memory):
+        cta = lax.axis_index("cta")
+        work = listed_work(job, memory, cta, num_items=num_items, num_ctas=num_ctas)
+
+        def one_turn(turn: Turn):
+            # The last output has left the memory that it shares with these queries.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            turn.prepare_new_token()
+            out, _, weight_sum = _fold_splits(turn)
+            out = job.math.finish(out, weight_sum, turn.row_pos >= 0, job.dtype)
+            kept = memory.kept_results[0].at[work.owner(turn.index)]
+            _write_rows(job, kept, memory.results[0], out, turn.run)
+
+        share_turns(work, one_turn)
+
+    shape = (job.batch * job.query_len, job.kv_heads * job.group, job.channels)
+    schedule = Schedule(
+        name="sequences", num_ctas=num_ctas, table=table, num_entries=num_entries,
+        results=[jax.ShapeDtypeStruct(shape, job.dtype)],
+        kept_results=[
+            plgpu.SMEM((num_compute, job.channels // span, bits.ROWS, span), job.dtype), None
+        ],
+    )  # fmt: skip
+    [out] = launch(job, operands, schedule, body)
+    return out
+
+
+def _fold_splits(turn: Turn):
+    """The state after all splits of a sequence, each from an empty one, folded left to right.
+
+    Frees the queries.
+    """
+    job, math = turn.work.job, turn.work.job.math
+    empty = turn.empty()
+
+    def fold(outer, state):
+        m, weight_sum, a, b = math.merge_scales(*outer[1:], *state[1:])
+        return math.merge_outputs(outer[0], a, state[0], b), m, weight_sum
+
+    def one_block(j, carry, is_masked):
+        outer, (out, m, weight_sum) = carry
+        starts = lax.rem(j, jnp.int32(job.config.blocks_per_split)) == 0
+        outer = lax.cond(starts & (j > 0), fold, lambda x, _: x, outer, carry[1])
+        # A new split starts empty: its first decay is 0, which clears the output.
+        m = math.choose(starts, empty[1], m)
+        weight_sum = math.choose(starts, empty[2], weight_sum)
+        return outer, turn.one_block(j, (out, m, weight_sum), is_masked)
+
+    state = turn.over_blocks(one_block, (empty, empty))
+    turn.free_queries()
+    return fold(*state)
+
+
+def _out_span(job: Job) -> int:
+    """Channels side by side in shared memory.
+
+    WHY: few take few registers for addresses; the rows that TMA copies to a head's output must
+    begin at a multiple of 128 bytes.
+    """
+    return 32 if job.group % 2 == 0 else 64
+
+
+def _write_rows(job: Job, out_smem, out_gmem, out, run: Run) -> None:
+    """Write the heads of a sequence's tokens to their places."""
+    span, group = _out_span(job), job.group
+    for i in range(job.channels // span):
+        out_smem[i] = out[:, i * span : (i + 1) * span]
+    plgpu.commit_smem()
+    first_row = lax.rem((run.seq * job.kv_heads + run.kv_head) * job.rows_apart, jnp.int32(8))
+
+    def one_token(token, _):
+        for i in range(job.channels // span):
+            plgpu.copy_smem_to_gmem(
+                out_smem.at[i, pl.ds(first_row + token * group, group)],
+                out_gmem.at[
+                    run.seq * job.query_len + token,
+                    pl.ds(run.kv_head * group, group),
+                    pl.ds(i * span, span),
+                ],
+            )
+        return 0
+
+    lax.fori_loop(0, job.query_len, one_token, 0)

@@ -1,0 +1,584 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A product of few activations on Hopper: 64 rows of weights meet 8 to 256 activations.
+
+The weights are all the traffic. A persistent grid of CTAs streams them through a ring of shared
+memory, filled by one warpgroup and multiplied by the others. Up to 8 activations may be normalised
+first, in the same launch, and held whole in shared memory. The sums of the leaves of K are added as
+a tree in registers. The epilogue adds the subtrees of other ranks, the bias and the residual
+stream, or gates, and stores the transposed tile.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from detjax.pallas_kernels import sm90_rows
+from detjax.pallas_kernels.linear.sm90_held_rows import (
+    copy_rows,
+    held_block,
+    num_copies,
+)
+from detjax.pallas_kernels.linear.sm90_sums import (
+    COMPILER_PARAMS,
+    TILE_SNAKE,
+    add_bias,
+    leaf_sum,
+    put_transposed,
+    ragged,
+    tree_sum,
+    views,
+)
+from detjax.pallas_kernels.linear.tiles import NUM_SMS, FlatTiles, held_chunk
+from detjax.pallas_kernels.rms_norm.sm90 import WideRows, normalise_wide_rows
+from detjax.pallas_kernels.sm90_cache_hints import evict_first
+from detjax.pallas_kernels.sm90_ring import Ring
+from detjax.pallas_kernels.swiglu.sm90 import gated_bf16
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InputNorm:
+    """The norm of a product's activations, by the instructions of `rms_norm`.
+
+    Attributes:
+        gain: [K].
+        terms: Arrays to add to the activations before they are normalised.
+        eps: Added to the mean square.
+        read_row: `read_row(x_gmem, terms_gmem, row, columns, math)` gives channels of the sum,
+            rounded; None without terms.
+    """
+
+    gain: Any
+    terms: tuple = ()
+    eps: float = field(metadata={"static": True})
+    read_row: Callable | None = field(default=None, metadata={"static": True})
+
+    def __post_init__(self):
+        """Refuse terms that nothing reads."""
+        if (self.read_row is None) != (not self.terms):
+            raise ValueError("terms are added to rows that are normalised, by `read_row`")
+
+
+@runtime_checkable
+class Ranks(Protocol):
+    """Adds what other ranks have of a tile's sum, before its bias. Hashed by what it does."""
+
+    def begin(self, memory: tuple, tile) -> tuple:
+        """Read what `add` needs of `memory`, early; a tile is a number."""
+        ...
+
+    def add(self, total, memory: tuple, tile, begun: tuple, *, num_cols: int) -> Any:
+        """The ranks' sum of a warpgroup's float32 accumulator [64, n].
+
+        The first `num_cols` columns count. The order of additions is the caller's affair.
+        """
+        ...
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RanksSum:
+    """The ranks whose subtrees a product adds to its own.
+
+    Attributes:
+        memory: Arrays that `ranks` reads and writes.
+        ranks: Adds them.
+    """
+
+    memory: tuple
+    ranks: Ranks = field(metadata={"static": True})
+
+
+class _Operands(NamedTuple):
+    """Arrays in device memory; None where the product has none."""
+
+    x: Any  # [M, K] bf16
+    w: Any  # [N, K] bf16; [2 F, K] if gated, F rows of gates and F of ups
+    bias: Any  # [N]
+    residual: Any  # [M, N], of the output's dtype
+    norm: InputNorm | None
+    peers: RanksSum | None
+
+
+class _Results(NamedTuple):
+    """Arrays in device memory."""
+
+    out: Any  # [M, N], or [groups, M, N] where CTAs share a tile's leaves
+    total: Any  # [M, K] bf16, the activations with their terms; else None
+    normed: Any  # [M, K] bf16, the same normalised; else None
+
+
+class _Memory(NamedTuple):
+    """Shared memory of a CTA, and its barriers; None where the product has none."""
+
+    x: Any  # [stages, slabs, cols, span] bf16; held: [steps, slabs, 8, span]
+    w: Any  # [stages, num_wgs * rows, k] bf16
+    out: Any  # [num_wgs, cols, out_rows], of the output's dtype
+    squares: Any  # [sharers, rows_each, chunks, 4] f32
+    full: Any  # [stages]
+    empty: Any  # [stages]
+    arrived: Any  # [num_wgs]: the residual is there
+    held: Any  # the activations are normalised
+    rows_read: Any  # the activations are there
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Plan:
+    """The numbers of a launch.
+
+    Attributes:
+        tiles: How it is cut.
+        num_rows: M.
+        num_out: N.
+        k_len: K.
+        leaf_len: Of a leaf of K.
+        out_dtype: Of the output.
+        has_residual: Whether the residual stream is added.
+        is_interpreted: Whether a CPU interprets the kernel.
+    """
+
+    tiles: FlatTiles
+    num_rows: int
+    num_out: int
+    k_len: int
+    leaf_len: int
+    out_dtype: jnp.dtype
+    has_residual: bool
+    is_interpreted: bool
+
+    @property
+    def num_leaves(self) -> int:
+        """Leaves of a tile: a CTA's share of the tree's."""
+        return self.k_len // self.leaf_len // self.tiles.groups
+
+    @property
+    def leaf_steps(self) -> int:
+        """Steps of the ring in a leaf."""
+        return self.leaf_len // self.tiles.k
+
+    @property
+    def steps(self) -> int:
+        """Steps of the ring in a tile."""
+        return self.leaf_steps * self.num_leaves
+
+    @property
+    def span(self) -> int:
+        """Columns of a slab: one swizzle span of activations."""
+        return min(64, self.tiles.k)
+
+    @property
+    def slabs(self) -> int:
+        """Slabs of a step."""
+        return self.tiles.k // self.span
+
+    @property
+    def row_tiles(self) -> int:
+        """Tiles of weights."""
+        return pl.cdiv(self.num_out, self.tiles.out_rows * self.tiles.num_wgs)
+
+    @property
+    def col_tiles(self) -> int:
+        """Tiles of activations."""
+        return pl.cdiv(self.num_rows, self.tiles.cols)
+
+    @property
+    def num_items(self) -> int:
+        """Tiles of all CTAs, each as often as CTAs share its leaves."""
+        return self.row_tiles * self.col_tiles * self.tiles.groups
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether TMA must see blocks of activations tiled by 1 row (`ragged`)."""
+        return self.num_rows > 8 and self.num_rows % 8 != 0
+
+    @property
+    def is_out_tiled(self) -> bool:
+        """Whether the staged output is tiled and swizzled."""
+        return self.out_dtype == jnp.bfloat16 or not self.is_ragged
+
+    @property
+    def is_one_box(self) -> bool:
+        """Whether TMA brings all held rows at once; interpretation has no two views of memory."""
+        held = self.tiles.held
+        return held is not None and held.copies_rows and not self.is_interpreted
+
+    @property
+    def num_sharers(self) -> int:
+        """Warpgroups that normalise rows."""
+        return self.tiles.num_wgs + (self.tiles.held.helpers if self.tiles.held else 0)
+
+    @property
+    def rows_each(self) -> int:
+        """Rows that each of them normalises."""
+        return pl.cdiv(self.num_rows, self.num_sharers)
+
+    @property
+    def has_register_shares(self) -> bool:
+        """Whether registers move from the warpgroup that loads to those that multiply."""
+        return self.tiles.ctas_per_sm == 1 and self.tiles.num_wgs > 1 and not self.tiles.held
+
+    @property
+    def weight_pieces(self) -> list[tuple[int, int, int]]:
+        """Rows of a stage of weights, how many, and where they lie from the tile's first weight."""
+        t = self.tiles
+        if not t.is_gated:
+            return [(0, t.live_rows or t.rows * t.num_wgs, 0)]
+        return [
+            (2 * start + i * t.out_rows, t.out_rows, start + i * self.num_out)
+            for start in range(0, t.out_rows * t.num_wgs, t.out_rows)
+            for i in range(2)
+        ]
+
+    def check(self, bias, norm: InputNorm | None, peers: RanksSum | None) -> None:
+        """Refuse operands that these tiles do not take."""
+        t = self.tiles
+        channels = t.held.channels if t.held else 0
+        if bias is not None and self.num_out % t.rows:
+            raise ValueError(f"{t=} must divide N={self.num_out}, because there is a bias")
+        if self.has_residual and t.groups > 1:
+            raise ValueError("a residual is added in the epilogue of unsplit tiles only")
+        if channels != (0 if norm is None else self.k_len):
+            raise ValueError(f"held {channels=} must be K={self.k_len} with a gain, else 0")
+        if norm is not None and self.num_rows > 8:
+            raise ValueError(f"a product normalises at most 8 rows, not {self.num_rows}")
+        if t.held is not None and t.held.copies_rows:
+            if norm is not None and norm.terms:
+                raise ValueError("rows that are copied are not sums of terms")
+            if self.num_sharers * self.rows_each > 8:
+                raise ValueError(
+                    f"{self.num_sharers=} of {self.rows_each=} would take more than the 8 rows held"
+                )
+        is_whole = t.num_wgs == 1 and t.groups == 1 and self.col_tiles == 1 and not t.is_gated
+        if peers is not None and not is_whole:
+            raise ValueError(f"ranks add tiles that one CTA has, with all rows, not {t=}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Cta:
+    """What the warpgroups of a CTA do."""
+
+    plan: _Plan
+    operands: _Operands
+    results: _Results
+    memory: _Memory
+    wg: Any
+
+    @property
+    def ring(self) -> Ring:
+        return Ring(
+            full=self.memory.full, empty=self.memory.empty, num_slots=self.plan.tiles.stages
+        )
+
+    @property
+    def x_views(self) -> tuple:
+        """The activations in shared memory as wgmma and as TMA see them."""
+        return views(self.memory.x, self.plan.is_ragged or self.plan.is_one_box)
+
+    @property
+    def out_views(self) -> tuple:
+        """The staged output as threads and as TMA see it."""
+        return views(self.memory.out, self.plan.is_ragged and self.plan.is_out_tiled)
+
+    def locate(self, item):
+        """First weight and first activation of a tile, and its group of leaves."""
+        plan, t = self.plan, self.plan.tiles
+        group = jnp.int32(0)
+        if t.groups > 1:
+            group, item = lax.rem(item, t.groups), lax.div(item, t.groups)
+        row, col = item, jnp.int32(0)
+        if plan.col_tiles > 1:
+            row, col = plgpu.planar_snake(item, (plan.row_tiles, plan.col_tiles), 1, TILE_SNAKE)
+        return row * (t.out_rows * t.num_wgs), col * t.cols, group
+
+    def run(self) -> None:
+        """All warpgroups; which one it is decides what it does."""
+        t = self.plan.tiles
+        if self.plan.col_tiles == 1:
+            evict_first(self.operands.w, is_interpreted=self.plan.is_interpreted)
+        if t.held:
+            pl.when(self.wg != t.num_wgs)(self.normalise)
+        pl.when(self.wg < t.num_wgs)(self.compute)
+        pl.when(self.wg == t.num_wgs)(self.load)
+
+    # ------------------------------------------------------------------ the warpgroup that loads
+
+    def load(self) -> None:
+        """Fill the ring with the steps of all tiles."""
+        plan, t = self.plan, self.plan.tiles
+        if plan.has_register_shares:
+            plgpu.set_max_registers(24, action="decrease")
+        if t.held and t.held.copies_rows:
+            # WHY: before any weights, behind which they would come.
+            copy_rows(
+                self.operands.x, self.x_views[1], self.memory.rows_read, as_one_box=plan.is_one_box
+            )
+
+        @plgpu.nd_loop((plan.num_items,), collective_axes="cta", init_carry=jnp.int32(0))
+        def steps_done(info, carry):
+            place = self.locate(info.index[0])
+            first = info.local_index * plan.steps
+
+            def step(i, _):
+                self.load_step(first, i, *place)
+                return ()
+
+            lax.fori_loop(0, plan.steps, step, ())
+            return carry + plan.steps
+
+        self.ring.drain(steps_done)
+
+    def load_step(self, first, i, w_row, x_row, group) -> None:
+        """Copy step `i` of a tile, whose first step is the ring's step `first`."""
+        plan, t = self.plan, self.plan.tiles
+        if t.held and t.held.early_stages:
+            # WHY: rows that were asked for behind a whole ring come behind it.
+            pl.when(first + i == t.held.early_stages)(
+                lambda: plgpu.barrier_wait(self.memory.rows_read)
+            )
+        slot = self.ring.claim(first + i)
+        full = self.memory.full.at[slot]
+        k = (group * plan.steps + i) * t.k
+        for start, size, offset in plan.weight_pieces:
+            plgpu.copy_gmem_to_smem(
+                self.operands.w.at[pl.ds(w_row + offset, size), pl.ds(k, t.k)],
+                self.memory.w.at[slot, pl.ds(start, size)],
+                full,
+            )
+        for s in range(0 if t.held else plan.slabs):
+            plgpu.copy_gmem_to_smem(
+                self.operands.x.at[pl.ds(x_row, t.cols), pl.ds(k + s * plan.span, plan.span)],
+                self.x_views[1].at[slot, s],
+                full,
+            )
+
+    # ------------------------------------------------------------- the warpgroups that normalise
+
+    def normalise(self) -> None:
+        """Put this warpgroup's share of the normalised activations into shared memory.
+
+        Meanwhile the weights stream in. Of 8 rows those past M hold whatever was there: they are
+        columns of the product that are never stored.
+        """
+        plan, norm = self.plan, self.operands.norm
+        assert plan.tiles.held is not None and norm is not None
+        share = self.wg - (self.wg > plan.tiles.num_wgs).astype(jnp.int32)
+        # WHY: in place a row has one warpgroup, as another would read what is normalised already.
+        first = share * plan.rows_each
+        last = 7 if plan.tiles.held.copies_rows else plan.num_rows - 1
+        normalise_wide_rows(
+            self.wide_rows(norm),
+            norm.gain,
+            # Shares that do not divide M end with its last row, written more than once, alike.
+            [jnp.minimum(first + i, last) for i in range(plan.rows_each)],
+            self.memory.squares.at[share],
+            eps=norm.eps,
+            num_registers=min(255, 65536 // (sm90_rows.LANES * (plan.num_sharers + 1))),
+            is_interpreted=plan.is_interpreted,
+        )
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(self.memory.held)
+
+    def wide_rows(self, norm: InputNorm) -> WideRows:
+        """Where a warpgroup reads the activations, and where it puts them."""
+        x_gmem, x_smem, held = self.operands.x, self.x_views[0], self.plan.tiles.held
+        assert held is not None
+
+        def read(row, columns, math):
+            if held.copies_rows:
+                return sm90_rows.load_from_slabs(x_smem, row, columns.start, columns.size, math)
+            if norm.read_row is not None:
+                return norm.read_row(x_gmem, norm.terms, row, columns, math)
+            return math.load(x_gmem.at[row, columns])
+
+        def keep(array, values, row, start):
+            @pl.when(lax.axis_index("cta") == 0)
+            def _():
+                array[row, pl.ds(start, values.shape[0])] = values
+
+        def keep_sum(values, row, start, math):
+            if norm.terms:
+                keep(self.results.total, values, row, start)
+
+        def store(values, row, start, math):
+            sm90_rows.store_in_slabs(x_smem, values, row, start, math)
+            if norm.terms:
+                keep(self.results.normed, values, row, start)
+
+        def ready():
+            if held.copies_rows:
+                plgpu.barrier_wait(self.memory.rows_read)
+
+        def arrived():
+            if held.early_stages:
+                plgpu.barrier_arrive(self.memory.rows_read)
+
+        return WideRows(
+            width=self.plan.k_len, dtype=x_gmem.dtype, read=read, store=store, keep=keep_sum,
+            ready=ready, arrived=arrived, is_read_again=held.copies_rows,
+        )  # fmt: skip
+
+    # -------------------------------------------------------------- the warpgroups that multiply
+
+    def compute(self) -> None:
+        """Multiply, add and store this warpgroup's outputs of all tiles."""
+        plan, t = self.plan, self.plan.tiles
+        if plan.has_register_shares:
+            plgpu.set_max_registers(240, action="increase")
+        if t.held:
+            plgpu.barrier_wait(self.memory.held)
+        wg_rows = pl.ds(self.wg * t.rows, t.rows)
+
+        @plgpu.nd_loop((plan.num_items,), collective_axes="cta")
+        def _tiles(info):
+            row, col, group = self.locate(info.index[0])
+            row = row + self.wg * t.out_rows
+            first = info.local_index * plan.steps
+            if plan.has_residual:
+                self.fetch_residual(row, col)
+            peers = self.operands.peers
+            begun = peers.ranks.begin(peers.memory, info.index[0]) if peers else ()
+            total = tree_sum(
+                (t.rows, t.cols),
+                plan.num_leaves.bit_length() - 1,
+                plan.leaf_steps,
+                functools.partial(self.leaf, wg_rows=wg_rows),
+                first,
+            )
+            if peers:
+                total = peers.ranks.add(
+                    total, peers.memory, info.index[0], begun, num_cols=plan.num_rows
+                )
+            self.store(total, row, col, group)
+
+        plgpu.wait_smem_to_gmem(0)
+
+    def leaf(self, first, *, wg_rows):
+        """The sum of a leaf, [rows, cols] f32, whose first step is the ring's step `first`."""
+        plan, ring, x_smem = self.plan, self.ring, self.x_views[0]
+
+        def multiply(i, acc):
+            slot = ring.slot(first + i)
+            for s in range(plan.slabs):
+                weights = self.memory.w.at[slot, wg_rows, pl.ds(s * plan.span, plan.span)]
+                plgpu.wgmma(acc, weights, x_smem.at[i if plan.tiles.held else slot, s].T)
+
+        return leaf_sum(
+            (plan.tiles.rows, plan.tiles.cols),
+            plan.leaf_steps,
+            take=lambda i: ring.wait(first + i),
+            multiply=multiply,
+            give=lambda i: ring.release(first + i),
+            in_flight=plan.slabs,
+        )
+
+    def fetch_residual(self, row, col) -> None:
+        """Ask for the residual stream of a tile, to where its output will be staged."""
+        t = self.plan.tiles
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        window = (pl.ds(col, t.cols), pl.ds(row, t.out_rows))
+        plgpu.copy_gmem_to_smem(
+            self.operands.residual.at[window],
+            self.out_views[1].at[self.wg],
+            self.memory.arrived.at[self.wg],
+        )
+
+    def store(self, total, row, col, group) -> None:
+        """Add bias and residual stream to a sum [rows, cols], or gate it, round it and store it."""
+        t, has_residual = self.plan.tiles, self.plan.has_residual
+        out_smem, out_tma = self.out_views
+        if self.operands.bias is not None:
+            total = add_bias(total, self.operands.bias, row, 0)
+        if has_residual:
+            plgpu.barrier_wait(self.memory.arrived.at[self.wg])
+        else:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        if t.is_gated:
+            math = sm90_rows.Arithmetic(
+                layout=plgpu.Layout.WGMMA, is_interpreted=self.plan.is_interpreted
+            )
+            total = gated_bf16(total[: t.out_rows], total[t.out_rows :], math)
+        staged = out_smem.at[self.wg]
+        put_transposed(total, staged, staged if has_residual else None)
+        window = (pl.ds(col, t.cols), pl.ds(row, t.out_rows))
+        if t.groups > 1:
+            window = (group, *window)
+        live = (self.wg, slice(None), pl.ds(0, t.live_rows)) if t.live_rows else (self.wg,)
+        plgpu.copy_smem_to_gmem(out_tma.at[live], self.results.out.at[window])
+
+
+def _memory_types(plan: _Plan) -> _Memory:
+    t = plan.tiles
+    out_bytes = plan.out_dtype.itemsize
+    out_shape = (t.num_wgs, t.cols, 64)
+    if plan.is_out_tiled:
+        out = ragged(out_shape, t.out_span // out_bytes, plan.out_dtype, plan.is_ragged)
+    else:
+        out = plgpu.SMEM(out_shape, plan.out_dtype)
+    if t.held:
+        x = held_block(plan.steps, plan.slabs, as_one_box=plan.is_one_box)
+        squares = (plan.num_sharers, plan.rows_each, plan.k_len // held_chunk(plan.k_len), 4)
+        readers = plan.num_sharers
+        if t.held.copies_rows:
+            readers = num_copies(plan.k_len, as_one_box=plan.is_one_box)
+        reads_rows = t.held.copies_rows or t.held.early_stages > 0
+    else:
+        x = ragged(
+            (t.stages, plan.slabs, t.cols, plan.span), plan.span, jnp.bfloat16, plan.is_ragged
+        )
+        squares, readers, reads_rows = None, 0, False
+    copies = len(plan.weight_pieces) + (0 if t.held else plan.slabs)
+    return _Memory(
+        x=x,
+        w=ragged((t.stages, t.rows * t.num_wgs, t.k), plan.span, jnp.bfloat16, False),
+        out=out,
+        squares=plgpu.SMEM(squares, jnp.float32) if squares else None,
+        full=plgpu.Barrier(num_arrivals=copies, num_barriers=t.stages),
+        empty=plgpu.Barrier(num_arrivals=t.num_wgs, num_barriers=t.stages),
+        arrived=plgpu.Barrier(num_barriers=t.num_wgs) if plan.has_residual else None,
+        held=plgpu.Barrier(num_arrivals=plan.num_sharers) if t.held else None,
+        rows_read=plgpu.Barrier(num_arrivals=readers) if reads_rows else None,
+    )
+
+
+def flat_matmul(
+    x, w, bias, residual, norm: InputNorm | None, peers: RanksSum | None, *,
+    leaf_len: int, out_dtype, tiles: FlatTiles, interpret,
+):  # fmt: skip
+    """See `sm90_matmul.matmul`."""
+    num_rows, k_len = x.shape
+    plan = _Plan(
+        tiles=tiles, num_rows=num_rows, num_out=w.shape[0] // (2 if tiles.is_gated else 1),
+        k_len=k_len, leaf_len=leaf_len, out_dtype=jnp.dtype(out_dtype),
+        has_residual=residual is not None, is_interpreted=interpret is not None,
+    )  # fmt: skip
+    plan.check(bias, norm, peers)
+
+    def body(operands: _Operands, results: _Results, memory: _Memory):
+        cta = _Cta(
+            plan=plan, operands=operands, results=results, memory=memory, wg=lax.axis_index("wg")
+        )
+        cta.run()
+
+    shape = (num_rows, plan.num_out)
+    out = jax.ShapeDtypeStruct((tiles.groups, *shape) if tiles.groups > 1 else shape, out_dtype)
+    row_sums = jax.ShapeDtypeStruct(x.shape, x.dtype) if norm and norm.terms else None
+    [results] = plgpu.kernel(
+        body,
+        out_type=[_Results(out=out, total=row_sums, normed=row_sums)],
+        scratch_types=[_memory_types(plan)],
+        grid=(min(plan.num_items, NUM_SMS * tiles.ctas_per_sm),),
+        grid_names=("cta",),
+        num_threads=plan.num_sharers + 1,
+        thread_name="wg",
+        compiler_params=COMPILER_PARAMS,
+        kernel_name="detjax_linear_swiglu" if tiles.is_gated else "detjax_linear",
+        interpret=interpret,
+    )(_Operands(x=x, w=w, bias=bias, residual=residual, norm=norm, peers=peers))
+    return tuple(results) if row_sums else results.out

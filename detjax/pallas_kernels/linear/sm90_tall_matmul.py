@@ -1,0 +1,494 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A product of many activations on Hopper: 64 rows of them a warpgroup meet 8 to 256 weights.
+
+A persistent grid of CTAs: one warpgroup loads both operands through a ring of shared memory that
+runs on from one output tile to the next, up to three multiply. CTAs of a cluster share loads by
+multicast. The sums of the leaves of K are added as a tree in registers and shared memory. The
+epilogue adds the bias and the residual stream, or gates a tile of gates and their ups.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from detjax.pallas_kernels import sm90_rows
+from detjax.pallas_kernels.linear.sm90_sums import (
+    COMPILER_PARAMS,
+    TILE_SNAKE,
+    add_bias,
+    leaf_sum,
+    ragged,
+    tiled,
+    tree_sum,
+    views,
+)
+from detjax.pallas_kernels.linear.tiles import NUM_SMS, WG_ROWS, TallTiles
+from detjax.pallas_kernels.sm90_cache_hints import evict_first
+from detjax.pallas_kernels.sm90_ring import Ring
+from detjax.pallas_kernels.swiglu.sm90 import gated_bf16
+
+_ROWS_AXIS, _COLS_AXIS = "cluster_rows", "cluster_cols"
+
+
+class _Operands(NamedTuple):
+    """Arrays in device memory; None where the product has none."""
+
+    x: Any  # [M, K] bf16
+    w: Any  # [N, K] bf16; [2 F, K] if gated, F rows of gates and F of ups
+    bias: Any  # [N]
+    residual: Any  # [M, N], of the output's dtype
+
+
+class _Memory(NamedTuple):
+    """Shared memory of a CTA, and its barriers; None where the product has none."""
+
+    x: Any  # [stages, slabs, cta_rows, span] bf16
+    w: Any  # [stages, cols, k] bf16
+    out: Any  # [num_wgs, staged, 64, chunk], of the output's dtype
+    pending: Any  # [smem_levels, num_wgs, 64, cols] f32
+    full: Any  # [stages]
+    empty: Any  # [stages]
+    arrived: Any  # [num_wgs]: the residual is there
+    started: Any  # the first warpgroup is `lag` steps ahead
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Plan:
+    """The numbers of a launch.
+
+    Attributes:
+        tiles: How it is cut.
+        num_rows: M.
+        num_out: N.
+        k_len: K.
+        leaf_len: Of a leaf of K.
+        out_dtype: Of the output.
+        has_residual: Whether the residual stream is added.
+        is_interpreted: Whether a CPU interprets the kernel.
+    """
+
+    tiles: TallTiles
+    num_rows: int
+    num_out: int
+    k_len: int
+    leaf_len: int
+    out_dtype: jnp.dtype
+    has_residual: bool
+    is_interpreted: bool
+
+    @property
+    def num_leaves(self) -> int:
+        """Leaves of a tile: a CTA's share of the tree's."""
+        return self.k_len // self.leaf_len // self.tiles.groups
+
+    @property
+    def leaf_steps(self) -> int:
+        """Steps of the ring in a leaf."""
+        return self.leaf_len // self.tiles.k
+
+    @property
+    def product_steps(self) -> int:
+        """Steps of the ring with operands of a tile."""
+        return self.leaf_steps * self.num_leaves
+
+    @property
+    def steps(self) -> int:
+        """Steps of the ring in a tile: the last may be for its residual and output."""
+        return self.product_steps + (1 if self.tiles.shares_slot else 0)
+
+    @property
+    def span(self) -> int:
+        """Columns of a slab: one swizzle span of activations."""
+        return min(64, self.tiles.k)
+
+    @property
+    def slabs(self) -> int:
+        """Slabs of a step."""
+        return self.tiles.k // self.span
+
+    @property
+    def clusters(self) -> tuple[int, int]:
+        """Rows and columns of the grid of clusters that covers the output."""
+        rows, cols = self.tiles.cluster
+        return (
+            pl.cdiv(self.num_rows, self.tiles.cta_rows * rows),
+            pl.cdiv(self.num_out, self.tiles.out_cols * cols),
+        )
+
+    @property
+    def num_items(self) -> int:
+        """Tiles of all clusters, each as often as CTAs share its leaves."""
+        return math.prod(self.clusters) * self.tiles.groups
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether TMA must see blocks of rows tiled by 1 row (`ragged`)."""
+        return self.num_rows > 8 and self.num_rows % 8 != 0
+
+    @property
+    def out_bytes(self) -> int:
+        """Of an output element."""
+        return self.out_dtype.itemsize
+
+    @property
+    def chunk(self) -> int:
+        """Columns of one store."""
+        return self.tiles.out_chunk(self.out_bytes)
+
+    @property
+    def staged(self) -> int:
+        """Chunks of the output in shared memory."""
+        return self.tiles.num_staged(self.out_bytes, has_residual=self.has_residual)
+
+    @property
+    def weight_pieces(self) -> list[tuple[int, int, int]]:
+        """Rows of a stage of weights, how many, and where they lie from the tile's first weight."""
+        t = self.tiles
+        if not t.is_gated:
+            return [(0, t.cols, 0)]
+        return [(i * t.out_cols, t.out_cols, i * self.num_out) for i in range(2)]
+
+    def check(self, bias) -> None:
+        """Refuse operands that these tiles do not take."""
+        t = self.tiles
+        if bias is not None and self.num_out % t.cols:
+            raise ValueError(f"{t=} must divide N={self.num_out}, because there is a bias")
+        if self.has_residual and t.groups > 1:
+            raise ValueError("a residual is added in the epilogue of unsplit tiles only")
+        if t.shares_slot and not (self.has_residual and self.out_dtype == jnp.bfloat16):
+            raise ValueError("a slot of the ring is shared by a residual and a bfloat16 output")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Cta:
+    """What the warpgroups of a CTA do."""
+
+    plan: _Plan
+    operands: _Operands
+    out_gmem: Any  # [M, N], or [groups, M, N] where CTAs share a tile's leaves
+    memory: _Memory
+    wg: Any
+
+    @property
+    def ring(self) -> Ring:
+        return Ring(
+            full=self.memory.full, empty=self.memory.empty, num_slots=self.plan.tiles.stages
+        )
+
+    @property
+    def x_views(self) -> tuple:
+        """The activations in shared memory as wgmma and as TMA see them."""
+        return views(self.memory.x, self.plan.is_ragged)
+
+    @property
+    def w_views(self) -> tuple:
+        """The weights likewise; TMA sees rows there if an output leaves through their slot."""
+        return views(self.memory.w, self.plan.is_ragged and self.plan.tiles.shares_slot)
+
+    @property
+    def out_views(self) -> tuple:
+        """The staged output as threads and as TMA see it."""
+        return views(self.memory.out, self.plan.is_ragged and not self.plan.tiles.shares_slot)
+
+    def locate(self, item):
+        """First row and column of this CTA's tile, and its group of leaves."""
+        plan, t = self.plan, self.plan.tiles
+        group = jnp.int32(0)
+        if t.groups > 1:
+            group, item = lax.rem(item, t.groups), lax.div(item, t.groups)
+        row, col = item, jnp.int32(0)
+        if plan.clusters[1] > 1:
+            row, col = plgpu.planar_snake(item, plan.clusters, 1, TILE_SNAKE)
+        if t.cluster[0] > 1:
+            row = row * t.cluster[0] + lax.axis_index(_ROWS_AXIS)
+        if t.cluster[1] > 1:
+            col = col * t.cluster[1] + lax.axis_index(_COLS_AXIS)
+        return row * t.cta_rows, col * t.out_cols, group
+
+    def run(self) -> None:
+        """All warpgroups; which one it is decides what it does."""
+        num_wgs = self.plan.tiles.num_wgs
+        if self.plan.clusters[0] == 1:
+            evict_first(self.operands.w, is_interpreted=self.plan.is_interpreted)
+        pl.when(self.wg < num_wgs)(self.compute)
+        pl.when(self.wg == num_wgs)(self.load)
+
+    # ------------------------------------------------------------------ the warpgroup that loads
+
+    def load(self) -> None:
+        """Fill the ring with the steps of all tiles."""
+        plan, t = self.plan, self.plan.tiles
+        if t.num_wgs > 1:
+            plgpu.set_max_registers(24, action="decrease")
+
+        @plgpu.nd_loop((plan.num_items,), collective_axes="cta", init_carry=jnp.int32(0))
+        def steps_done(info, carry):
+            row, col, group = self.locate(info.index[0])
+            first = info.local_index * plan.steps
+
+            def step(i, _):
+                self.load_step(first, i, row, col, group)
+                return ()
+
+            lax.fori_loop(0, plan.product_steps, step, ())
+            if t.shares_slot:
+                self.load_residual(first + plan.product_steps, row, col)
+            return carry + plan.steps
+
+        self.ring.drain(steps_done)
+
+    def load_step(self, first, i, row, col, group) -> None:
+        """Copy step `i` of a tile, whose first step is the ring's step `first`."""
+        plan, t = self.plan, self.plan.tiles
+        w_share = _ROWS_AXIS if t.cluster[0] > 1 else None
+        x_share = _COLS_AXIS if t.cluster[1] > 1 else None
+        slot = self.ring.claim(first + i)
+        full = self.memory.full.at[slot]
+        k = (group * plan.product_steps + i) * t.k
+        for start, size, offset in plan.weight_pieces:
+            plgpu.copy_gmem_to_smem(
+                self.operands.w.at[pl.ds(col + offset, size), pl.ds(k, t.k)],
+                self.w_views[1].at[slot, pl.ds(start, size)],
+                full,
+                collective_axes=w_share,
+            )
+        for s in range(plan.slabs):
+            columns = pl.ds(k + s * plan.span, plan.span)
+            plgpu.copy_gmem_to_smem(
+                self.operands.x.at[pl.ds(row, t.cta_rows), columns],
+                self.x_views[1].at[slot, s],
+                full,
+                collective_axes=x_share,
+            )
+
+    def load_residual(self, step, row, col) -> None:
+        """Copy the residual stream of a tile into a slot of the ring, half as `x`, half as `w`."""
+        plan = self.plan
+        slot = self.ring.claim(step)
+        halves = self.x_views[1].at[slot, 0], self.w_views[1].at[slot]
+        for i, half in enumerate(halves):
+            columns = pl.ds(col + i * plan.span, plan.span)
+            plgpu.copy_gmem_to_smem(
+                self.operands.residual.at[pl.ds(row, plan.tiles.cta_rows), columns],
+                half,
+                self.memory.full.at[slot],
+            )
+
+    # -------------------------------------------------------------- the warpgroups that multiply
+
+    def compute(self) -> None:
+        """Multiply, add and store this warpgroup's rows of all tiles."""
+        plan, t, ring = self.plan, self.plan.tiles, self.ring
+        if t.num_wgs > 1:
+            plgpu.set_max_registers(240 if t.num_wgs == 2 else 160, action="increase")
+        wg_rows = pl.ds(self.wg * WG_ROWS, WG_ROWS)
+        if t.lag:
+            # WHY: in step, both warpgroups would end a leaf or a tile at once and leave the
+            # tensor core idle; the second starts `lag` steps late and stays behind.
+            pl.when(self.wg == 1)(lambda: plgpu.barrier_wait(self.memory.started))
+
+        @plgpu.nd_loop((plan.num_items,), collective_axes="cta", init_carry=jnp.int32(0))
+        def steps_done(info, carry):
+            row, col, group = self.locate(info.index[0])
+            row = row + self.wg * WG_ROWS
+            first = info.local_index * plan.steps
+            if plan.has_residual and not t.shares_slot:
+                self.fetch_residual(row, col)
+            levels = plan.num_leaves.bit_length() - 1
+            total = tree_sum(
+                (WG_ROWS, t.cols),
+                levels,
+                plan.leaf_steps,
+                functools.partial(self.leaf, wg_rows=wg_rows),
+                first,
+                pending=[
+                    self.memory.pending.at[i, self.wg] for i in range(min(t.smem_levels, levels))
+                ],
+                is_paired=t.is_paired,
+            )
+            if self.operands.bias is not None:
+                total = add_bias(total, self.operands.bias, col, 1)
+            self.store(total, (row, col, group), first + plan.product_steps, wg_rows)
+            return carry + plan.steps
+
+        plgpu.wait_smem_to_gmem(0)
+        if t.shares_slot:
+            ring.release(steps_done - 1)
+
+    def leaf(self, first, *, wg_rows):
+        """The sum of a leaf, [64, cols] f32, whose first step is the ring's step `first`."""
+        plan, t, ring = self.plan, self.plan.tiles, self.ring
+        x_smem, w_smem = self.x_views[0], self.w_views[0]
+
+        def multiply(i, acc):
+            slot = ring.slot(first + i)
+            for s in range(plan.slabs):
+                weights = w_smem.at[slot, :, pl.ds(s * plan.span, plan.span)]
+                plgpu.wgmma(acc, x_smem.at[slot, s, wg_rows], weights.T)
+
+        return leaf_sum(
+            (WG_ROWS, t.cols),
+            plan.leaf_steps,
+            take=lambda i: ring.wait(first + i),
+            multiply=multiply,
+            give=lambda i: ring.release(first + i),
+            in_flight=plan.slabs if t.shares_slot else 0,
+            after=lambda i: self.after_step(first, i),
+        )
+
+    def after_step(self, first, i) -> None:
+        """Start the second warpgroup; give back the slot through which the last tile left."""
+        plan, t, step = self.plan, self.plan.tiles, first + i
+        if t.lag:
+
+            @pl.when((step == t.lag - 1) & (self.wg == 0))
+            def _():
+                plgpu.barrier_arrive(self.memory.started)
+
+        if t.shares_slot:
+            # The store of the last tile has read its slot by now: nobody waits for it.
+            @pl.when((step > plan.steps) & (lax.rem(step, plan.steps) == 1))
+            def _():
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                self.ring.release(first + (i - 2))
+
+    def fetch_residual(self, row, col) -> None:
+        """Ask for the residual stream of 64 rows, to where their output will be staged."""
+        chunk = self.plan.chunk
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for i, c in enumerate(range(0, self.plan.tiles.out_cols, chunk)):
+            plgpu.copy_gmem_to_smem(
+                self.operands.residual.at[pl.ds(row, WG_ROWS), pl.ds(col + c, chunk)],
+                self.out_views[1].at[self.wg, i],
+                self.memory.arrived.at[self.wg],
+            )
+
+    def store(self, total, place: tuple, last_step, wg_rows) -> None:
+        """Add the residual stream to a sum [64, cols], or gate it, round it and store it.
+
+        Args:
+            total: The sum, float32.
+            place: First row, first column and group of the output.
+            last_step: The step of the ring whose slot the output may share.
+            wg_rows: This warpgroup's rows of a CTA's.
+        """
+        plan, t = self.plan, self.plan.tiles
+        row, col, group = place
+        slot = self.ring.slot(last_step)
+        if t.shares_slot:
+            plgpu.barrier_wait(self.memory.full.at[slot])
+        elif plan.has_residual:
+            plgpu.barrier_wait(self.memory.arrived.at[self.wg])
+        for i, c in enumerate(range(0, t.out_cols, plan.chunk)):
+            reg, tma = self.staging(i, slot, wg_rows)
+            block = self.outputs(total, c)
+            if plan.has_residual:
+                kept = plgpu.load(reg, layout=plgpu.Layout.WGMMA)
+                block = kept.astype(jnp.float32) + block
+            else:
+                plgpu.wait_smem_to_gmem(plan.staged - 1, wait_read_only=True)
+            reg[...] = block.astype(plan.out_dtype)  # ROUND: once, to the output's dtype
+            plgpu.commit_smem()
+            window = (pl.ds(row, WG_ROWS), pl.ds(col + c, plan.chunk))
+            if t.groups > 1:
+                window = (group, *window)
+            plgpu.copy_smem_to_gmem(tma, self.out_gmem.at[window])
+
+    def outputs(self, total, column: int):
+        """A chunk of the outputs of an accumulator, gated if half of it are ups."""
+        t, chunk = self.plan.tiles, self.plan.chunk
+        block = total[:, column : column + chunk]
+        if not t.is_gated:
+            return block
+        ups = total[:, t.out_cols + column : t.out_cols + column + chunk]
+        arithmetic = sm90_rows.Arithmetic(
+            layout=plgpu.Layout.WGMMA, is_interpreted=self.plan.is_interpreted
+        )
+        return gated_bf16(block, ups, arithmetic)
+
+    def staging(self, i: int, slot, wg_rows) -> tuple:
+        """Where chunk `i` of a tile waits for its store, as threads and as TMA see it."""
+        if not self.plan.tiles.shares_slot:
+            reg, tma = (view.at[self.wg, i % self.plan.staged] for view in self.out_views)
+        elif i == 0:
+            reg, tma = (view.at[slot, 0, wg_rows] for view in self.x_views)
+        else:
+            reg, tma = (view.at[slot, wg_rows] for view in self.w_views)
+        return reg, tma
+
+
+def _memory_types(plan: _Plan) -> _Memory:
+    t = plan.tiles
+    axes = tuple(
+        axis for axis, size in zip((_ROWS_AXIS, _COLS_AXIS), t.cluster, strict=True) if size > 1
+    )
+    barriers = {"num_arrivals": t.num_wgs, "num_barriers": t.stages}
+    shares, bf16 = t.shares_slot, jnp.bfloat16
+    out_shape = (t.num_wgs, plan.staged, WG_ROWS, plan.chunk)
+    pending = plgpu.SMEM(
+        (t.smem_levels, t.num_wgs, WG_ROWS, t.cols), jnp.float32, transforms=tiled(32, jnp.float32)
+    )
+    return _Memory(
+        x=ragged(
+            (t.stages, plan.slabs, t.cta_rows, plan.span), plan.span, bf16, plan.is_ragged
+        ),
+        w=ragged((t.stages, t.cols, t.k), plan.span, bf16, plan.is_ragged and shares),
+        out=plgpu.SMEM((8, plan.chunk), plan.out_dtype) if shares
+        else ragged(out_shape, plan.chunk, plan.out_dtype, plan.is_ragged),
+        pending=pending if t.smem_levels else None,
+        full=plgpu.Barrier(
+            num_arrivals=len(plan.weight_pieces) + plan.slabs, num_barriers=t.stages
+        ),
+        empty=plgpu.ClusterBarrier(collective_axes=axes, **barriers) if axes
+        else plgpu.Barrier(**barriers),
+        arrived=plgpu.Barrier(
+            num_arrivals=t.num_chunks(plan.out_bytes), num_barriers=t.num_wgs
+        ) if plan.has_residual and not shares else None,
+        started=plgpu.Barrier() if t.lag else None,
+    )  # fmt: skip
+
+
+def tall_matmul(
+    x, w, bias, residual, *, leaf_len: int, out_dtype, tiles: TallTiles, interpret
+) -> jax.Array:
+    """See `sm90_matmul.matmul`."""
+    num_rows, k_len = x.shape
+    plan = _Plan(
+        tiles=tiles, num_rows=num_rows, num_out=w.shape[0] // (2 if tiles.is_gated else 1),
+        k_len=k_len, leaf_len=leaf_len, out_dtype=jnp.dtype(out_dtype),
+        has_residual=residual is not None, is_interpreted=interpret is not None,
+    )  # fmt: skip
+    plan.check(bias)
+
+    def body(operands: _Operands, out_gmem, memory: _Memory):
+        cta = _Cta(
+            plan=plan, operands=operands, out_gmem=out_gmem, memory=memory,
+            wg=lax.axis_index("wg"),
+        )  # fmt: skip
+        cta.run()
+
+    shape = (num_rows, plan.num_out)
+    cluster_size = math.prod(tiles.cluster)
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct(
+            (tiles.groups, *shape) if tiles.groups > 1 else shape, out_dtype
+        ),
+        scratch_types=[_memory_types(plan)],
+        grid=(min(plan.num_items, NUM_SMS // cluster_size),),
+        grid_names=("cta",),
+        cluster=tiles.cluster if cluster_size > 1 else (),
+        cluster_names=(_ROWS_AXIS, _COLS_AXIS) if cluster_size > 1 else (),
+        num_threads=tiles.num_wgs + 1,
+        thread_name="wg",
+        compiler_params=COMPILER_PARAMS,
+        kernel_name="detjax_linear_swiglu" if tiles.is_gated else "detjax_linear",
+        interpret=interpret,
+    )(_Operands(x=x, w=w, bias=bias, residual=residual))
