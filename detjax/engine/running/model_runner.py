@@ -200,6 +200,11 @@ class ModelRunner:
         self._device.reset()
         self._forget_rows()
 
+    def release(self) -> None:
+        """Free the cache and the slots, until `reset`."""
+        self._device.release()
+        self._forget_rows()
+
     def _forget_rows(self) -> None:
         self._placed = PlacedRows(self._model.mesh, self._stats)
 
@@ -229,6 +234,10 @@ class ModelRunner:
     ) -> tuple[Any, jax.Array]:
         """Launch a program with scratch slots: `ReadyPrograms.run_check`."""
         return self._ready.run_check(key, slots, sampling, *host, choice=choice)
+
+    def drop_drafts(self) -> None:
+        """Free the weights in 8 bits, until `take_weights`."""
+        self._ready.drop_drafts()
 
     # ------------------------------------------------------------------------------------ launching
 

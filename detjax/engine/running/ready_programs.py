@@ -100,6 +100,10 @@ class ReadyPrograms:
             dtype = jnp.dtype(self._config.draft_weights)
             self._draft_params = quantise_params(self._model.params, dtype)
 
+    def drop_drafts(self) -> None:
+        """Free the weights in 8 bits, until `take_weights`."""
+        self._draft_params = self._model.params
+
     def params_of(self, key: AnyKey) -> dict:
         """The weights that a program takes."""
         is_draft = isinstance(key, ProgramKey) and key.weights != "full"
