@@ -112,7 +112,7 @@ from detjax.cli import errors
         (("The sea",), "a prompt is an option: --prompt 'The sea'"),
         (("--prompt", "a", "--model", ""), "--model is empty; give a folder, or a Hugging Face id"),
         (("--prompt", "a", "--max-len", "65"), "--max-len 65 is above the model's context of 64"),
-        (("--prompt", "a" * 9, "--max-len", "9"), "its answer 1, more than --max-len of 9"),
+        (
             ("--prompt", "a" * 9, "--max-len", "9"),
             "10 tokens and its answer 1, more than --max-len of 9",
         ),
