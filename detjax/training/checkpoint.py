@@ -82,7 +82,7 @@ def restore_state(folder: Path, trainer: Trainer, *, facts: dict) -> TrainState:
             f"{folder / ARRAYS} is damaged: its bytes are not those that were saved; give another "
             "state, or copy it again"
         )
-    shapes = jax.eval_shape(trainer.init)
+    shapes = trainer.shapes()
     abstract = jax.tree.map(
         lambda shape, sharding: shape.update(sharding=sharding), shapes, trainer.shardings()
     )

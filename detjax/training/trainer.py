@@ -145,6 +145,13 @@ class Trainer:
         step = jax.device_put(jnp.int32(0), shardings.step)
         return TrainState(params=params, opt_state=make(params), step=step)
 
+    def shapes(self) -> TrainState:
+        """Return the shape and dtype of each leaf of the state; nothing is computed."""
+        params = master_shapes(self._model)
+        opt_state = jax.eval_shape(self._optimizer.init, params)
+        step = jax.ShapeDtypeStruct((), jnp.int32)
+        return TrainState(params=params, opt_state=opt_state, step=step)
+
     def shardings(self) -> TrainState:
         """The sharding of each leaf of the state."""
         return jax.tree.map(lambda spec: NamedSharding(self._mesh, spec), self.specs)
