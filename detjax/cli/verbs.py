@@ -50,6 +50,10 @@ VERBS = {
         module="detjax.quantize",
         does="make an 8-bit or 4-bit copy of a model, by rounding to nearest",
     ),
+    "convert_gguf": Verb(
+        module="detjax.convert_gguf",
+        does="make a folder in Hugging Face format of a GGUF file",
+    ),
     "grpo": Verb(
         module="detjax.training.grpo",
         does="train a policy by GRPO whose rollouts have the trainer's bits",

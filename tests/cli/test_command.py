@@ -132,7 +132,18 @@ def test_a_reader_that_goes_away_is_no_fault(command, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", ["audit", "certify", "compare", "diverge", "generate", "quantize", "replay", "serve"]
+    "name",
+    [
+        "audit",
+        "certify",
+        "compare",
+        "convert_gguf",
+        "diverge",
+        "generate",
+        "quantize",
+        "replay",
+        "serve",
+    ],
 )
 def test_every_command_says_its_version(name, capsys):
     module = f"{name}.__main__" if name in ("certify", "compare", "diverge") else name
@@ -258,7 +269,9 @@ def test_an_interrupt_does_not_wait_for_a_thread_that_compiles():
         assert process.stderr.read() == "\ninterrupted\n"
 
 
-@pytest.mark.parametrize("verb", ["audit", "certify", "compare", "diverge", "quantize", "replay"])
+@pytest.mark.parametrize(
+    "verb", ["audit", "certify", "compare", "convert_gguf", "diverge", "quantize", "replay"]
+)
 def test_exit_codes_are_the_same_in_all_commands(verb, capsys, monkeypatch):
     """A fault of ours is 1 with its lines, an interrupt 130, bad input 2."""
     module = f"{VERBS[verb].module}.__main__" if verb in OF_PACKAGES else VERBS[verb].module

@@ -115,7 +115,7 @@ def test_the_first_token_differs_by_its_id_one_bit_of_its_logprob_or_its_absence
         (["--prompt", "x", "--line", "2"], "--line is of --answer"),
         (["--answer", "nowhere.jsonl"], "--answer nowhere.jsonl: "),
         (["--answer", "nowhere.jsonl", "--a", "tp=1"], "in place of --a and --prompt"),
-        (["--prompt", "x", "--temperature", "-1"], "temperature=-1.0 must be 0"),
+        (["--prompt", "x", "--temperature", "-1"], "--temperature -1.0 must be 0"),
         (["--receipt", "nowhere.jsonl"], "--receipt nowhere.jsonl: "),
         (["--evidence", "nowhere.json"], "--evidence nowhere.json: "),
         (["--receipt", "x", "--answer", "y"], "--answer and --receipt stand for one side"),

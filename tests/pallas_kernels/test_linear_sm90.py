@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from detjax.numerics import NumericsProfile, Reduction, sequential_reduction, tree_reduction
+from detjax.numerics import NumericsProfile, Reduction, tree_reduction
 from detjax.pallas_kernels.linear import portable, sm90, sm90_flat_matmul, sm90_tall_matmul
 from detjax.pallas_kernels.linear.sm90_flat_matmul import InputNorm
 from detjax.pallas_kernels.linear.sm90_matmul import matmul
 from detjax.pallas_kernels.linear.tiles import (
-    SMEM_BYTES,
     FlatTiles,
     HeldRows,
     Product,
@@ -25,6 +24,7 @@ from detjax.pallas_kernels.linear.tiles import (
     smem_bytes,
 )
 from detjax.pallas_kernels.rms_norm.sm90 import combine_add_rms_norm, rms_norm
+from detjax.pallas_kernels.sm90_hardware import SMEM_BYTES
 from detjax.pallas_kernels.swiglu import sm90 as sm90_swiglu
 from detjax.testing.bitwise import (
     assert_bitwise_equal,
@@ -108,7 +108,7 @@ GATED_WIDTHS = {**{k: v for k, v in GATE_WIDTHS.items() if v % 32 == 0}, "llama2
 def reduction_of(shape) -> Reduction:
     if shape.is_row_parallel:
         return tree_reduction(shape.k_len, PROFILE)
-    return sequential_reduction(shape.k_len)
+    return Reduction(num_leaves=1, leaf_len=shape.k_len)
 
 
 @functools.lru_cache(maxsize=2)

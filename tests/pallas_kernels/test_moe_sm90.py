@@ -16,12 +16,12 @@ from detjax.models.abstract import why_unsupported
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.linear import sm90 as sm90_linear
-from detjax.pallas_kernels.linear.tiles import SMEM_BYTES
 from detjax.pallas_kernels.moe import portable, sm90
 from detjax.pallas_kernels.moe.sm90_grouped import grouped_matmul_few, routed_matmul_few
 from detjax.pallas_kernels.moe.sm90_schedule import COUNT, EXPERT, START, sort_rows
 from detjax.pallas_kernels.moe.sm90_tiles import GroupedTiles, MlpTiles, choose_tiles, fill_stages
 from detjax.pallas_kernels.rms_norm.sm90 import rms_norm
+from detjax.pallas_kernels.sm90_hardware import SMEM_BYTES
 from detjax.testing.bitwise import (
     assert_bitwise_equal,
     assert_order_sensitive,
