@@ -290,19 +290,10 @@ def place_model(
         ValueError: If the mesh is not of the backend's devices, a rank would not own whole heads,
             columns or leaves, or the backend's kernels refuse the model.
     """
-    platform = mesh.devices.flat[0].platform
-    if platform != backend.platform:
-        raise ValueError(
-            f"backend {backend.value} runs on {backend.platform} devices and the mesh has "
-            f"{platform} ones; make_mesh(..., platform={backend.platform!r})"
-        )
-    connect_devices(mesh)
     tp = mesh.shape[TP_AXIS]
     specs = partition_specs(config, tp=tp, vocab_block=profile.vocab_block)
-    check_mesh(config, profile, tp)
-    refused = why_unsupported(config, profile, backend, tp)
-    if refused is not None:
-        raise ValueError(f"backend {backend.value} cannot run this model: {refused}")
+    _check_backend(config, profile, mesh, backend)
+    connect_devices(mesh)
     read_ahead(
         list(mesh.devices.flat),
         root=__name__,
@@ -342,6 +333,22 @@ def place_model(
         weight_cast=weight_cast,
         quantization=quantization,
     )
+
+
+def _check_backend(
+    config: ModelConfig, profile: NumericsProfile, mesh: Mesh, backend: Backend
+) -> None:
+    """Refuse a mesh of other devices, and a model that cannot run on it."""
+    platform = mesh.devices.flat[0].platform
+    if platform != backend.platform:
+        raise ValueError(
+            f"backend {backend.value} runs on {backend.platform} devices and the mesh has "
+            f"{platform} ones; make_mesh(..., platform={backend.platform!r})"
+        )
+    check_mesh(config, profile, mesh.shape[TP_AXIS])
+    refused = why_unsupported(config, profile, backend, mesh.shape[TP_AXIS])
+    if refused is not None:
+        raise ValueError(f"backend {backend.value} cannot run this model: {refused}")
 
 
 def load_model(
