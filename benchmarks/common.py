@@ -17,7 +17,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from detjax.numerics import Build, NumericsProfile, fingerprint
@@ -179,9 +178,3 @@ def num_different(a: jax.Array, b: jax.Array) -> jax.Array:
     """How many elements differ in any bit."""
     bits = jnp.dtype(f"uint{8 * a.dtype.itemsize}")
     return jnp.sum(lax.bitcast_convert_type(a, bits) != lax.bitcast_convert_type(b, bits))
-
-
-def relative_error(actual, expected) -> float:
-    """Norm of the difference over the norm of float64 values."""
-    actual = np.asarray(actual).astype(np.float64)
-    return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))

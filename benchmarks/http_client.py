@@ -19,7 +19,7 @@ SLOW_READ_BYTES, SLOW_READ_S = 512, 0.05
 
 
 @dataclass(kw_only=True, slots=True)
-class Exchange:
+class HttpExchange:
     """What became of one request: times are of `time.perf_counter`.
 
     Attributes:
@@ -41,7 +41,7 @@ class Exchange:
 
 async def exchange(
     host: str, port: int, body: dict, *, leaves_after: int | None = None, is_slow: bool = False
-) -> Exchange:
+) -> HttpExchange:
     """Ask for a completion of one choice, streamed or whole.
 
     Args:
@@ -51,7 +51,7 @@ async def exchange(
         leaves_after: Events after which the connection is cut; 0 cuts it once the body is sent.
         is_slow: Read a little, wait, read on.
     """
-    found = Exchange()
+    found = HttpExchange()
     # WHY: a small buffer, so that who reads slowly is felt by the server.
     limit = SLOW_READ_BYTES if is_slow else 1 << 16
     reader, writer = await asyncio.open_connection(host, port, limit=limit)
@@ -126,7 +126,7 @@ class Plan:
 
 def run_plans(
     host: str, port: int, plans: Sequence[Plan], *, in_turn: bool = False
-) -> list[Exchange]:
+) -> list[HttpExchange]:
     """Run a load from a process of its own; what became of each request, in order.
 
     Args:
@@ -145,13 +145,13 @@ def run_plans(
         [sys.executable, "-m", "benchmarks.http_client"],
         input=json.dumps(given), stdout=subprocess.PIPE, text=True, check=True,
     )  # fmt: skip
-    return [Exchange(**entry) for entry in json.loads(ran.stdout)]
+    return [HttpExchange(**entry) for entry in json.loads(ran.stdout)]
 
 
-async def _run(host: str, port: int, plans: Sequence[Plan], *, in_turn: bool) -> list[Exchange]:
+async def _run(host: str, port: int, plans: Sequence[Plan], *, in_turn: bool) -> list[HttpExchange]:
     begin_s = time.perf_counter()
 
-    async def one(plan: Plan) -> Exchange:
+    async def one(plan: Plan) -> HttpExchange:
         if not in_turn:
             await asyncio.sleep(max(0.0, begin_s + plan.at_s - time.perf_counter()))
         try:
@@ -159,7 +159,7 @@ async def _run(host: str, port: int, plans: Sequence[Plan], *, in_turn: bool) ->
                 host, port, plan.body, leaves_after=plan.leaves_after, is_slow=plan.is_slow
             )
         except (OSError, asyncio.IncompleteReadError) as error:
-            return Exchange(error=repr(error))
+            return HttpExchange(error=repr(error))
 
     if in_turn:
         return [await one(plan) for plan in plans]

@@ -28,7 +28,7 @@ import jax
 import numpy as np
 
 from benchmarks.common import Rows, environment
-from benchmarks.production_asks import PAGE, SPLIT, Ask, Texts, pool, with_wishes
+from benchmarks.production_requests import PAGE, SPLIT, DrawnRequest, Texts, pool, with_option_sets
 from benchmarks.step import MODELS
 from detjax.engine.config import EngineConfig, ReplicaConfig
 from detjax.engine.engine import Engine
@@ -87,7 +87,7 @@ class Part:
 
     name: str
     config: dict
-    batches: list[list[Ask]]
+    batches: list[list[DrawnRequest]]
     skipped_pages: float = 0.0
     rope: RopeConfig | None = None
     is_compiled_ahead: bool = True
@@ -134,7 +134,7 @@ def parts(limit_tokens: int) -> Iterator[Part]:
         skipped_pages=0.3,
     )
     long = [
-        Ask(idx=600 + i, length=n, temperature=(0.0, 1.0)[i % 2], count=24)
+        DrawnRequest(idx=600 + i, length=n, temperature=(0.0, 1.0)[i % 2], count=24)
         for i, n in enumerate((8100, 8168, 4095, 4096, 6143, 7679, 5000, 8000))
     ]
     yield Part(
@@ -145,7 +145,7 @@ def parts(limit_tokens: int) -> Iterator[Part]:
         skipped_pages=0.4,
     )
     longer = [
-        Ask(idx=700 + i, length=n, temperature=(0.0, 1.0)[i % 2], count=24)
+        DrawnRequest(idx=700 + i, length=n, temperature=(0.0, 1.0)[i % 2], count=24)
         for i, n in enumerate((32700, 16383, 16384, 30000))
     ]
     yield Part(
@@ -155,7 +155,7 @@ def parts(limit_tokens: int) -> Iterator[Part]:
         batches=[longer, short[:100] + middle[:20] + longer],
     )
     longest = [
-        Ask(idx=800 + i, length=n, temperature=(1.0, 0.0)[i % 2], count=24)
+        DrawnRequest(idx=800 + i, length=n, temperature=(1.0, 0.0)[i % 2], count=24)
         for i, n in enumerate((131000, 65535, 100000))
         if n + 24 <= limit_tokens // 3
     ]
@@ -198,13 +198,13 @@ def parts(limit_tokens: int) -> Iterator[Part]:
     yield Part(
         name="adjusted",
         config=base | {"batch_size": 40, "max_len": 1280, "prefill_chunk": 512},
-        batches=[with_wishes(pool(1280, 40, tokens=40, first=1000))],
+        batches=[with_option_sets(pool(1280, 40, tokens=40, first=1000))],
         skipped_pages=0.7,
         is_compiled_ahead=False,
         is_scored=True,
     )
     stretched = [
-        Ask(idx=900 + i, length=n, temperature=(0.0, 1.0)[i % 2], count=16)
+        DrawnRequest(idx=900 + i, length=n, temperature=(0.0, 1.0)[i % 2], count=16)
         for i, n in enumerate((32760, 131000))
         if n + 24 <= limit_tokens // 3
     ]
@@ -271,13 +271,13 @@ class Reference:
         return result
 
     def choices(
-        self, ask: Ask, tokens: Sequence[int], sampling: SamplingParams, tables: tuple
+        self, drawn: DrawnRequest, tokens: Sequence[int], sampling: SamplingParams, tables: tuple
     ) -> list[Kept]:
         """The choice behind the prompt, and behind each of the `tokens` that follow it."""
-        rows = SamplingRows.pack([(sampling.for_prompt(tokens[: ask.length]), 0)])
+        rows = SamplingRows.pack([(sampling.for_prompt(tokens[: drawn.length]), 0)])
         shardings = jax.tree.map(lambda x: x.sharding, self._sampling)
         self._sampling = jax.tree.map(jax.device_put, rows, shardings)
-        first = ask.length - 1
+        first = drawn.length - 1
         is_adjusted = sampling.is_adjusted or sampling.is_filtered
         at, results = 0, []
         while first - at >= BULK:
@@ -288,7 +288,7 @@ class Reference:
             ids = tokens[at : min(at + REFERENCE_WINDOW, first if is_prompt else len(tokens))]
             kept = None
             if is_adjusted and not is_prompt:
-                kept = self._adjustments(ask, tokens[: at + 1], sampling)
+                kept = self._adjustments(drawn, tokens[: at + 1], sampling)
             results.append((at, self._verify(ids, at, tables, kept), len(ids)))
             at += len(ids)
         found = []
@@ -301,17 +301,17 @@ class Reference:
         return found
 
     def _adjustments(
-        self, ask: Ask, tokens: Sequence[int], sampling: SamplingParams
+        self, drawn: DrawnRequest, tokens: Sequence[int], sampling: SamplingParams
     ) -> AdjustedSlots:
         """What a slot keeps of a request whose text so far is `tokens`."""
         config, shapes = self._model.config, self._programs.adjusted_shape
         record = pack_record(
             sampling,
-            prompt_len=ask.length,
+            prompt_len=drawn.length,
             end_token_ids=sampling.end_token_ids(config.eos_token_ids),
             vocab_size=config.vocab_size,
         )
-        prompt, output = tokens[: ask.length], tokens[ask.length :]
+        prompt, output = tokens[: drawn.length], tokens[drawn.length :]
         kept = AdjustedSlots(
             record=record[None],
             recent=recent_tokens(output)[None],
@@ -363,7 +363,7 @@ class Outcome:
     num_pages: int
     error: str
     seconds: float
-    answers: list[tuple[Ask, list[Kept]]] = dataclasses.field(default_factory=list)
+    answers: list[tuple[DrawnRequest, list[Kept]]] = dataclasses.field(default_factory=list)
     programs: int = 0
     windows: int = 0
     rollbacks: int = 0
@@ -447,16 +447,18 @@ class Suite:
         held = pages.take(skipped)
         answers, error = [], ""
         is_deterministic = config.mode != "fast"
-        for asks in part.batches:
-            requests = [a.request(self.texts, is_deterministic=is_deterministic) for a in asks]
+        for drawn_requests in part.batches:
+            requests = [
+                a.request(self.texts, is_deterministic=is_deterministic) for a in drawn_requests
+            ]
             try:
                 got = engine.generate([_scored(r) if part.is_scored else r for r in requests])
                 if part.is_scored:
-                    answers += scores(engine, asks, requests, got)
+                    answers += scores(engine, drawn_requests, requests, got)
             except (FloatingPointError, RuntimeError) as raised:
                 error = _name(raised)
                 break
-            answers += [(a, kept(c)) for a, c in zip(asks, got, strict=True)]
+            answers += [(a, kept(c)) for a, c in zip(drawn_requests, got, strict=True)]
         pages.give_back(held)
         stats = engine.stats()
         num_compiled = stats.num_compiled
@@ -490,8 +492,11 @@ def _scored(request: Request) -> Request:
 
 
 def scores(
-    engine: Engine, asks: list[Ask], requests: list[Request], done: list[Completion]
-) -> list[tuple[Ask, list[Kept]]]:
+    engine: Engine,
+    drawn_requests: list[DrawnRequest],
+    requests: list[Request],
+    done: list[Completion],
+) -> list[tuple[DrawnRequest, list[Kept]]]:
     """Answers whose logprobs are the model's own, scored by prefill, as decode must have them."""
     again = [
         dataclasses.replace(
@@ -505,14 +510,14 @@ def scores(
         for request, completion in zip(requests, done, strict=True)
     ]  # fmt: skip
     found = []
-    for ask, request, completion, scored in zip(
-        asks, requests, done, engine.generate(again), strict=True
+    for drawn, request, completion, scored in zip(
+        drawn_requests, requests, done, engine.generate(again), strict=True
     ):
         if request.sampling.logprobs_mode == "raw" and completion.token_ids:
             assert scored.prompt_logprobs is not None
             logprobs = [one.logprob for one in scored.prompt_logprobs]
             bits = np.asarray(logprobs[-len(completion.token_ids) :], np.float32).view(np.uint32)
-            found.append((ask, list(zip(completion.token_ids, map(int, bits), strict=True))))
+            found.append((drawn, list(zip(completion.token_ids, map(int, bits), strict=True))))
     return found
 
 
@@ -529,28 +534,28 @@ def kept(completion: Completion) -> list[Kept]:
 
 
 def references(suite: Suite, outcomes: list[Outcome]) -> dict[int, list[Kept]]:
-    """The canonical answer to each ask: what the reference says at every position of the first.
+    """The canonical answer to each request: what the reference says at every position of the first.
 
     An answer is canonical if each of its tokens is the choice after those before it, so one pass
     over the tokens of any answer tells whether all of it is, and if not, up to where.
     """
-    firsts: dict[int, tuple[Ask, list[Kept], LoadedModel]] = {}
+    firsts: dict[int, tuple[DrawnRequest, list[Kept], LoadedModel]] = {}
     # The control's answers tell what is canonical where no other part has been asked.
     for outcome in sorted(outcomes, key=lambda outcome: outcome.part.name == "control"):
-        for ask, answer in outcome.answers:
-            firsts.setdefault(ask.idx, (ask, answer, suite.model_of(outcome.part)))
+        for drawn, answer in outcome.answers:
+            firsts.setdefault(drawn.idx, (drawn, answer, suite.model_of(outcome.part)))
     longest = max((a.length + a.count for a, *_ in firsts.values()), default=1)
     reference, want = Reference(suite.model, longest), {}
-    for ask, answer, model in firsts.values():
-        prompt = suite.texts.prompt(ask)
-        sampling = ask.sampling(suite.texts.vocab_size)
+    for drawn, answer, model in firsts.values():
+        prompt = suite.texts.prompt(drawn)
+        sampling = drawn.sampling(suite.texts.vocab_size)
         tokens = (*prompt, *(t for t, _ in answer))[:-1]
-        choices = reference.choices(ask, tokens, sampling, model.rope_tables)
+        choices = reference.choices(drawn, tokens, sampling, model.rope_tables)
         # Behind a wrong token the choices are of a wrong text: mend one after the other.
         while (right := _right_tokens(choices, tokens[len(prompt) :])) is not None:
             tokens = (*prompt, *right, *tokens[len(prompt) + len(right) :])
-            choices = reference.choices(ask, tokens, sampling, model.rope_tables)
-        want[ask.idx] = choices
+            choices = reference.choices(drawn, tokens, sampling, model.rope_tables)
+        want[drawn.idx] = choices
     return want
 
 
@@ -565,12 +570,12 @@ def _right_tokens(choices: list[Kept], given: Sequence[int]) -> tuple[int, ...] 
 def report(suite: Suite, outcome: Outcome, want: dict[int, list[Kept]], rows: Rows) -> bool:
     """Keep a row; whether the part is as it must be."""
     wrong, compared, where = 0, 0, collections.Counter()
-    for ask, answer in outcome.answers:
-        for i, (got, right) in enumerate(zip(answer, want[ask.idx], strict=False)):
+    for drawn, answer in outcome.answers:
+        for i, (got, right) in enumerate(zip(answer, want[drawn.idx], strict=False)):
             compared += 1
             if got != right:
                 wrong += 1
-                where[(ask.length + i) % SPLIT] += 1
+                where[(drawn.length + i) % SPLIT] += 1
     rows.keep(
         subject="production", case=outcome.part.name, max_len=outcome.part.config["max_len"],
         mode=outcome.part.config.get("mode", "invariant"), gpu_bytes=suite.gpu_bytes,

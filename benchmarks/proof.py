@@ -51,7 +51,7 @@ from detjax.models.tokenizer import Tokenizer
 from detjax.pallas_kernels.backend import Backend
 from detjax.proof.identity import Identifier, Identity
 from detjax.proof.receipt import Receipt
-from detjax.proof.rerun import Difference, rerun
+from detjax.proof.rerun import ReceiptDifference, rerun
 from detjax.proof.windows import audit_options, longest_first
 
 PARTS = ("start", "serving", "audit")
@@ -171,7 +171,7 @@ def check(
     identity: Identity,
     receipts: Sequence[Receipt],
     order: Sequence[int] | None = None,
-) -> list[Difference]:
+) -> list[ReceiptDifference]:
     """What an audit finds."""
     return rerun(
         auditor, bench.tokenizer, receipts, identity=identity, config=bench.model.config,

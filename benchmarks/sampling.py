@@ -35,8 +35,6 @@ from detjax.pallas_kernels.backend import Backend
 from detjax.testing.programs import launches, programs_for
 
 KINDS = ("leaves nothing", "leaves logits", "adjustments", "filters", "64 top logprobs")
-SLOTS = 256
-"""Of the engine whose choice programs run."""
 
 
 class Steps:

@@ -133,7 +133,7 @@ class PacedEngine:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
+class CostCase:
     """Requests that come at once."""
 
     prompts: list[list[int]]
@@ -145,7 +145,7 @@ class Work:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Took:
+class Timing:
     """What a run took, and the digest of each answer."""
 
     seconds: float
@@ -153,20 +153,20 @@ class Took:
     digests: tuple[str, ...]
 
 
-def alone(engine: Any, work: Work) -> Took:
+def alone(engine: Any, case: CostCase) -> Timing:
     """Without a server: from the first request to the last token; CPU is the process's."""
     outputs: dict[int, list[RequestOutput]] = {}
     begin_s, cpu_s = time.perf_counter(), time.process_time()
-    for i, prompt in enumerate(work.prompts):
+    for i, prompt in enumerate(case.prompts):
         request_id = engine.add_request(
-            prompt, SamplingParams(max_tokens=work.num_tokens, temperature=0.8, seed=i)
+            prompt, SamplingParams(max_tokens=case.num_tokens, temperature=0.8, seed=i)
         )
         outputs[request_id] = []
     while engine.has_work:
         for output in engine.step():
             outputs[output.request_id].append(output)
     seconds, cpu_s = time.perf_counter() - begin_s, time.process_time() - cpu_s
-    return Took(seconds=seconds, cpu_s=cpu_s, digests=tuple(map(_digest, outputs.values())))
+    return Timing(seconds=seconds, cpu_s=cpu_s, digests=tuple(map(_digest, outputs.values())))
 
 
 def _digest(outputs: Sequence[RequestOutput]) -> str:
@@ -177,23 +177,23 @@ def _digest(outputs: Sequence[RequestOutput]) -> str:
     ).digest()  # fmt: skip
 
 
-def over_http(service: Service, work: Work, *, is_streamed: bool) -> Took:
+def over_http(service: Service, case: CostCase, *, is_streamed: bool) -> Timing:
     """The same over HTTP; from the first request to the last event."""
     form = {"stream": True, "stream_options": {"include_usage": True}} if is_streamed else {}
     plans = [
         Plan(at_s=0.5, body={  # once the client is there
-            "model": "load", "prompt": prompt, "max_tokens": work.num_tokens, "temperature": 0.8,
+            "model": "load", "prompt": prompt, "max_tokens": case.num_tokens, "temperature": 0.8,
             "seed": i, **form,
         })
-        for i, prompt in enumerate(work.prompts)
+        for i, prompt in enumerate(case.prompts)
     ]  # fmt: skip
     with listening(service) as (host, port):
         cpu_s = time.process_time()
         found = run_plans(host, port, plans)
         cpu_s = time.process_time() - cpu_s
-    assert all(one.num_tokens == work.num_tokens for one in found), [one.error for one in found]
+    assert all(one.num_tokens == case.num_tokens for one in found), [one.error for one in found]
     begin_s = min(one.asked_s for one in found)
-    return Took(
+    return Timing(
         seconds=max(one.pieces_s[-1] for one in found) - begin_s,
         cpu_s=cpu_s,
         digests=tuple(one.digest for one in found),
@@ -204,27 +204,27 @@ VARIANTS = ("alone", "streamed", "whole")
 
 
 def compare(
-    rows: Rows, make: Callable[[], tuple[Any, Service]], work: Work, *, repeats: int, **facts
+    rows: Rows, make: Callable[[], tuple[Any, Service]], case: CostCase, *, repeats: int, **facts
 ) -> bool:
     """Each in turn, a row, and a table; whether all have the same bits."""
-    took: dict[str, list[Took]] = {name: [] for name in VARIANTS}
+    took: dict[str, list[Timing]] = {name: [] for name in VARIANTS}
     for _ in range(repeats):
         engine, service = make()
-        took["alone"].append(alone(engine, work))
-        took["streamed"].append(over_http(service, work, is_streamed=True))
-        took["whole"].append(over_http(service, work, is_streamed=False))
+        took["alone"].append(alone(engine, case))
+        took["streamed"].append(over_http(service, case, is_streamed=True))
+        took["whole"].append(over_http(service, case, is_streamed=False))
     is_same = len({one.digests for some in took.values() for one in some}) == 1
     seconds = {name: statistics.median(t.seconds for t in some) for name, some in took.items()}
     cpu_s = {name: statistics.median(t.cpu_s for t in some) for name, some in took.items()}
     measured = {}
     for name in VARIANTS:
-        measured[f"{name}_tokens_per_s"] = work.num_all / seconds[name]
-        measured[f"{name}_cpu_us_per_token"] = 1e6 * cpu_s[name] / work.num_all
+        measured[f"{name}_tokens_per_s"] = case.num_all / seconds[name]
+        measured[f"{name}_cpu_us_per_token"] = 1e6 * cpu_s[name] / case.num_all
         measured[f"{name}_s"] = [t.seconds for t in took[name]]
     for name in VARIANTS[1:]:
         measured[f"{name}_cost_percent"] = 100 * (1 - seconds["alone"] / seconds[name])
     rows.keep(
-        subject="serve_cost", **facts, requests=len(work.prompts), output_len=work.num_tokens,
+        subject="serve_cost", **facts, requests=len(case.prompts), output_len=case.num_tokens,
         repeats=repeats, same=is_same, **measured,
     )  # fmt: skip
     print_table(rows.rows[-1])
@@ -268,10 +268,10 @@ def engine_cost(args: argparse.Namespace) -> bool:
         service.open(service.model)  # its last loop has ended
         return engine, service
 
-    work = Work(prompts=prompts, num_tokens=args.output_len)
-    alone(engine, work)
+    case = CostCase(prompts=prompts, num_tokens=args.output_len)
+    alone(engine, case)
     with frozen_heap():  # as the server and `Engine.generate` do
-        return compare(rows, make, work, repeats=args.repeats, impl="engine", batch=args.batch,
+        return compare(rows, make, case, repeats=args.repeats, impl="engine", batch=args.batch,
                        stream_interval=args.stream_interval,
                        prompt_len=args.prompt_len)  # fmt: skip
 
@@ -291,16 +291,16 @@ def wire_cost(args: argparse.Namespace) -> bool:
             stream_interval=args.stream_interval,
         )  # fmt: skip
 
-    work = Work(prompts=[[5, 6, 7]] * args.batch, num_tokens=args.output_len)
+    case = CostCase(prompts=[[5, 6, 7]] * args.batch, num_tokens=args.output_len)
     if args.profile:
-        profile_wire(make()[1], work)
+        profile_wire(make()[1], case)
         return True
-    return compare(rows, make, work, repeats=args.repeats, impl="wire", batch=args.batch,
+    return compare(rows, make, case, repeats=args.repeats, impl="wire", batch=args.batch,
                    stream_interval=args.stream_interval, step_ms=args.step_ms,
                    host_ms=args.host_ms)  # fmt: skip
 
 
-def profile_wire(service: Service, work: Work) -> None:
+def profile_wire(service: Service, case: CostCase) -> None:
     """Where the time of the loop's thread goes."""
     from benchmarks import serve_load
 
@@ -312,7 +312,7 @@ def profile_wire(service: Service, work: Work) -> None:
         profile.disable()
 
     serve_load.uvicorn.Server.run = run
-    over_http(service, work, is_streamed=True)
+    over_http(service, case, is_streamed=True)
     pstats.Stats(profile).sort_stats("tottime").print_stats(35)
 
 

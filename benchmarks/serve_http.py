@@ -34,7 +34,7 @@ import numpy as np
 import rich.console
 import rich.table
 
-from benchmarks.http_client import Exchange, Plan, run_plans
+from benchmarks.http_client import HttpExchange, Plan, run_plans
 
 MIXED_CLIENTS = 64
 MIXTURES: tuple[dict, ...] = (
@@ -119,7 +119,7 @@ def make_body(server: Server, prompt: Sequence[int], max_tokens: int, **paramete
     }  # fmt: skip
 
 
-def figures(found: Sequence[Exchange]) -> dict[str, float | int]:
+def figures(found: Sequence[HttpExchange]) -> dict[str, float | int]:
     """What a load took.
 
     Raises:
@@ -162,7 +162,7 @@ def at_once(server: Server, args: argparse.Namespace, count: int, rng) -> dict:
 
 def mixed(server: Server, args: argparse.Namespace, which: str, rng) -> dict:
     """Requests of ordinary mixtures, in waves of `MIXED_CLIENTS` at once."""
-    found: list[Exchange] = []
+    found: list[HttpExchange] = []
     for first in range(0, args.mixed, MIXED_CLIENTS):
         plans = []
         for i in range(first, min(first + MIXED_CLIENTS, args.mixed)):

@@ -36,7 +36,7 @@ import rich.table
 from safetensors.numpy import save_file
 
 from benchmarks.common import Rows, environment
-from benchmarks.http_client import Exchange, Plan, run_plans
+from benchmarks.http_client import HttpExchange, Plan, run_plans
 from detjax.models.bundled import bundled_model_path
 from detjax.models.hf_config import config_from_hf
 from detjax.models.params import tensor_specs
@@ -145,7 +145,9 @@ def make_plans(num: int, vocab_size: int) -> list[Plan]:
     ]  # fmt: skip
 
 
-def ask(server: Server, plans: Sequence[Plan], *, in_turn: bool) -> tuple[list[Exchange], float]:
+def ask(
+    server: Server, plans: Sequence[Plan], *, in_turn: bool
+) -> tuple[list[HttpExchange], float]:
     """The answers, and the seconds from the first request to the last event."""
     asked = [
         Plan(at_s=plan.at_s, body=plan.body | {"model": server.model},

@@ -30,7 +30,7 @@ from pathlib import Path
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
 
 from benchmarks.common import Rows, environment
-from benchmarks.http_client import Exchange, Plan, run_plans
+from benchmarks.http_client import HttpExchange, Plan, run_plans
 from benchmarks.serving import folder_of, open_model, read_trace
 from benchmarks.step import MODELS
 
@@ -98,7 +98,7 @@ def make_service(
     return Service(served, Limits(stream_interval=stream_interval))
 
 
-def make_questions(args: argparse.Namespace, vocab_size: int) -> list[dict]:
+def make_load(args: argparse.Namespace, vocab_size: int) -> list[dict]:
     """Bodies of different requests, with lengths of the trace: drawn from all that fit."""
     rng = np.random.default_rng(args.seed)
     fitting = read_trace(args.trace, max_len=int(args.max_len / args.scale), count=1 << 30)
@@ -119,7 +119,7 @@ def make_questions(args: argparse.Namespace, vocab_size: int) -> list[dict]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
+class SentRequest:
     """A request of a load: which question, how its client behaves, whether it is canonical."""
 
     question: int
@@ -137,7 +137,7 @@ def draw_load(
     odd_share: float,
     seed: int,
     within_s: float = math.inf,
-) -> list[Asked]:
+) -> list[SentRequest]:
     """Requests that come at `rate` a second, at most `num` and those of `within_s` seconds.
 
     `share` percent of them are canonical. Each has a cache salt of its own.
@@ -158,14 +158,14 @@ def draw_load(
             "cache_salt": f"{rate} {share} {i}",
         }
         plan = Plan(at_s=at_s, body=body, leaves_after=leaves, is_slow=behaviour == "reads slowly")
-        asked.append(Asked(
+        asked.append(SentRequest(
             question=question, behaviour=behaviour, is_deterministic=is_deterministic, plan=plan,
         ))  # fmt: skip
     return asked
 
 
 def judge(
-    asked: Sequence[Asked], found: Sequence[Exchange], alone: Sequence[Exchange]
+    asked: Sequence[SentRequest], found: Sequence[HttpExchange], alone: Sequence[HttpExchange]
 ) -> dict[str, float]:
     """Count what became of the requests, and the times of those whose client stays."""
     facts: dict[str, float] = dict.fromkeys(
@@ -213,7 +213,7 @@ def run(args: argparse.Namespace, rows: Rows, model: LoadedModel) -> bool:
     engine.compile()
     print(f"compiled in {time.perf_counter() - begin_s:.0f} s", flush=True)
     service = make_service(model, engine, mode=args.mode, max_len=args.max_len)
-    questions, good, num_cells = make_questions(args, model.config.vocab_size), True, 0
+    questions, good, num_cells = make_load(args, model.config.vocab_size), True, 0
     canonical = {} if args.mode == "fast" else {"is_deterministic": True}
     with listening(service) as (host, port):
         begin_s = time.perf_counter()

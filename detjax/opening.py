@@ -12,7 +12,8 @@ from detjax.models.loading import LoadedModel, load_model
 from detjax.models.params import check_tp, num_params
 from detjax.models.weights.load import ignore_progress
 from detjax.numerics import NO_CAST, NumericsProfile
-from detjax.pallas_kernels.backend import Backend, choose_backend
+from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.backend_choice import choose_backend
 from detjax.parallel.mesh import configure_virtual_devices, devices_of_process, make_mesh
 from detjax.progress import Progress
 

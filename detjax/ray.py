@@ -29,10 +29,11 @@ except ImportError as error:
     raise ImportError(f'{error}; pip install "detjax[ray]"') from error
 
 _OF_RAY = frozenset(
-    "host port coordinator num_processes process_id drain_timeout help ssl_keyfile ssl_certfile "
-    "ssl_ca_certs ssl_cert_reqs".split()
+    "config host port coordinator num_processes process_id drain_timeout help ssl_keyfile "
+    "ssl_certfile ssl_ca_certs ssl_cert_reqs admin_api_key weights_dir".split()
 )
-"""Options of the command that Ray decides in its place."""
+"""Options of the command that Ray decides in its place. A fleet has no routes of an administrator:
+Ray gives a request to one replica, and the others would keep their weights."""
 
 # ------------------------------------------------------------------------------------- Ray Serve
 
@@ -63,8 +64,8 @@ def build(options: Mapping[str, Any]) -> serve.Application:
 
     Args:
         options: Those of `python -m detjax.serve`, with underscores and without the dashes; of one
-            that takes several values a list; of a flag true. `num_replicas`: 1 if not given.
-            `gpus` must be given: those of a replica, dp * tp of them, or 0 for the CPU.
+            that takes several values a list; of a flag true or false. `num_replicas`: 1 if not
+            given. `gpus` must be given: those of a replica, dp * tp of them, or 0 for the CPU.
 
     Raises:
         ValueError: If there is no such option, Ray decides it, or its value cannot be.
@@ -77,9 +78,16 @@ def build(options: Mapping[str, Any]) -> serve.Application:
     argv = _argv(given)
     try:
         args = make_parser().parse(argv)
+        num_keys = len(args.api_key)
         check_options(args)
     except InputError as error:
         raise ValueError(str(error)) from error
+    if args.admin_api_key:
+        raise ValueError(
+            "DETJAX_ADMIN_API_KEY is set, and a fleet has no administrator's routes; unset it"
+        )
+    # WHY: keys of this process' environment, which replicas do not have.
+    argv += [f"--api-key={key}" for key in args.api_key[num_keys:]]
     if gpus not in (0, args.dp * args.tp):
         raise ValueError(f"gpus={gpus} must be 0 or dp * tp = {args.dp * args.tp}")
     deployment = serve.deployment(
@@ -95,12 +103,18 @@ def build(options: Mapping[str, Any]) -> serve.Application:
 def _argv(options: Mapping[str, Any]) -> list[str]:
     """Options as the command has them."""
     argv = []
+    switches = {
+        flag for action in make_parser()._actions if action.nargs == 0
+        for flag in action.option_strings
+    }  # fmt: skip
     for name, value in options.items():
         if name in _OF_RAY:
             raise ValueError(f"{name}={value!r} is no option of a replica: Ray decides it")
         flag = flag_like(name)
         if value is True or value == "true":
             argv.append(flag)
+        elif (value is False or value == "false") and flag in switches:
+            continue
         elif name == "api_key" and isinstance(value, list | tuple):
             argv += [f"{flag}={one}" for one in value]
         elif isinstance(value, list | tuple):

@@ -133,6 +133,15 @@ _HTTP = (
         name="api_key", default=(), metavar="KEY", default_text="DETJAX_API_KEY, else all may ask",
         help="that clients must send; may be given several times",
     ),
+    Option(
+        name="admin_api_key", default=(), metavar="KEY",
+        default_text="DETJAX_ADMIN_API_KEY, else there are no such routes",
+        help="for the routes of weights, sleep and pause; may be given several times",
+    ),
+    Option(
+        name="weights_dir", default=(), metavar="DIR", default_text="none",
+        help="a folder that POST /update_weights_from_disk may read; may be given several times",
+    ),
     Option(name="metrics_without_key", default=False, help="let anybody read /metrics"),
     options.SIGN,
     _MAX_BODY_MB,
@@ -335,6 +344,7 @@ def check_options(args: argparse.Namespace) -> None:
         args.api_key.append(key)
     if any(not key.strip() for key in args.api_key):
         raise InputError("--api-key is empty; leave it out to serve without one")
+    _check_admin_options(args)
     if args.warm and (args.no_compile or args.cache_dir == NO_CACHE or args.coordinator):
         raise InputError(
             "--warm compiles programs and keeps them, in one process; it does not go with "
@@ -348,6 +358,20 @@ def check_options(args: argparse.Namespace) -> None:
     with bad_input(rephrase=partial(in_flags, options=_ENGINE)):
         EngineConfig(**{"batch_size": 2**16, **engine_options(args)})
     _check_web_options(args)
+
+
+def _check_admin_options(args: argparse.Namespace) -> None:
+    if key := os.environ.get("DETJAX_ADMIN_API_KEY"):
+        args.admin_api_key.append(key)
+    if any(not key.strip() for key in args.admin_api_key):
+        raise InputError("--admin-api-key is empty; leave it out to have no administrator's routes")
+    if set(args.admin_api_key) & set(args.api_key):
+        raise InputError("--admin-api-key is an --api-key as well; give each a key of its own")
+    if args.weights_dir and not args.admin_api_key:
+        raise InputError(f"--weights-dir {args.weights_dir[0]} needs --admin-api-key")
+    for folder in args.weights_dir:
+        if not Path(folder).is_dir():
+            raise InputError(f"--weights-dir {folder} is no folder")
 
 
 def _check_web_options(args: argparse.Namespace) -> None:

@@ -17,7 +17,6 @@ from detjax.numerics import (
     Build,
     NumericsProfile,
     fingerprint,
-    sequential_reduction,
     tree_reduction,
 )
 
@@ -29,7 +28,6 @@ from detjax.numerics import (
 def test_leaves_are_a_rule_of_k_alone(k_len, num_leaves):
     reduction = tree_reduction(k_len, NumericsProfile())
     assert (reduction.num_leaves, reduction.leaf_len) == (num_leaves, k_len // num_leaves)
-    assert sequential_reduction(k_len).leaf_len == k_len
 
 
 def test_no_field_of_a_reduction_is_batch_shaped():

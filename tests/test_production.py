@@ -9,17 +9,17 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from benchmarks import production, production_asks
+from benchmarks import production, production_requests
 from benchmarks.step import MODELS
 from detjax.engine.running.program_key import ProgramKey
 from detjax.models import hf_config
 from detjax.models.config import ModelConfig
 from detjax.numerics import NumericsProfile, tree_reduction
 from detjax.pallas_kernels.attention import sm90 as attention
-from detjax.pallas_kernels.attention.shapes import LAYOUTS
 from detjax.pallas_kernels.linear.sm90 import normalises_input
 from detjax.pallas_kernels.linear.tiles import MatmulTiles, Product, TallTiles, choose_tiles
 from detjax.pallas_kernels.rms_norm.sm90 import choose_schedule, row_sum
+from detjax.testing.shapes import LAYOUTS
 
 PROFILE = NumericsProfile()
 PER_SPLIT = PROFILE.attention_split // PROFILE.attention_block
@@ -202,11 +202,11 @@ def test_what_fills_wide_tables_passes_31_bits_too():
 # ------------------------------------------------------------------------------------------- cases
 
 
-def test_wishes_are_all_asked_and_leave_neighbours_without():
+def test_every_set_of_options_is_used_and_leaves_neighbours_without():
     (part,) = [part for part in PARTS if part.name == "adjusted"]
-    (asks,) = part.batches
-    found = [ask.sampling(EIGHT_B.vocab_size) for ask in asks]
-    assert {ask.wish for ask in asks} == set(production_asks.WISHES)
+    (drawn_requests,) = part.batches
+    found = [drawn.sampling(EIGHT_B.vocab_size) for drawn in drawn_requests]
+    assert {drawn.option_set for drawn in drawn_requests} == set(production_requests.OPTION_SETS)
     assert {s.is_adjusted for s in found} == {s.is_filtered for s in found} == {True, False}
     assert {s.temperature > 0 for s in found if s.is_adjusted} == {True, False}
 
@@ -223,29 +223,29 @@ def test_the_longest_context_is_stretched_as_qwen3_recommends():
         raw, default_theta=10000.0, max_len=131072
     )
     (part,) = [part for part in PARTS if part.name == "yarn"]
-    lengths = [ask.length + ask.count for batch in part.batches for ask in batch]
+    lengths = [drawn.length + drawn.count for batch in part.batches for drawn in batch]
     assert min(lengths) > 32768 > min(lengths) - 16 and max(lengths) > 131000
 
 
 def test_prompts_end_around_every_boundary_and_fit():
     for limit in (512, 1280, 4352):
-        asks = production.pool(limit, 256, tokens=40, first=0)
-        lengths = {ask.length for ask in asks}
+        drawn_requests = production.pool(limit, 256, tokens=40, first=0)
+        lengths = {drawn.length for drawn in drawn_requests}
         inside = [n for n in range(512, limit - 41, 512)]
         for boundary in (128, *inside):
             assert {boundary - 1, boundary} <= lengths, boundary
         assert max(lengths) + 40 <= limit and min(lengths) == 1
-        assert len({ask.idx for ask in asks}) == len(asks) == 256
+        assert len({drawn.idx for drawn in drawn_requests}) == len(drawn_requests) == 256
     for part in PARTS:
-        for asks in part.batches:
-            assert all(a.length + a.count <= part.config["max_len"] for a in asks)
-            assert len(asks) > 0
+        for drawn_requests in part.batches:
+            assert all(a.length + a.count <= part.config["max_len"] for a in drawn_requests)
+            assert len(drawn_requests) > 0
 
 
 def test_asks_of_different_parts_are_the_same_or_other_texts():
     known = {}
-    for ask in itertools.chain.from_iterable(itertools.chain(*(p.batches for p in PARTS))):
-        assert known.setdefault(ask.idx, ask) == ask
+    for drawn in itertools.chain.from_iterable(itertools.chain(*(p.batches for p in PARTS))):
+        assert known.setdefault(drawn.idx, drawn) == drawn
 
 
 def test_a_wrong_token_is_mended_and_those_behind_it_asked_again():
@@ -256,34 +256,48 @@ def test_a_wrong_token_is_mended_and_those_behind_it_asked_again():
 
 
 def test_a_prompt_that_repeats_does_so():
-    ask = dataclasses.replace(production.pool(512, 9, tokens=40, first=0)[8], period=40)
-    prompt = np.asarray(production.Texts(100).prompt(ask))
+    drawn = dataclasses.replace(production.pool(512, 9, tokens=40, first=0)[8], period=40)
+    prompt = np.asarray(production.Texts(100).prompt(drawn))
     assert (prompt[40:] == prompt[:-40]).all()
 
 
 @pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["adjusted", "yarn"])
-def test_a_part_is_compared_with_a_reference_that_wishes_the_same(monkeypatch, name):
-    """On the CPU: equal bits, and others from a reference that knows neither wishes nor YaRN."""
+def test_a_part_is_compared_with_a_reference_with_the_same_options(monkeypatch, name):
+    """On the CPU: equal bits, and others from a reference that knows neither options nor YaRN."""
     options = ["--model", "tiny", "--backend", "portable", "--pages", "60", "--parts", name]
     suite = production.Suite(production.parser().parse_args(options))
     (part,) = [part for part in PARTS if part.name == name]
-    asks = production_asks.with_wishes(production.pool(512, 9, tokens=24, first=1000)[4:])
+    drawn_requests = production_requests.with_option_sets(
+        production.pool(512, 9, tokens=24, first=1000)[4:]
+    )
     if name == "yarn":
-        asks = [dataclasses.replace(ask, wish="nothing") for ask in asks[:2]]
+        drawn_requests = [
+            dataclasses.replace(drawn, option_set="nothing") for drawn in drawn_requests[:2]
+        ]
     config = part.config | {"batch_size": 5, "max_len": 512, "prefill_chunk": 128}
-    part = dataclasses.replace(part, config=config, batches=[asks])
+    part = dataclasses.replace(part, config=config, batches=[drawn_requests])
     outcome = suite.run(part)
-    assert len(outcome.answers) > len(asks) if part.is_scored else len(outcome.answers) == 2
+    assert (
+        len(outcome.answers) > len(drawn_requests) if part.is_scored else len(outcome.answers) == 2
+    )
     want = production.references(suite, [outcome])
-    for ask, answer in outcome.answers:
-        assert answer == want[ask.idx][: len(answer)], ask
+    for drawn, answer in outcome.answers:
+        assert answer == want[drawn.idx][: len(answer)], drawn
     if name == "yarn":
         plain = dataclasses.replace(part, rope=None)
     else:
-        monkeypatch.setattr(production_asks, "wishes", lambda size: {a.wish: {} for a in asks})
+        monkeypatch.setattr(
+            production_requests,
+            "option_sets",
+            lambda size: {a.option_set: {} for a in drawn_requests},
+        )
         plain = part
     other = production.references(suite, [dataclasses.replace(outcome, part=plain)])
-    differ = {ask.idx for ask, answer in outcome.answers if answer != other[ask.idx][: len(answer)]}
-    assert differ == {ask.idx for ask in asks if ask.wish != "nothing" or name == "yarn"}
+    differ = {
+        drawn.idx for drawn, answer in outcome.answers if answer != other[drawn.idx][: len(answer)]
+    }
+    assert differ == {
+        drawn.idx for drawn in drawn_requests if drawn.option_set != "nothing" or name == "yarn"
+    }

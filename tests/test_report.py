@@ -9,22 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import (
-    report,
-    report_experts,
-    report_mesh,
-    report_peers,
-    report_production,
-    report_rows,
-    report_server,
-    report_serving,
-    report_training,
-    serving,
-)
+from benchmarks import serving as serving_benchmark
+from benchmarks.report import figures, findings, mesh, rows, serving, steps
+from benchmarks.report.__main__ import updated, wrapped
 from benchmarks.reproduce import completions, throughput
 from benchmarks.reproduce.__main__ import EXPERIMENTS
 from benchmarks.reproduce.experiment import Experiment
 from detjax.models.bundled import bundled_model_path
+from detjax.plots import COLOURS
 
 ROOT = Path(__file__).parents[1]
 CARD = {"gpu": "NVIDIA H200", "jax": "0.11.2"}
@@ -38,12 +30,12 @@ TIMES = {
 @pytest.fixture
 def write(tmp_path, monkeypatch):
     """Writes rows of a command, which are then all that the report has."""
-    monkeypatch.setattr(report_rows, "RESULTS", tmp_path)
+    monkeypatch.setattr(rows, "RESULTS", tmp_path)
 
-    def write(command, *rows, date="2026-01-02", gpu="h200"):
+    def write(command, *found, date="2026-01-02", gpu="h200"):
         (tmp_path / gpu).mkdir(exist_ok=True)
         card = CARD | {"gpu": f"NVIDIA {gpu.upper()}"}
-        lines = [json.dumps(card | row) + "\n" for row in rows]
+        lines = [json.dumps(card | row) + "\n" for row in found]
         (tmp_path / gpu / f"{date}-{command}.jsonl").write_text("".join(lines))
 
     return write
@@ -60,36 +52,98 @@ def offline(mode, speed, **fields):
     return served("offline", mode, speed, **lengths, **fields)
 
 
-def table_lines(section):
-    """Cells of the lines below each table's rule."""
-    lines = [line.strip("| ").split(" | ") for line in section if line.startswith("|")]
-    return [cells for cells in lines if not set(cells[0]) <= {"-"}]
+def tables(section):
+    """For each table its lines, by header."""
+    found, header = [], None
+    for line in section:
+        cells = line.strip("|").split("|") if line.startswith("|") else None
+        cells = cells and [one.strip() for one in cells]
+        if cells is None:
+            header = None
+        elif header is None:
+            header = cells
+            found.append([])
+        elif cells[0] != "---":
+            found[-1].append(dict(zip(header, cells, strict=True)))
+    return found
+
+
+# --------------------------------------------------------------------------------- parts and text
 
 
 def test_nothing_is_written_without_rows(write):
-    for part in (report_serving, report_mesh):
-        assert part.section() == part.readme_lines() == []
-    assert report_peers.lines() == report_production.lines() == []
+    for section in (serving.engine, serving.server, mesh.section, steps.benchmarks, steps.kernels,
+                    steps.speed, findings.training):  # fmt: skip
+        assert section() == []
+    assert mesh.sum_experiment() is None
 
 
 def test_a_part_appears_only_with_its_rows(write):
     write("serving", offline("fast", 100.0))
-    text = "\n".join(report_serving.section())
+    text = "\n".join(serving.engine())
     assert "All at once" in text
     for absent in ("trace", "share", "Window", "8-bit", "under load", "engine adds", "figures/"):
         assert absent not in text
 
 
+def test_a_column_without_a_value_is_left_out():
+    found = rows.table(["a", "b", "c"], [["1", "", "x"], ["2", "", ""]])
+    assert found == ["| a | c |", "| --- | --- |", "| 1 | x |", "| 2 |  |"]
+    assert rows.table(["a"], []) == []
+
+
+def test_long_lines_are_wrapped_and_no_line_becomes_a_list():
+    prose = "- " + "some words " * 20 + "512 + 128 tokens " * 10
+    lines = wrapped(prose)
+    assert len(lines) > 1 and all(len(line) <= 140 for line in lines)
+    assert " ".join(line.strip() for line in lines) == prose.strip()
+    assert not any(re.match(r"\s*([-+*]|\d+\.) ", line) for line in lines[1:])
+    for whole in ("| a | b |" * 40, "## " + "word " * 60, "![" + "word " * 60):
+        assert wrapped(whole) == [whole]
+
+
+def test_links_are_written_for_the_folder_of_the_document():
+    text = "a\n<!-- x: begin -->\nold\n<!-- x: end -->\nb"
+    section = ["[p](docs/p.md#q) [r](benchmarks/r.png) [s](https://s) [t](#t)"]
+    new = updated(text, "x", section, "docs")
+    assert "[p](p.md#q) [r](../benchmarks/r.png) [s](https://s) [t](#t)" in new
+    assert new.startswith("a\n") and new.endswith("\nb") and "old" not in new
+    assert "[p](docs/p.md#q)" in updated(text, "x", section, "")
+
+
+def test_every_figure_is_drawn_from_the_committed_rows(tmp_path):
+    figures.draw_all(tmp_path)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"step.svg", "experts.svg", "linear.svg", "mesh.svg", "serving.svg"}
+    for name in names:
+        drawn, committed = (
+            re.findall(r">([^<>]+)</text>", (folder / name).read_text())
+            for folder in (tmp_path, ROOT / "docs" / "figures")
+        )
+        assert drawn == committed and len(drawn) > 10
+
+
+def test_a_mode_has_one_colour():
+    for source in (*(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "detjax").rglob("*.py"),
+                   *(ROOT / "notebooks").glob("*.ipynb")):  # fmt: skip
+        if source.name != "plots.py":
+            text = source.read_text()
+            for colour in COLOURS.values():
+                assert colour not in text, f"{source} names {colour}; take it from detjax.plots"
+
+
+# -------------------------------------------------------------------------------------- serving
+
+
 def test_the_newest_file_and_in_it_the_later_row_counts(write):
     write("serving", offline("invariant", 700.0), offline("fast", 100.0), date="2026-01-01")
     write("serving", offline("invariant", 50.0), offline("fast", 100.0), offline("invariant", 80.0))
-    found = table_lines(report_serving.section())[1:]
-    assert [cells[:3] for cells in found] == [
-        ["`invariant`", "80", "0.80"],
-        ["`fast`", "100", "1.00"],
-    ]
-    (line,) = report_serving.readme_lines()
-    assert "4 requests of 8 + 16 tokens" in line and "80 generated" in line and "0.80 of" in line
+    section = serving.engine()
+    (found,) = tables(section)
+    assert [(r["mode"], r["generated tokens/s"], r["over `fast`"]) for r in found] == [
+        ("`invariant`", "80", "0.80"), ("`fast`", "100", "1.00"),
+    ]  # fmt: skip
+    assert "4 requests of 8 + 16 tokens" in "\n".join(section)
 
 
 def test_a_load_that_is_decoded_with_patience_says_so_and_stands_apart(write):
@@ -99,13 +153,12 @@ def test_a_load_that_is_decoded_with_patience_says_so_and_stands_apart(write):
         offline("fast", 50.0, max_prefill_streak=64),
         offline("invariant", 80.0, max_prefill_streak=0),
     )
-    section = [line for line in report_serving.section() if "All at once" in line]
-    assert [("`max_prefill_streak` 64" in line) for line in section] == [False, True]
-    plain, patient = report_serving.readme_lines()
-    assert (
-        "80 generated" in plain and "max_prefill_streak" not in plain and " of `fast`" not in plain
-    )
-    assert "`max_prefill_streak` 64" in patient and "100 generated" in patient and "2.00" in patient
+    section = serving.engine()
+    notes = [line for line in section if "All at once" in line]
+    assert [("`max_prefill_streak` 64" in note) for note in notes] == [False, True]
+    plain, patient = tables(section)
+    assert plain[0]["generated tokens/s"] == "80" and "over `fast`" not in plain[0]
+    assert patient[0]["generated tokens/s"] == "100" and patient[0]["over `fast`"] == "2.00"
 
 
 def test_quantiles_of_a_trace_by_rate(write):
@@ -115,13 +168,14 @@ def test_quantiles_of_a_trace_by_rate(write):
         served("replay", "invariant", 90.0, rate_per_s=0.0, requests=9),
         served("replay", "fast", 100.0, rate_per_s=2.0, requests=9),
     )
-    header, at_once, ours, fast = table_lines(report_serving.section())
-    quantiles = ["50.0 / 90.0 / 99.0", "1,050 / 1,090 / 1,099", "2,050 / 2,090 / 2,099"]
-    assert header[-3:] == ["first token, ms", "a token, ms", "end to end, ms"]
+    (found,) = tables(serving.engine())
     # `fast` was not measured with all at once, so there is no ratio.
-    assert at_once == ["9", "at once", "`invariant`", "90", "", *quantiles]
-    assert ours == ["9", "2", "`invariant`", "50", "0.50", *quantiles]
-    assert fast == ["9", "2", "`fast`", "100", "1.00", *quantiles]
+    assert [(r["a second"], r["mode"], r["over `fast`"]) for r in found] == [
+        ("at once", "`invariant`", ""), ("2", "`invariant`", "0.50"), ("2", "`fast`", "1.00"),
+    ]  # fmt: skip
+    assert [found[0][f"{name}, ms"] for name in ("first token", "a token", "end to end")] == [
+        "50.0 / 90.0 / 99.0", "1,050 / 1,090 / 1,099", "2,050 / 2,090 / 2,099",
+    ]  # fmt: skip
 
 
 def test_shares_with_and_without_drafts_are_each_over_the_fast_row_of_their_run(write):
@@ -133,22 +187,25 @@ def test_shares_with_and_without_drafts_are_each_over_the_fast_row_of_their_run(
         served("shares", "dvr", 60.0, deterministic_percent=10.0, **drafts),
         served("shares", "fast", 200.0, deterministic_percent=0.0),
     )
-    _, fast, drafted, plain = table_lines(report_serving.section())
-    assert fast[:4] == ["0", "`fast`", "200", "1.00"]
-    assert drafted[:4] == ["10", "`dvr`, drafts", "60", "0.30"]
-    assert drafted[-2:] == ["0.938", "7"]
-    assert plain[:4] == ["10", "`dvr`, no drafts", "50", "0.50"]
+    (found,) = tables(serving.engine())
+    names = ("deterministic, %", "mode", "generated tokens/s", "over `fast`", "drafts accepted",
+             "rollbacks")  # fmt: skip
+    assert [[row[name] for name in names] for row in found] == [
+        ["0", "`fast`", "200", "1.00", "", ""],
+        ["10", "`dvr`, drafts", "60", "0.30", "0.938", "7"],
+        ["10", "`dvr`, no drafts", "50", "0.50", "", ""],
+    ]
 
 
 def test_windows_by_group(write):
     row = {"draft_weights": "int8", "verify_launches": 1, "acceptance": 0.5, "num_rollbacks": 2}
     cases = ((16, 4, 30.0), (8, 1, 10.0), (8, 4, 20.0))
     write("serving", *(served("windows", "dvr", s, window=w, group=g, **row) for w, g, s in cases))
-    assert table_lines(report_serving.section()) == [
-        ["window (W)", "G 1", "G 4"],
-        ["8", "10 / 0.500 / 2", "20 / 0.500 / 2"],
-        ["16", "", "30 / 0.500 / 2"],
-    ]
+    (found,) = tables(serving.engine())
+    assert [list(row.values()) for row in found] == [
+        ["8", "1", "10", "0.500", "2"], ["8", "4", "20", "0.500", "2"],
+        ["16", "4", "30", "0.500", "2"],
+    ]  # fmt: skip
 
 
 def test_narrow_names_the_drafts_and_the_folder_alone(write):
@@ -160,50 +217,85 @@ def test_narrow_names_the_drafts_and_the_folder_alone(write):
             draft_weights="int8", decode_steps=7,
         ),
     )  # fmt: skip
-    section = report_serving.section()
+    section = serving.engine()
     assert "`small`" in "\n".join(section) and "/a" not in "\n".join(section)
-    found = [cells[:6] for cells in table_lines(section)[1:]]
-    assert found == [
+    (found,) = tables(section)
+    assert [list(row.values())[:6] for row in found] == [
         ["1", "`fast`", "", "1", "100", "1.00"],
         ["1", "`dvr`, int8 drafts", "8", "7", "90", "0.90"],
     ]
 
 
+STRESS = {
+    "subject": "stress", "model": "bundled", "mode": "dvr", "requests": 1000, "cancelled": 5,
+    "num_pages": 9, "preempted": 6, "samples": 1200, "plain": 200, "plain_different": 9, "wrong": 0,
+    "lost": 1, "draft_weights": "int8",
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("wrong", [0, 3])
 def test_different_answers_under_load_are_told(write, wrong):
-    row = {
-        "subject": "stress", "model": "bundled", "mode": "dvr", "requests": 1000, "cancelled": 5,
-        "num_pages": 9, "preempted": 6, "samples": 1200, "plain": 200, "plain_different": 9,
-        "wrong": wrong,
-        "lost": 1, "acceptance": 0.5, "rollbacks": 4, "draft_weights": "int8",
-    }  # fmt: skip
-    write("serving", row)
-    _, cells = table_lines(report_serving.section())
-    assert cells[2:5] == ["int8", "0.500", "4"]
-    assert cells[-2:] == [f"{wrong + 1} of 1,000", "9 of 200"]
-    (line,) = report_serving.readme_lines()
-    assert "`dvr` (int8 drafts)" in line
-    assert line.endswith(f"1,000 deterministic samples of 1,000 requests against the answer at "
-                         f"batch size 1: {wrong + 1} different or lost.")  # fmt: skip
+    write("serving", STRESS | {"wrong": wrong, "acceptance": 0.5, "rollbacks": 4})
+    ((row,),) = tables(serving.engine())
+    assert (row["drafts"], row["drafts accepted"], row["rollbacks"]) == ("int8", "0.500", "4")
+    assert row["deterministic samples different"] == f"{wrong + 1} of 1,000"
+    assert row["plain ones different"] == "9 of 200"
+
+
+def test_the_engine_over_the_bare_step(write):
+    sizes = {"subject": "engine_step", "model": "llama3_8b", "batch": 2, "context": 5}
+    times = {"bare_ms": 4.0, "ratio": 1.25}
+    write(
+        "serving",
+        sizes | times | {"mode": "invariant", "engine_ms": 5.0},
+        sizes | times | {"mode": "fast", "engine_ms": 6.0},
+    )
+    ((ours, _),) = tables(serving.engine())
+    assert list(ours.values()) == [
+        "Llama-3.1-8B shapes with random weights, batch 2, context 5", "`invariant`", "5.00",
+        "4.00", "1.25", "1.20",
+    ]  # fmt: skip
+
+
+def test_a_step_under_another_max_len(write):
+    row = {"subject": "max_len", "model": "llama3_8b", "batch": 8, "context": 1030}
+    write(
+        "serving",
+        row | {"max_len": 131072, "ms_p50": 5.05, "ratio_to_shortest": 1.01},
+        row | {"max_len": 1280, "ms_p50": 5.0, "ratio_to_shortest": 1.0},
+    )
+    (found,) = tables(serving.engine())
+    assert [list(line.values())[1:] for line in found] == [
+        ["1,280", "5.00", "1.000"], ["131,072", "5.05", "1.010"],
+    ]  # fmt: skip
+
+
+def test_a_load_over_http_is_told_with_its_drafts(write):
+    load = {"subject": "serve_load", "mode": "dvr", "model": "llama3_8b", "max_len": 2048,
+            "deterministic_percent": 50.0, "requests": 8, "canonical": 4, "wrong": 0, "plain": 4,
+            "plain_different": 3, "lost": 0, "held": 0, "num_rollbacks": 0,
+            "max_draft_fraction": None, "output_tokens_per_s": 100.0, **TIMES}  # fmt: skip
+    write("serve_load", load | {"rate_per_s": 4.0}, load | {"rate_per_s": 2.0})
+    text = "\n".join(serving.server())
+    assert "(no drafts)" in text and "Of 8 canonical answers 0 differ" in text
+    assert text.index("| 2 |") < text.index("| 4 |")
+    write("serve_load", load | {"rate_per_s": 4.0, "num_rollbacks": 2})
+    assert "(no drafts)" not in "\n".join(serving.server())
+
+
+def test_a_cost_of_other_bits_is_not_told(write):
+    write("serve_cost", {"subject": "serve_cost", "same": False})
+    with pytest.raises(ValueError, match="other bits"):
+        serving.server()
 
 
 # ------------------------------------------------------------------------- what dvr rows may say
 
 
-STRESS = {
-    "subject": "stress", "model": "bundled", "mode": "dvr", "requests": 10, "cancelled": 0,
-    "num_pages": 9, "preempted": 0, "samples": 12, "plain": 2, "plain_different": 1, "wrong": 0,
-    "lost": 0, "draft_weights": "full",
-}  # fmt: skip
-NO_WINDOWS = {"acceptance": 0.0, "rollbacks": 0}
-
-
 def test_answers_of_dvr_without_windows_are_told_as_such(write):
-    write("serving", STRESS | NO_WINDOWS)
-    _, cells = table_lines(report_serving.section())
-    assert cells[2:5] == ["no drafts", "", ""]
-    (line,) = report_serving.readme_lines()
-    assert "`dvr` (no drafts): each token" in line
+    write("serving", STRESS | {"acceptance": 0.0, "rollbacks": 0})
+    ((row,),) = tables(serving.engine())
+    assert row["drafts"] == "no drafts" and "drafts accepted" not in row
 
 
 @pytest.mark.parametrize(
@@ -217,7 +309,7 @@ def test_answers_of_dvr_without_windows_are_told_as_such(write):
 )
 def test_a_load_in_dvr_says_whether_it_drafted(write, counted, says):
     write("serving", offline("dvr", 90.0, **counted), offline("fast", 100.0))
-    assert table_lines(report_serving.section())[1][0] == says
+    assert tables(serving.engine())[0][0]["mode"] == says
 
 
 def test_windows_of_rows_that_verified_none_are_refused(write):
@@ -225,9 +317,9 @@ def test_windows_of_rows_that_verified_none_are_refused(write):
     del row["mode"]
     write("serving", row)
     with pytest.raises(ValueError, match=r"subject='windows'.*window=16, group=4.*: no drafts"):
-        report_serving.section()
+        serving.engine()
     write("serving", row | {"verify_launches": 2, "acceptance": 1.0})
-    assert table_lines(report_serving.section())[-1] == ["16", "10 / 1.000 / 0"]
+    assert tables(serving.engine())[0][0]["drafts accepted"] == "1.000"
 
 
 @pytest.mark.parametrize(
@@ -243,69 +335,31 @@ def test_windows_of_rows_that_verified_none_are_refused(write):
 def test_a_finding_about_dvr_needs_windows_or_the_words(row, is_refused, case):
     name = case.get("case", row["mode"])
     bare, honest = f"{name}: 1.04", f"{name} (no drafts, drafts not recorded): 1.04"
-    assert report.told_finding("throughput", honest, [row | case]) == honest
+    told = functools.partial(findings.told_finding, "throughput")
+    assert told(honest, [row | case]) == honest
     if is_refused:
         with pytest.raises(ValueError, match=r"row subject='throughput', mode='dvr'.*1\.04"):
-            report.told_finding("throughput", bare, [row | case])
+            told(bare, [row | case])
     else:
-        assert report.told_finding("throughput", bare, [row | case]) == bare
+        assert told(bare, [row | case]) == bare
 
 
 def test_a_finding_about_no_case_answers_for_every_row_of_dvr():
     found = [{"mode": "dvr", "case": "a", "windows": 0}]
     with pytest.raises(ValueError, match="no drafts"):
-        report.told_finding("x", "with dvr nothing is slower", found)
-    assert report.told_finding("x", "nothing is slower", found)
-
-
-@pytest.mark.parametrize("module", [throughput, completions])
-def test_committed_findings_are_those_of_their_rows(module):
-    name = module.__name__.rpartition(".")[2]
-    files = list((ROOT / "benchmarks" / "results").glob(f"*/reproduce/{name}.json"))
-    assert files
-    for file in files:
-        found = json.loads(file.read_text())
-        assert found["findings"] == module.findings(found["rows"]), file
-
-
-def test_latencies_of_the_server_stand_beside_the_papers(write):
-    assert report_server.latency_experiment() is None
-    row = served("serve_load", "dvr", 50.0, requests=9, canonical=3, wrong=0, num_rollbacks=0)
-    loads = [row | {"rate_per_s": rate, "deterministic_percent": share, "requests": int(rate)}
-             for rate in (2.0, 4.0) for share in (100.0, 0.0)]  # fmt: skip
-    write("serve_load", *loads)
-    told = report_server.latency_experiment()
-    assert told is not None
-    (sentence,) = told.here
-    assert "4 requests a second, 0 and 100 % deterministic (dvr, no drafts): P99" in sentence
-    assert sentence.endswith("0 of 12 canonical answers differ in a bit")
-    assert "2 and 4 requests at 2 and 4 a second" in told.setting
-    write("serve_load", *(load | {"num_rollbacks": 1} for load in loads))
-    told = report_server.latency_experiment()
-    assert told is not None and "(dvr, drafts)" in told.here[0]
-
-
-def test_committed_findings_of_pieces_are_those_of_their_rows():
-    for file in (ROOT / "benchmarks" / "results").glob("*/reproduce/*.json"):
-        found, experiment = json.loads(file.read_text()), EXPERIMENTS[file.stem]
-        if isinstance(experiment, Experiment) and all("part" in row for row in found["rows"]):
-            result = experiment.result(found["rows"], found["setting"])
-            assert found["findings"] == list(result.findings), file
-            for name in ("question", "paper"):
-                assert found[name] == getattr(experiment, name), file
-            assert not any(row.get("wrong") for row in found["rows"])
+        findings.told_finding("x", "with dvr nothing is slower", found)
+    assert findings.told_finding("x", "nothing is slower", found)
 
 
 def test_an_experiment_names_its_drafts():
     row = {"mode": "dvr", "case": "11, dvr", "deterministic": 1, "of_11_fast": 0.9}
-    assert throughput.findings([row | {"windows": 0}]) == [
-        "11, dvr (no drafts): 0.90 of 11 fast ones"
-    ]
-    assert throughput.findings([row | {"windows": 2}]) == ["11, dvr: 0.90 of 11 fast ones"]
-    assert "(drafts not recorded)" in throughput.findings([row])[0]
+    for windows, said in (({"windows": 0}, " (no drafts)"), ({"windows": 2}, ""),
+                          ({}, " (drafts not recorded)")):  # fmt: skip
+        (sentence,) = throughput.findings([row | windows])
+        assert sentence == f"11, dvr{said}: 0.90 of 11 fast ones"
 
 
-# ----------------------------------------------------------------------- GPUs, rivals, production
+# ---------------------------------------------------------------------------- steps and kernels
 
 
 def step_row(batch, ms, *, context=1024, impl="invariant", **fields):
@@ -315,86 +369,104 @@ def step_row(batch, ms, *, context=1024, impl="invariant", **fields):
     return row | {"case": case, "batch": batch, "ms_p50": ms} | fields
 
 
-LINEAR = {"subject": "linear", "shape": "o", "m": 8, "us": 10.0, "ratio": 1.1}
-
-
-def test_without_rows_of_an_h100_the_section_says_so(write):
-    write("kernels", LINEAR)
-    write("step", step_row(8, 4.0))
-    text = "\n".join(report.benchmarks_section())
-    assert "One NVIDIA H200, jax" in text and "share of the limit" in text
-    assert "There are no rows of kernels or steps of an H100." in text
-
-
-def test_steps_of_an_h100_stand_under_its_name(write):
-    write("kernels", LINEAR)
+def test_steps_stand_under_their_gpu_with_the_limit_that_is_its_own(write):
     write("step", step_row(8, 4.0), step_row(8, 5.0, impl="fast"))
-    write("step", step_row(8, 6.0), step_row(8, 9.0, impl="fast"), gpu="h100")
-    write("serving", offline("invariant", 70.0), gpu="h100")
-    section = report.benchmarks_section()
-    at = section.index("**H100.** One NVIDIA H100, jax 0.11.2, Llama-3.1-8B shapes, random data, "
-                       "bfloat16.")  # fmt: skip
-    assert "No rows of" not in "\n".join(section)
-    header, cells = table_lines(section[at:])
-    # The limit is of the H200, so the share of it means nothing here.
-    assert header == ["step, ms", "invariant", "fast", "invariant over fast, speed"]
-    assert cells == ["decode batch 8 context 1024", "6.00", "9.00", "1.50"]
-    assert "70 generated tokens a second" in "\n".join(section[at:])
-    assert "4.00" in "\n".join(section[:at]) and "6.00" not in "\n".join(section[:at])
-    loads = report_serving.section()
-    assert loads[0].startswith("NVIDIA H100, jax 0.11.2")
+    copy = {"subject": "copy", "bytes_per_s": 2.15e12}
+    write("step", copy, step_row(8, 7.5), step_row(8, 9.0, impl="fast"), gpu="h100")
+    section = steps.benchmarks()
+    assert section.index("### H200") < section.index("### H100")
+    assert "One NVIDIA H100, jax 0.11.2, Llama-3.1-8B shapes" in "\n".join(section)
+    (first,), (second,) = tables(section)
+    assert first == {
+        "step, ms": "decode batch 8 context 1024", "invariant": "4.00", "fast": "5.00",
+        "invariant over fast, speed": "1.25", "share of the limit": "0.75",
+    }  # fmt: skip
+    # An H100's copies move half the bytes of an H200's, so 3.0 ms of those are 6.0.
+    assert second["share of the bandwidth of its own copy"] == "0.80"
+    assert "share of the limit" not in second
 
 
 def test_a_row_in_the_folder_of_another_gpu_is_refused(write):
     write("step", step_row(8, 4.0) | {"gpu": "NVIDIA H100 80GB HBM3"}, gpu="h200")
     with pytest.raises(ValueError, match=r"case='decode batch 8.* is of NVIDIA H100 .*, not h200"):
-        report.step_times()
+        steps.benchmarks()
 
 
-def test_the_later_row_of_a_step_counts(write):
-    write("step", step_row(8, 9.0), step_row(8, 4.0), step_row(8, 5.0, impl="fast"))
-    assert table_lines(report.step_table())[1][1] == "4.00"
+def test_steps_are_in_the_order_of_their_sizes(write):
+    prefill = step_row(1, 90.0) | {"case": "prefill 4096 tokens"}
+    write("step", prefill, step_row(64, 6.0), step_row(8, 4.0), step_row(64, 5.0, context=576))
+    (found,) = tables(steps.benchmarks())
+    assert [row["step, ms"] for row in found] == [
+        "decode batch 8 context 1024", "decode batch 64 context 576",
+        "decode batch 64 context 1024", "prefill 4096 tokens",
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="no step is called 'odd'"):
+        rows.step_of({"subject": "step", "case": "odd"})
 
 
-def test_a_step_of_an_unknown_name_is_refused(write):
-    write("step", step_row(8, 4.0) | {"case": "decode 8"})
-    with pytest.raises(ValueError, match=r"case='decode 8': no step is called"):
-        report.step_times()
+def test_products_and_other_kernels(write):
+    linear = {"subject": "linear", "shape": "o", "m": 8, "us": 10.0, "ratio": 1.1, "fixed_us": 25.0}
+    attention = {"subject": "attention", "case": "prefill", "tokens": 8192, "ms": 0.9,
+                 "tflops": 600.0, "over_cudnn": 1.02}  # fmt: skip
+    decode = {"subject": "attention", "case": "decode", "batch": 4, "tokens": 9, "us": 2.0,
+              "share": 0.9}  # fmt: skip
+    norm = {"subject": "rows", "case": "add_rms_norm", "m": 8192, "us": 80.0, "share_of_copy": 0.96,
+            "xla_us": 100.0}  # fmt: skip
+    write("kernels", linear, linear | {"shape": "down", "ratio": 0.9}, attention, decode, norm)
+    products, others = tables(steps.benchmarks())
+    assert products == [{"rows": "8", "o": "1.10", "down": "0.90"}]
+    assert [row["us"] for row in others] == ["900.0", "2.0", "80.0"]
+    assert others[2]["rival's time over ours"] == "1.25"
+    assert tables(steps.kernels())[0] == [{"M": "8", "o": "10.0, 1.10", "down": "10.0, 0.90"}]
+    assert "as in Thinking Machines' product, takes 2.50 to 2.50" in "\n".join(steps.kernels())
 
 
-def test_kernels_of_each_gpu_stand_under_its_name(write):
-    decode = {"subject": "attention", "case": "decode", "batch": 1, "tokens": 8, "us": 2.5}
-    for gpu, us in (("h200", 10.0), ("h100", 12.0)):
-        write("kernels", LINEAR | {"us": us}, decode | {"share": 0.5}, gpu=gpu)
-    text = "\n".join(report.kernels_section())
-    ours, other = text.split("One NVIDIA H100, jax 0.11.2")
-    assert "One NVIDIA H200, jax" in ours and "10.0, 1.10" in ours
-    assert "8 tokens: 2.5 us, 0.50 of 4.3 TB/s." in ours
-    assert "12.0, 1.10" in other and "8 tokens: 2.5 us." in other
+def test_steps_of_other_bits_are_not_told(write):
+    bits = {"subject": "step_bits", "case": "decode batch 8 context 1024", "same": True}
+    write("step_experts", bits, step_row(8, 8.0), step_row(8, 48.0, impl="fast"))
+    ((row,),) = tables(steps.benchmarks())
+    assert (row["invariant"], row["fast"]) == ("8.00", "48.00")
+    assert row["invariant over fast, speed"] == "6.00" and row["share of the limit"] == "0.75"
+    write("step_experts", bits | {"same": False}, step_row(8, 8.0))
+    with pytest.raises(ValueError, match="other bits"):
+        steps.benchmarks()
 
 
-@pytest.mark.parametrize(
-    ("machines", "taken"), [(("cpu", "h100", "h200"), "h200"), (("cpu", "h100"), "h100"),
-                            (("cpu",), "cpu")],
-)  # fmt: skip
-def test_an_experiment_is_taken_from_the_first_gpu_that_has_it(write, machines, taken):
-    for machine in machines:
-        folder = report_rows.RESULTS / machine / "reproduce"
-        folder.mkdir(parents=True)
-        (folder / "accuracy.json").write_text("{}")
-    assert report.experiments()["accuracy"].parts[-3] == taken
+@pytest.mark.parametrize("command", ["moe", "kernels"])
+def test_experts_beside_ragged_dot(write, command):
+    time = {"subject": "moe", "kind": "time", "tiles": "chosen", "m": 8, "us": 120.0,
+            "floor_us": 108.0, "share": 0.9}  # fmt: skip
+    rival = {"ragged_dot_us": 340.0} if command == "kernels" else {}
+    apart = {"subject": "moe", "kind": "time", "tiles": "ragged_dot", "m": 8, "us": 340.0}
+    bits = {"subject": "moe", "kind": "bits", "different": 3}
+    write(command, time | rival, *([] if rival else [apart, bits]))
+    ((row,),) = tables(steps.benchmarks())
+    assert list(row.values()) == ["8", "120.0", "108.0", "0.90", "340"]
+    if not rival:
+        assert "(1 comparisons of bits, 1 different)" in "\n".join(steps.benchmarks())
 
 
-@pytest.mark.parametrize(
-    ("with_pieces", "taken"), [("h100", "h100"), ("h200", "h200"), ("cpu", "h200")]
-)
-def test_a_result_in_pieces_goes_before_an_older_one_of_another_gpu(write, with_pieces, taken):
-    for machine in ("cpu", "h100", "h200"):
-        folder = report_rows.RESULTS / machine / "reproduce"
-        folder.mkdir(parents=True)
-        row = {"part": "a"} if machine == with_pieces else {}
-        (folder / "shares.json").write_text(json.dumps({"rows": [row]}))
-    assert report.experiments()["shares"].parts[-3] == taken
+def peer(engine, scale, **fields):
+    row = {"subject": "engine", "engine": engine, "version": "9", "date": "2026-02-03",
+           "gpu": "NVIDIA H200", "prefill_4000_ms": 90 * scale,
+           "decode_ms": {b: int(b) * scale for b in ("1", "8", "64", "256")},
+           "offline_512x512_128_s": 9 * scale}  # fmt: skip
+    return row | fields
+
+
+def test_whole_engines_stand_beside_each_other_by_one_run(write):
+    found = [peer(name, i + 1) for i, name in enumerate(steps.SHORT)]
+    write("peers", *found, peer("vLLM fp8 (online)", 9), date="2026-02-03")
+    first, *_ = steps.speed()
+    assert "NVIDIA H200" in first and "3 February 2026" in first and "commit 9:" in first
+    (cells,) = tables(steps.speed())
+    assert list(cells[1].values()) == ["decode, batch 8, ms", "8.00", "16.00", "24.00"]
+    assert list(cells[-1])[1:] == ["detjax", "vLLM 9", "vLLM 9, batch-invariant"]
+    assert list(cells[-1].values())[1:] == ["9.0", "18.0", "27.0"]
+    # Eight bits are other weights: the page has them, README does not.
+    assert "fp8" in "".join(steps.engines()) and "fp8" not in "".join(steps.speed())
+    write("peers", peer("vLLM default bfloat16", 1), date="2026-02-04")
+    assert steps.speed() == []
 
 
 def test_production_adds_up_the_parts_of_a_cache_and_keeps_the_control_apart(write):
@@ -408,33 +480,20 @@ def test_production_adds_up_the_parts_of_a_cache_and_keeps_the_control_apart(wri
         row | {"case": "control", "max_len": 1280, "mode": "fast", "compared_tokens": 50,
                "different": 49},
     )  # fmt: skip
-    assert report_production.lines() == []
     for gpu in ("h100", "h200"):
         write("production", *parts, gpu=gpu)
-    text = "\n".join(report_production.lines())
-    assert (
-        text.count("3 of 2,000 tokens and logprobs different. The control, `fast`: 49 of 50.") == 2
-    )
+    text = "\n".join(steps.benchmarks())
+    told = "3 of 2,000 tokens and logprobs different. The control, `fast`: 49 of 50."
+    assert text.count(told) == 2 and text.count("a cache of 55.0 of the 64.0 GB") == 2
     assert text.index("NVIDIA H200") < text.index("NVIDIA H100")
-    assert text.count("a cache of 55.0 of the 64.0 GB") == 2
-    own = [
-        ["1,280", "`invariant`, 8 tokens a launch", "55.0 GB", "900", "8", "6", "", "800", "0"],
-        ["4,352", "`invariant`", "55.0 GB", "900", "8", "6", "", "1,200", "3"],
-    ]
-    assert [c for c in table_lines(report_production.lines()) if c[0] != "`max_len`"] == own * 2
+    for found in tables(steps.benchmarks()):
+        assert [list(line.values()) for line in found] == [
+            ["1,280", "`invariant`, 8 tokens a launch", "55.0 GB", "900", "8", "6", "800", "0"],
+            ["4,352", "`invariant`", "55.0 GB", "900", "8", "6", "1,200", "3"],
+        ]
 
 
-def test_the_engine_over_the_bare_step(write):
-    sizes = {"subject": "engine_step", "model": "llama3_8b", "batch": 2, "context": 5}
-    times = {"bare_ms": 4.0, "ratio": 1.25}
-    write(
-        "serving",
-        sizes | times | {"mode": "invariant", "engine_ms": 5.0},
-        sizes | times | {"mode": "fast", "engine_ms": 6.0},
-    )
-    _, ours, _ = table_lines(report_serving.section())
-    assert ours[0] == "Llama-3.1-8B shapes with random weights, batch 2, context 5"
-    assert ours[1:] == ["`invariant`", "5.00", "4.00", "1.25", "1.20"]
+# --------------------------------------------------------------------------------- several GPUs
 
 
 def step(impl, ms, case="decode batch 8", subject="mesh_step"):
@@ -452,50 +511,25 @@ def test_steps_on_meshes_over_fast_and_over_one_gpu(write):
         step("invariant (1,4)", 2.5),
         {"subject": "mesh_step", "case": "decode batch 8", "impl": "fast (1,4)", "failed": "x"},
         step("invariant (1,2)", 9.0, subject="mesh_large"),
+        step("fast (1,2)", 18.0, subject="mesh_large"),
     )
-    found = [cells[1:7] for cells in table_lines(report_mesh.section())[1:]]
-    assert found == [
+    found, large = tables(mesh.section())
+    assert [list(row.values())[1:7] for row in found] == [
         ["1", "8.00", "", "", "", ""],
         ["2", "4.00", "6.00", "1.50", "2.00", "0.50"],
         ["2, no exchange kernel", "5.00", "", "1.20", "1.60", "0.50"],
         ["4", "2.50", "", "", "3.20", "0.50"],
     ]
-    assert "- decode, batch 8, tp 2: 9.00 ms a step." in report_mesh.section()
-    assert set(report_mesh.decode_lines()) == {
-        (1, "invariant"), (2, "invariant"), (2, "fast"), (4, "invariant"),
-    }  # fmt: skip
-    (line,) = report_mesh.readme_lines()
-    assert "batch 8 take 4.00 ms" in line and "psum 6.00 ms: 1.50 times" in line
-
-
-def test_a_large_model_over_fast(write):
-    large = functools.partial(step, subject="mesh_large")
-    write("mesh", large("invariant (1,2)", 9.0), large("fast (1,2)", 18.0))
-    line = "- decode, batch 8, tp 2: 9.00 ms a step, `fast` 18.00 ms: 2.00."
-    assert line in report_mesh.section()
-
-
-def test_bits_of_a_large_model_are_told_apart_from_those_of_meshes(write):
-    same = dict.fromkeys(report_mesh.BITS, 0)
-    bits = {"subject": "mesh_large_bits", "case": "batch 8, 1 tokens at 9"}
-    apart = "invariant (1,2), sums and choice apart"
-    write(
-        "mesh",
-        bits | same | {"impl": apart},
-        bits | same | {"impl": "invariant (1,2)", "tokens": 6},
-        {"subject": "mesh_large_bits", "case": "rows in other batches", "same": True},
-        step("invariant (1,2)", 9.0, subject="mesh_large"),
-    )
-    text = "\n".join(report_mesh.section())
-    assert "6 bytes differ (batch 8, 1 token at 9)" in text
-    assert "batches of other sizes: the same bits" in text
-    assert "Whole steps on" not in text
+    assert [list(row.values()) for row in large] == [
+        ["decode, batch 8", "2", "9.00", "18.00", "2.00"]
+    ]
 
 
 def test_bits_that_differ_between_meshes_are_told(write):
-    same = dict.fromkeys(report_mesh.BITS, 0)
+    same = dict.fromkeys(mesh.BITS, 0)
     bits = {"subject": "mesh_step_bits", "case": "batch 2, 1 tokens at 9"}
     sums = {"subject": "mesh_bits", "impl": "exchange kernel"}
+    large = {"subject": "mesh_large_bits", "case": "batch 8, 1 tokens at 9"}
     write(
         "mesh",
         bits | same | {"impl": "invariant (1,1)"},
@@ -503,42 +537,47 @@ def test_bits_that_differ_between_meshes_are_told(write):
         {"subject": "mesh_step_bits", "case": "rows in other batches", "same": False},
         sums | {"case": "1 rows of 4096, tp 2", "num_rows": 1, "different": 0},
         sums | {"case": "8 rows of 4096, tp 2", "num_rows": 8, "different": 4},
+        large | same | {"impl": "invariant (1,2), sums and choice apart"},
+        large | same | {"impl": "invariant (1,2)", "tokens": 6},
+        {"subject": "mesh_large_bits", "case": "rows in other batches", "same": True},
     )
-    text = "\n".join(report_mesh.section())
-    assert text.count("Whole steps on") == 1
-    assert "(dp, tp) = (1,2) against (1,1)" in text
-    assert "5 bytes differ (batch 2, 1 token at 9)" in text
-    assert "batches of other sizes: other bits" in text
-    assert "at tp 2: 4 elements differ (1 and 8 rows)" in text
+    (found,) = tables(mesh.section())
+    assert [(row["cases"], row["different"]) for row in found] == [
+        ("batch 2, 1 token at 9", "5 bytes"), ("", "some rows"), ("1 and 8 rows", "4 elements"),
+        ("batch 8, 1 token at 9", "6 bytes"), ("", "0 rows"),
+    ]  # fmt: skip
+    assert "(dp, tp) = (1,2) against (1,1)" in found[0]["compared"]
+    assert "Llama-3.1-70B" in found[3]["compared"] and "at tp 2" in found[2]["compared"]
 
 
 def test_the_sum_of_the_ranks_over_psum(write):
     row = {"subject": "mesh_sum", "case": "8 rows of 4096, tp 2", "num_rows": 8}
-    times = {"psum bfloat16": 10.0, "butterfly": 20.0, "exchange kernel": 12.5, "odd": 7.0}
+    times = {"psum bfloat16": 10.0, "butterfly": 20.0, "exchange kernel": 12.5}
     write("mesh", *(row | {"impl": name, "us_p50": us} for name, us in times.items()))
-    header, cells = table_lines(report_mesh.section())
-    assert header[2:6] == ["exchange kernel", "butterfly", "psum bfloat16", "odd"]
-    assert cells == ["2", "8", "12.5", "20.0", "10.0", "7.00", "1.25"]
+    ((found,),) = tables(mesh.section())
+    assert found == {
+        "tp": "2", "rows": "8", "exchange kernel": "12.5", "butterfly": "20.0",
+        "psum bfloat16": "10.0", "detjax over psum bfloat16": "1.25",
+    }  # fmt: skip
 
 
 def test_the_cost_of_a_tree_over_ranks_stands_beside_the_papers(write):
-    assert report_mesh.sum_experiment() is None
-    of_sum = {"subject": "mesh_sum", "case": "8 rows of 4096, tp 2", "num_rows": 8, "gpu": "H200"}
+    of_sum = {"subject": "mesh_sum", "case": "8 rows of 4096, tp 2", "num_rows": 8}
     times = {"psum bfloat16": 10.0, "exchange kernel": 6.0}
     bits = {"subject": "mesh_bits", "impl": "exchange kernel", "case": "8 rows of 4096, tp 2"}
     write(
         "mesh",
         *(of_sum | {"impl": name, "us_p50": us} for name, us in times.items()),
-        bits | {"num_rows": 8, "different": 3, "gpu": "H200"},
+        bits | {"num_rows": 8, "different": 3},
         step("invariant (1,2)", 4.0),
         step("fast (1,2)", 5.0),
     )
-    told = report_mesh.sum_experiment()
+    told = mesh.sum_experiment()
     assert told is not None
-    sums, steps, bits = told.here
+    sums, whole, different = told["findings"]
     assert sums.startswith("tp 2: the sum with residual and norm takes 0.60 of")
-    assert steps.startswith("a decode step on tp 2 takes 0.80 of the time")
-    assert bits == "3 elements differ between the forms of the sum"
+    assert whole.startswith("a decode step on tp 2 takes 0.80 of the time")
+    assert different == "3 elements differ between the forms of the sum"
 
 
 @pytest.mark.parametrize("command", ["answers", "mesh"])
@@ -548,9 +587,10 @@ def test_whole_answers_from_either_file(write, command):
         "unique_outputs_mean": 2.5, "unique_with_logprobs_max": 9, "max_prob_divergence": 0.25,
     }  # fmt: skip
     write(command, row)
-    (line,) = [line for line in report_mesh.section() if "Whole answers" in line]
-    assert "Qwen3-8B shapes with random weights, `fast`: 60 requests on 9 settings" in line
-    assert "2.50 different outputs each; with logprobs 9 at most" in line
+    ((found,),) = tables(mesh.section())
+    assert "Qwen3-8B shapes with random weights, `fast`" in found["compared"]
+    assert found["cases"] == "60 requests on 9 settings of mesh and batch size"
+    assert "2.50 outputs a request, with logprobs 9 at most" in found["different"]
 
 
 def test_digests_tell_of_whole_answers_where_nothing_else_does(write):
@@ -558,39 +598,62 @@ def test_digests_tell_of_whole_answers_where_nothing_else_does(write):
     digests = [("invariant", "1x1", "a"), ("invariant", "1x2", "a"), ("fast", "1x1", "b"),
                ("fast", "1x2", "c")]  # fmt: skip
     write("mesh", *(row | {"mode": m, "mesh": where, "digest": d} for m, where, d in digests))
-    first, second = [line for line in report_mesh.section() if "Whole answers" in line]
-    assert "`invariant`" in first and "(1x1, 8), (1x2, 8): 1 different set of bits" in first
-    assert "`fast`" in second and second.endswith(": 2 different sets of bits.")
+    ((first, second),) = tables(mesh.section())
+    assert "`invariant`" in first["compared"] and first["different"] == "1 set(s) of bits"
+    assert first["cases"].endswith("(1x1, 8), (1x2, 8)")
+    assert "`fast`" in second["compared"] and second["different"] == "2 set(s) of bits"
 
 
-def test_no_committed_row_says_where_a_model_lies():
-    files = list((ROOT / "benchmarks" / "results").rglob("*.jsonl"))
-    found = [json.loads(line) for file in files for line in file.read_text().splitlines()]
-    names = {row["model"] for row in found if "model" in row}
-    assert names
-    assert not [name for name in names if "/" in name]
+# --------------------------------------------------------------------------- experiments, training
 
 
-def test_a_new_row_names_the_folder_of_its_model(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["serving", "offline", "--model", str(bundled_model_path())])
-    bench = serving.Bench(serving.parse_args())
-    bench.rows.keep(subject="offline")
-    assert bench.rows.rows[0]["model"] == bundled_model_path().name
+@pytest.mark.parametrize("module", [throughput, completions])
+def test_committed_findings_are_those_of_their_rows(module):
+    name = module.__name__.rpartition(".")[2]
+    files = list((ROOT / "benchmarks" / "results").glob(f"*/reproduce/{name}.json"))
+    assert files
+    for file in files:
+        found = json.loads(file.read_text())
+        assert found["findings"] == module.findings(found["rows"]), file
+
+
+def test_committed_findings_of_pieces_are_those_of_their_rows():
+    for file in (ROOT / "benchmarks" / "results").glob("*/reproduce/*.json"):
+        found, experiment = json.loads(file.read_text()), EXPERIMENTS[file.stem]
+        if isinstance(experiment, Experiment) and all("part" in row for row in found["rows"]):
+            result = experiment.result(found["rows"], found["setting"])
+            assert found["findings"] == list(result.findings), file
+            for name in ("question", "paper"):
+                assert found[name] == getattr(experiment, name), file
+            assert not any(row.get("wrong") for row in found["rows"])
 
 
 @pytest.mark.parametrize(
-    "name", ["README.md", "docs/serving.md", "docs/parallel.md", "docs/training.md"]
+    ("machines", "taken"),
+    [(("cpu",), "cpu"), (("cpu", "h100"), "h100"), (("cpu", "h100", "h200"), "h200")],
 )
-def test_figures_that_a_document_shows_are_there(name):
-    document = ROOT / name
-    figures = re.findall(r"!\[[^]]*\]\(([^)]+)\)", document.read_text())
-    assert figures
-    for figure in figures:
-        assert (document.parent / figure).exists(), figure
+def test_an_experiment_is_told_from_a_gpu_if_there_is_one(write, machines, taken):
+    for machine in machines:
+        folder = rows.RESULTS / machine / "reproduce"
+        folder.mkdir(parents=True)
+        (folder / "accuracy.json").write_text("{}")
+    assert findings.experiments()["accuracy"].parts[-3] == taken
+
+
+@pytest.mark.parametrize(
+    ("with_pieces", "taken"), [("h100", "h100"), ("h200", "h200"), ("cpu", "h200")]
+)
+def test_a_result_in_pieces_goes_before_an_older_one_of_another_gpu(write, with_pieces, taken):
+    for machine in ("cpu", "h100", "h200"):
+        folder = rows.RESULTS / machine / "reproduce"
+        folder.mkdir(parents=True)
+        row = {"part": "a"} if machine == with_pieces else {}
+        (folder / "shares.json").write_text(json.dumps({"rows": [row]}))
+    assert findings.experiments()["shares"].parts[-3] == taken
 
 
 def test_training_tells_the_largest_gap_of_each_rollout(write):
-    folder = report_rows.RESULTS / "h200"
+    folder = rows.RESULTS / "h200"
     (folder / "grpo").mkdir(parents=True)
     run = {
         "model": "bundled", "rollout_tp": 4, "steps": 30, "reward_first": 0.5, "reward_last": 0.75,
@@ -603,82 +666,12 @@ def test_training_tells_the_largest_gap_of_each_rollout(write):
     ]
     runs[1]["reward_last"] = 0.85
     (folder / "grpo" / "runs.json").write_text(json.dumps(runs))
-    _, invariant, fast = table_lines(report_training.section())
-    assert invariant[2] == "0.800 (0.750 to 0.850)"
-    assert invariant[-2:] == ["0", "0 of 2,000"]
-    assert fast[-2:] == ["6", "4 of 2,000"]
-
-
-def test_a_step_under_another_max_len(write):
-    row = {"subject": "max_len", "model": "llama3_8b", "batch": 8, "context": 1030}
-    write(
-        "serving",
-        row | {"max_len": 131072, "ms_p50": 5.05, "ratio_to_shortest": 1.01},
-        row | {"max_len": 1280, "ms_p50": 5.0, "ratio_to_shortest": 1.0},
-    )
-    head, line = table_lines(report_serving.section())
-    assert head == ["decode step", "`max_len` 1,280", "`max_len` 131,072"]
-    name = "Llama-3.1-8B shapes with random weights, batch 8, context 1030"
-    assert line == [name, "5.00, 1.000", "5.05, 1.010"]
-
-
-def test_a_load_over_http_is_told_with_its_drafts(write):
-    load = {"subject": "serve_load", "mode": "dvr", "model": "llama3_8b", "max_len": 2048,
-            "deterministic_percent": 50.0, "requests": 8, "canonical": 4, "wrong": 0, "plain": 4,
-            "plain_different": 3, "lost": 0, "held": 0, "num_rollbacks": 0,
-            "max_draft_fraction": None, "output_tokens_per_s": 100.0, **TIMES, **CARD}  # fmt: skip
-    write("serve_load", load | {"rate_per_s": 4.0}, load | {"rate_per_s": 2.0})
-    text = "\n".join(report_server.section())
-    assert "(no drafts)" in text and "Of 8 canonical answers 0 differ" in text
-    assert text.index("| 2 |") < text.index("| 4 |")
-    write("serve_load", load | {"rate_per_s": 4.0, "num_rollbacks": 2})
-    assert "(no drafts)" not in "\n".join(report_server.section())
-
-
-def test_a_cost_of_other_bits_is_not_told(write):
-    write("serve_cost", {"subject": "serve_cost", "same": False, **CARD})
-    with pytest.raises(ValueError, match="other bits"):
-        report_server.section()
-
-
-def test_experts_of_other_bits_are_not_told(write):
-    step = {"subject": "step", "impl": "invariant", "case": "decode batch 8 context 1024",
-            "ms_p50": 8.0, "floor_over_measured": 0.75, **CARD}  # fmt: skip
-    bits = {"subject": "step_bits", "case": step["case"], "same": True, **CARD}
-    write("step_experts", bits, step, step | {"impl": "fast", "ms_p50": 48.0})
-    assert (
-        "| decode batch 8 context 1024 | 8.00 |  | 48.00 | 6.0 | 0.75 |" in report_experts.lines()
-    )
-    write("step_experts", bits | {"same": False}, step)
-    with pytest.raises(ValueError, match="other bits"):
-        report_experts.lines()
-
-
-def peer(engine, scale, **fields):
-    row = {"subject": "engine", "engine": engine, "version": "9", "date": "2026-02-03",
-           "gpu": "NVIDIA H200", "prefill_4000_ms": 90 * scale,
-           "decode_ms": {b: int(b) * scale for b in ("1", "8", "64", "256")},
-           "offline_512x512_128_s": 9 * scale}  # fmt: skip
-    return row | fields
-
-
-def test_whole_engines_stand_beside_each_other_by_one_run(write):
-    rows = [peer(name, i + 1) for i, name in enumerate(report_peers.SHORT)]
-    write("peers", *rows, peer("vLLM fp8 (online)", 9), date="2026-02-03")
-    first, *_ = report_peers.readme_lines()
-    assert "NVIDIA H200" in first and "3 February 2026" in first and "commit 9:" in first
-    header, *cells = table_lines(report_peers.readme_lines())
-    assert header == ["|  | detjax".strip("| "), "vLLM 9", "vLLM 9, batch-invariant"]
-    assert cells[1] == ["decode, batch 8, ms", "8.00", "16.00", "24.00"]
-    assert cells[-1] == ["512 requests of 512 + 128 tokens, s", "9.0", "18.0", "27.0"]
-    # Eight bits are other weights: the page has them, README does not.
-    assert "fp8" in "".join(report_peers.lines())
-    assert "fp8" not in "".join(report_peers.readme_lines())
-
-
-def test_a_run_without_ours_is_no_table_of_readme(write):
-    write("peers", peer("vLLM default bfloat16", 1))
-    assert report_peers.readme_lines() == []
+    section = findings.training()
+    ((invariant, fast),) = tables(section)
+    assert "On an H200" in section[0] and "30 steps; mean of 2 seeds" in section[0]
+    assert invariant["last 3"] == "0.800 (0.750 to 0.850)"
+    assert [*invariant.values()][-2:] == ["0", "0 of 2,000"]
+    assert [*fast.values()][-2:] == ["6", "4 of 2,000"]
 
 
 def test_answers_that_change_are_counted_over_all_settings():
@@ -690,10 +683,39 @@ def test_answers_that_change_are_counted_over_all_settings():
             ("invariant", "aaaabbbbcccc"), ("invariant", "aaaabbbbcccc"),
         )
     ]  # fmt: skip
-    assert report._changed_answers(found)[1:] == ["2", "0"]
+    assert findings._changed_answers(found)[1:] == ["2", "0"]
+
+
+# ------------------------------------------------------------------------- rows and documents
+
+
+def test_no_committed_row_says_where_a_model_lies():
+    files = list((ROOT / "benchmarks" / "results").rglob("*.jsonl"))
+    found = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    names = {row["model"] for row in found if "model" in row}
+    assert names
+    assert not [name for name in names if "/" in name]
+
+
+def test_a_new_row_names_the_folder_of_its_model(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["serving", "offline", "--model", str(bundled_model_path())])
+    bench = serving_benchmark.Bench(serving_benchmark.parse_args())
+    bench.rows.keep(subject="offline")
+    assert bench.rows.rows[0]["model"] == bundled_model_path().name
+
+
+@pytest.mark.parametrize(
+    "name", ["docs/benchmarks.md", "docs/serving.md", "docs/parallel.md", "docs/training.md"]
+)
+def test_figures_that_a_document_shows_are_there(name):
+    document = ROOT / name
+    shown = re.findall(r"!\[[^]]*\]\(([^)]+)\)", document.read_text())
+    assert shown
+    for figure in shown:
+        assert (document.parent / figure).exists(), figure
 
 
 def test_readme_is_short_and_names_the_hardware_first():
-    text = re.sub(r"\]\([^)]*\)", "]", (report.ROOT / "README.md").read_text())
+    text = re.sub(r"\]\([^)]*\)", "]", (ROOT / "README.md").read_text())
     assert len([word for word in text.split() if re.search(r"\w", word)]) <= 800
     assert "Hopper" in text.split("##")[0]

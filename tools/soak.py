@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faults around a server for a given time: every answer is the one of a quiet server, or an error.
 
-    python tools/soak.py --seconds 60                     # each fault once, however long it takes
-    python tools/soak.py --seconds 3600 --report soak.md  # then more, drawn
+    python tools/soak.py --seconds 60    # each fault once, however long it takes
+    python tools/soak.py --seconds 3600 --rows soak.jsonl --report docs/soak.md  # then more, drawn
 
 A server of the bundled model runs on this machine. Four clients ask it all the time, and faults
 come one after the other: clients that die, do not read or do not finish, signals, damaged and full
-caches, damaged model folders, processes that end at work. What comes out is compared by digest.
-Exit status 1 if a digest differs, a fault is not survived, or the server is not well at the end.
+caches, damaged model folders, processes that end at work, other weights, sleep, replays of receipts
+on two devices, and a replica on Ray that is killed. What comes out is compared by digest. A line
+tells of each fault as it ends; the terminal may go away.
+
+Exit status 0 only if every digest was right, every fault was survived, and the server was well at
+the end: nothing held, no self-check failed, and no more memory than `MAX_GROWTH_MIB` gained.
 """
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import os
 import platform
@@ -28,16 +33,27 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
+import ml_dtypes
 import numpy as np
+from safetensors.numpy import load_file, save_file
 
 ROOT = Path(__file__).resolve().parents[1]
 BUNDLED = ROOT / "detjax" / "models" / "bundled" / "novels-6m"
+FLEET = ROOT / "tests" / "ray" / "fleet.py"
+ADMIN = {"Authorization": "Bearer soak"}
+MAX_GROWTH_MIB = 400.0
 NUM_CLIENTS = 64
 """Of a fault of clients, at once."""
 
 PATIENCE_S = 300.0
+PATIENT_RAY = {
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "120", "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "120",
+}  # fmt: skip
+"""Ray replaces a proxy that does not answer within 5 s, which on busy cores it may not."""
+
 PROMPT = "The old house by the sea"
 GENERATE = ["-m", "detjax.generate", "--prompt", PROMPT, "--max-tokens", "8", "--format", "json"]
 BODIES = [
@@ -84,6 +100,10 @@ class SoakError(AssertionError):
     """What should not have happened."""
 
 
+class SkippedError(Exception):
+    """Why a fault cannot come here."""
+
+
 def expect(is_true: bool, said: str) -> None:
     """Raise what is said unless it holds."""
     if not is_true:
@@ -114,10 +134,12 @@ class Server:
         self.log = folder / f"server-{time.monotonic_ns()}.log"
         command = [sys.executable, "-m", "detjax.serve", "--port", "0", "--no-compile",
                    "--max-len", "512", "--batch-size", "8", "--drain-timeout", "120",
-                   "--cache-dir", str(cache)]  # fmt: skip
+                   "--cache-dir", str(cache), "--admin-api-key", "soak", "--weights-dir",
+                   str(folder / "weights")]  # fmt: skip
         with self.log.open("w") as log:
             self.process = subprocess.Popen(command, stderr=log, env=environment())
         self.url = self._wait()
+        self.warm_mib = 0.0  # once its programs are compiled
 
     def _wait(self) -> str:
         until_s = time.monotonic() + PATIENCE_S
@@ -147,6 +169,23 @@ class Server:
         return len(list(folder.iterdir())) if folder.exists() else 0
 
 
+def weights_of(response: httpx.Response) -> str:
+    """The hash of the weights that made an answer."""
+    return response.json()["choices"][0]["detjax"]["weights"]
+
+
+def write_weights(folder: Path) -> tuple[Path, Path]:
+    """The weights of the bundled model, and others."""
+    first, second = folder / "first", folder / "second"
+    for one in (first, second):
+        shutil.copytree(BUNDLED, one)
+    tensors = load_file(second / "model.safetensors")
+    norm = tensors["model.norm.weight"]
+    tensors["model.norm.weight"] = (norm.astype(np.float32) * 0.5).astype(ml_dtypes.bfloat16)
+    save_file(tensors, second / "model.safetensors")
+    return first, second
+
+
 @dataclass(slots=True)
 class Count:
     """What became of a fault."""
@@ -154,24 +193,70 @@ class Count:
     num_survived: int = 0
     seconds: float = 0.0
     failures: list[str] = field(default_factory=list)
+    skipped: str = ""
+    seen: str = ""
 
 
 class Soak:
     """A server, its load, and what was counted."""
 
-    def __init__(self, folder: Path, rng: np.random.Generator, faults: Sequence["Fault"]):
-        """Start the server and ask it everything while it is quiet."""
-        self.folder, self.rng, self.faults = folder, rng, faults
+    def __init__(
+        self,
+        folder: Path,
+        rng: np.random.Generator,
+        faults: Sequence["Fault"],
+        *,
+        tell: Callable[[dict[str, Any]], None],
+    ):
+        """Start the server and ask it everything while it is quiet, with either weights."""
+        self.folder, self.rng, self.faults, self._tell = folder, rng, faults, tell
         self.cache = folder / "cache"
+        self.weights = write_weights(folder / "weights")
         self.server = Server(folder, self.cache)
         self.counts = {fault.__name__: Count() for fault in faults}
         self.num_answers, self.num_refused, self.wrong = 0, 0, list[str]()
-        self._ends = threading.Event()
-        with self.client() as client:
-            self.wanted = [digests(client.post("/v1/completions", json=b)) for b in BODIES]
-            client.post("/v1/completions", json=BODIES[0] | STREAMED)  # its programs, too
+        self.wanted_of: dict[str, list[list[str]]] = {}
+        self._ends, self._begin_s = threading.Event(), time.monotonic()
+        self.wanted = self._learn()
+        self.load_weights(self.weights[1])
+        expect(self._learn() != self.wanted, "other weights answer alike")
+        self.load_weights(self.weights[0])
+        self.warm()
         self.generated = self.generate(cache=self.cache)[0]
         self._load = [threading.Thread(target=self._ask_on, args=(i,)) for i in range(4)]
+
+    def _learn(self) -> list[list[str]]:
+        """What a quiet server answers with the weights of now."""
+        with self.client() as client:
+            found = [client.post("/v1/completions", json=body) for body in BODIES]
+        answers = [digests(response) for response in found]
+        self.wanted_of[weights_of(found[0])] = answers
+        return answers
+
+    def warm(self) -> None:
+        """Let the server compile what its faults need."""
+
+        def ask(body: dict[str, Any]) -> None:
+            with self.client() as client:
+                digests(client.post("/v1/completions", json=body))
+
+        # At once, so that batches are compiled, too; a stream's logprobs have a program of theirs.
+        threads = [threading.Thread(target=ask, args=(body | {"logprobs": 20},)) for body in BODIES]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.server.warm_mib = self.server.rss_mib()
+
+    def load_weights(self, folder: Path, **fields: Any) -> None:
+        """Ask the server to take the weights of a folder."""
+        response = self.administer("/update_weights_from_disk", model_path=str(folder), **fields)
+        expect(response.status_code == 200, f"{response.status_code}: {response.text[:300]}")
+
+    def administer(self, path: str, **fields: Any) -> httpx.Response:
+        """Ask what an administrator may."""
+        with self.client() as client:
+            return client.post(path, json=fields, headers=ADMIN)
 
     def client(self) -> httpx.Client:
         """Of the server that runs now."""
@@ -200,15 +285,18 @@ class Soak:
             self.wrong.append(f"body {i}: {error}")
             return
         self.num_answers += 1
-        if found != self.wanted[i]:
-            self.wrong.append(f"body {i}: {found} instead of {self.wanted[i]}")
+        wanted = self.wanted_of.get(weights_of(response), [[]] * len(BODIES))[i]
+        if found != wanted:
+            self.wrong.append(f"body {i}: {found} instead of {wanted}")
 
     def ask(self) -> None:
         """One answer as a client gets it now, compared."""
         i = int(self.rng.integers(len(BODIES)))
         with self.client() as client:
-            found = digests(client.post("/v1/completions", json=BODIES[i]))
-        expect(found == self.wanted[i], f"body {i}: {found} instead of {self.wanted[i]}")
+            response = client.post("/v1/completions", json=BODIES[i])
+        found = digests(response)
+        wanted = self.wanted_of[weights_of(response)][i]
+        expect(found == wanted, f"body {i}: {found} instead of {wanted}")
 
     def generate(
         self, *, cache: Path, model: Path | None = None, **more: str
@@ -239,14 +327,45 @@ class Soak:
 
     def _meet(self, fault: "Fault") -> None:
         count, begin_s = self.counts[fault.__name__], time.monotonic()
+        result = "survived"
         try:
-            fault(self)
+            count.seen = seen = fault(self)
             self.ask()
             count.num_survived += 1
+        except SkippedError as error:
+            result, seen = "skipped", str(error)
+            count.skipped = seen
         except Exception as error:  # the report has it, and the next fault comes
-            count.failures.append(f"{type(error).__name__}: {error}")
+            result, seen = "failed", f"{type(error).__name__}: {error}"
+            count.failures.append(seen)
         count.seconds += time.monotonic() - begin_s
-        print(f"{fault.__name__}: {time.monotonic() - begin_s:.1f} s", flush=True)
+        self._tell({
+            "fault": fault.__name__, "result": result, "seen": seen,
+            "seconds": round(time.monotonic() - begin_s, 1),
+            "after_s": round(self.age_s, 1), "answers": self.num_answers,
+            "refused": self.num_refused, "wrong": len(self.wrong),
+            "rss_mib": round(self.server.rss_mib()), "files": self.server.num_files(),
+        })  # fmt: skip
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the server was ready."""
+        return time.monotonic() - self._begin_s
+
+    def check_end(self) -> None:
+        """See that the server is well: nothing held, no self-check failed, no memory lost."""
+        with self.client() as client:
+            health, until_s = client.get("/health"), time.monotonic() + 30
+            expect(health.status_code == 200, f"health is {health.text}")
+            names = ("detjax_pages_held", "detjax_http_requests_open", "detjax_http_requests_held",
+                     "detjax_self_check_differences_total")  # fmt: skip
+            held = dict.fromkeys(names, 1.0)
+            while any(held.values()) and time.monotonic() < until_s:
+                text = client.get("/metrics").text
+                held = {n: float(re.findall(rf"^{n} (\S+)$", text, re.M)[0]) for n in names}
+            expect(not any(held.values()), f"at the end {held}")
+        growth_mib = self.server.rss_mib() - self.server.warm_mib
+        expect(growth_mib < MAX_GROWTH_MIB, f"the server has {growth_mib:.0f} MiB more")
 
     def stop(self) -> None:
         """End the server; it drains."""
@@ -284,24 +403,26 @@ def streamed(i: int) -> bytes:
     return head.encode() + body
 
 
-def killed_clients(soak: Soak) -> None:
+def killed_clients(soak: Soak) -> str:
     """They reset their connections in the midst of a stream."""
     with sockets(soak, streamed) as made:
         for one in made[:4]:
             one.recv(10)
         for one in made:
             one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    return f"{NUM_CLIENTS} connections reset in the midst of streams"
 
 
-def half_open_sockets(soak: Soak) -> None:
+def half_open_sockets(soak: Soak) -> str:
     """They send a part of a request, and nothing more, while others ask."""
     parts = b"", b"POST /v1/comp", streamed(0)[:-40], b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03"
     with sockets(soak, lambda i: parts[i % len(parts)]):
         for _ in range(3):
             soak.ask()
+    return f"{NUM_CLIENTS} requests never finished; 3 others answered meanwhile"
 
 
-def slow_readers(soak: Soak) -> None:
+def slow_readers(soak: Soak) -> str:
     """They read nothing while others ask, and then all of it."""
     with sockets(soak, streamed) as made:
         soak.ask()
@@ -313,12 +434,13 @@ def slow_readers(soak: Soak) -> None:
                 received += part
             told = [d.decode() for d in re.findall(rb'"digest":"([0-9a-f]{64})"', received)]
             expect(told == soak.wanted[i % len(BODIES)], f"stream {i} says {told}")
+    return f"{NUM_CLIENTS} streams read late: all whole, with their digests"
 
 
 # ------------------------------------------------------------------------------------- of processes
 
 
-def stopped_server(soak: Soak) -> None:
+def stopped_server(soak: Soak) -> str:
     """SIGSTOP for seconds, with requests under way."""
     soak.server.process.send_signal(signal.SIGSTOP)
     try:
@@ -326,24 +448,28 @@ def stopped_server(soak: Soak) -> None:
     finally:
         soak.server.process.send_signal(signal.SIGCONT)
     soak.ask()
+    return "it went on, and answered"
 
 
-def replaced_server(soak: Soak) -> None:
+def replaced_server(soak: Soak) -> str:
     """SIGTERM under load, and another server of the same cache."""
     soak.stop()
     soak.server = Server(soak.folder, soak.cache)
+    soak.warm()
+    return "it drained with status 0; the next one answers alike"
 
 
-def exit_at_work(soak: Soak) -> None:
+def exit_at_work(soak: Soak) -> str:
     """The interpreter ends while a thread generates."""
     run = subprocess.run(
         [sys.executable, "-c", EXITS, str(soak.cache)], capture_output=True, text=True,
         env=environment(), timeout=PATIENCE_S, check=False,
     )  # fmt: skip
     expect(run.returncode == 0, f"status {run.returncode}: {run.stderr[-500:]}")
+    return "the process ended with status 0"
 
 
-def several_engines(soak: Soak) -> None:
+def several_engines(soak: Soak) -> str:
     """Two engines in one process, on the same two devices."""
     run = subprocess.run(
         [sys.executable, "-c", ENGINES, str(soak.cache), PROMPT], capture_output=True, text=True,
@@ -351,21 +477,23 @@ def several_engines(soak: Soak) -> None:
     )  # fmt: skip
     expect(run.returncode == 0, f"status {run.returncode}: {run.stderr[-500:]}")
     expect(run.stdout.split() == [soak.generated], f"{run.stdout} instead of {soak.generated}")
+    return "6 answers of two engines have one digest"
 
 
 # ----------------------------------------------------------------------------------------- of files
 
 
-def damaged_cache(soak: Soak) -> None:
+def damaged_cache(soak: Soak) -> str:
     """Entries with other bytes, cut short, empty, or replaced by folders and links."""
     files = [file for file in soak.cache.rglob("*-cache") if file.is_file()]
     for i in soak.rng.permutation(len(files))[:6]:
         damage(files[i], soak.rng)
     found, run = soak.generate(cache=soak.cache)
     expect(found == soak.generated, f"{found} instead of {soak.generated}: {run.stderr[-500:]}")
+    return f"{min(6, len(files))} of {len(files)} entries damaged; the answer is the same"
 
 
-def concurrent_writers(soak: Soak) -> None:
+def concurrent_writers(soak: Soak) -> str:
     """Processes that fill one new cache at once."""
     with tempfile.TemporaryDirectory(dir=soak.folder) as cache:
         given = [sys.executable, *GENERATE, "--cache-dir", cache]
@@ -383,6 +511,7 @@ def concurrent_writers(soak: Soak) -> None:
         expect(found == soak.generated, f"from the cache {found} instead of {soak.generated}")
         left = [str(file) for file in Path(cache).rglob("tmp*")]
         expect(not left, f"left over: {left}")
+    return "two writers and a reader have one digest; no temporary file is left"
 
 
 FULL = """
@@ -394,7 +523,7 @@ runpy.run_module("detjax.generate", run_name="__main__")
 """
 
 
-def full_disk(soak: Soak) -> None:
+def full_disk(soak: Soak) -> str:
     """No file can have more than so many bytes: nothing is kept, and the answer is the same."""
     script = soak.folder / "full.py"
     script.write_text(FULL.replace("NUM_BYTES", str(pick((0, 100, 65536), soak.rng))))
@@ -403,9 +532,10 @@ def full_disk(soak: Soak) -> None:
         expect(found == soak.generated, f"{found} instead of {soak.generated}: {run.stderr[-500:]}")
         left = [str(file) for file in Path(cache).rglob("tmp*")]
         expect(not left, f"left over: {left}")
+    return "nothing is kept; the answer is the same"
 
 
-def damaged_folder(soak: Soak) -> None:
+def damaged_folder(soak: Soak) -> str:
     """A model with a file that is cut, missing or other bytes is refused in words, or the same."""
     with tempfile.TemporaryDirectory(dir=soak.folder) as copy:
         folder = Path(copy) / "model"
@@ -422,6 +552,7 @@ def damaged_folder(soak: Soak) -> None:
         said = f"{file.name} {how}: status {run.returncode}, {run.stderr[-500:]}"
         expect("Traceback" not in run.stderr, said)
         expect(bool(found) or run.returncode == 2, said)
+    return f"{file.name} {how}: " + ("the same answer" if found else "refused in words")
 
 
 def damage(file: Path, rng: np.random.Generator) -> None:
@@ -440,11 +571,102 @@ def damage(file: Path, rng: np.random.Generator) -> None:
         file.write_bytes(held[: len(held) // 2] if how == "cut" else b"")
 
 
-type Fault = Callable[[Soak], None]
+# ---------------------------------------------------------------------- of weights, meshes, fleets
+
+
+def replaced_weights(soak: Soak) -> str:
+    """Other weights under load, damaged ones, and the first ones again."""
+    mode = pick(("wait", "abort"), soak.rng)
+    try:
+        soak.load_weights(soak.weights[1], mode=mode)
+        with soak.client() as client:
+            found = digests(client.post("/v1/completions", json=BODIES[0]))
+        expect(found != soak.wanted[0], "the weights of before answer")
+        with tempfile.TemporaryDirectory(dir=soak.weights[0].parent) as copy:
+            folder = Path(copy) / "cut"
+            shutil.copytree(soak.weights[0], folder)
+            file = folder / "model.safetensors"
+            file.write_bytes(file.read_bytes()[: int(soak.rng.integers(file.stat().st_size))])
+            refused = soak.administer("/update_weights_from_disk", model_path=str(folder))
+            expect(refused.status_code == 400, f"{refused.status_code}: {refused.text[:300]}")
+        soak.ask()
+    finally:
+        soak.load_weights(soak.weights[0], mode="wait")
+    return f"mode {mode}: each answer is of one weights; a file cut short is refused"
+
+
+def sleeping_server(soak: Soak) -> str:
+    """Weights and cache leave the device under load, and come back."""
+    mode = pick(("wait", "abort"), soak.rng)
+    slept = soak.administer("/sleep", level=1, mode=mode)
+    expect(slept.status_code == 200, slept.text[:300])
+    try:
+        time.sleep(soak.rng.uniform(0.1, 1.0))
+        with soak.client() as client:
+            held = float(
+                re.findall(r"^detjax_http_requests_held (\S+)$", client.get("/metrics").text, re.M)[
+                    0
+                ]
+            )
+    finally:
+        woken = soak.administer("/wake_up")
+        expect(woken.status_code == 200, woken.text[:300])
+    return f"mode {mode}: {held:.0f} requests waited, and were answered"
+
+
+def replayed_receipts(soak: Soak) -> str:
+    """Receipts of answers under load, on a mesh of two devices; a changed one is refused."""
+    with soak.client() as client:
+        told = [client.post("/v1/completions", json=b | {"receipt": True}) for b in BODIES]
+    lines = [one.json()["choices"][0]["detjax"]["receipt"] for one in told]
+    path = soak.folder / "receipts.jsonl"
+
+    def replay(receipts: list[str]) -> subprocess.CompletedProcess[str]:
+        path.write_text("".join(line + "\n" for line in receipts))
+        return subprocess.run(
+            [sys.executable, "-m", "detjax.replay", str(path), "--tp", "2", "--batch-size", "3",
+             "--cache-dir", str(soak.cache)],
+            capture_output=True, text=True, env=environment(), timeout=PATIENCE_S, check=False,
+        )  # fmt: skip
+
+    run = replay(lines)
+    expect(run.returncode == 0, f"status {run.returncode}: {run.stderr[-500:]}")
+    expect(f"replayed {len(lines)} receipts" in run.stdout, run.stdout[-500:])
+    digest = json.loads(lines[-1])["answer"]["digest"]
+    changed = lines[-1].replace(digest, digest[::-1])
+    expect(replay([*lines[:-1], changed]).returncode != 0, "a changed receipt was accepted")
+    return f"{len(lines)} receipts replayed at tp 2 with the same bits; a changed one refused"
+
+
+def killed_replica(soak: Soak) -> str:
+    """One of two replicas on Ray is killed under streams; clients ask again."""
+    if importlib.util.find_spec("ray") is None:
+        raise SkippedError("ray is not installed")
+    rows = [body | {"max_tokens": 100} for body in BODIES]
+    with soak.client() as client:
+        wanted = [digests(client.post("/v1/completions", json=row)) for row in rows]
+    options = {"model": "novels-6m", "gpus": 0, "num_replicas": 2, "cache_dir": str(soak.cache)}
+    asked = {"part": "streams", "rows": rows, "options": options}
+    run = subprocess.run(
+        [sys.executable, str(FLEET), json.dumps(asked)], capture_output=True, text=True,
+        env=environment(**PATIENT_RAY), timeout=3 * PATIENCE_S, check=False,
+    )  # fmt: skip
+    expect(run.returncode == 0, f"status {run.returncode}: {run.stderr[-1000:]}")
+    said = json.loads(run.stdout.splitlines()[-1])
+    found = [[row["digest"]] for row in said["found"]]
+    expect(len(said["killed"]) == 1, f"{said['killed']} were killed")
+    expect(found == wanted, f"{found} instead of {wanted}")
+    num_cut = sum(len(row["cut"]) for row in said["found"])
+    expect(num_cut > 0, "no stream was cut")
+    return f"{len(rows)} streams, cut {num_cut} times and asked again: the server's digests"
+
+
+type Fault = Callable[[Soak], str]
 
 FAULTS: tuple[Fault, ...] = (
     killed_clients, half_open_sockets, stopped_server, slow_readers, damaged_folder, damaged_cache,
-    exit_at_work, replaced_server, several_engines, full_disk, concurrent_writers,
+    replaced_weights, sleeping_server, exit_at_work, replayed_receipts, replaced_server,
+    several_engines, full_disk, concurrent_writers, killed_replica,
 )  # fmt: skip
 """The short ones first: the first round meets them in this order."""
 
@@ -452,57 +674,118 @@ FAULTS: tuple[Fault, ...] = (
 # ------------------------------------------------------------------------------------------ report
 
 
-def report(soak: Soak, *, seconds: float, seed: int, memory: tuple[float, float]) -> str:
+def card(seconds: float, seed: int) -> dict[str, Any]:
+    """Where and how: the first row."""
+    return {
+        "soak": "tools/soak.py", "date": time.strftime("%Y-%m-%d"), "machine": platform.machine(),
+        "cores": os.cpu_count(), "seconds": seconds, "seed": seed,
+    }  # fmt: skip
+
+
+def report(soak: Soak, told: dict[str, Any], failures: Sequence[str]) -> str:
     """What happened, as a page."""
-    failures = [(name, text) for name, count in soak.counts.items() for text in count.failures]
     lines = [
-        f"# Soak of {seconds:.0f} s",
+        "# Faults around a server",
         "",
-        f"{time.strftime('%Y-%m-%d')}, {platform.machine()}, {os.cpu_count()} cores, seed {seed}; "
-        "`python tools/soak.py`.",
+        f"`python tools/soak.py --seconds {told['seconds']:.0f} --seed {told['seed']}` on "
+        f"{told['date']}: {told['machine']}, {told['cores']} cores, {told['after_s']:.0f} s. A "
+        "server of the bundled model, and four clients that compare each answer with the one of "
+        "the quiet server by its digest.",
         "",
-        f"- {soak.num_answers} answers beside the faults, {len(soak.wrong)} wrong; "
-        f"{soak.num_refused} refused or cut while a server was replaced.",
-        f"- Memory of the last server: {memory[0]:.0f} MiB when it was ready, {memory[1]:.0f} at "
-        f"the end; {soak.server.num_files()} open files.",
+        f"- {soak.num_answers} answers beside the faults, {len(soak.wrong)} wrong. "
+        f"{soak.num_refused} requests were refused, as a server was replaced or paused.",
+        f"- Memory of the last server: {told['warm_mib']:.0f} MiB when it had compiled, "
+        f"{told['end_mib']:.0f} at the end; {told['files']} open files.",
+        f"- {'Everything held.' if not failures else 'Not everything held: see below.'}",
         "",
-        "| fault | survived | failed | seconds each |",
-        "|---|---|---|---|",
+        "| fault | what it does | times | survived | seconds each | what was seen |",
+        "|---|---|---|---|---|---|",
     ]
-    for name, count in soak.counts.items():
-        each = count.seconds / (count.num_survived + len(count.failures))
-        lines.append(f"| {name} | {count.num_survived} | {len(count.failures)} | {each:.1f} |")
-    lines += ["", *(f"- {name}: {text}" for name, text in failures)]
-    lines += [f"- wrong: {text}" for text in soak.wrong[:20]]
+    for fault in soak.faults:
+        count, what = soak.counts[fault.__name__], (fault.__doc__ or "").rstrip(".")
+        times = count.num_survived + len(count.failures)
+        each = count.seconds / max(times, 1)
+        seen = f"skipped: {count.skipped}" if count.skipped else count.seen
+        cells = f"`{fault.__name__}`", what, times, count.num_survived, f"{each:.1f}", seen
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    lines += ["", *(f"- {text}" for text in failures)]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def failures_of(soak: Soak) -> list[str]:
+    """What did not hold."""
+    found = [f"{name}: {text}" for name, count in soak.counts.items() for text in count.failures]
+    found += [f"wrong: {text}" for text in soak.wrong[:20]]
+    return found if soak.num_answers else [*found, "nobody was answered"]
+
+
+def say(text: str) -> None:
+    """Print, unless the terminal has gone."""
+    with contextlib.suppress(OSError, ValueError):
+        print(text, flush=True)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    names = [fault.__name__ for fault in FAULTS]
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--seconds", type=float, default=3600.0, help="least time that faults come")
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="FAULT",
+                        help="which; all by default: %(choices)s")  # fmt: skip
+    parser.add_argument("--seed", type=int, default=0, help="of their order and kinds")
+    parser.add_argument("--rows", type=Path, help="a file for a row of JSON of each fault")
+    parser.add_argument("--report", type=Path, help="a file for the report, Markdown")
+    return parser
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run it; the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--seconds", type=float, default=3600.0, help="least time that faults come")
-    parser.add_argument("--only", nargs="+", choices=[fault.__name__ for fault in FAULTS],
-                        default=[fault.__name__ for fault in FAULTS], metavar="FAULT",
-                        help="which; all by default: %(choices)s")  # fmt: skip
-    parser.add_argument("--seed", type=int, default=0, help="of their order and kinds")
-    parser.add_argument("--report", type=Path, help="a file for the report, Markdown")
-    args = parser.parse_args(arguments)
+    args = make_parser().parse_args(arguments)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # WHY: an hour is longer than a terminal
+    told = card(args.seconds, args.seed)
+
+    def tell(row: dict[str, Any]) -> None:
+        if args.rows is not None:
+            with args.rows.open("a") as rows:
+                rows.write(json.dumps(row) + "\n")
+        if "fault" in row:
+            say(
+                f"{row['after_s']:.0f} of {args.seconds:.0f} s: {row['fault']} {row['result']} in "
+                f"{row['seconds']} s ({row['seen']}); "
+                f"{row['answers']} answers, {row['wrong']} wrong"
+            )
+
+    if args.rows is not None:
+        args.rows.unlink(missing_ok=True)
+    tell(told)
     with tempfile.TemporaryDirectory(prefix="detjax_soak_") as folder:
         faults = [fault for fault in FAULTS if fault.__name__ in args.only]
-        soak = Soak(Path(folder), np.random.default_rng(args.seed), faults)
+        soak = Soak(Path(folder), np.random.default_rng(args.seed), faults, tell=tell)
         try:
-            ready_mib = soak.server.rss_mib()
             soak.run(args.seconds)
-            memory = ready_mib, soak.server.rss_mib()
-            text = report(soak, seconds=args.seconds, seed=args.seed, memory=memory)
-            soak.stop()
+            ends = error_of(soak.check_end)
+            told["warm_mib"], told["end_mib"] = soak.server.warm_mib, soak.server.rss_mib()
+            told["files"] = soak.server.num_files()
+            ends += error_of(soak.stop)
         finally:
             soak.server.process.kill()
-    print(text)
+    failures = failures_of(soak) + ends
+    told["after_s"] = soak.age_s
+    tell({"failures": failures} | told)
+    text = report(soak, told, failures)
+    say(text)
     if args.report is not None:
         args.report.write_text(text)
-    is_well = not soak.wrong and not any(count.failures for count in soak.counts.values())
-    return 0 if is_well and soak.num_answers else 1
+    return 1 if failures else 0
+
+
+def error_of(check: Callable[[], None]) -> list[str]:
+    """What a check says that does not hold."""
+    try:
+        check()
+    except Exception as error:  # the report has it
+        return [f"the end: {type(error).__name__}: {error}"]
+    return []
 
 
 if __name__ == "__main__":

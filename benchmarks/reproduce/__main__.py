@@ -27,7 +27,8 @@ from benchmarks.reproduce import (
 from benchmarks.reproduce.experiment import Experiment, Lab, Size, WholeExperiment
 from benchmarks.reproduce.record import Record, has_pieces, redraw, run_pieces, take_rows
 from detjax.models.bundled import bundled_model_path
-from detjax.pallas_kernels.backend import Backend, choose_backend
+from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.backend_choice import choose_backend
 from detjax.parallel.mesh import configure_virtual_devices
 
 EXPERIMENTS: dict[str, Experiment | WholeExperiment] = {

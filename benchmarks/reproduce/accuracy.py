@@ -22,6 +22,7 @@ from detjax.engine.requests.request import Completion
 from detjax.models.abstract import why_unsupported
 from detjax.models.hf_config import load_config
 from detjax.numerics import NumericsProfile
+from detjax.plots import COLOURS, finish
 
 MODES: tuple[str, ...] = ("invariant", "fast")
 WANTED = 0.6
@@ -181,9 +182,9 @@ def findings(rows: Sequence[Row]) -> list[str]:
             batches = ", ".join(str(n) for n in sorted({row["batch"] for row in own}))
             told.append(
                 f"{mode}, {dtype}: {min(scores):.1f} to {max(scores):.1f} % right, a swing of "
-                f"{swing:.1f} points (of {SET} problems {of_set:.1f} on average, {most:.1f} at "
-                f"most), {_num_changed(own)} of {own[0]['problems']} answers change in a bit, "
-                f"{max(row['texts_changed'] for row in own)} in a token, their lengths by up to "
+                f"{swing:.1f} points; of {SET} problems {of_set:.1f} on average, {most:.1f} at "
+                f"most. {_num_changed(own)} of {own[0]['problems']} answers change in a bit, "
+                f"{max(row['texts_changed'] for row in own)} in a token; lengths by up to "
                 f"{max(row['length_change_most'] for row in own)} tokens (batch {batches}, tp "
                 f"{meshes})"
             )
@@ -191,25 +192,24 @@ def findings(rows: Sequence[Row]) -> list[str]:
 
 
 def plot(figure, rows: Sequence[Row]) -> None:
-    """Accuracy and changed answers over the settings, a line for each mode and dtype."""
-    panels = figure.subplots(1, 2)
-    names = ("accuracy_percent", "texts_changed")
-    labels = ("accuracy, percent", f"answers of {rows[0]['problems']} with another token")
-    settings = sorted({(row["tp"], row["batch"]) for row in rows})
-    for axes, name, label in zip(panels, names, labels, strict=True):
-        for mode, marker in zip(MODES, "xo", strict=True):
-            for dtype in dict.fromkeys(row["dtype"] for row in rows):
-                own = {
-                    (row["tp"], row["batch"]): row[name]
-                    for row in rows
-                    if (row["mode"], row["dtype"]) == (mode, dtype)
-                }
-                at = [i for i, setting in enumerate(settings) if setting in own]
-                axes.plot(at, [own[settings[i]] for i in at], marker=marker,
-                          label=f"{mode}, {dtype}")  # fmt: skip
-        axes.set_xticks(range(len(settings)), [f"{tp}\n{batch}" for tp, batch in settings])
-        axes.set(xlabel="tp, and batch size below it", ylabel=label)
-    panels[0].legend(frameon=False, fontsize=7)
+    """Answers that change in a bit between settings, and the score in each of them."""
+    left, right = figure.subplots(1, 2, sharey=True)
+    cases = list(dict.fromkeys((row["mode"], row["dtype"]) for row in rows))[::-1]
+    for at, (mode, dtype) in enumerate(cases):
+        own = [row for row in rows if (row["mode"], row["dtype"]) == (mode, dtype)]
+        bars = left.barh(at, _num_changed(own), color=COLOURS[mode])
+        left.bar_label(bars, padding=3)
+        scores = [row["accuracy_percent"] for row in own]
+        right.plot([min(scores), max(scores)], [at, at], color=COLOURS[mode])
+        right.plot(scores, [at] * len(scores), "o", color=COLOURS[mode], alpha=0.6)
+    names = [f"{mode}, {dtype}" for mode, dtype in cases]
+    left.set_yticks(range(len(cases)), names)
+    left.margins(x=0.15)
+    right.margins(x=0.15)
+    one = f"answers of {rows[0]['problems']:,}"
+    finish(left, title="Change in a bit between settings", x=one, y="", legend=False)
+    title = "Score in each setting of batch size and tp"
+    finish(right, title=title, x="right answers (%)", y="", legend=False)
 
 
 def result(rows: Sequence[Row], setting: str) -> Result:

@@ -20,6 +20,7 @@ from benchmarks.reproduce.experiment import (
 )
 from detjax.engine.engine import Engine
 from detjax.engine.requests.request import Completion
+from detjax.plots import COLOURS, finish
 
 PROMPT = "Her uncle came back in London without a word"
 """One of the openings whose answers part: of 48, six did between batches of 1 and 48 (CPU)."""
@@ -156,27 +157,23 @@ def _rows(lab: Lab, mode: str) -> list[Row]:
 
 
 def plot(figure, rows: Sequence[Row]) -> None:
-    """Unique completions by mode; how long answers of `fast` are the one that it gives alone."""
-    by_mode = {row["mode"]: row for row in rows}
-    modes = [mode for mode in MODES if mode in by_mode]
-    left, right = figure.subplots(1, 2)
-    names = [name_of(by_mode[m]) for m in modes]
-    left.bar(names, [by_mode[m]["with_logprobs"] for m in modes], color="tab:blue",
-             alpha=0.4, label="with logprobs")  # fmt: skip
-    left.bar(names, [by_mode[m]["texts"] for m in modes], color="tab:blue",
-             width=0.5, label="token ids")  # fmt: skip
-    counts = " or ".join(str(n) for n in sorted({row["requests"] + 1 for row in rows}))
-    left.set(ylabel=f"unique completions of {counts}")
-    if max(row["with_logprobs"] for row in rows) > 20:
-        left.set_yscale("log")
-    left.legend(frameon=False)
-    for index, label in enumerate(("first span", "second span")):
-        pairs = by_mode.get("fast", {}).get("spans", ())
-        values = np.sort(np.repeat([pair[index] for pair, _ in pairs], [n for _, n in pairs]))
-        right.step(values, np.arange(1, len(values) + 1) / max(1, len(values)), label=label)
-    right.set(xlabel="tokens equal to the answer alone, fast", ylabel="share of requests",
-              ylim=(0, 1.02))  # fmt: skip
-    right.legend(frameon=False)
+    """Different answers of each mode, and how many are the one that the prompt gets alone."""
+    panels = figure.subplots(1, 3, sharey=True)
+    columns = (
+        ("Different texts", lambda row: row["texts"]),
+        ("Different texts and logprobs", lambda row: row["with_logprobs"]),
+        ("Bits of the answer alone, %",
+         lambda row: 100 * row["canonical"] / row["requests"]),
+    )  # fmt: skip
+    own = [row for mode in reversed(MODES) for row in rows if row["mode"] == mode]
+    names = [f"{name_of(row)}\n{row['requests']:,} answers" for row in own]
+    for axes, (title, value) in zip(panels, columns, strict=True):
+        for at, row in enumerate(own):
+            bars = axes.barh(at, value(row), color=COLOURS[row["mode"]], height=0.6)
+            axes.bar_label(bars, fmt="{:g}", padding=3)
+        axes.margins(x=0.2)
+        finish(axes, title=title, x="", y="", legend=False)
+    panels[0].set_yticks(range(len(own)), names)
 
 
 def result(rows: Sequence[Row], setting: str) -> Result:

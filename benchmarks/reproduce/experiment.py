@@ -111,12 +111,14 @@ class WholeExperiment:
         question: One line.
         paper: Which paper, figure or table, and what it reports, in one or two lines.
         run: Asks again.
+        plot: Draws rows on a matplotlib figure.
         seconds: As `Part` has it.
     """
 
     question: str
     paper: str
     run: Callable[["Lab"], Result]
+    plot: Callable[[Any, Sequence[Row]], None]
     seconds: float
 
 

@@ -20,7 +20,8 @@ from benchmarks.reproduce.loads import (
     window_facts,
 )
 from benchmarks.reproduce.shares import like
-from benchmarks.serving import Ask, Told
+from benchmarks.serving import PlannedRequest, TimedAnswer
+from detjax.plots import COLOURS, finish
 
 CASES: tuple[tuple[str, int], ...] = (
     ("invariant", 100), ("fast", 0), ("dvr", 10), ("dvr", 50), ("dvr", 100),
@@ -40,7 +41,7 @@ def _rates(lab: Lab, *, is_large: bool) -> tuple[float, ...]:
     return lab.pick((20.0,), (4.0, 8.0, 12.0) if is_large else (40.0, 80.0, 120.0))
 
 
-def _asks(lab: Lab, rate: float, percent: float, *, is_large: bool) -> list[Ask]:
+def _planned(lab: Lab, rate: float, percent: float, *, is_large: bool) -> list[PlannedRequest]:
     """Poisson arrivals of ShareGPT-like lengths; at each rate and share the same prompts."""
     count = lab.pick(8, 48 if is_large else 192)
     gaps_s = np.random.default_rng(1).exponential(1.0, count) / rate
@@ -49,7 +50,7 @@ def _asks(lab: Lab, rate: float, percent: float, *, is_large: bool) -> list[Ask]
     )
     flags = some_deterministic(count, percent)
     return [
-        Ask(at_s=float(at), prompt_len=p, output_len=g, is_deterministic=flag)
+        PlannedRequest(at_s=float(at), prompt_len=p, output_len=g, is_deterministic=flag)
         for at, (p, g), flag in zip(np.cumsum(gaps_s), lengths, flags, strict=True)
     ]
 
@@ -58,11 +59,11 @@ def _rows(lab: Lab, make_server: Callable[[Lab], Server]) -> list[Row]:
     """Each case at each rate, in which a case keeps its engine."""
     is_large = make_server is large_server
     server, rows = make_server(lab), []
-    canonical: list[Told] = []
+    canonical: list[TimedAnswer] = []
     for mode, percent in CASES:
         engine = server.engine(mode)
         for rate in _rates(lab, is_large=is_large):
-            told = server.serve(engine, _asks(lab, rate, percent, is_large=is_large))
+            told = server.serve(engine, _planned(lab, rate, percent, is_large=is_large))
             canonical = canonical or told
             paper_s, paper_first_ms = PAPER[mode, percent]
             end_s = max(one.releases_s[-1] for one in told)
@@ -70,7 +71,7 @@ def _rows(lab: Lab, make_server: Callable[[Lab], Server]) -> list[Row]:
                 {
                     **server.facts, "mode": mode, "rate_per_s": rate,
                     "deterministic_percent": percent, "requests": len(told),
-                    "deterministic": sum(one.ask.is_deterministic for one in told),
+                    "deterministic": sum(one.plan.is_deterministic for one in told),
                     **quantiles_ms([one.first_token_s for one in told], "first_token"),
                     **quantiles_ms([one.token_s for one in told], "token"),
                     **quantiles_ms([one.end_to_end_s for one in told], "end_to_end"),
@@ -137,18 +138,27 @@ def _told_of(model: str, rows: Sequence[Row]) -> list[str]:
 def plot(figure, rows: Sequence[Row]) -> None:
     """P99 end to end and median of the first token over the rate, a line for each case."""
     models = list(dict.fromkeys(row["model"] for row in rows))
+    figure.set_size_inches(10, 3.4 * len(models))
     panels = figure.subplots(len(models), 2, squeeze=False)
-    columns = ("end_to_end_p99_ms", "P99 end to end, ms"), ("first_token_p50_ms", "first token, ms")
+    columns = (
+        ("end_to_end_p99_ms", "P99 end to end (ms)"),
+        ("first_token_p50_ms", "P50 first token (ms)"),
+    )
+    markers = {10: "v", 50: "s", 100: "^"}
     for of_model, model in zip(panels, models, strict=True):
         own = [row for row in rows if row["model"] == model]
         for axes, (column, label) in zip(of_model, columns, strict=True):
             for case in dict.fromkeys(_case(row) for row in own):
-                points = [(r["rate_per_s"], r[column]) for r in own if _case(r) == case]
-                axes.plot(*zip(*points, strict=True), "o-", label=case)
-            most = max(row[column] for row in own)
-            axes.set(xlabel="requests a second", ylabel=label, ylim=(0, 1.1 * most))
-            axes.set_title(model, fontsize=8)
-    panels[0][0].legend(frameon=False, fontsize=7)
+                of_case = [row for row in own if _case(row) == case]
+                mode, share = of_case[0]["mode"], of_case[0]["deterministic_percent"]
+                axes.plot(
+                    [row["rate_per_s"] for row in of_case], [row[column] for row in of_case],
+                    marker=markers.get(share, "o") if mode == "dvr" else "o",
+                    color=COLOURS[mode], label=f"dvr, {case}" if mode == "dvr" else case,
+                )  # fmt: skip
+            axes.set_ylim(0, 1.1 * max(row[column] for row in own))
+            finish(axes, title=model, x="requests a second", y=label, legend=False)
+    panels[0][0].legend(fontsize=7)
 
 
 def result(rows: Sequence[Row], setting: str) -> Result:

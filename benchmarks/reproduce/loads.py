@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.reproduce.experiment import CHAINED, Lab, Part, Row, is_random, prompts
-from benchmarks.serving import Ask, Told, serve
+from benchmarks.serving import PlannedRequest, TimedAnswer, serve
 from benchmarks.step import MODELS
 from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
@@ -146,18 +146,20 @@ class Server:
         engine.compile()
         return engine
 
-    def serve(self, engine: Engine, asks: Sequence[Ask], *, temperature: float = 0.0) -> list[Told]:
+    def serve(
+        self, engine: Engine, planned: Sequence[PlannedRequest], *, temperature: float = 0.0
+    ) -> list[TimedAnswer]:
         """Answer each to its full length, after two short ones that count for nothing."""
-        return self.counted(engine, asks, temperature=temperature)[0]
+        return self.counted(engine, planned, temperature=temperature)[0]
 
     def counted(
-        self, engine: Engine, asks: Sequence[Ask], *, temperature: float = 0.0
-    ) -> tuple[list[Told], Row]:
+        self, engine: Engine, planned: Sequence[PlannedRequest], *, temperature: float = 0.0
+    ) -> tuple[list[TimedAnswer], Row]:
         """As `serve`, and what the engine counted for them: launches, and where its time went."""
-        short = [replace(ask, at_s=0.0, output_len=4) for ask in asks[:2]]
+        short = [replace(plan, at_s=0.0, output_len=4) for plan in planned[:2]]
         serve(self, engine, short, temperature=temperature, ignore_eos=True)
         before = engine.stats().numbers()
-        told = serve(self, engine, asks, temperature=temperature, ignore_eos=True)
+        told = serve(self, engine, planned, temperature=temperature, ignore_eos=True)
         after = engine.stats().numbers()
         return told, {name: after[name] - before[name] for name in COUNTS}
 
@@ -257,7 +259,9 @@ def some_deterministic(count: int, percent: float) -> list[bool]:
     return [i in chosen for i in range(count)]
 
 
-def num_different(told: Sequence[Told], canonical: Sequence[Told], *, claimed: bool) -> int:
+def num_different(
+    told: Sequence[TimedAnswer], canonical: Sequence[TimedAnswer], *, claimed: bool
+) -> int:
     """Answers with another bit than the canonical ones, of those that claim to have none.
 
     With `claimed` False those that claim nothing: the control.
@@ -265,13 +269,13 @@ def num_different(told: Sequence[Told], canonical: Sequence[Told], *, claimed: b
     return sum(
         one.digest != other.digest
         for one, other in zip(told, canonical, strict=True)
-        if one.ask.is_deterministic is claimed
+        if one.plan.is_deterministic is claimed
     )
 
 
-def window_facts(told: Sequence[Told]) -> Row:
+def window_facts(told: Sequence[TimedAnswer]) -> Row:
     """What verification threw away of deterministic requests; little, where nothing was drafted."""
-    exact = [one for one in told if one.ask.is_deterministic]
+    exact = [one for one in told if one.plan.is_deterministic]
     if not any(one.windows.num_windows for one in exact):
         return {"windows": 0, "rollbacks": 0}
     counts = [one.windows for one in exact]

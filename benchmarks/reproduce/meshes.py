@@ -25,6 +25,7 @@ from detjax.models.loading import LoadedModel, random_model
 from detjax.models.params import possible_tps
 from detjax.numerics import NumericsProfile
 from detjax.parallel.mesh import make_mesh
+from detjax.plots import COLOURS, finish
 
 MODES: tuple[str, ...] = ("fast", "invariant")
 TRAINED = "trained"
@@ -185,19 +186,20 @@ def plot(figure, rows: Sequence[Row]) -> None:
     by_case: dict[tuple[str, str], dict[str, Row]] = {}
     for row in rows:
         by_case.setdefault((row["model"], row["gpu"]), {})[row["mode"]] = row
+    figure.set_size_inches(10, 1.6 + 0.5 * len(by_case))
     at = np.arange(len(by_case))
     columns = "unique_with_logprobs_mean", "max_prob_divergence_mean"
-    labels = "different answers a prompt, logprobs included", "largest change of a probability"
+    labels = "Different answers a prompt, logprobs included", "Largest change of a probability"
     for axes, column, label in zip(panels, columns, labels, strict=True):
         for shift, mode in zip((-0.2, 0.2), MODES, strict=True):
             values = [found[mode][column] for found in by_case.values()]
-            bars = axes.barh(at + shift, values, height=0.4, label=mode)
-            axes.bar_label(bars, fmt="%.2g", fontsize=7)
-        axes.set(xlabel=label)
+            bars = axes.barh(at + shift, values, height=0.4, label=mode, color=COLOURS[mode])
+            axes.bar_label(bars, fmt="%.2g", padding=3)
         axes.margins(x=0.15)
-    panels[0].set_yticks(at, [f"{model}\n{gpu}" for model, gpu in by_case], fontsize=7)
+        finish(axes, title=label, x="mean over prompts", y="", legend=False)
+    panels[0].set_yticks(at, [f"{model}\n{gpu}" for model, gpu in by_case])
     panels[0].invert_yaxis()
-    panels[0].legend(frameon=False)
+    panels[0].legend()
 
 
 def result(rows: Sequence[Row], setting: str) -> Result:

@@ -22,6 +22,7 @@ from detjax.pallas_kernels.rms_norm.api import rms_norm
 from detjax.pallas_kernels.swiglu.api import swiglu
 from detjax.parallel.collectives import butterfly_sum
 from detjax.parallel.mesh import TP_AXIS, make_mesh
+from detjax.plots import CHANGED, UNCHANGED, finish
 from detjax.testing.bitwise import raw_bits, wide
 
 EPS = 1e-5
@@ -306,27 +307,28 @@ def _share(row: Row, name: str) -> float:
 
 
 def plot(figure, rows: Sequence[Row]) -> None:
-    """Rows whose bits change with the batch size, and with the place in the batch."""
+    """A table: the share of rows whose bits change with the batch size, and with their place."""
     panels = figure.subplots(1, 2, sharey=True)
     libraries = list(dict.fromkeys(row["library"] for row in rows))
     names = list(dict.fromkeys((row["operator"], row["shape"]) for row in rows))
-    height = 0.8 / len(libraries)
-    columns = ("rows_changed", "rows_changed_by_place")
-    labels = ("with the batch size", "with the place in the batch")
-    for axes, column, label in zip(panels, columns, labels, strict=True):
-        for index, library in enumerate(libraries):
-            of = {
-                (r["operator"], r["shape"]): _share(r, column)
-                for r in rows
-                if r["library"] == library
-            }
-            at = np.arange(len(names)) + index * height
-            bars = axes.barh(at, [of.get(n, 0) for n in names], height=height, label=library)
-            axes.bar_label(bars, fmt="%.3g", fontsize=6)
-        axes.set(xlabel=f"rows that change {label}, percent")
-    panels[0].set_yticks(np.arange(len(names)) + 0.3, [f"{a}, {b}" for a, b in names], fontsize=7)
-    panels[0].invert_yaxis()
-    panels[1].legend(frameon=False)
+    titles = {
+        "rows_changed": "Rows that change with the batch size, %",
+        "rows_changed_by_place": "... with their place in the batch, %",
+    }
+    for axes, (column, title) in zip(panels, titles.items(), strict=True):
+        shares = np.full((len(names), len(libraries)), np.nan)
+        for row in rows:
+            at = names.index((row["operator"], row["shape"])), libraries.index(row["library"])
+            shares[at] = _share(row, column)
+        axes.imshow(np.where(shares[..., None] > 0, CHANGED, UNCHANGED), aspect="auto")
+        for (line, place), share in np.ndenumerate(shares):
+            text = "" if np.isnan(share) else f"{share:.3g}"
+            axes.text(place, line, text, ha="center", va="center")
+        axes.set_xticks(range(len(libraries)), libraries)
+        axes.tick_params(length=0)
+        axes.grid(visible=False)
+        finish(axes, title=title, x="", y="", legend=False)
+    panels[0].set_yticks(range(len(names)), [f"{a}, {b}" for a, b in names])
 
 
 def findings(rows: Sequence[Row]) -> list[str]:
@@ -370,9 +372,8 @@ def parts(lab: Lab) -> list[Part]:
 
 EXPERIMENT = Experiment(
     question="Which common operators are batch-invariant, by library, and position-invariant?",
-    paper="LLM-42 (arXiv:2601.17768), figure 7 and table 2, which finds that most kernels reduce "
-    "in an order that the shape alone decides, so they change with the batch size and with nothing "
-    "else.",
+    paper="LLM-42 (arXiv:2601.17768), figure 7 and table 2: most kernels reduce in an order that "
+    "the shape alone decides. So they change with the batch size and with nothing else.",
     parts=parts,
     result=result,
     setting=lambda lab, _: f"random data of wide exponents; {lab.machine}",

@@ -14,6 +14,7 @@ from benchmarks.reproduce.experiment import Experiment, Lab, Part, Result, Row
 from detjax.models.loading import load_model
 from detjax.numerics import NumericsProfile
 from detjax.parallel.mesh import make_mesh
+from detjax.plots import COLOURS, OTHERS, finish
 from detjax.training.extras import optax
 from detjax.training.importance import ImportanceWeights
 from detjax.training.policy_gradient import BatchSizes, StepRow, train
@@ -161,22 +162,29 @@ def plot(figure, rows: Sequence[Row]) -> None:
     rates = sorted({row["learning_rate"] for row in rows})
     panels = figure.subplots(1, 2 * len(rates), squeeze=False)[0]
     arms = list(dict.fromkeys(row["arm"] for row in rows))
+    others = [arm for arm in arms if not arm.startswith("exact")]
+    colours = {arm: COLOURS["invariant"] for arm in arms if arm.startswith("exact")}
+    colours |= dict(zip(others, (COLOURS["fast"], *OTHERS), strict=False))
     for i, rate in enumerate(rates):
         drawn: set[str] = set()
+        rewards, kls = panels[2 * i], panels[2 * i + 1]
         for row in rows:
             if row["learning_rate"] != rate:
                 continue
             label = row["arm"] if row["arm"] not in drawn else None
             drawn.add(row["arm"])
-            style = {"color": f"C{arms.index(row['arm'])}", "linewidth": 1, "label": label}
-            panels[2 * i].plot(row["rewards"], **style)
-            panels[2 * i + 1].plot(row["kls"], **style)
-        panels[2 * i].set(xlabel="update", ylabel="mean reward", ylim=(0, 1))
-        panels[2 * i].set_title(f"learning rate {rate:g}", fontsize=8)
-        panels[2 * i + 1].set_yscale("symlog", linthresh=1e-6)
-        panels[2 * i + 1].set(xlabel="update", ylabel="KL(rollout || trainer)")
+            style = {"color": colours[row["arm"]], "linewidth": 1, "label": label}
+            rewards.plot(row["rewards"], **style)
+            kls.plot(row["kls"], **style)
+        rewards.set_ylim(0, 1)
+        # Linear from 0 to 1e-6, so that an exact zero has a place.
+        kls.set_yscale("symlog", linthresh=1e-6)
+        finish(rewards, title=f"Reward, learning rate {rate:g}", x="update", y="mean reward",
+               legend=False)  # fmt: skip
+        finish(kls, title=f"KL(rollout || trainer), learning rate {rate:g}", x="update",
+               y="nats a token", legend=False)  # fmt: skip
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4,
-                  frameon=False, fontsize=6)  # fmt: skip
+                  fontsize=7)  # fmt: skip
 
 
 def result(rows: Sequence[Row], setting: str) -> Result:

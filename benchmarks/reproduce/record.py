@@ -3,11 +3,13 @@
 
 import json
 import sys
+import textwrap
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -23,6 +25,7 @@ from benchmarks.reproduce.experiment import (
     is_random,
     short,
 )
+from detjax.plots import SETTINGS
 
 WHOLE = "whole"
 """The piece of an experiment that is not cut."""
@@ -161,39 +164,43 @@ class Record:
         }  # fmt: skip
         document = found | self.card | {"rows": self.rows}
         (folder / f"{self.name}.json").write_text(json.dumps(document, indent=1) + "\n")
-        draw(result, folder / f"{self.name}.png")
+        draw(result.plot, result.title, folder / f"{self.name}.png")
 
 
-def draw(result: Result, path: Path) -> None:
+def draw(plot: Callable[[Any], None], title: str, path: Path) -> None:
     """Write the plot if matplotlib is there, or say that it is not."""
     try:
+        import matplotlib
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
         print("no plot: matplotlib comes with pip install 'detjax[plots]'", file=sys.stderr)
         return
-    figure = Figure(figsize=(10, 3.8), layout="constrained")
-    result.plot(figure)
-    figure.savefig(path, dpi=120)
+    with matplotlib.rc_context(SETTINGS):
+        figure = Figure(figsize=(10, 3.8), layout="constrained")
+        plot(figure)
+        figure.suptitle("\n".join(textwrap.wrap(title, 120)), fontsize=10)
+        figure.savefig(path, dpi=120)
 
 
 def redraw(path: Path, experiment: Experiment | WholeExperiment) -> None:
     """Make sentences and plot of a written experiment anew from its rows; no device is needed.
 
-    Of an experiment that is one piece only what the paper says.
+    Of an experiment that is one piece the plot, and what the paper says.
     """
     found = json.loads(path.read_text())
-    found |= {
-        "question": experiment.question,
-        "paper": experiment.paper,
-    }
+    found |= {"question": experiment.question, "paper": experiment.paper}
     if isinstance(experiment, Experiment):
         result = experiment.result(found["rows"], found["setting"])
-        found |= {
-            "title": result.title,
-            "findings": list(result.findings),
-        }
-        draw(result, path.with_suffix(".png"))
+        found |= {"title": result.title, "findings": list(result.findings)}
+    draw(_plot_of(experiment, found), found["title"], path.with_suffix(".png"))
     path.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def _plot_of(experiment: Experiment | WholeExperiment, found: dict) -> Callable[[Any], None]:
+    """What draws the rows of a written experiment."""
+    if isinstance(experiment, Experiment):
+        return experiment.result(found["rows"], found["setting"]).plot
+    return lambda figure: experiment.plot(figure, found["rows"])
 
 
 def has_pieces(path: Path) -> bool:

@@ -8,7 +8,8 @@ import numpy as np
 
 from benchmarks.reproduce.experiment import Experiment, Lab, Part, Result, Row
 from benchmarks.reproduce.loads import GROUP, WINDOW, num_different, trained_server, window_facts
-from benchmarks.serving import Ask
+from benchmarks.serving import PlannedRequest
+from detjax.plots import COLOURS, finish
 
 TEMPERATURES = (0.0, 0.8)
 
@@ -21,12 +22,14 @@ def _rows(lab: Lab, window: int) -> list[Row]:
     exact = {t: [] for t in TEMPERATURES}
     for mode in ("invariant", "fast", "dvr"):
         engine = server.engine(mode, window=window, max_prefill_streak=64)
-        asks = [
-            Ask(at_s=0.0, prompt_len=16, output_len=output_len, is_deterministic=mode != "fast")
+        planned = [
+            PlannedRequest(
+                at_s=0.0, prompt_len=16, output_len=output_len, is_deterministic=mode != "fast"
+            )
             for _ in range(count)
         ]
         for temperature in TEMPERATURES:
-            told = server.serve(engine, asks, temperature=temperature)
+            told = server.serve(engine, planned, temperature=temperature)
             exact[temperature] = exact[temperature] or told
             canonical = exact[temperature]
             row = {
@@ -73,17 +76,23 @@ def findings(rows: Sequence[Row]) -> list[str]:
 def plot(figure, rows: Sequence[Row]) -> None:
     """Share of the requests with at most so many rollbacks, and so many recomputed tokens."""
     left, right = figure.subplots(1, 2, sharey=True)
-    for row in rows:
-        if row["mode"] != "dvr":
-            continue
-        label = f"window {row['window']}, temperature {row['temperature']:g}"
+    own = [row for row in rows if row["mode"] == "dvr"]
+    windows = sorted({row["window"] for row in own})
+    temperatures = sorted({row["temperature"] for row in own})
+    for row in own:
+        style = {
+            "color": COLOURS["dvr"],
+            "linestyle": ("-", "--", ":", "-.")[windows.index(row["window"]) % 4],
+            "alpha": 1.0 if row["temperature"] == temperatures[0] else 0.5,
+            "label": f"dvr, window {row['window']}, temperature {row['temperature']:g}",
+        }
         for axes, name in ((left, "of_rollbacks"), (right, "of_recomputed")):
             values = np.sort(_expanded(row[name]))
-            axes.step(values, np.arange(1, len(values) + 1) / len(values), where="post",
-                      label=label)  # fmt: skip
-    left.set(xlabel="rollbacks of a request", ylabel="share of requests", ylim=(0, 1.02))
-    right.set(xlabel="tokens of a request computed again")
-    left.legend(frameon=False, fontsize=7)
+            axes.step(values, np.arange(1, len(values) + 1) / len(values), where="post", **style)
+    left.set_ylim(0, 1.02)
+    finish(left, title="Rollbacks of a request", x="rollbacks, at most", y="share of requests")
+    title = "Tokens of a request computed again"
+    finish(right, title=title, x="tokens, at most", y="", legend=False)
 
 
 def result(rows: Sequence[Row], setting: str) -> Result:

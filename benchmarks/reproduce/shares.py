@@ -19,8 +19,9 @@ from benchmarks.reproduce.loads import (
     some_deterministic,
     window_facts,
 )
-from benchmarks.serving import Ask
+from benchmarks.serving import PlannedRequest
 from detjax.engine.engine import Engine
+from detjax.plots import COLOURS, REFERENCE, finish
 
 PERCENTS = (2, 5, 10, 20, 50, 100)
 CANONICAL = -1
@@ -114,10 +115,10 @@ SMALL = (
 )  # fmt: skip
 
 
-def _asks(workload: Workload, percent: float) -> list[Ask]:
+def _planned(workload: Workload, percent: float) -> list[PlannedRequest]:
     flags = some_deterministic(workload.requests, percent)
     return [
-        Ask(
+        PlannedRequest(
             at_s=0.0, prompt_len=workload.lengths[i % len(workload.lengths)][0],
             output_len=workload.lengths[i % len(workload.lengths)][1], is_deterministic=flag,
         )
@@ -136,7 +137,7 @@ def _rows(lab: Lab, workload: Workload, make_server: Callable[[Lab], Server]) ->
         if engine is None or percent in (0, percents[0]):
             engine = None  # its cache leaves room for the next one
             engine = server.engine(mode, max_prefill_streak=64)
-        told = server.serve(engine, _asks(workload, 100 if percent < 0 else percent))
+        told = server.serve(engine, _planned(workload, 100 if percent < 0 else percent))
         canonical = canonical or told
         end_s = max(one.releases_s[-1] for one in told)
         place = {0: 0, CANONICAL: 1}.get(percent, 2 + percents.index(percent) if percent > 0 else 0)
@@ -146,9 +147,9 @@ def _rows(lab: Lab, workload: Workload, make_server: Callable[[Lab], Server]) ->
                 "workload": workload.name + suffix, **server.facts, "mode": mode,
                 "requests": workload.requests,
                 "deterministic_percent": 100 if percent < 0 else percent,
-                "prompt_tokens": sum(one.ask.prompt_len for one in told),
+                "prompt_tokens": sum(one.plan.prompt_len for one in told),
                 "output_tokens": sum(one.num_tokens for one in told),
-                "tokens_per_s": sum(one.num_tokens + one.ask.prompt_len for one in told) / end_s,
+                "tokens_per_s": sum(one.num_tokens + one.plan.prompt_len for one in told) / end_s,
                 "output_tokens_per_s": sum(one.num_tokens for one in told) / end_s,
                 "wrong": num_different(told, canonical, claimed=True),
                 "plain_different": num_different(told, canonical, claimed=False),
@@ -200,24 +201,25 @@ def plot(figure, rows: Sequence[Row]) -> None:
         own = [row for row in rows if row["workload"] == name]
         dvr = [row for row in own if row["mode"] == "dvr"]
         at = [str(row["deterministic_percent"]) for row in dvr]
-        axes.plot(at, [row["over_fast"] for row in dvr], "o-", label="drafts, here")
+        axes.plot(at, [row["over_fast"] for row in dvr], "o-", color=COLOURS["dvr"],
+                  label="dvr, drafts")  # fmt: skip
         if dvr[0]["paper_over_fast"]:
-            axes.plot(at, [row["paper_over_fast"] for row in dvr], "x--", color="tab:blue",
-                      alpha=0.6, label="LLM-42")  # fmt: skip
+            axes.plot(at, [row["paper_over_fast"] for row in dvr], "x--", color=REFERENCE,
+                      label="LLM-42")  # fmt: skip
         (ours,) = [row for row in own if row["mode"] == "invariant"]
-        axes.axhline(ours["over_fast"], color="tab:green", label="invariant, here")
+        axes.axhline(ours["over_fast"], color=COLOURS["invariant"], label="invariant")
         if ours["paper_over_fast"]:
-            axes.axhline(ours["paper_over_fast"], color="tab:red", linestyle=":",
+            axes.axhline(ours["paper_over_fast"], color=REFERENCE, linestyle=":",
                          label="SGLang, batch-invariant")  # fmt: skip
-        axes.set_title(name, fontsize=8)
-        axes.set(xlabel="deterministic, %")
+        finish(axes, title=name, x="deterministic requests (%)", y="", legend=False)
+        axes.title.set_fontsize(8)
     panels[0].set(ylim=(0, None))
     for axes in grid[:, 0]:
-        axes.set(ylabel="tokens a second over fast")
+        axes.set(ylabel="throughput over fast")
     handles, labels = panels[0].get_legend_handles_labels()
     has_room = len(names) < len(panels)
     (panels[-1] if has_room else panels[0]).legend(
-        handles, labels, frameon=False, fontsize=8 if has_room else 7,
+        handles, labels, fontsize=8 if has_room else 7,
         loc="center" if has_room else "lower left",
     )  # fmt: skip
 

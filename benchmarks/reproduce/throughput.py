@@ -16,7 +16,8 @@ from benchmarks.reproduce.loads import (
     piece_name,
     window_facts,
 )
-from benchmarks.serving import Ask
+from benchmarks.serving import PlannedRequest
+from detjax.plots import COLOURS, REFERENCE, finish
 
 CASES: tuple[tuple[str, str, int, int, float | None], ...] = (
     ("11, all deterministic, invariant", "invariant", 11, 11, 413.41),
@@ -58,12 +59,17 @@ def plot(figure, rows: Sequence[Row]) -> None:
     )
     spread = [[v - a for v, a in zip(values, low, strict=True)],
               [b - v for v, b in zip(values, high, strict=True)]]  # fmt: skip
-    axes.barh(names, values, xerr=spread, color="tab:blue", alpha=0.7, label="here")
+    colours = [COLOURS[row["mode"]] for row in rows][::-1]
+    axes.barh(names, values, xerr=spread, color=colours)
     paper = [(row.get("paper_of_11"), name_of(row)) for row in rows if row.get("paper_of_11")]
     if paper:
-        axes.plot(*zip(*paper, strict=True), "kD", label="LLM-42, SGLang")
-    axes.set(xlabel="generated tokens a second, over 11 fast ones (median; bars: range)")
-    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+        axes.plot(*zip(*paper, strict=True), "D", color=REFERENCE, label="LLM-42, SGLang")
+    finish(
+        axes, title="Median, and the range of the runs",
+        x="generated tokens a second over those of 11 fast requests", y="", legend=bool(paper),
+    )  # fmt: skip
+    if paper:
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def _lengths(lab: Lab) -> tuple[int, int]:
@@ -77,8 +83,8 @@ def _rows(lab: Lab, make_server: Callable[[Lab], Server]) -> list[Row]:
     prompt_len, output_len = _lengths(lab)
     rows, canonical = [], []
     for name, mode, count, num_det, paper in CASES:
-        asks = [
-            Ask(
+        planned = [
+            PlannedRequest(
                 at_s=0.0, prompt_len=prompt_len, output_len=output_len, is_deterministic=i < num_det
             )
             for i in range(count)
@@ -87,14 +93,14 @@ def _rows(lab: Lab, make_server: Callable[[Lab], Server]) -> list[Row]:
         engine = server.engine(mode, max_prefill_streak=64, other_groups=(1,))
         rates, plain_rates, first_s, wrong, changed = [], [], [], 0, 0
         for _ in range(repeats):
-            told, counts = server.counted(engine, asks)
+            told, counts = server.counted(engine, planned)
             canonical = canonical or told
             wrong += num_different(told, canonical[:count], claimed=True)
             changed += num_different(told, canonical[:count], claimed=False)
             end_s = max(one.releases_s[-1] for one in told)
             rates.append(sum(one.num_tokens for one in told) / end_s)
             first_s.append(max(one.releases_s[0] for one in told))
-            plain_ends_s = [t.releases_s[-1] for t in told if not t.ask.is_deterministic]
+            plain_ends_s = [t.releases_s[-1] for t in told if not t.plan.is_deterministic]
             if plain_ends_s:
                 plain_rates.append(output_len / max(plain_ends_s))
         del engine  # its cache leaves room for the next one

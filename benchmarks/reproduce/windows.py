@@ -22,11 +22,12 @@ from benchmarks.reproduce.loads import (
     window_facts,
 )
 from benchmarks.reproduce.shares import like
-from benchmarks.serving import Ask, Told
+from benchmarks.serving import PlannedRequest, TimedAnswer
 from detjax.engine.engine import Engine
 from detjax.engine.running.device_arrays import BY_ROW, Slots, empty_pages, sampling_shape
 from detjax.engine.running.launch_operands import VerifyOperands
 from detjax.engine.running.program_key import ProgramKey
+from detjax.plots import COLOURS, REFERENCE, finish
 from detjax.testing.programs import launches
 
 PAPER_MS = {16: 12.19, 32: 12.20, 64: 12.23, 128: 12.12, 256: 13.43, 512: 21.36}
@@ -59,7 +60,7 @@ TRAINED = {64: ((1, 8), 40), 16: ((1, 8), 40), 256: ((1,), 30), 32: ((1, 8), 40)
 TRAINED_RATE_PER_S = 60.0
 
 
-def _asks(lab: Lab, *, is_large: bool) -> list[Ask]:
+def _planned(lab: Lab, *, is_large: bool) -> list[PlannedRequest]:
     """Poisson arrivals of ShareGPT-like lengths, all deterministic."""
     count, rate = lab.pick((6, 50.0), (REQUESTS, RATE_PER_S if is_large else TRAINED_RATE_PER_S))
     rng = np.random.default_rng(1)
@@ -68,7 +69,7 @@ def _asks(lab: Lab, *, is_large: bool) -> list[Ask]:
         count, 200, 160, most=lab.pick((24, 40), (1024, 512) if is_large else (512, 448))
     )
     return [
-        Ask(at_s=float(at), prompt_len=p, output_len=g, is_deterministic=True)
+        PlannedRequest(at_s=float(at), prompt_len=p, output_len=g, is_deterministic=True)
         for at, (p, g) in zip(at_s, lengths, strict=True)
     ]
 
@@ -122,7 +123,7 @@ def _rows(
     The default window also has the canonical answers of `invariant`.
     """
     is_large = make_server is large_server
-    server, asks = make_server(lab), _asks(lab, is_large=is_large)
+    server, planned = make_server(lab), _planned(lab, is_large=is_large)
     of_model = server.facts
     others = tuple(group for group in groups if group < max(groups))
     engine = server.engine("dvr", window=window, group=max(groups), other_groups=others)
@@ -140,12 +141,12 @@ def _rows(
                 "paper_ms": PAPER_MS.get(tokens) if is_large else None,
             }
         )  # fmt: skip
-    canonical: list[Told] = []
+    canonical: list[TimedAnswer] = []
     modes = ["invariant"] if window in (WINDOW, *SMALL) else []
     for mode, group in [*((m, 0) for m in modes), *(("dvr", g) for g in groups)]:
         del engine  # its cache leaves room for the next one
         engine = server.engine(mode, window=window, group=group or max(groups))
-        told = server.serve(engine, asks)
+        told = server.serve(engine, planned)
         canonical = canonical or told
         paper_s, paper_percent = PAPER_CELLS.get((window, group), (None, None))
         paper_s = paper_s if is_large else None  # the paper's model has that one's size
@@ -154,7 +155,7 @@ def _rows(
             {
                 **of_model, "what": "load", "mode": mode,
                 "window": window if group else 0, "group": group,
-                "requests": len(asks), "digests": [one.digest[:12] for one in told],
+                "requests": len(planned), "digests": [one.digest[:12] for one in told],
                 **quantiles_ms([one.first_token_s for one in told], "first_token"),
                 **quantiles_ms([one.end_to_end_s for one in told], "end_to_end"),
                 "tokens_per_s": sum(one.num_tokens for one in told) / end_s,
@@ -238,30 +239,35 @@ def _cell_name(row: Row) -> str:
 def plot(figure, rows: Sequence[Row]) -> None:
     """Cost of a verification by tokens; latency and recomputed tokens of the load by cell."""
     left, middle, right = figure.subplots(1, 3)
-    for model, own in _of_models(rows).items():
+    for (model, own), marker in zip(_of_models(rows).items(), "os^D", strict=False):
         costs = sorted((r["group"] * r["window"], r["ms"]) for r in own if r["what"] != "load")
         if costs:
-            left.plot(*zip(*costs, strict=True), "o", label=f"here, {model}")
-    left.plot(*zip(*PAPER_MS.items(), strict=True), "x--", label="LLM-42, forward pass of 8B")
-    left.set(xlabel="tokens of a verification", ylabel="ms", xscale="log", ylim=(0, None))
+            style = {"marker": marker, "linestyle": "", "color": COLOURS["dvr"]}
+            left.plot(*zip(*costs, strict=True), label=f"dvr, {model}", **style)
+    left.plot(
+        *zip(*PAPER_MS.items(), strict=True), "x--", color=REFERENCE,
+        label="LLM-42, forward pass of 8B",
+    )  # fmt: skip
+    left.set(xscale="log", ylim=(0, 1.4 * max(PAPER_MS.values())))
     left.set_xticks(list(PAPER_MS), map(str, PAPER_MS))
     left.set_xticks([], minor=True)
-    left.legend(frameon=False, fontsize=7)
+    finish(left, title="Cost of a verification", x="tokens", y="ms")
     loads = [row for row in rows if row["what"] == "load" and row["mode"] == "dvr"]
     models = list(_of_models(loads))
     loads.sort(
         key=lambda row: (models.index(row.get("model", LARGE_MODEL)), row["window"], row["group"])
     )
     names = [_cell_name(row) for row in loads]
-    middle.barh(names, [row["end_to_end_p99_ms"] / 1e3 for row in loads], alpha=0.7)
-    middle.set(xlabel="P99 latency, s", ylabel="window x group")
-    right.barh(names, [row["recomputed_percent"] for row in loads], alpha=0.7, label="here")
+    latencies = [row["end_to_end_p99_ms"] / 1e3 for row in loads]
+    middle.barh(names, latencies, color=COLOURS["dvr"])
+    finish(middle, title="Latency of the load", x="P99 end to end (s)", y="window x group",
+           legend=False)  # fmt: skip
+    right.barh(names, [row["recomputed_percent"] for row in loads], color=COLOURS["dvr"])
     paper = [(row["paper_recomputed_percent"], name) for row, name in zip(loads, names, strict=True)
              if row["paper_recomputed_percent"]]  # fmt: skip
     if paper:
-        right.plot(*zip(*paper, strict=True), "kD", label="LLM-42")
-        right.legend(frameon=False, fontsize=7)
-    right.set(xlabel="tokens computed again, %")
+        right.plot(*zip(*paper, strict=True), "D", color=REFERENCE, label="LLM-42")
+    finish(right, title="Tokens computed again", x="share of tokens (%)", y="", legend=bool(paper))
 
 
 def result(rows: Sequence[Row], setting: str) -> Result:

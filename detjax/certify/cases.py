@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from detjax.certify.certificate import Comparison, Outcome, compare
-from detjax.certify.requests import Answer, forced, plain
+from detjax.certify.certificate import BitComparison, Outcome, compare
+from detjax.certify.requests import AnswerBits, forced, plain
 from detjax.certify.subject import Subject, ask
 from detjax.diverge.evidence import explain
 from detjax.diverge.setting import Setting
@@ -48,7 +48,7 @@ def fast(subject: Subject) -> dict[str, Any]:
 def timed(
     claim: str,
     case: str,
-    run: Callable[[], Comparison],
+    run: Callable[[], BitComparison],
     *,
     round_idx: int,
     is_control: bool = False,
@@ -59,7 +59,7 @@ def timed(
     try:
         found = run()
     except SelfCheckError as error:  # the engine itself has found a difference
-        found = Comparison(1, 1, str(error))
+        found = BitComparison(1, 1, str(error))
     i = found.request_idx
     return Outcome(
         claim=claim,
@@ -92,7 +92,7 @@ def program_cases(subject: Subject) -> Iterator[Outcome]:
     """
     cause, checked_s = "", 0.0
 
-    def run() -> Comparison:
+    def run() -> BitComparison:
         nonlocal cause, checked_s
         engine = subject.engine()
         engine.explain_differences(functools.partial(explain, model=subject.model))
@@ -106,7 +106,7 @@ def program_cases(subject: Subject) -> Iterator[Outcome]:
         if num_missing and not first:
             first = f"{num_missing} programs found no page to be checked on"
         count = stats.num_self_check_differences + num_missing
-        return Comparison(stats.num_self_checked + num_missing, count, first)
+        return BitComparison(stats.num_self_checked + num_missing, count, first)
 
     name = "every compiled program, on a full cache"
     found = timed("path-consistent", name, run, round_idx=0)
@@ -115,7 +115,7 @@ def program_cases(subject: Subject) -> Iterator[Outcome]:
 
 
 def answer_cases(
-    subject: Subject, requests: Sequence[Request], want: Sequence[Answer], round_idx: int
+    subject: Subject, requests: Sequence[Request], want: Sequence[AnswerBits], round_idx: int
 ) -> Iterator[Outcome]:
     """Run the cases that change an engine on one mesh.
 
@@ -125,78 +125,47 @@ def answer_cases(
         want: The answer of each request alone.
         round_idx: The round of these requests.
     """
+    count = len(requests)
+    like = functools.partial(setting_like, subject)
 
-    def case(claim: str, name: str, run: Callable[[], Comparison], **kind) -> Outcome:
-        return timed(claim, name, run, round_idx=round_idx, **kind)
+    def together(i: int, **others: Any) -> Setting:
+        return setting_like(subject, batch=count, row=i, **others)
 
-    def same(answers: Callable[[], Sequence[Answer]]) -> Callable[[], Comparison]:
+    def same(answers: Callable[[], Sequence[AnswerBits]]) -> Callable[[], BitComparison]:
         return lambda: compare(answers(), want)
 
-    count = len(requests)
-
-    def like(**others: Any) -> Callable[[int], Setting]:
-        return lambda i: setting_like(subject, **others)
-
-    def together(**others: Any) -> Callable[[int], Setting]:
-        return lambda i: setting_like(subject, batch=count, row=i, **others)
-
-    alone = same(lambda: subject.alone(requests))
-    yield case("run-invariant", "again, alone", alone, setting=like())
-    yield case(
-        "batch-invariant",
-        "all together",
-        same(lambda: subject.answers(requests)),
-        setting=together(),
-    )
-    yield case(
-        "batch-invariant",
-        "in reverse order, so other rows",
-        same(lambda: subject.answers(requests[::-1])[::-1]),
-        setting=lambda i: setting_like(subject, batch=count, row=count - 1 - i),
-    )
-    yield case(
-        "batch-invariant",
-        "among others",
-        same(lambda: _among_others(subject, requests)),
-        setting=lambda i: setting_like(subject, batch=2 * count, row=2 * i + 1),
-    )
-    yield case(
-        "schedule-invariant",
-        f"prompts in chunks of {OTHER_CHUNK} tokens",
-        same(lambda: subject.answers(requests, **other_chunk())),
-        setting=like(chunk=OTHER_CHUNK),
-    )
-    yield case(
-        "schedule-invariant",
-        "prefixes from the cache",
-        lambda: _twice(subject, requests, want),
-        setting=together(),
-    )
-    yield case(
-        "schedule-invariant",
-        "few pages",
-        lambda: _few_pages(subject, requests, want),
-        setting=together(),
-    )
-    yield case(
-        "schedule-invariant",
-        "drafts, every third of them wrong",
-        same(lambda: subject.answers(requests, **drafted(subject))),
-        setting=together(mode="dvr"),
-    )
-    yield case(
-        "path-consistent",
-        "decoded tokens again by prefill",
-        lambda: _by_prefill(subject, requests, want),
-        setting=like(path="prefill"),
-    )
+    cases = (
+        ("run-invariant", "again, alone",
+         same(lambda: subject.alone(requests)), lambda i: like()),
+        ("batch-invariant", "all together",
+         same(lambda: subject.answers(requests)), together),
+        ("batch-invariant", "in reverse order, so other rows",
+         same(lambda: subject.answers(requests[::-1])[::-1]), lambda i: together(count - 1 - i)),
+        ("batch-invariant", "among others",
+         same(lambda: _among_others(subject, requests)),
+         lambda i: like(batch=2 * count, row=2 * i + 1)),
+        ("schedule-invariant", f"prompts in chunks of {OTHER_CHUNK} tokens",
+         same(lambda: subject.answers(requests, **other_chunk())),
+         lambda i: like(chunk=OTHER_CHUNK)),
+        ("schedule-invariant", "prefixes from the cache",
+         lambda: _twice(subject, requests, want), together),
+        ("schedule-invariant", "few pages",
+         lambda: _few_pages(subject, requests, want), together),
+        ("schedule-invariant", "drafts, every third of them wrong",
+         same(lambda: subject.answers(requests, **drafted(subject))),
+         lambda i: together(i, mode="dvr")),
+        ("path-consistent", "decoded tokens again by prefill",
+         lambda: _by_prefill(subject, requests, want), lambda i: like(path="prefill")),
+    )  # fmt: skip
+    for claim, name, run, setting in cases:
+        yield timed(claim, name, run, round_idx=round_idx, setting=setting)
 
 
-def _until_it_differs(run: Callable[[int], Comparison]) -> Callable[[], Comparison]:
+def _until_it_differs(run: Callable[[int], BitComparison]) -> Callable[[], BitComparison]:
     """Compare draw after draw until a bit differs."""
 
-    def runs() -> Comparison:
-        found = Comparison(num_compared=0, num_different=0, first="")
+    def runs() -> BitComparison:
+        found = BitComparison(num_compared=0, num_different=0, first="")
         for draw in range(CONTROL_DRAWS):
             its = run(draw)
             found = its._replace(num_compared=found.num_compared + its.num_compared)
@@ -210,8 +179,8 @@ def _until_it_differs(run: Callable[[int], Comparison]) -> Callable[[], Comparis
 def answer_controls(
     subject: Subject,
     draws: Callable[[int], Sequence[Request]],
-    want: Sequence[Answer],
-    alone: Callable[[int], Sequence[Answer]],
+    want: Sequence[AnswerBits],
+    alone: Callable[[int], Sequence[AnswerBits]],
 ) -> Iterator[Outcome]:
     """Run the same comparisons without a guarantee: each must differ.
 
@@ -224,7 +193,7 @@ def answer_controls(
     requests = draws(0)
     asked = plain(requests)
 
-    def control(claim: str, name: str, run: Callable[[], Comparison]) -> Outcome:
+    def control(claim: str, name: str, run: Callable[[], BitComparison]) -> Outcome:
         return timed(claim, name, run, round_idx=0, is_control=True)
 
     another = [
@@ -260,7 +229,7 @@ def answer_controls(
 
 
 def mesh_cases(
-    subject: Subject, requests: Sequence[Request], want: Sequence[Answer], round_idx: int
+    subject: Subject, requests: Sequence[Request], want: Sequence[AnswerBits], round_idx: int
 ) -> Iterator[Outcome]:
     """Compare the answers of another mesh."""
     name = "dp {dp} x tp {tp}".format(**subject.model.mesh.shape)
@@ -275,7 +244,9 @@ def mesh_cases(
     )
 
 
-def mesh_control(subject: Subject, requests: Sequence[Request], want: Sequence[Answer]) -> Outcome:
+def mesh_control(
+    subject: Subject, requests: Sequence[Request], want: Sequence[AnswerBits]
+) -> Outcome:
     """Compare XLA's kernels on another mesh; `want` is their answer alone on the first mesh.
 
     First tokens need only one program. Whole answers are compared if no first token differs.
@@ -287,7 +258,7 @@ def mesh_control(subject: Subject, requests: Sequence[Request], want: Sequence[A
         for r in asked
     ]
 
-    def run() -> Comparison:
+    def run() -> BitComparison:
         found = compare(subject.alone(first, **fast(subject)), [answer[:1] for answer in want])
         if found.num_different:
             return found
@@ -302,7 +273,7 @@ def mesh_control(subject: Subject, requests: Sequence[Request], want: Sequence[A
     )
 
 
-def _among_others(subject: Subject, requests: Sequence[Request]) -> list[Answer]:
+def _among_others(subject: Subject, requests: Sequence[Request]) -> list[AnswerBits]:
     """Return every request twice, the second time backwards with another seed, in turn."""
     others = [
         dataclasses.replace(
@@ -316,16 +287,16 @@ def _among_others(subject: Subject, requests: Sequence[Request]) -> list[Answer]
     return subject.answers(mixed)[1::2]
 
 
-def _twice(subject: Subject, requests, want) -> Comparison:
+def _twice(subject: Subject, requests, want) -> BitComparison:
     engine = subject.engine(has_prefix_cache=True)
     ask(engine, requests)
     found = compare(ask(engine, requests), want)
     if not engine.stats().prefix_tokens:
-        return Comparison(0, 0, "no prompt fills a page, so nothing was found in the cache")
+        return BitComparison(0, 0, "no prompt fills a page, so nothing was found in the cache")
     return found
 
 
-def _few_pages(subject: Subject, requests, want) -> Comparison:
+def _few_pages(subject: Subject, requests, want) -> BitComparison:
     """All pages but those of the longest and one more are held, so that sequences are preempted."""
     engine = subject.engine(has_prefix_cache=False)
     page_len = subject.model.profile.attention_block
@@ -339,7 +310,7 @@ def _few_pages(subject: Subject, requests, want) -> Comparison:
             pool.give_back(pages)
 
 
-def _by_prefill(subject: Subject, requests, want, **changes) -> Comparison:
+def _by_prefill(subject: Subject, requests, want, **changes) -> BitComparison:
     pairs = forced(requests, want)
     engine = subject.engine(has_prefix_cache=False, **changes)
     got = [answer for request, _ in pairs for answer in ask(engine, [request])]

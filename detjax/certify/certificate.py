@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from detjax.certify.coverage import COLUMNS
-from detjax.certify.requests import Answer
+from detjax.certify.requests import AnswerBits
 
 CLAIMS = {
     "run-invariant": "same build, same inputs, again, also in a new process: same bits",
@@ -57,7 +57,7 @@ class Outcome:
         return self.num_compared > 0 and self.num_different == 0
 
 
-class Comparison(NamedTuple):
+class BitComparison(NamedTuple):
     """How many tokens were compared, how many differ in a bit, and the first that does.
 
     `request_idx` belongs to the first; -1 if none differs or it belongs to no request.
@@ -69,7 +69,7 @@ class Comparison(NamedTuple):
     request_idx: int = -1
 
 
-def compare(got: Sequence[Answer], want: Sequence[Answer]) -> Comparison:
+def compare(got: Sequence[AnswerBits], want: Sequence[AnswerBits]) -> BitComparison:
     """Compare answers, token by token."""
     num_compared = num_different = 0
     first, request_idx = "", -1
@@ -82,7 +82,7 @@ def compare(got: Sequence[Answer], want: Sequence[Answer]) -> Comparison:
                 if not first:
                     first = f"request {idx}, token {at}: {_show(a)} is not {_show(b)}"
                     request_idx = idx
-    return Comparison(num_compared, num_different, first, request_idx)
+    return BitComparison(num_compared, num_different, first, request_idx)
 
 
 def _show(token: tuple[int, int] | None) -> str:

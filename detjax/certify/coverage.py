@@ -4,6 +4,7 @@
 import itertools
 from collections.abc import Collection
 
+from detjax.cli.options import DTYPES
 from detjax.engine.config import MODES
 from detjax.models.abstract import why_unsupported
 from detjax.models.config import ModelConfig
@@ -13,7 +14,6 @@ from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import TP_AXIS
 
-DTYPES = ("bfloat16", "float32")
 THIS = "this model"
 COLUMNS = ("model", "dtype", "backend", "mode", "state")
 

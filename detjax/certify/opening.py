@@ -18,7 +18,8 @@ from detjax.models.loading import LoadedModel, random_model
 from detjax.models.params import check_tp, num_params
 from detjax.numerics import Build, NumericsProfile
 from detjax.opening import load_on_devices
-from detjax.pallas_kernels.backend import Backend, choose_backend
+from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.backend_choice import choose_backend
 from detjax.parallel.mesh import configure_virtual_devices, make_mesh
 from detjax.sizing import GPU_MEMORY_UTILIZATION
 

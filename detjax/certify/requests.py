@@ -25,7 +25,7 @@ FILTERED: tuple[dict[str, Any], ...] = (
 )
 """From the second round on; the check of programs has filters in any case."""
 
-Answer = tuple[tuple[int, int], ...]
+AnswerBits = tuple[tuple[int, int], ...]
 """(token id, bits of the float32 logprob) of each token."""
 
 
@@ -63,13 +63,15 @@ def make_requests(
     ]
 
 
-def answer_of(completion: Completion) -> Answer:
+def answer_of(completion: Completion) -> AnswerBits:
     """Return the raw bits of a completion."""
     bits = np.asarray(completion.logprobs, np.float32).view(np.uint32)
     return tuple(zip(completion.token_ids, map(int, bits), strict=True))
 
 
-def forced(requests: Sequence[Request], answers: Sequence[Answer]) -> list[tuple[Request, Answer]]:
+def forced(
+    requests: Sequence[Request], answers: Sequence[AnswerBits]
+) -> list[tuple[Request, AnswerBits]]:
     """Make prompts that hold part of an answer, each with the one token that must follow.
 
     The noise remains that of the request's own prompt, so the longer prompt draws the same token.

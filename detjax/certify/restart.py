@@ -14,7 +14,7 @@ from typing import IO
 LIMIT_S = 3600
 
 Answers = list[tuple[tuple[int, int], ...]]
-"""As `requests.Answer`. That module imports JAX, and this one runs before it does."""
+"""As `requests.AnswerBits`. That module imports JAX, and this one runs before it does."""
 
 
 class NewProcess:

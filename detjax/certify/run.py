@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+from detjax.certify.background import BackgroundJobs, background_jobs
 from detjax.certify.cases import (
     answer_cases,
     answer_controls,
@@ -20,13 +21,12 @@ from detjax.certify.cases import (
     program_cases,
     timed,
 )
-from detjax.certify.cause import find_cause
 from detjax.certify.certificate import Certificate, Outcome, compare
 from detjax.certify.coverage import coverage_map
+from detjax.certify.diagnosis import diagnose
 from detjax.certify.opening import facts_of, open_subject, other_meshes
-from detjax.certify.prefetch import Ahead, working_ahead
-from detjax.certify.requests import Answer, make_requests, plain
-from detjax.certify.subject import Job, Subject, order_probe
+from detjax.certify.requests import AnswerBits, make_requests, plain
+from detjax.certify.subject import CompileJob, Subject, order_probe
 from detjax.engine.requests.request import Request
 
 
@@ -48,9 +48,9 @@ def print_answers(args: argparse.Namespace) -> None:
     # The checks of programs are those of the first process.
     subject.config = dataclasses.replace(subject.config, self_check="off")
     requests = requests_of(subject, 0)
-    with working_ahead() as ahead:
-        ahead.begin(*subject.likely_programs(requests, counts=[1]))
-        ahead.wait()
+    with background_jobs() as jobs:
+        jobs.begin(*subject.likely_programs(requests, counts=[1]))
+        jobs.wait()
     print(json.dumps(subject.alone(requests)))
 
 
@@ -58,7 +58,7 @@ def certify(
     args: argparse.Namespace,
     subject: Subject,
     certificate: Certificate,
-    restarted: Callable[[], list[Answer]],
+    restarted: Callable[[], list[AnswerBits]],
 ) -> Iterator[Outcome]:
     """Run all cases and add each to the certificate as it ends.
 
@@ -71,11 +71,11 @@ def certify(
     certificate.facts = facts_of(subject, args)
     certificate.probe = order_probe(subject.model)
     begin_s = time.perf_counter()
-    with working_ahead() as ahead:
-        for outcome in _first_round(args, subject, restarted, certificate, ahead):
+    with background_jobs() as jobs:
+        for outcome in _first_round(args, subject, restarted, certificate, jobs):
             certificate.outcomes.append(outcome)
             yield outcome
-        ahead.wait()
+        jobs.wait()
     round_idx, round_s = 1, time.perf_counter() - begin_s
     while time.perf_counter() - begin_s + round_s < 60 * args.minutes:
         round_begin_s = time.perf_counter()
@@ -104,15 +104,15 @@ def _explained(
     if outcome.is_well or outcome.is_control or outcome.cause or is_known:
         return outcome
     gc.collect()  # the cache of the engine before
-    return dataclasses.replace(outcome, cause=find_cause(outcome, subject, requests, others))
+    return dataclasses.replace(outcome, cause=diagnose(outcome, subject, requests, others))
 
 
 def _first_round(
     args: argparse.Namespace,
     subject: Subject,
-    restarted: Callable[[], list[Answer]],
+    restarted: Callable[[], list[AnswerBits]],
     certificate: Certificate,
-    ahead: Ahead,
+    jobs: BackgroundJobs,
 ) -> Iterator[Outcome]:
     requests = requests_of(subject, 0)
     of_all = [1, len(requests)]
@@ -120,26 +120,26 @@ def _first_round(
     is_cpu = subject.model.backend.platform == "cpu"
     opened: dict[tuple[int, int], Subject] = {}
 
-    def of_cases() -> Iterator[Job]:
+    def of_cases() -> Iterator[CompileJob]:
         yield from subject.likely_programs(requests, counts=of_all, **drafted(subject))
         yield from subject.likely_programs(requests, counts=of_all, **fast(subject))
 
     if is_cpu:
-        ahead.begin(*of_cases())
+        jobs.begin(*of_cases())
     yield from program_cases(subject)
     # WHY: not before, as programs are compared with the shortest prefill that is compiled.
-    ahead.begin(*subject.likely_programs(requests, counts=of_all, **other_chunk()))
+    jobs.begin(*subject.likely_programs(requests, counts=of_all, **other_chunk()))
     if is_cpu:
         for dp, tp in other_meshes(subject, args):
             other = opened[dp, tp] = open_subject(args, dp, tp)
             if not args.minutes:  # a program less to compile; the case says how many rows it has
                 other.config = dataclasses.replace(other.config, decode_batches=())
-            ahead.begin(*other.likely_programs(requests, counts=of_all))
+            jobs.begin(*other.likely_programs(requests, counts=of_all))
             if tp != args.tp:
-                ahead.begin(*other.likely_programs(requests, counts=[], **fast(other)))
+                jobs.begin(*other.likely_programs(requests, counts=[], **fast(other)))
     else:
-        ahead.begin(*of_cases())
-        ahead.wait()
+        jobs.begin(*of_cases())
+        jobs.wait()
     want = subject.alone(requests)
     yield timed("run-invariant", "a new process", lambda: compare(restarted(), want), round_idx=0)
     for outcome in answer_cases(subject, requests, want, 0):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from detjax.certify.requests import Answer, answer_of
+from detjax.certify.requests import AnswerBits, answer_of
 from detjax.engine.config import EngineConfig, ReplicaConfig
 from detjax.engine.engine import Engine
 from detjax.engine.requests.request import Request
@@ -20,7 +20,7 @@ from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.parallel.mesh import DP_AXIS
 from detjax.sizing import choose_sizes
 
-Job = Callable[[], object]
+CompileJob = Callable[[], object]
 
 
 class Subject:
@@ -80,7 +80,7 @@ class Subject:
         counts: Sequence[int],
         candidates: Candidates = keep_candidates,
         **changes,
-    ) -> Iterator[Job]:
+    ) -> Iterator[CompileJob]:
         """Return jobs that compile what an engine is likely to run for these requests.
 
         This is a guess that decides no result: a missing program is compiled when it is needed.
@@ -106,17 +106,17 @@ class Subject:
                 continue
             yield functools.partial(programs.get, key, self.model.params)
 
-    def answers(self, requests: Sequence[Request], **changes) -> list[Answer]:
+    def answers(self, requests: Sequence[Request], **changes) -> list[AnswerBits]:
         """Return the answers of a new engine to all requests at once."""
         return ask(self.engine(**changes), requests)
 
-    def alone(self, requests: Sequence[Request], **changes) -> list[Answer]:
+    def alone(self, requests: Sequence[Request], **changes) -> list[AnswerBits]:
         """Return its answers, one request after the other, without shared prefixes."""
         engine = self.engine(has_prefix_cache=False, **changes)
         return [answer for request in requests for answer in ask(engine, [request])]
 
 
-def ask(engine: Engine, requests: Sequence[Request]) -> list[Answer]:
+def ask(engine: Engine, requests: Sequence[Request]) -> list[AnswerBits]:
     """Return answers in the order of the requests."""
     return [answer_of(completion) for completion in engine.generate(requests)]
 

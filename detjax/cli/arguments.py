@@ -392,11 +392,16 @@ def _form(args: GenerateArgs) -> StructuredOutput | None:
                 spec = Path(spec[1:]).expanduser().read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 raise InputError(f"{flag} {spec} cannot be read: {error}") from error
-        with bad_input(f"{flag}: "):
+        with bad_input(rephrase=partial(about_form, kind)):
             if kind == "choice":
                 return StructuredOutput.of_choices(spec)
             return StructuredOutput(kind=kind, spec="" if kind == "json_object" else spec)
     return None
+
+
+def about_form(kind: str, message: str) -> str:
+    """A message about a form of output as one about the option that asks for it."""
+    return message.replace(f"structured_output={kind}", OPTIONS[kind].flag)
 
 
 def _bias(given: str) -> tuple[int, float]:

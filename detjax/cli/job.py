@@ -5,13 +5,15 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from detjax.cli.arguments import GenerateArgs, sampling_params
+from detjax.cli.arguments import GenerateArgs, about_form, sampling_params
 from detjax.cli.errors import InputError, bad_input
 from detjax.cli.prompts import Prompt
 from detjax.engine.outputs.text import text_request
 from detjax.engine.requests.request import Request, draw_seed
+from detjax.engine.sampling.structured_output import StructuredOutput
 from detjax.engine.scheduling.work import Work
 from detjax.models.config import ModelConfig
 from detjax.models.tokenizer import Tokenizer
@@ -98,7 +100,7 @@ def make_job(
                     eos_token_ids=config.eos_token_ids,
                 )
             )
-    _check_forms(requests, tokenizer, config)
+    _check_forms(requests, tokenizer, config, of_command=of_command.structured_output)
     _check_number(sum(request.sampling.num_sequences for request in requests))
     _check_pages(args, prompts, requests)
     return Job(
@@ -109,7 +111,13 @@ def make_job(
     )
 
 
-def _check_forms(requests: Sequence[Request], tokenizer: Tokenizer, config: ModelConfig) -> None:
+def _check_forms(
+    requests: Sequence[Request],
+    tokenizer: Tokenizer,
+    config: ModelConfig,
+    *,
+    of_command: StructuredOutput | None,
+) -> None:
     """Compile the forms of output, so that a mistake is told before a model is loaded."""
     forms = {form for r in requests if (form := r.sampling.structured_output) is not None}
     if not forms:
@@ -120,7 +128,7 @@ def _check_forms(requests: Sequence[Request], tokenizer: Tokenizer, config: Mode
         tokenizer.backend.to_str, vocab_size=config.vocab_size, eos_token_ids=config.eos_token_ids
     )
     for form in forms:
-        with bad_input():
+        with bad_input(rephrase=partial(about_form, form.kind) if form == of_command else str):
             grammars.check(form)
 
 

@@ -18,7 +18,7 @@ from detjax.cli.command_line import CommandParser, check_counts, check_file, out
 from detjax.cli.errors import BITS_DIFFER, EXIT_CODES, OK, InputError, exit_code
 from detjax.cli.options import Option, add_options
 from detjax.cli.prompts import read_prompts
-from detjax.compare.answers import Answer, Asked, ask_server, paired, read_answers
+from detjax.compare.answers import ComparedAnswer, ServerQuery, ask_server, paired, read_answers
 from detjax.compare.comparison import Comparison, Scores, compare
 
 EPILOG = f"""\
@@ -107,7 +107,7 @@ def _compared(args: argparse.Namespace) -> Comparison:
     return compare(list(paired(*_asked(args))))
 
 
-def _asked(args: argparse.Namespace) -> list[list[Answer]]:
+def _asked(args: argparse.Namespace) -> list[list[ComparedAnswer]]:
     if args.prompts_file is None:
         raise InputError("two servers need prompts; give --prompts-file FILE")
     check_counts(args, (options.MAX_TOKENS, _CONCURRENCY))
@@ -115,7 +115,7 @@ def _asked(args: argparse.Namespace) -> list[list[Answer]]:
     for prompt in prompts:
         if not prompt.text:
             raise InputError(f"{prompt.origin} has no `prompt`; give text")
-    asked = Asked(
+    asked = ServerQuery(
         max_tokens=args.max_tokens,
         temperature=args.temperature,
         seed=args.seed,

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from detjax.cli.errors import InputError, one_line
-
-MAX_LINE_BYTES = 2**25
+from detjax.proof.parsing import MAX_LINE_BYTES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
+class ComparedAnswer:
     """One answer, with the fields that its line has.
 
     Attributes:
@@ -36,7 +35,7 @@ class Answer:
     score: float | None
 
 
-def read_answers(path: Path, score: str | None) -> list[Answer]:
+def read_answers(path: Path, score: str | None) -> list[ComparedAnswer]:
     """Read a file: lines of `detjax.generate --format jsonl`, of OpenAI's API, or with `text`.
 
     Args:
@@ -65,7 +64,7 @@ def read_answers(path: Path, score: str | None) -> list[Answer]:
     return found
 
 
-def _read(line: bytes, origin: str, number: int, score: str | None) -> Answer:
+def _read(line: bytes, origin: str, number: int, score: str | None) -> ComparedAnswer:
     if len(line) > MAX_LINE_BYTES:
         raise InputError(f"{origin} has {len(line)} bytes, more than {MAX_LINE_BYTES}")
     try:
@@ -77,7 +76,9 @@ def _read(line: bytes, origin: str, number: int, score: str | None) -> Answer:
     return answer_of(entry, origin, number, score)
 
 
-def answer_of(entry: Mapping[str, Any], origin: str, number: int, score: str | None) -> Answer:
+def answer_of(
+    entry: Mapping[str, Any], origin: str, number: int, score: str | None
+) -> ComparedAnswer:
     """Return the answer that an object holds.
 
     Raises:
@@ -94,7 +95,7 @@ def answer_of(entry: Mapping[str, Any], origin: str, number: int, score: str | N
     if not isinstance(text, str):
         raise InputError(f"{origin} has no `text`, nor `choices` with one")
     tokens, logprobs = _tokens(choice)
-    return Answer(
+    return ComparedAnswer(
         key=_key(entry, number),
         prompt=next(
             (entry[name] for name in ("prompt", "prompt_token_ids") if name in entry), None
@@ -141,7 +142,7 @@ def _tokens(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
+class ServerQuery:
     """How to ask a server, by OpenAI's completions.
 
     Attributes:
@@ -159,7 +160,9 @@ class Asked:
     timeout_s: float = 600.0
 
 
-def ask_server(url: str, prompts: Sequence[str], asked: Asked, api_key: str | None) -> list[Answer]:
+def ask_server(
+    url: str, prompts: Sequence[str], asked: ServerQuery, api_key: str | None
+) -> list[ComparedAnswer]:
     """Ask a server each prompt.
 
     Raises:
@@ -174,7 +177,7 @@ def ask_server(url: str, prompts: Sequence[str], asked: Asked, api_key: str | No
         raise InputError(f"{url} lists no model at /v1/models; give the address of OpenAI's API")
     model = models[0]["id"]
 
-    def answer(number: int) -> Answer:
+    def answer(number: int) -> ComparedAnswer:
         body = {
             "model": model, "prompt": prompts[number], "max_tokens": asked.max_tokens,
             "temperature": asked.temperature, "seed": asked.seed, "logprobs": 0,
@@ -199,7 +202,9 @@ def _fetch(url: str, headers: Mapping[str, str], body: Any, timeout_s: float) ->
         raise InputError(f"{url} does not answer: {error}") from error
 
 
-def paired(a: Iterable[Answer], b: Iterable[Answer]) -> Iterator[tuple[Answer, Answer]]:
+def paired(
+    a: Iterable[ComparedAnswer], b: Iterable[ComparedAnswer]
+) -> Iterator[tuple[ComparedAnswer, ComparedAnswer]]:
     """Pair answers by key.
 
     Raises:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from detjax.compare.answers import Answer
+from detjax.compare.answers import ComparedAnswer
 
 NUM_FLIPS = 20_000
 """Random signs that stand for chance, where scores are not 0 and 1."""
@@ -67,7 +67,7 @@ class Comparison:
         return dataclasses.asdict(self)
 
 
-def compare(pairs: Sequence[tuple[Answer, Answer]]) -> Comparison:
+def compare(pairs: Sequence[tuple[ComparedAnswer, ComparedAnswer]]) -> Comparison:
     """Compare paired answers."""
     with_tokens = all(a.tokens is not None and _are_alike(a, b) for a, b in pairs)
     with_bits = with_tokens and all(one.logprobs is not None for pair in pairs for one in pair)
@@ -88,7 +88,7 @@ def compare(pairs: Sequence[tuple[Answer, Answer]]) -> Comparison:
     )
 
 
-def _are_alike(a: Answer, b: Answer) -> bool:
+def _are_alike(a: ComparedAnswer, b: ComparedAnswer) -> bool:
     """Whether both have token ids, or both have the tokens' texts."""
     if a.tokens is None or b.tokens is None:
         return False
@@ -101,11 +101,11 @@ def _first_difference(a: Sequence[Any], b: Sequence[Any]) -> int | None:
     return next(differ, None if len(a) == len(b) else min(len(a), len(b)))
 
 
-def _bits(answer: Answer) -> tuple[Any, bytes]:
+def _bits(answer: ComparedAnswer) -> tuple[Any, bytes]:
     return answer.tokens, np.asarray(answer.logprobs, np.float32).tobytes()
 
 
-def _gap(a: Answer, b: Answer, num_tokens: int) -> float:
+def _gap(a: ComparedAnswer, b: ComparedAnswer, num_tokens: int) -> float:
     first, second = (np.asarray(one.logprobs or (), float)[:num_tokens] for one in (a, b))
     return float(np.max(np.abs(first - second), initial=0.0)) if len(first) == len(second) else 0.0
 

@@ -25,7 +25,7 @@ from detjax.cli.errors import (
     exit_code,
 )
 from detjax.cli.options import Option, add_options, in_flags
-from detjax.diverge.setting import Answer, Setting
+from detjax.diverge.setting import RecordedAnswer, Setting
 from detjax.engine.requests.request import SamplingParams
 from detjax.models.bundled import BUNDLED_NAME
 
@@ -163,11 +163,11 @@ def _positional(args: argparse.Namespace, given: Sequence[str]) -> tuple[str | N
 
 
 def _of_settings(args: argparse.Namespace, b: Setting) -> "Divergence":
-    """Two settings, or an answer and one."""
-    a: Setting | Answer
+    """Return two settings, or an answer and a setting."""
+    a: Setting | RecordedAnswer
     if args.answer is not None:
         with bad_input(f"--answer {args.answer}: "):
-            a = Answer.from_line(_line(args.answer, args.line))
+            a = RecordedAnswer.from_line(_line(args.answer, args.line))
     else:
         if args.prompt is None:
             raise InputError(
@@ -206,7 +206,7 @@ def _of_evidence(args: argparse.Namespace) -> "Divergence":
 
     import jax
 
-    from detjax.diverge.evidence import Evidence, question_of
+    from detjax.diverge.evidence import Evidence, reproduction_of
     from detjax.models.hf_config import load_config
     from detjax.models.hub import find_model
     from detjax.numerics import Build
@@ -218,16 +218,16 @@ def _of_evidence(args: argparse.Namespace) -> "Divergence":
             raise ValueError("its weights were random, so there is no model; give --model")
         args.model = args.model or evidence.folder
         folder = find_model(args.model, revision=args.revision)
-        question = question_of(
+        reproduction = reproduction_of(
             evidence.difference, profile=evidence.profile,
             vocab_size=load_config(folder).vocab_size, dp=evidence.mesh[0], tp=evidence.mesh[1],
         )  # fmt: skip
     a, b = (
         dataclasses.replace(setting, backend=evidence.backend)
-        for setting in (question.a, question.b)
+        for setting in (reproduction.a, reproduction.b)
     )
-    args.prompt = question.prompt
-    found = _find(args, a, b, question.sampling, profile=evidence.profile)
+    args.prompt = reproduction.prompt
+    found = _find(args, a, b, reproduction.sampling, profile=evidence.profile)
     devices = jax.devices(Backend(evidence.backend).platform)
     notes = evidence.notes(Build.current(evidence.backend, devices[0]), is_found=found.is_found)
     return dataclasses.replace(found, notes=(*found.notes, *notes))
@@ -247,7 +247,7 @@ def _line(path: str, number: int | None) -> str:
 
 def _find(
     args: argparse.Namespace,
-    a: Setting | Answer,
+    a: Setting | RecordedAnswer,
     b: Setting,
     sampling: SamplingParams,
     *,
@@ -270,7 +270,7 @@ def _find(
     from detjax.proof.identity import Identifier
 
     keep_compiled_programs(args.cache_dir)
-    settings = [b] if isinstance(a, Answer) else [a, b]
+    settings = [b] if isinstance(a, RecordedAnswer) else [a, b]
     name = args.model or BUNDLED_NAME
     cast_weights = args.cast_weights
     if receipt is not None:
@@ -278,47 +278,48 @@ def _find(
         cast_weights = receipt.model["weight_cast"].rpartition(" to ")[2]
     profile = profile or NumericsProfile(weight_dtype=args.dtype, compute_dtype=args.dtype)
     with bad_input("--model: "):
-        if receipt is not None:
-            folder, name = find_model_of(receipt, model=args.model, revision=args.revision)
-        else:
+        if receipt is None:
             folder = find_model(name, revision=args.revision)
+        else:
+            folder, name = find_model_of(receipt, model=args.model, revision=args.revision)
         tokenizer = Tokenizer.from_folder(folder)
 
     def load(setting: Setting) -> LoadedModel:
         model, _ = load_on_devices(
-            folder,
-            profile=profile,
-            backend=setting.backend,
-            dp=setting.dp,
-            tp=setting.tp,
+            folder, profile=profile, backend=setting.backend, dp=setting.dp, tp=setting.tp,
             cast_weights=cast_weights,
-        )
+        )  # fmt: skip
         if receipt is not None:
-            weights = Identifier(model, tokenizer, name=name).weights()
-            if weights != receipt.model["weights"]:
-                raise ValueError(
-                    f"the receipt is of another model: model.weights is {receipt.model['weights']} "
-                    f"there and {weights} here; give the right one with --model"
-                )
+            _check_weights(receipt, Identifier(model, tokenizer, name=name).weights())
         return model
 
     with bad_input():
         # JAX makes its virtual devices once, when it starts: as many as the larger mesh needs.
         configure_virtual_devices(max(setting.dp * setting.tp for setting in settings))
         jax.devices()
-        if isinstance(a, Answer):
-            prompt = a.prompt_token_ids
-        else:
-            prompt = args.prompt
-            prompt = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        if not prompt:
-            raise InputError("--prompt has no tokens; give some text")
-        context = load_config(folder).max_position_embeddings
-        if len(prompt) >= context:
-            raise InputError(f"the prompt has {len(prompt)} tokens, and the context is {context}")
-        room = min(sampling.max_tokens, context - len(prompt))
-        sampling = dataclasses.replace(sampling, max_tokens=room)
+        prompt = a.prompt_token_ids if isinstance(a, RecordedAnswer) else args.prompt
+        prompt = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        room = _room(prompt, load_config(folder).max_position_embeddings)
+        sampling = dataclasses.replace(sampling, max_tokens=min(sampling.max_tokens, room))
         return find_divergence(load, prompt, a, b, sampling=sampling, is_deep=args.deep)
+
+
+def _room(prompt: Sequence[int], context: int) -> int:
+    """Tokens that the context has left after a prompt."""
+    if not prompt:
+        raise InputError("--prompt has no tokens; give some text")
+    if len(prompt) >= context:
+        raise InputError(f"the prompt has {len(prompt)} tokens, and the context is {context}")
+    return context - len(prompt)
+
+
+def _check_weights(receipt: "Receipt", weights: str | None) -> None:
+    """Refuse a receipt of other weights than those that were loaded."""
+    if weights != receipt.model["weights"]:
+        raise ValueError(
+            f"the receipt is of another model: model.weights is {receipt.model['weights']} "
+            f"there and {weights} here; give the right one with --model"
+        )
 
 
 if __name__ == "__main__":

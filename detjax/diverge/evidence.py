@@ -12,7 +12,7 @@ import numpy as np
 from detjax.diverge.divergence import Divergence
 from detjax.diverge.find import find_divergence
 from detjax.diverge.runs import ModelSource
-from detjax.diverge.setting import Answer, Setting
+from detjax.diverge.setting import RecordedAnswer, Setting
 from detjax.engine.requests.request import SamplingParams
 from detjax.engine.self_check.evidence import Difference
 from detjax.models.loading import LoadedModel
@@ -27,7 +27,7 @@ _NEW_TOKENS = 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Question:
+class Reproduction:
     """The prompt and the two settings of a search.
 
     Attributes:
@@ -43,10 +43,10 @@ class Question:
     sampling: SamplingParams
 
 
-def question_of(
+def reproduction_of(
     difference: Difference, *, profile: NumericsProfile, vocab_size: int, dp: int, tp: int
-) -> Question:
-    """Return a question in which the program that a self-check caught runs as it did there.
+) -> Reproduction:
+    """Return a prompt and settings that run the program which a self-check caught.
 
     The check of a program has no prompt. The prompt here is random tokens, as many as come before
     the probe, at most two splits. A longer one is cut so that the place in its split is the same.
@@ -82,7 +82,7 @@ def question_of(
     sampling = dataclasses.replace(
         params, max_tokens=count, n=1, best_of=0, stop=(), noise_stream=stream
     )
-    return Question(prompt=prompt, a=a, b=b, sampling=sampling)
+    return Reproduction(prompt=prompt, a=a, b=b, sampling=sampling)
 
 
 def find_cause(difference: Difference, source: ModelSource, model: LoadedModel) -> Divergence:
@@ -96,7 +96,7 @@ def find_cause(difference: Difference, source: ModelSource, model: LoadedModel) 
     Raises:
         ValueError: If no setting runs the program.
     """
-    question = question_of(
+    reproduction = reproduction_of(
         difference,
         profile=model.profile,
         vocab_size=model.config.vocab_size,
@@ -104,7 +104,7 @@ def find_cause(difference: Difference, source: ModelSource, model: LoadedModel) 
         tp=model.mesh.shape[TP_AXIS],
     )
     return find_divergence(
-        source, question.prompt, question.a, question.b, sampling=question.sampling
+        source, reproduction.prompt, reproduction.a, reproduction.b, sampling=reproduction.sampling
     )
 
 
@@ -116,7 +116,7 @@ def explain(difference: Difference, model: LoadedModel) -> str:
         return f"the operation could not be looked for: {error}"
 
 
-def answer_of_receipt(receipt: Receipt) -> Answer:
+def answer_of_receipt(receipt: Receipt) -> RecordedAnswer:
     """Return the answer of a receipt, which may be any of its prompt's sequences.
 
     Raises:
@@ -124,7 +124,7 @@ def answer_of_receipt(receipt: Receipt) -> Answer:
     """
     if receipt.sampling.structured_output is not None:
         raise ValueError("the receipt has structured_output, and settings have no grammars")
-    return Answer(
+    return RecordedAnswer(
         prompt_token_ids=receipt.prompt_token_ids,
         token_ids=receipt.token_ids,
         logprobs=tuple(receipt.logprobs),

@@ -21,7 +21,7 @@ from detjax.diverge.recorder import Tap
 from detjax.diverge.recording import CACHED, Recording, Step
 from detjax.diverge.runs import Models, ModelSource, Runs
 from detjax.diverge.schedule import kernels_of, order_of
-from detjax.diverge.setting import Answer, Setting
+from detjax.diverge.setting import RecordedAnswer, Setting
 from detjax.engine.requests.request import SamplingParams
 
 _STAND_INS = ("", "batch=8,row=3", "path=prefill")
@@ -31,7 +31,7 @@ _STAND_INS = ("", "batch=8,row=3", "path=prefill")
 def find_divergence(
     model: ModelSource,
     prompt_token_ids: abc.Sequence[int],
-    a: Setting | Answer,
+    a: Setting | RecordedAnswer,
     b: Setting,
     *,
     sampling: SamplingParams | None = None,
@@ -63,7 +63,7 @@ def find_divergence(
         compiler fuses other operations when it must give their results.
     """
     sampling = sampling or SamplingParams()
-    if isinstance(a, Answer):
+    if isinstance(a, RecordedAnswer):
         if a.prompt_token_ids != tuple(prompt_token_ids):
             raise ValueError("the answer is to another prompt than prompt_token_ids")
         sampling = dataclasses.replace(sampling, max_tokens=len(a.token_ids))
@@ -72,7 +72,7 @@ def find_divergence(
     token = first_token(*answers, prompt_len=len(runs.prompt))
     notes: list[str] = []
     fingerprint = runs.model(b).fingerprint
-    if isinstance(a, Answer) and a.fingerprint not in ("", fingerprint):
+    if isinstance(a, RecordedAnswer) and a.fingerprint not in ("", fingerprint):
         notes.append(
             f"the answer has fingerprint {a.fingerprint} and this build {fingerprint}: across "
             "builds no claim is made"
@@ -83,7 +83,9 @@ def find_divergence(
         answers = [answers[0], answers[1]]
         site = _find_site(runs, settings, answers, token, notes)
     return Divergence(
-        a=f"an answer of {len(answers[0].token_ids)} tokens" if isinstance(a, Answer) else str(a),
+        a=f"an answer of {len(answers[0].token_ids)} tokens"
+        if isinstance(a, RecordedAnswer)
+        else str(a),
         b=str(b),
         num_tokens=min(len(answer.token_ids) for answer in answers),
         is_deep=is_deep,
@@ -93,7 +95,7 @@ def find_divergence(
     )
 
 
-def first_token(a: Answer, b: Answer, *, prompt_len: int) -> TokenDifference | None:
+def first_token(a: RecordedAnswer, b: RecordedAnswer, *, prompt_len: int) -> TokenDifference | None:
     """Return the first token whose id or logprob bits differ, or that only one answer has."""
     pairs = [
         [(answer.token_ids[i], answer.bits(i)) for i in range(len(answer.token_ids))]
@@ -106,9 +108,9 @@ def first_token(a: Answer, b: Answer, *, prompt_len: int) -> TokenDifference | N
     return None
 
 
-def _answers(runs: Runs, a: Setting | Answer, b: Setting) -> list[Answer]:
+def _answers(runs: Runs, a: Setting | RecordedAnswer, b: Setting) -> list[RecordedAnswer]:
     """Return both answers; a setting by prefill follows the decoded one."""
-    if isinstance(a, Answer):
+    if isinstance(a, RecordedAnswer):
         return [a, runs.answer(b, like=a)]
     decoded = a if a.path == "decode" else dataclasses.replace(b, path="decode")
     like = runs.answer(decoded)
@@ -119,8 +121,8 @@ def _answers(runs: Runs, a: Setting | Answer, b: Setting) -> list[Answer]:
 
 
 def _settings(
-    runs: Runs, a: Setting | Answer, b: Setting, answer: Answer, token: TokenDifference | None,
-    notes: list[str],
+    runs: Runs, a: Setting | RecordedAnswer, b: Setting, answer: RecordedAnswer,
+    token: TokenDifference | None, notes: list[str],
 ) -> list[Setting]:  # fmt: skip
     """The settings to tap: of an answer one that gives it, up to the token that differs."""
     if isinstance(a, Setting):
@@ -149,14 +151,14 @@ def _settings(
     return []
 
 
-def _head(answer: Answer, count: int) -> Answer:
+def _head(answer: RecordedAnswer, count: int) -> RecordedAnswer:
     return dataclasses.replace(
         answer, token_ids=answer.token_ids[:count], logprobs=answer.logprobs[:count]
     )
 
 
 def _find_site(
-    runs: Runs, settings: Sequence[Setting], answers: Sequence[Answer],
+    runs: Runs, settings: Sequence[Setting], answers: Sequence[RecordedAnswer],
     token: TokenDifference | None, notes: list[str],
 ) -> Site | None:  # fmt: skip
     """Record both, compare hashes, then record the first position that differs for its values."""
@@ -197,7 +199,7 @@ def _find_site(
 
 
 def _record(
-    runs: Runs, setting: Setting, answer: Answer, count: int, captured: int | None,
+    runs: Runs, setting: Setting, answer: RecordedAnswer, count: int, captured: int | None,
     notes: list[str], name: str,
 ) -> Recording:  # fmt: skip
     """Record the first tokens of an answer, and compare what tapped programs answered with it."""
@@ -215,7 +217,7 @@ def _record(
     return recording
 
 
-def _answered(runs: Runs, answer: Answer, position: int) -> int | None:
+def _answered(runs: Runs, answer: RecordedAnswer, position: int) -> int | None:
     index = position - len(runs.prompt)
     return answer.token_ids[index] if 0 <= index < len(answer.token_ids) else None
 
@@ -225,7 +227,9 @@ def _captured(recording: Recording) -> Step:
     return recording.step
 
 
-def _first_not_chosen(runs: Runs, recording: Recording, answer: Answer, count: int) -> int | None:
+def _first_not_chosen(
+    runs: Runs, recording: Recording, answer: RecordedAnswer, count: int
+) -> int | None:
     """Return the first position whose chosen token is not the answer's."""
     for i in range(count):
         position = len(runs.prompt) + i - 1
@@ -258,7 +262,7 @@ def _first_difference(
 def _site(
     runs: Runs,
     settings: Sequence[Setting],
-    answers: Sequence[Answer],
+    answers: Sequence[RecordedAnswer],
     position: int,
     tap: Tap,
     last_equal: Tap | None,
@@ -328,7 +332,7 @@ def _ranks_that_differ(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.nda
 
 def _site_of_commit(
     position: int, committed: Sequence[int | None], recordings: Sequence[Recording],
-    answers: Sequence[Answer], steps: Sequence[Step], prompt_len: int,
+    answers: Sequence[RecordedAnswer], steps: Sequence[Step], prompt_len: int,
 ) -> Site:  # fmt: skip
     """Describe an answer whose token is not the one that the device chose."""
     index = position + 1 - prompt_len

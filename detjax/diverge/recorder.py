@@ -162,10 +162,6 @@ class TappedPrograms(ProgramCache):
                 return partial(self._launch_choice, key, program)
         return program
 
-    def taps_of(self, key: ProgramKey) -> list[Tap]:
-        """Return the taps of a traced program, in order."""
-        return [tap for tap, _ in self._seen[key]]
-
     def order_of_results(self, key: ProgramKey) -> list[Tap]:
         """Return the taps of a traced program, in the order of its flat results."""
         numbered = sorted((share.value, i) for i, (_, share) in enumerate(self._seen[key]))

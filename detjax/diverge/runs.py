@@ -8,7 +8,7 @@ from pathlib import Path
 
 from detjax.diverge.recorder import TappedPrograms
 from detjax.diverge.recording import Recording
-from detjax.diverge.setting import Answer, Setting
+from detjax.diverge.setting import RecordedAnswer, Setting
 from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
 from detjax.engine.requests.request import Request, SamplingParams, TokenEvent
@@ -93,7 +93,7 @@ class Runs:
         """The model that a setting runs."""
         return self._models.of(setting)
 
-    def answer(self, setting: Setting, like: Answer | None = None) -> Answer:
+    def answer(self, setting: Setting, like: RecordedAnswer | None = None) -> RecordedAnswer:
         """Return the answer of a setting by plain programs.
 
         Args:
@@ -107,7 +107,7 @@ class Runs:
                 self._run(setting, self.prompt + like.token_ids[:t], 1, num_tokens=1)
                 for t in range(len(like.token_ids))
             ]
-            return Answer(
+            return RecordedAnswer(
                 prompt_token_ids=self.prompt,
                 token_ids=tuple(part.token_ids[0] for part in parts),
                 logprobs=tuple(part.logprobs[0] for part in parts),
@@ -116,8 +116,13 @@ class Runs:
         return self._run(setting, self.prompt, most, num_tokens=most)
 
     def record(
-        self, setting: Setting, answer: Answer, *, num_tokens: int, captured: int | None = None
-    ) -> tuple[Recording, Answer]:
+        self,
+        setting: Setting,
+        answer: RecordedAnswer,
+        *,
+        num_tokens: int,
+        captured: int | None = None,
+    ) -> tuple[Recording, RecordedAnswer]:
         """Run the first tokens of an answer by tapped programs.
 
         Args:
@@ -166,7 +171,7 @@ class Runs:
         *,
         num_tokens: int,
         programs: ProgramCache | None = None,
-    ) -> Answer:
+    ) -> RecordedAnswer:
         """Ask for `max_tokens` next to the other requests, and stop all after `num_tokens`.
 
         Every launch until then equals that of a run of `max_tokens`.
@@ -186,7 +191,7 @@ class Runs:
 
         requests = self._requests(setting, prompt, max_tokens, config.max_len)
         done = engine.generate(requests, on_token=on_token)[setting.row]
-        return Answer(
+        return RecordedAnswer(
             prompt_token_ids=self.prompt,
             token_ids=done.token_ids[:num_tokens],
             logprobs=done.logprobs[:num_tokens],

@@ -103,7 +103,7 @@ def _integer(name: str, text: str) -> int:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
+class RecordedAnswer:
     """An answer, however it was computed.
 
     Attributes:
@@ -128,7 +128,7 @@ class Answer:
             )
 
     @classmethod
-    def from_dict(cls, entry: Mapping[str, Any]) -> "Answer":
+    def from_dict(cls, entry: Mapping[str, Any]) -> "RecordedAnswer":
         """Read a line of `python -m detjax.generate --format jsonl`.
 
         Raises:
@@ -149,7 +149,7 @@ class Answer:
         )
 
     @classmethod
-    def from_line(cls, line: str) -> "Answer":
+    def from_line(cls, line: str) -> "RecordedAnswer":
         """Read a JSON line. Raises ValueError as `from_dict` does, or if it is no JSON object."""
         entry = json.loads(line)
         if not isinstance(entry, dict):

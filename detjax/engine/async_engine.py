@@ -5,6 +5,7 @@ import asyncio
 import dataclasses
 import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from detjax.engine.metrics import EngineStats
@@ -55,6 +56,27 @@ class StepsRequests(Protocol):
 
     def reset_prefix_cache(self) -> None:
         """Forget cached prefixes."""
+        ...
+
+    def check_folder(self, folder: Path) -> None:
+        """Refuse weights of a folder that do not fit."""
+        ...
+
+    def load_folder(self, folder: Path, *, version: int) -> None:
+        """Replace the weights by those of a folder."""
+        ...
+
+    def sleep(self, *, keeps_weights: bool = True) -> None:
+        """Free weights and cache on the devices."""
+        ...
+
+    def wake_up(self, *, weights: bool = True, cache: bool = True) -> None:
+        """Bring them back."""
+        ...
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether weights or cache are not on the devices."""
         ...
 
     @property
@@ -225,6 +247,24 @@ class AsyncEngine:
             error = await asyncio.shield(self._start_pump())
             if error is not None:
                 raise error
+
+    async def change(self, change: Callable[[], None]) -> None:
+        """Change the engine in a thread, once it has no work; no step runs meanwhile.
+
+        Raises:
+            EngineStoppedError: If an error stops the engine before.
+            Exception: What `change` raises.
+        """
+        while self._engine.has_work:
+            error = await asyncio.shield(self._start_pump())
+            if error is not None:
+                raise error
+
+        def changed() -> None:
+            with self._stepping:
+                change()
+
+        await asyncio.to_thread(changed)
 
     def fail(self, error: Exception) -> None:
         """Tell every sink an error, whatever a step is waiting for. In the loop's thread."""

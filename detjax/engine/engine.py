@@ -13,6 +13,7 @@ import threading
 import time
 from collections import abc, deque
 from collections.abc import Callable, Container
+from pathlib import Path
 from typing import Any, Concatenate
 
 from detjax.engine import trace
@@ -50,6 +51,7 @@ from detjax.engine.scheduling.speculation import propose_nothing
 from detjax.engine.self_check.claim import Claim
 from detjax.engine.self_check.evidence import Difference
 from detjax.engine.self_check.recheck import Rechecks
+from detjax.engine.sleep import Sleep
 from detjax.engine.stat_logger import StatLogger
 from detjax.engine.weight_history import WeightHistory
 from detjax.models.loading import LoadedModel
@@ -155,6 +157,7 @@ class Engine:
             stats=self._stats,
             tracer=tracer,
         )
+        self._sleep = Sleep(model, self._runner)
         self._states = RequestStates()
         self._stat_logger = StatLogger(self._stats, tracer)
         self._rechecks = Rechecks(
@@ -258,6 +261,7 @@ class Engine:
             ValueError, EngineFullError, EngineStoppedError, SelfCheckError: As `add_request` does.
         """
         self._refuse_if_stopped()
+        self._sleep.refuse_if_asleep()
         if request.is_deterministic:
             self._claim.refuse_if_broken()
         self._input_processor.check(request, "the prompt")
@@ -311,14 +315,12 @@ class Engine:
         """
         self._refuse_if_at_work()
         # WHY: forgotten first, so that an interrupt leaves no page of other weights.
-        self._rechecks.give_up()
-        self._rechecks.forget()
-        self._scheduler.forget_pages()
+        self._forget_computed()
         self._model.replace_weights(weights)
         # Said first: what comes behind it can fail, and the new weights compute already.
         self._weight_history.replace(version)
         self._output_processor.weight_version = version
-        self._runner.take_weights()
+        self._sleep.note_weights()
 
     @_one_thread_at_a_time
     def load_named_weights(self, tensors: abc.Iterable[tuple[str, Any]], *, version: int) -> None:
@@ -341,6 +343,79 @@ class Engine:
         """
         self._refuse_if_at_work()
         self.load_weights(self._model.named_weights(tensors), version=version)
+
+    @_one_thread_at_a_time
+    def load_folder(self, folder: Path, *, version: int) -> None:
+        """Replace the model's weights by those of a folder's safetensors, then as `load_weights`.
+
+        The folder's names, shapes and dtypes are checked first. While it is read the host keeps the
+        old weights, so the devices need no room for both; if reading fails they are put back. The
+        bits are those of opening the folder. Also while the engine is asleep, which it stays.
+
+        Args:
+            folder: `model.safetensors`, or `model.safetensors.index.json` and its files. They must
+                stay as they are meanwhile.
+            version: Any number that tells these weights from others.
+
+        Raises:
+            FileNotFoundError: If a file is missing.
+            ValueError: If a request is waiting or running, a file is damaged or of another model,
+                or a value does not fit; the old weights are in place then.
+            EngineStoppedError: If an error has stopped the engine.
+        """
+        self._refuse_if_at_work()
+        self._model.check_folder(folder)
+        self._forget_computed()
+        with self._sleep.weights_aside():
+            self.load_weights(self._model.read_folder(folder), version=version)
+
+    def check_folder(self, folder: Path) -> None:
+        """Refuse what `load_folder` would refuse before it reads a weight. From any thread.
+
+        Raises:
+            FileNotFoundError, ValueError: As `load_folder` does.
+        """
+        self._model.check_folder(folder)
+
+    @_one_thread_at_a_time
+    def sleep(self, *, keeps_weights: bool = True) -> None:
+        """Free weights and cache on the devices until `wake_up`. Compiled programs stay.
+
+        Args:
+            keeps_weights: In the host's memory. Else others must be loaded before the engine wakes.
+
+        Raises:
+            ValueError: If a request is waiting or running.
+            EngineStoppedError: If an error has stopped the engine.
+        """
+        self._refuse_if_at_work()
+        self._forget_computed()
+        self._sleep.sleep(keeps_weights=keeps_weights)
+
+    @_one_thread_at_a_time
+    def wake_up(self, *, weights: bool = True, cache: bool = True) -> None:
+        """Bring back what `sleep` has freed. Awake: no effect. Answers have the same bits.
+
+        Args:
+            weights: Those that the host has; no effect if it has none.
+            cache: Needs weights on the devices, or now.
+
+        Raises:
+            AsleepError: If the cache is asked for and nobody has the weights.
+        """
+        self._refuse_if_stopped()
+        self._sleep.wake_up(weights=weights, cache=cache)
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether weights or cache are not on the devices; no request can run then."""
+        return self._sleep.is_asleep
+
+    def _forget_computed(self) -> None:
+        """Forget what the weights of now have computed and no request holds."""
+        self._rechecks.give_up()
+        self._rechecks.forget()
+        self._scheduler.forget_pages()
 
     def _refuse_if_at_work(self) -> None:
         self._refuse_if_stopped()
@@ -447,6 +522,8 @@ class Engine:
         """
         if self._stopped_by is not None or self.has_work or self._claim.difference is not None:
             return False
+        if self._sleep.is_asleep:
+            return False
         states = self._states
         states.is_torn = True
         try:
@@ -494,6 +571,7 @@ class Engine:
             RuntimeError: If a request failed for another reason.
         """
         self._refuse_if_stopped()
+        self._sleep.refuse_if_asleep()
         if any(request.is_deterministic for request in requests):
             self._claim.refuse_if_broken()
         self._mend()
@@ -568,6 +646,7 @@ class Engine:
         Returns:
             What was not told yet, and the end of every request: ERROR, with the reason.
         """
+        self._sleep.refuse_if_asleep()
         states = self._states
         states.is_torn = True
         self._scheduler.forget_pages()  # first, lest an interrupt leave pages that are not there
@@ -629,6 +708,7 @@ class Engine:
             EngineStoppedError: If an error has stopped the engine.
         """
         self._refuse_if_stopped()
+        self._sleep.refuse_if_asleep()
         self._runner.compile(progress, requests)
 
     # -------------------------------------------------------------------------------- observability

@@ -13,7 +13,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -295,6 +296,34 @@ class ReplicatedEngine:
         raise ValueError(
             "the prefix cache of a server of several processes cannot be reset; start it again"
         )
+
+    def check_folder(self, folder: Path) -> NoReturn:
+        """Refuse it, and so do `load_folder`, `sleep` and `wake_up`, as `reset_prefix_cache` does.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(
+            "the weights of a server of several processes cannot be replaced or put to sleep; use "
+            "one process for all GPUs of a machine, or start it again"
+        )
+
+    def load_folder(self, folder: Path, *, version: int) -> None:
+        """Refuse it."""
+        self.check_folder(folder)
+
+    def sleep(self, *, keeps_weights: bool = True) -> None:
+        """Refuse it."""
+        self.check_folder(Path())
+
+    def wake_up(self, *, weights: bool = True, cache: bool = True) -> None:
+        """Refuse it."""
+        self.check_folder(Path())
+
+    @property
+    def is_asleep(self) -> bool:
+        """Never."""
+        return False
 
     def check_idle(self) -> bool:
         """Nothing: a check is a launch, and the other processes would not make it."""

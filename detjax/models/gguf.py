@@ -43,17 +43,15 @@ class Architecture:
     Attributes:
         model_class: In config.json.
         is_interleaved: Whether rows of q and k are stored for interleaved rotation.
-        has_qkv_bias: Whether config.json's class has biases of q, k and v of itself.
     """
 
     model_class: str
     is_interleaved: bool = False
-    has_qkv_bias: bool = False
 
 
 ARCHITECTURES = {
     "llama": Architecture(model_class="LlamaForCausalLM", is_interleaved=True),
-    "qwen2": Architecture(model_class="Qwen2ForCausalLM", has_qkv_bias=True),
+    "qwen2": Architecture(model_class="Qwen2ForCausalLM"),
     "qwen3": Architecture(model_class="Qwen3ForCausalLM"),
 }
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from detjax.array_types import Activation, Array, Float32, Int32
-from detjax.models.config import ModelConfig
+from detjax.models.config import ExpertConfig, ModelConfig
 from detjax.models.taps import NO_TAPS, NoTaps, Share, Taps
 from detjax.models.transformer import Stream
 from detjax.numerics import NumericsProfile, tree_reduction
@@ -319,27 +319,7 @@ def mix_experts(
             top_k=config.top_k, renormalise=config.renormalise, eps=eps, backend=backend,
         )  # fmt: skip
         return Stream(*added)
-    expert_ids, expert_weights = route(
-        logits,
-        num_experts=config.num_experts,
-        top_k=config.top_k,
-        renormalise=config.renormalise,
-        backend=backend,
-    )
-    ctx.taps.see("expert_ids", expert_ids)
-    ctx.taps.see("expert_weights", expert_weights)
-    first_expert = 0
-    if tp > 1:
-        first_expert = lax.axis_index(TP_AXIS) * weights["expert_down"].shape[0]
-    y = expert_mlp(
-        x,
-        expert_ids,
-        weights["expert_gate_up"],
-        weights["expert_down"],
-        first_expert=first_expert,
-        num_ranks=tp,
-        backend=backend,
-    )
+    y, expert_weights = _own_experts(ctx, config, weights, x, logits)
     if tp > 1 and is_scattered(x.shape[0], tp):
         added = scatter_experts_add_rms_norm(
             y, expert_weights, residual, gain, TP_AXIS, tp, eps=eps, backend=backend
@@ -352,6 +332,34 @@ def mix_experts(
         y, expert_weights, residual, gain, eps=eps, backend=backend
     )
     return Stream(*added)
+
+
+def _own_experts(
+    ctx: ForwardContext, config: ExpertConfig, weights: dict, x: jax.Array, logits: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """What this rank's experts give for each row, and each row's weights of its experts."""
+    expert_ids, expert_weights = route(
+        logits,
+        num_experts=config.num_experts,
+        top_k=config.top_k,
+        renormalise=config.renormalise,
+        backend=ctx.backend,
+    )
+    ctx.taps.see("expert_ids", expert_ids)
+    ctx.taps.see("expert_weights", expert_weights)
+    first_expert = 0
+    if ctx.tp > 1:
+        first_expert = lax.axis_index(TP_AXIS) * weights["expert_down"].shape[0]
+    y = expert_mlp(
+        x,
+        expert_ids,
+        weights["expert_gate_up"],
+        weights["expert_down"],
+        first_expert=first_expert,
+        num_ranks=ctx.tp,
+        backend=ctx.backend,
+    )
+    return y, expert_weights
 
 
 def final_rows(

@@ -25,7 +25,8 @@ from detjax.models.params import Params, kv_layout, padded_vocab_size, partition
 from detjax.models.rope import rope_tables
 from detjax.models.weights.dtypes import find_cast
 from detjax.models.weights.files import has_saved_params
-from detjax.models.weights.load import ignore_progress, load_params
+from detjax.models.weights.host import put_on_devices, take_to_host
+from detjax.models.weights.load import check_params, ignore_progress, load_params
 from detjax.models.weights.named import load_named_params
 from detjax.models.weights.random_weights import random_params
 from detjax.models.weights.saved import (
@@ -36,10 +37,14 @@ from detjax.models.weights.saved import (
 )
 from detjax.numerics import NO_CAST, NOT_QUANTIZED, Build, NumericsProfile, fingerprint
 from detjax.pallas_kernels.backend import Backend
+from detjax.parallel.distributed import connect_devices
 from detjax.parallel.exchange import EXCHANGE_SPECS, open_exchange, why_no_exchange
 from detjax.parallel.mesh import TP_AXIS
 
 LOG = logging.getLogger(__name__)
+
+_NOT_OF_WEIGHTS = {"max_position_embeddings", "bos_token_id", "eos_token_ids"}
+"""Fields of a configuration that decide nothing of what weights compute."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +84,7 @@ class LoadedModel:
         Raises:
             ValueError: If a weight does not fit, naming it; nothing is replaced then.
         """
-        old = {name: leaf for name, leaf in self.params.items() if name != "exchange"}
+        old = self._own_weights()
         if jax.tree.structure(old) != jax.tree.structure(weights):
             raise ValueError(f"the weights' names differ from those of the model: {sorted(old)}")
         for (path, have), new in zip(
@@ -115,6 +120,87 @@ class LoadedModel:
             vocab_block=self.profile.vocab_block,
             can_cast="float16" in self.weight_cast.split(),
         )
+
+    def check_folder(self, folder: Path) -> None:
+        """Refuse a folder whose weights this model could not take, before anything is read.
+
+        Names, shapes, dtypes and lengths are those of the files' headers. If the folder has a
+        config.json it must be that of this model. Tokenizer and templates are not looked at.
+
+        Raises:
+            FileNotFoundError: If a file is missing.
+            ValueError: If a file is damaged, of another model, or needs another cast.
+        """
+        if has_saved_params(folder):
+            raise ValueError(
+                f"{folder} holds a checkpoint of LoadedModel.save; give a folder of safetensors"
+            )
+        profile = self.profile
+        if (folder / "config.json").is_file():
+            _check_config(folder, self.config)
+        scheme = read_quantization(folder)
+        quantization = NOT_QUANTIZED if scheme is None else str(scheme)
+        if quantization != self.quantization:
+            raise ValueError(
+                f"the weights in {folder} are in the format {quantization!r}, and the fingerprint "
+                f"says {self.quantization!r}; give weights in the format of the first ones"
+            )
+        cast = find_cast(
+            folder, self.config, cast_weights=self._cast_weights, dtype=profile.param_dtype
+        )
+        if cast != self.weight_cast:
+            raise ValueError(
+                f"the weights in {folder} would be cast {cast!r}, and the fingerprint says "
+                f"{self.weight_cast!r}; convert them to the dtypes of the first weights"
+            )
+        check_params(
+            folder,
+            self.config,
+            self.mesh,
+            dtype=profile.param_dtype,
+            vocab_block=profile.vocab_block,
+            cast_weights=self._cast_weights,
+        )
+
+    def read_folder(self, folder: Path) -> Params:
+        """Make weights for `replace_weights` from a folder's safetensors.
+
+        Raises:
+            FileNotFoundError, ValueError: As `load_params` does, or if a file has changed
+                meanwhile.
+        """
+        before = _file_states(folder)
+        params = load_params(
+            folder,
+            self.config,
+            self.mesh,
+            dtype=self.profile.param_dtype,
+            vocab_block=self.profile.vocab_block,
+            cast_weights=self._cast_weights,
+        )
+        if changed := sorted(before.items() ^ _file_states(folder).items()):
+            raise ValueError(
+                f"{folder / changed[0][0]} changed while it was read; write weights to a folder of "
+                "their own, and ask when it is complete"
+            )
+        return params
+
+    @property
+    def _cast_weights(self) -> str:
+        """As `load_params` has it."""
+        return self.weight_cast.rpartition(" to ")[2]
+
+    def take_weights_to_host(self) -> Params:
+        """Free the weights on the devices; their copy on the host, for `put_weights_back`."""
+        return take_to_host(self._own_weights())
+
+    def put_weights_back(self, host: Params) -> None:
+        """Put the weights where they were."""
+        self.params.update(put_on_devices(host, self._own_weights()))
+
+    def _own_weights(self) -> Params:
+        """The weights, without the buffers of the mesh."""
+        return {name: leaf for name, leaf in self.params.items() if name != "exchange"}
 
     def save(self, folder: Path | str) -> None:
         """Write the model as a folder that `load_model` reads: the same weights, bit for bit.
@@ -154,6 +240,24 @@ class LoadedModel:
                     shutil.copyfile(self.folder / name, folder / name)
 
 
+def _check_config(folder: Path, config: ModelConfig) -> None:
+    """Refuse a config.json of another model. Length of context and end tokens stay as they are."""
+    found = load_config(folder)
+    for field in dataclasses.fields(config):
+        theirs, ours = getattr(found, field.name), getattr(config, field.name)
+        if theirs != ours and field.name not in _NOT_OF_WEIGHTS:
+            raise ValueError(
+                f"{folder / 'config.json'} has {field.name}={theirs!r}, and this model "
+                f"{field.name}={ours!r}; weights of another model need a server of their own"
+            )
+
+
+def _file_states(folder: Path) -> dict[str, tuple[int, int, int]]:
+    """Length, time of the last write and inode of each file of weights."""
+    files = {path.name: path.stat() for path in folder.glob("*.safetensors")}
+    return {name: (it.st_size, it.st_mtime_ns, it.st_ino) for name, it in files.items()}
+
+
 def place_model(
     config: ModelConfig,
     make_params: Callable[[], dict],
@@ -167,6 +271,8 @@ def place_model(
     max_len: int | None = None,
 ) -> LoadedModel:
     """Check that the model can run on the mesh, then make its weights there.
+
+    In a job of several processes all come here, and wait for one another.
 
     Args:
         config: The model.
@@ -184,18 +290,10 @@ def place_model(
         ValueError: If the mesh is not of the backend's devices, a rank would not own whole heads,
             columns or leaves, or the backend's kernels refuse the model.
     """
-    platform = mesh.devices.flat[0].platform
-    if platform != backend.platform:
-        raise ValueError(
-            f"backend {backend.value} runs on {backend.platform} devices and the mesh has "
-            f"{platform} ones; make_mesh(..., platform={backend.platform!r})"
-        )
     tp = mesh.shape[TP_AXIS]
     specs = partition_specs(config, tp=tp, vocab_block=profile.vocab_block)
-    check_mesh(config, profile, tp)
-    refused = why_unsupported(config, profile, backend, tp)
-    if refused is not None:
-        raise ValueError(f"backend {backend.value} cannot run this model: {refused}")
+    _check_backend(config, profile, mesh, backend)
+    connect_devices(mesh)
     read_ahead(
         list(mesh.devices.flat),
         root=__name__,
@@ -235,6 +333,22 @@ def place_model(
         weight_cast=weight_cast,
         quantization=quantization,
     )
+
+
+def _check_backend(
+    config: ModelConfig, profile: NumericsProfile, mesh: Mesh, backend: Backend
+) -> None:
+    """Refuse a mesh of other devices, and a model that cannot run on it."""
+    platform = mesh.devices.flat[0].platform
+    if platform != backend.platform:
+        raise ValueError(
+            f"backend {backend.value} runs on {backend.platform} devices and the mesh has "
+            f"{platform} ones; make_mesh(..., platform={backend.platform!r})"
+        )
+    check_mesh(config, profile, mesh.shape[TP_AXIS])
+    refused = why_unsupported(config, profile, backend, mesh.shape[TP_AXIS])
+    if refused is not None:
+        raise ValueError(f"backend {backend.value} cannot run this model: {refused}")
 
 
 def load_model(

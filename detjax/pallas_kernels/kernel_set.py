@@ -18,7 +18,6 @@ class KernelSet(Protocol):
     calls an implementation: it has checked the shapes, and the implementation refuses the rest.
 
     Attributes:
-        platform: The JAX platform whose devices run it.
         takes_every_model: Whether it refuses no model, so that none need be tried.
         attention_beats_xla: Whether the path without claims takes its attention too, as nothing
             that was measured is quicker.
@@ -26,7 +25,6 @@ class KernelSet(Protocol):
             so that such drafts gain nothing.
     """
 
-    platform: str
     takes_every_model: bool
     attention_beats_xla: bool
     steps_beat_xla: bool

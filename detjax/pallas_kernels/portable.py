@@ -42,7 +42,6 @@ from detjax.pallas_kernels.sampling.portable import nucleus_sums as nucleus_sums
 from detjax.pallas_kernels.sampling.portable import stats_and_choice as stats_and_choice
 from detjax.pallas_kernels.swiglu.portable import swiglu as swiglu
 
-platform = "cpu"
 takes_every_model = True
 attention_beats_xla = False
 steps_beat_xla = False

@@ -5,6 +5,7 @@ import jax
 
 from detjax.pallas_kernels.attention.sm90 import attention as attention
 from detjax.pallas_kernels.attention.sm90 import rope_attention as rope_attention
+from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.embedding.portable import embed as embed
 from detjax.pallas_kernels.linear.sm90 import add_partials as add_partials
 from detjax.pallas_kernels.linear.sm90 import combine_norm_linear as combine_norm_linear
@@ -44,7 +45,6 @@ from detjax.pallas_kernels.sampling.sm90_choice import stats_and_choice as stats
 from detjax.pallas_kernels.sampling.sm90_token import choose_token as choose_token
 from detjax.pallas_kernels.swiglu.sm90 import swiglu as swiglu
 
-platform = "gpu"
 takes_every_model = False
 attention_beats_xla = True  # docs/kernels.md
 steps_beat_xla = True  # docs/serving.md
@@ -53,7 +53,7 @@ steps_beat_xla = True  # docs/serving.md
 def why_not_here() -> str | None:
     """It needs a GPU of compute capability 9.0, which alone has wgmma."""
     try:
-        gpu = jax.devices(platform)[0]
+        gpu = jax.devices(Backend.SM90.platform)[0]
     except RuntimeError:
         return "no GPU that JAX can use"
     if gpu.compute_capability != "9.0":
@@ -63,4 +63,4 @@ def why_not_here() -> str | None:
 
 def where_it_runs() -> str:
     """On the first GPU."""
-    return f"{jax.devices(platform)[0].device_kind} is a Hopper GPU"
+    return f"{jax.devices(Backend.SM90.platform)[0].device_kind} is a Hopper GPU"

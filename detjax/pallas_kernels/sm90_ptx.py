@@ -11,11 +11,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
 from jaxlib.mlir.dialects import llvm
 
-LANES = 128
-"""Threads of a warpgroup."""
-
-WARP = 32
-"""Threads of a warp."""
+from detjax.pallas_kernels.sm90_hardware import LANES, WARP
 
 SCALAR: Any = plgpu.Layout.WG_SPLAT(())
 """Layout of a scalar that all threads of a warpgroup have."""

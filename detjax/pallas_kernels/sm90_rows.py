@@ -20,12 +20,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, memref, vector
 
 from detjax.pallas_kernels import sm90_ptx as ptx
-
-LANES = ptx.LANES
-"""Threads of a warpgroup."""
-
-NUM_SMS = 132
-"""Streaming multiprocessors of an H100 or H200 SXM."""
+from detjax.pallas_kernels.sm90_hardware import LANES
 
 
 def instruction(op: str):

@@ -7,6 +7,9 @@ each device waits in a collective, or in an exchange kernel, for a peer that wai
 program. Engines on one model share mailboxes, too, whose parities count the programs in order. So
 whoever calls a program of several devices holds all of them until it is in every queue.
 
+Programs that are called one after the other also run so on GPUs. On CPUs of several processes they
+run when their operands are there: see `finished`.
+
 Nothing else happens while they are held but the call, which loads a new program as well: by then
 every earlier one is in all queues, so one that loading has to wait for will end. Programs are
 compiled without holding anything.
@@ -42,9 +45,22 @@ def ordered[**P, R](devices: Collection[jax.Device], program: Callable[P, R]) ->
     @functools.wraps(program)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         with one_order(devices):
-            return program(*args, **kwargs)
+            return finished(devices, program(*args, **kwargs))
 
     return call
+
+
+def finished[R](devices: Collection[jax.Device], result: R) -> R:
+    """What a program gives; on CPUs of several processes, once it has ended.
+
+    # WHY: there XLA begins a program when its operands are there, whatever was called before
+    # (jaxlib 0.11.2, one device a process). Of two programs that need nothing of each other, one
+    # process may begin the first and its peer the second. Gloo tells their messages apart by order
+    # alone, and ends both processes: "Received data size doesn't match expected size".
+    """
+    if jax.process_count() > 1 and next(iter(devices)).platform == "cpu":
+        jax.block_until_ready(result)
+    return result
 
 
 @functools.cache  # WHY: engines on other models, and trainers, have the same devices

@@ -7,6 +7,7 @@ same requests, and owns a part of the mesh. Process 0 alone talks to users.
 
 import atexit
 import functools
+import itertools
 import os
 import socket
 import sys
@@ -14,14 +15,17 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax._src.distributed import global_state  # WHY: its barrier has no public name
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from detjax.compilation.source import source_hash
 from detjax.parallel.job_spec import JOIN_S, JobSpec
-from detjax.parallel.mesh import DP_AXIS
-from detjax.parallel.watch import Watch, bind_address, connect
+from detjax.parallel.mesh import DP_AXIS, TP_AXIS
+from detjax.parallel.watch import STALL_S, Watch, bind_address, connect
 
 
 def start_job(
@@ -88,6 +92,38 @@ def _redirect_output(*, is_speaker: bool) -> None:
     else:
         os.close(own)
         sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")
+
+
+def connect_devices(mesh: Mesh) -> None:
+    """Wait until all processes of the job have this mesh, and let its devices connect.
+
+    In one process, and on GPUs: nothing.
+
+    # WHY: Gloo connects the devices of a CPU where they first need one another, and gives each
+    # process 30 s to come there (jaxlib 0.11.2: "GetKeyValue() timed out"). One that compiles the
+    # first program while the machine has other work may take longer, and the job was lost. Here
+    # all come at once; a later collective waits as long as the watch does.
+    """
+    if jax.process_count() == 1 or mesh.devices.flat[0].platform != "cpu":
+        return
+    client = global_state.client
+    assert client is not None
+    client.wait_at_barrier(f"detjax {next(_MESHES)}", timeout_in_ms=int(STALL_S * 1000))
+    axes = (DP_AXIS, TP_AXIS, (DP_AXIS, TP_AXIS))
+
+    def gather(x: jax.Array) -> list[jax.Array]:
+        return [lax.all_gather(x, axis) for axis in axes]
+
+    place = PartitionSpec((DP_AXIS, TP_AXIS))
+    zeros = jax.jit(
+        lambda: jnp.zeros(mesh.size, jnp.int32), out_shardings=NamedSharding(mesh, place)
+    )()
+    gathered = jax.shard_map(gather, mesh=mesh, in_specs=place, out_specs=place, check_vma=False)
+    jax.block_until_ready(jax.jit(gathered)(zeros))
+    least_of_processes(0)
+
+
+_MESHES = itertools.count()
 
 
 def least_of_processes(value: int) -> int:

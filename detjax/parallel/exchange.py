@@ -26,7 +26,7 @@ from detjax.numerics import Reduction
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.moe.api import combine_experts_add_rms_norm
 from detjax.pallas_kernels.rms_norm.api import combine_add_rms_norm, rms_norm
-from detjax.pallas_kernels.sm90_rows import NUM_SMS
+from detjax.pallas_kernels.sm90_hardware import NUM_SMS
 from detjax.parallel import sm90_exchange_kernels
 from detjax.parallel.collectives import scatter_expert_rows
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS

@@ -98,7 +98,7 @@ def exchange_choose_token(
         raise ValueError(f"{slots.shape=} are not slots of {width} tokens a rank")
     num_ranks, blocks = num_peers + 1, width // BLOCK
     first_id = first_operand(first_token_id)
-    parts = best_of_parts(logits, temperature, key, first_id, with_stats=True, interpret=False)
+    parts = best_of_parts(logits, temperature, key, first_id, interpret=False)
     chunks = [(i, min(_CHUNK, blocks - i * _CHUNK)) for i in range(pl.cdiv(blocks, _CHUNK))]
     wide, narrow = rows.strided(_CHUNK, _VEC, False), rows.strided(rows.LANES, 1, False)
     wide_slots, narrow_slots = (

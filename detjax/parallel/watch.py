@@ -310,7 +310,7 @@ def bind_address(host: str) -> str | None:
 def _accept_all(num_processes: int, host: str, port: int, end_s: float) -> dict[int, socket.socket]:
     """Wait for every other process. Who connects and is none of them delays nobody."""
     links: dict[int, socket.socket] = {}
-    with _Door(host, port) as door, contextlib.ExitStack() as on_error:
+    with _Listener(host, port) as door, contextlib.ExitStack() as on_error:
         while len(links) < num_processes - 1:
             left_s = end_s - time.monotonic()
             if left_s <= 0:
@@ -334,7 +334,7 @@ def _accept_all(num_processes: int, host: str, port: int, end_s: float) -> dict[
     return links
 
 
-class _Door:
+class _Listener:
     """Where process 0 listens, and those who have connected and not yet said who they are."""
 
     def __init__(self, host: str, port: int):
@@ -351,7 +351,7 @@ class _Door:
         self._until_s: dict[socket.socket, float] = {}
         self.num_refused = 0
 
-    def __enter__(self) -> "_Door":
+    def __enter__(self) -> "_Listener":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -29,9 +29,9 @@ class Identity:
     """Everything that decides an answer, except the request.
 
     Attributes:
-        model: `name`, `hub_commit` (of a Hugging Face snapshot, else null), `weights` (of
-            the tensors as they lie on the devices: see `hash_weights`; null in a job of several
-            processes, where no process has all of them), `config` (sha256 of the
+        model: `name`, `hub_commit` (of a Hugging Face snapshot whose weights these are, else
+            null), `weights` (of the tensors as they lie on the devices: see `hash_weights`; null in
+            a job of several processes, where no process has all of them), `config` (sha256 of the
             dimensions, canonical JSON), `tokenizer` and `chat_template` (sha256 of the files and of
             the template), `weight_cast`, `quantization`.
         numerics: `fingerprint`, and every field of `NumericsProfile` under `profile`.
@@ -77,7 +77,7 @@ class Identifier:
         return Identity(
             model={
                 "name": self._name,
-                "hub_commit": _hub_commit(model.folder),
+                "hub_commit": None if index else _hub_commit(model.folder),
                 "weights": weights,
                 "config": _config_hash(model.config),
                 "tokenizer": self._tokenizer and _tokenizer_hash(self._tokenizer),
@@ -103,7 +103,8 @@ class Identifier:
                 "the weights that made the answer were replaced before their hash was taken, so no "
                 "receipt can name them; make receipts, or call identity(), before load_weights"
             )
-        model = identity.model | {"weights": self._hashes[index]}
+        commit = None if index else _hub_commit(self._model.folder)
+        model = identity.model | {"weights": self._hashes[index], "hub_commit": commit}
         return dataclasses.replace(identity, model=model)
 
     def weights(self) -> str | None:

@@ -35,7 +35,7 @@ _FAILED = re.compile(r"request (\d+): ")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Difference:
+class ReceiptDifference:
     """The first difference between a receipt and the one made here.
 
     Attributes:
@@ -87,7 +87,7 @@ def rerun(
     excused: Collection[str] = (),
     order: Sequence[int] | None = None,
     progress: Callable[[int], None] = lambda num_ended: None,
-) -> list[Difference]:
+) -> list[ReceiptDifference]:
     """Make receipts again from their requests, and compare them byte for byte.
 
     Only the prompt and the sampling are taken from a receipt. The end of the answer, its text,
@@ -126,12 +126,12 @@ def rerun(
 
     num_ended = 0
 
-    def note_end(answer: _Answer) -> None:
+    def note_end(answer: _CheckedRequest) -> None:
         nonlocal num_ended
         num_ended += len(answer.claims)
         progress(num_ended)
 
-    answers: list[_Answer] = []
+    answers: list[_CheckedRequest] = []
     for group in groups.values():
         try:
             request = _request_of(group[0].receipt, engine, tokenizer, config)
@@ -140,7 +140,7 @@ def rerun(
             continue
         predicted = _predictable(group[0].token_ids, config) if has_predictions else ()
         request = dataclasses.replace(request, predicted_token_ids=predicted)
-        answers.append(_Answer(group, request, prove))
+        answers.append(_CheckedRequest(group, request, prove))
     while answers:
         _ask(engine, answers, tokenizer, config, note_end)
         answers = [answer for answer in answers if answer.agreeing]
@@ -151,10 +151,10 @@ def rerun(
 
 def _ask(
     engine: Engine,
-    answers: Sequence["_Answer"],
+    answers: Sequence["_CheckedRequest"],
     tokenizer: Tokenizer,
     config: ModelConfig,
-    note_end: "Callable[[_Answer], None]",
+    note_end: "Callable[[_CheckedRequest], None]",
 ) -> None:
     """Generate answers until all have ended; receipts of an impossible answer are refused.
 
@@ -234,7 +234,7 @@ def _predictable(token_ids: Sequence[int], config: ModelConfig) -> tuple[int, ..
     return tuple(token_ids[: next(unknown, None)])
 
 
-class _Answer:
+class _CheckedRequest:
     """A request, and the receipts that claim its answer.
 
     Attributes:
@@ -275,7 +275,7 @@ class _Claim:
 
     def __init__(self, receipt: Receipt, index: int):
         self.receipt, self.index = receipt, index
-        self.difference: Difference | None = None
+        self.difference: ReceiptDifference | None = None
         self.has_ended = False
         self.token_ids = receipt.token_ids
         self._logprobs, self._top = receipt.logprobs, receipt.top_logprobs
@@ -308,7 +308,9 @@ class _Claim:
 
     def differs(self, field: str, receipt: str, here: str) -> bool:
         """Record the first difference and return False."""
-        self.difference = Difference(index=self.index, field=field, receipt=receipt, here=here)
+        self.difference = ReceiptDifference(
+            index=self.index, field=field, receipt=receipt, here=here
+        )
         self.has_ended = True
         return False
 

@@ -192,8 +192,16 @@ class Shape:
             return Echo(text)
         return echo_tokens(self.model.tokenizer, first.prompt_token_ids, first.prompt_logprobs)
 
-    def prompt_logprobs(self, first: Piece) -> Json:
-        """Logprobs of the prompt in vLLM's shape, with the first piece, if they are wanted."""
+    def of_prompt(self, piece: Piece, *, is_first: bool = True) -> Json:
+        """What vLLM's server tells of a prompt, where it is wanted.
+
+        Of a conversation the ids, with the first piece; the logprobs with the piece that has them.
+        """
+        has_ids = self.is_chat and self.has_token_ids and is_first
+        ids: Json = {"prompt_token_ids": list(piece.prompt_token_ids)} if has_ids else {}
+        return ids | self._prompt_logprobs(piece)
+
+    def _prompt_logprobs(self, first: Piece) -> Json:
         scores = first.prompt_logprobs
         if self.num_prompt_top is None or scores is None:
             return {}

@@ -7,7 +7,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Set
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -20,6 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from detjax.server.admin import Admin, Row, Run
 from detjax.server.answers import error_body
 from detjax.server.information import PAGE_FILES, PAGE_POLICY, Information
 from detjax.server.openapi import Operation, document, page
@@ -38,8 +39,6 @@ from detjax.server.streaming import CLIENT_LEFT, id_of, key_of, log, reply, resp
 
 LOG = logging.getLogger("detjax.server")
 
-Run = Callable[[Request], Awaitable[Response]]
-
 PAGE_PATHS = ("/", *(f"/{name}" for name in PAGE_FILES))
 MAX_ID_CHARS = 128
 _ID = re.compile(f"[!-~]{{1,{MAX_ID_CHARS}}}")
@@ -54,7 +53,9 @@ OPEN_TO_ALL = WebOptions()
 def make_app(service: Service, options: WebOptions = OPEN_TO_ALL) -> Starlette:
     """The application. With keys all routes but those of `OPEN_PATHS` ask for one."""
     reader = Reader(service)
-    about, gate = Information(service, reader), _Gate.of(options)
+    about = Information(service, reader)
+    admin = Admin(service, reader, options.weights_dirs).routes if options.admin_keys else ()
+    gate = _Gate.of(options, {path for _, path, _, _ in admin})
 
     async def completions(request: Request) -> Response:
         """Continue texts or token ids."""
@@ -86,7 +87,7 @@ def make_app(service: Service, options: WebOptions = OPEN_TO_ALL) -> Starlette:
         headers = {"Content-Security-Policy": PAGE_POLICY}
         return Response(page(told), media_type="text/html", headers=headers)
 
-    table: tuple[tuple[str, str, Run, type[msgspec.Struct] | None], ...] = (
+    table: tuple[Row, ...] = (
         *(("GET", path, about.page, None) for path in PAGE_PATHS),
         ("GET", "/health", about.health, None),
         ("GET", "/health/live", about.live, None),
@@ -104,6 +105,7 @@ def make_app(service: Service, options: WebOptions = OPEN_TO_ALL) -> Starlette:
         ("POST", "/v1/responses", responses, ResponsesRequest),
         ("GET", "/openapi.json", openapi, None),
         ("GET", "/docs", docs, None),
+        *admin,
     )
     told = document([
         Operation(
@@ -112,6 +114,7 @@ def make_app(service: Service, options: WebOptions = OPEN_TO_ALL) -> Starlette:
             summary=(run.__doc__ or "").partition("\n")[0],
             asks=asks,
             is_open=path in gate.open_paths,
+            is_admin=path in gate.admin_paths,
         )
         for verb, path, run, asks in table
         if path not in PAGE_PATHS
@@ -141,18 +144,27 @@ def _middleware(options: WebOptions) -> list[Middleware]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Gate:
-    """The keys, none where all may ask, the paths that need none, and whose pages may ask."""
+    """The keys, none where all may ask, the paths that need none, and whose pages may ask.
+
+    The paths of an administrator need a key of their own, always.
+    """
 
     keys: tuple[bytes, ...]
+    admin_keys: tuple[bytes, ...]
     open_paths: frozenset[str]
+    admin_paths: frozenset[str]
     origins: tuple[str, ...]
 
     @classmethod
-    def of(cls, options: WebOptions) -> "_Gate":
+    def of(cls, options: WebOptions, admin_paths: Set[str]) -> "_Gate":
         """As the options have it."""
-        more = {"/metrics"} if options.has_open_metrics else set[str]()
-        keys = tuple(key.encode() for key in options.api_keys)
-        return cls(keys=keys, open_paths=OPEN_PATHS | more, origins=options.origins)
+        return cls(
+            keys=tuple(key.encode() for key in options.api_keys),
+            admin_keys=tuple(key.encode() for key in options.admin_keys),
+            open_paths=OPEN_PATHS | ({"/metrics"} if options.has_open_metrics else set[str]()),
+            admin_paths=frozenset(admin_paths),
+            origins=options.origins,
+        )
 
 
 def _guarded(run: Run, gate: _Gate) -> Run:
@@ -196,12 +208,15 @@ def _given_id(request: Request) -> str:
 
 def _check_key(request: Request, gate: _Gate) -> None:
     # WHY: the path that is routed. That of `request.url` has in it what the Host header says.
-    if not gate.keys or request.scope["path"] in gate.open_paths:
+    is_admin = request.scope["path"] in gate.admin_paths
+    keys = gate.admin_keys if is_admin else gate.keys
+    if not is_admin and (not keys or request.scope["path"] in gate.open_paths):
         return
     given = key_of(request).encode()
-    if not any([hmac.compare_digest(given, key) for key in gate.keys]):
+    if not any([hmac.compare_digest(given, key) for key in keys]):
         raise RefusedError(
-            "the API key is missing or wrong; send Authorization: Bearer KEY",
+            f"the {'admin' if is_admin else 'API'} key is missing or wrong; send Authorization: "
+            "Bearer KEY",
             status=401,
             code="invalid_api_key",
         )

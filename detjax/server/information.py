@@ -27,6 +27,9 @@ _REASONS = {
     ServiceState.STARTING: "the model is loading, or its programs are compiled",
     ServiceState.DRAINING: "the server stops, and lets open answers end",
     ServiceState.FAILED: "the engine has stopped",
+    ServiceState.SLEEPING: "its weights or cache are not on the devices; requests wait",
+    ServiceState.UPDATING: "it gets other weights; requests wait",
+    ServiceState.PAUSED: "an administrator has paused it; requests wait",
 }
 PAGE_POLICY = "default-src 'self'; img-src 'self' data:"
 """The page loads nothing from elsewhere, and runs no script but its own."""
@@ -48,12 +51,12 @@ class Information:
         return Response(self._page[name], media_type=PAGE_FILES[name], headers=headers)
 
     async def health(self, request: Request) -> Response:
-        """The state; 200 only where requests are taken."""
+        """The state; 200 only where requests are taken, to be answered or to wait."""
         service = self._service
         body = {"status": service.state.value}
         if service.why_failed:
             body["reason"] = service.why_failed
-        if service.state is not ServiceState.READY:
+        if not service.takes_requests:
             return reply(body, 503)
         if service.self_check_error:
             failed = {"status": "self_check_failed", "reason": service.self_check_error}
@@ -67,10 +70,13 @@ class Information:
         return reply({"status": "live", "state": self._service.state.value})
 
     async def ready(self, request: Request) -> Response:
-        """As `health`, with the reason in every state, and how long the server has been in it."""
+        """As `health`, with the reason in every state, and how long the server has been in it.
+
+        503 also where requests wait.
+        """
         service = self._service
         response = await self.health(request)
-        if response.status_code == 200:
+        if response.status_code == 200 and service.state is ServiceState.READY:
             return response
         is_broken = service.state is ServiceState.READY
         reason = service.self_check_error if is_broken else service.why_failed
@@ -82,7 +88,11 @@ class Information:
     async def version(self, request: Request) -> Response:
         """Which detjax, model, numerics and build."""
         model = self._service.model
-        known = {"version": detjax.__version__, "system_fingerprint": model.fingerprint}
+        known = {
+            "version": detjax.__version__,
+            "system_fingerprint": model.fingerprint,
+            "weight_version": model.weight_version,
+        }
         return reply(known | dataclasses.asdict(model.identity))
 
     async def metrics(self, request: Request) -> Response:
@@ -115,6 +125,8 @@ class Information:
             "created": self._service.opened_at_s,
             "max_model_len": model.max_len,
             "mode": model.mode,
+            "weights": model.identity.model["weights"],
+            "weight_version": model.weight_version,
             "has_chat_template": model.tokenizer.chat_template is not None,
         }
 

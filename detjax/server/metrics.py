@@ -20,7 +20,7 @@ from detjax.engine.metrics import (
     EngineStats,
     Histogram,
 )
-from detjax.server.service import Service, ServiceState
+from detjax.server.service import ServedModel, Service, ServiceState
 
 GAUGES = {
     "num_waiting": "Sequences in the queue.",
@@ -96,13 +96,16 @@ class EngineCollector(Collector):
             stats = self._service.stats()
             yield from _of_engine(stats)
             yield from _as_vllm(stats, self._service.model.name)
+            yield from _of_weights(self._service.model)
         state = GaugeMetricFamily("detjax_state", "1 for the state it is in.", labels=["state"])
         for one in ServiceState:
             state.add_metric([one.value], float(self._service.state is one))
         yield state
-        yield GaugeMetricFamily(
-            "detjax_http_requests_open", "Requests being answered.", value=self._service.num_open
-        )
+        for name, text, value in (
+            ("open", "Requests being answered, or that wait.", self._service.num_open),
+            ("held", "Requests that wait for the server.", self._service.turns.num_held),
+        ):
+            yield GaugeMetricFamily(f"detjax_http_requests_{name}", text, value=value)
 
 
 def _of_engine(stats: EngineStats) -> Iterator[Metric]:
@@ -119,6 +122,15 @@ def _of_engine(stats: EngineStats) -> Iterator[Metric]:
         yield HistogramMetricFamily(
             f"detjax_{metric}", text, buckets=_buckets(histogram), sum_value=histogram.total
         )
+
+
+def _of_weights(model: ServedModel) -> Iterator[Metric]:
+    info = GaugeMetricFamily("detjax_weights", "1 for the hash of the weights.", labels=["weights"])
+    info.add_metric([str(model.identity.model["weights"])], 1.0)
+    yield info
+    yield GaugeMetricFamily(
+        "detjax_weight_version", "Of the weights that compute.", value=model.weight_version
+    )
 
 
 def _as_vllm(stats: EngineStats, model_name: str) -> Iterator[Metric]:

@@ -31,6 +31,8 @@ class Operation:
         summary: What it does.
         asks: The type of its body; None has none.
         is_open: It needs no key, where there are keys.
+        is_admin: It needs an administrator's key. Fields that are all optional may come in the
+            query, too.
     """
 
     verb: str
@@ -38,6 +40,14 @@ class Operation:
     summary: str
     asks: type[msgspec.Struct] | None
     is_open: bool
+    is_admin: bool = False
+
+    @property
+    def needs_body(self) -> bool:
+        """Whether a request without a body is refused."""
+        assert self.asks is not None
+        has_required = any(its.required for its in msgspec.structs.fields(self.asks))
+        return has_required or not self.is_admin
 
 
 class Error(msgspec.Struct, kw_only=True):
@@ -79,7 +89,9 @@ def document(operations: Sequence[Operation]) -> Json:
         "paths": paths,
         "components": {
             "schemas": schemas,
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "securitySchemes": {
+                name: {"type": "http", "scheme": "bearer"} for name in ("key", "admin_key")
+            },
         },
     }
 
@@ -109,6 +121,13 @@ def _or_null(field: Json) -> Json:
     return {"anyOf": [inner, {"type": "null"}]} | default
 
 
+def _security(one: Operation) -> list[Json]:
+    """Keys, of which one is needed; {} is none."""
+    if one.is_admin:
+        return [{"admin_key": []}]
+    return [] if one.is_open else [{"key": []}, {}]
+
+
 def _operation(one: Operation) -> Json:
     kind = _TEXTS.get(one.path, "application/json")
     answers: Json = {kind: {"schema": {"type": "string" if kind == "text/plain" else "object"}}}
@@ -122,12 +141,16 @@ def _operation(one: Operation) -> Json:
             "200": {"description": "The answer.", "content": answers},
             "default": {"description": "Why there is none.", "content": error},
         },
-        "security": [] if one.is_open else [{"key": []}, {}],
+        "security": []
+        if one.is_open
+        else [{"admin_key": []}]
+        if one.is_admin
+        else [{"key": []}, {}],
     }
     if one.asks is not None:
         schema = {"$ref": _SCHEMAS + one.asks.__name__}
         told["requestBody"] = {
-            "required": True,
+            "required": one.needs_body,
             "content": {"application/json": {"schema": schema}},
         }
     names = [part[1:-1] for part in one.path.split("/") if part.startswith("{")]

@@ -5,6 +5,7 @@ import argparse
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -21,6 +22,9 @@ class WebOptions:
 
     Attributes:
         api_keys: Of which a request must have one; none lets everybody ask.
+        admin_keys: Of which a request of an administrator must have one; none: there are no such
+            routes.
+        weights_dirs: Folders in which weights may be read, resolved.
         has_open_metrics: `/metrics` needs no key.
         origins: Whose pages may ask (CORS); `*` is all.
         methods: That these may ask with.
@@ -29,6 +33,8 @@ class WebOptions:
     """
 
     api_keys: tuple[str, ...] = ()
+    admin_keys: tuple[str, ...] = ()
+    weights_dirs: tuple[Path, ...] = ()
     has_open_metrics: bool = False
     origins: tuple[str, ...] = ()
     methods: tuple[str, ...] = ("*",)
@@ -45,6 +51,8 @@ def web_options(args: argparse.Namespace) -> WebOptions:
 
     return WebOptions(
         api_keys=tuple(args.api_key),
+        admin_keys=tuple(args.admin_api_key),
+        weights_dirs=tuple(Path(folder).resolve() for folder in args.weights_dir),
         has_open_metrics=args.metrics_without_key,
         origins=texts("origins", ()),
         methods=texts("methods", ("*",)),

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, ClassVar
 
 import msgspec
+from starlette.datastructures import QueryParams
 
 from detjax.engine.requests.limits import MAX_LOGIT_BIASES
 from detjax.engine.requests.request import SamplingParams, draw_seed
@@ -653,12 +654,39 @@ def parse[T: msgspec.Struct](body: bytes, kind: type[T]) -> T:
             return msgspec.json.decode(body, type=kind)
         return msgspec.convert(_less_nulls(msgspec.json.decode(body), kind), kind)
     except msgspec.ValidationError as error:
-        message, field = str(error), _field_of(str(error))
-        if "unknown field" in message:
-            message = f"unknown field {field!r}: detjax would have to ignore it; leave it out"
-        raise RefusedError(message, field=field) from error
+        raise _invalid(error) from error
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise RefusedError(f"the body is not JSON: {error}") from error
+
+
+def read_query[T: msgspec.Struct](query: QueryParams, kind: type[T]) -> T:
+    """Read a record from the query of a URL; a list's name may come several times.
+
+    Raises:
+        RefusedError: If a field is not known, of another type, or given twice.
+    """
+    lists = {
+        its.encode_name
+        for its in msgspec.structs.fields(kind)
+        if its.default_factory is not msgspec.NODEFAULT
+    }
+    given: dict[str, Any] = {}
+    for name in query:
+        values = query.getlist(name)
+        if len(values) > 1 and name not in lists:
+            raise RefusedError(f"{name} is given {len(values)} times; give it once", field=name)
+        given[name] = values if name in lists else values[0]
+    try:
+        return msgspec.convert(given, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise _invalid(error) from error
+
+
+def _invalid(error: msgspec.ValidationError) -> RefusedError:
+    message, field = str(error), _field_of(str(error))
+    if "unknown field" in message:
+        message = f"unknown field {field!r}: detjax would have to ignore it; leave it out"
+    return RefusedError(message, field=field)
 
 
 def _less_nulls(value: Any, kind: type[msgspec.Struct]) -> Any:

@@ -64,8 +64,7 @@ class Form:
         has_tags: Each call is JSON between `<tool_call>` and `</tool_call>` (Hermes, Qwen).
         is_json: An answer that is JSON altogether is a call, or a list of them (Llama 3.1; Mistral,
             behind `[TOOL_CALLS]`, which is a special token and not shown).
-        is_forced: The answer is made to be one call, as `call_schema` has it. So its arguments are
-            told while they are written.
+        is_forced: The answer is made to be one call, as `call_schema` has it.
         is_single: Of several calls the first alone is told.
         thinks: It may think first, between `<think>` and `</think>`.
         begins_thinking: The prompt ends with `<think>`.
@@ -162,7 +161,9 @@ def _moved(schema: Any, root: str) -> Any:
 class AnswerReader:
     """Reads one answer, piece by piece. However it is cut, the parts are the same.
 
-    White space around reasoning and calls belongs to none of them.
+    A call of a known function is told from its name on, and its arguments as they are written, even
+    if they end too soon. A call that is written in another order is told when it is whole. White
+    space around reasoning and calls belongs to none of them.
     """
 
     def __init__(self, form: Form):
@@ -173,6 +174,8 @@ class AnswerReader:
         self._trims = form.begins_thinking  # white space that comes next belongs to nothing
         self._is_over = False
         self._num_calls = 0
+        self._is_told = True  # the call that is being read; others than the first may not be
+        self._is_list = False
         self._scan = _Scan()
 
     def push(self, text: str) -> Said:
@@ -206,26 +209,67 @@ class AnswerReader:
 
     def _forced(self) -> Said:
         """The beginning of a call that the answer is, up to its arguments."""
-        if (found := _FORCED.match(self._held)) is not None:
-            self._held, self._state = self._held[found.end() :], self._arguments
-            return Said(calls=(ToolCall(json.loads(found[1]), ""),))
+        if (opened := self._opened(self._held)) is not None:
+            return opened
         if self._is_over:
             self._state = self._content
         return Said()
 
+    def _opened(self, text: str) -> Said | None:
+        """A call whose arguments begin; None if the text does not begin with one of ours."""
+        found = _HEAD.match(text)
+        if found is None or CALL_END in found[0]:
+            return None
+        name = _decoded(found[1])
+        if name is None or not (self._form.is_forced or name in self._form.tools):
+            return None
+        self._held, self._scan, self._state = text[found.end() :], _Scan(), self._arguments
+        return self._told((ToolCall(name, ""),))
+
     def _arguments(self) -> Said:
         """Its arguments, as they are written."""
-        count = self._scan.take(self._held)
-        written, self._held = self._held[:count], self._held[count:]
-        if self._scan.is_whole:
+        text, is_ended = self._held, False
+        if self._form.has_tags:
+            text, is_ended = self._before(CALL_END)
+        count = self._scan.take(text)
+        written, self._held = text[:count], self._held[count:]
+        if self._scan.is_whole or is_ended:
             self._state = self._call_end
-        return Said(arguments=written)
+        return Said(arguments=written if self._is_told else "")
 
     def _call_end(self) -> Said:
-        """The end of the call."""
+        """The rest of a call, behind its arguments: other keys, which say nothing, and its end."""
+        if self._form.has_tags:
+            rest, end, after = self._held.partition(CALL_END)
+            is_whole = bool(end)
+        else:
+            count = _Scan(depth=1).end_of(self._held)
+            is_whole = count is not None
+            rest, after = self._held[:count], self._held[count:] if is_whole else ""
+        if not is_whole and not self._is_over:
+            return Said()
+        is_last = self._form.has_tags or self._form.is_forced
+        self._held, self._trims = after, True
+        self._state = self._content if is_last else self._next_call
+        return Said(content=self._trimmed(_less_call(rest)))
+
+    def _next_call(self) -> Said:
+        """What follows a call where the answer is calls: another, the end of a list, or text."""
         text = self._held.lstrip()
+        if self._is_list and text.startswith("]"):
+            self._held, self._state = text[1:], self._content
+            return Said()
+        mark = "," if self._is_list else ";"
+        if text.startswith(mark):
+            if (opened := self._opened(text[1:])) is not None:
+                return opened
+            if not self._is_over:
+                return Said()
+            if found := self._calls_of("[" * self._is_list + text[1:]):
+                self._held, self._state = "", self._content
+                return self._told(found)
         if text or self._is_over:
-            self._held, self._state, self._trims = text.removeprefix("}"), self._content, True
+            self._state = self._content
         return Said()
 
     def _reasoning(self) -> Said:
@@ -251,6 +295,8 @@ class AnswerReader:
         return Said(content=text)
 
     def _call(self) -> Said:
+        if (opened := self._opened(self._held)) is not None:
+            return opened
         written, end, rest = self._held.partition(CALL_END)
         if not end and not self._is_over:
             return Said()
@@ -263,6 +309,9 @@ class AnswerReader:
     def _whole(self) -> Said:
         """An answer that is a call or none of it is."""
         text = self._held.lstrip().removeprefix(CALLS).removeprefix(PYTHON_TAG).lstrip()
+        self._is_list = text.startswith("[")
+        if (opened := self._opened(text.removeprefix("["))) is not None:
+            return opened
         starts = not text or text[0] in "[{" or any(s.startswith(text) for s in (CALLS, PYTHON_TAG))
         if starts and not self._is_over:
             return Said()
@@ -276,7 +325,14 @@ class AnswerReader:
         if self._form.is_single:
             calls = calls[: max(0, 1 - self._num_calls)]
         self._num_calls += len(calls)
+        self._is_told = bool(calls)
         return Said(calls=calls)
+
+    def _before(self, sign: str) -> tuple[str, bool]:
+        """What of the text is surely before a sign; whether the sign is there."""
+        text, found, _ = self._held.partition(sign)
+        kept = 0 if found or self._is_over else overlap(text, sign)
+        return text[: len(text) - kept], bool(found)
 
     def _until(self, sign: str) -> tuple[str, bool]:
         """Take the text before a sign, without white space at the sign; whether it is there."""
@@ -284,8 +340,7 @@ class AnswerReader:
         if found:
             self._held = rest
             return self._trimmed(text.rstrip()), True
-        kept = 0 if self._is_over else overlap(text, sign)
-        sure = text[: len(text) - kept]
+        sure, _ = self._before(sign)
         if not self._is_over:
             sure = sure.rstrip()
         self._held = text[len(sure) :]
@@ -324,17 +379,45 @@ def _as_text(arguments: dict[str, Any]) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-_FORCED = re.compile(
-    r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*(?=\{)', re.DOTALL
+_HEAD = re.compile(
+    r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,'
+    r'\s*"(?:arguments|parameters)"\s*:\s*(?=\{)',
+    re.DOTALL,
 )
+"""A call up to its arguments, in the order in which templates show it."""
+
+
+def _decoded(written: str) -> str | None:
+    """A text in JSON; None if it is not valid."""
+    try:
+        return json.loads(written)
+    except ValueError:
+        return None
+
+
+def _less_call(rest: str) -> str:
+    """What behind a call's arguments is not of the call: neither its brace nor other keys."""
+    text = rest.strip()
+    if not text or text.startswith("}"):
+        return text[1:]
+    try:
+        json.loads('{"": 0' + text)
+    except (ValueError, RecursionError):
+        return text
+    return ""
 
 
 class _Scan:
     """Finds the end of a JSON object, piece by piece."""
 
-    def __init__(self):
-        self._depth, self._is_text, self._is_escaped = 0, False, False
+    def __init__(self, *, depth: int = 0):
+        self._depth, self._is_text, self._is_escaped = depth, False, False
         self.is_whole = False
+
+    def end_of(self, text: str) -> int | None:
+        """Where the object ends in a text; None if it does not."""
+        count = self.take(text)
+        return count if self.is_whole else None
 
     def take(self, text: str) -> int:
         """Characters of a text that belong to the object."""

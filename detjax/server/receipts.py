@@ -41,7 +41,8 @@ def weights_of(model: ServedModel, done: Completion) -> str | None:
 def _replaced(model: ServedModel, version: int) -> str:
     return (
         f"weight_version={version} answers, and the server has the hash of "
-        f"weight_version={model.weight_version} alone; start it with the new weights"
+        f"weight_version={model.weight_version} alone; POST /update_weights_from_disk, or start it "
+        "with the new weights"
     )
 
 

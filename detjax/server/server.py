@@ -126,6 +126,7 @@ def open_model(args: argparse.Namespace, leader: Leader | None = None) -> Served
         mode=config.engine.mode,
         fingerprint=config.fingerprint,
         identity=llm.identity(),
+        identify=llm.identity,
         end_token_ids=config.model.eos_token_ids,
         signing_key=key,
         default_sampling=defaults,
@@ -140,6 +141,7 @@ def make_limits(args: argparse.Namespace) -> Limits:
         request_s=args.request_timeout,
         stream_interval=args.stream_interval,
         logs_prompts=args.log_prompts,
+        max_held=args.max_waiting,
     )
 
 

@@ -10,7 +10,7 @@ import functools
 import math
 import re
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,15 +43,19 @@ from detjax.proof.identity import Identity
 from detjax.proof.signing import SigningKey
 from detjax.server.protocol import NO_DEFAULTS, RefusedError
 from detjax.server.text_worker import Texts
+from detjax.server.turns import Turns
 
 
 class ServiceState(enum.Enum):
-    """What `/health` says."""
+    """What `/health` says. In the last three, requests that come wait."""
 
     STARTING = "starting"
     READY = "ready"
     DRAINING = "draining"
     FAILED = "failed"
+    SLEEPING = "sleeping"
+    UPDATING = "updating"
+    PAUSED = "paused"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +73,8 @@ class ServedModel:
         identity: What model, numerics and build these are.
         end_token_ids: The model's own.
         weight_version: Of the weights in `identity`.
+        identify: Gives the identity as it is now, which takes a while after the weights have
+            changed; None where it never changes.
         signing_key: Of receipts; None signs none.
         default_sampling: Fields of `SamplingParams` that requests leave out.
     """
@@ -83,6 +89,7 @@ class ServedModel:
     identity: Identity
     end_token_ids: tuple[int, ...]
     weight_version: int = 0
+    identify: Callable[[], Identity] | None = None
     signing_key: SigningKey | None = None
     default_sampling: Mapping[str, Any] = NO_DEFAULTS
 
@@ -98,6 +105,7 @@ class Limits:
         request_s: Seconds an answer may take; 0 sets no limit.
         stream_interval: Tokens of a sequence in an event of a stream; the first goes at once.
         logs_prompts: The log has the text of prompts.
+        max_held: Requests that may wait while the server is paused, sleeps or gets other weights.
     """
 
     body_bytes: int = 8 << 20
@@ -106,6 +114,7 @@ class Limits:
     request_s: float = 0.0
     stream_interval: int = 1
     logs_prompts: bool = False
+    max_held: int = 4096
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -263,6 +272,7 @@ class Service:
     def __init__(self, model: ServedModel | None, limits: Limits):
         """Take over an engine; None: `open` brings it later."""
         self.limits = limits
+        self.turns = Turns(max_held=limits.max_held, most_s=limits.request_s)
         self._state, self._state_begin_s = ServiceState.STARTING, time.monotonic()
         self.why_failed = ""
         self.opened_at_s = 0  # in Unix time
@@ -277,17 +287,27 @@ class Service:
     @property
     def state(self) -> ServiceState:
         """What `/health` says."""
-        return self._state
+        hold = self.turns.hold if self.takes_requests else None
+        return self._state if hold is None else ServiceState(hold.value)
 
     @state.setter
     def state(self, state: ServiceState) -> None:
         if state is not self._state:
             self._state, self._state_begin_s = state, time.monotonic()
+            self.turns.close(None if self.takes_requests else self.not_ready())
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether requests are let in, to be answered or to wait."""
+        return self._state is ServiceState.READY
 
     @property
     def state_s(self) -> float:
         """Seconds in this state."""
-        return time.monotonic() - self._state_begin_s
+        begin_s = self._state_begin_s
+        if self.takes_requests and self.turns.hold is not None:
+            begin_s = self.turns.hold_begin_s
+        return time.monotonic() - begin_s
 
     def open(self, model: ServedModel) -> None:
         """Take over an engine, and requests from now on."""
@@ -313,7 +333,7 @@ class Service:
             RefusedError: While the server starts.
         """
         if self._model is None:
-            raise self._not_ready()
+            raise self.not_ready()
         return self._model
 
     @property
@@ -324,10 +344,11 @@ class Service:
             RefusedError: While the server starts.
         """
         if self._texts is None:
-            raise self._not_ready()
+            raise self.not_ready()
         return self._texts
 
-    def _not_ready(self) -> RefusedError:
+    def not_ready(self) -> RefusedError:
+        """Why requests are not let in."""
         reason = f": {self.why_failed}" if self.why_failed else ""
         return RefusedError(
             f"the server is {self.state.value}{reason}", status=503, code=self.state.value
@@ -344,8 +365,8 @@ class Service:
         Raises:
             RefusedError: Unless the server is ready, and beyond a key's limit.
         """
-        if self.state is not ServiceState.READY:
-            raise self._not_ready()
+        if not self.takes_requests:
+            raise self.not_ready()
         most = self.limits.requests_per_key
         if most and self._of_key[key] >= most:
             raise RefusedError(
@@ -437,6 +458,8 @@ class Service:
         self._inboxes.add(inbox)
         opened: list[int] = []
         try:
+            if self.turns.is_aborting:
+                raise _aborted()
             await self._compile(sampling, is_deterministic=is_deterministic)
             for i, ids in enumerate(prompts):
                 if i:  # WHY: a thousand prompts of a thousand sequences take seconds
@@ -527,7 +550,8 @@ class Service:
             case SelfCheckError():
                 return RefusedError(str(error), status=503, code="self_check_failed")
             case EngineStoppedError():
-                self.state, self.why_failed = ServiceState.FAILED, _less_folders(str(error))
+                self.why_failed = _less_folders(str(error))
+                self.state = ServiceState.FAILED
                 return RefusedError(self.why_failed, status=500, code="engine_stopped")
             case TimeoutError():
                 return RefusedError(
@@ -542,15 +566,43 @@ class Service:
 
     def fail(self, reason: str) -> None:
         """End every stream with an error, whatever the engine waits for, and take no more."""
-        self.state, self.why_failed = ServiceState.FAILED, reason
+        self.why_failed = reason
+        self.state = ServiceState.FAILED
         self._engine.fail(EngineStoppedError(reason))
+
+    def abort(self) -> None:
+        """End every open answer with an error, until `turns.is_aborting` is taken back."""
+        self.turns.is_aborting = True
+        for inbox in tuple(self._inboxes):
+            inbox.put(0, _aborted())
+
+    async def change(self, change: Callable[[], None]) -> None:
+        """Change the engine, which has no request.
+
+        Raises:
+            RefusedError: If the engine has stopped.
+            Exception: What `change` raises.
+        """
+        try:
+            await self._engine.change(change)
+        except EngineStoppedError as error:
+            raise self._refusal(error) or error from error
+
+    async def identify(self) -> None:
+        """Take note of the weights that compute now."""
+        model = self.model
+        version = model.engine.weight_version
+        if model.identify is None or version == model.weight_version:
+            return
+        identity = await asyncio.to_thread(model.identify)
+        self._model = dataclasses.replace(model, identity=identity, weight_version=version)
 
     async def drain(self, most_s: float) -> bool:
         """Take nothing new, and wait for what is open; whether all of it ended in time.
 
         What did not is told so: its client gets an error, and its pages are free.
         """
-        if self.state is ServiceState.READY:
+        if self.takes_requests:
             self.state = ServiceState.DRAINING
         has_ended = await self._is_idle_within(most_s)
         if self._texts is not None:
@@ -585,6 +637,14 @@ def _read_grammars(engine: StepsRequests) -> None:
     one = Request(prompt_token_ids=(0,), sampling=sampling, is_deterministic=False)
     with contextlib.suppress(ValueError, RuntimeError):  # told to whoever asks for a form
         engine.check_request(one)
+
+
+def _aborted() -> RefusedError:
+    return RefusedError(
+        "the answer was aborted, as the server is paused, sleeps or gets other weights; ask again",
+        status=503,
+        code="aborted",
+    )
 
 
 def _less_folders(text: str) -> str:

@@ -135,24 +135,26 @@ def reply(body: Json, status: int = 200) -> Response:
 async def pieces_of(service: Service, request: Request, reading: Reading) -> Pieces:
     """What a request says, with what is new of every prompt as it comes.
 
-    It holds its place from its reading on. Whoever stops listening ends the reading as well.
+    It holds its place from its reading on, which waits for its turn. Whoever stops listening ends
+    the reading as well.
     """
     try:
         with service.admitted(key_of(request)):
-            asked = await reading.run()
-            if service.limits.logs_prompts:
-                await log_prompts(service, request, asked)
-            pieces = service.stream(
-                [question.token_ids for question in asked.questions],
-                asked.shape.sampling,
-                is_deterministic=asked.shape.is_deterministic,
-                priority=asked.fields.priority,
-                cache_salt=asked.fields.cache_salt,
-                is_whole=not asked.fields.stream,
-            )
-            async with contextlib.aclosing(pieces):
-                async for found in pieces:
-                    yield asked, found
+            async with service.turns.turn():
+                asked = await reading.run()
+                if service.limits.logs_prompts:
+                    await log_prompts(service, request, asked)
+                pieces = service.stream(
+                    [question.token_ids for question in asked.questions],
+                    asked.shape.sampling,
+                    is_deterministic=asked.shape.is_deterministic,
+                    priority=asked.fields.priority,
+                    cache_salt=asked.fields.cache_salt,
+                    is_whole=not asked.fields.stream,
+                )
+                async with contextlib.aclosing(pieces):
+                    async for found in pieces:
+                        yield asked, found
     except RefusedError as error:
         raise reading.fields.as_asked(error) from error
 
@@ -182,7 +184,7 @@ async def whole(pieces: Pieces) -> Json:
             found = of_prompt[done.sequence_idx]
             choice = asked.shape.choice(len(choices), echo, found)
             # As vLLM has it: in each choice; of a conversation, beside them.
-            (card if asked.shape.is_chat else choice).update(asked.shape.prompt_logprobs(found[0]))
+            (card if asked.shape.is_chat else choice).update(asked.shape.of_prompt(found[0]))
             choices.append(choice)
     return card | {"choices": choices, "usage": usage.as_dict()}
 
@@ -253,7 +255,7 @@ class _Chunks(AbstractWriter):
                 ),
                 self._head,
             )
-            if of_prompt := shape.prompt_logprobs(piece):
+            if of_prompt := shape.of_prompt(piece, is_first=is_first):
                 if shape.is_chat:
                     head += b"," + msgspec.json.encode(of_prompt)[1:-1]
                 else:

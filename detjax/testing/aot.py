@@ -70,7 +70,7 @@ class KernelCode:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Program:
+class CompiledProgram:
     """A compiled program.
 
     Attributes:
@@ -238,14 +238,14 @@ def h200_mesh(memory_bytes: int = H200_BYTES, *, dp: int = 1, tp: int = 1) -> Me
     return Mesh(np.asarray(topology.devices).reshape(dp, tp), (DP_AXIS, TP_AXIS))
 
 
-def compile_program(fn: Callable, *shapes: jax.ShapeDtypeStruct) -> Program:
+def compile_program(fn: Callable, *shapes: jax.ShapeDtypeStruct) -> CompiledProgram:
     """Compile `jax.jit(fn)` for one H200."""
     whole = NamedSharding(h200_mesh(), P())
     shardings = tuple(whole for _ in shapes)
     return inspect_program(lambda: jax.jit(fn, in_shardings=shardings).lower(*shapes).compile())
 
 
-def inspect_program(compile_it: Callable[[], jax.stages.Compiled]) -> Program:
+def inspect_program(compile_it: Callable[[], jax.stages.Compiled]) -> CompiledProgram:
     """Run a compilation and read the output of the kernel compiler."""
     folder = Path(os.environ["MOSAIC_GPU_DUMP_TO"])
     before = set(folder.iterdir())
@@ -253,7 +253,7 @@ def inspect_program(compile_it: Callable[[], jax.stages.Compiled]) -> Program:
     memory = compiled.memory_analysis()
     assert memory is not None  # every GPU executable knows
     logs = sorted(path for path in set(folder.iterdir()) - before if path.suffix == ".ptxas")
-    return Program(
+    return CompiledProgram(
         kernels=tuple(_kernel_code(log) for log in logs),
         hlo=compiled.as_text() or "",
         temp_bytes=memory.temp_size_in_bytes,

@@ -22,15 +22,15 @@ from detjax.models.loading import LoadedModel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Question:
+class LoadRequest:
     """A request, and tokens that end a sequence like a stop string, after all have come."""
 
     request: Request
     stop: tuple[int, ...]
 
 
-class StopWatch:
-    """The consumer of one question: sees each sequence's tokens, and ends it after `stop`."""
+class StopAfter:
+    """Sees the tokens of each sequence of a request, and ends it after `stop`."""
 
     def __init__(self, stop: tuple[int, ...]):
         """Watch for `stop`; none where it is empty."""
@@ -44,7 +44,7 @@ class StopWatch:
         return bool(self._stop) and tuple(seen[-len(self._stop) :]) == self._stop
 
 
-def make_questions(
+def make_load(
     count: int,
     *,
     seed: int,
@@ -52,10 +52,10 @@ def make_questions(
     longest_prompt: int,
     most_tokens: int,
     long_every: int = 0,
-) -> list[Question]:
-    """Draw questions of every kind: greedy and sampled, filtered, n > 1, stops, shared prefixes.
+) -> list[LoadRequest]:
+    """Draw requests of every kind: greedy and sampled, filtered, n > 1, stops, shared prefixes.
 
-    With `long_every`, every such question has an answer five times as long, which may need pages
+    With `long_every`, every such request has an answer five times as long, which may need pages
     that were not reserved for it.
     """
     rng = np.random.default_rng(seed)
@@ -69,7 +69,7 @@ def make_questions(
         SamplingParams(temperature=0.7, n=3),
         SamplingParams(),
     )
-    questions = []
+    requests = []
     for i in range(count):
         length = int(rng.integers(1, longest_prompt + 1))
         factor = 5 if long_every and i % long_every == 0 else 1
@@ -85,22 +85,19 @@ def make_questions(
         )
         stop = tuple(map(int, rng.integers(0, vocab_size, 1))) if i % 5 == 0 else ()
         request = Request(prompt_token_ids=tuple(map(int, prompt)), sampling=sampling)
-        questions.append(Question(request=request, stop=stop))
-    return questions
+        requests.append(LoadRequest(request=request, stop=stop))
+    return requests
 
 
 def lone_answers(
-    model: LoadedModel, questions: Sequence[Question], *, max_len: int, prefill_chunk: int = 64
+    model: LoadedModel, requests: Sequence[LoadRequest], *, max_len: int, prefill_chunk: int = 64
 ) -> list[list[Completion]]:
-    """Answer each question alone, in `invariant` mode at batch size 1; sequences of each."""
+    """Answer each request alone, in `invariant` mode at batch size 1; sequences of each."""
     config = EngineConfig(
         batch_size=1, prefill_chunk=prefill_chunk, max_len=max_len, has_prefix_cache=False
     )
     engine = Engine(model, config)
-    return [
-        engine.generate([question.request], on_token=StopWatch(question.stop))
-        for question in questions
-    ]
+    return [engine.generate([drawn.request], on_token=StopAfter(drawn.stop)) for drawn in requests]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -137,7 +134,7 @@ class _Asked:
 
 def run_load(
     engine: StepsRequests,
-    questions: Sequence[Question],
+    requests: Sequence[LoadRequest],
     expected: Sequence[Sequence[Completion]],
     *,
     num_requests: int,
@@ -146,12 +143,12 @@ def run_load(
     cancelled_share: float = 0.1,
     max_waiting: int = 40,
 ) -> LoadReport:
-    """Ask random questions at random times, cancel some, and compare every bit of the answers.
+    """Send random requests at random times, cancel some, and compare every bit of the answers.
 
     Args:
         engine: At rest.
-        questions: To draw from, again and again.
-        expected: Of each question, its sequences' answers.
+        requests: To draw from, again and again.
+        expected: Of each request, its sequences' answers.
         num_requests: How many to ask.
         seed: Of the load.
         plain_share: Share of requests that do not ask to be deterministic.
@@ -169,14 +166,14 @@ def run_load(
         for _ in range(min(num_left, int(rng.poisson(rng.choice([0.3, 1.0, 6.0]))))):
             if len(under_way) >= max_waiting:
                 break
-            index = int(rng.integers(len(questions)))
-            question, is_plain = questions[index], bool(rng.random() < plain_share)
+            index = int(rng.integers(len(requests)))
+            drawn, is_plain = requests[index], bool(rng.random() < plain_share)
             request_id = engine.add_request(
-                question.request.prompt_token_ids,
-                question.request.sampling,
+                drawn.request.prompt_token_ids,
+                drawn.request.sampling,
                 is_deterministic=not is_plain,
                 priority=int(rng.integers(0, 3)),
-                on_token=StopWatch(question.stop),
+                on_token=StopAfter(drawn.stop),
             )
             under_way[request_id] = len(expected[index])
             for sequence_idx, want in enumerate(expected[index]):

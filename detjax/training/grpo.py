@@ -35,7 +35,8 @@ from detjax.models.loading import LoadedModel, load_model
 from detjax.models.params import num_params
 from detjax.models.tokenizer import Tokenizer
 from detjax.numerics import NumericsProfile
-from detjax.pallas_kernels.backend import Backend, choose_backend
+from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.backend_choice import choose_backend
 from detjax.parallel.mesh import configure_virtual_devices, make_mesh
 from detjax.training.checkpoint import check_can_save, restore_state, save_state
 from detjax.training.plot import save_plot

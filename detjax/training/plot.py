@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-COLOURS = {"invariant": "tab:blue", "fast": "tab:orange"}
+from detjax.plots import COLOURS, SETTINGS, finish
 
 
 def plot_curves(rows: Sequence[dict[str, Any]]):
@@ -18,11 +18,13 @@ def plot_curves(rows: Sequence[dict[str, Any]]):
     Returns:
         A matplotlib figure.
     """
+    import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=(9, 3.4), layout="constrained")
-    reward_axes, kl_axes = figure.subplots(1, 2)
+    with matplotlib.rc_context(SETTINGS):
+        figure = Figure(figsize=(9, 3.4), layout="constrained")
+        reward_axes, kl_axes = figure.subplots(1, 2)
     runs = defaultdict(list)
     for row in rows:
         runs[row["rollout"], row["seed"]].append(row)
@@ -34,14 +36,14 @@ def plot_curves(rows: Sequence[dict[str, Any]]):
         style = {"color": COLOURS[mode], "linewidth": 1, "alpha": 0.8}
         reward_axes.plot(steps, [row["reward"] for row in run], label=label, **style)
         kl_axes.plot(steps, [row["kl"] for row in run], marker=".", label=label, **style)
-    reward_axes.set(xlabel="update", ylabel="mean reward of sampled answers", ylim=(0, 1))
+    reward_axes.set_ylim(0, 1)
+    finish(reward_axes, title="Reward of sampled answers", x="update", y="mean reward")
     # Linear from 0 to 1e-6, so that an exact zero has a place.
     kl_axes.set_yscale("symlog", linthresh=1e-6)
-    kl_axes.set(xlabel="update", ylabel="KL(rollout || trainer), nats a token")
+    finish(kl_axes, title="KL(rollout || trainer)", x="update", y="nats a token", legend=False)
     kl_axes.set_ylim(bottom=-2e-7)
     for axes in (reward_axes, kl_axes):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    reward_axes.legend(frameon=False)
     return figure
 
 

@@ -42,10 +42,10 @@ from detjax.pallas_kernels.linear.api import (
     linear_add_rms_norm,
 )
 from detjax.pallas_kernels.moe.api import expert_mlp, route_mlp_add_rms_norm
-from detjax.pallas_kernels.moe.shapes import SHAPES
 from detjax.parallel.exchange import EXCHANGE_SPECS, exchange_shapes
 from detjax.testing import aot
 from detjax.testing.programs import plain_key, programs_for
+from detjax.testing.shapes import MOE_SHAPES
 
 BF16 = jnp.dtype(jnp.bfloat16)
 PROFILE = NumericsProfile()
@@ -58,7 +58,7 @@ def _shape(*dims: int, dtype=BF16) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(dims, dtype)
 
 
-def qkv(num_rows: int) -> aot.Program:
+def qkv(num_rows: int) -> aot.CompiledProgram:
     """A product of one leaf."""
 
     def run(x, w):
@@ -67,7 +67,7 @@ def qkv(num_rows: int) -> aot.Program:
     return aot.compile_program(run, _shape(num_rows, 4096), _shape(6144, 4096))
 
 
-def down(num_rows: int) -> aot.Program:
+def down(num_rows: int) -> aot.CompiledProgram:
     """The tree of eight leaves, with the residual and the norm after it."""
     reduction = tree_reduction(14336, PROFILE)
 
@@ -80,7 +80,7 @@ def down(num_rows: int) -> aot.Program:
     return aot.compile_program(run, *shapes)
 
 
-def norm_qkv(num_rows: int) -> aot.Program:
+def norm_qkv(num_rows: int) -> aot.CompiledProgram:
     """A product of one leaf that normalises its input."""
 
     def run(x, gain, w):
@@ -89,7 +89,7 @@ def norm_qkv(num_rows: int) -> aot.Program:
     return aot.compile_program(run, _shape(num_rows, 4096), _shape(4096), _shape(6144, 4096))
 
 
-def norm_gate_up(num_rows: int, width: int) -> aot.Program:
+def norm_gate_up(num_rows: int, width: int) -> aot.CompiledProgram:
     """Gates and ups of a product that normalises its input."""
 
     def run(x, gain, w):
@@ -98,7 +98,7 @@ def norm_gate_up(num_rows: int, width: int) -> aot.Program:
     return aot.compile_program(run, _shape(num_rows, width), _shape(width), _shape(28672, width))
 
 
-def down_add(num_rows: int) -> aot.Program:
+def down_add(num_rows: int) -> aot.CompiledProgram:
     """The tree of eight leaves, added to the residual stream."""
     reduction = tree_reduction(14336, PROFILE)
 
@@ -109,9 +109,9 @@ def down_add(num_rows: int) -> aot.Program:
     return aot.compile_program(run, *shapes)
 
 
-def experts(num_rows: int) -> aot.Program:
+def experts(num_rows: int) -> aot.CompiledProgram:
     """A mixture of experts of Qwen3-30B-A3B: routing, products, residual stream and norm."""
-    shape = SHAPES[0]
+    shape = MOE_SHAPES[0]
     num, width, hidden = shape.num_experts, shape.width, shape.hidden_size
 
     def run(x, logits, w_gate_up, w_down, residual, gain):
@@ -131,9 +131,9 @@ def experts(num_rows: int) -> aot.Program:
     return aot.compile_program(run, *shapes)
 
 
-def expert_share(num_rows: int) -> aot.Program:
+def expert_share(num_rows: int) -> aot.CompiledProgram:
     """The experts of a rank of four, in order of slot."""
-    shape = SHAPES[0]
+    shape = MOE_SHAPES[0]
     num, width, hidden = shape.num_experts // 4, shape.width, shape.hidden_size
 
     def run(x, ids, w_gate_up, w_down, first_expert):
@@ -152,7 +152,7 @@ def expert_share(num_rows: int) -> aot.Program:
     )
 
 
-def attend(batch: int, length: int, context: int) -> aot.Program:
+def attend(batch: int, length: int, context: int) -> aot.CompiledProgram:
     """Attention of 32 query heads over 8 key/value heads of 128 channels."""
     num_pages = context // 128
 
@@ -171,7 +171,7 @@ def attend(batch: int, length: int, context: int) -> aot.Program:
     )
 
 
-def attend_new(batch: int, context: int) -> aot.Program:
+def attend_new(batch: int, context: int) -> aot.CompiledProgram:
     """Rotation, cache write and attention of one new token a sequence."""
     num_pages = -(-context // 128)
 
@@ -264,7 +264,7 @@ def abstract_model(
     )
 
 
-def decode_step() -> aot.Program:
+def decode_step() -> aot.CompiledProgram:
     """A whole decode step of two layers at batch 8."""
     model = abstract_model(2)
     key = plain_key("decode", rows=8, table_len=8)
@@ -272,7 +272,7 @@ def decode_step() -> aot.Program:
     return aot.inspect_program(lambda: programs.get(key, model.params))
 
 
-def decode_launch(mode: Kernels, weights: str) -> aot.Program:
+def decode_launch(mode: Kernels, weights: str) -> aot.CompiledProgram:
     """Four tokens of eight sequences in one launch, two layers."""
     model = abstract_model(2)
     key = plain_key("decode", rows=8, length=4, table_len=8, mode=mode, weights=weights)
@@ -296,7 +296,7 @@ def quantised(model: LoadedModel, weight_dtype: str) -> dict:
     return {**model.params, "layers": layers, "lm_head": stored(model.params["lm_head"])}
 
 
-def fast_step(weight_dtype: str) -> aot.Program:
+def fast_step(weight_dtype: str) -> aot.CompiledProgram:
     """A decode step of two layers at batch 8 without claims, up to the logits."""
     model = abstract_model(2)
     ctx = ForwardContext(config=model.config, profile=PROFILE, backend=Backend.SM90, tp=1)
@@ -328,7 +328,7 @@ def pressed(
     make_config: Callable[[int], ModelConfig] = llama,
     profile: NumericsProfile = PROFILE,
     **sizes,
-) -> aot.Program:
+) -> aot.CompiledProgram:
     """A step of two layers on devices without memory to spare, as detjax compiles it.
 
     Not guarded: with everything small donated, and the passes on that the engine has off.
@@ -347,7 +347,7 @@ def pressed(
     return aot.inspect_program(lambda: lowered.compile({"xla_allow_excess_precision": False}))
 
 
-def mixtral_step(kind: ProgramKind, *, tp: int = 1, **sizes) -> aot.Program:
+def mixtral_step(kind: ProgramKind, *, tp: int = 1, **sizes) -> aot.CompiledProgram:
     """A step of two layers of Mixtral-8x7B."""
     model = abstract_model(2, tp=tp, make_config=mixtral)
     programs = programs_for(model, num_pages=400, num_slots=8)
@@ -362,14 +362,14 @@ def choice(
     return ChoiceKey(rows=rows, length=length, with_filters=with_filters, num_top=num_top)
 
 
-def pressed_choice(key: AnyKey, *, tp: int = 1) -> aot.Program:
+def pressed_choice(key: AnyKey, *, tp: int = 1) -> aot.CompiledProgram:
     """A program that follows a step of 8B shapes, of an engine with 256 slots."""
     model = abstract_model(2, PRESSED_BYTES // tp, tp=tp)
     programs = ProgramCache(model, num_pages=400, num_slots=256, window_len=8)
     return aot.inspect_program(lambda: programs.get(key, model.params))
 
 
-def weight_window() -> aot.Program:
+def weight_window() -> aot.CompiledProgram:
     """32 MiB of a layer's largest matrix, as words."""
     run = functools.partial(
         device_hashing.window_of, num_units=896, window_units=device_hashing.WINDOW_UNITS
@@ -377,14 +377,14 @@ def weight_window() -> aot.Program:
     return aot.compile_program(run, _shape(2 * 14336, 4096), _shape(dtype=jnp.int32))
 
 
-def weight_hash() -> aot.Program:
+def weight_hash() -> aot.CompiledProgram:
     """A window of 32 MiB, hashed up to its units."""
     units = device_hashing.WINDOW_UNITS
     words = _shape(blake3.CHUNK_BYTES // 4, units * device_hashing.UNIT_CHUNKS, dtype=jnp.uint32)
     return aot.compile_program(device_hashing.hash_window, words, _shape(units, dtype=jnp.uint32))
 
 
-def audit_windows() -> aot.Program:
+def audit_windows() -> aot.CompiledProgram:
     """A step of an audit: 32 windows of 64 tokens, two layers, logits of every token."""
     model = abstract_model(2)
     key = plain_key("verify", rows=32, length=64, table_len=8)
@@ -392,12 +392,12 @@ def audit_windows() -> aot.Program:
     return aot.inspect_program(lambda: programs.get(key, model.params))
 
 
-def kept_cache() -> aot.Program:
+def kept_cache() -> aot.CompiledProgram:
     """A control: the cache is not donated, so a step that writes to it must copy it."""
     return aot.compile_program(lambda pages: pages.at[0, 0].set(1.0), _shape(2, 64, 2, 8, 128, 128))
 
 
-def contractible() -> aot.Program:
+def contractible() -> aot.CompiledProgram:
     """A control: a kernel whose product and sum name no rounding, so ptxas may fuse them.
 
     LLVM itself fuses those of one block.
@@ -411,7 +411,7 @@ def contractible() -> aot.Program:
     return aot.compile_program(plgpu.kernel(body, out_type=row), row, row)
 
 
-def upstream(name: str, options: dict, *shapes) -> aot.Program:
+def upstream(name: str, options: dict, *shapes) -> aot.CompiledProgram:
     """The step of a minimal program in docs/upstream, its first argument donated."""
     path = Path(__file__).parents[2] / "docs" / "upstream" / f"{name}.py"
     step = runpy.run_path(str(path))["step"]
@@ -421,12 +421,12 @@ def upstream(name: str, options: dict, *shapes) -> aot.Program:
     return aot.inspect_program(lambda: jitted.lower(*shapes).compile(options))
 
 
-def upstream_slice(options: dict) -> aot.Program:
+def upstream_slice(options: dict) -> aot.CompiledProgram:
     """A kernel of a slice that begins 12 bytes into its array."""
     return upstream("dynamic_slice_fusion", options, _shape(131, dtype=jnp.int32))
 
 
-def upstream_rematerialization(options: dict) -> aot.Program:
+def upstream_rematerialization(options: dict) -> aot.CompiledProgram:
     """A read of a donated argument that moves behind its update where memory is short."""
     f32, width = jnp.float32, 1024
     shapes = (_shape(8, dtype=jnp.int32), _shape(8, width, dtype=f32))

@@ -15,11 +15,11 @@ import pytest
 
 import detjax.engine.sampling.sampling as sampling
 from detjax.certify.__main__ import main
+from detjax.certify.background import background_jobs
 from detjax.certify.cases import answer_cases, program_cases
 from detjax.certify.certificate import CLAIMS, Certificate, Outcome, compare
 from detjax.certify.coverage import REFUSED, TESTED, THIS, coverage_map, refusals
 from detjax.certify.page import render
-from detjax.certify.prefetch import working_ahead
 from detjax.certify.requests import forced, make_requests
 from detjax.certify.restart import new_process
 from detjax.certify.subject import Subject, ask, order_probe
@@ -170,13 +170,13 @@ def test_a_new_process_that_fails_says_why_and_one_that_is_not_wanted_ends(monke
 
 def test_jobs_run_ahead_in_their_order_and_an_error_is_told():
     done = []
-    with working_ahead() as ahead:
-        first = ahead.begin(*(partial(done.append, i) for i in range(8)))
-        ahead.wait()
+    with background_jobs() as jobs:
+        first = jobs.begin(*(partial(done.append, i) for i in range(8)))
+        jobs.wait()
         assert sorted(done) == list(range(8)) and all(f.done() for f in first)
-        ahead.begin(partial(done.index, 9))
+        jobs.begin(partial(done.index, 9))
         with pytest.raises(ValueError, match="9 is not in list"):
-            ahead.wait()
+            jobs.wait()
 
 
 @pytest.mark.parametrize(

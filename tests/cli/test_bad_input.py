@@ -104,6 +104,8 @@ from detjax.cli import errors
         (("--prompt", "a", "--temp", "3"), "did you mean --temperature?"),
         (("--prompt", "a", "--beam-width", "3"), "--beam-width 3; see --help"),
         (("--prompt", "a", "--device", "3"), "--device 3; see --help"),
+        (("--prompt", "a", "--json-schema", "{"), "error: --json-schema is not JSON: Expecting"),
+        (("--prompt", "a", "--regex", "("), "error: --regex is refused: "),
         (("The sea",), "a prompt is an option: --prompt 'The sea'"),
         (("--prompt", "a", "--model", ""), "--model is empty; give a folder, or a Hugging Face id"),
         (("--prompt", "a", "--max-len", "65"), "--max-len 65 is above the model's context of 64"),

@@ -32,7 +32,7 @@ def help_of(verb: str) -> str:
 
 def examples(text: str) -> list[list[str]]:
     """The words of each command of ours in the examples of a help, what it is piped from first."""
-    _, _, shown = text.partition("examples:\n")
+    _, _, shown = text.replace("\\\n", " ").partition("examples:\n")
     lines = shown.partition("\n\n")[0].splitlines()
     return [shlex.split(line) for line in lines if "python -m detjax" in line]
 
@@ -76,6 +76,10 @@ def test_every_example_is_read(words, tmp_path, monkeypatch):
             serve.check_options(args)
 
 
+MADE = ("qwen3-8b-w4", "smollm2-135m")
+"""Models that an example makes of one from the network."""
+
+
 def needs_more(verb: str, argv: list[str]) -> str:
     """Why an example cannot run here; empty if it can."""
     if verb in ("serve", "eval"):
@@ -84,7 +88,7 @@ def needs_more(verb: str, argv: list[str]) -> str:
         return "takes minutes; tests/certify runs the command"
     if "--evidence" in argv:
         return "reads what a fault has left; tests/diverge makes one"
-    if any("/" in word or word == "qwen3-8b-w4" for word in argv):
+    if any("/" in word or word in MADE for word in argv):
         return "needs the network"
     return ""
 

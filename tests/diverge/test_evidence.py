@@ -8,7 +8,7 @@ import pytest
 
 import detjax
 from detjax.diverge.__main__ import main
-from detjax.diverge.evidence import Evidence, answer_of_receipt, explain, question_of
+from detjax.diverge.evidence import Evidence, answer_of_receipt, explain, reproduction_of
 from detjax.engine.errors import SelfCheckError
 from detjax.engine.requests.request import SamplingParams
 from detjax.engine.self_check.evidence import FOLDER_VARIABLE, Difference, add_cause
@@ -34,7 +34,7 @@ def difference(**changes) -> Difference:
 
 def ask(found: Difference, **mesh):
     sizes = {"profile": PROFILE, "vocab_size": 50, "dp": 1, "tp": 1}
-    return question_of(found, **(sizes | mesh))
+    return reproduction_of(found, **(sizes | mesh))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from detjax.diverge.divergence import Divergence
 from detjax.diverge.find import find_divergence
 from detjax.diverge.recorder import RecordedTaps
 from detjax.diverge.runs import Models, Runs
-from detjax.diverge.setting import Answer, Setting
+from detjax.diverge.setting import RecordedAnswer, Setting
 from detjax.engine.requests.request import SamplingParams
 from detjax.engine.running.model_runner import ModelRunner
 from detjax.models.fast import forward_fast, local_logits_fast
@@ -278,7 +278,9 @@ def test_fast_differs_from_invariant_in_an_operation_that_exists():
 def test_a_canonical_answer_against_another_mode_is_tapped_in_its_own():
     runs = Runs(Models(loaded(1, 1, 1, "bfloat16")), PROMPT, SAMPLING)
     answer = runs.answer(Setting())
-    given = Answer(prompt_token_ids=PROMPT, token_ids=answer.token_ids, logprobs=answer.logprobs)
+    given = RecordedAnswer(
+        prompt_token_ids=PROMPT, token_ids=answer.token_ids, logprobs=answer.logprobs
+    )
     found = find(given, "mode=fast", compute="bfloat16")
     assert found.token is not None and found.site is not None, str(found)
     assert found.site.a.program.startswith("prefill invariant")
@@ -302,7 +304,7 @@ def test_an_answer_is_compared_and_the_setting_that_gives_it_is_tapped(monkeypat
     kept = faulty.token.index + 1
     # Up to the token that differs both answers have the same ids.
     ids, logprobs = _answer_of(faulty, kept)
-    answer = Answer(prompt_token_ids=PROMPT, token_ids=ids, logprobs=logprobs)
+    answer = RecordedAnswer(prompt_token_ids=PROMPT, token_ids=ids, logprobs=logprobs)
     found = find(answer, "")
     assert found.site is not None and found.site.name == "cos", str(found)
     assert found.notes == ("the answer is that of setting path=prefill, which is tapped as a",)

@@ -13,7 +13,7 @@ import pytest
 from detjax.diverge.__main__ import main
 from detjax.diverge.divergence import Divergence, TokenDifference
 from detjax.diverge.find import first_token
-from detjax.diverge.setting import Answer, Setting
+from detjax.diverge.setting import RecordedAnswer, Setting
 from detjax.engine.outputs.text import CompletionOutput
 from detjax.engine.requests.request import Completion, FinishReason, SamplingParams
 
@@ -65,7 +65,7 @@ def entry(**changes) -> dict:
 
 
 def test_an_answer_is_read_from_a_line_bit_for_bit():
-    answer = Answer.from_line(json.dumps(entry()))
+    answer = RecordedAnswer.from_line(json.dumps(entry()))
     assert answer.prompt_token_ids == (1, 2) and answer.token_ids == (3, 4)
     assert [answer.bits(i) for i in range(2)] == [0xBDCCCCCD, 0xC0200000]
     assert answer.fingerprint == "f" * 16
@@ -84,12 +84,12 @@ def test_an_answer_is_read_from_a_line_bit_for_bit():
 )
 def test_what_is_no_answer_is_refused(line, says):
     with pytest.raises(ValueError) as raised:
-        Answer.from_line(line)
+        RecordedAnswer.from_line(line)
     assert says in str(raised.value)
 
 
 def test_the_first_token_differs_by_its_id_one_bit_of_its_logprob_or_its_absence():
-    base = Answer.from_dict(entry())
+    base = RecordedAnswer.from_dict(entry())
     one_bit = np.uint32(0xC0200001).view(np.float32)
     changed = dataclasses.replace(base, logprobs=(base.logprobs[0], one_bit))
     shorter = dataclasses.replace(base, token_ids=(3,), logprobs=base.logprobs[:1])
@@ -115,7 +115,7 @@ def test_the_first_token_differs_by_its_id_one_bit_of_its_logprob_or_its_absence
         (["--prompt", "x", "--line", "2"], "--line is of --answer"),
         (["--answer", "nowhere.jsonl"], "--answer nowhere.jsonl: "),
         (["--answer", "nowhere.jsonl", "--a", "tp=1"], "in place of --a and --prompt"),
-        (["--prompt", "x", "--temperature", "-1"], "temperature=-1.0 must be 0"),
+        (["--prompt", "x", "--temperature", "-1"], "--temperature -1.0 must be 0"),
         (["--receipt", "nowhere.jsonl"], "--receipt nowhere.jsonl: "),
         (["--evidence", "nowhere.json"], "--evidence nowhere.json: "),
         (["--receipt", "x", "--answer", "y"], "--answer and --receipt stand for one side"),

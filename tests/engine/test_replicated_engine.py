@@ -34,7 +34,7 @@ from detjax.engine.running import device_state
 from detjax.parallel import watch as watching
 from detjax.parallel.watch import MAIL_BYTES, Watch, connect
 from detjax.testing import assert_bitwise_equal
-from detjax.testing.load import StopWatch, make_questions, run_load
+from detjax.testing.load import StopAfter, make_load, run_load
 
 INTEGERS = runpy.run_path(str(Path(__file__).with_name("test_engine_faults.py")))
 """A device of integers: no program is compiled, and a wrong page changes an answer."""
@@ -119,9 +119,9 @@ def prompt(length: int, first: int = 3) -> list[int]:
 def test_a_load_with_cancellations_is_bitwise_that_of_lone_requests(mode, plain_share, steps_ahead):
     """Both engines launch the same, and answers are those of one engine at batch size 1."""
     sizes = {"vocab_size": VOCAB, "longest_prompt": 24, "most_tokens": 12}
-    questions = make_questions(12, seed=1, **sizes, long_every=3)
+    questions = make_load(12, seed=1, **sizes, long_every=3)
     alone = make_engine(batch_size=1, has_prefix_cache=False)
-    expected = [alone.generate([q.request], on_token=StopWatch(q.stop)) for q in questions]
+    expected = [alone.generate([q.request], on_token=StopAfter(q.stop)) for q in questions]
     with paired(mode=mode, num_pages=20, steps_ahead=steps_ahead) as pair:
         report = run_load(
             pair.engine, questions, expected,

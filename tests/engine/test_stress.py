@@ -15,7 +15,7 @@ from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
 from detjax.testing.dummies import dummy_config, dummy_model
-from detjax.testing.load import LoadReport, Question, lone_answers, make_questions, run_load
+from detjax.testing.load import LoadReport, LoadRequest, lone_answers, make_load, run_load
 
 VOCAB = 128
 MAX_LEN = 112
@@ -36,7 +36,7 @@ def model(dp: int = 1, tp: int = 1) -> LoadedModel:
 
 @cache
 def questions():
-    return make_questions(
+    return make_load(
         240, seed=5, vocab_size=VOCAB, longest_prompt=MAX_LEN // 2, most_tokens=MAX_LEN // 2
     )
 
@@ -46,7 +46,7 @@ def expected():
     return lone_answers(model(), questions(), max_len=MAX_LEN)
 
 
-def is_unfiltered(question: Question) -> bool:
+def is_unfiltered(question: LoadRequest) -> bool:
     """Whether it runs on the programs without filters: half as many to compile."""
     return not question.request.sampling.is_filtered
 
@@ -223,7 +223,7 @@ def bundled() -> LoadedModel:
 @cache
 def bundled_questions():
     """Prompts of up to two pages, many of which begin alike, and what each gets alone."""
-    some = make_questions(60, seed=12, vocab_size=4096, longest_prompt=160, most_tokens=10)
+    some = make_load(60, seed=12, vocab_size=4096, longest_prompt=160, most_tokens=10)
     some = [question for question in some if is_unfiltered(question)]
     return some, lone_answers(bundled(), some, max_len=256)
 

@@ -17,7 +17,7 @@ import pytest
 import detjax
 from detjax import eval as detjax_eval
 
-from ..serve.conftest import make_service, served
+from ..server.conftest import make_service, served
 
 ROOT = Path(__file__).parents[2]
 TASKS = ROOT / "examples" / "evaluation"

@@ -180,10 +180,6 @@ def _cases() -> dict[str, Case]:
         )  # fmt: skip
         return out[0]
 
-    def share_of_linear(rank, ranks):
-        cols = _columns(ranks, rank, 128)
-        return lambda x: linear(x, w[cols], bias[cols], out_dtype=x.dtype, **ON), cols
-
     def share_of(fn, operands, width):
         def share(rank, ranks):
             cols = _columns(ranks, rank, width)

@@ -18,10 +18,10 @@ from detjax.pallas_kernels.attention import (
     sm90_decode_run,
     sm90_prefill,
 )
-from detjax.pallas_kernels.attention.shapes import LAYOUTS
 from detjax.pallas_kernels.rope import sm90 as rope_sm90
 from detjax.testing.bitwise import assert_bitwise_equal, count_different_bits
 from detjax.testing.cases import quick_and_slow
+from detjax.testing.shapes import LAYOUTS
 
 PROFILE = NumericsProfile()
 HOPPER_LAYOUTS = [name for name, layout in LAYOUTS.items() if layout.channels in sm90.CHANNELS]

@@ -16,7 +16,6 @@ from detjax.pallas_kernels.linear.sm90_matmul import matmul
 from detjax.pallas_kernels.linear.tiles import FlatTiles, Product, choose_tiles
 from detjax.pallas_kernels.moe import sm90 as moe_sm90
 from detjax.pallas_kernels.moe import sm90_tiles
-from detjax.pallas_kernels.moe.shapes import SHAPES
 from detjax.pallas_kernels.moe.sm90_combine import read_experts
 from detjax.pallas_kernels.rms_norm.sm90 import combine_add_rms_norm
 from detjax.testing.bitwise import (
@@ -25,11 +24,12 @@ from detjax.testing.bitwise import (
     count_different_bits,
 )
 from detjax.testing.cases import quick_and_slow
+from detjax.testing.shapes import MOE_SHAPES
 
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 EPS = 1e-6
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
-QWEN = SHAPES[0]
+QWEN = MOE_SHAPES[0]
 TOP_K = 4
 
 

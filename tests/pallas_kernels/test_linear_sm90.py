@@ -11,13 +11,11 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from detjax.numerics import NumericsProfile, Reduction, sequential_reduction, tree_reduction
+from detjax.numerics import NumericsProfile, Reduction, tree_reduction
 from detjax.pallas_kernels.linear import portable, sm90, sm90_flat_matmul, sm90_tall_matmul
-from detjax.pallas_kernels.linear.shapes import SHAPES
 from detjax.pallas_kernels.linear.sm90_flat_matmul import InputNorm
 from detjax.pallas_kernels.linear.sm90_matmul import matmul
 from detjax.pallas_kernels.linear.tiles import (
-    SMEM_BYTES,
     FlatTiles,
     HeldRows,
     Product,
@@ -26,20 +24,21 @@ from detjax.pallas_kernels.linear.tiles import (
     smem_bytes,
 )
 from detjax.pallas_kernels.rms_norm.sm90 import combine_add_rms_norm, rms_norm
+from detjax.pallas_kernels.sm90_hardware import SMEM_BYTES
 from detjax.pallas_kernels.swiglu import sm90 as sm90_swiglu
-from detjax.pallas_kernels.swiglu.shapes import WIDTHS
 from detjax.testing.bitwise import (
     assert_bitwise_equal,
     assert_order_sensitive,
     count_different_bits,
 )
 from detjax.testing.cases import quick_and_slow
+from detjax.testing.shapes import GATE_WIDTHS, LINEAR_SHAPES
 
 PROFILE = NumericsProfile()
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 ROWS = (1, 7, 8, 9, 16, 31, 64, 100, 128, 129, 192, 255, 256, 257, 512, 1000, 2048, 8192)
 EVERY_ROW_COUNT = (*range(1, 258), 512, 1000, 2048, 8192)
-GPU_SHAPES = [s for s in SHAPES if s.k_len % 16 == 0 and s.num_outputs >= 2048]
+GPU_SHAPES = [s for s in LINEAR_SHAPES if s.k_len % 16 == 0 and s.num_outputs >= 2048]
 TALL = TallTiles(cols=64, stages=2)
 FLAT = FlatTiles(cols=8, stages=2)
 VARIANTS = {
@@ -103,13 +102,13 @@ HELD_VARIANTS = {
 NORM_WIDTHS = (896, 1024, 1536, 2560, 4096, 5120, 6656, 8192)
 """Of real models whose rows a warpgroup adds: 1, 4 or 8 neighbouring channels a thread."""
 EPS = 1e-5
-GATED_WIDTHS = {**{k: v for k, v in WIDTHS.items() if v % 32 == 0}, "llama2_7b_tp8": 1376}
+GATED_WIDTHS = {**{k: v for k, v in GATE_WIDTHS.items() if v % 32 == 0}, "llama2_7b_tp8": 1376}
 
 
 def reduction_of(shape) -> Reduction:
     if shape.is_row_parallel:
         return tree_reduction(shape.k_len, PROFILE)
-    return sequential_reduction(shape.k_len)
+    return Reduction(num_leaves=1, leaf_len=shape.k_len)
 
 
 @functools.lru_cache(maxsize=2)

@@ -16,13 +16,12 @@ from detjax.models.abstract import why_unsupported
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.linear import sm90 as sm90_linear
-from detjax.pallas_kernels.linear.tiles import SMEM_BYTES
 from detjax.pallas_kernels.moe import portable, sm90
-from detjax.pallas_kernels.moe.shapes import SHAPES, MoeShape
 from detjax.pallas_kernels.moe.sm90_grouped import grouped_matmul_few, routed_matmul_few
 from detjax.pallas_kernels.moe.sm90_schedule import COUNT, EXPERT, START, sort_rows
 from detjax.pallas_kernels.moe.sm90_tiles import GroupedTiles, MlpTiles, choose_tiles, fill_stages
 from detjax.pallas_kernels.rms_norm.sm90 import rms_norm
+from detjax.pallas_kernels.sm90_hardware import SMEM_BYTES
 from detjax.testing.bitwise import (
     assert_bitwise_equal,
     assert_order_sensitive,
@@ -30,6 +29,7 @@ from detjax.testing.bitwise import (
 )
 from detjax.testing.cases import quick_and_slow
 from detjax.testing.dummies import dummy_config
+from detjax.testing.shapes import MOE_SHAPES, MoeShape
 
 BF16, I32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.int32)
 EPS = 1e-6
@@ -118,7 +118,9 @@ def chosen(shape: MoeShape, num_rows: int) -> MlpTiles:
 
 
 @pytest.mark.parametrize("num_rows", quick_and_slow((8, 64), (1, 9, 256, 257, 1000, 4000)))
-@pytest.mark.parametrize("shape", quick_and_slow(SHAPES[:1], SHAPES[1:]), ids=lambda s: s.name)
+@pytest.mark.parametrize(
+    "shape", quick_and_slow(MOE_SHAPES[:1], MOE_SHAPES[1:]), ids=lambda s: s.name
+)
 def test_chosen_tiles_lower(shape, num_rows):
     num, width, hidden = shape.num_experts, shape.width, shape.hidden_size
     rows, ids = struct(num_rows, hidden), struct(num_rows, shape.top_k, dtype=I32)
@@ -149,7 +151,7 @@ def test_every_variant_lowers(name):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: s.name)
+@pytest.mark.parametrize("shape", MOE_SHAPES, ids=lambda s: s.name)
 def test_chosen_tiles_fit(shape):
     """Every choice divides the matrices and leaves two stages or more, whatever M."""
     for num_rows in (*range(1, 300), 512, 1000, 4000, 8192):
@@ -164,7 +166,7 @@ def test_chosen_tiles_fit(shape):
         assert tiles.gate_up.tile_rows == tiles.down.tile_rows
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: s.name)
+@pytest.mark.parametrize("shape", MOE_SHAPES, ids=lambda s: s.name)
 def test_a_rank_cuts_its_experts_as_one_device_cuts_all(shape):
     """A rank's experts get their share of the rows alone, though it is given all of them."""
     num, width, hidden = shape.num_experts, shape.width, shape.hidden_size
@@ -364,7 +366,7 @@ def test_interpreted_routes_in_the_first_product_are_those_of_route(num_columns)
 
 # --- on a Hopper GPU -------------------------------------------------------------------------
 
-QWEN = SHAPES[0]
+QWEN = MOE_SHAPES[0]
 
 
 @functools.cache

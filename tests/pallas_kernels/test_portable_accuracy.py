@@ -11,21 +11,23 @@ import pytest
 
 from detjax.numerics import NumericsProfile, tree_reduction
 from detjax.pallas_kernels.attention.api import attention
-from detjax.pallas_kernels.attention.shapes import LAYOUTS
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.embedding.api import embed
-from detjax.pallas_kernels.embedding.shapes import TABLES
 from detjax.pallas_kernels.linear.api import linear, linear_partial
-from detjax.pallas_kernels.linear.shapes import SHAPES
 from detjax.pallas_kernels.log_softmax.api import block_stats, log_sum_exp
-from detjax.pallas_kernels.log_softmax.shapes import VOCABULARIES
 from detjax.pallas_kernels.rms_norm.api import rms_norm
-from detjax.pallas_kernels.rms_norm.shapes import WIDTHS as NORM_WIDTHS
 from detjax.pallas_kernels.rope.api import rope
-from detjax.pallas_kernels.rope.shapes import HEADS
 from detjax.pallas_kernels.swiglu.api import swiglu
-from detjax.pallas_kernels.swiglu.shapes import WIDTHS as GATE_WIDTHS
 from detjax.testing import assert_bitwise_equal, wide
+from detjax.testing.shapes import (
+    GATE_WIDTHS,
+    HEADS,
+    LAYOUTS,
+    LINEAR_SHAPES,
+    NORM_WIDTHS,
+    TABLES,
+    VOCABULARIES,
+)
 
 ON = {"backend": Backend.PORTABLE}
 F32 = jnp.dtype(jnp.float32)
@@ -41,7 +43,7 @@ def _assert_within(got, want: np.ndarray, bound, claim: str) -> None:
     assert (error <= bound).all(), f"{claim}: {(error / bound).max():.2f} of the bound"
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: s.name)
+@pytest.mark.parametrize("shape", LINEAR_SHAPES, ids=lambda s: s.name)
 def test_linear_is_within_its_bound(shape):
     x, w = _draw(0, 2, shape.k_len), _draw(1, 64, shape.k_len)
     if shape.is_row_parallel:

@@ -229,7 +229,6 @@ def test_vocabulary_kernels_lower(num_rows, vocab):
     lower_for_hopper(log_softmax.log_probs, struct((num_rows, 21), F32), row)
     for op in (
         sampling.gumbel_scores,
-        choice.gumbel_argmax,
         functools.partial(choice.stats_and_choice, vocab_block=128),
     ):
         lower_for_hopper(
@@ -272,19 +271,20 @@ def test_sampling_in_interpret_mode(num_rows, vocab):
     scores = sampling.gumbel_scores(logits, temperature, key, first_token_id=128, interpret=True)
     want = portable_sampling.gumbel_scores(logits, temperature, key, first_token_id=128)
     close(scores, want, 1e-5)
-    best, chosen = choice.gumbel_argmax(
-        logits, temperature, key, first_token_id=128, interpret=True
+    maxima, sums, best, chosen = choice.stats_and_choice(
+        logits, temperature, key, first_token_id=128, vocab_block=128, interpret=True
     )
     ids = np.argmax(np.asarray(scores), axis=1)
     assert_bitwise_equal(chosen, (128 + ids).astype(np.int32), claim="the first maximum wins")
     close(best, np.asarray(scores).max(axis=1), 1e-5)
-    both = choice.stats_and_choice(
-        logits, temperature, key, first_token_id=128, vocab_block=128, interpret=True
-    )
-    assert_bitwise_equal(both[3], chosen, claim="one pass chooses the same token")
+    apart = log_softmax.block_stats(logits, vocab_block=128, interpret=True)
+    for a, b in zip((maxima, sums), apart, strict=True):
+        assert_bitwise_equal(a, b, claim="the pass that chooses gives the statistics of blocks")
     equal = jnp.full((2, 384), 1.5, F32)
     greedy = (jnp.zeros(2, F32), tuple(k[:1].repeat(2) for k in key))
-    _, chosen = choice.gumbel_argmax(equal, *greedy, first_token_id=0, interpret=True)
+    *_, chosen = choice.stats_and_choice(
+        equal, *greedy, first_token_id=0, vocab_block=128, interpret=True
+    )
     assert_bitwise_equal(chosen, np.zeros(2, np.int32), claim="of equal logits the first wins")
 
 
@@ -376,11 +376,11 @@ def test_adjusted_logits_in_interpret_mode(num_rows, vocab):
     "call",
     (
         lambda x, t, key: sampling.gumbel_scores(x, t, key, first_token_id=0),
-        lambda x, t, key: choice.gumbel_argmax(x, t, key, first_token_id=0),
+        lambda x, t, key: choice.stats_and_choice(x, t, key, first_token_id=0, vocab_block=128),
         lambda x, t, key: sampling.nucleus_sums(x, t, t.astype(I32), t),
         lambda x, t, key: sampling.adjust_logits(x, x, x.astype(I32), (t, t), (t, t)),
     ),
-    ids=("gumbel_scores", "gumbel_argmax", "nucleus_sums", "adjust_logits"),
+    ids=("gumbel_scores", "stats_and_choice", "nucleus_sums", "adjust_logits"),
 )
 def test_sampling_refuses_part_blocks(call):
     with pytest.raises(ValueError, match="200"):
@@ -547,9 +547,6 @@ def test_vocabulary_kernels_are_bitwise_batch_invariant(vocab):
     apart = log_softmax.block_stats(logits, vocab_block=128)
     for a, b in zip(apart, (maxima, sums), strict=True):
         assert_bitwise_equal(a, b, claim="block_stats alone gives the bits of the fused pass")
-    chosen = choice.gumbel_argmax(logits, temperature, key, first_token_id=256)
-    for a, b in zip(chosen, (best, ids_chosen), strict=True):
-        assert_bitwise_equal(a, b, claim="gumbel_argmax alone gives the bits of the fused pass")
     joined = check_rows(
         lambda x, t, a, b: token.choose_token(x, t, (a, b), vocab_block=128), args,
         f"tokens of {vocab}",

@@ -79,6 +79,14 @@ def test_processes_are_bitwise_mesh_invariant(num_processes, devices):
     assert [out for _, out, _ in ended[1:]] == [""] * (num_processes - 1)
 
 
+@pytest.mark.slow
+def test_a_process_that_is_late_is_waited_for():
+    """As one that loads or compiles beside other work on its machine."""
+    ended = finish(start(2, devices=1, mesh=(1, 2), fault="late", faulty=1))
+    assert [code for code, _, _ in ended] == [0, 0], ended
+    assert json.loads(ended[0][1]) == digests_of_one_process()
+
+
 @pytest.mark.nightly
 def test_the_example_of_a_replicated_engine_speaks_for_both_processes():
     path = PACKAGE.parent / "examples" / "replicated_engine.py"

@@ -14,7 +14,8 @@ from detjax.models.loading import random_model
 from detjax.models.params import num_params
 from detjax.numerics import NumericsProfile
 from detjax.opening import load_on_devices
-from detjax.pallas_kernels.backend import MAX_UNASKED_CPU_PARAMS, Backend, choose_backend
+from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.backend_choice import MAX_UNASKED_CPU_PARAMS, choose_backend
 from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.parallel.collectives import butterfly_sum
 from detjax.parallel.mesh import configure_virtual_devices, make_mesh

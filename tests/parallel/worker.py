@@ -8,10 +8,14 @@ import json
 import os
 import signal
 import sys
+import time
 
 from detjax.parallel.distributed import start_job
 from detjax.parallel.job_spec import JobSpec
 from detjax.parallel.mesh import configure_virtual_devices
+
+LATE_S = 33
+"""Longer than Gloo lets devices wait for the first collective of theirs."""
 
 LENGTHS = (29, 6, 140)
 SM90_SIZES = {"head_dim": 64, "hidden_size": 512, "intermediate_size": 1536, "vocab_size": 1024}
@@ -65,6 +69,8 @@ def main() -> None:
     configure_virtual_devices(what["devices"])
     is_faulty = process_id == what.get("faulty")
     asked = requests(changed=is_faulty and fault == "other requests")
+    if is_faulty and fault == "late":
+        time.sleep(LATE_S)
     engine = make_engine(what["mesh"], what.get("backend", "portable"))
     counter = iter(range(1000))
 

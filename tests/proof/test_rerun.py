@@ -16,7 +16,7 @@ from detjax.engine.requests.request import Request
 from detjax.models.bundled import bundled_model_path
 from detjax.proof.identity import Identifier, Identity
 from detjax.proof.receipt import Receipt
-from detjax.proof.rerun import Difference, identity_differences, rerun
+from detjax.proof.rerun import ReceiptDifference, identity_differences, rerun
 
 pytestmark = pytest.mark.slow
 
@@ -66,7 +66,9 @@ def receipts(llm, identity) -> list[Receipt]:
     return receipts_of(llm, identity)
 
 
-def check(llm: detjax.LLM, receipts, *, has_predictions: bool, **options) -> list[Difference]:
+def check(
+    llm: detjax.LLM, receipts, *, has_predictions: bool, **options
+) -> list[ReceiptDifference]:
     identity = Identifier(llm.model, llm.tokenizer, name="novels-6m").identity()
     return rerun(
         llm.engine, llm.tokenizer, receipts, identity=identity, config=llm.config.model,

@@ -16,8 +16,10 @@ import tempfile
 import threading
 import time
 import uuid
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import httpx
 import openai
 import pyarrow as pa
 import ray
@@ -30,6 +32,7 @@ TOKEN = "DETJAX_FLEET"
 """In the environment of this Ray's processes alone, so that no other is ever killed."""
 
 SIZES = {"max_len": 256, "batch_size": 4}
+NUM_WARM = 4
 SAMPLING = {"max_tokens": 24, "temperature": 0.7}
 
 
@@ -90,17 +93,49 @@ def replicas() -> list[int]:
     return sorted(found)
 
 
-def run_serve(rows: list[dict], options: dict) -> dict:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    serve.start(http_options={"host": "127.0.0.1", "port": port})
-    serve.run(detjax.ray.build(options | SIZES | {"no_compile": True}))
-    before, killed = replicas(), []
+async def streamed(client: openai.AsyncOpenAI, row: dict, begun: Callable[[], None]) -> dict:
+    """The answer of a stream, asked again until one is whole; those that were cut begin as it."""
+    asked, cut = dict(row), []
+    own = {"extra_body": {"return_token_ids": asked.pop("return_token_ids", True)}}
+    while True:
+        token_ids: list[int] = []
+        try:
+            stream = await client.completions.create(**asked, **own, stream=True)
+            async for chunk in stream:
+                said = chunk.choices[0].model_extra
+                token_ids += said["token_ids"]
+                if len(token_ids) == len(said["token_ids"]):
+                    begun()
+                if "detjax" in said:
+                    assert all(part == token_ids[: len(part)] for part in cut), (cut, token_ids)
+                    return {"digest": said["detjax"]["digest"], "cut": [len(part) for part in cut]}
+        except (openai.APIError, httpx.HTTPError):
+            await asyncio.sleep(0.2)
+        cut.append(token_ids)
 
-    async def ask_all() -> list[dict]:
-        client = openai.AsyncOpenAI(
-            base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=30, timeout=240
-        )
+
+def run_streams(rows: list[dict], options: dict) -> dict:
+    """Streams at once, and a replica killed when each has begun or waits."""
+
+    async def ask_all(client: openai.AsyncOpenAI, kill: Callable[[], None]) -> list[dict]:
+        # Both replicas compile now, so that streams of both are open when one is killed.
+        short = {"model": rows[0]["model"], "prompt": "x", "max_tokens": 2}
+        await asyncio.gather(*(client.completions.create(**short) for _ in range(4 * NUM_WARM)))
+        left = iter(range(len(rows) // 2, -1, -1))
+
+        def begun() -> None:
+            if next(left, None) == 0:
+                kill()
+
+        return await asyncio.gather(*(streamed(client, row, begun) for row in rows))
+
+    return run_serve(options, ask_all)
+
+
+def run_answers(rows: list[dict], options: dict) -> dict:
+    """Answers in one piece, and a replica killed in their midst."""
+
+    async def ask_all(client: openai.AsyncOpenAI, kill: Callable[[], None]) -> list[dict]:
         num_done = 0
 
         async def ask(i: int, row: dict) -> dict:
@@ -109,15 +144,33 @@ def run_serve(rows: list[dict], options: dict) -> dict:
             answer = await client.completions.create(model="novels-6m", **row, **SAMPLING)
             num_done += 1
             if num_done == 8:
-                killed.append(before[0])
-                os.kill(before[0], signal.SIGKILL)
+                kill()
             said = answer.choices[0].model_extra["detjax"]
             return row | {"digest": said["digest"], "fingerprint": answer.system_fingerprint}
 
-        async with client:
-            return await asyncio.gather(*itertools.starmap(ask, enumerate(rows)))
+        return await asyncio.gather(*itertools.starmap(ask, enumerate(rows)))
 
-    found = asyncio.run(ask_all())
+    return run_serve(options, ask_all)
+
+
+def run_serve(options: dict, ask_all: Callable[..., Awaitable[list[dict]]]) -> dict:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    serve.run(detjax.ray.build(options | SIZES | {"no_compile": True}))
+    before, killed = replicas(), []
+
+    def kill() -> None:
+        killed.append(before[0])
+        os.kill(before[0], signal.SIGKILL)
+
+    async def ask() -> list[dict]:
+        async with openai.AsyncOpenAI(
+            base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=30, timeout=240
+        ) as client:
+            return await ask_all(client, kill)
+
+    found = asyncio.run(ask())
     until_s = time.monotonic() + 120
     while (after := replicas()) == before or len(after) < 2:
         assert time.monotonic() < until_s, (before, after)
@@ -132,8 +185,11 @@ def main() -> None:
     ray.init(num_cpus=4, include_dashboard=False, object_store_memory=100 << 20)
     try:
         rows = asked["rows"]
-        is_data = asked["part"] == "data"
-        said = run_data(rows) if is_data else run_serve(rows, asked["options"])
+        if asked["part"] == "data":
+            said = run_data(rows)
+        else:
+            run = {"serve": run_answers, "streams": run_streams}[asked["part"]]
+            said = run(rows, asked["options"])
     finally:
         ray.shutdown()
     print(json.dumps(said))

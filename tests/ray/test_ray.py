@@ -109,6 +109,23 @@ def test_clients_of_two_replicas_do_not_notice_the_loss_of_one():
 
 
 @pytest.mark.nightly
+@pytest.mark.invariance
+def test_streams_of_a_lost_replica_begin_as_those_that_are_asked_again():
+    asked = [
+        {"model": "novels-6m", "prompt": row["prompt"], "seed": row["seed"], "max_tokens": 100,
+         "temperature": 0.7} for row in rows()[:12]
+    ]  # fmt: skip
+    options = {"model": "novels-6m", "gpus": 0, "num_replicas": 2}
+    said = run_fleet(part="streams", rows=asked, options=options)
+    assert len(said["killed"]) == 1 and sum(len(row["cut"]) for row in said["found"]) > 0
+    llm = detjax.LLM(max_len=256, batch_size=3, show_progress=False)
+    for row, found in zip(asked, said["found"], strict=True):
+        sampling = detjax.SamplingParams(max_tokens=100, temperature=0.7, seed=row["seed"])
+        want = llm.generate(row["prompt"], sampling)[0].outputs[0]
+        assert found["digest"] == want.digest()
+
+
+@pytest.mark.nightly
 def test_the_example_writes_every_prompt_with_its_digest(tmp_path):
     from pyarrow import parquet
 
@@ -125,7 +142,7 @@ def test_the_example_writes_every_prompt_with_its_digest(tmp_path):
 
 
 REFUSALS = """
-import json, detjax.ray
+import json, os, detjax.ray
 from detjax import SamplingParams
 import pyarrow as pa
 
@@ -147,9 +164,12 @@ said = [
     refusal(build, {"gpus": "many"}),
     refusal(build, {"gpus": 0, "num_replicas": 1.5}),
     refusal(build, {"gpus": 0, "port": 80}),
+    refusal(build, {"gpus": 0, "admin_api_key": "a"}),
     refusal(build, {"gpus": 0, "temperature": 1}),
     refusal(build, {"gpus": 0, "mode": "quick"}),
     refusal(build, {"gpus": 0, "max_body_mb": -1}),
+    refusal(build, {"gpus": 0, "config": "a.toml"}),
+    refusal(build, {"gpus": 0, "no_compiel": False}),
     refusal(build, {"gpus": "2", "tp": "2", "no_compile": "true", "api_key": ["a", "b"],
                     "decode_batches": [1, 2]}),
     refusal(generate, sampling=SamplingParams(n=2)),
@@ -157,6 +177,11 @@ said = [
     refusal(Fake(), {"prompt": ["x"]}),
     refusal(Fake(), pa.table({"text": ["x"]})),
 ]
+os.environ["DETJAX_ADMIN_API_KEY"] = "a"
+said.append(refusal(build, {"gpus": 0}))
+del os.environ["DETJAX_ADMIN_API_KEY"]
+os.environ["DETJAX_API_KEY"] = "of the environment"
+said.append(" ".join(build({"gpus": 0, "api_key": "own"})._bound_deployment.init_args[0]))
 print(json.dumps(said))
 """
 
@@ -171,14 +196,19 @@ def test_what_cannot_be_is_refused_by_name(tmp_path):
         "gpus='many' must be an integer of at least 0",
         "num_replicas=1.5 must be an integer of at least 1",
         "port=80 is no option of a replica: Ray decides it",
+        "admin_api_key='a' is no option of a replica: Ray decides it",
         "unrecognized arguments: --temperature=1",
-        "argument --mode: invalid choice: 'quick'",
+        "--mode: invalid choice: 'quick'",
         "--max-body-mb -1.0 must be above 0",
+        "config='a.toml' is no option of a replica",
+        "unrecognized arguments: --no-compiel=False; did you mean --no-compile?",
         "taken",
         "n=2 must be 1 here",
         "LLM has no option 'tmeperature'",
         'a batch is a dict; give map_batches batch_format="pyarrow"',
         "the rows have no column 'prompt', but ['text']",
+        "DETJAX_ADMIN_API_KEY is set",
+        "--api-key=own --api-key=of the environment",
     ]
     assert len(said) == len(expected)
     for found, text in zip(said, expected, strict=True):

@@ -63,8 +63,8 @@ def make_service(llm: detjax.LLM, *, signing_key=None, **limits) -> Service:
         name="novels-6m", engine=llm.engine, tokenizer=tokenizer,
         vocab_size=llm.config.model.vocab_size, max_len=llm.config.engine.max_len,
         mode=llm.config.engine.mode, fingerprint=llm.config.fingerprint,
-        identity=llm.identity(), end_token_ids=llm.config.model.eos_token_ids,
-        signing_key=signing_key,
+        identity=llm.identity(), identify=llm.identity,
+        end_token_ids=llm.config.model.eos_token_ids, signing_key=signing_key,
     )  # fmt: skip
     return Service(model, Limits(**limits))
 

@@ -9,19 +9,19 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import serve_load
-from benchmarks.http_client import Exchange, Plan, exchange, run_plans
+from benchmarks.http_client import HttpExchange, Plan, exchange, run_plans
 from benchmarks.serve_cost import main as cost_main
 from detjax.engine.metrics import EngineStats
 
 
 def got(digest="a", **fields):
-    return Exchange(**{"asked_s": 1.0, "pieces_s": [1.5, 2.0, 3.0], "status": 200,
+    return HttpExchange(**{"asked_s": 1.0, "pieces_s": [1.5, 2.0, 3.0], "status": 200,
                        "digest": digest, "num_tokens": 3} | fields)  # fmt: skip
 
 
 def asked(*, is_deterministic=True, leaves_after=None, behaviour="stays"):
     plan = Plan(at_s=0.0, body={}, leaves_after=leaves_after)
-    return serve_load.Asked(
+    return serve_load.SentRequest(
         question=0, behaviour=behaviour, is_deterministic=is_deterministic, plan=plan
     )
 

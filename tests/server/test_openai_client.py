@@ -288,6 +288,7 @@ def prompt_of(running, client, messages, **fields) -> str:
     with running.client() as plain:
         told = plain.post("/tokenize", json={"messages": messages, **fields}).json()
     ids = asked.choices[0].prompt_token_ids
+    assert asked.model_dump()["prompt_token_ids"] == ids, "as vLLM's server has it"
     assert ids == told["tokens"] and asked.usage.prompt_tokens == told["count"] == len(ids)
     return running.service.model.tokenizer.decode(ids)
 
@@ -411,7 +412,7 @@ def test_reasoning_and_calls_are_read_out_of_an_answer(thinking, stream, logprob
     said = joined(answer) if stream else told(answer)
     ((name, *call),) = said.pop("calls")
     assert call == ["add", '{"a": 1}'] and len(name) == 9 and name.isalnum()
-    assert said.pop("num_deltas", [1]) == [1]
+    assert not stream or said.pop("num_deltas")[0] > 3, "arguments come as they are written"
     assert said == {"content": "See:", "reasoning_content": "Hm", "reason": "tool_calls"}
 
 

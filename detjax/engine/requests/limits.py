@@ -31,6 +31,9 @@ MAX_STOP_TOKENS = 1024
 MAX_ALLOWED_TOKENS = 2**20
 """Allowed tokens of a request; no vocabulary has as many."""
 
+MAX_INTEGER = 2**53 - 1
+"""Farthest that an integer of a request may be from 0: receipts are JSON, which is exact so far."""
+
 MAX_BIAS = 1e8
 """Farthest that a bias may be from 0, so that sums stay finite."""
 
@@ -45,6 +48,13 @@ def integer(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise ValueError(f"{name}={value!r} must be an integer, not {type(value).__name__}")
     return int(value)
+
+
+def check_integers(name: str, values: Iterable[int]) -> None:
+    """Refuse integers that a receipt could not hold."""
+    for value in values:
+        if abs(value) > MAX_INTEGER:
+            raise ValueError(f"{name}={value} must be at most 2**53 - 1 from 0")
 
 
 def number(name: str, value: Any) -> float:

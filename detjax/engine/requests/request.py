@@ -19,6 +19,7 @@ from detjax.engine.requests.limits import (
     MAX_STOP_TOKENS,
     bad_words_of,
     biases_of,
+    check_integers,
     integer,
     number,
     replace_field,
@@ -192,10 +193,13 @@ class SamplingParams:
         optional = "seed", "prompt_logprobs", "truncate_prompt_tokens"
         for name in (*counts, *(n for n in optional if getattr(self, n) is not None)):
             replace_field(self, name, integer(name, getattr(self, name)))
+            if name != "seed":  # receipts have it as text
+                check_integers(name, (getattr(self, name),))
         penalties = "repetition_penalty", "presence_penalty", "frequency_penalty"
         for name in ("temperature", "top_p", "min_p", *penalties):
             replace_field(self, name, number(name, getattr(self, name)))
         stops = token_ids_of("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKENS)
+        check_integers("stop_token_ids", stops)
         replace_field(self, "stop_token_ids", stops)
         replace_field(self, "stop", texts_of("stop", self.stop))
         replace_field(self, "bad_words", texts_of("bad_words", self.bad_words))

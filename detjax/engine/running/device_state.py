@@ -25,7 +25,7 @@ from detjax.engine.running.programs import ProgramCache
 from detjax.engine.sampling.adjustments import num_words
 from detjax.engine.self_check.device import checksums, filled_pages
 from detjax.models.loading import LoadedModel
-from detjax.parallel.dispatch import ordered
+from detjax.parallel.dispatch import finished, ordered
 from detjax.parallel.mesh import DP_AXIS
 
 Placed = np.ndarray | jax.Array
@@ -142,6 +142,11 @@ class DeviceState:
             empty(model, sampling_shape(model, programs.num_slots)),
         )
 
+    def release(self) -> None:
+        """Free everything, until `reset`."""
+        self.settle()
+        self._arrays, self._adjusted, self._logits, self._no_bans = (), None, {}, {}
+
     def settle(self) -> None:
         """Wait until every program that was handed over has been called; they may still run."""
         self._thread.submit(int).result()
@@ -210,7 +215,7 @@ class DeviceState:
         self._arrays = arrays
         if after.install is not None:
             install, rows = after.install
-            self._adjusted = install(self._adjusted, *rows)
+            self._adjusted = finished(self._devices, install(self._adjusted, *rows))
         if after.choice is not None:
             cache, slots, sampling = arrays
             slots, self._adjusted, choice = self._choose(key, after, slots, sampling, choice)
@@ -218,7 +223,7 @@ class DeviceState:
         scores = None
         if after.score is not None:
             score, given = after.score
-            scores = score(params, hidden, *given)
+            scores = finished(self._devices, score(params, hidden, *given))
         result = LaunchResult(choice=choice, scores=scores)
         if self._starts_copies:
             for array in jax.tree.leaves((choice, scores)):
@@ -234,7 +239,8 @@ class DeviceState:
         """Call a forward program: (cache, slots and sampling; hidden states; result)."""
         left = [self._logits_of(key.logit_rows)] if key.logit_rows else []
         tables = self._model.rope_tables
-        *state, result = program(params, tables, *arrays, *left, *operands)
+        called = program(params, tables, *arrays, *left, *operands)
+        *state, result = finished(self._devices, called)
         hidden = state.pop() if key.leaves_hidden else None
         if left:
             self._logits[key.logit_rows] = state.pop()
@@ -248,7 +254,9 @@ class DeviceState:
         assert after.choice is not None
         choose, rows = after.choice
         read = (result,) if after.reads_result else ()
-        return choose(slots, sampling, self._adjusted, self._logits[key.logit_rows], *rows, *read)
+        logits = self._logits[key.logit_rows]
+        chosen = choose(slots, sampling, self._adjusted, logits, *rows, *read)
+        return finished(self._devices, chosen)
 
     def run_aside(
         self,

@@ -241,6 +241,11 @@ class ModelRunner:
         self._device.reset()
         self._forget_rows()
 
+    def release(self) -> None:
+        """Free the cache and the slots, until `reset`."""
+        self._device.release()
+        self._forget_rows()
+
     def _forget_rows(self) -> None:
         self._placed = PlacedRows(self._model.mesh, self._stats)
         self._laid_out: dict[str, _LaidOut] = {}
@@ -260,6 +265,10 @@ class ModelRunner:
         if self._config.draft_weights != "full":
             dtype = jnp.dtype(self._config.draft_weights)
             self._draft_params = quantise_params(self._model.params, dtype)
+
+    def drop_drafts(self) -> None:
+        """Free the weights in 8 bits, until `take_weights`."""
+        self._draft_params = self._model.params
 
     # ------------------------------------------------------------------------------------ launching
 

@@ -109,6 +109,28 @@ def load_params(
         return assemble(specs, mesh, load)
 
 
+def check_params(
+    folder: Path,
+    config: ModelConfig,
+    mesh: Mesh,
+    *,
+    dtype: DTypeLike,
+    vocab_block: int,
+    cast_weights: str = NO_CAST,
+) -> None:
+    """Refuse a folder that `load_params` would refuse by its files' headers; read no weight.
+
+    Raises:
+        FileNotFoundError, ValueError: As `load_params` does, but for values.
+    """
+    specs = param_specs(config, tp=mesh.shape["tp"], vocab_block=vocab_block)
+    wanted = [tensor for spec in jax.tree.leaves(specs) for tensor in spec.tensors]
+    with contextlib.ExitStack() as stack:
+        tensors = expand_tensors(open_tensors(folder, stack), read_quantization(folder))
+        can_cast = cast_weights != NO_CAST
+        _check_tensors(folder, tensors, wanted, dtype=check_dtype(dtype), can_cast=can_cast)
+
+
 def _check_tensors(
     folder: Path,
     tensors: dict[str, StoredTensor],

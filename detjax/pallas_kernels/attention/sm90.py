@@ -28,7 +28,7 @@ from detjax.pallas_kernels.attention.sm90_decode_spread import SPREAD_CHANNELS, 
 from detjax.pallas_kernels.attention.sm90_new_token import NewToken
 from detjax.pallas_kernels.attention.sm90_prefill import PrefillConfig, prefill
 from detjax.pallas_kernels.rope.sm90 import rope_into_cache
-from detjax.pallas_kernels.sm90_rows import NUM_SMS
+from detjax.pallas_kernels.sm90_hardware import NUM_SMS
 
 CHANNELS = (64, 96, 128)
 DECODE_CHANNELS = (64, 128)

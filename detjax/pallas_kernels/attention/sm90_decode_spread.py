@@ -7,6 +7,10 @@ Each then adds up the values of all blocks, in order, for its share of the chann
 for a fourth of the bytes, and computes a fourth of the scores.
 """
 
+import functools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -26,6 +30,7 @@ from detjax.pallas_kernels.attention.sm90_decode_exchange import (
 )
 from detjax.pallas_kernels.attention.sm90_decode_job import Job, Operands
 from detjax.pallas_kernels.attention.sm90_decode_run import load_written
+from detjax.pallas_kernels.attention.sm90_new_token import NewToken
 from detjax.pallas_kernels.sm90_cache_hints import evict_first
 from detjax.pallas_kernels.sm90_prefetch import ask_for
 from detjax.pallas_kernels.sm90_ptx import read_now
@@ -36,9 +41,383 @@ RING = 2
 """Turns whose keys and values are in flight."""
 
 
-def attend_spread(job: Job, operands: Operands) -> jax.Array:
-    """The output of all sequences, [B H C]."""
-    config, new_token, math = job.config, job.new_token, job.math
+class _Arrays(NamedTuple):
+    """Operands of the kernel, in device memory."""
+
+    new: tuple  # the operands of `NewToken`
+    pages: Any  # [L N 2 K, P, C]
+    positions: Any  # [B, 1] int32
+    table: Any  # [B, n] int32
+    layer: Any  # [1] int32
+    prefetch: Any  # weights, or None
+
+
+class _Sent(NamedTuple):
+    """What the CTAs of a cluster send each other: in shared memory; interpreted, in device memory.
+
+    Interpretation knows no other CTA's shared memory.
+    """
+
+    outs: Any  # [splits, padded_rows C] f32, to the first CTA
+    scales: Any  # [splits, 2, padded_rows] f32, maxima and sums, to the first CTA
+    maxima: Any  # [at_once, 2, SPREAD, ROWS] f32, of blocks
+    sums: Any  # [at_once, SPREAD, ROWS] f32, of blocks
+    weights: Any  # [at_once, SPREAD, ROWS, BLOCK]; words of a warp's lanes if not interpreted
+
+
+class _Shared(NamedTuple):
+    """Shared memory of a CTA, and its barriers."""
+
+    q: Any  # [ROWS, C]
+    k: Any  # [RING, BLOCK, C]
+    v: Any  # [RING * SPREAD, BLOCK, share]
+    kept: Any  # [2, C], the new token's key and value
+    sent: Any  # `_Sent`, unless interpreted
+    flags: Any  # [8] int32, barriers of `Exchange`, unless interpreted
+    weights: Any  # [ROWS, BLOCK], if interpreted
+    wide: Any  # [BLOCK, C], if interpreted
+    k_filled: Any  # [RING]
+    v_filled: Any  # [RING * SPREAD]
+    k_free: Any  # [RING]
+    v_free: Any  # [RING]
+    meeting: Any  # [3], if interpreted
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Cta:
+    """What the warpgroups of a CTA do: one computes, and one loads.
+
+    Attributes:
+        job: What the launch attends to.
+        arrays: Its operands.
+        out: The output.
+        shared: Shared memory.
+        sent: What CTAs send each other.
+        exchange: How.
+        wg: Which warpgroup.
+        place: Which pair of a sequence and a kv head, and which CTA of the cluster.
+        here: The sequence and the kv head.
+        part: Which block of a split.
+        group: Which of the splits of a turn.
+        slices: Channels of the output.
+        last: Position of the new token.
+        layer: Which layer's pages.
+        first_pages: Of the first turn; see `_pages_of`.
+        all_blocks: Of the sequence.
+        num_splits: Of the sequence.
+        num_turns: Of the cluster.
+        new_page: Page of the new token.
+    """
+
+    job: Job
+    arrays: _Arrays
+    out: Any
+    shared: _Shared
+    sent: _Sent
+    exchange: Exchange
+    wg: Any
+    place: tuple
+    here: tuple
+    part: Any
+    group: Any
+    slices: Any
+    last: Any
+    layer: Any
+    first_pages: tuple
+    all_blocks: Any
+    num_splits: Any
+    num_turns: Any
+    new_page: Any
+
+    @property
+    def new_token(self) -> NewToken:
+        """Makes queries, key and value."""
+        assert self.job.new_token is not None
+        return self.job.new_token
+
+    @property
+    def at_once(self) -> int:
+        """Splits of a turn."""
+        return self.job.config.cluster // SPREAD
+
+    @property
+    def share(self) -> int:
+        """Channels of the output that a CTA adds up."""
+        return self.job.channels // SPREAD
+
+    def blocks_of(self, turn) -> tuple:
+        """The split of a turn: its first block, and how many it has."""
+        first = (turn * self.at_once + self.group) * SPREAD
+        return first, jnp.clip(self.all_blocks - first, 0, SPREAD)
+
+    def page_row(self, page, half: int):
+        """Where the page's keys (half 0) or values (half 1) lie among the rows of pages."""
+        job, (_, kv_head) = self.job, self.here
+        return ((self.layer * job.num_pages + page) * 2 + half) * job.kv_heads + kv_head
+
+    def run(self) -> None:
+        """Both warpgroups; which one it is decides what it does."""
+        pl.when(self.wg == 0)(self.compute)
+        pl.when(self.wg == 1)(self.load)
+        pl.when(self.wg == 0)(self.merge)
+        if not self.job.is_interpreted:
+            self.exchange.end(self.wg)
+
+    # ------------------------------------------------------------------ the warpgroup that loads
+
+    def load(self) -> None:
+        """Keys of a block and a share of the values of its split, turn by turn."""
+
+        def one_turn(turn, found):
+            self.load_turn(turn, found)
+            if self.arrays.prefetch is not None:
+                pl.when(turn == 0)(self.ask_ahead)
+            return lax.cond(
+                turn + 1 < self.num_turns, lambda: self.pages_of(turn + 1), lambda: found
+            )
+
+        lax.fori_loop(0, self.num_turns, one_turn, self.first_pages)
+        for free in (self.shared.k_free, self.shared.v_free):
+            bits.drain(free, self.num_turns)
+
+    def pages_of(self, turn) -> tuple:
+        """See `_pages_of`."""
+        split = turn * self.at_once + self.group
+        return _pages_of(self.job, self.arrays.table, self.here[0], self.part, split)
+
+    def load_turn(self, turn, pages: tuple) -> None:
+        """Copy the blocks of a turn that are there; `pages` are theirs."""
+        shared, part = self.shared, self.part
+        first, blocks = self.blocks_of(turn)
+        slot = lax.rem(turn, jnp.int32(RING))
+
+        @pl.when(turn >= RING)
+        def _is_free():
+            plgpu.barrier_wait(shared.k_free.at[slot])
+            plgpu.barrier_wait(shared.v_free.at[slot])
+
+        def copy(block, source, smem, filled):
+            num_written = self.last + 1 - block * bits.BLOCK
+            load_written(num_written, source, smem, filled, at_once=self.job.config.keys_at_once)
+
+        @pl.when(part < blocks)
+        def _keys():
+            block, source = first + part, self.arrays.pages.at[self.page_row(pages[0], 0)]
+            copy(block, source, shared.k.at[slot], shared.k_filled.at[slot])
+
+        for j in range(SPREAD):
+
+            @pl.when(j < blocks)
+            def _values(j=j):
+                place = slot * SPREAD + j
+                source = self.arrays.pages.at[self.page_row(pages[1 + j], 1), :, self.slices]
+                copy(first + j, source, shared.v.at[place], shared.v_filled.at[place])
+
+    def ask_ahead(self) -> None:
+        """Ask for this CTA's share of the next product's weights."""
+        config, (cta, rank) = self.job.config, self.place
+        share = cta * config.cluster + rank
+        num_shares = self.job.batch * self.job.kv_heads * config.cluster
+        ask_for(self.arrays.prefetch, share, num_shares, num_bytes=config.prefetched)
+
+    # --------------------------------------------------------------- the warpgroup that computes
+
+    def compute(self) -> None:
+        """The new token, then the turns."""
+        self.new_token.prepare(list(self.arrays.new), *self.here, self.shared.q, self.shared.kept)
+        self.exchange.started()
+
+        def one_turn(turn, carry):
+            self.one_turn(turn)
+            return carry
+
+        lax.fori_loop(0, self.num_turns, one_turn, jnp.int32(0))
+
+    def one_turn(self, turn) -> None:
+        """A split: scores and weights of one of its blocks, outputs of a share of the channels."""
+        shared, math = self.shared, self.job.math
+        first, blocks = self.blocks_of(turn)
+        slot = lax.rem(turn, jnp.int32(RING))
+        maxima = self.sent.maxima.at[self.group, lax.rem(turn, jnp.int32(2))]
+        block, last_block = first + self.part, self.all_blocks - 1
+
+        @pl.when(self.part < blocks)
+        def _wait_for_keys():
+            plgpu.barrier_wait(shared.k_filled.at[slot])
+
+        offset = lax.rem(jnp.maximum(self.last, 0), jnp.int32(bits.BLOCK))
+        has_last = (blocks > 0) & (last_block < first + SPREAD)
+
+        @pl.when(block == last_block)
+        def _put_key():
+            page = self.arrays.pages.at[self.page_row(self.new_page, 0)]
+            self.new_token.put(shared.kept, 0, shared.k.at[slot], page, offset)
+
+        scores = self.scores(slot, block)
+        scale = bits.score_scale(self.job.channels)
+        block_max = math.mul(jnp.max(scores, axis=1), math.full((bits.ROWS,), scale))
+        self.exchange.send_rows(block_max, maxima, self.part, self.group, 0, math)
+        self.exchange.meet(0, turn, SPREAD * SENT_ROWS * 4)
+        self.send_weights(scores, self.running_max(maxima), scale)
+        for j in range(SPREAD):
+
+            @pl.when(j < blocks)
+            def _wait_for_values(j=j):
+                plgpu.barrier_wait(shared.v_filled.at[slot * SPREAD + j])
+
+        @pl.when(has_last)
+        def _put_value():
+            self.put_value(shared.v.at[slot * SPREAD + last_block - first], offset)
+
+        self.exchange.meet(1, turn, SPREAD * SENT_ROWS * (bits.BLOCK * 2 + 4))
+        out, m, weight_sum = self.add_blocks(slot, blocks, maxima)
+        plgpu.barrier_arrive(shared.v_free.at[slot])
+        split = turn * self.at_once + self.group
+        pl.when(blocks > 0)(functools.partial(self.send_partial, split, out, m, weight_sum))
+
+    def scores(self, slot, block):
+        """The scores of this CTA's block, [ROWS, BLOCK]."""
+        shared, math = self.shared, self.job.math
+        # A block that is not there is masked whole: its maximum is no one's.
+        scores = bits.product(shared.q, shared.k.at[slot].T, (bits.ROWS, bits.BLOCK))
+        plgpu.barrier_arrive(shared.k_free.at[slot])
+        scores = math.first_half(scores)
+        row_pos = math.cast(jnp.full((bits.ROWS,), self.last), math.row_layout)
+        return math.mask(scores, row_pos, block * bits.BLOCK, None)
+
+    def running_max(self, maxima):
+        """The running maximum with this CTA's block."""
+        math = self.job.math
+        m = math.full((bits.ROWS,), bits.EMPTY_MAX)
+        for j in range(SPREAD):
+            is_before = j < self.part + 1
+            m = math.choose(is_before, jnp.maximum(m, math.load(maxima.at[j])), m)
+        return math.first_half(m)
+
+    def send_weights(self, scores, new_m, scale: float) -> None:
+        """The weights of this CTA's block, and their sum, to all CTAs of the split."""
+        math, part, group = self.job.math, self.part, self.group
+        weights = math.exp2_scaled(scores, math.spread(-new_m, scores.shape), scale)
+        row_sum = math.row_sum(weights)
+        # ROUND: weights to the compute dtype for the product; their sum is not rounded.
+        weights = weights.astype(self.job.dtype)
+        self.exchange.send_weights(weights, self.sent.weights.at[group], part, group, 1)
+        self.exchange.send_rows(row_sum, self.sent.sums.at[group], part, group, 1, math)
+
+    def put_value(self, v_smem, offset) -> None:
+        """Put the new token's value in row `offset` of the last block, here and in the cache."""
+        value = self.new_token.kept(self.shared.kept, 1).at[self.slices]
+        _put_value_share(v_smem, value, offset, self.job.math)
+        row = self.arrays.pages.at[self.page_row(self.new_page, 1), offset, self.slices]
+        _write_row(value, row, self.share, self.job.is_interpreted)
+
+    def add_blocks(self, slot, blocks, maxima):
+        """The state of the split, of a share of the channels."""
+        math, sums = self.job.math, self.sent.sums
+
+        def one_block(j, carry):
+            out, m, weight_sum = carry
+            other = jnp.maximum(m, math.load(maxima.at[j]))
+            decay = math.exp2_difference(m, other)
+            weight_sum = math.fma(weight_sum, decay, math.load(sums.at[self.group, j]))
+            return self.add_values(slot, j, out, decay), other, weight_sum
+
+        empty = (
+            math.full((bits.ROWS, self.share), 0.0),
+            math.full((bits.ROWS,), bits.EMPTY_MAX),
+            math.full((bits.ROWS,), 0.0),
+        )
+        return lax.fori_loop(0, blocks, one_block, empty)
+
+    def add_values(self, slot, j, out, decay):
+        """The output with the values of a block."""
+        job, shared, weights = self.job, self.shared, self.sent.weights
+        values = shared.v.at[slot * SPREAD + j]
+        if not job.is_interpreted:
+            operand = read_weights(weights.at[self.group, j], job.math, job.dtype)
+            out, _ = bits.chained_product(job.math, out, decay, operand, values)
+            return out
+        # A processor's product of other columns may add up otherwise.
+        shared.weights[...], shared.wide[:, self.slices] = weights[self.group, j], values[...]
+        wide = bits.product(shared.weights, shared.wide, (bits.ROWS, job.channels))
+        wide = lax.dynamic_slice_in_dim(wide, self.part * self.share, self.share, 1)
+        return out * lax.broadcast_in_dim(decay, out.shape, [0]) + wide
+
+    def send_partial(self, split, out, m, weight_sum) -> None:
+        """The state of a split to the first CTA, which merges them."""
+        job, scales = self.job, self.sent.scales
+        first_channel = self.part * self.share
+        self.exchange.send_out(
+            out, self.sent.outs, split, first_channel, job.padded_rows, job.channels
+        )
+
+        @pl.when(self.part == 0)
+        def _scales():
+            self.exchange.send_to_leader(m, scales.at[split, 0])
+            self.exchange.send_to_leader(weight_sum, scales.at[split, 1])
+
+    def merge(self) -> None:
+        """Fold the splits, in the first CTA."""
+        job, is_interpreted = self.job, self.job.is_interpreted
+        if is_interpreted:
+            self.exchange.meet(2, 0, 0)
+
+        @pl.when(self.place[1] == 0)
+        def _merge():
+            if not is_interpreted:
+                a_split = SENT_ROWS * (job.channels + 2) * 4
+                self.exchange.meet(2, 0, self.num_splits * a_split)
+            merge_splits(
+                job, self.sent.outs, self.sent.scales, self.out, self.here, self.last, 0,
+                self.num_splits,
+            )  # fmt: skip
+
+
+def _pages_of(job: Job, table, seq, part, split) -> tuple:
+    """The page of a CTA's keys, and those of its split's values."""
+    first, last_entry = split * SPREAD, table.shape[1] - 1
+    blocks = [first + part, *(first + j for j in range(SPREAD))]
+    return tuple(
+        read_now(table, seq, jnp.minimum(b, last_entry), is_interpreted=job.is_interpreted)
+        for b in blocks
+    )
+
+
+def _start(job: Job, arrays: _Arrays, sent: _Sent | None, out, shared: _Shared) -> _Cta:
+    """What a CTA begins with: its place, and what it reads of device memory at once."""
+    evict_first(arrays.pages, is_interpreted=job.is_interpreted)
+    wg, cta, rank = (lax.axis_index(name) for name in ("wg", "cta", "rank"))
+    seq, kv_head = lax.div(cta, jnp.int32(job.kv_heads)), lax.rem(cta, jnp.int32(job.kv_heads))
+    part, group = lax.rem(rank, jnp.int32(SPREAD)), lax.div(rank, jnp.int32(SPREAD))
+    slices = pl.ds(part * (job.channels // SPREAD), job.channels // SPREAD)
+    sent = shared.sent if sent is None else _Sent(*(ref.at[cta] for ref in sent))
+    exchange = Exchange(
+        is_interpreted=job.is_interpreted, meeting=shared.meeting, flags=shared.flags
+    )
+    exchange.start(wg)
+
+    def now(ref, *index):
+        return read_now(ref, *index, is_interpreted=job.is_interpreted)
+
+    at_once = job.config.cluster // SPREAD
+    last = now(arrays.positions, seq, 0)
+    first_pages = _pages_of(job, arrays.table, seq, part, group)
+    layer = now(arrays.layer, 0)
+    all_blocks = lax.div(last + bits.BLOCK, jnp.int32(bits.BLOCK))
+    num_splits = lax.div(all_blocks + (SPREAD - 1), jnp.int32(SPREAD))
+    num_turns = lax.div(num_splits + (at_once - 1), jnp.int32(at_once))
+    new_entry = jnp.clip(all_blocks - 1, 0, arrays.table.shape[1] - 1)
+    return _Cta(
+        job=job, arrays=arrays, out=out, shared=shared, sent=sent, exchange=exchange,
+        wg=wg, place=(cta, rank), here=(seq, kv_head), part=part, group=group, slices=slices,
+        last=last, layer=layer, first_pages=first_pages, all_blocks=all_blocks,
+        num_splits=num_splits, num_turns=num_turns, new_page=now(arrays.table, seq, new_entry),
+    )  # fmt: skip
+
+
+def _check(job: Job) -> None:
+    """Refuse what is not spread over the CTAs of a cluster."""
+    config, new_token = job.config, job.new_token
     if new_token is None or job.group > SENT_ROWS or config.blocks_per_split != SPREAD:
         raise ValueError(
             f"a split is spread over {SPREAD} CTAs for new tokens alone, of at most {SENT_ROWS} "
@@ -48,271 +427,65 @@ def attend_spread(job: Job, operands: Operands) -> jax.Array:
         raise ValueError(f"{job.channels=} must be {SPREAD_CHANNELS} to spread a split")
     if not config.cluster or config.cluster % SPREAD:
         raise ValueError(f"{config.cluster=} must be a multiple of {SPREAD} CTAs a split")
-    is_interpreted, table = job.is_interpreted, operands.page_table
-    at_once, pairs = config.cluster // SPREAD, job.batch * job.kv_heads
-    table_len = table.shape[1]
-    most_splits = -(-table_len // SPREAD)
-    share = job.channels // SPREAD
-    shapes = {
-        "outs": ((most_splits, job.padded_rows * job.channels), jnp.float32),
-        "scales": ((most_splits, 2, job.padded_rows), jnp.float32),
-        "maxima": ((at_once, 2, SPREAD, bits.ROWS), jnp.float32),
-        "sums": ((at_once, SPREAD, bits.ROWS), jnp.float32),
-        "weights": ((at_once, SPREAD, bits.ROWS, bits.BLOCK), job.dtype),
-    }
-
-    def body(*refs):
-        refs = list(refs)
-        new = [refs.pop(0) for _ in operands.queries]
-        pages, positions, table_ref, layer_ref, *refs = refs
-        evict_first(pages, is_interpreted=is_interpreted)
-        prefetch = None if operands.prefetch is None else refs.pop(0)
-        wg, cta, rank = (lax.axis_index(name) for name in ("wg", "cta", "rank"))
-        seq, kv_head = lax.div(cta, jnp.int32(job.kv_heads)), lax.rem(cta, jnp.int32(job.kv_heads))
-        part, group = lax.rem(rank, jnp.int32(SPREAD)), lax.div(rank, jnp.int32(SPREAD))
-        if is_interpreted:
-            shared, (out_ref, q, k, v, kept, p_smem, wide_smem, *barriers, meeting) = (
-                refs[:5],
-                refs[5:],
-            )
-            shared = [ref.at[cta] for ref in shared]
-        else:
-            (out_ref, q, k, v, kept), shared, (flags, *barriers) = refs[:5], refs[5:10], refs[10:]
-            meeting = p_smem = wide_smem = None
-        k_filled, v_filled, k_free, v_free = barriers
-        outs, scales, maxima, sums, weights_ref = shared
-        slices = pl.ds(part * share, share)
-        exchange = Exchange(
-            is_interpreted=is_interpreted, meeting=meeting,
-            flags=None if is_interpreted else flags,
-        )  # fmt: skip
-        exchange.start(wg)
-
-        def now(ref, *index):
-            return read_now(ref, *index, is_interpreted=is_interpreted)
-
-        def pages_of(turn):
-            """The page of this CTA's keys, and those of the split's values."""
-            first = (turn * at_once + group) * SPREAD
-            blocks = [first + part, *(first + j for j in range(SPREAD))]
-            return tuple(now(table_ref, seq, jnp.minimum(b, table_len - 1)) for b in blocks)
-
-        last, first_pages, layer = now(positions, seq, 0), pages_of(0), now(layer_ref, 0)
-        all_blocks = lax.div(last + bits.BLOCK, jnp.int32(bits.BLOCK))
-        num_splits = lax.div(all_blocks + (SPREAD - 1), jnp.int32(SPREAD))
-        num_turns = lax.div(num_splits + (at_once - 1), jnp.int32(at_once))
-        new_page = now(table_ref, seq, jnp.clip(all_blocks - 1, 0, table_len - 1))
-
-        def blocks_of(turn):
-            """The split of a turn: its first block, and how many it has."""
-            first = (turn * at_once + group) * SPREAD
-            return first, jnp.clip(all_blocks - first, 0, SPREAD)
-
-        def page_row(page, half):
-            return ((layer * job.num_pages + page) * 2 + half) * job.kv_heads + kv_head
-
-        def load():
-            def one_turn(turn, found):
-                first, blocks = blocks_of(turn)
-                slot = lax.rem(turn, jnp.int32(RING))
-
-                @pl.when(turn >= RING)
-                def _is_free():
-                    plgpu.barrier_wait(k_free.at[slot])
-                    plgpu.barrier_wait(v_free.at[slot])
-
-                def copy(block, source, smem, filled):
-                    load_written(
-                        last + 1 - block * bits.BLOCK, source, smem, filled,
-                        at_once=config.keys_at_once,
-                    )  # fmt: skip
-
-                @pl.when(part < blocks)
-                def _keys():
-                    copy(
-                        first + part, pages.at[page_row(found[0], 0)], k.at[slot], k_filled.at[slot]
-                    )
-
-                for j in range(SPREAD):
-
-                    @pl.when(j < blocks)
-                    def _values(j=j):
-                        place = slot * SPREAD + j
-                        source = pages.at[page_row(found[1 + j], 1), :, slices]
-                        copy(first + j, source, v.at[place], v_filled.at[place])
-
-                if prefetch is not None:
-
-                    @pl.when(turn == 0)
-                    def _next_weights():
-                        share, num_shares = cta * config.cluster + rank, pairs * config.cluster
-                        ask_for(prefetch, share, num_shares, num_bytes=config.prefetched)
-
-                return lax.cond(turn + 1 < num_turns, lambda: pages_of(turn + 1), lambda: found)
-
-            lax.fori_loop(0, num_turns, one_turn, first_pages)
-            for free in (k_free, v_free):
-                bits.drain(free, num_turns)
-
-        def one_turn(turn, carry):
-            first, blocks = blocks_of(turn)
-            slot = lax.rem(turn, jnp.int32(RING))
-            parity = lax.rem(turn, jnp.int32(2))
-            block, last_block = first + part, all_blocks - 1
-
-            @pl.when(part < blocks)
-            def _wait_for_keys():
-                plgpu.barrier_wait(k_filled.at[slot])
-
-            offset = lax.rem(jnp.maximum(last, 0), jnp.int32(bits.BLOCK))
-            has_last = (blocks > 0) & (last_block < first + SPREAD)
-
-            @pl.when(block == last_block)
-            def _put_key():
-                new_token.put(kept, 0, k.at[slot], pages.at[page_row(new_page, 0)], offset)
-
-            # A block that is not there is masked whole: its maximum is no one's.
-            scores = bits.product(q, k.at[slot].T, (bits.ROWS, bits.BLOCK))
-            plgpu.barrier_arrive(k_free.at[slot])
-            scores = math.first_half(scores)
-            row_pos = math.cast(jnp.full((bits.ROWS,), last), math.row_layout)
-            scores = math.mask(scores, row_pos, block * bits.BLOCK, None)
-            scale = bits.score_scale(job.channels)
-            row_shape = (bits.ROWS,)
-            block_max = math.mul(jnp.max(scores, axis=1), math.full(row_shape, scale))
-            here = maxima.at[group, parity]
-            exchange.send_rows(block_max, here, part, group, 0, math)
-            exchange.meet(0, turn, SPREAD * SENT_ROWS * 4)
-
-            def running(stop):
-                """The running maximum before a block."""
-                m = math.full(row_shape, bits.EMPTY_MAX)
-                for j in range(SPREAD):
-                    is_before = j < stop
-                    m = math.choose(is_before, jnp.maximum(m, math.load(here.at[j])), m)
-                return math.first_half(m)
-
-            new_m = running(part + 1)
-            weights = math.exp2_scaled(scores, math.spread(-new_m, scores.shape), scale)
-            row_sum = math.row_sum(weights)
-            # ROUND: weights to the compute dtype for the product; their sum is not rounded.
-            exchange.send_weights(weights.astype(job.dtype), weights_ref.at[group], part, group, 1)
-            exchange.send_rows(row_sum, sums.at[group], part, group, 1, math)
-
-            for j in range(SPREAD):
-
-                @pl.when(j < blocks)
-                def _wait_for_values(j=j):
-                    plgpu.barrier_wait(v_filled.at[slot * SPREAD + j])
-
-            @pl.when(has_last)
-            def _put_value():
-                place = v.at[slot * SPREAD + last_block - first]
-                value = new_token.kept(kept, 1).at[slices]
-                _put_value_share(place, value, offset, math)
-                row = pages.at[page_row(new_page, 1), offset, slices]
-                _write_row(value, row, share, is_interpreted)
-
-            exchange.meet(1, turn, SPREAD * SENT_ROWS * (bits.BLOCK * 2 + 4))
-
-            def one_block(j, carry):
-                out, m, weight_sum = carry
-                other = jnp.maximum(m, math.load(here.at[j]))
-                decay = math.exp2_difference(m, other)
-                weight_sum = math.fma(weight_sum, decay, math.load(sums.at[group, j]))
-                values = v.at[slot * SPREAD + j]
-                if is_interpreted:
-                    # A processor's product of other columns may add up otherwise.
-                    p_smem[...], wide_smem[:, slices] = weights_ref[group, j], values[...]
-                    wide = bits.product(p_smem, wide_smem, (bits.ROWS, job.channels))
-                    wide = lax.dynamic_slice_in_dim(wide, part * share, share, 1)
-                    out = out * lax.broadcast_in_dim(decay, out.shape, [0]) + wide
-                else:
-                    operand = read_weights(weights_ref.at[group, j], math, job.dtype)
-                    out, _ = bits.chained_product(math, out, decay, operand, values)
-                return out, other, weight_sum
-
-            empty = (
-                math.full((bits.ROWS, share), 0.0),
-                math.full(row_shape, bits.EMPTY_MAX),
-                math.full(row_shape, 0.0),
-            )
-            out, m, weight_sum = lax.fori_loop(0, blocks, one_block, empty)
-            plgpu.barrier_arrive(v_free.at[slot])
-            split = turn * at_once + group
-
-            @pl.when(blocks > 0)
-            def _send():
-                rows = job.padded_rows
-                exchange.send_out(out, outs, split, part * share, rows, job.channels)
-
-                @pl.when(part == 0)
-                def _scales():
-                    exchange.send_to_leader(m, scales.at[split, 0])
-                    exchange.send_to_leader(weight_sum, scales.at[split, 1])
-
-            return carry
-
-        def compute():
-            new_token.prepare(new, seq, kv_head, q, kept)
-            exchange.started()
-            lax.fori_loop(0, num_turns, one_turn, jnp.int32(0))
-
-        pl.when(wg == 0)(compute)
-        pl.when(wg == 1)(load)
-
-        @pl.when(wg == 0)
-        def _merge_here():
-            if is_interpreted:
-                exchange.meet(2, 0, 0)
-
-            @pl.when(rank == 0)
-            def _merge():
-                if not is_interpreted:
-                    a_split = SENT_ROWS * (job.channels + 2) * 4
-                    exchange.meet(2, 0, num_splits * a_split)
-                merge_splits(job, outs, scales, out_ref, (seq, kv_head), last, 0, num_splits)
-
-        if not is_interpreted:
-            exchange.end(wg)
-
-    return _launch(job, operands, body, pairs=pairs, shapes=shapes, share=share, table=table)
 
 
-def _launch(job: Job, operands: Operands, body, *, pairs, shapes, share, table):
-    dtype, channels, new_token = job.dtype, job.channels, job.new_token
-    assert new_token is not None
-    out = jax.ShapeDtypeStruct((pairs * job.group * channels,), dtype)
-    scratch = [
-        plgpu.SMEM(job.out_shape, dtype, transforms=bits.swizzled(bits.channel_span(channels))),
-        plgpu.SMEM((RING, bits.BLOCK, channels), dtype,
-                   transforms=bits.swizzled(bits.channel_span(channels))),
-        plgpu.SMEM((RING * SPREAD, bits.BLOCK, share), dtype,
-                   transforms=bits.swizzled(bits.channel_span(share))),
-        plgpu.SMEM(new_token.kept_shape, dtype),
-    ]  # fmt: skip
-    barriers = [plgpu.Barrier(num_barriers=n) for n in (RING, RING * SPREAD, RING, RING)]
-    results = [out]
+def _sent_shapes(job: Job, table_len: int) -> _Sent:
+    """Shapes of what the CTAs of a cluster send each other."""
+    at_once, most_splits = job.config.cluster // SPREAD, -(-table_len // SPREAD)
+    f32 = jnp.float32
+    return _Sent(
+        outs=jax.ShapeDtypeStruct((most_splits, job.padded_rows * job.channels), f32),
+        scales=jax.ShapeDtypeStruct((most_splits, 2, job.padded_rows), f32),
+        maxima=jax.ShapeDtypeStruct((at_once, 2, SPREAD, bits.ROWS), f32),
+        sums=jax.ShapeDtypeStruct((at_once, SPREAD, bits.ROWS), f32),
+        weights=jax.ShapeDtypeStruct((at_once, SPREAD, bits.ROWS, bits.BLOCK), job.dtype),
+    )
+
+
+def _shared_types(job: Job, shapes: _Sent) -> _Shared:
+    dtype, channels, share = job.dtype, job.channels, job.channels // SPREAD
+    assert job.new_token is not None
+    whole, part = (bits.swizzled(bits.channel_span(c)) for c in (channels, share))
+    sent = flags = weights = wide = meeting = None
     if job.is_interpreted:
-        # Interpretation knows no other CTA's shared memory: through device memory instead.
-        results = [
-            *(jax.ShapeDtypeStruct((pairs, *shape), kind) for shape, kind in shapes.values()), out
-        ]  # fmt: skip
-        scratch += [
-            plgpu.SMEM((bits.ROWS, bits.BLOCK), dtype), plgpu.SMEM((bits.BLOCK, channels), dtype),
-            *barriers,
-            plgpu.ClusterBarrier(collective_axes=("rank",), num_barriers=3),
-        ]  # fmt: skip
+        weights = plgpu.SMEM((bits.ROWS, bits.BLOCK), dtype)
+        wide = plgpu.SMEM((bits.BLOCK, channels), dtype)
+        meeting = plgpu.ClusterBarrier(collective_axes=("rank",), num_barriers=3)
     else:
-        *rows, (of_weights, _) = shapes.values()
-        scratch += [plgpu.SMEM(shape, kind) for shape, kind in rows]
-        sent = SENT_ROWS * bits.BLOCK // 2
-        scratch += [plgpu.SMEM((*of_weights[:2], sent), jnp.int32), plgpu.SMEM((8,), jnp.int32)]
-        scratch += barriers
-    return plgpu.kernel(
+        words = jax.ShapeDtypeStruct(
+            (*shapes.weights.shape[:2], SENT_ROWS * bits.BLOCK // 2), jnp.int32
+        )
+        sent = _Sent(*(plgpu.SMEM(s.shape, s.dtype) for s in shapes._replace(weights=words)))
+        flags = plgpu.SMEM((8,), jnp.int32)
+    k_filled, v_filled, k_free, v_free = (
+        plgpu.Barrier(num_barriers=n) for n in (RING, RING * SPREAD, RING, RING)
+    )
+    return _Shared(
+        q=plgpu.SMEM(job.out_shape, dtype, transforms=whole),
+        k=plgpu.SMEM((RING, bits.BLOCK, channels), dtype, transforms=whole),
+        v=plgpu.SMEM((RING * SPREAD, bits.BLOCK, share), dtype, transforms=part),
+        kept=plgpu.SMEM(job.new_token.kept_shape, dtype),
+        sent=sent, flags=flags, weights=weights, wide=wide, k_filled=k_filled, v_filled=v_filled,
+        k_free=k_free, v_free=v_free, meeting=meeting,
+    )  # fmt: skip
+
+
+def attend_spread(job: Job, operands: Operands) -> jax.Array:
+    """The output of all sequences, [B H C]."""
+    _check(job)
+    pairs = job.batch * job.kv_heads
+    shapes = _sent_shapes(job, operands.page_table.shape[1])
+    of_all = None
+    if job.is_interpreted:
+        of_all = _Sent(*(jax.ShapeDtypeStruct((pairs, *s.shape), s.dtype) for s in shapes))
+
+    def body(arrays: _Arrays, sent: _Sent | None, out, shared: _Shared):
+        _start(job, arrays, sent, out, shared).run()
+
+    _, out = plgpu.kernel(
         body,
-        out_type=results,
-        scratch_types=scratch,
+        out_type=[of_all, jax.ShapeDtypeStruct((pairs * job.group * job.channels,), job.dtype)],
+        scratch_types=[_shared_types(job, shapes)],
         grid=(pairs,),
         grid_names=("cta",),
         cluster=(job.config.cluster,),
@@ -323,9 +496,13 @@ def _launch(job: Job, operands: Operands, body, *, pairs, shapes, share, table):
         compiler_params=bits.COMPILER_PARAMS,
         interpret=plgpu.InterpretGPUParams() if job.is_interpreted else None,
     )(
-        *operands.queries, operands.page_rows, operands.row_positions, table,
-        operands.layer.reshape(1), *([] if operands.prefetch is None else [operands.prefetch]),
-    )[-1]  # fmt: skip
+        _Arrays(
+            new=operands.queries, pages=operands.page_rows, positions=operands.row_positions,
+            table=operands.page_table, layer=operands.layer.reshape(1),
+            prefetch=operands.prefetch,
+        )
+    )  # fmt: skip
+    return out
 
 
 def _put_value_share(v_smem, value, offset, math: bits.Arithmetic) -> None:

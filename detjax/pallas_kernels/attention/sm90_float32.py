@@ -24,6 +24,7 @@ from detjax.pallas_kernels.attention.sm90_arithmetic import LANES
 from detjax.pallas_kernels.attention.sm90_decode_job import DecodeConfig, Job
 from detjax.pallas_kernels.attention.sm90_decode_listed import merge_splits
 from detjax.pallas_kernels.linear.sm90_float32 import split_rows
+from detjax.pallas_kernels.sm90_hardware import NUM_SMS
 from detjax.pallas_kernels.sm90_ring import Ring
 
 HALF = 64
@@ -187,7 +188,7 @@ def attention(
     if is_split is None:
         pairs = q.shape[0] * pages.shape[3]
         has_one_tile = num_rows <= bits.ROWS and LANES % q.shape[3] == 0 and window is None
-        is_few = pairs < 2 * sm90_rows.NUM_SMS
+        is_few = pairs < 2 * NUM_SMS
         is_split = has_one_tile and is_few and page_table.shape[1] > per_split
     return _attention(
         q, pages, page_table, positions, layer,

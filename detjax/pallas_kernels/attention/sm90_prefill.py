@@ -3,6 +3,7 @@
 
 import functools
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from detjax.pallas_kernels.attention import sm90_arithmetic as bits
+from detjax.pallas_kernels.sm90_ring import Ring
 
 WARPGROUPS = 2  # that compute; a third one loads
 
@@ -72,15 +74,376 @@ def _tile_limits(tile_positions: jax.Array, window: int | None) -> jax.Array:
     return jnp.stack([first, full, tail, end, last], axis=-1)
 
 
+class _Arrays(NamedTuple):
+    """Operands of the kernel, in device memory."""
+
+    q: Any  # [B, T, H, C]
+    pages: Any  # [L N 2 K, P, C]
+    table: Any  # [B, n] int32
+    positions: Any  # [B, tiles, WARPGROUPS, ROWS] int32
+    limits: Any  # [B, tiles, 5] int32
+    layer: Any  # [1] int32
+
+
+class _Shared(NamedTuple):
+    """Shared memory of a CTA, and its barriers."""
+
+    q: Any  # [query_buffers, WARPGROUPS, ROWS, C]
+    k: Any  # [stages, BLOCK, C]
+    v: Any  # [stages, BLOCK, C]
+    weights: Any  # [WARPGROUPS, ROWS, BLOCK], if interpreted: else weights stay in registers
+    q_filled: Any  # [query_buffers * WARPGROUPS]
+    k_filled: Any  # [stages]
+    v_filled: Any  # [stages]
+    q_free: Any  # [query_buffers]
+    k_free: Any  # [stages]
+    v_free: Any  # [stages]
+    turn: Any  # whose turn at the tensor core it is
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Plan:
+    """The numbers of a launch.
+
+    Attributes:
+        batch: Sequences.
+        kv_heads: Key/value heads.
+        group: Query heads of each.
+        channels: Of a head.
+        tokens: In the 64 rows of a warpgroup.
+        heads: In those rows.
+        tiles: Of a sequence and `heads` heads.
+        num_pages: Of a layer of the cache.
+        window: How many tokens back a query sees, or None.
+        dtype: Of queries, keys, values and output.
+        config: The schedule.
+        is_interpreted: Whether a CPU interprets the kernel.
+    """
+
+    batch: int
+    kv_heads: int
+    group: int
+    channels: int
+    tokens: int
+    heads: int
+    tiles: int
+    num_pages: int
+    window: int | None
+    dtype: jnp.dtype
+    config: PrefillConfig
+    is_interpreted: bool
+
+    @property
+    def head_groups(self) -> int:
+        """Groups of query heads that share a tile."""
+        return self.kv_heads * self.group // self.heads
+
+    @property
+    def num_items(self) -> int:
+        """Tiles of all sequences and heads."""
+        return self.tiles * self.batch * self.head_groups
+
+    @property
+    def num_ctas(self) -> int:
+        """CTAs, each with one tile or several in turn."""
+        return min(self.config.num_ctas or self.num_items, self.num_items)
+
+    @property
+    def math(self) -> bits.Arithmetic:
+        """The arithmetic on accumulators."""
+        return bits.accumulator_arithmetic(self.is_interpreted)
+
+    def locate(self, turn) -> tuple:
+        """Tile, sequence and group of heads of a CTA's turn; longest tiles first."""
+        cta, num_ctas = lax.axis_index("cta"), self.num_ctas
+        # Back and forth, so that each CTA's lengths even out.
+        item = turn * num_ctas + jnp.where(turn % 2 == 1, num_ctas - 1 - cta, cta)
+        of_tile = self.batch * self.head_groups
+        # Longest tiles first, so that short ones fill the end.
+        tile = self.tiles - 1 - item // of_tile
+        rest = item % of_tile
+        return tile, rest // self.head_groups, rest % self.head_groups
+
+    def num_turns(self):
+        """Tiles that a CTA takes."""
+        full_turns, rest = divmod(self.num_items, self.num_ctas)
+        cta = lax.axis_index("cta")
+        index = self.num_ctas - 1 - cta if full_turns % 2 else cta
+        return full_turns + (index < rest).astype(jnp.int32)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Cta:
+    """What the warpgroups of a CTA do."""
+
+    plan: _Plan
+    arrays: _Arrays
+    out_gmem: Any  # [B, T, H, C]
+    shared: _Shared
+    wg: Any
+
+    @property
+    def keys(self) -> Ring:
+        """Who may touch the slots of keys."""
+        shared, num_slots = self.shared, self.plan.config.num_stages
+        return Ring(full=shared.k_filled, empty=shared.k_free, num_slots=num_slots)
+
+    @property
+    def values(self) -> Ring:
+        """Who may touch the slots of values."""
+        shared, num_slots = self.shared, self.plan.config.num_stages
+        return Ring(full=shared.v_filled, empty=shared.v_free, num_slots=num_slots)
+
+    def run(self) -> None:
+        """All warpgroups; which one it is decides what it does."""
+        pl.when(self.wg < WARPGROUPS)(self.compute)
+        pl.when(self.wg == WARPGROUPS)(self.load)
+
+    def wait_for_turn(self) -> None:
+        """Meet the other warpgroup: one multiplies while the other computes weights."""
+        plgpu.barrier_arrive(self.shared.turn)
+        plgpu.barrier_wait(self.shared.turn)
+
+    # ------------------------------------------------------------------ the warpgroup that loads
+
+    def load(self) -> None:
+        """Queries, keys and values of all turns."""
+        plan, shared = self.plan, self.shared
+        if not plan.is_interpreted:
+            plgpu.set_max_registers(24, action="decrease")
+        first_page = self.arrays.layer[0] * plan.num_pages
+
+        def one_tile(turn, base):
+            tile, seq, head_group = plan.locate(turn)
+            kv_head = lax.div(head_group * plan.heads, jnp.int32(plan.group))
+            self.load_queries(turn, tile, seq, head_group)
+            first, end = (self.arrays.limits[seq, tile, i] for i in (FIRST, END))
+
+            def one_page(j, _):
+                self.load_page(base + j - first, first_page, seq, j, kv_head)
+                return 0
+
+            lax.fori_loop(first, end, one_page, 0)
+            return base + (end - first)
+
+        total = lax.fori_loop(0, plan.num_turns(), one_tile, jnp.int32(0))
+        used = (shared.q_free, plan.num_turns()), (shared.k_free, total), (shared.v_free, total)
+        for free, num_used in used:
+            bits.drain(free, num_used)
+
+    def load_queries(self, turn, tile, seq, head_group) -> None:
+        """The rows of both warpgroups of a tile."""
+        plan, shared = self.plan, self.shared
+        buffer = lax.rem(turn, jnp.int32(plan.config.query_buffers))
+
+        @pl.when(turn >= plan.config.query_buffers)
+        def _q_is_free():
+            plgpu.barrier_wait(shared.q_free.at[buffer])
+
+        for w in range(WARPGROUPS):
+            first_token = tile * (WARPGROUPS * plan.tokens) + w * plan.tokens
+            for h in range(plan.heads):
+                head = head_group * plan.heads + h
+                plgpu.copy_gmem_to_smem(
+                    self.arrays.q.at[seq, pl.ds(first_token, plan.tokens), head],
+                    shared.q.at[buffer, w, pl.ds(h * plan.tokens, plan.tokens)],
+                    shared.q_filled.at[buffer * WARPGROUPS + w],
+                )
+
+    def load_page(self, step, first_page, seq, j, kv_head) -> None:
+        """Keys and values of block `j` of a sequence, the `step`-th of the CTA."""
+        plan, shared = self.plan, self.shared
+        slot = self.keys.slot(step)
+        page = first_page + self.arrays.table[seq, j]
+        for half, (ring, smem) in enumerate(((self.keys, shared.k), (self.values, shared.v))):
+            ring.claim(step)
+            plgpu.copy_gmem_to_smem(
+                self.arrays.pages.at[(page * 2 + half) * plan.kv_heads + kv_head],
+                smem.at[slot],
+                ring.full.at[slot],
+            )
+
+    # -------------------------------------------------------------- the warpgroups that compute
+
+    def compute(self) -> None:
+        """The rows of this warpgroup in all turns."""
+        if not self.plan.is_interpreted:
+            plgpu.set_max_registers(240, action="increase")
+        lax.fori_loop(0, self.plan.num_turns(), self.one_tile, jnp.int32(0))
+        plgpu.wait_smem_to_gmem(0)
+
+    def one_tile(self, turn, base):
+        """The tile of a turn; `base` blocks came before it, and so many have come after it."""
+        plan, shared, math = self.plan, self.shared, self.plan.math
+        tile, seq, head_group = plan.locate(turn)
+        first_token = tile * (WARPGROUPS * plan.tokens) + self.wg * plan.tokens
+        limits = tuple(self.arrays.limits[seq, tile, i] for i in range(5))
+        row_pos = plgpu.load(
+            self.arrays.positions.at[seq, tile, self.wg], layout=math.row_layout, optimized=False
+        )
+        buffer = lax.rem(turn, jnp.int32(plan.config.query_buffers))
+        query = shared.q.at[buffer, self.wg]
+        plgpu.barrier_wait(shared.q_filled.at[buffer * WARPGROUPS + self.wg])
+        out, _, weight_sum = _Tile(
+            cta=self, base=base, limits=limits, row_pos=row_pos, query=query
+        ).attend()
+        query[...] = math.finish(out, weight_sum, row_pos >= 0, plan.dtype)
+        plgpu.commit_smem()
+        for h in range(plan.heads):
+            head = head_group * plan.heads + h
+            plgpu.copy_smem_to_gmem(
+                query.at[pl.ds(h * plan.tokens, plan.tokens)],
+                self.out_gmem.at[seq, pl.ds(first_token, plan.tokens), head],
+            )
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.barrier_arrive(shared.q_free.at[buffer])
+        return base + (limits[END] - limits[FIRST])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Tile:
+    """The rows of a warpgroup in a turn, a block at a time.
+
+    A state is output, maximum and sum of a split; the outer state is that of the splits before.
+
+    Attributes:
+        cta: Where it is.
+        base: Blocks that the CTA has taken before.
+        limits: See `FIRST`.
+        row_pos: Position of each row's query.
+        query: The rows, an operand of wgmma.
+    """
+
+    cta: _Cta
+    base: Any
+    limits: tuple
+    row_pos: Any
+    query: Any
+
+    def step(self, j):
+        """The step of the rings that has block `j`."""
+        return self.base + j - self.limits[FIRST]
+
+    def fold(self, outer, state):
+        """The outer state with a split."""
+        math = self.cta.plan.math
+        m, weight_sum, a, b = math.merge_scales(*outer[1:], *state[1:])
+        return math.merge_outputs(outer[0], a, state[0], b), m, weight_sum
+
+    def attend(self):
+        """The state of all splits."""
+        plan, math = self.cta.plan, self.cta.plan.math
+        empty = (
+            math.full((bits.ROWS, plan.channels), 0.0),
+            math.full((bits.ROWS,), bits.EMPTY_MAX),
+            math.full((bits.ROWS,), 0.0),
+        )
+        first, full, tail, end, _ = self.limits
+        self.cta.keys.wait(self.step(first))
+        pl.when(self.cta.wg == 1)(self.cta.wait_for_turn)
+        carry = (empty, empty)
+        ranges = [(first, full, True), (full, tail, False), (tail, end, True)]
+        for start, stop, is_masked in ranges if plan.window is not None else ranges[1:]:
+            one_block = functools.partial(self.one_block, is_masked=is_masked)
+            carry = lax.fori_loop(start, stop, lambda j, c, f=one_block: f(j, *c), carry)
+        state, outer = carry
+        outer = self.fold(outer, state)
+        pl.when(self.cta.wg == 0)(self.cta.wait_for_turn)
+        return outer
+
+    def one_block(self, j, state, outer, *, is_masked: bool):
+        """The state with block `j`, and the outer state."""
+        cta, math = self.cta, self.cta.plan.math
+        per_split = jnp.int32(cta.plan.config.blocks_per_split)
+        step = self.step(j)
+        scores, outer = self.scores(j, step, state, outer)
+        cta.keys.release(step)
+        if is_masked:
+            scores = math.mask(scores, self.row_pos, j * bits.BLOCK, cta.plan.window)
+        out, m, weight_sum = state
+        # A new split starts empty: its first decay is 0, which clears the output.
+        starts = lax.rem(j, per_split) == 0
+        m = math.choose(starts, math.full((bits.ROWS,), bits.EMPTY_MAX), m)
+        weight_sum = math.choose(starts, math.full((bits.ROWS,), 0.0), weight_sum)
+        scale = bits.score_scale(cta.plan.channels)
+        m, weight_sum, decay, weights = math.softmax_step(scores, m, weight_sum, scale)
+        weights_smem = cta.shared.weights.at[cta.wg] if cta.plan.is_interpreted else None
+        weights = bits.operand(weights, cta.plan.dtype, weights_smem)
+        plgpu.barrier_arrive(cta.shared.turn)
+        out = self.add_values(j, step, out, decay, weights, is_masked=is_masked)
+        return (out, m, weight_sum), outer
+
+    def scores(self, j, step, state, outer):
+        """Scores of a block [ROWS, BLOCK], and the outer state with the split before, if any."""
+        shared, slot = self.cta.shared, self.cta.keys.slot(step)
+        per_split = jnp.int32(self.cta.plan.config.blocks_per_split)
+
+        def issue(acc):
+            plgpu.wgmma(acc, self.query, shared.k.at[slot].T)
+            plgpu.barrier_arrive(shared.turn)
+            # WHY: here the other warpgroup has the tensor cores; folding before this block's scores
+            # were issued took 0.901 ms against 0.876, 8192 tokens.
+            is_next_split = (lax.rem(j, per_split) == 0) & (j > self.limits[FIRST])
+            new = lax.cond(is_next_split, self.fold, lambda outer, _: outer, outer, state)
+            plgpu.barrier_wait(shared.turn)
+            return acc[...], new
+
+        return pl.run_scoped(issue, plgpu.ACC((bits.ROWS, bits.BLOCK), jnp.float32))
+
+    def add_values(self, j, step, out, decay, weights, *, is_masked: bool):
+        """The output of a split with the values of a block."""
+        cta, math, last = self.cta, self.cta.plan.math, self.limits[LAST]
+        v = cta.shared.v.at[cta.values.wait(step)]
+        if is_masked:
+
+            @pl.when((j + 1) * bits.BLOCK - 1 > last)
+            def _clear():
+                bits.clear_unwritten(v, j * bits.BLOCK, last, math)
+
+        plgpu.barrier_wait(cta.shared.turn)
+
+        def wait_for_next():
+            @pl.when(j + 1 < self.limits[END])
+            def _():
+                cta.keys.wait(self.step(j + 1))
+
+        out, _ = bits.chained_product(math, out, decay, weights, v, wait_for_next)
+        cta.values.release(step)
+        return out
+
+
+def _shared_types(plan: _Plan) -> _Shared:
+    config, out_shape = plan.config, (bits.ROWS, plan.channels)
+    swizzled = bits.swizzled(bits.channel_span(plan.channels))
+    kv_shape = (config.num_stages, bits.BLOCK, plan.channels)
+    kv = plgpu.SMEM(kv_shape, plan.dtype, transforms=swizzled)
+    filled = plgpu.Barrier(num_barriers=config.num_stages)
+    freed = plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=config.num_stages)
+    buffers = config.query_buffers
+    weights = plgpu.SMEM((WARPGROUPS, bits.ROWS, bits.BLOCK), plan.dtype)
+    return _Shared(
+        q=plgpu.SMEM((buffers, WARPGROUPS, *out_shape), plan.dtype, transforms=swizzled),
+        k=kv,
+        v=kv,
+        weights=weights if plan.is_interpreted else None,
+        q_filled=plgpu.Barrier(num_arrivals=plan.heads, num_barriers=WARPGROUPS * buffers),
+        k_filled=filled,
+        v_filled=filled,
+        q_free=plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=buffers),
+        k_free=freed,
+        v_free=freed,
+        turn=plgpu.Barrier(num_arrivals=WARPGROUPS),
+    )
+
+
 @functools.partial(jax.jit, static_argnames=("window", "config", "is_interpreted"))
 def prefill(
     q, pages, page_table, positions, layer, *, window, config: PrefillConfig, is_interpreted: bool
 ) -> jax.Array:
     """See `sm90.attention`."""
     batch, query_len, num_heads, channels = q.shape
-    _, num_pages, _, kv_heads, _, _ = pages.shape
-    group = num_heads // kv_heads
-    tokens, heads = tile_shape(query_len, group)
+    kv_heads = pages.shape[3]
+    tokens, heads = tile_shape(query_len, num_heads // kv_heads)
     # A copy may not be longer than its axis, and the axis must be whole rows of 8.
     pad = max(tokens, -(-query_len // 8) * 8) - query_len
     if pad:
@@ -88,231 +451,33 @@ def prefill(
         positions = jnp.pad(positions, ((0, 0), (0, pad)), constant_values=-1)
     row_positions = _tile_positions(positions, tokens, heads)
     limits = _tile_limits(row_positions, window)
-    tiles, head_groups = limits.shape[1], num_heads // heads
-    num_items = tiles * batch * head_groups
-    num_ctas = min(config.num_ctas or num_items, num_items)
-    scale = bits.score_scale(channels)
-    stages, per_split = config.num_stages, config.blocks_per_split
-    math = bits.accumulator_arithmetic(is_interpreted)
-    dtype = q.dtype
-    rows = (bits.ROWS,)
-    out_shape = (bits.ROWS, channels)
+    plan = _Plan(
+        batch=batch, kv_heads=kv_heads, group=num_heads // kv_heads, channels=channels,
+        tokens=tokens, heads=heads, tiles=limits.shape[1], num_pages=pages.shape[1],
+        window=window, dtype=q.dtype, config=config, is_interpreted=is_interpreted,
+    )  # fmt: skip
 
-    def work(item):
-        # Longest tiles first, so that short ones fill the end.
-        tile = tiles - 1 - item // (batch * head_groups)
-        rest = item % (batch * head_groups)
-        return tile, rest // head_groups, rest % head_groups
+    def body(arrays: _Arrays, out_gmem, shared: _Shared):
+        cta = _Cta(
+            plan=plan, arrays=arrays, out_gmem=out_gmem, shared=shared, wg=lax.axis_index("wg")
+        )
+        cta.run()
 
-    def item_of(turn):
-        # Back and forth, so that each CTA's lengths even out.
-        cta = lax.axis_index("cta")
-        return turn * num_ctas + jnp.where(turn % 2 == 1, num_ctas - 1 - cta, cta)
-
-    def num_turns():
-        full_turns, rest = divmod(num_items, num_ctas)
-        cta = lax.axis_index("cta")
-        index = num_ctas - 1 - cta if full_turns % 2 else cta
-        return full_turns + (index < rest).astype(jnp.int32)
-
-    def body(
-        q_ref, pages_ref, table_ref, pos_ref, limits_ref, layer_ref, out_ref,
-        q_smem, k_smem, v_smem, p_smem2,
-        q_bar, k_bar, v_bar, q_free, k_free, v_free, turn_bar,
-    ):  # fmt: skip
-        wg = lax.axis_index("wg")
-
-        def exchange():
-            """Meet the other warpgroup: one multiplies while the other computes weights."""
-            plgpu.barrier_arrive(turn_bar)
-            plgpu.barrier_wait(turn_bar)
-
-        def compute():
-            if not is_interpreted:
-                plgpu.set_max_registers(240, action="increase")
-
-            def one_tile(turn, base):
-                tile, seq, head_group = work(item_of(turn))
-                first_token = tile * (WARPGROUPS * tokens) + wg * tokens
-                first, full, tail, end, last = (limits_ref[seq, tile, i] for i in range(5))
-                row_pos = plgpu.load(
-                    pos_ref.at[seq, tile, wg], layout=math.row_layout, optimized=False
-                )
-                buffer = lax.rem(turn, jnp.int32(config.query_buffers))
-                query = q_smem.at[buffer, wg]
-                plgpu.barrier_wait(q_bar.at[buffer * WARPGROUPS + wg])
-
-                def slot_of(j):
-                    return lax.rem(base + j - first, jnp.int32(stages))
-
-                def one_block(j, state, outer, *, is_masked):
-                    out, m, weight_sum = state
-                    slot = slot_of(j)
-
-                    def issue(acc):
-                        plgpu.wgmma(acc, query, k_smem.at[slot].T)
-                        plgpu.barrier_arrive(turn_bar)
-                        # WHY: here the other warpgroup has the tensor cores; folding before this
-                        # block's scores were issued took 0.901 ms against 0.876, 8192 tokens.
-                        is_next_split = (lax.rem(j, jnp.int32(per_split)) == 0) & (j > first)
-                        new = lax.cond(is_next_split, fold, lambda outer, _: outer, outer, state)
-                        plgpu.barrier_wait(turn_bar)
-                        return acc[...], new
-
-                    scores, outer = pl.run_scoped(
-                        issue, plgpu.ACC((bits.ROWS, bits.BLOCK), jnp.float32)
-                    )
-                    plgpu.barrier_arrive(k_free.at[slot])
-                    if is_masked:
-                        scores = math.mask(scores, row_pos, j * bits.BLOCK, window)
-                    # A new split starts empty: its first decay is 0, which clears the output.
-                    starts = lax.rem(j, jnp.int32(per_split)) == 0
-                    m = math.choose(starts, math.full(rows, bits.EMPTY_MAX), m)
-                    weight_sum = math.choose(starts, math.full(rows, 0.0), weight_sum)
-                    m, weight_sum, decay, weights = math.softmax_step(scores, m, weight_sum, scale)
-                    p_smem = p_smem2.at[wg] if is_interpreted else None
-                    weights = bits.operand(weights, dtype, p_smem)
-                    plgpu.barrier_arrive(turn_bar)
-                    plgpu.barrier_wait(v_bar.at[slot])
-                    if is_masked:
-
-                        @pl.when((j + 1) * bits.BLOCK - 1 > last)
-                        def _clear():
-                            bits.clear_unwritten(v_smem.at[slot], j * bits.BLOCK, last, math)
-
-                    plgpu.barrier_wait(turn_bar)
-
-                    def wait_for_next():
-                        @pl.when(j + 1 < end)
-                        def _next():
-                            plgpu.barrier_wait(k_bar.at[slot_of(j + 1)])
-
-                    out, _ = bits.chained_product(
-                        math, out, decay, weights, v_smem.at[slot], wait_for_next
-                    )
-                    plgpu.barrier_arrive(v_free.at[slot])
-                    return (out, m, weight_sum), outer
-
-                def fold(outer, state):
-                    m, weight_sum, a, b = math.merge_scales(*outer[1:], *state[1:])
-                    return math.merge_outputs(outer[0], a, state[0], b), m, weight_sum
-
-                empty = (
-                    math.full(out_shape, 0.0),
-                    math.full(rows, bits.EMPTY_MAX),
-                    math.full(rows, 0.0),
-                )
-
-                plgpu.barrier_wait(k_bar.at[slot_of(first)])
-                pl.when(wg == 1)(exchange)
-                carry = (empty, empty)
-                ranges = [(first, full, True), (full, tail, False), (tail, end, True)]
-                for start, stop, is_masked in ranges if window is not None else ranges[1:]:
-                    step = functools.partial(one_block, is_masked=is_masked)
-                    carry = lax.fori_loop(start, stop, lambda j, c, f=step: f(j, *c), carry)
-                state, outer = carry
-                outer = fold(outer, state)
-                pl.when(wg == 0)(exchange)
-
-                out, _, weight_sum = outer
-                query[...] = math.finish(out, weight_sum, row_pos >= 0, dtype)
-                plgpu.commit_smem()
-                for h in range(heads):
-                    plgpu.copy_smem_to_gmem(
-                        query.at[pl.ds(h * tokens, tokens)],
-                        out_ref.at[seq, pl.ds(first_token, tokens), head_group * heads + h],
-                    )
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                plgpu.barrier_arrive(q_free.at[buffer])
-                return base + (end - first)
-
-            lax.fori_loop(0, num_turns(), one_tile, jnp.int32(0))
-            plgpu.wait_smem_to_gmem(0)
-
-        def load():
-            if not is_interpreted:
-                plgpu.set_max_registers(24, action="decrease")
-            first_page = layer_ref[0] * num_pages
-
-            def one_tile(turn, base):
-                tile, seq, head_group = work(item_of(turn))
-                kv_head = lax.div(head_group * heads, jnp.int32(group))
-                buffer = lax.rem(turn, jnp.int32(config.query_buffers))
-
-                @pl.when(turn >= config.query_buffers)
-                def _q_is_free():
-                    plgpu.barrier_wait(q_free.at[buffer])
-
-                for w in range(WARPGROUPS):
-                    first_token = tile * (WARPGROUPS * tokens) + w * tokens
-                    for h in range(heads):
-                        plgpu.copy_gmem_to_smem(
-                            q_ref.at[seq, pl.ds(first_token, tokens), head_group * heads + h],
-                            q_smem.at[buffer, w, pl.ds(h * tokens, tokens)],
-                            q_bar.at[buffer * WARPGROUPS + w],
-                        )
-
-                first, end = limits_ref[seq, tile, FIRST], limits_ref[seq, tile, END]
-
-                def one_page(j, _):
-                    index = base + j - first
-                    slot = lax.rem(index, jnp.int32(stages))
-                    page = first_page + table_ref[seq, j]
-                    for half, (smem, filled, free) in enumerate(
-                        ((k_smem, k_bar, k_free), (v_smem, v_bar, v_free))
-                    ):
-
-                        @pl.when(index >= stages)
-                        def _is_free(free=free):
-                            plgpu.barrier_wait(free.at[slot])
-
-                        plgpu.copy_gmem_to_smem(
-                            pages_ref.at[(page * 2 + half) * kv_heads + kv_head],
-                            smem.at[slot],
-                            filled.at[slot],
-                        )
-                    return 0
-
-                lax.fori_loop(first, end, one_page, 0)
-                return base + (end - first)
-
-            total = lax.fori_loop(0, num_turns(), one_tile, jnp.int32(0))
-            for free, used in ((q_free, num_turns()), (k_free, total), (v_free, total)):
-                bits.drain(free, used)
-
-        pl.when(wg < WARPGROUPS)(compute)
-        pl.when(wg == WARPGROUPS)(load)
-
-    weights = None
-    if is_interpreted:
-        weights = plgpu.SMEM((WARPGROUPS, bits.ROWS, bits.BLOCK), dtype)
-    swizzled = bits.swizzled(bits.channel_span(channels))
-    kv = plgpu.SMEM((stages, bits.BLOCK, channels), dtype, transforms=swizzled)
-    buffers = config.query_buffers
-    filled = plgpu.Barrier(num_barriers=stages)
-    freed = plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages)
     out = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct(q.shape, dtype),
-        scratch_types=[
-            plgpu.SMEM((buffers, WARPGROUPS, *out_shape), dtype, transforms=swizzled),
-            kv,
-            kv,
-            weights,
-            plgpu.Barrier(num_arrivals=heads, num_barriers=WARPGROUPS * buffers),
-            filled,
-            filled,
-            plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=buffers),
-            freed,
-            freed,
-            plgpu.Barrier(num_arrivals=WARPGROUPS),
-        ],
-        grid=(num_ctas,),
+        out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        scratch_types=[_shared_types(plan)],
+        grid=(plan.num_ctas,),
         grid_names=("cta",),
         num_threads=WARPGROUPS + 1,
         thread_name="wg",
         kernel_name="attention_prefill_sm90",
         compiler_params=bits.COMPILER_PARAMS,
         interpret=plgpu.InterpretGPUParams() if is_interpreted else None,
-    )(q, bits.page_rows(pages), page_table, row_positions, limits, layer.reshape(1))
+    )(
+        _Arrays(
+            q=q, pages=bits.page_rows(pages), table=page_table, positions=row_positions,
+            limits=limits, layer=layer.reshape(1),
+        )
+    )  # fmt: skip
     return out[:, :query_len]

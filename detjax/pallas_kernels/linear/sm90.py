@@ -16,12 +16,12 @@ from detjax.pallas_kernels.linear.sm90_matmul import matmul
 from detjax.pallas_kernels.linear.tiles import (
     MAX_NORM_ROWS,
     MAX_RANKS_ROWS,
-    NUM_SMS,
     MatmulTiles,
     Product,
     choose_tiles,
 )
 from detjax.pallas_kernels.rms_norm.sm90 import combine_add_rms_norm, joined, rms_norm, row_sum
+from detjax.pallas_kernels.sm90_hardware import NUM_SMS
 
 MAX_COMBINED_ROWS = 128
 """Up to here leaves, residual and norm are one kernel; above, float32 traffic costs."""

@@ -35,9 +35,10 @@ from detjax.pallas_kernels.linear.sm90_sums import (
     tree_sum,
     views,
 )
-from detjax.pallas_kernels.linear.tiles import NUM_SMS, FlatTiles, held_chunk
+from detjax.pallas_kernels.linear.tiles import FlatTiles, held_chunk
 from detjax.pallas_kernels.rms_norm.sm90 import WideRows, normalise_wide_rows
 from detjax.pallas_kernels.sm90_cache_hints import evict_first
+from detjax.pallas_kernels.sm90_hardware import NUM_SMS
 from detjax.pallas_kernels.sm90_ring import Ring
 from detjax.pallas_kernels.swiglu.sm90 import gated_bf16
 

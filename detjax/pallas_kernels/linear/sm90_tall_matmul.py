@@ -29,8 +29,9 @@ from detjax.pallas_kernels.linear.sm90_sums import (
     tree_sum,
     views,
 )
-from detjax.pallas_kernels.linear.tiles import NUM_SMS, WG_ROWS, TallTiles
+from detjax.pallas_kernels.linear.tiles import WG_ROWS, TallTiles
 from detjax.pallas_kernels.sm90_cache_hints import evict_first
+from detjax.pallas_kernels.sm90_hardware import NUM_SMS
 from detjax.pallas_kernels.sm90_ring import Ring
 from detjax.pallas_kernels.swiglu.sm90 import gated_bf16
 

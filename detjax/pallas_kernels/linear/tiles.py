@@ -9,11 +9,7 @@ it. The leaves themselves come from `numerics.Reduction`.
 import dataclasses
 from dataclasses import dataclass
 
-NUM_SMS = 132
-"""Streaming multiprocessors of an H100 or H200 SXM: the CTAs of a persistent grid."""
-
-SMEM_BYTES = 232448
-"""Shared memory one CTA may have on sm_90."""
+from detjax.pallas_kernels.sm90_hardware import NUM_SMS, SMEM_BYTES
 
 MAX_NORM_ROWS = 8
 """Up to here a product normalises its own input and saves a launch; 8 is most, 0 turns it off."""

@@ -15,6 +15,7 @@ from jax.extend.mlir.dialects import arith, memref
 
 from detjax.pallas_kernels import sm90_ptx as ptx
 from detjax.pallas_kernels import sm90_rows as rows
+from detjax.pallas_kernels.sm90_hardware import NUM_SMS
 
 BLOCK = 128
 """Logits of a block: 32 lanes of 4."""
@@ -56,7 +57,7 @@ def block_stats(
         raise ValueError(f"sm90 log-softmax has blocks of {BLOCK} logits, not {vocab_block}")
     num_rows, width = logits.shape
     total = num_rows * (width // BLOCK)
-    held = rows.most_rows(16 if total >= 16 * 4 * rows.NUM_SMS else 4, total)
+    held = rows.most_rows(16 if total >= 16 * 4 * NUM_SMS else 4, total)
     tile = block_tile(held, interpret)
 
     def body(logits_gmem, max_gmem, sum_gmem):

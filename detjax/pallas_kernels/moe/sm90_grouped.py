@@ -24,7 +24,6 @@ from detjax.pallas_kernels.linear.sm90_sums import (
     tiled,
     views,
 )
-from detjax.pallas_kernels.linear.tiles import NUM_SMS
 from detjax.pallas_kernels.moe import sm90_lanes as lanes
 from detjax.pallas_kernels.moe.sm90_route import route_rows
 from detjax.pallas_kernels.moe.sm90_schedule import (
@@ -38,6 +37,7 @@ from detjax.pallas_kernels.moe.sm90_schedule import (
     work_shapes,
 )
 from detjax.pallas_kernels.moe.sm90_tiles import SPAN, GroupedTiles
+from detjax.pallas_kernels.sm90_hardware import NUM_SMS
 from detjax.pallas_kernels.sm90_ptx import read_now
 from detjax.pallas_kernels.sm90_ring import Ring
 from detjax.pallas_kernels.swiglu.sm90 import gated_bf16

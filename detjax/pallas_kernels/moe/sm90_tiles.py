@@ -4,7 +4,7 @@
 import dataclasses
 from dataclasses import dataclass
 
-from detjax.pallas_kernels.linear.tiles import SMEM_BYTES
+from detjax.pallas_kernels.sm90_hardware import SMEM_BYTES
 
 MAX_FEW_ROWS = 8
 """Up to here the first product lists its tiles itself: two launches fewer, no rows are copied."""

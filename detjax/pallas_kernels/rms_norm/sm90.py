@@ -21,6 +21,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import memref
 
 from detjax.pallas_kernels import sm90_rows as rows
+from detjax.pallas_kernels.sm90_hardware import NUM_SMS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -417,7 +418,7 @@ class Schedule:
 def choose_schedule(*, num_rows: int, num_chunks: int, num_leaves: int) -> Schedule:
     """Spread a row over many warpgroups where rows are few, for the latency of one row."""
     many = max(w for w in range(1, 9) if num_chunks % w == 0)
-    if num_rows <= 2 * rows.NUM_SMS or num_leaves > 1:
+    if num_rows <= 2 * NUM_SMS or num_leaves > 1:
         return Schedule(warpgroups=many, num_ctas=2**30)
     return Schedule(warpgroups=1, num_ctas=2**30)
 

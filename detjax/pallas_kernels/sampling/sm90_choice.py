@@ -23,6 +23,7 @@ from detjax.pallas_kernels.sampling.sm90 import (
     num_blocks,
     scores_of,
 )
+from detjax.pallas_kernels.sm90_hardware import NUM_SMS
 
 SKIP_NOISE = True
 """Whether a score is made only where it can be the best. The bits are the same without."""
@@ -107,21 +108,33 @@ def _as_is(state: tuple) -> tuple:
 
 def _num_parts(num_rows: int, tiles: int) -> int:
     """Parts of a row, of at least one tile; a warpgroup merges them, so at most one a thread."""
-    return min(tiles, rows.LANES, pl.cdiv(CTAS_AN_SM * rows.NUM_SMS, num_rows))
+    return min(tiles, rows.LANES, pl.cdiv(CTAS_AN_SM * NUM_SMS, num_rows))
 
 
-def best_of_parts(logits, temperature, key, first_token_id, *, with_stats: bool, interpret: bool):
+def best_of_parts(logits, temperature, key, first_token_id, *, interpret: bool):
     """One pass over the logits: best (score, id) of each part of a row, and block statistics."""
     num_rows, width = logits.shape
     blocks = num_blocks(width)
     # A greedy row moves bytes, so it has large tiles; a sampled one computes, and wants registers.
-    is_large = num_rows * blocks >= 8 * 16 * rows.NUM_SMS
+    is_large = num_rows * blocks >= 8 * 16 * NUM_SMS
     held_greedy = rows.most_rows(8 if is_large else 4, blocks)
     held_sampled = rows.most_rows(4, blocks)
     parts = _num_parts(num_rows, pl.cdiv(blocks, held_sampled))
 
-    def body(logits_gmem, t_gmem, key0_gmem, key1_gmem, first_gmem, *refs):
-        value_gmem, token_gmem, *stats_gmem, value_smem, token_smem, best_smem = refs
+    def body(
+        logits_gmem,  # [M, blocks, BLOCK] f32
+        t_gmem,  # [M] f32
+        key0_gmem,  # [M] uint32
+        key1_gmem,  # [M] uint32
+        first_gmem,  # [1] int32
+        value_gmem,  # [M, parts] f32
+        token_gmem,  # [M, parts] int32
+        maxima_gmem,  # [M, blocks] f32
+        sums_gmem,  # [M, blocks] f32
+        value_smem,  # [held] f32
+        token_smem,  # [held] int32
+        best_smem,  # [NUM_WARPS] f32
+    ):
         row, part = lax.axis_index("row"), lax.axis_index("part")
         t = t_gmem[row]
 
@@ -144,12 +157,9 @@ def best_of_parts(logits, temperature, key, first_token_id, *, with_stats: bool,
             def fold(turn, state):
                 first = jnp.minimum((part + turn * parts) * held, blocks - held)
                 x = tile.whole.load(logits_gmem.at[row, pl.ds(first, held)])
-                if with_stats:
-                    m, total = stats_of(x, tile)
-                    stats_gmem[0][row, pl.ds(first, held)] = m
-                    stats_gmem[1][row, pl.ds(first, held)] = total
-                else:
-                    m = jnp.max(x, axis=1)
+                m, total = stats_of(x, tile)
+                maxima_gmem[row, pl.ds(first, held)] = m
+                sums_gmem[row, pl.ds(first, held)] = total
                 ids = ids_of(tile, first_id + first * BLOCK, shape)
                 if is_greedy:
                     return _better(*state, x, ids)
@@ -176,8 +186,7 @@ def best_of_parts(logits, temperature, key, first_token_id, *, with_stats: bool,
         jax.ShapeDtypeStruct((num_rows, parts), jnp.float32),
         jax.ShapeDtypeStruct((num_rows, parts), jnp.int32),
     ]
-    if with_stats:
-        out += [jax.ShapeDtypeStruct((num_rows, blocks), jnp.float32)] * 2
+    out += [jax.ShapeDtypeStruct((num_rows, blocks), jnp.float32)] * 2
     return rows.run_kernel(
         body,
         (logits.reshape(num_rows, blocks, BLOCK), temperature, *key, first_operand(first_token_id)),
@@ -262,38 +271,6 @@ def _merge_parts(values, tokens, interpret: bool):
     return value, token
 
 
-@functools.partial(jax.jit, static_argnames=("interpret",))
-def gumbel_argmax(
-    logits, temperature, key, *, first_token_id, interpret: bool = False
-) -> tuple[jax.Array, jax.Array]:
-    """Find the best score of each row and its token, without writing the scores.
-
-    `best[m] = max(scores[m])`, `token[m] = first_token_id + argmax(scores[m])`
-
-    Args:
-        logits: float32 [M, v]: this rank's share of the vocabulary; -inf marks padding.
-        temperature: float32 [M]; 0 is greedy, and costs no noise.
-        key: Of each row, from `noise.row_key`.
-        first_token_id: Token of the first column; a multiple of 128.
-        interpret: Run in interpret mode.
-
-    Returns:
-        The best score [M] and its token id [M]. The first maximum wins.
-
-    Raises:
-        ValueError: If the share is not whole blocks of 128.
-
-    Numerics:
-        The scores of `gumbel_scores`, by the same function; comparisons are exact. A NaN is never
-        the best: NaN logits end a run elsewhere.
-        Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
-    """
-    values, tokens = best_of_parts(
-        logits, temperature, key, first_token_id, with_stats=False, interpret=interpret
-    )
-    return _merge_parts(values, tokens, interpret)
-
-
 @functools.partial(jax.jit, static_argnames=("vocab_block", "interpret"))
 def stats_and_choice(
     logits, temperature, key, *, first_token_id, vocab_block: int, interpret: bool = False
@@ -304,12 +281,14 @@ def stats_and_choice(
         ValueError: If the share is not whole blocks of 128, or a block is another.
 
     Numerics:
-        The bits of `block_stats` and `gumbel_argmax`: the same functions on the same layout.
+        The bits of `block_stats` and of the first maximum of `gumbel_scores`: the same functions on
+        the same layout. Comparisons are exact. A NaN is never the best: NaN logits end a run
+        elsewhere.
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
     """
     if vocab_block != BLOCK:
         raise ValueError(f"sm90 sampling has blocks of {BLOCK} logits, not {vocab_block}")
     values, tokens, maxima, sums = best_of_parts(
-        logits, temperature, key, first_token_id, with_stats=True, interpret=interpret
+        logits, temperature, key, first_token_id, interpret=interpret
     )
     return maxima, sums, *_merge_parts(values, tokens, interpret)

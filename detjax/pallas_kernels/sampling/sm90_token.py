@@ -28,7 +28,7 @@ def choose_token(
     """
     if vocab_block != BLOCK:
         raise ValueError(f"sm90 sampling has blocks of {BLOCK} logits, not {vocab_block}")
-    parts = best_of_parts(logits, temperature, key, 0, with_stats=True, interpret=interpret)
+    parts = best_of_parts(logits, temperature, key, 0, interpret=interpret)
     num_rows, width = logits.shape
 
     def body(values_gmem, tokens_gmem, maxima_gmem, sums_gmem, logits_gmem, *refs):

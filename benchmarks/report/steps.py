@@ -1,0 +1,364 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps, kernels, experts, whole engines: README's speed, docs/benchmarks.md, docs/kernels.md."""
+
+import datetime
+from collections.abc import Callable
+
+from benchmarks.common import COPY_BYTES_PER_S
+from benchmarks.report.rows import FIRST_GPU, GPUS, Part, latest, rows, step_of, table
+
+SHAPES = ("qkv", "o", "gate_up", "down", "lm_head")
+ROW_COUNTS = (1, 8, 64, 128, 512, 2048, 8192)
+IMPLS = ("invariant", "fast", "transformers compiled", "transformers eager")
+CONTEXT = 1024
+"""Of the decode steps in the figures."""
+
+
+# ---------------------------------------------------------------------------------- whole steps
+
+
+def with_share(row: dict, copy: float | None) -> dict:
+    """A step of ours with how near it comes to the limit: of an H200, else of its own memory."""
+    limit = "share of the limit"
+    share = row.get("floor_over_measured", row.get("share_of_790_tflop_per_s"))
+    if copy is not None and "floor_ms" in row:
+        limit = "share of the bandwidth of its own copy"
+        share = row["floor_ms"] * COPY_BYTES_PER_S / copy / row["ms_p50"]
+    elif copy is not None:
+        share = None
+    return {limit: share} if share is not None else {}
+
+
+def steps(command: str, gpu: str) -> list[dict]:
+    """A row for each step that has a time of ours, with those of others; decode first."""
+    copies = rows(command, "copy", gpu)
+    copy = copies[-1]["bytes_per_s"] if copies and gpu != FIRST_GPU else None
+    differ = [row for row in rows(command, "step_bits", gpu) if not row["same"]]
+    if differ:
+        raise ValueError(f"a step has other bits: {differ[0]['case']}")
+    cases: dict[str, dict] = {}
+    for row in sorted(rows(command, "step", gpu), key=step_of):
+        if "ms_p50" not in row:
+            continue
+        case = cases.setdefault(row["case"], {"case": row["case"]})
+        case[row["impl"]] = row["ms_p50"]
+        if row["impl"] == "invariant":
+            case |= row | with_share(row, copy)
+    found = [case for case in cases.values() if "invariant" in case]
+    for case in found:
+        if "fast" in case:
+            case["speed"] = case["fast"] / case["invariant"]
+    return found
+
+
+STEP_COLUMNS = {
+    "step, ms": "{case}",
+    **{impl: f"{{{impl}:.2f}}" for impl in IMPLS},
+    "least of three": "{least_ms:.2f}",
+    "invariant over fast, speed": "{speed:.2f}",
+    "share of the limit": "{share of the limit:.2f}",
+    "share of the bandwidth of its own copy": "{share of the bandwidth of its own copy:.2f}",
+}
+
+
+def step_note(found: list[dict]) -> str:
+    """What was measured on, and what the columns are."""
+    note = card(found[0])
+    if any("fast" in row for row in found):
+        note += (
+            " `fast` is the same model on XLA's products, norms and activations, without a claim. "
+            "It was timed in the same run, and transformers in a run of its own."
+        )
+    if any("share of the limit" in row for row in found):
+        note += (
+            " The limit of decode is the bytes of weights and cache at 4.3 TB/s; that of prefill "
+            "is 790 TFLOP/s."
+        )
+    return note
+
+
+STEPS = Part(
+    rows=lambda gpu: [steps("step", gpu)],
+    note=step_note,
+    columns=STEP_COLUMNS,
+    after="![Time of a decode step over the batch](docs/figures/step.svg)",
+)
+EXPERT_STEPS = Part(
+    rows=lambda gpu: [steps("step_experts", gpu)],
+    note=lambda found: (
+        f"{found[0]['gpu']}, Qwen3-30B-A3B shapes (48 layers, 128 experts of width 768, 8 a "
+        "token), random weights, bfloat16. `fast` is XLA's `ragged_dot`. The limit of decode is "
+        "4.3 TB/s for the bytes of the experts that are hit, of other weights and of the cache. "
+        "That of prefill is 790 TFLOP/s on what a token runs."
+    ),
+    columns=STEP_COLUMNS,
+    after="![Time of a decode step over the batch](docs/figures/experts.svg)",
+)
+
+
+def card(row: dict) -> str:
+    """What was measured on."""
+    return f"One {row['gpu']}, jax {row['jax']}, Llama-3.1-8B shapes, random data, bfloat16."
+
+
+# -------------------------------------------------------------------------------------- kernels
+
+
+def products(gpu: str = FIRST_GPU) -> dict[tuple[str, int], dict]:
+    """The row of each product and number of rows that has a rival's time."""
+    found = rows("kernels", "linear", gpu)
+    return {(row["shape"], row["m"]): row for row in found if "ratio" in row}
+
+
+def by_rows(gpu: str, form: str, counts: tuple[int, ...] = ()) -> list[list[dict]]:
+    """A row for each number of rows, with what `form` says of each product."""
+    found = products(gpu)
+    lines: dict[int, dict] = {}
+    for (shape, m), row in sorted(found.items(), key=lambda item: item[0][1]):
+        if not counts or m in counts:
+            line = lines.setdefault(m, {"m": m, "gpu": row["gpu"], "jax": row["jax"], "fixed": []})
+            line[shape] = form.format_map(row)
+            line["fixed"] += [row["fixed_us"] / row["us"]] if "fixed_us" in row else []
+    return [list(lines.values())]
+
+
+def fixed_note(found: list[dict]) -> str:
+    """How a product of one fixed tile compares."""
+    fixed = [ratio for line in found for ratio in line["fixed"]]
+    if not fixed:
+        return ""
+    return (
+        " One fixed tile of 128 x 128 x 64, unsplit, as in Thinking Machines' product, takes "
+        f"{min(fixed):.2f} to {max(fixed):.2f} times as long."
+    )
+
+
+PRODUCTS = Part(
+    rows=lambda gpu: by_rows(gpu, "{ratio:.2f}", ROW_COUNTS),
+    note=lambda found: (
+        "Linear layers: the time of the best rival over that of detjax, in the same run. Rivals "
+        "are `jnp.dot` (cuBLAS or XLA's own) and, where it ran, `torch.mm`. They only multiply. "
+        "In `o` and `down` detjax sums eight leaves as a tree and, above 128 rows, adds the "
+        "residual. In `gate_up` it also gates."
+    ),
+    columns={"rows": "{m}", **{shape: f"{{{shape}}}" for shape in SHAPES}},
+    after="![Speed of the linear layers over the number of rows](docs/figures/linear.svg)",
+)
+ALL_PRODUCTS = Part(
+    rows=lambda gpu: by_rows(gpu, "{us:.1f}, {ratio:.2f}"),
+    note=lambda found: (
+        f"{card(found[0])} Microseconds of a product, and the best rival's time "
+        f"over it.{fixed_note(found)}"
+    ),
+    columns={"M": "{m}", **{shape: f"{{{shape}}}" for shape in SHAPES}},
+)
+
+
+def other_kernels(gpu: str) -> list[list[dict]]:
+    """Attention against cuDNN and the copy bandwidth; kernels bound by memory."""
+    found = []
+    for row in rows("kernels", "attention", gpu):
+        name = "attention, prefill of {tokens} tokens, 32/8 heads of 128"
+        if row["case"] == "prefill" and row["tokens"] == 8192:
+            more = {"us": 1e3 * row["ms"], "tflops": row["tflops"], "rival": row["over_cudnn"]}
+            found.append({"kernel": name.format_map(row)} | more)
+        elif row["case"] == "decode":
+            name = f"attention, decode of {row['batch']} x {row['tokens']} tokens"
+            share = {"share": row["share"]} if gpu == FIRST_GPU else {}
+            found.append({"kernel": name, "us": row["us"]} | share)
+    for row in rows("kernels", "rows", gpu):
+        if row["m"] == 8192 and row["case"] in ("add_rms_norm", "swiglu"):
+            more = {"share": row["share_of_copy"], "rival": row["xla_us"] / row["us"]}
+            found.append({"kernel": f"`{row['case']}`, 8192 rows", "us": row["us"]} | more)
+    return [found]
+
+
+OTHER_KERNELS = Part(
+    rows=other_kernels,
+    note=lambda found: "Other kernels. The rival is cuDNN for attention and XLA for the rest, in "
+    "the same run:",
+    columns={
+        "kernel": "{kernel}", "us": "{us:.1f}", "TFLOP/s": "{tflops:.0f}",
+        "share of the copy bandwidth": "{share:.2f}", "rival's time over ours": "{rival:.2f}",
+    },
+)  # fmt: skip
+
+
+def expert_kernels(gpu: str) -> list[list[dict]]:
+    """A row for each number of rows: ours with the chosen tiles, beside `ragged_dot`."""
+    found = rows("moe", "moe", gpu) or rows("kernels", "moe", gpu)
+    timed = latest((row for row in found if row["kind"] == "time"), "m", "tiles")
+    checks = [row for row in found if row["kind"] == "bits"]
+    counts = {"checks": len(checks), "wrong": sum(1 for row in checks if row["different"])}
+    ours = [timed[m, tiles] for m, tiles in sorted(timed) if tiles == "chosen"]
+    for row in ours:
+        row |= counts
+        if rival := timed.get((row["m"], "ragged_dot")):
+            row["ragged_dot_us"] = rival["us"]
+    return [ours]
+
+
+EXPERT_KERNELS = Part(
+    rows=expert_kernels,
+    note=lambda found: "One layer's experts, from the router's logits to the next norm, in "
+    f"microseconds of kernels ({found[0]['checks']} comparisons of bits, {found[0]['wrong']} "
+    "different). `ragged_dot` does not include the combination and the norm.",
+    columns={
+        "rows": "{m}", "detjax": "{us:.1f}", "limit": "{floor_us:.1f}", "share": "{share:.2f}",
+        "`ragged_dot`": "{ragged_dot_us:.0f}",
+    },
+)  # fmt: skip
+
+
+# ------------------------------------------------------------------------------- whole engines
+
+OURS = "detjax invariant bfloat16"
+SHORT = (OURS, "vLLM default bfloat16", "vLLM batch-invariant bfloat16")
+"""Engines of README's table: the same weights in the same number format."""
+
+ENGINE_CASES: tuple[tuple[str, Callable[[dict], float], int], ...] = (
+    ("decode, batch 1, ms", lambda row: row["decode_ms"]["1"], 2),
+    ("decode, batch 8, ms", lambda row: row["decode_ms"]["8"], 2),
+    ("decode, batch 64, ms", lambda row: row["decode_ms"]["64"], 2),
+    ("decode, batch 256, ms", lambda row: row["decode_ms"]["256"], 2),
+    ("prefill of 4000 tokens, ms", lambda row: row["prefill_4000_ms"], 1),
+    ("512 requests of 512 + 128 tokens, s", lambda row: row["offline_512x512_128_s"], 1),
+)
+
+
+def engine_table(names: tuple[str, ...] = ()) -> list[str]:
+    """A line for each case, a column for each engine."""
+    found = {row["engine"]: row for row in rows("peers", "engine")}
+    shown = [found[name] for name in names or found if name in found]
+    if not shown:
+        return []
+    lines = [[case, *(f"{read(row):.{n}f}" for row in shown)] for case, read, n in ENGINE_CASES]
+    return table(["", *map(engine_name, shown)], lines)
+
+
+def engine_name(row: dict) -> str:
+    """The engine with its version, as a column is called."""
+    rest = row["engine"].partition(" ")[2].removesuffix(" bfloat16")
+    if row["engine"] == OURS:
+        return "detjax"
+    return f"vLLM {row['version']}" + (f", {rest}" if rest != "default" else "")
+
+
+def speed() -> list[str]:
+    """README's table of speed, and what it was measured on; nothing without a row of ours."""
+    ours = [row for row in rows("peers", "engine") if row["engine"] == OURS]
+    if not ours:
+        return []
+    day = datetime.date.fromisoformat(ours[-1]["date"])
+    return [
+        f"Llama-3.1-8B shapes, bfloat16, whole engines, one {ours[-1]['gpu']} each of one host, "
+        f"{day.day} {day:%B %Y}, detjax at commit {ours[-1]['version']}:",
+        "",
+        *engine_table(SHORT),
+    ]
+
+
+HTTP = Part(
+    rows=lambda gpu: [rows("peers", "http", gpu)],
+    note=lambda found: "Over HTTP, N clients of plain sockets send a request at once, each for "
+    "200 streamed tokens after 1000 random tokens. detjax ran on another host than vLLM, 20 "
+    "minutes before, so differences below 2 % mean nothing.",
+    columns={
+        "server": engine_name, "clients": "{clients}", "tokens/s": "{tokens_per_s:,}",
+        "TTFT p50, ms": "{ttft_p50_ms}", "TPOT p50, ms": "{tpot_p50_ms:.2f}",
+    },
+)  # fmt: skip
+
+
+def engines() -> list[str]:
+    """Every engine of the same run, and what clients saw over HTTP."""
+    found = rows("peers", "engine")
+    if not found:
+        return []
+    return [
+        "",
+        "### Compared with vLLM",
+        "",
+        f"{found[0]['gpu']}, Llama-3.1-8B shapes, one engine a GPU, GPUs of one host, within five "
+        "minutes. Decode is (time of 130 tokens less that of 2) / 128, through each engine's own "
+        "`generate`, after prompts of random tokens. Prefill is the least of three calls, one "
+        "after another. 256 slots, no prefix cache, random weights. vLLM ran with CUDA graphs. "
+        "Batch-invariant is `VLLM_BATCH_INVARIANT=1`.",
+        "",
+        *engine_table(),
+        *HTTP.lines(FIRST_GPU),
+    ]
+
+
+# ------------------------------------------------------------------------- at production sizes
+
+_BESIDES = {
+    "loop": ", 8 tokens a launch",
+    "adjusted": ", biases, penalties, masks; scored again",
+    "yarn": ", YaRN",
+}
+
+
+def production(gpu: str) -> list[list[dict]]:
+    """Parts of the suite that claim something, shortest first; each knows of the others."""
+    parts = rows("production", "production", gpu)
+    claims = sorted((r for r in parts if r["mode"] != "fast"), key=lambda row: row["max_len"])
+    return [[row | {"parts": parts} for row in claims]]
+
+
+def production_note(found: list[dict]) -> str:
+    """What the parts add up to, and the control."""
+    largest = max(found, key=lambda row: row["cache_bytes"])
+    compared, different = (
+        sum(row[name] for row in found) for name in ("compared_tokens", "different")
+    )
+    control = "".join(
+        f" The control, `fast`: {row['different']:,} of {row['compared_tokens']:,}."
+        for row in found[0]["parts"]
+        if row["mode"] == "fast"
+    )
+    return (
+        f"{largest['gpu']}, Llama-3.1-8B shapes: a cache of {largest['cache_bytes'] / 1e9:.1f} of "
+        f"the {largest['free_bytes'] / 1e9:.1f} GB that the weights leave "
+        f"({largest['num_pages']:,} pages). Answers alone and in company, greedy and sampled, "
+        "against the canonical choice at each position by another path on a small cache "
+        f"(`python -m benchmarks.production`): {different:,} of {compared:,} tokens and logprobs "
+        f"different.{control}"
+    )
+
+
+PRODUCTION = Part(
+    rows=production,
+    note=production_note,
+    columns={
+        "`max_len`": "{max_len:,}",
+        "mode": lambda row: f"`{row['mode']}`{_BESIDES.get(row['case'], '')}",
+        "cache": lambda row: f"{row['cache_bytes'] / 1e9:.1f} GB",
+        "longest prompt": "{longest_prompt:,}", "rows": "{most_rows:,}", "programs": "{programs}",
+        "windows verified": lambda row: f"{row['windows']:,}" if row["windows"] else "",
+        "tokens compared": "{compared_tokens:,}", "different": "{different:,}",
+    },
+)  # fmt: skip
+
+
+def benchmarks() -> list[str]:
+    """docs/benchmarks.md: steps and kernels of each GPU, whole engines, experts, production."""
+    lines = []
+    for gpu in GPUS:
+        parts = STEPS.lines(gpu) + PRODUCTS.lines(gpu) + OTHER_KERNELS.lines(gpu)
+        lines += ["", f"### {GPUS[gpu]}", *parts] if parts else []
+    lines += engines()
+    for title, parts in (
+        ("Mixtures of experts", (EXPERT_STEPS, EXPERT_KERNELS)),
+        ("At production sizes", (PRODUCTION,)),
+    ):
+        found = [line for gpu in GPUS for part in parts for line in part.lines(gpu)]
+        lines += ["", f"## {title}", *found] if found else []
+    return lines[1:]
+
+
+def kernels() -> list[str]:
+    """docs/kernels.md: every product at every number of rows, and the other kernels."""
+    return [
+        line for gpu in GPUS for part in (ALL_PRODUCTS, OTHER_KERNELS) for line in part.lines(gpu)
+    ][1:]

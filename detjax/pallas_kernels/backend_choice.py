@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which kernel set runs: chosen once, by the hardware and the model, and said aloud."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.kernel_table import KERNELS
+
+MAX_UNASKED_CPU_PARAMS = 1_000_000_000
+"""A larger model runs on a CPU only if its user asks for that: a token would take many seconds."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BackendChoice:
+    """A backend and why it was chosen, to be printed."""
+
+    backend: Backend
+    reason: str
+
+
+def choose_backend(
+    requested: Backend | None = None,
+    *,
+    why_not_model: Callable[[Backend], str | None] = lambda backend: None,
+    num_params: int = 0,
+) -> BackendChoice:
+    """Choose by the hardware and the model, or check that `requested` can run here.
+
+    Args:
+        requested: None chooses.
+        why_not_model: Says what a backend's kernels refuse in the model; asked where they can run.
+        num_params: Parameters of the model; 0 if there is none yet.
+
+    Raises:
+        ValueError: If the requested backend cannot run here, with the reason, or if nothing was
+            requested and a model of more than `MAX_UNASKED_CPU_PARAMS` would run on a CPU.
+    """
+
+    def why_not(backend: Backend) -> str | None:
+        return KERNELS[backend].why_not_here() or why_not_model(backend)
+
+    if requested is not None:
+        refusal = why_not(requested)
+        if refusal is not None:
+            raise ValueError(
+                f"--backend {requested.value} cannot run here: {refusal}; "
+                f"use --backend {list(KERNELS)[-1].value}"
+            )
+        return BackendChoice(backend=requested, reason="asked for")
+    refusals = []
+    for backend, kernels in KERNELS.items():
+        refusal = why_not(backend)
+        if refusal is None:
+            if backend.platform == "cpu" and num_params > MAX_UNASKED_CPU_PARAMS:
+                raise ValueError(
+                    f"the model has {num_params / 1e9:.1f} billion parameters and would run on the "
+                    f"CPU, many seconds a token: {'; '.join(refusals)}; use an H100 or H200, or "
+                    f"ask for the CPU with --backend {backend.value}"
+                )
+            reason = "; ".join([*dict.fromkeys(refusals), kernels.where_it_runs()])
+            return BackendChoice(backend=backend, reason=reason)
+        refusals.append(f"{refusal}")
+    raise ValueError(f"no backend can run here: {'; '.join(refusals)}")

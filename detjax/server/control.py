@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an administrator does with a server's engine: pause it, let it sleep, give it new weights.
+
+Each operation holds requests that come, and lets those that are open end, or aborts them, so that
+no answer has tokens of two weights.
+"""
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from pathlib import Path
+
+from detjax.engine.sleep import AsleepError
+from detjax.server.protocol import RefusedError
+from detjax.server.service import Service
+from detjax.server.turns import Hold, Mode
+
+
+class Control:
+    """Operations on a service's engine, one at a time.
+
+    An operation whose caller leaves while it waits for open requests is taken back. What has begun
+    with the engine goes to its end.
+    """
+
+    def __init__(self, service: Service, folders: tuple[Path, ...]):
+        """Of a service.
+
+        Args:
+            service: Whose engine.
+            folders: In which weights may be read.
+        """
+        self._service, self._folders = service, folders
+        self._busy = ""
+
+    async def update(self, folder: str, *, version: int | None, mode: Mode) -> tuple[int, int]:
+        """Replace the weights by those of a folder.
+
+        They are checked as far as their files' headers say, before any request is held or aborted.
+
+        Returns:
+            The version that the new weights have, and how many requests were open.
+
+        Raises:
+            RefusedError: If the folder is not allowed, the weights do not fit, or another operation
+                is under way. The old weights are in place then.
+        """
+        service = self._service
+        with self._alone("an update of weights"):
+            path = self._allowed(folder)
+            latest = service.model.engine.weight_version
+            version = latest + 1 if version is None else version
+            if version <= latest:
+                raise RefusedError(
+                    f"weight_version={version} must be above {latest}, the version of the weights "
+                    "of now, so that receipts can tell them apart",
+                    field="weight_version",
+                )
+            with _as_refusal("model_path"):
+                await asyncio.to_thread(service.model.engine.check_folder, path)
+            num_open = service.turns.num_running
+            async with self._quiet(Hold.UPDATING, mode):
+                load = functools.partial(service.model.engine.load_folder, path, version=version)
+                await _to_its_end(self._changed(load))
+            return version, num_open
+
+    async def pause(self, mode: Mode, *, clears_cache: bool) -> None:
+        """Let requests that come wait until `resume`."""
+        engine = self._service.model.engine
+        with self._alone("a pause"), _as_refusal("clear_cache"):
+            if clears_cache:
+                engine.reset_prefix_cache()  # refuses where it cannot, before anything waits
+            async with self._quiet(Hold.PAUSED, mode, is_kept=True):
+                if clears_cache:
+                    engine.reset_prefix_cache()
+
+    def resume(self) -> None:
+        """Let them in."""
+        with self._alone("a resume"):
+            self._service.turns.end(Hold.PAUSED)
+
+    async def sleep(self, *, level: int, mode: Mode) -> None:
+        """Free the weights (level 1 keeps a copy on the host) and the cache on the devices."""
+        engine = self._service.model.engine
+        with self._alone("a sleep"):
+            async with self._quiet(Hold.SLEEPING, mode, is_kept=True):
+                sleep = functools.partial(engine.sleep, keeps_weights=level == 1)
+                await _to_its_end(self._changed(sleep))
+
+    async def wake_up(self, *, weights: bool, cache: bool) -> None:
+        """Bring back what sleeps; requests have their turn once everything is there."""
+        service = self._service
+        with self._alone("a wake-up"):
+            wake = functools.partial(service.model.engine.wake_up, weights=weights, cache=cache)
+            await _to_its_end(self._changed(wake))
+            if not service.model.engine.is_asleep:
+                service.turns.end(Hold.SLEEPING)
+
+    @contextlib.contextmanager
+    def _alone(self, what: str) -> Iterator[None]:
+        service = self._service
+        if not service.takes_requests:
+            raise service.not_ready()
+        if self._busy:
+            raise RefusedError(
+                f"{self._busy} is under way; ask for {what} when it has ended",
+                status=409,
+                code="busy",
+            )
+        self._busy = what
+        try:
+            yield
+        finally:
+            self._busy = ""
+
+    @contextlib.asynccontextmanager
+    async def _quiet(
+        self, hold: Hold, mode: Mode, *, is_kept: bool = False
+    ) -> AsyncGenerator[None]:
+        """Hold requests while this lasts, with none open within; `is_kept`: and afterwards."""
+        service = self._service
+        was_held = service.turns.has(hold)
+        service.turns.begin(hold)
+        has_ended = False
+        try:
+            if mode is Mode.ABORT:
+                service.abort()
+            try:
+                await service.turns.quiet()
+            finally:
+                service.turns.is_aborting = False
+            yield
+            has_ended = True
+        finally:
+            if not (is_kept and has_ended or was_held):
+                service.turns.end(hold)
+
+    async def _changed(self, change: Callable[[], None]) -> None:
+        """Change the engine, and take note of which weights it has then, whatever came of it."""
+        service, engine = self._service, self._service.model.engine
+        try:
+            with _as_refusal(""):
+                await service.change(change)
+        except RuntimeError as error:  # of the device
+            if engine.is_asleep and not service.turns.has(Hold.SLEEPING):
+                service.fail(f"the old weights could not be put back: {error}")
+            raise RefusedError(
+                f"the device has failed: {error}", status=500, code="change_failed"
+            ) from error
+        finally:
+            if not engine.is_asleep:
+                await service.identify()
+
+    def _allowed(self, folder: str) -> Path:
+        """The folder, if it lies in one that weights may be read from, and so do its files."""
+        try:
+            path = Path(folder).resolve()
+            files = [file.resolve() for file in path.iterdir()] if self._has(path) else []
+        except (OSError, ValueError, RuntimeError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise RefusedError(
+                f"model_path={folder!r:.500} cannot be read: {reason}", field="model_path"
+            ) from error
+        if not (self._has(path) and all(map(self._has, files))):
+            raise RefusedError(
+                f"model_path={folder!r:.500} is not in a --weights-dir of this server, or has a "
+                "link out of it",
+                status=403,
+                code="folder_not_allowed",
+                field="model_path",
+            )
+        return path
+
+    def _has(self, path: Path) -> bool:
+        """Whether a path lies in an allowed folder, or is one."""
+        return any(map(path.is_relative_to, self._folders))
+
+
+@contextlib.contextmanager
+def _as_refusal(field: str) -> Iterator[None]:
+    """Errors of weights as what the caller is told."""
+    try:
+        yield
+    except RefusedError:
+        raise
+    except AsleepError as error:
+        raise RefusedError(str(error), status=409, code="asleep") from error
+    except (ValueError, OSError) as error:
+        raise RefusedError(str(error), field=field) from error
+
+
+async def _to_its_end(change: Coroutine[None, None, None]) -> None:
+    """Await what goes to its end even if this is cancelled meanwhile."""
+    task = asyncio.create_task(change)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        raise
