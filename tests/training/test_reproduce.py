@@ -30,7 +30,8 @@ from benchmarks.reproduce.record import Record, redraw, run_pieces, take_rows
 from benchmarks.step import MODELS
 from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
-from detjax.engine.requests.request import Request, SamplingParams
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.models.bundled import bundled_model_path
 from detjax.models.loading import random_model
 from detjax.numerics import NumericsProfile
@@ -379,8 +380,8 @@ def test_a_swing_is_counted_of_all_problems_and_of_sets_of_thirty():
         score_row("invariant", first, "cccc" * 60, batch=32),
     ]
     fast, invariant = accuracy.findings(rows)
-    assert fast.startswith("fast, bfloat16: 50.0 to 55.0 % right, a swing of 5.0 points (of 30 ")
-    assert "problems 15.0 on average, 20.0 at most), 3 of 60 answers change in a bit, 9 " in fast
+    assert fast.startswith("fast, bfloat16: 50.0 to 55.0 % right, a swing of 5.0 points; of 30 ")
+    assert "problems 15.0 on average, 20.0 at most. 3 of 60 answers change in a bit, 9 " in fast
     assert fast.endswith("(batch 8, 32, tp 1)")
     assert "a swing of 0.0 points" in invariant and "0 of 60 answers change" in invariant
 
