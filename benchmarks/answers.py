@@ -31,7 +31,9 @@ import rich.table
 from benchmarks.reproduce.experiment import digest_of, largest_divergence
 from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
-from detjax.engine.requests.request import Completion, Request, SamplingParams
+from detjax.engine.outputs.completion import Completion
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.models.config import ModelConfig
 from detjax.models.loading import LoadedModel, random_model
 from detjax.models.tokenizer import Tokenizer

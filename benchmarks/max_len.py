@@ -24,7 +24,8 @@ from benchmarks.common import Rows, environment
 from benchmarks.step import MODELS
 from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
-from detjax.engine.requests.request import RequestOutput, SamplingParams
+from detjax.engine.outputs.request_output import RequestOutput
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.models.loading import LoadedModel, random_model
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend

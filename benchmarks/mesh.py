@@ -34,13 +34,13 @@ from benchmarks.common import Rows, environment, kernel_events, num_different
 from benchmarks.step import CONTEXT, DECODE_STEPS, MODELS, _config
 from detjax.compilation.donation import compile_checked
 from detjax.compilation.xla_flags import EXACT_OPTIONS
-from detjax.engine.requests.request import SamplingParams
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.running.device_arrays import pages_shape
 from detjax.engine.running.launch_operands import unpack_choice
 from detjax.engine.running.program_key import ProgramKey
 from detjax.engine.running.programs import in_place
+from detjax.models.forward_paths import KernelMode
 from detjax.models.loading import LoadedModel, random_model
-from detjax.models.paths import Kernels
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.rms_norm.api import add_rms_norm
@@ -288,7 +288,7 @@ class Runner:
         model: LoadedModel,
         most_rows: int,
         *,
-        mode: Kernels = "invariant",
+        mode: KernelMode = "invariant",
         options: dict[str, str] | None = None,
         pages=None,
     ):

@@ -32,7 +32,9 @@ from benchmarks.production_requests import PAGE, SPLIT, DrawnRequest, Texts, poo
 from benchmarks.step import MODELS
 from detjax.engine.config import EngineConfig, ReplicaConfig
 from detjax.engine.engine import Engine
-from detjax.engine.requests.request import Completion, Request, SamplingParams
+from detjax.engine.outputs.completion import Completion
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.running.choice_programs import pack_windows
 from detjax.engine.running.device_arrays import (
     Slots,
@@ -444,7 +446,7 @@ class Suite:
         print(f"part {part.name}: self-check {engine.self_check_error or 'passed'}", flush=True)
         skipped = int(part.skipped_pages * num_pages)
         (pages,) = engine._scheduler.pools
-        held = pages.take(skipped)
+        held = pages.allocate(skipped)
         answers, error = [], ""
         is_deterministic = config.mode != "fast"
         for drawn_requests in part.batches:
@@ -459,7 +461,7 @@ class Suite:
                 error = _name(raised)
                 break
             answers += [(a, kept(c)) for a, c in zip(drawn_requests, got, strict=True)]
-        pages.give_back(held)
+        pages.free(held)
         stats = engine.stats()
         num_compiled = stats.num_compiled
         numbers = stats.num_windows, stats.num_rollbacks

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from detjax.engine.requests.request import Request, SamplingParams
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import SamplingParams
 
 PAGE, SPLIT = 128, 512
 

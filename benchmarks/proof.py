@@ -42,8 +42,10 @@ from detjax.engine.async_engine import AsyncEngine
 from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
 from detjax.engine.metrics import EngineStats
-from detjax.engine.outputs.text import TextBatch
-from detjax.engine.requests.request import Request, SamplingParams, TokenEvent
+from detjax.engine.outputs.completion import CollectedTokens, Completion
+from detjax.engine.outputs.text_batch import TextBatch
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.running.program_key import ProgramKey, program_keys
 from detjax.engine.running.programs import ProgramCache
 from detjax.models.bundled import bundled_model_path
@@ -114,8 +116,10 @@ class Bench:
 # -------------------------------------------------------------------------------------------- audit
 
 
-def generate(bench: Bench, requests: Sequence[Request], batch: int) -> tuple[list, float]:
-    """Tokens and logprobs of each request, and the seconds it took; `batch` run at once.
+def generate(
+    bench: Bench, requests: Sequence[Request], batch: int
+) -> tuple[list[Completion], float]:
+    """The completion of each request, and the seconds it took; `batch` run at once.
 
     As one ends the next begins. The programs have run before.
     """
@@ -125,36 +129,46 @@ def generate(bench: Bench, requests: Sequence[Request], batch: int) -> tuple[lis
     return _run(engine, requests, batch), time.perf_counter() - begin_s
 
 
-def _run(engine: Engine, requests: Sequence[Request], batch: int) -> list[tuple[list, list]]:
-    answers: dict[int, tuple[list, list]] = {}
-    waiting, num_live = iter(requests), 0
+def _run(engine: Engine, requests: Sequence[Request], batch: int) -> list[Completion]:
+    answers: dict[int, tuple[int, CollectedTokens]] = {}
+    completions: dict[int, Completion] = {}
+    waiting, num_live = iter(enumerate(requests)), 0
     while True:
-        while num_live < batch and (request := next(waiting, None)) is not None:
-            idx = engine.add_request(request.prompt_token_ids, request.sampling)
-            answers[idx], num_live = ([], []), num_live + 1
+        while num_live < batch and (found := next(waiting, None)) is not None:
+            index, request = found
+            request_id = engine.add_request(request.prompt_token_ids, request.sampling)
+            answers[request_id], num_live = (index, CollectedTokens()), num_live + 1
         if not engine.has_work:
-            return list(answers.values())
+            return [completions[i] for i in range(len(requests))]
         for output in engine.step():
-            token_ids, logprobs = answers[output.request_id]
-            token_ids += output.token_ids
-            logprobs += output.logprobs
-            num_live -= output.finish_reason is not None
+            index, tokens = answers[output.request_id]
+            tokens.extend(output)
+            if output.finish_reason is not None:
+                num_live -= 1
+                completions[index] = tokens.completion(
+                    requests[index].prompt_token_ids, request_idx=index, sequence_idx=0,
+                    finish_reason=output.finish_reason,
+                )  # fmt: skip
 
 
-def receipts_of(bench: Bench, identity: Identity, requests, answers) -> list[Receipt]:
+def receipts_of(
+    bench: Bench,
+    identity: Identity,
+    requests: Sequence[Request],
+    completions: Sequence[Completion],
+) -> list[Receipt]:
     """Receipts as a server makes them."""
-    text = TextBatch(
-        requests, bench.tokenizer, end_ids=bench.model.config.eos_token_ids,
-        fingerprint=bench.model.fingerprint,
-    )  # fmt: skip
-    for i, (token_ids, logprobs) in enumerate(answers):
-        for token_id, logprob in zip(token_ids, logprobs, strict=True):
-            text.on_token(TokenEvent(
-                request_idx=i, sequence_idx=0, token_id=token_id, logprob=logprob, top_logprobs=()
-            ))  # fmt: skip
-    outputs = [sequence.output() for sequence in text.sequences.values()]
     ends = bench.model.config.eos_token_ids
-    return [Receipt.of(identity, output, end_token_ids=ends) for output in outputs]
+    text = TextBatch(
+        requests, bench.tokenizer, end_ids=ends, fingerprint=bench.model.fingerprint
+    )  # fmt: skip
+    for done in completions:
+        for token_id in done.token_ids:
+            text.sequences[done.request_idx, 0].push(token_id)
+        text.on_completion(done)
+    return [
+        Receipt.of(identity, output, end_token_ids=ends) for output in text.outputs(completions)
+    ]
 
 
 def forged(receipt: Receipt) -> Receipt:
@@ -226,7 +240,7 @@ def start(bench: Bench) -> bool:
     engine = bench.engine(self_check="start")
     begin_s = time.perf_counter()
     with ThreadPoolExecutor() as pool:  # so that the first check finds all programs there
-        deque(pool.map(engine._runner._get, program_keys(engine._runner._config)), maxlen=0)
+        deque(pool.map(engine._runner._ready._get, program_keys(engine._runner._config)), maxlen=0)
     compile_s = time.perf_counter() - begin_s
     engine.compile()
     checked = engine.stats().num_self_checked
@@ -272,10 +286,10 @@ def _timed_launches(engine: Engine, phases: dict[str, list[float]]) -> Iterator[
     def program(key: ProgramKey, *_) -> str:
         return f"{key.kind} {key.rows}x{key.length}"
 
-    run_aside = timed(engine._runner.run_aside, program)
+    run_check = timed(engine._runner.run_check, program)
     checksums = timed(device.checksums, lambda *_: "checksums")
     with (
-        mock.patch.object(engine._runner, "run_aside", run_aside),
+        mock.patch.object(engine._runner, "run_check", run_check),
         mock.patch.object(device, "checksums", checksums),
     ):
         yield

@@ -20,7 +20,7 @@ import numpy as np
 from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
 from detjax.engine.replicated_engine import ReplicatedEngine, follow
-from detjax.engine.requests.request import SamplingParams
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.running.programs import ProgramCache
 from detjax.models.loading import random_model
 from detjax.numerics import NumericsProfile

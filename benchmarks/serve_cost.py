@@ -42,13 +42,10 @@ from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
 from detjax.engine.heap import frozen_heap
 from detjax.engine.metrics import EngineStats
-from detjax.engine.requests.request import (
-    Completion,
-    FinishReason,
-    RequestOutput,
-    SamplingParams,
-    TokenEvent,
-)
+from detjax.engine.outputs.completion import Completion
+from detjax.engine.outputs.request_output import FinishReason, RequestOutput, TokenEvent
+from detjax.engine.outputs_lease import OutputsLease
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.requests.sequence import OnToken, ignore_token
 from detjax.pallas_kernels.backend import Backend
 from detjax.proof.identity import Identity
@@ -72,11 +69,16 @@ class PacedEngine:
         self._step_s, self._host_s = step_ms / 1e3, host_ms / 1e3
         self._live: dict[int, _Paced] = {}
         self._ids = itertools.count()
+        self._lease = OutputsLease()
         self._free_s = self._due_s = 0.0
 
     @property
     def has_work(self) -> bool:
         return bool(self._live)
+
+    @property
+    def outputs_lease(self) -> OutputsLease:
+        return self._lease
 
     def add_request(
         self, prompt_token_ids, sampling, *, on_token: OnToken = ignore_token, **options

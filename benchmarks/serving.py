@@ -44,7 +44,8 @@ import rich.table
 from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
 from detjax.engine.heap import frozen_heap
-from detjax.engine.requests.request import NO_WINDOWS, SamplingParams, WindowCounts
+from detjax.engine.outputs.request_output import NO_WINDOWS, WindowCounts
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.running.device_arrays import empty_pages
 from detjax.engine.running.programs import ProgramCache
 from detjax.models.bundled import bundled_model_path

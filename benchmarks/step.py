@@ -36,7 +36,7 @@ from benchmarks.common import (
     kernel_events,
     run_rivals,
 )
-from detjax.engine.requests.request import SamplingParams
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.running.device_arrays import pages_shape
 from detjax.engine.running.launch_operands import unpack_choice
 from detjax.engine.running.program_key import ProgramKey

@@ -18,9 +18,11 @@ if TYPE_CHECKING:  # so that editors and type checkers know the names
     from detjax.engine.async_engine import AsyncEngine
     from detjax.engine.config import EngineConfig
     from detjax.engine.engine import Engine
-    from detjax.engine.outputs.text import CompletionOutput
+    from detjax.engine.outputs.completion import Completion, CompletionOutput
+    from detjax.engine.outputs.request_output import PromptLogprob
     from detjax.engine.replicated_engine import ReplicatedEngine
-    from detjax.engine.requests.request import Completion, PromptLogprob, Request, SamplingParams
+    from detjax.engine.requests.request import Request
+    from detjax.engine.requests.sampling_params import SamplingParams
     from detjax.llm import LLM, PromptOutput
     from detjax.models.bundled import bundled_model_path
     from detjax.models.loading import load_model
@@ -33,17 +35,17 @@ if TYPE_CHECKING:  # so that editors and type checkers know the names
 _HOME = {
     "AsyncEngine": "detjax.engine.async_engine",
     "Backend": "detjax.pallas_kernels.backend",
-    "Completion": "detjax.engine.requests.request",
-    "CompletionOutput": "detjax.engine.outputs.text",
+    "Completion": "detjax.engine.outputs.completion",
+    "CompletionOutput": "detjax.engine.outputs.completion",
     "Engine": "detjax.engine.engine",
     "EngineConfig": "detjax.engine.config",
     "LLM": "detjax.llm",
     "NumericsProfile": "detjax.numerics",
-    "PromptLogprob": "detjax.engine.requests.request",
+    "PromptLogprob": "detjax.engine.outputs.request_output",
     "PromptOutput": "detjax.llm",
     "ReplicatedEngine": "detjax.engine.replicated_engine",
     "Request": "detjax.engine.requests.request",
-    "SamplingParams": "detjax.engine.requests.request",
+    "SamplingParams": "detjax.engine.requests.sampling_params",
     "Tokenizer": "detjax.models.tokenizer",
     "bundled_model_path": "detjax.models.bundled",
     "choose_backend": "detjax.pallas_kernels.backend_choice",

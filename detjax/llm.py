@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import numbers
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -21,19 +21,24 @@ from detjax.compilation.kept_programs import keep_programs_of_build
 from detjax.compilation.source import NO_CACHE, default_cache_dir
 from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
-from detjax.engine.outputs.text import CompletionOutput, TextBatch, shortened, text_request
-from detjax.engine.requests.request import PromptLogprobs, SamplingParams, TokenEvent, draw_seed
-from detjax.engine.running.memory import cache_bytes, check_memory
+from detjax.engine.outputs.completion import Completion, CompletionOutput, shortened
+from detjax.engine.outputs.generate_run import OnCompletion
+from detjax.engine.outputs.request_output import PromptLogprobs
+from detjax.engine.outputs.text_batch import TextBatch
+from detjax.engine.requests.checks import RequestLimits
+from detjax.engine.requests.sampling_params import SamplingParams, draw_seed
+from detjax.engine.requests.text_request import text_request
+from detjax.engine.running.memory import check_memory
 from detjax.engine.sampling.grammars import Grammars
+from detjax.llm_config import LLMConfig
 from detjax.models.bundled import BUNDLED, BUNDLED_NAME, bundled_model_path
-from detjax.models.config import ModelConfig
 from detjax.models.generation_config import default_sampling
 from detjax.models.hub import find_model
+from detjax.models.loading import LoadedModel
 from detjax.models.tokenizer import Tokenizer
 from detjax.models.weights.load import ignore_progress
 from detjax.numerics import NO_CAST, NumericsProfile
 from detjax.opening import AUTO, load_on_devices
-from detjax.pallas_kernels.backend import Backend
 from detjax.progress import Progress
 from detjax.proof.identity import Identifier, Identity
 from detjax.proof.receipt import Receipt
@@ -44,98 +49,6 @@ Prompt = str | Sequence[int] | np.ndarray
 Message = Mapping[str, Any]
 
 _NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
-
-_MODES = {
-    "invariant": "invariant: every step uses canonical kernels",
-    "dvr": "dvr: drafts by fast kernels, verified by canonical ones",
-    "fast": "fast: no claim; digests may differ from run to run",
-}
-
-
-def describe(
-    name: str,
-    model_config: ModelConfig,
-    engine: EngineConfig,
-    *,
-    weight_dtype: str,
-    compute_dtype: str,
-    weight_cast: str,
-    fingerprint: str,
-    backend: str,
-    backend_reason: str,
-    dp: int,
-    tp: int,
-    cache_bytes: int,
-) -> dict[str, str]:
-    """Return what runs, and what decides its bits, as lines for people."""
-    cast = "" if weight_cast == NO_CAST else f" (cast from {weight_cast})"
-    return {
-        "model": f"{name}: {model_config.family}, {model_config.num_layers} layers of "
-        f"{model_config.hidden_size}, vocabulary {model_config.vocab_size}, context "
-        f"{model_config.max_position_embeddings}",
-        "numerics": f"{weight_dtype} weights{cast}, {compute_dtype} compute, "
-        f"fingerprint {fingerprint}",
-        "mode": _MODES[engine.mode],
-        "backend": f"{backend} ({backend_reason})",
-        "mesh": f"dp {dp} x tp {tp}",
-        "batch": f"{engine.batch_size} at once, prompts in chunks of {engine.prefill_chunk} "
-        f"tokens, room for {engine.max_len}",
-        "cache": f"{engine.num_pages} pages, {cache_bytes / 2**30:.2f} GiB",
-    }
-
-
-# ----------------------------------------------------------------------------------------- the LLM
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LLMConfig:
-    """What an `LLM` runs with, chosen or asked for; `print` shows it.
-
-    Attributes:
-        name: As it was asked for.
-        folder: Where its files lie.
-        model: Its dimensions.
-        profile: Every choice of numerics.
-        weight_cast: What the weights were rounded from and to when they were read.
-        fingerprint: Of everything that decides a bit.
-        backend: Which kernels run.
-        backend_reason: Why these.
-        dp: Replicas.
-        tp: Devices that share each layer.
-        engine: Sizes and policies, none of which changes a bit.
-        cache_bytes: Of the cache, over all devices.
-    """
-
-    name: str
-    folder: Path
-    model: ModelConfig
-    profile: NumericsProfile
-    weight_cast: str
-    fingerprint: str
-    backend: Backend
-    backend_reason: str
-    dp: int
-    tp: int
-    engine: EngineConfig
-    cache_bytes: int
-
-    def __str__(self) -> str:
-        """Return a line for each fact."""
-        facts = describe(
-            self.name,
-            self.model,
-            self.engine,
-            weight_dtype=self.profile.weight_dtype,
-            compute_dtype=self.profile.compute_dtype,
-            weight_cast=self.weight_cast,
-            fingerprint=self.fingerprint,
-            backend=self.backend.value,
-            backend_reason=self.backend_reason,
-            dp=self.dp,
-            tp=self.tp,
-            cache_bytes=self.cache_bytes,
-        )
-        return "\n".join(f"{name:<11} {value}" for name, value in facts.items())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -255,12 +168,9 @@ class LLM:
         _check_options(engine_options)
         if not 0 < gpu_memory_utilization <= 1:
             raise ValueError(f"{gpu_memory_utilization=} must be above 0 and at most 1")
-        if profile is not None and dtype is not None:
-            raise ValueError(f"{dtype=} does not go with a profile, which has the dtypes")
-        dtype = dtype or "bfloat16"
-        profile = profile or NumericsProfile(weight_dtype=dtype, compute_dtype=dtype)
         if generation_config not in ("auto", "none"):
             raise ValueError(f"{generation_config=} must be 'auto' or 'none'")
+        profile = _profile_of(profile, dtype)
         _keep_programs(cache_dir)
         folder = find_model(model, revision=revision)
         recommended = default_sampling(folder) if generation_config == "auto" else {}
@@ -293,26 +203,9 @@ class LLM:
         engine_config = choose_sizes(
             self.model, asked, gpu_memory_utilization=gpu_memory_utilization
         )
-        check_memory(self.model, engine_config)
-        grammars = Grammars(
-            lambda: tokenizer.backend.to_str(),
-            vocab_size=self.model.config.vocab_size,
-            eos_token_ids=self.model.config.eos_token_ids,
-        )
-        self.engine = Engine(self.model, engine_config, grammars=grammars)
-        self.config = LLMConfig(
-            name=str(model),
-            folder=folder,
-            model=self.model.config,
-            profile=profile,
-            weight_cast=self.model.weight_cast,
-            fingerprint=self.model.fingerprint,
-            backend=self.model.backend,
-            backend_reason=reason,
-            dp=dp,
-            tp=tp,
-            engine=engine_config,
-            cache_bytes=cache_bytes(self.model, engine_config.num_pages),
+        self.engine = _make_engine(self.model, engine_config, tokenizer)
+        self.config = LLMConfig.of(
+            self.model, engine_config, name=str(model), folder=folder, backend_reason=reason
         )
         is_bundled = folder == bundled_model_path()
         self._identifier = Identifier(
@@ -463,16 +356,16 @@ class LLM:
             )
         return prompt, self.tokenizer.encode(prompt, has_control=has_control)
 
-    def _seeded(self, samplings: Sequence[SamplingParams]) -> list[SamplingParams]:
-        """With one drawn seed where there is none."""
-        draws = any(params.seed is None and params.temperature > 0 for params in samplings)
-        if draws and self._num_processes > 1:
+    def _draw_seed(self, samplings: Sequence[SamplingParams]) -> int:
+        """A seed for those that sample and have none; 0 where there are none."""
+        if all(params.seed is not None or params.temperature == 0 for params in samplings):
+            return 0
+        if self._num_processes > 1:
             raise ValueError(
                 f"seed=None would be drawn in each of {self._num_processes} processes, which must "
                 "draw the same noise; give SamplingParams(seed=...)"
             )
-        seed = draw_seed()
-        return [params.seeded(seed) for params in samplings]
+        return draw_seed()
 
     def _run(
         self,
@@ -487,20 +380,16 @@ class LLM:
                 f"there are {len(asked)} prompts and {len(samplings)} SamplingParams; give one, or "
                 "one for each prompt"
             )
-        samplings = self._seeded(samplings)
-        max_len = self.config.engine.max_len
-        is_all = max_len == self.config.model.max_position_embeddings
+        seed = self._draw_seed(samplings)
         requests = [
             text_request(
                 ids,
                 params,
                 what=f"prompt {i}",
-                vocab_size=self.config.model.vocab_size,
-                max_len=max_len,
-                limit="the model's context" if is_all else "max_len",
+                limits=RequestLimits.of(self.config.model, self.config.engine.max_len),
                 is_deterministic=self.config.engine.mode != "fast",
                 tokenizer=self.tokenizer,
-                eos_token_ids=self.config.model.eos_token_ids,
+                seed=seed,
             )
             for i, ((_, ids), params) in enumerate(zip(asked, samplings, strict=True))
         ]
@@ -510,8 +399,10 @@ class LLM:
             end_ids=self.config.model.eos_token_ids,
             fingerprint=self.config.fingerprint,
         )
-        with self._generating(batch) as on_token:
-            completions = self.engine.generate(batch.token_requests, on_token=on_token)
+        with self._generating(batch) as on_completion:
+            completions = self.engine.generate(
+                batch.token_requests, on_token=batch.on_token, on_completion=on_completion
+            )
         outputs = iter(batch.outputs(completions))
         results = []
         for (text, _), request in zip(asked, requests, strict=True):
@@ -547,18 +438,35 @@ class LLM:
             yield progress
 
     @contextlib.contextmanager
-    def _generating(self, batch: TextBatch) -> Iterator[Callable[[TokenEvent], bool]]:
+    def _generating(self, batch: TextBatch) -> Iterator[OnCompletion]:
         with self._bar(rich.progress.MofNCompleteColumn()) as bar:
             task = bar.add_task("completions", total=len(batch.sequences))
 
-            def on_token(event: TokenEvent) -> bool:
-                num_ended = batch.num_ended
-                is_stopped = batch.on_token(event)
-                if batch.num_ended > num_ended:
-                    bar.update(task, completed=batch.num_ended)
-                return is_stopped
+            def on_completion(done: Completion) -> None:
+                batch.on_completion(done)
+                bar.update(task, completed=batch.num_ended)
 
-            yield on_token
+            yield on_completion
+
+
+def _profile_of(profile: NumericsProfile | None, dtype: str | None) -> NumericsProfile:
+    """The given profile, or one of the given dtype."""
+    if profile is None:
+        dtype = dtype or "bfloat16"
+        return NumericsProfile(weight_dtype=dtype, compute_dtype=dtype)
+    if dtype is not None:
+        raise ValueError(f"{dtype=} does not go with a profile, which has the dtypes")
+    return profile
+
+
+def _make_engine(model: LoadedModel, config: EngineConfig, tokenizer: Tokenizer) -> Engine:
+    check_memory(model, config)
+    grammars = Grammars(
+        lambda: tokenizer.backend.to_str(),
+        vocab_size=model.config.vocab_size,
+        eos_token_ids=model.config.eos_token_ids,
+    )
+    return Engine(model, config, grammars=grammars)
 
 
 def _keep_programs(cache_dir: str | Path | None) -> None:

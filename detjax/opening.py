@@ -3,9 +3,13 @@
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
+from jax.sharding import Mesh
+
 from detjax.models.abstract import why_unsupported
+from detjax.models.config import ModelConfig
 from detjax.models.decoder import check_mesh
 from detjax.models.hf_config import load_config
 from detjax.models.loading import LoadedModel, load_model
@@ -60,7 +64,59 @@ def load_on_devices(
         ValueError: If something else does not fit, naming it.
         FileNotFoundError: If a file is missing.
     """
-    config = load_config(folder)
+    placement = choose_placement(
+        load_config(folder), profile, backend=backend, dp=dp, tp=tp, num_processes=num_processes
+    )
+    model = load_model(
+        str(folder),
+        profile=profile,
+        mesh=placement.mesh,
+        backend=placement.backend,
+        progress=progress,
+        cast_weights=cast_weights,
+        max_len=max_len,
+    )
+    return model, placement.reason
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelPlacement:
+    """Where a model runs.
+
+    Attributes:
+        mesh: Of `dp` times `tp` devices.
+        backend: Which kernels run.
+        reason: Why these.
+    """
+
+    mesh: Mesh
+    backend: Backend
+    reason: str
+
+
+def choose_placement(
+    config: ModelConfig,
+    profile: NumericsProfile,
+    *,
+    backend: str,
+    dp: int,
+    tp: int,
+    num_processes: int = 1,
+) -> ModelPlacement:
+    """Choose the kernels and the mesh by the hardware, for a model that may have no weights yet.
+
+    Args:
+        config: Of the model.
+        profile: The numerics to run with.
+        backend: As `load_on_devices` has it, like the others.
+        dp: Replicas.
+        tp: Devices that share each layer.
+        num_processes: That share the mesh.
+
+    Raises:
+        MeshError: If dp and tp do not go with the model, the profile or the devices.
+        ValueError: If the kernels cannot run the model, or cannot run here.
+    """
     with _mesh_errors():
         check_tp(config, tp)
         check_mesh(config, profile, tp)
@@ -72,16 +128,7 @@ def load_on_devices(
     )
     with _mesh_errors():
         mesh = make_mesh(dp, tp, platform=choice.backend.platform)
-    model = load_model(
-        str(folder),
-        profile=profile,
-        mesh=mesh,
-        backend=choice.backend,
-        progress=progress,
-        cast_weights=cast_weights,
-        max_len=max_len,
-    )
-    return model, choice.reason
+    return ModelPlacement(mesh=mesh, backend=choice.backend, reason=choice.reason)
 
 
 @contextlib.contextmanager

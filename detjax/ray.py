@@ -12,7 +12,7 @@ from typing import Any
 
 from detjax.cli.errors import InputError
 from detjax.cli.options import flag_like
-from detjax.engine.requests.request import SamplingParams
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.llm import LLM
 
 try:

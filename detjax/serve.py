@@ -307,6 +307,9 @@ def check_files(args: argparse.Namespace) -> None:
             read_template_file(Path(args.chat_template))
         except ValueError as error:
             raise ValueError(f"--chat-template: {error}") from error
+    for folder in args.weights_dir:
+        if not Path(folder).is_dir():
+            raise FileNotFoundError(f"--weights-dir {folder} is no folder")
     for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs"):
         if (path := getattr(args, name)) is not None and not Path(path).is_file():
             raise FileNotFoundError(f"--{name.replace('_', '-')} {path} is no file")
@@ -327,7 +330,7 @@ def _log_to_stderr(args: argparse.Namespace) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     # The second says what is compiled while requests wait.
-    for name in ("detjax.server", "detjax.engine.running.model_runner"):
+    for name in ("detjax.server", "detjax.engine.running.ready_programs"):
         log = logging.getLogger(name)
         log.handlers, log.propagate = [handler], False
         log.setLevel(args.log_level.upper())
@@ -369,9 +372,6 @@ def _check_admin_options(args: argparse.Namespace) -> None:
         raise InputError("--admin-api-key is an --api-key as well; give each a key of its own")
     if args.weights_dir and not args.admin_api_key:
         raise InputError(f"--weights-dir {args.weights_dir[0]} needs --admin-api-key")
-    for folder in args.weights_dir:
-        if not Path(folder).is_dir():
-            raise InputError(f"--weights-dir {folder} is no folder")
 
 
 def _check_web_options(args: argparse.Namespace) -> None:

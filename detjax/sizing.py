@@ -7,7 +7,7 @@ from typing import Any
 
 from detjax.engine.config import EngineConfig
 from detjax.engine.running.memory import pages_that_fit
-from detjax.engine.scheduling.work import Work
+from detjax.engine.scheduling.workload import Workload
 from detjax.models.loading import LoadedModel
 from detjax.parallel.distributed import least_of_processes
 from detjax.parallel.mesh import DP_AXIS
@@ -34,7 +34,7 @@ def choose_sizes(
     asked: Mapping[str, Any],
     *,
     gpu_memory_utilization: float,
-    work: Work | None = None,
+    work: Workload | None = None,
 ) -> EngineConfig:
     """Return what an engine of this model is told at its start.
 
@@ -94,7 +94,7 @@ def prefill_streak(num_tokens: int) -> int:
     return max(0, num_tokens // (_PROMPTS_AT_ONCE * _GPU_CHUNK) - 1)
 
 
-def _fewest(batches: tuple[int, ...], work: Work | None, dp: int) -> int:
+def _fewest(batches: tuple[int, ...], work: Workload | None, dp: int) -> int:
     """Sequences at once on a replica: the most, or fewer that the work has not more than."""
     if work is None:
         return batches[-1]
@@ -102,7 +102,7 @@ def _fewest(batches: tuple[int, ...], work: Work | None, dp: int) -> int:
     return next((batch for batch in batches if batch >= wanted), batches[-1])
 
 
-def _chunk(asked: Mapping[str, Any], work: Work | None, *, is_gpu: bool, max_len: int) -> int:
+def _chunk(asked: Mapping[str, Any], work: Workload | None, *, is_gpu: bool, max_len: int) -> int:
     """Tokens of a prefill: no more than the longest prompt needs, rounded up to share programs."""
     longest = max_len if work is None else work.longest_prompt
     enough = max(_LEAST_CHUNK, 1 << (longest - 1).bit_length())
@@ -122,7 +122,12 @@ def _gpu_shapes(sizes: Mapping[str, Any], *, is_chunk_asked: bool, dp: int) -> d
 
 
 def _num_pages(
-    model: LoadedModel, sizes: Mapping[str, Any], fitting: int, *, is_gpu: bool, work: Work | None
+    model: LoadedModel,
+    sizes: Mapping[str, Any],
+    fitting: int,
+    *,
+    is_gpu: bool,
+    work: Workload | None,
 ) -> int:
     """Pages over all replicas: what fits, and no more than can be used where that is known."""
     if is_gpu and work is None:

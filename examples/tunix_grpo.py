@@ -27,7 +27,7 @@ from detjax.models.bundled import bundled_model_path
 from detjax.models.loading import LoadedModel
 from detjax.models.tokenizer import Tokenizer
 from detjax.parallel.mesh import configure_virtual_devices, make_mesh
-from detjax.training.tasks import Arithmetic
+from detjax.training.tasks import ArithmeticTask
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
 parser.add_argument(
@@ -54,7 +54,7 @@ from detjax.integrations.tunix import DetjaxActor, DetjaxRollout, TunixTokenizer
 
 logging.getLogger("absl").setLevel(logging.ERROR)
 MAX_PROMPT, MAX_TOKENS = 10, 5
-folder, task = bundled_model_path(), Arithmetic()
+folder, task = bundled_model_path(), ArithmeticTask()
 tokenizer = TunixTokenizer(Tokenizer.from_folder(folder))
 newline = tokenizer.encode("\n")[-1]
 

@@ -123,7 +123,7 @@ def test_every_module_that_a_page_names_is_there(page):
             assert re.search(rf"\b{parts[-rest]}\b", file.read_text()), f"{name_of(page)}: {span}"
 
 
-@parametrized([page for page in PAGES if page not in LOG and page.name != "structures.md"])
+@parametrized([page for page in PAGES if page not in LOG])
 def test_sentences_are_short_and_lines_fit_a_screen(page):
     text = page.read_text()
     long = [one for one in sentences(text) if len(one.split()) > MAX_WORDS]

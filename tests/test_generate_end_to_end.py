@@ -19,7 +19,10 @@ from safetensors.numpy import load_file, save_file
 
 from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
-from detjax.engine.requests.request import Completion, FinishReason, Request, SamplingParams
+from detjax.engine.outputs.completion import Completion
+from detjax.engine.outputs.request_output import FinishReason
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.models.bundled import bundled_model_path
 from detjax.models.loading import load_model
 from detjax.models.tokenizer import Tokenizer
@@ -203,7 +206,7 @@ def test_a_model_that_cannot_be_used_is_one_line(run, tmp_path, damage, says):
     ("argv", "stdin", "says"),
     [
         pytest.param(
-            ("--prompt", "night " * 1024), b"", "but the model's context is 1024", id="too_long"
+            ("--prompt", "night " * 1024), b"", "more than the model's context", id="too_long"
         ),
         pytest.param(("--prompt", "a", "--tp", "3"), b"", "must be a power of two", id="tp_3"),
         pytest.param(

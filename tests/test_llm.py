@@ -24,10 +24,11 @@ from detjax import generate, llm, sizing
 from detjax.engine import engine
 from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
-from detjax.engine.outputs.text import CompletionOutput
-from detjax.engine.requests.request import FinishReason, Request
+from detjax.engine.outputs.completion import CompletionOutput
+from detjax.engine.outputs.request_output import FinishReason
+from detjax.engine.requests.request import Request
 from detjax.engine.running import memory
-from detjax.engine.scheduling.work import Work
+from detjax.engine.scheduling.workload import Workload
 from detjax.models import hub
 from detjax.models.bundled import bundled_model_path
 from detjax.models.hf_config import load_config
@@ -324,7 +325,10 @@ def test_what_is_asked_for_is_taken(folder):
 def test_max_len_is_what_the_cache_holds(folder):
     made = detjax.LLM(folder, num_pages=1, batch_size=1)
     assert made.config.engine.max_len == 128
-    with pytest.raises(ValueError, match="prompt 0 has 130 tokens, but max_len is 128"):
+    with pytest.raises(
+        ValueError,
+        match="130 tokens and its answer 1, more than the engine's max_len",
+    ):
         made.generate("x" * 130)
     with pytest.raises(ValueError, match="max_len=200 takes 2 pages of 128 tokens, and a replica"):
         detjax.LLM(folder, num_pages=1, batch_size=1, max_len=200)
@@ -382,7 +386,9 @@ def gpu(toy, monkeypatch) -> Callable[..., EngineConfig]:
     """Choose sizes for a GPU on which so many pages fit: (fitting, asked, work=, dp=)."""
     long = dataclasses.replace(toy.model.config, max_position_embeddings=4096)
 
-    def choose(fitting: int, asked: dict, *, work: Work | None = None, dp: int = 1) -> EngineConfig:
+    def choose(
+        fitting: int, asked: dict, *, work: Workload | None = None, dp: int = 1
+    ) -> EngineConfig:
         monkeypatch.setattr(sizing, "pages_that_fit", lambda *_, **__: fitting)
         model = dataclasses.replace(
             toy.model, backend=Backend.SM90, config=long, mesh=make_mesh(dp, 1)
@@ -413,7 +419,7 @@ def test_the_slots_of_a_gpu_follow_its_memory(gpu, fitting, asked, batch_size):
 @pytest.mark.parametrize("fitting", [6000, 3000])
 def test_many_prompts_of_one_command_run_as_those_of_an_llm(gpu, fitting, dp):
     """The LLM is told the length; the command counts it."""
-    work = Work(num_sequences=512 * dp, longest=1024, longest_prompt=900)
+    work = Workload(num_sequences=512 * dp, longest=1024, longest_prompt=900)
     of_command = gpu(fitting * dp, {}, work=work, dp=dp)
     assert of_command == dataclasses.replace(
         gpu(fitting * dp, {"max_len": 1024}, dp=dp),
@@ -438,7 +444,7 @@ def test_many_prompts_of_one_command_run_as_those_of_an_llm(gpu, fitting, dp):
 def test_less_work_is_done_with_fewer_slots_and_pages(
     gpu, num_sequences, batch_size, decode_batches
 ):
-    work = Work(num_sequences=num_sequences, longest=300, longest_prompt=5)
+    work = Workload(num_sequences=num_sequences, longest=300, longest_prompt=5)
     sizes = gpu(6000, {}, work=work)
     assert (sizes.batch_size, sizes.decode_batches) == (batch_size, decode_batches)
     assert (sizes.max_len, sizes.num_pages) == (512, 4 * batch_size)
@@ -447,7 +453,7 @@ def test_less_work_is_done_with_fewer_slots_and_pages(
 
 
 def test_what_is_asked_for_wins_over_what_the_work_needs(gpu):
-    work = Work(num_sequences=1, longest=300, longest_prompt=300)
+    work = Workload(num_sequences=1, longest=300, longest_prompt=300)
     asked = {"batch_size": 32, "prefill_chunk": 3, "max_len": 2048, "num_pages": 77}
     sizes = gpu(6000, asked, work=work)
     assert {name: getattr(sizes, name) for name in asked} == asked
@@ -455,14 +461,14 @@ def test_what_is_asked_for_wins_over_what_the_work_needs(gpu):
 
 
 def test_a_chunk_is_no_longer_than_a_prompt_needs(gpu):
-    work = Work(num_sequences=1, longest=300, longest_prompt=65)
+    work = Workload(num_sequences=1, longest=300, longest_prompt=65)
     chunks = [gpu(6000, {"prefill_chunk": n}, work=work).prefill_chunk for n in (10**6, 64, 5)]
     assert chunks == [128, 64, 5]
     assert gpu(6000, {"prefill_chunk": 10**6}).prefill_chunk == 4096
 
 
 def test_lengths_that_were_rounded_up_shrink_to_the_cache_and_the_work_does_not(gpu):
-    work = Work(num_sequences=9, longest=600, longest_prompt=65)
+    work = Workload(num_sequences=9, longest=600, longest_prompt=65)
     assert gpu(8, {}, work=work).max_len == 1024
     assert gpu(6, {}, work=work).max_len == 768
     with pytest.raises(ValueError, match="max_len=600 takes 5 pages of 128 tokens"):
@@ -472,7 +478,7 @@ def test_lengths_that_were_rounded_up_shrink_to_the_cache_and_the_work_does_not(
 def test_a_cpu_gives_one_long_sequence_room_beyond_its_usual_cache(toy, monkeypatch):
     a_page = memory.cache_bytes(toy.model, 1)
     monkeypatch.setattr(memory, "CPU_CACHE_BYTES", a_page)
-    work = Work(num_sequences=20, longest=200, longest_prompt=5)
+    work = Workload(num_sequences=20, longest=200, longest_prompt=5)
     sizes = sizing.choose_sizes(toy.model, {}, gpu_memory_utilization=0.9, work=work)
     assert sizes.num_pages == 2
     with pytest.raises(ValueError, match="max_len=256 takes 2 pages"):
@@ -495,7 +501,7 @@ def test_the_command_sizes_its_engine_by_its_prompts(
     options = ["--model", str(folder), "--cache-dir", "none", "--max-tokens", "4"]
     assert generate.main([*options, *prompts]) == 0
     (config,) = made
-    work = Work(num_sequences=num_prompts, longest=8, longest_prompt=4)
+    work = Workload(num_sequences=num_prompts, longest=8, longest_prompt=4)
     assert config == sizing.choose_sizes(toy.model, {}, gpu_memory_utilization=0.9, work=work)
     assert (config.batch_size, config.num_pages) == (batch_size, 2 * batch_size)
     err = capsys.readouterr().err
@@ -549,8 +555,11 @@ def test_an_option_that_cannot_be_is_named(folder, options, error, says):
     ("prompts", "says"),
     [
         (["a", ""], "prompt 1 has no tokens"),
-        (["a", "x" * CONTEXT], "prompt 1 has 256 tokens, but the model's context is 256"),
-        ([[1, 300]], "prompt 0 has token id 300, but the model's vocabulary is 300"),
+        (
+            ["a", "x" * CONTEXT],
+            "prompt 1 has 256 tokens and its answer 1, more than",
+        ),
+        ([[1, 300]], "prompt 0 has token id 300, outside the vocabulary"),
         ([[1, -1]], "prompt 0 has token id -1"),
         ([[1, 0.5]], "prompt 0 is neither a text nor token ids"),
         ([None], "prompt 0 is neither a text nor token ids"),

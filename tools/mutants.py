@@ -81,7 +81,7 @@ MUTANTS = (
         fault="the results of the newest step in flight are read first",
         edits=(
             Edit(
-                where=f"{ENGINE}/engine.py",
+                where=f"{ENGINE}/step_loop.py",
                 old="finished = self._in_flight.popleft() if",
                 new="finished = self._in_flight.pop() if",
             ),
@@ -89,11 +89,38 @@ MUTANTS = (
         tests=("tests/engine/test_engine.py::test_the_host_reads_results_some_steps_late",),
     ),
     Mutant(
+        name="two-async-engines",
+        fault="two AsyncEngines with requests step one engine, and drop outputs of the other",
+        edits=(
+            Edit(
+                where=f"{ENGINE}/outputs_lease.py",
+                old="other is not holder and other.has_open_requests",
+                new="other is None",
+            ),
+        ),
+        tests=("tests/engine/test_engine.py::test_two_async_engines_on_one_engine_lose_no_output",),
+    ),
+    Mutant(
+        name="compiled-while-held",
+        fault="a program of a trainer is compiled while it holds its devices",
+        edits=(
+            Edit(
+                where="detjax/parallel/dispatch.py",
+                old="compiled = self._jitted.lower(*operands).compile()",
+                new="with one_order(jax.devices()): compiled = "
+                "self._jitted.lower(*operands).compile()",
+            ),
+        ),
+        tests=(
+            "tests/parallel/test_dispatch.py::test_a_program_is_compiled_while_nothing_is_held",
+        ),
+    ),
+    Mutant(
         name="rest-not-settled",
         fault="an engine comes to rest while a program is still to be called",
         edits=(
             Edit(
-                where=f"{ENGINE}/engine.py",
+                where=f"{ENGINE}/step_loop.py",
                 old="            self._runner.settle()\n",
                 new="            pass\n",
             ),
@@ -340,7 +367,11 @@ MUTANTS = (
         name="noise-without-the-prompt",
         fault="prompts of one length draw the same noise",
         edits=(
-            Edit(where="detjax/engine/requests/request.py", old='"little") + ids', new='"little")'),
+            Edit(
+                where="detjax/engine/requests/sampling_params.py",
+                old='"little") + ids',
+                new='"little")',
+            ),
         ),
         tests=(f"{SAMPLES}::test_prompts_of_one_seed_agree_as_often_as_chance_has_it",),
     ),
@@ -434,9 +465,9 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        name="preempted-keeps-epoch",
+        name="preemption-is-not-counted",
         fault="results from before a preemption count after it",
-        edits=(Edit(where=ENGINE, old="\n        seq.epoch += 1\n", new="\n"),),
+        edits=(Edit(where=ENGINE, old="\n        seq.num_preemptions += 1\n", new="\n"),),
         tests=("tests/engine/test_preemption.py",),
     ),
     Mutant(
@@ -481,8 +512,8 @@ MUTANTS = (
         edits=(
             Edit(
                 where=ENGINE,
-                old="row.epoch, len(seq.pages), row.is_draft",
-                new="row.epoch, row.is_draft",
+                old="row.num_preemptions, len(seq.pages), row.is_draft",
+                new="row.num_preemptions, row.is_draft",
             ),
         ),
         tests=(f"{SCHEDULES}::test_wrong_drafts_are_never_committed_and_right_ones_are",),
@@ -605,7 +636,7 @@ MUTANTS = (
         fault="a check waits for programs that are compiled last",
         edits=(
             Edit(
-                where="detjax/engine/running/model_runner.py",
+                where="detjax/engine/running/ready_programs.py",
                 old="wanted: list[AnyKey] = [*self._as_checked(keys),",
                 new="wanted: list[AnyKey] = [*keys,",
             ),
@@ -617,7 +648,7 @@ MUTANTS = (
         fault="each program of one request waits for a hash of the loaded code of its own",
         edits=(
             Edit(
-                where="detjax/engine/running/model_runner.py",
+                where="detjax/engine/running/ready_programs.py",
                 old="pool.submit(self._get, key, asked) for",
                 new="pool.submit(self._get, key) for",
             ),

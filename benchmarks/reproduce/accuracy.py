@@ -18,7 +18,7 @@ from benchmarks.reproduce.experiment import (
 )
 from benchmarks.reproduce.problems import LEVELS, MOST_TOKENS, Problem
 from detjax.engine.engine import Engine
-from detjax.engine.requests.request import Completion
+from detjax.engine.outputs.completion import Completion
 from detjax.models.abstract import why_unsupported
 from detjax.models.hf_config import load_config
 from detjax.numerics import NumericsProfile

@@ -19,7 +19,7 @@ from benchmarks.reproduce.experiment import (
     windows_since,
 )
 from detjax.engine.engine import Engine
-from detjax.engine.requests.request import Completion
+from detjax.engine.outputs.completion import Completion
 from detjax.plots import COLOURS, finish
 
 PROMPT = "Her uncle came back in London without a word"

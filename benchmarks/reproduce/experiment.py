@@ -16,7 +16,10 @@ import numpy as np
 from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
 from detjax.engine.heap import frozen_heap
-from detjax.engine.requests.request import Completion, FinishReason, Request, SamplingParams
+from detjax.engine.outputs.completion import Completion
+from detjax.engine.outputs.request_output import FinishReason
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.running.launch_times import quickest_decode_steps
 from detjax.models.bundled import bundled_model_path
 from detjax.models.hf_config import load_config

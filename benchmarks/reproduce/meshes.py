@@ -20,7 +20,7 @@ from benchmarks.reproduce.experiment import (
     prompts,
 )
 from benchmarks.step import MODELS
-from detjax.engine.requests.request import Completion
+from detjax.engine.outputs.completion import Completion
 from detjax.models.loading import LoadedModel, random_model
 from detjax.models.params import possible_tps
 from detjax.numerics import NumericsProfile

@@ -19,7 +19,7 @@ from detjax.training.extras import optax
 from detjax.training.importance import ImportanceWeights
 from detjax.training.policy_gradient import BatchSizes, StepRow, train
 from detjax.training.rollout import Rollout, keep_weights
-from detjax.training.tasks import Arithmetic
+from detjax.training.tasks import ArithmeticTask
 from detjax.training.trainer import Trainer
 
 EXACT, PLAIN, WEIGHTED = "exact", "uncorrected", "importance-weighted"
@@ -86,7 +86,7 @@ def _run(lab: Lab, arm: Arm, *, learning_rate: float, seed: int) -> Row:
             str(lab.folder), profile=NumericsProfile(), mesh=mesh, backend=lab.backend
         )
 
-    task = Arithmetic()
+    task = ArithmeticTask()
     prompts, samples, num_steps = lab.pick((8, 8, 30), (32, 16, 40))
     sizes = BatchSizes(
         prompts=prompts, samples=samples, microbatch=2 * samples, max_prompt=task.max_prompt,

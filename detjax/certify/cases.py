@@ -302,12 +302,12 @@ def _few_pages(subject: Subject, requests, want) -> BitComparison:
     page_len = subject.model.profile.attention_block
     longest = max(len(r.prompt_token_ids) + r.sampling.max_tokens for r in requests)
     pools = engine._scheduler.pools
-    held = [pool.take(max(0, pool.num_pages + ~(-(-longest // page_len)))) for pool in pools]
+    held = [pool.allocate(max(0, pool.num_pages + ~(-(-longest // page_len)))) for pool in pools]
     try:
         return compare(ask(engine, requests), want)
     finally:
         for pool, pages in zip(pools, held, strict=True):
-            pool.give_back(pages)
+            pool.free(pages)
 
 
 def _by_prefill(subject: Subject, requests, want, **changes) -> BitComparison:

@@ -10,17 +10,14 @@ from pathlib import Path
 import jax
 
 from detjax.certify.subject import Subject, config_on
-from detjax.models.abstract import why_unsupported
 from detjax.models.decoder import check_mesh
 from detjax.models.hf_config import config_from_hf
 from detjax.models.hub import find_model
 from detjax.models.loading import LoadedModel, random_model
-from detjax.models.params import check_tp, num_params
+from detjax.models.params import check_tp
 from detjax.numerics import Build, NumericsProfile
-from detjax.opening import load_on_devices
-from detjax.pallas_kernels.backend import Backend
-from detjax.pallas_kernels.backend_choice import choose_backend
-from detjax.parallel.mesh import configure_virtual_devices, make_mesh
+from detjax.opening import choose_placement, load_on_devices
+from detjax.parallel.mesh import configure_virtual_devices
 from detjax.sizing import GPU_MEMORY_UTILIZATION
 
 
@@ -61,15 +58,8 @@ def _open_model(args: argparse.Namespace, dp: int, tp: int) -> LoadedModel:
     config = config_from_hf(json.loads(Path(args.random_weights).read_text()))
     if args.max_len is not None and args.max_len < config.max_position_embeddings:
         config = dataclasses.replace(config, max_position_embeddings=args.max_len)
-    check_tp(config, tp)
-    check_mesh(config, profile, tp)
-    choice = choose_backend(
-        None if args.backend == "auto" else Backend(args.backend),
-        why_not_model=lambda backend: why_unsupported(config, profile, backend, tp),
-        num_params=num_params(config),
-    )
-    mesh = make_mesh(dp, tp, platform=choice.backend.platform)
-    return random_model(config, seed=0, profile=profile, mesh=mesh, backend=choice.backend)
+    place = choose_placement(config, profile, backend=args.backend, dp=dp, tp=tp)
+    return random_model(config, seed=0, profile=profile, mesh=place.mesh, backend=place.backend)
 
 
 def other_meshes(subject: Subject, args: argparse.Namespace) -> Iterator[tuple[int, int]]:

@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from detjax.engine.requests.request import Completion, Request, SamplingParams
+from detjax.engine.outputs.completion import Completion
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.numerics import NumericsProfile
 
 MAX_TOKENS = 8

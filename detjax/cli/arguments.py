@@ -12,7 +12,7 @@ from detjax.cli import options
 from detjax.cli.errors import BITS_DIFFER, InputError, bad_input
 from detjax.cli.options import DTYPES, Option, in_flags, of_field
 from detjax.engine.config import DRAFT_WEIGHTS, EngineConfig
-from detjax.engine.requests.request import LOGPROBS_MODES, NOISES, SamplingParams
+from detjax.engine.requests.sampling_params import LOGPROBS_MODES, NOISES, SamplingParams
 from detjax.engine.sampling.structured_output import FORMS, StructuredOutput
 
 GROUPS = {

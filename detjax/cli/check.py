@@ -13,8 +13,7 @@ from detjax.cli.display import Display
 from detjax.cli.job import Job
 from detjax.cli.run import RunPlan, RunResult
 from detjax.engine.config import EngineConfig
-from detjax.engine.outputs.text import CompletionOutput
-from detjax.engine.requests.request import Completion
+from detjax.engine.outputs.completion import Completion, CompletionOutput
 
 _BATCH_SIZES = (1, 3, 2, 5, 8, 17)
 _NUM_CHUNKS = (2, 5, 1, 3, 7)

@@ -11,10 +11,12 @@ from typing import Any
 from detjax.cli.arguments import GenerateArgs, about_form, sampling_params
 from detjax.cli.errors import InputError, bad_input
 from detjax.cli.prompts import Prompt
-from detjax.engine.outputs.text import text_request
-from detjax.engine.requests.request import Request, draw_seed
+from detjax.engine.requests.checks import RequestLimits
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import draw_seed
+from detjax.engine.requests.text_request import text_request
 from detjax.engine.sampling.structured_output import StructuredOutput
-from detjax.engine.scheduling.work import Work
+from detjax.engine.scheduling.workload import Workload
 from detjax.models.config import ModelConfig
 from detjax.models.tokenizer import Tokenizer
 from detjax.parallel.job_spec import find_job
@@ -35,7 +37,7 @@ class Job:
 
     requests: tuple[Request, ...]
     end_ids: tuple[int, ...]
-    work: Work
+    work: Workload
     extras: tuple[Mapping[str, Any], ...]
 
     @property
@@ -81,23 +83,24 @@ def make_job(
     max_len = args.max_len or context
     if max_len > context:
         raise InputError(f"--max-len {max_len} is above the model's context of {context} tokens")
+    limits = RequestLimits.of(config, max_len)
+    if args.max_len is not None:
+        limits = dataclasses.replace(limits, max_len_name="--max-len")
     requests = []
     for prompt in prompts:
         with bad_input(f"{prompt.origin}: "):
             ids = _encode(prompt, tokenizer, has_control=args.control_tokens)
-            sampling = of_command.with_fields(prompt.sampling).seeded(args.seed or 0)
+            sampling = of_command.with_fields(prompt.sampling)
         with bad_input():
             requests.append(
                 text_request(
                     ids,
                     sampling,
                     what=prompt.origin,
-                    vocab_size=config.vocab_size,
-                    max_len=max_len,
-                    limit="the model's context" if args.max_len is None else "--max-len",
+                    limits=limits,
                     is_deterministic=args.mode != "fast",
                     tokenizer=tokenizer,
-                    eos_token_ids=config.eos_token_ids,
+                    seed=args.seed or 0,
                 )
             )
     _check_forms(requests, tokenizer, config, of_command=of_command.structured_output)
@@ -106,7 +109,7 @@ def make_job(
     return Job(
         requests=tuple(requests),
         end_ids=config.eos_token_ids,
-        work=Work.of(requests),
+        work=Workload.of(requests),
         extras=tuple(prompt.extras for prompt in prompts),
     )
 

@@ -15,8 +15,10 @@ from detjax.cli.errors import InputError, bad_input
 from detjax.cli.options import GPU_MEMORY_SHARE, NO_CACHE, NO_CAST
 from detjax.engine.config import EngineConfig
 from detjax.engine.metrics import EngineStats
-from detjax.engine.requests.request import Completion, Request, TokenEvent
-from detjax.engine.scheduling.work import Work
+from detjax.engine.outputs.completion import Completion
+from detjax.engine.outputs.request_output import TokenEvent
+from detjax.engine.requests.request import Request
+from detjax.engine.scheduling.workload import Workload
 from detjax.engine.trace import TracesEvents
 from detjax.models.config import ModelConfig
 from detjax.models.tokenizer import Tokenizer
@@ -54,7 +56,11 @@ class GeneratesCompletions(CompilesPrograms, Protocol):
         ...
 
     def generate(
-        self, requests: Sequence[Request], *, on_token: Callable[[TokenEvent], bool]
+        self,
+        requests: Sequence[Request],
+        *,
+        on_token: Callable[[TokenEvent], bool],
+        on_completion: Callable[[Completion], None],
     ) -> list[Completion]:
         """Run requests to their end."""
         ...
@@ -79,7 +85,7 @@ class OpenModel:
     fingerprint: str
     backend: str
     backend_reason: str
-    size_engine: Callable[[Mapping[str, Any], Work], EngineConfig]
+    size_engine: Callable[[Mapping[str, Any], Workload], EngineConfig]
     cache_bytes: Callable[[EngineConfig], int]
     make_engine: Callable[[EngineConfig, TracesEvents], GeneratesCompletions]
     identify: Callable[[Tokenizer], "Identity"]
@@ -147,7 +153,7 @@ def open_model(args: GenerateArgs, folder: Path, progress: Progress, max_len: in
         model = _open_model(args, folder, progress_of_job, max_len, num_processes=job.num_processes)
     watch.check_same("settings", f"{model.fingerprint} {_shared_settings(args)}")
 
-    def size_engine(asked: Mapping[str, Any], work: Work) -> EngineConfig:
+    def size_engine(asked: Mapping[str, Any], work: Workload) -> EngineConfig:
         watch.check_same("requests", repr(work))
         with watch.working():
             return model.size_engine(asked, work)
@@ -183,7 +189,11 @@ class _JobEngine:
             self._engine.compile(progress_of_job, requests)
 
     def generate(
-        self, requests: Sequence[Request], *, on_token: Callable[[TokenEvent], bool]
+        self,
+        requests: Sequence[Request],
+        *,
+        on_token: Callable[[TokenEvent], bool],
+        on_completion: Callable[[Completion], None],
     ) -> list[Completion]:
         def on_token_of_job(event: TokenEvent) -> bool:
             self._watch.progress()
@@ -192,7 +202,9 @@ class _JobEngine:
         self._watch.check_same("requests", repr(requests))
         with self._watch.working():
             self._watch.progress()
-            return self._engine.generate(requests, on_token=on_token_of_job)
+            return self._engine.generate(
+                requests, on_token=on_token_of_job, on_completion=on_completion
+            )
 
 
 def _open_model(
@@ -240,7 +252,7 @@ def _open_model(
         eos_token_ids=model.config.eos_token_ids,
     )
 
-    def size_engine(asked: Mapping[str, Any], work: Work) -> EngineConfig:
+    def size_engine(asked: Mapping[str, Any], work: Workload) -> EngineConfig:
         with bad_input(rephrase=as_flags):
             return choose_sizes(
                 model,

@@ -14,7 +14,7 @@ from detjax.cli.arguments import OPTIONS, GenerateArgs
 from detjax.cli.errors import InputError, bad_input
 from detjax.cli.options import NO_CACHE
 from detjax.cli.prompts import Prompt
-from detjax.engine.outputs.text import CompletionOutput
+from detjax.engine.outputs.completion import CompletionOutput
 from detjax.parallel.job_spec import find_job
 
 _NOT_PASSED = frozenset(

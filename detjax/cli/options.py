@@ -17,7 +17,7 @@ from typing import Any
 from detjax.compilation.source import NO_CACHE as NO_CACHE
 from detjax.compilation.source import default_cache_dir
 from detjax.engine.config import MODES, SELF_CHECKS, EngineConfig
-from detjax.engine.requests.request import SamplingParams
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.models.bundled import BUNDLED_NAME
 from detjax.pallas_kernels.backend import Backend
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from detjax.engine.outputs.text import CompletionOutput
+from detjax.engine.outputs.completion import CompletionOutput
 
 
 @runtime_checkable

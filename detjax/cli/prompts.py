@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from detjax.cli.errors import InputError, check_unicode
-from detjax.engine.requests.request import SamplingParams
+from detjax.engine.requests.sampling_params import SamplingParams
 
 PROMPT_BYTES = 2**23
 """Longest prompt: a million tokens are about half of it."""

@@ -24,7 +24,7 @@ from detjax.cli.errors import BITS_DIFFER, EXIT_CODES, OK, bad_input, one_line
 from detjax.cli.job import Job
 from detjax.cli.model import keep_compiled_programs
 from detjax.cli.options import Option, add_options, in_flags
-from detjax.engine.outputs.text import CompletionOutput
+from detjax.engine.outputs.completion import CompletionOutput
 from detjax.proof.canonical_json import canonical_json
 from detjax.proof.signing import SigningKey, read_public_key
 

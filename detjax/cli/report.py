@@ -27,7 +27,7 @@ def card(
     args: GenerateArgs, folder: Path, config: ModelConfig, model: OpenModel, engine: EngineConfig
 ) -> dict[str, str]:
     """Return what runs, and what decides its bits."""
-    from detjax.llm import describe
+    from detjax.llm_config import describe
 
     is_bundled = folder == bundled_model_path()
     facts = describe(
@@ -53,8 +53,10 @@ def card(
 
 def run_stats(result: RunResult, load_s: float) -> dict[str, int | float]:
     """Return where the time went, as JSON has it."""
-    in_engine = result.stats.numbers()
-    return {"load_s": load_s, **in_engine, "first_token_s": result.first_token_s}
+    stats = {"load_s": load_s, **result.stats.numbers()}
+    if result.first_token_s is not None:
+        stats["first_token_s"] = result.first_token_s
+    return stats
 
 
 def document(
@@ -93,8 +95,9 @@ def show_end(
         "compile": f"{stats['compile_s']:.2f} s",
         "prompts": f"{stats['prompt_tokens']} tokens, {stats['prefix_tokens']} of them cached",
         "completions": _rate(stats["decode_tokens"], result.running_s),
-        "first token": f"{stats['first_token_s']:.2f} s after the process started",
     }
+    if "first_token_s" in stats:
+        facts["first token"] = f"{stats['first_token_s']:.2f} s after the process started"
     if stats["num_windows"]:
         facts["drafts"] = (
             f"{stats['draft_tokens']}, {stats['acceptance']:.1%} accepted, "

@@ -15,8 +15,11 @@ from detjax.cli.output import AbstractWriter
 from detjax.cli.transcript import Transcript
 from detjax.engine.config import EngineConfig
 from detjax.engine.metrics import EngineStats
-from detjax.engine.outputs.text import CompletionOutput, TextBatch
-from detjax.engine.requests.request import Request, SamplingParams, TokenEvent
+from detjax.engine.outputs.completion import Completion, CompletionOutput
+from detjax.engine.outputs.request_output import TokenEvent
+from detjax.engine.outputs.text_batch import TextBatch
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.trace import NO_TRACE, TracesEvents
 from detjax.models.tokenizer import Tokenizer
 
@@ -52,13 +55,14 @@ class RunResult:
         outputs: The completions, in order.
         stats: What the engine counted.
         running_s: Seconds of its steps, without those in which a program was compiled.
-        first_token_s: When the first token came, in seconds since the process started.
+        first_token_s: When the first token came, in seconds since the process started; None where
+            only prompts are scored.
     """
 
     outputs: tuple[CompletionOutput, ...]
     stats: EngineStats
     running_s: float
-    first_token_s: float
+    first_token_s: float | None
 
 
 def run_job(
@@ -105,13 +109,18 @@ def run_job(
             return False
         return transcript.on_token(dataclasses.replace(event, request_idx=index))
 
+    def on_completion(completion: Completion) -> None:
+        index = plan.order[completion.request_idx]
+        if index is not None:
+            transcript.on_completion(dataclasses.replace(completion, request_idx=index))
+
     requests = _requests(batch, plan)
     with display.compiling() as progress:
         engine.compile(progress, requests)
     ahead_s = engine.stats().compile_s
     display.busy("reading the prompts")
     try:
-        completions = engine.generate(requests, on_token=on_token)
+        completions = engine.generate(requests, on_token=on_token, on_completion=on_completion)
     finally:
         display.idle()
     ours = [
@@ -124,7 +133,7 @@ def run_job(
         outputs=batch.outputs(ours),
         stats=stats,
         running_s=stats.step_s.total - (stats.compile_s - ahead_s),
-        first_token_s=times[0],
+        first_token_s=times[0] if times else None,
     )
 
 

@@ -26,11 +26,12 @@ from detjax.cli.errors import (
 )
 from detjax.cli.options import Option, add_options, in_flags
 from detjax.diverge.setting import RecordedAnswer, Setting
-from detjax.engine.requests.request import SamplingParams
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.models.bundled import BUNDLED_NAME
 
 if TYPE_CHECKING:  # imports JAX
     from detjax.diverge.divergence import Divergence
+    from detjax.models.config import ModelConfig
     from detjax.numerics import NumericsProfile
     from detjax.proof.receipt import Receipt
 
@@ -299,18 +300,22 @@ def _find(
         jax.devices()
         prompt = a.prompt_token_ids if isinstance(a, RecordedAnswer) else args.prompt
         prompt = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        room = _room(prompt, load_config(folder).max_position_embeddings)
+        room = _room(prompt, load_config(folder))
         sampling = dataclasses.replace(sampling, max_tokens=min(sampling.max_tokens, room))
         return find_divergence(load, prompt, a, b, sampling=sampling, is_deep=args.deep)
 
 
-def _room(prompt: Sequence[int], context: int) -> int:
-    """Tokens that the context has left after a prompt."""
-    if not prompt:
-        raise InputError("--prompt has no tokens; give some text")
-    if len(prompt) >= context:
-        raise InputError(f"the prompt has {len(prompt)} tokens, and the context is {context}")
-    return context - len(prompt)
+def _room(prompt: Sequence[int], config: "ModelConfig") -> int:
+    """Tokens that the context has left after a prompt.
+
+    Raises:
+        ValueError: If it leaves no room, or has no tokens or unknown ones.
+    """
+    from detjax.engine.requests.checks import RequestLimits
+
+    limits = RequestLimits.of(config, config.max_position_embeddings)
+    limits.check_prompt(prompt, "the prompt", num_wanted=1)
+    return limits.max_len - len(prompt)
 
 
 def _check_weights(receipt: "Receipt", weights: str | None) -> None:

@@ -13,8 +13,8 @@ from detjax.diverge.divergence import Divergence
 from detjax.diverge.find import find_divergence
 from detjax.diverge.runs import ModelSource
 from detjax.diverge.setting import RecordedAnswer, Setting
-from detjax.engine.requests.request import SamplingParams
-from detjax.engine.self_check.evidence import Difference
+from detjax.engine.requests.sampling_params import SamplingParams
+from detjax.engine.self_check.evidence import CheckDifference
 from detjax.models.loading import LoadedModel
 from detjax.numerics import Build, NumericsProfile
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
@@ -44,7 +44,7 @@ class Reproduction:
 
 
 def reproduction_of(
-    difference: Difference, *, profile: NumericsProfile, vocab_size: int, dp: int, tp: int
+    difference: CheckDifference, *, profile: NumericsProfile, vocab_size: int, dp: int, tp: int
 ) -> Reproduction:
     """Return a prompt and settings that run the program which a self-check caught.
 
@@ -85,7 +85,7 @@ def reproduction_of(
     return Reproduction(prompt=prompt, a=a, b=b, sampling=sampling)
 
 
-def find_cause(difference: Difference, source: ModelSource, model: LoadedModel) -> Divergence:
+def find_cause(difference: CheckDifference, source: ModelSource, model: LoadedModel) -> Divergence:
     """Find the first operation that differs, after a self-check has found a difference.
 
     Args:
@@ -108,7 +108,7 @@ def find_cause(difference: Difference, source: ModelSource, model: LoadedModel) 
     )
 
 
-def explain(difference: Difference, model: LoadedModel) -> str:
+def explain(difference: CheckDifference, model: LoadedModel) -> str:
     """Return `find_cause` as text for an engine's evidence, or why it found nothing."""
     try:
         return str(find_cause(difference, model, model))
@@ -146,7 +146,7 @@ class Evidence:
         cause: The finding of the engine's own search; empty if there was none.
     """
 
-    difference: Difference
+    difference: CheckDifference
     mesh: tuple[int, int]
     profile: NumericsProfile
     folder: str
@@ -171,7 +171,7 @@ class Evidence:
             found = json.loads(path.read_text(encoding="utf-8"))
             said = found["difference"]
             params, stream = said["sampling"]
-            difference = Difference(**{
+            difference = CheckDifference(**{
                 **said, "token_ids": tuple(said["token_ids"]),
                 "sampling": (SamplingParams.from_dict(params), int(stream)),
             })  # fmt: skip

@@ -22,7 +22,7 @@ from detjax.diverge.recording import CACHED, Recording, Step
 from detjax.diverge.runs import Models, ModelSource, Runs
 from detjax.diverge.schedule import kernels_of, order_of
 from detjax.diverge.setting import RecordedAnswer, Setting
-from detjax.engine.requests.request import SamplingParams
+from detjax.engine.requests.sampling_params import SamplingParams
 
 _STAND_INS = ("", "batch=8,row=3", "path=prefill")
 """Settings tried for an answer of which nobody knows how it was computed."""

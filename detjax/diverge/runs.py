@@ -11,7 +11,9 @@ from detjax.diverge.recording import Recording
 from detjax.diverge.setting import RecordedAnswer, Setting
 from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
-from detjax.engine.requests.request import Request, SamplingParams, TokenEvent
+from detjax.engine.outputs.request_output import TokenEvent
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.running.programs import ProgramCache
 from detjax.models.hub import find_model
 from detjax.models.loading import LoadedModel

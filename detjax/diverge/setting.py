@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from detjax.engine.config import MODES
-from detjax.engine.outputs.text import CompletionOutput
+from detjax.engine.outputs.completion import CompletionOutput
 
-PATHS = ("decode", "prefill")
+FORWARD_PATHS = ("decode", "prefill")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +57,7 @@ class Setting:
             raise ValueError(f"row={self.row} must be from 0 to batch - 1 = {self.batch - 1}")
         if self.pages < 0:
             raise ValueError(f"pages={self.pages} must be at least 0")
-        for name, choices in (("mode", MODES), ("path", PATHS)):
+        for name, choices in (("mode", MODES), ("path", FORWARD_PATHS)):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)} must be one of {choices}")
         if self.batch % self.dp:

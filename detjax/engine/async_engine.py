@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from detjax.engine.metrics import EngineStats
-from detjax.engine.requests.request import Request, RequestOutput, SamplingParams
+from detjax.engine.outputs.request_output import RequestOutput
+from detjax.engine.outputs_lease import OutputsLease
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.requests.sequence import OnToken, ignore_token
 
 Sink = Callable[[RequestOutput | Exception], None]
@@ -80,6 +83,11 @@ class StepsRequests(Protocol):
         ...
 
     @property
+    def outputs_lease(self) -> OutputsLease:
+        """Which `AsyncEngine` steps it."""
+        ...
+
+    @property
     def self_check_error(self) -> str:
         """What a self-check has found to differ; empty while the claim holds."""
         ...
@@ -126,16 +134,25 @@ class _Merge:
 
 
 class AsyncEngine:
-    """Steps an engine in a thread while anybody waits, and hands each request its outputs."""
+    """Steps an engine in a thread while anybody waits, and hands each request its outputs.
+
+    An engine's requests are open on one `AsyncEngine` at a time.
+    """
 
     def __init__(self, engine: StepsRequests):
         """Take over an engine; nothing else may step it."""
         self._engine = engine
+        self._lease: OutputsLease[AsyncEngine] = engine.outputs_lease
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._sinks: dict[int, Sink] = {}
         self._merges: dict[int, _Merge] = {}
         self._pump: asyncio.Task[Exception | None] | None = None
-        self._stepping = threading.Lock()
-        self._opening = threading.Lock()  # no output of a request is told before its sink is known
+
+    @property
+    def has_open_requests(self) -> bool:
+        """Whether outputs of its requests are to come, and its event loop can take them."""
+        is_alive = self._loop is not None and not self._loop.is_closed()
+        return bool(self._sinks) and is_alive
 
     async def stream(
         self,
@@ -156,6 +173,7 @@ class AsyncEngine:
             ValueError: If the request cannot run on this engine.
             EngineFullError: If too many wait.
             EngineStoppedError: If an error has stopped the engine, or does so now.
+            EngineInUseError: If another `AsyncEngine` has requests open on this engine.
         """
         queue: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
         request_id = self.open(
@@ -211,9 +229,11 @@ class AsyncEngine:
             The request's id.
 
         Raises:
-            ValueError, EngineFullError, EngineStoppedError: As `stream` does.
+            ValueError, EngineFullError, EngineStoppedError, EngineInUseError: As `stream` does.
         """
-        with self._opening:
+        with self._lease.lock:
+            self._lease.take(self)
+            self._loop = asyncio.get_running_loop()
             request_id = self._engine.add_request(
                 prompt_token_ids,
                 sampling,
@@ -261,7 +281,7 @@ class AsyncEngine:
                 raise error
 
         def changed() -> None:
-            with self._stepping:
+            with self._lease.stepping:
                 change()
 
         await asyncio.to_thread(changed)
@@ -281,11 +301,11 @@ class AsyncEngine:
 
         What breaks the engine is told to every sink.
         """
-        loop, stop = asyncio.get_running_loop(), threading.Event()
+        stop = threading.Event()
         try:
             while True:
                 if self._engine.has_work:
-                    await asyncio.to_thread(self._steps, loop, stop)
+                    await asyncio.to_thread(self._steps, stop)
                 elif not await asyncio.to_thread(self._check_idle) and not self._engine.has_work:
                     break
         except Exception as error:
@@ -297,23 +317,30 @@ class AsyncEngine:
 
     def _check_idle(self) -> bool:
         """Check a little of an answer again; whether there is more."""
-        with self._stepping:
+        with self._lease.stepping:
             return self._engine.check_idle()
 
-    def _steps(self, loop: asyncio.AbstractEventLoop, stop: threading.Event) -> None:
+    def _steps(self, stop: threading.Event) -> None:
         """Step while there is work, and hand the outputs over.
 
         In the thread: the next step does not wait for the loop, which may be busy with the outputs
         of the one before. A pump that is cancelled while its step runs loses no output, and the
         next one waits for its turn.
         """
-        with self._stepping:
+        with self._lease.stepping:
             while self._engine.has_work and not stop.is_set():
                 released = self._engine.step()
-                with self._opening:
-                    outputs = [told for out in released if (told := self._due(out))]
-                if outputs:
-                    loop.call_soon_threadsafe(self._share, outputs)
+                with self._lease.lock:
+                    # WHY: another may have opened a request since this one's last has ended.
+                    holder = self._lease.holder or self
+                    holder._hand_over(released)
+
+    def _hand_over(self, released: Sequence[RequestOutput]) -> None:
+        """Let the event loop hand on what is due of these outputs; in the thread that steps."""
+        mine = [output for output in released if output.request_id in self._sinks]
+        outputs = [told for output in mine if (told := self._due(output))]
+        if outputs and self._loop is not None:
+            self._loop.call_soon_threadsafe(self._share, outputs)
 
     def _due(self, output: RequestOutput) -> RequestOutput | None:
         """What is told of this one now, with what waited before it; in the thread."""

@@ -7,6 +7,9 @@ MODES = ("invariant", "dvr", "fast")
 DRAFT_WEIGHTS = ("full", "int8", "float8_e4m3fn")
 SELF_CHECKS = ("off", "start", "always")
 
+AGEING_STEPS = 200
+"""Steps of waiting that one level of priority is worth."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
@@ -63,7 +66,6 @@ class EngineConfig:
         has_prompt_lookup: In `invariant`, verify what followed the same tokens earlier in the
             text, or what the request predicts, many tokens a step.
         has_prefix_cache: Share full canonical pages between requests that begin alike.
-        ageing_steps: Steps of waiting that one level of priority is worth.
         max_waiting: Most sequences that wait for a slot; requests beyond it are refused.
         self_check: `start`: each canonical program is compared with prefill once, when it has been
             compiled, at its real sizes. `always`: a server also checks some of its answers again by
@@ -95,7 +97,6 @@ class EngineConfig:
     draft_weights: str = "full"
     has_prompt_lookup: bool = False
     has_prefix_cache: bool = True
-    ageing_steps: int = 200
     max_waiting: int = 65_536
     self_check: str = "always"
 
@@ -110,7 +111,6 @@ class EngineConfig:
             "max_tokens_per_step",
             "max_prefill_streak",
             "verify_patience",
-            "ageing_steps",
         ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 0")
@@ -178,6 +178,7 @@ class ReplicaConfig:
         max_tokens_per_step: Most tokens of a step, padding included.
         max_draft_fraction: Most share of drafted sequences among those that decode, at which they
             draft; above it the decode step is canonical and needs no verification.
+        ageing_steps: Steps of waiting that one level of priority is worth.
         has_prompt_lookup: Sequences that are not drafted wait for each result, so that the host can
             propose drafts from it.
 
@@ -268,7 +269,7 @@ class ReplicaConfig:
             max_draft_fraction=max_draft_fraction(config, steps_beat_xla=steps_beat_xla),
             decode_steps=config.decode_steps,
             draft_weights=config.draft_weights,
-            ageing_steps=config.ageing_steps,
+            ageing_steps=AGEING_STEPS,
             has_prefix_cache=config.has_prefix_cache,
             has_prompt_lookup=config.has_prompt_lookup,
             self_check=config.self_check,

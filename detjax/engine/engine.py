@@ -5,16 +5,14 @@ Which requests share a step, in which slot, how a prompt is cut and which drafts
 decided by the scheduler, and none of it can change a bit of a deterministic answer.
 """
 
-import functools
 import hashlib
 import itertools
 import os
 import threading
-import time
-from collections import abc, deque
+from collections import abc
 from collections.abc import Callable, Container
 from pathlib import Path
-from typing import Any, Concatenate
+from typing import Any
 
 from detjax.engine import trace
 from detjax.engine.config import EngineConfig, ReplicaConfig, check_config
@@ -23,23 +21,19 @@ from detjax.engine.errors import (
     EngineResetError,
     EngineStoppedError,
     RowError,
-    SelfCheckError,
 )
 from detjax.engine.heap import frozen_heap
 from detjax.engine.metrics import EngineStats
-from detjax.engine.outputs.completions import GenerateRun
+from detjax.engine.outputs.completion import Completion
+from detjax.engine.outputs.generate_run import GenerateRun, OnCompletion, ignore_completion
 from detjax.engine.outputs.output_processor import OutputProcessor
+from detjax.engine.outputs.request_output import FinishReason, PromptLogprobs, RequestOutput
+from detjax.engine.outputs_lease import OutputsLease
 from detjax.engine.recovery import Recovery
-from detjax.engine.requests.input_processor import MAX_TAKEN, InputProcessor
-from detjax.engine.requests.request import (
-    Completion,
-    FinishReason,
-    PromptLogprobs,
-    Request,
-    RequestOutput,
-    SamplingParams,
-)
+from detjax.engine.requests.input_processor import MAX_ADMITTED, InputProcessor
+from detjax.engine.requests.request import Request
 from detjax.engine.requests.request_states import RequestStates
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.requests.sequence import OnToken, SequenceError, ignore_token
 from detjax.engine.running.launch_times import quickest_steps_ahead
 from detjax.engine.running.model_runner import Launch, ModelRunner, ignore_compiling
@@ -49,51 +43,16 @@ from detjax.engine.scheduling.ngram import propose_from_prompt
 from detjax.engine.scheduling.scheduler import Scheduler
 from detjax.engine.scheduling.speculation import propose_nothing
 from detjax.engine.self_check.claim import Claim
-from detjax.engine.self_check.evidence import Difference
+from detjax.engine.self_check.evidence import CheckDifference
 from detjax.engine.self_check.recheck import Rechecks
 from detjax.engine.sleep import Sleep
 from detjax.engine.stat_logger import StatLogger
+from detjax.engine.step_loop import StepLoop
+from detjax.engine.turns import one_thread_at_a_time, outputs_once
 from detjax.engine.weight_history import WeightHistory
 from detjax.models.loading import LoadedModel
 from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.parallel.mesh import DP_AXIS
-
-
-def _one_thread_at_a_time[**P, R](
-    method: Callable[Concatenate["Engine", P], R],
-) -> Callable[Concatenate["Engine", P], R]:
-    """Let a call wait for another thread's: half a step is no state to begin from."""
-
-    @functools.wraps(method)
-    def locked(self: "Engine", *args: P.args, **kwargs: P.kwargs) -> R:
-        self._refuse_if_forked()
-        with self._turn:
-            return method(self, *args, **kwargs)
-
-    return locked
-
-
-def _told_once(
-    method: Callable[["Engine"], list[RequestOutput]],
-) -> Callable[["Engine"], list[RequestOutput]]:
-    """As `_one_thread_at_a_time`, for calls that tell outputs, each of them once.
-
-    An interrupt may hit between their end and the end of the turn: the next call tells them then.
-    """
-
-    @functools.wraps(method)
-    def locked(self: "Engine") -> list[RequestOutput]:
-        self._refuse_if_forked()
-        told: list[RequestOutput] = []
-        try:
-            with self._turn:
-                told = method(self)
-                return told
-        except BaseException:
-            self._states.outputs[:0] = told
-            raise
-
-    return locked
 
 
 class Engine:
@@ -141,7 +100,7 @@ class Engine:
         )
         self._model, self._config = model, config
         self._stats = EngineStats(num_pages=dp * replica.num_pages)
-        self._scheduler = scheduler = Scheduler(
+        self._scheduler = Scheduler(
             replica,
             root_key=hashlib.sha256(f"{model.fingerprint} {model.config}".encode()).digest(),
             propose=propose_from_prompt if config.has_prompt_lookup else propose_nothing,
@@ -159,6 +118,19 @@ class Engine:
         )
         self._sleep = Sleep(model, self._runner)
         self._states = RequestStates()
+        self._make_processors(replica, tracer, grammars)
+        self._turn = threading.RLock()
+        self._outputs_lease: OutputsLease = OutputsLease()
+        self._request_ids = itertools.count()
+        self._weight_history = WeightHistory()
+        self._process_id = os.getpid()
+        self._stopped_by: str | None = None  # not the exception, which keeps what it saw alive
+
+    def _make_processors(
+        self, replica: ReplicaConfig, tracer: trace.TracesEvents, grammars: Grammars | None
+    ) -> None:
+        """Make what takes requests through a step, around scheduler and runner."""
+        scheduler = self._scheduler
         self._stat_logger = StatLogger(self._stats, tracer)
         self._rechecks = Rechecks(
             replica,
@@ -171,8 +143,8 @@ class Engine:
             self._states, self._scheduler, self._stat_logger, self._rechecks
         )
         self._input_processor = InputProcessor(
-            model.config,
-            config,
+            self._model.config,
+            self._config,
             states=self._states,
             scheduler=self._scheduler,
             output_processor=self._output_processor,
@@ -182,22 +154,28 @@ class Engine:
         self._recovery = Recovery(
             self._states, self._scheduler, self._runner, self._output_processor
         )
-        self._turn = threading.RLock()
-        self._request_ids = itertools.count()
-        self._weight_history = WeightHistory()
-        self._process_id = os.getpid()
-        self._steps_ahead = config.steps_ahead or quickest_steps_ahead(
-            model, decode_steps=config.decode_steps
+        self._loop = StepLoop(
+            self._states,
+            self._scheduler,
+            self._runner,
+            input_processor=self._input_processor,
+            output_processor=self._output_processor,
+            rechecks=self._rechecks,
+            claim=self._claim,
+            stat_logger=self._stat_logger,
+            steps_ahead=self._config.steps_ahead
+            or quickest_steps_ahead(self._model, decode_steps=self._config.decode_steps),
         )
-        self._in_flight: deque[list[Launch]] = deque()
-        self._launched: list[Launch] = []
-        self._forgets_prefixes = False
-        self._stopped_by: str | None = None  # not the exception, which keeps what it saw alive
 
     @property
     def programs(self) -> ProgramCache:
         """The compiled programs, which other engines of these sizes on this model may share."""
         return self._runner.programs
+
+    @property
+    def outputs_lease(self) -> OutputsLease:
+        """Which `AsyncEngine` steps this engine."""
+        return self._outputs_lease
 
     @property
     def weight_history(self) -> WeightHistory:
@@ -230,7 +208,7 @@ class Engine:
             prompt_token_ids: At least one token.
             sampling: How each next token is chosen.
             is_deterministic: Whether the answer must be the canonical one.
-            priority: Higher goes first; a level is worth `ageing_steps` steps of waiting.
+            priority: Higher goes first; a level is worth 200 steps of waiting.
             cache_salt: As `Request` has it.
             on_token: Told every token as it is released; True ends that sequence. If it raises,
                 that sequence alone fails.
@@ -252,7 +230,7 @@ class Engine:
             cache_salt=cache_salt,
         )
         self.check_request(request)
-        return self.take_request(request, on_token)
+        return self.enqueue_request(request, on_token)
 
     def check_request(self, request: Request, *, num_ahead: int = 0) -> None:
         """Refuse what `add_request` would refuse, were `num_ahead` sequences more in the queue.
@@ -272,11 +250,11 @@ class Engine:
                 f"{num_queued} sequences wait, and {max_waiting=}; try again later, or raise it"
             )
 
-    def take_request(self, request: Request, on_token: OnToken = ignore_token) -> int:
+    def enqueue_request(self, request: Request, on_token: OnToken = ignore_token) -> int:
         """Queue a request that was checked; its id. Ids count up from 0 in the order of calls."""
         request_id = next(self._request_ids)
         self._weight_history.note_request()
-        self._input_processor.take(request_id, request, on_token, request_idx=request_id)
+        self._input_processor.enqueue(request_id, request, on_token, request_idx=request_id)
         return request_id
 
     def cancel(self, request_id: int) -> None:
@@ -286,17 +264,17 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do or to tell."""
-        if self._states.unwanted:
+        if self._states.abandoned:
             with self._turn:
-                self._recovery.drop_unwanted()
+                self._recovery.drop_abandoned()
         return self._states.has_work
 
     @property
     def launched(self) -> abc.Sequence[Launch]:
         """The launches of the last step, whose results a later one reads."""
-        return self._launched
+        return self._loop.launched
 
-    @_one_thread_at_a_time
+    @one_thread_at_a_time
     def load_weights(self, weights: dict, *, version: int) -> None:
         """Replace the model's weights in place, between requests. Outputs carry `version` from now.
 
@@ -322,7 +300,7 @@ class Engine:
         self._output_processor.weight_version = version
         self._sleep.note_weights()
 
-    @_one_thread_at_a_time
+    @one_thread_at_a_time
     def load_named_weights(self, tensors: abc.Iterable[tuple[str, Any]], *, version: int) -> None:
         """Replace the model's weights by tensors with Hugging Face names, one at a time.
 
@@ -344,7 +322,7 @@ class Engine:
         self._refuse_if_at_work()
         self.load_weights(self._model.named_weights(tensors), version=version)
 
-    @_one_thread_at_a_time
+    @one_thread_at_a_time
     def load_folder(self, folder: Path, *, version: int) -> None:
         """Replace the model's weights by those of a folder's safetensors, then as `load_weights`.
 
@@ -377,7 +355,7 @@ class Engine:
         """
         self._model.check_folder(folder)
 
-    @_one_thread_at_a_time
+    @one_thread_at_a_time
     def sleep(self, *, keeps_weights: bool = True) -> None:
         """Free weights and cache on the devices until `wake_up`. Compiled programs stay.
 
@@ -392,7 +370,7 @@ class Engine:
         self._forget_computed()
         self._sleep.sleep(keeps_weights=keeps_weights)
 
-    @_one_thread_at_a_time
+    @one_thread_at_a_time
     def wake_up(self, *, weights: bool = True, cache: bool = True) -> None:
         """Bring back what `sleep` has freed. Awake: no effect. Answers have the same bits.
 
@@ -419,13 +397,13 @@ class Engine:
 
     def _refuse_if_at_work(self) -> None:
         self._refuse_if_stopped()
-        self._mend()
+        self._recover()
         if self.has_work:
             raise ValueError("the engine is at work on requests of the old weights; drain() first")
 
     # ---------------------------------------------------------------------------------------- steps
 
-    @_told_once
+    @outputs_once
     def step(self) -> list[RequestOutput]:
         """Launch a step, read the results of an earlier one, and return what those released.
 
@@ -438,27 +416,27 @@ class Engine:
     def _step(self, wanted: Container[int] | None) -> list[RequestOutput]:
         """A step that tells of the wanted requests; the others' outputs are kept. None: of all."""
         self._refuse_if_stopped()
-        self._mend()
+        self._recover()
         states = self._states
-        states.is_torn = True
+        states.is_interrupted = True
         try:
-            self._advance()
+            self._loop.advance()
         except SequenceError as error:
-            # Nothing was launched, or not all: whoever was scheduled begins anew.
-            self._mend()
-            states.is_torn = True
+            # Nothing was launched, or not all: the sequences that were scheduled begin anew.
+            self._recover()
+            states.is_interrupted = True
             if states.is_live(error.seq):
                 raised = RowError(f"it raised {error.__cause__!r}")
                 self._output_processor.finish(error.seq, FinishReason.ERROR, raised)
         except Exception as error:
             self._stopped_by = f"{type(error).__name__}: {error}"
             raise self._stopped_error(self._stopped_by) from error
-        told = self._output_processor.collect()
-        mine = [o for o in told if wanted is None or o.request_id in wanted]
-        kept = [o for o in told if wanted is not None and o.request_id not in wanted]
+        outputs = self._output_processor.collect()
+        mine = [o for o in outputs if wanted is None or o.request_id in wanted]
+        kept = [o for o in outputs if wanted is not None and o.request_id not in wanted]
         # WHY: Python looks for interrupts at calls and loops, and there is none from here to the
-        # caller: what is told is told once.
-        states.outputs, states.news, states.is_torn = kept, {}, False
+        # caller: each output is returned once.
+        states.outputs, states.pending, states.is_interrupted = kept, {}, False
         return mine
 
     def reset_prefix_cache(self) -> None:
@@ -466,47 +444,9 @@ class Engine:
 
         From any thread. What runs goes on, and no bit of an answer changes.
         """
-        self._forgets_prefixes = True
+        self._loop.forgets_prefixes = True
 
-    def _advance(self) -> None:
-        """Launch a step and commit the results of the one `steps_ahead` before."""
-        begin_s = time.perf_counter()
-        self._rechecks.give_up()
-        if self._forgets_prefixes:
-            self._forgets_prefixes = False
-            self._scheduler.forget_pages()
-        self._input_processor.admit()
-        batch = self._scheduler.schedule()
-        for seq, error in batch.failed:
-            self._output_processor.finish(seq, FinishReason.ERROR, error)
-        scheduled_s = time.perf_counter()
-        self._launched = self._runner.launch(batch)
-        self._scheduler.confirm_launch()
-        launched_s = time.perf_counter()
-        waited = self._stats.wait_s
-        if self._launched:
-            self._in_flight.append(self._launched)
-        # Where nothing could be launched, what comes next waits for a result.
-        is_due = len(self._in_flight) > self._steps_ahead or not self._launched
-        finished = self._in_flight.popleft() if is_due and self._in_flight else []
-        if self._claim.difference is not None:
-            self._end_deterministic()
-        for launch in finished:
-            self._output_processor.retire(launch)
-        if not self._states.live:
-            # WHY: a step behind the last end may still want the weights, which may go away now.
-            self._runner.settle()
-        wait_s = self._stats.wait_s - waited
-        self._stat_logger.note_step(begin_s, scheduled_s, launched_s, wait_s, bool(self._launched))
-
-    def _end_deterministic(self) -> None:
-        """End who was promised a canonical answer, since a self-check has failed."""
-        for seq in self._states.sequences():
-            if seq.request.is_deterministic:
-                error = SelfCheckError(self._claim.error)
-                self._output_processor.finish(seq, FinishReason.ERROR, error)
-
-    @_one_thread_at_a_time
+    @one_thread_at_a_time
     def check_idle(self) -> bool:
         """Check an answer again by prefill, or a chunk of it, if there is nothing else to do.
 
@@ -525,13 +465,13 @@ class Engine:
         if self._sleep.is_asleep:
             return False
         states = self._states
-        states.is_torn = True
+        states.is_interrupted = True
         try:
             has_more = self._rechecks.advance()
         except Exception as error:
             self._stopped_by = f"{type(error).__name__}: {error}"
             raise self._stopped_error(self._stopped_by) from error
-        states.is_torn = False
+        states.is_interrupted = False
         return has_more
 
     def drain(self) -> list[RequestOutput]:
@@ -548,9 +488,13 @@ class Engine:
             raise
         return outputs
 
-    @_one_thread_at_a_time
+    @one_thread_at_a_time
     def generate(
-        self, requests: abc.Sequence[Request], *, on_token: OnToken = ignore_token
+        self,
+        requests: abc.Sequence[Request],
+        *,
+        on_token: OnToken = ignore_token,
+        on_completion: OnCompletion = ignore_completion,
     ) -> list[Completion]:
         """Run requests to their end.
 
@@ -558,6 +502,9 @@ class Engine:
             requests: Any number, served in this order where priorities are equal.
             on_token: Called with every token as it is released, `request_idx` being an index into
                 `requests`; True ends that sequence. What it raises ends the run.
+            on_completion: Called once with each completion, when its sequence has ended and the
+                step that ended it is over; of a request with `best_of`, with all that are made.
+                What it raises ends the run.
 
         Returns:
             Completions in order of (request, sequence).
@@ -574,29 +521,29 @@ class Engine:
         self._sleep.refuse_if_asleep()
         if any(request.is_deterministic for request in requests):
             self._claim.refuse_if_broken()
-        self._mend()
+        self._recover()
         for idx, request in enumerate(requests):
             self._input_processor.check(request, f"prompt {idx}")
         if self.has_work:
             raise ValueError("the engine is at work on other requests; drain() them first")
-        run = GenerateRun(requests, on_token)
+        run = GenerateRun(requests, on_token, on_completion)
         try:
             with frozen_heap():
                 while run.num_left:
-                    self._take_more(run, requests)
+                    self._enqueue_more(run, requests)
                     for output in self._step(run.request_ids):
                         run.add(output)
         finally:
-            self._states.unwanted.update(run.request_ids)
-            self._recovery.drop_unwanted()
+            self._states.abandoned.update(run.request_ids)
+            self._recovery.drop_abandoned()
         return run.completions()
 
-    def _take_more(self, run: GenerateRun, requests: abc.Sequence[Request]) -> None:
-        while run.has_more and self._input_processor.num_queued < MAX_TAKEN:
+    def _enqueue_more(self, run: GenerateRun, requests: abc.Sequence[Request]) -> None:
+        while run.has_more and self._input_processor.num_queued < MAX_ADMITTED:
             request_id = next(self._request_ids)
             self._weight_history.note_request()
             i = run.pop_next(request_id)
-            self._input_processor.take(request_id, requests[i], run.listener, request_idx=i)
+            self._input_processor.enqueue(request_id, requests[i], run.listener, request_idx=i)
 
     def score(
         self, sequences: abc.Sequence[abc.Sequence[int]], *, top: int = 1
@@ -636,7 +583,7 @@ class Engine:
 
     # --------------------------------------------------------------------------- when a call breaks
 
-    @_told_once
+    @outputs_once
     def reset(self) -> list[RequestOutput]:
         """End what is under way and begin anew, as after an error that has stopped the engine.
 
@@ -648,16 +595,21 @@ class Engine:
         """
         self._sleep.refuse_if_asleep()
         states = self._states
-        states.is_torn = True
+        states.is_interrupted = True
         self._scheduler.forget_pages()  # first, lest an interrupt leave pages that are not there
         self._runner.reset()
-        self._mend()
+        self._recover()
         stopped = f"the engine has stopped: {self._stopped_by}"
         why = "the engine was reset" if self._stopped_by is None else stopped
         self._recovery.end_all(EngineResetError(why))
-        self._recovery.drop_unwanted()
+        self._recovery.drop_abandoned()
         outputs = states.outputs
-        states.outputs, states.news, states.is_torn, self._stopped_by = [], {}, False, None
+        states.outputs, states.pending, states.is_interrupted, self._stopped_by = (
+            [],
+            {},
+            False,
+            None,
+        )
         return outputs
 
     def _refuse_if_forked(self) -> None:
@@ -680,16 +632,16 @@ class Engine:
             "the cache anew"
         )
 
-    def _mend(self) -> None:
+    def _recover(self) -> None:
         """Begin anew from what is true of requests, if a call did not end."""
-        if self._states.is_torn:
-            self._in_flight.clear()
+        if self._states.is_interrupted:
+            self._loop.drop_in_flight()
             self._rechecks.forget()
-            self._recovery.mend()
+            self._recovery.recover()
 
     # ------------------------------------------------------------------------------------ compiling
 
-    @_one_thread_at_a_time
+    @one_thread_at_a_time
     def compile(
         self,
         progress: Callable[[str, int, int], None] = ignore_compiling,
@@ -723,7 +675,7 @@ class Engine:
         """The operation that makes the difference, as `explain_differences` told; else empty."""
         return self._claim.cause
 
-    def explain_differences(self, explain: abc.Callable[[Difference], str]) -> None:
+    def explain_differences(self, explain: abc.Callable[[CheckDifference], str]) -> None:
         """Let the first difference that a self-check finds be explained, once, when it is found.
 
         Args:

@@ -17,6 +17,14 @@ class EngineFullError(RuntimeError):
     """More requests wait than `EngineConfig.max_waiting` allows; try again later."""
 
 
+class EngineInUseError(RuntimeError):
+    """Two `AsyncEngine`s have requests open on one engine, whose outputs go to one of them."""
+
+
+class PromptTooLongError(ValueError):
+    """A prompt leaves no room for its answer; nothing of the request has run."""
+
+
 # Why a sequence fails alone: `RequestOutput.exception`, which nobody raises.
 
 

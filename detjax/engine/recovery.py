@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""After a call that did not end: the states is true, and all else is made from it."""
+"""After a call that did not end: the tables of requests hold, and all else follows from them."""
 
 import warnings
 
 from detjax.engine.outputs.output_processor import OutputProcessor
-from detjax.engine.requests.request import FinishReason
+from detjax.engine.outputs.request_output import FinishReason
 from detjax.engine.requests.request_states import RequestStates
 from detjax.engine.running.model_runner import ModelRunner
 from detjax.engine.scheduling.scheduler import Scheduler
 
 
 class Recovery:
-    """Mends an engine. Each of these may itself be interrupted, and begins anew then."""
+    """Recovers an engine. Each of these may itself be interrupted, and begins anew then."""
 
     def __init__(
         self,
@@ -20,17 +20,17 @@ class Recovery:
         runner: ModelRunner,
         output_processor: OutputProcessor,
     ):
-        """Mend these."""
+        """Recover these."""
         self._states, self._scheduler = states, scheduler
         self._runner, self._output_processor = runner, output_processor
 
-    def mend(self) -> None:
+    def recover(self) -> None:
         """Make the tables of scheduler and runner anew, if a call did not end.
 
-        Results in flight must not be read any more: whoever is under way begins anew.
+        Results in flight must not be read any more: live sequences begin anew.
         """
         states = self._states
-        if not states.is_torn:
+        if not states.is_interrupted:
             return
         self._settle()
         is_lost = self._runner.is_lost
@@ -39,11 +39,11 @@ class Recovery:
             self._runner.reset()
         self._scheduler.restart(states.sequences())
         for seq in states.sequences():
-            if seq.listener.told_len < len(seq.tokens):
-                self._output_processor.tell(seq, states.news[seq][-1])
+            if seq.listener.num_emitted < len(seq.tokens):
+                self._output_processor.emit(seq, states.pending[seq][-1])
             elif (reason := seq.end_reason) is not None:
                 self._output_processor.finish(seq, reason)
-        states.is_torn = False
+        states.is_interrupted = False
         if is_lost:
             warnings.warn(
                 "a launch was interrupted and took the cache with it: the cache was allocated "
@@ -53,7 +53,7 @@ class Recovery:
             )
 
     def _settle(self) -> None:
-        """Let the states's tables agree where a call was interrupted between two of them."""
+        """Let the tables agree where a call was interrupted between two of them."""
         states = self._states
         ended = {
             (o.request_id, o.sequence_idx) for o in states.outputs if o.finish_reason is not None
@@ -61,28 +61,28 @@ class Recovery:
         known = {request_id for request_id, _ in ended} | set(states.live)
         states.keep_in_inbox(lambda arrival: arrival.request_id not in known)
         for seq in states.sequences():
-            news = states.news.get(seq)
+            pending = states.pending.get(seq)
             if (seq.request_id, seq.sequence_idx) in ended:
                 states.forget(seq)
-            elif news and news[-1].position == len(seq.tokens):
-                seq.tokens.append(news[-1].token_id)
+            elif pending and pending[-1].position == len(seq.tokens):
+                seq.tokens.append(pending[-1].token_id)
         states.live = {request_id: seqs for request_id, seqs in states.live.items() if seqs}
 
-    def drop_unwanted(self) -> None:
+    def drop_abandoned(self) -> None:
         """Forget the requests of a `generate` that did not end, and nobody else's."""
         states = self._states
-        if not states.unwanted:
+        if not states.abandoned:
             return
-        was_torn, states.is_torn = states.is_torn, True
-        for request_id in states.unwanted:
+        was_interrupted, states.is_interrupted = states.is_interrupted, True
+        for request_id in states.abandoned:
             for seq in states.sequences_of(request_id):
-                if not was_torn:
+                if not was_interrupted:
                     self._scheduler.end(seq)
                 states.forget(seq)
-        states.outputs = [o for o in states.outputs if o.request_id not in states.unwanted]
-        states.keep_in_inbox(lambda arrival: arrival.request_id not in states.unwanted)
-        states.unwanted.clear()
-        states.is_torn = was_torn
+        states.outputs = [o for o in states.outputs if o.request_id not in states.abandoned]
+        states.keep_in_inbox(lambda arrival: arrival.request_id not in states.abandoned)
+        states.abandoned.clear()
+        states.is_interrupted = was_interrupted
 
     def end_all(self, exception: Exception) -> None:
         """End everybody with an error, those in the inbox too, and forget cancellations."""

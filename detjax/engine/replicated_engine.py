@@ -22,7 +22,10 @@ import numpy as np
 from detjax.engine.engine import Engine
 from detjax.engine.errors import EngineStoppedError
 from detjax.engine.metrics import EngineStats
-from detjax.engine.requests.request import Request, RequestOutput, SamplingParams, TokenEvent
+from detjax.engine.outputs.request_output import RequestOutput, TokenEvent
+from detjax.engine.outputs_lease import OutputsLease
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.requests.sequence import OnToken, ignore_token
 from detjax.parallel.watch import Watch
 
@@ -99,7 +102,7 @@ class _Add:
         return self.request.sampling.num_sequences
 
     def apply(self, engine: Engine) -> None:
-        request_id = engine.take_request(self.request, self.on_token)
+        request_id = engine.enqueue_request(self.request, self.on_token)
         assert request_id == self.request_id, (request_id, self.request_id)
 
 
@@ -297,6 +300,11 @@ class ReplicatedEngine:
             "the prefix cache of a server of several processes cannot be reset; start it again"
         )
 
+    @property
+    def outputs_lease(self) -> OutputsLease:
+        """As `Engine` has it."""
+        return self._engine.outputs_lease
+
     def check_folder(self, folder: Path) -> NoReturn:
         """Refuse it, and so do `load_folder`, `sleep` and `wake_up`, as `reset_prefix_cache` does.
 
@@ -389,7 +397,7 @@ class _Follower:
             raise DivergedError(f"step {step} begins with {type(begin).__name__} {begin.step}")
         for entry in begin.entries:
             if isinstance(entry, Admission):
-                self._engine.take_request(
+                self._engine.enqueue_request(
                     entry.request, self._replay if entry.is_heard else ignore_token
                 )
             else:

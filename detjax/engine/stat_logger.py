@@ -5,7 +5,7 @@ import time
 
 from detjax.engine import trace
 from detjax.engine.metrics import EngineStats
-from detjax.engine.requests.request import FinishReason
+from detjax.engine.outputs.request_output import FinishReason
 from detjax.engine.requests.sequence import Sequence, VerifyRow
 from detjax.engine.running.model_runner import Launch
 

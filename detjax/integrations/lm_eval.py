@@ -23,8 +23,10 @@ except ImportError as error:
     raise ImportError(f'{error}; pip install "detjax[eval]"', name=error.name) from error
 
 import detjax
-from detjax.engine.requests.request import PromptLogprobs, SamplingParams
-from detjax.llm import LLM, LLMConfig
+from detjax.engine.outputs.request_output import PromptLogprobs
+from detjax.engine.requests.sampling_params import SamplingParams
+from detjax.llm import LLM
+from detjax.llm_config import LLMConfig
 from detjax.models.bundled import BUNDLED_NAME
 
 LOG = logging.getLogger(__name__)

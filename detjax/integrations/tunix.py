@@ -19,7 +19,8 @@ import numpy as np
 
 from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
-from detjax.engine.requests.request import FinishReason, SamplingParams
+from detjax.engine.outputs.request_output import FinishReason
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.models.layers import ForwardContext
 from detjax.models.loading import LoadedModel
 from detjax.models.params import tensor_specs

@@ -31,6 +31,7 @@ from detjax.models.transformer import Stream, run_layers
 from detjax.pallas_kernels.attention.api import rope_attention
 from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.pallas_kernels.rope.portable import split_heads, write_pages
+from detjax.parallel.dispatch import OrderedJit
 from detjax.parallel.mesh import TP_AXIS
 
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
@@ -154,9 +155,15 @@ def quantise_params(params: dict, dtype: jnp.dtype) -> dict:
         shardings = jax.tree.map(
             functools.partial(NamedSharding, w.sharding.mesh), _narrow_specs(w.sharding.spec)
         )
-        return jax.jit(_narrow, static_argnums=1, out_shardings=shardings)(w, name)
+        return _narrowing(name, shardings["q"], shardings["scale"])(w)
 
     return _replace_matrices(params, narrow)
+
+
+@functools.cache
+def _narrowing(name: str, q: NamedSharding, scale: NamedSharding) -> OrderedJit:
+    narrow = functools.partial(_narrow, name=name)
+    return OrderedJit(jax.jit(narrow, out_shardings={"q": q, "scale": scale}))
 
 
 def quantised_specs(specs: dict) -> dict:

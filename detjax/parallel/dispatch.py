@@ -19,8 +19,10 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Collection, Iterator
+from typing import Any
 
 import jax
+from jax.sharding import Mesh, NamedSharding
 
 
 @contextlib.contextmanager
@@ -61,6 +63,63 @@ def finished[R](devices: Collection[jax.Device], result: R) -> R:
     if jax.process_count() > 1 and next(iter(devices)).platform == "cpu":
         jax.block_until_ready(result)
     return result
+
+
+class OrderedJit:
+    """A jitted program of several devices, each call of which is in one order with all others.
+
+    Nothing is held while it is compiled, which a plain `jax.jit` does within its first call.
+    """
+
+    def __init__(self, jitted: Any):
+        """Compile nothing yet.
+
+        Args:
+            jitted: What `jax.jit` returned, without static arguments.
+        """
+        self._jitted = jitted
+        self._programs: dict[Any, tuple[jax.stages.Compiled, frozenset[jax.Device]]] = {}
+
+    def __call__(self, *operands: Any) -> Any:
+        """Run the program of these operands' shapes and shardings, on the devices they lie on."""
+        leaves, tree = jax.tree.flatten(operands)
+        key = tree, tuple((x.shape, x.dtype, getattr(x, "sharding", None)) for x in leaves)
+        if key not in self._programs:
+            placed = (x.sharding.device_set for x in leaves if isinstance(x, jax.Array))
+            compiled = self._jitted.lower(*operands).compile()
+            self._programs[key] = compiled, frozenset().union(*placed)
+        program, devices = self._programs[key]
+        with one_order(devices):
+            result = program(*operands)
+            return finished(devices, result) if len(devices) > 1 else result
+
+
+def _mesh_devices(sharding: jax.sharding.Sharding) -> tuple[jax.Device, ...]:
+    """The devices of a mesh in its order; none where there is no mesh of devices."""
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+        return tuple(sharding.mesh.devices.flat)
+    return ()
+
+
+@functools.cache
+def _placing_program(sharding: NamedSharding) -> OrderedJit:
+    return OrderedJit(jax.jit(_identity, out_shardings=sharding))
+
+
+def _identity(array: jax.Array) -> jax.Array:
+    return array
+
+
+def put(array: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """Put an array elsewhere, as `jax.device_put` does, in one order with programs.
+
+    Between meshes of the same devices that is a program, with collectives where shards move.
+    """
+    have = _mesh_devices(array.sharding)
+    if have and have == _mesh_devices(sharding):
+        return _placing_program(sharding)(array)
+    with one_order(array.sharding.device_set | sharding.device_set):
+        return jax.device_put(array, sharding)
 
 
 @functools.cache  # WHY: engines on other models, and trainers, have the same devices

@@ -14,8 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from detjax.engine.outputs.text import DIGEST_SHOWN, CompletionOutput, shortened
-from detjax.engine.requests.request import Completion, FinishReason, SamplingParams, TopLogprobs
+from detjax.engine.outputs.completion import (
+    DIGEST_SHOWN,
+    CollectedTokens,
+    Completion,
+    CompletionOutput,
+    shortened,
+)
+from detjax.engine.outputs.request_output import FinishReason, TopLogprobs
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.proof.canonical_json import canonical_json
 from detjax.proof.identity import Identity
 from detjax.proof.parsing import (
@@ -204,13 +211,15 @@ class Receipt:
         answer = self.answer
         try:
             sampling = self.sampling
-            completion = Completion(
+            tokens = CollectedTokens(
+                token_ids=list(self.token_ids),
+                logprobs=list(self.logprobs),
+                top_logprobs=list(self.top_logprobs),
+            )
+            completion = tokens.completion(
+                self.prompt_token_ids,
                 request_idx=0,
                 sequence_idx=0,
-                prompt_token_ids=self.prompt_token_ids,
-                token_ids=self.token_ids,
-                logprobs=tuple(self.logprobs),
-                top_logprobs=self.top_logprobs,
                 finish_reason=FinishReason(answer["finish_reason"]),
             )
         except (ValueError, TypeError, KeyError, RecursionError) as error:

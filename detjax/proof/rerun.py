@@ -11,13 +11,12 @@ import numpy as np
 
 from detjax.engine.engine import Engine
 from detjax.engine.errors import EngineStoppedError, SelfCheckError
-from detjax.engine.outputs.text import (
-    CompletionOutput,
-    TextBatch,
-    text_request,
-    token_sampling,
-)
-from detjax.engine.requests.request import Request, TokenEvent
+from detjax.engine.outputs.completion import Completion, CompletionOutput
+from detjax.engine.outputs.request_output import FinishReason, TokenEvent
+from detjax.engine.outputs.text_batch import TextBatch
+from detjax.engine.requests.checks import RequestLimits
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.text_request import text_request, token_sampling
 from detjax.models.config import ModelConfig
 from detjax.models.tokenizer import Tokenizer
 from detjax.proof.canonical_json import canonical_json
@@ -172,14 +171,20 @@ def _ask(
         answer, text = answers[event.request_idx], batch.sequences[event.request_idx, 0]
         answer.compare(event, at=text.num_tokens)
         is_stopped = batch.on_token(event)
-        if answer.agreeing and text.finish_reason is not None:
-            answer.end(text.output())
         if not answer.agreeing:
             note_end(answer)
         return is_stopped or not answer.agreeing
 
+    def on_completion(done: Completion) -> None:
+        answer, text = answers[done.request_idx], batch.sequences[done.request_idx, 0]
+        is_cut = done.finish_reason is FinishReason.LENGTH
+        is_cut &= len(done.token_ids) < text.sampling.max_tokens
+        if answer.agreeing and not is_cut:  # an answer that the engine's own max_len cuts is none
+            answer.end(text.end(done))
+            note_end(answer)
+
     try:
-        engine.generate(batch.token_requests, on_token=on_token)
+        engine.generate(batch.token_requests, on_token=on_token, on_completion=on_completion)
     except (EngineStoppedError, SelfCheckError):
         raise
     except (RuntimeError, FloatingPointError) as error:
@@ -216,12 +221,9 @@ def _request_of(
         receipt.prompt_token_ids,
         dataclasses.replace(sampling, n=1, best_of=0, prompt_logprobs=None),
         what="the prompt",
-        vocab_size=config.vocab_size,
-        max_len=config.max_position_embeddings,
-        limit="the model's context",
+        limits=RequestLimits.of(config, config.max_position_embeddings),
         is_deterministic=True,
         tokenizer=tokenizer,
-        eos_token_ids=config.eos_token_ids,
     )
     as_tokens = dataclasses.replace(request, sampling=token_sampling(request.sampling, tokenizer))
     engine.check_request(as_tokens)

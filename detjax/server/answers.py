@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from detjax.engine.requests.request import FinishReason, SamplingParams, TokenEvent
+from detjax.engine.outputs.request_output import FinishReason, TokenEvent
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.server.echo import NO_ECHO, Echo, echo_tokens, legacy_logprobs, prompt_logprobs
 from detjax.server.reading import Form, Said, read
 from detjax.server.receipts import receipt_line, weights_of
@@ -180,7 +181,7 @@ class Shape:
         if self.has_logprob_bytes and done.prompt_logprobs is not None:
             proof["prompt_logprobs_f32"] = _exact([p.logprob for p in done.prompt_logprobs])
         if self.has_receipt:
-            proof["receipt"] = receipt_line(self.model, done, self.sampling)
+            proof["receipt"] = receipt_line(self.model, done, last.whole_text, self.sampling)
         return {"detjax": proof}
 
     def echo(self, text: str, first: Piece) -> Echo:

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from detjax.engine.outputs.request_output import PromptLogprobs, TokenEvent, TopLogprobs
 from detjax.engine.outputs.text import TextStream
-from detjax.engine.requests.request import PromptLogprobs, TokenEvent, TopLogprobs
 from detjax.models.tokenizer import Tokenizer
 
 TokenText = Callable[[int], str]

@@ -18,7 +18,7 @@ import msgspec
 from starlette.datastructures import QueryParams
 
 from detjax.engine.requests.limits import MAX_LOGIT_BIASES
-from detjax.engine.requests.request import SamplingParams, draw_seed
+from detjax.engine.requests.sampling_params import SamplingParams, draw_seed
 from detjax.engine.sampling.structured_output import StructuredOutput
 from detjax.server.reading import call_schema
 

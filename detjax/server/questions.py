@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 
-from detjax.engine.requests.request import last_tokens
+from detjax.engine.requests.sampling_params import last_tokens
 from detjax.models.tokenizer import LOOKED_AT
 from detjax.server.answers import Shape
 from detjax.server.protocol import (

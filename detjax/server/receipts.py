@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Receipts of answers over HTTP: each the line that `detjax.replay` and `detjax.audit` read."""
 
-from detjax.engine.outputs.text import CompletionOutput, TextStream
-from detjax.engine.requests.request import Completion, SamplingParams
+from detjax.engine.outputs.completion import Completion, CompletionOutput
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.proof.canonical_json import canonical_json
 from detjax.proof.receipt import Receipt
 from detjax.server.protocol import RefusedError
@@ -46,24 +46,23 @@ def _replaced(model: ServedModel, version: int) -> str:
     )
 
 
-def receipt_line(model: ServedModel, done: Completion, sampling: SamplingParams) -> str:
+def receipt_line(model: ServedModel, done: Completion, text: str, sampling: SamplingParams) -> str:
     """The receipt of an answer that has ended, canonical JSON, signed if the server has a key.
+
+    Args:
+        model: That has answered.
+        done: The tokens of the answer.
+        text: The text of the answer.
+        sampling: As it was used.
 
     Raises:
         ValueError: If other weights made it than those that the server knows.
     """
     if done.weight_version != model.weight_version:
         raise ValueError(f"no receipt: {_replaced(model, done.weight_version)}")
-    stream = TextStream.of(
-        sampling,
-        model.tokenizer,
-        prompt_ids=done.prompt_token_ids,
-        eos_ids=model.end_token_ids,
-    )
-    pieces = [stream.push(token_id).text for token_id in done.token_ids]
     output = CompletionOutput(
         completion=done,
-        text="".join([*pieces, stream.finish()]),
+        text=text,
         fingerprint=model.fingerprint,
         sampling=sampling,
         is_deterministic=True,

@@ -15,28 +15,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from detjax.engine.async_engine import AsyncEngine, StepsRequests
 from detjax.engine.errors import (
     EngineFullError,
     EngineStoppedError,
     NoTokenError,
+    PromptTooLongError,
     SelfCheckError,
 )
 from detjax.engine.metrics import EngineStats
-from detjax.engine.outputs.text import TextStream, token_sampling
-from detjax.engine.requests.request import (
-    Completion,
+from detjax.engine.outputs.completion import CollectedTokens, Completion
+from detjax.engine.outputs.request_output import (
     FinishReason,
     PromptLogprobs,
-    Request,
     RequestOutput,
-    SamplingParams,
     TokenEvent,
     WindowCounts,
 )
+from detjax.engine.outputs.text import TextStream
+from detjax.engine.requests.checks import RequestLimits
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.requests.sequence import OnToken
+from detjax.engine.requests.text_request import token_sampling
 from detjax.engine.sampling.structured_output import StructuredOutput
 from detjax.models.tokenizer import Tokenizer
 from detjax.proof.identity import Identity
@@ -93,6 +94,16 @@ class ServedModel:
     signing_key: SigningKey | None = None
     default_sampling: Mapping[str, Any] = NO_DEFAULTS
 
+    @property
+    def limits(self) -> RequestLimits:
+        """What is allowed of a request."""
+        return RequestLimits(
+            vocab_size=self.vocab_size,
+            eos_token_ids=self.end_token_ids,
+            max_len=self.max_len,
+            max_len_name="this server's context",
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
@@ -129,7 +140,8 @@ class Piece:
         finish_reason: None while it goes on.
         error: What went wrong where `finish_reason` is ERROR.
         is_own_fault: It went wrong by what was asked.
-        completion: All of it, with the last piece.
+        completion: All of its tokens, with the last piece.
+        whole_text: All of its text, with the last piece.
         windows: Of drafts, so far.
         prompt_token_ids: The prompt.
         prompt_logprobs: Of the prompt, with the first piece, where they were asked for.
@@ -144,6 +156,7 @@ class Piece:
     error: str
     completion: Completion | None
     windows: WindowCounts
+    whole_text: str = ""
     prompt_token_ids: tuple[int, ...] = ()
     prompt_logprobs: PromptLogprobs | None = None
     is_own_fault: bool = False
@@ -158,12 +171,14 @@ class _Sequence:
             sampling, model.tokenizer, prompt_ids=prompt_ids, eos_ids=model.end_token_ids
         )
         self._tokens: list[tuple[TokenEvent, str]] = []
+        self._collected = CollectedTokens()
         self._released: list[str] = []
         self._num_taken = 0
 
     def push(self, event: TokenEvent) -> bool:
         """Take a token; True if a stop string is complete."""
         delta = self._stream.push(event.token_id)
+        self._collected.push(event)
         self._tokens.append((event, delta.own))
         self._released.append(delta.text)
         return delta.is_stopped
@@ -180,19 +195,21 @@ class _Sequence:
 
     def finish(self) -> str:
         """The text that was held back; nothing is pushed any more."""
-        return self._stream.finish()
+        self._released.append(self._stream.finish())
+        return self._released[-1]
+
+    @property
+    def text(self) -> str:
+        """All of the text so far."""
+        return "".join(self._released)
 
     def completion(
         self, prompt_ids: tuple[int, ...], sequence_idx: int, reason: FinishReason, version: int
     ) -> Completion:
-        events = [event for event, _ in self._tokens]
-        return Completion(
+        return self._collected.completion(
+            prompt_ids,
             request_idx=0,
             sequence_idx=sequence_idx,
-            prompt_token_ids=prompt_ids,
-            token_ids=tuple(event.token_id for event in events),
-            logprobs=tuple(np.float32(event.logprob) for event in events),
-            top_logprobs=tuple(event.top_logprobs for event in events),
             finish_reason=reason,
             weight_version=version,
         )
@@ -410,24 +427,17 @@ class Service:
         Raises:
             RefusedError: If the prompt is empty or too long, with the numbers, or has unknown ids.
         """
-        model = self.model
-        if not token_ids:
-            raise RefusedError("the prompt has no tokens; give some text", field="prompt")
-        room = model.max_len - len(token_ids)
+        limits = self.model.limits
+        room = limits.max_len - len(token_ids)
         wanted = max(room, 1) if max_tokens is None else max_tokens
-        if wanted > room:
+        try:
+            limits.check_prompt(token_ids, "the prompt", num_wanted=wanted)
+        except PromptTooLongError as error:
             raise RefusedError(
-                f"the prompt has {len(token_ids)} tokens and the answer may have {wanted}, "
-                f"together more than this server's {model.max_len}; shorten one of them",
-                code="context_length_exceeded",
-                field="prompt",
-            )
-        for token_id in (min(token_ids), max(token_ids)):
-            if not 0 <= token_id < model.vocab_size:
-                raise RefusedError(
-                    f"token id {token_id} is outside the vocabulary of {model.vocab_size}",
-                    field="prompt",
-                )
+                str(error), code="context_length_exceeded", field="prompt"
+            ) from error
+        except ValueError as error:
+            raise RefusedError(str(error), field="prompt") from error
         return wanted
 
     async def stream(
@@ -676,6 +686,7 @@ def _piece(
         finish_reason=output.finish_reason,
         error=output.error,
         completion=completion,
+        whole_text="" if completion is None else seq.text,
         windows=output.windows,
         prompt_token_ids=prompt_ids,
         is_own_fault=isinstance(output.exception, NoTokenError),

@@ -15,8 +15,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from detjax.engine.outputs.completions import best
-from detjax.engine.requests.request import FinishReason
+from detjax.engine.outputs.completion import best
+from detjax.engine.outputs.request_output import FinishReason
 from detjax.server.answers import Json, Usage, error_body
 from detjax.server.options import ACCESS_LOG
 from detjax.server.protocol import RefusedError

@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from detjax.engine.requests.checks import check_vocabulary
 from detjax.engine.sampling.grammars import Grammars
 from detjax.engine.sampling.structured_output import StructuredOutput
 from detjax.models.tokenizer import Tokenizer
@@ -86,10 +87,8 @@ class Decode:
 
     def run(self, tools: Tools) -> list[str]:
         """The text of each."""
-        vocab_size = tools.vocab_size
-        for token_id in (end(ids) for ids in self.prompts if ids for end in (min, max)):
-            if not 0 <= token_id < vocab_size:
-                raise ValueError(f"token id {token_id} is outside the vocabulary of {vocab_size}")
+        for ids in self.prompts:
+            check_vocabulary(ids, "the text", tools.vocab_size)
         return [tools.tokenizer.decode(ids) for ids in self.prompts]
 
 

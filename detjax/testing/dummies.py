@@ -13,13 +13,15 @@ from jax.sharding import PartitionSpec as P
 from detjax.compilation.xla_flags import EXACT_OPTIONS, FAST_OPTIONS
 from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
-from detjax.engine.requests.request import Completion, Request, SamplingParams
+from detjax.engine.outputs.completion import Completion
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.running.device_arrays import PAGES_SPEC
 from detjax.models.config import ExpertConfig, ModelConfig, RopeConfig
+from detjax.models.forward_paths import FORWARD_PATHS, KernelMode
 from detjax.models.layers import ForwardContext, Tokens
 from detjax.models.loading import LoadedModel, place_model
 from detjax.models.params import ParamRole, TensorSpec, param_specs, stored_rows
-from detjax.models.paths import PATHS, Kernels
 from detjax.models.weights.assemble import assemble
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
@@ -186,12 +188,12 @@ def answers(
     return Engine(model, config).generate(requests)
 
 
-def scoring_step(model: LoadedModel, kernels: Kernels = "invariant") -> Callable:
+def scoring_step(model: LoadedModel, kernels: KernelMode = "invariant") -> Callable:
     """Return a jitted step that gives the logits of every new token instead of choosing one.
 
     `step(pages, tokens) -> (pages, logits[B, T, V])`, on a mesh with dp = 1.
     """
-    forward, local_logits = PATHS[kernels]
+    forward, local_logits = FORWARD_PATHS[kernels]
     ctx = ForwardContext(
         config=model.config,
         profile=model.profile,

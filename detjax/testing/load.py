@@ -10,14 +10,10 @@ import numpy as np
 from detjax.engine.async_engine import StepsRequests
 from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
-from detjax.engine.requests.request import (
-    Completion,
-    FinishReason,
-    Request,
-    RequestOutput,
-    SamplingParams,
-    TokenEvent,
-)
+from detjax.engine.outputs.completion import Completion
+from detjax.engine.outputs.request_output import FinishReason, RequestOutput, TokenEvent
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.models.loading import LoadedModel
 
 

@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from detjax.engine.requests.request import SamplingParams
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.running.device_arrays import BY_ROW, Slots
 from detjax.engine.running.launch_operands import DecodeOperands, PrefillOperands
 from detjax.engine.running.program_key import ProgramKey, ProgramKind
 from detjax.engine.running.programs import ProgramCache
 from detjax.engine.sampling.sampling import SamplingRows
+from detjax.models.forward_paths import KernelMode
 from detjax.models.loading import LoadedModel
-from detjax.models.paths import Kernels
 
 
 def programs_for(model: LoadedModel, *, num_pages: int, num_slots: int) -> ProgramCache:
@@ -29,7 +29,7 @@ def plain_key(
     rows: int,
     table_len: int,
     length: int = 1,
-    mode: Kernels = "invariant",
+    mode: KernelMode = "invariant",
     weights: str = "full",
     logit_rows: int = 0,
     leaves_hidden: bool = False,

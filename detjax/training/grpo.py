@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
+import jax
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -26,24 +27,21 @@ except ModuleNotFoundError as error:
     print(f"error: {error}", file=sys.stderr)
     raise SystemExit(2) from error
 
-from detjax.models.abstract import why_unsupported
-from detjax.models.bundled import bundled_model_path
 from detjax.models.hf_config import load_config
-from detjax.models.hub import resolve_model
+from detjax.models.hub import find_model
 from detjax.models.identity import model_hash
-from detjax.models.loading import LoadedModel, load_model
-from detjax.models.params import num_params
+from detjax.models.loading import LoadedModel
 from detjax.models.tokenizer import Tokenizer
 from detjax.numerics import NumericsProfile
+from detjax.opening import choose_placement, load_on_devices
 from detjax.pallas_kernels.backend import Backend
-from detjax.pallas_kernels.backend_choice import choose_backend
 from detjax.parallel.mesh import configure_virtual_devices, make_mesh
 from detjax.training.checkpoint import check_can_save, restore_state, save_state
 from detjax.training.plot import save_plot
 from detjax.training.policy_gradient import BatchSizes, StepRow, train
 from detjax.training.rewards import Rewarded
 from detjax.training.rollout import Rollout
-from detjax.training.tasks import AbstractTask, Arithmetic, Gsm8k
+from detjax.training.tasks import AbstractTask, ArithmeticTask, Gsm8k
 from detjax.training.trainer import Trainer
 
 DESCRIPTION = """\
@@ -197,7 +195,7 @@ def parse_args(argv: Sequence[str] | None) -> Args:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Setup:
+class GrpoSetup:
     """What the runs of one command share."""
 
     args: Args
@@ -232,13 +230,13 @@ class Setup:
         return shared | run | asdict(self.sizes) | self.identity
 
 
-def prepare(args: Args) -> Setup:
+def prepare(args: Args) -> GrpoSetup:
     """Choose kernels, load the model and make the trainer.
 
     Raises:
         ValueError: If something does not fit, with the fix.
     """
-    task = Arithmetic() if args.problems is None else Gsm8k(args.problems)
+    task = ArithmeticTask() if args.problems is None else Gsm8k(args.problems)
     if args.reward is not None:
         task = Rewarded(task, args.reward)
     given = {f.name: getattr(args, f.name) for f in fields(BatchSizes)}
@@ -246,29 +244,29 @@ def prepare(args: Args) -> Setup:
     sizes = BatchSizes(**lengths | {k: v for k, v in given.items() if v is not None})
     if args.save is not None:
         check_can_save(_save_folder(args, args.steps, args.seeds[0]))
+    # JAX makes its virtual devices once, when it starts: as many as the larger mesh needs.
     configure_virtual_devices(max(args.rollout_tp, args.devices))
-    folder = bundled_model_path() if args.model == BUNDLED else resolve_model(args.model)
-    profile, config = NumericsProfile(), load_config(folder)
-    choice = choose_backend(
-        None if args.backend == "auto" else Backend(args.backend),
-        why_not_model=lambda backend: why_unsupported(config, profile, backend, args.rollout_tp),
-        num_params=num_params(config),
+    jax.devices()
+    folder, profile = find_model(args.model), NumericsProfile()
+    place = choose_placement(
+        load_config(folder), profile, backend=args.backend, dp=1, tp=args.rollout_tp
     )
-    platform = choice.backend.platform
 
     def load(tp: int) -> LoadedModel:
-        mesh = make_mesh(1, tp, platform=platform)
-        return load_model(str(folder), profile=profile, mesh=mesh, backend=choice.backend)
+        model, _ = load_on_devices(
+            folder, profile=profile, backend=place.backend.value, dp=1, tp=tp
+        )
+        return model
 
     model = load(1)
     trainer = Trainer(
         model,
         optax.adam(args.learning_rate, b2=0.95),
-        mesh=make_mesh(1, args.devices, platform=platform),
+        mesh=make_mesh(1, args.devices, platform=place.backend.platform),
         clip_norm=args.clip_norm,
         remat=args.remat,
     )
-    return Setup(
+    return GrpoSetup(
         args=args,
         task=task,
         sizes=sizes,
@@ -276,7 +274,7 @@ def prepare(args: Args) -> Setup:
         trainer=trainer,
         fingerprint=model.fingerprint,
         identity={"model_sha256": model_hash(folder), "problems_sha256": task.file_sha256},
-        backend=choice.backend,
+        backend=place.backend,
         load=load,
     )
 
@@ -288,7 +286,7 @@ def _save_folder(args: Args, step: int, seed: int) -> Path:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
+class GrpoRun:
     """One run: its rows, and the share of held-out problems it got right, greedy."""
 
     mode: str
@@ -319,8 +317,8 @@ class Run:
 
 
 def run_one(
-    setup: Setup, rollout: Rollout, mode: str, seed: int, on_row: Callable[[dict], None]
-) -> Run:
+    setup: GrpoSetup, rollout: Rollout, mode: str, seed: int, on_row: Callable[[dict], None]
+) -> GrpoRun:
     """Train once, from the model's weights or from a saved state."""
     args, trainer = setup.args, setup.trainer
     facts = setup.facts(mode, seed)
@@ -349,7 +347,9 @@ def run_one(
     after = rollout.accuracy(setup.task.held_out)
     if args.save is not None:
         save_state(_save_folder(args, int(state.step), seed), state, facts=facts)
-    return Run(mode=mode, seed=seed, rows=tuple(rows), accuracy_before=before, accuracy_after=after)
+    return GrpoRun(
+        mode=mode, seed=seed, rows=tuple(rows), accuracy_before=before, accuracy_after=after
+    )
 
 
 def _check_rows(out: Path | None, mode: str, seed: int, *, first_step: int) -> None:
@@ -379,7 +379,7 @@ def _read_rows(out: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def run_all(setup: Setup, console: Console) -> list[Run]:
+def run_all(setup: GrpoSetup, console: Console) -> list[GrpoRun]:
     """Train with every requested rollout and seed, and write rows as they come."""
     args, runs = setup.args, []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
@@ -417,7 +417,7 @@ def _row_text(row: dict[str, Any]) -> str:
     )
 
 
-def summary(runs: Sequence[Run]) -> Table:
+def summary(runs: Sequence[GrpoRun]) -> Table:
     """A line for each run, and one for the seeds of each rollout together."""
     table = Table(
         "rollout", "seed", "reward, first 3", "last 3", "held out, before", "after",
@@ -450,7 +450,7 @@ def _spread(values: Sequence[float]) -> str:
     return f"{np.mean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
 
 
-def _write_results(setup: Setup, runs: list[Run], out: Path, console: Console) -> None:
+def _write_results(setup: GrpoSetup, runs: list[GrpoRun], out: Path, console: Console) -> None:
     """Write the final table and the curves, those of a continued `--out` included."""
     args, path = setup.args, out / RUNS_FILE
     kind = {"model": args.model, "backend": setup.backend.value, "rollout_tp": args.rollout_tp}

@@ -60,7 +60,7 @@ class BatchSizes:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Divergence:
+class PolicyDivergence:
     """How far the trainer's log-probabilities of sampled tokens are from the rollout's.
 
     Attributes:
@@ -80,10 +80,10 @@ class Divergence:
     num_tokens: int
 
 
-def divergence(rollout: np.ndarray, trainer: np.ndarray) -> Divergence:
+def divergence(rollout: np.ndarray, trainer: np.ndarray) -> PolicyDivergence:
     """Compare float32 log-probabilities of the same tokens."""
     difference = trainer.astype(np.float64) - rollout.astype(np.float64)
-    return Divergence(
+    return PolicyDivergence(
         kl=float(np.mean(np.expm1(difference) - difference)),
         max_difference=float(np.abs(difference).max()),
         num_different=int((rollout.view(np.uint32) != trainer.view(np.uint32)).sum()),

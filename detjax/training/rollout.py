@@ -9,7 +9,9 @@ import numpy as np
 
 from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
-from detjax.engine.requests.request import Completion, Request, SamplingParams
+from detjax.engine.outputs.completion import Completion
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.running.launch_times import quickest_decode_steps
 from detjax.models.loading import LoadedModel
 from detjax.models.tokenizer import Tokenizer

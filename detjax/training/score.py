@@ -13,19 +13,19 @@ from jax.sharding import PartitionSpec as P
 from detjax.array_types import Array, Float32, Int32
 from detjax.compilation.xla_flags import EXACT_OPTIONS, FAST_OPTIONS
 from detjax.engine.running.device_arrays import PAGES_SPEC, pages_shape
+from detjax.models.forward_paths import FORWARD_PATHS, KernelMode
 from detjax.models.layers import ForwardContext, Tokens
 from detjax.models.loading import LoadedModel
-from detjax.models.paths import PATHS, Kernels
 from detjax.pallas_kernels.log_softmax.api import block_stats, log_probs, log_sum_exp
 from detjax.parallel.collectives import gather_columns
-from detjax.parallel.dispatch import ordered
+from detjax.parallel.dispatch import OrderedJit
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
 
 
 class Scorer:
     """A compiled scoring step; one program for each number of sequences and length."""
 
-    def __init__(self, model: LoadedModel, *, mode: Kernels = "invariant"):
+    def __init__(self, model: LoadedModel, *, mode: KernelMode = "invariant"):
         """Score with a model on its mesh.
 
         Args:
@@ -35,10 +35,10 @@ class Scorer:
         Raises:
             ValueError: If `mode` is neither.
         """
-        if mode not in PATHS:
-            raise ValueError(f"{mode=} must be one of {list(PATHS)}")
+        if mode not in FORWARD_PATHS:
+            raise ValueError(f"{mode=} must be one of {list(FORWARD_PATHS)}")
         self._model = model
-        self._forward, self._local_logits = PATHS[mode]
+        self._forward, self._local_logits = FORWARD_PATHS[mode]
         by_row = P(DP_AXIS)
         step = jax.jit(
             jax.shard_map(
@@ -50,7 +50,7 @@ class Scorer:
             ),
             compiler_options=EXACT_OPTIONS if mode == "invariant" else FAST_OPTIONS,
         )
-        self._step = ordered(tuple(model.mesh.devices.flat), step)
+        self._step = OrderedJit(step)
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Return the log-probability of every token after the first of each sequence, float32.

@@ -47,7 +47,7 @@ class AbstractTask(abc.ABC):
         """1.0 for a right answer, 0.0 for any other."""
 
 
-class Arithmetic(AbstractTask):
+class ArithmeticTask(AbstractTask):
     """Two-digit additions as the bundled model learnt them: `17+26=`, then `43` and a newline.
 
     A sum and its mirror image count as one problem when some are held out.

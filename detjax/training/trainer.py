@@ -27,12 +27,12 @@ from detjax.compilation.xla_flags import EXACT_OPTIONS
 from detjax.models.layers import ForwardContext
 from detjax.models.loading import LoadedModel
 from detjax.parallel.collectives import butterfly_sum
-from detjax.parallel.dispatch import ordered
+from detjax.parallel.dispatch import OrderedJit
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
 from detjax.training.batch import Batch
 from detjax.training.extras import optax
 from detjax.training.forward import token_logprobs, token_logprobs_and_balance
-from detjax.training.weights import master_params, move_bits
+from detjax.training.weights import master_params, master_shapes, move_bits
 
 DEVICES = (DP_AXIS, TP_AXIS)
 """Both axes of the mesh as one: training has no use for the difference."""
@@ -129,8 +129,7 @@ class Trainer:
         on_mesh = partial(jax.shard_map, mesh=mesh, out_specs=P(), check_vma=False)
         gather = jax.jit(on_mesh(self._local_gather, in_specs=(self.specs.params,)))
         reduce = jax.jit(on_mesh(self._local_reduce, in_specs=P(DEVICES)))
-        devices = tuple(mesh.devices.flat)
-        self._gather, self._reduce = ordered(devices, gather), ordered(devices, reduce)
+        self._gather, self._reduce = OrderedJit(gather), OrderedJit(reduce)
         self._gradient = jax.jit(self._microbatch_gradient, compiler_options=EXACT_OPTIONS)
         self._add = CheckedJit(
             partial(jax.tree.map, jnp.add), donate_argnums=0, options=EXACT_OPTIONS
@@ -142,7 +141,7 @@ class Trainer:
         """Return the state before the first step: the model's weights, exactly."""
         shardings = self.shardings()
         params = jax.tree.map(move_bits, master_params(self._model), shardings.params)
-        make = jax.jit(self._optimizer.init, out_shardings=shardings.opt_state)
+        make = OrderedJit(jax.jit(self._optimizer.init, out_shardings=shardings.opt_state))
         step = jax.device_put(jnp.int32(0), shardings.step)
         return TrainState(params=params, opt_state=make(params), step=step)
 
@@ -330,7 +329,7 @@ def _state_specs(
     model: LoadedModel, optimizer: optax.GradientTransformation, num_devices: int
 ) -> TrainState:
     """Return how each leaf of the state is cut over the devices."""
-    params = jax.eval_shape(lambda: master_params(model))
+    params = master_shapes(model)
     specs = jax.tree.map(lambda x: state_partition(x.shape, num_devices), params)
     opt_specs = optax.tree_utils.tree_map_params(
         optimizer,

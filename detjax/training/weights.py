@@ -5,6 +5,8 @@ Masters are the tensors of `models.params.tensor_specs`, each in its checkpoint'
 a mesh nor a kernel's layout affects them. Tied embeddings are there once.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,6 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding
 
+from detjax.compilation.xla_flags import EXACT_OPTIONS
+from detjax.models.config import ModelConfig
 from detjax.models.loading import LoadedModel
 from detjax.models.params import (
     ParamSpec,
@@ -20,10 +24,13 @@ from detjax.models.params import (
     by_tensor,
     join,
     param_specs,
+    partition_specs,
     separate,
     stored_rows,
     tensor_specs,
 )
+from detjax.numerics import NumericsProfile
+from detjax.parallel.dispatch import OrderedJit, put
 from detjax.parallel.mesh import TP_AXIS
 
 
@@ -36,9 +43,21 @@ def _bits(array: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(array, words)
 
 
+@functools.cache
+def _program(function: Callable[..., Any], *facts: Any) -> OrderedJit:
+    """A program over arrays for these facts, compiled once for all calls."""
+    return OrderedJit(jax.jit(functools.partial(function, *facts), compiler_options=EXACT_OPTIONS))
+
+
+def _as_dtype(dtype: Any, tree: Any) -> Any:
+    """The inverse of `_bits`, of a tree."""
+    return jax.tree.map(lambda bits: lax.bitcast_convert_type(bits, dtype), tree)
+
+
 def move_bits(array: jax.Array, sharding: NamedSharding) -> jax.Array:
     """Put an array elsewhere."""
-    return lax.bitcast_convert_type(jax.device_put(_bits(array), sharding), array.dtype)
+    moved = put(_program(_bits)(array), sharding)
+    return _program(_as_dtype, array.dtype)(moved)
 
 
 def master_params(model: LoadedModel) -> dict[str, Any]:
@@ -47,17 +66,38 @@ def master_params(model: LoadedModel) -> dict[str, Any]:
     Raises:
         ValueError: If the model is split over tp.
     """
+    facts = model.config, model.profile.vocab_block
+    return _program(_masters, *facts)(_one_rank(model))
+
+
+def master_shapes(model: LoadedModel) -> dict[str, Any]:
+    """The shapes of `master_params`, which are not computed.
+
+    Raises:
+        ValueError: If the model is split over tp.
+    """
+    facts = model.config, model.profile.vocab_block
+    return jax.eval_shape(functools.partial(_masters, *facts), _one_rank(model))
+
+
+def _one_rank(model: LoadedModel) -> dict[str, Any]:
+    """The weights of a model that is not split."""
     tp = model.mesh.shape[TP_AXIS]
     if tp != 1:
         raise ValueError(f"{tp=} must be 1: load the model to be trained on a mesh with tp=1")
-    sizes = {"tp": 1, "vocab_block": model.profile.vocab_block}
-    specs, tensors = (make(model.config, **sizes) for make in (param_specs, tensor_specs))
+    names = param_specs(model.config, tp=1, vocab_block=model.profile.vocab_block)
+    return {name: model.params[name] for name in names}
+
+
+def _masters(config: ModelConfig, vocab_block: int, params: dict[str, Any]) -> dict[str, Any]:
+    sizes = {"tp": 1, "vocab_block": vocab_block}
+    specs, tensors = (make(config, **sizes) for make in (param_specs, tensor_specs))
 
     def cut(spec: ParamSpec, stored: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(separate(stored, [tensor.rows_of_rank(1) for tensor in spec.tensors], tp=1))
 
-    stored = by_tensor(jax.tree.map(cut, specs, {name: model.params[name] for name in specs}))
-    if model.config.tie_word_embeddings:
+    stored = by_tensor(jax.tree.map(cut, specs, params))
+    if config.tie_word_embeddings:
         del stored["lm_head"], tensors["lm_head"]
 
     def master(tensor: jax.Array, spec: TensorSpec) -> jax.Array:
@@ -78,16 +118,32 @@ def serving_params(params: dict[str, Any], model: LoadedModel) -> dict[str, Any]
         One rounding to the profile's weight dtype, to nearest, ties to even: what the training
         forward does to its masters. The rest moves bits, as integers.
     """
-    profile, tp = model.profile, model.mesh.shape[TP_AXIS]
+    facts = model.config, model.profile, model.mesh.shape[TP_AXIS]
+    stored = _program(_stored_bits, *facts)(params)
+    placed = jax.tree.map(
+        lambda bits, partition: put(bits, NamedSharding(model.mesh, partition)),
+        stored,
+        _partitions(*facts),
+    )
+    return _program(_as_dtype, model.profile.param_dtype)(placed)
+
+
+def _partitions(config: ModelConfig, profile: NumericsProfile, tp: int) -> dict[str, Any]:
+    return partition_specs(config, tp=tp, vocab_block=profile.vocab_block)
+
+
+def _stored_bits(
+    config: ModelConfig, profile: NumericsProfile, tp: int, params: dict[str, Any]
+) -> dict[str, Any]:
+    """Masters, rounded, as a mesh with this tp stores them, as integers."""
     sizes = {"tp": tp, "vocab_block": profile.vocab_block}
-    specs, tensors = (make(model.config, **sizes) for make in (param_specs, tensor_specs))
+    specs, tensors = (make(config, **sizes) for make in (param_specs, tensor_specs))
 
     def rounded_rows(tensor: jax.Array, spec: TensorSpec) -> jax.Array:
         return stored_rows(_bits(tensor.astype(profile.param_dtype)), spec)
 
-    def place(spec: ParamSpec, parts: tuple[jax.Array, ...]) -> jax.Array:
-        placed = jax.device_put(join(parts, tp=tp), NamedSharding(model.mesh, spec.partition))
-        return lax.bitcast_convert_type(placed, profile.param_dtype)
+    def joined(_: ParamSpec, parts: tuple[jax.Array, ...]) -> jax.Array:
+        return join(parts, tp=tp)
 
     rows = jax.tree.map(rounded_rows, {"lm_head": params["embed"], **params}, tensors)
-    return jax.tree.map(place, specs, by_param(rows))
+    return jax.tree.map(joined, specs, by_param(rows))

@@ -27,10 +27,10 @@ from detjax.engine.running.programs import ProgramCache
 from detjax.models.abstract import abstract_params
 from detjax.models.config import ExpertConfig, ModelConfig, RopeConfig
 from detjax.models.fast import forward_fast, local_logits_fast
+from detjax.models.forward_paths import KernelMode
 from detjax.models.layers import ForwardContext, Tokens
 from detjax.models.loading import LoadedModel
 from detjax.models.params import MATRICES, padded_vocab_size, partition_specs
-from detjax.models.paths import Kernels
 from detjax.models.weights import blake3, device_hashing
 from detjax.numerics import NumericsProfile, tree_reduction
 from detjax.pallas_kernels.attention.api import attention, rope_attention
@@ -272,7 +272,7 @@ def decode_step() -> aot.CompiledProgram:
     return aot.inspect_program(lambda: programs.get(key, model.params))
 
 
-def decode_launch(mode: Kernels, weights: str) -> aot.CompiledProgram:
+def decode_launch(mode: KernelMode, weights: str) -> aot.CompiledProgram:
     """Four tokens of eight sequences in one launch, two layers."""
     model = abstract_model(2)
     key = plain_key("decode", rows=8, length=4, table_len=8, mode=mode, weights=weights)

@@ -25,7 +25,8 @@ from detjax.certify.restart import new_process
 from detjax.certify.subject import Subject, ask, order_probe
 from detjax.engine.config import EngineConfig
 from detjax.engine.heap import frozen_heap
-from detjax.engine.requests.request import Request, SamplingParams
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.self_check.evidence import FOLDER_VARIABLE
 from detjax.models.hf_config import config_from_hf
 from detjax.models.loading import LoadedModel

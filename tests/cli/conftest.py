@@ -15,9 +15,10 @@ from detjax import generate
 from detjax.cli.model import OpenModel, Progress
 from detjax.engine.config import EngineConfig
 from detjax.engine.metrics import EngineStats
-from detjax.engine.outputs.completions import best
-from detjax.engine.requests.request import Completion, FinishReason, Request, TokenEvent
-from detjax.engine.scheduling.work import Work
+from detjax.engine.outputs.completion import Completion, best
+from detjax.engine.outputs.request_output import FinishReason, TokenEvent
+from detjax.engine.requests.request import Request
+from detjax.engine.scheduling.workload import Workload
 from detjax.engine.trace import TracesEvents
 from detjax.proof.identity import Identity
 from detjax.testing.folders import byte_tokenizer
@@ -82,7 +83,7 @@ class Toy:
         return [*prompt, *self.ids_of(str(seq)), self.end]
 
 
-def fake_sizes(asked: Mapping[str, Any], work: Work) -> EngineConfig:
+def fake_sizes(asked: Mapping[str, Any], work: Workload) -> EngineConfig:
     """What is asked, and the defaults, with room for the work."""
     return EngineConfig(**{"max_len": work.longest, **asked})
 
@@ -107,7 +108,11 @@ class FakeEngine:
             progress(name, done, len(names))
 
     def generate(
-        self, requests: Sequence[Request], *, on_token: Callable[[TokenEvent], bool]
+        self,
+        requests: Sequence[Request],
+        *,
+        on_token: Callable[[TokenEvent], bool],
+        on_completion: Callable[[Completion], None],
     ) -> list[Completion]:
         keys = [
             (r, s)
@@ -116,6 +121,12 @@ class FakeEngine:
         ]
         made: dict[tuple[int, int], list[TokenEvent]] = {key: [] for key in keys}
         reasons: dict[tuple[int, int], FinishReason] = {}
+        done: dict[tuple[int, int], Completion] = {}
+        for key in keys:
+            if requests[key[0]].sampling.max_tokens == 0:
+                reasons[key] = FinishReason.LENGTH
+                done[key] = self._completion(requests, key, [], reasons[key])
+                on_completion(done[key])
         while len(reasons) < len(keys):
             for key in [key for key in keys if key not in reasons][: self._config.batch_size]:
                 event = self._event(requests[key[0]], key, len(made[key]))
@@ -127,8 +138,10 @@ class FakeEngine:
                     reasons[key] = FinishReason.STOP
                 elif len(made[key]) == sampling.max_tokens:
                     reasons[key] = FinishReason.LENGTH
-        done = [self._completion(requests, key, made[key], reasons[key]) for key in keys]
-        by_request = ([c for c in done if c.request_idx == r] for r in range(len(requests)))
+                if key in reasons:
+                    done[key] = self._completion(requests, key, made[key], reasons[key])
+                    on_completion(done[key])
+        by_request = ([done[k] for k in keys if k[0] == r] for r in range(len(requests)))
         return [
             c
             for request, made in zip(requests, by_request, strict=True)
@@ -169,7 +182,7 @@ def toy() -> Toy:
 
 
 @pytest.fixture
-def sizes() -> Callable[[Mapping[str, Any], Work], EngineConfig]:
+def sizes() -> Callable[[Mapping[str, Any], Workload], EngineConfig]:
     """Sizes of a fake engine."""
     return fake_sizes
 

@@ -15,7 +15,10 @@ from detjax.cli import errors
         ((), "there is no prompt"),
         (("--prompt", ""), "--prompt is empty"),
         (("--prompt", "a", "--prompt", ""), "--prompt number 2 is empty"),
-        (("--prompt", "x" * 64), "has 65 tokens, but the model's context is 64"),
+        (
+            ("--prompt", "x" * 64),
+            "has 65 tokens and its answer 1, more than",
+        ),
         (("--prompt", "\udcff"), "--prompt is not valid UTF-8 at character 1"),
         (("--prompt", "-", "--prompt", "-"), "standard input can be read once"),
         (("--prompt", "a", "--stop", ""), "--stop is empty"),
@@ -109,7 +112,10 @@ from detjax.cli import errors
         (("The sea",), "a prompt is an option: --prompt 'The sea'"),
         (("--prompt", "a", "--model", ""), "--model is empty; give a folder, or a Hugging Face id"),
         (("--prompt", "a", "--max-len", "65"), "--max-len 65 is above the model's context of 64"),
-        (("--prompt", "a" * 9, "--max-len", "9"), "has 10 tokens, but --max-len is 9"),
+        (
+            ("--prompt", "a" * 9, "--max-len", "9"),
+            "10 tokens and its answer 1, more than --max-len of 9",
+        ),
         (("--prompt", "a", "--output", "/no/such/file"), "--output /no/such/file is in a folder"),
         (("--prompt", "a", "--revision", "main"), "has no meaning for the folder"),
         (("--prompt", "a", "--model", "/no/such"), "--model: '/no/such' is neither"),
@@ -185,4 +191,4 @@ def test_a_tokenizer_of_another_model_is_refused(capsys, tmp_path, toy):
     larger.save(str(folder / "tokenizer.json"))
     argv = ["--model", str(folder), "--prompt", "<59>", "--control-tokens"]
     assert generate.main(argv) == errors.BAD_INPUT
-    assert "token id 317, but the model's vocabulary is 300" in capsys.readouterr().err
+    assert "token id 317, outside the vocabulary of 300" in capsys.readouterr().err

@@ -10,8 +10,10 @@ import pytest
 
 from detjax.cli import check, errors
 from detjax.engine.config import EngineConfig
-from detjax.engine.outputs.text import CompletionOutput
-from detjax.engine.requests.request import Completion, FinishReason, Request, SamplingParams
+from detjax.engine.outputs.completion import Completion, CompletionOutput
+from detjax.engine.outputs.request_output import FinishReason
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import SamplingParams
 
 
 def test_runs_that_agree_are_reported_with_their_digest(command, capsys):

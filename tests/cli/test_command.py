@@ -22,7 +22,8 @@ from detjax.cli.arguments import OPTIONS
 from detjax.cli.parser import parse_args
 from detjax.cli.verbs import VERBS
 from detjax.engine.config import EngineConfig
-from detjax.engine.requests.request import Request, SamplingParams
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import SamplingParams
 
 
 def failing(error: BaseException):

@@ -8,7 +8,8 @@ import sys
 import numpy as np
 
 from detjax.cli import errors
-from detjax.engine.requests.request import Completion, FinishReason
+from detjax.engine.outputs.completion import Completion
+from detjax.engine.outputs.request_output import FinishReason
 
 
 def lines_of(text: str) -> list[dict]:
@@ -172,6 +173,21 @@ def test_json_lines_come_in_order_even_if_a_later_one_ends_first(command, capsys
     argv = ("--prompt", "a long one", "--prompt", "b", "--format", "jsonl")
     assert command(*argv) == errors.OK
     assert [e["index"] for e in lines_of(capsys.readouterr().out)] == [0, 1]
+
+
+def test_a_prompt_that_is_scored_alone_has_its_line(command, capsys, tmp_path):
+    """It has no token, so nothing tells of it but its completion."""
+    file, wanted = tmp_path / "prompts.jsonl", {"max_tokens": 0, "prompt_logprobs": 1}
+    lines = [{"prompt": "one", "sampling": wanted}, {"prompt": "two"}]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    assert command("--prompts-file", str(file), "--format", "jsonl") == errors.OK
+    scored, answered = lines_of(capsys.readouterr().out)
+    assert (scored["token_ids"], scored["finish_reason"]) == ([], "length")
+    assert answered["text"] == "two0"
+    file.write_text(json.dumps(lines[0]))
+    assert command("--prompts-file", str(file)) == errors.OK
+    out, err = capsys.readouterr()
+    assert out == "\n" and "first token" not in err
 
 
 def test_a_completion_ends_with_the_context(command, capsys, toy):

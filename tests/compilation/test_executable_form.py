@@ -15,7 +15,8 @@ from detjax.compilation.executable_form import FormError, read_executable, write
 from detjax.compilation.kept_programs import keep_programs_of_build
 from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
-from detjax.engine.requests.request import Request, SamplingParams
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.numerics import NumericsProfile
 from detjax.testing import assert_bitwise_equal
 from detjax.testing.dummies import adjusted_requests, dummy_config, dummy_model

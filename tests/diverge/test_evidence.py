@@ -10,8 +10,8 @@ import detjax
 from detjax.diverge.__main__ import main
 from detjax.diverge.evidence import Evidence, answer_of_receipt, explain, reproduction_of
 from detjax.engine.errors import SelfCheckError
-from detjax.engine.requests.request import SamplingParams
-from detjax.engine.self_check.evidence import FOLDER_VARIABLE, Difference, add_cause
+from detjax.engine.requests.sampling_params import SamplingParams
+from detjax.engine.self_check.evidence import FOLDER_VARIABLE, CheckDifference, add_cause
 from detjax.numerics import Build, NumericsProfile
 from detjax.testing.faults import FAULTS
 from tests.proof.test_receipt import make_receipt
@@ -23,16 +23,16 @@ BUILD = Build(
 SAMPLING = SamplingParams(temperature=0.8, seed=7, noise_stream=2, stop=("x",), n=4)
 
 
-def difference(**changes) -> Difference:
+def difference(**changes) -> CheckDifference:
     fields = {
         "program": "decode invariant 8x1 to 16 pages", "row": 5, "position": 131071,
         "token_ids": (7, 9), "sampling": (SAMPLING, 3), "what": "token and logprob",
         "found": "00000001", "expected": "00000002",
     }  # fmt: skip
-    return Difference(**(fields | changes))
+    return CheckDifference(**(fields | changes))
 
 
-def ask(found: Difference, **mesh):
+def ask(found: CheckDifference, **mesh):
     sizes = {"profile": PROFILE, "vocab_size": 50, "dp": 1, "tp": 1}
     return reproduction_of(found, **(sizes | mesh))
 

@@ -10,7 +10,7 @@ import detjax.pallas_kernels.portable
 from detjax.diverge.divergence import Divergence
 from detjax.diverge.find import find_divergence
 from detjax.diverge.setting import Setting
-from detjax.engine.requests.request import SamplingParams
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.models.loading import LoadedModel
 from detjax.numerics import NumericsProfile
 from detjax.testing.dummies import dummy_config, dummy_model

@@ -19,11 +19,11 @@ from detjax.diverge.find import find_divergence
 from detjax.diverge.recorder import RecordedTaps
 from detjax.diverge.runs import Models, Runs
 from detjax.diverge.setting import RecordedAnswer, Setting
-from detjax.engine.requests.request import SamplingParams
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.running.model_runner import ModelRunner
 from detjax.models.fast import forward_fast, local_logits_fast
+from detjax.models.forward_paths import FORWARD_PATHS
 from detjax.models.loading import LoadedModel
-from detjax.models.paths import PATHS
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels import portable
 from detjax.pallas_kernels.attention import portable as portable_attention
@@ -237,7 +237,7 @@ def test_a_draft_accepted_too_many_is_found_as_a_token_that_was_run_and_not_answ
         return jnp.roll(local_logits_fast(ctx, params, hidden), 1, axis=1)
 
     monkeypatch.setattr(detjax.engine.running.programs, "pack_verified", pack_verified)
-    monkeypatch.setitem(PATHS, "fast", (forward_fast, wrong_drafts))
+    monkeypatch.setitem(FORWARD_PATHS, "fast", (forward_fast, wrong_drafts))
     found = find("", "mode=dvr")
     assert found.token is not None
     why = "b ran 200 and answered 131"

@@ -14,8 +14,9 @@ from detjax.diverge.__main__ import main
 from detjax.diverge.divergence import Divergence, TokenDifference
 from detjax.diverge.find import first_token
 from detjax.diverge.setting import RecordedAnswer, Setting
-from detjax.engine.outputs.text import CompletionOutput
-from detjax.engine.requests.request import Completion, FinishReason, SamplingParams
+from detjax.engine.outputs.completion import Completion, CompletionOutput
+from detjax.engine.outputs.request_output import FinishReason
+from detjax.engine.requests.sampling_params import SamplingParams
 
 
 @pytest.mark.parametrize("text", ["", "tp=2,batch=8,chunk=16", "mode=fast,backend=portable"])

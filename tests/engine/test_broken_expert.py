@@ -9,7 +9,8 @@ import pytest
 
 from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
-from detjax.engine.requests.request import FinishReason, SamplingParams
+from detjax.engine.outputs.request_output import FinishReason
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.models.loading import LoadedModel
 from detjax.numerics import NumericsProfile
 from detjax.testing.dummies import dummy_config, dummy_model

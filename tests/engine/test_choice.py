@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from detjax.engine.requests.request import SamplingParams
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.sampling.sampling import SamplingRows, choose
 from detjax.models.layers import ForwardContext
 from detjax.numerics import NumericsProfile

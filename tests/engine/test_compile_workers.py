@@ -19,9 +19,9 @@ jax.monitoring.register_event_duration_secs_listener(
     lambda event, s, **named: compiled.append(event) if "backend_compile" in event else None)
 import detjax
 from detjax.engine.running import compile_workers
-from detjax.engine.running import model_runner
+from detjax.engine.running import ready_programs
 if sys.argv[2] != "0":
-    model_runner.num_workers = lambda *rest: int(sys.argv[2])
+    ready_programs.num_workers = lambda *rest: int(sys.argv[2])
 llm = detjax.LLM("novels-6m", cache_dir=sys.argv[1])
 before = len(compiled)
 if sys.argv[3] == "killed":

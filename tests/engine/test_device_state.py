@@ -16,7 +16,9 @@ import pytest
 from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
 from detjax.engine.errors import EngineStoppedError
-from detjax.engine.requests.request import Completion, Request, SamplingParams
+from detjax.engine.outputs.completion import Completion
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.trace import Trace
 from detjax.models.loading import LoadedModel
 from detjax.numerics import NumericsProfile

@@ -15,9 +15,12 @@ import pytest
 from detjax.engine.async_engine import AsyncEngine
 from detjax.engine.config import EngineConfig, max_draft_fraction
 from detjax.engine.engine import Engine
-from detjax.engine.errors import EngineStoppedError
+from detjax.engine.errors import EngineInUseError, EngineStoppedError
 from detjax.engine.metrics import Histogram
-from detjax.engine.requests.request import Completion, FinishReason, Request, SamplingParams
+from detjax.engine.outputs.completion import Completion
+from detjax.engine.outputs.request_output import FinishReason
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.running.program_key import ProgramKey
 from detjax.engine.running.programs import ProgramCache
 from detjax.engine.scheduling import ngram
@@ -268,8 +271,8 @@ def test_generate_wants_the_engine_for_itself():
 @pytest.mark.parametrize(
     ("prompt", "given", "message"),
     [
-        ((), {}, "the prompt is empty"),
-        ((1,) * 128, {}, "128 tokens, which leaves no room to generate in max_len=128"),
+        ((), {}, "the prompt has no tokens"),
+        ((1,) * 128, {}, "128 tokens and its answer 1, more than the engine's max_len of 128"),
         ((1, 128), {}, "token id 128, outside the vocabulary of 128"),
         ((-1,), {}, "token id -1, outside"),
         ((1,), {"priority": 101}, r"priority=101 must be in \[-100, 100\]"),
@@ -498,7 +501,7 @@ def test_an_interrupt_between_a_launch_and_its_cache_leaves_an_engine_that_works
     """The arrays are deleted, as they were donated; answers have their bits again all the same."""
     made, count = engine(num_pages=20), 0
     asked = [request(5, 40), request(6, 20)]
-    program_of = made._runner._program
+    program_of = made._runner._ready.get
 
     def interrupted(key):
         program = program_of(key)
@@ -513,7 +516,7 @@ def test_an_interrupt_between_a_launch_and_its_cache_leaves_an_engine_that_works
 
         return run
 
-    made._runner._program = interrupted
+    made._runner._ready.get = interrupted
     with pytest.raises(KeyboardInterrupt):
         made.generate(asked)
     assert made._runner.is_lost
@@ -666,6 +669,72 @@ def test_a_pump_that_is_cancelled_loses_no_output():
         return outputs + [o async for o in stream]
 
     assert_canonical(asyncio.run(run()), asked)
+
+
+def test_two_async_engines_on_one_engine_lose_no_output():
+    """The second is refused while the first has requests, and takes the engine over afterwards."""
+    made, asked = engine(), [request(i, max_tokens=20) for i in range(3)]
+
+    async def read(front: AsyncEngine, one: Request) -> list:
+        return [o async for o in front.stream(one.prompt_token_ids, one.sampling)]
+
+    async def run() -> list[list]:
+        first, second = AsyncEngine(made), AsyncEngine(made)
+        stream = first.stream(asked[0].prompt_token_ids, asked[0].sampling)
+        outputs = [await anext(stream)]
+        with pytest.raises(EngineInUseError, match="one AsyncEngine for each engine"):
+            await read(second, asked[1])
+        assert made.stats().num_requests == 1
+        outputs += [o async for o in stream]
+        # At once, though the pump of the first may still step.
+        return [outputs, await read(second, asked[1]), await read(first, asked[2])]
+
+    for outputs, one in zip(asyncio.run(run()), asked, strict=True):
+        assert_canonical(outputs, one)
+
+
+# -------------------------------------------------------------------------------------- completions
+
+
+def test_each_completion_is_told_once_when_its_sequence_has_ended():
+    """With the logprobs of its prompt, of sequences that are not returned as well."""
+    made, told, num_tokens = engine(), [], []
+    asked = [
+        request(1, max_tokens=3),
+        request(2, max_tokens=6, n=1, best_of=3, temperature=1.0, prompt_logprobs=0),
+        Request(
+            prompt_token_ids=(4, 5, 6), sampling=SamplingParams(max_tokens=0, prompt_logprobs=1)
+        ),
+    ]
+
+    def on_token(event) -> bool:
+        num_tokens.append(event.request_idx)
+        return False
+
+    def on_completion(done: Completion) -> None:
+        assert num_tokens.count(done.request_idx) >= len(done.token_ids)
+        told.append(done)
+
+    returned = made.generate(asked, on_token=on_token, on_completion=on_completion)
+    keys = [(done.request_idx, done.sequence_idx) for done in told]
+    assert sorted(keys) == [(0, 0), (1, 0), (1, 1), (1, 2), (2, 0)]
+    assert keys.index((0, 0)) < keys.index((1, 0))  # as they end, not at the end of all
+    assert [len(done.prompt_logprobs or ()) for done in told if done.request_idx] == [19] * 3 + [2]
+    assert [done.request_idx for done in returned] == [0, 1, 2]
+    assert all(any(done is one for one in told) for done in returned)
+    assert returned == made.generate(asked)
+
+
+def test_what_on_completion_raises_ends_the_run():
+    made = engine()
+
+    def fail(done: Completion) -> None:
+        raise OSError("no space left")
+
+    with pytest.raises(OSError, match="no space left"):
+        made.generate([request(), request(2, max_tokens=30)], on_completion=fail)
+    assert made.stats().num_pages_held == 0 and not made.has_work
+    assert made.generate([request()]) == [alone(request())]
 
 
 # ------------------------------------------------------------------------------------ observability

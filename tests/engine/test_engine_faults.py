@@ -25,7 +25,9 @@ import detjax.engine
 from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
 from detjax.engine.errors import EngineFullError, EngineStoppedError
-from detjax.engine.requests.request import FinishReason, Request, SamplingParams
+from detjax.engine.outputs.request_output import FinishReason
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.running import device_state
 from detjax.engine.running.launch_operands import DecodeOperands, PrefillOperands, VerifyOperands
 from detjax.engine.running.programs import ProgramCache
@@ -286,9 +288,9 @@ def assert_at_rest(made: Engine) -> None:
     assert not made.has_work
     stats = made.stats()
     assert (stats.num_pages_held, stats.num_running, stats.num_waiting) == (0, 0, 0)
-    for name in ("live", "news", "outputs", "inbox", "cancels", "unwanted"):
+    for name in ("live", "pending", "outputs", "inbox", "cancels", "abandoned"):
         assert not getattr(made._states, name), name
-    assert made._input_processor.num_queued == 0 and not made._states.is_torn
+    assert made._input_processor.num_queued == 0 and not made._states.is_interrupted
     for pool in made._scheduler.pools:
         assert pool.num_available == pool.num_pages
     assert made._scheduler._waiting.num_entries <= 65
@@ -800,7 +802,6 @@ class Run:
             max_prefill_streak=int(rng.choice([0, 0, 3])),
             has_prompt_lookup=self.has_lookup,
             has_prefix_cache=bool(rng.random() < 0.8),
-            ageing_steps=int(rng.choice([0, 3, 200])),
         )
         self.mode, self.num_pages = mode, self.made.stats().num_pages // dp
         self.fates: dict[int, Fate] = {}

@@ -11,7 +11,8 @@ import pytest
 from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
 from detjax.engine.errors import EngineStoppedError
-from detjax.engine.requests.request import Request, SamplingParams
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.requests.sequence import TokenEvent
 from detjax.models.loading import LoadedModel
 from detjax.numerics import NumericsProfile

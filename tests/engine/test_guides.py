@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from detjax.engine.requests.request import SamplingParams
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.sampling.grammars import Grammars
 from detjax.engine.sampling.structured_output import StructuredOutput
 from detjax.llm import LLM

@@ -26,17 +26,17 @@ class PoolMachine(RuleBasedStateMachine):
         return sum(page in pages for pages in self.held)
 
     @rule(count=st.integers(0, 6))
-    def take(self, count):
+    def allocate(self, count):
         available = self.pool.num_available
         if count > available:
             says = f"{count} pages wanted, {available} of 12 available"
             with pytest.raises(MemoryError, match=says):
-                self.pool.take(count)
+                self.pool.allocate(count)
             assert self.pool.num_available == available
             return
         evicted = self.pool.num_evicted
         free = available - self.pool.num_cached
-        pages = self.pool.take(count)
+        pages = self.pool.allocate(count)
         assert not any(self.users(page) for page in pages)
         # What is kept for others goes last.
         assert self.pool.num_evicted - evicted == max(0, count - free)
@@ -77,9 +77,9 @@ class PoolMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
-    def give_back(self, data):
+    def free(self, data):
         index = data.draw(st.integers(0, len(self.held) - 1))
-        self.pool.give_back(self.held.pop(index))
+        self.pool.free(self.held.pop(index))
 
     @rule()
     def forget(self):
@@ -105,20 +105,20 @@ TestPagePool.settings = settings(max_examples=80, stateful_step_count=50, deadli
 
 def test_the_page_unused_longest_is_evicted_first_and_a_prefix_after_what_follows_it():
     pool = PagePool(4)
-    first, second = pool.take(2), pool.take(2)
+    first, second = pool.allocate(2), pool.allocate(2)
     for i, page in enumerate(first + second):
         pool.register(page, bytes([i]))
-    pool.give_back(second)
-    pool.give_back(first)
-    order = [pool.take(1)[0] for _ in range(4)]
+    pool.free(second)
+    pool.free(first)
+    order = [pool.allocate(1)[0] for _ in range(4)]
     assert order == [second[1], second[0], first[1], first[0]]
     assert pool.find(bytes([0])) is None
 
 
-@pytest.mark.parametrize("call", ["share", "give_back"])
+@pytest.mark.parametrize("call", ["share", "free"])
 def test_a_free_page_is_nobodys(call):
     pool = PagePool(2)
-    with pytest.raises(ValueError, match="page 1 (is free|was given back twice)"):
+    with pytest.raises(ValueError, match="page 1 (is free|was freed twice)"):
         getattr(pool, call)([1])
     with pytest.raises(ValueError, match="page 1 is held by nobody"):
         pool.register(1, b"key")
@@ -141,11 +141,11 @@ def test_a_key_names_all_tokens_up_to_the_end_of_the_page():
 def test_reclaimed_pages_are_cached_if_page_and_key_name_each_other(broken):
     """Whatever a call that was interrupted has left: no page is lost, given twice or believed."""
     pool = PagePool(6)
-    pages = pool.take(4)
+    pages = pool.allocate(4)
     keys = [bytes([i]) for i in range(3)]
     for page, key in zip(pages, keys, strict=False):
         pool.register(page, key)
-    pool.give_back(pages[:1])
+    pool.free(pages[:1])
     if broken == "key":
         del pool._key_of[pages[0]]
     elif broken == "page":
@@ -159,4 +159,4 @@ def test_reclaimed_pages_are_cached_if_page_and_key_name_each_other(broken):
         assert found[1:] == pages[1:3]
         assert found[0] == (None if broken in ("key", "page") else pages[0])
         assert pool.num_cached == sum(page is not None for page in found)
-    assert sorted(pool.take(6)) == list(range(6)) and pool.find(keys[1]) is None
+    assert sorted(pool.allocate(6)) == list(range(6)) and pool.find(keys[1]) is None

@@ -5,7 +5,8 @@ import time
 
 from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
-from detjax.engine.requests.request import Request, SamplingParams
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.testing.dummies import dummy_config, dummy_model
 
 

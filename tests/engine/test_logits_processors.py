@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from detjax.engine.requests.request import SamplingParams
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.sampling.adjustments import Adjustments, count_uses, pack_record, recent_tokens
 from detjax.engine.sampling.logits_processors import TextSoFar, process_logits
 from detjax.engine.sampling.sampling import SamplingRows, choose

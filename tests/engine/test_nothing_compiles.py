@@ -13,7 +13,9 @@ import pytest
 
 from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
-from detjax.engine.requests.request import FinishReason, Request, SamplingParams
+from detjax.engine.outputs.request_output import FinishReason
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.sampling.grammars import Grammars
 from detjax.engine.sampling.structured_output import StructuredOutput
 from detjax.models.bundled import bundled_model_path

@@ -10,7 +10,7 @@ import pytest
 from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
 from detjax.engine.metrics import EngineStats
-from detjax.engine.requests.request import SamplingParams
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.running.launch_operands import DecodeOperands
 from detjax.engine.running.placed_rows import PlacedRows
 from detjax.engine.running.program_key import ProgramKey
@@ -41,12 +41,16 @@ def rows(*, page: int) -> np.ndarray:
 def test_rows_are_placed_when_they_are_told_twice():
     stats = EngineStats()
     placed = PlacedRows(make_mesh(1, 1, platform="cpu"), stats)
-    told = [rows(page=page) for page in (7, 8, 8, 8, 7)]
-    given = [placed.place(KEY, packed) for packed in told]
+    pages, given = (7, 8, 8, 8, 7), []
+    for page in pages:
+        step = placed.step("full", page, lambda page=page: (KEY, rows(page=page)))
+        given.append(placed.place(step))
     assert [isinstance(one, jax.Array) for one in given] == [False, False, True, True, False]
     assert given[2] is given[3] and stats.decode_transfers == 4
-    for i, (one, packed) in enumerate(zip(given, told, strict=True)):
-        assert_bitwise_equal(np.asarray(one), packed, claim=f"rows of step {i} are the host's")
+    for i, (one, page) in enumerate(zip(given, pages, strict=True)):
+        assert_bitwise_equal(
+            np.asarray(one), rows(page=page), claim=f"rows of step {i} are the host's"
+        )
 
 
 @cache

@@ -8,7 +8,9 @@ import pytest
 
 from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
-from detjax.engine.requests.request import Completion, Request, SamplingParams
+from detjax.engine.outputs.completion import Completion
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.testing.bitwise import assert_bitwise_equal
 from detjax.testing.cases import quick_and_slow
 from detjax.testing.dummies import dummy_config, dummy_model, mixed_requests

@@ -2,7 +2,8 @@
 """A sequence that is preempted and comes back in one plan: what was in flight is dropped."""
 
 from detjax.engine.config import ReplicaConfig
-from detjax.engine.requests.request import Request, SamplingParams
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.requests.sequence import Sequence
 from detjax.engine.scheduling.scheduler import Scheduler
 
@@ -44,7 +45,7 @@ def test_results_of_before_a_preemption_do_not_count_for_a_sequence_that_runs_ag
         # Results are read a step late.
         for row in in_flight:
             assert scheduler.is_current(row)
-            scheduler.retire(row)
+            scheduler.note_read(row)
             if row.seq is first or hasattr(row, "is_last"):
                 scheduler.commit(row.seq, 2)
         in_flight = [row for part in (*batch.prefills, *batch.decodes) for row in part]

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from detjax.engine.requests.request import SamplingParams
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.running.device_arrays import empty_pages, pages_shape
 from detjax.engine.running.launch_operands import DecodeOperands, PrefillOperands, VerifyOperands
 from detjax.engine.running.program_key import CHOICES, ChoiceKey, ProgramKey, ScoreKey

@@ -28,8 +28,9 @@ from detjax.engine import replicated_engine
 from detjax.engine.async_engine import AsyncEngine
 from detjax.engine.engine import Engine
 from detjax.engine.errors import EngineFullError, EngineStoppedError
+from detjax.engine.outputs.request_output import FinishReason
 from detjax.engine.replicated_engine import ReplicatedEngine, follow
-from detjax.engine.requests.request import FinishReason, SamplingParams
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.running import device_state
 from detjax.parallel import watch as watching
 from detjax.parallel.watch import MAIL_BYTES, Watch, connect
@@ -141,7 +142,7 @@ def test_a_load_with_cancellations_is_bitwise_that_of_lone_requests(mode, plain_
 
 def plant(fault: str, other: Engine) -> None:
     """Let the follower's engine do something else than it is told."""
-    step, take = other.step, other.take_request
+    step, take = other.step, other.enqueue_request
     if fault == "a cancellation":
         other.cancel = lambda request_id: None
     elif fault == "an order":
@@ -152,7 +153,7 @@ def plant(fault: str, other: Engine) -> None:
             for each in reversed(held) if len(held) == 2 else ():
                 take(*each)
 
-        other.take_request = take_late
+        other.enqueue_request = take_late
     else:
         field = {"a token": "token_ids", "a logprob": "logprobs"}[fault]
 

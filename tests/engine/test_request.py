@@ -10,14 +10,10 @@ import jaxtyping
 import numpy as np
 import pytest
 
-from detjax.engine.requests.request import (
-    MAX_TEMPERATURE,
-    MIN_TEMPERATURE,
-    Completion,
-    FinishReason,
-    Request,
-    SamplingParams,
-)
+from detjax.engine.outputs.completion import Completion
+from detjax.engine.outputs.request_output import FinishReason
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import MAX_TEMPERATURE, MIN_TEMPERATURE, SamplingParams
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from jax.extend.random import threefry_2x32
 from jax.sharding import PartitionSpec as P
 from scipy import stats
 
-from detjax.engine.requests.request import MAX_TEMPERATURE, SamplingParams
+from detjax.engine.requests.sampling_params import MAX_TEMPERATURE, SamplingParams
 from detjax.engine.sampling.sampling import SamplingRows, choose
 from detjax.models.layers import ForwardContext
 from detjax.numerics import NumericsProfile

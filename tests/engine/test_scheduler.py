@@ -12,7 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from detjax.engine.config import ReplicaConfig
 from detjax.engine.errors import OutOfPagesError
-from detjax.engine.requests.request import Request, SamplingParams
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.requests.sequence import (
     DecodeRow,
     PrefillRow,
@@ -155,14 +156,14 @@ class Device:
         self.windows[key] = []
         return row, chosen
 
-    def retire(self) -> list[tuple[Sequence, list[int]]]:
+    def note_read(self) -> list[tuple[Sequence, list[int]]]:
         """Read the oldest results and commit them, as the engine does."""
         told = []
         for row, token_ids in self.in_flight.pop(0):
             if not self.scheduler.is_current(row):
                 continue
             seq = row.seq
-            self.scheduler.retire(row)
+            self.scheduler.note_read(row)
             if isinstance(row, DecodeRow) and row.is_draft:
                 if self.end in token_ids:
                     self.scheduler.close_window(row)
@@ -219,7 +220,7 @@ class Simulation:
         self.device.launch(batch)
         self.scheduler.confirm_launch()
         if len(self.device.in_flight) > self.steps_ahead:
-            self.device.retire()
+            self.device.note_read()
         return batch
 
     def interrupt(self) -> None:
@@ -356,7 +357,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             for seq in running:
                 private = [p for p in seq.pages[seq.num_registered :] if counts[p] > 1]
                 assert not private, "an unfinished page has two owners"
-                assert seq.num_pending >= 0 and seq.len_bound <= seq.max_len
+                assert seq.num_in_flight >= 0 and seq.len_bound <= seq.max_len
 
     def teardown(self):
         self.simulation.device.is_right = lambda: True
@@ -489,7 +490,7 @@ def test_preempted_sequences_go_on_where_they_were_and_use_their_own_pages_again
     second = simulation.add([2] * 8, most=16)
     simulation.drain()
     assert simulation.scheduler.num_preempted > 0
-    assert first.epoch == 0 and second.epoch > 0
+    assert first.num_preemptions == 0 and second.num_preemptions > 0
     assert simulation.scheduler.num_prefix_tokens > 0
     simulation.check_answers()
     assert not simulation.failed

@@ -24,8 +24,11 @@ from detjax.engine.async_engine import AsyncEngine
 from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
 from detjax.engine.errors import SelfCheckError
-from detjax.engine.requests.request import Completion, FinishReason, Request, SamplingParams
-from detjax.engine.running import model_runner
+from detjax.engine.outputs.completion import Completion
+from detjax.engine.outputs.request_output import FinishReason
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import SamplingParams
+from detjax.engine.running import ready_programs
 from detjax.engine.running.program_key import ProgramKey
 from detjax.engine.self_check import program_check, recheck
 from detjax.engine.self_check.evidence import FOLDER_VARIABLE
@@ -238,11 +241,11 @@ def test_no_fault_no_difference_and_the_same_bits(evidence):
 
 def test_a_start_checks_what_is_there_while_others_compile(evidence, monkeypatch):
     made, has_checked = make_engine(decode_lens=(128,)), threading.Event()
-    run_aside, compile_plain = made._runner.run_aside, made.programs._compile
+    run_check, compile_plain = made._runner._ready.run_check, made.programs._compile
     waited: list[bool] = []
 
     def runs(key, *operands, **named):
-        result = run_aside(key, *operands, **named)
+        result = run_check(key, *operands, **named)
         has_checked.set()
         return result
 
@@ -251,7 +254,7 @@ def test_a_start_checks_what_is_there_while_others_compile(evidence, monkeypatch
             waited.append(has_checked.wait(120))
         return compile_plain(key, *rest)
 
-    monkeypatch.setattr(made._runner, "run_aside", runs)
+    monkeypatch.setattr(made._runner._ready, "run_check", runs)
     monkeypatch.setattr(made.programs, "_compile", compiles)
     made.compile()
     assert waited and all(waited)
@@ -271,7 +274,7 @@ def test_a_start_compiles_in_the_order_of_the_check(evidence, monkeypatch):
             return super().submit(fn, *args, **kwargs)
 
     check = Session.check
-    monkeypatch.setattr(model_runner, "ThreadPoolExecutor", Pool)
+    monkeypatch.setattr(ready_programs, "ThreadPoolExecutor", Pool)
     monkeypatch.setattr(
         Session, "check", lambda self, key, *rest: (checked.append(key), check(self, key, *rest))[1]
     )
@@ -419,9 +422,9 @@ def test_a_wrong_answer_is_found_when_it_is_checked_again(monkeypatch, evidence,
     made = warm_engine()
     right = made._rechecks.offer
 
-    def wrong(seq, news):
+    def wrong(seq, tokens):
         below = np.float32(-1e9)
-        right(seq, [t._replace(logprob=np.nextafter(t.logprob, below)) for t in news])
+        right(seq, [t._replace(logprob=np.nextafter(t.logprob, below)) for t in tokens])
 
     monkeypatch.setattr(made._rechecks, "offer", wrong)
     serve(made)

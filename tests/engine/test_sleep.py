@@ -10,7 +10,7 @@ import jax
 import pytest
 
 import detjax
-from detjax.engine.requests.request import FinishReason
+from detjax.engine.outputs.request_output import FinishReason
 from detjax.engine.sleep import AsleepError
 from detjax.testing.cases import quick_and_slow
 from detjax.testing.folders import write_model_folder

@@ -19,7 +19,8 @@ from jax import lax
 
 from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
-from detjax.engine.requests.request import MAX_TEMPERATURE, Request, SamplingParams
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import MAX_TEMPERATURE, SamplingParams
 from detjax.models.bundled import bundled_model_path
 from detjax.models.loading import load_model
 from detjax.models.weights.load import ignore_progress

@@ -120,7 +120,7 @@ def test_a_loaded_dvr_engine_is_bitwise_schedule_invariant(steps_ahead):
 def test_a_loaded_engine_without_prefix_cache_and_with_limits_is_bitwise_schedule_invariant():
     made = engine(
         mode="dvr", has_prefix_cache=False, max_tokens_per_step=64, verify_patience=0,
-        verify_deadline=3, ageing_steps=5,
+        verify_deadline=3,
     )  # fmt: skip
     load(made, 300, seed=3)
     assert made.stats().prefix_tokens == 0

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from detjax.engine.requests.request import SamplingParams
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.sampling.grammars import Grammars
 from detjax.engine.sampling.structured_output import StructuredOutput
 from detjax.llm import LLM

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
 from detjax.engine.outputs.text import TextStream, find_stop
-from detjax.engine.requests.request import SamplingParams, last_tokens
+from detjax.engine.requests.sampling_params import SamplingParams, last_tokens
 from detjax.models.tokenizer import Tokenizer
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"

@@ -16,7 +16,10 @@ import detjax.models.decoder
 import detjax.models.layers
 from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
-from detjax.engine.requests.request import Completion, FinishReason, Request, SamplingParams
+from detjax.engine.outputs.completion import Completion
+from detjax.engine.outputs.request_output import FinishReason
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.running.device_arrays import empty_pages
 from detjax.models.loading import LoadedModel
 from detjax.numerics import NumericsProfile

@@ -17,7 +17,9 @@ import pytest
 import detjax
 from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
-from detjax.engine.requests.request import Completion, Request, SamplingParams
+from detjax.engine.outputs.completion import Completion
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.running.device_arrays import empty_pages
 from detjax.engine.running.program_key import ChoiceKey, choice_keys
 from detjax.engine.sampling.structured_output import StructuredOutput

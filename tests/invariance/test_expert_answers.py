@@ -20,7 +20,9 @@ import detjax.models.fast
 import detjax.models.layers
 from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
-from detjax.engine.requests.request import Completion, Request, SamplingParams
+from detjax.engine.outputs.completion import Completion
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.running.device_arrays import PAGES_SPEC, empty_pages
 from detjax.models.decoder import forward
 from detjax.models.layers import ForwardContext

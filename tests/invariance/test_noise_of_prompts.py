@@ -10,7 +10,9 @@ import pytest
 
 from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
-from detjax.engine.requests.request import MAX_TEMPERATURE, Completion, Request, SamplingParams
+from detjax.engine.outputs.completion import Completion
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import MAX_TEMPERATURE, SamplingParams
 from detjax.testing.bitwise import assert_bitwise_equal
 from detjax.testing.dummies import dummy_config, dummy_model
 

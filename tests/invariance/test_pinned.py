@@ -16,7 +16,8 @@ import pytest
 
 from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
-from detjax.engine.requests.request import Request, SamplingParams
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.models.bundled import bundled_model_path
 from detjax.models.loading import load_model
 from detjax.models.tokenizer import Tokenizer

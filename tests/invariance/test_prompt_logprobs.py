@@ -9,15 +9,12 @@ import pytest
 
 from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
+from detjax.engine.outputs.completion import CompletionOutput
 from detjax.engine.outputs.output_processor import OutputProcessor
 from detjax.engine.outputs.prompt_logprobs import HEAD_ROWS
-from detjax.engine.outputs.text import CompletionOutput
-from detjax.engine.requests.request import (
-    FinishReason,
-    PromptLogprobs,
-    Request,
-    SamplingParams,
-)
+from detjax.engine.outputs.request_output import FinishReason, PromptLogprobs
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.models.loading import LoadedModel
 from detjax.numerics import NumericsProfile
 from detjax.testing import assert_bitwise_equal, assert_order_sensitive
@@ -194,7 +191,7 @@ def test_an_interrupt_loses_no_prompt_logprob():
         while made.has_work:
             if step == at:
                 with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(OutputProcessor, "retire", _interrupted)
+                    patch.setattr(OutputProcessor, "process_output", _interrupted)
                     with pytest.raises(KeyboardInterrupt):
                         made.step()
             outputs += made.step()
@@ -279,9 +276,9 @@ def test_a_sequence_as_long_as_the_context_is_scored_and_a_longer_one_refused():
     tokens = tuple(i % VOCAB for i in range(97))
     (scores,) = made.score([tokens[:96]], top=TOP)
     assert len(scores) == 95 and len(scores[0].top_logprobs) == TOP
-    with pytest.raises(ValueError, match="has 97 tokens, more than max_len=96"):
+    with pytest.raises(ValueError, match="has 97 tokens, more than the engine's max_len of 96"):
         made.score([tokens])
-    with pytest.raises(ValueError, match="has 96 tokens, which leaves no room to generate"):
+    with pytest.raises(ValueError, match="has 96 tokens and its answer 1, more than"):
         made.generate([Request(prompt_token_ids=tokens[:96], sampling=SamplingParams())])
-    with pytest.raises(ValueError, match="is empty"):
+    with pytest.raises(ValueError, match="prompt 0 has no tokens"):
         made.score([()])

@@ -11,10 +11,10 @@ import pytest
 from detjax.engine.running.device_arrays import empty_pages
 from detjax.models.bundled import bundled_model_path
 from detjax.models.fast import quantise_params, quantised_specs
+from detjax.models.forward_paths import KernelMode
 from detjax.models.layers import Tokens
 from detjax.models.loading import LoadedModel, load_model
 from detjax.models.params import MATRICES
-from detjax.models.paths import Kernels
 from detjax.models.tokenizer import Tokenizer
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
@@ -39,7 +39,7 @@ def prompts(vocab_size: int) -> list[np.ndarray]:
     return [rng.integers(0, vocab_size, length) for length in (150, 40, 129)]
 
 
-def score(model: LoadedModel, path: Kernels) -> np.ndarray:
+def score(model: LoadedModel, path: KernelMode) -> np.ndarray:
     """Logits of three ragged prompts: a chunk of each, then the rest, padded, over the cache."""
     step, pages = scoring_step(model, path), empty_pages(model, 6)
     ids = prompts(model.config.vocab_size)
@@ -109,7 +109,7 @@ TEXT = (
 )
 
 
-def bundled_logits(model: LoadedModel, path: Kernels) -> np.ndarray:
+def bundled_logits(model: LoadedModel, path: KernelMode) -> np.ndarray:
     ids = Tokenizer.from_folder(bundled_model_path()).encode(TEXT)
     tokens = batch_of([(ids, 0)], np.asarray([[0]], np.int32))
     return np.asarray(scoring_step(model, path)(empty_pages(model, 1), tokens)[1])[0]

@@ -13,7 +13,8 @@ from safetensors.numpy import save_file
 
 from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
-from detjax.engine.requests.request import Request, SamplingParams
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.models.loading import LoadedModel, place_model
 from detjax.models.params import EMBED_NAME, tensor_specs
 from detjax.models.weights.load import load_params

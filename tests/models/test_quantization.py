@@ -14,7 +14,8 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from detjax import quantize
-from detjax.engine.requests.request import Request, SamplingParams
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.models.loading import LoadedModel, load_model
 from detjax.models.quantization.expand import expand_tensors
 from detjax.models.quantization.quantize import RECIPES, pack, quantize_folder, quantize_matrix

@@ -11,9 +11,9 @@ from jax.sharding import PartitionSpec as P
 from detjax.compilation.xla_flags import EXACT_OPTIONS, FAST_OPTIONS
 from detjax.engine.running.device_arrays import PAGES_SPEC, empty_pages
 from detjax.engine.running.programs import forward_context
+from detjax.models.forward_paths import FORWARD_PATHS, KernelMode
 from detjax.models.layers import Tokens
 from detjax.models.loading import LoadedModel
-from detjax.models.paths import PATHS, Kernels
 from detjax.numerics import NumericsProfile
 from detjax.testing import assert_bitwise_equal, assert_order_sensitive
 from detjax.testing.bitwise import count_different_bits
@@ -46,9 +46,9 @@ def tokens(counts: tuple[int, ...], length: int) -> tuple[Tokens, np.ndarray]:
     return Tokens(ids=ids, positions=positions, page_table=table), wanted
 
 
-def hidden_states(made: LoadedModel, given: Tokens, wanted, mode: Kernels = "invariant"):
+def hidden_states(made: LoadedModel, given: Tokens, wanted, mode: KernelMode = "invariant"):
     """The hidden states, as one rank has them, and the cache."""
-    forward, _ = PATHS[mode]
+    forward, _ = FORWARD_PATHS[mode]
     ctx = forward_context(made)
 
     def local(params, tables, pages, given, wanted):

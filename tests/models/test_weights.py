@@ -18,7 +18,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
-from detjax.engine.requests.request import Request, SamplingParams
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.models.bundled import bundled_model_path
 from detjax.models.config import ModelConfig, RopeConfig
 from detjax.models.hf_config import load_config

@@ -9,7 +9,8 @@ import time
 
 from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
-from detjax.engine.requests.request import Request, SamplingParams
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.pallas_kernels.backend import Backend
 from detjax.testing.dummies import dummy_config, dummy_model
 

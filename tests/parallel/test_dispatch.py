@@ -6,11 +6,13 @@ import threading
 from collections.abc import Callable
 
 import jax
+import numpy as np
 import pytest
 
 from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
-from detjax.engine.requests.request import Request, SamplingParams
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.models.loading import LoadedModel
 from detjax.numerics import NumericsProfile
 from detjax.parallel import dispatch
@@ -112,6 +114,66 @@ def test_a_call_that_raises_holds_nothing_on():
     for _ in range(2):
         with pytest.raises(OSError, match="no memory"):
             dispatch.ordered(devices, fail)()
+
+
+# ------------------------------------------------------------------------------- jitted programs
+
+
+def over(devices: list[jax.Device]) -> jax.Array:
+    mesh = jax.sharding.Mesh(np.asarray(devices), ("x",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    return jax.device_put(np.arange(4, dtype=np.int32), sharding)
+
+
+def is_held_while_traced(make: Callable) -> list[bool]:
+    """Of each trace of a program over two devices, whether the devices are held meanwhile."""
+    devices, held = jax.devices("cpu")[:2], []
+
+    def increment(x: jax.Array) -> jax.Array:
+        held.append(any(dispatch._lock_of(device).locked() for device in devices))
+        return x + 1
+
+    program = make(devices, jax.jit(increment))
+    for _ in range(2):
+        assert np.asarray(program(over(devices))).tolist() == [1, 2, 3, 4]
+    return held
+
+
+def test_a_program_is_compiled_while_nothing_is_held():
+    assert is_held_while_traced(lambda devices, jitted: dispatch.OrderedJit(jitted)) == [False]
+
+
+@pytest.mark.control
+def test_control_a_plain_jit_is_compiled_while_its_devices_are_held():
+    assert is_held_while_traced(dispatch.ordered) == [True]
+
+
+def waits_for(devices: list[jax.Device], call: Callable[[], object]) -> bool:
+    """Whether a call ends only once devices are free."""
+    thread = threading.Thread(target=call)
+    with dispatch.one_order(devices):
+        thread.start()
+        thread.join(timeout=5 * MEETING_S)
+        has_waited = thread.is_alive()
+    thread.join(timeout=60)
+    assert not thread.is_alive()
+    return has_waited
+
+
+def test_a_jitted_program_and_a_move_between_meshes_wait_for_their_devices():
+    devices = jax.devices("cpu")
+    array, elsewhere = over(devices[:2]), over(devices[2:4]).sharding
+    program = dispatch.OrderedJit(jax.jit(lambda x: x + 1))
+    program(array)
+    calls = [
+        lambda: program(array),
+        lambda: dispatch.put(array, array.sharding),
+        lambda: dispatch.put(array, elsewhere),
+    ]
+    for call in calls:
+        assert waits_for(devices[:2], call) and not waits_for(devices[4:6], call)
+    moved = dispatch.put(array, elsewhere)
+    assert moved.sharding == elsewhere and np.array_equal(np.asarray(moved), np.asarray(array))
 
 
 # ---------------------------------------------------------------------------------------- engines

@@ -604,7 +604,8 @@ def test_a_process_for_each_gpu_has_the_bits_of_one_gpu():
 )
 def test_answers_are_bitwise_mesh_invariant(mesh, experts, compute_dtype):
     """Whole answers, prompts longer and shorter than what is shared out over ranks."""
-    from detjax.engine.requests.request import Request, SamplingParams
+    from detjax.engine.requests.request import Request
+    from detjax.engine.requests.sampling_params import SamplingParams
 
     dp, tp = mesh
     config = dummy_config(

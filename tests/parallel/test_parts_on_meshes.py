@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from detjax.diverge.recorder import RecordedTaps
-from detjax.engine.requests.request import Completion
+from detjax.engine.outputs.completion import Completion
 from detjax.models.layers import ForwardContext, parts_in_columns, row_parallel_norm
 from detjax.models.transformer import Stream
 from detjax.numerics import NumericsProfile

@@ -22,7 +22,8 @@ SM90_SIZES = {"head_dim": 64, "hidden_size": 512, "intermediate_size": 1536, "vo
 
 
 def requests(changed: bool):
-    from detjax.engine.requests.request import Request, SamplingParams
+    from detjax.engine.requests.request import Request
+    from detjax.engine.requests.sampling_params import SamplingParams
 
     return [
         Request(

@@ -17,8 +17,11 @@ import numpy as np
 
 from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
-from detjax.engine.outputs.text import TextBatch, text_request
-from detjax.engine.requests.request import Request, SamplingParams
+from detjax.engine.outputs.text_batch import TextBatch
+from detjax.engine.requests.checks import RequestLimits
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import SamplingParams
+from detjax.engine.requests.text_request import text_request
 from detjax.engine.sampling.grammars import Grammars
 from detjax.engine.sampling.structured_output import StructuredOutput
 from detjax.models.bundled import bundled_model_path
@@ -123,8 +126,8 @@ class Subject:
     def request(self, prompt: Sequence[int], sampling: SamplingParams) -> Request:
         """As `LLM` and the server make one."""
         return text_request(
-            prompt, sampling, what="it", vocab_size=VOCAB, max_len=CONTEXT, limit="context",
-            is_deterministic=True, tokenizer=tokenizer(), eos_token_ids=self.config.eos_token_ids,
+            prompt, sampling, what="it", limits=RequestLimits.of(self.config, CONTEXT),
+            is_deterministic=True, tokenizer=tokenizer(),
         )  # fmt: skip
 
     def receipts(
@@ -134,7 +137,9 @@ class Subject:
         ends = self.config.eos_token_ids
         asked = [*requests, self._widest]
         batch = TextBatch(asked, tokenizer(), end_ids=ends, fingerprint="")
-        done = self._engine(mode).generate(batch.token_requests, on_token=batch.on_token)
+        done = self._engine(mode).generate(
+            batch.token_requests, on_token=batch.on_token, on_completion=batch.on_completion
+        )
         outputs = batch.outputs(done)
         outputs = outputs if widest else outputs[:-1]
         return [Receipt.of(self.identity, output, end_token_ids=ends) for output in outputs]

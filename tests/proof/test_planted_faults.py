@@ -13,11 +13,11 @@ from detjax.certify.subject import Subject
 from detjax.diverge.find import find_divergence
 from detjax.diverge.setting import Setting
 from detjax.engine.config import EngineConfig
-from detjax.engine.requests.request import SamplingParams
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.self_check.evidence import FOLDER_VARIABLE
 from detjax.models.fast import forward_fast, local_logits_fast
+from detjax.models.forward_paths import FORWARD_PATHS
 from detjax.models.loading import LoadedModel
-from detjax.models.paths import PATHS
 from detjax.numerics import NumericsProfile
 from detjax.testing.dummies import dummy_config, dummy_model
 from detjax.testing.faults import FAULTS, with_ties
@@ -141,7 +141,7 @@ def test_diverge_names_the_operation(monkeypatch, name):
         def wrong_drafts(ctx, params, hidden):
             return jnp.roll(local_logits_fast(ctx, params, hidden), 1, axis=1)
 
-        monkeypatch.setitem(PATHS, "fast", (forward_fast, wrong_drafts))
+        monkeypatch.setitem(FORWARD_PATHS, "fast", (forward_fast, wrong_drafts))
 
     def load(setting: Setting) -> LoadedModel:
         return model(name, setting.tp)

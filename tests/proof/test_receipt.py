@@ -12,8 +12,9 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
-from detjax.engine.outputs.text import CompletionOutput
-from detjax.engine.requests.request import Completion, FinishReason, SamplingParams
+from detjax.engine.outputs.completion import Completion, CompletionOutput
+from detjax.engine.outputs.request_output import FinishReason
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.numerics import NumericsProfile
 from detjax.proof import receipt as receipt_module
 from detjax.proof.canonical_json import canonical_json

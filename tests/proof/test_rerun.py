@@ -11,7 +11,7 @@ import pytest
 import detjax
 from detjax import audit, replay
 from detjax.engine.engine import Engine
-from detjax.engine.outputs.text import TextBatch
+from detjax.engine.outputs.text_batch import TextBatch
 from detjax.engine.requests.request import Request
 from detjax.models.bundled import bundled_model_path
 from detjax.proof.identity import Identifier, Identity
@@ -182,7 +182,9 @@ def test_what_ends_an_answer_is_the_models_to_say(llm, auditor, identity, is_aud
     identity = Identifier(ended[0], llm.tokenizer, name="novels-6m").identity()
     request = Request(prompt_token_ids=tuple(llm.tokenizer.encode(PROMPTS[0])), sampling=sampling)
     batch = TextBatch([request], llm.tokenizer, end_ids=(end,), fingerprint="")
-    done = engines[0].generate(batch.token_requests, on_token=batch.on_token)
+    done = engines[0].generate(
+        batch.token_requests, on_token=batch.on_token, on_completion=batch.on_completion
+    )
     (output,) = batch.outputs(done)
     honest = Receipt.of(identity, output, end_token_ids=(end,))
     assert honest.answer["finish_reason"] == "stop" and len(honest.token_ids) <= 6

@@ -24,7 +24,7 @@ from detjax import audit
 from detjax.cli.errors import InputError
 from detjax.models import loading
 from detjax.models.bundled import bundled_model_path
-from detjax.serve import check_options, make_parser
+from detjax.serve import check_files, check_options, make_parser
 from detjax.server.app import OPEN_TO_ALL, make_app
 from detjax.server.options import WebOptions, web_options
 from detjax.server.service import ServiceState
@@ -191,7 +191,6 @@ def test_a_key_opens_its_own_routes_alone(server):
         (["--admin-api-key", " "], "--admin-api-key is empty"),
         (["--admin-api-key", "a", "--api-key", "a"], "give each a key of its own"),
         (["--weights-dir", "."], "--weights-dir . needs --admin-api-key"),
-        (["--admin-api-key", "a", "--weights-dir", "no"], "--weights-dir no is no folder"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(monkeypatch, argv, says):
@@ -207,6 +206,12 @@ def test_the_key_may_come_from_the_environment(monkeypatch, tmp_path):
     assert options.admin_keys == ("of the environment",)
     assert options.weights_dirs == (tmp_path.resolve(),)
     assert_refused(["--api-key", "of the environment"], "give each a key of its own")
+
+
+def test_a_folder_of_weights_that_is_not_there_is_refused_at_the_start():
+    args = make_parser().parse(["--admin-api-key", "a", "--weights-dir", "no"])
+    with pytest.raises(FileNotFoundError, match="--weights-dir no is no folder"):
+        check_files(args)
 
 
 def assert_refused(argv: list[str], says: str) -> None:

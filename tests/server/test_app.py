@@ -19,7 +19,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import detjax
-from detjax.engine.requests.request import Completion, FinishReason
+from detjax.engine.outputs.completion import Completion
+from detjax.engine.outputs.request_output import FinishReason
 from detjax.serve import make_parser
 from detjax.server import service as service_module
 from detjax.server.service import Limits, Service, ServiceState
@@ -209,10 +210,10 @@ def test_the_openai_client_understands_it(running):
     ("fields", "status", "text"),
     [
         ({"model": "other"}, 404, "'other' is not served here; 'novels-6m' is"),
-        ({"prompt": "sea " * 300}, 400, "together more than this server's 256"),
-        ({"max_tokens": 1000}, 400, "1000, together more than this server's 256"),
+        ({"prompt": "sea " * 300}, 400, "more than this server's context of 256"),
+        ({"max_tokens": 1000}, 400, "1000, more than this server's context of 256"),
         ({"prompt": [[]]}, 400, "no tokens"),
-        ({"prompt": [5, -1]}, 400, "token id -1 is outside the vocabulary"),
+        ({"prompt": [5, -1]}, 400, "token id -1, outside the vocabulary"),
         ({"unknown": 1}, 400, "unknown field 'unknown'"),
         ({"prompt": "x" * (1 << 20)}, 413, "larger than 1048576 bytes"),
         ({"priority": 1000}, 400, "priority=1000"),

@@ -3,7 +3,7 @@
 
 import numpy as np
 
-from detjax.engine.requests.request import TokenEvent
+from detjax.engine.outputs.request_output import TokenEvent
 from detjax.server.echo import EchoedToken, legacy_logprobs
 
 TEXTS = {1: "a", 2: "a", 3: "b", 4: "c"}

@@ -50,13 +50,13 @@ WHOLE = {
     "/tokenize": {"model": "small", "prompt": "sea"},
     "/detokenize": {"model": "small", "tokens": [5, 6]},
 }  # fmt: skip
-PATHS = tuple(WHOLE)
+FORWARD_PATHS = tuple(WHOLE)
 ALLOWED = {0, 200, 400, 404, 413, 429, 499}
 
 
 def draw(rng: np.random.Generator) -> tuple[str, list[bytes], bool]:
     """A path, a body in parts, and whether the client leaves."""
-    path = PATHS[rng.choice(len(PATHS), p=(0.5, 0.2, 0.1, 0.1, 0.1))]
+    path = FORWARD_PATHS[rng.choice(len(FORWARD_PATHS), p=(0.5, 0.2, 0.1, 0.1, 0.1))]
     fields = dict(WHOLE[path])
     for _ in range(int(rng.integers(0, 4))):
         name = FIELDS[rng.integers(len(FIELDS))]

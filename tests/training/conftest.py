@@ -9,7 +9,9 @@ import jax
 import numpy as np
 import pytest
 
-from detjax.engine.requests.request import Completion, Request, SamplingParams
+from detjax.engine.outputs.completion import Completion
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.models.loading import LoadedModel
 from detjax.numerics import NumericsProfile
 from detjax.testing.dummies import answers, dummy_config, dummy_model

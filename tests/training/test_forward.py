@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from detjax.engine.requests.request import Completion
+from detjax.engine.outputs.completion import Completion
 from detjax.models.layers import ForwardContext
 from detjax.models.loading import LoadedModel
 from detjax.testing import assert_bitwise_equal, assert_order_sensitive, count_different_bits

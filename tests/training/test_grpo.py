@@ -19,7 +19,7 @@ from detjax.training.checkpoint import restore_state, save_state
 from detjax.training.grpo import BAD_INPUT, OK, main
 from detjax.training.policy_gradient import BatchSizes, advantages, divergence
 from detjax.training.rewards import Rewarded
-from detjax.training.tasks import Arithmetic, Gsm8k, Problem
+from detjax.training.tasks import ArithmeticTask, Gsm8k, Problem
 
 TINY = ("--prompts", "2", "--samples", "4", "--microbatch", "8", "--batch-size", "8",
         "--no-remat", "--backend", "portable")  # fmt: skip
@@ -122,7 +122,7 @@ def test_advantages_have_zero_mean_and_unit_deviation():
 
 
 def test_arithmetic_holds_out_what_it_never_draws():
-    task, rng = Arithmetic(), np.random.default_rng(0)
+    task, rng = ArithmeticTask(), np.random.default_rng(0)
     drawn = {task.draw(rng).prompt for _ in range(5000)}
     held_out = {problem.prompt for problem in task.held_out}
     mirrored = {"{1}+{0}=".format(*p.rstrip("=").split("+")) for p in held_out}
@@ -158,7 +158,7 @@ def test_gsm8k_rewards_the_final_number(tmp_path):
 def test_a_save_folder_that_is_taken_is_refused_before_anything_is_loaded(
     tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr(grpo, "load_model", None)  # not callable
+    monkeypatch.setattr(grpo, "load_on_devices", None)  # not callable
     (tmp_path / "step3-seed0" / "state").mkdir(parents=True)
     argv = [*TINY, "--rollout", "fast", "--steps", "3", "--save"]
     assert main([*argv, str(tmp_path)]) == BAD_INPUT
@@ -309,7 +309,7 @@ def test_gsm8k_and_a_reward_of_the_users_train_with_default_lengths(tmp_path, mo
 
 def test_lengths_are_the_tasks_if_not_given(tmp_path):
     """GSM8K's longest problem is in: 235 tokens of the bundled model."""
-    for task, lengths in ((Arithmetic(), (10, 5)), (Gsm8k(gsm8k_file(tmp_path)), (256, 512))):
+    for task, lengths in ((ArithmeticTask(), (10, 5)), (Gsm8k(gsm8k_file(tmp_path)), (256, 512))):
         assert (task.max_prompt, task.max_tokens) == lengths
         rewarded = Rewarded(task, "json:loads")
         assert (rewarded.max_prompt, rewarded.max_tokens) == lengths
@@ -330,7 +330,7 @@ def test_a_reward_that_is_no_number_is_named(tmp_path, monkeypatch, body, messag
     monkeypatch.setattr(sys, "path", sys.path[:])
     name = f"reward_{abs(hash(body))}"
     (tmp_path / f"{name}.py").write_text(f"def f(problem, text):\n    {body}\n")
-    task = Rewarded(Arithmetic(), f"{name}:f")
+    task = Rewarded(ArithmeticTask(), f"{name}:f")
     with pytest.raises(ValueError, match=f"--reward {name}:f, asked about '43.n' .*{message}"):
         task.reward(Problem(prompt="17+26=", answer="43\n"), "43\n")
     assert task.reward_sha256 is not None

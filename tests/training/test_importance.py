@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from benchmarks.reproduce.policy import EXACT, Arm, findings, narrow
-from detjax.engine.requests.request import Completion, FinishReason
+from detjax.engine.outputs.completion import Completion
+from detjax.engine.outputs.request_output import FinishReason
 from detjax.testing import assert_bitwise_equal
 from detjax.testing.dummies import dummy_model
 from detjax.training.importance import ImportanceWeights

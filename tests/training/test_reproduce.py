@@ -30,7 +30,8 @@ from benchmarks.reproduce.record import Record, redraw, run_pieces, take_rows
 from benchmarks.step import MODELS
 from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
-from detjax.engine.requests.request import Request, SamplingParams
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.models.bundled import bundled_model_path
 from detjax.models.loading import random_model
 from detjax.numerics import NumericsProfile

@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """From masters to any mesh and back: no bit is lost."""
 
+import threading
+
 import jax
 import numpy as np
 import pytest
 
 from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
-from detjax.engine.requests.request import Request, SamplingParams
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import SamplingParams
+from detjax.parallel import dispatch
 from detjax.testing import assert_bitwise_equal
 from detjax.testing.dummies import answers, dummy_config, dummy_model
 from detjax.training.weights import master_params, serving_params
@@ -58,3 +62,17 @@ def test_an_engine_takes_masters_in_place():
 def test_masters_of_a_split_model_are_refused():
     with pytest.raises(ValueError, match="tp=2 must be 1"):
         master_params(dummy_model(CONFIGS["gqa"], tp=2))
+
+
+def test_masters_and_their_way_back_wait_for_programs_of_their_devices():
+    """They are programs of several devices, in one order with those of engines."""
+    one, two = dummy_model(CONFIGS["gqa"]), dummy_model(CONFIGS["gqa"], tp=2)
+    masters = master_params(one)
+    serving_params(masters, two)  # compiled now, so that nothing else takes time below
+    thread = threading.Thread(target=serving_params, args=(masters, two))
+    with dispatch.one_order(tuple(two.mesh.devices.flat)):
+        thread.start()
+        thread.join(timeout=1)
+        assert thread.is_alive()
+    thread.join(timeout=60)
+    assert not thread.is_alive()

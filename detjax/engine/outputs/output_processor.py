@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a launch's result to what is told: tokens are committed, heard, and sequences ended."""
+"""From a launch's result to outputs: tokens are committed and emitted, and sequences ended."""
 
 import time
 
@@ -7,7 +7,7 @@ import numpy as np
 
 from detjax.engine.errors import ConsumerError, NaNLogitError, NoTokenError
 from detjax.engine.outputs.prompt_logprobs import num_columns, read_scores
-from detjax.engine.requests.request import FinishReason, RequestOutput, TokenEvent
+from detjax.engine.outputs.request_output import FinishReason, RequestOutput, TokenEvent
 from detjax.engine.requests.request_states import Arrival, CommittedToken, RequestStates
 from detjax.engine.requests.sequence import (
     DecodeRow,
@@ -31,7 +31,7 @@ Ending = tuple[FinishReason, Exception | None]
 
 
 class OutputProcessor:
-    """Commits tokens, tells those who listen, and ends sequences.
+    """Commits tokens, calls their listeners, and ends sequences.
 
     Attributes:
         weight_version: Of the weights that compute, which outputs carry.
@@ -51,7 +51,7 @@ class OutputProcessor:
 
     # -------------------------------------------------------------------------------------- results
 
-    def retire(self, launch: Launch) -> None:
+    def process_output(self, launch: Launch) -> None:
         """Wait for the result of a launch, and commit what it decided."""
         begin_s = time.perf_counter()
         result = launch.read()
@@ -63,7 +63,7 @@ class OutputProcessor:
             if not self._scheduler.is_current(row):
                 stats.surplus_tokens += 1
                 continue
-            self._scheduler.retire(row)
+            self._scheduler.note_read(row)
             match row:
                 case VerifyRow():
                     num_committed = int(unpack_num_committed(packed)[at])
@@ -85,7 +85,7 @@ class OutputProcessor:
                 self._scheduler.share_pages(row.seq)
 
     def _score(self, row: PrefillRow, launch: Launch, result: LaunchResult, at: int) -> bool:
-        """Keep the logprobs of the prompt that a prefill has told; False if the sequence ends."""
+        """Keep the logprobs of the prompt from a prefill; False if the sequence ends."""
         seq = row.seq
         if row.is_scored:
             first = len(seq.prompt_logprobs) - row.start
@@ -114,7 +114,7 @@ class OutputProcessor:
         return count
 
     def _commit(self, seq: Sequence, choice: Choice, at) -> bool:
-        """Append a token and tell who listens; False if the sequence has ended."""
+        """Append a token and emit it; False if the sequence has ended."""
         position, logprob = len(seq.tokens), choice.logprobs[at]
         if logprob != logprob:
             self.finish(seq, FinishReason.ERROR, _nan_error(position))
@@ -131,28 +131,28 @@ class OutputProcessor:
             ids, values = choice.top_ids[at], choice.top_logprobs[at]
             # Where fewer tokens are possible, fewer are reported.
             top = tuple((int(ids[k]), values[k]) for k in range(num_top) if values[k] > -np.inf)
-        # The news first: should an interrupt come between, `recovery` commits what it finds there.
+        # Pending first: should an interrupt come between, `recovery` commits what it finds there.
         token = CommittedToken(position, token_id, logprob, top)
-        self._states.news.setdefault(seq, []).append(token)
+        self._states.pending.setdefault(seq, []).append(token)
         self._scheduler.commit(seq, token_id)
         self._stat_logger.stats.decode_tokens += 1
-        return self.tell(seq, token)
+        return self.emit(seq, token)
 
-    def tell(self, seq: Sequence, token: CommittedToken) -> bool:
-        """Tell who listens of a committed token, and end the sequence if it ends here.
+    def emit(self, seq: Sequence, token: CommittedToken) -> bool:
+        """Tell the listener a committed token, and end the sequence if it ends here.
 
         Returns:
             Whether it goes on.
         """
-        ending = self._hear(seq, token)
+        ending = self._notify(seq, token)
         if ending is not None:
             self.finish(seq, *ending)
         return ending is None
 
-    def _hear(self, seq: Sequence, token: CommittedToken) -> Ending | None:
-        """Let who listens hear a token; how the sequence ends, if it does."""
+    def _notify(self, seq: Sequence, token: CommittedToken) -> Ending | None:
+        """Call the listener with a token; how the sequence ends, if it does."""
         listener = seq.listener
-        listener.told_len = token.position + 1
+        listener.num_emitted = token.position + 1
         reason = seq.end_reason
         if listener.on_token is not ignore_token:
             event = TokenEvent(
@@ -173,12 +173,12 @@ class OutputProcessor:
     def finish(
         self, seq: Sequence, reason: FinishReason, exception: Exception | None = None
     ) -> None:
-        """End a sequence, free what it holds and note what to tell."""
-        if seq in self._states.news:
+        """End a sequence, free what it holds and note its last output."""
+        if seq in self._states.pending:
             self._stat_logger.note_release(seq)
             if exception is None:
-                self._rechecks.offer(seq, self._states.news[seq])
-        # The end first: should an interrupt come between, `recovery` drops whom it finds there.
+                self._rechecks.offer(seq, self._states.pending[seq])
+        # The end first: should an interrupt come between, `recovery` drops a sequence with an end.
         self._states.outputs.append(self._output(seq, reason, exception))
         self._scheduler.end(seq)
         self._states.forget(seq)
@@ -201,27 +201,27 @@ class OutputProcessor:
         ]
 
     def collect(self) -> list[RequestOutput]:
-        """Return what there is to tell: ends, then in order of arrival where sequences go on."""
-        going_on = list(self._states.news)  # few, though many may wait
+        """Return the outputs to emit: ends, then in order of arrival where sequences go on."""
+        going_on = list(self._states.pending)  # few, though many may wait
         going_on.sort(key=lambda seq: (seq.request_id, seq.sequence_idx))
         for seq in going_on:
             self._stat_logger.note_release(seq)
-            self._rechecks.offer(seq, self._states.news[seq])
+            self._rechecks.offer(seq, self._states.pending[seq])
         return [*self._states.outputs, *(self._output(seq, None, None) for seq in going_on)]
 
     def _output(
         self, seq: Sequence, reason: FinishReason | None, exception: Exception | None
     ) -> RequestOutput:
-        news = self._states.news.get(seq, ())
+        pending = self._states.pending.get(seq, ())
         # Told once: with the first token, or with an end before it.
-        is_first = len(news) == seq.num_outputs
+        is_first = len(pending) == seq.num_outputs
         has_scores = seq.wants_scores and seq.is_scored and is_first
         return RequestOutput(
             request_id=seq.request_id,
             sequence_idx=seq.sequence_idx,
-            token_ids=tuple(token.token_id for token in news),
-            logprobs=tuple(token.logprob for token in news),
-            top_logprobs=tuple(token.top_logprobs for token in news),
+            token_ids=tuple(token.token_id for token in pending),
+            logprobs=tuple(token.logprob for token in pending),
+            top_logprobs=tuple(token.top_logprobs for token in pending),
             finish_reason=reason,
             exception=exception,
             weight_version=self.weight_version,

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from detjax.array_types import Activation, Array, Int32
-from detjax.engine.requests.request import PromptLogprob
+from detjax.engine.outputs.request_output import PromptLogprob
 from detjax.engine.sampling.sampling import most_likely
 from detjax.models.layers import ForwardContext
 from detjax.pallas_kernels.log_softmax.api import block_stats, log_probs, log_sum_exp
@@ -41,7 +41,7 @@ def score_tokens(
 
     Args:
         ctx: The model, the profile and the mesh.
-        local_logits: Of `models.paths`.
+        local_logits: Of `models.forward_paths`.
         params: This rank's weights.
         hidden: Final normalised hidden states.
         targets: The token that follows each; any where none does.

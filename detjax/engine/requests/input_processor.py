@@ -8,16 +8,16 @@ import numpy as np
 from detjax.engine.config import EngineConfig
 from detjax.engine.errors import LayoutError
 from detjax.engine.outputs.output_processor import OutputProcessor
-from detjax.engine.requests.request import (
+from detjax.engine.outputs.request_output import FinishReason
+from detjax.engine.requests.checks import RequestLimits, check_vocabulary
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.request_states import Arrival, RequestStates
+from detjax.engine.requests.sampling_params import (
     MAX_SEQUENCES,
     NO_TEXT,
     TEXT_FIELDS,
-    FinishReason,
-    Request,
     SamplingParams,
 )
-from detjax.engine.requests.request_states import Arrival, RequestStates
-from detjax.engine.requests.sampling_checks import check_token_ids
 from detjax.engine.requests.sequence import Listener, OnToken, Sequence
 from detjax.engine.sampling.grammars import Grammars
 from detjax.engine.sampling.sampling import SamplingRows
@@ -25,7 +25,7 @@ from detjax.engine.scheduling.scheduler import Scheduler
 from detjax.engine.stat_logger import StatLogger
 from detjax.models.config import ModelConfig
 
-MAX_TAKEN = MAX_SEQUENCES
+MAX_ADMITTED = MAX_SEQUENCES
 """Sequences that a step takes from the inbox, so that no step is long because many ask at once."""
 
 
@@ -50,11 +50,12 @@ class InputProcessor:
             config: Of the engine.
             states: Where requests are kept.
             scheduler: To which sequences are added.
-            output_processor: Ends who is refused or cancelled.
+            output_processor: Ends sequences that are refused or cancelled.
             stat_logger: Is told of arrivals.
             grammars: Compiles forms of output, if the engine knows a tokenizer.
         """
         self._model, self._config, self._grammars = model, config, grammars
+        self._limits = RequestLimits.of(model, config.max_len)
         self._states, self._scheduler = states, scheduler
         self._output_processor, self._stat_logger = output_processor, stat_logger
 
@@ -69,53 +70,16 @@ class InputProcessor:
         Raises:
             ValueError: If it cannot, naming `what` of it.
         """
-        prompt, vocab_size = request.prompt_token_ids, self._model.vocab_size
-        if not prompt:
-            raise ValueError(f"{what} is empty; give at least one token")
-        if len(prompt) + min(request.sampling.max_tokens, 1) > self._config.max_len:
-            is_scored = request.sampling.max_tokens == 0
-            but = "more than" if is_scored else "which leaves no room to generate in"
-            raise ValueError(
-                f"{what} has {len(prompt)} tokens, {but} max_len={self._config.max_len} (the "
-                f"model's context is {self._model.max_position_embeddings})"
-            )
-        predicted = request.predicted_token_ids
-        for token_id in (
-            min(prompt),
-            max(prompt),
-            min(predicted, default=0),
-            max(predicted, default=0),
-        ):
-            if not 0 <= token_id < vocab_size:
-                raise ValueError(
-                    f"{what} has token id {token_id}, outside the vocabulary of {vocab_size}"
-                )
-        if predicted and not self._config.has_prompt_lookup:
-            raise ValueError(
-                f"{what} predicts its answer, which an engine with has_prompt_lookup alone can "
-                "verify; leave predicted_token_ids out, or set has_prompt_lookup"
-            )
-        sampling = request.sampling
-        for name in TEXT_FIELDS:
-            if (value := getattr(sampling, name)) != getattr(NO_TEXT, name):
-                raise ValueError(
-                    f"{what} has {name}={value!r}, and an engine knows tokens, not text: ask "
-                    "detjax.LLM, or give the requests to detjax.engine.outputs.text.TextBatch"
-                )
-        check_token_ids(
-            sampling, what, vocab_size=vocab_size, eos_token_ids=self._model.eos_token_ids
+        self._limits.check_prompt(
+            request.prompt_token_ids, what, num_wanted=min(request.sampling.max_tokens, 1)
         )
-        if (form := sampling.structured_output) is not None:
-            if self._grammars is None:
-                raise ValueError(
-                    f"{what} has structured_output, and this engine was given no grammars, as it "
-                    "knows no tokenizer: ask detjax.LLM, or give Engine(grammars=...)"
-                )
-            self._grammars.check(form)
-            ends = sampling.end_token_ids(self._model.eos_token_ids)
-            self._grammars.check_masks(sampling, ends=ends)
+        self._check_predicted(request, what)
+        self._check_texts(request.sampling, what)
+        self._limits.check_sampling(request.sampling, what)
+        self._check_form(request.sampling, what)
+        vocab_size = self._limits.vocab_size
         for name in ("logprobs", "prompt_logprobs"):
-            if (count := getattr(sampling, name) or 0) > vocab_size:
+            if (count := getattr(request.sampling, name) or 0) > vocab_size:
                 raise ValueError(
                     f"{what} asks for {name}={count}, more than the vocabulary of {vocab_size}"
                 )
@@ -125,10 +89,39 @@ class InputProcessor:
                 "'invariant', or is_deterministic=False"
             )
 
-    def take(
+    def _check_predicted(self, request: Request, what: str) -> None:
+        predicted = request.predicted_token_ids
+        check_vocabulary(predicted, f"{what}, in predicted_token_ids,", self._limits.vocab_size)
+        if predicted and not self._config.has_prompt_lookup:
+            raise ValueError(
+                f"{what} predicts its answer, which an engine with has_prompt_lookup alone can "
+                "verify; leave predicted_token_ids out, or set has_prompt_lookup"
+            )
+
+    def _check_texts(self, sampling: SamplingParams, what: str) -> None:
+        for name in TEXT_FIELDS:
+            if (value := getattr(sampling, name)) != getattr(NO_TEXT, name):
+                raise ValueError(
+                    f"{what} has {name}={value!r}, and an engine knows tokens, not text: ask "
+                    "detjax.LLM, or give the requests to detjax.engine.outputs.text_batch.TextBatch"
+                )
+
+    def _check_form(self, sampling: SamplingParams, what: str) -> None:
+        if (form := sampling.structured_output) is None:
+            return
+        if self._grammars is None:
+            raise ValueError(
+                f"{what} has structured_output, and this engine was given no grammars, as it "
+                "knows no tokenizer: ask detjax.LLM, or give Engine(grammars=...)"
+            )
+        self._grammars.check(form)
+        ends = sampling.end_token_ids(self._model.eos_token_ids)
+        self._grammars.check_masks(sampling, ends=ends)
+
+    def enqueue(
         self, request_id: int, request: Request, on_token: OnToken, *, request_idx: int
     ) -> None:
-        """Put a request that was checked into the inbox; tokens are told as of `request_idx`."""
+        """Put a checked request into the inbox; events of its tokens carry `request_idx`."""
         arrival = Arrival(
             request_id=request_id,
             request=request,
@@ -139,12 +132,12 @@ class InputProcessor:
         self._states.put_in_inbox(arrival)
 
     def admit(self) -> None:
-        """Let some of those who wait outside in, and end those who were cancelled."""
-        states, num_taken = self._states, 0
-        while states.inbox and num_taken < MAX_TAKEN:
+        """Make sequences of requests in the inbox, and end those that were cancelled."""
+        states, num_admitted = self._states, 0
+        while states.inbox and num_admitted < MAX_ADMITTED:
             arrival = states.inbox[0]
-            num_taken += arrival.request.sampling.num_sequences
-            # It stays in the inbox until it is known, and `Recovery` drops whom it finds in both.
+            num_admitted += arrival.request.sampling.num_sequences
+            # It stays in the inbox until it is live. `Recovery` drops a request that is in both.
             self._arrive(arrival)
             states.pop_inbox()
         late = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is true of requests: who asked, who is cancelled, who is under way, what is to be told.
+"""The state of requests: which have arrived, are cancelled or live, and what is to be emitted.
 
 An interrupt may come anywhere. So each of these tables is changed by one operation at a time, and
 `recovery` makes everything else from them.
@@ -13,12 +13,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from detjax.engine.requests.request import Request, RequestOutput, TopLogprobs
+from detjax.engine.outputs.request_output import RequestOutput, TopLogprobs
+from detjax.engine.requests.request import Request
 from detjax.engine.requests.sequence import OnToken, Sequence
 
 
 class CommittedToken(NamedTuple):
-    """A token that a step has committed and not told yet."""
+    """A token that a step has committed and not emitted yet."""
 
     position: int
     token_id: int
@@ -28,7 +29,7 @@ class CommittedToken(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arrival:
-    """A request on its way in. Tokens are told to `on_token` as those of `request_idx`."""
+    """A request on its way in. Events of its tokens carry `request_idx`."""
 
     request_id: int
     request: Request
@@ -45,10 +46,11 @@ class RequestStates:
         num_in_inbox: Sequences of these.
         cancels: Ids of requests to end.
         live: Sequences that have not ended, by request and index.
-        news: Of these, what was committed since outputs were last told.
-        outputs: What is to be told: ends, and what others than the caller of a step wait for.
-        unwanted: Requests of a `generate` that did not end.
-        is_torn: Whether a call has begun and not ended.
+        pending: Of these, the tokens that were committed since outputs were last emitted.
+        outputs: To be returned by a later step: ends, and outputs of requests that the caller of
+            this step does not want.
+        abandoned: Requests of a `generate` that did not end.
+        is_interrupted: Whether a call has begun and not ended.
     """
 
     def __init__(self):
@@ -58,15 +60,15 @@ class RequestStates:
         self._lock = threading.Lock()  # of the two above, and of nothing that takes long
         self.cancels: deque[int] = deque()
         self.live: dict[int, dict[int, Sequence]] = {}
-        self.news: dict[Sequence, list[CommittedToken]] = {}
+        self.pending: dict[Sequence, list[CommittedToken]] = {}
         self.outputs: list[RequestOutput] = []
-        self.unwanted: set[int] = set()
-        self.is_torn = False
+        self.abandoned: set[int] = set()
+        self.is_interrupted = False
 
     @property
     def has_work(self) -> bool:
         """Whether there is anything to do or to tell."""
-        return self.is_torn or any((self.inbox, self.cancels, self.outputs, self.live))
+        return self.is_interrupted or any((self.inbox, self.cancels, self.outputs, self.live))
 
     # ---------------------------------------------------------------------------------------- inbox
 
@@ -106,7 +108,7 @@ class RequestStates:
 
     def forget(self, seq: Sequence) -> None:
         """Drop a sequence that has ended."""
-        self.news.pop(seq, None)
+        self.pending.pop(seq, None)
         seqs = self.live.get(seq.request_id, {})
         seqs.pop(seq.sequence_idx, None)
         if not seqs:

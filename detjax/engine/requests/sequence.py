@@ -8,15 +8,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from detjax.engine.errors import OutOfPagesError
-from detjax.engine.requests.request import (
+from detjax.engine.outputs.request_output import (
     NO_WINDOWS,
     FinishReason,
     PromptLogprob,
-    Request,
-    SamplingParams,
     TokenEvent,
     WindowCounts,
 )
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.sampling.guides import GuidesTokens
 
 OnToken = Callable[[TokenEvent], bool]
@@ -41,20 +41,20 @@ class SequenceState(enum.Enum):
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Listener:
-    """Who hears of a sequence's tokens, and what it has heard. `OutputProcessor` alone changes it.
+    """The consumer of a sequence's tokens. `OutputProcessor` alone changes it.
 
     Attributes:
         on_token: Told every token.
         request_idx: What its events call the request.
         arrived_s: When the request was made, of `time.perf_counter`.
-        told_len: Of the sequence's tokens, the prompt's included, those that `on_token` knows.
+        num_emitted: Of the sequence's tokens, the prompt's included, those that `on_token` knows.
         released_s: When tokens were last released; 0 before the first.
     """
 
     on_token: OnToken = ignore_token
     request_idx: int = 0
     arrived_s: float = 0.0
-    told_len: int = 0
+    num_emitted: int = 0
     released_s: float = 0.0
 
 
@@ -71,7 +71,7 @@ class Sequence:
         is_canonical: What is committed was computed canonically, so its pages may be shared.
         max_len: Length at which it ends.
         end_token_ids: Tokens that end it.
-        listener: Who hears of its tokens.
+        listener: The consumer of its tokens.
         guide: Its grammar, which looks at every token before the next; None where it has none.
         tokens: The prompt and what has been committed.
         is_filtered: Whether it has a top-k, top-p or min-p.
@@ -85,16 +85,16 @@ class Sequence:
         state: Waiting, running or done.
         replica: Where it runs.
         slot: Its slot there.
-        epoch: How often it was preempted. Results of an earlier epoch are dropped.
+        num_preemptions: How often it was preempted. Results of rows from before are dropped.
         pages: Its pages, in order.
         page_keys: Of its leading full pages.
-        num_registered: How many leading pages the prefix cache was told of.
+        num_registered: How many leading pages the prefix cache knows.
         num_to_prefill: Tokens that prefill computes, before decoding goes on.
         num_prefilled: How many of them have been launched.
         num_cached: Tokens of the prompt that the prefix cache had when it first ran.
-        num_pending: Most tokens that results not read yet may commit.
+        num_in_flight: Most tokens that results not read yet may commit.
         num_drafts: Drafts launched in the open window.
-        window: Windows before the open one.
+        window_idx: Of the open window: how many were before it.
         opened_step: When the open window got its first draft.
         closed_step: When the open window was found full; None before.
         windows: Of drafts, those that were verified.
@@ -121,16 +121,16 @@ class Sequence:
     state: SequenceState = SequenceState.WAITING
     replica: int = 0
     slot: int = 0
-    epoch: int = 0
+    num_preemptions: int = 0
     pages: list[int] = field(default_factory=list)
     page_keys: list[bytes] = field(default_factory=list)
     num_registered: int = 0
     num_to_prefill: int = 0
     num_prefilled: int = 0
     num_cached: int = 0
-    num_pending: int = 0
+    num_in_flight: int = 0
     num_drafts: int = 0
-    window: int = 0
+    window_idx: int = 0
     opened_step: int = 0
     closed_step: int | None = None
     windows: WindowCounts = NO_WINDOWS
@@ -145,7 +145,7 @@ class Sequence:
         is_wanted = self.request.sampling.prompt_logprobs is not None
         self.wants_scores = is_wanted and self.sequence_idx == 0
         self.num_to_score = len(self.tokens) - 1 if self.wants_scores else 0
-        self.listener.told_len = len(self.tokens)
+        self.listener.num_emitted = len(self.tokens)
 
     @property
     def name(self) -> str:
@@ -165,7 +165,7 @@ class Sequence:
     @property
     def len_bound(self) -> int:
         """Longest that `tokens` can be once all results are read."""
-        return len(self.tokens) + self.num_pending
+        return len(self.tokens) + self.num_in_flight
 
     @property
     def is_prefilled(self) -> bool:
@@ -195,7 +195,7 @@ class SequenceError(Exception):
 
 
 @contextmanager
-def blaming(seq: Sequence) -> Iterator[None]:
+def attributing_errors(seq: Sequence) -> Iterator[None]:
     """Say whose fault it is."""
     try:
         yield
@@ -214,7 +214,7 @@ class PrefillRow:
     """
 
     seq: Sequence
-    epoch: int
+    num_preemptions: int
     start: int
     token_ids: abc.Sequence[int]
     is_last: bool
@@ -226,10 +226,10 @@ class DecodeRow:
     """`num_tokens` that are committed at once, or as many drafts behind those of a window."""
 
     seq: Sequence
-    epoch: int
+    num_preemptions: int
     num_tokens: int
     is_draft: bool
-    window: int
+    window_idx: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -237,7 +237,7 @@ class VerifyRow:
     """A window of `num_drafts` drafts: those on the device, or `given` by the host."""
 
     seq: Sequence
-    epoch: int
+    num_preemptions: int
     num_drafts: int
     given: tuple[int, ...] | None
 

@@ -43,9 +43,9 @@ from detjax.engine.running.program_key import AnyKey, ChoiceKey, InstallKey, Sco
 from detjax.engine.sampling.adjustments import AdjustedRows, AdjustedSlots, Adjustments, num_words
 from detjax.engine.sampling.logits_processors import Rank, TextSoFar, process_logits
 from detjax.engine.sampling.sampling import SamplingRows, choose
+from detjax.models.forward_paths import FORWARD_PATHS
 from detjax.models.layers import ForwardContext
 from detjax.models.loading import LoadedModel
-from detjax.models.paths import PATHS
 from detjax.parallel.distributed import gather_replicas
 from detjax.parallel.mesh import DP_AXIS
 
@@ -227,7 +227,7 @@ class ChoicePrograms:
             model, targets.shape[0], model.profile.activation_dtype,
             key.length, model.config.hidden_size,
         )  # fmt: skip
-        _, local_logits = PATHS[key.mode]
+        _, local_logits = FORWARD_PATHS[key.mode]
 
         def score(params, hidden, targets):
             scores = score_tokens(

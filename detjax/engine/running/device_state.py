@@ -36,7 +36,7 @@ Call = tuple[Callable, tuple]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Aftermath:
+class FollowUps:
     """What follows a forward program in the same launch; each is as `choice_programs` has it.
 
     Attributes:
@@ -52,7 +52,7 @@ class Aftermath:
     score: Call | None = None
 
 
-NOTHING_AFTER = Aftermath()
+NO_FOLLOW_UPS = FollowUps()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,7 +184,7 @@ class DeviceState:
         program: Callable,
         params: dict,
         *operands: Any,
-        after: Aftermath = NOTHING_AFTER,
+        after: FollowUps = NO_FOLLOW_UPS,
     ) -> Future[LaunchResult]:
         """Hand over a forward program and what follows it, and return at once.
 
@@ -197,7 +197,7 @@ class DeviceState:
 
         Returns:
             Its result, when it has been called; the device may still be at it. What the call raises
-            is raised by whoever asks for the result.
+            is raised where the result is read.
         """
         return self._thread.submit(self._ordered(self._call), key, program, params, operands, after)
 
@@ -207,7 +207,7 @@ class DeviceState:
         program: Callable,
         params: dict,
         operands: tuple,
-        after: Aftermath,
+        after: FollowUps,
     ) -> LaunchResult:
         begin_s = time.perf_counter()
         arrays, hidden, choice = self._forward(key, program, params, self._arrays, operands)
@@ -248,7 +248,7 @@ class DeviceState:
         return (*state, *arrays[len(state) :]), hidden, result
 
     def _choose(
-        self, key: ProgramKey, after: Aftermath, slots: Any, sampling: Any, result: Any
+        self, key: ProgramKey, after: FollowUps, slots: Any, sampling: Any, result: Any
     ) -> tuple[Any, Any, Any]:
         """Call a choice program: (slots, adjusted slots, result)."""
         assert after.choice is not None
@@ -258,7 +258,7 @@ class DeviceState:
         chosen = choose(slots, sampling, self._adjusted, logits, *rows, *read)
         return finished(self._devices, chosen)
 
-    def run_aside(
+    def run_check(
         self,
         key: ProgramKey,
         program: Callable,
@@ -266,9 +266,9 @@ class DeviceState:
         slots: Any,
         sampling: Any,
         *operands: Any,
-        after: Aftermath = NOTHING_AFTER,
+        after: FollowUps = NO_FOLLOW_UPS,
     ) -> tuple[Any, jax.Array]:
-        """Call a program on the cache, with slots that are nobody's.
+        """Call a program on the cache, with scratch slots, which no sequence has.
 
         Args:
             key: Of the program.
@@ -283,7 +283,7 @@ class DeviceState:
             The new slots, and the result.
         """
         return self._thread.submit(
-            self._ordered(self._call_aside),
+            self._ordered(self._call_check),
             key,
             program,
             params,
@@ -292,17 +292,17 @@ class DeviceState:
             after,
         ).result()
 
-    def _call_aside(
+    def _call_check(
         self,
         key: ProgramKey,
         program: Callable,
         params: dict,
-        aside: tuple,
+        scratch: tuple,
         operands: tuple,
-        after: Aftermath,
+        after: FollowUps,
     ) -> tuple[Any, jax.Array]:
         cache, *others = self._arrays
-        arrays, _, result = self._forward(key, program, params, (cache, *aside), operands)
+        arrays, _, result = self._forward(key, program, params, (cache, *scratch), operands)
         cache, slots, sampling = arrays
         self._arrays = (cache, *others)
         if after.choice is not None:

@@ -1,5 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of decode steps, kept on the devices from step to step: integers, and no result."""
+"""The rows of decode steps, kept from step to step, on the host and then on the devices.
+
+Until a sequence comes, goes or needs a page, every decode step has the same rows. They are laid out
+once: on a small model the host is what a step waits for. From their second step on they stay on the
+devices, which needs no transfer and no new address in the CUDA graph.
+"""
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 
 import jax
 import numpy as np
@@ -10,39 +18,65 @@ from detjax.engine.running.device_arrays import BY_ROW
 from detjax.engine.running.program_key import ProgramKey
 
 
-class PlacedRows:
-    """What the last step of each decode program was told, where it lies.
+@dataclass(kw_only=True, slots=True)
+class DecodeStep:
+    """A decode step that may be launched many times. `PlacedRows` alone changes it.
 
-    Until a sequence comes, goes or needs a page, the next step is told the same. What stays where
-    it is needs no transfer and no new address in the CUDA graph.
+    Attributes:
+        key: Its program.
+        packed: `DecodeOperands`, int32, on the host.
+        inputs: What both follow from.
+        was_sent: Whether it has been launched.
+        placed: `packed` on the devices; None before the second launch.
     """
 
+    key: ProgramKey
+    packed: np.ndarray
+    inputs: Hashable
+    was_sent: bool = False
+    placed: jax.Array | None = None
+
+
+class PlacedRows:
+    """The last decode step of each kind of weights."""
+
     def __init__(self, mesh: Mesh, stats: EngineStats):
-        """Nothing is placed yet.
+        """Keep no step yet.
 
         Args:
             mesh: Of the programs.
             stats: Where transfers are counted.
         """
         self._mesh, self._stats = mesh, stats
-        self._last: dict[ProgramKey, tuple[np.ndarray, jax.Array | None]] = {}
+        self._last: dict[str, DecodeStep] = {}
 
-    def place(self, key: ProgramKey, packed: np.ndarray) -> np.ndarray | jax.Array:
-        """Return the rows of a step, on the devices if they are told a second time.
+    def step(
+        self, weights: str, inputs: Hashable, make: Callable[[], tuple[ProgramKey, np.ndarray]]
+    ) -> DecodeStep:
+        """Return the last step with these weights if it had these inputs, else a new one.
 
         Args:
-            key: The decode program that is to run.
-            packed: `DecodeOperands`, as the host has them. They must not be written over.
+            weights: What the program computes with.
+            inputs: What the program and its operands follow from.
+            make: Makes the program and the operands, which must not be written over.
         """
-        last, placed = self._last.get(key, (None, None))
-        is_same = last is packed or last is not None and np.array_equal(last, packed)
-        if is_same and placed is not None:
-            return placed
+        last = self._last.get(weights)
+        if last is None or last.inputs != inputs:
+            key, packed = make()
+            last = self._last[weights] = DecodeStep(key=key, packed=packed, inputs=inputs)
+        return last
+
+    def place(self, step: DecodeStep) -> np.ndarray | jax.Array:
+        """Return the operands of a step that is launched now, on the devices from the second time.
+
+        Args:
+            step: Of `step`.
+        """
+        if step.placed is not None:
+            return step.placed
         self._stats.decode_transfers += 1
         # Placing is collective where there are several processes.
-        if is_same and jax.process_count() == 1:
-            placed = jax.device_put(packed, NamedSharding(self._mesh, BY_ROW))
-        else:
-            placed = None
-        self._last[key] = packed, placed
-        return packed if placed is None else placed
+        if step.was_sent and jax.process_count() == 1:
+            step.placed = jax.device_put(step.packed, NamedSharding(self._mesh, BY_ROW))
+        step.was_sent = True
+        return step.packed if step.placed is None else step.placed

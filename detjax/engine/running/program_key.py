@@ -13,7 +13,7 @@ from typing import Literal
 
 from detjax.engine.config import ReplicaConfig
 from detjax.engine.requests.request import Request
-from detjax.models.paths import Kernels
+from detjax.models.forward_paths import KernelMode
 
 ProgramKind = Literal["prefill", "decode", "verify"]
 
@@ -50,7 +50,7 @@ class ProgramKey:
     rows: int
     length: int
     table_len: int
-    mode: Kernels
+    mode: KernelMode
     weights: str
     logit_rows: int = 0
     leaves_hidden: bool = False
@@ -112,7 +112,7 @@ class ScoreKey:
 
     rows: int
     length: int
-    mode: Kernels
+    mode: KernelMode
     num_top: int
 
     @property
@@ -285,12 +285,12 @@ def _verifies(config: ReplicaConfig) -> bool:
     return drafts or config.has_prompt_lookup
 
 
-def prefill_mode(config: ReplicaConfig) -> Kernels:
+def prefill_mode(config: ReplicaConfig) -> KernelMode:
     """Which kernels prefill: canonical ones wherever an answer may be."""
     return "fast" if config.mode == "fast" else "invariant"
 
 
-def _steps(config: ReplicaConfig) -> Iterator[tuple[ProgramKind, int, int, Kernels, str]]:
+def _steps(config: ReplicaConfig) -> Iterator[tuple[ProgramKind, int, int, KernelMode, str]]:
     """(kind, rows, length, kernels, weights) of every step that a configuration can take."""
     mode, share = config.mode, config.max_draft_fraction
     for rows, length in config.prefill_shapes:

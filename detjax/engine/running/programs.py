@@ -48,9 +48,9 @@ from detjax.engine.running.program_key import AnyKey, ProgramKey, ScoreKey
 from detjax.engine.sampling.sampling import SamplingRows, choose
 from detjax.models.decoder import last_hidden
 from detjax.models.fast import quantised_specs
+from detjax.models.forward_paths import FORWARD_PATHS, KernelMode
 from detjax.models.layers import ForwardContext, Tokens
 from detjax.models.loading import LoadedModel
-from detjax.models.paths import PATHS, Kernels
 from detjax.parallel.distributed import gather_replicas
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
 
@@ -71,14 +71,22 @@ def forward_context(model: LoadedModel) -> ForwardContext:
 
 
 def _choose_last(
-    ctx: ForwardContext, mode: Kernels, params, tables, kv_cache, tokens, rows, *, wants_all: bool
+    ctx: ForwardContext,
+    mode: KernelMode,
+    params,
+    tables,
+    kv_cache,
+    tokens,
+    rows,
+    *,
+    wants_all: bool,
 ):
     """Run tokens and choose the one that follows the last of each row.
 
     Also returns the hidden states of every token, or of the last alone, its position, and the
     logits behind it.
     """
-    forward, local_logits = PATHS[mode]
+    forward, local_logits = FORWARD_PATHS[mode]
     last: Int32[Array, " B"] = jnp.argmax(tokens.positions, axis=1).astype(jnp.int32)
     position = jnp.max(tokens.positions, axis=1)
     if wants_all or tokens.ids.shape[1] == 1:
@@ -412,7 +420,7 @@ class ProgramCache:
         is_token = (start[:, None] >= 0) & (step_idx <= num_drafts[:, None])
         positions = jnp.where(is_token, start[:, None] + step_idx, -1)
         tokens = Tokens(ids=ids, positions=positions, page_table=given.page_table)
-        forward, local_logits = PATHS[key.mode]
+        forward, local_logits = FORWARD_PATHS[key.mode]
         kv_cache, hidden = forward(self._context, params, tables, kv_cache, tokens)
         logits = local_logits(self._context, params, hidden.reshape(-1, hidden.shape[-1]))
         rows = jax.tree.map(lambda x: jnp.repeat(x, length), rows_of(sampling, slot))

@@ -20,7 +20,7 @@ from detjax.engine.requests.limits import (
     MAX_END_TOKENS,
     MAX_LOGIT_BIASES,
 )
-from detjax.engine.requests.request import SamplingParams
+from detjax.engine.requests.sampling_params import SamplingParams
 
 _NUM_NUMBERS = 7
 _BAD = MAX_BAD_WORDS * MAX_BAD_WORD_LEN

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from detjax.array_types import Array, Bool, Float32, Int32
-from detjax.engine.requests.request import SamplingParams
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.sampling.logits_processors import ProcessedLogits
 from detjax.models.layers import ForwardContext
 from detjax.models.taps import Share

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which pages of the cache belong to whom. Host side; never touches a page's content."""
+"""Which sequences hold which pages of the cache. Host side; never touches a page's content."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ class PagePool:
 
     @property
     def num_available(self) -> int:
-        """Pages that `take` can hand out: free and cached ones."""
+        """Pages that `allocate` can hand out: free and cached ones."""
         return len(self._free) + len(self._cached)
 
     @property
@@ -37,22 +37,22 @@ class PagePool:
         """Pages that nobody holds but whose content is kept."""
         return len(self._cached)
 
-    def take(self, count: int) -> list[int]:
-        """Hand out `count` pages whose content is nobody's, evicting cached ones if need be.
+    def allocate(self, count: int) -> list[int]:
+        """Allocate `count` pages whose content nobody needs, evicting cached ones if need be.
 
         Raises:
-            MemoryError: If fewer are available; nothing is taken then.
+            MemoryError: If fewer are available; nothing is allocated then.
         """
         if count > self.num_available:
             raise MemoryError(
                 f"{count} pages wanted, {self.num_available} of {self.num_pages} available"
             )
-        pages = [self._take_one() for _ in range(count)]
+        pages = [self._allocate_one() for _ in range(count)]
         for page in pages:
             self._num_users[page] = 1
         return pages
 
-    def _take_one(self) -> int:
+    def _allocate_one(self) -> int:
         if self._free:
             return self._free.pop()
         page, _ = self._cached.popitem(last=False)
@@ -66,7 +66,7 @@ class PagePool:
         Where they are fewer than `least`, cached pages are evicted to be free.
         """
         if len(self._free) < least:
-            self.give_back(self.take(min(least, self.num_available)))
+            self.free(self.allocate(min(least, self.num_available)))
         return list(self._free)
 
     def share(self, pages: Sequence[int]) -> None:
@@ -82,10 +82,10 @@ class PagePool:
             self._cached.pop(page, None)
             self._num_users[page] += 1
 
-    def give_back(self, pages: Sequence[int]) -> None:
+    def free(self, pages: Sequence[int]) -> None:
         """Count one user less of each page; those without one are cached if registered, else free.
 
-        Give a sequence's pages back first to last: the last is then evicted first, and a prefix
+        Free the pages of a sequence first to last: the last is then evicted first, and a prefix
         outlives what follows it.
 
         Raises:
@@ -93,7 +93,7 @@ class PagePool:
         """
         for page in reversed(pages):
             if self._num_users[page] == 0:
-                raise ValueError(f"page {page} was given back twice")
+                raise ValueError(f"page {page} was freed twice")
             self._num_users[page] -= 1
             if self._num_users[page] == 0:
                 if page in self._key_of:
@@ -124,7 +124,7 @@ class PagePool:
         return True
 
     def reclaim(self) -> None:
-        """Take every page from whoever holds it; those that are registered stay cached.
+        """Take every page from its holders; those that are registered stay cached.
 
         Right after a call that was interrupted anywhere, this one included: a page keeps its key if
         each names the other, and every other page is free.

@@ -86,7 +86,7 @@ class PrefixCache:
             if page is None:
                 break
             self._pool.share([page])
-            self._pool.give_back([seq.pages[index]])
+            self._pool.free([seq.pages[index]])
             seq.pages[index] = page
             seq.num_registered = index + 1
             seq.num_prefilled += page_len

@@ -28,7 +28,7 @@ from detjax.engine.scheduling.waiting_queue import WaitingQueue
 
 
 class _Replica:
-    """The slots and pages of one data-parallel rank, and who runs there in order of service."""
+    """The slots and pages of one data-parallel rank, and its sequences in order of service."""
 
     def __init__(self, config: ReplicaConfig, root_key: bytes):
         self.pool = PagePool(config.num_pages)
@@ -148,15 +148,15 @@ class Scheduler:
 
     def _release(self, seq: Sequence) -> None:
         replica = self._replicas[seq.replica]
-        replica.pool.give_back(seq.pages)
+        replica.pool.free(seq.pages)
         replica.running.remove(seq)
         replica.free_slots.append(seq.slot)
         seq.pages = []
         seq.num_registered = 0
 
     def _begin_anew(self, seq: Sequence) -> None:
-        seq.epoch += 1
-        seq.num_pending = 0
+        seq.num_preemptions += 1
+        seq.num_in_flight = 0
         open_window(seq)
         self._waiting.push(seq)
 
@@ -173,11 +173,14 @@ class Scheduler:
 
     def is_current(self, row: Row) -> bool:
         """Whether the result of a row still counts."""
-        return row.seq.state is SequenceState.RUNNING and row.epoch == row.seq.epoch
+        return (
+            row.seq.state is SequenceState.RUNNING
+            and row.num_preemptions == row.seq.num_preemptions
+        )
 
-    def retire(self, row: Row) -> None:
+    def note_read(self, row: Row) -> None:
         """Note that the result of a current row has been read. Commit its tokens afterwards."""
-        row.seq.num_pending -= max_committed(row)
+        row.seq.num_in_flight -= max_committed(row)
 
     def commit(self, seq: Sequence, token_id: int) -> None:
         """Append a token to a running sequence."""
@@ -194,7 +197,7 @@ class Scheduler:
             self._replicas[seq.replica].prefixes.register(seq, len(seq.tokens) - 1)
 
     def forget_pages(self) -> None:
-        """Empty the prefix cache. Who runs keeps its pages, which nobody else finds any more."""
+        """Empty the prefix cache. Running sequences keep their pages, which no other finds."""
         for replica in self._replicas:
             replica.prefixes.clear()
 
@@ -223,7 +226,7 @@ class Scheduler:
         most_tokens = self._choose_decode_steps()
         for replica, rows in zip(self._replicas, batch.decodes, strict=True):
             self._schedule_decodes(replica, rows, batch, most_tokens)
-        # WHY: who was preempted for a later row's pages must not write to them any more.
+        # WHY: a sequence that was preempted for a later row's pages must not write to them.
         batch.verifies = [[r for r in rows if self.is_current(r)] for rows in batch.verifies]
         used = max(len(rows) for rows in batch.decodes)
         if any(batch.verifies):
@@ -240,7 +243,7 @@ class Scheduler:
         if not missing:
             return True
         while replica.pool.num_available < missing:
-            if seq.num_pending:
+            if seq.num_in_flight:
                 return False  # what is coming may end it
             last = replica.running[-1]
             if last is not seq:
@@ -249,7 +252,7 @@ class Scheduler:
             if len(replica.running) == 1:
                 self._fail(seq, position + 1, batch)
             return False
-        seq.pages += replica.pool.take(missing)
+        seq.pages += replica.pool.allocate(missing)
         return True
 
     def _num_missing_pages(self, seq: Sequence, position: int) -> int:
@@ -292,7 +295,7 @@ class Scheduler:
             for seq in seqs:
                 if len(rows) == self._config.verify_rows:
                     break
-                # WHY: who finds no page takes no row from the next, whose end may free one.
+                # WHY: a sequence without a page takes no row from the next, whose end may free one.
                 position = seq.len_bound - 1 + seq.num_drafts
                 if seq.state is SequenceState.RUNNING and self._ensure_page(
                     replica, seq, position, batch
@@ -304,8 +307,8 @@ class Scheduler:
     def _choose_decode_steps(self) -> int:
         """Choose how many tokens of a sequence one launch of this step makes.
 
-        Several while all who run decode, since others would wait for them, and while somebody
-        wants more than half of them.
+        Several while all running sequences decode, since others would wait for them, and while
+        one of them wants more than half of the tokens.
         """
         steps, speculation = self._config.decode_steps, self._speculation
         if steps == 1 or not all(s.is_prefilled for s in self.running):
@@ -320,7 +323,7 @@ class Scheduler:
         self, replica: _Replica, rows: list[DecodeRow], batch: ScheduledBatch, most_tokens: int
     ) -> None:
         speculation = self._speculation
-        # Best rank first: who is preempted for another has no row yet.
+        # Best rank first: a sequence that is preempted for another has no row yet.
         for seq in tuple(replica.running):
             if seq.state is not SequenceState.RUNNING or not speculation.can_decode(seq):
                 continue
@@ -336,7 +339,7 @@ class Scheduler:
     # ------------------------------------------------------------------------------------ admission
 
     def _admit(self, batch: ScheduledBatch) -> None:
-        """Let the best of those who wait run, while there are slots, pages and rows to prefill."""
+        """Admit waiting sequences in order, while there are slots, pages and rows to prefill."""
         most_rows = max(rows for rows, _ in self._config.prefill_shapes)
         while (seq := self._waiting.first()) is not None:
             open_ones = [
@@ -345,26 +348,26 @@ class Scheduler:
                 if r.free_slots and len(r.prefilling()) < most_rows
             ]
             # WHY: nobody overtakes the first: small requests would starve a large one.
-            if not any(self._enter(i, seq, batch) for _, _, i in sorted(open_ones)):
+            if not any(self._try_admit(i, seq, batch) for _, _, i in sorted(open_ones)):
                 return
             self._waiting.pop_first()
 
-    def _enter(self, index: int, seq: Sequence, batch: ScheduledBatch) -> bool:
+    def _try_admit(self, index: int, seq: Sequence, batch: ScheduledBatch) -> bool:
         """Give a sequence a slot and pages for all its tokens, or end it; False if it must wait."""
         replica = self._replicas[index]
         matched = replica.prefixes.find_prefix(seq)
         replica.pool.share(matched)
         missing = -(-len(seq.tokens) // self._config.page_len) - len(matched)
-        # Those who run and may outgrow their pages will need one each, sooner or later.
-        growing = sum(not self._is_housed(s) for s in replica.running)
+        # Running sequences that may outgrow their pages will need one each.
+        growing = sum(not self._has_all_pages(s) for s in replica.running)
         if replica.pool.num_available < missing + growing:
-            replica.pool.give_back(matched)
+            replica.pool.free(matched)
             if replica.running:
                 return False
             seq.state = SequenceState.DONE
             self._fail(seq, len(seq.tokens), batch)
             return True
-        seq.pages = matched + replica.pool.take(missing)
+        seq.pages = matched + replica.pool.allocate(missing)
         seq.state = SequenceState.RUNNING
         seq.replica, seq.slot = index, replica.free_slots.pop()
         seq.num_registered = len(matched)
@@ -377,10 +380,10 @@ class Scheduler:
     def _note_cached(self, seq: Sequence, num_tokens: int) -> None:
         """Count tokens that the prefix cache had. What a preempted sequence finds is its own."""
         self.num_prefix_tokens += num_tokens
-        if not seq.epoch:
+        if not seq.num_preemptions:
             seq.num_cached += num_tokens
 
-    def _is_housed(self, seq: Sequence) -> bool:
+    def _has_all_pages(self, seq: Sequence) -> bool:
         """Whether a sequence holds all pages that it can ever need."""
         return len(seq.pages) * self._config.page_len >= seq.max_len
 
@@ -418,12 +421,12 @@ class Scheduler:
         seq.num_prefilled = stop
         row = PrefillRow(
             seq=seq,
-            epoch=seq.epoch,
+            num_preemptions=seq.num_preemptions,
             start=start,
             token_ids=seq.tokens[start:stop],
             is_last=seq.is_prefilled,
             is_scored=min(stop, seq.num_to_score) > max(start, len(seq.prompt_logprobs)),
         )
-        seq.num_pending += max_committed(row)
+        seq.num_in_flight += max_committed(row)
         replica.prefixes.announce(seq, stop)
         return row

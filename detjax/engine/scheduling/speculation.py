@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts and their verification: who drafts, how far, and which windows are verified when.
+"""Drafts and their verification: which sequences draft, and which windows are verified when.
 
 A window is the last committed token and the drafts behind it. It opens with its first draft, closes
 when it is full, late or would end the sequence, and is gone when its verification is launched.
@@ -9,7 +9,13 @@ from collections import abc
 from collections.abc import Callable
 
 from detjax.engine.config import ReplicaConfig
-from detjax.engine.requests.sequence import DecodeRow, Sequence, VerifyRow, blaming, max_committed
+from detjax.engine.requests.sequence import (
+    DecodeRow,
+    Sequence,
+    VerifyRow,
+    attributing_errors,
+    max_committed,
+)
 
 Propose = Callable[[abc.Sequence[int], int], tuple[int, ...]]
 """From the tokens so far and the most drafts wanted, drafts that cost no model; or none."""
@@ -31,7 +37,7 @@ def predicted_drafts(seq: Sequence) -> tuple[int, ...]:
 def open_window(seq: Sequence) -> None:
     """Begin a new window, without a draft."""
     seq.num_drafts = 0
-    seq.window += 1
+    seq.window_idx += 1
     seq.closed_step = None
 
 
@@ -72,7 +78,7 @@ class Speculation:
         if not self.drafts(seq):
             # What drafts have written is to be verified first.
             waits = self._config.has_prompt_lookup or seq.guide is not None
-            return not (waits and seq.num_pending or seq.num_drafts)
+            return not (waits and seq.num_in_flight or seq.num_drafts)
         return seq.closed_step is None and self._room(seq) > 0
 
     def num_wanted(self, seq: Sequence) -> int:
@@ -92,10 +98,10 @@ class Speculation:
         """Make the row of a decode step, and count its tokens: as drafts, or as to be committed."""
         row = DecodeRow(
             seq=seq,
-            epoch=seq.epoch,
+            num_preemptions=seq.num_preemptions,
             num_tokens=num_tokens,
             is_draft=self.drafts(seq),
-            window=seq.window,
+            window_idx=seq.window_idx,
         )
         if row.is_draft:
             if seq.num_drafts == 0:
@@ -103,7 +109,7 @@ class Speculation:
             seq.num_drafts += num_tokens
         else:
             seq.closed_step = None
-        seq.num_pending += max_committed(row)
+        seq.num_in_flight += max_committed(row)
         return row
 
     def _room(self, seq: Sequence) -> int:
@@ -119,7 +125,7 @@ class Speculation:
     def close_window(self, row: DecodeRow, *, step: int) -> None:
         """Verify the window of a draft at once, since the draft would end the sequence."""
         seq = row.seq
-        if seq.window == row.window and seq.closed_step is None:
+        if seq.window_idx == row.window_idx and seq.closed_step is None:
             seq.closed_step = step
 
     def choose_windows(
@@ -131,7 +137,7 @@ class Speculation:
         wait for company: another window that will be full before they have waited too long.
 
         Args:
-            running: Who runs, by replica.
+            running: Running sequences, by replica.
             step: Now.
             is_due: Whether a verification runs anyway.
         """
@@ -151,8 +157,10 @@ class Speculation:
     def verify(self, seq: Sequence, given: tuple[int, ...] | None = None) -> VerifyRow:
         """Make the row of a verification, of `given` drafts or the window's, and open a new one."""
         num_drafts = seq.num_drafts if given is None else len(given)
-        row = VerifyRow(seq=seq, epoch=seq.epoch, num_drafts=num_drafts, given=given)
-        seq.num_pending += max_committed(row)
+        row = VerifyRow(
+            seq=seq, num_preemptions=seq.num_preemptions, num_drafts=num_drafts, given=given
+        )
+        seq.num_in_flight += max_committed(row)
         open_window(seq)
         return row
 
@@ -167,7 +175,7 @@ class Speculation:
         if not self.can_decode(seq) or seq.guide is not None:
             return None
         most = self._max_drafts(seq)
-        with blaming(seq):
+        with attributing_errors(seq):
             if predicted := predicted_drafts(seq):
                 return predicted[:most]
             return tuple(self._propose(seq.tokens, most)[:most]) or None

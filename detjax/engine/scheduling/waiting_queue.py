@@ -10,20 +10,20 @@ _MIN_ENTRIES = 64
 
 
 class WaitingQueue:
-    """Sequences in order of service. Who has ended while waiting is skipped, and dropped in time.
+    """Sequences in order of service. Those that ended while waiting are skipped, and dropped later.
 
     Attributes:
         num_waiting: Sequences that wait.
     """
 
     def __init__(self):
-        """Begin with nobody."""
+        """Begin empty."""
         self._entries: list[tuple[tuple[int, int], Sequence]] = []
         self.num_waiting = 0
 
     @property
     def num_entries(self) -> int:
-        """Those who wait, and those who have ended and are not dropped yet."""
+        """Sequences that wait, and those that have ended and are not dropped yet."""
         return len(self._entries)
 
     def push(self, seq: Sequence) -> None:
@@ -33,18 +33,18 @@ class WaitingQueue:
         self.num_waiting += 1
 
     def first(self) -> Sequence | None:
-        """Return who is to be served next, if anybody waits."""
+        """Return the sequence to be served next, if one waits."""
         while self._entries and self._entries[0][1].state is not SequenceState.WAITING:
             heapq.heappop(self._entries)
         return self._entries[0][1] if self._entries else None
 
     def pop_first(self) -> None:
-        """Take out who was first, whatever its state is by now."""
+        """Take out the first, whatever its state is by now."""
         heapq.heappop(self._entries)
         self.num_waiting -= 1
 
     def drop_ended(self) -> None:
-        """Note that one of those who waited has ended."""
+        """Note that a waiting sequence has ended."""
         self.num_waiting -= 1
         if len(self._entries) > max(_MIN_ENTRIES, 2 * self.num_waiting):
             kept = [entry for entry in self._entries if entry[1].state is SequenceState.WAITING]
@@ -52,5 +52,5 @@ class WaitingQueue:
             self._entries = kept
 
     def clear(self) -> None:
-        """Forget everybody."""
+        """Forget all sequences."""
         self._entries, self.num_waiting = [], 0

@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 from detjax.engine.config import ReplicaConfig
 from detjax.engine.errors import SelfCheckError
 from detjax.engine.metrics import EngineStats
-from detjax.engine.self_check.evidence import Difference, add_cause, keep_evidence
+from detjax.engine.self_check.evidence import CheckDifference, add_cause, keep_evidence
 from detjax.models.loading import LoadedModel
 
 FIRST_OPERATION = "first operation that differs"
 """How the line of an explanation begins that names the operation."""
 
 
-def _explain_nothing(difference: Difference) -> str:
+def _explain_nothing(difference: CheckDifference) -> str:
     return ""
 
 
@@ -32,12 +32,12 @@ class Claim:
     def __init__(self, model: LoadedModel, config: ReplicaConfig, stats: EngineStats):
         """Let it hold."""
         self._model, self._config, self._stats = model, config, stats
-        self.difference: Difference | None = None
+        self.difference: CheckDifference | None = None
         self.evidence = ""
-        self.explain: Callable[[Difference], str] = _explain_nothing
+        self.explain: Callable[[CheckDifference], str] = _explain_nothing
         self.cause = ""
 
-    def note(self, differences: Sequence[Difference]) -> None:
+    def note(self, differences: Sequence[CheckDifference]) -> None:
         """Count differences, and keep evidence of the first that there ever was."""
         self._stats.num_self_check_differences += len(differences)
         if differences and self.difference is None:

@@ -9,7 +9,7 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
-from detjax.engine.requests.request import SamplingParams
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.models.loading import LoadedModel
 from detjax.numerics import Build
 
@@ -17,7 +17,7 @@ FOLDER_VARIABLE = "DETJAX_EVIDENCE_DIR"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Difference:
+class CheckDifference:
     """Two computations of one thing that should have the same bits and have not.
 
     Attributes:
@@ -57,7 +57,7 @@ def evidence_folder() -> Path:
     return Path(state).expanduser() / "detjax" / "evidence"
 
 
-def keep_evidence(difference: Difference, model: LoadedModel, config: object) -> str:
+def keep_evidence(difference: CheckDifference, model: LoadedModel, config: object) -> str:
     """Write a JSON file of a difference and of what made it.
 
     Args:

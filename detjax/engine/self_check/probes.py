@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from detjax.engine.requests.request import SamplingParams
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.numerics import NumericsProfile
 
 SAMPLING = (

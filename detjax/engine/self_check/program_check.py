@@ -17,9 +17,9 @@ from detjax.engine.running.program_key import (
     choice_keys,
     program_keys,
 )
-from detjax.engine.self_check.evidence import Difference
+from detjax.engine.self_check.evidence import CheckDifference
 from detjax.engine.self_check.probes import FILTERED, Probe, make_probes, place_probes
-from detjax.engine.self_check.session import Reach, Session, num_tokens
+from detjax.engine.self_check.session import CheckContext, Session, num_tokens
 from detjax.models.loading import LoadedModel
 
 
@@ -65,9 +65,9 @@ def check_programs(
     config: ReplicaConfig,
     keys: Sequence[ProgramKey],
     reference: ProgramKey,
-    reach: Reach,
+    context: CheckContext,
     choice: tuple[bool, int] | None = None,
-) -> tuple[list[ProgramKey], list[Difference]]:
+) -> tuple[list[ProgramKey], list[CheckDifference]]:
     """Compare programs with a prefill program.
 
     Args:
@@ -75,7 +75,7 @@ def check_programs(
         config: Of each replica.
         keys: To compare.
         reference: A prefill program.
-        reach: What it may use.
+        context: What it may use.
         choice: Of `program_key.CHOICES`: the choice program that follows each of them, and the
             reference. None compares what the programs themselves choose.
 
@@ -90,7 +90,7 @@ def check_programs(
     while probes:
         placement, left = place_probes(
             probes,
-            reach.idle,
+            context.idle,
             num_company=config.num_slots,
             num_pages=config.num_pages,
             table_len=config.table_len,
@@ -99,7 +99,7 @@ def check_programs(
         if placement is None:
             probes = probes[1:]
             continue
-        probes, session = left, Session(model, config, reference, reach, placement, choice)
+        probes, session = left, Session(model, config, reference, context, placement, choice)
         for key in in_order:
             of_key = [
                 i

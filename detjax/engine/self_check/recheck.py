@@ -14,8 +14,8 @@ import numpy as np
 
 from detjax.engine.config import ReplicaConfig
 from detjax.engine.metrics import EngineStats
-from detjax.engine.requests.request import SamplingParams
 from detjax.engine.requests.request_states import CommittedToken
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.requests.sequence import Sequence
 from detjax.engine.running.launch_operands import PrefillOperands, unpack_choice
 from detjax.engine.running.model_runner import ModelRunner
@@ -23,9 +23,9 @@ from detjax.engine.running.program_key import ProgramKey, choice_of
 from detjax.engine.sampling.sampling import SamplingRows
 from detjax.engine.scheduling.kv_cache import PagePool
 from detjax.engine.self_check.claim import Claim
-from detjax.engine.self_check.evidence import Difference
+from detjax.engine.self_check.evidence import CheckDifference
 from detjax.engine.self_check.program_check import is_checkable
-from detjax.engine.self_check.rows import nobodys_slots
+from detjax.engine.self_check.rows import scratch_slots
 
 SHARE = 0.01
 """Of the time of all steps, that checking again may take."""
@@ -34,7 +34,7 @@ MAX_KEPT = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Answer:
+class _ReleasedToken:
     """A token that was released, and all before it."""
 
     before: tuple[int, ...]
@@ -48,7 +48,7 @@ class _Answer:
 class _UnderWay:
     """A check that has begun: on which pages of which replica, and how far it is."""
 
-    answer: _Answer
+    answer: _ReleasedToken
     key: ProgramKey
     replica: int
     pages: list[int]
@@ -78,7 +78,7 @@ class Rechecks:
         """
         self._config, self._runner, self._pools = config, runner, pools
         self._claim, self._stats = claim, stats
-        self._waiting: deque[_Answer] = deque()
+        self._waiting: deque[_ReleasedToken] = deque()
         self._under_way: _UnderWay | None = None
         self._num_launches = 0
         self._rng = np.random.default_rng(0)
@@ -98,15 +98,15 @@ class Rechecks:
     def _credit_s(self) -> float:
         return SHARE * self._stats.step_s.total - self._stats.recheck_s
 
-    def offer(self, seq: Sequence, news: list[CommittedToken]) -> None:
+    def offer(self, seq: Sequence, tokens: list[CommittedToken]) -> None:
         """Take one of the tokens that a canonical sequence releases now, drawn at random."""
         if not (self.is_hungry and seq.is_canonical and seq.request.is_deterministic):
             return
         if seq.request.sampling.is_adjusted:  # what was generated counts, and a prompt does not
             return
-        token = news[self._rng.integers(len(news))]
+        token = tokens[self._rng.integers(len(tokens))]
         self._waiting.append(
-            _Answer(
+            _ReleasedToken(
                 before=tuple(seq.tokens[: token.position]),
                 token_id=token.token_id,
                 logprob=token.logprob,
@@ -161,12 +161,12 @@ class Rechecks:
                 answer=answer,
                 key=key,
                 replica=self._pools().index(pool),
-                pages=pool.take(count),
+                pages=pool.allocate(count),
             )
             return True
         return False
 
-    def _key(self, answer: _Answer) -> ProgramKey | None:
+    def _key(self, answer: _ReleasedToken) -> ProgramKey | None:
         """The compiled prefill that wastes least on it."""
         found = [
             key
@@ -191,11 +191,11 @@ class Rechecks:
         operands.page_table[at, : len(check.pages)] = check.pages
         rows = [(SamplingParams(), 0)] * len(operands.slot)
         rows[at] = check.answer.sampling
-        slots, sampling = nobodys_slots(config)
+        slots, sampling = scratch_slots(config)
         choice = choice_of(is_filtered=True, num_top=0) if check.answer.is_filtered else None
         if choice is not None:
-            operands.slot[at] = 0  # of nobody's slots: a choice program finds the row by it
-        _, result = self._runner.run_aside(
+            operands.slot[at] = 0  # of the scratch slots: a choice program finds the row by it
+        _, result = self._runner.run_check(
             key, slots, sampling, operands.pack(), SamplingRows.pack(rows), choice=choice
         )
         packed = np.asarray(result).reshape(config.num_replicas, -1, result.shape[-1])
@@ -213,7 +213,7 @@ class Rechecks:
             return
         self._claim.note(
             [
-                Difference(
+                CheckDifference(
                     program="answer",
                     row=-1,
                     position=len(answer.before),
@@ -229,7 +229,7 @@ class Rechecks:
     def _end(self) -> None:
         check, self._under_way = self._under_way, None
         assert check is not None
-        self._pools()[check.replica].give_back(check.pages)
+        self._pools()[check.replica].free(check.pages)
 
 
 def _hex(token_id: int, logprob: np.float32) -> str:

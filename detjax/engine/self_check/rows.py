@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from detjax.engine.config import ReplicaConfig
-from detjax.engine.requests.request import SamplingParams
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.running.device_arrays import Slots
 from detjax.engine.running.launch_operands import DecodeOperands, PrefillOperands, VerifyOperands
 from detjax.engine.running.program_key import ProgramKey
@@ -19,7 +19,7 @@ _MOST_COMPANY_PAGES = 4
 """Pages of the longest row beside the probes: company costs time, and its length shows nothing."""
 
 
-def nobodys_slots(config: ReplicaConfig) -> tuple[Slots, SamplingRows]:
+def scratch_slots(config: ReplicaConfig) -> tuple[Slots, SamplingRows]:
     """Slots for a launch that commits nothing."""
     count = config.num_replicas * config.num_slots
     window = np.zeros((count, config.verify_window), np.int32)

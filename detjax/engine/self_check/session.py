@@ -15,9 +15,9 @@ from detjax.engine.running.device_arrays import Slots
 from detjax.engine.running.launch_operands import unpack_num_committed
 from detjax.engine.running.program_key import ProgramKey
 from detjax.engine.self_check.device import join_checksums
-from detjax.engine.self_check.evidence import Difference
+from detjax.engine.self_check.evidence import CheckDifference
 from detjax.engine.self_check.probes import Placement, Probe
-from detjax.engine.self_check.rows import Group, RowMaker, make_groups, nobodys_slots
+from detjax.engine.self_check.rows import Group, RowMaker, make_groups, scratch_slots
 from detjax.models.loading import LoadedModel
 
 Run = Callable[..., tuple[Slots, Any]]
@@ -30,7 +30,7 @@ MOST_PREFILLED = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reach:
+class CheckContext:
     """What a check may use.
 
     Attributes:
@@ -97,21 +97,23 @@ class Session:
         model: LoadedModel,
         config: ReplicaConfig,
         reference: ProgramKey,
-        reach: Reach,
+        context: CheckContext,
         placement: Placement,
         choice: tuple[bool, int] | None,
     ):
-        self._config, self._reference, self._reach = config, reference, reach
-        self._run, self._has_choice = partial(reach.run, choice=choice), choice is not None
+        self._config, self._reference, self._context = config, reference, context
+        self._run, self._has_choice = partial(context.run, choice=choice), choice is not None
         self._placement = placement
         self._rows = RowMaker(config, placement, vocab_size=model.config.vocab_size)
-        self._nobodys_slots = nobodys_slots(config)
+        self._scratch_slots = scratch_slots(config)
         # By (probe, tokens): packed choices [dp, R, X] of which row 0 is the probe's, and of what
         # is written the checksums of all pages. The device may still be at them.
         self._choices: dict[_Tokens, jax.Array] = {}
         self._written: dict[_Tokens, _Checksums] = {}
 
-    def check(self, key: ProgramKey, writer: ProgramKey, probes: Sequence[int]) -> list[Difference]:
+    def check(
+        self, key: ProgramKey, writer: ProgramKey, probes: Sequence[int]
+    ) -> list[CheckDifference]:
         """Compare a program with prefill at some probes; `writer` puts the other tokens there."""
         if key == self._reference:
             return []
@@ -215,14 +217,14 @@ class Session:
     def _checksums(self) -> _Checksums:
         """Of the pages that the probes may write."""
         pages = self._placement.written
-        return _Checksums(self._reach.checksums(pages.reshape(len(pages), -1)), pages.shape)
+        return _Checksums(self._context.checksums(pages.reshape(len(pages), -1)), pages.shape)
 
     # ----------------------------------------------------------------------------- prefill's answer
 
     def _run_prefill(self, key: ProgramKey, chunks) -> jax.Array:
         """Packed choices of all rows, [dp * R, X]."""
         operands, rows = self._rows.prefill(key, chunks)
-        _, result = self._run(key, *self._nobodys_slots, operands, rows)
+        _, result = self._run(key, *self._scratch_slots, operands, rows)
         return result
 
     def _prefill(self, probe: int, ids: tuple[int, ...]) -> None:
@@ -274,7 +276,7 @@ class Session:
 
     # ---------------------------------------------------------------------------------- comparisons
 
-    def _compare(self, key, group, outcome: _Outcome, before, written) -> list[Difference]:
+    def _compare(self, key, group, outcome: _Outcome, before, written) -> list[CheckDifference]:
         found = []
         for i, probe in enumerate(group.probes):
             for replica in range(self._config.num_replicas):
@@ -309,7 +311,7 @@ class Session:
         got, want = (self._written_by_prefill(probe, x)[replica] for x in (other, ids))
         return not np.array_equal(got, want)
 
-    def _check_committed(self, key, group, outcome: _Outcome) -> list[Difference]:
+    def _check_committed(self, key, group, outcome: _Outcome) -> list[CheckDifference]:
         """Whether a verification commits the drafts before the first wrong one, and its own."""
         found = []
         assert outcome.committed is not None
@@ -327,9 +329,9 @@ class Session:
                     )
         return found
 
-    def _difference(self, key, row, probe, ids, what, got, want) -> Difference:
+    def _difference(self, key, row, probe, ids, what, got, want) -> CheckDifference:
         its: Probe = self._placement.probes[probe]
-        return Difference(
+        return CheckDifference(
             program=key.name,
             row=row,
             position=its.position,

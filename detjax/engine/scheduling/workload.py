@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine will be asked, for those who know it before they make the engine. No JAX."""
+"""How much an engine will be asked, where that is known before the engine is made. No JAX."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ _LEAST_LEN = 256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
+class Workload:
     """How much a list of requests asks for; `detjax.sizing.choose_sizes` sizes an engine for it.
 
     Attributes:
@@ -24,7 +24,7 @@ class Work:
     longest_prompt: int
 
     @classmethod
-    def of(cls, requests: Sequence[Request]) -> "Work":
+    def of(cls, requests: Sequence[Request]) -> "Workload":
         """Measure requests, of which there is at least one."""
         return cls(
             num_sequences=sum(r.sampling.num_sequences for r in requests),

@@ -7,9 +7,9 @@ from typing import Literal
 from detjax.models.decoder import forward, local_logits
 from detjax.models.fast import forward_fast, local_logits_fast
 
-Kernels = Literal["invariant", "fast"]
+KernelMode = Literal["invariant", "fast"]
 
-PATHS: dict[Kernels, tuple[Callable, Callable]] = {
+FORWARD_PATHS: dict[KernelMode, tuple[Callable, Callable]] = {
     "invariant": (forward, local_logits),
     "fast": (forward_fast, local_logits_fast),
 }

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an `LLM` or a command runs with, as values and as lines for people."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from detjax.engine.config import EngineConfig
+from detjax.engine.running.memory import cache_bytes
+from detjax.models.config import ModelConfig
+from detjax.models.loading import LoadedModel
+from detjax.numerics import NO_CAST, NumericsProfile
+from detjax.pallas_kernels.backend import Backend
+from detjax.parallel.mesh import DP_AXIS, TP_AXIS
+
+_MODES = {
+    "invariant": "invariant: every step uses canonical kernels",
+    "dvr": "dvr: drafts by fast kernels, verified by canonical ones",
+    "fast": "fast: no claim; digests may differ from run to run",
+}
+
+
+def describe(
+    name: str,
+    model_config: ModelConfig,
+    engine: EngineConfig,
+    *,
+    weight_dtype: str,
+    compute_dtype: str,
+    weight_cast: str,
+    fingerprint: str,
+    backend: str,
+    backend_reason: str,
+    dp: int,
+    tp: int,
+    cache_bytes: int,
+) -> dict[str, str]:
+    """Return what runs, and what decides its bits, as lines for people."""
+    cast = "" if weight_cast == NO_CAST else f" (cast from {weight_cast})"
+    return {
+        "model": f"{name}: {model_config.family}, {model_config.num_layers} layers of "
+        f"{model_config.hidden_size}, vocabulary {model_config.vocab_size}, context "
+        f"{model_config.max_position_embeddings}",
+        "numerics": f"{weight_dtype} weights{cast}, {compute_dtype} compute, "
+        f"fingerprint {fingerprint}",
+        "mode": _MODES[engine.mode],
+        "backend": f"{backend} ({backend_reason})",
+        "mesh": f"dp {dp} x tp {tp}",
+        "batch": f"{engine.batch_size} at once, prompts in chunks of {engine.prefill_chunk} "
+        f"tokens, room for {engine.max_len}",
+        "cache": f"{engine.num_pages} pages, {cache_bytes / 2**30:.2f} GiB",
+    }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LLMConfig:
+    """What an `LLM` runs with, chosen or asked for; `print` shows it.
+
+    Attributes:
+        name: As it was asked for.
+        folder: Where its files lie.
+        model: Its dimensions.
+        profile: Every choice of numerics.
+        weight_cast: What the weights were rounded from and to when they were read.
+        fingerprint: Of everything that decides a bit.
+        backend: Which kernels run.
+        backend_reason: Why these.
+        dp: Replicas.
+        tp: Devices that share each layer.
+        engine: Sizes and policies, none of which changes a bit.
+        cache_bytes: Of the cache, over all devices.
+    """
+
+    name: str
+    folder: Path
+    model: ModelConfig
+    profile: NumericsProfile
+    weight_cast: str
+    fingerprint: str
+    backend: Backend
+    backend_reason: str
+    dp: int
+    tp: int
+    engine: EngineConfig
+    cache_bytes: int
+
+    @classmethod
+    def of(
+        cls,
+        model: LoadedModel,
+        engine: EngineConfig,
+        *,
+        name: str,
+        folder: Path,
+        backend_reason: str,
+    ) -> "LLMConfig":
+        """Return what an engine on a model runs with."""
+        return cls(
+            name=name,
+            folder=folder,
+            model=model.config,
+            profile=model.profile,
+            weight_cast=model.weight_cast,
+            fingerprint=model.fingerprint,
+            backend=model.backend,
+            backend_reason=backend_reason,
+            dp=model.mesh.shape[DP_AXIS],
+            tp=model.mesh.shape[TP_AXIS],
+            engine=engine,
+            cache_bytes=cache_bytes(model, engine.num_pages),
+        )
+
+    def __str__(self) -> str:
+        """Return a line for each fact."""
+        facts = describe(
+            self.name,
+            self.model,
+            self.engine,
+            weight_dtype=self.profile.weight_dtype,
+            compute_dtype=self.profile.compute_dtype,
+            weight_cast=self.weight_cast,
+            fingerprint=self.fingerprint,
+            backend=self.backend.value,
+            backend_reason=self.backend_reason,
+            dp=self.dp,
+            tp=self.tp,
+            cache_bytes=self.cache_bytes,
+        )
+        return "\n".join(f"{name:<11} {value}" for name, value in facts.items())
