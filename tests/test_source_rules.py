@@ -27,7 +27,7 @@ CHECKED = "detjax", "benchmarks", "tools", "examples"
 """Folders whose code has to have a user."""
 
 HOMES = {
-    "Completion": "detjax/engine/outputs/completions.py",
+    "Completion": "detjax/engine/outputs/completion.py",
     "load_model": "detjax/opening.py",
 }
 """The one module that may call each."""
@@ -271,7 +271,7 @@ ENGINE_OPTIONS = {
     "max_tokens_per_step": 512, "max_prefill_streak": 3, "verify_rows": 3, "verify_batches": (2,),
     "verify_window": 8, "verify_patience": 2, "verify_deadline": 32, "max_draft_fraction": 0.5,
     "decode_steps": 2, "steps_ahead": 2, "draft_weights": "int8", "has_prompt_lookup": False,
-    "has_prefix_cache": False, "ageing_steps": 100, "max_waiting": 99, "self_check": "off",
+    "has_prefix_cache": False, "max_waiting": 99, "self_check": "off",
 }  # fmt: skip
 """A value of each option that is not the default's, where another goes with the rest."""
 
