@@ -121,13 +121,6 @@ def _or_null(field: Json) -> Json:
     return {"anyOf": [inner, {"type": "null"}]} | default
 
 
-def _security(one: Operation) -> list[Json]:
-    """Keys, of which one is needed; {} is none."""
-    if one.is_admin:
-        return [{"admin_key": []}]
-    return [] if one.is_open else [{"key": []}, {}]
-
-
 def _operation(one: Operation) -> Json:
     kind = _TEXTS.get(one.path, "application/json")
     answers: Json = {kind: {"schema": {"type": "string" if kind == "text/plain" else "object"}}}
