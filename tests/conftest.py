@@ -127,9 +127,11 @@ def pytest_runtest_teardown(item, nextitem):
         return
     for name, module in list(sys.modules.items()):
         if name == "tests" or name.startswith("tests."):
-            for value in list(vars(module).values()):
+            for shared, value in list(vars(module).items()):
                 if isinstance(value, functools._lru_cache_wrapper):
                     value.cache_clear()
+                elif shared == "_PROGRAMS":  # of the models that were just let go
+                    value.clear()
     jax.clear_caches()
     gc.collect()
 

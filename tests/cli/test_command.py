@@ -251,8 +251,10 @@ def test_help_explains_every_option_and_does_not_start_jax():
 
 def test_an_interrupt_does_not_wait_for_a_thread_that_compiles():
     script = (
-        "import concurrent.futures, sys, time\n"
+        "import concurrent.futures, signal, sys, time\n"
         "from detjax.cli.errors import exit_code\n"
+        # A shell's background job, as these tests may be, begins with SIGINT ignored.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "def run():\n"
         "    with concurrent.futures.ThreadPoolExecutor() as pool:\n"
         "        compiling = pool.submit(time.sleep, 300)\n"

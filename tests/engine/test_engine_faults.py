@@ -351,7 +351,7 @@ def test_pages_that_were_scheduled_and_not_computed_serve_nobody(monkeypatch, er
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(made._runner, "_program", interrupted)
+        patch.setattr(made._runner._ready, "get", interrupted)
         with pytest.raises((KeyboardInterrupt, EngineStoppedError)):
             made.generate([asked])
     if made._stopped_by is not None:
@@ -520,7 +520,7 @@ def test_an_error_of_the_device_stops_the_engine_until_it_is_reset(monkeypatch):
         raise RuntimeError("device lost")
 
     with monkeypatch.context() as patch:
-        patch.setattr(made._runner, "_program", lost)
+        patch.setattr(made._runner._ready, "get", lost)
         with pytest.raises(
             EngineStoppedError, match="stopped: RuntimeError: device lost"
         ) as caught:

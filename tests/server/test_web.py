@@ -66,8 +66,8 @@ FORM = {"type": "json_object"}
 @pytest.mark.parametrize(
     ("path", "fields", "param", "says"),
     [
-        ("completions", {"logit_bias": {"99999": 1}}, "logit_bias", "token 99999"),
-        ("completions", {"allowed_token_ids": [99999]}, "allowed_token_ids", "token 99999"),
+        ("completions", {"logit_bias": {"99999": 1}}, "logit_bias", "token id 99999"),
+        ("completions", {"allowed_token_ids": [99999]}, "allowed_token_ids", "token id 99999"),
         ("completions", {"allowed_token_ids": [9], "bad_words": ["x"] * 1025}, "bad_words", "1025"),
         ("completions", {"bad_words": ["qrst uvwx yz" * 9]}, "bad_words", "^bad_words="),
         ("completions", {"priority": 101}, "priority", "priority=101"),
