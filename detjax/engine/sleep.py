@@ -39,9 +39,12 @@ class Sleep:
 
     def sleep(self, *, keeps_weights: bool) -> None:
         """Free the cache and the weights on the devices; the host keeps a copy, or nobody does."""
-        if self._has_weights:
+        if self._has_weights and not keeps_weights:
+            self._model.give_up_weights()
+            self._note_away(None)
+        elif self._has_weights:
             self._take_away()
-        if not keeps_weights:
+        elif not keeps_weights:
             self._host = None
         self._has_cache = False
         self._runner.release()
@@ -81,8 +84,10 @@ class Sleep:
         self._runner.take_weights()
 
     def _take_away(self) -> None:
-        self._host = self._model.take_weights_to_host()
-        self._has_weights = False
+        self._note_away(self._model.take_weights_to_host())
+
+    def _note_away(self, host: Params | None) -> None:
+        self._host, self._has_weights = host, False
         self._runner.drop_drafts()
 
     def _put_back(self, host: Params) -> None:

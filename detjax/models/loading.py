@@ -194,6 +194,11 @@ class LoadedModel:
         """Free the weights on the devices; their copy on the host, for `put_weights_back`."""
         return take_to_host(self._own_weights())
 
+    def give_up_weights(self) -> None:
+        """Free the weights on the devices; nobody has them then."""
+        for leaf in {id(leaf): leaf for leaf in jax.tree.leaves(self._own_weights())}.values():
+            leaf.delete()
+
     def put_weights_back(self, host: Params) -> None:
         """Put the weights where they were."""
         self.params.update(put_on_devices(host, self._own_weights()))

@@ -14,22 +14,31 @@ def take_to_host(params: Params) -> Params:
         params: On devices of this process. The arrays are deleted.
 
     Returns:
-        The same tree of NumPy arrays; one array where the tree has one array twice.
+        The same tree, in pinned memory of a GPU's host, else of NumPy arrays; one array where the
+        tree has one array twice.
     """
     leaves = {id(leaf): leaf for leaf in jax.tree.leaves(params)}
-    # WHY: a copy, as on a CPU NumPy may have the very memory that is freed.
-    copies = {key: np.array(leaf) for key, leaf in leaves.items()}
+    copies = {key: _host_copy(leaf) for key, leaf in leaves.items()}
+    jax.block_until_ready(copies)
     host = jax.tree.map(lambda leaf: copies[id(leaf)], params)
     for leaf in leaves.values():
         leaf.delete()
     return host
 
 
+def _host_copy(leaf: jax.Array) -> jax.Array | np.ndarray:
+    """A copy on the host, which may still be on its way there."""
+    if next(iter(leaf.devices())).platform == "cpu":
+        return np.array(leaf)  # a copy, as NumPy may have the very memory that is freed
+    # WHY: NumPy gets 16 GB through pageable memory in 16 to 20 s (H100).
+    return jax.device_put(leaf, leaf.sharding.with_memory_kind("pinned_host"))
+
+
 def put_on_devices(host: Params, like: Params) -> Params:
     """Put what `take_to_host` gave where it was.
 
     Args:
-        host: Of NumPy arrays.
+        host: In the host's memory.
         like: The same tree of the arrays that were deleted, whose shardings it gets.
     """
     leaves = zip(jax.tree.leaves(host), jax.tree.leaves(like), strict=True)
