@@ -191,7 +191,7 @@ def test_tiles_of_codes_fit_the_memory(kind, num_rows):
 
 # --- on a Hopper GPU -------------------------------------------------------------------------
 
-ROWS = (1, 5, 8, 9, 16, 17, 64, 65, 128, 300, 512, 513)
+ROWS = (1, 8, 9, 64, 65, 300, 513)
 SHAPES = {"qkv": (1536, 1024), "o": (1024, 1024), "gate_up": (4096, 1024), "down": (1024, 2048)}
 
 
@@ -242,6 +242,6 @@ def test_products_of_codes_on_a_gpu(kind, name):
         for a, whole in zip(found, wholes, strict=True):
             want = whole[..., :rows, :]
             assert_bitwise_equal(a, want, claim=f"{rows} rows of codes")
-    # A code that is one off is seen.
-    other = dataclasses.replace(matrix, codes=matrix.codes.at[0, 0, 0, 0].add(0x01010101))
+    # Codes that are one off are seen.
+    other = dataclasses.replace(matrix, codes=matrix.codes ^ 0x01010101)
     assert count_different_bits(run(xs[:8], other, residual[:8], gain)[0], wholes[0][..., :8, :])
