@@ -37,7 +37,9 @@ def model() -> LoadedModel:
     return dummy_model(config, profile=NumericsProfile(attention_block=16, attention_split=64))
 
 
-SIZES = EngineConfig(batch_size=2, prefill_chunk=16, max_len=64, verify_window=4, self_check="off")
+SIZES = EngineConfig(
+    batch_size=4, prefill_chunk=16, max_len=128, verify_window=6, self_check="off"
+)  # whose programs are those of test_engine.py
 
 
 @cache

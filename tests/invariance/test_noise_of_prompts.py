@@ -16,6 +16,8 @@ from detjax.engine.requests.sampling_params import MAX_TEMPERATURE, SamplingPara
 from detjax.testing.bitwise import assert_bitwise_equal
 from detjax.testing.dummies import dummy_config, dummy_model
 
+from .faults import order_by_company
+
 VOCAB, NUM_PROMPTS = 320, 32
 HOT = SamplingParams(max_tokens=4, temperature=MAX_TEMPERATURE, seed=7)
 PROMPTS = [(11, 12, i, 300 - i) for i in range(NUM_PROMPTS)]
@@ -80,6 +82,14 @@ def test_equal_requests_have_equal_answers(model, plain, config, order):
         want = plain[PROMPTS.index(prompt)]
         assert_same(twice[i], want, "asked once")
         assert_same(twice[i + len(some)], want, "asked again")
+
+
+@pytest.mark.control
+def test_control_an_order_by_company_is_seen_in_equal_answers(model, plain, monkeypatch):
+    """Where the order of a sum follows the launch, other company gives other logprobs."""
+    order_by_company(monkeypatch, canonical_rows=64)
+    found = answers(model, prompts=PROMPTS[:6], batch_size=8, self_check="off")
+    assert [one.logprobs for one in found] != [one.logprobs for one in plain[:6]]
 
 
 @pytest.mark.invariance

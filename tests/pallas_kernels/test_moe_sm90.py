@@ -44,7 +44,9 @@ def struct(*dims: int, dtype=BF16) -> jax.ShapeDtypeStruct:
 
 
 def lower_for_hopper(fn, *shapes) -> str:
-    return jax.jit(fn).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    text = jax.jit(fn).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text  # a kernel, and not XLA's own operations
+    return text
 
 
 def wide_rows(num_rows: int, width: int, seed: int = 0) -> jax.Array:
