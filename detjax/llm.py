@@ -105,6 +105,7 @@ class LLM:
         dtype: str | None = None,
         profile: NumericsProfile | None = None,
         cast_weights: str = NO_CAST,
+        quantized_weights: str = "auto",
         revision: str | None = None,
         max_len: int | None = None,
         batch_size: int | None = None,
@@ -133,6 +134,9 @@ class LLM:
                 `profile` says. It chooses bits.
             profile: Every choice of numerics, in place of `dtype`.
             cast_weights: "bfloat16" rounds a checkpoint of float16 or float32 to it.
+            quantized_weights: How the matrices of a quantised model lie on the devices: "packed",
+                as codes of 4 or 8 bits, "expanded", as bfloat16, or "auto", which packs them on
+                Hopper GPUs. It changes no bit.
             revision: Branch, tag or commit of a Hugging Face id; None is its main branch.
             max_len: Longest prompt plus completion, in tokens. None is the model's context, or what
                 the cache holds where that is less.
@@ -188,6 +192,7 @@ class LLM:
                 dp=dp,
                 tp=tp,
                 cast_weights=cast_weights,
+                quantized_weights=quantized_weights,
                 progress=told,
                 num_processes=num_processes,
             )

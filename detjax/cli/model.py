@@ -230,6 +230,7 @@ def _open_model(
                 dp=args.dp,
                 tp=args.tp,
                 cast_weights=args.cast_weights,
+                quantized_weights=args.quantized_weights,
                 max_len=max_len,
                 progress=progress,
                 num_processes=num_processes,
