@@ -19,7 +19,8 @@ import pytest
 NUM_SHARDS = 3
 
 SECONDS = Path(__file__).with_name("seconds.json")
-"""Seconds of the slow tests of each file; `--write-seconds` measures them anew."""
+"""Seconds of the slow tests of each file: a first estimate, until `--write-seconds` of a run of all
+of them, or the lines that `.ci/run` prints of its shard, take its place."""
 
 SEPARATE = ("tests/aot/test_sm90_code.py",)
 """Files whose tests are dealt out one by one."""
@@ -118,9 +119,14 @@ class ShardPlugin:
             terminalreporter.section(f"shard {self._shard} of {NUM_SHARDS}")
             terminalreporter.line(f"{len(self._elsewhere)} tests of other shards did not run")
             terminalreporter.line("\n".join(lines_of(self._elsewhere)))
+            seconds = json.dumps(self._whole_seconds(), sort_keys=True)
+            terminalreporter.line(f"seconds of this shard, by file: {seconds}")
         if self._end is not None:
             terminalreporter.line(f"{len(self._late)} tests did not run: {TOO_LATE}")
             terminalreporter.line("\n".join(f"  {node_id}" for node_id in sorted(self._late)))
         if self._config.getoption("write_seconds"):
-            seconds = {path: round(s, 1) for path, s in sorted(self._seconds.items()) if s >= 1}
-            SECONDS.write_text(json.dumps(seconds, indent=1) + "\n")
+            SECONDS.write_text(json.dumps(self._whole_seconds(), indent=1, sort_keys=True) + "\n")
+
+    def _whole_seconds(self) -> dict[str, float]:
+        """Return the time of each file's tests that have run, if it is a second or more."""
+        return {path: round(s, 1) for path, s in self._seconds.items() if s >= 1}
