@@ -35,7 +35,7 @@ def grammars() -> Grammars:
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM(max_len=256, batch_size=1, show_progress=False)
+    return LLM(max_len=256, batch_size=4, show_progress=False)  # the programs of the server
 
 
 def ids_of(text: str) -> list[int]:
