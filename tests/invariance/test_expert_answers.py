@@ -176,12 +176,13 @@ def test_scattered_rows_have_the_bits_of_one_rank():
 @pytest.mark.control
 def test_control_an_order_by_company_is_seen_by_batch_and_schedule(monkeypatch):
     """The comparisons of the tests above, on their model and their requests, find other bits."""
+    want = [one.logprobs for one in alone()]
     order_by_company(monkeypatch, canonical_rows=PAGE)
     engine = Engine(model(), EngineConfig(**SIZES, self_check="off"))
     one = EngineConfig(**SIZES | {"prefill_chunk": 7, "batch_size": 1}, self_check="off")
     for made in (engine, Engine(model(), one)):
         found = made.generate(REQUESTS)
-        assert [g.logprobs for g in found] != [w.logprobs for w in alone()]
+        assert [one.logprobs for one in found] != want
 
 
 @pytest.mark.slow

@@ -209,6 +209,7 @@ def _interrupted(processor, launch):
 @pytest.mark.control
 def test_control_an_order_by_company_is_seen_by_path_and_chunk(monkeypatch):
     """The comparisons of the quick tests above find other bits, on every machine."""
+    want = np.concatenate([floats(scores) for scores in expected()])
     order_by_company(monkeypatch, canonical_rows=PAGE)
     sizes = {"batch_size": 4, "max_len": 96, "verify_window": 6, "self_check": "off"}
     made = Engine(model(), EngineConfig(**sizes, prefill_chunk=PAGE))
@@ -224,7 +225,6 @@ def test_control_an_order_by_company_is_seen_by_path_and_chunk(monkeypatch):
         programs=made.programs,
     )  # fmt: skip
     found = np.concatenate([floats(scores) for scores in pieces.score(sequences(), top=TOP)])
-    want = np.concatenate([floats(scores) for scores in expected()])
     assert count_different_bits(found, want) > 0, "batch and chunk"
 
 
