@@ -11,6 +11,8 @@ import tempfile
 import jax
 import pytest
 
+from .shards import ShardPlugin, add_options
+
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -24,8 +26,16 @@ MAX_CACHE_BYTES = 16 << 30
 KEPT = "JAX_COMPILATION_CACHE_DIR"
 """The folder of programs to keep between runs; a run without it makes one and removes it."""
 
+SLOW_TESTS = pytest.StashKey[list[str]]()
+"""Names of the slow tests that were collected, before `-m` deselects any."""
+
 _programs = pytest.StashKey[str]()
 _is_temporary = pytest.StashKey[bool]()
+
+
+def pytest_addoption(parser):
+    """Options of the shards."""
+    add_options(parser)
 
 
 def pytest_configure(config):
@@ -34,6 +44,7 @@ def pytest_configure(config):
     What is proven of new processes is proven in processes of their own, which are not told of the
     folder and compile afresh.
     """
+    config.pluginmanager.register(ShardPlugin(config))
     workerinput = getattr(config, "workerinput", None)
     kept = os.environ.pop(KEPT, None)
     if workerinput is not None:
@@ -89,6 +100,7 @@ def pytest_collection_modifyitems(config, items):
         if needed and not must_run and needed > _num_gpus():
             reason = f"needs {needed} Hopper GPU(s), {_num_gpus()} here"
             item.add_marker(pytest.mark.skip(reason=reason))
+    config.stash[SLOW_TESTS] = [item.nodeid for item in items if item.get_closest_marker("slow")]
 
 
 @pytest.hookimpl(wrapper=True)

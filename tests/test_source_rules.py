@@ -218,9 +218,47 @@ def unused_code() -> dict[str, int]:
     return found
 
 
+def can_fail(node: ast.AST) -> bool:
+    """Whether code has an assertion, or expects an error."""
+    is_call = isinstance(node, ast.Call)
+    return isinstance(node, ast.Assert) or (
+        is_call and called_name(node).lstrip("_").startswith(("assert_", "raises", "warns", "fail"))
+    )
+
+
+def names_that_can_fail(tree: ast.Module) -> set[str]:
+    """Functions of a file that can fail, by themselves or by a function of the file they name."""
+    functions = [node for node in ast.walk(tree) if isinstance(node, Function)]
+    found: set[str] = set()
+    while True:
+        more = {
+            function.name
+            for function in functions
+            if any(
+                can_fail(node) or getattr(node, "id", getattr(node, "attr", None)) in found
+                for node in ast.walk(function)
+            )
+        }
+        if more == found:
+            return found
+        found = more
+
+
+def silent_tests() -> dict[str, int]:
+    """Tests that assert nothing, so that they pass whatever comes out."""
+    found = {}
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        tree = ast.parse(path.read_text())
+        names = {node.name for node in ast.walk(tree) if isinstance(node, Function)}
+        silent = names - names_that_can_fail(tree)
+        found |= {f"{path.relative_to(ROOT)}:{n}": 1 for n in silent if n.startswith("test_")}
+    return found
+
+
 RULES = (
     repeated_classes, calls_elsewhere, long_functions, many_parameters, many_tile_fields,
     popped_refs, repeated_constants, long_lines, long_sentences, unused_code,
+    silent_tests,
 )  # fmt: skip
 
 
@@ -263,6 +301,8 @@ def test_rules_find_what_they_are_for():
     assert max(map(num_words, sentences(f"Short. {words}\n\n| cell | `a b c` |"))) == 31
     assert max(map(num_words, sentences(f"- {words[:75]}\n- {words[:80]}"))) == 16
     assert prose_lines("a\n| b |\n```\nc\n```\n") == ["a", ""]
+    source = "def test_a():\n    run()\ndef test_b():\n    check()\ndef check():\n    assert x\n"
+    assert names_that_can_fail(ast.parse(source)) == {"test_b", "check"}
 
 
 ENGINE_OPTIONS = {

@@ -20,6 +20,8 @@ from detjax.compilation.kept_programs import keep_programs, keep_programs_of_bui
 from detjax.compilation.xla_flags import EXACT_OPTIONS, FAST_OPTIONS
 from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.scheduling import ngram
 from detjax.models import abstract
 from detjax.numerics import NumericsProfile
@@ -372,11 +374,13 @@ def test_donation_comes_back_with_the_executable(of_build):
         assert x.is_deleted()
 
 
+@pytest.mark.slow
 def test_an_llm_reads_every_program_of_the_one_before(cache_folder, caplog):
+    """All that there are; the quick test below reads those of one request, in another process."""
     caplog.set_level(logging.DEBUG, kept_executables.__name__)
 
     def answer():
-        llm = detjax.LLM("bundled", cache_dir=cache_folder, num_pages=16, batch_size=4,
+        llm = detjax.LLM("bundled", cache_dir=cache_folder, num_pages=4, batch_size=1, max_len=128,
                          show_progress=False)  # fmt: skip
         params = detjax.SamplingParams(max_tokens=8, logprobs=2, ignore_eos=True)
         found = llm.generate(["The old house", "A"], params)
@@ -393,6 +397,7 @@ def test_an_llm_reads_every_program_of_the_one_before(cache_folder, caplog):
         return found
 
     want, num_programs = answer()
+    assert num_programs > 2
     assert said() == ["kept"] * num_programs
     folder = opened_folder()
     assert folder is not None
@@ -409,7 +414,8 @@ class Kept(logging.Handler):
 logger = logging.getLogger("detjax.compilation.kept_executables")
 logger.setLevel(logging.DEBUG); logger.addHandler(Kept())
 import detjax
-llm = detjax.LLM("bundled", cache_dir=sys.argv[1], num_pages=16, batch_size=2, show_progress=False)
+llm = detjax.LLM("bundled", cache_dir=sys.argv[1], num_pages=4, batch_size=1, max_len=128,
+                 show_progress=False)
 answer = llm.generate("The old house", detjax.SamplingParams(max_tokens=4))[0].outputs[0]
 print(json.dumps([sorted(set(log)), len(log), answer.digest()]))
 """
@@ -439,12 +445,13 @@ def test_programs_of_one_request_share_a_hash_of_the_code(of_build, monkeypatch)
         return repr([arg for arg in args if hasattr(arg, "rows")])  # which program
 
     model = dummy_model(dummy_config())
-    config = EngineConfig(batch_size=2, max_len=256, prefill_chunk=32, self_check="off")
+    asked_for = [Request(prompt_token_ids=(1, 2), sampling=SamplingParams(max_tokens=2, top_k=5))]
+    config = EngineConfig(batch_size=1, max_len=64, prefill_chunk=32, self_check="off")
     monkeypatch.setattr(kept_executables, "loaded_code_hash", hashed)
     for has_kept in (False, True):
         engine = Engine(model, config)
         asked.clear()
-        engine.compile()
+        engine.compile(requests=asked_for)
         compiled = engine.programs.num_compiled
         assert compiled > 1 and len(kept(of_build)) == compiled
         moments = [moment for moment in asked if moment is not None]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The thread that calls programs: the host goes on meanwhile, and nobody loses a bit by it."""
 
+import copy
 import dataclasses
 import gc
 import threading
@@ -19,6 +20,7 @@ from detjax.engine.errors import EngineStoppedError
 from detjax.engine.outputs.completion import Completion
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import SamplingParams
+from detjax.engine.running.programs import ProgramCache
 from detjax.engine.trace import Trace
 from detjax.models.loading import LoadedModel
 from detjax.numerics import NumericsProfile
@@ -35,11 +37,22 @@ def model() -> LoadedModel:
     return dummy_model(config, profile=NumericsProfile(attention_block=16, attention_split=64))
 
 
+SIZES = EngineConfig(
+    batch_size=4, prefill_chunk=16, max_len=128, verify_window=6, self_check="off"
+)  # whose programs are those of test_engine.py
+
+
+@cache
+def programs() -> ProgramCache:
+    made = Engine(model(), SIZES)
+    made.compile(requests=[ASKED])
+    return made.programs
+
+
 def engine(of: LoadedModel | None = None, **given) -> Engine:
-    config = EngineConfig(
-        batch_size=2, prefill_chunk=16, max_len=64, verify_window=4, self_check="off"
-    )
-    return Engine(of or model(), config, **given)
+    """An engine with compiled programs; a test may replace `get` of its copy of their cache."""
+    given["programs"] = copy.copy(programs()) if of is None else None
+    return Engine(of or model(), SIZES, **given)
 
 
 @cache
@@ -67,7 +80,6 @@ def before_each_call(made: Engine, does: Callable[[], object]) -> None:
 def test_a_step_returns_while_its_program_waits_to_be_called():
     """The control waits for the call itself, and gives up."""
     made, may_run = engine(), threading.Event()
-    made.compile()
     before_each_call(made, lambda: may_run.wait(PATIENCE_S))
     made.add_request(ASKED.prompt_token_ids, ASKED.sampling)
     assert made.step() == [] and made.stats().num_launches == 1
@@ -84,7 +96,6 @@ def test_a_step_returns_while_its_program_waits_to_be_called():
 
 def test_programs_are_called_in_order_by_one_thread_which_is_not_the_caller_s():
     made, threads = engine(), []
-    made.compile()
     before_each_call(made, lambda: threads.append(threading.current_thread()))
     assert made.generate([ASKED]) == [alone()]
     assert len(set(threads)) == 1 and threads[0] is not threading.current_thread()
@@ -94,7 +105,6 @@ def test_programs_are_called_in_order_by_one_thread_which_is_not_the_caller_s():
 @pytest.mark.parametrize("num_calls", [1, 2, 7])
 def test_what_a_call_raises_stops_the_engine_and_a_reset_starts_it_again(num_calls):
     made, count = engine(), 0
-    made.compile()
 
     def fail() -> None:
         nonlocal count
@@ -117,7 +127,7 @@ def test_weights_may_go_when_nothing_is_left_to_do(monkeypatch, is_settled):
     want = alone()
     own = dataclasses.replace(model(), params=jax.tree.map(jnp.copy, model().params))
     made = engine(own)
-    made.compile()
+    made.compile(requests=[ASKED])
     before_each_call(made, lambda: time.sleep(0.02))
     if not is_settled:
         monkeypatch.setattr(made._runner, "settle", lambda: None)
@@ -137,7 +147,6 @@ def test_weights_may_go_when_nothing_is_left_to_do(monkeypatch, is_settled):
 def test_the_time_of_calls_is_counted_and_on_the_timeline(tmp_path):
     tracer = Trace()
     made = engine(tracer=tracer)
-    made.compile()
     before_each_call(made, lambda: time.sleep(0.01))
     made.generate([ASKED])
     stats = made.stats()

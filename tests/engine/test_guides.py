@@ -18,6 +18,7 @@ from detjax.llm import LLM
 from detjax.models.bundled import bundled_model_path
 from detjax.models.tokenizer import Tokenizer
 from detjax.testing import assert_bitwise_equal
+from detjax.testing.cases import quick_and_slow
 
 VOCAB, END = 4096, 1
 TOKENIZER = Tokenizer.from_folder(bundled_model_path())
@@ -34,7 +35,7 @@ def grammars() -> Grammars:
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM(max_len=256, batch_size=4, show_progress=False)
+    return LLM(max_len=256, batch_size=4, show_progress=False)  # the programs of the server
 
 
 def ids_of(text: str) -> list[int]:
@@ -86,11 +87,12 @@ MANY = {
 }
 
 
+@pytest.mark.parametrize("count", quick_and_slow([4], [20]))
 @pytest.mark.parametrize("name", MANY)
-def test_a_choice_of_thousands_of_texts_goes_to_the_end_of_each(grammars, name):
+def test_a_choice_of_thousands_of_texts_goes_to_the_end_of_each(grammars, name, count):
     guide_of, texts = grammars.guide, MANY[name]
     form = StructuredOutput.of_choices(texts)
-    for text in random.Random(1).sample(texts, 20):
+    for text in random.Random(1).sample(texts, count):
         ids, guide = ids_of(text), guide_of(form)
         for n, token_id in enumerate(ids):
             assert token_id in allowed(guide.banned(ids[:n])), (text, n)

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 
 import jax
 import numpy as np
@@ -16,9 +17,11 @@ from detjax.engine.engine import Engine
 from detjax.engine.outputs.request_output import FinishReason
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import SamplingParams
+from detjax.engine.running.programs import ProgramCache
 from detjax.engine.sampling.grammars import Grammars
 from detjax.engine.sampling.structured_output import StructuredOutput
 from detjax.models.bundled import bundled_model_path
+from detjax.models.loading import LoadedModel
 from detjax.testing.cases import quick_and_slow
 from detjax.testing.dummies import dummy_config, dummy_model
 
@@ -37,6 +40,10 @@ KINDS = (
     {"max_tokens": 0, "prompt_logprobs": 1}, {"n": 3, "temperature": 1.0},
     {"structured_output": FORM}, {"seed": 2**63 + 1, "temperature": 1.3, "top_p": 0.7, "top_k": 5},
 )  # fmt: skip
+
+
+TWO_SIZES = {"batch_size": 4, "decode_batches": (1,)}
+"""Programs for one row and for four."""
 
 
 @dataclass
@@ -63,16 +70,21 @@ def counted() -> Iterator[Compilations]:
         found.is_over = True
 
 
-def engine(**changes) -> Engine:
+_PREPARED: list[ProgramCache] = []
+"""Of an engine of the default sizes on which all programs were compiled."""
+
+
+@cache
+def model() -> LoadedModel:
     config = dummy_config(num_layers=1, vocab_size=VOCAB)
-    model = dummy_model(dataclasses.replace(config, eos_token_ids=(0,)))
+    return dummy_model(dataclasses.replace(config, eos_token_ids=(0,)))
+
+
+def engine(programs: ProgramCache | None = None, **changes) -> Engine:
     folder = bundled_model_path()
     grammars = Grammars((folder / "tokenizer.json").read_text, vocab_size=VOCAB, eos_token_ids=(0,))
-    config = EngineConfig(
-        **{"batch_size": 4, "prefill_chunk": 32, "max_len": MAX_LEN, "decode_batches": (1,)}
-        | changes
-    )
-    return Engine(model, config, grammars=grammars)
+    config = EngineConfig(**{"batch_size": 2, "prefill_chunk": 32, "max_len": MAX_LEN} | changes)
+    return Engine(model(), config, grammars=grammars, programs=programs)
 
 
 def ask(made: Engine, rng: np.random.Generator, count: int) -> int:
@@ -95,9 +107,10 @@ def ask(made: Engine, rng: np.random.Generator, count: int) -> int:
 @pytest.mark.parametrize(
     ("changes", "count"),
     quick_and_slow(
-        [({}, 150)],
+        [({}, 70)],
         [
-            ({"prefill_shapes": ((2, 32),), "decode_lens": (64,)}, 2000),
+            (TWO_SIZES, 2000),
+            (TWO_SIZES | {"prefill_shapes": ((2, 32),), "decode_lens": (64,)}, 2000),
             ({"mode": "dvr", "max_draft_fraction": 0.6, "verify_window": 4}, 400),
             ({"has_prompt_lookup": True, "verify_window": 4}, 400),
             ({"mode": "dvr", "decode_steps": 3, "verify_window": 4}, 400),
@@ -114,21 +127,23 @@ def test_no_kind_of_request_compiles_a_program(changes, count):
     assert found.names == []
     assert made.programs.num_compiled == num_compiled == made.stats().num_compiled
     assert made.self_check_error == ""
+    if not changes:
+        _PREPARED.append(made.programs)
 
 
 @pytest.mark.control
 def test_control_an_engine_that_was_not_prepared_compiles_while_requests_wait():
     made = engine()
     with counted() as found:
-        ask(made, np.random.default_rng(3), 30)
+        ask(made, np.random.default_rng(3), len(KINDS))
     assert found.count >= made.programs.num_compiled > 4
 
 
 def test_the_number_of_programs_follows_from_sizes_and_modes_alone():
     """Nothing that a request says is in the name of one."""
-    made = engine()
+    made = engine(*_PREPARED)
     made.compile()
-    decodes, tables, prefills, choices, scores = 2, 1, 1, 2, 2
+    decodes, tables, prefills, choices, scores = 1, 1, 1, 1, 2
     assert made.programs.num_compiled == (
         decodes * tables + 2 * prefills + 3 * choices + scores * prefills + 1
     ), json.dumps([key.name for key in made.programs])
@@ -139,13 +154,17 @@ def test_the_number_of_programs_follows_from_sizes_and_modes_alone():
     quick_and_slow(
         [({}, ({}, {"temperature": 1.0, "top_k": 7, "n": 3}), 0)],
         [
-            ({}, ({},), 0),
-            ({"prefill_shapes": ((2, 32),)}, ({"logprobs": 3},), 1),
-            ({}, ({"presence_penalty": 0.5}, {"logprobs": 3}), 0),
-            ({}, ({"prompt_logprobs": 3},), 0),
-            ({"mode": "dvr", "verify_window": 4}, ({},), 0),
-            ({"mode": "dvr", "verify_window": 4}, ({"structured_output": FORM}, {}), 1),
-            ({"has_prompt_lookup": True, "verify_window": 4}, ({},), 2),
+            (TWO_SIZES | changes, kinds, num_spare)
+            for changes, kinds, num_spare in (
+                ({}, ({}, {"temperature": 1.0, "top_k": 7, "n": 3}), 0),
+                ({}, ({},), 0),
+                ({"prefill_shapes": ((2, 32),)}, ({"logprobs": 3},), 1),
+                ({}, ({"presence_penalty": 0.5}, {"logprobs": 3}), 0),
+                ({}, ({"prompt_logprobs": 3},), 0),
+                ({"mode": "dvr", "verify_window": 4}, ({},), 0),
+                ({"mode": "dvr", "verify_window": 4}, ({"structured_output": FORM}, {}), 1),
+                ({"has_prompt_lookup": True, "verify_window": 4}, ({},), 2),
+            )
         ],
     ),
     ids=str,

@@ -73,5 +73,5 @@ def test_a_prompt_that_does_not_fit_is_refused_with_the_numbers(prompt, num_want
 
 
 def test_a_prompt_that_fills_the_context_with_its_answer_is_taken():
-    LIMITS.check_prompt((1,) * 5, "prompt 3", num_wanted=3)
-    LIMITS.check_prompt((99,) * 8, "prompt 3", num_wanted=0)
+    assert LIMITS.check_prompt((1,) * 5, "prompt 3", num_wanted=3) is None
+    assert LIMITS.check_prompt((99,) * 8, "prompt 3", num_wanted=0) is None

@@ -256,7 +256,8 @@ def test_a_start_checks_what_is_there_while_others_compile(evidence, monkeypatch
 
     monkeypatch.setattr(made._runner._ready, "run_check", runs)
     monkeypatch.setattr(made.programs, "_compile", compiles)
-    made.compile()
+    longer = Request(prompt_token_ids=(7,) * 130, sampling=SamplingParams(max_tokens=2))
+    made.compile(requests=[longer])
     assert waited and all(waited)
     assert {key for key in made.programs if key.mode == "invariant"} <= made.programs.checked
     assert made.self_check_error == ""
@@ -264,7 +265,7 @@ def test_a_start_checks_what_is_there_while_others_compile(evidence, monkeypatch
 
 def test_a_start_compiles_in_the_order_of_the_check(evidence, monkeypatch):
     """So no check waits for a program that is behind others in the queue."""
-    made = make_engine(decode_lens=(128, 256), decode_batches=(1, 2))
+    made = make_engine(decode_lens=(128,), decode_batches=(1,), batch_size=2)
     asked, checked = [], []
 
     class Pool(ThreadPoolExecutor):
@@ -278,7 +279,12 @@ def test_a_start_compiles_in_the_order_of_the_check(evidence, monkeypatch):
     monkeypatch.setattr(
         Session, "check", lambda self, key, *rest: (checked.append(key), check(self, key, *rest))[1]
     )
-    made.compile()
+    made.compile(
+        requests=[
+            Request(prompt_token_ids=(7,) * n, sampling=SamplingParams(max_tokens=2))
+            for n in (5, 130)
+        ]
+    )
     assert len({key.table_len for key in asked}) > 1
     assert {key.kind for key in asked} == {"prefill", "decode"}
     reference, *others = asked

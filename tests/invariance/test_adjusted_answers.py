@@ -19,6 +19,8 @@ from detjax.numerics import NumericsProfile
 from detjax.testing import assert_bitwise_equal
 from detjax.testing.dummies import adjusted_requests, dummy_config, dummy_model
 
+from .faults import order_by_company
+
 MAX_TOKENS, VOCAB, PAGE = 12, 320, 4
 
 
@@ -142,6 +144,16 @@ def test_control_without_the_drafts_of_a_window_answers_differ(way, monkeypatch)
     got = engine(**dict(WAYS[way])).generate(requests())
     assert [g.digest() for g in got] != [w.digest() for w in alone()]
     assert got[-1].digest() == alone()[-1].digest()
+
+
+@pytest.mark.slow
+@pytest.mark.control
+def test_control_an_order_by_company_is_seen_among_others(monkeypatch):
+    """The first of `WAYS` finds other bits where the order of a sum follows the launch."""
+    want = [one.logprobs for one in alone()]
+    order_by_company(monkeypatch, canonical_rows=64)
+    found = engine(self_check="off").generate(requests())
+    assert [one.logprobs for one in found] != want
 
 
 @pytest.mark.slow

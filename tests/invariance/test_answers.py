@@ -21,6 +21,7 @@ from detjax.engine.outputs.request_output import FinishReason
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.running.device_arrays import empty_pages
+from detjax.engine.running.programs import ProgramCache
 from detjax.models.loading import LoadedModel
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.rms_norm.api import add_rms_norm
@@ -39,6 +40,8 @@ from detjax.testing.dummies import (
     scoring_step,
 )
 
+from .faults import order_by_company, order_by_ranks
+
 # 3 heads divide over no mesh; copies of 1 and shares of 8 are told apart at tp 4 and 8, 2 at tp 4.
 MESH_CASES = quick_and_slow(
     [((1, 2), 2)],
@@ -54,7 +57,13 @@ MAX_TOKENS = 6
 
 
 def requests(count: int = 17) -> list[Request]:
-    return mixed_requests(count, vocab_size=320, max_tokens=MAX_TOKENS)
+    """Whoever has filters asks for top logprobs too, so that one choice program does for all."""
+    return [
+        dataclasses.replace(one, sampling=dataclasses.replace(one.sampling, logprobs=3))
+        if one.sampling.is_filtered
+        else one
+        for one in mixed_requests(count, vocab_size=320, max_tokens=MAX_TOKENS)
+    ]
 
 
 def config_for(num_kv_heads: int):
@@ -91,11 +100,6 @@ def all_alone(num_kv_heads: int) -> list[Completion]:
 def expected(num_kv_heads: int, count: int = 17) -> list[Completion]:
     """Each of the first requests alone, on one device: the canonical answers."""
     return all_alone(num_kv_heads)[:count]
-
-
-def beside(extra: list[Request], **sizes) -> list[Completion]:
-    """Answers to more requests, with the programs that the first seven need together."""
-    return answers(model(2, 1, 1), [*extra, *requests(7)], prefill_chunk=37, **sizes)
 
 
 def assert_same(got: list[Completion], want: list[Completion], claim: str) -> None:
@@ -135,13 +139,22 @@ def test_answers_are_bitwise_mesh_invariant(mesh, num_kv_heads):
     assert_same(got, expected(num_kv_heads, count), f"(dp, tp) = {mesh}, {num_kv_heads} kv heads")
 
 
+_PROGRAMS: dict[int, ProgramCache] = {}
+
+
+def engine_of(batch_size: int, chunk: int) -> Engine:
+    """A new engine; those of one batch size share their programs."""
+    config = EngineConfig(batch_size=batch_size, prefill_chunk=chunk, max_len=256)
+    made = Engine(model(2, 1, 1), config, programs=_PROGRAMS.get(batch_size))
+    _PROGRAMS[batch_size] = made.programs
+    return made
+
+
 @pytest.mark.invariance
 @pytest.mark.parametrize("batch_size", quick_and_slow([17], [2, 8]))
 def test_answers_are_bitwise_batch_invariant(batch_size):
     """Rows, row positions and batchmates with other sampling parameters."""
-    everyone = requests()
-    config = EngineConfig(batch_size=batch_size, prefill_chunk=64, max_len=256)
-    engine = Engine(model(2, 1, 1), config)
+    everyone, engine = requests(), engine_of(batch_size, 64)
     assert_same(engine.generate(everyone), expected(2), f"batch size {batch_size}")
     got = engine.generate(everyone[::-1])[::-1]
     assert [g.digest() for g in got] == [w.digest() for w in expected(2)]
@@ -151,8 +164,7 @@ def test_answers_are_bitwise_batch_invariant(batch_size):
 @pytest.mark.parametrize("chunk", quick_and_slow([37], [1, 128, 200]))
 def test_answers_are_bitwise_schedule_invariant(chunk):
     """A prompt cut into single tokens, off the block grid, by pages, or not at all."""
-    some = requests(7)
-    got = answers(model(2, 1, 1), some, batch_size=4, prefill_chunk=chunk)
+    got = engine_of(17, chunk).generate(requests(7))
     assert_same(got, expected(2, 7), f"prefill chunk {chunk}")
 
 
@@ -198,12 +210,13 @@ def test_samples_share_prefix_pages_and_are_bitwise_schedule_invariant():
         prompt_token_ids=prompt,
         sampling=SamplingParams(max_tokens=MAX_TOKENS, temperature=1.0, seed=9, n=4),
     )
-    got = beside([together], batch_size=4)[:4]
+    got = engine_of(17, 37).generate([together, *requests(7)])[:4]
     assert len({c.token_ids for c in got}) == 4
     again = lone_engine(2).generate([together, *requests(7)])[:4]
     assert_same(again, got, "n=4 one after the other")
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 def test_warm_prefix_is_bitwise_schedule_invariant():
     """Pages filled by another request, at another batch position, serve this one unchanged."""
@@ -320,55 +333,45 @@ def test_answers_do_not_depend_on_who_normalises(monkeypatch, most_rows):
     assert any(deferred) and all(deferred) == (most_rows == 1024)
 
 
-PRODUCTS = {
-    "linear": (0, 1), "linear_swiglu": (0, 1), "norm_linear": (0, 1, 2),
-    "norm_linear_swiglu": (0, 1, 2),
-}  # fmt: skip
-"""Products of the layers, and which of their arguments have K as the last axis."""
-
-
-@pytest.fixture
-def order_by_rows(monkeypatch):
-    """The fault that the claims rule out: a sum over K whose order follows the number of rows.
-
-    As that of a product that is tuned by its shape does: another permutation of K for another
-    number of rows, on every machine.
-    """
-
-    def wrapped(name: str, with_k: tuple[int, ...]):
-        kernel = getattr(detjax.models.layers, name)
-
-        def product(*args, **options):
-            num_rows, k_len = args[0].shape
-            order = np.random.default_rng(num_rows).permutation(k_len)
-            moved = [x[..., order] if i in with_k else x for i, x in enumerate(args)]
-            return kernel(*moved, **options)
-
-        return product
-
-    for name, with_k in PRODUCTS.items():
-        monkeypatch.setattr(detjax.models.layers, name, wrapped(name, with_k))
-
-
-def unchecked(model: LoadedModel, **sizes) -> Engine:
+def unchecked(model: LoadedModel, programs: ProgramCache | None = None, **sizes) -> Engine:
     """An engine that does not look for the faults that are planted here."""
-    sizes = {"batch_size": 1, "prefill_chunk": 64, "max_len": 384} | sizes
-    return Engine(model, EngineConfig(**sizes, self_check="off"))
+    sizes = {"batch_size": 1, "prefill_chunk": 64, "max_len": 256} | sizes
+    return Engine(model, EngineConfig(**sizes, self_check="off"), programs=programs)
 
 
 @pytest.mark.control
-def test_control_an_order_by_rows_is_seen_by_batch_chunk_and_path(order_by_rows):
+def test_control_an_order_by_company_is_seen_by_batch_batchmates_chunk_and_path(monkeypatch):
     """The comparisons of the tests above, on their model and their requests, find other bits."""
-    m = dummy_model(config_for(2))
-    engine = unchecked(m)
-    alone = engine.generate(requests())
-    assert _differing(alone, unchecked(m, batch_size=17).generate(requests())) > 0
-    assert _differing(alone[:7], unchecked(m, prefill_chunk=37).generate(requests(7))) > 0
-    assert count_different_bits(by_prefill(engine, alone)[1], decoded(alone)[1]) > 0
+    expected(2)  # so that no program of the lone engine is traced with the fault
+    order_by_company(monkeypatch, canonical_rows=64)
+    m, everyone = model(2, 1, 1), requests()
+    sizes = {"batch_size": 17, "decode_batches": (1,)}
+    made = unchecked(m, **sizes)
+    alone = [made.generate([one])[0] for one in everyone[:7]]
+    together = made.generate(everyone)
+    assert _differing(together[:7], alone) > 0, "batch"
+    assert _differing(together, made.generate(everyone[::-1])[::-1]) > 0, "batchmates"
+    pieces = unchecked(m, made.programs, **sizes, prefill_chunk=37)
+    assert _differing([pieces.generate([one])[0] for one in everyone[:7]], alone) > 0, "chunk"
+    assert count_different_bits(by_prefill(lone_engine(2), alone)[1], decoded(alone)[1]) > 0, "path"
 
 
 @pytest.mark.control
-@pytest.mark.parametrize("tp", quick_and_slow([2], [8]))
+def test_control_an_order_by_ranks_is_not_mesh_invariant(monkeypatch):
+    """The first tokens of the quick mesh case, where ranks add in an order of their own."""
+    want = np.stack([one.logprobs[0] for one in expected(2, 6)])
+    order_by_ranks(monkeypatch)
+    first = [
+        dataclasses.replace(one, sampling=dataclasses.replace(one.sampling, max_tokens=1))
+        for one in requests(6)
+    ]
+    got = unchecked(model(2, 1, 2), batch_size=2).generate(first)
+    assert count_different_bits(np.stack([one.logprobs[0] for one in got]), want) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.control
+@pytest.mark.parametrize("tp", [2, 8])
 def test_control_psum_is_not_mesh_invariant(monkeypatch, tp):
     """The same suite with one leaf a rank and `psum`: some request's bits depend on tp."""
     monkeypatch.setattr(detjax.models.layers, "linear_partial", _plain_partial)

@@ -2,7 +2,7 @@
 """Whole answers of a mixture of experts: whatever runs beside a request, and wherever experts are.
 
 Pages of 16 tokens and small sizes; a dense layer, then one of 8 experts, 3 of a token. All of it
-compiles, so all but one case is slow.
+compiles, so it is slow.
 """
 
 import dataclasses
@@ -32,6 +32,8 @@ from detjax.parallel.exchange import MAX_EXCHANGED_ROWS
 from detjax.testing import assert_bitwise_equal, assert_order_sensitive, count_different_bits
 from detjax.testing.dummies import batch_of, dummy_config, dummy_model, scoring_step
 from detjax.testing.jaxpr_rules import float_arithmetic_outside_kernels
+
+from .faults import order_by_company
 
 PAGE, VOCAB = 16, 128
 PROFILE = NumericsProfile(attention_block=PAGE, attention_split=64)
@@ -168,6 +170,19 @@ def test_scattered_rows_have_the_bits_of_one_rank():
             layers, m.params, m.rope_tables, empty_pages(m, blocks), tokens
         )
     assert_bitwise_equal(found[4], found[1], claim="tp=4, 256 rows")
+
+
+@pytest.mark.slow
+@pytest.mark.control
+def test_control_an_order_by_company_is_seen_by_batch_and_schedule(monkeypatch):
+    """The comparisons of the tests above, on their model and their requests, find other bits."""
+    want = [one.logprobs for one in alone()]
+    order_by_company(monkeypatch, canonical_rows=PAGE)
+    engine = Engine(model(), EngineConfig(**SIZES, self_check="off"))
+    one = EngineConfig(**SIZES | {"prefill_chunk": 7, "batch_size": 1}, self_check="off")
+    for made in (engine, Engine(model(), one)):
+        found = made.generate(REQUESTS)
+        assert [one.logprobs for one in found] != want
 
 
 @pytest.mark.slow

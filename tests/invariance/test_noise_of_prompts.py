@@ -4,6 +4,7 @@
 import dataclasses
 import math
 from collections import Counter
+from functools import cache
 
 import numpy as np
 import pytest
@@ -13,23 +14,41 @@ from detjax.engine.engine import Engine
 from detjax.engine.outputs.completion import Completion
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import MAX_TEMPERATURE, SamplingParams
+from detjax.engine.running.programs import ProgramCache
+from detjax.models.loading import LoadedModel
 from detjax.testing.bitwise import assert_bitwise_equal
 from detjax.testing.dummies import dummy_config, dummy_model
+
+from .faults import order_by_company
 
 VOCAB, NUM_PROMPTS = 320, 32
 HOT = SamplingParams(max_tokens=4, temperature=MAX_TEMPERATURE, seed=7)
 PROMPTS = [(11, 12, i, 300 - i) for i in range(NUM_PROMPTS)]
 
 
-@pytest.fixture(scope="module")
-def model():
+@cache
+def the_model() -> LoadedModel:
     return dummy_model(dummy_config(vocab_size=VOCAB))
 
 
+@pytest.fixture
+def model() -> LoadedModel:
+    return the_model()
+
+
+_PROGRAMS: dict[int, ProgramCache] = {}
+
+
 def answers(model, sampling: SamplingParams = HOT, prompts=PROMPTS, **config) -> list[Completion]:
+    """Of a new engine; those of one batch size, without other options, share their programs."""
     sizes = {"batch_size": 4, "prefill_chunk": 64, "max_len": 256} | config
+    shares = config.keys() <= {"batch_size"}
+    programs = _PROGRAMS.get(sizes["batch_size"]) if shares else None
+    made = Engine(model, EngineConfig(**sizes), programs=programs)
+    if shares:
+        _PROGRAMS[sizes["batch_size"]] = made.programs
     requests = [Request(prompt_token_ids=tuple(p), sampling=sampling) for p in prompts]
-    return Engine(model, EngineConfig(**sizes)).generate(requests)
+    return made.generate(requests)
 
 
 def most_alike(done: list[Completion]) -> int:
@@ -37,9 +56,14 @@ def most_alike(done: list[Completion]) -> int:
     return max(Counter(completion.token_ids[0] for completion in done).values())
 
 
-@pytest.fixture(scope="module")
-def plain(model) -> list[Completion]:
-    return answers(model)
+@cache
+def plain_answers() -> list[Completion]:
+    return answers(the_model())
+
+
+@pytest.fixture
+def plain() -> list[Completion]:
+    return plain_answers()
 
 
 @pytest.mark.invariance
@@ -80,6 +104,14 @@ def test_equal_requests_have_equal_answers(model, plain, config, order):
         want = plain[PROMPTS.index(prompt)]
         assert_same(twice[i], want, "asked once")
         assert_same(twice[i + len(some)], want, "asked again")
+
+
+@pytest.mark.control
+def test_control_an_order_by_company_is_seen_in_equal_answers(model, plain, monkeypatch):
+    """Where the order of a sum follows the launch, other company gives other logprobs."""
+    order_by_company(monkeypatch, canonical_rows=64)
+    found = answers(model, prompts=PROMPTS[:6], batch_size=8, self_check="off")
+    assert [one.logprobs for one in found] != [one.logprobs for one in plain[:6]]
 
 
 @pytest.mark.invariance

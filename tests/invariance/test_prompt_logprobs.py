@@ -17,10 +17,12 @@ from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.models.loading import LoadedModel
 from detjax.numerics import NumericsProfile
-from detjax.testing import assert_bitwise_equal, assert_order_sensitive
+from detjax.testing import assert_bitwise_equal, assert_order_sensitive, count_different_bits
 from detjax.testing.cases import quick_and_slow
 from detjax.testing.dummies import dummy_config, dummy_model
 from detjax.training.score import Scorer
+
+from .faults import order_by_company
 
 PAGE, VOCAB, TOP = 16, 128, 3
 LENGTHS = (1, 2, 15, 16, 17, 33, 64, 70)
@@ -202,6 +204,28 @@ def test_an_interrupt_loses_no_prompt_logprob():
 
 def _interrupted(processor, launch):
     raise KeyboardInterrupt
+
+
+@pytest.mark.control
+def test_control_an_order_by_company_is_seen_by_path_and_chunk(monkeypatch):
+    """The comparisons of the quick tests above find other bits, on every machine."""
+    want = np.concatenate([floats(scores) for scores in expected()])
+    order_by_company(monkeypatch, canonical_rows=PAGE)
+    sizes = {"batch_size": 4, "max_len": 96, "verify_window": 6, "self_check": "off"}
+    made = Engine(model(), EngineConfig(**sizes, prefill_chunk=PAGE))
+    prompt = sequences()[4]
+    sampling = SamplingParams(max_tokens=4, logprobs=TOP)
+    (done,) = made.generate([Request(prompt_token_ids=prompt, sampling=sampling)])
+    (scores,) = engine().score([prompt + done.token_ids], top=TOP)
+    decoded = np.array(done.logprobs)
+    tail = np.array([one.logprob for one in scores[len(prompt) - 1 :]])
+    assert count_different_bits(tail, decoded) > 0, "path"
+    pieces = Engine(
+        model(), EngineConfig(**sizes, prefill_chunk=PAGE, prefill_shapes=((2, 130),)),
+        programs=made.programs,
+    )  # fmt: skip
+    found = np.concatenate([floats(scores) for scores in pieces.score(sequences(), top=TOP)])
+    assert count_different_bits(found, want) > 0, "batch and chunk"
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -30,6 +31,7 @@ from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.linear.quantized import CodeType
 from detjax.parallel.mesh import make_mesh
 from detjax.proof.identity import Identifier
+from detjax.testing.cases import quick_and_slow
 from detjax.testing.dummies import answers
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -275,8 +277,24 @@ def digests(model: LoadedModel) -> list[str]:
     return [answer.digest() for answer in answers(model, requests, max_len=64)]
 
 
+def weights_on_two_ranks(folder: Path) -> dict[str, bytes]:
+    """The bits of every parameter, as a model on two ranks has it."""
+    params = jax.tree_util.tree_leaves_with_path(opened(folder, tp=2).params)
+    return {jax.tree_util.keystr(path): np.asarray(weight).tobytes() for path, weight in params}
+
+
+def test_weights_on_two_ranks_are_those_of_the_expanded_folder(tmp_path):
+    folder = folder_of("qwen3_moe", tmp_path / "bf16")
+    quantize_folder(folder, tmp_path / "q", RECIPES["fp8-dynamic"], progress=ignore_progress)
+    want = weights_on_two_ranks(expanded_folder(tmp_path / "q", tmp_path / "expanded"))
+    assert weights_on_two_ranks(tmp_path / "q") == want
+    # The comparison can fail: the model before it was quantised has other weights.
+    assert weights_on_two_ranks(folder) != want
+
+
 @pytest.mark.parametrize(
-    ("case", "scheme", "tp"), [("llama3", "int8-w8a16", 1), ("qwen3_moe", "fp8-dynamic", 2)]
+    ("case", "scheme", "tp"),
+    quick_and_slow([("llama3", "int8-w8a16", 1)], [("qwen3_moe", "fp8-dynamic", 2)]),
 )
 def test_answers_are_those_of_the_expanded_folder(tmp_path, case, scheme, tp):
     folder = folder_of(case, tmp_path / "bf16")

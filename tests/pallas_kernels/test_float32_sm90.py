@@ -52,7 +52,9 @@ def weights(num_out, k_len, seed=1):
 
 
 def lower_for_hopper(fn, *shapes) -> str:
-    return jax.jit(fn).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    text = jax.jit(fn).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text  # a kernel, and not XLA's own operations
+    return text
 
 
 def struct(*shape, dtype=F32):

@@ -139,7 +139,9 @@ def struct(shape, dtype=jnp.bfloat16):
 
 
 def lower_for_hopper(fn, *shapes) -> str:
-    return jax.jit(fn).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    text = jax.jit(fn).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text  # a kernel, and not XLA's own operations
+    return text
 
 
 def run(x, w, tiles, *, leaf_len, out_dtype=jnp.float32, interpret=None):

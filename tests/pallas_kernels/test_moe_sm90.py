@@ -44,7 +44,9 @@ def struct(*dims: int, dtype=BF16) -> jax.ShapeDtypeStruct:
 
 
 def lower_for_hopper(fn, *shapes) -> str:
-    return jax.jit(fn).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    text = jax.jit(fn).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text  # a kernel, and not XLA's own operations
+    return text
 
 
 def wide_rows(num_rows: int, width: int, seed: int = 0) -> jax.Array:
@@ -335,7 +337,8 @@ def test_padding_of_a_router_is_never_chosen(num_rows, num_experts):
         ids, ws = route(logits, **options)
         want_ids, want_ws = portable.route(logits[:, :num_experts], **options)
         assert_bitwise_equal(ids, want_ids, claim="the choice is portable's")
-        np.testing.assert_allclose(ws, want_ws, rtol=1e-6)  # XLA's exp differs with what is fused
+        # XLA's exp differs with what is fused: two ulp above and below the fraction, and the sum.
+        np.testing.assert_allclose(ws, want_ws, rtol=8 * 2.0**-23)
         for run, want in ((route, (ids, ws)), (portable.route, (want_ids, want_ws))):
             for got in (run(logits, **options), run(logits[:, :num_experts], **options)):
                 for a, b in zip(got, want, strict=True):

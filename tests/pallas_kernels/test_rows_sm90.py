@@ -42,7 +42,9 @@ def array(shape, seed=0, dtype=BF16, spread=1.5):
 
 
 def lower_for_hopper(fn, *shapes) -> str:
-    return jax.jit(fn).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    text = jax.jit(fn).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text  # a kernel, and not XLA's own operations
+    return text
 
 
 def close(actual, expected, bound):

@@ -7,14 +7,13 @@ import pytest
 
 import detjax
 from detjax.engine.weight_history import WeightHistory
-from detjax.models.bundled import bundled_model_path
 
 SAMPLING = detjax.SamplingParams(max_tokens=4)
 
 
 @pytest.fixture
 def llm() -> detjax.LLM:
-    return detjax.LLM(str(bundled_model_path()), max_len=256, batch_size=1)
+    return detjax.LLM(max_len=256, batch_size=4)  # whose programs are those of the server
 
 
 def load(llm: detjax.LLM, scale: float, version: int) -> None:

@@ -78,7 +78,7 @@ def expected(root) -> list[dict]:
     sampling = detjax.SamplingParams(max_tokens=12, temperature=0.8, seed=5)
     for i in range(3):
         llm = detjax.LLM(
-            str(root / "allowed" / f"step{i}"), max_len=256, batch_size=2, show_progress=False
+            str(root / "allowed" / f"step{i}"), max_len=256, batch_size=4, show_progress=False
         )
         out = llm.generate(ASKED["prompt"], sampling)[0].outputs[0]
         found.append({"digest": out.digest(), "weights": llm.identity().model["weights"],

@@ -152,7 +152,7 @@ def test_labels_of_the_caller_are_taken(kind):
         "safety_identifier": "s",
         "prompt_cache_key": "k",
     }
-    parse(json.dumps(REQUIRED[kind] | labels).encode(), kind).check()
+    assert parse(json.dumps(REQUIRED[kind] | labels).encode(), kind).check() is None
 
 
 @pytest.mark.parametrize("kind", REQUIRED)

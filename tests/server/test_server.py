@@ -123,4 +123,4 @@ def test_help_teaches_and_starts_no_jax():
         "assert 'curl' in text and 'exit codes' in text\n"
         "assert 'jax' not in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-c", script], check=True)
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

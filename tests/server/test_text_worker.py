@@ -204,6 +204,7 @@ def test_ordinary_forms_pass(texts):
         await texts.judge(forms[0])
 
     asyncio.run(judge())
+    assert texts._judged.keys() >= set(forms)
 
 
 @pytest.mark.parametrize(
