@@ -26,10 +26,12 @@ from detjax.engine.outputs.generate_run import OnCompletion
 from detjax.engine.outputs.request_output import PromptLogprobs
 from detjax.engine.outputs.text_batch import TextBatch
 from detjax.engine.requests.checks import RequestLimits
+from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import SamplingParams, draw_seed
 from detjax.engine.requests.text_request import text_request
 from detjax.engine.running.memory import check_memory
 from detjax.engine.sampling.grammars import Grammars
+from detjax.engine.trace import NO_TRACE, TracesEvents
 from detjax.llm_config import LLMConfig
 from detjax.models.bundled import BUNDLED, BUNDLED_NAME, bundled_model_path
 from detjax.models.generation_config import default_sampling
@@ -165,25 +167,21 @@ class LLM:
             ValueError: If a value is out of range, or model, mesh and memory do not go together.
             FileNotFoundError: If the model or a file of it is missing.
         """
-        _check_options(engine_options)
+        _check_engine_options(engine_options)
         if not 0 < gpu_memory_utilization <= 1:
             raise ValueError(f"{gpu_memory_utilization=} must be above 0 and at most 1")
         if generation_config not in ("auto", "none"):
             raise ValueError(f"{generation_config=} must be 'auto' or 'none'")
-        profile = _profile_of(profile, dtype)
         _keep_programs(cache_dir)
         folder = find_model(model, revision=revision)
-        recommended = default_sampling(folder) if generation_config == "auto" else {}
-        self.default_sampling = SamplingParams(**recommended)
-        self._show_progress, self._num_processes = show_progress, num_processes
         tokenizer = Tokenizer.from_folder(folder)
         if chat_template is not None:
             tokenizer = tokenizer.with_template(chat_template)
-        self.tokenizer = tokenizer
+        self._show_progress, self._num_processes = show_progress, num_processes
         with self._loading(progress) as told:
-            self.model, reason = load_on_devices(
+            loaded, reason = load_on_devices(
                 folder,
-                profile=profile,
+                profile=_profile_of(profile, dtype),
                 backend=backend,
                 dp=dp,
                 tp=tp,
@@ -200,17 +198,59 @@ class LLM:
             **engine_options,
         }
         asked = {name: value for name, value in sizes.items() if value is not None}
-        engine_config = choose_sizes(
-            self.model, asked, gpu_memory_utilization=gpu_memory_utilization
+        engine = choose_sizes(loaded, asked, gpu_memory_utilization=gpu_memory_utilization)
+        config = LLMConfig.of(loaded, engine, name=str(model), folder=folder, backend_reason=reason)
+        recommended = default_sampling(folder) if generation_config == "auto" else {}
+        self._begin(loaded, tokenizer, config, SamplingParams(**recommended))
+
+    @classmethod
+    def of(
+        cls,
+        model: LoadedModel,
+        tokenizer: Tokenizer,
+        config: LLMConfig,
+        *,
+        tracer: TracesEvents = NO_TRACE,
+    ) -> "LLM":
+        """Allocate the cache of a model that is loaded.
+
+        Several may share the weights; each has an engine and a cache of its own.
+
+        Args:
+            model: On its mesh.
+            tokenizer: Of the model.
+            config: As `LLMConfig.of` returns it for `model`, with sizes such as `choose_sizes`
+                chooses.
+            tracer: Of the engine: keeps a timeline.
+
+        Raises:
+            ValueError: If there is not enough memory.
+        """
+        llm = cls.__new__(cls)
+        llm._show_progress, llm._num_processes = False, jax.process_count()
+        llm._begin(model, tokenizer, config, SamplingParams(), tracer)
+        return llm
+
+    def _begin(
+        self,
+        model: LoadedModel,
+        tokenizer: Tokenizer,
+        config: LLMConfig,
+        sampling: SamplingParams,
+        tracer: TracesEvents = NO_TRACE,
+    ) -> None:
+        self.model, self.tokenizer, self.config = model, tokenizer, config
+        self.default_sampling = sampling
+        check_memory(model, config.engine)
+        grammars = Grammars(
+            lambda: tokenizer.backend.to_str(),
+            vocab_size=model.config.vocab_size,
+            eos_token_ids=model.config.eos_token_ids,
         )
-        self.engine = _make_engine(self.model, engine_config, tokenizer)
-        self.config = LLMConfig.of(
-            self.model, engine_config, name=str(model), folder=folder, backend_reason=reason
-        )
-        is_bundled = folder == bundled_model_path()
-        self._identifier = Identifier(
-            self.model, self.tokenizer, name=BUNDLED_NAME if is_bundled else str(model)
-        )
+        self.engine = Engine(model, config.engine, tracer=tracer, grammars=grammars)
+        is_bundled = config.folder == bundled_model_path()
+        name = BUNDLED_NAME if is_bundled else config.name
+        self._identifier = Identifier(model, tokenizer, name=name)
 
     def __repr__(self) -> str:
         """Return the name and the mesh."""
@@ -319,6 +359,18 @@ class LLM:
             prompts, sampling, has_control=has_control, add_special_tokens=add_special_tokens
         )
 
+    def text_batch(self, requests: Sequence[Request]) -> TextBatch:
+        """Return what makes texts of what `engine.generate` makes of requests.
+
+        `generate` and `chat` run one to its end; whoever streams gives its callbacks to the engine.
+        """
+        return TextBatch(
+            requests,
+            self.tokenizer,
+            end_ids=self.config.model.eos_token_ids,
+            fingerprint=self.config.fingerprint,
+        )
+
     def identity(self) -> Identity:
         """Return what model, numerics and build these are. Hashes the weights the first time."""
         return self._identifier.identity(self.engine.weight_history.current)
@@ -393,12 +445,7 @@ class LLM:
             )
             for i, ((_, ids), params) in enumerate(zip(asked, samplings, strict=True))
         ]
-        batch = TextBatch(
-            requests,
-            self.tokenizer,
-            end_ids=self.config.model.eos_token_ids,
-            fingerprint=self.config.fingerprint,
-        )
+        batch = self.text_batch(requests)
         with self._generating(batch) as on_completion:
             completions = self.engine.generate(
                 batch.token_requests, on_token=batch.on_token, on_completion=on_completion
@@ -459,16 +506,6 @@ def _profile_of(profile: NumericsProfile | None, dtype: str | None) -> NumericsP
     return profile
 
 
-def _make_engine(model: LoadedModel, config: EngineConfig, tokenizer: Tokenizer) -> Engine:
-    check_memory(model, config)
-    grammars = Grammars(
-        lambda: tokenizer.backend.to_str(),
-        vocab_size=model.config.vocab_size,
-        eos_token_ids=model.config.eos_token_ids,
-    )
-    return Engine(model, config, grammars=grammars)
-
-
 def _keep_programs(cache_dir: str | Path | None) -> None:
     if cache_dir in (None, NO_CACHE) or cache_dir == AUTO and jax.config.jax_compilation_cache_dir:
         return
@@ -483,7 +520,7 @@ def _keep_programs(cache_dir: str | Path | None) -> None:
         )
 
 
-def _check_options(options: Mapping[str, Any]) -> None:
+def _check_engine_options(options: Mapping[str, Any]) -> None:
     """Refuse an option that nothing has."""
     known = [field.name for field in dataclasses.fields(EngineConfig)]
     of_sampling = {field.name for field in dataclasses.fields(SamplingParams)}

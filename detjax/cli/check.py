@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--check`: computes a job in other ways, and compares every bit with the first."""
+"""`--check`: computes a batch in other ways, and compares every bit with the first."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +10,7 @@ import numpy as np
 
 from detjax.cli.arguments import GenerateArgs
 from detjax.cli.display import Display
-from detjax.cli.job import Job
+from detjax.cli.prompt_batch import PromptBatch
 from detjax.cli.run import RunPlan, RunResult
 from detjax.engine.config import EngineConfig
 from detjax.engine.outputs.completion import Completion, CompletionOutput
@@ -23,7 +23,7 @@ _MAX_LINES = 10
 
 def plan_runs(
     args: GenerateArgs,
-    job: Job,
+    batch: PromptBatch,
     asked: Mapping[str, Any],
     size: Callable[[Mapping[str, Any]], EngineConfig],
 ) -> tuple[RunPlan, ...]:
@@ -31,21 +31,22 @@ def plan_runs(
 
     Args:
         args: The options.
-        job: To compute.
+        batch: To compute.
         asked: Fields of `EngineConfig` that are not to be chosen.
         size: Chooses the others.
     """
     first = RunPlan(
-        engine=size(asked), order_name="as given", order=tuple(range(len(job.requests)))
+        engine=size(asked), order_name="as given", order=tuple(range(len(batch.requests)))
     )
     return first, *(
-        _other_run(i, job, asked, size, dp=args.dp, mode=args.mode) for i in range(args.repeat - 1)
+        _other_run(i, batch, asked, size, dp=args.dp, mode=args.mode)
+        for i in range(args.repeat - 1)
     )
 
 
 def _other_run(
     number: int,
-    job: Job,
+    batch: PromptBatch,
     asked: Mapping[str, Any],
     size: Callable[[Mapping[str, Any]], EngineConfig],
     *,
@@ -54,12 +55,12 @@ def _other_run(
 ) -> RunPlan:
     """Return one of the runs to compare with the first."""
     batch_size = _BATCH_SIZES[number % len(_BATCH_SIZES)] * dp
-    chunk = math.ceil(job.work.longest_prompt / _NUM_CHUNKS[number % len(_NUM_CHUNKS)])
+    chunk = math.ceil(batch.work.longest_prompt / _NUM_CHUNKS[number % len(_NUM_CHUNKS)])
     changes = {"batch_size": batch_size, "prefill_chunk": min(chunk, _LONGEST_CHUNK)}
     if mode == "dvr" and not number % 2:
         changes |= {"mode": "invariant", "decode_steps": 1, "draft_weights": "full"}
-    order_name, order = _other_order(number, len(job.requests))
-    num_neighbours = max(0, batch_size - len(job.seqs))
+    order_name, order = _other_order(number, len(batch.requests))
+    num_neighbours = max(0, batch_size - len(batch.seqs))
     before = num_neighbours * (number % 3) // 2
     return RunPlan(
         engine=size({**asked, **changes}),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--check-process`: the same job in a process of its own, which compiles everything anew."""
+"""`--check-process`: the same prompts in a process of its own, which compiles everything anew."""
 
 import json
 import os
@@ -29,7 +29,7 @@ _NOT_PASSED = frozenset(
 def run_in_new_process(
     args: GenerateArgs, prompts: Sequence[Prompt]
 ) -> tuple[CompletionOutput, ...]:
-    """Compute the job in a new process without any compiled program, and wait for it.
+    """Compute the prompts in a new process without any compiled program, and wait for it.
 
     Called before this process takes the devices, so that the other one has them for itself.
 

@@ -21,7 +21,6 @@ from detjax.cli import options
 from detjax.cli.arguments import GenerateArgs
 from detjax.cli.command_line import CommandParser, check_counts, check_file, check_model_option
 from detjax.cli.errors import BITS_DIFFER, EXIT_CODES, OK, bad_input, one_line
-from detjax.cli.job import Job
 from detjax.cli.model import keep_compiled_programs
 from detjax.cli.options import Option, add_options, in_flags
 from detjax.engine.outputs.completion import CompletionOutput
@@ -52,7 +51,10 @@ def check_can_sign(key: str | None) -> None:
 
 
 def write_receipts(
-    args: GenerateArgs, identity: "Identity", outputs: Sequence[CompletionOutput], job: Job
+    args: GenerateArgs,
+    identity: "Identity",
+    outputs: Sequence[CompletionOutput],
+    end_token_ids: Sequence[int],
 ) -> None:
     """Write a receipt of each completion, signed if asked for."""
     from detjax.proof.receipt import Receipt
@@ -61,7 +63,7 @@ def write_receipts(
     key = None if args.sign is None else SigningKey(Path(args.sign))
     with Path(args.receipts).open("w") as file:
         for output in outputs:
-            receipt = Receipt.of(identity, output, end_token_ids=job.end_ids)
+            receipt = Receipt.of(identity, output, end_token_ids=end_token_ids)
             file.write((receipt if key is None else receipt.signed(key)).to_json() + "\n")
 
 

@@ -25,18 +25,16 @@ MAX_COMPLETIONS = 2**20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class PromptBatch:
     """What to compute, apart from how.
 
     Attributes:
         requests: One for each prompt, in order.
-        end_ids: The model's own end tokens.
         work: How much it is.
         extras: What completions of each prompt are written with.
     """
 
     requests: tuple[Request, ...]
-    end_ids: tuple[int, ...]
     work: Workload
     extras: tuple[Mapping[str, Any], ...]
 
@@ -70,9 +68,9 @@ def seeded(args: GenerateArgs, prompts: Sequence[Prompt]) -> tuple[GenerateArgs,
     return dataclasses.replace(args, seed=draw_seed() if is_drawn else 0), is_drawn
 
 
-def make_job(
+def make_prompt_batch(
     args: GenerateArgs, prompts: Sequence[Prompt], tokenizer: Tokenizer, config: ModelConfig
-) -> Job:
+) -> PromptBatch:
     """Turn prompts into requests that fit the model.
 
     Raises:
@@ -106,9 +104,8 @@ def make_job(
     _check_forms(requests, tokenizer, config, of_command=of_command.structured_output)
     _check_number(sum(request.sampling.num_sequences for request in requests))
     _check_pages(args, prompts, requests)
-    return Job(
+    return PromptBatch(
         requests=tuple(requests),
-        end_ids=config.eos_token_ids,
         work=Workload.of(requests),
         extras=tuple(prompt.extras for prompt in prompts),
     )
