@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -34,6 +33,7 @@ from detjax.engine.sampling.grammars import Grammars
 from detjax.engine.trace import NO_TRACE, TracesEvents
 from detjax.llm_config import LLMConfig
 from detjax.models.bundled import BUNDLED, BUNDLED_NAME, bundled_model_path
+from detjax.models.chat_template import NO_VARIABLES
 from detjax.models.generation_config import default_sampling
 from detjax.models.hub import find_model
 from detjax.models.loading import LoadedModel
@@ -49,8 +49,6 @@ from detjax.sizing import GPU_MEMORY_UTILIZATION, choose_sizes
 Prompt = str | Sequence[int] | np.ndarray
 """A text, or token ids."""
 Message = Mapping[str, Any]
-
-_NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -296,7 +294,7 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        template_variables: Mapping[str, Any] = _NO_VARIABLES,
+        template_variables: Mapping[str, Any] = NO_VARIABLES,
         has_control: bool = False,
     ) -> list[PromptOutput]:
         """Answer conversations, with the model's chat template.

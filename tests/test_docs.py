@@ -17,7 +17,8 @@ from detjax.cli.parser import make_parser as make_generate_parser
 from detjax.engine.metrics import EngineStats
 from detjax.serve import make_parser as make_serve_parser
 from detjax.server.metrics import EngineCollector
-from detjax.server.service import ServedModel, Service, ServiceState
+from detjax.server.served_model import ServedModel
+from detjax.server.service import Service, ServiceState
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))

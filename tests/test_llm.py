@@ -32,7 +32,8 @@ from detjax.engine.trace import Trace
 from detjax.models import hub
 from detjax.models.bundled import bundled_model_path
 from detjax.models.hf_config import load_config
-from detjax.models.tokenizer import Tokenizer, read_eos_id
+from detjax.models.tokenizer import Tokenizer
+from detjax.models.tokenizer_files import read_eos_id
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
 from detjax.testing.folders import write_model_folder

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from detjax.cli.arguments import GenerateArgs
-from detjax.cli.display import Display
+from detjax.cli.display import MAX_LINES, Display
 from detjax.cli.prompt_batch import PromptBatch
 from detjax.cli.run import RunPlan, RunResult
 from detjax.engine.config import EngineConfig
@@ -18,7 +18,6 @@ from detjax.engine.outputs.completion import Completion, CompletionOutput
 _BATCH_SIZES = (1, 3, 2, 5, 8, 17)
 _NUM_CHUNKS = (2, 5, 1, 3, 7)
 _LONGEST_CHUNK = 512
-_MAX_LINES = 10
 
 
 def plan_runs(
@@ -172,10 +171,10 @@ def check_runs(
 
 def show_check(result: CheckResult, digest: str, display: Display) -> None:
     """Write the verdict."""
-    for line in result.lines[:_MAX_LINES]:
+    for line in result.lines[:MAX_LINES]:
         display.line(line, style="red")
-    if len(result.lines) > _MAX_LINES:
-        display.line(f"and {len(result.lines) - _MAX_LINES} more", style="red")
+    if len(result.lines) > MAX_LINES:
+        display.line(f"and {len(result.lines) - MAX_LINES} more", style="red")
     if result.lines:
         display.line(f"check failed: the {result.num_runs} runs are not equal", style="bold red")
     else:
@@ -184,7 +183,7 @@ def show_check(result: CheckResult, digest: str, display: Display) -> None:
 
 def show_new_process(lines: Sequence[str], display: Display) -> tuple[str, ...]:
     """Write the verdict on the run of another process; return its lines."""
-    for line in lines[:_MAX_LINES]:
+    for line in lines[:MAX_LINES]:
         display.line(f"the new process differs at {line}", style="red")
     verdict, style = ("check failed: a new process gave other bits", "bold red")
     if not lines:

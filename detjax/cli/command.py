@@ -25,7 +25,7 @@ from detjax.cli.errors import BITS_DIFFER, OK, bad_input
 from detjax.cli.model import OpenModel, OpensModel, read_model_files
 from detjax.cli.new_process import run_in_new_process
 from detjax.cli.output import (
-    AbstractWriter,
+    AbstractCompletionWriter,
     SilentWriter,
     TextSink,
     digest_of_all,
@@ -80,7 +80,7 @@ class _Opened:
         return self._run(plan, self.model.make_llm(plan.engine), SilentWriter(), is_live=False)
 
     def _run(
-        self, plan: RunPlan, llm: "LLM", writer: AbstractWriter, *, is_live: bool
+        self, plan: RunPlan, llm: "LLM", writer: AbstractCompletionWriter, *, is_live: bool
     ) -> RunResult:
         return run_batch(
             self.batch, plan, llm, processes=self.model.processes,

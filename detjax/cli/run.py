@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from detjax.cli.display import Display
-from detjax.cli.output import AbstractWriter
+from detjax.cli.output import AbstractCompletionWriter
 from detjax.cli.processes import Processes
 from detjax.cli.prompt_batch import PromptBatch
 from detjax.cli.transcript import Transcript
@@ -78,7 +78,7 @@ def run_batch(
     llm: "LLM",
     *,
     processes: Processes,
-    writer: AbstractWriter,
+    writer: AbstractCompletionWriter,
     display: Display,
     is_live: bool,
 ) -> RunResult:
@@ -130,7 +130,7 @@ class _Listener:
         self,
         plan: RunPlan,
         texts: TextBatch,
-        writer: AbstractWriter,
+        writer: AbstractCompletionWriter,
         display: Display,
         processes: Processes,
         *,

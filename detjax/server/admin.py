@@ -10,8 +10,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from detjax.server.control import Control
-from detjax.server.protocol import RefusedError, parse, read_query
-from detjax.server.questions import Reader
+from detjax.server.errors import RefusedError
+from detjax.server.records import parse, read_query
+from detjax.server.request_reader import RequestReader
 from detjax.server.service import Service
 from detjax.server.streaming import reply, unless_left
 from detjax.server.turns import Hold, Mode
@@ -126,7 +127,7 @@ class WakeUpRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class Admin:
     """What each route does."""
 
-    def __init__(self, service: Service, reader: Reader, folders: tuple[Path, ...]):
+    def __init__(self, service: Service, reader: RequestReader, folders: tuple[Path, ...]):
         """Of a service, with the folders that weights may be read from."""
         self._service, self._reader = service, reader
         self._control = Control(service, folders)

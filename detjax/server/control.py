@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from pathlib import Path
 
 from detjax.engine.sleep import AsleepError
-from detjax.server.protocol import RefusedError
+from detjax.server.errors import RefusedError
 from detjax.server.service import Service
 from detjax.server.turns import Hold, Mode
 

@@ -28,7 +28,8 @@ from detjax.proof.signing import SigningKey
 from detjax.server.app import make_app
 from detjax.server.job import Leader
 from detjax.server.options import engine_options, web_options
-from detjax.server.service import Limits, ServedModel, Service
+from detjax.server.served_model import Limits, ServedModel
+from detjax.server.service import Service
 from detjax.sizing import GPU_MEMORY_UTILIZATION, prefill_streak
 
 LOG = logging.getLogger("detjax.server")

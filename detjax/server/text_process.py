@@ -17,7 +17,7 @@ import msgspec
 
 from detjax.engine.sampling.structured_output import StructuredOutput
 from detjax.models.tokenizer import Tokenizer
-from detjax.server.text_work import Tools, Work
+from detjax.server.text_tasks import TextTask, Tools
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +66,7 @@ def serve(connection: Connection) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def _answer(work: Work, tools: Tools) -> dict[str, Any]:
+def _answer(work: TextTask, tools: Tools) -> dict[str, Any]:
     try:
         return {"result": work.run(tools)}
     except (ValueError, RecursionError) as error:

@@ -23,13 +23,11 @@ from typing import Any
 import msgspec
 
 from detjax.engine.sampling.structured_output import StructuredOutput
+from detjax.models.chat_template import START_S
 from detjax.models.tokenizer import Tokenizer
-from detjax.server.protocol import RefusedError
+from detjax.server.errors import RefusedError
 from detjax.server.text_process import Setup
-from detjax.server.text_work import Decode, Encode, Judge, Name, Template, Tools, Work
-
-START_S = 60.0
-"""Seconds that a process may take to start and to read its tokenizer."""
+from detjax.server.text_tasks import Decode, Encode, Judge, Name, Template, TextTask, Tools
 
 IDLE_S = 30.0
 """Seconds without work after which a process ends, and its memory is free."""
@@ -371,7 +369,7 @@ class Texts:
     def _worker(self, size: int) -> Worker:
         return self.medium if size <= MEDIUM_BYTES else self.long
 
-    async def _done(self, work: Work, size: int) -> Any:
+    async def _done(self, work: TextTask, size: int) -> Any:
         if size <= SHORT_BYTES:
             try:
                 return work.run(self._tools)

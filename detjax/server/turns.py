@@ -7,7 +7,7 @@ import enum
 import time
 from collections.abc import AsyncGenerator
 
-from detjax.server.protocol import RefusedError
+from detjax.server.errors import RefusedError
 
 
 class Hold(enum.Enum):

@@ -12,6 +12,7 @@ from detjax.array_types import Activation, Array, Float32
 from detjax.models.layers import ForwardContext
 from detjax.models.params import TENSORS_OF, join
 from detjax.models.transformer import Stream, run_layers
+from detjax.training import expert_operations as expert_ops
 from detjax.training import operations as ops
 from detjax.training.batch import Batch
 
@@ -68,11 +69,13 @@ class TrainingOps:
     def mix_experts(self, weights: dict, gain, stream: Stream, cache):
         """Run the operations of a server's one rank; `cache` counts for the balance."""
         ctx, x = self.ctx, stream.x
-        logits = ops.router_logits(ctx, x, weights["router"])
-        expert_ids, expert_weights = ops.route(ctx, logits)
+        logits = expert_ops.router_logits(ctx, x, weights["router"])
+        expert_ids, expert_weights = expert_ops.route(ctx, logits)
         joined = _joined(weights, "expert_gate_up"), _joined(weights, "expert_down")
-        y = ops.expert_mlp(ctx, x, expert_ids, *joined)
-        added = ops.combine_experts_add_rms_norm(ctx, y, expert_weights, stream.residual, gain)
+        y = expert_ops.expert_mlp(ctx, x, expert_ids, *joined)
+        added = expert_ops.combine_experts_add_rms_norm(
+            ctx, y, expert_weights, stream.residual, gain
+        )
         if cache is not None:
             cache = _counted(cache, logits, expert_ids, self.batch.slots < self.positions.size)
         return cache, Stream(*added)

@@ -18,9 +18,9 @@ from detjax.models.bundled import bundled_model_path
 from detjax.models.tokenizer import Tokenizer
 from detjax.server import text_worker
 from detjax.server.app import make_app
-from detjax.server.protocol import RefusedError
+from detjax.server.errors import RefusedError
 from detjax.server.text_process import Setup
-from detjax.server.text_work import Decode, Encode, Template, Tools
+from detjax.server.text_tasks import Decode, Encode, Template, Tools
 from detjax.server.text_worker import Texts, Worker, WorkLimits
 
 from .conftest import TEMPLATE

@@ -42,7 +42,7 @@ class Tools:
 
 
 @runtime_checkable
-class Work(Protocol):
+class TextTask(Protocol):
     """Something to do. It goes to a worker by pickle, and comes back as MessagePack has it."""
 
     def run(self, tools: Tools) -> Any:
