@@ -7,7 +7,6 @@ import difflib
 import numbers
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,9 @@ from detjax.compilation.kept_programs import keep_programs_of_build
 from detjax.compilation.source import NO_CACHE, default_cache_dir
 from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
-from detjax.engine.outputs.completion import Completion, CompletionOutput, shortened
+from detjax.engine.outputs.completion import Completion, CompletionOutput
 from detjax.engine.outputs.generate_run import OnCompletion
-from detjax.engine.outputs.request_output import PromptLogprobs
+from detjax.engine.outputs.prompt_output import PromptOutput
 from detjax.engine.outputs.text_batch import TextBatch
 from detjax.engine.requests.checks import RequestLimits
 from detjax.engine.requests.request import Request
@@ -49,34 +48,6 @@ from detjax.sizing import GPU_MEMORY_UTILIZATION, choose_sizes
 Prompt = str | Sequence[int] | np.ndarray
 """A text, or token ids."""
 Message = Mapping[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PromptOutput:
-    """What became of one prompt.
-
-    Attributes:
-        prompt: Its text; of a conversation, as the template has it; None where token ids were
-            given.
-        prompt_token_ids: As the model saw it.
-        outputs: The prompt's `n` sequences.
-        prompt_logprobs: Of the prompt's second token and so on; None where they were not asked for.
-    """
-
-    prompt: str | None
-    prompt_token_ids: tuple[int, ...]
-    outputs: tuple[CompletionOutput, ...]
-    prompt_logprobs: PromptLogprobs | None = None
-
-    def __repr__(self) -> str:
-        """Short, for notebooks: a line of the prompt, and a line of each sequence."""
-        prompt = None if self.prompt is None else shortened(self.prompt)
-        scored = "" if self.prompt_logprobs is None else ", prompt_logprobs=..."
-        outputs = "".join(f"\n  {output!r}," for output in self.outputs)
-        return (
-            f"PromptOutput(prompt={prompt!r}, num_prompt_tokens={len(self.prompt_token_ids)}"
-            f"{scored}, outputs=[{outputs}\n])"
-        )
 
 
 class LLM:

@@ -15,7 +15,7 @@ from detjax.server.records import parse, read_query
 from detjax.server.request_reader import RequestReader
 from detjax.server.service import Service
 from detjax.server.streaming import reply, unless_left
-from detjax.server.turns import Hold, Mode
+from detjax.server.turns import Hold, PauseMode
 
 OpenMode = Literal["wait", "abort"]
 
@@ -137,7 +137,9 @@ class Admin:
         asked = await self._reader.parsed(request, UpdateWeightsRequest)
         asked.check()
         mode = "abort" if asked.abort_all_requests else asked.mode or "wait"
-        update = self._control.update(asked.model_path, version=asked.version(), mode=Mode(mode))
+        update = self._control.update(
+            asked.model_path, version=asked.version(), mode=PauseMode(mode)
+        )
         version, num_open = await unless_left(request, update)
         return reply({
             "success": True,
@@ -150,7 +152,7 @@ class Admin:
     async def pause(self, request: Request) -> Response:
         """Let requests that come wait."""
         asked = await self._fields(request, PauseRequest)
-        pause = self._control.pause(Mode(asked.mode), clears_cache=asked.clear_cache)
+        pause = self._control.pause(PauseMode(asked.mode), clears_cache=asked.clear_cache)
         await unless_left(request, pause)
         return reply({"status": "paused"})
 
@@ -167,7 +169,7 @@ class Admin:
     async def sleep(self, request: Request) -> Response:
         """Free weights and cache on the devices."""
         asked = await self._fields(request, SleepRequest)
-        sleep = self._control.sleep(level=asked.level, mode=Mode(asked.mode))
+        sleep = self._control.sleep(level=asked.level, mode=PauseMode(asked.mode))
         await unless_left(request, sleep)
         return reply({"status": "sleeping", "level": asked.level})
 

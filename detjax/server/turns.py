@@ -18,7 +18,7 @@ class Hold(enum.Enum):
     PAUSED = "paused"
 
 
-class Mode(enum.Enum):
+class PauseMode(enum.Enum):
     """What becomes of open requests before the engine is paused or changed."""
 
     WAIT = "wait"

@@ -85,8 +85,8 @@ def expert_mlp(
     """Run each row through its experts: `moe.api.expert_mlp`.
 
     Numerics:
-        Gradients are ragged products of the slots sorted by expert. A row's gradient is added over
-        its experts in float32.
+        Gradients are ragged products of the pairs of row and expert, sorted by expert. A row's
+        gradient is added over its experts in float32.
     """
     dtype = ctx.profile.param_dtype
 
@@ -103,9 +103,9 @@ def expert_mlp(
     def gradient(args, _, cotangent):
         x, expert_ids, w_gate_up, w_down = args
         top_k = expert_ids.shape[1]
-        slots = expert_ids.reshape(-1)
-        order = jnp.argsort(slots, stable=True)
-        sizes = jnp.bincount(slots, length=w_down.shape[0]).astype(jnp.int32)
+        experts = expert_ids.reshape(-1)
+        order = jnp.argsort(experts, stable=True)
+        sizes = jnp.bincount(experts, length=w_down.shape[0]).astype(jnp.int32)
         rows = jnp.take(x, order // top_k, axis=0)
         of_y = jnp.take(cotangent.reshape(-1, cotangent.shape[2]), order, axis=0)
         w_gate_up, w_down = (w.astype(dtype).astype(x.dtype) for w in (w_gate_up, w_down))

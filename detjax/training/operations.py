@@ -218,7 +218,7 @@ def self_attention(
     """
     profile, config = ctx.profile, ctx.config
     batch, length, num_all, channels = qkv.shape
-    num_heads = config.num_heads
+    num_heads, eps = config.num_heads, config.rms_norm_eps
     num_kv = (num_all - num_heads) // 2
 
     def kernel(qkv, gains, cos, sin, positions):
@@ -237,7 +237,7 @@ def self_attention(
             table,
             positions,
             layer=0,
-            eps=config.rms_norm_eps,
+            eps=eps,
             backend=ctx.backend,
         )
         return attention_kernel(
@@ -257,7 +257,6 @@ def self_attention(
 
         @jax.checkpoint
         def one(qkv):
-            eps = config.rms_norm_eps
             return _plain_attention(
                 qkv, gains, cos, sin, num_heads=num_heads, window=window, eps=eps
             )
@@ -339,22 +338,22 @@ def _chunks(x: jax.Array) -> jax.Array:
 
 
 def to_sequences(
-    rows: Activation[Array, "M X"], slots: Int32[Array, " M"], num_slots: int
+    rows: Activation[Array, "M X"], places: Int32[Array, " M"], num_places: int
 ) -> Activation[Array, "Y X"]:
-    """Put each row in its slot, zeros elsewhere. Copies only, in both directions."""
+    """Put each row in its place, zeros elsewhere. Copies only, in both directions."""
 
-    def kernel(rows, slots):
-        out = jnp.zeros((num_slots, rows.shape[1]), rows.dtype)
-        return out.at[slots].set(rows, mode="drop", unique_indices=True)
+    def kernel(rows, places):
+        out = jnp.zeros((num_places, rows.shape[1]), rows.dtype)
+        return out.at[places].set(rows, mode="drop", unique_indices=True)
 
     def gradient(args, _, cotangent):
         return _take_rows(cotangent, args[1]), None
 
-    return with_gradient(kernel, gradient)(rows, slots)
+    return with_gradient(kernel, gradient)(rows, places)
 
 
 def to_rows(
-    sequences: Activation[Array, "Y X"], slots: Int32[Array, " M"]
+    sequences: Activation[Array, "Y X"], places: Int32[Array, " M"]
 ) -> Activation[Array, "M X"]:
     """The inverse of `to_sequences`; zeros for rows of padding."""
 
@@ -362,8 +361,8 @@ def to_rows(
         out = jnp.zeros(args[0].shape, cotangent.dtype)
         return out.at[args[1]].set(cotangent, mode="drop", unique_indices=True), None
 
-    return with_gradient(_take_rows, gradient)(sequences, slots)
+    return with_gradient(_take_rows, gradient)(sequences, places)
 
 
-def _take_rows(sequences, slots):
-    return jnp.take(sequences, slots, axis=0, mode="fill", fill_value=0)
+def _take_rows(sequences, places):
+    return jnp.take(sequences, places, axis=0, mode="fill", fill_value=0)

@@ -141,6 +141,7 @@ def test_a_reader_that_goes_away_is_no_fault(command, tmp_path, monkeypatch):
         "convert_gguf",
         "diverge",
         "generate",
+        "grpo",
         "quantize",
         "replay",
         "serve",
