@@ -17,6 +17,7 @@ from detjax.pallas_kernels.fixed_blocks import (
     round_to,
     run_blocks,
 )
+from detjax.pallas_kernels.linear.quantized import expanded
 from detjax.pallas_kernels.rms_norm.portable import (
     add_rms_norm,
     combine_add_rms_norm,
@@ -63,6 +64,7 @@ def _block(row_block, col_block):
 @partial(jax.jit, static_argnames=("out_dtype",))
 def linear(x, w, bias, *, out_dtype: jnp.dtype) -> jax.Array:
     """See `api.linear`."""
+    w = expanded(w)
     num_rows, k_len = x.shape
     num_cols = w.shape[0]
     x, w = pad_axis(x, 0, ROWS), pad_axis(w, 0, COLS)
@@ -103,6 +105,7 @@ def norm_linear_swiglu(x, gain, w_gate_up, *, eps: float) -> jax.Array:
 
 def linear_leaves(x, w, *, reduction: Reduction) -> jax.Array:
     """Every leaf's sum, [leaves, rows, cols] padded to whole blocks."""
+    w = expanded(w)
     leaf_len = reduction.leaf_len
     leaves = x.shape[1] // leaf_len
     x, w = pad_axis(x, 0, ROWS), pad_axis(w, 0, COLS)

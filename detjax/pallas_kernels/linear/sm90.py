@@ -11,6 +11,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from detjax.numerics import Reduction
 from detjax.pallas_kernels.linear import sm90_float32
+from detjax.pallas_kernels.linear.quantized import BLOCK, Coding, QuantizedMatrix
+from detjax.pallas_kernels.linear.sm90_expand import expand
 from detjax.pallas_kernels.linear.sm90_flat_matmul import InputNorm, RanksSum
 from detjax.pallas_kernels.linear.sm90_matmul import matmul
 from detjax.pallas_kernels.linear.tiles import (
@@ -23,11 +25,36 @@ from detjax.pallas_kernels.linear.tiles import (
 from detjax.pallas_kernels.rms_norm.sm90 import combine_add_rms_norm, joined, rms_norm, row_sum
 from detjax.pallas_kernels.sm90_hardware import NUM_SMS
 
+MAX_CODED_ROWS = 64
+"""Up to here a product reads quantised weights as they lie; above, their expansion."""
+
 MAX_COMBINED_ROWS = 128
 """Up to here leaves, residual and norm are one kernel; above, float32 traffic costs."""
 
 MAX_ADDED_ROWS = 4
 """Up to here a product finishes the sum that its input is, and normalises it; 8 is most."""
+
+
+def readable(x, w, *, leaf_len: int):
+    """Weights as a product reads them: codes if it has few rows, else their expansion.
+
+    Raises: As `check_supported`.
+    """
+    check_supported(x, w, leaf_len=leaf_len)
+    if not isinstance(w, QuantizedMatrix) or _reads_codes(x, leaf_len):
+        return w
+    return expand(w)
+
+
+def _reads_codes(x, leaf_len: int) -> bool:
+    is_few = x.shape[0] <= MAX_CODED_ROWS
+    return is_few and x.dtype == jnp.bfloat16 and leaf_len % BLOCK == 0
+
+
+def _coding(x, w, leaf_len: int) -> Coding | None:
+    """How the weights that a product reads are quantised."""
+    is_coded = isinstance(w, QuantizedMatrix) and _reads_codes(x, leaf_len)
+    return w.coding if is_coded else None
 
 
 def check_supported(x, w, *, leaf_len: int) -> None:
@@ -73,6 +100,7 @@ def _multiply_one_leaf(
         is_gated=is_gated,
         has_norm=norm is not None,
         has_terms=norm is not None and bool(norm.terms),
+        coding=_coding(x, w, x.shape[1]),
     )
     return matmul(
         x, w, bias, None, norm,
@@ -90,7 +118,7 @@ def linear(x, w, bias, *, out_dtype: jnp.dtype) -> jax.Array:
         bit, because wgmma adds a k16 block to an accumulator in one way whatever its N is.
         Claims: run-invariant, batch-invariant, path-consistent. Bits depend on (K, dtypes, build).
     """
-    check_supported(x, w, leaf_len=x.shape[1])
+    w = readable(x, w, leaf_len=x.shape[1])
     if x.dtype == jnp.float32:
         return sm90_float32.linear(x, w, bias, out_dtype=out_dtype)
     return _multiply_one_leaf(x, w, bias, None, out_dtype=out_dtype)
@@ -105,7 +133,7 @@ def linear_swiglu(x, w_gate_up) -> jax.Array:
         rounding. The bits are those of `linear` and `swiglu` one after the other.
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
     """
-    check_supported(x, w_gate_up, leaf_len=x.shape[1])
+    w_gate_up = readable(x, w_gate_up, leaf_len=x.shape[1])
     if x.dtype == jnp.float32:
         return sm90_float32.linear_swiglu(x, w_gate_up)
     return _multiply_one_leaf(x, w_gate_up, None, None, out_dtype=x.dtype, is_gated=True)
@@ -124,7 +152,7 @@ def norm_linear(x, gain, w, bias, *, eps: float, out_dtype: jnp.dtype) -> jax.Ar
         then those of `linear`.
         Claims: run-invariant, batch-invariant, path-consistent. Bits depend on (K, dtypes, build).
     """
-    check_supported(x, w, leaf_len=x.shape[1])
+    w = readable(x, w, leaf_len=x.shape[1])
     if x.dtype == jnp.float32:
         return sm90_float32.norm_linear(x, gain, w, bias, eps=eps, out_dtype=out_dtype)
     if not normalises_input(*x.shape):
@@ -139,7 +167,7 @@ def norm_linear_swiglu(x, gain, w_gate_up, *, eps: float) -> jax.Array:
         # ORDER, # ROUND: those of `rms_norm`, as in `norm_linear`; then those of `linear_swiglu`.
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
     """
-    check_supported(x, w_gate_up, leaf_len=x.shape[1])
+    w_gate_up = readable(x, w_gate_up, leaf_len=x.shape[1])
     if x.dtype == jnp.float32:
         return sm90_float32.norm_linear_swiglu(x, gain, w_gate_up, eps=eps)
     if not normalises_input(*x.shape):
@@ -172,7 +200,7 @@ def sum_norm_linear(
     Numerics:
         The sum is that of `norm.read_row`, in every CTA; then as `norm_linear`.
     """
-    check_supported(residual, w, leaf_len=residual.shape[1])
+    w = readable(residual, w, leaf_len=residual.shape[1])
     return _multiply_one_leaf(residual, w, bias, norm, out_dtype=out_dtype, interpret=interpret)
 
 
@@ -214,7 +242,7 @@ def linear_leaf_sums(x, w, *, reduction: Reduction) -> jax.Array:
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant: of the tree's sum;
         how it is spread over groups may vary with M.
     """
-    check_supported(x, w, leaf_len=reduction.leaf_len)
+    w = readable(x, w, leaf_len=reduction.leaf_len)
     num_leaves = x.shape[1] // reduction.leaf_len
     if num_leaves & (num_leaves - 1):
         raise ValueError(f"a rank's {num_leaves} leaves must be a power of two")
@@ -226,6 +254,7 @@ def linear_leaf_sums(x, w, *, reduction: Reduction) -> jax.Array:
         num_leaves=num_leaves,
         leaf_len=reduction.leaf_len,
         out_bytes=4,
+        coding=_coding(x, w, reduction.leaf_len),
     )
     sums = matmul(
         x, w, None, None,
@@ -259,6 +288,7 @@ def _residual_tiles(
         has_bias=has_bias,
         has_residual=True,
         has_ranks=has_ranks,
+        coding=_coding(x, w, reduction.leaf_len),
     )
     return choose_tiles(product)
 
@@ -283,7 +313,7 @@ def linear_add(x, w, residual, bias, *, reduction: Reduction) -> jax.Array:
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant. For tp = 1; at
         tp > 1 the ranks' partials are added first, and the same sum comes out.
     """
-    check_supported(x, w, leaf_len=reduction.leaf_len)
+    w = readable(x, w, leaf_len=reduction.leaf_len)
     if x.dtype == jnp.float32:
         return sm90_float32.linear_add(x, w, residual, bias, reduction=reduction)
     tiles = _residual_tiles(x, w, reduction, has_bias=bias is not None)
@@ -329,7 +359,7 @@ def linear_add_ranks(x, w, residual, bias, peers: RanksSum, *, reduction: Reduct
         Claims: run-invariant, batch-invariant, path-consistent, and mesh-invariant if `peers` add
         the rest of the tree.
     """
-    check_supported(x, w, leaf_len=reduction.leaf_len)
+    w = readable(x, w, leaf_len=reduction.leaf_len)
     tiles = _residual_tiles(x, w, reduction, has_bias=bias is not None, has_ranks=True)
     return matmul(
         x, w, bias, residual, None, peers,
@@ -347,7 +377,7 @@ def linear_add_rms_norm(
         `combine_add_rms_norm` finishes the tree, above them `linear_add` does.
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
     """
-    check_supported(x, w, leaf_len=reduction.leaf_len)
+    w = readable(x, w, leaf_len=reduction.leaf_len)
     if x.dtype == jnp.float32:
         return sm90_float32.linear_add_rms_norm(
             x, w, residual, bias, gain, reduction=reduction, eps=eps

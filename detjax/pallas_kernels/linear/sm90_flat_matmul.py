@@ -4,7 +4,8 @@
 The weights are all the traffic. A persistent grid of CTAs streams them through a ring of shared
 memory, filled by one warpgroup and multiplied by the others. Up to 8 activations may be normalised
 first, in the same launch, and held whole in shared memory. The sums of the leaves of K are added as
-a tree in registers. The epilogue adds the subtrees of other ranks, the bias and the residual
+a tree in registers. The weights may be codes of 4 or 8 bits, which become bfloat16 on their way to the
+tensor core (`sm90_widen`). The epilogue adds the subtrees of other ranks, the bias and the residual
 stream, or gates, and stores the transposed tile.
 """
 
@@ -20,6 +21,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from detjax.pallas_kernels import sm90_rows
+from detjax.pallas_kernels.linear.quantized import (
+    BLOCK,
+    WORDS_PER_LINE,
+    Coding,
+    QuantizedMatrix,
+)
 from detjax.pallas_kernels.linear.sm90_held_rows import (
     copy_rows,
     held_block,
@@ -35,6 +42,7 @@ from detjax.pallas_kernels.linear.sm90_sums import (
     tree_sum,
     views,
 )
+from detjax.pallas_kernels.linear.sm90_widen import ROW_LAYOUT, widen, words_layout
 from detjax.pallas_kernels.linear.tiles import FlatTiles, held_chunk
 from detjax.pallas_kernels.rms_norm.sm90 import WideRows, normalise_wide_rows
 from detjax.pallas_kernels.sm90_cache_hints import evict_first
@@ -101,7 +109,7 @@ class _Operands(NamedTuple):
     """Arrays in device memory; None where the product has none."""
 
     x: Any  # [M, K] bf16
-    w: Any  # [N, K] bf16; [2 F, K] if gated, F rows of gates and F of ups
+    w: Any  # [N, K] bf16 or quantised; [2 F, K] if gated, F rows of gates and F of ups
     bias: Any  # [N]
     residual: Any  # [M, N], of the output's dtype
     norm: InputNorm | None
@@ -116,11 +124,20 @@ class _Results(NamedTuple):
     normed: Any  # [M, K] bf16, the same normalised; else None
 
 
+class _CodedStages(NamedTuple):
+    """Shared memory of quantised weights, a block of 64 rows after the other."""
+
+    codes: Any  # [stages, blocks, k / 64, lines, 256] int32
+    scales: Any  # [stages, blocks, groups, 64]
+    zeros: Any  # the like, bf16; None without zero points
+    widened: Any  # [num_wgs, blocks of a warpgroup, 64, 64] bf16, for interpretation; else None
+
+
 class _Memory(NamedTuple):
     """Shared memory of a CTA, and its barriers; None where the product has none."""
 
     x: Any  # [stages, slabs, cols, span] bf16; held: [steps, slabs, 8, span]
-    w: Any  # [stages, num_wgs * rows, k] bf16
+    w: Any  # [stages, num_wgs * rows, k] bf16, or _CodedStages
     out: Any  # [num_wgs, cols, out_rows], of the output's dtype
     squares: Any  # [sharers, rows_each, chunks, 4] f32
     full: Any  # [stages]
@@ -237,6 +254,22 @@ class _Plan:
             for i in range(2)
         ]
 
+    @property
+    def code_blocks(self) -> list[tuple[int, int]]:
+        """Blocks of 64 rows of quantised weights: their number in a stage, and as the pieces."""
+        return [
+            ((start + row) // BLOCK, offset + row)
+            for start, size, offset in self.weight_pieces
+            for row in range(0, size, BLOCK)
+        ]
+
+    @property
+    def weight_copies(self) -> int:
+        """Copies that bring a stage of weights."""
+        if self.tiles.coding is None:
+            return len(self.weight_pieces)
+        return len(self.code_blocks) * (3 if self.tiles.coding.has_zeros else 2)
+
     def check(self, bias, norm: InputNorm | None, peers: RanksSum | None) -> None:
         """Refuse operands that these tiles do not take."""
         t = self.tiles
@@ -302,7 +335,9 @@ class _Cta:
         """All warpgroups; which one it is decides what it does."""
         t = self.plan.tiles
         if self.plan.col_tiles == 1:
-            evict_first(self.operands.w, is_interpreted=self.plan.is_interpreted)
+            w = self.operands.w
+            weights = w.codes if isinstance(w, QuantizedMatrix) else w
+            evict_first(weights, is_interpreted=self.plan.is_interpreted)
         if t.held:
             pl.when(self.wg != t.num_wgs)(self.normalise)
         pl.when(self.wg < t.num_wgs)(self.compute)
@@ -346,7 +381,9 @@ class _Cta:
         slot = self.ring.claim(first + i)
         full = self.memory.full.at[slot]
         k = (group * plan.steps + i) * t.k
-        for start, size, offset in plan.weight_pieces:
+        if t.coding:
+            self.load_codes(t.coding, slot, k, w_row, full)
+        for start, size, offset in [] if t.coding else plan.weight_pieces:
             plgpu.copy_gmem_to_smem(
                 self.operands.w.at[pl.ds(w_row + offset, size), pl.ds(k, t.k)],
                 self.memory.w.at[slot, pl.ds(start, size)],
@@ -358,6 +395,20 @@ class _Cta:
                 self.x_views[1].at[slot, s],
                 full,
             )
+
+    def load_codes(self, coding: Coding, slot, k, w_row, full) -> None:
+        """Copy codes from column `k` and row `w_row` on, with their scales and zero points."""
+        w, stages, depth = self.operands.w, self.memory.w, self.plan.tiles.k
+        group = lax.div(k, coding.group_len) if coding.group_len else 0
+        groups = pl.ds(group, coding.groups_of(depth))
+        for block, offset in self.plan.code_blocks:
+            row = w_row + offset
+            blocks = (lax.div(row, BLOCK), pl.ds(lax.div(k, BLOCK), depth // BLOCK))
+            plgpu.copy_gmem_to_smem(w.codes.at[blocks], stages.codes.at[slot, block], full)
+            of_rows = (groups, pl.ds(row, BLOCK))
+            plgpu.copy_gmem_to_smem(w.scales.at[of_rows], stages.scales.at[slot, block], full)
+            if coding.has_zeros:
+                plgpu.copy_gmem_to_smem(w.zeros.at[of_rows], stages.zeros.at[slot, block], full)
 
     # ------------------------------------------------------------- the warpgroups that normalise
 
@@ -467,17 +518,59 @@ class _Cta:
         def multiply(i, acc):
             slot = ring.slot(first + i)
             for s in range(plan.slabs):
+                activations = x_smem.at[i if plan.tiles.held else slot, s].T
+                if plan.tiles.coding:
+                    self.multiply_codes(plan.tiles.coding, acc, slot, s, activations)
+                    continue
                 weights = self.memory.w.at[slot, wg_rows, pl.ds(s * plan.span, plan.span)]
-                plgpu.wgmma(acc, weights, x_smem.at[i if plan.tiles.held else slot, s].T)
+                plgpu.wgmma(acc, weights, activations)
+
+        def give(i):
+            if plan.tiles.coding:
+                plgpu.commit_smem()  # threads have read what TMA will write
+            ring.release(first + i)
 
         return leaf_sum(
             (plan.tiles.rows, plan.tiles.cols),
             plan.leaf_steps,
             take=lambda i: ring.wait(first + i),
             multiply=multiply,
-            give=lambda i: ring.release(first + i),
-            in_flight=plan.slabs,
+            give=give,
+            # WHY: widened weights lie in registers, which the next step writes to.
+            in_flight=0 if plan.tiles.coding else plan.slabs,
         )
+
+    def multiply_codes(self, coding: Coding, acc, slot, slab: int, activations) -> None:
+        """Widen the codes of a slab, 64 columns, and multiply."""
+        plan, stages = self.plan, self.memory.w
+        num_blocks = plan.tiles.rows // BLOCK
+        first = slab * BLOCK // coding.group_len if coding.group_len else 0
+
+        def load_groups(ref, block):
+            return [
+                plgpu.load(ref.at[slot, block, first + i], layout=ROW_LAYOUT, optimized=False)
+                for i in range(coding.groups_of(BLOCK))
+            ]
+
+        for i in range(num_blocks):
+            block = self.wg * num_blocks + i
+            words = plgpu.load(
+                stages.codes.at[slot, block, slab],
+                layout=words_layout(coding.code_type),
+                optimized=False,
+            )
+            weights = widen(
+                words,
+                load_groups(stages.scales, block),
+                load_groups(stages.zeros, block) if coding.has_zeros else [],
+                coding.code_type,
+                is_interpreted=plan.is_interpreted,
+            )
+            if plan.is_interpreted:  # there wgmma reads memory only
+                stages.widened[self.wg, i] = weights
+                weights = stages.widened.at[self.wg, i]
+            rows = acc if num_blocks == 1 else acc.at[pl.ds(i * BLOCK, BLOCK)]
+            plgpu.wgmma(rows, weights, activations)
 
     def fetch_residual(self, row, col) -> None:
         """Ask for the residual stream of a tile, to where its output will be staged."""
@@ -514,7 +607,24 @@ class _Cta:
         plgpu.copy_smem_to_gmem(out_tma.at[live], self.results.out.at[window])
 
 
-def _memory_types(plan: _Plan) -> _Memory:
+def _weight_types(plan: _Plan, scale_dtype) -> Any:
+    """Shared memory of a ring of weights."""
+    t, coding = plan.tiles, plan.tiles.coding
+    if coding is None:
+        return ragged((t.stages, t.rows * t.num_wgs, t.k), plan.span, jnp.bfloat16, False)
+    stages = (t.stages, len(plan.code_blocks))
+    lines = coding.code_type.block_words // WORDS_PER_LINE
+    groups = (*stages, coding.groups_of(t.k), BLOCK)
+    widened = (t.num_wgs, t.rows // BLOCK, BLOCK, BLOCK)
+    return _CodedStages(
+        codes=plgpu.SMEM((*stages, t.k // BLOCK, lines, WORDS_PER_LINE), jnp.int32),
+        scales=plgpu.SMEM(groups, scale_dtype),
+        zeros=plgpu.SMEM(groups, jnp.bfloat16) if coding.has_zeros else None,
+        widened=plgpu.SMEM(widened, jnp.bfloat16) if plan.is_interpreted else None,
+    )
+
+
+def _memory_types(plan: _Plan, scale_dtype) -> _Memory:
     t = plan.tiles
     out_bytes = plan.out_dtype.itemsize
     out_shape = (t.num_wgs, t.cols, 64)
@@ -534,10 +644,10 @@ def _memory_types(plan: _Plan) -> _Memory:
             (t.stages, plan.slabs, t.cols, plan.span), plan.span, jnp.bfloat16, plan.is_ragged
         )
         squares, readers, reads_rows = None, 0, False
-    copies = len(plan.weight_pieces) + (0 if t.held else plan.slabs)
+    copies = plan.weight_copies + (0 if t.held else plan.slabs)
     return _Memory(
         x=x,
-        w=ragged((t.stages, t.rows * t.num_wgs, t.k), plan.span, jnp.bfloat16, False),
+        w=_weight_types(plan, scale_dtype),
         out=out,
         squares=plgpu.SMEM(squares, jnp.float32) if squares else None,
         full=plgpu.Barrier(num_arrivals=copies, num_barriers=t.stages),
@@ -554,6 +664,9 @@ def flat_matmul(
 ):  # fmt: skip
     """See `sm90_matmul.matmul`."""
     num_rows, k_len = x.shape
+    coding = w.coding if isinstance(w, QuantizedMatrix) else None
+    if coding != tiles.coding:
+        raise ValueError(f"weights with {coding=} need tiles of the same, not {tiles.coding}")
     plan = _Plan(
         tiles=tiles, num_rows=num_rows, num_out=w.shape[0] // (2 if tiles.is_gated else 1),
         k_len=k_len, leaf_len=leaf_len, out_dtype=jnp.dtype(out_dtype),
@@ -573,7 +686,7 @@ def flat_matmul(
     [results] = plgpu.kernel(
         body,
         out_type=[_Results(out=out, total=row_sums, normed=row_sums)],
-        scratch_types=[_memory_types(plan)],
+        scratch_types=[_memory_types(plan, w.scales.dtype if tiles.coding else None)],
         grid=(min(plan.num_items, NUM_SMS * tiles.ctas_per_sm),),
         grid_names=("cta",),
         num_threads=plan.num_sharers + 1,

@@ -19,7 +19,7 @@ def matmul(
 
     Args:
         x: Activations, bfloat16 [M, K].
-        w: Weights, bfloat16 [N, K]. With gated tiles F rows of gates, then F of ups, and the output
+        w: Weights, bfloat16 [N, K], or a `QuantizedMatrix`, for flat tiles. With gated tiles F rows of gates, then F of ups, and the output
             is [M, F].
         bias: [N], or None.
         residual: [M, N], added last, or None.

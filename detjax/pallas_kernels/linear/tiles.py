@@ -9,6 +9,7 @@ it. The leaves themselves come from `numerics.Reduction`.
 import dataclasses
 from dataclasses import dataclass
 
+from detjax.pallas_kernels.linear.quantized import BLOCK, Coding
 from detjax.pallas_kernels.sm90_hardware import NUM_SMS, SMEM_BYTES
 
 MAX_NORM_ROWS = 8
@@ -102,6 +103,7 @@ class FlatTiles:
             they stream through the ring beside the weights.
         live_rows: Weights that a warpgroup loads and stores, of its 64 rows; the others multiply
             what lies there. 0 for all of them.
+        coding: How the weights are quantised; None if they are bfloat16.
     """
 
     cols: int
@@ -114,12 +116,15 @@ class FlatTiles:
     is_gated: bool = False
     held: HeldRows | None = None
     live_rows: int = 0
+    coding: Coding | None = None
 
     def __post_init__(self):
         """Refuse what wgmma or TMA cannot do."""
         _check_wgmma(self.cols, self.k)
         if self.num_wgs not in (1, 2):
             raise ValueError(f"{self.num_wgs=} must be 1 or 2")
+        if self.coding and (self.live_rows or self.k < BLOCK):
+            raise ValueError(f"codes are read by whole blocks of {BLOCK}, not by {self}")
         if self.stages < 2:
             raise ValueError(f"{self.stages=} must be at least 2: the products of one still run")
         if self.live_rows and (
@@ -145,8 +150,12 @@ class FlatTiles:
 
     @property
     def stage_bytes(self) -> int:
-        """Shared memory of one stage of the operands that stream, bf16."""
-        return 2 * self.k * (self.rows * self.num_wgs + (0 if self.held else self.cols))
+        """Shared memory of one stage of the operands that stream."""
+        num_rows = self.rows * self.num_wgs
+        weights = 2 * self.k * num_rows
+        if self.coding:
+            weights = self.coding.stage_bytes(num_rows, self.k)
+        return weights + (0 if self.held else 2 * self.k * self.cols)
 
     def other_bytes(self, *, out_bytes: int, has_residual: bool) -> int:
         """Shared memory beside the ring: held rows, the staged output, barriers and alignment.
@@ -303,6 +312,7 @@ class Product:
         has_terms: Those rows are sums of terms, so that no copy brings them.
         has_parts: The rows are the parts of float32 activations; no bias, no residual, no gate.
         has_ranks: Ranks add their tiles, so that no CTAs share a tree; `MAX_RANKS_ROWS` at most.
+        coding: How the weights are quantised; few rows then, and they stream.
     """
 
     num_rows: int
@@ -317,6 +327,7 @@ class Product:
     has_terms: bool = False
     has_parts: bool = False
     has_ranks: bool = False
+    coding: Coding | None = None
 
 
 def choose_tiles(product: Product) -> MatmulTiles:
@@ -348,6 +359,8 @@ def _cut(p: Product) -> MatmulTiles:
     widest = (128 if p.is_gated else 64) * NUM_SMS
     if p.has_ranks:
         return _stream_weights(p, is_whole=True)
+    if p.coding:
+        return _stream_weights(p)
     if p.has_parts and 128 < p.num_rows <= 192:
         return _three_row_blocks(p.num_out, p.num_leaves, p.leaf_len)
     if p.num_rows <= 32 or (p.num_rows <= 64 and (p.num_leaves > 1 or p.num_out <= widest)):
@@ -388,7 +401,9 @@ def _hold_rows(tiles: FlatTiles, p: Product) -> FlatTiles:
         num_wgs=num_wgs,
         held=HeldRows(channels=k_len, helpers=max(0, sharers - num_wgs), copies_rows=copies_rows),
         # Deep steps leave too few of them in flight beside wider rows.
-        k=64 if tiles.is_gated else _largest_divisor(k_len, 256 if k_len <= 4096 else 128),
+        k=64
+        if tiles.is_gated and not p.coding
+        else _largest_divisor(k_len, 256 if k_len <= 4096 else 128),
         ctas_per_sm=1,
     )
 
@@ -419,6 +434,7 @@ def _stream_weights(p: Product, *, is_whole: bool = False) -> FlatTiles:
     # WHY, whole: CTAs that wait for those of other ranks must all be resident.
     ctas_per_sm = 2 if blocks > NUM_SMS and not is_gated and not is_whole else 1
     is_deep = (cols == 8 or (cols == 16 and ctas_per_sm == 1)) and not is_gated
+    is_deep = is_deep or (p.coding is not None and cols <= 16)
     return FlatTiles(
         cols=cols,
         num_wgs=2 if is_wide else 1,
@@ -427,6 +443,7 @@ def _stream_weights(p: Product, *, is_whole: bool = False) -> FlatTiles:
         groups=groups,
         ctas_per_sm=ctas_per_sm,
         is_gated=is_gated,
+        coding=p.coding,
     )
 
 

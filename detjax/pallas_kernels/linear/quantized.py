@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A matrix whose weights lie in memory as codes of 4 or 8 bits, in the order in which sm90 reads.
+
+A weight of code q, zero point z and scale s is
+
+    bfloat16(float32(q - z) * float32(s))
+
+with the product and the result each rounded to nearest, ties to even: the expansion that
+`models.quantization.expand` computes on the host. Kernels widen codes to these bfloat16 weights in
+registers, so that a product of codes has the bits of the product of the expanded matrix.
+
+Codes are stored by blocks of 64 x 64 weights. A wgmma operand of 64 x 16 lies in the registers of
+128 threads; a thread's codes of a block are neighbours in memory, so that it loads 16 bytes at once.
+"""
+
+import enum
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+BLOCK = 64
+"""Rows and columns of a block of codes."""
+
+WORDS_PER_LINE = 256
+"""Words of the last axis of stored codes: the longest that one TMA box may have."""
+
+INT4_MAGIC = 128
+"""What is added to an unsigned code of 4 bits to write it into the fraction of a bfloat16."""
+
+
+class CodeType(enum.Enum):
+    """What a code is. The value is its name in messages and in the fingerprint."""
+
+    INT4 = "int4"
+    INT8 = "int8"
+    FLOAT8 = "float8_e4m3fn"
+
+    @property
+    def num_bits(self) -> int:
+        """Bits of a code."""
+        return 4 if self is CodeType.INT4 else 8
+
+    @property
+    def block_words(self) -> int:
+        """32-bit words of a block of codes."""
+        return BLOCK * BLOCK * self.num_bits // 32
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Coding:
+    """How a matrix is quantised: what a kernel must know to read it.
+
+    Attributes:
+        code_type: What a code is.
+        group_len: Input channels of a group; 0 if a row has one scale.
+        scale_bytes: Of a scale: 2 or 4.
+        has_zeros: Whether groups have zero points.
+    """
+
+    code_type: CodeType
+    group_len: int
+    scale_bytes: int
+    has_zeros: bool
+
+    def groups_of(self, depth: int) -> int:
+        """Groups that so many columns from the start of a block are in."""
+        return -(-depth // self.group_len) if self.group_len else 1
+
+    def stage_bytes(self, num_rows: int, depth: int) -> int:
+        """Bytes of so many rows and columns: codes, scales and zero points."""
+        of_group = self.scale_bytes + (2 if self.has_zeros else 0)
+        codes = num_rows * depth * self.code_type.num_bits // 8
+        return codes + num_rows * self.groups_of(depth) * of_group
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuantizedMatrix:
+    """A matrix [N, K] as codes, scales and zero points. Leaves are arrays, or what JAX puts there.
+
+    Attributes:
+        codes: int32 [N / 64, K / 64, lines, 256], of `pack_codes`.
+        scales: bfloat16 or float32 [G, N], one for each group of input channels.
+        zeros: bfloat16 [G, N], 128 + z, for int4 with zero points; None if z is 8 (int4) or 0.
+        code_type: What a code is.
+        group_len: Input channels of a group; 0 if a row has one scale, so that G is 1.
+    """
+
+    codes: Any
+    scales: Any
+    zeros: Any = None
+    code_type: CodeType = field(metadata={"static": True})
+    group_len: int = field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Output and input channels, N and K."""
+        return self.codes.shape[0] * BLOCK, self.codes.shape[1] * BLOCK
+
+    @property
+    def ndim(self) -> int:
+        """Two."""
+        return 2
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of the expansion: bfloat16."""
+        return jnp.dtype(jnp.bfloat16)
+
+    @property
+    def coding(self) -> Coding:
+        """How it is quantised."""
+        return Coding(
+            code_type=self.code_type, group_len=self.group_len,
+            scale_bytes=self.scales.dtype.itemsize, has_zeros=self.zeros is not None,
+        )  # fmt: skip
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
+
+    def expand(self) -> jax.Array:
+        """The bfloat16 matrix [N, K] that it stands for, by plain operations of XLA."""
+        num_rows, _ = self.shape
+        values = unpack_codes(self.codes, self.code_type)
+        if self.code_type is CodeType.INT4:
+            zeros = jnp.full((1, num_rows), INT4_MAGIC + 8, jnp.bfloat16)
+            zeros = zeros if self.zeros is None else self.zeros
+            values = values - (self._of_columns(zeros) - INT4_MAGIC)
+        # ROUND: the product, then the weight. XLA may not drop a conversion to fewer bits.
+        products = values * self._of_columns(self.scales)
+        return jax.lax.reduce_precision(products, exponent_bits=8, mantissa_bits=7).astype(
+            jnp.bfloat16
+        )
+
+    def _of_columns(self, of_groups) -> jax.Array:
+        """[G, N] as float32 [N, K]."""
+        spread = of_groups.astype(jnp.float32).T
+        return jnp.repeat(spread, self.shape[1] // spread.shape[1], axis=1)
+
+
+def expanded(w):
+    """The matrix itself, or what a quantised one stands for."""
+    return w.expand() if isinstance(w, QuantizedMatrix) else w
+
+
+def can_pack(shape: tuple[int, int], group_len: int) -> bool:
+    """Whether a matrix is whole blocks, and groups a power of two of columns, 16 at least."""
+    is_whole = shape[0] % BLOCK == 0 and shape[1] % BLOCK == 0
+    if not group_len:
+        return is_whole
+    fits = group_len >= 16 and group_len & (group_len - 1) == 0
+    return is_whole and fits and shape[1] % group_len == 0
+
+
+def pack_codes(codes: np.ndarray, code_type: CodeType) -> np.ndarray:
+    """Store codes in the order in which threads read them.
+
+    Args:
+        codes: uint8 [N, K], whole blocks: an unsigned code of 4 bits, or the bits of an int8 or
+            float8.
+        code_type: What they are.
+
+    Returns:
+        int32 [N / 64, K / 64, lines, 256]. Of a block's row 16 w + 8 h + g and column 8 c + 2 q + e
+        the thread is 32 w + 4 g + q. Its int4 is number 4 e + 2 (c % 2) + h of word c // 2; its
+        byte is number 2 h + e of word c % 4 of the block's half c // 4.
+    """
+    num_rows, num_columns = codes.shape
+    # Axes: block row, w, h, g, block column, c, q, e.
+    split = codes.reshape(num_rows // BLOCK, 4, 2, 8, num_columns // BLOCK, 8, 4, 2)
+    if code_type is CodeType.INT4:
+        # Axes: block row, w, h, g, block column, c // 2, c % 2, q, e.
+        split = split.reshape(*split.shape[:5], 4, 2, 4, 2)
+        nibbles = split.transpose(0, 4, 1, 3, 7, 5, 8, 6, 2)
+        packed = nibbles[..., 0] | nibbles[..., 1] << 4
+    else:
+        # Axes: block row, w, h, g, block column, c // 4, c % 4, q, e.
+        split = split.reshape(*split.shape[:5], 2, 4, 4, 2)
+        packed = split.transpose(0, 4, 5, 1, 3, 7, 6, 2, 8)
+    words = np.ascontiguousarray(packed, dtype=np.uint8).reshape(-1).view("<i4")
+    lines = code_type.block_words // WORDS_PER_LINE
+    return words.reshape(num_rows // BLOCK, num_columns // BLOCK, lines, WORDS_PER_LINE)
+
+
+def unpack_codes(codes, code_type: CodeType) -> jax.Array:
+    """The inverse of `pack_codes`, as float32 values [N, K]; of int4 the unsigned codes."""
+    num_rows, num_columns = codes.shape[0] * BLOCK, codes.shape[1] * BLOCK
+    if code_type is CodeType.INT4:
+        # Axes: block row, block column, w, g, q, c // 2, then the eight of a word: e, c % 2, h.
+        words = codes.reshape(*codes.shape[:2], 4, 8, 4, 4)
+        shifts = jnp.arange(0, 32, 4, dtype=jnp.int32)
+        nibbles = (words[..., None] >> shifts) & 15
+        split = nibbles.reshape(*words.shape, 2, 2, 2).transpose(0, 2, 8, 3, 1, 5, 7, 4, 6)
+        return split.astype(jnp.float32).reshape(num_rows, num_columns)
+    # Axes: block row, block column, c // 4, w, g, q, c % 4, then the four of a word: h, e.
+    words = codes.reshape(*codes.shape[:2], 2, 4, 8, 4, 4)
+    dtype = jnp.int8 if code_type is CodeType.INT8 else jnp.float8_e4m3fn
+    values = jax.lax.bitcast_convert_type(words, jnp.int8)
+    values = jax.lax.bitcast_convert_type(values, dtype)
+    split = values.reshape(*words.shape, 2, 2).transpose(0, 3, 7, 4, 1, 2, 6, 5, 8)
+    return split.astype(jnp.float32).reshape(num_rows, num_columns)
+
+
+def pack_matrix(
+    codes: np.ndarray,
+    scales: np.ndarray,
+    zeros: np.ndarray | None,
+    code_type: CodeType,
+    group_len: int,
+) -> QuantizedMatrix:
+    """Make a matrix from plain arrays, on the host.
+
+    Args:
+        codes: uint8 [N, K], as `pack_codes` takes them.
+        scales: [N, G], of a dtype that float32 holds exactly. bfloat16 stays that, else float32.
+        zeros: Unsigned zero points [N, G] of int4, or None for 8.
+        code_type: What the codes are.
+        group_len: Input channels of a group; 0 for one scale a row.
+    """
+    dtype = scales.dtype if scales.dtype == ml_dtypes.bfloat16 else np.dtype(np.float32)
+    lifted = None
+    if zeros is not None:
+        lifted = np.ascontiguousarray((zeros.T + INT4_MAGIC).astype(ml_dtypes.bfloat16))
+    return QuantizedMatrix(
+        codes=pack_codes(codes, code_type),
+        scales=np.ascontiguousarray(scales.T.astype(dtype)),
+        zeros=lifted,
+        code_type=code_type,
+        group_len=group_len,
+    )
