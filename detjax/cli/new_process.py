@@ -13,7 +13,7 @@ import detjax
 from detjax.cli.arguments import OPTIONS, GenerateArgs
 from detjax.cli.errors import InputError, bad_input
 from detjax.cli.options import NO_CACHE
-from detjax.cli.prompts import Prompt
+from detjax.cli.prompts import PromptEntry
 from detjax.engine.outputs.completion import CompletionOutput
 from detjax.parallel.job_spec import find_job
 
@@ -27,7 +27,7 @@ _NOT_PASSED = frozenset(
 
 
 def run_in_new_process(
-    args: GenerateArgs, prompts: Sequence[Prompt]
+    args: GenerateArgs, prompts: Sequence[PromptEntry]
 ) -> tuple[CompletionOutput, ...]:
     """Compute the prompts in a new process without any compiled program, and wait for it.
 

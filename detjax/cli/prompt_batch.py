@@ -10,7 +10,7 @@ from typing import Any
 
 from detjax.cli.arguments import GenerateArgs, about_form, sampling_params
 from detjax.cli.errors import InputError, bad_input
-from detjax.cli.prompts import Prompt
+from detjax.cli.prompts import PromptEntry
 from detjax.engine.requests.checks import RequestLimits
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import draw_seed
@@ -46,7 +46,7 @@ class PromptBatch:
         )
 
 
-def seeded(args: GenerateArgs, prompts: Sequence[Prompt]) -> tuple[GenerateArgs, bool]:
+def seeded(args: GenerateArgs, prompts: Sequence[PromptEntry]) -> tuple[GenerateArgs, bool]:
     """Return the options with a seed, and whether it was drawn: where tokens are sampled by none.
 
     Raises:
@@ -69,7 +69,7 @@ def seeded(args: GenerateArgs, prompts: Sequence[Prompt]) -> tuple[GenerateArgs,
 
 
 def make_prompt_batch(
-    args: GenerateArgs, prompts: Sequence[Prompt], tokenizer: Tokenizer, config: ModelConfig
+    args: GenerateArgs, prompts: Sequence[PromptEntry], tokenizer: Tokenizer, config: ModelConfig
 ) -> PromptBatch:
     """Turn prompts into requests that fit the model.
 
@@ -132,7 +132,7 @@ def _check_forms(
             grammars.check(form)
 
 
-def _encode(prompt: Prompt, tokenizer: Tokenizer, *, has_control: bool) -> list[int]:
+def _encode(prompt: PromptEntry, tokenizer: Tokenizer, *, has_control: bool) -> list[int]:
     if prompt.token_ids:
         return list(prompt.token_ids)
     if prompt.messages:
@@ -151,7 +151,7 @@ def _check_number(num_completions: int) -> None:
 
 
 def _check_pages(
-    args: GenerateArgs, prompts: Sequence[Prompt], requests: Sequence[Request]
+    args: GenerateArgs, prompts: Sequence[PromptEntry], requests: Sequence[Request]
 ) -> None:
     """Refuse a completion that may not fit in the pages of one replica."""
     if not args.num_pages:

@@ -19,9 +19,9 @@ from detjax.server.turns import Hold, PauseMode
 
 OpenMode = Literal["wait", "abort"]
 
-Run = Callable[[Request], Awaitable[Response]]
+Handler = Callable[[Request], Awaitable[Response]]
 
-Row = tuple[str, str, Run, type[msgspec.Struct] | None]
+RouteRow = tuple[str, str, Handler, type[msgspec.Struct] | None]
 """A route: verb, path, what it does, and the type of its body."""
 
 
@@ -186,7 +186,7 @@ class Admin:
         return reply({"is_sleeping": self._service.turns.has(Hold.SLEEPING)})
 
     @property
-    def routes(self) -> tuple[Row, ...]:
+    def routes(self) -> tuple[RouteRow, ...]:
         """Of the table of routes: verb, path, what it does, what it asks."""
         return (
             ("POST", "/update_weights_from_disk", self.update_weights, UpdateWeightsRequest),

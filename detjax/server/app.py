@@ -20,7 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from detjax.server.admin import Admin, Row, Run
+from detjax.server.admin import Admin, Handler, RouteRow
 from detjax.server.answers import error_body
 from detjax.server.chat_request import ChatRequest, DetokenizeRequest, TokenizeRequest
 from detjax.server.errors import RefusedError
@@ -62,7 +62,7 @@ def make_app(service: Service, options: WebOptions = OPEN_TO_ALL) -> Starlette:
         headers = {"Content-Security-Policy": PAGE_POLICY}
         return Response(page(told), media_type="text/html", headers=headers)
 
-    table: tuple[Row, ...] = (
+    table: tuple[RouteRow, ...] = (
         *_information_rows(Information(service, reader)),
         *_generation_rows(service, reader),
         ("GET", "/openapi.json", openapi, None),
@@ -88,7 +88,7 @@ def make_app(service: Service, options: WebOptions = OPEN_TO_ALL) -> Starlette:
     )
 
 
-def _information_rows(about: Information) -> tuple[Row, ...]:
+def _information_rows(about: Information) -> tuple[RouteRow, ...]:
     """The routes that generate nothing."""
     return (
         *(("GET", path, about.page, None) for path in PAGE_PATHS),
@@ -106,7 +106,7 @@ def _information_rows(about: Information) -> tuple[Row, ...]:
     )
 
 
-def _generation_rows(service: Service, reader: RequestReader) -> tuple[Row, ...]:
+def _generation_rows(service: Service, reader: RequestReader) -> tuple[RouteRow, ...]:
     """The routes that ask the engine."""
 
     async def completions(request: Request) -> Response:
@@ -178,7 +178,7 @@ class _Gate:
         )
 
 
-def _guarded(run: Run, gate: _Gate) -> Run:
+def _guarded(run: Handler, gate: _Gate) -> Handler:
     """A route with its key checked, its refusals told, and a line in the log."""
 
     async def guarded_route(request: Request) -> Response:

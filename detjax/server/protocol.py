@@ -19,7 +19,7 @@ from detjax.engine.requests.sampling_params import SamplingParams, draw_seed
 from detjax.engine.sampling.structured_output import StructuredOutput
 from detjax.server.errors import RefusedError
 
-Texts = str | list[str]
+StopStrings = str | list[str]
 TokenIds = list[int]
 Name = Annotated[str, msgspec.Meta(max_length=1024)]
 
@@ -167,7 +167,7 @@ class SamplingFields(CommonFields, forbid_unknown_fields=True, kw_only=True):
     min_p: float | None = None
     n: int = 1
     seed: int | None = None
-    stop: Texts | None = None
+    stop: StopStrings | None = None
     stop_token_ids: TokenIds = []
     stream: bool = False
     stream_options: StreamOptions | None = None

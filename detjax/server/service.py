@@ -37,7 +37,7 @@ from detjax.server.output_deltas import (
     listener_of,
 )
 from detjax.server.served_model import Limits, ServedModel
-from detjax.server.text_worker import Texts
+from detjax.server.text_worker import TextPool
 from detjax.server.turns import Turns
 
 
@@ -103,7 +103,7 @@ class Service:
         self._of_key: collections.Counter[str] = collections.Counter()
         self._inboxes: set[_Inbox] = set()
         self._model: ServedModel | None = None
-        self._texts: Texts | None = None
+        self._texts: TextPool | None = None
         if model is not None:
             self.open(model)
 
@@ -141,7 +141,7 @@ class Service:
         model = dataclasses.replace(model, tokenizer=tokenizer)
         self._model, self._engine = model, AsyncEngine(model.engine)
         self.opened_at_s = int(time.time())
-        self._texts = Texts(
+        self._texts = TextPool(
             model.tokenizer, vocab_size=model.vocab_size, eos_token_ids=model.end_token_ids
         )
         self.state = ServiceState.READY
@@ -160,7 +160,7 @@ class Service:
         return self._model
 
     @property
-    def texts(self) -> Texts:
+    def texts(self) -> TextPool:
         """What turns text to tokens and back.
 
         Raises:

@@ -4,7 +4,6 @@
 import contextlib
 import math
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -22,9 +21,7 @@ from detjax.models.weights.dtypes import check_conversion, check_dtype
 from detjax.models.weights.files import StoredTensor, open_tensors
 from detjax.models.weights.place import ExpertRows, place_tensor
 from detjax.numerics import NO_CAST
-
-Progress = Callable[[str, int, int], None]
-"""Called with what was just done, bytes done, and bytes in all."""
+from detjax.progress import Progress
 
 INERT_TENSORS = re.compile(r".*\.rotary_emb\.inv_freq")  # older Llama files; recomputed by rope.py
 HEAD_NAME = "lm_head.weight"
