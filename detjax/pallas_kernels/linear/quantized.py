@@ -28,8 +28,11 @@ BLOCK = 64
 WORDS_PER_LINE = 256
 """Words of the last axis of stored codes: the longest that one TMA box may have."""
 
-INT4_MAGIC = 128
-"""What is added to an unsigned code of 4 bits to write it into the fraction of a bfloat16."""
+SCALE_LIMITS = (2.0**-126, 2.0**-5)
+"""Scales from the first to below the second let a kernel widen an integer by one operation."""
+
+FLOAT8_NAN = 0x7F
+"""The bits of a float8_e4m3fn that is no number, without its sign."""
 
 
 class CodeType(enum.Enum):
@@ -43,6 +46,11 @@ class CodeType(enum.Enum):
     def num_bits(self) -> int:
         """Bits of a code."""
         return 4 if self is CodeType.INT4 else 8
+
+    @property
+    def middle(self) -> int:
+        """The unsigned code of 0 where there are no zero points."""
+        return {CodeType.INT4: 8, CodeType.INT8: 128, CodeType.FLOAT8: 0}[self]
 
     @property
     def block_words(self) -> int:
@@ -59,12 +67,14 @@ class Coding:
         group_len: Input channels of a group; 0 if a row has one scale.
         scale_bytes: Of a scale: 2 or 4.
         has_zeros: Whether groups have zero points.
+        has_small_scales: As `QuantizedMatrix` has it.
     """
 
     code_type: CodeType
     group_len: int
     scale_bytes: int
     has_zeros: bool
+    has_small_scales: bool
 
     def groups_of(self, depth: int) -> int:
         """Groups that so many columns from the start of a block are in."""
@@ -85,9 +95,10 @@ class QuantizedMatrix:
     Attributes:
         codes: int32 [N / 64, K / 64, lines, 256], of `pack_codes`.
         scales: bfloat16 or float32 [G, N], one for each group of input channels.
-        zeros: bfloat16 [G, N], 128 + z, for int4 with zero points; None if z is 8 (int4) or 0.
+        zeros: bfloat16 [G, N], the unsigned zero points of int4; None for `CodeType.middle`.
         code_type: What a code is.
         group_len: Input channels of a group; 0 if a row has one scale, so that G is 1.
+        has_small_scales: Whether every scale is in `SCALE_LIMITS`. Changes no bit.
     """
 
     codes: Any
@@ -95,6 +106,7 @@ class QuantizedMatrix:
     zeros: Any = None
     code_type: CodeType = field(metadata={"static": True})
     group_len: int = field(metadata={"static": True})
+    has_small_scales: bool = field(default=False, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -117,6 +129,7 @@ class QuantizedMatrix:
         return Coding(
             code_type=self.code_type, group_len=self.group_len,
             scale_bytes=self.scales.dtype.itemsize, has_zeros=self.zeros is not None,
+            has_small_scales=self.has_small_scales,
         )  # fmt: skip
 
     @property
@@ -126,12 +139,11 @@ class QuantizedMatrix:
 
     def expand(self) -> jax.Array:
         """The bfloat16 matrix [N, K] that it stands for, by plain operations of XLA."""
-        num_rows, _ = self.shape
         values = unpack_codes(self.codes, self.code_type)
-        if self.code_type is CodeType.INT4:
-            zeros = jnp.full((1, num_rows), INT4_MAGIC + 8, jnp.bfloat16)
-            zeros = zeros if self.zeros is None else self.zeros
-            values = values - (self._of_columns(zeros) - INT4_MAGIC)
+        if self.zeros is not None:
+            values = values - self._of_columns(self.zeros)
+        elif self.code_type is not CodeType.FLOAT8:
+            values = values - float(self.code_type.middle)
         # ROUND: the product, then the weight. XLA may not drop a conversion to fewer bits.
         products = values * self._of_columns(self.scales)
         return jax.lax.reduce_precision(products, exponent_bits=8, mantissa_bits=7).astype(
@@ -162,8 +174,7 @@ def pack_codes(codes: np.ndarray, code_type: CodeType) -> np.ndarray:
     """Store codes in the order in which threads read them.
 
     Args:
-        codes: uint8 [N, K], whole blocks: an unsigned code of 4 bits, or the bits of an int8 or
-            float8.
+        codes: uint8 [N, K], whole blocks: unsigned codes of 4 or 8 bits, or the bits of a float8.
         code_type: What they are.
 
     Returns:
@@ -189,7 +200,7 @@ def pack_codes(codes: np.ndarray, code_type: CodeType) -> np.ndarray:
 
 
 def unpack_codes(codes, code_type: CodeType) -> jax.Array:
-    """The inverse of `pack_codes`, as float32 values [N, K]; of int4 the unsigned codes."""
+    """The inverse of `pack_codes`, as float32 values [N, K]; of integers the unsigned codes."""
     num_rows, num_columns = codes.shape[0] * BLOCK, codes.shape[1] * BLOCK
     if code_type is CodeType.INT4:
         # Axes: block row, block column, w, g, q, c // 2, then the eight of a word: e, c % 2, h.
@@ -200,9 +211,8 @@ def unpack_codes(codes, code_type: CodeType) -> jax.Array:
         return split.astype(jnp.float32).reshape(num_rows, num_columns)
     # Axes: block row, block column, c // 4, w, g, q, c % 4, then the four of a word: h, e.
     words = codes.reshape(*codes.shape[:2], 2, 4, 8, 4, 4)
-    dtype = jnp.int8 if code_type is CodeType.INT8 else jnp.float8_e4m3fn
-    values = jax.lax.bitcast_convert_type(words, jnp.int8)
-    values = jax.lax.bitcast_convert_type(values, dtype)
+    dtype = jnp.uint8 if code_type is CodeType.INT8 else jnp.float8_e4m3fn
+    values = jax.lax.bitcast_convert_type(words, dtype)
     split = values.reshape(*words.shape, 2, 2).transpose(0, 3, 7, 4, 1, 2, 6, 5, 8)
     return split.astype(jnp.float32).reshape(num_rows, num_columns)
 
@@ -224,13 +234,13 @@ def pack_matrix(
         group_len: Input channels of a group; 0 for one scale a row.
     """
     dtype = scales.dtype if scales.dtype == ml_dtypes.bfloat16 else np.dtype(np.float32)
-    lifted = None
-    if zeros is not None:
-        lifted = np.ascontiguousarray((zeros.T + INT4_MAGIC).astype(ml_dtypes.bfloat16))
+    low, high = SCALE_LIMITS
+    values = scales.astype(np.float32)
     return QuantizedMatrix(
         codes=pack_codes(codes, code_type),
         scales=np.ascontiguousarray(scales.T.astype(dtype)),
-        zeros=lifted,
+        zeros=None if zeros is None else np.ascontiguousarray(zeros.T.astype(ml_dtypes.bfloat16)),
         code_type=code_type,
         group_len=group_len,
+        has_small_scales=bool(((values >= low) & (values < high)).all()),
     )

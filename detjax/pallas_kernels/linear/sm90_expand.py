@@ -57,7 +57,7 @@ def expand(w: QuantizedMatrix, *, interpret=None) -> jax.Array:
                 words,
                 load_groups(w_gmem.scales, rows, column),
                 load_groups(w_gmem.zeros, rows, column) if coding.has_zeros else [],
-                coding.code_type,
+                coding,
                 is_interpreted=interpret is not None,
             )
         plgpu.commit_smem()

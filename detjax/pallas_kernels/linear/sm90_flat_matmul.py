@@ -517,17 +517,18 @@ class _Cta:
 
         def multiply(i, acc):
             slot = ring.slot(first + i)
+            if plan.tiles.coding:
+                self.multiply_codes(plan.tiles.coding, acc, slot, i)
+                return
             for s in range(plan.slabs):
-                activations = x_smem.at[i if plan.tiles.held else slot, s].T
-                if plan.tiles.coding:
-                    self.multiply_codes(plan.tiles.coding, acc, slot, s, activations)
-                    continue
                 weights = self.memory.w.at[slot, wg_rows, pl.ds(s * plan.span, plan.span)]
-                plgpu.wgmma(acc, weights, activations)
+                plgpu.wgmma(acc, weights, x_smem.at[i if plan.tiles.held else slot, s].T)
 
         def give(i):
-            if plan.tiles.coding:
-                plgpu.commit_smem()  # threads have read what TMA will write
+            if plan.tiles.coding and plan.is_interpreted:
+                # WHY: interpretation asks for a fence between what threads have read and what TMA
+                # will write. On a GPU the barrier orders them, as values are in registers.
+                plgpu.commit_smem()
             ring.release(first + i)
 
         return leaf_sum(
@@ -536,41 +537,43 @@ class _Cta:
             take=lambda i: ring.wait(first + i),
             multiply=multiply,
             give=give,
-            # WHY: widened weights lie in registers, which the next step writes to.
-            in_flight=0 if plan.tiles.coding else plan.slabs,
+            in_flight=plan.slabs * (plan.tiles.rows // BLOCK if plan.tiles.coding else 1),
+            by_twos=plan.tiles.coding is not None,
         )
 
-    def multiply_codes(self, coding: Coding, acc, slot, slab: int, activations) -> None:
-        """Widen the codes of a slab, 64 columns, and multiply."""
-        plan, stages = self.plan, self.memory.w
-        num_blocks = plan.tiles.rows // BLOCK
+    def multiply_codes(self, coding: Coding, acc, slot, step) -> None:
+        """Widen the codes of a step and multiply, 64 rows and columns after the other."""
+        plan, blocks = self.plan, self.plan.tiles.rows // BLOCK
+        # WHY: all loads first, as none may pass the fence of a product.
+        places = [(s, i) for s in range(plan.slabs) for i in range(blocks)]
+        loaded = [self.load_block(coding, slot, self.wg * blocks + i, s) for s, i in places]
+        for (s, i), parts in zip(places, loaded, strict=True):
+            weights = widen(*parts, coding, is_interpreted=plan.is_interpreted)
+            if plan.is_interpreted:  # there wgmma reads memory only
+                widened = self.memory.w.widened.at[self.wg, i]
+                widened[...] = weights
+                weights = widened
+            rows = acc if blocks == 1 else acc.at[pl.ds(i * BLOCK, BLOCK)]
+            plgpu.wgmma(rows, weights, self.x_views[0].at[step if plan.tiles.held else slot, s].T)
+
+    def load_block(self, coding: Coding, slot, block, slab: int) -> tuple:
+        """A block's codes, scales and zero points in registers."""
+        stages = self.memory.w
         first = slab * BLOCK // coding.group_len if coding.group_len else 0
 
-        def load_groups(ref, block):
+        def load_groups(ref):
             return [
                 plgpu.load(ref.at[slot, block, first + i], layout=ROW_LAYOUT, optimized=False)
                 for i in range(coding.groups_of(BLOCK))
             ]
 
-        for i in range(num_blocks):
-            block = self.wg * num_blocks + i
-            words = plgpu.load(
-                stages.codes.at[slot, block, slab],
-                layout=words_layout(coding.code_type),
-                optimized=False,
-            )
-            weights = widen(
-                words,
-                load_groups(stages.scales, block),
-                load_groups(stages.zeros, block) if coding.has_zeros else [],
-                coding.code_type,
-                is_interpreted=plan.is_interpreted,
-            )
-            if plan.is_interpreted:  # there wgmma reads memory only
-                stages.widened[self.wg, i] = weights
-                weights = stages.widened.at[self.wg, i]
-            rows = acc if num_blocks == 1 else acc.at[pl.ds(i * BLOCK, BLOCK)]
-            plgpu.wgmma(rows, weights, activations)
+        layout = words_layout(coding.code_type)
+        words = plgpu.load(stages.codes.at[slot, block, slab], layout=layout, optimized=False)
+        return (
+            words,
+            load_groups(stages.scales),
+            load_groups(stages.zeros) if coding.has_zeros else [],
+        )
 
     def fetch_residual(self, row, col) -> None:
         """Ask for the residual stream of a tile, to where its output will be staged."""

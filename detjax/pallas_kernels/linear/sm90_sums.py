@@ -44,7 +44,17 @@ def views(ref, is_ragged):
     return tuple(ref) if is_ragged else (ref, ref)
 
 
-def leaf_sum(shape, num_steps: int, *, take, multiply, give, in_flight: int, after=None):
+def leaf_sum(
+    shape,
+    num_steps: int,
+    *,
+    take,
+    multiply,
+    give,
+    in_flight: int,
+    after=None,
+    by_twos: bool = False,
+):
     """Accumulate one leaf in a fresh float32 accumulator of `shape`: what every product is made of.
 
     Args:
@@ -55,6 +65,8 @@ def leaf_sum(shape, num_steps: int, *, take, multiply, give, in_flight: int, aft
         give: Hands the memory of step i's operands back to who loads.
         in_flight: Products that may still run when a step is given back: those of the next, or 0.
         after: Called at the end of step i.
+        by_twos: Whether two steps stand one after the other in the code, so that operands in
+            registers have other registers in the next step than those that products still read.
     """
 
     def scope(acc):
@@ -74,7 +86,12 @@ def leaf_sum(shape, num_steps: int, *, take, multiply, give, in_flight: int, aft
 
             return ()
 
-        lax.fori_loop(0, num_steps, step, ())
+        if by_twos:
+            lax.fori_loop(0, num_steps // 2, lambda i, _: step(2 * i + 1, step(2 * i, ())), ())
+            if num_steps % 2:
+                step(jnp.int32(num_steps - 1), ())
+        else:
+            lax.fori_loop(0, num_steps, step, ())
         total = acc[...]
         if in_flight:
             give(num_steps - 1)

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Codes of 4 or 8 bits become bfloat16 weights in the registers from which wgmma reads them.
 
-Every step is exact but the one that `linear.quantized` rounds: the product of a code and its scale.
-With a scale in bfloat16 that is one bfloat16 multiplication of two weights. With a scale in float32
-it is a float32 multiplication, then a conversion.
+An unsigned code of at most 8 bits in the low byte of a bfloat16 is that code times 2**-133:
+subnormal numbers below 128, and from there on the first binade, whose steps are as wide. So it needs
+no conversion. One fma multiplies it by its scale times 2**133 and subtracts the zero point times the
+scale: the product is exact, and only the result is rounded. That holds while the factor is finite
+and the subtrahend exact (`Coding.has_small_scales`, no zero points, scales in bfloat16). Else one
+fma subtracts the zero point exactly, and a product by the scale is what is rounded.
 """
 
 import jax.numpy as jnp
@@ -17,9 +20,9 @@ from jax.extend.mlir.dialects import arith
 from detjax.pallas_kernels import sm90_ptx as ptx
 from detjax.pallas_kernels.linear.quantized import (
     BLOCK,
-    INT4_MAGIC,
     WORDS_PER_LINE,
     CodeType,
+    Coding,
     unpack_codes,
 )
 
@@ -29,14 +32,16 @@ ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(1)
 REGISTERS = 16
 """Registers of a thread that hold its weights of a block, two in each."""
 
-_INT4_MASK, _MAGIC_PAIR = 0x000F000F, 0x43004300  # the second is 128 twice in bfloat16
-_INT8_FRACTION, _INT8_SIGN = 0x007F007F, 0x00800080
+_LOW_NIBBLES, _HIGH_NIBBLES = 0x000F000F, 0x00F000F0
 _FLOAT8_SIGN, _FLOAT8_REST = 0x80008000, 0x07F007F0
-_FLOAT8_REBIAS = 0x7B807B80
-"""2**120 twice in bfloat16: what an exponent of bfloat16 is biased by more than one of float8."""
-
 _BYTES_LOW, _BYTES_HIGH = (0x4140, 0x4342), (0x1404, 0x3424)
 """Selectors of `prmt` that spread two bytes of a word over the halves of another."""
+
+_CODE_EXPONENT, _FLOAT8_EXPONENT = 133, 120
+"""A code in the low byte of a bfloat16 is 2**-133 of itself; the fields of a float8, 2**-120."""
+
+_APART = 6
+"""Where a code and its scale are multiplied last, the code is 2**-6 of itself until then."""
 
 
 def words_layout(code_type: CodeType):
@@ -45,16 +50,17 @@ def words_layout(code_type: CodeType):
     return plgpu.Layout.WG_STRIDED(shape, vec_size=4)
 
 
-def widen(words, scales: list, zeros: list, code_type: CodeType, *, is_interpreted: bool):
+def widen(words, scales: list, zeros: list, coding: Coding, *, is_interpreted: bool):
     """The bfloat16 weights [64, 64] of a block of codes, as an operand of wgmma.
 
     Args:
         words: int32 [lines, 256], as stored, in `words_layout`.
         scales: For each group of columns in the block [64], bfloat16 or float32, in `ROW_LAYOUT`.
-        zeros: The like of lifted zero points, bfloat16; empty if codes are symmetric.
-        code_type: What the codes are.
+        zeros: The like of zero points, bfloat16; empty if codes are symmetric.
+        coding: How they are quantised.
         is_interpreted: Whether a CPU interprets the kernel.
     """
+    code_type = coding.code_type
     if is_interpreted:
         return _interpreted(words, scales, zeros, code_type)
 
@@ -64,13 +70,18 @@ def widen(words, scales: list, zeros: list, code_type: CodeType, *, is_interpret
     )
     def emit(ctx, words, scales, zeros):
         del ctx
-        pairs = _values(_all_words(words), [_pairs(z) for z in zeros], code_type)
-        is_narrow = scales[0].mlir_dtype == ir.BF16Type.get()
-        factors = [_pairs(s) if is_narrow else ptx.scalars_of(s) for s in scales]
-        multiply = _multiply if is_narrow else _multiply_f32
-        for i in range(REGISTERS):
-            pairs[i] = multiply(pairs[i], factors[_group(i, len(scales))][i % 2])
-        return _operand(pairs)
+        codes = _spread_codes(_all_words(words), code_type)
+        if scales[0].mlir_dtype != ir.BF16Type.get():
+            values = _exact_values(codes, [_pairs(z) for z in zeros], code_type)
+            factors = [_apart_f32(s, code_type) for s in scales]
+            return _operand(_of_groups(_multiply_f32, values, factors))
+        factors = [_pairs(s) for s in scales]
+        if coding.has_small_scales and not zeros:
+            return _operand(_scaled_at_once(codes, factors, code_type))
+        values = _exact_values(codes, [_pairs(z) for z in zeros], code_type)
+        if code_type is not CodeType.FLOAT8:
+            factors = [[_times_power(word, _APART) for word in pair] for pair in factors]
+        return _operand(_of_groups(_multiply, values, factors))
 
     return emit(words, scales, zeros)
 
@@ -81,59 +92,104 @@ def _interpreted(words, scales: list, zeros: list, code_type: CodeType):
         return jnp.repeat(rows, BLOCK // len(groups), axis=1)
 
     values = unpack_codes(words[None, None], code_type)
-    if code_type is CodeType.INT4:
-        values = values - (of_columns(zeros) - INT4_MAGIC if zeros else 8.0)
+    values = values - (of_columns(zeros) if zeros else float(code_type.middle))
     return (values * of_columns(scales)).astype(jnp.bfloat16)
-
-
-def _group(register: int, num_groups: int) -> int:
-    """The group of columns of a block that a register's weights are in."""
-    return register * num_groups // REGISTERS
 
 
 def _all_words(words) -> list:
     return [word for register in words.registers.flat for word in ptx.words_of(register)]
 
 
-def _values(words: list, zeros: list, code_type: CodeType) -> list:
-    """The weights before they are scaled, two bfloat16 a register, in the order of wgmma's."""
-    match code_type:
-        case CodeType.INT4:
-            found = []
-            for i in range(REGISTERS):
-                shifted = (
-                    arith.shrui(words[i // 4], ptx.i32(4 * (i % 4))) if i % 4 else words[i // 4]
-                )
-                lifted = _fields(shifted, _INT4_MASK, _MAGIC_PAIR)
-                of_group = zeros[_group(i, len(zeros))][i % 2] if zeros else ptx.i32(_splat(136.0))
-                found.append(_subtract(lifted, of_group))
-            return found
-        case CodeType.INT8:
-            return [_int8_pair(words[i // 2], i % 2) for i in range(REGISTERS)]
-        case CodeType.FLOAT8:
-            return [_float8_pair(words[i // 2], i % 2) for i in range(REGISTERS)]
+def _of_groups(combine, pairs: list, of_groups: list) -> list:
+    """Combine each register with what its row has in its group of columns."""
+    return [
+        combine(pair, of_groups[i * len(of_groups) // REGISTERS][i % 2])
+        for i, pair in enumerate(pairs)
+    ]
 
 
-def _int8_pair(word, half: int):
-    """Two int8 of a word: 128 and the low seven bits, less 128, or less 256 if negative."""
-    spread = _permute(word, _BYTES_LOW[half])
-    return _subtract(
-        _fields(spread, _INT8_FRACTION, _MAGIC_PAIR), _fields(spread, _INT8_SIGN, _MAGIC_PAIR)
-    )
+def _spread_codes(words: list, code_type: CodeType) -> list:
+    """Two codes a register, in the order of wgmma's: integers in low bytes, float8 in fields."""
+    if code_type is CodeType.INT8:
+        return [_permute(words[i // 2], _BYTES_LOW[i % 2]) for i in range(REGISTERS)]
+    if code_type is CodeType.FLOAT8:
+        return [_float8_fields(words[i // 2], i % 2) for i in range(REGISTERS)]
+    found = []
+    for word in words:
+        for part in (word, arith.shrui(word, ptx.i32(8))):
+            found += [arith.andi(part, ptx.i32(m)) for m in (_LOW_NIBBLES, _HIGH_NIBBLES)]
+    return found
 
 
-def _float8_pair(word, half: int):
-    """Two float8 of a word: their fields where bfloat16 has them, times what the biases differ."""
+def _float8_fields(word, half: int):
+    """Two float8 of a word, their fields where bfloat16 has its own."""
     spread = _permute(word, _BYTES_HIGH[half])
     sign = arith.andi(spread, ptx.i32(_FLOAT8_SIGN))
     rest = arith.andi(arith.shrui(spread, ptx.i32(4)), ptx.i32(_FLOAT8_REST))
-    return _multiply(arith.ori(sign, rest), ptx.i32(_FLOAT8_REBIAS))
+    return arith.ori(sign, rest)
 
 
-def _splat(value: float) -> int:
-    """A bfloat16 twice, as a word."""
-    bits = int(np.float32(value).view(np.uint32)) >> 16
-    return bits << 16 | bits
+def _exponent(register: int, code_type: CodeType) -> int:
+    """Minus the power of two that the codes of a register are multiplied by."""
+    if code_type is CodeType.FLOAT8:
+        return _FLOAT8_EXPONENT
+    is_high = code_type is CodeType.INT4 and register % 2
+    return _CODE_EXPONENT - (4 if is_high else 0)
+
+
+def _scaled_at_once(codes: list, factors: list, code_type: CodeType) -> list:
+    """Weights by one operation each.
+
+    # ROUND: once, of (code - middle) * scale, exact before.
+    """
+    exponents = [_exponent(i, code_type) for i in range(2)]
+    lifted = [
+        [_times_power(word, e) for word, e in zip(pair, exponents, strict=True)] for pair in factors
+    ]
+    if code_type is CodeType.FLOAT8:
+        return _of_groups(_multiply, codes, lifted)
+    minus_middle = _power(code_type.middle.bit_length() - 1, is_negative=True)
+    offsets = [[_multiply(word, minus_middle) for word in pair] for pair in factors]
+    both = [list(zip(a, b, strict=True)) for a, b in zip(lifted, offsets, strict=True)]
+    return _of_groups(lambda code, ab: _fma(code, *ab), codes, both)
+
+
+def _exact_values(codes: list, zeros: list, code_type: CodeType) -> list:
+    """A float8's value, or (code - zero point) / 64: two bfloat16 a register, without rounding."""
+    if code_type is CodeType.FLOAT8:
+        return [_multiply(code, _power(_FLOAT8_EXPONENT)) for code in codes]
+    powers = [_power(_exponent(i, code_type) - _APART) for i in range(2)]
+    minus = _power(-_APART, is_negative=True)
+    offsets = [[_multiply(word, minus) for word in pair] for pair in zeros]
+    if not zeros:
+        middle = code_type.middle.bit_length() - 1 - _APART
+        offsets = [[_power(middle, is_negative=True)] * 2]
+    both = [list(zip(powers, pair, strict=True)) for pair in offsets]
+    return _of_groups(lambda code, ab: _fma(code, *ab), codes, both)
+
+
+def _apart_f32(scales, code_type: CodeType) -> list:
+    """A thread's two float32 scales, times 64 for integers."""
+    found = ptx.scalars_of(scales)
+    if code_type is CodeType.FLOAT8:
+        return found
+    f32 = ir.F32Type.get()
+    power = arith.constant(f32, ir.FloatAttr.get(f32, 2.0**_APART))
+    return [_pure("mul.rn.f32 $0, $1, $2;", x, power, returns=f32) for x in found]
+
+
+def _power(exponent: int, *, is_negative: bool = False):
+    """A power of two in bfloat16, twice in a word."""
+    bits = (exponent + 127) << 7 | (0x8000 if is_negative else 0)
+    return ptx.i32(bits << 16 | bits)
+
+
+def _times_power(word, exponent: int):
+    """Two bfloat16 times a power of two, exactly: in steps that bfloat16 can hold."""
+    while exponent:
+        step = min(exponent, 127)
+        word, exponent = _multiply(word, _power(step)), exponent - step
+    return word
 
 
 def _pairs(array) -> list:
@@ -141,10 +197,6 @@ def _pairs(array) -> list:
     narrow, wide = ptx.int_type(16), ptx.int_type()
     words = [arith.extui(wide, arith.bitcast(narrow, value)) for value in ptx.scalars_of(array)]
     return [arith.ori(word, arith.shli(word, ptx.i32(16))) for word in words]
-
-
-def _fields(word, mask: int, others: int):
-    return arith.ori(arith.andi(word, ptx.i32(mask)), ptx.i32(others))
 
 
 def _pure(text: str, *operands, returns=None):
@@ -160,8 +212,8 @@ def _permute(word, selector: int):
     return _pure("prmt.b32 $0, $1, $2, $3;", word, ptx.i32(0), ptx.i32(selector))
 
 
-def _subtract(a, b):
-    return _pure("sub.rn.bf16x2 $0, $1, $2;", a, b)
+def _fma(a, b, c):
+    return _pure("fma.rn.bf16x2 $0, $1, $2, $3;", a, b, c)
 
 
 def _multiply(a, b):
