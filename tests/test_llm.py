@@ -528,6 +528,23 @@ def test_the_command_sizes_its_engine_by_its_prompts(
     assert f"{2 * batch_size} pages" in err
 
 
+def test_a_check_frees_the_cache_of_a_run_before_the_next(folder, monkeypatch):
+    """Two caches of the size that a GPU has room for would not fit."""
+    alive: list[weakref.ref] = []
+
+    class Noted(Engine):
+        def __init__(self, model, config, **options):
+            gc.collect()
+            assert [one for ref in alive if (one := ref()) is not None] == []
+            super().__init__(model, config, **options)
+            alive.append(weakref.ref(self))
+
+    monkeypatch.setattr(llm, "Engine", Noted)
+    options = ["--model", str(folder), "--cache-dir", "none", "--max-tokens", "2", "--quiet"]
+    assert generate.main([*options, "--prompt", "a", "--check", "--repeat", "3"]) == 0
+    assert len(alive) == 3
+
+
 def test_the_bundled_model_has_a_name_and_a_folder_of_that_name_comes_first(tmp_path, monkeypatch):
     assert hub.find_model("novels-6m") == hub.find_model("bundled") == bundled_model_path()
     with pytest.raises(ValueError, match="revision='main' has no meaning for the bundled model"):
