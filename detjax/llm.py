@@ -76,6 +76,7 @@ class LLM:
         dtype: str | None = None,
         profile: NumericsProfile | None = None,
         cast_weights: str = NO_CAST,
+        quantized_weights: str = "auto",
         revision: str | None = None,
         max_len: int | None = None,
         batch_size: int | None = None,
@@ -104,6 +105,9 @@ class LLM:
                 `profile` says. It chooses bits.
             profile: Every choice of numerics, in place of `dtype`.
             cast_weights: "bfloat16" rounds a checkpoint of float16 or float32 to it.
+            quantized_weights: How the matrices of a quantised model lie on the devices: "packed",
+                as codes of 4 or 8 bits, "expanded", as bfloat16, or "auto", which packs them on
+                Hopper GPUs. It changes no bit.
             revision: Branch, tag or commit of a Hugging Face id; None is its main branch.
             max_len: Longest prompt plus completion, in tokens. None is the model's context, or what
                 the cache holds where that is less.
@@ -141,8 +145,11 @@ class LLM:
             raise ValueError(f"{gpu_memory_utilization=} must be above 0 and at most 1")
         if generation_config not in ("auto", "none"):
             raise ValueError(f"{generation_config=} must be 'auto' or 'none'")
+        profile = _profile_of(profile, dtype)
         _keep_programs(cache_dir)
         folder = find_model(model, revision=revision)
+        recommended = default_sampling(folder) if generation_config == "auto" else {}
+        sampling = SamplingParams(**recommended)
         tokenizer = Tokenizer.from_folder(folder)
         if chat_template is not None:
             tokenizer = tokenizer.with_template(chat_template)
@@ -150,27 +157,23 @@ class LLM:
         with self._loading(progress) as told:
             loaded, reason = load_on_devices(
                 folder,
-                profile=_profile_of(profile, dtype),
+                profile=profile,
                 backend=backend,
                 dp=dp,
                 tp=tp,
                 cast_weights=cast_weights,
+                quantized_weights=quantized_weights,
                 progress=told,
                 num_processes=num_processes,
             )
-        sizes = {
-            "batch_size": batch_size,
-            "prefill_chunk": prefill_chunk,
-            "max_len": max_len,
-            "num_pages": num_pages,
-            "mode": mode,
-            **engine_options,
-        }
+        sizes = dict(
+            batch_size=batch_size, prefill_chunk=prefill_chunk, max_len=max_len,
+            num_pages=num_pages, mode=mode, **engine_options,
+        )  # fmt: skip
         asked = {name: value for name, value in sizes.items() if value is not None}
         engine = choose_sizes(loaded, asked, gpu_memory_utilization=gpu_memory_utilization)
         config = LLMConfig.of(loaded, engine, name=str(model), folder=folder, backend_reason=reason)
-        recommended = default_sampling(folder) if generation_config == "auto" else {}
-        self._begin(loaded, tokenizer, config, SamplingParams(**recommended))
+        self._begin(loaded, tokenizer, config, sampling)
 
     @classmethod
     def of(

@@ -36,6 +36,7 @@ def load_on_devices(
     dp: int,
     tp: int,
     cast_weights: str = NO_CAST,
+    quantized_weights: str = "auto",
     max_len: int | None = None,
     progress: Progress = ignore_progress,
     num_processes: int = 1,
@@ -52,6 +53,7 @@ def load_on_devices(
         dp: Replicas.
         tp: Devices that share each layer.
         cast_weights: As `load_model` has it.
+        quantized_weights: As `load_model` has it.
         max_len: As `load_model` has it.
         progress: Told how far loading is.
         num_processes: That share the mesh.
@@ -74,6 +76,7 @@ def load_on_devices(
         backend=placement.backend,
         progress=progress,
         cast_weights=cast_weights,
+        quantized_weights=quantized_weights,
         max_len=max_len,
     )
     return model, placement.reason

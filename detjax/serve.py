@@ -68,6 +68,7 @@ _MODEL = (
     ),
     options.DTYPE,
     options.CAST_WEIGHTS,
+    options.QUANTIZED_WEIGHTS,
     options.GENERATION_CONFIG,
     options.CHAT_TEMPLATE,
 )

@@ -53,6 +53,7 @@ _MODEL = (
     ),
     options.DTYPE,
     options.CAST_WEIGHTS,
+    options.QUANTIZED_WEIGHTS,
     options.BACKEND,
 )
 _MESH = options.TP, options.DP, _DEVICES

@@ -52,7 +52,7 @@ def _open_model(args: argparse.Namespace, dp: int, tp: int) -> LoadedModel:
         folder = find_model(args.model, revision=args.revision)
         model, _ = load_on_devices(
             folder, profile=profile, backend=args.backend, dp=dp, tp=tp,
-            cast_weights=args.cast_weights,
+            cast_weights=args.cast_weights, quantized_weights=args.quantized_weights,
         )  # fmt: skip
         return model
     config = config_from_hf(json.loads(Path(args.random_weights).read_text()))

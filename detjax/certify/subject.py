@@ -17,6 +17,7 @@ from detjax.engine.running.program_key import program_keys
 from detjax.engine.running.programs import Candidates, ProgramCache, keep_candidates
 from detjax.models.loading import LoadedModel
 from detjax.pallas_kernels.kernel_table import KERNELS
+from detjax.pallas_kernels.linear.quantized import expanded
 from detjax.parallel.mesh import DP_AXIS
 from detjax.sizing import choose_sizes
 
@@ -142,7 +143,7 @@ def order_probe(model: LoadedModel) -> str:
     Adds float32 products of rows of `down`, or of the first expert's, forwards and backwards.
     """
     layer = model.params["layers"][0]
-    down = layer["down"] if "down" in layer else layer["expert_down"][0]
+    down = expanded(layer["down"]) if "down" in layer else layer["expert_down"][0]
     w = np.asarray(jnp.asarray(down)[:64], np.float32)
     terms = w * np.linspace(0.5, 2.0, w.shape[1], dtype=np.float32)
     forwards = np.add.accumulate(terms, axis=1, dtype=np.float32)[:, -1]

@@ -212,6 +212,7 @@ class GenerateArgs:
     generation_config: str = _as(options.GENERATION_CONFIG, _SAMPLES)
     dtype: str = _as(options.DTYPE, _NUMERICS)
     cast_weights: str = _as(options.CAST_WEIGHTS, _NUMERICS)
+    quantized_weights: str = _as(options.QUANTIZED_WEIGHTS, _NUMERICS)
     compute: str = _as(
         Option(
             name="compute",

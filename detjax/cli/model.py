@@ -195,6 +195,7 @@ def _load(
                 dp=args.dp,
                 tp=args.tp,
                 cast_weights=args.cast_weights,
+                quantized_weights=args.quantized_weights,
                 max_len=max_len,
                 progress=processes.telling(progress),
                 num_processes=processes.count,

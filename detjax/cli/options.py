@@ -201,6 +201,13 @@ CAST_WEIGHTS = Option(
     help="round a checkpoint of float16 or float32 to this dtype, to nearest and ties to even; it "
     "chooses bits. Without it float16 goes with --dtype float32 alone",
 )
+QUANTIZED_WEIGHTS = Option(
+    name="quantized_weights",
+    default="auto",
+    choices=("auto", "packed", "expanded"),
+    help="how the matrices of a quantised model lie on the devices: packed, as codes of 4 or 8 "
+    "bits, or expanded, as bfloat16; auto packs them on Hopper GPUs. It changes no bit",
+)
 BACKEND = Option(
     name="backend",
     default=AUTO,

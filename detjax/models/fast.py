@@ -30,6 +30,7 @@ from detjax.models.taps import Share
 from detjax.models.transformer import Stream, run_layers
 from detjax.pallas_kernels.attention.api import rope_attention
 from detjax.pallas_kernels.kernel_table import KERNELS
+from detjax.pallas_kernels.linear.quantized import QuantizedMatrix, expanded
 from detjax.pallas_kernels.rope.portable import split_heads, write_pages
 from detjax.parallel.dispatch import OrderedJit
 from detjax.parallel.mesh import TP_AXIS
@@ -149,7 +150,12 @@ def quantise_params(params: dict, dtype: jnp.dtype) -> dict:
     if name not in LARGEST:
         raise ValueError(f"dtype={name} must be one of {list(LARGEST)}")
 
-    def narrow(w: jax.Array) -> dict:
+    def narrow(w: jax.Array | QuantizedMatrix) -> dict:
+        if isinstance(w, QuantizedMatrix):
+            raise ValueError(
+                "8-bit drafts of weights that are quantised already are not supported; use "
+                "draft_weights='full', or quantized_weights='expanded'"
+            )
         if not isinstance(w.sharding, NamedSharding):
             raise ValueError(f"a matrix lies as {w.sharding}; quantise a model loaded on a mesh")
         shardings = jax.tree.map(
@@ -196,6 +202,7 @@ def _narrow(w: Activation[Array, "O I"], name: str) -> dict[str, jax.Array]:
 
 def _product(x: Activation[Array, "M i"], w: Any, out_dtype) -> Activation[Array, "M O"]:
     """`x @ w.T` with float32 sums; 8-bit weights are widened to the dtype of `x` on the way."""
+    w = expanded(w)
     if isinstance(w, dict):
         out = jnp.dot(x, w["q"].astype(x.dtype).T, preferred_element_type=jnp.float32)
         return (out * w["scale"][None]).astype(out_dtype)

@@ -28,6 +28,7 @@ from detjax.models.weights.files import has_saved_params
 from detjax.models.weights.host import put_on_devices, take_to_host
 from detjax.models.weights.load import check_params, ignore_progress, load_params
 from detjax.models.weights.named import load_named_params
+from detjax.models.weights.packed import MODES, has_packed, with_packed_specs
 from detjax.models.weights.random_weights import random_params
 from detjax.models.weights.saved import (
     check_can_save,
@@ -67,6 +68,7 @@ class LoadedModel:
     folder: Path | None
     weight_cast: str = NO_CAST
     quantization: str = NOT_QUANTIZED
+    keeps_packed: bool = False
 
     @property
     def num_kv_slots(self) -> int:
@@ -110,8 +112,9 @@ class LoadedModel:
                 model's weights were.
 
         Raises:
-            ValueError: As `load_named_params` does.
+            ValueError: As `load_named_params` does, or if weights lie on the devices quantised.
         """
+        self._refuse_packed("take tensors by name")
         return load_named_params(
             tensors,
             self.config,
@@ -177,6 +180,7 @@ class LoadedModel:
             dtype=self.profile.param_dtype,
             vocab_block=self.profile.vocab_block,
             cast_weights=self._cast_weights,
+            keeps_packed=self.keeps_packed,
         )
         if changed := sorted(before.items() ^ _file_states(folder).items()):
             raise ValueError(
@@ -184,6 +188,13 @@ class LoadedModel:
                 "their own, and ask when it is complete"
             )
         return params
+
+    def _refuse_packed(self, what: str) -> None:
+        if self.keeps_packed and has_packed(self.params):
+            raise ValueError(
+                f"weights that lie on the devices quantised cannot {what}; load the model with "
+                "quantized_weights='expanded'"
+            )
 
     @property
     def _cast_weights(self) -> str:
@@ -222,6 +233,7 @@ class LoadedModel:
                 configuration and tokenizer to copy.
             OSError: If it cannot be written to.
         """
+        self._refuse_packed("be saved")
         if self.folder is None:
             raise ValueError(
                 "this model has random weights: it has no config.json and no tokenizer to save; "
@@ -273,6 +285,7 @@ def place_model(
     folder: Path | None,
     weight_cast: str = NO_CAST,
     quantization: str = NOT_QUANTIZED,
+    keeps_packed: bool = False,
     max_len: int | None = None,
 ) -> LoadedModel:
     """Check that the model can run on the mesh, then make its weights there.
@@ -288,6 +301,7 @@ def place_model(
         folder: Where the weights come from.
         weight_cast: What was done to them when they were read, as the fingerprint says it.
         quantization: The format that they were expanded from, as the fingerprint says it.
+        keeps_packed: Whether matrices of that format stay quantised on the devices.
         max_len: Shortens the model's context, and with it the tables of its rotary embedding, to
             what will be used; changes no bit. None leaves it as the model has it.
 
@@ -310,6 +324,7 @@ def place_model(
         config.rope, head_dim=config.head_dim, max_len=config.max_position_embeddings
     )
     params = make_params()
+    specs = with_packed_specs(specs, params)
     no_exchange = why_no_exchange(mesh, width=config.hidden_size, backend=backend)
     if no_exchange is not None and tp > 1:
         LOG.info("the ranks add through XLA's collectives: %s", no_exchange)
@@ -337,6 +352,7 @@ def place_model(
         folder=folder,
         weight_cast=weight_cast,
         quantization=quantization,
+        keeps_packed=keeps_packed,
     )
 
 
@@ -365,11 +381,13 @@ def load_model(
     revision: str | None = None,
     progress: Callable[[str, int, int], None] = ignore_progress,
     cast_weights: str = NO_CAST,
+    quantized_weights: str = "auto",
     max_len: int | None = None,
 ) -> LoadedModel:
     """Load a Hugging Face folder or id, or what `LoadedModel.save` wrote, onto the mesh.
 
-    Quantised weights become the bfloat16 weights that they stand for (`models.quantization`).
+    Quantised weights are the bfloat16 weights that they stand for (`models.quantization`), in
+    whichever form they lie on the devices.
 
     Args:
         name_or_path: A folder with config.json and safetensors or saved weights, or a Hugging Face
@@ -382,6 +400,9 @@ def load_model(
         cast_weights: "bfloat16" rounds a checkpoint of float16 or float32 to it, to nearest and
             ties to even, and the fingerprint says so; "none" refuses float16 where the profile's
             weights are bfloat16. Saved weights have been cast already, and it is remembered.
+        quantized_weights: How the matrices of a quantised model lie on the devices: "packed", as
+            codes of 4 or 8 bits, "expanded", as bfloat16, or "auto", which packs them where the
+            backend's kernels read codes. Changes no bit.
         max_len: Shortens the context to what will be used: `LoadedModel.config` has it. Positions
             keep their bits.
 
@@ -396,6 +417,7 @@ def load_model(
     is_saved, scheme = has_saved_params(folder), read_quantization(folder)
     if scheme is not None:
         LOG.warning("%s is quantised: %s", folder.name, scheme)
+    keeps_packed = _keeps_packed(quantized_weights, scheme is not None, profile, backend)
     if is_saved:
         weight_cast = find_saved_cast(folder, cast_weights=cast_weights)
     else:
@@ -412,6 +434,7 @@ def load_model(
             vocab_block=vocab_block,
             progress=progress,
             cast_weights=cast_weights,
+            keeps_packed=keeps_packed,
         )
 
     return place_model(
@@ -423,8 +446,34 @@ def load_model(
         folder=folder,
         weight_cast=weight_cast,
         quantization=NOT_QUANTIZED if scheme is None else str(scheme),
+        keeps_packed=keeps_packed,
         max_len=max_len,
     )
+
+
+def _keeps_packed(
+    mode: str, is_quantized: bool, profile: NumericsProfile, backend: Backend
+) -> bool:
+    """Whether matrices stay quantised on the devices.
+
+    Raises:
+        ValueError: If `mode` is unknown, or asks for what the model or the profile does not allow.
+    """
+    if mode not in MODES:
+        raise ValueError(f"quantized_weights={mode!r} must be one of {list(MODES)}")
+    is_bfloat16 = profile.param_dtype.name == "bfloat16"
+    if mode != "packed":
+        return mode == "auto" and is_quantized and is_bfloat16 and backend is Backend.SM90
+    if not is_quantized:
+        raise ValueError(
+            "quantized_weights='packed' needs a quantised model, and this one is not; leave it out"
+        )
+    if not is_bfloat16:
+        raise ValueError(
+            f"quantized_weights='packed' does not go with {profile.param_dtype.name} weights; "
+            "use 'expanded', or dtype bfloat16"
+        )
+    return True
 
 
 def random_model(

@@ -52,6 +52,7 @@ def open_llm(args: argparse.Namespace, num_processes: int = 1) -> LLM:
             revision=args.revision,
             dtype=args.dtype,
             cast_weights=args.cast_weights,
+            quantized_weights=args.quantized_weights,
             backend=args.backend,
             tp=args.tp,
             dp=args.dp,

@@ -2,6 +2,7 @@
 """A quantised checkpoint is its bfloat16 expansion, bit for bit, or is refused by name."""
 
 import contextlib
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from detjax import quantize
+from detjax import models, quantize
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.models.loading import LoadedModel, load_model
@@ -23,13 +24,16 @@ from detjax.models.quantization.rounding import to_bfloat16, to_float8
 from detjax.models.quantization.scheme import parse_quantization
 from detjax.models.weights.files import StoredTensor, open_tensors
 from detjax.models.weights.load import ignore_progress
+from detjax.models.weights.packed import has_packed
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.linear.quantized import CodeType
 from detjax.parallel.mesh import make_mesh
 from detjax.proof.identity import Identifier
 from detjax.testing.dummies import answers
 
 GOLDEN = Path(__file__).parents[1] / "golden"
+BUNDLED = Path(models.__file__).parent / "bundled" / "novels-6m"
 CASES = sorted(path.stem for path in (GOLDEN / "quantized").glob("*.safetensors"))
 Parts = dict[str, np.ndarray]
 
@@ -254,12 +258,13 @@ def expanded_folder(folder: Path, out: Path) -> Path:
     return out
 
 
-def opened(folder: Path, tp: int = 1) -> LoadedModel:
+def opened(folder: Path, tp: int = 1, mode: str = "auto") -> LoadedModel:
     return load_model(
         str(folder),
         profile=NumericsProfile(),
         mesh=make_mesh(dp=1, tp=tp, platform="cpu"),
         backend=Backend.PORTABLE,
+        quantized_weights=mode,
     )
 
 
@@ -282,6 +287,77 @@ def test_answers_are_those_of_the_expanded_folder(tmp_path, case, scheme, tp):
     assert tp == 1 or digests(opened(tmp_path / "q", tp=tp)) == digests(plain)
     # The model before it was quantised answers otherwise: the comparison can fail.
     assert digests(opened(folder)) != digests(plain)
+
+
+@pytest.mark.parametrize(("scheme", "tp"), [("int4-w4a16", 2), ("fp8-dynamic", 1)])
+def test_weights_that_stay_packed_give_the_same_answers(tmp_path, scheme, tp):
+    quantize_folder(BUNDLED, tmp_path / "q", RECIPES[scheme], progress=ignore_progress)
+    packed, plain = opened(tmp_path / "q", tp, "packed"), opened(tmp_path / "q")
+    assert has_packed(packed.params) and not has_packed(plain.params)
+    assert digests(packed) == digests(plain)
+    hashes = {Identifier(it, name="q", tokenizer=None).weights() for it in (packed, plain)}
+    assert len(hashes) == 1
+    # A code that is one off is seen: the comparison can fail.
+    down = packed.params["layers"][0]["down"]
+    other = dataclasses.replace(down, codes=down.codes.at[0, 0, 0, 0].add(1))
+    packed.params["layers"][0]["down"] = other
+    assert Identifier(packed, name="q", tokenizer=None).weights() not in hashes
+
+
+def test_packed_weights_are_replaced_by_those_of_a_folder_and_by_no_names(tmp_path):
+    quantize_folder(BUNDLED, tmp_path / "q", RECIPES["int8-w8a16"], progress=ignore_progress)
+    model = opened(tmp_path / "q", mode="packed")
+    before = digests(model)
+    model.replace_weights(model.read_folder(tmp_path / "q"))
+    assert digests(model) == before
+    with pytest.raises(ValueError, match="cannot take tensors by name; load the model with"):
+        model.named_weights([])
+    with pytest.raises(ValueError, match="cannot be saved; load the model with"):
+        model.save(tmp_path / "saved")
+
+
+@pytest.mark.parametrize(
+    ("quantized", "mode", "message"),
+    [
+        (True, "bf16", "quantized_weights='bf16' must be one of"),
+        (False, "packed", "needs a quantised model, and this one is not"),
+    ],
+)
+def test_modes_that_do_not_fit_are_refused(tmp_path, quantized, mode, message):
+    folder = folder_of("llama3", tmp_path / "bf16")
+    if quantized:
+        quantize_folder(folder, tmp_path / "q", RECIPES["int8-w8a16"], progress=ignore_progress)
+        folder = tmp_path / "q"
+    with pytest.raises(ValueError, match=message):
+        opened(folder, mode=mode)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_codes_scales_and_zero_points_stand_for_the_expansion(tmp_path, name):
+    parts, expected, config = case_of(name, tmp_path)
+    rows = expanded(tmp_path, parts, config)["layer.weight"].rows
+    size = rows.group_len or rows.shape[1]
+    every, groups = slice(0, rows.shape[0]), slice(0, rows.shape[1] // size)
+    codes = rows.unsigned_codes(every, slice(None))
+    if rows.code_type is CodeType.FLOAT8:
+        values = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    else:
+        zeros = np.full((rows.shape[0], 1), rows.code_type.middle)
+        if rows.scheme.has_zero_points:
+            zeros = rows.group_zeros(every, groups)
+        values = codes - np.repeat(zeros, rows.shape[1] // zeros.shape[1], axis=1)
+    scales = rows.group_scales(every, groups)
+    assert scales.dtype == rows.scale_dtype
+    products = values * np.repeat(scales.astype(np.float32), size, axis=1)
+    assert bits(products.astype(np.float32).astype(ml_dtypes.bfloat16)) == bits(expected)
+
+
+def test_a_float8_that_is_no_number_is_refused_where_it_would_stay_packed(tmp_path):
+    parts, _, config = case_of("float8_channel", tmp_path)
+    parts["layer.weight"].view(np.uint8)[3, 5] = 0xFF
+    rows = expanded(tmp_path, parts, config)["layer.weight"].rows
+    with pytest.raises(ValueError, match="a weight of 'layer' in .* is not a number"):
+        rows.unsigned_codes(slice(0, 8), slice(0, 8))
 
 
 def test_identity_and_fingerprint_name_the_quantisation(tmp_path):

@@ -22,6 +22,7 @@ import numpy as np
 from detjax.models.quantization.rounding import to_bfloat16
 from detjax.models.quantization.scheme import QuantizationScheme
 from detjax.models.weights.files import StoredTensor
+from detjax.pallas_kernels.linear.quantized import FLOAT8_NAN, CodeType
 
 WORD_BITS = 32
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -33,6 +34,9 @@ ROWS_AT_ONCE_BYTES = 2**22
 
 FLOAT8 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 """The value of each float8_e4m3fn, by its bits: ten times as quick as a conversion."""
+
+SIGN_BIT = 128
+"""What makes an int8 unsigned, as a difference or as a bit."""
 
 UNUSED_PARTS = ("input_scale", "weight_shape", "g_idx", "activation_scale", "input_zero_point")
 """Parts beside a weight that its expansion does not need, or only checks."""
@@ -240,11 +244,61 @@ class ExpandedRows:
     def _part(self, first: int, stop: int, left: int, right: int) -> np.ndarray:
         values = self._codes_of(first, stop, left, right)
         if not self.scheme.is_float:
-            values = np.subtract(values, self._zeros_of(first, stop, left, right), dtype=np.float32)
+            zeros = self._spread(self._zeros_of(first, stop, left, right), left, right)
+            values = np.subtract(values, zeros, dtype=np.float32)
         # ROUND: the product, then the weight, each to nearest, ties to even. Where the scale has
         # 16 bits the first is exact.
-        values *= self._scales_of(first, stop, left, right)
+        scales = self._scales_of(first, stop, left, right).astype(np.float32)
+        values *= self._spread(scales, left, right)
         return to_bfloat16(values)
+
+    @property
+    def code_type(self) -> CodeType:
+        """What a code is."""
+        if self.scheme.is_float:
+            return CodeType.FLOAT8
+        return CodeType.INT4 if self.scheme.num_bits == 4 else CodeType.INT8
+
+    @property
+    def group_len(self) -> int:
+        """Input channels of a group; 0 if a row has one scale."""
+        return self.scheme.block[1]
+
+    @property
+    def scale_dtype(self) -> np.dtype:
+        """bfloat16 if the file has that, else float32, which holds every scale."""
+        is_narrow = self.scales.dtype == ml_dtypes.bfloat16
+        return np.dtype(ml_dtypes.bfloat16 if is_narrow else np.float32)
+
+    def unsigned_codes(self, rows: slice, columns: slice) -> np.ndarray:
+        """uint8 of some rows and columns: unsigned integers, or the bits of a float8.
+
+        Raises:
+            ValueError: If a float8 is no number.
+        """
+        bounds = *rows.indices(self.shape[0])[:2], *columns.indices(self.shape[1])[:2]
+        if self.scheme.layout != "plain":
+            return self._codes_of(*bounds).astype(np.uint8)
+        found = np.ascontiguousarray(self.codes[rows, columns]).view(np.uint8)
+        if not self.scheme.is_float:
+            return found ^ np.uint8(SIGN_BIT)
+        if ((found & np.uint8(FLOAT8_NAN)) == FLOAT8_NAN).any():
+            raise ValueError(f"a weight of {self.name} is not a number; download the file again")
+        return found
+
+    def group_scales(self, rows: slice, groups: slice) -> np.ndarray:
+        """Scales [rows, groups] of some rows, of `scale_dtype`."""
+        found = self._scales_of(*self._bounds(rows, groups)).astype(self.scale_dtype)
+        return np.broadcast_to(found, (rows.stop - rows.start, found.shape[1]))
+
+    def group_zeros(self, rows: slice, groups: slice) -> np.ndarray:
+        """Unsigned zero points [rows, groups] of some rows, int16."""
+        found = np.asarray(self._zeros_of(*self._bounds(rows, groups)))
+        return found + np.int16(SIGN_BIT) if self.scheme.layout == "plain" else found
+
+    def _bounds(self, rows: slice, groups: slice) -> tuple[int, int, int, int]:
+        size = self.group_len or self.shape[1]
+        return rows.start, rows.stop, groups.start * size, groups.stop * size
 
     def _codes_of(self, first: int, stop: int, left: int, right: int) -> np.ndarray:
         """As float32 of float8, or as integers."""
@@ -279,8 +333,7 @@ class ExpandedRows:
                 ).T
             case _:
                 found = zeros[first:stop, groups].astype(np.int16)
-        found = found + np.int16(scheme.zero_offset)
-        return self._spread(found, left, right)
+        return found + np.int16(scheme.zero_offset)
 
     def _scales_of(self, first: int, stop: int, left: int, right: int) -> np.ndarray:
         groups, (rows, _) = slice(*self._groups(left, right)), self.scheme.block
@@ -296,17 +349,17 @@ class ExpandedRows:
             scales = self.scales[...].reshape(1, 1)
         if not np.isfinite(scales).all():
             raise ValueError(f"a scale of {self.name} is not finite; download the file again")
-        return self._spread(scales.astype(np.float32), left, right)
+        return scales
 
     def _groups(self, left: int, right: int) -> tuple[int, int]:
         """The groups of input channels that some channels stand in."""
         size = self.scheme.block[1]
         return (left // size, -(-right // size)) if size else (0, 1)
 
-    def _spread(self, of_groups: np.ndarray, left: int, right: int) -> np.ndarray:
+    def _spread(self, of_groups, left: int, right: int):
         """One value for each input channel, from one for each group; or one for all."""
         size = self.scheme.block[1]
-        if not size:
+        if not size or not of_groups.ndim:
             return of_groups
         spread = np.repeat(of_groups, size, axis=1)
         first = left - left // size * size

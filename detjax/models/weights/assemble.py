@@ -9,6 +9,8 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from detjax.models.params import Params, ParamSpec, TensorSpec, join, separate
+from detjax.models.weights.packed import join_packed
+from detjax.pallas_kernels.linear.quantized import AnyMatrix, QuantizedMatrix
 from detjax.parallel.mesh import TP_AXIS
 
 
@@ -20,23 +22,29 @@ def made_once(specs: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
     return {key: specs[key] for key in specs if key != "lm_head" or not is_shared}
 
 
-def assemble(specs: dict[str, Any], mesh: Mesh, make: Callable[[TensorSpec], jax.Array]) -> Params:
+def assemble(
+    specs: dict[str, Any],
+    mesh: Mesh,
+    make: Callable[[TensorSpec], AnyMatrix],
+) -> Params:
     """Make every parameter, an "lm_head" that is shared with "embed" only once.
 
     Args:
         specs: Of `param_specs`.
         mesh: Where.
-        make: Gives a tensor as its spec stores it. What is joined is deleted, so that no more than
-            one parameter is held twice.
+        make: Gives a tensor as its spec stores it, or as it is quantised. What is joined is
+            deleted, so that no more than one parameter is held twice.
     """
 
-    def parameter(spec: ParamSpec) -> jax.Array:
+    def parameter(spec: ParamSpec) -> AnyMatrix:
         parts = [make(tensor) for tensor in spec.tensors]
         if len(parts) == 1:
             return parts[0]
-        joined = _joiner(mesh, spec.partition)(parts)
-        for part in parts:
-            part.delete()
+        packed = [part for part in parts if isinstance(part, QuantizedMatrix)]
+        plain = [part for part in parts if not isinstance(part, QuantizedMatrix)]
+        joined = join_packed(packed, spec, mesh) if packed else _joiner(mesh, spec.partition)(plain)
+        for leaf in jax.tree.leaves(parts):
+            leaf.delete()
         return joined
 
     made = jax.tree.map(parameter, made_once(specs, mesh))

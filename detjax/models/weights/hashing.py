@@ -2,6 +2,7 @@
 """A hash of weights as they lie on the devices, the same for every mesh and machine."""
 
 import hashlib
+import math
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ from detjax.models.config import ModelConfig
 from detjax.models.params import Params, ParamSpec, TensorSpec, param_specs
 from detjax.models.weights import blake3
 from detjax.models.weights.device_hashing import UNIT_BYTES, hash_units
+from detjax.pallas_kernels.linear.quantized import AnyMatrix, QuantizedMatrix, expanded
 from detjax.parallel.mesh import TP_AXIS
 
 
@@ -43,9 +45,9 @@ def hash_weights(params: Params, config: ModelConfig, mesh: Mesh, *, vocab_block
         )
     tp = mesh.shape[TP_AXIS]
     specs = param_specs(config, tp=tp, vocab_block=vocab_block)
-    pairs = list(
-        zip(jax.tree.leaves(specs), jax.tree.leaves({k: params[k] for k in specs}), strict=True)
-    )
+    own = {name: params[name] for name in specs}
+    arrays = jax.tree.leaves(own, is_leaf=lambda node: isinstance(node, QuantizedMatrix))
+    pairs = list(zip(jax.tree.leaves(specs), arrays, strict=True))
     places = [_places(spec, array, tp=tp) for spec, array in pairs]
     with ThreadPoolExecutor(max_workers=min(16, os.cpu_count() or 1)) as pool:
         on_host = [
@@ -67,7 +69,7 @@ def hash_weights(params: Params, config: ModelConfig, mesh: Mesh, *, vocab_block
     return hashlib.sha256("".join(lines[name] for name in sorted(lines)).encode()).hexdigest()
 
 
-def _lines(spec: ParamSpec, array: jax.Array, hashes: list[str]) -> Iterator[tuple[str, str]]:
+def _lines(spec: ParamSpec, array: AnyMatrix, hashes: list[str]) -> Iterator[tuple[str, str]]:
     """(name, line) of each tensor that a parameter is made of."""
     names = [(name, tensor) for tensor in spec.tensors for name in tensor.hf_names]
     for (name, tensor), digest in zip(names, hashes, strict=True):
@@ -75,8 +77,9 @@ def _lines(spec: ParamSpec, array: jax.Array, hashes: list[str]) -> Iterator[tup
         yield name, f"{name} {array.dtype.name} {shape} {digest}\n"
 
 
-def _host_hashes(spec: ParamSpec, array: jax.Array, *, tp: int) -> list[str]:
+def _host_hashes(spec: ParamSpec, array: AnyMatrix, *, tp: int) -> list[str]:
     """BLAKE3 of each tensor, copied to the host."""
+    array = _expanded(array)
     found = []
     for tensor, stored in zip(spec.tensors, _tensors(spec, array, tp=tp), strict=True):
         for rows in stored if tensor.num_experts else [stored]:
@@ -88,13 +91,18 @@ def _host_hashes(spec: ParamSpec, array: jax.Array, *, tp: int) -> list[str]:
     return found
 
 
+def _expanded(array: AnyMatrix) -> jax.Array:
+    """What a quantised matrix stands for, made for as long as it is hashed."""
+    return jax.jit(expanded)(array) if isinstance(array, QuantizedMatrix) else array
+
+
 def _runs(tensor: TensorSpec) -> list:
     """The runs of stored rows that hold the checkpoint's rows, each once and in order."""
     first = {run.source: run for run in reversed(tensor.runs)}
     return [first[source] for source in sorted(first)]
 
 
-def _tensors(spec: ParamSpec, array: jax.Array, *, tp: int) -> Iterator[np.ndarray]:
+def _tensors(spec: ParamSpec, array: AnyMatrix, *, tp: int) -> Iterator[np.ndarray]:
     """The tensors on the host, as their specs store them."""
     whole = np.asarray(array)
     if len(spec.tensors) == 1:
@@ -116,16 +124,17 @@ class _Place:
     num_units: int
 
 
-def _places(spec: ParamSpec, array: jax.Array, *, tp: int) -> list[_Place] | None:
+def _places(spec: ParamSpec, array: AnyMatrix, *, tp: int) -> list[_Place] | None:
     """Where each tensor of a parameter lies in units; None if the host must hash it.
 
     The host must, where the tensors of a parameter are no whole units one after the other, or where
     no Hopper GPU has all of them.
     """
-    if tp > 1 or not _is_on_hopper(array) or array.nbytes % UNIT_BYTES:
+    num_bytes = _num_bytes(array)
+    if tp > 1 or not _is_on_hopper(array) or num_bytes % UNIT_BYTES:
         return None
     stride = sum(tensor.rows_of_rank(tp) for tensor in spec.tensors)
-    row_bytes = array.nbytes // (stride * max(1, spec.tensors[0].num_experts))
+    row_bytes = num_bytes // (stride * max(1, spec.tensors[0].num_experts))
     places, offset = [], 0
     for tensor in spec.tensors:
         runs = _runs(tensor)
@@ -143,20 +152,27 @@ def _places(spec: ParamSpec, array: jax.Array, *, tp: int) -> list[_Place] | Non
     return places
 
 
-def _is_on_hopper(array: jax.Array) -> bool:
-    device = next(iter(array.sharding.device_set))
+def _num_bytes(array: AnyMatrix) -> int:
+    """Of a parameter, quantised or not, as it is hashed."""
+    return math.prod(array.shape) * array.dtype.itemsize
+
+
+def _is_on_hopper(array: AnyMatrix) -> bool:
+    device = next(iter(jax.tree.leaves(array)[0].sharding.device_set))
     return device.platform == "gpu" and str(device.compute_capability).startswith("9.")
 
 
-def _device_hashes(placed: list[tuple[jax.Array, list[_Place]]]) -> list[list[str]]:
+def _device_hashes(
+    placed: list[tuple[AnyMatrix, list[_Place]]],
+) -> list[list[str]]:
     """BLAKE3 of each tensor of each parameter, from units that a GPU hashes."""
     trees: list[np.ndarray] = []
     for array, places in placed:
-        firsts = np.zeros(array.nbytes // UNIT_BYTES, np.int64)
+        firsts = np.zeros(_num_bytes(array) // UNIT_BYTES, np.int64)
         for place in places:
             firsts[place.start : place.start + place.num_units] = np.arange(place.num_units)
         # Replicas of "dp" hold the same.
-        units = hash_units(array.addressable_shards[0].data, firsts)
+        units = hash_units(_expanded(array).addressable_shards[0].data, firsts)
         trees += [units[place.start : place.start + place.num_units] for place in places]
     found = iter(blake3.roots(trees) if trees else [])
     return [[next(found).hex() for _ in places] for _, places in placed]

@@ -19,8 +19,10 @@ from detjax.models.weights.ahead import map_ahead
 from detjax.models.weights.assemble import assemble, made_once
 from detjax.models.weights.dtypes import check_conversion, check_dtype
 from detjax.models.weights.files import StoredTensor, open_tensors
+from detjax.models.weights.packed import place_packed, stays_packed
 from detjax.models.weights.place import ExpertRows, place_tensor
 from detjax.numerics import NO_CAST
+from detjax.pallas_kernels.linear.quantized import AnyMatrix
 from detjax.progress import Progress
 
 INERT_TENSORS = re.compile(r".*\.rotary_emb\.inv_freq")  # older Llama files; recomputed by rope.py
@@ -43,8 +45,9 @@ def load_params(
     vocab_block: int,
     progress: Progress = ignore_progress,
     cast_weights: str = NO_CAST,
+    keeps_packed: bool = False,
 ) -> Params:
-    """Read a Hugging Face folder's safetensors onto `mesh`, quantised ones as their expansion.
+    """Read a Hugging Face folder's safetensors onto `mesh`.
 
     Each distinct shard is read once, straight from its part of the file, so the host never holds
     more than one tensor's shards, or those of one projection of a layer's experts: on GPUs those of
@@ -60,6 +63,8 @@ def load_params(
         progress: Called after each tensor, and once for one projection of a layer's experts.
         cast_weights: "bfloat16" allows float16 tensors to be rounded to it; `find_cast` names what
             is rounded.
+        keeps_packed: Whether matrices that are quantised stay so, where `stays_packed`; else they
+            become the bfloat16 matrices that they stand for.
 
     Raises:
         FileNotFoundError: If a file is missing.
@@ -84,10 +89,19 @@ def load_params(
         can_cast = cast_weights != NO_CAST
         _check_tensors(folder, tensors, wanted, dtype=target, can_cast=can_cast)
 
-        def read(spec: TensorSpec) -> jax.Array:
+        packed = {
+            tensor.hf_name
+            for spec in made
+            for tensor in spec.tensors
+            if keeps_packed and stays_packed(spec, tensors, mesh.shape["tp"])
+        }
+
+        def read(spec: TensorSpec) -> AnyMatrix:
             sources = [tensors[name] for name in spec.hf_names]
             name = f"{spec.hf_names[0]!r} in {sources[0].file}"
             rows = sources[0].rows
+            if spec.hf_name in packed:
+                return place_packed(rows, spec, mesh, name=name)
             if spec.num_experts:
                 name, rows = f"{name} and on", ExpertRows([source.rows for source in sources])
             return place_tensor(rows, spec, mesh, dtype=target, name=name)
@@ -96,7 +110,7 @@ def load_params(
         num_readers = 1 if mesh.devices.flat[0].platform == "cpu" else NUM_READERS
         arrays = map_ahead(read, in_order, num_readers, stack)
 
-        def load(spec: TensorSpec) -> jax.Array:
+        def load(spec: TensorSpec) -> AnyMatrix:
             nonlocal done
             array = next(arrays)
             done += math.prod(spec.shape) * target.itemsize

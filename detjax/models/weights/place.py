@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from detjax.models.params import TensorSpec
 from detjax.models.weights.dtypes import converted
@@ -62,7 +63,7 @@ def place_tensor(
 
     @functools.cache
     def read(bounds: tuple[tuple[int, int], ...]) -> np.ndarray:
-        part = _read_shard(rows, spec, dtype, name, bounds)
+        part = read_shard(rows, spec, dtype, name, bounds)
         # WHY: a CPU device may hold the very memory, and that of a mapped file may change.
         return np.array(part) if is_on_cpu and not part.flags.owndata else part
 
@@ -75,10 +76,10 @@ def place_tensor(
     return array.block_until_ready()  # bounds what the host holds
 
 
-def _read_shard(
+def read_shard(
     source: Any,
     spec: TensorSpec,
-    dtype: jnp.dtype,
+    dtype: DTypeLike,
     name: str,
     bounds: tuple[tuple[int, int], ...],
 ) -> np.ndarray:
@@ -90,7 +91,7 @@ def _read_shard(
         if start < stop:
             shift = run.source - run.start
             rows = source[(slice(start + shift, stop + shift), *others)]
-            parts.append(converted(rows, dtype, name=name))
+            parts.append(converted(rows, jnp.dtype(dtype), name=name))
     num_zeros = high - low - sum(len(part) for part in parts)
     if num_zeros:
         parts.append(np.zeros([num_zeros, *(stop - start for start, stop in bounds[1:])], dtype))

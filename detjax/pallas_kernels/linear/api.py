@@ -7,11 +7,12 @@ from detjax.array_types import Activation, Array, Float32
 from detjax.numerics import Reduction
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.kernel_table import KERNELS
+from detjax.pallas_kernels.linear.quantized import QuantizedMatrix
 
 
 def linear(
     x: Activation[Array, "M I"],
-    w: Activation[Array, "O I"],
+    w: Activation[Array, "O I"] | QuantizedMatrix,
     bias: Activation[Array, " O"] | None = None,
     *,
     out_dtype: jnp.dtype,
@@ -53,7 +54,7 @@ def _check_gate_up(x, w_gate_up) -> None:
 
 def linear_swiglu(
     x: Activation[Array, "M I"],
-    w_gate_up: Activation[Array, "E I"],
+    w_gate_up: Activation[Array, "E I"] | QuantizedMatrix,
     *,
     backend: Backend,
 ) -> Activation[Array, "M F"]:
@@ -85,7 +86,7 @@ def linear_swiglu(
 def norm_linear(
     x: Activation[Array, "M I"],
     gain: Activation[Array, " I"],
-    w: Activation[Array, "O I"],
+    w: Activation[Array, "O I"] | QuantizedMatrix,
     bias: Activation[Array, " O"] | None = None,
     *,
     eps: float,
@@ -120,7 +121,7 @@ def norm_linear(
 def norm_linear_swiglu(
     x: Activation[Array, "M I"],
     gain: Activation[Array, " I"],
-    w_gate_up: Activation[Array, "E I"],
+    w_gate_up: Activation[Array, "E I"] | QuantizedMatrix,
     *,
     eps: float,
     backend: Backend,
@@ -160,7 +161,7 @@ def _check_leaves(x, w, reduction: Reduction) -> None:
 
 def linear_leaf_sums(
     x: Activation[Array, "M i"],
-    w: Activation[Array, "O i"],
+    w: Activation[Array, "O i"] | QuantizedMatrix,
     *,
     reduction: Reduction,
     backend: Backend,
@@ -190,7 +191,7 @@ def linear_leaf_sums(
 
 def linear_partial(
     x: Activation[Array, "M i"],
-    w: Activation[Array, "O i"],
+    w: Activation[Array, "O i"] | QuantizedMatrix,
     *,
     reduction: Reduction,
     backend: Backend,
@@ -242,7 +243,7 @@ def add_partials(
 
 def defers_norm(
     x: Activation[Array, "M I"],
-    w: Activation[Array, "D I"],
+    w: Activation[Array, "D I"] | QuantizedMatrix,
     *,
     reduction: Reduction,
     backend: Backend,
@@ -256,7 +257,7 @@ def defers_norm(
 
 def defers_sum(
     x: Activation[Array, "M I"],
-    w: Activation[Array, "D I"],
+    w: Activation[Array, "D I"] | QuantizedMatrix,
     *,
     reduction: Reduction,
     backend: Backend,
@@ -272,7 +273,7 @@ def combine_norm_linear(
     leaf_sums: Float32[Array, "L M I"],
     residual: Activation[Array, "M I"],
     gain: Activation[Array, " I"],
-    w: Activation[Array, "O I"],
+    w: Activation[Array, "O I"] | QuantizedMatrix,
     *,
     eps: float,
     out_dtype: jnp.dtype,
@@ -312,7 +313,7 @@ def combine_norm_linear(
 
 def linear_add(
     x: Activation[Array, "M I"],
-    w: Activation[Array, "D I"],
+    w: Activation[Array, "D I"] | QuantizedMatrix,
     residual: Activation[Array, "M D"],
     bias: Activation[Array, " D"] | None,
     *,
@@ -341,7 +342,7 @@ def linear_add(
 
 def linear_add_rms_norm(
     x: Activation[Array, "M I"],
-    w: Activation[Array, "D I"],
+    w: Activation[Array, "D I"] | QuantizedMatrix,
     residual: Activation[Array, "M D"],
     bias: Activation[Array, " D"] | None,
     gain: Activation[Array, " D"],

@@ -10,7 +10,8 @@ with the product and the result each rounded to nearest, ties to even: the expan
 registers, so that a product of codes has the bits of the product of the expanded matrix.
 
 Codes are stored by blocks of 64 x 64 weights. A wgmma operand of 64 x 16 lies in the registers of
-128 threads; a thread's codes of a block are neighbours in memory, so that it loads 16 bytes at once.
+128 threads. A thread's codes of a block are neighbours in memory, so that it loads 16 bytes at
+once.
 """
 
 import enum
@@ -156,7 +157,11 @@ class QuantizedMatrix:
         return jnp.repeat(spread, self.shape[1] // spread.shape[1], axis=1)
 
 
-def expanded(w):
+AnyMatrix = jax.Array | QuantizedMatrix
+"""Weights of a product."""
+
+
+def expanded(w: AnyMatrix) -> jax.Array:
     """The matrix itself, or what a quantised one stands for."""
     return w.expand() if isinstance(w, QuantizedMatrix) else w
 
@@ -205,8 +210,7 @@ def unpack_codes(codes, code_type: CodeType) -> jax.Array:
     if code_type is CodeType.INT4:
         # Axes: block row, block column, w, g, q, c // 2, then the eight of a word: e, c % 2, h.
         words = codes.reshape(*codes.shape[:2], 4, 8, 4, 4)
-        shifts = jnp.arange(0, 32, 4, dtype=jnp.int32)
-        nibbles = (words[..., None] >> shifts) & 15
+        nibbles = jnp.stack([(words >> shift) & 15 for shift in range(0, 32, 4)], axis=-1)
         split = nibbles.reshape(*words.shape, 2, 2, 2).transpose(0, 2, 8, 3, 1, 5, 7, 4, 6)
         return split.astype(jnp.float32).reshape(num_rows, num_columns)
     # Axes: block row, block column, c // 4, w, g, q, c % 4, then the four of a word: h, e.

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A quantised matrix on Hopper as the bfloat16 matrix that it stands for, for products of many rows.
+"""A quantised matrix on Hopper as the bfloat16 matrix that it stands for.
 
-Such a product is bound by the tensor core, so that a pass that writes its weights costs little.
+Products of many rows read that. They are bound by the tensor core, so that a pass that writes their
+weights costs little.
 """
 
 import functools

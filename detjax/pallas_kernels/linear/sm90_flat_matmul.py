@@ -2,11 +2,11 @@
 """A product of few activations on Hopper: 64 rows of weights meet 8 to 256 activations.
 
 The weights are all the traffic. A persistent grid of CTAs streams them through a ring of shared
-memory, filled by one warpgroup and multiplied by the others. Up to 8 activations may be normalised
-first, in the same launch, and held whole in shared memory. The sums of the leaves of K are added as
-a tree in registers. The weights may be codes of 4 or 8 bits, which become bfloat16 on their way to the
-tensor core (`sm90_widen`). The epilogue adds the subtrees of other ranks, the bias and the residual
-stream, or gates, and stores the transposed tile.
+memory, filled by one warpgroup and multiplied by the others. The weights may be codes of 4 or 8
+bits, which become bfloat16 on their way to the tensor core (`sm90_widen`). Up to 8 activations may
+be normalised first, in the same launch, and held whole in shared memory. The sums of the leaves of
+K are added as a tree in registers. The epilogue adds the subtrees of other ranks, the bias and the
+residual stream, or gates, and stores the transposed tile.
 """
 
 import functools

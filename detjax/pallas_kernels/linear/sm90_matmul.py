@@ -19,8 +19,8 @@ def matmul(
 
     Args:
         x: Activations, bfloat16 [M, K].
-        w: Weights, bfloat16 [N, K], or a `QuantizedMatrix`, for flat tiles. With gated tiles F rows of gates, then F of ups, and the output
-            is [M, F].
+        w: Weights, bfloat16 [N, K]; for flat tiles also a `QuantizedMatrix`. With gated tiles F
+            rows of gates, then F of ups, and the output is [M, F].
         bias: [N], or None.
         residual: [M, N], added last, or None.
         norm: The norm of the activations, which each CTA normalises first, into shared memory; for

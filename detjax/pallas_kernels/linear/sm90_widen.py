@@ -2,11 +2,11 @@
 """Codes of 4 or 8 bits become bfloat16 weights in the registers from which wgmma reads them.
 
 An unsigned code of at most 8 bits in the low byte of a bfloat16 is that code times 2**-133:
-subnormal numbers below 128, and from there on the first binade, whose steps are as wide. So it needs
-no conversion. One fma multiplies it by its scale times 2**133 and subtracts the zero point times the
-scale: the product is exact, and only the result is rounded. That holds while the factor is finite
-and the subtrahend exact (`Coding.has_small_scales`, no zero points, scales in bfloat16). Else one
-fma subtracts the zero point exactly, and a product by the scale is what is rounded.
+subnormal numbers below 128, and from there on the first binade, whose steps are as wide. So it
+needs no conversion. One fma multiplies it by its scale times 2**133 and subtracts the zero point
+times the scale: the product is exact, and only the result is rounded. That holds while the factor
+is finite and the subtrahend exact (`Coding.has_small_scales`, no zero points, scales in bfloat16).
+Else one fma subtracts the zero point exactly, and a product by the scale is what is rounded.
 """
 
 import jax.numpy as jnp

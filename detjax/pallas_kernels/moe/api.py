@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from detjax.array_types import Activation, Array, Float32, Int32
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.kernel_table import KERNELS
+from detjax.pallas_kernels.linear.quantized import QuantizedMatrix
 
 
 def route(
@@ -196,7 +197,7 @@ def combine_experts_norm_linear(
     weights: Float32[Array, "M Q"],
     residual: Activation[Array, "M D"],
     gain: Activation[Array, " D"],
-    w: Activation[Array, "O D"],
+    w: Activation[Array, "O D"] | QuantizedMatrix,
     bias: Activation[Array, " O"] | None = None,
     *,
     eps: float,

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantised tensors that stay quantised on the devices: codes, scales and zero points."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from detjax.models.params import ParamRole, ParamSpec, TensorSpec
+from detjax.models.quantization.expand import ExpandedRows
+from detjax.models.weights.files import StoredTensor
+from detjax.models.weights.place import read_shard
+from detjax.pallas_kernels.linear.quantized import (
+    BLOCK,
+    SCALE_LIMITS,
+    WORDS_PER_LINE,
+    QuantizedMatrix,
+    can_pack,
+    pack_codes,
+)
+
+MODES = ("auto", "packed", "expanded")
+"""How quantised weights lie on the devices: as codes, or as the bfloat16 that they stand for."""
+
+
+def stays_packed(param: ParamSpec, tensors: Mapping[str, StoredTensor], tp: int) -> bool:
+    """Whether the devices hold a parameter's codes: a matrix whose tensors are quantised alike."""
+    specs = param.tensors
+    if any(spec.role is not ParamRole.MATRIX or _is_padded(spec) for spec in specs):
+        return False
+    rows = [tensors[spec.hf_name].rows for spec in specs]
+    if not all(isinstance(it, ExpandedRows) for it in rows):
+        return False
+    kinds = {(it.code_type, it.group_len, it.scale_dtype, it.scheme) for it in rows}
+    return len(kinds) == 1 and all(
+        can_pack(_rank_shape(spec, tp), it.group_len) for spec, it in zip(specs, rows, strict=True)
+    )
+
+
+def _is_padded(spec: TensorSpec) -> bool:
+    return spec.shape[0] != sum(run.num_rows for run in spec.runs)
+
+
+def _rank_shape(spec: TensorSpec, tp: int) -> tuple[int, int]:
+    """Rows and columns of a rank."""
+    by_rows, by_columns = _axes(spec)
+    rows, columns = spec.shape
+    return rows // (tp if by_rows else 1), columns // (tp if by_columns else 1)
+
+
+def _axes(spec: TensorSpec | ParamSpec) -> tuple[str | None, str | None]:
+    """The mesh axes of rows and columns."""
+    rows, columns, *_ = (*spec.partition, None, None)
+    return rows, columns
+
+
+def _partitions(spec: TensorSpec | ParamSpec, num_groups: int) -> tuple[Any, Any]:
+    """How codes, and scales and zero points, are split."""
+    rows, columns = _axes(spec)
+    of_groups = PartitionSpec(columns if num_groups > 1 else None, rows)
+    return PartitionSpec(rows, columns, None, None), of_groups
+
+
+def place_packed(rows: ExpandedRows, spec: TensorSpec, mesh: Mesh, *, name: str) -> QuantizedMatrix:
+    """Put a quantised tensor where its spec says, as it is.
+
+    Args:
+        rows: The tensor of the checkpoint.
+        spec: Where rows and columns go.
+        mesh: Has the axes "dp" and "tp".
+        name: Of the tensor, and where it comes from, for errors.
+
+    Raises:
+        ValueError: If a scale is not finite, or a weight is not a number.
+    """
+    num_groups = spec.shape[1] // rows.group_len if rows.group_len else 1
+    of_codes, of_groups = _partitions(spec, num_groups)
+    code_type = rows.code_type
+    block_shape = (code_type.block_words // WORDS_PER_LINE, WORDS_PER_LINE)
+    shape = (spec.shape[0] // BLOCK, spec.shape[1] // BLOCK, *block_shape)
+
+    @functools.cache
+    def codes(bounds: tuple[tuple[int, int], ...]) -> np.ndarray:
+        part = read_shard(_Source(rows.unsigned_codes), spec, np.uint8, name, bounds)
+        return pack_codes(part, code_type)
+
+    def groups(read: Callable, dtype, bounds: tuple[tuple[int, int], ...]) -> np.ndarray:
+        return np.ascontiguousarray(read_shard(_Source(read), spec, dtype, name, bounds).T)
+
+    def make(shape, partition, read, dtype, unit, *, is_turned):
+        def shard(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None  # jax passes None only for shapes it does not know
+            bounds = [i.indices(n)[:2] for i, n in zip(index[:2], shape, strict=False)]
+            bounds = [(start * unit, stop * unit) for start, stop in bounds]
+            return read(tuple(reversed(bounds) if is_turned else bounds))
+
+        sharding = NamedSharding(mesh, partition)
+        return jax.make_array_from_callback(shape, sharding, shard, dtype).block_until_ready()
+
+    def of_each_group(read: Callable, dtype) -> jax.Array:
+        read_bounds = functools.cache(functools.partial(groups, read, dtype))
+        size = (num_groups, spec.shape[0])
+        return make(size, of_groups, read_bounds, dtype, 1, is_turned=True)
+
+    every = slice(0, rows.shape[0]), slice(0, num_groups)
+    scales = rows.group_scales(*every).astype(np.float32)
+    low, high = SCALE_LIMITS
+    bf16 = np.dtype(ml_dtypes.bfloat16)
+    return QuantizedMatrix(
+        codes=make(shape, of_codes, codes, jnp.int32, BLOCK, is_turned=False),
+        scales=of_each_group(rows.group_scales, rows.scale_dtype),
+        zeros=of_each_group(rows.group_zeros, bf16) if rows.scheme.has_zero_points else None,
+        code_type=code_type,
+        group_len=rows.group_len,
+        has_small_scales=bool(((scales >= low) & (scales < high)).all()),
+    )
+
+
+class _Source:
+    """What `read_shard` indexes with rows and columns."""
+
+    def __init__(self, read: Callable[[slice, slice], np.ndarray]):
+        self._read = read
+
+    def __getitem__(self, index: tuple[slice, slice]) -> np.ndarray:
+        return self._read(*index)
+
+
+def join_packed(parts: Sequence[QuantizedMatrix], spec: ParamSpec, mesh: Mesh) -> QuantizedMatrix:
+    """Store quantised tensors as one parameter: each rank's rows of the first, then of the next."""
+    first = parts[0]
+    of_codes, of_groups = _partitions(spec, first.scales.shape[0])
+    return QuantizedMatrix(
+        codes=_joiner(mesh, of_codes, 0)([part.codes for part in parts]),
+        scales=_joiner(mesh, of_groups, 1)([part.scales for part in parts]),
+        zeros=None
+        if first.zeros is None
+        else _joiner(mesh, of_groups, 1)([part.zeros for part in parts]),
+        code_type=first.code_type,
+        group_len=first.group_len,
+        has_small_scales=all(part.has_small_scales for part in parts),
+    )
+
+
+@functools.cache
+def _joiner(mesh: Mesh, partition: PartitionSpec, axis: int) -> Callable[[list], jax.Array]:
+    """Concatenate arrays that lie alike along an axis, each rank its own parts."""
+    local = jax.shard_map(
+        functools.partial(jnp.concatenate, axis=axis),
+        mesh=mesh,
+        in_specs=(partition,),
+        out_specs=partition,
+        check_vma=False,
+    )
+    return jax.jit(local, out_shardings=NamedSharding(mesh, partition))
+
+
+def with_packed_specs(specs: Any, params: Any) -> Any:
+    """The tree of `PartitionSpec` that goes with parameters of which some are packed."""
+
+    def spec(array, of_plain):
+        if not _is_packed(array):
+            return of_plain
+        return jax.tree.map(lambda leaf: leaf.sharding.spec, array)
+
+    own = {name: params[name] for name in specs}
+    return jax.tree.map(spec, own, specs, is_leaf=_is_packed)
+
+
+def has_packed(params: Any) -> bool:
+    """Whether any matrix lies on the devices packed."""
+    return any(map(_is_packed, jax.tree.leaves(params, is_leaf=_is_packed)))
+
+
+def _is_packed(node: Any) -> bool:
+    return isinstance(node, QuantizedMatrix)
