@@ -17,6 +17,7 @@ import rich.progress
 
 from detjax.compilation.kept_programs import keep_programs_of_build
 from detjax.compilation.source import NO_CACHE, default_cache_dir
+from detjax.defaults import AUTO, GPU_MEMORY_UTILIZATION, NO_CAST
 from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
 from detjax.engine.outputs.completion import Completion, CompletionOutput
@@ -38,12 +39,12 @@ from detjax.models.hub import find_model
 from detjax.models.loading import LoadedModel
 from detjax.models.tokenizer import Tokenizer
 from detjax.models.weights.load import ignore_progress
-from detjax.numerics import NO_CAST, NumericsProfile
-from detjax.opening import AUTO, load_on_devices
+from detjax.numerics import NumericsProfile
+from detjax.opening import load_on_devices
 from detjax.progress import Progress
 from detjax.proof.identity import Identifier, Identity
 from detjax.proof.receipt import Receipt
-from detjax.sizing import GPU_MEMORY_UTILIZATION, choose_sizes
+from detjax.sizing import choose_sizes
 
 Prompt = str | Sequence[int] | np.ndarray
 """A text, or token ids."""

@@ -4,11 +4,12 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from detjax.defaults import NO_CAST
 from detjax.engine.config import EngineConfig
 from detjax.engine.running.memory import cache_bytes
 from detjax.models.config import ModelConfig
 from detjax.models.loading import LoadedModel
-from detjax.numerics import NO_CAST, NumericsProfile
+from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
 

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 from detjax.cli.arguments import GenerateArgs, as_flags
 from detjax.cli.command_line import check_name
 from detjax.cli.errors import InputError, bad_input
-from detjax.cli.options import GPU_MEMORY_SHARE, NO_CACHE
+from detjax.cli.options import NO_CACHE
 from detjax.cli.processes import Processes, join_processes
+from detjax.defaults import GPU_MEMORY_UTILIZATION
 from detjax.engine.config import EngineConfig
 from detjax.engine.scheduling.workload import Workload
 from detjax.engine.trace import NO_TRACE, TracesEvents
@@ -82,7 +83,7 @@ class OpenModel:
             return choose_sizes(
                 self.model,
                 asked,
-                gpu_memory_utilization=GPU_MEMORY_SHARE if share is None else share,
+                gpu_memory_utilization=GPU_MEMORY_UTILIZATION if share is None else share,
                 work=work,
             )
 
