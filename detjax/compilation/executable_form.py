@@ -7,6 +7,7 @@ so a program that JSON cannot describe is refused then.
 """
 
 import dataclasses
+import enum
 import importlib
 import json
 from collections.abc import Sequence
@@ -242,9 +243,41 @@ def _tree_values(tree: Any) -> Any:
         return {"dict": children, "keys": data}
     if kind is type(None):
         return None
-    if data != () or not kind.__module__.startswith(_PACKAGE):
+    if not (isinstance(data, tuple) and kind.__module__.startswith(_PACKAGE)):
         raise FormError(f"it has a tree of another kind: {kind!r}")
-    return {"class": children, "module": kind.__module__, "name": kind.__name__}
+    named = {"module": kind.__module__, "name": kind.__name__}
+    return {"class": children, **named, "static": list(map(_static_value, data))}
+
+
+def _static_value(value: Any) -> Any:
+    """A static field of a dataclass: a plain value, or a member of an enumeration."""
+    if isinstance(value, enum.Enum):
+        kind = type(value)
+        if not kind.__module__.startswith(_PACKAGE):
+            raise FormError(f"it has a tree with {value!r}")
+        return {"module": kind.__module__, "enum": kind.__name__, "member": value.name}
+    if value is not None and not isinstance(value, (bool, int, str)):
+        raise FormError(f"it has a tree with {value!r:.200}")
+    return value
+
+
+def _static_example(values: Any) -> Any:
+    if not isinstance(values, dict):
+        return values
+    kind = _class(values["module"], values["enum"])
+    if not issubclass(kind, enum.Enum) or values["member"] not in kind.__members__:
+        raise FormError(f"{values['enum']} has no {values['member']!r}")
+    return kind[values["member"]]
+
+
+def _class(module: str, name: str) -> type:
+    """A class of this package by its name."""
+    if not module.startswith(_PACKAGE):
+        raise FormError(f"{module} is no module of this package")
+    kind = getattr(importlib.import_module(module), name)
+    if not isinstance(kind, type):
+        raise FormError(f"{name} is no class")
+    return kind
 
 
 def _tree(values: Any) -> Any:
@@ -262,10 +295,11 @@ def _example(values: Any) -> Any:
             return kind(map(_example, values[kind.__name__]))
     if "dict" in values:
         return dict(zip(values["keys"], map(_example, values["dict"]), strict=True))
-    if not values["module"].startswith(_PACKAGE):
-        raise FormError(f"{values['module']} is no module of this package")
-    kind = getattr(importlib.import_module(values["module"]), values["name"])
-    if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
+    kind = _class(values["module"], values["name"])
+    if not dataclasses.is_dataclass(kind):
         raise FormError(f"{values['name']} is no dataclass")
-    names = [field.name for field in dataclasses.fields(kind)]
-    return kind(**dict(zip(names, map(_example, values["class"]), strict=True)))
+    fields = dataclasses.fields(kind)
+    static = [field.name for field in fields if field.metadata.get("static")]
+    arrays = [field.name for field in fields if field.name not in static]
+    found = dict(zip(arrays, map(_example, values["class"]), strict=True))
+    return kind(**found, **dict(zip(static, map(_static_example, values["static"]), strict=True)))

@@ -18,6 +18,7 @@ from detjax.engine.engine import Engine
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.numerics import NumericsProfile
+from detjax.pallas_kernels.linear.quantized import CodeType, pack_matrix
 from detjax.testing import assert_bitwise_equal
 from detjax.testing.dummies import adjusted_requests, dummy_config, dummy_model
 
@@ -50,6 +51,19 @@ def test_trees_and_operands_that_are_not_used_come_back():
         read(tree, X[:3], scale=2.0)
 
 
+def test_a_quantised_matrix_is_an_operand_that_comes_back():
+    codes = np.random.default_rng(0).integers(0, 16, (64, 128), dtype=np.uint8)
+    scales = np.linspace(0.001, 0.02, 64, dtype=np.float32)[:, None]
+    matrix = pack_matrix(codes, scales, None, CodeType.INT4, 0)
+    program = compiled(lambda w: w.expand() * 2, matrix)
+    read = again(program)
+    assert read.in_tree == program.in_tree
+    assert_bitwise_equal(read(matrix), program(matrix), claim="read")
+    other = dataclasses.replace(matrix, has_small_scales=False)
+    with pytest.raises(TypeError):
+        read(other)
+
+
 def test_other_bytes_are_refused():
     held = write_executable(compiled(jnp.sin, X))
     for wrong in (b"", held[:7], held[:200], b"\xff" * 8 + held[8:]):
@@ -66,7 +80,10 @@ def test_no_other_class_is_made_than_a_dataclass_of_the_package():
         ("detjax.compilation.source", "TOOLCHAIN"),
     ):
         with pytest.raises(FormError):
-            executable_form._tree({"class": [], "module": module, "name": name})
+            executable_form._tree({"class": [], "static": [], "module": module, "name": name})
+        static = {"module": module, "enum": name, "member": "INT4"}
+        with pytest.raises((FormError, TypeError)):
+            executable_form._static_example(static)
 
 
 def test_what_json_cannot_describe_is_refused(monkeypatch):

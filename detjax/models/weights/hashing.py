@@ -18,6 +18,7 @@ from detjax.models.params import Params, ParamSpec, TensorSpec, param_specs
 from detjax.models.weights import blake3
 from detjax.models.weights.device_hashing import UNIT_BYTES, hash_units
 from detjax.pallas_kernels.linear.quantized import AnyMatrix, QuantizedMatrix, expanded
+from detjax.pallas_kernels.linear.sm90_expand import expand
 from detjax.parallel.mesh import TP_AXIS
 
 
@@ -93,7 +94,10 @@ def _host_hashes(spec: ParamSpec, array: AnyMatrix, *, tp: int) -> list[str]:
 
 def _expanded(array: AnyMatrix) -> jax.Array:
     """What a quantised matrix stands for, made for as long as it is hashed."""
-    return jax.jit(expanded)(array) if isinstance(array, QuantizedMatrix) else array
+    if not isinstance(array, QuantizedMatrix):
+        return array
+    is_whole = len(array.codes.sharding.device_set) == 1
+    return expand(array) if is_whole and _is_on_hopper(array) else jax.jit(expanded)(array)
 
 
 def _runs(tensor: TensorSpec) -> list:
