@@ -70,12 +70,7 @@ _TASK = (
         help="arithmetic: generated two-digit sums, of which the bundled model gets 64 %% right; "
         "gsm8k: word problems from --problems",
     ),
-    Option(
-        name="problems",
-        parse=Path,
-        metavar="FILE",
-        help="JSON lines with question and answer",
-    ),
+    Option(name="problems", parse=Path, metavar="FILE", help="JSON lines with question and answer"),
     Option(
         name="reward",
         metavar="MODULE:FUNCTION",
@@ -94,7 +89,7 @@ _DEVICES = Option(
     name="devices",
     parse=int,
     default=1,
-    help="of the trainer, a power of two that divides the microbatches",
+    help="devices of the trainer, a power of two that divides the microbatches",
 )
 _BATCH_SIZE = replace(
     options.BATCH_SIZE, default=64, default_text="64", help="answers the engine works on at once"
@@ -124,9 +119,11 @@ _TRAINING = (
         parse=int,
         nargs="+",
         default_text="0",
-        help="of problems and noise, a run each",
+        help="seeds of problems and noise, a run each",
     ),
-    Option(name="learning_rate", parse=float, default=3e-5, metavar="X", help="of Adam"),
+    Option(
+        name="learning_rate", parse=float, default=3e-5, metavar="X", help="learning rate of Adam"
+    ),
     Option(
         name="clip_norm",
         parse=float,
@@ -137,10 +134,7 @@ _TRAINING = (
     Option(name="prompts", parse=int, default=16, help="problems a step"),
     Option(name="samples", parse=int, default=8, help="answers to each"),
     Option(
-        name="microbatch",
-        parse=int,
-        default=16,
-        help="answers whose gradient is computed at once",
+        name="microbatch", parse=int, default=16, help="answers whose gradient is computed at once"
     ),
     Option(
         name="max_prompt",
