@@ -31,6 +31,7 @@ from detjax.engine.requests.text_request import text_request
 from detjax.engine.running.memory import check_memory
 from detjax.engine.sampling.grammars import Grammars
 from detjax.engine.trace import NO_TRACE, TracesEvents
+from detjax.interpreter_exit import finishes_before_exit
 from detjax.llm_config import LLMConfig
 from detjax.models.bundled import BUNDLED, BUNDLED_NAME, bundled_model_path
 from detjax.models.chat_template import NO_VARIABLES
@@ -66,6 +67,7 @@ class LLM:
         default_sampling: Of prompts for which none is given.
     """
 
+    @finishes_before_exit
     def __init__(
         self,
         model: str | Path = BUNDLED,
@@ -229,6 +231,7 @@ class LLM:
         """Return the name and the mesh."""
         return f"LLM({self.config.name!r}, dp={self.config.dp}, tp={self.config.tp})"
 
+    @finishes_before_exit
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -264,6 +267,7 @@ class LLM:
         ]
         return self._run(asked, sampling)
 
+    @finishes_before_exit
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
@@ -344,10 +348,12 @@ class LLM:
             fingerprint=self.config.fingerprint,
         )
 
+    @finishes_before_exit
     def identity(self) -> Identity:
         """Return what model, numerics and build these are. Hashes the weights the first time."""
         return self._identifier.identity(self.engine.weight_history.current)
 
+    @finishes_before_exit
     def receipt(self, output: CompletionOutput) -> Receipt:
         """Return the receipt of an answer of this object, as `docs/receipts.md` has it.
 
@@ -377,7 +383,7 @@ class LLM:
                 f"{what}: the control token {found!r} in it is text to the model; give "
                 "add_special_tokens=False if a chat template has made the prompt, or "
                 "has_control=True",
-                stacklevel=4,
+                stacklevel=5,
             )
         return prompt, self.tokenizer.encode(prompt, has_control=has_control)
 
@@ -489,7 +495,7 @@ def _keep_programs(cache_dir: str | Path | None) -> None:
         warnings.warn(
             f"cache_dir={str(chosen)!r} cannot be written ({error.strerror}), so compiled programs "
             "are not kept; give another, or None",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 

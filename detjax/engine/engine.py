@@ -50,6 +50,7 @@ from detjax.engine.stat_logger import StatLogger
 from detjax.engine.step_loop import StepLoop
 from detjax.engine.turns import one_thread_at_a_time, outputs_once
 from detjax.engine.weight_history import WeightHistory
+from detjax.interpreter_exit import finishes_before_exit, refuse_at_exit
 from detjax.models.loading import LoadedModel
 from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.parallel.mesh import DP_AXIS
@@ -62,10 +63,14 @@ class Engine:
     loads waits for its turn, and `generate` and `score` have theirs until they end. A listener may
     add and cancel requests, and must not wait for another thread that steps.
 
+    When the main thread ends, a call of another thread ends within a step: a daemon thread ends
+    without a word, and any other thread gets `InterpreterExitError`.
+
     A call may be interrupted anywhere (Ctrl-C): the next one begins anew from what was committed,
     and answers have the same bits. Any other exception of a step stops the engine: see `reset`.
     """
 
+    @finishes_before_exit
     def __init__(
         self,
         model: LoadedModel,
@@ -623,6 +628,7 @@ class Engine:
 
     def _refuse_if_stopped(self) -> None:
         self._refuse_if_forked()
+        refuse_at_exit()
         if self._stopped_by is not None:
             raise self._stopped_error(self._stopped_by)
 

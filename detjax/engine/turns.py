@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Concatenate
 
 from detjax.engine.outputs.request_output import RequestOutput
+from detjax.interpreter_exit import working
 
 
 def one_thread_at_a_time[E, **P, R](
@@ -21,7 +22,7 @@ def one_thread_at_a_time[E, **P, R](
     def locked(self: E, *args: P.args, **kwargs: P.kwargs) -> R:
         engine: Any = self
         engine._refuse_if_forked()
-        with engine._turn:
+        with working(), engine._turn:
             return method(self, *args, **kwargs)
 
     return locked
@@ -42,7 +43,7 @@ def outputs_once[E](
         engine._refuse_if_forked()
         released: list[RequestOutput] = []
         try:
-            with engine._turn:
+            with working(), engine._turn:
                 released = method(self)
                 return released
         except BaseException:

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from detjax.array_types import Array, Float32
 from detjax.compilation.kept_executables import read_ahead
+from detjax.interpreter_exit import finishes_before_exit
 from detjax.models.abstract import why_unsupported
 from detjax.models.config import ModelConfig
 from detjax.models.decoder import check_mesh
@@ -76,6 +77,7 @@ class LoadedModel:
         config, tp = self.config, self.mesh.shape[TP_AXIS]
         return kv_layout(config.num_heads, config.num_kv_heads, tp).num_slots
 
+    @finishes_before_exit
     def replace_weights(self, weights: dict) -> None:
         """Put other weights in place. What runs the model uses them from its next step on.
 
@@ -104,6 +106,7 @@ class LoadedModel:
             if id(leaf) not in kept:
                 leaf.delete()
 
+    @finishes_before_exit
     def named_weights(self, tensors: Iterable[tuple[str, Any]]) -> Params:
         """Make weights for `replace_weights` from tensors with Hugging Face names.
 
@@ -165,6 +168,7 @@ class LoadedModel:
             cast_weights=self._cast_weights,
         )
 
+    @finishes_before_exit
     def read_folder(self, folder: Path) -> Params:
         """Make weights for `replace_weights` from a folder's safetensors.
 
@@ -218,6 +222,7 @@ class LoadedModel:
         """The weights, without the buffers of the mesh."""
         return {name: leaf for name, leaf in self.params.items() if name != "exchange"}
 
+    @finishes_before_exit
     def save(self, folder: Path | str) -> None:
         """Write the model as a folder that `load_model` reads: the same weights, bit for bit.
 
@@ -275,6 +280,7 @@ def _file_states(folder: Path) -> dict[str, tuple[int, int, int]]:
     return {name: (it.st_size, it.st_mtime_ns, it.st_ino) for name, it in files.items()}
 
 
+@finishes_before_exit
 def place_model(
     config: ModelConfig,
     make_params: Callable[[], dict],
@@ -372,6 +378,7 @@ def _check_backend(
         raise ValueError(f"backend {backend.value} cannot run this model: {refused}")
 
 
+@finishes_before_exit
 def load_model(
     name_or_path: str,
     *,
@@ -476,6 +483,7 @@ def _keeps_packed(
     return True
 
 
+@finishes_before_exit
 def random_model(
     config: ModelConfig, *, seed: int, profile: NumericsProfile, mesh: Mesh, backend: Backend
 ) -> LoadedModel:

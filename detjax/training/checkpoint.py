@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 import orbax.checkpoint as ocp
 
+from detjax.interpreter_exit import finishes_before_exit
 from detjax.models.identity import folder_hash
 from detjax.training.trainer import Trainer, TrainState
 
@@ -29,6 +30,7 @@ def check_can_save(folder: Path) -> None:
         pass
 
 
+@finishes_before_exit
 def save_state(folder: Path, state: TrainState, *, facts: dict) -> None:
     """Write a state, and the facts that must be equal when it is continued.
 
@@ -52,6 +54,7 @@ def save_state(folder: Path, state: TrainState, *, facts: dict) -> None:
         (folder / FACTS).write_text(text + "\n")
 
 
+@finishes_before_exit
 def restore_state(folder: Path, trainer: Trainer, *, facts: dict) -> TrainState:
     """Read what `save_state` wrote, onto the trainer's devices: the same bits.
 

@@ -13,6 +13,7 @@ from detjax.engine.outputs.completion import Completion
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.running.launch_times import quickest_decode_steps
+from detjax.interpreter_exit import finishes_before_exit
 from detjax.models.loading import LoadedModel
 from detjax.models.tokenizer import Tokenizer
 from detjax.training.batch import Scored
@@ -109,11 +110,13 @@ class Rollout:
             ),
         )
 
+    @finishes_before_exit
     def load(self, params: dict[str, Any], version: int) -> None:
         """Take a trainer's masters, in place."""
         changed = self._change_weights(params)
         self._engine.load_weights(serving_params(changed, self._model), version=version)
 
+    @finishes_before_exit
     def sample(
         self,
         problems: Sequence[Problem],

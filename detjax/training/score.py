@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from detjax.array_types import Array, Float32, Int32
 from detjax.compilation.xla_flags import EXACT_OPTIONS, FAST_OPTIONS
 from detjax.engine.running.device_arrays import PAGES_SPEC, pages_shape
+from detjax.interpreter_exit import finishes_before_exit
 from detjax.models.forward_paths import FORWARD_PATHS, KernelMode
 from detjax.models.layers import ForwardContext, Tokens
 from detjax.models.loading import LoadedModel
@@ -25,6 +26,7 @@ from detjax.parallel.mesh import DP_AXIS, TP_AXIS
 class Scorer:
     """A compiled scoring step; one program for each number of sequences and length."""
 
+    @finishes_before_exit
     def __init__(self, model: LoadedModel, *, mode: KernelMode = "invariant"):
         """Score with a model on its mesh.
 
@@ -52,6 +54,7 @@ class Scorer:
         )
         self._step = OrderedJit(step)
 
+    @finishes_before_exit
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Return the log-probability of every token after the first of each sequence, float32.
 

@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 from detjax.array_types import Array, Float32
 from detjax.compilation.donation import CheckedJit
 from detjax.compilation.xla_flags import EXACT_OPTIONS
+from detjax.interpreter_exit import finishes_before_exit
 from detjax.models.layers import ForwardContext
 from detjax.models.loading import LoadedModel
 from detjax.parallel.collectives import butterfly_sum
@@ -137,6 +138,7 @@ class Trainer:
         self._norm = jax.jit(_global_norm)
         self._update = CheckedJit(self._update_share, donate_argnums=0, options=EXACT_OPTIONS)
 
+    @finishes_before_exit
     def init(self) -> TrainState:
         """Return the state before the first step: the model's weights, exactly."""
         shardings = self.shardings()
@@ -156,6 +158,7 @@ class Trainer:
         """The sharding of each leaf of the state."""
         return jax.tree.map(lambda spec: NamedSharding(self._mesh, spec), self.specs)
 
+    @finishes_before_exit
     def step(self, state: TrainState, batches: list[Batch]) -> tuple[TrainState, StepOutput]:
         """Make one update that raises `sum(weights * logprobs)` over all microbatches.
 

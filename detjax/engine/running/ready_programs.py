@@ -45,6 +45,7 @@ from detjax.engine.self_check.program_check import (
     rank_in_check,
 )
 from detjax.engine.self_check.session import CheckContext
+from detjax.interpreter_exit import refuse_at_exit
 from detjax.models.fast import quantise_params
 from detjax.models.loading import LoadedModel
 
@@ -169,6 +170,7 @@ class ReadyPrograms:
         return sorted(keys, key=rank)
 
     def _get(self, key: AnyKey, asked: int | None = None) -> Callable:
+        refuse_at_exit()
         if self._workers is not None:
             self._workers.wait(key)
         return self.cache.get(key, self.params_of(key), asked)

@@ -32,6 +32,9 @@ H200: 8 rows 4.21 ms, 4.26 by loads; 4 and 1 rows 4.10 and 3.96, 4.09 and 3.92 b
 MAX_RANKS_ROWS = 64
 """Up to here ranks add one another's tiles in the epilogue of their product; 64 is most."""
 
+CODED_COLS = 128
+"""Most activations of a tile whose weights are quantised: its sums and weights fit in registers."""
+
 NARROW_OUT = 512
 """Outputs of a product of up to 8 rows, as a router's, that few tiles of 64 weights would make."""
 
@@ -447,22 +450,31 @@ def _stream_weights(p: Product, *, is_whole: bool = False) -> FlatTiles:
 def _stream_codes(p: Product, coding: Coding) -> FlatTiles:
     """The like for quantised weights, of which widening is a part of the time.
 
-    One row, one H200: gates and ups of 8B in int4 take 19.7 us, 25.7 with deeper steps and 23.7
-    with two CTAs an SM of one warpgroup each. `o` takes 5.2 us, 7.7 without groups (2026-11-26).
+    Times of the 8B shape with int4, one H200, 2026-11. One row: gates and ups take 19.7 us, 25.7
+    with deeper steps and 23.7 with two CTAs an SM; `o` 5.2 us, 7.7 without groups. 64 rows: `o`
+    8.0 us in two groups, 9.2 in four. 256 rows: `o` 18.1 us, 23.7 with 64 activations a tile.
     """
-    cols = -(-p.num_rows // 8) * 8
+    parts = -(-p.num_rows // CODED_COLS)
+    cols = -(-p.num_rows // (8 * parts)) * 8
     blocks = p.num_out // (2 * BLOCK if p.is_gated else BLOCK)
+    is_few = cols <= 16
+    # A CTA adds two leaves at most if the sums of a tile fill its registers.
+    least = p.num_leaves // 2 if cols > BLOCK else 1
+    wanted = 2 * NUM_SMS - BLOCK if is_few else NUM_SMS - BLOCK // 2
     groups = 1
-    while groups < p.num_leaves and blocks * groups < 2 * NUM_SMS - BLOCK and not p.has_ranks:
+    while groups < p.num_leaves and (blocks * groups < wanted or groups < least):
         groups *= 2
-    is_tree, is_wide = groups > 1, p.is_gated and p.num_out % (4 * BLOCK) == 0
+    groups = 1 if p.has_ranks else groups
+    is_wide = p.is_gated and p.num_out % (4 * BLOCK) == 0
     return FlatTiles(
         cols=cols,
         num_wgs=2 if is_wide else 1,
-        k=_largest_divisor(p.leaf_len, 128 if is_tree or p.is_gated or cols > 16 else 256),
+        k=_largest_divisor(
+            p.leaf_len, 256 if is_few and p.num_leaves == 1 and not p.is_gated else 128
+        ),
         stages=2,
         groups=groups,
-        ctas_per_sm=2 if is_tree else 1,
+        ctas_per_sm=2 if is_few and groups > 1 else 1,
         is_gated=p.is_gated,
         coding=coding,
     )
