@@ -17,7 +17,7 @@ from detjax.models.config import ModelConfig
 from detjax.numerics import NumericsProfile, tree_reduction
 from detjax.pallas_kernels.attention import sm90 as attention
 from detjax.pallas_kernels.linear.sm90 import normalises_input
-from detjax.pallas_kernels.linear.tiles import MatmulTiles, Product, TallTiles, choose_tiles
+from detjax.pallas_kernels.linear.tiles import MatmulTiles, Product, Rows, TallTiles, choose_tiles
 from detjax.pallas_kernels.rms_norm.sm90 import choose_schedule, row_sum
 from detjax.testing.shapes import LAYOUTS
 
@@ -108,14 +108,14 @@ def kinds_of_tiles(config: ModelConfig, num_rows: int, logits_rows: int) -> set[
     """What decides the code of each product of a layer and of lm_head."""
     width, heads = config.hidden_size, config.num_heads * config.head_dim
     qkv = heads + 2 * config.num_kv_heads * config.head_dim
-    has_norm = normalises_input(num_rows, width)
+    rows = Rows.NORMALISED if normalises_input(num_rows, width) else Rows.GIVEN
     of_row = functools.partial(
         Product, num_rows=num_rows, num_leaves=1, leaf_len=width, out_bytes=2
     )
     products = {
-        "qkv": of_row(num_out=qkv, has_norm=has_norm),
+        "qkv": of_row(num_out=qkv, rows=rows),
         "gate_up": of_row(
-            num_out=2 * config.intermediate_size, is_gated=True, has_norm=has_norm
+            num_out=2 * config.intermediate_size, is_gated=True, rows=rows
         ),
         "lm_head": Product(
             num_rows=logits_rows, num_out=config.vocab_size, num_leaves=1, leaf_len=width,

@@ -19,6 +19,7 @@ from detjax.pallas_kernels.linear.tiles import (
     FlatTiles,
     HeldRows,
     Product,
+    Rows,
     TallTiles,
     choose_tiles,
     smem_bytes,
@@ -525,7 +526,7 @@ def test_tiles_of_products_that_normalise_fit(width):
                 num_out=28672,
                 num_leaves=1,
                 leaf_len=width,
-                has_norm=True,
+                rows=Rows.NORMALISED,
                 **kind,
             )
             tiles = choose_tiles(product)
@@ -787,7 +788,7 @@ def test_agrees_with_portable():
 def test_gates_and_ups_of_few_rows_come_in_one_wave(num_rows, num_out, width, num_ctas):
     product = Product(
         num_rows=num_rows, num_out=num_out, num_leaves=1, leaf_len=width, out_bytes=2,
-        is_gated=True, has_norm=True,
+        is_gated=True, rows=Rows.NORMALISED,
     )  # fmt: skip
     tiles = choose_tiles(product)
     assert isinstance(tiles, FlatTiles)
@@ -798,7 +799,7 @@ def test_gates_and_ups_of_few_rows_come_in_one_wave(num_rows, num_out, width, nu
 def test_gates_and_ups_that_no_wave_has_stay_as_they_were(num_rows, num_ctas):
     product = Product(
         num_rows=num_rows, num_out=37888, num_leaves=1, leaf_len=3584, out_bytes=2, is_gated=True,
-        has_norm=True,
+        rows=Rows.NORMALISED,
     )  # fmt: skip
     tiles = choose_tiles(product)
     assert isinstance(tiles, FlatTiles)

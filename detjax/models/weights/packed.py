@@ -24,6 +24,9 @@ from detjax.pallas_kernels.linear.quantized import (
     pack_codes,
 )
 
+LEAST_SCALE_ON_CPU = 1e-30
+"""XLA flushes subnormal numbers on a CPU, and so cannot expand weights that are."""
+
 MODES = ("auto", "packed", "expanded")
 """How quantised weights lie on the devices: as codes, or as the bfloat16 that they stand for."""
 
@@ -76,7 +79,7 @@ def place_packed(rows: ExpandedRows, spec: TensorSpec, mesh: Mesh, *, name: str)
         name: Of the tensor, and where it comes from, for errors.
 
     Raises:
-        ValueError: If a scale is not finite, or a weight is not a number.
+        ValueError: If a scale is not finite, a weight is not a number, or a CPU cannot expand it.
     """
     num_groups = spec.shape[1] // rows.group_len if rows.group_len else 1
     of_codes, of_groups = _partitions(spec, num_groups)
@@ -109,6 +112,12 @@ def place_packed(rows: ExpandedRows, spec: TensorSpec, mesh: Mesh, *, name: str)
 
     every = slice(0, rows.shape[0]), slice(0, num_groups)
     scales = rows.group_scales(*every).astype(np.float32)
+    is_on_cpu = mesh.devices.flat[0].platform == "cpu"
+    if is_on_cpu and ((scales != 0) & (np.abs(scales) < LEAST_SCALE_ON_CPU)).any():
+        raise ValueError(
+            f"{name} has scales under {LEAST_SCALE_ON_CPU:.0e}, whose products XLA takes for 0 on "
+            "a CPU; load it with quantized_weights='expanded'"
+        )
     low, high = SCALE_LIMITS
     bf16 = np.dtype(ml_dtypes.bfloat16)
     return QuantizedMatrix(

@@ -20,6 +20,7 @@ from detjax.pallas_kernels.linear.tiles import (
     MAX_RANKS_ROWS,
     MatmulTiles,
     Product,
+    Rows,
     choose_tiles,
 )
 from detjax.pallas_kernels.rms_norm.sm90 import combine_add_rms_norm, joined, rms_norm, row_sum
@@ -94,6 +95,9 @@ def _multiply_one_leaf(
     x, w, bias, norm: InputNorm | None, *, out_dtype, is_gated: bool = False, interpret=None
 ):
     """`matmul` of one leaf, with tiles chosen by M."""
+    rows = Rows.GIVEN
+    if norm is not None:
+        rows = Rows.SUMMED if norm.terms else Rows.NORMALISED
     product = Product(
         num_rows=x.shape[0],
         num_out=w.shape[0],
@@ -102,8 +106,7 @@ def _multiply_one_leaf(
         out_bytes=jnp.dtype(out_dtype).itemsize,
         has_bias=bias is not None,
         is_gated=is_gated,
-        has_norm=norm is not None,
-        has_terms=norm is not None and bool(norm.terms),
+        rows=rows,
         coding=_coding(x, w, x.shape[1]),
     )
     return matmul(

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from detjax.numerics import Reduction
 from detjax.pallas_kernels import sm90_rows as rows
 from detjax.pallas_kernels.linear.sm90_matmul import matmul
-from detjax.pallas_kernels.linear.tiles import Product, choose_tiles
+from detjax.pallas_kernels.linear.tiles import Product, Rows, choose_tiles
 from detjax.pallas_kernels.rms_norm.sm90 import rms_norm, rms_norm_parts
 from detjax.pallas_kernels.swiglu.sm90 import gated
 
@@ -152,7 +152,7 @@ def _products(parts, w, *, leaf_len: int) -> jax.Array:
         num_leaves=k_len // leaf_len,
         leaf_len=leaf_len,
         out_bytes=4,
-        has_parts=True,
+        rows=Rows.PARTS,
     )
     sums = matmul(
         parts.reshape(-1, k_len), w, None, None,

@@ -7,6 +7,7 @@ it. The leaves themselves come from `numerics.Reduction`.
 """
 
 import dataclasses
+import enum
 from dataclasses import dataclass
 
 from detjax.pallas_kernels.linear.quantized import BLOCK, Coding
@@ -297,6 +298,15 @@ def fill_stages[Tiles: MatmulTiles](
     return dataclasses.replace(tiles, stages=min(most, room // tiles.stage_bytes))
 
 
+class Rows(enum.Enum):
+    """What a product's rows of activations are."""
+
+    GIVEN = "given"
+    PARTS = "parts"  # of float32 activations; no bias, no residual, no gate
+    NORMALISED = "normalised"  # by the product: `MAX_NORM_ROWS` at most, one leaf
+    SUMMED = "summed"  # the like, and sums of terms, so that no copy brings them
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Product:
     """What the tiles of a product depend on.
@@ -310,10 +320,7 @@ class Product:
         has_bias: A bias is loaded by whole tiles, so they must divide N.
         has_residual: A residual is staged whole, unless CTAs share a tile's leaves.
         is_gated: The weights are gates, then ups; one leaf, no bias.
-        has_norm: The product normalises its activations, of which there are `MAX_NORM_ROWS` at
-            most; one leaf.
-        has_terms: Those rows are sums of terms, so that no copy brings them.
-        has_parts: The rows are the parts of float32 activations; no bias, no residual, no gate.
+        rows: What its activations are.
         has_ranks: Ranks add their tiles, so that no CTAs share a tree; `MAX_RANKS_ROWS` at most.
         coding: How the weights are quantised; few rows then, and they stream.
     """
@@ -326,9 +333,7 @@ class Product:
     has_bias: bool = False
     has_residual: bool = False
     is_gated: bool = False
-    has_norm: bool = False
-    has_terms: bool = False
-    has_parts: bool = False
+    rows: Rows = Rows.GIVEN
     has_ranks: bool = False
     coding: Coding | None = None
 
@@ -341,7 +346,7 @@ def choose_tiles(product: Product) -> MatmulTiles:
         tiles = dataclasses.replace(tiles, out_span=64)
     if isinstance(tiles, FlatTiles):
         tiles = _narrow(tiles, p)
-        if p.has_norm:
+        if p.rows in (Rows.NORMALISED, Rows.SUMMED):
             tiles = _hold_rows(tiles, p)
     is_flat = isinstance(tiles, FlatTiles)
     is_partial = p.num_leaves > 1 and (tiles.groups > 1 or is_flat and not p.has_residual)
@@ -364,7 +369,7 @@ def _cut(p: Product) -> MatmulTiles:
         return _stream_weights(p, is_whole=True)
     if p.coding:
         return _stream_codes(p, p.coding)
-    if p.has_parts and 128 < p.num_rows <= 192:
+    if p.rows is Rows.PARTS and 128 < p.num_rows <= 192:
         return _three_row_blocks(p.num_out, p.num_leaves, p.leaf_len)
     if p.num_rows <= 32 or (p.num_rows <= 64 and (p.num_leaves > 1 or p.num_out <= widest)):
         return _stream_weights(p)
@@ -390,7 +395,7 @@ def _narrow(tiles: FlatTiles, p: Product) -> FlatTiles:
 def _hold_rows(tiles: FlatTiles, p: Product) -> FlatTiles:
     """Tiles that stream weights, with the activations held and normalised in shared memory."""
     num_rows, k_len = p.num_rows, p.leaf_len
-    copies_rows = num_rows >= COPIED_ROWS and not p.has_terms
+    copies_rows = num_rows >= COPIED_ROWS and p.rows is not Rows.SUMMED
     # Five warpgroups have 96 registers a thread, too few for the values of wider rows.
     num_wgs, most = (tiles.num_wgs, 4) if k_len <= 5120 else (1, 1)
     if copies_rows:

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantised weights as codes and as bfloat16: the same answers, memory, decode steps and prompts.
+
+python -m benchmarks.quantized --folder /tmp/q --out rows.jsonl
+
+A bfloat16 folder of 8B shapes with random weights is written, and quantised by each scheme. Each
+folder is opened with packed and with expanded weights (`quantized_weights`). Answers to prompts of
+1 to 1000 tokens must have the same digests, and weights the same hash. A decode step's time is that
+of `generate` with 150 tokens less that with 30, over 120; the prompts are of 512 tokens, differ,
+and are cached. Prompts' times are of one prompt of 4000 tokens that is not. Exit status 3 if an
+answer or a hash differs.
+"""
+
+import argparse
+import functools
+import gc
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import jax
+import rich.console
+import rich.table
+
+from benchmarks.common import Rows, environment
+from benchmarks.start import write_random
+from detjax import LLM, Request, SamplingParams
+from detjax.models.quantization.quantize import RECIPES, quantize_folder
+from detjax.models.weights.load import ignore_progress
+from detjax.pallas_kernels.backend import Backend
+
+LENGTHS = (7, 300, 1000, 33, 64, 65, 1, 129)
+PROMPT_LEN, LONG_LEN = 512, 4000
+FEW, MANY = 30, 150
+STDERR = rich.console.Console(stderr=True)
+
+
+def prompt(length: int, seed: int) -> tuple[int, ...]:
+    """Tokens that no two prompts begin with alike."""
+    return tuple((seed * 7919 + i * (31 + seed % 13)) % 250 + 3 for i in range(length))
+
+
+def requests(count: int, num_tokens: int) -> list[Request]:
+    """Prompts of `PROMPT_LEN` tokens, whose answers have exactly so many."""
+    sampling = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
+    return [
+        Request(prompt_token_ids=prompt(PROMPT_LEN, i), sampling=sampling) for i in range(count)
+    ]
+
+
+def seconds(llm: LLM, asked: list[Request]) -> float:
+    """Of one call."""
+    began = time.perf_counter()
+    llm.engine.generate(asked)
+    return time.perf_counter() - began
+
+
+def step_ms(llm: LLM, batch: int) -> float:
+    """Median milliseconds of a decode step of so many sequences."""
+    llm.engine.generate(requests(batch, 1))  # fills the cache of prefixes
+    llm.engine.generate(requests(batch, 2))
+    found = [
+        seconds(llm, requests(batch, MANY)) - seconds(llm, requests(batch, FEW)) for _ in range(3)
+    ]
+    return statistics.median(found) / (MANY - FEW) * 1e3
+
+
+def prefill_ms(llm: LLM) -> float:
+    """Median milliseconds from a long prompt to its first token."""
+    sampling = SamplingParams(max_tokens=1, ignore_eos=True)
+
+    def one(seed: int) -> list[Request]:
+        return [Request(prompt_token_ids=prompt(LONG_LEN, seed), sampling=sampling)]
+
+    llm.engine.generate(one(1000))
+    return statistics.median(seconds(llm, one(1001 + i)) for i in range(5)) * 1e3
+
+
+def digests(llm: LLM) -> tuple[str, ...]:
+    """Of sampled answers, together."""
+    sampling = SamplingParams(max_tokens=40, temperature=0.7, seed=1, ignore_eos=True)
+    asked = [Request(prompt_token_ids=prompt(n, 2000 + n), sampling=sampling) for n in LENGTHS]
+    return tuple(answer.digest() for answer in llm.engine.generate(asked))
+
+
+def measure(folder: Path, mode: str, batches: list[int], cache_dir: str) -> tuple[dict, tuple]:
+    """A row of a folder, and what must be equal in both modes."""
+    began = time.perf_counter()
+    llm = LLM(
+        folder, backend="sm90", max_len=4096, batch_size=max(batches), show_progress=False,
+        cache_dir=cache_dir, quantized_weights=mode,
+    )  # fmt: skip
+    opened_s = time.perf_counter() - began
+    params = jax.tree.leaves({k: v for k, v in llm.model.params.items() if k != "exchange"})
+    row = {
+        "open_s": opened_s,
+        "weights_gib": sum(leaf.nbytes for leaf in params) / 2**30,
+        "prefill_tokens": LONG_LEN,
+        "prefill_ms": prefill_ms(llm),
+        "step_ms": {str(batch): round(step_ms(llm, batch), 3) for batch in batches},
+        "step_prompt_tokens": PROMPT_LEN,
+    }
+    same = digests(llm), llm.identity().model["weights"]
+    del llm, params
+    gc.collect()
+    return row, same
+
+
+def main() -> None:
+    """Measure each scheme; exit 3 if packed and expanded weights answer otherwise."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.quantized", description=(__doc__ or "").split("\n\n")[0]
+    )
+    parser.add_argument("--folder", default="/tmp/quantized", help="where folders are written")
+    parser.add_argument("--schemes", nargs="*", default=list(RECIPES), choices=list(RECIPES))
+    parser.add_argument("--batches", nargs="*", type=int, default=[1, 8, 64, 256])
+    parser.add_argument("--expanded", nargs="*", default=None, help="schemes to open expanded too")
+    parser.add_argument("--out", help="write JSON rows here")
+    args = parser.parse_args()
+    base = Path(args.folder)
+    base.mkdir(parents=True, exist_ok=True)
+    if not (base / "bf16").exists():
+        write_random("llama3_8b", base / "bf16")
+    rows = Rows(environment(Backend.SM90), args.out)
+    keep = functools.partial(rows.keep, subject="quantized", model="llama3_8b")
+    run = functools.partial(measure, batches=args.batches, cache_dir=str(base / "programs"))
+    row, _ = run(base / "bf16", "auto")
+    keep(scheme="bfloat16", weights="bfloat16", **row)
+    is_good = True
+    for scheme in args.schemes:
+        folder = base / scheme
+        began = time.perf_counter()
+        if not folder.exists():
+            quantize_folder(base / "bf16", folder, RECIPES[scheme], progress=ignore_progress)
+        quantize_s = time.perf_counter() - began
+        row, packed = run(folder, "packed")
+        row |= {"quantize_s": quantize_s}
+        if args.expanded is None or scheme in args.expanded:
+            keep(scheme=scheme, weights="packed", **row)
+            row, expanded = run(folder, "expanded")
+            row |= {"different_digests": sum(map(str.__ne__, packed[0], expanded[0]))}
+            row |= {"is_same_hash": packed[1] == expanded[1], "answers": len(packed[0])}
+            keep(scheme=scheme, weights="expanded", **row)
+            is_good &= packed == expanded
+        else:
+            keep(scheme=scheme, weights="packed", **row)
+    show(rows.rows)
+    sys.exit(0 if is_good else 3)
+
+
+def show(rows: list[dict]) -> None:
+    """A table of the rows."""
+    batches = list(rows[0]["step_ms"])
+    table = rich.table.Table("scheme", "weights", "GiB", *[f"step {b}" for b in batches], "4000")
+    for row in rows:
+        steps = [f"{row['step_ms'][b]:.2f}" for b in batches]
+        table.add_row(
+            row["scheme"], row["weights"], f"{row['weights_gib']:.2f}", *steps,
+            f"{row['prefill_ms']:.1f}",
+        )  # fmt: skip
+    STDERR.print(table)
+
+
+if __name__ == "__main__":
+    main()
